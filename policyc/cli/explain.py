@@ -12,7 +12,7 @@ from policyc.cli.common import ExampleCommand, paint, suggest_code, use_color
 from policyc.cli.options import format_option
 
 if TYPE_CHECKING:
-    from policyc.lint.rule import LintRule
+    from policyc.linter.rule import LintRule
 
 
 @click.command(
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @format_option("text", "json")
 def explain(codes: tuple[str, ...], markdown: bool, output_format: str) -> None:
     """Print the page of a lint code."""
-    from policyc.lint.rules import ALL_CODES, load_rules
+    from policyc.linter.rules import ALL_CODES, load_rules
 
     for code in codes:
         if code not in ALL_CODES:

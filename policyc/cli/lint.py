@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from policyc.compiler.plan import Plan
     from policyc.language.diagnostics import Diagnostic
     from policyc.language.loader import LoadedPolicy
-    from policyc.lint.fixes import FixedText
+    from policyc.linter.fixes import FixedText
     from policyc.numerics.targets import Target
 
 
@@ -140,7 +140,7 @@ def lint(words: tuple[str, ...], output_format: str, out: str | None, options: L
     there are no findings other than notes, 1 if there are some, 2 if a file could not be read.
     """
     from policyc.language.diagnostics import Severity
-    from policyc.lint.output import OUTPUT_FORMATS, STATISTICS_FORMATS, summarize
+    from policyc.linter.output import OUTPUT_FORMATS, STATISTICS_FORMATS, summarize
 
     request = _make_request(words, options)
     if not request.has_program:  # a program needs the collector
@@ -231,7 +231,7 @@ def _find_target(name: str) -> Target:
 
 
 def _parse_codes(select: Sequence[str], ignore: Sequence[str]) -> frozenset[str]:
-    from policyc.lint.rules import ALL_CODES
+    from policyc.linter.rules import ALL_CODES
 
     def split(values: Sequence[str]) -> frozenset[str]:
         codes = frozenset(code.strip() for value in values for code in value.split(",") if code.strip())
@@ -255,7 +255,7 @@ class _FileResult:
 
 def _lint_file(name: str, request: _Request) -> _FileResult:
     from policyc.language.diagnostics import PolicyError
-    from policyc.lint.engine import lint as run_lint
+    from policyc.linter.engine import lint as run_lint
 
     fix_count = 0
     name, variant = _split_variant(name)
@@ -323,8 +323,8 @@ def _read_source(name: str, request: _Request) -> _Source:
 
 
 def _compute_fixes(source: _Source, request: _Request) -> FixedText:
-    from policyc.lint.engine import lint as run_lint
-    from policyc.lint.fixes import apply_fixes
+    from policyc.linter.engine import lint as run_lint
+    from policyc.linter.fixes import apply_fixes
 
     return apply_fixes(
         source.text,

@@ -56,7 +56,7 @@ _FINDERS: dict[str, _FindNames] = {
     "target gpu": lambda *_: _import("numerics.targets", "TARGETS"),
     "config": lambda *_: _import("models.llama.configs", "CONFIGS"),
     "backend": lambda *_: _import("numerics.backends", "NAMES"),
-    "select ignore codes": lambda *_: _import("lint.rules", "ALL_CODES"),
+    "select ignore codes": lambda *_: _import("linter.rules", "ALL_CODES"),
     "recipe": lambda *_: _import("language.formats", "FORMATS"),
     "arguments": _training_values,
     "program files folders array corpora": lambda *_: (),

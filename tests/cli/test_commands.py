@@ -18,7 +18,7 @@ from click.shell_completion import ShellComplete
 from policyc import __version__, load, parse
 from policyc.cli import main
 from policyc.language import bundled
-from policyc.lint.rules import LINT_RULES, load_program_rules
+from policyc.linter.rules import LINT_RULES, load_program_rules
 from tests.support.command import ROOT, load_commands, policyc, run_main, spawn
 
 pytestmark = [pytest.mark.any_jax, pytest.mark.ordinary_user]

@@ -19,7 +19,7 @@ from click.shell_completion import ShellComplete
 
 from policyc.cli.main import COMMANDS, cli
 from policyc.language.bundled import bundled_policies
-from policyc.lint.rules import ALL_CODES
+from policyc.linter.rules import ALL_CODES
 from policyc.models.llama.configs import CONFIGS
 from policyc.numerics.targets import TARGETS
 from tests.support.command import load_commands, policyc, python_path

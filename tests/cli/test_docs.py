@@ -18,7 +18,7 @@ from policyc import PolicyError, parse
 from policyc.cli.main import cli
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import OPTIONS
-from policyc.lint.rules import LINT_RULES
+from policyc.linter.rules import LINT_RULES
 from tests.support.command import ROOT, load_commands, policyc
 
 DOCS = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])

@@ -16,7 +16,7 @@ import pytest
 from tests.support.command import ROOT
 
 HEAVY = {"jax", "jaxlib", "numpy", "networkx", "ml_dtypes", "scipy"}
-PARSING = {"lark", "rich", "policyc.language.parser", "policyc.lint.engine"}
+PARSING = {"lark", "rich", "policyc.language.parser", "policyc.linter.engine"}
 PRINTING = {"rich", "policyc.language.tables", "policyc.language.formatter"}
 OTHER_COMMANDS = {f"policyc.cli.{name}" for name in ("apply", "compile", "explain", "fmt", "show", "train")}
 

@@ -9,7 +9,7 @@ import pytest
 
 from policyc.cli.main import COMMAND_GROUPS, COMMANDS, cli
 from policyc.cli.options import DEFAULT_TARGET, ProgramCommand
-from policyc.lint import context
+from policyc.linter import context
 from tests.support.command import policyc
 
 pytestmark = pytest.mark.any_jax

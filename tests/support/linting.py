@@ -6,9 +6,9 @@ import re
 from collections.abc import Collection
 
 from policyc.language.loader import parse_with_diagnostics
-from policyc.lint.engine import lint
-from policyc.lint.fixes import apply_fixes
-from policyc.lint.rules import ALL_CODES
+from policyc.linter.engine import lint
+from policyc.linter.fixes import apply_fixes
+from policyc.linter.rules import ALL_CODES
 
 TAIL = "layers[-4:] -> bf16"
 """A rule without which a 4-bit policy is reported as `no-high-precision-tail`."""

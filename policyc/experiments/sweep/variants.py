@@ -14,7 +14,7 @@ from policyc.experiments.sweep.run import SWEEP_FILES
 from policyc.language.diagnostics import Severity
 from policyc.language.formatter import format_file
 from policyc.language.loader import load, parse_with_diagnostics, split_variant
-from policyc.lint.engine import lint
+from policyc.linter.engine import lint
 
 VariantRole = Literal["baseline", "policy", "edit"]
 

@@ -1,9 +1,0 @@
-"""Codes that no check of the linter reports, each with its page.
-
-They are reported while a policy is read, by the suppression comments, or when a loss is compiled. To add a code, add
-a row to one of these modules and report it where the fault is detected.
-"""
-
-from policyc.lint.rules.pages import after_reading, names, text
-
-RULES = (*text.RULES, *names.RULES, *after_reading.RULES)

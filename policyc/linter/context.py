@@ -1,0 +1,197 @@
+"""What lint rules see: the policy, the plan of a program if there is one, and answers that several rules need."""
+
+from __future__ import annotations
+
+import itertools
+from collections import ChainMap
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from policyc.language.diagnostics import Span
+from policyc.language.kinds import Flags
+from policyc.language.loader import LoadedPolicy
+from policyc.language.policy import RecipeCall, RecipeExpr, Resolver, Rule, SplitRecipe, Variant, recipe_calls
+from policyc.language.recipes import Gemm, Recipe
+from policyc.language.selectors import DottedPath
+from policyc.linter.automata import Budget, SearchTooLarge
+from policyc.linter.coverage import Coverage, Point, ResolvedRule
+from policyc.numerics.targets import TARGETS, Target
+
+if TYPE_CHECKING:
+    from policyc.compiler.plan import Plan
+
+_MAX_STEPS = 200_000  # for all lookups of single sites in one policy
+
+DEFAULT_TARGET = TARGETS["gb200"]
+"""The GPU on which speed is judged by default: the basic one with native 4-bit GEMMs."""
+
+# A site of a common size at the start of training, for lookups by name.
+_COMMON_SIZE = {"m": 8192, "n": 4096, "k": 4096, "batch": 1, "flops": 2 * 8192 * 4096 * 4096}
+_START_OF_TRAINING = (0, 1_000_000)
+
+
+class RecipeScope:
+    """Recipes by name. The recipes that a variant redefines hide those of the policy."""
+
+    def __init__(self, base: dict[str, RecipeExpr], redefined: dict[str, RecipeExpr]) -> None:
+        self._definitions = ChainMap(redefined, base)
+        self._followed: dict[str, RecipeExpr] = {}
+        self.resolve = Resolver(self._definitions)
+
+    def follow(self, node: RecipeExpr) -> RecipeExpr:
+        """Follows recipe names to the format or the split that they stand for."""
+        if isinstance(node, SplitRecipe):
+            return node
+        if node.name not in self._followed:
+            if node.name not in self._definitions:
+                return node
+            self._followed[node.name] = self.follow(self._definitions[node.name])
+        return self._followed[node.name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppliedRecipe:
+    """A recipe that a rule applies to some products, under a variant or none."""
+
+    node: RecipeExpr
+    products: frozenset[Gemm]
+    recipe: Recipe
+    rule: Rule
+    scope: RecipeScope
+
+    def find_recipe_call(self, gemm: Gemm) -> RecipeCall:
+        """Returns the format in the text that treats a product, following names and splits."""
+        node = self.scope.follow(self.node)
+        while isinstance(node, SplitRecipe):
+            node = self.scope.follow(dict(node.parts).get(gemm) or RecipeCall(name="keep", span=node.span))
+        return node
+
+
+class Context:
+    """One policy under lint.
+
+    `plan` is what the policy does to a program, or None. `target` is the GPU on which the plan's speed is judged.
+    `undecided` counts the questions that rules gave up because of their limits.
+    """
+
+    def __init__(
+        self, loaded: LoadedPolicy, plan: Plan | None = None, target: Target = DEFAULT_TARGET
+    ) -> None:
+        self.plan = plan
+        self.target = target
+        self.policy = loaded.policy
+        self.file = loaded.file
+        self.undecided = 0
+
+    def in_this_file(self, span: Span) -> bool:
+        """Returns whether a span is in the linted file. Rules and recipes may also come from imported files."""
+        return span.source is self.policy.source
+
+    @cached_property
+    def coverage(self) -> Coverage:
+        rules, resolve = self.policy.rules, self.policy.resolver()
+        variant_recipes: dict[int, dict[str, Recipe]] = {}
+        for variant, scope, affected in self._variants(self.policy.variants):
+            for index in affected:
+                variant_recipes.setdefault(index, {})[variant.name] = scope.resolve(rules[index].recipe)
+        return Coverage(rules, lambda rule: resolve(rule.recipe), variant_recipes)
+
+    def matches_program(self, rule: Rule) -> bool:
+        """Returns whether a rule of the policy itself, not of a variant, matches a site of the program."""
+        counts = () if self.plan is None else zip(self.policy.rules, self.plan.counts, strict=True)
+        return any(other is rule and count > 0 for other, count in counts)
+
+    @cached_property
+    def _budget(self) -> Budget:
+        return Budget(_MAX_STEPS)
+
+    @cached_property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rules of the linted file, including those of its variants."""
+        all_rules = (*self.policy.rules, *(r for v in self.policy.variants for r in v.rules))
+        return tuple(r for r in all_rules if self.in_this_file(r.span))
+
+    @cached_property
+    def applied_recipes(self) -> tuple[AppliedRecipe, ...]:
+        """The recipe of every rule, and again under each variant of this file that changes it."""
+        applied = list(_apply(self.policy.rules, RecipeScope(self.policy.named_recipes, {})))
+        variants = [v for v in self.policy.variants if self.in_this_file(v.span)]
+        for variant, scope, affected in self._variants(variants):
+            applied += _apply((self.policy.rules[index] for index in affected), scope)
+            applied += _apply(variant.rules, scope)
+        return tuple(applied)
+
+    @cached_property
+    def recipe_calls(self) -> tuple[tuple[RecipeCall, frozenset[Gemm]], ...]:
+        """Every format in the text that a rule applies, with the products that it treats under any rule or variant."""
+        calls: dict[int, RecipeCall] = {}  # by identity: equal texts in different places are different calls
+        products: dict[int, set[Gemm]] = {}
+        for applied in self.applied_recipes:
+            for gemm in applied.products:
+                call = applied.find_recipe_call(gemm)
+                calls[id(call)] = call
+                products.setdefault(id(call), set()).add(gemm)
+        return tuple((call, frozenset(products[key])) for key, call in calls.items())
+
+    def find_deciding_rule(
+        self, path: DottedPath, gemm: Gemm, flags: Flags, layer: tuple[int, int] | None = None
+    ) -> ResolvedRule | None:
+        """Returns the rule that decides a product of a site of common size at the start of training.
+
+        `layer` is the number of its block and the number of all blocks, or None outside blocks.
+        """
+        index, layers = layer or (None, None)
+        attributes = {**_COMMON_SIZE, **flags, "block": layer is not None, "layer": index, "layers": layers}
+        point = Point(path=path, gemm=gemm, moment=_START_OF_TRAINING, attributes=attributes)
+        try:
+            return self.coverage.find_deciding_rule(point, self._budget)
+        except SearchTooLarge:
+            self.undecided += 1
+            return None
+
+    def count_undecided(self) -> int:
+        """Returns the number of questions that rules gave up, including those about coverage."""
+        return self.undecided + (self.coverage.undecided if "coverage" in vars(self) else 0)
+
+    def _variants(
+        self, variants: Iterable[Variant]
+    ) -> Iterator[tuple[Variant, RecipeScope, tuple[int, ...]]]:
+        """Yields each variant with its recipes and the indices of the rules that these change."""
+        named = self.policy.named_recipes
+        for variant in variants:
+            redefined = {d.name: d.recipe for d in variant.recipes}
+            yield variant, RecipeScope(named, redefined), self._affected_rules(redefined)
+
+    @cached_property
+    def _users(self) -> dict[str, list[str | int]]:
+        """For each recipe name: the names of the recipes and the indices of the rules that use it."""
+        users: dict[str, list[str | int]] = {}
+        recipes = ((d.name, d.recipe) for d in self.policy.recipes)
+        rules = ((index, rule.recipe) for index, rule in enumerate(self.policy.rules))
+        for user, node in itertools.chain[tuple[str | int, RecipeExpr]](recipes, rules):
+            for call in recipe_calls(node):
+                users.setdefault(call.name, []).append(user)
+        return users
+
+    def _affected_rules(self, redefined: Iterable[str]) -> tuple[int, ...]:
+        """Returns the indices of the rules whose recipes use one of the redefined recipes."""
+        reached, pending = set[str | int](), list[str | int](redefined)
+        while pending:
+            user = pending.pop()
+            if user not in reached:
+                reached.add(user)
+                pending += self._users.get(user, ()) if isinstance(user, str) else ()
+        return tuple(sorted(index for index in reached if isinstance(index, int)))
+
+
+def _apply(rules: Iterable[Rule], scope: RecipeScope) -> Iterator[AppliedRecipe]:
+    for rule in rules:
+        yield AppliedRecipe(
+            node=rule.recipe,
+            products=rule.products,
+            recipe=scope.resolve(rule.recipe),
+            rule=rule,
+            scope=scope,
+        )

@@ -1,0 +1,234 @@
+"""The output formats of the linter: full, concise, json, github and sarif.
+
+In every format, columns count Unicode characters from 1, and the end column is exclusive. The codes and the field names
+of json, github and sarif are a stable interface.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import PurePath
+from typing import Any
+from urllib.parse import quote
+
+from policyc import __version__
+from policyc.base.text import count_noun, escape_controls
+from policyc.language.diagnostics import Diagnostic, Fix, Paint, Severity, Span, render, render_headline
+from policyc.linter.rule import LintRule
+from policyc.linter.rules import load_rules
+
+_SARIF_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+
+
+def format_full(diagnostics: Sequence[Diagnostic], paint: Paint) -> str:
+    """Each diagnostic with the source line it is about."""
+    return "\n".join(f"{render(d, paint)}\n" for d in diagnostics)
+
+
+def format_concise(diagnostics: Sequence[Diagnostic], paint: Paint) -> str:
+    """One line per diagnostic."""
+    return "".join(f"{render_headline(d, paint)}\n" for d in diagnostics)
+
+
+def format_json(diagnostics: Sequence[Diagnostic], _: Paint) -> str:
+    """A list of objects."""
+    return json.dumps([_json_object(d) for d in diagnostics], indent=2) + "\n"
+
+
+def format_github(diagnostics: Sequence[Diagnostic], _: Paint) -> str:
+    """Workflow commands of GitHub Actions, which become annotations on the lines of a pull request."""
+    return "".join(_github_command(d) for d in diagnostics)
+
+
+def format_sarif(diagnostics: Sequence[Diagnostic], _: Paint) -> str:
+    """A SARIF 2.1.0 log."""
+    rules = load_rules(d.code for d in diagnostics)
+    codes = list(rules)
+    driver = {
+        "name": "policyc",
+        "version": __version__,
+        "rules": [_sarif_rule(rule) for rule in rules.values()],
+    }
+    results = [_sarif_result(d, codes) for d in diagnostics]
+    run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": results}
+    log = {"$schema": _SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}
+    return json.dumps(log, indent=2) + "\n"
+
+
+OUTPUT_FORMATS: dict[str, Callable[[Sequence[Diagnostic], Paint], str]] = {
+    "full": format_full,
+    "concise": format_concise,
+    "json": format_json,
+    "github": format_github,
+    "sarif": format_sarif,
+}
+
+
+def format_statistics(diagnostics: Sequence[Diagnostic], paint: Paint) -> str:
+    """One line per code: the number of findings, the code, whether it has safe fixes, and its title."""
+    rows = _count_findings(diagnostics)
+    widths = [max((len(str(row[field])) for row in rows), default=0) for field in ("count", "code")]
+    return "".join(
+        f"{row['count']:>{widths[0]}}  {paint(row['severity'], row['code'])}{'':{widths[1] - len(row['code'])}}  "
+        f"{'[*]' if row['fixable'] else '[ ]'}  {row['title']}\n"
+        for row in rows
+    )
+
+
+def format_statistics_json(diagnostics: Sequence[Diagnostic], _: Paint) -> str:
+    """A list of objects, one per code."""
+    return json.dumps(_count_findings(diagnostics), indent=2) + "\n"
+
+
+STATISTICS_FORMATS: dict[str, Callable[[Sequence[Diagnostic], Paint], str]] = {
+    "full": format_statistics,
+    "concise": format_statistics,
+    "json": format_statistics_json,
+}
+
+
+def _count_findings(diagnostics: Sequence[Diagnostic]) -> list[dict[str, Any]]:
+    """Returns the number of findings of each code, the most frequent first."""
+    rules = load_rules(d.code for d in diagnostics)
+    severities: dict[str, set[Severity]] = {}
+    for diagnostic in diagnostics:
+        severities.setdefault(diagnostic.code, set()).add(diagnostic.severity)
+    fixable = Counter(d.code for d in diagnostics if d.fix is not None and d.fix.safe)
+    counts = sorted(Counter(d.code for d in diagnostics).items(), key=lambda item: (-item[1], item[0]))
+    return [
+        {
+            "code": code,
+            "severity": str(next(s for s in Severity if s in severities[code])),  # the most severe one
+            "count": count,
+            "fixable": fixable[code],
+            "title": rules[code].title,
+        }
+        for code, count in counts
+    ]
+
+
+def _location(span: Span) -> dict[str, Any]:
+    return {
+        "path": span.source.path,
+        "line": span.line,
+        "column": span.column,
+        "end_line": span.last_line,
+        "end_column": span.end_column,
+    }
+
+
+def _json_object(diagnostic: Diagnostic) -> dict[str, Any]:
+    fix = diagnostic.fix
+    return {
+        "code": diagnostic.code,
+        "severity": str(diagnostic.severity),
+        "message": diagnostic.message,
+        **_location(diagnostic.span),
+        "help": diagnostic.help,
+        "notes": [{"message": n.message, **_location(n.span)} for n in diagnostic.notes],
+        "sites": list(diagnostic.sites),
+        "fix": fix and {
+            "message": fix.message,
+            "safe": fix.safe,
+            "edits": [{**_location(e.span), "text": e.text} for e in fix.edits],
+        },
+    }  # fmt: skip
+
+
+def _github_command(diagnostic: Diagnostic) -> str:
+    span = diagnostic.span
+    values = {
+        "file": span.source.path,
+        "line": span.line,
+        "endLine": span.last_line,
+        "col": span.column,
+        "endColumn": span.end_column,
+        "title": diagnostic.code,
+    }
+    properties = ",".join(f"{name}={_escape(str(value), ':,')}" for name, value in values.items())
+    message = diagnostic.message + (f"\n{diagnostic.help}" if diagnostic.help else "")
+    kind = "notice" if diagnostic.severity == "note" else diagnostic.severity
+    return f"::{kind} {properties}::{_escape(message)}\n"
+
+
+def _escape(text: str, extra: str = "") -> str:
+    """Escapes the characters that end a workflow command or one of its values, as GitHub specifies."""
+    for character in ("%", "\r", "\n", *extra):
+        text = text.replace(character, f"%{ord(character):02X}")
+    return escape_controls(text)
+
+
+def _sarif_rule(rule: LintRule) -> dict[str, Any]:
+    return {
+        "id": rule.code,
+        "name": "".join(word.title() for word in rule.code.split("-")),
+        "shortDescription": {"text": rule.title},
+        "fullDescription": {"text": rule.title},
+        "help": {"text": rule.page, "markdown": rule.page},
+        "defaultConfiguration": {"level": str(rule.severity)},
+    }
+
+
+def _sarif_result(diagnostic: Diagnostic, codes: Sequence[str]) -> dict[str, Any]:
+    message = diagnostic.message + (f" ({diagnostic.help})" if diagnostic.help else "")
+    result: dict[str, Any] = {
+        "ruleId": diagnostic.code,
+        "ruleIndex": codes.index(diagnostic.code),
+        "level": str(diagnostic.severity),
+        "message": {"text": message},
+        "locations": [{"physicalLocation": _sarif_location(diagnostic.span)}],
+    }
+    if diagnostic.sites:
+        result["properties"] = {"sites": list(diagnostic.sites)}
+    if diagnostic.notes:
+        result["relatedLocations"] = [
+            {"id": i, "physicalLocation": _sarif_location(n.span), "message": {"text": n.message}}
+            for i, n in enumerate(diagnostic.notes)
+        ]
+    if diagnostic.fix is not None:
+        result["fixes"] = [_sarif_fix(diagnostic.fix, diagnostic.span.source.path)]
+    return result
+
+
+def _sarif_fix(fix: Fix, path: str) -> dict[str, Any]:
+    replacements = [
+        {"deletedRegion": _sarif_region(e.span), "insertedContent": {"text": e.text}} for e in fix.edits
+    ]
+    return {
+        "description": {"text": fix.message + ("" if fix.safe else " (unsafe)")},
+        "artifactChanges": [{"artifactLocation": {"uri": _uri(path)}, "replacements": replacements}],
+    }
+
+
+def _sarif_location(span: Span) -> dict[str, Any]:
+    return {"artifactLocation": {"uri": _uri(span.source.path)}, "region": _sarif_region(span)}
+
+
+def _sarif_region(span: Span) -> dict[str, int]:
+    return {
+        "startLine": span.line,
+        "startColumn": span.column,
+        "endLine": span.last_line,
+        "endColumn": span.end_column,
+    }
+
+
+def _uri(path: str) -> str:
+    return quote(PurePath(path).as_posix(), errors="surrogateescape")  # a file name need not be UTF-8
+
+
+def summarize(diagnostics: Sequence[Diagnostic], files: int) -> str:
+    """Returns one line with the number of policies, findings and fixes."""
+    policies = f"{files} polic{'y' if files == 1 else 'ies'}"
+    if not diagnostics:
+        return f"{policies}: no findings"
+    counts = Counter(d.severity for d in diagnostics)
+    parts = [count_noun(counts[s], s) for s in Severity if counts[s]]
+    line = f"{policies}: {', '.join(parts[:-1])}{' and ' if parts[1:] else ''}{parts[-1]}"
+    fixes = Counter(d.fix.safe for d in diagnostics if d.fix is not None)
+    safe = f"; {fixes[True]} fixable with --fix" if fixes[True] else ""
+    more = " more" if safe else ""
+    unsafe = f"; {fixes[False]}{more} fixable with --fix --unsafe-fixes" if fixes[False] else ""
+    return f"{line}{safe}{unsafe}"

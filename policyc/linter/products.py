@@ -1,0 +1,257 @@
+"""Helpers for the rules that see a program: its quantized products, its sensitive sites and its split scans.
+
+Sites that the compiler cannot enter are skipped: they are not quantized, whatever a rule says.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from policyc.base.text import count_others
+from policyc.compiler.plan import Phase, Plan
+from policyc.compiler.plan_checks import suggest_recipe
+from policyc.compiler.sites import Site
+from policyc.jaxcore.transform import Address
+from policyc.language.diagnostics import Diagnostic
+from policyc.language.policy import Rule
+from policyc.language.recipes import Gemm, Recipe
+from policyc.linter.context import Context
+from policyc.linter.finding import Finding
+from policyc.linter.site_names import EMBEDDING_NAMES, HEAD_NAMES
+
+_MAX_BITS = 8  # a product counts as quantized if its narrower operand has at most this many bits
+_MAX_SELECTORS = 80  # characters of selectors that a suggested rule repeats
+_NAMES_AT_END = 4  # names of a path that `has_name` looks at
+
+FOUR_BITS = range(4, 5)
+EIGHT_BITS = range(5, _MAX_BITS + 1)
+"""4 bits have codes of their own, which the linter also reports without a program."""
+
+FIRST_LOSS_HINT = "only the first loss of the program is checked"
+"""For a rule that matches nothing: another loss may have its sites."""
+
+MAX_SCAN_PARTS = 3
+"""Into how many scans a stack may be split without a warning: first layers, middle, last layers."""
+
+
+def to_findings(diagnostics: Iterable[Diagnostic]) -> Iterator[Finding]:
+    """Yields diagnostics of the compiler as findings of a rule."""
+    for diagnostic in diagnostics:
+        yield Finding(
+            span=diagnostic.span,
+            message=diagnostic.message,
+            help=diagnostic.help,
+            notes=diagnostic.notes,
+            sites=diagnostic.sites,
+            severity=diagnostic.severity,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedProduct:
+    """A product of a site, with the rule that quantizes it in some layer and phase."""
+
+    rule_index: int
+    site: Site
+    gemm: Gemm
+    recipe: Recipe
+
+    @property
+    def bits(self) -> int:
+        """The bits of its narrower operand."""
+        return self.recipe.bits(self.gemm)
+
+    @property
+    def contracted(self) -> tuple[str, int]:
+        """The name and the size of the dimension that the product contracts."""
+        site = self.site
+        return {Gemm.FPROP: ("k", site.k), Gemm.DGRAD: ("n", site.n), Gemm.WGRAD: ("m", site.m)}[self.gemm]
+
+
+def quantized_products(context: Context, max_bits: int = _MAX_BITS) -> Iterator[QuantizedProduct]:
+    """Yields every product that has at most so many bits in some layer and phase, once for each rule."""
+    plan = context.plan
+    if plan is None:
+        return
+    for site in (s for s in plan.sites if not s.opaque):
+        seen: set[tuple[int, Gemm]] = set()
+        for phase in plan.phases:
+            for layer_range in plan.site_layer_ranges(site, phase):
+                recipe = layer_range.decision.recipe
+                for product in layer_range.products():
+                    rule, gemm = product.choice.rule, product.gemm
+                    if rule is None or recipe is None or (rule, gemm) in seen:
+                        continue
+                    seen.add((rule, gemm))
+                    if 0 < recipe.bits(gemm) <= max_bits:
+                        yield QuantizedProduct(rule_index=rule, site=site, gemm=gemm, recipe=recipe)
+
+
+def report_sites(
+    context: Context,
+    describe: Callable[[QuantizedProduct], str | None],
+    suggest: Callable[[Plan, Sequence[QuantizedProduct]], str],
+) -> Iterator[Finding]:
+    """Yields one finding for each rule that quantizes a product with a fault.
+
+    `describe` returns the message about a product, or None if it has no fault. The finding has the message of the first
+    product and the number of the other sites. `suggest` returns the help for all faulty products of the rule.
+    """
+    if context.plan is None:
+        return
+    faulty: dict[int, dict[QuantizedProduct, str]] = {}
+    for product in quantized_products(context):
+        message = describe(product)
+        if message is not None:
+            faulty.setdefault(product.rule_index, {})[product] = message
+    for index, messages in sorted(faulty.items()):
+        names = name_sites(product.site for product in messages)
+        yield Finding(
+            span=context.policy.rules[index].span,
+            message=next(iter(messages.values())) + count_others(len(names)),
+            help=suggest(context.plan, tuple(messages)),
+            sites=names,
+        )
+
+
+def name_sites(sites: Iterable[Site]) -> tuple[str, ...]:
+    """Returns the names of sites, each once."""
+    return tuple(dict.fromkeys(site.name for site in sites))
+
+
+def suggest_keeping(plan: Plan, products: Sequence[QuantizedProduct], condition: str) -> str:
+    """Returns how to keep the sites of some products of one rule. A condition holds for them and for no other.
+
+    If the selectors of the rule are too long to repeat, the suggested rule names the sites.
+    """
+    rule = plan.policy.rules[products[0].rule_index]
+    selectors = ", ".join(map(str, rule.selectors))
+    if rule.where is not None:
+        condition = f"({rule.where}) and ({condition})"
+    exception = "" if len(selectors) > _MAX_SELECTORS else f"{selectors} where {condition} -> keep"
+    sites = tuple(product.site for product in products)
+    return suggest_recipe(plan, products[0].rule_index, sites, "keep", exception)
+
+
+def find_quantizing_rules(
+    context: Context, is_sensitive: Callable[[Site], bool], bits: range
+) -> Iterator[tuple[int, tuple[Site, ...]]]:
+    """Yields the index of each rule that quantizes sensitive sites, with those sites.
+
+    `bits` are those of the narrowest product of a site under the rule.
+    """
+    narrowest: dict[int, dict[Site, int]] = {}
+    for product in quantized_products(context):
+        if is_sensitive(product.site):
+            sites = narrowest.setdefault(product.rule_index, {})
+            sites[product.site] = min(product.bits, sites.get(product.site, _MAX_BITS))
+    for index, sites in sorted(narrowest.items()):
+        selected = tuple(site for site, site_bits in sites.items() if site_bits in bits)
+        if selected:
+            yield index, selected
+
+
+def report_in_8_bits(context: Context, is_sensitive: Callable[[Site], bool], noun: str) -> Iterator[Finding]:
+    """Yields a finding for each rule that quantizes sensitive sites, but not to 4 bits. Messages call them `noun`."""
+    if context.plan is None:
+        return
+    for rule_index, sites in find_quantizing_rules(context, is_sensitive, EIGHT_BITS):
+        names = name_sites(sites)
+        yield Finding(
+            span=context.policy.rules[rule_index].span,
+            message=f"this rule quantizes the {noun} ('{names[0]}'){count_others(len(names))}",
+            help=suggest_recipe(context.plan, rule_index, sites, "keep"),
+            sites=names,
+        )
+
+
+def has_name(site: Site, names: Collection[str]) -> bool:
+    """Returns whether one of the names is at the end of the site's scope or of a parameter, ignoring case.
+
+    One more name may follow it: a parameter ends with `kernel` or `w`. A dotted name stands for several in sequence.
+    """
+    paths = (site.scope.path, *(p.path for p in site.parameters))
+    texts = [f".{'.'.join(n.text for n in path[-_NAMES_AT_END:]).casefold()}." for path in paths]
+    ends = [text for full in texts for text in (full, full.rstrip(".").rpartition(".")[0] + ".")]
+    return any(end.endswith(f".{name.casefold()}.") for end in ends for name in names)
+
+
+def is_embedding(site: Site) -> bool:
+    """Returns whether a site looks up tokens: it has a one-hot operand or the name of an embedding."""
+    return site.has_one_hot or has_name(site, EMBEDDING_NAMES)
+
+
+def is_head(context: Context, site: Site) -> bool:
+    """Returns whether a site computes the logits.
+
+    A head has the name of a head, or shares its weight with the embedding, or is the last weight GEMM of the loss,
+    outside every stack, with more columns than any other weight and than its own rows.
+    """
+    if site.has_one_hot or context.plan is None:
+        return False
+    sites = context.plan.sites
+    embeddings = {*sites.looked_up, *(p.path for s in sites if s.has_one_hot for p in s.parameters)}
+    if has_name(site, HEAD_NAMES) or any(p.path in embeddings for p in site.parameters):
+        return True
+    weights = [s for s in sites if s.weight and not s.has_one_hot]
+    is_last = len(weights) > 1 and weights[-1] is site
+    is_widest = site.n > site.k and all(s.n < site.n for s in weights if s is not site)
+    return is_last and not site.stacks and is_widest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScanSplit:
+    """A scanned stack that a policy splits into several scans in a phase, with a rule that takes part in it."""
+
+    names: tuple[str, ...]
+    parts: tuple[range, ...]
+    rule: Rule
+    phase: str
+
+
+def find_scan_splits(context: Context) -> Iterator[ScanSplit]:
+    """Yields each stack that the policy splits, in the phase with the most parts."""
+    plan = context.plan
+    if plan is None:
+        return
+    splits: dict[Address, ScanSplit] = {}
+    for phase in plan.phases:
+        for address, cuts in _find_cuts(plan, phase).items():
+            size = next(s.size for s in cuts.sites[0].stacks if s.address == address)
+            bounds = [0, *sorted(cuts.layers), size]
+            parts = tuple(range(a, b) for a, b in itertools.pairwise(bounds))
+            if address not in splits or len(parts) > len(splits[address].parts):
+                rule = plan.policy.rules[cuts.rule_index]
+                splits[address] = ScanSplit(
+                    names=name_sites(cuts.sites), parts=parts, rule=rule, phase=plan.label(phase)
+                )
+    yield from splits.values()
+
+
+@dataclass(slots=True)
+class _Cuts:
+    """The layers at which a stack is cut, the sites that differ there, and the last rule that causes a cut."""
+
+    sites: list[Site]
+    layers: set[int]
+    rule_index: int
+
+
+def _find_cuts(plan: Plan, phase: Phase) -> dict[Address, _Cuts]:
+    """Returns the cuts of each stack in a phase: a stack is cut between layers with different recipes."""
+    decisions = plan.decisions(phase)
+    stacks: dict[Address, _Cuts] = {}
+    for site in (s for s in plan.sites if not s.opaque):
+        for depth, stack in enumerate(site.stacks):
+            for layer in (la for la in site.all_layers() if la[depth] and not stack.is_shard_map):
+                before = (*layer[:depth], layer[depth] - 1, *layer[depth + 1 :])
+                pair = decisions[site.address, before], decisions[site.address, layer]
+                if pair[0].recipe != pair[1].recipe:
+                    last_rule = max(c.rule for d in pair for c in d.choices if c.rule is not None)
+                    cuts = stacks.setdefault(stack.address, _Cuts([], set(), 0))
+                    cuts.sites.append(site)
+                    cuts.layers.add(layer[depth])
+                    cuts.rule_index = max(cuts.rule_index, last_rule)
+    return stacks

@@ -1,0 +1,210 @@
+"""Rules against 4 bits for the sites that they harm most: attention scores, the embedding, the head and the router.
+
+Without a program, these rules know a site by the names that models commonly give it. With one, they look at its sites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from inspect import cleandoc
+from typing import TYPE_CHECKING
+
+from policyc.base.text import count_others
+from policyc.language.kinds import Flags, flags_of
+from policyc.language.policy import Rule
+from policyc.language.predicates import Flag
+from policyc.language.recipes import Gemm
+from policyc.language.selectors import expand_selector, parse_path
+from policyc.linter.automata import example_path
+from policyc.linter.context import Context
+from policyc.linter.finding import Finding
+from policyc.linter.rule import LintRule, format_page
+from policyc.linter.site_names import EMBEDDING_NAMES, HEAD_NAMES, ROUTER_NAMES, SCORE_NAMES
+
+if TYPE_CHECKING:
+    from policyc.compiler.plan import Plan
+    from policyc.compiler.sites import Site
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SensitiveSite:
+    """A kind of site: its word in `where`, what messages call it, its common names, and in which block it may be."""
+
+    code: str
+    kind: str
+    noun: str
+    names: tuple[str, ...]
+    layer: tuple[int, int] | None = None
+    text: str
+    bad: str
+    good: str
+
+    @property
+    def has_weight(self) -> bool:
+        return self.kind != "scores"
+
+    @property
+    def flags(self) -> Flags:
+        """What is true for it in `where`."""
+        return flags_of(self.kind, *(("weight",) if self.has_weight else ()))
+
+
+_MIDDLE_BLOCK = (16, 32)
+
+_SITES = (
+    _SensitiveSite(
+        code="attention-scores-in-4-bits",
+        kind="scores",
+        noun="score products of attention",
+        names=SCORE_NAMES,
+        layer=_MIDDLE_BLOCK,
+        text="""The score products of attention are in 4 bits.
+
+        `softmax(q k) v` contains two GEMMs without a parameter. A rule for all of attention, or for all sites,
+        matches them together with the projections. Their error passes through an exponential. Add `where weight` to
+        the rule to match the projections only.
+        """,
+        bad="""
+        attention.* -> nvfp4(sr=grad)
+        layers[-4:] -> bf16
+        """,
+        good="""
+        attention.* where weight -> nvfp4(sr=grad)
+        layers[-4:] -> bf16
+        """,
+    ),
+    _SensitiveSite(
+        code="embedding-in-4-bits",
+        kind="embedding",
+        noun="embedding",
+        names=EMBEDDING_NAMES,
+        text="""The embedding is in 4 bits.
+
+        Some models look up tokens by a GEMM with one-hot rows. A rule for all sites matches this GEMM too. It takes
+        almost no time, and every token passes through it. Add a rule that keeps the embedding in high precision.
+        """,
+        bad="""
+        embed_tokens -> nvfp4(sr=grad)
+        layers[-4:] -> bf16
+        """,
+        good="embed_tokens -> bf16",
+    ),
+    _SensitiveSite(
+        code="head-in-4-bits",
+        kind="head",
+        noun="head",
+        names=HEAD_NAMES,
+        text="""The output head is in 4 bits.
+
+        The logits feed the loss directly. All published recipes keep the head in high precision. Add a rule that does
+        the same.
+        """,
+        bad="""
+        lm_head -> nvfp4(sr=grad)
+        layers[-4:] -> bf16
+        """,
+        good="lm_head -> bf16",
+    ),
+    _SensitiveSite(
+        code="router-in-4-bits",
+        kind="router",
+        noun="router",
+        names=ROUTER_NAMES,
+        layer=_MIDDLE_BLOCK,
+        text="""The router of a mixture of experts is in 4 bits.
+
+        A router is small, so 4 bits save almost no time, and an error in it sends tokens to other experts. Add a rule
+        that keeps the router in high precision.
+        """,
+        bad="""
+        moe.* -> nvfp4(sr=grad)
+        layers[-4:] -> bf16
+        """,
+        good="""
+        moe.* -> nvfp4(sr=grad)
+        * where router -> bf16
+        * where layer >= -4 -> bf16
+        """,
+    ),
+)
+
+_DECIDED_BY_NAME = """\
+This rule knows the names that models commonly use. Your model may use others. With a program, it looks at the sites
+of the program instead."""
+
+
+def _check(site: _SensitiveSite, context: Context) -> Iterator[Finding]:
+    if context.plan is not None:
+        yield from _check_program(site, context, context.plan)
+        return
+    for rule, names in _find_rules_in_4_bits(site, context):
+        yield Finding(
+            span=rule.span,
+            message=f"this rule puts the {site.noun} ('{names[0]}') in 4 bits",
+            help=_suggest(site, rule),
+        )
+
+
+def _check_program(kind: _SensitiveSite, context: Context, plan: Plan) -> Iterator[Finding]:
+    """Checks the sites of the program instead of common names."""
+    from policyc.compiler.plan_checks import suggest_recipe  # loads JAX
+    from policyc.linter import products
+
+    is_sensitive: dict[str, Callable[[Site], bool]] = {
+        "attention-scores-in-4-bits": lambda s: s.weight is None,
+        "embedding-in-4-bits": products.is_embedding,
+        "head-in-4-bits": lambda s: products.is_head(context, s),
+        "router-in-4-bits": lambda s: products.has_name(s, ROUTER_NAMES),
+    }
+    for index, sites in products.find_quantizing_rules(context, is_sensitive[kind.code], products.FOUR_BITS):
+        rule = plan.policy.rules[index]
+        names = products.name_sites(sites)
+        noun = kind.noun if kind.has_weight else "products without a parameter"
+        yield Finding(
+            span=rule.span,
+            message=f"this rule puts the {noun} ('{names[0]}') in 4 bits{count_others(len(names))}",
+            help=suggest_recipe(plan, index, sites, "bf16") if kind.has_weight else _suggest_weight(rule),
+            sites=names,
+        )
+
+
+def _suggest(site: _SensitiveSite, rule: Rule) -> str:
+    patterns = [pattern for selector in rule.selectors for pattern in expand_selector(selector)]
+    is_named = all(".".join(map(str, example_path(pattern))) in site.names for pattern in patterns)
+    if rule.where == Flag(name=site.kind) or (is_named and site.has_weight):
+        return "write '-> bf16' in this rule"  # it is about nothing else
+    return f"add a rule after it: * where {site.kind} -> bf16" if site.has_weight else _suggest_weight(rule)
+
+
+def _suggest_weight(rule: Rule) -> str:
+    condition = "where weight" if rule.where is None else "and weight"
+    return f"add '{condition}' to match only the projections"
+
+
+def _find_rules_in_4_bits(site: _SensitiveSite, context: Context) -> Iterator[tuple[Rule, tuple[str, ...]]]:
+    """Yields each rule that puts such a site in 4 bits, with the names of the sites."""
+    rules = context.coverage.rules
+    if not any(rule.recipe.bits(gemm) == 4 for rule in rules for gemm in Gemm):
+        return
+    names_by_rule: dict[int, dict[str, None]] = {}
+    for name in site.names:
+        for gemm in Gemm:
+            rule = context.find_deciding_rule(parse_path(name), gemm, site.flags, site.layer)
+            if rule is not None and rule.recipe.bits(gemm) == 4:
+                names_by_rule.setdefault(rule.index, {})[name] = None
+    for index in sorted(names_by_rule):
+        yield rules[index].rule, tuple(names_by_rule[index])
+
+
+def _format_page(site: _SensitiveSite) -> str:
+    return format_page(f"{cleandoc(site.text)}\n\n{_DECIDED_BY_NAME}", bad=site.bad, good=site.good)
+
+
+RULES = tuple(
+    LintRule(
+        code=site.code, doc=_format_page(site), check=partial(_check, site), guesses_without_program=True
+    )
+    for site in _SITES
+)

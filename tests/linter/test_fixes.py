@@ -1,0 +1,253 @@
+"""Fixes: what `--fix` and `--unsafe-fixes` write, and that safe fixes keep the meaning and the comments of a policy."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from policyc import Policy, parse
+from policyc.language.diagnostics import Diagnostic, Edit, Fix
+from policyc.language.loader import LoadedPolicy, parse_with_diagnostics
+from policyc.language.parser import comment_ranges
+from policyc.linter.engine import LintResult, lint
+from policyc.linter.fixes import FixedText, apply_fixes
+from tests.support.linting import TAIL, fix_text, follow_help, lint_codes
+from tests.support.policy_oracle import policies_differ, random_policy
+
+pytestmark = pytest.mark.any_jax
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("a.b -> fp8\nb -> bf16\na -> fp8\n", "b -> bf16\na -> fp8\n"),
+        (
+            "# own\na.b -> fp8  # of the rule\n# other\nb -> bf16\na -> fp8\n",
+            "# own\n# other\nb -> bf16\na -> fp8\n",
+        ),
+        ("a.b -> fp8; b -> bf16; a -> fp8\n", " b -> bf16; a -> fp8\n"),
+        ("a -> fp8; a.b -> fp8\n", "a -> fp8\n"),
+        ("a -> fp8; a.b -> fp8; c -> fp8\n", "a -> fp8;  c -> fp8\n"),
+        ("a -> fp8\nafter 50% { a.b -> fp8 }\n", "a -> fp8\nafter 50% {  }\n"),
+        ("a -> fp8\nafter 50% {\n    a.b -> fp8\n}\n", "a -> fp8\nafter 50% {\n}\n"),
+        ("a -> fp8\nafter 50% { a.b -> fp8\n    c -> bf16 }\n", "a -> fp8\nafter 50% { \n    c -> bf16 }\n"),
+        ("a -> fp8\na.b,\n  a.c ->\n    fp8\nc -> bf16\n", "a -> fp8\nc -> bf16\n"),
+        ("a -> fp8\na.b -> fp8", "a -> fp8\n"),
+        ("a -> split(fprop=fp8, dgrad=fp8)\n", "a -> split(fprop=fp8, dgrad=fp8, wgrad=keep)\n"),
+        ("a -> split(fprop=fp8,)\n", "a -> split(fprop=fp8, dgrad=keep, wgrad=keep,)\n"),
+        ("a -> split(\n    fprop=fp8,  # on\n)\n", "a -> split(\n    fprop=fp8, dgrad=keep, wgrad=keep,  # on\n)\n"),
+        ("a -> split(wgrad=fp8(grad=e4m3) )\n", "a -> split(wgrad=fp8(grad=e4m3), fprop=keep, dgrad=keep )\n"),
+        ("a -> fp8(grad=e4m3, grad=e4m3)\n", "a -> fp8(grad=e4m3)\n"),
+        ("a -> fp8(grad=e4m3, grad=e4m3, grad=e4m3,)\n", "a -> fp8(grad=e4m3,)\n"),
+        ("a -> fp8(grad=e4m3,  # why, why\n  grad=e4m3)\n", "a -> fp8(grad=e4m3  # why, why\n  )\n"),
+        # of two rules that make each other redundant, one stays
+        ("a -> fp8\nb -> fp8\na -> fp8\n", "b -> fp8\na -> fp8\n"),
+        ("a -> fp8\na -> fp8\na -> fp8\n", "a -> fp8\n"),
+        # unsafe fixes are not applied
+        ("layers[-4:].mlp.* -> bf16\nmlp.* -> fp8\n", "layers[-4:].mlp.* -> bf16\nmlp.* -> fp8\n"),
+        ("a.b -> fp8 expect 3\na -> fp8\n", "a.b -> fp8 expect 3\na -> fp8\n"),
+        # an importing policy may define one of two equal recipes anew
+        ("recipe r = fp8\na -> fp8\na.b -> r\n", "recipe r = fp8\na -> fp8\na.b -> r\n"),
+        ("recipe r = fp8\na.b -> r\nb -> bf16\na -> fp8\n", "recipe r = fp8\na.b -> r\nb -> bf16\na -> fp8\n"),
+        ("a -> fp8(grad=e4m3, grad=e5m2)\n", "a -> fp8(grad=e4m3, grad=e5m2)\n"),
+        ("a -> fp9\n", "a -> fp9\n"),
+        # a file with other errors is fixed as far as possible
+        ("a -> fp8(grad=e4m3, grad=e4m3)\nb -> fp9\n", "a -> fp8(grad=e4m3)\nb -> fp9\n"),
+        ("\ufeffa -> fp8\na.b -> fp8\n", "a -> fp8\n"),
+    ],
+)  # fmt: skip
+def test_safe_fixes_write_this_text_and_are_then_complete(before: str, after: str) -> None:
+    assert fix_text(before) == after
+    assert fix_text(after) == after
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("a -> fp9\n", "a -> fp8\n"),
+        ("layers[-4:].mlp.* -> bf16\nmlp.* -> fp8\n", "mlp.* -> fp8\nlayers[-4:].mlp.* -> bf16\n"),
+        ("a.b -> bf16 expect 3\na -> fp8\n", "a -> fp8\na.b -> bf16 expect 3\n"),
+        ("a.b -> fp8 expect 3\na -> fp8\n", "a -> fp8\n"),
+        ("recipe r = fp8\na -> fp8\na.b -> r\n", "a -> fp8\n"),
+        ("recipe r = s\nrecipe s = t\nrecipe t = fp8\na -> fp8\n", "a -> fp8\n"),
+        ("a.b -> bf16  # of it\n# own\na -> fp8  # all\n", "# own\na -> fp8  # all\na.b -> bf16  # of it\n"),
+        ("a.b -> bf16; a -> fp8\n", " a -> fp8\na.b -> bf16\n"),
+        ("a.b -> bf16\na -> fp8; c -> bf16", "a -> fp8; a.b -> bf16; c -> bf16"),
+        ("a.b -> bf16\na -> fp8", "a -> fp8\na.b -> bf16"),
+        ("a.b ->\n  bf16\na -> fp8\n", "a -> fp8\na.b ->\n  bf16\n"),
+        ("c -> bf16\na.b -> bf16\n* -> fp8\n", "* -> fp8\nc -> bf16\na.b -> bf16\n"),
+        # in its block, or below the block that overrides it, but not out of its own
+        ("after 50% { a.b -> bf16; a -> fp8 }\n", "after 50% {  a -> fp8; a.b -> bf16 }\n"),
+        ("a.b -> bf16\nafter 0 {\n  a -> fp8\n}\n", "after 0 {\n  a -> fp8\n}\na.b -> bf16\n"),
+        # moved, it would leave the other rule without effect
+        ("a -> bf16\na -> fp8\n", "a -> fp8\n"),
+        ("a.b -> bf16\na.c -> bf16\na.{b,c} -> fp8\n", "a.{b,c} -> fp8\na.c -> bf16\n"),
+        ("q, k @ wgrad -> fp8\n", "q @ wgrad, k @ wgrad -> fp8\n"),
+        (f"a -> nvfp4\n{TAIL}\n", f"a -> nvfp4(sr=grad)\n{TAIL}\n"),
+        (f"a -> nvfp4()\n{TAIL}\n", f"a -> nvfp4(sr=grad)\n{TAIL}\n"),
+        (f"a -> nvfp4(rht=wgrad)\n{TAIL}\n", f"a -> nvfp4(rht=wgrad, sr=grad)\n{TAIL}\n"),
+        (f"a -> nvfp4(rht=wgrad,)\n{TAIL}\n", f"a -> nvfp4(rht=wgrad, sr=grad,)\n{TAIL}\n"),
+        (f"a -> nvfp4(rht=all, sr=all)\n{TAIL}\n", f"a -> nvfp4(rht=wgrad, sr=grad)\n{TAIL}\n"),
+        (f"a -> nvfp4(rht=wgrad.grad, sr=grad)\n{TAIL}\n", f"a -> nvfp4(rht=wgrad, sr=grad)\n{TAIL}\n"),
+        ("a -> fp8(grad=e4m3, grad=e5m2)\n", "a -> fp8(grad=e4m3)\n"),
+    ],
+)  # fmt: skip
+def test_unsafe_fixes_are_applied_only_on_request(before: str, after: str) -> None:
+    assert fix_text(before) == before
+    assert fix_text(before, unsafe=True) == after
+    assert lint_codes(after) == []
+
+
+def test_a_rule_is_not_moved_out_of_its_block() -> None:
+    text = "after 50% { a.b -> bf16 }\na -> fp8\n"
+    assert lint_codes(text) == ["shadowed-rule"]
+    assert fix_text(text, unsafe=True) == text
+
+
+FIXTURES = sorted((Path(__file__).parent / "fixtures").glob("*.policy"))
+FIXED = [
+    # one per line: a fix that would have no effect in these products is not offered
+    f"attention.wo @ fprop -> nvfp4(rht=fprop)\n{TAIL}\n",
+    f"attention.wo @ fprop -> nvfp4(sr=all)\n{TAIL}\n",
+    f"attention.wo -> split(fprop=nvfp4(rht=fprop), bwd=nvfp4(sr=grad))\n{TAIL}\n",
+    f"attention.wo @ dgrad -> nvfp4(rht=dgrad.grad, sr=grad)\n{TAIL}\n",
+    *(path.read_text(encoding="utf-8") for path in FIXTURES if path.stem != "unreadable-file"),
+]
+
+
+@pytest.mark.parametrize("before", FIXED, ids=lambda text: text.partition("\n")[0][:40])
+def test_a_fix_removes_its_finding_and_adds_none(before: str) -> None:
+    """With one exception: a policy that could not be read may have findings when it can."""
+    findings = lint(parse_with_diagnostics(before)).diagnostics
+    fixed = apply_fixes(before, parse_with_diagnostics, lint, unsafe=True)
+    remaining = lint(parse_with_diagnostics(fixed.text)).diagnostics
+    assert (fixed.count > 0) == any(d.fix is not None for d in findings)
+    assert not [d for d in remaining if d.fix is not None], fixed.text
+    was_readable = not parse_with_diagnostics(before).diagnostics
+    assert not was_readable or {d.code for d in remaining} <= {d.code for d in findings}, fixed.text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "* -> nvfp4(sr=grad)",
+        "* where k > 1 -> nvfp4(sr=grad)",
+        "mlp.* -> nvfp4(sr=grad)",
+        "lm_head -> mxfp4(sr=grad)",
+        "embed*, wte -> nvfp4(sr=grad)",
+        "moe where k > 1 -> nvfp4(sr=grad)",
+        "attention where k > 1 -> nvfp4(sr=grad)",
+    ],
+)
+def test_following_a_remedy_removes_the_finding_and_adds_none(text: str) -> None:
+    before = lint(parse_with_diagnostics(text)).diagnostics
+    assert before
+    for finding in before:
+        remedied = follow_help(text, finding.help)
+        assert remedied is not None, finding
+        after = set(lint_codes(remedied))
+        assert finding.code not in after, remedied
+        assert after < {d.code for d in before} | {finding.code}, remedied
+
+
+def test_only_selected_codes_are_fixed() -> None:
+    text = "recipe r = fp8\na -> fp8\na.b -> fp8\n"
+    assert fix_text(text, codes={"unused-recipe"}, unsafe=True) == "a -> fp8\na.b -> fp8\n"
+    assert fix_text(text, codes={"shadowed-rule"}, unsafe=True) == text
+
+
+@pytest.mark.parametrize("replacement", ["mlp => fp8", "mlp -> fp9", "mlp -> ("])
+def test_a_fix_that_would_break_the_file_is_not_applied(replacement: str) -> None:
+    """No rule has such a fix. If one ever has, the file must stay valid."""
+
+    def check(loaded: LoadedPolicy) -> LintResult:
+        span = loaded.file.statements[0].span
+        fix = Fix(message="break it", edits=(Edit(span, replacement),), safe=True)
+        return LintResult(diagnostics=(Diagnostic(code="shadowed-rule", message="m", span=span, fix=fix),))
+
+    assert apply_fixes("mlp -> fp8\n", parse_with_diagnostics, check).text == "mlp -> fp8\n"
+
+
+def random_untidy_policy(rng: random.Random) -> str:
+    """A random policy with faults that have safe fixes, with comments in many places and an irregular layout."""
+    policy = random_policy(rng, recipes=("fp8", "fp8", "r1", "bf16", "split(fprop=fp8)", "split(bwd=bf16,)"))
+    lines = ["recipe idle1 = idle2", "recipe idle2 = fp8"] if rng.random() < 0.5 else []
+    for number, line in enumerate(policy.splitlines()):
+        if rng.random() < 0.3:
+            lines.append(f"# own line {number}")
+        if rng.random() < 0.2:
+            line = line.replace("-> fp8", "-> fp8(grad=e4m3, grad=e4m3)")
+        if rng.random() < 0.2:
+            line = line.replace("{ ", "{\n    ").replace(" }", "\n}")
+        if rng.random() < 0.2:
+            line = f"{line}; {line}" if "->" in line and "variant" not in line else line
+        if rng.random() < 0.3:
+            line += rng.choice(
+                (f"  # behind {number}", "  # allow: shadowed-rule", "  # allow: redundant-rule, idle-option")
+            )
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def comments_on_own_lines(text: str) -> list[str]:
+    comments = [text[start:end] for start, end in comment_ranges(text)]
+    return [comment for comment in comments if comment.startswith("# own line")]
+
+
+def recipes_of(policy: Policy) -> set[str]:
+    """The recipes that the rules of a policy set."""
+    return {repr(policy.resolver()(rule.recipe).treatments) for rule in policy.rules}
+
+
+class CachedLinter:
+    """Parses and lints each text once."""
+
+    def __init__(self) -> None:
+        self.load = cache(parse_with_diagnostics)
+        self._results: dict[int, LintResult] = {}  # by identity: `load` keeps the policies alive
+
+    def lint(self, loaded: LoadedPolicy) -> LintResult:
+        if id(loaded) not in self._results:
+            self._results[id(loaded)] = lint(loaded)
+        return self._results[id(loaded)]
+
+    def fix(self, text: str) -> FixedText:
+        return apply_fixes(text, self.load, self.lint)
+
+
+SEEDS = [
+    *(range(start, start + 20) for start in range(0, 60, 20)),
+    *(pytest.param(range(start, start + 200), marks=pytest.mark.slow) for start in range(1_000, 2_000, 200)),
+]
+
+
+@pytest.mark.parametrize("seeds", SEEDS, ids=lambda seeds: f"{seeds.start}-{seeds.stop}")
+def test_safe_fixes_keep_the_meaning_and_the_comments(seeds: range) -> None:
+    count = 0
+    for seed in seeds:
+        before = random_untidy_policy(random.Random(seed))
+        linter = CachedLinter()
+        fixed = linter.fix(before)
+        after, count = fixed.text, count + fixed.count
+        hint = f"seed {seed}\n{before}\n->\n{after}"
+        loaded = linter.load(after)
+        assert not loaded.diagnostics, hint
+        remaining = [d for d in linter.lint(loaded).diagnostics if d.fix is not None and d.fix.safe]
+        assert not remaining, hint
+        assert linter.fix(after).text == after, hint
+        original = parse(before.replace("grad=e4m3, grad=e4m3", "grad=e4m3"))
+        assert [v.name for v in loaded.policy.variants] == [v.name for v in original.variants]
+        assert not policies_differ(original, loaded.policy), hint
+        for name in (v.name for v in original.variants):
+            assert not policies_differ(original.variant(name), loaded.policy.variant(name)), f"{name}: {hint}"
+        assert comments_on_own_lines(after) == comments_on_own_lines(before), hint
+        # A policy that imports this one may redefine its recipes, so rules that agree by chance must stay.
+        redefined = "variant importing { recipe r1 = keep; recipe r2 = fp8(grad=e4m3) }\n"
+        imported = [parse(text + redefined).variant("importing") for text in (str(original), after)]
+        assert not policies_differ(*imported), hint
+        # A rule that says something of its own is never deleted.
+        assert recipes_of(loaded.policy) == recipes_of(original), hint
+    assert count > len(seeds)  # the policies do have faults

@@ -1,0 +1,461 @@
+"""The lint rules that see a program: each has a page, and finds its fault in a model that has it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import policyc
+from policyc.compiler.plan import Plan, make_plan
+from policyc.language.diagnostics import Diagnostic, plain
+from policyc.language.loader import parse_with_diagnostics
+from policyc.linter.engine import lint
+from policyc.linter.output import format_json
+from policyc.linter.rules import ALL_CODES, LINT_RULES, PROGRAM_CODES, load_program_rules, program
+from policyc.numerics.targets import get_target
+from tests.support.command import policyc as run_policyc
+from tests.support.command import spawn
+from tests.support.linting import follow_help
+
+
+def array(*shape, dtype="float32"):
+    """Arguments have shapes only: a plan computes nothing."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@jax.custom_vjp
+def cross_entropy(w, h):
+    return jnp.sum(h @ w)
+
+
+cross_entropy.defvjp(lambda w, h: (cross_entropy(w, h), (w, h)), lambda r, g: (g * r[0], g * r[1]))
+
+
+def model(p, x):
+    """One-hot embedding, a scanned stack, a narrow layer, a vmapped stack, a head, and a GEMM inside a custom_vjp."""
+    tokens = jnp.argmax(x, -1)
+    h = jax.nn.one_hot(tokens, 256) @ p["table"]
+
+    def body(h, layer):
+        return h + jnp.tanh(h @ layer["mlp"]["up"]) @ layer["mlp"]["down"], None
+
+    h, _ = jax.lax.scan(body, h, p["layers"])
+    narrow = jnp.tanh(jnp.dot(h, p["narrow"], precision="highest")) @ p["narrow"].T
+    h = h + jnp.sum(jax.vmap(jnp.dot)(jnp.broadcast_to(h, (3, *h.shape)), p["stages"]), 0)
+    return jnp.sum((h + narrow) @ p["lm_head"]) + cross_entropy(p["loss"], h)
+
+
+PARAMS = {
+    "table": array(256, 256),
+    "layers": {"mlp": {"up": array(6, 256, 256), "down": array(6, 256, 256)}},
+    "narrow": array(256, 40),
+    "stages": array(3, 256, 256),
+    "lm_head": array(256, 256),
+    "loss": array(256, 256),
+}
+
+FAULTY_POLICIES = {
+    "unmatched-rule": "mpl -> fp8",
+    "overridden-rule": "up -> fp8; mlp where k > 100 -> mxfp8",
+    "expect-violated": "mlp -> fp8 expect 97",
+    "opaque-site": "loss -> fp8",
+    "opaque-index": "stages[-1] -> fp8",
+    "quantized-embedding": "table -> fp8",
+    "quantized-head": "lm_head -> fp8",
+    "padded-gemm": "narrow -> mxfp8",
+    "slower-than-bf16": "narrow -> fp8",
+    "slower-than-fp8": "mlp -> nvfp4(sr=grad)",
+    "hadamard-does-not-fit": "mlp -> nvfp4(rht=wgrad, rht_size=128, sr=grad)",
+    "lowered-fp32-product": "* -> bf16",
+    "split-scan": "layers[-2:].mlp -> fp8",
+    "shredded-scan": "layers[::2] -> fp8",
+    "transformer-engine-shape": "mlp -> nvfp4(rht=wgrad, sr=grad)",
+}
+
+SPEED = {"slower-than-bf16", "slower-than-fp8"}
+ALL_BUT_SPEED = PROGRAM_CODES - SPEED
+"""Every GEMM of these small models is slower when it is quantized."""
+
+
+@cache
+def model_plan() -> Plan:
+    """The plan of an empty policy for `model`, which is traced once for all tests."""
+    return policyc.plan(policyc.parse(""), model, PARAMS, array(130, 256))
+
+
+def lint_model(text: str, codes: Collection[str] = PROGRAM_CODES) -> tuple[Diagnostic, ...]:
+    loaded = parse_with_diagnostics(text)
+    assert not loaded.diagnostics
+    return lint(loaded, codes, make_plan(loaded.policy, model_plan().sites)).diagnostics
+
+
+def lint_loss(text: str, loss, *arguments) -> tuple[Diagnostic, ...]:
+    loaded = parse_with_diagnostics(text)
+    assert not loaded.diagnostics
+    return lint(loaded, ALL_BUT_SPEED, policyc.plan(loaded.policy, loss, *arguments)).diagnostics
+
+
+@pytest.mark.parametrize("code", FAULTY_POLICIES)
+def test_a_rule_finds_its_fault(code):
+    assert code in {d.code for d in lint_model(FAULTY_POLICIES[code])}
+
+
+def test_a_good_policy_has_no_findings_but_a_note():
+    (note,) = lint_model("mlp -> fp8 expect 12; layers[-2:].mlp -> keep", ALL_BUT_SPEED)
+    assert note.severity == "note"
+    assert note.message == "the stack of 'layers.mlp.up' becomes 2 scans: iterations 0-3, 4-5"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_is_recognized_by_more_than_its_name(tied):
+    def loss(p, tokens):
+        h = p["words"][tokens] @ p["mix"]
+        logits = h @ (p["words"].T if tied else p["out"])
+        return jax.nn.logsumexp(logits, -1).sum()
+
+    params = {"words": array(512, 256), "mix": array(256, 256), "out": array(256, 512)}
+    tokens = array(256, dtype="int32")
+    diagnostics = lint_loss("* -> fp8", loss, params, tokens)
+    assert [d.code for d in diagnostics] == ["quantized-head"]
+    assert f"'{'words' if tied else 'out'}'" in diagnostics[0].message
+    assert not lint_loss("mix -> fp8", loss, params, tokens)
+
+
+def loss_with_fp32_products(p, x):
+    """Two products in bfloat16; in fp32, a router and the product of one-hot targets and log-softmax."""
+    h = jnp.tanh(x @ p["up"]) @ p["down"]
+    gates = jax.nn.softmax(h.astype("float32") @ p["router"])
+    targets = jax.nn.one_hot(jnp.argmax(gates, -1), 16)
+    with jax.named_scope("pick"):
+        picked = jnp.einsum("te,te->t", targets, jax.nn.log_softmax(gates))
+    return -jnp.mean(picked) + jnp.sum(h @ p["down"])
+
+
+def notes_on_fp32_products(policy: str, dtype: str) -> list[Diagnostic]:
+    params = {"up": array(64, 64, dtype=dtype), "down": array(64, 64, dtype=dtype), "router": array(64, 16)}
+    found = lint_loss(policy, loss_with_fp32_products, params, array(32, 64, dtype=dtype))
+    return [d for d in found if d.code == "lowered-fp32-product"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "sites"),
+    [
+        ("* -> bf16", ["router", "pick"]),
+        ("* -> fp8", ["router", "pick"]),
+        ("* -> nvfp4(sr=grad)", []),  # router-in-4-bits and attention-scores-in-4-bits
+        ("* where weight -> bf16", ["router"]),
+        ("* -> bf16; router -> f32", ["pick"]),
+        ("* -> bf16; router, pick -> keep", []),
+        ("router -> bf16; up -> bf16", []),  # a rule for these alone means it
+        ("* -> f32", []),
+        ("* -> keep", []),
+    ],
+)
+def test_a_rule_for_everything_is_noted_if_it_lowers_products_in_fp32(policy, sites):
+    findings = notes_on_fp32_products(policy, "bfloat16")
+    assert [name for d in findings for name in d.sites] == sites
+    assert all(d.severity == "note" for d in findings)
+    assert not notes_on_fp32_products(policy, "float32")  # there every product is in fp32
+
+
+def test_only_a_product_with_the_highest_precision_is_noted_in_an_fp32_program():
+    (note,) = (d for d in lint_model("* -> bf16") if d.code == "lowered-fp32-product")
+    assert note.sites == ("narrow",)
+    assert note.message == (
+        "the program computes 'narrow' in fp32 with the highest precision, unlike most of its products, "
+        "and this rule lowers it"
+    )
+    assert note.help == "add a rule after it: narrow -> keep"
+
+
+def test_the_shapes_of_transformer_engine_matter_only_in_4_bits():
+    def loss(p, x):
+        return (jnp.tanh(x @ p["w"]) @ p["w"]).sum()
+
+    def obstacles(policy, dtype, rows):
+        diagnostics = lint_loss(
+            policy, loss, {"w": array(256, 256, dtype=dtype)}, array(rows, 256, dtype=dtype)
+        )
+        return [d.message.partition(": ")[2] for d in diagnostics if d.code == "transformer-engine-shape"]
+
+    assert obstacles("w -> nvfp4(rht=wgrad)", "bfloat16", 256) == []
+    (rotated,) = obstacles("w -> nvfp4(rht=wgrad)", "float32", 256)
+    assert rotated == "Transformer Engine rotates only bfloat16, but this operand is float32"
+    assert obstacles("w -> nvfp4", "float32", 256) == []
+    (uneven,) = obstacles("w -> nvfp4", "bfloat16", 144)
+    assert uneven == "Transformer Engine requires contracted % 32 == 0, but wgrad has 144"
+    assert obstacles("w -> mxfp8", "bfloat16", 144) == []
+
+
+def findings_about_speed(code: str, width: int, narrow: int, tokens: int) -> dict[str, list[str]]:
+    """The findings about a model with a large and a narrow GEMM, by target."""
+
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(x @ w["large"]) @ w["large"].T) + jnp.sum(x @ w["narrow"])
+
+    params = {
+        "large": array(width, width, dtype="bfloat16"),
+        "narrow": array(width, narrow, dtype="bfloat16"),
+    }
+    loaded = parse_with_diagnostics("* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)")
+    plan = policyc.plan(loaded.policy, loss, params, array(tokens, width, dtype="bfloat16"))
+    return {
+        target: [str(d) for d in lint(loaded, {code}, plan, get_target(target)).diagnostics]
+        for target in ("b200", "gb200", "h200")
+    }
+
+
+def test_which_sites_are_slower_depends_on_the_target():
+    findings = findings_about_speed("slower-than-bf16", width=8192, narrow=64, tokens=16384)
+    (native,), (emulated,) = findings["b200"], findings["h200"]
+    assert "'narrow'" in native
+    assert "more" not in native
+    assert "add a rule after it: narrow -> bf16" in native
+    assert ", and 1 more" in emulated
+    assert "h200 has no native nvfp4; write '-> bf16' in this rule" in emulated
+
+
+def test_four_bits_are_compared_with_fp8_on_gpus_that_have_both():
+    findings = findings_about_speed("slower-than-fp8", width=16384, narrow=1024, tokens=65536)
+    (narrow,) = findings["gb200"]
+    assert "'narrow' (m = 65536, n = 1024, k = 16384) takes" in narrow
+    assert "times as long as in fp8 on gb200 with backend xla" in narrow
+    assert "more" not in narrow
+    assert (
+        "install Transformer Engine, whose quantizers read less; or add a rule after it: narrow -> fp8"
+        in narrow
+    )
+    assert not findings["h200"]  # emulated, which is another finding
+
+
+# ---- every site, once
+
+
+def lint_all(text: str) -> tuple[Diagnostic, ...]:
+    """All findings about `model`, static ones too, except those about speed."""
+    return lint_model(text, set(ALL_CODES) - SPEED)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "sites"),
+    [
+        ("mlp, narrow -> mxfp8", "padded-gemm", ["layers.mlp.up", "layers.mlp.down", "narrow"]),
+        (FAULTY_POLICIES["hadamard-does-not-fit"], "hadamard-does-not-fit", ["layers.mlp.up", "layers.mlp.down"]),
+        ("table, stages -> fp8; * where k > 9 -> fp8", "overridden-rule", ["table", "stages"]),
+        ("loss, mlp -> fp8", "opaque-site", ["loss"]),
+        ("layers[-2:].mlp -> fp8", "split-scan", ["layers.mlp.up", "layers.mlp.down"]),
+    ],
+)  # fmt: skip
+def test_a_finding_names_the_first_site_and_counts_the_others(text, code, sites):
+    (finding,) = [d for d in lint_model(text) if d.code == code]
+    assert list(finding.sites) == sites
+    assert json.loads(format_json([finding], plain))[0]["sites"] == sites
+    if code not in ("overridden-rule", "split-scan"):  # their messages are about all sites together
+        assert f"'{sites[0]}'" in finding.message
+        assert (f", and {len(sites) - 1} more" in finding.message) == (len(sites) > 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "absent"),
+    [
+        # one kind of site in 4 bits has one code, with a program or without
+        ("* -> nvfp4(sr=grad)", "embedding-in-4-bits", "quantized-embedding"),
+        ("* -> nvfp4(sr=grad)", "head-in-4-bits", "quantized-head"),
+        ("* -> fp8", "quantized-head", "head-in-4-bits"),
+        # the reason instead of its effect
+        ("layers[8:4] -> fp8", "empty-slice", "unmatched-rule"),
+        ("mlp where k < 0 -> fp8", "impossible-predicate", "unmatched-rule"),
+        ("default -> fp8", "literal-default", "unmatched-rule"),
+        ("stages[-1] -> fp8", "opaque-index", "unmatched-rule"),
+        ("mlp.up -> fp8; mlp -> bf16", "shadowed-rule", "overridden-rule"),
+        ("mlp -> fp8; until 0 { mlp -> bf16 }", "phase-never-holds", "overridden-rule"),
+        ("layers[::2] -> fp8", "shredded-scan", "split-scan"),
+        (FAULTY_POLICIES["transformer-engine-shape"], "padded-gemm", "hadamard-does-not-fit"),
+    ],
+)
+def test_one_fault_has_one_finding(text, code, absent):
+    codes = [d.code for d in lint_all(text)]
+    assert codes.count(code) == 1
+    assert absent not in codes
+
+
+def test_a_suppression_may_be_needed_only_without_a_program():
+    text = "narrow -> nvfp4(sr=grad)  # allow: no-high-precision-tail, embedding-in-4-bits -- without a program\n"
+    assert "unused-suppression" not in {d.code for d in lint_all(text)}
+    assert "unused-suppression" not in {d.code for d in lint(parse_with_diagnostics(text)).diagnostics}
+
+
+def test_with_a_program_names_are_not_guessed():
+    """`model` has no site of the common names, but an embedding ('table') and a stack ('layers')."""
+    messages = {d.code: f"{d.message}: {d.help}" for d in lint_all("* -> nvfp4(sr=grad)")}
+    assert "('table')" in messages["embedding-in-4-bits"]
+    assert "layers[-1:] -> bf16" in messages["no-high-precision-tail"]
+    assert "attention-scores-in-4-bits" not in messages
+    assert "router-in-4-bits" not in messages
+    assert "no-high-precision-tail" not in {d.code for d in lint_all("narrow -> nvfp4(sr=grad)")}
+
+
+def test_scores_and_routers_are_found_in_the_program():
+    def loss(p, x):
+        q = x @ p["moe"]["gate"]["kernel"]
+        return jnp.sum(q @ q.T)
+
+    params = {"moe": {"gate": {"kernel": array(64, 64)}}}
+    loaded = parse_with_diagnostics("* where k > 1 -> nvfp4(sr=grad)")
+    plan = policyc.plan(loaded.policy, loss, params, array(64, 64))
+    helps = {d.code: d.help for d in lint(loaded, {*ALL_CODES} - SPEED, plan).diagnostics}
+    assert helps["router-in-4-bits"] == "add a rule after it: moe.gate.kernel -> bf16"
+    assert helps["attention-scores-in-4-bits"] == "add 'and weight' to match only the projections"
+
+
+# ---- remedies
+
+
+FOLLOWED = (
+    *FAULTY_POLICIES.values(),
+    "* -> nvfp4(rht=wgrad, sr=grad)",
+    "* -> mxfp4(sr=grad)",
+    "* -> fp8",
+    "mlp, narrow -> mxfp8",
+    "mlp where k > 10 -> nvfp4(rht=wgrad, rht_size=64, sr=grad)",
+    "mlp, stages, narrow @ wgrad -> mxfp8",
+)
+
+
+def test_following_a_remedy_removes_the_finding_and_adds_no_error():
+    """A remedy may make another finding visible, such as a split, but no error and no rule without effect."""
+    followed = set()
+    for text in FOLLOWED:
+        findings = lint_model(text, ALL_CODES)
+        for finding in findings:
+            remedied = follow_help(text, finding.help)
+            if remedied is None:
+                continue
+            followed.add(finding.code)
+            after = lint_model(remedied, ALL_CODES)
+            hint = f"{text} -> {finding.code} -> {remedied}"
+            assert finding.code not in {d.code for d in after}, hint
+            new = {d.code for d in after} - {d.code for d in findings}
+            assert not new & {d.code for d in after if d.severity == "error"}, hint
+            assert not new & {"shadowed-rule", "overridden-rule", "redundant-rule", "unmatched-rule"}, hint
+    without_text = {"unmatched-rule", "overridden-rule", "opaque-index", "split-scan", "shredded-scan"}
+    assert followed >= FAULTY_POLICIES.keys() - without_text - {"transformer-engine-shape"}
+    assert followed >= {"embedding-in-4-bits", "head-in-4-bits", "no-high-precision-tail"}
+
+
+def test_a_shorter_transform_is_suggested_only_if_it_fits():
+    def loss(p, x):
+        return jnp.sum(jnp.tanh(x @ p["w"]) @ p["w"])
+
+    def suggest(recipe, rows):
+        (finding,) = (d for d in lint_loss(f"w -> {recipe}", loss, {"w": array(256, 256)}, array(rows, 256))
+                      if d.code == "hadamard-does-not-fit")  # fmt: skip
+        return finding.help
+
+    assert suggest("nvfp4(rht=wgrad, rht_size=128, sr=grad)", 160).startswith("write rht_size=32, or ")
+    assert "rht_size" not in suggest("nvfp4(rht=wgrad, rht_size=128, sr=grad)", 136)
+    assert "rht_size" not in suggest("split(bwd=nvfp4(rounding=ms_eden))", 160)
+    codes = {
+        d.code for d in lint_loss("w -> nvfp4(rht=wgrad)", loss, {"w": array(256, 256)}, array(136, 256))
+    }
+    assert codes >= {"padded-gemm"}
+    assert "hadamard-does-not-fit" not in codes
+
+
+@pytest.mark.parametrize(
+    "name", ["recipe", "contract embed -> batch", "[bold]x", "a*b", "where", "k[0]", "größe", "!"]
+)
+def test_suggested_rules_match_whatever_a_program_calls_its_parameters(name):
+    def loss(p, x):
+        return cross_entropy(p[name], x) + jnp.sum(x @ p["other"])
+
+    sites = policyc.plan(
+        policyc.parse(""), loss, {name: array(16, 16), "other": array(16, 16)}, array(8, 16)
+    ).sites
+    loaded = parse_with_diagnostics("* -> fp8")
+    (finding,) = lint(loaded, {"opaque-site"}, make_plan(loaded.policy, sites)).diagnostics
+    remedied = parse_with_diagnostics(follow_help("* -> fp8", finding.help) or "")
+    assert not remedied.diagnostics
+    assert not lint(remedied, {"opaque-site"}, make_plan(remedied.policy, sites)).diagnostics
+
+
+# ---- rules that match nothing
+
+
+def test_a_quantizing_rule_without_sites_is_an_error():
+    (quantizing,) = lint_all("mpl -> fp8")
+    assert (quantizing.code, quantizing.severity) == ("unmatched-rule", "error")
+    assert "--multiple-losses" not in quantizing.help  # an option that `lint` does not have
+    (keeping,) = lint_all("mpl -> bf16")
+    assert (keeping.code, keeping.severity) == ("unmatched-rule", "warning")
+    assert not lint_all("mpl -> fp8 expect 0")
+
+
+def test_a_target_requires_a_program():
+    assert "did you mean 'h200'" in run_policyc("lint", "fp8", "--target", "h20", "train.py").err
+    assert "--target requires a program or --config" in run_policyc("lint", "fp8", "--target", "h200").err
+
+
+def test_every_rule_has_a_page_and_a_test():
+    rules = load_program_rules()
+    compiler_codes = {"schedule-without-step", "not-native", "missing-library"}
+    assert set(rules) == PROGRAM_CODES == FAULTY_POLICIES.keys() | compiler_codes
+    assert not PROGRAM_CODES & LINT_RULES.keys()
+    for rule in rules.values():
+        assert re.fullmatch(r"[A-Z].*\.", rule.title)
+        for kind in ("Bad", "Good"):
+            assert f"## {kind}\n\n```policy\n" in rule.page
+
+
+def test_a_module_is_named_after_its_code():
+    """The codes are known from the file names, without importing JAX."""
+    for module in iter_modules(program.__path__):
+        (rule,) = import_module(f"{program.__name__}.{module.name}").RULES
+        assert rule.code == module.name.replace("_", "-")
+        assert rule.check is not None
+
+
+def test_without_a_program_these_rules_do_not_run():
+    loaded = parse_with_diagnostics("mpl -> fp8  # allow: unmatched-rule -- another model\n")
+    assert not lint(loaded, PROGRAM_CODES).diagnostics
+    assert not [d for d in lint(loaded).diagnostics if "suppression" in d.code]
+
+
+PROGRAM = """
+import jax, jax.numpy as jnp
+
+def loss(p, x):
+    def body(h, w):
+        return jnp.tanh(h @ w["mlp"]["up"]) @ w["mlp"]["down"], None
+
+    return jnp.sum(jax.lax.scan(body, x @ p["embed"], p["layers"])[0] @ p["lm_head"])
+
+layers = {"mlp": {"up": jnp.ones((4, 24, 40)), "down": jnp.ones((4, 40, 24))}}
+jax.grad(loss)({"embed": jnp.ones((8, 24)), "layers": layers, "lm_head": jnp.ones((24, 72))}, jnp.ones((6, 8)))
+"""
+
+
+@pytest.mark.slow
+def test_what_is_found_in_a_program_does_not_depend_on_the_hash_seed(tmp_path):
+    """With all static rules too. Two processes: the seed is fixed when Python starts."""
+    (tmp_path / "train.py").write_text(PROGRAM)
+    rules = [
+        "* -> nvfp4(rht=wgrad, rht_size=64, sr=grad)",
+        "{a,b}*.mlp[:2] -> bf16",
+        "mlp.* -> mxfp8",
+        "m?p -> fp8",
+    ]
+    (tmp_path / "a.policy").write_text("\n".join([*rules, "layers[::2].mlp -> bf16", "*l*.up, up* -> fp8"]))
+    arguments = ("lint", "a.policy", "--format", "json", "train.py")
+    results = [spawn(*arguments, cwd=tmp_path, env={"PYTHONHASHSEED": seed}) for seed in "123"]
+    assert results[0].code == 1
+    assert len(json.loads(results[0].out)) > 5
+    assert {result.out for result in results} == {results[0].out}
