@@ -29,25 +29,24 @@ if TYPE_CHECKING:
 @format_option("text", "json")
 def explain(codes: tuple[str, ...], markdown: bool, output_format: str) -> None:
     """Print the page of a lint code."""
-    from policyc.linter.rules import ALL_CODES, load_rules
+    from policyc.linter.rules import ALL_RULES
 
     for code in codes:
-        if code not in ALL_CODES:
-            raise click.UsageError(f"no rule has the code '{code}': {suggest_code(code, ALL_CODES)}")
+        if code not in ALL_RULES:
+            raise click.UsageError(f"no rule has the code '{code}': {suggest_code(code, ALL_RULES)}")
     if markdown and output_format == "json":
         raise click.UsageError("choose one of --markdown and --format json")
-    rules = load_rules(codes or ALL_CODES)
     if output_format == "json":
-        pages = [_as_data(rules[code]) for code in codes or rules]
+        pages = [_as_data(ALL_RULES[code]) for code in codes or ALL_RULES]
         click.echo(json.dumps(pages, indent=2))
         return
     if not codes and not markdown:
-        width = max(map(len, rules))
-        for rule in rules.values():
+        width = max(map(len, ALL_RULES))
+        for rule in ALL_RULES.values():
             label = paint(rule.severity, f"{rule.code:<{width}}")
             click.echo(f"{label}  {rule.title}", color=use_color())
         return
-    selected = [rules[code] for code in codes or rules]
+    selected = [ALL_RULES[code] for code in codes or ALL_RULES]
     text = "\n".join(f"# {rule.code} ({rule.severity})\n\n{rule.page}\n" for rule in selected)
     if markdown or not sys.stdout.isatty():
         click.echo(text, nl=False)

@@ -17,7 +17,7 @@ from policyc import __version__
 from policyc.base.text import count_noun, escape_controls
 from policyc.language.diagnostics import Diagnostic, Fix, Paint, Severity, Span, render, render_headline
 from policyc.linter.rule import LintRule
-from policyc.linter.rules import load_rules
+from policyc.linter.rules import ALL_RULES
 
 _SARIF_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 
@@ -44,12 +44,11 @@ def format_github(diagnostics: Sequence[Diagnostic], _: Paint) -> str:
 
 def format_sarif(diagnostics: Sequence[Diagnostic], _: Paint) -> str:
     """A SARIF 2.1.0 log."""
-    rules = load_rules(d.code for d in diagnostics)
-    codes = list(rules)
+    codes = list(ALL_RULES)
     driver = {
         "name": "policyc",
         "version": __version__,
-        "rules": [_sarif_rule(rule) for rule in rules.values()],
+        "rules": [_sarif_rule(rule) for rule in ALL_RULES.values()],
     }
     results = [_sarif_result(d, codes) for d in diagnostics]
     run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": results}
@@ -91,7 +90,6 @@ STATISTICS_FORMATS: dict[str, Callable[[Sequence[Diagnostic], Paint], str]] = {
 
 def _count_findings(diagnostics: Sequence[Diagnostic]) -> list[dict[str, Any]]:
     """Returns the number of findings of each code, the most frequent first."""
-    rules = load_rules(d.code for d in diagnostics)
     severities: dict[str, set[Severity]] = {}
     for diagnostic in diagnostics:
         severities.setdefault(diagnostic.code, set()).add(diagnostic.severity)
@@ -103,7 +101,7 @@ def _count_findings(diagnostics: Sequence[Diagnostic]) -> list[dict[str, Any]]:
             "severity": str(next(s for s in Severity if s in severities[code])),  # the most severe one
             "count": count,
             "fixable": fixable[code],
-            "title": rules[code].title,
+            "title": ALL_RULES[code].title,
         }
         for code, count in counts
     ]

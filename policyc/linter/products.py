@@ -18,7 +18,7 @@ from policyc.language.diagnostics import Diagnostic
 from policyc.language.policy import Rule
 from policyc.language.recipes import Gemm, Recipe
 from policyc.linter.context import Context
-from policyc.linter.finding import Finding
+from policyc.linter.rule import Finding
 from policyc.linter.site_names import EMBEDDING_NAMES, HEAD_NAMES
 
 _MAX_BITS = 8  # a product counts as quantized if its narrower operand has at most this many bits

@@ -4,11 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from inspect import cleandoc
 
-from policyc.language.diagnostics import Diagnostic, Severity
+from policyc.language.diagnostics import Diagnostic, Fix, Note, Severity, Span
 from policyc.linter.context import Context
-from policyc.linter.finding import Finding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One fault that a check found. The engine adds the code of the rule, and its severity if there is none here.
+
+    `sites` are the names of all sites of a program that the fault is about. The message names the first.
+    """
+
+    span: Span
+    message: str
+    help: str = ""
+    notes: tuple[Note, ...] = ()
+    sites: tuple[str, ...] = ()
+    severity: Severity | None = None
+    fix: Fix | None = None
+
 
 Check = Callable[[Context], Iterable[Finding]]
 
@@ -66,15 +83,27 @@ def format_page(text: str, *, bad: str, good: str) -> str:
     return "\n\n".join([cleandoc(text), *examples])
 
 
-def make_page(
+def make_rule(
     code: str,
     text: str,
     *,
     bad: str,
     good: str,
-    severity: Severity = Severity.ERROR,
+    check: Check | None = None,
+    severity: Severity = Severity.WARNING,
     needs_program: bool = False,
+    guesses_without_program: bool = False,
 ) -> LintRule:
-    """A rule without a check, from the text and the examples of its page."""
-    doc = format_page(text, bad=bad, good=good)
-    return LintRule(code=code, doc=doc, severity=severity, needs_program=needs_program)
+    """A rule, from the text and the examples of its page."""
+    return LintRule(
+        code=code,
+        doc=format_page(text, bad=bad, good=good),
+        check=check,
+        severity=severity,
+        needs_program=needs_program,
+        guesses_without_program=guesses_without_program,
+    )
+
+
+make_error = partial(make_rule, severity=Severity.ERROR)
+"""A rule whose findings are errors."""

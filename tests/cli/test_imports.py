@@ -30,6 +30,7 @@ COMMANDS = {
     "lint a.policy --fix": HEAVY | PRINTING,
     "lint llama_nvfp4 --format sarif": HEAVY | PRINTING,
     "explain shadowed-rule": HEAVY | {"rich", "policyc.language.tables"},
+    "explain opaque-site": HEAVY,
     "fmt --check a.policy": HEAVY,
     "show llama_nvfp4": HEAVY,
 }

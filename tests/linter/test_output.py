@@ -16,7 +16,7 @@ from policyc.language.diagnostics import Diagnostic, Edit, Fix, Note, Severity, 
 from policyc.language.loader import parse_with_diagnostics
 from policyc.linter import output
 from policyc.linter.engine import lint
-from policyc.linter.rules import LINT_RULES
+from policyc.linter.rules import ALL_CODES, LINT_RULES
 from tests.support.command import policyc
 
 pytestmark = pytest.mark.any_jax
@@ -187,7 +187,7 @@ def test_sarif_names_the_tool_its_rules_and_its_column_kind() -> None:
     assert run["tool"]["driver"]["name"] == "policyc"
     assert run["tool"]["driver"]["version"] == __version__
     assert run["columnKind"] == "unicodeCodePoints"
-    assert [r["id"] for r in run["tool"]["driver"]["rules"]] == list(LINT_RULES)
+    assert [r["id"] for r in run["tool"]["driver"]["rules"]] == list(ALL_CODES)
     assert all(
         r["help"]["markdown"] and r["shortDescription"]["text"] for r in run["tool"]["driver"]["rules"]
     )

@@ -5,46 +5,40 @@ The modules of `program` check what a policy does to a program. They import JAX,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
+from types import ModuleType
 
 from policyc.linter.rule import LintRule
 from policyc.linter.rules import pages, program
 
 
-def _module_names(path: Iterable[str]) -> tuple[str, ...]:
-    return tuple(sorted(module.name for module in iter_modules(path) if not module.ispkg))
+def _load_modules(package: str, path: Iterable[str]) -> Iterator[ModuleType]:
+    names = sorted(module.name for module in iter_modules(path) if not module.ispkg)
+    return (import_module(f"{package}.{name}") for name in names)
 
 
-def _load(package: str, path: Iterable[str]) -> tuple[LintRule, ...]:
-    modules = (import_module(f"{package}.{name}") for name in _module_names(path))
-    rules = (rule for module in modules for rule in module.RULES)
-    return tuple(sorted(rules, key=lambda rule: rule.code))
+_CHECKED = [rule for module in _load_modules(__name__, __path__) for rule in module.RULES]
+_LOADED = (*pages.RULES, *sorted(_CHECKED, key=lambda rule: rule.code))
 
-
-_LOADED = {rule.code: rule for rule in (*pages.RULES, *_load(__name__, __path__))}  # `pages` comes first
-
-LINT_RULES: dict[str, LintRule] = {code: rule for code, rule in _LOADED.items() if not rule.needs_program}
+LINT_RULES: dict[str, LintRule] = {rule.code: rule for rule in _LOADED if not rule.needs_program}
 """The rules that need only a policy, by code, in the order of docs/reference/lint.md."""
 
-_COMPILER_RULES = {code: rule for code, rule in _LOADED.items() if rule.needs_program}
+PROGRAM_RULES: dict[str, LintRule] = {
+    rule.code: rule for rule in sorted(_LOADED, key=lambda rule: rule.code) if rule.needs_program
+}
+"""The rules that need a program, by code, without their checks."""
 
-PROGRAM_CODES: frozenset[str] = frozenset(
-    [*_COMPILER_RULES, *(name.replace("_", "-") for name in _module_names(program.__path__))]
-)
-"""The codes of the rules that need a program. A module of `program` is named after its code."""
-
-ALL_CODES: tuple[str, ...] = (*LINT_RULES, *sorted(PROGRAM_CODES))
+ALL_RULES = LINT_RULES | PROGRAM_RULES
+ALL_CODES = tuple(ALL_RULES)
 
 
 @cache
 def load_program_rules() -> dict[str, LintRule]:
-    """Imports the rules that need a program, by code. This imports JAX."""
-    return {rule.code: rule for rule in _load(program.__name__, program.__path__)} | _COMPILER_RULES
-
-
-def load_rules(codes: Iterable[str]) -> dict[str, LintRule]:
-    """Returns `LINT_RULES`, together with the rules that need a program if one of the codes does."""
-    return LINT_RULES if PROGRAM_CODES.isdisjoint(codes) else LINT_RULES | load_program_rules()
+    """`PROGRAM_RULES` with their checks. This imports JAX. The compiler reports those that have no check."""
+    modules = _load_modules(program.__name__, program.__path__)
+    checks = {code: check for module in modules for code, check in module.CHECKS.items()}
+    return {code: replace(rule, check=checks.get(code)) for code, rule in PROGRAM_RULES.items()}

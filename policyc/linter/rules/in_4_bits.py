@@ -12,15 +12,15 @@ from inspect import cleandoc
 from typing import TYPE_CHECKING
 
 from policyc.base.text import count_others
+from policyc.language.diagnostics import Edit, Fix, Span
 from policyc.language.kinds import Flags, flags_of
 from policyc.language.policy import Rule
 from policyc.language.predicates import Flag
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import expand_selector, parse_path
 from policyc.linter.automata import example_path
-from policyc.linter.context import Context
-from policyc.linter.finding import Finding
-from policyc.linter.rule import LintRule, format_page
+from policyc.linter.context import AppliedRecipe, Context
+from policyc.linter.rule import Finding, LintRule, format_page, make_rule
 from policyc.linter.site_names import EMBEDDING_NAMES, HEAD_NAMES, ROUTER_NAMES, SCORE_NAMES
 
 if TYPE_CHECKING:
@@ -202,9 +202,62 @@ def _format_page(site: _SensitiveSite) -> str:
     return format_page(f"{cleandoc(site.text)}\n\n{_DECIDED_BY_NAME}", bad=site.bad, good=site.good)
 
 
-RULES = tuple(
-    LintRule(
-        code=site.code, doc=_format_page(site), check=partial(_check, site), guesses_without_program=True
+_CONDITION = "where (mlp or attention) and layer < -4"
+_PUBLISHED = {"nvfp4": "nvfp4(rht=wgrad, sr=grad, scale2d=weights)", "mxfp4": "mxfp4(rht=wgrad, sr=grad)"}
+
+
+def _check_everything(context: Context) -> Iterator[Finding]:
+    applied = [a for a in context.applied_recipes if a.rule in context.policy.rules[-1:]]
+    if not applied or context.plan is not None:
+        return
+    rule, recipe = applied[0].rule, applied[0].recipe  # the first is that of the policy, without a variant
+    if rule.head != "*" or rule.when or any(recipe.bits(gemm) != 4 for gemm in Gemm):
+        return
+    yield Finding(
+        span=rule.span,
+        message="this rule puts everything in 4 bits, also embedding, head, routers, scores and last blocks",
+        help=f"add '{_CONDITION}' to match only the MLPs and projections of the other blocks",
+        fix=_write_fix(context, applied[0]),
     )
-    for site in _SITES
+
+
+def _write_fix(context: Context, applied: AppliedRecipe) -> Fix | None:
+    """Returns the fix that restricts the rule, and that gives options to a format without any."""
+    rule, call = applied.rule, applied.find_recipe_call(Gemm.FPROP)
+    if rule.expect is not None:
+        return None  # fewer sites will match, and how many is not known
+    end = rule.selectors[-1].span.end
+    edits, written = [Edit(Span(rule.span.source, end, end), f" {_CONDITION}")], str(rule.recipe)
+    if call.name in _PUBLISHED and not call.settings and context.in_this_file(call.span):
+        written = _PUBLISHED[call.name]
+        edits.append(Edit(call.span, written))
+    return Fix(message=f"write * {_CONDITION} -> {written}", edits=tuple(edits), safe=False)
+
+
+_EVERYTHING = make_rule(
+    "everything-in-4-bits",
+    """The last rule puts every product in 4 bits.
+
+        No published recipe does this. Attention scores, the embedding, the head, routers and the last blocks stay in
+        high precision, and gradients are rounded stochastically. Take the projections and the MLPs of all blocks but
+        the last, with the options of a published recipe. The unsafe fix writes both; where the recipe has options, it
+        leaves them as they are.
+
+        This finding replaces those about each kind of site. If other rules follow, or with a program, each kind that
+        is still in 4 bits has a finding of its own.
+        """,
+    bad="* -> nvfp4",
+    good="* where (mlp or attention) and layer < -4 -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)",
+    check=_check_everything,
+    guesses_without_program=True,
+)
+
+RULES = (
+    _EVERYTHING,
+    *(
+        LintRule(
+            code=site.code, doc=_format_page(site), check=partial(_check, site), guesses_without_program=True
+        )
+        for site in _SITES
+    ),
 )

@@ -32,8 +32,7 @@ from policyc.language.recipes import Gemm
 from policyc.language.selectors import DottedPath, PathSegment, Pattern, expand_selector
 from policyc.linter.automata import example_path
 from policyc.linter.context import Context
-from policyc.linter.finding import Finding
-from policyc.linter.rule import LintRule
+from policyc.linter.rule import Finding, LintRule
 from policyc.linter.site_names import SENSITIVE_NAMES
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from policyc.language.policy import RecipeCall
 from policyc.language.recipes import OPERAND_GROUPS, OPERANDS, Gemm, Recipe, Role
 from policyc.linter.context import AppliedRecipe, Context
 from policyc.linter.edits import set_option
-from policyc.linter.finding import Finding
-from policyc.linter.rule import LintRule, format_page
+from policyc.linter.rule import Finding, LintRule, format_page
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

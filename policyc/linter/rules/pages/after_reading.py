@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from policyc.language.diagnostics import Severity
-from policyc.linter.rule import make_page
+from policyc.linter.rule import make_error, make_rule
 
 RULES = (
     # ---- suppression comments
-    make_page(
+    make_rule(
         "unused-suppression",
         """A comment suppresses a finding that does not exist.
 
@@ -18,9 +17,8 @@ RULES = (
         """,
         bad="mlp.* -> fp8  # allow: shadowed-rule",
         good="mlp.* -> fp8",
-        severity=Severity.WARNING,
     ),
-    make_page(
+    make_rule(
         "unknown-suppression",
         """A comment suppresses a code that does not exist.
 
@@ -28,10 +26,9 @@ RULES = (
         """,
         bad="mlp.* -> fp8  # allow: shadowed-rul",
         good="mlp.* -> fp8",
-        severity=Severity.WARNING,
     ),
     # ---- compiling a loss
-    make_page(
+    make_error(
         "schedule-without-step",
         """A policy has a schedule, but the program does not report its training step.
 
@@ -45,7 +42,7 @@ RULES = (
         good="mlp.* -> fp8",
         needs_program=True,
     ),
-    make_page(
+    make_error(
         "not-native",
         """A product would be emulated, but `--require-native` is set.
 
@@ -57,7 +54,7 @@ RULES = (
         good="mlp.* -> nvfp4",
         needs_program=True,
     ),
-    make_page(
+    make_error(
         "missing-library",
         """The library of the selected backend is not installed.
 

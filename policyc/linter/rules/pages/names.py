@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from policyc.linter.rule import make_page
+from policyc.linter.rule import make_error
 
 RULES = (
-    make_page(
+    make_error(
         "unknown-format",
         """A format does not exist.
 
@@ -15,7 +15,7 @@ RULES = (
         bad="mlp.* -> nvfp5(sr=grad)",
         good="mlp.* -> fp8",
     ),
-    make_page(
+    make_error(
         "unknown-recipe",
         """A rule or a recipe uses a recipe that is not defined.
 
@@ -27,7 +27,7 @@ RULES = (
         mlp.* -> my_recipe
         """,
     ),
-    make_page(
+    make_error(
         "unknown-option",
         """A format does not have this option.
 
@@ -38,7 +38,7 @@ RULES = (
         bad="mlp.* -> fp8(sr=grad)",
         good="mlp.* -> fp8(grad=e4m3)",
     ),
-    make_page(
+    make_error(
         "unknown-value",
         """An option does not accept this value.
 
@@ -48,7 +48,7 @@ RULES = (
         bad="mlp.* -> fp8(grad=e3m4)",
         good="mlp.* -> fp8(grad=e4m3)",
     ),
-    make_page(
+    make_error(
         "duplicate-option",
         """An option is set twice in one recipe.
 
@@ -57,7 +57,7 @@ RULES = (
         bad="mlp.* -> fp8(grad=e4m3, grad=e4m3)",
         good="mlp.* -> fp8(grad=e4m3)",
     ),
-    make_page(
+    make_error(
         "contradictory-options",
         """Two options of a recipe exclude each other.
 
@@ -68,7 +68,7 @@ RULES = (
         bad="attention.wo @ bwd -> nvfp4(rounding=ms_eden, sr=grad)",
         good="attention.wo @ bwd -> nvfp4(rounding=ms_eden)",
     ),
-    make_page(
+    make_error(
         "duplicate-recipe",
         """A file defines a recipe twice.
 
@@ -87,7 +87,7 @@ RULES = (
         mlp.* -> a
         """,
     ),
-    make_page(
+    make_error(
         "duplicate-variant",
         """A file defines a variant twice.
 
@@ -104,7 +104,7 @@ RULES = (
         variant b { mlp.* -> f32 }
         """,
     ),
-    make_page(
+    make_error(
         "duplicate-group",
         """A file defines a group of selectors twice.
 
@@ -120,7 +120,7 @@ RULES = (
         projections -> fp8
         """,
     ),
-    make_page(
+    make_error(
         "group-in-selector",
         """The name of a group is a part of a longer selector.
 
@@ -136,7 +136,7 @@ RULES = (
         projections -> fp8
         """,
     ),
-    make_page(
+    make_error(
         "duplicate-seed",
         """A file sets the seed twice.
 
@@ -154,7 +154,7 @@ RULES = (
         layers[-4:].mlp.* -> bf16
         """,
     ),
-    make_page(
+    make_error(
         "reserved-name",
         """A recipe has the name of a format.
 
@@ -169,7 +169,7 @@ RULES = (
         mlp.* -> low
         """,
     ),
-    make_page(
+    make_error(
         "recipe-cycle",
         """A recipe refers to itself, directly or through other recipes.
 
@@ -187,7 +187,7 @@ RULES = (
         """,
     ),
     # ---- imports
-    make_page(
+    make_error(
         "bad-import-path",
         """An import is not a relative path to a policy file.
 
@@ -198,7 +198,7 @@ RULES = (
         bad='import "/etc/passwd"',
         good='import "fp8.policy"',
     ),
-    make_page(
+    make_error(
         "import-not-found",
         """An imported policy does not exist.
 
@@ -208,7 +208,7 @@ RULES = (
         bad='import "my_fp8.policy"',
         good='import "fp8.policy"',
     ),
-    make_page(
+    make_error(
         "import-cycle",
         """A policy imports itself, directly or through other files.
 
@@ -220,7 +220,7 @@ RULES = (
         bad='import "a.policy"',
         good='import "fp8.policy"',
     ),
-    make_page(
+    make_error(
         "too-many-imports",
         """A policy imports more than 256 files in total.
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from policyc.linter.rule import make_page
+from policyc.linter.rule import make_error
 
 RULES = (
-    make_page(
+    make_error(
         "unreadable-file",
         """The file cannot be read.
 
@@ -20,7 +20,7 @@ RULES = (
         bad="mlp.* -> bf16",
         good="mlp.* -> bf16",
     ),
-    make_page(
+    make_error(
         "syntax-error",
         """The text is not a statement of the policy language.
 
@@ -34,7 +34,7 @@ RULES = (
         bad="mlp.* => bf16",
         good="mlp.* -> bf16",
     ),
-    make_page(
+    make_error(
         "confusable-letter",
         """A letter looks like an ASCII letter but is another one.
 
@@ -45,7 +45,7 @@ RULES = (
         bad="ml\u0440.* -> fp8",
         good="mlp.* -> fp8",
     ),
-    make_page(
+    make_error(
         "nested-too-deep",
         """Brackets, splits or recipe names are nested too deeply.
 
@@ -55,7 +55,7 @@ RULES = (
         bad="mlp where (((((((((((((((((((((((((((((((((weight))))))))))))))))))))))))))))))))) -> bf16",
         good="mlp where weight -> bf16",
     ),
-    make_page(
+    make_error(
         "number-out-of-range",
         """A number is out of range, or is not an integer where an integer is required.
 
@@ -65,7 +65,7 @@ RULES = (
         bad="after 110% { mlp.* -> bf16 }",
         good="after 82.5% { mlp.* -> bf16 }",
     ),
-    make_page(
+    make_error(
         "misplaced-statement",
         """A statement is not allowed in this block.
 
@@ -78,7 +78,7 @@ RULES = (
         after 50% { mlp.* -> late }
         """,
     ),
-    make_page(
+    make_error(
         "bad-slice",
         """An index or a slice is not valid.
 
@@ -88,7 +88,7 @@ RULES = (
         bad="layers[50%].mlp -> bf16",
         good="layers[50%:].mlp -> bf16",
     ),
-    make_page(
+    make_error(
         "bad-predicate",
         """A condition is neither true nor false.
 
@@ -98,7 +98,7 @@ RULES = (
         bad="* where k % 16 -> bf16",
         good="* where k % 16 != 0 -> bf16",
     ),
-    make_page(
+    make_error(
         "unknown-variable",
         """A condition uses an attribute that sites do not have.
 
@@ -108,7 +108,7 @@ RULES = (
         bad="* where size > 1024 -> bf16",
         good="* where flops > 1024 -> bf16",
     ),
-    make_page(
+    make_error(
         "unknown-product",
         """The name after `@` is not a product.
 
@@ -117,7 +117,7 @@ RULES = (
         bad="mlp.* @ forward -> bf16",
         good="mlp.* @ fprop -> bf16",
     ),
-    make_page(
+    make_error(
         "too-many-alternatives",
         """The braces of one selector expand to more than 1024 selectors.
 

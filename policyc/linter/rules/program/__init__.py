@@ -1,1 +1,1 @@
-"""Lint rules that check what a policy does to a program. Each module is named after its code."""
+"""Checks of what a policy does to a program, by code: `CHECKS` of each module. Their pages are in `pages.program`."""

@@ -1,27 +1,4 @@
-"""A rule for many sites also lowers a product that the program computes in fp32 on purpose.
-
-A program that computes in bfloat16 often has a few products in fp32: a router, the logits, the sum over log-softmax. A
-program in fp32 may ask for more precision in a few products (`precision=HIGHEST`). A rule means what it says:
-`* -> bf16` takes these products too, and casts their operands. If that is not meant, add a rule that keeps them, or
-write `* where weight` if they are products of two activations.
-
-A product counts as fp32 on purpose if both operands are fp32 and more than half of the program's GEMMs have 16-bit
-operands, or if it asks for the highest precision and more than half of them do not. A rule that takes no other products
-is not reported. Checked only with a program.
-
-## Bad
-
-```policy
-* -> bf16
-```
-
-## Good
-
-```policy
-* -> bf16
-router -> keep
-```
-"""
+"""Products that a rule for many sites should not have taken."""
 
 from __future__ import annotations
 
@@ -34,9 +11,7 @@ from policyc.base.text import count_others
 from policyc.compiler.plan import Plan
 from policyc.compiler.plan_checks import suggest_recipe
 from policyc.compiler.sites import Site
-from policyc.language.diagnostics import Severity
 from policyc.linter.context import Context
-from policyc.linter.finding import Finding
 from policyc.linter.products import (
     QuantizedProduct,
     has_name,
@@ -44,12 +19,13 @@ from policyc.linter.products import (
     is_head,
     name_sites,
     quantized_products,
+    report_in_8_bits,
 )
-from policyc.linter.rule import LintRule
+from policyc.linter.rule import Check, Finding
 from policyc.linter.site_names import ROUTER_NAMES
 
 
-def check(context: Context) -> Iterator[Finding]:
+def _check_lowered_fp32_product(context: Context) -> Iterator[Finding]:
     plan = context.plan
     if plan is None:
         return
@@ -100,4 +76,16 @@ def _precision(site: Site) -> int:
     return 2 if precision in (Precision.HIGHEST, (Precision.HIGHEST, Precision.HIGHEST)) else 1
 
 
-RULES = (LintRule(code="lowered-fp32-product", doc=__doc__, check=check, severity=Severity.NOTE),)
+def _check_quantized_embedding(context: Context) -> Iterator[Finding]:
+    return report_in_8_bits(context, is_embedding, "embedding")
+
+
+def _check_quantized_head(context: Context) -> Iterator[Finding]:
+    return report_in_8_bits(context, lambda site: is_head(context, site), "output head")
+
+
+CHECKS: dict[str, Check] = {
+    "lowered-fp32-product": _check_lowered_fp32_product,
+    "quantized-embedding": _check_quantized_embedding,
+    "quantized-head": _check_quantized_head,
+}

@@ -1,26 +1,4 @@
-"""Later rules override a rule on all of its sites in this model.
-
-For another model the rule could have an effect (otherwise it is a `shadowed-rule`), but in this one it decides
-nothing. Move it below the rules that override it, or remove it. A common cause is a slice of layers, such as
-`layers[-4:]`, in a model that has no more layers than that: a percentage (`layers[-15%:]`) leaves some in any model.
-
-If the rule quantizes, and a slice or a condition is part of the reason, it is an error: `policyc apply` refuses to run
-instead of quantizing nothing. Checked with a program and when a loss is compiled.
-
-## Bad
-
-```policy
-mlp.up -> fp8
-mlp.* where k > 1024 -> nvfp4(sr=grad)
-```
-
-## Good
-
-```policy
-mlp.* where k > 1024 -> nvfp4(sr=grad)
-mlp.up -> fp8
-```
-"""
+"""Faults that also stop the compiler: what a rule cannot or does not change."""
 
 from __future__ import annotations
 
@@ -28,22 +6,37 @@ from collections.abc import Iterator
 
 from policyc.compiler.idle_rules import find_deciding_rules, idle_rules
 from policyc.compiler.plan import Plan
+from policyc.compiler.plan_checks import inseparable_layers, opaque_indices, opaque_sites, unmet_expectations
 from policyc.language.diagnostics import Note
 from policyc.linter.context import Context
-from policyc.linter.finding import Finding
-from policyc.linter.products import name_sites
-from policyc.linter.rule import LintRule
+from policyc.linter.products import FIRST_LOSS_HINT, name_sites, to_findings
+from policyc.linter.rule import Check, Finding
 
-_CODE = "overridden-rule"
+
+def _check_expect_violated(context: Context) -> Iterator[Finding]:
+    if context.plan is not None:
+        yield from to_findings(unmet_expectations(context.plan, hint=FIRST_LOSS_HINT))
+
+
+def _check_opaque_index(context: Context) -> Iterator[Finding]:
+    if context.plan is not None:
+        yield from to_findings(opaque_indices(context.plan))
+
+
+def _check_opaque_site(context: Context) -> Iterator[Finding]:
+    if context.plan is not None:
+        yield from to_findings((*opaque_sites(context.plan), *inseparable_layers(context.plan)))
+
+
 _MAX_NOTES = 3
 
 
-def check(context: Context) -> Iterator[Finding]:
+def _check_overridden_rule(context: Context) -> Iterator[Finding]:
     plan = context.plan
     if plan is None:
         return
     deciding, overriding = find_deciding_rules(plan)
-    refused = {d.span: d for d in idle_rules(plan) if d.code == _CODE}
+    refused = {d.span: d for d in idle_rules(plan) if d.code == "overridden-rule"}
     for index, rule in enumerate(plan.policy.rules):
         if index in deciding or index not in overriding:  # without a phase, a rule is not overridden either
             continue
@@ -69,4 +62,16 @@ def _name_matched_sites(plan: Plan, rule: int) -> tuple[str, ...]:
     return name_sites(s for s in plan.sites if any(plan.matched[s.address, la][rule] for la in s.layers()))
 
 
-RULES = (LintRule(code=_CODE, doc=__doc__, check=check),)
+def _check_unmatched_rule(context: Context) -> Iterator[Finding]:
+    if context.plan is not None:
+        idle = idle_rules(context.plan, hint=FIRST_LOSS_HINT)
+        yield from to_findings(d for d in idle if d.code == "unmatched-rule")
+
+
+CHECKS: dict[str, Check] = {
+    "expect-violated": _check_expect_violated,
+    "opaque-index": _check_opaque_index,
+    "opaque-site": _check_opaque_site,
+    "overridden-rule": _check_overridden_rule,
+    "unmatched-rule": _check_unmatched_rule,
+}

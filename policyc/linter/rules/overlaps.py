@@ -1,0 +1,129 @@
+"""Rules about rules that other rules make unnecessary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from policyc.language.diagnostics import Fix, Note
+from policyc.linter.context import Context
+from policyc.linter.coverage import ResolvedRule
+from policyc.linter.edits import find_sibling, move_statement, remove_statement
+from policyc.linter.rule import Finding, make_rule
+
+
+def _check_redundant_rule(context: Context) -> Iterator[Finding]:
+    coverage = context.coverage
+    local_rules = [r for r in coverage.rules if context.in_this_file(r.rule.span)]
+    # Both questions share one budget. Overridden rules come first: they are the more important finding.
+    overridden = {r.index for r in local_rules if coverage.find_overriding_rules(r)}
+    for rule in local_rules:
+        earlier = _find_earlier_rule(context, rule)
+        if earlier is not None and rule.index not in overridden:
+            edits = (remove_statement(rule.rule.span),)
+            is_safe = rule.rule.recipe == earlier.rule.recipe and rule.rule.expect is None
+            yield Finding(
+                span=rule.rule.span,
+                message="this rule changes nothing",
+                help="remove it",
+                notes=(Note(earlier.rule.span, "its sites have this recipe from here"),),
+                fix=Fix(message="remove the rule", edits=edits, safe=is_safe),
+            )
+
+
+def _find_earlier_rule(context: Context, rule: ResolvedRule) -> ResolvedRule | None:
+    """Returns an earlier rule that makes a rule redundant, under every variant.
+
+    An earlier rule of this file that is overridden itself does not count: of two rules that make each other
+    unnecessary, `--fix` must keep one.
+    """
+    earlier = context.coverage.find_equivalent_earlier_rule(rule)
+    if earlier is None:
+        return None
+    is_removed = context.in_this_file(earlier.rule.span) and context.coverage.find_overriding_rules(earlier)
+    return None if is_removed else earlier
+
+
+_MAX_NOTES = 3
+_MOVE = "move it below the rules that override it"
+
+
+def _check_shadowed_rule(context: Context) -> Iterator[Finding]:
+    for rule in (r for r in context.coverage.rules if context.in_this_file(r.rule.span)):
+        overriding = context.coverage.find_overriding_rules(rule)
+        if overriding:
+            says_the_same = all(later.rule.recipe == rule.rule.recipe for later in overriding)
+            yield Finding(
+                span=rule.rule.span,
+                message="this rule has no effect: later rules override it on every site",
+                help="remove it" if says_the_same else f"{_MOVE}, or remove it",
+                notes=tuple(
+                    Note(later.rule.span, f"this rule sets {later.rule.recipe}")
+                    for later in overriding[:_MAX_NOTES]
+                ),
+                fix=_removal(rule, safe=rule.rule.expect is None)
+                if says_the_same
+                else _move_or_remove(context, rule, overriding),
+            )
+
+
+def _removal(rule: ResolvedRule, *, safe: bool) -> Fix:
+    return Fix(message="remove the rule", edits=(remove_statement(rule.rule.span),), safe=safe)
+
+
+def _move_or_remove(context: Context, rule: ResolvedRule, overriding: tuple[ResolvedRule, ...]) -> Fix | None:
+    """Returns the fix that moves a rule, or removes it if it would override another one entirely.
+
+    None if the rule cannot be moved without its block.
+    """
+    last = max(overriding, key=lambda later: later.index)
+    if any(context.coverage.would_be_overridden(later, rule) for later in overriding):
+        return _removal(rule, safe=False)
+    after = find_sibling(context.file.statements, rule.rule.span, last.rule.span)
+    edits = () if after is None else move_statement(rule.rule.span, after)
+    return Fix(message=_MOVE, edits=edits, safe=False) if edits else None
+
+
+RULES = (
+    make_rule(
+        "redundant-rule",
+        """A rule gives its sites the recipe that they already have.
+
+        An earlier rule matches all sites of this rule, its recipe does the same to every product, and no rule in
+        between does something else. The policy and its variants mean the same without this rule. Remove it.
+
+        `--fix` removes the rule if both rules name the same recipe. If they name recipes that are equal today, or if
+        the rule has an `expect`, which still counts sites, `--unsafe-fixes` removes it.
+        """,
+        bad="""
+        mlp.* -> fp8
+        mlp.up -> fp8
+        """,
+        good="mlp.* -> fp8",
+        check=_check_redundant_rule,
+    ),
+    make_rule(
+        "shadowed-rule",
+        """Later rules override a rule on every site, so it has no effect.
+
+        Later rules override earlier ones. A rule that is overridden everywhere is often an exception that was written
+        too early. Move it below the rules that override it, or remove it.
+
+        The linter compares the sets of sites that selectors match, not their text. Several later rules may cover a
+        rule together, by path, index, product, condition or phase. If a policy is too large to decide every case,
+        `policyc lint` prints how many questions it left open.
+
+        `--fix` removes the rule only if the rules that override it name the same recipe, and if it has no `expect`,
+        which still counts sites. Otherwise the rule says something that nothing else says: `--unsafe-fixes` moves it
+        below the rules that override it. If that would leave one of those without effect, it removes the rule.
+        """,
+        bad="""
+        layers[-4:].mlp.* -> bf16
+        mlp.* -> fp8
+        """,
+        good="""
+        mlp.* -> fp8
+        layers[-4:].mlp.* -> bf16
+        """,
+        check=_check_shadowed_rule,
+    ),
+)

@@ -1,0 +1,194 @@
+"""Rules about what selectors, conditions and phases match: nothing, or something else than meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from policyc.base.text import closest_name
+from policyc.language.diagnostics import Edit, Fix, Span
+from policyc.language.kinds import KINDS
+from policyc.language.predicates import Flag, leaves
+from policyc.language.recipes import GEMM_GROUPS, Gemm
+from policyc.language.schedule import representative_steps
+from policyc.language.selectors import Selector
+from policyc.linter.automata import SearchTooLarge, example_index
+from policyc.linter.context import Context
+from policyc.linter.rule import Finding, make_rule
+from policyc.linter.samples import count_evaluations, sample_attributes
+
+_ALL_PRODUCTS = frozenset(Gemm)
+
+
+def _check_ambiguous_products(context: Context) -> Iterator[Finding]:
+    for rule in context.rules:
+        *others, last = rule.selectors
+        if others and last.products != _ALL_PRODUCTS and all(s.products == _ALL_PRODUCTS for s in others):
+            edits = tuple(_limit_products(s, last) for s in others)
+            yield Finding(
+                span=last.span,
+                message=f"the products apply to '{last}' only: the selectors before it match all three",
+                help="name the products of each selector",
+                fix=Fix(message="limit all selectors", edits=edits, safe=False),
+            )
+        for before, selector in zip(rule.selectors, rule.selectors[1:], strict=False):
+            product = closest_name(str(selector), GEMM_GROUPS) if len(selector.segments) == 1 else None
+            if (
+                before.products != _ALL_PRODUCTS
+                and product is not None
+                and selector.products == _ALL_PRODUCTS
+            ):
+                yield Finding(
+                    span=selector.span,
+                    message=f"'{selector}' is read as a selector, not as a product",
+                    help=f"did you mean the product '{product}'?",
+                )
+
+
+def _limit_products(selector: Selector, last: Selector) -> Edit:
+    end = selector.span.end
+    return Edit(Span(selector.span.source, end, end), f" @ {str(last).partition(' @ ')[2]}")
+
+
+def _check_empty_slice(context: Context) -> Iterator[Finding]:
+    for rule in context.rules:
+        for segment in (s for selector in rule.selectors for s in selector.segments):
+            if segment.indices is not None and example_index(segment.indices) is None:
+                yield Finding(
+                    span=segment.indices.span,
+                    message=f"{segment.indices} selects no layer of any stack",
+                    help="the start must be before the end: [-4:] is the last four, [:4] the first four",
+                )
+
+
+_MAX_EVALUATIONS = 400_000  # comparisons evaluated for all conditions of a policy
+_COST_OF_FAILURE = 20_000  # comparisons evaluated in the time after which a search gives up
+
+
+def _check_impossible_predicate(context: Context) -> Iterator[Finding]:
+    remaining = _MAX_EVALUATIONS
+    for rule in context.rules:
+        if rule.where is None:
+            continue
+        try:
+            cost = count_evaluations((rule.where,)) if remaining > 0 else remaining + 1
+            is_undecided = cost > remaining
+            remaining -= 0 if is_undecided else cost
+            is_possible = is_undecided or any(rule.where.holds(a) for a in sample_attributes((rule.where,)))
+        except SearchTooLarge:
+            is_undecided = is_possible = True
+            remaining -= _COST_OF_FAILURE
+        context.undecided += is_undecided
+        if not is_possible:
+            has_kinds = any(isinstance(leaf, Flag) and leaf.name in KINDS for leaf in leaves(rule.where))
+            help = "check which kinds exclude each other" if has_kinds else "check its numbers"
+            yield Finding(span=rule.where.span, message="no GEMM satisfies this condition", help=help)
+
+
+_WORDS = frozenset({"default", "all", "any", "everything", "else", "otherwise"})
+
+
+def _check_literal_default(context: Context) -> Iterator[Finding]:
+    for rule in context.rules:
+        for selector in rule.selectors:
+            segment, *others = selector.segments
+            if others or selector.anchored or segment.indices or segment.glob.lower() not in _WORDS:
+                continue
+            if context.matches_program(rule):  # the program has such a scope
+                continue
+            fix = Fix(message="replace it by '*'", edits=(Edit(segment.span, "*"),), safe=False)
+            yield Finding(
+                span=segment.span,
+                message=f"'{segment.glob}' matches only scopes named '{segment.glob}'",
+                help="write '*' for every site",
+                fix=fix,
+            )
+
+
+def _check_phase_never_holds(context: Context) -> Iterator[Finding]:
+    for rule in context.rules:
+        moments = representative_steps(rule.when)
+        if rule.when and not any(all(w.holds(*moment) for w in rule.when) for moment in moments):
+            yield Finding(
+                span=rule.when[-1].span,
+                message=f"no step is {' and '.join(map(str, rule.when))}",
+                help="'after' holds from its step on, 'until' holds before its step",
+            )
+
+
+RULES = (
+    make_rule(
+        "ambiguous-products",
+        """Only the last of several selectors names products.
+
+        `@` belongs to the selector before it: `a, b @ wgrad` matches all three products of `a`. This is easily read as
+        if `@` applied to both selectors. Name the products of each selector, or write two rules.
+
+        A selector after a comma that looks like a misspelled product is reported too.
+        """,
+        bad="q_proj, k_proj @ wgrad -> fp8",
+        good="q_proj @ wgrad, k_proj @ wgrad -> fp8",
+        check=_check_ambiguous_products,
+    ),
+    make_rule(
+        "empty-slice",
+        """A slice selects no layer of any stack.
+
+        Its start is not before its end, whatever the depth of the stack, so the rule matches nothing. Exchange the two
+        numbers, or remove the rule.
+        """,
+        bad="layers[8:4].mlp -> bf16",
+        good="layers[4:8].mlp -> bf16",
+        check=_check_empty_slice,
+    ),
+    make_rule(
+        "impossible-predicate",
+        """A condition can never hold.
+
+        No GEMM satisfies it, so the rule matches nothing. `m`, `n`, `k`, `batch` and `flops` are at least 1. A site is
+        at most one of `mlp`, `attention`, `scores`, `router`, `embedding`, `head` and `conv`: where you mean both
+        `mlp` and `head`, write `mlp or head`. `layer` is compared for stacks of any depth. Correct the condition, or
+        remove the rule.
+        """,
+        bad="mlp.* where k > 4096 and k < 1024 -> bf16",
+        good="mlp.* where k > 1024 and k < 4096 -> bf16",
+        check=_check_impossible_predicate,
+    ),
+    make_rule(
+        "literal-default",
+        """A selector is a word such as `default`, which matches only scopes of that name.
+
+        Other configuration languages use `default` for everything that no other rule matches. Here it is the name of a
+        scope, and the rule matches nothing in most models. Write `*` for every site, as the first rule: later rules
+        override it.
+
+        If a scope has this name, write `*.default`.
+        """,
+        bad="""
+        default -> bf16
+        mlp.* -> fp8
+        """,
+        good="""
+        * -> bf16
+        mlp.* -> fp8
+        """,
+        check=_check_literal_default,
+        guesses_without_program=True,
+    ),
+    make_rule(
+        "phase-never-holds",
+        """A phase of the schedule contains no step.
+
+        `after` holds from its step on, `until` holds before its step. `until 0`, `after 100%`, or an `until` inside a
+        later `after` contain no step, so their rules never apply. Correct the bounds, or remove the block.
+        """,
+        bad="""
+        mlp.* -> fp8
+        after 90% { until 50% { mlp.* -> bf16 } }
+        """,
+        good="""
+        mlp.* -> fp8
+        after 50% { until 90% { mlp.* -> bf16 } }
+        """,
+        check=_check_phase_never_holds,
+    ),
+)
