@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 from policyc.language.recipes import Treatment
 from policyc.numerics import primitives
 from policyc.numerics.quantize import Axes, codes_of, kernels, make_key, quantize
+from policyc.numerics.quantize.bits import INFINITY, exact_div, kernel_div
 from policyc.numerics.quantize.kernel_bodies import Order
 from policyc.numerics.quantize.kernel_tiles import RowLengths
 from policyc.numerics.quantize.orders import JnpEngine, order_scales, quantize_orders
@@ -35,6 +37,18 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU"),
 ]
+
+
+@pytest.mark.parametrize("divide", [exact_div, kernel_div])
+def test_quotients_are_exact_where_those_of_the_gpu_are_not(divide: Callable[..., jax.Array]) -> None:
+    """Against NumPy, whose division is correctly rounded, over all normal numbers."""
+    bits = np.random.default_rng(0).integers(0x00800000, INFINITY, (2, 1 << 24)).astype(np.uint32)
+    a, b = bits.view(np.float32)
+    with np.errstate(over="ignore", under="ignore"):
+        expected = np.minimum(a / b, np.finfo(np.float32).max)
+    expected[expected < np.finfo(np.float32).tiny] = 0
+    np.testing.assert_array_equal(np.asarray(jax.jit(divide)(a, b)), expected)
+    assert np.any(np.asarray(jax.jit(jnp.divide)(a, b)) != expected)
 
 
 SHAPES = ((4, 2048, 1024), (64, 256), (3, 64, 1408), (192, 14336))

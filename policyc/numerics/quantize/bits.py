@@ -1,8 +1,9 @@
 """Rounding and division on the bits of fp32 numbers, with the same result on every machine.
 
 XLA drops float round trips (f32 -> e4m3 -> f32) if excess precision is allowed, contracts a product and a sum into a
-fused multiply-add, and divides inexactly on GPUs. So nothing here casts down, every product passes through a `select`
-before a sum (which no contraction crosses), and quotients are corrected by their integer residual.
+fused multiply-add, and divides fp32 inexactly on GPUs. So nothing here casts down, every product passes through a
+`select` before a sum (which no contraction crosses), and quotients are computed in fp64, or corrected by their integer
+residual.
 """
 
 from __future__ import annotations
@@ -68,10 +69,25 @@ def machine_div(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def exact_div(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a / b correctly rounded (nearest even), for positive normal a and b.
+    """a / b correctly rounded (nearest even), for positive normal a and b, on every machine.
 
-    Overflow and b = 0 give F32_MAX. A quotient under the normal range gives 0. The machine's quotient of the mantissas
-    is off by two ulps at most. Its residual a * 2**k - q * b is then so small that wrapping 32-bit arithmetic is exact.
+    Overflow and b = 0 give F32_MAX. A quotient under the normal range gives 0. It is computed in fp64, which GPUs
+    divide exactly. fp64 has more than twice the bits of fp32, so rounding twice gives the same as rounding once. LLVM
+    would narrow a division of two numbers that were fp32 to an inexact one in fp32: so one of them is halved first.
+    """
+    with jax.enable_x64(True):
+        wide, divisor = (lax.convert_element_type(x, np.float64) for x in jnp.broadcast_arrays(a, b))
+        quotient = wide * np.float64(0.5) / divisor * np.float64(2)
+        capped = jnp.minimum(quotient, np.float64(F32_MAX))
+        normal = jnp.where(quotient < np.float64(2.0**-126), np.float64(0), capped)
+        return lax.convert_element_type(normal, np.float32)
+
+
+def kernel_div(a: jax.Array, b: jax.Array) -> jax.Array:
+    """`exact_div` in kernels, which have no fp64.
+
+    The machine's quotient of the mantissas is off by two ulps at most. Its residual a * 2**k - q * b is then so small
+    that wrapping 32-bit arithmetic is exact.
     """
     ba, bb = bits_of(a), bits_of(b)
     ma, mb = (ba & _MANTISSA) | _ONE, (bb & _MANTISSA) | _ONE

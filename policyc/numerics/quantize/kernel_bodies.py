@@ -24,8 +24,8 @@ from policyc.numerics.quantize.bits import (
     INFINITY,
     bits_of,
     decode,
-    exact_div,
     from_bits,
+    kernel_div,
     round_nearest,
     round_stochastic,
     sign_bit,
@@ -162,7 +162,7 @@ class Encoder:
         ideal = (from_bits(maxima) * self.lift) * (self.enc * fraction)
         code = round_nearest(ideal, E4M3)
         scale = decode(code, E4M3) * self.dec
-        return code, exact_div(jnp.ones_like(scale), scale)
+        return code, kernel_div(jnp.ones_like(scale), scale)
 
     def mark_not_finite(self, code: jax.Array) -> jax.Array:
         """The codes of block scales: NaN if the tensor has a NaN or an infinity."""

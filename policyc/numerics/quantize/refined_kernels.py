@@ -23,8 +23,8 @@ from policyc.numerics.quantize.bits import (
     INFINITY,
     bits_of,
     decode_magnitude,
-    exact_div,
     from_bits,
+    kernel_div,
     multiply_unfused,
     round_nearest,
     round_stochastic,
@@ -48,7 +48,7 @@ ROW_TOKENS = 8
 _HALF_PAIRS = WORDS // 2
 
 # Jitted, so that each is traced once for all kernels, whose tracing is a good part of the time to compile a step.
-_div = jax.jit(exact_div)
+_div = jax.jit(kernel_div)
 _round_nearest = jax.jit(round_nearest, static_argnums=1)
 _decode = jax.jit(decode_magnitude, static_argnums=1)
 _mix = jax.jit(random.mix)
