@@ -54,11 +54,12 @@ docs: setup ## build the documentation as a site into build/docs, which needs no
 	  echo "mkdocs could not be installed; see the output of pip above" >&2; exit 1; }
 	@$(IN) NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict && echo "open build/docs/index.html"
 
+DRAW_DIFF := diff llama.policy --config llama3_8b --devices 8 --backend te --out
 pictures: setup ## draw the pictures of README.md and docs/ again (needs chromium)
-	@$(IN) $(BIN)/policyc diff docs/pictures/llama.policy --config llama3_8b --out docs/pictures/diff.svg
-	@$(IN) $(INSTALL_BROWSER); page=$$(mktemp -d) && \
-	$(BIN)/policyc diff docs/pictures/llama.policy --config llama3_8b --out "$$page/page.html" && \
-	$(BIN)/python docs/pictures/draw_pages.py "$$page/page.html" "$(CHROMIUM)"; status=$$?; rm -rf "$$page"; exit $$status
+	@$(IN) cd docs/pictures && $(BIN)/policyc $(DRAW_DIFF) diff.svg
+	@$(IN) $(INSTALL_BROWSER); cd docs/pictures; page=$$(mktemp -d) && \
+	$(BIN)/policyc $(DRAW_DIFF) "$$page/page.html" && \
+	$(BIN)/python draw_pages.py "$$page/page.html" "$(CHROMIUM)"; status=$$?; rm -rf "$$page"; exit $$status
 
 test: setup ## run the fast tests
 	@$(IN) $(BIN)/python -m pytest -n $(or $(JOBS),auto) --dist worksteal $(ARGS)

@@ -19,7 +19,7 @@ def open_page(page: Page, path: str, fragment: str = "") -> None:
 def main(path: str, chromium: str) -> None:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1280, "height": 1010})
+        page = browser.new_page(viewport={"width": 1400, "height": 1060})
         open_page(page, path)
         page.screenshot(path=FOLDER / "page.png")
         open_page(page, path, "#view=graph&scope=mlp/gate_proj")

@@ -33,7 +33,7 @@ def read_assets(package: str, *names: str) -> Markup:
 
 def render_template(package: str, name: str, **values: Any) -> str:
     """Fills a template. Texts are escaped for its language, except those that are `Markup`."""
-    return str(_environment(package, name.endswith(".html")).get_template(name).render(values))
+    return str(_environment(package, name.endswith((".html", ".svg"))).get_template(name).render(values))
 
 
 @cache

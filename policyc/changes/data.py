@@ -56,7 +56,7 @@ def as_data(diff: DiffData) -> dict[str, Any]:
 
 
 def sentence(diff: DiffData) -> str:
-    """The diff in one sentence: "84 of 378 mlp products change; predicted step time -27 % on 8 GB200 with te."."""
+    """The diff in one sentence: "84 of 378 mlp products change; predicted step time -27 % on 8 GB200 (backend te)."."""
     totals = diff.totals
     group = f"{totals.group} " if totals.group else ""
     parts = [
@@ -74,10 +74,14 @@ def sentence(diff: DiffData) -> str:
 
 
 def describe_machine(diff: DiffData) -> str:
-    """What a prediction is for: "8 GB200 with te, 1024 x 8,192 tokens"."""
-    backends = f" with {' and '.join(diff.backends)}" if diff.backends else ""
-    batch = f", {diff.batch[0]:,} x {diff.batch[1]:,} tokens" if diff.batch else ""
-    return f"{diff.devices} {diff.target.upper()}{backends}{batch}"
+    """What a prediction is for: "8 GB200 (backend te, 1,024 x 8,192 tokens)"."""
+    words = []
+    if diff.backends:
+        words.append(f"backend{'s' if len(diff.backends) > 1 else ''} {' and '.join(diff.backends)}")
+    if diff.batch:
+        words.append(f"{diff.batch[0]:,} x {diff.batch[1]:,} tokens")
+    machine = f"{diff.devices} {diff.target.upper()}"
+    return f"{machine} ({', '.join(words)})" if words else machine
 
 
 class _Writer:

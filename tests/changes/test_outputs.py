@@ -14,7 +14,7 @@ from policyc.changes.dot import as_dot
 from policyc.changes.graph import build_graph
 from policyc.changes.model import DiffData
 from policyc.changes.model_explorer import model_explorer_data, write_model_explorer
-from policyc.changes.svg import draw_heat_map
+from policyc.changes.svg import FORMAT_COLORS, OTHER_COLOR, draw_heat_map
 from policyc.changes.terminal import WIDTH, render, render_stat
 from tests.support.diff_models import (
     KEEP_LAST,
@@ -156,13 +156,26 @@ def test_equations_have_no_words_of_rounding_keys() -> None:
 def test_the_heat_map_has_a_cell_for_every_product_and_layer(diff: DiffData) -> None:
     root = ElementTree.fromstring(draw_heat_map(diff))
     space = "{http://www.w3.org/2000/svg}"
-    groups = root.findall(f"{space}g")
+    groups = [
+        group for group in root.findall(f"{space}g") if group.findtext(f"{space}title")
+    ]  # not the legend
     cells = [sum(path.get("d", "").count("M") for path in group.findall(f"{space}path")) for group in groups]
-    # Two linears with three products: four split cells and two whole ones; the embedding has two products, the head
-    # three.
+    # Two linears with three products: four cells with a corner and two without. The embedding has two products, and
+    # the head three.
     assert sorted(cells) == sorted([8] * 6 + [2] * 6 + [1] * 5)
     titles = [group.findtext(f"{space}title") or "" for group in groups]
     assert any("layers.up layers 0-3 wgrad" in title and "<policy>:1" in title for title in titles)
+
+
+def test_the_picture_and_the_page_have_the_same_colors() -> None:
+    style = (Path(policyc.__file__).parent / "changes" / "web" / "page.css").read_text()
+    for name, color in FORMAT_COLORS.items():
+        assert style.count(f"--{name}: {color};") == 2  # light, and in print
+    assert style.count(f"--other: {OTHER_COLOR};") == 2
+
+
+def test_the_picture_names_no_line_of_the_program(diff: DiffData) -> None:
+    assert not re.search(r"\.py", draw_heat_map(diff))
 
 
 def test_the_graph_in_dot_has_every_equation_and_edge(diff: DiffData) -> None:
