@@ -35,7 +35,7 @@ INSTALL_BROWSER = if [ -z "$(CHROMIUM)" ]; then echo "there is no chromium on PA
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-browser demo docs pictures test test-slow test-browser test-slurm slurm-start slurm-stop test-cuda test-trainers test-jax test-te check format wheel clean
+.PHONY: help setup setup-browser demo docs pictures test test-slow test-browser test-slurm slurm-start slurm-stop test-cuda test-trainers test-others test-te check format wheel clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' "$(ROOT)/Makefile" | while IFS='|' read -r name text; do \
@@ -92,13 +92,14 @@ slurm-start: ## start that cluster and leave it running; SLURM_FOLDER=dir is the
 slurm-stop: ## stop it, with all its jobs
 	@$(IN) $(SLURM_CLUSTER) stop "$(SLURM_FOLDER)" && rm -rf "$(SLURM_FOLDER)"
 
-# JAX_TESTS=dir are the sources of the installed version of JAX. For the newest JAX:
-# make test-jax VENV=.venv-newest PYTHON=python3.13 JAX_TESTS=dir
-JAX_TESTS ?=
+# SOURCES=dir are the sources of the installed version of SUITE, with its tests. For the newest JAX:
+# make test-others VENV=.venv-newest PYTHON=python3.13 SUITE=flax SOURCES=dir ARGS=tests/nnx
+SUITE ?= jax
+SOURCES ?=
 
-test-jax: setup ## run JAX's own tests under policies that change nothing (hours); JAX_TESTS=dir has JAX's folder tests
-	@$(IN) [ -d "$(JAX_TESTS)/tests" ] || { echo "make test-jax JAX_TESTS=dir: dir/tests are JAX's tests" >&2; exit 1; }; \
-	$(BIN)/python tests/support/jax_tests.py "$(JAX_TESTS)" $(ARGS)
+test-others: setup ## run the tests of JAX, optax, equinox or flax under policies that change nothing (hours); SUITE=jax SOURCES=dir
+	@$(IN) [ -d "$(SOURCES)" ] || { echo "make test-others SUITE=$(SUITE) SOURCES=dir: dir are its sources" >&2; exit 1; }; \
+	$(BIN)/python tests/support/other_suites.py "$(SUITE)" "$(SOURCES)" $(ARGS)
 
 # XLA's CUDA compiler needs 4 GB of packages, so it has its own environment.
 test-cuda: ## compile for GPUs that need not be present, and check the result (4 GB of packages, some minutes)

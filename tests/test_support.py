@@ -1,4 +1,4 @@
-"""What the tests rely on: their compilation cache, and the record of what code opens."""
+"""What the tests rely on: their compilation cache, the record of what code opens, the lane of other suites."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 
 from tests.support.audit import recording
+from tests.support.other_suites import compare
 
 
 def compile_again() -> Callable[[float], jax.Array]:
@@ -49,3 +50,23 @@ def test_the_record_leaves_out_threads_that_are_older(tmp_path: Path) -> None:
         newer.join()
     older.join()
     assert audit.opened == [str(tmp_path / "of this test")]
+
+
+SUITE = """
+import os, pytest
+is_under = "POLICYC_POLICY_NAME" in os.environ
+
+def test_good(): pass
+def test_bad(): assert False
+def test_differs(): assert not is_under
+@pytest.mark.skipif(is_under, reason="")
+def test_is_skipped_under_a_policy(): pass
+"""
+
+
+def test_the_lane_of_other_suites_finds_what_differs_under_a_policy(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(SUITE)
+    policy = tmp_path / "keep.policy"
+    policy.write_text("* -> keep\n")
+    differing = compare("optax", tmp_path, policy, "test_it.py")
+    assert differing == ["test_it.py::test_differs", "test_it.py::test_is_skipped_under_a_policy"]
