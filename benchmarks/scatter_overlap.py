@@ -1,6 +1,6 @@
 """How much of the time of reduce-scatters a compiled step can hide behind other kernels.
 
-The figures of docs/howto/blackwell.md.
+The figures of docs/explanation/compiled_steps.md.
 
     policyc compile fp8 --config llama3_8b --target gb200 --devices 8 --dump-hlo DIR
     python -m benchmarks.scatter_overlap DIR/*.hlo.txt [--target gb200] [--devices 8]

@@ -51,7 +51,7 @@ def test_the_gaps_of_the_policies_are_those_of_the_report():
     named += [("19m", *row) for row in rows]
     assert len(named) == 6 + 3 + 3 + 4
     for folder, name, gap in named:
-        middle, low, high = (f"{value:.3f}" for value in gaps_to_bf16(folder)[name])
+        middle, low, high = (f"{value:.4f}" for value in gaps_to_bf16(folder)[name])
         assert gap == f"{middle} ({low} to {high})", (folder, name)
 
 

@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.te, pytest.mark.filterwarnings("ignore::DeprecationWar
 
 VENDOR = "* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)"
 MASK = sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0)
-TABLE = Path(__file__).parents[2] / "docs" / "howto" / "transformer_engine.md"
+TABLE = Path(__file__).parents[2] / "docs" / "reference" / "transformer_engine.md"
 
 
 @pytest.fixture(scope="module", autouse=True)
