@@ -41,7 +41,7 @@ help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' "$(ROOT)/Makefile" | while IFS='|' read -r name text; do \
 	  printf '%-18s %s\n' "$$name" "$$text"; done
 
-demo: setup ## lint the bundled policies, show one, and train a small Llama under it (about a minute on a CPU)
+demo: setup ## lint the bundled policies, show one, and train a small Llama under it (80 s of processor time)
 	@$(IN) echo "policyc lint policies/*.policy" && $(BIN)/policyc lint policies/*.policy
 	@$(IN) echo "policyc show llama_nvfp4" && $(BIN)/policyc show llama_nvfp4
 	@$(IN) rm -rf runs/demo && words="train --config tiny --policy llama_nvfp4 --steps 100 --eval-every 50 --out runs/demo" && \

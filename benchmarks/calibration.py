@@ -147,7 +147,7 @@ OTHER_FITS = {
 """Other choices of rows to fit, to see what the errors would have been."""
 
 
-# ---- one linear of 16384 x 4096 x 14336 on an H200: docs/reference/numerics.md
+# ---- one linear of 16384 x 4096 x 14336 on an H200: docs/explanation/speed.md
 
 
 def linear_seconds(text: str, products: frozenset[Gemm] = frozenset(Gemm)) -> float:

@@ -33,7 +33,7 @@ COPY_BANDWIDTH_FRACTION = 0.62
 
 QUANTIZER_SLOWDOWNS = {"tile2d": 1.2, "plain": 1.4, "sr": 1.5, "rht": 2.0}
 """Time of a quantizer to block-scaled codes, as a multiple of the time to copy as many bytes as it moves: from times in
-docs/reference/numerics.md that were measured on an H200. The fp8 quantizer is as fast as a copy. Those of Transformer
+docs/explanation/speed.md that were measured on an H200. The fp8 quantizer is as fast as a copy. Those of Transformer
 Engine are assumed to be: none was measured. Nor was the kernel that refines scales, which is assumed to be like
 the others."""
 

@@ -61,13 +61,15 @@ def shown(output: str, before: str) -> str:
 def comparable(output: str) -> str:
     """Without what depends on the machine.
 
-    Losses, and what is computed from them, depend on the order of sums: of each number only the place remains.
+    Losses, and what is computed from them, depend on the order of sums: of each number only the place remains. Lines
+    break elsewhere if a number is longer.
     """
-    lines = output.splitlines()
     depends = re.compile(r"loss|gap|against|power|interval|^my ")
-    return "\n".join(
-        re.sub(r"[+−-]?\d+(\.\d+)?", "#", line) if depends.search(line) else line for line in lines
-    )
+    lines = [
+        re.sub(r"[+−-]?\d+(\.\d+)?", "#", line) if depends.search(line) else line
+        for line in output.splitlines()
+    ]
+    return " ".join("\n".join(lines).split())
 
 
 def losses(output: str) -> list[float]:
