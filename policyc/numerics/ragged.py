@@ -7,6 +7,7 @@ moved to start at a whole block, with rows of zeros in between.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,15 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from policyc.jaxcore.define_primitive import DimSource, PrimitiveRules, Shape, bind, define
 from policyc.jaxcore.shardings import match_varying_axes, shape_dtype_struct
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Gemm, Recipe, Role
 from policyc.language.treatments import normalize_recipe
+from policyc.numerics.backends import emulate
+from policyc.numerics.flatten import OperandLayout, flatten_operand, unflatten_operands
 from policyc.numerics.gemm import make_sign_key
 from policyc.numerics.operands import Keys, has_same_codes, quantize_operand
 from policyc.numerics.products import DEFAULT_OPTIONS, GemmOptions, GemmSpec, OperandSpec
 from policyc.numerics.quantize import Axes, Key, Operand, Quantized, make_key
-from policyc.numerics.ragged_primitive import scaled_ragged_gemm
 
 _ROWS = Axes(axis=-1, tile=-2)
 _COLUMNS = Axes(axis=-2, tile=-1)
@@ -190,3 +193,58 @@ def _transpose_weight(weight: Operand) -> Operand:
 
 
 _ragged.defvjp(_ragged_fwd, _ragged_bwd)
+
+
+# ---- scaled_ragged_gemm, a JAX primitive: one equation in a jaxpr. Its result has no derivative.
+
+
+def scaled_ragged_gemm(
+    lhs: Operand, rhs: Operand, sizes: jax.Array, *, contracting: bool, out: Any
+) -> jax.Array:
+    """Products of groups of rows, as one equation. `emulate.scaled_ragged_gemm` describes the shapes."""
+    (left, a), (right, b) = flatten_operand(lhs), flatten_operand(rhs)
+    params = {"lhs": left, "rhs": right, "contracting": contracting, "out": jnp.dtype(out)}
+    return bind(_SCALED_RAGGED_GEMM, sizes, *a, *b, **params)[0]
+
+
+def _run_ragged(
+    sizes: jax.Array,
+    *arrays: jax.Array,
+    lhs: OperandLayout,
+    rhs: OperandLayout,
+    contracting: bool,
+    out: Any,
+    value_dtype: Any = jnp.bfloat16,
+) -> Sequence[jax.Array]:
+    a, b = unflatten_operands(arrays, lhs, rhs)
+    return [emulate.scaled_ragged_gemm(a, b, sizes, contracting, value_dtype).astype(out)]
+
+
+def _ragged_shapes(
+    sizes: Any, *avals: Any, lhs: OperandLayout, rhs: OperandLayout, contracting: bool, out: Any
+) -> list[Shape]:
+    a, b = avals[0], avals[lhs.array_count]
+    if contracting:
+        return [((sizes.shape[0], lhs.dim_size(a, 1), rhs.dim_size(b, 1)), out)]
+    return [((lhs.dim_size(a, 0), rhs.dim_size(b, 2)), out)]
+
+
+def _ragged_dim_sources(
+    sizes: Any, *avals: Any, lhs: OperandLayout, rhs: OperandLayout, contracting: bool, out: Any
+) -> list[list[DimSource]]:
+    del sizes, avals, rhs, out
+    # The sizes of the groups are operand 0.
+    right = 1 + lhs.array_count
+    return [[None, (1, -1), (right, -1)] if contracting else [(1, -2), (right, -1)]]
+
+
+_SCALED_RAGGED_GEMM = define(
+    "scaled_ragged_gemm",
+    PrimitiveRules(
+        body=_run_ragged,
+        shapes=_ragged_shapes,
+        dim_sources=_ragged_dim_sources,
+        platform_bodies={"cpu": partial(_run_ragged, value_dtype=jnp.float32)},
+    ),
+    job="ragged gemm",
+)

@@ -12,8 +12,7 @@ from policyc.language.recipes import Treatment
 from policyc.numerics.quantize import fp8_kernel, kernels
 from policyc.numerics.quantize.bits import materialize
 from policyc.numerics.quantize.blocks import QuantizeContext, layout_of
-from policyc.numerics.quantize.fp4 import quantize_fp4
-from policyc.numerics.quantize.fp8 import quantize_fp8
+from policyc.numerics.quantize.fp8 import quantize_fp4, quantize_fp8
 from policyc.numerics.quantize.hadamard import Method, random_signs, rotate
 from policyc.numerics.quantize.layout import Axes, Quantized
 from policyc.numerics.quantize.mx import quantize_mx

@@ -1,4 +1,7 @@
-"""FP8: E4M3 or E5M2 elements under one outer scale, without block scales."""
+"""Elements under one outer scale, without block scales: FP8 (E4M3 or E5M2), and FP4 (E2M1).
+
+FP4 is an ablation: no GPU multiplies it.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,11 @@ from jax import lax
 from policyc.numerics.quantize.bits import ELEMENTS, abs_bits, encode_scaled, from_bits, materialize
 from policyc.numerics.quantize.blocks import (
     QuantizeContext,
+    encode_blocks,
     find_maxima,
     materialize_encoding_scale,
     outer_scale_axes,
+    tensor_key,
 )
 from policyc.numerics.quantize.layout import Quantized, split_axis
 
@@ -65,3 +70,20 @@ def _encode_words(x: jax.Array, encode: Callable[[jax.Array], jax.Array]) -> jax
         low, high = from_bits(pair << 16), from_bits(pair & ~0xFFFF)
         word |= (encode(low) | (encode(high) << 8)) << (16 * i)
     return lax.bitcast_convert_type(materialize(word), jnp.uint8).reshape(x.shape)
+
+
+# ---- FP4
+
+
+def quantize_fp4(x: jax.Array, context: QuantizeContext) -> Quantized:
+    """Quantizes to FP4. The scale is that of FP8 with the bound of E2M1; each element is its own block in the key."""
+    treatment, layout = context.treatment, context.layout
+    x = materialize(x)
+    magnitudes = abs_bits(x)
+    amax = magnitudes.max(axis=outer_scale_axes(treatment, context.axes, layout, x.ndim), keepdims=True)
+    key = context.key if treatment.rounding == "rne" else tensor_key(magnitudes, amax, context)
+    enc, lift = materialize_encoding_scale(amax, context)
+    # Two codes fill a byte: the encoding scale of the tensor is that of each pair.
+    pairs = replace(context, layout=replace(layout, block=2))
+    codes = encode_blocks(x.astype(jnp.float32) * lift, enc, pairs, key)
+    return Quantized(codes=codes, scales=None, amax=from_bits(amax), layout=layout)
