@@ -10,30 +10,34 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from policyc.base.compile_cache import use_compile_cache
-    from policyc.changes.api import diff
+    from policyc.changes.api import Diff, diff
     from policyc.compiler.pipeline import apply, plan
     from policyc.compiler.plan import Plan
     from policyc.compiler.run_step import rounding_step
     from policyc.compiler.schedule import set_step
-    from policyc.compiler.session import active
+    from policyc.compiler.session import Session, active
     from policyc.experiments.hooks import observe, set_output_dir, should_observe
     from policyc.experiments.telemetry import stats
     from policyc.language.diagnostics import Diagnostic, PolicyError, Span
     from policyc.language.loader import load, parse
     from policyc.language.policy import Policy, Rule
+    from policyc.linter.api import lint
 
 __version__ = "0.1.0"
 
 _MODULES = {
     "Diagnostic": "language.diagnostics",
+    "Diff": "changes.api",
     "Plan": "compiler.plan",
     "Policy": "language.policy",
     "PolicyError": "language.diagnostics",
     "Rule": "language.policy",
+    "Session": "compiler.session",
     "Span": "language.diagnostics",
     "active": "compiler.session",
     "apply": "compiler.pipeline",
     "diff": "changes.api",
+    "lint": "linter.api",
     "load": "language.loader",
     "observe": "experiments.hooks",
     "parse": "language.loader",
@@ -47,8 +51,8 @@ _MODULES = {
 }
 
 __all__ = [
-    "Diagnostic", "Plan", "Policy", "PolicyError", "Rule", "Span", "active", "apply", "diff", "load", "observe",
-    "parse", "plan", "rounding_step", "set_output_dir", "set_step", "should_observe", "stats",
+    "Diagnostic", "Diff", "Plan", "Policy", "PolicyError", "Rule", "Session", "Span", "active", "apply", "diff", "lint",
+    "load", "observe", "parse", "plan", "rounding_step", "set_output_dir", "set_step", "should_observe", "stats",
     "use_compile_cache",
 ]  # fmt: skip
 

@@ -17,10 +17,11 @@ from policyc.changes.model import DiffData
 from policyc.changes.page import render_page
 from policyc.changes.svg import draw_heat_map
 from policyc.changes.terminal import render
-from policyc.compiler.pipeline import as_policy, is_policy_text, plan
+from policyc.compiler.pipeline import as_policy, plan
 from policyc.hardware.training_step import TrainingStep
+from policyc.language.loader import is_policy_text
 from policyc.language.policy import Policy
-from policyc.numerics.targets import get_target
+from policyc.numerics.targets import TargetName, get_target
 
 FILE_WRITERS: Mapping[str, Callable[[DiffData], str]] = {
     ".json": as_json,
@@ -74,21 +75,26 @@ def diff(
     *args: Any,
     before: Policy | str | Path | None = None,
     grad: bool = False,
-    target: str = "gb200",
+    target: TargetName = "gb200",
     param_argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     **kwargs: Any,
 ) -> Diff:
-    """What a policy changes in `fn`, called with these arguments, which may be `jax.ShapeDtypeStruct`s.
+    """What a policy changes in `fn`, called with these arguments.
 
     Args:
       policy: a `Policy`, a path, the name of a bundled policy, or the text of a policy.
-      fn, args, kwargs: the loss, and what it is called with.
+      fn: the loss. It is traced and not run.
+      *args: its arguments, which may be `jax.ShapeDtypeStruct`s.
       before: another policy to compare with. By default `fn` without a policy.
       grad: compare the gradients, where dgrad and wgrad show.
       target: the GPU that times are predicted for, and that decides which products are native.
       param_argnums: which positional arguments hold parameters.
       has_aux: as in `jax.grad`.
+      **kwargs: keyword arguments of `fn`.
+
+    Returns:
+      A `Diff`, which is true if anything differs. `print` shows all of it, and `save` writes a page or a picture.
     """
     planned = plan(policy, fn, *args, param_argnums=param_argnums, has_aux=has_aux, target=target, **kwargs)
     labels = ("no policy" if before is None else _label(before), _label(policy))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from policyc.language.policy import Policy
     from policyc.models.llama.generate import Generator, Sampling, Transform
     from policyc.models.llama.trained import TrainedModel
+    from policyc.numerics.backends import BackendName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,7 @@ class _GenerateCommand:
     step: int | None
     tokenizer: str | None
     policy: str | None
-    backend: str
+    backend: BackendName
     output_format: str
 
 
@@ -167,7 +168,7 @@ def _check_tokens(ids: list[int], model: TrainedModel) -> None:
         )
 
 
-def _make_transform(model: TrainedModel, policy: Policy, backend: str) -> Transform:
+def _make_transform(model: TrainedModel, policy: Policy, backend: BackendName) -> Transform:
     import policyc
 
     if model.step is not None and model.steps is not None:

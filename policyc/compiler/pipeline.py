@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial, update_wrapper, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 
@@ -26,23 +26,28 @@ from policyc.compiler.schedule import SCHEDULE, current_phase
 from policyc.compiler.trace import TracedFunction, jaxpr_inputs, trace
 from policyc.jaxcore import autodiff, jaxprs
 from policyc.language.diagnostics import Diagnostic
-from policyc.language.loader import load, parse
+from policyc.language.loader import is_policy_text, load, parse
 from policyc.language.policy import Policy
+from policyc.numerics.backends import BackendName
+from policyc.numerics.targets import TargetName
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 _is_compiling: ContextVar[bool] = ContextVar("policyc_is_compiling", default=False)
 
 
 def apply(
     policy: Policy | str | Path,
-    fn: Callable[..., Any],
+    fn: Callable[_Arguments, _Result],
     *,
     param_argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    backend: str = "auto",
-    target: str | None = None,
+    backend: BackendName = "auto",
+    target: TargetName | None = None,
     require_native: bool = False,
     multiple_losses: bool = False,
-) -> Callable[..., Any]:
+) -> Callable[_Arguments, _Result]:
     """Returns `fn` with its GEMMs run as the policy says.
 
     The result has the signature of `fn` and composes with every transformation of JAX. When it is called, it raises a
@@ -59,14 +64,17 @@ def apply(
       target: compile for this GPU (for example gb200) instead of for the devices here.
       require_native: raise an error instead of emulating.
       multiple_losses: the policy is also about other losses, so a rule may match nothing in this one.
+
+    Returns:
+      The loss under the policy, with the signature and the types of `fn`.
     """
     parsed_policy = as_policy(policy)
     execution = execution_options(backend, target, require_native=require_native)
     SCHEDULE.watch(parsed_policy)
 
     @wraps(fn)
-    def quantized(*args: Any, **kwargs: Any) -> Any:
-        argnums = _positive_argnums(param_argnums, args)
+    def quantized(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        argnums = positive_argnums(param_argnums, args)
         if _is_compiling.get():
             return fn(*args, **kwargs)
         if parsed_policy.changes_nothing:
@@ -75,10 +83,10 @@ def apply(
         call = LossCall(fn=fn, args=args, kwargs=kwargs, param_argnums=argnums, has_aux=has_aux)
         traced = call.trace_or_run()
         if not isinstance(traced, TracedFunction):
-            return traced(*args)
+            return cast(_Result, traced(*args))
         planned = plan_traced(parsed_policy, call, traced, execution)
         warn(check_plan(planned.plan, may_miss=multiple_losses))
-        return planned.compile()(*args)
+        return cast(_Result, planned.compile()(*args))
 
     return quantized
 
@@ -89,15 +97,25 @@ def plan(
     *args: Any,
     param_argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    backend: str = "auto",
-    target: str | None = None,
+    backend: BackendName = "auto",
+    target: TargetName | None = None,
     **kwargs: Any,
 ) -> Plan:
-    """What a policy does to `fn` called with these arguments, which may be `jax.ShapeDtypeStruct`s.
+    """What a policy does to `fn` called with these arguments. `print` shows it as a table.
 
     Warns about rules that do nothing. `apply` raises a `PolicyError` for some of them.
+
+    Args:
+      policy: as in `apply`.
+      fn: the loss. It is traced and not run.
+      *args: its arguments, which may be `jax.ShapeDtypeStruct`s.
+      param_argnums, has_aux, backend, target: as in `apply`.
+      **kwargs: its keyword arguments.
+
+    Returns:
+      Every site of the loss with the rule that decides about it. `plan.sites` are the GEMMs alone.
     """
-    argnums = _positive_argnums(param_argnums, args)
+    argnums = positive_argnums(param_argnums, args)
     call = LossCall(fn=fn, args=args, kwargs=kwargs, param_argnums=argnums, has_aux=has_aux)
     planned = plan_loss(as_policy(policy), call, execution_options(backend, target)).plan
     warn(unexplained_idle_rules(planned))
@@ -110,7 +128,7 @@ def warn(diagnostics: Iterable[Diagnostic]) -> None:
         warnings.warn(str(diagnostic), UserWarning, stacklevel=2)
 
 
-def _positive_argnums(param_argnums: int | Sequence[int], args: Sequence[Any]) -> tuple[int, ...]:
+def positive_argnums(param_argnums: int | Sequence[int], args: Sequence[Any]) -> tuple[int, ...]:
     argnums = (param_argnums,) if isinstance(param_argnums, int) else tuple(param_argnums)
     for argnum in argnums:
         if not -len(args) <= argnum < len(args):
@@ -250,11 +268,6 @@ def as_policy(policy: Any) -> Policy:
         kind = type(policy).__name__
         raise TypeError(f"the first argument is the policy (a text, a path or a Policy), not a {kind}")
     return load(policy)
-
-
-def is_policy_text(policy: Any) -> bool:
-    """Is it the text of a policy, and not a path or a name?"""
-    return isinstance(policy, str) and ("->" in policy or "\n" in policy)
 
 
 def is_compiling() -> bool:

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from policyc.base.notebook import html_table
+from policyc.base.text import count_noun
 from policyc.compiler.execution import ExecutionOptions
 from policyc.compiler.sites import Site, Sites
 from policyc.compiler.stacks import Layer
@@ -98,9 +99,9 @@ class PlannedProduct:
         return self.layer_range.decision.lowering(self.gemm)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
-    """Every site with what the policy decides about it, and how that runs."""
+    """Every site with what the policy decides about it, and how that runs. `str` is a table of the rules."""
 
     policy: Policy
     sites: Sites
@@ -109,14 +110,25 @@ class Plan:
     """The inputs of the loss that do not change from one of its calls to the next."""
     _decisions: dict[Phase, Decisions] = field(default_factory=dict, compare=False, repr=False)
 
+    def __repr__(self) -> str:
+        return f"<Plan of {self.policy.name} for {self._caption}>"
+
+    def __str__(self) -> str:
+        """The rules, and what they decide: the table of `policyc apply`."""
+        from policyc.compiler.plan_tables import summary_lines
+
+        return "\n".join([f"{self.policy.name}: {self._caption}", *summary_lines(self)])
+
     def _repr_html_(self) -> str:
-        """The rules and how many sites each matches, for notebooks."""
-        rows = [
-            [str(rule), f"{rule.span.source.path}:{rule.span.line}", str(count)]
-            for rule, count in zip(self.policy.rules, self.counts, strict=True)
-        ]
-        caption = f"{sum(site.count for site in self.sites)} GEMMs on {self.machine.name}"
-        return html_table(["rule", "place", "sites"], rows, caption)
+        """The same table, for notebooks."""
+        from policyc.compiler.plan_tables import rule_rows
+
+        header, *rows = rule_rows(self)
+        return html_table(header, rows, f"{self.policy.name}: {self._caption}")
+
+    @property
+    def _caption(self) -> str:
+        return f"{count_noun(sum(site.count for site in self.sites), 'GEMM')} on {self.machine.name}"
 
     # ---- phases of the schedule
 

@@ -27,23 +27,28 @@ _MAX_CELL_WIDTH = 60  # a table of five columns fits in about 110, the width of 
 
 
 def summary(plan: Plan) -> str:
+    """The lines of a plan, as a program's run prints them."""
+    return "".join(f"policyc: {line}\n" for line in summary_lines(plan))
+
+
+def summary_lines(plan: Plan) -> Iterator[str]:
     """One line per rule and phase: what it decides about, its share of the FLOPs, and how its products run.
 
     Then the reasons why products are emulated, and what is left as it is.
     """
+    yield from align_columns(rule_rows(plan))
+    yield from map(escape_controls, lowering_reasons(plan))
+    for notes in (_unknown_layers, kind_notes, uncertain_repeats, unchanged_products):
+        yield from notes(plan)
+
+
+def rule_rows(plan: Plan) -> list[list[str]]:
+    """For each phase, a header and a row for each rule: the sites that it decides about, and how they run."""
     rows: list[list[str]] = []
     for phase in plan.phases:
         title = "rule" if len(plan.phases) == 1 else f"rule ({plan.label(phase)})"
         rows += [[title, "sites", "products", "FLOPs", "backend"], *_rule_rows(plan, phase)]
-    lines = (
-        *align_columns(rows),
-        *map(escape_controls, lowering_reasons(plan)),
-        *_unknown_layers(plan),
-        *kind_notes(plan),
-        *uncertain_repeats(plan),
-        *unchanged_products(plan),
-    )
-    return "".join(f"policyc: {line}\n" for line in lines)
+    return rows
 
 
 @dataclass(slots=True)

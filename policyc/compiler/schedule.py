@@ -110,8 +110,11 @@ SCHEDULE = Schedule()
 def set_step(number: int, *, total: int | None = None) -> None:
     """Tells policyc the current step of the training. Where a phase of a schedule begins, JAX compiles the step again.
 
-    `total` is the number of all steps, which percentages in a schedule refer to. It need be given only once.
-    The step is a number, known outside `jax.jit`. `policyc.rounding_step` takes a traced step, for stochastic rounding.
+    `policyc.rounding_step` takes a traced step, for stochastic rounding.
+
+    Args:
+      number: the step, from 0: a number that is known outside `jax.jit`.
+      total: the number of all steps, which percentages in a schedule refer to. It need be given only once.
     """
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(number, jax.core.Tracer):

@@ -23,6 +23,8 @@ from policyc.compiler.trace import TracedFunction
 from policyc.jaxcore import autodiff
 from policyc.language.diagnostics import Diagnostic, PolicyError, Severity
 from policyc.language.policy import Policy
+from policyc.numerics.backends import BackendName
+from policyc.numerics.targets import TargetName
 
 _POLICY = autodiff.jit_cache_context()
 _thread = threading.local()
@@ -135,8 +137,8 @@ class Session:
 def active(
     policy: Policy | str | Path,
     *,
-    backend: str = "auto",
-    target: str | None = None,
+    backend: BackendName = "auto",
+    target: TargetName | None = None,
     require_native: bool = False,
     multiple_losses: bool = False,
     on_plan: Callable[[Plan], None] | None = None,
@@ -152,6 +154,9 @@ def active(
       on_plan: called with the plan of each loss before it is compiled. Without it, a policy that only keeps leaves
         every loss to JAX, and there are no plans.
       stats_every: measure numerics every so many steps, in programs that call `policyc.observe`.
+
+    Returns:
+      A context manager that gives the `Session`: its `plans` are those of the losses that were differentiated.
     """
     session = Session(
         policy=as_policy(policy),

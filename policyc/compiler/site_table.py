@@ -7,31 +7,43 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from policyc.base.text import as_ranges, count_noun, format_ranges
 from policyc.compiler.kind_tables import block_text
 from policyc.compiler.linears import LinearLayers, full_name, sort_into_linears
-from policyc.compiler.plan import Phase, Plan
+from policyc.compiler.plan import Phase, Plan, make_plan
 from policyc.compiler.plan_tables import align_columns, uncertain_repeats, unchanged_products
-from policyc.compiler.sites import Site
+from policyc.compiler.sites import Site, Sites
 from policyc.compiler.stacks import Layer
+from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm
 
 _REPEATED = {"scope": "site", "block": "layers"}
 """Columns that are left out if they say what another one says."""
 
 
-def sites_table(plan: Plan) -> str:
+def sites_table(plan: Plan | Sites) -> str:
     """Every site with its shapes, and if there are rules, which one decides and which it overrides."""
+    plan = _as_plan(plan)
+    total = sum(s.total_flops for s in plan.sites)
+    sites = sum(s.count for s in plan.sites)
+    end = f"{count_noun(sites, 'GEMM')}, {total / 1e9:.4g} GFLOP a step in their products"
+    lines = (*align_columns(site_rows(plan)), end, *uncertain_repeats(plan), *unchanged_products(plan))
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _as_plan(plan: Plan | Sites) -> Plan:
+    """Sites are listed as under a policy without rules."""
+    return plan if isinstance(plan, Plan) else make_plan(Policy(), plan)
+
+
+def site_rows(plan: Plan | Sites) -> list[list[str]]:
+    """A header, and a row for layers to which the same happens."""
+    plan = _as_plan(plan)
     rows = [
         row
         for linear in sort_into_linears(plan.sites)
         for phase in plan.phases
         for row in _linear_rows(plan, linear, phase)
     ]
-    columns = [name for name in rows[0] if not _is_repeated(name, rows)] if rows else []
-    table = align_columns([columns, *([row[name] for name in columns] for row in rows)]) if rows else ()
-    total = sum(s.total_flops for s in plan.sites)
-    sites = sum(s.count for s in plan.sites)
-    end = f"{count_noun(sites, 'GEMM')}, {total / 1e9:.4g} GFLOP a step in their products"
-    lines = (*table, end, *uncertain_repeats(plan), *unchanged_products(plan))
-    return "".join(f"{line}\n" for line in lines)
+    columns = [name for name in rows[0] if not _is_repeated(name, rows)] if rows else ["site"]
+    return [columns, *([row[name] for name in columns] for row in rows)]
 
 
 def _is_repeated(column: str, rows: Iterable[dict[str, str]]) -> bool:

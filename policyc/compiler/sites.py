@@ -15,6 +15,7 @@ from functools import cached_property
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from policyc.base.notebook import html_table
+from policyc.base.text import count_noun
 from policyc.compiler.site_kinds import SiteBlock, SiteKind
 from policyc.compiler.stacks import Layer, LayerTable, Stack
 from policyc.jaxcore import jaxprs
@@ -270,7 +271,7 @@ class OtherProduct:
     flops: int | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Sites:
     """All GEMMs of a loss, in the order in which they run."""
 
@@ -284,19 +285,21 @@ class Sites:
     differentiated_inputs: tuple[int, ...] = field(default=(), compare=False, repr=False)
     differentiated_results: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
+    def __repr__(self) -> str:
+        return f"<Sites: {count_noun(sum(site.count for site in self.sites), 'GEMM')}>"
+
+    def __str__(self) -> str:
+        """The table of `policyc sites`."""
+        from policyc.compiler.site_table import sites_table
+
+        return sites_table(self).rstrip()
+
     def _repr_html_(self) -> str:
-        """A table of the sites, for notebooks."""
-        rows = [
-            [
-                site.name,
-                "x".join(str(stack.size) for stack in site.stacks) or "-",
-                f"{site.batch} x {site.m} x {site.n} x {site.k}",
-                " ".join(gemm for gemm in Gemm if gemm in site.products),
-                site.opaque,
-            ]
-            for site in self.sites
-        ]
-        return html_table(["site", "layers", "batch x m x n x k", "products", "opaque"], rows)
+        """The same table, for notebooks."""
+        from policyc.compiler.site_table import site_rows
+
+        header, *rows = site_rows(self)
+        return html_table(header, rows)
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self.sites)

@@ -27,6 +27,9 @@ def set_output_dir(folder: Path | str) -> None:
     """For training programs: says where they put their results. The plan and the measurements go there too.
 
     Does nothing without an active policy.
+
+    Args:
+      folder: the folder of the run. It is created if there is something to write.
     """
     session = _current_session()
     if session is None:
@@ -44,13 +47,26 @@ def set_output_dir(folder: Path | str) -> None:
 
 
 def should_observe(step: int) -> bool:
-    """For training programs: is this a step to measure? `--stats-every` says which are."""
+    """For training programs: is this a step to measure? `--stats-every` says which are.
+
+    Args:
+      step: the number of the step, from 0.
+
+    Returns:
+      Whether `observe` measures this step. False without an active policy.
+    """
     session = _current_session()
     return session is not None and session.stats_every > 0 and step % session.stats_every == 0
 
 
 def observe(step: int, loss: Callable[..., Any], *args: Any) -> None:
-    """For training programs: measures a step, if it is one to measure, and appends the rows to `stats.jsonl`."""
+    """For training programs: measures a step, if it is one to measure, and appends the rows to `stats.jsonl`.
+
+    Args:
+      step: the number of the step, from 0.
+      loss: the loss that the step differentiates.
+      *args: its arguments. The first one holds the parameters.
+    """
     session = _current_session()
     if session is None or not should_observe(step):
         return

@@ -36,7 +36,16 @@ _LONGEST_LINE = 65_536  # bytes, far more than a row has
 
 
 def stats(policy: Policy | str | Path, loss: Callable[..., Any], *args: Any) -> list[StatsRow]:
-    """What a policy does to the numbers of a loss called with these arguments. The first holds the parameters."""
+    """Measures what a policy does to the numbers of a loss.
+
+    Args:
+      policy: a `Policy`, a path, the name of a bundled policy, or the text of a policy.
+      loss: the loss, which is run.
+      *args: its arguments. The first one holds the parameters.
+
+    Returns:
+      A row for each operand of each quantized product, as in `stats.jsonl`.
+    """
     return StatsRecorder(policy, loss)(*args)
 
 

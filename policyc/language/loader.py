@@ -42,19 +42,42 @@ class LoadedPolicy:
 
 
 def parse(text: str, *, path: str | Path | None = None) -> Policy:
-    """Parses the text of a policy. Raises PolicyError with all diagnostics.
+    """Parses the text of a policy.
 
-    `path` is the file that the text comes from: imports are relative to it.
+    Args:
+      text: the text.
+      path: the file that the text comes from: imports are relative to it.
+
+    Returns:
+      The policy, with its imports expanded.
+
+    Raises:
+      PolicyError: the text has errors. The exception has all of them.
     """
     return _require_valid(parse_with_diagnostics(text, path=path))
 
 
 def load(policy: str | Path) -> Policy:
-    """Loads `POLICY[:VARIANT]`: a file or the name of a bundled policy. Raises PolicyError with all diagnostics."""
+    """Loads a policy from a file, or a bundled one by its name.
+
+    Args:
+      policy: a path or the name of a bundled policy. `name:variant` applies one of its variants.
+
+    Returns:
+      The policy, with its imports expanded.
+
+    Raises:
+      PolicyError: there is no such file or variant, or the text has errors. The exception has all of them.
+    """
     name, variant = split_variant(policy)
     path = locate(name)
     loaded = _require_valid(parse_with_diagnostics(read_policy_text(path), path=path))
     return loaded if variant is None else loaded.variant(variant)
+
+
+def is_policy_text(policy: object) -> bool:
+    """Is it the text of a policy, and not a path or a name?"""
+    return isinstance(policy, str) and ("->" in policy or "\n" in policy)
 
 
 def split_variant(policy: str | Path) -> tuple[str | Path, str | None]:

@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import PurePath
 
 from policyc.base.notebook import html_text
-from policyc.base.text import closest_name
+from policyc.base.text import closest_name, count_noun
 from policyc.language.bundled import POLICY_SUFFIX
 from policyc.language.diagnostics import NO_SPAN, Diagnostic, PolicyError, SourceText, Span, span_field
 from policyc.language.predicates import Predicate
@@ -153,7 +153,7 @@ class Variant:
         return f"variant {self.name} {{\n{body}\n}}" if body else f"variant {self.name} {{}}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Policy:
     """A policy with its imports expanded. A later rule overrides an earlier one.
 
@@ -173,6 +173,11 @@ class Policy:
             *map(str, self.variants),
         ]
         return "".join(f"{line}\n" for line in lines)
+
+    def __repr__(self) -> str:
+        counts = {"rule": len(self.rules), "recipe": len(self.recipes), "variant": len(self.variants)}
+        parts = ", ".join(count_noun(number, noun) for noun, number in counts.items() if number)
+        return f"<Policy {self.name}: {parts or 'empty'}>"
 
     def _repr_html_(self) -> str:
         """The text, for notebooks."""

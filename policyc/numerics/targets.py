@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from policyc.base.text import did_you_mean
 
@@ -83,6 +84,8 @@ def _peaks(bf16: float, fp8: float, fp4: float | None = None) -> dict[str, float
         tflops |= {"mxfp8": fp8, "nvfp4": fp4, "mxfp4": fp4}
     return {format: value * TERA for format, value in tflops.items()}
 
+
+TargetName = Literal["h100", "h200", "b200", "gb200", "b300", "gb300"]
 
 TARGETS: dict[str, Target] = {
     target.name: target

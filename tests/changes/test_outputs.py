@@ -257,5 +257,5 @@ def test_diff_of_two_policies_and_of_gradients_from_python() -> None:
 def test_plans_policies_and_sites_show_themselves_in_a_notebook() -> None:
     plan = policyc.plan("up -> mxfp8  # <b>", unrolled, UNROLLED, X)
     assert "<td>up -&gt; mxfp8</td>" in plan._repr_html_()
-    assert "<td>layers[0].up</td>" in plan.sites._repr_html_()
+    assert "<td>layers.up</td>" in plan.sites._repr_html_()
     assert plan.policy._repr_html_() == "<pre>up -&gt; mxfp8\n</pre>"

@@ -49,6 +49,8 @@ _MAX_WORK = 200_000  # rules times variants
 
 def _check_idle_variant(context: Context) -> Iterator[Finding]:
     policy = context.policy
+    if policy.applied_variant is not None:
+        return  # variants are edits of the policy without one
     if len(policy.rules) * len(policy.variants) > _MAX_WORK:
         context.undecided += len(policy.variants)
         return

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,6 +26,8 @@ MODULES: dict[str, str] = {
     "xla": "policyc.numerics.backends.xla",
     "te": "policyc.numerics.backends.te",
 }
+
+BackendName = Literal["auto", "emulate", "xla", "te"]
 
 NAMES = ("auto", *MODULES)
 """The values of `--backend`."""

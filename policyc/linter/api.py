@@ -1,0 +1,89 @@
+"""`policyc.lint`: checks a policy, alone or together with a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from policyc.base.text import did_you_mean
+from policyc.language.diagnostics import Diagnostic
+from policyc.language.loader import (
+    LoadedPolicy,
+    is_policy_text,
+    locate,
+    parse_with_diagnostics,
+    read_policy_text,
+    split_variant,
+)
+from policyc.language.policy import Policy
+from policyc.linter import engine
+from policyc.linter.rules import ALL_CODES
+from policyc.numerics.targets import TargetName, get_target
+
+
+def lint(
+    policy: Policy | str | Path,
+    fn: Callable[..., Any] | None = None,
+    *args: Any,
+    ignore: Collection[str] = (),
+    target: TargetName = "gb200",
+    param_argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    **kwargs: Any,
+) -> tuple[Diagnostic, ...]:
+    """Checks a policy for errors and known risks, as `policyc lint` does.
+
+    Args:
+      policy: a `Policy`, a path, the name of a bundled policy, or the text of a policy.
+      fn: a loss. With it, what the policy does to the loss is checked too. It is traced and not run.
+      *args: the arguments of the loss, which may be `jax.ShapeDtypeStruct`s.
+      ignore: codes not to look for.
+      target: the GPU on which speed is judged.
+      param_argnums, has_aux: as in `apply`.
+      **kwargs: keyword arguments of the loss.
+
+    Returns:
+      The findings, errors of the text among them, in the order of the text. Empty if there are none.
+
+    Raises:
+      PolicyError: the file cannot be read.
+      ValueError: there is no such code or target.
+    """
+    for code in ignore:
+        if code not in ALL_CODES:
+            raise ValueError(f"no rule has the code '{code}': {did_you_mean(code, ALL_CODES)}")
+    loaded = _read(policy)
+    plan = None
+    if fn is not None and not loaded.diagnostics:
+        from policyc.compiler.execution import ExecutionOptions
+        from policyc.compiler.pipeline import LossCall, plan_loss, positive_argnums
+
+        call = LossCall(
+            fn=fn,
+            args=args,
+            kwargs=kwargs,
+            param_argnums=positive_argnums(param_argnums, args),
+            has_aux=has_aux,
+        )
+        plan = plan_loss(loaded.policy, call, ExecutionOptions()).plan
+    codes = frozenset(ALL_CODES) - frozenset(ignore)
+    return engine.lint(loaded, codes, plan, get_target(target)).diagnostics
+
+
+def _read(policy: Policy | str | Path) -> LoadedPolicy:
+    """A policy with its text, which has the comments that suppress findings, and its errors."""
+    if isinstance(policy, Policy):
+        text = policy.source.text or str(policy)
+        path, variant = Path(policy.source.path), policy.applied_variant
+        loaded = parse_with_diagnostics(text, path=path if path.exists() else None, shown=policy.source.path)
+    elif is_policy_text(policy):
+        return parse_with_diagnostics(str(policy))
+    else:
+        name, variant = split_variant(policy)
+        path = locate(name)
+        loaded = parse_with_diagnostics(read_policy_text(path), path=path)
+    if variant is None or loaded.diagnostics:
+        return loaded
+    return replace(loaded, policy=loaded.policy.variant(variant))
