@@ -19,12 +19,13 @@ import pytest
 
 import policyc
 from tests.support import llama_runs
-from tests.support.llama_runs import flags, losses, spawn, wait
+from tests.support.command import policyc as command
+from tests.support.llama_runs import flags, losses
 
 pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
 pytest.importorskip("grain", reason="grain is not installed: pip install 'policyc[train]'")
 pytest.importorskip("tensorboardX", reason="tensorboardX is not installed: pip install 'policyc[train]'")
-from policyc.models.llama import configs, data, metrics, optimizer, train
+from policyc.models.llama import configs, data, metrics, model, optimizer, train
 from policyc.models.llama.configs import ConfigError
 from policyc.models.llama.goodput import TimeAccount
 
@@ -156,12 +157,13 @@ def test_a_seed_has_the_losses_that_it_has_alone(loop):
 
 
 @pytest.mark.slow
-def test_a_run_of_several_seeds_writes_the_folder_of_each_and_resumes(tmp_path):
+def test_a_run_of_several_seeds_writes_the_folder_of_each_and_resumes(tmp_path, monkeypatch):
     (tmp_path / "layers.policy").write_text("layers.mlp.down_proj -> mxfp8\n")
     settings = {"steps": 4, "checkpoint_every": 2, "eval_every": 2, "export_every": 4}
     arguments = flags(out=tmp_path / "run", seeds="0,3", **settings)
-    code, output = wait(spawn(*arguments, policy=tmp_path / "layers.policy"))
-    assert code == 0, output
+    monkeypatch.setattr(model, "make_mesh", lambda *_: llama_runs.make_mesh())  # seeds run on one device
+    ran = command("apply", tmp_path / "layers.policy", llama_runs.TRAIN, *arguments)
+    assert ran.code == 0, ran.err
     folders = [tmp_path / "run" / f"seed{seed}" for seed in (0, 3)]
     first, second = map(losses, folders)
     assert [step for step, _ in first] == [step for step, _ in second] == [1, 2, 3, 4]
@@ -173,6 +175,6 @@ def test_a_run_of_several_seeds_writes_the_folder_of_each_and_resumes(tmp_path):
     assert (folders[0] / "checkpoints" / "4").exists()  # of both
 
     shutil.rmtree(folders[0] / "checkpoints" / "4")
-    code, output = wait(spawn(*arguments, policy=tmp_path / "layers.policy"))
-    assert code == 0, output
+    ran = command("apply", tmp_path / "layers.policy", llama_runs.TRAIN, *arguments)
+    assert ran.code == 0, ran.err
     assert [losses(folder) for folder in folders] == [first, second]
