@@ -5,51 +5,77 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
 
+import policyc
+from tests.support.command import policyc as command
 from tests.support.command import python_path
 
-SHOW = "import jax; print(jax.config.jax_compilation_cache_dir)"
+FOLDER = "jax_compilation_cache_dir"
 
 
-def run(code: str, cache: Path, *, check: bool = True, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(code: str, cache: Path) -> subprocess.CompletedProcess[str]:
     unset = ("JAX_COMPILATION_CACHE_DIR", "POLICYC_COMPILE_CACHE")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     environment |= {
         "XDG_CACHE_HOME": str(cache),
         "PYTHONPATH": python_path(),
         "JAX_PLATFORMS": "cpu",
-        **variables,
     }
     return subprocess.run(
         [sys.executable, "-c", code],
         env=environment,
         capture_output=True,
         text=True,
-        check=check,
+        check=True,
         timeout=300,
     )
 
 
-@pytest.mark.parametrize("load", ["", "import jax"], ids=["before JAX", "after JAX"])
+@pytest.fixture
+def jax_without_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """JAX in this process as it is without any setting, and afterwards as it was."""
+    for name in ("JAX_COMPILATION_CACHE_DIR", "JAX_COMPILATION_CACHE_MAX_SIZE", "POLICYC_COMPILE_CACHE"):
+        monkeypatch.setenv(name, "")  # so that what a test sets is undone
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = {name: getattr(jax.config, name) for name in (FOLDER, "jax_compilation_cache_max_size")}
+    jax.config.update(FOLDER, None)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.mark.usefixtures("jax_without_folder")
+@pytest.mark.parametrize("is_loaded", [False, True], ids=["before JAX", "after JAX"])
 @pytest.mark.parametrize(
     ("argument", "variables", "expected"),
     [
-        ("", {}, "{cache}/policyc/compiled"),
-        ("", {"POLICYC_COMPILE_CACHE": "{cache}/mine"}, "{cache}/mine"),
-        ("", {"JAX_COMPILATION_CACHE_DIR": "{cache}/of_jax"}, "{cache}/of_jax"),
-        ("", {"JAX_COMPILATION_CACHE_DIR": "{cache}/of_jax", "POLICYC_COMPILE_CACHE": "off"}, "None"),
-        ("'off'", {"POLICYC_COMPILE_CACHE": "{cache}/mine"}, "None"),
-        ("'{cache}/named'", {}, "{cache}/named"),
+        (None, {}, "{cache}/policyc/compiled"),
+        (None, {"POLICYC_COMPILE_CACHE": "{cache}/mine"}, "{cache}/mine"),
+        (None, {"JAX_COMPILATION_CACHE_DIR": "{cache}/of_jax"}, "{cache}/of_jax"),
+        (None, {"JAX_COMPILATION_CACHE_DIR": "{cache}/of_jax", "POLICYC_COMPILE_CACHE": "off"}, None),
+        ("off", {"POLICYC_COMPILE_CACHE": "{cache}/mine"}, None),
+        ("{cache}/named", {}, "{cache}/named"),
     ],
 )
-def test_the_folder(tmp_path, load, argument, variables, expected):
-    variables = {name: value.format(cache=tmp_path) for name, value in variables.items()}
-    call = f"import policyc; policyc.use_compile_cache({argument.format(cache=tmp_path)})"
-    ran = run(f"{load}\n{call}\n{SHOW}", tmp_path, **variables)
-    assert (ran.stdout.strip(), ran.stderr) == (expected.format(cache=tmp_path), "")
+def test_the_folder(tmp_path, monkeypatch, capsys, is_loaded, argument, variables, expected):
+    """Before JAX is loaded, it is the variable that JAX reads."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.format(cache=tmp_path))
+    if is_loaded:
+        jax.config.update(FOLDER, os.environ.get(FOLDER.upper()))  # as JAX does when it is imported
+    else:
+        monkeypatch.delitem(sys.modules, "jax")
+    policyc.use_compile_cache(argument and argument.format(cache=tmp_path))
+    folder = expected and expected.format(cache=tmp_path)
+    assert os.environ.get(FOLDER.upper()) == folder
+    assert not is_loaded or getattr(jax.config, FOLDER) == folder
+    assert capsys.readouterr().err == ""
 
 
 def test_a_second_process_reads_what_the_first_compiled(tmp_path):
@@ -78,8 +104,9 @@ print(events.count("/jax/compilation_cache/cache_hits") > 0)
         ("* -> mxfp8", "--compile-cache=off", "None"),
     ],
 )
+@pytest.mark.usefixtures("jax_without_folder")
 def test_a_policy_that_keeps_everything_leaves_the_folder_to_jax(tmp_path, policy, option, expected):
     (tmp_path / "a.policy").write_text(f"{policy}\n")
-    words = ["policyc", "apply", "a.policy", *option.split(), "-c", f"{SHOW}; import sys; sys.exit(0)"]
-    code = f"import os, sys; os.chdir({str(tmp_path)!r}); sys.argv = {words}; from policyc.cli.main import main; main()"
-    assert run(code, tmp_path, check=False).stdout.strip() == expected.format(cache=tmp_path)
+    code = f"import jax; print(jax.config.{FOLDER}); import sys; sys.exit(0)"
+    ran = command("apply", "a.policy", *option.split(), "-c", code, cwd=tmp_path)
+    assert ran.out.strip() == expected.format(cache=tmp_path)
