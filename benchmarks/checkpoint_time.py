@@ -24,8 +24,7 @@ from benchmarks.command_line import make_parser, print_header, print_row
 from policyc.hardware import llama_step
 from policyc.hardware.checkpoint_cost import checkpoint_cost
 from policyc.hardware.mesh import MeshShape
-from policyc.models.llama import model as llama
-from policyc.models.llama import optimizer
+from policyc.models.llama import optimizer, partition
 from policyc.models.llama.checkpoints import Checkpoints
 from policyc.numerics.targets import get_target
 
@@ -50,8 +49,8 @@ class Measurement:
 def abstract_state(name: str) -> Any:
     """The shapes of a configuration's state, on one device."""
     config, run = llama_step.configuration(name)
-    devices = np.array(jax.devices()[:1]).reshape((1,) * len(llama.AXES))
-    return optimizer.abstract_state(config, run, jax.sharding.Mesh(devices, llama.AXES))
+    devices = np.array(jax.devices()[:1]).reshape((1,) * len(partition.AXES))
+    return optimizer.abstract_state(config, run, jax.sharding.Mesh(devices, partition.AXES))
 
 
 def random_state(abstract: Any) -> Any:

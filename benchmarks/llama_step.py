@@ -23,7 +23,7 @@ import jax
 import policyc
 from benchmarks.command_line import make_parser
 from benchmarks.timing import save
-from policyc.models.llama import data, metrics, model, optimizer
+from policyc.models.llama import data, metrics, optimizer, partition
 from policyc.models.llama.configs import CONFIGS, ModelConfig, RunConfig
 
 POLICIES = {"bf16": None, "fp8, all block linears": "fp8", "nvfp4 emulated, llama_nvfp4": "llama_nvfp4"}
@@ -57,13 +57,13 @@ class Benchmark:
             config, remat=layout.remat, scan=layout.scan, loss_chunks=layout.loss_chunks
         )
         self.run = dataclasses.replace(run, batch=layout.batch)
-        self.mesh = model.make_mesh(self.config, self.run)
+        self.mesh = partition.make_mesh(self.config, self.run)
         self.state_shapes = optimizer.abstract_state(self.config, self.run, self.mesh)
         self.state = optimizer.init_state(self.config, self.run, self.mesh)
         self.source = data.BatchSource(self.run, config.vocab)
 
     def next_batch(self) -> Any:
-        return jax.device_put(next(self.source), model.sharding(self.mesh, ("batch", "sequence")))
+        return jax.device_put(next(self.source), partition.sharding(self.mesh, ("batch", "sequence")))
 
     def compile_step(self, policy: str | None) -> Any:
         """Compiles the step under a policy, or without policyc if there is none."""

@@ -195,7 +195,7 @@ CONFIGS: dict[str, tuple[ModelConfig, RunConfig]] = {
 
 
 def invalid_settings(model: ModelConfig, run: RunConfig) -> list[str]:
-    """Every error that can be found without a device. `model.make_mesh` finds the others."""
+    """Every error that can be found without a device. `partition.make_mesh` finds the others."""
     values = {**vars(model), **vars(run)}
     errors = []
     for each in (*fields(model), *fields(run)):

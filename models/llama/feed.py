@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from policyc.models.llama import data, model
+from policyc.models.llama import data, model, partition
 from policyc.models.llama.configs import ModelConfig, RunConfig
 
 
@@ -17,7 +17,7 @@ class BatchFeed(Iterator[model.Batch]):
     def __init__(self, config: ModelConfig, runs: Sequence[RunConfig], mesh: Mesh, split: str) -> None:
         run, self._mesh = runs[0], mesh
         self._shape = (run.batch, run.sequence)
-        self._sharding = model.sharding(mesh, ("batch", "sequence"))
+        self._sharding = partition.sharding(mesh, ("batch", "sequence"))
         indices: Any = self._sharding.addressable_devices_indices_map(self._shape).values()
         rows = sorted({row for index in indices for row in range(run.batch)[index[0]]})
         self._sources = [data.BatchSource(run, config.vocab, rows, split) for run in runs]
@@ -29,7 +29,7 @@ class BatchFeed(Iterator[model.Batch]):
             return cast(model.Batch, make_global(self._sharding, next(self._sources[0]), self._shape))
         batches = list(map(next, self._sources))
         stacked = {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
-        return cast(model.Batch, jax.device_put(stacked, model.sharding(self._mesh, ())))
+        return cast(model.Batch, jax.device_put(stacked, partition.sharding(self._mesh, ())))
 
     @property
     def positions(self) -> list[Any]:

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 import policyc
 from policyc.models.llama import model as llama
+from policyc.models.llama import partition
 from policyc.models.llama.configs import ModelConfig, RunConfig, runs_of_seeds, warmup_fraction
 from policyc.models.llama.model import Batch, Params
 
@@ -86,12 +87,12 @@ def init_state(config: ModelConfig, run: RunConfig, mesh: Mesh) -> State:
 def abstract_state(config: ModelConfig, run: RunConfig, mesh: Mesh) -> State:
     """The shapes and shardings of the state."""
     state = _abstract_state_of_one(config, run, mesh)
-    return state if run.seeds is None else llama.stack_abstract(state, len(runs_of_seeds(run)), mesh)
+    return state if run.seeds is None else partition.stack_abstract(state, len(runs_of_seeds(run)), mesh)
 
 
 def _abstract_state_of_one(config: ModelConfig, run: RunConfig, mesh: Mesh) -> State:
-    params = jax.tree.map(lambda spec: llama.sharding(mesh, spec.axes), llama.param_specs(config))
-    replicated = llama.sharding(mesh, ())
+    params = jax.tree.map(lambda spec: partition.sharding(mesh, spec.axes), llama.param_specs(config))
+    replicated = partition.sharding(mesh, ())
     shapes = jax.eval_shape(partial(_make_state, config, run), jax.random.key(0))
     shardings = jax.tree.map(lambda _: replicated, shapes) | {"params": params}
     # Moments are sharded like their parameters. Under Muon, each optimizer has those of its own parameters.
@@ -100,7 +101,7 @@ def _abstract_state_of_one(config: ModelConfig, run: RunConfig, mesh: Mesh) -> S
     shardings["adam"] = optax.tree_map_params(
         make_optimizer(run), lambda x, s: x if is_masked(x) else s, shapes["adam"], params, **options
     )
-    arrays = jax.tree.map(lambda x, s: llama.abstract_array(x.shape, x.dtype, s), shapes, shardings)
+    arrays = jax.tree.map(lambda x, s: partition.abstract_array(x.shape, x.dtype, s), shapes, shardings)
     return cast(State, arrays)
 
 
@@ -128,8 +129,8 @@ def gradients(
         return _sum_parts(params, batch, (scale, count), config, run, mesh)
 
     specs = llama.param_specs(config)
-    axes_of_params = jax.tree.map(lambda spec: llama.sharding(mesh, spec.axes).spec, specs)
-    axes_of_rows = llama.sharding(mesh, ("batch",)).spec
+    axes_of_params = jax.tree.map(lambda spec: partition.sharding(mesh, spec.axes).spec, specs)
+    axes_of_rows = partition.sharding(mesh, ("batch",)).spec
 
     def on_device(
         shards: Params, rows: Batch, scale_and_count: tuple[jax.Array, jax.Array]
@@ -148,8 +149,8 @@ def gradients(
     mapped: Callable[..., tuple[Params, Metrics]] = jax.shard_map(
         on_device,
         mesh=mesh,
-        in_specs=(axes_of_params, axes_of_rows, llama.sharding(mesh, ()).spec),
-        out_specs=(axes_of_params, llama.sharding(mesh, ()).spec),
+        in_specs=(axes_of_params, axes_of_rows, partition.sharding(mesh, ()).spec),
+        out_specs=(axes_of_params, partition.sharding(mesh, ()).spec),
         check_vma=False,  # with the check, the gradient of a norm would be added over devices in every part
     )
     return mapped(params, batch, (scale, count))
@@ -183,8 +184,8 @@ def _sum_parts(
     if config.experts:
         measured["loads"] = jnp.zeros((config.layers, config.experts))
     zero = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params), measured
-    parts = jax.tree.map(lambda rows: llama.split_interleaved(rows, 0, run.accumulate), batch)
-    parts = jax.tree.map(lambda rows: llama.constrain(rows, mesh, None, "batch", "sequence"), parts)
+    parts = jax.tree.map(lambda rows: partition.split_interleaved(rows, 0, run.accumulate), batch)
+    parts = jax.tree.map(lambda rows: partition.constrain(rows, mesh, None, "batch", "sequence"), parts)
     return lax.scan(add, zero, parts)[0]
 
 

@@ -22,7 +22,16 @@ try:
     import numpy as np
 
     import policyc
-    from policyc.models.llama import artifacts, command_line, configs, metrics, model, optimizer, weights
+    from policyc.models.llama import (
+        artifacts,
+        command_line,
+        configs,
+        metrics,
+        model,
+        optimizer,
+        partition,
+        weights,
+    )
     from policyc.models.llama.checkpoints import CONTENTS, Checkpoints, check_new, lock_folder, saved_steps
     from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig
     from policyc.models.llama.feed import BatchFeed
@@ -123,7 +132,7 @@ class Trainer:
     ) -> None:
         if run.wandb:
             configs.import_library("wandb", "wandb")
-        self.config, self.run, self.mesh, self.stop = config, run, model.make_mesh(config, run), stop
+        self.config, self.run, self.mesh, self.stop = config, run, partition.make_mesh(config, run), stop
         self.policy = os.environ.get("POLICYC_POLICY_SHA256")
         self.policy_name = os.environ.get("POLICYC_POLICY_NAME")
         out = Path(run.out or "runs/" + name + (f"-{self.policy[:8]}" if self.policy else ""))
@@ -147,7 +156,9 @@ class Trainer:
         self.observed_loss = partial(optimizer.mean_loss, config, self.mesh, run.accumulate)
         policyc.set_step(0, total=run.steps)
         abstract_state = optimizer.abstract_state(config, run, self.mesh)
-        self.train_step.trace(abstract_state, model.abstract_batch(run, self.mesh))  # a bad policy fails here
+        self.train_step.trace(
+            abstract_state, partition.abstract_batch(run, self.mesh)
+        )  # a bad policy fails here
         self.state, self.steps_done = self.resume(abstract_state, stack)
         self.is_starved = False
         self.positions = {self.steps_done: self.batches.positions}  # in the data, after recent steps

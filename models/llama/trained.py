@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar, cast
 import jax
 from jax.sharding import AxisType, Mesh
 
-from policyc.models.llama import configs, data, optimizer, weights
+from policyc.models.llama import configs, data, optimizer, partition, weights
 from policyc.models.llama import model as llama
 from policyc.models.llama.checkpoints import DamagedCheckpointError, read_params, saved_steps
 from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig
@@ -107,9 +107,9 @@ def load_trained(folder: Path, step: int | None = None, tokenizer: str | None = 
 
 
 def _one_device_mesh() -> Mesh:
-    sizes = (1,) * len(llama.AXES)
-    kinds = (AxisType.Auto,) * len(llama.AXES)
-    return jax.make_mesh(sizes, llama.AXES, devices=jax.devices()[:1], axis_types=kinds)
+    sizes = (1,) * len(partition.AXES)
+    kinds = (AxisType.Auto,) * len(partition.AXES)
+    return jax.make_mesh(sizes, partition.AXES, devices=jax.devices()[:1], axis_types=kinds)
 
 
 def _cast(params: llama.Params, config: ModelConfig) -> llama.Params:

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from policyc.models.llama import model as llama
+from policyc.models.llama import partition
 from policyc.models.llama.configs import ConfigError, ModelConfig
 from policyc.models.llama.data import END, END_TOKENS
 
@@ -230,7 +231,7 @@ def load_safetensors(folder: Path, config: ModelConfig, mesh: Mesh) -> Any:
             arrays = [slices[n][part[::-1]].T if is_transposed else slices[n][part] for n in tensors.flat]
             return np.stack(arrays).reshape(*tensors.shape, *arrays[0].shape).astype(np.float32)
 
-        return jax.make_array_from_callback(spec.shape, llama.sharding(mesh, spec.axes), read)
+        return jax.make_array_from_callback(spec.shape, partition.sharding(mesh, spec.axes), read)
 
     return jax.tree.map_with_path(load, specs)
 

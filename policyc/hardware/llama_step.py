@@ -20,6 +20,7 @@ from policyc.hardware.mesh import MeshShape
 from policyc.hardware.training_step import BlockShape, TrainingStep
 from policyc.language.policy import Policy
 from policyc.models.llama import model as llama
+from policyc.models.llama import partition
 from policyc.models.llama.configs import CONFIGS, ConfigError, ModelConfig, RunConfig
 
 _SEQUENCES_PER_DEVICE = 2  # that are computed at once, unless --accumulate says otherwise
@@ -91,8 +92,8 @@ def jit_step(
     optimizer = _load_optimizer()
     shape = tuple(_axes(mesh).values())
     axis_types = (jax.sharding.AxisType.Auto,) * len(shape)
-    device_mesh = jax.sharding.Mesh(np.array(devices).reshape(shape), llama.AXES, axis_types=axis_types)
-    arguments = optimizer.abstract_state(config, run, device_mesh), llama.abstract_batch(run, device_mesh)
+    device_mesh = jax.sharding.Mesh(np.array(devices).reshape(shape), partition.AXES, axis_types=axis_types)
+    arguments = optimizer.abstract_state(config, run, device_mesh), partition.abstract_batch(run, device_mesh)
     return optimizer.make_train_step(config, run, device_mesh), arguments, run
 
 
@@ -115,8 +116,8 @@ def _load_optimizer() -> Any:
 def abstract_arguments(config: ModelConfig, rows: int, sequence: int) -> tuple[Any, Any]:
     """The shapes of the parameters and of a batch, for one device."""
     specs = llama.param_specs(config)
-    params = jax.tree.map(lambda spec: llama.abstract_array(spec.shape, jnp.float32), specs)
-    tokens = llama.abstract_array((rows, sequence), jnp.int32)
+    params = jax.tree.map(lambda spec: partition.abstract_array(spec.shape, jnp.float32), specs)
+    tokens = partition.abstract_array((rows, sequence), jnp.int32)
     return params, dict.fromkeys(("tokens", "targets", "mask"), tokens)
 
 
@@ -131,12 +132,12 @@ def _configure(name: str, mesh: MeshShape, sizes: Sizes, **options: Any) -> tupl
     run = dataclasses.replace(
         run, batch=batch, sequence=sequence, accumulate=accumulate, gather=sizes.gather or run.gather
     )
-    llama.check_divisible(config, run, _axes(mesh))
+    partition.check_divisible(config, run, _axes(mesh))
     return config, run
 
 
 def _axes(mesh: MeshShape) -> dict[str, int]:
-    return {axis: getattr(mesh, axis) for axis in llama.AXES}
+    return {axis: getattr(mesh, axis) for axis in partition.AXES}
 
 
 def _accumulate(batch: int, mesh: MeshShape) -> int:

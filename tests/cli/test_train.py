@@ -32,7 +32,7 @@ def test_train_is_the_run_of_apply_and_measuring_does_not_change_it(
         pytest.importorskip(package)
     (tmp_path / "p.policy").write_text("mlp.down_proj -> mxfp4(sr=grad)\n")
     # A batch of two rows is not divided over all devices of the tests.
-    monkeypatch.setattr("policyc.models.llama.model.make_mesh", lambda *_: make_mesh())
+    monkeypatch.setattr("policyc.models.llama.partition.make_mesh", lambda *_: make_mesh())
     script = str(data_folder("models") / "llama" / "train.py")
     commands = {
         "applied": ["apply", "p.policy", script, *SMALL, "--out", "applied"],

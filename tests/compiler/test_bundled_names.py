@@ -36,6 +36,8 @@ from tests.support.kind_programs import (
     weight,
 )
 
+pytestmark = pytest.mark.any_jax
+
 LAYERS = 6
 TAIL = 4
 """The number of blocks that llama3_8b_nvfp4 keeps in BF16."""

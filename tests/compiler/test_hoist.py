@@ -171,6 +171,7 @@ def test_a_program_that_is_kept_is_not_changed() -> None:
 # ---- the same bits as without hoisting
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("params", "policy", "remat"),
     [

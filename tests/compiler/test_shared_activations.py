@@ -69,6 +69,7 @@ def test_what_two_gemms_read_is_quantized_once(
         assert (shared, separate) == (2 * blocks, 3 * blocks)
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("policy", "remat", "unrolled"),
     [pytest.param(*case, marks=marks) for case, marks in BITS.items()],

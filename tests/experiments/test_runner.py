@@ -100,6 +100,7 @@ jax.eval_shape(jax.grad(lambda w: (w @ w).sum()), numpy.ones((4, 4)))
 """
 
 
+@pytest.mark.any_jax
 def test_code_on_the_command_line_runs_as_under_python(home: Path) -> None:
     """Outputs are relative to the folder where the command was typed, whatever the program does."""
     (home / "elsewhere").mkdir()

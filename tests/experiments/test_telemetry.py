@@ -73,6 +73,7 @@ _SLOW = [
 ]
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("recipe", ["fp8", *_SLOW])
 def test_each_operand_is_measured_as_the_array_itself_is(recipe: str) -> None:
     # The gradient of the result is c, so all three arrays are known. They have one shape: the direct measurements
@@ -141,6 +142,7 @@ def test_a_scan_is_measured_layer_by_layer_as_the_unrolled_layers_are() -> None:
         assert all(row[k] == pytest.approx(other[k], rel=2e-2) for k in row.keys() - keys.keys() - {"format"})
 
 
+@pytest.mark.any_jax
 def test_losses_and_cosines_are_those_of_the_two_gradients() -> None:
     policy, x, params = "layers.down -> mxfp4; layers[-1:].down -> fp8", _array(0, 48, 32), _params()
     rows = policyc.stats(policy, _loss, params, x)

@@ -23,6 +23,8 @@ from tests.support.command import policyc as run_policyc
 from tests.support.command import spawn
 from tests.support.linting import follow_help
 
+pytestmark = pytest.mark.any_jax
+
 
 def array(*shape, dtype="float32"):
     """Arguments have shapes only: a plan computes nothing."""

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import policyc
 from policyc.compiler.site_table import sites_table
-from policyc.models.llama import configs
+from policyc.models.llama import configs, partition
 from policyc.models.llama import model as llama
 from policyc.models.llama.configs import ConfigError, RunConfig
 from policyc.models.llama.packing import PADDING, documents_in_row, pad_row, whole_rows
@@ -200,7 +200,7 @@ def test_every_layout_gives_the_loss_and_gradient_of_the_documents(
     axes: Any, settings: dict[str, Any]
 ) -> None:
     mesh = llama_runs.make_mesh(**axes)
-    batch = jax.device_put(packed_batch(list(ROWS.values())), llama.sharding(mesh, ("batch", "sequence")))
+    batch = jax.device_put(packed_batch(list(ROWS.values())), partition.sharding(mesh, ("batch", "sequence")))
     config = dataclasses.replace(CONFIG, **settings)
     check_equal(loss_and_gradient(batch, config, mesh), of_single_documents())
 
@@ -365,6 +365,6 @@ def test_what_cudnn_cannot_do_under_a_mask_is_refused(settings: dict[str, Any], 
     config = dataclasses.replace(CONFIG, attention="cudnn", compute="bfloat16")
     run = RunConfig(**{"document_mask": True} | settings)
     with pytest.raises(ConfigError, match=message):
-        llama.check_masked_attention(config, run)
-    llama.check_masked_attention(dataclasses.replace(config, attention="xla"), run)
-    llama.check_masked_attention(config, dataclasses.replace(run, document_mask=False))
+        partition.check_masked_attention(config, run)
+    partition.check_masked_attention(dataclasses.replace(config, attention="xla"), run)
+    partition.check_masked_attention(config, dataclasses.replace(run, document_mask=False))

@@ -16,7 +16,7 @@ from tests.support import llama_runs
 from tests.support.jaxpr_tools import primitive_counts
 
 pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
-from policyc.models.llama import configs, experts, optimizer
+from policyc.models.llama import configs, experts, optimizer, partition
 from policyc.models.llama import model as llama
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -75,8 +75,8 @@ def run_layer(axes: dict[str, int]) -> tuple[Any, Any]:
     params, x, cotangent = arguments()
     mesh = llama_runs.make_mesh(**axes)
     specs = llama.param_specs(configs.ModelConfig(**vars(CONFIG) | {"scan": False}))["layers"][0]["mlp"]
-    params = jax.tree.map(lambda p, s: jax.device_put(p, llama.sharding(mesh, s.axes)), params, specs)
-    x = jax.device_put(x, llama.sharding(mesh, ("batch", "sequence", None)))
+    params = jax.tree.map(lambda p, s: jax.device_put(p, partition.sharding(mesh, s.axes)), params, specs)
+    x = jax.device_put(x, partition.sharding(mesh, ("batch", "sequence", None)))
 
     def objective(params: Any, x: jax.Array) -> Any:
         y, summary = experts.mix_experts(params, x, CONFIG, mesh)
@@ -141,7 +141,7 @@ def run_steps(axes: dict[str, int], **settings: Any) -> list[tuple[float, float]
         CONFIG.vocab, size=(run.batch, run.sequence + 1), dtype=np.int32
     )
     arrays = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "mask": np.ones_like(tokens[:, 1:])}
-    batch = jax.device_put(arrays, llama.sharding(mesh, ("batch", "sequence")))
+    batch = jax.device_put(arrays, partition.sharding(mesh, ("batch", "sequence")))
     rows = []
     for _ in range(2):
         state, measured = step(state, batch)
@@ -165,7 +165,11 @@ def abstract_loss(axes: dict[str, int]) -> tuple[Any, Any, Any]:
     config, mesh = configs.ModelConfig(**vars(CONFIG) | {"compute": "bfloat16"}), llama_runs.make_mesh(**axes)
     state = optimizer.abstract_state(config, RUN, mesh)
     loss = partial(llama.loss, config=config, mesh=mesh)
-    return lambda params, batch: sum(loss(params, batch)), state["params"], llama.abstract_batch(RUN, mesh)
+    return (
+        lambda params, batch: sum(loss(params, batch)),
+        state["params"],
+        partition.abstract_batch(RUN, mesh),
+    )
 
 
 @pytest.mark.parametrize("policy", ["te_nvfp4", "llama_nvfp4", pytest.param("fp8", marks=pytest.mark.slow)])

@@ -17,7 +17,7 @@ from tests.support.command import policyc as command
 from tests.support.llama_runs import SHORT, make_mesh
 
 pytest.importorskip("orbax.checkpoint", reason="orbax is not installed: pip install 'policyc[train]'")
-from policyc.models.llama import checkpoints, generate, optimizer, trained, weights
+from policyc.models.llama import checkpoints, generate, optimizer, partition, trained, weights
 from policyc.models.llama import model as llama
 from policyc.models.llama.checkpoints import DamagedCheckpointError
 from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig, runs_of_seeds
@@ -186,7 +186,7 @@ def test_parameters_are_read_without_the_rest_and_compared_with_their_hash(tmp_p
     folder = tmp_path / "checkpoints"
     state = save_params(folder, seeds=None, steps=8)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    shapes = jax.tree.map(lambda a: llama.abstract_array(a.shape, a.dtype, sharding), state)
+    shapes = jax.tree.map(lambda a: partition.abstract_array(a.shape, a.dtype, sharding), state)
     before = sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("*"))
     params, identity = checkpoints.read_params(folder, 3, lambda _: shapes)
     jax.tree.map(np.testing.assert_array_equal, params, state["params"])

@@ -12,8 +12,7 @@ import pytest
 from tests.support import llama_runs
 
 pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
-from policyc.models.llama import configs, optimizer
-from policyc.models.llama import model as llama
+from policyc.models.llama import configs, optimizer, partition
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 CONFIG = configs.ModelConfig(**llama_runs.SMALL, compute=llama_runs.DTYPE)
@@ -93,7 +92,7 @@ def test_muon_updates_each_matrix_of_the_blocks_and_adamw_the_rest() -> None:
 
     def draw(name: str, shape: tuple[int, ...]) -> jax.Array:
         values = random.standard_normal((STEPS + 1, *shape), dtype=np.float32)
-        return jax.device_put(values, llama.sharding(mesh, (None, *AXES.get(name, (None,) * len(shape)))))
+        return jax.device_put(values, partition.sharding(mesh, (None, *AXES.get(name, (None,) * len(shape)))))
 
     values = map_shapes(draw)  # the parameters, and the gradients of each step
     transform = optimizer.make_optimizer(RUN)

@@ -19,6 +19,8 @@ pytest.importorskip("optax", reason="optax is not installed: pip install 'policy
 from policyc.models.llama import preemption
 from policyc.models.llama.configs import ConfigError
 
+pytestmark = pytest.mark.any_jax
+
 SCHEDULER_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 

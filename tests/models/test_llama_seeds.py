@@ -25,7 +25,7 @@ from tests.support.llama_runs import flags, losses
 pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
 pytest.importorskip("grain", reason="grain is not installed: pip install 'policyc[train]'")
 pytest.importorskip("tensorboardX", reason="tensorboardX is not installed: pip install 'policyc[train]'")
-from policyc.models.llama import configs, data, metrics, model, optimizer, train
+from policyc.models.llama import configs, data, metrics, optimizer, partition, train
 from policyc.models.llama.configs import ConfigError
 from policyc.models.llama.goodput import TimeAccount
 
@@ -161,7 +161,7 @@ def test_a_run_of_several_seeds_writes_the_folder_of_each_and_resumes(tmp_path, 
     (tmp_path / "layers.policy").write_text("layers.mlp.down_proj -> mxfp8\n")
     settings = {"steps": 4, "checkpoint_every": 2, "eval_every": 2, "export_every": 4}
     arguments = flags(out=tmp_path / "run", seeds="0,3", **settings)
-    monkeypatch.setattr(model, "make_mesh", lambda *_: llama_runs.make_mesh())  # seeds run on one device
+    monkeypatch.setattr(partition, "make_mesh", lambda *_: llama_runs.make_mesh())  # seeds run on one device
     ran = command("apply", tmp_path / "layers.policy", llama_runs.TRAIN, *arguments)
     assert ran.code == 0, ran.err
     folders = [tmp_path / "run" / f"seed{seed}" for seed in (0, 3)]

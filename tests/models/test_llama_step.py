@@ -23,7 +23,7 @@ from tests.support.jaxpr_tools import primitive_counts
 
 pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
 pytest.importorskip("grain", reason="grain is not installed: pip install 'policyc[train]'")
-from policyc.models.llama import command_line, configs, data, metrics, optimizer
+from policyc.models.llama import command_line, configs, data, metrics, optimizer, partition
 from policyc.models.llama import model as llama
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -56,7 +56,7 @@ def state_with(**entries: float) -> Any:
 
 def batches(mesh: jax.sharding.Mesh) -> Iterator[Any]:
     """The batches of a run, on the devices of a mesh."""
-    sharding = llama.sharding(mesh, ("batch", "sequence"))
+    sharding = partition.sharding(mesh, ("batch", "sequence"))
     return (jax.device_put(batch, sharding) for batch in data.BatchSource(RUN, SMALL.vocab))
 
 
@@ -128,7 +128,7 @@ def test_a_chunked_head_is_gathered_once():
     """Before the loop over chunks. Inside it, XLA for GPUs would gather the head again for every chunk, twice."""
     config, run = dataclasses.replace(SMALL, loss_chunks=4), RUN
     mesh = llama_runs.make_mesh(fsdp=8)
-    state, batch = optimizer.abstract_state(config, run, mesh), llama.abstract_batch(run, mesh)
+    state, batch = optimizer.abstract_state(config, run, mesh), partition.abstract_batch(run, mesh)
     jaxpr = jax.make_jaxpr(lambda params, batch: llama.loss(params, batch, config, mesh))(
         state["params"], batch
     )
@@ -145,8 +145,8 @@ def test_a_chunked_head_is_gathered_once():
 def test_tokens_are_sent_to_the_table_and_not_the_table_to_the_tokens():
     """The table stays sharded: a gathered one would be many times as large as the embeddings of a batch."""
     mesh = llama_runs.make_mesh(fsdp=8)
-    table = llama.abstract_array((SMALL.vocab, SMALL.width), jnp.float32)
-    tokens = llama.abstract_array((8, 16), jnp.int32)
+    table = partition.abstract_array((SMALL.vocab, SMALL.width), jnp.float32)
+    tokens = partition.abstract_array((8, 16), jnp.int32)
     jaxpr = jax.make_jaxpr(lambda table, tokens: llama.embed(table, tokens, "bfloat16", mesh))(table, tokens)
     constraints = [e for e in jaxpr.eqns if e.primitive.name == "sharding_constraint"]
     assert [(str(e.invars[0].aval.dtype), e.params["sharding"].spec) for e in constraints] == [
@@ -166,7 +166,7 @@ def test_weights_are_gathered_and_gradients_added_once_per_step() -> None:
     """Outside the loop over the parts of a batch, which has no collective. There a policy quantizes weights, too."""
     run = dataclasses.replace(RUN, batch=16, accumulate=4, gather="once")
     config, mesh = dataclasses.replace(SMALL, compute="bfloat16"), llama_runs.make_mesh(data=2, fsdp=2)
-    state, batch = optimizer.abstract_state(config, run, mesh), llama.abstract_batch(run, mesh)
+    state, batch = optimizer.abstract_state(config, run, mesh), partition.abstract_batch(run, mesh)
     with policyc.active("layers -> mxfp8"):
         jaxpr = optimizer.make_train_step(config, run, mesh).trace(state, batch).jaxpr
     (on_device,) = [e for e in jaxprs.all_equations(jaxpr) if e.primitive.name == "shard_map"]
@@ -263,7 +263,7 @@ def test_a_policy_is_told_the_step_and_the_seed(monkeypatch):
     run, mesh = dataclasses.replace(RUN, seed=5, accumulate=2), llama_runs.make_mesh()
     step = optimizer.make_train_step(SMALL, run, mesh)
     with policyc.active("layers.* where weight -> mxfp4(sr=grad)"):
-        traced = step.trace(optimizer.abstract_state(SMALL, run, mesh), llama.abstract_batch(run, mesh))
+        traced = step.trace(optimizer.abstract_state(SMALL, run, mesh), partition.abstract_batch(run, mesh))
     assert [(each.seed, isinstance(each.step, jax.core.Tracer)) for each in told] == [(5, True)]
     counters = [v for v in traced.jaxpr.jaxpr.invars if v.aval.shape == () and v.aval.dtype == jnp.int32]
     words = [e for e in traced.jaxpr.eqns if e.outvars[0].aval.dtype == jnp.uint32]
@@ -409,7 +409,7 @@ def test_bad_settings_are_refused(arguments, message, capsys):
 def test_meshes_that_do_not_divide_the_sizes_are_refused(arguments, message):
     _, config, run = command_line.parse_args(arguments.split())
     with pytest.raises(configs.ConfigError, match=message):
-        llama.make_mesh(config, run)
+        partition.make_mesh(config, run)
 
 
 def test_every_setting_is_an_option():

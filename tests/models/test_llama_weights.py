@@ -18,11 +18,11 @@ import pytest
 from tests.support.llama_runs import make_mesh
 
 files = pytest.importorskip("policyc.models.llama.weights")
-from policyc.models.llama import corpora, data  # noqa: E402
+from policyc.models.llama import corpora, data, partition  # noqa: E402
 from policyc.models.llama import model as llama  # noqa: E402
 from policyc.models.llama.configs import ConfigError, ModelConfig  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("quick_compile")]
 SMALL = ModelConfig(
     layers=3, width=64, hidden=96, heads=4, kv_heads=2, head_dim=32, vocab=128, rope_scaling=8.0, compute="float32"
 )  # fmt: skip
@@ -217,7 +217,7 @@ def test_weights_survive_a_round_trip(tmp_path, monkeypatch, model, last, scan):
     monkeypatch.setattr(files, "SHARD_BYTES", 40_000)
     axes = {"expert": 2} if model.experts else {"tensor": 2}
     config, mesh = replace(model, scan=scan), make_mesh(fsdp=2, **axes)
-    shardings = jax.tree.map(lambda spec: llama.sharding(mesh, spec.axes), llama.param_specs(config))
+    shardings = jax.tree.map(lambda spec: partition.sharding(mesh, spec.axes), llama.param_specs(config))
     sharded = jax.device_put(weights(config), shardings)
     save(tmp_path / "out", sharded, config, dtype="float32")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2

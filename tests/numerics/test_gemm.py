@@ -107,6 +107,7 @@ def test_products_equal_the_vendors() -> None:
         )
 
 
+@pytest.mark.any_jax
 def test_products_are_those_of_the_oracles_values() -> None:
     x, w, dy = normal(64, 128), normal(128, 96, seed=1), normal(64, 96, seed=2)
     f = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=make_recipe("nvfp4"))
@@ -155,6 +156,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize(("shape", "name"), PAIRS)
 def test_any_dot_general(shape: str, name: str) -> None:
     """Results and gradients have the shapes and dtypes of the original, and are near it."""
@@ -244,6 +246,7 @@ def test_bf16_accumulates_in_fp32() -> None:
     assert y.item() == 4096
 
 
+@pytest.mark.any_jax
 def test_padding_is_exact() -> None:
     """A contraction of 37 equals one of 48 with zeros. Rows and columns are whole blocks in both."""
     x, w = normal(32, 37), normal(37, 16, seed=1)
@@ -252,6 +255,7 @@ def test_padding_is_exact() -> None:
     np.testing.assert_allclose(np.asarray(f(x, w)), np.asarray(padded), rtol=1e-6)
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize(
     "nearest", [make_recipe("mxfp4", {"rht": OPERAND_GROUPS["wgrad"]}), slow(NEAREST)], ids=["mxfp4", "nvfp4"]
 )
@@ -268,6 +272,7 @@ def test_leading_dimensions_are_rows(nearest: Recipe) -> None:
             np.testing.assert_allclose(np.asarray(one).reshape(other.shape), other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.any_jax
 def test_a_last_dimension_of_one() -> None:
     """Blocks of wgrad run along all tokens as if they were one dimension: tokens (32, 1) are 32."""
     x, w, dy = normal(32, 32), normal(32, 16, seed=1), normal(32, 16, seed=2)
@@ -284,6 +289,7 @@ def test_a_last_dimension_of_one() -> None:
 # --- gradients ------------------------------------------------------------------------------------
 
 
+@pytest.mark.any_jax
 def test_gradients_are_unbiased() -> None:
     """Only the gradient is rounded stochastically. Averaging B draws of dx and dw, the squared error falls as 1/B."""
     x, w, dy = normal(32, 32), normal(32, 32, seed=1), normal(32, 32, seed=2)
@@ -308,6 +314,7 @@ def test_gradients_are_unbiased() -> None:
         assert errors[1] / errors[2] == pytest.approx(32, rel=0.4)
 
 
+@pytest.mark.any_jax
 def test_gradient_through_a_smooth_function() -> None:
     """The gradient of a function around a product agrees with finite differences."""
     x, w = normal(8, 32), normal(32, 16, seed=1)
@@ -318,6 +325,7 @@ def test_gradient_through_a_smooth_function() -> None:
     assert float(slope) == pytest.approx(float(jnp.sum(g * d)), rel=2e-2)
 
 
+@pytest.mark.any_jax
 def test_outer_scales_do_not_underflow_or_overflow_on_their_own() -> None:
     """One operand is tiny and the other huge: each outer scale is at the edge of fp32, their product is not."""
     x, w = normal(16, 32), normal(32, 16, seed=1)

@@ -90,6 +90,7 @@ def reference_quantizer(pair: str) -> Any:
     )
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize(
     "pair", [*(pytest.param(pair, marks=pytest.mark.slow) for pair in ("nearest", "bound")), "stochastic"]
 )

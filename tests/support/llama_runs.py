@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import pytest
 from jax.sharding import AxisType, Mesh
 
 from tests.support import processes
@@ -25,6 +29,7 @@ SHORT = {"steps": 8, "batch": 8, "sequence": 32, "data": "synthetic", "learning_
 # Tests of single steps and of whole runs use the same mesh and dtype, so that JAX compiles their step once.
 MESH = {"fsdp": 2, "tensor": 2, "context": 2}
 DTYPE = "float32"
+RUN = {"checkpoint_every": 3, "keep": 2, "compute": DTYPE, **{f"{name}_axis": n for name, n in MESH.items()}}
 
 
 def flags(**settings: Any) -> list[str]:
@@ -80,3 +85,53 @@ def wait(process: subprocess.Popen[str]) -> tuple[int, str]:
     """The exit code and the output of a run."""
     output, _ = process.communicate(timeout=processes.MAX_SECONDS)
     return process.returncode, output
+
+
+# ---- runs in this process
+
+
+class Killed(BaseException):
+    """Ends a run as if its process was killed."""
+
+
+def kill() -> None:
+    raise Killed
+
+
+def at_step(patch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) -> None:
+    """Runs an action after a step was started and before its metrics are recorded."""
+    from policyc.models.llama.metrics import MetricsLog
+
+    record = MetricsLog.record
+
+    def record_and_act(self: Any, number: int, *arguments: Any) -> None:
+        if number == step:
+            action()
+        record(self, number, *arguments)
+
+    patch.setattr(MetricsLog, "record", record_and_act)
+
+
+@functools.cache
+def _make_step() -> Callable[..., Any]:
+    from policyc.models.llama import optimizer
+
+    return functools.cache(optimizer.make_train_step)
+
+
+def make_shared_step(config: Any, run: Any, mesh: Mesh) -> Any:
+    """The step of runs that differ only in what is no part of the step. To trace it again takes half of a short run."""
+    elsewhere = {"out": None, "checkpoint_every": 0, "checkpoint_minutes": 0.0, "keep": 1, "keep_every": 0,
+                 "resume_from": None, "accept_changes": False, "profile": None, "profile_steps": "1:1", "data": "",
+                 "eval_every": 0}  # fmt: skip
+    return _make_step()(config, replace(run, **elsewhere), mesh)
+
+
+def train_here(**settings: Any) -> int:
+    """Trains in this process, without a policy. Runs with equal settings share a compiled step."""
+    from policyc.models.llama import optimizer, train
+
+    _make_step()  # of the module itself, before it is replaced
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer, "make_train_step", make_shared_step)
+        return train.main(flags(**settings))

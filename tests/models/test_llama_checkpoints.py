@@ -1,0 +1,323 @@
+"""Checkpoints of the Llama: damaged, of another run, without room, continued elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from tests.support import llama_runs
+from tests.support.llama_runs import RUN, Killed, at_step, kill, losses, train_here
+
+pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
+pytest.importorskip("grain", reason="grain is not installed: pip install 'policyc[train]'")
+pytest.importorskip("orbax.checkpoint", reason="orbax is not installed: pip install 'policyc[train]'")
+pytest.importorskip("tensorboardX", reason="tensorboardX is not installed: pip install 'policyc[train]'")
+from policyc.models.llama import checkpoints, configs, train
+from policyc.models.llama.configs import ConfigError
+
+pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("quick_compile")]
+
+
+def test_a_checkpoint_of_another_run_is_refused(completed, capsys, monkeypatch):
+    assert train_here(out=completed, **RUN, steps=9, beta1=0.8) == 1
+    message = capsys.readouterr().err
+    assert "beta1: 0.9 there, 0.8 now" in message
+    assert "--accept-changes" in message
+    monkeypatch.setenv("POLICYC_POLICY_SHA256", "f" * 64)
+    assert train_here(out=completed, **RUN) == 1
+    assert "policy: no policy there, a policy (ffffffff) now" in capsys.readouterr().err
+    monkeypatch.setenv("POLICYC_POLICY_NAME", "mine")
+    assert train_here(out=completed, **RUN) == 1
+    assert "policy: no policy there, mine (ffffffff) now" in capsys.readouterr().err
+    assert len(losses(completed)) == 8
+
+
+def test_a_refusal_names_the_policies_and_only_their_hashes_are_compared(tmp_path):
+    def open_checkpoints(**policy: str) -> checkpoints.Checkpoints:
+        settings = configs.identity(configs.ModelConfig(), configs.RunConfig(), policy.pop("policy"))
+        return checkpoints.Checkpoints(tmp_path, 1, settings | policy)
+
+    state = {"weight": jax.numpy.arange(4.0)}
+    saved = open_checkpoints(policy="3fa2" * 16, policy_name="te_nvfp4")
+    saved.save(1, state, [0])
+    saved.close()
+    with pytest.raises(ConfigError) as refusal:
+        open_checkpoints(policy="81c0" * 16, policy_name="llama_nvfp4").restore(state, False)
+    assert "\n  policy: te_nvfp4 (3fa23fa2) there, llama_nvfp4 (81c081c0) now\n" in str(refusal.value)
+    restored, _, _ = open_checkpoints(policy="3fa2" * 16, policy_name="renamed").restore(state, False)
+    assert np.array_equal(restored["weight"], state["weight"])
+
+
+def replace_by_earlier(state: Path) -> None:
+    """Puts the state of step 6 in place: it is read without an error."""
+    shutil.rmtree(state)
+    shutil.copytree(state.parents[1] / "6" / "state", state)
+
+
+def truncate_files(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("damage", [replace_by_earlier, truncate_files])
+def test_a_run_resumes_from_the_last_checkpoint_that_is_whole(completed, tmp_path, capsys, damage):
+    folder = tmp_path / "run"
+    shutil.copytree(completed, folder)
+    damage(folder / "checkpoints" / "8" / "state")
+    assert train_here(out=folder, **RUN) == 0
+    message = capsys.readouterr().err
+    assert f"checkpoint {folder / 'checkpoints' / '8'} is damaged" in message
+    assert f"moved to {folder / 'damaged_checkpoints' / '8'}" in message
+    assert losses(folder) == losses(completed)
+    assert sorted(int(p.name) for p in (folder / "checkpoints").iterdir()) == [6, 8]
+
+
+@pytest.mark.parametrize("name", ["position", "step", "identity"])
+def test_one_changed_digit_beside_the_state_is_damage(completed, tmp_path, capsys, name):
+    """Not other data in silence, and not 'another run', which would invite --accept-changes."""
+    folder = tmp_path / "run"
+    shutil.copytree(completed, folder)
+    path = folder / "checkpoints" / "8" / "about" / "metadata"
+    about = json.loads(path.read_text())
+    if name == "position":
+        about["positions"][0]["row"] += 1
+    elif name == "step":
+        about["step"] = 9
+    else:
+        about["identity"]["beta1"] = 0.8
+    path.write_text(json.dumps(about))
+    assert train_here(out=folder, **RUN) == 0
+    assert f"checkpoint {path.parents[1]} is damaged: its contents are not those" in capsys.readouterr().err
+    assert losses(folder) == losses(completed)
+
+
+def test_without_a_whole_checkpoint_a_run_never_starts_again(completed, tmp_path, capsys):
+    """A requeue loop gives the same command again and again. The metrics stay as they are."""
+    folder = tmp_path / "run"
+    shutil.copytree(completed, folder)
+    before = (folder / "metrics.jsonl").read_bytes()
+    truncate_files(folder / "checkpoints")
+    for message in ("can be read, and all are in", "has checkpoints that cannot be read", "cannot be read"):
+        assert train_here(out=folder, **RUN) == 1
+        assert message in capsys.readouterr().err
+        assert (folder / "metrics.jsonl").read_bytes() == before
+    shutil.rmtree(folder / "damaged_checkpoints")
+    assert train_here(out=folder, **RUN) == 1
+    assert f"{folder / 'metrics.jsonl'} has steps, and there is no checkpoint" in capsys.readouterr().err
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_damage_is_reported_without_tracebacks(tmp_path):
+    """Orbax drops the reads that it has started when another one fails; Python and asyncio would print each."""
+    code = """
+import gc, sys
+from pathlib import Path
+import jax
+from policyc.models.llama import checkpoints, configs
+folder, identity = Path(sys.argv[1]), configs.identity(configs.ModelConfig(), configs.RunConfig(), None)
+state = {name: jax.numpy.arange(5000.0) for name in "abc"}
+saved = checkpoints.Checkpoints(folder, 1, identity)
+saved.save(1, state, [0])
+saved.close()
+part = folder / "1" / "state" / "array_metadatas" / "process_0"
+part.write_bytes(part.read_bytes()[:200])
+try:
+    checkpoints.Checkpoints(folder, 1, identity).restore(state, False)
+except configs.ConfigError as error:
+    print("refused", file=sys.stderr)
+gc.collect()
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "checkpoints")], capture_output=True, text=True, check=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"}, timeout=300,
+    )  # fmt: skip
+    lines = ran.stderr.splitlines()
+    assert [line.split()[0] for line in lines] == ["warning:", "moved", "refused"], ran.stderr
+
+
+def test_a_checkpoint_that_cannot_be_opened_now_is_not_damaged(tmp_path, monkeypatch):
+    state = {"weight": jax.numpy.arange(4.0)}
+    identity = configs.identity(configs.ModelConfig(), configs.RunConfig(), None)
+    saved = checkpoints.Checkpoints(tmp_path / "checkpoints", 1, identity)
+    saved.save(1, state, [0])
+    saved.wait()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError(f"NOT_FOUND: {os.strerror(errno.EMFILE)} [source locations]")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints.ocp.StandardCheckpointHandler, "restore", fail)
+        with pytest.raises(
+            ConfigError, match=r"cannot be read now: Too many open files; nothing was changed"
+        ):
+            saved.restore(state, False)
+    assert np.array_equal(saved.restore(state, False).state["weight"], state["weight"])
+    saved.close()
+
+
+def test_metrics_of_steps_that_run_again_are_kept_aside(completed, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(completed, folder)
+    shutil.rmtree(folder / "checkpoints" / "8")
+    before = (folder / "metrics.jsonl").read_text().splitlines()
+    assert train_here(out=folder, **RUN) == 0
+    removed = (folder / "metrics.removed.jsonl").read_text().splitlines()
+    kept = (folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in removed] == [7, 8, 8, 8]  # two steps and two accounts
+    assert set(before) <= {*removed, *kept}
+
+
+def test_a_finished_run_is_extended_by_steps_alone(completed, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(completed, folder)
+    shutil.rmtree(folder / "checkpoints" / "8")
+    assert train_here(out=folder, **RUN, steps=9) == 1  # it was at step 6 of 8
+    assert "steps: 8 there, 9 now" in capsys.readouterr().err
+    shutil.copytree(completed / "checkpoints" / "8", folder / "checkpoints" / "8")
+    assert train_here(out=folder, **RUN, steps=9) == 0
+    assert "is the end of a run of 8 steps, which is extended to 9" in capsys.readouterr().err
+    assert losses(folder)[:8] == losses(completed)
+    assert [step for step, _ in losses(folder)] == list(range(1, 10))
+
+
+def test_a_run_branches_from_a_chosen_checkpoint(completed, tmp_path, capsys):
+    """In a folder of its own, which then has its own checkpoints. The first run stays as it is."""
+    folder, chosen = tmp_path / "branch", completed / "checkpoints" / "6"
+    assert train_here(out=folder, **RUN, resume_from=chosen) == 0
+    assert losses(folder) == losses(completed)
+    assert train_here(out=folder, **RUN, resume_from=chosen) == 0
+    assert "is already at step 8 of 8" in capsys.readouterr().out
+    assert train_here(out=tmp_path / "other", **RUN, resume_from=completed) == 1
+    assert "expected the folder of a checkpoint" in capsys.readouterr().err
+    assert train_here(out=tmp_path / "third", **RUN, beta1=0.8, resume_from=chosen) == 1
+    assert "beta1: 0.9 there, 0.8 now" in capsys.readouterr().err
+
+
+def test_checkpoints_by_wall_time_and_for_good(completed, tmp_path, monkeypatch):
+    """A clock that jumps by an hour at step 2: the checkpoint of step 2 is late. Those of even steps stay."""
+    settings = RUN | {"checkpoint_every": 4, "checkpoint_minutes": 30, "keep": 1, "keep_every": 2}
+    hours = [0.0]
+    clock = train.TimeAccount
+    monkeypatch.setattr(train, "TimeAccount", lambda: clock(lambda: time.perf_counter() + 3600 * hours[0]))
+    at_step(monkeypatch, 2, lambda: hours.__setitem__(0, 1.0))
+    assert train_here(out=tmp_path / "run", **settings) == 0
+    assert sorted(int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir()) == [0, 2, 4, 8]
+    assert losses(tmp_path / "run") == losses(completed)
+
+
+def test_a_checkpoint_of_other_sizes_does_not_invite_to_accept_changes(completed, capsys):
+    assert train_here(out=completed, **RUN, steps=9, hidden=128, accept_changes=True) == 1
+    message = capsys.readouterr().err
+    assert "is of a model with other sizes" in message
+    assert "hidden: 64 there, 128 now" in message
+    assert "--accept-changes" not in message
+    assert (completed / "checkpoints" / "8").exists()
+
+
+def test_a_second_run_in_a_folder_is_refused(completed, capsys):
+    with checkpoints.lock_folder(completed):
+        assert train_here(out=completed, **RUN, steps=9) == 1
+    message = capsys.readouterr().err
+    assert f"is in use by process {os.getpid()} on {socket.gethostname()}" in message
+    assert "--out" in message
+
+
+def test_the_hash_of_a_state_sees_bits_and_order():
+    """Each of these differs from the first in one bit, in one sign of zero, or in the place of two values."""
+    first = np.arange(48, dtype=np.float32).reshape(6, 8)
+    bit = first.copy()
+    bit.view(np.uint32)[3, 3] ^= 1
+    zero = first.copy()
+    zero[0, 0] = -0.0
+    swapped = first.copy()
+    swapped[[1, 2]] = swapped[[2, 1]]
+    hashes = [checkpoints.hash_state({"w": array}) for array in (first, bit, zero, swapped, first.T)]
+    assert len(set(hashes)) == 5
+    mesh = llama_runs.make_mesh(fsdp=2, tensor=2)
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp", "tensor"))
+    assert checkpoints.hash_state({"w": jax.device_put(first, sharding)}) == hashes[0]
+
+
+def test_a_checkpoint_without_room_is_refused_before_it_is_written(tmp_path, monkeypatch):
+    manager = checkpoints.Checkpoints(tmp_path / "checkpoints", 2, {})
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+    with pytest.raises(
+        ConfigError, match=r"no room .* step 3: 400 MB needed, 10 bytes free.* There is none yet"
+    ):
+        manager.save(3, {"x": np.zeros(10**8, np.float32)}, [])
+    manager.close()
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    """The kernel lets nobody write here, not even root. A file in place of a folder is refused too."""
+    (tmp_path / "file").touch()
+    for folder in (Path("/proc/run"), tmp_path / "file", tmp_path / "file" / "run"):
+        with (
+            pytest.raises(ConfigError, match=rf"(?s)cannot write to {folder}: .*--out"),
+            checkpoints.lock_folder(folder),
+        ):
+            pass
+    with pytest.raises(ConfigError, match=r"(?s)checkpoints cannot be written here .*is the folder writable"):
+        checkpoints.Checkpoints(Path("/proc/self/attr"), keep=1, identity={})
+
+
+@pytest.mark.parametrize(("saved_step", "processes", "saved"), [(3, 1, [5]), (5, 1, []), (3, 2, [])])
+def test_a_run_is_saved_before_a_step_that_has_no_data(saved_step, processes, saved, monkeypatch):
+    """Unless it is already saved there, or is one of several processes."""
+    calls: list[Any] = []
+    trainer = SimpleNamespace(
+        run=configs.RunConfig(), batches=SimpleNamespace(positions=["here"]), saved_step=saved_step, state="state",
+        checkpoints=SimpleNamespace(save=lambda *arguments: calls.append(arguments)),
+    )  # fmt: skip
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    log: Any = SimpleNamespace(flush=lambda: None)
+    with pytest.raises(ConfigError, match="no data"), train.Trainer.save_if_data_fails(trainer, 5, log):
+        raise ConfigError("no data")
+    assert calls == [(number, "state", ["here"]) for number in saved]
+
+
+@contextlib.contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """No process may write beyond this size of a file. Python ignores the signal, so that writing fails."""
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_the_last_checkpoint(completed, tmp_path, monkeypatch, capsys):
+    """A limit on the size of files stands for the full disk: writing fails in the middle."""
+    folder, settings = tmp_path / "run", RUN | {"checkpoint_every": 2}
+
+    with monkeypatch.context() as patch:
+        at_step(patch, 5, kill)
+        with pytest.raises(Killed):
+            train_here(out=folder, **settings)
+    with file_size_limit(20_000):
+        assert train_here(out=folder, **settings) == 1
+    message = capsys.readouterr().err
+    assert "writing a checkpoint" in message
+    assert "Earlier checkpoints are intact" in message
+    assert max(checkpoints.saved_steps(folder / "checkpoints")) == 4
+    assert train_here(out=folder, **settings) == 0
+    assert losses(folder) == losses(completed)
