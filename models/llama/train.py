@@ -156,9 +156,8 @@ class Trainer:
         self.observed_loss = partial(optimizer.mean_loss, config, self.mesh, run.accumulate)
         policyc.set_step(0, total=run.steps)
         abstract_state = optimizer.abstract_state(config, run, self.mesh)
-        self.train_step.trace(
-            abstract_state, partition.abstract_batch(run, self.mesh)
-        )  # a bad policy fails here
+        batch = partition.abstract_batch(run, self.mesh)
+        self.train_step.trace(abstract_state, batch)  # a bad policy fails here
         self.state, self.steps_done = self.resume(abstract_state, stack)
         self.is_starved = False
         self.positions = {self.steps_done: self.batches.positions}  # in the data, after recent steps

@@ -245,7 +245,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         *(
             pytest.param("nearest", *case, id=name, marks=pytest.mark.slow)
             for name, case in {
-                "matmul": ((64, 128), (128, 128), MATMUL, "rhs"),
                 "weight transposed": ((64, 128), (8, 16, 128), (((1,), (2,)), ((), ())), "rhs"),
                 "weight left": ((128, 256), (64, 128), (((0,), (1,)), ((), ())), "lhs"),
                 "tokens last": ((128, 64), (128, 256), (((0,), (0,)), ((), ())), "rhs"),
