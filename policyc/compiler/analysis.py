@@ -77,7 +77,7 @@ from policyc.language.selectors import DottedPath, read_segments
 from policyc.numerics.products import Weight
 
 _PLAIN = frozenset(n for n, rule in PRIMITIVES.items() if rule.weight not in ("product", "gather"))
-"""Primitives that are no product and look nothing up."""
+"""Primitives that are not products and look nothing up."""
 
 
 def analyze(

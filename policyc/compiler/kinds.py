@@ -220,5 +220,5 @@ def _with_names(site: Site, kind: SiteKind | None) -> SiteKind:
     """The kind of a site: by its names if the flow does not tell, and with what they say if they contradict it."""
     by_name = kind_by_name(site)
     if kind is None:
-        return SiteKind(by_name, KindReason("its names say so"), is_by_name=True) if by_name else SiteKind()
+        return SiteKind(by_name, KindReason("its names say so")) if by_name else SiteKind()
     return kind if names_agree(kind.name, by_name) else replace(kind, names_say=by_name)

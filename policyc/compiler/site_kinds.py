@@ -33,8 +33,6 @@ class SiteKind:
 
     name: str = ""
     reason: KindReason = KindReason()
-    is_by_name: bool = False
-    """Do names decide, since the graph does not?"""
     names_say: str = ""
     """The other kind that its names stand for."""
 

@@ -174,18 +174,6 @@ class Site:
                 return next((p for p in reversed(paths) if p[-1:] == template.path[-1:]), paths[-1])
         return self.template.path
 
-    def layer_indices(self, layer: Layer) -> Layer:
-        """The indices of a layer in its path, without those that all layers have; else its index in each stack."""
-        template, path = self.template, self.layer_path(self.stack_indices(layer))
-        if not self.parameters and self.module is not None and self.module.path:
-            template, path = self.module, next(self.module.paths(self.stack_indices(layer)))
-        of_all = (
-            []
-            if len(self.parameters) > 1
-            else [i for i, n in enumerate(template.path) if n.index is not None]
-        )
-        return tuple(n.index for i, n in enumerate(path) if n.index is not None and i not in of_all) or layer
-
     def loop_ordinals(self) -> list[int]:
         """One number for each combination of iterations of `loops`, for random keys.
 

@@ -54,7 +54,7 @@ class Question:
     target: str
     tokens: float | None = None
     price: float | None = None
-    """Of one GPU for an hour."""
+    """The price of one GPU for an hour."""
 
     @property
     def model(self) -> str:

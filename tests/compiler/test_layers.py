@@ -655,7 +655,7 @@ def test_a_branch_counts_in_the_iterations_that_take_it():
     assert [(site.count, site.repeats) for site in plan.sites] == [(6, 6), (2, 2)]
     assert plan.counts == (4, 2)
     first, second = plan.sites
-    assert [site.layer_indices(la) for site in (first, second) for la in site.layers()] == [
+    assert [la for site in (first, second) for la in site.layers()] == [
         (i,) for i in (0, 1, 3, 4, 6, 7, 2, 5)
     ]
     assert [line.split()[1] for line in sites_table(plan).splitlines()[1:-1]] == ["0,3", "1-2", "4-7"]
