@@ -339,7 +339,7 @@ def test_derivatives_that_a_quantized_gemm_lacks_are_named(home: Path) -> None:
     result = apply_here(home, "fp8.policy", "program.py")
     lines = result.out.splitlines()
     assert len(lines) == 6, result.err
-    assert lines[0] == "can't apply forward-mode autodiff (jvp) to a custom", "the message of JAX"
+    assert lines[0].startswith("can't apply forward-mode autodiff (jvp)"), "the message of JAX"
     assert set(lines[1:]) == {"a quantized GEMM has one derivative, in reverse mo"}, lines
 
 

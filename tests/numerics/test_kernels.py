@@ -225,7 +225,7 @@ class WithoutStatistics(kernels.Kernels):
         pytest.param(requests("stochastic"), True, marks=pytest.mark.slow, id="both orders, mapped"),
         *(
             pytest.param(refined_requests(name, axes), True, marks=pytest.mark.slow, id=f"{name} {axes.axis}")
-            for name in REFINED
+            for name in ("four_over_six", "ms_eden")  # a power of two as the outer scale has the same kernel
             for axes in (ROWS, COLUMNS)
         ),
     ],
