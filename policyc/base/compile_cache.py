@@ -7,6 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+from policyc.base.files import user_cache_folder
+
 VARIABLE = "POLICYC_COMPILE_CACHE"
 OFF = "off"
 MAX_BYTES = 10 * 2**30  # of the folder; JAX then removes what was not used for longest
@@ -25,8 +27,7 @@ def use_compile_cache(folder: str | None = None) -> None:
     if chosen == OFF:
         _set("jax_compilation_cache_dir", None)
         return
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    path = Path(chosen or os.path.join(home, "policyc", "compiled")).absolute()
+    path = Path(chosen).absolute() if chosen else user_cache_folder() / "compiled"
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import stat
 import sys
 from collections.abc import Iterator
@@ -23,6 +22,12 @@ _DESCRIPTOR = re.compile(r"/dev/(?P<name>stdin|stdout|stderr)|/(?:dev|proc/self)
 _STANDARD_DESCRIPTORS = {"stdin": 0, "stdout": 1, "stderr": 2}
 _MAX_LINKS = 40  # as the Linux kernel follows
 _MAX_PREFIX = 64  # characters of the name in the name of the temporary file: names have at most 255 bytes
+
+
+def user_cache_folder() -> Path:
+    """The folder of the user in which policyc keeps what it can make again."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(home, "policyc").absolute()
 
 
 def is_standard_output(name: str) -> bool:
@@ -63,7 +68,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
             yield output
         return
     target = path.resolve()
-    temporary = target.with_name(f".{target.name[:_MAX_PREFIX]}.{secrets.token_hex(8)}")
+    temporary = target.with_name(f".{target.name[:_MAX_PREFIX]}.{os.urandom(8).hex()}")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # the system applies the umask
     try:
         with os.fdopen(handle, "wb") as output:

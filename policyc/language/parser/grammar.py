@@ -5,14 +5,18 @@ When a piece of a file is parsed alone, lark counts offsets from the start of th
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from lark import Lark, Token
 from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 
+from policyc.base.files import user_cache_folder
 from policyc.language import bundled
 from policyc.language.diagnostics import Diagnostic, SourceText, Span
 from policyc.language.parser.habits import explain_habit, find_error_site
@@ -52,7 +56,25 @@ def parse_tree(text: str) -> Any:
 @cache
 def _lark() -> Lark:
     grammar = (bundled.data_folder("grammars") / "policy.lark").read_text(encoding="utf-8")
-    return Lark(grammar, parser="lalr", start="policy", postlex=_NewlineFilter())
+    options: dict[str, Any] = {"parser": "lalr", "start": "policy", "postlex": _NewlineFilter()}
+    kept = _kept_tables()
+    return Lark(grammar, **options) if kept is None else Lark(grammar, **options, cache=str(kept))
+
+
+def _kept_tables() -> Path | None:
+    """The file in which lark keeps the tables of the parser: making them takes a third of the time of a lint.
+
+    lark makes them again if the file is of another grammar or version, or damaged. It is a pickle, so it must be in a
+    folder of this user that others cannot write to. None: there is no such folder.
+    """
+    folder = user_cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        status = folder.stat()
+    except OSError:
+        return None
+    is_own = sys.platform == "win32" or (status.st_uid == os.geteuid() and not status.st_mode & 0o022)
+    return folder / f"grammar_{sys.version_info.major}_{sys.version_info.minor}" if is_own else None
 
 
 _TERMINAL_NAMES = {
