@@ -115,7 +115,7 @@ def test_a_faulty_grid_is_explained(grid: str, message: str) -> None:
 def test_edits_of_a_policy_that_has_none_are_refused() -> None:
     policy = parse("mlp.* -> fp8")
     for edits, message in (
-        (ablate, "--ablate: nothing to remove"),
+        (ablate, "leave out --ablate to compare the policy itself"),
         (add_one, "--add-one: no quantizing recipe"),
     ):
         with pytest.raises(ValueError, match=message):

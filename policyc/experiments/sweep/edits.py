@@ -103,8 +103,8 @@ def ablate(policy: Policy) -> list[EditedPolicy]:
         )
     if not edited:
         raise ValueError(
-            "--ablate: nothing to remove: no quantizing recipe of this policy has an option, and no rule protects sites; "
-            "leave out --ablate to compare the policy as it is with bf16, or name one with options, such as llama_nvfp4"
+            "--ablate: nothing to remove: no quantizing recipe of this policy has an option, and no rule protects "
+            "sites; leave out --ablate to compare the policy itself with bf16, or name one with options: llama_nvfp4"
         )
     return edited
 
