@@ -11,7 +11,6 @@ import networkx as nx
 
 from policyc.changes.build import DiffRequest, build_diff
 from policyc.changes.data import as_data, as_json, sentence
-from policyc.changes.dot import as_dot
 from policyc.changes.graph import build_graph
 from policyc.changes.model import DiffData
 from policyc.changes.page import render_page
@@ -27,7 +26,6 @@ FILE_WRITERS: Mapping[str, Callable[[DiffData], str]] = {
     ".json": as_json,
     ".html": render_page,
     ".svg": draw_heat_map,
-    ".dot": as_dot,
     ".txt": render,
 }
 """What `Diff.save` writes, by the suffix of the file."""
@@ -62,7 +60,7 @@ class Diff:
         return build_graph(self.data)
 
     def save(self, path: str | Path) -> None:
-        """Writes a file in the format of its suffix: .html, .json, .svg, .dot or .txt."""
+        """Writes a file in the format of its suffix: .html, .json, .svg or .txt."""
         path = Path(path)
         if path.suffix not in FILE_WRITERS:
             raise ValueError(f"'{path}': the suffix must be one of {', '.join(FILE_WRITERS)}")

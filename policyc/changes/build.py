@@ -66,7 +66,7 @@ class DiffRequest:
 
 def build_diff(request: DiffRequest) -> DiffData:
     """Compares two plans of one loss."""
-    after = request.step.plan
+    step, after = request.step, request.step.plan
     before = replace(
         make_plan(request.before or Policy(), after.sites, after.execution),
         constant_inputs=after.constant_inputs,
@@ -74,7 +74,7 @@ def build_diff(request: DiffRequest) -> DiffData:
     plans = before, after
     phases = tuple(_phase(plan, request.phase) for plan in plans)
     predictions = [
-        Prediction(replace(request.step, plan=plan), phase, request.target, request.mesh)
+        Prediction(replace(step, plan=plan), phase, request.target, request.mesh)
         for plan, phase in zip(plans, phases, strict=True)
     ]
     earlier = None
@@ -105,7 +105,7 @@ def build_diff(request: DiffRequest) -> DiffData:
         target="" if request.target is None else request.target.name,
         devices=request.mesh.devices,
         backends=tuple(sorted(_backends(linears))),
-        batch=_batch(request.step),
+        batch=(step.sequences, step.sequence) if step.sequences and step.sequence else None,
         is_gradient=request.is_gradient,
         matched=None if earlier is not None else match(plans, decisions),
         refused=tuple(note for plan in plans for note in _refused_rules(plan, request.roots)),
@@ -123,10 +123,6 @@ def _backends(linears: Sequence[Linear]) -> set[str]:
     products = (product for linear in linears for run in linear.runs for product in run.products)
     lowerings = (p.after.state.lowering for p in products if p.after is not None)
     return {lowering.backend for lowering in lowerings if lowering.native} - {""}
-
-
-def _batch(step: TrainingStep) -> tuple[int, int] | None:
-    return None if step.sequences is None or step.sequence is None else (step.sequences, step.sequence)
 
 
 def _refused_rules(plan: Plan, roots: Sequence[str]) -> Iterator[str]:
@@ -182,13 +178,7 @@ def find_stacks(linears: Sequence[Linear]) -> tuple[Stack, ...]:
 
 
 def _make_stack(name: str, members: Sequence[int], linears: Sequence[Linear]) -> Stack:
-    layers = {
-        layer
-        for number in members
-        for run in linears[number].runs
-        if run.first is not None and run.last is not None
-        for layer in range(run.first, run.last + 1)
-    }
+    layers = {layer for number in members for run in linears[number].runs for layer in run.layers}
     if not layers:
         return Stack(name=name, size=0, linears=tuple(members), classes=())
     layers_of: dict[Hashable, list[int]] = {}

@@ -8,9 +8,9 @@ from typing import Any
 
 import networkx as nx
 
-from policyc.changes.figures import format_change
+from policyc.changes.figures import format_change, short_name
 from policyc.changes.graph import children_of, graph_of
-from policyc.changes.model import DiffData, DiffSide, Linear, LinearRange, ProductSide, ProductState, Stack
+from policyc.changes.model import DiffData, DiffSide, LinearRange, ProductSide, ProductState, Stack
 from policyc.language.diagnostics import SourceText
 from policyc.language.policy import Policy
 
@@ -24,7 +24,7 @@ def as_json(diff: DiffData) -> str:
 def as_data(diff: DiffData) -> dict[str, Any]:
     """The diff as dictionaries, lists, texts and numbers."""
     writer = _Writer(diff)
-    linears = [writer.linear(linear) for linear in diff.linears]
+    linears = [writer.linear(number) for number in range(len(diff.linears))]
     return {
         "schema": SCHEMA,
         "program": diff.program,
@@ -130,8 +130,10 @@ class _Writer:
 
     # ---- linears
 
-    def linear(self, linear: Linear) -> dict[str, Any]:
-        return {"name": linear.name, "stack": linear.stack, "runs": [self._run(run) for run in linear.runs]}
+    def linear(self, number: int) -> dict[str, Any]:
+        linear = self._diff.linears[number]
+        names = {"name": linear.name, "short_name": short_name(self._diff, number), "stack": linear.stack}
+        return {**names, "runs": [self._run(run) for run in linear.runs]}
 
     def _run(self, run: LinearRange) -> dict[str, Any]:
         site = run.site

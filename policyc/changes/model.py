@@ -103,8 +103,13 @@ class LinearRange:
     """Predicted seconds that one layer spends on quantizing its operands, before and after."""
 
     @property
+    def layers(self) -> range:
+        """Its layers; empty if it is not in a stack."""
+        return range(0) if self.first is None or self.last is None else range(self.first, self.last + 1)
+
+    @property
     def count(self) -> int:
-        return 1 if self.first is None or self.last is None else self.last - self.first + 1
+        return len(self.layers) or 1
 
     @property
     def is_changed(self) -> bool:

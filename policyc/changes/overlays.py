@@ -36,13 +36,8 @@ def read_stats(folder: Path, diff: DiffData) -> dict[str, Any]:
             operands.append({"linear": number, **{key: row.get(key) for key in keys}})
         else:
             cosines.append({"linear": number, "layer": row.get("layer"), "cosine": row.get("cosine")})
-    return {
-        "run": diff.short_path(str(folder)),
-        "step": step,
-        "operands": operands,
-        "cosines": cosines,
-        "unknown": unknown,
-    }
+    measured = {"operands": operands, "cosines": cosines, "unknown": unknown}
+    return {"run": diff.short_path(str(folder)), "step": step, **measured}
 
 
 def read_compiled(path: Path, diff: DiffData) -> dict[str, Any]:

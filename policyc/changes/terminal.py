@@ -1,4 +1,4 @@
-"""A diff as text: the sentence, a heat strip for each linear, and the equations that differ, by scope.
+"""A diff as text: the sentence, a row for each change of a linear, and the equations that differ, by scope.
 
 Lines fit the width. Names come from programs, so control characters are escaped.
 """
@@ -8,138 +8,79 @@ from __future__ import annotations
 import itertools
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import networkx as nx
 
-from policyc.base.text import count_noun, escape_controls, format_ranges
+from policyc.base.text import as_ranges, count_noun, escape_controls, format_ranges
 from policyc.changes.data import sentence
 from policyc.changes.figures import product_figures
 from policyc.changes.graph import children_of, graph_of
-from policyc.changes.model import DiffData, Linear, LinearRange, ProductSide, Stack
+from policyc.changes.model import DiffData, Linear, LinearRange, ProductChange
 from policyc.language.diagnostics import Paint, plain
 from policyc.language.recipes import Gemm
 
 WIDTH = 80
 
-GLYPHS = {"nvfp4": "4", "mxfp4": "x", "mxfp8": "m", "fp8": "8", "fp4": "t", "bf16": "b", "f32": "f"}
 _COMMENT = "  # "
 _NO_BREAK_SPACE = "\N{NO-BREAK SPACE}"
-_UNCHANGED, _EMULATED, _OPAQUE, _MIXED, _MISSING = ".", "e", "!", "*", " "
 
 
-def render(diff: DiffData, paint: Paint = plain, width: int = WIDTH) -> str:
-    """The whole text. `paint` gets as kinds: formats, `emulated`, `added`, `removed`, `header`, `rule` and `dim`."""
-    lines = [*render_summary(diff, paint, width), "", *EquationLines(diff, paint, width).lines()]
+def render(diff: DiffData, paint: Paint = plain, width: int = WIDTH, *, equations: bool = True) -> str:
+    """The sentence, the notes, a row for each change of a linear, and the equations that differ, unless left out.
+
+    `paint` gets as kinds: `added`, `removed`, `header`, `rule` and `dim`.
+    """
+    lines = [paint("header", line) for line in _wrap(sentence(diff), width)]
+    for note in (*diff.refused, *diff.notes):
+        lines += [paint("dim", line) for line in _wrap(f"note: {note}", width)]
+    lines += _rows(diff, paint, width)
+    if equations:
+        lines += ["", *EquationLines(diff, paint, width).lines()]
     return "".join(f"{line}\n" for line in lines)
 
 
-def render_summary(diff: DiffData, paint: Paint = plain, width: int = WIDTH) -> Iterator[str]:
-    """The sentence, the notes and the heat strips."""
-    yield from _render_head(diff, paint, width)
-    yield ""
-    used: dict[str, None] = {}
-    for stack in diff.stacks:
-        yield from _strips(diff, stack, paint, width, used)
-    legend = [f"{GLYPHS[f]} {f}" for f in GLYPHS if GLYPHS[f] in used]
-    names = {_UNCHANGED: "unchanged", _EMULATED: "emulated", _OPAQUE: "opaque", _MIXED: "mixed"}
-    legend += [f"{glyph} {name}" for glyph, name in names.items() if glyph in used]
-    yield from (paint("dim", line) for line in _wrap_items(legend, "   ", width))
-
-
-def _render_head(diff: DiffData, paint: Paint, width: int) -> Iterator[str]:
-    yield from (paint("header", line) for line in _wrap(sentence(diff), width))
-    for note in (*diff.refused, *diff.notes):
-        yield from (paint("dim", line) for line in _wrap(f"note: {note}", width))
-
-
-def render_stat(diff: DiffData, paint: Paint = plain, width: int = WIDTH) -> str:
-    """The sentence, the notes, and for each linear how many of its products change, from what to what."""
-    rows: list[tuple[str, str]] = []
+def _rows(diff: DiffData, paint: Paint, width: int) -> list[str]:
+    """For each linear how many of its products change, from what to what, and in which layers if not in all."""
+    rows: list[tuple[str, str, str, str]] = []
     for linear in diff.linears:
-        gemms_of: dict[tuple[str, int], list[str]] = {}
+        gemms_of: dict[tuple[str, str], list[str]] = {}
         for gemm in Gemm:
-            counts: dict[str, int] = {}
+            runs_of: dict[str, list[LinearRange]] = {}
             for run in linear.runs:
                 product = run.product(gemm)
                 if product is not None and product.is_changed:
-                    text = f"{_format_of(product.before)} -> {_format_of(product.after)}"
-                    counts[text] = counts.get(text, 0) + run.count
-            for item in counts.items():
-                gemms_of.setdefault(item, []).append(gemm)
-        for (text, count), gemms in gemms_of.items():
-            tail = f"{text:<16} {' '.join(gemms):<17} x{count:<4}"
-            rows.append((_shorten_left(linear.full_name, width - len(tail) - 2), tail.rstrip()))
-    names = max((len(name) for name, _ in rows), default=0) + 2
-    lines = [f"{name:<{names}}{paint('rule', tail)}" for name, tail in rows]
-    return "".join(f"{line}\n" for line in (*_render_head(diff, paint, width), *lines))
+                    runs_of.setdefault(_describe_change(product), []).append(run)
+            for text, runs in runs_of.items():
+                gemms_of.setdefault((text, _count_layers(linear, runs)), []).append(gemm)
+        rows += [
+            (linear.full_name, text, " ".join(gemms), count) for (text, count), gemms in gemms_of.items()
+        ]
+    if not rows:
+        return []
+    _, text_width, gemms_width, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
+    tails = [f"{text:<{text_width}}  {gemms:<{gemms_width}}  {count}" for _, text, gemms, count in rows]
+    names = [_shorten_left(row[0], width - len(tail) - 2) for row, tail in zip(rows, tails, strict=True)]
+    name_width = max(map(len, names)) + 2
+    return [f"{name:<{name_width}}{paint('rule', tail)}" for name, tail in zip(names, tails, strict=True)]
 
 
-def _format_of(side: ProductSide | None) -> str:
-    return "-" if side is None else side.state.format
+def _describe_change(product: ProductChange) -> str:
+    old, new = (None if side is None else side.state for side in (product.before, product.after))
+    formats = [state.format if state else "-" for state in (old, new)]
+    text = " -> ".join(formats) if formats[0] != formats[1] else f"{formats[0]}, options"
+    return f"{text}, emulated" if new is not None and new.is_emulated else text
 
 
-# ---- heat strips
-
-
-def _strips(diff: DiffData, stack: Stack, paint: Paint, width: int, used: dict[str, None]) -> Iterator[str]:
-    labels = 30  # characters of a name and a product: as many as leave 48 columns for layers
-    columns = max(1, width - labels - 2)
-    per_column = -(-max(stack.size, 1) // columns)
-    if stack.size:
-        title = (
-            f"{escape_controls(stack.name)}: {stack.size} layers, {', '.join(c.label for c in stack.classes)}"
-        )
-        scale = f" (one column: {per_column} layers)" if per_column > 1 else ""
-        yield from (paint("header", line) for line in _wrap(title + scale, width))
-    for number in stack.linears:
-        linear = diff.linears[number]
-        for gemm in Gemm:
-            if not any(run.product(gemm) for run in linear.runs):
-                continue
-            glyphs = _row_glyphs(linear, gemm, stack.size, per_column)
-            used.update(dict.fromkeys(glyph for glyph, _ in glyphs))
-            name = _shorten_left(linear.name, labels - 7)  # the end tells linears apart
-            cells = "".join(
-                paint(kind, "".join(glyph for glyph, _ in group))
-                for kind, group in itertools.groupby(glyphs, key=lambda item: item[1])
-            )
-            yield f"{name:<{labels - 6}}{gemm:<7} {cells}".rstrip()
-
-
-def _row_glyphs(linear: Linear, gemm: Gemm, size: int, per_column: int) -> list[tuple[str, str]]:
-    """A glyph and the kind of its color for each column."""
-    glyphs = []
-    for start in range(0, max(size, 1), per_column):
-        layers = range(start, min(start + per_column, size)) if size else (None,)
-        cells = {_glyph(linear.run_at(layer), gemm) for layer in layers}
-        glyphs.append(cells.pop() if len(cells) == 1 else (_MIXED, "dim"))
-    return glyphs
-
-
-def _glyph(run: LinearRange | None, gemm: Gemm) -> tuple[str, str]:
-    product = None if run is None else run.product(gemm)
-    if run is None or product is None or product.after is None:
-        return _MISSING, "dim"
-    if run.site.opaque:
-        return _OPAQUE, "removed"
-    state = product.after.state
-    if not product.is_changed:
-        return _UNCHANGED, "dim"
-    if state.is_emulated:
-        return _EMULATED, "emulated"
-    return GLYPHS.get(state.format, "?"), state.format
+def _count_layers(linear: Linear, runs: Sequence[LinearRange]) -> str:
+    """`x28`, and which layers of a stack these are if it has others."""
+    count = sum(run.count for run in runs)
+    ranges = format_ranges(as_ranges(layer for run in runs for layer in run.layers))
+    has_others = count < sum(run.count for run in linear.runs)
+    return f"x{count} layers {_shorten(ranges, 16)}" if has_others and ranges else f"x{count}"
 
 
 # ---- equations
-
-
-@dataclass(frozen=True, slots=True)
-class _Unchanged:
-    """Equations that did not change, and that are not printed."""
-
-    equations: int
 
 
 class EquationLines:
@@ -152,16 +93,15 @@ class EquationLines:
     def lines(self) -> Iterator[str]:
         """The lines. Unchanged equations that follow each other are counted in one line."""
         items = self._scope(0, ()) if self._graph.nodes[0]["changed"] else ()
-        for is_unchanged, group in itertools.groupby(items, lambda item: isinstance(item, _Unchanged)):
-            if is_unchanged:
-                count = sum(item.equations for item in group if isinstance(item, _Unchanged))
-                if count:
-                    yield self._paint("dim", f"  ... {count_noun(count, 'equation')} unchanged")
-            else:
-                yield from (item for item in group if isinstance(item, str))
+        for kind, group in itertools.groupby(items, type):
+            members = list(group)
+            if kind is str:
+                yield from map(str, members)
+            elif count := sum(map(int, members)):
+                yield self._paint("dim", f"  ... {count_noun(count, 'equation')} unchanged")
 
-    def _scope(self, node: int, path: tuple[str, ...]) -> Iterator[str | _Unchanged]:
-        """The lines of a scope, and in between what did not change.
+    def _scope(self, node: int, path: tuple[str, ...]) -> Iterator[str | int]:
+        """The lines of a scope, and in between the numbers of equations that did not change.
 
         A header stands before the first of its own equations that differ.
         """
@@ -173,7 +113,7 @@ class EquationLines:
             data = self._graph.nodes[child]
             is_changed = data["changed"] if data["type"] == "scope" else data["side"] != "both"
             if not is_changed:
-                yield _Unchanged(data["equations"] if data["type"] == "scope" else 1)
+                yield data["equations"] if data["type"] == "scope" else 1
                 continue
             if data["type"] == "scope":
                 yield from self._scope(child, path)

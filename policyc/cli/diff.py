@@ -40,15 +40,13 @@ if TYPE_CHECKING:
 
 _MIN_WIDTH = 60  # of the text, in columns: names and figures need as much
 _STYLES: dict[str, dict[str, Any]] = {
-    "nvfp4": {"fg": "bright_red"}, "mxfp4": {"fg": "yellow"}, "mxfp8": {"fg": "blue"}, "fp8": {"fg": "cyan"},
-    "fp4": {"fg": "bright_yellow"}, "bf16": {"fg": "white"}, "f32": {"fg": "white", "dim": True},
-    "emulated": {"fg": "magenta"}, "added": {"fg": "green"}, "removed": {"fg": "red"}, "header": {"bold": True},
-    "rule": {"fg": "cyan"}, "dim": {"dim": True},
+    "added": {"fg": "green"}, "removed": {"fg": "red"}, "header": {"bold": True}, "rule": {"fg": "cyan"},
+    "dim": {"dim": True},
 }  # fmt: skip
 
 
 def paint(kind: str, text: str) -> str:
-    """Colors text by its kind: a format, or a kind of line. A `Paint` for the text of a diff."""
+    """Colors text by its kind of line. A `Paint` for the text of a diff."""
     return click.style(text, **_STYLES.get(kind, {}))
 
 
@@ -97,7 +95,7 @@ class OutputOptions:
         return self.output_format or FORMAT_OF_ENDING.get(Path(self.out or "").suffix, "text")
 
 
-FORMAT_OF_ENDING = {".html": "html", ".svg": "svg", ".json": "json", ".dot": "dot"}
+FORMAT_OF_ENDING = {".html": "html", ".svg": "svg", ".json": "json"}
 
 output_options = collect_options(
     OutputOptions,
@@ -106,9 +104,9 @@ output_options = collect_options(
         click.option(
             "--format",
             "output_format",
-            type=click.Choice(["text", "html", "svg", "json", "dot", "model-explorer"]),
+            type=click.Choice(["text", "html", "svg", "json", "model-explorer"]),
             show_default="by the ending of --out; text without it",
-            help="A page, a heat map, JSON (docs/reference/diff.md), a graph for Graphviz, or Model Explorer's folder.",
+            help="A page, a heat map, JSON (docs/reference/diff.md), or Model Explorer's folder.",
         ),
         path_option("--out", "FILE", "Write to this file; for model-explorer, this folder."),
         click.option("--equations", is_flag=True, help="In the text, also show the equations that change."),
@@ -229,24 +227,12 @@ def _write(data: DiffData, output: OutputOptions) -> None:
 
 
 def _render(data: DiffData, output: OutputOptions) -> str:
-    if output.format == "html":
-        from policyc.changes.page import render_page
+    if output.format != "text":
+        from policyc.changes.api import FILE_WRITERS
 
-        return render_page(data)
-    if output.format == "svg":
-        from policyc.changes.svg import draw_heat_map
-
-        return draw_heat_map(data)
-    if output.format == "json":
-        from policyc.changes.data import as_json
-
-        return as_json(data)
-    if output.format == "dot":
-        from policyc.changes.dot import as_dot
-
-        return as_dot(data)
-    from policyc.changes.terminal import render, render_stat
+        return FILE_WRITERS[f".{output.format}"](data)
+    from policyc.changes.terminal import render
 
     data = dataclasses.replace(data, refused=())  # they are printed as errors
     width = max(_MIN_WIDTH, shutil.get_terminal_size().columns)  # 80 unless the output is a terminal
-    return (render if output.equations else render_stat)(data, paint, width)
+    return render(data, paint, width, equations=output.equations)

@@ -268,18 +268,26 @@ def test_a_changed_cell_has_its_format_before_in_a_corner(show: Show, html: str)
 # ---- search, filters, figures
 
 
-def test_search_finds_linears_and_scopes(show: Show, html: str) -> None:
+def test_search_opens_the_scopes_around_what_it_finds(show: Show, html: str) -> None:
     page = show(html)
     page.keyboard.press("/")
     page.keyboard.type("down")
-    results = page.locator("#results li")
-    assert results.all_inner_texts() == ["linear layers.down"]
-    results.first.locator("button").click()
-    assert "layers[0].down fprop" in page.locator("#details").inner_text()
-    page.locator("#q").fill("mlp")
-    assert [text.partition(" ")[0] for text in results.all_inner_texts()] == ["scope", "scope"]
-    results.first.locator("button").click()
-    assert page.locator("#crumbs .crumb").all_inner_texts() == ["loss", "layers[0-3]", "mlp"]
+    openers = page.locator(".opener")
+    assert openers.evaluate_all("es => es.map(e => e.ariaExpanded)") == [
+        "true",
+        "true",
+        "false",
+        "true",
+        "true",
+    ]
+    assert (
+        page.locator(".equation.after code").first.inner_text().startswith("j:bf16[64,64] = custom_vjp_call")
+    )
+    openers.first.click()
+    assert openers.evaluate_all("es => es.map(e => e.ariaExpanded)") == ["false", "true", "true"]
+    page.locator("#q").fill("mlp")  # a scope of that name stays closed: all of it matches
+    assert openers.all_inner_texts()[0].endswith("layers[0-3] 12 of 12 equations left by the filters")
+    assert openers.evaluate_all("es => es.map(e => e.ariaExpanded)") == ["false", "true", "false"]
 
 
 @pytest.mark.parametrize(
@@ -311,9 +319,9 @@ def levels(page: Page) -> tuple[list[str], list[str], list[str]]:
         ("#changed=1", ["up", "down"], ["up", "down"], ["layers[0-3]"]),
         ("#rule=a0", ["up", "down"], ["up", "down"], ["layers[0-3]"]),
         ("#rule=a1", ["up", "down"], ["up", "down"], ["layers[4-5]"]),
-        ("#q=down", ["down"], ["down"], ["layers[0-3]", "layers[4-5]"]),
+        ("#q=down", ["down"], ["down"], ["layers[0-3]", "mlp", "custom_vjp_call", "layers[4-5]", "mlp"]),
         ("#q=head", ["head"], ["head"], []),
-        ("#q=down&changed=1&product=wgrad", ["down"], ["down"], ["layers[0-3]"]),
+        ("#q=down&changed=1&product=wgrad", ["down"], ["down"], ["layers[0-3]", "mlp", "custom_vjp_call"]),
         ("#q=nothing", [], [], []),
     ],
 )
@@ -323,7 +331,9 @@ def test_filters_act_on_all_levels(
     page = show(html, filters)
     assert levels(page) == (rows, cards, scopes)
     equations = page.locator("#equations .equation").count()
-    assert equations == {"": 1, "#q=head": 1}.get(filters, 0)  # the embedding (the head is folded), the head
+    # The embedding (the head is folded); a search opens scopes: before and after, and in other layers once.
+    expected = {"": 1, "#q=head": 1, "#q=down": 3, "#q=down&changed=1&product=wgrad": 2}
+    assert equations == expected.get(filters, 0)
     texts = [page.locator(name).inner_text() for name in ("#cards", "#equations")]
     assert ["matches the filters" in text for text in texts] == [not cards, not scopes and not equations]
     assert (page.locator("#map svg text", has_text="No product matches the filters").count() == 1) == (

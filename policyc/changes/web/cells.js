@@ -3,16 +3,6 @@
 const FORMATS = [...new Set(data.states.map((state) => state.format))];
 const KNOWN_FORMATS = ["nvfp4", "mxfp4", "mxfp8", "fp8", "fp4", "bf16", "f32"];
 const fullName = (linear) => (linear.stack && linear.stack !== linear.name ? linear.stack + "." + linear.name : linear.name);
-const nameParts = (name) => name.split(/\.(?![^(]*\))/); // "(train.py:8)" is one part, and so is "up (2)"
-const shortNames = data.linears.map(shortName);
-
-/** As many of the last parts of a name as tell the linear from others of its stack. */
-function shortName(linear) {
-  const parts = nameParts(linear.name);
-  const ends = (number) => data.linears.filter((other) => other.stack === linear.stack && nameParts(other.name).slice(-number).join() === parts.slice(-number).join());
-  const number = parts.findIndex((_, index) => ends(index + 1).length === 1) + 1;
-  return parts.slice(-(number || parts.length)).join(".");
-}
 const formatColor = (format) => (KNOWN_FORMATS.includes(format) ? `var(--${format})` : "var(--other)");
 const stateOf = (side) => (side ? data.states[side.state] : null);
 

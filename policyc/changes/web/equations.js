@@ -1,6 +1,7 @@
 // Level 3: the equations of one scope, before and after side by side. Matched pairs share a row, unchanged runs are folded.
 
 const FOLD = 3; // runs of fewer unchanged equations are shown
+const MOST_OPEN = 120; // more rows than a reader follows at once
 const { graph } = data;
 const parents = new Array(graph.nodes.length).fill(null);
 graph.nodes.forEach((node, number) => { for (const child of node.children ?? []) parents[child] = number; });
@@ -27,6 +28,11 @@ const scopePath = (number) => ancestors(number).slice(1).map((each) => scopeName
 // ---- what is open
 
 const openScopes = () => new Set(state.open ? state.open.split(".").map(Number) : []);
+
+/** A search opens the scopes around what it finds, as long as a reader can follow; a click closes them again. */
+const isFound = (number) => Boolean(state.q) && shownNodes.get(0) <= MOST_OPEN && isScope(graph.nodes[parents[number] ?? 0]) && !isSearched([scopeName(graph.nodes[number])]);
+const isScopeOpen = (number) => openScopes().has(number) !== isFound(number);
+const openScope = (open, number) => (isFound(number) ? open.delete(number) : open.add(number));
 
 function toggleScope(number) {
   const open = openScopes();
@@ -161,7 +167,7 @@ function figureButton(number) {
 function showEquations(cell) {
   const numbers = [...resultNodes].filter((number) => figureOf(number)?.cell === cell);
   const open = openScopes();
-  for (const number of numbers) for (const each of ancestors(number).slice(1, -1)) open.add(each);
+  for (const number of numbers) for (const each of ancestors(number).slice(1, -1)) openScope(open, each);
   setState({ open: [...open].join("."), scope: "0", view: "list" });
   (document.querySelector("#equations .figure.current") ?? byId("level3")).scrollIntoView({ block: "center" });
 }
@@ -224,7 +230,7 @@ function describeScope(number) {
 
 function drawScope(number) {
   const node = graph.nodes[number];
-  const isOpen = openScopes().has(number);
+  const isOpen = isScopeOpen(number);
   const changes = describeScope(number);
   return h("div", { class: "scope" + (node.changed ? " changed" : "") },
     h("div", { class: "scope-head" },
@@ -270,15 +276,13 @@ function drawEquations() {
 
 const sideHeads = () => h("div", { class: "row head" }, SIDES.map((side) => h("div", {}, side, " ", h("small", {}, data[side].label))));
 
-const MOST_OPEN = 120; // more rows than a reader follows at once
-
 /** Opens the scopes with changes below a scope, in order, at most `MOST_OPEN`. */
 function openChanged(number) {
   const open = openScopes();
   const visit = (each) => {
     for (const scope of scopesIn(each).filter((inner) => graph.nodes[inner].changed && shownNodes.has(inner))) {
       if (open.size >= MOST_OPEN) return;
-      open.add(scope);
+      openScope(open, scope);
       visit(scope);
     }
   };

@@ -107,7 +107,7 @@ const operandsAfter = (cell) => (stateOf(cell.change.after) ?? stateOf(cell.chan
 function drawOperand(number, cell, operand, { position, x, y, layer, words }) {
   const shared = findFact(layerFacts.shared, (fact) => fact.readers.includes(number), cell.product, position, layer);
   const hoisted = findFact(layerFacts.hoisted, (fact) => fact.linear === number, cell.product, position, layer);
-  const names = shared ? shared.readers.map((reader) => shortNames[reader]) : [];
+  const names = shared ? shared.readers.map((reader) => data.linears[reader].short_name) : [];
   const mark = shared ? `once for ${shared.readers.length} linears` : (hoisted ? "once per step" : "");
   const before = stateOf(cell.change.before)?.operands[position];
   const isRounded = before && before.format !== operand.format;

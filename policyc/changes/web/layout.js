@@ -79,7 +79,7 @@ function equationBox(number, bodies) {
   const body = bodies.of.get(number) ?? scopesIn(number)[0] ?? null;
   const figure = figureOf(number);
   const types = node.outputs.map((output) => output.split(":").slice(1).join(":")).join(", ");
-  const name = figure?.cell ? shortNames[node.linear] + ": " : "";
+  const name = figure?.cell ? data.linears[node.linear].short_name + ": " : "";
   return { number, kind: isNeutral(node) ? "neutral" : node.side, text: name + node.op, small: figure ? figure.text : types, color: figure?.color, cell: figure?.cell, body,
     title: [node.outputs.join(", "), node.op, node.params, node.place].filter(Boolean).join("\n"),
     open: body === null ? null : () => setState({ scope: String(body) }) };

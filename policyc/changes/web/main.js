@@ -46,24 +46,7 @@ function startTools() {
     if (event.key === "/" && !/^(INPUT|SELECT|TEXTAREA)$/.test(document.activeElement.tagName)) { event.preventDefault(); byId("q").focus(); }
   });
   watch(Object.keys(DEFAULTS), showTools);
-  watch(["q"], showResults);
   showTools();
-}
-
-/** Linears and scopes whose path contains the searched text. */
-function showResults() {
-  const box = byId("results");
-  const text = state.q.toLowerCase();
-  const choose = (changes, level) => { setState({ ...changes, q: "" }); byId(level).scrollIntoView({ block: "start" }); };
-  const result = (kind, name, act) => h("li", {}, h("button", { type: "button", click: act }, h("small", {}, kind), " ", name));
-  const results = text.length < 2 ? [] : [
-    ...data.linears.flatMap((linear, number) => (fullName(linear).toLowerCase().includes(text)
-      ? [result("linear", fullName(linear), () => choose({ cell: `${number}.${GEMMS.find((each) => linear.runs[0].products[each])}.${linear.runs[0].layers?.[0] ?? 0}` }, "level1"))] : [])),
-    ...graph.nodes.flatMap((node, number) => (isScope(node) && scopeName(node).toLowerCase().includes(text)
-      ? [result("scope", scopePath(number), () => choose({ scope: String(number) }, "level3"))] : [])),
-  ];
-  box.replaceChildren(...results.slice(0, 12));
-  box.hidden = !results.length;
 }
 
 // ---- CSV
