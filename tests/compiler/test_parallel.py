@@ -185,6 +185,7 @@ def test_stages_of_a_pipeline_cannot_be_treated_differently() -> None:
 POLICY = "* -> mxfp4(sr=grad) expect 4\nlayers[-1:] -> fp8 expect 1\nhead -> keep\n"
 
 
+@pytest.mark.any_jax
 def test_two_processes_do_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("p.policy").write_text(POLICY)

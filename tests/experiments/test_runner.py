@@ -100,7 +100,7 @@ jax.eval_shape(jax.grad(lambda w: (w @ w).sum()), numpy.ones((4, 4)))
 """
 
 
-@pytest.mark.any_jax
+@pytest.mark.slow
 def test_code_on_the_command_line_runs_as_under_python(home: Path) -> None:
     """Outputs are relative to the folder where the command was typed, whatever the program does."""
     (home / "elsewhere").mkdir()
@@ -228,6 +228,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.any_jax
 def test_children_run_under_the_policy_or_the_run_says_that_they_do_not(home: Path) -> None:
     import policyc
 

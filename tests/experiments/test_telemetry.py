@@ -142,7 +142,7 @@ def test_a_scan_is_measured_layer_by_layer_as_the_unrolled_layers_are() -> None:
         assert all(row[k] == pytest.approx(other[k], rel=2e-2) for k in row.keys() - keys.keys() - {"format"})
 
 
-@pytest.mark.any_jax
+@pytest.mark.slow
 def test_losses_and_cosines_are_those_of_the_two_gradients() -> None:
     policy, x, params = "layers.down -> mxfp4; layers[-1:].down -> fp8", _array(0, 48, 32), _params()
     rows = policyc.stats(policy, _loss, params, x)

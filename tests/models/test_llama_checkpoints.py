@@ -124,6 +124,7 @@ def test_without_a_whole_checkpoint_a_run_never_starts_again(completed, tmp_path
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_damage_is_reported_without_tracebacks(tmp_path):
     """Orbax drops the reads that it has started when another one fails; Python and asyncio would print each."""
     code = """

@@ -106,7 +106,7 @@ def test_a_killed_and_preempted_run_resumes_to_the_same_losses(completed, tmp_pa
     assert "is already at step 8 of 8" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("on_fault", ["stop", "skip"])
+@pytest.mark.parametrize("on_fault", ["stop", pytest.param("skip", marks=pytest.mark.slow)])
 def test_the_state_before_a_fault_is_saved(completed, tmp_path, capsys, monkeypatch, on_fault):
     """The weights become NaN for one step, as by a fault of the hardware. The host learns it one step late.
 

@@ -255,9 +255,9 @@ def test_padding_is_exact() -> None:
     np.testing.assert_allclose(np.asarray(f(x, w)), np.asarray(padded), rtol=1e-6)
 
 
-@pytest.mark.any_jax
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "nearest", [make_recipe("mxfp4", {"rht": OPERAND_GROUPS["wgrad"]}), slow(NEAREST)], ids=["mxfp4", "nvfp4"]
+    "nearest", [make_recipe("mxfp4", {"rht": OPERAND_GROUPS["wgrad"]}), NEAREST], ids=["mxfp4", "nvfp4"]
 )
 def test_leading_dimensions_are_rows(nearest: Recipe) -> None:
     """Blocks run along tokens as if all tokens were one dimension, with whole blocks in a sequence or not."""
@@ -371,6 +371,7 @@ def test_vmap_is_a_loop() -> None:
             np.testing.assert_allclose(np.asarray(mapped)[i, j], np.asarray(expected), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize(
     "recipe", [make_recipe("mxfp4", {"sr": OPERAND_GROUPS["grad"]}), slow(FULL)], ids=["mxfp4", "full"]
 )

@@ -36,6 +36,7 @@ def put(mesh: Any, x: jax.Array, *spec: Any) -> jax.Array:
     return jax.device_put(x, NamedSharding(mesh, P(*spec)))
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("name", ["mxfp8", slow("full"), slow("row"), slow("fp4")])
 def test_sharded_results_are_those_of_one_device(name: str) -> None:
     """Products up to the order of sums, codes and scales to the bit."""
