@@ -79,6 +79,10 @@ class _Layers:
 
     blocks: list[list[_Item]] = field(default_factory=list)
 
+    @property
+    def has_attention(self) -> bool:
+        return any(p.mixer is not None for items in self.blocks for item in items for p in item.products)
+
     def count(self, lengths: dict[Address, int]) -> int:
         return sum(_item_count(items, lengths) for items in self.blocks)
 
@@ -103,7 +107,12 @@ def find_blocks(
     """
     finder = _Finder(flow, lengths, continues)
     positions: dict[int, BlockPosition] = {}
-    for number, stack in enumerate(finder.stacks(finder.items(products, 0))):
+    stacks = finder.stacks(finder.items(products, 0))
+    if any(
+        stack.has_attention for stack in stacks
+    ):  # one branch without attention is part of a head (pooling)
+        stacks = [stack for stack in stacks if stack.has_attention or stack.count(lengths) > 1]
+    for number, stack in enumerate(stacks):
         first = BlockPosition(base=0, count=stack.count(lengths), stack=number)
         finder.locate(stack, first, positions)
     return positions

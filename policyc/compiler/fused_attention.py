@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from policyc.compiler.product_flow import ProductFlow
 
 _OPERANDS = 3  # queries, keys, values
+_RANK_WITH_HEADS = 4
 _NAME = re.compile(r"attention|attn|mha|flash", re.IGNORECASE)
 
 
@@ -26,7 +27,11 @@ def find_fused_attention(products: ProductFlow) -> dict[int, tuple[int, ...]]:
         shapes = list(computed.values())
         if not computed or _keeps_shapes(products, node, shapes):
             continue
-        has_all = len(computed) >= _OPERANDS and len(set(map(len, shapes))) == 1
+        has_all = (
+            len(computed) >= _OPERANDS
+            and len(set(map(len, shapes))) == 1
+            and not _may_be_elementwise(products, node, shapes)
+        )
         operands = tuple(products.flow.opaque[node][position] for position in computed)
         if has_all or _NAME.search(_call_name(products, node)):
             products.add_fused(node, operands)
@@ -51,6 +56,13 @@ def _keeps_shapes(products: ProductFlow, node: int, shapes: list[tuple[int, ...]
     results = Counter(tuple(getattr(var.aval, "shape", ())) for var in eqn.outvars)
     is_elementwise = len(shapes) < _OPERANDS and len(set(shapes)) == 1 and shapes[0] in results
     return is_elementwise or Counter(shapes) <= results
+
+
+def _may_be_elementwise(products: ProductFlow, node: int, shapes: list[tuple[int, ...]]) -> bool:
+    """Have operands and result one shape, without a dimension of heads beside those of batch, tokens and width?"""
+    (eqn, *_) = products.flow.equations(node)
+    results = {tuple(getattr(var.aval, "shape", ())) for var in eqn.outvars}
+    return len(shapes[0]) < _RANK_WITH_HEADS and set(shapes) == results
 
 
 def _call_name(products: ProductFlow, node: int) -> str:

@@ -14,7 +14,7 @@ from policyc.compiler.sites import Site
 from policyc.language.bounds import Bound
 from policyc.language.diagnostics import Diagnostic, Note, Severity
 from policyc.language.policy import Rule
-from policyc.language.predicates import Comparison, leaves
+from policyc.language.predicates import Comparison, Flag, leaves
 from policyc.language.recipes import Recipe
 from policyc.language.selectors import (
     DottedPath,
@@ -208,6 +208,8 @@ def suggest_selector(plan: Plan, rule: Rule) -> str:
     """What the author of a rule that matches nothing may have meant, from the paths of the model."""
     if not len(plan.sites):
         return "the loss has no GEMM at all"
+    if any(isinstance(leaf, Flag) and leaf.name == "conv" for leaf in leaves(rule.where)):
+        return "policyc leaves convolutions as they are: no site is one"
     near = _suggest_kind(plan, rule)
     near = near or next(filter(None, (_suggest_names(plan, selector) for selector in rule.selectors)), "")
     if near:

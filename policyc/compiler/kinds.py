@@ -27,7 +27,7 @@ _NONLINEAR = frozenset(
 )
 _EXPONENTIALS = frozenset({"exp", "exp2"})
 _SHARED = "all iterations of the loop around it share its weight"
-_STAGES = "one product runs in several stages of a pipeline at once"
+_STAGES = "the stages of a pipeline run it at once, each for other blocks"
 
 
 def add_kinds(flow: Flow, sites: Sequence[Site], looked_up: Collection[DottedPath]) -> tuple[Site, ...]:
@@ -103,13 +103,23 @@ def _mark_rest(products: ProductFlow, in_blocks: Collection[int], undecided: Col
             products.mark(node, "mlp", "it is a weight product of a block, and not part of an attention")
         elif products.data(node) is not None and not follows_block(node) and leads_to_block(node):
             products.mark(node, "embedding", "it multiplies the data before the first block")
+    of_blocks = {r for node in in_blocks for r in products.branches.get(node, ())}
     for node in (n for n in reversed(rest) if n not in products.kinds):
-        after = products.after([node])
+        after = flow.after([node], products.products | of_blocks)
         reached = after & products.sites.keys()
         are_heads = all(n in products.kinds and products.kinds[n].name == "head" for n in reached)
-        if reached and are_heads and not after & products.residuals and follows_block(node):
+        if reached and are_heads and not after & of_blocks and follows_block(node):
             text = "its result reaches the loss only through the head at {place}"
             products.mark(node, "head", text, min(reached))
+        elif not in_blocks and (reached & products.weighted or _reads_products(products, node)):
+            products.mark(
+                node, "mlp", "it and another weight product follow each other in a model without blocks"
+            )
+
+
+def _reads_products(products: ProductFlow, node: int) -> bool:
+    data = products.data(node)
+    return data is not None and bool(products.weights_before([data]))
 
 
 # ---- blocks
@@ -129,7 +139,7 @@ class _Blocks:
             for stack in site.loops
             if stack.address in products.sequential
         }
-        self._pipelines: dict[tuple[Address, int], bool] = {}
+        self._pipelines: dict[tuple[Address | None, int], bool] = {}
         self._blocks: dict[tuple[BlockPosition, tuple[Stack, ...], str], SiteBlock] = {}
         of_model = [
             self._product(node)
@@ -137,13 +147,14 @@ class _Blocks:
             if node not in products.kinds or products.kinds[node].name not in ("head", "embedding")
         ]
         self.positions = find_blocks(products.flow, of_model, self._lengths, self._continues)
+        self._on_stages = {p.stack for n, p in self.positions.items() if _is_on_stages(products.sites[n])}
 
     def block_of(self, node: int) -> SiteBlock | None:
         """The block of a site, in each of its layers; None if it is in no block."""
         position, site = self.positions.get(node), self._products.sites[node]
         if position is None:
             return None
-        unknown = _STAGES if self._runs_stages(site, position) else ""
+        unknown = _STAGES if position.stack in self._on_stages or self._runs_stages(site, position) else ""
         key = position, site.stacks, unknown
         if key not in self._blocks:  # the sites of a block share it
             loops = self._products.flow.loops
@@ -183,24 +194,40 @@ class _Blocks:
         return last in flow.before(flow.inputs[first], products.products | convolutions, last)
 
     def _runs_stages(self, site: Site, position: BlockPosition) -> bool:
-        """Is a loop around its whole stack a pipeline, in which each product reads the matrices of several blocks?"""
-        return any(
+        """Is its stack, or a loop around all of it, a pipeline whose products read the matrices of several blocks?"""
+        return self._is_pipeline(None, position.stack) or any(
             address not in self._lengths
             and site.address[: len(address)] == address
             and self._is_pipeline(address, position.stack)
             for address in self._products.sequential
         )
 
-    def _is_pipeline(self, loop: Address, stack: int) -> bool:
+    def _is_pipeline(self, loop: Address | None, stack: int) -> bool:
+        """Are all weights of a stack read in batches, again and again in a loop, or by several blocks without one?"""
         key = loop, stack
         if key not in self._pipelines:
             sites = [
                 self._products.sites[n] for n, position in self.positions.items() if position.stack == stack
             ]
-            self._pipelines[key] = all(s.address[: len(loop)] == loop for s in sites) and all(
-                s.batch > 1 for s in sites if s.weight is not None
-            )
+            weighted = [site for site in sites if site.weight is not None]
+            if loop is None:
+                is_repeated = len({site.parameters for site in weighted}) < len(weighted)
+            else:
+                is_repeated = all(site.address[: len(loop)] == loop for site in sites)
+            self._pipelines[key] = is_repeated and all(site.batch > 1 for site in weighted)
         return self._pipelines[key]
+
+
+def _is_on_stages(site: Site) -> bool:
+    """Do the devices of a shard_map hold other layers each? Where layers have names, they hold other experts."""
+    templates = (site.scope, *site.parameters, *((site.module,) if site.module else ()))
+    return any(
+        stack.is_shard_map
+        for template in templates
+        if not any(name.index is not None for name in template.path)
+        for slot in template.slots
+        for stack in slot.index.stacks
+    )
 
 
 # ---- names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from policyc.compiler.product_flow import ProductFlow
 from policyc.compiler.site_kinds import SiteKind
+from policyc.compiler.sites import Site
 
 _CHOICES = frozenset({"top_k", "approx_top_k", "argmax", "sort"})
 
@@ -28,14 +29,16 @@ class Routing:
 
     def mark_experts(self) -> None:
         products = self._products
+        weighed = self.routed - self._ends
         for node in sorted(products.weighted):
             site = products.sites[node]
-            if not self._has_expert_dimension(node):
+            has_several_matrices = _weight_rank(site) > 2
+            if not has_several_matrices and not self._has_expert_dimension(node):
                 continue
             if site.is_ragged or products.data(node) in self.routed:
                 text = "its weight has a matrix for each expert, and its tokens were routed"
                 products.mark(node, "experts", text)
-            elif site.batch > 1 and self.routed & products.flow.after([node], self._ends):
+            elif has_several_matrices and weighed & products.flow.after([node], self._ends):
                 text = "its weight has a matrix for each expert, and a router weighs its results"
                 products.mark(node, "experts", text)
 
@@ -61,3 +64,8 @@ class Routing:
         loops = (stack.address for stack in site.stacks if not stack.is_shard_map)
         is_sliced = any(address not in self._products.sequential for address in loops)
         return site.is_ragged or site.batch > 1 or is_sliced or bool(site.opaque)
+
+
+def _weight_rank(site: Site) -> int:
+    """How many dimensions its weight has: more than two if it holds several matrices, one for each expert or head."""
+    return site.eqn.invars[0 if site.weight == "lhs" else 1].aval.ndim

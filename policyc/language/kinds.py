@@ -63,7 +63,11 @@ _KINDS = (
         "the first block (patches)",
     ),
     _role("head", "a product whose result reaches the log-softmax of the loss"),
-    _role("conv", "a convolution"),
+    _role(
+        "conv",
+        "a convolution. It is true for no site: policyc leaves convolutions as they are",
+        excludes=("conv",),
+    ),
     Kind(word="block", meaning="a site inside the repeated stack of the model"),
 )
 

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+from models.llama import model
+from models.llama.configs import ModelConfig
 from tests.compiler.test_kinds import kind_and_blocks
 from tests.support.jaxpr_tools import find_sites
 from tests.support.kind_programs import (
@@ -160,3 +163,31 @@ def test_scanned_blocks_of_linen() -> None:
     sites = find_sites(loss, params)
     assert [kind_and_blocks(site) for site in sites] == [*scanned(BLOCKS, *BLOCK), *outside("head")]
     assert not any("its names say so" in str(site.kind.reason) for site in sites)
+
+
+LLAMA_KINDS = {
+    "q_proj": "attention", "k_proj": "attention", "v_proj": "attention", "o_proj": "attention", "lm_head": "head",
+    "embed": "embedding", "router": "router", "gate_proj": "mlp", "up_proj": "mlp", "down_proj": "mlp",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [{}, {"loss_chunks": 4}, {"remat": "full"}, {"experts": 4}], ids=str)
+@pytest.mark.parametrize("scan", [True, False])
+def test_the_bundled_llama(scan: bool, changes: dict[str, Any]) -> None:
+    config = ModelConfig(layers=3, scan=scan, **changes)
+    params = jax.eval_shape(lambda: model.init_params(jax.random.key(0), config))
+    batch = {name: jax.ShapeDtypeStruct((2, 16), jnp.int32) for name in ("tokens", "targets", "mask")}
+    sites = find_sites(lambda p, b: model.loss(p, b, config)[0], params, batch)
+    layers: dict[str, list[int]] = {}
+    for site in sites:
+        if site.weight is None:
+            assert site.kind.name == "scores"
+        else:
+            name = str(site.parameters[0].path[-1])
+            assert site.kind.name == ("experts" if "experts" in site.name else LLAMA_KINDS[name])
+            assert not site.kind.names_say
+            numbers = [site.attributes(layer)["layer"] for layer in site.layers()]
+            layers.setdefault(name, []).extend(numbers)
+    assert layers.pop("lm_head") == [None]
+    assert layers.keys() == {*LLAMA_KINDS} - {"lm_head", "embed"} - (set() if config.experts else {"router"})
+    assert all(numbers == [0, 1, 2] for numbers in layers.values())

@@ -221,6 +221,25 @@ def test_other_foreign_functions_are_no_attention() -> None:
     assert kinds_of(loss, {**UNROLLED, "l": [layer] * 3}) == expected
 
 
+def test_a_call_that_may_combine_three_operands_elementwise_is_not_known() -> None:
+    """Three arrays of one shape without heads: the products around it have no kind."""
+
+    def loss(p: Any) -> Any:
+        x = p["table"][TOKEN_IDS]
+        for layer in p["l"]:
+            a, b, c = (x @ layer[name] for name in ("w5", "w7", "w8"))
+            x = x + jax.ffi.ffi_call("f", like(a))(a, b, c) @ layer["w6"]
+        return cross_entropy(x @ p["out"])
+
+    layer = {
+        "w5": weight(WIDTH, HIDDEN),
+        "w6": weight(HIDDEN, WIDTH),
+        **dict.fromkeys(("w7", "w8"), weight(WIDTH, HIDDEN)),
+    }
+    expected = [*unrolled(3, "", "", "", ""), *outside("head")]
+    assert kinds_of(loss, {**UNROLLED, "l": [layer] * 3}) == expected
+
+
 def test_the_reason_names_the_call() -> None:
     loss = language_model(lambda x, p: self_attention(x, p, foreign))
     plan = make_plan(parse(""), find_sites(loss, UNROLLED))

@@ -19,7 +19,7 @@ BATCH, TOKENS, WIDTH, HEADS, HIDDEN, VOCABULARY = 2, 8, 16, 2, 48, 40
 EXPERTS = 4
 
 Expected = tuple[str, tuple[int, ...]]
-"""The kind of a site, and the number of its block in each layer: -1 if not known; empty if it is in no block."""
+"""The kind of a site, and the number of its block in each layer: (-1,) if not known; empty if it is in no block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -469,6 +469,27 @@ def dense_experts(x: Any, p: Any) -> Any:
     return (out * gates.T[..., None]).sum(0).reshape(x.shape)
 
 
+def dense_experts_of_one_product(x: Any, p: Any) -> Any:
+    """The same with all experts side by side in one product, and the gates before the second one."""
+    values, chosen = lax.top_k(x @ p["r"], 2)
+    gates = (jax.nn.one_hot(chosen, EXPERTS) * jax.nn.softmax(values)[..., None]).sum(-2)
+    hidden = jax.nn.gelu(jnp.einsum("btd,edf->btef", x, p["e1"])) * gates[..., None]
+    return jnp.einsum("btef,efd->btd", hidden, p["e2"])
+
+
+@program(
+    {**LM_PARAMS, "l": [MOE] * 2},
+    unrolled(2, *ATTENTION, "router", "experts", "experts"),
+    outside("head"),
+)
+def mixture_dense_of_one_product(p: Any) -> Any:
+    x = p["table"][TOKEN_IDS]
+    for layer in p["l"]:
+        x = x + self_attention(rms_norm(x), layer)
+        x = x + dense_experts_of_one_product(rms_norm(x), layer)
+    return cross_entropy(rms_norm(x) @ p["out"])
+
+
 @program(
     {**LM_PARAMS, "l": stack(3, MOE)},
     scanned(3, *ATTENTION, "router", "experts", "experts"),
@@ -849,6 +870,17 @@ def recurrent_network(p: Any) -> Any:
     return cross_entropy(x @ p["out"])
 
 
+@program({"a": weight(WIDTH, HIDDEN), "b": weight(HIDDEN, 4)}, outside("mlp", "mlp"))
+def perceptron_with_one_hidden_layer(p: Any) -> Any:
+    """It has no blocks. Its products follow each other."""
+    return jnp.square(jax.nn.relu(SEQUENCE @ p["a"]) @ p["b"]).mean()
+
+
+@program({"a": weight(WIDTH, HIDDEN), "b": weight(HIDDEN, 4)}, outside("mlp", "head"))
+def classifier_with_one_hidden_layer(p: Any) -> Any:
+    return cross_entropy(jax.nn.relu(SEQUENCE[:, 0] @ p["a"]) @ p["b"], np.zeros(BATCH, int))
+
+
 @program(
     {"w": [weight(WIDTH, WIDTH)] * 4, "out": weight(WIDTH, 10)},
     unrolled(4, "mlp"),
@@ -859,6 +891,29 @@ def multilayer_perceptron(p: Any) -> Any:
     for w in p["w"]:
         x = jax.nn.relu(x @ w)
     return cross_entropy(x @ p["out"], np.zeros(BATCH, int))
+
+
+@program(
+    {
+        "patch": weight(12, WIDTH),
+        "l": [BLOCK_PARAMS] * 3,
+        "probe": weight(1, 1, WIDTH),
+        "h": BLOCK_PARAMS,
+        "out": weight(WIDTH, 10),
+    },
+    outside("embedding"),
+    unrolled(3, *BLOCK),
+    outside(*ATTENTION, "head", "head", "head"),
+)
+def pooling_by_attention(p: Any) -> Any:
+    """ViT with a pooling head: its attention is in no block, and its MLP is part of the head."""
+    x = PIXELS @ p["patch"]
+    for layer in p["l"]:
+        x = block(x, layer)
+    probe = jnp.broadcast_to(p["probe"], (BATCH, 1, WIDTH))
+    x = self_attention(probe, p["h"], memory=rms_norm(x), causal=False)
+    x = x + mlp(layer_norm(x, p["h"]["s1"]), p["h"])
+    return cross_entropy(x[:, 0] @ p["out"], np.zeros(BATCH, int))
 
 
 # ---- pipelines and other forms of stacks
@@ -926,3 +981,78 @@ def contrastive_pair(p: Any) -> Any:
     text = text.mean(1) @ p["b"]
     norms = [jnp.linalg.norm(t, axis=-1, keepdims=True) for t in (image, text)]
     return cross_entropy((image / norms[0]) @ (text / norms[1]).T, np.arange(BATCH))
+
+
+@program({**LM_PARAMS, "l": stack(3, BLOCK_PARAMS)}, unrolled(1, *BLOCK), outside("head"))
+def vmap_over_layers(p: Any) -> Any:
+    """All layers read the same input: they are one block."""
+    x = p["table"][TOKEN_IDS]
+    outputs = jax.vmap(lambda layer: block(x, layer))(p["l"])
+    return cross_entropy(rms_norm(outputs.mean(0)) @ p["out"])
+
+
+@program({**LM_PARAMS, "l": stack(2, stack(3, BLOCK_PARAMS))}, scanned(3, *BLOCK), outside("head"))
+def ensemble_of_scanned_models(p: Any) -> Any:
+    def model(layers: Any) -> Any:
+        return lax.scan(lambda x, layer: (block(x, layer), None), p["table"][TOKEN_IDS], layers)[0]
+
+    return cross_entropy(rms_norm(jax.vmap(model)(p["l"]).mean(0)) @ p["out"])
+
+
+@program(
+    {**LM_PARAMS, "l": stack(2, BLOCK_PARAMS)},
+    [(kind, (-1,)) for kind in (*BLOCK, *BLOCK, *BLOCK)],
+    outside("head"),
+)
+def pipeline_of_unrolled_ticks(p: Any) -> Any:
+    """Three ticks of two stages: a tick is not a block."""
+    microbatches = p["table"][TOKEN_IDS][:, None]
+    buffer, outputs = jnp.zeros((2, 1, TOKENS, WIDTH)), []
+    for microbatch in (*microbatches, microbatches[0]):
+        buffer = jax.vmap(block)(jnp.concatenate([microbatch[None], buffer[:-1]]), p["l"])
+        outputs.append(buffer[-1])
+    return cross_entropy(rms_norm(jnp.concatenate(outputs[1:])) @ p["out"])
+
+
+def _run_on_stages(p: Any, x: Any, run_stage: Callable[[Any, Any], Any]) -> Any:
+    """A pipeline on two devices, each with half of the layers."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("stage",))
+    spec = jax.sharding.PartitionSpec
+
+    def run(layers: Any, microbatches: Any) -> Any:
+        stage = lax.axis_index("stage")
+
+        def tick(passed_on: Any, microbatch: Any) -> Any:
+            out = run_stage(jnp.where(stage == 0, microbatch, passed_on), layers)
+            return lax.ppermute(out, "stage", [(0, 1), (1, 0)]), out
+
+        _, outputs = lax.scan(tick, jnp.zeros((1, TOKENS, WIDTH)), microbatches)
+        return lax.psum(jnp.where(stage == 1, outputs[1:, 0], 0), "stage")
+
+    microbatches = jnp.concatenate([x, x[:1]])[:, None]
+    sharded = jax.shard_map(
+        run, mesh=mesh, in_specs=(spec("stage"), spec()), out_specs=spec(), check_vma=False
+    )
+    return cross_entropy(rms_norm(sharded(p["l"], microbatches)) @ p["out"])
+
+
+@program({**LM_PARAMS, "l": stack(4, BLOCK_PARAMS)}, [(kind, (-1,)) for kind in BLOCK], outside("head"))
+def pipeline_in_shard_map_of_scanned_stages(p: Any) -> Any:
+    def run_stage(x: Any, layers: Any) -> Any:
+        return lax.scan(lambda x, layer: (block(x, layer), None), x, layers)[0]
+
+    return _run_on_stages(p, p["table"][TOKEN_IDS], run_stage)
+
+
+@program(
+    {**LM_PARAMS, "l": stack(4, BLOCK_PARAMS)},
+    [(kind, (-1,)) for kind in (*BLOCK, *BLOCK)],
+    outside("head"),
+)
+def pipeline_in_shard_map_of_unrolled_stages(p: Any) -> Any:
+    def run_stage(x: Any, layers: Any) -> Any:
+        for number in range(2):
+            x = block(x, jax.tree.map(functools.partial(lambda w, n: w[n], n=number), layers))
+        return x
+
+    return _run_on_stages(p, p["table"][TOKEN_IDS], run_stage)

@@ -79,8 +79,12 @@ def _check_impossible_predicate(context: Context) -> Iterator[Finding]:
             remaining -= _COST_OF_FAILURE
         context.undecided += is_undecided
         if not is_possible:
-            has_kinds = any(isinstance(leaf, Flag) and leaf.name in KINDS for leaf in leaves(rule.where))
-            help = "check which kinds exclude each other" if has_kinds else "check its numbers"
+            flags = {leaf.name for leaf in leaves(rule.where) if isinstance(leaf, Flag)}
+            help = "check its numbers"
+            if "conv" in flags:
+                help = "policyc leaves convolutions as they are: no site is one"
+            elif flags & KINDS.keys():
+                help = "check which kinds exclude each other"
             yield Finding(span=rule.where.span, message="no GEMM satisfies this condition", help=help)
 
 
@@ -145,9 +149,9 @@ RULES = (
         """A condition can never hold.
 
         No GEMM satisfies it, so the rule matches nothing. `m`, `n`, `k`, `batch` and `flops` are at least 1. A site is
-        at most one of `mlp`, `attention`, `scores`, `router`, `embedding`, `head` and `conv`: where you mean both
-        `mlp` and `head`, write `mlp or head`. `layer` is compared for stacks of any depth. Correct the condition, or
-        remove the rule.
+        at most one of `mlp`, `attention`, `scores`, `router`, `embedding` and `head`: where you mean both `mlp` and
+        `head`, write `mlp or head`. No site is a `conv`: policyc leaves convolutions as they are. `layer` is compared
+        for stacks of any depth. Correct the condition, or remove the rule.
         """,
         bad="mlp.* where k > 4096 and k < 1024 -> bf16",
         good="mlp.* where k > 1024 and k < 4096 -> bf16",
