@@ -5,6 +5,7 @@ from __future__ import annotations
 from policyc.compiler.product_flow import ProductFlow
 from policyc.compiler.site_kinds import SiteKind
 from policyc.compiler.sites import Site
+from policyc.compiler.var_info import shape_of
 
 _CHOICES = frozenset({"top_k", "approx_top_k", "argmax", "sort"})
 
@@ -68,4 +69,4 @@ class Routing:
 
 def _weight_rank(site: Site) -> int:
     """How many dimensions its weight has: more than two if it holds several matrices, one for each expert or head."""
-    return site.eqn.invars[0 if site.weight == "lhs" else 1].aval.ndim
+    return len(shape_of(site.eqn.invars[0 if site.weight == "lhs" else 1]))
