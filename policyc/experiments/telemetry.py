@@ -55,9 +55,16 @@ def measure_step(session: Session, step: int, loss: Callable[..., Any], args: Se
         session.recorders[loss] = StatsRecorder(
             session.policy, loss, session.execution, multiple_losses=session.multiple_losses
         )
-    rows = session.recorders[loss](*args)
+    recorder = session.recorders[loss]
+    rows = recorder(*args)
+    if recorder.last_step == step:  # the program repeats the step
+        for other in session.recorders.values():
+            other.last_step = None
+    is_first = all(other.last_step != step for other in session.recorders.values())
+    recorder.last_step = step
     if jax.process_index() == 0:
-        _append_rows((session.output_dir or Path()) / "stats.jsonl", step, rows)
+        path = (session.output_dir or Path()) / "stats.jsonl"
+        _append_rows(path, step, rows, replaces=is_first)
 
 
 class StatsRecorder:
@@ -75,6 +82,8 @@ class StatsRecorder:
         self._execution, self._multiple_losses = execution or ExecutionOptions(), multiple_losses
         self._tapped: dict[Phase, TappedLoss] = {}
         self._measure = jax.jit(self._trace_step)
+        self.last_step: int | None = None
+        """The step that was measured last."""
 
     def __call__(self, *args: Any) -> list[StatsRow]:
         with no_reentry():
@@ -184,11 +193,14 @@ def _json_number(value: Any) -> float | None:
 # ---- files
 
 
-def _append_rows(path: Path, step: int, rows: Sequence[StatsRow]) -> None:
-    """Appends rows to a file. Drops rows of this step and later ones: a resumed run writes them again."""
+def _append_rows(path: Path, step: int, rows: Sequence[StatsRow], *, replaces: bool = True) -> None:
+    """Appends rows to a file. Drops rows of this step and later ones: a resumed run writes them again.
+
+    Without `replaces`, the rows of this step are those of another loss, and stay.
+    """
     content = "".join(json.dumps({"step": step, **row}) + "\n" for row in rows).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
-    if _read_last_step(path) < step:
+    if not replaces or _read_last_step(path) < step:
         with path.open("ab") as stream:
             stream.write(content)
         return

@@ -257,3 +257,29 @@ def test_a_schedule_is_measured_in_its_current_phase() -> None:
             measure = StatsRecorder(policy, _loss)
             sites.append({r["site"] for r in measure(_params(), _array(0, 48, 32)) if "site" in r})
     assert sites == [{"layers.up", "layers.down", "head"}, {"layers.up", "layers.down"}, sites[0]]
+
+
+def test_two_losses_of_one_step_are_both_recorded(tmp_path: Path) -> None:
+    """A GAN observes the losses of both models. A step that is measured again replaces its rows."""
+    args = {name: ({name: _array(0, 8, 8)}, _array(1, 8, 8)) for name in ("first", "second")}
+    losses = {name: lambda p, x, name=name: (x @ p[name]).sum() for name in args}
+    path = tmp_path / "stats.jsonl"
+
+    def recorded() -> list[tuple[int, str]]:
+        rows = map(json.loads, path.read_text().splitlines())
+        return list(dict.fromkeys((row["step"], row["site"]) for row in rows if "site" in row))
+
+    with policyc.active("* -> mxfp8", stats_every=1, multiple_losses=True):
+        policyc.set_output_dir(tmp_path)
+        for step in (0, 1):
+            for name, loss in losses.items():
+                policyc.observe(step, loss, *args[name])
+    both = [(0, "first"), (0, "second"), (1, "first"), (1, "second")]
+    assert recorded() == both
+    count = len(path.read_text().splitlines())
+    with policyc.active("* -> mxfp8", stats_every=1, multiple_losses=True):
+        policyc.set_output_dir(tmp_path)
+        for name, loss in [*losses.items(), *losses.items()]:
+            policyc.observe(1, loss, *args[name])
+    assert recorded() == both
+    assert len(path.read_text().splitlines()) == count

@@ -21,6 +21,7 @@ from policyc.language.parser.statements import (
     Statement,
     comment_ranges,
 )
+from policyc.language.parser.yaml_text import find_yaml
 
 __all__ = [
     "MAX_FILE_BYTES",
@@ -39,6 +40,9 @@ def read_statements(source: SourceText) -> tuple[PolicyFile, tuple[Diagnostic, .
     try:
         tree = parse_tree(source.text)
     except UnexpectedInput as error:
+        yaml = find_yaml(source)
+        if yaml is not None:
+            return PolicyFile(source, ()), (yaml,)
         first = explain_syntax_error(source, error, 0)
         file = PolicyFile(source, recover(builder))
         diagnostics = (*check_confusables(source), *builder.diagnostics)
