@@ -347,11 +347,12 @@ def place(mesh: Mesh, *spec: Any) -> NamedSharding:
 @pytest.mark.parametrize(
     ("shape", "recipe", "dtype"),
     [
-        pytest.param((4, 2), "nearest", jnp.bfloat16, id="fsdp and tensor", marks=pytest.mark.slow),
-        pytest.param((1, 8), "plain", jnp.float32, id="tensor", marks=pytest.mark.slow),
-        pytest.param((4, 2), "plain", jnp.float32, id="fsdp and tensor in fp32", marks=pytest.mark.slow),
+        ((4, 2), "nearest", jnp.bfloat16),
+        ((1, 8), "plain", jnp.float32),
     ],
+    ids=["fsdp and tensor", "tensor in fp32"],
 )
+@pytest.mark.slow
 @pytest.mark.usefixtures("kernels")
 def test_several_devices_compute_what_one_does(shape: Any, recipe: str, dtype: Any) -> None:
     """Maxima are those of the whole operands, so every code is the same. Only the order of sums differs.
