@@ -14,6 +14,7 @@ from pathlib import Path
 import click
 import pytest
 
+import policyc as policyc_package
 from policyc import PolicyError, parse
 from policyc.cli.main import cli
 from policyc.language.formats import FORMATS
@@ -118,6 +119,12 @@ def test_every_format_and_option_is_documented() -> None:
     document = read_doc("recipes.md")
     assert all(f"`{name}`" in document for name in FORMATS)
     assert all(re.search(rf"^### .*\b{name}\b", document, re.MULTILINE) for name in OPTIONS)
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    assert sorted(re.findall(r"^::: policyc\.(\w+)$", read_doc("api.md"), re.MULTILINE)) == sorted(
+        policyc_package.__all__
+    )
 
 
 def test_every_bundled_policy_is_documented() -> None:
