@@ -13,8 +13,10 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Var
+from jax.dtypes import float0
+from jax.extend.core import ClosedJaxpr, Literal, Var
 
 from policyc.compiler.paths import DATA_NAMES, leaf_paths
 from policyc.jaxcore import autodiff, jaxprs
@@ -53,7 +55,12 @@ class TracedFunction:
 
     def run(self, jaxpr: ClosedJaxpr, inputs: Sequence[Any]) -> Any:
         """The result of the function, computed by a jaxpr with the same results as its own."""
-        return self.assemble_result(jaxprs.evaluate(jaxpr, *inputs))
+        values = jaxprs.evaluate(jaxpr, *inputs)
+        # JAX returns its own kinds of Python numbers for scalars that are constants.
+        is_literal = (isinstance(var, Literal) and var.aval.dtype != float0 for var in jaxpr.jaxpr.outvars)
+        return self.assemble_result(
+            [jnp.asarray(v) if literal else v for v, literal in zip(values, is_literal, strict=True)]
+        )
 
     def assemble_result(self, values: Sequence[Any]) -> Any:
         """The result of the function, from the results of its jaxpr."""

@@ -224,3 +224,26 @@ def test_shardings_may_have_reduced_axes(differentiate: Differentiate) -> None:
         kept = jax.jit(differentiate(ELSEWHERE, loss))(w)
         assert kept.sharding == w.sharding
         assert (kept == jax.jit(jax.grad(loss))(w)).all()
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_results_that_are_constants_are_arrays(x64: bool) -> None:
+    """As under `jax.jit`. JAX's jaxprs hold such scalars as kinds of Python numbers, without the methods of arrays."""
+
+    def loss(x: Any) -> Any:
+        constants = (
+            jnp.array(-1.0),
+            jnp.float32(2),
+            jnp.int8(3),
+            jnp.bfloat16(4),
+            jnp.array(True),
+            jnp.array(5),
+        )
+        return (x * x).sum(), constants
+
+    with jax.enable_x64(x64), policyc.active("* -> mxfp8", multiple_losses=True):
+        _, constants = jax.grad(loss, has_aux=True)(X)
+    with jax.enable_x64(x64):
+        _, expected = jax.jit(jax.grad(loss, has_aux=True))(X)
+    assert all(isinstance(constant, jax.Array) for constant in constants)
+    assert [(c.aval, c.item()) for c in constants] == [(e.aval, e.item()) for e in expected]
