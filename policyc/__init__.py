@@ -60,6 +60,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'policyc' has no attribute '{name}'")
+    if _MODULES[name].startswith("compiler."):
+        import_module("jax")  # first: 'policyc apply' imports the compiler when a program has imported JAX
     return getattr(import_module(f"policyc.{_MODULES[name]}"), name)
 
 

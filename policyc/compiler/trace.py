@@ -57,7 +57,10 @@ class TracedFunction:
         """The result of the function, computed by a jaxpr with the same results as its own."""
         values = jaxprs.evaluate(jaxpr, *inputs)
         # JAX returns its own kinds of Python numbers for scalars that are constants.
-        is_literal = (isinstance(var, Literal) and var.aval.dtype != float0 for var in jaxpr.jaxpr.outvars)
+        is_literal = (
+            isinstance(var, Literal) and getattr(var.aval, "dtype", float0) != float0
+            for var in jaxpr.jaxpr.outvars
+        )
         return self.assemble_result(
             [jnp.asarray(v) if literal else v for v, literal in zip(values, is_literal, strict=True)]
         )

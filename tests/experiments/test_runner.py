@@ -350,3 +350,10 @@ def test_frames_of_a_folder_whose_name_starts_like_the_package_are_shown() -> No
     assert not runner._is_hidden(str(package.parent / f"{package.name}_mine" / "train.py"))
     models = data_folder("models")
     assert not runner._is_hidden(str(models / "llama" / "train.py"))
+
+
+def test_a_program_may_use_policyc_before_it_imports_jax(tmp_path: Path) -> None:
+    (tmp_path / "a.policy").write_text("* -> keep\n")
+    names = "apply, plan, Plan, active, Session, set_step, rounding_step, diff, stats, observe"
+    result = spawn("apply", "a.policy", "-c", f"from policyc import {names}; print('imported')", cwd=tmp_path)
+    assert (result.code, result.out) == (0, "imported\n"), result.err
