@@ -60,7 +60,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'policyc' has no attribute '{name}'")
-    if _MODULES[name].startswith("compiler."):
+    if _MODULES[name] in ("compiler.pipeline", "compiler.plan", "compiler.session"):
         import_module("jax")  # first: 'policyc apply' imports the compiler when a program has imported JAX
     return getattr(import_module(f"policyc.{_MODULES[name]}"), name)
 
