@@ -26,6 +26,14 @@ COMMAND_GROUPS = {
 }
 """The commands in the order of the help. `NAME` is the function of that name in the module `policyc.cli.NAME`."""
 
+QUESTIONS = {
+    "Which GEMMs are there?": "policyc sites train.py",
+    "What will a policy do?": "policyc diff llama_nvfp4 train.py",
+    "Is that safe?": "policyc lint llama_nvfp4 train.py",
+    "How much faster?": "policyc estimate llama_nvfp4 --vs bf16 train.py",
+    "Does it cost loss?": "policyc sweep llama_nvfp4 train.py",
+}
+
 COMMANDS = tuple(name for names in COMMAND_GROUPS.values() for name in names)
 
 
@@ -71,6 +79,10 @@ class LazyGroup(click.Group):
                     [(name, command.get_short_help_str(80)) for name, command in commands if command],
                     col_max=10,
                 )
+
+    def format_epilog(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Questions"):
+            formatter.write_dl(list(QUESTIONS.items()))
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from policyc.cli.common import load_policy, print_or_write
+from policyc.cli.common import is_policy, load_policy, print_or_write
 from policyc.cli.options import ProgramCommand, config_option, format_option, out_option, program_argument
 from policyc.cli.program import fail_if_refused, plan_source
 
@@ -48,6 +48,8 @@ def sites(
     from policyc.compiler.site_table import sites_table
     from policyc.language.policy import Policy
 
+    if program and is_policy(program[0]):
+        raise click.UsageError(f"'{program[0]}' is a policy: name it with --policy {program[0]}")
     plan = plan_source(Policy() if policy is None else load_policy(policy), program, config)
     if explain is not None:
         text = explain_kinds(plan, explain)

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import pytest
 
-from policyc.cli.main import COMMAND_GROUPS, COMMANDS, cli
+from policyc.cli.main import COMMAND_GROUPS, COMMANDS, QUESTIONS, cli
 from policyc.cli.options import DEFAULT_TARGET, ProgramCommand
 from policyc.linter import context
 from tests.support.command import policyc
@@ -76,6 +76,23 @@ def test_help_lists_the_commands_in_groups() -> None:
     assert places == sorted(places)
     for place, names in zip(places, COMMAND_GROUPS.values(), strict=True):
         assert [line.split()[0] for line in lines[place + 1 : place + 1 + len(names)]] == list(names)
+
+
+def test_help_answers_the_questions_of_a_newcomer() -> None:
+    """Each command line of an answer parses, and the answer is in the help."""
+    out = policyc("--help").out
+    for question, answer in QUESTIONS.items():
+        assert question in out
+        assert answer in out
+        _, name, *words = answer.split()
+        context = get_command(name).make_context(name, words)
+        assert "train.py" in (*context.params.get("program", ()), *context.params.get("words", ()))
+
+
+def test_sites_says_where_the_policy_goes() -> None:
+    result = policyc("sites", "llama_nvfp4:no_rht", "--config", "tiny")
+    assert result.code == 2
+    assert "name it with --policy llama_nvfp4:no_rht" in result.err
 
 
 # ---- settings
