@@ -128,25 +128,28 @@ test-te: ## build Transformer Engine into .venv-te (once, 10 to 30 minutes, with
 	fi; \
 	JAX_ENABLE_COMPILATION_CACHE=false JAX_PLATFORMS=cpu $$venv/bin/python -m pytest -p no:xdist $(LONG) -m te tests/numerics/test_transformer_engine.py $(ARGS)
 
-# The trainers need Python 3.12 and many packages that nothing else here needs, so they have their own environment.
+# The trainers need Python 3.12 and many packages that nothing else here needs, so they have their own environments:
+# Hugging Face's models in Flax need an older version of Transformers than Levanter.
 # TRAINERS_SOURCES=dir is a folder with source distributions that are unpacked already (default: they are downloaded).
 HAIKU := 0.0.17
 TRAINERS_SOURCES ?=
 
-test-trainers: ## run MaxText, Levanter, Tunix and Haiku's transformer under policies, in .venv-trainers (20 minutes, 3 GB)
+test-trainers: ## run MaxText, Levanter, Tunix, Haiku's transformer and Hugging Face's Flax models under policies (20 minutes, 3 GB)
 	@$(IN) \
 	venv=.venv-trainers; python=; \
 	for one in "$(PYTHON)" python3.12 python3; do \
 	  if "$$one" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' >/dev/null 2>&1; then python="$$one"; break; fi; done; \
 	if [ -z "$$python" ]; then \
 	  echo "the trainers need Python 3.12, which was not found: make test-trainers PYTHON=/path/to/python3.12" >&2; exit 1; fi; \
-	if ! cat pyproject.toml tests/trainers-requirements.txt | cmp -s - "$$venv/.installed-from"; then \
-	  echo "installing the trainers into $$venv with $$("$$python" -V) (some minutes; only when their requirements change)"; \
-	  rm -rf "$$venv" && "$$python" -m venv "$$venv" && \
-	  $(TWICE) "$$venv/bin/python" $(PIP) install -qq -r tests/trainers-requirements.txt -e . || { \
-	    echo "the trainers could not be installed; see the output of pip above" >&2; rm -rf "$$venv"; exit 1; }; \
-	  cat pyproject.toml tests/trainers-requirements.txt >"$$venv/.installed-from"; \
-	fi; \
+	install() { \
+	  if ! cat pyproject.toml "$$2" | cmp -s - "$$1/.installed-from"; then \
+	    echo "installing $$2 into $$1 with $$("$$python" -V) (some minutes; only when they change)"; \
+	    rm -rf "$$1" && "$$python" -m venv "$$1" && \
+	    $(TWICE) "$$1/bin/python" $(PIP) install -qq -r "$$2" -e . || { \
+	      echo "the trainers could not be installed; see the output of pip above" >&2; rm -rf "$$1"; exit 1; }; \
+	    cat pyproject.toml "$$2" >"$$1/.installed-from"; \
+	  fi; }; \
+	install "$$venv" tests/trainers-requirements.txt; install .venv-hf-flax tests/hf-flax-requirements.txt; \
 	sources="$(TRAINERS_SOURCES)"; \
 	if [ -z "$$sources" ]; then \
 	  sources="$$PWD/$$venv/sources"; \
@@ -156,8 +159,11 @@ test-trainers: ## run MaxText, Levanter, Tunix and Haiku's transformer under pol
 	      echo "the source of Haiku could not be downloaded; see the output of pip above" >&2; exit 1; }; \
 	  fi; \
 	fi; \
-	JAX_ENABLE_COMPILATION_CACHE=false TRAINERS_SOURCES="$$sources" "$$venv/bin/python" -m pytest $(LONG) -m trainers \
-	  tests/compiler/test_trainers.py tests/compiler/test_public_trainers.py $(ARGS)
+	export JAX_ENABLE_COMPILATION_CACHE=false TRAINERS_SOURCES="$$sources"; status=0; \
+	"$$venv/bin/python" -m pytest $(LONG) -m trainers tests/compiler/test_trainers.py tests/compiler/test_public_trainers.py \
+	  tests/compiler/test_trainer_kinds.py $(ARGS) || status=$$?; \
+	.venv-hf-flax/bin/python -m pytest $(LONG) -m trainers tests/compiler/test_trainer_kinds.py $(ARGS) || status=$$?; \
+	exit $$status
 
 check: setup ## check the code: linter, format, types, and the direction of imports
 	@$(IN) $(BIN)/ruff check .
@@ -174,7 +180,7 @@ wheel: setup ## build the sdist, and the wheel from it, into dist/
 	{ said=$$($(TWICE) $(BIN)/python -m build --outdir dist . 2>&1) || { echo "$$said" >&2; exit 1; }; } && ls dist
 
 clean: ## remove the environments, caches and build outputs
-	@$(IN) rm -rf .venv .venv-newest .venv-cuda .venv-trainers .venv-te dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@$(IN) rm -rf .venv .venv-newest .venv-cuda .venv-trainers .venv-hf-flax .venv-te dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@$(IN) find policyc tests models benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment is created again when the interpreter or the path of the checkout changes, and the packages are

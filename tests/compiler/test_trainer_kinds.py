@@ -1,0 +1,268 @@
+"""Kinds, blocks and decisions of bundled policies in public trainers. Programs are traced; no step is executed.
+
+`make test-trainers` runs this in environments of its own: Hugging Face's models in Flax need an older version of
+Transformers than Levanter. `UPDATE_SNAPSHOTS=1 make test-trainers` writes the table of `docs/howto/trainers.md`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+
+from tests.compiler.test_public_trainers import HAIKU, LEVANTER, TUNIX
+from tests.compiler.test_trainers import program_words
+from tests.support.kind_programs import ATTENTION, BLOCK, outside, scanned, unrolled
+from tests.support.trainer_plans import POLICIES, Expected, PlannedSite, plan_trainers
+from tests.support.trainer_runs import ROOT, Trainer
+
+pytestmark = pytest.mark.trainers
+
+PAGE = ROOT / "docs" / "howto" / "trainers.md"
+MAX_WITHOUT_KIND = 0.05
+LINEARS = {"attention", "mlp", "experts"}
+
+HAS_TRAINERS = importlib.util.find_spec("maxtext") is not None
+HAS_HF_FLAX = not HAS_TRAINERS and importlib.util.find_spec("transformers") is not None
+"""The trainers have a version of Transformers without models in Flax."""
+
+# ---- what a person says who has read the models' sources
+
+LLAMA = (*ATTENTION, "mlp", "mlp", "mlp")
+LATENT = (*("attention",) * 4, "scores", "scores", "attention")
+"""Multi-head latent attention: two matrices for queries, two for keys and values."""
+MIXTURE = ("router", "experts", "experts", "experts", "")
+"""The last product adds up the results of the experts of a token. It reads no weight, and has no kind."""
+FUSED = ("attention", "scores", "scores", "attention")
+"""One product makes queries, keys and values."""
+MAXTEXT_BLOCKS = 6
+
+
+def blocks(numbers: Sequence[int], *kinds: str) -> list[Expected]:
+    """Sites of one scan, whose iterations are these blocks."""
+    return [(kind, tuple(numbers)) for kind in kinds]
+
+
+MAXTEXT_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 64}
+MAXTEXT_RAGGED = {**MAXTEXT_EXPERTS, "sparse_matmul": "true", "megablox": "false"}
+MAXTEXT: dict[str, tuple[dict[str, object], list[Expected]]] = {
+    "Llama 2": ({}, [*scanned(MAXTEXT_BLOCKS, *LLAMA), *outside("head")]),
+    "Llama 2, `scan_layers=false`": (
+        {"scan_layers": "false"},
+        [*unrolled(MAXTEXT_BLOCKS, *LLAMA), *outside("head")],
+    ),
+    "Gemma 2": (
+        {"decoder_block": "gemma2"},
+        [*blocks((0, 2, 4), *LLAMA), *blocks((1, 3, 5), *LLAMA), *outside("head")],
+    ),
+    "GPT-3": (
+        {"decoder_block": "gpt3"},
+        [*scanned(MAXTEXT_BLOCKS, *FUSED, "mlp", "mlp", "mlp"), *outside("head")],
+    ),
+    "Mixtral, dense experts": (
+        {"decoder_block": "mixtral", **MAXTEXT_EXPERTS, "sparse_matmul": "false"},
+        [*scanned(MAXTEXT_BLOCKS, *ATTENTION, *MIXTURE), *outside("head")],
+    ),
+    "Mixtral, `ragged_dot`": (
+        {"decoder_block": "mixtral", **MAXTEXT_RAGGED},
+        [*scanned(MAXTEXT_BLOCKS, *ATTENTION, *MIXTURE), *outside("head")],
+    ),
+    "DeepSeek, 2 dense blocks first": (
+        {
+            "decoder_block": "deepseek", **MAXTEXT_RAGGED, "attention_type": "mla", "q_lora_rank": 32,
+            "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
+            "first_num_dense_layers": 2, "shared_experts": 1, "base_num_kv_heads": 4,
+        },
+        [
+            *blocks((0, 1), *LATENT, "mlp", "mlp", "mlp"),
+            *blocks((2, 3, 4, 5), *LATENT, *MIXTURE, "mlp", "mlp", "mlp"),
+            *outside("head"),
+        ],
+    ),
+}  # fmt: skip
+
+OTHERS: dict[str, tuple[Trainer, list[Expected]]] = {
+    "Levanter: Llama": (LEVANTER, [*scanned(4, *LLAMA), *outside("head")]),
+    "Tunix: Llama 3": (TUNIX, [*unrolled(3, *LLAMA), *outside("head")]),
+    "Haiku: `examples/transformer`": (HAIKU, [*unrolled(2, *BLOCK), *outside("head")]),
+}
+
+HF_FLAX: dict[str, tuple[str, list[Expected]]] = {
+    "GPT-2": ("GPT2", [*unrolled(3, *FUSED, "mlp", "mlp"), *outside("head")]),
+    "Llama": ("Llama", [*unrolled(3, *LLAMA), *outside("head")]),
+    "BERT, masked tokens": ("Bert", [*unrolled(3, *BLOCK), *outside("head", "head")]),
+    "T5": (
+        "T5",
+        [*unrolled(2, *BLOCK), *unrolled(3, *ATTENTION, *BLOCK), *outside("head")],
+    ),
+    "ViT": ("ViT", [*unrolled(3, *BLOCK), *outside("head")]),
+}
+
+HF_PROGRAM = """
+import sys
+import jax
+import jax.numpy as jnp
+import optax
+import transformers
+
+sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2)
+tokens = jnp.arange(16).reshape(2, 8)
+config, model, inputs = {
+    "GPT2": lambda: (dict(n_embd=32, n_layer=3, n_head=2, n_positions=16, vocab_size=64), "GPT2LMHeadModel", {}),
+    "Llama": lambda: (dict(**sizes, num_key_value_heads=2), "LlamaForCausalLM", {}),
+    "Bert": lambda: (sizes, "BertForMaskedLM", {}),
+    "T5": lambda: (
+        dict(vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_decoder_layers=3, num_heads=2),
+        "T5ForConditionalGeneration",
+        {"decoder_input_ids": tokens},
+    ),
+    "ViT": lambda: (
+        dict(**sizes, image_size=16, patch_size=4, num_labels=10),
+        "ViTForImageClassification",
+        {"pixel_values": jnp.ones((2, 3, 16, 16))},
+    ),
+}[sys.argv[1]]()
+model = getattr(transformers, "Flax" + model)(getattr(transformers, sys.argv[1] + "Config")(**config))
+inputs = inputs if "pixel_values" in inputs else {"input_ids": tokens, **inputs}
+
+
+def loss(params):
+    logits = model(**inputs, params=params, train=True, dropout_rng=jax.random.key(0)).logits
+    labels = tokens if logits.ndim == 3 else tokens[:, 0] % 10
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+jax.jit(jax.value_and_grad(loss))(model.params)
+"""
+
+EXPECTED: dict[str, list[Expected]] = {
+    **{f"MaxText: {name}": sites for name, (_, sites) in MAXTEXT.items()},
+    **{name: sites for name, (_, sites) in OTHERS.items()},
+    **{f"HF Flax: {name}": sites for name, (_, sites) in HF_FLAX.items()},
+}
+
+
+# ---- what policyc says
+
+
+@cache
+def plan_maxtext() -> dict[str, list[PlannedSite]]:
+    folder = Path(mkdtemp(prefix="policyc-trainers-"))
+    programs = {
+        name: program_words(
+            run_name="kinds",
+            base_output_directory=folder,
+            **{"base_num_decoder_layers": MAXTEXT_BLOCKS, **settings},
+        )
+        for name, (settings, _) in MAXTEXT.items()
+    }
+    return plan_trainers(programs, folder, {"DECOUPLE_GCLOUD": "TRUE"})
+
+
+@cache
+def plan_other(name: str) -> list[PlannedSite]:
+    command = OTHERS[name][0].prepare(Path(mkdtemp(prefix="policyc-trainers-")))
+    return plan_trainers({name: command.words}, command.folder, command.variables)[name]
+
+
+@cache
+def plan_hf_flax() -> dict[str, list[PlannedSite]]:
+    folder = Path(mkdtemp(prefix="policyc-trainers-"))
+    (folder / "program.py").write_text(HF_PROGRAM)
+    return plan_trainers({name: ("program.py", model) for name, (model, _) in HF_FLAX.items()}, folder)
+
+
+def planned(row: str) -> list[PlannedSite]:
+    """The sites of a row of the table. Skips the test if its trainer is in another environment."""
+    trainer, _, name = row.partition(": ")
+    if not (HAS_HF_FLAX if trainer == "HF Flax" else HAS_TRAINERS):
+        pytest.skip(f"{trainer} is not installed: make test-trainers")
+    if row in OTHERS:
+        return plan_other(row)
+    return (plan_hf_flax if trainer == "HF Flax" else plan_maxtext)()[name]
+
+
+# ---- the tests
+
+each_row = pytest.mark.parametrize("row", EXPECTED)
+
+
+@each_row
+def test_every_site_has_the_expected_kind_and_block(row: str) -> None:
+    assert [site.kind_and_blocks for site in planned(row)] == EXPECTED[row]
+
+
+def test_few_sites_have_no_kind() -> None:
+    kinds = [kind for sites in EXPECTED.values() for kind, _ in sites]
+    assert kinds.count("") <= MAX_WITHOUT_KIND * len(kinds)
+
+
+DECIDES: dict[str, tuple[set[str], int, int]] = {
+    "te_nvfp4": (LINEARS, 4, 0),
+    "llama_nvfp4": (LINEARS - {"attention"}, 4, 0),
+    "llama3_8b_nvfp4": (LINEARS, 4, 4),
+    "fp8": (LINEARS, 8, 0),
+}
+"""Of each policy: the kinds that it quantizes in blocks, to how many bits, and how many of the last blocks it keeps."""
+
+
+@each_row
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_bundled_policy_quantizes_its_kinds(policy: str, row: str) -> None:
+    kinds, low, tail = DECIDES[policy]
+    sites = planned(row)
+    for site, (kind, numbers) in zip(sites, EXPECTED[row], strict=True):
+        # An encoder and a decoder have their own last blocks: those that its own stack ends with.
+        last = (
+            1 + max(n for _, other in stack_of(EXPECTED[row], (kind, numbers)) for n in other)
+            if numbers
+            else 0
+        )
+        expected = [low if kind in kinds and n < last - tail else 16 for n in numbers] or [16]
+        assert site.bits[policy] == expected, site.name
+
+
+def stack_of(sites: Sequence[Expected], site: Expected) -> list[Expected]:
+    """The sites of the stack that a site is in. Block 0 after a later block starts another stack."""
+    stacks: list[list[Expected]] = [[]]
+    for one in (one for one in sites if one[1]):
+        if stacks[-1] and 0 in one[1] and one[1][-1] < stacks[-1][-1][1][-1]:
+            stacks.append([])
+        stacks[-1].append(one)
+    return next(stack for stack in stacks if any(one is site for one in stack))
+
+
+def row_text(row: str, sites: Sequence[PlannedSite]) -> str:
+    """A row of the table of the page: GEMMs by kind, and how many of them each policy quantizes."""
+    kinds = Counter[str]()
+    for site in sites:
+        kinds[site.kind or "no kind"] += len(site.bits[POLICIES[0]])
+    low = [sum(bits < 16 for site in sites for bits in site.bits[policy]) for policy in POLICIES]
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    return f"| {row} | {counts} | " + " | ".join(map(str, low)) + " |"
+
+
+@each_row
+def test_the_page_has_what_is_planned(row: str) -> None:
+    text, page = row_text(row, planned(row)), PAGE.read_text(encoding="utf-8")
+    if os.environ.get("UPDATE_SNAPSHOTS"):
+        page = re.sub(rf"^\| {re.escape(row)} \|.*$", lambda _: text, page, flags=re.MULTILINE)
+        PAGE.write_text(page, encoding="utf-8")
+    assert text in page.splitlines()
+
+
+TABLE_HEADER = f"| trainer and model | GEMMs | {' | '.join(f'`{name}`' for name in POLICIES)} |"
+
+
+def test_the_table_of_the_page_has_these_rows() -> None:
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    rows = lines[lines.index(TABLE_HEADER) + 2 :]
+    names = [line.split(" | ")[0].removeprefix("| ") for line in rows[: rows.index("")]]
+    assert names == list(EXPECTED)
