@@ -751,3 +751,17 @@ def test_a_primitive_that_is_called_like_one_of_policyc_does_not_hide_a_gemm(nam
     site = only_site(lambda p, x: product(x, p["w"]))
     assert site.name == "w"
     assert "jax.custom_vjp" in site.opaque
+
+
+def test_a_stacked_list_of_layers_is_named_without_the_index_of_the_layer_only() -> None:
+    """Two numbered linears of a block, as in `block_0/ffn_0` and `block_0/ffn_1`, keep their own numbers."""
+    layer = {"ffn_0": struct(16, 32), "ffn_1": struct(32, 16)}
+
+    def loss(params: Any) -> Any:
+        stacked = jax.tree.map(lambda *weights: jnp.stack(weights), *params.values())
+        return lax.scan(lambda x, w: (x + (x @ w["ffn_0"]) @ w["ffn_1"], None), jnp.ones((4, 16)), stacked)[
+            0
+        ].sum()
+
+    sites = find_sites(loss, {f"block_{number}": layer for number in range(3)})
+    assert [site.name for site in sites] == ["block.ffn[0]", "block.ffn[1]"]
