@@ -59,7 +59,7 @@ MAXTEXT: dict[str, tuple[dict[str, object], list[Expected]]] = {
         [*unrolled(MAXTEXT_BLOCKS, *LLAMA), *outside("head")],
     ),
     "Gemma 2": (
-        {"decoder_block": "gemma2"},
+        {"decoder_block": "gemma2", "base_num_decoder_layers": 3},  # pairs of a local and a global block
         [*blocks((0, 2, 4), *LLAMA), *blocks((1, 3, 5), *LLAMA), *outside("head")],
     ),
     "GPT-3": (
