@@ -63,7 +63,7 @@ MAXTEXT: dict[str, tuple[dict[str, object], list[Expected]]] = {
         [*blocks((0, 2, 4), *LLAMA), *blocks((1, 3, 5), *LLAMA), *outside("head")],
     ),
     "GPT-3": (
-        {"decoder_block": "gpt3"},
+        {"decoder_block": "gpt3", "base_num_kv_heads": 4},
         [*scanned(MAXTEXT_BLOCKS, *FUSED, "mlp", "mlp", "mlp"), *outside("head")],
     ),
     "Mixtral, dense experts": (
@@ -129,7 +129,8 @@ config, model, inputs = {
         {"pixel_values": jnp.ones((2, 3, 16, 16))},
     ),
 }[sys.argv[1]]()
-model = getattr(transformers, "Flax" + model)(getattr(transformers, sys.argv[1] + "Config")(**config))
+config = getattr(transformers, sys.argv[1] + "Config")(**config)
+model = getattr(transformers, "Flax" + model)(config, _do_init=False)
 inputs = inputs if "pixel_values" in inputs else {"input_ids": tokens, **inputs}
 
 
@@ -139,7 +140,7 @@ def loss(params):
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-jax.jit(jax.value_and_grad(loss))(model.params)
+jax.jit(jax.value_and_grad(loss)).lower(model.params_shape_tree)
 """
 
 EXPECTED: dict[str, list[Expected]] = {
