@@ -98,10 +98,7 @@ HF_FLAX: dict[str, tuple[str, list[Expected]]] = {
     "GPT-2": ("GPT2", [*unrolled(3, *FUSED, "mlp", "mlp"), *outside("head")]),
     "Llama": ("Llama", [*unrolled(3, *LLAMA), *outside("head")]),
     "BERT, masked tokens": ("Bert", [*unrolled(3, *BLOCK), *outside("head", "head")]),
-    "T5": (
-        "T5",
-        [*unrolled(2, *BLOCK), *unrolled(3, *ATTENTION, *BLOCK), *outside("head")],
-    ),
+    "BART": ("Bart", [*unrolled(2, *BLOCK), *unrolled(3, *ATTENTION, *BLOCK), *outside("head")]),
     "ViT": ("ViT", [*unrolled(3, *BLOCK), *outside("head")]),
 }
 
@@ -118,9 +115,12 @@ config, model, inputs = {
     "GPT2": lambda: (dict(n_embd=32, n_layer=3, n_head=2, n_positions=16, vocab_size=64), "GPT2LMHeadModel", {}),
     "Llama": lambda: (dict(**sizes, num_key_value_heads=2), "LlamaForCausalLM", {}),
     "Bert": lambda: (sizes, "BertForMaskedLM", {}),
-    "T5": lambda: (
-        dict(vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_decoder_layers=3, num_heads=2),
-        "T5ForConditionalGeneration",
+    "Bart": lambda: (
+        dict(
+            vocab_size=64, d_model=32, encoder_layers=2, decoder_layers=3, encoder_ffn_dim=64, decoder_ffn_dim=64,
+            encoder_attention_heads=2, decoder_attention_heads=2, max_position_embeddings=16,
+        ),
+        "BartForConditionalGeneration",
         {"decoder_input_ids": tokens},
     ),
     "ViT": lambda: (
