@@ -218,26 +218,25 @@ DECIDES: dict[str, tuple[set[str], int, int]] = {
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_bundled_policy_quantizes_its_kinds(policy: str, row: str) -> None:
     kinds, low, tail = DECIDES[policy]
-    sites = planned(row)
-    for site, (kind, numbers) in zip(sites, EXPECTED[row], strict=True):
-        # An encoder and a decoder have their own last blocks: those that its own stack ends with.
-        last = (
-            1 + max(n for _, other in stack_of(EXPECTED[row], (kind, numbers)) for n in other)
-            if numbers
-            else 0
-        )
-        expected = [low if kind in kinds and n < last - tail else 16 for n in numbers] or [16]
-        assert site.bits[policy] == expected, site.name
+    expected = EXPECTED[row]
+    for site, (kind, numbers), count in zip(planned(row), expected, block_counts(expected), strict=True):
+        bits = [low if kind in kinds and number < count - tail else 16 for number in numbers]
+        assert site.bits[policy] == (bits or [16]), site.name
 
 
-def stack_of(sites: Sequence[Expected], site: Expected) -> list[Expected]:
-    """The sites of the stack that a site is in. Block 0 after a later block starts another stack."""
-    stacks: list[list[Expected]] = [[]]
-    for one in (one for one in sites if one[1]):
-        if stacks[-1] and 0 in one[1] and one[1][-1] < stacks[-1][-1][1][-1]:
-            stacks.append([])
-        stacks[-1].append(one)
-    return next(stack for stack in stacks if any(one is site for one in stack))
+def block_counts(sites: Sequence[Expected]) -> list[int]:
+    """For each site, how many blocks its stack has. An encoder and a decoder each count from 0."""
+    counts: list[int] = []
+    stacks: list[int] = []
+    first = 0
+    for _, numbers in sites:
+        if numbers and (not counts or (min(numbers) == 0 and first > 0)):
+            counts.append(0)
+        if numbers:
+            first = min(numbers)
+            counts[-1] = max(counts[-1], 1 + max(numbers))
+        stacks.append(len(counts) - 1)
+    return [counts[stack] if counts else 0 for stack in stacks]
 
 
 def row_text(row: str, sites: Sequence[PlannedSite]) -> str:
