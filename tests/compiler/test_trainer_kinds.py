@@ -17,11 +17,10 @@ from tempfile import mkdtemp
 
 import pytest
 
-from tests.compiler.test_public_trainers import HAIKU, LEVANTER, TUNIX
 from tests.compiler.test_trainers import program_words
 from tests.support.kind_programs import ATTENTION, BLOCK, outside, scanned, unrolled
 from tests.support.trainer_plans import POLICIES, Expected, PlannedSite, plan_trainers
-from tests.support.trainer_runs import ROOT, Trainer
+from tests.support.trainer_runs import ROOT
 
 pytestmark = pytest.mark.trainers
 
@@ -36,10 +35,6 @@ HAS_HF_FLAX = not HAS_TRAINERS and importlib.util.find_spec("transformers") is n
 # ---- what a person says who has read the models' sources
 
 LLAMA = (*ATTENTION, "mlp", "mlp", "mlp")
-LATENT = (*("attention",) * 4, "scores", "scores", "attention")
-"""Multi-head latent attention: two matrices for queries, two for keys and values."""
-MIXTURE = ("router", "experts", "experts", "experts", "")
-"""The last product adds up the results of the experts of a token. It reads no weight, and has no kind."""
 FUSED = ("attention", "scores", "scores", "attention")
 """One product makes queries, keys and values."""
 MAXTEXT_BLOCKS = 6
@@ -50,8 +45,6 @@ def blocks(numbers: Sequence[int], *kinds: str) -> list[Expected]:
     return [(kind, tuple(numbers)) for kind in kinds]
 
 
-MAXTEXT_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 64}
-MAXTEXT_RAGGED = {**MAXTEXT_EXPERTS, "sparse_matmul": "true", "megablox": "false"}
 MAXTEXT: dict[str, tuple[dict[str, object], list[Expected]]] = {
     "Llama 2": ({}, [*scanned(MAXTEXT_BLOCKS, *LLAMA), *outside("head")]),
     "Llama 2, `scan_layers=false`": (
@@ -62,36 +55,6 @@ MAXTEXT: dict[str, tuple[dict[str, object], list[Expected]]] = {
         {"decoder_block": "gemma2", "base_num_decoder_layers": 3},  # pairs of a local and a global block
         [*blocks((0, 2, 4), *LLAMA), *blocks((1, 3, 5), *LLAMA), *outside("head")],
     ),
-    "GPT-3": (
-        {"decoder_block": "gpt3", "base_num_kv_heads": 4},
-        [*scanned(MAXTEXT_BLOCKS, *FUSED, "mlp", "mlp", "mlp"), *outside("head")],
-    ),
-    "Mixtral, dense experts": (
-        {"decoder_block": "mixtral", **MAXTEXT_EXPERTS, "sparse_matmul": "false"},
-        [*scanned(MAXTEXT_BLOCKS, *ATTENTION, *MIXTURE), *outside("head")],
-    ),
-    "Mixtral, `ragged_dot`": (
-        {"decoder_block": "mixtral", **MAXTEXT_RAGGED},
-        [*scanned(MAXTEXT_BLOCKS, *ATTENTION, *MIXTURE), *outside("head")],
-    ),
-    "DeepSeek, 2 dense blocks first": (
-        {
-            "decoder_block": "deepseek", **MAXTEXT_RAGGED, "attention_type": "mla", "q_lora_rank": 32,
-            "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
-            "first_num_dense_layers": 2, "shared_experts": 1, "base_num_kv_heads": 4,
-        },
-        [
-            *blocks((0, 1), *LATENT, "mlp", "mlp", "mlp"),
-            *blocks((2, 3, 4, 5), *LATENT, *MIXTURE, "mlp", "mlp", "mlp"),
-            *outside("head"),
-        ],
-    ),
-}  # fmt: skip
-
-OTHERS: dict[str, tuple[Trainer, list[Expected]]] = {
-    "Levanter: Llama": (LEVANTER, [*scanned(4, *LLAMA), *outside("head")]),
-    "Tunix: Llama 3": (TUNIX, [*unrolled(3, *LLAMA), *outside("head")]),
-    "Haiku: `examples/transformer`": (HAIKU, [*unrolled(2, *BLOCK), *outside("head")]),
 }
 
 HF_FLAX: dict[str, tuple[str, list[Expected]]] = {
@@ -145,7 +108,6 @@ jax.jit(jax.value_and_grad(loss)).lower(model.params_shape_tree)
 
 EXPECTED: dict[str, list[Expected]] = {
     **{f"MaxText: {name}": sites for name, (_, sites) in MAXTEXT.items()},
-    **{name: sites for name, (_, sites) in OTHERS.items()},
     **{f"HF Flax: {name}": sites for name, (_, sites) in HF_FLAX.items()},
 }
 
@@ -168,12 +130,6 @@ def plan_maxtext() -> dict[str, list[PlannedSite]]:
 
 
 @cache
-def plan_other(name: str) -> list[PlannedSite]:
-    command = OTHERS[name][0].prepare(Path(mkdtemp(prefix="policyc-trainers-")))
-    return plan_trainers({name: command.words}, command.folder, command.variables)[name]
-
-
-@cache
 def plan_hf_flax() -> dict[str, list[PlannedSite]]:
     folder = Path(mkdtemp(prefix="policyc-trainers-"))
     (folder / "program.py").write_text(HF_PROGRAM)
@@ -185,8 +141,6 @@ def planned(row: str) -> list[PlannedSite]:
     trainer, _, name = row.partition(": ")
     if not (HAS_HF_FLAX if trainer == "HF Flax" else HAS_TRAINERS):
         pytest.skip(f"{trainer} is not installed: make test-trainers")
-    if row in OTHERS:
-        return plan_other(row)
     return (plan_hf_flax if trainer == "HF Flax" else plan_maxtext)()[name]
 
 
