@@ -23,7 +23,7 @@ from policyc.compiler.provenance.graph import (
     is_lost,
     unknown_source,
 )
-from policyc.compiler.provenance.integers import Integers, known_integers, propagate_integers
+from policyc.compiler.provenance.integers import Integers, known_integers, not_evaluated, propagate_integers
 from policyc.compiler.sites import Origin
 from policyc.compiler.trace import FrozenWeight
 from policyc.jaxcore import jaxprs
@@ -60,6 +60,7 @@ UNKNOWN = VarInfo()
 MANY_PROJECTIONS = frozenset({UnknownSource(shape=(), operands=(), reason="it comes from other iterations")})
 _CARRIED = "the loop around it carries it, and changes it in every iteration"
 _FILLED = "a loop carries it, and fills it with layers one after the other"
+_OF_COND = "its index is the result of a 'cond', which policyc does not evaluate"
 _MOST_PROJECTIONS = 16  # a residual stream comes from all layers before; attention from a few projections
 
 
@@ -92,6 +93,7 @@ def join_branches(values: Sequence[VarInfo], index: Integers | None) -> VarInfo:
     return VarInfo(
         source=_either(known, known_integers(index)) if len(known) == len(values) else None,
         is_fixed=all(v.is_fixed for v in values),
+        integers=not_evaluated(_OF_COND) if index is not None and all(v.integers for v in values) else None,
         is_modified=any(v.is_modified for v in values),
         is_active=any(v.is_active for v in values),
         projections=join_projections(values),

@@ -49,7 +49,7 @@ def known_integers(integers: Integers | None) -> Integers | None:
     return None if integers is None or integers.unknown else integers
 
 
-def _not_evaluated(reason: str) -> Integers:
+def not_evaluated(reason: str) -> Integers:
     def evaluate(_: Iterations) -> np.ndarray:
         raise Unknown(reason)
 
@@ -79,7 +79,7 @@ def constant_value(value: Any, aval: Any) -> Integers | None:
     if isinstance(value, Tracer) or not isinstance(dtype, np.dtype) or np.size(value) > _MOST_CONSTANTS:
         return None
     if dtype.kind not in "iub":
-        return _not_evaluated(_in_type(dtype)) if np.ndim(value) == 0 else None
+        return not_evaluated(_in_type(dtype)) if np.ndim(value) == 0 else None
     array = np.asarray(value, dtype)
     return Integers(lambda _: array)
 
@@ -108,11 +108,11 @@ def propagate_integers(eqn: JaxprEqn, operands: Sequence[Integers | None]) -> In
     if unknown is not None:
         return unknown
     if dtype.kind not in "iub":
-        return _not_evaluated(_in_type(dtype))
+        return not_evaluated(_in_type(dtype))
     rule = rule_of(eqn).integers
     if rule is None or len(eqn.outvars) != 1:
         name = jaxprs.primitive_name(eqn)
-        return _not_evaluated(f"its index is computed by '{name}', which policyc does not evaluate")
+        return not_evaluated(f"its index is computed by '{name}', which policyc does not evaluate")
     if math.prod(out.shape) > MOST_INDICES and jaxprs.primitive_name(eqn) != "broadcast_in_dim":
         return None  # a broadcast array takes no memory
 
