@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import sys
+import time
 from pathlib import Path
 
 from policyc.base.files import user_cache_folder
 
 VARIABLE = "POLICYC_COMPILE_CACHE"
 OFF = "off"
+_WRITE_SECONDS = 600  # more than a process needs for both files of a program
 MAX_BYTES = 10 * 2**30  # of the folder; JAX then removes what was not used for longest
 
 
@@ -34,8 +37,18 @@ def use_compile_cache(folder: str | None = None) -> None:
         sys.stderr.write(f"policyc: note: compiled programs are not kept: {error}\n")
         return
     _set("jax_compilation_cache_dir", str(path))
+    _remove_broken(path)
     if importlib.util.find_spec("filelock"):  # JAX needs it to count the bytes
         _set("jax_compilation_cache_max_size", MAX_BYTES)
+
+
+def _remove_broken(folder: Path) -> None:
+    """Removes programs that a killed process wrote without the time of their last use: JAX would keep no other then."""
+    for program in folder.glob("*-cache"):
+        with contextlib.suppress(OSError):  # another process may remove it, too
+            is_complete = program.with_name(program.name.removesuffix("-cache") + "-atime").exists()
+            if not is_complete and time.time() - program.stat().st_mtime > _WRITE_SECONDS:
+                program.unlink()
 
 
 def _get(name: str) -> str | None:

@@ -9,7 +9,7 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from policyc.base.text import escape_controls
+from policyc.base.text import escape_controls, escape_lines
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -53,7 +53,7 @@ def _environment(package: str, is_html: bool) -> Environment:
 
 def _finalize_html(value: Any) -> Any:
     """Without characters that change the direction of others; the environment escapes markup after this."""
-    return escape_controls(value) if _is_plain_text(value) else value
+    return escape_lines(value) if _is_plain_text(value) else value
 
 
 def _finalize_markdown(value: Any) -> Any:

@@ -12,6 +12,8 @@ import jax
 import pytest
 
 import policyc
+from policyc.base import compile_cache
+from policyc.base.compile_cache import use_compile_cache
 from tests.support.command import policyc as command
 from tests.support.command import python_path
 
@@ -82,6 +84,8 @@ def test_a_second_process_reads_what_the_first_compiled(tmp_path):
     """And a folder that cannot be made is a note, not an error."""
     code = """
 import policyc
+from policyc.base import compile_cache
+from policyc.base.compile_cache import use_compile_cache
 policyc.use_compile_cache()
 import jax
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -110,3 +114,19 @@ def test_a_policy_that_keeps_everything_leaves_the_folder_to_jax(tmp_path, polic
     code = f"import jax; print(jax.config.{FOLDER}); import sys; sys.exit(0)"
     ran = command("apply", "a.policy", *option.split(), "-c", code, cwd=tmp_path)
     assert ran.out.strip() == expected.format(cache=tmp_path)
+
+
+def test_programs_of_a_killed_process_are_removed(tmp_path, monkeypatch):
+    """Only if nobody can still be writing them, and never complete ones."""
+    monkeypatch.setattr(compile_cache, "_set", lambda name, value: None)
+    for name in ("old-cache", "young-cache", "complete-cache", "complete-atime", "other"):
+        (tmp_path / name).write_bytes(b"")
+    for name in ("old-cache", "complete-cache", "complete-atime", "other"):
+        os.utime(tmp_path / name, (0, 0))
+    use_compile_cache(str(tmp_path))
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "complete-atime",
+        "complete-cache",
+        "other",
+        "young-cache",
+    ]
