@@ -37,7 +37,7 @@ class EarlierPlan:
         for number, entry in enumerate(entries):
             decisions = entry["decisions"]
             self._runs[keys[number]] = decisions.get(phase) or next(iter(decisions.values()), [])
-        self.notes = tuple(self._compare(data, sites))
+        self.notes: tuple[str, ...] = tuple(self._compare(data, sites))
 
     def _compare(self, data: Mapping[str, Any], sites: Sites) -> list[str]:
         notes = ["the equations of an earlier plan are not known: only its products are compared"]

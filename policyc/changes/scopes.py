@@ -48,7 +48,7 @@ class Nesting:
     """Sorts matches by name scope. Scopes that differ only in their index and have the same content become one."""
 
     def __init__(self, sites: SiteIndex) -> None:
-        self.texts = StructureTexts()
+        self.texts: StructureTexts = StructureTexts()
         self._sites = sites
 
     def __call__(self, matches: Sequence[Match]) -> tuple[ScopeTree | Match, ...]:

@@ -116,7 +116,7 @@ class SiteRewriter(Transform):
         self._decisions = decisions
         self._source = source
         self._hoisted = hoisted
-        self.sites = {s.address: s for s in sites if self._is_changed(s)}
+        self.sites: dict[Address, Site] = {s.address: s for s in sites if self._is_changed(s)}
         self._sites_under: dict[Address, list[Site]] = {}
         for address, site in self.sites.items():
             for end in range(len(address) + 1):

@@ -22,7 +22,7 @@ class Routing:
         ]
         others = (node for node in products.weighted if not self._has_expert_dimension(node))
         self._ends = products.residuals.union(others)
-        self.routed = flow.after(choices, self._ends)
+        self.routed: set[int] = flow.after(choices, self._ends)
         for node, operands in flow.operands.items():
             if products.sites[node].is_ragged and len(operands) > 2 and operands[2] >= 0:
                 text = "its result gives the group sizes of the product at {place}"

@@ -68,7 +68,7 @@ class Session:
     """Part of the key of JAX's caches while the session is the current one. No other session has it."""
 
     def __post_init__(self) -> None:
-        self.is_idle = self.policy.changes_nothing and not self.plans_always
+        self.is_idle: bool = self.policy.changes_nothing and not self.plans_always
 
     def hook(self, fun: Callable[..., Any], primals: tuple[Any, ...], has_aux: bool) -> Callable[..., Any]:
         """The function to differentiate instead of `fun`."""

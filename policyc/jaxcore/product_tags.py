@@ -71,7 +71,7 @@ class TaggedLoss:
         # The name stacks of containers, by the number of the jaxpr that they are in and their own.
         self._stacks: dict[tuple[int, int], Any] = {}
         self._products = products
-        self.jaxpr = self._tag(jaxpr, (), 0)
+        self.jaxpr: Any = self._tag(jaxpr, (), 0)
 
     def tag_site(self, eqn: JaxprEqn, address: Address) -> JaxprEqn:
         """The equation with its tag, and with the scopes and tags of the containers around it.

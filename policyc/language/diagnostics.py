@@ -24,8 +24,8 @@ class SourceText:
     __slots__ = ("_line_starts", "path", "text")
 
     def __init__(self, text: str, path: str = "<policy>") -> None:
-        self.path = path
-        self.text = text
+        self.path: str = path
+        self.text: str = text
         self._line_starts: list[int] | None = None
 
     def __repr__(self) -> str:
@@ -228,7 +228,7 @@ class PolicyError(Exception):
     """A policy cannot be used. Holds every diagnostic, not only the first."""
 
     def __init__(self, diagnostics: Sequence[Diagnostic]) -> None:
-        self.diagnostics = tuple(sorted(diagnostics, key=lambda d: d.sort_key))
+        self.diagnostics: tuple[Diagnostic, ...] = tuple(sorted(diagnostics, key=lambda d: d.sort_key))
         super().__init__(self.diagnostics)
 
     def __str__(self) -> str:

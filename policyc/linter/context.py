@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING
 from policyc.language.diagnostics import Span
 from policyc.language.kinds import Flags
 from policyc.language.loader import LoadedPolicy
-from policyc.language.policy import RecipeCall, RecipeExpr, Resolver, Rule, SplitRecipe, Variant, recipe_calls
+from policyc.language.policy import (
+    Policy,
+    PolicyFile,
+    RecipeCall,
+    RecipeExpr,
+    Resolver,
+    Rule,
+    SplitRecipe,
+    Variant,
+    recipe_calls,
+)
 from policyc.language.recipes import Gemm, Recipe
 from policyc.language.selectors import DottedPath
 from policyc.linter.automata import Budget, SearchTooLarge
@@ -38,7 +48,7 @@ class RecipeScope:
     def __init__(self, base: dict[str, RecipeExpr], redefined: dict[str, RecipeExpr]) -> None:
         self._definitions = ChainMap(redefined, base)
         self._followed: dict[str, RecipeExpr] = {}
-        self.resolve = Resolver(self._definitions)
+        self.resolve: Resolver = Resolver(self._definitions)
 
     def follow(self, node: RecipeExpr) -> RecipeExpr:
         """Follows recipe names to the format or the split that they stand for."""
@@ -81,8 +91,8 @@ class Context:
     ) -> None:
         self.plan = plan
         self.target = target
-        self.policy = loaded.policy
-        self.file = loaded.file
+        self.policy: Policy = loaded.policy
+        self.file: PolicyFile = loaded.file
         self.undecided = 0
 
     def in_this_file(self, span: Span) -> bool:

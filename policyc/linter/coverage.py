@@ -66,12 +66,14 @@ class ResolvedRule:
     __slots__ = ("index", "match_steps", "patterns", "recipe", "rule", "variant_recipes")
 
     def __init__(self, rule: Rule, recipe: Recipe, variant_recipes: Mapping[str, Recipe], index: int) -> None:
-        self.rule = rule
-        self.recipe = recipe
-        self.variant_recipes = variant_recipes
-        self.index = index
-        self.patterns = tuple((p, s.products) for s in rule.selectors for p in expand_selector(s))
-        self.match_steps = len(self.patterns) + count_comparisons(rule.where) // _EVALUATIONS_PER_STEP
+        self.rule: Rule = rule
+        self.recipe: Recipe = recipe
+        self.variant_recipes: Mapping[str, Recipe] = variant_recipes
+        self.index: int = index
+        self.patterns: tuple[tuple[Pattern, frozenset[Gemm]], ...] = tuple(
+            (p, s.products) for s in rule.selectors for p in expand_selector(s)
+        )
+        self.match_steps: int = len(self.patterns) + count_comparisons(rule.where) // _EVALUATIONS_PER_STEP
 
     def recipe_under(self, variant: str) -> Recipe:
         """Returns the recipe of the rule under a variant."""
@@ -99,7 +101,7 @@ class Coverage:
         variant_recipes: Mapping[int, Mapping[str, Recipe]] = MappingProxyType({}),
         steps: int = _MAX_STEPS,
     ) -> None:
-        self.rules = tuple(
+        self.rules: tuple[ResolvedRule, ...] = tuple(
             ResolvedRule(rule, resolve(rule), variant_recipes.get(index, {}), index)
             for index, rule in enumerate(rules)
         )

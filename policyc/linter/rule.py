@@ -105,5 +105,5 @@ def make_rule(
     )
 
 
-make_error = partial(make_rule, severity=Severity.ERROR)
+make_error: partial[LintRule] = partial(make_rule, severity=Severity.ERROR)
 """A rule whose findings are errors."""

@@ -59,7 +59,7 @@ class MosaicOps:
         self.mosaic_gpu = mosaic_gpu
         tiled, tiling = mosaic_gpu.Layout.TILED, mosaic_gpu.Tiling
         over_blocks = {"warp_dims": (-6,), "lane_dims": (-3, -2), "vector_dim": -1}
-        self.layouts = {
+        self.layouts: dict[str, Any] = {
             "words": tiled(
                 tiling(((16, 8), (4, 8), (1,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
             ),
