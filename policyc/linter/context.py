@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from policyc.language.diagnostics import Span
 from policyc.language.kinds import Flags
 from policyc.language.loader import LoadedPolicy
+from policyc.language.parser import PolicyFile
 from policyc.language.policy import (
     Policy,
-    PolicyFile,
     RecipeCall,
     RecipeExpr,
     Resolver,

@@ -66,10 +66,9 @@ MOMENTS = tuple(
 )
 _ROLES = (
     {"mlp", "weight"}, {"mlp", "experts", "weight"}, {"attention", "weight"}, {"scores"}, {"router", "weight"},
-    {"embedding"}, {"embedding", "weight"}, {"head"}, {"head", "weight"}, {"conv"}, {"conv", "weight"}, set(),
-    {"weight"},
+    {"embedding"}, {"embedding", "weight"}, {"head"}, {"head", "weight"}, set(), {"weight"},
 )  # fmt: skip
-"""The words of `where` that can be true of one site, without `block`."""
+"""The words of `where` that can be true of one site, without `block`. A convolution is not a site."""
 
 FLAGS = ("weight", "attention", "scores", "mlp", "experts", "router", "embedding", "head", "conv", "block")
 
