@@ -1,13 +1,15 @@
 """The blocks of a model: which sites are in its repeated stack, and which number their block has.
 
 In a loop over layers a block is an iteration, or a part of one. In an unrolled program blocks are the equal bodies that
-follow each other, each using the result of the one before. A body that is not repeated is a block if it is a branch of
-the residual stream. Stacks that continue each other on a stream of the same width count as one.
+follow each other, each using the result of the one before. A part of a branch of the residual stream is not a block,
+even if it is repeated. A body that is not repeated is a block if it is a branch. Stacks that continue each other on a
+stream of the same width count as one.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -123,12 +125,13 @@ class _Finder:
         self, flow: Flow, lengths: dict[Address, int], continues: Callable[[int, int], bool]
     ) -> None:
         self._flow, self._lengths, self._continues = flow, lengths, continues
-        self._requires_branch = False
+        self._branch_sizes: Counter[int] = Counter()
+        """For each branch of the residual stream: how many products it has."""
 
     def items(self, products: Sequence[Product], depth: int) -> list[_Item]:
         """The products of a body in order, those of a loop over layers as one item."""
         if depth == 0:
-            self._requires_branch = any(p.in_branch for p in products)
+            self._branch_sizes = Counter(branch for p in products for branch in p.branches)
         items: list[_Item] = []
         for loop, group in itertools.groupby(
             products, lambda p: p.loops[depth] if len(p.loops) > depth else None
@@ -209,8 +212,8 @@ class _Finder:
         return best
 
     def _is_stack(self, body: list[_Item], next_body: list[_Item]) -> bool:
-        """Is the second of two equal bodies computed from the first?"""
-        if self._requires_branch and not any(p.in_branch for item in body for p in item.products):
+        """Is the second of two equal bodies computed from the first, and is each more than a part of a block?"""
+        if not self._is_whole(body):
             return False
         mixers, next_mixers = ({i.products[0].mixer for i in items} - {None} for items in (body, next_body))
         if mixers & next_mixers:
@@ -218,6 +221,17 @@ class _Finder:
         nodes = {p.node for item in body for p in item.products}
         starts = [i for item in next_body for p in item.products for i in self._flow.inputs[p.node]]
         return bool(nodes & self._flow.before(starts, nodes, min(nodes)))
+
+    def _is_whole(self, body: list[_Item]) -> bool:
+        """Does a body have all products of a branch?
+
+        Where the model has no branches, a part of an iteration is a block only if it has an attention.
+        """
+        products = [p for item in body for p in item.products]
+        if self._branch_sizes:
+            sizes = Counter(branch for p in products for branch in p.branches)
+            return any(self._branch_sizes[branch] == size for branch, size in sizes.items())
+        return not products[0].loops or any(p.mixer is not None for p in products)
 
     def _leftover(self, items: list[_Item], in_loop: bool) -> list[_Layers]:
         """The blocks among items that do not repeat: consecutive branches of the residual stream.

@@ -188,10 +188,22 @@ class _Blocks:
         return kind, site.weight is None, site.batch, site.m, site.n, site.k, nonlinear, has_memory
 
     def _continues(self, last: int, first: int) -> bool:
-        """Does a product read what is computed from another, with no other product between?"""
+        """Does a product, or the loop over layers around it, start from what is computed from another product?
+
+        No other product may be between.
+        """
         products, flow = self._products, self._products.flow
         convolutions = {n for n, name in enumerate(flow.operations) if name == "conv_general_dilated"}
-        return last in flow.before(flow.inputs[first], products.products | convolutions, last)
+        starts = flow.inputs[first]
+        for stack in products.sites[first].loops:
+            if (
+                stack.address in self._lengths
+            ):  # the decoder also reads the encoder, but does not start from it
+                carries = flow.loops[stack.address].carries
+                starts = [n for carry, _ in carries for n in flow.inputs[carry][:-1]]
+                break
+        left = [loop.first for loop in flow.loops.values() if loop.first <= last <= loop.last < first]
+        return last in flow.before(starts, products.products | convolutions, min([last, *left]))
 
     def _runs_stages(self, site: Site, position: BlockPosition) -> bool:
         """Is its stack, or a loop around all of it, a pipeline whose products read the matrices of several blocks?"""

@@ -434,13 +434,16 @@ MOE = {
 
 
 def ragged_experts(x: Any, p: Any) -> Any:
-    """Mixtral: the two best experts of each token, tokens sorted by expert."""
+    """Mixtral: the two best experts of each token, tokens sorted by expert. With `e3` they have gates."""
     tokens = x.reshape(-1, WIDTH)
     probabilities, chosen = lax.top_k(jax.nn.softmax(tokens @ p["r"]), 2)
     order = jnp.argsort(chosen.ravel())
     sizes = jnp.bincount(chosen.ravel(), length=EXPERTS)
     routed = jnp.repeat(tokens, 2, axis=0)[order]
-    out = lax.ragged_dot(jax.nn.silu(lax.ragged_dot(routed, p["e1"], sizes)), p["e2"], sizes)
+    hidden = jax.nn.silu(lax.ragged_dot(routed, p["e1"], sizes))
+    if "e3" in p:
+        hidden *= lax.ragged_dot(routed, p["e3"], sizes)
+    out = lax.ragged_dot(hidden, p["e2"], sizes)
     out = out[jnp.argsort(order)].reshape(-1, 2, WIDTH) * probabilities[..., None]
     return out.sum(1).reshape(x.shape)
 
@@ -555,6 +558,53 @@ def first_block_dense_then_mixtures_with_a_shared_expert(p: Any) -> Any:
     return cross_entropy(rms_norm(x) @ p["out"])
 
 
+SQUARE_LLAMA = {**attention_params(), "w5": SQUARE, "w6": SQUARE, "w7": SQUARE}
+SQUARE_MOE = {
+    **SQUARE_LLAMA, "r": weight(WIDTH, EXPERTS),
+    **dict.fromkeys(("e1", "e2", "e3"), weight(EXPERTS, WIDTH, WIDTH)),
+}  # fmt: skip
+DEEPSEEK = (*ATTENTION, "router", "experts", "experts", "experts", "mlp", "mlp", "mlp")
+
+
+def deepseek_block(x: Any, p: Any) -> Any:
+    """Experts and a shared expert, all of them with gates."""
+    x = x + self_attention(rms_norm(x), p)
+    h = rms_norm(x)
+    return x + (ragged_experts(h, p) + (jax.nn.silu(h @ p["w5"]) * (h @ p["w6"])) @ p["w7"])
+
+
+@program({**LM_PARAMS, "l": stack(4, SQUARE_MOE)}, scanned(4, *DEEPSEEK), outside("head"))
+def square_mixtures_scanned(p: Any) -> Any:
+    """Equal products that follow each other in a branch are parts of a block."""
+    x, _ = lax.scan(lambda x, layer: (deepseek_block(x, layer), None), p["table"][TOKEN_IDS], p["l"])
+    return cross_entropy(rms_norm(x) @ p["out"])
+
+
+@program(
+    {**LM_PARAMS, "d": SQUARE_LLAMA, "l": SQUARE_MOE},
+    unrolled(1, *LLAMA),
+    unrolled(1, *DEEPSEEK, first=1),
+    outside("head"),
+)
+def two_different_blocks_of_square_matrices(p: Any) -> Any:
+    x = deepseek_block(llama_block(p["table"][TOKEN_IDS], p["d"]), p["l"])
+    return cross_entropy(rms_norm(x) @ p["out"])
+
+
+@program(
+    {**LM_PARAMS, "d": stack(2, LLAMA_PARAMS), "l": stack(4, SQUARE_MOE), "f": LLAMA_PARAMS},
+    scanned(2, *LLAMA),
+    [(kind, (2, 3, 4, 5)) for kind in DEEPSEEK],
+    unrolled(1, *LLAMA, first=6),
+    outside("head"),
+)
+def dense_scan_then_mixture_scan_then_one_block(p: Any) -> Any:
+    """DeepSeek: the second scan goes on with the stream of the first, so that they count together."""
+    x, _ = lax.scan(lambda x, layer: (llama_block(x, layer), None), p["table"][TOKEN_IDS], p["d"])
+    x, _ = lax.scan(lambda x, layer: (deepseek_block(x, layer), None), x, p["l"])
+    return cross_entropy(rms_norm(llama_block(x, p["f"])) @ p["out"])
+
+
 @program(
     {**LM_PARAMS, "l": stack(2, MOE)},
     scanned(2, *ATTENTION, "router"),
@@ -618,6 +668,25 @@ def encoder_decoder_scanned(p: Any) -> Any:
         x = x + self_attention(rms_norm(x), w)
         x = x + self_attention(rms_norm(x), w["x"], memory=memory, causal=False)
         return x + mlp(rms_norm(x), w), None
+
+    x, _ = lax.scan(layer, p["table"][TOKEN_IDS], p["d"])
+    return cross_entropy(rms_norm(x) @ p["table"].T)
+
+
+@program(
+    {"table": TABLE, "e": stack(3, BLOCK_PARAMS), "d": stack(2, {"x": attention_params(), **BLOCK_PARAMS})},
+    scanned(3, *BLOCK),
+    scanned(2, *ATTENTION, *BLOCK),
+    outside("head"),
+)
+def decoder_that_reads_the_encoder_first(p: Any) -> Any:
+    """The first product of the decoder follows the encoder. The stream of the decoder does not."""
+    memory, _ = lax.scan(lambda x, layer: (block(x, layer), None), p["table"][TOKEN_IDS], p["e"])
+
+    def layer(x: Any, w: Any) -> Any:
+        k, v = split_heads(memory @ w["x"]["w2"]), split_heads(memory @ w["x"]["w3"])
+        q = split_heads(rms_norm(x) @ w["x"]["w1"])
+        return block(x + attend(q, k, v).reshape(x.shape) @ w["x"]["w4"], w), None
 
     x, _ = lax.scan(layer, p["table"][TOKEN_IDS], p["d"])
     return cross_entropy(rms_norm(x) @ p["table"].T)
@@ -891,6 +960,15 @@ def multilayer_perceptron(p: Any) -> Any:
     for w in p["w"]:
         x = jax.nn.relu(x @ w)
     return cross_entropy(x @ p["out"], np.zeros(BATCH, int))
+
+
+@program(
+    {"l": stack(3, {"a": SQUARE, "b": SQUARE}), "out": SQUARE}, scanned(3, "mlp", "mlp"), outside("head")
+)
+def perceptron_scanned_over_pairs(p: Any) -> Any:
+    """Without residual additions, an iteration is a block."""
+    x, _ = lax.scan(lambda x, w: (jnp.tanh(jnp.tanh(x @ w["a"]) @ w["b"]), None), SEQUENCE, p["l"])
+    return cross_entropy(x @ p["out"], TOKEN_IDS % WIDTH)
 
 
 @program(
