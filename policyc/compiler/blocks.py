@@ -213,7 +213,7 @@ class _Finder:
 
     def _is_stack(self, body: list[_Item], next_body: list[_Item]) -> bool:
         """Is the second of two equal bodies computed from the first, and is each more than a part of a block?"""
-        if not self._is_whole(body):
+        if not self._is_whole(body) and not self._is_indexed(body, next_body):
             return False
         mixers, next_mixers = ({i.products[0].mixer for i in items} - {None} for items in (body, next_body))
         if mixers & next_mixers:
@@ -232,6 +232,15 @@ class _Finder:
             sizes = Counter(branch for p in products for branch in p.branches)
             return any(self._branch_sizes[branch] == size for branch, size in sizes.items())
         return not products[0].loops or any(p.mixer is not None for p in products)
+
+    def _is_indexed(self, body: list[_Item], next_body: list[_Item]) -> bool:
+        """Do two bodies have other indices, in a network that is itself the only branch: `x + network(x)`?"""
+        one, other = (
+            {p.placing.indices and p.placing.indices[1] for item in items for p in item.products}
+            for items in (body, next_body)
+        )
+        is_scanned = bool(body[0].products[0].loops)
+        return len(self._branch_sizes) == 1 and not is_scanned and None not in one and one.isdisjoint(other)
 
     def _leftover(self, items: list[_Item], in_loop: bool) -> list[_Layers]:
         """The blocks among items that do not repeat: consecutive branches of the residual stream.

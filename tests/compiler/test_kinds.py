@@ -155,6 +155,19 @@ def test_indices_tell_blocks_where_nothing_else_does() -> None:
     assert blocks_of(loss, params) == [(), (0,), (0,), (1,), (1,), (2,), (2,), (3,), (3,), ()]
 
 
+def test_indices_tell_blocks_of_a_network_that_is_one_branch() -> None:
+    """Without indices, it is one block: nothing tells it from a block of several equal products."""
+
+    def loss(p: Any, x: Any) -> Any:
+        out = x
+        for w in p.values() if isinstance(p, dict) else p:
+            out = jnp.tanh(out @ w)
+        return (x + out).sum()
+
+    assert blocks_of(loss, [SQUARE] * 4) == [(0,), (1,), (2,), (3,)]
+    assert blocks_of(loss, dict.fromkeys("abcd", SQUARE)) == [(0,)] * 4
+
+
 def test_indices_of_scopes_tell_blocks_too() -> None:
     def loss(p: Any, x: Any) -> Any:
         for number in range(4):
