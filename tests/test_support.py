@@ -59,7 +59,7 @@ is_under = "POLICYC_POLICY_NAME" in os.environ
 def test_good(): pass
 def test_bad(): assert False
 def test_differs(): assert not is_under
-@pytest.mark.skipif(is_under, reason="")
+@pytest.mark.skipif(is_under, reason="what the lane must find")
 def test_is_skipped_under_a_policy(): pass
 """
 

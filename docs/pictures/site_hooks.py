@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: the pages of the site load nothing from elsewhere."""
+"""Hooks of mkdocs: the pages of the site load nothing from other servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def load_from_here(page: str, depth: int) -> str:
     """Takes our script instead of that of another host. `depth` is the number of folders that the page is in."""
     page = page.replace(ELSEWHERE, "../" * depth + "pictures/iframe_worker.js")
     if outside := LOADED.search(page):
-        raise PluginError(f"a page loads something from elsewhere: {outside[0]}")
+        raise PluginError(f"a page loads something from another server: {outside[0]}")
     return page
 
 

@@ -165,7 +165,7 @@ DECIDES: dict[str, tuple[set[str], int, int]] = {
     "llama3_8b_nvfp4": (LINEARS, 4, 4),
     "fp8": (LINEARS, 8, 0),
 }
-"""Of each policy: the kinds that it quantizes in blocks, to how many bits, and how many of the last blocks it keeps."""
+"""For each policy: which kinds it quantizes in blocks, to how many bits, and how many of the last blocks it keeps."""
 
 
 @each_row
