@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from typing import Any
 from benchmarks.command_line import make_parser
 from policyc import load, parse
 from policyc.compiler.execution import ExecutionOptions, execution_options
-from policyc.compiler.plan import make_plan
 from policyc.hardware import gemm_cost, llama_step
 from policyc.hardware.mesh import MeshShape
 from policyc.hardware.step_cost import StepParts, estimate_parts
@@ -77,7 +76,7 @@ def plan_step(config: str, devices: int, gpu: str, format: str) -> TrainingStep:
     """The step with Transformer Engine's kernels for NVFP4, with which the published runs were made."""
     step = trace_step(config, devices)
     execution = execution_options("te", gpu)
-    return replace(step, plan=make_plan(load_policy(format), step.plan.sites, execution))
+    return step.under(load_policy(format), execution)
 
 
 @cache

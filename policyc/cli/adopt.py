@@ -9,8 +9,8 @@ from pathlib import Path
 
 import click
 
-from policyc.cli.common import EXIT_USAGE, exit_with_message, print_or_write
-from policyc.cli.estimate import step_under, trace_step
+from policyc.cli.common import EXIT_USAGE, exit_with_message, format_by_ending, print_or_write
+from policyc.cli.estimate import trace_step
 from policyc.cli.options import (
     FiniteRange,
     ProgramCommand,
@@ -24,7 +24,7 @@ from policyc.cli.options import (
 )
 from policyc.cli.program import parse_execution
 
-FORMAT_OF_ENDING = {".html": "html", ".json": "json"}
+FORMATS = ("markdown", "html", "json")
 _COUNT = re.compile(r"([0-9.]+(?:e[0-9]+)?)([kmbt]?)", re.IGNORECASE)
 _MULTIPLES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
@@ -89,7 +89,7 @@ adopt_options = collect_options(
         click.option(
             "--format",
             "output_format",
-            type=click.Choice(["markdown", "html", "json"]),
+            type=click.Choice(FORMATS),
             show_default="by the ending of --out; markdown without it",
             help="Output format.",
         ),
@@ -136,17 +136,13 @@ def adopt(program: tuple[str, ...], step: StepOptions, options: AdoptOptions) ->
     try:
         mesh = step.mesh_shape()
         check_modelled(mesh)
-        traced = trace_step(load(BASELINE), program, mesh, step, execution)
-        data = make_adoption(
-            question,
-            step_under(traced, load(BASELINE), execution),
-            mesh,
-            Path(options.sweep) if options.sweep else None,
-        )
+        baseline = load(BASELINE)
+        planned = trace_step(baseline, program, mesh, step, execution).under(baseline, execution)
+        data = make_adoption(question, planned, mesh, Path(options.sweep) if options.sweep else None)
     except ReportError as error:
         exit_with_message(str(error), EXIT_USAGE)
     except ValueError as error:
         exit_with_message(str(error))
-    format = options.output_format or FORMAT_OF_ENDING.get(Path(options.out or "").suffix, "markdown")
+    format = options.output_format or format_by_ending(options.out, *FORMATS)
     text = json.dumps(data, indent=2) + "\n" if format == "json" else render_adoption(data, format)
     print_or_write(text, options.out)

@@ -23,6 +23,7 @@ EXIT_OK = 0
 EXIT_FAILURE = 1  # lint findings, a faulty policy, or a request that cannot be met
 EXIT_USAGE = 2  # wrong usage, or a file that cannot be read or written
 
+_FORMAT_OF_ENDING = {".html": "html", ".md": "markdown", ".json": "json", ".svg": "svg"}
 _MAX_SIMILAR = 4  # names in one suggestion
 
 _STYLES: dict[str, dict[str, Any]] = {
@@ -171,6 +172,12 @@ def write_output(option: str, path: str, text: str) -> None:
             stream.write(text.encode("utf-8"))
     except OSError as error:
         exit_with_message(f"{option}: '{path}' cannot be written: {error.strerror}", EXIT_USAGE)
+
+
+def format_by_ending(out: str | None, *formats: str) -> str:
+    """The format that the ending of a file asks for; the first one if there is no file, or no format has the ending."""
+    format = _FORMAT_OF_ENDING.get(Path(out or "").suffix, "")
+    return format if format in formats else formats[0]
 
 
 def print_or_write(text: str, out: str | None) -> None:

@@ -15,6 +15,7 @@ from policyc.cli.common import (
     EXIT_FAILURE,
     EXIT_USAGE,
     exit_with_message,
+    format_by_ending,
     load_policy,
     print_or_write,
 )
@@ -92,10 +93,8 @@ class OutputOptions:
     @property
     def format(self) -> str:
         """The format that is asked for, by name or by the ending of the file."""
-        return self.output_format or FORMAT_OF_ENDING.get(Path(self.out or "").suffix, "text")
+        return self.output_format or format_by_ending(self.out, "text", "html", "svg", "json")
 
-
-FORMAT_OF_ENDING = {".html": "html", ".svg": "svg", ".json": "json"}
 
 output_options = collect_options(
     OutputOptions,

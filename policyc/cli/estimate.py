@@ -141,7 +141,7 @@ def estimate(policy: str, program: tuple[str, ...], step: StepOptions, options: 
         checkpoint = _estimate_checkpoint(step, mesh, options.store_bandwidth)
     except ValueError as error:
         exit_with_message(str(error))
-    steps = {name: step_under(traced, loaded, execution) for name, loaded in policies}
+    steps = {name: traced.under(loaded, execution) for name, loaded in policies}
     estimates = [_estimate(name, under, mesh, compiled.get(name)) for name, under in steps.items()]
     if options.output_format == "json":
         text = json.dumps(_as_data(estimates, step.target, mesh) | checkpoint, indent=2) + "\n"
@@ -204,13 +204,6 @@ def _read_compiled(
             )
         compiled[report.policy] = report
     return compiled
-
-
-def step_under(step: TrainingStep, policy: Policy, execution: ExecutionOptions) -> TrainingStep:
-    """The same step under another policy."""
-    from policyc.compiler.plan import make_plan
-
-    return dataclasses.replace(step, plan=make_plan(policy, step.plan.sites, execution))
 
 
 def trace_step(

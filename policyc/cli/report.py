@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from policyc.cli.common import EXIT_USAGE, ExampleCommand, exit_with_message, print_note
+from policyc.cli.common import EXIT_USAGE, ExampleCommand, exit_with_message, format_by_ending, print_note
 from policyc.cli.sweep_runs import split_names
 
 if TYPE_CHECKING:
     from policyc.experiments.report.build import ReportOptions
 
 
-FORMAT_OF_ENDING = {".html": "html", ".md": "markdown", ".json": "json", ".svg": "svg"}
+FORMATS = ("html", "markdown", "json", "svg")
 
 
 @click.command(
@@ -37,7 +37,7 @@ FORMAT_OF_ENDING = {".html": "html", ".md": "markdown", ".json": "json", ".svg":
 @click.option(
     "--format",
     "output_format",
-    type=click.Choice(["html", "markdown", "json", "svg"]),
+    type=click.Choice(FORMATS),
     show_default="by the ending of --out; html without it",
     help="A page; tables; everything as JSON; a picture of the gaps over predicted speed-ups (needs matplotlib).",
 )
@@ -94,7 +94,7 @@ class _ReportCommand:
     @property
     def format(self) -> str:
         """The format that is asked for, by name or by the ending of the file."""
-        return self.output_format or FORMAT_OF_ENDING.get(Path(self.out or "").suffix, "html")
+        return self.output_format or format_by_ending(self.out, *FORMATS)
 
     def report_options(self) -> ReportOptions:
         from policyc.experiments.report.build import PredictedStep, ReportOptions

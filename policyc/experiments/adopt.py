@@ -5,14 +5,12 @@ Speeds are those of the cost model, with its errors on published runs. A finishe
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from policyc.compiler.idle_rules import find_deciding_rules
-from policyc.compiler.plan import make_plan
 from policyc.compiler.plan_checks import check_plan
 from policyc.experiments.report.build import build_report
 from policyc.experiments.report.values import Record
@@ -70,7 +68,8 @@ class Candidate:
       advice: `reference`, `baseline`, `try`, or why not.
       four_bits: the fraction of the FLOPs of all products that is multiplied in 4 bits.
       emulated: the fraction that is emulated.
-      speed_up: over the baseline. `least` and `most` are it with the errors of the model, where these are known.
+      speed_up: over the baseline; None if that does not fit the model. `least` and `most` are it with the errors of
+        the cost model, where these are known.
       gpu_hours: of the whole training.
     """
 
@@ -83,7 +82,7 @@ class Candidate:
     communication: float
     memory: float
     over_reference: float
-    speed_up: float
+    speed_up: float | None
     least: float | None
     most: float | None
     gpu_hours: float | None
@@ -94,7 +93,6 @@ def make_adoption(question: Question, step: TrainingStep, mesh: MeshShape, sweep
     tokens = microbatch_tokens(step.plan) * step.accumulate
     steps = None if question.tokens is None else question.tokens / tokens
     candidates, left_out = _judge_all(step, mesh, steps)
-    tried = [c.policy for c in candidates if c.advice == "try"]
     return {
         "model": question.model,
         "target": question.target,
@@ -108,7 +106,7 @@ def make_adoption(question: Question, step: TrainingStep, mesh: MeshShape, sweep
         "errors": gemm_cost.SPEED_UP_ERRORS,
         "candidates": [asdict(c) for c in candidates],
         "left_out": left_out,
-        "sweep": _advise_sweep(question, tried),
+        "sweep": _advise_sweep(question, candidates),
         "measured": None if sweep is None else _read_sweep(sweep),
     }
 
@@ -120,15 +118,16 @@ def _judge_all(
     step: TrainingStep, mesh: MeshShape, steps: float | None
 ) -> tuple[list[Candidate], list[Record]]:
     """The policies that fit the model, and those that do not, with the reason."""
-    sites, execution = step.plan.sites, step.plan.execution
     planned, left_out = {}, []
     for name in CANDIDATES:
-        under = dataclasses.replace(step, plan=make_plan(load(name), sites, execution))
+        under = step.under(load(name))
         if reason := _refusal(under):
             left_out.append({"policy": name, "reason": reason})
         else:
             planned[name] = under
-    target = execution.target
+    if REFERENCE not in planned:
+        raise ValueError(f"no policy can be applied here: {left_out[0]['reason']}")
+    target = step.plan.execution.target
     assert target is not None
     seconds = {name: step_cost.scheduled_seconds(under, target, mesh) for name, under in planned.items()}
     return [_judge(name, planned[name], mesh, seconds, steps) for name in planned], left_out
@@ -151,10 +150,13 @@ def _judge(
     target = step.plan.execution.target
     assert target is not None
     four_bits, emulated = _shares(step)
-    speed_up = seconds[BASELINE] / seconds[name] if BASELINE in seconds else 1.0
+    over_reference = seconds[REFERENCE] / seconds[name]
+    speed_up = seconds[BASELINE] / seconds[name] if BASELINE in seconds else None
     low, high = gemm_cost.SPEED_UP_ERRORS
-    is_calibrated = four_bits > 0 and not emulated
-    least, most = (speed_up / (1 + high), speed_up / (1 + low)) if is_calibrated else (None, None)
+    is_calibrated = speed_up is not None and four_bits > 0 and not emulated
+    least, most = (
+        (speed_up / (1 + high), speed_up / (1 + low)) if speed_up and is_calibrated else (None, None)
+    )
     memory = device_memory(step, mesh)
     if name in (REFERENCE, BASELINE):
         advice = "reference" if name == REFERENCE else "baseline"
@@ -165,7 +167,7 @@ def _judge(
     elif memory > target.memory_bytes:
         advice = "does not fit into memory"
     else:
-        advice = "try" if most is not None and most > 1 and speed_up > 1 else "no gain is predicted"
+        advice = "try" if (speed_up or over_reference) > 1 else "no gain is predicted"
     return Candidate(
         policy=name,
         about=CANDIDATES[name],
@@ -175,7 +177,7 @@ def _judge(
         emulated=emulated,
         communication=step_cost.estimate(step, target, mesh).share("communication"),
         memory=memory,
-        over_reference=seconds[REFERENCE] / seconds[name],
+        over_reference=over_reference,
         speed_up=speed_up,
         least=least,
         most=most,
@@ -200,22 +202,26 @@ def _shares(step: TrainingStep) -> tuple[float, float]:
 # ---- the sweep that decides
 
 
-def _advise_sweep(question: Question, tried: Sequence[str]) -> Record:
-    """The command of the sweep, and what it can resolve."""
-    policies = list(tried) or ["te_nvfp4"]
+def _advise_sweep(question: Question, candidates: Sequence[Candidate]) -> Record | None:
+    """The command of the sweep, and what it can resolve; None if there is nothing to compare."""
+    baselines = [c.policy for c in candidates if c.policy in (REFERENCE, BASELINE)]
+    in_four_bits = [c.policy for c in candidates if c.four_bits]
+    policies = [c.policy for c in candidates if c.advice == "try"] or in_four_bits[:1]
+    if not policies:
+        return None
     config = question.config and (question.config if question.config in _SMALL_CONFIGS else PROXY)
-    options = ["--baseline", f"{REFERENCE},{BASELINE}", "--seeds", str(SEEDS), "--stats-every", "500"]
+    options = ["--baseline", ",".join(baselines), "--seeds", str(SEEDS), "--stats-every", "500"]
     source = ["--config", config, "--data", "corpus.bin"] if config else ["--steps", "2000", *question.words]
     words = ["policyc", "sweep", ",".join(policies), *options, "--out", "sweeps/adopt", *source]
     settings = Settings()
-    compared = len(policies) + 1  # and the baseline
+    compared = len(policies) + len(baselines) - 1  # with the first baseline
     detectable = smallest_detectable_effect(SPREAD, SEEDS, settings.alpha / compared, settings.power)
     return {
         "command": shlex.join(words),
         "config": config,
         "is_proxy": bool(config) and config != question.config,
         "seeds": SEEDS,
-        "runs": SEEDS * (len(policies) + 2),
+        "runs": SEEDS * (len(policies) + len(baselines)),
         "margin": str(settings.margin),
         "spread": SPREAD,
         "detectable": float(detectable),

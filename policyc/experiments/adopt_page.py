@@ -42,9 +42,15 @@ def _headline(data: Record) -> str:
     tried = [c for c in data["candidates"] if c["advice"] == "try"]
     where = f"{data['devices']} × {data['target']}"
     if not tried:
-        return f"On {where}, no policy with 4 bits is predicted to be faster than {BASELINE}"
-    best = max(tried, key=lambda c: c["speed_up"])
-    return f"Try {best['policy']}: on {where} it is predicted to train at {_with_range(best)} the speed of {BASELINE}"
+        return f"On {where}, no policy with 4 bits is predicted to be faster than {_compared_with(data)}"
+    best = min(tried, key=lambda c: c["seconds"])
+    ratio = format_figure("ratio", best["over_reference"]) if best["speed_up"] is None else _with_range(best)
+    return f"Try {best['policy']}: on {where} it is predicted to train at {ratio} the speed of {_compared_with(data)}"
+
+
+def _compared_with(data: Record) -> str:
+    """The baseline of every speed, or the reference if the baseline does not fit the model."""
+    return BASELINE if any(c["policy"] == BASELINE for c in data["candidates"]) else REFERENCE
 
 
 def _facts(data: Record) -> str:
@@ -160,10 +166,12 @@ def _measured(data: Record) -> Section | None:
     return Section(title=title, columns=columns, rows=rows, sentences=sentences)
 
 
-def _sweep(data: Record) -> Section:
+def _sweep(data: Record) -> Section | None:
     sweep = data["sweep"]
+    if sweep is None:
+        return None
     sentences = [
-        f"{sweep['runs']} runs: {sweep['seeds']} seeds of each policy and of both baselines, paired by seed.",
+        f"{sweep['runs']} runs: {sweep['seeds']} seeds of each policy and of each baseline, paired by seed.",
         f"It finds a gap of {sweep['detectable']:.3f} nats in {sweep['power']:.0%} of cases, if paired seeds differ "
         f"with a standard deviation of {sweep['spread']:g} nats, the largest found at 19M parameters. Parity is a gap "
         f"inside {sweep['margin']} of the loss. The report says what the sweep itself could resolve.",
@@ -185,7 +193,7 @@ def _sweep(data: Record) -> Section:
 
 def _watch(data: Record) -> Section:
     tried = [c for c in data["candidates"] if c["advice"] == "try"] or data["candidates"]
-    fastest = max(tried, key=lambda c: c["speed_up"])
+    fastest = min(tried, key=lambda c: c["seconds"])
     shares = {c["policy"]: c["communication"] for c in data["candidates"]}
     rate = data["tokens_per_step"] / fastest["seconds"]
     before = f"{shares[BASELINE]:.0%} under {BASELINE}, " if BASELINE in shares else ""
@@ -207,8 +215,9 @@ def _watch(data: Record) -> Section:
 
 def _fallback(data: Record) -> Section:
     names = [FALLBACKS[c["policy"]] for c in data["candidates"] if c["policy"] in FALLBACKS]
+    fallback = " or ".join(names or [_compared_with(data)])
     sentences = [
-        f"Fallback: continue from the last good checkpoint under {' or '.join(names or [BASELINE])}, with the same "
+        f"Fallback: continue from the last good checkpoint under {fallback}, with the same "
         "seed and data. The rules stay, only the recipe changes.",
         "Set the limit before the run: for example, back to FP8 if validation is more than the margin above the "
         "baseline at two checkpoints in a row.",

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from policyc.compiler.plan import make_plan
 from policyc.compiler.sites import Site
 from policyc.hardware import gemm_cost
 from policyc.hardware.communication import communication_seconds
@@ -161,8 +160,7 @@ def ratio_to_fp8(step: TrainingStep, fp8: Policy, mesh: MeshShape) -> float:
     )
     if target is None or not in_four_bits:
         return 0
-    other = replace(step, plan=make_plan(fp8, step.plan.sites, execution))
-    return estimate(step, target, mesh).seconds / estimate(other, target, mesh).seconds
+    return estimate(step, target, mesh).seconds / estimate(step.under(fp8), target, mesh).seconds
 
 
 # ---- on one device

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from policyc.compiler.plan import Decision, Phase, Plan
+from policyc.compiler.execution import ExecutionOptions
+from policyc.compiler.plan import Decision, Phase, Plan, make_plan
 from policyc.compiler.sites import Site
 from policyc.hardware.mesh import MeshShape
+from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm, Recipe
 from policyc.language.treatments import normalize_if_valid
 from policyc.numerics.products import Backends
@@ -54,6 +56,11 @@ class TrainingStep:
     phase: Phase | None = None
     sequences: int | None = None
     sequence: int | None = None
+
+    def under(self, policy: Policy, execution: ExecutionOptions | None = None) -> TrainingStep:
+        """The same step under another policy, and for another machine if `execution` says so."""
+        plan = make_plan(policy, self.plan.sites, execution or self.plan.execution)
+        return replace(self, plan=plan, phase=None)
 
     def groups(self) -> Iterator[LayerGroup]:
         """Yields the layers of every site, grouped by recipe."""

@@ -132,6 +132,38 @@ def test_any_program(tmp_path: Path) -> None:
     assert "&lt;b&gt;train" in page
 
 
+WITHOUT_BLOCKS = """
+import jax, jax.numpy as jnp
+w = {"up": jnp.ones((64, 256), jnp.bfloat16), "down": jnp.ones((256, 8), jnp.bfloat16)}
+jax.grad(lambda w, x: jnp.mean(jax.nn.relu(x @ w["up"]) @ w["down"]))(w, jnp.ones((512, 64), jnp.bfloat16))
+"""
+
+OPAQUE = """
+import jax, jax.numpy as jnp
+multiply = jax.custom_jvp(lambda x, w: x @ w)
+multiply.defjvp(lambda p, t: (p[0] @ p[1], t[0] @ p[1] + p[0] @ t[1]))
+jax.grad(lambda w, x: jnp.sum(multiply(x, w)))(jnp.ones((32, 32)), jnp.ones((8, 32)))
+"""
+
+
+def test_a_baseline_that_does_not_fit_is_not_compared_with(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(WITHOUT_BLOCKS)
+    data = adoption(script)
+    assert "fp8" in {row["policy"] for row in data["left_out"]}
+    assert {c["speed_up"] for c in data["candidates"]} == {None}
+    assert "--baseline bf16 " in data["sweep"]["command"]
+    assert "than bf16" in policyc("adopt", script).out
+
+
+def test_a_program_that_no_policy_can_change(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(OPAQUE)
+    result = policyc("adopt", script)
+    assert result.code == 1
+    assert "no policy can be applied here: the GEMM 'w'" in result.err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

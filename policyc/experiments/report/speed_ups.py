@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 
 from policyc.compiler.execution import execution_options
-from policyc.compiler.plan import make_plan
 from policyc.experiments.report.build import PredictedStep
 from policyc.hardware import llama_step, step_cost
 from policyc.hardware.mesh import parse_mesh
@@ -25,8 +23,8 @@ def predict_speed_ups(policies: Mapping[str, str], baseline: str, step: Predicte
     traced = llama_step.plan_step(first, step.config, mesh, llama_step.Sizes(), execution)
     target = execution.target
     assert target is not None
-    seconds = {}
-    for name, text in policies.items():
-        plan = make_plan(parse(text), traced.plan.sites, execution)
-        seconds[name] = step_cost.scheduled_seconds(dataclasses.replace(traced, plan=plan), target, mesh)
+    seconds = {
+        name: step_cost.scheduled_seconds(traced.under(parse(text)), target, mesh)
+        for name, text in policies.items()
+    }
     return {name: seconds[baseline] / each for name, each in seconds.items()}
