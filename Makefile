@@ -30,8 +30,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # CHROMIUM=/path/to/chromium is the browser (default: the first of chromium, chromium-browser, google-chrome on PATH).
 CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 INSTALL_BROWSER = if [ -z "$(CHROMIUM)" ]; then echo "there is no chromium on PATH: make $@ CHROMIUM=/path/to/chromium" >&2; exit 1; fi; \
-	$(BIN)/python -c 'import playwright' 2>/dev/null || $(TWICE) $(BIN)/python $(PIP) install --no-compile -qq -e '.[browser]' || { \
-	  echo "playwright could not be installed; see the output of pip above" >&2; exit 1; }
+	$(BIN)/python -c 'import playwright' 2>/dev/null || $(BIN)/python .ci/install -e '.[browser]' || { \
+	  echo "playwright could not be installed; see the output above" >&2; exit 1; }
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
@@ -50,8 +50,8 @@ demo: setup ## lint the bundled policies, show one, and train a small Llama unde
 # Strict: a broken link, a page that no menu has or a name that the reference cannot find ends it.
 docs: setup ## build the documentation as a site into build/docs, which needs no server
 	@$(IN) $(BIN)/python -c 'import mkdocs, mkdocstrings_handlers.python' 2>/dev/null || \
-	  $(TWICE) $(BIN)/python $(PIP) install --no-compile -qq -e '.[docs]' || { \
-	  echo "mkdocs could not be installed; see the output of pip above" >&2; exit 1; }
+	  $(BIN)/python .ci/install -e '.[docs]' || { \
+	  echo "mkdocs could not be installed; see the output above" >&2; exit 1; }
 	@$(IN) NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict && echo "open build/docs/index.html"
 
 DRAW_DIFF := diff llama.policy --config llama3_8b --devices 8 --backend te --out
@@ -177,7 +177,8 @@ format: setup ## format the code, and apply the linter's safe fixes
 
 wheel: setup ## build the sdist, and the wheel from it, into dist/
 	@$(IN) rm -rf dist && echo "building into dist/" && \
-	{ said=$$($(TWICE) $(BIN)/python -m build --outdir dist . 2>&1) || { echo "$$said" >&2; exit 1; }; } && ls dist
+	{ $(BIN)/python -m build --installer uv --outdir dist . >/dev/null 2>&1 || \
+	  said=$$($(TWICE) $(BIN)/python -m build --outdir dist . 2>&1) || { echo "$$said" >&2; exit 1; }; } && ls dist
 
 clean: ## remove the environments, caches and build outputs
 	@$(IN) rm -rf .venv .venv-newest .venv-cuda .venv-trainers .venv-hf-flax .venv-te dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
@@ -185,8 +186,7 @@ clean: ## remove the environments, caches and build outputs
 
 # The environment is created again when the interpreter or the path of the checkout changes, and the packages are
 # installed again when pyproject.toml changes. Files in the environment record what it was made from. One that is a link
-# belongs to the checkout where it is, and serves its copies too. --no-compile saves a third of the time: Python compiles
-# each module when it is first imported.
+# belongs to the checkout where it is, and serves its copies too.
 setup: ## create the environment in .venv; the other targets do it when needed
 	@$(IN) \
 	venv="$(VENV)"; \
@@ -213,7 +213,7 @@ setup: ## create the environment in .venv; the other targets do it when needed
 	fi; \
 	if ! cmp -s pyproject.toml "$$venv/.installed-from"; then \
 	  echo "installing policyc and its requirements into $$venv (a minute or two; only when pyproject.toml changes)"; \
-	  $(TWICE) "$$venv/bin/python" $(PIP) install --no-compile -qq -e '.[$(EXTRAS)]' || { \
+	  "$$venv/bin/python" .ci/install -e '.[$(EXTRAS)]' || { \
 	    echo "the installation failed; make clean starts over" >&2; exit 1; }; \
 	  cp pyproject.toml "$$venv/.installed-from"; \
 	fi
