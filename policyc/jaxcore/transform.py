@@ -159,7 +159,7 @@ class Transform(ABC):
 
     # ---- the transformation
 
-    def transform(self, jaxpr: AnyJaxpr, position: Position = Position()) -> TransformedJaxpr:  # noqa: B008
+    def transform(self, jaxpr: AnyJaxpr, position: Position = Position()) -> TransformedJaxpr:
         key = self.key(position)
         if key is None:
             return TransformedJaxpr(jaxpr)
