@@ -1,5 +1,7 @@
 """What a run writes beside metrics and checkpoints: exports, with a command that runs on each, and profiles."""
 
+from __future__ import annotations
+
 import ctypes
 import shlex
 import subprocess

@@ -118,7 +118,8 @@ class Checkpoints:
     """The checkpoints of a run, in one folder. Each stores the identity of its run and a hash of everything in it."""
 
     def __init__(self, folder: Path, keep: int, identity: dict[str, Any], keep_every: int = 0) -> None:
-        self.folder, self._identity = folder.resolve(), identity
+        self.folder: Path = folder.resolve()
+        self._identity = identity
         self._options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, keep_period=keep_every or None, cleanup_tmp_directories=True
         )

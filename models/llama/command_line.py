@@ -28,7 +28,7 @@ EXAMPLES = """examples:
   policyc apply llama_nvfp4 models/llama/train.py --config tiny
 """
 
-GROUPS = {
+GROUPS: dict[str, tuple[str, ...]] = {
     "run": ("steps", "batch", "sequence", "accumulate", "seed", "seeds", "seed_loop", "out"),
     "data": ("data", "tokenizer", "max_bad_rows", "document_mask", "packing"),
     "optimizer": ("optimizer", "learning_rate", "schedule", "warmup", "warmup_steps", "warmup_tokens", "decay", "final",
@@ -54,7 +54,7 @@ OTHER_NAMES = {
 }
 
 FIELDS: dict[str, Field[Any]] = {f.name: f for config in (RunConfig, ModelConfig) for f in fields(config)}
-TYPES = {"int": int, "float": float, "bool": bool}
+TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool}
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> tuple[str, ModelConfig, RunConfig]:

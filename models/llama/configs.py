@@ -43,7 +43,7 @@ def setting(
     return field(default=default, metadata=metadata)
 
 
-operational = partial(setting, in_identity=False)  # does not change the numbers of a run
+operational: partial[Any] = partial(setting, in_identity=False)  # does not change the numbers of a run
 
 
 @dataclass(frozen=True, kw_only=True)

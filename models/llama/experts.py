@@ -4,6 +4,8 @@ No token is dropped: its copies, one for each of its experts, are sorted by expe
 copies of each expert by the weights of that expert.
 """
 
+from __future__ import annotations
+
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -14,7 +16,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from policyc.models.llama.configs import ModelConfig
 
-TOKENS = PartitionSpec(("data", "fsdp", "expert"), "context")  # how batch and sequence are divided
+TOKENS: PartitionSpec = PartitionSpec(
+    ("data", "fsdp", "expert"), "context"
+)  # how batch and sequence are divided
 
 
 class RouterSummary(NamedTuple):

@@ -1,5 +1,7 @@
 """Batches on the devices: of one run, or of several seeds with their batches stacked."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -21,7 +23,7 @@ class BatchFeed(Iterator[model.Batch]):
         indices: Any = self._sharding.addressable_devices_indices_map(self._shape).values()
         rows = sorted({row for index in indices for row in range(run.batch)[index[0]]})
         self._sources = [data.BatchSource(run, config.vocab, rows, split) for run in runs]
-        self.contents = self._sources[0].contents
+        self.contents: str = self._sources[0].contents
 
     def __next__(self) -> model.Batch:
         if len(self._sources) == 1:

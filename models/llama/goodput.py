@@ -50,9 +50,11 @@ class TimeAccount:
     """
 
     def __init__(self, clock: Clock = time.perf_counter, wall_clock: Clock = time.time) -> None:
-        self.clock, self.wall_clock = clock, wall_clock
-        self.seconds = dict.fromkeys(ACTIVITIES, 0.0)
-        self.restarts = self.lost_steps = 0
+        self.clock: Clock = clock
+        self.wall_clock: Clock = wall_clock
+        self.seconds: dict[str, float] = dict.fromkeys(ACTIVITIES, 0.0)
+        self.restarts: int = 0
+        self.lost_steps: int = 0
         self.on_lowered: Callable[[], None] | None = None
         self._activity, self._since, self._started_at = "start", clock(), wall_clock()
         self._claims: list[tuple[float, float]] = []  # parts of the time since then, apart and in order

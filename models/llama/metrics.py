@@ -107,7 +107,7 @@ class MetricsLog:
         self._stall = 0.0  # seconds since the last line of a step
         self._since_line = (0, 0.0)  # tokens and seconds
         self.account = account
-        self.progress = ProgressLine(stack, run, start, account, self._writes)
+        self.progress: ProgressLine = ProgressLine(stack, run, start, account, self._writes)
         account.switch("start")
         seconds = [account.seconds[name] for name in ("start", "compile")]
         self.progress.print(f"started in {sum(seconds):.1f} s, {seconds[1]:.1f} s of it compiling")

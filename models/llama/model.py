@@ -4,6 +4,8 @@ Parameters are float32. Norms, rotations, the softmax of the loss and the sums o
 is computed in `config.compute`. A weight is cast where it is used, so that its gradient is float32.
 """
 
+from __future__ import annotations
+
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace

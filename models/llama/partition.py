@@ -1,5 +1,7 @@
 """Which devices hold what: the mesh of a run, and the shardings of arrays by their logical axes."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast

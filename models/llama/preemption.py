@@ -33,7 +33,8 @@ class Stopped(BaseException):
 
     def __init__(self, cause: str, exit_code: int, step: int | None = None, is_saved: bool = True) -> None:
         super().__init__(cause if step is None else f"{cause} after step {step}")
-        self.exit_code, self._is_saved = exit_code, is_saved
+        self.exit_code: int = exit_code
+        self._is_saved = is_saved
 
     @property
     def advice(self) -> str:

@@ -1,5 +1,7 @@
 """What a run prints: one line of progress that is updated in place on a terminal, otherwise plain lines."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -12,7 +14,7 @@ from policyc.models.llama.configs import RunConfig
 from policyc.models.llama.goodput import PAUSES, TimeAccount
 
 
-class DescriptionColumn(ProgressColumn):
+class _DescriptionColumn(ProgressColumn):
     """The description of a task and, where that takes long, the seconds since then."""
 
     def render(self, task: Task) -> Text:
@@ -26,7 +28,7 @@ class ProgressLine:
     def __init__(self, stack: ExitStack, run: RunConfig, start: int, account: TimeAccount, writes: bool):
         self._run, self._step, self._account, self._writes = run, start, account, writes
         rest = Column(no_wrap=True, overflow="ellipsis", ratio=1)  # one line, also where it does not fit
-        columns = MofNCompleteColumn(), BarColumn(20), DescriptionColumn(rest)
+        columns = MofNCompleteColumn(), BarColumn(20), _DescriptionColumn(rest)
         is_disabled = not (writes and sys.stdout.isatty())
         self._bar = stack.enter_context(Progress(*columns, expand=True, disable=is_disabled))
         self._line, self._is_compiling = "running", False

@@ -19,6 +19,8 @@ Row = dict[str, Any]  # one line of metrics
 class RunFiles:
     """The files of one run: metrics.jsonl, and the same for TensorBoard and Weights & Biases."""
 
+    tokens_at_start: int
+
     def __init__(self, stack: ExitStack, folder: Path, config: ModelConfig, run: RunConfig, start: int):
         lines, self.tokens_at_start = _open_at_step(folder / "metrics.jsonl", start)
         self._lines = stack.enter_context(lines)

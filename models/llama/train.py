@@ -4,11 +4,13 @@ A run writes metrics, checkpoints and exports to a folder. It has no code for nu
 under a policy. The calls of `policyc` below tell the policy about the run; without a policy they do nothing.
 """
 
+from __future__ import annotations
+
 import errno
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
@@ -20,6 +22,7 @@ try:
     import jax
     import jax.numpy as jnp
     import numpy as np
+    from jax.sharding import Mesh
 
     import policyc
     from policyc.models.llama import (
@@ -38,10 +41,10 @@ try:
     from policyc.models.llama.goodput import TimeAccount
     from policyc.models.llama.preemption import INTERRUPTED, Stopped, StopRequest, end_together, watch_signals
     from policyc.models.llama.run_files import copy_metrics
-except ModuleNotFoundError as error:
-    if error.name is None or error.name.startswith("policyc."):
+except ModuleNotFoundError as _error:
+    if _error.name is None or _error.name.startswith("policyc."):
         raise
-    sys.exit(f"error: training needs the package '{error.name}': pip install 'policyc[train]'")
+    sys.exit(f"error: training needs the package '{_error.name}': pip install 'policyc[train]'")
 except KeyboardInterrupt:
     sys.exit(130)
 
@@ -127,6 +130,32 @@ class Trainer:
     Their checkpoints are common, in the folder of the first one.
     """
 
+    config: ModelConfig
+    run: RunConfig
+    mesh: Mesh
+    stop: StopRequest
+    name: str
+    runs: list[RunConfig]
+    folders: list[Path]
+    folder: Path
+    batches: BatchFeed
+    validation: BatchFeed
+    checkpoints: Checkpoints
+    policy: str | None
+    policy_name: str | None
+    start_profile: Callable[[], Any]
+    stop_profile: Callable[[], Any]
+    train_step: Any
+    eval_step: Any
+    observed_loss: Callable[..., Any]
+    state: optimizer.State
+    is_new: bool
+    is_starved: bool
+    steps_done: int
+    saved_step: int
+    saved_at: float
+    positions: dict[int, list[Any]]  # in the data, after recent steps
+
     def __init__(
         self, name: str, config: ModelConfig, run: RunConfig, stop: StopRequest, stack: ExitStack
     ) -> None:
@@ -160,7 +189,7 @@ class Trainer:
         self.train_step.trace(abstract_state, batch)  # a bad policy fails here
         self.state, self.steps_done = self.resume(abstract_state, stack)
         self.is_starved = False
-        self.positions = {self.steps_done: self.batches.positions}  # in the data, after recent steps
+        self.positions = {self.steps_done: self.batches.positions}
         self.saved_step, self.saved_at = self.steps_done, 0.0
 
     # ---- the start

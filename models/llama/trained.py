@@ -51,6 +51,8 @@ class ByteCodec:
 class TokenizerCodec:
     """A tokenizer.json."""
 
+    end: int
+
     def __init__(self, path: Path) -> None:
         self._tokenizer, self.end = data.read_tokenizer(str(path))
 

@@ -4,6 +4,8 @@ Hugging Face stores a linear as (out, in), one tensor per layer and expert. Here
 and layers may be.
 """
 
+from __future__ import annotations
+
 import itertools
 import json
 import shutil
@@ -39,10 +41,19 @@ HF_FIELDS = {"hidden_size": "width", "intermediate_size": "hidden", "num_hidden_
              "head_dim": "head_dim", "num_attention_heads": "heads", "num_key_value_heads": "kv_heads",
              "vocab_size": "vocab", "rms_norm_eps": "norm_eps", "rope_theta": "rope_theta"}  # fmt: skip
 EXPERT_FIELDS = {"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"}
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3_ROPE: dict[str, float] = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 # What this model computes. A config.json with another value is of another model.
-FIXED_FIELDS = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-MIXTRAL_FIELDS = {
+FIXED_FIELDS: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+MIXTRAL_FIELDS: dict[str, Any] = {
     "model_type": "mixtral",
     "hidden_act": "silu",
     "sliding_window": None,

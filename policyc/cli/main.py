@@ -18,7 +18,7 @@ import click
 from policyc import __version__
 from policyc.cli.common import COMPLETE_VARIABLE
 
-COMMAND_GROUPS = {
+COMMAND_GROUPS: dict[str, tuple[str, ...]] = {
     "Policies": ("show", "lint", "fmt", "explain"),
     "Programs": ("sites", "diff", "apply", "estimate", "adopt", "compile"),
     "Experiments": ("train", "generate", "sweep", "report"),
@@ -34,7 +34,7 @@ QUESTIONS = {
     "Does it cost loss?": "policyc sweep llama_nvfp4 train.py",
 }
 
-COMMANDS = tuple(name for names in COMMAND_GROUPS.values() for name in names)
+COMMANDS: tuple[str, ...] = tuple(name for names in COMMAND_GROUPS.values() for name in names)
 
 
 class LazyGroup(click.Group):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from policyc.hardware.llama_step import Sizes
     from policyc.hardware.mesh import MeshShape
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-_Decorator = Callable[[_Function], _Function]
+Decorator: TypeAlias = Callable[[Any], Any]
 
 _PLACEHOLDER = re.compile(r"\{(seed|steps|out|variant)\}")  # of a sweep
 
@@ -117,7 +116,7 @@ def explain_misplaced_options(names: Sequence[str]) -> str:
     )
 
 
-def group_options(*options: _Decorator[Any]) -> _Decorator[Any]:
+def group_options(*options: Decorator) -> Decorator:
     """One decorator that adds several options, in this order."""
 
     def add(function: Any) -> Any:
@@ -128,7 +127,7 @@ def group_options(*options: _Decorator[Any]) -> _Decorator[Any]:
     return add
 
 
-def collect_options(kind: type, name: str, options: _Decorator[Any]) -> _Decorator[Any]:
+def collect_options(kind: type, name: str, options: Decorator) -> Decorator:
     """Adds options, and passes their values to the command as one dataclass, in the argument `name`."""
 
     def decorate(function: Any) -> Any:
@@ -145,7 +144,7 @@ def collect_options(kind: type, name: str, options: _Decorator[Any]) -> _Decorat
 # ---- single options
 
 
-def path_option(flag: str, metavar: str, help: str, type: click.Path | None = None) -> _Decorator[Any]:
+def path_option(flag: str, metavar: str, help: str, type: click.Path | None = None) -> Decorator:
     """A path, passed as an absolute one, because a program may change the folder. `-` is standard output."""
 
     def make_absolute(_ctx: click.Context, _option: click.Parameter, path: str | None) -> str | None:
@@ -154,13 +153,13 @@ def path_option(flag: str, metavar: str, help: str, type: click.Path | None = No
     return click.option(flag, metavar=metavar, type=type, callback=make_absolute, help=help)
 
 
-stdin_filename_option = click.option(
+stdin_filename_option: Decorator = click.option(
     "--stdin-filename",
     metavar="FILE",
     help="The name of what is read from '-', for messages and for imports relative to it.",
 )
 
-backend_option = click.option(
+backend_option: Decorator = click.option(
     "--backend",
     default="auto",
     show_default=True,
@@ -168,12 +167,12 @@ backend_option = click.option(
     help="Backend for quantized GEMMs: auto, emulate, xla or te. 'auto' chooses by the devices.",
 )
 
-require_native_option = click.option(
+require_native_option: Decorator = click.option(
     "--require-native", is_flag=True, help="Fail if a product would be emulated."
 )
 
 
-def format_option(*formats: str, help: str = "Output format.") -> _Decorator[Any]:
+def format_option(*formats: str, help: str = "Output format.") -> Decorator:
     """`--format`, passed as `output_format`. The first format is the default."""
     return click.option(
         "--format",
@@ -185,29 +184,29 @@ def format_option(*formats: str, help: str = "Output format.") -> _Decorator[Any
     )
 
 
-def out_option(help: str = "Write to this file instead of standard output.") -> _Decorator[Any]:
+def out_option(help: str = "Write to this file instead of standard output.") -> Decorator:
     """`--out`, passed as `out`."""
     return path_option("--out", "FILE", help, click.Path(dir_okay=False, allow_dash=True))
 
 
-def policy_argument(*, required: bool = True) -> _Decorator[Any]:
+def policy_argument(*, required: bool = True) -> Decorator:
     """The policy that a command works on."""
     metavar = "POLICY[:VARIANT]" if required else "[POLICY[:VARIANT]]"
     return click.argument("policy", required=required, metavar=metavar)
 
 
-vs_option = click.option(
+vs_option: Decorator = click.option(
     "--vs", metavar="POLICY[:VARIANT]", help="Compare with this policy: it is what comes before."
 )
 
-config_option = click.option(
+config_option: Decorator = click.option(
     "--config", metavar="NAME", help="Configuration of the bundled Llama, instead of a program."
 )
 
 DEFAULT_TARGET = "gb200"
 """The GPU of every command that judges speed and is not told another one."""
 
-target_option = click.option(
+target_option: Decorator = click.option(
     "--target",
     metavar="GPU",
     default=DEFAULT_TARGET,
@@ -216,7 +215,7 @@ target_option = click.option(
 )
 
 
-def program_argument(*, required: bool) -> _Decorator[Any]:
+def program_argument(*, required: bool) -> Decorator:
     """The words of a program. Goes with `ProgramCommand`."""
     words = "SCRIPT|-m MODULE|-c CODE [ARGS]..."
     metavar = words if required else f"[{words}]"
@@ -240,7 +239,7 @@ class RunOptions:
     quiet: bool = False
 
 
-run_options = collect_options(
+run_options: Decorator = collect_options(
     RunOptions,
     "run",
     group_options(
@@ -265,13 +264,13 @@ run_options = collect_options(
     ),
 )  # fmt: skip
 
-multiple_losses_option = click.option(
+multiple_losses_option: Decorator = click.option(
     "--multiple-losses",
     is_flag=True,
     help="Let any loss of the program meet an 'expect', not only the first one.",
 )
 
-compile_cache_option = click.option(
+compile_cache_option: Decorator = click.option(
     "--compile-cache",
     metavar="DIR|off",
     envvar="POLICYC_COMPILE_CACHE",
@@ -335,12 +334,12 @@ class StepOptions:
 _FROM_CONFIG = "from the configuration"
 
 
-def _count_option(flag: str, help: str, default: str) -> _Decorator[Any]:
+def _count_option(flag: str, help: str, default: str) -> Decorator:
     """A count that is at least 1. `default` says what happens without the option."""
     return click.option(flag, metavar="N", type=click.IntRange(1), show_default=default, help=help)
 
 
-step_options = collect_options(StepOptions, "step", group_options(
+step_options: Decorator = collect_options(StepOptions, "step", group_options(
     config_option,
     target_option,
     click.option(
@@ -348,7 +347,8 @@ step_options = collect_options(StepOptions, "step", group_options(
     ),
     click.option(
         "--mesh", metavar="AXES", show_default="all devices on fsdp",
-        help="Mesh axes and their sizes, for example 'fsdp=32 tensor=4'.",
+        help="Sizes of the axes data, fsdp, context, tensor and (compile) expert, such as 'fsdp=32 tensor=4'. "
+        "A program has data and fsdp only; compiled, its own mesh.",
     ),
     _count_option("--batch", "Sequences per step.", _FROM_CONFIG),
     _count_option("--sequence", "Tokens per sequence.", _FROM_CONFIG),
@@ -356,12 +356,14 @@ step_options = collect_options(StepOptions, "step", group_options(
         "--accumulate", "Microbatches per step.", "as few as leave a device two sequences at a time"
     ),
     click.option(
-        "--remat", type=click.Choice(["none", "dots", "full", "quantized"]), show_default=_FROM_CONFIG,
+        "--remat", type=click.Choice(["none", "dots", "full", "quantized"]),
+        show_default=f"{_FROM_CONFIG}; none for a program",
         help="What the backward pass recomputes.",
     ),
     click.option(
         "--gather", type=click.Choice(["each", "once"]), show_default="each",
-        help="Gather weights and add gradients over devices for each microbatch, or once per step.",
+        help="Gather weights and add gradients over devices for each microbatch, or once per step. "
+        "Configurations only.",
     ),
 ))  # fmt: skip
 """The options of a training step, passed as `step`."""

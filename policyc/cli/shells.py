@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from importlib import import_module
+from typing import ClassVar
 
 import click
 from click.shell_completion import (
@@ -98,7 +99,7 @@ class ColonComplete(BashComplete):
     It gets the command line as it is, and answers with what follows the colon.
     """
 
-    source_template = BashComplete.source_template.replace(
+    source_template: ClassVar[str] = BashComplete.source_template.replace(
         'COMP_WORDS="${COMP_WORDS[*]}" COMP_CWORD=$COMP_CWORD',
         'COMP_LINE="${COMP_LINE:0:COMP_POINT}" COMP_WORDBREAKS="$COMP_WORDBREAKS"',
     )
@@ -122,4 +123,6 @@ class ColonComplete(BashComplete):
 class CommaComplete(FishComplete):
     """Completion for fish. click's own cuts a value at its first comma."""
 
-    source_template = FishComplete.source_template.replace("string split", "string split --max 1")
+    source_template: ClassVar[str] = FishComplete.source_template.replace(
+        "string split", "string split --max 1"
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, primitives
 
@@ -46,7 +46,7 @@ CARRY = "carry"
 
 INPUT = "input"
 
-_Call = tuple[JaxprEqn, "_Call | None"]
+_Call: TypeAlias = "tuple[JaxprEqn, _Call | None]"
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class Flow:
         self.opaque: dict[int, tuple[int, ...]] = {}
         """Calls of what is not seen into: the nodes of all operands."""
         self.loops: dict[Address, LoopBody] = {}
-        self.visits = 0
+        self.visits: int = 0
         """How many nodes all walks have visited: what reading kinds off the graph costs."""
 
     @cached_property

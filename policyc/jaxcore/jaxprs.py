@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import jax
 import numpy as np
@@ -28,8 +28,10 @@ for _folder in ("jaxcore", "compiler"):
     for _registry in (tracebacks, source_info_util):
         _registry.register_exclusion(f"{Path(__file__).parent.parent / _folder}{os.sep}")
 
-AnyJaxpr = Jaxpr | ClosedJaxpr
-Atom = Var | Literal
+AnyJaxpr: TypeAlias = (
+    "Jaxpr | ClosedJaxpr"  # as text: other type checkers do not follow JAX's lazy names in `|`
+)
+Atom: TypeAlias = "Var | Literal"
 J = TypeVar("J", bound=AnyJaxpr)
 
 

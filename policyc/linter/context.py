@@ -93,7 +93,7 @@ class Context:
         self.target = target
         self.policy: Policy = loaded.policy
         self.file: PolicyFile = loaded.file
-        self.undecided = 0
+        self.undecided: int = 0
 
     def in_this_file(self, span: Span) -> bool:
         """Returns whether a span is in the linted file. Rules and recipes may also come from imported files."""

@@ -105,7 +105,7 @@ class Coverage:
             ResolvedRule(rule, resolve(rule), variant_recipes.get(index, {}), index)
             for index, rule in enumerate(rules)
         )
-        self.undecided = 0
+        self.undecided: int = 0
         self._remaining_steps = steps
         self._overriding: dict[int, tuple[ResolvedRule, ...]] = {}
         self._index = _RuleIndex(self.rules)

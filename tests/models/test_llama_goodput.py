@@ -381,7 +381,7 @@ def test_the_seconds_of_compiling_are_updated_in_place():
     clock = FakeTime()
     task = Task(TaskID(0), "compiling", 20, 0, clock, fields={"is_timed": True})
     task.start_time = clock.now
-    column = progress.DescriptionColumn()
+    column = progress._DescriptionColumn()
     assert column(task).plain == "compiling, 0 s"
     clock.sleep(12.4)
     assert column(task).plain == "compiling, 12 s"

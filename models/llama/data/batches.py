@@ -46,10 +46,11 @@ class BatchSource(Iterator[Batch]):
 
     def __init__(self, run: RunConfig, vocab: int, rows: Sequence[int] = (), split: str = "train") -> None:
         self._blend = Blend(run, vocab, split)
-        self.contents = self._blend.contents
+        self.contents: str = self._blend.contents
         self._rows = set(rows or range(run.batch))
         self._reports_epochs = split == "train" and 0 in self._rows
-        self.state = self.start = self._blend.get_state()
+        self.start: State = self._blend.get_state()
+        self.state: State = self.start
         self._thread = ThreadPoolExecutor(1, "data")
         self._ahead: deque[Future[tuple[Batch, State]]] = deque()
 
@@ -98,7 +99,7 @@ class Blend:
     def __init__(self, run: RunConfig, vocab: int, split: str) -> None:
         self._run, self._vocab, parts = run, vocab, parse_blend(run.data)
         self._weights = [part.weight for part in parts]
-        self.names = [part.spec.name for part in parts]
+        self.names: list[str] = [part.spec.name for part in parts]
         ends = [find_end_token(part.spec, run.tokenizer) if run.document_mask else None for part in parts]
         self._sources: list[RowArray | OpenStream] = [
             (open_row_stream if part.spec.is_stream else open_row_array)(part.spec, run, vocab, split, end)
@@ -107,7 +108,7 @@ class Blend:
         self._row = 0
         self._streams = {str(i): s.rows for i, s in enumerate(self._sources) if isinstance(s, OpenStream)}
         shares = [f"{w} of {s.contents}" for w, s in zip(self._weights, self._sources, strict=True)]
-        self.contents = "; ".join(shares) if len(parts) > 1 else self._sources[0].contents
+        self.contents: str = "; ".join(shares) if len(parts) > 1 else self._sources[0].contents
         self._end = ends[0]
         if len(set(ends)) > 1:
             differ = f"the parts of '{run.data}' end their documents with different tokens"

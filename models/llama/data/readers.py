@@ -8,7 +8,7 @@ import json
 import os
 import random
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar, cast
@@ -124,7 +124,11 @@ def _read_array_record(path: Path, row: int, _offset: int, _column: str) -> Iter
                 yield content, number + 1, 0
 
 
-READERS = {"jsonl": _read_jsonl, "parquet": _read_parquet, "array_record": _read_array_record}
+READERS: dict[str, Callable[[Path, int, int, str], Iterator[FileRow]]] = {
+    "jsonl": _read_jsonl,
+    "parquet": _read_parquet,
+    "array_record": _read_array_record,
+}
 
 
 def describe_files(files: list[Path]) -> str:
@@ -149,7 +153,7 @@ class FileCorpus:
         for file in self._files:
             with explain_errors(str(file)):
                 self._check(file)
-        self.contents = describe_files(self._files)
+        self.contents: str = describe_files(self._files)
 
     def _check(self, file: Path) -> None:
         """Raises an error if a file is not of its kind, as far as its metadata shows it."""
@@ -214,7 +218,7 @@ class HubCorpus:
         self._start = self._dataset.state_dict()
         files = sorted(file for file in Path(path).rglob("*") if file.is_file())
         details = [f"{name} {options[name]}" for name in ("name", "revision") if name in options]
-        self.contents = ", ".join([describe_files(files) if files else path, *details, f"split {split}"])
+        self.contents: str = ", ".join([describe_files(files) if files else path, *details, f"split {split}"])
 
     def read(self, epoch: int, place: Any) -> Iterator[Record]:
         row, state = place or (0, self._start | {"epoch": epoch})

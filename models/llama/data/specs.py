@@ -25,7 +25,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 """The kinds of data, and the options of each."""
 
 STREAMS = ("jsonl", "parquet", "array_record", "hf")
-SUFFIXES = {
+SUFFIXES: dict[str, tuple[str, ...]] = {
     "tokens": (".bin", ".npy"),
     "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".json.gz", ".json.zst"),
     "parquet": (".parquet",),

@@ -86,7 +86,10 @@ class TokenFile:
     """Tokens in a file. They are read, not memory-mapped: a mapped file that is shortened would end the process."""
 
     def __init__(self, path: Path, dtype: Any, offset: int, count: int) -> None:
-        self.path, self.dtype, self.offset, self._count = path, np.dtype(dtype), offset, count
+        self.path: Path = path
+        self.dtype: np.dtype[Any] = np.dtype(dtype)
+        self.offset: int = offset
+        self._count = count
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:

@@ -84,7 +84,8 @@ class SweepView:
     """What the table and the lines say about a sweep."""
 
     def __init__(self, runs: Sequence[TrackedRun], baselines: Sequence[str]) -> None:
-        self.runs, self.baselines = tuple(runs), tuple(baselines)
+        self.runs: tuple[TrackedRun, ...] = tuple(runs)
+        self.baselines: tuple[str, ...] = tuple(baselines)
         self._begin = time.monotonic()
         self._steps_before = sum(run.step for run in runs)
 

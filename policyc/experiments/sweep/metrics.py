@@ -39,7 +39,7 @@ class MetricsReader:
     def _restart(self, identity: int | None) -> None:
         self._identity, self._offset, self._rest = identity, 0, b""
         self.losses: dict[int, float] = {}
-        self.step = 0
+        self.step: int = 0
 
     def update(self) -> None:
         """Reads the new lines. A file that was replaced or shortened, as after a resume, is read from its start."""

@@ -237,7 +237,7 @@ class SlurmExecutor:
         except ModuleNotFoundError:
             raise ValueError("--slurm needs the package 'submitit': pip install 'policyc[slurm]'") from None
         self._submitit = submitit
-        self.slots = jobs or _DEFAULT_JOBS
+        self.slots: int = jobs or _DEFAULT_JOBS
         self._options = options
         self._queue = SlurmQueue()
         self._jobs: dict[Path, SlurmJob] = {}

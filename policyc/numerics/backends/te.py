@@ -10,7 +10,7 @@ scales above 240. So this module lays operands out such that a kernel always tak
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -159,7 +159,7 @@ def quantize_stack(x: jax.Array, treatment: Treatment, axes: Axes, context: Lowe
     return layers
 
 
-count_reads = te_quantize.count_reads
+count_reads: Callable[[Sequence[Treatment]], int] = te_quantize.count_reads
 
 
 def gemm(
