@@ -1,16 +1,72 @@
-"""Hooks of mkdocs: the pages of the site load nothing from other servers."""
+"""Hooks of mkdocs: pages that are made from the program, and pages that load nothing from other servers."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
+import click
 from mkdocs.exceptions import PluginError
+
+from policyc.cli.main import COMMANDS, cli
+from policyc.linter.rules import ALL_RULES
 
 ELSEWHERE = "https://unpkg.com/iframe-worker/shim"  # what the theme's plugin `offline` loads
 LOADED = re.compile(
     r'<(?:script|img|iframe)[^>]*\bsrc="?(?:https?:)?//[^ >]*|<link[^>]*rel="?stylesheet[^>]*//[^ >]*'
 )
+
+
+# ---- pages from the program
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Adds the options to the sections of commands, and the pages of the lint codes."""
+    if page.file.src_uri == "reference/cli.md":
+        return "\n".join(add_options(section) for section in re.split(r"\n(?=## )", markdown))
+    if page.file.src_uri == "reference/lint.md":
+        return markdown + "\n".join(code_pages())
+    return markdown
+
+
+def add_options(section: str) -> str:
+    """A section of the reference of commands; if its title is a command, with a table of its options."""
+    words = section.partition("\n")[0].removeprefix("## ").split()
+    if not words or words[0] not in COMMANDS:
+        return section
+    command = cli.get_command(click.Context(cli), words[0])
+    if isinstance(command, click.Group):
+        command = command.commands[words[1]]
+    assert command is not None
+    rows = [describe_option(p) for p in command.params if isinstance(p, click.Option) and not p.hidden]
+    if not rows:
+        return section
+    introduction, example, rest = re.split(r"(```text\n.*?\n```\n)", section, maxsplit=1, flags=re.DOTALL)
+    return "\n".join([introduction + example, "| option | meaning |", "|---|---|", *rows, rest])
+
+
+def describe_option(option: click.Option) -> str:
+    """A row of a table, in the words of the help."""
+    choices = getattr(option.type, "choices", ())
+    value = (
+        "" if option.is_flag else f" {option.metavar or ('NAME' if choices else option.type.name.upper())}"
+    )
+    text = re.sub(r"'([^' ][^']*)'", r"`\1`", option.help or "")
+    text += f" One of {', '.join(f'`{choice}`' for choice in choices)}." if choices else ""
+    default = option.show_default if isinstance(option.show_default, str) else option.default
+    if option.show_default and not option.is_flag and default is not None:
+        text += f" Default: {default}." if isinstance(option.show_default, str) else f" Default: `{default}`."
+    return f"| `{option.opts[0]}{value}` | {text} |".replace("|off", "\\|off").replace("|P", "\\|P")
+
+
+def code_pages() -> Iterator[str]:
+    """What `policyc explain` prints, as sections."""
+    for rule in ALL_RULES.values():
+        yield f"\n## {rule.code} ({rule.severity})\n\n{re.sub(r'^## ', '### ', rule.page, flags=re.MULTILINE)}\n"
+
+
+# ---- nothing from other servers
 
 
 def load_from_here(page: str, depth: int) -> str:

@@ -12,6 +12,7 @@ import click
 from policyc.cli.common import EXIT_USAGE, exit_with_message, format_by_ending, print_or_write
 from policyc.cli.estimate import trace_step
 from policyc.cli.options import (
+    Decorator,
     FiniteRange,
     ProgramCommand,
     StepOptions,
@@ -57,7 +58,7 @@ class AdoptOptions:
     out: str | None
 
 
-adopt_options = collect_options(
+adopt_options: Decorator = collect_options(
     AdoptOptions,
     "options",
     group_options(

@@ -12,6 +12,7 @@ import click
 
 from policyc.cli.common import EXIT_USAGE, exit_with_message, load_policy, print_or_write, write_output
 from policyc.cli.options import (
+    Decorator,
     ProgramCommand,
     StepOptions,
     backend_option,
@@ -55,7 +56,7 @@ class CompileOptions:
     out: str | None
 
 
-compile_options = collect_options(
+compile_options: Decorator = collect_options(
     CompileOptions,
     "options",
     group_options(

@@ -84,7 +84,7 @@ _tokenizer_option = click.option(
     default=32000,
     show_default=True,
     metavar="N",
-    help="Number of tokens. 32000 is the vocabulary of the configurations 30m to 200m.",
+    help="Number of tokens: every byte, the end token and more. 32000 is the vocabulary of 30m to 200m.",
 )
 @click.option(
     "--out",
@@ -126,14 +126,20 @@ def train_tokenizer(corpora: tuple[str, ...], vocab: int, out: str, reading: Rea
 @click.option(
     "--out", type=click.Path(dir_okay=False), required=True, help="Token file to write, named .bin."
 )
-@click.option("--validation", type=click.Path(dir_okay=False), help="Token file of documents for validation.")
+@click.option(
+    "--validation",
+    type=click.Path(dir_okay=False),
+    show_default="none: the end of the data is for validation",
+    help="Token file of documents for validation.",
+)
 @click.option(
     "--validation-fraction",
     type=FiniteRange(0, 1, min_open=True, max_open=True),
     default=0.01,
     show_default=True,
     metavar="X",
-    help="With --validation: this part of the documents, chosen by a hash of their text.",
+    help="With --validation: this part of the documents, chosen by a hash of their text, so that equal "
+    "documents are in one part.",
 )
 @read_options(megabytes=None)
 def tokenize(

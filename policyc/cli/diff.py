@@ -20,6 +20,7 @@ from policyc.cli.common import (
     print_or_write,
 )
 from policyc.cli.options import (
+    Decorator,
     ProgramCommand,
     StepOptions,
     backend_option,
@@ -64,7 +65,7 @@ class CompareOptions:
     compiled: str | None
 
 
-compare_options = collect_options(
+compare_options: Decorator = collect_options(
     CompareOptions,
     "compare",
     group_options(
@@ -75,7 +76,7 @@ compare_options = collect_options(
                      help="The phase of the schedule, from 0."),
         click.option("--vs", metavar="POLICY[:VARIANT]|PLAN.json",
                      help="Compare with this policy, or with an earlier plan (apply --plan-out)."),
-        path_option("--stats", "RUN", "Add the measured errors of a run: its folder."),
+        path_option("--stats", "RUN", "Add the errors that a run measured (--stats-every): its folder."),
         path_option("--compiled", "FILE", "Add the calls found by 'policyc compile --format json'."),
     ),
 )  # fmt: skip
@@ -96,7 +97,7 @@ class OutputOptions:
         return self.output_format or format_by_ending(self.out, "text", "html", "svg", "json")
 
 
-output_options = collect_options(
+output_options: Decorator = collect_options(
     OutputOptions,
     "output",
     group_options(
@@ -105,7 +106,7 @@ output_options = collect_options(
             "output_format",
             type=click.Choice(["text", "html", "svg", "json", "model-explorer"]),
             show_default="by the ending of --out; text without it",
-            help="A page, a heat map, JSON (docs/reference/diff.md), or Model Explorer's folder.",
+            help="One line per change, a page, the heat map, JSON, or a folder for Google's Model Explorer.",
         ),
         path_option("--out", "FILE", "Write to this file; for model-explorer, this folder."),
         click.option("--equations", is_flag=True, help="In the text, also show the equations that change."),

@@ -12,6 +12,7 @@ import click
 
 from policyc.cli.common import exit_with_message, load_policy, print_or_write, use_color
 from policyc.cli.options import (
+    Decorator,
     FiniteRange,
     ProgramCommand,
     StepOptions,
@@ -73,7 +74,7 @@ class EstimateOptions:
     assumptions: bool
 
 
-estimate_options = collect_options(
+estimate_options: Decorator = collect_options(
     EstimateOptions,
     "options",
     group_options(
@@ -96,7 +97,8 @@ estimate_options = collect_options(
             "--store-bandwidth",
             type=FiniteRange(min=0, min_open=True),
             metavar="GB/S",
-            help="Also estimate checkpoints, in a store that all hosts together write and read at this speed.",
+            help="Also estimate checkpoints, in a store that all hosts together write and read at this speed. "
+            "Configurations only.",
         ),
         format_option("table", "json"),
         out_option(),
@@ -327,9 +329,7 @@ def _as_table(named: NamedEstimates, title: str) -> str:
         cells = [
             cell
             for part, estimate in zip(seconds, estimates, strict=True)
-            for cell in (
-                ("-", "") if part is None else (format_seconds(part), f"{part / estimate.seconds:.1%}")
-            )
+            for cell in ((format_seconds(part), f"{part / estimate.seconds:.1%}") if part else ("-", ""))
         ]
         table.add_row(literal(label), *cells, style=style)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 )
 @click.argument("codes", nargs=-1, metavar="[CODE]...")
 @click.option("--markdown", is_flag=True, help="Print Markdown. Without a code, print all pages.")
-@format_option("text", "json")
+@format_option("text", "json", help="json: code, severity, title, needs_program and page of each.")
 def explain(codes: tuple[str, ...], markdown: bool, output_format: str) -> None:
     """Print the page of a lint code."""
     from policyc.linter.rules import ALL_RULES

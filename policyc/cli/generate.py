@@ -52,7 +52,7 @@ class _GenerateCommand:
     multiple=True,
     metavar="TEXT",
     show_default="standard input",
-    help="Text to continue; may be repeated.",
+    help="Text to continue; may be repeated. An empty one begins a document.",
 )
 @click.option(
     "--tokens",
@@ -68,7 +68,7 @@ class _GenerateCommand:
     type=FiniteRange(0),
     default=0.8,
     show_default=True,
-    help="0: the most probable token.",
+    help="Divide logits by this. 0: take the most probable token.",
 )
 @click.option(
     "--top-k",
@@ -93,15 +93,15 @@ class _GenerateCommand:
 @click.option(
     "--step", type=int, metavar="STEP", show_default="the last one", help="Use the checkpoint of this step."
 )
-@click.option("--tokenizer", metavar="FILE", help="tokenizer.json, if it is not that of the run.")
+@click.option("--tokenizer", metavar="FILE", help="tokenizer.json, if that of the run has moved.")
 @click.option(
     "--policy",
     metavar="POLICY[:VARIANT]",
-    show_default="none, as in bf16 training",
-    help="Compute under this policy.",
+    show_default="none, also for a run that was trained under one",
+    help="Compute under this policy, in the phase of the checkpoint's step.",
 )
 @backend_option
-@format_option("text", "json", help="The texts, or a JSON object per prompt.")
+@format_option("text", "json", help="json: prompt, text, tokens, and ended if the model ended the document.")
 def generate(
     folder: Path, tokens: int, temperature: float, top_k: int, top_p: float, seed: int, **options: Any
 ) -> None:

@@ -29,6 +29,7 @@ from policyc.cli.common import (
 )
 from policyc.cli.options import (
     DEFAULT_TARGET,
+    Decorator,
     ProgramCommand,
     collect_options,
     config_option,
@@ -64,13 +65,13 @@ class LintOptions:
     stdin_filename: str | None
 
 
-lint_options = collect_options(
+lint_options: Decorator = collect_options(
     LintOptions,
     "options",
     group_options(
         click.option(
             "--select", multiple=True, metavar="CODES", show_default="ALL",
-            help="Check only these codes (comma-separated).",
+            help="Check only these codes: comma-separated, may be repeated.",
         ),
         click.option("--ignore", multiple=True, metavar="CODES", help="Do not check these codes."),
         config_option,
@@ -80,7 +81,8 @@ lint_options = collect_options(
         ),
         click.option(
             "--fix", is_flag=True,
-            help="Apply the safe fixes. The file is replaced atomically. The text of '-' goes to stdout.",
+            help="Apply the fixes that keep the meaning of the policy. Of '-', the text goes to standard output and "
+            "the findings to standard error.",
         ),
         click.option(
             "--unsafe-fixes",
@@ -91,7 +93,8 @@ lint_options = collect_options(
             "--diff", is_flag=True, help="Write nothing. Print what --fix would change, and exit with 1 if anything."
         ),
         click.option(
-            "--statistics", is_flag=True, help="Print the number of findings per code. Formats: full, concise, json."
+            "--statistics", is_flag=True,
+            help="Print the number of findings per code; [*]: --fix repairs them. Formats: full, concise, json.",
         ),
         click.option("--exit-zero", is_flag=True, help="Exit with 0 also if there are findings."),
         stdin_filename_option,
@@ -128,7 +131,14 @@ class LintCommand(ProgramCommand):
     type=click.UNPROCESSED,
     metavar="[POLICY[:VARIANT]|FOLDER]... [SCRIPT|-m MODULE|-c CODE [ARGS]...]",
 )
-@format_option("full", "concise", "json", "github", "sarif")
+@format_option(
+    "full",
+    "concise",
+    "json",
+    "github",
+    "sarif",
+    help="full: source line and notes. concise: one line per finding. The others are for programs.",
+)
 @out_option()
 @lint_options
 def lint(words: tuple[str, ...], output_format: str, out: str | None, options: LintOptions) -> None:

@@ -41,8 +41,15 @@ FORMATS = ("html", "markdown", "json", "svg")
     show_default="by the ending of --out; html without it",
     help="A page; tables; everything as JSON; a picture of the gaps over predicted speed-ups (needs matplotlib).",
 )
-@click.option("--baseline", metavar="NAME,...", help="Compare with these variants instead of the sweep's.")
-@click.option("--margin", metavar="NATS|PERCENT", help="Margin of parity, instead of the sweep's.")
+@click.option(
+    "--baseline",
+    metavar="NAME,...",
+    show_default="those of the sweep, else bf16 and fp8, else the first",
+    help="Compare with these variants.",
+)
+@click.option(
+    "--margin", metavar="NATS|PERCENT", show_default="that of the sweep, else 0.5%", help="Margin of parity."
+)
 @click.option(
     "--config",
     metavar="NAME",

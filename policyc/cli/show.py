@@ -18,7 +18,13 @@ from policyc.cli.options import format_option, out_option, policy_argument
     """,
 )
 @policy_argument(required=False)
-@format_option("table", "text", "json")
+@format_option(
+    "table",
+    "text",
+    "json",
+    help="text: a policy that parses to the same, with imports expanded and without comments. json: the treatment of "
+    "each operand.",
+)
 @out_option()
 def show(policy: str | None, output_format: str, out: str | None) -> None:
     """Show what a policy does to each operand of each product.

@@ -24,7 +24,10 @@ from policyc.cli.program import fail_if_refused, plan_source
     help="Also show which rule of this policy decides, and which it overrides.",
 )
 @click.option(
-    "--explain", metavar="SITE", help="Only say why the sites of this name have their kinds and blocks."
+    "--explain",
+    metavar="SITE",
+    help="Only say why these sites have their kinds and blocks. SITE is a part of a scope or of a parameter's path, "
+    "or the end of a place (model.py:211).",
 )
 @config_option
 @format_option("table", "json")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from policyc.cli.common import load_policy
-from policyc.cli.options import collect_options, config_option, group_options, program_argument
+from policyc.cli.options import Decorator, collect_options, config_option, group_options, program_argument
 from policyc.cli.program import exit_on_error
 from policyc.cli.sweep_runs import SweepCommand, SweepOptions, run_sweep, split_names, sweep_options
 
@@ -28,7 +28,7 @@ class EditOptions:
     grid: str | None = None
 
 
-edit_options = collect_options(
+edit_options: Decorator = collect_options(
     EditOptions,
     "edits",
     group_options(

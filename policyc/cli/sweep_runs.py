@@ -24,6 +24,7 @@ from policyc.cli.common import (
     print_note,
 )
 from policyc.cli.options import (
+    Decorator,
     ProgramCommand,
     backend_option,
     collect_options,
@@ -95,7 +96,7 @@ def _parse_slurm(
         raise click.UsageError(str(error)) from None
 
 
-sweep_options = collect_options(
+sweep_options: Decorator = collect_options(
     SweepOptions,
     "options",
     group_options(

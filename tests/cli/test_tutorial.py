@@ -1,6 +1,6 @@
-"""The tutorial: its files and commands work in order, and print what the page shows.
+"""Pages with whole programs: their files and commands work in order, and print what the page shows.
 
-`UPDATE_SNAPSHOTS=1 pytest -m slow tests/cli/test_tutorial.py` writes the outputs into the page.
+`UPDATE_SNAPSHOTS=1 pytest -m slow tests/cli/test_tutorial.py` writes the outputs into the pages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.support import processes
 from tests.support.command import ROOT, python_path
 from tests.support.quick_options import quick_environment
 
-PAGE = ROOT / "docs" / "tutorial.md"
+PAGES = (ROOT / "docs" / "tutorial.md", ROOT / "docs" / "howto" / "frameworks.md")
 FILES = re.compile(r'^```\w+ title="([\w.]+)"\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 CONSOLE = re.compile(r"^```console\n\$ (.*)\n((?:.*\n)*?)^```$", re.MULTILINE)
 MAX_SECONDS = 900  # the sweep takes a minute on a machine that does nothing else
@@ -27,7 +27,7 @@ FROM_HERE = "...\n"  # the page leaves out what is printed before the line after
 
 pytestmark = [
     pytest.mark.any_jax,
-    pytest.mark.skipif(not PAGE.exists(), reason="an installed package has no docs"),
+    pytest.mark.skipif(not PAGES[0].exists(), reason="an installed package has no docs"),
 ]
 
 
@@ -76,16 +76,18 @@ def losses(output: str) -> list[float]:
     return [float(number) for number in re.findall(r"^step \d+: loss ([\d.]+)$", output, re.MULTILINE)]
 
 
-def test_the_files_of_the_page_can_be_read():
-    files = dict(FILES.findall(PAGE.read_text(encoding="utf-8")))
-    assert set(files) == {"gpt.py", "my.policy", "wrong.policy"}
-    compile(files["gpt.py"], "gpt.py", "exec")
-    assert all(parse(text).rules for name, text in files.items() if name.endswith(".policy"))
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_the_files_of_a_page_can_be_read(path: Path) -> None:
+    files = dict(FILES.findall(path.read_text(encoding="utf-8")))
+    assert files
+    for name, text in files.items():
+        assert compile(text, name, "exec") if name.endswith(".py") else parse(text).rules
 
 
 @pytest.mark.slow
-def test_the_page_is_what_its_commands_print(tmp_path: Path) -> None:
-    page = PAGE.read_text(encoding="utf-8")
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_a_page_is_what_its_commands_print(path: Path, tmp_path: Path) -> None:
+    page = path.read_text(encoding="utf-8")
     for name, text in FILES.findall(page):
         (tmp_path / name).write_text(text, encoding="utf-8")
     blocks = CONSOLE.findall(page)
@@ -93,7 +95,7 @@ def test_the_page_is_what_its_commands_print(tmp_path: Path) -> None:
     printed = {command: shown(run_command(command, tmp_path), before) for command, before in blocks}
     if os.environ.get("UPDATE_SNAPSHOTS"):
         page = CONSOLE.sub(lambda block: f"```console\n$ {block[1]}\n{printed[block[1]]}```", page)
-        PAGE.write_text(page, encoding="utf-8")
+        path.write_text(page, encoding="utf-8")
         blocks = CONSOLE.findall(page)
     for command, output in blocks:
         assert comparable(printed[command]) == comparable(output), command
