@@ -26,8 +26,9 @@ from policyc.changes.model import (
     shorten_path,
 )
 from policyc.changes.predict import Prediction
+from policyc.compiler.decisions import Phase
 from policyc.compiler.idle_rules import idle_rules
-from policyc.compiler.plan import Decisions, Phase, Plan, make_plan
+from policyc.compiler.plan import Decisions, Plan, make_plan
 from policyc.compiler.plan_tables import other_products, uncertain_repeats
 from policyc.compiler.rewrite import rewrite
 from policyc.compiler.rounding import RandomSource

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from policyc.changes.model import ProductState
-from policyc.compiler.plan_tables import PLAN_SCHEMA
+from policyc.compiler.site_lists import PLAN_SCHEMA
 from policyc.compiler.sites import Site, Sites, dotted
 from policyc.compiler.stacks import Layer
 from policyc.language.recipes import Gemm

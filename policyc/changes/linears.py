@@ -10,8 +10,9 @@ from functools import cache
 from policyc.changes.earlier import EarlierPlan
 from policyc.changes.model import Linear, LinearRange, ProductChange, ProductSide, ProductState
 from policyc.changes.predict import Prediction
+from policyc.compiler.decisions import Phase
 from policyc.compiler.linears import LinearLayers, sort_into_linears
-from policyc.compiler.plan import Decision, Decisions, Phase, Plan, gemm_queries
+from policyc.compiler.plan import Decision, Decisions, Plan, gemm_queries
 from policyc.compiler.sites import Site
 from policyc.compiler.stacks import Layer
 from policyc.hardware.gemm_cost import product_format

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from policyc.compiler.plan import Decision, Phase
+from policyc.compiler.decisions import Phase
+from policyc.compiler.plan import Decision
 from policyc.compiler.sites import Site
 from policyc.hardware import gemm_cost, step_cost, training_step
 from policyc.hardware.mesh import MeshShape

@@ -39,13 +39,13 @@ from policyc.cli.options import (
     stdin_filename_option,
 )
 from policyc.cli.program import plan_source
-from policyc.cli.settings import read_settings
 
 if TYPE_CHECKING:
     from policyc.compiler.plan import Plan
     from policyc.language.diagnostics import Diagnostic
     from policyc.language.loader import LoadedPolicy
     from policyc.linter.fixes import FixedText
+    from policyc.linter.settings import Settings
     from policyc.numerics.targets import Target
 
 
@@ -202,7 +202,7 @@ class _Request:
 
 def _make_request(words: tuple[str, ...], options: LintOptions) -> _Request:
     """Checks the options, and adds those of pyproject.toml. Raises a usage error if they do not fit together."""
-    settings = read_settings()
+    settings = _read_settings()
     count = next((i for i, word in enumerate(words) if _starts_program(word)), len(words))
     files, program = words[:count] or (".",), words[count:]
     if not program and options.config is None and len(files) == 1:
@@ -229,6 +229,15 @@ def _make_request(words: tuple[str, ...], options: LintOptions) -> _Request:
         target=_find_target(options.target or settings.target or DEFAULT_TARGET),
         options=options,
     )
+
+
+def _read_settings() -> Settings:
+    from policyc.linter.settings import BadSettings, read_settings
+
+    try:
+        return read_settings()
+    except BadSettings as error:
+        raise click.UsageError(str(error)) from None
 
 
 def _find_target(name: str) -> Target:

@@ -1,6 +1,7 @@
 """A loss and a `Policy` to a quantized loss: trace, analyze, plan, rewrite."""
 
 __all__ = [
+    "decisions",
     "execution",
     "hoist",
     "idle_rules",
@@ -15,6 +16,7 @@ __all__ = [
     "run_step",
     "schedule",
     "session",
+    "site_lists",
     "site_table",
     "sites",
     "stacks",

@@ -14,16 +14,15 @@ from typing import Any
 
 from policyc.base.notebook import html_table
 from policyc.base.text import count_noun
+from policyc.compiler.decisions import Choice, Choices, MatchedProducts, Phase, RuleDecisions
 from policyc.compiler.execution import ExecutionOptions
 from policyc.compiler.sites import Site, Sites
 from policyc.compiler.stacks import Layer
 from policyc.jaxcore.transform import Address
 from policyc.language import recipes
 from policyc.language.diagnostics import Diagnostic, PolicyError
-from policyc.language.policy import Policy, Rule
+from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm, Recipe
-from policyc.language.schedule import representative_steps
-from policyc.language.selectors import DottedPath, expand_selector, matches
 from policyc.language.treatments import normalize_if_valid
 from policyc.numerics.backends.choice import (
     PLAIN,
@@ -35,26 +34,12 @@ from policyc.numerics.backends.choice import (
     machine_of,
 )
 
-_MatchedProducts = tuple[frozenset[Gemm], ...]
-"""For each rule of a policy: the products of a site that it matches."""
-
-Phase = tuple[bool, ...]
-"""For each condition of the schedule, in the order of `Policy.step_conditions`: does it hold?"""
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The rule that decides about a product, and those it overrides, the nearest first: indices into the policy."""
-
-    rule: int | None
-    overridden: tuple[int, ...] = ()
-
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     """What happens to one layer of a site. A recipe of None keeps it as it is."""
 
-    choices: tuple[Choice, Choice, Choice]
+    choices: Choices
     recipe: Recipe | None
     lowerings: tuple[Lowering, Lowering, Lowering] = (PLAIN, PLAIN, PLAIN)
 
@@ -132,15 +117,10 @@ class Plan:
 
     # ---- phases of the schedule
 
-    @cached_property
+    @property
     def phases(self) -> tuple[Phase, ...]:
         """The phases that the schedule can be in, the earliest first."""
-        conditions = self.policy.step_conditions
-        phases = dict.fromkeys(
-            tuple(c.holds(step, total) for c in conditions)
-            for step, total in sorted(representative_steps(conditions), key=lambda m: m[0] / m[1])
-        )
-        return tuple(phases) or ((),)
+        return self._rules.phases
 
     def phase(self, step: int, total: int | None) -> Phase:
         """The phase at a step. A condition in percent needs the total number of steps."""
@@ -160,26 +140,23 @@ class Plan:
         return tuple(c.holds(step, total or 1) for c in self.policy.step_conditions)
 
     def label(self, phase: Phase) -> str:
-        pairs = zip(self.policy.step_conditions, phase, strict=True)
-        return " and ".join(str(c if holds else c.opposite) for c, holds in pairs) or "always"
+        return self._rules.label(phase)
 
     def in_force(self, rule: int, phase: Phase) -> bool:
         """Does a rule apply in a phase?"""
-        holds = dict(zip(self.policy.step_conditions, phase, strict=True))
-        return all(holds[condition] for condition in self.policy.rules[rule].when)
+        return self._rules.in_force(rule, phase)
 
     # ---- decisions
 
     def decisions(self, phase: Phase = ()) -> Decisions:
         """What happens to every layer of every site in a phase."""
         if phase not in self._decisions:
-            live = tuple(self.in_force(rule, phase) for rule in range(len(self.policy.rules)))
             decisions = {
-                key: self._with_lowerings(key[0], self._decide(matched, live))
+                key: self._with_lowerings(key[0], self._decide(matched, phase))
                 for key, matched in self.matched.items()
             }
             for site in (s for s in self.sites if s.running is not None):
-                decisions |= dict(self._decide_idle_layers(site, decisions, live))
+                decisions |= dict(self._decide_idle_layers(site, decisions, phase))
             self._decisions[phase] = decisions
         return self._decisions[phase]
 
@@ -203,9 +180,9 @@ class Plan:
         return itertools.chain.from_iterable(map(self.products, self.phases))
 
     @cached_property
-    def matched(self) -> Mapping[tuple[Address, Layer], _MatchedProducts]:
+    def matched(self) -> Mapping[tuple[Address, Layer], MatchedProducts]:
         """For each layer of each site, the products that each rule matches, in any phase."""
-        return {(s.address, layer): self._match(s, layer) for s in self.sites for layer in s.layers()}
+        return {(s.address, layer): self._rules.match(s, layer) for s in self.sites for layer in s.layers()}
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -238,25 +215,19 @@ class Plan:
             self._lowered[key] = replace(decision, lowerings=(fprop, dgrad, wgrad))
         return self._lowered[key]
 
-    def _decide(self, matched: _MatchedProducts, live: tuple[bool, ...]) -> Decision:
-        """The decision where each rule matches these products and these rules are in force."""
-        key = (matched, live)
-        if key not in self._decided:
-            choices: list[Choice] = []
-            for gemm in Gemm:
-                rules = [r for r in reversed(range(len(matched))) if live[r] and gemm in matched[r]]
-                choices.append(Choice(rules[0], tuple(rules[1:])) if rules else Choice(None))
-            parts = {
-                g: self.resolved[c.rule] for g, c in zip(Gemm, choices, strict=True) if c.rule is not None
-            }
+    def _decide(self, matched: MatchedProducts, phase: Phase) -> Decision:
+        """The decision, without lowerings, where each rule matches these products."""
+        choices = self._rules.decide(matched, phase)
+        if choices not in self._decided:
+            pairs = zip(Gemm, choices, strict=True)
+            parts = {gemm: self.resolved[c.rule] for gemm, c in pairs if c.rule is not None}
             recipe = recipes.make_split_recipe(parts)
             kept = all(t.format == "keep" for t in recipe.treatments)
-            fprop, dgrad, wgrad = choices
-            self._decided[key] = Decision((fprop, dgrad, wgrad), None if kept else recipe)
-        return self._decided[key]
+            self._decided[choices] = Decision(choices, None if kept else recipe)
+        return self._decided[choices]
 
     def _decide_idle_layers(
-        self, site: Site, decisions: Decisions, live: tuple[bool, ...]
+        self, site: Site, decisions: Decisions, phase: Phase
     ) -> Iterator[tuple[tuple[Address, Layer], Decision]]:
         """A decision for the layers in which a site does not run, such that loops are not split for their sake.
 
@@ -271,19 +242,22 @@ class Plan:
             elif site.paths(layer) in paths:
                 yield key, last
             else:
-                yield key, self._with_lowerings(site.address, self._decide(self._match(site, layer), live))
+                yield (
+                    key,
+                    self._with_lowerings(site.address, self._decide(self._rules.match(site, layer), phase)),
+                )
 
     @cached_property
-    def _match(self) -> _Matcher:
-        return _Matcher(self.policy.rules)
+    def _rules(self) -> RuleDecisions:
+        return RuleDecisions(self.policy)
 
     @cached_property
     def _site_at(self) -> dict[Address, Site]:
         return {site.address: site for site in self.sites}
 
     @cached_property
-    def _decided(self) -> dict[tuple[_MatchedProducts, tuple[bool, ...]], Decision]:
-        """Decisions without lowerings, by the arguments of `_decide`: many layers have the same."""
+    def _decided(self) -> dict[Choices, Decision]:
+        """Decisions without lowerings, by their choices: many layers have the same."""
         return {}
 
     @cached_property
@@ -321,41 +295,3 @@ def gemm_queries(site: Site, recipe: Recipe) -> tuple[GemmQuery, GemmQuery, Gemm
         for gemm, (rows, columns, contracted) in sizes.items()
     )
     return fprop, dgrad, wgrad
-
-
-class _Matcher:
-    """Finds the products of a site that each rule matches. Results are cached by path, since paths repeat."""
-
-    def __init__(self, rules: tuple[Rule, ...]) -> None:
-        self._rules = rules
-        self._patterns = [
-            tuple((p, s.products) for s in rule.selectors for p in expand_selector(s)) for rule in rules
-        ]
-        self._by_path: dict[DottedPath, _MatchedProducts] = {}
-        self._conditions: dict[tuple[Address, int | None], tuple[bool, ...]] = {}
-
-    def __call__(self, site: Site, layer: Layer) -> _MatchedProducts:
-        by_path = [self._match(path) for path in site.paths(layer)]
-        joined = (
-            by_path[0] if len(by_path) == 1 else tuple(a.union(*b) for a, *b in zip(*by_path, strict=True))
-        )
-        holds = self._conditions_at(site, layer)
-        return tuple(products if ok else frozenset() for products, ok in zip(joined, holds, strict=True))
-
-    def _conditions_at(self, site: Site, layer: Layer) -> tuple[bool, ...]:
-        """Whether the `where` of each rule holds."""
-        attributes = site.attributes(layer)
-        key = site.address, attributes.get("layer")
-        if key not in self._conditions:
-            self._conditions[key] = tuple(
-                rule.where is None or rule.where.holds(attributes) is True for rule in self._rules
-            )
-        return self._conditions[key]
-
-    def _match(self, path: DottedPath) -> _MatchedProducts:
-        if path not in self._by_path:
-            self._by_path[path] = tuple(
-                frozenset[Gemm]().union(*(products for p, products in parts if matches(p, path)))
-                for parts in self._patterns
-            )
-        return self._by_path[path]

@@ -13,15 +13,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from policyc.base.text import count_noun, count_others, escape_controls
+from policyc.compiler.decisions import Phase
 from policyc.compiler.kind_tables import kind_notes
-from policyc.compiler.plan import LayerRange, Phase, Plan
+from policyc.compiler.plan import LayerRange, Plan
+from policyc.compiler.site_lists import PLAN_SCHEMA, write_path
 from policyc.compiler.sites import Site, dotted
+from policyc.compiler.stacks import Layer
 from policyc.language.recipes import OPERANDS, Gemm, Recipe
 from policyc.language.treatments import describe_options, normalize_if_valid
 from policyc.numerics.backends.choice import Lowering, Obstacle
-
-PLAN_SCHEMA = 3
-"""The version of a plan as JSON. It changes with the fields, which docs/reference/plan.md describes."""
 
 _MAX_CELL_WIDTH = 60  # a table of five columns fits in about 110, the width of the help
 
@@ -216,6 +216,8 @@ def _site_json(plan: Plan, site: Site) -> dict[str, Any]:
         "products": [g for g in Gemm if g in site.products],
         "opaque": site.opaque or None,
         "weight_followed": site.origin is not None,
+        "blocks": None if site.block is None else site.block.count,
+        "layers": [_layer_json(site, layer) for layer in site.layers()],
         "decisions": {
             plan.label(phase): [
                 _layer_range_json(layer_range) for layer_range in plan.site_layer_ranges(site, phase)
@@ -223,6 +225,13 @@ def _site_json(plan: Plan, site: Site) -> dict[str, Any]:
             for phase in plan.phases
         },
     }
+
+
+def _layer_json(site: Site, layer: Layer) -> dict[str, Any]:
+    """The paths of a layer, and its block unless that is not known."""
+    attributes = site.attributes(layer)
+    block = {"layer": attributes["layer"]} if "layer" in attributes else {}
+    return {"paths": [write_path(path) for path in site.paths(layer)], **block}
 
 
 def _layer_range_json(layer_range: LayerRange) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from policyc.compiler.plan import Phase, Plan
+    from policyc.compiler.decisions import Phase
+    from policyc.compiler.plan import Plan
     from policyc.language.policy import Policy
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from policyc.base.text import as_ranges, count_noun, format_ranges
+from policyc.compiler.decisions import Phase
 from policyc.compiler.kind_tables import block_text
 from policyc.compiler.linears import LinearLayers, full_name, sort_into_linears
-from policyc.compiler.plan import Phase, Plan, make_plan
+from policyc.compiler.plan import Plan, make_plan
 from policyc.compiler.plan_tables import align_columns, uncertain_repeats, unchanged_products
 from policyc.compiler.sites import Site, Sites
 from policyc.compiler.stacks import Layer

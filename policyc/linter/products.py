@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from policyc.base.text import count_others
-from policyc.compiler.plan import Phase, Plan
+from policyc.compiler.decisions import Phase
+from policyc.compiler.plan import Plan
 from policyc.compiler.plan_checks import suggest_recipe
 from policyc.compiler.sites import Site
 from policyc.jaxcore.transform import Address

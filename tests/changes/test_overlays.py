@@ -175,7 +175,7 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
 
 def test_a_plan_of_a_later_schema_is_refused(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text('{"schema": 99, "sites": "unknown"}')
-    with pytest.raises(ValueError, match="a plan of schema 99, but this policyc reads schema 3"):
+    with pytest.raises(ValueError, match="a plan of schema 99, but this policyc reads schema 4"):
         make_diff(scanned, SCANNED, KEEP_LAST, earlier_plan=str(tmp_path / "plan.json"))
 
 

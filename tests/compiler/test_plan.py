@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from policyc.compiler.decisions import Choice
 from policyc.compiler.execution import execution_options
-from policyc.compiler.plan import Choice, Plan, gemm_queries, make_plan
+from policyc.compiler.plan import Plan, gemm_queries, make_plan
 from policyc.language.diagnostics import PolicyError
 from policyc.language.loader import parse
 from policyc.language.recipes import Gemm

@@ -91,7 +91,7 @@ def test_columns_are_aligned_without_trailing_spaces() -> None:
 def test_a_plan_as_json() -> None:
     plan = plan_model("* -> mxfp8; layers[1:3].up @ dgrad -> bf16; layers.down -> keep", target="gb200")
     data = json.loads(as_json(plan))
-    assert data["schema"] == 3
+    assert data["schema"] == 4
     assert data["policy"] == {"path": "<policy>", "sha256": plan.policy.sha256}
     assert data["jaxpr"] == {"sha256": plan.sites.hash}
     assert (data["backend"], data["machine"]) == ("auto", "gb200")
@@ -118,6 +118,8 @@ def test_a_plan_as_json() -> None:
         "products": ["fprop", "dgrad", "wgrad"],
         "opaque": None,
         "weight_followed": True,
+        "blocks": 4,
+        "layers": [{"paths": ["", f"layers[{i}/4].up"], "layer": i} for i in range(4)],
     }
     assert (down["parameters"], head["parameters"]) == (["layers.down"], ["head"])
 

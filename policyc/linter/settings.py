@@ -8,22 +8,29 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import click
+
+class BadSettings(ValueError):
+    """The table cannot be read, or has a fault. The message names the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a project sets for `policyc lint`. The options of the command line replace these."""
+    """What a project sets for `policyc lint` and for editors. The options of the command line replace these.
+
+    `folder` is that of the file: `sites` and `program` are relative to it in an editor.
+    """
 
     select: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
     target: str | None = None
     program: tuple[str, ...] = ()
+    sites: str | None = None
+    folder: Path = Path()
 
 
-def read_settings() -> Settings:
-    """Reads the nearest pyproject.toml, in this folder or above it. Raises a usage error for a faulty table."""
-    folder = Path.cwd()
+def read_settings(folder: Path | None = None) -> Settings:
+    """Reads the nearest pyproject.toml, in a folder (by default this one) or above it. Raises BadSettings."""
+    folder = Path.cwd() if folder is None else folder
     for candidate in (folder, *folder.parents):
         path = candidate / "pyproject.toml"
         if path.is_file():
@@ -37,26 +44,24 @@ def _parse(path: Path) -> Settings:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8")).get("tool", {}).get("policyc", {})
     except (OSError, ValueError) as error:
-        raise click.UsageError(f"'{path}' cannot be read: {error}") from None
-    known = [field.name for field in fields(Settings)]
+        raise BadSettings(f"'{path}' cannot be read: {error}") from None
+    known = [field.name for field in fields(Settings) if field.name != "folder"]
     for name in table:
         if name not in known:
             help = did_you_mean(name, known) or f"known settings: {', '.join(known)}"
-            raise click.UsageError(f"{path}: [tool.policyc] has no setting '{name}': {help}")
+            raise BadSettings(f"{path}: [tool.policyc] has no setting '{name}': {help}")
     values: dict[str, Any] = {
         name: _codes(path, name, table[name]) for name in ("select", "ignore") if name in table
     }
-    for name in ("target", "program"):
+    for name in ("target", "program", "sites"):
         if name in table and not isinstance(table[name], str):
-            raise click.UsageError(f"{path}: [tool.policyc] {name} is not a string")
+            raise BadSettings(f"{path}: [tool.policyc] {name} is not a string")
     if "program" in table:
         values["program"] = tuple(shlex.split(table["program"]))
-    return Settings(target=table.get("target"), **values)
+    return Settings(target=table.get("target"), sites=table.get("sites"), folder=path.parent, **values)
 
 
 def _codes(path: Path, name: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(code, str) for code in value):
-        raise click.UsageError(
-            f"{path}: [tool.policyc] {name} is not a list of codes, such as ['padded-gemm']"
-        )
+        raise BadSettings(f"{path}: [tool.policyc] {name} is not a list of codes, such as ['padded-gemm']")
     return tuple(value)

@@ -1,0 +1,245 @@
+"""The sites of a model as a file, `policyc sites --format json`, and what a policy decides about them.
+
+Loads no JAX, so that editors and the playground can plan. It decides as a `Plan` does, but knows nothing of backends.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+from policyc.base.text import count_noun
+from policyc.compiler.decisions import Choices, MatchedProducts, Phase, RuleDecisions
+from policyc.language.diagnostics import Diagnostic, Edit, Fix, Severity, Span
+from policyc.language.kinds import flags_of
+from policyc.language.policy import Policy, Rule
+from policyc.language.predicates import SiteAttributes
+from policyc.language.recipes import Gemm, Recipe
+from policyc.language.selectors import DottedPath, PathSegment
+
+PLAN_SCHEMA = 4
+"""The version of a plan as JSON. It changes with the fields, which docs/reference/plan.md describes."""
+
+_SEGMENT = re.compile(r"([^\[\]]*)(?:\[([0-9]+)(?:/([0-9]+))?\])?")
+_EXPECT = re.compile(r"expect\s+([0-9][0-9_]*)$")
+
+
+class BadSiteList(ValueError):
+    """A file is not a list of sites that this version can read. The message says what to do."""
+
+
+def write_path(path: DottedPath) -> str:
+    """A path with the sizes of its stacks: `layers[3/32].mlp.up_proj`. Characters of names may be percent-encoded."""
+    return ".".join(_write_segment(segment) for segment in path)
+
+
+def _write_segment(segment: PathSegment) -> str:
+    text = quote(segment.text, safe="").replace(".", "%2E")
+    if segment.index is None:
+        return text
+    size = "" if segment.size is None else f"/{segment.size}"
+    return f"{text}[{segment.index}{size}]"
+
+
+def read_path(text: str) -> DottedPath:
+    """The path that `write_path` wrote."""
+    segments = []
+    for part in text.split(".") if text else ():
+        match = _SEGMENT.fullmatch(part)
+        if match is None:
+            raise BadSiteList(f"'{part}' is not a name with an index: write the file again")
+        index, size = (None if number is None else int(number) for number in match.groups()[1:])
+        segments.append(PathSegment(unquote(match[1]), index, size))
+    return tuple(segments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedLayer:
+    """One layer of a site: the paths by which a selector may name it, and the values of `layer` and `layers`."""
+
+    paths: tuple[DottedPath, ...]
+    block: Mapping[str, int | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedSite:
+    """A site of a list, with all its layers."""
+
+    address: tuple[int, ...]
+    name: str
+    kind: str
+    weight: str | None
+    sizes: Mapping[str, int]
+    """`batch`, `m`, `n`, `k`, and the FLOPs of one product in one layer."""
+    repeats: int
+    products: frozenset[Gemm]
+    layers: tuple[ListedLayer, ...]
+    is_in_block: bool
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ListedSite:
+        return cls(
+            address=tuple(data["address"]),
+            name=next(filter(None, (*data["parameters"], data["scope"])), f"({data['place'] or 'unnamed'})"),
+            kind=data["kind"] or "",
+            weight=data["weight"],
+            sizes={name: data[name] for name in ("batch", "m", "n", "k", "flops")},
+            repeats=data["repeats"],
+            products=frozenset(map(Gemm, data["products"])),
+            layers=tuple(_read_layer(layer, data["blocks"]) for layer in data["layers"]),
+            is_in_block=data["blocks"] is not None,
+        )
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of one product in a step, in all layers."""
+        return self.sizes["flops"] * self.repeats
+
+    def paths(self, layer: tuple[int, ...]) -> tuple[DottedPath, ...]:
+        return self.layers[layer[0]].paths
+
+    def attributes(self, layer: tuple[int, ...]) -> SiteAttributes:
+        """The variables of `where`. `layer` is missing if it is not known."""
+        flags = flags_of(self.kind) if self.kind else flags_of()
+        truths = {"weight": self.weight is not None, "block": self.is_in_block}
+        return {**self.sizes, **flags, **truths, **self.layers[layer[0]].block}
+
+
+def _read_layer(data: Mapping[str, Any], blocks: int | None) -> ListedLayer:
+    block = {"layer": data["layer"], "layers": blocks} if "layer" in data else {}
+    return ListedLayer(paths=tuple(map(read_path, data["paths"])), block=block)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteList:
+    """The sites of a model."""
+
+    sites: tuple[ListedSite, ...]
+    other_flops: int = 0
+    """FLOPs of products that are no GEMMs."""
+
+    @classmethod
+    def from_json(cls, text: str) -> SiteList:
+        """Reads what `policyc sites --format json` wrote. Raises BadSiteList."""
+        remedy = "write it with 'policyc sites --format json'"
+        try:
+            data = json.loads(text)
+            if data["schema"] != PLAN_SCHEMA:
+                raise BadSiteList(f"it has schema {data['schema']}, not {PLAN_SCHEMA}: {remedy}")
+            sites = tuple(map(ListedSite.from_json, data["sites"]))
+            other_flops = sum(other["flops"] or 0 for other in data["other_products"])
+        except BadSiteList:
+            raise
+        except (KeyError, TypeError, ValueError, RecursionError, AttributeError) as error:
+            raise BadSiteList(f"it is not a list of sites ({type(error).__name__}): {remedy}") from None
+        return cls(sites=sites, other_flops=other_flops)
+
+    @classmethod
+    def read(cls, path: Path) -> SiteList:
+        """Reads a file. Raises BadSiteList."""
+        try:
+            return cls.from_json(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadSiteList(f"it cannot be read: {error}") from None
+
+    @cached_property
+    def total_flops(self) -> int:
+        """FLOPs of all products in a step."""
+        return sum(s.flops * len(s.products) for s in self.sites) + self.other_flops
+
+    @cached_property
+    def count(self) -> int:
+        return sum(len(site.layers) for site in self.sites)
+
+
+@dataclass(frozen=True, slots=True)
+class RuleShare:
+    """What a rule does to a model: the sites it matches, those it decides about in some phase, their share of FLOPs.
+
+    The share is that of the phase in which it is largest.
+    """
+
+    matched: int = 0
+    decided: int = 0
+    flops: float = 0.0
+
+
+class ListPlan:
+    """What a policy decides about a list of sites."""
+
+    def __init__(self, policy: Policy, sites: SiteList) -> None:
+        self.policy = policy
+        self.sites = sites
+        self.rules = RuleDecisions(policy)
+        resolve = policy.resolver()
+        self.resolved: tuple[Recipe, ...] = tuple(resolve(rule.recipe) for rule in policy.rules)
+
+    @cached_property
+    def matched(self) -> dict[tuple[int, int], MatchedProducts]:
+        """For each layer of each site, by their numbers in the list: the products that each rule matches."""
+        return {
+            (s, i): self.rules.match(site, (i,))
+            for s, site in enumerate(self.sites.sites)
+            for i in range(len(site.layers))
+        }
+
+    def choices(self, phase: Phase) -> Iterator[tuple[int, int, Choices]]:
+        """The choices about each layer of each site, with their numbers in the list."""
+        for (site, layer), matched in self.matched.items():
+            yield site, layer, self.rules.decide(matched, phase)
+
+    @cached_property
+    def shares(self) -> tuple[RuleShare, ...]:
+        """One for each rule."""
+        count = len(self.policy.rules)
+        matched, decided, flops = [0] * count, [set[tuple[int, int]]() for _ in range(count)], [0.0] * count
+        for (number, _), by_rule in self.matched.items():
+            for rule, products in enumerate(by_rule):
+                matched[rule] += bool(products & self.sites.sites[number].products)
+        for phase in self.rules.phases:
+            in_phase = [0.0] * count
+            for number, layer, choices in self.choices(phase):
+                site = self.sites.sites[number]
+                for gemm, choice in zip(Gemm, choices, strict=True):
+                    if choice.rule is not None and gemm in site.products:
+                        decided[choice.rule].add((number, layer))
+                        in_phase[choice.rule] += site.flops / len(site.layers)
+            flops = list(map(max, flops, in_phase))
+        total = self.sites.total_flops or 1
+        columns = zip(matched, decided, flops, strict=True)
+        return tuple(RuleShare(m, len(d), f / total) for m, d, f in columns)
+
+    def check(self) -> Iterator[Diagnostic]:
+        """Yields an error for each unmet `expect`, and a warning for each other rule that matches no site."""
+        for rule, share in zip(self.policy.rules, self.shares, strict=True):
+            if rule.expect is not None and rule.expect != share.matched:
+                yield Diagnostic(
+                    code="expect-violated",
+                    message=f"this rule expects {count_noun(rule.expect, 'site')} and matches {share.matched}",
+                    span=rule.span,
+                    help=f"expect {share.matched}, if that is right",
+                    fix=_expect_fix(rule, share.matched),
+                )
+            elif rule.expect is None and not share.matched:
+                yield Diagnostic(
+                    code="unmatched-rule",
+                    message="no site of this model matches this rule",
+                    span=rule.span,
+                    severity=Severity.WARNING,
+                    help="'policyc sites' lists the names of its sites; or write 'expect 0', if that is right",
+                )
+
+
+def _expect_fix(rule: Rule, count: int) -> Fix | None:
+    match = _EXPECT.search(rule.span.text)
+    if match is None:
+        return None
+    start = rule.span.start + match.start(1)
+    edit = Edit(Span(rule.span.source, start, rule.span.start + match.end(1)), str(count))
+    return Fix(message=f"expect {count}", edits=(edit,), safe=False)
