@@ -1,0 +1,164 @@
+"""What can be written at a place: keywords, names, formats, options, kinds, and the names of the model's sites."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lsprotocol import types as lsp
+
+from policyc.compiler.site_lists import SiteList
+from policyc.editor import words
+from policyc.editor.analysis import Analysis
+from policyc.editor.scan import Scan
+from policyc.language.bundled import bundled_policies
+from policyc.language.formats import FORMATS
+from policyc.language.kinds import KINDS
+from policyc.language.recipes import OPTIONS
+from policyc.language.selectors import DottedPath
+
+Kind = lsp.CompletionItemKind
+
+_TYPED_PATH = re.compile(r"(?:[\w*?~]+(?:\[[^\]\n]*\])?\.)*$")
+_ALLOW = re.compile(r"#\s*allow:[\w\s,-]*$")
+_ATTRIBUTES = {
+    "m": "rows of the activations",
+    "n": "columns of the weight",
+    "k": "length of the sums",
+    "batch": "number of products",
+    "flops": "FLOPs of one product",
+    "layer": "the number of the block, from 0; -1 is the last",
+    "weight": "one operand is a parameter",
+}
+_SNIPPETS = {"import": 'import "', "seed": "seed = ", "recipe": "recipe ", "group": "group "}
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A text to insert, and what it is."""
+
+    text: str
+    kind: lsp.CompletionItemKind
+    detail: str = ""
+
+
+def complete(text: str, offset: int, analysis: Analysis | None) -> list[Item]:
+    """What can be written at an offset. `analysis` may be of an earlier text: it adds names and sites."""
+    scan = Scan(text, offset)
+    line = text[text.rfind("\n", 0, offset) + 1 : offset]
+    if scan.in_comment:
+        return list(_codes()) if _ALLOW.search(line) else []
+    _drop_typed_word(scan, text, offset)
+    items = dict.fromkeys(_items(scan, Scan(text), line, analysis))
+    return list(items)
+
+
+def _drop_typed_word(scan: Scan, text: str, offset: int) -> None:
+    """Takes the word that ends at the offset back: it is being typed, and says nothing about its place."""
+    tokens = scan.statement.tokens
+    if tokens and tokens[-1][1] + len(tokens[-1][0]) == offset and re.match(r"\w", text[offset - 1]):
+        tokens.pop()
+
+
+def _items(scan: Scan, names: Scan, line: str, analysis: Analysis | None) -> Iterator[Item]:
+    statement = scan.statement
+    if statement.first == "import":
+        yield from (Item(name, Kind.File, "bundled policy") for name in bundled_policies())
+    elif scan.is_recipe_place():
+        yield from _recipes(names, analysis)
+    elif statement.calls and statement.calls[-1] != "where":
+        yield from _arguments(scan)
+    elif statement.has_arrow:
+        yield Item("expect", Kind.Keyword, "the number of sites that the rule must match")
+    elif statement.defines in ("recipe", "seed") or statement.first in ("after", "until", "variant"):
+        return
+    elif statement.clause() == "where":
+        yield from _predicates()
+    elif statement.clause() == "@" and statement.last in ("@", ","):
+        yield from (Item(word, Kind.EnumMember, "product") for word in words.PRODUCTS)
+    elif statement.tokens and statement.first in ("recipe", "group") and not statement.defines:
+        return
+    else:
+        yield from _selectors(scan, names, line, analysis)
+
+
+def _recipes(names: Scan, analysis: Analysis | None) -> Iterator[Item]:
+    known = dict(_named_recipes(analysis))
+    yield from (Item(n.text, Kind.Variable, known.get(n.text, "recipe")) for n in names.definitions("recipe"))
+    yield from (Item(name, Kind.Variable, recipe) for name, recipe in known.items())
+    yield from (Item(f.name, Kind.Class, f.summary) for f in FORMATS.values())
+    yield Item("split", Kind.Class, "another recipe for each product")
+
+
+def _named_recipes(analysis: Analysis | None) -> Iterator[tuple[str, str]]:
+    if analysis is not None:
+        for name, recipe in analysis.loaded.policy.named_recipes.items():
+            yield name, str(recipe)
+
+
+def _arguments(scan: Scan) -> Iterator[Item]:
+    statement = scan.statement
+    callee = statement.calls[-1]
+    if statement.option in OPTIONS:
+        option = OPTIONS[statement.option]
+        values = ("on", "off") if option.kind == "flag" else option.choices
+        yield from (Item(value, Kind.EnumMember, option.summary) for value in values)
+    elif callee == "split":
+        yield from (Item(f"{word}=", Kind.Field, "product") for word in words.PRODUCTS)
+    elif callee in FORMATS:
+        used = {text for text, _ in statement.tokens}
+        for name in FORMATS[callee].options:
+            if name not in used:
+                end = "" if OPTIONS[name].kind == "flag" else "="
+                yield Item(name + end, Kind.Field, OPTIONS[name].summary)
+
+
+def _predicates() -> Iterator[Item]:
+    yield from (Item(kind.word, Kind.Constant, kind.meaning) for kind in KINDS.values())
+    yield from (
+        Item(word, Kind.Property, _ATTRIBUTES[word]) for word in words.ATTRIBUTES if word not in KINDS
+    )
+    yield from (Item(word, Kind.Operator) for word in words.OPERATORS)
+
+
+def _selectors(scan: Scan, names: Scan, line: str, analysis: Analysis | None) -> Iterator[Item]:
+    statement = scan.statement
+    typed = _TYPED_PATH.search(re.sub(r"\w*$", "", line))
+    path = [re.sub(r"\[.*", "", part) for part in typed[0].split(".")[:-1]] if typed else []
+    if analysis is not None and analysis.sites is not None:
+        yield from _site_names(analysis.sites, path)
+    if path:
+        return
+    yield from (Item(n.text, Kind.Module, "group") for n in names.definitions("group"))
+    if not statement.tokens:
+        yield from (Item(_SNIPPETS.get(w, f"{w} "), Kind.Keyword) for w in words.STATEMENTS)
+    elif statement.last not in (",", "="):
+        yield Item("where", Kind.Keyword, "a condition on the sites")
+
+
+def _site_names(sites: SiteList, before: list[str]) -> Iterator[Item]:
+    """The names that follow others in the paths of sites, those with most FLOPs first."""
+    flops: dict[str, float] = {}
+    for site in sites.sites:
+        paths = {path for layer in site.layers for path in layer.paths}
+        for name in {name for path in paths for name in _following(path, before)}:
+            flops[name] = flops.get(name, 0.0) + site.flops * len(site.products)
+    total = sites.total_flops or 1
+    for name, share in sorted(flops.items(), key=lambda item: -item[1]):
+        if re.fullmatch(r"[\w~-]+", name):  # other names cannot be written in a selector
+            yield Item(name, Kind.Module, f"{share / total:.1%} of FLOPs")
+
+
+def _following(path: DottedPath, before: list[str]) -> Iterator[str]:
+    texts = [segment.text for segment in path]
+    last = before[-1] if before and before[-1] != "*" else None
+    for number, text in enumerate(texts):
+        if last is None or (number and texts[number - 1] == last):
+            yield text
+
+
+def _codes() -> Iterator[Item]:
+    from policyc.linter.rules import ALL_RULES
+
+    return (Item(rule.code, Kind.Value, rule.title) for rule in ALL_RULES.values())

@@ -1,0 +1,90 @@
+"""What an editor shows about the word under the pointer, in Markdown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from policyc.base.text import count_noun
+from policyc.editor.analysis import Analysis
+from policyc.editor.scan import Scan
+from policyc.language.diagnostics import Diagnostic
+from policyc.language.formats import FORMATS
+from policyc.language.kinds import KINDS
+from policyc.language.policy import Rule
+from policyc.language.recipes import OPERANDS, OPTIONS, Gemm
+from policyc.language.treatments import describe_treatment, normalize_if_valid
+
+_WORD = re.compile(r"[\w-]+")
+_ALLOW = re.compile(r"#\s*allow:")
+
+
+def hover(analysis: Analysis, diagnostics: Iterable[Diagnostic], offset: int) -> str:
+    """The text for an offset: what its word means, what its rule does, and the pages of the codes found there."""
+    text = analysis.loaded.file.source.text
+    line_start = text.rfind("\n", 0, offset) + 1
+    word = next((m[0] for m in _WORD.finditer(text, line_start) if m.start() <= offset <= m.end()), "")
+    if "#" in text[line_start:offset]:
+        return _page(word) if _ALLOW.search(text[line_start:offset]) else ""
+    parts = [_explain_word(analysis, word, Scan(text, offset))]
+    if (rule := analysis.rule_at(offset)) is not None and not analysis.loaded.diagnostics:
+        parts += [_describe_rule(analysis, rule), _describe_share(analysis, rule)]
+    codes = dict.fromkeys(d.code for d in diagnostics if d.span.start <= offset <= d.span.end)
+    parts += map(_page, codes)
+    return "\n\n---\n\n".join(filter(None, parts))
+
+
+def _explain_word(analysis: Analysis, word: str, scan: Scan) -> str:
+    statement = scan.statement
+    recipes = analysis.loaded.policy.named_recipes
+    if statement.calls and word in OPTIONS:
+        option = OPTIONS[word]
+        return f"**{word}**: {option.summary}; {option.expected}"
+    if statement.clause() == "where" and not statement.has_arrow:
+        return f"**{word}**: {KINDS[word].meaning}" if word in KINDS else ""
+    if word in recipes:
+        return f"```policy\nrecipe {word} = {recipes[word]}\n```"
+    if word in FORMATS and (statement.has_arrow or statement.defines == "recipe"):
+        return f"**{word}**: {FORMATS[word].summary}"
+    return ""
+
+
+def _describe_rule(analysis: Analysis, rule: Rule) -> str:
+    """A table: for each product, what happens to its operands."""
+    recipe = normalize_if_valid(analysis.loaded.policy.resolver()(rule.recipe))
+    rows = ["| product | operand | |", "|---|---|---|"]
+    for gemm in (g for g in Gemm if g in rule.products):
+        roles = (role for g, role in OPERANDS if g is gemm)
+        rows += [
+            f"| {gemm} | {role} | {describe_treatment(recipe.treatment(gemm, role))} |" for role in roles
+        ]
+    return "\n".join(rows)
+
+
+def _describe_share(analysis: Analysis, rule: Rule) -> str:
+    share = analysis.shares.get(rule.span.start)
+    if share is None:
+        return ""
+    decides = f"decides about {count_noun(share.decided, 'site')}, {share.flops:.1%} of FLOPs"
+    return f"Matches {count_noun(share.matched, 'site')} of this model, and {decides}."
+
+
+def describe_hint(analysis: Analysis, rule: Rule) -> str:
+    """The inlay hint of a rule; empty without a list of sites."""
+    share = analysis.shares.get(rule.span.start)
+    if share is None:
+        return ""
+    if share.matched == share.decided:
+        return f"{count_noun(share.decided, 'site')}, {share.flops:.1%} of FLOPs"
+    return f"{share.decided} of {count_noun(share.matched, 'site')}, {share.flops:.1%} of FLOPs"
+
+
+def _page(code: str) -> str:
+    from policyc.linter.rules import ALL_RULES
+
+    rule = ALL_RULES.get(code)
+    return "" if rule is None else f"### {rule.code} ({rule.severity})\n\n{_lower_headings(rule.page)}"
+
+
+def _lower_headings(page: str) -> str:
+    return re.sub(r"^## ", "#### ", page, flags=re.MULTILINE)

@@ -1,0 +1,192 @@
+"""Finds the names of a policy text, its blocks, and what stands at a place, without parsing the text.
+
+An editor asks while a statement is half written, and for each key: a parse would fail, and take longer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from policyc.editor.words import STATEMENTS
+
+NameKind = Literal["recipe", "group", "variant"]
+
+_TOKEN = re.compile(
+    r"""(?P<comment>\#[^\n]*)|(?P<string>"[^"\n]*"?|'[^'\n]*'?)|(?P<newline>\n)|(?P<space>[ \t\r\f]+)"""
+    r"""|(?P<word>[^\W\d]\w*)|(?P<number>[0-9][\w.%]*)|(?P<sign>->|[=!<>]=|.)""",
+    re.VERBOSE | re.DOTALL,
+)
+_BLOCKS = frozenset({"after", "until", "variant"})
+_OPEN_ENDS = frozenset(
+    {",", "->", "=", "@", "==", "!=", "<=", ">=", "<", ">", "and", "or", "not", "where", "%"}
+)
+"""Tokens that a statement does not end with: it goes on in the next line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A name of a recipe, a group or a variant, where it is defined or used."""
+
+    kind: NameKind
+    text: str
+    start: int
+    is_definition: bool
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.text)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block in braces, with the text before its brace. `end` is behind its closing brace, or the end of the text."""
+
+    head: str
+    start: int
+    end: int
+
+
+@dataclass(slots=True)
+class Statement:
+    """The statement that is being read: its tokens, and the calls whose parentheses are open, the outermost first."""
+
+    start: int = -1
+    tokens: list[tuple[str, int]] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+    option: str = ""
+    """The option of the innermost call whose value is being read."""
+    in_braces: bool = False
+    has_arrow: bool = False
+
+    @property
+    def first(self) -> str:
+        return self.tokens[0][0] if self.tokens else ""
+
+    @property
+    def last(self) -> str:
+        return self.tokens[-1][0] if self.tokens else ""
+
+    @property
+    def defines(self) -> str:
+        """The keyword of a definition whose `=` has been read; else empty."""
+        texts = [text for text, _ in self.tokens[:3]]
+        return (
+            texts[0]
+            if len(texts) == 3 and texts[0] in ("recipe", "group", "seed") and texts[2] == "="
+            else ""
+        )
+
+    def clause(self) -> str:
+        """The last of `@`, `where` and `expect` in it; else empty."""
+        return next((t for t, _ in reversed(self.tokens) if t in ("@", "where", "expect")), "")
+
+
+class Scan:
+    """The names and blocks of a text up to an offset, and the statement that is open there."""
+
+    def __init__(self, text: str, end: int | None = None) -> None:
+        self.names: list[Name] = []
+        self.blocks: list[Block] = []
+        self.statement = Statement()
+        self.in_comment = False
+        self._text = text if end is None else text[:end]
+        self._open: list[tuple[str, int]] = []
+        for match in _TOKEN.finditer(self._text):
+            self._read(match)
+        self._end_rule_head(self.statement)
+        self.blocks += [Block(head, start, len(self._text)) for head, start in self._open]
+
+    def _read(self, match: re.Match[str]) -> None:
+        kind, text, start = match.lastgroup, match.group(), match.start()
+        self.in_comment = kind == "comment"
+        if kind in ("comment", "space"):
+            return
+        statement = self.statement
+        if kind == "newline":
+            if not statement.calls and statement.last not in _OPEN_ENDS:
+                self._end_statement()
+        elif text == ";" or (text == "}" and not statement.in_braces):
+            self._end_statement()
+            if text == "}" and self._open:
+                head, block_start = self._open.pop()
+                self.blocks.append(Block(head, block_start, start + 1))
+        elif text == "{" and statement.first in _BLOCKS and not statement.has_arrow:
+            self._open.append((self._text[statement.start : start].strip(), statement.start))
+            self._end_statement()
+        else:
+            self._add(text, start, is_word=kind == "word")
+
+    def _add(self, text: str, start: int, *, is_word: bool) -> None:
+        statement = self.statement
+        if not statement.tokens:
+            statement.start = start
+        if is_word:
+            self._add_name(text, start)
+        if text == "(":
+            statement.calls.append(statement.last)
+            statement.option = ""
+        elif text == ")" and statement.calls:
+            statement.calls.pop()
+            statement.option = ""
+        elif text == "=" and statement.calls:
+            statement.option = statement.last
+        elif text == "," and not statement.in_braces:
+            statement.option = ""
+        elif text in ("{", "}"):
+            statement.in_braces = text == "{"
+        elif text == "->":
+            self._end_rule_head(statement)
+            statement.has_arrow = True
+        statement.tokens.append((text, start))
+
+    def _add_name(self, text: str, start: int) -> None:
+        """Records a word that defines a name or is the name of a recipe."""
+        statement = self.statement
+        before = statement.last
+        if len(statement.tokens) == 1 and before in ("recipe", "group", "variant"):
+            self.names.append(Name(before, text, start, True))  # type: ignore[arg-type]
+        elif text != "split" and self.is_recipe_place():
+            self.names.append(Name("recipe", text, start, False))
+
+    def is_recipe_place(self) -> bool:
+        """Would a word at the end of the text be the name of a recipe or a format?"""
+        statement = self.statement
+        if statement.calls:
+            return statement.calls[-1] == "split" and bool(statement.option)
+        return statement.last == "->" or (statement.last == "=" and statement.defines == "recipe")
+
+    def _end_rule_head(self, statement: Statement) -> None:
+        """Records the groups that a rule names: words that are a whole selector."""
+        if statement.has_arrow or statement.first in STATEMENTS or not statement.tokens:
+            return
+        texts = ["", *(text for text, _ in statement.tokens), ""]
+        for number, (text, start) in enumerate(statement.tokens, start=1):
+            if text == "where":
+                break
+            is_alone = texts[number - 1] in ("", ",") and texts[number + 1] in ("", ",", "@", "where")
+            is_name = (text[0].isalpha() or text[0] == "_") and text not in ("fprop", "dgrad", "wgrad", "bwd")
+            if is_alone and is_name:
+                self.names.append(Name("group", text, start, False))
+
+    def _end_statement(self) -> None:
+        self._end_rule_head(self.statement)
+        self.statement = Statement()
+
+    def definitions(self, kind: NameKind | None = None) -> Iterator[Name]:
+        """The definitions, of one kind or of all."""
+        return (name for name in self.names if name.is_definition and kind in (None, name.kind))
+
+    def name_at(self, offset: int) -> Name | None:
+        """The name that an offset touches. A selector is a name only if a group is defined."""
+        groups = {name.text for name in self.definitions("group")}
+        touched = (n for n in self.names if n.start <= offset <= n.end)
+        return next((n for n in touched if n.kind != "group" or n.text in groups), None)
+
+    def occurrences(self, name: Name) -> list[Name]:
+        """Every place of a name, in the order of the text."""
+        return sorted(
+            (n for n in self.names if (n.kind, n.text) == (name.kind, name.text)), key=lambda n: n.start
+        )

@@ -1,0 +1,23 @@
+"""The words of the policy language by what they are, for completion and for syntax highlighters.
+
+The keywords are those of `grammars/policy.lark`. A test compares them, and the grammar for TextMate, with the tables.
+"""
+
+from __future__ import annotations
+
+from policyc.language.formats import FORMATS
+from policyc.language.kinds import FLAGS
+from policyc.language.predicates import NUMERIC_ATTRIBUTES
+from policyc.language.recipes import GEMM_GROUPS, OPTIONS
+
+STATEMENTS = ("import", "seed", "recipe", "group", "after", "until", "variant")
+"""Words that start a statement."""
+
+CLAUSES = ("where", "expect")
+"""Words that start a part of a rule."""
+
+OPERATORS = ("and", "or", "not")
+PRODUCTS = tuple(GEMM_GROUPS)
+RECIPES = (*FORMATS, "split")
+ATTRIBUTES = (*NUMERIC_ATTRIBUTES, *FLAGS)
+OPTION_NAMES = tuple(OPTIONS)

@@ -1,0 +1,143 @@
+"""What an editor knows of a text that need not parse: compared with the parser where it does, and fuzzed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("lsprotocol", reason="the extra editor is not installed")
+
+from lsprotocol import types as lsp
+
+from policyc.editor import features
+from policyc.editor.analysis import analyze, lint
+from policyc.editor.completion import complete
+from policyc.editor.hover import hover
+from policyc.editor.positions import to_offset, to_position
+from policyc.editor.scan import Scan
+from policyc.language.bundled import bundled_policies
+from policyc.language.diagnostics import SourceText
+from policyc.language.groups import GroupDef, named_group
+from policyc.language.parser import BlockStatement, Statement, read_statements
+from policyc.language.policy import RecipeDef, Rule, recipe_calls
+from tests.support.command import ROOT
+
+pytestmark = pytest.mark.any_jax
+
+TEXT = """\
+import "te_nvfp4.policy"  # recipe in_a_comment = fp8
+group out = head, o_proj
+recipe base = nvfp4(sr={grad,weights}, rht=wgrad); recipe mix = split(fprop=base, bwd=fp8(grad=e5m2))
+{q,k,v}_proj.recipe, out @ fprop,
+    dgrad where k % 16 != 0 and (layer >= -4 or not mlp) -> mix expect 3
+out -> split(
+    fprop=mix,
+    wgrad=base)
+after 82% { out.x, ^out -> base; until 10 { out -> f32 } }
+variant late { recipe base = fp8; "é𝔘" }
+"""
+TEXTS = [
+    TEXT.replace('; "é𝔘"', ""),
+    *(path.read_text(encoding="utf-8") for path in bundled_policies().values()),
+]
+
+
+def flatten(statements: tuple[Statement, ...]) -> Iterator[Statement]:
+    for statement in statements:
+        yield statement
+        if isinstance(statement, BlockStatement):
+            yield from flatten(statement.body)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_names_are_those_that_the_parser_finds(text: str) -> None:
+    file, diagnostics = read_statements(SourceText(text))
+    assert not diagnostics
+    statements = list(flatten(file.statements))
+    groups = {s.name: s for s in statements if isinstance(s, GroupDef)}
+    used: set[tuple[str, str, int]] = set()
+    for statement in statements:
+        if isinstance(statement, Rule):
+            used |= {
+                ("group", str(s.segments[0]), s.span.start)
+                for s in statement.selectors
+                if named_group(s, groups)
+            }
+        if isinstance(statement, Rule | RecipeDef):
+            used |= {("recipe", call.name, call.span.start) for call in recipe_calls(statement.recipe)}
+    scan = Scan(text)
+    known = [n for n in scan.names if n.kind != "group" or n.text in groups]
+    assert {(n.kind, n.text, n.start) for n in known if not n.is_definition} == used
+    defined = [(s.name) for s in statements if isinstance(s, RecipeDef | GroupDef)]
+    assert [n.text for n in scan.definitions() if n.kind != "variant"] == defined
+    blocks = [s.span for s in statements if isinstance(s, BlockStatement)]
+    assert {(b.start, b.end) for b in scan.blocks} == {(span.start, span.end) for span in blocks}
+
+
+PIECES = st.sampled_from(
+    [*"{}()[]->=@#;,.*\n\"'%^\\\u2028\x00\r", "->", "recipe ", "after 5% {", "where ", "split(", "é𝔘"]
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(TEXTS),
+    st.lists(st.tuples(st.integers(0, 900), st.integers(0, 9), PIECES), max_size=4),
+    st.data(),
+)
+def test_any_text_is_survived(text: str, edits: list[tuple[int, int, str]], data: st.DataObject) -> None:
+    for start, removed, piece in edits:
+        text = text[:start] + piece + text[start + removed :]
+    offset = data.draw(st.integers(0, len(text)))
+    source = SourceText(text)
+    analysis = analyze(text, Path("a.policy"))
+    assert complete(text, offset, analysis) is not None
+    assert isinstance(hover(analysis, lint(analysis), offset), str)
+    features.symbols(source)
+    features.folding(source)
+    features.format_text(source)
+    features.hints(analysis)
+    uri = "file:///a.policy"
+    features.definition(source, uri, offset, analysis)
+    features.rename(source, uri, offset, "other")
+    list(features.fix_actions(analysis.loaded.diagnostics, uri, 0, len(text)))
+    for diagnostic in features.publishable(lint(analysis), analysis.loaded.file.source):
+        features.to_lsp_diagnostic(diagnostic, uri)
+
+
+@given(st.text(), st.data())
+def test_positions_count_utf16(text: str, data: st.DataObject) -> None:
+    source = SourceText(text.replace("\r", ""))
+    offset = data.draw(st.integers(0, len(source.text)))
+    position = to_position(source, offset)
+    before = source.text[:offset]
+    assert position.line == before.count("\n")
+    line = before.rpartition("\n")[2]
+    assert position.character == len(line.encode("utf-16-le", "surrogatepass")) // 2
+    assert to_offset(source, position) == offset
+    assert to_offset(source, lsp.Position(position.line + 10**6, 0)) == len(source.text)
+
+
+WITHOUT_JAX = """
+import sys
+from policyc.editor import server
+from policyc.editor.analysis import analyze, lint
+from policyc.editor.hover import hover
+analysis = analyze("* -> nvfp4", None)
+assert "everything-in-4-bits" in hover(analysis, lint(analysis), 3)
+print(*sorted({"jax", "numpy", "scipy", "rich", "click"} & sys.modules.keys()))
+"""
+
+
+def test_an_editor_loads_no_jax() -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", WITHOUT_JAX]
+    result = subprocess.run(words, capture_output=True, text=True, check=True, timeout=300, env=env)
+    assert result.stdout == "\n"
