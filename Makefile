@@ -35,7 +35,7 @@ INSTALL_BROWSER = if [ -z "$(CHROMIUM)" ]; then echo "there is no chromium on PA
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-browser demo docs pictures test test-slow test-browser test-slurm slurm-start slurm-stop test-cuda test-trainers test-others test-te check format wheel clean
+.PHONY: help setup setup-browser demo docs vscode pictures test test-slow test-browser test-slurm slurm-start slurm-stop test-cuda test-trainers test-others test-te check format wheel clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' "$(ROOT)/Makefile" | while IFS='|' read -r name text; do \
@@ -53,6 +53,14 @@ docs: setup ## build the documentation as a site into build/docs, which needs no
 	  $(BIN)/python .ci/install -e '.[docs]' || { \
 	  echo "mkdocs could not be installed; see the output above" >&2; exit 1; }
 	@$(IN) NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict && echo "open build/docs/index.html"
+
+# In a copy: npm writes beside the sources. The package of the editor holds the client's libraries.
+vscode: ## test the colors of the VS Code extension, and package it into build/policyc.vsix (needs Node.js 20 and npm)
+	@$(IN) command -v npm >/dev/null || { echo "there is no npm on PATH: install Node.js 20 or later" >&2; exit 1; }; \
+	mkdir -p build/vscode && cp -R grammars/vscode/. LICENSE build/vscode && cd build/vscode && \
+	npm install --no-audit --no-fund --no-package-lock --loglevel=error && node test.js && \
+	npx vsce package --allow-missing-repository --out ../policyc.vsix >/dev/null && \
+	echo "code --install-extension build/policyc.vsix"
 
 DRAW_DIFF := diff llama.policy --config llama3_8b --devices 8 --backend te --out
 pictures: setup ## draw the pictures of README.md and docs/ again (needs chromium)
