@@ -20,7 +20,7 @@ from policyc.cli.common import COMPLETE_VARIABLE
 
 COMMAND_GROUPS: dict[str, tuple[str, ...]] = {
     "Policies": ("show", "lint", "fmt", "explain", "lsp"),
-    "Programs": ("sites", "diff", "apply", "estimate", "adopt", "compile"),
+    "Programs": ("sites", "init", "diff", "apply", "estimate", "adopt", "compile"),
     "Experiments": ("train", "generate", "sweep", "report"),
     "Tools": ("quantize", "targets", "data", "completion"),
 }

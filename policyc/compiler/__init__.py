@@ -3,6 +3,7 @@
 __all__ = [
     "decisions",
     "execution",
+    "first_policy",
     "hoist",
     "idle_rules",
     "kind_tables",

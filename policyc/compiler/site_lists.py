@@ -81,6 +81,8 @@ class ListedSite:
     products: frozenset[Gemm]
     layers: tuple[ListedLayer, ...]
     is_in_block: bool
+    is_opaque: bool
+    """Is the compiler unable to change it?"""
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ListedSite:
@@ -94,6 +96,7 @@ class ListedSite:
             products=frozenset(map(Gemm, data["products"])),
             layers=tuple(_read_layer(layer, data["blocks"]) for layer in data["layers"]),
             is_in_block=data["blocks"] is not None,
+            is_opaque=data["opaque"] is not None,
         )
 
     @property

@@ -33,7 +33,7 @@ def arguments_of(name: str) -> str:
 
 
 TAKES_POLICY = {"show", "lint", "diff", "apply", "estimate", "compile", "sweep"}
-TAKES_PROGRAM = {"lint", "sites", "diff", "apply", "estimate", "compile", "sweep", "adopt"}
+TAKES_PROGRAM = {"lint", "sites", "init", "diff", "apply", "estimate", "compile", "sweep", "adopt"}
 HAS_CONFIG = TAKES_PROGRAM - {"apply"}  # `train` is `apply` for the bundled Llama
 HAS_TARGET = {"lint", "diff", "estimate", "adopt", "compile", "report"}
 COMPARES = {"diff", "estimate"}

@@ -40,7 +40,7 @@ def listed_site(number: int, name: str, kind: str, layers: int, n: int) -> dict[
     index = [f"layers[{i}/{layers}].{name}" if layers > 1 else name for i in range(layers)]
     return {
         "address": [number], "scope": f"layers.{name}" if layers > 1 else name, "parameters": [], "place": "",
-        "kind": kind, "weight": "rhs", "batch": 1, "m": 64, "n": n, "k": 64, "flops": 2 * 64 * 64 * n,
+        "kind": kind, "weight": "rhs", "opaque": None, "batch": 1, "m": 64, "n": n, "k": 64, "flops": 2 * 64 * 64 * n,
         "repeats": layers, "products": ["fprop", "dgrad", "wgrad"], "blocks": layers if layers > 1 else None,
         "layers": [{"paths": [p], "layer": i if layers > 1 else None} for i, p in enumerate(index)],
     }  # fmt: skip

@@ -1,0 +1,144 @@
+"""Writes a first policy for a model: the rules of a known policy that do something there, with what they do.
+
+The policy decides about every product as the known one does, except that it keeps what the compiler cannot change.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from policyc.base.text import count_noun, count_others
+from policyc.compiler.site_lists import ListedSite, ListPlan, SiteList
+from policyc.language.diagnostics import SourceText
+from policyc.language.formatter import format_file
+from policyc.language.loader import parse
+from policyc.language.parser import read_statements
+from policyc.language.policy import Policy, RecipeDef, RecipeExpr, Rule, recipe_calls
+from policyc.language.recipes import Gemm
+
+_ALLOW = re.compile(r"[ \t]*(#\s*allow:.*)")
+_MAX_NAMES = 4  # of a comment
+
+
+class NoRuleFits(ValueError):
+    """No rule of the known policy decides about a site of the model."""
+
+
+def write_first_policy(like: Policy, sites: SiteList, title: str) -> str:
+    """The text of the policy, formatted. `title` names the model in its first line. Raises NoRuleFits."""
+    plan = ListPlan(like, sites)
+    deciding = [rule for rule, share in zip(like.rules, plan.shares, strict=True) if share.decided]
+    if not deciding:
+        raise NoRuleFits(f"no rule of '{like.name}' decides about a site of this model")
+    keeping = parse(_keep_opaque(plan)).rules
+    rules = (*deciding, *keeping)
+    policy = replace(like, rules=rules, recipes=tuple(_used_recipes(like, rules)), variants=())
+    plan = ListPlan(policy, sites)
+    lines = [
+        f"# A first policy for {title}: {count_noun(sites.count, 'GEMM')}, {sites.total_flops / 1e9:.4g} GFLOP a step.",
+        "#",
+        *(f"# {line}" for line in _kind_table(sites)),
+        "#",
+        f"# Its rules are those of {like.name} that decide about these sites. A wrong `expect` stops a program",
+        "# before it computes: so this policy notices when the model changes.",
+        "",
+        *([str(like.seed_statement)] if like.seed_statement else []),
+        *map(str, policy.recipes),
+        "",
+    ]
+    numbered = list(enumerate(rules))
+    for conditions, group in groupby(numbered, key=lambda item: item[1].when):
+        lines += [f"{condition} {{" for condition in conditions]
+        for number, rule in group:
+            lines.append(f"# {_describe(plan, number)}")
+            lines.append(f"{replace(rule, expect=plan.shares[number].matched)}{_allow_comment(rule)}")
+        lines += ["}"] * len(conditions)
+    return _format("\n".join(lines) + "\n")
+
+
+def _format(text: str) -> str:
+    file, diagnostics = read_statements(SourceText(text))
+    assert not diagnostics, diagnostics
+    return format_file(file)
+
+
+def _used_recipes(policy: Policy, rules: Iterable[Rule]) -> Iterator[RecipeDef]:
+    """The definitions that rules need, in the order of the policy."""
+    named = policy.named_recipes
+    needed: set[str] = set()
+    pending: list[RecipeExpr] = [rule.recipe for rule in rules]
+    while pending:
+        names = {call.name for call in recipe_calls(pending.pop())} & named.keys() - needed
+        needed |= names
+        pending += [named[name] for name in names]
+    return (definition for definition in policy.recipes if definition.name in needed)
+
+
+def _allow_comment(rule: Rule) -> str:
+    """The comment that suppresses findings about a rule where it was written."""
+    match = _ALLOW.match(rule.span.source.text, rule.span.end)
+    return f"  {match[1]}" if match else ""
+
+
+def _kind_table(sites: SiteList) -> Iterator[str]:
+    """A line for each kind: its sites, their share of the FLOPs, and their names."""
+    kinds: dict[str, list[ListedSite]] = {}
+    for site in sites.sites:
+        kinds.setdefault(site.kind or "(no kind)", []).append(site)
+    total = sites.total_flops or 1
+    for kind, members in sorted(kinds.items(), key=lambda item: -_flops(item[1])):
+        count = sum(len(site.layers) for site in members)
+        yield f"{kind:<10} {count_noun(count, 'site'):>10} {_flops(members) / total:>6.1%}  {_names(members)}"
+
+
+def _flops(sites: Iterable[ListedSite]) -> int:
+    return sum(site.flops * len(site.products) for site in sites)
+
+
+def _names(sites: Sequence[ListedSite]) -> str:
+    """The names of sites without their layers, the first few of them."""
+    names = list(dict.fromkeys(re.sub(r"\[\d+\]", "", site.name) for site in sites))
+    return ", ".join(names[:_MAX_NAMES]) + count_others(len(names) - _MAX_NAMES + 1)
+
+
+def _describe(plan: ListPlan, number: int) -> str:
+    """How many sites a rule decides about, of those that it matches; their share of the FLOPs, and their kinds."""
+    sites = plan.sites.sites
+    decided = {
+        site
+        for phase in plan.rules.phases
+        for site, _, choices in plan.choices(phase)
+        for gemm, choice in zip(Gemm, choices, strict=True)
+        if choice.rule == number and gemm in sites[site].products
+    }
+    kinds = dict.fromkeys(sites[site].kind or "sites without a kind" for site in sorted(decided))
+    share = plan.shares[number]
+    count = f"{share.decided} of " if share.decided != share.matched else ""
+    return f"{count}{count_noun(share.matched, 'site')}, {share.flops:.1%} of FLOPs: {', '.join(kinds)}"
+
+
+def _keep_opaque(plan: ListPlan) -> str:
+    """Rules that keep the sites which the compiler cannot change and the policy would."""
+    heads: dict[str, None] = {}
+    for phase in plan.rules.phases:
+        for number, _, choices in plan.choices(phase):
+            site = plan.sites.sites[number]
+            rules = [
+                (gemm, c.rule)
+                for gemm, c in zip(Gemm, choices, strict=True)
+                if c.rule is not None and gemm in site.products
+            ]
+            if site.is_opaque and any(plan.resolved[rule].bits(gemm) for gemm, rule in rules):
+                heads[_selector(site)] = None
+    return "".join(f"{head} -> keep  # the compiler cannot change it\n" for head in heads)
+
+
+def _selector(site: ListedSite) -> str:
+    """A selector that takes a site, by its name if it has one that a selector can contain."""
+    name = re.sub(r"\[\d+\]", "", site.name)
+    if re.fullmatch(r"[\w~-]+(\.[\w~-]+)*", name):
+        return name if "." in name else f"*.{name}"
+    return f"* where k == {site.sizes['k']} and n == {site.sizes['n']}"

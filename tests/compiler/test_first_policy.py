@@ -1,0 +1,87 @@
+"""A first policy for a model decides as the policy that it is like, and says what it does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from policyc.compiler.first_policy import NoRuleFits, write_first_policy
+from policyc.compiler.plan import make_plan
+from policyc.compiler.plan_checks import check_plan
+from policyc.compiler.plan_tables import as_json
+from policyc.compiler.site_lists import SiteList
+from policyc.compiler.sites import Sites
+from policyc.language.diagnostics import SourceText
+from policyc.language.formatter import format_file
+from policyc.language.loader import load, parse, parse_with_diagnostics
+from policyc.language.parser import read_statements
+from policyc.language.policy import Policy
+from policyc.linter import engine
+from tests.support.command import policyc
+from tests.support.jaxpr_tools import find_sites, struct
+from tests.support.kind_programs import PROGRAMS
+
+BY_NAME = {program.name: program for program in PROGRAMS}
+
+
+def first_policy(like: Policy, sites: Sites) -> str:
+    return write_first_policy(like, SiteList.from_json(as_json(make_plan(Policy(), sites))), "a test")
+
+
+@pytest.mark.parametrize("like", ["llama_nvfp4", "nvfp4_late_switch", "quartet2", "fp8"])
+@pytest.mark.parametrize("name", ["gpt_scanned_tied", "mixture_ragged_scanned"])
+def test_it_decides_as_the_policy_that_it_is_like(name: str, like: str) -> None:
+    program = BY_NAME[name]
+    sites = find_sites(program.loss, program.params)
+    known = make_plan(load(like), sites)
+    text = first_policy(known.policy, sites)
+    plan = make_plan(parse(text), sites)
+    assert plan.phases == known.phases
+    for phase in plan.phases:
+        recipes = {key: d.recipe for key, d in plan.decisions(phase).items()}
+        assert recipes == {key: d.recipe for key, d in known.decisions(phase).items()}
+    assert all(rule.expect for rule in plan.policy.rules)
+    check_plan(plan)  # every `expect` holds, and no rule is idle
+    file, _ = read_statements(SourceText(text))
+    assert format_file(file) == text
+    assert not engine.lint(parse_with_diagnostics(text)).diagnostics
+
+
+def opaque_loss(params: Any, x: Any) -> Any:
+    @jax.custom_vjp
+    def opaque(x: Any, w: Any) -> Any:
+        return x @ w
+
+    opaque.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, dy: (dy @ saved[1].T, saved[0].T @ dy))
+    return jnp.sum(opaque(jnp.tanh(x @ params["up"]), params["inside"]))
+
+
+def test_what_the_compiler_cannot_change_is_kept() -> None:
+    sites = find_sites(opaque_loss, {"up": struct(32, 64), "inside": struct(64, 32)}, struct(16, 32))
+    assert [site.name for site in sites if site.opaque] == ["inside"]
+    text = first_policy(parse("* -> bf16"), sites)
+    assert "*.inside -> keep expect 1" in " ".join(text.split())
+    check_plan(make_plan(parse(text), sites))
+
+
+def test_a_policy_that_does_not_fit_is_refused() -> None:
+    program = BY_NAME["gpt_scanned_tied"]
+    sites = find_sites(program.loss, program.params)
+    with pytest.raises(NoRuleFits, match="decides about a site"):
+        first_policy(parse("nothing -> fp8"), sites)
+
+
+def test_the_command_writes_a_file_once(tmp_path: Any) -> None:
+    path = tmp_path / "first.policy"
+    result = policyc("init", "--config", "tiny", "--out", str(path))
+    assert result.code == 0, result.err
+    text = path.read_text()
+    assert "# A first policy for the bundled Llama tiny: " in text
+    assert "* where mlp -> nv expect 12" in " ".join(text.split())
+    again = policyc("init", "--config", "tiny", "--out", str(path))
+    assert again.code == 2
+    assert "exists" in again.err
+    assert path.read_text() == text
