@@ -21,7 +21,7 @@ from benchmarks import pass_time
 from benchmarks.command_line import make_parser
 from policyc.compiler.analysis import analyze
 from policyc.compiler.flow import build_flow
-from policyc.compiler.kinds import add_kinds
+from policyc.compiler.kinds import set_kinds
 from policyc.compiler.paths import leaf_paths
 from policyc.compiler.sites import Sites
 
@@ -80,7 +80,7 @@ def least_seconds(function: Callable[[], Any]) -> float:
 
 def find_kinds(sites: Sites, is_parameter: list[bool]) -> None:
     flow = build_flow(sites.jaxpr, is_parameter, (), [s.address for s in sites])
-    add_kinds(flow, sites.sites, sites.looked_up)
+    set_kinds(flow, sites.sites, sites.looked_up)
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from policyc.compiler.dots import (
     why_opaque,
 )
 from policyc.compiler.flow import build_flow
-from policyc.compiler.kinds import add_kinds
+from policyc.compiler.kinds import set_kinds
 from policyc.compiler.layers import EnclosingLoop, LayerIndices
 from policyc.compiler.other_products import kind_and_name, product_flops, sum_by_kind
 from policyc.compiler.paths import add_stack_sizes
@@ -121,8 +121,9 @@ def analyze(
     ]
     is_parameter = [path is not None for path in parameters]
     flow = build_flow(jaxpr, is_parameter, frozen or {}, [site.address for site in sites])
+    set_kinds(flow, sites, analyzer.looked_up)
     return Sites(
-        sites=add_kinds(flow, sites, analyzer.looked_up),
+        sites=tuple(sites),
         parameters=tuple(p for p in parameters if p is not None),
         jaxpr=jaxpr,
         looked_up=frozenset(analyzer.looked_up),

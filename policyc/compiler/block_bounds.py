@@ -6,7 +6,7 @@ decide: the products of `layers[3]` are in one block.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -29,70 +29,70 @@ LEVELS = (0, 1, None)
 
 
 class Bounds:
-    """The bounds of blocks in a sequence of items.
+    """The bounds of blocks in a sequence of products.
 
-    `branches` has, for each branch of the residual stream, the positions of its products. `placings` is about the
-    products of each item.
+    `branches` has, for each branch of the residual stream, the first and the last position of its products. `placings`
+    has what names say about each product.
     """
 
     def __init__(
-        self, branches: Sequence[Collection[int]], placings: Sequence[Sequence[Placing]], level: int | None
+        self, branches: Iterable[tuple[int, int]], placings: Sequence[Placing], level: int | None
     ) -> None:
-        self._crossing: list[set[tuple[int, int]]] = [set() for _ in range(len(placings) + 1)]
-        """For each bound between two items: the first and last position of the branches that it divides."""
-        for positions in branches:
-            for bound in range(min(positions) + 1, max(positions) + 1):
-                self._crossing[bound].add((min(positions), max(positions)))
-        self._placings, self._level = placings, level
-        self._previous: list[int] = []
-        """For each item: the last position before it with the same index; -1 if there is none."""
-        last: dict[Hashable, int] = {}
-        for position in range(len(placings)):
-            (index, *_) = self._indices(position, position + 1)
-            self._previous.append(-1 if index is None else last.get(index, -1))
-            last[index] = position
+        self._crossing: dict[int, list[tuple[int, int]]] = {}
+        """For bounds between two products: the first and last position of the branches that they divide."""
+        for first, last in branches:
+            for bound in range(first + 1, last + 1):
+                self._crossing.setdefault(bound, []).append((first, last))
+        self._paths = tuple(placing.path for placing in placings)
+        self._all_indices, self._level = [placing.indices for placing in placings], level
+        self._indices = [
+            placing.indices[level] if placing.indices and level is not None else None for placing in placings
+        ]
+        self._distances: list[int] = []
+        """For each product: how far back the last one with the same index is; 0 if there is none, -1 without index."""
+        last_position: dict[Hashable, int] = {}
+        for position, index in enumerate(self._indices):
+            self._distances.append(-1 if index is None else position - last_position.get(index, position))
+            last_position[index] = position
 
     def count(self, start: int, period: int, count: int) -> int:
-        """How many of the bodies from a position on, of so many items each, can be blocks."""
+        """How many of the bodies from a position on, of so many products each, can be blocks."""
         other = start + period
-        if self._previous[other] >= start and self._placings[other][0].path != self._placings[start][0].path:
+        if 0 < self._distances[other] <= period and self._paths[other] != self._paths[start]:
             return (
                 0  # found at once: a second body has an index of the first, and is not the same layer again
             )
-        limit = len(self._placings)
-        seen: dict[Hashable, Hashable] = {}
-        first = self._indices(start, start + period)
         if self._level == 0 and not self._group_products(start, start + period):
             return 0
+        limit = len(self._paths)
+        seen: dict[Hashable, Hashable] = {}
         for number in range(count):
             begin, end = start + number * period, start + (number + 1) * period
-            for low, high in self._crossing[begin] | self._crossing[end]:
-                limit = min(limit, high + 1 if low <= start else start)  # a branch may contain all of them
-            paths = tuple(placing.path for placing in self._members(begin, end))
-            indices = self._indices(begin, end)
+            for bound in (begin, end):
+                for low, high in self._crossing.get(bound, ()):
+                    limit = min(
+                        limit, high + 1 if low <= start else start
+                    )  # a branch may contain all of them
+            if end > limit:
+                return number
+            paths = self._paths[begin:end]
             # Bodies have other indices, or are the same layer again.
-            is_new = all(seen.setdefault(index, paths) == paths for index in set(indices) - {None})
-            if end > limit or not is_new or _pattern(indices) != _pattern(first):
+            for index in set(self._indices[begin:end]):
+                if index is not None and seen.setdefault(index, paths) != paths:
+                    return number
+            if not self._have_one_pattern(start, begin, period):
                 return number
         return count
 
-    def _members(self, begin: int, end: int) -> list[Placing]:
-        return [placing for item in self._placings[begin:end] for placing in item]
-
-    def _indices(self, begin: int, end: int) -> list[Hashable]:
-        """The index of each product of a body; None if it has none."""
-        level = self._level
-        return [
-            p.indices[level] if p.indices and level is not None else None for p in self._members(begin, end)
-        ]
+    def _have_one_pattern(self, one: int, other: int, size: int) -> bool:
+        """Are the same products of two bodies the ones with equal indices?"""
+        distances, others = self._distances[one : one + size], self._distances[other : other + size]
+        return distances == others or all(
+            a == b or (a >= 0 and b >= 0 and (a > offset or a == 0) and (b > offset or b == 0))
+            for offset, (a, b) in enumerate(zip(distances, others, strict=True))
+        )
 
     def _group_products(self, begin: int, end: int) -> bool:
         """Do inner indices stand for several products each? Those of `layers[1].weights[0]` do not."""
-        members = [p.indices for p in self._members(begin, end) if p.indices]
+        members = [indices for indices in self._all_indices[begin:end] if indices]
         return len({inner for inner, _ in members}) < len(members) or all(a == b for a, b in members)
-
-
-def _pattern(indices: list[Hashable]) -> list[int | None]:
-    """Which of some indices are equal."""
-    numbers: dict[Hashable, int] = {}
-    return [None if i is None else numbers.setdefault(i, len(numbers)) for i in indices]

@@ -9,8 +9,10 @@ stream of the same width count as one.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
 from policyc.compiler.block_bounds import LEVELS, Bounds, Placing
@@ -55,7 +57,7 @@ class Product:
     key: Hashable
     mixer: int | None
     loops: tuple[Address, ...]
-    branches: frozenset[int]
+    branches: AbstractSet[int]
     in_branch: bool
     placing: Placing
     width: int
@@ -194,22 +196,25 @@ class _Finder:
         position: int,
     ) -> tuple[int, int]:
         """The period that repeats over most items from a position on, and how often it does."""
-        best = (0, 0)
+        best_period = best_count = 0
+        size = next((p for p in range(position, len(items)) if items[p].is_loop), len(items)) - position
         positions = following[keys[position]]
-        after = positions[_index_after(positions, position) :][:_MAX_CANDIDATES]
+        after = positions[bisect_right(positions, position) :][:_MAX_CANDIDATES]
         for other in after:
-            period = other - position
-            count = prefix.common(position, other) // period + 1
-            if count < 2 or count * period <= best[0] * best[1]:
+            period, covered = other - position, best_period * best_count
+            if 2 * period > size:
+                break
+            if size // period * period <= covered:  # even if it repeats to the end
+                continue
+            count = min(prefix.common(position, other) // period + 1, size // period)
+            if count < 2 or count * period <= covered:
                 continue
             count = bounds.count(position, period, count)
-            if count < 2 or count * period <= best[0] * best[1]:
+            if count < 2 or count * period <= covered:
                 continue
-            body = items[position : position + period]
-            if any(item.is_loop for item in body) or not self._is_stack(body, items[other : other + period]):
-                continue
-            best = (period, count)
-        return best
+            if self._is_stack(items[position:other], items[other : other + period]):
+                best_period, best_count = period, count
+        return best_period, best_count
 
     def _is_stack(self, body: list[_Item], next_body: list[_Item]) -> bool:
         """Is the second of two equal bodies computed from the first, and is each more than a part of a block?"""
@@ -303,7 +308,7 @@ class _Finder:
         """Numbers the products of some blocks, of which `first` is the first one."""
         base = first.base
         for block in layers.blocks:
-            here = replace(first, base=base)
+            here = BlockPosition(base=base, strides=first.strides, count=first.count, stack=first.stack)
             for item in block:
                 if item.loop is None or item.body is None:
                     positions.update({product.node: here for product in item.products})
@@ -336,19 +341,13 @@ def _divide(body: list[_Item]) -> list[list[_Item]]:
 
 
 def _bounds(items: Sequence[_Item], level: int | None) -> Bounds:
-    branches: dict[int, set[int]] = {}
+    branches: dict[int, tuple[int, int]] = {}
     for position, item in enumerate(items):
-        for branch in frozenset[int]().union(*(p.branches for p in item.products)):
-            branches.setdefault(branch, set()).add(position)
-    return Bounds(list(branches.values()), [[p.placing for p in item.products] for item in items], level)
-
-
-def _index_after(positions: list[int], position: int) -> int:
-    low, high = 0, len(positions)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if positions[middle] <= position else (low, middle)
-    return low
+        for product in item.products:
+            for branch in product.branches:
+                first, _ = branches.get(branch, (position, position))
+                branches[branch] = first, position
+    return Bounds(branches.values(), [item.products[0].placing for item in items], level)
 
 
 class _Prefixes:

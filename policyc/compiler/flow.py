@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, primitives
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.containers import SCAN
 from policyc.jaxcore.jaxprs import AnyJaxpr
+from policyc.jaxcore.primitives import PRIMITIVES
 from policyc.jaxcore.transform import Address
 
 CONSTANT, PARAMETER = -1, -2
@@ -40,6 +41,9 @@ _KNOWN = frozenset({
     "dce_sink", "broadcast_to",
 })  # fmt: skip
 """Primitives that do not call something opaque to the compiler."""
+
+_PLAIN = frozenset(name for name, rule in PRIMITIVES.items() if rule.weight != "product") & _KNOWN - _LAYOUT
+"""Primitives without jaxprs and references, most of them elementwise, whose results depend on all operands alike."""
 
 CARRY = "carry"
 """The operation of a node that stands for a carry of a loop. Its inputs are the first value and the next one."""
@@ -164,6 +168,8 @@ class _Builder:
     def __init__(self, sites: set[Address]) -> None:
         self.flow = Flow()
         self._sites = sites
+        self._with_sites = {site[:depth] for site in sites for depth in range(1, len(site))}
+        """The addresses of equations with a site inside."""
         self._caller: _Call | None = None
 
     def run(
@@ -181,13 +187,22 @@ class _Builder:
             known.update(constants)
         for number, eqn in enumerate(opened.eqns):
             operands = [CONSTANT if isinstance(a, Literal) else known.get(a, CONSTANT) for a in eqn.invars]
-            name = eqn.primitive.name
-            if name in _LAYOUT and (len(operands) == 1 or name in _ONE_FOR_ONE):
-                results: Sequence[int] = operands if name in _ONE_FOR_ONE else operands * len(eqn.outvars)
+            name, outvars = eqn.primitive.name, eqn.outvars
+            if name in _PLAIN:
+                active = [o for o in operands if o >= 0]
+                if active:
+                    results: Sequence[int] = [self.flow.add(name, active, (eqn, caller))] * len(outvars)
+                else:
+                    results = [PARAMETER if PARAMETER in operands else CONSTANT] * len(outvars)
+            elif name in _LAYOUT and (len(operands) == 1 or name in _ONE_FOR_ONE):
+                results = operands if name in _ONE_FOR_ONE else operands * len(outvars)
             else:
                 self._caller = (eqn, caller)
                 results = self._equation(eqn, name, operands, (*address, number))
-            known.update(zip(eqn.outvars, results, strict=True))
+            if len(outvars) == 1:  # most equations
+                (known[outvars[0]],) = results
+            else:
+                known.update(zip(outvars, results, strict=True))
         self._caller = caller
         return [CONSTANT if isinstance(a, Literal) else known.get(a, CONSTANT) for a in opened.outvars]
 
@@ -210,19 +225,15 @@ class _Builder:
         if name in _LAYOUT and active == operands[:1]:
             return active * count
         node = self.flow.add(name, active, self._caller)
-        subs = jaxprs.sub_jaxprs(eqn)
-        if subs and self._has_sites(address):
+        if address in self._with_sites:
             results = []
-            for number, sub in enumerate(subs):
+            for number, sub in enumerate(jaxprs.sub_jaxprs(eqn)):
                 inputs = len(jaxprs.open_jaxpr(sub.jaxpr).invars)
                 results += self.run(sub.jaxpr, [node] * inputs, (*address, number))
             node = self.flow.add(name, [node, *(r for r in results if r >= 0)], self._caller)
         elif name not in _KNOWN and not name.endswith(("_start", "_done")):  # collectives end like that
             self.flow.opaque[node] = tuple(operands)
         return [node] * count
-
-    def _has_sites(self, address: Address) -> bool:
-        return any(site[: len(address)] == address for site in self._sites)
 
     def _write(self, reference: int, values: Sequence[int]) -> None:
         if reference >= 0:
@@ -232,9 +243,9 @@ class _Builder:
 
     def call(self, eqn: JaxprEqn, operands: list[int], address: Address) -> Sequence[int]:
         """A container whose first jaxpr takes its operands."""
-        sub = jaxprs.sub_jaxprs(eqn)[0]
-        count = len(jaxprs.open_jaxpr(sub.jaxpr).invars)
-        return self.run(sub.jaxpr, operands[len(operands) - count :], (*address, 0))[: len(eqn.outvars)]
+        body = eqn.params["jaxpr" if "jaxpr" in eqn.params else jaxprs.sub_jaxprs(eqn)[0].param]
+        count = len(jaxprs.open_jaxpr(body).invars)
+        return self.run(body, operands[len(operands) - count :], (*address, 0))[: len(eqn.outvars)]
 
     def cond(self, eqn: JaxprEqn, operands: list[int], address: Address) -> Sequence[int]:
         branches = [
@@ -288,7 +299,7 @@ class _Builder:
     def pallas(self, eqn: JaxprEqn, operands: list[int], address: Address) -> Sequence[int]:
         """A kernel reads its operands and writes its results by references."""
         active = [o for o in operands if o >= 0]
-        if len(active) > _MAX_SEEN and not self._has_sites(address):
+        if len(active) > _MAX_SEEN and address not in self._with_sites:
             node = self.flow.add("pallas_call", active, self._caller)
             self.flow.opaque[node] = tuple(operands)
             return [node] * len(eqn.outvars)

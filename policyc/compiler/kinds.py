@@ -30,8 +30,8 @@ _SHARED = "all iterations of the loop around it share its weight"
 _STAGES = "the stages of a pipeline run it at once, each for other blocks"
 
 
-def add_kinds(flow: Flow, sites: Sequence[Site], looked_up: Collection[DottedPath]) -> tuple[Site, ...]:
-    """The sites with their kinds and blocks. `looked_up` has the parameters from which rows are gathered."""
+def set_kinds(flow: Flow, sites: Sequence[Site], looked_up: Collection[DottedPath]) -> None:
+    """Gives the sites their kinds and blocks. `looked_up` has the parameters from which rows are gathered."""
     products = ProductFlow.of(flow, {site.address: site for site in sites})
     undecided = find_fused_attention(products)
     routing = Routing(products)
@@ -46,13 +46,8 @@ def add_kinds(flow: Flow, sites: Sequence[Site], looked_up: Collection[DottedPat
     blocks = _Blocks(products, mixers)
     around = products.weights_before(o for operands in undecided.values() for o in operands)
     _mark_rest(products, blocks.positions, around | products.after(undecided) & products.weighted)
-    node_of = {address: node for node, address in flow.sites.items()}
-    found = []
-    for site in sites:
-        node = node_of[site.address]
-        kind = _with_names(site, products.kinds.get(node))
-        found.append(replace(site, kind=kind, block=blocks.block_of(node)))
-    return tuple(found)
+    for node, site in products.sites.items():
+        site.set_kind(_with_names(site, products.kinds.get(node)), blocks.block_of(node))
 
 
 # ---- heads and embeddings
@@ -140,7 +135,7 @@ class _Blocks:
             if stack.address in products.sequential
         }
         self._pipelines: dict[tuple[Address | None, int], bool] = {}
-        self._blocks: dict[tuple[BlockPosition, tuple[Stack, ...], str], SiteBlock] = {}
+        self._blocks: dict[tuple[int, tuple[Stack, ...], str], SiteBlock] = {}
         of_model = [
             self._product(node)
             for node in sorted(products.sites)
@@ -148,14 +143,18 @@ class _Blocks:
         ]
         self.positions = find_blocks(products.flow, of_model, self._lengths, self._continues)
         self._on_stages = {p.stack for n, p in self.positions.items() if _is_on_stages(products.sites[n])}
+        self._on_stages |= {
+            s for s in {p.stack for p in self.positions.values()} if self._is_pipeline(None, s)
+        }
+        self._other_loops = [address for address in products.sequential if address not in self._lengths]
 
     def block_of(self, node: int) -> SiteBlock | None:
         """The block of a site, in each of its layers; None if it is in no block."""
         position, site = self.positions.get(node), self._products.sites[node]
         if position is None:
             return None
-        unknown = _STAGES if position.stack in self._on_stages or self._runs_stages(site, position) else ""
-        key = position, site.stacks, unknown
+        unknown = _STAGES if self._runs_stages(site, position) else ""
+        key = id(position), site.stacks, unknown
         if key not in self._blocks:  # the sites of a block share it
             loops = self._products.flow.loops
             strides = {a: -s if loops[a].is_reverse else s for a, s in position.strides}
@@ -172,8 +171,8 @@ class _Blocks:
             node=node,
             key=self._key(node),
             mixer=mixer,
-            loops=tuple(s.address for s in site.loops if s.address in self._lengths),
-            branches=frozenset(self._products.branches.get(node, ())),
+            loops=tuple([s.address for s in site.loops if s.address in self._lengths]),
+            branches=self._products.branches.get(node, set()),
             in_branch=node in self._products.branches or mixer in self._branch_mixers,
             placing=_placing(site),
             width=site.k,
@@ -183,7 +182,7 @@ class _Blocks:
         """Equal for products that can be the same product of two blocks."""
         flow, site = self._products.flow, self._products.sites[node]
         kind = self._products.kinds.get(node, SiteKind()).name
-        nonlinear = frozenset(flow.operations[u] for u in flow.users[node]) & _NONLINEAR
+        nonlinear = _NONLINEAR.intersection([flow.operations[user] for user in flow.users[node]])
         has_memory = self._mixer_of.get(node) in self._memories
         return kind, site.weight is None, site.batch, site.m, site.n, site.k, nonlinear, has_memory
 
@@ -207,12 +206,8 @@ class _Blocks:
 
     def _runs_stages(self, site: Site, position: BlockPosition) -> bool:
         """Is its stack, or a loop around all of it, a pipeline whose products read the matrices of several blocks?"""
-        return self._is_pipeline(None, position.stack) or any(
-            address not in self._lengths
-            and site.address[: len(address)] == address
-            and self._is_pipeline(address, position.stack)
-            for address in self._products.sequential
-        )
+        around = (a for a in self._other_loops if site.address[: len(a)] == a)
+        return position.stack in self._on_stages or any(self._is_pipeline(a, position.stack) for a in around)
 
     def _is_pipeline(self, loop: Address | None, stack: int) -> bool:
         """Are all weights of a stack read in batches, again and again in a loop, or by several blocks without one?"""
@@ -233,7 +228,7 @@ class _Blocks:
 def _is_on_stages(site: Site) -> bool:
     """Do the devices of a shard_map hold other layers each? Where layers have names, they hold other experts."""
     templates = (site.scope, *site.parameters, *((site.module,) if site.module else ()))
-    return any(
+    return any(template.slots for template in templates) and any(
         stack.is_shard_map
         for template in templates
         if not any(name.index is not None for name in template.path)
@@ -247,12 +242,12 @@ def _is_on_stages(site: Site) -> bool:
 
 def _placing(site: Site) -> Placing:
     """By the names of its parameter; if these have no index, by those of its modules."""
-    paths = [*(p.path for p in site.parameters[:1]), site.scope.path]
-    for path in paths:
-        ends = [number + 1 for number, segment in enumerate(path) if segment.index is not None]
+    name = site.template.path
+    for path in (name, site.scope.path):
+        ends = [number for number, segment in enumerate(path, 1) if segment.index is not None]
         if ends:
-            return Placing(paths[0], (path[: ends[-1]], path[: ends[0]]))
-    return Placing(paths[0])
+            return Placing(name, (path[: ends[-1]], path[: ends[0]]))
+    return Placing(name)
 
 
 def _with_names(site: Site, kind: SiteKind | None) -> SiteKind:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 from policyc.compiler.flow import Flow
 from policyc.compiler.residuals import find_residuals
@@ -83,11 +84,19 @@ class ProductFlow:
         """Gives a product its kind, unless it has one. `{place}` in the text is that of the node `other`."""
         if node in self.kinds:
             return False
-        self.kinds[node] = SiteKind(kind, self.reason(text, other))
+        if other is None:
+            self.kinds[node] = _same_kind(kind, text)
+        else:
+            self.kinds[node] = SiteKind(kind, self.reason(text, other))
         return True
 
-    def reason(self, text: str, other: int | None = None) -> KindReason:
-        return KindReason(text, () if other is None else self.flow.equations(other))
+    def reason(self, text: str, other: int) -> KindReason:
+        return KindReason(text, self.flow.equations(other))
+
+
+@cache
+def _same_kind(kind: str, text: str) -> SiteKind:
+    return SiteKind(kind, KindReason(text))
 
 
 def _sequential_loops(flow: Flow) -> set[Address]:

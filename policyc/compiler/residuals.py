@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from policyc.compiler.flow import CARRY, Flow
 
 _MAX_BRANCH = 4096  # nodes of one branch of the residual stream
 _MAX_TERMS = 16  # of one sum
+_SUMS = frozenset({"add", "add_any", "sub"})
 _SCALING = frozenset({"mul", "div", "select_n"})
 _MAX_SCALINGS = 3  # operations between the stream and the addition: a scale, dropout, a gate
 
@@ -18,12 +19,13 @@ def find_residuals(flow: Flow) -> dict[int, set[int]]:
     residuals: dict[int, set[int]] = {}
     ancestors = _Ancestors(flow)
     for node, operation in enumerate(flow.operations):
-        members: set[int] = set()
-        if operation in ("add", "add_any", "sub") and len(flow.inputs[node]) > 1:
+        if operation in _SUMS and len(flow.inputs[node]) > 1:
             members = _branch_members(flow, node, ancestors)
-        if members:
-            residuals[node] = members
-        ancestors.add(node, follow_inputs=not members and operation != CARRY)
+            if members:
+                residuals[node] = members
+                ancestors.add(node, ())
+                continue
+        ancestors.add(node, () if operation == CARRY else flow.inputs[node])
     return residuals
 
 
@@ -48,20 +50,22 @@ class _Ancestors:
         }
         """For each reference: what is written to it later."""
 
-    def add(self, node: int, *, follow_inputs: bool) -> None:
+    def add(self, node: int, inputs: Sequence[int]) -> None:
+        """The next node. `inputs` are those whose ancestors are its own too."""
         bits = 1
-        for operand in self._flow.inputs[node] if follow_inputs else ():
+        for operand in inputs:
             if 0 < node - operand < _MAX_BRANCH:
                 bits |= self._bits[operand] << (node - operand)
-                for value in self._written.get(operand, ()):
-                    if value < node:
-                        bits |= self._bits[value] << (node - value)
+                if operand in self._written:
+                    for value in self._written[operand]:
+                        if value < node:
+                            bits |= self._bits[value] << (node - value)
         self._bits.append(bits & self._WINDOW)
         if node >= _MAX_BRANCH:
             self._bits[node - _MAX_BRANCH] = 0  # no node asks for it any more
 
     def has(self, node: int, ancestor: int) -> bool:
-        return ancestor <= node and bool(self._bits[node] >> (node - ancestor) & 1)
+        return node - _MAX_BRANCH < ancestor <= node and bool(self._bits[node] >> (node - ancestor) & 1)
 
     def sites_between(self, first: int, last: int) -> set[int]:
         """The sites that are computed from a node, and from which another node is."""
@@ -76,11 +80,15 @@ def _branch_members(flow: Flow, node: int, ancestors: _Ancestors) -> set[int]:
     terms = _terms(flow, node)
     members: set[int] = set()
     for stream in terms:
-        candidates = sorted({n for n in _unscaled(flow, stream) if n > node - _MAX_BRANCH}, reverse=True)
+        candidates = [stream]
+        if flow.operations[stream] in _SCALING:
+            candidates = sorted(set(_unscaled(flow, stream)), reverse=True)
         for term in terms:
-            if term != stream:
-                branches = (ancestors.sites_between(candidate, term) for candidate in candidates)
-                members |= next(filter(None, branches), set())
+            for candidate in candidates if term != stream else ():
+                branch = ancestors.sites_between(candidate, term)
+                if branch:
+                    members |= branch
+                    break
     return members
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from policyc.compiler.product_flow import ProductFlow
 from policyc.compiler.site_kinds import SiteKind
 from policyc.compiler.sites import Site
@@ -20,16 +22,22 @@ class Routing:
         choices = [
             node for node, name in enumerate(flow.operations) if name in _CHOICES and self._routes(node)
         ]
-        others = (node for node in products.weighted if not self._has_expert_dimension(node))
-        self._ends = products.residuals.union(others)
-        self.routed: set[int] = flow.after(choices, self._ends)
+        self.routed: set[int] = flow.after(choices, self._ends) if choices else set()
         for node, operands in flow.operands.items():
             if products.sites[node].is_ragged and len(operands) > 2 and operands[2] >= 0:
                 text = "its result gives the group sizes of the product at {place}"
                 self._add_routers([operands[2]], text, node)
 
+    @cached_property
+    def _ends(self) -> set[int]:
+        products = self._products
+        others = (node for node in products.weighted if not self._has_expert_dimension(node))
+        return products.residuals.union(others)
+
     def mark_experts(self) -> None:
         products = self._products
+        if not self.routed and not any(site.is_ragged for site in products.sites.values()):
+            return
         weighed = self.routed - self._ends
         for node in sorted(products.weighted):
             site = products.sites[node]

@@ -60,6 +60,8 @@ class SiteBlock:
 
         A loop that runs backwards has a negative stride.
         """
+        if not strides:
+            return cls(number=LayerTable((), (base,)), count=count, unknown=unknown)
         used = tuple(stack for stack in stacks if stack.address in strides)
         numbers = []
         for indices in itertools.product(*(range(stack.size) for stack in used)):

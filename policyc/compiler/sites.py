@@ -233,6 +233,11 @@ class Site:
         number = self.block.number[self.stack_indices(layer)]
         return {**attributes, "layer": number, "layers": self.block.count}
 
+    def set_kind(self, kind: SiteKind, block: SiteBlock | None) -> None:
+        """Completes a site that the analysis has just made. A copy would take longer than finding its kind."""
+        object.__setattr__(self, "kind", kind)
+        object.__setattr__(self, "block", block)
+
     def layers(self) -> Iterator[Layer]:
         """The layers in which it runs."""
         return (la for la in self.all_layers() if self.running is None or la in self.running)

@@ -20,6 +20,7 @@ from jax.core import AbstractValue, ShapedArray
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import partial_eval
+from jax.sharding import AbstractMesh, Mesh
 
 from policyc.jaxcore.internals import config, core, sources, tracebacks
 
@@ -78,20 +79,27 @@ def sub_jaxprs(eqn: JaxprEqn) -> tuple[SubJaxpr, ...]:
     """The jaxprs in the parameters of an equation, in the order of the parameters."""
     subs: list[SubJaxpr] = []
     for param, value in eqn.params.items():
-        if value is None or isinstance(value, str | int):  # most parameters
+        if value is None or isinstance(value, _PLAIN_PARAMS):  # most parameters
             continue
-        if _is_jaxpr(value):
+        if isinstance(value, _JAXPRS):
             subs.append(SubJaxpr(param, None, value))
-        elif isinstance(value, tuple | list):
-            subs += [SubJaxpr(param, index, item) for index, item in enumerate(value) if _is_jaxpr(item)]
-        elif _is_jaxpr(getattr(value, "jaxpr", None)):
+        elif isinstance(value, (tuple, list)):
+            for index, item in enumerate(value):
+                if isinstance(item, _JAXPRS):
+                    subs.append(SubJaxpr(param, index, item))
+        elif isinstance(getattr(value, "jaxpr", None), _JAXPRS):
             # An object that stands for a primitive and holds a jaxpr.
             subs.append(SubJaxpr(param, None, value.jaxpr))
     return tuple(subs)
 
 
+_JAXPRS = Jaxpr, ClosedJaxpr
+_PLAIN_PARAMS = str, int, Mesh, AbstractMesh
+"""Types of parameters that hold no jaxpr. Asking an object for an attribute that it lacks is slow."""
+
+
 def _is_jaxpr(value: Any) -> bool:
-    return hasattr(value, "eqns") and hasattr(value, "outvars")
+    return isinstance(value, _JAXPRS)
 
 
 def replace_sub_jaxprs(eqn: JaxprEqn, replacements: Sequence[tuple[SubJaxpr, Any]]) -> JaxprEqn:

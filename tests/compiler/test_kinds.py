@@ -13,7 +13,7 @@ import pytest
 from policyc.compiler.analysis import analyze
 from policyc.compiler.flow import build_flow
 from policyc.compiler.kind_tables import explain_kinds, kind_notes
-from policyc.compiler.kinds import add_kinds
+from policyc.compiler.kinds import set_kinds
 from policyc.compiler.paths import leaf_paths
 from policyc.compiler.plan import Plan, make_plan
 from policyc.compiler.plan_checks import unknown_blocks
@@ -104,7 +104,7 @@ def kind_visits(loss: Any, params: Any, data: Any) -> int:
     is_parameter = [*(True for _ in jax.tree.leaves(params)), False]
     sites = analyze(closed, [*leaf_paths([("params", params)]), None])
     flow = build_flow(closed, is_parameter, (), [site.address for site in sites])
-    add_kinds(flow, sites.sites, sites.looked_up)
+    set_kinds(flow, sites.sites, sites.looked_up)
     return flow.visits
 
 
