@@ -203,6 +203,7 @@ class _Loader(DiagnosticCollector):
 
     def build_policy(self, source: SourceText) -> Policy:
         """Checks the statements collected so far, and returns the policy."""
+        self._report_changed_groups()
         check_definitions(self, self._base, [definitions for _, definitions in self._variants.values()])
         return Policy(
             rules=tuple(self._base.rules),
@@ -248,8 +249,6 @@ class _Loader(DiagnosticCollector):
                     own_seed = target.seed = statement
                 case RecipeDef():
                     self._add_recipe(statement, target, own_recipes)
-                case GroupDef() if target is not self._base and not context.is_imported:
-                    self._report_misplaced(statement.span, "a group", "a variant")
                 case GroupDef():
                     first = own_groups.setdefault(statement.name, statement.span)
                     if first is not statement.span:
@@ -295,6 +294,17 @@ class _Loader(DiagnosticCollector):
         help = "choose another name, or remove one of the two" if name else "remove one of the two"
         message = f"a second {kind} '{name}'" if name else f"a second {kind}"
         self.report(f"duplicate-{kind}", span, message, help, notes=(note,))
+
+    def _report_changed_groups(self) -> None:
+        """Reports groups of the policy that a variant defines again: the rules of the policy would not change."""
+        for variant, definitions in self._variants.values():
+            for name, group in definitions.groups.items():
+                first = self._base.groups.get(name)
+                if first is not None and group.span.source is variant.source:
+                    message = f"a variant cannot change the group '{name}', which rules outside of it use"
+                    help = "give it another name, and add rules that use it"
+                    notes = (Note(first.span, "first defined here"),)
+                    self.report("duplicate-group", group.span, message, help, notes=notes)
 
     def _report_replaced(
         self, statement: ImportStatement, target: Definitions, own_recipes: dict[str, Span]

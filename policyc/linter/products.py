@@ -6,7 +6,7 @@ Sites that the compiler cannot enter are skipped: they are not quantized, whatev
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from policyc.base.text import count_others
@@ -20,11 +20,9 @@ from policyc.language.policy import Rule
 from policyc.language.recipes import Gemm, Recipe
 from policyc.linter.context import Context
 from policyc.linter.rule import Finding
-from policyc.linter.site_names import EMBEDDING_NAMES, HEAD_NAMES
 
 _MAX_BITS = 8  # a product counts as quantized if its narrower operand has at most this many bits
 _MAX_SELECTORS = 80  # characters of selectors that a suggested rule repeats
-_NAMES_AT_END = 4  # names of a path that `has_name` looks at
 
 FOUR_BITS = range(4, 5)
 EIGHT_BITS = range(5, _MAX_BITS + 1)
@@ -168,38 +166,12 @@ def report_in_8_bits(context: Context, is_sensitive: Callable[[Site], bool], nou
         )
 
 
-def has_name(site: Site, names: Collection[str]) -> bool:
-    """Returns whether one of the names is at the end of the site's scope or of a parameter, ignoring case.
-
-    One more name may follow it: a parameter ends with `kernel` or `w`. A dotted name stands for several in sequence.
-    """
-    paths = (site.scope.path, *(p.path for p in site.parameters))
-    texts = [f".{'.'.join(n.text for n in path[-_NAMES_AT_END:]).casefold()}." for path in paths]
-    ends = [text for full in texts for text in (full, full.rstrip(".").rpartition(".")[0] + ".")]
-    return any(end.endswith(f".{name.casefold()}.") for end in ends for name in names)
-
-
 def is_embedding(site: Site) -> bool:
-    """Returns whether a site looks up tokens: it has a one-hot operand or the name of an embedding."""
-    return site.has_one_hot or has_name(site, EMBEDDING_NAMES)
+    return site.kind.name == "embedding"
 
 
-def is_head(context: Context, site: Site) -> bool:
-    """Returns whether a site computes the logits.
-
-    A head has the name of a head, or shares its weight with the embedding, or is the last weight GEMM of the loss,
-    outside every stack, with more columns than any other weight and than its own rows.
-    """
-    if site.has_one_hot or context.plan is None:
-        return False
-    sites = context.plan.sites
-    embeddings = {*sites.looked_up, *(p.path for s in sites if s.has_one_hot for p in s.parameters)}
-    if has_name(site, HEAD_NAMES) or any(p.path in embeddings for p in site.parameters):
-        return True
-    weights = [s for s in sites if s.weight and not s.has_one_hot]
-    is_last = len(weights) > 1 and weights[-1] is site
-    is_widest = site.n > site.k and all(s.n < site.n for s in weights if s is not site)
-    return is_last and not site.stacks and is_widest
+def is_head(site: Site) -> bool:
+    return site.kind.name == "head"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,6 +47,12 @@ def test_a_variant_and_a_schedule_use_the_groups_of_the_policy():
     assert [str(r) for r in policy.variant("v").rules] == ["a, b -> fp8", "a @ wgrad, b @ wgrad -> bf16"]
 
 
+def test_a_variant_may_define_groups_for_its_own_rules():
+    policy = parse("g -> fp8\nvariant v { group g = a, b; g -> bf16 }\nvariant w { g -> mxfp8 }")
+    assert [str(r) for r in policy.variant("v").rules] == ["g -> fp8", "a, b -> bf16"]
+    assert [str(r) for r in policy.variant("w").rules] == ["g -> fp8", "g -> mxfp8"]
+
+
 def test_a_group_is_imported_and_can_be_redefined(tmp_path: Path):
     (tmp_path / "base.policy").write_text("group g = a\ng -> fp8\n")
     (tmp_path / "same.policy").write_text('import "base"\ng @ wgrad -> bf16\n')
@@ -69,7 +75,11 @@ def test_a_scope_may_be_named_group(text):
         ("group g = a\n^g, g[0], g.* -> bf16", ["group-in-selector"] * 3),
         ("group g = a\ngroup g = b\ng -> bf16", ["duplicate-group"]),
         ("group g = a @ wgrad\nb -> bf16", ["unknown-product"]),
-        ("variant v { group g = a }\nb -> bf16", ["misplaced-statement"]),
+        ("b -> bf16\nvariant v { group g = a; g -> fp8 }", []),
+        ("b -> bf16\nvariant v { group g = a; g -> fp8 }\nvariant w { group g = c; g -> fp8 }", []),
+        ("group g = a\ng -> bf16\nvariant v { group g = c; g -> fp8 }", ["duplicate-group"]),
+        ("g -> bf16\nvariant v { group g = c; g -> fp8 }\ngroup g = a", ["duplicate-group"]),
+        ("b -> bf16\nvariant v { group g = a; group g = c; g -> fp8 }", ["duplicate-group"]),
         ("after 5% { group g = a }\nb -> bf16", ["misplaced-statement"]),
         (f"group g = {', '.join(f'a{i}' for i in range(65))}\ng -> bf16", ["too-many-alternatives"]),
         ("group g =\ng -> bf16", ["syntax-error"]),
@@ -90,3 +100,5 @@ def test_what_is_reported_about_groups(text, codes):
 def test_a_group_is_formatted_and_keeps_its_name():
     loaded = parse_with_diagnostics("group  g={q , k}_proj ,layers[ -4: ].mlp # c\n g@wgrad->fp8")
     assert format_file(loaded.file) == "group g = {q,k}_proj, layers[-4:].mlp  # c\ng @ wgrad -> fp8\n"
+    loaded = parse_with_diagnostics("a->fp8\nvariant v {group  g=a,b;g->bf16}")
+    assert format_file(loaded.file) == "a -> fp8\nvariant v { group g = a, b; g -> bf16 }\n"

@@ -298,23 +298,39 @@ def test_with_a_program_names_are_not_guessed():
     """`model` has no site of the common names, but an embedding ('table') and a stack ('layers')."""
     messages = {d.code: f"{d.message}: {d.help}" for d in lint_all("* -> nvfp4(sr=grad)")}
     assert "('table')" in messages["embedding-in-4-bits"]
-    assert "layers[-1:] -> bf16" in messages["no-high-precision-tail"]
+    assert "* where layer >= -1 -> bf16" in messages["no-high-precision-tail"]
     assert "attention-scores-in-4-bits" not in messages
     assert "router-in-4-bits" not in messages
     assert "no-high-precision-tail" not in {d.code for d in lint_all("narrow -> nvfp4(sr=grad)")}
 
 
-def test_scores_and_routers_are_found_in_the_program():
+def test_sensitive_sites_are_found_by_their_kind_and_not_by_their_names():
     def loss(p, x):
-        q = x @ p["moe"]["gate"]["kernel"]
-        return jnp.sum(q @ q.T)
+        for w in p["net"]:
+            chances, experts = jax.lax.top_k(jax.nn.softmax(x @ w["head"]), 1)
+            routed = jnp.einsum("td,tdf->tf", x, w["wte"][experts[:, 0]])
+            x = x + chances * jnp.einsum("td,tdf->tf", jnp.tanh(routed), w["lm_head"][experts[:, 0]])
+            q = x @ w["router"]
+            x = x + jax.nn.softmax(q @ q.T) @ x
+        return -jax.nn.log_softmax(x @ p["gate"])[:, 0].mean()
 
-    params = {"moe": {"gate": {"kernel": array(64, 64)}}}
+    layer = {
+        "head": array(64, 4),
+        "wte": array(4, 64, 64),
+        "lm_head": array(4, 64, 64),
+        "router": array(64, 64),
+    }
+    params = {"net": [layer] * 3, "gate": array(64, 99)}
     loaded = parse_with_diagnostics("* where k > 1 -> nvfp4(sr=grad)")
     plan = policyc.plan(loaded.policy, loss, params, array(64, 64))
-    helps = {d.code: d.help for d in lint(loaded, {*ALL_CODES} - SPEED, plan).diagnostics}
-    assert helps["router-in-4-bits"] == "add a rule after it: moe.gate.kernel -> bf16"
-    assert helps["attention-scores-in-4-bits"] == "add 'and weight' to match only the projections"
+    found = lint(loaded, {*ALL_CODES} - SPEED, plan).diagnostics
+    messages = {d.code: f"{d.message}: {d.help}" for d in found}
+    assert "('net[0].head') in 4 bits, and 2 more" in messages["router-in-4-bits"]
+    assert "add a rule after it: * where router -> bf16" in messages["router-in-4-bits"]
+    assert "('gate')" in messages["head-in-4-bits"]
+    assert "embedding-in-4-bits" not in messages
+    assert "add a rule after it: * where layer >= -1 -> bf16" in messages["no-high-precision-tail"]
+    assert "add 'and weight' to match only the projections" in messages["attention-scores-in-4-bits"]
 
 
 # ---- remedies

@@ -168,6 +168,9 @@ def test_every_finding_says_what_to_try(code: str) -> None:
         ("* where mlp -> nvfp4(sr=grad)\n* where experts -> bf16\n* where layer == -1 -> bf16", []),
         ("* where mlp and layer < -4 -> nvfp4(sr=grad)", []),
         ("* where block and weight and not router -> nvfp4(sr=grad)", ["no-high-precision-tail"]),
+        ("* -> nvfp4(sr=grad)\n* where not mlp -> bf16", ["no-high-precision-tail"]),
+        ("* -> nvfp4(sr=grad)\n* where not mlp or layer >= -4 -> bf16", []),
+        ("* -> nvfp4(sr=grad)\n* where not mlp -> bf16\n* where mlp and layer >= -2 -> bf16", []),
         # sensitive sites, by kind
         ("* where head -> nvfp4(sr=grad)", ["head-in-4-bits"]),
         ("* where scores -> mxfp4(sr=grad)", ["attention-scores-in-4-bits"]),

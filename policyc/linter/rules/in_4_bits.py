@@ -1,11 +1,12 @@
 """Rules against 4 bits for the sites that they harm most: attention scores, the embedding, the head and the router.
 
-Without a program, these rules know a site by the names that models commonly give it. With one, they look at its sites.
+Without a program, these rules ask for the rule that decides a site of that kind, under the names that models commonly
+give it. With one, they look at the kinds of its sites.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from inspect import cleandoc
@@ -131,8 +132,8 @@ _SITES = (
 )
 
 _DECIDED_BY_NAME = """\
-This rule knows the names that models commonly use. Your model may use others. With a program, it looks at the sites
-of the program instead."""
+This rule knows kinds in `where`, and the names that models commonly use. Your model may use others. With a program, it
+looks at the kinds of the program's sites instead."""
 
 
 def _check(site: _SensitiveSite, context: Context) -> Iterator[Finding]:
@@ -152,20 +153,20 @@ def _check_program(kind: _SensitiveSite, context: Context, plan: Plan) -> Iterat
     from policyc.compiler.plan_checks import suggest_recipe  # loads JAX
     from policyc.linter import products
 
-    is_sensitive: dict[str, Callable[[Site], bool]] = {
-        "attention-scores-in-4-bits": lambda s: s.weight is None,
-        "embedding-in-4-bits": products.is_embedding,
-        "head-in-4-bits": lambda s: products.is_head(context, s),
-        "router-in-4-bits": lambda s: products.has_name(s, ROUTER_NAMES),
-    }
-    for index, sites in products.find_quantizing_rules(context, is_sensitive[kind.code], products.FOUR_BITS):
+    def is_sensitive(site: Site) -> bool:
+        return site.kind.name == kind.kind if kind.has_weight else site.weight is None
+
+    for index, sites in products.find_quantizing_rules(context, is_sensitive, products.FOUR_BITS):
         rule = plan.policy.rules[index]
         names = products.name_sites(sites)
         noun = kind.noun if kind.has_weight else "products without a parameter"
+        exception = f"* where {kind.kind} -> bf16"
         yield Finding(
             span=rule.span,
             message=f"this rule puts the {noun} ('{names[0]}') in 4 bits{count_others(len(names))}",
-            help=suggest_recipe(plan, index, sites, "bf16") if kind.has_weight else _suggest_weight(rule),
+            help=suggest_recipe(plan, index, sites, "bf16", exception)
+            if kind.has_weight
+            else _suggest_weight(rule),
             sites=names,
         )
 

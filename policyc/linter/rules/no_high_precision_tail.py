@@ -4,7 +4,8 @@ The last blocks are the most sensitive to 4 bits. Published runs keep the last 4
 8 of 62 (12B) in BF16. Add a rule for them after the others. `layer` counts the blocks of any stack, scanned or not, and
 whatever it is called.
 
-With a program, the stacks of the program are checked instead of those that the policy names.
+With a program, the last blocks of the program are checked. Without one, a rule for all names is checked for each kind
+that it can take, and a rule for some names for the stacks that the policy names.
 
 ## Bad
 
@@ -22,7 +23,7 @@ mlp.* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from policyc.base.text import count_others
@@ -61,8 +62,14 @@ def _check_names(context: Context) -> Iterator[Finding]:
             if Gemm.FPROP not in products or is_sensitive:
                 continue
             paths = [_locate_in_layer(pattern, layer) for layer in last_layers]
-            kinds = [flags for flags in _KINDS if _matches_tail(rule.rule, flags)]
-            if kinds and all(_is_in_4_bits(context, path, flags) for path in paths for flags in kinds):
+            in_4_bits = [
+                all(_is_in_4_bits(context, path, flags) for path in paths)
+                for flags in _KINDS
+                if _matches_tail(rule.rule, flags)
+            ]
+            # A name stands for one kind, and which is not known.
+            is_any_kind = all(segment.is_wildcard for segment in pattern.segments)
+            if in_4_bits and (any if is_any_kind else all)(in_4_bits):
                 yield Finding(
                     span=rule.rule.span,
                     message="the last blocks run in 4 bits too",
@@ -103,38 +110,31 @@ def _is_in_4_bits(context: Context, path: DottedPath, flags: Flags) -> bool:
 
 
 def _check_program(plan: Plan) -> Iterator[Finding]:
-    """Yields each rule that puts the last layer of a stack of the program in 4 bits at the start of training."""
+    """Yields each rule that puts the last of several blocks of the program in 4 bits at the start of training."""
     from policyc.linter.products import name_sites  # loads JAX
 
-    sites_by_rule: dict[int, dict[Site, PathSegment]] = {}
+    sites_by_rule: dict[int, dict[Site, int]] = {}
     decisions = plan.decisions(plan.phases[0])
     for site in (s for s in plan.sites if not s.opaque):
         for layer in site.layers():
-            decision, block = decisions[site.address, layer], _find_last_block(site.paths(layer))
-            rule = decision.choice(Gemm.FPROP).rule
+            decision, attributes = decisions[site.address, layer], site.attributes(layer)
+            rule, number, count = (
+                decision.choice(Gemm.FPROP).rule,
+                attributes.get("layer"),
+                attributes.get("layers"),
+            )
             is_in_4_bits = decision.recipe is not None and decision.recipe.bits(Gemm.FPROP) == 4
-            if block is not None and rule is not None and is_in_4_bits:
-                sites_by_rule.setdefault(rule, {})[site] = block
-    for index, blocks in sorted(sites_by_rule.items()):
-        names = name_sites(blocks)
-        tails = dict.fromkeys(
-            f"{block.text}[-{max(1, (block.size or 1) // _BLOCKS_PER_KEPT_BLOCK)}:]"
-            for block in blocks.values()
-        )
+            if count is not None and number == count - 1 > 0 and rule is not None and is_in_4_bits:
+                sites_by_rule.setdefault(rule, {})[site] = count
+    for index, counts in sorted(sites_by_rule.items()):
+        names = name_sites(counts)
+        kept = max(1, max(counts.values()) // _BLOCKS_PER_KEPT_BLOCK)
         yield Finding(
             span=plan.policy.rules[index].span,
             message=f"the last blocks run in 4 bits too ('{names[0]}'){count_others(len(names))}",
-            help=f"add a rule after it: {', '.join(tails)} -> bf16",
+            help=f"add a rule after it: * where layer >= -{kept} -> bf16",
             sites=names,
         )
-
-
-def _find_last_block(paths: Iterable[DottedPath]) -> PathSegment | None:
-    """Returns the outermost stack in the paths of a layer, if the layer is the last of several in it."""
-    stacks = (next((name for name in path if name.index is not None), None) for path in paths)
-    stack = next((name for name in stacks if name is not None), None)
-    is_last = stack is not None and stack.size is not None and stack.index == stack.size - 1 > 0
-    return stack if is_last else None
 
 
 RULES = (LintRule(code="no-high-precision-tail", doc=__doc__, check=check, guesses_without_program=True),)

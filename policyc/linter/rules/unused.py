@@ -102,10 +102,11 @@ def _append_parts(node: SplitRecipe, parts: str) -> Edit:
 
 def _check_unused_group(context: Context) -> Iterator[Finding]:
     statements = tuple(_walk(context.file.statements))
-    groups = {s.name: s for s in statements if isinstance(s, GroupDef)}
+    groups = [s for s in statements if isinstance(s, GroupDef)]
+    by_name = {group.name: group for group in groups}
     selectors = [selector for s in statements if isinstance(s, Rule) for selector in s.selectors]
-    used = {group.name for s in selectors if (group := named_group(s, groups)) is not None}
-    for group in groups.values() if selectors else ():
+    used = {group.name for s in selectors if (group := named_group(s, by_name)) is not None}
+    for group in groups if selectors else ():
         if group.name not in used:
             yield Finding(
                 span=group.span,

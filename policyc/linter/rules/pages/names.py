@@ -106,9 +106,11 @@ RULES = (
     ),
     make_error(
         "duplicate-group",
-        """A file defines a group of selectors twice.
+        """A file defines a group of selectors twice, or a variant defines one of its policy again.
 
         Which of the two was meant? Rename one of them, or remove it. A group of an imported file may be defined again.
+        A variant may define groups for its own rules. It cannot change a group of the policy, because the policy's
+        rules stand for the selectors that the group had.
         """,
         bad="""
         group projections = {q,k,v}_proj

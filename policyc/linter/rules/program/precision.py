@@ -14,7 +14,6 @@ from policyc.compiler.sites import Site
 from policyc.linter.context import Context
 from policyc.linter.products import (
     QuantizedProduct,
-    has_name,
     is_embedding,
     is_head,
     name_sites,
@@ -22,7 +21,6 @@ from policyc.linter.products import (
     report_in_8_bits,
 )
 from policyc.linter.rule import Check, Finding
-from policyc.linter.site_names import ROUTER_NAMES
 
 
 def _check_lowered_fp32_product(context: Context) -> Iterator[Finding]:
@@ -36,7 +34,7 @@ def _check_lowered_fp32_product(context: Context) -> Iterator[Finding]:
         site = product.site
         if site not in kept:
             rules_for_others.add(product.rule_index)
-        elif not _has_other_code(context, product):
+        elif not _has_other_code(product):
             lowered.setdefault(product.rule_index, {})[site] = kept[site]
     for index, sites in sorted(lowered.items()):
         if index in rules_for_others:
@@ -50,12 +48,12 @@ def _check_lowered_fp32_product(context: Context) -> Iterator[Finding]:
             )
 
 
-def _has_other_code(context: Context, product: QuantizedProduct) -> bool:
+def _has_other_code(product: QuantizedProduct) -> bool:
     """Returns whether another rule reports that the site has so few bits."""
     site = product.site
-    if product.bits == 4 and (site.weight is None or has_name(site, ROUTER_NAMES)):
+    if product.bits == 4 and (site.weight is None or site.kind.name == "router"):
         return True
-    return product.bits <= 8 and (is_embedding(site) or is_head(context, site))
+    return product.bits <= 8 and (is_embedding(site) or is_head(site))
 
 
 def _find_sites_in_fp32(plan: Plan) -> dict[Site, str]:
@@ -81,7 +79,7 @@ def _check_quantized_embedding(context: Context) -> Iterator[Finding]:
 
 
 def _check_quantized_head(context: Context) -> Iterator[Finding]:
-    return report_in_8_bits(context, lambda site: is_head(context, site), "output head")
+    return report_in_8_bits(context, is_head, "output head")
 
 
 CHECKS: dict[str, Check] = {
