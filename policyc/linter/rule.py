@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from inspect import cleandoc
 
 from policyc.language.diagnostics import Diagnostic, Fix, Note, Severity, Span
 from policyc.linter.context import Context
@@ -32,7 +30,7 @@ Check = Callable[[Context], Iterable[Finding]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LintRule:
-    """A code, its documentation in Markdown, and its check.
+    """A code, its page in Markdown, and its check.
 
     A rule without a check is reported by other code: the loader, the suppressions or the compiler. A rule that needs a
     program runs only when `lint` has a plan. A rule that guesses without a program looks at the sites of a program if
@@ -40,16 +38,11 @@ class LintRule:
     """
 
     code: str
-    doc: str
+    page: str
+    severity: Severity
     check: Check | None = None
-    severity: Severity = Severity.WARNING
     needs_program: bool = False
     guesses_without_program: bool = False
-
-    @property
-    def page(self) -> str:
-        """The documentation without the indentation of its source."""
-        return cleandoc(self.doc)
 
     @property
     def title(self) -> str:
@@ -73,37 +66,3 @@ class LintRule:
                     sites=finding.sites,
                     fix=finding.fix,
                 )
-
-
-def format_page(text: str, *, bad: str, good: str) -> str:
-    """Returns the page of a rule: its title and explanation, then the bad and the good example."""
-    examples = (
-        f"## {kind}\n\n```policy\n{cleandoc(policy)}\n```" for kind, policy in (("Bad", bad), ("Good", good))
-    )
-    return "\n\n".join([cleandoc(text), *examples])
-
-
-def make_rule(
-    code: str,
-    text: str,
-    *,
-    bad: str,
-    good: str,
-    check: Check | None = None,
-    severity: Severity = Severity.WARNING,
-    needs_program: bool = False,
-    guesses_without_program: bool = False,
-) -> LintRule:
-    """A rule, from the text and the examples of its page."""
-    return LintRule(
-        code=code,
-        doc=format_page(text, bad=bad, good=good),
-        check=check,
-        severity=severity,
-        needs_program=needs_program,
-        guesses_without_program=guesses_without_program,
-    )
-
-
-make_error: partial[LintRule] = partial(make_rule, severity=Severity.ERROR)
-"""A rule whose findings are errors."""

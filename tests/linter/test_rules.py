@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 from functools import cache
-from importlib import import_module
+from importlib import import_module, resources
 from pathlib import Path
 from pkgutil import iter_modules
 
@@ -20,7 +20,7 @@ from policyc.language.diagnostics import Severity
 from policyc.language.loader import parse_with_diagnostics
 from policyc.linter import rules
 from policyc.linter.engine import lint
-from policyc.linter.rules import ALL_CODES, LINT_RULES, PROGRAM_RULES
+from policyc.linter.rules import ALL_CODES, ALL_RULES, LINT_RULES, program
 from tests.support.command import CommandResult, policyc
 from tests.support.linting import fix_text, follow_help, lint_codes
 
@@ -38,16 +38,25 @@ NEEDS_FILES = {"unreadable-file", "import-cycle", "too-many-imports"}
 # ---- the registry
 
 
-def test_the_rules_outside_of_pages_have_checks() -> None:
-    modules = [m.name for m in iter_modules(rules.__path__) if not m.ispkg]
-    found = [rule for name in modules for rule in import_module(f"{rules.__name__}.{name}").RULES]
-    assert found
-    assert all(rule.check is not None for rule in found)
+def test_every_check_has_a_page() -> None:
+    modules = [
+        import_module(f"{package.__name__}.{module.name}")
+        for package in (rules, program)
+        for module in iter_modules(package.__path__)
+        if not module.ispkg
+    ]
+    codes = [code for module in modules for code in module.CHECKS]
+    assert len(codes) == len(set(codes)) > 30
+    assert set(codes) <= set(ALL_CODES)
 
 
-def test_every_code_is_registered_once() -> None:
-    assert sorted(ALL_CODES) == sorted([*LINT_RULES, *PROGRAM_RULES])
-    assert len(set(ALL_CODES)) == len(ALL_CODES)
+def test_every_heading_of_the_document_is_a_code() -> None:
+    """A page whose heading is misspelt would be lost."""
+    document = resources.files("policyc.linter").joinpath("pages.md").read_text(encoding="utf-8")
+    headings = re.findall(
+        r"^# (.*)$", re.sub(r"^```.*?^```$", "", document, flags=re.DOTALL | re.MULTILINE), re.MULTILINE
+    )
+    assert headings[1:] == [f"{rule.code} ({rule.severity})" for rule in ALL_RULES.values()]
 
 
 # ---- pages

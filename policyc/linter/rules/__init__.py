@@ -1,44 +1,67 @@
-"""The lint rules. Each module of this package lists its rules in `RULES`. `pages` holds the codes without a check.
+"""The lint rules. Each module has checks by code in `CHECKS`; `linter/pages.md` has the page of every code.
 
 The modules of `program` check what a policy does to a program. They import JAX, so they are loaded only on request.
+Codes without a check are reported while a policy is read, by its suppression comments, or when a loss is compiled.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
-from importlib import import_module
+from importlib import import_module, resources
 from pkgutil import iter_modules
-from types import ModuleType
 
-from policyc.linter.rule import LintRule
-from policyc.linter.rules import pages, program
+from policyc.language.diagnostics import Severity
+from policyc.linter.rule import Check, LintRule
+from policyc.linter.rules import program
+
+_PAGE = re.compile(r"^# ([\w-]+) \((\w+)\)\n\n(.*?)(?=\n+(?:# [\w-]+ \(|\Z))", re.DOTALL | re.MULTILINE)
+_LINE = "\n---\n"
+"""Stands in the document before the pages, and again before those of codes that need a program."""
+
+_GUESSES_WITHOUT_PROGRAM = frozenset({
+    "attention-scores-in-4-bits", "embedding-in-4-bits", "everything-in-4-bits", "head-in-4-bits", "literal-default",
+    "no-high-precision-tail", "router-in-4-bits",
+})  # fmt: skip
 
 
-def _load_modules(package: str, path: Iterable[str]) -> Iterator[ModuleType]:
+def _load_checks(package: str, path: Iterable[str]) -> dict[str, Check]:
     names = sorted(module.name for module in iter_modules(path) if not module.ispkg)
-    return (import_module(f"{package}.{name}") for name in names)
+    modules = (import_module(f"{package}.{name}") for name in names)
+    return {code: check for module in modules for code, check in module.CHECKS.items()}
 
 
-_CHECKED = [rule for module in _load_modules(__name__, __path__) for rule in module.RULES]
-_LOADED = (*pages.RULES, *sorted(_CHECKED, key=lambda rule: rule.code))
+def _read_rules() -> Iterator[LintRule]:
+    """The rules of the document, in its order. Those that need a program have no check yet."""
+    checks = _load_checks(__name__, __path__)
+    text = resources.files("policyc.linter").joinpath("pages.md").read_text(encoding="utf-8")
+    _, of_policies, of_programs = text.split(_LINE)
+    for pages, needs_program in ((of_policies, False), (of_programs, True)):
+        for code, severity, page in _PAGE.findall(pages):
+            yield LintRule(
+                code=code,
+                page=page,
+                severity=Severity(severity),
+                check=checks.get(code),
+                needs_program=needs_program,
+                guesses_without_program=code in _GUESSES_WITHOUT_PROGRAM,
+            )
 
-LINT_RULES: dict[str, LintRule] = {rule.code: rule for rule in _LOADED if not rule.needs_program}
-"""The rules that need only a policy, by code, in the order of docs/reference/lint.md."""
 
-PROGRAM_RULES: dict[str, LintRule] = {
-    rule.code: rule for rule in sorted(_LOADED, key=lambda rule: rule.code) if rule.needs_program
-}
-"""The rules that need a program, by code, without their checks."""
-
-ALL_RULES = LINT_RULES | PROGRAM_RULES
+ALL_RULES: dict[str, LintRule] = {rule.code: rule for rule in _read_rules()}
 ALL_CODES = tuple(ALL_RULES)
+
+LINT_RULES = {code: rule for code, rule in ALL_RULES.items() if not rule.needs_program}
+"""The rules that need only a policy."""
+
+PROGRAM_RULES = {code: rule for code, rule in ALL_RULES.items() if rule.needs_program}
+"""The rules that need a program, without their checks."""
 
 
 @cache
 def load_program_rules() -> dict[str, LintRule]:
     """`PROGRAM_RULES` with their checks. This imports JAX. The compiler reports those that have no check."""
-    modules = _load_modules(program.__name__, program.__path__)
-    checks = {code: check for module in modules for code, check in module.CHECKS.items()}
+    checks = _load_checks(program.__name__, program.__path__)
     return {code: replace(rule, check=checks.get(code)) for code, rule in PROGRAM_RULES.items()}

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from inspect import cleandoc
 from typing import TYPE_CHECKING
 
 from policyc.base.text import count_others
@@ -21,7 +20,7 @@ from policyc.language.recipes import Gemm
 from policyc.language.selectors import expand_selector, parse_path
 from policyc.linter.automata import example_path
 from policyc.linter.context import AppliedRecipe, Context
-from policyc.linter.rule import Finding, LintRule, format_page, make_rule
+from policyc.linter.rule import Check, Finding
 from policyc.linter.site_names import EMBEDDING_NAMES, HEAD_NAMES, ROUTER_NAMES, SCORE_NAMES
 
 if TYPE_CHECKING:
@@ -38,9 +37,6 @@ class _SensitiveSite:
     noun: str
     names: tuple[str, ...]
     layer: tuple[int, int] | None = None
-    text: str
-    bad: str
-    good: str
 
     @property
     def has_weight(self) -> bool:
@@ -61,52 +57,18 @@ _SITES = (
         noun="score products of attention",
         names=SCORE_NAMES,
         layer=_MIDDLE_BLOCK,
-        text="""The score products of attention are in 4 bits.
-
-        `softmax(q k) v` contains two GEMMs without a parameter. A rule for all of attention, or for all sites,
-        matches them together with the projections. Their error passes through an exponential. Add `where weight` to
-        the rule to match the projections only.
-        """,
-        bad="""
-        attention.* -> nvfp4(sr=grad)
-        layers[-4:] -> bf16
-        """,
-        good="""
-        attention.* where weight -> nvfp4(sr=grad)
-        layers[-4:] -> bf16
-        """,
     ),
     _SensitiveSite(
         code="embedding-in-4-bits",
         kind="embedding",
         noun="embedding",
         names=EMBEDDING_NAMES,
-        text="""The embedding is in 4 bits.
-
-        Some models look up tokens by a GEMM with one-hot rows. A rule for all sites matches this GEMM too. It takes
-        almost no time, and every token passes through it. Add a rule that keeps the embedding in high precision.
-        """,
-        bad="""
-        embed_tokens -> nvfp4(sr=grad)
-        layers[-4:] -> bf16
-        """,
-        good="embed_tokens -> bf16",
     ),
     _SensitiveSite(
         code="head-in-4-bits",
         kind="head",
         noun="head",
         names=HEAD_NAMES,
-        text="""The output head is in 4 bits.
-
-        The logits feed the loss directly. All published recipes keep the head in high precision. Add a rule that does
-        the same.
-        """,
-        bad="""
-        lm_head -> nvfp4(sr=grad)
-        layers[-4:] -> bf16
-        """,
-        good="lm_head -> bf16",
     ),
     _SensitiveSite(
         code="router-in-4-bits",
@@ -114,27 +76,8 @@ _SITES = (
         noun="router",
         names=ROUTER_NAMES,
         layer=_MIDDLE_BLOCK,
-        text="""The router of a mixture of experts is in 4 bits.
-
-        A router is small, so 4 bits save almost no time, and an error in it sends tokens to other experts. Add a rule
-        that keeps the router in high precision.
-        """,
-        bad="""
-        moe.* -> nvfp4(sr=grad)
-        layers[-4:] -> bf16
-        """,
-        good="""
-        moe.* -> nvfp4(sr=grad)
-        * where router -> bf16
-        * where layer >= -4 -> bf16
-        """,
     ),
 )
-
-_DECIDED_BY_NAME = """\
-This rule knows kinds in `where`, and the names that models commonly use. Your model may use others. With a program, it
-looks at the kinds of the program's sites instead."""
-
 
 def _check(site: _SensitiveSite, context: Context) -> Iterator[Finding]:
     if context.plan is not None:
@@ -199,10 +142,6 @@ def _find_rules_in_4_bits(site: _SensitiveSite, context: Context) -> Iterator[tu
         yield rules[index].rule, tuple(names_by_rule[index])
 
 
-def _format_page(site: _SensitiveSite) -> str:
-    return format_page(f"{cleandoc(site.text)}\n\n{_DECIDED_BY_NAME}", bad=site.bad, good=site.good)
-
-
 _CONDITION = "where (mlp or attention) and layer < -4"
 _PUBLISHED = {"nvfp4": "nvfp4(rht=wgrad, sr=grad, scale2d=weights)", "mxfp4": "mxfp4(rht=wgrad, sr=grad)"}
 
@@ -235,30 +174,7 @@ def _write_fix(context: Context, applied: AppliedRecipe) -> Fix | None:
     return Fix(message=f"write * {_CONDITION} -> {written}", edits=tuple(edits), safe=False)
 
 
-_EVERYTHING = make_rule(
-    "everything-in-4-bits",
-    """The last rule puts every product in 4 bits.
-
-        No published recipe does this. Attention scores, the embedding, the head, routers and the last blocks stay in
-        high precision, and gradients are rounded stochastically. Take the projections and the MLPs of all blocks but
-        the last, with the options of a published recipe. The unsafe fix writes both; where the recipe has options, it
-        leaves them as they are.
-
-        This finding replaces those about each kind of site. If other rules follow, or with a program, each kind that
-        is still in 4 bits has a finding of its own.
-        """,
-    bad="* -> nvfp4",
-    good="* where (mlp or attention) and layer < -4 -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)",
-    check=_check_everything,
-    guesses_without_program=True,
-)
-
-RULES = (
-    _EVERYTHING,
-    *(
-        LintRule(
-            code=site.code, doc=_format_page(site), check=partial(_check, site), guesses_without_program=True
-        )
-        for site in _SITES
-    ),
-)
+CHECKS: dict[str, Check] = {
+    "everything-in-4-bits": _check_everything,
+    **{site.code: partial(_check, site) for site in _SITES},
+}

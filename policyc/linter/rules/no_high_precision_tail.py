@@ -1,25 +1,4 @@
-"""The last blocks run in 4 bits like all others.
-
-The last blocks are the most sensitive to 4 bits. Published runs keep the last 4 of 32 blocks (Llama 3 8B) or the last
-8 of 62 (12B) in BF16. Add a rule for them after the others. `layer` counts the blocks of any stack, scanned or not, and
-whatever it is called.
-
-With a program, the last blocks of the program are checked. Without one, a rule for all names is checked for each kind
-that it can take, and a rule for some names for the stacks that the policy names.
-
-## Bad
-
-```policy
-mlp.* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)
-```
-
-## Good
-
-```policy
-mlp.* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)
-* where layer >= -4 -> bf16
-```
-"""
+"""A rule against 4 bits for the last blocks."""
 
 from __future__ import annotations
 
@@ -33,7 +12,7 @@ from policyc.language.recipes import Gemm
 from policyc.language.selectors import DottedPath, PathSegment, Pattern, expand_selector
 from policyc.linter.automata import example_path
 from policyc.linter.context import Context
-from policyc.linter.rule import Finding, LintRule
+from policyc.linter.rule import Check, Finding
 from policyc.linter.site_names import SENSITIVE_NAMES
 
 if TYPE_CHECKING:
@@ -137,4 +116,4 @@ def _check_program(plan: Plan) -> Iterator[Finding]:
         )
 
 
-RULES = (LintRule(code="no-high-precision-tail", doc=__doc__, check=check, guesses_without_program=True),)
+CHECKS: dict[str, Check] = {"no-high-precision-tail": check}

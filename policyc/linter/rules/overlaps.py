@@ -8,7 +8,7 @@ from policyc.language.diagnostics import Fix, Note
 from policyc.linter.context import Context
 from policyc.linter.coverage import ResolvedRule
 from policyc.linter.edits import find_sibling, move_statement, remove_statement
-from policyc.linter.rule import Finding, make_rule
+from policyc.linter.rule import Check, Finding
 
 
 def _check_redundant_rule(context: Context) -> Iterator[Finding]:
@@ -83,47 +83,7 @@ def _move_or_remove(context: Context, rule: ResolvedRule, overriding: tuple[Reso
     return Fix(message=_MOVE, edits=edits, safe=False) if edits else None
 
 
-RULES = (
-    make_rule(
-        "redundant-rule",
-        """A rule gives its sites the recipe that they already have.
-
-        An earlier rule matches all sites of this rule, its recipe does the same to every product, and no rule in
-        between does something else. The policy and its variants mean the same without this rule. Remove it.
-
-        `--fix` removes the rule if both rules name the same recipe. If they name recipes that are equal today, or if
-        the rule has an `expect`, which still counts sites, `--unsafe-fixes` removes it.
-        """,
-        bad="""
-        mlp.* -> fp8
-        mlp.up -> fp8
-        """,
-        good="mlp.* -> fp8",
-        check=_check_redundant_rule,
-    ),
-    make_rule(
-        "shadowed-rule",
-        """Later rules override a rule on every site, so it has no effect.
-
-        Later rules override earlier ones. A rule that is overridden everywhere is often an exception that was written
-        too early. Move it below the rules that override it, or remove it.
-
-        The linter compares the sets of sites that selectors match, not their text. Several later rules may cover a
-        rule together, by path, index, product, condition or phase. If a policy is too large to decide every case,
-        `policyc lint` prints how many questions it left open.
-
-        `--fix` removes the rule only if the rules that override it name the same recipe, and if it has no `expect`,
-        which still counts sites. Otherwise the rule says something that nothing else says: `--unsafe-fixes` moves it
-        below the rules that override it. If that would leave one of those without effect, it removes the rule.
-        """,
-        bad="""
-        layers[-4:].mlp.* -> bf16
-        mlp.* -> fp8
-        """,
-        good="""
-        mlp.* -> fp8
-        layers[-4:].mlp.* -> bf16
-        """,
-        check=_check_shadowed_rule,
-    ),
-)
+CHECKS: dict[str, Check] = {
+    "redundant-rule": _check_redundant_rule,
+    "shadowed-rule": _check_shadowed_rule,
+}

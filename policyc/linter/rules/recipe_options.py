@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from policyc.language.diagnostics import Fix, Severity
+from policyc.language.diagnostics import Fix
 from policyc.language.formats import FORMATS
 from policyc.language.policy import RecipeCall
 from policyc.language.recipes import OPERAND_GROUPS, OPERANDS, Gemm, Recipe, Role
 from policyc.linter.context import AppliedRecipe, Context
 from policyc.linter.edits import set_option
-from policyc.linter.rule import Finding, LintRule, format_page
+from policyc.linter.rule import Check, Finding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +20,7 @@ class _Fault:
     """A fault of a product.
 
     `describe` returns the message about a product, or None if it has no fault. `option` is the option to point at. If
-    there is a `replacement`, an unsafe fix sets the option to it: this changes the numbers of a run. The examples are
-    rules, without the one that keeps the last blocks in high precision.
+    there is a `replacement`, an unsafe fix sets the option to it: this changes the numbers of a run.
     """
 
     code: str
@@ -29,10 +28,6 @@ class _Fault:
     option: str = ""
     help: str
     replacement: str = ""
-    severity: Severity = Severity.WARNING
-    text: str
-    bad: str
-    good: str
 
 
 def _scales_backward(recipe: Recipe, gemm: Gemm) -> str | None:
@@ -98,15 +93,6 @@ _FAULTS = (
         describe=_scales_backward,
         option="scale",
         help="use it for fprop: split(fprop=nvfp4(scale=four_over_six), dgrad=..., wgrad=...)",
-        text="""A four_over_six scale is set on a backward product, where it is not applied.
-
-        Choosing the better of two scales minimizes the error of a block, but it biases the result. In the
-        forward pass the lower error is worth it. In the backward pass the bias would add up, as with rounding
-        to nearest. So `four_over_six` is defined for forward operands only, and backward products ignore it, so
-        the recipe is misleading. Give the forward product its own recipe with `split` or `@ fprop`.
-        """,
-        bad="mlp.* -> nvfp4(scale=four_over_six, sr=grad)",
-        good="mlp.* -> split(fprop=nvfp4(scale=four_over_six), dgrad=nvfp4(sr=grad), wgrad=nvfp4(rht=wgrad, sr=grad))",
     ),
     _Fault(
         code="hadamard-on-2d-weight",
@@ -114,14 +100,6 @@ _FAULTS = (
         option="rht",
         help="transform wgrad only, which has no weight: rht=wgrad",
         replacement="rht=wgrad",
-        text="""A weight has both a Hadamard transform and 2D scales.
-
-        2D scales exist so that a weight and its transpose share their codes. A transform along one axis breaks
-        this: the transpose would need a transform along the other axis. Transform wgrad only, which has no
-        weight operand.
-        """,
-        bad="mlp.* -> nvfp4(rht={dgrad,wgrad}, sr=grad, scale2d=weights)",
-        good="mlp.* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)",
     ),
     _Fault(
         code="hadamard-outside-wgrad",
@@ -129,28 +107,12 @@ _FAULTS = (
         option="rht",
         help="transform wgrad only: rht=wgrad",
         replacement="rht=wgrad",
-        text="""A Hadamard transform is applied in fprop or dgrad.
-
-        In wgrad the transform runs along the tokens and spreads their outliers. In fprop and dgrad no benefit
-        has been measured. There it costs a pass over the operands, and a weight can no longer share its codes
-        between fprop and dgrad. Transform wgrad only.
-        """,
-        bad="mlp.* -> nvfp4(rht=all, sr=grad)",
-        good="mlp.* -> nvfp4(rht=wgrad, sr=grad)",
     ),
     _Fault(
         code="ms-eden-on-forward",
         describe=_rounds_forward_by_ms_eden,
         option="rounding",
         help="use it for the backward products: split(fprop=nvfp4, dgrad=..., wgrad=...)",
-        text="""MS-EDEN rounding is set on the forward product, where it is not applied.
-
-        MS-EDEN accepts a larger error to remove the bias, and the forward pass does not need that. So MS-EDEN
-        is defined for backward operands only, and fprop is rounded to nearest, so the recipe is misleading.
-        Give the backward products their own recipe with `split` or `@ bwd`.
-        """,
-        bad="mlp.* -> nvfp4(rounding=ms_eden)",
-        good="mlp.* -> split(fprop=nvfp4, dgrad=nvfp4(rounding=ms_eden), wgrad=nvfp4(rounding=ms_eden))",
     ),
     _Fault(
         code="nearest-rounded-gradient",
@@ -158,28 +120,11 @@ _FAULTS = (
         option="sr",
         help="add sr=grad",
         replacement="sr=grad",
-        text="""A 4-bit gradient is rounded to nearest.
-
-        Rounding to nearest sets small gradients to zero, with the same bias at every step, and this error adds
-        up over a run. Use stochastic rounding (`sr=grad`), or `rounding=ms_eden` on the backward products in
-        `nvfp4`. On a small model the difference may be hidden by noise. On a long run it is not.
-        """,
-        bad="mlp.* -> nvfp4(rht=wgrad)",
-        good="mlp.* -> nvfp4(rht=wgrad, sr=grad)",
     ),
     _Fault(
         code="no-block-scales",
         describe=_lacks_block_scales,
         help="write nvfp4; allow this in an ablation",
-        text="""A 4-bit format has no block scales.
-
-        `fp4` has one scale per tensor: the largest number of the tensor sets the step for all others. Its
-        squared error is twice that of `nvfp4` on normal numbers, eight times on Laplace's, and more if there
-        are outliers. No GPU multiplies it, so it is not faster either. It exists for ablations of block scales.
-        Use `nvfp4`, or allow the finding.
-        """,
-        bad="mlp.* -> fp4(rht=wgrad, sr=grad)",
-        good="mlp.* -> nvfp4(rht=wgrad, sr=grad)",
     ),
     _Fault(
         code="one-sided-hadamard",
@@ -187,15 +132,6 @@ _FAULTS = (
         option="rht",
         help="transform both or none: rht=wgrad",
         replacement="rht=wgrad",
-        severity=Severity.ERROR,
-        text="""Only one operand of a product has a Hadamard transform, so the product is wrong.
-
-        A Hadamard transform along the contraction cancels out if both operands go through it. With one
-        transformed operand it does not cancel: the result is a different number, not a less precise one.
-        Transform both operands or none.
-        """,
-        bad="mlp.* -> nvfp4(rht=wgrad.grad, sr=grad)",
-        good="mlp.* -> nvfp4(rht=wgrad, sr=grad)",
     ),
     _Fault(
         code="stochastic-rounding-off-gradients",
@@ -203,17 +139,8 @@ _FAULTS = (
         option="sr",
         help="round only gradients stochastically: sr=grad",
         replacement="sr=grad",
-        text="""Weights or activations are rounded stochastically.
-
-        Stochastic rounding removes the bias of gradients, at the price of twice the error. The forward pass
-        gains nothing from it and pays the price: runs with stochastic weights or activations end clearly worse.
-        Round only gradients stochastically.
-        """,
-        bad="mlp.* -> nvfp4(sr=all)",
-        good="mlp.* -> nvfp4(sr=grad)",
     ),
 )
-_TAIL = "layers[-4:] -> bf16"
 
 
 def _check(fault: _Fault, context: Context) -> Iterator[Finding]:
@@ -252,9 +179,4 @@ def _has_effect(context: Context, call: RecipeCall, setting: str) -> bool:
     return any(gemm in products for gemm, _ in operands)
 
 
-def _make_rule(fault: _Fault) -> LintRule:
-    doc = format_page(fault.text, bad=f"{fault.bad}\n{_TAIL}", good=f"{fault.good}\n{_TAIL}")
-    return LintRule(code=fault.code, doc=doc, check=partial(_check, fault), severity=fault.severity)
-
-
-RULES = tuple(map(_make_rule, _FAULTS))
+CHECKS: dict[str, Check] = {fault.code: partial(_check, fault) for fault in _FAULTS}

@@ -13,7 +13,7 @@ from policyc.language.schedule import representative_steps
 from policyc.language.selectors import Selector
 from policyc.linter.automata import SearchTooLarge, example_index
 from policyc.linter.context import Context
-from policyc.linter.rule import Finding, make_rule
+from policyc.linter.rule import Check, Finding
 from policyc.linter.samples import count_evaluations, sample_attributes
 
 _ALL_PRODUCTS = frozenset(Gemm)
@@ -119,80 +119,10 @@ def _check_phase_never_holds(context: Context) -> Iterator[Finding]:
             )
 
 
-RULES = (
-    make_rule(
-        "ambiguous-products",
-        """Only the last of several selectors names products.
-
-        `@` belongs to the selector before it: `a, b @ wgrad` matches all three products of `a`. This is easily read as
-        if `@` applied to both selectors. Name the products of each selector, or write two rules.
-
-        A selector after a comma that looks like a misspelled product is reported too.
-        """,
-        bad="q_proj, k_proj @ wgrad -> fp8",
-        good="q_proj @ wgrad, k_proj @ wgrad -> fp8",
-        check=_check_ambiguous_products,
-    ),
-    make_rule(
-        "empty-slice",
-        """A slice selects no layer of any stack.
-
-        Its start is not before its end, whatever the depth of the stack, so the rule matches nothing. Exchange the two
-        numbers, or remove the rule.
-        """,
-        bad="layers[8:4].mlp -> bf16",
-        good="layers[4:8].mlp -> bf16",
-        check=_check_empty_slice,
-    ),
-    make_rule(
-        "impossible-predicate",
-        """A condition can never hold.
-
-        No GEMM satisfies it, so the rule matches nothing. `m`, `n`, `k`, `batch` and `flops` are at least 1. A site is
-        at most one of `mlp`, `attention`, `scores`, `router`, `embedding` and `head`: where you mean both `mlp` and
-        `head`, write `mlp or head`. No site is a `conv`: policyc leaves convolutions as they are. `layer` is compared
-        for stacks of any depth. Correct the condition, or remove the rule.
-        """,
-        bad="mlp.* where k > 4096 and k < 1024 -> bf16",
-        good="mlp.* where k > 1024 and k < 4096 -> bf16",
-        check=_check_impossible_predicate,
-    ),
-    make_rule(
-        "literal-default",
-        """A selector is a word such as `default`, which matches only scopes of that name.
-
-        Other configuration languages use `default` for everything that no other rule matches. Here it is the name of a
-        scope, and the rule matches nothing in most models. Write `*` for every site, as the first rule: later rules
-        override it.
-
-        If a scope has this name, write `*.default`.
-        """,
-        bad="""
-        default -> bf16
-        mlp.* -> fp8
-        """,
-        good="""
-        * -> bf16
-        mlp.* -> fp8
-        """,
-        check=_check_literal_default,
-        guesses_without_program=True,
-    ),
-    make_rule(
-        "phase-never-holds",
-        """A phase of the schedule contains no step.
-
-        `after` holds from its step on, `until` holds before its step. `until 0`, `after 100%`, or an `until` inside a
-        later `after` contain no step, so their rules never apply. Correct the bounds, or remove the block.
-        """,
-        bad="""
-        mlp.* -> fp8
-        after 90% { until 50% { mlp.* -> bf16 } }
-        """,
-        good="""
-        mlp.* -> fp8
-        after 50% { until 90% { mlp.* -> bf16 } }
-        """,
-        check=_check_phase_never_holds,
-    ),
-)
+CHECKS: dict[str, Check] = {
+    "ambiguous-products": _check_ambiguous_products,
+    "empty-slice": _check_empty_slice,
+    "impossible-predicate": _check_impossible_predicate,
+    "literal-default": _check_literal_default,
+    "phase-never-holds": _check_phase_never_holds,
+}

@@ -12,7 +12,7 @@ from policyc.language.recipes import OPTIONS, Gemm, make_recipe
 from policyc.linter.context import Context
 from policyc.linter.coverage import Coverage
 from policyc.linter.edits import remove_statement
-from policyc.linter.rule import Finding, make_rule
+from policyc.linter.rule import Check, Finding
 
 
 def _check_empty_policy(context: Context) -> Iterator[Finding]:
@@ -139,105 +139,11 @@ def _check_unused_recipe(context: Context) -> Iterator[Finding]:
             )
 
 
-RULES = (
-    make_rule(
-        "empty-policy",
-        """A policy contains nothing.
-
-        It has no rule, no recipe and no variant, so every GEMM stays as it is. The file may have been cut off, or its
-        rules are all comments. To keep every GEMM on purpose, write that.
-        """,
-        bad="# mlp.* -> fp8",
-        good="* -> keep",
-        check=_check_empty_policy,
-    ),
-    make_rule(
-        "idle-option",
-        """An option of a recipe has no effect where the recipe is used.
-
-        `rht=wgrad` does nothing in a rule for `@ fprop`, `rht_size` does nothing without `rht`, and `sr_headroom` does
-        nothing without `sr`. Readers of the policy will assume that the option works. Remove it, or use the recipe for
-        the products that it was written for.
-
-        An option that is set to its default value is not reported.
-        """,
-        bad="""
-        attention.wo @ fprop -> nvfp4(rht=wgrad)
-        layers[-4:] -> bf16
-        """,
-        good="""
-        attention.wo @ fprop -> nvfp4
-        layers[-4:] -> bf16
-        """,
-        check=_check_idle_option,
-    ),
-    make_rule(
-        "idle-variant",
-        """A variant does not change the policy.
-
-        Its seed and its recipes are equal to those that they replace, and its rules repeat existing ones. A sweep
-        would train the same policy twice. Remove the variant, or correct it.
-        """,
-        bad="""
-        recipe nv = fp8
-        mlp.* -> nv
-        variant e5m2 { recipe nv = fp8(grad=e5m2) }
-        """,
-        good="""
-        recipe nv = fp8
-        mlp.* -> nv
-        variant e4m3 { recipe nv = fp8(grad=e4m3) }
-        """,
-        check=_check_idle_variant,
-    ),
-    make_rule(
-        "incomplete-split",
-        """A split leaves out a product.
-
-        A product that `split` does not name runs as the program wrote it, in the program's own type. The reader cannot
-        see whether this is intended. Write `keep` for that product; `--fix` does this.
-        """,
-        bad="mlp.* -> split(fprop=fp8, dgrad=fp8)",
-        good="mlp.* -> split(fprop=fp8, dgrad=fp8, wgrad=keep)",
-        check=_check_incomplete_split,
-    ),
-    make_rule(
-        "unused-group",
-        """A group is defined but never used.
-
-        No rule of the file names it. Perhaps a rule was meant to use it, or its name is misspelt: a name that no group
-        has is a scope. Use the group, or remove it. A policy that imports this file may use it too, so only
-        `--unsafe-fixes` removes it.
-
-        A file without rules is a library and is not checked.
-        """,
-        bad="""
-        group projections = {q,k,v,o}_proj
-        projection -> fp8
-        """,
-        good="""
-        group projections = {q,k,v,o}_proj
-        projections -> fp8
-        """,
-        check=_check_unused_group,
-    ),
-    make_rule(
-        "unused-recipe",
-        """A recipe is defined but never used.
-
-        No rule, recipe or variant names it. Perhaps a rule was meant to use it. Use the recipe, or remove it. A policy
-        that imports this file may use it too, so only `--unsafe-fixes` removes it.
-
-        A file without rules is a library of recipes and is not checked.
-        """,
-        bad="""
-        recipe nv = fp8(grad=e4m3)
-        mlp.* -> fp8
-        """,
-        good="""
-        recipe nv = fp8(grad=e4m3)
-        mlp.* -> nv
-        """,
-        check=_check_unused_recipe,
-    ),
-)
+CHECKS: dict[str, Check] = {
+    "empty-policy": _check_empty_policy,
+    "idle-option": _check_idle_option,
+    "idle-variant": _check_idle_variant,
+    "incomplete-split": _check_incomplete_split,
+    "unused-group": _check_unused_group,
+    "unused-recipe": _check_unused_recipe,
+}

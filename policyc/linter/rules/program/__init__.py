@@ -1,1 +1,1 @@
-"""Checks of what a policy does to a program, by code: `CHECKS` of each module. Their pages are in `pages.program`."""
+"""Checks of what a policy does to a program, by code: `CHECKS` of each module."""
