@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from policyc.compiler.run_step import rounding_step
     from policyc.compiler.schedule import set_step
     from policyc.compiler.session import Session, active
-    from policyc.experiments.hooks import observe, set_output_dir, should_observe
+    from policyc.experiments.hooks import current_policy, observe, set_output_dir, should_observe
     from policyc.experiments.telemetry import stats
     from policyc.language.diagnostics import Diagnostic, PolicyError, Span
     from policyc.language.loader import load, parse
@@ -36,6 +36,7 @@ _MODULES = {
     "Span": "language.diagnostics",
     "active": "compiler.session",
     "apply": "compiler.pipeline",
+    "current_policy": "experiments.hooks",
     "diff": "changes.api",
     "lint": "linter.api",
     "load": "language.loader",
@@ -51,9 +52,9 @@ _MODULES = {
 }
 
 __all__ = [
-    "Diagnostic", "Diff", "Plan", "Policy", "PolicyError", "Rule", "Session", "Span", "active", "apply", "diff", "lint",
-    "load", "observe", "parse", "plan", "rounding_step", "set_output_dir", "set_step", "should_observe", "stats",
-    "use_compile_cache",
+    "Diagnostic", "Diff", "Plan", "Policy", "PolicyError", "Rule", "Session", "Span", "active", "apply",
+    "current_policy", "diff", "lint", "load", "observe", "parse", "plan", "rounding_step", "set_output_dir", "set_step",
+    "should_observe", "stats", "use_compile_cache",
 ]  # fmt: skip
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -162,8 +161,8 @@ class Trainer:
         if run.wandb:
             configs.import_library("wandb", "wandb")
         self.config, self.run, self.mesh, self.stop = config, run, partition.make_mesh(config, run), stop
-        self.policy = os.environ.get("POLICYC_POLICY_SHA256")
-        self.policy_name = os.environ.get("POLICYC_POLICY_NAME")
+        policy = policyc.current_policy()
+        self.policy, self.policy_name = (policy.sha256, policy.name) if policy else (None, None)
         out = Path(run.out or "runs/" + name + (f"-{self.policy[:8]}" if self.policy else ""))
         self.name, self.runs = name, configs.runs_of_seeds(run)
         self.folders = [out if run.seeds is None else out / f"seed{one.seed}" for one in self.runs]

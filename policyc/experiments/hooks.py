@@ -1,4 +1,4 @@
-"""What a training program calls: where its results are, which steps are measured.
+"""What a training program calls: what its policy is, where its results are, which steps are measured.
 
 Without an active policy these functions do nothing, and load neither JAX nor the compiler.
 """
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from policyc.compiler.session import Session
+    from policyc.language.policy import Policy
 
 
 def _current_session() -> Session | None:
@@ -21,6 +22,12 @@ def _current_session() -> Session | None:
     from policyc.compiler.session import current_session
 
     return current_session()
+
+
+def current_policy() -> Policy | None:
+    """For training programs: the active policy, to record with their results. `sha256` identifies it."""
+    session = _current_session()
+    return None if session is None else session.policy
 
 
 def set_output_dir(folder: Path | str) -> None:

@@ -1,67 +1,29 @@
 """Other processes that a program under a policy starts.
 
 Children of `multiprocessing` and `os.fork` run under the policy, however they are started. They report a refusal.
-Processes of `subprocess`, `os.system`, `os.posix_spawn*` and `os.exec*` do not run under it: they do not get the
-environment variables with the policy's hash and name, and a warning is printed if they run Python.
-
-Each of these functions is replaced while a program runs, because nothing smaller does the same. An audit hook
-(`sys.addaudithook`) sees all of them in one place, but cannot change the environment that a process gets, and cannot
-be removed. A policy that is read from another place than the environment would not reach programs in other languages.
+Processes of `subprocess`, `os.system`, `os.posix_spawn*` and `os.exec*` do not run under it: a warning is printed if
+they run Python.
 """
 
 from __future__ import annotations
 
 import contextlib
-import contextvars
-import inspect
 import multiprocessing
 import multiprocessing.spawn
 import os
 import re
 import secrets
-import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from functools import wraps
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from policyc.base.text import escape_controls
-from policyc.language.policy import Policy
 
 _PYTHON = re.compile(r"python[0-9.]*")
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh"})
-
-POLICY_HASH_VARIABLE = "POLICYC_POLICY_SHA256"
-"""Environment variable with the hash of the policy, so that a program can record it with its results."""
-
-POLICY_NAME_VARIABLE = "POLICYC_POLICY_NAME"
-"""Environment variable with the name of the policy, for messages: equal policies may have several names."""
-
-_VARIABLES = (POLICY_HASH_VARIABLE, POLICY_NAME_VARIABLE)
-
-
-@contextlib.contextmanager
-def export_policy(policy: Policy) -> Iterator[None]:
-    """Sets the policy's hash and name in the environment of this program and of its children under the policy."""
-    previous = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-    os.environ |= {POLICY_HASH_VARIABLE: policy.sha256, POLICY_NAME_VARIABLE: policy.name}
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(replace_attribute(subprocess.Popen, "__init__", _without_policy))
-            stack.enter_context(replace_attribute(os, "execv", _exec_without_policy))
-            stack.enter_context(replace_attribute(os, "execve", _without_policy))
-            stack.enter_context(replace_attribute(os, "system", _system_without_policy))
-            for name in ("posix_spawn", "posix_spawnp"):
-                if hasattr(os, name):  # not on every system
-                    stack.enter_context(replace_attribute(os, name, _spawn_without_policy))
-            yield
-    finally:
-        for name in _VARIABLES:
-            os.environ.pop(name, None)
-        os.environ |= previous
 
 
 class ChildRefusals:
@@ -127,15 +89,17 @@ class SpawnedChildren:
 
     @contextlib.contextmanager
     def follow(self) -> Iterator[None]:
-        with replace_attribute(multiprocessing.spawn, "get_preparation_data", self._add_start):
-            yield
+        prepare = multiprocessing.spawn.get_preparation_data
 
-    def _add_start(self, prepare: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        def get_preparation_data(name: str) -> dict[str, Any]:
+        def prepare_with_policy(name: str) -> dict[str, Any]:
             self.count += 1
             return {**prepare(name), "policyc": _CallWhenUnpickled(*self._reduced)}
 
-        return get_preparation_data
+        multiprocessing.spawn.get_preparation_data = prepare_with_policy
+        try:
+            yield
+        finally:
+            multiprocessing.spawn.get_preparation_data = prepare
 
 
 class _CallWhenUnpickled:
@@ -148,72 +112,40 @@ class _CallWhenUnpickled:
         return self._reduced
 
 
+# ---- processes without the policy
+
+
+class _Watch:
+    """Whether processes that are started are looked at, and the commands that were warned about."""
+
+    is_on = False
+    is_installed = False
+    warned: ClassVar[set[str]] = set()
+
+
 @contextlib.contextmanager
-def replace_attribute(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Replaces an attribute of a module or class by what `wrap` makes of it, until the block ends."""
-    original = getattr(owner, name)
-    setattr(owner, name, wrap(original))
+def warn_of_other_pythons() -> Iterator[None]:
+    """Prints a warning if this process starts another Python, once for each command.
+
+    An audit hook sees every way to start a process. It cannot be removed, so it is switched off.
+    """
+    if not _Watch.is_installed:
+        sys.addaudithook(_look_at_process)
+        _Watch.is_installed = True
+    _Watch.is_on, _Watch.warned = True, set()
     try:
         yield
     finally:
-        setattr(owner, name, original)
+        _Watch.is_on = False
 
 
-_is_starting = contextvars.ContextVar("_is_starting", default=False)
-"""Whether `Popen` starts a process. Since Python 3.13 it does so by `os.posix_spawn` in more cases."""
-
-
-def _without_policy(start: Callable[..., Any]) -> Callable[..., Any]:
-    """`Popen.__init__` or `os.execve`, with an environment that does not name the policy."""
-    signature = inspect.signature(start)
-
-    @wraps(start)
-    def start_without_policy(*args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs)
-        environment = call.arguments.get("env")
-        call.arguments["env"] = _remove_policy(os.environ if environment is None else environment)
-        words = call.arguments.get("args", call.arguments.get("argv", ()))
-        _warn_if_python(call.arguments.get("executable") or call.arguments.get("path"), words)
-        token = _is_starting.set(True)
-        try:
-            return start(*call.args, **call.kwargs)
-        finally:
-            _is_starting.reset(token)
-
-    return start_without_policy
-
-
-def _exec_without_policy(_: Callable[..., Any]) -> Callable[..., Any]:
-    def execv(path: Any, argv: Any, /) -> Any:
-        os.execve(path, argv, os.environ)
-
-    return execv
-
-
-def _spawn_without_policy(start: Callable[..., int]) -> Callable[..., int]:
-    @wraps(start)
-    def posix_spawn(path: Any, argv: Any, env: Any, /, **options: Any) -> int:
-        argv = list(argv)
-        if not _is_starting.get():
-            _warn_if_python(path, argv)
-        return start(path, argv, _remove_policy(os.environ if env is None else env), **options)
-
-    return posix_spawn
-
-
-def _system_without_policy(start: Callable[..., int]) -> Callable[..., int]:
-    @wraps(start)
-    def system(command: Any) -> int:
-        text = os.fsdecode(command)
-        _warn_if_python(None, text)
-        return start(f"unset {' '.join(_VARIABLES)}\n{text}" if os.name == "posix" else command)
-
-    return system
-
-
-def _remove_policy(environment: Mapping[Any, Any]) -> dict[Any, Any]:
-    names = (*_VARIABLES, *map(os.fsencode, _VARIABLES))
-    return {name: value for name, value in environment.items() if name not in names}
+def _look_at_process(event: str, args: tuple[Any, ...]) -> None:
+    if not _Watch.is_on:
+        return
+    if event in ("subprocess.Popen", "os.exec", "os.posix_spawn"):
+        _warn_if_python(args[0], args[1])
+    elif event == "os.system":
+        _warn_if_python(None, args[0])
 
 
 def _warn_if_python(executable: Any, words: Any) -> None:
@@ -224,10 +156,13 @@ def _warn_if_python(executable: Any, words: Any) -> None:
     is_shell = not is_text and len(texts) > 1 and Path(texts[0]).name in _SHELLS
     commands = re.split(r"[\s;&|()]+", " ".join(texts)) if is_text or is_shell else list(texts)
     commands += [] if executable is None else [os.fsdecode(executable)]
-    if any(_PYTHON.fullmatch(Path(c).name) or c == sys.executable for c in commands):
+    command = " ".join(texts)
+    is_python = any(_PYTHON.fullmatch(Path(c).name) or c == sys.executable for c in commands)
+    if is_python and command not in _Watch.warned:
+        _Watch.warned.add(command)
         sys.stderr.write(
             f"policyc: warning: the program starts another Python, which does not run under the policy: "
-            f"{escape_controls(' '.join(texts)[:200])}\n"
+            f"{escape_controls(command[:200])}\n"
         )
 
 

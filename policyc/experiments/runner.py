@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from policyc.compiler.execution import ExecutionOptions
 from policyc.experiments.import_hook import on_import
-from policyc.experiments.processes import ChildRefusals, SpawnedChildren, StartedWork, export_policy
+from policyc.experiments.processes import ChildRefusals, SpawnedChildren, StartedWork, warn_of_other_pythons
 from policyc.experiments.program import BadProgram, Program
 from policyc.language.bundled import data_folder
 from policyc.language.diagnostics import PolicyError
@@ -134,7 +134,7 @@ def _run(
     children = SpawnedChildren(_start_in_child, settings, refusals)
     with contextlib.ExitStack() as stack:
         stack.callback(sys.modules.__setitem__, "__main__", sys.modules["__main__"])
-        stack.enter_context(export_policy(settings.policy))
+        stack.enter_context(warn_of_other_pythons())
         stack.enter_context(children.follow())
         stack.enter_context(_hide_in_threads(PolicyRejected, StopAfterTrace))
         stack.enter_context(on_import("jax", start))
@@ -276,7 +276,7 @@ def _start_in_child(settings: SessionSettings, refusals: ChildRefusals) -> None:
 
     stack = _CHILD_STACK
     stack.enter_context(SpawnedChildren(_start_in_child, settings, refusals).follow())
-    stack.enter_context(export_policy(settings.policy))
+    stack.enter_context(warn_of_other_pythons())
     stack.enter_context(on_import("jax", start))
 
 

@@ -39,10 +39,8 @@ def test_a_checkpoint_of_another_run_is_refused(completed, capsys, monkeypatch):
     message = capsys.readouterr().err
     assert "beta1: 0.9 there, 0.8 now" in message
     assert "--accept-changes" in message
-    monkeypatch.setenv("POLICYC_POLICY_SHA256", "f" * 64)
-    assert train_here(out=completed, **RUN) == 1
-    assert "policy: no policy there, a policy (ffffffff) now" in capsys.readouterr().err
-    monkeypatch.setenv("POLICYC_POLICY_NAME", "mine")
+    policy = SimpleNamespace(sha256="f" * 64, name="mine")
+    monkeypatch.setattr(train.policyc, "current_policy", lambda: policy, raising=False)
     assert train_here(out=completed, **RUN) == 1
     assert "policy: no policy there, mine (ffffffff) now" in capsys.readouterr().err
     assert len(losses(completed)) == 8
