@@ -25,8 +25,8 @@ from policyc.language.policy import (
 )
 from policyc.language.recipes import Gemm, Recipe
 from policyc.language.selectors import DottedPath
-from policyc.linter.automata import Budget, SearchTooLarge
 from policyc.linter.coverage import Coverage, Point, ResolvedRule
+from policyc.linter.examples import Budget, SearchTooLarge
 from policyc.numerics.targets import TARGETS, Target
 
 if TYPE_CHECKING:

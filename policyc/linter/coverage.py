@@ -2,13 +2,12 @@
 
 A rule is treated as a set of points. A point is a path, one of the three products, a moment of training and the
 attributes of a GEMM. To decide whether other rules cover a rule, `Coverage` searches for a point that the rule matches
-and the others do not: over paths with automata, over attributes and moments by trying one point for each combination of
-conditions. If it finds a point, it looks up the rule that decides it among all rules. Either no later rule matches the
-point, which settles the question, or that later rule joins the others and the search continues.
+and the others do not: over paths as `examples` does, over attributes and moments by trying one point for each
+combination of conditions. If it finds a point, it looks up the rule that decides it among all rules. Either no later
+rule matches the point, which settles the question, or that later rule joins the others and the search continues.
 
-Without a program, the kind and the layer of a site are unknown: every combination that
-is possible is tried. An index in a path and `layer` in a condition are independent, since a model can have several
-stacks.
+Without a program, the kind and the layer of a site are unknown: every combination that is possible is tried. An index
+in a path and `layer` in a condition are independent, since a model can have several stacks.
 
 The answers hold for stacks of any depth: `index_classes` tries the depths and indices around every number in the
 slices, where the answers can change.
@@ -29,12 +28,11 @@ from policyc.language.predicates import SiteAttributes
 from policyc.language.recipes import Gemm, Recipe
 from policyc.language.schedule import representative_steps
 from policyc.language.selectors import DottedPath, PathSegment, Pattern, expand_selector, matches
-from policyc.linter.automata import (
+from policyc.linter.examples import (
     Budget,
     SearchTooLarge,
     example_path,
     find_uncovered_path,
-    is_obviously_contained,
 )
 from policyc.linter.samples import charge_evaluations, count_comparisons, sample_attributes
 
@@ -213,20 +211,10 @@ def find_uncovered_point(rule: ResolvedRule, others: Sequence[ResolvedRule], bud
         for pattern, products in rule.patterns:
             for gemm in (g for g in Gemm if g in products):
                 covering = covering_by_gemm[gemm]
-                if _is_obviously_covered(pattern, covering, budget):
-                    continue
                 path = find_uncovered_path(pattern, covering, budget) if covering else example_path(pattern)
                 if path is not None:
                     return Point(path=path, gemm=gemm, moment=moment, attributes=attributes)
     return None
-
-
-def _is_obviously_covered(pattern: Pattern, covering: Sequence[Pattern], budget: Budget) -> bool:
-    for other in covering:
-        budget.spend(1)
-        if is_obviously_contained(pattern, other):
-            return True
-    return False
 
 
 _Key = tuple[str, int | None]

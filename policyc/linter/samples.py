@@ -15,7 +15,7 @@ from policyc.language.bounds import Bound
 from policyc.language.kinds import Flags, possible_flags
 from policyc.language.predicates import Comparison, Flag, Predicate, SiteAttributes, leaves
 from policyc.language.selectors import Indices
-from policyc.linter.automata import Budget, SearchTooLarge, find_index_classes, index_classes
+from policyc.linter.examples import Budget, SearchTooLarge, find_index_classes, index_classes
 
 _MAX_COMBINATIONS = 256  # combinations of conditions for one question
 _MAX_PERIOD = 128  # least common multiple of the moduli in conditions

@@ -23,11 +23,11 @@ from policyc.language.policy import Policy, Rule
 from policyc.language.predicates import Predicate
 from policyc.language.recipes import Gemm
 from policyc.language.schedule import StepCondition, representative_steps
-from policyc.language.selectors import expand_selector, parse_path
-from policyc.linter.automata import Budget, SearchTooLarge, _Automaton
+from policyc.language.selectors import parse_path
 from policyc.linter.context import Context
 from policyc.linter.coverage import Coverage, Point, ResolvedRule, find_uncovered_point
 from policyc.linter.engine import lint
+from policyc.linter.examples import Budget, SearchTooLarge
 from policyc.linter.samples import sample_attributes
 from tests.support.policy_oracle import (
     SITE_NAMES,
@@ -468,11 +468,3 @@ def test_the_cost_of_a_question_does_not_depend_on_hashes() -> None:
         return 1_000 - budget.remaining
 
     assert len({cost(f"n{number}_") for number in range(20)}) == 1
-
-
-def test_the_states_of_an_automaton_are_in_order() -> None:
-    (pattern,) = expand_selector(parse("a*b.*.c?[-2:] -> fp8").rules[0].selectors[0])
-    automaton = _Automaton(pattern)
-    states = automaton.close({("glob", 1, 1), ("before", 0, 0), ("before", 2, 0)})
-    assert len(states) > 4
-    assert states == sorted(states)

@@ -18,8 +18,8 @@ from policyc.language.policy import Rule
 from policyc.language.predicates import Flag
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import expand_selector, parse_path
-from policyc.linter.automata import example_path
 from policyc.linter.context import AppliedRecipe, Context
+from policyc.linter.examples import example_path
 from policyc.linter.rule import Check, Finding
 from policyc.linter.site_names import EMBEDDING_NAMES, HEAD_NAMES, ROUTER_NAMES, SCORE_NAMES
 

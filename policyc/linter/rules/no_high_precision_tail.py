@@ -10,8 +10,8 @@ from policyc.language.kinds import Flags, flags_of
 from policyc.language.policy import Policy, Rule
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import DottedPath, PathSegment, Pattern, expand_selector
-from policyc.linter.automata import example_path
 from policyc.linter.context import Context
+from policyc.linter.examples import example_path
 from policyc.linter.rule import Check, Finding
 from policyc.linter.site_names import SENSITIVE_NAMES
 

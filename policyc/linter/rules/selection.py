@@ -11,8 +11,8 @@ from policyc.language.predicates import Flag, leaves
 from policyc.language.recipes import GEMM_GROUPS, Gemm
 from policyc.language.schedule import representative_steps
 from policyc.language.selectors import Selector
-from policyc.linter.automata import SearchTooLarge, example_index
 from policyc.linter.context import Context
+from policyc.linter.examples import SearchTooLarge, example_index
 from policyc.linter.rule import Check, Finding
 from policyc.linter.samples import count_evaluations, sample_attributes
 

@@ -10,7 +10,7 @@ import pytest
 
 from policyc import parse
 from policyc.language.selectors import Indices
-from policyc.linter.automata import Budget, example_index, index_classes
+from policyc.linter.examples import Budget, example_index, index_classes
 
 pytestmark = pytest.mark.any_jax
 
