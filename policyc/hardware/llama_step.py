@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -95,14 +95,6 @@ def jit_step(
     device_mesh = jax.sharding.Mesh(np.array(devices).reshape(shape), partition.AXES, axis_types=axis_types)
     arguments = optimizer.abstract_state(config, run, device_mesh), partition.abstract_batch(run, device_mesh)
     return optimizer.make_train_step(config, run, device_mesh), arguments, run
-
-
-def abstract_state(name: str, mesh: MeshShape, sizes: Sizes) -> Any:
-    """The shapes and shardings of what a checkpoint of a configuration has, on a mesh without devices."""
-    config, run = _configure(name, mesh, sizes)
-    axes = _axes(mesh)
-    abstract_mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
-    return _load_optimizer().abstract_state(config, run, cast(jax.sharding.Mesh, abstract_mesh))
 
 
 def _load_optimizer() -> Any:
