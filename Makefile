@@ -67,7 +67,8 @@ pictures: setup ## draw the pictures of README.md and docs/ again (needs chromiu
 	@$(IN) cd docs/pictures && $(BIN)/policyc $(DRAW_DIFF) diff.svg
 	@$(IN) $(INSTALL_BROWSER); cd docs/pictures; page=$$(mktemp -d) && \
 	$(BIN)/policyc $(DRAW_DIFF) "$$page/page.html" && \
-	$(BIN)/python draw_pages.py "$$page/page.html" "$(CHROMIUM)"; status=$$?; rm -rf "$$page"; exit $$status
+	$(BIN)/policyc report ../results/19m --backend te --out "$$page/report.html" && \
+	$(BIN)/python draw_pages.py "$$page/page.html" "$$page/report.html" "$(CHROMIUM)"; status=$$?; rm -rf "$$page"; exit $$status
 
 test: setup ## run the fast tests
 	@$(IN) $(BIN)/python -m pytest -n $(or $(JOBS),auto) --dist worksteal $(ARGS)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from policyc.experiments.report.build import ReportOptions
 
 
-FORMATS = ("html", "markdown", "json", "svg")
+FORMATS = ("html", "markdown", "json")
 
 
 @click.command(
@@ -25,7 +25,7 @@ FORMATS = ("html", "markdown", "json", "svg")
     policyc report sweeps/nvfp4                           a sweep, also while it runs
     policyc report runs/bf16 runs/fp8 --baseline bf16     compare runs: write comparison.html
     policyc report sweeps/nvfp4 --format markdown         print the verdicts and tables
-    policyc report sweeps/nvfp4 --out gap.svg             draw the gaps over predicted speed-ups
+    policyc report sweeps/nvfp4 --backend te              with gaps over predicted speed-ups
     """,
 )
 @click.option(
@@ -39,7 +39,7 @@ FORMATS = ("html", "markdown", "json", "svg")
     "output_format",
     type=click.Choice(FORMATS),
     show_default="by the ending of --out; html without it",
-    help="A page; tables; everything as JSON; a picture of the gaps over predicted speed-ups (needs matplotlib).",
+    help="A page; tables; everything as JSON.",
 )
 @click.option(
     "--baseline",
@@ -53,7 +53,7 @@ FORMATS = ("html", "markdown", "json", "svg")
 @click.option(
     "--config",
     metavar="NAME",
-    show_default="llama3_8b for svg or with the options below, else no prediction",
+    show_default="llama3_8b with the options below, else no prediction",
     help="Predict the speed-up of each policy for this configuration of the bundled Llama.",
 )
 @click.option("--target", metavar="GPU", show_default="gb200", help="GPU of the prediction.")
@@ -111,7 +111,7 @@ class _ReportCommand:
         return ReportOptions(
             baselines=split_names(self.baseline or ""),
             margin=self.margin,
-            step=PredictedStep(**step) if step or self.format == "svg" else None,
+            step=PredictedStep(**step) if step else None,
         )
 
 

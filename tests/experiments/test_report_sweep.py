@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -16,7 +14,6 @@ import pytest
 from policyc.experiments.report.build import PredictedStep, ReportOptions, build_report
 from policyc.experiments.report.page import render_report, write_report
 from policyc.experiments.report.series import count_gradient_spikes, count_loss_spikes
-from policyc.experiments.report.speed_chart import draw_speed_chart
 from policyc.experiments.report.speed_ups import predict_speed_ups
 from policyc.experiments.report.sweeps import ReportError
 from policyc.experiments.sweep.run import Run
@@ -450,75 +447,6 @@ def test_predicted_speed_ups_are_those_of_estimate() -> None:
     assert by_te["te_nvfp4"] != pytest.approx(speed_ups["te_nvfp4"])
     # A quarter of the steps has the time of mxfp8, the others that of bf16.
     assert 1 / speed_ups["switch"] == pytest.approx(0.25 / speed_ups["mxfp8"] + 0.75)
-
-
-def test_the_speed_chart_has_a_point_a_policy(tmp_path: Path) -> None:
-    sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "te_nvfp4": 0.05, "fp8": 0.001})
-    data = report_of(sweep)
-    with pytest.raises(ReportError, match="needs a sweep with a baseline"):
-        draw_speed_chart(data)
-    data["speed_ups"] = {
-        "step": "llama3_8b on 8 × GB200",
-        "values": {"bf16": 1.0, "te_nvfp4": 1.3, "fp8": 1.2},
-    }
-    svg = draw_speed_chart(data)
-    assert svg == draw_speed_chart(data)
-    texts = {element.text for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")}
-    assert {"0", "1", "2", "predicted speed-up over bf16, llama3_8b on 8 × GB200"} <= texts
-    assert {re.sub(r"^\d+: ", "", text or "") for text in texts} >= {"bf16", "fp8", "te_nvfp4"}
-    assert "prefers-color-scheme: dark" in svg
-
-
-def crowd(count: int, length: int) -> dict[str, Any]:
-    """The data of a report on some variants with names of a length, whose points are close to each other."""
-    names = [f"variant_{number:02}_".ljust(length, "x") for number in range(count)]
-    places = {name: (1.3 + 0.01 * (7 * n % 30), 0.01 * (11 * n % 13)) for n, name in enumerate(names)}
-    rows = [
-        {"variant": name, "baseline": "bf16", "verdict": "worse", "gap": y, "interval": None, "margin": None}
-        for name, (_, y) in places.items()
-    ]
-    return {
-        "statistics": {"baselines": ["bf16"]},
-        "comparisons": rows,
-        "speed_ups": {"step": "llama3_8b", "values": {name: x for name, (x, _) in places.items()}},
-    }
-
-
-@pytest.mark.parametrize(("count", "length"), [(1, 60), (13, 12), (24, 60)])
-def test_the_key_of_a_speed_chart_names_every_point_and_is_inside_it(count: int, length: int) -> None:
-    svg = ElementTree.fromstring(draw_speed_chart(crowd(count, length)))
-    *_, width, height = (float(number) for number in svg.attrib["viewBox"].split())
-    names, numbers, boxes = [], [], []
-    for element in svg.iter("{http://www.w3.org/2000/svg}text"):
-        assert element.text
-        if element.text.isdecimal():
-            numbers.append(int(element.text))
-        elif match := re.fullmatch(r"(\d+): (bf16|variant_.*)", element.text):
-            names.append(match[2])
-            # A label of a column of the legend may be moved by a transformation instead.
-            moved = re.match(r"translate\(([\d.]+) ([\d.]+)\)", element.attrib["transform"])
-            left, y = map(float, moved.groups() if moved else (element.attrib["x"], element.attrib["y"]))
-            boxes.append((left, left + 5.0 * len(element.text), y))  # at 9 px; most characters are wider
-    assert names == ["bf16", *(row["variant"] for row in crowd(count, length)["comparisons"])]
-    assert numbers == list(range(count + 1))
-    assert all(left >= 0 and right <= width and 0 < y < height for left, right, y in boxes)
-    for (left, right, y), (other_left, other_right, other_y) in itertools.combinations(boxes, 2):
-        assert right < other_left or other_right < left or abs(y - other_y) > 8
-
-
-def test_a_speed_chart_with_a_gap_far_above_the_others_is_to_scale_for_the_others() -> None:
-    def heights(svg: str) -> dict[str, float]:
-        elements = ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
-        return {element.text or "": float(element.attrib.get("y", "nan")) for element in elements}
-
-    data = crowd(3, 11)  # with gaps of 0, 0.09 and 0.11
-    before = heights(draw_speed_chart(data))
-    data["comparisons"].append(data["comparisons"][0] | {"variant": "diverged", "gap": 2.5})
-    data["speed_ups"]["values"]["diverged"] = 1.1
-    after = heights(draw_speed_chart(data))
-    assert after["4"] < min(after[name] for name in before if name.isdecimal())
-    spread = [abs(y["2"] - y["1"]) for y in (before, after)]
-    assert spread[1] > 0.8 * spread[0]  # the others have all of the height but what the one above them takes
 
 
 def test_the_page_of_a_report_is_the_same_for_the_same_data(tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ def _policies(data: Record, sweep: SweepData) -> list[Record]:
 
 
 def write_report(report: Report, out: str | None = None, kind: str = "html") -> Path:
-    """Writes a report as `html`, `markdown`, `json` or `svg`, and returns its path. Raises ReportError.
+    """Writes a report as `html`, `markdown` or `json`, and returns its path. Raises ReportError.
 
     `out` is the file; `-` is standard output. By default a page goes to `report.html` in the folder, or to
     `comparison.html` in the current folder if there are several; the other kinds are printed.
@@ -239,11 +239,7 @@ def _choose_path(folders: Sequence[Path], out: str | None, kind: str) -> Path:
 
 
 def render_report(report: Report, kind: str) -> str:
-    """A report as `html`, `markdown`, `json` or `svg`."""
-    if kind == "svg":
-        from policyc.experiments.report.speed_chart import draw_speed_chart  # loads matplotlib
-
-        return draw_speed_chart(report.data)
+    """A report as `html`, `markdown` or `json`."""
     if kind == "json":
         return json.dumps(report.data, indent=1, allow_nan=False) + "\n"
     return render_markdown(report.data) if kind == "markdown" else render_page(report)
