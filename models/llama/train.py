@@ -162,7 +162,8 @@ class Trainer:
             configs.import_library("wandb", "wandb")
         self.config, self.run, self.mesh, self.stop = config, run, partition.make_mesh(config, run), stop
         policy = policyc.current_policy()
-        self.policy, self.policy_name = (policy.sha256, policy.name) if policy else (None, None)
+        self.policy = None if policy is None else policy.sha256
+        self.policy_name = None if policy is None else policy.name
         out = Path(run.out or "runs/" + name + (f"-{self.policy[:8]}" if self.policy else ""))
         self.name, self.runs = name, configs.runs_of_seeds(run)
         self.folders = [out if run.seeds is None else out / f"seed{one.seed}" for one in self.runs]
