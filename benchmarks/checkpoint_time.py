@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.command_line import make_parser, print_header, print_row
 from policyc.hardware import llama_step
-from policyc.models.llama import optimizer, partition
+from policyc.models.llama import partition, train_step
 from policyc.models.llama.checkpoints import Checkpoints
 
 ROUNDS = 3
@@ -47,7 +47,7 @@ def abstract_state(name: str) -> Any:
     """The shapes of a configuration's state, on one device."""
     config, run = llama_step.configuration(name)
     devices = np.array(jax.devices()[:1]).reshape((1,) * len(partition.AXES))
-    return optimizer.abstract_state(config, run, jax.sharding.Mesh(devices, partition.AXES))
+    return train_step.abstract_state(config, run, jax.sharding.Mesh(devices, partition.AXES))
 
 
 def random_state(abstract: Any) -> Any:

@@ -23,7 +23,7 @@ import jax
 import policyc
 from benchmarks.command_line import make_parser
 from benchmarks.timing import save
-from policyc.models.llama import data, metrics, optimizer, partition
+from policyc.models.llama import data, metrics, partition, train_step
 from policyc.models.llama.configs import CONFIGS, ModelConfig, RunConfig
 
 POLICIES = {"bf16": None, "fp8, all block linears": "fp8", "nvfp4 emulated, llama_nvfp4": "llama_nvfp4"}
@@ -58,8 +58,8 @@ class Benchmark:
         )
         self.run = dataclasses.replace(run, batch=layout.batch)
         self.mesh = partition.make_mesh(self.config, self.run)
-        self.state_shapes = optimizer.abstract_state(self.config, self.run, self.mesh)
-        self.state = optimizer.init_state(self.config, self.run, self.mesh)
+        self.state_shapes = train_step.abstract_state(self.config, self.run, self.mesh)
+        self.state = train_step.init_state(self.config, self.run, self.mesh)
         self.source = data.BatchSource(self.run, config.vocab)
 
     def next_batch(self) -> Any:
@@ -67,7 +67,7 @@ class Benchmark:
 
     def compile_step(self, policy: str | None) -> Any:
         """Compiles the step under a policy, or without policyc if there is none."""
-        step, start = optimizer.make_train_step(self.config, self.run, self.mesh), time.perf_counter()
+        step, start = train_step.make_train_step(self.config, self.run, self.mesh), time.perf_counter()
         if policy is None:
             compiled = step.lower(self.state_shapes, self.next_batch()).compile()
         else:

@@ -20,7 +20,7 @@ from benchmarks.llama_step import Benchmark, Layout
 from benchmarks.timing import describe_machine, save
 from policyc.hardware import hlo
 from policyc.hardware.compile_report import find_repeated_gemms, kernel_kind
-from policyc.models.llama import optimizer
+from policyc.models.llama import train_step
 from policyc.models.llama.configs import CONFIGS
 
 STEPS = {
@@ -32,7 +32,7 @@ STEPS = {
 
 
 def compile_step(bench: Benchmark, options: dict[str, Any]) -> Any:
-    step = optimizer.make_train_step(bench.config, bench.run, bench.mesh)
+    step = train_step.make_train_step(bench.config, bench.run, bench.mesh)
     return step.lower(bench.state_shapes, bench.next_batch()).compile(compiler_options=options)
 
 

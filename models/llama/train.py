@@ -30,8 +30,8 @@ try:
         configs,
         metrics,
         model,
-        optimizer,
         partition,
+        train_step,
         weights,
     )
     from policyc.models.llama.checkpoints import CONTENTS, Checkpoints, check_new, lock_folder, saved_steps
@@ -178,13 +178,13 @@ class Trainer:
             )  # the same for all seeds
             stack.callback(self.validation.close)
         self.start_profile, self.stop_profile = artifacts.make_profiler(run, self.folder)
-        self.train_step = optimizer.make_train_step(config, run, self.mesh)
-        self.eval_step = optimizer.make_eval_step(
+        self.train_step = train_step.make_train_step(config, run, self.mesh)
+        self.eval_step = train_step.make_eval_step(
             config, run, self.mesh, under_policy=self.policy is not None
         )
-        self.observed_loss = partial(optimizer.mean_loss, config, self.mesh, run.accumulate)
+        self.observed_loss = partial(train_step.mean_loss, config, self.mesh, run.accumulate)
         policyc.set_step(0, total=run.steps)
-        abstract_state = optimizer.abstract_state(config, run, self.mesh)
+        abstract_state = train_step.abstract_state(config, run, self.mesh)
         batch = partition.abstract_batch(run, self.mesh)
         self.train_step.trace(abstract_state, batch)  # a bad policy fails here
         self.state, self.steps_done = self.resume(abstract_state, stack)
@@ -194,7 +194,7 @@ class Trainer:
 
     # ---- the start
 
-    def resume(self, abstract_state: optimizer.State, stack: ExitStack) -> tuple[optimizer.State, int]:
+    def resume(self, abstract_state: train_step.State, stack: ExitStack) -> tuple[train_step.State, int]:
         """The state of the last whole checkpoint, or the initial state; and its step. Opens `self.checkpoints`."""
         run, folder = self.run, self.folder / "checkpoints"
         for other in self.folders[1:]:
@@ -229,9 +229,9 @@ class Trainer:
             self.batches.restore(restored.positions)
         return restored.state, restored.step
 
-    def make_state(self) -> optimizer.State:
+    def make_state(self) -> train_step.State:
         """The state before the first step, with the weights that `--init-from` names."""
-        state = optimizer.init_state(self.config, self.run, self.mesh)
+        state = train_step.init_state(self.config, self.run, self.mesh)
         if self.run.init_from:
             params = weights.load_safetensors(Path(self.run.init_from), self.config, self.mesh)
             if self.run.seeds is not None:
@@ -347,7 +347,7 @@ class Trainer:
         """The mean losses on the validation set, of each seed."""
         losses = [self.eval_step(params, batch) for batch in islice(self.validation, self.run.eval_batches)]
         self.validation.restart()  # every validation reads the same batches
-        return optimizer.average_losses(jax.device_get(losses))
+        return train_step.average_losses(jax.device_get(losses))
 
     def of_each_seed(self, tree: Any) -> Iterator[tuple[Path, Any]]:
         """The folder of each seed, and its part of a tree of stacked arrays."""
@@ -382,7 +382,7 @@ class Trainer:
 
     @contextmanager
     def save_at_faults(self, log: metrics.MetricsLog) -> Iterator[None]:
-        """Saves the state before a faulty step that stops the run. The devices kept it, see `optimizer`."""
+        """Saves the state before a faulty step that stops the run. The devices kept it, see `train_step`."""
         try:
             yield
         except metrics.FaultError as fault:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar, cast
 import jax
 from jax.sharding import AxisType, Mesh
 
-from policyc.models.llama import configs, data, optimizer, partition, weights
+from policyc.models.llama import configs, data, partition, train_step, weights
 from policyc.models.llama import model as llama
 from policyc.models.llama.checkpoints import DamagedCheckpointError, read_params, saved_steps
 from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig
@@ -187,9 +187,9 @@ def _read_params(
 def _read_params_of_seed(checkpoints: Path, step: int, config: ModelConfig, run: RunConfig) -> llama.Params:
     mesh = _one_device_mesh()
 
-    def abstract_state(identity: dict[str, Any]) -> optimizer.State:
+    def abstract_state(identity: dict[str, Any]) -> train_step.State:
         of_seeds = replace(run, seeds=identity.get("seeds"))
-        return optimizer.abstract_state(config, of_seeds, mesh)
+        return train_step.abstract_state(config, of_seeds, mesh)
 
     params, identity = read_params(checkpoints, step, abstract_state)
     if identity.get("seeds") is None:

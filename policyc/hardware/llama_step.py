@@ -89,20 +89,23 @@ def jit_step(
 ) -> tuple[jax.stages.Wrapped, tuple[Any, Any], RunConfig]:
     """The jitted training step of a configuration on these devices, its abstract state and batch, and its settings."""
     config, run = _configure(name, mesh, sizes, attention="cudnn")
-    optimizer = _load_optimizer()
+    train_step = _load_train_step()
     shape = tuple(_axes(mesh).values())
     axis_types = (jax.sharding.AxisType.Auto,) * len(shape)
     device_mesh = jax.sharding.Mesh(np.array(devices).reshape(shape), partition.AXES, axis_types=axis_types)
-    arguments = optimizer.abstract_state(config, run, device_mesh), partition.abstract_batch(run, device_mesh)
-    return optimizer.make_train_step(config, run, device_mesh), arguments, run
+    arguments = (
+        train_step.abstract_state(config, run, device_mesh),
+        partition.abstract_batch(run, device_mesh),
+    )
+    return train_step.make_train_step(config, run, device_mesh), arguments, run
 
 
-def _load_optimizer() -> Any:
+def _load_train_step() -> Any:
     try:
-        from policyc.models.llama import optimizer
+        from policyc.models.llama import train_step
     except ModuleNotFoundError as error:
         raise ConfigError(f"this needs the package '{error.name}': pip install 'policyc[train]'") from None
-    return optimizer
+    return train_step
 
 
 def abstract_arguments(config: ModelConfig, rows: int, sequence: int) -> tuple[Any, Any]:

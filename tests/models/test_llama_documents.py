@@ -348,10 +348,10 @@ def test_whole_documents_need_a_document_mask() -> None:
 
 
 def test_the_validation_loss_is_that_of_all_tokens_whatever_batch_they_are_in() -> None:
-    optimizer = pytest.importorskip("policyc.models.llama.optimizer", reason="pip install 'policyc[train]'")
+    train_step = pytest.importorskip("policyc.models.llama.train_step", reason="pip install 'policyc[train]'")
     batches = [{"loss": np.float32(1), "tokens": np.int32(1)}, {"loss": np.float32(4), "tokens": np.int32(5)}]
-    assert optimizer.average_losses(batches) == {"loss": 21 / 6}
-    assert optimizer.average_losses([{"loss": each["loss"]} for each in batches]) == {"loss": 2.5}
+    assert train_step.average_losses(batches) == {"loss": 21 / 6}
+    assert train_step.average_losses([{"loss": each["loss"]} for each in batches]) == {"loss": 2.5}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tests.support import llama_runs
 from tests.support.jaxpr_tools import primitive_counts
 
 pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
-from policyc.models.llama import configs, experts, optimizer, partition
+from policyc.models.llama import configs, experts, partition, train_step
 from policyc.models.llama import model as llama
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -136,7 +136,7 @@ RUN = configs.RunConfig(**llama_runs.SHORT)
 def run_steps(axes: dict[str, int], **settings: Any) -> list[tuple[float, float]]:
     """The loss and the largest share of an expert, in each step on a mesh."""
     mesh, run = llama_runs.make_mesh(**axes), configs.RunConfig(**llama_runs.SHORT | settings)
-    state, step = optimizer.init_state(CONFIG, run, mesh), optimizer.make_train_step(CONFIG, run, mesh)
+    state, step = train_step.init_state(CONFIG, run, mesh), train_step.make_train_step(CONFIG, run, mesh)
     tokens = np.random.default_rng(0).integers(
         CONFIG.vocab, size=(run.batch, run.sequence + 1), dtype=np.int32
     )
@@ -163,7 +163,7 @@ def test_eight_devices_give_the_losses_of_one() -> None:
 def abstract_loss(axes: dict[str, int]) -> tuple[Any, Any, Any]:
     """The loss on a mesh, and its abstract arguments."""
     config, mesh = configs.ModelConfig(**vars(CONFIG) | {"compute": "bfloat16"}), llama_runs.make_mesh(**axes)
-    state = optimizer.abstract_state(config, RUN, mesh)
+    state = train_step.abstract_state(config, RUN, mesh)
     loss = partial(llama.loss, config=config, mesh=mesh)
     return (
         lambda params, batch: sum(loss(params, batch)),

@@ -17,7 +17,7 @@ from tests.support.command import policyc as command
 from tests.support.llama_runs import SHORT, make_mesh
 
 pytest.importorskip("orbax.checkpoint", reason="orbax is not installed: pip install 'policyc[train]'")
-from policyc.models.llama import checkpoints, generate, optimizer, partition, trained, weights
+from policyc.models.llama import checkpoints, generate, partition, train_step, trained, weights
 from policyc.models.llama import model as llama
 from policyc.models.llama.checkpoints import DamagedCheckpointError
 from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig, runs_of_seeds
@@ -355,7 +355,7 @@ def save_first_step(out: Path, seeds: str | None) -> None:
     for folder, one in zip(folders, runs_of_seeds(run), strict=True):
         write_run(folder, **vars(config), seed=one.seed)
     manager = checkpoints.Checkpoints(folders[0] / "checkpoints", 2, {"seeds": seeds})
-    manager.save(1, optimizer.init_state(config, run, mesh), 0)
+    manager.save(1, train_step.init_state(config, run, mesh), 0)
     manager.close()
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.support import llama_runs
 
 pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
-from policyc.models.llama import configs, optimizer, partition
+from policyc.models.llama import configs, optimizer, partition, train_step
 
 pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("quick_compile")]
 CONFIG = configs.ModelConfig(**llama_runs.SMALL, compute=llama_runs.DTYPE)
@@ -120,7 +120,7 @@ def test_muon_updates_each_matrix_of_the_blocks_and_adamw_the_rest() -> None:
 @pytest.mark.parametrize("scan", [True, False])
 def test_the_state_of_muon_is_divided_like_its_parameters(scan: bool) -> None:
     config = dataclasses.replace(CONFIG, scan=scan)
-    state = optimizer.abstract_state(config, RUN, llama_runs.make_mesh(fsdp=2, tensor=2))
+    state = train_step.abstract_state(config, RUN, llama_runs.make_mesh(fsdp=2, tensor=2))
     specs = {
         jax.tree_util.keystr(path): array.sharding.spec for path, array in jax.tree.leaves_with_path(state)
     }

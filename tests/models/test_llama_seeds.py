@@ -25,7 +25,7 @@ from tests.support.llama_runs import flags, losses
 pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
 pytest.importorskip("grain", reason="grain is not installed: pip install 'policyc[train]'")
 pytest.importorskip("tensorboardX", reason="tensorboardX is not installed: pip install 'policyc[train]'")
-from policyc.models.llama import configs, data, metrics, optimizer, partition, train
+from policyc.models.llama import configs, data, metrics, partition, train, train_step
 from policyc.models.llama.configs import ConfigError
 from policyc.models.llama.goodput import TimeAccount
 
@@ -135,7 +135,7 @@ def step_losses(run: configs.RunConfig, steps: int) -> np.ndarray:
     """The losses of the first steps on one device, one row for each step."""
     mesh = llama_runs.make_mesh()
     with policyc.active("layers.attention.q_proj -> mxfp8; layers.mlp.down_proj -> mxfp8"):
-        step, state = optimizer.make_train_step(SMALL, run, mesh), optimizer.init_state(SMALL, run, mesh)
+        step, state = train_step.make_train_step(SMALL, run, mesh), train_step.init_state(SMALL, run, mesh)
         sources = [data.BatchSource(one, SMALL.vocab) for one in configs.runs_of_seeds(run)]
         rows = []
         for batches in islice(zip(*sources, strict=True), steps):

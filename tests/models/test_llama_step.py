@@ -23,7 +23,7 @@ from tests.support.jaxpr_tools import primitive_counts
 
 pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
 pytest.importorskip("grain", reason="grain is not installed: pip install 'policyc[train]'")
-from policyc.models.llama import command_line, configs, data, metrics, optimizer, partition
+from policyc.models.llama import command_line, configs, data, metrics, optimizer, partition, train_step
 from policyc.models.llama import model as llama
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -38,18 +38,18 @@ STEPS = 3
 @cache
 def single_device_step() -> Any:
     """The jitted step of the plain layout on one device."""
-    return optimizer.make_train_step(SMALL, REFERENCE_RUN, llama_runs.make_mesh())
+    return train_step.make_train_step(SMALL, REFERENCE_RUN, llama_runs.make_mesh())
 
 
 @cache
 def initial_values() -> Any:
     """The initial state on one device, as numpy arrays: a step donates its state."""
-    return jax.device_get(optimizer.init_state(SMALL, REFERENCE_RUN, llama_runs.make_mesh()))
+    return jax.device_get(train_step.init_state(SMALL, REFERENCE_RUN, llama_runs.make_mesh()))
 
 
 def state_with(**entries: float) -> Any:
     """The initial state on one device, with other values for some entries. Its shardings are those of the step."""
-    abstract = optimizer.abstract_state(SMALL, REFERENCE_RUN, llama_runs.make_mesh())
+    abstract = train_step.abstract_state(SMALL, REFERENCE_RUN, llama_runs.make_mesh())
     values = initial_values() | {name: np.float32(value) for name, value in entries.items()}
     return jax.tree.map(lambda value, array: jax.device_put(value, array.sharding), values, abstract)
 
@@ -80,8 +80,8 @@ def check_same_losses(axes: dict[str, int], **settings: Any) -> None:
     config = dataclasses.replace(SMALL, **{k: v for k, v in settings.items() if k in names})
     run = dataclasses.replace(RUN, **{k: v for k, v in settings.items() if k not in names})
     mesh = llama_runs.make_mesh(**axes)
-    state = optimizer.init_state(config, run, mesh)
-    losses = run_steps(optimizer.make_train_step(config, run, mesh), state, mesh)
+    state = train_step.init_state(config, run, mesh)
+    losses = run_steps(train_step.make_train_step(config, run, mesh), state, mesh)
     # All is float32, and only the order of sums differs: some ulps (6e-8) of a gradient, which Adam divides by its own
     # size, so that an entry near zero may change its sign. One such entry moves the loss far less than 1e-5.
     np.testing.assert_allclose(losses, plain_losses(), rtol=1e-5)
@@ -125,7 +125,7 @@ def test_a_chunked_head_is_gathered_once():
     """Before the loop over chunks. Inside it, XLA for GPUs would gather the head again for every chunk, twice."""
     config, run = dataclasses.replace(SMALL, loss_chunks=4), RUN
     mesh = llama_runs.make_mesh(fsdp=8)
-    state, batch = optimizer.abstract_state(config, run, mesh), partition.abstract_batch(run, mesh)
+    state, batch = train_step.abstract_state(config, run, mesh), partition.abstract_batch(run, mesh)
     jaxpr = jax.make_jaxpr(lambda params, batch: llama.loss(params, batch, config, mesh))(
         state["params"], batch
     )
@@ -163,9 +163,9 @@ def test_weights_are_gathered_and_gradients_added_once_per_step() -> None:
     """Outside the loop over the parts of a batch, which has no collective. There a policy quantizes weights, too."""
     run = dataclasses.replace(RUN, batch=16, accumulate=4, gather="once")
     config, mesh = dataclasses.replace(SMALL, compute="bfloat16"), llama_runs.make_mesh(data=2, fsdp=2)
-    state, batch = optimizer.abstract_state(config, run, mesh), partition.abstract_batch(run, mesh)
+    state, batch = train_step.abstract_state(config, run, mesh), partition.abstract_batch(run, mesh)
     with policyc.active("layers -> mxfp8"):
-        jaxpr = optimizer.make_train_step(config, run, mesh).trace(state, batch).jaxpr
+        jaxpr = train_step.make_train_step(config, run, mesh).trace(state, batch).jaxpr
     (on_device,) = [e for e in jaxprs.all_equations(jaxpr) if e.primitive.name == "shard_map"]
     eqns = on_device.params["jaxpr"].eqns
     scans = [e for e in eqns if e.primitive.name == "scan"]
@@ -258,9 +258,9 @@ def test_a_policy_is_told_the_step_and_the_seed(monkeypatch):
 
     monkeypatch.setattr(pipeline, "current_run_step", record)
     run, mesh = dataclasses.replace(RUN, seed=5, accumulate=2), llama_runs.make_mesh()
-    step = optimizer.make_train_step(SMALL, run, mesh)
+    step = train_step.make_train_step(SMALL, run, mesh)
     with policyc.active("layers.* where weight -> mxfp4(sr=grad)"):
-        traced = step.trace(optimizer.abstract_state(SMALL, run, mesh), partition.abstract_batch(run, mesh))
+        traced = step.trace(train_step.abstract_state(SMALL, run, mesh), partition.abstract_batch(run, mesh))
     assert [(each.seed, isinstance(each.step, jax.core.Tracer)) for each in told] == [(5, True)]
     counters = [v for v in traced.jaxpr.jaxpr.invars if v.aval.shape == () and v.aval.dtype == jnp.int32]
     words = [e for e in traced.jaxpr.eqns if e.outvars[0].aval.dtype == jnp.uint32]

@@ -40,7 +40,7 @@ pytest.importorskip("optax", reason="optax is not installed: pip install 'policy
 pytest.importorskip("grain", reason="grain is not installed: pip install 'policyc[train]'")
 pytest.importorskip("orbax.checkpoint", reason="orbax is not installed: pip install 'policyc[train]'")
 pytest.importorskip("tensorboardX", reason="tensorboardX is not installed: pip install 'policyc[train]'")
-from policyc.models.llama import checkpoints, configs, optimizer, partition, train
+from policyc.models.llama import checkpoints, configs, partition, train, train_step
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -130,7 +130,7 @@ def test_the_state_before_a_fault_is_saved(completed, tmp_path, capsys, monkeypa
         return call
 
     with monkeypatch.context() as patch:
-        patch.setattr(optimizer, "make_train_step", make_faulty_step)
+        patch.setattr(train_step, "make_train_step", make_faulty_step)
         settings = RUN | {"on_fault": on_fault, "max_skips": 1}
         assert train.main(flags(out=folder, **settings)) == 1
     message = capsys.readouterr().err

@@ -114,9 +114,9 @@ def at_step(patch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) ->
 
 @functools.cache
 def _make_step() -> Callable[..., Any]:
-    from policyc.models.llama import optimizer
+    from policyc.models.llama import train_step
 
-    return functools.cache(optimizer.make_train_step)
+    return functools.cache(train_step.make_train_step)
 
 
 def make_shared_step(config: Any, run: Any, mesh: Mesh) -> Any:
@@ -129,9 +129,9 @@ def make_shared_step(config: Any, run: Any, mesh: Mesh) -> Any:
 
 def train_here(**settings: Any) -> int:
     """Trains in this process, without a policy. Runs with equal settings share a compiled step."""
-    from policyc.models.llama import optimizer, train
+    from policyc.models.llama import train, train_step
 
     _make_step()  # of the module itself, before it is replaced
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer, "make_train_step", make_shared_step)
+        patch.setattr(train_step, "make_train_step", make_shared_step)
         return train.main(flags(**settings))
