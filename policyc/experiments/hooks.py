@@ -25,7 +25,11 @@ def _current_session() -> Session | None:
 
 
 def current_policy() -> Policy | None:
-    """For training programs: the active policy, to record with their results. `sha256` identifies it."""
+    """For training programs: the policy that they run under, to record it with their results.
+
+    Returns:
+      The active policy, or None. Its `sha256` identifies it; its `name` is for people.
+    """
     session = _current_session()
     return None if session is None else session.policy
 
