@@ -147,7 +147,7 @@ class Trainer:
     train_step: Any
     eval_step: Any
     observed_loss: Callable[..., Any]
-    state: optimizer.State
+    state: train_step.State
     is_new: bool
     is_starved: bool
     steps_done: int

@@ -28,7 +28,7 @@ class Budget:
     """The steps that searches may still take. One step takes about as long as matching one pattern with one path."""
 
     def __init__(self, steps: int) -> None:
-        self.remaining = steps
+        self.remaining: int = steps
 
     def spend(self, steps: int) -> None:
         self.remaining -= steps
