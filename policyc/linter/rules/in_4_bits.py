@@ -79,6 +79,7 @@ _SITES = (
     ),
 )
 
+
 def _check(site: _SensitiveSite, context: Context) -> Iterator[Finding]:
     if context.plan is not None:
         yield from _check_program(site, context, context.plan)
