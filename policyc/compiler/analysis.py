@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from policyc.compiler.activity import equations_with_cotangent
@@ -48,12 +49,14 @@ from policyc.compiler.provenance.integers import (
     constant_value,
     loop_slice,
 )
+from policyc.compiler.references import REFERENCE_PRIMITIVES, References
 from policyc.compiler.sites import Origin, OtherProduct, PathTemplate, Site, Sites
 from policyc.compiler.stacks import Stack
 from policyc.compiler.trace import FrozenWeight
 from policyc.compiler.var_info import (
     MANY_PROJECTIONS,
     UNKNOWN,
+    Dependence,
     VarInfo,
     carry_info,
     frozen_info,
@@ -98,20 +101,25 @@ def analyze(
     invars = jaxpr.jaxpr.invars
     shapes = {path: shape_of(v) for v, path in zip(invars, parameters, strict=True) if path is not None}
     shapes |= {w.path: w.shape for w in (frozen or {}).values()}
-    analyzer = _Analyzer(shapes, equations_with_cotangent(jaxpr, results))
     infos = [
         UNKNOWN
         if path is None
         else VarInfo(
             source=ParameterSource(shape=shape_of(var), path=path),
             is_active=is_float(var.aval),
-            is_fixed=True,
+            depends_on=Dependence.PARAMETERS,
             origin=Origin(number),
         )
         for number, (path, var) in enumerate(zip(parameters, invars, strict=True))
     ]
     weights = {var: frozen_info(var, weight) for var, weight in (frozen or {}).items()}
-    analyzer.run(jaxpr, infos, JaxprContext(), weights)
+    with_cotangent, references = equations_with_cotangent(jaxpr, results), References()
+    while True:
+        analyzer = _Analyzer(shapes, with_cotangent, references)
+        analyzer.run(jaxpr, infos, JaxprContext(), weights)
+        if not references.has_grown:
+            break
+        references.has_grown = False
     with_layers = (site.with_layers(analyzer.layers) for site in analyzer.sites.values())
     sites = [site for site in with_layers if site.count]  # others are in branches that are never taken
     scopes = add_stack_sizes([s.scope.path for s in sites])
@@ -146,9 +154,13 @@ class _Analyzer:
     """
 
     def __init__(
-        self, shapes: dict[DottedPath, tuple[int, ...]], with_cotangent: Collection[Address]
+        self,
+        shapes: dict[DottedPath, tuple[int, ...]],
+        with_cotangent: Collection[Address],
+        references: References,
     ) -> None:
         self._with_cotangent = with_cotangent
+        self._references = references
         self.sites: dict[Address, PendingSite] = {}
         self.others: dict[Address, OtherProduct] = {}
         self.looked_up: set[DottedPath] = set()
@@ -166,12 +178,14 @@ class _Analyzer:
         opened = jaxprs.open_jaxpr(jaxpr)
         known: dict[Var, VarInfo] = dict(zip(opened.invars, infos, strict=True))
         for var, value in zip(opened.constvars, jaxprs.constants(jaxpr), strict=False):
-            known[var] = VarInfo(integers=constant_value(value, var.aval))
+            depends_on = Dependence.DATA if isinstance(value, Tracer) else Dependence.CONSTANTS
+            known[var] = VarInfo(integers=constant_value(value, var.aval), depends_on=depends_on)
         known.update(constants or {})
 
         def info(atom: Any) -> VarInfo:
             if isinstance(atom, Literal):
-                return VarInfo(integers=constant_value(atom.val, atom.aval), is_fixed=True)
+                value = constant_value(atom.val, atom.aval)
+                return VarInfo(integers=value, depends_on=Dependence.PARAMETERS)
             return known.get(atom, UNKNOWN)
 
         for number, eqn in enumerate(opened.eqns):
@@ -195,6 +209,8 @@ class _Analyzer:
             weights = self._gemm(eqn, infos, context)
             results = propagate_equation(eqn, infos)
             return [replace(r, projections=frozenset(weights)) for r in results] if weights else results
+        elif name in REFERENCE_PRIMITIVES:
+            return self._references.propagate(eqn, infos, context.address)
         elif jaxprs.sub_jaxprs(eqn) and name not in PRIMITIVES:
             return self._opaque_container(eqn, infos, context)
         elif name == "gather" and infos[0].source is not None:
@@ -227,7 +243,7 @@ class _Analyzer:
                 results = [
                     result
                     if b.source is None
-                    else replace(result, source=b.source, is_modified=b.is_modified)
+                    else replace(result, source=b.source, is_modified=b.is_modified, is_lookup=b.is_lookup)
                     for result, b in zip(results, body_results, strict=True)
                 ]
         return results
@@ -383,7 +399,7 @@ class _ContainerDomain:
         ]
 
     def may_change(self, carry: Sequence[VarInfo], others: Sequence[VarInfo]) -> bool:
-        if any(c.is_fixed or isinstance(c.source, UnknownSource) for c in carry):
+        if any(c.is_constant or isinstance(c.source, UnknownSource) for c in carry):
             return True
         return not all(c.is_active for c in carry) and any(v.is_active for v in (*carry, *others))
 
@@ -393,15 +409,16 @@ class _ContainerDomain:
     def leave_loop(self, result: VarInfo, carry: VarInfo | None) -> VarInfo:
         if carry is not None:
             return replace(carry, integers=None, is_active=carry.is_active or result.is_active)
-        source = None if result.is_lookup else result.source
+        source = result.source
         if source is not None:
             shape, loop = (self._eqn.params["length"], *source.shape), self._context.address
             source = StackedResultSource(shape=shape, operand=source, loop=loop)
         return VarInfo(
             source=source,
             is_modified=result.is_modified,
+            is_lookup=result.is_lookup,
             is_active=result.is_active,
-            is_fixed=result.is_fixed,
+            depends_on=result.depends_on,
             projections=MANY_PROJECTIONS,
         )
 
@@ -411,13 +428,13 @@ class _ContainerDomain:
         infos = []
         for value in values:
             source, origin, integers = None, None, None
-            if value.source is not None and not value.is_lookup:
+            if value.source is not None:
                 source = IterationSource(shape=value.source.shape[1:], operand=value.source, loop=address)
                 origin = None if value.origin is None else value.origin.then(address)
             if value.integers is not None:
                 integers = loop_slice(value.integers, address)
-            infos.append(replace(value, source=source, origin=origin, integers=integers, is_lookup=False))
-        sources = tuple(i.source for i in infos if i.source is not None)
+            infos.append(replace(value, source=source, origin=origin, integers=integers))
+        sources = tuple(i.source for i in infos if i.source is not None and not i.is_lookup)
         self._analyzer.layers.note_scanned(sources, self._context.loops)
         return infos
 

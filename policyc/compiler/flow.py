@@ -220,20 +220,29 @@ class _Builder:
             self._write(operands[0], operands[1:])
             return [operands[0]] * count
         active = [o for o in operands if o >= 0]
+        if address in self._with_sites:
+            return [self._opaque_with_sites(eqn, operands, address)] * count
         if not active:
             return [PARAMETER if PARAMETER in operands else CONSTANT] * count
         if name in _LAYOUT and active == operands[:1]:
             return active * count
         node = self.flow.add(name, active, self._caller)
-        if address in self._with_sites:
-            results = []
-            for number, sub in enumerate(jaxprs.sub_jaxprs(eqn)):
-                inputs = len(jaxprs.open_jaxpr(sub.jaxpr).invars)
-                results += self.run(sub.jaxpr, [node] * inputs, (*address, number))
-            node = self.flow.add(name, [node, *(r for r in results if r >= 0)], self._caller)
-        elif name not in _KNOWN and not name.endswith(("_start", "_done")):  # collectives end like that
+        if name not in _KNOWN and not name.endswith(("_start", "_done")):  # collectives end like that
             self.flow.opaque[node] = tuple(operands)
         return [node] * count
+
+    def _opaque_with_sites(self, eqn: JaxprEqn, operands: list[int], address: Address) -> int:
+        """Any input of its jaxprs may be any operand, and any result may be any of theirs."""
+        active = [o for o in operands if o >= 0]
+        value = PARAMETER if PARAMETER in operands else CONSTANT
+        if active:
+            value = self.flow.add(eqn.primitive.name, active, self._caller)
+        results = [value]
+        for number, sub in enumerate(jaxprs.sub_jaxprs(eqn)):
+            inputs = len(jaxprs.open_jaxpr(sub.jaxpr).invars)
+            results += self.run(sub.jaxpr, [value] * inputs, (*address, number))
+        products = [r for r in results if r >= 0]
+        return self.flow.add(eqn.primitive.name, products, self._caller) if products else value
 
     def _write(self, reference: int, values: Sequence[int]) -> None:
         if reference >= 0:

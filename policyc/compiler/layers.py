@@ -170,7 +170,10 @@ class LayerIndices:
         try:
             layers = _read_layers(source, batch_dims, stacks)
         except Unknown as reason:
-            yield from (PathTemplate(p.path, unknown_index=str(reason)) for p in parameters)
+            several = len(parameters) > 1
+            yield from (
+                PathTemplate(p.path, unknown_index=str(reason), is_uncertain=several) for p in parameters
+            )
             return
         for parameter in parameters:
             if any(parameter in layer for layer in layers):

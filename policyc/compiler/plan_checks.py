@@ -105,8 +105,20 @@ def opaque_sites(plan: Plan) -> Iterator[Diagnostic]:
 
 
 def opaque_indices(plan: Plan) -> Iterator[Diagnostic]:
-    """Rules that choose layers by index where it is not known which layer a GEMM reads, or which index is meant."""
+    """Rules that choose layers by index where it is not known which layer a GEMM reads, or which index is meant.
+
+    And rules that name one of several parameters, of which it is not known which a GEMM reads.
+    """
+    uncertain = [site for site in plan.sites if any(t.is_uncertain for t in site.parameters)]
     for rule in plan.policy.rules:
+        patterns = [pattern for selector in rule.selectors for pattern in expand_selector(selector)]
+        sites = [site for site in uncertain if _names_some(site, patterns)]
+        if sites:
+            names = [dotted(t.path) for t in sites[0].parameters if t.is_uncertain]
+            reason = f"its weight is one of {', '.join(map(repr, names))}, or several: "
+            reason += next(t.unknown_index for t in sites[0].parameters if t.is_uncertain)
+            yield _opaque_index(rule, sites, reason, "name all of them, or none")
+            continue
         indexed = [s for s in rule.selectors if any(segment.indices for segment in s.segments)]
         if not indexed:
             continue
@@ -146,6 +158,13 @@ def unknown_blocks(plan: Plan) -> Iterator[Diagnostic]:
         ]
         if sites and sites[0].block is not None:
             yield _opaque_index(rule, sites, sites[0].block.unknown, "choose all blocks: leave out 'layer'")
+
+
+def _names_some(site: Site, patterns: Sequence[Pattern]) -> bool:
+    """Do these patterns match a site by some of the parameters that it may read, and not by all of them?"""
+    templates = (site.scope, *site.parameters)
+    matching = [t.is_uncertain for t in templates if any(matches(pattern, t.path) for pattern in patterns)]
+    return 0 < len(matching) < sum(t.is_uncertain for t in templates) and all(matching)
 
 
 def _has_opaque_index(site: Site, patterns: Sequence[Pattern]) -> bool:

@@ -49,6 +49,8 @@ class PathTemplate:
     """Which layers have this path; None: all of them."""
     unknown_index: str = ""
     """Why an index in this path is not known; empty if all are."""
+    is_uncertain: bool = False
+    """Is it one of several parameters, of which it is not known which are read?"""
 
     def paths(self, indices: Mapping[Address, int]) -> Iterator[DottedPath]:
         """The paths of a layer: one for each way to place its indices."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,18 @@ from policyc.compiler.trace import FrozenWeight
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.derivatives import active_results, is_float
 from policyc.jaxcore.primitives import WeightRule, rule_of
+from policyc.jaxcore.transform import Address
+
+
+class Dependence(IntEnum):
+    """What a variable is computed from. What several are computed from is the maximum."""
+
+    PARAMETERS = 0
+    """Parameters, literals and loop counters."""
+    CONSTANTS = 1
+    """Also arrays that the loss closes over: tables, masks, or the tokens of a batch."""
+    DATA = 2
+    """Other inputs of the loss, or products."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +57,13 @@ class VarInfo:
     integers: Integers | None = None
     """Its value, if it is an integer that is known in each iteration."""
     is_lookup: bool = False
-    """Is it rows of a parameter, taken by constants? They are a weight only where they multiply an activation."""
-    is_fixed: bool = False
-    """Is it computed from parameters, literals and loop counters only, and not by a product?"""
+    """Is it computed from a parameter and constants that may as well be data: rows, looked up by the tokens of a batch?
+
+    It is a weight only where it multiplies an activation.
+    """
+    depends_on: Dependence = Dependence.DATA
+    reference: Address | None = None
+    """Where it was created, if it is a reference."""
     is_one_hot: bool = False
     is_iota: bool = False
     origin: Origin | None = None
@@ -54,12 +71,25 @@ class VarInfo:
     projections: frozenset[Source] = frozenset()
     """The weights of the last products that it comes from."""
 
+    @property
+    def is_fixed(self) -> bool:
+        return self.depends_on is Dependence.PARAMETERS
+
+    @property
+    def is_constant(self) -> bool:
+        return self.depends_on is not Dependence.DATA
+
+
+def join_dependence(infos: Iterable[VarInfo]) -> Dependence:
+    return max((i.depends_on for i in infos), default=Dependence.PARAMETERS)
+
 
 UNKNOWN = VarInfo()
 
 MANY_PROJECTIONS = frozenset({UnknownSource(shape=(), operands=(), reason="it comes from other iterations")})
 _CARRIED = "the loop around it carries it, and changes it in every iteration"
 _FILLED = "a loop carries it, and fills it with layers one after the other"
+_OF_CONSTANTS = "its index is computed from constants by operations that policyc does not evaluate"
 _OF_COND = "its index is the result of a 'cond', which policyc does not evaluate"
 _MOST_PROJECTIONS = 16  # a residual stream comes from all layers before; attention from a few projections
 
@@ -73,10 +103,11 @@ def join_projections(infos: Iterable[VarInfo]) -> frozenset[Source]:
 def frozen_info(var: Var, weight: FrozenWeight) -> VarInfo:
     if not weight.is_part:
         source = ParameterSource(shape=shape_of(var), path=weight.path, is_frozen=True)
-        return VarInfo(source=source, is_fixed=True)
+        return VarInfo(source=source, depends_on=Dependence.PARAMETERS)
     whole = ParameterSource(shape=weight.shape, path=weight.path, is_frozen=True)
     reason = "NumPy takes a part of it, which JAX does not see"
-    return VarInfo(source=unknown_source(shape_of(var), [whole], reason))
+    source = unknown_source(shape_of(var), [whole], reason)
+    return VarInfo(source=source, depends_on=Dependence.PARAMETERS)
 
 
 def join_branches(values: Sequence[VarInfo], index: Integers | None) -> VarInfo:
@@ -84,7 +115,7 @@ def join_branches(values: Sequence[VarInfo], index: Integers | None) -> VarInfo:
 
     `index` is the branch, if it is known.
     """
-    sources = [None if v.is_lookup else v.source for v in values]
+    sources = [v.source for v in values]
     whole = next((s for s in sources if s is not None and not is_broadcast(s)), None)
     if whole is not None and len(whole.shape) > 1:
         pairs = zip(sources, values, strict=True)
@@ -92,7 +123,8 @@ def join_branches(values: Sequence[VarInfo], index: Integers | None) -> VarInfo:
     known = [s for s in sources if s is not None]
     return VarInfo(
         source=_either(known, known_integers(index)) if len(known) == len(values) else None,
-        is_fixed=all(v.is_fixed for v in values),
+        is_lookup=any(v.is_lookup for v in values),
+        depends_on=join_dependence(values),
         integers=not_evaluated(_OF_COND) if index is not None and all(v.integers for v in values) else None,
         is_modified=any(v.is_modified for v in values),
         is_active=any(v.is_active for v in values),
@@ -102,12 +134,13 @@ def join_branches(values: Sequence[VarInfo], index: Integers | None) -> VarInfo:
 
 def carry_info(value: VarInfo, integers: Integers | None) -> VarInfo:
     """What is known of a carry that a loop changes, from its first value. `integers`: its value, if it is a counter."""
-    source = None if value.is_lookup else value.source
+    source = value.source
     if source is not None:
         source = None if is_broadcast(source) else unknown_source(source.shape, [source], _CARRIED)
     return VarInfo(
-        is_fixed=value.is_fixed,
+        depends_on=value.depends_on,
         source=source,
+        is_lookup=value.is_lookup and source is not None,
         is_modified=source is not None,
         is_active=value.is_active,
         integers=integers,
@@ -120,22 +153,22 @@ def widen_carry(carry: VarInfo, result: VarInfo) -> VarInfo:
 
     It is a weight if every iteration gives one, and its first value is one or a constant: a buffer that a loop fills.
     """
-    source, is_fixed = carry.source, carry.is_fixed and result.is_fixed
-    given = None if result.is_lookup else result.source
+    source, given, depends_on = carry.source, result.source, join_dependence((carry, result))
+    is_constant = depends_on is not Dependence.DATA
+    may_fill = given is not None and is_constant and len(given.shape) > 1 and not is_broadcast(given)
     if isinstance(source, UnknownSource):
-        if given is None or (source.reason == _FILLED and not is_fixed):
-            source = None
-        else:
-            source = _widen(source, given, source.reason)
-    elif (
-        source is None and given is not None and is_fixed and len(given.shape) > 1 and not is_broadcast(given)
-    ):
+        holds_data = source.reason == _FILLED and not is_constant
+        source = None if given is None or holds_data else _widen(source, given, source.reason)
+    elif source is None and given is not None and may_fill:
         source = _widen(None, given, _FILLED)
+    is_filled = isinstance(source, UnknownSource) and source.reason == _FILLED
+    of_constants = is_filled and depends_on is not Dependence.PARAMETERS
     return replace(
         carry,
         source=source,
         is_modified=carry.is_modified or isinstance(source, UnknownSource),
-        is_fixed=is_fixed,
+        is_lookup=source is not None and (carry.is_lookup or result.is_lookup or of_constants),
+        depends_on=depends_on,
         is_active=carry.is_active or result.is_active,
     )
 
@@ -161,7 +194,7 @@ def propagate_equation(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
             infos = [replace(info, origin=None) for info in infos]
         return [replace(info, is_active=is_active) for info, is_active in zip(infos, active, strict=True)]
     moves = rule.weight in ("layout", "gather")
-    if not moves:
+    if not moves and join_dependence(infos) is Dependence.DATA:
         infos = [replace(i, source=None, is_lookup=False) if i.is_lookup else i for i in infos]
     first = infos[0] if infos else UNKNOWN
     has_source = any(i.source is not None for i in infos)
@@ -170,8 +203,7 @@ def propagate_equation(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
     is_modified = _is_modified(rule.weight, infos)
     make = partial(
         VarInfo,
-        is_lookup=moves and (first.is_lookup or _looks_up(eqn, rule.weight, infos)),
-        is_fixed=_is_fixed(eqn, infos),
+        depends_on=_dependence(eqn, infos),
         integers=propagate_integers(eqn, [i.integers for i in infos]),
         is_one_hot=(name == "eq" and any(i.is_iota for i in infos)) or (moves and first.is_one_hot),
         is_iota=name == "iota" or (moves and first.is_iota),
@@ -179,7 +211,12 @@ def propagate_equation(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
         projections=join_projections(infos),
     )
     return [
-        make(source=source, is_active=is_active, is_modified=source is not None and is_modified)
+        make(
+            source=source,
+            is_active=is_active,
+            is_modified=source is not None and is_modified,
+            is_lookup=source is not None and _is_lookup(eqn, source, infos),
+        )
         for is_active, source in zip(active, sources, strict=True)
     ]
 
@@ -187,12 +224,13 @@ def propagate_equation(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
 def propagate_opaque(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
     """The infos of the results of an equation with a jaxpr that is not entered."""
     is_active = any(i.is_active for i in infos)
-    sources = _lost(eqn, [i for i in infos if not i.is_lookup])
+    sources = _lost(eqn, infos)
     return [
         VarInfo(
             source=source,
             is_modified=source is not None,
-            is_fixed=_is_fixed(eqn, infos),
+            is_lookup=source is not None and _is_lookup(eqn, source, infos),
+            depends_on=_dependence(eqn, infos),
             is_active=is_active and is_float(v.aval),
             projections=join_projections(infos),
         )
@@ -200,11 +238,10 @@ def propagate_opaque(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
     ]
 
 
-def _is_fixed(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> bool:
-    """A product is an activation. A reference (its type has an `inner_aval`) may be written to elsewhere."""
-    if rule_of(eqn).weight == "product" or any(hasattr(v.aval, "inner_aval") for v in eqn.outvars):
-        return False
-    return all(i.is_fixed for i in infos) and not eqn.effects
+def _dependence(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> Dependence:
+    """A product is an activation."""
+    is_data = rule_of(eqn).weight == "product" or jaxprs.has_side_effects(eqn)
+    return Dependence.DATA if is_data else join_dependence(infos)
 
 
 def _is_modified(rule: WeightRule, infos: Sequence[VarInfo]) -> bool:
@@ -214,10 +251,17 @@ def _is_modified(rule: WeightRule, infos: Sequence[VarInfo]) -> bool:
     return any(i.source is None for i in infos) if rule == "joined" else rule not in ("layout", "gather")
 
 
-def _looks_up(eqn: JaxprEqn, rule: WeightRule, infos: Sequence[VarInfo]) -> bool:
-    """Does it take rows by constants that may as well be data, such as the tokens of a batch?"""
-    has_source = infos[0].source is not None
-    return rule == "gather" and has_source and not infos[1].is_fixed and not _takes_matrices(eqn)
+def _is_lookup(eqn: JaxprEqn, source: Source, infos: Sequence[VarInfo]) -> bool:
+    """Is a result of an equation computed from constants that may as well be data? `source` is that of the result."""
+    rule = rule_of(eqn).weight
+    if rule == "layout":
+        return infos[0].is_lookup
+    if rule == "gather":
+        return infos[0].is_lookup or not (infos[1].is_fixed or _takes_matrices(eqn))
+    if any(i.is_lookup for i in infos):
+        return True
+    is_function = rule == "function" or isinstance(source, LostSource)
+    return is_function and not all(i.is_fixed for i in infos)
 
 
 # ---- what becomes of a weight, by the rules of `jaxcore.primitives`. Some operand has a source.
@@ -229,7 +273,10 @@ def _layout(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
     operand = infos[0].source
     if operand is None:
         return [None] * len(eqn.outvars)
-    integers = tuple(i.integers for i in infos[1:])
+    integers = tuple(
+        not_evaluated(_OF_CONSTANTS) if i.integers is None and i.is_constant else i.integers
+        for i in infos[1:]
+    )
     return [
         LayoutSource(shape=shape_of(v), eqn=eqn, output=number, operand=operand, integers=integers)
         for number, v in enumerate(eqn.outvars)
@@ -238,8 +285,7 @@ def _layout(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
 
 def _gather(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
     """One that takes whole matrices of a stack chooses layers. Rows that are looked up by data are activations."""
-    is_known = _takes_matrices(eqn) or infos[1].integers is not None
-    return _layout(eqn, infos) if is_known else [None]
+    return _layout(eqn, infos) if _takes_matrices(eqn) or infos[1].is_constant else [None]
 
 
 def _takes_matrices(eqn: JaxprEqn) -> bool:
@@ -258,7 +304,7 @@ def _modified(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
 def _function(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
     sources = [i.source for i in infos if i.source is not None]
     if (
-        all(i.is_fixed for i in infos)
+        all(i.is_constant for i in infos)
         and len(set(sources)) == 1
         and sources[0].shape == shape_of(eqn.outvars[0])
     ):
@@ -310,13 +356,10 @@ def _lost(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
             unknown_source(shape_of(v), whole, reason) if whole and len(shape_of(v)) > 1 else None
             for v in eqn.outvars
         ]
-    if not sources or not all(i.is_fixed for i in infos):
+    if not sources or not all(i.is_constant for i in infos):
         return [None] * len(eqn.outvars)
     reason = f"it is computed by '{jaxprs.primitive_name(eqn)}', which is not followed"
-    return [
-        LostSource(shape=shape_of(v), operands=tuple(sources), reason=reason) if is_float(v.aval) else None
-        for v in eqn.outvars
-    ]
+    return [LostSource(shape=shape_of(v), operands=tuple(sources), reason=reason) for v in eqn.outvars]
 
 
 def _product(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:

@@ -203,6 +203,11 @@ def explicit_sharding(eqn: JaxprEqn) -> Any:
     return sharding if explicit else None
 
 
+def has_side_effects(eqn: JaxprEqn) -> bool:
+    """Does it do more than compute its results? The name of an axis of a mesh is an effect for JAX, and not here."""
+    return any(not isinstance(effect, core.NamedAxisEffect) for effect in eqn.effects)
+
+
 def has_indexed_effects(eqn: JaxprEqn) -> bool:
     """Do its effects refer to operands by number? Then no operand can be inserted before them."""
     return any(hasattr(effect, "input_index") for effect in eqn.effects)

@@ -158,7 +158,7 @@ def gather(move: Move, region: Region) -> Region:
     takes_whole_slices = all(sizes[d] == move.operand_shape[d] for d in range(rank) if d not in indexed)
     has_batching_dims = bool(getattr(numbers, "operand_batching_dims", ()))
     if not takes_single_indices or not takes_whole_slices or has_batching_dims:
-        raise Unknown("it is gathered in a form that is not followed")
+        raise Unknown("it is taken by 'gather' in a form that is not followed")
     (dim,) = indexed
     values = np.clip(index()[..., 0], 0, move.operand_shape[dim] - 1)
     offset_dims = tuple(numbers.offset_dims)

@@ -483,7 +483,7 @@ CHANGED_STACKS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "svd": (lambda a: jnp.linalg.svd(a)[0], "'svd'"),
     "take_along_axis": (
         lambda a: jnp.take_along_axis(a, jnp.broadcast_to(jnp.arange(8)[::-1, None, None], a.shape), 0),
-        "gathered in a form that is not followed",
+        "taken by 'gather' in a form that is not followed",
     ),
     "kron": (lambda a: jnp.kron(a, a)[:8, :D, :D], "'mul'"),
 }

@@ -139,7 +139,7 @@ class Interpreter:
             slices = [[x[index] for x in lanes] for lanes in xs]
             results = self.run(body.jaxpr, [*consts, *carry, *slices], (*address, 0))
             carry, stacked[index] = results[: len(carry)], results[len(carry) :]
-        del self._iterations[address]
+        self._iterations.pop(address, None)  # a scan may have no iterations
         ys = [
             [_stack([stacked[i][y][lane] for i in order]) for lane in range(len(self._devices))]
             for y in range(len(eqn.outvars) - len(carry))

@@ -6,6 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -371,3 +372,65 @@ def linearized_layers(p, x):
 def refs_of_weights(p, x):
     refs = each(jax.new_ref, p["layers"])
     return lax.fori_loop(0, L, lambda i, h: layer(each(lambda r: r[L - 1 - i], refs), h), x).sum()
+
+
+@program(STACK)
+def reference_that_a_loop_fills(p, x):
+    """The loop that reads the reference also writes to it, so an iteration reads what the one before wrote."""
+    refs = each(lambda a: jax.new_ref(jnp.zeros((D, D))), p["layers"])
+
+    def body(i, h):
+        h = layer(each(lambda r: r[...], refs), h)
+        for name, ref in refs.items():
+            ref[...] = p["layers"][name][i]
+        return h
+
+    return lax.fori_loop(0, L, body, x).sum()
+
+
+ROWS = np.array([3, 2, 1, 0, 5, 4])
+
+
+@program(STACK)
+def permuted_rows_of_a_function(p, x):
+    return scan(each(lambda a: jnp.tanh(a[:, ROWS]), p["layers"]), x).sum()
+
+
+@program(STACK)
+def permuted_rows_in_a_carry(p, x):
+    first = each(lambda a: a[1][ROWS], p["layers"])
+    return lax.fori_loop(0, 2, lambda i, c: (layer(c[1], c[0]), each(lambda a: a * 2, c[1])), (x, first))[
+        0
+    ].sum()
+
+
+@program(STACK)
+def permuted_rows_of_a_branch(p, x):
+    def body(i, h):
+        return layer(lax.cond(i < 2, lambda: take(p["layers"], i), lambda: take(rows, i)), h)
+
+    rows = each(lambda a: a[:, ROWS], p["layers"])
+    return lax.fori_loop(0, L, body, x).sum()
+
+
+@program(STACK)
+def rows_of_two_layers_joined(p, x):
+    return layer(each(lambda a: jnp.concatenate([a[1][ROWS[:3]], a[2][:3]]), p["layers"]), x).sum()
+
+
+@program(STACK)
+def sum_weighted_by_a_table(p, x):
+    table = np.array([0.5, 0.0, 0.25, 0.25], "float32")[:, None, None]
+    return layer(each(lambda a: (a * table).sum(0), p["layers"]), x).sum()
+
+
+@program(STACK)
+def rows_in_a_random_order(p, x):
+    order = jax.random.permutation(jax.random.key(0), D)
+    return scan(each(lambda a: a[:, order], p["layers"]), x).sum()
+
+
+@program(STACK)
+def inverse(p, x):
+    """JAX solves linear systems in a container that the compiler does not enter."""
+    return (x @ jnp.linalg.inv(p["layers"]["up"][1])).sum() + scan(p["layers"], x).sum()
