@@ -106,8 +106,8 @@ def frozen_info(var: Var, weight: FrozenWeight) -> VarInfo:
         return VarInfo(source=source, depends_on=Dependence.PARAMETERS)
     whole = ParameterSource(shape=weight.shape, path=weight.path, is_frozen=True)
     reason = "NumPy takes a part of it, which JAX does not see"
-    source = unknown_source(shape_of(var), [whole], reason)
-    return VarInfo(source=source, depends_on=Dependence.PARAMETERS)
+    part = unknown_source(shape_of(var), [whole], reason)
+    return VarInfo(source=part, depends_on=Dependence.PARAMETERS)
 
 
 def join_branches(values: Sequence[VarInfo], index: Integers | None) -> VarInfo:
