@@ -52,7 +52,7 @@ def _import(module: str, name: str) -> Iterable[str]:
 
 
 _FINDERS: dict[str, _FindNames] = {
-    "policy policies vs words": _policy_names,
+    "policy policies vs like words": _policy_names,
     "variants": lambda ctx, _: ("all", *_variants(ctx.params.get("policies") or "")),
     "target gpu": lambda *_: _import("numerics.targets", "TARGETS"),
     "config": lambda *_: _import("models.llama.configs", "CONFIGS"),

@@ -5,8 +5,6 @@ They may change with any release of JAX. docs/reference/internals.md says what e
 
 from __future__ import annotations
 
-from typing import Any
-
 from jax._src import config, core, dispatch, pjit, sharding_impls
 from jax._src import source_info_util as sources
 from jax._src import traceback_util as tracebacks
@@ -16,7 +14,7 @@ from jax._src.sharding_impls import UNSPECIFIED  # type: ignore[attr-defined]  #
 try:
     from jax._src import flattree  # type: ignore[attr-defined]  # not in JAX 0.10
 except ImportError:
-    flattree: Any = None  # type: ignore[no-redef]
+    flattree: object = None  # type: ignore[no-redef]
 
 __all__ = [
     "UNSPECIFIED",
