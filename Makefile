@@ -5,6 +5,7 @@
 #   VENV=.venv-other    the environment to create and use (default: .venv)
 #   JOBS=4              number of test processes (default: one per core)
 #   ARGS='-k parser'    more arguments for pytest
+#   STEPS=20            steps of the demo's training run (default: 100)
 
 PYTHON ?=
 VENV ?= .venv
@@ -41,10 +42,11 @@ help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' "$(ROOT)/Makefile" | while IFS='|' read -r name text; do \
 	  printf '%-18s %s\n' "$$name" "$$text"; done
 
+STEPS ?= 100
 demo: setup ## lint the bundled policies, show one, and train a small Llama under it (80 s of processor time)
 	@$(IN) echo "policyc lint policies/*.policy" && $(BIN)/policyc lint policies/*.policy
 	@$(IN) echo "policyc show llama_nvfp4" && $(BIN)/policyc show llama_nvfp4
-	@$(IN) rm -rf runs/demo && words="train --config tiny --policy llama_nvfp4 --steps 100 --eval-every 50 --out runs/demo" && \
+	@$(IN) rm -rf runs/demo && words="train --config tiny --policy llama_nvfp4 --steps $(STEPS) --eval-every 50 --out runs/demo" && \
 	echo "policyc $$words" && $(BIN)/policyc $$words
 
 # Strict: a broken link, a page that no menu has or a name that the reference cannot find ends it.
