@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
+import pytest
 
 from tests.support.audit import recording
 from tests.support.other_suites import compare
@@ -32,6 +33,7 @@ def test_a_damaged_entry_of_the_compilation_cache_is_no_failure() -> None:
     assert compile_again()(3.0) == 18.5
 
 
+@pytest.mark.any_jax
 def test_the_record_leaves_out_threads_that_are_older(tmp_path: Path) -> None:
     begin, end = threading.Event(), threading.Event()
 
@@ -64,6 +66,8 @@ def test_is_skipped_under_a_policy(): pass
 """
 
 
+@pytest.mark.any_jax
+@pytest.mark.slow
 def test_the_lane_of_other_suites_finds_what_differs_under_a_policy(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(SUITE)
     policy = tmp_path / "keep.policy"

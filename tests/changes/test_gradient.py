@@ -33,7 +33,7 @@ def test_the_gradient_of_a_random_program_is_matched(seed: int, policy: str) -> 
 
 
 @pytest.mark.slow
-@settings(max_examples=50, phases=[Phase.generate], deadline=None)
+@settings(max_examples=20, phases=[Phase.generate], deadline=None)
 @given(integers(0, 2**32 - 1), integers(2, 4), sampled_from(POLICIES))
 def test_the_gradient_of_any_program_is_matched(seed: int, depth: int, policy: str) -> None:
     random_program = program(seed, depth)

@@ -155,7 +155,7 @@ def test_the_diff_of_a_random_program_is_exact(seed: int, before: str, after: st
 
 
 @pytest.mark.slow
-@settings(max_examples=100, phases=[Phase.generate], deadline=None)
+@settings(max_examples=40, phases=[Phase.generate], deadline=None)
 @given(integers(0, 2**32 - 1), integers(2, 5), sampled_from(POLICIES), sampled_from(POLICIES))
 def test_the_diff_of_any_program_is_exact(seed: int, depth: int, before: str, after: str) -> None:
     random_program = program(seed, depth)

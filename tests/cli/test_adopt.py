@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.command import ROOT, policyc
 
+pytestmark = pytest.mark.any_jax
+
 STEP = ("--config", "llama3_8b", "--target", "gb200", "--devices", "8")
 
 PROGRAM = """

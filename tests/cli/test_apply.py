@@ -23,7 +23,7 @@ from tests.support import command, processes
 from tests.support.command import CommandResult, spawn
 from tests.support.quick_options import quick_environment
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("quick_compile")]
 
 # How the name of each file of the package starts. The folder of the checkout may have the name of the package too.
 PACKAGE = f"{Path(policyc.__file__).parent}{os.sep}"
@@ -77,7 +77,6 @@ def run(home: Path, *words: str) -> CommandResult:
     return command.policyc(*words, cwd=home, stdin="hello\n")
 
 
-@pytest.mark.any_jax
 def test_a_script_in_a_process_runs_as_under_python(home: Path) -> None:
     words = "apply good.policy --plan-out plan.json train.py --plan-out x --five"
     result = spawn(*words.split(), cwd=home, stdin=b"hello\n", env={**quick_environment(), "NO_COLOR": "1"})
@@ -329,7 +328,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("recipe", ["fp8", pytest.param("mxfp4(sr=grad)", marks=pytest.mark.slow)])
 def test_a_schedule_with_a_real_optimizer(home: Path, recipe: str) -> None:
     """The losses are those of two policies applied by hand, and the step is traced once per phase."""

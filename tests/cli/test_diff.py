@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.command import policyc
 
+pytestmark = pytest.mark.any_jax
+
 PROGRAM = """
 import sys
 import jax, jax.numpy as jnp

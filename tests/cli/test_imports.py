@@ -15,6 +15,8 @@ import pytest
 
 from tests.support.command import ROOT
 
+pytestmark = pytest.mark.any_jax
+
 HEAVY = {"jax", "jaxlib", "numpy", "networkx", "ml_dtypes", "scipy"}
 PARSING = {"lark", "rich", "policyc.language.parser", "policyc.linter.engine"}
 PRINTING = {"rich", "policyc.language.tables", "policyc.language.formatter"}

@@ -205,8 +205,8 @@ def test_a_killed_sweep_of_the_bundled_trainer_is_continued(tmp_path: Path) -> N
     run = RunStatus.read(status.parent)
     assert run is not None
     assert run.attempt == 1
-    third = SweepProcess(*words, cwd=tmp_path)
-    assert (third.end(), "started" in third.output) == (0, False)
+    third = policyc("sweep", *words, cwd=tmp_path)
+    assert (third.code, "started" in third.out + third.err) == (0, False)
     rows = [json.loads(line) for line in (status.parent / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
 
@@ -233,17 +233,16 @@ def test_the_program_in_the_documentation_is_swept(tmp_path: Path) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", document, re.DOTALL)
     (tmp_path / "train.py").write_text(program)
     (tmp_path / "my.policy").write_text("mlp.* -> mxfp4(sr=grad)\nvariant same { mlp.* -> mxfp4(sr=grad) }\n")
-    words = "my.policy --variants all --ablate --baseline fp8 --steps 12 --seeds 2 --jobs 2 train.py"
+    words = "my.policy --variants all --ablate --baseline fp8 --steps 12 --seeds 1 --jobs 2 train.py"
     sweep = SweepProcess(*words.split(), cwd=tmp_path)
     assert sweep.end() == 0, sweep.output
     assert "same (variant same) is not run: does the same to this program as 'my'" in sweep.output
-    assert "6 of 6 runs finished" in sweep.output  # fp8, which is a baseline by default, fits the program
+    assert "3 of 3 runs finished" in sweep.output  # fp8, which is a baseline by default, fits the program
     losses = {}
     for variant in ("my", "no_sr"):
-        for seed in (0, 1):
-            lines = (tmp_path / "sweeps" / "my" / variant / f"seed{seed}" / "metrics.jsonl").read_text()
-            losses[variant, seed] = [json.loads(line)["loss"] for line in lines.splitlines()]
+        lines = (tmp_path / "sweeps" / "my" / variant / "seed0" / "metrics.jsonl").read_text()
+        losses[variant] = [json.loads(line)["loss"] for line in lines.splitlines()]
     assert all(len(values) == 12 for values in losses.values())
-    assert len({tuple(values) for values in losses.values()}) == 4
-    # The same weights and data in all variants: the forward products of the first step are equal in my and no_sr.
-    assert losses["my", 0][0] == losses["no_sr", 0][0] != losses["my", 1][0]
+    # The same weights and data in both variants: the forward products of the first step are equal.
+    assert losses["my"][0] == losses["no_sr"][0]
+    assert losses["my"] != losses["no_sr"]

@@ -12,6 +12,8 @@ from policyc.language.bundled import data_folder
 from tests.support.command import policyc
 from tests.support.llama_runs import make_mesh
 
+pytestmark = pytest.mark.any_jax
+
 SMALL = shlex.split(
     "--layers 2 --width 32 --hidden 64 --heads 2 --kv-heads 1 --head-dim 16 --steps 4 --batch 2 --sequence 32 "
     "--data synthetic --checkpoint-every 0"

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 import policyc
+from policyc.compiler.plan import make_plan
 from policyc.language.recipes import Gemm
 from tests.support.jaxpr_tools import find_sites, struct
 from tests.support.kind_programs import (
@@ -48,7 +49,10 @@ MLPS = {"mlp", "experts"}
 
 def bits(policy: str, loss: Callable[..., Any], *args: Any) -> list[list[int]]:
     """The bits of fprop of every site in each layer."""
-    plan = policyc.plan(policy, loss, *args)
+    return bits_of_plan(policyc.plan(policy, loss, *args))
+
+
+def bits_of_plan(plan: policyc.Plan) -> list[list[int]]:
     (phase,) = plan.phases
     return [
         [
@@ -61,20 +65,20 @@ def bits(policy: str, loss: Callable[..., Any], *args: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
-@pytest.mark.parametrize(
-    ("policy", "kinds", "low"),
-    [("te_nvfp4", LINEARS, 4), ("llama_nvfp4", MLPS, 4), ("fp8", LINEARS, 8), ("quartet2", LINEARS, 4)],
-)
-@pytest.mark.filterwarnings("ignore:.*unmatched-rule.*:UserWarning")  # not every model has each kind
-@pytest.mark.filterwarnings("ignore:.*overridden-rule.*:UserWarning")
-def test_a_bundled_policy_quantizes_its_kinds_in_any_architecture(
-    program: KindProgram, policy: str, kinds: set[str], low: int
-) -> None:
-    decided = [set(site) for site in bits(policy, program.loss, program.params)]
-    takes_all = policy == "llama_nvfp4"  # the others ask for `block`
-    assert decided == [
-        {low if kind in kinds and (blocks or takes_all) else 16} for kind, blocks in program.expected
-    ]
+def test_the_bundled_policies_quantize_their_kinds_in_any_architecture(program: KindProgram) -> None:
+    sites = find_sites(program.loss, program.params)
+    for policy, kinds, low in (
+        ("te_nvfp4", LINEARS, 4),
+        ("llama_nvfp4", MLPS, 4),
+        ("fp8", LINEARS, 8),
+        ("quartet2", LINEARS, 4),
+    ):
+        decided = [set(site) for site in bits_of_plan(make_plan(policyc.load(policy), sites))]
+        takes_all = policy == "llama_nvfp4"  # the others ask for `block`
+        expected = [
+            {low if kind in kinds and (blocks or takes_all) else 16} for kind, blocks in program.expected
+        ]
+        assert decided == expected, policy
 
 
 # ---- the names of public trainers

@@ -64,6 +64,7 @@ def names(plan: policyc.Plan) -> list[str]:
     return [s.name for s in plan.sites]
 
 
+@pytest.mark.any_jax
 def test_plain_jax():
     def loss(params):
         x = X

@@ -21,6 +21,8 @@ from tests.support.jaxpr_tools import find_sites, struct
 from tests.support.kind_programs import PROGRAMS
 from tests.support.planned_model import PARAMS, SITES, X, loss, plan_model
 
+pytestmark = pytest.mark.any_jax
+
 ERROR, WARNING = Severity.ERROR, Severity.WARNING
 
 

@@ -55,7 +55,8 @@ def test_every_site_has_the_expected_kind_and_block(name: str) -> None:
     assert not any("its names say so" in str(site.kind.reason) for site in sites)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.any_jax
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", BY_NAME)
 def test_kinds_do_not_depend_on_names(name: str, seed: int) -> None:
     program = BY_NAME[name]
@@ -108,6 +109,7 @@ def kind_visits(loss: Any, params: Any, data: Any) -> int:
     return flow.visits
 
 
+@pytest.mark.any_jax
 def test_finding_kinds_takes_a_time_that_is_linear_in_the_program() -> None:
     lstm = {"x": struct(4, 16), "h": struct(4, 16), "out": struct(4, 4)}
     tokens = struct(2, 8, kind_programs.WIDTH)

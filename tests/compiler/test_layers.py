@@ -1282,7 +1282,7 @@ def test_any_chain_reads_the_layers_that_numpy_says(chain, use):
 
 
 @pytest.mark.slow
-@settings(max_examples=600)
+@settings(max_examples=250)
 @given(chains(), st.sampled_from(USES))
 def test_many_chains_read_the_layers_that_numpy_says(chain, use):
     check_chain(chain, use)

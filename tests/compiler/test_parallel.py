@@ -54,14 +54,9 @@ def test_the_backends_of_a_sharded_loss_agree(program: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "program",
-    [parallel_programs.in_shard_map, parallel_programs.explicit_shardings],
-    ids=lambda f: f.__name__,
-)
-def test_a_sharded_loss_trains_in_nvfp4(program: Any) -> None:
+def test_a_sharded_loss_trains_in_nvfp4() -> None:
     """Arrays that XLA divides by itself are compared in nvfp4 in test_hoist.py and test_gemm_sharding.py."""
-    check_sharded_loss(program(), "* -> nvfp4", with_xla=True)
+    check_sharded_loss(parallel_programs.in_shard_map(), "* -> nvfp4", with_xla=True)
 
 
 def check_sharded_loss(sharded: ShardedLoss, policy: str, *, with_xla: bool) -> None:
@@ -186,6 +181,7 @@ POLICY = "* -> mxfp4(sr=grad) expect 4\nlayers[-1:] -> fp8 expect 1\nhead -> kee
 
 
 @pytest.mark.any_jax
+@pytest.mark.slow
 def test_two_processes_do_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("p.policy").write_text(POLICY)

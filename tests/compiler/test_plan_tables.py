@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import jax
+import pytest
 
 from policyc.compiler.execution import execution_options
 from policyc.compiler.plan import make_plan
@@ -15,6 +16,8 @@ from policyc.compiler.site_table import sites_table
 from policyc.language.loader import parse
 from tests.support.jaxpr_tools import find_sites, struct
 from tests.support.planned_model import HEAD, plan_model
+
+pytestmark = pytest.mark.any_jax
 
 POLICY = "* -> mxfp8; layers[1:3].up -> bf16; head @ wgrad -> nvfp4; head @ dgrad -> keep"
 

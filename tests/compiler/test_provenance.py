@@ -101,7 +101,7 @@ def test_every_equation_of_a_random_program_is_accounted_for(seed: int, policy: 
 
 
 @pytest.mark.slow
-@settings(max_examples=200, phases=[Phase.generate], deadline=None)
+@settings(max_examples=80, phases=[Phase.generate], deadline=None)
 @given(integers(0, 2**32 - 1), integers(2, 5), sampled_from(POLICIES))
 def test_every_equation_of_any_program_is_accounted_for(seed: int, depth: int, policy: str) -> None:
     random_program = program(seed, depth)

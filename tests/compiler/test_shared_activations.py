@@ -25,10 +25,9 @@ CASES = [
 ]  # fmt: skip
 BITS = {
     (FP8, "full", False): (),
-    (MXFP8, "named", False): pytest.mark.slow,
     (RANDOM, "named", True): pytest.mark.slow,
 }
-"""Cases whose results are compared: each format once, in a stack and unrolled. Of all, the quantizers are counted."""
+"""Cases whose results are compared: a stack, and an unrolled one in nvfp4. Of all, the quantizers are counted."""
 
 
 @pytest.fixture

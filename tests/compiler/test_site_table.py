@@ -20,6 +20,8 @@ from policyc.language.loader import parse
 from tests.support.jaxpr_tools import find_sites, struct
 from tests.support.planned_model import SCHEDULE, X, plan_model
 
+pytestmark = pytest.mark.any_jax
+
 
 def test_the_table_of_sites() -> None:
     assert (

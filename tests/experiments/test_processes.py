@@ -15,6 +15,8 @@ import pytest
 
 from policyc.experiments.processes import ChildRefusals, warn_of_other_pythons
 
+pytestmark = pytest.mark.any_jax
+
 STARTS_PYTHON = "the program starts another Python, which does not run under the policy"
 
 

@@ -13,7 +13,10 @@ from policyc.language.loader import load
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
-pytestmark = pytest.mark.skipif(not RESULTS.exists(), reason="an installed package has no results")
+pytestmark = [
+    pytest.mark.any_jax,
+    pytest.mark.skipif(not RESULTS.exists(), reason="an installed package has no results"),
+]
 
 
 @functools.cache

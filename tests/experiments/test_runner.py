@@ -130,6 +130,7 @@ print("the end")
 """
 
 
+@pytest.mark.any_jax
 def test_a_refusal_that_the_program_swallows_is_still_an_error(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +229,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.any_jax
+@pytest.mark.slow
 def test_children_run_under_the_policy_or_the_run_says_that_they_do_not(home: Path) -> None:
     import policyc
 
@@ -343,6 +345,7 @@ def test_derivatives_that_a_quantized_gemm_lacks_are_named(home: Path) -> None:
     assert set(lines[1:]) == {"a quantized GEMM has one derivative, in reverse mo"}, lines
 
 
+@pytest.mark.any_jax
 def test_frames_of_a_folder_whose_name_starts_like_the_package_are_shown() -> None:
     package = Path(policyc.__file__).parent
     assert runner._is_hidden(str(package / "compiler" / "plan.py"))
@@ -351,6 +354,8 @@ def test_frames_of_a_folder_whose_name_starts_like_the_package_are_shown() -> No
     assert not runner._is_hidden(str(models / "llama" / "train.py"))
 
 
+@pytest.mark.any_jax
+@pytest.mark.slow
 def test_a_program_may_use_policyc_before_it_imports_jax(tmp_path: Path) -> None:
     (tmp_path / "a.policy").write_text("* -> keep\n")
     names = "apply, plan, Plan, active, Session, set_step, rounding_step, diff, stats, observe"

@@ -17,6 +17,8 @@ import policyc
 from policyc.experiments.sweep.commands import SweepProgram
 from policyc.experiments.sweep.probe import describe_plans, plan_digest, plan_policies
 
+pytestmark = pytest.mark.any_jax
+
 
 def loss(params: Any, x: jax.Array) -> jax.Array:
     def layer(h: jax.Array, w: Any) -> tuple[jax.Array, None]:

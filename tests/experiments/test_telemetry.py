@@ -18,7 +18,7 @@ from policyc.language.loader import parse
 from policyc.language.recipes import Gemm, Role
 from policyc.numerics.measure import measure_operand
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("quick_compile")]
 
 LAYERS = 2
 
@@ -66,14 +66,11 @@ _SLOW = [
     for r in (
         "nvfp4(rht=wgrad, scale2d=weights)",
         "mxfp8",
-        "mxfp4",
-        "nvfp4(scale2d=weights)",
         "fp4(rht=wgrad)",
     )
 ]
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("recipe", ["fp8", *_SLOW])
 def test_each_operand_is_measured_as_the_array_itself_is(recipe: str) -> None:
     # The gradient of the result is c, so all three arrays are known. They have one shape: the direct measurements

@@ -44,7 +44,7 @@ def test_formatting_keeps_policy_and_comments_and_is_idempotent(drawn):
 
 @pytest.mark.slow
 @given(texts())
-@settings(max_examples=120)
+@settings(max_examples=60)
 def test_formatting_of_many_more_texts(drawn):
     check_formatting(drawn)
 

@@ -16,6 +16,8 @@ from policyc.language.recipes import GEMM_GROUPS
 from tests.support.linting import lint_codes
 from tests.support.strategies import ALL, products, selector_lists
 
+pytestmark = pytest.mark.any_jax
+
 
 @given(selector_lists, products, st.booleans())
 @settings(max_examples=100)

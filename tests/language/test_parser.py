@@ -116,7 +116,7 @@ def test_every_spelling_of_a_policy_and_what_it_prints_parse_to_it(drawn):
 
 @pytest.mark.slow
 @given(texts())
-@settings(max_examples=120)
+@settings(max_examples=60)
 def test_many_more_spellings_parse_to_their_policy(drawn):
     check_spelling(drawn)
 

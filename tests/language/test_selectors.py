@@ -144,7 +144,7 @@ def test_matching_agrees_with_the_oracle(selector, names):
 
 @pytest.mark.slow
 @given(_selectors, _paths)
-@settings(max_examples=2000)
+@settings(max_examples=700)
 def test_matching_agrees_with_the_oracle_many_times(selector, names):
     assert selected(selector, names) == oracle(selector, names)
 

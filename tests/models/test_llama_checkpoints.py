@@ -183,6 +183,7 @@ def test_metrics_of_steps_that_run_again_are_kept_aside(completed, tmp_path):
     assert set(before) <= {*removed, *kept}
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_extended_by_steps_alone(completed, tmp_path, capsys):
     folder = tmp_path / "run"
     shutil.copytree(completed, folder)

@@ -20,6 +20,8 @@ pytest.importorskip("tensorboardX", reason="tensorboardX is not installed: pip i
 from policyc.models.llama import configs, goodput, metrics, progress, train
 from policyc.models.llama.goodput import TimeAccount
 
+pytestmark = pytest.mark.any_jax
+
 NOTHING = dict.fromkeys(goodput.ACTIVITIES, 0.0)
 
 

@@ -163,7 +163,12 @@ def run_python(code: str, number: int, ready: str, **options: Any) -> tuple[int,
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGHUP, 75)]
+    ("number", "code"),
+    [
+        (signal.SIGTERM, 75),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, 75, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_ends_a_run_that_compiles_its_first_step(number, code):
     """Python's handlers wait until a call of C returns, as the compiler's. This one would take many minutes."""

@@ -171,6 +171,7 @@ def test_both_backends_of_a_gpu_use_kernels(
     assert "function=_Kernel(" in str(jaxpr)
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("name", "axes", "engine"),
     [

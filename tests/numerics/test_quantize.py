@@ -148,6 +148,7 @@ def test_rounding_and_decoding_equal_ml_dtypes(element: Element, dtype: Any) -> 
 # --- whole tensors, against the oracle ------------------------------------------------------------
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("method", ["cpu", pytest.param("matmul", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("tile", [1, 16])
@@ -174,6 +175,7 @@ def test_nvfp4_equals_the_oracle(tile: int, dtype: str, method: Method) -> None:
         np.testing.assert_array_equal(np.asarray(value), expected["dequantized"])
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("size", [1.0, 2688 / 1024, 2688.0, 3e-30, 2e38])
 def test_a_power_of_two_as_outer_scale_equals_the_oracle(size: float) -> None:
     """Also where amax is such a multiple of the bound already, and at the ends of the range."""
@@ -192,6 +194,7 @@ def test_an_amax_that_cannot_be_rounded_up_stays() -> None:
         assert int(round_up_to_bound(jnp.int32(bits), 2688.0)) == bits
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("length", "factor"),
     [(16, 4), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((32, 8), (64, 8), (128, 16)))],
@@ -221,6 +224,7 @@ def test_a_bound_after_rotation_at_the_ends_of_the_range() -> None:
     assert int(bound_after_rotation(jnp.int32(0x7FC00000), 16)) == 0x7FC00000
 
 
+@pytest.mark.any_jax
 def test_with_a_bound_random_bits_depend_on_the_operand() -> None:
     """Two operands with the same maximum are rounded by different random bits."""
     x = np.random.default_rng(3).standard_normal(SMALL).astype(ml_dtypes.bfloat16)
@@ -262,6 +266,7 @@ COMPILERS = pytest.mark.parametrize(
 """Two programs are compared in the fast lane as they are compiled quickly, in the slow lane as in full."""
 
 
+@pytest.mark.any_jax
 @COMPILERS
 @pytest.mark.parametrize(("t", "axes"), OPTIONS)
 def test_both_implementations_have_the_same_bits(t: Treatment, axes: Axes, compiler: Any) -> None:
@@ -309,6 +314,7 @@ def test_fp8_of_every_bfloat16_equals_the_oracle(element: str, method: Method, s
     np.testing.assert_array_equal(np.asarray(q.codes), expected["codes"])
 
 
+@pytest.mark.any_jax
 @COMPILERS
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("outer", ["tensor", "row"])
@@ -345,6 +351,7 @@ def test_row_scales_are_those_of_single_rows() -> None:
         assert np.asarray(q.amax)[i, 0] == expected["amax"]
 
 
+@pytest.mark.any_jax
 def test_each_index_of_a_batch_is_a_tensor() -> None:
     x = samples("wide", (3, 16, 32))
     q = compiled(nvfp4(), Axes(batch=(-3,)))(x)
@@ -359,6 +366,7 @@ def test_each_index_of_a_batch_is_a_tensor() -> None:
 # --- the transform --------------------------------------------------------------------------------
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
 @pytest.mark.parametrize(
     "method", ["matmul", "matmul_bf16", pytest.param("butterfly", marks=pytest.mark.slow)]
@@ -379,6 +387,7 @@ def test_rotation_equals_the_definition(size: int, method: Any, axis: int) -> No
         np.testing.assert_allclose(rotated.astype(np.float64), exact, rtol=2.0**-8)
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("method", ["matmul", "butterfly", "cpu"])
 @pytest.mark.parametrize("size", [16, 128])
 def test_a_rotation_overflows_only_if_its_result_does(method: Any, size: int) -> None:
@@ -398,7 +407,7 @@ def test_a_rotation_overflows_only_if_its_result_does(method: Any, size: int) ->
 
 @cache
 def stochastic_quantizer() -> Any:
-    return jax.jit(lambda x, step: quantize(x, nvfp4(rounding="sr"), key=make_key(0, "site", step)))
+    return quick_jit(lambda x, step: quantize(x, nvfp4(rounding="sr"), key=make_key(0, "site", step)))
 
 
 @pytest.mark.parametrize("bits", [8, 16])
@@ -413,6 +422,7 @@ def test_mean_over_all_random_bits_is_the_input(bits: int) -> None:
     assert (np.abs(mean - x) <= step * 2.0**-bits + 1e-7).all()
 
 
+@pytest.mark.any_jax
 def test_stochastic_codes_are_neighbours_and_all_reachable() -> None:
     x = np.linspace(-6, 6, 1 << 16).astype(np.float32).reshape(256, 256)
     x[:, ::16] = 6
@@ -437,11 +447,12 @@ def test_stochastic_rounding_is_reproducible_and_depends_on_the_key() -> None:
     assert (np.asarray(stochastic_quantizer()(y, 0).codes)[1:] != a[1:]).mean() > 0.2
 
 
+@pytest.mark.any_jax
 def test_stochastic_quantization_is_unbiased() -> None:
     """Averaging B samples, the squared error falls as 1/B."""
     x = samples("normal", (64, 64))
     t = nvfp4(rounding="sr", headroom=Fraction(17, 16))
-    f = jax.jit(jax.vmap(lambda s: dequantize(quantize(jnp.asarray(x), t, key=make_key(3, s)))))
+    f = quick_jit(jax.vmap(lambda s: dequantize(quantize(jnp.asarray(x), t, key=make_key(3, s)))))
     draws = np.asarray(f(jnp.arange(1024)), np.float64)
     errors = [np.mean((draws[:n].mean(0) - x) ** 2) for n in (1, 16, 256, 1024)]
     for few, many, ratio in zip(errors, errors[1:], (16, 16, 4), strict=False):
@@ -460,6 +471,7 @@ def test_random_words_are_unbiased_and_uncorrelated() -> None:
     assert np.unique(w).size > 65530
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_ms_eden_is_unbiased(axis: int) -> None:
     shape = (32, 128) if axis == -1 else (128, 32)
@@ -494,6 +506,7 @@ KNOWN: dict[str, tuple[Treatment, tuple[float, float, float]]] = {
 }
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("row", KNOWN)
 @pytest.mark.parametrize(("column", "name"), [*enumerate(("normal", "laplace", "student"))])
 def test_known_values(row: str, column: int, name: str) -> None:
@@ -513,6 +526,7 @@ def test_known_values(row: str, column: int, name: str) -> None:
 IDEMPOTENT = [nvfp4(), nvfp4(tile2d=True), Treatment(format="mxfp4", element="e2m1")]
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("t", IDEMPOTENT)
 def test_idempotent(t: Treatment) -> None:
     """Quantizing a quantized tensor again changes nothing. The tensor must contain its own maximum for the scale to be
@@ -533,6 +547,7 @@ def test_stochastic_rounding_does_not_change_representable_values() -> None:
         np.testing.assert_array_equal(np.asarray(dequantize(again)), once)
 
 
+@pytest.mark.any_jax
 def test_tiles_of_the_transpose_are_the_same() -> None:
     x = samples("wide", (48, 80))
     q = compiled(nvfp4(tile2d=True), Axes(axis=-1, tile=-2))(x)
@@ -551,6 +566,7 @@ FORMATS = [
 ]  # fmt: skip
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("t", FORMATS)
 def test_zeros_stay_zeros(t: Treatment) -> None:
     q = compiled(t)(np.zeros(SMALL, np.float32))
@@ -558,6 +574,7 @@ def test_zeros_stay_zeros(t: Treatment) -> None:
     assert (np.asarray(codes_of(q)) == 0).all()
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("t", FORMATS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_nonfinite_elements_stay_nonfinite(t: Treatment, bad: float) -> None:
@@ -567,6 +584,7 @@ def test_nonfinite_elements_stay_nonfinite(t: Treatment, bad: float) -> None:
     assert not np.isfinite(np.asarray(dequantize(q))[3, 5])
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("t", FORMATS)
 @pytest.mark.parametrize("size", [1e-45, 1e-40, 1e-38, 1e-36, 1e-33, 1e-31, 1e-20, 1e20, 1e38])
 def test_extremes_are_finite_and_accurate(t: Treatment, size: float) -> None:
