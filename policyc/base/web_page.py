@@ -38,10 +38,10 @@ def render_template(package: str, name: str, **values: Any) -> str:
 
 @cache
 def _environment(package: str, is_html: bool) -> Environment:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
     return Environment(
-        loader=PackageLoader(package, _FOLDER),
+        loader=ChoiceLoader([PackageLoader(package, _FOLDER), PackageLoader("policyc.base", _FOLDER)]),
         autoescape=is_html,
         finalize=_finalize_html if is_html else _finalize_markdown,
         undefined=StrictUndefined,
