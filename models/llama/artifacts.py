@@ -1,4 +1,4 @@
-"""What a run writes beside metrics and checkpoints: exports, with a command that runs on each, and profiles."""
+"""Exports, with a command that runs on each, and profiles."""
 
 from __future__ import annotations
 

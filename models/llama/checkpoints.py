@@ -107,7 +107,7 @@ def hash_state(state: Any) -> str:
 
 
 class Restored(NamedTuple):
-    """The contents of a checkpoint. `positions` in the data, one for each seed, is None if the data is another one."""
+    """The contents of a checkpoint. `positions` in the data, one per seed, is None if the data has changed."""
 
     state: Any
     positions: list[Any] | None
@@ -290,7 +290,7 @@ def read_params(
 
 
 def _read_about(path: Path) -> dict[str, Any]:
-    """What a checkpoint stores beside its state. Raises DamagedCheckpointError if it is not what was written."""
+    """The metadata of a checkpoint. Raises DamagedCheckpointError if its hash does not match."""
     with _raise_damaged(path):
         about: dict[str, Any] = json.loads((path / "about" / "metadata").read_text(encoding="utf-8"))
         is_whole = about.pop("hash") == _hash_json(about)
@@ -306,7 +306,7 @@ def _hash_json(value: Any) -> str:
 
 @contextmanager
 def _raise_damaged(path: Path) -> Iterator[None]:
-    """Raises DamagedCheckpointError for errors of reading; ConfigError if they say nothing about the checkpoint."""
+    """Turns read errors into DamagedCheckpointError, or into ConfigError if the checkpoint itself may be intact."""
     _silence_dropped_reads()
     try:
         yield

@@ -75,7 +75,7 @@ class ProgressLine:
         self._bar.reset(self._task, completed=self._step, description=what, is_timed=True)
 
     def has_line(self, step: int) -> bool:
-        """Is a line printed for this step, if there is no terminal?"""
+        """Whether a line is printed for this step when there is no terminal."""
         return step % self._run.log_every == 0 or step in (1, self._run.steps)
 
     def show_step(self, step: int, line: str) -> None:

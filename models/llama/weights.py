@@ -103,7 +103,7 @@ def _size_fields(config: ModelConfig) -> dict[str, str]:
 def export_files(
     config: ModelConfig, positions: int, tokenizer: str | None, dtype: str = "bfloat16"
 ) -> dict[str, str]:
-    """The files of an export beside its tensors."""
+    """The files of an export other than its tensors."""
     content = json.dumps(hf_config(config, dtype, positions), indent=1)
     return {"config.json": content, **tokenizer_files(tokenizer)}
 
@@ -197,7 +197,7 @@ def read_config(folder: Path) -> tuple[ModelConfig, int]:
 
 
 def _read_hf_config(folder: Path) -> dict[str, Any]:
-    """A config.json, with the fields of RoPE beside the others. Transformers 4 has rope_scaling, 5 rope_parameters."""
+    """A config.json with the RoPE fields merged in. Transformers 4 calls them rope_scaling, 5 rope_parameters."""
     theirs = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))

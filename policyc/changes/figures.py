@@ -1,4 +1,4 @@
-"""Figures of products as texts: FLOPs, predicted time, bytes, native or emulated, and what overlays measured."""
+"""Formats the figures of a product: FLOPs, predicted time, bytes, native or emulated, and measurements."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def kept_state(site: Site, gemm: Gemm) -> ProductState:
 def decisions_that_matter(plan: Plan, phase: Phase) -> Decisions:
     """The decisions of a phase, without recipes that multiply what the program multiplies: `bf16` on a bf16 product.
 
-    The compiler replaces the equation of such a site by an equal one, which is nothing to show.
+    The compiler replaces such a site by an equal equation, which is not a change to show.
     """
     sites = {site.address: site for site in plan.sites}
 

@@ -249,7 +249,7 @@ _PATH_IN_WORD = re.compile(rf"(?<![^=]){re.escape(os.sep)}[^=]*$")
 def shorten_path(path: str, roots: Sequence[str]) -> str:
     """An absolute path relative to the innermost of the roots that it is in, or the file's name alone.
 
-    A relative path stays as it is. Of a word like `--data=/home/me/data`, the path is shortened.
+    A relative path stays as it is. In a word such as `--data=/home/me/data`, only the path is shortened.
     """
 
     def shorten(match: re.Match[str]) -> str:

@@ -46,7 +46,7 @@ class Prediction:
         group = LayerGroup.from_decision(site, decision)
         if step_cost.is_attention(group):
             each = step_cost.attention_seconds(site, self._target, self._mesh, causal=self._step.causal)
-            # The time of a fused kernel, of which this product is a part. Alone, it takes a launch of its own.
+            # This product is part of a fused kernel. On its own, it would take at least one launch.
             return LayerTimes(seconds=dict.fromkeys(site.products, max(each, gemm_cost.LAUNCH_SECONDS)))
         times = step_cost.gemm_times(group, self._target, self._mesh, self._step.remat)
         gemms = [gemm for gemm in Gemm if gemm in site.products]

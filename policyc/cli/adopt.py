@@ -48,7 +48,7 @@ def parse_tokens(_ctx: click.Context, _option: click.Parameter, text: str | None
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AdoptOptions:
-    """What is asked beside the step: the values of `adopt_options`."""
+    """Everything but the training step: the values of `adopt_options`."""
 
     tokens: float | None
     price_per_gpu_hour: float | None

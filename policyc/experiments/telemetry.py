@@ -1,4 +1,4 @@
-"""Measures what a policy does to the numbers of a loss, in a step of its own.
+"""Measures quantization error and gradients: runs a loss under a policy and without it, in an extra step.
 
 For each operand of each quantized GEMM of each layer: its SQNR, how much was flushed to zero, how much saturated, its
 largest magnitude. For each parameter: the cosine between its gradient under the policy and its plain gradient. Ragged

@@ -132,7 +132,7 @@ class TokenScan(NamedTuple):
 
 
 def scan_tokens(array: TokenArray) -> TokenScan:
-    """Reads an array once. The result for a large file is kept beside the cache, until the file changes."""
+    """Scans an array once. The result for a large file is cached until the file changes."""
     if isinstance(array, np.ndarray) or array.dtype.itemsize * len(array) < KEPT_SCAN:
         return _scan(array)
     about = [str(array.path.resolve()), array.dtype.str, array.offset, len(array), array.status()]

@@ -1,4 +1,4 @@
-"""The tables of a report as texts: time, time to equal loss, failures, the plan of a run, and its last telemetry."""
+"""Formats the tables of a report: time, time to equal loss, failures, the plan of a run, and its last telemetry."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _GRADIENT_MAP = _HeatMap(
 
 
 def time_table(data: Record) -> tuple[list[str], list[list[str]]]:
-    """Where the time of each run went, as texts: the titles of columns, and a row per run that has said so."""
+    """Where the time of each run went: column titles, and one row per run that reported it."""
     runs = [run for variant in data["variants"] for run in variant["runs"] if run["seconds"]]
     names = [name for name in ACTIVITIES if any(run["seconds"].get(name) for run in runs)]
     rows = [
@@ -66,7 +66,7 @@ def time_table(data: Record) -> tuple[list[str], list[list[str]]]:
 
 
 def equal_loss_table(data: Record) -> tuple[list[str], list[list[str]]]:
-    """What each variant costs in tokens and gains in speed. Speeds that nobody measured or predicted have no column."""
+    """What each variant costs in tokens and gains in speed. Columns without a value are left out."""
     rows = data["equal_loss"]
     kinds = [
         kind for kind in ("measured", "predicted") if any(row[f"{kind}_speed_up"] is not None for row in rows)
