@@ -41,6 +41,8 @@ class Budget:
 
 def find_uncovered_path(pattern: Pattern, others: Sequence[Pattern], budget: Budget) -> DottedPath | None:
     """Returns a path that the pattern matches and none of the others does, or None if there is none."""
+    if any(all(segment.is_wildcard for segment in other.segments) for other in others):
+        return None  # `*` needs no search, however many paths the pattern has
     for path in _Speller(pattern, others, budget).paths():
         for other in others:
             budget.spend(1)

@@ -313,6 +313,10 @@ def test_every_combination_of_phases_that_a_step_is_in_has_a_sample(texts: tuple
         ("after 90% { a -> fp8 }; after 50% { a -> bf16 }", [0]),
         ("after 1000 { a -> fp8 }; after 50% { a -> bf16 }", []),
         ("a -> fp8; * -> keep", [0]),
+        ("*a*b*c*d*e*f*g*h*i*j*k*.??? -> fp8; ????? -> bf16; * -> keep", [0, 1]),
+        ("a.* -> fp8; a.? -> bf16; a.??* -> bf16", []),  # `a` itself
+        ("a.?* -> fp8; a.? -> bf16; a.??* -> bf16", [0]),
+        ("x_?[:2] -> fp8; x_* -> bf16", [0]),
         ("* where mlp -> fp8; * where head -> bf16", []),
         ("* where mlp -> fp8; * where head -> bf16; * where not head -> f32", [0]),
         ("* where experts -> fp8; * where mlp -> bf16", [0]),
