@@ -29,7 +29,7 @@ CANDIDATES = {
     BASELINE: "the baseline of every speed, and the fallback",
     "te_nvfp4": "every linear of the blocks in 4 bits",
     "te_nvfp4_no_rht": "the same without the Hadamard transform, which costs two reads of each operand of wgrad",
-    "nvfp4_late_switch": "te_nvfp4, but BF16 in the last 15 % of the blocks, and in fprop for the last 18 % of steps",
+    "nvfp4_late_switch": "te_nvfp4, but BF16 in the last 15% of the blocks, and in fprop for the last 18% of steps",
     "llama_nvfp4": "4 bits in the MLPs alone, which costs the least loss",
 }
 """The bundled policies to choose from, and what each is."""

@@ -26,7 +26,7 @@ def render_adoption(data: Record, format: str) -> str:
     """The page as `html` or `markdown`."""
     sections = [_speeds(data), _savings(data), _measured(data), _sweep(data), _watch(data), _fallback(data)]
     values: Record = {
-        "title": f"{data['model']} on {data['devices']} × {data['target']}",
+        "title": f"{data['model']} on {data['devices']} {data['target'].upper()}",
         "headline": _headline(data),
         "facts": _facts(data),
         "sections": [section for section in sections if section is not None],
@@ -40,7 +40,7 @@ def render_adoption(data: Record, format: str) -> str:
 def _headline(data: Record) -> str:
     """The answer in one sentence."""
     tried = [c for c in data["candidates"] if c["advice"] == "try"]
-    where = f"{data['devices']} × {data['target']}"
+    where = f"{data['devices']} {data['target'].upper()}"
     if not tried:
         return f"On {where}, no policy with 4 bits is predicted to be faster than {_compared_with(data)}"
     best = min(tried, key=lambda c: c["seconds"])
@@ -83,7 +83,7 @@ def _speeds(data: Record) -> Section:
         f"In parentheses: the speed-up if the model errs as it did on six published runs, where it was {-low:.0%} too "
         f"low to {high:.0%} too high. Without parentheses, nothing was published to compare with.",
         f"Memory: state, saved activations and logits, of {format_figure('memory_bytes', data['memory'])} on the GPU. "
-        "Steps that were compiled needed 3 to 22 % more: 'policyc compile' counts every byte.",
+        "Steps that were compiled needed 3 to 22% more: 'policyc compile' counts every byte.",
         f"Launches, gaps and waits are taken as {gemm_cost.OTHER_FRACTION:.0%} of every step, under all policies.",
     ]
     columns = [

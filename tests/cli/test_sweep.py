@@ -229,8 +229,8 @@ def test_a_baseline_must_fit_the_program_unless_it_is_a_default(
 
 @pytest.mark.slow
 def test_the_program_in_the_documentation_is_swept(tmp_path: Path) -> None:
-    document = (ROOT / "docs" / "howto" / "sweeps.md").read_text(encoding="utf-8")
-    (program,) = re.findall(r"```python\n(.*?)```", document, re.DOTALL)
+    document = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r'```python title="gpt.py"\n(.*?)```', document, re.DOTALL)
     (tmp_path / "train.py").write_text(program)
     (tmp_path / "my.policy").write_text("mlp.* -> mxfp4(sr=grad)\nvariant same { mlp.* -> mxfp4(sr=grad) }\n")
     words = "my.policy --variants all --ablate --baseline fp8 --steps 12 --seeds 1 --jobs 2 train.py"

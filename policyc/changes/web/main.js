@@ -2,7 +2,7 @@
 
 function drawHeader() {
   byId("subject").replaceChildren(h("bdi", {}, data.before.label), " → ", h("b", {}, data.after.label), `, ${data.mode} of `, h("b", { title: visible(data.program) }, data.program));
-  byId("sentence").replaceChildren(visible(data.sentence));
+  byId("sentence").replaceChildren(visible(data.sentence).replaceAll(" %", "\u00a0%"));
   const seconds = SIDES.map((side) => data[side].seconds);
   const hashes = SIDES.filter((side) => data[side].policy).map((side) => `${data[side].label} ${data[side].policy.sha256.slice(0, 12)}`);
   byId("facts").replaceChildren(visible([

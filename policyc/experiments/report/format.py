@@ -67,7 +67,7 @@ def format_figure(name: str, value: float | None) -> str:
     if name == "ratio":
         return f"{value:.2f}×"
     if name == "step_seconds":
-        return f"{value:.3g} s" if value >= 0.9995 else f"{1000 * value:.3g} ms"
+        return f"{_with_prefix(value)}s" if value >= 0.9995 else f"{_with_prefix(1000 * value)}ms"
     if name == "duration":
         return _format_duration(value)
     if name in ("mfu", "stall_fraction", "goodput"):
