@@ -83,7 +83,7 @@ setup-browser: setup ## also install what test-browser needs, except Chromium
 
 test-browser: setup ## open the pages of diffs and reports in Chromium, and use them
 	@$(IN) $(INSTALL_BROWSER); \
-	CHROMIUM="$(CHROMIUM)" $(BIN)/python -m pytest -p no:xdist -m browser tests/changes/test_browser.py tests/experiments/test_report_browser.py $(ARGS)
+	CHROMIUM="$(CHROMIUM)" $(BIN)/python -m pytest -p no:xdist -m browser tests/changes/test_browser.py tests/changes/test_pictures.py tests/experiments/test_report_browser.py $(ARGS)
 
 # A Slurm cluster of one node on this machine: the daemons are started without systemd, and all their files are in one
 # folder. It needs root, and installs Debian's packages slurm-wlm and munge if they are missing.

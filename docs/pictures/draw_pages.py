@@ -1,4 +1,7 @@
-"""Takes the pictures of the pages that `policyc diff` and `policyc report` wrote. `make pictures` runs it."""
+"""Takes the pictures of the pages that `policyc diff` and `policyc report` wrote. `make pictures` runs it.
+
+Beside those of a diff it writes what they show as text, which a test compares with what the page shows now.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,31 @@ def open_page(page: Page, path: str, fragment: str = "") -> None:
     page.wait_for_selector("html[data-ready]")
 
 
-def main(path: str, report: str, chromium: str) -> None:
+def draw_diff(path: str, chromium: str, folder: Path) -> None:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1400, "height": 1060})
         open_page(page, path)
-        page.screenshot(path=FOLDER / "page.png")
+        page.screenshot(path=folder / "page.png")
+        shown = [page.locator(part).text_content() for part in ("header", "#level1", "#level2")]
         open_page(page, path, "#view=graph&scope=mlp/gate_proj")
         page.wait_for_selector(".graph .box")
-        page.locator("#level3").screenshot(path=FOLDER / "graph.png")
+        page.locator("#level3").screenshot(path=folder / "graph.png")
+        shown.append(page.locator("#level3").text_content())
+    words = "\n".join(word for text in shown for word in (text or "").split())
+    (folder / "pages.txt").write_text(words + "\n", encoding="utf-8")
+
+
+def draw_report(path: str, chromium: str) -> None:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1100, "height": 900}, device_scale_factor=2)
-        page.goto(Path(report).as_uri())
+        page.goto(Path(path).as_uri())
         page.wait_for_selector("[data-speed-ups] canvas")
         page.locator("[data-speed-ups]").screenshot(path=FOLDER / "loss_gap.png")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    diff, report, chromium = sys.argv[1:]
+    draw_diff(diff, chromium, FOLDER)
+    draw_report(report, chromium)
