@@ -77,6 +77,7 @@ def run(home: Path, *words: str) -> CommandResult:
     return command.policyc(*words, cwd=home, stdin="hello\n")
 
 
+@pytest.mark.slow
 def test_a_script_in_a_process_runs_as_under_python(home: Path) -> None:
     words = "apply good.policy --plan-out plan.json train.py --plan-out x --five"
     result = spawn(*words.split(), cwd=home, stdin=b"hello\n", env={**quick_environment(), "NO_COLOR": "1"})

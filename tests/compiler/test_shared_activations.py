@@ -23,10 +23,7 @@ CASES = [
     (FP8, "none", False), (FP8, "full", False), (FP8, "dots", True), (MXFP8, "named", False), (MXFP8, "full", True),
     (RANDOM, "none", False), (RANDOM, "named", True), (RANDOM, "dots", False),
 ]  # fmt: skip
-BITS = {
-    (FP8, "full", False): (),
-    (RANDOM, "named", True): pytest.mark.slow,
-}
+BITS = [(FP8, "full", False), (RANDOM, "named", True)]
 """Cases whose results are compared: a stack, and an unrolled one in nvfp4. Of all, the quantizers are counted."""
 
 
@@ -68,11 +65,8 @@ def test_what_two_gemms_read_is_quantized_once(
         assert (shared, separate) == (2 * blocks, 3 * blocks)
 
 
-@pytest.mark.any_jax
-@pytest.mark.parametrize(
-    ("policy", "remat", "unrolled"),
-    [pytest.param(*case, marks=marks) for case, marks in BITS.items()],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("policy", "remat", "unrolled"), BITS)
 def test_sharing_changes_no_bit(
     policy: str, remat: str, unrolled: bool, quantize_separately: Callable[[], None]
 ) -> None:

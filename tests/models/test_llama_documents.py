@@ -167,6 +167,7 @@ def check_equal(results: Any, expected: Any) -> None:
         np.testing.assert_allclose(value, of_documents, rtol=1e-5, atol=1e-5 * np.abs(of_documents).max())
 
 
+@pytest.mark.slow
 def test_a_packed_row_has_the_loss_and_gradient_of_its_documents_alone() -> None:
     windows = list(ROWS.values())
     check_equal(loss_and_gradient(packed_batch(windows)), of_single_documents())

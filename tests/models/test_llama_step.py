@@ -219,6 +219,7 @@ def test_a_faulty_step_changes_no_weight(entries, scale, counted):
 
 
 @pytest.mark.any_jax
+@pytest.mark.slow
 def test_no_step_after_a_fault_changes_anything():
     """The host learns of a fault one step late. The step that it has started meanwhile must not count."""
     step, batch = single_device_step(), next(batches(llama_runs.make_mesh()))

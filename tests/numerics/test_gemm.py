@@ -151,10 +151,11 @@ LIGHT = {
     "weight first": "mxfp8",
     "dot": "fp8",
 }
+FAST = ("linear", "odd", "weight first", "experts", "attention")
 PAIRS = [
     *(slow(s, "full") for s in WITH_ALL_OPTIONS),
-    *LIGHT.items(),
-    ("swapped contraction", "mxfp4"),
+    *(pair if pair[0] in FAST else slow(*pair) for pair in LIGHT.items()),
+    slow("swapped contraction", "mxfp4"),
     slow("attention", "fp4"),
 ]
 
@@ -186,7 +187,7 @@ def lane(*fast: str) -> list[Any]:
 ROWS = (((2,), (0,)), ((), ()))
 
 
-@pytest.mark.parametrize("name", lane("full", "mxfp4", "mxfp8", "fp8", "bf16", "f32", "keep", "forward"))
+@pytest.mark.parametrize("name", lane("full", "fp8", "bf16", "keep"))
 def test_any_recipe(name: str) -> None:
     """Products are near the exact ones, NaN and infinity propagate, and zeros give zeros.
 

@@ -255,24 +255,12 @@ OPTIONS = [
 ]
 
 
-@cache
-def quickly_compiled(treatment: Treatment, axes: Axes, method: Method) -> Any:
-    return quick_jit(partial(quantize, treatment=treatment, axes=axes, method=method))
-
-
-COMPILERS = pytest.mark.parametrize(
-    "compiler", [quickly_compiled, pytest.param(compiled, marks=pytest.mark.slow)]
-)
-"""Two programs are compared in the fast lane as they are compiled quickly, in the slow lane as in full."""
-
-
-@pytest.mark.any_jax
-@COMPILERS
+@pytest.mark.slow
 @pytest.mark.parametrize(("t", "axes"), OPTIONS)
-def test_both_implementations_have_the_same_bits(t: Treatment, axes: Axes, compiler: Any) -> None:
+def test_both_implementations_have_the_same_bits(t: Treatment, axes: Axes) -> None:
     """The implementation for CPU and the one for other platforms, including random bits."""
     x = samples("wide", (2, 64, 96) if axes.batch else (64, 96)).astype(ml_dtypes.bfloat16)
-    one, other = (compiler(t, axes, m)(x) for m in ("cpu", "matmul"))
+    one, other = (compiled(t, axes, m)(x) for m in ("cpu", "matmul"))
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
@@ -314,17 +302,16 @@ def test_fp8_of_every_bfloat16_equals_the_oracle(element: str, method: Method, s
     np.testing.assert_array_equal(np.asarray(q.codes), expected["codes"])
 
 
-@pytest.mark.any_jax
-@COMPILERS
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("outer", ["tensor", "row"])
 @pytest.mark.parametrize("columns", [96, 90])
-def test_both_implementations_of_fp8(axis: int, outer: str, columns: int, compiler: Any) -> None:
+def test_both_implementations_of_fp8(axis: int, outer: str, columns: int) -> None:
     """Scales per row and per column, with whole words and without, and a NaN in one matrix."""
     x = samples("wide", (3, 64, columns)).astype(ml_dtypes.bfloat16)
     x[1, 5, 7] = np.nan
     t = Treatment(format="fp8", element="e4m3", outer=outer)
-    one, other = (compiler(t, Axes(axis=axis, batch=(-3,)), m)(x) for m in ("cpu", "matmul"))
+    one, other = (compiled(t, Axes(axis=axis, batch=(-3,)), m)(x) for m in ("cpu", "matmul"))
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 

@@ -26,7 +26,7 @@ def slow(name: str) -> Any:
     return pytest.param(name, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("name", ["full", "keep", "mxfp8", slow("ms_eden")])
+@pytest.mark.parametrize("name", [slow("full"), "keep", "mxfp8", slow("ms_eden")])
 def test_products_of_groups(name: str) -> None:
     """Products are near the exact ones. Rows of no group and weights of an empty group have no effect."""
     sizes = jnp.array([5, 0, 19, 33], jnp.int32)
@@ -60,6 +60,7 @@ def check_nonfinite(f: Any, x: jax.Array, w: jax.Array, dy: jax.Array) -> None:
 
 
 @pytest.mark.any_jax
+@pytest.mark.slow
 def test_a_group_is_a_product_of_its_own() -> None:
     """A group alone, with its rows at a whole block, has the same products (it contains the tensor's maximum)."""
     sizes = jnp.array([16, 48], jnp.int32)

@@ -237,12 +237,12 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "left", "right", "dims", "weight"),
     [
-        pytest.param("bound", (64, 128), (128, 128), MATMUL, "rhs", id="bound", marks=pytest.mark.slow),
+        pytest.param("bound", (64, 128), (128, 128), MATMUL, "rhs", id="bound"),
         pytest.param(
             "nearest", (2, 32, 8, 16), (8, 16, 128), (((2, 3), (0, 1)), ((), ())), "rhs", id="several of each"
         ),
         *(
-            pytest.param("nearest", *case, id=name, marks=pytest.mark.slow)
+            pytest.param("nearest", *case, id=name)
             for name, case in {
                 "weight left": ((128, 256), (64, 128), (((0,), (1,)), ((), ())), "lhs"),
                 "tokens last": ((128, 64), (128, 256), (((0,), (0,)), ((), ())), "rhs"),
@@ -252,6 +252,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.slow
 def test_three_products(name: str, left: Any, right: Any, dims: Any, weight: Any) -> None:
     """The kernels write documented layouts. The GEMM must receive the operands that the recipe asks for. A NaN or an
     infinity leaves no result finite that depends on it, although kernels may lose a NaN in their maxima.
@@ -378,6 +379,7 @@ def test_several_devices_compute_what_one_does(shape: Any, recipe: str, dtype: A
 
 
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.slow
 def test_scales_of_tiles_are_gathered_by_the_quantizer() -> None:
     """So they are gathered once for all microbatches. Codes stay sharded. Each layer of a stack has its own maximum,
     also if the devices have different layers.
