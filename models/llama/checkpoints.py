@@ -282,8 +282,8 @@ def read_params(
     parts = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
     with _raise_damaged(path):
         params = ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(path / "state", args=parts)["params"]
-    places = [n for n, (names, _) in enumerate(jax.tree.leaves_with_path(state)) if names[0].key == "params"]
-    begin, end = (place * 4 * HASH_MULTIPLIERS.size * 2 for place in (places[0], places[-1] + 1))
+    leaves = [n for n, (names, _) in enumerate(jax.tree.leaves_with_path(state)) if names[0].key == "params"]
+    begin, end = (leaf * 4 * HASH_MULTIPLIERS.size * 2 for leaf in (leaves[0], leaves[-1] + 1))
     if hash_state(params) != about["state"][begin:end]:  # two digits for each byte
         raise DamagedCheckpointError(NOT_WRITTEN)
     return params, about["identity"]

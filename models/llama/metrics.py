@@ -178,13 +178,13 @@ class MetricsLog:
                 public |= name_norms(
                     norms if self._run.seeds is None else jax.tree.map(itemgetter(number), norms)
                 )
-            rows.append({**self._place(step, number), **public, **times, **self._speed(tokens, seconds)})
+            rows.append({**self._counters(step, number), **public, **times, **self._speed(tokens, seconds)})
         self._write(rows)
         for number in self._running():
             self._check_seed(number, step, values[number])
 
-    def _place(self, step: int, number: int) -> Row:
-        """Where a line of a seed is: its step, and the number of tokens so far, without padding."""
+    def _counters(self, step: int, number: int) -> Row:
+        """The counters of a line: the step, and the tokens of a seed so far, without padding."""
         return {"step": step, "tokens": step * self._tokens - self._padding[number]}
 
     def _speed(self, tokens: int, seconds: float) -> Row:
@@ -223,14 +223,14 @@ class MetricsLog:
 
     def write_validation(self, step: int, losses: dict[str, Any]) -> None:
         """Writes a line without a loss."""
-        self._write([self._place(step, i) | each for i, each in enumerate(self._split_seeds(losses))])
+        self._write([self._counters(step, i) | each for i, each in enumerate(self._split_seeds(losses))])
 
     def write_account(self, step: int) -> None:
         """Writes a line on where the time of the run went up to now. A restart continues from it."""
         row = {"time": self.account.wall_clock()} | self.account.as_row()
         row |= {"is_complete": True} if step == self._run.steps else {}
         for number, files in enumerate(self._files):
-            files.write(self._place(step, number) | row)
+            files.write(self._counters(step, number) | row)
 
     def _write(self, rows: Sequence[Row]) -> None:
         """Writes a line of metrics for each seed that has not stopped, and prints all of them as one line."""

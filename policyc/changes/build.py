@@ -100,7 +100,7 @@ def build_diff(request: DiffRequest) -> DiffData:
         linears=linears,
         stacks=find_stacks(linears),
         totals=count_products(linears),
-        places=table.places,
+        cells=table.cells,
         scans={site.address: tuple(s.address for s in site.stacks) for site in after.sites},
         phase=after.label(phases[1]),
         target="" if request.target is None else request.target.name,

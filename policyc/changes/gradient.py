@@ -298,18 +298,18 @@ def _scans(eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
 
 def _in_order(matches: Iterable[Match], before: AnyJaxpr, after: AnyJaxpr) -> Iterator[Match]:
     """Matches in the order of the equations after. What is only before stands in front of what follows it there."""
-    places = [{id(eqn): n for n, eqn in enumerate(jaxprs.equations(side))} for side in (before, after)]
+    orders = [{id(eqn): n for n, eqn in enumerate(jaxprs.equations(side))} for side in (before, after)]
     removed: list[Match] = []
     in_front: dict[int, list[Match]] = {}
     present: list[Match] = []
-    for match in sorted(matches, key=lambda m: places[0][id(m.before[0])] if m.before else -1):
+    for match in sorted(matches, key=lambda m: orders[0][id(m.before[0])] if m.before else -1):
         if not match.after:
             removed.append(match)
             continue
         present.append(match)
         if match.before:
             in_front[id(match)], removed = removed, []
-    for match in sorted(present, key=lambda m: places[1][id(m.after[-1])]):  # where its result is
+    for match in sorted(present, key=lambda m: orders[1][id(m.after[-1])]):  # where its result is
         yield from in_front.get(id(match), ())
         yield match
     yield from removed

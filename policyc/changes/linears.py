@@ -34,7 +34,7 @@ class _RowLayer:
 class LinearTable:
     """The linears of two plans.
 
-    `places` has the number of the linear and the index in its stack, for each layer of each site.
+    `cells` has the number of the linear and the index in its stack, for each layer of each site.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class LinearTable:
         self._plans, self._predictions, self._earlier = plans, predictions, earlier
         self._decisions = [plan.decisions(phase) for plan, phase in zip(plans, phases, strict=True)]
         self._rows = sort_into_linears(plans[1].sites)
-        self.places: dict[tuple[Address, Layer], tuple[int, int | None]] = {
+        self.cells: dict[tuple[Address, Layer], tuple[int, int | None]] = {
             (site.address, layer): (number, index)
             for number, row in enumerate(self._rows)
             for index, (site, layer) in row.layers.items()

@@ -204,8 +204,8 @@ class DiffData:
     linears: tuple[Linear, ...]
     stacks: tuple[Stack, ...]
     totals: Totals
-    places: Mapping[tuple[Address, Layer], tuple[int, int | None]] = field(default_factory=dict, repr=False)
-    """The linear (its number) and its layer, for each layer of each site."""
+    cells: Mapping[tuple[Address, Layer], tuple[int, int | None]] = field(default_factory=dict, repr=False)
+    """The cell of the heat map for each layer of each site: the number of its linear, and the layer."""
     scans: Mapping[Address, tuple[Address, ...]] = field(default_factory=dict, repr=False)
     """The scans over layers around each site, the outermost first."""
     phase: str = "always"

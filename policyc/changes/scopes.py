@@ -201,15 +201,15 @@ class SiteIndex:
             layer = tuple(piece.start for piece in match.ranges)
         else:
             layer = tuple(match.iterations.get(stack, 0) for stack in stacks)
-        return self._diff.places.get((address, layer))
+        return self._diff.cells.get((address, layer))
 
     def attributes(self, match: Match) -> dict[str, Any]:
         """The linear and the layer that a match belongs to, and the linears that share it."""
         attributes: dict[str, Any] = {}
-        place = self._locate(match.address, match)
-        if place is not None:
-            run = self._diff.linears[place[0]].run_at(place[1])
-            attributes |= {"linear": place[0], "layer": place[1]}
+        cell = self._locate(match.address, match)
+        if cell is not None:
+            run = self._diff.linears[cell[0]].run_at(cell[1])
+            attributes |= {"linear": cell[0], "layer": cell[1]}
             if run is not None:  # equations that the rewrite added have no place of their own in the program
                 attributes["place"] = self._diff.short_path(run.site.place)
         if match.product:
@@ -220,30 +220,30 @@ class SiteIndex:
         return attributes
 
     def name(self, match: Match) -> str:
-        place = self._locate(match.address, match)
-        return "" if place is None else self._diff.linears[place[0]].full_name
+        cell = self._locate(match.address, match)
+        return "" if cell is None else self._diff.linears[cell[0]].full_name
 
     def layers(self, match: Match) -> Iterator[int]:
         """All layers that a hoisted quantization is for; none if its site is in no stack."""
         ranges = match.ranges if len(match.ranges) == len(self._diff.scans.get(match.address, ())) else ()
         for layer in itertools.product(*(range(piece.start, piece.stop) for piece in ranges)):
-            place = self._diff.places.get((match.address, layer))
-            if place is not None and place[1] is not None:
-                yield place[1]
+            cell = self._diff.cells.get((match.address, layer))
+            if cell is not None and cell[1] is not None:
+                yield cell[1]
 
     def unrolled_layer(self, match: Match) -> tuple[str, int] | None:
         """The stack and the layer of a site outside of any scan."""
-        place = self._locate(match.address, match)
-        if place is None or place[1] is None or self._diff.scans[match.address]:
+        cell = self._locate(match.address, match)
+        if cell is None or cell[1] is None or self._diff.scans[match.address]:
             return None
-        return self._diff.linears[place[0]].stack, place[1]
+        return self._diff.linears[cell[0]].stack, cell[1]
 
     def rules(self, match: Match) -> str:
         """The linear of a match and the rules that decided, as a text to compare."""
-        place = self._locate(match.address, match)
-        if place is None:
+        cell = self._locate(match.address, match)
+        if cell is None:
             return ""
-        run = self._diff.linears[place[0]].run_at(place[1])
+        run = self._diff.linears[cell[0]].run_at(cell[1])
         products = () if run is None else run.products
         sides = [(p.before and p.before.rule, p.after and p.after.rule) for p in products]
-        return f"{place[0]} {sides}"
+        return f"{cell[0]} {sides}"

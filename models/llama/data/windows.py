@@ -61,7 +61,7 @@ def shuffle_windows(arrays: list[TokenArray], span: range, sequence: int, seed: 
 
 
 def find_ends(array: TokenArray, span: range, end: int) -> Iterator[np.ndarray]:
-    """The places of the end tokens in a span, chunk after chunk."""
+    """The positions of the end tokens in a span, chunk after chunk."""
     for begin in range(span.start, span.stop, CHUNK):
         yield begin + np.flatnonzero(array[begin : min(begin + CHUNK, span.stop)] == end)
 
@@ -81,8 +81,8 @@ def shuffle_whole_rows(
         (part, np.concatenate([np.zeros(0, np.int64), *find_ends(array, piece, end)]), piece)
         for part, (array, piece) in enumerate(zip(arrays, _split_span(arrays, span), strict=True))
     ]
-    places = ((part, *row) for part, ends, piece in parts for row in whole_rows(ends, piece, sequence))
-    rows = np.fromiter(places, np.dtype((np.int64, 3)))
+    spans_of_rows = ((part, *row) for part, ends, piece in parts for row in whole_rows(ends, piece, sequence))
+    rows = np.fromiter(spans_of_rows, np.dtype((np.int64, 3)))
     order = grain.MapDataset.range(len(rows)).shuffle(seed=seed)  # computed, not stored
 
     def row(number: int) -> np.ndarray:

@@ -43,7 +43,7 @@ class Chart:
     """Lines over a common axis.
 
     Attributes:
-      x: the places of the values.
+      x: the positions of the values.
       note: what lines and bands are.
       zone: a horizontal band, such as the margin around 0.
       format: how values are written: `loss`, `gap`, `number`, `seconds`, `bytes`, `percent` or `count`.
@@ -181,20 +181,20 @@ def _validation_charts(sweep: SweepData, axis: Axis) -> Iterator[Chart]:
             (color, variant, [_evaluations(run, metric, axis) for run in variant.runs])
             for color, variant in colors_of(sweep)
         ]
-        places = sorted({x for _, _, runs in measured for run in runs for x in run})
-        if not places:
+        positions = sorted({x for _, _, runs in measured for run in runs for x in run})
+        if not positions:
             continue
         lines = [
             _line(
                 variant.name, color,
-                over_seeds([np.array([run.get(x, np.nan) for x in places]) for run in runs]), has_points=True,
+                over_seeds([np.array([run.get(x, np.nan) for x in positions]) for run in runs]), has_points=True,
             )
             for color, variant, runs in measured
         ]  # fmt: skip
         bands = "" if _is_single(sweep) else _band_note(sweep)
         yield Chart(
             id=metric, title=title, note=f"nats per token; {bands}".rstrip("; "),
-            x_label=axis.label, x=to_list(np.array(places)), lines=lines, format="loss",
+            x_label=axis.label, x=to_list(np.array(positions)), lines=lines, format="loss",
         )  # fmt: skip
 
 
@@ -244,12 +244,12 @@ def _telemetry_charts(sweep: SweepData, axis: Axis) -> Iterator[Chart]:
         ("cosine", "Gradients", "cosine with the gradient in plain bf16", "number"),
     ):
         groups = _group_measurements(sweep, field_name)
-        places = sorted({step for group in groups.values() for step in group})
-        if not places:
+        positions = sorted({step for group in groups.values() for step in group})
+        if not positions:
             continue
         is_single = _is_single(sweep)
         lines = [
-            _line(label, color, _spread_of(group, places, has_band=is_single), has_points=True)
+            _line(label, color, _spread_of(group, positions, has_band=is_single), has_points=True)
             for (color, label), group in groups.items()
         ]
         reduction = "mean over sites, layers and seeds"
@@ -261,7 +261,7 @@ def _telemetry_charts(sweep: SweepData, axis: Axis) -> Iterator[Chart]:
         yield Chart(
             id=f"telemetry-{field_name}", title=title,
             note=f"{note}; {reduction}", x_label=x_label,
-            x=to_list(np.array(places, float) * factor), lines=lines, format=format,
+            x=to_list(np.array(positions, float) * factor), lines=lines, format=format,
         )  # fmt: skip
 
 
@@ -286,9 +286,9 @@ def _group_measurements(sweep: SweepData, name: str) -> dict[tuple[int, str], di
     return groups
 
 
-def _spread_of(group: dict[int, list[float]], places: Sequence[int], *, has_band: bool) -> Curve:
+def _spread_of(group: dict[int, list[float]], positions: Sequence[int], *, has_band: bool) -> Curve:
     def reduce(function: Callable[[list[float]], Any]) -> Column:
-        return np.array([function(group[step]) if step in group else np.nan for step in places], float)
+        return np.array([function(group[step]) if step in group else np.nan for step in positions], float)
 
     if not has_band:
         return Curve(values=reduce(np.mean))

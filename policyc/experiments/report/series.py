@@ -68,8 +68,8 @@ def bin_run(run: RunData, metric: str, axis: Axis, reduce: np.ufunc | None = Non
     if column is None:
         return result
     is_number = np.isfinite(column)
-    places = axis.positions(run, run.steps)[is_number]
-    parts = np.clip(np.searchsorted(axis.edges, places, side="left") - 1, 0, len(result) - 1)
+    positions = axis.positions(run, run.steps)[is_number]
+    parts = np.clip(np.searchsorted(axis.edges, positions, side="left") - 1, 0, len(result) - 1)
     if reduce is not None:
         reduce.at(result, parts, column[is_number])
         return result
@@ -141,8 +141,8 @@ def elapsed_seconds(runs: Sequence[RunData], axis: Axis) -> Column:
             continue
         known = np.where(np.isfinite(seconds), seconds, np.nanmedian(seconds))
         elapsed = np.cumsum(known * np.diff(run.steps.step, prepend=0))  # a line may stand for several steps
-        places = axis.positions(run, run.steps)
-        columns.append(np.interp(axis.values, [0, *places], [0, *elapsed], right=np.nan))
+        positions = axis.positions(run, run.steps)
+        columns.append(np.interp(axis.values, [0, *positions], [0, *elapsed], right=np.nan))
     return over_seeds(columns).values if columns else np.full(len(axis.values), np.nan)
 
 

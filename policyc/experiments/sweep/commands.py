@@ -152,13 +152,13 @@ class SweepProgram:
         """The bundled trainer and its options."""
         script = str(data_folder("models") / "llama" / "train.py")
         if len(seeds) == 1:
-            place = ("--seed", str(seeds[0]), "--out", str(folders[0]))
+            seed_options = ("--seed", str(seeds[0]), "--out", str(folders[0]))
         else:  # the trainer makes a folder seedN for each seed
-            place = ("--seeds", ",".join(map(str, seeds)), "--out", str(folders[0].parent))
+            seed_options = ("--seeds", ",".join(map(str, seeds)), "--out", str(folders[0].parent))
         # A sweep has many runs: each keeps the one checkpoint that it needs to continue.
         keep = () if _has_option(self.words, "--keep") else ("--keep", "1")
         steps = ("--steps", str(self.total_steps))
-        return (script, "--config", str(self.config), *steps, *place, *keep, *self.words)
+        return (script, "--config", str(self.config), *steps, *seed_options, *keep, *self.words)
 
     def source_hash(self) -> str | None:
         """The hash of a script, to tell whether it changed between two sweeps; None for other programs."""

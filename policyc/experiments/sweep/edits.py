@@ -88,7 +88,7 @@ def ablate(policy: Policy) -> list[EditedPolicy]:
         EditedPolicy(
             name=f"no_{_label(ingredient, ingredients)}",
             policy=_remove_ingredient(policy, ingredient),
-            edit=f"without {_setting_text(policy, ingredient)}{_place(ingredient)}",
+            edit=f"without {_setting_text(policy, ingredient)}{_location(ingredient)}",
         )
         for ingredient in ingredients
     ]
@@ -148,7 +148,7 @@ def _label(ingredient: _Ingredient, ingredients: list[_Ingredient]) -> str:
     return f"{ingredient.option}_{owner if isinstance(owner, str) else f'rule_{owner + 1}'}"
 
 
-def _place(ingredient: _Ingredient) -> str:
+def _location(ingredient: _Ingredient) -> str:
     owner = ingredient.owner
     return f" in recipe {owner}" if isinstance(owner, str) else f" in rule {owner + 1}"
 
@@ -185,7 +185,7 @@ def add_one(policy: Policy) -> list[EditedPolicy]:
             EditedPolicy(
                 name=f"plus_{_label(ingredient, ingredients)}",
                 policy=_select_settings(policy, ingredient.holds),
-                edit=f"plain, with {_setting_text(policy, ingredient)}{_place(ingredient)}",
+                edit=f"plain, with {_setting_text(policy, ingredient)}{_location(ingredient)}",
             )
         )
     return edited
