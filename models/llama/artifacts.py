@@ -54,7 +54,7 @@ def make_profiler(run: RunConfig, folder: Path) -> tuple[Callable[[], Any], Call
 
 
 def steps_to_profile(run: RunConfig, steps_done: int) -> tuple[int, int]:
-    """The first and last step to record, of those that are left; two zeros if there are none."""
+    """The first and last remaining step to profile; zeros if there are none."""
     if not run.profile:
         return 0, 0
     first, last = map(int, run.profile_steps.split(":"))

@@ -346,7 +346,7 @@ def _shapes(state: Any) -> list[list[int]]:
 
 
 def _size(count: float) -> str:
-    """A number of bytes, for people."""
+    """A human-readable size."""
     for unit in ("bytes", "kB", "MB"):
         if count < 1000:
             return f"{count:.3g} {unit}"

@@ -283,7 +283,7 @@ def limit_step(step: int, seconds: float) -> Iterator[None]:
 
 
 def name_norms(norms: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """The norms of each parameter and of its gradient by the path of the parameter, each layer by itself."""
+    """Norms of parameters and gradients by parameter path, one per layer."""
     named: dict[str, dict[str, float]] = {}
     for kind, tree in norms.items():
         named[kind] = {}
@@ -299,7 +299,7 @@ def name_norms(norms: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
-    """The number of parameters, and of those that compute a token: of the experts, only the token's."""
+    """The number of parameters, and of those active for one token."""
     sizes = [(path, math.prod(spec.shape)) for path, spec in jax.tree.leaves_with_path(param_specs(config))]
     of_experts = sum(size for path, size in sizes if "['experts']" in jax.tree_util.keystr(path))
     total = sum(size for _, size in sizes)

@@ -135,7 +135,7 @@ def watch_signals(distributed: bool, saves: bool = True) -> Iterator[StopRequest
 
 @contextmanager
 def _read_signals(numbers: Collection[int]) -> Iterator[Iterator[int]]:
-    """The numbers of those of these signals that arrive, as soon as they do, for another thread to read."""
+    """Lets another thread iterate over these signals as they arrive."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)

@@ -1,4 +1,4 @@
-"""The files that metrics are written to: metrics.jsonl, TensorBoard's, and those of Weights & Biases."""
+"""Writes metrics to metrics.jsonl, TensorBoard and Weights & Biases."""
 
 import json
 import math

@@ -113,6 +113,6 @@ def format_change(fraction: float) -> str:
 
 
 def _with_unit(value: float, units: Sequence[tuple[float, str]]) -> str:
-    """Three digits that matter, and the largest unit that the rounded value reaches, else the smallest one."""
+    """Three significant digits, in the largest unit that the rounded value reaches."""
     size, unit = next((u for u in units if value >= 0.9995 * u[0]), units[-1])
     return f"{f'{value / size:#.3g}'.rstrip('.')} {unit}"

@@ -287,7 +287,7 @@ def _scan_pieces(old: Sequence[JaxprEqn], new: Sequence[JaxprEqn]) -> list[_Scan
 
 
 def _inputs(before: AnyJaxpr, after: AnyJaxpr) -> tuple[tuple[Var, Var], ...]:
-    """The inputs of two jaxprs, in pairs. None if one has more: it is not known which."""
+    """Pairs the inputs of two jaxprs. Empty if their numbers differ: the extra ones are unknown."""
     old, new = (jaxprs.open_jaxpr(side).invars for side in (before, after))
     return tuple(zip(old, new, strict=True)) if len(old) == len(new) else ()
 

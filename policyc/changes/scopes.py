@@ -162,7 +162,7 @@ def _join(one: ScopeTree | Match, other: ScopeTree) -> ScopeTree:
 
 
 def _matches_of(tree: ScopeTree | Match) -> Iterator[Match]:
-    """The matches that a scope shows: of scopes with the same content, those of the first."""
+    """The matches that a scope shows. Scopes with equal content show those of the first one."""
     if isinstance(tree, Match):
         yield tree
         return

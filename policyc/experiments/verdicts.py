@@ -204,7 +204,7 @@ def _judge_without_test(baseline: SeedLosses, variant: SeedLosses, pairs: int) -
 
 
 def _obstacles(baseline: SeedLosses, variant: SeedLosses) -> list[str]:
-    """What forbids any claim, as sentences: runs that have not ended, a baseline that failed, seeds without effect."""
+    """Reasons why nothing can be claimed: unfinished runs, a failed baseline, seeds without effect."""
     sentences = []
     if baseline.failed:
         sentences.append(

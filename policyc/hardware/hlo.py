@@ -211,7 +211,7 @@ class Module:
 
 
 def _skip_bitcasts(computation: Computation, name: str) -> str:
-    """The name of the array of which an array is a bitcast, or its own name."""
+    """Follows bitcasts back to the name of the original array."""
     while name in computation and computation[name].opcode == "bitcast":
         name = computation[name].operands[0]
     return name

@@ -200,7 +200,7 @@ def _caveats(sweep: SweepData) -> list[str]:
 
 
 def _describe_begin(sweep: SweepData) -> str:
-    """What a sweep had at first, in words; empty if it has not grown."""
+    """Describes the first version of a sweep that has grown; empty otherwise."""
     earlier = as_records(sweep.manifest.get("earlier"))
     if not earlier:
         return ""
@@ -227,7 +227,7 @@ _ENVIRONMENT = ("program", "config", "device", "devices", "host", "data")
 
 
 def _environment(sweep: SweepData) -> list[Record]:
-    """Where runs ran, each different environment once, with the runs that have it; and their settings."""
+    """The distinct environments and settings of the runs, each with the runs that used it."""
     environments: dict[str, Record] = {}
     for run in sweep.runs:
         values: dict[str, Any] = {name: as_text(run.about.get(name)) for name in _ENVIRONMENT}

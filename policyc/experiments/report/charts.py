@@ -143,7 +143,7 @@ def by_seed(sweep: SweepData, variant: VariantData, axis: Axis, states: Sequence
 def _pairs(
     sweep: SweepData, variant: VariantData, baseline: VariantData, axis: Axis
 ) -> tuple[dict[int, Column], dict[int, Column]]:
-    """The seeds to show in a gap: those that both finished if there are two, else all that have not failed.
+    """The seeds of a gap: those that both variants finished if there are two or more, else all that did not fail.
 
     So a run that has just begun does not shorten the curve of the others.
     """

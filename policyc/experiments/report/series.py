@@ -133,7 +133,7 @@ def with_derived_metrics(run: RunData) -> RunData:
 
 
 def elapsed_seconds(runs: Sequence[RunData], axis: Axis) -> Column:
-    """How long steps have taken up to each part of the axis, as a mean over runs. NaN where no run says so."""
+    """Mean elapsed time of the runs at each part of the axis; NaN where no run reports it."""
     columns = []
     for run in runs:
         seconds = run.steps.column("step_seconds")

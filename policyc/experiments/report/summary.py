@@ -74,7 +74,7 @@ def summarize_run(run: RunData, longest: int) -> Record:
 
 
 def _account(run: RunData) -> Record:
-    """Where the time of a run went, over all its restarts. None where it has not said so."""
+    """How a run spent its time, restarts included. None for what it did not report."""
     seconds = {name: as_number(value) for name, value in as_record(run.account.get("seconds")).items()}
     known = {name: value for name, value in seconds.items() if value is not None}
     return {
@@ -226,7 +226,7 @@ def _last_number(curve: Column) -> float | None:
 
 
 def find_inequalities(sweep: SweepData) -> list[str]:
-    """What should be equal in all runs of a sweep and is not, as sentences."""
+    """Sentences about what differs between the runs of a sweep and should not."""
     compared = sweep.runs if sweep.baselines else ()
     abouts = [run.about for run in compared if run.about]
     settings = [as_record(about.get("settings")) for about in abouts]

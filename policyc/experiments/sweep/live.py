@@ -133,7 +133,7 @@ class SweepView:
 
 
 def _step_text(runs: Sequence[TrackedRun]) -> str:
-    """How far the running runs are; how far the last one came if none runs."""
+    """The steps of the active runs; if none is active, the furthest step reached."""
     running = [run for run in runs if run.progress == "running"]
     if running:
         total = running[0].run.steps

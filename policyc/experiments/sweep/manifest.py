@@ -134,7 +134,7 @@ def check_sweep(out: Path, design: SweepDesign) -> tuple[dict[str, Any], list[st
 
 
 def _list_earlier(earlier: dict[str, Any], now: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a sweep that grew had before, the first state first. A report says so: the results may have been known."""
+    """Earlier versions of a sweep that grew, oldest first. Reports mention them: results may have been known by then."""
     sizes = [
         {
             "seeds": manifest["seeds"],
@@ -186,7 +186,7 @@ def _find_changes(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _list_settings(manifest: dict[str, Any]) -> dict[str, str]:
-    """What must stay as it is, in words."""
+    """The settings that may not change, as text."""
     program = {**manifest["program"]}
     words, apply = program.pop("words"), program.pop("apply")
     settings = {

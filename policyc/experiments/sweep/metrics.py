@@ -80,7 +80,7 @@ def parse_rows(lines: list[bytes]) -> Iterator[Row]:
 
 
 def read_integer(value: object) -> int | None:
-    """An integer of a line, such as its step, which some trainers write as a float; None if it is none."""
+    """Reads an integer that may be written as a float, such as a step; None if it is not one."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     is_integer = abs(value) < _MOST_STEPS and int(value) == value  # the first is false for nan and infinity

@@ -57,7 +57,7 @@ def _has_other_code(product: QuantizedProduct) -> bool:
 
 
 def _find_sites_in_fp32(plan: Plan) -> dict[Site, str]:
-    """Returns the sites whose operands are more precise than those of most GEMMs, and the words for it."""
+    """Returns the sites with more precise operands than most GEMMs, each with a description."""
     precisions = {site: _precision(site) for site in plan.sites if not site.opaque}
     total = sum(site.count for site in precisions)
     reasons = {1: "in fp32", 2: "in fp32 with the highest precision"}
