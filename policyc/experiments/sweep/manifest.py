@@ -134,7 +134,7 @@ def check_sweep(out: Path, design: SweepDesign) -> tuple[dict[str, Any], list[st
 
 
 def _list_earlier(earlier: dict[str, Any], now: dict[str, Any]) -> list[dict[str, Any]]:
-    """Earlier versions of a sweep that grew, oldest first. Reports mention them: results may have been known by then."""
+    """Earlier versions of a sweep that grew, oldest first. Reports mention them: results may have been known."""
     sizes = [
         {
             "seeds": manifest["seeds"],
