@@ -21,13 +21,14 @@ if TYPE_CHECKING:
     from policyc.language.diagnostics import Diagnostic, PolicyError, Span
     from policyc.language.loader import load, parse
     from policyc.language.policy import Policy, Rule
-    from policyc.linter.api import lint
+    from policyc.linter.api import Findings, lint
 
 __version__ = "0.1.0"
 
 _MODULES = {
     "Diagnostic": "language.diagnostics",
     "Diff": "changes.api",
+    "Findings": "linter.api",
     "Plan": "compiler.plan",
     "Policy": "language.policy",
     "PolicyError": "language.diagnostics",
@@ -52,7 +53,7 @@ _MODULES = {
 }
 
 __all__ = [
-    "Diagnostic", "Diff", "Plan", "Policy", "PolicyError", "Rule", "Session", "Span", "active", "apply",
+    "Diagnostic", "Diff", "Findings", "Plan", "Policy", "PolicyError", "Rule", "Session", "Span", "active", "apply",
     "current_policy", "diff", "lint", "load", "observe", "parse", "plan", "rounding_step", "set_output_dir", "set_step",
     "should_observe", "stats", "use_compile_cache",
 ]  # fmt: skip
@@ -64,6 +65,13 @@ def __getattr__(name: str) -> Any:
     if _MODULES[name] in ("compiler.pipeline", "compiler.plan", "compiler.session"):
         import_module("jax")  # first: 'policyc apply' imports the compiler when a program has imported JAX
     return getattr(import_module(f"policyc.{_MODULES[name]}"), name)
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Adds the magic `%%policy` to a notebook: `%load_ext policyc`."""
+    from policyc.editor.magic import register
+
+    register(shell)
 
 
 def __dir__() -> list[str]:

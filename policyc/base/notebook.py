@@ -21,6 +21,24 @@ def html_text(text: str) -> str:
     return f"<pre>{escape_text(text)}</pre>"
 
 
+def html_policy(text: str) -> str:
+    """The text of a policy, in colors if Pygments is installed, as it is where notebooks are."""
+    try:
+        from pygments import highlight
+        from pygments.formatters import HtmlFormatter
+        from pygments.lexers import get_lexer_by_name
+        from pygments.util import ClassNotFound
+    except ModuleNotFoundError:
+        return html_text(text)
+    try:
+        lexer = get_lexer_by_name("policy", stripnl=False)
+    except ClassNotFound:  # policyc is on the path, but not installed
+        return html_text(text)
+    # Without a background, which would be wrong in a dark notebook.
+    colored: str = highlight(escape_lines(text), lexer, HtmlFormatter(noclasses=True, nobackground=True))
+    return colored
+
+
 def escape_text(text: str) -> str:
     """A text for HTML or SVG, without control characters except line breaks."""
     return escape(escape_lines(text))

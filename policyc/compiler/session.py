@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from policyc.base.notebook import html_text
 from policyc.compiler.execution import ExecutionOptions, execution_options
 from policyc.compiler.idle_rules import find_deciding_rules, idle_rules
 from policyc.compiler.pipeline import LossCall, as_policy, is_compiling, plan_traced, warn
@@ -66,6 +67,11 @@ class Session:
     _lock: Any = field(default_factory=threading.RLock)
     cache_key: int = field(default_factory=itertools.count().__next__)
     """Part of the key of JAX's caches while the session is the current one. No other session has it."""
+
+    def _repr_html_(self) -> str:
+        """The plans of the losses that were traced, for notebooks."""
+        planned = [plan._repr_html_() for plan in self.plans if len(plan.sites)]
+        return "".join(planned) or html_text(f"{self.policy.name}: no loss has been differentiated under it")
 
     def __post_init__(self) -> None:
         self.is_idle: bool = self.policy.changes_nothing and not self.plans_always

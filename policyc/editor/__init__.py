@@ -1,3 +1,3 @@
-"""Policies in an editor: the language server, and the words that syntax highlighters color. Never imports JAX."""
+"""Policies in editors and notebooks: the language server, `%%policy`, highlighting. Never imports JAX."""
 
-__all__ = ["pygments_lexer", "server", "words"]
+__all__ = ["magic", "pygments_lexer", "server", "words"]

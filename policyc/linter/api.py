@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from policyc.base.text import did_you_mean
-from policyc.language.diagnostics import Diagnostic
+from policyc.base.notebook import html_table, html_text
+from policyc.base.text import count_noun, did_you_mean
+from policyc.language.diagnostics import Diagnostic, Severity
 from policyc.language.loader import (
     LoadedPolicy,
     is_policy_text,
@@ -23,6 +25,31 @@ from policyc.linter.rules import ALL_CODES
 from policyc.numerics.targets import TargetName, get_target
 
 
+class Findings(tuple[Diagnostic, ...]):
+    """What `lint` found, in the order of the text. `str` is the text of each; a notebook shows a table."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"<Findings: {self._summary}>"
+
+    def __str__(self) -> str:
+        return "\n".join([*map(str, self), self._summary])
+
+    @property
+    def _summary(self) -> str:
+        counts = Counter(d.severity for d in self)
+        return ", ".join(count_noun(counts[s], s) for s in Severity if counts[s]) or "no findings"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            [str(d.span.line), d.severity, d.code, d.message, d.help or (d.fix.message if d.fix else "")]
+            for d in self
+        ]
+        header = ["line", "", "code", "what", "what to try"]
+        return html_table(header, rows, self._summary) if rows else html_text(self._summary)
+
+
 def lint(
     policy: Policy | str | Path,
     fn: Callable[..., Any] | None = None,
@@ -32,7 +59,7 @@ def lint(
     param_argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     **kwargs: Any,
-) -> tuple[Diagnostic, ...]:
+) -> Findings:
     """Checks a policy for errors and known risks, as `policyc lint` does.
 
     Args:
@@ -45,7 +72,7 @@ def lint(
       **kwargs: keyword arguments of the loss.
 
     Returns:
-      The findings, errors of the text among them, in the order of the text. Empty if there are none.
+      The findings, a tuple of `Diagnostic`s in the order of the text, errors of the text among them.
 
     Raises:
       PolicyError: the file cannot be read.
@@ -69,7 +96,7 @@ def lint(
         )
         plan = plan_loss(loaded.policy, call, ExecutionOptions()).plan
     codes = frozenset(ALL_CODES) - frozenset(ignore)
-    return engine.lint(loaded, codes, plan, get_target(target)).diagnostics
+    return Findings(engine.lint(loaded, codes, plan, get_target(target)).diagnostics)
 
 
 def _read(policy: Policy | str | Path) -> LoadedPolicy:

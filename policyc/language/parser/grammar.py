@@ -73,7 +73,8 @@ def _kept_tables() -> Path | None:
         status = folder.stat()
     except OSError:
         return None
-    is_own = sys.platform == "win32" or (status.st_uid == os.geteuid() and not status.st_mode & 0o022)
+    has_no_users = not hasattr(os, "geteuid")  # Windows, and Python in a browser
+    is_own = has_no_users or (status.st_uid == os.geteuid() and not status.st_mode & 0o022)
     return folder / f"grammar_{sys.version_info.major}_{sys.version_info.minor}" if is_own else None
 
 
