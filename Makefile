@@ -36,7 +36,7 @@ INSTALL_BROWSER = if [ -z "$(CHROMIUM)" ]; then echo "there is no chromium on PA
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-browser demo docs vscode pictures test test-slow test-browser test-slurm slurm-start slurm-stop test-cuda test-trainers test-others test-te check format wheel clean
+.PHONY: help setup setup-browser demo docs playground vscode pictures test test-slow test-browser test-slurm slurm-start slurm-stop test-cuda test-trainers test-others test-te check format wheel clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' "$(ROOT)/Makefile" | while IFS='|' read -r name text; do \
@@ -55,6 +55,17 @@ docs: setup ## build the documentation as a site into build/docs, which needs no
 	  $(BIN)/python .ci/install -e '.[docs]' || { \
 	  echo "mkdocs could not be installed; see the output above" >&2; exit 1; }
 	@$(IN) NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict && echo "open build/docs/index.html"
+
+# Python in the browser. This version is known to work; it comes from npm.
+PYODIDE := 314.0.7
+
+INSTALL_PYODIDE = npm install --prefix build/pyodide --no-audit --no-fund --no-package-lock --loglevel=error pyodide@$(PYODIDE)
+
+playground: docs ## build the documentation with a playground in it, into build/docs (needs npm)
+	@$(IN) command -v npm >/dev/null || { echo "there is no npm on PATH: install Node.js 20 or later" >&2; exit 1; }; \
+	mkdir -p build/pyodide && $(INSTALL_PYODIDE) && \
+	$(BIN)/python docs/playground/build.py build/pyodide/node_modules/pyodide build/docs && \
+	echo "python -m http.server -d build/docs, then open http://localhost:8000/playground/index.html"
 
 # In a copy: npm writes beside the sources. The package of the editor holds the client's libraries.
 vscode: ## test the colors of the VS Code extension, and package it into build/policyc.vsix (needs Node.js 20 and npm)
@@ -81,9 +92,11 @@ test-slow: setup ## run the slow tests: fuzzing, scaling
 setup-browser: setup ## also install what test-browser needs, except Chromium
 	@$(IN) $(INSTALL_BROWSER)
 
-test-browser: setup ## open the pages of diffs and reports in Chromium, and use them
-	@$(IN) $(INSTALL_BROWSER); \
-	CHROMIUM="$(CHROMIUM)" $(BIN)/python -m pytest -p no:xdist -m browser tests/changes/test_browser.py tests/changes/test_pictures.py tests/experiments/test_report_browser.py $(ARGS)
+test-browser: setup ## open the pages of diffs and reports, and the playground, in Chromium, and use them
+	@$(IN) $(INSTALL_BROWSER); mkdir -p build/pyodide; \
+	if command -v npm >/dev/null; then $(INSTALL_PYODIDE) || echo "Pyodide could not be installed" >&2; fi; \
+	CHROMIUM="$(CHROMIUM)" $(BIN)/python -m pytest -p no:xdist -m browser tests/changes/test_browser.py tests/changes/test_pictures.py tests/experiments/test_report_browser.py \
+	  tests/editor/test_playground_browser.py $(ARGS)
 
 # A Slurm cluster of one node on this machine: the daemons are started without systemd, and all their files are in one
 # folder. It needs root, and installs Debian's packages slurm-wlm and munge if they are missing.

@@ -1,0 +1,59 @@
+"""Adds Python to the playground of a built site: `python docs/playground/build.py PYODIDE SITE`.
+
+PYODIDE is the npm package, and SITE the folder of the site. policyc goes into a zip, with lark and without what needs
+JAX. `make playground` runs it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import lark
+
+import policyc
+from policyc.language.bundled import data_folder
+
+PACKAGES = ("base", "language", "linter", "editor")
+MODULES = (
+    "__init__.py", "numerics/__init__.py", "numerics/targets.py", "compiler/__init__.py", "compiler/decisions.py",
+    "compiler/site_lists.py",
+)  # fmt: skip
+PYODIDE_FILES = (
+    "pyodide.mjs",
+    "pyodide.asm.mjs",
+    "pyodide.asm.wasm",
+    "python_stdlib.zip",
+    "pyodide-lock.json",
+)
+A_DATE = (2020, 1, 1, 0, 0, 0)  # of every file in the zip: the same sources make the same bytes
+
+
+def archived() -> Iterator[tuple[str, Path]]:
+    """The files of the zip, with their names in it."""
+    package, library = Path(policyc.__file__).parent, Path(lark.__file__).parent
+    own = [package / name for name in MODULES] + [
+        p for name in PACKAGES for p in (package / name).rglob("*.py")
+    ]
+    yield from ((f"policyc/{path.relative_to(package).as_posix()}", path) for path in own)
+    for folder, suffix in (("grammars", "*.lark"), ("policies", "*.policy")):
+        yield from ((f"policyc/{folder}/{path.name}", path) for path in data_folder(folder).glob(suffix))
+    for path in (*library.rglob("*.py"), *library.rglob("*.lark")):
+        yield f"lark/{path.relative_to(library).as_posix()}", path
+
+
+def main(pyodide: Path, site: Path) -> None:
+    playground = site / "playground"
+    (playground / "pyodide").mkdir(parents=True, exist_ok=True)
+    for name in PYODIDE_FILES:
+        shutil.copyfile(pyodide / name, playground / "pyodide" / name)
+    with zipfile.ZipFile(playground / "policyc.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, path in sorted(archived()):
+            archive.writestr(zipfile.ZipInfo(name, A_DATE), path.read_bytes(), zipfile.ZIP_DEFLATED)
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

@@ -1,0 +1,180 @@
+"""The playground's part in Python: lints a policy, and plans it against a list of sites, as data for a page.
+
+It runs in a browser, where there is no JAX and no file but the bundled policies.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+from policyc.compiler.site_lists import ListedSite, ListPlan, SiteList
+from policyc.editor import words
+from policyc.language.bundled import bundled_policies
+from policyc.language.diagnostics import Diagnostic
+from policyc.language.loader import LoadedPolicy, parse_with_diagnostics
+from policyc.language.recipes import Gemm, make_recipe
+from policyc.language.treatments import describe_treatment, normalize_if_valid
+from policyc.linter import engine
+from policyc.linter.rules import ALL_RULES
+
+_KEEP = make_recipe("keep")
+
+
+def list_words() -> dict[str, Sequence[str]]:
+    """The words to color, by their class in the page."""
+    return {
+        "keyword": (*words.STATEMENTS, *words.CLAUSES, *words.OPERATORS),
+        "product": words.PRODUCTS,
+        "format": words.RECIPES,
+        "kind": words.ATTRIBUTES,
+        "option": words.OPTION_NAMES,
+    }
+
+
+def list_examples() -> dict[str, str]:
+    """The texts of the bundled policies."""
+    return {name: path.read_text(encoding="utf-8") for name, path in bundled_policies().items()}
+
+
+def check(text: str, sites: SiteList, variant: str = "", phase: int = 0) -> dict[str, Any]:
+    """What the linter says of a text, and what its policy decides about sites in one phase of the schedule."""
+    loaded = parse_with_diagnostics(text)
+    policy = loaded.policy
+    variants = [v.name for v in policy.variants]
+    if loaded.diagnostics:
+        found: list[Diagnostic] = list(loaded.diagnostics)
+        return {"diagnostics": [_diagnostic(d, loaded) for d in found], "variants": variants, "plan": None}
+    plan = ListPlan(policy.variant(variant) if variant in variants else policy, sites)
+    found = sorted((*engine.lint(loaded).diagnostics, *plan.check()), key=lambda d: d.sort_key)
+    return {
+        "diagnostics": [_diagnostic(d, loaded) for d in found if d.span.source is loaded.file.source],
+        "variants": variants,
+        "plan": _plan_data(plan, min(phase, len(plan.rules.phases) - 1), loaded),
+    }
+
+
+def _diagnostic(diagnostic: Diagnostic, loaded: LoadedPolicy) -> dict[str, Any]:
+    fix = diagnostic.fix
+    is_here = diagnostic.span.source is loaded.file.source
+    rule = ALL_RULES.get(diagnostic.code)
+    return {
+        "code": diagnostic.code,
+        "severity": str(diagnostic.severity),
+        "message": diagnostic.message,
+        "help": diagnostic.help,
+        "line": diagnostic.span.line if is_here else 1,
+        "start": diagnostic.span.start if is_here else 0,
+        "end": diagnostic.span.end if is_here else 0,
+        "title": rule.title if rule else "",
+        "fix": fix and {
+            "message": fix.message,
+            "safe": fix.safe,
+            "edits": [[edit.span.start, edit.span.end, edit.text] for edit in fix.edits],
+        },
+    }  # fmt: skip
+
+
+def _plan_data(plan: ListPlan, phase: int, loaded: LoadedPolicy) -> dict[str, Any]:
+    rows = list(_rows(plan, phase))
+    shares: dict[str, float] = {}
+    total = plan.sites.total_flops or 1
+    for row in rows:
+        for runs in row["products"].values():
+            for run in runs:
+                shares[run["format"]] = shares.get(run["format"], 0.0) + run["flops"] / total
+    here = loaded.file.source
+    return {
+        "phases": [plan.rules.label(p) for p in plan.rules.phases],
+        "phase": phase,
+        "formats": dict(sorted(shares.items(), key=lambda item: -item[1])),
+        "rows": rows,
+        "rules": [
+            {"end": rule.span.end, "matched": s.matched, "decided": s.decided, "flops": s.flops}
+            for rule, s in zip(plan.policy.rules, plan.shares, strict=True)
+            if rule.span.source is here
+        ],
+    }
+
+
+def _rows(plan: ListPlan, phase: int) -> Iterator[dict[str, Any]]:
+    """A row for each linear: for each product, runs of layers to which the same happens."""
+    choices = {(s, i): c for s, i, c in plan.choices(plan.rules.phases[phase])}
+    total = plan.sites.total_flops or 1
+    for name, layers in _linears(plan.sites).items():
+        first = plan.sites.sites[layers[0][1]]
+        products = {}
+        for position, gemm in enumerate(Gemm):
+            cells = [
+                (column, *_cell(plan, gemm, choices[site, layer][position].rule), site)
+                for column, site, layer in layers
+                if gemm in plan.sites.sites[site].products
+            ]
+            products[gemm.value] = [
+                _run(plan, list(run)) for _, run in groupby(cells, key=lambda cell: cell[1:4])
+            ]
+        flops = sum(run["flops"] for runs in products.values() for run in runs)
+        size = f"{first.sizes['m']} × {first.sizes['n']} × {first.sizes['k']}"
+        yield {
+            "name": name,
+            "kind": first.kind,
+            "size": size,
+            "share": flops / total,
+            "columns": max(column for column, _, _ in layers) + 1,
+            "products": products,
+        }
+
+
+def _cell(plan: ListPlan, gemm: Gemm, rule: int | None) -> tuple[str, str, str]:
+    """The format of a product, what happens to both operands, and the rule that decides."""
+    recipe = _KEEP if rule is None else normalize_if_valid(plan.resolved[rule])
+    left, right = recipe.gemm_treatments(gemm)
+    narrow = min((left, right), key=lambda treatment: treatment.bits)
+    text = " · ".join(dict.fromkeys(map(describe_treatment, (left, right))))
+    return narrow.format, text, "no rule" if rule is None else str(plan.policy.rules[rule])
+
+
+def _run(plan: ListPlan, cells: list[tuple[int, str, str, str, int]]) -> dict[str, Any]:
+    """Layers of one product to which the same happens."""
+    _, format, text, rule, _ = cells[0]
+    sites = [plan.sites.sites[site] for *_, site in cells]
+    return {
+        "first": cells[0][0],
+        "last": cells[-1][0],
+        "format": format,
+        "text": text,
+        "rule": rule,
+        "flops": sum(site.flops / len(site.layers) for site in sites),
+    }
+
+
+def _linears(sites: SiteList) -> dict[str, list[tuple[int, int, int]]]:
+    """For each linear, by its name: its column, site and layer, the columns ascending. Layers may be scanned or not."""
+    linears: dict[str, dict[int, tuple[int, int]]] = {}
+    for number, site in enumerate(sites.sites):
+        for layer in range(len(site.layers)):
+            column, name = _column(site, layer), _short_name(site)
+            occurrence = 1
+            while column in linears.get(_numbered(name, occurrence), {}):
+                occurrence += 1
+            linears.setdefault(_numbered(name, occurrence), {})[column] = number, layer
+    return {name: [(c, *columns[c]) for c in sorted(columns)] for name, columns in linears.items()}
+
+
+def _numbered(name: str, occurrence: int) -> str:
+    return name if occurrence == 1 else f"{name} ({occurrence})"
+
+
+def _short_name(site: ListedSite) -> str:
+    return re.sub(r"\[\d+\]", "", site.name)
+
+
+def _column(site: ListedSite, layer: int) -> int:
+    """The block of a layer; else its index in a stack; 0 if it is in none."""
+    block = site.layers[layer].block.get("layer")
+    if block is not None:
+        return block
+    indices = [n.index for path in site.layers[layer].paths for n in path if n.index is not None]
+    return indices[0] if indices else 0
