@@ -69,9 +69,7 @@ def __getattr__(name: str) -> Any:
 
 def load_ipython_extension(shell: Any) -> None:
     """Adds the magic `%%policy` to a notebook: `%load_ext policyc`."""
-    from policyc.editor.magic import register
-
-    register(shell)
+    import_module("policyc.editor.magic").register(shell)
 
 
 def __dir__() -> list[str]:

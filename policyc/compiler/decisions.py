@@ -5,7 +5,7 @@ Loads no JAX: a `Plan` decides so about the sites of a loss, and a `ListPlan` ab
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -14,7 +14,7 @@ from policyc.language.policy import Policy, Rule
 from policyc.language.predicates import SiteAttributes
 from policyc.language.recipes import Gemm
 from policyc.language.schedule import representative_steps
-from policyc.language.selectors import DottedPath, expand_selector, matches
+from policyc.language.selectors import DottedPath, Pattern, expand_selector, matches
 
 MatchedProducts = tuple[frozenset[Gemm], ...]
 """For each rule of a policy: the products of a site that it matches."""
@@ -80,7 +80,7 @@ class RuleDecisions:
         """The choices where each rule matches these products: the last rule in force decides."""
         key = (matched, phase)
         if key not in self._decided:
-            live = [r for r in reversed(range(len(matched))) if self.in_force(r, phase)]
+            live = [r for r in reversed(range(len(matched))) if matched[r] and self.in_force(r, phase)]
             fprop, dgrad, wgrad = (_choose([r for r in live if gemm in matched[r]]) for gemm in Gemm)
             self._decided[key] = fprop, dgrad, wgrad
         return self._decided[key]
@@ -96,33 +96,44 @@ class _Matcher:
     def __init__(self, rules: tuple[Rule, ...]) -> None:
         self._rules = rules
         self._patterns = [
-            tuple((p, s.products) for s in rule.selectors for p in expand_selector(s)) for rule in rules
+            [(p, _literals(p), s.products) for s in rule.selectors for p in expand_selector(s)]
+            for rule in rules
         ]
-        self._by_path: dict[DottedPath, MatchedProducts] = {}
-        self._conditions: dict[tuple[Hashable, int | None], tuple[bool, ...]] = {}
+        self._by_path: dict[DottedPath, Mapping[int, frozenset[Gemm]]] = {}
+        self._conditions: dict[tuple[Hashable, int | None, int], bool] = {}
 
     def __call__(self, site: MatchableSite, layer: tuple[int, ...]) -> MatchedProducts:
-        by_path = [self._match(path) for path in site.paths(layer)]
-        joined = (
-            by_path[0] if len(by_path) == 1 else tuple(a.union(*b) for a, *b in zip(*by_path, strict=True))
-        )
-        holds = self._conditions_at(site, layer)
-        return tuple(products if ok else frozenset() for products, ok in zip(joined, holds, strict=True))
-
-    def _conditions_at(self, site: MatchableSite, layer: tuple[int, ...]) -> tuple[bool, ...]:
-        """Whether the `where` of each rule holds."""
+        matched = [frozenset[Gemm]()] * len(self._rules)
         attributes = site.attributes(layer)
-        key = site.address, attributes.get("layer")
+        for path in site.paths(layer):
+            for rule, products in self._match(path).items():
+                if self._holds(rule, site, attributes):
+                    matched[rule] = matched[rule] | products
+        return tuple(matched)
+
+    def _holds(self, rule: int, site: MatchableSite, attributes: SiteAttributes) -> bool:
+        """Whether the `where` of a rule holds."""
+        where = self._rules[rule].where
+        if where is None:
+            return True
+        key = site.address, attributes.get("layer"), rule
         if key not in self._conditions:
-            self._conditions[key] = tuple(
-                rule.where is None or rule.where.holds(attributes) is True for rule in self._rules
-            )
+            self._conditions[key] = where.holds(attributes) is True
         return self._conditions[key]
 
-    def _match(self, path: DottedPath) -> MatchedProducts:
+    def _match(self, path: DottedPath) -> Mapping[int, frozenset[Gemm]]:
+        """The products that rules match by a path, without their `where`; only of the rules that match any."""
         if path not in self._by_path:
-            self._by_path[path] = tuple(
-                frozenset[Gemm]().union(*(products for p, products in parts if matches(p, path)))
-                for parts in self._patterns
-            )
+            names = {name.text for name in path}
+            by_rule: dict[int, frozenset[Gemm]] = {}
+            for rule, patterns in enumerate(self._patterns):
+                for pattern, literals, products in patterns:
+                    if literals <= names and matches(pattern, path):
+                        by_rule[rule] = by_rule.get(rule, frozenset()) | products
+            self._by_path[path] = by_rule
         return self._by_path[path]
+
+
+def _literals(pattern: Pattern) -> frozenset[str]:
+    """The names that a path must contain to match: most rules are about other paths, and are ruled out by them."""
+    return frozenset(segment.glob for segment in pattern.segments if segment.is_literal)

@@ -15,7 +15,7 @@ from policyc.compiler.site_lists import BadSiteList, ListPlan, RuleShare, SiteLi
 from policyc.language.diagnostics import Diagnostic, PolicyError, Severity, Span
 from policyc.language.loader import LoadedPolicy, parse_with_diagnostics
 from policyc.language.parser import BlockStatement, Statement
-from policyc.language.policy import Policy, Rule
+from policyc.language.policy import Rule
 from policyc.linter.settings import BadSettings, Settings, read_settings
 
 _COMMENT = re.compile(r"^[ \t]*#[ \t]*(sites|program):[ \t]*(.*?)[ \t\r]*$", re.MULTILINE)
@@ -85,9 +85,9 @@ def analyze(text: str, path: Path | None) -> Analysis:
     except BadSiteList as error:
         problems.append(_note(source.span or start, f"'{source.path}': {error}"))
     if sites is not None and not loaded.diagnostics:
-        shares = dict(_shares(loaded.policy, sites, loaded))
-        in_file = (d for d in ListPlan(loaded.policy, sites).check() if d.span.source is start.source)
-        problems += in_file
+        plan = ListPlan(loaded.policy, sites)
+        shares = dict(_shares(plan, loaded))
+        problems += (d for d in plan.check() if d.span.source is start.source)
     return Analysis(
         loaded=loaded, settings=settings, source=source, sites=sites, shares=shares, problems=tuple(problems)
     )
@@ -134,14 +134,15 @@ def _read_file(path: Path, changed: int) -> SiteList:
     return SiteList.read(path)
 
 
-def _shares(policy: Policy, sites: SiteList, loaded: LoadedPolicy) -> Iterator[tuple[int, RuleShare]]:
+def _shares(plan: ListPlan, loaded: LoadedPolicy) -> Iterator[tuple[int, RuleShare]]:
     """What the rules of this file do: those of a variant where the variant is applied."""
-    for rule, share in zip(policy.rules, ListPlan(policy, sites).shares, strict=True):
+    policy = plan.policy
+    for rule, share in zip(policy.rules, plan.shares, strict=True):
         if rule.span.source is loaded.file.source:
             yield rule.span.start, share
     for variant in policy.variants:
         if any(rule.span.source is loaded.file.source for rule in variant.rules):
-            applied = ListPlan(policy.variant(variant.name), sites).shares[-len(variant.rules) :]
+            applied = ListPlan(policy.variant(variant.name), plan.sites).shares[-len(variant.rules) :]
             for rule, share in zip(variant.rules, applied, strict=True):
                 yield rule.span.start, share
 

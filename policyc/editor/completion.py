@@ -11,7 +11,7 @@ from lsprotocol import types as lsp
 from policyc.compiler.site_lists import SiteList
 from policyc.editor import words
 from policyc.editor.analysis import Analysis
-from policyc.editor.scan import Scan
+from policyc.editor.scan import Scan, scan_text
 from policyc.language.bundled import bundled_policies
 from policyc.language.formats import FORMATS
 from policyc.language.kinds import KINDS
@@ -50,7 +50,7 @@ def complete(text: str, offset: int, analysis: Analysis | None) -> list[Item]:
     if scan.in_comment:
         return list(_codes()) if _ALLOW.search(line) else []
     _drop_typed_word(scan, text, offset)
-    items = dict.fromkeys(_items(scan, Scan(text), line, analysis))
+    items = dict.fromkeys(_items(scan, scan_text(text), line, analysis))
     return list(items)
 
 

@@ -10,7 +10,7 @@ from lsprotocol import types as lsp
 from policyc.editor.analysis import Analysis
 from policyc.editor.hover import describe_hint
 from policyc.editor.positions import to_position, to_range
-from policyc.editor.scan import Name, Scan
+from policyc.editor.scan import Name, scan_text
 from policyc.language.diagnostics import Diagnostic, Fix, Severity, SourceText, Span
 from policyc.language.formatter import format_file
 from policyc.language.parser import read_statements
@@ -107,7 +107,7 @@ def format_text(source: SourceText) -> list[lsp.TextEdit]:
 
 def definition(source: SourceText, uri: str, offset: int, analysis: Analysis | None) -> list[lsp.Location]:
     """Where a name is defined: in this text, else in an imported file."""
-    scan = Scan(source.text)
+    scan = scan_text(source.text)
     name = scan.name_at(offset)
     if name is None:
         return []
@@ -119,14 +119,14 @@ def definition(source: SourceText, uri: str, offset: int, analysis: Analysis | N
 
 
 def references(source: SourceText, uri: str, offset: int) -> list[lsp.Location]:
-    scan = Scan(source.text)
+    scan = scan_text(source.text)
     name = scan.name_at(offset)
     return [lsp.Location(uri, _range(source, n)) for n in scan.occurrences(name)] if name else []
 
 
 def renamed_range(source: SourceText, offset: int) -> lsp.Range | None:
     """The name at an offset, if this text defines it: an imported name cannot be renamed here."""
-    scan = Scan(source.text)
+    scan = scan_text(source.text)
     name = scan.name_at(offset)
     if name is None or not any(n.is_definition for n in scan.occurrences(name)):
         return None
@@ -134,7 +134,7 @@ def renamed_range(source: SourceText, offset: int) -> lsp.Range | None:
 
 
 def rename(source: SourceText, uri: str, offset: int, new_name: str) -> lsp.WorkspaceEdit:
-    scan = Scan(source.text)
+    scan = scan_text(source.text)
     name = scan.name_at(offset)
     places = scan.occurrences(name) if name else []
     return lsp.WorkspaceEdit(changes={uri: [lsp.TextEdit(_range(source, n), new_name) for n in places]})
@@ -146,7 +146,7 @@ def _range(source: SourceText, name: Name) -> lsp.Range:
 
 def symbols(source: SourceText) -> list[lsp.DocumentSymbol]:
     """The recipes, groups and variants that a text defines, and its schedule. A block contains what is in it."""
-    scan = Scan(source.text)
+    scan = scan_text(source.text)
     names = {source.text.rfind(name.kind, 0, name.start): name for name in scan.definitions()}
     blocks = {block.start: block for block in scan.blocks}
     roots: list[lsp.DocumentSymbol] = []
@@ -173,7 +173,7 @@ def symbols(source: SourceText) -> list[lsp.DocumentSymbol]:
 def folding(source: SourceText) -> list[lsp.FoldingRange]:
     """Blocks, and comments of several lines."""
     ranges = []
-    for block in Scan(source.text).blocks:
+    for block in scan_text(source.text).blocks:
         first, last = source.position(block.start)[0], source.position(block.end)[0]
         if last > first:
             ranges.append(lsp.FoldingRange(first - 1, last - 1, kind=lsp.FoldingRangeKind.Region))

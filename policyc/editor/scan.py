@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 from policyc.editor.words import STATEMENTS
@@ -190,3 +191,9 @@ class Scan:
         return sorted(
             (n for n in self.names if (n.kind, n.text) == (name.kind, name.text)), key=lambda n: n.start
         )
+
+
+@lru_cache(maxsize=4)  # an editor asks several things about each text
+def scan_text(text: str) -> Scan:
+    """The names and blocks of a whole text. Not to be changed."""
+    return Scan(text)

@@ -87,7 +87,10 @@ class Session:
         self.client.text_document_did_change(lsp.DidChangeTextDocumentParams(document, [change]))
 
     def close(self, uri: str) -> None:
+        """Closes a policy, and waits until the server has taken its diagnostics back."""
+        self.client.diagnostics.pop(uri, None)
         self.client.text_document_did_close(lsp.DidCloseTextDocumentParams(lsp.TextDocumentIdentifier(uri)))
+        self.wait_for(lambda: uri in self.client.diagnostics and not self.client.diagnostics[uri])
 
     def wait_for(self, condition: Callable[[], object]) -> None:
         async def wait() -> None:
