@@ -1,9 +1,9 @@
-"""Writes and restores real checkpoints of small configurations, and compares their files with the arrays in them.
+"""Writes and restores real checkpoints of small configurations, and compares them with `policyc estimate`.
 
     python -m benchmarks.checkpoint_time [--config 5m ...] [--folder DIR] [--json FILE]
 
 States have random numbers, as those of a run: zeros would be compressed. Restoring includes the hash of every bit.
-Times are those of this machine and its disk, the least of three.
+Times are those of this machine and its disk, the least of three. The estimate predicts their ratio: that of the bytes.
 Needs the extra train, and no GPU.
 """
 
@@ -22,21 +22,24 @@ import numpy as np
 
 from benchmarks.command_line import make_parser, print_header, print_row
 from policyc.hardware import llama_step
+from policyc.hardware.checkpoint_cost import checkpoint_cost
+from policyc.hardware.mesh import MeshShape
 from policyc.models.llama import partition, train_step
 from policyc.models.llama.checkpoints import Checkpoints
+from policyc.numerics.targets import get_target
 
 ROUNDS = 3
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Bytes of the arrays of a checkpoint, bytes of its files, and the seconds to write and to restore it.
+    """Estimated bytes of a checkpoint, bytes of its files, and the seconds to write and to restore it.
 
     `restore_cpu_seconds` is processor time of all threads, which other load on the machine hardly changes.
     """
 
     config: str
-    array_bytes: int
+    estimated_bytes: int
     file_bytes: int
     write_seconds: float
     restore_seconds: float
@@ -67,6 +70,9 @@ def measure(name: str, folder: Path) -> Measurement:
     """Writes and restores checkpoints of a configuration in a folder."""
     abstract = abstract_state(name)
     state, times = random_state(abstract), []
+    cost = checkpoint_cost(
+        llama_step.abstract_state(name, MeshShape(), llama_step.Sizes()), get_target("h200"), 1
+    )
     checkpoints = Checkpoints(folder, 1, {"policy": None})
     for step in range(1, ROUNDS + 1):
         start = time.perf_counter()
@@ -80,7 +86,7 @@ def measure(name: str, folder: Path) -> Measurement:
     writes, restores, restore_cpu = zip(*times, strict=True)
     return Measurement(
         config=name,
-        array_bytes=sum(array.nbytes for array in jax.tree.leaves(state)),
+        estimated_bytes=cost.bytes,
         file_bytes=sum(path.stat().st_size for path in (folder / str(ROUNDS)).rglob("*") if path.is_file()),
         write_seconds=min(writes),
         restore_seconds=min(restores),
@@ -100,7 +106,7 @@ def main() -> None:
     options = parser.parse_args()
     titles = (
         "configuration",
-        "arrays",
+        "estimated",
         "files",
         "ratio",
         "written in",
@@ -114,7 +120,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             result = measure(name, Path(folder))
         results.append(asdict(result))
-        sizes = result.array_bytes, result.file_bytes
+        sizes = result.estimated_bytes, result.file_bytes
         cells = [name, *(f"{size / 1e6:.1f} MB" for size in sizes), f"{sizes[1] / sizes[0]:.3f}"]
         cells += [f"{result.write_seconds:.2f} s", f"{result.restore_seconds:.2f} s"]
         cpu = result.restore_cpu_seconds

@@ -13,6 +13,7 @@ import click
 from policyc.cli.common import exit_with_message, load_policy, print_or_write, use_color
 from policyc.cli.options import (
     Decorator,
+    FiniteRange,
     ProgramCommand,
     StepOptions,
     check_source,
@@ -35,6 +36,25 @@ if TYPE_CHECKING:
     from policyc.hardware.training_step import TrainingStep
     from policyc.language.policy import Policy
 
+ASSUMPTIONS = """\
+A large GEMM reaches .73 (bf16), .72 (fp8; .60 on Hopper) or .60 (nvfp4) of the dense peak, or is bound by memory.
+A copy reaches .62 of the memory bandwidth. Between GEMMs, each input is written and each output read once per pass.
+Maxima are found where a tensor is computed. te reads a tensor once for all of its codes, or three times if some are
+rotated, at the speed of a copy. xla reads it once for each kind of codes, or twice if some are rotated, more slowly, as
+measured on an H200, and an NVFP4 GEMM writes fp32.
+If layers are in a scan, saved activations are moved four times more.
+A weight is quantized once per step, and each device quantizes its shard.
+Attention reaches half of the bf16 peak. A configuration counts causal FLOPs, a program all of them.
+fsdp gathers weights for fprop and for dgrad, as codes if they are quantized and else in bf16, and scatters gradients
+in bf16, for each microbatch.
+"Everything else" is a fixed fraction of every step. This fraction, and how much communication overlaps with
+computation, are fitted to four published figures. They, and the errors on eight others, are in
+docs/explanation/cost_model.md.
+Speed-ups are better known than times.
+Memory is not checked: a step that does not fit has an estimate too.
+"""
+
+
 EVERYTHING_ELSE = (
     "everything else: launches, gaps and stalls, a fixed fraction of every step, fitted to published "
     "runs (docs/explanation/cost_model.md)"
@@ -48,8 +68,10 @@ class EstimateOptions:
     vs: str | None
     backend: str
     compiled: tuple[str, ...]
+    store_bandwidth: float | None
     output_format: str
     out: str | None
+    assumptions: bool
 
 
 estimate_options: Decorator = collect_options(
@@ -71,8 +93,16 @@ estimate_options: Decorator = collect_options(
             help="Take bytes, kernels and collectives from a step that 'compile --format json' wrote. Once for each "
             "policy.",
         ),
+        click.option(
+            "--store-bandwidth",
+            type=FiniteRange(min=0, min_open=True),
+            metavar="GB/S",
+            help="Also estimate checkpoints, in a store that all hosts together write and read at this speed. "
+            "Configurations only.",
+        ),
         format_option("table", "json"),
         out_option(),
+        click.option("--assumptions", is_flag=True, help="Also print the assumptions of the cost model."),
     ),
 )
 
@@ -84,6 +114,7 @@ estimate_options: Decorator = collect_options(
     policyc estimate te_nvfp4 --vs fp8 --config llama3_8b --devices 8 --batch 128
     policyc estimate te_nvfp4 --config llama3_405b --target gb200 --devices 128 --mesh 'fsdp=32 tensor=4'
     policyc estimate fp8 --config llama3_8b --target gb200 --devices 8 --compiled fp8.json
+    policyc estimate fp8 --config llama3_405b --target gb200 --devices 1024 --store-bandwidth 200
     policyc estimate llama.policy --target b200 train.py --steps 100       any program, from its traced loss
     """,
 )
@@ -109,14 +140,19 @@ def estimate(policy: str, program: tuple[str, ...], step: StepOptions, options: 
         check_modelled(mesh)
         compiled = _read_compiled(options.compiled, [name for name, _ in policies], step)
         traced = trace_step(policies[-1][1], program, mesh, step, execution)
+        checkpoint = _estimate_checkpoint(step, mesh, options.store_bandwidth)
     except ValueError as error:
         exit_with_message(str(error))
     steps = {name: traced.under(loaded, execution) for name, loaded in policies}
     estimates = [_estimate(name, under, mesh, compiled.get(name)) for name, under in steps.items()]
     if options.output_format == "json":
-        text = json.dumps(_as_data(estimates, step.target, mesh), indent=2) + "\n"
+        text = json.dumps(_as_data(estimates, step.target, mesh) | checkpoint, indent=2) + "\n"
     else:
         text = _as_table(estimates, f"{step.devices} {step.target.upper()} ({mesh}){_describe_batch(traced)}")
+        if options.store_bandwidth is not None:
+            text += _describe_checkpoint(checkpoint["checkpoint"], options.store_bandwidth)
+        if options.assumptions:
+            text += ASSUMPTIONS
     print_or_write(text, options.out)
     fail_if_refused(*(under.plan for under in steps.values()))
 
@@ -202,6 +238,33 @@ def trace_step(
     return TrainingStep(plan=plan, accumulate=step.accumulate or 1, remat=step.remat or "none")
 
 
+def _estimate_checkpoint(
+    step: StepOptions, mesh: MeshShape, gigabytes_per_second: float | None
+) -> dict[str, Any]:
+    """What is known of checkpoints in a store. Empty without a store. Raises ValueError for a program."""
+    from policyc.hardware import llama_step
+    from policyc.hardware.checkpoint_cost import checkpoint_cost
+    from policyc.numerics.targets import get_target
+
+    if gigabytes_per_second is None:
+        return {}
+    if not step.config:
+        raise ValueError("--store-bandwidth is for --config: what a program saves is not known")
+    bandwidth = 1e9 * gigabytes_per_second
+    state = llama_step.abstract_state(step.config, mesh, step.sizes())
+    cost = checkpoint_cost(state, get_target(step.target), mesh.devices)
+    checkpoint = {
+        "bytes": cost.bytes,
+        "bytes_per_device": cost.device_bytes,
+        "devices_per_host": cost.devices_per_host,
+        "host_memory": cost.host_bytes,
+        "restored_bytes": cost.restored_bytes,
+        "write_seconds": cost.write_seconds(bandwidth),
+        "restore_seconds": cost.restore_seconds(bandwidth),
+    }
+    return {"checkpoint": checkpoint}
+
+
 # ---- output
 
 NamedEstimates = Sequence[NamedEstimate]
@@ -235,6 +298,17 @@ def _describe_batch(step: TrainingStep) -> str:
         return ""
     tokens = step.sequences * step.sequence
     return f", {step.sequences:,} x {step.sequence:,} = {tokens:,} tokens per step"
+
+
+def _describe_checkpoint(checkpoint: dict[str, Any], gigabytes_per_second: float) -> str:
+    gb = {name: f"{checkpoint[name] / 1e9:.4g} GB" for name in ("bytes", "bytes_per_device", "host_memory")}
+    return (
+        f"checkpoint: {gb['bytes']}, {gb['bytes_per_device']} of it on each device; a host with "
+        f"{checkpoint['devices_per_host']} devices needs {gb['host_memory']} of memory to write it\n"
+        f"at {gigabytes_per_second:g} GB/s: written in {checkpoint['write_seconds']:.4g} s; restored in "
+        f"{checkpoint['restore_seconds']:.4g} s, as every device reads its shards, "
+        f"{checkpoint['restored_bytes'] / 1e9:.4g} GB together\n"
+    )
 
 
 def _as_table(named: NamedEstimates, title: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +98,14 @@ def jit_step(
         partition.abstract_batch(run, device_mesh),
     )
     return train_step.make_train_step(config, run, device_mesh), arguments, run
+
+
+def abstract_state(name: str, mesh: MeshShape, sizes: Sizes) -> Any:
+    """The shapes and shardings of what a checkpoint of a configuration has, on a mesh without devices."""
+    config, run = _configure(name, mesh, sizes)
+    axes = _axes(mesh)
+    abstract_mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
+    return _load_train_step().abstract_state(config, run, cast(jax.sharding.Mesh, abstract_mesh))
 
 
 def _load_train_step() -> Any:

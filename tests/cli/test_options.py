@@ -62,7 +62,7 @@ def test_options_end_where_the_program_begins(line: str, options: RunOptions) ->
     [
         ("generate run --temperature nan", "'--temperature': nan is not a finite number"),
         ("generate run --seed 4294967296", "'--seed': 4294967296 is not in the range"),
-        ("adopt --config tiny --tokens 1B --price-per-gpu-hour inf", "inf is not a finite number"),
+        ("estimate fp8 --config tiny --target gb200 --store-bandwidth inf", "inf is not a finite number"),
     ],
 )
 def test_numbers_that_nothing_could_be_computed_with_are_refused(line: str, message: str) -> None:
