@@ -13,6 +13,8 @@ import click
 
 from policyc.cli.common import (
     EXIT_FAILURE,
+    EXIT_USAGE,
+    exit_with_message,
     format_by_ending,
     load_policy,
     print_or_write,
@@ -25,7 +27,6 @@ from policyc.cli.options import (
     check_source,
     collect_options,
     group_options,
-    out_option,
     path_option,
     policy_argument,
     program_argument,
@@ -103,11 +104,11 @@ output_options: Decorator = collect_options(
         click.option(
             "--format",
             "output_format",
-            type=click.Choice(["text", "html", "svg", "json"]),
+            type=click.Choice(["text", "html", "svg", "json", "model-explorer"]),
             show_default="by the ending of --out; text without it",
-            help="One line per change, a page, the heat map, or JSON.",
+            help="One line per change, a page, the heat map, JSON, or a folder for Google's Model Explorer.",
         ),
-        out_option(),
+        path_option("--out", "FILE", "Write to this file; for model-explorer, this folder."),
         click.option("--equations", is_flag=True, help="In the text, also show the equations that change."),
         click.option("--exit-code", is_flag=True, help="Exit with 1 if something differs."),
     ),
@@ -144,6 +145,8 @@ def diff(
     """
     check_order(policy, program)
     check_source(program, step.config)
+    if output.format == "model-explorer" and output.out in (None, "-"):
+        raise click.UsageError("--format model-explorer writes a folder: name it with --out")
     earlier_plan = os.path.abspath(compare.vs) if compare.vs and compare.vs.endswith(".json") else None
     loaded = load_policy(policy)
     before = load_policy(compare.vs) if compare.vs and not earlier_plan else None
@@ -169,7 +172,7 @@ def diff(
             roots=roots,
         )
         data = _add_overlays(build_diff(request), compare)
-    print_or_write(_render(data, output), output.out)
+    _write(data, output)
     policies = [policy for policy in (before, loaded) if policy is not None]
     fail_if_refused(*(make_plan(policy, traced.plan.sites, execution) for policy in policies))
     if output.exit_code and data.differs:
@@ -207,6 +210,20 @@ def _add_overlays(data: DiffData, compare: CompareOptions) -> DiffData:
     if compare.compiled:
         overlays["compiled"] = read_compiled(Path(compare.compiled), data)
     return dataclasses.replace(data, overlays=overlays)
+
+
+def _write(data: DiffData, output: OutputOptions) -> None:
+    """Prints the diff in its format, or writes it to a file."""
+    if output.format == "model-explorer":
+        from policyc.changes.model_explorer import write_model_explorer
+
+        assert output.out is not None
+        try:
+            write_model_explorer(data, Path(output.out))
+        except OSError as error:
+            exit_with_message(f"--out: '{output.out}' cannot be written: {error.strerror}", EXIT_USAGE)
+    else:
+        print_or_write(_render(data, output), output.out)
 
 
 def _render(data: DiffData, output: OutputOptions) -> str:
