@@ -2,15 +2,17 @@
 
     python -m benchmarks.kinds_time [LAYERS]        default: 126
 
-For each program it prints the processor seconds of JAX's trace, of the analysis without kinds and of the kinds, and the
-last as a share of the trace. Each is the least of five measurements, with the garbage collector off.
+For each program it prints the processor milliseconds of JAX's trace, of the analysis without kinds and of the kinds,
+and the last as a share of the trace. The three are measured in turn, so that other load on the machine affects all of
+them.
+Each is the least of seven measurements, with the garbage collector off.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +27,7 @@ from policyc.compiler.kinds import set_kinds
 from policyc.compiler.paths import leaf_paths
 from policyc.compiler.sites import Sites
 
-REPEATS = 5
+REPEATS = 7
 BATCH, WIDTH = 8, 64
 
 
@@ -49,6 +51,22 @@ def recurrent(params: Any, inputs: jax.Array) -> jax.Array:
     return cross_entropy(h @ params["head"])
 
 
+def plain_recurrent(params: Any, inputs: jax.Array) -> jax.Array:
+    h = jnp.zeros((BATCH, WIDTH))
+    for x in inputs:
+        h = jnp.tanh(x @ params["x"] + h @ params["h"])
+    return cross_entropy(h @ params["head"])
+
+
+def small_transformer(params: Any, x: jax.Array) -> jax.Array:
+    """Blocks of as few operations as a block can have."""
+    for w in params["layers"]:
+        q, k, v = x @ w["q"], x @ w["k"], x @ w["v"]
+        x = x + jax.nn.softmax(q @ k.T) @ v @ w["o"]
+        x = x + jax.nn.relu(x @ w["up"]) @ w["down"]
+    return cross_entropy(x @ params["head"])
+
+
 def perceptron(params: Any, x: jax.Array) -> jax.Array:
     for layer in params:
         x = jax.nn.relu(x @ layer)
@@ -57,25 +75,41 @@ def perceptron(params: Any, x: jax.Array) -> jax.Array:
 
 def programs(layers: int) -> dict[str, tuple[Callable[..., Any], Any, jax.ShapeDtypeStruct]]:
     lstm = {"x": shape(WIDTH, 4 * WIDTH), "h": shape(WIDTH, 4 * WIDTH), "head": shape(WIDTH, 100)}
+    rnn = {"x": shape(WIDTH, WIDTH), "h": shape(WIDTH, WIDTH), "head": shape(WIDTH, 100)}
+    block = {**dict.fromkeys("qkvo", shape(WIDTH, WIDTH)), "up": shape(WIDTH, 256), "down": shape(256, WIDTH)}
     tokens = jax.ShapeDtypeStruct((1, pass_time.SEQ), jnp.int32)
     return {
         f"Llama, {layers} layers": (pass_time.loss, pass_time.parameters(layers), tokens),
         f"LSTM, {2 * layers} steps": (recurrent, lstm, shape(2 * layers, BATCH, WIDTH)),
         f"MLP, {4 * layers} layers": (perceptron, [shape(WIDTH, WIDTH)] * 4 * layers, shape(BATCH, WIDTH)),
+        **{
+            f"plain RNN, {steps} steps": (plain_recurrent, rnn, shape(steps, BATCH, WIDTH))
+            for steps in (16, 2 * layers)
+        },
+        **{
+            f"small blocks, {count}": (
+                small_transformer,
+                {"layers": [block] * count, "head": shape(WIDTH, 100)},
+                shape(BATCH, WIDTH),
+            )
+            for count in (2, 4, 12, layers // 2)
+        },
     }
 
 
-def least_seconds(function: Callable[[], Any]) -> float:
-    seconds = []
+def least_milliseconds(functions: Sequence[Callable[[], Any]]) -> list[float]:
+    """The least processor time of each function. They run in turn."""
+    times: list[list[float]] = [[] for _ in functions]
     for _ in range(REPEATS):
-        jax.clear_caches()
-        gc.collect()
-        gc.disable()
-        start = time.process_time()
-        function()
-        seconds.append(time.process_time() - start)
-        gc.enable()
-    return min(seconds)
+        for function, measured in zip(functions, times, strict=True):
+            jax.clear_caches()
+            gc.collect()
+            gc.disable()
+            start = time.process_time()
+            function()
+            measured.append(1e3 * (time.process_time() - start))
+            gc.enable()
+    return [min(measured) for measured in times]
 
 
 def find_kinds(sites: Sites, is_parameter: list[bool]) -> None:
@@ -86,16 +120,22 @@ def find_kinds(sites: Sites, is_parameter: list[bool]) -> None:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("layers", nargs="?", type=int, default=126, help="layers of Llama (default: 126)")
-    print(f"JAX {jax.__version__}\nprogram             sites  trace s  analysis s  kinds s  share of trace")
+    print(
+        f"JAX {jax.__version__}\nprogram               sites  trace ms  analysis ms  kinds ms  share of trace"
+    )
     for name, (loss, params, data) in programs(parser.parse_args().layers).items():
-        trace = least_seconds(partial(jax.make_jaxpr(loss), params, data))
         closed, paths = jax.make_jaxpr(loss)(params, data), [*leaf_paths([("params", params)]), None]
         sites = analyze(closed, paths)
-        kinds = least_seconds(partial(find_kinds, sites, [p is not None for p in paths]))
-        analysis = least_seconds(partial(analyze, closed, paths))
-        print(
-            f"{name:18}  {len(sites):5}  {trace:7.2f}  {analysis - kinds:10.2f}  {kinds:7.2f}  {kinds / trace:.0%}"
+        is_parameter = [p is not None for p in paths]
+        trace, kinds, analysis = least_milliseconds(
+            [
+                partial(jax.make_jaxpr(loss), params, data),
+                partial(find_kinds, sites, is_parameter),
+                partial(analyze, closed, paths),
+            ]
         )
+        rest, share = analysis - kinds, kinds / trace
+        print(f"{name:20}  {len(sites):5}  {trace:8.0f}  {rest:11.1f}  {kinds:8.1f}  {share:.1%}", flush=True)
 
 
 if __name__ == "__main__":
