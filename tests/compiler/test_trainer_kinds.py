@@ -10,17 +10,18 @@ import importlib.util
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
 
+from tests.compiler.test_public_trainers import prepare_haiku, prepare_levanter, prepare_tunix
 from tests.compiler.test_trainers import program_words
 from tests.support.kind_programs import ATTENTION, BLOCK, outside, scanned, unrolled
 from tests.support.trainer_plans import POLICIES, Expected, PlannedSite, plan_trainers
-from tests.support.trainer_runs import ROOT
+from tests.support.trainer_runs import ROOT, Command
 
 pytestmark = pytest.mark.trainers
 
@@ -38,12 +39,23 @@ LLAMA = (*ATTENTION, "mlp", "mlp", "mlp")
 FUSED = ("attention", "scores", "scores", "attention")
 """One product makes queries, keys and values."""
 MAXTEXT_BLOCKS = 6
+EXPERTS = ("router", "experts", "experts", "experts", "")
+"""The last product adds up the results of a token's experts: it reads no weight, and is in no attention."""
+LATENT_ATTENTION = (*["attention"] * 3, "scores", "scores", "attention")
+"""MLA without a low-rank factor of the queries: queries, the latent vector, keys and values from it."""
 
 
 def blocks(numbers: Sequence[int], *kinds: str) -> list[Expected]:
     """Sites of one scan, whose iterations are these blocks."""
     return [(kind, tuple(numbers)) for kind in kinds]
 
+
+MIXTURE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "base_moe_mlp_dim": 128,
+    "megablox": "false",  # a kernel for TPUs; else ragged_dot
+}
 
 MAXTEXT: dict[str, tuple[dict[str, object], list[Expected]]] = {
     "Llama 2": ({}, [*scanned(MAXTEXT_BLOCKS, *LLAMA), *outside("head")]),
@@ -55,7 +67,38 @@ MAXTEXT: dict[str, tuple[dict[str, object], list[Expected]]] = {
         {"decoder_block": "gemma2", "base_num_decoder_layers": 3},  # pairs of a local and a global block
         [*blocks((0, 2, 4), *LLAMA), *blocks((1, 3, 5), *LLAMA), *outside("head")],
     ),
+    "Mixtral": (
+        {"decoder_block": "mixtral", **MIXTURE},
+        [*scanned(MAXTEXT_BLOCKS, *ATTENTION, *EXPERTS), *outside("head")],
+    ),
+    "DeepSeek V2": (
+        {
+            "decoder_block": "deepseek",
+            **MIXTURE,
+            "first_num_dense_layers": 2,
+            "shared_experts": 1,
+            "attention_type": "mla",
+            "q_lora_rank": 0,
+            "kv_lora_rank": 24,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "base_num_kv_heads": 4,
+        },
+        [
+            *blocks((0, 1), *LATENT_ATTENTION, "mlp", "mlp", "mlp"),
+            *blocks((2, 3, 4, 5), *LATENT_ATTENTION, *EXPERTS, "mlp", "mlp", "mlp"),
+            *outside("head"),
+        ],
+    ),
 }
+
+OTHERS: dict[str, tuple[Callable[[Path], Command], list[Expected]]] = {
+    "Levanter: Llama": (prepare_levanter, [*scanned(4, *LLAMA), *outside("head")]),
+    "Tunix: Llama 3": (prepare_tunix, [*unrolled(3, *LLAMA), *outside("head")]),
+    "Haiku: transformer": (prepare_haiku, [*unrolled(2, *BLOCK), *outside("head")]),
+}
+"""Each with a function that writes its program into a folder."""
 
 HF_FLAX: dict[str, tuple[str, list[Expected]]] = {
     "GPT-2": ("GPT2", [*unrolled(3, *FUSED, "mlp", "mlp"), *outside("head")]),
@@ -108,6 +151,7 @@ jax.jit(jax.value_and_grad(loss)).lower(model.params_shape_tree)
 
 EXPECTED: dict[str, list[Expected]] = {
     **{f"MaxText: {name}": sites for name, (_, sites) in MAXTEXT.items()},
+    **{name: sites for name, (_, sites) in OTHERS.items()},
     **{f"HF Flax: {name}": sites for name, (_, sites) in HF_FLAX.items()},
 }
 
@@ -130,6 +174,13 @@ def plan_maxtext() -> dict[str, list[PlannedSite]]:
 
 
 @cache
+def plan_other(row: str) -> list[PlannedSite]:
+    prepare, _ = OTHERS[row]
+    command = prepare(Path(mkdtemp(prefix="policyc-trainers-")))
+    return plan_trainers({row: command.words}, command.folder, command.variables)[row]
+
+
+@cache
 def plan_hf_flax() -> dict[str, list[PlannedSite]]:
     folder = Path(mkdtemp(prefix="policyc-trainers-"))
     (folder / "program.py").write_text(HF_PROGRAM)
@@ -139,6 +190,8 @@ def plan_hf_flax() -> dict[str, list[PlannedSite]]:
 def planned(row: str) -> list[PlannedSite]:
     """The sites of a row of the table. Skips the test if its trainer is in another environment."""
     trainer, _, name = row.partition(": ")
+    if row in OTHERS and HAS_TRAINERS:
+        return plan_other(row)
     if not (HAS_HF_FLAX if trainer == "HF Flax" else HAS_TRAINERS):
         pytest.skip(f"{trainer} is not installed: make test-trainers")
     return (plan_hf_flax if trainer == "HF Flax" else plan_maxtext)()[name]
