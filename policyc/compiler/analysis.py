@@ -213,9 +213,12 @@ class _Analyzer:
             return self._references.propagate(eqn, infos, context.address)
         elif jaxprs.sub_jaxprs(eqn) and name not in PRIMITIVES:
             return self._opaque_container(eqn, infos, context)
-        elif name == "gather" and infos[0].source is not None:
-            self.looked_up.update(p.path for p in parameters_of(infos[0].source))
-        return propagate_equation(eqn, infos)
+        results = propagate_equation(eqn, infos)
+        if name == "gather" and infos[0].source is not None:
+            (rows,) = results
+            if rows.source is None or rows.is_lookup:  # else it takes a layer of a stack
+                self.looked_up.update(p.path for p in parameters_of(infos[0].source))
+        return results
 
     def _opaque_container(self, eqn: JaxprEqn, infos: list[VarInfo], context: JaxprContext) -> list[VarInfo]:
         """A container that the compiler does not enter: its sites are opaque."""

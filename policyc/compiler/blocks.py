@@ -102,12 +102,12 @@ def find_blocks(
     flow: Flow,
     products: Sequence[Product],
     lengths: dict[Address, int],
-    continues: Callable[[int, int], bool],
+    continues: Callable[[int, Sequence[int]], bool],
 ) -> dict[int, BlockPosition]:
     """The position of every product that is in a block, by its node.
 
-    `lengths` has the number of iterations of each loop over layers. `continues` says whether the product of the second
-    node is the first to read what the blocks before it made, the first node being the last product of these.
+    `lengths` has the number of iterations of each loop over layers. `continues` says whether a block, given by its
+    products, is the first to read what the blocks before it made; a node is the last product of these.
     """
     finder = _Finder(flow, lengths, continues)
     positions: dict[int, BlockPosition] = {}
@@ -124,7 +124,7 @@ def find_blocks(
 
 class _Finder:
     def __init__(
-        self, flow: Flow, lengths: dict[Address, int], continues: Callable[[int, int], bool]
+        self, flow: Flow, lengths: dict[Address, int], continues: Callable[[int, Sequence[int]], bool]
     ) -> None:
         self._flow, self._lengths, self._continues = flow, lengths, continues
         self._branch_sizes: Counter[int] = Counter()
@@ -298,9 +298,9 @@ class _Finder:
         return stacks
 
     def _continue_each_other(self, one: _Layers, other: _Layers) -> bool:
-        last, first = one.blocks[-1][-1].products[-1], other.blocks[0][0].products[0]
-        same_width = one.blocks[0][0].products[0].width == first.width
-        return same_width and self._continues(last.node, first.node)
+        last, first = one.blocks[-1][-1].products[-1], [p for item in other.blocks[0] for p in item.products]
+        same_width = one.blocks[0][0].products[0].width == first[0].width
+        return same_width and self._continues(last.node, [product.node for product in first])
 
     # ---- numbers
 

@@ -41,8 +41,8 @@ def kind_notes(plan: Plan) -> Iterator[str]:
     if contradicted:
         kind = contradicted[0].kind
         yield (
-            f"{kind.names_say} by name, but {kind.name} by the graph, which decides: "
-            f"{_first_and_others(contradicted)} (see policyc sites --explain SITE)"
+            f"the graph decides where names contradict it: '{escape_controls(contradicted[0].name)}' is {kind.name}, "
+            f"not {kind.names_say}{count_others(len(contradicted))} (see policyc sites --explain SITE)"
         )
 
 

@@ -47,7 +47,8 @@ def set_kinds(flow: Flow, sites: Sequence[Site], looked_up: Collection[DottedPat
     around = products.weights_before(o for operands in undecided.values() for o in operands)
     _mark_rest(products, blocks.positions, around | products.after(undecided) & products.weighted)
     for node, site in products.sites.items():
-        site.set_kind(_with_names(site, products.kinds.get(node)), blocks.block_of(node))
+        kind = _with_names(site, products.kinds.get(node))
+        site.set_kind(kind, blocks.block_of(node) if blocks.positions else _only_block(kind))
 
 
 # ---- heads and embeddings
@@ -108,7 +109,9 @@ def _mark_rest(products: ProductFlow, in_blocks: Collection[int], undecided: Col
             products.mark(node, "head", text, min(reached))
         elif not in_blocks and (reached & products.weighted or _reads_products(products, node)):
             products.mark(
-                node, "mlp", "it and another weight product follow each other in a model without blocks"
+                node,
+                "mlp",
+                "it and another weight product follow each other in a model without a repeated stack",
             )
 
 
@@ -186,22 +189,22 @@ class _Blocks:
         has_memory = self._mixer_of.get(node) in self._memories
         return kind, site.weight is None, site.batch, site.m, site.n, site.k, nonlinear, has_memory
 
-    def _continues(self, last: int, first: int) -> bool:
-        """Does a product, or the loop over layers around it, start from what is computed from another product?
+    def _continues(self, last: int, block: Sequence[int]) -> bool:
+        """Does a block, or the loop over layers around it, start from what is computed from another product?
 
-        No other product may be between.
+        No other product may be between. A decoder also reads the encoder, but its residual stream, or what its loop
+        carries, does not start from there.
         """
         products, flow = self._products, self._products.flow
         convolutions = {n for n, name in enumerate(flow.operations) if name == "conv_general_dilated"}
-        starts = flow.inputs[first]
-        for stack in products.sites[first].loops:
-            if (
-                stack.address in self._lengths
-            ):  # the decoder also reads the encoder, but does not start from it
+        additions = {addition for node in block for addition in products.branches.get(node, ())}
+        starts = [min(additions)] if additions else flow.inputs[block[0]]
+        for stack in products.sites[block[0]].loops:
+            if stack.address in self._lengths:
                 carries = flow.loops[stack.address].carries
                 starts = [n for carry, _ in carries for n in flow.inputs[carry][:-1]]
                 break
-        left = [loop.first for loop in flow.loops.values() if loop.first <= last <= loop.last < first]
+        left = [loop.first for loop in flow.loops.values() if loop.first <= last <= loop.last < block[0]]
         return last in flow.before(starts, products.products | convolutions, min([last, *left]))
 
     def _runs_stages(self, site: Site, position: BlockPosition) -> bool:
@@ -223,6 +226,14 @@ class _Blocks:
                 is_repeated = all(site.address[: len(loop)] == loop for site in sites)
             self._pipelines[key] = is_repeated and all(site.batch > 1 for site in weighted)
         return self._pipelines[key]
+
+
+_ONLY_BLOCK = SiteBlock.from_strides((), 0, {}, 1)
+
+
+def _only_block(kind: SiteKind) -> SiteBlock | None:
+    """The block of a site of a model without a repeated stack: all of it is one, but for embedding and head."""
+    return None if kind.name in ("", "head", "embedding") else _ONLY_BLOCK
 
 
 def _is_on_stages(site: Site) -> bool:

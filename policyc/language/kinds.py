@@ -68,7 +68,10 @@ _KINDS = (
         "a convolution. It is true for no site: policyc leaves convolutions as they are",
         excludes=("conv",),
     ),
-    Kind(word="block", meaning="a site inside the repeated stack of the model"),
+    Kind(
+        word="block",
+        meaning="a site inside the repeated stack of the model. A model without one is a single block",
+    ),
 )
 
 KINDS = {kind.word: kind for kind in _KINDS}

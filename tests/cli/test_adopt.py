@@ -134,10 +134,13 @@ def test_any_program(tmp_path: Path) -> None:
     assert "&lt;b&gt;train" in page
 
 
-WITHOUT_BLOCKS = """
+MLP_AFTER_BLOCKS = """
 import jax, jax.numpy as jnp
-w = {"up": jnp.ones((64, 256), jnp.bfloat16), "down": jnp.ones((256, 8), jnp.bfloat16)}
-jax.grad(lambda w, x: jnp.mean(jax.nn.relu(x @ w["up"]) @ w["down"]))(w, jnp.ones((512, 64), jnp.bfloat16))
+def loss(w, x):
+    for _ in range(2):
+        x = x + jax.nn.softmax(x @ x.T) @ x
+    return jnp.mean(jax.nn.relu(x @ w["mlp"]))
+jax.grad(loss)({"mlp": jnp.ones((64, 256), jnp.bfloat16)}, jnp.ones((512, 64), jnp.bfloat16))
 """
 
 OPAQUE = """
@@ -150,7 +153,7 @@ jax.grad(lambda w, x: jnp.sum(multiply(x, w)))(jnp.ones((32, 32)), jnp.ones((8, 
 
 def test_a_baseline_that_does_not_fit_is_not_compared_with(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(WITHOUT_BLOCKS)
+    script.write_text(MLP_AFTER_BLOCKS)
     data = adoption(script)
     assert "fp8" in {row["policy"] for row in data["left_out"]}
     assert {c["speed_up"] for c in data["candidates"]} == {None}

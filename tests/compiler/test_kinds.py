@@ -239,4 +239,6 @@ def test_the_plan_says_once_that_names_contradict_the_graph() -> None:
 
     plan = make_plan(parse("* where mlp -> fp8"), find_sites(loss, renamed))
     (note,) = kind_notes(plan)
-    assert note.startswith("mlp by name, but attention by the graph, which decides: 'l[0].mlp', and 2 more")
+    assert note.startswith(
+        "the graph decides where names contradict it: 'l[0].mlp' is attention, not mlp, and 2 more"
+    )

@@ -692,6 +692,47 @@ def decoder_that_reads_the_encoder_first(p: Any) -> Any:
     return cross_entropy(rms_norm(x) @ p["table"].T)
 
 
+def cross_attention(x: Any, memory: Any, p: Any) -> Any:
+    """Keys and values come first, then the queries."""
+    k, v = split_heads(memory @ p["w1"]), split_heads(memory @ p["w2"])
+    out = attend(split_heads(x @ p["w3"]), k, v, causal=False)
+    return out.reshape(*out.shape[:2], -1) @ p["w4"]
+
+
+@program(
+    {**LM_PARAMS, "e": [BLOCK_PARAMS] * 2, "d": [BLOCK_PARAMS] * 3},
+    unrolled(2, *BLOCK),
+    unrolled(3, *BLOCK),
+    outside("head"),
+)
+def decoder_that_makes_keys_of_the_encoder_first(p: Any) -> Any:
+    """The first product of the decoder reads the encoder, but the residual stream of the decoder starts elsewhere."""
+    memory, x = p["table"][TOKEN_IDS], p["table"][TOKEN_IDS + 1]
+    for layer in p["e"]:
+        memory = block(memory, layer)
+    for layer in p["d"]:
+        x = x + cross_attention(rms_norm(x), memory, layer)
+        x = x + mlp(rms_norm(x), layer)
+    return cross_entropy(rms_norm(x) @ p["out"])
+
+
+@program(
+    {**LM_PARAMS, "e": [BLOCK_PARAMS] * 3, "d": [[attention_params(), BLOCK_PARAMS]] * 2},
+    unrolled(3, *BLOCK),
+    unrolled(2, *ATTENTION, *BLOCK),
+    outside("head"),
+)
+def decoder_with_keys_of_the_encoder_before_its_own_attention(p: Any) -> Any:
+    """After each addition follows a norm. The blocks of encoder and decoder begin with equal products."""
+    memory, x = rms_norm(p["table"][TOKEN_IDS]), rms_norm(p["table"][TOKEN_IDS + 1])
+    for layer in p["e"]:
+        memory = rms_norm(block(memory, layer))
+    for cross, layer in p["d"]:
+        x = rms_norm(x + cross_attention(x, memory, cross))
+        x = rms_norm(block(x, layer))
+    return cross_entropy(x @ p["out"])
+
+
 BERT = {**BLOCK_PARAMS, "b": weight(WIDTH)}
 
 
@@ -939,13 +980,13 @@ def recurrent_network(p: Any) -> Any:
     return cross_entropy(x @ p["out"])
 
 
-@program({"a": weight(WIDTH, HIDDEN), "b": weight(HIDDEN, 4)}, outside("mlp", "mlp"))
+@program({"a": weight(WIDTH, HIDDEN), "b": weight(HIDDEN, 4)}, unrolled(1, "mlp", "mlp"))
 def perceptron_with_one_hidden_layer(p: Any) -> Any:
-    """It has no blocks. Its products follow each other."""
+    """Nothing repeats, so all of it is one block. Its products follow each other."""
     return jnp.square(jax.nn.relu(SEQUENCE @ p["a"]) @ p["b"]).mean()
 
 
-@program({"a": weight(WIDTH, HIDDEN), "b": weight(HIDDEN, 4)}, outside("mlp", "head"))
+@program({"a": weight(WIDTH, HIDDEN), "b": weight(HIDDEN, 4)}, unrolled(1, "mlp"), outside("head"))
 def classifier_with_one_hidden_layer(p: Any) -> Any:
     return cross_entropy(jax.nn.relu(SEQUENCE[:, 0] @ p["a"]) @ p["b"], np.zeros(BATCH, int))
 
@@ -995,6 +1036,18 @@ def pooling_by_attention(p: Any) -> Any:
 
 
 # ---- pipelines and other forms of stacks
+
+
+@program({**LM_PARAMS, "l": stack(4, BLOCK_PARAMS)}, scanned(4, *BLOCK), outside("head"))
+def layers_taken_by_a_counter(p: Any) -> Any:
+    """A loop that gathers the parameters of its layer, as haliax does: these gathers look up no tokens."""
+
+    def body(carry: Any, _: Any) -> Any:
+        x, number = carry
+        return (block(x, jax.tree.map(lambda w: jnp.take(w, number, axis=0), p["l"])), number + 1), None
+
+    (x, _), _ = lax.scan(body, (p["table"][TOKEN_IDS], 0), None, length=4)
+    return cross_entropy(layer_norm(x, p["s"]) @ p["out"])
 
 
 @program(
