@@ -4,6 +4,8 @@ The host does not wait for a step to learn whether it is faulty. The device itse
 step, and the host reads the result later.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast

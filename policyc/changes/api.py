@@ -33,7 +33,7 @@ FILE_WRITERS: Mapping[str, Callable[[DiffData], str]] = {
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Diff:
-    """A difference between two versions of a loss. `str` is the whole text; a notebook shows the heat map."""
+    """A difference between two versions of a loss. `str` is what `policyc diff` prints; notebooks show a heat map."""
 
     data: DiffData
 
@@ -45,7 +45,7 @@ class Diff:
         return f"<Diff: {sentence(self.data)}>"
 
     def __str__(self) -> str:
-        return render(self.data)
+        return render(self.data, equations=False)
 
     def _repr_html_(self) -> str:
         return draw_heat_map(self.data)
@@ -92,7 +92,8 @@ def diff(
       **kwargs: keyword arguments of `fn`.
 
     Returns:
-      A `Diff`, which is true if anything differs. `print` shows all of it, and `save` writes a page or a picture.
+      A `Diff`, which is true if anything differs. `print` shows a line per change. `save` writes a page, a picture or a
+      text with the equations.
     """
     planned = plan(policy, fn, *args, param_argnums=param_argnums, has_aux=has_aux, target=target, **kwargs)
     labels = ("no policy" if before is None else _label(before), _label(policy))

@@ -113,7 +113,7 @@ class ColonComplete(BashComplete):
     def get_completions(self, args: list[str], incomplete: str) -> list[CompletionItem]:
         items = super().get_completions(args, incomplete)
         before, colon, _ = incomplete.rpartition(":")
-        if colon in os.environ["COMP_WORDBREAKS"]:
+        if colon in os.environ.get("COMP_WORDBREAKS", ""):
             for item in items:
                 item.value = item.value.removeprefix(before + colon)
         return items

@@ -5,7 +5,7 @@ Loads no JAX: a `Plan` decides so about the sites of a loss, and a `ListPlan` ab
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -55,7 +55,7 @@ class RuleDecisions:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._decided: dict[tuple[MatchedProducts, Phase], Choices] = {}
-        self.match = _Matcher(policy.rules)
+        self.match: Callable[[MatchableSite, tuple[int, ...]], MatchedProducts] = _Matcher(policy.rules)
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:

@@ -66,7 +66,7 @@ class References:
 
     def __init__(self) -> None:
         self._contents: dict[Address, _Contents] = {}
-        self.has_grown = False
+        self.has_grown: bool = False
         """Was anything written that was not known?"""
 
     def propagate(self, eqn: JaxprEqn, infos: Sequence[VarInfo], address: Address) -> list[VarInfo]:

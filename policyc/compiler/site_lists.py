@@ -179,7 +179,7 @@ class ListPlan:
     def __init__(self, policy: Policy, sites: SiteList) -> None:
         self.policy = policy
         self.sites = sites
-        self.rules = RuleDecisions(policy)
+        self.rules: RuleDecisions = RuleDecisions(policy)
         resolve = policy.resolver()
         self.resolved: tuple[Recipe, ...] = tuple(resolve(rule.recipe) for rule in policy.rules)
 

@@ -91,8 +91,8 @@ class Scan:
     def __init__(self, text: str, end: int | None = None) -> None:
         self.names: list[Name] = []
         self.blocks: list[Block] = []
-        self.statement = Statement()
-        self.in_comment = False
+        self.statement: Statement = Statement()
+        self.in_comment: bool = False
         self._text = text if end is None else text[:end]
         self._open: list[tuple[str, int]] = []
         for match in _TOKEN.finditer(self._text):

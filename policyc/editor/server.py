@@ -55,7 +55,7 @@ class PolicyServer:
     """Open documents, and the handlers of requests about them."""
 
     def __init__(self) -> None:
-        self.server = LanguageServer(
+        self.server: LanguageServer = LanguageServer(
             "policyc", __version__, text_document_sync_kind=lsp.TextDocumentSyncKind.Full
         )
         self._documents: dict[str, _Document] = {}
