@@ -141,7 +141,7 @@ def plan_program(policy: Policy, words: Sequence[str], execution: ExecutionOptio
         with exit_on_error(), explain_early_exit(program):
             plan = runner.trace_first_plan(program, policy, execution)
     except runner.NoLoss as error:
-        exit_with_message(f"the program ended and {_explain_no_loss(error.saw_forward_mode)}")
+        exit_with_message(f"the program ended and {explain_no_loss(error.saw_forward_mode)}")
     if not len(plan.sites):
         exit_with_message("no loss of the program has a GEMM")
     return plan
@@ -215,7 +215,7 @@ def run_under_policy(program: Program, policy_name: str, options: RunOptions) ->
         return
     if session is None or not session.plans:
         if not result.children:
-            reason = _explain_no_loss(result.saw_forward_mode)
+            reason = explain_no_loss(result.saw_forward_mode)
             exit_with_message(f"'{policy_name}' was not applied: the program {reason}")
         _print_unless_quiet(
             options,
@@ -311,7 +311,7 @@ def _write_report_of(session: Session | None, options: RunOptions) -> None:
         _print_unless_quiet(options, str(error), "no report")
 
 
-def _explain_no_loss(saw_forward_mode: bool) -> str:
+def explain_no_loss(saw_forward_mode: bool) -> str:
     """What a program did that differentiated nothing in reverse mode."""
     if saw_forward_mode:
         return (

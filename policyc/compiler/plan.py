@@ -160,6 +160,10 @@ class Plan:
             self._decisions[phase] = decisions
         return self._decisions[phase]
 
+    def with_decisions(self, decisions: Decisions) -> Plan:
+        """The same sites with these decisions, whatever the policy says."""
+        return replace(self, _decisions=dict.fromkeys(self.phases, decisions))
+
     def layer_ranges(self, phase: Phase = ()) -> Iterator[LayerRange]:
         """The decisions of a phase, consecutive layers of a site with the same decision together."""
         for site in self.sites:

@@ -16,7 +16,7 @@ from typing import Any
 from policyc.base.notebook import html_text
 from policyc.compiler.execution import ExecutionOptions, execution_options
 from policyc.compiler.idle_rules import find_deciding_rules, idle_rules
-from policyc.compiler.pipeline import LossCall, as_policy, is_compiling, plan_traced, warn
+from policyc.compiler.pipeline import LossCall, PlannedLoss, as_policy, is_compiling, plan_traced, warn
 from policyc.compiler.plan import Plan
 from policyc.compiler.plan_checks import check_plan, unmet_expectations
 from policyc.compiler.schedule import SCHEDULE
@@ -51,6 +51,8 @@ class Session:
     policy."""
     as_error: Callable[[PolicyError], BaseException] = lambda error: error
     """Makes the exception to raise when the policy cannot be applied."""
+    compile: Callable[[PlannedLoss], Callable[..., Any]] = PlannedLoss.compile
+    """Makes the function that runs instead of a planned loss."""
     stats_every: int = 0
     """Programs that call `policyc.observe` measure their numerics every so many steps; 0: never."""
     output_dir: Path | None = None
@@ -94,7 +96,7 @@ class Session:
                     if self.on_plan is None:
                         warn(warned)
                     self._checked = True
-            quantized = planned.compile()
+            quantized = self.compile(planned)
         except PolicyError as error:
             self.refusal = self.refusal or error
             raise self.as_error(error) from None

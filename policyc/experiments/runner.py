@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from policyc.compiler.execution import ExecutionOptions
 from policyc.experiments.import_hook import on_import
@@ -29,6 +29,7 @@ from policyc.language.diagnostics import PolicyError
 from policyc.language.policy import Policy
 
 if TYPE_CHECKING:
+    from policyc.compiler.pipeline import PlannedLoss
     from policyc.compiler.plan import Plan
     from policyc.compiler.session import Session
     from policyc.jaxcore.relocate import JittedFunction
@@ -91,10 +92,12 @@ def run(
     multiple_losses: bool = False,
     stats_every: int = 0,
     plans_always: bool = True,
+    compile: Callable[[PlannedLoss], Callable[..., Any]] | None = None,
 ) -> ProgramResult:
     """Runs a program under a policy until it, its threads and its children end.
 
-    Without `plans_always` a policy that changes nothing leaves all losses to JAX, and there are no plans.
+    Without `plans_always` a policy that changes nothing leaves all losses to JAX, and there are no plans. `compile`
+    makes the function that runs instead of a planned loss; by default that does what the plan says.
 
     Raises SystemExit if the program exits with an error. Also if its arguments ask for help (`--help`), and it ends
     with 0 and differentiates nothing; then it says that no policy was applied. Raises BadProgram if the program cannot
@@ -105,13 +108,17 @@ def run(
     settings = SessionSettings(policy, execution, multiple_losses, stats_every, plans_always)
     try:
         with contextlib.closing(ChildRefusals()) as refusals:
-            return _run(program, settings, on_plan, refusals)
+            return _run(program, settings, on_plan, refusals, compile)
     except _Interrupted:
         _exit_by_interrupt()
 
 
 def _run(
-    program: Program, settings: SessionSettings, on_plan: Callable[[Plan], None], refusals: ChildRefusals
+    program: Program,
+    settings: SessionSettings,
+    on_plan: Callable[[Plan], None],
+    refusals: ChildRefusals,
+    compile: Callable[[PlannedLoss], Callable[..., Any]] | None,
 ) -> ProgramResult:
     sessions: list[Session] = []
     ends: list[BaseException] = []
@@ -129,7 +136,10 @@ def _run(
         return PolicyRejected(error)
 
     def start() -> None:
-        sessions.append(_start_session(settings, stack, end_on_error, reject))
+        session = _start_session(settings, stack, end_on_error, reject)
+        if compile is not None:
+            session.compile = compile
+        sessions.append(session)
 
     children = SpawnedChildren(_start_in_child, settings, refusals)
     with contextlib.ExitStack() as stack:

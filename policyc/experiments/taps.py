@@ -105,7 +105,10 @@ _run_tapped.defvjp(_run_tapped_fwd, _run_tapped_bwd)
 class TapRewriter(SiteRewriter):
     """Replaces sites as `SiteRewriter` does, and adds a tap to each that can be measured."""
 
-    def _is_measured(self, site: Site) -> bool:
+    tap_shape: tuple[int, ...] = _SHAPE
+    """The shape of what a site measures."""
+
+    def is_measured(self, site: Site) -> bool:
         """Ragged products are not measured, nor sites that no extra input can reach (those in a shard_map)."""
         return not site.is_ragged and site.takes_extra_inputs
 
@@ -121,13 +124,13 @@ class TapRewriter(SiteRewriter):
         return {}
 
     def make_template(self, site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> SiteTemplate:
-        if not self._is_measured(site) or not _quantizes(site_recipe):
+        if not self.is_measured(site) or not _quantizes(site_recipe):
             return super().make_template(site, site_recipe, inputs)
         measured = MeasuredGemm(site, site_recipe, quantized_gemm(site, site_recipe, inputs))
         extra: list[tuple[Any, tuple[AbstractValue, ...]]] = []
         if inputs.has_rounding_key:
             extra.append((ROUNDING_KEY, (jaxprs.array_aval((), "uint32", site.eqn, site.axis_env),) * 2))
-        extra.append((TAP, (jaxprs.array_aval(_SHAPE, "float32", site.eqn, site.axis_env),)))
+        extra.append((TAP, (jaxprs.array_aval(self.tap_shape, "float32", site.eqn, site.axis_env),)))
 
         def tapped(lhs: Any, rhs: Any, *rest: Any) -> Any:
             *key_words, tap = rest
@@ -144,11 +147,10 @@ def _quantizes(site_recipe: SiteRecipe) -> bool:
 class TappedLoss:
     """The loss of a plan with a tap at every site that is measured."""
 
-    def __init__(self, plan: Plan, decisions: Decisions) -> None:
+    def __init__(self, plan: Plan, decisions: Decisions, rewriter: type[TapRewriter] = TapRewriter) -> None:
         self.plan = plan
-        self._decisions = decisions
         self._source = RandomSource(seed=plan.policy.seed)
-        self._rewriter = TapRewriter(plan.sites, decisions, source=self._source)
+        self._rewriter = rewriter(plan.sites, decisions, source=self._source)
         result = self._rewriter.transform(plan.sites.jaxpr)
         self.jaxpr: ClosedJaxpr = result.jaxpr
         self._extra = result.inputs
@@ -160,8 +162,10 @@ class TappedLoss:
         avals: list[Any] = [e.avals[0] for e in self._taps]
         return [jnp.zeros(aval.shape) for aval in avals]
 
-    def evaluate(self, inputs: Sequence[Any], taps: Sequence[jax.Array]) -> list[Any]:
-        """The results of the loss, for its inputs and these taps."""
+    def evaluate(
+        self, inputs: Sequence[Any], taps: Sequence[jax.Array], consts: Sequence[Any] | None = None
+    ) -> list[Any]:
+        """The results of the loss, for its inputs and these taps. `consts` are other values for its constants."""
         remaining = iter(taps)
         extra: list[Any] = []
         for e in self._extra:
@@ -169,7 +173,8 @@ class TappedLoss:
                 extra.append(next(remaining))
             else:
                 extra += self._source.layer_keys(self._rewriter.sites[e.address], e.ranges)
-        return jaxprs.evaluate(self.jaxpr, *inputs, *extra)
+        values = self.jaxpr.consts if consts is None else consts
+        return jaxprs.evaluate_with_consts(self.jaxpr, values, *inputs, *extra)
 
     def measurements(
         self, taps: Sequence[np.ndarray]
@@ -179,6 +184,16 @@ class TappedLoss:
         The figures have leading axes for the scans around the site that are not stacks: uses of the same layer.
         """
         names: dict[Hashable, list[tuple[str, str]]] = {}
+        for site, layer, figures in self.figures(taps):
+            site_recipe = self._rewriter.site_recipe(site.address, layer)
+            assert site_recipe is not None, "only what is quantized is measured"
+            key = (site.address, site_recipe)
+            if key not in names:
+                names[key] = MeasuredGemm(site, site_recipe, _not_run).operand_names()
+            yield site, layer, names[key], figures
+
+    def figures(self, taps: Sequence[np.ndarray]) -> Iterator[tuple[Site, Layer, np.ndarray]]:
+        """For each measured layer: its site, its index, and its figures."""
         pieces: dict[Address, list[tuple[ExtraInput, np.ndarray]]] = {}
         for extra, values in zip(self._taps, taps, strict=True):
             pieces.setdefault(extra.address, []).append((extra, values))
@@ -186,24 +201,19 @@ class TappedLoss:
             site = self._rewriter.sites[address]
             figures_of = self._figures_by_layer(site, tapped)
             for layer in site.layers():
-                site_recipe = self._rewriter.site_recipe(address, layer)
-                if site_recipe is None or not _quantizes(site_recipe) or not figures_of[layer].any():
-                    continue  # kept, or in a branch that was not taken
-                key = (address, site_recipe)
-                if key not in names:
-                    names[key] = MeasuredGemm(site, site_recipe, _not_run).operand_names()
-                yield site, layer, names[key], figures_of[layer]
+                if figures_of[layer].any():  # not kept, nor in a branch that was not taken
+                    yield site, layer, figures_of[layer]
 
     def _figures_by_layer(self, site: Site, tapped: Sequence[tuple[ExtraInput, np.ndarray]]) -> np.ndarray:
         """The figures of a site, with the axes of its stacks first."""
         scans = enclosing_scans(self.plan.sites.jaxpr, site.address)
-        whole = np.zeros((*scans.values(), *_SHAPE), np.float32)
+        whole = np.zeros((*scans.values(), *self._rewriter.tap_shape), np.float32)
         for extra, values in tapped:  # one piece for each part of a split scan
             whole[tuple(slice(r.start, r.stop) for r in extra.ranges)] = values
         stacks = [s.address for s in site.stacks]
         addresses = list(scans)
         order = sorted(range(len(scans)), key=lambda i: (addresses[i] not in stacks, i))
-        return np.transpose(whole, [*order, len(scans), len(scans) + 1])
+        return np.transpose(whole, [*order, *range(len(scans), whole.ndim)])
 
 
 def _not_run(*_: Any) -> Any:

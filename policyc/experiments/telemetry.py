@@ -112,7 +112,7 @@ class StatsRecorder:
         value_and_grad = jax.value_and_grad(under_policy, argnums=(0, 1), allow_int=True)
         loss, (gradients, taps) = value_and_grad(inputs, tapped.taps())
         plain_loss, plain_gradients = jax.value_and_grad(plain, allow_int=True)(inputs)
-        stacks = _stacked_parameters(plan)
+        stacks = stacked_parameters(plan)
         cosines = [
             _cosine(a, b, path in stacks)
             for a, b, path in zip(gradients, plain_gradients, plan.sites.parameters, strict=True)
@@ -157,7 +157,7 @@ def _site_and_layer(path: DottedPath, default: str = "") -> StatsRow:
 # ---- gradients
 
 
-def _stacked_parameters(plan: Plan) -> set[DottedPath]:
+def stacked_parameters(plan: Plan) -> set[DottedPath]:
     """The parameters whose first axis is a stack of layers."""
     templates = (t for s in plan.sites if s.stacks for t in s.parameters)
     return {t.path for t in templates if any(slot.axis == 0 for slot in t.slots)}
@@ -175,7 +175,7 @@ def _cosine(a: jax.Array, b: jax.Array, by_layer: bool) -> jax.Array:
 
 
 def _gradient_rows(plan: Plan, cosines: Sequence[np.ndarray]) -> Iterator[StatsRow]:
-    stacks = _stacked_parameters(plan)
+    stacks = stacked_parameters(plan)
     for path, values in zip(plan.sites.parameters, cosines, strict=True):
         labels = _site_and_layer(path)
         for layer, cosine in enumerate(values.tolist()):

@@ -1,0 +1,306 @@
+"""Is a policy that the search finds better than others of the same predicted speed?
+
+    python -m benchmarks.search_policies --out OUT
+
+Trains a small Llama in bf16, scores it at three checkpoints, and finds policies at the predicted time of `te_nvfp4` and
+of `llama_nvfp4`. Then trains these, random policies of the same time, "the last N blocks in bf16", the bundled ones,
+and `te_nvfp4` in one product each, all with the same seeds. Writes OUT/search.json: scores, predictions, validation
+losses by seed, and gaps. Speed is that of as many blocks with the widths of Llama 3 8B on 8 GB200: at the size of the
+model that is trained, no format is faster. What has not finished after --minutes is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.stats import spearmanr
+
+from benchmarks.command_line import make_parser
+from policyc.compiler.execution import execution_options
+from policyc.experiments.program import Program
+from policyc.experiments.record import KEEP, record_loss
+from policyc.experiments.search.candidates import parse_formats
+from policyc.experiments.search.found import Searched
+from policyc.experiments.search.problem import Assignment, expand, make_problem
+from policyc.experiments.search.scores import Scores, score_formats
+from policyc.experiments.search.solve import minimize_damage
+from policyc.hardware import llama_step
+from policyc.hardware.mesh import parse_mesh
+from policyc.hardware.step_cost import estimate
+from policyc.language.bundled import data_folder
+from policyc.language.loader import load, parse
+from policyc.models.llama.configs import CONFIGS
+
+TRAINER = str(data_folder("models") / "llama" / "train.py")
+FORMATS = "nvfp4,fp8"
+NV = "recipe nv = nvfp4(rht=wgrad, sr=grad, scale2d=weights)\n"
+BLOCKS = "* where block and (attention or mlp)"
+RANDOM_TRIES = 3000
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--config", default="5m")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--jobs", type=int, default=4, help="processes that share the GPU")
+    parser.add_argument("--minutes", type=float, default=8.7)
+    parser.add_argument("--data", default="stdlib")
+    parser.add_argument("--eval-batches", type=int, default=64)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    study = Study(options)
+    study.train_reference()
+    scores = [study.score(step) for step in study.checkpoints]
+    study.find(scores[-1])
+    study.report(scores)
+    study.train_all()
+    study.report(scores)
+
+
+class Study:
+    """The runs and what is known about them."""
+
+    def __init__(self, options: Any) -> None:
+        self.options, self.started = options, time.monotonic()
+        self.out = options.out.absolute()
+        self.runs = Path(os.environ.get("TMPDIR", "/tmp")) / f"search_policies_{os.getpid()}"
+        third = options.steps // 3
+        self.checkpoints = [third, 2 * third, 3 * third]
+        self.policies: dict[str, str] = {}
+        self.predicted: dict[str, dict[str, float]] = {}
+        self.losses: dict[str, dict[str, float]] = {}
+        self.notes: list[str] = []
+        (self.out / "policies").mkdir(parents=True, exist_ok=True)
+
+    def note(self, text: str) -> None:
+        self.notes.append(f"{time.monotonic() - self.started:.0f} s: {text}")
+        print(self.notes[-1], flush=True)
+
+    # ---- the reference and its scores
+
+    def trainer_words(self) -> list[str]:
+        options = self.options
+        return [
+            "--config",
+            options.config,
+            "--batch",
+            str(options.batch),
+            "--learning-rate",
+            "1e-3",
+            "--data",
+            options.data,
+        ]
+
+    def train_reference(self) -> None:
+        """One seed in bf16, with the checkpoints that are scored."""
+        words = [*self.trainer_words(), "--steps", str(self.checkpoints[-1]), "--out", str(self.runs / "reference"),
+                 "--checkpoint-every", str(self.checkpoints[0]), "--keep", "4"]  # fmt: skip
+        subprocess.run([sys.executable, TRAINER, *words], check=True)
+        self.note("trained the reference")
+
+    def score(self, step: int) -> Scores:
+        checkpoint = self.runs / "reference" / "checkpoints" / str(step)
+        words = [*self.trainer_words(), "--steps", str(step + 8), "--out", str(self.runs / f"record{step}"),
+                 "--checkpoint-every", "0", "--resume-from", str(checkpoint), "--accept-changes"]  # fmt: skip
+        recorded = record_loss(Program(TRAINER, tuple(words)), 4)
+        scores = score_formats(recorded, parse_formats(FORMATS))
+        self.note(f"scored step {step}: loss {np.mean(scores.losses):.4f}")
+        return scores
+
+    # ---- policies of the same time
+
+    def find(self, scores: Scores) -> None:
+        whole, layers = CONFIGS["llama3_8b"][0], CONFIGS[self.options.config][0].layers
+        # The head keeps its share of the step.
+        wide = dataclasses.replace(whole, layers=layers, vocab=whole.vocab * layers // whole.layers // 8 * 8)
+        CONFIGS["wide"] = (wide, CONFIGS["llama3_8b"][1])
+        execution, mesh = execution_options("te", "gb200"), parse_mesh("fsdp=8", 8)
+        step = llama_step.plan_step(parse(KEEP), "wide", mesh, llama_step.Sizes(), execution)
+        formats = parse_formats(FORMATS)
+        problem = make_problem(step, mesh, scores, formats)
+        searched = Searched(problem=problem, scores=scores, step=step, mesh=mesh, segments=4,
+                            source=self.options.config, command="benchmarks.search_policies")  # fmt: skip
+        self.searched = searched
+        for name in ("te_nvfp4", "llama_nvfp4", "fp8"):
+            self.policies[name] = f'import "{name}.policy"\n'
+        for gemm in ("fprop", "dgrad", "wgrad"):
+            self.policies[f"te_{gemm}"] = f"{NV}* @ {gemm} where block and (attention or mlp) -> nv\n"
+        target = step.plan.execution.target
+        assert target is not None
+        for name in ("te_nvfp4", "llama_nvfp4"):
+            seconds = estimate(step.under(load(name)), target, mesh).seconds
+            short = name.partition("_")[0]
+            self.policies[f"found_{short}"] = searched.write_policy(minimize_damage(problem, seconds, 4))
+            for number, assignment in enumerate(self._random(seconds, 2)):
+                self.policies[f"random_{short}_{number}"] = self._write(assignment)
+            last = self._last_blocks(seconds)
+            if last:
+                self.policies[f"last_{last}_{short}"] = (
+                    f"{NV}{BLOCKS} -> nv\n* where layer >= -{last} -> keep\n"
+                )
+        for name, text in self.policies.items():
+            (self.out / "policies" / f"{name}.policy").write_text(text)
+            policy = parse(text)
+            cost = searched.place_policy(policy)
+            seconds = estimate(step.under(policy), target, mesh).seconds
+            damage = cost.damage if cost else float("nan")
+            self.predicted[name] = {"speed_up": problem.seconds / seconds, "damage": damage}
+        self.note(f"found policies: {json.dumps(self.predicted)}")
+
+    def _random(self, seconds: float, count: int) -> list[Assignment]:
+        """Random formats by group and thirds of the layers, the ones whose time is nearest below the limit."""
+        problem = self.searched.problem
+        generator = np.random.default_rng(0)
+        layers = 1 + max(i.number for i in problem.items if i.number is not None)
+        tried: list[tuple[float, Assignment]] = []
+        for _ in range(RANDOM_TRIES):
+            chosen: dict[Any, Any] = {}
+
+            def choose(item: Any, chosen: dict[Any, Any] = chosen) -> Any:
+                key = item.group, None if item.number is None else 3 * item.number // layers
+                choices = list(item.options)
+                weights = np.array([1 + 3 * sum(f == "nv" for f in c) for c in choices], float)
+                return chosen.setdefault(
+                    key, choices[generator.choice(len(choices), p=weights / weights.sum())]
+                )
+
+            assignment = expand(problem, choose)
+            time_of = problem.total(assignment).seconds
+            if time_of <= seconds:
+                tried.append((seconds - time_of, assignment))
+        return [assignment for _, assignment in sorted(tried, key=lambda t: t[0])[:count]]
+
+    def _write(self, assignment: Assignment) -> str:
+        from policyc.experiments.search.rules import write_rules
+
+        return NV + "\n".join(write_rules(self.searched.problem, self.searched.plan, assignment)) + "\n"
+
+    def _last_blocks(self, seconds: float) -> int:
+        """How many of the last blocks can stay in bf16 at this time, if all others are in NVFP4."""
+        step, mesh = self.searched.step, self.searched.mesh
+        target = step.plan.execution.target
+        assert target is not None
+        count = 0
+        for last in range(1, CONFIGS[self.options.config][0].layers):
+            policy = parse(f"{NV}{BLOCKS} -> nv\n* where layer >= -{last} -> keep")
+            if estimate(step.under(policy), target, mesh).seconds <= seconds:
+                count = last
+        return count
+
+    # ---- training
+
+    def train_all(self) -> None:
+        order = [
+            "bf16",
+            "found_te",
+            "te_nvfp4",
+            "found_llama",
+            "llama_nvfp4",
+            "random_te_0",
+            "random_llama_0",
+        ]
+        names = [n for n in ("bf16", *self.policies) if n not in order]
+        queue = [n for n in order if n == "bf16" or n in self.policies]
+        queue += sorted(names, key=lambda n: (n.startswith("random"), n))
+        running: dict[str, subprocess.Popen[bytes]] = {}
+        while queue or running:
+            if self._seconds_left() < 0:
+                for process in running.values():
+                    process.kill()
+                self.note(f"out of time: without {[*running, *queue]}")
+                return
+            while queue and len(running) < self.options.jobs:
+                running[queue[0]] = self._start(queue.pop(0))
+            for name, process in list(running.items()):
+                if process.poll() is not None:
+                    del running[name]
+                    self._read(name, process.returncode)
+            time.sleep(0.5)
+
+    def _seconds_left(self) -> float:
+        return float(60 * self.options.minutes - (time.monotonic() - self.started))
+
+    def _start(self, name: str) -> subprocess.Popen[bytes]:
+        options = self.options
+        words = [*self.trainer_words(), "--steps", str(options.steps), "--seeds", options.seeds,
+                 "--checkpoint-every", "0", "--eval-every", str(options.steps),
+                 "--eval-batches", str(options.eval_batches),
+                 "--out", str(self.runs / name)]  # fmt: skip
+        policy = [] if name == "bf16" else ["--policy", str(self.out / "policies" / f"{name}.policy")]
+        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        with (self.out / f"{name}.log").open("wb") as log:
+            return subprocess.Popen([sys.executable, "-m", "policyc.cli.main", "train", *policy, *words], stdout=log,
+                                    stderr=log, env=environment)  # fmt: skip
+
+    def _read(self, name: str, code: int) -> None:
+        if code:
+            self.note(f"{name} failed with {code}: {(self.out / f'{name}.log').read_text()[-800:]}")
+            return
+        for seed in self.options.seeds.split(","):
+            lines = (self.runs / name / f"seed{seed}" / "metrics.jsonl").read_text().splitlines()
+            rows = [row for line in lines if "validation_loss" in (row := json.loads(line))]
+            self.losses.setdefault(name, {})[seed] = rows[-1]["validation_loss"]
+        self.note(f"{name}: {self.losses[name]}")
+
+    # ---- the result
+
+    def report(self, scores: list[Scores]) -> None:
+        gaps: dict[str, Any] = {}
+        reference = self.losses.get("bf16", {})
+        for name, losses in self.losses.items():
+            each = [losses[s] - reference[s] for s in losses if s in reference]
+            if each and name != "bf16":
+                gaps[name] = {
+                    "mean": float(np.mean(each)),
+                    "deviation": float(np.std(each, ddof=1)),
+                    "each": each,
+                }
+        measured = [(self.predicted[n]["damage"], g["mean"]) for n, g in gaps.items() if n in self.predicted]
+        data = {
+            "options": {k: str(v) for k, v in vars(self.options).items() if k != "out"},
+            "notes": self.notes,
+            "predicted": self.predicted,
+            "losses": self.losses,
+            "gaps": gaps,
+            "rank_correlation": _rank_correlation([m for m in measured if np.isfinite(m[0])]),
+            "score_stability": [
+                _rank_correlation(_pairs(scores[i], scores[-1])) for i in range(len(scores) - 1)
+            ],
+            "scores": {step: _rows(each) for step, each in zip(self.checkpoints, scores, strict=True)},
+        }
+        (self.out / "search.json").write_text(json.dumps(data, indent=1))
+
+
+def _rows(scores: Scores) -> list[dict[str, Any]]:
+    return [
+        {"site": key[0], "layer": key[1], "product": str(gemm), "format": format, **dataclasses.asdict(score)}
+        for (key, gemm, format), score in scores.by_product.items()
+    ]
+
+
+def _pairs(one: Scores, other: Scores) -> list[tuple[float, float]]:
+    return [
+        (score.damage, other.by_product[key].damage)
+        for key, score in one.by_product.items()
+        if key in other.by_product
+    ]
+
+
+def _rank_correlation(pairs: list[tuple[float, float]]) -> float | None:
+    if len(pairs) < 3:
+        return None
+    return float(spearmanr(*zip(*pairs, strict=True)).statistic)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Commands that evaluate a recorded loss: what they record it from."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import click
+
+from policyc.cli.common import exit_with_message, print_note
+from policyc.cli.options import check_source, collect_options, group_options
+from policyc.cli.program import exit_on_error, explain_early_exit, explain_no_loss, parse_program
+
+if TYPE_CHECKING:
+    from policyc.experiments.program import Program
+    from policyc.experiments.record import RecordedLoss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordOptions:
+    """Which calls of a loss are recorded: the values of `record_options`."""
+
+    checkpoint: str | None
+    batches: int
+    after: int
+
+
+record_options = collect_options(
+    RecordOptions,
+    "record",
+    group_options(
+        click.option(
+            "--from",
+            "checkpoint",
+            metavar="CHECKPOINT",
+            help="Start from this checkpoint of the bundled trainer, such as runs/a/checkpoints/300. Needs --config.",
+        ),
+        click.option(
+            "--batches",
+            type=click.IntRange(1),
+            default=4,
+            show_default=True,
+            metavar="N",
+            help="Batches to record.",
+        ),
+        click.option(
+            "--after",
+            type=click.IntRange(0),
+            default=0,
+            show_default=True,
+            metavar="N",
+            help="Let the program run this many steps before.",
+        ),
+    ),
+)
+
+
+def record(program: Sequence[str], config: str | None, options: RecordOptions) -> RecordedLoss:
+    """Runs a program, or the bundled trainer, until enough of its loss is recorded. Exits if it has no loss."""
+    if config is None:
+        check_source(program, config)
+    if options.checkpoint is not None and config is None:
+        raise click.UsageError("--from is for --config: give a program its own arguments to resume")
+    from policyc.experiments import runner
+    from policyc.experiments.record import record_loss
+
+    with _program(program, config, options) as source, exit_on_error():
+        try:
+            with explain_early_exit(source), contextlib.redirect_stdout(sys.stderr):
+                recorded = record_loss(source, options.batches, options.after)
+        except runner.NoLoss as error:
+            exit_with_message(f"the program ended and {explain_no_loss(error.saw_forward_mode)}")
+    if len(recorded.calls) < options.batches:
+        print_note(f"the program ended after {len(recorded.calls)} of {options.batches} batches")
+    return recorded
+
+
+@contextlib.contextmanager
+def _program(words: Sequence[str], config: str | None, options: RecordOptions) -> Iterator[Program]:
+    """The program to record. The bundled trainer gets a folder that is removed afterwards."""
+    if config is None:
+        yield parse_program(words)
+        return
+    from policyc.experiments.program import Program
+    from policyc.language.bundled import data_folder
+
+    start = 0
+    resume: tuple[str, ...] = ()
+    if options.checkpoint is not None:
+        name = options.checkpoint.rstrip("/").rpartition("/")[2]
+        start = int(name) if name.isdigit() else 0  # the trainer reports that it is no checkpoint
+        resume = ("--resume-from", options.checkpoint, "--accept-changes")
+    steps = start + options.after + options.batches + 1
+    with tempfile.TemporaryDirectory(prefix="policyc-") as folder:
+        settings = ("--config", config, "--steps", str(steps), "--checkpoint-every", "0", "--eval-every", "0")
+        script = str(data_folder("models") / "llama" / "train.py")
+        yield Program(script, (*settings, "--out", f"{folder}/run", *resume, *words))

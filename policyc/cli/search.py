@@ -1,0 +1,267 @@
+"""`policyc search`: which products of a model can be in 4 bits, as a policy."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from policyc.cli.common import exit_with_message, load_policy, print_note, print_or_write, write_output
+from policyc.cli.estimate import trace_step
+from policyc.cli.options import (
+    FiniteRange,
+    StepOptions,
+    check_source,
+    collect_options,
+    group_options,
+    out_option,
+    program_argument,
+    step_options,
+)
+from policyc.cli.program import exit_on_error, parse_execution, program_name
+from policyc.cli.recorded import RecordOptions, record, record_options
+from policyc.cli.sweep_runs import SweepCommand
+
+if TYPE_CHECKING:
+    from policyc.experiments.record import RecordedLoss
+    from policyc.experiments.search.found import Searched
+    from policyc.experiments.search.solve import Solution
+    from policyc.hardware.training_step import TrainingStep
+
+DEFAULT_FORMATS = "nvfp4,mxfp8,fp8"
+BUNDLED = ("fp8", "mxfp8", "llama_nvfp4", "te_nvfp4")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions:
+    """What is searched for: the values of `search_options`."""
+
+    speedup: str | None
+    max_damage: float | None
+    frontier: bool
+    formats: str
+    segments: int
+    backend: str
+    explain: str | None
+    sweep: str | None
+    out: str | None
+
+
+search_options = collect_options(
+    SearchOptions,
+    "options",
+    group_options(
+        click.option(
+            "--speedup",
+            metavar="X|POLICY",
+            help="The least damage at this speed, as a multiple of that without a policy, or at that of a policy.",
+        ),
+        click.option(
+            "--max-damage",
+            type=FiniteRange(min=0),
+            metavar="NATS",
+            help="The fastest policy with at most this damage.",
+        ),
+        click.option(
+            "--frontier", is_flag=True, help="All speeds: a picture (--out x.svg) or a table of damages."
+        ),
+        click.option(
+            "--formats",
+            default=DEFAULT_FORMATS,
+            show_default=True,
+            metavar="A,B",
+            help="Formats to choose from, or recipes such as 'nvfp4(sr=grad)'. Keeping a product is always a choice.",
+        ),
+        click.option(
+            "--segments",
+            type=click.IntRange(1),
+            default=4,
+            show_default=True,
+            metavar="N",
+            help="Most ranges of layers that differ: each one more splits a scan.",
+        ),
+        click.option(
+            "--backend",
+            type=click.Choice(["te", "xla", "auto"]),
+            default="te",
+            show_default=True,
+            help="Backend whose speed is predicted. te: Transformer Engine; auto: the choice of 'apply' here.",
+        ),
+        click.option(
+            "--explain", metavar="SITE", help="Also say why the sites of this name got what they got."
+        ),
+        click.option(
+            "--sweep",
+            type=click.Path(file_okay=False),
+            metavar="DIR",
+            help="Also write the knees of the frontier to DIR, as variants of a policy for 'policyc sweep'.",
+        ),
+        out_option(),
+    ),
+)
+
+
+@click.command(
+    cls=SweepCommand,
+    examples="""
+    policyc search --speedup 1.3 --devices 8 --out found.policy train.py --steps 100
+    policyc search --config 5m --from runs/5m/checkpoints/500 --speedup te_nvfp4 --out found.policy
+    policyc search --config 5m --after 200 --frontier --out frontier.svg
+    policyc search --max-damage 0.01 --formats nvfp4,fp8 --explain down_proj train.py
+    """,
+)
+@step_options
+@record_options
+@search_options
+@program_argument(required=False)
+def search(
+    program: tuple[str, ...], step: StepOptions, record: RecordOptions, options: SearchOptions
+) -> None:
+    """Find the policy with the least damage at a speed, or the fastest with at most a damage.
+
+    Runs the program for a few steps, and measures what each format does in each product of each layer of each site, all
+    sites at once. Then chooses formats by layer range, and writes a policy. Damage and speed are predictions: 'policyc
+    sweep' measures the loss. Exits with 1 if the budget cannot be met.
+    """
+    if step.config is None:
+        check_source(program, step.config)
+    if sum((options.speedup is not None, options.max_damage is not None, options.frontier)) != 1:
+        raise click.UsageError("say what to search for: one of --speedup, --max-damage and --frontier")
+    searched = _search(program, step, record, options)
+    _print_notes(searched)
+    from policyc.experiments.search.found import explain_site
+
+    solutions = _solve(searched, options)
+    if options.frontier:
+        _write_frontier(searched, solutions, options.out)
+    else:
+        print_or_write(searched.write_policy(solutions[0]), options.out)
+        cost = solutions[0].cost
+        print_note(
+            f"{searched.speed_up(cost):.3f}x the speed without a policy, damage {cost.damage:.3g} nats per token, at "
+            f"most {solutions[0].gap:.1%} from the best for {options.segments} ranges",
+            "predicted",
+        )
+    if options.explain is not None:
+        text = explain_site(searched, solutions[len(solutions) // 2], options.explain)
+        click.echo(text or f"no site is named '{options.explain}'", err=True)
+    if options.sweep is not None:
+        _write_sweep(searched, options.sweep)
+
+
+def _search(
+    program: tuple[str, ...], step: StepOptions, record_options: RecordOptions, options: SearchOptions
+) -> Searched:
+    """Records and scores a loss, and prices its options."""
+    from policyc.experiments.search.candidates import parse_formats
+    from policyc.experiments.search.found import Searched
+    from policyc.experiments.search.problem import make_problem
+    from policyc.experiments.search.scores import score_formats
+    from policyc.hardware.mesh import check_modelled
+
+    with exit_on_error():
+        formats = parse_formats(options.formats)
+        mesh = step.mesh_shape()
+        check_modelled(mesh)
+        recorded = record(program, step.config, record_options)
+        if step.config is not None and not record_options.checkpoint and not record_options.after:
+            print_note("without --from or --after, the scores are those of a model that has not been trained")
+        training_step = _step(recorded, step, mesh, options.backend)
+        scores = score_formats(recorded, formats)
+        return Searched(
+            problem=make_problem(training_step, mesh, scores, formats),
+            scores=scores,
+            step=training_step,
+            mesh=mesh,
+            segments=options.segments,
+            source=step.config or Path(program_name(program)).name,
+            command=shlex.join(["policyc", *_own_words(sys.argv[1:])]),
+        )
+
+
+def _own_words(words: list[str]) -> list[str]:
+    """The command line without the folders of this machine."""
+    return [Path(word).name if word.startswith("/") else word for word in words]
+
+
+def _step(recorded: RecordedLoss, step: StepOptions, mesh: Any, backend: str) -> TrainingStep:
+    """The step whose speed is predicted: that of the configuration, or the recorded one."""
+    from policyc.compiler.plan import make_plan
+    from policyc.experiments.record import KEEP
+    from policyc.hardware.training_step import TrainingStep
+    from policyc.language.loader import parse
+
+    execution = parse_execution(backend, step.target)
+    if step.config is not None:
+        return trace_step(parse(KEEP), (), mesh, step, execution)
+    step.reject_for_program("batch", "sequence", "gather")
+    plan = make_plan(parse(KEEP), recorded.sites, execution)
+    return TrainingStep(plan=plan, accumulate=step.accumulate or 1, remat=step.remat or "none")
+
+
+def _print_notes(searched: Searched) -> None:
+    for note in searched.scores.notes:
+        print_note(note)
+    for skipped in searched.problem.skipped:
+        print_note(f"left alone: {skipped.name}: {skipped.reason}")
+
+
+def _solve(searched: Searched, options: SearchOptions) -> list[Solution]:
+    from policyc.experiments.search.solve import Infeasible, minimize_damage, minimize_seconds
+
+    problem = searched.problem
+    try:
+        if options.frontier:
+            return searched.frontier()
+        if options.max_damage is not None:
+            return [minimize_seconds(problem, options.max_damage, options.segments)]
+        return [minimize_damage(problem, _seconds(searched, options.speedup or ""), options.segments)]
+    except Infeasible as error:
+        exit_with_message(str(error))
+
+
+def _seconds(searched: Searched, speedup: str) -> float:
+    """The seconds of a step at a speed-up, or under a policy."""
+    from policyc.hardware.step_cost import scheduled_seconds
+
+    try:
+        factor = float(speedup)
+    except ValueError:
+        step = searched.step.under(load_policy(speedup))
+        target = searched.plan.execution.target
+        assert target is not None
+        return scheduled_seconds(step, target, searched.mesh)
+    if not 0 < factor < float("inf"):
+        raise click.BadParameter("expected a number such as 1.3, or a policy", param_hint="--speedup")
+    return searched.problem.seconds / factor
+
+
+def _write_frontier(searched: Searched, solutions: list[Solution], out: str | None) -> None:
+    from policyc.experiments.search.chart import draw_frontier
+
+    points = [(searched.speed_up(s.cost), s.cost.damage) for s in solutions]
+    placed = {name: searched.place_policy(load_policy(name)) for name in BUNDLED}
+    bundled = {n: (searched.speed_up(cost), cost.damage) for n, cost in placed.items() if cost is not None}
+    if out is not None and out.endswith(".json"):
+        rows = [{"speed_up": x, "damage": y} for x, y in points]
+        others = {name: {"speed_up": x, "damage": y} for name, (x, y) in bundled.items()}
+        print_or_write(json.dumps({"frontier": rows, "policies": others}, indent=1) + "\n", out)
+    elif out is not None:
+        print_or_write(draw_frontier(points, bundled, f"Frontier of {searched.source}"), out)
+    lines = [f"{x:.3f}x  damage {y:.3g}" for x, y in points]
+    lines += [f"{x:.3f}x  damage {y:.3g}  {name}" for name, (x, y) in bundled.items()]
+    click.echo("\n".join(lines), err=out is not None)
+
+
+def _write_sweep(searched: Searched, folder: str) -> None:
+    from policyc.experiments.search.found import knees
+
+    path = Path(folder) / "frontier.policy"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_output("--sweep", str(path), searched.write_variants(knees(searched.frontier())))
+    print_note(f"policyc sweep {shlex.quote(str(path))} --variants all ...", "measure the loss")

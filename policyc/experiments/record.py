@@ -1,0 +1,208 @@
+"""Records the loss of a program: its jaxpr, and the values that it is called with in a few steps.
+
+Search and bisect evaluate the recorded loss, on the same batches, as often as they need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from policyc.compiler.execution import ExecutionOptions
+from policyc.compiler.pipeline import PlannedLoss
+from policyc.compiler.plan import Plan
+from policyc.compiler.sites import Sites
+from policyc.compiler.trace import TracedFunction
+from policyc.experiments import runner
+from policyc.experiments.program import Program
+from policyc.jaxcore import jaxprs
+from policyc.language.loader import parse
+
+KEEP = "* -> keep"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedCall:
+    """The values of one call of a loss: what is differentiated, and what the loss closes over (its batch)."""
+
+    inputs: tuple[Any, ...]
+    consts: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedLoss:
+    """A loss and the calls that were recorded. All of them are evaluated with the parameters of the last one."""
+
+    plan: Plan
+    traced: TracedFunction
+    calls: tuple[RecordedCall, ...]
+
+    @property
+    def sites(self) -> Sites:
+        return self.plan.sites
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """The parameters of the last call."""
+        return self.calls[-1].inputs
+
+    def loss_of(self, values: Sequence[Any]) -> jax.Array:
+        """The loss among the results of its jaxpr: the first of those that are differentiated."""
+        loss = jnp.asarray(jax.tree.leaves(self.traced.assemble_result(values))[0])
+        if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
+            raise ValueError(
+                f"a loss is one number, and that of the program is {loss.dtype}{list(loss.shape)}"
+            )
+        return loss.astype(jnp.float32)
+
+    def plain_loss(self, inputs: Sequence[Any], consts: Sequence[Any]) -> jax.Array:
+        return self.loss_of(jaxprs.evaluate_with_consts(self.sites.jaxpr, consts, *inputs))
+
+
+def record_loss(program: Program, batches: int, after: int = 0) -> RecordedLoss:
+    """Runs a program until its first loss with a GEMM was evaluated `batches` times, and stops it.
+
+    The first `after` evaluations do not count.
+
+    Raises `runner.NoLoss` if it differentiates none, and ValueError if none of its losses has a GEMM.
+    """
+    recorder = _Recorder(batches, after)
+    with _stop_by_signal(recorder), contextlib.suppress(runner.StopAfterTrace):
+        result = runner.run(
+            program,
+            parse(KEEP),
+            ExecutionOptions(backend="emulate"),
+            lambda _plan: None,
+            compile=recorder.compile,
+        )
+        if result.session is None or not result.session.plans:
+            raise runner.NoLoss(saw_forward_mode=result.saw_forward_mode)
+    return recorder.result()
+
+
+class _Recorder:
+    """Collects the calls of one loss."""
+
+    def __init__(self, batches: int, after: int) -> None:
+        self._batches, self._after = batches, after
+        self._planned: PlannedLoss | None = None
+        self._calls: list[RecordedCall] = []
+        self._impls: list[Any] = []
+        self.stop: Callable[[], None] = lambda: None
+
+    def compile(self, planned: PlannedLoss) -> Callable[..., Any]:
+        """The loss as it is, which also stores its values. Losses after the first one with a GEMM are not stored."""
+        if not len(planned.plan.sites) or self._planned is not None:
+            return planned.compile()
+        self._planned = planned
+        jaxpr = planned.traced.jaxpr
+
+        def recorded(*args: Any) -> Any:
+            inputs = planned.call.inputs(args)
+            consts = [jnp.asarray(x) for x in jaxpr.consts]
+            self._impls = [_key_impl(x) for x in consts]
+            # A callback takes no random keys.
+            data = [
+                x if i is None else jax.random.key_data(x) for x, i in zip(consts, self._impls, strict=True)
+            ]
+            jax.debug.callback(self._store, *jax.lax.stop_gradient([*inputs, *data]))
+            return planned.traced.run(jaxpr, inputs)
+
+        return recorded
+
+    def _store(self, *values: Any) -> None:
+        assert self._planned is not None
+        if self._after:
+            self._after -= 1
+        elif len(self._calls) < self._batches:
+            arrays = [np.array(value) for value in values]
+            count = len(self._planned.traced.paths)
+            self._calls.append(RecordedCall(inputs=tuple(arrays[:count]), consts=tuple(arrays[count:])))
+        if len(self._calls) >= self._batches:
+            self.stop()
+
+    def result(self) -> RecordedLoss:
+        jax.effects_barrier()
+        planned = self._planned
+        if planned is None:
+            raise ValueError("no loss of the program has a GEMM")
+        if not self._calls:
+            raise ValueError("the program ended before its loss was evaluated")
+        calls = [
+            RecordedCall(inputs=call.inputs, consts=self._with_keys(call.consts)) for call in self._calls
+        ]
+        return RecordedLoss(plan=planned.plan, traced=planned.traced, calls=tuple(calls))
+
+    def _with_keys(self, consts: Sequence[np.ndarray]) -> tuple[Any, ...]:
+        """The constants with the random keys that were among them."""
+        return tuple(
+            x if impl is None else jax.random.wrap_key_data(jnp.asarray(x), impl=impl)
+            for x, impl in zip(consts, self._impls, strict=True)
+        )
+
+
+def _key_impl(x: Any) -> Any:
+    """The implementation of random keys; None for other arrays."""
+    return jax.random.key_impl(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else None
+
+
+@contextlib.contextmanager
+def _stop_by_signal(recorder: _Recorder) -> Iterator[None]:
+    """Lets the recorder end the program from the thread of a callback.
+
+    The program runs compiled code and may never call policyc again. A signal handler runs in the main thread, wherever
+    the program is, and raises there.
+    """
+    ident = threading.main_thread().ident
+    assert ident is not None
+    assert threading.current_thread() is threading.main_thread(), "signals are the main thread's"
+    is_running = True
+
+    def send() -> None:
+        if is_running:
+            signal.pthread_kill(ident, signal.SIGUSR2)
+
+    def raise_stop(_number: int, frame: FrameType | None) -> None:
+        nonlocal is_running
+        if not is_running:
+            return
+        if _is_in_callback(
+            frame
+        ):  # on a CPU it may run in the main thread, and what it raises becomes XLA's error
+            threading.Timer(_RETRY_SECONDS, send).start()
+            return
+        is_running = False
+        raise runner.StopAfterTrace
+
+    previous = signal.signal(signal.SIGUSR2, raise_stop)
+    recorder.stop = send
+    try:
+        yield
+    finally:
+        is_running = False
+        jax.effects_barrier()
+        signal.signal(signal.SIGUSR2, previous)
+
+
+_RETRY_SECONDS = 0.01
+
+
+def _is_in_callback(frame: FrameType | None) -> bool:
+    """Whether a frame is inside a callback of JAX."""
+    while frame is not None:
+        if (
+            frame.f_code is _Recorder._store.__code__
+            or frame.f_globals.get("__name__") == "jax._src.callback"
+        ):
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,145 @@
+"""Which sites a search may change, and why it leaves the others alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from policyc.compiler.linears import full_name, sort_into_linears
+from policyc.compiler.sites import Site, Sites
+from policyc.compiler.stacks import Layer
+from policyc.language.loader import parse
+from policyc.language.recipes import Gemm, Recipe
+
+DEFAULT_RECIPES = {
+    "nvfp4": "nvfp4(rht=wgrad, sr=grad, scale2d=weights)",
+    "mxfp4": "mxfp4(rht=wgrad, sr=grad)",
+}
+"""The recipe of a format that is named without options: that of the bundled policies. Other formats have no options."""
+
+SENSITIVE_KINDS = {
+    "embedding": "embeddings keep their precision",
+    "router": "routers keep their precision",
+}
+NO_FOUR_BITS = ("head",)
+"""Kinds that the linter does not want in 4 bits."""
+
+CellKey = tuple[str, int | None]
+"""A layer of a linear: the path of the linear without indices, and the index."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A recipe that a product may have. `name` is its name in the written policy."""
+
+    name: str
+    text: str
+    recipe: Recipe
+
+    @property
+    def bits(self) -> int:
+        return self.recipe.bits(Gemm.FPROP)
+
+
+def parse_formats(text: str) -> tuple[Format, ...]:
+    """Formats from a list such as `nvfp4,fp8(grad=e4m3)`. Raises ValueError or PolicyError if one is no recipe."""
+    formats: list[Format] = []
+    for word in _split_recipes(text):
+        recipe_text = DEFAULT_RECIPES.get(word, word)
+        policy = parse(f"* -> {recipe_text}")
+        recipe = policy.resolver()(policy.rules[0].recipe)
+        if all(t.format == "keep" for t in recipe.treatments):
+            continue  # always a choice
+        name = word if recipe_text == word and "(" not in word else _SHORT_NAMES[word.partition("(")[0]]
+        count = sum(f.name.rstrip("0123456789_") == name for f in formats)
+        formats.append(Format(f"{name}_{count + 1}" if count else name, recipe_text, recipe))
+    if not formats:
+        raise ValueError("name a format with fewer bits than the program has, such as nvfp4 or fp8")
+    return tuple(formats)
+
+
+_SHORT_NAMES = {"nvfp4": "nv", "mxfp4": "mx", "mxfp8": "eight", "fp8": "hybrid", "split": "mixed"}
+"""What recipes with options are called in a written policy."""
+
+
+def _split_recipes(text: str) -> list[str]:
+    """The parts of a list with commas, but for commas inside parentheses."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character == "(") - (character == ")")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts if part.strip()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One layer of one linear that a search decides about."""
+
+    key: CellKey
+    site: Site
+    layer: Layer
+    number: int | None
+    """The number of the block; None if it is in none, or its number is not known."""
+
+    @property
+    def name(self) -> str:
+        linear, index = self.key
+        return linear if index is None else f"{linear}, layer {index}"
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A linear that is left alone."""
+
+    name: str
+    reason: str
+
+
+def find_cells(sites: Sites) -> tuple[tuple[Cell, ...], tuple[Skipped, ...]]:
+    """The layers of all linears that can be changed, and the linears that are left alone."""
+    cells: list[Cell] = []
+    skipped: dict[str, str] = {}
+    for linear in sort_into_linears(sites):
+        name = full_name(linear.stack, linear.name)
+        for index, (site, layer) in linear.ordered():
+            if reason := _refusal(site):
+                skipped[name] = reason
+                continue
+            number = site.attributes(layer).get("layer")
+            cells.append(
+                Cell(
+                    key=(name, index), site=site, layer=layer, number=None if number is None else int(number)
+                )
+            )
+    return tuple(cells), tuple(Skipped(*item) for item in skipped.items())
+
+
+def _refusal(site: Site) -> str:
+    """Why a site is left alone; empty if it is not."""
+    if site.opaque:
+        return f"policyc cannot change it: {site.opaque}"
+    if site.weight is None:
+        return "a product of two activations"
+    if site.kind.name in SENSITIVE_KINDS:
+        return SENSITIVE_KINDS[site.kind.name]
+    if site.is_ragged:
+        return "a ragged product, whose error is not measured"
+    if not site.takes_extra_inputs:
+        return "inside a shard_map, where its error is not measured"
+    dtypes = {str(v.aval.dtype) for v in site.eqn.invars[:2]}  # type: ignore[attr-defined]
+    if not dtypes <= {"float32", "bfloat16", "float16"}:
+        return f"its operands are {' and '.join(sorted(dtypes))}"
+    return ""
+
+
+def allowed(site: Site, formats: Sequence[Format], keep_dtype: str) -> Iterator[Format]:
+    """The formats that a site may have. `keep_dtype` is what it has without a policy: the same is no choice."""
+    for format in formats:
+        if format.bits == 4 and site.kind.name in NO_FOUR_BITS:
+            continue
+        if format.text in ("bf16", "f32") and (keep_dtype == "bf16" or format.text == "f32"):
+            continue
+        yield format

@@ -1,0 +1,263 @@
+"""The results of a search: policies with their headers, the frontier, and reasons."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from policyc.compiler.plan import Plan
+from policyc.experiments.search.candidates import Cell, CellKey
+from policyc.experiments.search.problem import Assignment, Choice, Cost, Problem
+from policyc.experiments.search.rules import write_rules
+from policyc.experiments.search.scores import STALLS_BELOW, Scores
+from policyc.experiments.search.solve import Infeasible, Solution, minimize_damage
+from policyc.hardware.mesh import MeshShape
+from policyc.hardware.step_cost import scheduled_seconds
+from policyc.hardware.training_step import TrainingStep
+from policyc.language.formatter import format_file
+from policyc.language.loader import parse, parse_with_diagnostics
+from policyc.language.policy import Policy
+from policyc.language.recipes import Gemm
+from policyc.linter import engine
+
+FRONTIER_POINTS = 12
+TAIL_RULE = "no-high-precision-tail"
+_ALLOW = f"  # allow: {TAIL_RULE} -- the search scored the last blocks like all others"
+_WIDTH = 110
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Searched:
+    """A problem and where it is from."""
+
+    problem: Problem
+    scores: Scores
+    step: TrainingStep
+    mesh: MeshShape
+    segments: int
+    source: str
+    """What was scored, in words."""
+    command: str
+
+    @property
+    def plan(self) -> Plan:
+        return self.step.plan
+
+    def speed_up(self, cost: Cost) -> float:
+        return self.problem.seconds / cost.seconds
+
+    # ---- policies
+
+    def write_policy(self, solution: Solution) -> str:
+        """The policy of a solution. It decides exactly what was solved, and the linter finds nothing."""
+        rules = write_rules(self.problem, self.plan, solution.assignment) or ["* -> keep"]
+        text = self._format([self._header(solution), "", *self._recipes(rules), *rules])
+        self._check(parse(text), solution.assignment)
+        return text
+
+    def write_variants(self, solutions: Sequence[Solution]) -> str:
+        """One policy that keeps everything, with a variant for each solution."""
+        variants = []
+        every: list[str] = []
+        for solution in solutions:
+            rules = write_rules(self.problem, self.plan, solution.assignment)
+            every += rules
+            name = f"x{self.speed_up(solution.cost):.2f}".replace(".", "_")
+            variants.append(f"variant {name} {{\n{textwrap.indent(chr(10).join(rules), '  ')}\n}}")
+        about = f"# Points of the frontier of {self.source}, as variants for a sweep.\n#\n# Source:  {self.command}"
+        return self._format([about, "", *self._recipes(every), "* -> keep", "", *variants])
+
+    def _recipes(self, rules: Sequence[str]) -> list[str]:
+        """Definitions of the recipes with options that rules use."""
+        used = {rule.rpartition("-> ")[2] for rule in rules}
+        lines = [
+            f"recipe {f.name} = {f.text}" for f in self.problem.formats if f.name != f.text and f.name in used
+        ]
+        return [*lines, ""] if lines else []
+
+    def _header(self, solution: Solution) -> str:
+        target = self.plan.execution.target
+        where = f"{self.mesh.devices} {target.name.upper()}" if target else "the devices here"
+        cost, count = solution.cost, len(self.scores.losses)
+        entries = {
+            "Intent": f"the least predicted damage at this speed for {self.source}, found by policyc search.",
+            "Source": f"{self.command}; scores from {count} batches at a loss of {np.mean(self.scores.losses):.4f}.",
+            "Expect": f"{self.speed_up(cost):.3f}x the speed without a policy on {where}, and a damage of "
+            f"{cost.damage:.2g} nats per token; both are predictions.",
+        }
+        lines = [f"# Found by search: {self.speed_up(cost):.2f}x.", "#"]
+        for word, text in entries.items():
+            lines += textwrap.wrap(
+                text,
+                _WIDTH,
+                initial_indent=f"# {word}:  ",
+                subsequent_indent="#          ",
+                break_on_hyphens=False,
+            )
+        return "\n".join(lines)
+
+    def _format(self, lines: Sequence[str]) -> str:
+        """Formats a policy, and allows what the tail rule of the linter finds, with and without the program."""
+        target = self.plan.execution.target
+        assert target is not None, "a search is for a target"
+        rows = "\n".join(lines).splitlines()
+        while True:
+            loaded = parse_with_diagnostics("\n".join(rows) + "\n")
+            plan = self.step.under(loaded.policy).plan
+            found = [
+                *engine.lint(loaded).diagnostics,
+                *engine.lint(loaded, plan=plan, target=target).diagnostics,
+            ]
+            numbers = {d.span.line - 1 for d in found if d.code == TAIL_RULE}
+            numbers -= {i for i, row in enumerate(rows) if _ALLOW in row}
+            if not numbers:
+                return format_file(loaded.file)
+            rows = [row + _ALLOW if i in numbers else row for i, row in enumerate(rows)]
+
+    def _check(self, policy: Policy, assignment: Assignment) -> None:
+        """Asserts that a policy decides what was solved."""
+        decided = self.read_assignment(policy)
+        assert decided == assignment, "the written policy must decide what was solved"
+
+    def read_assignment(self, policy: Policy) -> dict[CellKey, Choice] | None:
+        """The formats that a policy gives each linear in its first phase; None if it has any that was not scored."""
+        plan = self.step.under(policy).plan
+        decisions = plan.decisions(plan.phases[0])
+        cells = {(c.site.address, c.layer): c for i in self.problem.items for c in i.cells}
+        assignment: dict[CellKey, Choice] = {}
+        for place, decision in decisions.items():
+            formats: list[str | None] = []
+            for gemm in Gemm:
+                name = self._format_of(decision.recipe, gemm)
+                if name == "":
+                    return None
+                formats.append(name)
+            if place in cells:
+                products = cells[place].site.products
+                fprop, dgrad, wgrad = (
+                    f if g in products else None for g, f in zip(Gemm, formats, strict=True)
+                )
+                assignment[cells[place].key] = (fprop, dgrad, wgrad)
+            elif any(formats):
+                return None
+        return assignment
+
+    def _format_of(self, recipe: Any, gemm: Gemm) -> str | None:
+        """The name of the format of a product: None if it is kept, empty if it was not scored."""
+        if recipe is None or all(t.format in ("keep", "bf16") for t in recipe.gemm_treatments(gemm)):
+            return None
+        names = [
+            f.name
+            for f in self.problem.formats
+            if f.recipe.gemm_treatments(gemm) == recipe.gemm_treatments(gemm)
+        ]
+        return names[0] if names else ""
+
+    def place_policy(self, policy: Policy) -> Cost | None:
+        """The predicted seconds and the damage of a policy; None if it has formats that were not scored."""
+        assignment = self.read_assignment(policy)
+        target = self.plan.execution.target
+        if assignment is None or target is None:
+            return None
+        damage = sum(
+            self.scores.damage(key, gemm, format)
+            for key, choice in assignment.items()
+            for gemm, format in zip(Gemm, choice, strict=True)
+        )
+        return Cost(scheduled_seconds(self.step.under(policy), target, self.mesh), damage)
+
+    # ---- the frontier
+
+    def frontier(self, points: int = FRONTIER_POINTS) -> list[Solution]:
+        """Solutions from keeping everything to the fastest, each with the least damage at its speed."""
+        fastest = self.problem.seconds
+        for item in self.problem.items:
+            fastest += min(cost.seconds for cost in item.options.values())
+        found: list[Solution] = []
+        for seconds in np.linspace(self.problem.seconds, fastest, points):
+            try:
+                solution = minimize_damage(self.problem, float(seconds), self.segments)
+            except Infeasible:
+                continue
+            if not found or solution.cost.seconds < found[-1].cost.seconds:
+                found.append(solution)
+        return _monotone(found)
+
+
+def _monotone(solutions: Sequence[Solution]) -> list[Solution]:
+    """Without those that are slower and worse than another."""
+    best: list[Solution] = []
+    for solution in sorted(solutions, key=lambda s: (s.cost.damage, s.cost.seconds)):
+        if not best or solution.cost.seconds < best[-1].cost.seconds:
+            best.append(solution)
+    return best
+
+
+def knees(solutions: Sequence[Solution], count: int = 4) -> list[Solution]:
+    """The points of a frontier farthest below the lines between their neighbours on its convex hull."""
+    hull: list[Solution] = []
+    for s in sorted(solutions, key=lambda s: s.cost.seconds):
+        while len(hull) > 1 and _turn(hull[-2].cost, hull[-1].cost, s.cost) <= 0:
+            hull.pop()
+        hull.append(s)
+    inner = sorted(
+        range(1, len(hull) - 1), key=lambda i: -_turn(hull[i - 1].cost, hull[i].cost, hull[i + 1].cost)
+    )
+    return [hull[i] for i in sorted(inner[:count])] or hull[:1]
+
+
+def _turn(a: Cost, b: Cost, c: Cost) -> float:
+    """Twice the area of a triangle; positive if b is below the line from a to c."""
+    return (b.seconds - a.seconds) * (c.damage - a.damage) - (c.seconds - a.seconds) * (b.damage - a.damage)
+
+
+# ---- reasons
+
+
+def explain_site(searched: Searched, solution: Solution, name: str) -> str:
+    """Why the linears of a name got what they got; empty if there are none."""
+    lines: list[str] = []
+    for item in searched.problem.items:
+        cells = [c for c in item.cells if name == c.name or name in c.key[0]]
+        if not cells:
+            continue
+        chosen = solution.assignment[cells[0].key]
+        lines += [", ".join(c.name for c in cells)]
+        lines += _explain_options(item.options, chosen, solution.price)
+        lines += [line for cell in cells for line in _explain_scores(searched, cell)]
+    lines += [
+        f"{skipped.name}: left alone: {skipped.reason}"
+        for skipped in searched.problem.skipped
+        if name in skipped.name
+    ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _explain_options(options: Any, chosen: Choice, price: float) -> Iterator[str]:
+    ranked = sorted(options.items(), key=lambda option: option[1].damage + price * option[1].seconds)
+    for choice, cost in ranked[:4] + [o for o in ranked[4:] if o[0] == chosen]:
+        mark = ">" if choice == chosen else " "
+        formats = ", ".join(f"{g} {f or 'kept'}" for g, f in zip(Gemm, choice, strict=True))
+        yield (
+            f"{mark} {formats}: {-cost.seconds * 1e6:.4g} us faster, damage {cost.damage:.3g}; with time at the price "
+            f"of this budget {cost.damage + price * cost.seconds:.3g}"
+        )
+
+
+def _explain_scores(searched: Searched, cell: Cell) -> Iterator[str]:
+    scores = searched.scores
+    for format in searched.problem.formats:
+        for gemm in Gemm:
+            score = scores.by_product.get((cell.key, gemm, format.name))
+            if score is not None:
+                yield (
+                    f"    {cell.key[0]} {gemm} in {format.name}: loss {score.loss:.2g}, gradient noise "
+                    f"{score.noise:.2g} of a batch's, error {score.error:.2g}, bias {score.bias:.2g}"
+                )
+        ratio = scores.gradient_to_noise.get((cell.key, format.name))
+        if ratio is not None and ratio < STALLS_BELOW:
+            yield f"    gradient over noise of wgrad in {format.name} is {ratio:.2g}: below 1.73 training stalls"

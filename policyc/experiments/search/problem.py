@@ -1,0 +1,171 @@
+"""What a search decides: items, their options, and what each option costs in seconds and in damage.
+
+An item is one layer of the linears that read one activation (q, k and v; gate and up). They share its codes, so they
+get the same formats. An option is a format for each product. Its seconds are those of the cost model, with everything
+that the option quantizes counted once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from policyc.compiler.plan import Decisions, make_plan
+from policyc.experiments.search.candidates import Cell, CellKey, Format, Skipped, allowed, find_cells
+from policyc.experiments.search.scores import Scores
+from policyc.hardware.mesh import MeshShape
+from policyc.hardware.step_cost import estimate
+from policyc.hardware.training_step import TrainingStep, activation_key, unquantized_format
+from policyc.language.loader import parse
+from policyc.language.recipes import Gemm
+
+Choice = tuple[str | None, str | None, str | None]
+"""The names of the formats of fprop, dgrad and wgrad. None: the product is kept."""
+
+KEPT: Choice = (None, None, None)
+
+GroupKey = tuple[str, ...]
+"""The linears of a group, by their paths."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What an option adds to a step that keeps everything: seconds (negative if it is faster), and damage."""
+
+    seconds: float
+    damage: float
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.seconds + other.seconds, self.damage + other.damage)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One layer of a group. `number` is the number of its block; None if it has none."""
+
+    group: GroupKey
+    number: int | None
+    cells: tuple[Cell, ...]
+    options: Mapping[Choice, Cost]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Everything that is known before solving."""
+
+    items: tuple[Item, ...]
+    formats: tuple[Format, ...]
+    seconds: float
+    """Of a step that keeps everything."""
+    skipped: tuple[Skipped, ...]
+
+    def total(self, choices: Mapping[CellKey, Choice]) -> Cost:
+        """The seconds of a step and the damage, if the linears have these formats. Others are kept."""
+        total = Cost(self.seconds, 0.0)
+        for item in self.items:
+            total += item.options[choices.get(item.cells[0].key, KEPT)]
+        return total
+
+
+def make_problem(step: TrainingStep, mesh: MeshShape, scores: Scores, formats: Sequence[Format]) -> Problem:
+    """The problem of a step whose plan keeps everything, for its target."""
+    cells, skipped = find_cells(step.plan.sites)
+    scored = {key for key, _, _ in scores.by_product}
+    left = tuple(c for c in cells if c.key not in scored)
+    cells = tuple(c for c in cells if c.key in scored)
+    if not cells:
+        raise ValueError("no site of the program can be quantized")
+    pricer = _Pricer(step, mesh, formats)
+    items = []
+    for group in _group_cells(cells):
+        choices = _choices(group, formats)
+        seconds = pricer.seconds(group, choices)
+        options = {
+            choice: Cost(
+                seconds[choice],
+                sum(scores.damage(c.key, g, f) for c in group for g, f in zip(Gemm, choice, strict=True)),
+            )
+            for choice in choices
+        }
+        names = tuple(c.key[0] for c in group)
+        items.append(Item(group=names, number=group[0].number, cells=group, options=options))
+    unscored = (
+        Skipped(name, "it did not run in the recorded batches")
+        for name in dict.fromkeys(c.key[0] for c in left)
+    )
+    return Problem(
+        items=tuple(items), formats=tuple(formats), seconds=pricer.base, skipped=(*skipped, *unscored)
+    )
+
+
+def _group_cells(cells: Iterable[Cell]) -> list[tuple[Cell, ...]]:
+    """Cells of the same layer that read the same activation, together."""
+    groups: dict[Hashable, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault((activation_key(cell.site), cell.layer, cell.key[1]), []).append(cell)
+    return [tuple(group) for group in groups.values()]
+
+
+def _choices(group: Sequence[Cell], formats: Sequence[Format]) -> list[Choice]:
+    """All options of a group. Formats of a product that no cell runs are not told apart."""
+    of_cells = [{f.name for f in allowed(c.site, formats, unquantized_format(c.site))} for c in group]
+    names = [f.name for f in formats if all(f.name in each for each in of_cells)]
+    products = frozenset[Gemm]().union(*(c.site.products for c in group))
+    return [
+        (fprop, dgrad, wgrad)
+        for fprop, dgrad, wgrad in itertools.product(
+            *([None, *names] if g in products else [None] for g in Gemm)
+        )
+    ]
+
+
+class _Pricer:
+    """Prices the options of items with the cost model: the difference of two steps."""
+
+    def __init__(self, step: TrainingStep, mesh: MeshShape, formats: Sequence[Format]) -> None:
+        self._step, self._mesh = step.under(parse("* -> keep")), mesh
+        self._recipes = {f.name: f.text for f in formats}
+        self._decisions: dict[Choice, Decisions] = {}
+        self._priced: dict[Hashable, dict[Choice, float]] = {}
+        self._kept = self._decide(KEPT)
+        self.base = self._estimate(self._kept)
+
+    def _decide(self, choice: Choice) -> Decisions:
+        """What a policy that makes this choice for every site decides."""
+        if choice not in self._decisions:
+            parts = [f"{g}={self._recipes[f]}" for g, f in zip(Gemm, choice, strict=True) if f is not None]
+            policy = parse(f"* -> split({', '.join(parts)})" if parts else "* -> keep")
+            plan = make_plan(policy, self._step.plan.sites, self._step.plan.execution)
+            self._decisions[choice] = plan.decisions(plan.phases[0])
+        return self._decisions[choice]
+
+    def _estimate(self, decisions: Decisions) -> float:
+        plan = self._step.plan
+        target = plan.execution.target
+        assert target is not None, "speed is that of a target"
+        return estimate(replace(self._step, plan=plan.with_decisions(decisions)), target, self._mesh).seconds
+
+    def seconds(self, group: Sequence[Cell], choices: Sequence[Choice]) -> dict[Choice, float]:
+        """What each choice adds to a step. Layers of equal shapes have equal prices."""
+        key = tuple((c.site.batch, c.site.m, c.site.n, c.site.k, c.site.weight, bool(c.site.loops), c.site.products,
+                     c.site.repeats // c.site.count, unquantized_format(c.site)) for c in group)  # fmt: skip
+        if key not in self._priced:
+            self._priced[key] = {choice: self._price(group, choice) for choice in choices}
+        return self._priced[key]
+
+    def _price(self, group: Sequence[Cell], choice: Choice) -> float:
+        if choice == KEPT:
+            return 0.0
+        chosen = self._decide(choice)
+        keys = {(c.site.address, c.layer) for c in group}
+        decisions = {key: chosen[key] if key in keys else kept for key, kept in self._kept.items()}
+        return self._estimate(decisions) - self.base
+
+
+Assignment = Mapping[CellKey, Choice]
+
+
+def expand(problem: Problem, choose: Callable[[Item], Choice]) -> dict[CellKey, Choice]:
+    """The formats of every linear, from those of the items."""
+    return {cell.key: choose(item) for item in problem.items for cell in item.cells}

@@ -1,0 +1,233 @@
+"""Writes an assignment as a policy with few rules: by kind or name, by layer range and by product.
+
+Rules are found like paint: each step adds the rule that makes the most cells of the table right, wide ones first, then
+their exceptions. What a selector takes is asked of the planner, so the written policy decides exactly what was solved.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from policyc.compiler.plan import Plan, make_plan
+from policyc.experiments.search.candidates import CellKey, Format
+from policyc.experiments.search.problem import Assignment, Choice, GroupKey, Problem
+from policyc.language.loader import parse
+
+_PRODUCT_SETS = {
+    "": (0, 1, 2), "fprop": (0,), "dgrad": (1,), "wgrad": (2,), "bwd": (1, 2), "{fprop,dgrad}": (0, 1),
+    "{fprop,wgrad}": (0, 2),
+}  # fmt: skip
+
+
+Span = tuple[int, int]
+
+
+class Unwritable(ValueError):
+    """No selector tells apart what the solver told apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """A text that takes whole groups and nothing else: a selector, and the `where` that goes with it."""
+
+    names: tuple[str, ...]
+    where: str
+    groups: frozenset[GroupKey]
+
+    def rule(self, products: str, layers: str, recipe: str) -> str:
+        at = f" @ {products}" if products else ""
+        conditions = " and ".join(filter(None, (self.where, layers)))
+        names = ", ".join(name + at for name in self.names)
+        return f"{names}{f' where {conditions}' if conditions else ''} -> {recipe}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Paint:
+    """A rule: groups, ranges and products by their numbers in the table, and the number of the format."""
+
+    selector: Selector
+    groups: tuple[int, ...]
+    ranges: Span
+    products: str
+    format: int
+
+    @property
+    def index(self) -> tuple[np.ndarray, ...]:
+        return np.ix_(self.groups, range(*self.ranges), _PRODUCT_SETS[self.products])
+
+
+def write_rules(problem: Problem, plan: Plan, assignment: Assignment) -> list[str]:
+    """The rules of an assignment. Raises Unwritable if no selectors tell its parts apart."""
+    table = _Table(problem, assignment)
+    painter = _Painter(table, find_selectors(problem, plan), problem.formats)
+    return [painter.text(paint) for paint in painter.paint()]
+
+
+class _Table:
+    """The formats of an assignment by group, range and product. Consecutive layers that are alike are one range."""
+
+    def __init__(self, problem: Problem, assignment: Assignment) -> None:
+        self.groups = list(dict.fromkeys(i.group for i in problem.items))
+        numbers = sorted({i.number for i in problem.items if i.number is not None})
+        by_layer: dict[int | None, dict[GroupKey, Choice]] = {}
+        for item in problem.items:
+            by_layer.setdefault(item.number, {})[item.group] = assignment[item.cells[0].key]
+        self.bounds: list[int] = []
+        for number in numbers:
+            if not self.bounds or _differ(by_layer[number], by_layer[number - 1]):
+                self.bounds.append(number)
+        self.bounds = [*self.bounds, numbers[-1] + 1] if numbers else [0, 1]
+        names = [None, *(f.name for f in problem.formats)]
+        # -1: the group has no such layer, so any format will do.
+        self.target = np.full((len(self.groups), len(self.bounds) - 1, 3), -1)
+        for item in problem.items:
+            ranges: Iterable[int] = range(len(self.bounds) - 1)
+            if item.number is not None:
+                ranges = [i for i in ranges if self.bounds[i] <= item.number < self.bounds[i + 1]]
+            for i in ranges:
+                choice = assignment[item.cells[0].key]
+                self.target[self.groups.index(item.group), i] = [names.index(f) for f in choice]
+        self.unnumbered = {self.groups.index(i.group) for i in problem.items if i.number is None}
+
+
+def _differ(one: Mapping[GroupKey, Choice], other: Mapping[GroupKey, Choice]) -> bool:
+    return any(one[g] != other[g] for g in one.keys() & other.keys())
+
+
+class _Painter:
+    def __init__(self, table: _Table, selectors: Sequence[Selector], formats: Sequence[Format]) -> None:
+        self._table, self._formats = table, formats
+        self._paints = list(self._all_paints(selectors))
+
+    def _all_paints(self, selectors: Sequence[Selector]) -> Iterator[_Paint]:
+        """Every rule that could be written. One with a range takes no group without layers."""
+        ranges = len(self._table.bounds) - 1
+        for selector in selectors:
+            groups = tuple(i for i, g in enumerate(self._table.groups) if g in selector.groups)
+            for span in itertools.combinations(range(ranges + 1), 2):
+                taken = groups
+                if span != (0, ranges):
+                    taken = tuple(g for g in groups if g not in self._table.unnumbered)
+                for products in _PRODUCT_SETS if taken else ():
+                    for format in range(len(self._formats) + 1):
+                        yield _Paint(selector, taken, span, products, format)
+
+    def paint(self) -> list[_Paint]:
+        """Rules that paint the table, the first one first."""
+        target, rules = self._table.target, list[_Paint]()
+        painted = np.where(target < 0, -1, 0)
+        while not self._is_right(painted):
+            best = max(self._paints, key=lambda p: (self._gain(painted, p), -len(self.text(p))))
+            if self._gain(painted, best) <= 0:
+                raise Unwritable(
+                    "no rule tells apart what the solver told apart: the program's sites share their names"
+                )
+            rules.append(best)
+            painted = self._repaint(rules)
+        for rule in list(rules):  # a later rule may have covered an earlier one
+            fewer = [r for r in rules if r is not rule]
+            if self._is_right(self._repaint(fewer)):
+                rules = fewer
+        return rules
+
+    def _is_right(self, painted: np.ndarray) -> bool:
+        return bool(np.all((painted == self._table.target) | (self._table.target < 0)))
+
+    def _gain(self, painted: np.ndarray, paint: _Paint) -> int:
+        target, now = self._table.target[paint.index], painted[paint.index]
+        counts = target >= 0
+        return int(np.sum(counts & (target == paint.format)) - np.sum(counts & (target == now)))
+
+    def _repaint(self, rules: Sequence[_Paint]) -> np.ndarray:
+        painted = np.where(self._table.target < 0, -1, 0)
+        for rule in rules:
+            painted[rule.index] = rule.format
+        return painted
+
+    def text(self, paint: _Paint) -> str:
+        recipe = "keep" if paint.format == 0 else self._formats[paint.format - 1].name
+        return paint.selector.rule(paint.products, self._layers(paint.ranges), recipe)
+
+    def _layers(self, ranges: Span) -> str:
+        """The predicate for a range. The last layers are counted from the end, as people do."""
+        bounds = self._table.bounds
+        start, stop, end = bounds[ranges[0]], bounds[ranges[1]], bounds[-1]
+        if (start, stop) == (bounds[0], end):
+            return ""
+        if stop == end:
+            return f"layer >= {start - end}"
+        if stop == start + 1:
+            return f"layer == {start}"
+        return f"layer < {stop}" if start == bounds[0] else f"layer >= {start} and layer < {stop}"
+
+
+# ---- selectors
+
+
+def find_selectors(problem: Problem, plan: Plan) -> list[Selector]:
+    """Texts that take one group, all groups of a kind, or all groups. The shortest for each."""
+    keys: dict[tuple[object, object], CellKey] = {
+        (c.site.address, c.layer): c.key for item in problem.items for c in item.cells
+    }
+    group_of = {c.key: item.group for item in problem.items for c in item.cells}
+    groups = list(dict.fromkeys(group_of.values()))
+    members = {g: {k for k, other in group_of.items() if other == g} for g in groups}
+
+    def taken(names: Sequence[str], where: str) -> frozenset[GroupKey] | None:
+        """The groups that a selector takes whole; None if it takes something else too."""
+        text = Selector(tuple(names), where, frozenset()).rule("", "", "bf16")
+        matched = make_plan(parse(text), plan.sites).matched
+        cells = {keys.get(place) for place, by_rule in matched.items() if by_rule[0]}
+        whole = frozenset(g for g in groups if members[g] <= cells)
+        return whole if None not in cells and cells == set().union(*(members[g] for g in whole)) else None
+
+    found: dict[frozenset[GroupKey], Selector] = {}
+    for names, where in _texts(problem, groups):
+        selected = taken(names, where)
+        if selected and selected not in found:
+            found[selected] = Selector(tuple(names), where, selected)
+    missing = [g for g in groups if not any(s.groups == {g} for s in found.values())]
+    if missing and len(groups) > 1:
+        raise Unwritable(f"no selector takes {missing[0][0]} alone: name its scope or its parameter")
+    return list(found.values())
+
+
+def _texts(problem: Problem, groups: Sequence[GroupKey]) -> Iterator[tuple[list[str], str]]:
+    """Selectors to try: by kind, for all groups and for one, then by name, then by shape."""
+    kinds = {c.key[0]: c.site.kind.name for item in problem.items for c in item.cells}
+    words = list(dict.fromkeys(k for k in kinds.values() if k))
+    for size in range(len(words), 0, -1):
+        for chosen in itertools.combinations(words, size):
+            yield ["*"], " or ".join(chosen) if size == 1 else f"({' or '.join(chosen)})"
+    for group in groups:
+        yield from ((names, "") for names in _name_texts(group))
+        shapes = {c.key[0]: f"n == {c.site.n} and k == {c.site.k}" for i in problem.items for c in i.cells}
+        conditions = {" and ".join(filter(None, (kinds[name], shapes[name]))) for name in group}
+        if len(conditions) == 1:
+            yield ["*"], conditions.pop()
+    if len(groups) > 1:
+        yield ["*"], "weight"
+
+
+def _name_texts(group: GroupKey) -> Iterator[list[str]]:
+    """Names of the linears of a group, from the last words of their paths to the whole paths."""
+    paths = [name.split(".") for name in group]
+    if any(not all(_is_word(word) for word in path) for path in paths):
+        return
+    for length in range(1, max(map(len, paths)) + 1):
+        parents = {".".join(path[-length:-1]) for path in paths}
+        last = list(dict.fromkeys(path[-1] for path in paths))
+        if len(parents) == 1 and len(last) > 1:
+            parent = parents.pop()
+            yield [f"{parent}.{{{','.join(last)}}}" if parent else f"{{{','.join(last)}}}"]
+        else:
+            yield list(dict.fromkeys(".".join(path[-length:]) for path in paths))
+    yield [f"^{'.'.join(path)}" for path in paths]
+
+
+def _is_word(word: str) -> bool:
+    return word.replace("_", "").isalnum()

@@ -1,0 +1,415 @@
+"""Scores: the damage that each format does in each product of each layer of each site.
+
+Everything is measured at fixed parameters on a few recorded batches, all sites at once, one format at a time. Damage is
+in nats per token. A forward error costs half the mean square of what it changes in the loss of a token: the second
+order of the loss, with the Fisher information in place of the Hessian. A backward error is an error of the gradient; as
+a multiple of the gradient noise of a batch, both in Adam's update, it is weighed like a forward error that changes the
+gradient as much.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from policyc.compiler.pipeline import no_reentry
+from policyc.compiler.plan import Decision, Decisions, make_plan
+from policyc.compiler.sites import Site
+from policyc.compiler.stacks import Layer
+from policyc.experiments.record import RecordedLoss
+from policyc.experiments.search.candidates import Cell, CellKey, Format, find_cells
+from policyc.experiments.search.site_error import ERROR_SUMS, ScoreRewriter, UnprobedRewriter
+from policyc.experiments.taps import TappedLoss
+from policyc.experiments.telemetry import stacked_parameters
+from policyc.hardware.training_step import microbatch_tokens
+from policyc.language.loader import parse
+from policyc.language.recipes import Gemm
+
+ADAM_EPSILON = 1e-8
+MOMENTUM_STEPS = 10
+"""Steps over which Adam's momentum (beta1 = 0.9) averages gradients: noise averages out, bias does not."""
+
+NOISE_WEIGHT = 0.5
+"""Nats per token for an error of the gradient that is as large as the noise of a batch."""
+
+STALLS_BELOW = math.sqrt(3)
+"""Gradient norm over quantization noise below which training stalls, arXiv:2505.19115."""
+
+
+class BadLoss(ValueError):
+    """The loss cannot be scored. The message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What a format does in one product of one layer.
+
+    Attributes:
+      loss: what the error changes in the loss, in nats per token. Only fprop has it.
+      noise: the squared error of Adam's update of all parameters, as a multiple of the noise of a batch in it.
+      error: of forward products, the norm of the error over that of the result; of the others, the change of Adam's
+        update over the update, |u(g + dg) - u(g)| / |u(g)|.
+      bias: the part of the error that is the same in every batch (wgrad), or proportional to the result (the others).
+    """
+
+    loss: float = 0.0
+    noise: float
+    error: float
+    bias: float
+
+    @property
+    def damage(self) -> float:
+        """In nats per token."""
+        return self.loss + NOISE_WEIGHT * self.noise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """All scores of a loss, by layer of a linear, product and name of the format.
+
+    Attributes:
+      gradient_to_noise: by layer of a linear and format, the norm of the mean gradient of its weight over the noise of
+        its wgrad. Training stalls below `STALLS_BELOW`.
+      losses: of the recorded batches.
+      notes: what is known less well than usual, in sentences.
+    """
+
+    by_product: Mapping[tuple[CellKey, Gemm, str], Score]
+    gradient_to_noise: Mapping[tuple[CellKey, str], float]
+    losses: tuple[float, ...]
+    notes: tuple[str, ...] = ()
+
+    def damage(self, key: CellKey, gemm: Gemm, format: str | None) -> float:
+        """The damage of a format; none if the product is kept. A product that does not run has no score."""
+        if format is None:
+            return 0.0
+        score = self.by_product.get((key, gemm, format))
+        return 0.0 if score is None else score.damage
+
+
+def score_formats(recorded: RecordedLoss, formats: Sequence[Format]) -> Scores:
+    """Scores formats on the recorded batches. Raises BadLoss if the loss is not finite, or not deterministic."""
+    cells, _ = find_cells(recorded.sites)
+    with no_reentry():
+        gradients = _measure_gradients(recorded)
+        _check_losses(recorded, gradients.losses, cells, formats[0])
+        scorer = _Scorer(recorded, gradients, cells)
+        by_product: dict[tuple[CellKey, Gemm, str], Score] = {}
+        ratios: dict[tuple[CellKey, str], float] = {}
+        for format in formats:
+            for key, gemm, score in scorer.score(format):
+                by_product[key, gemm, format.name] = score
+            ratios |= {(key, format.name): ratio for key, ratio in scorer.ratios.items()}
+    return Scores(
+        by_product=by_product,
+        gradient_to_noise=ratios,
+        losses=tuple(gradients.losses),
+        notes=tuple(dict.fromkeys(scorer.notes)),
+    )
+
+
+# ---- plain gradients
+
+
+Arrays = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gradients:
+    """Plain gradients at fixed parameters, over the batches: mean, mean square, and 1 / (its root + epsilon)."""
+
+    mean: Arrays
+    precondition: Arrays
+    mean_square: Arrays
+    losses: list[float]
+    noise: float
+    """Squared norm of the noise of one batch in Adam's update."""
+
+
+def _measure_gradients(recorded: RecordedLoss) -> _Gradients:
+    value_and_grad = jax.jit(jax.value_and_grad(recorded.plain_loss, allow_int=True))
+    inputs = recorded.inputs
+    total = [jnp.zeros(np.shape(x), jnp.float32) for x in inputs]
+    squares = list(total)
+    losses: list[float] = []
+    for call in recorded.calls:
+        loss, grads = value_and_grad(inputs, call.consts)
+        losses.append(float(loss))
+        wide = [_as_float(g) for g in grads]
+        total = [t + g for t, g in zip(total, wide, strict=True)]
+        squares = [s + g * g for s, g in zip(squares, wide, strict=True)]
+    again = float(value_and_grad(inputs, recorded.calls[-1].consts)[0])
+    if again != losses[-1] and math.isfinite(again):
+        raise BadLoss(
+            f"the loss is not deterministic: the same parameters and batch gave {losses[-1]:.9g} and {again:.9g}; "
+            "fix its random keys, and on a GPU set XLA_FLAGS=--xla_gpu_deterministic_ops=true"
+        )
+    count = len(recorded.calls)
+    mean, mean_square = tuple(t / count for t in total), tuple(s / count for s in squares)
+    # Weights that no batch reaches have no gradient, and no update.
+    precondition = tuple(jnp.where(s > 0, 1 / (jnp.sqrt(s) + ADAM_EPSILON), 0) for s in mean_square)
+    # Without a second batch, the noise is taken to be as large as the gradient.
+    spread = [s - m * m if count > 1 else s for s, m in zip(mean_square, mean, strict=True)]
+    noise = sum(float(jnp.sum(p * p * s)) for p, s in zip(precondition, spread, strict=True))
+    return _Gradients(
+        mean=mean,
+        precondition=precondition,
+        mean_square=mean_square,
+        losses=losses,
+        noise=noise * count / max(count - 1, 1),
+    )
+
+
+def _as_float(gradient: Any) -> jax.Array:
+    """A gradient in fp32. Integers have none."""
+    if not jnp.issubdtype(gradient.dtype, jnp.floating):
+        return jnp.zeros(gradient.shape, jnp.float32)
+    return jnp.asarray(gradient, jnp.float32)
+
+
+def _check_losses(
+    recorded: RecordedLoss, losses: Sequence[float], cells: Sequence[Cell], format: Format
+) -> None:
+    """Raises BadLoss if a loss is not finite, with the first site whose result is not."""
+    bad = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
+    if bad is None:
+        return
+    tapped = _tap(recorded, format, cells, UnprobedRewriter)
+
+    def loss(taps: Any) -> jax.Array:
+        call = recorded.calls[bad]
+        return recorded.loss_of(tapped.evaluate(recorded.inputs, taps, call.consts))
+
+    taps = jax.device_get(jax.jit(jax.grad(loss))(tapped.taps()))
+    counts = {
+        (s.address, la): f.reshape(-1, len(ERROR_SUMS))[:, 0].sum() for s, la, f in tapped.figures(taps)
+    }
+    first = next((c for c in cells if counts.get((c.site.address, c.layer), 0)), None)
+    where = (
+        f"the first result that is not finite is that of {first.name}"
+        if first is not None
+        else "no GEMM made it from finite operands: look at what is between them"
+    )
+    raise BadLoss(f"the loss of batch {bad + 1} is {losses[bad]} without any policy: {where}")
+
+
+def _tap(
+    recorded: RecordedLoss, format: Format, cells: Sequence[Cell], rewriter: type[ScoreRewriter]
+) -> TappedLoss:
+    """The loss with taps at the sites of all cells."""
+    plan = make_plan(parse(f"* -> {format.text}"), recorded.sites, recorded.plan.execution)
+    scored = {(c.site.address, c.layer) for c in cells}
+    decisions: Decisions = {
+        key: decision if key in scored else Decision(decision.choices, None)
+        for key, decision in plan.decisions(plan.phases[0]).items()
+    }
+    return TappedLoss(plan, decisions, rewriter)
+
+
+# ---- one format
+
+
+class _Scorer:
+    """Scores one format after the other."""
+
+    def __init__(self, recorded: RecordedLoss, gradients: _Gradients, cells: Sequence[Cell]) -> None:
+        self._recorded, self._gradients, self._cells = recorded, gradients, cells
+        self._tokens = microbatch_tokens(recorded.plan)
+        self._stacked = [path in stacked_parameters(recorded.plan) for path in recorded.sites.parameters]
+        self._unit = max(float(jnp.max(p)) for p in gradients.precondition)
+        self._probes = True
+        self.notes: list[str] = []
+        self.ratios: dict[CellKey, float] = {}
+        """Gradient norm over noise of the weights of the last format."""
+        if len(recorded.calls) == 1:
+            self.notes.append(
+                "one batch was recorded: the noise of a batch is taken to be as large as its gradient"
+            )
+
+    def _directions(self) -> Arrays:
+        """A random tangent of the parameters, of the size of Adam's preconditioner over `_unit`."""
+        keys = jax.random.split(jax.random.key(0), len(self._recorded.inputs))
+        return tuple(
+            (jax.random.rademacher(k, p.shape, jnp.float32) * p / self._unit).astype(x.dtype)
+            if jnp.issubdtype(x.dtype, jnp.floating)
+            else np.zeros(np.shape(x), jax.dtypes.float0)
+            for k, p, x in zip(keys, self._gradients.precondition, self._recorded.inputs, strict=True)
+        )
+
+    def _make_measure(self, tapped: TappedLoss, *, probes: bool) -> Callable[..., Any]:
+        recorded, stacked = self._recorded, self._stacked
+
+        def loss(inputs: Any, taps: Any, consts: Any) -> jax.Array:
+            return recorded.loss_of(tapped.evaluate(inputs, taps, consts))
+
+        def derivative(directions: Any, taps: Any, inputs: Any, consts: Any) -> jax.Array:
+            tangent: jax.Array = jax.jvp(lambda inputs: loss(inputs, taps, consts), (inputs,), (directions,))[
+                1
+            ]
+            return tangent
+
+        def measure(inputs: Any, consts: Any, directions: Any, precondition: Any) -> Any:
+            taps = tapped.taps()
+            if (
+                probes
+            ):  # the gradient of the derivative along a direction, by the direction, is that of the loss
+                grads, sums = jax.grad(derivative, argnums=(0, 1))(directions, taps, inputs, consts)
+            else:
+                grads, sums = jax.grad(loss, argnums=(0, 1), allow_int=True)(inputs, taps, consts)
+            plain = jax.grad(recorded.plain_loss, allow_int=True)(inputs, consts)
+            errors = [_as_float(a) - _as_float(b) for a, b in zip(grads, plain, strict=True)]
+            rows = [
+                (_row_sums((p * e) ** 2, s), _row_sums(e**2, s))
+                for p, e, s in zip(precondition, errors, stacked, strict=True)
+            ]
+            return sums, errors, rows
+
+        return jax.jit(measure)
+
+    def score(self, format: Format) -> list[tuple[CellKey, Gemm, Score]]:
+        """The scores of a format in all products of all cells."""
+        try:
+            sums, errors, rows = self._run(format, probes=self._probes)
+        except TypeError as error:
+            if "forward-mode" not in str(error):
+                raise
+            self._probes = False
+            self.notes.append(
+                "the program has a derivative rule of its own, so no tangent can be followed: an error of dgrad counts "
+                "as much as it changes the gradient of its activation, wherever that goes, and what an error of fprop "
+                "does to gradients is not counted"
+            )
+            sums, errors, rows = self._run(format, probes=False)
+        weights = self._weight_errors(errors, rows)
+        self.ratios = {key: weight.gradient_to_noise for key, weight in weights.items()}
+        scores: list[tuple[CellKey, Gemm, Score]] = []
+        for cell in self._cells:
+            figures = sums.get((cell.site.address, cell.layer))
+            if figures is None:
+                continue  # in a branch that was not taken
+            of_gemm = {Gemm.FPROP: self._fprop(figures), Gemm.DGRAD: self._dgrad(figures)}
+            if cell.key in weights:
+                of_gemm[Gemm.WGRAD] = self._wgrad(weights[cell.key])
+            scores += [(cell.key, g, s) for g, s in of_gemm.items() if g in cell.site.products]
+        return scores
+
+    def _run(self, format: Format, *, probes: bool) -> tuple[Any, Any, Any]:
+        """The error sums by site and layer, the mean errors of gradients, and the squares of these by row."""
+        recorded = self._recorded
+        tapped = _tap(recorded, format, self._cells, ScoreRewriter if probes else UnprobedRewriter)
+        measure = self._make_measure(tapped, probes=probes)
+        directions, count = self._directions(), len(recorded.calls)
+        sums: dict[tuple[Any, Layer], np.ndarray] = {}
+        mean: list[Any] = []
+        rows: list[Any] = []
+        for call in recorded.calls:
+            taps, errors, squares = measure(
+                recorded.inputs, call.consts, directions, self._gradients.precondition
+            )
+            for site, layer, figures in tapped.figures(jax.device_get(taps)):
+                flat = figures.reshape(-1, len(ERROR_SUMS)).astype(np.float64).sum(0) / count
+                sums[site.address, layer] = sums.get((site.address, layer), 0) + flat
+            mean = (
+                [e / count for e in errors]
+                if not mean
+                else [m + e / count for m, e in zip(mean, errors, strict=True)]
+            )
+            squares = jax.tree.map(lambda x: np.asarray(x, np.float64) / count, squares)
+            rows = squares if not rows else jax.tree.map(np.add, rows, squares)
+        return sums, mean, rows
+
+    # ---- the three products
+
+    def _fprop(self, sums: np.ndarray) -> Score:
+        s = dict(zip(ERROR_SUMS, sums.tolist(), strict=True))
+        return Score(
+            loss=self._tokens / 2 * s["loss_squared"],
+            noise=s["loss_probe"] * self._unit**2 / self._gradients.noise,
+            error=math.sqrt(s["output_error"] / s["output"]) if s["output"] else 0.0,
+            bias=abs(s["output_signal"]) / s["output"] if s["output"] else 0.0,
+        )
+
+    def _dgrad(self, sums: np.ndarray) -> Score:
+        s = dict(zip(ERROR_SUMS, sums.tolist(), strict=True))
+        local = s["dgrad_error"] / s["dgrad"] if s["dgrad"] else 0.0
+        return Score(
+            noise=s["dgrad_probe"] * self._unit**2 / self._gradients.noise if self._probes else local,
+            error=math.sqrt(local),
+            bias=abs(s["dgrad_signal"]) / s["dgrad"] if s["dgrad"] else 0.0,
+        )
+
+    def _wgrad(self, weight: _WeightError) -> Score:
+        return Score(
+            noise=(weight.squared + (MOMENTUM_STEPS - 1) * weight.bias) / self._gradients.noise,
+            error=math.sqrt(weight.squared / weight.update) if weight.update else 0.0,
+            bias=math.sqrt(weight.bias / weight.update) if weight.update else 0.0,
+        )
+
+    def _weight_errors(self, errors: Sequence[Any], rows: Sequence[Any]) -> dict[CellKey, _WeightError]:
+        count, gradients = len(self._recorded.calls), self._gradients
+        by_input: list[list[_WeightError]] = []
+        for p, m, v, e, stacked, (scaled, plain) in zip(
+            gradients.precondition,
+            gradients.mean,
+            gradients.mean_square,
+            errors,
+            self._stacked,
+            rows,
+            strict=True,
+        ):
+            shared, norm, update = (_row_list(x, stacked) for x in ((p * e) ** 2, m**2, p * p * v))
+            by_input.append(
+                [
+                    _WeightError(
+                        squared=float(scaled[row]),
+                        # The mean of `count` errors has, besides the bias, their noise over `count`.
+                        bias=max(0.0, shared[row] - scaled[row] / count) * count / max(count - 1, 1),
+                        update=update[row],
+                        gradient_to_noise=math.sqrt(norm[row] / plain[row]) if plain[row] else math.inf,
+                    )
+                    for row in range(len(shared))
+                ]
+            )
+        located = {c.key: _locate_weight(self._recorded, c.site, c.layer, self._stacked) for c in self._cells}
+        return {key: by_input[place[0]][place[1]] for key, place in located.items() if place is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _WeightError:
+    """Squared norms in Adam's update: the error of wgrad, the part of it that all batches share, and the update.
+
+    `gradient_to_noise` is the norm of the mean gradient over that of the error of one batch.
+    """
+
+    squared: float
+    bias: float
+    update: float
+    gradient_to_noise: float
+
+
+def _row_list(x: jax.Array, stacked: bool) -> list[float]:
+    return [float(value) for value in _row_sums(x, stacked)]
+
+
+def _row_sums(x: jax.Array, stacked: bool) -> jax.Array:
+    """Sums over all elements, or over those of each layer of a stack."""
+    return jnp.sum(x.reshape(x.shape[0] if stacked else 1, -1), axis=1)
+
+
+def _locate_weight(
+    recorded: RecordedLoss, site: Site, layer: Layer, stacked: Sequence[bool]
+) -> tuple[int, int] | None:
+    """The input that is the weight of a site, and the row of it that a layer reads; None if it is not known."""
+    indices = site.stack_indices(layer)
+    for template in site.parameters:
+        if template.path in recorded.sites.parameters and next(template.paths(indices), None) is not None:
+            number = recorded.sites.parameters.index(template.path)
+            row = next((slot.index[indices] for slot in template.slots if slot.axis == 0), None)
+            return number, (row or 0) if stacked[number] else 0
+    return None

@@ -1,0 +1,292 @@
+"""The solver: which option each group takes in each layer range, within a budget of seconds or of damage.
+
+All groups have the same layer ranges, since every boundary splits the scan over the layers. Given the ranges, the rest
+is a small mixed-integer program, which scipy's HiGHS solves exactly. The ranges come from a relaxation: with a price of
+damage for each second, the best ranges are a shortest path over the layers, and the price that meets the budget is
+found by bisection. It also bounds what any ranges could reach. Where there are few ways to cut the layers, all are
+tried.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from policyc.experiments.search.problem import Assignment, Choice, Cost, GroupKey, Item, Problem, expand
+
+MOST_CUTS = 100
+"""Ways to cut the layers into ranges up to which all are tried, each with a program of its own."""
+
+TRIED_CUTS = 24
+"""Of more ways, those that are tried: the best of the relaxation and their neighbours."""
+
+TIME_LIMIT = 10.0
+"""Seconds for one program. They take hundredths of a second."""
+
+_Place = tuple[GroupKey, int | None]
+"""A group, and the first layer of a range; None for a group without layers."""
+
+Cuts = tuple[int, ...]
+"""The first layer of each range, and the end of the last one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """The best assignment found, its cost, its ranges, and how much better the objective could be at most, relative."""
+
+    assignment: Assignment
+    cost: Cost
+    cuts: Cuts
+    gap: float
+    price: float
+    """What one unit of the limited cost is worth in units of the objective, about."""
+
+
+class Infeasible(ValueError):
+    """No assignment meets the budget. The message says what could be met."""
+
+
+def minimize_damage(problem: Problem, seconds: float, segments: int) -> Solution:
+    """The least damage of a step that takes at most these seconds. Raises Infeasible."""
+    return _Solver(problem, segments).solve(seconds - problem.seconds, "damage")
+
+
+def minimize_seconds(problem: Problem, damage: float, segments: int) -> Solution:
+    """The fastest step whose damage is at most this. Raises Infeasible."""
+    if damage < 0:
+        raise Infeasible("no damage is below 0: keep everything")
+    return _Solver(problem, segments).solve(damage, "seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A group with layers: the costs of its options, summed over the layers before each boundary."""
+
+    key: GroupKey
+    choices: tuple[Choice, ...]
+    objective: np.ndarray
+    limited: np.ndarray
+
+    def between(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """The objective and the limited cost of each option in a range."""
+        return self.objective[:, stop] - self.objective[:, start], self.limited[:, stop] - self.limited[
+            :, start
+        ]
+
+
+class _Solver:
+    """One problem and one objective. The other cost is limited."""
+
+    def __init__(self, problem: Problem, segments: int) -> None:
+        self._problem, self._segments = problem, segments
+        numbers = [i.number for i in problem.items if i.number is not None]
+        self._layers = max(numbers) + 1 if numbers else 1
+        self._groups: list[_Group] = []
+        self._single: list[_Group] = []  # groups without layers: one range
+
+    def _collect(self, minimize: str) -> None:
+        by_group: dict[tuple[GroupKey, bool], list[Item]] = {}
+        for item in self._problem.items:
+            by_group.setdefault((item.group, item.number is None), []).append(item)
+        for (key, is_single), items in by_group.items():
+            choices = tuple(c for c in items[0].options if all(c in i.options for i in items))
+            costs = np.zeros((2, len(choices), self._layers + 1))
+            for item in items:
+                for number, choice in enumerate(choices):
+                    cost = item.options[choice]
+                    costs[:, number, (item.number or 0) + 1] += (cost.seconds, cost.damage)
+            seconds, damage = np.cumsum(costs, axis=2)
+            pair = (damage, seconds) if minimize == "damage" else (seconds, damage)
+            (self._single if is_single else self._groups).append(_Group(key, choices, *pair))
+
+    def solve(self, limit: float, minimize: str) -> Solution:
+        self._collect(minimize)
+        least = self._relax(math.inf, limit)
+        if least.limited > limit + _rounding(limit):
+            raise Infeasible(self._explain(least))
+        cuts, bound, price = self._choose_cuts(limit)
+        best = min((s for c in cuts if (s := self._solve_cuts(c, limit))), key=lambda s: s[0], default=None)
+        if best is None:
+            raise Infeasible("no ranges of layers meet the budget: allow more --segments")
+        value, chosen, cut = best
+        assignment = expand(self._problem, lambda item: _choice_of(item, chosen, cut))
+        gap = max(0.0, value - bound) / (abs(value) or 1.0)
+        return Solution(
+            assignment=assignment, cost=self._problem.total(assignment), cuts=cut, gap=gap, price=price
+        )
+
+    def _explain(self, least: _Relaxed) -> str:
+        """What the budget could be: time is what is limited, since keeping everything does no damage."""
+        seconds = self._problem.seconds + least.limited
+        return (
+            f"the fastest that these formats can be is {seconds:.4g} s per step, {self._problem.seconds / seconds:.3g} "
+            f"times as fast as without a policy, at a damage of {least.objective:.3g}"
+        )
+
+    # ---- the relaxation
+
+    def _relax(self, price: float, limit: float) -> _Relaxed:
+        """The best cuts if the limited cost has a price; if that is infinite, those with the least limited cost."""
+
+        def weigh(objective: np.ndarray, limited: np.ndarray) -> np.ndarray:
+            return limited if math.isinf(price) else objective + price * limited
+
+        size = self._layers + 1
+        total, objective, limited = (np.zeros((size, size)) for _ in range(3))
+        for group in self._groups:
+            spans = (x[:, None, :] - x[:, :, None] for x in (group.objective, group.limited))
+            values, limits = spans
+            best = np.argmin(weigh(values, limits), axis=0)[None]
+            objective += np.take_along_axis(values, best, 0)[0]
+            limited += np.take_along_axis(limits, best, 0)[0]
+        total = weigh(objective, limited)
+        cuts = _shortest_path(total, self._segments) if self._groups else (0, self._layers)
+        pairs = list(itertools.pairwise(cuts))
+        sums = (
+            [sum(float(x[a, b]) for a, b in pairs) for x in (objective, limited)]
+            if self._groups
+            else [0.0, 0.0]
+        )
+        for group in self._single:
+            values, limits = group.between(0, self._layers)
+            index = int(np.argmin(weigh(values, limits)))
+            sums = [sums[0] + float(values[index]), sums[1] + float(limits[index])]
+        bound = sums[0] + price * (sums[1] - limit) if math.isfinite(price) else -math.inf
+        return _Relaxed(cuts, sums[0], sums[1], bound, total)
+
+    def _choose_cuts(self, limit: float) -> tuple[list[Cuts], float, float]:
+        """The ways to cut the layers that are tried, a bound of the objective of all ways, and the price."""
+        relaxed = [self._relax(0.0, limit)]
+        low, high = 0.0, self._first_price()
+        while relaxed[-1].limited > limit and high < _HIGHEST_PRICE:
+            relaxed.append(self._relax(high, limit))
+            low, high = (high, high * 4) if relaxed[-1].limited > limit else (low, high)
+        for _ in range(_BISECTIONS if len(relaxed) > 1 else 0):
+            price = (low + high) / 2
+            relaxed.append(self._relax(price, limit))
+            low, high = (price, high) if relaxed[-1].limited > limit else (low, price)
+        bound = max(r.bound for r in relaxed)
+        if not self._groups:
+            return [(0, self._layers)], bound, high
+        if math.comb(self._layers - 1, min(self._segments, self._layers) - 1) <= MOST_CUTS:
+            return list(_all_cuts(self._layers, self._segments)), bound, high
+        best = max(relaxed, key=lambda r: r.bound)
+        candidates = {r.cuts for r in relaxed}
+        candidates |= {moved for cuts in list(candidates) for moved in _neighbours(cuts)}
+        ranked = sorted(candidates, key=lambda c: sum(best.total[a, b] for a, b in itertools.pairwise(c)))
+        return ranked[:TRIED_CUTS], bound, high
+
+    def _first_price(self) -> float:
+        """A price of the right magnitude: all of the objective for all of what is limited."""
+        groups = [*self._groups, *self._single]
+        objective, limited = (sum(float(np.ptp(x[:, -1])) for x in each) for each in
+                              ([g.objective for g in groups], [g.limited for g in groups]))  # fmt: skip
+        return objective / limited if objective and limited else 1.0
+
+    # ---- the program of given ranges
+
+    def _solve_cuts(self, cuts: Cuts, limit: float) -> tuple[float, dict[_Place, Choice], Cuts] | None:
+        """The best options for these ranges; None if none meets the limit."""
+        rows: list[tuple[_Place, list[tuple[Choice, float, float]]]] = []
+        for group in self._groups:
+            for start, stop in itertools.pairwise(cuts):
+                rows.append(((group.key, start), _undominated(group, start, stop)))
+        rows += [((group.key, None), _undominated(group, 0, self._layers)) for group in self._single]
+        columns = [(row, *option) for row, (_, options) in enumerate(rows) for option in options]
+        objective, limited = (np.array([c[i] for c in columns]) for i in (2, 3))
+        units = _unit(objective), _unit(limited)
+        one_each = np.zeros((len(rows), len(columns)))
+        one_each[[c[0] for c in columns], range(len(columns))] = 1
+        result = milp(
+            objective / units[0],
+            constraints=[
+                LinearConstraint(one_each, 1, 1),
+                LinearConstraint(limited[None] / units[1], -np.inf, (limit + _rounding(limit)) / units[1]),
+            ],
+            integrality=np.ones(len(columns)),
+            bounds=Bounds(0, 1),
+            options={"mip_rel_gap": 1e-6, "time_limit": TIME_LIMIT},
+        )
+        if result.x is None:
+            return None
+        chosen = {rows[c[0]][0]: c[1] for c, x in zip(columns, result.x, strict=True) if x > 0.5}
+        return float(objective @ np.round(result.x)), chosen, cuts
+
+
+@dataclass(frozen=True, slots=True)
+class _Relaxed:
+    """The solution at one price: its cuts and costs, a bound for every solution, and the cost of every range."""
+
+    cuts: Cuts
+    objective: float
+    limited: float
+    bound: float
+    total: np.ndarray
+
+
+_BISECTIONS = 24
+_HIGHEST_PRICE = 1e30
+
+
+def _rounding(limit: float) -> float:
+    """What sums of floats may be above a limit that they meet."""
+    return 1e-9 * abs(limit)
+
+
+def _unit(values: np.ndarray) -> float:
+    return float(np.max(np.abs(values), initial=0)) or 1.0
+
+
+def _shortest_path(total: np.ndarray, segments: int) -> Cuts:
+    """The cuts into at most so many ranges with the least sum. Fewer ranges go before more of the same sum."""
+    end = total.shape[0] - 1
+    spans = np.where(np.triu(np.ones_like(total), 1) > 0, total, np.inf)
+    best, before = [spans[0]], list[np.ndarray]()
+    for _ in range(min(segments, end) - 1):
+        sums = best[-1][:, None] + spans
+        before.append(np.argmin(sums, axis=0))
+        best.append(np.min(sums, axis=0))
+    count = int(np.argmin([values[end] for values in best]))
+    cuts = [end]
+    for step in range(count - 1, -1, -1):
+        cuts.append(int(before[step][cuts[-1]]))
+    return (0, *reversed(cuts))
+
+
+def _all_cuts(layers: int, segments: int) -> Iterator[Cuts]:
+    """Cuts into as many ranges as are allowed. Fewer ranges are among them: two may have the same options."""
+    for inner in itertools.combinations(range(1, layers), min(segments, layers) - 1):
+        yield (0, *inner, layers)
+
+
+def _neighbours(cuts: Cuts) -> Iterator[Cuts]:
+    """Cuts with one boundary moved by a layer."""
+    for i in range(1, len(cuts) - 1):
+        for moved in (cuts[i] - 1, cuts[i] + 1):
+            if cuts[i - 1] < moved < cuts[i + 1]:
+                yield (*cuts[:i], moved, *cuts[i + 1 :])
+
+
+def _undominated(group: _Group, start: int, stop: int) -> list[tuple[Choice, float, float]]:
+    """The options of a range, without those that are worse than another in both costs."""
+    values, limits = group.between(start, stop)
+    order = sorted(
+        zip(group.choices, values.tolist(), limits.tolist(), strict=True), key=lambda o: (o[2], o[1])
+    )
+    best: list[tuple[Choice, float, float]] = []
+    for option in order:
+        if not best or option[1] < best[-1][1]:
+            best.append(option)
+    return best
+
+
+def _choice_of(item: Item, chosen: dict[_Place, Choice], cuts: Sequence[int]) -> Choice:
+    if item.number is None:
+        return chosen[item.group, None]
+    start = next(a for a, b in itertools.pairwise(cuts) if a <= item.number < b)
+    return chosen[item.group, start]
