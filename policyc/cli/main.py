@@ -21,7 +21,7 @@ from policyc.cli.common import COMPLETE_VARIABLE
 COMMAND_GROUPS: dict[str, tuple[str, ...]] = {
     "Policies": ("show", "lint", "fmt", "explain", "lsp"),
     "Programs": ("sites", "init", "diff", "apply", "estimate", "adopt", "compile"),
-    "Experiments": ("train", "generate", "search", "sweep", "report"),
+    "Experiments": ("train", "generate", "search", "bisect", "sweep", "report"),
     "Tools": ("quantize", "targets", "data", "completion"),
 }
 """The commands in the order of the help. `NAME` is the function of that name in the module `policyc.cli.NAME`."""

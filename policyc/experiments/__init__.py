@@ -3,6 +3,7 @@
 __all__ = [
     "adopt",
     "adopt_page",
+    "bisect",
     "hooks",
     "program",
     "record",

@@ -176,6 +176,20 @@ class TappedLoss:
         values = self.jaxpr.consts if consts is None else consts
         return jaxprs.evaluate_with_consts(self.jaxpr, values, *inputs, *extra)
 
+    def fill(self, values: Mapping[tuple[Address, Layer], np.ndarray]) -> list[np.ndarray]:
+        """Taps with these values, by address and layer; the inverse of `figures`. Others are zeros."""
+        taps = []
+        for extra in self._taps:
+            site = self._rewriter.sites[extra.address]
+            scans = enclosing_scans(self.plan.sites.jaxpr, site.address)
+            whole = np.zeros((*scans.values(), *self._rewriter.tap_shape), np.float32)
+            for layer in site.layers():
+                place = site.stack_indices(layer)
+                index = tuple(place.get(address, slice(None)) for address in scans)
+                whole[index] = values.get((site.address, layer), 0)
+            taps.append(whole[tuple(slice(r.start, r.stop) for r in extra.ranges)])
+        return taps
+
     def measurements(
         self, taps: Sequence[np.ndarray]
     ) -> Iterator[tuple[Site, Layer, list[tuple[str, str]], np.ndarray]]:

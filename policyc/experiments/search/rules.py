@@ -60,10 +60,13 @@ class _Paint:
         return np.ix_(self.groups, range(*self.ranges), _PRODUCT_SETS[self.products])
 
 
-def write_rules(problem: Problem, plan: Plan, assignment: Assignment) -> list[str]:
-    """The rules of an assignment. Raises Unwritable if no selectors tell its parts apart."""
+def write_rules(problem: Problem, plan: Plan, assignment: Assignment, *, can_undo: bool = True) -> list[str]:
+    """The rules of an assignment. Raises Unwritable if no selectors tell its parts apart.
+
+    Without `can_undo`, no rule returns to what there was before the rules: they follow those of another policy.
+    """
     table = _Table(problem, assignment)
-    painter = _Painter(table, find_selectors(problem, plan), problem.formats)
+    painter = _Painter(table, find_selectors(problem, plan), problem.formats, can_undo=can_undo)
     return [painter.text(paint) for paint in painter.paint()]
 
 
@@ -99,8 +102,11 @@ def _differ(one: Mapping[GroupKey, Choice], other: Mapping[GroupKey, Choice]) ->
 
 
 class _Painter:
-    def __init__(self, table: _Table, selectors: Sequence[Selector], formats: Sequence[Format]) -> None:
+    def __init__(
+        self, table: _Table, selectors: Sequence[Selector], formats: Sequence[Format], *, can_undo: bool
+    ) -> None:
         self._table, self._formats = table, formats
+        self._numbers = range(0 if can_undo else 1, len(formats) + 1)
         self._paints = list(self._all_paints(selectors))
 
     def _all_paints(self, selectors: Sequence[Selector]) -> Iterator[_Paint]:
@@ -113,7 +119,7 @@ class _Painter:
                 if span != (0, ranges):
                     taken = tuple(g for g in groups if g not in self._table.unnumbered)
                 for products in _PRODUCT_SETS if taken else ():
-                    for format in range(len(self._formats) + 1):
+                    for format in self._numbers:
                         yield _Paint(selector, taken, span, products, format)
 
     def paint(self) -> list[_Paint]:

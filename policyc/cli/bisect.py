@@ -1,0 +1,126 @@
+"""`policyc bisect`: which products of a policy broke a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from policyc.cli.common import exit_with_message, load_policy, print_note, print_or_write
+from policyc.cli.options import (
+    FiniteRange,
+    collect_options,
+    config_option,
+    group_options,
+    out_option,
+    path_option,
+    policy_argument,
+    program_argument,
+)
+from policyc.cli.program import check_order, exit_on_error
+from policyc.cli.recorded import RecordOptions, record, record_options
+from policyc.cli.sweep_runs import SweepCommand
+
+if TYPE_CHECKING:
+    from policyc.experiments.bisect import Bisection, Trial
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BisectOptions:
+    """What is looked for: the values of `bisect_options`."""
+
+    metric: str
+    cured_at: float | None
+    trials: str | None
+    out: str | None
+
+
+bisect_options = collect_options(
+    BisectOptions,
+    "options",
+    group_options(
+        click.option(
+            "--metric",
+            type=click.Choice(["loss", "grad-cosine", "nan"]),
+            default="loss",
+            show_default=True,
+            help="What the policy harms: the loss, the direction of the gradient, or that both are finite.",
+        ),
+        click.option(
+            "--cured-at",
+            type=FiniteRange(min=0),
+            metavar="X",
+            show_default="half of the policy's",
+            help="Harm that counts as cured: the change of the loss in nats, or 1 minus the cosine.",
+        ),
+        path_option(
+            "--trials",
+            "FILE",
+            "Keep the trials in this file: a run that was stopped continues.",
+            click.Path(dir_okay=False),
+        ),
+        out_option("Write the edited policy to this file instead of standard output."),
+    ),
+)
+
+
+@click.command(
+    cls=SweepCommand,
+    examples="""
+    policyc bisect my.policy --metric nan train.py --resume 1200
+    policyc bisect te_nvfp4 --config 5m --from runs/5m/checkpoints/500 --metric grad-cosine --out cured.policy
+    policyc bisect my.policy --trials bisect.json train.py
+    """,
+)
+@policy_argument()
+@program_argument(required=False)
+@config_option
+@record_options
+@bisect_options
+def bisect(
+    policy: str, program: tuple[str, ...], config: str | None, record: RecordOptions, options: BisectOptions
+) -> None:
+    """Find the products whose return to high precision cures a policy.
+
+    Records a few batches, and evaluates them under the policy with more and more of its products as the program has
+    them, by binary search. Prints every trial, and the policy with rules that return what was found. Exits with 1 if
+    the policy does no harm, or no few products cure it.
+    """
+    from policyc.experiments.bisect import Bisection, NoCulprit, unit_name
+
+    check_order(policy, program)
+    loaded = load_policy(policy)
+    recorded = _record(program, config, record)
+    with exit_on_error():
+        bisection = Bisection(loaded, recorded, options.metric, options.cured_at)  # type: ignore[arg-type]
+        if options.trials is not None and Path(options.trials).exists():
+            print_note(f"{bisection.load(Path(options.trials))} trials are known from {options.trials}")
+        for name in bisection.not_switched:
+            print_note(f"always as the policy says, since it cannot be switched: {name}")
+        print_note(f"{len(bisection.units)} products: at most {bisection.most_trials} trials")
+        bisection.on_trial = lambda trial: _report(bisection, trial, options.trials)
+        try:
+            diagnosis = bisection.run()
+        except NoCulprit as error:
+            exit_with_message(str(error))
+    print_note(", ".join(map(unit_name, diagnosis.culprits)), "culprits")
+    edit = "\n".join(["", "# Found by policyc bisect.", *diagnosis.rules, ""])
+    text = str(loaded) if loaded.applied_variant or not loaded.source.text else loaded.source.text
+    print_or_write(text.rstrip("\n") + "\n" + edit, options.out)
+
+
+_record = record
+
+
+def _report(bisection: Bisection, trial: Trial, path: str | None) -> None:
+    """Prints a trial, and saves all so far."""
+    number = len(bisection.trials)
+    state = "cured" if trial.cured else "not cured"
+    print_note(
+        f"{len(trial.kept)} of {len(bisection.units)} products in high precision: harm {trial.harm:.3g}, {state}",
+        f"trial {number}",
+    )
+    if path is not None:
+        bisection.save(Path(path))

@@ -1,0 +1,347 @@
+"""Finds the smallest set of products whose return to high precision cures a policy.
+
+The loss is compiled once, with a switch for every product of every layer: whether it runs as the policy says, or as the
+program does. A trial sets the switches and evaluates the recorded batches.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from policyc.compiler.hoist import SiteRecipe
+from policyc.compiler.pipeline import no_reentry
+from policyc.compiler.plan import make_plan
+from policyc.compiler.rewrite import SiteInputs, SiteTemplate, quantized_gemm
+from policyc.compiler.sites import Site
+from policyc.experiments.record import RecordedLoss
+from policyc.experiments.search.candidates import Cell, CellKey, Format, find_cells
+from policyc.experiments.search.problem import Choice, Item, Problem
+from policyc.experiments.search.rules import write_rules
+from policyc.experiments.taps import TAP, TappedLoss, TapRewriter
+from policyc.jaxcore import jaxprs
+from policyc.language.policy import Policy
+from policyc.language.recipes import Gemm, make_recipe
+from policyc.numerics.products import as_dimension_numbers
+
+Metric = Literal["loss", "grad-cosine", "nan"]
+Unit = tuple[CellKey, Gemm]
+"""A product of a layer of a linear."""
+
+MOST_CULPRITS = 8
+CURED_FRACTION = 0.5
+"""Of the harm of the policy, which a cure may leave."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What happened with some products in high precision. `harm` is 0 without the policy; infinite: not finite."""
+
+    kept: tuple[Unit, ...]
+    harm: float
+    cured: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """The products that must return to high precision, all trials, and rules that return them."""
+
+    culprits: tuple[Unit, ...]
+    trials: tuple[Trial, ...]
+    rules: tuple[str, ...]
+    not_switched: tuple[str, ...]
+    """Linears that run as the policy says in all trials."""
+
+
+class NoCulprit(ValueError):
+    """There is nothing to find. The message says why."""
+
+
+class Bisection:
+    """The search for the culprits of one policy on one recorded loss."""
+
+    def __init__(
+        self, policy: Policy, recorded: RecordedLoss, metric: Metric, limit: float | None = None
+    ) -> None:
+        self._recorded, self._metric = recorded, metric
+        self.plan = make_plan(policy, recorded.sites, recorded.plan.execution)
+        decisions = self.plan.decisions(self.plan.phases[0])
+        cells, _ = find_cells(recorded.sites)
+        quantized = {address for (address, _), decision in decisions.items() if decision.recipe is not None}
+        switched = {c.site.address for c in cells}
+        self.not_switched = tuple(
+            s.name for s in recorded.sites if s.address in quantized - switched and not s.opaque
+        )
+        self._cells = [c for c in cells if decisions[c.site.address, c.layer].recipe is not None]
+        self.units: list[Unit] = []
+        for gemm in Gemm:
+            for cell in self._cells:
+                recipe = decisions[cell.site.address, cell.layer].recipe
+                is_changed = recipe is not None and recipe.gemm_treatments(gemm)[0].format != "keep"
+                self.units += [(cell.key, gemm)] if is_changed and gemm in cell.site.products else []
+        if not self.units:
+            raise NoCulprit("the policy changes no product of the program that could be switched")
+        self._switched = TappedLoss(self.plan, decisions, SwitchRewriter)
+        self._evaluate = jax.jit(self._make_evaluate())
+        self._limit = limit
+        self.trials: list[Trial] = []
+        self._known: dict[frozenset[Unit], float] = {}
+        self.on_trial: Callable[[Trial], None] = lambda _trial: None
+
+    @property
+    def most_trials(self) -> int:
+        """A bound of the trials: two at the start, and a binary search for each culprit and one trial after it."""
+        return 2 + MOST_CULPRITS * (math.ceil(math.log2(len(self.units) + 1)) + 1)
+
+    # ---- trials
+
+    def _make_evaluate(self) -> Callable[..., Any]:
+        recorded = self._recorded
+
+        def loss(inputs: Any, switches: Any, consts: Any) -> jax.Array:
+            return recorded.loss_of(self._switched.evaluate(inputs, switches, consts))
+
+        def evaluate(inputs: Any, switches: Any, consts: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+            """The loss, the cosine of its gradient with the plain one, and whether both are finite."""
+            value, grads = jax.value_and_grad(loss, allow_int=True)(inputs, switches, consts)
+            if self._metric == "loss":
+                return value, jnp.float32(1), jnp.isfinite(value)
+            plain = jax.grad(recorded.plain_loss, allow_int=True)(inputs, consts)
+            pairs = [
+                (a, b) for a, b in zip(grads, plain, strict=True) if jnp.issubdtype(a.dtype, jnp.floating)
+            ]
+            dots = [sum(jnp.vdot(x, y).astype(jnp.float32) for x, y in p) for p in (
+                pairs, [(a, a) for a, _ in pairs], [(b, b) for _, b in pairs])]  # fmt: skip
+            are_finite = jnp.stack([jnp.all(jnp.isfinite(a)) for a, _ in pairs])
+            return value, dots[0] / jnp.sqrt(dots[1] * dots[2]), jnp.isfinite(value) & jnp.all(are_finite)
+
+        return evaluate
+
+    def _harm(self, kept: Sequence[Unit]) -> float:
+        """How far the policy is from none with these products in high precision."""
+        switches = self._switched.fill(self._switch_values(set(kept)))
+        values = []
+        with no_reentry():
+            for number, call in enumerate(self._recorded.calls):
+                loss, cosine, is_finite = jax.device_get(
+                    self._evaluate(self._recorded.inputs, switches, call.consts)
+                )
+                if not is_finite:
+                    return math.inf
+                if self._metric == "loss":
+                    values.append(abs(float(loss) - self._plain_losses()[number]))
+                else:
+                    values.append(1 - float(cosine) if self._metric == "grad-cosine" else 0.0)
+        return float(np.mean(values))
+
+    def _plain_losses(self) -> list[float]:
+        if not hasattr(self, "_plain"):
+            plain = jax.jit(self._recorded.plain_loss)
+            with no_reentry():
+                self._plain = [float(plain(self._recorded.inputs, c.consts)) for c in self._recorded.calls]
+        return self._plain
+
+    def _switch_values(self, kept: set[Unit]) -> dict[tuple[Any, Any], np.ndarray]:
+        return {
+            (c.site.address, c.layer): np.array([(c.key, g) not in kept for g in Gemm], np.float32)
+            for c in self._cells
+        }
+
+    def _try(self, kept: Sequence[Unit]) -> bool:
+        """Whether keeping these products cures. Trials that are known are not repeated."""
+        key = frozenset(kept)
+        if key not in self._known:
+            self._known[key] = self._harm(kept)
+        harm = self._known[key]
+        trial = Trial(kept=tuple(kept), harm=harm, cured=harm <= self.limit)
+        self.trials.append(trial)
+        self.on_trial(trial)
+        return trial.cured
+
+    @property
+    def limit(self) -> float:
+        """The harm up to which the policy counts as cured. By default half of its own."""
+        if self._limit is not None:
+            return self._limit
+        harm = self._known.get(frozenset())
+        return CURED_FRACTION * harm if harm is not None and math.isfinite(harm) else _FINITE
+
+    # ---- the search
+
+    def run(self) -> Diagnosis:
+        """Finds the culprits. Raises NoCulprit if the policy does no harm, or nothing cures it."""
+        if self._metric == "loss" and not all(map(math.isfinite, self._plain_losses())):
+            raise NoCulprit("the loss is not finite without the policy either")
+        if self._try([]):
+            raise NoCulprit(f"the policy does no harm by this metric: {self.trials[-1].harm:.3g}")
+        if not self._try(self.units):
+            raise NoCulprit(
+                "the policy does harm with all of its products in high precision too: "
+                + (
+                    f"look at {', '.join(self.not_switched)}"
+                    if self.not_switched
+                    else "the program is the cause"
+                )
+            )
+        culprits: list[Unit] = []
+        rest = list(self.units)
+        while len(culprits) < MOST_CULPRITS:
+            # The shortest prefix that cures together with the culprits: its last product is one of them.
+            low, high = 0, len(rest)
+            while low + 1 < high:
+                middle = (low + high) // 2
+                if self._try([*culprits, *rest[:middle]]):
+                    high = middle
+                else:
+                    low = middle
+            culprits.append(rest[high - 1])
+            rest = rest[: high - 1]
+            if self._try(culprits):
+                return self._diagnose(culprits)
+        raise NoCulprit(
+            f"no {MOST_CULPRITS} products cure it: the harm is spread over many. The {MOST_CULPRITS} that were found "
+            f"last are {', '.join(map(unit_name, culprits))}"
+        )
+
+    def _diagnose(self, culprits: Sequence[Unit]) -> Diagnosis:
+        return Diagnosis(
+            culprits=tuple(culprits),
+            trials=tuple(self.trials),
+            rules=tuple(self._write_rules(culprits)),
+            not_switched=self.not_switched,
+        )
+
+    def _write_rules(self, culprits: Sequence[Unit]) -> list[str]:
+        """Rules that return the culprits to high precision, for the end of the policy."""
+        items = [Item(group=(c.key[0],), number=c.number, cells=(c,), options={}) for c in self._all_cells()]
+        keep = Format("keep", "keep", make_recipe("keep"))
+        problem = Problem(items=tuple(items), formats=(keep,), seconds=0.0, skipped=())
+        assignment: dict[CellKey, Choice] = {}
+        for item in items:
+            key = item.cells[0].key
+            fprop, dgrad, wgrad = ("keep" if (key, g) in culprits else None for g in Gemm)
+            assignment[key] = (fprop, dgrad, wgrad)
+        return write_rules(problem, self.plan, assignment, can_undo=False)
+
+    def _all_cells(self) -> Sequence[Cell]:
+        return find_cells(self._recorded.sites)[0]
+
+    # ---- resuming
+
+    def save(self, path: Path) -> None:
+        """Writes the trials, so that a later run need not repeat them."""
+        rows = [
+            {"kept": sorted(map(unit_name, kept)), "harm": harm if math.isfinite(harm) else None}
+            for kept, harm in self._known.items()
+        ]
+        path.write_text(json.dumps({"of": self.identity, "trials": rows}, indent=1) + "\n")
+
+    def load(self, path: Path) -> int:
+        """Reads the trials of an earlier run of the same policy, loss and batches. Returns their number."""
+        data = json.loads(path.read_text())
+        if data["of"] != self.identity:
+            raise ValueError(
+                f"'{path}' is of another policy, program, checkpoint or metric: name another file"
+            )
+        by_name = {unit_name(unit): unit for unit in self.units}
+        for row in data["trials"]:
+            harm = math.inf if row["harm"] is None else row["harm"]
+            self._known[frozenset(by_name[name] for name in row["kept"])] = harm
+        return len(self._known)
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What the trials depend on."""
+        return {
+            "policy": self.plan.policy.sha256,
+            "loss": self._recorded.sites.hash,
+            "plain": self._plain_losses(),
+            "metric": self._metric,
+        }
+
+
+_FINITE = 1e30
+"""Harm of a loss that is finite is always below this."""
+
+
+def unit_name(unit: Unit) -> str:
+    (linear, index), gemm = unit
+    return f"{linear}{'' if index is None else f'[{index}]'} @ {gemm}"
+
+
+# ---- switches
+
+
+@dataclass(frozen=True, eq=False)
+class _SwitchedSite:
+    """A site that runs as the policy says or as the program does, by product."""
+
+    site: Site
+    quantized: Callable[..., Any]
+
+    def plain(self, lhs: Any, rhs: Any) -> Any:
+        params = self.site.eqn.params
+        return jax.lax.dot_general(
+            lhs,
+            rhs,
+            as_dimension_numbers(params["dimension_numbers"]),
+            precision=params["precision"],
+            preferred_element_type=params["preferred_element_type"],
+        )
+
+    def gemms(self) -> Iterator[Gemm]:
+        """The products that the gradients of lhs and of rhs are."""
+        yield from (Gemm.WGRAD, Gemm.DGRAD) if self.site.weight == "lhs" else (Gemm.DGRAD, Gemm.WGRAD)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run_switched(switched: _SwitchedSite, lhs: Any, rhs: Any, switches: Any) -> Any:
+    return _run_switched_fwd(switched, lhs, rhs, switches)[0]
+
+
+def _run_switched_fwd(switched: _SwitchedSite, lhs: Any, rhs: Any, switches: Any) -> tuple[Any, Any]:
+    y = jnp.where(switches[0] > 0, switched.quantized(lhs, rhs), switched.plain(lhs, rhs))
+    return y, (lhs, rhs, switches)
+
+
+def _run_switched_bwd(switched: _SwitchedSite, residuals: Any, dy: Any) -> tuple[Any, ...]:
+    lhs, rhs, switches = residuals
+    quantized = jax.vjp(switched.quantized, lhs, rhs)[1](dy)
+    plain = jax.vjp(switched.plain, lhs, rhs)[1](dy)
+    order = list(Gemm)
+    gradients = [
+        jnp.where(switches[order.index(gemm)] > 0, q, p)
+        for gemm, q, p in zip(switched.gemms(), quantized, plain, strict=True)
+    ]
+    return *gradients, jnp.zeros_like(switches)
+
+
+_run_switched.defvjp(_run_switched_fwd, _run_switched_bwd)
+
+
+class SwitchRewriter(TapRewriter):
+    """Gives each site an extra input with a switch for each product, instead of a tap."""
+
+    tap_shape = (len(Gemm),)
+
+    def key(self, position: Any) -> Any:
+        key = super().key(position)
+        return None if key is None else ("switched", key)
+
+    def make_template(self, site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> SiteTemplate:
+        if not self.is_measured(site):
+            return super().make_template(site, site_recipe, inputs)
+        gemm = quantized_gemm(site, site_recipe, SiteInputs(constant_key=inputs.constant_key))
+        switches = jaxprs.array_aval(self.tap_shape, "float32", site.eqn, site.axis_env)
+        avals = [*(a.aval for a in site.eqn.invars), switches]
+        run = partial(_run_switched, _SwitchedSite(site, gemm))
+        return SiteTemplate(jaxprs.trace_at(run, avals, site.eqn, site.axis_env), ((TAP, (switches,)),))
