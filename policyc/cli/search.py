@@ -122,7 +122,7 @@ search_options = collect_options(
 def search(
     program: tuple[str, ...], step: StepOptions, record: RecordOptions, options: SearchOptions
 ) -> None:
-    """Find the policy with the least damage at a speed, or the fastest with at most a damage.
+    """Find the policy that does the least damage at a speed.
 
     Runs the program for a few steps, and measures what each format does in each product of each layer of each site, all
     sites at once. Then chooses formats by layer range, and writes a policy. Damage and speed are predictions: 'policyc

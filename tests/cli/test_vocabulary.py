@@ -32,10 +32,22 @@ def arguments_of(name: str) -> str:
     return " ".join(get_command(name).collect_usage_pieces(context))
 
 
-TAKES_POLICY = {"show", "lint", "diff", "apply", "estimate", "compile", "sweep"}
-TAKES_PROGRAM = {"lint", "sites", "init", "diff", "apply", "estimate", "compile", "sweep", "adopt"}
+TAKES_POLICY = {"show", "lint", "diff", "apply", "estimate", "compile", "sweep", "bisect"}
+TAKES_PROGRAM = {
+    "lint",
+    "sites",
+    "init",
+    "diff",
+    "apply",
+    "estimate",
+    "compile",
+    "sweep",
+    "adopt",
+    "search",
+    "bisect",
+}
 HAS_CONFIG = TAKES_PROGRAM - {"apply"}  # `train` is `apply` for the bundled Llama
-HAS_TARGET = {"lint", "diff", "estimate", "adopt", "compile", "report"}
+HAS_TARGET = {"lint", "diff", "estimate", "adopt", "compile", "report", "search"}
 COMPARES = {"diff", "estimate"}
 PRINTS = {"show", "lint", "sites", "diff", "estimate", "adopt", "compile", "report"}
 FORMER = {"--against", "--variant", "--stat", "--json", "--dot", "--svg", "--html", "--several-losses"}

@@ -101,22 +101,29 @@ class Searched:
         return "\n".join(lines)
 
     def _format(self, lines: Sequence[str]) -> str:
-        """Formats a policy, and allows what the tail rule of the linter finds, with and without the program."""
+        """Formats a policy of which the linter finds nothing, with and without the program.
+
+        The tail rule is allowed, and options of recipes that no product uses are removed.
+        """
         target = self.plan.execution.target
         assert target is not None, "a search is for a target"
-        rows = "\n".join(lines).splitlines()
+        text = "\n".join(lines) + "\n"
         while True:
-            loaded = parse_with_diagnostics("\n".join(rows) + "\n")
+            loaded = parse_with_diagnostics(text)
             plan = self.step.under(loaded.policy).plan
             found = [
                 *engine.lint(loaded).diagnostics,
                 *engine.lint(loaded, plan=plan, target=target).diagnostics,
             ]
-            numbers = {d.span.line - 1 for d in found if d.code == TAIL_RULE}
-            numbers -= {i for i, row in enumerate(rows) if _ALLOW in row}
-            if not numbers:
+            mended = text
+            for diagnostic in found:
+                if diagnostic.code == TAIL_RULE:
+                    mended = _allow(mended, diagnostic.span.line)
+                elif diagnostic.code == "idle-option":
+                    mended = _remove_option(mended, diagnostic.span.text)
+            if mended == text:
                 return format_file(loaded.file)
-            rows = [row + _ALLOW if i in numbers else row for i, row in enumerate(rows)]
+            text = mended
 
     def _check(self, policy: Policy, assignment: Assignment) -> None:
         """Asserts that a policy decides what was solved."""
@@ -186,6 +193,19 @@ class Searched:
             if not found or solution.cost.seconds < found[-1].cost.seconds:
                 found.append(solution)
         return _monotone(found)
+
+
+def _allow(text: str, line: int) -> str:
+    """A policy that allows what the tail rule finds in a line."""
+    rows = text.split("\n")
+    if _ALLOW not in rows[line - 1]:
+        rows[line - 1] += _ALLOW
+    return "\n".join(rows)
+
+
+def _remove_option(text: str, option: str) -> str:
+    """A policy without an option of a recipe."""
+    return text.replace(f"{option}, ", "").replace(f", {option}", "").replace(f"({option})", "")
 
 
 def _monotone(solutions: Sequence[Solution]) -> list[Solution]:

@@ -124,15 +124,21 @@ class _Painter:
 
     def paint(self) -> list[_Paint]:
         """Rules that paint the table, the first one first."""
-        target, rules = self._table.target, list[_Paint]()
-        painted = np.where(target < 0, -1, 0)
+        target, rules = self._table.target.ravel(), list[_Paint]()
+        counted = target >= 0
+        covers = np.stack([self._mask(p) & counted for p in self._paints])
+        formats = np.array([p.format for p in self._paints])
+        right = np.sum(covers & (target == formats[:, None]), axis=1)
+        lengths = np.array([len(self.text(p)) for p in self._paints])
+        painted = self._repaint(rules)
         while not self._is_right(painted):
-            best = max(self._paints, key=lambda p: (self._gain(painted, p), -len(self.text(p))))
-            if self._gain(painted, best) <= 0:
+            gains = right - covers @ (target == painted.ravel()).astype(int)
+            best = int(np.lexsort((lengths, -gains))[0])  # the shortest of those that gain the most
+            if gains[best] <= 0:
                 raise Unwritable(
                     "no rule tells apart what the solver told apart: the program's sites share their names"
                 )
-            rules.append(best)
+            rules.append(self._paints[best])
             painted = self._repaint(rules)
         for rule in list(rules):  # a later rule may have covered an earlier one
             fewer = [r for r in rules if r is not rule]
@@ -140,13 +146,13 @@ class _Painter:
                 rules = fewer
         return rules
 
+    def _mask(self, paint: _Paint) -> np.ndarray:
+        mask = np.zeros(self._table.target.shape, bool)
+        mask[paint.index] = True
+        return mask.ravel()
+
     def _is_right(self, painted: np.ndarray) -> bool:
         return bool(np.all((painted == self._table.target) | (self._table.target < 0)))
-
-    def _gain(self, painted: np.ndarray, paint: _Paint) -> int:
-        target, now = self._table.target[paint.index], painted[paint.index]
-        counts = target >= 0
-        return int(np.sum(counts & (target == paint.format)) - np.sum(counts & (target == now)))
 
     def _repaint(self, rules: Sequence[_Paint]) -> np.ndarray:
         painted = np.where(self._table.target < 0, -1, 0)
@@ -183,19 +189,15 @@ def find_selectors(problem: Problem, plan: Plan) -> list[Selector]:
     groups = list(dict.fromkeys(group_of.values()))
     members = {g: {k for k, other in group_of.items() if other == g} for g in groups}
 
-    def taken(names: Sequence[str], where: str) -> frozenset[GroupKey] | None:
-        """The groups that a selector takes whole; None if it takes something else too."""
-        text = Selector(tuple(names), where, frozenset()).rule("", "", "bf16")
-        matched = make_plan(parse(text), plan.sites).matched
-        cells = {keys.get(place) for place, by_rule in matched.items() if by_rule[0]}
-        whole = frozenset(g for g in groups if members[g] <= cells)
-        return whole if None not in cells and cells == set().union(*(members[g] for g in whole)) else None
-
+    texts = [Selector(tuple(names), where, frozenset()) for names, where in _texts(problem, groups)]
+    matched = make_plan(parse("\n".join(t.rule("", "", "bf16") for t in texts)), plan.sites).matched
     found: dict[frozenset[GroupKey], Selector] = {}
-    for names, where in _texts(problem, groups):
-        selected = taken(names, where)
-        if selected and selected not in found:
-            found[selected] = Selector(tuple(names), where, selected)
+    for number, text in enumerate(texts):
+        cells = {keys.get(place) for place, by_rule in matched.items() if by_rule[number]}
+        whole = frozenset(g for g in groups if members[g] <= cells)
+        # It takes groups as a whole, and nothing else.
+        if whole and None not in cells and cells == set().union(*(members[g] for g in whole)):
+            found.setdefault(whole, Selector(text.names, text.where, whole))
     missing = [g for g in groups if not any(s.groups == {g} for s in found.values())]
     if missing and len(groups) > 1:
         raise Unwritable(f"no selector takes {missing[0][0]} alone: name its scope or its parameter")
