@@ -21,7 +21,6 @@ from policyc.compiler.execution import ExecutionOptions
 from policyc.compiler.pipeline import PlannedLoss
 from policyc.compiler.plan import Plan
 from policyc.compiler.sites import Sites
-from policyc.compiler.trace import TracedFunction
 from policyc.experiments import runner
 from policyc.experiments.program import Program
 from policyc.jaxcore import jaxprs
@@ -42,9 +41,13 @@ class RecordedCall:
 class RecordedLoss:
     """A loss and the calls that were recorded. All of them are evaluated with the parameters of the last one."""
 
-    plan: Plan
-    traced: TracedFunction
+    planned: PlannedLoss
     calls: tuple[RecordedCall, ...]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that keeps everything."""
+        return self.planned.plan
 
     @property
     def sites(self) -> Sites:
@@ -57,7 +60,7 @@ class RecordedLoss:
 
     def loss_of(self, values: Sequence[Any]) -> jax.Array:
         """The loss among the results of its jaxpr: the first of those that are differentiated."""
-        loss = jnp.asarray(jax.tree.leaves(self.traced.assemble_result(values))[0])
+        loss = jnp.asarray(jax.tree.leaves(self.planned.traced.assemble_result(values))[0])
         if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise ValueError(
                 f"a loss is one number, and that of the program is {loss.dtype}{list(loss.shape)}"
@@ -140,7 +143,7 @@ class _Recorder:
         calls = [
             RecordedCall(inputs=call.inputs, consts=self._with_keys(call.consts)) for call in self._calls
         ]
-        return RecordedLoss(plan=planned.plan, traced=planned.traced, calls=tuple(calls))
+        return RecordedLoss(planned=planned, calls=tuple(calls))
 
     def _with_keys(self, consts: Sequence[np.ndarray]) -> tuple[Any, ...]:
         """The constants with the random keys that were among them."""
