@@ -196,7 +196,7 @@ def test_hoisting_changes_no_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 3, 20])
+@pytest.mark.parametrize("seed", [0, 20])
 def test_hoisting_changes_no_bit_of_any_program(seed: int, quantize_in_place: Callable[[], None]) -> None:
     """The first is a stack with a branch, jits and a remat around it. In mxfp8: a stack above is in nvfp4."""
     random_program = program(seed, 4)
