@@ -17,10 +17,9 @@ import pytest
 from policyc.language.recipes import Treatment
 from policyc.numerics.backends import LoweringContext, emulate, xla
 from policyc.numerics.quantize import Axes, Quantized, fp8_kernel, kernels, make_key, quantize
-from policyc.numerics.quantize.dispatch import rotate_operand
 from policyc.numerics.quantize.hadamard import Method
 from policyc.numerics.quantize.kernel_bodies import Order
-from policyc.numerics.quantize.orders import JnpEngine, OrderRequest, quantize_orders
+from policyc.numerics.quantize.orders import OrderRequest, quantize_orders
 from tests.support.mosaic_signs import record_signs
 
 # Both sides are compiled the same way. That the jnp code is exact when compiled in full is in test_quantize.py.
@@ -46,7 +45,7 @@ REFINED = {
     "ms_eden": replace(PLAIN, rounding="ms_eden", rht=128),
 }
 """Treatments whose block scales depend on every element."""
-ENGINES = {"kernels": kernels.Kernels(interpret=True), "jnp": JnpEngine()}
+KERNELS = kernels.Kernels(interpret=True)
 
 
 def normal(*shape: int) -> jax.Array:
@@ -79,8 +78,8 @@ def requests(pair: str) -> list[OrderRequest]:
 
 
 @cache
-def orders_quantizer(pair: str, engine: str) -> Any:
-    return jax.jit(lambda x: quantize_orders(x, requests(pair), ENGINES[engine]))
+def orders_quantizer(pair: str) -> Any:
+    return jax.jit(lambda x: quantize_orders(x, requests(pair), KERNELS))
 
 
 @cache
@@ -94,7 +93,7 @@ def reference_quantizer(pair: str) -> Any:
 @pytest.mark.parametrize("pair", ["nearest", "bound", "stochastic"])
 @pytest.mark.parametrize("case", ["normal", "huge", "tiny", "zeros", "nan", "infinity", "spread"])
 def test_both_orders_have_the_bits_of_the_jnp_code(pair: str, case: str) -> None:
-    """Of the kernels, on four tiles of which two overlap, and of the jnp code for shards that they do not fit."""
+    """Four tiles, of which two overlap."""
     x = normal(2, 64, 336)
     x = {
         "normal": x,
@@ -105,11 +104,9 @@ def test_both_orders_have_the_bits_of_the_jnp_code(pair: str, case: str) -> None
         "infinity": x.at[1, 3, 5].set(jnp.inf),
         "spread": x * jnp.exp2(jnp.arange(336) % 24 - 12).astype(jnp.bfloat16),
     }[case]
-    reference = reference_quantizer(pair)(x)
-    for engine in ENGINES:
-        for one, other in zip(orders_quantizer(pair, engine)(x), reference, strict=True):
-            assert one.layout == other.layout
-            assert_equal(one, other)
+    for one, other in zip(orders_quantizer(pair)(x), reference_quantizer(pair)(x), strict=True):
+        assert one.layout == other.layout
+        assert_equal(one, other)
 
 
 @pytest.mark.parametrize(
@@ -129,17 +126,19 @@ def test_under_vmap_each_index_has_the_bits_of_its_own_operand(orders: str) -> N
     chosen = {
         "rows": [rows],
         "rows and columns": [rows, columns],
-        "refined": refined_requests("ms_eden", COLUMNS),
+        "refined": [replace(columns, treatment=replace(REFINED["ms_eden"], rht=0))],
     }[orders]
 
-    def quantize_by(engine: str, x: jax.Array, seed: jax.Array) -> list[Quantized]:
-        return quantize_orders(x, [replace(r, key=make_key(seed)) for r in chosen], ENGINES[engine])
+    def by_kernels(x: jax.Array, seed: jax.Array) -> list[Quantized]:
+        return quantize_orders(x, [replace(r, key=make_key(seed)) for r in chosen], KERNELS)
 
-    by_kernels = jax.vmap(partial(quantize_by, "kernels"), in_axes=(0, None))
-    mapped = jax.jit(jax.vmap(by_kernels))(x, seeds)
-    quantize_alone = jax.jit(partial(quantize_by, "jnp"))
+    @jax.jit
+    def alone(x: jax.Array, seed: jax.Array) -> list[Quantized]:
+        return [quantize(x, r.treatment, r.axes, key=make_key(seed)) for r in chosen]
+
+    mapped = jax.jit(jax.vmap(jax.vmap(by_kernels, in_axes=(0, None))))(x, seeds)
     for i in range(2):
-        for one, other in zip(mapped, quantize_alone(x[i, 0], seeds[i]), strict=True):
+        for one, other in zip(mapped, alone(x[i, 0], seeds[i]), strict=True):
             assert_equal(jax.tree.map(lambda a, i=i: a[i, 0], one), other)
 
 
@@ -173,38 +172,22 @@ def test_both_backends_of_a_gpu_use_kernels(
 
 @pytest.mark.any_jax
 @pytest.mark.parametrize(
-    ("name", "axes", "engine"),
+    ("name", "axes"),
     [
-        ("four_over_six", ROWS, "kernels"),
-        ("ms_eden", COLUMNS, "kernels"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("four_over_six", COLUMNS, "kernels"),
-                ("four_over_six", ROWS, "jnp"),
-                ("four_over_six", COLUMNS, "jnp"),
-                ("four_over_six pow2", ROWS, "kernels"),
-                ("four_over_six pow2", COLUMNS, "jnp"),
-                ("ms_eden", ROWS, "kernels"),
-                ("ms_eden", ROWS, "jnp"),
-                ("ms_eden", COLUMNS, "jnp"),
-            )
-        ),
+        ("four_over_six", ROWS),
+        ("ms_eden", COLUMNS),
+        pytest.param("four_over_six", COLUMNS, marks=pytest.mark.slow),
+        pytest.param("four_over_six pow2", ROWS, marks=pytest.mark.slow),
+        pytest.param("ms_eden", ROWS, marks=pytest.mark.slow),
     ],
 )
-def test_refined_scales_have_the_bits_of_the_jnp_code(name: str, axes: Axes, engine: str) -> None:
-    """Of the kernels, and of the jnp code for shards that they do not fit. XLA rotates for both."""
-
-    def run(x: jax.Array) -> Quantized:
-        if engine == "kernels":
-            return quantize_refined(x, name, axes, "interpreted")
-        rotated = rotate_operand(x, REFINED[name], axes, make_key(8), "matmul")
-        return quantize_orders(rotated, refined_requests(name, axes), ENGINES[engine])[0]
-
-    reference = jax.jit(lambda x: quantize_refined(x, name, axes, "matmul"))
-    quantize_by_engine = jax.jit(run)
+def test_refined_scales_have_the_bits_of_the_jnp_code(name: str, axes: Axes) -> None:
+    by_kernels, reference = (
+        jax.jit(lambda x, m=method: quantize_refined(x, name, axes, m))
+        for method in ("interpreted", "matmul")
+    )
     for x in refined_inputs():
-        assert_equal(quantize_by_engine(x), reference(x))
+        assert_equal(by_kernels(x), reference(x))
 
 
 class WithoutStatistics(kernels.Kernels):
@@ -236,7 +219,7 @@ def test_mosaic_takes_the_same_integers_for_signed(orders: list[OrderRequest], i
     """
     x = jax.ShapeDtypeStruct((3, 2, 192, 560)[not is_mapped :], jnp.bfloat16)
     engine = kernels.Kernels() if is_mapped else WithoutStatistics()
-    run = partial(quantize_orders, requests=orders, engine=engine)
+    run = partial(quantize_orders, requests=orders, kernels=engine)
     with record_signs() as signs:
         jax.jit(jax.vmap(run) if is_mapped else run).trace(x).lower(lowering_platforms=("cuda",))
     assert signs.wrong == []

@@ -5,8 +5,7 @@ Maxima are those of the whole operand, and random words belong to the index in i
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -19,10 +18,8 @@ from policyc.numerics.quantize.blocks import layout_of
 from policyc.numerics.quantize.kernel_tiles import BLOCK, TILE_FEATURES, TILE_TOKENS, RowLengths
 from policyc.numerics.quantize.kernels import Kernels, ShardOffset, Statistics, fits_shape
 from policyc.numerics.quantize.layout import Axes, Quantized
-from policyc.numerics.quantize.orders import Engine, JnpEngine, OrderRequest, Shard, quantize_orders
+from policyc.numerics.quantize.orders import OrderRequest, Shard, quantize_orders
 from policyc.numerics.quantize.random import Key
-
-_NAME = "NVFP4 quantizer"
 
 
 def quantize_sharded(
@@ -38,26 +35,31 @@ def quantize_sharded(
             OrderRequest(treatment=t, axes=a, key=key) for (t, a), key in zip(treatments, keys, strict=True)
         ]
         divided = _DividedShard(index=index, whole=x.shape)
-        quantized = quantize_orders(shard, shard_requests, _engine(shard.shape, kernels), divided)
+        quantized = quantize_orders(shard, shard_requests, kernels, divided)
         return [array for q in quantized for array in (q.codes, _not_none(q.scales), _as_scalar(q.amax))]
 
-    results = [dims for r in requests for dims in (*_result_dims(x.ndim, r.axes), ())]
-    rule = PartitionRule(name=_NAME, operands=(_dims(x.ndim, {}), (("key", 1),)), results=tuple(results))
+    results = [d for r in requests for d in (*_result_dims(x.ndim, r.axes), ())]
+    dims = _dims(x.ndim, {})
+    rule = PartitionRule(
+        name="NVFP4 quantizer",
+        operands=(dims, (("key", 1),)),
+        results=tuple(results),
+        limit=lambda sizes: _find_limit(dims, sizes),
+    )
     words = jnp.stack([jnp.asarray(word) for r in requests for word in (r.key.a, r.key.b)])
     arrays = partition(run, rule)(x, words)
     return [_unflatten(x.shape, r, arrays[3 * i : 3 * i + 3]) for i, r in enumerate(requests)]
 
 
-def _engine(shape: tuple[int, ...], kernels: Kernels) -> Engine:
-    """The kernels, or plain jnp for a shard that they do not fit."""
+def _find_limit(dims: Dims, sizes: Mapping[str, int]) -> str:
+    """Why the kernels do not take a shard in which the factors have these sizes; empty if they do."""
+    shape = tuple(sizes[name] * unit for name, unit in dims)
     if fits_shape(shape):
-        return kernels
-    warnings.warn(
-        f"{_NAME}: its kernels need a multiple of {TILE_TOKENS} tokens and at least {TILE_FEATURES} features on each "
-        f"device, but a shard has {prod(shape[:-1])} and {shape[-1]}. So XLA quantizes it, with more reads.",
-        stacklevel=2,
+        return ""
+    return (
+        f"its kernels need a multiple of {TILE_TOKENS} tokens and at least {TILE_FEATURES} features, "
+        f"but a device has {prod(shape[:-1])} and {shape[-1]}"
     )
-    return JnpEngine()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

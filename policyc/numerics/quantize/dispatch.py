@@ -53,7 +53,7 @@ def quantize(
     run = QUANTIZERS[treatment.format]
     if method in ("kernels", "interpreted"):
         interpret = method == "interpreted"
-        by_kernels = partial(quantize_orders, engine=kernels.Kernels(interpret=interpret))
+        by_kernels = partial(quantize_orders, kernels=kernels.Kernels(interpret=interpret))
         request = OrderRequest(treatment=treatment, axes=axes, key=key)
         if kernels.fits_alone(x, treatment, axes):
             return by_kernels(x, [request])[0]

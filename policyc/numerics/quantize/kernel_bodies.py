@@ -30,7 +30,13 @@ from policyc.numerics.quantize.bits import (
     round_stochastic,
     sign_bit,
 )
-from policyc.numerics.quantize.blocks import RANDOM_BITS, bound_of, refinement_of
+from policyc.numerics.quantize.blocks import (
+    RANDOM_BITS,
+    SCALE_KEY,
+    bound_of,
+    find_encoding_scale,
+    refinement_of,
+)
 from policyc.numerics.quantize.hadamard import SIGNS
 from policyc.numerics.quantize.kernel_ops import KernelOps, Ref
 from policyc.numerics.quantize.kernel_tiles import (
@@ -45,8 +51,11 @@ from policyc.numerics.quantize.layout import Axes
 
 WORDS = BLOCK // 2
 """The words of a block of features."""
-SCALARS = 6
+SCALARS = 5
 """The words of the scalars of one order, see `kernels.OrderScales`."""
+
+# Jitted, so that it is traced once for all kernels, whose tracing is a good part of the time to compile a step.
+divide = jax.jit(kernel_div)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +63,7 @@ class Order:
     """How a matrix is quantized in one order: along its features, or along its tokens.
 
     `headroom` multiplies the maxima. Only tokens are rotated, and not if block scales are refined. `refinement` is that
-    of `blocks.refinement_of`, and `bound` then that of `blocks.bound_of`.
+    of `blocks.refinement_of`, `bound` that of `blocks.bound_of`.
     """
 
     along_tokens: bool
@@ -62,7 +71,7 @@ class Order:
     stochastic: bool = False
     headroom: float = 1.0
     refinement: str = ""
-    bound: float = 0.0
+    bound: float
 
     @classmethod
     def from_treatment(cls, treatment: Treatment, axes: Axes) -> Order:
@@ -73,7 +82,7 @@ class Order:
             stochastic=treatment.rounding == "sr",
             headroom=float(treatment.headroom),
             refinement=refinement,
-            bound=bound_of(treatment) if refinement else 0.0,
+            bound=bound_of(treatment),
         )
 
     def add_headroom(self, bits: jax.Array) -> jax.Array:
@@ -147,10 +156,17 @@ class Encoder:
     key: random.Key
 
     @classmethod
-    def from_words(cls, words: Ref, start: Any) -> Encoder:
-        lift, enc, dec, amax, a, b = (words[start + i] for i in range(SCALARS))
-        lift, enc, dec = (lax.bitcast_convert_type(n, jnp.float32) for n in (lift, enc, dec))
-        return cls(lift=lift, enc=enc, dec=dec, is_finite=amax < _word(INFINITY), key=random.Key(a, b))
+    def from_words(cls, words: Ref, start: Any, order: Order) -> Encoder:
+        amax, maximum, content, a, b = (words[start + i] for i in range(SCALARS))
+        enc, lift = find_encoding_scale(amax.astype(jnp.int32), order.bound, divide)
+        key = random.Key(a, b)
+        if order.stochastic or order.refinement == "ms_eden":
+            # As in `blocks.tensor_key`.
+            key = key.fold(maximum).fold(content)
+        if order.refinement == "ms_eden":
+            key = key.fold(SCALE_KEY)
+        dec = divide(jnp.float32(1), enc)
+        return cls(lift=lift, enc=enc, dec=dec, is_finite=amax < _word(INFINITY), key=key)
 
     def block_scales(self, maxima: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The codes of block scales, and what elements are multiplied by. `maxima` has bits."""
@@ -293,7 +309,7 @@ def write_codes(
             tile=tile,
             index=index,
             order=order,
-            encoder=Encoder.from_words(scalars, offset.scalars + SCALARS * k),
+            encoder=Encoder.from_words(scalars, offset.scalars + SCALARS * k, order),
             codes=outs[2 * k],
             scales=outs[2 * k + 1],
         )

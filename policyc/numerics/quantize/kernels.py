@@ -33,7 +33,6 @@ from policyc.numerics.quantize.kernel_tiles import (
     RowLengths,
 )
 from policyc.numerics.quantize.layout import Axes
-from policyc.numerics.quantize.refined_kernels import RefinedScales
 
 _Shape = tuple[tuple[int, ...], Any]
 
@@ -85,32 +84,23 @@ def fits_shape(shape: tuple[int, ...]) -> bool:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderScales:
-    """The scalars that quantize a matrix in one order.
+    """What the scales of a matrix in one order are computed from. Kernels compute them: XLA would need a kernel more.
 
     Attributes:
-      lift, enc, dec: the lift of tiny tensors, the encoding scale, and its reciprocal.
-      amax: the bits of the largest magnitude.
-      key: the key of stochastic rounding.
+      amax: the bits of the largest magnitude, as `blocks.outer_maximum` returns them.
+      maximum, content: the statistics of the operand.
+      key: the key of its stochastic rounding.
     """
 
-    lift: jax.Array
-    enc: jax.Array
-    dec: jax.Array
     amax: jax.Array
+    maximum: jax.Array
+    content: jax.Array
     key: random.Key
 
     def words(self) -> jax.Array:
         """All of it, as a row of 32-bit words."""
-        numbers = (self.lift, self.enc, self.dec, self.amax, self.key.a, self.key.b)
-        return jnp.stack([jnp.reshape(_as_word(n), ()) for n in numbers])
-
-
-Scales = OrderScales | RefinedScales
-
-
-def _as_word(number: Any) -> jax.Array:
-    number = jnp.asarray(number)
-    return number if number.dtype == jnp.uint32 else lax.bitcast_convert_type(number, jnp.uint32)
+        numbers = (self.amax, self.maximum, self.content, self.key.a, self.key.b)
+        return jnp.stack([jnp.reshape(n, ()).astype(jnp.uint32) for n in numbers])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +138,7 @@ class Kernels:
         return [reduce_statistics(parts[2 * i], parts[2 * i + 1]) for i in range(len(orders))]
 
     def codes(
-        self, x: jax.Array, orders: Sequence[Order], scales: Sequence[Scales], offset: ShardOffset
+        self, x: jax.Array, orders: Sequence[Order], scales: Sequence[OrderScales], offset: ShardOffset
     ) -> list[CodesAndScales]:
         """Packed codes and block scales in each order; in one order, if its scales are refined.
 

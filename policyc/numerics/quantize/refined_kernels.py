@@ -20,18 +20,16 @@ from policyc.numerics.quantize import random
 from policyc.numerics.quantize.bits import (
     E2M1,
     E4M3,
-    INFINITY,
     bits_of,
     decode_magnitude,
     from_bits,
-    kernel_div,
     multiply_unfused,
     round_nearest,
     round_stochastic,
     sign_bit,
 )
-from policyc.numerics.quantize.blocks import RANDOM_BITS, SCALE_KEY, find_encoding_scale
-from policyc.numerics.quantize.kernel_bodies import WORDS, Encoder, Order
+from policyc.numerics.quantize.blocks import RANDOM_BITS
+from policyc.numerics.quantize.kernel_bodies import WORDS, Encoder, Order, divide
 from policyc.numerics.quantize.kernel_ops import KernelOps, Ref
 from policyc.numerics.quantize.kernel_tiles import (
     BLOCK,
@@ -47,57 +45,12 @@ ROW_TOKENS = 8
 
 _HALF_PAIRS = WORDS // 2
 
-# Jitted, so that each is traced once for all kernels, whose tracing is a good part of the time to compile a step.
-_div = jax.jit(kernel_div)
+# Jitted, as `kernel_bodies.divide` is.
 _round_nearest = jax.jit(round_nearest, static_argnums=1)
 _decode = jax.jit(decode_magnitude, static_argnums=1)
 _mix = jax.jit(random.mix)
 
-Loop = Callable[[int, Callable[[Any, Any], Any], Any], Any]
-"""`lax.fori_loop` from 0: calls a function of an index and a carry."""
 Sums = tuple[jax.Array, ...]
-
-
-# ---- scalars
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RefinedScales:
-    """What the scalars of an order with refined scales are computed from. The kernel computes them, not XLA.
-
-    Attributes:
-      amax: the bits of the largest magnitude, rounded up if the outer scale is a power of two.
-      maximum, content: the statistics of the operand.
-      key: the key of its stochastic rounding.
-    """
-
-    amax: jax.Array
-    maximum: jax.Array
-    content: jax.Array
-    key: random.Key
-
-    def words(self) -> jax.Array:
-        """All of it, as a row of 32-bit words."""
-        numbers = (self.amax, self.maximum, self.content, self.key.a, self.key.b)
-        return jnp.stack([jnp.reshape(n, ()).astype(jnp.uint32) for n in numbers])
-
-
-def make_encoder(words: Ref, start: Any, order: Order) -> Encoder:
-    """The encoder of an order, from the words of its `RefinedScales`."""
-    amax, maximum, content, a, b = (words[start + i] for i in range(5))
-    enc, lift = find_encoding_scale(amax.astype(jnp.int32), order.bound, _div)
-    key = random.Key(a, b)
-    if order.refinement == "ms_eden":
-        # As in `blocks.tensor_key`.
-        key = key.fold(maximum).fold(content).fold(SCALE_KEY)
-    return Encoder(
-        lift=lift,
-        enc=enc,
-        dec=_div(jnp.float32(1), enc),
-        is_finite=amax < jnp.uint32(INFINITY),
-        key=key,
-    )
 
 
 # ---- one block
@@ -113,16 +66,15 @@ class BlockQuantizer:
 
     encoder: Encoder
     refinement: str
-    loop: Loop
     load_pair: Callable[[Any], Sequence[jax.Array]]
 
     def quantize(self, index: jax.Array) -> tuple[Sequence[jax.Array], jax.Array]:
         """The codes as two words of 8, and the codes of the scales. `index` numbers the blocks of the whole operand."""
-        maxima = self.loop(WORDS - 1, self._add_maximum, self._pair_maximum(0))
+        maxima = lax.fori_loop(1, WORDS, self._add_maximum, self._pair_maximum(0))
         if self.refinement == "ms_eden":
             scale, enc = self.encoder.scale_candidates(maxima, jnp.float32(1 / 6))
             words, (vv, vq) = self._encode(enc, has_sums=True)
-            scale = self._correct(scale, _div(vv, vq), index)
+            scale = self._correct(scale, divide(vv, vq), index)
         else:
             scale, enc = self._choose(maxima)
             words, _ = self._encode(enc, has_sums=False)
@@ -133,7 +85,7 @@ class BlockQuantizer:
         return jnp.maximum(first, second)
 
     def _add_maximum(self, i: Any, largest: jax.Array) -> jax.Array:
-        return jnp.maximum(largest, self._pair_maximum(i + 1))
+        return jnp.maximum(largest, self._pair_maximum(i))
 
     def _load_lifted(self, pair: Any) -> list[jax.Array]:
         return [value * self.encoder.lift for value in self.load_pair(pair)]
@@ -144,7 +96,7 @@ class BlockQuantizer:
         """The scales with the smaller error in each block, and their reciprocals; those for 6 if they tie."""
 
         def try_candidate(i: Any, best: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            fraction = jnp.where(jnp.asarray(i) == 0, jnp.float32(1 / 6), jnp.float32(1 / 4))
+            fraction = jnp.where(i == 0, jnp.float32(1 / 6), jnp.float32(1 / 4))
             scale, enc = self.encoder.scale_candidates(maxima, fraction)
             loss = self._error(_decode(scale, E4M3), enc)
             is_better = loss < best[0]
@@ -154,7 +106,7 @@ class BlockQuantizer:
         zero = maxima & jnp.int32(0)
         nothing = from_bits(zero)
         # No error is infinite.
-        _, scale, enc = self.loop(2, try_candidate, (nothing + jnp.float32(jnp.inf), zero, nothing))
+        _, scale, enc = lax.fori_loop(0, 2, try_candidate, (nothing + jnp.float32(jnp.inf), zero, nothing))
         return scale, enc
 
     def _error(self, scale: jax.Array, enc: jax.Array) -> jax.Array:
@@ -164,7 +116,7 @@ class BlockQuantizer:
         def add(j: Any, sums: tuple[Sums, ...]) -> tuple[Sums, ...]:
             return _push(sums, terms(j), terms(j + _HALF_PAIRS))
 
-        return _finish(self.loop(_HALF_PAIRS, add, _zeros(scale, 1)))[0]
+        return _finish(lax.fori_loop(0, _HALF_PAIRS, add, _zeros(scale, 1)))[0]
 
     def _element_error(self, lifted: jax.Array, scale: jax.Array, enc: jax.Array) -> jax.Array:
         magnitude = jnp.abs(lifted * self.encoder.enc)
@@ -203,7 +155,7 @@ class BlockQuantizer:
             )
             return words, _push(sums, pairs[0][1], pairs[1][1]) if has_sums else ()
 
-        words, sums = self.loop(_HALF_PAIRS, add, ((no_codes, no_codes), no_sums))
+        words, sums = lax.fori_loop(0, _HALF_PAIRS, add, ((no_codes, no_codes), no_sums))
         return words, _finish(sums) if has_sums else ()
 
     def _correct(self, scale: jax.Array, gain: jax.Array, index: jax.Array) -> jax.Array:
@@ -258,7 +210,7 @@ def write_codes(
         ops=ops,
         x=x,
         blocks=pl.ds(block, TILE_BLOCKS),
-        encoder=make_encoder(scalars, offset.scalars, order),
+        encoder=Encoder.from_words(scalars, offset.scalars, order),
         refinement=order.refinement,
         index=_BlockIndex(ops=ops, offset=offset),
         codes=refs[0],
@@ -357,12 +309,7 @@ class _Writer:
     def _quantize(
         self, load_pair: Callable[[Any], Sequence[jax.Array]], index: jax.Array
     ) -> tuple[Sequence[jax.Array], jax.Array]:
-        block = BlockQuantizer(
-            encoder=self.encoder,
-            refinement=self.refinement,
-            loop=lambda count, body, carry: lax.fori_loop(0, count, body, carry),
-            load_pair=load_pair,
-        )
+        block = BlockQuantizer(encoder=self.encoder, refinement=self.refinement, load_pair=load_pair)
         return block.quantize(index)
 
 
