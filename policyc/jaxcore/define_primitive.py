@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -46,15 +46,43 @@ class BatchedPrimitive:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReducedPrimitive:
-    """A primitive that computes only some results: its parameters, how many of the operands it takes, and which
-    results it has.
+class ReducedEquation:
+    """An equation that computes only some results: the parameters that differ, how many of the operands it takes, and
+    which results it has.
     """
 
-    primitive: Primitive
     params: Mapping[str, Any]
     operand_count: int
     results: range
+
+
+PLATFORMS = ("cpu", "cuda")
+"""The platforms that bodies may handle specially."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoweringContext:
+    """What is known of a program when one of its equations is lowered. Nothing on platforms that are not `PLATFORMS`.
+
+    Attributes:
+      platform: JAX's name of the platform, or empty.
+      single_device: the program runs on one device, so that nothing has to be partitioned.
+      is_mapped: a `vmap` around the equation batches it, on one device.
+      can_partition: the body may divide its work over devices itself: no `vmap` has to batch it, and no `shard_map`
+        over some axes of the mesh is around it.
+      is_stack: the body gets the whole stack that a `vmap` runs over, as its only operand.
+    """
+
+    platform: str = ""
+    single_device: bool = False
+    is_mapped: bool = False
+    can_partition: bool = False
+    is_stack: bool = False
+
+    @property
+    def knows_division(self) -> bool:
+        """Whether it is known how devices divide the work. It is not under a `vmap`, and in some `shard_map`s."""
+        return (self.single_device and not self.is_mapped) or self.can_partition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,17 +90,12 @@ class PrimitiveRules:
     """How a primitive behaves. All functions take the operands (or their avals) and the parameters.
 
     Attributes:
-      body: computes the results.
+      body: computes the results. It also takes the keyword `context`, a `LoweringContext`.
       shapes: the shape and dtype of each result.
       dim_sources: where each dimension of each result comes from. A result is sharded over the mesh axes of these
         dimensions if types carry shardings.
-      platform_bodies: other bodies with the same results, by platform.
-      single_device_bodies: bodies for programs on one device, which nothing has to partition, by platform.
-      mapped_bodies: bodies for programs on one device, under `vmap`, by platform.
-      partitioned_bodies: bodies that divide their work over devices themselves, by platform. Not used under `vmap`,
-        which cannot batch them, and inside a `shard_map` over some axes of the mesh.
-      stack_bodies: bodies that compute what one `vmap` over the only operand would, from the whole stack, by platform.
-      takes_stack: whether these run an equation with these parameters.
+      takes_stack: whether the body can compute what one `vmap` over the only operand would, from the whole stack, in
+        an equation with these parameters.
       needs_devices: whether lowering needs to know the devices. True if the body partitions itself.
       batched: what `vmap` makes of an equation, if it cannot batch the body.
       reduced: what to run if only some results are used (one boolean each); None to run the whole equation.
@@ -81,18 +104,13 @@ class PrimitiveRules:
     body: Implementation
     shapes: Callable[..., Sequence[Shape]]
     dim_sources: Callable[..., Sequence[Sequence[DimSource]]]
-    platform_bodies: Mapping[str, Implementation] = field(default_factory=dict)
-    single_device_bodies: Mapping[str, Implementation] = field(default_factory=dict)
-    mapped_bodies: Mapping[str, Implementation] = field(default_factory=dict)
-    partitioned_bodies: Mapping[str, Implementation] = field(default_factory=dict)
-    stack_bodies: Mapping[str, Implementation] = field(default_factory=dict)
     takes_stack: Callable[..., bool] = lambda **_: False
     needs_devices: bool = False
     batched: BatchedPrimitive | None = None
-    reduced: Callable[..., ReducedPrimitive | None] | None = None
+    reduced: Callable[..., ReducedEquation | None] | None = None
 
     def is_stack(self, mapped: Mapped, **params: Any) -> bool:
-        """Whether one of `stack_bodies` runs an equation under these `vmap`s."""
+        """Whether the body takes the stack of an equation under these `vmap`s."""
         return mapped == ((True,),) and self.takes_stack(**params)
 
 
@@ -120,9 +138,9 @@ def define(name: str, rules: PrimitiveRules, job: Job | None = None) -> Primitiv
     batching.primitive_batchers[primitive] = partial(_batch, primitive, rules)
     if rules.reduced is not None:
         partial_eval.dce_rules[primitive] = partial(_drop_unused_results, rules.reduced)
-    mlir.register_lowering(primitive, _lowering_rule(rules))
-    for platform in rules.platform_bodies:
-        mlir.register_lowering(primitive, _lowering_rule(rules, platform), platform=platform)
+    mlir.register_lowering(primitive, partial(_lower, rules, ""))
+    for platform in PLATFORMS:
+        mlir.register_lowering(primitive, partial(_lower, rules, platform), platform=platform)
     return primitive
 
 
@@ -198,23 +216,11 @@ def _batch(
     return out, [0] * len(out)
 
 
-def _vmap_body(body: Implementation) -> Implementation:
-    """The body under the `vmap`s that the parameter `mapped` records."""
-
-    def run(*args: jax.Array, mapped: Mapped, **params: Any) -> Sequence[jax.Array]:
-        function: Implementation = partial(body, **params)
-        for level in reversed(mapped):
-            function = jax.vmap(function, in_axes=tuple(0 if m else None for m in level))
-        return function(*args)
-
-    return run
-
-
 # ---- dead code
 
 
 def _drop_unused_results(
-    reduce: Callable[..., ReducedPrimitive | None], used: Sequence[bool], *rest: Any
+    reduce: Callable[..., ReducedEquation | None], used: Sequence[bool], *rest: Any
 ) -> tuple[list[bool], JaxprEqn | None]:
     """Which operands are used, and the equation without results that nothing uses.
 
@@ -228,8 +234,11 @@ def _drop_unused_results(
         return [True] * len(eqn.invars), eqn
     count = reduced.operand_count
     reduced_eqn = eqn.replace(
-        primitive=reduced.primitive,
-        params=dict(reduced.params) | {"mapped": tuple(level[:count] for level in eqn.params["mapped"])},
+        params={
+            **eqn.params,
+            **reduced.params,
+            "mapped": tuple(level[:count] for level in eqn.params["mapped"]),
+        },
         invars=eqn.invars[:count],
         outvars=[eqn.outvars[i] for i in reduced.results],
     )
@@ -251,45 +260,43 @@ def _jit(body: Implementation, params: tuple[tuple[str, Any], ...]) -> Any:
     return jax.jit(partial(body, **dict(params)))
 
 
-def _stack_body(body: Implementation) -> Implementation:
-    """A body that takes the stack as a whole."""
-
-    def run(*args: jax.Array, mapped: Mapped, **params: Any) -> Sequence[jax.Array]:
-        del mapped
-        return body(*args, **params)
-
-    return run
+def _run_body(*args: jax.Array, body: Implementation, mapped: Mapped, **params: Any) -> Sequence[jax.Array]:
+    """The body under the `vmap`s that the parameter `mapped` records."""
+    function: Implementation = partial(body, **params)
+    for level in reversed(mapped):
+        function = jax.vmap(function, in_axes=tuple(0 if m else None for m in level))
+    return function(*args)
 
 
-def _lowering_rule(rules: PrimitiveRules, platform: str = "") -> Callable[..., Any]:
-    body = rules.platform_bodies.get(platform, rules.body)
-    special = (rules.single_device_bodies, rules.mapped_bodies, rules.partitioned_bodies)
-    bodies = (body, *(by_platform.get(platform, body) for by_platform in special))
-    lower_plain, lower_single, lower_mapped, lower_partitioned = (_lower_body(_vmap_body(b)) for b in bodies)
-    stack_body = rules.stack_bodies.get(platform)
-    lower_stack = lower_plain if stack_body is None else _lower_body(_stack_body(stack_body))
+def _lower(
+    rules: PrimitiveRules, platform: str, ctx: Any, /, *args: Any, mapped: Mapped, **params: Any
+) -> Any:
+    is_stack = bool(platform) and rules.is_stack(mapped, **params)
+    context = _lowering_context(platform, ctx.module_context.axis_context, mapped, is_stack=is_stack)
+    mapped = () if context.is_stack else mapped
 
-    def select(axis_context: Any, params: Mapping[str, Any]) -> Callable[..., Any]:
-        if _is_partly_manual(axis_context):
-            return lower_plain
-        has_single_device = getattr(axis_context, "num_devices", None) == 1
-        if not params["mapped"]:
-            return lower_single if has_single_device else lower_partitioned
-        if rules.is_stack(**params):
-            return lower_stack
-        return lower_mapped if has_single_device else lower_plain
+    def call(*args: jax.Array) -> Any:
+        # An inner jit: JAX traces and lowers an equation once, even if a program contains it several times.
+        known = {"body": rules.body, "mapped": mapped, "context": context, **params}
+        return _jit(_run_body, tuple(sorted(known.items())))(*args)
 
-    def lower(ctx: Any, *args: Any, **params: Any) -> Any:
-        # Without sharding and varying axes: inside `shard_map` the body runs on one device's shard.
-        plain = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
-        with warnings.catch_warnings(), explicit_axes_as_auto(ctx.avals_in[0].sharding.mesh):
-            # Every supported JAX has Pallas's Triton backend. Users need not hear that a later one will drop it.
-            warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
-            return select(ctx.module_context.axis_context, params)(
-                ctx.replace(avals_in=plain), *args, **params
-            )
+    # Without sharding and varying axes: inside `shard_map` the body runs on one device's shard.
+    plain = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
+    with warnings.catch_warnings(), explicit_axes_as_auto(ctx.avals_in[0].sharding.mesh):
+        # Every supported JAX has Pallas's Triton backend. Users need not hear that a later one will drop it.
+        warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
+        return mlir.lower_fun(call, multiple_results=True)(ctx.replace(avals_in=plain), *args)
 
-    return lower
+
+def _lowering_context(platform: str, axis_context: Any, mapped: Mapped, *, is_stack: bool) -> LoweringContext:
+    if not platform or _is_partly_manual(axis_context):
+        return LoweringContext(platform=platform)
+    is_single = getattr(axis_context, "num_devices", None) == 1
+    if not mapped:
+        return LoweringContext(platform=platform, single_device=is_single, can_partition=not is_single)
+    if is_stack:
+        return LoweringContext(platform=platform, is_stack=True)
+    return LoweringContext(platform=platform, single_device=is_single, is_mapped=is_single)
 
 
 def _is_partly_manual(axis_context: Any) -> bool:
@@ -298,11 +305,3 @@ def _is_partly_manual(axis_context: Any) -> bool:
     """
     manual = set(getattr(axis_context, "manual_axes", ()))
     return bool(manual) and manual != set(axis_context.mesh.axis_names)
-
-
-def _lower_body(body: Implementation) -> Callable[..., Any]:
-    def call(*args: jax.Array, **params: Any) -> Any:
-        # An inner jit: JAX traces and lowers an equation once, even if a program contains it several times.
-        return _jit(body, tuple(sorted(params.items())))(*args)
-
-    return mlir.lower_fun(call, multiple_results=True)

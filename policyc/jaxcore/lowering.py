@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.export
 
-from policyc.jaxcore.define_primitive import PrimitiveRules, Shape, bind, define
+from policyc.jaxcore.define_primitive import LoweringContext, PrimitiveRules, Shape, bind, define
 from policyc.jaxcore.internals import config
 
 Function = Callable[..., Sequence[jax.Array]]
@@ -28,8 +28,14 @@ def call_lowered_once(
     return bind(_LOWERED_ONCE, *arrays, function=function, results=tuple(results), platform=platform)
 
 
-def _call(*arrays: jax.Array, function: Function, results: tuple[Shape, ...], platform: str) -> Any:
-    del results
+def _call(
+    *arrays: jax.Array,
+    function: Function,
+    results: tuple[Shape, ...],
+    platform: str,
+    context: LoweringContext,
+) -> Any:
+    del results, context
     shapes = tuple((a.shape, a.dtype) for a in arrays)
     return _export(function, shapes, platform, config.enable_x64.value).call(*arrays)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import islice
 from typing import Any, TypeVar
 
 import jax
@@ -17,9 +18,9 @@ from jax.extend.core import Primitive
 from policyc.jaxcore.define_primitive import (
     BatchedPrimitive,
     DimSource,
-    Implementation,
+    LoweringContext,
     PrimitiveRules,
-    ReducedPrimitive,
+    ReducedEquation,
     Shape,
     bind,
     define,
@@ -29,7 +30,6 @@ from policyc.language.recipes import Treatment
 from policyc.language.treatments import describe_options
 from policyc.numerics import backends
 from policyc.numerics import quantize as q
-from policyc.numerics.backends import LoweringContext
 from policyc.numerics.flatten import OperandLayout, flatten_operand, unflatten_operands, unflatten_quantized
 from policyc.numerics.products import DimensionNumbers, free_dims
 from policyc.numerics.quantize.blocks import layout_of, outer_scale_axes
@@ -38,16 +38,13 @@ from policyc.numerics.quantize.orders import OrderRequest
 
 _Dim = TypeVar("_Dim")
 
-_PLATFORMS = ("cpu", "cuda")
-"""The platforms that some backend handles specially."""
-
 
 # ---- quantize
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizeSpec:
-    """The parameter `spec` of a quantize equation: what it does. Prints as briefly as possible."""
+    """How an operand is quantized for one GEMM. Prints as briefly as possible."""
 
     treatment: Treatment
     axes: Axes
@@ -56,6 +53,10 @@ class QuantizeSpec:
         # The mean is split off before: what the equation gets is the residual, or the mean.
         treatment = replace(self.treatment, mean_split=False)
         return f"{','.join(describe_options(treatment))}@{self.axes.axis}"
+
+
+Specs = tuple[QuantizeSpec, ...]
+"""The parameter `specs` of a quantize equation: one for each GEMM that reads the operand."""
 
 
 def quantize(
@@ -74,15 +75,44 @@ def quantize(
       keys: the keys of stochastic rounding and of fresh signs.
       backend: the backend that runs it.
     """
-    layout, _ = layout_of(x.shape, treatment, axes)
     rounding_key, sign_key = keys or (q.make_key(), q.make_key())
     used_keys = {"rne": (), "sr": (rounding_key,), "ms_eden": (rounding_key, sign_key)}[treatment.rounding]
-    words = [word for k in used_keys for word in (k.a, k.b)]
-    spec = QuantizeSpec(treatment, axes)
-    primitive = _quantize_primitive(treatment.format, backend)
-    return unflatten_quantized(
-        layout, bind(primitive, x, *words, spec=spec, operand=operand, backend=backend)
-    )
+    return _bind_quantize(x, (QuantizeSpec(treatment, axes),), (operand,), used_keys, backend)[0]
+
+
+def quantize_pair(
+    x: jax.Array,
+    specs: tuple[QuantizeSpec, QuantizeSpec],
+    *,
+    operands: tuple[str, str],
+    rounding_key: q.Key,
+    backend: str,
+) -> tuple[Quantized, Quantized]:
+    """Quantizes an operand for two GEMMs that contract different dimensions of it, as one equation.
+
+    Args:
+      specs: how each of them reads it, both in the same format.
+      operands: the names `gemm.operand`. They are part of the rounding keys.
+      rounding_key: the key of stochastic rounding.
+      backend: the backend that runs it.
+    """
+    used_keys = (rounding_key,) if any(s.treatment.rounding == "sr" for s in specs) else ()
+    first, second = _bind_quantize(x, specs, operands, used_keys, backend)
+    return first, second
+
+
+def _bind_quantize(
+    x: jax.Array, specs: Specs, operands: tuple[str, ...], keys: Sequence[q.Key], backend: str
+) -> list[Quantized]:
+    words = [word for k in keys for word in (k.a, k.b)]
+    primitive = _quantize_primitive(specs[0].treatment.format, backend)
+    arrays = iter(bind(primitive, x, *words, specs=specs, operands=operands, backend=backend))
+    return [
+        unflatten_quantized(
+            layout_of(x.shape, spec.treatment, spec.axes)[0], list(islice(arrays, len(_shapes(x, spec))))
+        )
+        for spec in specs
+    ]
 
 
 @cache
@@ -93,37 +123,20 @@ def _quantize_primitive(format: str, backend: str) -> Primitive:
             body=_quantize,
             shapes=_quantize_shapes,
             dim_sources=_quantize_dim_sources,
-            **_lowering_rules(_quantize, backend),
-            stack_bodies={
-                name: partial(_quantize_stack, context=LoweringContext(platform=name)) for name in _PLATFORMS
-            },
             takes_stack=takes_stack,
+            needs_devices=backends.load(backend).TRAITS.needs_devices,
             batched=_batched(backend, partial(_quantize_primitive, format, _BATCHING_BACKEND)),
+            reduced=_quantize_one_of_pair,
         ),
         job="quantize",
     )
 
 
-def takes_stack(*, backend: str, spec: QuantizeSpec | None = None, **_: Any) -> bool:
+def takes_stack(*, backend: str, specs: Specs = (), **_: Any) -> bool:
     """Whether an equation with these parameters quantizes the layers of a stack at once, under a `vmap` over layers."""
-    if spec is None or not backends.load(backend).TRAITS.quantizes_stacks:
+    if len(specs) != 1 or not backends.load(backend).TRAITS.quantizes_stacks:
         return False
-    return spec.treatment.rounding == "rne" and not spec.treatment.rht
-
-
-def _lowering_rules(body: Implementation, backend: str) -> dict[str, Any]:
-    """The rules by which a primitive is lowered: its body on each platform, with what is known of the devices."""
-
-    def bodies(**known: bool) -> dict[str, Implementation]:
-        return {name: partial(body, context=LoweringContext(platform=name, **known)) for name in _PLATFORMS}
-
-    return {
-        "platform_bodies": bodies(),
-        "single_device_bodies": bodies(single_device=True),
-        "mapped_bodies": bodies(single_device=True, is_mapped=True),
-        "partitioned_bodies": bodies(can_partition=True),
-        "needs_devices": backends.load(backend).TRAITS.needs_devices,
-    }
+    return specs[0].treatment.rounding == "rne" and not specs[0].treatment.rht
 
 
 _BATCHING_BACKEND = "xla"
@@ -143,33 +156,56 @@ def _batched(backend: str, primitive: Callable[[], Primitive]) -> BatchedPrimiti
 def _quantize(
     x: jax.Array,
     *words: jax.Array,
-    spec: QuantizeSpec,
-    operand: str,
+    specs: Specs,
+    operands: tuple[str, ...],
     backend: str,
-    context: LoweringContext = backends.ANY_PLATFORM,
+    context: LoweringContext,
 ) -> Sequence[jax.Array]:
     # `words` are those of the rounding key and of the sign key, for the treatments that use them. The name of the
     # sign key is that of the GEMM: both operands of a GEMM must have the same signs.
-    rounding_key = q.Key(*words[:2]).fold(operand) if words else None
-    sign_key = q.Key(*words[2:]).fold(operand.partition(".")[0] + ".signs") if words[2:] else None
-    out = backends.load(backend).quantize(x, spec.treatment, spec.axes, rounding_key, sign_key, context)
-    return _arrays(out)
+    module, spec = backends.load(backend), specs[0]
+    keys = [
+        q.make_key() if spec.treatment.rounding == "rne" else q.Key(*words[:2]).fold(operand)
+        for spec, operand in zip(specs, operands, strict=True)
+    ]
+    if context.is_stack:
+        quantized = [module.quantize_stack(x, spec.treatment, spec.axes, context)]
+    elif len(specs) == 1:
+        sign_key = q.Key(*words[2:]).fold(operands[0].partition(".")[0] + ".signs") if words[2:] else None
+        quantized = [module.quantize(x, spec.treatment, spec.axes, keys[0], sign_key, context)]
+    else:
+        requests = [
+            OrderRequest(treatment=s.treatment, axes=s.axes, key=key)
+            for s, key in zip(specs, keys, strict=True)
+        ]
+        quantized = module.quantize_orders(x, requests, context)
+    return [array for out in quantized for array in jax.tree.leaves(out)]
 
 
-def _quantize_stack(
-    x: jax.Array, *, spec: QuantizeSpec, operand: str, backend: str, context: LoweringContext
-) -> Sequence[jax.Array]:
-    del operand
-    return _arrays(backends.load(backend).quantize_stack(x, spec.treatment, spec.axes, context))
+def _quantize_one_of_pair(
+    used: Sequence[bool], *, specs: Specs, operands: tuple[str, ...], **_: Any
+) -> ReducedEquation | None:
+    """The quantizer for one GEMM, if nothing uses the results for the other: in a forward pass that is recomputed."""
+    half = len(used) // 2
+    if len(specs) == 1 or (any(used[:half]) and any(used[half:])):
+        return None
+    index = int(any(used[half:]))
+    is_random = specs[index].treatment.rounding == "sr"
+    return ReducedEquation(
+        params={"specs": (specs[index],), "operands": (operands[index],)},
+        operand_count=3 if is_random else 1,  # with both words of the key
+        results=range(index * half, (index + 1) * half),
+    )
 
 
-def _arrays(out: Quantized) -> list[jax.Array]:
-    arrays = out.codes, out.scales, out.amax, out.transposed_codes, out.transposed_scales
-    return [a for a in arrays if a is not None]
+def _quantize_shapes(
+    x: Any, *words: Any, specs: Specs, operands: tuple[str, ...], backend: str
+) -> list[Shape]:
+    del words, operands, backend
+    return [shape for spec in specs for shape in _shapes(x, spec)]
 
 
-def _quantize_shapes(x: Any, *words: Any, spec: QuantizeSpec, operand: str, backend: str) -> list[Shape]:
-    del words, operand, backend
+def _shapes(x: Any, spec: QuantizeSpec) -> list[Shape]:
     axes = spec.axes
     layout, padded = layout_of(x.shape, spec.treatment, axes)
     codes, scales = list(padded), list(padded)
@@ -198,17 +234,18 @@ def _quantize_shapes(x: Any, *words: Any, spec: QuantizeSpec, operand: str, back
 
 
 def _quantize_dim_sources(
-    x: Any, *words: Any, spec: QuantizeSpec, operand: str, backend: str
+    x: Any, *words: Any, specs: Specs, operands: tuple[str, ...], backend: str
 ) -> list[list[DimSource]]:
     """Codes, scales and amax have the dimensions of the operand, and so have codes in both packings."""
-    axes = spec.axes
-    results = _quantize_shapes(x, *words, spec=spec, operand=operand, backend=backend)
+    del words, operands, backend
     dims: list[DimSource] = [(0, i - x.ndim) for i in range(x.ndim)]
-    sources = [dims for _ in results]
-    if axes.both_orders and not spec.treatment.tile2d:
-        sources[-1] = [dims[-1], *dims[:-1]]
-    elif axes.both_orders and layout_of(x.shape, spec.treatment, axes)[0].has_few_tiles:
-        sources[-1] = list(_swap_tile_axes(dims, axes))
+    sources: list[list[DimSource]] = []
+    for spec in specs:
+        sources += [dims for _ in _shapes(x, spec)]
+        if spec.axes.both_orders and not spec.treatment.tile2d:
+            sources[-1] = [dims[-1], *dims[:-1]]
+        elif spec.axes.both_orders and layout_of(x.shape, spec.treatment, spec.axes)[0].has_few_tiles:
+            sources[-1] = list(_swap_tile_axes(dims, spec.axes))
     return sources
 
 
@@ -218,112 +255,6 @@ def _swap_tile_axes(dims: Sequence[_Dim], axes: Axes) -> tuple[_Dim, ...]:
     swapped = list(dims)
     swapped[axes.axis], swapped[axes.tile] = dims[axes.tile], dims[axes.axis]
     return tuple(swapped)
-
-
-# ---- quantizing for two GEMMs
-
-
-def quantize_pair(
-    x: jax.Array,
-    specs: tuple[QuantizeSpec, QuantizeSpec],
-    *,
-    operands: tuple[str, str],
-    rounding_key: q.Key,
-    backend: str,
-) -> tuple[Quantized, Quantized]:
-    """Quantizes an operand for two GEMMs that contract different dimensions of it, as one equation.
-
-    Args:
-      specs: how each of them reads it, both in the same format.
-      operands: the names `gemm.operand`. They are part of the rounding keys.
-      rounding_key: the key of stochastic rounding.
-      backend: the backend that runs it.
-    """
-    words = [rounding_key.a, rounding_key.b] if any(s.treatment.rounding == "sr" for s in specs) else []
-    primitive = _quantize_pair_primitive(specs[0].treatment.format, backend)
-    arrays = bind(primitive, x, *words, specs=specs, operands=operands, backend=backend)
-    first, second = (layout_of(x.shape, s.treatment, s.axes)[0] for s in specs)
-    half = len(arrays) // 2
-    return unflatten_quantized(first, arrays[:half]), unflatten_quantized(second, arrays[half:])
-
-
-@cache
-def _quantize_pair_primitive(format: str, backend: str) -> Primitive:
-    return define(
-        f"{format}_pair_quantize",
-        PrimitiveRules(
-            body=_quantize_pair,
-            shapes=_quantize_pair_shapes,
-            dim_sources=_quantize_pair_dim_sources,
-            **_lowering_rules(_quantize_pair, backend),
-            batched=_batched(backend, partial(_quantize_pair_primitive, format, _BATCHING_BACKEND)),
-            reduced=_quantize_one_of_pair,
-        ),
-        job="quantize",
-    )
-
-
-def _quantize_pair(
-    x: jax.Array,
-    *words: jax.Array,
-    specs: tuple[QuantizeSpec, QuantizeSpec],
-    operands: tuple[str, str],
-    backend: str,
-    context: LoweringContext = backends.ANY_PLATFORM,
-) -> Sequence[jax.Array]:
-    requests = [
-        OrderRequest(
-            treatment=spec.treatment,
-            axes=spec.axes,
-            key=q.Key(*words).fold(operand) if spec.treatment.rounding == "sr" else q.make_key(),
-        )
-        for spec, operand in zip(specs, operands, strict=True)
-    ]
-    quantized = backends.load(backend).quantize_orders(x, requests, context)
-    return [a for out in quantized for a in (out.codes, out.scales, out.amax) if a is not None]
-
-
-def _quantize_one_of_pair(
-    used: Sequence[bool],
-    *,
-    specs: tuple[QuantizeSpec, QuantizeSpec],
-    operands: tuple[str, str],
-    backend: str,
-    mapped: Any,
-) -> ReducedPrimitive | None:
-    """The quantizer for one GEMM, if nothing uses the results for the other: in a forward pass that is recomputed."""
-    del mapped
-    half = len(used) // 2
-    if any(used[:half]) and any(used[half:]):
-        return None
-    index = int(any(used[half:]))
-    treatment = specs[index].treatment
-    return ReducedPrimitive(
-        primitive=_quantize_primitive(treatment.format, backend),
-        params={"spec": specs[index], "operand": operands[index], "backend": backend},
-        operand_count=3 if treatment.rounding == "sr" else 1,  # with both words of the key
-        results=range(index * half, (index + 1) * half),
-    )
-
-
-def _quantize_pair_shapes(
-    x: Any, *words: Any, specs: tuple[QuantizeSpec, QuantizeSpec], operands: tuple[str, str], backend: str
-) -> list[Shape]:
-    return [
-        shape
-        for spec, operand in zip(specs, operands, strict=True)
-        for shape in _quantize_shapes(x, *words, spec=spec, operand=operand, backend=backend)
-    ]
-
-
-def _quantize_pair_dim_sources(
-    x: Any, *words: Any, specs: tuple[QuantizeSpec, QuantizeSpec], operands: tuple[str, str], backend: str
-) -> list[list[DimSource]]:
-    return [
-        source
-        for spec, operand in zip(specs, operands, strict=True)
-        for source in _quantize_dim_sources(x, *words, spec=spec, operand=operand, backend=backend)
-    ]
 
 
 # ---- scaled_gemm
@@ -346,7 +277,7 @@ def _scaled_gemm_primitive(backend: str) -> Primitive:
             body=_gemm,
             shapes=_gemm_shapes,
             dim_sources=_gemm_dim_sources,
-            **_lowering_rules(_gemm, backend),
+            needs_devices=backends.load(backend).TRAITS.needs_devices,
             batched=_batched(backend, partial(_scaled_gemm_primitive, _BATCHING_BACKEND)),
         ),
         job="gemm",
@@ -360,7 +291,7 @@ def _gemm(
     dimension_numbers: DimensionNumbers,
     out: Any,
     backend: str,
-    context: LoweringContext = backends.ANY_PLATFORM,
+    context: LoweringContext,
 ) -> Sequence[jax.Array]:
     a, b = unflatten_operands(arrays, lhs, rhs)
     return [backends.load(backend).gemm(a, b, dimension_numbers, out, context)]

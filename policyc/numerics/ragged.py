@@ -17,7 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from policyc.jaxcore.define_primitive import DimSource, PrimitiveRules, Shape, bind, define
+from policyc.jaxcore.define_primitive import (
+    DimSource,
+    LoweringContext,
+    PrimitiveRules,
+    Shape,
+    bind,
+    define,
+)
 from policyc.jaxcore.shardings import match_varying_axes, shape_dtype_struct
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Gemm, Recipe, Role
@@ -214,9 +221,10 @@ def _run_ragged(
     rhs: OperandLayout,
     contracting: bool,
     out: Any,
-    value_dtype: Any = jnp.bfloat16,
+    context: LoweringContext,
 ) -> Sequence[jax.Array]:
     a, b = unflatten_operands(arrays, lhs, rhs)
+    value_dtype = emulate.value_dtype(context)
     return [emulate.scaled_ragged_gemm(a, b, sizes, contracting, value_dtype).astype(out)]
 
 
@@ -244,7 +252,6 @@ _SCALED_RAGGED_GEMM = define(
         body=_run_ragged,
         shapes=_ragged_shapes,
         dim_sources=_ragged_dim_sources,
-        platform_bodies={"cpu": partial(_run_ragged, value_dtype=jnp.float32)},
     ),
     job="ragged gemm",
 )

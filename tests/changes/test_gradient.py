@@ -76,7 +76,7 @@ def test_the_weight_may_be_the_left_operand() -> None:
     for match in matched.all_matches():
         for eqn in match.after:
             if jaxprs.primitive_name(eqn) == "mxfp8_quantize" and match.product:
-                operands.setdefault(match.product, set()).add(eqn.params["operand"])
+                operands.setdefault(match.product, set()).update(eqn.params["operands"])
     assert operands["wgrad"] <= {"wgrad.lhs", "wgrad.rhs", "wgrad.dy"}
     assert operands["dgrad"] <= {"dgrad.lhs", "dgrad.rhs", "dgrad.dy"}
 

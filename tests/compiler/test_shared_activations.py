@@ -48,7 +48,7 @@ def activations_quantized(f: Callable[..., Any], *args: Any) -> int:
     """How many equations quantize an activation. Dead code does not count."""
     live = without_dead_code(jax.make_jaxpr(f)(*args))
     quantizers = [e for e in jaxprs.all_equations(live) if jaxprs.primitive_name(e).endswith("_quantize")]
-    return sum(e.params["operand"].endswith(".lhs") for e in quantizers)
+    return sum(e.params["operands"][0].endswith(".lhs") for e in quantizers)
 
 
 @pytest.mark.parametrize(("policy", "remat", "unrolled"), CASES)

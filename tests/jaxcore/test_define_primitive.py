@@ -13,25 +13,24 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from policyc.jaxcore.define_primitive import PrimitiveRules, bind, define
+from policyc.jaxcore.define_primitive import LoweringContext, PrimitiveRules, bind, define
 
-BODIES = {"any": jnp.sin, "one device": jnp.cos, "partitioned": jnp.tanh}
 OPERATIONS = {"any": "sine", "one device": "cosine", "partitioned": "tanh"}
 
 
-def make_bodies(name: str) -> dict[str, Callable[[jax.Array], list[jax.Array]]]:
-    return {"cpu": lambda x: [BODIES[name](x)]}
+def body(x: jax.Array, context: LoweringContext) -> list[jax.Array]:
+    assert context.platform == "cpu"
+    if context.single_device:
+        return [jnp.cos(x)]
+    return [jnp.tanh(x) if context.can_partition else jnp.sin(x)]
 
 
 PRIMITIVE = define(
     "body_by_context",
     PrimitiveRules(
-        body=lambda x: [x],
+        body=body,
         shapes=lambda x: [(x.shape, x.dtype)],
         dim_sources=lambda x: [[(0, i - x.ndim) for i in range(x.ndim)]],
-        platform_bodies=make_bodies("any"),
-        single_device_bodies=make_bodies("one device"),
-        partitioned_bodies=make_bodies("partitioned"),
         needs_devices=True,
     ),
 )

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from policyc.jaxcore.define_primitive import LoweringContext
 from policyc.language.recipes import Treatment
-from policyc.numerics.backends import LoweringContext, emulate, xla
+from policyc.numerics.backends import emulate, xla
 from policyc.numerics.quantize import Axes, Quantized, fp8_kernel, kernels, make_key, quantize
 from policyc.numerics.quantize.hadamard import Method
 from policyc.numerics.quantize.kernel_bodies import Order

@@ -23,6 +23,7 @@ import policyc
 from policyc.compiler import plan as planner
 from policyc.compiler.plan_tables import lowering_reasons
 from policyc.jaxcore import jaxprs
+from policyc.jaxcore.define_primitive import LoweringContext
 from policyc.language.recipes import OPERAND_GROUPS, Gemm, Recipe, Treatment, make_recipe
 from policyc.numerics import backends, primitives
 from policyc.numerics.backends import te, te_calls, te_quantize
@@ -46,7 +47,7 @@ pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("quick_compile")]
 VENDOR = "* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)"
 BLACKWELL = Machine("gb200", frozenset({"nvfp4", "mxfp8", "fp8"}))
 HERE = ("te_here", "te_here", "te_here")
-CUDA = backends.LoweringContext(platform="cuda", single_device=True)
+CUDA = LoweringContext(platform="cuda", single_device=True)
 SUM_ORDER = 1e-6
 """The effect of the order of fp32 sums of at most 256 products, relative to the norm."""
 
@@ -168,7 +169,7 @@ def equations(backend: str) -> list[str]:
         site = str(e.source_info.name_stack).rpartition("/")[0]
         params = {k: v for k, v in e.params.items() if k not in ("backend", "specs", "operands")}
         pairs = zip(e.params.get("specs", ()), e.params.get("operands", ()), strict=True)
-        name = e.primitive.name.replace("_pair", "")
+        name = e.primitive.name
         operands = [(v.aval.dtype.name, v.aval.size) for v in e.invars]
         quantizers = [{"spec": s, "operand": o} for s, o in pairs]
         lines += [f"{site} {name} {params | more} {operands}" for more in quantizers or [{}]]
@@ -190,8 +191,8 @@ def test_backends_treat_operands_alike() -> None:
 def test_an_operand_is_quantized_once_for_two_gemms() -> None:
     """One equation for x, one for the weight and one for dy, if the same backend runs both GEMMs that read them."""
     jaxpr = jax.make_jaxpr(jax.grad(apply("te"), argnums=(0, 1)))(*arguments())
-    names = [e.primitive.name for e in jaxpr.jaxpr.eqns if e.primitive.name.endswith("quantize")]
-    assert collections.Counter(names) == {"nvfp4_pair_quantize": 5, "nvfp4_quantize": 3 + 2}
+    quantizers = [e for e in jaxpr.jaxpr.eqns if e.primitive.name == "nvfp4_quantize"]
+    assert collections.Counter(len(e.params["specs"]) for e in quantizers) == {2: 5, 1: 3 + 2}
 
 
 def test_an_unused_order_is_not_quantized() -> None:

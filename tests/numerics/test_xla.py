@@ -19,8 +19,9 @@ from jax.sharding import PartitionSpec as P
 import policyc
 from policyc.compiler.plan import gemm_queries
 from policyc.hardware import hlo
+from policyc.jaxcore.define_primitive import LoweringContext
 from policyc.language.recipes import OPERAND_GROUPS, Gemm, Treatment, make_recipe
-from policyc.numerics.backends import LoweringContext, xla
+from policyc.numerics.backends import xla
 from policyc.numerics.backends.choice import Machine, choose
 from policyc.numerics.backends.emulate import apply_outer_scales
 from policyc.numerics.backends.xla import _split_scale

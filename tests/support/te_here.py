@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from policyc.numerics.backends import LoweringContext, te
+from policyc.jaxcore.define_primitive import LoweringContext
+from policyc.numerics.backends import te
 
 TRAITS = replace(te.TRAITS, can_batch=True)
 obstacle, find_missing_library = te.obstacle, te.find_missing_library

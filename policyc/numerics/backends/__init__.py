@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     import jax
 
+    from policyc.jaxcore.define_primitive import LoweringContext
     from policyc.language.recipes import Treatment
     from policyc.numerics.backends.choice import GemmQuery, Obstacle
     from policyc.numerics.products import DimensionNumbers
@@ -31,30 +32,6 @@ BackendName = Literal["auto", "emulate", "xla", "te"]
 
 NAMES = ("auto", *MODULES)
 """The values of `--backend`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoweringContext:
-    """What is known of a program when one of its equations is lowered.
-
-    `platform` is JAX's name of the platform, empty for any other than cpu and cuda. `single_device` says that the
-    program runs on one device, so that nothing has to be partitioned, and `is_mapped` that a `vmap` around the equation
-    batches it there. `can_partition` says that a backend may divide the work over devices itself: no `vmap` has to
-    batch it.
-    """
-
-    platform: str = ""
-    single_device: bool = False
-    is_mapped: bool = False
-    can_partition: bool = False
-
-    @property
-    def knows_division(self) -> bool:
-        """Whether it is known how devices divide the work. It is not under a `vmap`, and in some `shard_map`s."""
-        return (self.single_device and not self.is_mapped) or self.can_partition
-
-
-ANY_PLATFORM = LoweringContext()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from policyc.jaxcore.define_primitive import LoweringContext
 from policyc.language.recipes import Treatment
 from policyc.numerics import quantize as q
-from policyc.numerics.backends import BackendTraits, LoweringContext
+from policyc.numerics.backends import BackendTraits
 from policyc.numerics.backends.choice import GemmQuery, Obstacle
 from policyc.numerics.products import DimensionNumbers, free_dims
 from policyc.numerics.quantize.blocks import refinement_of
@@ -84,9 +85,12 @@ def gemm(
     lhs: Operand, rhs: Operand, dimensions: DimensionNumbers, out: Any, context: LoweringContext
 ) -> jax.Array:
     """The product of two operands."""
-    # The values are the same in both dtypes. A CPU multiplies them faster in fp32.
-    value_dtype = jnp.float32 if context.platform == "cpu" else jnp.bfloat16
-    return scaled_gemm(lhs, rhs, dimensions, value_dtype).astype(out)
+    return scaled_gemm(lhs, rhs, dimensions, value_dtype(context)).astype(out)
+
+
+def value_dtype(context: LoweringContext) -> jax.typing.DTypeLike:
+    """The dtype of what products multiply. The values are the same in both. A CPU multiplies them faster in fp32."""
+    return jnp.float32 if context.platform == "cpu" else jnp.bfloat16
 
 
 def _values(operand: Operand, contract: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:

@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from policyc.jaxcore.define_primitive import LoweringContext
 from policyc.jaxcore.partition import Dim, Dims, PartitionRule, ShardIndex, partition
 from policyc.language.recipes import Treatment
-from policyc.numerics.backends import BackendTraits, LoweringContext, emulate, te_calls, te_quantize, xla
+from policyc.numerics.backends import BackendTraits, emulate, te_calls, te_quantize, xla
 from policyc.numerics.backends.block_scaled import as_values
 from policyc.numerics.backends.choice import GemmQuery, Obstacle
 from policyc.numerics.backends.te_matrix import (

@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from policyc.jaxcore.define_primitive import LoweringContext
 from policyc.jaxcore.partition import Dims, PartitionRule, ShardIndex, partition
 from policyc.jaxcore.versions import FP8_DOT_PRECISION
 from policyc.language.recipes import MS_EDEN_RHT_SIZE, Gemm, Treatment
 from policyc.numerics import quantize as q
-from policyc.numerics.backends import BackendTraits, LoweringContext, emulate
+from policyc.numerics.backends import BackendTraits, emulate
 from policyc.numerics.backends.block_scaled import DTYPES, BlockScaledSpec, Rows, multiply_rows
 from policyc.numerics.backends.choice import GemmQuery, Obstacle
 from policyc.numerics.backends.emulate import apply_outer_scales, find_missing_library
