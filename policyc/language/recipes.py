@@ -99,13 +99,13 @@ OptionKind = Literal["operands", "choice", "size", "ratio", "flag"]
 _MAX_RATIO_LENGTH = 24  # characters: more than any useful ratio has
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Option:
     """A row of the table of recipe options."""
 
     name: str
     kind: OptionKind
-    choices: tuple[str, ...] = ()
+    choices: tuple[str, ...]
     default: OptionValue
     summary: str
 
@@ -152,86 +152,38 @@ def _parse_ratio(word: str) -> Fraction | None:
     return value if 1 <= value <= 2 else None
 
 
+_OPERAND_WORDS, _NONE = tuple(OPERAND_GROUPS), OPERAND_GROUPS["none"]
+
 OPTIONS: dict[str, Option] = {
     o.name: o
     for o in (
+        Option("rht", "operands", _OPERAND_WORDS, _NONE, "random Hadamard transform of these operands"),
+        Option("rht_size", "size", ("16", "32", "64", "128"), 16, "length of the transform"),
+        Option("sr", "operands", _OPERAND_WORDS, _NONE, "stochastic rounding of these operands"),
         Option(
-            name="rht",
-            kind="operands",
-            choices=tuple(OPERAND_GROUPS),
-            default=OPERAND_GROUPS["none"],
-            summary="random Hadamard transform of these operands",
+            "sr_headroom", "ratio", (), Fraction(1),
+            "enlarges block scales so that stochastic rounding does not saturate",
         ),
         Option(
-            name="rht_size",
-            kind="size",
-            choices=("16", "32", "64", "128"),
-            default=16,
-            summary="length of the transform",
+            "scale2d", "operands", ("weights", "none"), _NONE,
+            "one scale per 16x16 tile, so that a weight and its transpose share codes",
         ),
+        Option("scale", "choice", ("amax", "four_over_six"), "amax", "how a block scale is chosen"),
         Option(
-            name="sr",
-            kind="operands",
-            choices=tuple(OPERAND_GROUPS),
-            default=OPERAND_GROUPS["none"],
-            summary="stochastic rounding of these operands",
+            "rounding", "choice", ("rne", "ms_eden"), "rne",
+            "nearest even, or MS-EDEN (rotate, round, correct the block scale without bias)",
         ),
+        Option("mean_split", "flag", (), False, "quantize the mean over tokens and the rest separately"),
         Option(
-            name="sr_headroom",
-            kind="ratio",
-            default=Fraction(1),
-            summary="enlarges block scales so that stochastic rounding does not saturate",
+            "outer", "choice", ("tensor", "row", "pow2", "bound"), "tensor",
+            "one fp32 scale per tensor, or per row; or per tensor, a power of two or a bound after rht",
         ),
+        Option("grad", "choice", ("e5m2", "e4m3"), "e5m2", "element type of gradients"),
         Option(
-            name="scale2d",
-            kind="operands",
-            choices=("weights", "none"),
-            default=OPERAND_GROUPS["none"],
-            summary="one scale per 16x16 tile, so that a weight and its transpose share codes",
-        ),
-        Option(
-            name="scale",
-            kind="choice",
-            choices=("amax", "four_over_six"),
-            default="amax",
-            summary="how a block scale is chosen",
-        ),
-        Option(
-            name="rounding",
-            kind="choice",
-            choices=("rne", "ms_eden"),
-            default="rne",
-            summary="nearest even, or MS-EDEN (rotate, round, correct the block scale without bias)",
-        ),
-        Option(
-            name="mean_split",
-            kind="flag",
-            default=False,
-            summary="quantize the mean over tokens and the rest separately",
-        ),
-        Option(
-            name="outer",
-            kind="choice",
-            choices=("tensor", "row", "pow2", "bound"),
-            default="tensor",
-            summary="one fp32 scale per tensor, or per row; or per tensor, a power of two or a bound after rht",
-        ),
-        Option(
-            name="grad",
-            kind="choice",
-            choices=("e5m2", "e4m3"),
-            default="e5m2",
-            summary="element type of gradients",
-        ),
-        Option(
-            name="scale_rounding",
-            kind="choice",
-            choices=("floor", "rceil", "even"),
-            default="floor",
-            summary="how the power-of-two scale is rounded",
+            "scale_rounding", "choice", ("floor", "rceil", "even"), "floor", "how the power-of-two scale is rounded"
         ),
     )
-}
+}  # fmt: skip
 
 OTHER_OPTION_NAMES = {
     **dict.fromkeys(("stochastic_rounding", "stochastic", "sround"), "sr"),

@@ -1,6 +1,6 @@
 """The table of targets: for each GPU, the formats it multiplies natively, its speed, memory and links.
 
-To add a GPU, add a row to `TARGETS` and XLA's description of it to `policyc/hardware/gpus`. Bandwidths between GPUs
+To add a GPU, add a row to `_ROWS` and XLA's description of it to `policyc/hardware/gpus`. Bandwidths between GPUs
 are bytes per second in one direction: half of what a vendor calls "bidirectional".
 """
 
@@ -87,74 +87,27 @@ def _peaks(bf16: float, fp8: float, fp4: float | None = None) -> dict[str, float
 
 TargetName = Literal["h100", "h200", "b200", "gb200", "b300", "gb300"]
 
+# name, device kind, compute capability, peaks, memory (GB, TB/s), NVLink and network (GB/s), GPUs of an NVLink domain
+_ROWS = (
+    ("h100", "NVIDIA H100 80GB HBM3", (9, 0), _peaks(989, 1979), (80, 3.35), (450, 50), 8),
+    ("h200", "NVIDIA H200 141GB HBM3e", (9, 0), _peaks(989, 1979), (141, 4.8), (450, 50), 8),
+    ("b200", "NVIDIA B200", (10, 0), _peaks(2250, 4500, 9000), (180, 8), (900, 50), 8),
+    ("gb200", "NVIDIA GB200", (10, 0), _peaks(2450, 4900, 9800), (186, 8), (900, 50), 72),
+    ("b300", "NVIDIA B300", (10, 3), _peaks(2250, 4500, 13500), (288, 8), (900, 100), 8),
+    ("gb300", "NVIDIA GB300", (10, 3), _peaks(2450, 4900, 14700), (279, 8), (900, 100), 72),
+)
+
 TARGETS: dict[str, Target] = {
-    target.name: target
-    for target in (
-        Target(
-            name="h100",
-            device_kind="NVIDIA H100 80GB HBM3",
-            compute_capability=(9, 0),
-            peaks=_peaks(989, 1979),
-            memory_bytes=80 * GIGA,
-            memory_bandwidth=3.35 * TERA,
-            nvlink_bandwidth=450 * GIGA,
-            network_bandwidth=50 * GIGA,
-            nvlink_domain=8,
-        ),
-        Target(
-            name="h200",
-            device_kind="NVIDIA H200 141GB HBM3e",
-            compute_capability=(9, 0),
-            peaks=_peaks(989, 1979),
-            memory_bytes=141 * GIGA,
-            memory_bandwidth=4.8 * TERA,
-            nvlink_bandwidth=450 * GIGA,
-            network_bandwidth=50 * GIGA,
-            nvlink_domain=8,
-        ),
-        Target(
-            name="b200",
-            device_kind="NVIDIA B200",
-            compute_capability=(10, 0),
-            peaks=_peaks(2250, 4500, 9000),
-            memory_bytes=180 * GIGA,
-            memory_bandwidth=8 * TERA,
-            nvlink_bandwidth=900 * GIGA,
-            network_bandwidth=50 * GIGA,
-            nvlink_domain=8,
-        ),
-        Target(
-            name="gb200",
-            device_kind="NVIDIA GB200",
-            compute_capability=(10, 0),
-            peaks=_peaks(2450, 4900, 9800),
-            memory_bytes=186 * GIGA,
-            memory_bandwidth=8 * TERA,
-            nvlink_bandwidth=900 * GIGA,
-            network_bandwidth=50 * GIGA,
-            nvlink_domain=72,
-        ),
-        Target(
-            name="b300",
-            device_kind="NVIDIA B300",
-            compute_capability=(10, 3),
-            peaks=_peaks(2250, 4500, 13500),
-            memory_bytes=288 * GIGA,
-            memory_bandwidth=8 * TERA,
-            nvlink_bandwidth=900 * GIGA,
-            network_bandwidth=100 * GIGA,
-            nvlink_domain=8,
-        ),
-        Target(
-            name="gb300",
-            device_kind="NVIDIA GB300",
-            compute_capability=(10, 3),
-            peaks=_peaks(2450, 4900, 14700),
-            memory_bytes=279 * GIGA,
-            memory_bandwidth=8 * TERA,
-            nvlink_bandwidth=900 * GIGA,
-            network_bandwidth=100 * GIGA,
-            nvlink_domain=72,
-        ),
+    name: Target(
+        name=name,
+        device_kind=device_kind,
+        compute_capability=capability,
+        peaks=peaks,
+        memory_bytes=memory * GIGA,
+        memory_bandwidth=bandwidth * TERA,
+        nvlink_bandwidth=nvlink * GIGA,
+        network_bandwidth=network * GIGA,
+        nvlink_domain=domain,
     )
+    for name, device_kind, capability, peaks, (memory, bandwidth), (nvlink, network), domain in _ROWS
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,34 +64,7 @@ class QuantizerOutput:
     two_d: bool = False
 
 
-class Engine(Protocol):
-    """The kernels."""
-
-    def rotation_matrix(self) -> np.ndarray:
-        """The matrix of the random Hadamard transform, 16 x 16."""
-
-    def rotated_amax(self, x: jax.Array) -> jax.Array:
-        """The largest magnitude of a matrix whose columns are rotated."""
-
-    def quantize(
-        self,
-        x: jax.Array,
-        maxima: Maxima,
-        state: jax.Array | None,
-        rotation: jax.Array | None,
-        output: QuantizerOutput,
-    ) -> QuantizedOrders:
-        """Quantizes a matrix.
-
-        `state` is that of the generator for stochastic rounding, four words. `rotation` is the matrix of the transform.
-        Only columns are rotated, and then no rows are written.
-        """
-
-    def gemm(self, left: QuantizedMatrix, right: QuantizedMatrix, alpha: jax.Array, out: Any) -> jax.Array:
-        """The product of both, contracted along their rows, times alpha."""
-
-
-class _TransformerEngine:
+class TransformerEngine:
     """Binds the primitives of Transformer Engine that call its kernels."""
 
     def __init__(self, **modules: Any) -> None:
@@ -110,9 +83,11 @@ class _TransformerEngine:
             self._matrix = np.asarray(parts.get_rht_matrix())
 
     def rotation_matrix(self) -> np.ndarray:
+        """The matrix of the random Hadamard transform, 16 x 16."""
         return self._matrix
 
     def rotated_amax(self, x: jax.Array) -> jax.Array:
+        """The largest magnitude of a matrix whose columns are rotated."""
         _, amax = self._rht_amax(
             x,
             amax_scope=self._local,
@@ -132,6 +107,11 @@ class _TransformerEngine:
         rotation: jax.Array | None,
         output: QuantizerOutput,
     ) -> QuantizedOrders:
+        """Quantizes a matrix.
+
+        `state` is that of the generator for stochastic rounding, four words. `rotation` is the matrix of the transform.
+        Only columns are rotated, and then no rows are written.
+        """
         rows, column, scales, column_scales, maximum, *_ = self._quantize(
             x,
             jnp.zeros((1,), jnp.float32),  # a scale that NVFP4 does not use
@@ -164,6 +144,7 @@ class _TransformerEngine:
         return self._layouts.COLWISE if rotates else self._layouts.ROWWISE_COLWISE
 
     def gemm(self, left: QuantizedMatrix, right: QuantizedMatrix, alpha: jax.Array, out: Any) -> jax.Array:
+        """The product of both, contracted along their rows, times alpha."""
         (product,) = self._gemm(
             left.codes,
             left.scales,
@@ -185,7 +166,7 @@ class _TransformerEngine:
         return result
 
 
-def load() -> Engine:
+def load() -> TransformerEngine:
     """Transformer Engine. Raises ImportError if it is missing, or if its kernels are switched off."""
     engine = _import()
     if not all(primitive.enabled() for primitive in engine.primitives):
@@ -197,12 +178,12 @@ def load() -> Engine:
 
 
 @cache
-def _import() -> _TransformerEngine:
+def _import() -> TransformerEngine:
     try:
         modules = {
             name: importlib.import_module(f"transformer_engine.jax.{path}") for name, path in _MODULES.items()
         }
-        return _TransformerEngine(**modules)
+        return TransformerEngine(**modules)
     except (ImportError, OSError, AttributeError) as error:
         raise ImportError(
             f"backend te needs Transformer Engine 2.20 for JAX ({error}). To install it: {INSTALL}"
