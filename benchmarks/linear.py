@@ -124,7 +124,7 @@ def time_designs(x: jax.Array, repeat: int) -> dict[str, Any]:
         rows["threefry"] = time_median(lambda x: quantize(x, sr, key=make_key(1)), x, repeat=repeat)
     results = {"random bits": print_times("random bits", rows, "hash")}
     rows = {}
-    methods: list[Method] = ["matmul", "matmul_bf16", "butterfly"]
+    methods: list[Method] = ["matmul", "matmul_bf16"]
     for method in [*methods, "kernels"] if jax.default_backend() == "gpu" else methods:
         f = partial(quantize, treatment=rotated, axes=Axes(axis=-2), method=method)
         rows[method] = time_median(f, x, repeat=repeat)

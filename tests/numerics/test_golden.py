@@ -242,7 +242,7 @@ def test_columns_equal_the_reference(case: str, execution: str, method: Method) 
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c + "/x_t_rht" in REFERENCE])
-@pytest.mark.parametrize("method", ["matmul", slow("butterfly"), "matmul_bf16"])
+@pytest.mark.parametrize("method", ["matmul", "matmul_bf16"])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_rotation_equals_the_reference(case: str, method: Any, axis: int) -> None:
     x = load(case)

@@ -355,9 +355,7 @@ def test_each_index_of_a_batch_is_a_tensor() -> None:
 
 @pytest.mark.any_jax
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
-@pytest.mark.parametrize(
-    "method", ["matmul", "matmul_bf16", pytest.param("butterfly", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("method", ["matmul", "matmul_bf16"])
 @pytest.mark.parametrize("axis", [0, 2, pytest.param(1, marks=pytest.mark.slow)])
 def test_rotation_equals_the_definition(size: int, method: Any, axis: int) -> None:
     signs = np.resize([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], size)
@@ -375,7 +373,7 @@ def test_rotation_equals_the_definition(size: int, method: Any, axis: int) -> No
 
 
 @pytest.mark.any_jax
-@pytest.mark.parametrize("method", ["matmul", "butterfly", "cpu"])
+@pytest.mark.parametrize("method", ["matmul", "cpu"])
 @pytest.mark.parametrize("size", [16, 128])
 def test_a_rotation_overflows_only_if_its_result_does(method: Any, size: int) -> None:
     """The first row has one result, 3e38. The second has one that is 1.2 times the largest bfloat16."""

@@ -17,7 +17,8 @@ from jax import lax
 from policyc.language.recipes import Treatment
 from policyc.numerics.backends.te_calls import Maxima, QuantizedMatrix, QuantizedOrders, QuantizerOutput
 from policyc.numerics.quantize import Axes, Key, block_values, quantize
-from policyc.numerics.quantize.hadamard import rotate
+from policyc.numerics.quantize.kernel_bodies import rotate
+from policyc.numerics.quantize.kernel_ops import InterpreterOps
 from policyc.numerics.quantize.layout import Layout, Quantized, repeat_axis
 
 SIGN_MASK = 0xD7E8
@@ -42,10 +43,10 @@ def quantize_rows(
 
 
 def rotate_columns(x: jax.Array) -> jax.Array:
-    """The rows of the transpose, rotated."""
-    # Computed from a number: `custom_partitioning` takes no constant arrays.
-    signs = 1 - 2 * ((jnp.int32(SIGN_MASK) >> lax.iota(jnp.int32, 16)) & 1).astype(jnp.float32)
-    return rotate(x.T, -1, 16, signs, method="butterfly")
+    """The rows of the transpose, rotated by sums and differences: `custom_partitioning` takes no constant arrays."""
+    groups = x.T.reshape(x.shape[1], -1, 16).astype(jnp.float32)
+    rotated = rotate(InterpreterOps(), [groups[..., i] for i in range(16)])
+    return jnp.stack(rotated, -1).astype(jnp.bfloat16).reshape(x.T.shape)
 
 
 def multiply_rows(left: QuantizedMatrix, right: QuantizedMatrix, alpha: jax.Array, out: Any) -> jax.Array:

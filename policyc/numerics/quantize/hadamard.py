@@ -23,12 +23,11 @@ SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 _LARGE = (127 + 100) << 23
 """The bits of 2**100: sums of 128 smaller numbers are far from overflow."""
 
-Method = Literal["matmul", "matmul_bf16", "butterfly", "kernels", "interpreted", "cpu"]
-"""How an operand is rotated and quantized. No method changes a bit of the result. `rotate` knows the first three.
+Method = Literal["matmul", "matmul_bf16", "kernels", "interpreted", "cpu"]
+"""How an operand is rotated and quantized. No method changes a bit of the result. `rotate` knows the first two.
 
 - matmul: a product with a small matrix, rounded to bfloat16 afterwards
 - matmul_bf16: a product that rounds its result itself
-- butterfly: sums and differences
 - kernels: GPU kernels if they fit, else matmul_bf16
 - interpreted: the same kernels, interpreted, for tests
 - cpu: what is fast on CPU
@@ -80,8 +79,7 @@ def rotate(
     # XLA on CPU has no product of small bfloat16 matrices with an fp32 result.
     groups = groups.astype(jnp.float32)
     is_large = abs_bits(groups).max(axis=axis + 1, keepdims=True) >= _LARGE
-    transform = _butterfly if method == "butterfly" else _matmul
-    rotated = transform(groups * jnp.where(is_large, jnp.float32(power), 1), axis + 1, signs)
+    rotated = _matmul(groups * jnp.where(is_large, jnp.float32(power), 1), axis + 1, signs)
     return round_bf16(rotated * jnp.where(is_large, norm / power, norm)).reshape(x.shape)
 
 
@@ -107,17 +105,3 @@ def _dot(
 ) -> jax.Array:
     highest = lax.Precision.HIGHEST
     return lax.dot_general(a, b, dimensions, precision=highest, preferred_element_type=out)
-
-
-def _butterfly(groups: jax.Array, axis: int, signs: jax.Array) -> jax.Array:
-    size = groups.shape[axis]
-    shape = groups.shape
-    y = groups * signs.reshape((size,) + (1,) * (len(shape) - axis - 1))
-    half = 1
-    while half < size:
-        pairs = y.reshape(shape[:axis] + (size // (2 * half), 2, half) + shape[axis + 1 :])
-        low = lax.index_in_dim(pairs, 0, axis + 1, keepdims=True)
-        high = lax.index_in_dim(pairs, 1, axis + 1, keepdims=True)
-        y = jnp.concatenate([low + high, low - high], axis + 1).reshape(shape)
-        half *= 2
-    return y
