@@ -96,7 +96,7 @@ def load_policy(word: str) -> Policy:
 
 def read_stdin() -> str:
     """Reads a policy from standard input. Raises PolicyError if it is not UTF-8."""
-    from policyc.language.loader import unreadable_file_error
+    from policyc.language.bundled import unreadable_file_error
 
     try:
         return sys.stdin.buffer.read().decode("utf-8").replace("\r\n", "\n")
@@ -144,7 +144,7 @@ def suggest_code(code: str, known: Iterable[str]) -> str:
 
 def check_writable(name: str, path: Path) -> Path:
     """Returns `path`, or raises PolicyError if `name` is a bundled policy: those are part of the installation."""
-    from policyc.language.loader import unreadable_file_error
+    from policyc.language.bundled import unreadable_file_error
 
     if not path.exists() or Path(name).exists():
         return path
@@ -154,7 +154,7 @@ def check_writable(name: str, path: Path) -> Path:
 
 def replace_file(path: Path, text: str) -> None:
     """Replaces a file atomically. Keeps its mode, its line endings, and a symbolic link to it."""
-    from policyc.language.loader import unreadable_file_error
+    from policyc.language.bundled import unreadable_file_error
 
     try:
         if b"\r\n" in path.read_bytes():

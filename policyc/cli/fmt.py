@@ -73,9 +73,10 @@ def fmt(files: tuple[str, ...], check: bool, diff: bool, stdin_filename: str | N
 
 def _read_and_format(name: str, shown: str) -> tuple[str, str]:
     """The text of a file before and after formatting. Raises PolicyError if it does not parse."""
+    from policyc.language.bundled import locate, read_policy_text
     from policyc.language.diagnostics import PolicyError, SourceText
     from policyc.language.formatter import format_file
-    from policyc.language.loader import locate, read_policy_text, withhold_lines
+    from policyc.language.loader import withhold_lines
     from policyc.language.parser import read_statements
 
     text = read_stdin() if name == "-" else read_policy_text(check_writable(name, locate(name)))

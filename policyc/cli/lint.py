@@ -332,7 +332,7 @@ class _Source:
 
 def _read_source(name: str, request: _Request) -> _Source:
     """Reads a policy. Raises PolicyError if that fails."""
-    from policyc.language.loader import locate, read_policy_text
+    from policyc.language.bundled import locate, read_policy_text
 
     if name == "-":
         shown = request.options.stdin_filename

@@ -1,7 +1,7 @@
-"""Attention in one call that the compiler does not see into: of cuDNN, a kernel, a foreign function.
+"""Recognizes fused attention: a single opaque call, such as a cuDNN, Pallas or FFI kernel.
 
-Such a call has queries, keys and values as operands, each the result of a weight product. Its name decides only where
-its operands do not, as for packed queries, keys and values.
+Its operands are queries, keys and values, each computed by a weight product. The name of the call is used only if the
+operands do not tell, for example if queries, keys and values are packed.
 """
 
 from __future__ import annotations

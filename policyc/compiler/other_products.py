@@ -1,6 +1,6 @@
-"""Products that the compiler leaves as they are and that are no GEMMs: convolutions, fused attention, kernels.
+"""Products other than GEMMs (convolutions, fused attention, kernels), which the compiler leaves unchanged.
 
-They are counted, so that a plan does not claim to be about all of a program's work.
+They are counted, so that the shares in a plan refer to all of a program's work.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CALLS = {"ffi_call": "FFI call", "tpu_custom_call": "TPU kernel", "cudnn_fusion
 
 
 def kind_and_name(eqn: JaxprEqn) -> tuple[str, str] | None:
-    """The kind of a product that is not a site; None for a GEMM and for what is not a product."""
+    """The kind and name of a product that cannot be a site; None for GEMMs and for equations that are not products."""
     name = jaxprs.primitive_name(eqn)
     if name == "conv_general_dilated":
         return "convolution", name
@@ -71,7 +71,7 @@ def product_flops(eqn: JaxprEqn) -> int | None:
 
 
 def convolution_flops(eqn: JaxprEqn) -> int:
-    """The multiplications and additions of a convolution, without those of padding and of dilated zeros."""
+    """FLOPs of a convolution, not counting padding and dilation zeros."""
     params: Any = eqn.params
     numbers = params["dimension_numbers"]
     lhs, rhs, out = (shape_of(a) for a in (*eqn.invars[:2], eqn.outvars[0]))

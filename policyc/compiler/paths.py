@@ -90,12 +90,12 @@ def _number_first_members(paths: Sequence[DottedPath]) -> list[DottedPath]:
 
 
 def _strip_packing(key_paths: list[_KeyPath]) -> list[_KeyPath]:
-    """Removes what frameworks pack parameters in: states of Flax NNX, boxes of one leaf, a tuple of one."""
+    """Removes wrappers that frameworks add around parameters: NNX states, single-leaf boxes, one-element tuples."""
     return _strip_tuple_of_one(_strip_boxes([_strip_node_states(keys) for keys in key_paths]))
 
 
 def _strip_tuple_of_one(key_paths: list[_KeyPath]) -> list[_KeyPath]:
-    """Removes a tuple of one around all leaves: some frameworks pack their arguments in one."""
+    """Removes a one-element tuple around all leaves. Some frameworks pack their arguments in one."""
     first = {
         keys[0].idx if len(keys) > 1 and isinstance(keys[0], SequenceKey) else None for keys in key_paths
     }

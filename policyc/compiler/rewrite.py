@@ -84,9 +84,9 @@ class SharedActivation:
 
 @dataclass(frozen=True, slots=True)
 class SiteInputs:
-    """What a quantized GEMM takes after the operands of its equation, in this order.
+    """Extra inputs of a quantized GEMM, in the order in which they follow the operands of its equation.
 
-    `constant_key` is its rounding key if it takes none.
+    `constant_key` is the rounding key of a GEMM that takes no key as input.
     """
 
     weight: Quantizer | None = None
@@ -130,7 +130,7 @@ class SiteRewriter(Transform):
         return any(self._decisions[site.address, layer].recipe is not None for layer in site.layers())
 
     def site_recipe(self, address: Address, layer: Layer) -> SiteRecipe | None:
-        """What happens to a layer of a site; None if it is kept."""
+        """The recipe and backends of a layer of a site; None if it is kept."""
         decision = self._decisions[address, layer]
         if decision.recipe is None:
             return None
@@ -308,7 +308,7 @@ def _activation(site: Site) -> Var | None:
 
 
 def quantized_gemm(site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> Callable[..., Any]:
-    """The function that replaces a site: of the operands of its equation, and then of `inputs`."""
+    """The function that replaces a site. Takes the operands of its equation, then the arrays of `inputs`."""
     if site.is_ragged:
         assert inputs.weight is None
         return _quantized_ragged_gemm(site, site_recipe, inputs)

@@ -21,7 +21,7 @@ part of the key from then on, and have everything traced again."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomSource:
-    """What the rounding keys of a loss start from: the seed of the policy, and the step of the run if it is known."""
+    """The base of a loss's rounding keys: the policy's seed, and the step of the run if it is known."""
 
     seed: int = 0
     run_step: RunStep | None = None

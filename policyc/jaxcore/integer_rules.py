@@ -111,10 +111,6 @@ def reduce(function: Callable[..., Any]) -> IntegerRule:
     return rule
 
 
-def reduce_xor(eqn: JaxprEqn, x: np.ndarray) -> np.ndarray:
-    return np.asarray(np.bitwise_xor.reduce(x, axis=tuple(eqn.params["axes"])))
-
-
 def arg_extreme(function: Callable[..., Any]) -> IntegerRule:
     """The first index of an extreme value."""
 

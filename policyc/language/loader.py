@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from policyc.base.text import closest_name
 from policyc.language import bundled
+from policyc.language.bundled import locate, read_policy_text, resolve_links
 from policyc.language.checks import Definitions, DiagnosticCollector, check_definitions
 from policyc.language.diagnostics import Diagnostic, Note, PolicyError, SourceText, Span
 from policyc.language.formats import FORMATS
 from policyc.language.groups import GroupDef
 from policyc.language.parser import (
-    MAX_FILE_BYTES,
     BlockStatement,
     ImportStatement,
     PolicyFile,
@@ -30,6 +29,16 @@ from policyc.language.schedule import StepCondition
 
 _MAX_IMPORTS = 256
 _RESERVED = frozenset(FORMATS) | {"split"}
+_NAMES: dict[type, str] = {
+    ImportStatement: "an import",
+    RecipeDef: "a recipe",
+    GroupDef: "a group",
+    Seed: "a seed",
+    BlockStatement: "a variant",
+}
+
+_Definitions = dict[tuple[str, str], Span]
+"""What one file has defined so far, by kind and name. A seed has no name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,55 +118,6 @@ def parse_with_diagnostics(
     return LoadedPolicy(policy, file, withhold_lines(Path(path), diagnostics) if path else tuple(diagnostics))
 
 
-def locate(policy: str | Path) -> Path:
-    """Returns the path of a policy that is given by path or by bundled name."""
-    path = Path(policy)
-    bundled_paths = bundled.bundled_policies()
-    name = path.name.removesuffix(bundled.POLICY_SUFFIX)
-    try:
-        if path.is_file() or (path.exists() and str(policy) not in bundled_paths):
-            return path
-    except (OSError, ValueError) as error:
-        raise unreadable_file_error(str(policy), str(error)) from None
-    if path.parent == Path() and name in bundled_paths:
-        return bundled_paths[name]
-    variants = sorted((n for n in bundled_paths if name in n.split("_")), key=len)[:2]
-    similar = variants or [n for n in [closest_name(name, bundled_paths)] if n]
-    help = f"bundled policies: {', '.join(bundled_paths)}"
-    if similar:
-        help = f"did you mean {' or '.join(map(repr, similar))}?"
-    raise unreadable_file_error(str(policy), "no such file, and no bundled policy of that name", help)
-
-
-def read_policy_text(path: Path) -> str:
-    """Reads the text of a policy file. Raises PolicyError if it is not a UTF-8 file of a sensible size."""
-    try:
-        with path.open("rb") as stream:
-            data = stream.read(MAX_FILE_BYTES + 1)
-    except IsADirectoryError:
-        help = f"name a policy: a file that ends in '{bundled.POLICY_SUFFIX}'"
-        raise unreadable_file_error(str(path), "this is a directory, and no policy is in it", help) from None
-    except PermissionError:
-        raise unreadable_file_error(str(path), "no permission to read this file") from None
-    except (OSError, ValueError) as error:
-        raise unreadable_file_error(str(path), getattr(error, "strerror", None) or str(error)) from None
-    if len(data) > MAX_FILE_BYTES:
-        reason = f"larger than {MAX_FILE_BYTES >> 20} MiB, the largest size of a policy"
-        raise unreadable_file_error(str(path), reason)
-    try:
-        return data.decode("utf-8").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        reason = f"line {line} is not UTF-8 (byte 0x{data[error.start]:02x} at offset {error.start})"
-        raise unreadable_file_error(str(path), reason, "save it as UTF-8") from None
-
-
-def unreadable_file_error(path: str, reason: str, help: str = "") -> PolicyError:
-    """Returns the error for a file that could not be read at all."""
-    span = Span(SourceText("", path), 0, 0)
-    return PolicyError([Diagnostic(code="unreadable-file", message=reason, span=span, help=help)])
-
-
 def _require_valid(loaded: LoadedPolicy) -> Policy:
     if loaded.diagnostics:
         raise PolicyError(loaded.diagnostics)
@@ -198,7 +158,7 @@ class _Loader(DiagnosticCollector):
         """Collects the statements of the main file, and of the files it imports."""
         context = _FileContext()
         if path is not None:
-            context = _FileContext(folder=path.parent, import_chain=(_resolve_links(path),))
+            context = _FileContext(folder=path.parent, import_chain=(resolve_links(path),))
         self._add_statements(statements, self._base, context)
 
     def build_policy(self, source: SourceText) -> Policy:
@@ -232,68 +192,44 @@ class _Loader(DiagnosticCollector):
         Each variant gets definitions of its own. A variant that imports a policy takes the rules and recipes of that
         policy, but not its variants.
         """
-        own_recipes: dict[str, Span] = {}
-        own_groups, own_variants = dict[str, Span](), dict[str, Span]()
-        own_seed: Seed | None = None
+        own: _Definitions = {}
         for statement in statements:
             match statement:
                 case ImportStatement():
                     self._add_import(statement, target, context)
-                    self._report_replaced(statement, target, own_recipes)
-                    if own_seed is not None and target.seed is not own_seed:
-                        self._report_second_definition("seed", "", statement.span, own_seed.span)
-                        own_seed = None
+                    self._report_replaced(statement, target, own)
                 case Seed():
-                    if own_seed is not None:
-                        self._report_second_definition("seed", "", statement.span, own_seed.span)
-                    own_seed = target.seed = statement
-                case RecipeDef():
-                    self._add_recipe(statement, target, own_recipes)
-                case GroupDef():
-                    first = own_groups.setdefault(statement.name, statement.span)
-                    if first is not statement.span:
-                        self._report_second_definition("group", statement.name, statement.span, first)
-                    target.groups[statement.name] = statement
+                    self._is_first("seed", "", statement.span, own)
+                    target.seed, own["seed", ""] = statement, statement.span
+                case RecipeDef(name=name) if name in _RESERVED:
+                    message = f"'{name}' is a word of the language"
+                    self.report("reserved-name", statement.span, message, f"choose another name: my_{name}")
+                case RecipeDef(name=name):
+                    if self._is_first("recipe", name, statement.span, own):
+                        target.recipes[name] = statement
+                case GroupDef(name=name):
+                    self._is_first("group", name, statement.span, own)
+                    target.groups[name] = statement
                 case Rule():
                     target.rules.append(statement)
                 case BlockStatement(header=StepCondition() as condition):
                     self._add_schedule(statement, (condition,), target)
-                case BlockStatement(header=str()):
-                    if target is self._base:
-                        self._add_variant(statement, own_variants, context)
-                    elif not context.is_imported:
-                        self._report_misplaced(statement.span, "a variant", "a variant")
+                case BlockStatement(header=str() as name) if target is self._base:
+                    if self._is_first("variant", name, statement.span, own):
+                        definitions = Definitions()
+                        self._variants[name] = (statement.span, definitions)
+                        self._add_statements(statement.body, definitions, replace(context, is_imported=False))
+                case BlockStatement() if not context.is_imported:
+                    self._report_misplaced(statement, "a variant")
 
-    def _add_variant(
-        self, block: BlockStatement, own_variants: dict[str, Span], context: _FileContext
-    ) -> None:
-        """Adds a variant of the base policy. `own_variants` are those that this file has defined so far."""
-        name = str(block.header)
-        if name in own_variants:
-            self._report_second_definition("variant", name, block.span, own_variants[name])
-            return
-        own_variants[name] = block.span
-        definitions = Definitions()
-        self._variants[name] = (block.span, definitions)
-        self._add_statements(block.body, definitions, replace(context, is_imported=False))
-
-    def _add_recipe(self, definition: RecipeDef, target: Definitions, own_recipes: dict[str, Span]) -> None:
-        """Adds a recipe. `own_recipes` are those that this file has defined so far."""
-        name = definition.name
-        if name in _RESERVED:
-            message = f"'{name}' is a word of the language"
-            self.report("reserved-name", definition.span, message, f"choose another name: my_{name}")
-        elif name in own_recipes:
-            self._report_second_definition("recipe", name, definition.span, own_recipes[name])
-        else:
-            own_recipes[name] = definition.span
-            target.recipes[name] = definition
-
-    def _report_second_definition(self, kind: str, name: str, span: Span, first: Span) -> None:
-        note = Note(first, "first defined here")
-        help = "choose another name, or remove one of the two" if name else "remove one of the two"
-        message = f"a second {kind} '{name}'" if name else f"a second {kind}"
-        self.report(f"duplicate-{kind}", span, message, help, notes=(note,))
+    def _is_first(self, kind: str, name: str, span: Span, own: _Definitions) -> bool:
+        """Reports a second definition in one file. `own` has what the file has defined so far."""
+        first = own.setdefault((kind, name), span)
+        if first is not span:
+            message = f"a second {kind} '{name}'" if name else f"a second {kind}"
+            help = "choose another name, or remove one of the two" if name else "remove one of the two"
+            self.report(f"duplicate-{kind}", span, message, help, notes=(Note(first, "first defined here"),))
+        return first is span
 
     def _report_changed_groups(self) -> None:
         """Reports groups of the policy that a variant defines again: the rules of the policy would not change."""
@@ -306,13 +242,14 @@ class _Loader(DiagnosticCollector):
                     notes = (Note(first.span, "first defined here"),)
                     self.report("duplicate-group", group.span, message, help, notes=notes)
 
-    def _report_replaced(
-        self, statement: ImportStatement, target: Definitions, own_recipes: dict[str, Span]
-    ) -> None:
-        """Reports the recipes that this file defined before the import, and that the import has replaced."""
-        for name, span in tuple(own_recipes.items()):
-            if target.recipes[name].span is not span:
-                del own_recipes[name]  # to report it once, however many imports follow
+    def _report_replaced(self, statement: ImportStatement, target: Definitions, own: _Definitions) -> None:
+        """Reports what this file defined before the import, and the import has replaced. Each is reported once."""
+        for (kind, name), span in tuple(own.items()):
+            if kind == "seed" and target.seed is not None and target.seed.span is not span:
+                self._is_first(kind, name, statement.span, own)
+                del own[kind, name]
+            elif kind == "recipe" and target.recipes[name].span is not span:
+                del own[kind, name]
                 note = Note(target.recipes[name].span, "defined again here")
                 message = f"the import replaces the recipe '{name}' that this file defines before it"
                 help = "import first, then redefine"
@@ -328,20 +265,12 @@ class _Loader(DiagnosticCollector):
                     target.rules.append(replace(statement, when=conditions))
                 case BlockStatement(header=StepCondition() as inner):
                     self._add_schedule(statement, (*conditions, inner), target)
-                case ImportStatement():
-                    self._report_misplaced(statement.span, "an import", "a schedule")
-                case RecipeDef():
-                    self._report_misplaced(statement.span, "a recipe", "a schedule")
-                case GroupDef():
-                    self._report_misplaced(statement.span, "a group", "a schedule")
-                case Seed():
-                    self._report_misplaced(statement.span, "a seed", "a schedule")
-                case BlockStatement():
-                    self._report_misplaced(statement.span, "a variant", "a schedule")
+                case _:
+                    self._report_misplaced(statement, "a schedule")
 
-    def _report_misplaced(self, span: Span, statement: str, container: str) -> None:
-        message = f"{statement} cannot stand inside {container}"
-        self.report("misplaced-statement", span, message, "move it out of the braces")
+    def _report_misplaced(self, statement: Statement, container: str) -> None:
+        message = f"{_NAMES[type(statement)]} cannot stand inside {container}"
+        self.report("misplaced-statement", statement.span, message, "move it out of the braces")
 
     # ---- imports
 
@@ -349,7 +278,7 @@ class _Loader(DiagnosticCollector):
         path = self._find_import(statement, context.folder)
         if path is None:
             return
-        resolved, chain = _resolve_links(path), context.import_chain
+        resolved, chain = resolve_links(path), context.import_chain
         self._import_count += 1
         if resolved in chain:
             cycle = " -> ".join(p.name for p in (*chain[chain.index(resolved) :], resolved))
@@ -367,7 +296,7 @@ class _Loader(DiagnosticCollector):
 
     def _read_import(self, path: Path, statement: ImportStatement) -> PolicyFile | None:
         """Reads an imported file once. Its diagnostics get a note that points at the import."""
-        resolved = _resolve_links(path)
+        resolved = resolve_links(path)
         if resolved not in self._files:
             self._files[resolved] = None
             note = Note(statement.span, "imported from here")
@@ -420,7 +349,7 @@ def _leaves_folder(folder: Path, relative: str) -> bool:
 
     A path may name a file in a folder above with `..`. Then links may lead anywhere below the common folder.
     """
-    base, resolved = _resolve_links(folder), _resolve_links(folder / relative)
+    base, resolved = resolve_links(folder), resolve_links(folder / relative)
     written = Path(os.path.normpath(base / relative))
     if resolved == written:
         return False
@@ -429,22 +358,14 @@ def _leaves_folder(folder: Path, relative: str) -> bool:
 
 
 def withhold_lines(path: Path, diagnostics: Sequence[Diagnostic]) -> tuple[Diagnostic, ...]:
-    """Replaces the syntax errors of a file that is not a policy by one that quotes nothing: the file may hold secrets.
+    """Replaces the syntax errors of a non-policy file by a single error without quotes: the file may hold secrets.
 
     A file is a policy if it ends in `.policy`, also through links, or if it has no syntax errors.
     """
     first = next((d for d in diagnostics if d.code == "syntax-error"), None)
-    if first is None or _resolve_links(path).suffix == bundled.POLICY_SUFFIX:
+    if first is None or resolve_links(path).suffix == bundled.POLICY_SUFFIX:
         return tuple(diagnostics)
     message = f"this file is not a policy: line {first.span.line} is not a statement"
     help = f"the name of a policy ends in '{bundled.POLICY_SUFFIX}'; rename the file to see its lines in messages"
     span = Span(SourceText("", first.span.source.path), 0, 0)
     return (Diagnostic(code="syntax-error", message=message, span=span, help=help),)
-
-
-def _resolve_links(path: Path) -> Path:
-    """Returns the path without symbolic links, to tell whether two paths are the same file."""
-    try:
-        return path.resolve()
-    except (OSError, RuntimeError, ValueError):  # a cycle of links, or not a valid path
-        return path

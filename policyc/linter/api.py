@@ -10,15 +10,9 @@ from typing import Any
 
 from policyc.base.notebook import html_table, html_text
 from policyc.base.text import count_noun, did_you_mean
+from policyc.language.bundled import locate, read_policy_text
 from policyc.language.diagnostics import Diagnostic, Severity
-from policyc.language.loader import (
-    LoadedPolicy,
-    is_policy_text,
-    locate,
-    parse_with_diagnostics,
-    read_policy_text,
-    split_variant,
-)
+from policyc.language.loader import LoadedPolicy, is_policy_text, parse_with_diagnostics, split_variant
 from policyc.language.policy import Policy
 from policyc.linter import engine
 from policyc.linter.rules import ALL_CODES

@@ -70,9 +70,9 @@ PrequantizedPair = tuple[Prequantized, Prequantized]
 
 
 class Precomputed(NamedTuple):
-    """Values that the caller has computed already: quantized operands, and the key of stochastic rounding.
+    """Optional precomputed inputs: quantized operands, and the key of stochastic rounding.
 
-    The product computes what is missing.
+    The product computes whatever is missing.
     """
 
     lhs: Prequantized = Prequantized()
@@ -222,7 +222,7 @@ def _original_dot(spec: GemmSpec, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 
 
 class _Residuals(NamedTuple):
-    """What the backward pass keeps: rhs as the gradient of lhs reads it, lhs likewise, and the keys."""
+    """Residuals: each operand as the gradient of the other one reads it, and the keys."""
 
     rhs: Parts
     lhs: Parts

@@ -87,7 +87,7 @@ def measure_operand(
 ) -> Measurement:
     """Quantizes an array as a recipe does an operand of a GEMM, and measures the error. `axis` is the contracted one.
 
-    A split mean is part of the values, except of a rotated operand: there codes and error are those of the residual.
+    The values include a split mean, unless the operand is rotated: then codes and error describe the residual only.
     """
     treatment = normalize_recipe(recipe).treatment(gemm, role)
     array = jnp.moveaxis(jnp.atleast_1d(jnp.asarray(x)), axis, -1)
@@ -130,7 +130,7 @@ def keep_padding(q: Quantized) -> Quantized:
 
 
 def sqnr_db(power: float, noise: float) -> float:
-    """The signal to quantization noise ratio; infinite if there is no noise, or nothing but noise."""
+    """Signal-to-quantization-noise ratio in dB; infinite if either power is zero."""
     return float(10 * np.log10(power / noise)) if noise and power else float("inf")
 
 
@@ -187,7 +187,7 @@ def _count_zero_blocks(q: Quantized, codes: Array) -> int:
 
 
 def _measure_cast(array: jax.Array, treatment: Treatment) -> Measurement:
-    """A format that only casts: there are no codes and scales, only values."""
+    """Measures a format that only casts. It has values, but no codes or scales."""
     values = cast_operand(array, treatment).astype(jnp.float32)
     exact, rounded = np.asarray(array, np.float64), np.asarray(values, np.float64)
     empty = np.zeros(0, np.uint8)

@@ -87,10 +87,10 @@ ERROR_SUMS = ("power", "noise", "present", "flushed", "saturated", "amax")
 
 
 def sum_errors(operand: QuantizedOperand) -> jax.Array:
-    """The sums behind the statistics of an operand, and its largest magnitude: see `ERROR_SUMS`.
+    """The sums that an operand's statistics are computed from, in the order of `ERROR_SUMS`.
 
-    Powers are those of the array divided by its largest magnitude. That does not change their ratio, and fp32 would
-    lose the squares of small gradients.
+    The array is first divided by its largest magnitude. That leaves the ratio of the powers unchanged, and keeps the
+    squares of small gradients within the range of fp32.
     """
     t, q = operand.spec.treatment, cast("Quantized", operand.parts[0])
     exact = operand.array.astype(jnp.float32)

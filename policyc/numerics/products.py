@@ -134,7 +134,7 @@ def canonicalize(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmSpec:
-    """All that is known of a product in canonical form before it runs. `out_dtype` is None if it will not run."""
+    """Static description of a product in canonical form. `out_dtype` is None if it will not run."""
 
     dims: DimensionNumbers
     recipe: Recipe
@@ -146,9 +146,9 @@ class GemmSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperandSpec:
-    """An operand of one GEMM: what it is, how it is treated, and by which backend.
+    """An operand of one GEMM, with its treatment and backend.
 
-    `label` is lhs, rhs or dy, or in a ragged product the role. `tokens` are the dimensions that run over tokens.
+    `label` is lhs, rhs or dy; in a ragged product, the role. `tokens` are the dimensions that run over tokens.
     """
 
     gemm: Gemm
@@ -191,7 +191,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Products:
-    """The three GEMMs of a product: fprop and those of the gradients of lhs and of rhs."""
+    """The three GEMMs of a product: fprop, the gradient of lhs and the gradient of rhs."""
 
     fprop: Product
     d_lhs: Product
@@ -222,7 +222,7 @@ class _OperandDims:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DotDims:
-    """The dimensions of the operands, and those of the result (and of its gradient dy) that come from each."""
+    """The dimensions of both operands, and which dimensions of the result (and of dy) come from which operand."""
 
     lhs: _OperandDims
     rhs: _OperandDims
@@ -308,7 +308,7 @@ def _operand_spec(
 
 
 def _gradient_tokens(spec: GemmSpec, dims: _DotDims) -> tuple[int, ...]:
-    """The dimensions of dy that are tokens: those of the operand that is not the weight."""
+    """The dimensions of dy that run over tokens. They come from the operand that is not the weight."""
     return dims.y_rhs if spec.options.weight == "lhs" else dims.y_lhs
 
 

@@ -138,7 +138,7 @@ def _alignment(spec: GemmSpec) -> int:
 
 
 class _Residuals(NamedTuple):
-    """What the backward pass keeps: the weight as dgrad reads it, and the aligned rows as wgrad reads them."""
+    """Residuals: the weight as dgrad reads it, and the aligned rows as wgrad reads them."""
 
     weight: Operand
     rows: Operand

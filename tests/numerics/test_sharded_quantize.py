@@ -73,7 +73,7 @@ def test_shards_without_whole_tiles_are_gathered() -> None:
         gathered = run_sharded(
             (4, 64, 256), P("a", "b", "c"), requests("nearest"), reference_quantizer("nearest")
         )
-    assert gathered == ["bf16[2,32,256]{2,1,0}", "u32[4,4]{1,0}"]
+    assert [re.findall(r"\[(.*)\]", type_)[0] for type_ in gathered] == ["2,32,256", "4,4"]
 
 
 @pytest.mark.slow

@@ -196,7 +196,7 @@ def _read_concatenated(
 
 @dataclass(frozen=True, slots=True)
 class AxisIndex:
-    """What a product reads of one axis of a parameter: one index, several members at once, or a part of a matrix."""
+    """The part of a parameter axis that a product reads: one index, several members at once, or a part of a matrix."""
 
     axis: int
     index: int | None

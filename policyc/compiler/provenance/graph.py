@@ -87,7 +87,7 @@ class ShardSource(Source):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StackedResultSource(Source):
-    """What the iterations of a scan give, stacked: the results of `lax.map`."""
+    """The stacked per-iteration results of a scan, as of `lax.map`."""
 
     operand: Source
     loop: Address
@@ -100,7 +100,7 @@ class OtherSource(Source):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class UnknownSource(Source):
-    """Laid out from these parameters, in a way that is not followed."""
+    """Derived from these parameters by a layout that the analysis cannot follow."""
 
     operands: tuple[ParameterSource, ...]
     reason: str
@@ -108,7 +108,7 @@ class UnknownSource(Source):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LostSource(Source):
-    """Computed from these variables and nothing else, by an operation that is not followed."""
+    """Computed from these variables alone, by an operation that the analysis cannot follow."""
 
     operands: tuple[Source, ...]
     reason: str
@@ -138,7 +138,7 @@ def parameters_of(source: Source) -> Iterator[ParameterSource]:
 
 
 def is_lost(source: Source) -> bool:
-    """Is some part of it computed by an operation that is not followed?"""
+    """Is any part of it computed by an operation that the analysis cannot follow?"""
     return isinstance(source, LostSource) or any(map(is_lost, operands_of(source)))
 
 

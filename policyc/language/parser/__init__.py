@@ -14,7 +14,6 @@ from policyc.language.parser.confusables import check_confusables
 from policyc.language.parser.grammar import check_depth, explain_syntax_error, has_syntax_error, parse_tree
 from policyc.language.parser.recovery import recover
 from policyc.language.parser.statements import (
-    MAX_FILE_BYTES,
     BlockStatement,
     ImportStatement,
     PolicyFile,
@@ -24,7 +23,6 @@ from policyc.language.parser.statements import (
 from policyc.language.parser.yaml_text import find_yaml
 
 __all__ = [
-    "MAX_FILE_BYTES",
     "BlockStatement",
     "ImportStatement",
     "PolicyFile",

@@ -1,4 +1,4 @@
-"""Builds statements from lark's trees, and reports what is wrong with those it leaves out."""
+"""Builds statements from lark's trees. Statements with errors are reported and left out."""
 
 from __future__ import annotations
 

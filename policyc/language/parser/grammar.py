@@ -62,7 +62,7 @@ def _lark() -> Lark:
 
 
 def _kept_tables() -> Path | None:
-    """The file in which lark keeps the tables of the parser: making them takes a third of the time of a lint.
+    """Path of lark's parser-table cache. Building the tables takes a third of the time of a lint.
 
     lark makes them again if the file is of another grammar or version, or damaged. It is a pickle, so it must be in a
     folder of this user that others cannot write to. None: there is no such folder.

@@ -14,7 +14,6 @@ from policyc.language.groups import GroupDef
 from policyc.language.policy import RecipeDef, Rule, Seed
 from policyc.language.schedule import StepCondition
 
-MAX_FILE_BYTES = 16 * 2**20
 STRING_PATTERN = r"""\"[^"\n]*\"|'[^'\n]*'"""
 BRACKET_PATTERN = re.compile(rf"{STRING_PATTERN}|#[^\n]*|[(\[{{)\]}}]")
 """A string, a comment or a bracket, so that brackets inside strings and comments are not counted."""

@@ -36,7 +36,7 @@ NAMES = ("auto", *MODULES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendTraits:
-    """What the compiler has to know of a backend.
+    """Static properties of a backend that the compiler depends on.
 
     Attributes:
       needs_devices: whether lowering needs to know the devices.
@@ -54,9 +54,9 @@ class BackendTraits:
 
 
 class Backend(Protocol):
-    """What the module of a backend defines.
+    """Interface of a backend module.
 
-    Operands are `Quantized` whichever backend quantized them: one backend can multiply what another quantized.
+    Every backend reads and writes `Quantized`, so one backend can multiply what another has quantized.
     """
 
     TRAITS: BackendTraits
@@ -76,7 +76,7 @@ class Backend(Protocol):
         sign_key: Key | None,
         context: LoweringContext,
     ) -> Quantized:
-        """Quantizes an operand. `key` is that of stochastic rounding, `sign_key` that of the fresh signs of MS-EDEN."""
+        """Quantizes an operand. `key` drives stochastic rounding, `sign_key` the random signs of MS-EDEN."""
 
     def quantize_orders(
         self, x: jax.Array, requests: Sequence[OrderRequest], context: LoweringContext
@@ -89,10 +89,10 @@ class Backend(Protocol):
         """Quantizes each layer of a stack, with neither rotation nor random numbers. Only if `quantizes_stacks`."""
 
     def count_reads(self, treatments: Sequence[Treatment]) -> int:
-        """How often its kernels on a GPU read an operand, to quantize it in these ways.
+        """Number of times the GPU kernels read an operand to quantize it with these treatments.
 
-        XLA finds the largest magnitudes of an operand where it computes the operand: that is not a read. Those after a
-        rotation, and those for refined scales, are. What XLA moves if it rotates the operand itself is not counted.
+        Finding the maximum is free where XLA fuses it into the producer of the operand. Maxima after a rotation and
+        maxima for refined scales cost a read. Traffic of a rotation by XLA is not counted.
         """
 
     def gemm(

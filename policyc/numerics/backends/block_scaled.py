@@ -1,4 +1,4 @@
-"""XLA's block-scaled GEMM of two operands in rows, with a partitioning rule of its own.
+"""XLA's block-scaled GEMM of two operands in rows, with a custom partitioning rule.
 
 JAX's rule for `jax.nn.scaled_matmul` sums fp32 products over devices and gathers one scale for each block of each row.
 Here each device applies the outer scales and rounds to the dtype of the result before the sum over devices, as other
@@ -92,7 +92,7 @@ def _multiply(a: Rows, b: Rows, spec: BlockScaledSpec) -> jax.Array:
 def _multiply_values(
     a: jax.Array, b: jax.Array, a_scales: jax.Array, b_scales: jax.Array, out: Any
 ) -> jax.Array:
-    """`jax.nn.scaled_matmul` on other platforms: what XLA does on a GPU that has no such GEMM."""
+    """Fallback for `jax.nn.scaled_matmul` off CUDA. Computes what XLA does on GPUs without block-scaled GEMMs."""
 
     def values(x: jax.Array, scales: jax.Array) -> jax.Array:
         blocks = x.astype(jnp.float32).reshape(*scales.shape, -1)
@@ -116,7 +116,7 @@ def _apply_outer_scales(product: jax.Array, a: Rows, b: Rows) -> jax.Array:
 
 
 def _multiply_divided(a: Rows, b: Rows, spec: BlockScaledSpec) -> jax.Array:
-    """The product, each device its part."""
+    """The product, partitioned over devices."""
     arrays, structure = jax.tree.flatten((a, b))
 
     def run(index: ShardIndex, *shards: jax.Array) -> tuple[jax.Array]:
@@ -130,7 +130,7 @@ def _multiply_divided(a: Rows, b: Rows, spec: BlockScaledSpec) -> jax.Array:
 
 
 def gemm_rule(a: Rows, b: Rows) -> PartitionRule:
-    """How a GEMM may be divided: rows in whole tiles, what is contracted in whole blocks."""
+    """Partitioning rule: rows are divided in whole tiles, the contracted dimension in whole blocks."""
     (left, left_arrays), (right, right_arrays) = (_row_dims(x, name) for x, name in ((a, "m"), (b, "n")))
     return PartitionRule(
         name="block-scaled GEMM",

@@ -34,7 +34,7 @@ def obstacle(query: GemmQuery) -> Obstacle | None:
 
 
 def find_missing_library() -> str:
-    """Nothing: it needs only JAX."""
+    """Always empty; this backend needs only JAX."""
     return ""
 
 
@@ -60,7 +60,7 @@ def quantize(
 
 
 def count_reads(treatments: Sequence[Treatment]) -> int:
-    """How often an operand is read on a GPU: twice for a treatment that rotates it or refines scales, else once."""
+    """Two GPU reads for each treatment that rotates the operand or refines scales, one for any other."""
     return sum(2 if t.rht or refinement_of(t) else 1 for t in treatments)
 
 
@@ -90,11 +90,12 @@ def gemm(
 
 def value_dtype(context: LoweringContext) -> jax.typing.DTypeLike:
     """The dtype of what products multiply. The values are the same in both. A CPU multiplies them faster in fp32."""
-    return jnp.float32 if context.platform == "cpu" else jnp.bfloat16
+    dtype: jax.typing.DTypeLike = jnp.float32 if context.platform == "cpu" else jnp.bfloat16
+    return dtype
 
 
 def _values(operand: Operand, contract: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
-    """What the product multiplies. Padding is zero: it stays along contracted dimensions only."""
+    """The values to multiply. Padding, which is zero, is kept along contracted dimensions only."""
     if not isinstance(operand, Quantized):
         return operand.astype(jnp.promote_types(operand.dtype, dtype))
     values = block_values(operand, dtype)
@@ -108,7 +109,7 @@ def _values(operand: Operand, contract: tuple[int, ...], dtype: jax.typing.DType
 def scaled_gemm(
     lhs: Operand, rhs: Operand, dimensions: DimensionNumbers, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
-    """The product in fp32. `dtype` is that of the values: bfloat16, or float32 if that is faster."""
+    """The product in fp32. `dtype` is the dtype of the multiplied values: bfloat16, or float32 where that is faster."""
     (lc, rc), (lb, _) = dimensions
     a, b = _match_operands(_values(lhs, lc, dtype), _values(rhs, rc, dtype), dimensions)
     precision = lax.Precision.HIGHEST if jnp.float32 in (a.dtype, b.dtype) else None
@@ -131,7 +132,7 @@ def _match_operands(a: jax.Array, b: jax.Array, dimensions: DimensionNumbers) ->
 def apply_outer_scales(
     product: jax.Array, lhs: Operand, rhs: Operand, dimensions: DimensionNumbers, free: int
 ) -> jax.Array:
-    """Applies both outer scales to a product, whose dimensions are the batch, the `free` ones of lhs, those of rhs."""
+    """Applies both outer scales to a product. Its dimensions are batch, `free` dimensions of lhs, those of rhs."""
     ((lc, rc), (lb, rb)) = dimensions
     m, e = jnp.float32(1), jnp.int32(0)
     for operand, contract, batch, before in ((lhs, lc, lb, 0), (rhs, rc, rb, free)):

@@ -1,6 +1,6 @@
-"""Quantizes an operand by kernels on several devices, each device its shard.
+"""Quantizes a sharded operand with the NVFP4 kernels, one shard per device.
 
-Maxima are those of the whole operand, and random words belong to the index in it. So the sharding changes no bit.
+Maxima are reduced over all shards and random words are indexed globally, so the sharding changes no bit.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Maxima(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizerOutput:
-    """What a quantizer writes: rows, columns or both, with a scale for each block or for each 2D tile."""
+    """Outputs to request from a quantizer: rows, columns or both, with one scale per block or per 2D tile."""
 
     rows: bool
     columns: bool
@@ -109,8 +109,8 @@ class TransformerEngine:
     ) -> QuantizedOrders:
         """Quantizes a matrix.
 
-        `state` is that of the generator for stochastic rounding, four words. `rotation` is the matrix of the transform.
-        Only columns are rotated, and then no rows are written.
+        `state` is the state of the random generator, four words. `rotation` is the matrix of the transform. Only
+        columns can be rotated, and then no rows are written.
         """
         rows, column, scales, column_scales, maximum, *_ = self._quantize(
             x,
@@ -138,7 +138,7 @@ class TransformerEngine:
         )
 
     def _layout(self, output: QuantizerOutput, *, rotates: bool) -> Any:
-        """What the kernel writes. Only the kernel that rotates can write columns alone."""
+        """Transformer Engine's name for the output. Only the rotating kernel can write columns alone."""
         if not output.columns:
             return self._layouts.ROWWISE
         return self._layouts.COLWISE if rotates else self._layouts.ROWWISE_COLWISE

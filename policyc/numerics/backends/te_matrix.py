@@ -95,7 +95,7 @@ class Matrix:
         return *arrays, _as_bytes(other.codes)
 
     def results(self, rows: Sequence[jax.Array], shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
-        """What `rows` returns, in the dimension order of a shard of this shape."""
+        """The arrays that `rows` returns, in the dimension order of a shard of this shape."""
         codes, scales, *transposed = rows
         order, other_order = (*self.free, *self.contract), (*self.contract, *self.free)
         scales = _restore_dims(scales, shape, order, BLOCK)
@@ -106,7 +106,7 @@ class Matrix:
         return codes, scales, *(_restore_dims(a, shape, other_order, 2) for a in transposed)
 
     def gather_scales(self, scales: jax.Array, index: ShardIndex) -> jax.Array:
-        """The scales of the whole operand if they are those of 2D tiles: see `scale_dims`."""
+        """Gathers the scales of 2D tiles from all devices, see `scale_dims`. Leaves other scales alone."""
         if self.layout.tile_axis is None:
             return scales
         for dim, factor in enumerate(self.factors):
@@ -140,7 +140,7 @@ class Matrix:
 def matrices_of(
     shape: tuple[int, ...], treatments: Sequence[Treatment], axes: Sequence[Axes]
 ) -> tuple[Matrix, ...]:
-    """The matrices of one operand that is quantized in several orders."""
+    """One `Matrix` per order in which the operand is quantized."""
     matrices = [Matrix.from_treatment(shape, t, a) for t, a in zip(treatments, axes, strict=True)]
     block_axes = {len(shape) + m.layout.axis for m in matrices}
     return tuple(

@@ -1,7 +1,7 @@
 """Transformer Engine's quantizers on the shards of an operand.
 
-Maxima are those of the whole operand, so that codes and scales do not depend on the sharding. Only the random stream
-does: each shard has its own.
+Maxima are reduced over all shards, so codes and scales do not depend on the sharding. Random streams do: each shard has
+its own.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _as_quantized(matrix: Matrix, arrays: Sequence[jax.Array], amax_shape: tuple
 
 
 def count_reads(treatments: Sequence[Treatment]) -> int:
-    """How often the kernels read an operand: for the maximum after the rotation, and once in each call."""
+    """One read for the maximum after a rotation, if it is needed, and one for each call."""
     has_maximum = any(t.rht and t.outer != "bound" for t in treatments)
     return has_maximum + len(_group_orders([bool(t.rht) for t in treatments]))
 
@@ -102,7 +102,7 @@ def count_reads(treatments: Sequence[Treatment]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Summary:
-    """What the quantizers have to know of an operand.
+    """Maxima and generator state that the quantizers take.
 
     Attributes:
       maxima: the bits of the largest magnitude of the whole operand, and those of the largest magnitude after the
@@ -175,7 +175,7 @@ def row_maxima(bits: jax.Array) -> jax.Array:
 
 
 def _state_terms(rows: jax.Array, key: Key, index: ShardIndex) -> jax.Array:
-    """What the words of the state are sums of, for each row.
+    """Per-row terms whose sums are the words of the generator state.
 
     The seed depends on the largest magnitude of each row and on its position, on the key, and on the index of the
     shard. The generator hashes it.
@@ -189,7 +189,7 @@ def _state_terms(rows: jax.Array, key: Key, index: ShardIndex) -> jax.Array:
 
 
 def _first_of(size: int, number: jax.Array) -> jax.Array:
-    """The number, and zeros."""
+    """An array of this size: the number, followed by zeros."""
     return lax.pad(number.reshape(1), jnp.zeros((), number.dtype), [(0, size - 1, 0)])
 
 
@@ -264,7 +264,7 @@ def _group_by_call(matrices: Sequence[Matrix]) -> list[list[int]]:
 
 
 def _group_orders(rotates: Sequence[bool]) -> list[list[int]]:
-    """The same for orders of one array. The kernel that rotates writes one order."""
+    """Groups orders of one array by call. The rotating kernel writes a single order."""
     indices = range(len(rotates))
     return [[i] for i in indices] if any(rotates) else [list(indices)]
 

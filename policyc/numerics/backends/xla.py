@@ -74,7 +74,7 @@ def obstacle(query: GemmQuery) -> Obstacle | None:
 
 
 def count_reads(treatments: Sequence[Treatment]) -> int:
-    """How often an operand is read: by the kernels that rotate, twice for all codes; else as in the emulation."""
+    """Two reads where the rotating kernels write all codes at once; otherwise as in the emulation."""
     joins = all(rotates_in_kernels(t) or not (t.rht or refinement_of(t)) for t in treatments)
     return 2 if joins and any(t.rht for t in treatments) else emulate.count_reads(treatments)
 
@@ -130,15 +130,12 @@ def quantize(
     A weight in 2D tiles is transposed first, if the GEMM reads it transposed. XLA would transpose it anyway, but later,
     as fp32 numbers on their way to codes.
     """
-    if _has_kernels(context) and _fits_kernels(x, treatment, axes):
-        if context.single_device:
-            return q.quantize(x, treatment, axes, key=key, sign_key=sign_key, method="kernels")
-        if context.can_partition:
-            # The kernels that refine block scales do not rotate.
-            is_refined = refinement_of(treatment)
-            rotated = rotate_operand(x, treatment, axes, sign_key, "kernels") if is_refined else x
-            order = OrderRequest(treatment=treatment, axes=axes, key=key or q.make_key())
-            return quantize_sharded(rotated, [order])[0]
+    if context.can_partition and _has_kernels(context) and _fits_kernels(x, treatment, axes):
+        # The kernels that refine block scales do not rotate.
+        is_refined = refinement_of(treatment)
+        rotated = rotate_operand(x, treatment, axes, sign_key, "kernels") if is_refined else x
+        order = OrderRequest(treatment=treatment, axes=axes, key=key or q.make_key())
+        return quantize_sharded(rotated, [order])[0]
     if not treatment.tile2d or (axes.axis, axes.tile) != (-2, -1):
         return emulate.quantize(x, treatment, axes, key, sign_key, context)
     swap = {-1: -2, -2: -1}
@@ -161,7 +158,7 @@ def quantize_orders(
 ) -> list[Quantized]:
     """Quantizes an operand for two GEMMs, by kernels with one read for all maxima and one for all codes.
 
-    Without a rotation, and where the kernels do not fit, each is quantized by itself.
+    Without a rotation, or if the kernels do not fit, each order is quantized separately.
     """
     rotates = any(r.treatment.rht for r in requests)
     if rotates and _has_kernels(context) and all(kernels.fits(x, r.treatment, r.axes) for r in requests):

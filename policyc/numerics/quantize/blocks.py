@@ -1,4 +1,4 @@
-"""What the quantizers of all formats share: layouts, block maxima, encoding scales and codes.
+"""Shared by the quantizers of all formats: layouts, block maxima, encoding scales and codes.
 
 Words: `amax` is the largest magnitude of what shares an outer scale, and `bound` what that magnitude becomes: the
 largest element times the largest block scale. The outer scale is amax / bound. The encoding scale `enc` is what
@@ -65,7 +65,7 @@ _TINY = (127 - 104) << 23  # the bits of 2**-104
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeContext:
-    """What the quantizer of a format reads beside the array.
+    """Inputs of a format's quantizer besides the array.
 
     `unrotated` is the array before its rotation, if the outer scale comes from that. `fp8_kernel` is the GPU kernel to
     use, if any, and `cpu` selects operations that suit a CPU: neither changes a bit.
@@ -117,7 +117,7 @@ def bound_of(treatment: Treatment) -> float:
 
 
 def refinement_of(treatment: Treatment) -> Literal["", "four_over_six", "ms_eden"]:
-    """What refines the block scales of NVFP4, if they depend on more than maxima; otherwise empty."""
+    """The option that makes NVFP4's block scales depend on more than maxima; empty if there is none."""
     if treatment.rounding == "ms_eden":
         return "ms_eden"
     return "four_over_six" if treatment.scale == "four_over_six" else ""
@@ -183,7 +183,7 @@ def tensor_key(block_max: jax.Array, amax: jax.Array, context: QuantizeContext) 
 
 
 def outer_maximum(amax: jax.Array, treatment: Treatment, bound: float) -> jax.Array:
-    """What the outer scale is computed from, as bits: amax, or what `outer` makes of it."""
+    """Bits of the magnitude that sets the outer scale: amax, adjusted as the option `outer` says."""
     if treatment.outer == "pow2":
         return round_up_to_bound(amax, bound)
     return bound_after_rotation(amax, treatment.rht) if treatment.outer == "bound" else amax

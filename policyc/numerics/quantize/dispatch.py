@@ -78,7 +78,7 @@ def quantize(
 def rotate_operand(
     x: jax.Array, treatment: Treatment, axes: Axes, sign_key: Key | None, method: Method
 ) -> jax.Array:
-    """The operand, rotated if its treatment says so; by XLA where the method is that of kernels."""
+    """Rotates the operand if its treatment asks for it. Uses XLA even if kernels quantize afterwards."""
     if not treatment.rht:
         return x
     if method in ("kernels", "interpreted"):

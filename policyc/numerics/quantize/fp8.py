@@ -76,7 +76,7 @@ def _encode_words(x: jax.Array, encode: Callable[[jax.Array], jax.Array]) -> jax
 
 
 def quantize_fp4(x: jax.Array, context: QuantizeContext) -> Quantized:
-    """Quantizes to FP4. The scale is that of FP8 with the bound of E2M1; each element is its own block in the key."""
+    """Quantizes to FP4, with a scale as in FP8. In the rounding key, each element counts as a block."""
     treatment, layout = context.treatment, context.layout
     x = materialize(x)
     magnitudes = abs_bits(x)

@@ -1,4 +1,4 @@
-"""What the NVFP4 kernels compute: the code of one instance of a kernel.
+"""Bodies of the NVFP4 kernels: the code that one kernel instance runs.
 
 The kernels read two neighbouring bfloat16 features as one 32-bit word. A row of a tile has one word for each thread,
 and the 16 tokens of a block are 16 arrays of such words. So a thread has whole blocks in its registers.

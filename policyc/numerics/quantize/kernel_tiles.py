@@ -1,6 +1,6 @@
-"""Where the tile of a kernel lies: in the matrix that the kernel reads, in its operand, and in the whole operand.
+"""Maps a kernel's tile to its position in the kernel's input matrix, in its operand, and in the global operand.
 
-Random words belong to the index of their elements in the whole operand, of which a device may have a shard.
+Random words are indexed by the position in the global operand, of which a device may hold only a shard.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Operands:
     features: int
 
     def locate(self, tile: jax.Array, block: jax.Array, scalars: Ref) -> TileOffset:
-        """Where a tile lies, by its number along tokens and its first block of features."""
+        """Locates a tile, given its number along tokens and its first block of features."""
         first: Any = 0
         first_group: Any = 0
         if self.count > 1:
@@ -89,7 +89,7 @@ class Operands:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileOffset:
-    """Where a tile lies.
+    """The position of a tile.
 
     Attributes:
       operands: all operands.

@@ -84,7 +84,7 @@ def fits_shape(shape: tuple[int, ...]) -> bool:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderScales:
-    """What the scales of a matrix in one order are computed from. Kernels compute them: XLA would need a kernel more.
+    """Scalars from which the kernels compute the scales of one order. Computed by XLA, they would cost extra kernels.
 
     Attributes:
       amax: the bits of the largest magnitude, as `blocks.outer_maximum` returns them.
@@ -98,14 +98,14 @@ class OrderScales:
     key: random.Key
 
     def words(self) -> jax.Array:
-        """All of it, as a row of 32-bit words."""
+        """All fields, packed into one array of 32-bit words."""
         numbers = (self.amax, self.maximum, self.content, self.key.a, self.key.b)
         return jnp.stack([jnp.reshape(n, ()).astype(jnp.uint32) for n in numbers])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardOffset:
-    """Where a shard lies in its whole operand: random words belong to the index in the whole operand.
+    """The position of a shard in the global operand, by which random words are indexed.
 
     Attributes:
       start: the index of its first token and of its first feature, uint32.

@@ -1,4 +1,4 @@
-"""What a quantized array consists of, and how its codes and scales are split, packed and padded.
+"""The parts of a quantized array, and how its codes and scales are split, packed and padded.
 
 All axes count from the end, so that `vmap` can add leading ones.
 """
@@ -131,7 +131,7 @@ Operand = Quantized | jax.Array
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
-    """What the axes of an operand are.
+    """The meaning of an operand's axes.
 
     Attributes:
       axis: the axis that is cut into blocks.

@@ -1,6 +1,6 @@
-"""Quantizes a matrix to NVFP4 in one or two orders, by kernels: whole, or the shard of each device.
+"""Quantizes a matrix, or one shard of it, to NVFP4 in one or two orders, by kernels.
 
-The scales of a shard are those of the whole operand, and so are its random words. So the sharding changes no bit.
+Scales and random words are those of the whole operand, so the sharding changes no bit.
 """
 
 from __future__ import annotations
