@@ -2,7 +2,6 @@
 
 __all__ = [
     "autodiff",
-    "batching",
     "containers",
     "dataflow",
     "define_primitive",

@@ -1,4 +1,4 @@
-"""What makes lowering cheaper: functions that are lowered once for several modules, and short source locations."""
+"""Functions that are lowered once for several modules or support any `vmap`, and short source locations."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 import jax.export
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 
 from policyc.jaxcore.define_primitive import LoweringContext, PrimitiveRules, Shape, bind, define
 from policyc.jaxcore.internals import config
@@ -65,3 +67,27 @@ def single_frame_locations() -> Iterator[None]:
     """
     with config.traceback_in_locations_limit(1):
         yield
+
+
+def merge_mapped_axes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of arrays that all have a leading batch axis, as its results do, under any number of `vmap`s.
+
+    The axis of a `vmap` becomes part of the batch, so the function itself need not support `vmap`.
+    """
+
+    @custom_vmap
+    def run(*args: Any) -> Any:
+        return function(*args)
+
+    @run.def_vmap
+    def run_mapped(size: int, mapped: Sequence[Any], *args: Any) -> tuple[Any, Any]:
+        def merge(x: jax.Array, is_mapped: bool) -> jax.Array:
+            wide = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+            return wide.reshape(-1, *wide.shape[2:])
+
+        merged = jax.tree.map(merge, args, tuple(mapped))  # JAX may pass a list
+        results = run(*merged)
+        split = jax.tree.map(lambda r: r.reshape(size, -1, *r.shape[1:]), results)
+        return split, jax.tree.map(lambda _: True, results)
+
+    return run

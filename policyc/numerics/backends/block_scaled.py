@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from policyc.jaxcore.batching import merge_mapped_axes
+from policyc.jaxcore.lowering import merge_mapped_axes
 from policyc.jaxcore.partition import Dim, Dims, PartitionRule, ShardIndex, partition
 from policyc.numerics.quantize.layout import repeat_axis
 from policyc.numerics.quantize.values import apply_outer_scale

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from policyc.jaxcore.batching import merge_mapped_axes
-from policyc.jaxcore.lowering import call_lowered_once
+from policyc.jaxcore.lowering import call_lowered_once, merge_mapped_axes
 from policyc.language.recipes import Treatment
 from policyc.numerics.quantize import kernel_bodies, kernel_ops, random, refined_kernels
 from policyc.numerics.quantize.blocks import refinement_of
