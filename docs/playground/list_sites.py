@@ -52,18 +52,22 @@ def plan_vit() -> Plan:
     return policyc.plan("* -> keep", vit_loss, params, weight(IMAGES, PATCHES, PATCH), labels)
 
 
-def write(name: str, plan: Plan) -> None:
+def plan_llama(config: str) -> Plan:
+    return plan_source(Policy(), (), config)
+
+
+def write(folder: Path, name: str, plan: Plan) -> None:
     data = json.loads(as_json(plan))
     sites = [{k: v for k, v in s.items() if k not in LEFT_OUT} | {"place": ""} for s in data["sites"]]
     kept = {"schema": data["schema"], "sites": sites, "other_products": data["other_products"]}
-    path = Path(__file__).parent / "sites" / f"{name}.json"
-    path.write_text(json.dumps(kept, separators=(",", ":")) + "\n", encoding="utf-8")
+    (folder / f"{name}.json").write_text(json.dumps(kept, separators=(",", ":")) + "\n", encoding="utf-8")
 
 
 def main() -> None:
+    folder = Path(__file__).parent / "sites"
     for config in CONFIGS:
-        write(config, plan_source(Policy(), (), config))
-    write("vit_b16", plan_vit())
+        write(folder, config, plan_llama(config))
+    write(folder, "vit_b16", plan_vit())
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from policyc.base.text import count_noun, count_others
+from policyc.base.text import count_noun, count_others, escape_controls
 from policyc.compiler.site_lists import ListedSite, ListPlan, SiteList
 from policyc.language.diagnostics import SourceText
 from policyc.language.formatter import format_file
@@ -37,8 +37,9 @@ def write_first_policy(like: Policy, sites: SiteList, title: str) -> str:
     rules = (*deciding, *keeping)
     policy = replace(like, rules=rules, recipes=tuple(_used_recipes(like, rules)), variants=())
     plan = ListPlan(policy, sites)
+    size = f"{count_noun(sites.count, 'GEMM')}, {sites.total_flops / 1e9:.4g} GFLOP a step"
     lines = [
-        f"# A first policy for {title}: {count_noun(sites.count, 'GEMM')}, {sites.total_flops / 1e9:.4g} GFLOP a step.",
+        f"# A first policy for {escape_controls(title)}: {size}.",
         "#",
         *(f"# {line}" for line in _kind_table(sites)),
         "#",
@@ -101,7 +102,7 @@ def _flops(sites: Iterable[ListedSite]) -> int:
 def _names(sites: Sequence[ListedSite]) -> str:
     """The names of sites without their layers, the first few of them."""
     names = list(dict.fromkeys(re.sub(r"\[\d+\]", "", site.name) for site in sites))
-    return ", ".join(names[:_MAX_NAMES]) + count_others(len(names) - _MAX_NAMES + 1)
+    return escape_controls(", ".join(names[:_MAX_NAMES])) + count_others(len(names) - _MAX_NAMES + 1)
 
 
 def _describe(plan: ListPlan, number: int) -> str:

@@ -26,6 +26,7 @@ from policyc.language.selectors import DottedPath, PathSegment
 PLAN_SCHEMA = 4
 """The version of a plan as JSON. It changes with the fields, which docs/reference/plan.md describes."""
 
+_MAX_BYTES = 64 * 2**20  # a hundred times the list of an unrolled model of 126 layers
 _SEGMENT = re.compile(r"([^\[\]]*)(?:\[([0-9]+)(?:/([0-9]+))?\])?")
 _EXPECT = re.compile(r"expect\s+([0-9][0-9_]*)$")
 
@@ -145,11 +146,15 @@ class SiteList:
 
     @classmethod
     def read(cls, path: Path) -> SiteList:
-        """Reads a file. Raises BadSiteList."""
+        """Reads a file. Raises BadSiteList. A policy may name any path, so devices and huge files are refused."""
         try:
+            if not path.is_file():
+                raise BadSiteList("there is no such file: write it with 'policyc sites --format json'")
+            if path.stat().st_size > _MAX_BYTES:
+                raise BadSiteList(f"it is larger than {_MAX_BYTES >> 20} MiB")
             return cls.from_json(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            raise BadSiteList(f"it cannot be read: {error}") from None
+            raise BadSiteList(f"it cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
     @cached_property
     def total_flops(self) -> int:

@@ -122,10 +122,9 @@ def _read_sites(source: SiteSource) -> SiteList | None:
     if path is None or (source.program and not path.is_file()):
         return None
     try:
-        changed = path.stat().st_mtime_ns
-    except (OSError, ValueError) as error:
-        raise BadSiteList(f"it cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    return _read_file(path, changed)
+        return _read_file(path, path.stat().st_mtime_ns)
+    except (OSError, ValueError):  # no such file, or no name of a file: reading it says so
+        return SiteList.read(path)
 
 
 @lru_cache(maxsize=8)

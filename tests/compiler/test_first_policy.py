@@ -67,6 +67,15 @@ def test_what_the_compiler_cannot_change_is_kept() -> None:
     check_plan(make_plan(parse(text), sites))
 
 
+def test_a_name_of_a_program_cannot_leave_its_comment() -> None:
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.sum(x @ params["a\n* -> nvfp4"])
+
+    sites = find_sites(loss, {"a\n* -> nvfp4": struct(32, 64)}, struct(16, 32))
+    (rule,) = parse(first_policy(parse("* -> bf16"), sites)).rules
+    assert str(rule) == "* -> bf16 expect 1"
+
+
 def test_a_policy_that_does_not_fit_is_refused() -> None:
     program = BY_NAME["gpt_scanned_tied"]
     sites = find_sites(program.loss, program.params)

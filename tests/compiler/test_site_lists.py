@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -82,6 +83,12 @@ def test_unmet_expectations_and_unmatched_rules_are_reported() -> None:
 def test_another_file_is_refused_with_a_remedy(text: str) -> None:
     with pytest.raises(BadSiteList, match="policyc sites --format json"):
         SiteList.from_json(text)
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/", "missing.json", "a\0b"])
+def test_only_regular_files_are_read(path: str) -> None:
+    with pytest.raises(BadSiteList, match=r"no such file|cannot be read"):
+        SiteList.read(Path(path))
 
 
 SEGMENTS = st.builds(PathSegment, st.text(min_size=1), st.none() | st.integers(0, 99), st.none())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,6 +40,15 @@ def test_every_list_can_be_planned(model: str, count: int) -> None:
     assert not data["diagnostics"]
     assert sum(data["plan"]["formats"].values()) == pytest.approx(1)
     assert json.loads(json.dumps(data)) == data
+
+
+@pytest.mark.slow  # it traces the loss of a Llama
+def test_a_list_is_what_its_script_writes(tmp_path: Path) -> None:
+    script = runpy.run_path(str(LISTS.parent / "list_sites.py"))
+    script["write"](tmp_path, "vit_b16", script["plan_vit"]())
+    assert (tmp_path / "vit_b16.json").read_text() == (LISTS / "vit_b16.json").read_text()
+    script["write"](tmp_path, "llama3_8b", script["plan_llama"]("llama3_8b"))
+    assert (tmp_path / "llama3_8b.json").read_text() == (LISTS / "llama3_8b.json").read_text()
 
 
 def test_unrolled_layers_share_a_row() -> None:
