@@ -49,7 +49,7 @@ def test_a_damaged_file_is_written_again(tmp_path: Path) -> None:
     assert parse(tmp_path).returncode == 0
     (file,) = kept(tmp_path)
     whole = file.read_bytes()
-    for part in (b"", whole[:100], whole[: len(whole) // 2]):
+    for part in (b"", whole[: len(whole) // 2]):
         file.write_bytes(part)
         result = parse(tmp_path)
         assert (result.stdout, result.stderr) == ("mlp.* -> fp8\n", "")

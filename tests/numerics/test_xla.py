@@ -76,9 +76,18 @@ SHAPES = {
     "batch, weight left": ((16, 3, 32), (32, 16, 3), (((0,), (1,)), ((1,), (2,))), "lhs"),
     "no weight": ((4, 20, 16), (4, 12, 16), (((2,), (2,)), ((0,), (0,))), None),
 }
+EACH_SHAPE = pytest.mark.parametrize(
+    ("left", "right", "dims", "weight"),
+    [
+        pytest.param(
+            *shape, id=name, marks=[pytest.mark.slow] * (name not in ("several contracted", "no weight"))
+        )
+        for name, shape in SHAPES.items()
+    ],
+)
 
 
-@pytest.mark.parametrize(("left", "right", "dims", "weight"), SHAPES.values(), ids=SHAPES)
+@EACH_SHAPE
 def test_fp8_quantizes_each_operand_once(left: Any, right: Any, dims: Any, weight: Any) -> None:
     """One quantizer serves all three GEMMs, and both orders of its codes give the same results."""
     x, w = normal(*left), normal(*right, seed=1)
@@ -90,7 +99,7 @@ def test_fp8_quantizes_each_operand_once(left: Any, right: Any, dims: Any, weigh
 
 
 @pytest.mark.any_jax
-@pytest.mark.parametrize(("left", "right", "dims", "weight"), SHAPES.values(), ids=SHAPES)
+@EACH_SHAPE
 def test_any_dot_general(left: Any, right: Any, dims: Any, weight: Any) -> None:
     x, w = normal(*left), normal(*right, seed=1)
     emulated, ours = products("mxfp8", dims, weight)
