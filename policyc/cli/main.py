@@ -110,7 +110,18 @@ def cli() -> None:
 
 
 def main() -> None:
-    """The entry point of the `policyc` command."""
+    """The entry point of the `policyc` command. Ends the process if a program was stopped in the middle."""
+    try:
+        run_command()
+    except SystemExit as end:
+        processes = sys.modules.get("policyc.experiments.processes")  # of commands that run a program
+        if processes is not None and isinstance(end.code, int):
+            processes.end_after_abandoned_work(end.code)
+        raise
+
+
+def run_command() -> None:
+    """Runs the command that `sys.argv` names. Raises SystemExit."""
     if sys.path[0] in ("", os.getcwd(), os.path.dirname(os.path.realpath(sys.argv[0]))):
         del sys.path[0]  # Python put it there for this command. A program brings its own folder.
     for stream in (sys.stdout, sys.stderr):

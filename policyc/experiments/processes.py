@@ -7,6 +7,7 @@ they run Python.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
 import multiprocessing.spawn
@@ -169,6 +170,23 @@ def _warn_if_python(executable: Any, words: Any) -> None:
 # ---- threads and children that a program leaves behind
 
 
+_was_abandoned = threading.Event()
+
+
+def end_after_abandoned_work(code: int) -> None:
+    """Ends this process with an exit code if a program was stopped in the middle.
+
+    Its threads go on: Python would wait for them, and those of C++ libraries (tensorstore's, in Levanter) crash while
+    Python takes itself apart. So functions of `atexit` run, and nothing else does.
+    """
+    if _was_abandoned.is_set():
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+
 _EXECUTORS = {
     "concurrent.futures.process": ("_threads_wakeups", "_global_shutdown"),
     "concurrent.futures.thread": ("_threads_queues", "_shutdown"),
@@ -183,6 +201,11 @@ class StartedWork:
         self._process = os.getpid()
         self._earlier_threads = {*threading.enumerate()}
         self._earlier_children = {*multiprocessing.active_children()}
+
+    def abandon(self) -> None:
+        """Leaves it as it is: the program was stopped in the middle, and the process is about to end."""
+        if os.getpid() == self._process:
+            _was_abandoned.set()
 
     def join(self) -> None:
         """Waits for them, so that the policy holds in them to their end, and their refusals count.

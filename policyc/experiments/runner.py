@@ -187,6 +187,7 @@ def _run_to_end(program: Program) -> SystemExit | None:
         except SystemExit as end:
             exit = end
         except (PolicyRejected, StopAfterTrace):
+            started.abandon()
             return None  # `run` knows the reason
         except KeyboardInterrupt:
             raise

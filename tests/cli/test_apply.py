@@ -577,3 +577,27 @@ def test_a_wrong_order_of_words_gets_a_hint(home: Path, words: tuple[str, ...], 
     result = run(home, *words)
     assert message in result.err
     assert result.code == (0 if words[0] == "sites" else 2)
+
+
+THREADED_PROGRAM = """
+import atexit, threading
+import jax, jax.numpy as jnp
+atexit.register(print, "the end")
+threading.Thread(target=threading.Event().wait).start()
+jax.grad(lambda p: (jnp.ones((2, 8)) @ p["w"]).sum())({"w": jnp.ones((8, 8))})
+"""
+
+
+def test_a_program_that_is_stopped_in_the_middle_does_not_keep_the_command(tmp_path):
+    """One of its threads never ends. Functions of `atexit` run, and the exit code is that of the command."""
+    (tmp_path / "program.py").write_text(THREADED_PROGRAM)
+    result = spawn("sites", "program.py", cwd=tmp_path, env=quick_environment(), timeout=120)
+    assert result.code == 0, result.err
+    assert "1 GEMM" in result.out
+    assert result.out.endswith("the end\n")
+    (tmp_path / "bad.policy").write_text("other -> fp8")
+    words = ("apply", "bad.policy", "program.py")
+    refused = spawn(*words, cwd=tmp_path, env=quick_environment(), timeout=120)
+    assert refused.code == 1
+    assert "unmatched-rule" in refused.err
+    assert refused.out.endswith("the end\n")

@@ -18,7 +18,7 @@ from pathlib import Path
 import click
 from click.testing import CliRunner
 
-from policyc.cli.main import COMMANDS, cli, main
+from policyc.cli.main import COMMANDS, cli, run_command
 from tests.support.processes import MAX_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +74,7 @@ def run_main(*arguments: str | Path, encoding: str) -> CommandResult:
     with _process_state(None), contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
         sys.argv = ["policyc", *map(str, arguments)]
         try:
-            main()
+            run_command()
         except SystemExit as end:
             code = end.code
     texts = []
