@@ -35,9 +35,8 @@ A_DATE = (2020, 1, 1, 0, 0, 0)  # of every file in the zip: the same sources mak
 def archived() -> Iterator[tuple[str, Path]]:
     """The files of the zip, with their names in it."""
     package, library = Path(policyc.__file__).parent, Path(lark.__file__).parent
-    own = [package / name for name in MODULES] + [
-        p for name in PACKAGES for p in (package / name).rglob("*.py")
-    ]
+    own = [package / name for name in MODULES]
+    own += [p for name in PACKAGES for p in (package / name).rglob("*") if p.suffix in (".py", ".md")]
     yield from ((f"policyc/{path.relative_to(package).as_posix()}", path) for path in own)
     for folder, suffix in (("grammars", "*.lark"), ("policies", "*.policy")):
         yield from ((f"policyc/{folder}/{path.name}", path) for path in data_folder(folder).glob(suffix))
@@ -45,14 +44,18 @@ def archived() -> Iterator[tuple[str, Path]]:
         yield f"lark/{path.relative_to(library).as_posix()}", path
 
 
+def write_archive(file: Path) -> None:
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, path in sorted(archived()):
+            archive.writestr(zipfile.ZipInfo(name, A_DATE), path.read_bytes(), zipfile.ZIP_DEFLATED)
+
+
 def main(pyodide: Path, site: Path) -> None:
     playground = site / "playground"
     (playground / "pyodide").mkdir(parents=True, exist_ok=True)
     for name in PYODIDE_FILES:
         shutil.copyfile(pyodide / name, playground / "pyodide" / name)
-    with zipfile.ZipFile(playground / "policyc.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, path in sorted(archived()):
-            archive.writestr(zipfile.ZipInfo(name, A_DATE), path.read_bytes(), zipfile.ZIP_DEFLATED)
+    write_archive(playground / "policyc.zip")
 
 
 if __name__ == "__main__":

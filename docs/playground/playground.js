@@ -255,7 +255,7 @@ async function main() {
     $("status").textContent = "";
     await update();
   } catch (error) {
-    $("status").textContent = error.message;
+    $("status").textContent = document.body.dataset.failed = error.message;
     throw error;
   }
 }

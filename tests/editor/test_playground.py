@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import runpy
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +52,27 @@ def test_a_list_is_what_its_script_writes(tmp_path: Path) -> None:
     assert (tmp_path / "vit_b16.json").read_text() == (LISTS / "vit_b16.json").read_text()
     script["write"](tmp_path, "llama3_8b", script["plan_llama"]("llama3_8b"))
     assert (tmp_path / "llama3_8b.json").read_text() == (LISTS / "llama3_8b.json").read_text()
+
+
+FROM_ARCHIVE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from policyc.compiler.site_lists import SiteList
+from policyc.editor import playground
+playground.list_words()
+text = playground.list_examples()["llama_nvfp4"] + "* -> nvfp4"
+print(*(d["code"] for d in playground.check(text, SiteList.from_json(open(sys.argv[2]).read()))["diagnostics"]))
+"""
+
+
+def test_the_archive_of_the_page_has_all_that_it_needs(tmp_path: Path) -> None:
+    runpy.run_path(str(LISTS.parent / "build.py"))["write_archive"](tmp_path / "policyc.zip")
+    with zipfile.ZipFile(tmp_path / "policyc.zip") as archive:
+        archive.extractall(tmp_path)
+    # -I -S: no packages but those of the archive, as in a browser
+    words = [sys.executable, "-I", "-S", "-c", FROM_ARCHIVE, str(tmp_path), str(LISTS / "vit_b16.json")]
+    result = subprocess.run(words, capture_output=True, text=True, check=False, timeout=300)
+    assert "everything-in-4-bits" in result.stdout, result.stderr
 
 
 def test_unrolled_layers_share_a_row() -> None:

@@ -52,7 +52,8 @@ def page(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         page.on("request", lambda request: problems.append(f"request: {request.url}")
                 if not request.url.startswith((address, "data:")) else None)  # fmt: skip
         page.goto(f"{address}index.html")
-        page.wait_for_selector("body[data-checked]")
+        page.wait_for_selector("body[data-checked], body[data-failed]")
+        assert page.get_attribute("body", "data-failed") is None
         yield page
         page.close()
         server.shutdown()
