@@ -7,21 +7,20 @@ decide: the products of `layers[3]` are in one block.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Placing:
+class Placing(NamedTuple):
     """What the names of a product say about its block.
 
     Attributes:
       path: the names of its parameter, or of its modules if it has none.
-      indices: of these, or of its modules: the names up to the innermost index, and up to the outermost; None if there
-        is none.
+      indices: of these, or of its modules: a number for the names up to the innermost index, and up to the outermost;
+        None if there is none.
     """
 
     path: Hashable = ()
-    indices: tuple[Hashable, Hashable] | None = None
+    indices: tuple[int, int] | None = None
 
 
 LEVELS = (0, 1, None)
@@ -50,7 +49,7 @@ class Bounds:
         ]
         self._distances: list[int] = []
         """For each product: how far back the last one with the same index is; 0 if there is none, -1 without index."""
-        last_position: dict[Hashable, int] = {}
+        last_position: dict[int | None, int] = {}
         for position, index in enumerate(self._indices):
             self._distances.append(-1 if index is None else position - last_position.get(index, position))
             last_position[index] = position
@@ -65,7 +64,7 @@ class Bounds:
         if self._level == 0 and not self._group_products(start, start + period):
             return 0
         limit = len(self._paths)
-        seen: dict[Hashable, Hashable] = {}
+        seen: dict[int, Hashable] = {}
         for number in range(count):
             begin, end = start + number * period, start + (number + 1) * period
             for bound in (begin, end):

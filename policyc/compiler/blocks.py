@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from policyc.compiler.block_bounds import LEVELS, Bounds, Placing
 from policyc.compiler.flow import Flow
@@ -39,8 +40,7 @@ class BlockPosition:
     stack: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Product:
+class Product(NamedTuple):
     """What the search for blocks reads of a site.
 
     Attributes:

@@ -74,7 +74,7 @@ def _mark_lookups(products: ProductFlow, looked_up: Collection[DottedPath]) -> N
         site = products.sites[node]
         if site.has_one_hot:
             products.mark(node, "embedding", "it looks up rows of its weight by a one-hot product")
-        elif any(p.path in looked_up for p in site.parameters):
+        elif looked_up and any(p.path in looked_up for p in site.parameters):
             products.mark(node, "embedding", "rows of its weight are also looked up by a gather")
 
 
@@ -137,6 +137,7 @@ class _Blocks:
             for stack in site.loops
             if stack.address in products.sequential
         }
+        self._index_numbers: dict[DottedPath, int] = {}
         self._pipelines: dict[tuple[Address | None, int], bool] = {}
         self._blocks: dict[tuple[int, tuple[Stack, ...], str], SiteBlock] = {}
         of_model = [
@@ -177,9 +178,21 @@ class _Blocks:
             loops=tuple([s.address for s in site.loops if s.address in self._lengths]),
             branches=self._products.branches.get(node, set()),
             in_branch=node in self._products.branches or mixer in self._branch_mixers,
-            placing=_placing(site),
+            placing=self._placing(site),
             width=site.k,
         )
+
+    def _placing(self, site: Site) -> Placing:
+        """By the names of its parameter; if these have no index, by those of its modules."""
+        name, numbers = site.template.path, self._index_numbers
+        for path in (name, site.scope.path):
+            ends = [number for number, segment in enumerate(path, 1) if segment.index is not None]
+            if ends:
+                inner = outer = numbers.setdefault(path[: ends[-1]], len(numbers))
+                if len(ends) > 1:
+                    outer = numbers.setdefault(path[: ends[0]], len(numbers))
+                return Placing(name, (inner, outer))
+        return Placing(name)
 
     def _key(self, node: int) -> tuple[object, ...]:
         """Equal for products that can be the same product of two blocks."""
@@ -220,11 +233,11 @@ class _Blocks:
                 self._products.sites[n] for n, position in self.positions.items() if position.stack == stack
             ]
             weighted = [site for site in sites if site.weight is not None]
-            if loop is None:
-                is_repeated = len({site.parameters for site in weighted}) < len(weighted)
-            else:
-                is_repeated = all(site.address[: len(loop)] == loop for site in sites)
-            self._pipelines[key] = is_repeated and all(site.batch > 1 for site in weighted)
+            self._pipelines[key] = all(site.batch > 1 for site in weighted) and (
+                len({site.parameters for site in weighted}) < len(weighted)
+                if loop is None
+                else all(site.address[: len(loop)] == loop for site in sites)
+            )
         return self._pipelines[key]
 
 
@@ -249,16 +262,6 @@ def _is_on_stages(site: Site) -> bool:
 
 
 # ---- names
-
-
-def _placing(site: Site) -> Placing:
-    """By the names of its parameter; if these have no index, by those of its modules."""
-    name = site.template.path
-    for path in (name, site.scope.path):
-        ends = [number for number, segment in enumerate(path, 1) if segment.index is not None]
-        if ends:
-            return Placing(name, (path[: ends[-1]], path[: ends[0]]))
-    return Placing(name)
 
 
 def _with_names(site: Site, kind: SiteKind | None) -> SiteKind:
