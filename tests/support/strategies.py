@@ -59,9 +59,7 @@ words = st.one_of(
     ),
 )
 names = words.filter(lambda w: w not in RESERVED)
-_plain = st.text("ab10_-~?*é", min_size=1, max_size=5).filter(
-    lambda text: not re.fullmatch(r"-\d+", text)  # an index without brackets
-)
+_plain = st.text("ab10_-~?*é", min_size=1, max_size=5)
 _braces = st.lists(st.text("ab1_-?*~", max_size=3), min_size=1, max_size=3).map(
     lambda w: "{" + ",".join(w) + "}"
 )
@@ -70,7 +68,7 @@ globs = st.one_of(
     st.just("*"),
     st.just("layers"),
     st.lists(st.one_of(_plain, _braces), min_size=1, max_size=2).map("".join),
-).filter(lambda g: "**" not in g)
+).filter(lambda g: "**" not in g and not re.fullmatch(r"-\d+", g))  # the latter is an index without brackets
 
 _percent = st.integers(0, 10_000).map(lambda n: Bound(Fraction(n, 100), True))
 _signed_percent = st.integers(-10_000, 10_000).map(lambda n: Bound(Fraction(n, 100), True))
