@@ -1,8 +1,9 @@
-"""Measures quantization error and gradients: runs a loss under a policy and without it, in an extra step.
+"""Measures what a policy does to the numbers of a loss, in a step of its own.
 
 For each operand of each quantized GEMM of each layer: its SQNR, how much was flushed to zero, how much saturated, its
-largest magnitude. For each parameter: the cosine between its gradient under the policy and its plain gradient. Ragged
-products and sites inside a shard_map run as the policy says but are not measured.
+largest magnitude. For each parameter: the cosine between its gradient under the policy and its plain gradient, and the
+norm of the plain one over their difference. Ragged products and sites inside a shard_map run as the policy says but are
+not measured.
 """
 
 from __future__ import annotations
@@ -92,7 +93,11 @@ class StatsRecorder:
         plan = next(iter(self._tapped.values())).plan
         tapped = self._tapped[current_phase(plan)]
         losses = {"loss": _json_number(measured["loss"]), "plain_loss": _json_number(measured["plain"])}
-        return [*_operand_rows(tapped, measured["taps"]), *_gradient_rows(plan, measured["cosines"]), losses]
+        return [
+            *_operand_rows(tapped, measured["taps"]),
+            *_gradient_rows(plan, measured["gradients"]),
+            losses,
+        ]
 
     def _trace_step(self, *args: Any) -> dict[str, Any]:
         call = LossCall(fn=self._loss, args=args, param_argnums=(0,))
@@ -113,11 +118,11 @@ class StatsRecorder:
         loss, (gradients, taps) = value_and_grad(inputs, tapped.taps())
         plain_loss, plain_gradients = jax.value_and_grad(plain, allow_int=True)(inputs)
         stacks = stacked_parameters(plan)
-        cosines = [
-            _cosine(a, b, path in stacks)
+        compared = [
+            _compare_gradients(a, b, path in stacks)
             for a, b, path in zip(gradients, plain_gradients, plan.sites.parameters, strict=True)
         ]
-        return {"taps": taps, "cosines": cosines, "loss": loss, "plain": plain_loss}
+        return {"taps": taps, "gradients": compared, "loss": loss, "plain": plain_loss}
 
 
 def _first_loss(result: Any) -> jax.Array:
@@ -163,26 +168,35 @@ def stacked_parameters(plan: Plan) -> set[DottedPath]:
     return {t.path for t in templates if any(slot.axis == 0 for slot in t.slots)}
 
 
-def _cosine(a: jax.Array, b: jax.Array, by_layer: bool) -> jax.Array:
-    """The cosine between two gradients, or between each of their layers."""
+def _compare_gradients(a: jax.Array, b: jax.Array, by_layer: bool) -> jax.Array:
+    """The cosine of a gradient with the plain one, and the norm of the plain one over the difference, by layer."""
     if not jnp.issubdtype(a.dtype, jnp.floating):
-        return jnp.zeros(0)
+        return jnp.zeros((2, 0))
     rows = a.shape[0] if by_layer else 1
     x, y = (g.astype(jnp.float32).reshape(rows, -1) for g in (a, b))
-    # Scale to a maximum of 1: the cosine does not change, and the squares of small gradients do not underflow.
-    x, y = (g / jnp.maximum(jnp.max(jnp.abs(g), axis=1, keepdims=True), 1e-30) for g in (x, y))
-    return jnp.sum(x * y, 1) / jnp.sqrt(jnp.sum(x * x, 1) * jnp.sum(y * y, 1))
+    # Scale to a maximum of 1: no ratio changes, and the squares of small gradients do not underflow.
+    largest = jnp.max(jnp.maximum(jnp.abs(x), jnp.abs(y)), axis=1, keepdims=True)
+    x, y = (g / jnp.maximum(largest, 1e-30) for g in (x, y))
+    norms = jnp.sum(x * x, 1), jnp.sum(y * y, 1)
+    return jnp.stack(
+        [jnp.sum(x * y, 1) / jnp.sqrt(norms[0] * norms[1]), jnp.sqrt(norms[1] / jnp.sum((x - y) ** 2, 1))]
+    )
 
 
-def _gradient_rows(plan: Plan, cosines: Sequence[np.ndarray]) -> Iterator[StatsRow]:
+def _gradient_rows(plan: Plan, compared: Sequence[np.ndarray]) -> Iterator[StatsRow]:
+    """A row for each parameter, and for each layer of a stack.
+
+    Below √3, `gradient_to_noise` says that training stalls (arXiv:2505.19115).
+    """
     stacks = stacked_parameters(plan)
-    for path, values in zip(plan.sites.parameters, cosines, strict=True):
+    for path, values in zip(plan.sites.parameters, compared, strict=True):
         labels = _site_and_layer(path)
-        for layer, cosine in enumerate(values.tolist()):
+        for layer, (cosine, ratio) in enumerate(values.T.tolist()):
             yield {
                 "parameter": labels["site"],
                 "layer": layer if path in stacks else labels["layer"],
                 "cosine": _json_number(cosine),
+                "gradient_to_noise": _json_number(ratio),
             }
 
 

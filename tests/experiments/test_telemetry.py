@@ -158,6 +158,10 @@ def test_losses_and_cosines_are_those_of_the_two_gradients() -> None:
             expected = a @ b / np.sqrt((a @ a) * (b @ b))
             assert 0.9 < expected < 0.9999  # something is lost in 4 bits, and in what follows
             assert row["cosine"] == pytest.approx(expected, abs=1e-4)
+            ratio = np.sqrt(b @ b / ((a - b) @ (a - b)))
+            assert row["gradient_to_noise"] == pytest.approx(
+                ratio, rel=1e-3
+            )  # two programs round differently
 
 
 def test_nothing_is_lost_where_nothing_is_quantized() -> None:

@@ -2,9 +2,8 @@
 
 Everything is measured at fixed parameters on a few recorded batches, all sites at once, one format at a time. Damage is
 in nats per token. A forward error costs half the mean square of what it changes in the loss of a token: the second
-order of the loss, with the Fisher information in place of the Hessian. A backward error is an error of the gradient; as
-a multiple of the gradient noise of a batch, both in Adam's update, it is weighed like a forward error that changes the
-gradient as much.
+order of the loss, with the Fisher information in place of the Hessian. An error of the gradient, whichever product it is
+from, costs `NOISE_WEIGHT` times its size as a multiple of the noise of a batch, both in Adam's update.
 """
 
 from __future__ import annotations
@@ -35,8 +34,10 @@ ADAM_EPSILON = 1e-8
 MOMENTUM_STEPS = 10
 """Steps over which Adam's momentum (beta1 = 0.9) averages gradients: noise averages out, bias does not."""
 
-NOISE_WEIGHT = 0.5
-"""Nats per token for an error of the gradient that is as large as the noise of a batch."""
+NOISE_WEIGHT = 0.02
+"""Nats per token for an error of the gradient that is as large as the noise of a batch. Not derived: chosen on a Llama
+of three layers, where damage and the error of the plain gradient of 20 random policies had rank correlations of 0.84 at
+0.005, 0.85 at 0.02, 0.79 at 0.05 and 0.75 at 0.5."""
 
 STALLS_BELOW = math.sqrt(3)
 """Gradient norm over quantization noise below which training stalls, arXiv:2505.19115."""
