@@ -2,8 +2,8 @@
 
 Everything is measured at fixed parameters on a few recorded batches, all sites at once, one format at a time. Damage is
 in nats per token. A forward error costs half the mean square of what it changes in the loss of a token: the second
-order of the loss, with the Fisher information in place of the Hessian. An error of the gradient, whichever product it is
-from, costs `NOISE_WEIGHT` times its size as a multiple of the noise of a batch, both in Adam's update.
+order of the loss, with the Fisher information in place of the Hessian. An error of the gradient, whichever product it
+is from, costs `NOISE_WEIGHT` times its size as a multiple of the noise of a batch, both in Adam's update.
 """
 
 from __future__ import annotations
