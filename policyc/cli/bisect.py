@@ -10,6 +10,7 @@ import click
 
 from policyc.cli.common import exit_with_message, load_policy, print_note, print_or_write
 from policyc.cli.options import (
+    Decorator,
     FiniteRange,
     collect_options,
     config_option,
@@ -37,7 +38,7 @@ class BisectOptions:
     out: str | None
 
 
-bisect_options = collect_options(
+bisect_options: Decorator = collect_options(
     BisectOptions,
     "options",
     group_options(

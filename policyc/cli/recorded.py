@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from policyc.cli.common import exit_with_message, print_note
-from policyc.cli.options import check_source, collect_options, group_options
+from policyc.cli.options import Decorator, check_source, collect_options, group_options
 from policyc.cli.program import exit_on_error, explain_early_exit, explain_no_loss, parse_program
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class RecordOptions:
     after: int
 
 
-record_options = collect_options(
+record_options: Decorator = collect_options(
     RecordOptions,
     "record",
     group_options(

@@ -14,6 +14,7 @@ import click
 from policyc.cli.common import exit_with_message, load_policy, print_note, print_or_write, write_output
 from policyc.cli.estimate import trace_step
 from policyc.cli.options import (
+    Decorator,
     FiniteRange,
     StepOptions,
     check_source,
@@ -52,7 +53,7 @@ class SearchOptions:
     out: str | None
 
 
-search_options = collect_options(
+search_options: Decorator = collect_options(
     SearchOptions,
     "options",
     group_options(

@@ -20,7 +20,7 @@ import numpy as np
 
 from policyc.compiler.hoist import SiteRecipe
 from policyc.compiler.pipeline import no_reentry
-from policyc.compiler.plan import make_plan
+from policyc.compiler.plan import Plan, make_plan
 from policyc.compiler.rewrite import SiteInputs, SiteTemplate, quantized_gemm
 from policyc.compiler.sites import Site
 from policyc.experiments.record import RecordedLoss
@@ -73,12 +73,12 @@ class Bisection:
         self, policy: Policy, recorded: RecordedLoss, metric: Metric, limit: float | None = None
     ) -> None:
         self._recorded, self._metric = recorded, metric
-        self.plan = make_plan(policy, recorded.sites, recorded.plan.execution)
+        self.plan: Plan = make_plan(policy, recorded.sites, recorded.plan.execution)
         decisions = self.plan.decisions(self.plan.phases[0])
         cells, _ = find_cells(recorded.sites)
         quantized = {address for (address, _), decision in decisions.items() if decision.recipe is not None}
         switched = {c.site.address for c in cells}
-        self.not_switched = tuple(
+        self.not_switched: tuple[str, ...] = tuple(
             s.name for s in recorded.sites if s.address in quantized - switched and not s.opaque
         )
         self._cells = [c for c in cells if decisions[c.site.address, c.layer].recipe is not None]
@@ -331,7 +331,7 @@ _run_switched.defvjp(_run_switched_fwd, _run_switched_bwd)
 class SwitchRewriter(TapRewriter):
     """Gives each site an extra input with a switch for each product, instead of a tap."""
 
-    tap_shape = (len(Gemm),)
+    tap_shape: tuple[int, ...] = (len(Gemm),)
 
     def key(self, position: Any) -> Any:
         key = super().key(position)

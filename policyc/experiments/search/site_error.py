@@ -183,7 +183,7 @@ _run_unprobed.defvjp(_run_unprobed_fwd, _run_unprobed_bwd)
 class ScoreRewriter(TapRewriter):
     """Replaces sites by scored ones, for a loss that is differentiated forward (the probe) and then in reverse."""
 
-    tap_shape = (len(ERROR_SUMS),)
+    tap_shape: tuple[int, ...] = (len(ERROR_SUMS),)
     probes = True
 
     def key(self, position: Any) -> Any:

@@ -70,7 +70,7 @@ class TransformerEngine:
     def __init__(self, **modules: Any) -> None:
         quantization, gemms, amaxes = modules["quantization"], modules["gemm"], modules["amax"]
         parts = modules["quantize"]
-        self.primitives = quantization.QuantizePrimitive, gemms.GemmPrimitive
+        self.primitives: tuple[Any, Any] = quantization.QuantizePrimitive, gemms.GemmPrimitive
         self._quantize, self._gemm = (primitive.impl for primitive in self.primitives)
         self._rht_amax = amaxes.RHTAmaxCalculationPrimitive.impl
         self._local, self._no_collective = amaxes.AmaxScope.LOCAL, gemms.CollectiveOp.NONE

@@ -55,7 +55,7 @@ SCALARS = 5
 """The words of the scalars of one order, see `kernels.OrderScales`."""
 
 # Jitted, so that it is traced once for all kernels, whose tracing is a good part of the time to compile a step.
-divide = jax.jit(kernel_div)
+divide: Any = jax.jit(kernel_div)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
