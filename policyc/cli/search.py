@@ -165,6 +165,7 @@ def _search(
     from policyc.experiments.search.scores import score_formats
     from policyc.hardware.mesh import check_modelled
 
+    command = shlex.join(["policyc", *_own_words(sys.argv[1:])])  # the program changes sys.argv
     with exit_on_error():
         formats = parse_formats(options.formats)
         mesh = step.mesh_shape()
@@ -181,7 +182,7 @@ def _search(
             mesh=mesh,
             segments=options.segments,
             source=step.config or Path(program_name(program)).name,
-            command=shlex.join(["policyc", *_own_words(sys.argv[1:])]),
+            command=command,
         )
 
 

@@ -103,10 +103,15 @@ class _Recorder:
         self.stop: Callable[[], None] = lambda: None
 
     def compile(self, planned: PlannedLoss) -> Callable[..., Any]:
-        """The loss as it is, which also stores its values. Losses after the first one with a GEMM are not stored."""
-        if not len(planned.plan.sites) or self._planned is not None:
+        """The loss as it is, which also stores its values. Other losses than the first with a GEMM are not stored.
+
+        Outside `jit`, a loss is traced at every step.
+        """
+        if not len(planned.plan.sites):
             return planned.compile()
-        self._planned = planned
+        self._planned = self._planned or planned
+        if planned.plan.sites.hash != self._planned.plan.sites.hash:
+            return planned.compile()
         jaxpr = planned.traced.jaxpr
 
         def recorded(*args: Any) -> Any:

@@ -37,7 +37,7 @@ MOMENTUM_STEPS = 10
 NOISE_WEIGHT = 0.02
 """Nats per token for an error of the gradient that is as large as the noise of a batch. Not derived: chosen on a Llama
 of three layers, where damage and the error of the plain gradient of 20 random policies had rank correlations of 0.84 at
-0.005, 0.85 at 0.02, 0.79 at 0.05 and 0.75 at 0.5."""
+0.005, 0.85 at 0.02, 0.79 at 0.05 and 0.75 at 0.5. Over 20 others it was 0.91 at 0.02."""
 
 STALLS_BELOW = math.sqrt(3)
 """Gradient norm over quantization noise below which training stalls, arXiv:2505.19115."""
@@ -277,8 +277,8 @@ class _Scorer:
         """The scores of a format in all products of all cells."""
         try:
             sums, errors, rows = self._run(format, probes=self._probes)
-        except TypeError as error:
-            if "forward-mode" not in str(error):
+        except (TypeError, NotImplementedError) as error:  # by version of JAX
+            if "forward-mode" not in str(error) and "custom_lin" not in str(error):
                 raise
             self._probes = False
             self.notes.append(
