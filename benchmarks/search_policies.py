@@ -132,7 +132,7 @@ class Study:
                             source=self.options.config, command="benchmarks.search_policies")  # fmt: skip
         self.searched = searched
         for name in ("te_nvfp4", "llama_nvfp4", "fp8"):
-            self.policies[name] = f'import "{name}.policy"\n'
+            self.policies[name] = load(name).source.text
         for gemm in ("fprop", "dgrad", "wgrad"):
             self.policies[f"te_{gemm}"] = f"{NV}* @ {gemm} where block and (attention or mlp) -> nv\n"
         target = step.plan.execution.target
