@@ -72,8 +72,8 @@ def _count_quantizers(jaxpr: Any, scans: tuple[int, ...], weight_operand: str) -
     counts: Counter[tuple[int, ...]] = Counter()
     for eqn in jaxprs.equations(jaxpr):
         name = jaxprs.primitive_name(eqn)
-        gemm, _, operand = str(eqn.params.get("operand", "")).partition(".")
-        if name.endswith("_quantize") and operand == weight_operand and gemm != "wgrad":
+        reads = {f"fprop.{weight_operand}", f"dgrad.{weight_operand}"}
+        if name.endswith("_quantize") and not reads.isdisjoint(eqn.params["operands"]):
             counts[scans] += 1
         inside = (*scans, eqn.params["length"]) if name == "scan" else scans
         for sub in jaxprs.sub_jaxprs(eqn):

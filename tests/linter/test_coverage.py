@@ -452,7 +452,7 @@ def test_policies_with_many_pairs_to_compare_are_linted_in_seconds(name: str) ->
     with at_most(15):
         result = lint(loaded)
     assert loaded.diagnostics == ()
-    assert result.undecided > 0
+    assert (result.undecided > 0) == (name != "percentages")  # 100 ranges of layers are all decided
 
 
 # ---- hashes
