@@ -173,6 +173,14 @@ def test_a_loss_that_is_not_finite_names_the_site(tmp_path: Path) -> None:
         score_formats(recorded, parse_formats("fp8"))
 
 
+def test_a_program_that_repeats_one_batch_has_scores_and_a_note(tmp_path: Path) -> None:
+    path = Path(write_program(tmp_path).name)
+    path.write_text(path.read_text().replace("fold_in(key, ", "fold_in(key, 0 * "))
+    scores = score_formats(record_loss(Program(str(path)), 2), parse_formats("fp8"))
+    assert "all recorded batches are the same" in scores.notes[0]
+    assert all(0 <= score.damage < 1 for score in scores.by_product.values())
+
+
 def test_a_loss_that_is_not_deterministic_is_told_so(tmp_path: Path) -> None:
     extra = (
         "import numpy as np; "

@@ -155,8 +155,8 @@ def _measure_gradients(recorded: RecordedLoss) -> _Gradients:
     mean, mean_square = tuple(t / count for t in total), tuple(s / count for s in squares)
     # Weights that no batch reaches have no gradient, and no update.
     precondition = tuple(jnp.where(s > 0, 1 / (jnp.sqrt(s) + ADAM_EPSILON), 0) for s in mean_square)
-    # Without a second batch, the noise is taken to be as large as the gradient.
-    spread = [s - m * m if count > 1 else s for s, m in zip(mean_square, mean, strict=True)]
+    # Without a second batch, or with the same batch again, the noise is taken to be as large as the gradient.
+    spread = [s - m * m if len(set(losses)) > 1 else s for s, m in zip(mean_square, mean, strict=True)]
     noise = sum(float(jnp.sum(p * p * s)) for p, s in zip(precondition, spread, strict=True))
     return _Gradients(
         mean=mean,
@@ -228,9 +228,11 @@ class _Scorer:
         self.notes: list[str] = []
         self.ratios: dict[CellKey, float] = {}
         """Gradient norm over noise of the weights of the last format."""
-        if len(recorded.calls) == 1:
+        if len(set(gradients.losses)) == 1:
             self.notes.append(
                 "one batch was recorded: the noise of a batch is taken to be as large as its gradient"
+                if len(recorded.calls) == 1
+                else "all recorded batches are the same: their noise is taken to be as large as the gradient"
             )
 
     def _directions(self) -> Arrays:
