@@ -181,6 +181,31 @@ def test_a_program_that_repeats_one_batch_has_scores_and_a_note(tmp_path: Path) 
     assert all(0 <= score.damage < 1 for score in scores.by_product.values())
 
 
+OWN_RULE = """
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+fused = Primitive("fused")  # without a derivative, like the forward pass of a fused attention
+fused.def_impl(jnp.sin)
+fused.def_abstract_eval(lambda x: x)
+mlir.register_lowering(fused, mlir.lower_fun(jnp.sin, multiple_results=False))
+attention = jax.custom_vjp({forward})
+attention.defvjp(lambda h: ({forward}(h), h), lambda h, g: (g * jnp.cos(h),))
+
+def loss("""
+
+
+@pytest.mark.parametrize("forward", ["jnp.sin", "fused.bind"])
+def test_a_derivative_rule_of_the_program_is_scored_by_first_derivatives(
+    tmp_path: Path, forward: str
+) -> None:
+    path = Path(write_program(tmp_path, extra="h = attention(h)").name)
+    path.write_text(path.read_text().replace("def loss(", OWN_RULE.format(forward=forward), 1))
+    scores = score_formats(record_loss(Program(str(path)), 2), parse_formats("fp8"))
+    assert "a derivative rule of its own" in scores.notes[0]
+    assert {gemm for _, gemm, _ in scores.by_product} == set(Gemm)
+
+
 def test_a_loss_that_is_not_deterministic_is_told_so(tmp_path: Path) -> None:
     extra = (
         "import numpy as np; "

@@ -43,6 +43,10 @@ STALLS_BELOW = math.sqrt(3)
 """Gradient norm over quantization noise below which training stalls, arXiv:2505.19115."""
 
 
+NO_TANGENT = ("forward-mode", "custom_lin", "Differentiation rule for")
+"""Words of JAX's errors where a derivative rule of the program, or what it calls, cannot be differentiated again."""
+
+
 class BadLoss(ValueError):
     """The loss cannot be scored. The message says why."""
 
@@ -280,7 +284,7 @@ class _Scorer:
         try:
             sums, errors, rows = self._run(format, probes=self._probes)
         except (TypeError, NotImplementedError) as error:  # by version of JAX
-            if "forward-mode" not in str(error) and "custom_lin" not in str(error):
+            if not any(words in str(error) for words in NO_TANGENT):
                 raise
             self._probes = False
             self.notes.append(
