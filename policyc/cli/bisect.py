@@ -25,14 +25,14 @@ from policyc.cli.recorded import RecordOptions, record, record_options
 from policyc.cli.sweep_runs import SweepCommand
 
 if TYPE_CHECKING:
-    from policyc.experiments.bisect import Bisection, Trial
+    from policyc.experiments.bisect import Bisection, Metric, Trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BisectOptions:
     """What is looked for: the values of `bisect_options`."""
 
-    metric: str
+    metric: Metric
     cured_at: float | None
     trials: str | None
     out: str | None
@@ -95,7 +95,7 @@ def bisect(
     loaded = load_policy(policy)
     recorded = _record(program, config, record)
     with exit_on_error():
-        bisection = Bisection(loaded, recorded, options.metric, options.cured_at)  # type: ignore[arg-type]
+        bisection = Bisection(loaded, recorded, options.metric, options.cured_at)
         if options.trials is not None and Path(options.trials).exists():
             print_note(f"{bisection.load(Path(options.trials))} trials are known from {options.trials}")
         for name in bisection.not_switched:

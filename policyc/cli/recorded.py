@@ -92,7 +92,7 @@ def _program(words: Sequence[str], config: str | None, options: RecordOptions) -
     resume: tuple[str, ...] = ()
     if options.checkpoint is not None:
         name = options.checkpoint.rstrip("/").rpartition("/")[2]
-        start = int(name) if name.isdigit() else 0  # the trainer reports that it is no checkpoint
+        start = int(name) if name.isdigit() else 0  # the trainer reports that it is not a checkpoint
         resume = ("--resume-from", options.checkpoint, "--accept-changes")
     steps = start + options.after + options.batches + 1
     with tempfile.TemporaryDirectory(prefix="policyc-") as folder:

@@ -39,7 +39,7 @@ Unit = tuple[CellKey, Gemm]
 
 MOST_CULPRITS = 8
 CURED_FRACTION = 0.5
-"""Of the harm of the policy, which a cure may leave."""
+"""Fraction of the policy's harm that a cure may leave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,7 @@ class Format:
 
 
 def parse_formats(text: str) -> tuple[Format, ...]:
-    """Formats from a list such as `nvfp4,fp8(grad=e4m3)`. Raises ValueError or PolicyError if one is no recipe."""
+    """Formats from a list such as `nvfp4,fp8(grad=e4m3)`. Raises ValueError or PolicyError for a bad recipe."""
     formats: list[Format] = []
     for word in _split_recipes(text):
         recipe_text = DEFAULT_RECIPES.get(word, word)
@@ -136,7 +136,7 @@ def _refusal(site: Site) -> str:
 
 
 def allowed(site: Site, formats: Sequence[Format], keep_dtype: str) -> Iterator[Format]:
-    """The formats that a site may have. `keep_dtype` is what it has without a policy: the same is no choice."""
+    """The formats that a site may have, without `keep_dtype`, which it has without a policy."""
     for format in formats:
         if format.bits == 4 and site.kind.name in NO_FOUR_BITS:
             continue

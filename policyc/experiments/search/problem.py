@@ -57,7 +57,7 @@ class Problem:
     items: tuple[Item, ...]
     formats: tuple[Format, ...]
     seconds: float
-    """Of a step that keeps everything."""
+    """Seconds of a step that keeps everything."""
     skipped: tuple[Skipped, ...]
 
     def total(self, choices: Mapping[CellKey, Choice]) -> Cost:

@@ -4,7 +4,7 @@ The forward pass is the plain one, so all sites are measured at once and their e
 computes the recipe's three products beside the plain ones. It passes on the plain gradient of the activation, and the
 recipe's gradient of the weight: that error reaches the gradient of the parameter and no other site.
 
-What an error elsewhere does to the gradient g of all parameters is seen by a probe, a random tangent z of them. The
+A probe, a random tangent z of all parameters, measures what an error does to their gradient g. The
 derivative L' of the loss along z is <z, g>, so an error e in a result changes <z, g> by <dL'/dY, e>, and an error in
 the gradient of an activation x by <dx/dz, e>. The mean square of both over random z is the squared norm of the change
 of g. Differentiating L' in reverse gives dL/dY as the cotangent of the tangent of Y, and dL'/dY as the cotangent of Y.
