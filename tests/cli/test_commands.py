@@ -21,7 +21,7 @@ from policyc.language import bundled
 from policyc.linter.rules import LINT_RULES, load_program_rules
 from tests.support.command import ROOT, load_commands, policyc, run_main, spawn
 
-pytestmark = [pytest.mark.any_jax, pytest.mark.ordinary_user]
+pytestmark = pytest.mark.any_jax
 
 CLEAN = "mlp.* -> fp8\n"
 SHADOWED = "mlp.up -> fp8\nmlp.* -> fp8\n"
@@ -123,6 +123,7 @@ def test_exit_codes(folder: Path, arguments: str, code: int) -> None:
 
 
 @skip_as_root
+@pytest.mark.ordinary_user
 def test_a_file_without_read_permission_does_not_stop_the_others(folder: Path) -> None:
     (folder / "clean.policy").chmod(0)
     result = policyc("lint", "clean.policy", "shadowed.policy", "--format", "concise")
@@ -217,6 +218,7 @@ def test_without_fix_nothing_is_written(folder: Path) -> None:
     assert (folder / "untidy.policy").read_text() == UNTIDY
 
 
+@pytest.mark.ordinary_user
 @pytest.mark.parametrize("command", [["lint", "--fix"], ["fmt"]])
 class TestWriting:
     """Commands that write a file change its text and nothing else."""

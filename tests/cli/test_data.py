@@ -18,7 +18,7 @@ from policyc.cli import data as command
 from policyc.models.llama.configs import RunConfig
 from tests.support.command import policyc
 
-pytestmark = [pytest.mark.any_jax, pytest.mark.ordinary_user]
+pytestmark = pytest.mark.any_jax
 
 tokenizers = pytest.importorskip("tokenizers")
 corpora = pytest.importorskip("policyc.models.llama.corpora")

@@ -18,7 +18,7 @@ from tests.support.command import ROOT, policyc
 from tests.support.sweep_process import SweepProcess
 from tests.support.sweep_runs import FakeExecutor
 
-pytestmark = [pytest.mark.any_jax, pytest.mark.ordinary_user]
+pytestmark = pytest.mark.any_jax
 
 POLICY = """
 recipe q = mxfp4(rht=wgrad, sr=grad)

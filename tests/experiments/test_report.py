@@ -15,7 +15,7 @@ from policyc.experiments.report.page import write_report
 from policyc.experiments.report.sweeps import ReportError
 from tests.support.command import policyc
 
-pytestmark = [pytest.mark.any_jax, pytest.mark.ordinary_user]
+pytestmark = pytest.mark.any_jax
 
 
 class TagChecker(HTMLParser):

@@ -36,7 +36,7 @@ from tests.support.sweep_runs import (
     write_status,
 )
 
-pytestmark = [pytest.mark.any_jax, pytest.mark.ordinary_user]
+pytestmark = pytest.mark.any_jax
 
 
 @pytest.fixture(autouse=True)

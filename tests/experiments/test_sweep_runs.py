@@ -20,7 +20,7 @@ from policyc.experiments.sweep.wrapper import judge_end, judge_seeds, read_grace
 from policyc.language.loader import parse
 from tests.support.sweep_runs import make_run, write_metrics
 
-pytestmark = [pytest.mark.any_jax, pytest.mark.ordinary_user]
+pytestmark = pytest.mark.any_jax
 
 # ---- the end of a run
 

@@ -18,7 +18,7 @@ from tests.support import fuzz
 from tests.support.audit import recording
 from tests.support.processor_time import at_most, seconds_of
 
-pytestmark = [pytest.mark.any_jax, pytest.mark.ordinary_user]
+pytestmark = pytest.mark.any_jax
 
 
 def codes(text: str) -> list[str]:
@@ -57,6 +57,7 @@ def test_a_directory_is_reported(tmp_path):
     assert "directory" in load_error(tmp_path / "x.policy")
 
 
+@pytest.mark.ordinary_user
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read every file")
 def test_a_file_without_permission_is_reported(tmp_path):
     path = tmp_path / "x.policy"

@@ -12,7 +12,7 @@ import pytest
 from tests.support.command import python_path
 from tests.support.processes import MAX_SECONDS
 
-pytestmark = pytest.mark.any_jax
+pytestmark = [pytest.mark.any_jax, pytest.mark.ordinary_user]
 
 PARSE = "import policyc; print(policyc.parse('mlp.* -> fp8'), end='')"
 PARSE_WITHOUT_GRAMMAR = f"""

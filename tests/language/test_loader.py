@@ -13,7 +13,7 @@ from tests.support.audit import recording
 from tests.support.command import policyc
 from tests.support.processor_time import at_most
 
-pytestmark = [pytest.mark.any_jax, pytest.mark.ordinary_user]
+pytestmark = pytest.mark.any_jax
 
 
 def load_errors(path) -> list[tuple[str, str, int]]:

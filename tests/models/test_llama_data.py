@@ -14,7 +14,7 @@ import pytest
 
 from policyc.models.llama.configs import ConfigError, RunConfig
 
-pytestmark = [pytest.mark.any_jax, pytest.mark.ordinary_user]
+pytestmark = pytest.mark.any_jax
 
 data = pytest.importorskip("policyc.models.llama.data")
 tokens = pytest.importorskip("policyc.models.llama.data.tokens")
