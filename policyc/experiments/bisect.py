@@ -24,9 +24,9 @@ from policyc.compiler.plan import Plan, make_plan
 from policyc.compiler.rewrite import SiteInputs, SiteTemplate, quantized_gemm
 from policyc.compiler.sites import Site
 from policyc.experiments.record import RecordedLoss
-from policyc.experiments.search.candidates import Cell, CellKey, Format, find_cells
+from policyc.experiments.search.candidates import CellKey, Format, find_cells
 from policyc.experiments.search.problem import Choice, Item, Problem
-from policyc.experiments.search.rules import write_rules
+from policyc.experiments.search.rules import Unwritable, write_rules
 from policyc.experiments.taps import TAP, TappedLoss, TapRewriter
 from policyc.jaxcore import jaxprs
 from policyc.language.policy import Policy
@@ -222,18 +222,22 @@ class Bisection:
 
     def _write_rules(self, culprits: Sequence[Unit]) -> list[str]:
         """Rules that return the culprits to high precision, for the end of the policy."""
-        items = [Item(group=(c.key[0],), number=c.number, cells=(c,), options={}) for c in self._all_cells()]
+        cells, _ = find_cells(self._recorded.sites)
+        items = [Item(group=(c.key[0],), number=c.number, cells=(c,), options={}) for c in cells]
         keep = Format("keep", "keep", make_recipe("keep"))
         problem = Problem(items=tuple(items), formats=(keep,), seconds=0.0, skipped=())
         assignment: dict[CellKey, Choice] = {}
-        for item in items:
-            key = item.cells[0].key
-            fprop, dgrad, wgrad = ("keep" if (key, g) in culprits else None for g in Gemm)
-            assignment[key] = (fprop, dgrad, wgrad)
-        return write_rules(problem, self.plan, assignment, can_undo=False)
-
-    def _all_cells(self) -> Sequence[Cell]:
-        return find_cells(self._recorded.sites)[0]
+        for cell in cells:
+            fprop, dgrad, wgrad = ("keep" if (cell.key, g) in culprits else None for g in Gemm)
+            assignment[cell.key] = (fprop, dgrad, wgrad)
+        try:
+            return write_rules(problem, self.plan, assignment, can_undo=False)
+        except Unwritable:  # linears without names of their own: all of the block, or all that have no block
+            numbers = {cell.key: cell.number for cell in cells}
+            return [
+                f"* @ {gemm} where {'not block' if numbers[key] is None else f'layer == {numbers[key]}'} -> keep"
+                for key, gemm in culprits
+            ]
 
     # ---- resuming
 

@@ -7,7 +7,7 @@ their exceptions. What a selector takes is asked of the planner, so the written 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,14 +76,16 @@ class _Table:
     def __init__(self, problem: Problem, assignment: Assignment) -> None:
         self.groups = list(dict.fromkeys(i.group for i in problem.items))
         numbers = sorted({i.number for i in problem.items if i.number is not None})
-        by_layer: dict[int | None, dict[GroupKey, Choice]] = {}
-        for item in problem.items:
-            by_layer.setdefault(item.number, {})[item.group] = assignment[item.cells[0].key]
-        self.bounds: list[int] = []
-        for number in numbers:
-            if not self.bounds or _differ(by_layer[number], by_layer[number - 1]):
-                self.bounds.append(number)
-        self.bounds = [*self.bounds, numbers[-1] + 1] if numbers else [0, 1]
+        starts = set(numbers[:1])
+        before: dict[GroupKey, Choice] = {}  # in the last layer that has the group: not every layer has all
+        for number, item in sorted(
+            ((i.number, i) for i in problem.items if i.number is not None), key=lambda p: p[0]
+        ):
+            choice = assignment[item.cells[0].key]
+            if before.get(item.group, choice) != choice:
+                starts.add(number)
+            before[item.group] = choice
+        self.bounds = [*sorted(starts), numbers[-1] + 1] if numbers else [0, 1]
         names = [None, *(f.name for f in problem.formats)]
         # -1: the group has no such layer, so any format will do.
         self.target = np.full((len(self.groups), len(self.bounds) - 1, 3), -1)
@@ -95,10 +97,6 @@ class _Table:
                 choice = assignment[item.cells[0].key]
                 self.target[self.groups.index(item.group), i] = [names.index(f) for f in choice]
         self.unnumbered = {self.groups.index(i.group) for i in problem.items if i.number is None}
-
-
-def _differ(one: Mapping[GroupKey, Choice], other: Mapping[GroupKey, Choice]) -> bool:
-    return any(one[g] != other[g] for g in one.keys() & other.keys())
 
 
 class _Painter:
