@@ -12,7 +12,7 @@ async function activate() {
   try {
     await client.start();
   } catch (error) {
-    const remedy = "pip install 'policyc[editor]', or set policyc.command to the path of policyc";
+    const remedy = "pip install policyc, or set policyc.command to the path of policyc";
     vscode.window.showErrorMessage(`policyc: '${command}' did not start (${error.message}): ${remedy}`);
   }
 }

@@ -19,10 +19,6 @@ def lsp() -> None:
     It reports what 'policyc lint' finds, with fixes, and answers requests for hover, completion, definitions, renames,
     formatting and inlay hints. Editors start it: docs/howto/editor.md has the lines for each.
     """
-    try:
-        from policyc.editor.server import serve
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("pygls", "lsprotocol"):
-            raise
-        raise click.UsageError("the language server needs pygls: pip install 'policyc[editor]'") from None
-    serve()
+    from policyc.editor.server import serve
+
+    raise SystemExit(serve())

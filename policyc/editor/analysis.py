@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shlex
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
 from policyc.base.files import user_cache_folder
 from policyc.compiler.site_lists import BadSiteList, ListPlan, RuleShare, SiteList
-from policyc.language.diagnostics import Diagnostic, PolicyError, Severity, Span
+from policyc.language.bundled import POLICY_SUFFIX, read_policy_text
+from policyc.language.diagnostics import Diagnostic, PolicyError, Severity, SourceText, Span
 from policyc.language.loader import LoadedPolicy, parse_with_diagnostics
 from policyc.language.parser import BlockStatement, Statement
 from policyc.language.policy import Rule
 from policyc.linter.settings import BadSettings, Settings, read_settings
 
 _COMMENT = re.compile(r"^[ \t]*#[ \t]*(sites|program):[ \t]*(.*?)[ \t\r]*$", re.MULTILINE)
+
+_RUN_SECONDS = 600  # for a program that lists its sites
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +152,18 @@ def _shares(plan: ListPlan, loaded: LoadedPolicy) -> Iterator[tuple[int, RuleSha
                 yield rule.span.start, share
 
 
+def read_importers(folder: Path, files: Collection[Path]) -> Iterator[SourceText]:
+    """The policies of a folder that import one of the files, with all that they import."""
+    for path in sorted(folder.glob(f"*{POLICY_SUFFIX}")):
+        try:
+            loaded = parse_with_diagnostics(read_policy_text(path), path=path)
+        except PolicyError:  # not readable
+            continue
+        imports = [file.source for file in loaded.imports]
+        if any(Path(source.path).resolve() in files for source in imports):
+            yield from (loaded.file.source, *imports)
+
+
 def lint(analysis: Analysis) -> tuple[Diagnostic, ...]:
     """The diagnostics of a text: those of the linter, and of its rules on the model."""
     from policyc.linter import engine
@@ -161,3 +179,37 @@ def lint(analysis: Analysis) -> tuple[Diagnostic, ...]:
         found = error.diagnostics
     known = [p for p in analysis.problems if p.code not in settings.ignore]
     return tuple(sorted((*found, *known), key=lambda d: d.sort_key))
+
+
+def fix_all(text: str, path: Path | None) -> str:
+    """The text with all safe fixes."""
+    from policyc.linter import engine
+    from policyc.linter.fixes import apply_fixes
+
+    return apply_fixes(text, lambda t: parse_with_diagnostics(t, path=path), engine.lint).text
+
+
+def list_sites(analysis: Analysis | None) -> str:
+    """Runs the program of a policy until its first loss is traced, and keeps the list of its sites.
+
+    Returns what went wrong; empty if nothing did.
+    """
+    source = None if analysis is None else analysis.source
+    if source is None or source.path is None or not source.program:
+        return "no program: write '# program: train.py' in the policy"
+    words = [sys.executable, "-m", "policyc", "sites", "--format", "json", "--out", str(source.path)]
+    env = {**os.environ, "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu")}
+    source.path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        result = subprocess.run(
+            [*words, *source.program],
+            cwd=source.folder,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=_RUN_SECONDS,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"the sites could not be listed: {error}"
+    return "" if result.returncode == 0 else f"the sites could not be listed: {result.stderr.strip()[-1000:]}"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-
-from lsprotocol import types as lsp
+from enum import IntEnum
 
 from policyc.compiler.site_lists import SiteList
 from policyc.editor import words
@@ -17,8 +16,6 @@ from policyc.language.formats import FORMATS
 from policyc.language.kinds import KINDS
 from policyc.language.recipes import OPTIONS
 from policyc.language.selectors import DottedPath
-
-_Kind = lsp.CompletionItemKind
 
 _TYPED_PATH = re.compile(r"(?:[\w*?~]+(?:\[[^\]\n]*\])?\.)*$")
 _ALLOW = re.compile(r"#\s*allow:[\w\s,-]*$")
@@ -34,12 +31,28 @@ _ATTRIBUTES = {
 _SNIPPETS = {"import": 'import "', "seed": "seed = ", "recipe": "recipe ", "group": "group "}
 
 
+class _Kind(IntEnum):
+    """Kinds of completion items, with their numbers in the language server protocol."""
+
+    FIELD = 5
+    VARIABLE = 6
+    CLASS = 7
+    MODULE = 9
+    PROPERTY = 10
+    VALUE = 12
+    KEYWORD = 14
+    FILE = 17
+    ENUM_MEMBER = 20
+    CONSTANT = 21
+    OPERATOR = 24
+
+
 @dataclass(frozen=True, slots=True)
 class Item:
     """A text to insert, and what it is."""
 
     text: str
-    kind: lsp.CompletionItemKind
+    kind: int
     detail: str = ""
 
 
@@ -64,19 +77,19 @@ def _drop_typed_word(scan: Scan, text: str, offset: int) -> None:
 def _items(scan: Scan, names: Scan, line: str, analysis: Analysis | None) -> Iterator[Item]:
     statement = scan.statement
     if statement.first == "import":
-        yield from (Item(name, _Kind.File, "bundled policy") for name in bundled_policies())
+        yield from (Item(name, _Kind.FILE, "bundled policy") for name in bundled_policies())
     elif scan.is_recipe_place():
         yield from _recipes(names, analysis)
     elif statement.calls and statement.calls[-1] != "where":
         yield from _arguments(scan)
     elif statement.has_arrow:
-        yield Item("expect", _Kind.Keyword, "the number of sites that the rule must match")
+        yield Item("expect", _Kind.KEYWORD, "the number of sites that the rule must match")
     elif statement.defines in ("recipe", "seed") or statement.first in ("after", "until", "variant"):
         return
     elif statement.clause() == "where":
         yield from _predicates()
     elif statement.clause() == "@" and statement.last in ("@", ","):
-        yield from (Item(word, _Kind.EnumMember, "product") for word in words.PRODUCTS)
+        yield from (Item(word, _Kind.ENUM_MEMBER, "product") for word in words.PRODUCTS)
     elif statement.tokens and statement.first in ("recipe", "group") and not statement.defines:
         return
     else:
@@ -86,11 +99,11 @@ def _items(scan: Scan, names: Scan, line: str, analysis: Analysis | None) -> Ite
 def _recipes(names: Scan, analysis: Analysis | None) -> Iterator[Item]:
     known = dict(_named_recipes(analysis))
     yield from (
-        Item(n.text, _Kind.Variable, known.get(n.text, "recipe")) for n in names.definitions("recipe")
+        Item(n.text, _Kind.VARIABLE, known.get(n.text, "recipe")) for n in names.definitions("recipe")
     )
-    yield from (Item(name, _Kind.Variable, recipe) for name, recipe in known.items())
-    yield from (Item(f.name, _Kind.Class, f.summary) for f in FORMATS.values())
-    yield Item("split", _Kind.Class, "another recipe for each product")
+    yield from (Item(name, _Kind.VARIABLE, recipe) for name, recipe in known.items())
+    yield from (Item(f.name, _Kind.CLASS, f.summary) for f in FORMATS.values())
+    yield Item("split", _Kind.CLASS, "another recipe for each product")
 
 
 def _named_recipes(analysis: Analysis | None) -> Iterator[tuple[str, str]]:
@@ -105,23 +118,23 @@ def _arguments(scan: Scan) -> Iterator[Item]:
     if statement.option in OPTIONS:
         option = OPTIONS[statement.option]
         values = ("on", "off") if option.kind == "flag" else option.choices
-        yield from (Item(value, _Kind.EnumMember, option.summary) for value in values)
+        yield from (Item(value, _Kind.ENUM_MEMBER, option.summary) for value in values)
     elif callee == "split":
-        yield from (Item(f"{word}=", _Kind.Field, "product") for word in words.PRODUCTS)
+        yield from (Item(f"{word}=", _Kind.FIELD, "product") for word in words.PRODUCTS)
     elif callee in FORMATS:
         used = {text for text, _ in statement.tokens}
         for name in FORMATS[callee].options:
             if name not in used:
                 end = "" if OPTIONS[name].kind == "flag" else "="
-                yield Item(name + end, _Kind.Field, OPTIONS[name].summary)
+                yield Item(name + end, _Kind.FIELD, OPTIONS[name].summary)
 
 
 def _predicates() -> Iterator[Item]:
-    yield from (Item(kind.word, _Kind.Constant, kind.meaning) for kind in KINDS.values())
+    yield from (Item(kind.word, _Kind.CONSTANT, kind.meaning) for kind in KINDS.values())
     yield from (
-        Item(word, _Kind.Property, _ATTRIBUTES[word]) for word in words.ATTRIBUTES if word not in KINDS
+        Item(word, _Kind.PROPERTY, _ATTRIBUTES[word]) for word in words.ATTRIBUTES if word not in KINDS
     )
-    yield from (Item(word, _Kind.Operator) for word in words.OPERATORS)
+    yield from (Item(word, _Kind.OPERATOR) for word in words.OPERATORS)
 
 
 def _selectors(scan: Scan, names: Scan, line: str, analysis: Analysis | None) -> Iterator[Item]:
@@ -132,11 +145,11 @@ def _selectors(scan: Scan, names: Scan, line: str, analysis: Analysis | None) ->
         yield from _site_names(analysis.sites, path)
     if path:
         return
-    yield from (Item(n.text, _Kind.Module, "group") for n in names.definitions("group"))
+    yield from (Item(n.text, _Kind.MODULE, "group") for n in names.definitions("group"))
     if not statement.tokens:
-        yield from (Item(_SNIPPETS.get(w, f"{w} "), _Kind.Keyword) for w in words.STATEMENTS)
+        yield from (Item(_SNIPPETS.get(w, f"{w} "), _Kind.KEYWORD) for w in words.STATEMENTS)
     elif statement.last not in (",", "="):
-        yield Item("where", _Kind.Keyword, "a condition on the sites")
+        yield Item("where", _Kind.KEYWORD, "a condition on the sites")
 
 
 def _site_names(sites: SiteList, before: list[str]) -> Iterator[Item]:
@@ -149,7 +162,7 @@ def _site_names(sites: SiteList, before: list[str]) -> Iterator[Item]:
     total = sites.total_flops or 1
     for name, share in sorted(flops.items(), key=lambda item: -item[1]):
         if re.fullmatch(r"[\w~-]+", name):  # other names cannot be written in a selector
-            yield Item(name, _Kind.Module, f"{share / total:.1%} of FLOPs")
+            yield Item(name, _Kind.MODULE, f"{share / total:.1%} of FLOPs")
 
 
 def _following(path: DottedPath, before: list[str]) -> Iterator[str]:
@@ -163,4 +176,4 @@ def _following(path: DottedPath, before: list[str]) -> Iterator[str]:
 def _codes() -> Iterator[Item]:
     from policyc.linter.rules import ALL_RULES
 
-    return (Item(rule.code, _Kind.Value, rule.title) for rule in ALL_RULES.values())
+    return (Item(rule.code, _Kind.VALUE, rule.title) for rule in ALL_RULES.values())

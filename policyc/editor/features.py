@@ -1,55 +1,55 @@
-"""The answers of the language server, as types of the protocol. Functions of a text and of what is known about it."""
+"""The answers of the language server, as JSON of its protocol. Functions of a text and of what is known about it.
+
+`sources` are the texts in which a name means the same, by their URIs: that of the request first, then its imports.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-
-from lsprotocol import types as lsp
 
 from policyc.editor.analysis import Analysis
 from policyc.editor.hover import describe_hint
+from policyc.editor.json_rpc import Json
 from policyc.editor.positions import to_position, to_range
 from policyc.editor.scan import Name, scan_text
-from policyc.language.diagnostics import Diagnostic, Fix, Severity, SourceText, Span
+from policyc.language.diagnostics import Diagnostic, Severity, SourceText, Span
 from policyc.language.formatter import format_file
-from policyc.language.parser import read_statements
+from policyc.language.parser import PolicyFile, read_statements
 
 LIST_SITES = "policyc.listSites"
 """The command that runs the program of a policy to list its sites. Its argument is the policy's URI."""
 
-_SEVERITIES = {
-    Severity.ERROR: lsp.DiagnosticSeverity.Error,
-    Severity.WARNING: lsp.DiagnosticSeverity.Warning,
-    Severity.NOTE: lsp.DiagnosticSeverity.Information,
-}
-_SYMBOLS = {
-    "recipe": lsp.SymbolKind.Variable, "group": lsp.SymbolKind.Array, "variant": lsp.SymbolKind.Module,
-}  # fmt: skip
+# Numbers of the protocol.
+_SEVERITIES = {Severity.ERROR: 1, Severity.WARNING: 2, Severity.NOTE: 3}
+_SYMBOLS = {"recipe": 13, "group": 18, "variant": 2}  # a variable, an array, a module
+_SCHEDULE_SYMBOL = 24  # an event
 
 
-def to_lsp_diagnostic(diagnostic: Diagnostic, uri: str) -> lsp.Diagnostic:
+def to_lsp_diagnostic(diagnostic: Diagnostic, uri: str) -> Json:
     help = f"\n{diagnostic.help}" if diagnostic.help else ""
     source = diagnostic.span.source
-    related = [
-        lsp.DiagnosticRelatedInformation(
-            lsp.Location(uri if note.span.source is source else _uri(note.span.source), to_range(note.span)),
-            note.message,
-        )
-        for note in diagnostic.notes
-    ]
-    return lsp.Diagnostic(
-        range=to_range(diagnostic.span),
-        message=diagnostic.message + help,
-        severity=_SEVERITIES[diagnostic.severity],
-        code=diagnostic.code,
-        source="policyc",
-        related_information=related,
-    )
+    return {
+        "range": to_range(diagnostic.span),
+        "message": diagnostic.message + help,
+        "severity": _SEVERITIES[diagnostic.severity],
+        "code": diagnostic.code,
+        "source": "policyc",
+        "relatedInformation": [
+            {
+                "location": {
+                    "uri": uri if note.span.source is source else file_uri(note.span.source),
+                    "range": to_range(note.span),
+                },
+                "message": note.message,
+            }
+            for note in diagnostic.notes
+        ],
+    }
 
 
-def _uri(source: SourceText) -> str:
-    return Path(source.path).absolute().as_uri()
+def file_uri(source: SourceText) -> str:
+    return Path(source.path).resolve().as_uri()
 
 
 def publishable(diagnostics: Sequence[Diagnostic], source: SourceText) -> Iterator[Diagnostic]:
@@ -70,130 +70,120 @@ def publishable(diagnostics: Sequence[Diagnostic], source: SourceText) -> Iterat
             )
 
 
-def fix_actions(
-    diagnostics: Sequence[Diagnostic], uri: str, start: int, end: int
-) -> Iterator[lsp.CodeAction]:
+def fix_actions(diagnostics: Sequence[Diagnostic], uri: str, start: int, end: int) -> Iterator[Json]:
     """The fixes of the diagnostics that touch a range. A safe one is preferred."""
     for diagnostic in diagnostics:
         fix = diagnostic.fix
         if fix is not None and diagnostic.span.start <= end and start <= diagnostic.span.end:
-            yield lsp.CodeAction(
-                title=fix.message if fix.safe else f"{fix.message} (changes what the policy means)",
-                kind=lsp.CodeActionKind.QuickFix,
-                diagnostics=[to_lsp_diagnostic(diagnostic, uri)],
-                is_preferred=fix.safe,
-                edit=lsp.WorkspaceEdit(changes={uri: _edits(fix)}),
-            )
+            edits = [{"range": to_range(edit.span), "newText": edit.text} for edit in fix.edits]
+            yield {
+                "title": fix.message if fix.safe else f"{fix.message} (changes what the policy means)",
+                "kind": "quickfix",
+                "diagnostics": [to_lsp_diagnostic(diagnostic, uri)],
+                "isPreferred": fix.safe,
+                "edit": {"changes": {uri: edits}},
+            }
 
 
-def _edits(fix: Fix) -> list[lsp.TextEdit]:
-    return [lsp.TextEdit(to_range(edit.span), edit.text) for edit in fix.edits]
-
-
-def replace_text(source: SourceText, text: str) -> list[lsp.TextEdit]:
+def replace_text(source: SourceText, text: str) -> list[Json]:
     """The edit that replaces a whole text; none if nothing changes. Line endings stay as they were."""
     if "\r\n" in source.text:
         text = text.replace("\r\n", "\n").replace("\n", "\r\n")
     whole = Span(source, 0, len(source.text))
-    return [] if text == source.text else [lsp.TextEdit(to_range(whole), text)]
+    return [] if text == source.text else [{"range": to_range(whole), "newText": text}]
 
 
-def format_text(source: SourceText) -> list[lsp.TextEdit]:
-    """The edit that formats a text; none if it has errors."""
-    plain = SourceText(source.text.replace("\r\n", "\n"), source.path)
-    file, diagnostics = read_statements(plain)
-    return [] if diagnostics else replace_text(source, format_file(file))
+def format_text(source: SourceText, file: PolicyFile | None = None) -> list[Json]:
+    """The edit that formats a text; none if it has errors. `file` is the text without errors, if it was read before."""
+    if file is None or "\r\n" in source.text:
+        file, diagnostics = read_statements(SourceText(source.text.replace("\r\n", "\n"), source.path))
+        if diagnostics:
+            return []
+    return replace_text(source, format_file(file))
 
 
-def definition(source: SourceText, uri: str, offset: int, analysis: Analysis | None) -> list[lsp.Location]:
-    """Where a name is defined: in this text, else in an imported file."""
-    scan = scan_text(source.text)
-    name = scan.name_at(offset)
-    if name is None:
-        return []
-    own = [n for n in scan.occurrences(name) if n.is_definition]
-    if own or analysis is None:
-        return [lsp.Location(uri, _range(source, n)) for n in own]
-    imported = (d for d in analysis.loaded.policy.recipes if name.kind == "recipe" and d.name == name.text)
-    return [lsp.Location(_uri(d.span.source), to_range(d.span)) for d in imported]
+Place = tuple[str, Name]
+"""The URI of a text, and a name in it."""
 
 
-def references(source: SourceText, uri: str, offset: int) -> list[lsp.Location]:
-    scan = scan_text(source.text)
-    name = scan.name_at(offset)
-    return [lsp.Location(uri, _range(source, n)) for n in scan.occurrences(name)] if name else []
+def find_places(sources: Mapping[str, SourceText], offset: int) -> list[Place]:
+    """Every place of the name at an offset of the first text."""
+    scans = {uri: scan_text(source.text) for uri, source in sources.items()}
+    groups = {name.text for scan in scans.values() for name in scan.definitions("group")}
+    name = next(iter(scans.values())).name_at(offset, groups)
+    return [(uri, place) for uri, scan in scans.items() for place in scan.occurrences(name)] if name else []
 
 
-def renamed_range(source: SourceText, offset: int) -> lsp.Range | None:
-    """The name at an offset, if this text defines it: an imported name cannot be renamed here."""
-    scan = scan_text(source.text)
-    name = scan.name_at(offset)
-    if name is None or not any(n.is_definition for n in scan.occurrences(name)):
-        return None
-    return _range(source, name)
+def definitions(places: Sequence[Place]) -> list[Place]:
+    """Those of the places that define the name: in the text of the request, else in its imports."""
+    found = [(uri, name) for uri, name in places if name.is_definition]
+    return [place for place in found if place[0] == places[0][0]] or found
 
 
-def rename(source: SourceText, uri: str, offset: int, new_name: str) -> lsp.WorkspaceEdit:
-    scan = scan_text(source.text)
-    name = scan.name_at(offset)
-    places = scan.occurrences(name) if name else []
-    return lsp.WorkspaceEdit(changes={uri: [lsp.TextEdit(_range(source, n), new_name) for n in places]})
+def locations(sources: Mapping[str, SourceText], places: Sequence[Place]) -> list[Json]:
+    return [{"uri": uri, "range": name_range(sources[uri], name)} for uri, name in places]
 
 
-def _range(source: SourceText, name: Name) -> lsp.Range:
+def rename(sources: Mapping[str, SourceText], places: Sequence[Place], new_name: str) -> Json:
+    changes: dict[str, list[Json]] = {}
+    for uri, name in places:
+        changes.setdefault(uri, []).append({"range": name_range(sources[uri], name), "newText": new_name})
+    return {"changes": changes}
+
+
+def name_range(source: SourceText, name: Name) -> Json:
     return to_range(Span(source, name.start, name.end))
 
 
-def symbols(source: SourceText) -> list[lsp.DocumentSymbol]:
+def symbols(source: SourceText) -> list[Json]:
     """The recipes, groups and variants that a text defines, and its schedule. A block contains what is in it."""
     scan = scan_text(source.text)
     names = {source.text.rfind(name.kind, 0, name.start): name for name in scan.definitions()}
     blocks = {block.start: block for block in scan.blocks}
-    roots: list[lsp.DocumentSymbol] = []
-    parents: list[tuple[int, list[lsp.DocumentSymbol]]] = []  # the ends of open blocks, and what is in them
+    roots: list[Json] = []
+    parents: list[tuple[int, list[Json]]] = []  # the ends of open blocks, and what is in them
     for start in sorted({*names, *blocks}):
         while parents and parents[-1][0] <= start:
             parents.pop()
-        name, block, children = names.get(start), blocks.get(start), list[lsp.DocumentSymbol]()
+        name, block, children = names.get(start), blocks.get(start), list[Json]()
         head_end = name.end if name else start + len(block.head) if block else start
         end = max(head_end, block.end if block else 0)
-        symbol = lsp.DocumentSymbol(
-            name.text if name else block.head if block else "",
-            _SYMBOLS[name.kind] if name else lsp.SymbolKind.Event,
-            to_range(Span(source, start, end)),
-            _range(source, name) if name else to_range(Span(source, start, head_end)),
-            children=children,
-        )
+        symbol = {
+            "name": name.text if name else block.head if block else "",
+            "kind": _SYMBOLS[name.kind] if name else _SCHEDULE_SYMBOL,
+            "range": to_range(Span(source, start, end)),
+            "selectionRange": name_range(source, name) if name else to_range(Span(source, start, head_end)),
+            "children": children,
+        }
         (parents[-1][1] if parents else roots).append(symbol)
         if block:
             parents.append((end, children))
     return roots
 
 
-def folding(source: SourceText) -> list[lsp.FoldingRange]:
+def folding(source: SourceText) -> list[Json]:
     """Blocks, and comments of several lines."""
     ranges = []
     for block in scan_text(source.text).blocks:
         first, last = source.position(block.start)[0], source.position(block.end)[0]
         if last > first:
-            ranges.append(lsp.FoldingRange(first - 1, last - 1, kind=lsp.FoldingRangeKind.Region))
-    lines = source.text.split("\n")
+            ranges.append({"startLine": first - 1, "endLine": last - 1, "kind": "region"})
     comment_start = None
-    for number, line in enumerate([*lines, ""]):
+    for number, line in enumerate([*source.text.split("\n"), ""]):
         if line.lstrip().startswith("#"):
             comment_start = number if comment_start is None else comment_start
         elif comment_start is not None:
             if number - 1 > comment_start:
-                ranges.append(lsp.FoldingRange(comment_start, number - 1, kind=lsp.FoldingRangeKind.Comment))
+                ranges.append({"startLine": comment_start, "endLine": number - 1, "kind": "comment"})
             comment_start = None
     return ranges
 
 
-def hints(analysis: Analysis) -> list[lsp.InlayHint]:
+def hints(analysis: Analysis) -> list[Json]:
     """At the end of each rule, the number of sites that it decides about, and their share of the FLOPs."""
     source = analysis.loaded.file.source
     return [
-        lsp.InlayHint(to_position(source, rule.span.end), label, padding_left=True)
+        {"position": to_position(source, rule.span.end), "label": label, "paddingLeft": True}
         for rule in analysis.rules()
         if (label := describe_hint(analysis, rule))
     ]

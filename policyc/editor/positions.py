@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from lsprotocol import types as lsp
-
+from policyc.editor.json_rpc import Json
 from policyc.language.diagnostics import SourceText, Span
 
 
-def to_position(source: SourceText, offset: int) -> lsp.Position:
+def to_position(source: SourceText, offset: int) -> Json:
     """The position of an offset."""
     line, column = source.position(offset)
     start = source.line_starts[line - 1]
-    return lsp.Position(line - 1, _utf16_length(source.text[start : start + column - 1]))
+    return {"line": line - 1, "character": _utf16_length(source.text[start : start + column - 1])}
 
 
-def to_range(span: Span) -> lsp.Range:
+def to_range(span: Span) -> Json:
     """The range of a span."""
-    return lsp.Range(to_position(span.source, span.start), to_position(span.source, span.end))
+    return {"start": to_position(span.source, span.start), "end": to_position(span.source, span.end)}
 
 
-def to_offset(source: SourceText, position: lsp.Position) -> int:
+def to_offset(source: SourceText, position: Json) -> int:
     """The offset of a position. One beyond the end of a line or of the text is at that end."""
-    if position.line >= len(source.line_starts):
+    if position["line"] >= len(source.line_starts):
         return len(source.text)
-    start = source.line_starts[position.line]
+    start = source.line_starts[position["line"]]
     units = 0
-    line = source.line(position.line + 1)
+    line = source.line(position["line"] + 1)
     for count, character in enumerate(line):
-        if units >= position.character:
+        if units >= position["character"]:
             return start + count
         units += _utf16_length(character)
     return start + len(line)

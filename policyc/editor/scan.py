@@ -6,7 +6,7 @@ An editor asks while a statement is half written, and for each key: a parse woul
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
@@ -180,9 +180,8 @@ class Scan:
         """The definitions, of one kind or of all."""
         return (name for name in self.names if name.is_definition and kind in (None, name.kind))
 
-    def name_at(self, offset: int) -> Name | None:
-        """The name that an offset touches. A selector is a name only if a group is defined."""
-        groups = {name.text for name in self.definitions("group")}
+    def name_at(self, offset: int, groups: Collection[str]) -> Name | None:
+        """The name that an offset touches. A selector is a name only if it is one of the defined groups."""
         touched = (n for n in self.names if n.start <= offset <= n.end)
         return next((n for n in touched if n.kind != "group" or n.text in groups), None)
 
@@ -193,7 +192,7 @@ class Scan:
         )
 
 
-@lru_cache(maxsize=4)  # an editor asks several things about each text
+@lru_cache(maxsize=32)  # an editor asks several things about each text and the files that it imports
 def scan_text(text: str) -> Scan:
     """The names and blocks of a whole text. Not to be changed."""
     return Scan(text)

@@ -1,312 +1,368 @@
 """The language server: `policyc lsp`, over standard input and output.
 
-Completion and names are answered at once, from the text. Reading, planning and linting follow in a thread, once no key
-was pressed for a moment. The server runs no program unless it is told to by the command `policyc.listSites`.
+The thread that reads messages answers what needs only the text. A second thread reads, plans and lints a text once no
+key was pressed for a moment, and answers the requests that need this. The server runs no program unless the command
+`policyc.listSites` tells it to.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
-import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from pathlib import Path
-
-from lsprotocol import types as lsp
-from pygls.exceptions import JsonRpcInvalidParams
-from pygls.lsp.server import LanguageServer
-from pygls.uris import to_fs_path
+from queue import Empty, SimpleQueue
+from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from policyc import __version__
 from policyc.editor import features
-from policyc.editor.analysis import Analysis, analyze, lint
+from policyc.editor.analysis import Analysis, analyze, fix_all, lint, list_sites, read_importers
 from policyc.editor.completion import complete
 from policyc.editor.hover import hover
+from policyc.editor.json_rpc import DEFERRED, METHOD_NOT_FOUND, Connection, Json, RequestError
 from policyc.editor.positions import to_offset
+from policyc.language.bundled import bundled_policies
 from policyc.language.diagnostics import Diagnostic, SourceText
-from policyc.language.loader import parse_with_diagnostics
 
 _PAUSE = 0.12  # seconds without a key before a text is read: less is felt as flicker, more as lag
 _SWITCH_INTERVAL = (
     0.001  # seconds: a request waits at most this long for the thread that lints; 5 ms is Python's default
 )
-_RUN_SECONDS = 600  # for a program that lists its sites
-_TRIGGERS = [".", "@", "(", "=", ",", ">", " ", '"', "{"]
+_ERROR_MESSAGE = 1  # a type of window/showMessage
+_CAPABILITIES = {
+    "textDocumentSync": {"openClose": True, "change": 1, "save": True},  # 1: each change sends the whole text
+    "hoverProvider": True,
+    "completionProvider": {"triggerCharacters": [".", "@", "(", "=", ",", ">", " ", '"', "{"]},
+    "definitionProvider": True,
+    "referencesProvider": True,
+    "renameProvider": {"prepareProvider": True},
+    "codeActionProvider": {"codeActionKinds": ["quickfix", "source.fixAll", "source"]},
+    "documentFormattingProvider": True,
+    "documentSymbolProvider": True,
+    "foldingRangeProvider": True,
+    "inlayHintProvider": True,
+    "executeCommandProvider": {"commands": [features.LIST_SITES]},
+}
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Document:
-    """An open policy. `analysis` and `diagnostics` may be of an earlier text."""
+    """An open policy. `analysis`, `diagnostics` and `formatted` may be of an earlier text while `due` is set."""
 
-    source: SourceText
+    uri: str
     path: Path | None
+    source: SourceText
     version: int | None
+    due: float | None
+    """When to read the text; None: it has been read."""
     analysis: Analysis | None = None
     diagnostics: tuple[Diagnostic, ...] = ()
-    update: asyncio.Task[None] | None = None
-    read: asyncio.Event | None = None
-    """Set when `analysis` is of the present text."""
+    formatted: list[Json] | None = None
+    waiting: list[Callable[[], None]] = field(default_factory=list)
+    """Requests to answer when the text has been read."""
+
+    def offset(self, params: Json) -> int:
+        return to_offset(self.source, params["position"])
+
+
+class _When(Enum):
+    """When a request about a document is answered."""
+
+    AT_ONCE = "from the text, by the thread that reads messages"
+    IN_THREAD = "by the second thread, because it takes longer"
+    WHEN_READ = "by the second thread, once the present text has been read"
 
 
 class PolicyServer:
     """Open documents, and the handlers of requests about them."""
 
-    def __init__(self) -> None:
-        self.server: LanguageServer = LanguageServer(
-            "policyc", __version__, text_document_sync_kind=lsp.TextDocumentSyncKind.Full
-        )
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self._documents: dict[str, _Document] = {}
-        self._thread = ThreadPoolExecutor(1)
-        actions = [lsp.CodeActionKind.QuickFix, lsp.CodeActionKind.SourceFixAll, lsp.CodeActionKind.Source]
-        for method, handler, options in (
-            (lsp.TEXT_DOCUMENT_DID_OPEN, self.did_open, None),
-            (lsp.TEXT_DOCUMENT_DID_CHANGE, self.did_change, None),
-            (lsp.TEXT_DOCUMENT_DID_SAVE, self.did_save, None),
-            (lsp.TEXT_DOCUMENT_DID_CLOSE, self.did_close, None),
-            (lsp.TEXT_DOCUMENT_HOVER, self.hover, None),
-            (
-                lsp.TEXT_DOCUMENT_COMPLETION,
-                self.complete,
-                lsp.CompletionOptions(trigger_characters=_TRIGGERS),
-            ),
-            (lsp.TEXT_DOCUMENT_DEFINITION, self.definition, None),
-            (lsp.TEXT_DOCUMENT_REFERENCES, self.references, None),
-            (lsp.TEXT_DOCUMENT_PREPARE_RENAME, self.prepare_rename, None),
-            (lsp.TEXT_DOCUMENT_RENAME, self.rename, lsp.RenameOptions(prepare_provider=True)),
-            (
-                lsp.TEXT_DOCUMENT_CODE_ACTION,
-                self.code_actions,
-                lsp.CodeActionOptions(code_action_kinds=actions),
-            ),
-            (lsp.TEXT_DOCUMENT_FORMATTING, self.format, None),
-            (lsp.TEXT_DOCUMENT_DOCUMENT_SYMBOL, self.symbols, None),
-            (lsp.TEXT_DOCUMENT_FOLDING_RANGE, self.folding, None),
-            (lsp.TEXT_DOCUMENT_INLAY_HINT, self.hints, None),
-        ):
-            self.server.feature(method, options)(
-                partial(handler)
-            )  # pygls sets attributes, and methods have none
-        self.server.command(features.LIST_SITES)(partial(self.list_sites))
+        self._tasks: SimpleQueue[tuple[_Document | None, Callable[[], None]]] = SimpleQueue()
+        self._publishing = threading.Lock()
+        self._is_shut_down = False
+        self._refreshes_hints = False
+        self._messages: dict[str, Callable[[Json], Any]] = {
+            "initialize": self.initialize,
+            "shutdown": self.shutdown,
+            "textDocument/didOpen": self.did_open,
+            "textDocument/didChange": self.did_change,
+            "textDocument/didSave": self.did_save,
+            "textDocument/didClose": self.did_close,
+            "workspace/executeCommand": self.list_sites,
+        }
+        self._requests: dict[str, tuple[_When, Callable[[_Document, Json], Any]]] = {
+            "textDocument/completion": (_When.AT_ONCE, self.complete),
+            "textDocument/definition": (_When.AT_ONCE, self.definition),
+            "textDocument/prepareRename": (_When.AT_ONCE, self.prepare_rename),
+            "textDocument/documentSymbol": (_When.AT_ONCE, lambda d, _: features.symbols(d.source)),
+            "textDocument/foldingRange": (_When.AT_ONCE, lambda d, _: features.folding(d.source)),
+            "textDocument/formatting": (_When.IN_THREAD, self.format),
+            "textDocument/references": (_When.IN_THREAD, self.references),
+            "textDocument/rename": (_When.IN_THREAD, self.rename),
+            "textDocument/hover": (_When.WHEN_READ, self.hover),
+            "textDocument/codeAction": (_When.WHEN_READ, self.code_actions),
+            "textDocument/inlayHint": (_When.WHEN_READ, self.hints),
+        }
 
-    # ---- documents
+    def run(self) -> int:
+        """Serves until the client says goodbye or is gone. Returns the exit status that the protocol asks for."""
+        threading.Thread(target=self._work, daemon=True).start()
+        while (message := self._connection.read()) is not None and message.get("method") != "exit":
+            if "method" in message:  # else it answers a request of the server
+                self._connection.answer(message, partial(self._handle, message))
+        return 0 if self._is_shut_down else 1
 
-    async def did_open(self, params: lsp.DidOpenTextDocumentParams) -> None:
-        document = params.text_document
-        self._set_text(document.uri, document.text, document.version)
+    def _handle(self, message: Json) -> Any:
+        method, params = message["method"], message.get("params") or {}
+        if method in self._messages:
+            return self._messages[method](params)
+        if method in self._requests:
+            when, handler = self._requests[method]
+            document = self._get(params)
+            if when is _When.AT_ONCE:
+                return handler(document, params)
+            task = partial(self._connection.answer, message, partial(handler, document, params))
+            self._tasks.put((document if when is _When.WHEN_READ else None, task))
+            return DEFERRED
+        if "id" in message:
+            raise RequestError(f"'{method}' is not supported", METHOD_NOT_FOUND)
+        return None
 
-    async def did_change(self, params: lsp.DidChangeTextDocumentParams) -> None:
-        uri = params.text_document.uri
-        text = self.server.workspace.get_text_document(uri).source
-        self._set_text(uri, text, params.text_document.version)
+    def _get(self, params: Json) -> _Document:
+        uri = params["textDocument"]["uri"]
+        if uri not in self._documents:
+            raise RequestError(f"'{uri}' is not open")
+        return self._documents[uri]
 
-    async def did_save(self, params: lsp.DidSaveTextDocumentParams) -> None:
-        del params  # imports and lists of sites may have changed for every policy
-        for uri in tuple(self._documents):
-            self._start_update(uri)
+    # ---- the second thread
 
-    async def did_close(self, params: lsp.DidCloseTextDocumentParams) -> None:
-        document = self._documents.pop(params.text_document.uri, None)
-        if document is not None and document.update is not None:
-            document.update.cancel()
-        self._publish(params.text_document.uri, None, ())
+    def _work(self) -> None:
+        """Answers requests, and reads each document when it is due."""
+        while True:
+            due = [(d.due, d) for d in tuple(self._documents.values()) if d.due is not None]
+            first = min(due, key=lambda item: item[0], default=None)
+            timeout = None if first is None else max(0, first[0] - time.monotonic())
+            try:
+                document, task = self._tasks.get(timeout=timeout)
+            except Empty:
+                if first is not None:
+                    self._read(first[1])
+                continue
+            if document is None or document.due is None:
+                task()
+            else:
+                document.waiting.append(task)
 
-    def _set_text(self, uri: str, text: str, version: int | None) -> None:
-        path = to_fs_path(uri) if uri.startswith("file:") else None
-        source = SourceText(text.removeprefix("\ufeff"), path or uri)
-        document = self._documents.get(uri)
-        if document is None:
-            document = _Document(source, Path(path) if path else None, version)
-            self._documents[uri] = document
-        document.source, document.version = source, version
-        self._start_update(uri)
+    def _read(self, document: _Document) -> None:
+        """Reads the present text of a document, answers the requests that wait for it, and lints it."""
+        document.due = None  # before the text is taken: a text that comes later is due again
+        source = document.source
+        self._connection.answer({}, partial(self._analyze, document, source))
+        waiting, document.waiting = document.waiting, []
+        for task in waiting:
+            task()
+        self._connection.answer({}, partial(self._lint, document, source))
 
-    def _start_update(self, uri: str) -> None:
-        document = self._documents[uri]
-        if document.update is not None:
-            document.update.cancel()
-        document.read = asyncio.Event()
-        document.update = asyncio.ensure_future(self._update(uri, document))
+    def _analyze(self, document: _Document, source: SourceText) -> None:
+        document.analysis, document.formatted = analyze(source.text, document.path), None
 
-    async def _update(self, uri: str, document: _Document) -> None:
-        """Reads and lints the present text of a document. Canceled when the text changes."""
-        loop = asyncio.get_running_loop()
-        source, read = document.source, document.read
-        if document.analysis is not None:
-            await asyncio.sleep(_PAUSE)
-        analysis = await loop.run_in_executor(self._thread, analyze, source.text, document.path)
-        document.analysis = analysis
-        if read is not None:
-            read.set()
-        found = await loop.run_in_executor(self._thread, lint, analysis)
-        document.diagnostics = tuple(features.publishable(found, analysis.loaded.file.source))
-        self._publish(uri, document.version, document.diagnostics)
-        capabilities = self.server.client_capabilities.workspace
-        if (
-            analysis.shares
-            and capabilities
-            and capabilities.inlay_hint
-            and capabilities.inlay_hint.refresh_support
-        ):
-            self.server.workspace_inlay_hint_refresh(None)
+    def _lint(self, document: _Document, source: SourceText) -> None:
+        analysis = document.analysis
+        if analysis is None or document.source is not source:  # the text has changed: it is read again
+            return
+        found = tuple(features.publishable(lint(analysis), analysis.loaded.file.source))
+        with self._publishing:
+            if self._documents.get(document.uri) is not document or document.source is not source:
+                return
+            document.diagnostics = found
+            self._publish(document.uri, document.version, found)
+        if analysis.shares and self._refreshes_hints:
+            self._connection.request("workspace/inlayHint/refresh")
+        if not analysis.loaded.diagnostics:
+            document.formatted = features.format_text(source, analysis.loaded.file)
 
     def _publish(self, uri: str, version: int | None, diagnostics: tuple[Diagnostic, ...]) -> None:
         found = [features.to_lsp_diagnostic(d, uri) for d in diagnostics]
-        self.server.text_document_publish_diagnostics(lsp.PublishDiagnosticsParams(uri, found, version))
+        params = {"uri": uri, "diagnostics": found} | ({} if version is None else {"version": version})
+        self._connection.notify("textDocument/publishDiagnostics", params)
 
-    def _get(self, uri: str) -> _Document:
-        if uri not in self._documents:
-            raise JsonRpcInvalidParams(f"'{uri}' is not open")
-        return self._documents[uri]
+    # ---- documents
 
-    async def _read(self, uri: str) -> Analysis | None:
-        """The analysis of the present text."""
-        document = self._get(uri)
-        if document.read is not None:
-            await document.read.wait()
-        return document.analysis
+    def initialize(self, params: Json) -> Json:
+        workspace = (params.get("capabilities") or {}).get("workspace") or {}
+        self._refreshes_hints = bool((workspace.get("inlayHint") or {}).get("refreshSupport"))
+        return {"capabilities": _CAPABILITIES, "serverInfo": {"name": "policyc", "version": __version__}}
+
+    def shutdown(self, params: Json) -> None:
+        del params
+        self._is_shut_down = True
+
+    def did_open(self, params: Json) -> None:
+        item = params["textDocument"]
+        uri = item["uri"]
+        path = _path(uri)
+        source = SourceText(item["text"].removeprefix("\ufeff"), str(path or uri))
+        self._documents[uri] = _Document(uri, path, source, item.get("version"), due=time.monotonic())
+        self._wake()
+
+    def did_change(self, params: Json) -> None:
+        document = self._get(params)
+        text = params["contentChanges"][-1]["text"].removeprefix("\ufeff")
+        document.source = SourceText(text, document.source.path)
+        document.version = params["textDocument"].get("version")
+        document.due = time.monotonic() + _PAUSE
+        self._wake()
+
+    def did_save(self, params: Json) -> None:
+        del params  # imports and lists of sites may have changed for every policy
+        for document in self._documents.values():
+            document.due = time.monotonic() + _PAUSE
+        self._wake()
+
+    def did_close(self, params: Json) -> None:
+        document = self._get(params)
+        with self._publishing:
+            del self._documents[document.uri]
+            self._publish(document.uri, None, ())
+        self._tasks.put((None, partial(self._read, document)))  # for requests that wait
+
+    def _wake(self) -> None:
+        self._tasks.put((None, lambda: None))
 
     # ---- requests
 
-    async def hover(self, params: lsp.HoverParams) -> lsp.Hover | None:
-        document = self._get(params.text_document.uri)
-        analysis = await self._read(params.text_document.uri)
-        if analysis is None:
-            return None
-        offset = to_offset(analysis.loaded.file.source, params.position)
-        text = hover(analysis, document.diagnostics, offset)
-        return lsp.Hover(lsp.MarkupContent(lsp.MarkupKind.Markdown, text)) if text else None
-
-    def complete(self, params: lsp.CompletionParams) -> list[lsp.CompletionItem]:
-        document = self._get(params.text_document.uri)
-        items = complete(document.source.text, to_offset(document.source, params.position), document.analysis)
+    def complete(self, document: _Document, params: Json) -> list[Json]:
+        items = complete(document.source.text, document.offset(params), document.analysis)
         return [
-            lsp.CompletionItem(i.text, kind=i.kind, detail=i.detail or None, sort_text=f"{number:04}")
+            {"label": i.text, "kind": i.kind, "detail": i.detail, "sortText": f"{number:04}"}
             for number, i in enumerate(items)
         ]
 
-    def definition(self, params: lsp.DefinitionParams) -> list[lsp.Location]:
-        uri = params.text_document.uri
-        document = self._get(uri)
-        offset = to_offset(document.source, params.position)
-        return features.definition(document.source, uri, offset, document.analysis)
-
-    def references(self, params: lsp.ReferenceParams) -> list[lsp.Location]:
-        document = self._get(params.text_document.uri)
-        return features.references(
-            document.source, params.text_document.uri, to_offset(document.source, params.position)
+    def definition(self, document: _Document, params: Json) -> list[Json]:
+        sources = self._sources(document)
+        return features.locations(
+            sources, features.definitions(features.find_places(sources, document.offset(params)))
         )
 
-    def prepare_rename(self, params: lsp.PrepareRenameParams) -> lsp.Range | None:
-        document = self._get(params.text_document.uri)
-        return features.renamed_range(document.source, to_offset(document.source, params.position))
+    def prepare_rename(self, document: _Document, params: Json) -> Json | None:
+        offset = document.offset(params)
+        places = features.find_places(self._sources(document), offset)
+        here = (n for uri, n in places if uri == document.uri and n.start <= offset <= n.end)
+        return features.name_range(document.source, next(here)) if features.definitions(places) else None
 
-    def rename(self, params: lsp.RenameParams) -> lsp.WorkspaceEdit:
-        document = self._get(params.text_document.uri)
-        offset = to_offset(document.source, params.position)
-        if not (params.new_name.isidentifier()):
-            raise JsonRpcInvalidParams(f"'{params.new_name}' is not a name: use letters, digits and '_'")
-        if features.renamed_range(document.source, offset) is None:
-            raise JsonRpcInvalidParams("no recipe, group or variant that this file defines is here")
-        return features.rename(document.source, params.text_document.uri, offset, params.new_name)
+    def references(self, document: _Document, params: Json) -> list[Json]:
+        return features.locations(*self._find_everywhere(document, params))
 
-    async def code_actions(self, params: lsp.CodeActionParams) -> list[lsp.CodeAction]:
-        uri = params.text_document.uri
-        document = self._get(uri)
-        analysis = await self._read(uri)
+    def rename(self, document: _Document, params: Json) -> Json:
+        new_name = params["newName"]
+        if not new_name.isidentifier():
+            raise RequestError(f"'{new_name}' is not a name: use letters, digits and '_'")
+        sources, places = self._find_everywhere(document, params)
+        if not features.definitions(places):
+            raise RequestError("no recipe, group or variant that this file or its imports define is here")
+        bundled = {path.resolve().as_uri(): name for name, path in bundled_policies().items()}
+        for uri, place in places:
+            if uri in bundled and uri != document.uri:
+                message = f"the bundled policy '{bundled[uri]}' has the {place.kind} '{place.text}' too"
+                raise RequestError(f"{message}: it cannot be renamed")
+        return features.rename(sources, places, new_name)
+
+    def _find_everywhere(
+        self, document: _Document, params: Json
+    ) -> tuple[dict[str, SourceText], list[features.Place]]:
+        """The places of a name, also in the policies beside this one that import its definition."""
+        sources, offset = self._sources(document), document.offset(params)
+        defined = features.definitions(features.find_places(sources, offset))
+        files = {path for uri, _ in defined if (path := _path(uri)) is not None}
+        folders = {path.parent for path in (*files, document.path) if path is not None}
+        importers = (s for folder in sorted(folders) for s in read_importers(folder, files))
+        sources = {**sources, **dict(self._as_open(importers))}
+        return sources, features.find_places(sources, offset)
+
+    def _sources(self, document: _Document) -> dict[str, SourceText]:
+        """The text of a document and those of the files that it imports, by URI."""
+        imports = () if document.analysis is None else document.analysis.loaded.imports
+        return {document.uri: document.source, **dict(self._as_open(file.source for file in imports))}
+
+    def _as_open(self, sources: Iterable[SourceText]) -> Iterator[tuple[str, SourceText]]:
+        """Texts with their URIs. One that is open is as it is in the editor."""
+        documents = {d.path.resolve(): d for d in tuple(self._documents.values()) if d.path is not None}
+        for source in sources:
+            document = documents.get(Path(source.path).resolve())
+            yield (document.uri, document.source) if document else (features.file_uri(source), source)
+
+    def format(self, document: _Document, params: Json) -> list[Json]:
+        del params
+        if document.due is None and document.formatted is not None:
+            return document.formatted
+        return features.format_text(document.source)
+
+    def hover(self, document: _Document, params: Json) -> Json | None:
+        if document.analysis is None:
+            return None
+        offset = to_offset(document.analysis.loaded.file.source, params["position"])
+        text = hover(document.analysis, document.diagnostics, offset)
+        return {"contents": {"kind": "markdown", "value": text}} if text else None
+
+    def hints(self, document: _Document, params: Json) -> list[Json]:
+        del params
+        return [] if document.analysis is None else features.hints(document.analysis)
+
+    def code_actions(self, document: _Document, params: Json) -> list[Json]:
+        analysis = document.analysis
         if analysis is None:
             return []
         source = analysis.loaded.file.source
-        start, end = to_offset(source, params.range.start), to_offset(source, params.range.end)
+        start, end = (to_offset(source, params["range"][key]) for key in ("start", "end"))
         current = [d for d in document.diagnostics if d.span.source is source]
-        actions = list(features.fix_actions(current, uri, start, end))
-        wanted = params.context.only or []
-        if any(kind.startswith(lsp.CodeActionKind.Source.value) for kind in map(_kind_value, wanted)):
-            actions += await self._source_actions(uri, document, source)
+        actions = list(features.fix_actions(current, document.uri, start, end))
+        if any(kind.startswith("source") for kind in params["context"].get("only") or ()):
+            edits = features.replace_text(source, fix_all(source.text, document.path))
+            if edits:
+                edit, title = {"changes": {document.uri: edits}}, "policyc: apply all safe fixes"
+                actions.append({"title": title, "kind": "source.fixAll", "edit": edit})
         if analysis.source.program:
             title = f"policyc: list the sites of '{' '.join(analysis.source.program)}' (runs it)"
-            command = lsp.Command(title=title, command=features.LIST_SITES, arguments=[uri])
-            actions.append(lsp.CodeAction(title, kind=lsp.CodeActionKind.Source, command=command))
+            command = {"title": title, "command": features.LIST_SITES, "arguments": [document.uri]}
+            actions.append({"title": title, "kind": "source", "command": command})
         return actions
 
-    async def _source_actions(
-        self, uri: str, document: _Document, source: SourceText
-    ) -> list[lsp.CodeAction]:
-        """All safe fixes as one action."""
-        loop = asyncio.get_running_loop()
-        fixed = await loop.run_in_executor(self._thread, _fix_all, source.text, document.path)
-        edits = features.replace_text(source, fixed)
-        changes = lsp.WorkspaceEdit(changes={uri: edits})
-        title = "policyc: apply all safe fixes"
-        return [lsp.CodeAction(title, kind=lsp.CodeActionKind.SourceFixAll, edit=changes)] if edits else []
+    # ---- the command
 
-    def format(self, params: lsp.DocumentFormattingParams) -> list[lsp.TextEdit]:
-        return features.format_text(self._get(params.text_document.uri).source)
+    def list_sites(self, params: Json) -> None:
+        """Starts the program of a policy to list its sites. The document is read again when that is done."""
+        document = self._get({"textDocument": {"uri": params["arguments"][0]}})
 
-    def symbols(self, params: lsp.DocumentSymbolParams) -> list[lsp.DocumentSymbol]:
-        return features.symbols(self._get(params.text_document.uri).source)
+        def run() -> None:
+            problem = list_sites(document.analysis)
+            if problem:
+                self._connection.notify("window/showMessage", {"type": _ERROR_MESSAGE, "message": problem})
+            document.due = time.monotonic()
+            self._wake()
 
-    def folding(self, params: lsp.FoldingRangeParams) -> list[lsp.FoldingRange]:
-        return features.folding(self._get(params.text_document.uri).source)
-
-    async def hints(self, params: lsp.InlayHintParams) -> list[lsp.InlayHint]:
-        analysis = await self._read(params.text_document.uri)
-        return [] if analysis is None else features.hints(analysis)
-
-    # ---- commands
-
-    async def list_sites(self, uri: str) -> None:
-        """Runs the program of a policy until its first loss is traced, and keeps the list of its sites."""
-        analysis = await self._read(uri)
-        path = None if analysis is None else analysis.source.path
-        if analysis is None or path is None or not analysis.source.program:
-            self._show(lsp.MessageType.Error, "no program: write '# program: train.py' in the policy")
-            return
-        words = [sys.executable, "-m", "policyc", "sites", "--format", "json", "--out", str(path)]
-        words += analysis.source.program
-        loop = asyncio.get_running_loop()
-        result = await loop.run_in_executor(None, _run_program, words, analysis.source.folder, path)
-        if result:
-            self._show(lsp.MessageType.Error, result)
-        self._start_update(uri)
-
-    def _show(self, kind: lsp.MessageType, message: str) -> None:
-        self.server.window_show_message(lsp.ShowMessageParams(kind, message))
+        self._tasks.put((document, threading.Thread(target=run, daemon=True).start))
 
 
-def _kind_value(kind: lsp.CodeActionKind | str) -> str:
-    return str(getattr(kind, "value", kind))
+def _path(uri: str) -> Path | None:
+    """The path of a file's URI."""
+    parts = urlsplit(uri)
+    if parts.scheme != "file":
+        return None
+    path = unquote(parts.path)
+    return Path(path.lstrip("/") if os.name == "nt" else path)
 
 
-def _fix_all(text: str, path: Path | None) -> str:
-    from policyc.linter import engine
-    from policyc.linter.fixes import apply_fixes
-
-    return apply_fixes(text, lambda t: parse_with_diagnostics(t, path=path), engine.lint).text
-
-
-def _run_program(words: list[str], folder: Path, path: Path) -> str:
-    """Runs `policyc sites`. Returns what went wrong; empty if nothing did."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    env = {**os.environ, "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu")}
-    try:
-        result = subprocess.run(
-            words,
-            cwd=folder,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=_RUN_SECONDS,
-            stdin=subprocess.DEVNULL,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"the sites could not be listed: {error}"
-    return "" if result.returncode == 0 else f"the sites could not be listed: {result.stderr.strip()[-1000:]}"
-
-
-def serve() -> None:
-    """Serves one client over standard input and output, until it says goodbye."""
+def serve() -> int:
+    """Serves one client over standard input and output. Returns the exit status."""
     sys.setswitchinterval(_SWITCH_INTERVAL)
-    PolicyServer().server.start_io()
+    connection = Connection(sys.stdin.buffer, sys.stdout.buffer)
+    sys.stdout = sys.stderr  # nothing else may print between messages
+    return PolicyServer(connection).run()

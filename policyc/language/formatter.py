@@ -32,7 +32,8 @@ def format_file(file: PolicyFile) -> str:
     printer = _Printer(file)
     printer.print_body(file.statements, 0, len(file.source.text), 0)
     text = _join_lines(printer.lines)
-    _verify(file, text)
+    if text != file.source.text:
+        _verify(file, text)
     return text
 
 

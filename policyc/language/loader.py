@@ -43,11 +43,15 @@ _Definitions = dict[tuple[str, str], Span]
 
 @dataclass(frozen=True, slots=True)
 class LoadedPolicy:
-    """A policy and its diagnostics. With diagnostics, the policy holds the part that could be read."""
+    """A policy and its diagnostics. With diagnostics, the policy holds the part that could be read.
+
+    `imports` are the files that it imports, also through others, in the order in which they were read.
+    """
 
     policy: Policy
     file: PolicyFile
     diagnostics: tuple[Diagnostic, ...]
+    imports: tuple[PolicyFile, ...] = ()
 
 
 def parse(text: str, *, path: str | Path | None = None) -> Policy:
@@ -115,7 +119,8 @@ def parse_with_diagnostics(
     loader.expand(file.statements, None if path is None else Path(path))
     policy = loader.build_policy(source)
     diagnostics = sorted(dict.fromkeys(loader.diagnostics), key=lambda d: d.sort_key)
-    return LoadedPolicy(policy, file, withhold_lines(Path(path), diagnostics) if path else tuple(diagnostics))
+    shown_diagnostics = withhold_lines(Path(path), diagnostics) if path else tuple(diagnostics)
+    return LoadedPolicy(policy, file, shown_diagnostics, loader.imports)
 
 
 def _require_valid(loaded: LoadedPolicy) -> Policy:
@@ -148,6 +153,10 @@ class _Loader(DiagnosticCollector):
         self._variants: dict[str, tuple[Span, Definitions]] = {}
         self._files: dict[Path, PolicyFile | None] = {}
         self._import_count = 0
+
+    @property
+    def imports(self) -> tuple[PolicyFile, ...]:
+        return tuple(file for file in self._files.values() if file is not None)
 
     def read(self, source: SourceText) -> PolicyFile:
         file, diagnostics = read_statements(source)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lsprotocol import types as lsp
 
-pytest.importorskip("pygls", reason="the extra editor is not installed")
-lsp = pytest.importorskip("lsprotocol.types")
-
-from policyc.compiler.site_lists import PLAN_SCHEMA  # noqa: E402
-from tests.support.command import ROOT  # noqa: E402
+from policyc.compiler.site_lists import PLAN_SCHEMA
+from policyc.editor.json_rpc import Connection
+from policyc.editor.server import PolicyServer
+from policyc.language.loader import load
+from tests.support.command import ROOT
 
 pytestmark = pytest.mark.any_jax
 
@@ -54,6 +57,14 @@ SITES = {
         listed_site(2, "head", "head", 1, 64),
     ],
     "other_products": [],
+}
+
+FILES = {
+    "model.json": json.dumps(SITES),
+    "base.policy": "recipe base = fp8\ngroup ends = head, embed\n",
+    "middle.policy": 'import "base.policy"\nends -> base\n',
+    "beside.policy": 'import "base.policy"\nmlp -> base\nrecipe other = bf16\n',
+    "unrelated.policy": "recipe base = bf16\nends -> base\n",
 }
 
 
@@ -108,8 +119,8 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     from pytest_lsp import client_capabilities, make_test_lsp_client
 
     folder = tmp_path_factory.mktemp("policies")
-    (folder / "model.json").write_text(json.dumps(SITES))
-    (folder / "base.policy").write_text("recipe base = fp8\n")
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
     with asyncio.Runner() as runner:
         client = make_test_lsp_client()
         start = time.perf_counter()
@@ -242,9 +253,40 @@ def test_definitions_are_found_here_and_in_imports(session: Session, uri: str) -
 
     assert target(uri, at(5, "nv")) == ("a.policy", 1)
     assert target(uri, at(6, "out")) == ("a.policy", 2)
-    other = session.open('import "base.policy"\nmlp -> base\n', "b.policy")
+    other = session.open(IMPORTS, "b.policy")
     assert target(other, lsp.Position(1, 8)) == ("base.policy", 0)
+    assert target(other, lsp.Position(2, 2)) == ("base.policy", 1)
     session.close(other)
+
+
+IMPORTS = 'import "middle.policy"\nmlp -> base\nends @ wgrad -> base\nhead -> nv\n'
+
+
+@pytest.mark.parametrize(("line", "name"), [(1, "base"), (2, "ends")])
+def test_an_imported_name_is_renamed_in_every_file(session: Session, line: int, name: str) -> None:
+    """Also in the imports of imports, in a policy that imports the same file, and as a file is in the editor."""
+    uri = session.open(IMPORTS, "b.policy")
+    texts = {**FILES, "b.policy": IMPORTS, "base.policy": "# not saved yet\n" + FILES["base.policy"]}
+    base = session.open(texts["base.policy"], "base.policy")
+    position = lsp.Position(line, IMPORTS.splitlines()[line].index(name))
+    new = lsp.RenameParams(document(uri), position, "renamed")
+    changes = session.run(session.client.text_document_rename_async(new)).changes
+    for file, text in texts.items():
+        edits = changes.get((session.folder / file).as_uri(), ())
+        untouched = file in ("unrelated.policy", "model.json")
+        assert apply(text, edits) == (text if untouched else re.sub(rf"\b{name}\b(?!\.)", "renamed", text))
+    session.close(base)
+    session.close(uri)
+
+
+def test_a_name_of_a_bundled_policy_is_not_renamed(session: Session) -> None:
+    text = 'import "te_nvfp4"\nrecipe te = fp8\n'
+    name = next(d.name for d in load("te_nvfp4").recipes)
+    uri = session.open(text.replace("te =", f"{name} ="), "bundled.policy")
+    params = lsp.RenameParams(document(uri), lsp.Position(1, 7), "other")
+    with pytest.raises(Exception, match="bundled policy 'te_nvfp4'"):
+        session.run(session.client.text_document_rename_async(params))
+    session.close(uri)
 
 
 @pytest.mark.parametrize(("line", "name", "count"), [(5, "nv", 3), (6, "out", 2), (7, "hot", 1)])
@@ -280,6 +322,24 @@ def test_formatting_is_that_of_fmt(session: Session, uri: str) -> None:
     session.change(uri, "mlp   ->bf16\r\nlong_name->fp8\r\n", 2)
     (edit,) = session.run(session.client.text_document_formatting_async(params))
     assert edit.new_text == "mlp       -> bf16\r\nlong_name -> fp8\r\n"
+
+
+def test_messages_that_are_none_are_answered_with_errors() -> None:
+    def frame(content: str) -> bytes:
+        return b"Content-Length: %d\r\n\r\n%b" % (len(content), content.encode())
+
+    messages = [
+        "{", "[1]", '{"id": 1, "method": "textDocument/hover", "params": [3]}', '{"id": 2, "method": "no/such"}',
+        '{"method": "no/such"}', '{"id": 7, "result": null}', '{"method": "textDocument/didChange"}',
+        '{"id": 3, "method": "textDocument/rename", "params": {"textDocument": {"uri": "file:///not/open"}}}',
+        '{"id": 4, "method": "shutdown"}', '{"method": "exit"}',
+    ]  # fmt: skip
+    sent, written = io.BytesIO(b"X: 1\r\n\r\n" + b"".join(map(frame, messages))), io.BytesIO()
+    assert PolicyServer(Connection(sent, written)).run() == 0
+    answers = [json.loads(part) for part in re.findall(rb"(?m)^\{.*?\}(?=Content|\Z)", written.getvalue())]
+    codes = [(a["id"], a.get("error", {}).get("code")) for a in answers]
+    parse_errors = [(None, -32700), (None, -32700), (None, -32600)]
+    assert codes == [*parse_errors, (1, -32603), (2, -32601), (3, -32602), (4, None)]
 
 
 def test_hints_count_the_sites_that_a_rule_decides(session: Session, uri: str) -> None:

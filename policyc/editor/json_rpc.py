@@ -1,0 +1,88 @@
+"""JSON-RPC 2.0 with a header before each message, as language servers speak it.
+
+Not pygls: importing its types of the protocol takes longer than this server takes to start.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+Json = dict[str, Any]
+
+PARSE_ERROR, INVALID_REQUEST, METHOD_NOT_FOUND, INVALID_PARAMS = -32700, -32600, -32601, -32602
+INTERNAL_ERROR = -32603
+DEFERRED = object()
+"""The result of a handler whose request is answered later."""
+
+
+class RequestError(Exception):
+    """A request that cannot be answered. The client shows the message."""
+
+    def __init__(self, message: str, code: int = INVALID_PARAMS) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Connection:
+    """Reads messages from one stream, and writes to another from any thread."""
+
+    def __init__(self, reader: BinaryIO, writer: BinaryIO) -> None:
+        self._reader, self._writer = reader, writer
+        self._lock = threading.Lock()
+        self._sent_requests = 0
+
+    def read(self) -> Json | None:
+        """The next message; None at the end of the stream. What is no message gets an error as its answer."""
+        while True:
+            length = 0
+            while (line := self._reader.readline()).strip():
+                name, _, value = line.partition(b":")
+                if name.strip().lower() == b"content-length" and value.strip().isdigit():
+                    length = int(value)
+            if not line:
+                return None
+            try:
+                message = json.loads(self._reader.read(length))
+            except ValueError as error:
+                self._send({"id": None, "error": {"code": PARSE_ERROR, "message": str(error)}})
+                continue
+            if isinstance(message, dict):
+                return message
+            self._send({"id": None, "error": {"code": INVALID_REQUEST, "message": "not an object"}})
+
+    def notify(self, method: str, params: Json) -> None:
+        self._send({"method": method, "params": params})
+
+    def request(self, method: str) -> None:
+        """Sends a request whose result does not matter."""
+        self._sent_requests += 1
+        self._send({"id": f"policyc-{self._sent_requests}", "method": method})
+
+    def answer(self, message: Json, handler: Callable[[], Any]) -> None:
+        """Runs the handler of a message, and sends the result or the error if the message is a request.
+
+        No error ends the server: those of a notification are printed.
+        """
+        try:
+            result = handler()
+            if result is DEFERRED:
+                return
+            reply: Json = {"result": result}
+        except RequestError as error:
+            reply = {"error": {"code": error.code, "message": str(error)}}
+        except Exception as error:  # noqa: BLE001
+            traceback.print_exc(file=sys.stderr)
+            reply = {"error": {"code": INTERNAL_ERROR, "message": f"{type(error).__name__}: {error}"}}
+        if "id" in message:
+            self._send({"id": message["id"], **reply})
+
+    def _send(self, message: Json) -> None:
+        content = json.dumps({"jsonrpc": "2.0", **message}).encode()
+        with self._lock:
+            self._writer.write(b"Content-Length: %d\r\n\r\n%b" % (len(content), content))
+            self._writer.flush()
