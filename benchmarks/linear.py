@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.command_line import make_parser
-from benchmarks.timing import print_times, save, time_median
+from benchmarks.timing import print_times, save
+from policyc.hardware.selftest.speed import time_median
 from policyc.language.recipes import OPERAND_GROUPS, Gemm, Recipe, Treatment, make_recipe, make_split_recipe
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
 from policyc.numerics.quantize import Axes, Key, block_values, blocks, make_key, quantize

@@ -13,25 +13,6 @@ from typing import Any
 import jax
 
 
-def time_median(f: Callable[..., Any], *args: Any, repeat: int) -> float:
-    """Median seconds of `repeat` runs of a jitted function. A run calls it often enough to hide the dispatch."""
-    jitted = jax.jit(f)
-    jax.block_until_ready(jitted(*args))
-    jax.block_until_ready(jitted(*args))
-    start = time.perf_counter()
-    jax.block_until_ready(jitted(*args))
-    once = max(time.perf_counter() - start, 1e-6)
-    calls = max(1, min(20, int(0.05 / once)))
-    times = []
-    for _ in range(repeat):
-        start = time.perf_counter()
-        for _ in range(calls):
-            out = jitted(*args)
-        jax.block_until_ready(out)
-        times.append((time.perf_counter() - start) / calls)
-    return statistics.median(times)
-
-
 def time_interleaved(
     functions: Mapping[str, Callable[..., Any]], *args: Any, rounds: int
 ) -> dict[str, dict[str, float]]:

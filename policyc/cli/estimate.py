@@ -21,6 +21,7 @@ from policyc.cli.options import (
     format_option,
     group_options,
     out_option,
+    path_option,
     policy_argument,
     program_argument,
     step_options,
@@ -68,6 +69,7 @@ class EstimateOptions:
     vs: str | None
     backend: str
     compiled: tuple[str, ...]
+    measured: str | None
     store_bandwidth: float | None
     output_format: str
     out: str | None
@@ -92,6 +94,12 @@ estimate_options: Decorator = collect_options(
             multiple=True,
             help="Take bytes, kernels and collectives from a step that 'compile --format json' wrote. Once for each "
             "policy.",
+        ),
+        path_option(
+            "--measured",
+            "FILE",
+            "Take the speeds of GEMMs, quantizers and copies from the selftest.json of such a GPU.",
+            click.Path(exists=True, dir_okay=False),
         ),
         click.option(
             "--store-bandwidth",
@@ -138,6 +146,7 @@ def estimate(policy: str, program: tuple[str, ...], step: StepOptions, options: 
     try:
         mesh = step.mesh_shape()
         check_modelled(mesh)
+        execution = _use_measured(execution, options.measured)
         compiled = _read_compiled(options.compiled, [name for name, _ in policies], step)
         traced = trace_step(policies[-1][1], program, mesh, step, execution)
         checkpoint = _estimate_checkpoint(step, mesh, options.store_bandwidth)
@@ -184,6 +193,16 @@ def _estimate(name: str, step: TrainingStep, mesh: MeshShape, compiled: Compiled
     return NamedEstimate(
         policy=name, backends=backends, estimate=parts.combine(), is_compiled=compiled is not None
     )
+
+
+def _use_measured(execution: ExecutionOptions, path: str | None) -> ExecutionOptions:
+    """The same with the constants that a self-test measured. Raises ValueError if they are of another GPU."""
+    if path is None or execution.target is None:
+        return execution
+    from policyc.hardware.selftest.report import read_constants
+
+    constants = read_constants(Path(path), execution.target.name)
+    return dataclasses.replace(execution, target=dataclasses.replace(execution.target, measured=constants))
 
 
 def _read_compiled(

@@ -22,7 +22,7 @@ COMMAND_GROUPS: dict[str, tuple[str, ...]] = {
     "Policies": ("show", "lint", "fmt", "explain", "lsp"),
     "Programs": ("sites", "init", "diff", "apply", "estimate", "adopt", "compile"),
     "Experiments": ("train", "generate", "search", "bisect", "sweep", "report"),
-    "Tools": ("quantize", "targets", "data", "completion"),
+    "Tools": ("quantize", "selftest", "targets", "data", "completion"),
 }
 """The commands in the order of the help. `NAME` is the function of that name in the module `policyc.cli.NAME`."""
 

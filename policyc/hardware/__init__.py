@@ -12,6 +12,7 @@ __all__ = [
     "llama_step",
     "mesh",
     "saved_activations",
+    "selftest",
     "step_cost",
     "training_step",
 ]

@@ -31,11 +31,10 @@ HOPPER_FP8_PEAK_FRACTION = 0.60
 COPY_BANDWIDTH_FRACTION = 0.62
 """Fraction of the memory bandwidth that a copy reaches: 2 x 134 MB in 0.09 ms on an H200."""
 
-QUANTIZER_SLOWDOWNS = {"tile2d": 1.2, "plain": 1.4, "sr": 1.5, "rht": 2.0}
-"""Time of a quantizer to block-scaled codes, as a multiple of the time to copy as many bytes as it moves: from times in
-docs/explanation/speed.md that were measured on an H200. The fp8 quantizer is as fast as a copy. Those of Transformer
-Engine are assumed to be: none was measured. Nor was the kernel that refines scales, which is assumed to be like
-the others."""
+QUANTIZER_SLOWDOWNS = {"fp8": 1.0, "tile2d": 1.2, "plain": 1.4, "sr": 1.5, "rht": 2.0, "te": 1.0}
+"""Time of a quantizer, as a multiple of the time to copy as many bytes as it moves: from times in
+docs/explanation/speed.md that were measured on an H200. Those of Transformer Engine are assumed to be as fast as a
+copy: none was measured. Nor was the kernel that refines scales, which is assumed to be like the others."""
 
 ATTENTION_PEAK_FRACTION = 0.5
 """Fraction of the bf16 peak that attention reaches, forward and backward, counting causal FLOPs. Assumed."""
@@ -65,9 +64,16 @@ SPEED_UP_ERRORS = (-0.15, 0.31)
 BF16_BYTES, FP32_BYTES = 2, 4
 
 
+COPY, GEMM, QUANTIZER = "copy", "gemm {}", "quantizer {}"
+"""The names of constants in `Target.measured`: fractions of the bandwidth and of the peak of a format, and a slowdown.
+What was measured on a GPU replaces the constants above."""
+
+
 def peak_fraction(target: Target, format: str) -> float:
     """Fraction of its peak that a target reaches in a large GEMM of this format."""
     compute_format = target.runs_as(format)
+    if GEMM.format(compute_format) in target.measured:
+        return target.measured[GEMM.format(compute_format)]
     if compute_format == "fp8" and target.compute_capability[0] == 9:
         return HOPPER_FP8_PEAK_FRACTION
     return PEAK_FRACTIONS[compute_format]
@@ -75,7 +81,7 @@ def peak_fraction(target: Target, format: str) -> float:
 
 def copy_seconds(target: Target, bytes: float) -> float:
     """Time to move this many bytes, reads and writes together."""
-    return bytes / (COPY_BANDWIDTH_FRACTION * target.memory_bandwidth)
+    return bytes / (target.measured.get(COPY, COPY_BANDWIDTH_FRACTION) * target.memory_bandwidth)
 
 
 def gemm_seconds(target: Target, format: str, m: float, n: float, k: float, batch: float = 1) -> float:
@@ -134,7 +140,7 @@ def quantize_seconds(
     )
     reads += needs_maximum and not is_computed
     moved_bytes = elements * (reads * BF16_BYTES + sum(code_bytes(t.format) for t in treatments))
-    slowdown = 1.0 if backend == "te" else max(map(quantizer_slowdown, treatments))
+    slowdown = max(quantizer_slowdown(target, t, backend) for t in treatments)
     rotation = copy_seconds(target, elements * sum(map(rotation_bytes, treatments)))
     return rotation + slowdown * copy_seconds(target, moved_bytes) + reads * LAUNCH_SECONDS
 
@@ -150,13 +156,18 @@ def rotation_bytes(treatment: Treatment) -> int:
     return 2 * BF16_BYTES + (0 if rounds_itself else 2 * FP32_BYTES)
 
 
-def quantizer_slowdown(treatment: Treatment) -> float:
-    """Time of the jnp code or kernel that quantizes an operand, as a multiple of the time to copy as many bytes."""
-    if treatment.format == "fp8":
-        return 1.0
+def quantizer_slowdown(target: Target, treatment: Treatment, backend: str) -> float:
+    """Time of the code or kernel that quantizes an operand, as a multiple of the time to copy as many bytes."""
+    kind = quantizer_kind(treatment, backend)
+    return target.measured.get(QUANTIZER.format(kind), QUANTIZER_SLOWDOWNS[kind])
+
+
+def quantizer_kind(treatment: Treatment, backend: str) -> str:
+    """The name of a quantizer in `QUANTIZER_SLOWDOWNS`."""
+    if backend == "te" or treatment.format == "fp8":
+        return "te" if backend == "te" else "fp8"
     stochastic, rotates = treatment.rounding != "rne", rotates_in_kernels(treatment)
-    kind = "rht" if rotates else "tile2d" if treatment.tile2d else "sr" if stochastic else "plain"
-    return QUANTIZER_SLOWDOWNS[kind]
+    return "rht" if rotates else "tile2d" if treatment.tile2d else "sr" if stochastic else "plain"
 
 
 def code_bytes(format: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import re
 from typing import Any
 
@@ -32,6 +33,17 @@ def set_cpu_device_count(count: int) -> None:
     """Makes the CPU platform have `count` devices. Does nothing if JAX has initialized its devices already."""
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", count)
+
+
+def find_cuda_versions() -> dict[str, str]:
+    """Versions of the CUDA libraries that JAX loaded. Empty without a CUDA plugin."""
+    for plugin in ("jax_cuda13_plugin", "jax_cuda12_plugin"):
+        with contextlib.suppress(ImportError, AttributeError):
+            versions = importlib.import_module(f"{plugin}._versions")
+            names = {"CUDA": "cuda_runtime", "CUDA of the driver": "cuda_driver"}
+            names |= {"cuDNN": "cudnn", "cuBLAS": "cublas"}
+            return {name: str(getattr(versions, f"{part}_get_version")()) for name, part in names.items()}
+    return {}
 
 
 _GPU_FIELDS_SINCE_0_11 = (

@@ -1,3 +1,13 @@
 """The arithmetic of every format, and the backends that run it."""
 
-__all__ = ["backends", "gemm", "measure", "operand_stats", "products", "quantize", "ragged", "targets"]
+__all__ = [
+    "backends",
+    "gemm",
+    "measure",
+    "operand_stats",
+    "primitives",
+    "products",
+    "quantize",
+    "ragged",
+    "targets",
+]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from policyc.base.text import did_you_mean
@@ -27,6 +27,8 @@ class Target:
       nvlink_bandwidth: to the other GPUs of its NVLink domain.
       network_bandwidth: to all other GPUs.
       nvlink_domain: the number of GPUs that NVLink connects.
+      measured: constants of the cost model that were measured on such a GPU, by the names that
+        `hardware.gemm_cost` gives them.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Target:
     nvlink_bandwidth: float
     network_bandwidth: float
     nvlink_domain: int
+    measured: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def formats(self) -> tuple[str, ...]:

@@ -9,12 +9,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from policyc.hardware.selftest.golden import read_arrays
 from tests.support.command import CommandResult, policyc
 
 # The command compiles every operation by itself: there is nothing to fuse, and optimizing changes no bit.
 pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("quick_compile")]
 
-REFERENCE = np.load(Path(__file__).parents[1] / "data" / "nvfp4_reference.npz")
+REFERENCE = read_arrays()
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 E2M1 = np.concatenate([E2M1, -E2M1])
 WEIGHT = ("--role", "weight", "--gemm", "fprop")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fractions import Fraction
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from policyc.hardware.selftest.golden import read_arrays
 from policyc.language.recipes import OPERAND_GROUPS, Gemm, Recipe, make_recipe, make_split_recipe
 from policyc.language.treatments import find_recipe_problems, normalize_recipe
 from policyc.numerics.gemm import GemmOptions, Precomputed, quantized_dot_general
@@ -34,7 +34,7 @@ from tests.support.gemms import (
 # What must be equal to the bit when compiled in full is in test_quantize.py and test_golden.py.
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-GOLDEN = np.load(Path(__file__).parents[1] / "data" / "nvfp4_reference.npz")
+GOLDEN = read_arrays()
 TOLERANCE = {"mxfp8": 0.06, "fp8": 0.08, "bf16": 0.01, "f32": 0.01, "keep": 0.01}
 """The largest relative error of a product. It is 0.3 with four bits in both operands (the error of each is 0.1 to 0.14,
 or 0.2 with stochastic rounding), and less for these recipes.

@@ -7,7 +7,6 @@ batches on the other one, and each case alone: by itself and inside a larger pro
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -15,21 +14,27 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
 import policyc.numerics.quantize
+from policyc.hardware.selftest.golden import (
+    COLUMNS,
+    ROWS,
+    SHAPE,
+    load_tensor,
+    read_arrays,
+    read_cases,
+    treatment_of,
+)
 from policyc.language.recipes import Treatment
 from policyc.numerics.quantize import Axes, Quantized, quantize
 from policyc.numerics.quantize.bits import E2M1, E4M3, round_nearest, round_stochastic, sign_bit
 from policyc.numerics.quantize.hadamard import Method, rotate
 from tests.support.quick_options import quick_compilation
 
-DATA = Path(__file__).parents[1] / "data"
-CASES: dict[str, dict[str, Any]] = json.loads((DATA / "nvfp4_reference.json").read_text())
-REFERENCE = np.load(DATA / "nvfp4_reference.npz")
-KERNEL = np.load(DATA / "nvfp4_kernel_semantics.npz")
+CASES, REFERENCE = read_cases(), read_arrays()
+KERNEL = np.load(Path(__file__).parents[1] / "data" / "nvfp4_kernel_semantics.npz")
 
 DENORMAL = ("tiny1e_36", "min_normal", "denorm", "min_denorm")
 """Tensors whose decoding scale is an fp32 denormal: their bits are not specified."""
@@ -39,7 +44,6 @@ EXACT = [c for c in CASES if c + "/q" in REFERENCE and not c.startswith("4over6"
 FUSED = [c for c in EXACT if "1e38" not in c and "fltmax" not in c]
 EAGER = "normal_16x16_bfloat16_1d"
 EAGER_TOO = ("ties_and_scale_rounding_16x32_f32_1d", "lognormal_64x128_f32_2d")
-ROWS, COLUMNS = Axes(axis=-1, tile=-2), Axes(axis=-2, tile=-1)
 # Compiled, since they would take longer than the test if they ran op by op.
 codes_of, dequantize = (
     jax.jit(policyc.numerics.quantize.codes_of),
@@ -49,21 +53,6 @@ block_values = jax.jit(policyc.numerics.quantize.block_values, static_argnums=1)
 
 HERE: Method = "cpu" if jax.default_backend() == "cpu" else "matmul_bf16"
 """The implementation for the machine that runs the tests. The one for CPU is exact nowhere else."""
-
-
-def load(case: str) -> np.ndarray:
-    x = REFERENCE[case + "/x"]
-    return x.view(ml_dtypes.bfloat16) if x.dtype == np.uint16 else x
-
-
-def treatment_of(case: str, *, rotated: bool = False) -> Treatment:
-    return Treatment(
-        format="nvfp4",
-        element="e2m1",
-        tile2d=CASES[case]["tile"][0] == 16,
-        rht=16 if rotated else 0,
-        outer="row" if case.startswith("rowscaled") else "tensor",
-    )
 
 
 class Result(NamedTuple):
@@ -109,14 +98,10 @@ def fused(treatment: Treatment, axes: Axes, method: Method) -> Any:
     return lambda x: run(x)[0]
 
 
-BATCH_SHAPE = (64, 128)
-"""All cases fit into this shape. Padding with zeros changes neither blocks nor maxima."""
-
-
 def run_batched(cases: list[str], run: Callable[[np.ndarray], Quantized]) -> dict[str, Result]:
     """Runs cases of one treatment and dtype as a batch: each index of the batch is one tensor."""
-    arrays = [load(c) for c in cases]
-    padded = [np.pad(x, [(0, n - m) for m, n in zip(x.shape, BATCH_SHAPE, strict=True)]) for x in arrays]
+    arrays = [load_tensor(c) for c in cases]
+    padded = [np.pad(x, [(0, n - m) for m, n in zip(x.shape, SHAPE, strict=True)]) for x in arrays]
     q = jax.tree.map(np.asarray, run(np.stack(padded)))
     values = np.asarray(dequantize(q))
     results = {}
@@ -135,20 +120,20 @@ def run_batched(cases: list[str], run: Callable[[np.ndarray], Quantized]) -> dic
 
 @cache
 def fused_batch(treatment: Treatment, dtype: str, method: Method) -> dict[str, Result]:
-    cases = [c for c in FUSED if (treatment_of(c), str(load(c).dtype)) == (treatment, dtype)]
+    cases = [c for c in FUSED if (treatment_of(c), str(load_tensor(c).dtype)) == (treatment, dtype)]
     return run_batched(cases, fused(treatment, Axes(axis=-1, tile=-2, batch=(-3,)), method))
 
 
 @cache
 def row_batch(treatment: Treatment, dtype: str, method: Method) -> dict[str, Result]:
-    cases = [c for c in EXACT if (treatment_of(c), str(load(c).dtype)) == (treatment, dtype)]
+    cases = [c for c in EXACT if (treatment_of(c), str(load_tensor(c).dtype)) == (treatment, dtype)]
     return run_batched(cases, compiled(treatment, Axes(axis=-1, tile=-2, batch=(-3,)), method))
 
 
 @cache
 def column_batch(treatment: Treatment, dtype: str) -> dict[str, Result]:
     """Along the columns, in place."""
-    cases = [c for c in COLUMN_CASES if (wgrad_treatment(c), str(load(c).dtype)) == (treatment, dtype)]
+    cases = [c for c in COLUMN_CASES if (wgrad_treatment(c), str(load_tensor(c).dtype)) == (treatment, dtype)]
     return run_batched(cases, compiled(treatment, Axes(axis=-2, tile=-1, batch=(-3,))))
 
 
@@ -191,7 +176,7 @@ EXECUTIONS = [
 
 @pytest.mark.parametrize(("case", "execution", "method"), EXECUTIONS)
 def test_rows_equal_the_reference(case: str, execution: str, method: Method) -> None:
-    x, t = load(case), treatment_of(case)
+    x, t = load_tensor(case), treatment_of(case)
     if execution == "eager":
         # Op by op, every operation is a program of its own: there is nothing to fuse, and optimizing changes no bit.
         with quick_compilation():
@@ -226,7 +211,7 @@ COLUMN_EXECUTIONS = [
 @pytest.mark.parametrize(("case", "execution", "method"), COLUMN_EXECUTIONS)
 def test_columns_equal_the_reference(case: str, execution: str, method: Method) -> None:
     """The operands of wgrad: along the first axis in place, or along the last axis of the transpose."""
-    x, t = load(case), wgrad_treatment(case)
+    x, t = load_tensor(case), wgrad_treatment(case)
     if execution == "batch":
         result = column_batch(t, str(x.dtype))[case]
     elif execution == "transposed":
@@ -245,7 +230,7 @@ def test_columns_equal_the_reference(case: str, execution: str, method: Method) 
 @pytest.mark.parametrize("method", ["matmul", "matmul_bf16"])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_rotation_equals_the_reference(case: str, method: Any, axis: int) -> None:
-    x = load(case)
+    x = load_tensor(case)
     signs = None if CASES[case]["random_sign"] else jnp.ones(16)
     rotated = jax.jit(partial(rotate, axis=axis, size=16, signs=signs, method=method))(
         x if axis == 0 else x.T
@@ -265,7 +250,7 @@ def test_rotation_of_the_identity_is_the_reference_matrix() -> None:
 @pytest.mark.parametrize("case", [c for c in EXACT if c + "/s" in KERNEL])
 def test_codes_and_scales_equal_those_of_the_kernels(case: str) -> None:
     """Negative zeros included: their code is that of the kernels."""
-    q = compiled(treatment_of(case))(load(case))
+    q = compiled(treatment_of(case))(load_tensor(case))
     np.testing.assert_array_equal(np.asarray(q.codes), KERNEL[case + "/q"])
     np.testing.assert_array_equal(np.asarray(q.scales), KERNEL[case + "/s"])
 
@@ -273,7 +258,7 @@ def test_codes_and_scales_equal_those_of_the_kernels(case: str) -> None:
 @pytest.mark.parametrize("case", NONFINITE)
 def test_nonfinite_tensors_become_nan(case: str) -> None:
     """Unlike in the kernels, one NaN or infinity makes every value of the tensor NaN."""
-    q = compiled(treatment_of(case))(load(case))
+    q = compiled(treatment_of(case))(load_tensor(case))
     assert np.isnan(np.asarray(dequantize(q))).all()
     assert np.isnan(np.asarray(block_values(q), np.float32)).all()
 
@@ -284,9 +269,9 @@ def test_tensors_with_a_denormal_scale_are_accurate(case: str) -> None:
     block (half the widest step, 1, over 6), and by 1/16 of that again from the rounding of the scale. The CPU reads
     denormal inputs as zeros.
     """
-    x = load(case).astype(np.float64)
+    x = load_tensor(case).astype(np.float64)
     t = treatment_of(case)
-    q = compiled(t)(load(case))
+    q = compiled(t)(load_tensor(case))
     m, e = np.frexp(np.float64(np.asarray(q.amax).item()))
     blocks = np.asarray(block_values(q, jnp.float32)).astype(np.float64)
     values = blocks * (np.ldexp(m, e) / 2688)
@@ -329,6 +314,6 @@ def test_the_oracle_of_four_over_six_equals_the_reference() -> None:
     from tests.support.rounding_oracle import four_over_six, pack
 
     case = "4over6_mae448_64x128_bf16_1d"
-    theirs = four_over_six(load(case), bound=448, error="mae")
+    theirs = four_over_six(load_tensor(case), bound=448, error="mae")
     np.testing.assert_array_equal(theirs["scales"], REFERENCE[case + "/s"])
     np.testing.assert_array_equal(pack(theirs["codes"]), REFERENCE[case + "/q"])

@@ -6,11 +6,13 @@ which is not native.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Gemm, Treatment
 from policyc.numerics import backends
+from policyc.numerics.backends.selftest_record import read_failures
 from policyc.numerics.targets import TARGETS, Target, find_by_device_kind
 
 
@@ -46,10 +48,14 @@ class Obstacle:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine that runs the program: its name, and the formats that its matrix units multiply."""
+    """The machine that runs the program: its name, and the formats that its matrix units multiply.
+
+    `failures` says why backends failed the last self-test on it, by "backend format". `auto` does not choose them.
+    """
 
     name: str
     formats: frozenset[str] = frozenset()
+    failures: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +112,39 @@ def _choose(backend: str, query: GemmQuery, machine: Machine) -> Lowering:
     if backend == "emulate":
         return Lowering("emulate", False, Obstacle("emulation was requested", "--backend auto"))
     not_native = None if query.format in machine.formats else _missing_format(query.format, machine)
-    first = _fastest(query, not_native is None) if backend == "auto" else backend
-    obstacle = backends.load(first).obstacle(query)
+    if backend == "auto" and not_native is None:
+        return _choose_native(query, machine)
+    obstacle = backends.load("xla" if backend == "auto" else backend).obstacle(query)
     if obstacle is None and (not_native is None or backend == "xla"):
-        return Lowering(first, not_native is None, not_native)
-    if first != "xla" and not_native is None and backends.load("xla").obstacle(query) is None:
+        return Lowering(backend, not_native is None, not_native)
+    if backend == "te" and not_native is None and backends.load("xla").obstacle(query) is None:
         return Lowering("xla", True, obstacle)
     return Lowering("emulate", False, not_native or obstacle)
 
 
-def _fastest(query: GemmQuery, is_native: bool) -> str:
-    """The backend that `auto` asks first: Transformer Engine for nvfp4, if it is installed. Its kernels read less."""
-    is_candidate = is_native and query.format == query.right.format == "nvfp4"
-    return "te" if is_candidate and not backends.load("te").find_missing_library() else "xla"
+def _choose_native(query: GemmQuery, machine: Machine) -> Lowering:
+    """The first backend that can run a GEMM natively and did not fail the self-test. Says why not the one before."""
+    first = None
+    for name in _fastest(query):
+        obstacle = backends.load(name).obstacle(query) or _find_failure(name, query.format, machine)
+        if obstacle is None:
+            return Lowering(name, True, first)
+        first = first or obstacle
+    return Lowering("emulate", False, first)
+
+
+def _find_failure(backend: str, format: str, machine: Machine) -> Obstacle | None:
+    reason = machine.failures.get(f"{backend} {format}")
+    if reason is None:
+        return None
+    remedy = f"--backend {backend} uses it nevertheless; 'policyc selftest' tests it again"
+    return Obstacle(f"backend {backend} failed the self-test on this machine ({reason})", remedy)
+
+
+def _fastest(query: GemmQuery) -> tuple[str, ...]:
+    """The backends that `auto` asks: Transformer Engine first for nvfp4, if installed. Its kernels read less."""
+    is_candidate = query.format == query.right.format == "nvfp4"
+    return ("te", "xla") if is_candidate and not backends.load("te").find_missing_library() else ("xla",)
 
 
 def _missing_format(format: str, machine: Machine) -> Obstacle:
@@ -144,11 +170,12 @@ def machine_here() -> Machine:
     capability = str(getattr(device, "compute_capability", ""))
     if device.platform != "gpu" or not capability.replace(".", "").isdigit():
         return Machine(str(device.platform))
+    failures = read_failures(kind)
     target = find_by_device_kind(kind)
     if target is not None:
-        return machine_of(target)
+        return replace(machine_of(target), failures=failures)
     # A GPU that is not in the table has the formats of its architecture: FP8 since 8.9, block scales in 10.x.
     major, minor = (int(part) for part in capability.split(".")[:2])
     if major == 10:
-        return Machine(kind, machine_of(TARGETS["b200"]).formats)
-    return Machine(kind, frozenset({"fp8"}) if (major, minor) >= (8, 9) else frozenset())
+        return Machine(kind, machine_of(TARGETS["b200"]).formats, failures)
+    return Machine(kind, frozenset({"fp8"}) if (major, minor) >= (8, 9) else frozenset(), failures)

@@ -1,0 +1,68 @@
+"""`policyc selftest`: tests whether backends compute the right thing on this machine, and how fast."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from policyc.cli.common import EXIT_FAILURE, ExampleCommand, write_output
+from policyc.cli.options import path_option
+
+
+def _read_backends(_ctx: click.Context, _option: click.Parameter, text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(filter(None, text.split(","))))
+    unknown = [name for name in names if name not in ("te", "xla")]
+    if unknown or not names:
+        raise click.BadParameter(f"'{text}': name te, xla, or both as te,xla")
+    return names
+
+
+@click.command(
+    cls=ExampleCommand,
+    examples="""
+    policyc selftest                       every check, then timings; writes selftest.html and selftest.json
+    policyc selftest --backend xla --quick
+    policyc estimate te_nvfp4 --vs fp8 --config llama3_8b --target b200 --measured selftest.json
+    """,
+)
+@click.option(
+    "--backend",
+    "names",
+    metavar="NAMES",
+    default="te,xla",
+    show_default=True,
+    callback=_read_backends,
+    help="Backends to test, beside the emulation.",
+)
+@click.option("--quick", is_flag=True, help="Fewer recipes, no training and no timings.")
+@path_option(
+    "--out",
+    "FOLDER",
+    "Folder for selftest.html and selftest.json. By default the current one.",
+    click.Path(file_okay=False),
+)
+def selftest(names: tuple[str, ...], quick: bool, out: str | None) -> None:
+    """Test the backends on the GPUs of this machine.
+
+    Compares every quantizer, every GEMM, gradients and a short training with the emulation, and times them. 'auto' then
+    avoids on this machine what failed. Without a GPU it tests what runs, and says what else it would do. Exits with 1
+    if something failed.
+    """
+    from policyc.hardware.selftest.report import render_page, run_selftest
+
+    folder = Path(out or ".")
+    folder.mkdir(parents=True, exist_ok=True)
+    data = run_selftest(names, quick=quick, say=click.echo)
+    page, file = folder / "selftest.html", folder / "selftest.json"
+    write_output("--out", str(file), json.dumps(data, indent=1) + "\n")
+    write_output("--out", str(page), render_page(data))
+    if data["no_speed"]:
+        click.echo(f"not run speed: {data['no_speed']}")
+    failed = len([r for r in data["results"] if r["status"] == "failed"])
+    click.echo(f"{failed or 'nothing'} failed of {len(data['results'])} checks: {page}, {file}")
+    for name in data["failures"]:
+        click.echo(f"'auto' does not use {name} on this machine until a self-test passes")
+    sys.exit(EXIT_FAILURE if failed else 0)

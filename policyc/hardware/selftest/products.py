@@ -1,0 +1,209 @@
+"""Checks of products: each GEMM, on one device and on several, the gradients of a block, and a short training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from policyc.compiler.pipeline import apply
+from policyc.hardware.compile_report import NATIVE_CALLS
+from policyc.hardware.selftest.subject import (
+    Finding,
+    Subject,
+    make_tensor,
+    read_recipe,
+    reference_device,
+    relative_error,
+    run_on,
+)
+from policyc.models.llama import model as llama
+from policyc.models.llama.configs import ModelConfig
+from policyc.numerics.gemm import GemmOptions, quantized_dot_general
+
+RECIPES = {"nvfp4": "nvfp4(rht=wgrad, scale2d=weights)"}
+"""Recipes without stochastic rounding: operands are the same on all backends. Other formats have none."""
+
+POLICIES = {"nvfp4": "te_nvfp4", "mxfp8": "mxfp8", "fp8": "fp8"}
+"""The policy of a format that a Llama is trained under. Other formats are never native."""
+
+_SUM_ERROR = 8 * 2.0**-23
+"""Relative error of an fp32 sum of 512 products: 8 partial sums of 64, each rounded or cut off once."""
+_HOPPER_SUM_ERROR = 2.0**-13
+"""The same on Hopper's 8-bit matrix units, which keep some 14 bits of a partial sum."""
+_PRODUCTS = ("fprop", "dgrad", "wgrad")
+
+
+def gemm_tolerance(format: str) -> float:
+    """Relative error of the norm of a product in bfloat16.
+
+    If fp32 sums have an error e, a share of e / 2**-8 of them round to another bfloat16 number, which is 2**-8 away.
+    That is sqrt(e) / 16 in the norm. Twice as much is allowed.
+    """
+    capability = str(getattr(jax.devices()[0], "compute_capability", ""))
+    error = _HOPPER_SUM_ERROR if format == "fp8" and capability.startswith("9") else _SUM_ERROR
+    return float(2 * np.sqrt(error) / 16)
+
+
+def _arrays() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return make_tensor(256, 512), make_tensor(512, 384, seed=1), make_tensor(256, 384, seed=2)
+
+
+def _three_products(backend: str, format: str) -> Callable[..., Any]:
+    """A function of x, w and dy that returns fprop, dgrad and wgrad."""
+    recipe = read_recipe(RECIPES.get(format, format))
+    options = GemmOptions(backends=(backend, backend, backend))
+    dot = partial(
+        quantized_dot_general, dimension_numbers=(((1,), (0,)), ((), ())), recipe=recipe, options=options
+    )
+
+    def run(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
+        y, vjp = jax.vjp(dot, x, w)
+        return (y, *vjp(dy))
+
+    return run
+
+
+def check_gemm(subject: Subject) -> Iterator[Finding]:
+    """Three products against the emulation on the CPU, that they are native calls, and that a NaN stays."""
+    arrays, limit = _arrays(), gemm_tolerance(subject.format)
+    run = jax.jit(_three_products(subject.backend, subject.format)).lower(*arrays).compile()
+    call = NATIVE_CALLS.get((subject.backend, subject.format), "")
+    if subject.native and call:
+        count = str(run.as_text()).count(f'custom_call_target="{call}"')
+        yield Finding(f"{call} is called", "" if count >= 3 else f"{count} of 3 products call it")
+    emulated = _three_products("emulate", subject.format)
+    expected = run_on(reference_device(), emulated, *arrays)
+    for name, ours, theirs in zip(_PRODUCTS, jax.device_get(run(*arrays)), expected, strict=True):
+        error = relative_error(ours, theirs)
+        what = f"{name}: relative error {error:.1e}, at most {limit:.1e}"
+        yield Finding(what, "" if error <= limit else "differs from the emulation")
+    arrays[0][5, 7] = np.nan
+    expected = run_on(reference_device(), emulated, *arrays)
+    for name, ours, theirs in zip(_PRODUCTS, jax.device_get(run(*arrays)), expected, strict=True):
+        lost = np.sum(np.isnan(theirs.astype(np.float32)) & ~np.isnan(ours.astype(np.float32)))
+        yield Finding(f"NaN in {name}", f"{lost} results lost it" if lost else "")
+
+
+def check_devices(subject: Subject) -> Iterator[Finding]:
+    """The same three products divided over all devices: by rows, by contracted elements and by columns."""
+    devices = jax.devices()
+    count = next(n for n in (8, 4, 2) if n <= len(devices))
+    mesh, arrays = Mesh(np.asarray(devices[:count]), ("d",)), _arrays()
+    limit = gemm_tolerance(subject.format)
+    run = jax.jit(_three_products(subject.backend, subject.format))
+    expected = run_on(reference_device(), _three_products("emulate", subject.format), *arrays)
+    layouts = {
+        "tokens": (P("d"), P(), P("d")),
+        "features": (P(None, "d"), P("d"), P()),
+        "outputs": (P(), P(None, "d"), P(None, "d")),
+    }
+    for name, specs in layouts.items():
+        placed = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)]
+        error = relative_error(jax.device_get(run(*placed)), expected)
+        what = f"{name} over {count} devices: relative error {error:.1e}, at most {limit:.1e}"
+        yield Finding(what, "" if error <= limit else "differs from one device")
+
+
+# ---- a small Llama
+
+_CONFIG = ModelConfig(
+    layers=2, width=256, hidden=512, heads=4, kv_heads=2, head_dim=64, vocab=256, attention="xla"
+)  # Transformer Engine's kernels take these sizes.
+_STEPS, _RATE = 20, 0.3
+_ALLOWED = 4.0
+"""How many times as far as a run whose first weights are rounded differently a run may be from the emulation."""
+
+
+def _init_params() -> Any:
+    init = partial(llama.init_params, config=_CONFIG)
+    return run_on(reference_device(), lambda: init(jax.random.key(0)))
+
+
+def _disturb(params: Any) -> Any:
+    """Weights that differ by half a unit in the last place of bfloat16, up or down.
+
+    This changes about as much as other orders of sums do, and all random numbers, which depend on the operands.
+    """
+    rng = np.random.default_rng(1)
+    return jax.tree.map(
+        lambda p: (p * (1 + 2.0**-9 * rng.choice((-1, 1), p.shape))).astype(np.float32), params
+    )
+
+
+def _batch() -> dict[str, np.ndarray]:
+    """Two sequences that can be learned: each token is one of two functions of the token before."""
+    rng = np.random.default_rng(2)
+    tokens = np.zeros((2, 129), np.int32)
+    for i in range(128):
+        tokens[:, i + 1] = (5 * tokens[:, i] + 1 + 7 * rng.integers(0, 2, 2)) % _CONFIG.vocab
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "mask": np.ones((2, 128), bool)}
+
+
+def _gradient(policy: str, backend: Any) -> Callable[..., Any]:
+    def loss(params: Any, batch: Any) -> jax.Array:
+        mean: jax.Array = llama.loss(params, batch, _CONFIG)[0] / batch["mask"].size
+        return mean
+
+    return jax.value_and_grad(apply(policy, loss, backend=backend))
+
+
+def _train(policy: str, backend: str, steps: int, params: Any) -> Any:
+    """The losses of some steps of gradient descent, and the gradient of the first."""
+    gradient = _gradient(policy, backend)
+
+    def step(params: Any, batch: Any) -> Any:
+        loss, grads = gradient(params, batch)
+        return jax.tree.map(lambda p, g: p - _RATE * g, params, grads), (loss, grads)
+
+    run, batch, losses, first = jax.jit(step), _batch(), [], None
+    for _ in range(steps):
+        params, (loss, grads) = run(params, batch)
+        losses.append(float(loss))
+        first = jax.device_get(grads) if first is None else first
+    return losses, first
+
+
+@cache
+def _run(policy: str, backend: str, device: jax.Device, steps: int, *, disturbed: bool = False) -> Any:
+    params = _disturb(_init_params()) if disturbed else _init_params()
+    with jax.default_device(device):
+        return _train(policy, backend, steps, jax.device_put(params, device))
+
+
+def _compare_runs(subject: Subject) -> tuple[Any, Any, Any]:
+    """The subject's run, that of the emulation, and one of the emulation with disturbed weights.
+
+    The emulation runs on the same device. If it is what is tested, it runs on the CPU.
+    """
+    here, policy = jax.devices()[0], POLICIES[subject.format]
+    steps = 1 if subject.quick else _STEPS
+    device = reference_device() if subject.backend == "emulate" else here
+    emulated = partial(_run, policy, "emulate", device, steps)
+    return _run(policy, subject.backend, here, steps), emulated(), emulated(disturbed=True)
+
+
+def check_block(subject: Subject) -> Iterator[Finding]:
+    """Gradients of two blocks, embedding and head."""
+    (_, ours), (_, theirs), (_, disturbed) = _compare_runs(subject)
+    for name in ours:
+        error, limit = (relative_error(g[name], theirs[name]) for g in (ours, disturbed))
+        what = f"{name}: relative error {error:.1e}, at most {_ALLOWED * limit:.1e}"
+        yield Finding(what, "" if error <= _ALLOWED * limit else "differs from the emulation")
+
+
+def check_llama(subject: Subject) -> Iterator[Finding]:
+    """Losses of a short training."""
+    ours, theirs, disturbed = (np.asarray(run[0]) for run in _compare_runs(subject))
+    difference, limit = (float(np.abs(losses - theirs).max()) for losses in (ours, disturbed))
+    what = (
+        f"{POLICIES[subject.format]}, {len(ours)} steps: loss {ours[0]:.3f} to {ours[-1]:.3f}, at most "
+        f"{difference:.1e} from the emulation, allowed {_ALLOWED * limit:.1e}"
+    )
+    fault = "" if difference <= _ALLOWED * limit else "losses differ from those of the emulation"
+    yield Finding(what, fault if np.isfinite(ours).all() else "the loss is not finite")

@@ -1,0 +1,225 @@
+"""Checks of quantizers: against NVIDIA's vectors and the reference, of NaN, and of stochastic rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from policyc.hardware.selftest.golden import GoldenTensor, golden_tensors
+from policyc.hardware.selftest.subject import (
+    SHARED_STREAM,
+    Finding,
+    Subject,
+    make_tensor,
+    read_recipe,
+    reference_device,
+    run_on,
+)
+from policyc.language.recipes import OPERANDS, Gemm, Role, Treatment
+from policyc.language.treatments import describe_options
+from policyc.numerics import primitives
+from policyc.numerics.quantize import Axes, Key, Quantized, codes_of, dequantize, make_key, quantize
+from policyc.numerics.quantize.hadamard import rotate
+
+RECIPES = {
+    "nvfp4": (
+        "nvfp4(rht=wgrad, sr=grad, scale2d=weights)",
+        "nvfp4(outer=row)",
+        "nvfp4(outer=pow2)",
+        "nvfp4(outer=bound, rht=wgrad)",
+        "nvfp4(sr=grad, sr_headroom=17/16)",
+        "nvfp4(scale=four_over_six, scale2d=weights)",
+        "nvfp4(rounding=ms_eden)",
+    ),
+    "mxfp4": ("mxfp4(sr=grad)",),
+    "mxfp8": ("mxfp8",),
+    "fp8": ("fp8",),
+    "fp4": ("fp4(sr=grad)",),
+}
+"""Recipes whose treatments are compared. A quick test takes the first of each format."""
+
+_MAGNITUDES = (1.0, 0.0, 2.0**100, 2.0**-90)
+_KEY = make_key(7)
+_OPERAND = "wgrad.dy"  # part of the rounding key
+
+_STEPS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+"""The magnitudes of the 4-bit element."""
+
+
+def _name(treatment: Treatment, axes: Axes) -> str:
+    return f"{', '.join(describe_options(treatment))} along axis {axes.axis}"
+
+
+def _treatments(subject: Subject) -> Iterator[tuple[Treatment, Axes]]:
+    """How operands of (tokens, features) are quantized by the recipes of a format, each way once."""
+    seen = set()
+    texts = RECIPES[subject.format]
+    for text in texts[:1] if subject.quick else texts:
+        for (gemm, role), treatment in zip(OPERANDS, read_recipe(text).treatments, strict=True):
+            # Weights are (features, outputs): fprop contracts their first dimension.
+            axis = -2 if gemm is Gemm.WGRAD or (gemm is Gemm.FPROP and role is Role.WEIGHT) else -1
+            axes = Axes(axis=axis, contract=(axis,), tile=-3 - axis)
+            if treatment.rounding == "ms_eden":
+                treatment = replace(treatment, rht=0)  # sums of 128 numbers depend on their order
+            if (treatment, axes) not in seen and subject.takes(treatment, gemm):
+                seen.add((treatment, axes))
+                yield treatment, axes
+
+
+def _quantize(subject: Subject, treatment: Treatment, axes: Axes, x: jax.Array, key: Key) -> Quantized:
+    return primitives.quantize(x, treatment, axes, operand=_OPERAND, keys=(key, key), backend=subject.backend)
+
+
+def _reference(treatment: Treatment, axes: Axes, x: jax.Array, key: Key) -> Quantized:
+    return quantize(x, treatment, axes, key=key.fold(_OPERAND), method="matmul")
+
+
+def check_golden(subject: Subject) -> Iterator[Finding]:
+    """Codes and scales against NVIDIA's vectors."""
+    yield from _compare_golden(subject, is_extreme=False)
+
+
+def check_extremes(subject: Subject) -> Iterator[Finding]:
+    """The same of tensors whose magnitudes are near the ends of fp32."""
+    yield from _compare_golden(subject, is_extreme=True)
+
+
+def _compare_golden(subject: Subject, *, is_extreme: bool) -> Iterator[Finding]:
+    groups: dict[Any, list[GoldenTensor]] = {}
+    for tensor in golden_tensors():
+        if tensor.is_extreme == is_extreme and subject.takes(tensor.treatment):
+            groups.setdefault((tensor.treatment, tensor.axes, str(tensor.x.dtype)), []).append(tensor)
+    for (treatment, axes, dtype), tensors in groups.items():
+        run = jax.jit(partial(_quantize, subject, treatment, axes))
+        for tensor in tensors:
+            quantized = jax.device_get(run(jnp.asarray(tensor.x), _KEY))
+            scales = np.asarray(quantized.scales)
+            if quantized.layout.tile_axis is not None:
+                scales = np.repeat(scales, 16, quantized.layout.tile_axis)
+            codes = np.asarray(codes_of(quantized)).transpose(tensor.order)
+            rows, columns = tensor.codes.shape
+            faults = (
+                np.sum(codes[:rows, :columns] != tensor.codes),
+                np.sum(scales.transpose(tensor.order)[:rows, : columns // 16] != tensor.scales),
+            )
+            yield Finding(f"{tensor.name}, {dtype}", _count_faults(*faults))
+
+
+def _count_faults(codes: int, scales: int, maxima: int = 0) -> str:
+    counts = {"codes": codes, "scales": scales, "maxima": maxima}
+    wrong = [f"{count} {name}" for name, count in counts.items() if count]
+    return f"{' and '.join(wrong)} differ" if wrong else ""
+
+
+def check_random(subject: Subject) -> Iterator[Finding]:
+    """Bits against the reference, on the CPU.
+
+    A backend with a random stream of its own must give the same scales, and codes that are next to the nearest ones.
+    """
+    x, device = make_tensor(256, 512), reference_device()
+    for treatment, axes in _treatments(subject):
+        run = jax.jit(partial(_quantize, subject, treatment, axes))
+        has_own_stream = treatment.rounding != "rne" and subject.backend not in SHARED_STREAM
+        nearest = replace(treatment, rounding="rne") if has_own_stream else treatment
+        reference = partial(_reference, nearest, axes)
+        fault = ""
+        for magnitude in _MAGNITUDES:
+            scaled = (x.astype(np.float32) * magnitude).astype(x.dtype)
+            ours = jax.device_get(run(jnp.asarray(scaled), _KEY))
+            theirs = run_on(device, reference, scaled, _KEY)
+            fault = fault or _compare(ours, theirs, adjacent=has_own_stream)
+        yield Finding(_name(treatment, axes), fault)
+
+
+def _compare(ours: Quantized, theirs: Quantized, *, adjacent: bool) -> str:
+    """What differs. With `adjacent`, codes of four bits may be next to each other."""
+    mine, other = (np.asarray(codes_of(q)).astype(int) for q in (ours, theirs))
+    if adjacent:
+        a, b = (np.where(c & 8, -(c & 7), c & 7) for c in (mine, other))
+        different = np.sum(np.abs(a - b) > 1)
+    else:
+        different = np.sum(mine != other)
+    pairs = (ours.scales, theirs.scales), (ours.amax, theirs.amax)
+    of_scales, of_maxima = (
+        0 if a is None or b is None else np.sum(np.ravel(a) != np.ravel(b)) for a, b in pairs
+    )
+    return _count_faults(int(different), int(of_scales), int(of_maxima))
+
+
+def check_nan(subject: Subject) -> Iterator[Finding]:
+    """A NaN or an infinity must make the same values NaN as in the reference."""
+    device = reference_device()
+    for treatment, axes in _treatments(subject):
+        fault, reference = "", partial(_reference, treatment, axes)
+        run = jax.jit(partial(_quantize, subject, treatment, axes))
+        for number in (np.nan, np.inf, -np.inf):
+            x = make_tensor(256, 512)
+            x[37, 101] = number
+            theirs = run_on(device, reference, x, _KEY)
+            expected, found = (
+                np.isnan(run_on(device, dequantize, jax.device_get(q)))
+                for q in (theirs, run(jnp.asarray(x), _KEY))
+            )
+            if (expected != found).any():
+                fault = f"{np.sum(expected & ~found)} values lost the NaN of {number}"
+        yield Finding(_name(treatment, axes), fault)
+
+
+def check_rounding(subject: Subject) -> Iterator[Finding]:
+    """Stochastic rounding: unbiased between each two neighbouring codes, and fresh for each key and each tensor."""
+    for treatment, axes in _treatments(subject):
+        if treatment.rounding == "sr" and treatment.headroom == 1:
+            yield Finding(_name(treatment, axes), _find_rounding_fault(subject, treatment, axes))
+
+
+_MAX_BIAS = 1 / 256
+"""In steps between codes. A generator with 8 bits has a bias of half as much."""
+_DEVIATIONS = 5.0  # of a mean of samples, which chance exceeds once in two million
+
+
+def _find_rounding_fault(subject: Subject, treatment: Treatment, axes: Axes) -> str:
+    x = make_tensor(256, 1024)
+    exact = x
+    if treatment.rht:
+        exact = run_on(reference_device(), partial(rotate, axis=0, size=treatment.rht), x)
+    run = jax.jit(partial(_quantize, subject, treatment, axes))
+
+    def residuals(x: np.ndarray, exact: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        """How far each value was rounded away from zero, in steps; and which step it lies in, -1 beyond the last."""
+        quantized = jax.device_get(run(jnp.asarray(x), make_key(seed)))
+        ones = replace(quantized, codes=np.full_like(quantized.codes, 0x22))  # twice the code of 1
+        values, unit = (run_on(reference_device(), dequantize, q) for q in (quantized, ones))
+        scaled = np.divide(np.abs(exact.astype(np.float32)), unit, where=unit != 0, out=np.zeros_like(unit))
+        index = np.searchsorted(_STEPS, scaled, side="right") - 1
+        inside = (index >= 0) & (index < len(_STEPS) - 1) & (scaled > 0)
+        width = np.diff(_STEPS)[np.where(inside, index, 0)]
+        rounded = np.divide(np.abs(values), unit, where=unit != 0, out=np.zeros_like(unit))
+        return np.where(inside, (rounded - scaled) / width, 0), np.where(inside, index, -1)
+
+    samples = [residuals(x, exact, seed) for seed in range(2 if subject.quick else 8)]
+    errors, steps = (np.stack(arrays) for arrays in zip(*samples, strict=True))
+    for step in range(len(_STEPS) - 1):
+        chosen = errors[steps == step]
+        if chosen.size and abs(chosen.mean()) > _MAX_BIAS + _DEVIATIONS * chosen.std() / np.sqrt(chosen.size):
+            low, high = _STEPS[step : step + 2]
+            return f"biased by {chosen.mean():+.4f} of the step from {low:g} to {high:g}"
+    if np.abs(errors).max() > 1 + 1e-3:
+        return "a value was rounded further than to the next code"
+    other = x.copy()
+    other[0] = other[0] / 2  # changes the content, not the largest magnitude, and after a rotation 16 rows
+    pairs = {
+        "two keys": (errors[0], errors[1]),
+        "two tensors with one key": (residuals(other, exact, 0)[0][16:], errors[0][16:]),
+        "neighbouring elements": (errors[0][:, 1:], errors[0][:, :-1]),
+    }
+    for what, (a, b) in pairs.items():
+        products = a * b
+        if abs(products.mean()) > _DEVIATIONS * products.std() / np.sqrt(products.size):
+            return f"the random numbers of {what} are correlated"
+    return ""

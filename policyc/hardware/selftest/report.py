@@ -1,0 +1,129 @@
+"""Runs the whole self-test, and writes its result as data and as a page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import policyc
+from policyc.base.web_page import read_assets, render_template
+from policyc.hardware.selftest import speed
+from policyc.hardware.selftest.checks import Result, collect_failures, run_checks
+from policyc.jaxcore.versions import find_cuda_versions
+from policyc.numerics import backends
+from policyc.numerics.backends import emulate
+from policyc.numerics.backends.choice import machine_here
+from policyc.numerics.backends.selftest_record import find_versions, read_failures, write_record
+from policyc.numerics.targets import Target, find_by_device_kind
+
+_PACKAGE = "policyc.hardware.selftest"
+
+Data = dict[str, Any]
+
+
+def run_selftest(
+    names: Sequence[str], *, quick: bool, say: Callable[[str], None], only: Sequence[str] = ()
+) -> Data:
+    """Runs the checks, then the timings, and returns everything as data. Each line that is said is about one of them.
+
+    On a GPU, the failures are kept for `auto`, beside those of backends that were not tested this time.
+    """
+    machine = describe_machine()
+    results = []
+    for result in run_checks(("emulate", *names), quick=quick, only=only):
+        say(describe_result(result))
+        results.append(result)
+    failures = collect_failures(results)
+    target = find_by_device_kind(machine["device"])
+    is_gpu = machine["platform"] == "gpu"
+    times: list[speed.Timing] = []
+    if target is not None and is_gpu and not quick and not only:
+        able = [name for name in names if not backends.load(name).find_missing_library()]
+        for timing in speed.time_all(target, able):
+            say(describe_timing(timing))
+            times.append(timing)
+    data = {
+        "policyc": policyc.__version__,
+        "machine": machine,
+        "target": target.name if target else None,
+        "quick": quick,
+        "results": [result.as_data() for result in results],
+        "failures": failures,
+        "speed": [
+            {"what": t.what, "measured_seconds": t.measured, "predicted_seconds": t.predicted} for t in times
+        ],
+        "constants": {t.constant: t.value for t in times if t.constant},
+        "no_speed": "" if times else _why_no_speed(target, is_gpu=is_gpu),
+    }
+    if is_gpu and not only:
+        tested = {"emulate", *names}
+        kept = {k: v for k, v in read_failures(machine["device"]).items() if k.split()[0] not in tested}
+        write_record(machine["device"], data | {"failures": kept | failures})
+    return data
+
+
+def _why_no_speed(target: Target | None, *, is_gpu: bool) -> str:
+    would = "would time a copy, the GEMM and the quantizers of each native format, and a block of Llama 3 8B"
+    if not is_gpu:
+        return f"{would}: needs a GPU"
+    return f"{would}: left out by --quick" if target else f"{would}: this GPU is not in the table of targets"
+
+
+def describe_machine() -> Data:
+    """The devices, the versions of everything that a backend runs on, and what can be used here."""
+    devices, machine = jax.devices(), machine_here()
+    missing = {name: backends.load(name).find_missing_library() for name in backends.MODULES}
+    return {
+        "device": str(devices[0].device_kind),
+        "platform": str(devices[0].platform),
+        "devices": len(devices),
+        "compute_capability": str(getattr(devices[0], "compute_capability", "")),
+        "versions": dict(find_versions()) | find_cuda_versions(),
+        "native_formats": sorted(machine.formats - {"keep"}),
+        "kernels": [
+            f for f in ("nvfp4", "fp8") if devices[0].platform == "gpu" and emulate.can_build_kernels(f)
+        ],
+        "backends": {name: reason or "can be used" for name, reason in missing.items()},
+    }
+
+
+def describe_result(result: Result) -> str:
+    """A result in a line."""
+    kind = "native" if result.native else "not native"
+    name = f"{result.status:8}{result.check:10}{result.backend:8}{result.format:7}{kind:11}"
+    if result.status == "failed":
+        return f"{name}{result.reason}; to avoid it: {result.remedy or 'nothing is known'}"
+    count = f"{len(result.details)} comparisons, {result.seconds:.1f} s"
+    return f"{name}{result.reason if result.status == 'not run' else count}"
+
+
+def describe_timing(timing: speed.Timing) -> str:
+    """A timing in a line."""
+    ratio = timing.measured / timing.predicted
+    return (
+        f"timed   {timing.what:28}{timing.measured * 1e3:9.3f} ms, predicted {timing.predicted * 1e3:9.3f} ms "
+        f"({ratio:.2f}x)"
+    )
+
+
+def render_page(data: Mapping[str, Any]) -> str:
+    """The page."""
+    return render_template(_PACKAGE, "selftest.html", **data, style=read_assets(_PACKAGE, "page.css"))
+
+
+def read_constants(path: Path, target: str) -> dict[str, float]:
+    """The constants of the cost model in the JSON file of a self-test. Raises ValueError if it has none of the GPU."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        measured_on, constants = data["target"], data["constants"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"'{path}' is not a file that 'policyc selftest' wrote: {error}") from None
+    if not constants:
+        raise ValueError(f"'{path}' has no timings: {data.get('no_speed', 'run it without --quick')}")
+    if measured_on != target:
+        raise ValueError(f"'{path}' was measured on {measured_on}: use --target {measured_on}")
+    return {str(name): float(value) for name, value in constants.items()}
