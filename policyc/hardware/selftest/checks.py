@@ -88,7 +88,7 @@ CHECKS = (
     ),
     Check(
         name="devices",
-        title="GEMMs divided over several devices",
+        title="GEMMs divided over several devices, within the error of sums in bfloat16",
         run=products.check_devices,
         formats=tuple(products.POLICIES),
         remedy="CUDA_VISIBLE_DEVICES=0 trains on one device",
