@@ -116,7 +116,7 @@ def check_devices(subject: Subject) -> Iterator[Finding]:
 _CONFIG = ModelConfig(
     layers=2, width=256, hidden=512, heads=4, kv_heads=2, head_dim=64, vocab=256, attention="xla"
 )  # Transformer Engine's kernels take these sizes.
-_STEPS, _RATE = 20, 0.3
+_STEPS, _RATE = 20, 0.05
 _ALLOWED = 4.0
 """How many times as far as a run whose first weights are rounded differently a run may be from the emulation."""
 
@@ -127,14 +127,13 @@ def _init_params() -> Any:
 
 
 def _disturb(params: Any) -> Any:
-    """Weights that differ by half a unit in the last place of bfloat16, up or down.
+    """Weights of which one in sixteen differs by half a unit in the last place of bfloat16, up or down.
 
     This changes about as much as other orders of sums do, and all random numbers, which depend on the operands.
     """
     rng = np.random.default_rng(1)
-    return jax.tree.map(
-        lambda p: (p * (1 + 2.0**-9 * rng.choice((-1, 1), p.shape))).astype(np.float32), params
-    )
+    signs = (-1, 1, *(0,) * 30)
+    return jax.tree.map(lambda p: (p * (1 + 2.0**-9 * rng.choice(signs, p.shape))).astype(np.float32), params)
 
 
 def _batch() -> dict[str, np.ndarray]:
