@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -12,14 +11,15 @@ import click
 from policyc.cli.common import EXIT_USAGE, exit_with_message, format_by_ending, print_or_write
 from policyc.cli.estimate import trace_step
 from policyc.cli.options import (
-    Decorator,
     FiniteRange,
     ProgramCommand,
     StepOptions,
     check_source,
     collect_options,
-    group_options,
+    option,
+    option_class,
     out_option,
+    priced_backend_option,
     program_argument,
     step_options,
 )
@@ -46,57 +46,33 @@ def parse_tokens(_ctx: click.Context, _option: click.Parameter, text: str | None
     return count
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@option_class
 class AdoptOptions:
-    """Everything but the training step: the values of `adopt_options`."""
+    """Everything but the training step."""
 
-    tokens: float | None
-    price_per_gpu_hour: float | None
-    backend: str
-    sweep: str | None
-    output_format: str | None
-    out: str | None
-
-
-adopt_options: Decorator = collect_options(
-    AdoptOptions,
-    "options",
-    group_options(
-        click.option(
-            "--tokens",
-            callback=parse_tokens,
-            metavar="N",
-            help="Tokens of the training, such as 300B or 15T: days and GPU hours.",
-        ),
-        click.option(
-            "--price-per-gpu-hour",
-            type=FiniteRange(min=0, min_open=True),
-            metavar="PRICE",
-            help="Also print what the training costs. Needs --tokens.",
-        ),
-        click.option(
-            "--backend",
-            type=click.Choice(["te", "xla", "auto"]),
-            default="te",
-            show_default=True,
-            help="Backend for quantized GEMMs. te: Transformer Engine; auto: the choice of 'apply' here.",
-        ),
-        click.option(
-            "--sweep",
-            type=click.Path(file_okay=False),
-            metavar="DIR",
-            help="Fill in the verdicts, times, memory and stalls of this sweep.",
-        ),
-        click.option(
-            "--format",
-            "output_format",
-            type=click.Choice(FORMATS),
-            show_default="by the ending of --out; markdown without it",
-            help="Output format.",
-        ),
-        out_option(),
-    ),
-)
+    tokens: float | None = option(
+        callback=parse_tokens,
+        metavar="N",
+        help="Tokens of the training, such as 300B or 15T: days and GPU hours.",
+    )
+    price_per_gpu_hour: float | None = option(
+        type=FiniteRange(min=0, min_open=True),
+        metavar="PRICE",
+        help="Also print what the training costs. Needs --tokens.",
+    )
+    backend: str = priced_backend_option
+    sweep: str | None = option(
+        type=click.Path(file_okay=False),
+        metavar="DIR",
+        help="Fill in the verdicts, times, memory and stalls of this sweep.",
+    )
+    output_format: str | None = option(
+        "--format",
+        type=click.Choice(FORMATS),
+        show_default="by the ending of --out; markdown without it",
+        help="Output format.",
+    )
+    out: str | None = out_option()
 
 
 @click.command(
@@ -109,7 +85,7 @@ adopt_options: Decorator = collect_options(
     """,
 )
 @step_options
-@adopt_options
+@collect_options(AdoptOptions, "options")
 @program_argument(required=False)
 def adopt(program: tuple[str, ...], step: StepOptions, options: AdoptOptions) -> None:
     """Say which policies to try on a model, and what each saves.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,11 +9,11 @@ import click
 
 from policyc.cli.common import exit_with_message, load_policy, print_note, print_or_write
 from policyc.cli.options import (
-    Decorator,
     FiniteRange,
     collect_options,
     config_option,
-    group_options,
+    option,
+    option_class,
     out_option,
     path_option,
     policy_argument,
@@ -28,43 +27,27 @@ if TYPE_CHECKING:
     from policyc.experiments.bisect import Bisection, Metric, Trial
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@option_class
 class BisectOptions:
-    """What is looked for: the values of `bisect_options`."""
+    """What is looked for."""
 
-    metric: Metric
-    cured_at: float | None
-    trials: str | None
-    out: str | None
-
-
-bisect_options: Decorator = collect_options(
-    BisectOptions,
-    "options",
-    group_options(
-        click.option(
-            "--metric",
-            type=click.Choice(["loss", "grad-cosine", "nan"]),
-            default="loss",
-            show_default=True,
-            help="What the policy harms: the loss, the direction of the gradient, or that both are finite.",
-        ),
-        click.option(
-            "--cured-at",
-            type=FiniteRange(min=0),
-            metavar="X",
-            show_default="half of the policy's",
-            help="Harm that counts as cured: the change of the loss in nats, or 1 minus the cosine.",
-        ),
-        path_option(
-            "--trials",
-            "FILE",
-            "Keep the trials in this file: a run that was stopped continues.",
-            click.Path(dir_okay=False),
-        ),
-        out_option("Write the edited policy to this file instead of standard output."),
-    ),
-)
+    metric: Metric = option(
+        type=click.Choice(["loss", "grad-cosine", "nan"]),
+        default="loss",
+        help="What the policy harms: the loss, the direction of the gradient, or that both are finite.",
+    )
+    cured_at: float | None = option(
+        type=FiniteRange(min=0),
+        metavar="X",
+        show_default="half of the policy's",
+        help="Harm that counts as cured: the change of the loss in nats, or 1 minus the cosine.",
+    )
+    trials: str | None = path_option(
+        metavar="FILE",
+        type=click.Path(dir_okay=False),
+        help="Keep the trials in this file: a run that was stopped continues.",
+    )
+    out: str | None = out_option("Write the edited policy to this file instead of standard output.")
 
 
 @click.command(
@@ -79,7 +62,7 @@ bisect_options: Decorator = collect_options(
 @program_argument(required=False)
 @config_option
 @record_options
-@bisect_options
+@collect_options(BisectOptions, "options")
 def bisect(
     policy: str, program: tuple[str, ...], config: str | None, record: RecordOptions, options: BisectOptions
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,15 +12,14 @@ import click
 
 from policyc.cli.common import EXIT_USAGE, exit_with_message, load_policy, print_or_write, write_output
 from policyc.cli.options import (
-    Decorator,
     ProgramCommand,
     StepOptions,
     backend_option,
     check_source,
     collect_options,
     format_option,
-    group_options,
     multiple_losses_option,
+    option_class,
     out_option,
     path_option,
     policy_argument,
@@ -44,30 +43,16 @@ if TYPE_CHECKING:
     from policyc.language.policy import Policy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@option_class
 class CompileOptions:
-    """How a step is compiled and reported: the values of `compile_options`."""
+    """How a step is compiled and reported."""
 
-    backend: str
-    require_native: bool
-    multiple_losses: bool
-    dump_hlo: str | None
-    output_format: str
-    out: str | None
-
-
-compile_options: Decorator = collect_options(
-    CompileOptions,
-    "options",
-    group_options(
-        backend_option,
-        require_native_option,
-        multiple_losses_option,
-        path_option("--dump-hlo", "DIR", "Write the optimized HLO into this folder."),
-        format_option("table", "json"),
-        out_option(),
-    ),
-)
+    backend: str = backend_option
+    require_native: bool = require_native_option
+    multiple_losses: bool = multiple_losses_option
+    dump_hlo: str | None = path_option(metavar="DIR", help="Write the optimized HLO into this folder.")
+    output_format: str = format_option("table", "json")
+    out: str | None = out_option()
 
 
 @click.command(
@@ -80,7 +65,7 @@ compile_options: Decorator = collect_options(
     """,
 )
 @step_options
-@compile_options
+@collect_options(CompileOptions, "options")
 @policy_argument()
 @program_argument(required=False)
 def compile(policy: str, program: tuple[str, ...], step: StepOptions, options: CompileOptions) -> None:

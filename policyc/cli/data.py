@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
@@ -17,7 +16,7 @@ import click
 
 from policyc.base.files import atomic_write
 from policyc.cli.common import EXIT_USAGE, ExampleCommand, exit_with_message
-from policyc.cli.options import FiniteRange, collect_options, group_options
+from policyc.cli.options import FiniteRange, collect_options, option, option_class
 
 if TYPE_CHECKING:
     from policyc.models.llama.corpora import TextCount, TokenWriter
@@ -34,31 +33,31 @@ def data() -> None:
     """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@option_class
 class ReadOptions:
-    """How much of a corpus is read: the values of `read_options`."""
+    """How much of a corpus is read. Each command has its own default for `megabytes`."""
 
-    megabytes: int | None
-    max_bad_rows: int
+    max_bad_rows: int = option(
+        type=click.IntRange(0),
+        default=10,
+        metavar="N",
+        help="Rows without readable text that are skipped; one more is an error.",
+    )
+    megabytes: int | None = None
 
 
 def read_options(megabytes: int | None) -> Callable[[_Command], _Command]:
     """The options of every command that reads text, passed as `reading`. `megabytes` is a default; None: all text."""
-    return collect_options(
-        ReadOptions,
-        "reading",
-        group_options(
-            click.option(
-                "--megabytes", type=click.IntRange(1), default=megabytes, metavar="N",
-                show_default=True if megabytes else "all",
-                help="Read at most this much text of each corpus.",
-            ),
-            click.option(
-                "--max-bad-rows", type=click.IntRange(0), default=10, show_default=True, metavar="N",
-                help="Rows without readable text that are skipped; one more is an error.",
-            ),
-        ),
-    )  # fmt: skip
+
+    def add(command: Any) -> Any:
+        most = option(
+            "--megabytes", type=click.IntRange(1), default=megabytes, metavar="N",
+            show_default=True if megabytes else "all",
+            help="Read at most this much text of each corpus.",
+        )  # fmt: skip
+        return most(collect_options(ReadOptions, "reading")(command))
+
+    return add
 
 
 _tokenizer_option = click.option(

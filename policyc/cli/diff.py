@@ -20,13 +20,13 @@ from policyc.cli.common import (
     print_or_write,
 )
 from policyc.cli.options import (
-    Decorator,
     ProgramCommand,
     StepOptions,
     backend_option,
     check_source,
     collect_options,
-    group_options,
+    option,
+    option_class,
     path_option,
     policy_argument,
     program_argument,
@@ -52,67 +52,46 @@ def paint(kind: str, text: str) -> str:
     return click.style(text, **_STYLES.get(kind, {}))
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@option_class
 class CompareOptions:
-    """What is compared: the values of `compare_options`."""
+    """What is compared."""
 
-    unrolled: bool
-    backend: str
-    grad: bool
-    phase: int
-    vs: str | None
-    stats: str | None
-    compiled: str | None
-
-
-compare_options: Decorator = collect_options(
-    CompareOptions,
-    "compare",
-    group_options(
-        click.option("--unrolled", is_flag=True, help="Unroll the layers of a configuration."),
-        backend_option,
-        click.option("--grad", is_flag=True, help="Compare gradients, where dgrad and wgrad show."),
-        click.option("--phase", metavar="N", type=click.IntRange(0), default=0, show_default=True,
-                     help="The phase of the schedule, from 0."),
-        click.option("--vs", metavar="POLICY[:VARIANT]|PLAN.json",
-                     help="Compare with this policy, or with an earlier plan (apply --plan-out)."),
-        path_option("--stats", "RUN", "Add the errors that a run measured (--stats-every): its folder."),
-        path_option("--compiled", "FILE", "Add the calls found by 'policyc compile --format json'."),
-    ),
-)  # fmt: skip
+    unrolled: bool = option(is_flag=True, help="Unroll the layers of a configuration.")
+    backend: str = backend_option
+    grad: bool = option(is_flag=True, help="Compare gradients, where dgrad and wgrad show.")
+    phase: int = option(
+        metavar="N", type=click.IntRange(0), default=0, help="The phase of the schedule, from 0."
+    )
+    vs: str | None = option(
+        metavar="POLICY[:VARIANT]|PLAN.json",
+        help="Compare with this policy, or with an earlier plan (apply --plan-out).",
+    )
+    stats: str | None = path_option(
+        metavar="RUN", help="Add the errors that a run measured (--stats-every): its folder."
+    )
+    compiled: str | None = path_option(
+        metavar="FILE", help="Add the calls found by 'policyc compile --format json'."
+    )
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@option_class
 class OutputOptions:
-    """What is printed or written: the values of `output_options`."""
+    """What is printed or written."""
 
-    output_format: str | None
-    out: str | None
-    equations: bool
-    exit_code: bool
+    output_format: str | None = option(
+        "--format",
+        type=click.Choice(["text", "html", "svg", "json", "model-explorer"]),
+        show_default="by the ending of --out; text without it",
+        help="One line per change, a page, the heat map, JSON, or a folder for Google's Model Explorer.",
+    )
+    out: str | None = path_option(metavar="FILE", help="Write to this file; for model-explorer, this folder.")
+    equations: bool = option(is_flag=True, help="In the text, also show the equations that change.")
+    exit_code: bool = option(is_flag=True, help="Exit with 1 if something differs.")
 
     @property
     def format(self) -> str:
         """The format that is asked for, by name or by the ending of the file."""
         return self.output_format or format_by_ending(self.out, "text", "html", "svg", "json")
-
-
-output_options: Decorator = collect_options(
-    OutputOptions,
-    "output",
-    group_options(
-        click.option(
-            "--format",
-            "output_format",
-            type=click.Choice(["text", "html", "svg", "json", "model-explorer"]),
-            show_default="by the ending of --out; text without it",
-            help="One line per change, a page, the heat map, JSON, or a folder for Google's Model Explorer.",
-        ),
-        path_option("--out", "FILE", "Write to this file; for model-explorer, this folder."),
-        click.option("--equations", is_flag=True, help="In the text, also show the equations that change."),
-        click.option("--exit-code", is_flag=True, help="Exit with 1 if something differs."),
-    ),
-)
 
 
 @click.command(
@@ -126,8 +105,8 @@ output_options: Decorator = collect_options(
     """,
 )
 @step_options
-@compare_options
-@output_options
+@collect_options(CompareOptions, "compare")
+@collect_options(OutputOptions, "output")
 @policy_argument()
 @program_argument(required=False)
 def diff(

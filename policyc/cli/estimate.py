@@ -12,14 +12,14 @@ import click
 
 from policyc.cli.common import exit_with_message, load_policy, print_or_write, use_color
 from policyc.cli.options import (
-    Decorator,
     FiniteRange,
     ProgramCommand,
     StepOptions,
     check_source,
     collect_options,
     format_option,
-    group_options,
+    option,
+    option_class,
     out_option,
     path_option,
     policy_argument,
@@ -62,57 +62,36 @@ EVERYTHING_ELSE = (
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@option_class
 class EstimateOptions:
-    """What is estimated and printed: the values of `estimate_options`."""
+    """What is estimated and printed."""
 
-    vs: str | None
-    backend: str
-    compiled: tuple[str, ...]
-    measured: str | None
-    store_bandwidth: float | None
-    output_format: str
-    out: str | None
-    assumptions: bool
-
-
-estimate_options: Decorator = collect_options(
-    EstimateOptions,
-    "options",
-    group_options(
-        vs_option,
-        click.option(
-            "--backend",
-            type=click.Choice(["auto", "te", "xla"]),
-            default="auto",
-            show_default=True,
-            help="Backend for quantized GEMMs. 'auto' is what would run: the choice of 'apply' for this GPU.",
-        ),
-        click.option(
-            "--compiled",
-            metavar="FILE",
-            multiple=True,
-            help="Take bytes, kernels and collectives from a step that 'compile --format json' wrote. Once for each "
-            "policy.",
-        ),
-        path_option(
-            "--measured",
-            "FILE",
-            "Take the speeds of GEMMs, quantizers and copies from the selftest.json of such a GPU.",
-            click.Path(exists=True, dir_okay=False),
-        ),
-        click.option(
-            "--store-bandwidth",
-            type=FiniteRange(min=0, min_open=True),
-            metavar="GB/S",
-            help="Also estimate checkpoints, in a store that all hosts together write and read at this speed. "
-            "Configurations only.",
-        ),
-        format_option("table", "json"),
-        out_option(),
-        click.option("--assumptions", is_flag=True, help="Also print the assumptions of the cost model."),
-    ),
-)
+    vs: str | None = vs_option
+    backend: str = option(
+        type=click.Choice(["auto", "te", "xla"]),
+        default="auto",
+        help="Backend for quantized GEMMs. 'auto' is what would run: the choice of 'apply' for this GPU.",
+    )
+    compiled: tuple[str, ...] = option(
+        metavar="FILE",
+        multiple=True,
+        help="Take bytes, kernels and collectives from a step that 'compile --format json' wrote. Once for each "
+        "policy.",
+    )
+    measured: str | None = path_option(
+        metavar="FILE",
+        type=click.Path(exists=True, dir_okay=False),
+        help="Take the speeds of GEMMs, quantizers and copies from the selftest.json of such a GPU.",
+    )
+    store_bandwidth: float | None = option(
+        type=FiniteRange(min=0, min_open=True),
+        metavar="GB/S",
+        help="Also estimate checkpoints, in a store that all hosts together write and read at this speed. "
+        "Configurations only.",
+    )
+    output_format: str = format_option("table", "json")
+    out: str | None = out_option()
+    assumptions: bool = option(is_flag=True, help="Also print the assumptions of the cost model.")
 
 
 @click.command(
@@ -127,7 +106,7 @@ estimate_options: Decorator = collect_options(
     """,
 )
 @step_options
-@estimate_options
+@collect_options(EstimateOptions, "options")
 @policy_argument()
 @program_argument(required=False)
 def estimate(policy: str, program: tuple[str, ...], step: StepOptions, options: EstimateOptions) -> None:

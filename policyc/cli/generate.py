@@ -6,15 +6,22 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from policyc.cli.common import ExampleCommand, exit_with_message, load_policy
-from policyc.cli.options import FiniteRange, backend_option, format_option
+from policyc.cli.options import (
+    FiniteRange,
+    backend_option,
+    collect_options,
+    format_option,
+    option,
+    option_class,
+)
 from policyc.cli.program import exit_on_error
 
 if TYPE_CHECKING:
@@ -24,16 +31,51 @@ if TYPE_CHECKING:
     from policyc.numerics.backends import BackendName
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _GenerateCommand:
-    """The options of the command, without those of sampling."""
+@option_class
+class GenerateOptions:
+    """Which model continues which texts, and how tokens are drawn."""
 
-    prompt: tuple[str, ...]
-    step: int | None
-    tokenizer: str | None
-    policy: str | None
-    backend: BackendName
-    output_format: str
+    prompt: tuple[str, ...] = option(
+        multiple=True,
+        metavar="TEXT",
+        show_default="standard input",
+        help="Text to continue; may be repeated. An empty one begins a document.",
+    )
+    tokens: int = option(metavar="N", type=click.IntRange(1), default=128, help="Most tokens to draw.")
+    temperature: float = option(
+        metavar="T",
+        type=FiniteRange(0),
+        default=0.8,
+        help="Divide logits by this. 0: take the most probable token.",
+    )
+    top_k: int = option(
+        metavar="K", type=click.IntRange(0), default=0, help="Draw from so many tokens; 0: from all."
+    )
+    top_p: float = option(
+        metavar="P",
+        type=FiniteRange(0, 1, min_open=True),
+        default=1.0,
+        help="Draw from the most probable tokens with this probability together.",
+    )
+    seed: int = option(metavar="N", type=click.IntRange(0, 2**32 - 1), default=0, help="Seed of the drawing.")
+    step: int | None = option(
+        type=int, metavar="STEP", show_default="the last one", help="Use the checkpoint of this step."
+    )
+    tokenizer: str | None = option(metavar="FILE", help="tokenizer.json, if that of the run has moved.")
+    policy: str | None = option(
+        metavar="POLICY[:VARIANT]",
+        show_default="none, also for a run that was trained under one",
+        help="Compute under this policy, in the phase of the checkpoint's step.",
+    )
+    backend: BackendName = backend_option
+    output_format: str = format_option(
+        "text", "json", help="json: prompt, text, tokens, and ended if the model ended the document."
+    )
+
+    def sampling(self) -> Sampling:
+        from policyc.models.llama.generate import Sampling
+
+        return Sampling(**{name.name: getattr(self, name.name) for name in fields(Sampling)})
 
 
 @click.command(
@@ -47,85 +89,28 @@ class _GenerateCommand:
     """,
 )
 @click.argument("folder", metavar="RUN", type=click.Path(path_type=Path))
-@click.option(
-    "--prompt",
-    multiple=True,
-    metavar="TEXT",
-    show_default="standard input",
-    help="Text to continue; may be repeated. An empty one begins a document.",
-)
-@click.option(
-    "--tokens",
-    metavar="N",
-    type=click.IntRange(1),
-    default=128,
-    show_default=True,
-    help="Most tokens to draw.",
-)
-@click.option(
-    "--temperature",
-    metavar="T",
-    type=FiniteRange(0),
-    default=0.8,
-    show_default=True,
-    help="Divide logits by this. 0: take the most probable token.",
-)
-@click.option(
-    "--top-k",
-    metavar="K",
-    type=click.IntRange(0),
-    default=0,
-    show_default=True,
-    help="Draw from so many tokens; 0: from all.",
-)
-@click.option(
-    "--top-p", metavar="P", type=FiniteRange(0, 1, min_open=True), default=1.0, show_default=True,
-    help="Draw from the most probable tokens with this probability together.",
-)  # fmt: skip
-@click.option(
-    "--seed",
-    metavar="N",
-    type=click.IntRange(0, 2**32 - 1),
-    default=0,
-    show_default=True,
-    help="Seed of the drawing.",
-)
-@click.option(
-    "--step", type=int, metavar="STEP", show_default="the last one", help="Use the checkpoint of this step."
-)
-@click.option("--tokenizer", metavar="FILE", help="tokenizer.json, if that of the run has moved.")
-@click.option(
-    "--policy",
-    metavar="POLICY[:VARIANT]",
-    show_default="none, also for a run that was trained under one",
-    help="Compute under this policy, in the phase of the checkpoint's step.",
-)
-@backend_option
-@format_option("text", "json", help="json: prompt, text, tokens, and ended if the model ended the document.")
-def generate(
-    folder: Path, tokens: int, temperature: float, top_k: int, top_p: float, seed: int, **options: Any
-) -> None:
+@collect_options(GenerateOptions, "options")
+def generate(folder: Path, options: GenerateOptions) -> None:
     """Continue texts with a trained model.
 
     RUN is the folder of a run of the bundled trainer, or of one of its exports. Each text is printed with its
     continuation, which ends where the model ends the document, or after --tokens. What was used goes to standard
     error.
     """
-    command = _GenerateCommand(**options)
-    prompts = _read_prompts(command.prompt)
+    prompts = _read_prompts(options.prompt)
     try:
-        from policyc.models.llama.generate import Sampling
         from policyc.models.llama.trained import load_trained
+
+        sampling = options.sampling()
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("policyc"):
             raise
         exit_with_message(f"this needs the package '{error.name}': pip install 'policyc[train]'")
-    policy = load_policy(command.policy) if command.policy else None
-    sampling = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    policy = load_policy(options.policy) if options.policy else None
     with exit_on_error():
-        model = load_trained(folder, command.step, command.tokenizer)
-        transform = None if policy is None else _make_transform(model, policy, command.backend)
-        _continue_all(model, prompts, sampling, transform, command)
+        model = load_trained(folder, options.step, options.tokenizer)
+        transform = None if policy is None else _make_transform(model, policy, options.backend)
+        _continue_all(model, prompts, sampling, transform, options)
 
 
 def _read_prompts(texts: tuple[str, ...]) -> list[bytes]:
@@ -141,7 +126,7 @@ def _continue_all(
     prompts: list[bytes],
     sampling: Sampling,
     transform: Transform | None,
-    command: _GenerateCommand,
+    options: GenerateOptions,
 ) -> None:
     from policyc.models.llama.generate import Generator
 
@@ -155,9 +140,9 @@ def _continue_all(
             "and may get worse after that"
         )
     generator = Generator(model.params, model.config, sampling, longest, transform)
-    _say(_describe(model, sampling, command))
+    _say(_describe(model, sampling, options))
     for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
-        _continue(model, generator, number, (prompt, ids), command.output_format)
+        _continue(model, generator, number, (prompt, ids), options.output_format)
 
 
 def _check_tokens(ids: list[int], model: TrainedModel) -> None:
@@ -176,7 +161,7 @@ def _make_transform(model: TrainedModel, policy: Policy, backend: BackendName) -
     return partial(policyc.apply, policy, has_aux=True, backend=backend)
 
 
-def _describe(model: TrainedModel, sampling: Sampling, command: _GenerateCommand) -> str:
+def _describe(model: TrainedModel, sampling: Sampling, options: GenerateOptions) -> str:
     draws = f"at most {sampling.tokens} tokens, the most probable ones"
     if sampling.temperature:
         draws = (
@@ -184,7 +169,7 @@ def _describe(model: TrainedModel, sampling: Sampling, command: _GenerateCommand
             f"{sampling.top_k or 'all'}, top-p {sampling.top_p:g}, seed {sampling.seed}"
         )
     trained = f" (trained under {model.policy})" if model.policy else ""
-    policy = f"policy {command.policy}, backend {command.backend}" if command.policy else "no policy"
+    policy = f"policy {options.policy}, backend {options.backend}" if options.policy else "no policy"
     return f"{model.name}: {model.config.compute}, {policy}{trained}; {draws}"
 
 

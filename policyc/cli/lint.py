@@ -29,12 +29,12 @@ from policyc.cli.common import (
 )
 from policyc.cli.options import (
     DEFAULT_TARGET,
-    Decorator,
     ProgramCommand,
     collect_options,
     config_option,
     format_option,
-    group_options,
+    option,
+    option_class,
     out_option,
     stdin_filename_option,
 )
@@ -49,57 +49,40 @@ if TYPE_CHECKING:
     from policyc.numerics.targets import Target
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@option_class
 class LintOptions:
-    """The values of `lint_options`."""
+    """What is checked, and what happens to the findings."""
 
-    select: tuple[str, ...]
-    ignore: tuple[str, ...]
-    config: str | None
-    target: str | None
-    fix: bool
-    unsafe_fixes: bool
-    diff: bool
-    statistics: bool
-    exit_zero: bool
-    stdin_filename: str | None
-
-
-lint_options: Decorator = collect_options(
-    LintOptions,
-    "options",
-    group_options(
-        click.option(
-            "--select", multiple=True, metavar="CODES", show_default="ALL",
-            help="Check only these codes: comma-separated, may be repeated.",
-        ),
-        click.option("--ignore", multiple=True, metavar="CODES", help="Do not check these codes."),
-        config_option,
-        click.option(
-            "--target", metavar="GPU", show_default=DEFAULT_TARGET,
-            help="With a program: the GPU on which speed is judged.",
-        ),
-        click.option(
-            "--fix", is_flag=True,
-            help="Apply the fixes that keep the meaning of the policy. Of '-', the text goes to standard output and "
-            "the findings to standard error.",
-        ),
-        click.option(
-            "--unsafe-fixes",
-            is_flag=True,
-            help="With --fix or --diff: also apply fixes that change what the policy means.",
-        ),
-        click.option(
-            "--diff", is_flag=True, help="Write nothing. Print what --fix would change, and exit with 1 if anything."
-        ),
-        click.option(
-            "--statistics", is_flag=True,
-            help="Print the number of findings per code; [*]: --fix repairs them. Formats: full, concise, json.",
-        ),
-        click.option("--exit-zero", is_flag=True, help="Exit with 0 also if there are findings."),
-        stdin_filename_option,
-    ),
-)  # fmt: skip
+    select: tuple[str, ...] = option(
+        multiple=True,
+        metavar="CODES",
+        show_default="ALL",
+        help="Check only these codes: comma-separated, may be repeated.",
+    )
+    ignore: tuple[str, ...] = option(multiple=True, metavar="CODES", help="Do not check these codes.")
+    config: str | None = config_option
+    target: str | None = option(
+        metavar="GPU",
+        show_default=DEFAULT_TARGET,
+        help="With a program: the GPU on which speed is judged.",
+    )
+    fix: bool = option(
+        is_flag=True,
+        help="Apply the fixes that keep the meaning of the policy. Of '-', the text goes to standard output and "
+        "the findings to standard error.",
+    )
+    unsafe_fixes: bool = option(
+        is_flag=True, help="With --fix or --diff: also apply fixes that change what the policy means."
+    )
+    diff: bool = option(
+        is_flag=True, help="Write nothing. Print what --fix would change, and exit with 1 if anything."
+    )
+    statistics: bool = option(
+        is_flag=True,
+        help="Print the number of findings per code; [*]: --fix repairs them. Formats: full, concise, json.",
+    )
+    exit_zero: bool = option(is_flag=True, help="Exit with 0 also if there are findings.")
+    stdin_filename: str | None = stdin_filename_option
 
 
 def _starts_program(word: str) -> bool:
@@ -140,7 +123,7 @@ class LintCommand(ProgramCommand):
     help="full: source line and notes. concise: one line per finding. The others are for programs.",
 )
 @out_option()
-@lint_options
+@collect_options(LintOptions, "options")
 def lint(words: tuple[str, ...], output_format: str, out: str | None, options: LintOptions) -> None:
     """Check policies for errors and known risks.
 

@@ -10,10 +10,10 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import wraps
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, dataclass_transform
 
 import click
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from policyc.hardware.mesh import MeshShape
 
 Decorator: TypeAlias = Callable[[Any], Any]
+T = TypeVar("T")
 
 _PLACEHOLDER = re.compile(r"\{(seed|steps|out|variant)\}")  # of a sweep
 
@@ -116,19 +117,51 @@ def explain_misplaced_options(names: Sequence[str]) -> str:
     )
 
 
-def group_options(*options: Decorator) -> Decorator:
-    """One decorator that adds several options, in this order."""
+class Option:
+    """An option: a field of a class of options, or a decorator of a command.
 
-    def add(function: Any) -> Any:
-        for option in reversed(options):
-            function = option(function)
-        return function
+    Takes what `click.option` takes. As a field, its flag is the name of the field unless one is given. Help shows a
+    default.
+    """
 
-    return add
+    def __init__(self, *flags: str, **settings: Any) -> None:
+        self._flags = flags
+        self._settings = settings
+        if settings.get("default") is not None:
+            settings.setdefault("show_default", True)
+
+    def __call__(self, command: Any) -> Any:
+        return click.option(*self._flags, **self._settings)(command)
+
+    def add_to(self, command: Any, name: str) -> Any:
+        """Adds the option to a command, which gets its value as `name`."""
+        flags = [flag for flag in self._flags if flag.startswith("-")] or [f"--{name.replace('_', '-')}"]
+        return click.option(*flags, name, **self._settings)(command)
+
+    @property
+    def value_if_absent(self) -> Any:
+        without_default = (
+            () if self._settings.get("multiple") else False if self._settings.get("is_flag") else None
+        )
+        return self._settings.get("default", without_default)
 
 
-def collect_options(kind: type, name: str, options: Decorator) -> Decorator:
-    """Adds options, and passes their values to the command as one dataclass, in the argument `name`."""
+def option(*flags: str, **settings: Any) -> Any:
+    """An `Option`. The type of the result lets it be the default of a field of any type."""
+    return Option(*flags, **settings)
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def option_class(kind: type[T]) -> type[T]:
+    """Makes a dataclass of a class whose fields are options. A field without an option must have a default."""
+    for name, value in list(vars(kind).items()):
+        if isinstance(value, Option):
+            setattr(kind, name, field(default=value.value_if_absent, metadata={"option": value}))
+    return dataclass(frozen=True, slots=True, kw_only=True)(kind)
+
+
+def collect_options(kind: type, name: str) -> Decorator:
+    """Adds the options of a class to a command, and passes their values as one object, in the argument `name`."""
 
     def decorate(function: Any) -> Any:
         @wraps(function)
@@ -136,7 +169,10 @@ def collect_options(kind: type, name: str, options: Decorator) -> Decorator:
             values = {field.name: kwargs.pop(field.name) for field in fields(kind) if field.name in kwargs}
             return function(*args, **kwargs, **{name: kind(**values)})
 
-        return options(call)
+        for one in reversed(fields(kind)):
+            if "option" in one.metadata:
+                call = one.metadata["option"].add_to(call, one.name)
+        return call
 
     return decorate
 
@@ -144,49 +180,45 @@ def collect_options(kind: type, name: str, options: Decorator) -> Decorator:
 # ---- single options
 
 
-def path_option(flag: str, metavar: str, help: str, type: click.Path | None = None) -> Decorator:
+def path_option(*flags: str, **settings: Any) -> Any:
     """A path, passed as an absolute one, because a program may change the folder. `-` is standard output."""
 
     def make_absolute(_ctx: click.Context, _option: click.Parameter, path: str | None) -> str | None:
         return os.path.abspath(path) if path and path != "-" else path
 
-    return click.option(flag, metavar=metavar, type=type, callback=make_absolute, help=help)
+    return option(*flags, callback=make_absolute, **settings)
 
 
-stdin_filename_option: Decorator = click.option(
+stdin_filename_option: Any = option(
     "--stdin-filename",
     metavar="FILE",
     help="The name of what is read from '-', for messages and for imports relative to it.",
 )
 
-backend_option: Decorator = click.option(
+backend_option: Any = option(
     "--backend",
     default="auto",
-    show_default=True,
     metavar="NAME",
     help="Backend for quantized GEMMs: auto, emulate, xla or te. 'auto' chooses by the devices.",
 )
 
-require_native_option: Decorator = click.option(
-    "--require-native", is_flag=True, help="Fail if a product would be emulated."
+priced_backend_option: Any = option(
+    type=click.Choice(["te", "xla", "auto"]),
+    default="te",
+    help="Backend whose speed is predicted. te: Transformer Engine; auto: the choice of 'apply' here.",
 )
 
+require_native_option: Any = option(is_flag=True, help="Fail if a product would be emulated.")
 
-def format_option(*formats: str, help: str = "Output format.") -> Decorator:
+
+def format_option(*formats: str, help: str = "Output format.") -> Any:
     """`--format`, passed as `output_format`. The first format is the default."""
-    return click.option(
-        "--format",
-        "output_format",
-        type=click.Choice(formats),
-        default=formats[0],
-        show_default=True,
-        help=help,
-    )
+    return option("--format", "output_format", type=click.Choice(formats), default=formats[0], help=help)
 
 
-def out_option(help: str = "Write to this file instead of standard output.") -> Decorator:
+def out_option(help: str = "Write to this file instead of standard output.") -> Any:
     """`--out`, passed as `out`."""
-    return path_option("--out", "FILE", help, click.Path(dir_okay=False, allow_dash=True))
+    return path_option("--out", metavar="FILE", type=click.Path(dir_okay=False, allow_dash=True), help=help)
 
 
 def policy_argument(*, required: bool = True) -> Decorator:
@@ -195,24 +227,14 @@ def policy_argument(*, required: bool = True) -> Decorator:
     return click.argument("policy", required=required, metavar=metavar)
 
 
-vs_option: Decorator = click.option(
-    "--vs", metavar="POLICY[:VARIANT]", help="Compare with this policy: it is what comes before."
-)
+vs_option: Any = option(metavar="POLICY[:VARIANT]", help="Compare with this policy: it is what comes before.")
 
-config_option: Decorator = click.option(
+config_option: Any = option(
     "--config", metavar="NAME", help="Configuration of the bundled Llama, instead of a program."
 )
 
 DEFAULT_TARGET = "gb200"
 """The GPU of every command that judges speed and is not told another one."""
-
-target_option: Decorator = click.option(
-    "--target",
-    metavar="GPU",
-    default=DEFAULT_TARGET,
-    show_default=True,
-    help="The GPU, one of 'policyc targets'.",
-)
 
 
 def program_argument(*, required: bool) -> Decorator:
@@ -225,52 +247,43 @@ def program_argument(*, required: bool) -> Decorator:
 # ---- a run of a program under a policy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@option_class
 class RunOptions:
-    """How a program runs under a policy: the values of `run_options`."""
+    """How a program runs under a policy. Two of its fields are options of some commands only."""
 
-    backend: str = "auto"
-    require_native: bool = False
-    plan_out: str | None = None
-    stats_every: int = 0
+    backend: str = backend_option
+    require_native: bool = require_native_option
+    plan_out: str | None = path_option(
+        metavar="FILE", type=click.Path(dir_okay=False), help="Write the plan to this file, as JSON."
+    )
+    stats_every: int = option(
+        type=click.IntRange(0),
+        default=0,
+        metavar="N",
+        help="Measure the error of quantization every N steps, for the run's report. 0: never.",
+    )
+    rounding_seed: int | None = option(
+        type=click.IntRange(0, 2**32 - 1),
+        metavar="N",
+        show_default="that of the policy",
+        help="Seed of stochastic rounding.",
+    )
+    quiet: bool = option(
+        is_flag=True, help="Print nothing beside the program's output, except warnings and errors."
+    )
     multiple_losses: bool = False
-    rounding_seed: int | None = None
     compile_cache: str | None = None
-    quiet: bool = False
 
 
-run_options: Decorator = collect_options(
-    RunOptions,
-    "run",
-    group_options(
-        backend_option,
-        require_native_option,
-        path_option("--plan-out", "FILE", "Write the plan to this file, as JSON.", click.Path(dir_okay=False)),
-        click.option(
-            "--stats-every",
-            type=click.IntRange(0),
-            default=0,
-            show_default=True,
-            metavar="N",
-            help="Measure the error of quantization every N steps, for the run's report. 0: never.",
-        ),
-        click.option(
-            "--rounding-seed", type=click.IntRange(0, 2**32 - 1), metavar="N", show_default="that of the policy",
-            help="Seed of stochastic rounding.",
-        ),
-        click.option(
-            "--quiet", is_flag=True, help="Print nothing beside the program's output, except warnings and errors."
-        ),
-    ),
-)  # fmt: skip
+run_options: Decorator = collect_options(RunOptions, "run")
 
-multiple_losses_option: Decorator = click.option(
+multiple_losses_option: Any = option(
     "--multiple-losses",
     is_flag=True,
     help="Let any loss of the program meet an 'expect', not only the first one.",
 )
 
-compile_cache_option: Decorator = click.option(
+compile_cache_option: Any = option(
     "--compile-cache",
     metavar="DIR|off",
     envvar="POLICYC_COMPILE_CACHE",
@@ -290,19 +303,45 @@ def check_source(program: Sequence[str], config: str | None) -> None:
         raise click.UsageError("name a program, or a configuration with --config; one of the two")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOptions:
-    """Which training step runs on which devices: the values of `step_options`. None: the configuration's value."""
+_FROM_CONFIG = "from the configuration"
 
-    config: str | None
-    target: str
-    devices: int
-    mesh: str | None
-    batch: int | None
-    sequence: int | None
-    accumulate: int | None
-    remat: str | None
-    gather: str | None
+
+@option_class
+class StepOptions:
+    """Which training step runs on which devices. None: the configuration's value."""
+
+    config: str | None = config_option
+    target: str = option(metavar="GPU", default=DEFAULT_TARGET, help="The GPU, one of 'policyc targets'.")
+    devices: int = option(metavar="N", type=click.IntRange(1), default=1, help="Number of GPUs.")
+    mesh: str | None = option(
+        metavar="AXES",
+        show_default="all devices on fsdp",
+        help="Sizes of the axes data, fsdp, context, tensor and (compile) expert, such as 'fsdp=32 tensor=4'. "
+        "A program has data and fsdp only; compiled, its own mesh.",
+    )
+    batch: int | None = option(
+        metavar="N", type=click.IntRange(1), show_default=_FROM_CONFIG, help="Sequences per step."
+    )
+    sequence: int | None = option(
+        metavar="N", type=click.IntRange(1), show_default=_FROM_CONFIG, help="Tokens per sequence."
+    )
+    accumulate: int | None = option(
+        metavar="N",
+        type=click.IntRange(1),
+        show_default="as few as leave a device two sequences at a time",
+        help="Microbatches per step.",
+    )
+    remat: str | None = option(
+        type=click.Choice(["none", "dots", "full", "quantized"]),
+        show_default=f"{_FROM_CONFIG}; none for a program",
+        help="What the backward pass recomputes.",
+    )
+    gather: str | None = option(
+        type=click.Choice(["each", "once"]),
+        show_default="each",
+        help="Gather weights and add gradients over devices for each microbatch, or once per step. "
+        "Configurations only.",
+    )
 
     def sizes(self) -> Sizes:
         """The settings that replace those of a configuration."""
@@ -331,39 +370,5 @@ class StepOptions:
             )
 
 
-_FROM_CONFIG = "from the configuration"
-
-
-def _count_option(flag: str, help: str, default: str) -> Decorator:
-    """A count that is at least 1. `default` says what happens without the option."""
-    return click.option(flag, metavar="N", type=click.IntRange(1), show_default=default, help=help)
-
-
-step_options: Decorator = collect_options(StepOptions, "step", group_options(
-    config_option,
-    target_option,
-    click.option(
-        "--devices", metavar="N", type=click.IntRange(1), default=1, show_default=True, help="Number of GPUs."
-    ),
-    click.option(
-        "--mesh", metavar="AXES", show_default="all devices on fsdp",
-        help="Sizes of the axes data, fsdp, context, tensor and (compile) expert, such as 'fsdp=32 tensor=4'. "
-        "A program has data and fsdp only; compiled, its own mesh.",
-    ),
-    _count_option("--batch", "Sequences per step.", _FROM_CONFIG),
-    _count_option("--sequence", "Tokens per sequence.", _FROM_CONFIG),
-    _count_option(
-        "--accumulate", "Microbatches per step.", "as few as leave a device two sequences at a time"
-    ),
-    click.option(
-        "--remat", type=click.Choice(["none", "dots", "full", "quantized"]),
-        show_default=f"{_FROM_CONFIG}; none for a program",
-        help="What the backward pass recomputes.",
-    ),
-    click.option(
-        "--gather", type=click.Choice(["each", "once"]), show_default="each",
-        help="Gather weights and add gradients over devices for each microbatch, or once per step. "
-        "Configurations only.",
-    ),
-))  # fmt: skip
+step_options: Decorator = collect_options(StepOptions, "step")
 """The options of a training step, passed as `step`."""

@@ -6,13 +6,12 @@ import contextlib
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import click
 
 from policyc.cli.common import exit_with_message, print_note
-from policyc.cli.options import Decorator, check_source, collect_options, group_options
+from policyc.cli.options import Decorator, check_source, collect_options, option, option_class
 from policyc.cli.program import exit_on_error, explain_early_exit, explain_no_loss, parse_program
 
 if TYPE_CHECKING:
@@ -20,43 +19,22 @@ if TYPE_CHECKING:
     from policyc.experiments.record import RecordedLoss
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@option_class
 class RecordOptions:
-    """Which calls of a loss are recorded: the values of `record_options`."""
+    """Which calls of a loss are recorded."""
 
-    checkpoint: str | None
-    batches: int
-    after: int
+    checkpoint: str | None = option(
+        "--from",
+        metavar="CHECKPOINT",
+        help="Start from this checkpoint of the bundled trainer, such as runs/a/checkpoints/300. Needs --config.",
+    )
+    batches: int = option(type=click.IntRange(1), default=4, metavar="N", help="Batches to record.")
+    after: int = option(
+        type=click.IntRange(0), default=0, metavar="N", help="Let the program run this many steps before."
+    )
 
 
-record_options: Decorator = collect_options(
-    RecordOptions,
-    "record",
-    group_options(
-        click.option(
-            "--from",
-            "checkpoint",
-            metavar="CHECKPOINT",
-            help="Start from this checkpoint of the bundled trainer, such as runs/a/checkpoints/300. Needs --config.",
-        ),
-        click.option(
-            "--batches",
-            type=click.IntRange(1),
-            default=4,
-            show_default=True,
-            metavar="N",
-            help="Batches to record.",
-        ),
-        click.option(
-            "--after",
-            type=click.IntRange(0),
-            default=0,
-            show_default=True,
-            metavar="N",
-            help="Let the program run this many steps before.",
-        ),
-    ),
-)
+record_options: Decorator = collect_options(RecordOptions, "record")
 
 
 def record(program: Sequence[str], config: str | None, options: RecordOptions) -> RecordedLoss:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from policyc.cli.common import EXIT_USAGE, ExampleCommand, exit_with_message, format_by_ending, print_note
+from policyc.cli.options import collect_options, option, option_class
 from policyc.cli.sweep_runs import split_names
 
 if TYPE_CHECKING:
@@ -18,85 +18,43 @@ if TYPE_CHECKING:
 FORMATS = ("html", "markdown", "json")
 
 
-@click.command(
-    cls=ExampleCommand,
-    examples="""
-    policyc report runs/tiny                              write runs/tiny/report.html
-    policyc report sweeps/nvfp4                           a sweep, also while it runs
-    policyc report runs/bf16 runs/fp8 --baseline bf16     compare runs: write comparison.html
-    policyc report sweeps/nvfp4 --format markdown         print the verdicts and tables
-    policyc report sweeps/nvfp4 --backend te              with gaps over predicted speed-ups
-    """,
-)
-@click.option(
-    "--out",
-    type=click.Path(dir_okay=False, allow_dash=True),
-    show_default="report.html in the folder; comparison.html here for several folders",
-    help="File to write; '-' is standard output.",
-)
-@click.option(
-    "--format",
-    "output_format",
-    type=click.Choice(FORMATS),
-    show_default="by the ending of --out; html without it",
-    help="A page; tables; everything as JSON.",
-)
-@click.option(
-    "--baseline",
-    metavar="NAME,...",
-    show_default="those of the sweep, else bf16 and fp8, else the first",
-    help="Compare with these variants.",
-)
-@click.option(
-    "--margin", metavar="NATS|PERCENT", show_default="that of the sweep, else 0.5%", help="Margin of parity."
-)
-@click.option(
-    "--config",
-    metavar="NAME",
-    show_default="llama3_8b with the options below, else no prediction",
-    help="Predict the speed-up of each policy for this configuration of the bundled Llama.",
-)
-@click.option("--target", metavar="GPU", show_default="gb200", help="GPU of the prediction.")
-@click.option(
-    "--devices", metavar="N", type=click.IntRange(1), show_default="8", help="GPUs of the prediction."
-)
-@click.option(
-    "--backend",
-    metavar="NAME",
-    show_default="auto",
-    help="Backend of the prediction: auto, xla or te. It need not be installed.",
-)
-@click.argument("folders", nargs=-1, required=True, metavar="DIR...")
-def report(folders: tuple[str, ...], **options: Any) -> None:
-    """Write a report of runs or of a sweep.
-
-    DIR is a sweep, or a folder with metrics.jsonl of any program. The page has curves with seed bands, gaps to the
-    baselines with intervals, a verdict on each variant, speed, memory, quantization error, policies, settings and
-    commands. It is one file that loads nothing else. A run that failed or has not ended is shown as such.
-    """
-    from policyc.experiments.report.sweeps import ReportError
-    from policyc.language.diagnostics import PolicyError
-
-    try:
-        _write(_ReportCommand(**options), [Path(folder) for folder in folders])
-    except ReportError as error:
-        exit_with_message(str(error), EXIT_USAGE)
-    except (PolicyError, ValueError) as error:
-        exit_with_message(str(error))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ReportCommand:
+@option_class
+class ReportCommand:
     """The options of the command. One of the last four asks for a prediction."""
 
-    out: str | None
-    output_format: str | None
-    baseline: str | None
-    margin: str | None
-    config: str | None
-    target: str | None
-    devices: int | None
-    backend: str | None
+    out: str | None = option(
+        type=click.Path(dir_okay=False, allow_dash=True),
+        show_default="report.html in the folder; comparison.html here for several folders",
+        help="File to write; '-' is standard output.",
+    )
+    output_format: str | None = option(
+        "--format",
+        type=click.Choice(FORMATS),
+        show_default="by the ending of --out; html without it",
+        help="A page; tables; everything as JSON.",
+    )
+    baseline: str | None = option(
+        metavar="NAME,...",
+        show_default="those of the sweep, else bf16 and fp8, else the first",
+        help="Compare with these variants.",
+    )
+    margin: str | None = option(
+        metavar="NATS|PERCENT", show_default="that of the sweep, else 0.5%", help="Margin of parity."
+    )
+    config: str | None = option(
+        metavar="NAME",
+        show_default="llama3_8b with the options below, else no prediction",
+        help="Predict the speed-up of each policy for this configuration of the bundled Llama.",
+    )
+    target: str | None = option(metavar="GPU", show_default="gb200", help="GPU of the prediction.")
+    devices: int | None = option(
+        metavar="N", type=click.IntRange(1), show_default="8", help="GPUs of the prediction."
+    )
+    backend: str | None = option(
+        metavar="NAME",
+        show_default="auto",
+        help="Backend of the prediction: auto, xla or te. It need not be installed.",
+    )
 
     @property
     def format(self) -> str:
@@ -115,7 +73,37 @@ class _ReportCommand:
         )
 
 
-def _write(command: _ReportCommand, folders: list[Path]) -> None:
+@click.command(
+    cls=ExampleCommand,
+    examples="""
+    policyc report runs/tiny                              write runs/tiny/report.html
+    policyc report sweeps/nvfp4                           a sweep, also while it runs
+    policyc report runs/bf16 runs/fp8 --baseline bf16     compare runs: write comparison.html
+    policyc report sweeps/nvfp4 --format markdown         print the verdicts and tables
+    policyc report sweeps/nvfp4 --backend te              with gaps over predicted speed-ups
+    """,
+)
+@collect_options(ReportCommand, "command")
+@click.argument("folders", nargs=-1, required=True, metavar="DIR...")
+def report(folders: tuple[str, ...], command: ReportCommand) -> None:
+    """Write a report of runs or of a sweep.
+
+    DIR is a sweep, or a folder with metrics.jsonl of any program. The page has curves with seed bands, gaps to the
+    baselines with intervals, a verdict on each variant, speed, memory, quantization error, policies, settings and
+    commands. It is one file that loads nothing else. A run that failed or has not ended is shown as such.
+    """
+    from policyc.experiments.report.sweeps import ReportError
+    from policyc.language.diagnostics import PolicyError
+
+    try:
+        _write(command, [Path(folder) for folder in folders])
+    except ReportError as error:
+        exit_with_message(str(error), EXIT_USAGE)
+    except (PolicyError, ValueError) as error:
+        exit_with_message(str(error))
+
+
+def _write(command: ReportCommand, folders: list[Path]) -> None:
     from policyc.base.files import is_standard_output
     from policyc.base.text import escape_controls
     from policyc.experiments.report.build import build_report

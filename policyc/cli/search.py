@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shlex
 import sys
@@ -14,13 +13,14 @@ import click
 from policyc.cli.common import exit_with_message, load_policy, print_note, print_or_write, write_output
 from policyc.cli.estimate import trace_step
 from policyc.cli.options import (
-    Decorator,
     FiniteRange,
     StepOptions,
     check_source,
     collect_options,
-    group_options,
+    option,
+    option_class,
     out_option,
+    priced_backend_option,
     program_argument,
     step_options,
 )
@@ -38,73 +38,39 @@ DEFAULT_FORMATS = "nvfp4,mxfp8,fp8"
 BUNDLED = ("fp8", "mxfp8", "llama_nvfp4", "te_nvfp4")
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@option_class
 class SearchOptions:
-    """What is searched for: the values of `search_options`."""
+    """What is searched for."""
 
-    speedup: str | None
-    max_damage: float | None
-    frontier: bool
-    formats: str
-    segments: int
-    backend: str
-    explain: str | None
-    sweep: str | None
-    out: str | None
-
-
-search_options: Decorator = collect_options(
-    SearchOptions,
-    "options",
-    group_options(
-        click.option(
-            "--speedup",
-            metavar="X|POLICY",
-            help="The least damage at this speed, as a multiple of that without a policy, or at that of a policy.",
-        ),
-        click.option(
-            "--max-damage",
-            type=FiniteRange(min=0),
-            metavar="NATS",
-            help="The fastest policy with at most this damage.",
-        ),
-        click.option(
-            "--frontier", is_flag=True, help="All speeds: a picture (--out x.svg) or a table of damages."
-        ),
-        click.option(
-            "--formats",
-            default=DEFAULT_FORMATS,
-            show_default=True,
-            metavar="A,B",
-            help="Formats to choose from, or recipes such as 'nvfp4(sr=grad)'. Keeping a product is always a choice.",
-        ),
-        click.option(
-            "--segments",
-            type=click.IntRange(1),
-            default=4,
-            show_default=True,
-            metavar="N",
-            help="Most ranges of layers that differ: each one more splits a scan.",
-        ),
-        click.option(
-            "--backend",
-            type=click.Choice(["te", "xla", "auto"]),
-            default="te",
-            show_default=True,
-            help="Backend whose speed is predicted. te: Transformer Engine; auto: the choice of 'apply' here.",
-        ),
-        click.option(
-            "--explain", metavar="SITE", help="Also say why the sites of this name got what they got."
-        ),
-        click.option(
-            "--sweep",
-            type=click.Path(file_okay=False),
-            metavar="DIR",
-            help="Also write the knees of the frontier to DIR, as variants of a policy for 'policyc sweep'.",
-        ),
-        out_option(),
-    ),
-)
+    speedup: str | None = option(
+        metavar="X|POLICY",
+        help="The least damage at this speed, as a multiple of that without a policy, or at that of a policy.",
+    )
+    max_damage: float | None = option(
+        type=FiniteRange(min=0), metavar="NATS", help="The fastest policy with at most this damage."
+    )
+    frontier: bool = option(is_flag=True, help="All speeds: a picture (--out x.svg) or a table of damages.")
+    formats: str = option(
+        default=DEFAULT_FORMATS,
+        metavar="A,B",
+        help="Formats to choose from, or recipes such as 'nvfp4(sr=grad)'. Keeping a product is always a choice.",
+    )
+    segments: int = option(
+        type=click.IntRange(1),
+        default=4,
+        metavar="N",
+        help="Most ranges of layers that differ: each one more splits a scan.",
+    )
+    backend: str = priced_backend_option
+    explain: str | None = option(
+        metavar="SITE", help="Also say why the sites of this name got what they got."
+    )
+    sweep: str | None = option(
+        type=click.Path(file_okay=False),
+        metavar="DIR",
+        help="Also write the knees of the frontier to DIR, as variants of a policy for 'policyc sweep'.",
+    )
+    out: str | None = out_option()
 
 
 @click.command(
@@ -118,7 +84,7 @@ search_options: Decorator = collect_options(
 )
 @step_options
 @record_options
-@search_options
+@collect_options(SearchOptions, "options")
 @program_argument(required=False)
 def search(
     program: tuple[str, ...], step: StepOptions, record: RecordOptions, options: SearchOptions

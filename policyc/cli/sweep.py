@@ -2,57 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from policyc.cli.common import load_policy
-from policyc.cli.options import Decorator, collect_options, config_option, group_options, program_argument
+from policyc.cli.options import collect_options, config_option, option, option_class, program_argument
 from policyc.cli.program import exit_on_error
-from policyc.cli.sweep_runs import SweepCommand, SweepOptions, run_sweep, split_names, sweep_options
+from policyc.cli.sweep_runs import SweepCommand, SweepOptions, run_sweep, split_names
 
 if TYPE_CHECKING:
     from policyc.experiments.sweep.edits import EditedPolicy
     from policyc.language.policy import Policy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@option_class
 class EditOptions:
-    """Which edits of the policy are run: the values of `edit_options`."""
+    """Which edits of the policy are run."""
 
-    variants: str | None = None
-    ablate: bool = False
-    add_one: bool = False
-    grid: str | None = None
-
-
-edit_options: Decorator = collect_options(
-    EditOptions,
-    "edits",
-    group_options(
-        click.option(
-            "--variants", metavar="A,B", help="Variants that the policy defines; 'all' for all of them."
-        ),
-        click.option(
-            "--ablate",
-            is_flag=True,
-            help="Remove one ingredient at a time: an option of a recipe, or a rule that protects sites in bf16.",
-        ),
-        click.option(
-            "--add-one",
-            is_flag=True,
-            help="Start from recipes without options ('plain'), and add one option at a time.",
-        ),
-        click.option(
-            "--grid",
-            metavar="AXES",
-            help="All combinations of option values, such as 'rht=wgrad,none; sr=grad,none'. 'none' removes the "
-            "option; 'nv.rht=...' changes the recipe nv only.",
-        ),
-    ),
-)
+    variants: str | None = option(
+        metavar="A,B", help="Variants that the policy defines; 'all' for all of them."
+    )
+    ablate: bool = option(
+        is_flag=True,
+        help="Remove one ingredient at a time: an option of a recipe, or a rule that protects sites in bf16.",
+    )
+    add_one: bool = option(
+        is_flag=True, help="Start from recipes without options ('plain'), and add one option at a time."
+    )
+    grid: str | None = option(
+        metavar="AXES",
+        help="All combinations of option values, such as 'rht=wgrad,none; sr=grad,none'. 'none' removes the "
+        "option; 'nv.rht=...' changes the recipe nv only.",
+    )
 
 
 _EVALUATIONS = 10  # of a run that compares policies
@@ -70,9 +53,9 @@ _EVALUATIONS = 10  # of a run that compares policies
 )
 @click.argument("policies", metavar="POLICY[:VARIANT][,...]")
 @program_argument(required=False)
-@edit_options
+@collect_options(EditOptions, "edits")
 @config_option
-@sweep_options
+@collect_options(SweepOptions, "options")
 def sweep(
     policies: str, program: tuple[str, ...], config: str | None, edits: EditOptions, options: SweepOptions
 ) -> None:

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from errno import ENOSPC
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,13 +23,12 @@ from policyc.cli.common import (
     print_note,
 )
 from policyc.cli.options import (
-    Decorator,
     ProgramCommand,
     backend_option,
-    collect_options,
     compile_cache_option,
-    group_options,
     multiple_losses_option,
+    option,
+    option_class,
     require_native_option,
 )
 from policyc.cli.program import misplaced_hint, parse_program, program_name
@@ -59,30 +57,6 @@ class SweepCommand(ProgramCommand):
         return click.Command.parse_args(self, ctx, args)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepOptions:
-    """How a sweep runs: the values of `sweep_options`."""
-
-    baseline: str | None
-    seeds: int
-    first_seed: int
-    steps: int | None
-    out: str | None
-    margin: str
-    jobs: int | None
-    gpus_per_run: int
-    slurm: SlurmOptions | None
-    seeds_per_process: int
-    metrics: str | None
-    no_plan: bool
-    dry_run: bool
-    stats_every: int
-    backend: str
-    require_native: bool
-    multiple_losses: bool
-    compile_cache: str | None
-
-
 def _parse_slurm(
     _ctx: click.Context, _option: click.Parameter, texts: tuple[str, ...]
 ) -> SlurmOptions | None:
@@ -96,71 +70,77 @@ def _parse_slurm(
         raise click.UsageError(str(error)) from None
 
 
-sweep_options: Decorator = collect_options(
-    SweepOptions,
-    "options",
-    group_options(
-        click.option(
-            "--baseline", metavar="A,B", show_default="bf16, and fp8 if it fits the program",
-            help="Policies to compare with, by name or path; 'none' for none.",
-        ),
-        click.option(
-            "--seeds", type=click.IntRange(1), default=5, show_default=True, metavar="N",
-            help="Number of seeds. All variants get the same.",
-        ),
-        click.option(
-            "--first-seed", type=click.IntRange(0), default=0, show_default=True, metavar="N",
-            help="The first seed; the others follow it.",
-        ),
-        click.option(
-            "--steps", type=click.IntRange(1), metavar="N", show_default="from the configuration",
-            help="Steps of a run. A run that ends earlier has failed.",
-        ),
-        click.option(
-            "--out", type=click.Path(file_okay=False), show_default="sweeps/POLICY",
-            help="Folder of the sweep.",
-        ),
-        click.option(
-            "--margin", default="0.5%", show_default=True, metavar="NATS|%",
-            help="Largest difference of loss that counts as parity, fixed before the sweep runs.",
-        ),
-        click.option(
-            "--jobs", type=click.IntRange(1), metavar="N", show_default="one per GPU; 1 without GPUs; 100 with --slurm",
-            help="Runs at a time. More than GPUs: they share them.",
-        ),
-        click.option(
-            "--gpus-per-run", type=click.IntRange(1), default=1, show_default=True, metavar="N",
-            help="GPUs of this machine that each run gets.",
-        ),
-        click.option(
-            "--slurm", multiple=True, metavar="NAME=VALUE,...", callback=_parse_slurm,
-            help="Run each run as a Slurm job with these resources, such as 'partition=long,gpus=8,nodes=16,time=1440' "
-            "(time in minutes).",
-        ),
-        click.option(
-            "--seeds-per-process", type=click.IntRange(1), default=1, show_default=True, metavar="N",
-            help="Seeds of a variant that run in one process. Bundled trainer only.",
-        ),
-        click.option(
-            "--metrics", metavar="KIND=PATH",
-            help="Read the metrics of a trainer that does not write metrics.jsonl: 'maxtext={out}/metrics.txt'.",
-        ),
-        click.option(
-            "--no-plan", is_flag=True,
-            help="Do not trace the program before anything runs. By default it is traced once: policies that do not "
-            "fit are errors, and edits that do the same to it are run once.",
-        ),
-        click.option("--dry-run", is_flag=True, help="Print the runs and the edits as diffs. Start nothing."),
-        click.option(
-            "--stats-every", type=click.IntRange(0), default=0, show_default=True, metavar="N",
-            help="Measure the error of quantization every N steps. 0: never.",
-        ),
-        backend_option,
-        require_native_option,
-        multiple_losses_option,
-        compile_cache_option,
-    ),
-)  # fmt: skip
+@option_class
+class SweepOptions:
+    """How a sweep runs."""
+
+    baseline: str | None = option(
+        metavar="A,B",
+        show_default="bf16, and fp8 if it fits the program",
+        help="Policies to compare with, by name or path; 'none' for none.",
+    )
+    seeds: int = option(
+        type=click.IntRange(1), default=5, metavar="N", help="Number of seeds. All variants get the same."
+    )
+    first_seed: int = option(
+        type=click.IntRange(0), default=0, metavar="N", help="The first seed; the others follow it."
+    )
+    steps: int | None = option(
+        type=click.IntRange(1),
+        metavar="N",
+        show_default="from the configuration",
+        help="Steps of a run. A run that ends earlier has failed.",
+    )
+    out: str | None = option(
+        type=click.Path(file_okay=False), show_default="sweeps/POLICY", help="Folder of the sweep."
+    )
+    margin: str = option(
+        default="0.5%",
+        metavar="NATS|%",
+        help="Largest difference of loss that counts as parity, fixed before the sweep runs.",
+    )
+    jobs: int | None = option(
+        type=click.IntRange(1),
+        metavar="N",
+        show_default="one per GPU; 1 without GPUs; 100 with --slurm",
+        help="Runs at a time. More than GPUs: they share them.",
+    )
+    gpus_per_run: int = option(
+        type=click.IntRange(1), default=1, metavar="N", help="GPUs of this machine that each run gets."
+    )
+    slurm: SlurmOptions | None = option(
+        multiple=True,
+        metavar="NAME=VALUE,...",
+        callback=_parse_slurm,
+        help="Run each run as a Slurm job with these resources, such as 'partition=long,gpus=8,nodes=16,time=1440' "
+        "(time in minutes).",
+    )
+    seeds_per_process: int = option(
+        type=click.IntRange(1),
+        default=1,
+        metavar="N",
+        help="Seeds of a variant that run in one process. Bundled trainer only.",
+    )
+    metrics: str | None = option(
+        metavar="KIND=PATH",
+        help="Read the metrics of a trainer that does not write metrics.jsonl: 'maxtext={out}/metrics.txt'.",
+    )
+    no_plan: bool = option(
+        is_flag=True,
+        help="Do not trace the program before anything runs. By default it is traced once: policies that do not "
+        "fit are errors, and edits that do the same to it are run once.",
+    )
+    dry_run: bool = option(is_flag=True, help="Print the runs and the edits as diffs. Start nothing.")
+    stats_every: int = option(
+        type=click.IntRange(0),
+        default=0,
+        metavar="N",
+        help="Measure the error of quantization every N steps. 0: never.",
+    )
+    backend: str = backend_option
+    require_native: bool = require_native_option
+    multiple_losses: bool = multiple_losses_option
+    compile_cache: str | None = compile_cache_option
 
 
 def split_names(text: str) -> tuple[str, ...]:
