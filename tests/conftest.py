@@ -106,23 +106,22 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     return write_files
 
 
-@pytest.fixture
-def quick_compile() -> None:
-    """Compiles with `QUICK_OPTIONS`, in a sixth of the time. For all tests of a module that run a few small steps.
-
-    The last bit of a result may differ from that of the optimized program, and a test may compare two programs bit for
-    bit. So the in-memory caches are cleared between tests with and without this: see `pytest_runtest_setup`.
-    """
+# Tests of bits that must be those of the optimized program, and those that run on GPUs or compile for them.
+COMPILE_IN_FULL = ("full_compile", "gpu", "cuda", "te", "trainers", "peers")
 
 
 def _compiles_quickly(item: pytest.Item) -> bool:
-    return "quick_compile" in getattr(item, "fixturenames", ())
+    return all(item.get_closest_marker(marker) is None for marker in COMPILE_IN_FULL)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Sets how programs compile, before the fixtures of the test, which may compile too."""
-    COMPILATION.set_quick(_compiles_quickly(item))
+    """Sets how programs compile, before the fixtures of the test, which may compile too.
+
+    Most tests compile with `QUICK_OPTIONS`, in a sixth of the time. The last bit of a result may differ from that of
+    the optimized program, and a test may compare two programs bit for bit: a change clears the in-memory caches.
+    """
+    COMPILATION.set_quick("jax" in sys.modules and _compiles_quickly(item))
 
 
 @pytest.fixture(autouse=True)

@@ -40,9 +40,9 @@ def _read_backends(_ctx: click.Context, _option: click.Parameter, text: str) -> 
 @click.option("--quick", is_flag=True, help="Fewer recipes, no training and no timings.")
 @path_option(
     "--out",
-    "FOLDER",
-    "Folder for selftest.html and selftest.json. By default the current one.",
-    click.Path(file_okay=False),
+    metavar="FOLDER",
+    type=click.Path(file_okay=False),
+    help="Folder for selftest.html and selftest.json. By default the current one.",
 )
 def selftest(names: tuple[str, ...], quick: bool, out: str | None) -> None:
     """Test the backends on the GPUs of this machine.

@@ -23,7 +23,7 @@ from tests.support import command, processes
 from tests.support.command import CommandResult, spawn
 from tests.support.quick_options import quick_environment
 
-pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("quick_compile")]
+pytestmark = pytest.mark.any_jax
 
 # How the name of each file of the package starts. The folder of the checkout may have the name of the package too.
 PACKAGE = f"{Path(policyc.__file__).parent}{os.sep}"

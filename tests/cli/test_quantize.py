@@ -13,7 +13,7 @@ from policyc.hardware.selftest.golden import read_arrays
 from tests.support.command import CommandResult, policyc
 
 # The command compiles every operation by itself: there is nothing to fuse, and optimizing changes no bit.
-pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("quick_compile")]
+pytestmark = pytest.mark.any_jax
 
 REFERENCE = read_arrays()
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])

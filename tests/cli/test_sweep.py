@@ -14,7 +14,7 @@ import pytest
 from policyc.experiments.sweep import engine, executor, probe
 from policyc.experiments.sweep.probe import PlannedPolicy
 from policyc.experiments.sweep.run import Run, RunStatus, State
-from tests.support.command import ROOT, policyc
+from tests.support.command import policyc
 from tests.support.sweep_process import SweepProcess
 from tests.support.sweep_runs import FakeExecutor
 
@@ -225,24 +225,3 @@ def test_a_baseline_must_fit_the_program_unless_it_is_a_default(
     named = policyc("sweep", "my.policy", "--baseline", "bf16,fp8", "--dry-run", "train.py", cwd=folder)
     assert named.code == 1
     assert "the baseline 'fp8' cannot be applied to the program; --baseline names others" in named.err
-
-
-@pytest.mark.slow
-def test_the_program_in_the_documentation_is_swept(tmp_path: Path) -> None:
-    document = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
-    (program,) = re.findall(r'```python title="gpt.py"\n(.*?)```', document, re.DOTALL)
-    (tmp_path / "train.py").write_text(program)
-    (tmp_path / "my.policy").write_text("mlp.* -> mxfp4(sr=grad)\nvariant same { mlp.* -> mxfp4(sr=grad) }\n")
-    words = "my.policy --variants all --ablate --baseline fp8 --steps 12 --seeds 1 --jobs 2 train.py"
-    sweep = SweepProcess(*words.split(), cwd=tmp_path)
-    assert sweep.end() == 0, sweep.output
-    assert "same (variant same) is not run: does the same to this program as 'my'" in sweep.output
-    assert "3 of 3 runs finished" in sweep.output  # fp8, which is a baseline by default, fits the program
-    losses = {}
-    for variant in ("my", "no_sr"):
-        lines = (tmp_path / "sweeps" / "my" / variant / "seed0" / "metrics.jsonl").read_text()
-        losses[variant] = [json.loads(line)["loss"] for line in lines.splitlines()]
-    assert all(len(values) == 12 for values in losses.values())
-    # The same weights and data in both variants: the forward products of the first step are equal.
-    assert losses["my"][0] == losses["no_sr"][0]
-    assert losses["my"] != losses["no_sr"]

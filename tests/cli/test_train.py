@@ -26,7 +26,6 @@ def read_losses(run: Path) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compile")
 def test_train_is_the_run_of_apply_and_measuring_does_not_change_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,7 +99,6 @@ def test_the_files_of_a_page_can_be_read(path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_a_page_is_what_its_commands_print(path: Path, tmp_path: Path) -> None:
     page = path.read_text(encoding="utf-8")

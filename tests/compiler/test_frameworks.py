@@ -20,8 +20,6 @@ from policyc.compiler.plan_checks import check_plan
 from policyc.compiler.sites import dotted
 from tests.support.gemms import normal
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 X = normal(8, 16)
 Y = jax.device_put(np.sin(np.asarray(X).sum(-1, keepdims=True)))
 

@@ -40,8 +40,6 @@ from tests.support.layered_models import (
 )
 from tests.support.programs import program, with_rule_if_applicable
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 TWO_WAYS, SQUARE = "* -> nvfp4", "* -> nvfp4(scale2d=weights)"
 SPLIT = f"{SQUARE}; layers[1:3] -> fp8; layers[-1].down -> keep"
 

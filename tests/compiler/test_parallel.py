@@ -26,9 +26,6 @@ from tests.support.parallel_programs import BATCHES, LAYERS, SHARDED_LOSSES, Sha
 from tests.support.ports import reserve_port
 from tests.support.quick_options import quick_environment
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
-
 # ---- eight devices
 
 

@@ -16,8 +16,6 @@ import policyc
 from tests.support.gemms import normal
 from tests.support.jaxpr_tools import struct
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 W, X = normal(16, 16, divisor=4), normal(8, 16, seed=1)
 
 

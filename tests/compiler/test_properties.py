@@ -28,8 +28,6 @@ from tests.support.jaxpr_tools import (
 from tests.support.layered_models import assert_same_bits
 from tests.support.programs import Program, program, with_rule_if_applicable
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 DEEP = settings(max_examples=6, phases=[Phase.generate], print_blob=True)
 seeds = integers(0, 2**32 - 1)
 NOTHING = "nothing.here -> nvfp4 expect 0"  # so that it is traced: policies that can only keep are not

@@ -26,8 +26,6 @@ from policyc.jaxcore.containers import CONTAINERS, Container
 from policyc.language.loader import parse
 from tests.support.jaxpr_tools import find_sites, primitive_counts, struct, without_dead_code
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 W, X = struct(16, 16), struct(8, 16)
 
 

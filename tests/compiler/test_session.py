@@ -18,8 +18,6 @@ from policyc.compiler.session import Session
 from tests.support.gemms import normal
 from tests.support.jaxpr_tools import primitive_counts, struct
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 W, X = normal(16, 16, divisor=4), normal(8, 16, seed=1)
 ABSTRACT = struct(16, 16), struct(8, 16)
 

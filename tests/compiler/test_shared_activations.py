@@ -14,8 +14,6 @@ from policyc.jaxcore import jaxprs
 from tests.support.jaxpr_tools import without_dead_code
 from tests.support.layered_models import GATED, X, assert_same_bits, gated_model
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 FP8, MXFP8, RANDOM = "* -> fp8", "* -> mxfp8", "* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)"
 """The codes of whole tensors serve fprop and wgrad. Blocks run along what each of the two contracts."""
 

@@ -22,8 +22,6 @@ from policyc.experiments.search.scores import score_formats
 from policyc.language.loader import parse
 from policyc.language.recipes import Gemm
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 LAYERS, TOKENS, WIDTH = 3, 64, 32
 OUTLIER = 1e10
 SITES = ("up", "down")

@@ -24,8 +24,6 @@ from policyc.language.loader import parse
 from policyc.language.recipes import Gemm
 from tests.support.command import policyc
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 PROGRAM = """
 import jax, jax.numpy as jnp
 

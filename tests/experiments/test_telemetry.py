@@ -18,7 +18,7 @@ from policyc.language.loader import parse
 from policyc.language.recipes import Gemm, Role
 from policyc.numerics.measure import measure_operand
 
-pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("quick_compile")]
+pytestmark = pytest.mark.any_jax
 
 LAYERS = 2
 

@@ -16,8 +16,6 @@ from jax.sharding import PartitionSpec as P
 
 from policyc.jaxcore import relocate
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 class LoweringStopped(BaseException):
     pass

@@ -30,8 +30,6 @@ from policyc.jaxcore.transform import (
 from tests.support.gemms import normal
 from tests.support.jaxpr_tools import addresses_of, primitive_counts
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 Function = Callable[[jax.Array], jax.Array]
 X = normal(4, 3)
 

@@ -31,7 +31,7 @@ pytest.importorskip("tensorboardX", reason="tensorboardX is not installed: pip i
 from policyc.models.llama import checkpoints, configs, train
 from policyc.models.llama.configs import ConfigError
 
-pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("quick_compile")]
+pytestmark = pytest.mark.any_jax
 
 
 def test_a_checkpoint_of_another_run_is_refused(completed, capsys, monkeypatch):

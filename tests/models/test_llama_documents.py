@@ -23,7 +23,7 @@ from policyc.models.llama.configs import ConfigError, RunConfig
 from policyc.models.llama.packing import PADDING, documents_in_row, pad_row, whole_rows
 from tests.support import llama_runs
 
-pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("quick_compile")]
+pytestmark = pytest.mark.any_jax
 CONFIG = configs.ModelConfig(**llama_runs.SMALL, compute="float32")
 END = 7
 # Windows of 13 tokens: 12 inputs, and the target of the last one.

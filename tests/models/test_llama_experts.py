@@ -19,7 +19,6 @@ pytest.importorskip("optax", reason="optax is not installed: pip install 'policy
 from policyc.models.llama import configs, experts, partition, train_step
 from policyc.models.llama import model as llama
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 CONFIG = configs.ModelConfig(
     **llama_runs.SMALL | {"hidden": 16}, compute="float32", experts=4, router_z_loss=0.01
 )

@@ -23,7 +23,7 @@ from policyc.models.llama.checkpoints import DamagedCheckpointError
 from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig, runs_of_seeds
 from policyc.models.llama.generate import Generator, Sampling
 
-pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("quick_compile")]
+pytestmark = pytest.mark.any_jax
 SMALL = ModelConfig(
     layers=2, width=32, hidden=64, heads=4, kv_heads=2, head_dim=8, vocab=272, rope_scaling=8.0, compute="float32"
 )  # fmt: skip

@@ -27,7 +27,7 @@ pytest.importorskip("orbax.checkpoint", reason="orbax is not installed: pip inst
 pytest.importorskip("tensorboardX", reason="tensorboardX is not installed: pip install 'policyc[train]'")
 from policyc.models.llama import artifacts, command_line, configs, train
 
-pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("quick_compile")]
+pytestmark = pytest.mark.any_jax
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tests.support import llama_runs
 pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
 from policyc.models.llama import configs, optimizer, partition, train_step
 
-pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("quick_compile")]
+pytestmark = pytest.mark.any_jax
 CONFIG = configs.ModelConfig(**llama_runs.SMALL, compute=llama_runs.DTYPE)
 RUN = configs.RunConfig(**llama_runs.SHORT, optimizer="muon", weight_decay=0.3)
 STEPS = 3

@@ -29,7 +29,7 @@ from policyc.models.llama import configs, data, metrics, partition, train, train
 from policyc.models.llama.configs import ConfigError
 from policyc.models.llama.goodput import TimeAccount
 
-pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("quick_compile")]
+pytestmark = pytest.mark.any_jax
 SMALL = configs.ModelConfig(**llama_runs.SMALL | {"layers": 1}, compute="float32")
 RUN = configs.RunConfig(**llama_runs.SHORT | {"batch": 2}, seeds="0,3")
 

@@ -26,7 +26,6 @@ pytest.importorskip("grain", reason="grain is not installed: pip install 'policy
 from policyc.models.llama import command_line, configs, data, metrics, optimizer, partition, train_step
 from policyc.models.llama import model as llama
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 SMALL = configs.ModelConfig(**llama_runs.SMALL, compute=llama_runs.DTYPE)
 RUN = configs.RunConfig(**llama_runs.SHORT)
 # The reference on one device has a limit on spikes and a loss scale, so that its compiled step serves the tests of

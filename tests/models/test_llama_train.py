@@ -41,7 +41,7 @@ pytest.importorskip("orbax.checkpoint", reason="orbax is not installed: pip inst
 pytest.importorskip("tensorboardX", reason="tensorboardX is not installed: pip install 'policyc[train]'")
 from policyc.models.llama import checkpoints, configs, partition, train, train_step
 
-pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("quick_compile")]
+pytestmark = pytest.mark.any_jax
 
 
 def test_a_run_writes_metrics_and_checkpoints(completed):

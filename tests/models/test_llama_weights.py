@@ -22,7 +22,7 @@ from policyc.models.llama import corpora, data, partition  # noqa: E402
 from policyc.models.llama import model as llama  # noqa: E402
 from policyc.models.llama.configs import ConfigError, ModelConfig  # noqa: E402
 
-pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("quick_compile")]
+pytestmark = pytest.mark.any_jax
 SMALL = ModelConfig(
     layers=3, width=64, hidden=96, heads=4, kv_heads=2, head_dim=32, vocab=128, rope_scaling=8.0, compute="float32"
 )  # fmt: skip

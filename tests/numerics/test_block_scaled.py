@@ -106,7 +106,6 @@ DIMS = (((2,), (0,)), ((), ()))
 NEAREST = make_recipe("nvfp4", {"scale2d": OPERAND_GROUPS["weights"]})
 
 
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices: XLA_FLAGS in conftest")
 def test_devices_gather_codes_and_tile_scales_and_sum_rounded_gradients() -> None:
     x, w, dy = (

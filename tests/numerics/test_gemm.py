@@ -32,8 +32,6 @@ from tests.support.gemms import (
 
 # The order of sums may differ, and each comparison here says by how much. So these programs may be compiled quickly.
 # What must be equal to the bit when compiled in full is in test_quantize.py and test_golden.py.
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 GOLDEN = read_arrays()
 TOLERANCE = {"mxfp8": 0.06, "fp8": 0.08, "bf16": 0.01, "f32": 0.01, "keep": 0.01}
 """The largest relative error of a product. It is 0.3 with four bits in both operands (the error of each is 0.1 to 0.14,

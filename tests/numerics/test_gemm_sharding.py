@@ -20,7 +20,6 @@ from policyc.numerics.quantize import Axes
 from tests.support.gemms import FULL, MATMUL, RECIPES, normal, quick_jit, three_products
 
 pytestmark = [
-    pytest.mark.usefixtures("quick_compile"),  # comparisons are within a tolerance
     pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices: XLA_FLAGS in conftest"),
 ]
 

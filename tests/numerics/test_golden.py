@@ -33,6 +33,8 @@ from policyc.numerics.quantize.bits import E2M1, E4M3, round_nearest, round_stoc
 from policyc.numerics.quantize.hadamard import Method, rotate
 from tests.support.quick_options import quick_compilation
 
+pytestmark = pytest.mark.full_compile
+
 CASES, REFERENCE = read_cases(), read_arrays()
 KERNEL = np.load(Path(__file__).parents[1] / "data" / "nvfp4_kernel_semantics.npz")
 

@@ -24,8 +24,6 @@ from policyc.numerics.quantize.orders import OrderRequest, quantize_orders
 from tests.support.mosaic_signs import record_signs
 
 # Both sides are compiled the same way. That the jnp code is exact when compiled in full is in test_quantize.py.
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 PLAIN = Treatment(format="nvfp4", element="e2m1")
 NEAREST = replace(PLAIN, rht=16)
 STOCHASTIC = replace(PLAIN, rht=16, rounding="sr")

@@ -13,7 +13,7 @@ from policyc.numerics.measure import Measurement, measure_operand
 from tests.support import rounding_oracle as oracle
 
 # That the quantizers are exact when compiled in full is in test_quantize.py.
-pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("quick_compile")]
+pytestmark = pytest.mark.any_jax
 
 X = np.random.default_rng(0).standard_normal((64, 96)).astype(np.float32)
 

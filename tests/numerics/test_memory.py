@@ -13,8 +13,6 @@ from jax import lax
 from policyc.numerics.gemm import quantized_dot_general
 from tests.support.gemms import FULL, MATMUL
 
-pytestmark = pytest.mark.usefixtures("quick_compile")  # memory is assigned before code is generated
-
 LAYERS, TOKENS, D, FF, HEADS = 8, 512, 256, 1024, 4
 
 

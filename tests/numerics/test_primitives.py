@@ -18,8 +18,6 @@ from policyc.numerics import primitives, quantize
 from policyc.numerics.gemm import quantized_dot_general
 from tests.support.gemms import FULL, MATMUL, RECIPES, normal
 
-pytestmark = pytest.mark.usefixtures("quick_compile")  # both sides of a comparison are compiled the same way
-
 needs_eight_devices = pytest.mark.skipif(
     len(jax.devices()) < 8, reason="needs 8 devices: XLA_FLAGS in conftest"
 )

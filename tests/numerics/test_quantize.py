@@ -37,6 +37,8 @@ from policyc.numerics.quantize.values import outer_scale
 from tests.support import rounding_oracle as oracle
 from tests.support.gemms import quick_jit
 
+pytestmark = pytest.mark.full_compile
+
 nvfp4 = partial(Treatment, format="nvfp4", element="e2m1")
 # Compiled, since they would take longer than the test if they ran op by op.
 codes_of, dequantize = (

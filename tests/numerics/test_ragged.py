@@ -16,8 +16,6 @@ from policyc.numerics.gemm import quantized_dot_general
 from policyc.numerics.ragged import quantized_ragged_dot
 from tests.support.gemms import MATMUL, RECIPES, normal, quick_jit, relative_error, three_products
 
-pytestmark = pytest.mark.usefixtures("quick_compile")  # comparisons are within a tolerance
-
 TOLERANCE = {"mxfp8": 0.06, "keep": 0.01}
 """The largest relative error of a product: 0.3 with four bits in both operands, less for these."""
 

@@ -20,8 +20,6 @@ from policyc.numerics.products import DEFAULT_OPTIONS, GemmSpec
 from policyc.numerics.quantize import Axes, Key, Quantized, make_key
 from tests.support import rounding_key_oracle as oracle
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 # Compiled, since it would take longer than the test if it ran op by op.
 dequantize = jax.jit(policyc.numerics.quantize.dequantize)
 

@@ -37,8 +37,6 @@ from tests.numerics.test_kernels import (
 )
 from tests.support.gemms import FULL, MATMUL, quick_jit
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 BY_XLA = GemmOptions(backends=("xla", "xla", "xla"))
 BLACKWELL = Machine("gb200", frozenset({"nvfp4", "fp8"}))
 

@@ -42,7 +42,7 @@ from tests.support.gemms import (
     three_products,
 )
 
-pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("quick_compile")]
+pytestmark = pytest.mark.any_jax
 
 VENDOR = "* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)"
 BLACKWELL = Machine("gb200", frozenset({"nvfp4", "mxfp8", "fp8"}))

@@ -32,8 +32,6 @@ from policyc.numerics.quantize.blocks import layout_of
 from policyc.numerics.quantize.values import block_values
 from tests.support.gemms import MATMUL, RECIPES, normal, quick_jit, relative_error, three_products
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 XLA = ("xla", "xla", "xla")
 SUM_ORDER = 1e-6
 SLOW = ("mxfp8", "row", "mean", "ms_eden")

@@ -72,6 +72,6 @@ COMPILATION = Compilation()
 
 
 def quick_environment() -> dict[str, str]:
-    """The variables by which another process compiles like this one under `quick_compile`, on one device."""
+    """The variables by which another process compiles like most tests, on one device."""
     flags = (f"--{name}={str(value).lower()}" for name, value in known_quick_options())
     return {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
