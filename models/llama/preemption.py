@@ -2,6 +2,7 @@
 
 Signals: SIGTERM (Slurm, Kubernetes), SIGUSR1 and SIGUSR2 (`sbatch --signal`, submitit), SIGHUP (the terminal is
 closed), SIGINT (Ctrl-C). Several processes agree on one step through JAX's preemption service, which watches SIGTERM.
+This module loads no JAX, so that a program can handle signals before it does.
 """
 
 import os
@@ -11,12 +12,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
-
-import jax
-from jax.experimental import multihost_utils
+from typing import Any, NoReturn
 
 from policyc.models.llama.configs import ConfigError
 
@@ -25,7 +23,6 @@ PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: the same command continues the run
 HANDLER_SECONDS = 1.0  # after which a signal that Python has not handled finds the main thread in a long call
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
 
 class Stopped(BaseException):
@@ -50,12 +47,13 @@ class StopRequest:
         self._distributed, self._saves = distributed, saves
         self._is_deferring = False
         self._signal: int | None = None
+        self._interrupts = 0
         self._terminals = [number for number in (1, 2) if os.isatty(number)]
 
     def announce(self, step: int) -> None:
         """Tells the other processes at which step this one starts, so that the agreed step is after it."""
         if self._distributed:
-            multihost_utils.reached_preemption_sync_point(step)
+            _is_sync_point(step)
 
     def defer(self) -> None:
         """From now on a signal lets the current step finish."""
@@ -64,7 +62,7 @@ class StopRequest:
     def is_due(self, step: int) -> bool:
         """Whether the run stops after this step. The same in every process; each must ask at every step."""
         if self._distributed:
-            return multihost_utils.reached_preemption_sync_point(step)
+            return _is_sync_point(step)
         return self._signal is not None
 
     def make_error(self, step: int | None = None, number: int | None = None) -> Stopped:
@@ -77,17 +75,29 @@ class StopRequest:
 
     def handle(self, number: int, _: Any) -> None:
         """Handles a signal. Further signals of a scheduler change nothing; a second Ctrl-C ends the run at once."""
-        if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._interrupts += number == signal.SIGINT
         if number == signal.SIGHUP:
             self._leave_terminal()
+        if self._interrupts == 2:
+            self._end(number)
         if self._signal is not None:
             return
         self._signal = number
         if self._distributed:
             os.kill(os.getpid(), signal.SIGTERM)  # JAX's preemption service has its handler there
         elif not self._is_deferring:
-            raise self.make_error()
+            self._end(number)
+
+    def _end(self, number: int) -> NoReturn:
+        """Ends the process at once.
+
+        An exception could come in the middle of a call of JAX, which may ignore it, or crash when Python then ends.
+        """
+        stop = self.make_error(number=number)
+        show_cursor = "\x1b[?25h" if self._terminals else ""
+        with suppress(OSError):
+            os.write(2, f"{show_cursor}{stop}: {stop.advice}\n".encode())
+        os._exit(stop.exit_code)
 
     def _leave_terminal(self) -> None:
         """Drops what is printed from now on: writing to a terminal that was closed is an error."""
@@ -103,34 +113,56 @@ class StopRequest:
         for number in signals:
             time.sleep(HANDLER_SECONDS)
             if self._signal is None and not self._is_deferring and not self._distributed:
-                stop = self.make_error(number=number)
-                show_cursor = "\x1b[?25h" if self._terminals else ""
-                with suppress(OSError):
-                    os.write(2, f"{show_cursor}{stop}: {stop.advice}\n".encode())
-                os._exit(stop.exit_code)
+                self._end(number)
+
+
+def _is_sync_point(step: int) -> bool:
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.reached_preemption_sync_point(step)
+
+
+@contextmanager
+def end_at_signals() -> Iterator[None]:
+    """Lets a signal end the process at once, with the exit code of a run, until the `with` ends.
+
+    For the time before and after `watch_signals`: JAX takes seconds to load.
+    """
+    with _set_handlers(StopRequest(distributed=False, saves=True).handle, _SIGNALS):
+        yield
+
+
+@contextmanager
+def _set_handlers(handler: Callable[[int, Any], None], numbers: Collection[int]) -> Iterator[set[int]]:
+    """Handles signals until the `with` ends, and yields which. Handlers of others stay, and so do ignored signals."""
+    is_main = threading.current_thread() is threading.main_thread()  # only it may set handlers
+    before = {number: signal.getsignal(number) for number in numbers if is_main}
+    ours = {number for number, other in before.items() if _is_replaceable(other)}
+    for number in ours:
+        signal.signal(number, handler)
+    try:
+        yield ours
+    finally:
+        for number in ours:
+            signal.signal(number, before[number])
+
+
+def _is_replaceable(handler: Any) -> bool:
+    of_module = getattr(handler, "__func__", None) is StopRequest.handle
+    return of_module or handler in (signal.SIG_DFL, signal.default_int_handler)
 
 
 @contextmanager
 def watch_signals(distributed: bool, saves: bool = True) -> Iterator[StopRequest]:
-    """Handles the signals until the `with` ends. Handlers of others stay, and so do ignored signals.
-
-    `saves` is whether the run has checkpoints.
-    """
+    """Handles the signals until the `with` ends. `saves` is whether the run has checkpoints."""
     request = StopRequest(distributed, saves)
-    is_main = threading.current_thread() is threading.main_thread()  # only it may set handlers
     candidates = [number for number in _SIGNALS if not (distributed and number == signal.SIGTERM)]
-    before = {n: signal.getsignal(n) for n in candidates if is_main and signal.getsignal(n) in _DEFAULTS}
-    for number in before:
-        signal.signal(number, request.handle)
     with ExitStack() as stack:
-        if is_main:
-            signals = stack.enter_context(_read_signals(before))
+        handled = stack.enter_context(_set_handlers(request.handle, candidates))
+        if handled:
+            signals = stack.enter_context(_read_signals(handled))
             threading.Thread(target=request.end_at_once, args=(signals,), daemon=True, name="signals").start()
-        try:
-            yield request
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        yield request
 
 
 @contextmanager
@@ -164,6 +196,8 @@ def end_together(distributed: bool) -> Iterator[None]:
     except (Exception, KeyboardInterrupt) as error:
         if not distributed:
             raise
+        import jax
+
         is_interrupt = isinstance(error, KeyboardInterrupt)
         if isinstance(error, ConfigError):
             sys.stderr.write(f"error: {error}\n")

@@ -17,6 +17,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from policyc.models.llama import preemption
+
+_signals = ExitStack()
+if __name__ == "__main__":
+    _signals.enter_context(preemption.end_at_signals())
 try:
     import jax
     import jax.numpy as jnp
@@ -38,14 +43,12 @@ try:
     from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig
     from policyc.models.llama.feed import BatchFeed
     from policyc.models.llama.goodput import TimeAccount
-    from policyc.models.llama.preemption import INTERRUPTED, Stopped, StopRequest, end_together, watch_signals
+    from policyc.models.llama.preemption import Stopped, StopRequest, end_together, watch_signals
     from policyc.models.llama.run_files import copy_metrics
 except ModuleNotFoundError as _error:
     if _error.name is None or _error.name.startswith("policyc."):
         raise
     sys.exit(f"error: training needs the package '{_error.name}': pip install 'policyc[train]'")
-except KeyboardInterrupt:
-    sys.exit(130)
 
 
 # Errors of writing that the program did not cause, and what to do about them.
@@ -73,8 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"error: writing failed: {error}\n{STORAGE_ERRORS[error.errno]}", file=sys.stderr)
         return 1
-    except (Stopped, KeyboardInterrupt) as error:
-        stop = error if isinstance(error, Stopped) else Stopped("interrupted", INTERRUPTED)
+    except Stopped as stop:
         print(f"{stop}: {stop.advice}", file=sys.stderr)
         return stop.exit_code
     return 0
@@ -400,4 +402,5 @@ class Trainer:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with _signals:
+        sys.exit(main())

@@ -1,7 +1,8 @@
 """The current step of the training, and the phase of each schedule that follows from it.
 
-JAX traces a jitted step once. The phase is part of the key of JAX's caches, in every thread, so that a new phase traces
-it again. A program may call `set_step` without any policy: this module loads neither JAX nor the compiler.
+JAX traces a jitted step once. A phase other than that of the first trace is part of the key of JAX's caches, in every
+thread, so that a new phase traces the step again. A program may call `set_step` without any policy: this module loads
+neither JAX nor the compiler.
 """
 
 from __future__ import annotations
@@ -37,13 +38,18 @@ class Schedule:
         self._sessions: Counter[str] = (
             Counter()
         )  # how many, of policies that are watched only while these last
-        self._phases: tuple[tuple[bool, ...], ...] = ()
+        # The phases that the key leaves out: `apply` may be called inside a jitted step, whose trace then has a key
+        # without this policy. The key must stay the same after it.
+        self._first_phases: dict[str, tuple[bool, ...] | None] = {}
+        self._key: frozenset[tuple[str, tuple[bool, ...]]] = frozenset()
 
     def watch(self, policy: Policy) -> None:
         """Makes the phase of a policy part of the key of JAX's caches, from now on."""
+        key = policy.sha256
         if policy.step_conditions:
-            self._policies.setdefault(policy.sha256, policy)
-            self._sessions.pop(policy.sha256, None)
+            if key not in self._policies:
+                self._policies[key], self._first_phases[key] = policy, self._known_phase(policy)
+            self._sessions.pop(key, None)
 
     @contextlib.contextmanager
     def watch_during(self, policy: Policy) -> Iterator[None]:
@@ -54,6 +60,7 @@ class Schedule:
             return
         self._policies.setdefault(key, policy)
         self._sessions[key] += 1
+        self._update_key()
         try:
             yield
         finally:
@@ -61,22 +68,30 @@ class Schedule:
                 self._sessions[key] -= 1
                 if not self._sessions[key]:
                     del self._sessions[key], self._policies[key]
+                    self._update_key()
 
     def set_step(self, step: int, total: int | None) -> None:
         self.step = step
         self.total = self.total if total is None else total
-        length = self.total
-        phases = tuple(
-            tuple(
-                c.holds(step, length or 1)
-                for c in p.step_conditions
-                if length is not None or not c.bound.percent
-            )
-            for p in self._policies.values()
-        )
-        if phases != self._phases:
-            _phase_context().set_global(phases)
-            self._phases = phases
+        for key, phase in self._first_phases.items():
+            if phase is None:  # nothing was traced yet
+                self._first_phases[key] = self._known_phase(self._policies[key])
+        self._update_key()
+
+    def _known_phase(self, policy: Policy) -> tuple[bool, ...] | None:
+        """Which conditions of a policy hold, without percentages of an unknown total; None before the first step."""
+        step, total = self.step, self.total
+        if step is None:
+            return None
+        known = (c for c in policy.step_conditions if total is not None or not c.bound.percent)
+        return tuple(condition.holds(step, total or 1) for condition in known)
+
+    def _update_key(self) -> None:
+        phases = ((key, self._known_phase(policy)) for key, policy in self._policies.items())
+        new = frozenset((k, p) for k, p in phases if p is not None and p != self._first_phases.get(k))
+        if new != self._key:
+            _phase_context().set_global(new or None)
+            self._key = new
 
     def phase(self, plan: Plan) -> Phase:
         """The phase of a plan at the current step. Raises if the policy has a schedule and no step was set."""
@@ -97,11 +112,10 @@ class Schedule:
 
     def reset(self) -> None:
         """Forgets the step and the policies."""
-        if self._phases:
-            _phase_context().set_global(None)
         self.step, self.total = None, None
-        self._policies, self._phases = {}, ()
+        self._policies, self._first_phases = {}, {}
         self._sessions.clear()
+        self._update_key()
 
 
 SCHEDULE = Schedule()

@@ -129,7 +129,7 @@ def test_set_step_sets_the_step_of_the_process() -> None:
 
 
 def test_a_text_that_is_parsed_in_the_step_is_one_policy() -> None:
-    """The first call shows the policy to the schedule, the second has its phase. No later one traces."""
+    """The first call shows the policy to the schedule. Later calls trace only where a phase begins."""
     calls: list[int] = []
 
     @jax.jit
@@ -145,7 +145,7 @@ def test_a_text_that_is_parsed_in_the_step_is_one_policy() -> None:
             counts.append(len(calls))
     finally:
         PROCESS_SCHEDULE.reset()
-    assert counts == [1, 2, 2, 2, 2, 3, 3, 3]
+    assert counts == [1, 1, 1, 1, 1, 2, 2, 2]
 
 
 def test_policies_of_ended_sessions_are_forgotten() -> None:
@@ -167,6 +167,23 @@ def test_policies_of_ended_sessions_are_forgotten() -> None:
     finally:
         PROCESS_SCHEDULE.reset()
     assert len(calls) == 1
+
+
+def test_the_phase_of_a_session_counts_from_its_start() -> None:
+    """The step is set before the session starts, and again in it: the phase is the same."""
+    schedule = Schedule()
+    calls: list[int] = []
+    try:
+        schedule.set_step(3, 10)
+        with schedule.watch_during(parse("until 5 { * -> mxfp8 }")):
+            step = jax.jit(lambda x: calls.append(1) or x + 1)
+            for number in (None, 4, 5):
+                if number is not None:
+                    schedule.set_step(number, None)
+                jax.eval_shape(step, jnp.zeros(()))
+    finally:
+        schedule.reset()
+    assert len(calls) == 2
 
 
 def test_a_policy_of_a_session_and_of_a_function_stays_watched() -> None:
