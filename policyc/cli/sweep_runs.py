@@ -240,14 +240,20 @@ def _design_sweep(
     seeds = tuple(range(options.first_seed, options.first_seed + options.seeds))
     try:
         parse_margin(options.margin)
-        listed = collect_variants([load_baseline(name) for name in names], policies, edits)
+        baselines = [load_baseline(name) for name in names]
+        listed = collect_variants(baselines, policies, edits)
         earlier = reuse_plans(out, program, listed)
         if earlier is not None:
             listed = earlier
         elif not options.no_plan and not _has_several_processes(options):
             click.echo("planning the policies for the program, up to its first loss ...", err=True)
-            texts = {variant.name: variant.text for variant in listed.variants}
-            listed = drop_equal_plans(listed, plan_policies(program, seeds[0], texts), optional)
+            by_hash = {edited.policy.sha256: edited.policy for edited in (*baselines, *edits, *policies)}
+            to_plan = {variant.name: by_hash[variant.sha256] for variant in listed.variants}
+            planned = plan_policies(program, seeds[0], to_plan)
+            for variant in listed.variants:
+                if variant.role == "policy" and planned[variant.name].warnings:
+                    click.echo(planned[variant.name].warnings, err=True)
+            listed = drop_equal_plans(listed, planned, optional)
     except PolicyError as error:
         exit_with_diagnostics(error)
     except ChangedSweep as error:

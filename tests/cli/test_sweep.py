@@ -14,6 +14,7 @@ import pytest
 from policyc.experiments.sweep import engine, executor, probe
 from policyc.experiments.sweep.probe import PlannedPolicy
 from policyc.experiments.sweep.run import Run, RunStatus, State
+from policyc.language.policy import Policy
 from tests.support.command import policyc
 from tests.support.sweep_process import SweepProcess
 from tests.support.sweep_runs import FakeExecutor
@@ -214,14 +215,16 @@ def test_a_killed_sweep_of_the_bundled_trainer_is_continued(tmp_path: Path) -> N
 def test_a_baseline_must_fit_the_program_unless_it_is_a_default(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def plan(_program: object, _seed: int, texts: Mapping[str, str]) -> dict[str, PlannedPolicy]:
-        plans = {name: PlannedPolicy(digest=name) for name in texts}
+    def plan(_program: object, _seed: int, policies: Mapping[str, Policy]) -> dict[str, PlannedPolicy]:
+        plans = {name: PlannedPolicy(digest=name, warnings=f"of {name}") for name in policies}
         return plans | {"fp8": PlannedPolicy(error="no block")}
 
     monkeypatch.setattr(probe, "plan_policies", plan)
     default = policyc("sweep", "my.policy", "--dry-run", "train.py", cwd=folder)
     assert (default.code, "10 runs: 2 policies x 5 seeds" in default.out) == (0, True)
     assert "fp8 (baseline fp8) is not run: cannot be applied to the program: no block" in default.err
+    assert "of my\n" in default.err
+    assert "of bf16" not in default.err
     named = policyc("sweep", "my.policy", "--baseline", "bf16,fp8", "--dry-run", "train.py", cwd=folder)
     assert named.code == 1
     assert "the baseline 'fp8' cannot be applied to the program; --baseline names others" in named.err

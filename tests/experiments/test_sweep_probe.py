@@ -15,6 +15,7 @@ import pytest
 
 import policyc
 from policyc.experiments.sweep.commands import SweepProgram
+from policyc.experiments.sweep.edits import expand
 from policyc.experiments.sweep.probe import describe_plans, plan_digest, plan_policies
 
 pytestmark = pytest.mark.any_jax
@@ -62,10 +63,16 @@ def test_plans_that_do_the_same_have_the_same_hash(policy: str, is_same: bool) -
     assert (digest(policy) == digest(WHOLE)) == is_same
 
 
-def test_a_policy_that_does_not_fit_is_named_in_the_message() -> None:
-    described = describe_plans(plan(WHOLE), {"whole": WHOLE, "mine": "* -> bf16\nheed -> mxfp8\n"})
-    assert described["whole"] == {"digest": digest(WHOLE)}
-    assert described["mine"]["error"].startswith("<mine>:2:1: error[unmatched-rule]")
+def test_messages_are_about_the_file_of_the_user(tmp_path: Path) -> None:
+    """Not about the text that the sweep keeps, without comments and with another number of lines."""
+    (tmp_path / "mine.policy").write_text("# why\n\n\n* -> bf16\nheed -> mxfp8\n")
+    (tmp_path / "idle.policy").write_text(f"# why\n\n{WHOLE}\nrouter -> bf16\n")
+    policies = {name: expand(policyc.load(tmp_path / f"{name}.policy")) for name in ("mine", "idle")}
+    described = describe_plans(plan(WHOLE), {"whole": policyc.parse(WHOLE)} | policies)
+    assert described["whole"] == {"digest": digest(WHOLE), "warnings": ""}
+    assert described["mine"]["error"].startswith(f"{tmp_path}/mine.policy:5:1: error[unmatched-rule]")
+    assert described["idle"]["digest"] == digest(WHOLE)
+    assert described["idle"]["warnings"].startswith(f"{tmp_path}/idle.policy:4:1: warning[unmatched-rule]")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -81,7 +88,7 @@ def test_a_signal_ends_the_program_and_removes_its_folder(
     handler = signal.signal(number, lambda *_: None)  # so that a signal without effect does not end the tests
     try:
         with pytest.raises(KeyboardInterrupt):
-            plan_policies(SweepProgram(words=("train.py",)), 0, {"whole": WHOLE})
+            plan_policies(SweepProgram(words=("train.py",)), 0, {"whole": policyc.parse(WHOLE)})
     finally:
         signal.signal(number, handler)
     assert not list(folder.iterdir())

@@ -10,13 +10,14 @@ import contextlib
 import hashlib
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +25,13 @@ from policyc.experiments.program import Program
 from policyc.experiments.sweep.commands import ApplyOptions, SweepProgram
 from policyc.experiments.sweep.run import tail_lines
 from policyc.language.diagnostics import PolicyError
-from policyc.language.loader import parse, parse_with_diagnostics
+from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm
 
 if TYPE_CHECKING:
     from policyc.compiler.plan import Plan
 
-_REQUEST_FILE, _RESULT_FILE, _LOG_FILE = "request.json", "result.json", "log.txt"
+_REQUEST_FILE, _RESULT_FILE, _LOG_FILE = "request.pickle", "result.json", "log.txt"
 _LOG_LINES = 12
 _POLL_SECONDS = 0.05
 _PROBE_VARIABLES = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # other runs may be on the GPU
@@ -42,14 +43,17 @@ class ProbeFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedPolicy:
-    """What a policy does to the program: the hash of its plan, or why the policy does not fit."""
+    """What a policy does to the program: the hash of its plan and its warnings, or why the policy does not fit."""
 
     digest: str = ""
     error: str = ""
+    warnings: str = ""
 
 
-def plan_policies(program: SweepProgram, seed: int, texts: Mapping[str, str]) -> dict[str, PlannedPolicy]:
-    """Plans policies, given by name and text, for a program in another process. Raises ProbeFailed.
+def plan_policies(
+    program: SweepProgram, seed: int, policies: Mapping[str, Policy]
+) -> dict[str, PlannedPolicy]:
+    """Plans policies for a program in another process. Messages name the files that they are from. Raises ProbeFailed.
 
     The program gets a temporary folder for its results: that of a run may hold some already. On SIGINT,
     SIGTERM and SIGHUP the program is killed, the folder is removed, and KeyboardInterrupt is raised.
@@ -59,8 +63,8 @@ def plan_policies(program: SweepProgram, seed: int, texts: Mapping[str, str]) ->
         run = program.make_run("probe", (seed,), folder)
         run.folder.mkdir(parents=True)
         words = program.program_words(run.environment, run.seeds, run.folders)
-        request = {"program": words, "apply": asdict(program.apply), "policies": dict(texts)}
-        (folder / _REQUEST_FILE).write_text(json.dumps(request), encoding="utf-8")
+        request = {"program": words, "apply": program.apply, "policies": dict(policies)}
+        (folder / _REQUEST_FILE).write_bytes(pickle.dumps(request))
         with (folder / _LOG_FILE).open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "policyc.experiments.sweep.probe", name],
@@ -107,13 +111,13 @@ def _note_signals() -> Iterator[list[int]]:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    request = json.loads((folder / _REQUEST_FILE).read_text(encoding="utf-8"))
+    request = pickle.loads((folder / _REQUEST_FILE).read_bytes())
     from policyc.compiler.execution import ExecutionOptions
     from policyc.experiments import runner
 
-    options = ApplyOptions(**request["apply"])
+    options: ApplyOptions = request["apply"]
     execution = ExecutionOptions(backend=options.backend, require_native=options.require_native)
-    any_policy = parse(next(iter(request["policies"].values())))
+    any_policy = next(iter(request["policies"].values()))
     no_loss = "the program differentiated no loss with a GEMM in reverse mode (jax.grad, vjp, ...)"
     try:
         plan = runner.trace_first_plan(Program.from_words(request["program"]), any_policy, execution)
@@ -125,20 +129,21 @@ def main() -> None:
     (folder / _RESULT_FILE).write_text(json.dumps(result), encoding="utf-8")
 
 
-def describe_plans(traced: Plan, texts: Mapping[str, str], *, may_miss: bool = False) -> dict[str, Any]:
-    """The fields of a `PlannedPolicy` for each policy. Messages name the policy: its text is in no file yet."""
+def describe_plans(traced: Plan, policies: Mapping[str, Policy], *, may_miss: bool = False) -> dict[str, Any]:
+    """The fields of a `PlannedPolicy` for each policy."""
     from policyc.compiler.plan import make_plan
     from policyc.compiler.plan_checks import check_plan
 
     described = {}
-    for name, text in texts.items():
-        policy = parse_with_diagnostics(text, shown=f"<{name}>").policy
+    for name, policy in policies.items():
         plan = make_plan(policy, traced.sites, traced.execution)
         try:
-            check_plan(plan, may_miss=may_miss)
-            described[name] = {"digest": plan_digest(plan)}
+            warnings = check_plan(plan, may_miss=may_miss)
         except PolicyError as error:
             described[name] = {"error": str(error)}
+        else:
+            texts = str(PolicyError(warnings)) if warnings else ""
+            described[name] = {"digest": plan_digest(plan), "warnings": texts}
     return described
 
 
