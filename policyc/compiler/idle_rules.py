@@ -118,13 +118,13 @@ def _overridden(plan: Plan, index: int, later: list[int]) -> Diagnostic:
     rules, count = plan.policy.rules, plan.counts[index]
     depends_on_model = any(has_index(rules[i]) or rules[i].where is not None for i in later)
     sites = f"all of its {count} sites" if count > 1 else "its only site"
-    suggestion = next(filter(None, (_suggest_shorter_tail(plan, index, i) for i in later)), "")
+    suggestion = next(filter(None, (_suggest_share(plan, index, i) for i in later)), "")
     return Diagnostic(
         code="overridden-rule",
         message=f"this rule quantizes, and later rules override it on {sites} in this model",
         span=rules[index].span,
         severity=Severity.ERROR if depends_on_model else Severity.WARNING,
-        help=suggestion or "move it below the rules that override it, or remove it",
+        help=suggestion or _suggest_order(plan, index, later),
         notes=tuple(Note(rules[i].span, "this rule is later") for i in later[:_MAX_NOTES]),
     )
 
@@ -181,19 +181,48 @@ def _in_stack(selector: Selector, stack: str, is_whole_layer: bool) -> Selector:
     return replace(selector, segments=(*before, replace(segment, glob=stack), *below))
 
 
-def _suggest_shorter_tail(plan: Plan, index: int, later: int) -> str:
+def _suggest_share(plan: Plan, index: int, later: int) -> str:
     """A later rule that leaves layers to the rule at `index`, if taking a share of the layers does that."""
     rule = plan.policy.rules[later]
     selectors = tuple(
         replace(s, segments=tuple(replace(p, indices=p.indices and _as_share(p.indices)) for p in s.segments))
         for s in rule.selectors
     )
-    candidate = replace(rule, selectors=selectors)
-    if selectors == rule.selectors or len(str(candidate)) > _MAX_SUGGESTION:
+    candidate = replace(rule, selectors=selectors, where=_compare_with_share(rule.where))
+    if candidate == rule or len(str(candidate)) > _MAX_SUGGESTION:
         return ""
     if not {index, later} <= find_deciding_rules(_with_rule(plan, later, candidate))[0]:
         return ""
     return f"write '{candidate}' in the rule that overrides it, which takes every layer of this model"
+
+
+def _compare_with_share(where: Predicate | None) -> Predicate | None:
+    """`layer >= -4` as a share of the layers, wherever it is in a predicate."""
+    match where:
+        case AllOf() | AnyOf():
+            return replace(where, operands=tuple(filter(None, map(_compare_with_share, where.operands))))
+        case Comparison(terms=(Term(value="layer"), Term(value=Bound(percent=False))), operators=(">=",)):
+            return replace(where, terms=(where.terms[0], Term(value=Bound(-_TAIL, True))))
+    return where
+
+
+def _suggest_order(plan: Plan, index: int, later: list[int]) -> str:
+    """Another order of the rules, if that takes from no later rule what it protects."""
+    rules = plan.policy.rules
+    if any(_is_protecting(rules[i], plan.resolved[i]) for i in later):
+        return "let the rules that override it take fewer sites, or remove this rule"
+    moved = [*rules[:index], *rules[index + 1 : later[-1] + 1], rules[index], *rules[later[-1] + 1 :]]
+    policy = replace(plan.policy, rules=tuple(moved))
+    deciding, _ = find_deciding_rules(make_plan(policy, plan.sites, plan.execution))
+    if {later[-1], *(i - 1 for i in later)} <= deciding:
+        return "move it below the rules that override it, or remove it"
+    return "remove it, or the rules that override it"
+
+
+def _is_protecting(rule: Rule, recipe: Recipe) -> bool:
+    """Does a rule keep layers, or sites of some sizes, in high precision?"""
+    is_chosen = has_index(rule) or any(isinstance(leaf, Comparison) for leaf in leaves(rule.where))
+    return is_chosen and not _is_quantizing(rule, recipe)
 
 
 def _as_share(indices: Indices) -> Indices:
@@ -242,8 +271,12 @@ def _suggest_names(plan: Plan, selector: Selector) -> str:
     for start in range(1, len(segments)):
         rest = ".".join(map(str, selector.segments[start:]))
         if segments[start].glob != "*" and _reaches(plan, segments[start:]):
-            parents = ".".join(s.glob for s in segments[:start])
-            return f"nothing here is in '{parents}': did you mean '{rest}'?"
+            parents = ".".join(map(str, selector.segments[:start]))
+            if not _reaches(plan, segments[:start]):
+                return f"nothing here is in '{parents}': did you mean '{rest}'?"
+            if _reaches(plan, (*segments[:start], SelectorSegment(glob="*"), *segments[start:])):
+                return f"'{rest}' is deeper in '{parents}' here: did you mean '{parents}.*.{rest}'?"
+            return f"'{rest}' is not in '{parents}' here: did you mean '{rest}'?"
     return ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from policyc.compiler.plan import make_plan
 from policyc.compiler.plan_checks import check_plan
 from policyc.language.diagnostics import PolicyError, Severity
 from policyc.language.loader import parse
+from tests.support.command import ROOT
 from tests.support.jaxpr_tools import find_sites, struct
 from tests.support.kind_programs import PROGRAMS
 from tests.support.planned_model import PARAMS, SITES, X, loss, plan_model
@@ -92,12 +94,34 @@ def test_a_variant_may_override_a_rule_on_purpose() -> None:
         ("* -> fp8; blocks[-2:].other.* -> bf16", "write 'layers[-2:] -> bf16'; "),
         ("* -> fp8; heed -> nvfp4", "did you mean 'head' for 'heed'?; "),
         ("up -> fp8; layers[-4:] -> bf16", "write 'layers[-15%:] -> bf16' in the rule that overrides it, "),
-        ("up -> fp8; layers[:5].* -> bf16", "move it below the rules that override it, or remove it"),
-        ("up -> fp8; * where k <= 16 -> bf16", "move it below the rules that override it, or remove it"),
+        ("up -> fp8; layers -> bf16", "move it below the rules that override it, or remove it"),
+        ("up -> fp8; up -> bf16", "remove it, or the rules that override it"),
+        # Not below what protects layers or sizes.
+        (
+            "up -> fp8; layers[:5].* -> bf16",
+            "let the rules that override it take fewer sites, or remove this rule",
+        ),
+        (
+            "up -> fp8; * where k <= 16 -> bf16",
+            "let the rules that override it take fewer sites, or remove this rule",
+        ),
     ],
 )
 def test_the_help_names_a_rule_that_works(policy: str, help: str) -> None:
     assert first_help(policy).startswith(help)
+
+
+def test_the_policy_of_the_readme_in_a_small_model_gets_a_shorter_tail() -> None:
+    """Its rule for the last four blocks takes all three. Moving the other rule below would end the protection."""
+    (program,) = [p for p in PROGRAMS if p.name == "gpt_unrolled"]
+    sites = find_sites(program.loss, program.params)
+    lines = re.findall(r"^\* .*->.*", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert "layer >= -4" in lines[-1]
+    (diagnostic,) = idle_rules(make_plan(parse("\n".join(lines)), sites, execution_options()))
+    better = "* where mlp and layer >= -15% -> bf16"
+    assert diagnostic.help.startswith(f"write '{better}' in the rule that overrides it, ")
+    counts = make_plan(parse("\n".join([*lines[:-1], better])), sites, execution_options()).counts
+    assert counts[-2:] == (6, 2)
 
 
 @pytest.mark.parametrize(

@@ -222,6 +222,14 @@ def test_a_machine_has_a_name() -> None:
         ("transformer.Dense.kernel", "nothing here is in 'transformer': did you mean 'Dense.kernel'?"),
         ("other", "paths here are like encoder?params.Dense[0].kernel, Transformer"),
         ("transformer", "did you mean 'Transformer' for 'transformer'?"),
+        (
+            "encoder?params.kernel",
+            "'kernel' is deeper in 'encoder?params' here: did you mean 'encoder?params.*.kernel'?",
+        ),
+        (
+            "Transformer.Dense.kernel",
+            "'Dense.kernel' is not in 'Transformer' here: did you mean 'Dense.kernel'?",
+        ),
     ],
 )
 def test_a_hint_names_what_matches_and_what_parses(selector: str, hint: str) -> None:
