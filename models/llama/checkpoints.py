@@ -205,10 +205,16 @@ class Checkpoints:
     ) -> None:
         now, there = self._identity, about["identity"]
         names = {name for name in {*now, *there} if there.get(name) != now.get(name)}
-        if "steps" in names and now.get("steps", 0) > there.get("steps") == about["step"]:
-            names.remove("steps")
-            print(f"{path} is the end of a run of {there['steps']} steps, which is extended to {now['steps']}",
-                  file=sys.stderr)  # fmt: skip
+        if "steps" in names and now.get("steps", 0) > there.get("steps"):
+            end = there["steps"]
+            is_damaged = (path.parent.with_name("damaged_checkpoints") / str(end)).is_dir()
+            if about["step"] == end or is_damaged:  # the run has finished
+                names.remove("steps")
+                what = "the end" if about["step"] == end else f"step {about['step']}"
+                print(
+                    f"{path} is {what} of a run of {end} steps, which is extended to {now['steps']}",
+                    file=sys.stderr,
+                )
         others = sorted(names - {"policy", configs.POLICY_NAME})
         changes = [f"\n  {n.replace('_', '-')}: {there.get(n)} there, {now.get(n)} now" for n in others]
         if "policy" in names:
@@ -354,5 +360,8 @@ def _size(count: float) -> str:
     return f"{count:.3g} GB"
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
+    """The first line of an error; of its cause, where orbax prints a method of TensorStore instead of a reason."""
+    if "<bound method" in str(error) and error.__cause__ is not None:
+        return _first_line(error.__cause__)
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

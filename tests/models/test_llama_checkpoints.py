@@ -74,7 +74,12 @@ def truncate_files(folder: Path) -> None:
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-@pytest.mark.parametrize("damage", [replace_by_earlier, truncate_files])
+def empty_arrays(state: Path) -> None:
+    for path in (state / "ocdbt.process_0" / "d").iterdir():
+        path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [replace_by_earlier, truncate_files, empty_arrays])
 def test_a_run_resumes_from_the_last_checkpoint_that_is_whole(completed, tmp_path, capsys, damage):
     folder = tmp_path / "run"
     shutil.copytree(completed, folder)
@@ -83,6 +88,7 @@ def test_a_run_resumes_from_the_last_checkpoint_that_is_whole(completed, tmp_pat
     message = capsys.readouterr().err
     assert f"checkpoint {folder / 'checkpoints' / '8'} is damaged" in message
     assert f"moved to {folder / 'damaged_checkpoints' / '8'}" in message
+    assert "<" not in message  # as in "<bound method ...>", which a library prints
     assert losses(folder) == losses(completed)
     assert sorted(int(p.name) for p in (folder / "checkpoints").iterdir()) == [6, 8]
 
@@ -191,6 +197,11 @@ def test_a_finished_run_is_extended_by_steps_alone(completed, tmp_path, capsys):
     assert train_here(out=folder, **RUN, steps=9) == 1  # it was at step 6 of 8
     assert "steps: 8 there, 9 now" in capsys.readouterr().err
     shutil.copytree(completed / "checkpoints" / "8", folder / "checkpoints" / "8")
+    truncate_files(folder / "checkpoints" / "8")  # it has finished, though its end is lost
+    assert train_here(out=folder, **RUN, steps=9) == 0
+    assert "is step 6 of a run of 8 steps, which is extended to 9" in capsys.readouterr().err
+    shutil.rmtree(folder)
+    shutil.copytree(completed, folder)
     assert train_here(out=folder, **RUN, steps=9) == 0
     assert "is the end of a run of 8 steps, which is extended to 9" in capsys.readouterr().err
     assert losses(folder)[:8] == losses(completed)
