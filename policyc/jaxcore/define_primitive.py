@@ -70,6 +70,7 @@ class LoweringContext:
       is_mapped: a `vmap` around the equation batches it, on one device.
       can_partition: the body may divide its work over devices itself: no `vmap` has to batch it, and no `shard_map`
         over some axes of the mesh is around it.
+      is_partly_manual: such a `shard_map` is around it.
       is_stack: the body gets the whole stack that a `vmap` runs over, as its only operand.
     """
 
@@ -77,6 +78,7 @@ class LoweringContext:
     single_device: bool = False
     is_mapped: bool = False
     can_partition: bool = False
+    is_partly_manual: bool = False
     is_stack: bool = False
 
     @property
@@ -290,7 +292,7 @@ def _lower(
 
 def _lowering_context(platform: str, axis_context: Any, mapped: Mapped, *, is_stack: bool) -> LoweringContext:
     if not platform or _is_partly_manual(axis_context):
-        return LoweringContext(platform=platform)
+        return LoweringContext(platform=platform, is_partly_manual=bool(platform))
     is_single = getattr(axis_context, "num_devices", None) == 1
     if not mapped:
         return LoweringContext(platform=platform, single_device=is_single, can_partition=not is_single)

@@ -336,3 +336,21 @@ def parameters_of(computation: hlo.Computation, instruction: hlo.Instruction) ->
     if instruction.opcode == "parameter":
         return {instruction.name}
     return set().union(*(parameters_of(computation, computation[name]) for name in instruction.operands))
+
+
+@pytest.mark.skipif(len(jax.devices()) < 4, reason="needs 4 devices: XLA_FLAGS in conftest")
+def test_inside_a_shard_map_over_some_axes() -> None:
+    """XLA divides the product over the other axes by itself: it tells no partitioning rule what they are."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    x, w = normal(64, 32), normal(32, 64, seed=1)
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        specs: Any = {"in_specs": (P("data"), P()), "out_specs": P("data"), "axis_names": {"data"}}
+        return jnp.sum(jnp.tanh(jax.shard_map(jnp.matmul, mesh=mesh, **specs)(x, w)))
+
+    def gradient(backend: str) -> np.ndarray:
+        applied = policyc.apply("* -> mxfp8", loss, backend=backend)
+        shards = jax.device_put(w, NamedSharding(mesh, P(None, "model")))
+        return np.asarray(quick_jit(jax.grad(applied))(shards, x))
+
+    assert_close(gradient("xla"), gradient("emulate"))

@@ -47,12 +47,14 @@ class BlockScaledSpec:
 
     `native` says whether to call XLA's block-scaled GEMM, which needs CUDA. `rounds_first` says that the GEMM may round
     its result before the outer scales are applied: they are powers of two, so that the order does not matter.
+    `divides_itself` says whether a partitioning rule divides it over devices; without one it cannot be native.
     """
 
     format: str
     out: Any
     native: bool
     rounds_first: bool = False
+    divides_itself: bool = True
 
 
 def multiply_rows(a: Rows, b: Rows, spec: BlockScaledSpec) -> jax.Array:
@@ -117,6 +119,8 @@ def _apply_outer_scales(product: jax.Array, a: Rows, b: Rows) -> jax.Array:
 
 def _multiply_divided(a: Rows, b: Rows, spec: BlockScaledSpec) -> jax.Array:
     """The product, partitioned over devices."""
+    if not spec.divides_itself:
+        return _multiply(a, b, spec)
     arrays, structure = jax.tree.flatten((a, b))
 
     def run(index: ShardIndex, *shards: jax.Array) -> tuple[jax.Array]:

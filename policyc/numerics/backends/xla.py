@@ -7,6 +7,7 @@ the same numbers. XLA reads both operands with the contracted dimension last, an
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
@@ -55,6 +56,11 @@ __all__ = [
     "quantize_orders",
     "quantizer_obstacle",
 ]
+
+_PARTLY_MANUAL = (
+    "a block-scaled GEMM inside a shard_map over some axes of the mesh is emulated: XLA does not say how it divides it "
+    "over the other axes; write a shard_map over all axes"
+)
 
 TRAITS = BackendTraits(needs_devices=True, can_batch=True, quantizes_pairs=True, quantizes_stacks=False)
 
@@ -184,9 +190,12 @@ def gemm(
     spec = BlockScaledSpec(
         format=lhs.layout.format,
         out=jnp.dtype(out),
-        native=context.platform == "cuda",
+        native=context.platform == "cuda" and not context.is_partly_manual,
+        divides_itself=not context.is_partly_manual,
         rounds_first=lhs.layout.has_power_of_two and rhs.layout.has_power_of_two,
     )
+    if context.platform == "cuda" and context.is_partly_manual:
+        warnings.warn(_PARTLY_MANUAL, stacklevel=2)
     batch = tuple(lhs.codes.shape[i] for i in lb)
     return multiply_rows(left, right, spec).reshape(*batch, *left_free, *right_free)
 
