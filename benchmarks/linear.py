@@ -1,9 +1,9 @@
 """Times of one linear layer in bf16, NVFP4 and FP8, of its quantizers beside a copy, and of alternative designs.
 
-    python -m benchmarks.linear --json linear.json
+    python -m benchmarks.linear --json linear.json [--kernels]
 
-The designs are those of the random bits and of the Hadamard transform. On a GPU the layer is 16384 x 4096 x 14336;
-on a CPU it is small.
+With --kernels it times the layers alone, and lists the GPU kernels of one run of each. The designs are those of the
+random bits and of the Hadamard transform. On a GPU the layer is 16384 x 4096 x 14336; on a CPU it is small.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.command_line import make_parser
+from benchmarks.profiles import Totals, kernel_times, print_totals, record
 from benchmarks.timing import print_times, save
 from policyc.hardware.selftest.speed import time_median
 from policyc.language.recipes import OPERAND_GROUPS, Gemm, Recipe, Treatment, make_recipe, make_split_recipe
@@ -29,12 +30,13 @@ from policyc.numerics.quantize.orders import OrderRequest, quantize_orders
 
 DIMS = (((1,), (0,)), ((), ()))
 nvfp4 = partial(Treatment, format="nvfp4", element="e2m1")
-FULL = make_recipe(
-    "nvfp4",
-    {"rht": OPERAND_GROUPS["wgrad"], "sr": OPERAND_GROUPS["grad"], "scale2d": OPERAND_GROUPS["weights"]},
-)
+FULL_OPTIONS = {
+    "rht": OPERAND_GROUPS["wgrad"], "sr": OPERAND_GROUPS["grad"], "scale2d": OPERAND_GROUPS["weights"]
+}  # fmt: skip
+FULL = make_recipe("nvfp4", FULL_OPTIONS)
 RECIPES: dict[str, Recipe] = {
     "nvfp4 full (rht, sr, 2d)": FULL,
+    "nvfp4 full, outer=bound": make_recipe("nvfp4", FULL_OPTIONS | {"outer": "bound"}),
     "nvfp4 without rht": make_recipe(
         "nvfp4", {"sr": OPERAND_GROUPS["grad"], "scale2d": OPERAND_GROUPS["weights"]}
     ),
@@ -44,12 +46,13 @@ RECIPES: dict[str, Recipe] = {
     "nvfp4 forward only": make_split_recipe({Gemm.FPROP: FULL}),
     "mxfp8": make_recipe("mxfp8"),
     "fp8": make_recipe("fp8"),
+    "fp8 row": make_recipe("fp8", {"outer": "row"}),
 }
 
 
 def make_product(name: str) -> Callable[..., jax.Array]:
     """The product under a recipe. fp8 runs natively where the GPU can; the others are emulated."""
-    backend = "xla" if name == "fp8" else "emulate"
+    backend = "xla" if name.startswith("fp8") else "emulate"
     return partial(
         quantized_dot_general,
         dimension_numbers=DIMS,
@@ -69,6 +72,24 @@ def time_layers(x: jax.Array, w: jax.Array, dy: jax.Array, repeat: int) -> Any:
     for name in RECIPES:
         rows[name] = time_median(partial(step, make_product(name)), x, w, dy, repeat=repeat)
     return print_times("forward and backward of a linear", rows, "bf16")
+
+
+def _run_to_end(run: Callable[..., Any], *arrays: jax.Array) -> None:
+    jax.block_until_ready(run(*arrays))
+
+
+def list_kernels(x: jax.Array, w: jax.Array, dy: jax.Array) -> dict[str, Totals]:
+    """The GPU kernels of one forward and backward pass under each recipe."""
+    products: dict[str, Callable[..., jax.Array]] = {"bf16": partial(lax.dot_general, dimension_numbers=DIMS)}
+    products |= {name: make_product(name) for name in RECIPES}
+    kernels = {}
+    for name, product in products.items():
+        run = jax.jit(partial(step, product))
+        jax.block_until_ready(run(x, w, dy))
+        _, profile = record(partial(_run_to_end, run, x, w, dy))
+        kernels[name] = kernel_times(profile)
+        print_totals(f"kernels of {name}", kernels[name], 20)
+    return kernels
 
 
 def time_forward(x: jax.Array, w: jax.Array, repeat: int) -> Any:
@@ -185,14 +206,22 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=k, help="inputs (default: 4096 on a GPU, else 512)")
     parser.add_argument("--n", type=int, default=n, help="outputs (default: 14336 on a GPU, else 1024)")
     parser.add_argument("--repeat", type=int, default=5, help="runs of each function (default: 5)")
+    parser.add_argument(
+        "--kernels", action="store_true", help="time the layers alone, and list their kernels"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
     args = parser.parse_args()
     a, b, c = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(a, (args.m, args.k), jnp.bfloat16)
     w = jax.random.normal(b, (args.k, args.n), jnp.bfloat16)
     dy = jax.random.normal(c, (args.m, args.n), jnp.bfloat16)
+    shape = {"m": args.m, "k": args.k, "n": args.n}
+    if args.kernels:
+        rows = time_layers(x, w, dy, args.repeat)
+        save(args.json, {"shape": shape, "linear": rows, "kernels": list_kernels(x, w, dy)})
+        return
     results = {
-        "shape": {"m": args.m, "k": args.k, "n": args.n},
+        "shape": shape,
         "linear": time_layers(x, w, dy, args.repeat),
         "forward": time_forward(x, w, args.repeat),
         "quantizers": time_quantizers(x, args.repeat),

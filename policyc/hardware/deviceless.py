@@ -36,7 +36,7 @@ from policyc.jaxcore.versions import convert_gpu_description
 from policyc.language.policy import Policy
 from policyc.numerics.targets import Target
 
-_COMPILER_OPTIONS: dict[str, str | bool] = {
+COMPILER_OPTIONS: dict[str, str | bool] = {
     # Autotuning runs kernels on a device. Without one, take cuBLAS and cuDNN in their first configuration.
     "xla_gpu_autotune_level": "0",
     "xla_gpu_enable_triton_gemm": "False",
@@ -206,7 +206,7 @@ class _CompiledProgram:
 
 def _compile(lowered: Lowered, start: float) -> _CompiledProgram:
     """Compiles a lowered function whose tracing began at `start`."""
-    options = _COMPILER_OPTIONS | memory_options(os.environ)
+    options = COMPILER_OPTIONS | memory_options(os.environ)
     traced = time.perf_counter()
     # Otherwise the garbage collector scans everything that was traced, repeatedly, while kernels are built.
     gc.freeze()

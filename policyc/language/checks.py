@@ -221,9 +221,9 @@ class _Checker:
             first.setdefault(name, setting)
         for one, other, reason in _find_contradictions(call):
             notes = (Note(first[one].span, "with this one"),) if one != other else ()
-            self._report(
-                "contradictory-options", first[other].span, reason, "drop one of the two", notes=notes
-            )
+            is_one_value = one == other and len(first[one].values) == 1
+            help = "leave it out" if is_one_value else "drop one of the two"
+            self._report("contradictory-options", first[other].span, reason, help, notes=notes)
 
     def _report_unknown_option(self, call: RecipeCall, setting: Setting) -> None:
         format, name = FORMATS[call.name], setting.name
@@ -307,5 +307,7 @@ def _find_contradictions(call: RecipeCall) -> Iterator[tuple[str, str, str]]:
             )
     if values.get("scale") == "four_over_six" and values.get("sr") == frozenset(OPERANDS):
         yield "scale", "sr", "four_over_six needs operands that are rounded to nearest, and there are none"
+    if values.get("outer") == "bound" and "rht" not in FORMATS[call.name].options:
+        yield "outer", "outer", f"a bound is for operands that rht rotates: {call.name} has no rht"
     if values.get("scale2d") and values.get("outer") == "row":
         yield "scale2d", "outer", "a 16x16 tile spans 16 rows: it cannot have a scale per row"

@@ -71,8 +71,8 @@ FORMATS: dict[str, Format] = {
             bits=8,
             element="e4m3",
             tensor_scale=True,
-            options=("grad",),
-            summary="E4M3 (gradients E5M2), an fp32 scale per tensor",
+            options=("grad", "outer"),
+            summary="E4M3 (gradients E5M2), an fp32 scale per tensor or per row",
         ),
         Format(
             name="fp4",

@@ -65,16 +65,17 @@ def _normalize_treatment(recipe: Recipe, gemm: Gemm, role: Role) -> Treatment:
 def describe_options(treatment: Treatment) -> tuple[str, ...]:
     """Returns what a treatment does beyond its format, in short words: `1x16`, `rht16`, `sr`.
 
-    The first word is what shares a scale: a block (`1x16`, `16x16`), or the `tensor`. The element type follows if the
-    format has several. Then the options of policies, without those that have their defaults. Different treatments of
-    the same format have different words. A format without scales has none.
+    The first word is what shares a scale: a block (`1x16`, `16x16`), a `row` or the `tensor`. The element type follows
+    if the format has several. Then the options of policies, without those at their defaults. Different treatments
+    of the same format have different words. A format without scales has none.
     """
     format = FORMATS[treatment.format]
     if not format.is_quantized:
         return ()
     rows = format.block if treatment.tile2d else 1
+    is_per_row = treatment.outer == "row" and not format.block
     words = {
-        f"{rows}x{format.block}" if format.block else "tensor": True,
+        f"{rows}x{format.block}" if format.block else "row" if is_per_row else "tensor": True,
         treatment.element: "grad" in format.options,
         f"rht{treatment.rht}": treatment.rht > 0,
         treatment.rounding: treatment.rounding != "rne",
@@ -82,7 +83,7 @@ def describe_options(treatment: Treatment) -> tuple[str, ...]:
         treatment.scale: treatment.scale != "amax",
         f"scale_rounding={treatment.scale_rounding}": treatment.scale_rounding != "floor",
         "mean_split": treatment.mean_split,
-        f"outer={treatment.outer}": treatment.outer != "tensor",
+        f"outer={treatment.outer}": treatment.outer != "tensor" and not is_per_row,
     }
     return tuple(word for word, applies in words.items() if applies)
 

@@ -82,9 +82,9 @@ def _name_for_checkpoint(q: Quantized) -> Quantized:
 def has_same_codes(one: Treatment, other: Treatment) -> bool:
     """Whether an operand has the same codes in two GEMMs that contract different dimensions of it.
 
-    True of 2D tiles and of formats with one scale for the tensor.
+    True of 2D tiles and of formats with one scale for the tensor. A scale per row is along the contraction.
     """
-    is_square = one.tile2d or not FORMATS[one.format].block
+    is_square = one.tile2d or not (FORMATS[one.format].block or one.outer == "row")
     return one == other and is_square and not one.rht and not one.mean_split
 
 

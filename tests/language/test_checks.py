@@ -188,7 +188,7 @@ def test_an_option_of_another_format_is_reported_with_the_formats_that_take_it()
     ("text", "help"),
     [
         ("nvfp4(scale2e=weights)", "did you mean 'scale2d'?"),
-        ("fp8(zzz=1)", "known: grad"),
+        ("fp8(zzz=1)", "known: grad, outer"),
         ("bf16(zzz=1)", "'bf16' takes no options"),
     ],
 )
@@ -253,6 +253,12 @@ def test_options_that_exclude_each_other(text, first, second):
     assert [n.span.text for n in found.notes] == [first]
 
 
+def test_a_bound_needs_a_format_that_rotates():
+    found = only("a -> fp8(outer=bound)")
+    assert (found.code, found.span.text, found.notes) == ("contradictory-options", "outer=bound", ())
+    assert "fp8 has no rht" in found.message
+
+
 @pytest.mark.parametrize("option", ["rht", "sr"])
 def test_none_excludes_every_other_word(option):
     found = only(f"a -> nvfp4({option}={{none,grad}})")
@@ -266,6 +272,8 @@ def test_none_excludes_every_other_word(option):
         "nvfp4(rounding=ms_eden, sr=none, rht=none, scale2d=none, scale=amax)",
         "nvfp4(scale=four_over_six, sr=grad)",
         "nvfp4(scale2d=none, outer=row)",
+        "fp8(outer=row)",
+        "fp8(outer=pow2, grad=e4m3)",
         "nvfp4(rht=wgrad, sr=grad, scale2d=weights)",
     ],
 )

@@ -113,6 +113,8 @@ def test_2d_tiles_have_one_outer_scale_per_tensor():
         ("keep", "keep", "keep"),
         ("bf16", "bf16", "bf16"),
         ("fp8", "fp8 tensor e5m2", "fp8 tensor e4m3"),
+        ("fp8(outer=row)", "fp8 row e5m2", "fp8 row e4m3"),
+        ("fp8(outer=pow2)", "fp8 tensor e5m2 outer=pow2", "fp8 tensor e4m3 outer=pow2"),
         ("fp4", "fp4 tensor", "fp4 tensor"),
         ("mxfp8", "mxfp8 1x32", "mxfp8 1x32"),
         ("mxfp4(scale_rounding=rceil)", "mxfp4 1x32 scale_rounding=rceil", "mxfp4 1x32 scale_rounding=rceil"),

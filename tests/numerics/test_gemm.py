@@ -33,7 +33,7 @@ from tests.support.gemms import (
 # The order of sums may differ, and each comparison here says by how much. So these programs may be compiled quickly.
 # What must be equal to the bit when compiled in full is in test_quantize.py and test_golden.py.
 GOLDEN = read_arrays()
-TOLERANCE = {"mxfp8": 0.06, "fp8": 0.08, "bf16": 0.01, "f32": 0.01, "keep": 0.01}
+TOLERANCE = {"mxfp8": 0.06, "fp8": 0.08, "fp8 row": 0.08, "bf16": 0.01, "f32": 0.01, "keep": 0.01}
 """The largest relative error of a product. It is 0.3 with four bits in both operands (the error of each is 0.1 to 0.14,
 or 0.2 with stochastic rounding), and less for these recipes.
 """
@@ -222,6 +222,26 @@ def check_nonfinite(f: Any, bad: float, x: jax.Array, w: jax.Array, dy: jax.Arra
     y, dx, dw = f(x, w, dy.at[0, 3, 4].set(bad))
     assert not np.isfinite(np.asarray(dx)[0, 3]).any()
     assert not np.isfinite(np.asarray(dw)[:, 4]).any()
+
+
+def test_fp8_rows_have_scales_along_each_contraction() -> None:
+    """Each of the six operands is quantized row by row, along what its GEMM contracts."""
+    x, w, dy = normal(24, 40), normal(40, 56, seed=1), normal(24, 56, seed=2)
+    x, dy = x.at[3].multiply(1e4), dy.at[:, 5].multiply(1e4)
+    f = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=RECIPES["fp8 row"])
+    results = quick_jit(partial(three_products, f))(x, w, dy)
+
+    def rows(array: jax.Array, element: str) -> np.ndarray:
+        parts = [oracle.fp8(row[None], element)["dequantized"] for row in np.asarray(array)]
+        return np.concatenate(parts).astype(np.float64)
+
+    expected = (
+        rows(x, "e4m3") @ rows(w.T, "e4m3").T,
+        rows(dy, "e5m2") @ rows(w, "e4m3").T,
+        rows(x.T, "e4m3") @ rows(dy.T, "e5m2").T,
+    )
+    for ours, exact in zip(results, expected, strict=True):
+        assert relative_error(ours, exact) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -318,6 +318,18 @@ def test_both_implementations_of_fp8(axis: int, outer: str, columns: int) -> Non
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+def test_fp8_with_a_power_of_two_equals_the_oracle(element: str) -> None:
+    """A value equal to the rounded maximum, in a row of its own, gives the oracle the same scale."""
+    x = samples("wide", (64, 250))
+    largest = {"e4m3": 448.0, "e5m2": 57344.0}[element]
+    rounded = largest * 2.0 ** np.ceil(np.log2(np.abs(x).max() / largest))
+    q = compiled(Treatment(format="fp8", element=element, outer="pow2"))(x)
+    expected = oracle.fp8(np.vstack([x, np.full((1, 250), rounded, np.float32)]), element)
+    assert np.asarray(q.amax).item() == expected["amax"]
+    np.testing.assert_array_equal(np.asarray(q.codes), expected["codes"][:-1])
+
+
 def test_four_over_six_equals_the_oracle() -> None:
     x = samples("normal")
     q, expected = compiled(nvfp4(scale="four_over_six"))(x), oracle.four_over_six(x)

@@ -29,6 +29,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "mxfp8": make_recipe("mxfp8"),
     "fp8": make_recipe("fp8"),
+    "fp8 row": make_recipe("fp8", {"outer": "row"}),
     "fp4": make_recipe("fp4", {"rht": OPERAND_GROUPS["wgrad"], "sr": OPERAND_GROUPS["grad"]}),
     "bf16": make_recipe("bf16"),
     "f32": make_recipe("f32"),

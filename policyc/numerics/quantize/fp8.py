@@ -19,6 +19,7 @@ from policyc.numerics.quantize.blocks import (
     encode_blocks,
     find_maxima,
     materialize_encoding_scale,
+    outer_maximum,
     outer_scale_axes,
     tensor_key,
 )
@@ -43,6 +44,7 @@ def quantize_fp8(x: jax.Array, context: QuantizeContext) -> Quantized:
     else:
         x = materialize(x)
         amax = abs_bits(x).max(axis=spanned, keepdims=True)
+    amax = outer_maximum(amax, context.treatment, layout.bound)
     enc, lift = materialize_encoding_scale(amax, context)
     transposed: jax.Array | None = None
     if context.fp8_kernel is not None:
