@@ -47,6 +47,8 @@ def targets(gpu: str | None, output_format: str) -> None:
             raise click.UsageError(
                 f"--format xla needs the name of one target: policyc targets {selected[0].name} --format xla"
             )
+        if not gpus.has_description(selected[0]):
+            raise click.UsageError(f"XLA's description of {selected[0].name} does not ship with policyc")
         click.echo(gpus.read_description(selected[0]), nl=False)
     elif output_format == "json":
         data = [_as_data(target) for target in selected]
@@ -61,6 +63,7 @@ def _as_data(target: Target) -> dict[str, Any]:
         "sm": _compute_capability(target),
         "native": list(target.formats),
         "peak_flops": dict(target.peaks),
+        "inference_only": dict(target.inference_peaks),
         "memory_bytes": target.memory_bytes,
         "memory_bytes_per_second": target.memory_bandwidth,
         "nvlink_bytes_per_second": target.nvlink_bandwidth,
@@ -68,6 +71,14 @@ def _as_data(target: Target) -> dict[str, Any]:
         "nvlink_domain": target.nvlink_domain,
         "device_kind": target.device_kind,
     }
+
+
+def _describe_peak(target: Target, format: str) -> str:
+    """TFLOP/s, in parentheses if no backend trains in the format on this GPU."""
+    if format in target.peaks:
+        return f"{target.peaks[format] / 1e12:.0f}"
+    peak = target.inference_peaks.get(format)
+    return "-" if peak is None else f"({peak / 1e12:.0f})"
 
 
 def _compute_capability(target: Target) -> str:
@@ -79,8 +90,10 @@ def _print_table(selected: list[Target]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    title = "dense TFLOP/s; memory; GB/s in one direction; 'of': GPUs that share NVLink"
-    table = Table(title=title, title_justify="left", title_style="dim", box=box.SIMPLE, pad_edge=False)
+    title = "dense TFLOP/s, (inference only); memory; GB/s one way; 'of': GPUs that share NVLink"
+    table = Table(
+        title=title, title_justify="left", title_style="dim", box=box.SIMPLE, pad_edge=False, padding=(0, 0)
+    )
     for heading in ("target", "SM"):
         table.add_column(heading)
     for heading in (*_FORMATS, "GB", "TB/s", "NVLink", "of", "net"):
@@ -89,7 +102,7 @@ def _print_table(selected: list[Target]) -> None:
         table.add_row(
             target.name,
             _compute_capability(target),
-            *(f"{target.peaks[f] / 1e12:.0f}" if f in target.peaks else "-" for f in _FORMATS),
+            *(_describe_peak(target, f) for f in _FORMATS),
             f"{target.memory_bytes / 1e9:.0f}",
             f"{target.memory_bandwidth / 1e12:.2f}",
             f"{target.nvlink_bandwidth / 1e9:.0f}",

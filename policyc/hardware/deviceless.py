@@ -85,6 +85,10 @@ def check_installed() -> None:
 def make_devices(target: Target, count: int) -> list[jax.Device]:
     """Returns devices of a target to compile for. They cannot run anything."""
     check_installed()
+    if not gpus.has_description(target):
+        raise CannotCompile(
+            f"there is no description of {target.name} to compile for it: 'policyc estimate' needs none"
+        )
     description = convert_gpu_description(_with_installed_cudnn(gpus.read_description(target)))
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=description, topology=f"1x1x{count}"

@@ -1,7 +1,7 @@
 """The table of targets: for each GPU, the formats it multiplies natively, its speed, memory and links.
 
-To add a GPU, add a row to `_ROWS` and XLA's description of it to `policyc/hardware/gpus`. Bandwidths between GPUs
-are bytes per second in one direction: half of what a vendor calls "bidirectional".
+To add a GPU, add a row to `_ROWS` and, if there is one, XLA's description of it to `policyc/hardware/gpus`. Bandwidths
+between GPUs are bytes per second in one direction: half of what a vendor calls "bidirectional".
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ class Target:
 
     Attributes:
       device_kind: the name that JAX reports for the device.
-      peaks: dense operations per second in each native format. A format that is not in it is emulated in bf16.
+      peaks: dense operations per second in each format that backends train in natively. A format that is not in it is
+        emulated in bf16.
+      inference_peaks: the same in formats that its matrix units multiply, but that no backend trains in here.
       memory_bytes, memory_bandwidth: of its own memory.
       nvlink_bandwidth: to the other GPUs of its NVLink domain.
       network_bandwidth: to all other GPUs.
@@ -40,6 +42,7 @@ class Target:
     nvlink_bandwidth: float
     network_bandwidth: float
     nvlink_domain: int
+    inference_peaks: Mapping[str, float] = field(default_factory=dict)
     measured: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -71,8 +74,11 @@ def get_target(name: str) -> Target:
 def find_by_device_kind(device_kind: str) -> Target | None:
     """Returns the target for JAX's `device_kind`, such as 'NVIDIA H200', or None if it is not in the table.
 
-    A PCIe card or a MIG slice is not in the table: its speeds differ from those of the SXM version.
+    A MIG slice, or a PCIe card of a GPU that is in the table as SXM, is not in it: its speeds differ.
     """
+    for target in TARGETS.values():
+        if target.device_kind == device_kind:
+            return target
     match = re.fullmatch(r"NVIDIA (\w+)(?: \d+ ?GB HBM\w+)?", device_kind)
     return TARGETS.get(match[1].lower()) if match else None
 
@@ -88,7 +94,12 @@ def _peaks(bf16: float, fp8: float, fp4: float | None = None) -> dict[str, float
     return {format: value * TERA for format, value in tflops.items()}
 
 
-TargetName = Literal["h100", "h200", "b200", "gb200", "b300", "gb300"]
+TRAINS_FP4 = ((10, 0), (10, 3))
+"""The compute capabilities that round to FP4 stochastically. Transformer Engine's recipe needs that."""
+
+TargetName = Literal["h100", "h200", "b200", "gb200", "b300", "gb300", "pro6000", "rtx5090", "spark", "rubin"]
+
+_PRO_6000 = "NVIDIA RTX PRO 6000 Blackwell Workstation Edition"
 
 # name, device kind, compute capability, peaks, memory (GB, TB/s), NVLink and network (GB/s), GPUs of an NVLink domain
 _ROWS = (
@@ -98,14 +109,27 @@ _ROWS = (
     ("gb200", "NVIDIA GB200", (10, 0), _peaks(2450, 4900, 9800), (186, 8), (900, 50), 72),
     ("b300", "NVIDIA B300", (10, 3), _peaks(2250, 4500, 13500), (288, 8), (900, 100), 8),
     ("gb300", "NVIDIA GB300", (10, 3), _peaks(2450, 4900, 14700), (279, 8), (900, 100), 72),
-)
+    # Without NVLink: what stands in its column is PCIe 5.0 or, for the Spark, its network card.
+    ("pro6000", _PRO_6000, (12, 0), _peaks(500, 1000, 2000), (96, 1.792), (64, 50), 1),
+    ("rtx5090", "NVIDIA GeForce RTX 5090", (12, 0), _peaks(209.5, 419, 1676), (32, 1.792), (64, 50), 1),
+    ("spark", "NVIDIA GB10", (12, 1), _peaks(125, 250, 500), (128, 0.273), (25, 25), 1),
+    # Preliminary figures of the vendor. The name that JAX will report is not known.
+    ("rubin", "NVIDIA Rubin", (10, 7), _peaks(4000, 17500, 35000), (288, 22), (1800, 200), 72),
+)  # fmt: skip
+
+
+def _is_trained(format: str, capability: tuple[int, int]) -> bool:
+    """Whether backends train in a format on GPUs of a compute capability. In f32, bf16 and fp8 on all."""
+    return format in ("f32", "bf16", "fp8") or capability in TRAINS_FP4
+
 
 TARGETS: dict[str, Target] = {
     name: Target(
         name=name,
         device_kind=device_kind,
         compute_capability=capability,
-        peaks=peaks,
+        peaks={f: peak for f, peak in peaks.items() if _is_trained(f, capability)},
+        inference_peaks={f: peak for f, peak in peaks.items() if not _is_trained(f, capability)},
         memory_bytes=memory * GIGA,
         memory_bandwidth=bandwidth * TERA,
         nvlink_bandwidth=nvlink * GIGA,

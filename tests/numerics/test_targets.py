@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
+import jax
 import pytest
 
 from policyc.hardware import gpus
 from policyc.language.formats import FORMATS
+from policyc.language.recipes import Gemm, make_recipe
+from policyc.numerics.backends.choice import GemmQuery, choose, machine_here, machine_of
 from policyc.numerics.targets import TARGETS, find_by_device_kind, get_target
 from tests.support.command import policyc
 
@@ -21,6 +26,10 @@ PUBLISHED = {
     "gb200": (2450, 4900, 9800, 186, 8.0),
     "b300": (2250, 4500, 13500, 288, 8.0),
     "gb300": (2450, 4900, 14700, 279, 8.0),
+    "pro6000": (500, 1000, 2000, 96, 1.792),
+    "rtx5090": (209.5, 419, 1676, 32, 1.792),
+    "spark": (125, 250, 500, 128, 0.273),
+    "rubin": (4000, 17500, 35000, 288, 22),
 }
 
 
@@ -28,7 +37,8 @@ PUBLISHED = {
 def test_peaks_and_memory_are_the_vendors_figures(name):
     target, (bf16, fp8, nvfp4, memory, bandwidth) = get_target(name), PUBLISHED[name]
     assert (target.peak("bf16"), target.peak("fp8")) == (bf16 * 1e12, fp8 * 1e12)
-    assert target.peaks.get("nvfp4") == (None if nvfp4 is None else nvfp4 * 1e12)
+    in_fp4 = target.peaks if target.compute_capability in ((10, 0), (10, 3)) else target.inference_peaks
+    assert in_fp4.get("nvfp4") == (None if nvfp4 is None else nvfp4 * 1e12)
     assert (target.memory_bytes, target.memory_bandwidth) == (memory * 1e9, bandwidth * 1e12)
 
 
@@ -40,6 +50,30 @@ def test_a_format_that_is_not_native_runs_in_bf16():
     assert blackwell.is_native("nvfp4")
     assert blackwell.is_native("keep")
     assert set(blackwell.formats) == FORMATS.keys() - {"keep", "fp4"}
+
+
+@pytest.mark.parametrize("name", ["pro6000", "rtx5090", "spark", "rubin"])
+def test_nvfp4_is_trained_in_on_sm_10_0_and_10_3_only(name, monkeypatch):
+    """As in Transformer Engine. The fallback says why, for a target and for a GPU that is not in the table."""
+    target = get_target(name)
+    assert find_by_device_kind(target.device_kind) is target
+    left, right = make_recipe("nvfp4").gemm_treatments(Gemm.FPROP)
+    query = GemmQuery(gemm=Gemm.FPROP, left=left, right=right, m=512, n=512, k=512)
+    capability = "{}.{}".format(*target.compute_capability)
+    device = SimpleNamespace(platform="gpu", device_kind="NVIDIA Other", compute_capability=capability)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    for machine in (machine_of(target), machine_here()):
+        lowering = choose("auto", query, machine)
+        assert (lowering.backend, lowering.native) == ("emulate", False)
+        assert "for inference only: it is trained in on SM 10.0 and 10.3" in lowering.obstacle.reason
+        assert lowering.obstacle.remedy == "run it on b200, gb200, b300, gb300; or use fp8"
+    fp8 = make_recipe("fp8").treatments[0]
+    assert choose("auto", replace(query, left=fp8, right=fp8), machine_of(target)).native
+
+
+def test_a_gpu_without_a_description_is_not_compiled_for():
+    assert "does not ship" in policyc("targets", "rubin", "--format", "xla").err
+    assert not gpus.has_description(get_target("rubin"))
 
 
 def test_the_command_prints_a_table_json_and_xlas_description():

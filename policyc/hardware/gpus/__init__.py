@@ -12,6 +12,11 @@ from importlib import resources
 from policyc.numerics.targets import Target
 
 
+def has_description(target: Target) -> bool:
+    """Whether there is a description of a target, so that programs can be compiled for it without the GPU."""
+    return resources.files(__name__).joinpath(f"{target.name}.txtpb").is_file()
+
+
 def read_description(target: Target) -> str:
     """Returns the description of a target, as XLA's deviceless compiler expects it."""
     return resources.files(__name__).joinpath(f"{target.name}.txtpb").read_text(encoding="utf-8")

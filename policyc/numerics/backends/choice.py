@@ -13,7 +13,7 @@ from policyc.language.formats import FORMATS
 from policyc.language.recipes import Gemm, Treatment
 from policyc.numerics import backends
 from policyc.numerics.backends.selftest_record import read_failures
-from policyc.numerics.targets import TARGETS, Target, find_by_device_kind
+from policyc.numerics.targets import TARGETS, TRAINS_FP4, Target, find_by_device_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +50,13 @@ class Obstacle:
 class Machine:
     """The machine that runs the program: its name, and the formats that its matrix units multiply.
 
-    `failures` says why backends failed the last self-test on it, by "backend format". `auto` does not choose them.
+    `inference` are formats that they multiply too, but that no backend trains in on such a machine. `failures` says why
+    backends failed the last self-test on it, by "backend format". `auto` does not choose them.
     """
 
     name: str
     formats: frozenset[str] = frozenset()
+    inference: frozenset[str] = frozenset()
     failures: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -151,14 +153,22 @@ def _missing_format(format: str, machine: Machine) -> Obstacle:
     able = [t.name for t in TARGETS.values() if t.is_native(format)]
     native = ", ".join(f for f in FORMATS if f in machine.formats and FORMATS[f].is_quantized)
     remedy = f"run it on {', '.join(able)}" if able else "no target has it"
-    return Obstacle(
-        f"{machine.name} does not multiply {format}", f"{remedy}{native and f'; or use {native}'}"
-    )
+    reason = f"{machine.name} does not multiply {format}"
+    if format in machine.inference:
+        capabilities = " and ".join("{}.{}".format(*c) for c in TRAINS_FP4)
+        reason = (
+            f"{machine.name} multiplies {format} for inference only: it is trained in on SM {capabilities}"
+        )
+    return Obstacle(reason, f"{remedy}{native and f'; or use {native}'}")
 
 
 def machine_of(target: Target) -> Machine:
     """The machine of a target."""
-    return Machine(target.name, frozenset(f for f in FORMATS if target.is_native(f)))
+    return Machine(
+        target.name,
+        frozenset(f for f in FORMATS if target.is_native(f)),
+        frozenset(target.inference_peaks),
+    )
 
 
 def machine_here() -> Machine:
@@ -174,8 +184,10 @@ def machine_here() -> Machine:
     target = find_by_device_kind(kind)
     if target is not None:
         return replace(machine_of(target), failures=failures)
-    # A GPU that is not in the table has the formats of its architecture: FP8 since 8.9, block scales in 10.x.
+    # A GPU that is not in the table has the formats of its architecture: FP8 since 8.9, block scales since 10.0.
     major, minor = (int(part) for part in capability.split(".")[:2])
-    if major == 10:
-        return Machine(kind, machine_of(TARGETS["b200"]).formats, failures)
-    return Machine(kind, frozenset({"fp8"}) if (major, minor) >= (8, 9) else frozenset(), failures)
+    if major >= 10:
+        like = machine_of(TARGETS["b200" if (major, minor) in TRAINS_FP4 else "rtx5090"])
+        return replace(like, name=kind, failures=failures)
+    formats = frozenset({"fp8"}) if (major, minor) >= (8, 9) else frozenset()
+    return Machine(kind, formats, failures=failures)
