@@ -6,14 +6,17 @@ Trains a small Llama in bf16, scores it at three checkpoints, and finds policies
 of `llama_nvfp4`. Then trains these, random policies of the same time, "the last N blocks in bf16", the bundled ones,
 and `te_nvfp4` in one product each, all with the same seeds. Writes OUT/search.json: scores, predictions, validation
 losses by seed, and gaps. Speed is that of as many blocks with the widths of Llama 3 8B on 8 GB200: at the size of the
-model that is trained, no format is faster. What has not finished after --minutes is left out.
+model that is trained, no format is faster. What has not finished after --minutes is left out. With --policies, trains
+those of an earlier OUT, and scores nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -43,7 +46,9 @@ TRAINER = str(data_folder("models") / "llama" / "train.py")
 FORMATS = "nvfp4,fp8"
 NV = "recipe nv = nvfp4(rht=wgrad, sr=grad, scale2d=weights)\n"
 BLOCKS = "* where block and (attention or mlp)"
-RANDOM_TRIES = 3000
+RANDOM_TRIES = 9000
+NEAR = 1.005
+"""How much slower than a policy counts as the same time."""
 
 
 def main() -> None:
@@ -56,15 +61,20 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8.7)
     parser.add_argument("--data", default="stdlib")
     parser.add_argument("--eval-batches", type=int, default=64)
+    parser.add_argument("--policies", type=Path, help="the OUT of an earlier run, whose policies are trained")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     study = Study(options)
+    if options.policies is not None:
+        study.read_policies(options.policies)
+        study.train_all()
+        return
     study.train_reference()
     scores = [study.score(step) for step in study.checkpoints]
     study.find(scores[-1])
-    study.report(scores)
+    study.describe_scores(scores)
+    study.report()
     study.train_all()
-    study.report(scores)
 
 
 class Study:
@@ -79,6 +89,9 @@ class Study:
         self.policies: dict[str, str] = {}
         self.predicted: dict[str, dict[str, float]] = {}
         self.losses: dict[str, dict[str, float]] = {}
+        self.plain: dict[str, dict[str, float | None]] = {}
+        """Losses evaluated in bf16, where the run measured them."""
+        self.scores: dict[str, Any] = {}
         self.notes: list[str] = []
         (self.out / "policies").mkdir(parents=True, exist_ok=True)
 
@@ -99,6 +112,8 @@ class Study:
             "1e-3",
             "--data",
             options.data,
+            "--warmup",
+            "0.1",
         ]
 
     def train_reference(self) -> None:
@@ -116,6 +131,14 @@ class Study:
         scores = score_formats(recorded, parse_formats(FORMATS))
         self.note(f"scored step {step}: loss {np.mean(scores.losses):.4f}")
         return scores
+
+    def read_policies(self, folder: Path) -> None:
+        """The policies of an earlier run, and what it predicted of them."""
+        data = json.loads((folder / "search.json").read_text())
+        self.predicted = data["predicted"]
+        for name in self.predicted:
+            self.policies[name] = (folder / "policies" / f"{name}.policy").read_text()
+            (self.out / "policies" / f"{name}.policy").write_text(self.policies[name])
 
     # ---- policies of the same time
 
@@ -162,22 +185,24 @@ class Study:
         problem = self.searched.problem
         generator = np.random.default_rng(0)
         layers = 1 + max(i.number for i in problem.items if i.number is not None)
+        bundled = [self.searched.read_assignment(parse(text)) for text in self.policies.values()]
         tried: list[tuple[float, Assignment]] = []
-        for _ in range(RANDOM_TRIES):
+        for number in range(RANDOM_TRIES):
+            power = 1 + 3 * (number % 3)  # the fastest are rare
             chosen: dict[Any, Any] = {}
 
-            def choose(item: Any, chosen: dict[Any, Any] = chosen) -> Any:
+            def choose(item: Any, chosen: dict[Any, Any] = chosen, power: int = power) -> Any:
                 key = item.group, None if item.number is None else 3 * item.number // layers
                 choices = list(item.options)
-                weights = np.array([1 + 3 * sum(f == "nv" for f in c) for c in choices], float)
+                weights = np.array([1 + 3 * sum(f == "nv" for f in c) for c in choices], float) ** power
                 return chosen.setdefault(
                     key, choices[generator.choice(len(choices), p=weights / weights.sum())]
                 )
 
             assignment = expand(problem, choose)
             time_of = problem.total(assignment).seconds
-            if time_of <= seconds:
-                tried.append((seconds - time_of, assignment))
+            if time_of <= NEAR * seconds and assignment not in bundled:
+                tried.append((abs(seconds - time_of), assignment))
         return [assignment for _, assignment in sorted(tried, key=lambda t: t[0])[:count]]
 
     def _write(self, assignment: Assignment) -> str:
@@ -193,39 +218,34 @@ class Study:
         count = 0
         for last in range(1, CONFIGS[self.options.config][0].layers):
             policy = parse(f"{NV}{BLOCKS} -> nv\n* where layer >= -{last} -> keep")
-            if estimate(step.under(policy), target, mesh).seconds <= seconds:
+            if estimate(step.under(policy), target, mesh).seconds <= NEAR * seconds:
                 count = last
         return count
 
     # ---- training
 
     def train_all(self) -> None:
-        order = [
-            "bf16",
-            "found_te",
-            "te_nvfp4",
-            "found_llama",
-            "llama_nvfp4",
-            "random_te_0",
-            "random_llama_0",
-        ]
-        names = [n for n in ("bf16", *self.policies) if n not in order]
-        queue = [n for n in order if n == "bf16" or n in self.policies]
-        queue += sorted(names, key=lambda n: (n.startswith("random"), n))
+        """Trains all policies, those of the main comparisons first. Kills what has not ended after --minutes."""
+        first = ("bf16", "found_te", "te_nvfp4", "found_llama", "llama_nvfp4")
+        queue = sorted(("bf16", *self.policies), key=lambda n: (first.index(n) if n in first else 9, n))
         running: dict[str, subprocess.Popen[bytes]] = {}
-        while queue or running:
-            if self._seconds_left() < 0:
-                for process in running.values():
-                    process.kill()
-                self.note(f"out of time: without {[*running, *queue]}")
-                return
-            while queue and len(running) < self.options.jobs:
-                running[queue[0]] = self._start(queue.pop(0))
-            for name, process in list(running.items()):
-                if process.poll() is not None:
-                    del running[name]
-                    self._read(name, process.returncode)
-            time.sleep(0.5)
+        try:
+            while (queue or running) and self._seconds_left() > 0:
+                while queue and len(running) < self.options.jobs:
+                    name = queue.pop(0)
+                    running[name] = self._start(name)
+                time.sleep(0.5)
+                for name, process in list(running.items()):
+                    if process.poll() is not None:
+                        del running[name]
+                        self._read(name)
+                        self.report()
+        finally:
+            for process in running.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            self.note(f"left out: {[*running, *queue]}")
+            self.report()
 
     def _seconds_left(self) -> float:
         return float(60 * self.options.minutes - (time.monotonic() - self.started))
@@ -240,21 +260,24 @@ class Study:
         environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         with (self.out / f"{name}.log").open("wb") as log:
             return subprocess.Popen([sys.executable, "-m", "policyc.cli.main", "train", *policy, *words], stdout=log,
-                                    stderr=log, env=environment)  # fmt: skip
+                                    stderr=log, env=environment, start_new_session=True)  # fmt: skip
 
-    def _read(self, name: str, code: int) -> None:
-        if code:
-            self.note(f"{name} failed with {code}: {(self.out / f'{name}.log').read_text()[-800:]}")
-            return
+    def _read(self, name: str) -> None:
+        """The last validation loss of each seed, and that in bf16."""
         for seed in self.options.seeds.split(","):
-            lines = (self.runs / name / f"seed{seed}" / "metrics.jsonl").read_text().splitlines()
+            path = self.runs / name / f"seed{seed}" / "metrics.jsonl"
+            lines = path.read_text().splitlines() if path.exists() else []
             rows = [row for line in lines if "validation_loss" in (row := json.loads(line))]
+            if not rows:
+                self.note(f"{name} has no result: {(self.out / f'{name}.log').read_text()[-800:]}")
+                return
             self.losses.setdefault(name, {})[seed] = rows[-1]["validation_loss"]
+            self.plain.setdefault(name, {})[seed] = rows[-1].get("validation_loss_plain")
         self.note(f"{name}: {self.losses[name]}")
 
     # ---- the result
 
-    def report(self, scores: list[Scores]) -> None:
+    def report(self) -> None:
         gaps: dict[str, Any] = {}
         reference = self.losses.get("bf16", {})
         for name, losses in self.losses.items():
@@ -267,18 +290,25 @@ class Study:
                 }
         measured = [(self.predicted[n]["damage"], g["mean"]) for n, g in gaps.items() if n in self.predicted]
         data = {
-            "options": {k: str(v) for k, v in vars(self.options).items() if k != "out"},
+            "options": {
+                k: str(v) for k, v in vars(self.options).items() if k not in ("out", "policies", "data")
+            },
             "notes": self.notes,
             "predicted": self.predicted,
             "losses": self.losses,
+            "losses_evaluated_in_bf16": self.plain,
             "gaps": gaps,
             "rank_correlation": _rank_correlation([m for m in measured if np.isfinite(m[0])]),
-            "score_stability": [
-                _rank_correlation(_pairs(scores[i], scores[-1])) for i in range(len(scores) - 1)
-            ],
-            "scores": {step: _rows(each) for step, each in zip(self.checkpoints, scores, strict=True)},
+            **self.scores,
         }
         (self.out / "search.json").write_text(json.dumps(data, indent=1))
+
+    def describe_scores(self, scores: list[Scores]) -> None:
+        """The scores of all checkpoints, and the rank correlation of each with the last."""
+        self.scores = {
+            "score_stability": [_rank_correlation(_pairs(each, scores[-1])) for each in scores[:-1]],
+            "scores": {step: _rows(each) for step, each in zip(self.checkpoints, scores, strict=True)},
+        }
 
 
 def _rows(scores: Scores) -> list[dict[str, Any]]:

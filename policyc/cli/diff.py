@@ -72,6 +72,9 @@ class CompareOptions:
     compiled: str | None = path_option(
         metavar="FILE", help="Add the calls found by 'policyc compile --format json'."
     )
+    frontier: str | None = path_option(
+        metavar="FILE", help="Add a frontier to the page (search --frontier --out x.json)."
+    )
 
 
 @option_class
@@ -180,7 +183,8 @@ def _trace(
 
 
 def _add_overlays(data: DiffData, compare: CompareOptions) -> DiffData:
-    """The diff with the measurements of a run, and the calls of a compiled step, if the options name them."""
+    """The diff with the measurements of a run, the calls of a compiled step, and a frontier, if options name them."""
+    from policyc.base.frontier import read_frontier
     from policyc.changes.overlays import read_compiled, read_stats
 
     overlays: dict[str, Any] = {}
@@ -188,6 +192,8 @@ def _add_overlays(data: DiffData, compare: CompareOptions) -> DiffData:
         overlays["stats"] = read_stats(Path(compare.stats), data)
     if compare.compiled:
         overlays["compiled"] = read_compiled(Path(compare.compiled), data)
+    if compare.frontier:
+        overlays["frontier"] = read_frontier(Path(compare.frontier)).as_data()
     return dataclasses.replace(data, overlays=overlays)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from policyc.cli.common import EXIT_USAGE, ExampleCommand, exit_with_message, format_by_ending, print_note
-from policyc.cli.options import collect_options, option, option_class
+from policyc.cli.options import collect_options, option, option_class, path_option
 from policyc.cli.sweep_runs import split_names
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ FORMATS = ("html", "markdown", "json")
 
 @option_class
 class ReportCommand:
-    """The options of the command. One of the last four asks for a prediction."""
+    """The options of the command. `config` to `backend` ask for a prediction."""
 
     out: str | None = option(
         type=click.Path(dir_okay=False, allow_dash=True),
@@ -55,6 +55,9 @@ class ReportCommand:
         show_default="auto",
         help="Backend of the prediction: auto, xla or te. It need not be installed.",
     )
+    frontier: str | None = path_option(
+        metavar="FILE", help="Also show this frontier (search --frontier --out x.json)."
+    )
 
     @property
     def format(self) -> str:
@@ -70,6 +73,7 @@ class ReportCommand:
             baselines=split_names(self.baseline or ""),
             margin=self.margin,
             step=PredictedStep(**step) if step else None,
+            frontier=Path(self.frontier) if self.frontier else None,
         )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from policyc.base.text import count_others
 from policyc.cli.common import exit_with_message, load_policy, print_note, print_or_write, write_output
 from policyc.cli.estimate import trace_step
 from policyc.cli.options import (
@@ -49,7 +50,10 @@ class SearchOptions:
     max_damage: float | None = option(
         type=FiniteRange(min=0), metavar="NATS", help="The fastest policy with at most this damage."
     )
-    frontier: bool = option(is_flag=True, help="All speeds: a picture (--out x.svg) or a table of damages.")
+    frontier: bool = option(
+        is_flag=True,
+        help="All speeds: a table, a picture (--out x.svg), or a file for 'diff' and 'report' (--out x.json).",
+    )
     formats: str = option(
         default=DEFAULT_FORMATS,
         metavar="A,B",
@@ -101,7 +105,7 @@ def search(
         raise click.UsageError("say what to search for: one of --speedup, --max-damage and --frontier")
     searched = _search(program, step, record, options)
     _print_notes(searched)
-    from policyc.experiments.search.found import explain_site
+    from policyc.experiments.search.found import explain_site, find_stalls
 
     solutions = _solve(searched, options)
     if options.frontier:
@@ -114,6 +118,11 @@ def search(
             f"most {solutions[0].gap:.1%} from the best for {options.segments} ranges",
             "predicted",
         )
+        if stalls := find_stalls(searched, solutions[0]):
+            places = f"{stalls[0]}{count_others(len(stalls))}"
+            print_note(
+                f"gradient over noise of wgrad is below √3, where training stalls: {places}", "warning"
+            )
     if options.explain is not None:
         text = explain_site(searched, solutions[len(solutions) // 2], options.explain)
         click.echo(text or f"no site is named '{options.explain}'", err=True)
@@ -210,19 +219,22 @@ def _seconds(searched: Searched, speedup: str) -> float:
 
 
 def _write_frontier(searched: Searched, solutions: list[Solution], out: str | None) -> None:
-    from policyc.experiments.search.chart import draw_frontier
+    from policyc.base.frontier import Frontier, draw_frontier
 
-    points = [(searched.speed_up(s.cost), s.cost.damage) for s in solutions]
     placed = {name: searched.place_policy(load_policy(name)) for name in BUNDLED}
-    bundled = {n: (searched.speed_up(cost), cost.damage) for n, cost in placed.items() if cost is not None}
+    frontier = Frontier(
+        source=searched.source,
+        found=tuple((searched.speed_up(s.cost), s.cost.damage) for s in solutions),
+        policies={
+            n: (searched.speed_up(cost), cost.damage) for n, cost in placed.items() if cost is not None
+        },
+    )
     if out is not None and out.endswith(".json"):
-        rows = [{"speed_up": x, "damage": y} for x, y in points]
-        others = {name: {"speed_up": x, "damage": y} for name, (x, y) in bundled.items()}
-        print_or_write(json.dumps({"frontier": rows, "policies": others}, indent=1) + "\n", out)
+        print_or_write(json.dumps(frontier.as_data(), indent=1) + "\n", out)
     elif out is not None:
-        print_or_write(draw_frontier(points, bundled, f"Frontier of {searched.source}"), out)
-    lines = [f"{x:.3f}x  damage {y:.3g}" for x, y in points]
-    lines += [f"{x:.3f}x  damage {y:.3g}  {name}" for name, (x, y) in bundled.items()]
+        print_or_write(draw_frontier(frontier), out)
+    lines = [f"{x:.3f}x  damage {y:.3g}" for x, y in frontier.found]
+    lines += [f"{x:.3f}x  damage {y:.3g}  {name}" for name, (x, y) in frontier.policies.items()]
     click.echo("\n".join(lines), err=out is not None)
 
 

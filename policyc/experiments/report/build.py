@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from policyc import __version__
+from policyc.base.frontier import read_frontier
 from policyc.base.text import count_noun
 from policyc.experiments.report.charts import make_charts
 from policyc.experiments.report.series import (
@@ -60,11 +61,13 @@ class ReportOptions:
       baselines: the variants to compare with, if not those of the sweep.
       margin: the margin of parity, if not that of the sweep.
       step: the step whose speed-ups are predicted, if they are asked for.
+      frontier: a file of `policyc search --frontier` to show.
     """
 
     baselines: tuple[str, ...] = ()
     margin: str | None = None
     step: PredictedStep | None = None
+    frontier: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +112,7 @@ def build_report(folders: Sequence[Path], options: ReportOptions | None = None) 
         "variants": variants,
         "equal_loss": time_to_equal_loss(sweep, axis, speeds, speed_ups),
         "speed_ups": {"step": str(options.step), "values": speed_ups} if speed_ups else None,
+        "frontier": read_frontier(options.frontier).as_data() if options.frontier else None,
         "charts": [asdict(chart) for chart in make_charts(sweep, axis, margins)],
         "diffs": _policy_diffs(sweep),
         "environment": _environment(sweep),

@@ -242,6 +242,12 @@ def _telemetry_charts(sweep: SweepData, axis: Axis) -> Iterator[Chart]:
         ("flushed", "Flushed to zero", "fraction of what was not zero", "percent"),
         ("saturated", "Saturated", "fraction that was cut to the largest value", "percent"),
         ("cosine", "Gradients", "cosine with the gradient in plain bf16", "number"),
+        (
+            "gradient_to_noise",
+            "Gradient over quantization noise",
+            "below √3 (1.73) training stalls",
+            "number",
+        ),
     ):
         groups = _group_measurements(sweep, field_name)
         positions = sorted({step for group in groups.values() for step in group})

@@ -279,5 +279,14 @@ def _explain_scores(searched: Searched, cell: Cell) -> Iterator[str]:
                     f"{score.noise:.2g} of a batch's, error {score.error:.2g}, bias {score.bias:.2g}"
                 )
         ratio = scores.gradient_to_noise.get((cell.key, format.name))
-        if ratio is not None and ratio < STALLS_BELOW:
-            yield f"    gradient over noise of wgrad in {format.name} is {ratio:.2g}: below 1.73 training stalls"
+        if ratio is not None:
+            stalls = ": below 1.73 training stalls" if ratio < STALLS_BELOW else ""
+            yield f"    {cell.key[0]} wgrad in {format.name}: gradient over noise {ratio:.2g}{stalls}"
+
+
+def find_stalls(searched: Searched, solution: Solution) -> list[str]:
+    """The layers of linears whose gradient is too small for the noise of the format that wgrad got."""
+    ratios = searched.scores.gradient_to_noise
+    cells = [cell for item in searched.problem.items for cell in item.cells]
+    formats = {cell.key: solution.assignment[cell.key][list(Gemm).index(Gemm.WGRAD)] for cell in cells}
+    return [c.name for c in cells if ratios.get((c.key, formats[c.key] or ""), STALLS_BELOW) < STALLS_BELOW]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -23,14 +23,14 @@ from policyc.compiler.sites import Site
 from policyc.compiler.stacks import Layer
 from policyc.experiments.record import RecordedLoss
 from policyc.experiments.search.candidates import Cell, CellKey, Format, find_cells
+from policyc.experiments.search.gradients import Arrays, BadLoss, Gradients, as_float, measure_gradients
 from policyc.experiments.search.site_error import ERROR_SUMS, ScoreRewriter, UnprobedRewriter
-from policyc.experiments.taps import TappedLoss
+from policyc.experiments.taps import TappedLoss, TapRewriter
 from policyc.experiments.telemetry import stacked_parameters
 from policyc.hardware.training_step import microbatch_tokens
 from policyc.language.loader import parse
 from policyc.language.recipes import Gemm
 
-ADAM_EPSILON = 1e-8
 MOMENTUM_STEPS = 10
 """Steps over which Adam's momentum (beta1 = 0.9) averages gradients: noise averages out, bias does not."""
 
@@ -45,10 +45,6 @@ STALLS_BELOW = math.sqrt(3)
 
 NO_TANGENT = ("forward-mode", "custom_lin", "Differentiation rule for")
 """Words of JAX's errors where a derivative rule of the program, or what it calls, cannot be differentiated again."""
-
-
-class BadLoss(ValueError):
-    """The loss cannot be scored. The message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +98,7 @@ def score_formats(recorded: RecordedLoss, formats: Sequence[Format]) -> Scores:
     """Scores formats on the recorded batches. Raises BadLoss if the loss is not finite, or not deterministic."""
     cells, _ = find_cells(recorded.sites)
     with no_reentry():
-        gradients = _measure_gradients(recorded)
+        gradients = measure_gradients(recorded)
         _check_losses(recorded, gradients.losses, cells, formats[0])
         scorer = _Scorer(recorded, gradients, cells)
         by_product: dict[tuple[CellKey, Gemm, str], Score] = {}
@@ -119,65 +115,6 @@ def score_formats(recorded: RecordedLoss, formats: Sequence[Format]) -> Scores:
     )
 
 
-# ---- plain gradients
-
-
-Arrays = tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Gradients:
-    """Plain gradients at fixed parameters, over the batches: mean, mean square, and 1 / (its root + epsilon)."""
-
-    mean: Arrays
-    precondition: Arrays
-    mean_square: Arrays
-    losses: list[float]
-    noise: float
-    """Squared norm of the noise of one batch in Adam's update."""
-
-
-def _measure_gradients(recorded: RecordedLoss) -> _Gradients:
-    value_and_grad = jax.jit(jax.value_and_grad(recorded.plain_loss, allow_int=True))
-    inputs = recorded.inputs
-    total = [jnp.zeros(np.shape(x), jnp.float32) for x in inputs]
-    squares = list(total)
-    losses: list[float] = []
-    for call in recorded.calls:
-        loss, grads = value_and_grad(inputs, call.consts)
-        losses.append(float(loss))
-        wide = [_as_float(g) for g in grads]
-        total = [t + g for t, g in zip(total, wide, strict=True)]
-        squares = [s + g * g for s, g in zip(squares, wide, strict=True)]
-    again = float(value_and_grad(inputs, recorded.calls[-1].consts)[0])
-    if again != losses[-1] and math.isfinite(again):
-        raise BadLoss(
-            f"the loss is not deterministic: the same parameters and batch gave {losses[-1]:.9g} and {again:.9g}; "
-            "fix its random keys, and on a GPU set XLA_FLAGS=--xla_gpu_deterministic_ops=true"
-        )
-    count = len(recorded.calls)
-    mean, mean_square = tuple(t / count for t in total), tuple(s / count for s in squares)
-    # Weights that no batch reaches have no gradient, and no update.
-    precondition = tuple(jnp.where(s > 0, 1 / (jnp.sqrt(s) + ADAM_EPSILON), 0) for s in mean_square)
-    # Without a second batch, or with the same batch again, the noise is taken to be as large as the gradient.
-    spread = [s - m * m if len(set(losses)) > 1 else s for s, m in zip(mean_square, mean, strict=True)]
-    noise = sum(float(jnp.sum(p * p * s)) for p, s in zip(precondition, spread, strict=True))
-    return _Gradients(
-        mean=mean,
-        precondition=precondition,
-        mean_square=mean_square,
-        losses=losses,
-        noise=noise * count / max(count - 1, 1),
-    )
-
-
-def _as_float(gradient: Any) -> jax.Array:
-    """A gradient in fp32. Integers have none."""
-    if not jnp.issubdtype(gradient.dtype, jnp.floating):
-        return jnp.zeros(gradient.shape, jnp.float32)
-    return jnp.asarray(gradient, jnp.float32)
-
-
 def _check_losses(
     recorded: RecordedLoss, losses: Sequence[float], cells: Sequence[Cell], format: Format
 ) -> None:
@@ -185,7 +122,7 @@ def _check_losses(
     bad = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
     if bad is None:
         return
-    tapped = _tap(recorded, format, cells, UnprobedRewriter)
+    tapped = _tap(recorded, f"* -> {format.text}", cells, UnprobedRewriter)
 
     def loss(taps: Any) -> jax.Array:
         call = recorded.calls[bad]
@@ -205,10 +142,10 @@ def _check_losses(
 
 
 def _tap(
-    recorded: RecordedLoss, format: Format, cells: Sequence[Cell], rewriter: type[ScoreRewriter]
+    recorded: RecordedLoss, policy: str, cells: Sequence[Cell], rewriter: type[TapRewriter]
 ) -> TappedLoss:
-    """The loss with taps at the sites of all cells."""
-    plan = make_plan(parse(f"* -> {format.text}"), recorded.sites, recorded.plan.execution)
+    """The loss under a policy with taps at the sites of all cells."""
+    plan = make_plan(parse(policy), recorded.sites, recorded.plan.execution)
     scored = {(c.site.address, c.layer) for c in cells}
     decisions: Decisions = {
         key: decision if key in scored else Decision(decision.choices, None)
@@ -223,7 +160,7 @@ def _tap(
 class _Scorer:
     """Scores one format after the other."""
 
-    def __init__(self, recorded: RecordedLoss, gradients: _Gradients, cells: Sequence[Cell]) -> None:
+    def __init__(self, recorded: RecordedLoss, gradients: Gradients, cells: Sequence[Cell]) -> None:
         self._recorded, self._gradients, self._cells = recorded, gradients, cells
         self._tokens = microbatch_tokens(recorded.plan)
         self._stacked = [path in stacked_parameters(recorded.plan) for path in recorded.sites.parameters]
@@ -256,21 +193,18 @@ class _Scorer:
             return recorded.loss_of(tapped.evaluate(inputs, taps, consts))
 
         def derivative(directions: Any, taps: Any, inputs: Any, consts: Any) -> jax.Array:
-            tangent: jax.Array = jax.jvp(lambda inputs: loss(inputs, taps, consts), (inputs,), (directions,))[
-                1
-            ]
-            return tangent
+            _, tangent = jax.jvp(lambda inputs: loss(inputs, taps, consts), (inputs,), (directions,))
+            return jnp.asarray(tangent)
 
         def measure(inputs: Any, consts: Any, directions: Any, precondition: Any) -> Any:
             taps = tapped.taps()
-            if (
-                probes
-            ):  # the gradient of the derivative along a direction, by the direction, is that of the loss
+            if probes:
+                # The gradient of the derivative along a direction, by the direction, is that of the loss.
                 grads, sums = jax.grad(derivative, argnums=(0, 1))(directions, taps, inputs, consts)
             else:
                 grads, sums = jax.grad(loss, argnums=(0, 1), allow_int=True)(inputs, taps, consts)
             plain = jax.grad(recorded.plain_loss, allow_int=True)(inputs, consts)
-            errors = [_as_float(a) - _as_float(b) for a, b in zip(grads, plain, strict=True)]
+            errors = [as_float(a) - as_float(b) for a, b in zip(grads, plain, strict=True)]
             rows = [
                 (_row_sums((p * e) ** 2, s), _row_sums(e**2, s))
                 for p, e, s in zip(precondition, errors, stacked, strict=True)
@@ -288,28 +222,50 @@ class _Scorer:
                 raise
             self._probes = False
             self.notes.append(
-                "the program has a derivative rule of its own, so no tangent can be followed: an error of dgrad counts "
-                "as much as it changes the gradient of its activation, wherever that goes, and what an error of fprop "
-                "does to gradients is not counted"
+                "the program has a derivative rule of its own, so no tangent can be followed: what errors of fprop and "
+                "of dgrad do to gradients is measured for all sites together, and divided among them by their size"
             )
             sums, errors, rows = self._run(format, probes=False)
         weights = self._weight_errors(errors, rows)
         self.ratios = {key: weight.gradient_to_noise for key, weight in weights.items()}
-        scores: list[tuple[CellKey, Gemm, Score]] = []
-        for cell in self._cells:
-            figures = sums.get((cell.site.address, cell.layer))
-            if figures is None:
-                continue  # in a branch that was not taken
-            of_gemm = {Gemm.FPROP: self._fprop(figures), Gemm.DGRAD: self._dgrad(figures)}
-            if cell.key in weights:
-                of_gemm[Gemm.WGRAD] = self._wgrad(weights[cell.key])
-            scores += [(cell.key, g, s) for g, s in of_gemm.items() if g in cell.site.products]
-        return scores
+        cells = {
+            c.key: c for c in self._cells if (c.site.address, c.layer) in sums
+        }  # of branches that were taken
+        figures = {key: sums[c.site.address, c.layer] for key, c in cells.items()}
+        by_gemm = {
+            Gemm.FPROP: {key: self._fprop(each) for key, each in figures.items()},
+            Gemm.DGRAD: {key: self._dgrad(each) for key, each in figures.items()},
+            Gemm.WGRAD: {key: self._wgrad(weights[key]) for key in cells if key in weights},
+        }
+        for gemm in () if self._probes else (Gemm.FPROP, Gemm.DGRAD):
+            by_gemm[gemm] = _divide(self._inject(format, gemm), by_gemm[gemm], cells)
+        scores = [(key, gemm, score) for gemm, by_key in by_gemm.items() for key, score in by_key.items()]
+        return [score for score in scores if score[1] in cells[score[0]].site.products]
+
+    def _inject(self, format: Format, gemm: Gemm) -> float:
+        """The noise of one product in a format at all sites together, from one gradient for each batch."""
+        recorded, gradients = self._recorded, self._gradients
+        tapped = _tap(recorded, f"* @ {gemm} -> {format.text}", self._cells, TapRewriter)
+
+        def loss(inputs: Any, consts: Any) -> jax.Array:
+            return recorded.loss_of(tapped.evaluate(inputs, tapped.taps(), consts))
+
+        @jax.jit
+        def measure(inputs: Any, consts: Any, precondition: Any) -> jax.Array:
+            grads, plain = (jax.grad(f, allow_int=True)(inputs, consts) for f in (loss, recorded.plain_loss))
+            scaled = [
+                p * (as_float(a) - as_float(b)) for p, a, b in zip(precondition, grads, plain, strict=True)
+            ]
+            return jnp.asarray(sum(jnp.sum(x**2) for x in scaled))
+
+        squares = [float(measure(recorded.inputs, c.consts, gradients.precondition)) for c in recorded.calls]
+        return float(np.mean(squares)) / gradients.noise
 
     def _run(self, format: Format, *, probes: bool) -> tuple[Any, Any, Any]:
         """The error sums by site and layer, the mean errors of gradients, and the squares of these by row."""
         recorded = self._recorded
-        tapped = _tap(recorded, format, self._cells, ScoreRewriter if probes else UnprobedRewriter)
+        rewriter = ScoreRewriter if probes else UnprobedRewriter
+        tapped = _tap(recorded, f"* -> {format.text}", self._cells, rewriter)
         measure = self._make_measure(tapped, probes=probes)
         directions, count = self._directions(), len(recorded.calls)
         sums: dict[tuple[Any, Layer], np.ndarray] = {}
@@ -346,7 +302,7 @@ class _Scorer:
         s = dict(zip(ERROR_SUMS, sums.tolist(), strict=True))
         local = s["dgrad_error"] / s["dgrad"] if s["dgrad"] else 0.0
         return Score(
-            noise=s["dgrad_probe"] * self._unit**2 / self._gradients.noise if self._probes else local,
+            noise=s["dgrad_probe"] * self._unit**2 / self._gradients.noise,
             error=math.sqrt(local),
             bias=abs(s["dgrad_signal"]) / s["dgrad"] if s["dgrad"] else 0.0,
         )
@@ -385,6 +341,20 @@ class _Scorer:
             )
         located = {c.key: _locate_weight(self._recorded, c.site, c.layer, self._stacked) for c in self._cells}
         return {key: by_input[place[0]][place[1]] for key, place in located.items() if place is not None}
+
+
+def _divide(
+    noise: float, scores: Mapping[CellKey, Score], cells: Mapping[CellKey, Cell]
+) -> dict[CellKey, Score]:
+    """Divides noise among sites: for fprop by the loss, for dgrad by the squared error times the blocks it reaches."""
+    numbers = {key: cells[key].number for key in scores}
+    blocks = 1 + max((n for n in numbers.values() if n is not None), default=0)
+    sizes = {
+        key: score.loss or score.error**2 * (blocks if (number := numbers[key]) is None else number + 1)
+        for key, score in scores.items()
+    }
+    total = sum(sizes.values()) or 1.0
+    return {key: replace(score, noise=noise * sizes[key] / total) for key, score in scores.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,65 @@
+"""The frontier of a search: its file, its picture, and the two pages that show it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from policyc.base.frontier import Frontier, draw_frontier, read_frontier
+from policyc.changes.data import as_data
+from policyc.changes.page import fill_page
+from policyc.experiments.report.build import ReportOptions, build_report
+from policyc.experiments.report.page import write_report
+from tests.experiments.test_report import check_page, write_run
+from tests.support.diff_models import KEEP_LAST, UNROLLED, make_diff, unrolled
+
+pytestmark = pytest.mark.any_jax
+
+FRONTIER = Frontier(
+    source="<b>train.py",
+    found=((1.0, 0.0), (1.2, 0.004), (1.4, 0.03)),
+    policies={"te_nvfp4": (1.4, 0.05), "<i>mine": (1.39, 0.05)},
+)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "frontier.json"
+    path.write_text(json.dumps(FRONTIER.as_data()))
+    return path
+
+
+def test_the_picture_has_every_point_and_names_as_text(file: Path) -> None:
+    root = ElementTree.fromstring(draw_frontier(read_frontier(file)))
+    circles = root.findall("{*}circle")
+    heights = [float(c.attrib["cy"]) for c in circles if c.attrib["class"] == "point"]
+    assert heights == sorted(heights, reverse=True)
+    assert len(heights) == len(FRONTIER.found)
+    labels = [e for e in root.findall("{*}text") if e.text in FRONTIER.policies]
+    assert len(labels) == sum(c.attrib["class"] == "policy" for c in circles) == 2
+    assert abs(float(labels[0].attrib["y"]) - float(labels[1].attrib["y"])) >= 12  # no label covers another
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"source": "a", "frontier": [{"speed_up": "x"}], "policies": {}}']
+)
+def test_another_file_is_an_error(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(ValueError, match=r"a\.json' was not written by policyc search"):
+        read_frontier(tmp_path / "a.json")
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_frontier(tmp_path / "missing.json")
+
+
+def test_both_pages_show_it(tmp_path: Path, file: Path) -> None:
+    data = as_data(make_diff(unrolled, UNROLLED, KEEP_LAST))
+    assert 'class="frontier"' not in fill_page(data)
+    picture = draw_frontier(FRONTIER)
+    assert picture in fill_page({**data, "overlays": {"frontier": FRONTIER.as_data()}})
+    report = build_report([write_run(tmp_path / "run")], ReportOptions(frontier=file))
+    path = write_report(report)
+    assert picture in path.read_text()
+    check_page(path)
