@@ -324,11 +324,11 @@ class PolicyServer:
         start, end = (to_offset(source, params["range"][key]) for key in ("start", "end"))
         current = [d for d in document.diagnostics if d.span.source is source]
         actions = list(features.fix_actions(current, document.uri, start, end))
-        if any(kind.startswith("source") for kind in params["context"].get("only") or ()):
+        asks_for_all = any(kind.startswith("source") for kind in params["context"].get("only") or ())
+        if asks_for_all and any(d.fix is not None and d.fix.safe for d in current):
             edits = features.replace_text(source, fix_all(source.text, document.path))
-            if edits:
-                edit, title = {"changes": {document.uri: edits}}, "policyc: apply all safe fixes"
-                actions.append({"title": title, "kind": "source.fixAll", "edit": edit})
+            edit, title = {"changes": {document.uri: edits}}, "policyc: apply all safe fixes"
+            actions.append({"title": title, "kind": "source.fixAll", "edit": edit})
         if analysis.source.program:
             title = f"policyc: list the sites of '{' '.join(analysis.source.program)}' (runs it)"
             command = {"title": title, "command": features.LIST_SITES, "arguments": [document.uri]}
