@@ -80,7 +80,7 @@ class EstimateOptions:
     )
     measured: str | None = path_option(
         metavar="FILE",
-        type=click.Path(exists=True, dir_okay=False),
+        type=click.Path(dir_okay=False),
         help="Take the speeds of GEMMs, quantizers and copies from the selftest.json of such a GPU.",
     )
     store_bandwidth: float | None = option(
@@ -102,6 +102,7 @@ class EstimateOptions:
     policyc estimate te_nvfp4 --config llama3_405b --target gb200 --devices 128 --mesh 'fsdp=32 tensor=4'
     policyc estimate fp8 --config llama3_8b --target gb200 --devices 8 --compiled fp8.json
     policyc estimate fp8 --config llama3_405b --target gb200 --devices 1024 --store-bandwidth 200
+    policyc estimate te_nvfp4 --vs fp8 --config llama3_8b --target b200 --measured selftest.json
     policyc estimate llama.policy --target b200 train.py --steps 100       any program, from its traced loss
     """,
 )

@@ -25,7 +25,6 @@ def _read_backends(_ctx: click.Context, _option: click.Parameter, text: str) -> 
     examples="""
     policyc selftest                       every check, then timings; writes selftest.html and selftest.json
     policyc selftest --backend xla --quick
-    policyc estimate te_nvfp4 --vs fp8 --config llama3_8b --target b200 --measured selftest.json
     """,
 )
 @click.option(
