@@ -78,6 +78,8 @@ class Flow:
         self.opaque: dict[int, tuple[int, ...]] = {}
         """Calls of what is not seen into: the nodes of all operands."""
         self.loops: dict[Address, LoopBody] = {}
+        self.learned: set[int] = set()
+        """The nodes that read a parameter."""
         self.visits: int = 0
         """How many nodes all walks have visited: what reading kinds off the graph costs."""
 
@@ -93,11 +95,15 @@ class Flow:
     def carries(self) -> set[int]:
         return {node for node, operation in enumerate(self.operations) if operation == CARRY}
 
-    def add(self, operation: str, inputs: list[int], call: _Call | None = None) -> int:
+    def add(self, operation: str, operands: Iterable[int] = (), call: _Call | None = None) -> int:
+        """A new node. Operands may be `PARAMETER` and `CONSTANT`."""
+        node, operands = len(self.operations), tuple(operands)
         self.operations.append(operation)
-        self.inputs.append(inputs)
+        self.inputs.append([o for o in operands if o >= 0])
         self.calls.append(call)
-        return len(self.operations) - 1
+        if PARAMETER in operands:
+            self.learned.add(node)
+        return node
 
     def equations(self, node: int) -> tuple[JaxprEqn, ...]:
         """The equation of a node, and those of the containers around it, the innermost first."""
@@ -149,17 +155,27 @@ class Flow:
 def build_flow(
     jaxpr: ClosedJaxpr, is_parameter: Sequence[bool], frozen: Collection[Var], sites: Collection[Address]
 ) -> Flow:
-    """The flow of a loss. `is_parameter` is about its inputs, `frozen` has the constants that are weights."""
+    """The flow of a loss. `is_parameter` is about its inputs, `frozen` has the other weights.
+
+    A product that no parameter reaches prepares the data, such as the rotation of an image. It is no site of the flow.
+    """
     builder = _Builder(set(sites))
-    values = [PARAMETER if p else builder.flow.add(INPUT, []) for p in is_parameter]
+    flow = builder.flow
+    values = [
+        PARAMETER if is_weight or var in frozen else flow.add(INPUT)
+        for var, is_weight in zip(jaxpr.jaxpr.invars, is_parameter, strict=True)
+    ]
     constants = {}
     for var in jaxpr.jaxpr.constvars:
         if var in frozen:
             constants[var] = PARAMETER
         elif getattr(var.aval, "shape", ()):  # data that the loss closes over
-            constants[var] = builder.flow.add(INPUT, [])
+            constants[var] = flow.add(INPUT)
     builder.run(jaxpr, values, (), constants)
-    return builder.flow
+    of_model = flow.learned | flow.after(flow.learned)
+    for node in flow.sites.keys() - of_model:
+        del flow.sites[node], flow.operands[node]
+    return flow
 
 
 class _Builder:
@@ -189,9 +205,8 @@ class _Builder:
             operands = [CONSTANT if isinstance(a, Literal) else known.get(a, CONSTANT) for a in eqn.invars]
             name, outvars = eqn.primitive.name, eqn.outvars
             if name in _PLAIN:
-                active = [o for o in operands if o >= 0]
-                if active:
-                    results: Sequence[int] = [self.flow.add(name, active, (eqn, caller))] * len(outvars)
+                if any(o >= 0 for o in operands):
+                    results: Sequence[int] = [self.flow.add(name, operands, (eqn, caller))] * len(outvars)
                 else:
                     results = [PARAMETER if PARAMETER in operands else CONSTANT] * len(outvars)
             elif name in _LAYOUT and (len(operands) == 1 or name in _ONE_FOR_ONE):
@@ -212,7 +227,7 @@ class _Builder:
             return enter(self, eqn, operands, address)
         count = len(eqn.outvars)
         if address in self._sites:
-            node = self.flow.add(name, [o for o in operands if o >= 0], self._caller)
+            node = self.flow.add(name, operands, self._caller)
             self.flow.sites[node] = address
             self.flow.operands[node] = tuple(operands)
             return [node] * count
@@ -226,27 +241,29 @@ class _Builder:
             return [PARAMETER if PARAMETER in operands else CONSTANT] * count
         if name in _LAYOUT and active == operands[:1]:
             return active * count
-        node = self.flow.add(name, active, self._caller)
+        node = self.flow.add(name, operands, self._caller)
         if name not in _KNOWN and not name.endswith(("_start", "_done")):  # collectives end like that
             self.flow.opaque[node] = tuple(operands)
         return [node] * count
 
     def _opaque_with_sites(self, eqn: JaxprEqn, operands: list[int], address: Address) -> int:
         """Any input of its jaxprs may be any operand, and any result may be any of theirs."""
-        active = [o for o in operands if o >= 0]
         value = PARAMETER if PARAMETER in operands else CONSTANT
-        if active:
-            value = self.flow.add(eqn.primitive.name, active, self._caller)
+        if any(o >= 0 for o in operands):
+            value = self.flow.add(eqn.primitive.name, operands, self._caller)
         results = [value]
         for number, sub in enumerate(jaxprs.sub_jaxprs(eqn)):
             inputs = len(jaxprs.open_jaxpr(sub.jaxpr).invars)
             results += self.run(sub.jaxpr, [value] * inputs, (*address, number))
-        products = [r for r in results if r >= 0]
-        return self.flow.add(eqn.primitive.name, products, self._caller) if products else value
+        if any(r >= 0 for r in results):
+            return self.flow.add(eqn.primitive.name, results, self._caller)
+        return value
 
     def _write(self, reference: int, values: Sequence[int]) -> None:
         if reference >= 0:
             self.flow.inputs[reference] += [v for v in values if v >= 0 and v != reference]
+            if PARAMETER in values:
+                self.flow.learned.add(reference)
 
     # ---- containers
 
@@ -267,8 +284,7 @@ class _Builder:
         distinct = set(values)
         if len(distinct) == 1:
             return values[0]
-        active = [v for v in distinct if v >= 0]
-        return self.flow.add("cond", active, self._caller) if active else min(distinct)
+        return self.flow.add("cond", distinct, self._caller) if max(distinct) >= 0 else min(distinct)
 
     def scan(self, eqn: JaxprEqn, operands: list[int], address: Address) -> Sequence[int]:
         parts = SCAN.parts(eqn, operands)
@@ -293,7 +309,7 @@ class _Builder:
         carry = [
             value
             if opened.outvars[number] is opened.invars[len(consts) + number]
-            else self.flow.add(CARRY, [value] if value >= 0 else [], self._caller)
+            else self.flow.add(CARRY, [value], self._caller)
             for number, value in enumerate(init)
         ]
         results = self.run(body, [*consts, *carry, *xs], inside)
@@ -309,14 +325,14 @@ class _Builder:
         """A kernel reads its operands and writes its results by references."""
         active = [o for o in operands if o >= 0]
         if len(active) > _MAX_SEEN and address not in self._with_sites:
-            node = self.flow.add("pallas_call", active, self._caller)
+            node = self.flow.add("pallas_call", operands, self._caller)
             self.flow.opaque[node] = tuple(operands)
             return [node] * len(eqn.outvars)
         (sub, *_) = jaxprs.sub_jaxprs(eqn)
         count = len(jaxprs.open_jaxpr(sub.jaxpr).invars)
-        written = [self.flow.add("reference", [], self._caller) for _ in range(count - len(operands))]
+        written = [self.flow.add("reference", call=self._caller) for _ in range(count - len(operands))]
         self.run(sub.jaxpr, [*operands, *written][:count], (*address, 0))
-        missing = [self.flow.add("pallas_call", active, self._caller)] * len(eqn.outvars)
+        missing = [self.flow.add("pallas_call", operands, self._caller)] * len(eqn.outvars)
         return [*written, *missing][: len(eqn.outvars)]
 
 

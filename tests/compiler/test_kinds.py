@@ -65,14 +65,25 @@ def test_kinds_do_not_depend_on_names(name: str, seed: int) -> None:
     assert tuple(kind_and_blocks(site) for site in sites) == program.expected
 
 
+def test_frozen_weights_are_weights() -> None:
+    program = BY_NAME["vision_transformer"]
+    tower = jax.tree.map(lambda w: struct(*w.shape), {k: w for k, w in program.params.items() if k != "c"})
+    sites = find_sites(lambda p, frozen: program.loss(p | frozen), {"c": program.params["c"]}, tower)
+    assert tuple(kind_and_blocks(site) for site in sites) == program.expected
+
+
 def test_few_sites_have_no_kind() -> None:
-    """Those that have none: the dispatch and combination of tokens, and the last products of a regression."""
+    """Those that have none: the dispatch and combination of tokens, the last products of a regression, data."""
     without = {
         program.name: sum(not kind for kind, _ in program.expected)
         for program in PROGRAMS
         if any(not kind for kind, _ in program.expected)
     }
-    assert without == {"mixture_dispatched_in_every_other_block": 4, "diffusion_transformer": 2}
+    assert without == {
+        "mixture_dispatched_in_every_other_block": 4,
+        "diffusion_transformer": 2,
+        "vision_transformer_on_rotated_images": 2,
+    }
     assert sum(without.values()) <= MAX_WITHOUT_KIND * sum(len(program.expected) for program in PROGRAMS)
 
 

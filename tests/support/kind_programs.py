@@ -75,6 +75,7 @@ def stack(count: int, layer: Any) -> Any:
 
 TOKEN_IDS = np.arange(BATCH * TOKENS).reshape(BATCH, TOKENS) % VOCABULARY
 PIXELS = np.ones((BATCH, TOKENS, 12), np.float32)
+TURNS = np.ones((BATCH, 3, 3), np.float32)
 SEQUENCE = np.ones((BATCH, TOKENS, WIDTH), np.float32)
 
 ATTENTION = ("attention",) * 3 + ("scores",) * 2 + ("attention",)
@@ -792,6 +793,23 @@ def vision_transformer(p: Any) -> Any:
     for layer in p["l"]:
         x = block(x, layer)
     return cross_entropy(x[:, 0] @ p["c"], np.zeros(BATCH, int))
+
+
+@program(
+    {"patch": weight(12, WIDTH), "l": [BLOCK_PARAMS] * 2, "c": weight(WIDTH, 10)},
+    outside("", "", "embedding"),
+    unrolled(2, *BLOCK),
+    outside("head"),
+)
+def vision_transformer_on_rotated_images(p: Any) -> Any:
+    """The products of the augmentation prepare the data, and are not part of the model."""
+    matrix = jnp.einsum("bij,bjk->bik", jnp.exp(TURNS), TURNS)
+    positions = jnp.einsum("bij,bjn->bin", matrix, jnp.exp(PIXELS[..., :3].swapaxes(1, 2)))
+    rows = jnp.clip(positions.sum(1), 0, TOKENS - 1).astype(int)
+    x = jnp.take_along_axis(PIXELS, rows[..., None], 1) @ p["patch"]
+    for layer in p["l"]:
+        x = block(x, layer)
+    return cross_entropy(x.mean(1) @ p["c"], np.arange(BATCH))
 
 
 @program(
