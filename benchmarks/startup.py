@@ -28,6 +28,7 @@ COMMANDS = {
     "policyc lint bf16": ["-m", "policyc.cli.main", "lint", "bf16"],
     "policyc lint llama_nvfp4": ["-m", "policyc.cli.main", "lint", "llama_nvfp4"],
     "policyc show llama_nvfp4": ["-m", "policyc.cli.main", "show", "llama_nvfp4"],
+    "language server": ["-c", "import policyc.editor.server"],
     "import jax": ["-c", "import jax"],
 }
 

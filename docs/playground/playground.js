@@ -59,7 +59,8 @@ function paint() {
   const cuts = new Set([0, text.length, ...marks.flatMap((d) => [d.start, d.end]), ...hints.keys()]);
   const kinds = [];
   for (const match of text.matchAll(/#[^\n]*|"[^"\n]*"|'[^'\n]*'|[\p{L}_][\p{L}\p{N}_]*|[0-9][\w.%]*/gu)) {
-    const kind = words ? wordClass(match[0]) : "";
+    let kind = words ? wordClass(match[0]) : "";
+    if (kind === "kind" && !/\bwhere\b[^\n]*$/.test(text.slice(Math.max(0, match.index - 200), match.index))) kind = ""; // a scope
     if (kind) { kinds.push([match.index, match.index + match[0].length, kind]); cuts.add(match.index).add(match.index + match[0].length); }
   }
   const places = [...cuts].sort((a, b) => a - b);
