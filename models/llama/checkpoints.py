@@ -139,6 +139,7 @@ class Checkpoints:
         needed = sum(array.nbytes for array in jax.tree.leaves(state)) // jax.process_count()
         free = shutil.disk_usage(self.folder).free
         if free < needed:
+            self.wait()  # for the one before it, which the message names
             steps = saved_steps(self.folder)
             room = f"{_size(needed)} needed, {_size(free)} free in {self.folder}"
             last = f"The last one is at step {steps[0]}" if steps else "There is none yet"

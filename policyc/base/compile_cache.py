@@ -22,7 +22,8 @@ def use_compile_cache(folder: str | None = None) -> None:
 
     Args:
       folder: "off" keeps nothing. By default what POLICYC_COMPILE_CACHE says; if it is not set, what JAX is configured
-        to do (JAX_COMPILATION_CACHE_DIR); if it is not, `policyc/compiled` in the user's cache folder.
+        to do (JAX_COMPILATION_CACHE_DIR); if it is not, `policyc/compiled` in the user's cache folder, or
+        `policyc/compiled_without_limit` if `filelock` is not installed.
     """
     chosen = folder or os.environ.get(VARIABLE)
     if chosen is None and _get("jax_compilation_cache_dir"):
@@ -30,15 +31,18 @@ def use_compile_cache(folder: str | None = None) -> None:
     if chosen == OFF:
         _set("jax_compilation_cache_dir", None)
         return
-    path = Path(chosen).absolute() if chosen else user_cache_folder() / "compiled"
+    is_limited = importlib.util.find_spec("filelock") is not None  # JAX needs it to count the bytes
+    # Without a limit JAX writes no times of use, and with one it fails in a folder with programs that have none.
+    default = user_cache_folder() / ("compiled" if is_limited else "compiled_without_limit")
+    path = Path(chosen).absolute() if chosen else default
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         sys.stderr.write(f"policyc: note: compiled programs are not kept: {error}\n")
         return
     _set("jax_compilation_cache_dir", str(path))
-    _remove_broken(path)
-    if importlib.util.find_spec("filelock"):  # JAX needs it to count the bytes
+    if is_limited:
+        _remove_broken(path)
         _set("jax_compilation_cache_max_size", MAX_BYTES)
 
 

@@ -80,6 +80,20 @@ def test_the_folder(tmp_path, monkeypatch, capsys, is_loaded, argument, variable
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.usefixtures("jax_without_folder")
+def test_an_environment_without_a_limit_has_a_folder_of_its_own(tmp_path, monkeypatch):
+    """There JAX writes no times of use, so programs without one are complete."""
+    monkeypatch.setattr(compile_cache.importlib.util, "find_spec", lambda name: None)
+    folder = tmp_path / "policyc" / "compiled_without_limit"
+    folder.mkdir(parents=True)
+    (folder / "old-cache").touch()
+    os.utime(folder / "old-cache", (0, 0))
+    use_compile_cache()
+    assert getattr(jax.config, FOLDER) == str(folder)
+    assert (folder / "old-cache").exists()
+    assert "JAX_COMPILATION_CACHE_MAX_SIZE" not in os.environ
+
+
 def test_a_second_process_reads_what_the_first_compiled(tmp_path):
     code = """
 import policyc

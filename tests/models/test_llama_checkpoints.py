@@ -268,11 +268,17 @@ def test_the_hash_of_a_state_sees_bits_and_order():
 
 def test_a_checkpoint_without_room_is_refused_before_it_is_written(tmp_path, monkeypatch):
     manager = checkpoints.Checkpoints(tmp_path / "checkpoints", 2, {})
-    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+    disk = SimpleNamespace(free=10)
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _: disk)
     with pytest.raises(
         ConfigError, match=r"no room .* step 3: 400 MB needed, 10 bytes free.* There is none yet"
     ):
         manager.save(3, {"x": np.zeros(10**8, np.float32)}, [])
+    disk.free = 10**9
+    manager.save(4, {"x": np.zeros(10**6, np.float32)}, [])  # is still being written at the next step
+    disk.free = 10
+    with pytest.raises(ConfigError, match="The last one is at step 4: make room"):
+        manager.save(5, {"x": np.zeros(10**8, np.float32)}, [])
     manager.close()
 
 
