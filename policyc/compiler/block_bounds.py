@@ -7,21 +7,6 @@ decide: the products of `layers[3]` are in one block.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import NamedTuple
-
-
-class Placing(NamedTuple):
-    """What the names of a product say about its block.
-
-    Attributes:
-      path: the names of its parameter, or of its modules if it has none.
-      indices: of these, or of its modules: a number for the names up to the innermost index, and up to the outermost;
-        None if there is none.
-    """
-
-    path: Hashable = ()
-    indices: tuple[int, int] | None = None
-
 
 LEVELS = (0, 1, None)
 """Which of the indices decide, in the order in which they are tried; None: none of them."""
@@ -30,23 +15,24 @@ LEVELS = (0, 1, None)
 class Bounds:
     """The bounds of blocks in a sequence of products.
 
-    `branches` has, for each branch of the residual stream, the first and the last position of its products. `placings`
-    has what names say about each product.
+    `branches` has, for each branch of the residual stream, the first and the last position of its products. `paths`
+    and `indices` have the names of each product, see `blocks.Product`.
     """
 
     def __init__(
-        self, branches: Iterable[tuple[int, int]], placings: Sequence[Placing], level: int | None
+        self,
+        branches: Iterable[tuple[int, int]],
+        paths: Sequence[Hashable],
+        indices: Sequence[tuple[int, int] | None],
+        level: int | None,
     ) -> None:
         self._crossing: dict[int, list[tuple[int, int]]] = {}
         """For bounds between two products: the first and last position of the branches that they divide."""
         for first, last in branches:
             for bound in range(first + 1, last + 1):
                 self._crossing.setdefault(bound, []).append((first, last))
-        self._paths = tuple(placing.path for placing in placings)
-        self._all_indices, self._level = [placing.indices for placing in placings], level
-        self._indices = [
-            placing.indices[level] if placing.indices and level is not None else None for placing in placings
-        ]
+        self._paths, self._all_indices, self._level = paths, indices, level
+        self._indices = [None if level is None or both is None else both[level] for both in indices]
         self._distances: list[int] = []
         """For each product: how far back the last one with the same index is; 0 if there is none, -1 without index."""
         last_position: dict[int | None, int] = {}
@@ -64,7 +50,7 @@ class Bounds:
         if self._level == 0 and not self._group_products(start, start + period):
             return 0
         limit = len(self._paths)
-        seen: dict[int, Hashable] = {}
+        seen: dict[int, Sequence[Hashable]] = {}
         for number in range(count):
             begin, end = start + number * period, start + (number + 1) * period
             for bound in (begin, end):
@@ -74,10 +60,11 @@ class Bounds:
                     )  # a branch may contain all of them
             if end > limit:
                 return number
-            paths = self._paths[begin:end]
             # Bodies have other indices, or are the same layer again.
-            for index in set(self._indices[begin:end]):
-                if index is not None and seen.setdefault(index, paths) != paths:
+            indices = {index for index in self._indices[begin:end] if index is not None}
+            if indices:
+                paths = self._paths[begin:end]
+                if any(seen.setdefault(index, paths) != paths for index in indices):
                     return number
             if not self._have_one_pattern(start, begin, period):
                 return number

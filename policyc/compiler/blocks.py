@@ -13,31 +13,30 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from policyc.compiler.block_bounds import LEVELS, Bounds, Placing
+from policyc.compiler.block_bounds import LEVELS, Bounds
 from policyc.compiler.flow import Flow
 from policyc.jaxcore.transform import Address
 
 _MAX_CANDIDATES = 256  # periods that are tried from one position on
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockPosition:
+class BlockPosition(NamedTuple):
     """Where a site is in its stack of blocks.
 
     Attributes:
       base: its block in the first iteration of the loops around it.
-      strides: for each of these loops, how many blocks an iteration has.
-      count: the number of blocks in the stack.
       stack: the number of the stack.
+      size: how many blocks the stack has.
+      strides: for each loop around it, how many blocks an iteration has.
     """
 
     base: int
+    stack: int
+    size: int
     strides: tuple[tuple[Address, int], ...] = ()
-    count: int
-    stack: int = 0
 
 
 class Product(NamedTuple):
@@ -49,7 +48,9 @@ class Product(NamedTuple):
       loops: the loops over layers around it, the outermost first.
       branches: the branches of the residual stream that it is in.
       in_branch: whether it is in a branch, or part of an attention in one.
-      placing: what its names say about its block.
+      parameter: the names of its parameter, or of its modules if it has none.
+      indices: of these, or of its modules: a number for the names up to the innermost index, and up to the outermost;
+        None if there is none.
       width: the size of what it contracts.
     """
 
@@ -59,7 +60,8 @@ class Product(NamedTuple):
     loops: tuple[Address, ...]
     branches: AbstractSet[int]
     in_branch: bool
-    placing: Placing
+    parameter: Hashable
+    indices: tuple[int, int] | None
     width: int
 
 
@@ -117,7 +119,7 @@ def find_blocks(
     ):  # one branch without attention is part of a head (pooling)
         stacks = [stack for stack in stacks if stack.has_attention or stack.count(lengths) > 1]
     for number, stack in enumerate(stacks):
-        first = BlockPosition(base=0, count=stack.count(lengths), stack=number)
+        first = BlockPosition(base=0, stack=number, size=stack.count(lengths))
         finder.locate(stack, first, positions)
     return positions
 
@@ -162,7 +164,6 @@ class _Finder:
         following: dict[int, list[int]] = {}
         for position, key in enumerate(keys):
             following.setdefault(key, []).append(position)
-        prefix = _Prefixes(keys)
         bounds = _bounds(items, LEVELS[level])
         found: list[_Layers] = []
         rest: list[_Item] = []
@@ -173,7 +174,7 @@ class _Finder:
                 found.append(_Layers([[items[position]]]))
                 rest, position = [], position + 1
                 continue
-            period, count = self._best_period(items, keys, following, prefix, bounds, position)
+            period, count = self._best_period(items, keys, following, bounds, position)
             if count < 2:
                 rest.append(items[position])
                 position += 1
@@ -191,7 +192,6 @@ class _Finder:
         items: list[_Item],
         keys: list[int],
         following: dict[int, list[int]],
-        prefix: _Prefixes,
         bounds: Bounds,
         position: int,
     ) -> tuple[int, int]:
@@ -206,7 +206,7 @@ class _Finder:
                 break
             if size // period * period <= covered:  # even if it repeats to the end
                 continue
-            count = min(prefix.common(position, other) // period + 1, size // period)
+            count = min(_common(keys, position, other) // period + 1, size // period)
             if count < 2 or count * period <= covered:
                 continue
             count = bounds.count(position, period, count)
@@ -241,7 +241,7 @@ class _Finder:
     def _is_indexed(self, body: list[_Item], next_body: list[_Item]) -> bool:
         """Do two bodies have other indices, in a network that is itself the only branch: `x + network(x)`?"""
         one, other = (
-            {p.placing.indices and p.placing.indices[1] for item in items for p in item.products}
+            {p.indices and p.indices[1] for item in items for p in item.products}
             for items in (body, next_body)
         )
         is_scanned = bool(body[0].products[0].loops)
@@ -308,13 +308,14 @@ class _Finder:
         """Numbers the products of some blocks, of which `first` is the first one."""
         base = first.base
         for block in layers.blocks:
-            here = BlockPosition(base=base, strides=first.strides, count=first.count, stack=first.stack)
+            here = BlockPosition(base, *first[1:])
             for item in block:
                 if item.loop is None or item.body is None:
-                    positions.update({product.node: here for product in item.products})
+                    for product in item.products:
+                        positions[product.node] = here
                 else:
                     stride = item.body.count(self._lengths)
-                    inside = replace(here, strides=(*here.strides, (item.loop, stride)))
+                    inside = here._replace(strides=(*here.strides, (item.loop, stride)))
                     self.locate(item.body, inside, positions)
             base += _item_count(block, self._lengths)
 
@@ -347,28 +348,15 @@ def _bounds(items: Sequence[_Item], level: int | None) -> Bounds:
             for branch in product.branches:
                 first, _ = branches.get(branch, (position, position))
                 branches[branch] = first, position
-    return Bounds(branches.values(), [item.products[0].placing for item in items], level)
+    firsts = [item.products[0] for item in items]
+    return Bounds(branches.values(), [p.parameter for p in firsts], [p.indices for p in firsts], level)
 
 
-class _Prefixes:
-    """Compares parts of a sequence of numbers by hashes of its prefixes."""
-
-    _BASE, _MODULUS = 1_000_003, (1 << 61) - 1
-
-    def __init__(self, keys: Sequence[int]) -> None:
-        self._hashes, self._powers = [0], [1]
-        for key in keys:
-            self._hashes.append((self._hashes[-1] * self._BASE + key + 1) % self._MODULUS)
-            self._powers.append(self._powers[-1] * self._BASE % self._MODULUS)
-
-    def common(self, one: int, other: int) -> int:
-        """How many numbers from two positions on are equal, `other` being the later one."""
-        low, high = 0, len(self._hashes) - 1 - other
-        while low < high:
-            middle = (low + high + 1) // 2
-            equal = self._part(one, middle) == self._part(other, middle)
-            low, high = (middle, high) if equal else (low, middle - 1)
-        return low
-
-    def _part(self, start: int, size: int) -> int:
-        return (self._hashes[start + size] - self._hashes[start] * self._powers[size]) % self._MODULUS
+def _common(keys: list[int], one: int, other: int) -> int:
+    """How many numbers from two positions on are equal, `other` being the later one."""
+    low, high = 0, len(keys) - other
+    while low < high:
+        middle = (low + high + 1) // 2
+        equal = keys[one + low : one + middle] == keys[other + low : other + middle]
+        low, high = (middle, high) if equal else (low, middle - 1)
+    return low

@@ -50,7 +50,8 @@ CARRY = "carry"
 
 INPUT = "input"
 
-_Call: TypeAlias = "tuple[JaxprEqn, _Call | None]"
+Call: TypeAlias = "tuple[JaxprEqn, Call | None]"
+"""An equation, and the container around it."""
 
 
 @dataclass(slots=True)
@@ -69,8 +70,7 @@ class Flow:
     def __init__(self) -> None:
         self.operations: list[str] = []
         self.inputs: list[list[int]] = []
-        self.calls: list[_Call | None] = []
-        """For each node, its equation and the equations of the containers around it."""
+        self.calls: list[Call | None] = []
         self.sites: dict[int, Address] = {}
         """The nodes of sites."""
         self.operands: dict[int, tuple[int, ...]] = {}
@@ -95,7 +95,7 @@ class Flow:
     def carries(self) -> set[int]:
         return {node for node, operation in enumerate(self.operations) if operation == CARRY}
 
-    def add(self, operation: str, operands: Iterable[int] = (), call: _Call | None = None) -> int:
+    def add(self, operation: str, operands: Iterable[int] = (), call: Call | None = None) -> int:
         """A new node. Operands may be `PARAMETER` and `CONSTANT`."""
         node, operands = len(self.operations), tuple(operands)
         self.operations.append(operation)
@@ -105,24 +105,21 @@ class Flow:
             self.learned.add(node)
         return node
 
-    def equations(self, node: int) -> tuple[JaxprEqn, ...]:
-        """The equation of a node, and those of the containers around it, the innermost first."""
-        found, call = [], self.calls[node]
-        while call is not None:
-            eqn, call = call
-            found.append(eqn)
-        return tuple(found)
+    def equation(self, node: int) -> JaxprEqn:
+        call = self.calls[node]
+        assert call is not None, "the inputs of a loss have no equation"
+        return call[0]
 
     def before(self, starts: Iterable[int], stops: Container[int] = (), first: int = 0) -> set[int]:
         """The nodes from `first` on that some nodes are computed from, themselves among them.
 
         The inputs of the nodes `stops` are not followed.
         """
-        return self._reach((n for n in starts if n >= first), self.inputs, stops, first)
+        return self._reach([n for n in starts if n >= first] if first else starts, self.inputs, stops, first)
 
     def after(self, starts: Iterable[int], stops: Container[int] = ()) -> set[int]:
         """The nodes that are computed from the results of some nodes, without these."""
-        return self._reach((user for start in starts for user in self.users[start]), self.users, stops)
+        return self._reach([user for start in starts for user in self.users[start]], self.users, stops)
 
     def between(self, start: int, inside: Collection[int]) -> set[int]:
         """The nodes among `inside` that are computed from the result of a node by way of nodes among `inside`."""
@@ -186,7 +183,7 @@ class _Builder:
         self._sites = sites
         self._with_sites = {site[:depth] for site in sites for depth in range(1, len(site))}
         """The addresses of equations with a site inside."""
-        self._caller: _Call | None = None
+        self._caller: Call | None = None
 
     def run(
         self,
@@ -197,7 +194,7 @@ class _Builder:
     ) -> list[int]:
         """The values of the results of a jaxpr, from those of its inputs."""
         opened = jaxprs.open_jaxpr(jaxpr)
-        caller = self._caller
+        caller, add = self._caller, self.flow.add
         known: dict[Any, int] = dict(zip(opened.invars, values, strict=True))
         if constants:
             known.update(constants)
@@ -205,19 +202,19 @@ class _Builder:
             operands = [CONSTANT if isinstance(a, Literal) else known.get(a, CONSTANT) for a in eqn.invars]
             name, outvars = eqn.primitive.name, eqn.outvars
             if name in _PLAIN:
-                if any(o >= 0 for o in operands):
-                    results: Sequence[int] = [self.flow.add(name, operands, (eqn, caller))] * len(outvars)
+                if max(operands, default=CONSTANT) >= 0:
+                    value = add(name, operands, (eqn, caller))
                 else:
-                    results = [PARAMETER if PARAMETER in operands else CONSTANT] * len(outvars)
-            elif name in _LAYOUT and (len(operands) == 1 or name in _ONE_FOR_ONE):
-                results = operands if name in _ONE_FOR_ONE else operands * len(outvars)
+                    value = PARAMETER if PARAMETER in operands else CONSTANT
+                for var in outvars:
+                    known[var] = value
+                continue
+            if name in _LAYOUT and (len(operands) == 1 or name in _ONE_FOR_ONE):
+                results: Sequence[int] = operands if name in _ONE_FOR_ONE else operands * len(outvars)
             else:
                 self._caller = (eqn, caller)
                 results = self._equation(eqn, name, operands, (*address, number))
-            if len(outvars) == 1:  # most equations
-                (known[outvars[0]],) = results
-            else:
-                known.update(zip(outvars, results, strict=True))
+            known.update(zip(outvars, results, strict=True))
         self._caller = caller
         return [CONSTANT if isinstance(a, Literal) else known.get(a, CONSTANT) for a in opened.outvars]
 

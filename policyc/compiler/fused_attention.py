@@ -42,7 +42,7 @@ def find_fused_attention(products: ProductFlow) -> dict[int, tuple[int, ...]]:
 
 def _computed_operands(products: ProductFlow, node: int) -> Iterator[tuple[int, tuple[int, ...]]]:
     """The positions and the shapes of the operands that weight products compute."""
-    (eqn, *_) = products.flow.equations(node)
+    eqn = products.flow.equation(node)
     for position, (operand, atom) in enumerate(zip(products.flow.opaque[node], eqn.invars, strict=True)):
         shape, dtype = getattr(atom.aval, "shape", ()), getattr(atom.aval, "dtype", None)
         is_array = len(shape) > 1 and dtype is not None and jnp.issubdtype(dtype, jnp.floating)
@@ -52,7 +52,7 @@ def _computed_operands(products: ProductFlow, node: int) -> Iterator[tuple[int, 
 
 def _keeps_shapes(products: ProductFlow, node: int, shapes: list[tuple[int, ...]]) -> bool:
     """Can each result be that of one operand (a norm, rotary positions), or two operands be combined elementwise?"""
-    (eqn, *_) = products.flow.equations(node)
+    eqn = products.flow.equation(node)
     results = Counter(tuple(getattr(var.aval, "shape", ())) for var in eqn.outvars)
     is_elementwise = len(shapes) < _OPERANDS and len(set(shapes)) == 1 and shapes[0] in results
     return is_elementwise or Counter(shapes) <= results
@@ -60,12 +60,12 @@ def _keeps_shapes(products: ProductFlow, node: int, shapes: list[tuple[int, ...]
 
 def _may_be_elementwise(products: ProductFlow, node: int, shapes: list[tuple[int, ...]]) -> bool:
     """Have operands and result one shape, without a dimension of heads beside those of batch, tokens and width?"""
-    (eqn, *_) = products.flow.equations(node)
+    eqn = products.flow.equation(node)
     results = {tuple(getattr(var.aval, "shape", ())) for var in eqn.outvars}
     return len(shapes[0]) < _RANK_WITH_HEADS and set(shapes) == results
 
 
 def _call_name(products: ProductFlow, node: int) -> str:
     """What the primitive is called, or the foreign function or kernel that it calls."""
-    (eqn, *_) = products.flow.equations(node)
+    eqn = products.flow.equation(node)
     return " ".join((eqn.primitive.name, *(str(eqn.params.get(p, "")) for p in ("target_name", "name"))))

@@ -36,8 +36,8 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+[0-9]*|[0-9]+")
 
 def kind_by_name(site: Site) -> str:
     """The kind that the innermost telling name of a site's paths gives; empty if no name tells."""
-    for path in (*(p.path for p in site.parameters), site.scope.path):
-        for segment in reversed(path):
+    for template in (*site.parameters, site.scope):
+        for segment in reversed(template.path):
             kind = _kind_of_word(segment.text)
             if kind and site.weight is None:
                 return "scores" if kind == "attention" else ""

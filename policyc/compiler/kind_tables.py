@@ -74,7 +74,7 @@ def _is_named(site: Site, text: str, pattern: Pattern) -> Iterator[bool]:
 def _explain(site: Site) -> Iterator[str]:
     kind = site.kind
     place = f" ({site.place})" if site.place and site.place not in site.name else ""
-    reason = str(kind.reason) if kind.name else "neither the graph nor its names tell"
+    reason = kind.reason if kind.name else "neither the graph nor its names tell"
     yield f"{site.name}{place}"
     yield f"  {kind.name or 'no kind'}: {reason}"
     if kind.names_say:

@@ -8,24 +8,28 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from policyc.compiler.block_bounds import Placing
-from policyc.compiler.blocks import BlockPosition, Product, find_blocks
+from policyc.compiler.blocks import Product, find_blocks
 from policyc.compiler.flow import Flow
 from policyc.compiler.fused_attention import find_fused_attention
 from policyc.compiler.kind_names import kind_by_name, names_agree
 from policyc.compiler.mixers import Mixer, find_mixers, mark_attention
 from policyc.compiler.product_flow import ProductFlow
 from policyc.compiler.routing import Routing
-from policyc.compiler.site_kinds import KindReason, SiteBlock, SiteKind
+from policyc.compiler.site_kinds import SiteBlock, SiteKind
 from policyc.compiler.sites import Site
 from policyc.compiler.stacks import Stack
 from policyc.jaxcore.transform import Address
 from policyc.language.selectors import DottedPath
 
-_NONLINEAR = frozenset(
-    {"tanh", "max", "logistic", "erf", "erfc", "exp", "integer_pow", "sin", "log1p", "square"}
-)
+_NONLINEAR = {
+    name: 1 << number
+    for number, name in enumerate(
+        ("tanh", "max", "logistic", "erf", "erfc", "exp", "integer_pow", "sin", "log1p", "square")
+    )
+}
+"""A bit for each function that products of other roles are followed by."""
 _EXPONENTIALS = frozenset({"exp", "exp2"})
+_NO_BRANCHES: frozenset[int] = frozenset()
 _SHARED = "all iterations of the loop around it share its weight"
 _STAGES = "the stages of a pipeline run it at once, each for other blocks"
 
@@ -138,69 +142,73 @@ class _Blocks:
             if stack.address in products.sequential
         }
         self._index_numbers: dict[DottedPath, int] = {}
-        self._pipelines: dict[tuple[Address | None, int], bool] = {}
-        self._blocks: dict[tuple[int, tuple[Stack, ...], str], SiteBlock] = {}
-        of_model = [
-            self._product(node)
-            for node in sorted(products.sites)
-            if node not in products.kinds or products.kinds[node].name not in ("head", "embedding")
-        ]
+        self._blocks: dict[tuple[int, tuple[Stack, ...]], SiteBlock] = {}
+        kinds = {node: kind.name for node, kind in products.kinds.items()}
+        nodes = [(node, kinds.get(node, "")) for node in sorted(products.sites)]
+        of_model = [self._read(node, kind) for node, kind in nodes if kind not in ("head", "embedding")]
         self.positions = find_blocks(products.flow, of_model, self._lengths, self._continues)
-        self._on_stages = {p.stack for n, p in self.positions.items() if _is_on_stages(products.sites[n])}
-        self._on_stages |= {
-            s for s in {p.stack for p in self.positions.values()} if self._is_pipeline(None, s)
+        stacks: dict[int, list[Site]] = {}
+        for node, position in self.positions.items():
+            stacks.setdefault(position.stack, []).append(products.sites[node])
+        other_loops = products.sequential - self._lengths.keys()
+        self._staged = {
+            stack
+            for stack, sites in stacks.items()
+            if _is_pipeline(sites, other_loops) or any(map(_is_on_stages, sites))
         }
-        self._other_loops = [address for address in products.sequential if address not in self._lengths]
 
     def block_of(self, node: int) -> SiteBlock | None:
         """The block of a site, in each of its layers; None if it is in no block."""
         position, site = self.positions.get(node), self._products.sites[node]
         if position is None:
             return None
-        unknown = _STAGES if self._runs_stages(site, position) else ""
-        key = id(position), site.stacks, unknown
+        key = id(position), site.stacks
         if key not in self._blocks:  # the sites of a block share it
             loops = self._products.flow.loops
             strides = {a: -s if loops[a].is_reverse else s for a, s in position.strides}
+            unknown = _STAGES if position.stack in self._staged else ""
             if strides.keys() - {stack.address for stack in site.stacks}:
                 unknown = _SHARED
             self._blocks[key] = SiteBlock.from_strides(
-                site.stacks, position.base, strides, position.count, unknown=unknown
+                site.stacks, position.base, strides, position.size, unknown=unknown
             )
         return self._blocks[key]
 
-    def _product(self, node: int) -> Product:
-        site, mixer = self._products.sites[node], self._mixer_of.get(node)
+    def _read(self, node: int, kind: str) -> Product:
+        products, site, mixer = self._products, self._products.sites[node], self._mixer_of.get(node)
+        operations = products.flow.operations
+        nonlinear = 0
+        for user in products.flow.users[node]:
+            nonlinear |= _NONLINEAR.get(operations[user], 0)
+        has_memory = mixer in self._memories
+        parameter, indices = self._names(site)
         return Product(
-            node=node,
-            key=self._key(node),
-            mixer=mixer,
-            loops=tuple([s.address for s in site.loops if s.address in self._lengths]),
-            branches=self._products.branches.get(node, set()),
-            in_branch=node in self._products.branches or mixer in self._branch_mixers,
-            placing=self._placing(site),
-            width=site.k,
+            node,
+            (kind, site.weight is None, site.batch, site.m, site.n, site.k, nonlinear, has_memory),
+            mixer,
+            tuple([s.address for s in site.loops if s.address in self._lengths]) if site.loops else (),
+            products.branches.get(node, _NO_BRANCHES),
+            node in products.branches or mixer in self._branch_mixers,
+            parameter,
+            indices,
+            site.k,
         )
 
-    def _placing(self, site: Site) -> Placing:
-        """By the names of its parameter; if these have no index, by those of its modules."""
-        name, numbers = site.template.path, self._index_numbers
-        for path in (name, site.scope.path):
-            ends = [number for number, segment in enumerate(path, 1) if segment.index is not None]
-            if ends:
-                inner = outer = numbers.setdefault(path[: ends[-1]], len(numbers))
-                if len(ends) > 1:
-                    outer = numbers.setdefault(path[: ends[0]], len(numbers))
-                return Placing(name, (inner, outer))
-        return Placing(name)
-
-    def _key(self, node: int) -> tuple[object, ...]:
-        """Equal for products that can be the same product of two blocks."""
-        flow, site = self._products.flow, self._products.sites[node]
-        kind = self._products.kinds.get(node, SiteKind()).name
-        nonlinear = _NONLINEAR.intersection([flow.operations[user] for user in flow.users[node]])
-        has_memory = self._mixer_of.get(node) in self._memories
-        return kind, site.weight is None, site.batch, site.m, site.n, site.k, nonlinear, has_memory
+    def _names(self, site: Site) -> tuple[DottedPath, tuple[int, int] | None]:
+        """The path of its parameter and its indices, or those of its modules, as `Product` has them."""
+        scope, numbers = site.scope.path, self._index_numbers
+        name = site.parameters[0].path if site.parameters else scope
+        for path in (name, scope):
+            first = last = 0
+            for position, segment in enumerate(path, 1):
+                if segment.index is not None:
+                    first, last = first or position, position
+            if last:
+                inner = outer = numbers.setdefault(path[:last], len(numbers))
+                if first < last:
+                    outer = numbers.setdefault(path[:first], len(numbers))
+                return name, (inner, outer)
+        return name, None
 
     def _continues(self, last: int, block: Sequence[int]) -> bool:
         """Does a block, or the loop over layers around it, start from what is computed from another product?
@@ -220,25 +228,17 @@ class _Blocks:
         left = [loop.first for loop in flow.loops.values() if loop.first <= last <= loop.last < block[0]]
         return last in flow.before(starts, products.products | convolutions, min([last, *left]))
 
-    def _runs_stages(self, site: Site, position: BlockPosition) -> bool:
-        """Is its stack, or a loop around all of it, a pipeline whose products read the matrices of several blocks?"""
-        around = (a for a in self._other_loops if site.address[: len(a)] == a)
-        return position.stack in self._on_stages or any(self._is_pipeline(a, position.stack) for a in around)
 
-    def _is_pipeline(self, loop: Address | None, stack: int) -> bool:
-        """Are all weights of a stack read in batches, again and again in a loop, or by several blocks without one?"""
-        key = loop, stack
-        if key not in self._pipelines:
-            sites = [
-                self._products.sites[n] for n, position in self.positions.items() if position.stack == stack
-            ]
-            weighted = [site for site in sites if site.weight is not None]
-            self._pipelines[key] = all(site.batch > 1 for site in weighted) and (
-                len({site.parameters for site in weighted}) < len(weighted)
-                if loop is None
-                else all(site.address[: len(loop)] == loop for site in sites)
-            )
-        return self._pipelines[key]
+def _is_pipeline(sites: Sequence[Site], loops: Collection[Address]) -> bool:
+    """Do products of a stack read the matrices of several blocks at once, one on each stage of a pipeline?
+
+    All weights are then read in batches, again and again in one of the other loops, or by several blocks without one.
+    """
+    weighted = [site for site in sites if site.weight is not None]
+    return all(site.batch > 1 for site in weighted) and (
+        len({site.parameters for site in weighted}) < len(weighted)
+        or any(all(site.address[: len(loop)] == loop for site in sites) for loop in loops)
+    )
 
 
 _ONLY_BLOCK = SiteBlock.from_strides((), 0, {}, 1)
@@ -251,14 +251,12 @@ def _only_block(kind: SiteKind) -> SiteBlock | None:
 
 def _is_on_stages(site: Site) -> bool:
     """Do the devices of a shard_map hold other layers each? Where layers have names, they hold other experts."""
-    templates = (site.scope, *site.parameters, *((site.module,) if site.module else ()))
-    return any(template.slots for template in templates) and any(
-        stack.is_shard_map
-        for template in templates
-        if not any(name.index is not None for name in template.path)
-        for slot in template.slots
-        for stack in slot.index.stacks
-    )
+    for template in (site.scope, site.module, *site.parameters):
+        if template is None or not template.slots or any(name.index is not None for name in template.path):
+            continue
+        if any(stack.is_shard_map for slot in template.slots for stack in slot.index.stacks):
+            return True
+    return False
 
 
 # ---- names
@@ -268,5 +266,5 @@ def _with_names(site: Site, kind: SiteKind | None) -> SiteKind:
     """The kind of a site: by its names if the flow does not tell, and with what they say if they contradict it."""
     by_name = kind_by_name(site)
     if kind is None:
-        return SiteKind(by_name, KindReason("its names say so")) if by_name else SiteKind()
+        return SiteKind(by_name, "its names say so") if by_name else SiteKind()
     return kind if names_agree(kind.name, by_name) else replace(kind, names_say=by_name)

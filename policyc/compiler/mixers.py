@@ -17,11 +17,13 @@ class Mixer:
     Attributes:
       scores: its products of activations, in order; or the call that has them all.
       roles: for each weight product into it, the operands that its result reaches.
+      after: what they reach before and at the next products and additions to the residual stream.
       parts: all products of it.
       has_memory: whether its projections read several values: cross-attention.
     """
 
     scores: list[int]
+    after: set[int]
     roles: dict[int, set[int]] = field(default_factory=dict)
     parts: set[int] = field(default_factory=set)
     has_memory: bool = False
@@ -34,18 +36,19 @@ def find_mixers(products: ProductFlow, routed: Collection[int]) -> list[Mixer]:
     groups: dict[int, list[int]] = {}
     for node in candidates:
         joined = groups.setdefault(node, [node])
-        for other in sorted(after[node].intersection(after)):
+        for other in sorted(after.keys() & after[node]):
             others = groups.setdefault(other, [other])
             if others is not joined:
                 joined += others
                 groups.update(dict.fromkeys(others, joined))
     mixers = []
     for group in {id(group): group for group in groups.values()}.values():
-        leaves = any(n in products.weighted or n in products.residuals for node in group for n in after[node])
-        if len(group) > 1 or leaves:
-            mixers.append(Mixer(scores=sorted(group), parts=set(group)))
+        reached = after[group[0]].union(*(after[node] for node in group[1:]))
+        if len(group) > 1 or reached & products.weighted or reached & products.residuals:
+            mixers.append(Mixer(scores=sorted(group), after=reached, parts=set(group)))
             _mark_scores(products, mixers[-1], after)
-    return [*mixers, *(Mixer(scores=[node], parts={node}) for node in products.fused)]
+    fused = (Mixer(scores=[node], after=products.after([node]), parts={node}) for node in products.fused)
+    return [*mixers, *fused]
 
 
 def _mixes(products: ProductFlow, node: int) -> bool:
@@ -63,7 +66,7 @@ def _mark_scores(products: ProductFlow, mixer: Mixer, after: dict[int, set[int]]
             products.mark(node, "scores", "it multiplies two activations inside a branch of the model")
             continue
         other = nexts[0] if nexts else befores[-1]
-        has_softmax = any(products.flow.operations[n] == "exp" for n in after[min(node, other)])
+        has_softmax = "exp" in [products.flow.operations[n] for n in after[min(node, other)]]
         way = " through a softmax" if has_softmax else ""
         verb = f"its result reaches{way}" if nexts else f"it reads{way}"
         products.mark(
@@ -86,7 +89,7 @@ def mark_attention(products: ProductFlow, mixer: Mixer) -> None:
             _mark_part(products, mixer, node, "it multiplies the result of the attention at {place}", last)
             _mark_second_factor(products, mixer, node)
     for node in sorted(after):
-        if node in products.ends:
+        if node in products.ends or len(flow.inputs[node]) == 1:
             continue
         sides = [i for i in flow.inputs[node] if i not in own]
         if sides and (
@@ -100,17 +103,19 @@ def mark_attention(products: ProductFlow, mixer: Mixer) -> None:
 
 def _mark_inputs(products: ProductFlow, mixer: Mixer) -> None:
     flow = products.flow
-    own = products.after(mixer.scores) | set(mixer.scores)
+    own = mixer.after.union(mixer.scores)
     for node in mixer.scores:
         is_first = node == mixer.scores[0]
         what = "a query or a key" if is_first and len(mixer.scores) > 1 else "an operand"
-        other = "attention" if node in products.fused else "product"
+        text = (
+            f"its result is {what} of the {'attention' if node in products.fused else 'product'} at {{place}}"
+        )
         for role, operand in enumerate(products.fused.get(node) or flow.operands[node][:2]):
             if operand < 0 or operand in own:
                 continue
             for site in products.weights_before([operand]):
                 mixer.roles.setdefault(site, set()).add(min(role, 2) if is_first else 2)
-                _mark_part(products, mixer, site, f"its result is {what} of the {other} at {{place}}", node)
+                _mark_part(products, mixer, site, text, node)
     mixer.has_memory = len({products.data(site) for site in mixer.roles}) > 1
 
 
@@ -121,16 +126,15 @@ def _follow(products: ProductFlow, mixer: Mixer) -> set[int]:
     skip).
     """
     flow = products.flow
-    after = products.after(mixer.scores)
-    own = after.union(mixer.scores)
+    own = mixer.after.union(mixer.scores)
     skips = set()
-    for node in after & products.residuals:
+    for node in mixer.after & products.residuals:
         starts = (
             flow.before([i for i in flow.inputs[node] if i not in own], products.starts) & products.starts
         )
         if starts and starts <= mixer.roles.keys():
             skips.add(node)
-    return after | products.after(skips)
+    return mixer.after | products.after(skips) if skips else mixer.after
 
 
 def _mark_part(products: ProductFlow, mixer: Mixer, node: int, text: str, other: int) -> None:
@@ -143,9 +147,12 @@ def _mark_first_factors(products: ProductFlow, mixer: Mixer) -> None:
 
     What feeds queries, keys and values alike is the stream that the attention reads.
     """
+    before: dict[int | None, set[int]] = {None: set()}
     for site in sorted(mixer.roles, reverse=True):
         data = products.data(site)
-        for node in products.weights_before([data] if data is not None else []):
+        if data is not None and data not in before:  # queries, keys and values mostly read the same
+            before[data] = products.weights_before([data])
+        for node in before[data]:
             after = products.after([node])
             reached = after & products.sites.keys()
             if after & products.residuals or not reached <= mixer.roles.keys() | set(mixer.scores):

@@ -8,7 +8,7 @@ from functools import cache
 
 from policyc.compiler.flow import Flow
 from policyc.compiler.residuals import find_residuals
-from policyc.compiler.site_kinds import KindReason, SiteKind
+from policyc.compiler.site_kinds import SiteKind
 from policyc.compiler.sites import Site
 from policyc.jaxcore.transform import Address
 
@@ -84,19 +84,13 @@ class ProductFlow:
         """Gives a product its kind, unless it has one. `{place}` in the text is that of the node `other`."""
         if node in self.kinds:
             return False
-        if other is None:
-            self.kinds[node] = _same_kind(kind, text)
-        else:
-            self.kinds[node] = SiteKind(kind, self.reason(text, other))
+        self.kinds[node] = (
+            _same_kind(kind, text) if other is None else SiteKind(kind, text, self.flow.calls[other])
+        )
         return True
 
-    def reason(self, text: str, other: int) -> KindReason:
-        return KindReason(text, self.flow.equations(other))
 
-
-@cache
-def _same_kind(kind: str, text: str) -> SiteKind:
-    return SiteKind(kind, KindReason(text))
+_same_kind = cache(SiteKind)
 
 
 def _sequential_loops(flow: Flow) -> set[Address]:

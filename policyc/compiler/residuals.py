@@ -19,13 +19,13 @@ def find_residuals(flow: Flow) -> dict[int, set[int]]:
     residuals: dict[int, set[int]] = {}
     ancestors = _Ancestors(flow)
     for node, operation in enumerate(flow.operations):
-        if operation in _SUMS and len(flow.inputs[node]) > 1:
+        inputs: Sequence[int] = flow.inputs[node]
+        if operation in _SUMS and len(inputs) > 1:
             members = _branch_members(flow, node, ancestors)
             if members:
                 residuals[node] = members
-                ancestors.add(node, ())
-                continue
-        ancestors.add(node, () if operation == CARRY else flow.inputs[node])
+                inputs = ()
+        ancestors.add(node, () if operation == CARRY else inputs)
     return residuals
 
 
@@ -52,15 +52,15 @@ class _Ancestors:
 
     def add(self, node: int, inputs: Sequence[int]) -> None:
         """The next node. `inputs` are those whose ancestors are its own too."""
-        bits = 1
+        bits, known = 1, self._bits
         for operand in inputs:
             if 0 < node - operand < _MAX_BRANCH:
-                bits |= self._bits[operand] << (node - operand)
-                if operand in self._written:
+                bits |= known[operand] << (node - operand)
+                if self._written and operand in self._written:
                     for value in self._written[operand]:
                         if value < node:
-                            bits |= self._bits[value] << (node - value)
-        self._bits.append(bits & self._WINDOW)
+                            bits |= known[value] << (node - value)
+        self._bits.append(bits & self._WINDOW if bits > self._WINDOW else bits)
         if node >= _MAX_BRANCH:
             self._bits[node - _MAX_BRANCH] = 0  # no node asks for it any more
 

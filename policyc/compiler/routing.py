@@ -64,7 +64,7 @@ class Routing:
         products = self._products
         sites = products.weights_before(inputs)
         for site in sites:
-            self.routers.setdefault(site, SiteKind("router", products.reason(text, other)))
+            self.routers.setdefault(site, SiteKind("router", text, products.flow.calls[other]))
         return bool(sites)
 
     def _has_expert_dimension(self, node: int) -> bool:

@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jax.extend.core import JaxprEqn
-
+from policyc.compiler.flow import Call
 from policyc.compiler.stacks import LayerTable, Stack
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.transform import Address
@@ -15,26 +14,23 @@ from policyc.language.kinds import KINDS
 
 
 @dataclass(frozen=True, slots=True)
-class KindReason:
-    """Why a site has its kind. `{place}` in the text is that of another equation."""
-
-    text: str = ""
-    equations: tuple[JaxprEqn, ...] = field(default=(), compare=False, repr=False)
-    """The other equation, and those of the containers around it, the innermost first."""
-
-    def __str__(self) -> str:
-        place = next(filter(None, map(jaxprs.source_place, self.equations)), "")
-        return self.text.format(place=place or "an unknown place")
-
-
-@dataclass(frozen=True, slots=True)
 class SiteKind:
     """What a product is for: a word of `where`; no name: it has no kind."""
 
     name: str = ""
-    reason: KindReason = KindReason()
+    text: str = ""
+    """Why. `{place}` is that of the equation `other`, or of the innermost container around it that has one."""
+    other: Call | None = field(default=None, compare=False, repr=False)
     names_say: str = ""
     """The other kind that its names stand for."""
+
+    @property
+    def reason(self) -> str:
+        place, call = "", self.other
+        while call is not None and not place:
+            eqn, call = call
+            place = jaxprs.source_place(eqn)
+        return self.text.format(place=place or "an unknown place")
 
     @property
     def flags(self) -> dict[str, bool]:

@@ -10,6 +10,7 @@ import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from policyc.language.bounds import MAX_DIGITS, Bound
 from policyc.language.diagnostics import Span, span_field
@@ -89,12 +90,11 @@ class Selector:
 # ---- paths
 
 
-@dataclass(frozen=True, slots=True)
-class PathSegment:
+class PathSegment(NamedTuple):
     """One name of a path. In a stack, `index` counts from 0 and `size` is the number of layers."""
 
     text: str
-    index: int | None = None
+    index: int | None = None  # type: ignore[assignment]  # hides a method of tuples
     size: int | None = None
 
     def __str__(self) -> str:
