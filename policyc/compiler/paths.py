@@ -22,7 +22,7 @@ _KeyPath = tuple[Any, ...]
 
 DATA_NAMES = frozenset({
     "x", "xs", "y", "h", "z", "batch", "data", "input", "inputs", "tokens", "images", "features", "hidden",
-    "activations", "targets", "labels", "rng", "key",
+    "activations", "targets", "labels", "rng", "key", "obs", "observation", "observations", "actions",
 })  # fmt: skip
 """Names of arguments that hold data and no weights."""
 

@@ -171,13 +171,14 @@ def test_python_that_reads_a_parameter_is_refused_with_a_remedy() -> None:
 
 
 def test_matrices_of_other_arguments_are_named_as_frozen_weights() -> None:
-    def loss(adapter: Any, base: Any, batch: Any) -> Any:
-        return (batch["x"] @ adapter) @ base["w"] + base["bias"]
+    def loss(adapter: Any, base: Any, batch: Any, obs: Any) -> Any:
+        return ((batch["x"] + obs["state"]) @ adapter) @ base["w"] + base["bias"]
 
     base = {"w": jnp.ones((32, 64)), "bias": jnp.ones(64)}
-    traced = LossCall(fn=loss, args=(W, base, {"x": jnp.asarray(X)}), param_argnums=(0,)).trace()
+    args = W, base, {"x": jnp.asarray(X)}, {"state": jnp.asarray(X)}
+    traced = LossCall(fn=loss, args=args, param_argnums=(0,)).trace()
     assert path_texts(traced) == ["adapter"]
-    # A batch is data, and a vector is no weight.
+    # A batch and an observation are data, and a vector is no weight.
     assert [dotted(weight.path) for weight in traced.frozen.values()] == ["base.w"]
 
 
