@@ -162,14 +162,15 @@ class PolicyServer:
                 document.waiting.append(task)
 
     def _read(self, document: _Document) -> None:
-        """Reads the present text of a document, answers the requests that wait for it, and lints it."""
+        """Reads the present text of a document, answers the requests that wait for it, and then lints it."""
         document.due = None  # before the text is taken: a text that comes later is due again
         source = document.source
         self._connection.answer({}, partial(self._analyze, document, source))
         waiting, document.waiting = document.waiting, []
         for task in waiting:
             task()
-        self._connection.answer({}, partial(self._lint, document, source))
+        lint = partial(self._connection.answer, {}, partial(self._lint, document, source))
+        self._tasks.put((None, lint))  # behind the requests that came meanwhile
 
     def _analyze(self, document: _Document, source: SourceText) -> None:
         document.analysis, document.formatted = analyze(source.text, document.path), None
