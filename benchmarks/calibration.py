@@ -52,6 +52,8 @@ PUBLISHED = (
     Published("first", "llama3_405b", "gb300", 128, 2103, 3633),
     Published("second", "llama3_405b", "gb200", 256, 2129, 2944),
     Published("second", "llama3_405b", "gb300", 256, 2646, 3575),
+    Published("second", "llama3_70b", "gb200", 64, 1892, 2202),
+    Published("second", "llama3_70b", "gb300", 64, 2348, 3253),
 )
 
 FITTED = tuple(case for case in PUBLISHED if case.fitted)
@@ -140,7 +142,8 @@ OTHER_FITS = {
     "8B, both GPUs": PUBLISHED[0:3:2],
     "405B, first trainer": PUBLISHED[1:4:2],
     "405B, second trainer": PUBLISHED[4:6],
-    "GB300": PUBLISHED[2:4] + PUBLISHED[5:],
+    "70B": PUBLISHED[6:],
+    "GB300": tuple(case for case in PUBLISHED if case.gpu == "gb300"),
     "all": PUBLISHED,
 }
 """Other choices of rows to fit, to see what the errors would have been."""
@@ -185,7 +188,67 @@ def predict_h200() -> list[tuple[str, float, float]]:
     ]
 
 
+# ---- the linears of a layer of a 5B model on a B300: Transformer Engine's documentation, "GEMM profiling"
+
+_TOKENS, _WIDTH, _HIDDEN = 15872, 4096, 16384
+_LINEARS = ((_WIDTH, 3 * _WIDTH), (_WIDTH, _WIDTH), (_WIDTH, _HIDDEN), (_HIDDEN, _WIDTH))  # inputs, outputs
+
+PROFILE = {"bf16": (12.93, 12.93), "fp8": (6.812, 9.147), "mxfp8": (7.161, 8.984), "nvfp4": (3.764, 6.453)}
+"""Milliseconds by format: of the 12 GEMMs alone, and with quantization. bf16 is the mean of two runs."""
+
+_OPERAND_BYTES = {
+    "fp8": (5.0, 5.0),
+    "mxfp8": (2 + 2 * 33 / 32, 2 + 33 / 32),
+    "nvfp4": (4 + 2 * 9 / 16, 4 + 9 / 16),
+}
+"""Bytes that are moved for each element of the first and of the second operand of a GEMM.
+
+The tool calls the forward pass of a linear for each of the 12 GEMMs, so it quantizes 24 operands and not 12 tensors. It
+writes codes along rows, and for the first operand of the block formats also along columns, as a backward pass would
+read them. fp8 and nvfp4 read an operand twice, once for its maximum.
+"""
+
+
+def profile_shapes() -> list[tuple[float, float, float]]:
+    """Rows, columns and contracted size of each GEMM."""
+    return [gemm_cost.product_shape(gemm, _TOKENS, n, k) for k, n in _LINEARS for gemm in Gemm]
+
+
+def profile_bandwidth(format: str) -> float:
+    """Bytes per second of the quantizers of a format, according to the profile."""
+    first, second = _OPERAND_BYTES[format]
+    moved = sum(k * (m * first + n * second) for m, n, k in profile_shapes())
+    alone, together = PROFILE[format]
+    return moved / (together - alone) * 1e3
+
+
+def profile_fraction(format: str) -> float:
+    """Fraction of the peak that the GEMMs of a format reach, according to the profile."""
+    flops = sum(2.0 * m * n * k for m, n, k in profile_shapes())
+    return flops / (PROFILE[format][0] / 1e3 * get_target("b300").peak(format))
+
+
+def profile_slowdown() -> float:
+    """Time of Transformer Engine's NVFP4 quantizers, as a multiple of the time to copy as many bytes."""
+    return (
+        gemm_cost.COPY_BANDWIDTH_FRACTION * get_target("b300").memory_bandwidth / profile_bandwidth("nvfp4")
+    )
+
+
 # ---- output
+
+
+def print_profile() -> None:
+    """Prints what Transformer Engine's profile says about the constants."""
+    bandwidth = get_target("b300").memory_bandwidth
+    print("\nB300, from Transformer Engine's profile of a layer:")
+    for format in PROFILE:
+        line = f"{format:8} GEMM at {profile_fraction(format):.2f} of the peak"
+        if format in _OPERAND_BYTES:
+            rate = profile_bandwidth(format)
+            line += f", quantizers at {rate / 1e12:.1f} TB/s, {rate / bandwidth:.2f} of the bandwidth"
+        print(line)
+    print(f"NVFP4 quantizers of te take {profile_slowdown():.2f} times as long as a copy")
 
 
 def print_published() -> list[dict[str, Any]]:
@@ -235,6 +298,7 @@ def main() -> None:
     print(f"fitted: hidden {hidden:.2f}, other {other:.2f}; in the code: {code}")
     rows = print_published()
     print_other_fits()
+    print_profile()
     rows += print_h200()
     if path is not None:
         path.write_text(json.dumps({"hidden": hidden, "other": other, "rows": rows}, indent=1) + "\n")

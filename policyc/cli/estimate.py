@@ -38,18 +38,19 @@ if TYPE_CHECKING:
     from policyc.language.policy import Policy
 
 ASSUMPTIONS = """\
-A large GEMM reaches .73 (bf16), .72 (fp8; .60 on Hopper) or .60 (nvfp4) of the dense peak, or is bound by memory.
+A large GEMM reaches .73 (bf16), .72 (fp8; .60 on Hopper) or .60 (nvfp4) of the dense peak, or is bound by memory. On
+B300 and GB300 it reaches .66, .63 and .38.
 A copy reaches .62 of the memory bandwidth. Between GEMMs, each input is written and each output read once per pass.
 Maxima are found where a tensor is computed. te reads a tensor once for all of its codes, or three times if some are
-rotated, at the speed of a copy. xla reads it once for each kind of codes, or twice if some are rotated, more slowly, as
-measured on an H200, and an NVFP4 GEMM writes fp32.
+rotated, almost at the speed of a copy. xla reads it once for each kind of codes, or twice if some are rotated, more
+slowly, as measured on an H200, and an NVFP4 GEMM writes fp32.
 If layers are in a scan, saved activations are moved four times more.
 A weight is quantized once per step, and each device quantizes its shard.
 Attention reaches half of the bf16 peak. A configuration counts causal FLOPs, a program all of them.
 fsdp gathers weights for fprop and for dgrad, as codes if they are quantized and else in bf16, and scatters gradients
 in bf16, for each microbatch.
 "Everything else" is a fixed fraction of every step. This fraction, and how much communication overlaps with
-computation, are fitted to four published figures. They, and the errors on eight others, are in
+computation, are fitted to four published figures. They, and the errors on twelve others, are in
 docs/explanation/cost_model.md.
 Speed-ups are better known than times.
 Memory is not checked: a step that does not fit has an estimate too.
@@ -283,12 +284,30 @@ def _as_data(estimates: NamedEstimates, target: str, mesh: MeshShape) -> dict[st
         for named in estimates
     ]
     data: dict[str, Any] = {"target": target, "devices": mesh.devices, "mesh": str(mesh), "estimates": rows}
-    return data if len(estimates) == 1 else data | {"speed_up": _speed_up(estimates)}
+    if len(estimates) == 1:
+        return data
+    return data | {"speed_up": _speed_up(estimates), "speed_up_range": _speed_up_range(estimates)}
 
 
 def _speed_up(estimates: NamedEstimates) -> float:
     before, after = (named.estimate.seconds for named in estimates)
     return before / after
+
+
+def _speed_up_range(estimates: NamedEstimates) -> tuple[float, float] | None:
+    """What the speed-up may be, by the model's errors on published runs; None if no run compares such policies."""
+    from policyc.hardware.gemm_cost import speed_up_range
+
+    before, after = (named.estimate.gemms for named in estimates)
+    is_emulated = any("emulate" in named.backends for named in estimates)
+    compares = "fp8" in before and "nvfp4" in after and "nvfp4" not in before and not is_emulated
+    return speed_up_range(_speed_up(estimates)) if compares else None
+
+
+def _describe_range(limits: tuple[float, float] | None) -> str:
+    if limits is None:
+        return "not known: published runs compare nvfp4 with fp8"
+    return f"{limits[0]:.2f}x to {limits[1]:.2f}x, by the errors on published runs"
 
 
 def _describe_batch(step: TrainingStep) -> str:
@@ -353,5 +372,7 @@ def _as_table(named: NamedEstimates, title: str) -> str:
     with console.capture() as capture:
         console.print(literal(title), style="bold")
         console.print(table)
+        if len(named) == 2:
+            console.print(f"error of the speed-up: {_describe_range(_speed_up_range(named))}")
         console.print(EVERYTHING_ELSE, style="dim")
     return capture.get()

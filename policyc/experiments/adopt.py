@@ -152,11 +152,8 @@ def _judge(
     four_bits, emulated = _shares(step)
     over_reference = seconds[REFERENCE] / seconds[name]
     speed_up = seconds[BASELINE] / seconds[name] if BASELINE in seconds else None
-    low, high = gemm_cost.SPEED_UP_ERRORS
     is_calibrated = speed_up is not None and four_bits > 0 and not emulated
-    least, most = (
-        (speed_up / (1 + high), speed_up / (1 + low)) if speed_up and is_calibrated else (None, None)
-    )
+    least, most = gemm_cost.speed_up_range(speed_up) if speed_up and is_calibrated else (None, None)
     memory = device_memory(step, mesh)
     if name in (REFERENCE, BASELINE):
         advice = "reference" if name == REFERENCE else "baseline"

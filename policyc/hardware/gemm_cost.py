@@ -18,23 +18,27 @@ from policyc.numerics.targets import Target
 
 # ---- constants that are measured, published or assumed
 
-PEAK_FRACTIONS: Mapping[str, float] = {
+PEAK_FRACTIONS: dict[str, float] = {
     "f32": 0.73, "bf16": 0.73, "fp8": 0.72, "mxfp8": 0.72, "nvfp4": 0.60, "mxfp4": 0.60,
 }  # fmt: skip
 """Fraction of the dense peak that a large GEMM reaches. bf16, fp8 and nvfp4 are published; each other format takes the
 fraction of a similar one."""
 
-HOPPER_FP8_PEAK_FRACTION = 0.60
-"""The same for fp8 on Hopper with full fp32 accumulation. On an H200, 16384 x 4096 x 14336 takes 1.86 ms,
-0.24 ms of it for quantizing."""
+GPU_PEAK_FRACTIONS: Mapping[tuple[int, int], dict[str, float]] = {
+    (9, 0): {"fp8": 0.60},
+    (10, 3): {"bf16": 0.66, "fp8": 0.63, "mxfp8": 0.59, "nvfp4": 0.38, "mxfp4": 0.38},
+}
+"""The same where it differs, by compute capability. fp8 on Hopper with full fp32 accumulation: 16384 x 4096 x 14336
+takes 1.86 ms on an H200, 0.24 ms of it for quantizing. B300: Transformer Engine's profile of a layer, 12 GEMMs with
+15872 tokens (benchmarks.calibration); mxfp4 is taken to be like nvfp4."""
 
 COPY_BANDWIDTH_FRACTION = 0.62
 """Fraction of the memory bandwidth that a copy reaches: 2 x 134 MB in 0.09 ms on an H200."""
 
-QUANTIZER_SLOWDOWNS = {"fp8": 1.0, "tile2d": 1.2, "plain": 1.4, "sr": 1.5, "rht": 2.0, "te": 1.0}
+QUANTIZER_SLOWDOWNS = {"fp8": 1.0, "tile2d": 1.2, "plain": 1.4, "sr": 1.5, "rht": 2.0, "te": 1.1}
 """Time of a quantizer, as a multiple of the time to copy as many bytes as it moves: from times in
-docs/explanation/speed.md that were measured on an H200. Those of Transformer Engine are assumed to be as fast as a
-copy: none was measured. Nor was the kernel that refines scales, which is assumed to be like the others."""
+docs/explanation/speed.md that were measured on an H200. Those of Transformer Engine are from its own profile on a B300
+(benchmarks.calibration). The kernel that refines scales was not measured: it is assumed to be like the others."""
 
 ATTENTION_PEAK_FRACTION = 0.5
 """Fraction of the bf16 peak that attention reaches, forward and backward, counting causal FLOPs. Assumed."""
@@ -55,11 +59,11 @@ of it. In compiled steps of Llama 3 8B on 8 GB200, these are 3.7 passes for resu
 HIDDEN_FRACTION = 0.0
 """Fraction of the communication that overlaps with computation."""
 
-OTHER_FRACTION = 0.32
+OTHER_FRACTION = 0.31
 """Fraction of a step that no part of the model covers: bubbles, launches, waits, clocks below their peak."""
 
-SPEED_UP_ERRORS = (-0.15, 0.31)
-"""The errors of predicted speed-ups of NVFP4 over FP8 on six published runs, from the lowest to the highest."""
+SPEED_UP_ERRORS = (-0.16, 0.11)
+"""The errors of predicted speed-ups of NVFP4 over FP8 on eight published runs, from the lowest to the highest."""
 
 BF16_BYTES, FP32_BYTES = 2, 4
 
@@ -74,9 +78,14 @@ def peak_fraction(target: Target, format: str) -> float:
     compute_format = target.runs_as(format)
     if GEMM.format(compute_format) in target.measured:
         return target.measured[GEMM.format(compute_format)]
-    if compute_format == "fp8" and target.compute_capability[0] == 9:
-        return HOPPER_FP8_PEAK_FRACTION
-    return PEAK_FRACTIONS[compute_format]
+    fractions = PEAK_FRACTIONS | GPU_PEAK_FRACTIONS.get(target.compute_capability, {})
+    return fractions[compute_format]
+
+
+def speed_up_range(speed_up: float) -> tuple[float, float]:
+    """What a predicted speed-up of NVFP4 over FP8 may be, if the model errs as it does on published runs."""
+    low, high = SPEED_UP_ERRORS
+    return speed_up / (1 + high), speed_up / (1 + low)
 
 
 def copy_seconds(target: Target, bytes: float) -> float:

@@ -8,6 +8,7 @@ import importlib.util
 import pytest
 
 from policyc.hardware import gemm_cost
+from policyc.numerics.targets import get_target
 from tests.support.command import ROOT
 
 pytestmark = [
@@ -30,12 +31,14 @@ def test_the_constants_are_what_the_calibration_fits(calibration):
 
 # Errors of speed-ups, as docs/explanation/cost_model.md claims them.
 CLAIMED = {
-    ("first", "llama3_8b", "gb200"): -0.15,
-    ("first", "llama3_405b", "gb200"): -0.02,
-    ("first", "llama3_8b", "gb300"): -0.02,
-    ("first", "llama3_405b", "gb300"): 0.02,
-    ("second", "llama3_405b", "gb200"): 0.02,
-    ("second", "llama3_405b", "gb300"): 0.31,
+    ("first", "llama3_8b", "gb200"): -0.16,
+    ("first", "llama3_405b", "gb200"): -0.03,
+    ("first", "llama3_8b", "gb300"): -0.10,
+    ("first", "llama3_405b", "gb300"): -0.13,
+    ("second", "llama3_405b", "gb200"): 0.01,
+    ("second", "llama3_405b", "gb300"): 0.11,
+    ("second", "llama3_70b", "gb200"): 0.10,
+    ("second", "llama3_70b", "gb300"): -0.02,
 }
 
 
@@ -44,8 +47,8 @@ def test_the_errors_are_those_that_the_docs_claim(calibration):
     rows = {(row.case.trainer, row.case.config, row.case.gpu): row for row in calibration.predict_all()}
     assert {key: round(row.errors()[2], 2) for key, row in rows.items()} == CLAIMED
     held_out = [abs(row.errors()[2]) for row in rows.values() if not row.case.fitted]
-    assert sum(error < 0.10 for error in held_out) == 3
-    assert max(abs(e) for row in rows.values() for e in row.errors()[:2]) < 0.33
+    assert max(held_out) < 0.135
+    assert max(abs(e) for row in rows.values() for e in row.errors()[:2]) < 0.38
 
 
 def test_predictions_are_printed_with_the_errors_that_the_docs_claim():
@@ -55,6 +58,16 @@ def test_predictions_are_printed_with_the_errors_that_the_docs_claim():
 def test_the_errors_on_an_h200_are_at_most_an_eighth(calibration):
     for name, measured, predicted in calibration.predict_h200():
         assert predicted == pytest.approx(measured, rel=0.125), name
+
+
+def test_the_constants_of_a_b300_are_those_of_transformer_engines_profile(calibration):
+    fractions = {format: round(calibration.profile_fraction(format), 2) for format in calibration.PROFILE}
+    assert fractions.items() <= gemm_cost.GPU_PEAK_FRACTIONS[10, 3].items()
+    assert gemm_cost.peak_fraction(get_target("gb300"), "nvfp4") == fractions["nvfp4"]
+    assert round(calibration.profile_slowdown(), 1) == gemm_cost.QUANTIZER_SLOWDOWNS["te"]
+    # By hand: 12 GEMMs of 2 x 15872 tokens x 4096 x (12288 + 4096 + 2 x 16384) weights take 3.764 ms.
+    by_hand = 3 * 2 * 15872 * 4096 * 49152 / 3.764e-3 / 13.5e15
+    assert fractions["nvfp4"] == pytest.approx(by_hand, abs=0.005)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py")))

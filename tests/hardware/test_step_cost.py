@@ -229,7 +229,21 @@ def test_estimate_compares_two_policies():
     first, second = data["estimates"]
     assert (first["policy"], second["policy"]) == ("fp8", "te_nvfp4")
     assert data["speed_up"] == pytest.approx(first["seconds"] / second["seconds"])
+    assert data["speed_up_range"] == pytest.approx(gemm_cost.speed_up_range(data["speed_up"]))
     assert "nvfp4" in second["gemms"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "target", "error"),
+    [
+        ("te_nvfp4", "gb300", r"\d\.\d\dx to \d\.\d\dx, by the errors on published runs"),
+        ("mxfp8", "gb300", "not known"),  # no published run was compared
+        ("te_nvfp4", "h200", "not known"),  # emulated
+    ],
+)
+def test_a_speed_up_has_its_error(policy, target, error):
+    printed = policyc("estimate", policy, "--vs", "fp8", "--config", "tiny", "--target", target).out
+    assert re.search(f"error of the speed-up: {error}", printed), printed
 
 
 def test_estimate_and_diff_predict_in_the_same_units():

@@ -8,8 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from policyc.hardware.selftest.subject import relative_error, three_products
 from policyc.language.recipes import OPERAND_GROUPS, Gemm, Recipe, make_recipe, make_split_recipe
 from tests.support.quick_options import known_quick_options
+
+__all__ = ["relative_error", "three_products"]  # others import them from here, beside the names below
 
 MATMUL = (((1,), (0,)), ((), ()))
 VENDOR = {"rht": OPERAND_GROUPS["wgrad"], "sr": OPERAND_GROUPS["grad"], "scale2d": OPERAND_GROUPS["weights"]}
@@ -45,20 +48,6 @@ def normal(*shape: int, seed: int = 0, dtype: Any = jnp.float32, divisor: int = 
     """Normally distributed numbers. NumPy makes them: JAX would compile programs for every shape."""
     values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
     return jax.device_put(values.astype(jnp.dtype(dtype)) / jnp.dtype(dtype).type(divisor))
-
-
-def relative_error(a: jax.Array, b: jax.Array) -> float:
-    """The norm of the difference, relative to the norm of b."""
-    a, b = (np.asarray(v, np.float64) for v in (a, b))
-    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
-
-
-def three_products(
-    f: Any, x: jax.Array, w: jax.Array, dy: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The result of f, and the gradients of x and w."""
-    y, vjp = jax.vjp(f, x, w)
-    return (y, *vjp(dy.astype(y.dtype)))
 
 
 def quick_jit(f: Any) -> Any:

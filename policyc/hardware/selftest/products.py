@@ -21,6 +21,7 @@ from policyc.hardware.selftest.subject import (
     reference_device,
     relative_error,
     run_on,
+    three_products,
 )
 from policyc.models.llama import model as llama
 from policyc.models.llama.configs import ModelConfig
@@ -58,15 +59,9 @@ def _three_products(backend: str, format: str) -> Callable[..., Any]:
     """A function of x, w and dy that returns fprop, dgrad and wgrad."""
     recipe = read_recipe(RECIPES.get(format, format))
     options = GemmOptions(backends=(backend, backend, backend))
-    dot = partial(
-        quantized_dot_general, dimension_numbers=(((1,), (0,)), ((), ())), recipe=recipe, options=options
-    )
-
-    def run(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
-        y, vjp = jax.vjp(dot, x, w)
-        return (y, *vjp(dy))
-
-    return run
+    dimensions = (((1,), (0,)), ((), ()))
+    dot = partial(quantized_dot_general, dimension_numbers=dimensions, recipe=recipe, options=options)
+    return partial(three_products, dot)
 
 
 def check_gemm(subject: Subject) -> Iterator[Finding]:
