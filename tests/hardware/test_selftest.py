@@ -147,6 +147,7 @@ def test_the_whole_test_passes_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Monk
     assert set(states.values()) == {"passed", "not run"}
     assert states["golden", "emulate"] == states["gemm", "xla"] == states["block", "xla"] == "passed"
     assert "needs a GPU" in result.out
+    assert "pip install" not in result.out  # for each check; the page has it once
     page = (tmp_path / "out" / "selftest.html").read_text()
     assert "Nothing failed" in page
     assert all(check.title.replace("'", "&#39;") in page for check in CHECKS)
@@ -165,7 +166,7 @@ def test_auto_avoids_what_failed_and_says_so(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(te, "find_missing_library", lambda: "")
     query, formats = nvfp4_query(), frozenset({"nvfp4"})
     assert choose("auto", query, Machine("b200", formats)).backend == "te"
-    failed = Machine("b200", formats, {"te nvfp4": "random: 3 codes differ"})
+    failed = Machine("b200", formats, failures={"te nvfp4": "random: 3 codes differ"})
     lowering = choose("auto", query, failed)
     assert (lowering.backend, lowering.native) == ("xla", True)
     assert lowering.obstacle is not None

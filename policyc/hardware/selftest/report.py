@@ -97,8 +97,9 @@ def describe_result(result: Result) -> str:
     name = f"{result.status:8}{result.check:10}{result.backend:8}{result.format:7}{kind:11}"
     if result.status == "failed":
         return f"{name}{result.reason}; to avoid it: {result.remedy or 'nothing is known'}"
-    count = f"{len(result.details)} comparisons, {result.seconds:.1f} s"
-    return f"{name}{result.reason if result.status == 'not run' else count}"
+    if result.status == "not run":
+        return f"{name}{result.reason.partition('. ')[0]}"  # how to install a library is on the page, once
+    return f"{name}{len(result.details)} comparisons, {result.seconds:.1f} s"
 
 
 def describe_timing(timing: speed.Timing) -> str:
