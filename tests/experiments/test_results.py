@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from policyc.experiments.report.build import ReportOptions, build_report
 from policyc.language.loader import load
@@ -40,6 +43,35 @@ def test_the_tables_of_the_results_are_those_of_the_report(folder, count):
         gap, low, high = (f"{value:+.4f}" for value in values)
         (line,) = re.findall(rf"^\| (?:\[)?`{variant}`.*\| {re.escape(gap)} \|.*$", section, re.MULTILINE)[:1]
         assert f"{low} to {high}" in line
+
+
+def test_the_tables_of_found_policies_are_those_of_their_losses():
+    text = (RESULTS / "README.md").read_text(encoding="utf-8").replace("−", "-")
+    section = next(part for part in text.split("\n## ") if part.startswith("Found policies"))
+    data = json.loads((RESULTS / "search" / "search.json").read_text())
+    losses = {name: np.array(list(by_seed.values())) for name, by_seed in data["losses"].items()}
+    rows = re.findall(
+        r"^\| \[?`(\w+)`\S* \| (\S+)x \| (\S+) \| (\S+) \| (\S+) to (\S+) \|$", section, re.MULTILINE
+    )
+    assert {name for name, *_ in rows} == set(losses) - {"bf16"} == set(data["predicted"])
+    gaps = []
+    for name, speed_up, damage, *interval in rows:
+        predicted = data["predicted"][name]
+        assert (speed_up, damage) == (f"{predicted['speed_up']:.3f}", f"{predicted['damage']:.4f}")
+        assert interval == paired_interval(losses[name], losses["bf16"])
+        gaps.append((float(damage), float(interval[0])))
+    assert f"{stats.spearmanr(gaps).statistic:.2f}" == f"{data['rank_correlation']:.2f}" == "0.86"
+    differences = re.findall(r"^\| `(\w+)` - `(\w+)` \| (\S+) \| (\S+) to (\S+) \|", section, re.MULTILINE)
+    assert len(differences) == 5
+    for found, other, *interval in differences:
+        assert interval == paired_interval(losses[found], losses[other])
+
+
+def paired_interval(one: np.ndarray, other: np.ndarray) -> list[str]:
+    """The mean of paired differences and the ends of its 95 % interval."""
+    result = stats.ttest_rel(one, other)
+    interval = result.confidence_interval(0.95)
+    return [f"{value:+.4f}" for value in (np.mean(one - other), interval.low, interval.high)]
 
 
 def test_the_gaps_of_the_policies_are_those_of_the_report():
