@@ -80,8 +80,8 @@ def _speeds(data: Record) -> Section:
     sentences = [f"{c['policy']}: {c['about']}." for c in data["candidates"]]
     sentences += [f"{row['policy']} is left out: {row['reason']}." for row in data["left_out"]]
     sentences += [
-        f"In parentheses: the speed-up if the model errs as it did on six published runs, where it was {-low:.0%} too "
-        f"low to {high:.0%} too high. Without parentheses, nothing was published to compare with.",
+        f"In parentheses: the speed-up if the model errs as it did on eight published runs, where it was {-low:.0%} "
+        f"too low to {high:.0%} too high. Without parentheses, nothing was published to compare with.",
         f"Memory: state, saved activations and logits, of {format_figure('memory_bytes', data['memory'])} on the GPU. "
         "Steps that were compiled needed 3 to 22% more: 'policyc compile' counts every byte.",
         f"Launches, gaps and waits are taken as {gemm_cost.OTHER_FRACTION:.0%} of every step, under all policies.",
