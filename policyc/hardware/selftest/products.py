@@ -140,23 +140,26 @@ def _batch() -> dict[str, np.ndarray]:
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "mask": np.ones((2, 128), bool)}
 
 
-def _gradient(policy: str, backend: Any) -> Callable[..., Any]:
+@cache
+def _make_step(policy: str, backend: Any) -> Callable[..., Any]:
+    """A jitted step of gradient descent, which also returns loss and gradient. Compiled once for each device."""
+
     def loss(params: Any, batch: Any) -> jax.Array:
         mean: jax.Array = llama.loss(params, batch, _CONFIG)[0] / batch["mask"].size
         return mean
 
-    return jax.value_and_grad(apply(policy, loss, backend=backend))
-
-
-def _train(policy: str, backend: str, steps: int, params: Any) -> Any:
-    """The losses of some steps of gradient descent, and the gradient of the first."""
-    gradient = _gradient(policy, backend)
+    gradient = jax.value_and_grad(apply(policy, loss, backend=backend))
 
     def step(params: Any, batch: Any) -> Any:
         loss, grads = gradient(params, batch)
         return jax.tree.map(lambda p, g: p - _RATE * g, params, grads), (loss, grads)
 
-    run, batch, losses, first = jax.jit(step), _batch(), [], None
+    return jax.jit(step)
+
+
+def _train(policy: str, backend: str, steps: int, params: Any) -> Any:
+    """The losses of some steps, and the gradient of the first."""
+    run, batch, losses, first = _make_step(policy, backend), _batch(), [], None
     for _ in range(steps):
         params, (loss, grads) = run(params, batch)
         losses.append(float(loss))
