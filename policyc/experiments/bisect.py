@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from policyc.base.files import atomic_write
 from policyc.compiler.hoist import SiteRecipe
 from policyc.compiler.pipeline import no_reentry
 from policyc.compiler.plan import Plan, make_plan
@@ -242,16 +243,22 @@ class Bisection:
     # ---- resuming
 
     def save(self, path: Path) -> None:
-        """Writes the trials, so that a later run need not repeat them."""
+        """Writes the trials, so that a later run need not repeat them. A kill meanwhile leaves those of before."""
         rows = [
             {"kept": sorted(map(unit_name, kept)), "harm": harm if math.isfinite(harm) else None}
             for kept, harm in self._known.items()
         ]
-        path.write_text(json.dumps({"of": self.identity, "trials": rows}, indent=1) + "\n")
+        with atomic_write(path) as stream:
+            stream.write((json.dumps({"of": self.identity, "trials": rows}, indent=1) + "\n").encode())
 
     def load(self, path: Path) -> int:
         """Reads the trials of an earlier run of the same policy, loss and batches. Returns their number."""
-        data = json.loads(path.read_text())
+        try:
+            data = json.loads(path.read_text())
+        except ValueError:
+            raise ValueError(
+                f"'{path}' was not written by policyc bisect --trials: name another file"
+            ) from None
         if data["of"] != self.identity:
             raise ValueError(
                 f"'{path}' is of another policy, program, checkpoint or metric: name another file"

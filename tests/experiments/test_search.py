@@ -140,6 +140,15 @@ def test_trials_are_not_repeated(
     monkeypatch.setattr(again, "_harm", None)
     with pytest.raises(NoCulprit, match="no harm"):
         again.run()
+    before = tmp_path / "before.json"
+    before.hardlink_to(tmp_path / "trials.json")
+    again.save(tmp_path / "trials.json")
+    assert not before.samefile(
+        tmp_path / "trials.json"
+    )  # replaced as a whole: a kill leaves one or the other
+    before.write_text("")
+    with pytest.raises(ValueError, match=r"was not written by policyc bisect"):
+        again.load(before)
     other = Bisection(parse("* -> mxfp8"), recorded, "loss")
     with pytest.raises(ValueError, match="another policy"):
         other.load(tmp_path / "trials.json")
