@@ -96,8 +96,8 @@ def oracle(selector: Selector, names: tuple[PathSegment, ...]) -> bool:
 _text = st.text("ab_", min_size=1, max_size=3)
 _size = st.integers(1, 6)
 _names = st.one_of(
-    st.builds(PathSegment, _text),
-    st.builds(PathSegment, _text, st.integers(0, 5)),
+    st.builds(PathSegment, _text, st.none(), st.none()),
+    st.builds(PathSegment, _text, st.integers(0, 5), st.none()),
     _size.flatmap(lambda size: st.builds(PathSegment, _text, st.integers(0, size - 1), st.just(size))),
 )
 _paths = st.lists(_names, min_size=1, max_size=4).map(tuple)
