@@ -169,8 +169,8 @@ test-trainers: ## run MaxText, Levanter, Tunix, Haiku's transformer and Hugging 
 	  if ! cat pyproject.toml "$$2" | cmp -s - "$$1/.installed-from"; then \
 	    echo "installing $$2 into $$1 with $$("$$python" -V) (some minutes; only when they change)"; \
 	    rm -rf "$$1" && "$$python" -m venv "$$1" && \
-	    $(TWICE) "$$1/bin/python" $(PIP) install -qq -r "$$2" -e . || { \
-	      echo "the trainers could not be installed; see the output of pip above" >&2; rm -rf "$$1"; exit 1; }; \
+	    "$$1/bin/python" .ci/install -r "$$2" -e . || { \
+	      echo "the trainers could not be installed; see the output above" >&2; rm -rf "$$1"; exit 1; }; \
 	    cat pyproject.toml "$$2" >"$$1/.installed-from"; \
 	  fi; }; \
 	install "$$venv" tests/trainers-requirements.txt; install .venv-hf-flax tests/hf-flax-requirements.txt; \
