@@ -136,11 +136,14 @@ def test_any_program(tmp_path: Path) -> None:
 
 MLP_AFTER_BLOCKS = """
 import jax, jax.numpy as jnp
-def loss(w, x):
+def loss(w, batch):
+    x = batch + w["bias"]
     for _ in range(2):
-        x = x + jax.nn.softmax(x @ x.T) @ x
+        scores = x @ x.T
+        x = x + jax.nn.softmax(scores) @ (x + jnp.mean(scores))
     return jnp.mean(jax.nn.relu(x @ w["mlp"]))
-jax.grad(loss)({"mlp": jnp.ones((64, 256), jnp.bfloat16)}, jnp.ones((512, 64), jnp.bfloat16))
+weights = {"bias": jnp.ones(64, jnp.bfloat16), "mlp": jnp.ones((64, 256), jnp.bfloat16)}
+jax.grad(loss)(weights, jnp.ones((512, 64), jnp.bfloat16))
 """
 
 OPAQUE = """
