@@ -285,7 +285,7 @@ def _quantize_pair_if_possible(
     operands: tuple[OperandSpec, OperandSpec],
     keys: Keys,
 ) -> Prequantized:
-    """Quantizes an operand for fprop and for the gradient of the other operand, if its backend does both at once."""
+    """Quantizes an operand for fprop and for the gradient of the other operand, if one quantizer can write both."""
     forward, backward = operands
     is_used = backward.gemm in spec.options.products
     if prequantized.fprop is not None or not is_used or not can_quantize_pair(forward, backward):

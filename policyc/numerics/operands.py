@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Treatment
-from policyc.numerics import backends, primitives
+from policyc.numerics import primitives
 from policyc.numerics.products import OperandSpec, free_dims
 from policyc.numerics.quantize import Axes, Key, Operand, Quantized
 
@@ -94,8 +94,8 @@ def shares_codes(one: OperandSpec, other: OperandSpec) -> bool:
 
 
 def can_quantize_pair(one: OperandSpec, other: OperandSpec) -> bool:
-    """Whether the backend of two GEMMs quantizes an operand for both at once."""
-    if one.backend != other.backend or not backends.load(one.backend).TRAITS.quantizes_pairs:
+    """Whether one quantizer can write an operand for two GEMMs, whose backend may then read it less often."""
+    if one.backend != other.backend:
         return False
     treatments = (one.treatment, other.treatment)
     is_plain = all(t.rounding in ("rne", "sr") and not t.mean_split for t in treatments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ import policyc
 from policyc.compiler.plan_tables import lowering_reasons
 from policyc.jaxcore import jaxprs
 from policyc.language.recipes import Gemm
-from policyc.numerics import primitives
+from policyc.numerics import backends, primitives
 from policyc.numerics.backends.choice import GemmQuery, Machine, choose
 from policyc.numerics.backends.sharded import quantize_sharded
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
@@ -37,7 +38,6 @@ from tests.numerics.test_kernels import (
 )
 from tests.support.gemms import FULL, MATMUL, quick_jit
 
-BY_XLA = GemmOptions(backends=("xla", "xla", "xla"))
 BLACKWELL = Machine("gb200", frozenset({"nvfp4", "fp8"}))
 
 
@@ -111,30 +111,35 @@ NAMES = ("dgrad.dy", "wgrad.dy")
 KEY = make_key(3)
 
 
-def quantize_pair(x: jax.Array) -> Any:
-    return primitives.quantize_pair(x, DY, operands=NAMES, rounding_key=KEY, backend="xla")
+def quantize_pair(x: jax.Array, backend: str) -> Any:
+    return primitives.quantize_pair(x, DY, operands=NAMES, rounding_key=KEY, backend=backend)
 
 
 @pytest.mark.slow
-def test_an_operand_of_two_gemms_has_the_codes_of_each() -> None:
+@pytest.mark.parametrize("backend", ["emulate", "xla"])
+def test_an_operand_of_two_gemms_has_the_codes_of_each(backend: str) -> None:
     x = normal(64, 256)
 
     def alone(x: jax.Array) -> Any:
         return [
-            primitives.quantize(x, s.treatment, s.axes, operand=name, keys=(KEY, KEY), backend="xla")
+            primitives.quantize(x, s.treatment, s.axes, operand=name, keys=(KEY, KEY), backend=backend)
             for s, name in zip(DY, NAMES, strict=True)
         ]
 
-    for one, other in zip(quick_jit(quantize_pair)(x), quick_jit(alone)(x), strict=True):
+    pair = quick_jit(partial(quantize_pair, backend=backend))(x)
+    for one, other in zip(pair, quick_jit(alone)(x), strict=True):
         assert one.layout == other.layout
         assert_equal(one, other)
 
 
-def test_a_gradient_reads_each_operand_once() -> None:
+@pytest.mark.parametrize("backend", ["emulate", "xla"])
+def test_a_gradient_reads_each_operand_once(backend: str) -> None:
     """The activation and dy each have one equation for both of their GEMMs, the weight has one for its tiles."""
 
+    options = GemmOptions(backends=(backend,) * 3)
+
     def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
-        return quantized_dot_general(x, w, MATMUL, FULL, BY_XLA).astype(jnp.float32).sum()
+        return quantized_dot_general(x, w, MATMUL, FULL, options).astype(jnp.float32).sum()
 
     gradient = jax.make_jaxpr(jax.grad(multiply, (0, 1)))(normal(64, 256), normal(256, 256))
     eqns = [e for e in jaxprs.all_equations(gradient.jaxpr) if jaxprs.primitive_name(e) == "nvfp4_quantize"]
@@ -163,10 +168,13 @@ def test_kernels_in_programs_for_cuda() -> None:
 
 
 @pytest.mark.slow
-def test_two_kernels_quantize_for_both_gemms() -> None:
-    """None where the operand does not fit: XLA quantizes it."""
-    assert count_kernels(quantize_pair, normal(64, 256)) == 2
-    assert count_kernels(quantize_pair, normal(64, 128)) == 0
+@pytest.mark.parametrize("backend", ["emulate", "xla"])
+def test_two_kernels_quantize_for_both_gemms(backend: str) -> None:
+    """None where the operand does not fit: XLA quantizes it. The cost model counts as many reads."""
+    run = partial(quantize_pair, backend=backend)
+    assert count_kernels(run, normal(64, 256)) == 2
+    assert backends.load(backend).count_reads([s.treatment for s in DY]) == 2
+    assert count_kernels(run, normal(64, 128)) == 0
 
 
 # ---- the plan

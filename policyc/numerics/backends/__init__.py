@@ -41,15 +41,12 @@ class BackendTraits:
     Attributes:
       needs_devices: whether lowering needs to know the devices.
       can_batch: whether `vmap` can batch its calls.
-      quantizes_pairs: whether it reads an operand less often if it quantizes it for two GEMMs at once, by
-        `quantize_orders`.
       quantizes_stacks: whether it needs fewer kernels if it quantizes the weights of all layers at once, by
         `quantize_stack`.
     """
 
     needs_devices: bool
     can_batch: bool
-    quantizes_pairs: bool
     quantizes_stacks: bool
 
 
@@ -81,7 +78,7 @@ class Backend(Protocol):
     def quantize_orders(
         self, x: jax.Array, requests: Sequence[OrderRequest], context: LoweringContext
     ) -> list[Quantized]:
-        """Quantizes an operand for several GEMMs, which contract different dimensions. Only if `quantizes_pairs`."""
+        """Quantizes an operand for several GEMMs, which contract different dimensions, with fewer reads if it can."""
 
     def quantize_stack(
         self, x: jax.Array, treatment: Treatment, axes: Axes, context: LoweringContext

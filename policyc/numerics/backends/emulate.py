@@ -19,12 +19,15 @@ from policyc.numerics import quantize as q
 from policyc.numerics.backends import BackendTraits
 from policyc.numerics.backends.choice import GemmQuery, Obstacle
 from policyc.numerics.products import DimensionNumbers, free_dims
-from policyc.numerics.quantize.blocks import refinement_of
+from policyc.numerics.quantize import kernels
+from policyc.numerics.quantize.blocks import refinement_of, rotates_in_kernels
 from policyc.numerics.quantize.hadamard import Method
 from policyc.numerics.quantize.layout import Axes, Operand, Quantized
+from policyc.numerics.quantize.orders import OrderRequest
+from policyc.numerics.quantize.orders import quantize_orders as quantize_by_kernels
 from policyc.numerics.quantize.values import apply_outer_scale, block_values, outer_scale
 
-TRAITS = BackendTraits(needs_devices=False, can_batch=True, quantizes_pairs=False, quantizes_stacks=False)
+TRAITS = BackendTraits(needs_devices=False, can_batch=True, quantizes_stacks=False)
 
 
 def obstacle(query: GemmQuery) -> Obstacle | None:
@@ -59,8 +62,33 @@ def quantize(
     return quantized
 
 
+def quantize_orders(
+    x: jax.Array, requests: Sequence[OrderRequest], context: LoweringContext
+) -> list[Quantized]:
+    """Quantizes an operand for two GEMMs, by kernels with one read for all maxima and one for all codes.
+
+    Without a rotation, or if the kernels do not fit, each order is quantized separately.
+    """
+    if context.single_device and can_join_orders(x, requests, context):
+        return quantize_by_kernels(x, requests, kernels.Kernels())
+    return [quantize(x, r.treatment, r.axes, r.key, None, context) for r in requests]
+
+
+def can_join_orders(x: jax.Array, requests: Sequence[OrderRequest], context: LoweringContext) -> bool:
+    """Whether the kernels that rotate can quantize this operand in all these orders at once."""
+    has_kernels = context.platform == "cuda" and can_build_kernels("nvfp4")
+    rotates = any(r.treatment.rht for r in requests)
+    return has_kernels and rotates and all(kernels.fits(x, r.treatment, r.axes) for r in requests)
+
+
 def count_reads(treatments: Sequence[Treatment]) -> int:
-    """Two GPU reads for each treatment that rotates the operand or refines scales, one for any other."""
+    """Two GPU reads if the kernels that rotate write all codes at once.
+
+    Otherwise two for each treatment that rotates the operand or refines scales, one for any other.
+    """
+    joins = all(rotates_in_kernels(t) or not (t.rht or refinement_of(t)) for t in treatments)
+    if joins and any(t.rht for t in treatments):
+        return 2
     return sum(2 if t.rht or refinement_of(t) else 1 for t in treatments)
 
 

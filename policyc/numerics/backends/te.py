@@ -42,7 +42,7 @@ from policyc.numerics.quantize.layout import Axes, Layout, Operand, Quantized
 from policyc.numerics.quantize.orders import OrderRequest
 from policyc.numerics.quantize.random import Key, make_key
 
-TRAITS = BackendTraits(needs_devices=True, can_batch=False, quantizes_pairs=True, quantizes_stacks=True)
+TRAITS = BackendTraits(needs_devices=True, can_batch=False, quantizes_stacks=True)
 
 # What the contracted size must be a multiple of, for cuBLAS.
 _CONTRACTED = 32

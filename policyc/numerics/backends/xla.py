@@ -25,12 +25,12 @@ from policyc.numerics import quantize as q
 from policyc.numerics.backends import BackendTraits, emulate
 from policyc.numerics.backends.block_scaled import DTYPES, BlockScaledSpec, Rows, multiply_rows
 from policyc.numerics.backends.choice import GemmQuery, Obstacle
-from policyc.numerics.backends.emulate import apply_outer_scales, find_missing_library
+from policyc.numerics.backends.emulate import apply_outer_scales, count_reads, find_missing_library
 from policyc.numerics.backends.sharded import quantize_sharded
 from policyc.numerics.products import DimensionNumbers, free_dims
 from policyc.numerics.quantize import kernels
 from policyc.numerics.quantize.bits import materialize, power_of_two
-from policyc.numerics.quantize.blocks import refinement_of, rotates_in_kernels
+from policyc.numerics.quantize.blocks import refinement_of
 from policyc.numerics.quantize.dispatch import rotate_operand
 from policyc.numerics.quantize.kernel_tiles import BLOCK, TILE_FEATURES, TILE_TOKENS
 from policyc.numerics.quantize.layout import (
@@ -62,7 +62,7 @@ _PARTLY_MANUAL = (
     "over the other axes; write a shard_map over all axes"
 )
 
-TRAITS = BackendTraits(needs_devices=True, can_batch=True, quantizes_pairs=True, quantizes_stacks=False)
+TRAITS = BackendTraits(needs_devices=True, can_batch=True, quantizes_stacks=False)
 
 _FP8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
@@ -77,12 +77,6 @@ def obstacle(query: GemmQuery) -> Obstacle | None:
     if query.format not in (*DTYPES, "fp8"):
         return Obstacle(f"XLA has no block-scaled GEMM of {query.format}", "nvfp4 or mxfp8")
     return None
-
-
-def count_reads(treatments: Sequence[Treatment]) -> int:
-    """Two reads where the rotating kernels write all codes at once; otherwise as in the emulation."""
-    joins = all(rotates_in_kernels(t) or not (t.rht or refinement_of(t)) for t in treatments)
-    return 2 if joins and any(t.rht for t in treatments) else emulate.count_reads(treatments)
 
 
 def quantizer_obstacle(query: GemmQuery) -> Obstacle | None:
@@ -166,8 +160,7 @@ def quantize_orders(
 
     Without a rotation, or if the kernels do not fit, each order is quantized separately.
     """
-    rotates = any(r.treatment.rht for r in requests)
-    if rotates and _has_kernels(context) and all(kernels.fits(x, r.treatment, r.axes) for r in requests):
+    if emulate.can_join_orders(x, requests, context):
         if context.single_device:
             return quantize_by_kernels(x, requests, kernels.Kernels())
         if context.can_partition:
