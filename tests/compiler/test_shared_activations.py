@@ -15,7 +15,8 @@ from tests.support.jaxpr_tools import without_dead_code
 from tests.support.layered_models import GATED, X, assert_same_bits, gated_model
 
 FP8, MXFP8, RANDOM = "* -> fp8", "* -> mxfp8", "* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)"
-"""The codes of whole tensors serve fprop and wgrad. Blocks run along what each of the two contracts."""
+"""The codes of whole tensors serve fprop and wgrad. Blocks run along what each of the two contracts: one equation
+quantizes to nvfp4 for both."""
 
 CASES = [
     (FP8, "none", False), (FP8, "full", False), (FP8, "dots", True), (MXFP8, "named", False), (MXFP8, "full", True),
@@ -59,7 +60,7 @@ def test_what_two_gemms_read_is_quantized_once(
     assert shared < separate
     if remat in ("none", "named"):
         # Of the three GEMMs of a block, two read the same activation.
-        blocks = (1 if policy == FP8 else 2) * (2 if unrolled else 1)
+        blocks = (2 if policy == MXFP8 else 1) * (2 if unrolled else 1)
         assert (shared, separate) == (2 * blocks, 3 * blocks)
 
 
