@@ -27,7 +27,7 @@ from policyc.numerics import primitives
 from policyc.numerics.quantize import Axes, Key, Quantized, codes_of, dequantize, make_key, quantize
 from policyc.numerics.quantize.hadamard import rotate
 
-RECIPES = {
+RECIPES: dict[str, tuple[str, ...]] = {
     "nvfp4": (
         "nvfp4(rht=wgrad, sr=grad, scale2d=weights)",
         "nvfp4(outer=row)",
