@@ -77,11 +77,11 @@ vscode: ## test the colors of the VS Code extension, and package it into build/p
 
 DRAW_DIFF := diff llama.policy --config llama3_8b --devices 8 --backend te --out
 pictures: setup ## draw the pictures of README.md and docs/ again (needs chromium)
-	@$(IN) cd docs/pictures && $(BIN)/policyc $(DRAW_DIFF) diff.svg
-	@$(IN) $(INSTALL_BROWSER); cd docs/pictures; page=$$(mktemp -d) && \
-	$(BIN)/policyc $(DRAW_DIFF) "$$page/page.html" && \
-	$(BIN)/policyc report ../results/19m --backend te --out "$$page/report.html" && \
-	$(BIN)/python draw_pages.py "$$page/page.html" "$$page/report.html" "$(CHROMIUM)"; status=$$?; rm -rf "$$page"; exit $$status
+	@$(IN) bin=$$(cd $(BIN) && pwd) && cd docs/pictures && "$$bin/policyc" $(DRAW_DIFF) diff.svg
+	@$(IN) $(INSTALL_BROWSER); bin=$$(cd $(BIN) && pwd); cd docs/pictures; page=$$(mktemp -d) && \
+	"$$bin/policyc" $(DRAW_DIFF) "$$page/page.html" && \
+	"$$bin/policyc" report ../results/19m --backend te --out "$$page/report.html" && \
+	"$$bin/python" draw_pages.py "$$page/page.html" "$$page/report.html" "$(CHROMIUM)"; status=$$?; rm -rf "$$page"; exit $$status
 
 test: setup ## run the fast tests
 	@$(IN) $(BIN)/python -m pytest -n $(or $(JOBS),auto) --dist worksteal $(ARGS)
