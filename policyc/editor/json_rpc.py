@@ -37,7 +37,7 @@ class Connection:
         self._sent_requests = 0
 
     def read(self) -> Json | None:
-        """The next message; None at the end of the stream. What is no message gets an error as its answer."""
+        """The next message; None at the end of the stream. Anything else is answered with an error."""
         while True:
             length = 0
             while (line := self._reader.readline()).strip():

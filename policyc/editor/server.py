@@ -170,7 +170,7 @@ class PolicyServer:
         for task in waiting:
             task()
         lint = partial(self._connection.answer, {}, partial(self._lint, document, source))
-        self._tasks.put((None, lint))  # behind the requests that came meanwhile
+        self._tasks.put((None, lint))  # after the requests that came meanwhile
 
     def _analyze(self, document: _Document, source: SourceText) -> None:
         document.analysis, document.formatted = analyze(source.text, document.path), None

@@ -178,7 +178,7 @@ def test_matrices_of_other_arguments_are_named_as_frozen_weights() -> None:
     args = W, base, {"x": jnp.asarray(X)}, {"state": jnp.asarray(X)}
     traced = LossCall(fn=loss, args=args, param_argnums=(0,)).trace()
     assert path_texts(traced) == ["adapter"]
-    # A batch and an observation are data, and a vector is no weight.
+    # A batch and an observation are data. A vector cannot be the weight of a GEMM.
     assert [dotted(weight.path) for weight in traced.frozen.values()] == ["base.w"]
 
 

@@ -41,7 +41,7 @@ def lost_nan(x: jax.Array, *rest: Any) -> Any:
 
 
 def biased_rounding(x: jax.Array, treatment: Any, axes: Any, key: Any, *rest: Any) -> Any:
-    """Of two draws, the smaller magnitude: rounded down three times out of four halfway between two codes."""
+    """Draws twice and takes the smaller magnitude: halfway between two codes, three of four are rounded down."""
     one, other = (emulate.quantize(x, treatment, axes, key.fold(i), *rest) for i in (1, 2))
     pairs = [(q.codes & 7, (q.codes >> 4) & 7) for q in (one, other)]
     low, high = (jnp.minimum(a, b) for a, b in zip(*pairs, strict=True))

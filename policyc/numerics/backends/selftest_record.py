@@ -34,14 +34,20 @@ def find_versions() -> Mapping[str, str]:
     return dict(sorted(versions.items())) | ({"driver": driver[1]} if driver else {})
 
 
+def _folder() -> Path:
+    return user_cache_folder() / "selftest"
+
+
 def record_path(gpu: str) -> Path:
     """The file of a GPU with the versions that are installed here."""
     versions = hashlib.sha256(json.dumps(find_versions()).encode()).hexdigest()[:16]
-    return user_cache_folder() / "selftest" / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower())}-{versions}.json"
+    return _folder() / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower())}-{versions}.json"
 
 
 def read_failures(gpu: str) -> dict[str, str]:
     """Why backends failed the last self-test on this GPU, by "backend format". Empty if it was not run."""
+    if not _folder().is_dir():  # most often; it takes 0.1 s to find all versions
+        return {}
     try:
         failures = json.loads(record_path(gpu).read_text())["failures"]
         return {str(name): str(reason) for name, reason in failures.items()}
