@@ -6,14 +6,13 @@ import contextlib
 import importlib.util
 import os
 import sys
-import time
 from pathlib import Path
 
 from policyc.base.files import user_cache_folder
 
 VARIABLE = "POLICYC_COMPILE_CACHE"
 OFF = "off"
-_WRITE_SECONDS = 600  # more than a process needs for both files of a program
+LOCK_SECONDS = 10.0  # as long as JAX waits for its lock
 MAX_BYTES = 10 * 2**30  # of the folder; JAX then removes what was not used for longest
 
 
@@ -48,11 +47,22 @@ def use_compile_cache(folder: str | None = None) -> None:
 
 def _remove_broken(folder: Path) -> None:
     """Removes programs that a killed process wrote without the time of their last use: JAX would keep no other then."""
-    for program in folder.glob("*-cache"):
-        with contextlib.suppress(OSError):  # another process may remove it, too
-            is_complete = program.with_name(program.name.removesuffix("-cache") + "-atime").exists()
-            if not is_complete and time.time() - program.stat().st_mtime > _WRITE_SECONDS:
+    # The lock may be held for too long, or the file system may have none: then JAX does without its cache, too.
+    with contextlib.suppress(OSError, NotImplementedError):
+        if not _list_incomplete(folder):
+            return
+        import filelock
+
+        # JAX holds this lock while it writes, and a killed process holds none.
+        with filelock.FileLock(folder / ".lockfile", LOCK_SECONDS):
+            for program in _list_incomplete(folder):
                 program.unlink()
+
+
+def _list_incomplete(folder: Path) -> list[Path]:
+    names = {path.name for path in folder.iterdir()}
+    programs = (name.removesuffix("-cache") for name in names if name.endswith("-cache"))
+    return [folder / f"{program}-cache" for program in programs if f"{program}-atime" not in names]
 
 
 def _get(name: str) -> str | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import filelock
 import jax
 import pytest
 
@@ -95,6 +97,10 @@ def test_an_environment_without_a_limit_has_a_folder_of_its_own(tmp_path, monkey
 
 
 def test_a_second_process_reads_what_the_first_compiled(tmp_path):
+    """Also after a process was killed while it wrote a program."""
+    folder = tmp_path / "policyc" / "compiled"
+    folder.mkdir(parents=True)
+    (folder / "broken-cache").touch()
     code = """
 import policyc
 policyc.use_compile_cache()
@@ -133,17 +139,15 @@ def test_a_policy_that_keeps_everything_leaves_the_folder_to_jax(tmp_path, polic
     assert ran.out.strip() == expected.format(cache=tmp_path)
 
 
-def test_programs_of_a_killed_process_are_removed(tmp_path, monkeypatch):
-    """Only if nobody can still be writing them, and never complete ones."""
-    monkeypatch.setattr(compile_cache, "_set", lambda name, value: None)
-    for name in ("old-cache", "young-cache", "complete-cache", "complete-atime", "other"):
-        (tmp_path / name).write_bytes(b"")
-    for name in ("old-cache", "complete-cache", "complete-atime", "other"):
-        os.utime(tmp_path / name, (0, 0))
-    use_compile_cache(str(tmp_path))
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "complete-atime",
-        "complete-cache",
-        "other",
-        "young-cache",
-    ]
+@pytest.mark.usefixtures("jax_without_folder")
+@pytest.mark.parametrize("is_writing", [False, True])
+def test_programs_of_a_killed_process_are_removed(tmp_path, monkeypatch, is_writing):
+    """At once, unless a process holds JAX's lock, which may be writing them. Complete ones are never removed."""
+    monkeypatch.setattr(compile_cache, "LOCK_SECONDS", 0)
+    kept = {"complete-cache", "complete-atime", "other"}
+    for name in kept | {"broken-cache"}:
+        (tmp_path / name).touch()
+    with filelock.FileLock(tmp_path / ".lockfile") if is_writing else contextlib.nullcontext():
+        use_compile_cache(str(tmp_path))
+    expected = kept | {"broken-cache"} if is_writing else kept
+    assert {path.name for path in tmp_path.iterdir()} - {".lockfile"} == expected
