@@ -60,6 +60,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=4, help="processes that share the GPU")
     parser.add_argument("--minutes", type=float, default=8.7)
     parser.add_argument("--data", default="stdlib")
+    parser.add_argument(
+        "--attention", default="xla", help="fused attention hides how noise is divided among sites"
+    )
     parser.add_argument("--eval-batches", type=int, default=64)
     parser.add_argument("--policies", type=Path, help="the OUT of an earlier run, whose policies are trained")
     parser.add_argument("--out", type=Path, required=True)
@@ -114,6 +117,8 @@ class Study:
             options.data,
             "--warmup",
             "0.1",
+            "--attention",
+            options.attention,
         ]
 
     def train_reference(self) -> None:
