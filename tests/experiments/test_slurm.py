@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import pickle
-import signal
-from collections.abc import Iterator
+import subprocess
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("submitit", reason="submitit is not installed: pip install 'policyc[slurm]'")
-from policyc.experiments.sweep import slurm, slurm_task
+from policyc.experiments.sweep import slurm, wrapper
 from policyc.experiments.sweep.run import Run, RunStatus
 from policyc.experiments.sweep.slurm import (
     SlurmExecutor,
@@ -21,14 +17,13 @@ from policyc.experiments.sweep.slurm import (
     find_end,
     parse_slurm_options,
 )
-from policyc.experiments.sweep.slurm_task import SlurmTask
 from tests.support.command import policyc
 
 pytestmark = pytest.mark.any_jax
 
 # Each notes its words in calls.txt. sbatch counts jobs from 7, squeue prints queue.txt or fails if it is missing.
 COMMANDS = {
-    "sbatch": 'grep -c "^sbatch" calls.txt | { read n; echo "Submitted batch job $((n + 6))"; }; cp "$1" script.sh',
+    "sbatch": 'grep -c "^sbatch" calls.txt | { read n; echo "$((n + 6));a_cluster"; }; cat >script.sh',
     "squeue": 'cat queue.txt 2>/dev/null || { echo "Unable to contact slurm controller" >&2; exit 1; }',
     "scancel": ":",
     "scontrol": ":",
@@ -129,10 +124,10 @@ def test_a_job_has_the_resources_and_can_be_requeued(cluster, tmp_path):
     executor.start(run)
     assert executor.slots == 4
     assert SlurmJob.read(run.folder) == SlurmJob(id="7")
-    script = (cluster.folder / "script.sh").read_text()
+    (call,) = cluster.calls("sbatch")
     for words in ("--partition=low", "--gpus-per-node=1", "--ntasks-per-node=1", "--time=30", "--mem=4G", "--requeue",
                   "--signal=USR2@90", f"--comment={run.folder}", "--job-name=policyc-fp8-3"):  # fmt: skip
-        assert f"#SBATCH {words}\n" in script
+        assert f" {words} " in f"{call} "
     assert Run.read(run.folder).environment == {"POLICYC_STOP_GRACE": "60"}
 
 
@@ -193,7 +188,7 @@ def test_a_controller_that_does_not_answer_ends_no_run(cluster, tmp_path, capsys
 def test_a_job_that_vanished_is_failed_with_its_last_lines(cluster, tmp_path):
     run, executor = make_run(tmp_path), SlurmExecutor(OPTIONS)
     executor.start(run)
-    (run.folder / "slurm" / "7_0_log.err").write_text("ModuleNotFoundError: No module named 'policyc'\n")
+    (run.folder / "slurm" / "7.txt").write_text("ModuleNotFoundError: No module named 'policyc'\n")
     assert not executor.is_active(run)
     status = RunStatus.read(run.folder)
     assert (status.state, status.reason) == (
@@ -261,51 +256,46 @@ def test_how_a_run_ended(status, state, end):
 # ---- inside a job
 
 
-@pytest.mark.parametrize(("state", "requeues"), [("RUNNING", True), ("CANCELLED", False), ("TIMEOUT", False)])
-def test_a_preempted_run_requeues_its_job_unless_it_was_cancelled(state, requeues, cluster):
+@pytest.mark.parametrize(
+    ("status", "state", "requeues"),
+    [
+        ("preempted", "RUNNING", True),
+        ("preempted", "CANCELLED", False),
+        ("preempted", "TIMEOUT", False),
+        ("failed", "RUNNING", False),
+    ],
+)
+def test_a_preempted_run_requeues_its_job_unless_it_was_cancelled(status, state, requeues, cluster, tmp_path):
+    run = make_run(tmp_path)
+    SlurmExecutor(OPTIONS).start(run)
+    make_status(status).write(run.folder)
     cluster.set_queue(state)
-    slurm_task.requeue("7")
-    assert cluster.calls("squeue") == ["squeue --noheader --jobs=7 --format=%T"]
-    assert ("scontrol requeue 7" in (cluster.folder / "calls.txt").read_text()) == requeues
+    (cluster.folder / "srun").write_text("#!/bin/sh\nkill -TERM $PPID; exit 3\n")  # as in a preemption
+    words = ["env", "SLURM_JOB_ID=7", "sh", str(cluster.folder / "script.sh")]
+    assert subprocess.run(words, check=False).returncode == 3
+    assert cluster.calls("squeue")[1:] == ["squeue --noheader --jobs=7 --format=%T"] * (status == "preempted")
+    assert cluster.calls("scontrol") == ["scontrol requeue 7"] * requeues
 
 
-@pytest.fixture
-def _same_handlers() -> Iterator[None]:
-    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-    before = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("_same_handlers")
-def test_the_other_tasks_of_a_mesh_run_the_program_alone(tmp_path, monkeypatch):
-    """They write no status: a run has one. A signal reaches the program."""
-    monkeypatch.setenv("SLURM_PROCID", "1")
-    monkeypatch.setattr(slurm_task, "_LAST_WORDS_SECONDS", 0)
-    words = (
-        f"trap 'echo got the signal; exit 75' TERM; kill -TERM {os.getpid()}; while :; do sleep 0.01; done"
-    )
-    run = make_run(tmp_path, ("sh", "-c", words))
+def run_wrapper(monkeypatch: pytest.MonkeyPatch, run: Run, rank: int) -> int:
     run.write()
-    SlurmTask(str(run.folder))()
-    assert (run.folder / "log.1.txt").read_text().endswith("got the signal\n")
-    assert RunStatus.read(run.folder) is None
-    failing = make_run(tmp_path, ("sh", "-c", "exit 3"))
-    failing.write()
-    with pytest.raises(RuntimeError, match=r"task 1 ended with exit code 3: see .*log\.1\.txt"):
-        SlurmTask(str(failing.folder))()
+    monkeypatch.setattr("sys.argv", ["wrapper", str(run.folder), str(rank)])
+    monkeypatch.setattr(wrapper.signal, "signal", lambda *_: None)
+    return wrapper.main()
 
 
-@pytest.mark.usefixtures("_same_handlers")
-def test_a_finished_run_is_not_run_again(tmp_path):
+def test_the_other_processes_of_a_mesh_write_no_status(tmp_path, monkeypatch):
+    monkeypatch.setattr(wrapper, "_LAST_WORDS_SECONDS", 0)
+    for exit, code in ((75, 0), (3, 1)):  # one that was stopped must not end the others
+        run = make_run(tmp_path, ("sh", "-c", f"echo exits with {exit}; exit {exit}"))
+        assert run_wrapper(monkeypatch, run, 1) == code
+        assert (run.folder / "log.1.txt").read_text().endswith(f"exits with {exit}\n")
+        assert RunStatus.read(run.folder) is None
+
+
+def test_a_finished_run_is_not_run_again(tmp_path, monkeypatch):
     run = make_run(tmp_path, ("false",))
     run.write()
     make_status("finished").write(run.folder)
-    SlurmTask(str(run.folder))()
+    assert run_wrapper(monkeypatch, run, 0) == 0
     assert not (run.folder / "log.txt").exists()
-
-
-def test_a_task_that_is_requeued_starts_from_its_folder(tmp_path):
-    delayed = SlurmTask(str(tmp_path)).checkpoint()
-    assert pickle.loads(pickle.dumps(delayed.function)).__dict__ == SlurmTask(str(tmp_path)).__dict__

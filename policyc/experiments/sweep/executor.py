@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +20,7 @@ from typing import Protocol
 
 from policyc.experiments.sweep.liveness import is_alive, is_locked
 from policyc.experiments.sweep.run import LOG_FILE, Run, RunStatus
-from policyc.experiments.sweep.wrapper import read_grace, wrapper_command
+from policyc.experiments.sweep.wrapper import read_grace
 
 
 class Executor(Protocol):
@@ -64,7 +65,7 @@ class LocalExecutor:
         # A session of its own: Ctrl-C in the terminal reaches the sweep, which stops its runs in order.
         with (run.folder / LOG_FILE).open("ab") as log:  # a wrapper that fails says why
             self._processes[run.folder] = subprocess.Popen(
-                wrapper_command(run),
+                [sys.executable, "-m", "policyc.experiments.sweep.wrapper", str(run.folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -1,4 +1,4 @@
-"""Runs of a sweep as Slurm jobs, through submitit.
+"""Runs of a sweep as Slurm jobs.
 
 The number of a run's job is kept in `slurm.json` in its folder, and the folder is the comment of the job. So a sweep
 finds the jobs of an earlier one. Slurm says which jobs are in the queue. How a run ended is in its `status.json`; if a
@@ -8,6 +8,7 @@ job ended without it, this module writes it.
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,17 +21,15 @@ from typing import Any
 from policyc.base.text import did_you_mean
 from policyc.experiments.sweep.liveness import is_locked
 from policyc.experiments.sweep.run import LOG_FILE, Run, RunStatus, State, tail_lines, write_json
-from policyc.experiments.sweep.slurm_task import SlurmTask
 from policyc.experiments.sweep.wrapper import DEFAULT_GRACE, GRACE_VARIABLE
 
 JOB_FILE = "slurm.json"
 JOB_FOLDER = "slurm"
-"""Where submitit keeps its script, its pickle and the output of the job itself."""
+"""Where the output of the job itself is. The programs write to `log.txt`."""
 
 _DEFAULT_JOBS = 100  # clusters limit how many jobs of a user may wait
 _POLL_SECONDS = 5.0  # all runs share one question; administrators ask not to put it every second
 _SLURM_TIMEOUT = 60.0  # a controller that is restarted answers after some seconds
-_MOST_TIMEOUTS = 100  # how often a run may reach its time limit; submitit's default of 3 would end long runs
 _FILE_SYSTEM_SECONDS = 60.0  # NFS caches a folder for up to a minute
 _LOG_LINES = 20
 _ENDED = frozenset({"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
@@ -44,6 +43,21 @@ _EXPLANATIONS = {
     "TIMEOUT": "it reached its time limit and could not be requeued",
     "": "it vanished: Slurm does not know it any more",
 }
+
+_SCRIPT = """#!/bin/sh
+# Slurm's SIGTERM reaches the run, which saves. This script waits for it.
+trap : TERM
+srun --kill-on-bad-exit=1 sh -c 'exec "$0" -m policyc.experiments.sweep.wrapper "$1" "$SLURM_PROCID"' {python} {folder}
+code=$?
+# A job that ends in the grace time of its preemption is complete for Slurm, which would not requeue it. A job that
+# someone cancelled gets the same signal, and must not come back: its state is CANCELLED by then.
+if grep -q '"state": "preempted"' {folder}/status.json &&
+  [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $code
+"""
+"""What a job does. `--kill-on-bad-exit`: a process that fails ends the others."""
 
 
 # ---- options
@@ -77,23 +91,20 @@ class SlurmOptions:
         """How many processes one run has."""
         return self.nodes * self.tasks
 
-    def submitit_parameters(self) -> dict[str, Any]:
-        """The parameters of `submitit.SlurmExecutor`."""
-        numbers = {
+    def sbatch_words(self) -> list[str]:
+        """The options of `sbatch`."""
+        values = {
             "time": self.time,
             "nodes": self.nodes,
-            "ntasks_per_node": self.tasks,
-            "cpus_per_task": self.cpus,
-            # Not gpus_per_task: JAX takes the GPU with the number of its process, so it must see all of a node.
-            "gpus_per_node": self.gpus or None,
+            "ntasks-per-node": self.tasks,
+            "cpus-per-task": self.cpus,
+            # Not gpus-per-task: JAX takes the GPU with the number of its process, so it must see all of a node.
+            "gpus-per-node": self.gpus or None,
             # The wrapper kills a program that does not stop after `grace`, and then writes the status.
-            "signal_delay_s": self.grace + 30,
+            "signal": f"USR2@{self.grace + 30}",
+            **dict(self.sbatch),
         }
-        return {
-            **{name: value for name, value in numbers.items() if value is not None},
-            "additional_parameters": {**dict(self.sbatch), "requeue": True},
-            "srun_args": ["--kill-on-bad-exit=1"],  # a process that fails ends the others
-        }
+        return ["--requeue", *(f"--{name}={value}" for name, value in values.items() if value is not None)]
 
 
 def parse_slurm_options(texts: Sequence[str]) -> SlurmOptions:
@@ -215,10 +226,12 @@ def _ask_queue() -> dict[str, QueuedJob]:
     return {job.id: job for job in jobs}
 
 
-def _run_slurm(*words: str) -> str:
-    """Runs a command of Slurm. Raises OSError with its message."""
+def _run_slurm(*words: str, script: str = "") -> str:
+    """Runs a command of Slurm with a script as its input. Raises OSError with its message."""
     try:
-        answer = subprocess.run(words, capture_output=True, text=True, timeout=_SLURM_TIMEOUT, check=True)
+        answer = subprocess.run(
+            words, input=script, capture_output=True, text=True, timeout=_SLURM_TIMEOUT, check=True
+        )
     except subprocess.CalledProcessError as error:
         raise OSError(f"{words[0]}: {error.stderr.strip() or error}") from None
     except subprocess.TimeoutExpired:
@@ -227,16 +240,11 @@ def _run_slurm(*words: str) -> str:
 
 
 class SlurmExecutor:
-    """Submits runs as Slurm jobs. Raises ValueError without Slurm or submitit, OSError if Slurm does not answer."""
+    """Submits runs as Slurm jobs. Raises ValueError without Slurm, OSError if Slurm does not answer."""
 
     def __init__(self, options: SlurmOptions, jobs: int | None = None) -> None:
         if shutil.which("sbatch") is None:
             raise ValueError("--slurm: there is no sbatch on this machine: run the sweep on a login node")
-        try:
-            import submitit
-        except ModuleNotFoundError:
-            raise ValueError("--slurm needs the package 'submitit': pip install 'policyc[slurm]'") from None
-        self._submitit = submitit
         self.slots: int = jobs or _DEFAULT_JOBS
         self._options = options
         self._queue = SlurmQueue()
@@ -287,14 +295,24 @@ class SlurmExecutor:
 
     def _submit(self, run: Run) -> str:
         """Submits a run. Returns the number of its job."""
-        executor = self._submitit.SlurmExecutor(run.folder / JOB_FOLDER, max_num_timeout=_MOST_TIMEOUTS)
-        name = f"policyc-{run.variant}-{'-'.join(map(str, run.seeds))}"
-        parameters: dict[str, Any] = self._options.submitit_parameters()
+        output = run.folder / JOB_FOLDER
+        output.mkdir(exist_ok=True)
+        words = [
+            "sbatch",
+            "--parsable",
+            f"--job-name=policyc-{run.variant}-{'-'.join(map(str, run.seeds))}",
+            f"--comment={run.folder}",
+            f"--output={str(output).replace('%', '%%')}/%j.txt",
+            "--open-mode=append",
+            *self._options.sbatch_words(),
+        ]
+        script = _SCRIPT.format(python=shlex.quote(sys.executable), folder=shlex.quote(str(run.folder)))
         try:
-            executor.update_parameters(job_name=name, comment=str(run.folder), **parameters)
-            return executor.submit(SlurmTask(str(run.folder))).job_id
-        except RuntimeError as error:  # what submitit raises if sbatch fails
-            raise OSError(f"{run.name} could not be submitted: {str(error).strip()}") from None
+            return (
+                _run_slurm(*words, script=script).strip().partition(";")[0]
+            )  # the name of a cluster may follow
+        except OSError as error:
+            raise OSError(f"{run.name} could not be submitted: {error}") from None
 
     def _find_job(self, run: Run) -> SlurmJob | None:
         """The last job of a run. A sweep that was killed while it submitted a job did not note its number."""
@@ -337,7 +355,7 @@ def find_end(status: RunStatus | None, job: SlurmJob, state: str, reason: str) -
 
 def _job_output(folder: Path, job: SlurmJob) -> list[str]:
     """What a job printed last that did not get as far as the wrapper."""
-    return tail_lines(folder / JOB_FOLDER / f"{job.id}_0_log.err", _LOG_LINES)
+    return tail_lines(folder / JOB_FOLDER / f"{job.id}.txt", _LOG_LINES)
 
 
 def _append_output(folder: Path, lines: Sequence[str], reason: str) -> None:

@@ -2,7 +2,8 @@
 
 Starts the command of `launch.json`, writes its output to `log.txt`, and writes `status.json` when the state changes. On
 SIGTERM, SIGINT, SIGUSR1 or SIGUSR2 it interrupts the program, which can then save a checkpoint, and kills it after a
-grace period. In a job with several processes, those with a RANK above 0 write `log.RANK.txt` and no status.
+grace period. In a job with several processes, those with a RANK above 0 write `log.RANK.txt` and no status. The exit
+code is 0 if the run finished or was stopped: Slurm ends the other processes of a job when one ends with an error.
 """
 
 from __future__ import annotations
@@ -42,14 +43,11 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, s
 _POLL_SECONDS = 0.1
 _CONVERT_SECONDS = 5.0  # between two conversions of another trainer's metrics
 _EXIT_BUSY = 75  # EX_TEMPFAIL: another process runs this run
+_GOOD_EXITS = (0, EXIT_PREEMPTED, 130)  # 130: the bundled trainer saved on SIGINT
+_LAST_WORDS_SECONDS = 30  # the first process sees that another one is dead, and says so, before Slurm ends it
 _LOG_LINES = 40  # lines in which the reason of a failure is looked for
 _DIAGNOSTIC = ": error["
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory", "MemoryError", "OUT_OF_MEMORY")
-
-
-def wrapper_command(run: Run, rank: int = 0) -> list[str]:
-    """The words of the process that runs a run."""
-    return [sys.executable, "-m", "policyc.experiments.sweep.wrapper", str(run.folder), str(rank)]
 
 
 def main() -> int:
@@ -57,15 +55,19 @@ def main() -> int:
         sys.stderr.write("usage: python -m policyc.experiments.sweep.wrapper FOLDER [RANK]\n")
         return 2
     folder = Path(sys.argv[1]).absolute()
+    run = Run.read(folder)
+    statuses = [RunStatus.read(folder) for folder in run.folders]
+    if all(status is not None and status.state == "finished" for status in statuses):
+        return 0  # Slurm starts a job again whose node failed
     if len(sys.argv) == 3 and int(sys.argv[2]) > 0:
-        return _Wrapper(Run.read(folder)).run_rank(int(sys.argv[2]))
+        return _Wrapper(run).run_rank(int(sys.argv[2]))
     with try_lock(folder) as lock:
         if lock.is_busy:
             sys.stderr.write(f"{folder}: another process runs this run\n")
             return _EXIT_BUSY
         if text := lock.warning(folder, "run"):
             sys.stderr.write(f"warning: {text}\n")
-        return _Wrapper(Run.read(folder)).run(lock.descriptor)
+        return _Wrapper(run).run(lock.descriptor)
 
 
 class _Wrapper:
@@ -82,7 +84,7 @@ class _Wrapper:
             signal.signal(number, self._note_signal)
 
     def run(self, lock: int) -> int:
-        """Runs the program to its end. Returns its exit code. The program inherits the lock."""
+        """Runs the program to its end. Returns 0 unless it failed. The program inherits the lock."""
         begin, status = time.monotonic(), self._first_status()
         self._write(status)
 
@@ -99,14 +101,19 @@ class _Wrapper:
             code = self._run_program(log, (lock,), note_program)
         seconds = status.seconds + time.monotonic() - begin
         status = replace(status, exit=code, ended=_now(), seconds=seconds)
-        for folder, end in zip(self._run.folders, self._judge(code), strict=True):
+        ends = self._judge(code)
+        for folder, end in zip(self._run.folders, ends, strict=True):
             replace(status, **asdict(end)).write(folder)
-        return _as_exit_code(code)
+        return int(any(end.state == "failed" for end in ends))
 
     def run_rank(self, rank: int) -> int:
-        """Runs another process of the program to its end. Returns its exit code."""
+        """Runs another process of the program to its end. Returns 0 unless it failed."""
         with (self._run.folder / f"log.{rank}.txt").open("a", encoding="utf-8") as log:
-            return _as_exit_code(self._run_program(log))
+            code = self._run_program(log)
+        if code in _GOOD_EXITS:
+            return 0
+        time.sleep(_LAST_WORDS_SECONDS)
+        return 1
 
     def _write(self, status: RunStatus) -> None:
         for folder in self._run.folders:
@@ -257,11 +264,6 @@ def _explain_exit(code: int, log: Path, log_start: int) -> str:
     # A diagnostic of policyc ends with the place in the policy, so its first line says more than its last.
     message = next((line for line in reversed(lines) if _DIAGNOSTIC in line), lines[-1] if lines else "")
     return f"exit code {code}" + (f": {message.strip()[:200]}" if message else "")
-
-
-def _as_exit_code(code: int) -> int:
-    """What a shell would report: 128 and the number of the signal for a process that was killed."""
-    return code if code >= 0 else 128 - code
 
 
 def _now() -> str:
