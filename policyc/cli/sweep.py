@@ -13,7 +13,7 @@ from policyc.cli.program import exit_on_error
 from policyc.cli.sweep_runs import SweepCommand, SweepOptions, run_sweep, split_names
 
 if TYPE_CHECKING:
-    from policyc.experiments.sweep.edits import EditedPolicy
+    from policyc.experiments.sweep.variants import SweepVariant
     from policyc.language.policy import Policy
 
 
@@ -72,15 +72,14 @@ def sweep(
     """
     if not program and not config:
         raise click.UsageError("name a program, or a configuration with --config")
-    from policyc.experiments.sweep.edits import EditedPolicy, expand
-    from policyc.experiments.sweep.variants import policy_name
+    from policyc.experiments.sweep.variants import SweepVariant, expand, policy_name
 
     words = split_names(policies)
     if not words:
         raise click.UsageError("name a policy")
     loaded = [load_policy(word) for word in words]
     compared = [
-        EditedPolicy(name=policy_name(word), policy=expand(policy), edit=f"the policy {word}")
+        SweepVariant(name=policy_name(word), policy=expand(policy), edit=f"the policy {word}")
         for word, policy in zip(words, loaded, strict=True)
     ]
     if len(words) > 1:
@@ -103,11 +102,11 @@ def _evaluate(config: str, words: tuple[str, ...], steps: int | None) -> tuple[s
     return (*words, "--eval-every", str(every))
 
 
-def _edit_policy(policy: Policy, options: EditOptions) -> list[EditedPolicy]:
+def _edit_policy(policy: Policy, options: EditOptions) -> list[SweepVariant]:
     """The edits that the options ask for. Raises a usage error."""
     from policyc.experiments.sweep.edits import ablate, add_one, apply_variants, make_grid, parse_grid
 
-    edited: list[EditedPolicy] = []
+    edited: list[SweepVariant] = []
     try:
         if options.variants is not None:
             edited += apply_variants(policy, split_names(options.variants))

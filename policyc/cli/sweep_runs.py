@@ -36,11 +36,11 @@ from policyc.cli.sweep_output import print_dry_run, print_omitted, write_page
 
 if TYPE_CHECKING:
     from policyc.experiments.sweep.commands import SweepProgram
-    from policyc.experiments.sweep.edits import EditedPolicy
     from policyc.experiments.sweep.engine import SweepResult, TrackedRun
     from policyc.experiments.sweep.executor import Executor
     from policyc.experiments.sweep.manifest import SweepDesign
     from policyc.experiments.sweep.slurm import SlurmOptions
+    from policyc.experiments.sweep.variants import SweepVariant
 
 EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
 _DEFAULT_BASELINES = ("bf16", "fp8")
@@ -149,8 +149,8 @@ def split_names(text: str) -> tuple[str, ...]:
 
 
 def run_sweep(
-    policies: Sequence[EditedPolicy],
-    edits: Sequence[EditedPolicy],
+    policies: Sequence[SweepVariant],
+    edits: Sequence[SweepVariant],
     program: Sequence[str],
     config: str | None,
     options: SweepOptions,
@@ -222,8 +222,8 @@ def _make_program(words: Sequence[str], config: str | None, options: SweepOption
 
 
 def _design_sweep(
-    policies: Sequence[EditedPolicy],
-    edits: Sequence[EditedPolicy],
+    policies: Sequence[SweepVariant],
+    edits: Sequence[SweepVariant],
     program: SweepProgram,
     options: SweepOptions,
     out: Path,
@@ -247,9 +247,7 @@ def _design_sweep(
             listed = earlier
         elif not options.no_plan and not _has_several_processes(options):
             click.echo("planning the policies for the program, up to its first loss ...", err=True)
-            by_hash = {edited.policy.sha256: edited.policy for edited in (*baselines, *edits, *policies)}
-            to_plan = {variant.name: by_hash[variant.sha256] for variant in listed.variants}
-            planned = plan_policies(program, seeds[0], to_plan)
+            planned = plan_policies(program, seeds[0], {v.name: v.policy for v in listed.variants})
             for variant in listed.variants:
                 if variant.role == "policy" and planned[variant.name].warnings:
                     click.echo(planned[variant.name].warnings, err=True)

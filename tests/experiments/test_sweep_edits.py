@@ -6,21 +6,21 @@ import pytest
 
 from policyc import parse
 from policyc.experiments.sweep.edits import (
-    EditedPolicy,
     ablate,
     add_one,
     apply_variants,
     make_grid,
     parse_grid,
-    semantic_key,
 )
 from policyc.experiments.sweep.probe import PlannedPolicy
 from policyc.experiments.sweep.variants import (
+    SweepVariant,
     VariantList,
     collect_variants,
     drop_equal_plans,
     load_baseline,
     policy_name,
+    semantic_key,
 )
 from policyc.language.bundled import bundled_policies
 from policyc.language.formatter import format_file
@@ -39,7 +39,7 @@ variant fp8 { recipe nv = fp8 }
 """
 
 
-def recipes(edited: list[EditedPolicy]) -> dict[str, list[str]]:
+def recipes(edited: list[SweepVariant]) -> dict[str, list[str]]:
     """The recipes that each edit has: named ones, and those that rules have themselves."""
     return {
         e.name: [str(d.recipe) for d in e.policy.recipes]
@@ -126,7 +126,7 @@ def test_edits_of_a_policy_that_has_none_are_refused() -> None:
 
 def test_a_policy_can_be_a_baseline_of_its_edits() -> None:
     policy = parse("mlp.* -> nvfp4(sr=grad)")
-    base = EditedPolicy(name="p", policy=policy, edit="the policy")
+    base = SweepVariant(name="p", policy=policy, edit="the policy")
     listed = collect_variants([load_baseline("bf16"), base], [base], ablate(policy))
     assert [(v.name, v.role) for v in listed.variants] == [
         ("bf16", "baseline"),
@@ -138,7 +138,7 @@ def test_a_policy_can_be_a_baseline_of_its_edits() -> None:
 
 
 def test_a_policy_that_is_named_twice_is_run_once_and_the_sweep_says_so() -> None:
-    policies = [EditedPolicy(name="p", policy=parse("mlp.* -> fp8"), edit=f"the policy {n}") for n in "ab"]
+    policies = [SweepVariant(name="p", policy=parse("mlp.* -> fp8"), edit=f"the policy {n}") for n in "ab"]
     listed = collect_variants([], policies, [])
     assert [variant.name for variant in listed.variants] == ["p"]
     assert [(o.edit, o.reason) for o in listed.omitted] == [("the policy b", "the same policy as 'p'")]
@@ -147,7 +147,7 @@ def test_a_policy_that_is_named_twice_is_run_once_and_the_sweep_says_so() -> Non
 def test_no_variant_has_the_name_of_a_file_of_the_sweep() -> None:
     names = ("sweep.json", "report.html", ".lock")
     policies = [
-        EditedPolicy(name=name, policy=parse(f"seed = {n}\nmlp.* -> fp8"), edit="a policy")
+        SweepVariant(name=name, policy=parse(f"seed = {n}\nmlp.* -> fp8"), edit="a policy")
         for n, name in enumerate(names)
     ]
     listed = collect_variants([], policies, [])
@@ -156,7 +156,7 @@ def test_no_variant_has_the_name_of_a_file_of_the_sweep() -> None:
 
 def test_the_findings_of_an_edit_are_those_that_the_policy_has_not() -> None:
     policy = parse("mlp.* -> nvfp4(sr=grad)\nattn.* -> mxfp4")
-    base = EditedPolicy(name="p", policy=policy, edit="the policy")
+    base = SweepVariant(name="p", policy=policy, edit="the policy")
     (edited,) = collect_variants([], [base], ablate(policy)).variants[1:]
     # That mxfp4 rounds to nearest is true of the policy too.
     assert edited.findings == (
@@ -179,7 +179,7 @@ def test_policies_that_mean_the_same_have_the_same_key() -> None:
 
 def collect(text: str, names: tuple[str, ...] = ("all",), baselines: tuple[str, ...] = ()) -> VariantList:
     policy = parse(text)
-    base = EditedPolicy(name="mine", policy=policy, edit="the policy mine")
+    base = SweepVariant(name="mine", policy=policy, edit="the policy mine")
     return collect_variants(
         [load_baseline(name) for name in baselines], [base], apply_variants(policy, names)
     )
@@ -234,7 +234,7 @@ def test_a_variant_with_the_name_of_a_baseline_gets_another_name() -> None:
 
 def test_an_invalid_edit_is_not_run_and_a_risky_one_is_noted() -> None:
     policy = parse("* -> bf16\nmlp.* -> nvfp4(sr=grad, scale2d=weights)")
-    base = EditedPolicy(name="mine", policy=policy, edit="the policy mine")
+    base = SweepVariant(name="mine", policy=policy, edit="the policy mine")
     edits = [*make_grid(policy, parse_grid("rounding=ms_eden")), *ablate(policy)]
     listed = collect_variants([], [base], edits)
     assert [v.name for v in listed.variants] == ["mine", "no_sr", "no_scale2d"]
@@ -266,7 +266,7 @@ def test_a_policy_without_anything_to_remove_says_so(name: str) -> None:
 def test_edits_of_bundled_policies_are_policies_and_all_differ(name: str) -> None:
     policy = load(name)
     edits = [*ablate(policy), *apply_variants(policy, ("all",))]
-    base = EditedPolicy(name=policy_name(name), policy=policy, edit=f"the policy {name}")
+    base = SweepVariant(name=policy_name(name), policy=policy, edit=f"the policy {name}")
     listed = collect_variants([], [base], edits)
     assert len(listed.variants) + len(listed.omitted) == len(edits) + 1
     assert len({v.text.partition("\n\n")[2] for v in listed.variants}) == len(listed.variants)

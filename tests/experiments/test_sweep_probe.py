@@ -15,8 +15,8 @@ import pytest
 
 import policyc
 from policyc.experiments.sweep.commands import SweepProgram
-from policyc.experiments.sweep.edits import expand
 from policyc.experiments.sweep.probe import describe_plans, plan_digest, plan_policies
+from policyc.experiments.sweep.variants import expand
 
 pytestmark = pytest.mark.any_jax
 

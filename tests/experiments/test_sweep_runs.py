@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from policyc.experiments.sweep.commands import ApplyOptions, SweepProgram, make_runs
-from policyc.experiments.sweep.edits import EditedPolicy
 from policyc.experiments.sweep.manifest import ChangedSweep, SweepDesign, open_sweep, reuse_plans
 from policyc.experiments.sweep.probe import PlannedPolicy
 from policyc.experiments.sweep.run import Run, RunStatus, tail_lines
-from policyc.experiments.sweep.variants import VariantList, collect_variants, drop_equal_plans
+from policyc.experiments.sweep.variants import SweepVariant, VariantList, collect_variants, drop_equal_plans
 from policyc.experiments.sweep.wrapper import judge_end, judge_seeds, read_grace
 from policyc.language.loader import parse
 from tests.support.sweep_runs import make_run, write_metrics
@@ -180,7 +179,7 @@ def test_what_cannot_be_swept_is_explained(program: SweepProgram, message: str) 
 def design(
     text: str = "mlp.* -> fp8", seeds: tuple[int, ...] = (0, 1), margin: str = "0.5%", **program: object
 ) -> SweepDesign:
-    base = EditedPolicy(name="mine", policy=parse(text), edit="the policy mine")
+    base = SweepVariant(name="mine", policy=parse(text), edit="the policy mine")
     listed: VariantList = collect_variants([], [base], [])
     values = {"words": ("--batch", "2"), "config": "tiny", "steps": 5} | program
     return SweepDesign(program=SweepProgram(**values), policies=listed, seeds=seeds, margin=margin)  # type: ignore[arg-type]  # the values are those of the fields
@@ -223,8 +222,8 @@ def test_a_sweep_may_grow(tmp_path: Path) -> None:
 
 
 def test_a_sweep_that_is_continued_keeps_its_plans(tmp_path: Path) -> None:
-    base = EditedPolicy(name="mine", policy=parse("mlp.* -> fp8"), edit="the policy mine")
-    edit = EditedPolicy(name="same", policy=parse("mlp.* -> fp8\nmlp.* -> fp8"), edit="an edit")
+    base = SweepVariant(name="mine", policy=parse("mlp.* -> fp8"), edit="the policy mine")
+    edit = SweepVariant(name="same", policy=parse("mlp.* -> fp8\nmlp.* -> fp8"), edit="an edit")
     listed = collect_variants([], [base], [edit])
     program = SweepProgram(words=(), config="tiny")
     assert reuse_plans(tmp_path, program, listed) is None
@@ -232,7 +231,7 @@ def test_a_sweep_that_is_continued_keeps_its_plans(tmp_path: Path) -> None:
     planned = drop_equal_plans(listed, plans)
     open_sweep(tmp_path, SweepDesign(program=program, policies=planned, seeds=(0,), margin="0.5%"))
     assert reuse_plans(tmp_path, program, listed) == planned
-    other = EditedPolicy(name="same", policy=parse("mlp.* -> mxfp8"), edit="an edit")
+    other = SweepVariant(name="same", policy=parse("mlp.* -> mxfp8"), edit="an edit")
     assert reuse_plans(tmp_path, program, collect_variants([], [base], [other, edit])) is None
     # An edit that was left out, and now is another one, must be planned.
     assert reuse_plans(tmp_path, program, collect_variants([], [base], [other])) is None
@@ -270,7 +269,7 @@ def test_a_sweep_is_continued_in_another_folder_if_its_script_is_there(
 
 def test_a_policy_may_be_named_by_another_path(tmp_path: Path) -> None:
     open_sweep(tmp_path, design())
-    same = EditedPolicy(name="mine", policy=parse("mlp.* -> fp8"), edit="the policy ./mine\nx.policy")
+    same = SweepVariant(name="mine", policy=parse("mlp.* -> fp8"), edit="the policy ./mine\nx.policy")
     assert open_sweep(tmp_path, replace(design(), policies=collect_variants([], [same], []))) == []
     text = (tmp_path / "mine" / "policy.policy").read_text()
     assert text == "# the policy ./mine\\x0ax.policy\n\nmlp.* -> fp8\n"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from policyc.base.text import did_you_mean
+from policyc.experiments.sweep.variants import SweepVariant, expand
 from policyc.language.formats import FORMATS
 from policyc.language.policy import Policy, RecipeCall, RecipeExpr, Setting, SplitRecipe, recipe_calls
 from policyc.language.recipes import OPTIONS
@@ -29,15 +30,6 @@ Owner = str | int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EditedPolicy:
-    """A policy of a sweep, and what was changed to get it. `name` is also the name of its folder."""
-
-    name: str
-    policy: Policy
-    edit: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Ingredient:
     """An option in one recipe of a policy, with the options that depend on it."""
 
@@ -48,36 +40,24 @@ class _Ingredient:
         return owner == self.owner and option in (self.option, *_DEPENDENT_OPTIONS.get(self.option, ()))
 
 
-def expand(policy: Policy) -> Policy:
-    """The policy alone: imports are expanded already, and a sweep has no use for variants in an edited text."""
-    return replace(policy, variants=())
-
-
-def semantic_key(policy: Policy) -> object:
-    """Equal for policies that mean the same: recipes are compared by what they do, not by their names."""
-    resolve = policy.resolver()
-    rules = tuple((r.selectors, r.where, r.expect, r.when, resolve(r.recipe)) for r in policy.rules)
-    return policy.seed, rules
-
-
 # ---- variants
 
 
-def apply_variants(policy: Policy, names: tuple[str, ...]) -> list[EditedPolicy]:
+def apply_variants(policy: Policy, names: tuple[str, ...]) -> list[SweepVariant]:
     """The policy under its own variants; under all of them for the name `all`. Raises PolicyError, and ValueError."""
     if names == ("all",):
         names = tuple(variant.name for variant in policy.variants)
     if not names:
         raise ValueError("--variants: the policy defines no variant, or none is named")
     return [
-        EditedPolicy(name=name, policy=expand(policy.variant(name)), edit=f"variant {name}") for name in names
+        SweepVariant(name=name, policy=expand(policy.variant(name)), edit=f"variant {name}") for name in names
     ]
 
 
 # ---- one ingredient less
 
 
-def ablate(policy: Policy) -> list[EditedPolicy]:
+def ablate(policy: Policy) -> list[SweepVariant]:
     """The policy without one ingredient, for each ingredient: options first, then rules that protect.
 
     Raises ValueError if it has none.
@@ -85,7 +65,7 @@ def ablate(policy: Policy) -> list[EditedPolicy]:
     policy = expand(policy)
     ingredients = list(_find_ingredients(policy))
     edited = [
-        EditedPolicy(
+        SweepVariant(
             name=f"no_{_label(ingredient, ingredients)}",
             policy=_remove_ingredient(policy, ingredient),
             edit=f"without {_setting_text(policy, ingredient)}{_location(ingredient)}",
@@ -95,7 +75,7 @@ def ablate(policy: Policy) -> list[EditedPolicy]:
     for index in _find_protecting_rules(policy):
         rules = policy.rules[:index] + policy.rules[index + 1 :]
         edited.append(
-            EditedPolicy(
+            SweepVariant(
                 name=f"no_rule_{index + 1}",
                 policy=replace(policy, rules=rules),
                 edit=f"without rule {index + 1}: {policy.rules[index]}",
@@ -164,7 +144,7 @@ def _setting_text(policy: Policy, ingredient: _Ingredient) -> str:
 # ---- one ingredient more
 
 
-def add_one(policy: Policy) -> list[EditedPolicy]:
+def add_one(policy: Policy) -> list[SweepVariant]:
     """The policy with no option in its recipes (`plain`), and this with one option, for each option.
 
     Raises ValueError if no recipe has an option.
@@ -177,12 +157,12 @@ def add_one(policy: Policy) -> list[EditedPolicy]:
         )
     dependents = {name for names in _DEPENDENT_OPTIONS.values() for name in names}
     plain = _select_settings(policy, lambda _owner, _option: False)
-    edited = [EditedPolicy(name="plain", policy=plain, edit="without any option in its recipes")]
+    edited = [SweepVariant(name="plain", policy=plain, edit="without any option in its recipes")]
     for ingredient in ingredients:
         if ingredient.option in dependents:
             continue
         edited.append(
-            EditedPolicy(
+            SweepVariant(
                 name=f"plus_{_label(ingredient, ingredients)}",
                 policy=_select_settings(policy, ingredient.holds),
                 edit=f"plain, with {_setting_text(policy, ingredient)}{_location(ingredient)}",
@@ -226,7 +206,7 @@ def parse_grid(text: str) -> list[GridAxis]:
     return axes
 
 
-def make_grid(policy: Policy, axes: list[GridAxis]) -> list[EditedPolicy]:
+def make_grid(policy: Policy, axes: list[GridAxis]) -> list[SweepVariant]:
     """The policy under every combination of values. Raises ValueError if an axis changes nothing."""
     policy = expand(policy)
     for axis in axes:
@@ -239,7 +219,7 @@ def make_grid(policy: Policy, axes: list[GridAxis]) -> list[EditedPolicy]:
         pairs = list(zip(axes, values, strict=True))
         name = "-".join(f"{str(axis).replace('.', '_')}_{value}" for axis, value in pairs)
         edited.append(
-            EditedPolicy(
+            SweepVariant(
                 name=re.sub(r"[^\w.-]+", "_", name.replace("{", "").replace("}", "")),
                 policy=point,
                 edit="with " + ", ".join(f"{axis}={value}" for axis, value in pairs),

@@ -13,7 +13,7 @@ from typing import Any, cast
 from policyc import __version__
 from policyc.experiments.sweep.commands import POLICY_FILE, SweepProgram
 from policyc.experiments.sweep.run import LOCK_FILE, MANIFEST_FILE, write_json
-from policyc.experiments.sweep.variants import OmittedEdit, VariantList, without_title
+from policyc.experiments.sweep.variants import VariantList, without_title
 
 _FORMAT = 1
 _NEEDED = frozenset(
@@ -63,7 +63,9 @@ class SweepDesign:
                  "sha256": v.sha256, "findings": list(v.findings)}
                 for v in self.policies.variants
             ],
-            "not_run": [asdict(omitted) for omitted in self.policies.omitted],
+            "not_run": [
+                {"name": v.name, "edit": v.edit, "reason": v.reason, "sha256": v.sha256} for v in self.policies.omitted
+            ],
         }  # fmt: skip
         return cast(dict[str, Any], json.loads(json.dumps(values)))  # tuples become lists, as in the file
 
@@ -79,15 +81,17 @@ def reuse_plans(out: Path, program: SweepProgram, policies: VariantList) -> Vari
         return None
     earlier = _read_manifest(path)
     hashes = {variant["name"]: variant["sha256"] for variant in earlier["variants"]}
-    dropped = {row["name"]: OmittedEdit(**row) for row in earlier["not_run"]}
-    known = {**{name: omitted.sha256 for name, omitted in dropped.items()}, **hashes}
+    dropped = {row["name"]: row for row in earlier["not_run"]}
+    known = {**{name: row["sha256"] for name, row in dropped.items()}, **hashes}
     unchanged = earlier["program_sha256"] == program.source_hash() and all(
         known.get(variant.name) == variant.sha256 for variant in policies.variants
     )
     if not unchanged:
         return None
-    kept = tuple(variant for variant in policies.variants if variant.name in hashes)
-    omitted = tuple(dropped[v.name] for v in policies.variants if v.name not in hashes)
+    kept = tuple(v for v in policies.variants if v.name in hashes)
+    omitted = tuple(
+        replace(v, reason=dropped[v.name]["reason"]) for v in policies.variants if v.name not in hashes
+    )
     return replace(policies, variants=kept, omitted=(*policies.omitted, *omitted), policy=earlier["policy"])
 
 

@@ -4,61 +4,63 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 from policyc.base.text import escape_controls
-from policyc.experiments.sweep.edits import EditedPolicy, expand, semantic_key
 from policyc.experiments.sweep.probe import PlannedPolicy
 from policyc.experiments.sweep.run import SWEEP_FILES
 from policyc.language.diagnostics import Severity
 from policyc.language.formatter import format_file
 from policyc.language.loader import load, parse_with_diagnostics, split_variant
+from policyc.language.policy import Policy
 from policyc.linter.engine import lint
 
 VariantRole = Literal["baseline", "policy", "edit"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SweepVariant:
     """One policy of a sweep.
 
     Attributes:
       name: also the name of its folder.
-      role: a baseline, the policy itself, or an edit of it.
       edit: what was changed, in words.
-      text: the policy, self-contained, as it is kept beside the results.
-      sha256: the hash of the policy, as runs record it.
+      role: a baseline, the policy itself, or an edit of it.
       findings: lint findings that the policy itself does not have, one line each.
+      reason: why it is not run; empty if it is.
     """
 
     name: str
-    role: VariantRole
+    policy: Policy
     edit: str
-    text: str
-    sha256: str
+    role: VariantRole = "edit"
     findings: tuple[str, ...] = ()
+    reason: str = ""
 
+    @cached_property
+    def text(self) -> str:
+        """The policy as a formatted file that needs no other, with a comment that says what it is."""
+        text = f"# {escape_controls(self.edit)}\n\n{self.policy}"
+        loaded = parse_with_diagnostics(text)
+        return text if loaded.diagnostics else format_file(loaded.file)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OmittedEdit:
-    """An edit that is not run, and why. `sha256` is the hash of its policy."""
-
-    name: str
-    edit: str
-    reason: str
-    sha256: str = ""
+    @property
+    def sha256(self) -> str:
+        """The hash of the policy, as runs record it."""
+        return self.policy.sha256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantList:
-    """The policies to run, in the order of the table, and the edits that are not run.
+    """The policies to run, in the order of the table, and those that are not run.
 
     `policy` is the name of the variant that was edited: the policy, or the baseline that means the same.
     """
 
     variants: tuple[SweepVariant, ...]
-    omitted: tuple[OmittedEdit, ...]
+    omitted: tuple[SweepVariant, ...]
     policy: str = ""
 
     @property
@@ -74,54 +76,53 @@ def policy_name(policy: str) -> str:
     return name if variant is None else f"{name}-{variant}"
 
 
-def load_baseline(name: str) -> EditedPolicy:
+def expand(policy: Policy) -> Policy:
+    """The policy alone: imports are expanded already, and a sweep has no use for variants in an edited text."""
+    return replace(policy, variants=())
+
+
+def semantic_key(policy: Policy) -> object:
+    """Equal for policies that mean the same: recipes are compared by what they do, not by their names."""
+    resolve = policy.resolver()
+    rules = tuple((r.selectors, r.where, r.expect, r.when, resolve(r.recipe)) for r in policy.rules)
+    return policy.seed, rules
+
+
+def load_baseline(name: str) -> SweepVariant:
     """A baseline, by path or bundled name. Raises PolicyError."""
-    return EditedPolicy(name=policy_name(name), policy=expand(load(name)), edit=f"baseline {name}")
+    return SweepVariant(name=policy_name(name), policy=expand(load(name)), edit=f"baseline {name}")
 
 
 def collect_variants(
-    baselines: Sequence[EditedPolicy], policies: Sequence[EditedPolicy], edits: Sequence[EditedPolicy]
+    baselines: Sequence[SweepVariant], policies: Sequence[SweepVariant], edits: Sequence[SweepVariant]
 ) -> VariantList:
     """Puts the policies of a sweep together, each meaning once.
 
     An edit that means the same as an earlier policy, or that is not a valid policy, is omitted. Two policies of one
     name get different names.
     """
-    candidates: list[tuple[VariantRole, EditedPolicy]] = [
-        *(("baseline", baseline) for baseline in baselines),
-        *(("policy", policy) for policy in policies),
-        *(("edit", edit) for edit in edits),
+    candidates = [
+        *(replace(baseline, role="baseline") for baseline in baselines),
+        *(replace(policy, role="policy") for policy in policies),
+        *(replace(edit, role="edit") for edit in edits),
     ]
-    unedited = {finding for policy in policies for finding in _lint(_write_text(policy))}
+    unedited = {finding for policy in policies for finding in _lint(policy.text)}
     variants: list[SweepVariant] = []
-    omitted: list[OmittedEdit] = []
+    omitted: list[SweepVariant] = []
     names: dict[object, str] = {}
     baseline_names = {baseline.name for baseline in baselines}
-    for role, candidate in candidates:
-        key = semantic_key(candidate.policy)
-        text = _write_text(candidate)
-        if key in names:
-            reason = f"the same policy as '{names[key]}'"
-        else:
-            reason = _find_error(text)
+    for candidate in candidates:
+        key, role = semantic_key(candidate.policy), candidate.role
         if role == "policy" and names.get(key) == candidate.name and candidate.name in baseline_names:
             continue  # it is a baseline too, so that its edits are compared with it
+        reason = f"the same policy as '{names[key]}'" if key in names else _find_error(candidate.text)
         if reason:
-            sha256 = candidate.policy.sha256
-            omitted.append(
-                OmittedEdit(name=candidate.name, edit=candidate.edit, reason=reason, sha256=sha256)
-            )
+            omitted.append(replace(candidate, reason=reason))
             continue
         prefix = policies[0].name if role == "edit" else role
-        name = _unique_name(candidate.name, prefix, {*SWEEP_FILES, *(v.name for v in variants)})
-        names[key] = name
-        findings = tuple(f for f in _lint(text) if f not in unedited) if role == "edit" else ()
-        variants.append(
-            SweepVariant(
-                name=name, role=role, edit=candidate.edit, text=text, sha256=candidate.policy.sha256,
-                findings=findings,
-            )
-        )  # fmt: skip
+        names[key] = _unique_name(candidate.name, prefix, {*SWEEP_FILES, *(v.name for v in variants)})
+        findings = tuple(f for f in _lint(candidate.text) if f not in unedited) if role == "edit" else ()
+        variants.append(replace(candidate, name=names[key], findings=findings))
     policy = names.get(semantic_key(policies[0].policy), "") if policies else ""
     return VariantList(variants=tuple(variants), omitted=tuple(omitted), policy=policy)
 
@@ -130,13 +131,6 @@ def _unique_name(name: str, prefix: str, taken: set[str]) -> str:
     """The name, with a prefix and then a number if another policy or a file of the sweep has it already."""
     candidates = [name, f"{prefix}_{name}", *(f"{prefix}_{name}_{n}" for n in range(2, len(taken) + 3))]
     return next(candidate for candidate in candidates if candidate not in taken)
-
-
-def _write_text(edited: EditedPolicy) -> str:
-    """The policy as a formatted file, with a comment that says what it is."""
-    text = f"# {escape_controls(edited.edit)}\n\n{edited.policy}"
-    loaded = parse_with_diagnostics(text)
-    return text if loaded.diagnostics else format_file(loaded.file)
 
 
 def without_title(text: str) -> str:
@@ -182,9 +176,7 @@ def drop_equal_plans(
         if not plan.error and plan.digest in names:
             reason = f"does the same to this program as '{names[plan.digest]}'"
         if reason:
-            omitted.append(
-                OmittedEdit(name=variant.name, edit=variant.edit, reason=reason, sha256=variant.sha256)
-            )
+            omitted.append(replace(variant, reason=reason))
         else:
             names[plan.digest] = variant.name
             variants.append(variant)
