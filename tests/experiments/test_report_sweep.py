@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policyc.experiments.report.build import PredictedStep, ReportOptions, build_report
+from policyc.experiments.report.build import PredictedStep, ReportOptions, build_report, predict_speed_ups
 from policyc.experiments.report.page import render_report, write_report
 from policyc.experiments.report.series import count_gradient_spikes, count_loss_spikes
-from policyc.experiments.report.speed_ups import predict_speed_ups
 from policyc.experiments.report.sweeps import ReportError
 from policyc.experiments.sweep.run import Run
 from policyc.experiments.sweep.wrapper import judge_end

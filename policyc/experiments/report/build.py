@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -93,8 +93,7 @@ def build_report(folders: Sequence[Path], options: ReportOptions | None = None) 
     ]
     axis = make_axis(sweep.runs)
     variants = [
-        summarize_variant(variant, [summarize_run(run, sweep.longest) for run in variant.runs])
-        for variant in sweep.variants
+        summarize_variant(variant, [summarize_run(run) for run in variant.runs]) for variant in sweep.variants
     ]
     comparisons = compare_all(sweep)
     margins = {c.baseline: c.margin for c in comparisons if c.margin is not None}
@@ -113,7 +112,7 @@ def build_report(folders: Sequence[Path], options: ReportOptions | None = None) 
         "equal_loss": time_to_equal_loss(sweep, axis, speeds, speed_ups),
         "speed_ups": {"step": str(options.step), "values": speed_ups} if speed_ups else None,
         "frontier": read_frontier(options.frontier).as_data() if options.frontier else None,
-        "charts": [asdict(chart) for chart in make_charts(sweep, axis, margins)],
+        "charts": make_charts(sweep, axis, margins),
         "diffs": _policy_diffs(sweep),
         "environment": _environment(sweep),
         "commands": _commands(sweep, [run for variant in variants for run in variant["runs"]]),
@@ -128,8 +127,6 @@ def build_report(folders: Sequence[Path], options: ReportOptions | None = None) 
 
 def _predict(sweep: SweepData, step: PredictedStep, problems: list[str]) -> dict[str, float]:
     """The speed-ups over the first baseline. A variant without a policy text is reported."""
-    from policyc.experiments.report.speed_ups import predict_speed_ups  # loads JAX
-
     texts = {v.name: v.policy_text for v in sweep.variants if v.policy_text is not None}
     problems += [
         f"{v.name}: no policy.policy, so no speed-up is predicted"
@@ -141,6 +138,30 @@ def _predict(sweep: SweepData, step: PredictedStep, problems: list[str]) -> dict
         problems.append("no baseline has a policy.policy, so no speed-up is predicted")
         return {}
     return predict_speed_ups(texts, baseline, step)
+
+
+def predict_speed_ups(policies: Mapping[str, str], baseline: str, step: PredictedStep) -> dict[str, float]:
+    """The speed-up of each policy over the baseline. Raises ValueError if the step is not possible.
+
+    A policy with a schedule has the mean time of all steps of a training. `policies` are texts by name, that of the
+    baseline among them.
+    """
+    from policyc.compiler.execution import execution_options  # loads JAX
+    from policyc.hardware import llama_step, step_cost
+    from policyc.hardware.mesh import parse_mesh
+    from policyc.language.loader import parse
+
+    execution = execution_options(step.backend, step.target)
+    mesh = parse_mesh(f"fsdp={step.devices}", step.devices)
+    first = parse(policies[baseline])
+    traced = llama_step.plan_step(first, step.config, mesh, llama_step.Sizes(), execution)
+    target = execution.target
+    assert target is not None
+    seconds = {
+        name: step_cost.scheduled_seconds(traced.under(parse(text)), target, mesh)
+        for name, text in policies.items()
+    }
+    return {name: seconds[baseline] / each for name, each in seconds.items()}
 
 
 def _statistics(sweep: SweepData) -> Record:

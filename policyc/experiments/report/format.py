@@ -1,12 +1,14 @@
-"""Numbers of a report as text, and its result in one sentence."""
+"""Numbers and tables of a report as text, and its result in one sentence."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from policyc.base.text import count_noun
-from policyc.experiments.report.values import Record
+from policyc.experiments.report.runs import RunData, layer_key
+from policyc.experiments.report.values import Record, as_list, as_number, as_record, as_records, as_text
 
 FIGURES = (
     ("validation_loss", "validation loss"),
@@ -127,3 +129,200 @@ def summarize(data: Record) -> str:
     }  # fmt: skip
     listed = ", ".join(f"{counts[key]} {text}" for key, text in texts.items() if counts[key])
     return f"{count_noun(len(rows), 'variant')} against {baselines[0]}: {listed}"
+
+
+# ---- tables
+
+
+def time_table(data: Record) -> tuple[list[str], list[list[str]]]:
+    """Where the time of each run went: column titles, and one row per run that reported it."""
+    runs = [run for variant in data["variants"] for run in variant["runs"] if run["seconds"]]
+    names = [name for name in ACTIVITIES if any(run["seconds"].get(name) for run in runs)]
+    rows = [
+        [
+            run["name"],
+            format_figure("goodput", run["goodput"]),
+            format_figure("duration", sum(run["seconds"].values())),
+            *(format_figure("duration", run["seconds"].get(name)) for name in names),
+            format_figure("restarts", run["restarts"]),
+            format_figure("lost_steps", run["lost_steps"]),
+        ]
+        for run in runs
+    ]
+    return ["run", "goodput", "time", *(ACTIVITIES[name] for name in names), "restarts", "steps lost"], rows
+
+
+def equal_loss_table(data: Record) -> tuple[list[str], list[list[str]]]:
+    """What each variant costs in tokens and gains in speed. Columns without a value are left out."""
+    rows = data["equal_loss"]
+    kinds = [
+        kind for kind in ("measured", "predicted") if any(row[f"{kind}_speed_up"] is not None for row in rows)
+    ]
+    cells = []
+    for row in rows:
+        ratios = [row[f"{kind}_speed_up"] for kind in kinds]
+        gains = [(ratio, None if ratio is None else ratio / row["token_ratio"]) for ratio in ratios]
+        cells.append(
+            [
+                row["variant"],
+                row["baseline"],
+                f"{row['loss']:.4f}",
+                f"{row['token_ratio'] - 1:+.1%}",
+                *(format_figure("ratio", value) for pair in gains for value in pair),
+            ]
+        )
+    titles = ["variant", "baseline", "loss", f"extra {data['axis']}"]
+    return [*titles, *(title for kind in kinds for title in (f"{kind} speed-up", "to that loss"))], cells
+
+
+def group_failures(runs: Sequence[Record]) -> list[Record]:
+    """The runs that failed, those with the same reason together, and each different end of their logs once."""
+    groups: dict[str, list[Record]] = {}
+    for run in runs:
+        if run["state"] == "failed":
+            groups.setdefault(run["reason"], []).append(run)
+    return [
+        {"reason": reason, "runs": failed, "logs": _different_logs(failed)}
+        for reason, failed in groups.items()
+    ]
+
+
+def _different_logs(runs: Sequence[Record]) -> list[Record]:
+    """The ends of the logs of some runs, equal ones once, each with the name of its first run."""
+    logs: dict[tuple[str, ...], str] = {}
+    for run in runs:
+        logs.setdefault(tuple(run["log_tail"]), run["name"])
+    return [{"lines": lines, "name": name} for lines, name in logs.items() if lines]
+
+
+# ---- telemetry
+
+LayerKey = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HeatMap:
+    """How one number is shown: the value times `factor`, colored from `bad` over `neutral` to `good`."""
+
+    title: str
+    note: str
+    field: str
+    bad: float
+    neutral: float
+    good: float
+    format: str
+    factor: float = 1
+
+
+_OPERAND_MAPS = (
+    _HeatMap(title="SQNR", note="dB at step {step}; 20 dB: a tenth of the size is noise", field="sqnr_db",
+             bad=10.0, neutral=20.0, good=32.0, format="{:.1f}"),
+    _HeatMap(title="Flushed to zero", note="percent of what was not zero, at step {step}", field="flushed",
+             bad=0.3, neutral=0.1, good=0.0, format="{:.1f}", factor=100),
+    _HeatMap(title="Saturated", note="percent that was cut to the largest value, at step {step}", field="saturated",
+             bad=0.1, neutral=0.04, good=0.0, format="{:.1f}", factor=100),
+)  # fmt: skip
+_GRADIENT_MAP = _HeatMap(
+    title="Gradients", note="cosine with the gradient in plain bf16, at step {step}", field="cosine",
+    bad=0.8, neutral=0.95, good=1.0, format="{:.3f}",
+)  # fmt: skip
+
+
+def heat_maps(run: RunData) -> list[Record]:
+    """The last measurement of a run, by site and layer."""
+    operands: dict[tuple[str, str], dict[LayerKey, Record]] = {}
+    gradients: dict[tuple[str, str], dict[LayerKey, Record]] = {}
+    step = max((record["step"] for record in run.stats), default=0)
+    for record in run.stats:
+        if record["step"] != step:
+            continue
+        if "operand" in record:
+            label = as_text(record["site"]), as_text(record["operand"])
+            operands.setdefault(label, {})[layer_key(record)] = record
+        elif "cosine" in record:
+            gradients.setdefault((as_text(record["parameter"]), ""), {})[layer_key(record)] = record
+    maps = [_heat_map(heat_map, operands, step) for heat_map in _OPERAND_MAPS if operands]
+    return [*maps, _heat_map(_GRADIENT_MAP, gradients, step)] if gradients else maps
+
+
+def _heat_map(heat_map: _HeatMap, rows: dict[tuple[str, str], dict[LayerKey, Record]], step: int) -> Record:
+    """A row per site or parameter, a column per layer. A value of no layer has the last column."""
+    layers = sorted(
+        {layer for cells in rows.values() for layer in cells}, key=lambda layer: (not layer, layer)
+    )
+    return {
+        "title": heat_map.title,
+        "note": heat_map.note.format(step=step),
+        "layers": [".".join(map(str, layer)) or "–" for layer in layers],
+        "rows": [
+            {
+                "site": site,
+                "operand": operand,
+                "cells": [_heat_cell(heat_map, cells.get(layer, {}).get(heat_map.field)) for layer in layers],
+            }
+            for (site, operand), cells in rows.items()
+        ],
+    }
+
+
+def _heat_cell(heat_map: _HeatMap, value: object) -> Record | None:
+    number = as_number(value)
+    if number is None:
+        return None
+    is_good = (number > heat_map.neutral) == (heat_map.good > heat_map.neutral)
+    span = heat_map.good - heat_map.neutral if is_good else heat_map.neutral - heat_map.bad
+    strength = max(-1.0, min(1.0, (number - heat_map.neutral) / span))
+    return {
+        "kind": "good" if strength > 0 else "bad",
+        "strength": f"{abs(strength):.2f}",
+        "text": heat_map.format.format(number * heat_map.factor),
+    }
+
+
+# ---- plan
+
+
+def plan_rows(plan: Record) -> list[Record]:
+    """The rule that decides each site, and the formats of its products."""
+    has_phases = len(as_list(plan.get("phases"))) > 1
+    rules = [as_text(rule) for rule in as_list(plan.get("rules"))]
+    return [
+        _plan_row(site, as_text(phase) if has_phases else "", group, rules)
+        for site in as_records(plan.get("sites"))
+        for phase, layer_groups in as_record(site.get("decisions")).items()
+        for group in as_records(layer_groups)
+    ]
+
+
+def _plan_row(site: Record, phase: str, group: Record, rules: Sequence[str]) -> Record:
+    """The row of consecutive layers of a site that have the same decision."""
+    names = (*as_list(site.get("parameters"))[:1], site.get("scope"), site.get("place"))
+    products = as_record(group.get("products"))
+    cells = []
+    for gemm in ("fprop", "dgrad", "wgrad"):
+        formats = list(dict.fromkeys(map(as_text, as_list(as_record(products.get(gemm)).get("formats")))))
+        is_quantized = any(name not in ("keep", "bf16", "f32") for name in formats)
+        cells.append({"formats": " × ".join(formats), "is_quantized": is_quantized})
+    winners = dict.fromkeys(_rule_text(as_record(p).get("rule"), rules) for p in products.values())
+    return {
+        "site": next((text for text in map(as_text, names) if text), ""),
+        "phase": phase,
+        "layers": _layers_text(group),
+        "products": cells,
+        "rule": "; ".join(winners),
+    }
+
+
+def _rule_text(index: object, rules: Sequence[str]) -> str:
+    """The text of a rule by its index in the policy."""
+    if index is None:
+        return "no rule"
+    return rules[index] if isinstance(index, int) and 0 <= index < len(rules) else "unknown rule"
+
+
+def _layers_text(group: Record) -> str:
+    """The first and the last layer of a group, each an index or several."""
+    bounds = [".".join(map(as_text, as_list(index))) for index in as_list(group.get("layers"))]
+    if len(bounds) != 2:
+        return "–"
+    return bounds[0] if bounds[0] == bounds[1] else f"{bounds[0]} to {bounds[1]}"

@@ -25,21 +25,19 @@ from policyc.experiments.report.format import (
     FIGURES,
     MISSING,
     TIME_NOTE,
+    equal_loss_table,
     format_figure,
     format_gap,
     format_interval,
+    group_failures,
+    heat_maps,
     known_figures,
+    plan_rows,
     summarize,
+    time_table,
 )
 from policyc.experiments.report.series import elapsed_seconds, make_axis
 from policyc.experiments.report.sweeps import ReportError, SweepData
-from policyc.experiments.report.tables import (
-    equal_loss_table,
-    group_failures,
-    heat_maps,
-    plan_rows,
-    time_table,
-)
 from policyc.experiments.report.values import Record, escape_texts
 from policyc.experiments.sweep.run import PAGE_FILE
 

@@ -23,7 +23,6 @@ from policyc.experiments.report.sweeps import (
     SweepData,
     VariantData,
     final_validation_loss,
-    judge_run,
     seed_losses,
     trailing_loss,
 )
@@ -35,10 +34,9 @@ FREE_SETTINGS = frozenset({"seed", "seeds", "out", "coordinator", "process_id", 
 """Settings that may differ between the runs of a sweep."""
 
 
-def summarize_run(run: RunData, longest: int) -> Record:
+def summarize_run(run: RunData) -> Record:
     """The figures of a run. None where it has not measured something."""
     derived = with_derived_metrics(run).steps
-    end = judge_run(run, longest)
     tokens = run.tokens(run.steps)
     grad_norm = run.steps.column("grad_norm")
 
@@ -51,8 +49,8 @@ def summarize_run(run: RunData, longest: int) -> Record:
         "name": run.name,
         "seed": run.seed,
         "folder": str(run.folder),
-        "state": end.state,
-        "reason": end.reason,
+        "state": run.outcome.state,
+        "reason": run.outcome.reason,
         "last_step": run.last_step,
         "planned_steps": run.planned_steps,
         "tokens": float(tokens[-1]) if tokens is not None and len(tokens) else None,
@@ -171,7 +169,7 @@ def time_to_equal_loss(
 
     Over the seeds that both finished: seeds differ by more than variants do.
     """
-    finished = {v.name: by_seed(sweep, v, axis, ("finished",)) for v in sweep.variants}
+    finished = {v.name: by_seed(v, axis, ("finished",)) for v in sweep.variants}
     rows = []
     for number, baseline in enumerate(sweep.baselines):
         for name in finished:
@@ -253,7 +251,7 @@ def find_inequalities(sweep: SweepData) -> list[str]:
 
 def _find_lengths(sweep: SweepData) -> list[str]:
     """The runs that finished should have the same number of steps, and of tokens."""
-    finished = [run for run in sweep.runs if judge_run(run, sweep.longest).state == "finished"]
+    finished = [run for run in sweep.runs if run.outcome.state == "finished"]
     steps = {run.last_step for run in finished}
     columns = [run.tokens(run.steps) for run in finished]
     tokens = {int(column[-1]) for column in columns if column is not None}

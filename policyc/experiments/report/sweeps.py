@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from policyc.experiments.report.runs import RunData, read_run
+from policyc.experiments.report.runs import RunData, judge_run, read_run
 from policyc.experiments.report.values import (
     Record,
     as_list,
@@ -25,7 +25,7 @@ from policyc.experiments.report.values import (
     read_text,
 )
 from policyc.experiments.statistics import Settings, parse_margin
-from policyc.experiments.sweep.metrics import describe_divergence, trailing_steps
+from policyc.experiments.sweep.metrics import trailing_steps
 from policyc.experiments.sweep.run import MANIFEST_FILE, METRICS_FILE
 from policyc.experiments.verdicts import SeedLosses
 
@@ -72,11 +72,6 @@ class SweepData:
     def runs(self) -> tuple[RunData, ...]:
         return tuple(run for variant in self.variants for run in variant.runs)
 
-    @property
-    def longest(self) -> int:
-        """The last step of any run."""
-        return max((run.last_step for run in self.runs), default=0)
-
     def variant(self, name: str) -> VariantData:
         return next(variant for variant in self.variants if variant.name == name)
 
@@ -103,8 +98,13 @@ def read_sweep(
         raise ReportError(f"no variant is named '{unknown[0]}'; variants: {', '.join(names)}")
     settings = sweep.settings if margin is None else replace(sweep.settings, margin=parse_margin(margin))
     compared = tuple(dict.fromkeys(baselines)) or sweep.baselines
+    longest = max(run.last_step for run in sweep.runs)
+    judged = [
+        replace(v, runs=tuple(replace(r, outcome=judge_run(r, longest)) for r in v.runs))
+        for v in sweep.variants
+    ]
     # The sort is stable: the other variants keep their order.
-    ordered = sorted(sweep.variants, key=lambda variant: variant.name not in compared)
+    ordered = sorted(judged, key=lambda variant: variant.name not in compared)
     changes = []
     if sweep.manifest and settings.margin != sweep.settings.margin:
         changes.append(f"the margin (it was {sweep.settings.margin})")
@@ -268,42 +268,7 @@ def _find_margins(parts: Sequence[SweepData], first: SweepData) -> tuple[str, ..
     )
 
 
-# ---- how runs ended
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOutcome:
-    """What a report takes a run for: `finished`, `failed` or `unfinished`, and why."""
-
-    state: str
-    reason: str = ""
-    diverged: bool = False
-
-
-def judge_run(run: RunData, longest: int) -> RunOutcome:
-    """How a run ended, from its metrics and its status. `longest` is the last step of any run of the sweep.
-
-    A run without a status and without a known number of steps is taken as finished if no other run went further.
-    """
-    losses = run.steps.columns["loss"]
-    target = run.planned_steps or longest
-    progress = f"step {run.last_step:,} of {target:,}"
-    if reason := describe_divergence(
-        dict(zip(run.steps.step.astype(int).tolist(), losses.tolist(), strict=True))
-    ):
-        return RunOutcome(state="failed", reason=reason, diverged=True)
-    state, reason = run.status.get("state"), as_text(run.status.get("reason"))
-    if state == "failed":
-        return RunOutcome(state="failed", reason=reason or "no reason is known")
-    if state in ("running", "preempted"):
-        return RunOutcome(state="unfinished", reason=f"{state}, {progress}")
-    if not len(losses):
-        if state == "finished":
-            return RunOutcome(state="failed", reason=f"it has finished, and its {METRICS_FILE} has no step")
-        return RunOutcome(state="unfinished", reason="not started")
-    if state == "finished" or run.last_step >= target:
-        return RunOutcome(state="finished")
-    return RunOutcome(state="unfinished", reason=progress)
+# ---- losses
 
 
 def trailing_loss(run: RunData) -> float | None:
@@ -328,7 +293,7 @@ def _is_validated(run: RunData) -> bool:
 
 def uses_validation(sweep: SweepData) -> bool:
     """Are variants compared by their validation loss? They are if every run that finished has one, finite or not."""
-    finished = [run for run in sweep.runs if judge_run(run, sweep.longest).state == "finished"]
+    finished = [run for run in sweep.runs if run.outcome.state == "finished"]
     return bool(finished) and all(_is_validated(run) for run in finished)
 
 
@@ -340,7 +305,7 @@ def seed_losses(sweep: SweepData, variant: VariantData) -> SeedLosses:
     diverged = set()
     for number, run in enumerate(variant.runs):
         seed = number if run.seed is None else run.seed
-        end, loss = judge_run(run, sweep.longest), measure(run)
+        end, loss = run.outcome, measure(run)
         if end.state == "unfinished":
             unfinished[seed] = end.reason
         elif end.state == "failed" or loss is None:
