@@ -12,7 +12,6 @@ from policyc.experiments.sweep.metrics import (
     MetricsReader,
     convert_metrics,
     parse_metrics_source,
-    read_losses,
 )
 from policyc.experiments.sweep.wrapper import judge_end
 from tests.support.sweep_runs import make_run
@@ -38,9 +37,9 @@ def test_a_reader_follows_a_file_that_grows_and_starts_again_after_a_resume(tmp_
     other.replace(path)  # as the bundled trainer does when it resumes
     reader.update()
     assert reader.losses == {1: 3.5}
-    assert read_losses(path) == {1: 3.5}
+    assert MetricsReader(path).losses == {1: 3.5}
     path.write_text("")
-    assert read_losses(path) == {}
+    assert MetricsReader(path).losses == {}
 
 
 @pytest.mark.parametrize(
@@ -60,7 +59,7 @@ def test_a_line_that_is_no_metric_stops_no_sweep(tmp_path: Path, line: str) -> N
     reader = MetricsReader(path)
     reader.update()
     assert reader.losses == {1: 3.0}
-    assert read_losses(path) == {1: 3.0}
+    assert MetricsReader(path).losses == {1: 3.0}
     table = read_run(tmp_path, variant="x").steps  # the report reads the same lines
     assert (table.step.tolist(), table.columns["loss"].tolist()) == ([1.0], [3.0])
 
@@ -75,7 +74,7 @@ def test_a_loss_beyond_all_floats_is_a_divergence(tmp_path: Path) -> None:
 def test_the_last_step_is_found_before_long_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 3}\n' + '{"step": 1, "validation_loss": 3}\n' * 10_000)
-    assert read_losses(path) == {1: 3.0}
+    assert MetricsReader(path).losses == {1: 3.0}
 
 
 def maxtext_line(step: int, loss: float, weights: float = 16.0) -> str:

@@ -17,7 +17,7 @@ import pytest
 
 from policyc.experiments.sweep.executor import LocalExecutor, find_gpus, group_gpus
 from policyc.experiments.sweep.liveness import identify_process, is_alive, is_locked, try_lock
-from policyc.experiments.sweep.metrics import read_losses
+from policyc.experiments.sweep.metrics import MetricsReader
 from policyc.experiments.sweep.run import ProcessId, Run, RunStatus
 from tests.support.processes import wait_until
 from tests.support.sweep_runs import make_run, read_state
@@ -100,7 +100,7 @@ def test_a_run_is_stopped_killed_and_continued(tmp_path: Path) -> None:
     assert not executor.is_active(run)
 
     def reaches_step_2() -> bool:
-        return 2 in read_losses(run.folder / "metrics.jsonl")
+        return 2 in MetricsReader(run.folder / "metrics.jsonl").losses
 
     executor.start(run)
     wait_until(reaches_step_2)

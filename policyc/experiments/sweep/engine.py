@@ -6,17 +6,15 @@ The engine keeps no state: everything is in the folders of the runs. Killing it 
 from __future__ import annotations
 
 import contextlib
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Literal, Protocol
 
 from policyc.base.text import count_noun
 from policyc.experiments.sweep.executor import Executor
-from policyc.experiments.sweep.liveness import try_lock
+from policyc.experiments.sweep.liveness import note_signals, try_lock
 from policyc.experiments.sweep.metrics import MetricsReader
 from policyc.experiments.sweep.run import LOG_FILE, METRICS_FILE, Run, RunStatus
 from policyc.experiments.sweep.wrapper import judge_without_exit_code
@@ -93,9 +91,7 @@ def _track_run(run: Run) -> TrackedRun:
     if status is not None and (status.state == "finished" or status.diverged):
         progress = status.state
     readers = tuple(MetricsReader(folder / METRICS_FILE) for folder in run.folders)
-    tracked = TrackedRun(run=run, progress=progress, readers=readers, status=status)
-    tracked.update()
-    return tracked
+    return TrackedRun(run=run, progress=progress, readers=readers, status=status)
 
 
 def _read_worst_status(run: Run) -> RunStatus | None:
@@ -141,12 +137,14 @@ class Engine:
 
     def __init__(self, tracked: Sequence[TrackedRun], executor: Executor, display: Display) -> None:
         self._tracked, self._executor, self._display = tuple(tracked), executor, display
-        self._signals: list[int] = []
+        self._signals: list[
+            int
+        ] = []  # the first one stops runs in order, a second one ends the sweep at once
         self._early_failures = 0
 
     def run(self) -> SweepResult:
         """Runs everything that is waiting. Returns when all runs have ended, or after an interrupt."""
-        with self._catch_signals():
+        with note_signals() as self._signals:
             self._adopt_active()
             self._start_waiting()
             while self._select("running") and not self._signals:
@@ -215,25 +213,6 @@ class Engine:
         self._early_failures = self._early_failures + 1 if is_early else 0
 
     # ---- stopping
-
-    @contextlib.contextmanager
-    def _catch_signals(self) -> Iterator[None]:
-        """Notes the first signal, so that runs can be stopped in order. A second one ends the sweep at once."""
-
-        def note(number: int, _frame: FrameType | None) -> None:
-            self._signals.append(number)
-            if len(self._signals) > 1:
-                raise KeyboardInterrupt
-
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
-            numbers.append(signal.SIGHUP)
-        previous = [signal.signal(number, note) for number in numbers]
-        try:
-            yield
-        finally:
-            for number, handler in zip(numbers, previous, strict=True):
-                signal.signal(number, handler)
 
     def _stop_all(self) -> None:
         """Stops the runs and waits for them: they finish a step and save a checkpoint. Some executors leave them."""

@@ -1,4 +1,4 @@
-"""Whether the processes of a run are alive: the lock of its folder, and the identity of each process.
+"""Whether the processes of a run are alive: the lock of its folder, and the identity of each process. Also signals.
 
 The process that works in a folder holds its lock until that process ends, however it ends.
 """
@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from policyc.experiments.sweep.run import LOCK_FILE, ProcessId
 
@@ -102,3 +104,25 @@ def _read_start(pid: int) -> str:
         return subprocess.run(words, capture_output=True, text=True, check=False, timeout=30).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""
+
+
+@contextlib.contextmanager
+def note_signals() -> Iterator[list[int]]:
+    """Lists the signals that arrive and that would end this process at once. A second one raises KeyboardInterrupt.
+
+    Those that are ignored stay so, such as SIGHUP under nohup.
+    """
+    signals: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        signals.append(number)
+        if len(signals) > 1:
+            raise KeyboardInterrupt
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {n: signal.signal(n, note) for n in numbers if signal.getsignal(n) is not signal.SIG_IGN}
+    try:
+        yield signals
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

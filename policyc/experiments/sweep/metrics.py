@@ -25,21 +25,24 @@ LEAST_TRAILING = 10  # steps: the loss of a single batch is mostly noise
 
 
 class MetricsReader:
-    """Follows a metrics file: reads only the lines that were added since the last time.
+    """Reads a metrics file, and follows it: `update` reads only the lines that were added.
 
     Attributes:
-      losses: the loss of every step so far.
+      losses: the loss of every step so far, in the order in which they were written.
       step: the last step with a loss; 0 before the first.
+      validated: the last step that was validated; None if none was.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._restart(None)
+        self.update()
 
     def _restart(self, identity: int | None) -> None:
         self._identity, self._offset, self._rest = identity, 0, b""
         self.losses: dict[int, float] = {}
         self.step: int = 0
+        self.validated: int | None = None
 
     def update(self) -> None:
         """Reads the new lines. A file that was replaced or shortened, as after a resume, is read from its start."""
@@ -56,12 +59,17 @@ class MetricsReader:
         if file.st_ino != self._identity or file.st_size < self._offset:
             self._restart(file.st_ino)
         stream.seek(self._offset)
-        *lines, self._rest = (self._rest + (data := stream.read())).split(b"\n")
+        lines = (self._rest + (data := stream.read())).split(b"\n")
         self._offset += len(data)
+        self._rest = lines[-1]  # may be the begin of a line, which is no metric
         for row in parse_rows(lines):
+            step = row["step"]
             if "loss" in row:
-                self.step = row["step"]
-                self.losses[self.step] = row["loss"]
+                self.losses.pop(step, None)  # a run that was resumed runs some steps again
+                self.losses[step] = row["loss"]
+                self.step = step
+            if "validation_loss" in row or "val_loss" in row:
+                self.validated = max(step, self.validated or step)
 
 
 def parse_rows(lines: list[bytes]) -> Iterator[Row]:
@@ -104,20 +112,6 @@ def trailing_steps(steps: int) -> int:
     return max(LEAST_TRAILING, round(TRAILING_FRACTION * steps))
 
 
-def read_losses(path: Path) -> dict[int, float]:
-    """The loss of each step, in the order in which they were written. Empty if there are none."""
-    losses: dict[int, float] = {}
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return losses
-    for row in parse_rows(lines):
-        if "loss" in row:
-            losses.pop(row["step"], None)  # a run that was resumed runs some steps again
-            losses[row["step"]] = row["loss"]
-    return losses
-
-
 def describe_divergence(losses: dict[int, float]) -> str:
     """The reason of a run whose last losses are not finite; empty if the last of them is."""
     first = None
@@ -126,13 +120,6 @@ def describe_divergence(losses: dict[int, float]) -> str:
             break
         first = step
     return "" if first is None else f"diverged: the loss is not finite from step {first:,} on"
-
-
-def last_validation(path: Path) -> int | None:
-    """The last step that was validated; None if none was."""
-    rows = parse_rows(path.read_bytes().split(b"\n"))
-    steps = [row["step"] for row in rows if "validation_loss" in row or "val_loss" in row]
-    return max(steps, default=None)
 
 
 # ---- other trainers

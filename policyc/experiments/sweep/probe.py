@@ -6,23 +6,22 @@ found at once, and policies with the same plan are run once.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from policyc.experiments.program import Program
 from policyc.experiments.sweep.commands import ApplyOptions, SweepProgram
+from policyc.experiments.sweep.liveness import note_signals
 from policyc.experiments.sweep.run import tail_lines
 from policyc.language.diagnostics import PolicyError
 from policyc.language.policy import Policy
@@ -58,7 +57,7 @@ def plan_policies(
     The program gets a temporary folder for its results: that of a run may hold some already. On SIGINT,
     SIGTERM and SIGHUP the program is killed, the folder is removed, and KeyboardInterrupt is raised.
     """
-    with _note_signals() as signals, tempfile.TemporaryDirectory(prefix="policyc-probe-") as name:
+    with note_signals() as signals, tempfile.TemporaryDirectory(prefix="policyc-probe-") as name:
         folder = Path(name)
         run = program.make_run("probe", (seed,), folder)
         run.folder.mkdir(parents=True)
@@ -92,21 +91,6 @@ def _wait_for(process: subprocess.Popen[bytes], signals: Sequence[int]) -> int:
         process.wait()
         raise KeyboardInterrupt
     return process.returncode
-
-
-@contextlib.contextmanager
-def _note_signals() -> Iterator[list[int]]:
-    """Lists the signals that arrive and that would end this process without any cleanup."""
-    signals: list[int] = []
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in previous.items():
-        if handler is not signal.SIG_IGN:  # as SIGHUP is under nohup
-            signal.signal(number, lambda number, _frame: signals.append(number))
-    try:
-        yield signals
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def main() -> None:

@@ -24,12 +24,7 @@ from types import FrameType
 from typing import TextIO
 
 from policyc.experiments.sweep.liveness import identify_process, try_lock
-from policyc.experiments.sweep.metrics import (
-    convert_metrics,
-    describe_divergence,
-    last_validation,
-    read_losses,
-)
+from policyc.experiments.sweep.metrics import MetricsReader, convert_metrics, describe_divergence
 from policyc.experiments.sweep.run import LOG_FILE, METRICS_FILE, Run, RunEnd, RunStatus, tail_lines
 
 GRACE_VARIABLE = "POLICYC_STOP_GRACE"
@@ -215,8 +210,8 @@ def judge_end(folder: Path, run: Run, code: int, stop_signal: int | None, log_st
     A program that exits with 0 has finished only if its metrics reach the last step with a finite loss. The log before
     `log_start` is from earlier attempts, which may have failed for another reason.
     """
-    losses = read_losses(folder / METRICS_FILE)
-    step = next(reversed(losses), 0)
+    metrics = MetricsReader(folder / METRICS_FILE)
+    losses, step = metrics.losses, metrics.step
     if reason := describe_divergence(losses):
         return RunEnd(state="failed", reason=reason, diverged=True)
     is_complete = bool(losses) and (run.steps is None or step >= run.steps)
@@ -247,7 +242,7 @@ def judge_without_exit_code(folder: Path, run: Run) -> RunEnd:
         return RunEnd(state="failed", reason=f"{lost}, and neither is its number of steps (--steps)")
     if end.state != "finished":
         return RunEnd(state="failed", reason=f"{lost}; {end.reason}")
-    validated = last_validation(folder / METRICS_FILE)
+    validated = MetricsReader(folder / METRICS_FILE).validated
     if validated is not None and validated < run.steps:
         reason = f"{lost}; its last validation is of step {validated} of {run.steps}"
         return RunEnd(state="failed", reason=reason)
