@@ -193,7 +193,7 @@ def _add_overlays(data: DiffData, compare: CompareOptions) -> DiffData:
     if compare.compiled:
         overlays["compiled"] = read_compiled(Path(compare.compiled), data)
     if compare.frontier:
-        overlays["frontier"] = read_frontier(Path(compare.frontier)).as_data()
+        overlays["frontier"] = read_frontier(Path(compare.frontier))
     return dataclasses.replace(data, overlays=overlays)
 
 

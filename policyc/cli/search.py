@@ -32,6 +32,7 @@ from policyc.cli.sweep_runs import SweepCommand
 if TYPE_CHECKING:
     from policyc.experiments.record import RecordedLoss
     from policyc.experiments.search.found import Searched
+    from policyc.experiments.search.problem import Cost
     from policyc.experiments.search.solve import Solution
     from policyc.hardware.training_step import TrainingStep
 
@@ -219,22 +220,24 @@ def _seconds(searched: Searched, speedup: str) -> float:
 
 
 def _write_frontier(searched: Searched, solutions: list[Solution], out: str | None) -> None:
-    from policyc.base.frontier import Frontier, draw_frontier
+    from policyc.base.frontier import draw_frontier
+
+    def point(cost: Cost) -> dict[str, float]:
+        return {"speed_up": searched.speed_up(cost), "damage": cost.damage}
 
     placed = {name: searched.place_policy(load_policy(name)) for name in BUNDLED}
-    frontier = Frontier(
-        source=searched.source,
-        found=tuple((searched.speed_up(s.cost), s.cost.damage) for s in solutions),
-        policies={
-            n: (searched.speed_up(cost), cost.damage) for n, cost in placed.items() if cost is not None
-        },
-    )
+    policies = {name: point(cost) for name, cost in placed.items() if cost is not None}
+    frontier = {
+        "source": searched.source,
+        "frontier": [point(s.cost) for s in solutions],
+        "policies": policies,
+    }
     if out is not None and out.endswith(".json"):
-        print_or_write(json.dumps(frontier.as_data(), indent=1) + "\n", out)
+        print_or_write(json.dumps(frontier, indent=1) + "\n", out)
     elif out is not None:
         print_or_write(draw_frontier(frontier), out)
-    lines = [f"{x:.3f}x  damage {y:.3g}" for x, y in frontier.found]
-    lines += [f"{x:.3f}x  damage {y:.3g}  {name}" for name, (x, y) in frontier.policies.items()]
+    rows = [*((point(s.cost), "") for s in solutions), *((p, f"  {name}") for name, p in policies.items())]
+    lines = [f"{p['speed_up']:.3f}x  damage {p['damage']:.3g}{name}" for p, name in rows]
     click.echo("\n".join(lines), err=out is not None)
 
 

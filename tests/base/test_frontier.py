@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from policyc.base.frontier import Frontier, draw_frontier, read_frontier
+from policyc.base.frontier import draw_frontier, read_frontier
 from policyc.changes.data import as_data
 from policyc.changes.page import fill_page
 from policyc.experiments.report.build import ReportOptions, build_report
@@ -18,17 +18,22 @@ from tests.support.diff_models import KEEP_LAST, UNROLLED, make_diff, unrolled
 
 pytestmark = pytest.mark.any_jax
 
-FRONTIER = Frontier(
-    source="<b>train.py",
-    found=((1.0, 0.0), (1.2, 0.004), (1.4, 0.03)),
-    policies={"te_nvfp4": (1.4, 0.05), "<i>mine": (1.39, 0.05)},
-)
+
+def point(speed_up: float, damage: float) -> dict[str, float]:
+    return {"speed_up": speed_up, "damage": damage}
+
+
+FRONTIER = {
+    "source": "<b>train.py",
+    "frontier": [point(1.0, 0.0), point(1.2, 0.004), point(1.4, 0.03)],
+    "policies": {"te_nvfp4": point(1.4, 0.05), "<i>mine": point(1.39, 0.05)},
+}
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "frontier.json"
-    path.write_text(json.dumps(FRONTIER.as_data()))
+    path.write_text(json.dumps(FRONTIER))
     return path
 
 
@@ -37,8 +42,8 @@ def test_the_picture_has_every_point_and_names_as_text(file: Path) -> None:
     circles = root.findall("{*}circle")
     heights = [float(c.attrib["cy"]) for c in circles if c.attrib["class"] == "point"]
     assert heights == sorted(heights, reverse=True)
-    assert len(heights) == len(FRONTIER.found)
-    labels = [e for e in root.findall("{*}text") if e.text in FRONTIER.policies]
+    assert len(heights) == len(FRONTIER["frontier"])
+    labels = [e for e in root.findall("{*}text") if e.text in FRONTIER["policies"]]
     assert len(labels) == sum(c.attrib["class"] == "policy" for c in circles) == 2
     assert abs(float(labels[0].attrib["y"]) - float(labels[1].attrib["y"])) >= 12  # no label covers another
 
@@ -58,7 +63,7 @@ def test_both_pages_show_it(tmp_path: Path, file: Path) -> None:
     data = as_data(make_diff(unrolled, UNROLLED, KEEP_LAST))
     assert 'class="frontier"' not in fill_page(data)
     picture = draw_frontier(FRONTIER)
-    assert picture in fill_page({**data, "overlays": {"frontier": FRONTIER.as_data()}})
+    assert picture in fill_page({**data, "overlays": {"frontier": FRONTIER}})
     report = build_report([write_run(tmp_path / "run")], ReportOptions(frontier=file))
     path = write_report(report)
     assert picture in path.read_text()

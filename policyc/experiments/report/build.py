@@ -111,7 +111,7 @@ def build_report(folders: Sequence[Path], options: ReportOptions | None = None) 
         "variants": variants,
         "equal_loss": time_to_equal_loss(sweep, axis, speeds, speed_ups),
         "speed_ups": {"step": str(options.step), "values": speed_ups} if speed_ups else None,
-        "frontier": read_frontier(options.frontier).as_data() if options.frontier else None,
+        "frontier": read_frontier(options.frontier) if options.frontier else None,
         "charts": make_charts(sweep, axis, margins),
         "diffs": _policy_diffs(sweep),
         "environment": _environment(sweep),

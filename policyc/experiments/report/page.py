@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from policyc.base.files import STANDARD_OUTPUT, open_output
-from policyc.base.frontier import Frontier, draw_frontier
+from policyc.base.frontier import draw_frontier
 from policyc.base.text import escape_controls
 from policyc.base.web_page import as_markup, compress_json, read_assets, render_template
 from policyc.experiments.report.build import Report
@@ -71,7 +71,7 @@ def render_page(report: Report) -> str:
         cards=_cards(runs[0]),
         columns=known_figures([variant["figures"] for variant in data["variants"]]),
         run_columns=known_figures(runs),
-        frontier=as_markup(draw_frontier(Frontier.from_data(data["frontier"]))) if data["frontier"] else "",
+        frontier=as_markup(draw_frontier(data["frontier"])) if data["frontier"] else "",
         speed_ups=(data["speed_ups"] or {}).get("values", {}),
         numerics=_numerics(sweep),
         policies=_policies(data, sweep),
