@@ -1,20 +1,28 @@
-"""A user's program: a script, a module or a piece of code, started the way `python` starts it."""
+"""A user's program: a script, a module or a piece of code, started the way `python` starts it.
+
+Also what happens when it imports a module, and its tracebacks, which have no frame of policyc.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 import os
 import runpy
 import sys
+import traceback
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.machinery import BuiltinImporter, SourceFileLoader
+from importlib.abc import MetaPathFinder
+from importlib.machinery import BuiltinImporter, ModuleSpec, SourceFileLoader
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any, Literal
+
+from policyc.language.bundled import data_folder
 
 
 class BadProgram(Exception):
@@ -113,3 +121,100 @@ def _run_as_main(source: str | bytes, file: str, **attributes: Any) -> None:
     vars(main).update(__annotations__={}, __builtins__=sys.modules["builtins"], **attributes)
     sys.modules["__main__"] = main
     exec(compile(source, file, "exec", dont_inherit=True), vars(main))
+
+
+# ---- its imports
+
+
+@contextlib.contextmanager
+def on_import(name: str, callback: Callable[[], None]) -> Iterator[None]:
+    """Calls a function once: right after the first import of a module, or now if it is imported already."""
+    if name in sys.modules:
+        callback()
+        yield
+        return
+    finder = _Finder(name, callback)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        finder.remove()
+
+
+class _Finder(MetaPathFinder):
+    """Finds a module as the other finders do, and has its loader call a function after it has run the module."""
+
+    def __init__(self, name: str, callback: Callable[[], None]) -> None:
+        self._name, self._callback = name, callback
+        self._is_searching = False
+
+    def remove(self) -> None:
+        with contextlib.suppress(ValueError):
+            sys.meta_path.remove(self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        del path, target
+        if fullname != self._name or self._is_searching:
+            return None
+        self._is_searching = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._is_searching = False
+        if spec is None or spec.loader is None:
+            return None
+        loader: Any = spec.loader  # a method of this one loader is replaced, until it has run
+        run = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            loader.exec_module = run
+            run(module)
+            self.remove()
+            self._callback()
+
+        loader.exec_module = exec_module
+        return spec
+
+
+# ---- its tracebacks
+
+
+_HIDDEN_FILES = (
+    f"{Path(__file__).parent.parent}{os.sep}",
+    "<frozen runpy>",
+    "<frozen importlib",
+    runpy.__file__,
+    contextlib.__file__,
+)
+"""How the files of frames start that tracebacks leave out."""
+
+
+def print_traceback(error: BaseException) -> None:
+    """Prints a traceback as Python does, without the frames of policyc."""
+    sys.stdout.flush()
+    trace = skip_hidden_frames(error.__traceback__)
+    if sys.excepthook is not sys.__excepthook__:
+        sys.excepthook(type(error), error, trace)
+        return
+    report = traceback.TracebackException(type(error), error, trace)
+    link: traceback.TracebackException | None = report
+    while link is not None:
+        link.stack = traceback.StackSummary.from_list(
+            [frame for frame in link.stack if not is_hidden(frame.filename)]
+        )
+        link = link.__cause__ or link.__context__
+    sys.stderr.write("".join(report.format()))
+
+
+def skip_hidden_frames(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from its first frame in the program. None if it has none."""
+    while trace is not None and is_hidden(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return trace
+
+
+def is_hidden(file: str) -> bool:
+    """Whether tracebacks leave out this file. The bundled models are programs, so they are shown."""
+    return file.startswith(_HIDDEN_FILES) and not file.startswith(f"{data_folder('models')}{os.sep}")

@@ -9,22 +9,16 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import runpy
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from policyc.compiler.execution import ExecutionOptions
-from policyc.experiments.import_hook import on_import
 from policyc.experiments.processes import ChildRefusals, SpawnedChildren, StartedWork, warn_of_other_pythons
-from policyc.experiments.program import BadProgram, Program
-from policyc.language.bundled import data_folder
+from policyc.experiments.program import BadProgram, Program, on_import, print_traceback, skip_hidden_frames
 from policyc.language.diagnostics import PolicyError
 from policyc.language.policy import Policy
 
@@ -33,15 +27,6 @@ if TYPE_CHECKING:
     from policyc.compiler.plan import Plan
     from policyc.compiler.session import Session
     from policyc.jaxcore.relocate import JittedFunction
-
-_HIDDEN_FILES = (
-    f"{Path(__file__).parent.parent}{os.sep}",
-    "<frozen runpy>",
-    "<frozen importlib",
-    runpy.__file__,
-    contextlib.__file__,
-)
-"""How the files of frames start that tracebacks leave out."""
 
 
 class PolicyRejected(BaseException):
@@ -105,7 +90,13 @@ def run(
     of the program is printed and becomes SystemExit, and so does a policy that could not be applied in a child.
     """
     program.check()
-    settings = SessionSettings(policy, execution, multiple_losses, stats_every, plans_always)
+    settings = {
+        "policy": policy,
+        "execution": execution,
+        "multiple_losses": multiple_losses,
+        "stats_every": stats_every,
+        "plans_always": plans_always,
+    }
     try:
         with contextlib.closing(ChildRefusals()) as refusals:
             return _run(program, settings, on_plan, refusals, compile)
@@ -115,12 +106,11 @@ def run(
 
 def _run(
     program: Program,
-    settings: SessionSettings,
+    settings: dict[str, Any],
     on_plan: Callable[[Plan], None],
     refusals: ChildRefusals,
     compile: Callable[[PlannedLoss], Callable[..., Any]] | None,
 ) -> ProgramResult:
-    sessions: list[Session] = []
     ends: list[BaseException] = []
 
     def end_on_error(plan: Plan) -> None:
@@ -130,24 +120,11 @@ def _run(
             ends.append(end)  # the program may catch it
             raise
 
-    def reject(error: PolicyError) -> BaseException:
-        if refusals.is_in_child:  # forked
-            refusals.report(error)
-        return PolicyRejected(error)
-
-    def start() -> None:
-        session = _start_session(settings, stack, end_on_error, reject)
-        if compile is not None:
-            session.compile = compile
-        sessions.append(session)
-
-    children = SpawnedChildren(_start_in_child, settings, refusals)
+    more = {} if compile is None else {"compile": compile}
     with contextlib.ExitStack() as stack:
         stack.callback(sys.modules.__setitem__, "__main__", sys.modules["__main__"])
-        stack.enter_context(warn_of_other_pythons())
-        stack.enter_context(children.follow())
         stack.enter_context(_hide_in_threads(PolicyRejected, StopAfterTrace))
-        stack.enter_context(on_import("jax", start))
+        sessions, children = _start_with_jax(stack, settings, refusals, on_plan=end_on_error, **more)
         exit = _run_to_end(program)
     session = sessions[0] if sessions else None
     if ends:
@@ -192,13 +169,13 @@ def _run_to_end(program: Program) -> SystemExit | None:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001  # Python too prints every exception and ends
-            if isinstance(error, ImportError) and _skip_hidden_frames(error.__traceback__) is None:
+            if isinstance(error, ImportError) and skip_hidden_frames(error.__traceback__) is None:
                 raise BadProgram(str(error)) from None  # the program itself has not started
-            _print_traceback(error)
+            print_traceback(error)
             exit = SystemExit(1)
         started.join()
     except KeyboardInterrupt as error:
-        _print_traceback(error)
+        print_traceback(error)
         raise _Interrupted from None
     return exit
 
@@ -223,29 +200,33 @@ def _hide_in_threads(*errors: type[BaseException]) -> Iterator[None]:
 # ---- sessions, in this process and in spawned children
 
 
-class SessionSettings(NamedTuple):
-    """What a session is made of. Can be pickled."""
+def _start_with_jax(
+    stack: contextlib.ExitStack, settings: dict[str, Any], refusals: ChildRefusals, **more: Any
+) -> tuple[list[Session], SpawnedChildren]:
+    """Starts a session when the program imports JAX, which lasts until the stack is closed. So do spawned children.
 
-    policy: Policy
-    execution: ExecutionOptions
-    multiple_losses: bool
-    stats_every: int
-    plans_always: bool
+    `settings` are fields of the session that can be pickled, `more` are the others. Returns the list that has the
+    session then, and the children.
+    """
+    sessions: list[Session] = []
 
+    def reject(error: PolicyError) -> BaseException:
+        if refusals.is_in_child:
+            refusals.report(error)
+        return PolicyRejected(error)
 
-def _start_session(
-    settings: SessionSettings,
-    stack: contextlib.ExitStack,
-    on_plan: Callable[[Plan], None],
-    as_error: Callable[[PolicyError], BaseException],
-) -> Session:
-    """Starts a session that lasts until the stack is closed. Loads the compiler, and so JAX."""
-    with _keep_random_state():
-        from policyc.compiler.session import Session, activate_in_process
+    def start() -> None:
+        with _keep_random_state():
+            from policyc.compiler.session import Session, activate_in_process
 
-    session = Session(**settings._asdict(), on_plan=on_plan, as_error=as_error)
-    stack.enter_context(activate_in_process(session))
-    return session
+        sessions.append(Session(**settings, **more, as_error=reject))
+        stack.enter_context(activate_in_process(sessions[0]))
+
+    children = SpawnedChildren(_start_in_child, settings, refusals)
+    stack.enter_context(warn_of_other_pythons())
+    stack.enter_context(children.follow())
+    stack.enter_context(on_import("jax", start))
+    return sessions, children
 
 
 @contextlib.contextmanager
@@ -267,7 +248,7 @@ _CHILD_STACK = contextlib.ExitStack()
 """What lasts until a spawned child ends."""
 
 
-def _start_in_child(settings: SessionSettings, refusals: ChildRefusals) -> None:
+def _start_in_child(settings: dict[str, Any], refusals: ChildRefusals) -> None:
     """Runs a spawned child of the program under the policy, until the child ends."""
 
     def print_plan(plan: Plan) -> None:
@@ -278,17 +259,7 @@ def _start_in_child(settings: SessionSettings, refusals: ChildRefusals) -> None:
                 f"policyc: in the process {multiprocessing.current_process().name}:\n{summary(plan)}"
             )
 
-    def reject(error: PolicyError) -> BaseException:
-        refusals.report(error)
-        return PolicyRejected(error)
-
-    def start() -> None:
-        _start_session(settings, stack, print_plan, reject)
-
-    stack = _CHILD_STACK
-    stack.enter_context(SpawnedChildren(_start_in_child, settings, refusals).follow())
-    stack.enter_context(warn_of_other_pythons())
-    stack.enter_context(on_import("jax", start))
+    _start_with_jax(_CHILD_STACK, settings, refusals, on_plan=print_plan)
 
 
 def is_first_process() -> bool:
@@ -364,38 +335,6 @@ def _runs_plans(jitted: JittedFunction, plans: Sequence[Plan]) -> bool:
         return any(job_of(eqn.primitive) == "quantize" for eqn in eqns)
     plain = {"dot_general", "ragged_dot_general"}
     return any(jaxprs.primitive_name(eqn) in plain or job_of(eqn.primitive) == "gemm" for eqn in eqns)
-
-
-# ---- how a program ends
-
-
-def _print_traceback(error: BaseException) -> None:
-    """Prints a traceback as Python does, without the frames of policyc."""
-    sys.stdout.flush()
-    trace = _skip_hidden_frames(error.__traceback__)
-    if sys.excepthook is not sys.__excepthook__:
-        sys.excepthook(type(error), error, trace)
-        return
-    report = traceback.TracebackException(type(error), error, trace)
-    link: traceback.TracebackException | None = report
-    while link is not None:
-        link.stack = traceback.StackSummary.from_list(
-            [frame for frame in link.stack if not _is_hidden(frame.filename)]
-        )
-        link = link.__cause__ or link.__context__
-    sys.stderr.write("".join(report.format()))
-
-
-def _skip_hidden_frames(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from its first frame in the program. None if it has none."""
-    while trace is not None and _is_hidden(trace.tb_frame.f_code.co_filename):
-        trace = trace.tb_next
-    return trace
-
-
-def _is_hidden(file: str) -> bool:
-    """Whether tracebacks leave out this file. The bundled models are programs, so they are shown."""
-    return file.startswith(_HIDDEN_FILES) and not file.startswith(f"{data_folder('models')}{os.sep}")
 
 
 def _exit_by_interrupt() -> NoReturn:

@@ -15,7 +15,7 @@ import jax
 import pytest
 
 import policyc
-from policyc.experiments import runner
+from policyc.experiments import program
 from policyc.language.bundled import data_folder
 from tests.support import command
 from tests.support.command import CommandResult, spawn
@@ -347,7 +347,7 @@ def test_derivatives_that_a_quantized_gemm_lacks_are_named(home: Path) -> None:
 @pytest.mark.any_jax
 def test_frames_of_a_folder_whose_name_starts_like_the_package_are_shown() -> None:
     package = Path(policyc.__file__).parent
-    assert runner._is_hidden(str(package / "compiler" / "plan.py"))
-    assert not runner._is_hidden(str(package.parent / f"{package.name}_mine" / "train.py"))
+    assert program.is_hidden(str(package / "compiler" / "plan.py"))
+    assert not program.is_hidden(str(package.parent / f"{package.name}_mine" / "train.py"))
     models = data_folder("models")
-    assert not runner._is_hidden(str(models / "llama" / "train.py"))
+    assert not program.is_hidden(str(models / "llama" / "train.py"))
