@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from policyc.compiler.idle_rules import find_deciding_rules
 from policyc.compiler.plan_checks import check_plan
 from policyc.experiments.report.build import build_report
-from policyc.experiments.report.values import Record
+from policyc.experiments.report.values import JsonObject
 from policyc.experiments.statistics import Settings, smallest_detectable_effect
 from policyc.hardware import gemm_cost, step_cost
 from policyc.hardware.mesh import MeshShape
@@ -60,35 +60,7 @@ class Question:
         return self.config or shlex.join([Path(self.words[0]).name, *self.words[1:]])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A policy on this model. Numbers are those of a step on one device, unless they say otherwise.
-
-    Attributes:
-      advice: `reference`, `baseline`, `try`, or why not.
-      four_bits: the fraction of the FLOPs of all products that is multiplied in 4 bits.
-      emulated: the fraction that is emulated.
-      speed_up: over the baseline; None if that does not fit the model. `least` and `most` are it with the errors of
-        the cost model, where these are known.
-      gpu_hours: of the whole training.
-    """
-
-    policy: str
-    about: str
-    advice: str
-    seconds: float
-    four_bits: float
-    emulated: float
-    communication: float
-    memory: float
-    over_reference: float
-    speed_up: float | None
-    least: float | None
-    most: float | None
-    gpu_hours: float | None
-
-
-def make_adoption(question: Question, step: TrainingStep, mesh: MeshShape, sweep: Path | None) -> Record:
+def make_adoption(question: Question, step: TrainingStep, mesh: MeshShape, sweep: Path | None) -> JsonObject:
     """Everything that the page shows. `step` is planned under any policy, for the target. Raises ReportError."""
     tokens = microbatch_tokens(step.plan) * step.accumulate
     steps = None if question.tokens is None else question.tokens / tokens
@@ -104,7 +76,7 @@ def make_adoption(question: Question, step: TrainingStep, mesh: MeshShape, sweep
         "tokens": question.tokens,
         "price": question.price,
         "errors": gemm_cost.SPEED_UP_ERRORS,
-        "candidates": [asdict(c) for c in candidates],
+        "candidates": candidates,
         "left_out": left_out,
         "sweep": _advise_sweep(question, candidates),
         "measured": None if sweep is None else _read_sweep(sweep),
@@ -116,7 +88,7 @@ def make_adoption(question: Question, step: TrainingStep, mesh: MeshShape, sweep
 
 def _judge_all(
     step: TrainingStep, mesh: MeshShape, steps: float | None
-) -> tuple[list[Candidate], list[Record]]:
+) -> tuple[list[JsonObject], list[JsonObject]]:
     """The policies that fit the model, and those that do not, with the reason."""
     planned, left_out = {}, []
     for name in CANDIDATES:
@@ -146,7 +118,12 @@ def _refusal(step: TrainingStep) -> str:
 
 def _judge(
     name: str, step: TrainingStep, mesh: MeshShape, seconds: dict[str, float], steps: float | None
-) -> Candidate:
+) -> JsonObject:
+    """A policy on this model: its cost for a step on one device, what it saves, and whether to try it.
+
+    `four_bits` and `emulated` are fractions of the FLOPs of all products. `speed_up` is over the baseline, and None if
+    that does not fit the model; `least` and `most` are it with the errors of the cost model, where these are known.
+    """
     target = step.plan.execution.target
     assert target is not None
     four_bits, emulated = _shares(step)
@@ -165,21 +142,21 @@ def _judge(
         advice = "does not fit into memory"
     else:
         advice = "try" if (speed_up or over_reference) > 1 else "no gain is predicted"
-    return Candidate(
-        policy=name,
-        about=CANDIDATES[name],
-        advice=advice,
-        seconds=seconds[name],
-        four_bits=four_bits,
-        emulated=emulated,
-        communication=step_cost.estimate(step, target, mesh).share("communication"),
-        memory=memory,
-        over_reference=over_reference,
-        speed_up=speed_up,
-        least=least,
-        most=most,
-        gpu_hours=None if steps is None else steps * seconds[name] * mesh.devices / 3600,
-    )
+    return {
+        "policy": name,
+        "about": CANDIDATES[name],
+        "advice": advice,
+        "seconds": seconds[name],
+        "four_bits": four_bits,
+        "emulated": emulated,
+        "communication": step_cost.estimate(step, target, mesh).share("communication"),
+        "memory": memory,
+        "over_reference": over_reference,
+        "speed_up": speed_up,
+        "least": least,
+        "most": most,
+        "gpu_hours": None if steps is None else steps * seconds[name] * mesh.devices / 3600,
+    }
 
 
 def _shares(step: TrainingStep) -> tuple[float, float]:
@@ -199,11 +176,11 @@ def _shares(step: TrainingStep) -> tuple[float, float]:
 # ---- the sweep that decides
 
 
-def _advise_sweep(question: Question, candidates: Sequence[Candidate]) -> Record | None:
+def _advise_sweep(question: Question, candidates: Sequence[JsonObject]) -> JsonObject | None:
     """The command of the sweep, and what it can resolve; None if there is nothing to compare."""
-    baselines = [c.policy for c in candidates if c.policy in (REFERENCE, BASELINE)]
-    in_four_bits = [c.policy for c in candidates if c.four_bits]
-    policies = [c.policy for c in candidates if c.advice == "try"] or in_four_bits[:1]
+    baselines = [c["policy"] for c in candidates if c["policy"] in (REFERENCE, BASELINE)]
+    in_four_bits = [c["policy"] for c in candidates if c["four_bits"]]
+    policies = [c["policy"] for c in candidates if c["advice"] == "try"] or in_four_bits[:1]
     if not policies:
         return None
     config = question.config and (question.config if question.config in _SMALL_CONFIGS else PROXY)
@@ -226,11 +203,11 @@ def _advise_sweep(question: Question, candidates: Sequence[Candidate]) -> Record
     }
 
 
-def _read_sweep(folder: Path) -> Record:
+def _read_sweep(folder: Path) -> JsonObject:
     """What a finished sweep says of each variant. Raises ReportError if the folder holds none."""
     data = build_report([folder]).data
     figures = {variant["name"]: variant["figures"] for variant in data["variants"]}
-    verdicts: dict[str, Record] = {}
+    verdicts: dict[str, JsonObject] = {}
     for row in data["comparisons"]:
         verdicts.setdefault(row["variant"], row)  # against the first baseline
     return {

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from policyc.base.web_page import as_markup, read_assets, render_template
 from policyc.experiments.adopt import BASELINE, FALLBACKS, REFERENCE
 from policyc.experiments.report.format import MISSING, format_figure, format_gap, format_interval
-from policyc.experiments.report.values import Record
+from policyc.experiments.report.values import JsonObject
 from policyc.hardware import gemm_cost
 
 
@@ -22,10 +22,10 @@ class Section:
     sentences: list[str] = field(default_factory=list)
 
 
-def render_adoption(data: Record, format: str) -> str:
+def render_adoption(data: JsonObject, format: str) -> str:
     """The page as `html` or `markdown`."""
     sections = [_speeds(data), _savings(data), _measured(data), _sweep(data), _watch(data), _fallback(data)]
-    values: Record = {
+    values: JsonObject = {
         "title": f"{data['model']} on {data['devices']} {data['target'].upper()}",
         "headline": _headline(data),
         "facts": _facts(data),
@@ -37,7 +37,7 @@ def render_adoption(data: Record, format: str) -> str:
     return render_template(package, "adopt.html", **values, style=read_assets(package, "page.css"))
 
 
-def _headline(data: Record) -> str:
+def _headline(data: JsonObject) -> str:
     """The answer in one sentence."""
     tried = [c for c in data["candidates"] if c["advice"] == "try"]
     where = f"{data['devices']} {data['target'].upper()}"
@@ -48,12 +48,12 @@ def _headline(data: Record) -> str:
     return f"Try {best['policy']}: on {where} it is predicted to train at {ratio} the speed of {_compared_with(data)}"
 
 
-def _compared_with(data: Record) -> str:
+def _compared_with(data: JsonObject) -> str:
     """The baseline of every speed, or the reference if the baseline does not fit the model."""
     return BASELINE if any(c["policy"] == BASELINE for c in data["candidates"]) else REFERENCE
 
 
-def _facts(data: Record) -> str:
+def _facts(data: JsonObject) -> str:
     tokens = f"{data['tokens_per_step']:,} tokens per step"
     if data["tokens"] is not None:
         tokens += f", {format_figure('tokens', data['tokens'])} in all"
@@ -62,7 +62,7 @@ def _facts(data: Record) -> str:
     )
 
 
-def _speeds(data: Record) -> Section:
+def _speeds(data: JsonObject) -> Section:
     low, high = data["errors"]
     rows = [
         [
@@ -98,14 +98,14 @@ def _speeds(data: Record) -> Section:
     return Section(title="Which policies", columns=[*columns, "advice"], rows=rows, sentences=sentences)
 
 
-def _with_range(candidate: Record) -> str:
+def _with_range(candidate: JsonObject) -> str:
     text = format_figure("ratio", candidate["speed_up"])
     if candidate["least"] is None:
         return text
     return f"{text} ({candidate['least']:.2f} to {candidate['most']:.2f})"
 
 
-def _savings(data: Record) -> Section | None:
+def _savings(data: JsonObject) -> Section | None:
     """Days, GPU hours and money of the whole training, and what is saved of them."""
     if data["tokens"] is None:
         return None
@@ -141,7 +141,7 @@ def _days(hours: float) -> str:
     return f"{days:,.0f}" if abs(days) >= 100 else f"{days:.3g}"
 
 
-def _measured(data: Record) -> Section | None:
+def _measured(data: JsonObject) -> Section | None:
     """What the sweep found."""
     measured = data["measured"]
     if measured is None:
@@ -166,7 +166,7 @@ def _measured(data: Record) -> Section | None:
     return Section(title=title, columns=columns, rows=rows, sentences=sentences)
 
 
-def _sweep(data: Record) -> Section | None:
+def _sweep(data: JsonObject) -> Section | None:
     sweep = data["sweep"]
     if sweep is None:
         return None
@@ -191,7 +191,7 @@ def _sweep(data: Record) -> Section | None:
     return Section(title="Find out what it costs", command=sweep["command"], sentences=sentences)
 
 
-def _watch(data: Record) -> Section:
+def _watch(data: JsonObject) -> Section:
     tried = [c for c in data["candidates"] if c["advice"] == "try"] or data["candidates"]
     fastest = min(tried, key=lambda c: c["seconds"])
     shares = {c["policy"]: c["communication"] for c in data["candidates"]}
@@ -213,7 +213,7 @@ def _watch(data: Record) -> Section:
     )
 
 
-def _fallback(data: Record) -> Section:
+def _fallback(data: JsonObject) -> Section:
     names = [FALLBACKS[c["policy"]] for c in data["candidates"] if c["policy"] in FALLBACKS]
     fallback = " or ".join(names or [_compared_with(data)])
     sentences = [

@@ -32,7 +32,7 @@ from policyc.experiments.report.sweeps import (
     read_sweep,
     uses_validation,
 )
-from policyc.experiments.report.values import Record, as_list, as_record, as_records, as_text
+from policyc.experiments.report.values import JsonObject, as_list, as_object, as_objects, as_text
 from policyc.experiments.sweep.metrics import LEAST_TRAILING, TRAILING_FRACTION
 
 FORMAT = 1
@@ -74,7 +74,7 @@ class ReportOptions:
 class Report:
     """A report: its data, and the runs that its telemetry and plans are from."""
 
-    data: Record
+    data: JsonObject
     sweep: SweepData
 
     @property
@@ -99,7 +99,7 @@ def build_report(folders: Sequence[Path], options: ReportOptions | None = None) 
     margins = {c.baseline: c.margin for c in comparisons if c.margin is not None}
     speeds = {variant["name"]: variant["figures"]["tokens_per_second"] for variant in variants}
     speed_ups = _predict(sweep, options.step, problems) if options.step else {}
-    data: Record = {
+    data: JsonObject = {
         "format": FORMAT,
         "policyc": __version__,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -117,7 +117,7 @@ def build_report(folders: Sequence[Path], options: ReportOptions | None = None) 
         "environment": _environment(sweep),
         "commands": _commands(sweep, [run for variant in variants for run in variant["runs"]]),
         "not_run": [
-            {k: as_text(v) for k, v in row.items()} for row in as_records(sweep.manifest.get("not_run"))
+            {k: as_text(v) for k, v in row.items()} for row in as_objects(sweep.manifest.get("not_run"))
         ],
         "inequalities": find_inequalities(sweep),
         "problems": problems,
@@ -164,7 +164,7 @@ def predict_speed_ups(policies: Mapping[str, str], baseline: str, step: Predicte
     return {name: seconds[baseline] / each for name, each in seconds.items()}
 
 
-def _statistics(sweep: SweepData) -> Record:
+def _statistics(sweep: SweepData) -> JsonObject:
     settings = sweep.settings
     return {
         "measure": "validation_loss" if uses_validation(sweep) else "trailing_loss",
@@ -226,14 +226,14 @@ def _caveats(sweep: SweepData) -> list[str]:
 
 def _describe_begin(sweep: SweepData) -> str:
     """Describes the first version of a sweep that has grown; empty otherwise."""
-    earlier = as_records(sweep.manifest.get("earlier"))
+    earlier = as_objects(sweep.manifest.get("earlier"))
     if not earlier:
         return ""
     names = ("seed", "baseline", "variant")
     return ", ".join(count_noun(len(as_list(earlier[0].get(f"{name}s"))), name) for name in names)
 
 
-def _policy_diffs(sweep: SweepData) -> list[Record]:
+def _policy_diffs(sweep: SweepData) -> list[JsonObject]:
     """What each edit changes in the policy of the sweep, as a unified diff."""
     edited = sweep.manifest.get("policy")  # a baseline, if the policy is one too
     originals = [v for v in sweep.variants if v.policy_text and (v.name == edited or v.role == "policy")]
@@ -251,17 +251,17 @@ def _policy_diffs(sweep: SweepData) -> list[Record]:
 _ENVIRONMENT = ("program", "config", "device", "devices", "host", "data")
 
 
-def _environment(sweep: SweepData) -> list[Record]:
+def _environment(sweep: SweepData) -> list[JsonObject]:
     """The distinct environments and settings of the runs, each with the runs that used it."""
-    environments: dict[str, Record] = {}
+    environments: dict[str, JsonObject] = {}
     for run in sweep.runs:
         values: dict[str, Any] = {name: as_text(run.about.get(name)) for name in _ENVIRONMENT}
         values["host"] = values["host"] or as_text(run.status.get("host"))
-        values |= {f"{k} version": as_text(v) for k, v in as_record(run.about.get("versions")).items()}
+        values |= {f"{k} version": as_text(v) for k, v in as_object(run.about.get("versions")).items()}
         if isinstance(run.plan, dict):
             values["machine of the plan"] = as_text(run.plan.get("machine"))
         values = {name: value for name, value in values.items() if value}
-        settings = {k: as_text(v) for k, v in as_record(run.about.get("settings")).items()}
+        settings = {k: as_text(v) for k, v in as_object(run.about.get("settings")).items()}
         if values or settings:
             shared = [(name, text) for name, text in settings.items() if name not in FREE_SETTINGS]
             key = repr(sorted(values.items())) + repr(sorted(shared))
@@ -277,7 +277,7 @@ def _environment(sweep: SweepData) -> list[Record]:
     return list(environments.values())
 
 
-def _commands(sweep: SweepData, runs: Sequence[Record]) -> list[Record]:
+def _commands(sweep: SweepData, runs: Sequence[JsonObject]) -> list[JsonObject]:
     """The exact commands: that of the sweep, and that of each run."""
     words = [as_text(word) for word in as_list(sweep.manifest.get("command"))]
     commands = [("sweep", words), *((run["name"], run["command"]) for run in runs)]

@@ -22,7 +22,7 @@ from policyc.experiments.report.series import (
     with_derived_metrics,
 )
 from policyc.experiments.report.sweeps import SweepData, VariantData
-from policyc.experiments.report.values import Record, as_number
+from policyc.experiments.report.values import JsonObject, as_number
 
 _GAP_POINTS = 80  # a gap is small, so that more steps have to be averaged to see it
 
@@ -32,7 +32,7 @@ def to_list(values: Column) -> list[float | None]:
     return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values]
 
 
-def make_charts(sweep: SweepData, axis: Axis, margins: dict[str, float]) -> list[Record]:
+def make_charts(sweep: SweepData, axis: Axis, margins: dict[str, float]) -> list[JsonObject]:
     """All charts that the runs have values for. `margins` has the margin in nats for each baseline."""
     coarse = make_axis(sweep.runs, _GAP_POINTS)
     charts = [
@@ -51,8 +51,8 @@ def colors_of(sweep: SweepData) -> list[tuple[int, VariantData]]:
 
 
 def _chart(
-    id: str, title: str, notes: Sequence[str], x: tuple[str, Column], lines: list[Record], **values: Any
-) -> Record:
+    id: str, title: str, notes: Sequence[str], x: tuple[str, Column], lines: list[JsonObject], **values: Any
+) -> JsonObject:
     """A chart of lines over a common axis, whose label and positions are `x`."""
     defaults = {"format": "number", "zone": None, "is_log": False, "zone_label": ""}
     return {
@@ -68,7 +68,7 @@ def _chart(
 
 def _line(
     label: str, color: int, curve: Curve, *, has_points: bool = False, is_dashed: bool = False
-) -> Record:
+) -> JsonObject:
     low, high = (None if bound is None else to_list(bound) for bound in (curve.low, curve.high))
     return {
         "label": label,
@@ -91,7 +91,7 @@ def _band_note(sweep: SweepData) -> str:
     return "mean over seeds; band: lowest and highest seed" if has_seeds else ""
 
 
-def _loss_chart(sweep: SweepData, axis: Axis) -> Record:
+def _loss_chart(sweep: SweepData, axis: Axis) -> JsonObject:
     lines = []
     for color, variant in colors_of(sweep):
         if _is_single(sweep):
@@ -138,7 +138,7 @@ def _pairs(
     return ours, theirs
 
 
-def _gap_chart(sweep: SweepData, axis: Axis, baseline: str, margin: float | None) -> Record:
+def _gap_chart(sweep: SweepData, axis: Axis, baseline: str, margin: float | None) -> JsonObject:
     confidence = 1 - sweep.settings.alpha
     lines = []
     for color, variant in colors_of(sweep):
@@ -157,7 +157,7 @@ def _gap_chart(sweep: SweepData, axis: Axis, baseline: str, margin: float | None
     )
 
 
-def _validation_charts(sweep: SweepData, axis: Axis) -> Iterator[Record]:
+def _validation_charts(sweep: SweepData, axis: Axis) -> Iterator[JsonObject]:
     for metric, title in (
         ("validation_loss", "Validation loss"),
         ("validation_loss_plain", "Validation loss, computed in bf16"),
@@ -185,7 +185,7 @@ def _evaluations(run: RunData, metric: str, axis: Axis) -> dict[float, float]:
 # ---- speed, memory, gradients
 
 
-def _metric_charts(sweep: SweepData, axis: Axis) -> Iterator[Record]:
+def _metric_charts(sweep: SweepData, axis: Axis) -> Iterator[JsonObject]:
     first_steps = "without the first steps, which compile"
     largest = "before clipping; the largest of each part of the axis"
     for metric, title, note, format in (
@@ -209,7 +209,7 @@ def _metric_charts(sweep: SweepData, axis: Axis) -> Iterator[Record]:
 # ---- numerics telemetry
 
 
-def _telemetry_charts(sweep: SweepData, axis: Axis) -> Iterator[Record]:
+def _telemetry_charts(sweep: SweepData, axis: Axis) -> Iterator[JsonObject]:
     """Quantization error over time: by operand for one run, by variant for several."""
     per_step = next((r.tokens_per_step for r in sweep.runs if r.tokens_per_step), None)
     factor = per_step if axis.label == "tokens" and per_step else 1

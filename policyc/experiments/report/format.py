@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from policyc.base.text import count_noun
 from policyc.experiments.report.runs import RunData, layer_key
-from policyc.experiments.report.values import Record, as_list, as_number, as_record, as_records, as_text
+from policyc.experiments.report.values import JsonObject, as_list, as_number, as_object, as_objects, as_text
 
 FIGURES = (
     ("validation_loss", "validation loss"),
@@ -49,7 +49,7 @@ MISSING = "–"
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
-def known_figures(rows: Sequence[Record]) -> list[tuple[str, str]]:
+def known_figures(rows: Sequence[JsonObject]) -> list[tuple[str, str]]:
     """The figures that some row has. Skipped steps are shown if there are any."""
     return [
         (name, label)
@@ -105,7 +105,7 @@ def format_interval(interval: Sequence[float] | None) -> str:
     return MISSING if interval is None else f"{format_gap(interval[0])} to {format_gap(interval[1])}"
 
 
-def summarize(data: Record) -> str:
+def summarize(data: JsonObject) -> str:
     """The result of a report in one sentence."""
     runs = [run for variant in data["variants"] for run in variant["runs"]]
     if len(runs) == 1:
@@ -134,7 +134,7 @@ def summarize(data: Record) -> str:
 # ---- tables
 
 
-def time_table(data: Record) -> tuple[list[str], list[list[str]]]:
+def time_table(data: JsonObject) -> tuple[list[str], list[list[str]]]:
     """Where the time of each run went: column titles, and one row per run that reported it."""
     runs = [run for variant in data["variants"] for run in variant["runs"] if run["seconds"]]
     names = [name for name in ACTIVITIES if any(run["seconds"].get(name) for run in runs)]
@@ -152,7 +152,7 @@ def time_table(data: Record) -> tuple[list[str], list[list[str]]]:
     return ["run", "goodput", "time", *(ACTIVITIES[name] for name in names), "restarts", "steps lost"], rows
 
 
-def equal_loss_table(data: Record) -> tuple[list[str], list[list[str]]]:
+def equal_loss_table(data: JsonObject) -> tuple[list[str], list[list[str]]]:
     """What each variant costs in tokens and gains in speed. Columns without a value are left out."""
     rows = data["equal_loss"]
     kinds = [
@@ -175,9 +175,9 @@ def equal_loss_table(data: Record) -> tuple[list[str], list[list[str]]]:
     return [*titles, *(title for kind in kinds for title in (f"{kind} speed-up", "to that loss"))], cells
 
 
-def group_failures(runs: Sequence[Record]) -> list[Record]:
+def group_failures(runs: Sequence[JsonObject]) -> list[JsonObject]:
     """The runs that failed, those with the same reason together, and each different end of their logs once."""
-    groups: dict[str, list[Record]] = {}
+    groups: dict[str, list[JsonObject]] = {}
     for run in runs:
         if run["state"] == "failed":
             groups.setdefault(run["reason"], []).append(run)
@@ -187,7 +187,7 @@ def group_failures(runs: Sequence[Record]) -> list[Record]:
     ]
 
 
-def _different_logs(runs: Sequence[Record]) -> list[Record]:
+def _different_logs(runs: Sequence[JsonObject]) -> list[JsonObject]:
     """The ends of the logs of some runs, equal ones once, each with the name of its first run."""
     logs: dict[tuple[str, ...], str] = {}
     for run in runs:
@@ -228,24 +228,26 @@ _GRADIENT_MAP = _HeatMap(
 )  # fmt: skip
 
 
-def heat_maps(run: RunData) -> list[Record]:
+def heat_maps(run: RunData) -> list[JsonObject]:
     """The last measurement of a run, by site and layer."""
-    operands: dict[tuple[str, str], dict[LayerKey, Record]] = {}
-    gradients: dict[tuple[str, str], dict[LayerKey, Record]] = {}
-    step = max((record["step"] for record in run.stats), default=0)
-    for record in run.stats:
-        if record["step"] != step:
+    operands: dict[tuple[str, str], dict[LayerKey, JsonObject]] = {}
+    gradients: dict[tuple[str, str], dict[LayerKey, JsonObject]] = {}
+    step = max((row["step"] for row in run.stats), default=0)
+    for row in run.stats:
+        if row["step"] != step:
             continue
-        if "operand" in record:
-            label = as_text(record["site"]), as_text(record["operand"])
-            operands.setdefault(label, {})[layer_key(record)] = record
-        elif "cosine" in record:
-            gradients.setdefault((as_text(record["parameter"]), ""), {})[layer_key(record)] = record
+        if "operand" in row:
+            label = as_text(row["site"]), as_text(row["operand"])
+            operands.setdefault(label, {})[layer_key(row)] = row
+        elif "cosine" in row:
+            gradients.setdefault((as_text(row["parameter"]), ""), {})[layer_key(row)] = row
     maps = [_heat_map(heat_map, operands, step) for heat_map in _OPERAND_MAPS if operands]
     return [*maps, _heat_map(_GRADIENT_MAP, gradients, step)] if gradients else maps
 
 
-def _heat_map(heat_map: _HeatMap, rows: dict[tuple[str, str], dict[LayerKey, Record]], step: int) -> Record:
+def _heat_map(
+    heat_map: _HeatMap, rows: dict[tuple[str, str], dict[LayerKey, JsonObject]], step: int
+) -> JsonObject:
     """A row per site or parameter, a column per layer. A value of no layer has the last column."""
     layers = sorted(
         {layer for cells in rows.values() for layer in cells}, key=lambda layer: (not layer, layer)
@@ -265,7 +267,7 @@ def _heat_map(heat_map: _HeatMap, rows: dict[tuple[str, str], dict[LayerKey, Rec
     }
 
 
-def _heat_cell(heat_map: _HeatMap, value: object) -> Record | None:
+def _heat_cell(heat_map: _HeatMap, value: object) -> JsonObject | None:
     number = as_number(value)
     if number is None:
         return None
@@ -282,28 +284,28 @@ def _heat_cell(heat_map: _HeatMap, value: object) -> Record | None:
 # ---- plan
 
 
-def plan_rows(plan: Record) -> list[Record]:
+def plan_rows(plan: JsonObject) -> list[JsonObject]:
     """The rule that decides each site, and the formats of its products."""
     has_phases = len(as_list(plan.get("phases"))) > 1
     rules = [as_text(rule) for rule in as_list(plan.get("rules"))]
     return [
         _plan_row(site, as_text(phase) if has_phases else "", group, rules)
-        for site in as_records(plan.get("sites"))
-        for phase, layer_groups in as_record(site.get("decisions")).items()
-        for group in as_records(layer_groups)
+        for site in as_objects(plan.get("sites"))
+        for phase, layer_groups in as_object(site.get("decisions")).items()
+        for group in as_objects(layer_groups)
     ]
 
 
-def _plan_row(site: Record, phase: str, group: Record, rules: Sequence[str]) -> Record:
+def _plan_row(site: JsonObject, phase: str, group: JsonObject, rules: Sequence[str]) -> JsonObject:
     """The row of consecutive layers of a site that have the same decision."""
     names = (*as_list(site.get("parameters"))[:1], site.get("scope"), site.get("place"))
-    products = as_record(group.get("products"))
+    products = as_object(group.get("products"))
     cells = []
     for gemm in ("fprop", "dgrad", "wgrad"):
-        formats = list(dict.fromkeys(map(as_text, as_list(as_record(products.get(gemm)).get("formats")))))
+        formats = list(dict.fromkeys(map(as_text, as_list(as_object(products.get(gemm)).get("formats")))))
         is_quantized = any(name not in ("keep", "bf16", "f32") for name in formats)
         cells.append({"formats": " × ".join(formats), "is_quantized": is_quantized})
-    winners = dict.fromkeys(_rule_text(as_record(p).get("rule"), rules) for p in products.values())
+    winners = dict.fromkeys(_rule_text(as_object(p).get("rule"), rules) for p in products.values())
     return {
         "site": next((text for text in map(as_text, names) if text), ""),
         "phase": phase,
@@ -320,7 +322,7 @@ def _rule_text(index: object, rules: Sequence[str]) -> str:
     return rules[index] if isinstance(index, int) and 0 <= index < len(rules) else "unknown rule"
 
 
-def _layers_text(group: Record) -> str:
+def _layers_text(group: JsonObject) -> str:
     """The first and the last layer of a group, each an index or several."""
     bounds = [".".join(map(as_text, as_list(index))) for index in as_list(group.get("layers"))]
     if len(bounds) != 2:

@@ -38,7 +38,7 @@ from policyc.experiments.report.format import (
 )
 from policyc.experiments.report.series import elapsed_seconds, make_axis
 from policyc.experiments.report.sweeps import ReportError, SweepData
-from policyc.experiments.report.values import Record, escape_texts
+from policyc.experiments.report.values import JsonObject, escape_texts
 from policyc.experiments.sweep.run import PAGE_FILE
 
 _PACKAGE = "policyc.experiments.report"
@@ -86,7 +86,7 @@ def render_page(report: Report) -> str:
     )
 
 
-def render_markdown(data: Record) -> str:
+def render_markdown(data: JsonObject) -> str:
     """Verdicts, figures, time to equal loss, failures and the command. It has no charts."""
 
     def verdict_rows(baseline: str) -> list[list[Any]]:
@@ -124,7 +124,7 @@ def render_markdown(data: Record) -> str:
     )
 
 
-def _shared_values(data: Record) -> dict[str, Any]:
+def _shared_values(data: JsonObject) -> dict[str, Any]:
     """What both templates show."""
     time_titles, time_rows = time_table(data)
     equal_loss_titles, equal_loss_rows = equal_loss_table(data)
@@ -143,11 +143,11 @@ def _shared_values(data: Record) -> dict[str, Any]:
     }
 
 
-def _runs(data: Record) -> list[Record]:
+def _runs(data: JsonObject) -> list[JsonObject]:
     return [run for variant in data["variants"] for run in variant["runs"]]
 
 
-def _clock(sweep: SweepData) -> Record:
+def _clock(sweep: SweepData) -> JsonObject:
     """What the scripts need to draw charts over steps or time: tokens of a step, and seconds of each variant."""
     axis = make_axis(sweep.runs)
     seconds = {variant.name: elapsed_seconds(variant.runs, axis) for variant in sweep.variants}
@@ -161,7 +161,7 @@ def _clock(sweep: SweepData) -> Record:
     }
 
 
-def _facts(data: Record) -> list[str]:
+def _facts(data: JsonObject) -> list[str]:
     """The line below the title."""
     runs = _runs(data)
     finished = sum(run["state"] == "finished" for run in runs)
@@ -175,21 +175,21 @@ def _facts(data: Record) -> list[str]:
     ]
 
 
-def _cards(run: Record) -> list[tuple[str, str]]:
+def _cards(run: JsonObject) -> list[tuple[str, str]]:
     """The figures of a single run, with their names."""
     figures = [("steps", f"{run['last_step']:,}"), ("tokens", format_figure("tokens", run["tokens"] or None))]
     figures += [(label, format_figure(name, run[name])) for name, label in FIGURES]
     return [(label, value) for label, value in figures if value != MISSING]
 
 
-def _numerics(sweep: SweepData) -> list[tuple[str, list[Record]]]:
+def _numerics(sweep: SweepData) -> list[tuple[str, list[JsonObject]]]:
     """The last telemetry of one run of each variant: that of the first seed that has some."""
     measured = [next((run for run in variant.runs if run.stats), None) for variant in sweep.variants]
     tables = [(run.name, heat_maps(run)) for run in measured if run is not None]
     return [(name, maps) for name, maps in tables if maps]
 
 
-def _policies(data: Record, sweep: SweepData) -> list[Record]:
+def _policies(data: JsonObject, sweep: SweepData) -> list[JsonObject]:
     """The text or the diff of each policy, its hashes, and its plan."""
     diffs = {diff["variant"]: diff for diff in data["diffs"]}
     policies = []

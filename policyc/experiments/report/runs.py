@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policyc.experiments.report.values import (
-    Record,
+    JsonObject,
     as_number,
-    as_record,
-    as_records,
+    as_object,
+    as_objects,
     as_text,
     is_count,
     read_object,
-    read_records,
+    read_rows,
 )
 from policyc.experiments.sweep.metrics import describe_divergence
 from policyc.experiments.sweep.run import LOG_FILE, METRICS_FILE, STATUS_FILE, tail_lines
@@ -82,11 +82,11 @@ class RunData:
     seed: int | None
     steps: Table
     evaluations: Table
-    account: Record = field(default_factory=dict)
-    stats: tuple[Record, ...] = ()
-    plan: Record | None = None
-    about: Record = field(default_factory=dict)
-    status: Record = field(default_factory=dict)
+    account: JsonObject = field(default_factory=dict)
+    stats: tuple[JsonObject, ...] = ()
+    plan: JsonObject | None = None
+    about: JsonObject = field(default_factory=dict)
+    status: JsonObject = field(default_factory=dict)
     log_tail: tuple[str, ...] = ()
     planned_steps: int | None = None
     problems: tuple[str, ...] = ()
@@ -109,7 +109,7 @@ class RunData:
     @property
     def tokens_per_step(self) -> float | None:
         """Tokens of one step, from the settings of the bundled trainer or from the speed."""
-        settings = as_record(self.about.get("settings"))
+        settings = as_object(self.about.get("settings"))
         batch, sequence = as_number(settings.get("batch")), as_number(settings.get("sequence"))
         if batch and sequence:
             return batch * sequence
@@ -136,11 +136,11 @@ def read_run(
 ) -> RunData:
     """Reads what a run has written so far. A folder without metrics is a run without steps."""
     problems: list[str] = []
-    records = read_records(folder / METRICS_FILE, problems, _is_metric)
-    records = [{_ALIASES.get(name, name): value for name, value in record.items()} for record in records]
+    rows = read_rows(folder / METRICS_FILE, problems, _is_metric)
+    rows = [{_ALIASES.get(name, name): value for name, value in row.items()} for row in rows]
     about = read_object(folder / "run.json", problems) or {}
     status = read_object(folder / STATUS_FILE, problems) or {}
-    settings = as_record(about.get("settings"))
+    settings = as_object(about.get("settings"))
     if planned_steps is None and is_count(settings.get("steps")):
         planned_steps = settings["steps"]
     has_failed = status.get("state") in ("failed", "preempted")
@@ -148,10 +148,10 @@ def read_run(
         folder=folder,
         variant=variant,
         seed=seed,
-        steps=_make_table([r for r in records if "loss" in r], STEP_METRICS),
-        evaluations=_make_table([r for r in records if "validation_loss" in r], EVALUATION_METRICS),
-        account=next((r for r in reversed(records) if as_record(r.get("seconds"))), {}),
-        stats=tuple(read_records(folder / "stats.jsonl", problems, _is_measurement)),
+        steps=_make_table([r for r in rows if "loss" in r], STEP_METRICS),
+        evaluations=_make_table([r for r in rows if "validation_loss" in r], EVALUATION_METRICS),
+        account=next((r for r in reversed(rows) if as_object(r.get("seconds"))), {}),
+        stats=tuple(read_rows(folder / "stats.jsonl", problems, _is_measurement)),
         plan=_read_plan(folder / "plan.json", problems),
         about=about,
         status=status,
@@ -161,9 +161,9 @@ def read_run(
     )
 
 
-def _make_table(records: list[Record], names: tuple[str, ...]) -> Table:
-    """The columns of some records in the order of their steps. A step that was run again counts once."""
-    by_step = {record["step"]: record for record in records}
+def _make_table(rows: list[JsonObject], names: tuple[str, ...]) -> Table:
+    """The columns of some rows in the order of their steps. A step that was run again counts once."""
+    by_step = {row["step"]: row for row in rows}
     steps = sorted(by_step)
     columns = {}
     for name in names:
@@ -173,35 +173,35 @@ def _make_table(records: list[Record], names: tuple[str, ...]) -> Table:
     return Table(step=np.array(steps, float), columns=columns)
 
 
-def _is_metric(record: Record) -> bool:
-    """Are the losses in a record numbers? A loss may be nan, or null for nan: then the run has diverged."""
+def _is_metric(row: JsonObject) -> bool:
+    """Are the losses in a row numbers? A loss may be nan, or null for nan: then the run has diverged."""
     names = ("loss", "validation_loss", "val_loss")
-    losses = [record.get(name) for name in names]
+    losses = [row.get(name) for name in names]
     return all(isinstance(loss, int | float | None) and not isinstance(loss, bool) for loss in losses)
 
 
-def layer_key(record: Record) -> tuple[int, ...]:
+def layer_key(row: JsonObject) -> tuple[int, ...]:
     """The index of a layer in each stack around it. Empty for what is in no stack."""
-    layer = record.get("layer")
+    layer = row.get("layer")
     if layer is None:
         return ()
     return tuple(layer) if isinstance(layer, list) else (layer,)
 
 
-def _is_measurement(record: Record) -> bool:
-    """Does a record of `stats.jsonl` have the site or the parameter, and the layer, that it is about?
+def _is_measurement(row: JsonObject) -> bool:
+    """Does a row of `stats.jsonl` have the site or the parameter, and the layer, that it is about?
 
     The row with the losses of the measured batch has neither.
     """
-    if "plain_loss" in record and "operand" not in record:
+    if "plain_loss" in row and "operand" not in row:
         return True
-    has_name = isinstance(record.get("site" if "operand" in record else "parameter"), str)
-    return has_name and all(is_count(index) for index in layer_key(record))
+    has_name = isinstance(row.get("site" if "operand" in row else "parameter"), str)
+    return has_name and all(is_count(index) for index in layer_key(row))
 
 
-def _read_plan(path: Path, problems: list[str]) -> Record | None:
+def _read_plan(path: Path, problems: list[str]) -> JsonObject | None:
     text = read_object(path, problems)
-    if text is not None and not as_records(text.get("sites")):
+    if text is not None and not as_objects(text.get("sites")):
         problems.append(f"{path.name} is not a plan with sites")
         return None
     return text

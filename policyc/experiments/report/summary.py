@@ -26,7 +26,7 @@ from policyc.experiments.report.sweeps import (
     seed_losses,
     trailing_loss,
 )
-from policyc.experiments.report.values import Record, as_list, as_number, as_record, as_records, as_text
+from policyc.experiments.report.values import JsonObject, as_list, as_number, as_object, as_objects, as_text
 from policyc.experiments.sweep.metrics import trailing_steps
 from policyc.experiments.verdicts import Comparison, compare_variants
 
@@ -34,7 +34,7 @@ FREE_SETTINGS = frozenset({"seed", "seeds", "out", "coordinator", "process_id", 
 """Settings that may differ between the runs of a sweep."""
 
 
-def summarize_run(run: RunData) -> Record:
+def summarize_run(run: RunData) -> JsonObject:
     """The figures of a run. None where it has not measured something."""
     derived = with_derived_metrics(run).steps
     tokens = run.tokens(run.steps)
@@ -71,9 +71,9 @@ def summarize_run(run: RunData) -> Record:
     }
 
 
-def _account(run: RunData) -> Record:
+def _account(run: RunData) -> JsonObject:
     """How a run spent its time, restarts included. None for what it did not report."""
-    seconds = {name: as_number(value) for name, value in as_record(run.account.get("seconds")).items()}
+    seconds = {name: as_number(value) for name, value in as_object(run.account.get("seconds")).items()}
     known = {name: value for name, value in seconds.items() if value is not None}
     return {
         "goodput": as_number(run.account.get("goodput")),
@@ -104,13 +104,13 @@ _MAXIMA = ("memory_bytes",)
 _SUMS = ("loss_spikes", "gradient_spikes", "skipped_steps")
 
 
-def summarize_variant(variant: VariantData, runs: Sequence[Record]) -> Record:
+def summarize_variant(variant: VariantData, runs: Sequence[JsonObject]) -> JsonObject:
     """The figures of a variant: means over its runs, of memory the maximum, of spikes the sum.
 
     Losses are those of the runs that finished: the loss of a run that stopped early is another quantity.
     """
     finished = [run for run in runs if run["state"] == "finished"]
-    figures: Record = {}
+    figures: JsonObject = {}
     for names, reduce in (
         (_LOSSES, statistics.fmean),
         (_MEANS, statistics.fmean),
@@ -121,7 +121,7 @@ def summarize_variant(variant: VariantData, runs: Sequence[Record]) -> Record:
             values = [run[name] for run in (finished if names is _LOSSES else runs) if run[name] is not None]
             figures[name] = reduce(values) if values else None
     plans = [run.plan for run in variant.runs if run.plan is not None]
-    policies = {as_text(as_record(plan.get("policy")).get("sha256")) for plan in plans}
+    policies = {as_text(as_object(plan.get("policy")).get("sha256")) for plan in plans}
     policies |= {
         as_text(run.about["policy_sha256"]) for run in variant.runs if run.about.get("policy_sha256")
     }
@@ -141,9 +141,9 @@ def summarize_variant(variant: VariantData, runs: Sequence[Record]) -> Record:
     }
 
 
-def hash_plan(plan: Record) -> str:
+def hash_plan(plan: JsonObject) -> str:
     """A hash of the rules and of what is decided for each site, equal on every machine."""
-    sites = [{k: v for k, v in site.items() if k != "place"} for site in as_records(plan.get("sites"))]
+    sites = [{k: v for k, v in site.items() if k != "place"} for site in as_objects(plan.get("sites"))]
     text = json.dumps([plan.get("rules"), plan.get("phases"), sites], sort_keys=True)
     return hashlib.sha256(text.encode(errors="replace")).hexdigest()
 
@@ -164,7 +164,7 @@ def compare_all(sweep: SweepData) -> list[Comparison]:
 
 def time_to_equal_loss(
     sweep: SweepData, axis: Axis, speeds: dict[str, float | None], speed_ups: dict[str, float]
-) -> list[Record]:
+) -> list[JsonObject]:
     """For each variant: how many tokens it needs for the loss of each baseline, and how much faster it is.
 
     Over the seeds that both finished: seeds differ by more than variants do.
@@ -227,7 +227,7 @@ def find_inequalities(sweep: SweepData) -> list[str]:
     """Sentences about what differs between the runs of a sweep and should not."""
     compared = sweep.runs if sweep.baselines else ()
     abouts = [run.about for run in compared if run.about]
-    settings = [as_record(about.get("settings")) for about in abouts]
+    settings = [as_object(about.get("settings")) for about in abouts]
     values = {
         f"setting {name}": {json.dumps(each.get(name), sort_keys=True) for each in settings}
         for name in sorted({name for each in settings for name in each} - FREE_SETTINGS)

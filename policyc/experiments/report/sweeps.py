@@ -16,9 +16,9 @@ import numpy as np
 
 from policyc.experiments.report.runs import RunData, judge_run, read_run
 from policyc.experiments.report.values import (
-    Record,
+    JsonObject,
     as_list,
-    as_records,
+    as_objects,
     as_text,
     is_count,
     read_object,
@@ -64,7 +64,7 @@ class SweepData:
     variants: tuple[VariantData, ...]
     baselines: tuple[str, ...]
     settings: Settings
-    manifest: Record
+    manifest: JsonObject
     problems: tuple[str, ...] = ()
     later_choices: tuple[str, ...] = ()
 
@@ -167,7 +167,7 @@ def _read_manifest(folder: Path) -> SweepData:
     planned = steps if is_count(steps) else None
     seeds = [seed for seed in as_list(manifest.get("seeds")) if is_count(seed)]
     variants = []
-    for entry in as_records(manifest.get("variants")):
+    for entry in as_objects(manifest.get("variants")):
         name = as_text(entry.get("name"))
         if Path(name).name != name or name in ("", ".."):  # a folder of the sweep, not a path out of it
             problems.append(f"{MANIFEST_FILE} names a variant '{name}', which is not a folder")
@@ -201,7 +201,7 @@ def _read_manifest(folder: Path) -> SweepData:
     )
 
 
-def _read_settings(manifest: Record, problems: list[str]) -> Settings:
+def _read_settings(manifest: JsonObject, problems: list[str]) -> Settings:
     """The margin that was fixed when the sweep began, and the other settings, which have one value for all sweeps."""
     settings = Settings()
     if "margin" in manifest:

@@ -10,7 +10,7 @@ from typing import Any
 from policyc.base.text import count_noun, escape_controls
 from policyc.experiments.sweep.metrics import read_integer
 
-Record = dict[str, Any]
+JsonObject = dict[str, Any]
 """One line of `metrics.jsonl` or `stats.jsonl`, or a part of another JSON file."""
 
 _MAX_NUMBER = 1e100  # larger numbers are not measurements, and their sums would overflow
@@ -30,23 +30,23 @@ def read_text(path: Path, problems: list[str]) -> str | None:
     return None
 
 
-def read_records(path: Path, problems: list[str], is_valid: Callable[[Record], bool]) -> list[Record]:
-    """The valid records of a file, one per line. Reports how many lines are left out."""
+def read_rows(path: Path, problems: list[str], is_valid: Callable[[JsonObject], bool]) -> list[JsonObject]:
+    """The valid rows of a file, one per line. Reports how many lines are left out."""
     text = read_text(path, problems)
     # Not splitlines: U+2028 may stand in a JSON text.
     lines = [line for line in (text or "").split("\n") if line]
-    values = (as_record(parse_json(line)) for line in lines)
+    values = (as_object(parse_json(line)) for line in lines)
     steps = ((read_integer(value.get("step")), value) for value in values)
-    records = [{**value, "step": step} for step, value in steps if step is not None and is_valid(value)]
-    if len(records) < len(lines):
-        unread = count_noun(len(lines) - len(records), "line")
+    rows = [{**value, "step": step} for step, value in steps if step is not None and is_valid(value)]
+    if len(rows) < len(lines):
+        unread = count_noun(len(lines) - len(rows), "line")
         problems.append(f"{unread} could not be read in {path.name}")
-    elif text is not None and not records:
+    elif text is not None and not rows:
         problems.append(f"{path.name} is empty")
-    return records
+    return rows
 
 
-def read_object(path: Path, problems: list[str]) -> Record | None:
+def read_object(path: Path, problems: list[str]) -> JsonObject | None:
     """The JSON object in a file, or None if there is none. Reports a file that holds something else."""
     text = read_text(path, problems)
     if text is None:
@@ -80,7 +80,7 @@ def as_number(value: object) -> float | None:
     return float(value) if abs(value) > 1 / _MAX_NUMBER else 0.0
 
 
-def as_record(value: object) -> Record:
+def as_object(value: object) -> JsonObject:
     return value if isinstance(value, dict) else {}
 
 
@@ -88,7 +88,7 @@ def as_list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def as_records(value: object) -> list[Record]:
+def as_objects(value: object) -> list[JsonObject]:
     return [item for item in as_list(value) if isinstance(item, dict)]
 
 
