@@ -7,27 +7,34 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from policyc.hardware import deviceless, gemm_cost, hlo, llama_step
-from policyc.language.recipes import Treatment
+from policyc.language.recipes import Treatment, make_recipe
 from policyc.models.llama import configs
 from policyc.models.llama import model as llama
 from policyc.numerics import backends, primitives
+from policyc.numerics.gemm import GemmOptions, quantized_dot_general
 from policyc.numerics.quantize import Axes
 from policyc.numerics.targets import TARGETS
 from tests.support.command import ROOT, CommandResult, spawn
+from tests.support.gemms import MATMUL
 
 pytestmark = pytest.mark.cuda
 pytest.importorskip("jax_plugins.xla_cuda13", reason="the extra cuda13 is not installed")
 
 BLOCK = ("--config", "tiny", "--batch", "8", "--sequence", "256")
+LARGE = ("--config", "1b", "--batch", "4", "--sequence", "2048")
+TILES = 160 * 128 * 128
+"""The least elements of a product that XLA does not split on any GPU: a tile for each multiprocessor."""
 PAPER = "* -> bf16; mlp.* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)"
 
 
@@ -78,10 +85,10 @@ def test_an_emulated_product_says_why(policy: str, tmp_path: Path) -> None:
 
 
 def test_fp8_is_native_on_hopper(tmp_path: Path) -> None:
-    products = compile_report("fp8", *BLOCK, "--target", "h100", "--dump-hlo", tmp_path)["products"]
+    products = compile_report("fp8", *LARGE, "--target", "h100", "--dump-hlo", tmp_path)["products"]
     assert products
     assert all(p["native"] and p["call"] == "__cublas$lt$matmul$f8" for p in products)
-    check_scales_are_inside_gemms(tmp_path)
+    assert check_scales_of_gemms(tmp_path) == 17, "all but fprop and wgrad of keys and values"
 
 
 def test_fp8_products_over_devices_apply_their_scales_inside_the_gemm(tmp_path: Path) -> None:
@@ -90,18 +97,24 @@ def test_fp8_products_over_devices_apply_their_scales_inside_the_gemm(tmp_path: 
     The forward pass is partly recomputed: saved codes are transposed already, and XLA would swap these products.
     """
     mesh = "--devices", "4", "--mesh", "fsdp=2 tensor=2", "--remat", "dots"
-    compile_report("fp8", *BLOCK, "--target", "gb200", *mesh, "--dump-hlo", tmp_path)
-    check_scales_are_inside_gemms(tmp_path)
+    compile_report("fp8", *LARGE, "--target", "gb200", *mesh, "--dump-hlo", tmp_path)
+    assert check_scales_of_gemms(tmp_path)
 
 
-def check_scales_are_inside_gemms(folder: Path) -> None:
-    """No fp32 result of an 8-bit product is written to memory, and its scale is not rounded to bfloat16."""
+def check_scales_of_gemms(folder: Path) -> int:
+    """The number of large 8-bit products. They write no fp32 result, and no scale is rounded to bfloat16.
+
+    Small products are fp32 until they are scaled.
+    """
     (path,) = folder.iterdir()
     module = hlo.parse_module(path.read_text())
     products = [e for e in module.executions if e.instruction.call_target == "__cublas$lt$matmul$f8"]
     assert len(products) == 7 * 3, "seven linear layers in a scanned block"
-    for product in products:
-        assert product.instruction.shape.startswith("(bf16["), product.instruction.shape
+    shapes = [re.match(r"\((\w+)\[([\d,]+)\]", p.instruction.shape) for p in products]
+    sizes = [prod(map(int, shape[2].split(","))) for shape in shapes if shape]
+    assert [shape and shape[1] for shape in shapes] == ["bf16" if n >= TILES else "f32" for n in sizes]
+    large = [product for product, size in zip(products, sizes, strict=True) if size >= TILES]
+    for product in large:
         computation = module.computations[product.computation]
         scale = computation[product.instruction.operands[2]]
         while scale.opcode in ("bitcast", "get-tuple-element"):
@@ -112,6 +125,27 @@ def check_scales_are_inside_gemms(folder: Path) -> None:
             i for i in body.values() if i.opcode == "convert" and body[i.operands[0]].shape.startswith("bf16")
         ]
         assert not from_bf16, "rounded to bfloat16 and back"
+    return len(large)
+
+
+def test_the_parts_of_a_small_fp8_product_are_added_and_scaled_in_fp32() -> None:
+    """With Triton's GEMMs, as on a GPU, XLA divides the contracted dimension. It scales the sum of the parts."""
+    (device,) = deviceless.make_devices(TARGETS["h200"], 1)
+    place = SingleDeviceSharding(device)
+    arrays = [jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=place) for s in ((256, 2048), (2048, 384))]
+    recipe, options = make_recipe("fp8"), GemmOptions(backends=("xla", "xla", "xla"))
+    dot = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=recipe, options=options)
+    flags = {"xla_gpu_enable_triton_gemm": "True", "xla_gpu_autotune_level": "0"}
+    module = hlo.parse_module(jax.jit(dot).lower(*arrays).compile(flags).as_text() or "")
+    bodies = module.computations.values()
+    (body,) = (
+        b
+        for b in bodies
+        if any(i.opcode == "reduce" and i.shape.startswith("f32[256,384]") for i in b.values())
+    )
+    (parts,) = (i for i in body.values() if i.opcode == "reduce")
+    (scaled,) = (i for i in body.values() if parts.name in i.operands)
+    assert (scaled.opcode, scaled.shape.partition("{")[0]) == ("multiply", "f32[256,384]")
 
 
 def test_fsdp_gathers_the_codes_of_weights(policy: str) -> None:

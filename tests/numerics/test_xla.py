@@ -266,17 +266,18 @@ def quantize_and_multiply(x: jax.Array, w: jax.Array) -> tuple[Quantized, Quanti
 
 
 @pytest.mark.parametrize(
-    ("context", "expected"),
+    ("context", "rows", "expected"),
     [
-        (LoweringContext(platform="cuda", single_device=True), jnp.bfloat16),
-        (LoweringContext(platform="cuda"), jnp.float32),
+        (LoweringContext(platform="cuda", single_device=True), 2048, jnp.bfloat16),
+        (LoweringContext(platform="cuda", single_device=True), 512, jnp.float32),
+        (LoweringContext(platform="cuda"), 2048, jnp.float32),
     ],
-    ids=["on one device", "under a vmap"],
+    ids=["on one device", "small: XLA may split it", "under a vmap"],
 )
 def test_an_fp8_gemm_writes_fp32_if_it_cannot_apply_its_scales(
-    context: LoweringContext, expected: Any
+    context: LoweringContext, rows: int, expected: Any
 ) -> None:
-    x, w, _ = quantize_and_multiply(normal(16, 32), normal(32, 16, seed=1))
+    x, w, _ = quantize_and_multiply(normal(rows, 32), normal(32, 2048, seed=1))
     multiply = partial(xla.gemm, dimensions=MATMUL, out=jnp.dtype(jnp.bfloat16), context=context)
     (dot,) = (e for e in jax.make_jaxpr(multiply)(x, w).eqns if e.primitive.name == "dot_general")
     assert dot.outvars[0].aval.dtype == expected

@@ -270,14 +270,39 @@ def _multiply_codes(
     return lax.dot_general(a, b, dimensions, precision=FP8_DOT_PRECISION, preferred_element_type=out)
 
 
+_SPLIT_BELOW = 160 * 128 * 128
+"""XLA may split the contracted dimension of a product with fewer elements than this: a tile of 128 x 128 for each
+multiprocessor of the largest GPU."""
+
+
+def _scale_product(
+    left: jax.Array,
+    right: jax.Array,
+    elements: tuple[str, str],
+    dimensions: DimensionNumbers,
+    scale: jax.Array,
+) -> jax.Array:
+    """The product of two arrays of codes times a scalar, in bfloat16.
+
+    If XLA splits the product, it adds the parts before it scales: in fp32, as long as the type of the sum is.
+    """
+    (contract, _), (batch, _) = dimensions
+    summed, repeated = (prod(left.shape[i] for i in dims) for dims in (contract, batch))
+    size = left.size // summed * right.size // (summed * repeated)
+    product = _multiply_codes(
+        left, right, elements, dimensions, jnp.float32 if size < _SPLIT_BELOW else jnp.bfloat16
+    )
+    return (product * scale.astype(product.dtype)).astype(jnp.bfloat16)
+
+
 def _multiply_scaled_fp8(
     lhs: Quantized, rhs: Quantized, dimensions: DimensionNumbers, context: LoweringContext
 ) -> jax.Array:
     """The product with both outer scales, in bfloat16.
 
-    XLA fuses the scale into the GEMM, before it rounds its fp32 sums to bfloat16. So no fp32 result is in memory. The
-    cast of the scale to bfloat16 is there only for the types: XLA drops it and gives the GEMM the fp32 scale. It does
-    so only if nothing is between GEMM and scale. So each device scales its part of a sum over devices.
+    XLA fuses the scale into a large GEMM, before it rounds its fp32 sums to bfloat16. So no fp32 result is in memory.
+    The cast of the scale to bfloat16 is there only for the types: XLA drops it and gives the GEMM the fp32 scale. It
+    does so only if nothing is between GEMM and scale. So each device scales its part of a sum over devices.
     """
     elements = lhs.layout.element, rhs.layout.element
     (left_contract, right_contract), (left_batch, right_batch) = dimensions
@@ -290,8 +315,7 @@ def _multiply_scaled_fp8(
     ) -> tuple[jax.Array, jax.Array]:
         scattered = index.first_scattered()
         if scattered is None or scattered < left_end:
-            product = _multiply_codes(left, right, elements, dimensions, jnp.bfloat16)
-            scaled = product * scale.astype(product.dtype)
+            scaled = _scale_product(left, right, elements, dimensions, scale)
             if scattered is None and index.summed:
                 # Nothing is left to do after the sum. So XLA can add the sums of several products before devices do.
                 return scaled * rest.astype(scaled.dtype), jnp.ones_like(rest)
@@ -299,8 +323,7 @@ def _multiply_scaled_fp8(
         # Computed transposed, so that XLA need not transpose it before it scatters the sum along its columns. Without
         # the first barrier, XLA would swap the operands again, and without the second it would transpose before it
         # scales: both put a transpose between GEMM and scale.
-        product = _multiply_codes(right, materialize(left), elements[::-1], swapped, jnp.bfloat16)
-        scaled = materialize(product * scale.astype(product.dtype))
+        scaled = materialize(_scale_product(right, materialize(left), elements[::-1], swapped, scale))
         return jnp.moveaxis(scaled, columns, range(-len(columns), 0)), rest
 
     arrays = lhs.codes, rhs.codes, *_split_scale(lhs, rhs)
