@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -42,14 +42,20 @@ def run_command(command: str, folder: Path, timeout: float) -> str | None:
     return f"exited with {code}" if code else None
 
 
-def make_profiler(run: RunConfig, folder: Path) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Functions that start and stop a profile: of XProf, or a range for `nsys profile -c cudaProfilerApi`."""
+class Profiler(NamedTuple):
+    """Starts and stops a profile: of XProf, or a range for `nsys profile -c cudaProfilerApi`."""
+
+    start: Callable[[], Any]
+    stop: Callable[[], Any]
+
+
+def make_profiler(run: RunConfig, folder: Path) -> Profiler:
     if run.profile != "nsys":
-        return partial(jax.profiler.start_trace, str(folder / "profile")), jax.profiler.stop_trace
+        return Profiler(partial(jax.profiler.start_trace, str(folder / "profile")), jax.profiler.stop_trace)
     for name in ("libcudart.so.13", "libcudart.so.12", "libcudart.so"):
         with suppress(OSError):
             cuda = ctypes.CDLL(name)
-            return cuda.cudaProfilerStart, cuda.cudaProfilerStop
+            return Profiler(cuda.cudaProfilerStart, cuda.cudaProfilerStop)
     raise ConfigError("--profile nsys needs CUDA, and there is no libcudart.so: use --profile xplane")
 
 

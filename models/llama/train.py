@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
@@ -131,68 +131,51 @@ class Trainer:
     Their checkpoints are common, in the folder of the first one.
     """
 
-    config: ModelConfig
-    run: RunConfig
-    mesh: Mesh
-    stop: StopRequest
-    name: str
-    runs: list[RunConfig]
-    folders: list[Path]
-    folder: Path
-    batches: BatchFeed
-    validation: BatchFeed
-    checkpoints: Checkpoints
-    policy: str | None
-    policy_name: str | None
-    start_profile: Callable[[], Any]
-    stop_profile: Callable[[], Any]
-    train_step: Any
-    eval_step: Any
-    observed_loss: Callable[..., Any]
     state: train_step.State
-    is_new: bool
-    is_starved: bool
     steps_done: int
-    saved_step: int
-    saved_at: float
-    positions: dict[int, list[Any]]  # in the data, after recent steps
 
     def __init__(
         self, name: str, config: ModelConfig, run: RunConfig, stop: StopRequest, stack: ExitStack
     ) -> None:
         if run.wandb:
             configs.import_library("wandb", "wandb")
-        self.config, self.run, self.mesh, self.stop = config, run, partition.make_mesh(config, run), stop
+        self.name: str = name
+        self.config: ModelConfig = config
+        self.run: RunConfig = run
+        self.stop: StopRequest = stop
+        self.mesh: Mesh = partition.make_mesh(config, run)
         policy = policyc.current_policy()
-        self.policy = None if policy is None else policy.sha256
-        self.policy_name = None if policy is None else policy.name
+        self.policy: str | None = None if policy is None else policy.sha256
+        self.policy_name: str | None = None if policy is None else policy.name
         out = Path(run.out or "runs/" + name + (f"-{self.policy[:8]}" if self.policy else ""))
-        self.name, self.runs = name, configs.runs_of_seeds(run)
-        self.folders = [out if run.seeds is None else out / f"seed{one.seed}" for one in self.runs]
+        self.runs: list[RunConfig] = configs.runs_of_seeds(run)
+        self.folders: list[Path] = [
+            out if run.seeds is None else out / f"seed{one.seed}" for one in self.runs
+        ]
         # What seeds have in common is in the folder of the first one, so that several processes may share `out`.
-        self.folder = self.folders[0]
+        self.folder: Path = self.folders[0]
         stop.announce(max(saved_steps(self.folder / "checkpoints"), default=0))
-        self.batches = BatchFeed(config, self.runs, self.mesh, "train")
+        self.batches: BatchFeed = BatchFeed(config, self.runs, self.mesh, "train")
         stack.callback(self.batches.close)
-        if run.eval_every:
-            self.validation = BatchFeed(
-                config, self.runs[:1], self.mesh, "validation"
-            )  # the same for all seeds
+        if run.eval_every:  # on the same batches for all seeds
+            self.validation: BatchFeed = BatchFeed(config, self.runs[:1], self.mesh, "validation")
             stack.callback(self.validation.close)
-        self.start_profile, self.stop_profile = artifacts.make_profiler(run, self.folder)
-        self.train_step = train_step.make_train_step(config, run, self.mesh)
-        self.eval_step = train_step.make_eval_step(
+        self.profiler: artifacts.Profiler = artifacts.make_profiler(run, self.folder)
+        self.train_step: Any = train_step.make_train_step(config, run, self.mesh)
+        self.eval_step: Any = train_step.make_eval_step(
             config, run, self.mesh, under_policy=self.policy is not None
         )
-        self.observed_loss = partial(train_step.mean_loss, config, self.mesh, run.accumulate)
+        self.observed_loss: Any = partial(train_step.mean_loss, config, self.mesh, run.accumulate)
         policyc.set_step(0, total=run.steps)
         abstract_state = train_step.abstract_state(config, run, self.mesh)
-        batch = partition.abstract_batch(run, self.mesh)
-        self.train_step.trace(abstract_state, batch)  # a bad policy fails here
+        self.train_step.trace(
+            abstract_state, partition.abstract_batch(run, self.mesh)
+        )  # a bad policy fails here
         self.state, self.steps_done = self.resume(abstract_state, stack)
-        self.is_starved = False
-        self.positions = {self.steps_done: self.batches.positions}
-        self.saved_step, self.saved_at = self.steps_done, 0.0
+        self.is_starved: bool = False
+        self.positions: dict[int, list[Any]] = {self.steps_done: self.batches.positions}  # after recent steps
+        self.saved_step: int = self.steps_done
+        self.saved_at: float = 0.0
 
     # ---- the start
 
@@ -203,7 +186,7 @@ class Trainer:
             if saved_steps(other / "checkpoints"):
                 remedy = "choose another folder with --out, or name the seeds in the same order"
                 raise ConfigError(f"{other} is of another run, which has its checkpoints there: {remedy}")
-        self.is_new = not saved_steps(folder)
+        self.is_new: bool = not saved_steps(folder)
         if self.is_new:
             for each in self.folders:
                 check_new(each)
@@ -214,7 +197,7 @@ class Trainer:
             CONTENTS: self.batches.contents,
             configs.POLICY_NAME: self.policy_name,
         }
-        self.checkpoints = Checkpoints(folder, run.keep, identity, run.keep_every)
+        self.checkpoints: Checkpoints = Checkpoints(folder, run.keep, identity, run.keep_every)
         if self.is_new and state is not None:
             return state, 0
         if self.is_new and run.resume_from:
@@ -273,8 +256,8 @@ class Trainer:
                 batch, stall = self.next_batch(step, log)
                 policyc.set_step(step - 1, total=run.steps)
                 if step == first:
-                    self.start_profile()
-                    profile.callback(self.stop_profile)
+                    self.profiler.start()
+                    profile.callback(self.profiler.stop)
                 annotation = jax.profiler.StepTraceAnnotation("train", step_num=step)
                 with annotation, log.progress.watch_step(is_first=step == self.steps_done + 1):
                     self.state, measured = self.train_step(self.state, batch)

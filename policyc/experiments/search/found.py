@@ -262,9 +262,10 @@ def _explain_options(options: Any, chosen: Choice, price: float) -> Iterator[str
     for choice, cost in ranked[:4] + [o for o in ranked[4:] if o[0] == chosen]:
         mark = ">" if choice == chosen else " "
         formats = ", ".join(f"{g} {f or 'kept'}" for g, f in zip(Gemm, choice, strict=True))
+        word = "slower" if cost.seconds > 0 else "faster"
         yield (
-            f"{mark} {formats}: {-cost.seconds * 1e6:.4g} us faster, damage {cost.damage:.3g}; with time at the price "
-            f"of this budget {cost.damage + price * cost.seconds:.3g}"
+            f"{mark} {formats}: {abs(cost.seconds) * 1e6:.4g} us {word}, damage {cost.damage:.3g}; with time at the "
+            f"price of this budget {cost.damage + price * cost.seconds:.3g}"
         )
 
 
