@@ -137,12 +137,13 @@ class Note:
 class Diagnostic:
     """One problem: where it is, what is wrong, and what to try.
 
-    `sites` are the names of all sites of a program that it is about. The message names the first.
+    `sites` are the names of all sites of a program that it is about. The message names the first. What a check of the
+    linter yields has no code: its rule adds that, and the severity.
     """
 
-    code: str
     message: str
     span: Span
+    code: str = ""
     severity: Severity = Severity.ERROR
     help: str = ""
     notes: tuple[Note, ...] = ()

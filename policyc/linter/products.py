@@ -19,7 +19,6 @@ from policyc.language.diagnostics import Diagnostic
 from policyc.language.policy import Rule
 from policyc.language.recipes import Gemm, Recipe
 from policyc.linter.context import Context
-from policyc.linter.rule import Finding
 
 _MAX_BITS = 8  # a product counts as quantized if its narrower operand has at most this many bits
 _MAX_SELECTORS = 80  # characters of selectors that a suggested rule repeats
@@ -33,19 +32,6 @@ FIRST_LOSS_HINT = "only the first loss of the program is checked"
 
 MAX_SCAN_PARTS = 3
 """Into how many scans a stack may be split without a warning: first layers, middle, last layers."""
-
-
-def to_findings(diagnostics: Iterable[Diagnostic]) -> Iterator[Finding]:
-    """Yields diagnostics of the compiler as findings of a rule."""
-    for diagnostic in diagnostics:
-        yield Finding(
-            span=diagnostic.span,
-            message=diagnostic.message,
-            help=diagnostic.help,
-            notes=diagnostic.notes,
-            sites=diagnostic.sites,
-            severity=diagnostic.severity,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +78,7 @@ def report_sites(
     context: Context,
     describe: Callable[[QuantizedProduct], str | None],
     suggest: Callable[[Plan, Sequence[QuantizedProduct]], str],
-) -> Iterator[Finding]:
+) -> Iterator[Diagnostic]:
     """Yields one finding for each rule that quantizes a product with a fault.
 
     `describe` returns the message about a product, or None if it has no fault. The finding has the message of the first
@@ -107,7 +93,7 @@ def report_sites(
             faulty.setdefault(product.rule_index, {})[product] = message
     for index, messages in sorted(faulty.items()):
         names = name_sites(product.site for product in messages)
-        yield Finding(
+        yield Diagnostic(
             span=context.policy.rules[index].span,
             message=next(iter(messages.values())) + count_others(len(names)),
             help=suggest(context.plan, tuple(messages)),
@@ -152,13 +138,15 @@ def find_quantizing_rules(
             yield index, selected
 
 
-def report_in_8_bits(context: Context, is_sensitive: Callable[[Site], bool], noun: str) -> Iterator[Finding]:
+def report_in_8_bits(
+    context: Context, is_sensitive: Callable[[Site], bool], noun: str
+) -> Iterator[Diagnostic]:
     """Yields a finding for each rule that quantizes sensitive sites, but not to 4 bits. Messages call them `noun`."""
     if context.plan is None:
         return
     for rule_index, sites in find_quantizing_rules(context, is_sensitive, EIGHT_BITS):
         names = name_sites(sites)
-        yield Finding(
+        yield Diagnostic(
             span=context.policy.rules[rule_index].span,
             message=f"this rule quantizes the {noun} ('{names[0]}'){count_others(len(names))}",
             help=suggest_recipe(context.plan, rule_index, sites, "keep"),

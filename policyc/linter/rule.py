@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from policyc.language.diagnostics import Diagnostic, Fix, Note, Severity, Span
+from policyc.language.diagnostics import Diagnostic, Severity
 from policyc.linter.context import Context
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One fault that a check found. The engine adds the code of the rule, and its severity if there is none here.
-
-    `sites` are the names of all sites of a program that the fault is about. The message names the first.
-    """
-
-    span: Span
-    message: str
-    help: str = ""
-    notes: tuple[Note, ...] = ()
-    sites: tuple[str, ...] = ()
-    severity: Severity | None = None
-    fix: Fix | None = None
-
-
-Check = Callable[[Context], Iterable[Finding]]
+Check = Callable[[Context], Iterable[Diagnostic]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,19 +33,10 @@ class LintRule:
         return self.page.partition("\n")[0]
 
     def run(self, context: Context) -> Iterator[Diagnostic]:
-        """Yields a diagnostic for each finding in the linted file.
+        """Yields what the check finds in the linted file, with the code of the rule.
 
         Findings in imported files are dropped: a shared library is linted by itself, not in every file that imports it.
         """
-        for finding in self.check(context) if self.check is not None else ():
-            if context.in_this_file(finding.span):
-                yield Diagnostic(
-                    code=self.code,
-                    message=finding.message,
-                    span=finding.span,
-                    severity=finding.severity or self.severity,
-                    help=finding.help,
-                    notes=finding.notes,
-                    sites=finding.sites,
-                    fix=finding.fix,
-                )
+        for found in self.check(context) if self.check is not None else ():
+            if context.in_this_file(found.span):
+                yield found if found.code else replace(found, code=self.code, severity=self.severity)

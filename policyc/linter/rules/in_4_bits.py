@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from policyc.base.text import count_others
-from policyc.language.diagnostics import Edit, Fix, Span
+from policyc.language.diagnostics import Diagnostic, Edit, Fix, Span
 from policyc.language.kinds import Flags, flags_of
 from policyc.language.policy import Rule
 from policyc.language.predicates import Flag
@@ -20,7 +20,7 @@ from policyc.language.recipes import Gemm
 from policyc.language.selectors import expand_selector, parse_path
 from policyc.linter.context import AppliedRecipe, Context
 from policyc.linter.examples import example_path
-from policyc.linter.rule import Check, Finding
+from policyc.linter.rule import Check
 from policyc.linter.site_names import EMBEDDING_NAMES, HEAD_NAMES, ROUTER_NAMES, SCORE_NAMES
 
 if TYPE_CHECKING:
@@ -80,19 +80,19 @@ _SITES = (
 )
 
 
-def _check(site: _SensitiveSite, context: Context) -> Iterator[Finding]:
+def _check(site: _SensitiveSite, context: Context) -> Iterator[Diagnostic]:
     if context.plan is not None:
         yield from _check_program(site, context, context.plan)
         return
     for rule, names in _find_rules_in_4_bits(site, context):
-        yield Finding(
+        yield Diagnostic(
             span=rule.span,
             message=f"this rule puts the {site.noun} ('{names[0]}') in 4 bits",
             help=_suggest(site, rule),
         )
 
 
-def _check_program(kind: _SensitiveSite, context: Context, plan: Plan) -> Iterator[Finding]:
+def _check_program(kind: _SensitiveSite, context: Context, plan: Plan) -> Iterator[Diagnostic]:
     """Checks the sites of the program instead of common names."""
     from policyc.compiler.plan_checks import suggest_recipe  # loads JAX
     from policyc.linter import products
@@ -105,7 +105,7 @@ def _check_program(kind: _SensitiveSite, context: Context, plan: Plan) -> Iterat
         names = products.name_sites(sites)
         noun = kind.noun if kind.has_weight else "products without a parameter"
         exception = f"* where {kind.kind} -> bf16"
-        yield Finding(
+        yield Diagnostic(
             span=rule.span,
             message=f"this rule puts the {noun} ('{names[0]}') in 4 bits{count_others(len(names))}",
             help=suggest_recipe(plan, index, sites, "bf16", exception)
@@ -147,14 +147,14 @@ _CONDITION = "where (mlp or attention) and layer < -4"
 _PUBLISHED = {"nvfp4": "nvfp4(rht=wgrad, sr=grad, scale2d=weights)", "mxfp4": "mxfp4(rht=wgrad, sr=grad)"}
 
 
-def _check_everything(context: Context) -> Iterator[Finding]:
+def _check_everything(context: Context) -> Iterator[Diagnostic]:
     applied = [a for a in context.applied_recipes if a.rule in context.policy.rules[-1:]]
     if not applied or context.plan is not None:
         return
     rule, recipe = applied[0].rule, applied[0].recipe  # the first is that of the policy, without a variant
     if rule.head != "*" or rule.when or any(recipe.bits(gemm) != 4 for gemm in Gemm):
         return
-    yield Finding(
+    yield Diagnostic(
         span=rule.span,
         message="this rule puts everything in 4 bits, also embedding, head, routers, scores and last blocks",
         help=f"add '{_CONDITION}' to match only the MLPs and projections of the other blocks",

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from policyc.base.text import count_others
+from policyc.language.diagnostics import Diagnostic
 from policyc.language.kinds import Flags, flags_of
 from policyc.language.policy import Policy, Rule
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import DottedPath, PathSegment, Pattern, expand_selector
 from policyc.linter.context import Context
 from policyc.linter.examples import example_path
-from policyc.linter.rule import Check, Finding
+from policyc.linter.rule import Check
 from policyc.linter.site_names import SENSITIVE_NAMES
 
 if TYPE_CHECKING:
@@ -25,11 +26,11 @@ _KINDS = tuple(map(flags_of, ("mlp", "experts", "attention")))  # of the sites t
 _BLOCKS_PER_KEPT_BLOCK = 8  # as in the published runs: 4 of 32 and 8 of 62
 
 
-def check(context: Context) -> Iterator[Finding]:
+def check(context: Context) -> Iterator[Diagnostic]:
     return _check_names(context) if context.plan is None else _check_program(context.plan)
 
 
-def _check_names(context: Context) -> Iterator[Finding]:
+def _check_names(context: Context) -> Iterator[Diagnostic]:
     """Without a program, the names of stacks in the policy are all that is known."""
     last_layers = [PathSegment(name, _DEPTH - 1, _DEPTH) for name in _find_stack_names(context.policy)]
     for rule in context.coverage.rules:
@@ -49,7 +50,7 @@ def _check_names(context: Context) -> Iterator[Finding]:
             # A name stands for one kind, and which is not known.
             is_any_kind = all(segment.is_wildcard for segment in pattern.segments)
             if in_4_bits and (any if is_any_kind else all)(in_4_bits):
-                yield Finding(
+                yield Diagnostic(
                     span=rule.rule.span,
                     message="the last blocks run in 4 bits too",
                     help="add a rule after it: * where layer >= -4 -> bf16",
@@ -88,7 +89,7 @@ def _is_in_4_bits(context: Context, path: DottedPath, flags: Flags) -> bool:
     return rule is not None and rule.recipe.bits(Gemm.FPROP) == 4
 
 
-def _check_program(plan: Plan) -> Iterator[Finding]:
+def _check_program(plan: Plan) -> Iterator[Diagnostic]:
     """Yields each rule that puts the last of several blocks of the program in 4 bits at the start of training."""
     from policyc.linter.products import name_sites  # loads JAX
 
@@ -108,7 +109,7 @@ def _check_program(plan: Plan) -> Iterator[Finding]:
     for index, counts in sorted(sites_by_rule.items()):
         names = name_sites(counts)
         kept = max(1, max(counts.values()) // _BLOCKS_PER_KEPT_BLOCK)
-        yield Finding(
+        yield Diagnostic(
             span=plan.policy.rules[index].span,
             message=f"the last blocks run in 4 bits too ('{names[0]}'){count_others(len(names))}",
             help=f"add a rule after it: * where layer >= -{kept} -> bf16",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.language.diagnostics import Fix, Note
+from policyc.language.diagnostics import Diagnostic, Fix, Note
 from policyc.linter.context import Context
 from policyc.linter.coverage import ResolvedRule
 from policyc.linter.edits import find_sibling, move_statement, remove_statement
-from policyc.linter.rule import Check, Finding
+from policyc.linter.rule import Check
 
 
-def _check_redundant_rule(context: Context) -> Iterator[Finding]:
+def _check_redundant_rule(context: Context) -> Iterator[Diagnostic]:
     coverage = context.coverage
     local_rules = [r for r in coverage.rules if context.in_this_file(r.rule.span)]
     # Both questions share one budget. Overridden rules come first: they are the more important finding.
@@ -21,7 +21,7 @@ def _check_redundant_rule(context: Context) -> Iterator[Finding]:
         if earlier is not None and rule.index not in overridden:
             edits = (remove_statement(rule.rule.span),)
             is_safe = rule.rule.recipe == earlier.rule.recipe and rule.rule.expect is None
-            yield Finding(
+            yield Diagnostic(
                 span=rule.rule.span,
                 message="this rule changes nothing",
                 help="remove it",
@@ -47,12 +47,12 @@ _MAX_NOTES = 3
 _MOVE = "move it below the rules that override it"
 
 
-def _check_shadowed_rule(context: Context) -> Iterator[Finding]:
+def _check_shadowed_rule(context: Context) -> Iterator[Diagnostic]:
     for rule in (r for r in context.coverage.rules if context.in_this_file(r.rule.span)):
         overriding = context.coverage.find_overriding_rules(rule)
         if overriding:
             says_the_same = all(later.rule.recipe == rule.rule.recipe for later in overriding)
-            yield Finding(
+            yield Diagnostic(
                 span=rule.rule.span,
                 message="this rule has no effect: later rules override it on every site",
                 help="remove it" if says_the_same else f"{_MOVE}, or remove it",

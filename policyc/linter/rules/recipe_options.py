@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from policyc.language.diagnostics import Fix
+from policyc.language.diagnostics import Diagnostic, Fix
 from policyc.language.formats import FORMATS
 from policyc.language.policy import RecipeCall
 from policyc.language.recipes import OPERAND_GROUPS, OPERANDS, Gemm, Recipe, Role
 from policyc.linter.context import AppliedRecipe, Context
 from policyc.linter.edits import set_option
-from policyc.linter.rule import Check, Finding
+from policyc.linter.rule import Check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +143,7 @@ _FAULTS = (
 )
 
 
-def _check(fault: _Fault, context: Context) -> Iterator[Finding]:
+def _check(fault: _Fault, context: Context) -> Iterator[Diagnostic]:
     for applied in context.applied_recipes:
         for gemm in (gemm for gemm in Gemm if gemm in applied.products):
             message = fault.describe(applied.recipe, gemm)
@@ -151,7 +151,7 @@ def _check(fault: _Fault, context: Context) -> Iterator[Finding]:
                 yield _report(fault, context, applied, gemm, message)
 
 
-def _report(fault: _Fault, context: Context, applied: AppliedRecipe, gemm: Gemm, message: str) -> Finding:
+def _report(fault: _Fault, context: Context, applied: AppliedRecipe, gemm: Gemm, message: str) -> Diagnostic:
     """Returns a finding at the option, or else at the format, or at the rule if those are in another file.
 
     Where the replacement would have no effect, the fix sets the option to none.
@@ -160,16 +160,16 @@ def _report(fault: _Fault, context: Context, applied: AppliedRecipe, gemm: Gemm,
     setting = next((s for s in call.settings if s.name == fault.option), None)
     span = call.span if setting is None else setting.span
     if not context.in_this_file(span):
-        return Finding(span=applied.rule.span, message=message, help=fault.help)
+        return Diagnostic(span=applied.rule.span, message=message, help=fault.help)
     if not fault.replacement:
-        return Finding(span=span, message=message, help=fault.help)
+        return Diagnostic(span=span, message=message, help=fault.help)
     replacement, help = fault.replacement, fault.help
     if not _has_effect(context, call, replacement):
         replacement = f"{fault.option}=none"
         help = f"write {replacement}"
     edit = set_option(call, fault.option, replacement)
     fix = Fix(message=f"write {replacement}", edits=(edit,), safe=False)
-    return Finding(span=span, message=message, help=help, fix=fix)
+    return Diagnostic(span=span, message=message, help=help, fix=fix)
 
 
 def _has_effect(context: Context, call: RecipeCall, setting: str) -> bool:

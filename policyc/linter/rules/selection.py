@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from policyc.base.text import closest_name
-from policyc.language.diagnostics import Edit, Fix, Span
+from policyc.language.diagnostics import Diagnostic, Edit, Fix, Span
 from policyc.language.kinds import KINDS
 from policyc.language.predicates import Flag, leaves
 from policyc.language.recipes import GEMM_GROUPS, Gemm
@@ -13,18 +13,18 @@ from policyc.language.schedule import representative_steps
 from policyc.language.selectors import Selector
 from policyc.linter.context import Context
 from policyc.linter.examples import SearchTooLarge, example_index
-from policyc.linter.rule import Check, Finding
+from policyc.linter.rule import Check
 from policyc.linter.samples import count_evaluations, sample_attributes
 
 _ALL_PRODUCTS = frozenset(Gemm)
 
 
-def _check_ambiguous_products(context: Context) -> Iterator[Finding]:
+def _check_ambiguous_products(context: Context) -> Iterator[Diagnostic]:
     for rule in context.rules:
         *others, last = rule.selectors
         if others and last.products != _ALL_PRODUCTS and all(s.products == _ALL_PRODUCTS for s in others):
             edits = tuple(_limit_products(s, last) for s in others)
-            yield Finding(
+            yield Diagnostic(
                 span=last.span,
                 message=f"the products apply to '{last}' only: the selectors before it match all three",
                 help="name the products of each selector",
@@ -37,7 +37,7 @@ def _check_ambiguous_products(context: Context) -> Iterator[Finding]:
                 and product is not None
                 and selector.products == _ALL_PRODUCTS
             ):
-                yield Finding(
+                yield Diagnostic(
                     span=selector.span,
                     message=f"'{selector}' is read as a selector, not as a product",
                     help=f"did you mean the product '{product}'?",
@@ -49,11 +49,11 @@ def _limit_products(selector: Selector, last: Selector) -> Edit:
     return Edit(Span(selector.span.source, end, end), f" @ {str(last).partition(' @ ')[2]}")
 
 
-def _check_empty_slice(context: Context) -> Iterator[Finding]:
+def _check_empty_slice(context: Context) -> Iterator[Diagnostic]:
     for rule in context.rules:
         for segment in (s for selector in rule.selectors for s in selector.segments):
             if segment.indices is not None and example_index(segment.indices) is None:
-                yield Finding(
+                yield Diagnostic(
                     span=segment.indices.span,
                     message=f"{segment.indices} selects no layer of any stack",
                     help="the start must be before the end: [-4:] is the last four, [:4] the first four",
@@ -64,7 +64,7 @@ _MAX_EVALUATIONS = 400_000  # comparisons evaluated for all conditions of a poli
 _COST_OF_FAILURE = 20_000  # comparisons evaluated in the time after which a search gives up
 
 
-def _check_impossible_predicate(context: Context) -> Iterator[Finding]:
+def _check_impossible_predicate(context: Context) -> Iterator[Diagnostic]:
     remaining = _MAX_EVALUATIONS
     for rule in context.rules:
         if rule.where is None:
@@ -85,13 +85,13 @@ def _check_impossible_predicate(context: Context) -> Iterator[Finding]:
                 help = "policyc leaves convolutions as they are: no site is one"
             elif flags & KINDS.keys():
                 help = "check which kinds exclude each other"
-            yield Finding(span=rule.where.span, message="no GEMM satisfies this condition", help=help)
+            yield Diagnostic(span=rule.where.span, message="no GEMM satisfies this condition", help=help)
 
 
 _WORDS = frozenset({"default", "all", "any", "everything", "else", "otherwise"})
 
 
-def _check_literal_default(context: Context) -> Iterator[Finding]:
+def _check_literal_default(context: Context) -> Iterator[Diagnostic]:
     for rule in context.rules:
         for selector in rule.selectors:
             segment, *others = selector.segments
@@ -100,7 +100,7 @@ def _check_literal_default(context: Context) -> Iterator[Finding]:
             if context.matches_program(rule):  # the program has such a scope
                 continue
             fix = Fix(message="replace it by '*'", edits=(Edit(segment.span, "*"),), safe=False)
-            yield Finding(
+            yield Diagnostic(
                 span=segment.span,
                 message=f"'{segment.glob}' matches only scopes named '{segment.glob}'",
                 help="write '*' for every site",
@@ -108,11 +108,11 @@ def _check_literal_default(context: Context) -> Iterator[Finding]:
             )
 
 
-def _check_phase_never_holds(context: Context) -> Iterator[Finding]:
+def _check_phase_never_holds(context: Context) -> Iterator[Diagnostic]:
     for rule in context.rules:
         moments = representative_steps(rule.when)
         if rule.when and not any(all(w.holds(*moment) for w in rule.when) for moment in moments):
-            yield Finding(
+            yield Diagnostic(
                 span=rule.when[-1].span,
                 message=f"no step is {' and '.join(map(str, rule.when))}",
                 help="'after' holds from its step on, 'until' holds before its step",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.language.diagnostics import Edit, Fix, Span
+from policyc.language.diagnostics import Diagnostic, Edit, Fix, Span
 from policyc.language.groups import GroupDef, named_group
 from policyc.language.parser import BlockStatement, Statement
 from policyc.language.policy import RecipeCall, Rule, SplitRecipe, Variant, option_values, recipe_calls
@@ -12,24 +12,24 @@ from policyc.language.recipes import OPTIONS, Gemm, make_recipe
 from policyc.linter.context import Context
 from policyc.linter.coverage import Coverage
 from policyc.linter.edits import remove_statement
-from policyc.linter.rule import Check, Finding
+from policyc.linter.rule import Check
 
 
-def _check_empty_policy(context: Context) -> Iterator[Finding]:
+def _check_empty_policy(context: Context) -> Iterator[Diagnostic]:
     policy = context.policy
     if not (policy.rules or policy.recipes or policy.variants):
         span = Span(policy.source, 0, 0)
-        yield Finding(
+        yield Diagnostic(
             span=span, message="this policy contains nothing", help="write '* -> keep' if it is meant"
         )
 
 
-def _check_idle_option(context: Context) -> Iterator[Finding]:
+def _check_idle_option(context: Context) -> Iterator[Diagnostic]:
     for call, products in context.recipe_calls:
         yield from _find_idle_options(call, products)
 
 
-def _find_idle_options(call: RecipeCall, products: frozenset[Gemm]) -> Iterator[Finding]:
+def _find_idle_options(call: RecipeCall, products: frozenset[Gemm]) -> Iterator[Diagnostic]:
     options = option_values(call)
     for setting in call.settings:
         others = {name: value for name, value in options.items() if name != setting.name}
@@ -37,7 +37,7 @@ def _find_idle_options(call: RecipeCall, products: frozenset[Gemm]) -> Iterator[
         is_idle = all(complete.gemm_treatments(g) == without.gemm_treatments(g) for g in products)
         if is_idle and options[setting.name] != OPTIONS[setting.name].default:
             names = ", ".join(g for g in Gemm if g in products)
-            yield Finding(
+            yield Diagnostic(
                 span=setting.span,
                 message=f"'{setting}' has no effect in {names}, and the recipe is used for nothing else",
                 help="remove it, or use the recipe for the products that it was written for",
@@ -47,7 +47,7 @@ def _find_idle_options(call: RecipeCall, products: frozenset[Gemm]) -> Iterator[
 _MAX_WORK = 200_000  # rules times variants
 
 
-def _check_idle_variant(context: Context) -> Iterator[Finding]:
+def _check_idle_variant(context: Context) -> Iterator[Diagnostic]:
     policy = context.policy
     if policy.applied_variant is not None:
         return  # variants are edits of the policy without one
@@ -56,7 +56,7 @@ def _check_idle_variant(context: Context) -> Iterator[Finding]:
         return
     for variant in policy.variants:
         if context.in_this_file(variant.span) and not _changes_policy(context, variant):
-            yield Finding(
+            yield Diagnostic(
                 span=variant.span,
                 message=f"the variant '{variant.name}' does not change the policy",
                 help="remove it or correct it",
@@ -77,7 +77,7 @@ def _changes_policy(context: Context, variant: Variant) -> bool:
     return changes
 
 
-def _check_incomplete_split(context: Context) -> Iterator[Finding]:
+def _check_incomplete_split(context: Context) -> Iterator[Diagnostic]:
     for applied in context.applied_recipes:
         node = applied.scope.follow(applied.node)
         if not isinstance(node, SplitRecipe):
@@ -86,7 +86,7 @@ def _check_incomplete_split(context: Context) -> Iterator[Finding]:
         if missing:
             parts = ", ".join(f"{g}=keep" for g in missing)
             is_or_are = "is" if len(missing) == 1 else "are"
-            yield Finding(
+            yield Diagnostic(
                 span=node.span,
                 message=f"{' and '.join(missing)} {is_or_are} missing from the split and will be kept",
                 help=f"write {parts}",
@@ -100,7 +100,7 @@ def _append_parts(node: SplitRecipe, parts: str) -> Edit:
     return Edit(Span(node.span.source, end, end), f", {parts}")
 
 
-def _check_unused_group(context: Context) -> Iterator[Finding]:
+def _check_unused_group(context: Context) -> Iterator[Diagnostic]:
     statements = tuple(_walk(context.file.statements))
     groups = [s for s in statements if isinstance(s, GroupDef)]
     by_name = {group.name: group for group in groups}
@@ -108,7 +108,7 @@ def _check_unused_group(context: Context) -> Iterator[Finding]:
     used = {group.name for s in selectors if (group := named_group(s, by_name)) is not None}
     for group in groups if selectors else ():
         if group.name not in used:
-            yield Finding(
+            yield Diagnostic(
                 span=group.span,
                 message=f"no rule uses the group '{group.name}'",
                 help="use it or remove it",
@@ -123,7 +123,7 @@ def _walk(statements: tuple[Statement, ...]) -> Iterator[Statement]:
             yield from _walk(statement.body)
 
 
-def _check_unused_recipe(context: Context) -> Iterator[Finding]:
+def _check_unused_recipe(context: Context) -> Iterator[Diagnostic]:
     policy = context.policy
     rules = [*policy.rules, *(r for v in policy.variants for r in v.rules)]
     definitions = [*policy.recipes, *(d for v in policy.variants for d in v.recipes)]
@@ -131,7 +131,7 @@ def _check_unused_recipe(context: Context) -> Iterator[Finding]:
     used = {call.name for node in nodes for call in recipe_calls(node)}
     for definition in policy.recipes if rules else ():
         if definition.name not in used:
-            yield Finding(
+            yield Diagnostic(
                 span=definition.span,
                 message=f"nothing uses the recipe '{definition.name}'",
                 help="use it or remove it",

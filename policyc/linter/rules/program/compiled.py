@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from policyc.compiler.idle_rules import find_deciding_rules, idle_rules
 from policyc.compiler.plan import Plan
 from policyc.compiler.plan_checks import inseparable_layers, opaque_indices, opaque_sites, unmet_expectations
-from policyc.language.diagnostics import Note
+from policyc.language.diagnostics import Diagnostic, Note
 from policyc.linter.context import Context
-from policyc.linter.products import FIRST_LOSS_HINT, name_sites, to_findings
-from policyc.linter.rule import Check, Finding
+from policyc.linter.products import FIRST_LOSS_HINT, name_sites
+from policyc.linter.rule import Check
 
 
-def _check_expect_violated(context: Context) -> Iterator[Finding]:
+def _check_expect_violated(context: Context) -> Iterator[Diagnostic]:
     if context.plan is not None:
-        yield from to_findings(unmet_expectations(context.plan, hint=FIRST_LOSS_HINT))
+        yield from unmet_expectations(context.plan, hint=FIRST_LOSS_HINT)
 
 
-def _check_opaque_index(context: Context) -> Iterator[Finding]:
+def _check_opaque_index(context: Context) -> Iterator[Diagnostic]:
     if context.plan is not None:
-        yield from to_findings(opaque_indices(context.plan))
+        yield from opaque_indices(context.plan)
 
 
-def _check_opaque_site(context: Context) -> Iterator[Finding]:
+def _check_opaque_site(context: Context) -> Iterator[Diagnostic]:
     if context.plan is not None:
-        yield from to_findings((*opaque_sites(context.plan), *inseparable_layers(context.plan)))
+        yield from opaque_sites(context.plan)
+        yield from inseparable_layers(context.plan)
 
 
 _MAX_NOTES = 3
 
 
-def _check_overridden_rule(context: Context) -> Iterator[Finding]:
+def _check_overridden_rule(context: Context) -> Iterator[Diagnostic]:
     plan = context.plan
     if plan is None:
         return
@@ -41,20 +43,18 @@ def _check_overridden_rule(context: Context) -> Iterator[Finding]:
         if index in deciding or index not in overriding:  # without a phase, a rule is not overridden either
             continue
         if not context.coverage.find_overriding_rules(context.coverage.rules[index]):  # else a shadowed-rule
-            count, diagnostic = plan.counts[index], refused.get(rule.span)
+            count = plan.counts[index]
             sites = f"all of its {count} sites" if count > 1 else "its only site"
-            later = sorted(overriding[index])[:_MAX_NOTES]
-            yield Finding(
+            found = refused.get(rule.span) or Diagnostic(
                 span=rule.span,
-                message=diagnostic.message
-                if diagnostic
-                else f"later rules override this rule on {sites} in this model",
-                help=diagnostic.help
-                if diagnostic
-                else "move it below the rules that override it, or remove it",
+                message=f"later rules override this rule on {sites} in this model",
+                help="move it below the rules that override it, or remove it",
+            )
+            later = sorted(overriding[index])[:_MAX_NOTES]
+            yield replace(
+                found,
                 notes=tuple(Note(plan.policy.rules[i].span, "this rule is later") for i in later),
                 sites=_name_matched_sites(plan, index),
-                severity=diagnostic.severity if diagnostic else None,
             )
 
 
@@ -62,10 +62,10 @@ def _name_matched_sites(plan: Plan, rule: int) -> tuple[str, ...]:
     return name_sites(s for s in plan.sites if any(plan.matched[s.address, la][rule] for la in s.layers()))
 
 
-def _check_unmatched_rule(context: Context) -> Iterator[Finding]:
+def _check_unmatched_rule(context: Context) -> Iterator[Diagnostic]:
     if context.plan is not None:
         idle = idle_rules(context.plan, hint=FIRST_LOSS_HINT)
-        yield from to_findings(d for d in idle if d.code == "unmatched-rule")
+        yield from (d for d in idle if d.code == "unmatched-rule")
 
 
 CHECKS: dict[str, Check] = {

@@ -11,6 +11,7 @@ from policyc.base.text import count_others
 from policyc.compiler.plan import Plan
 from policyc.compiler.plan_checks import suggest_recipe
 from policyc.compiler.sites import Site
+from policyc.language.diagnostics import Diagnostic
 from policyc.linter.context import Context
 from policyc.linter.products import (
     QuantizedProduct,
@@ -20,10 +21,10 @@ from policyc.linter.products import (
     quantized_products,
     report_in_8_bits,
 )
-from policyc.linter.rule import Check, Finding
+from policyc.linter.rule import Check
 
 
-def _check_lowered_fp32_product(context: Context) -> Iterator[Finding]:
+def _check_lowered_fp32_product(context: Context) -> Iterator[Diagnostic]:
     plan = context.plan
     if plan is None:
         return
@@ -39,7 +40,7 @@ def _check_lowered_fp32_product(context: Context) -> Iterator[Finding]:
     for index, sites in sorted(lowered.items()):
         if index in rules_for_others:
             names, reason = name_sites(sites), next(iter(sites.values()))
-            yield Finding(
+            yield Diagnostic(
                 span=context.policy.rules[index].span,
                 message=f"the program computes '{names[0]}' {reason}, unlike most of its products, and this rule "
                 f"lowers it{count_others(len(names))}",
@@ -74,11 +75,11 @@ def _precision(site: Site) -> int:
     return 2 if precision in (Precision.HIGHEST, (Precision.HIGHEST, Precision.HIGHEST)) else 1
 
 
-def _check_quantized_embedding(context: Context) -> Iterator[Finding]:
+def _check_quantized_embedding(context: Context) -> Iterator[Diagnostic]:
     return report_in_8_bits(context, is_embedding, "embedding")
 
 
-def _check_quantized_head(context: Context) -> Iterator[Finding]:
+def _check_quantized_head(context: Context) -> Iterator[Diagnostic]:
     return report_in_8_bits(context, is_head, "output head")
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from policyc.compiler.plan import Plan, gemm_queries
+from policyc.language.diagnostics import Diagnostic
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import OPTIONS
 from policyc.linter.context import Context
 from policyc.linter.products import QuantizedProduct, report_sites, suggest_keeping
-from policyc.linter.rule import Check, Finding
+from policyc.linter.rule import Check
 from policyc.numerics.backends import te
 from policyc.numerics.backends.choice import Obstacle
 
 
-def _check_hadamard_does_not_fit(context: Context) -> Iterator[Finding]:
+def _check_hadamard_does_not_fit(context: Context) -> Iterator[Diagnostic]:
     return report_sites(context, _describe_rotated, _suggest_length)
 
 
@@ -46,7 +47,7 @@ def _length(product: QuantizedProduct) -> int:
     return max(t.rht for t in product.recipe.gemm_treatments(product.gemm))
 
 
-def _check_padded_gemm(context: Context) -> Iterator[Finding]:
+def _check_padded_gemm(context: Context) -> Iterator[Diagnostic]:
     return report_sites(context, _describe_padding, _suggest_size)
 
 
@@ -70,7 +71,7 @@ def _block_size(product: QuantizedProduct) -> int:
     return max(FORMATS[t.format].block for t in product.recipe.gemm_treatments(product.gemm))
 
 
-def _check_transformer_engine_shape(context: Context) -> Iterator[Finding]:
+def _check_transformer_engine_shape(context: Context) -> Iterator[Diagnostic]:
     return report_sites(context, _describe_shape, _suggest_for_te)
 
 

@@ -13,10 +13,11 @@ from policyc.compiler.sites import Site
 from policyc.hardware import step_cost
 from policyc.hardware.mesh import MeshShape
 from policyc.hardware.training_step import LayerGroup, ReaderCounts, count_readers, group_layers, is_quantized
+from policyc.language.diagnostics import Diagnostic
 from policyc.language.recipes import Recipe, make_recipe
 from policyc.linter.context import Context
 from policyc.linter.products import name_sites
-from policyc.linter.rule import Check, Finding
+from policyc.linter.rule import Check
 from policyc.numerics.products import Backends
 from policyc.numerics.targets import Target
 
@@ -75,7 +76,7 @@ _BF16 = make_recipe("bf16")
 _CHEAPEST: Backends = ("te", "te", "te")
 
 
-def _check_slower_than_bf16(context: Context) -> Iterator[Finding]:
+def _check_slower_than_bf16(context: Context) -> Iterator[Diagnostic]:
     if context.plan is None:
         return
     target = context.target
@@ -88,7 +89,7 @@ def _check_slower_than_bf16(context: Context) -> Iterator[Finding]:
     for rule_index, slow_sites in sorted(find_slow_sites(context.plan, ratio_to_bf16).items()):
         slowest = slowest_site(slow_sites)
         names = name_sites((slowest.group.site, *slow_sites))
-        yield Finding(
+        yield Diagnostic(
             span=context.policy.rules[rule_index].span,
             message=f"{describe_slow_site(slowest, 'in bf16')} on {target.name}{count_others(len(names))}",
             help=_suggest_bf16(
@@ -110,7 +111,7 @@ _FP8 = make_recipe("fp8")
 _XLA: Backends = ("xla", "xla", "xla")
 
 
-def _check_slower_than_fp8(context: Context) -> Iterator[Finding]:
+def _check_slower_than_fp8(context: Context) -> Iterator[Diagnostic]:
     target = context.target
     if context.plan is None or not target.is_native("fp8"):
         return
@@ -131,7 +132,7 @@ def _check_slower_than_fp8(context: Context) -> Iterator[Finding]:
         names = name_sites((slowest.group.site, *slow_sites))
         than = f"in fp8 on {target.name} with backend {backend}"
         remedy = "install Transformer Engine, whose quantizers read less; or " if backend == "xla" else ""
-        yield Finding(
+        yield Diagnostic(
             span=context.policy.rules[rule_index].span,
             message=f"{describe_slow_site(slowest, than)}{count_others(len(names))}",
             help=remedy + suggest_recipe(plan, rule_index, tuple(slow_sites), "fp8"),
