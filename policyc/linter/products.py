@@ -1,22 +1,18 @@
-"""Helpers for the rules that see a program: its quantized products, its sensitive sites and its split scans.
+"""Helpers for the rules that see a program: its quantized products and its sensitive sites.
 
 Sites that the compiler cannot enter are skipped: they are not quantized, whatever a rule says.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from policyc.base.text import count_others
-from policyc.compiler.decisions import Phase
 from policyc.compiler.plan import Plan
 from policyc.compiler.plan_checks import suggest_recipe
 from policyc.compiler.sites import Site
-from policyc.jaxcore.transform import Address
 from policyc.language.diagnostics import Diagnostic
-from policyc.language.policy import Rule
 from policyc.language.recipes import Gemm, Recipe
 from policyc.linter.context import Context
 
@@ -29,9 +25,6 @@ EIGHT_BITS = range(5, _MAX_BITS + 1)
 
 FIRST_LOSS_HINT = "only the first loss of the program is checked"
 """For a rule that matches nothing: another loss may have its sites."""
-
-MAX_SCAN_PARTS = 3
-"""Into how many scans a stack may be split without a warning: first layers, middle, last layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,83 +129,3 @@ def find_quantizing_rules(
         selected = tuple(site for site, site_bits in sites.items() if site_bits in bits)
         if selected:
             yield index, selected
-
-
-def report_in_8_bits(
-    context: Context, is_sensitive: Callable[[Site], bool], noun: str
-) -> Iterator[Diagnostic]:
-    """Yields a finding for each rule that quantizes sensitive sites, but not to 4 bits. Messages call them `noun`."""
-    if context.plan is None:
-        return
-    for rule_index, sites in find_quantizing_rules(context, is_sensitive, EIGHT_BITS):
-        names = name_sites(sites)
-        yield Diagnostic(
-            span=context.policy.rules[rule_index].span,
-            message=f"this rule quantizes the {noun} ('{names[0]}'){count_others(len(names))}",
-            help=suggest_recipe(context.plan, rule_index, sites, "keep"),
-            sites=names,
-        )
-
-
-def is_embedding(site: Site) -> bool:
-    return site.kind.name == "embedding"
-
-
-def is_head(site: Site) -> bool:
-    return site.kind.name == "head"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScanSplit:
-    """A scanned stack that a policy splits into several scans in a phase, with a rule that takes part in it."""
-
-    names: tuple[str, ...]
-    parts: tuple[range, ...]
-    rule: Rule
-    phase: str
-
-
-def find_scan_splits(context: Context) -> Iterator[ScanSplit]:
-    """Yields each stack that the policy splits, in the phase with the most parts."""
-    plan = context.plan
-    if plan is None:
-        return
-    splits: dict[Address, ScanSplit] = {}
-    for phase in plan.phases:
-        for address, cuts in _find_cuts(plan, phase).items():
-            size = next(s.size for s in cuts.sites[0].stacks if s.address == address)
-            bounds = [0, *sorted(cuts.layers), size]
-            parts = tuple(range(a, b) for a, b in itertools.pairwise(bounds))
-            if address not in splits or len(parts) > len(splits[address].parts):
-                rule = plan.policy.rules[cuts.rule_index]
-                splits[address] = ScanSplit(
-                    names=name_sites(cuts.sites), parts=parts, rule=rule, phase=plan.label(phase)
-                )
-    yield from splits.values()
-
-
-@dataclass(slots=True)
-class _Cuts:
-    """The layers at which a stack is cut, the sites that differ there, and the last rule that causes a cut."""
-
-    sites: list[Site]
-    layers: set[int]
-    rule_index: int
-
-
-def _find_cuts(plan: Plan, phase: Phase) -> dict[Address, _Cuts]:
-    """Returns the cuts of each stack in a phase: a stack is cut between layers with different recipes."""
-    decisions = plan.decisions(phase)
-    stacks: dict[Address, _Cuts] = {}
-    for site in (s for s in plan.sites if not s.opaque):
-        for depth, stack in enumerate(site.stacks):
-            for layer in (la for la in site.all_layers() if la[depth] and not stack.is_shard_map):
-                before = (*layer[:depth], layer[depth] - 1, *layer[depth + 1 :])
-                pair = decisions[site.address, before], decisions[site.address, layer]
-                if pair[0].recipe != pair[1].recipe:
-                    last_rule = max(c.rule for d in pair for c in d.choices if c.rule is not None)
-                    cuts = stacks.setdefault(stack.address, _Cuts([], set(), 0))
-                    cuts.sites.append(site)
-                    cuts.layers.add(layer[depth])
-                    cuts.rule_index = max(cuts.rule_index, last_rule)
-    return stacks

@@ -1,4 +1,4 @@
-"""Rules against 4 bits for the sites that they harm most: attention scores, the embedding, the head and the router.
+"""Rules against 4 bits for the sites that they harm most: attention scores, embedding, head, router, last blocks.
 
 Without a program, these rules ask for the rule that decides a site of that kind, under the names that models commonly
 give it. With one, they look at the kinds of its sites.
@@ -14,18 +14,37 @@ from typing import TYPE_CHECKING
 from policyc.base.text import count_others
 from policyc.language.diagnostics import Diagnostic, Edit, Fix, Span
 from policyc.language.kinds import Flags, flags_of
-from policyc.language.policy import Rule
+from policyc.language.policy import Policy, Rule
 from policyc.language.predicates import Flag
 from policyc.language.recipes import Gemm
-from policyc.language.selectors import expand_selector, parse_path
+from policyc.language.selectors import DottedPath, PathSegment, Pattern, expand_selector, parse_path
 from policyc.linter.context import AppliedRecipe, Context
 from policyc.linter.examples import example_path
 from policyc.linter.rule import Check
-from policyc.linter.site_names import EMBEDDING_NAMES, HEAD_NAMES, ROUTER_NAMES, SCORE_NAMES
 
 if TYPE_CHECKING:
     from policyc.compiler.plan import Plan
     from policyc.compiler.sites import Site
+
+# Names that models commonly give to the sites that low precision harms most. Without a program, names are all that a
+# rule can go by. Names that harmless layers have as well, such as `gate` or `output` inside attention, are left out;
+# with a program, these rules find such sites by other means.
+HEAD_NAMES = (
+    "lm_head", "head", "output", "output_head", "output_layer", "logits", "logits_dense", "unembed", "unembedding",
+    "embed_out", "to_logits",
+)  # fmt: skip
+EMBEDDING_NAMES = (
+    "embed_tokens", "embed", "embedding", "embeddings", "embedder", "token_embedder", "token_embedding",
+    "tok_embeddings", "wte", "word_embeddings",
+)  # fmt: skip
+ROUTER_NAMES = ("router", "moe.router", "moe.gate", "block_sparse_moe.gate", "MoeBlock.gate")
+SCORE_NAMES = (
+    "attention.scores", "attn.scores", "self_attn.scores", "self_attention.scores", "attention.qk", "attention.pv",
+    "attention_op", "dot_product_attention", "scores", "qk", "attention",
+)  # fmt: skip
+
+SENSITIVE_NAMES = frozenset((*HEAD_NAMES, *EMBEDDING_NAMES, *ROUTER_NAMES, *SCORE_NAMES)) - {"attention"}
+"""All of these names. `attention` alone is left out: it also names the block with the projections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +194,107 @@ def _write_fix(context: Context, applied: AppliedRecipe) -> Fix | None:
     return Fix(message=f"write * {_CONDITION} -> {written}", edits=tuple(edits), safe=False)
 
 
+# ---- the last blocks
+
+_DEPTH = 32  # of the example stack; the answer does not depend on it
+_MAX_STACKS = 8
+_KINDS = tuple(map(flags_of, ("mlp", "experts", "attention")))  # of the sites that fill a block
+_BLOCKS_PER_KEPT_BLOCK = 8  # as in the published runs: 4 of 32 and 8 of 62
+
+
+def _check_tail(context: Context) -> Iterator[Diagnostic]:
+    return _check_tail_by_name(context) if context.plan is None else _check_tail_of_program(context.plan)
+
+
+def _check_tail_by_name(context: Context) -> Iterator[Diagnostic]:
+    """Without a program, the names of stacks in the policy are all that is known."""
+    last_layers = [PathSegment(name, _DEPTH - 1, _DEPTH) for name in _find_stack_names(context.policy)]
+    for rule in context.coverage.rules:
+        if rule.recipe.bits(Gemm.FPROP) != 4 or not context.in_this_file(rule.rule.span):
+            continue
+        for pattern, products in rule.patterns:
+            # Sensitive modules have codes of their own.
+            is_sensitive = ".".join(map(str, example_path(pattern))) in SENSITIVE_NAMES
+            if Gemm.FPROP not in products or is_sensitive:
+                continue
+            paths = [_locate_in_layer(pattern, layer) for layer in last_layers]
+            in_4_bits = [
+                all(_is_in_4_bits(context, path, flags) for path in paths)
+                for flags in _KINDS
+                if _matches_tail(rule.rule, flags)
+            ]
+            # A name stands for one kind, and which is not known.
+            is_any_kind = all(segment.is_wildcard for segment in pattern.segments)
+            if in_4_bits and (any if is_any_kind else all)(in_4_bits):
+                yield Diagnostic(
+                    span=rule.rule.span,
+                    message="the last blocks run in 4 bits too",
+                    help="add a rule after it: * where layer >= -4 -> bf16",
+                )
+                return
+
+
+def _find_stack_names(policy: Policy) -> tuple[str, ...]:
+    """Returns the names of the stacks that the policy slices, or the most common name if it slices none."""
+    selectors = (selector for rule in policy.rules for selector in rule.selectors)
+    segments = (segment for s in selectors for pattern in expand_selector(s) for segment in pattern.segments)
+    names = dict.fromkeys(
+        p.glob.replace("*", "").replace("?", "x") for p in segments if p.indices is not None
+    )
+    return tuple(name for name in names if name)[:_MAX_STACKS] or ("layers",)
+
+
+def _locate_in_layer(pattern: Pattern, layer: PathSegment) -> DottedPath:
+    """Returns a path that the pattern matches, in the given layer of a stack."""
+    path = example_path(pattern)
+    if any(p.indices is not None for p in pattern.segments):
+        return tuple(PathSegment(n.text, layer.index, layer.size) if n.index is not None else n for n in path)
+    if any(n.text == layer.text for n in path):
+        return tuple(layer if n.text == layer.text else n for n in path)
+    return path if pattern.anchored else (layer, *path)
+
+
+def _matches_tail(rule: Rule, flags: Flags) -> bool:
+    """Returns False if the condition of a rule excludes a site of a kind in the last block, whatever its size."""
+    layer = {"block": True, "layer": _DEPTH - 1, "layers": _DEPTH}
+    return rule.where is None or rule.where.holds({**flags, **layer}) is not False
+
+
+def _is_in_4_bits(context: Context, path: DottedPath, flags: Flags) -> bool:
+    rule = context.find_deciding_rule(path, Gemm.FPROP, flags, (_DEPTH - 1, _DEPTH))
+    return rule is not None and rule.recipe.bits(Gemm.FPROP) == 4
+
+
+def _check_tail_of_program(plan: Plan) -> Iterator[Diagnostic]:
+    """Yields each rule that puts the last of several blocks of the program in 4 bits at the start of training."""
+    from policyc.linter.products import name_sites  # loads JAX
+
+    sites_by_rule: dict[int, dict[Site, int]] = {}
+    decisions = plan.decisions(plan.phases[0])
+    for site in (s for s in plan.sites if not s.opaque):
+        for layer in site.layers():
+            decision, attributes = decisions[site.address, layer], site.attributes(layer)
+            rule, number, count = (
+                decision.choice(Gemm.FPROP).rule,
+                attributes.get("layer"),
+                attributes.get("layers"),
+            )
+            is_in_4_bits = decision.recipe is not None and decision.recipe.bits(Gemm.FPROP) == 4
+            if count is not None and number == count - 1 > 0 and rule is not None and is_in_4_bits:
+                sites_by_rule.setdefault(rule, {})[site] = count
+    for index, counts in sorted(sites_by_rule.items()):
+        names = name_sites(counts)
+        kept = max(1, max(counts.values()) // _BLOCKS_PER_KEPT_BLOCK)
+        yield Diagnostic(
+            span=plan.policy.rules[index].span,
+            message=f"the last blocks run in 4 bits too ('{names[0]}'){count_others(len(names))}",
+            help=f"add a rule after it: * where layer >= -{kept} -> bf16",
+            sites=names,
+        )
+
+
 CHECKS: dict[str, Check] = {
     "everything-in-4-bits": _check_everything,
+    "no-high-precision-tail": _check_tail,
     **{site.code: partial(_check, site) for site in _SITES},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from jax.lax import Precision
@@ -14,12 +15,11 @@ from policyc.compiler.sites import Site
 from policyc.language.diagnostics import Diagnostic
 from policyc.linter.context import Context
 from policyc.linter.products import (
+    EIGHT_BITS,
     QuantizedProduct,
-    is_embedding,
-    is_head,
+    find_quantizing_rules,
     name_sites,
     quantized_products,
-    report_in_8_bits,
 )
 from policyc.linter.rule import Check
 
@@ -54,7 +54,7 @@ def _has_other_code(product: QuantizedProduct) -> bool:
     site = product.site
     if product.bits == 4 and (site.weight is None or site.kind.name == "router"):
         return True
-    return product.bits <= 8 and (is_embedding(site) or is_head(site))
+    return product.bits <= 8 and site.kind.name in ("embedding", "head")
 
 
 def _find_sites_in_fp32(plan: Plan) -> dict[Site, str]:
@@ -75,16 +75,22 @@ def _precision(site: Site) -> int:
     return 2 if precision in (Precision.HIGHEST, (Precision.HIGHEST, Precision.HIGHEST)) else 1
 
 
-def _check_quantized_embedding(context: Context) -> Iterator[Diagnostic]:
-    return report_in_8_bits(context, is_embedding, "embedding")
-
-
-def _check_quantized_head(context: Context) -> Iterator[Diagnostic]:
-    return report_in_8_bits(context, is_head, "output head")
+def _check_in_8_bits(kind: str, noun: str, context: Context) -> Iterator[Diagnostic]:
+    """Yields a finding for each rule that quantizes sites of a kind, but not to 4 bits: that has other codes."""
+    if context.plan is None:
+        return
+    for rule, sites in find_quantizing_rules(context, lambda site: site.kind.name == kind, EIGHT_BITS):
+        names = name_sites(sites)
+        yield Diagnostic(
+            span=context.policy.rules[rule].span,
+            message=f"this rule quantizes the {noun} ('{names[0]}'){count_others(len(names))}",
+            help=suggest_recipe(context.plan, rule, sites, "keep"),
+            sites=names,
+        )
 
 
 CHECKS: dict[str, Check] = {
     "lowered-fp32-product": _check_lowered_fp32_product,
-    "quantized-embedding": _check_quantized_embedding,
-    "quantized-head": _check_quantized_head,
+    "quantized-embedding": partial(_check_in_8_bits, "embedding", "embedding"),
+    "quantized-head": partial(_check_in_8_bits, "head", "output head"),
 }

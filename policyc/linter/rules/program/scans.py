@@ -2,19 +2,58 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from typing import NamedTuple
 
+from policyc.compiler.plan import Plan
+from policyc.compiler.sites import Site
+from policyc.jaxcore.transform import Address
 from policyc.language.diagnostics import Diagnostic
 from policyc.linter.context import Context
-from policyc.linter.products import MAX_SCAN_PARTS, find_scan_splits
+from policyc.linter.products import name_sites
 from policyc.linter.rule import Check
+
+_MAX_PARTS = 3
+"""Into how many scans a stack may be split without a warning: first layers, middle, last layers."""
+
+
+class _Split(NamedTuple):
+    """A scanned stack that a policy splits into several scans in a phase, with the last rule that takes part in it."""
+
+    names: tuple[str, ...]
+    parts: tuple[range, ...]
+    rule: int
+    phase: str
+
+
+def _find_splits(plan: Plan) -> Iterator[_Split]:
+    """Yields each stack that the policy splits, in the phase with the most parts."""
+    splits: dict[Address, _Split] = {}
+    for phase in plan.phases:
+        decisions = plan.decisions(phase)
+        cuts: dict[tuple[Address, int], list[tuple[int, Site, int]]] = {}  # at a layer, of a site, by a rule
+        for site in (s for s in plan.sites if not s.opaque):
+            for depth, stack in enumerate(site.stacks):
+                for layer in (la for la in site.all_layers() if la[depth] and not stack.is_shard_map):
+                    before = (*layer[:depth], layer[depth] - 1, *layer[depth + 1 :])
+                    pair = decisions[site.address, before], decisions[site.address, layer]
+                    if pair[0].recipe != pair[1].recipe:
+                        rule = max(c.rule for d in pair for c in d.choices if c.rule is not None)
+                        cuts.setdefault((stack.address, stack.size), []).append((layer[depth], site, rule))
+        for (address, size), found in cuts.items():
+            layers, sites, rules = zip(*found, strict=True)
+            parts = tuple(range(a, b) for a, b in itertools.pairwise(sorted({0, *layers, size})))
+            if address not in splits or len(parts) > len(splits[address].parts):
+                splits[address] = _Split(name_sites(sites), parts, max(rules), plan.label(phase))
+    yield from splits.values()
 
 
 def _check_shredded_scan(context: Context) -> Iterator[Diagnostic]:
-    for split in find_scan_splits(context):
-        if len(split.parts) > MAX_SCAN_PARTS:
+    for split in () if context.plan is None else _find_splits(context.plan):
+        if len(split.parts) > _MAX_PARTS:
             yield Diagnostic(
-                span=split.rule.span,
+                span=context.policy.rules[split.rule].span,
                 message=f"the stack of '{split.names[0]}' becomes {len(split.parts)} scans, each compiled separately",
                 help="select layers that are next to each other",
                 sites=split.names,
@@ -22,13 +61,13 @@ def _check_shredded_scan(context: Context) -> Iterator[Diagnostic]:
 
 
 def _check_split_scan(context: Context) -> Iterator[Diagnostic]:
-    for split in find_scan_splits(context):
-        if len(split.parts) > MAX_SCAN_PARTS:
+    for split in () if context.plan is None else _find_splits(context.plan):
+        if len(split.parts) > _MAX_PARTS:
             continue  # a shredded-scan
         parts = [f"{p.start}-{p.stop - 1}" if len(p) > 1 else str(p.start) for p in split.parts]
         phase = f" ({split.phase})" if split.phase != "always" else ""
         yield Diagnostic(
-            span=split.rule.span,
+            span=context.policy.rules[split.rule].span,
             message=f"the stack of '{split.names[0]}' becomes {len(parts)} scans: iterations {', '.join(parts)}{phase}",
             sites=split.names,
         )
