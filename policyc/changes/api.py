@@ -9,7 +9,7 @@ from typing import Any
 
 import networkx as nx
 
-from policyc.changes.build import DiffRequest, build_diff
+from policyc.changes.build import build_diff
 from policyc.changes.data import as_data, as_json, sentence
 from policyc.changes.graph import build_graph
 from policyc.changes.model import DiffData
@@ -97,15 +97,15 @@ def diff(
     """
     planned = plan(policy, fn, *args, param_argnums=param_argnums, has_aux=has_aux, target=target, **kwargs)
     labels = ("no policy" if before is None else _label(before), _label(policy))
-    request = DiffRequest(
-        step=TrainingStep(plan=planned),
+    data = build_diff(
+        TrainingStep(plan=planned),
         before=None if before is None else as_policy(before),
         labels=labels,
         program=getattr(fn, "__name__", type(fn).__name__),
         target=get_target(target),
         is_gradient=grad,
     )
-    return Diff(build_diff(request))
+    return Diff(data)
 
 
 def _label(policy: Policy | str | Path) -> str:

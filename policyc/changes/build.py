@@ -7,14 +7,14 @@ import os
 import sys
 import textwrap
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from policyc.base.text import as_ranges, escape_controls
 from policyc.changes.earlier import read_earlier_plan
 from policyc.changes.figures import name_parts
 from policyc.changes.gradient import match_gradients
-from policyc.changes.linears import LinearTable, decisions_that_matter
+from policyc.changes.linears import compare_linears, decisions_that_matter
 from policyc.changes.matching import MatchedLoss, match_losses
 from policyc.changes.model import (
     DiffData,
@@ -26,7 +26,6 @@ from policyc.changes.model import (
     shorten_path,
 )
 from policyc.changes.predict import Prediction
-from policyc.compiler.decisions import Phase
 from policyc.compiler.idle_rules import idle_rules
 from policyc.compiler.plan import Decisions, Plan, make_plan
 from policyc.compiler.plan_tables import other_products, uncertain_repeats
@@ -38,84 +37,83 @@ from policyc.language.diagnostics import Severity
 from policyc.language.policy import Policy
 from policyc.numerics.targets import Target
 
+_ONE_DEVICE = MeshShape()
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiffRequest:
-    """What to compare: a policy with no policy, or with another one, in one phase of their schedules.
 
-    Attributes:
+def build_diff(
+    step: TrainingStep,
+    *,
+    before: Policy | None = None,
+    labels: tuple[str, str] = ("no policy", "policy"),
+    program: str = "",
+    target: Target | None = None,
+    mesh: MeshShape = _ONE_DEVICE,
+    phase: int = 0,
+    is_gradient: bool = False,
+    earlier_plan: str | None = None,
+    roots: tuple[str, ...] | None = None,
+) -> DiffData:
+    """Compares a policy with no policy, or with another one, in one phase of their schedules.
+
+    Args:
       step: the training step under the policy after.
       before: the policy before; None: no policy.
       labels: the names of both sides.
+      program: its name.
+      target: the GPU that times are predicted for; None: no times.
+      mesh: its devices.
       phase: the number of the phase.
       is_gradient: compare the gradients of the loss, where dgrad and wgrad show.
       earlier_plan: the path of a plan to compare with, instead of a policy.
       roots: folders that files are named relative to, so that a page that is shared does not name those of a machine.
     """
-
-    step: TrainingStep
-    before: Policy | None = None
-    labels: tuple[str, str] = ("no policy", "policy")
-    program: str = ""
-    target: Target | None = None
-    mesh: MeshShape = MeshShape()
-    phase: int = 0
-    is_gradient: bool = False
-    earlier_plan: str | None = None
-    roots: tuple[str, ...] = field(default_factory=lambda: (os.getcwd(), *sys.path))
-
-
-def build_diff(request: DiffRequest) -> DiffData:
-    """Compares two plans of one loss."""
-    step, after = request.step, request.step.plan
-    before = replace(
-        make_plan(request.before or Policy(), after.sites, after.execution),
-        constant_inputs=after.constant_inputs,
-    )
-    plans = before, after
-    phases = tuple(_phase(plan, request.phase) for plan in plans)
+    roots = (os.getcwd(), *sys.path) if roots is None else roots
+    after = step.plan
+    plan_before = make_plan(before or Policy(), after.sites, after.execution)
+    plans = replace(plan_before, constant_inputs=after.constant_inputs), after
+    phases = tuple(
+        plan.phases[min(phase, len(plan.phases) - 1)] for plan in plans
+    )  # the last of fewer phases
     predictions = [
-        Prediction(replace(step, plan=plan), phase, request.target, request.mesh)
+        Prediction(replace(step, plan=plan), phase, target, mesh)
         for plan, phase in zip(plans, phases, strict=True)
     ]
     earlier = None
-    if request.earlier_plan is not None:
-        earlier = read_earlier_plan(Path(request.earlier_plan), after.sites, after.label(phases[1]))
-    table = LinearTable(plans, phases, predictions, earlier)
-    linears = tuple(table.linears())
-    policies = request.before, after.policy
-    match = match_gradients if request.is_gradient else _match_losses
+    if earlier_plan is not None:
+        earlier = read_earlier_plan(Path(earlier_plan), after.sites, after.label(phases[1]))
+    linears, cells = compare_linears(plans, phases, predictions, earlier)
+    match = match_gradients if is_gradient else _match_losses
     decisions = [decisions_that_matter(plan, phase) for plan, phase in zip(plans, phases, strict=True)]
     seconds = [prediction.step_seconds for prediction in predictions]
     if earlier is not None:
         seconds[0] = None  # its recipes are not known
     sides = [
-        DiffSide(label=shorten_path(label, request.roots), policy=policy, seconds=time)
-        for label, policy, time in zip(request.labels, policies, seconds, strict=True)
+        DiffSide(label=shorten_path(label, roots), policy=policy, seconds=time)
+        for label, policy, time in zip(labels, (before, after.policy), seconds, strict=True)
     ]
     return DiffData(
-        program=request.program,
+        program=program,
         before=sides[0],
         after=sides[1],
         linears=linears,
         stacks=find_stacks(linears),
         totals=count_products(linears),
-        cells=table.cells,
+        cells=cells,
         scans={site.address: tuple(s.address for s in site.stacks) for site in after.sites},
         phase=after.label(phases[1]),
-        target="" if request.target is None else request.target.name,
-        devices=request.mesh.devices,
+        target="" if target is None else target.name,
+        devices=mesh.devices,
         backends=tuple(sorted(_backends(linears))),
         batch=(step.sequences, step.sequence) if step.sequences and step.sequence else None,
-        is_gradient=request.is_gradient,
+        is_gradient=is_gradient,
         matched=None if earlier is not None else match(plans, decisions),
-        refused=tuple(note for plan in plans for note in _refused_rules(plan, request.roots)),
+        refused=tuple(note for plan in plans for note in _refused_rules(plan, roots)),
         notes=(
             *uncertain_repeats(after),
             *(f"not in the predicted time: {line}" for line in other_products(after)),
-            *(_seed_notes(request.before, after.policy, linears) if earlier is None else earlier.notes),
+            *(_seed_notes(before, after.policy, linears) if earlier is None else earlier.notes),
         ),
-        roots=request.roots,
+        roots=roots,
     )
 
 
@@ -160,11 +158,6 @@ def _match_losses(plans: Sequence[Plan], decisions: Sequence[Decisions]) -> Matc
         for plan, decided in zip(plans, decisions, strict=True)
     )
     return match_losses(plans[1].sites.jaxpr, before, after)
-
-
-def _phase(plan: Plan, number: int) -> Phase:
-    """The phase of that number, or the last one of a plan with fewer phases."""
-    return plan.phases[min(number, len(plan.phases) - 1)]
 
 
 # ---- stacks, classes and totals

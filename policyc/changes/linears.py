@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 from policyc.changes.earlier import EarlierPlan
@@ -21,72 +21,68 @@ from policyc.language.formats import FORMATS, OTHER_FORMAT_NAMES
 from policyc.language.recipes import OPERANDS, Gemm, Role, make_recipe
 from policyc.language.treatments import describe_options, normalize_if_valid
 
-
-@dataclass(frozen=True, slots=True)
-class _RowLayer:
-    """A layer of a linear: the layer of a site, and the decisions about it before and after."""
-
-    site: Site
-    layer: Layer
-    decisions: tuple[Decision, ...]
+Cells = dict[tuple[Address, Layer], tuple[int, int | None]]
+"""The number of the linear and the index in its stack, for each layer of each site."""
 
 
-class LinearTable:
-    """The linears of two plans.
+def compare_linears(
+    plans: Sequence[Plan],
+    phases: Sequence[Phase],
+    predictions: Sequence[Prediction],
+    earlier: EarlierPlan | None = None,
+) -> tuple[tuple[Linear, ...], Cells]:
+    """The linears of two plans, or of an earlier plan and the second one, and where each layer of a site is."""
+    rows = sort_into_linears(plans[1].sites)
+    comparison = _Comparison(plans, phases, predictions, earlier)
+    linears = (Linear(stack=row.stack, name=row.name, runs=tuple(comparison.runs(row))) for row in rows)
+    cells = {
+        (site.address, layer): (number, index)
+        for number, row in enumerate(rows)
+        for index, (site, layer) in row.layers.items()
+    }
+    return tuple(linears), cells
 
-    `cells` has the number of the linear and the index in its stack, for each layer of each site.
-    """
+
+class _Comparison:
+    """Compares the layers of sites under two plans."""
 
     def __init__(
         self,
         plans: Sequence[Plan],
         phases: Sequence[Phase],
         predictions: Sequence[Prediction],
-        earlier: EarlierPlan | None = None,
+        earlier: EarlierPlan | None,
     ) -> None:
-        self._plans, self._predictions, self._earlier = plans, predictions, earlier
+        self._predictions, self._earlier = predictions, earlier
+        self._seeds = [None if earlier else plan.policy.seed for plan in plans]
         self._decisions = [plan.decisions(phase) for plan, phase in zip(plans, phases, strict=True)]
-        self._rows = sort_into_linears(plans[1].sites)
-        self.cells: dict[tuple[Address, Layer], tuple[int, int | None]] = {
-            (site.address, layer): (number, index)
-            for number, row in enumerate(self._rows)
-            for index, (site, layer) in row.layers.items()
-        }
 
-    def linears(self) -> Iterator[Linear]:
-        for row in self._rows:
-            yield Linear(stack=row.stack, name=row.name, runs=tuple(self._runs(row)))
-
-    def _runs(self, row: LinearLayers) -> Iterator[LinearRange]:
+    def runs(self, row: LinearLayers) -> Iterator[LinearRange]:
         """The layers of a row, consecutive ones to which the same happens together."""
-        ordered = [
-            (index, _RowLayer(site, layer, tuple(d[site.address, layer] for d in self._decisions)))
-            for index, (site, layer) in row.ordered()
-        ]
 
-        def key(item: tuple[int, tuple[int | None, _RowLayer]]) -> Hashable:
-            position, (index, member) = item
-            site = member.site
+        def key(item: tuple[int, tuple[int | None, tuple[Site, Layer]]]) -> Hashable:
+            position, (index, (site, layer)) = item
             offset = None if index is None else index - position  # a missing layer ends a run
             shape = site.batch, site.m, site.n, site.k, site.is_ragged, site.kind.name, site.weight
-            earlier = tuple(self._earlier_state(site, member.layer, gemm) for gemm in Gemm)
-            decisions = member.decisions
+            earlier = tuple(self._earlier_state(site, layer, gemm) for gemm in Gemm)
+            decisions = tuple(decided[site.address, layer] for decided in self._decisions)
             return offset, shape, site.place, site.products, site.opaque, site.repeats, decisions, earlier
 
-        for _, group in itertools.groupby(enumerate(ordered), key):
+        for _, group in itertools.groupby(enumerate(row.ordered()), key):
             layers = [item for _, item in group]
-            (first, member), (last, _) = layers[0], layers[-1]
-            sides = [
-                prediction.layer_times(member.site, decision)
-                for prediction, decision in zip(self._predictions, member.decisions, strict=True)
-            ]
+            (first, (site, layer)), (last, _) = layers[0], layers[-1]
+            decisions = [decided[site.address, layer] for decided in self._decisions]
+            (old, old_quantization), (new, new_quantization) = (
+                prediction.layer_seconds(site, decision)
+                for prediction, decision in zip(self._predictions, decisions, strict=True)
+            )
             yield LinearRange(
                 first=first,
                 last=last,
-                site=member.site,
-                layer=member.layer,
-                products=tuple(self._products(member, [s.seconds for s in sides])),
-                quantization=(sides[0].quantization, sides[1].quantization),
+                site=site,
+                layer=layer,
+                products=tuple(self._products(site, layer, decisions, (old, new))),
+                quantization=(old_quantization, new_quantization),
             )
 
     def _earlier_state(self, site: Site, layer: Layer, gemm: Gemm) -> ProductState | None:
@@ -94,26 +90,29 @@ class LinearTable:
             return None
         return self._earlier.product(site, layer, gemm, kept_state(site, gemm))
 
-    def _products(self, member: _RowLayer, seconds: Sequence[dict[Gemm, float]]) -> Iterator[ProductChange]:
+    def _products(
+        self,
+        site: Site,
+        layer: Layer,
+        decisions: Sequence[Decision],
+        seconds: Sequence[dict[Gemm, float]],
+    ) -> Iterator[ProductChange]:
         """The products of a layer on both sides, with their predicted `seconds`."""
-        site = member.site
-        for gemm in Gemm:
-            if gemm not in site.products:
-                continue
+        for gemm in (gemm for gemm in Gemm if gemm in site.products):
             sides: list[ProductSide | None] = [
                 ProductSide(
-                    state=product_state(site, decision, gemm, None if self._earlier else plan.policy.seed),
+                    state=product_state(site, decision, gemm, seed),
                     rule=decision.choice(gemm).rule,
                     overridden=decision.choice(gemm).overridden,
                     seconds=times.get(gemm),
                     moved_bytes=prediction.moved_bytes(site, decision, gemm),
                 )
-                for plan, decision, times, prediction in zip(
-                    self._plans, member.decisions, seconds, self._predictions, strict=True
+                for seed, decision, times, prediction in zip(
+                    self._seeds, decisions, seconds, self._predictions, strict=True
                 )
             ]
             if self._earlier is not None:
-                state = self._earlier_state(site, member.layer, gemm)
+                state = self._earlier_state(site, layer, gemm)
                 sides[0] = None if state is None else ProductSide(state=state)
             yield ProductChange(gemm=gemm, before=sides[0], after=sides[1])
 

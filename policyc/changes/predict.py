@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from policyc.compiler.decisions import Phase
@@ -13,14 +13,6 @@ from policyc.hardware.mesh import MeshShape
 from policyc.hardware.training_step import LayerGroup, TrainingStep
 from policyc.language.recipes import Gemm
 from policyc.numerics.targets import Target
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerTimes:
-    """Seconds of one layer of a site on one device: of its products, and of quantizing their operands."""
-
-    seconds: dict[Gemm, float]
-    quantization: float | None = None
 
 
 class Prediction:
@@ -39,23 +31,21 @@ class Prediction:
     def _readers(self) -> training_step.ReaderCounts:
         return training_step.count_readers(self._step.plan)
 
-    def layer_times(self, site: Site, decision: Decision) -> LayerTimes:
-        """The times of the products of one layer of a site, and of the quantization of their operands."""
+    def layer_seconds(self, site: Site, decision: Decision) -> tuple[dict[Gemm, float], float | None]:
+        """Seconds of one layer of a site on one device: of its products, and of quantizing their operands."""
         if self._target is None:
-            return LayerTimes(seconds={})
+            return {}, None
         group = LayerGroup.from_decision(site, decision)
         if step_cost.is_attention(group):
             each = step_cost.attention_seconds(site, self._target, self._mesh, causal=self._step.causal)
             # This product is part of a fused kernel. On its own, it would take at least one launch.
-            return LayerTimes(seconds=dict.fromkeys(site.products, max(each, gemm_cost.LAUNCH_SECONDS)))
+            return dict.fromkeys(site.products, max(each, gemm_cost.LAUNCH_SECONDS)), None
         times = step_cost.gemm_times(group, self._target, self._mesh, self._step.remat)
         gemms = [gemm for gemm in Gemm if gemm in site.products]
-        return LayerTimes(
-            seconds={gemm: seconds for gemm, (_, seconds) in zip(gemms, times, strict=True)},
-            quantization=step_cost.quantization_seconds(
-                group, self._target, self._mesh, self._readers, self._step.accumulate, self._step.remat
-            ),
+        quantization = step_cost.quantization_seconds(
+            group, self._target, self._mesh, self._readers, self._step.accumulate, self._step.remat
         )
+        return {gemm: seconds for gemm, (_, seconds) in zip(gemms, times, strict=True)}, quantization
 
     def moved_bytes(self, site: Site, decision: Decision, gemm: Gemm) -> float | None:
         """Bytes that a product reads and writes on one device."""

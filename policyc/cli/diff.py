@@ -134,15 +134,15 @@ def diff(
     before = load_policy(compare.vs) if compare.vs and not earlier_plan else None
     roots = (os.getcwd(), *(os.path.dirname(os.path.abspath(word)) for word in program[:1]), *sys.path)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is executed, so JAX need not look for a GPU
-    from policyc.changes.build import DiffRequest, build_diff
+    from policyc.changes.build import build_diff
     from policyc.changes.model import shorten_path
     from policyc.compiler.plan import make_plan
 
     with exit_on_error():
         execution = parse_execution(compare.backend, step.target)
         traced = _trace(loaded, program, step, execution, compare.unrolled)
-        request = DiffRequest(
-            step=traced,
+        data = build_diff(
+            traced,
             before=before,
             labels=(compare.vs or "no policy", policy),
             program=step.config or " ".join(shorten_path(word, roots) for word in program),
@@ -153,7 +153,7 @@ def diff(
             earlier_plan=earlier_plan,
             roots=roots,
         )
-        data = _add_overlays(build_diff(request), compare)
+        data = _add_overlays(data, compare)
     _write(data, output)
     policies = [policy for policy in (before, loaded) if policy is not None]
     fail_if_refused(*(make_plan(policy, traced.plan.sites, execution) for policy in policies))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from policyc.changes.build import DiffRequest, build_diff
+from policyc.changes.build import build_diff
 from policyc.changes.page import render_page
 from policyc.compiler.execution import ExecutionOptions
 from policyc.hardware.llama_step import Sizes, plan_step
@@ -515,7 +515,7 @@ def test_llama_405b_unrolled(show: Show, capsys: pytest.CaptureFixture[str]) -> 
     start = time.perf_counter()
     step = plan_step(policy, "llama3_405b", MeshShape(), Sizes(unrolled=True), ExecutionOptions(target=gb200))
     traced = time.perf_counter()
-    diff = build_diff(DiffRequest(step=step, program="llama3_405b", target=gb200))
+    diff = build_diff(step, program="llama3_405b", target=gb200)
     text = render_page(diff)
     built = time.perf_counter()
     page = show(text)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import policyc
-from policyc.changes.build import DiffRequest, build_diff
+from policyc.changes.build import build_diff
 from policyc.changes.data import as_json
 from policyc.hardware.training_step import TrainingStep
 from tests.support.diff_models import KEEP_LAST, SCANNED, UNROLLED, W, X, make_diff, scanned, unrolled
@@ -175,7 +175,7 @@ def test_hostile_names_are_data() -> None:
             return jnp.sum(x @ p[name])
 
     plan = policyc.plan("* -> mxfp8", loss, {name: W}, X)
-    text = as_json(build_diff(DiffRequest(step=TrainingStep(plan=plan), program=name)))
+    text = as_json(build_diff(TrainingStep(plan=plan), program=name))
     data = json.loads(text)
     assert data["program"] == name
     assert "\x1b" not in text

@@ -15,7 +15,7 @@ from hypothesis.strategies import integers, sampled_from
 from jax import lax
 
 import policyc
-from policyc.changes.build import DiffRequest, build_diff
+from policyc.changes.build import build_diff
 from policyc.changes.graph import build_graph, children_of
 from policyc.changes.matching import Match, MatchedLoss, Reason, match_losses
 from policyc.compiler.execution import ExecutionOptions
@@ -131,7 +131,7 @@ def check_diff(plan: Plan, before: str, after: str) -> None:
 def check_graph(plan: Plan, before: str, after: str, equations: tuple[int, int]) -> None:
     """The graph has every equation of both losses once, where a scope counts for all layers that it stands for."""
     step = TrainingStep(plan=make_plan(parse(after), plan.sites))
-    graph = build_graph(build_diff(DiffRequest(step=step, before=parse(before))))
+    graph = build_graph(build_diff(step, before=parse(before)))
     counts = Counter[str]()
 
     def count(node: int, layers: int) -> None:

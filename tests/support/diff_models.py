@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import policyc
-from policyc.changes.build import DiffRequest, build_diff
+from policyc.changes.build import build_diff
 from policyc.changes.model import DiffData
 from policyc.hardware.training_step import TrainingStep
 from policyc.language.loader import parse
@@ -53,7 +53,7 @@ def hostile_diff() -> DiffData:
     plan = policyc.plan(policy, names["loss"], {HOSTILE: W}, X, target="gb200")
     step = TrainingStep(plan=plan)
     target = get_target("gb200")
-    return build_diff(DiffRequest(step=step, program=HOSTILE, labels=(HOSTILE, HOSTILE), target=target))
+    return build_diff(step, program=HOSTILE, labels=(HOSTILE, HOSTILE), target=target)
 
 
 def make_diff(
@@ -62,10 +62,8 @@ def make_diff(
     """The diff of a policy with no policy, or with another one."""
     plan = policyc.plan(policy, loss, params, X, target=target)
     return build_diff(
-        DiffRequest(
-            step=TrainingStep(plan=plan),
-            before=None if before is None else parse(before),
-            target=get_target(target),
-            **options,
-        )
+        TrainingStep(plan=plan),
+        before=None if before is None else parse(before),
+        target=get_target(target),
+        **options,
     )
