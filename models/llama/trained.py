@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -21,26 +21,16 @@ Config = TypeVar("Config", ModelConfig, RunConfig)
 TOKENIZER_REMEDY = "name the tokenizer.json that made them with --tokenizer FILE"
 
 
-class Codec(Protocol):
-    """Texts to tokens and back. `end` ends a document."""
-
-    end: int
-
-    def encode(self, text: bytes) -> list[int]: ...
-
-    def decode(self, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
-        """The text of the tokens after a prompt, in pieces: each as soon as its characters are complete."""
-
-
 class ByteCodec:
-    """Every byte is a token. Tokens beyond the bytes have no text."""
+    """Every byte is a token. Tokens beyond the bytes have no text. `end` ends a document."""
 
-    end = data.END
+    end: int = data.END
 
     def encode(self, text: bytes) -> list[int]:
         return list(text)
 
     def decode(self, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
+        """The text of the tokens after a prompt, in pieces: each as soon as its characters are complete."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         decoder.decode(bytes(token for token in prompt if token < 256))  # may end inside a character
         for token in tokens:
@@ -70,6 +60,9 @@ class TokenizerCodec:
                 yield text[printed:]
                 printed = len(text)
         yield text[printed:]
+
+
+Codec = ByteCodec | TokenizerCodec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

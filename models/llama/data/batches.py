@@ -11,7 +11,7 @@ import numpy as np
 from policyc.models.llama.configs import ConfigError, RunConfig
 from policyc.models.llama.data.specs import parse_blend
 from policyc.models.llama.data.tokens import VOCAB_HINT, find_end_token
-from policyc.models.llama.data.windows import OpenStream, RowArray, open_row_array, open_row_stream
+from policyc.models.llama.data.windows import RowArray, RowStream, open_row_array, open_row_stream
 from policyc.models.llama.packing import PADDING, documents_in_row
 
 READ_AHEAD = 4  # batches
@@ -101,12 +101,12 @@ class Blend:
         self._weights = [part.weight for part in parts]
         self.names: list[str] = [part.spec.name for part in parts]
         ends = [find_end_token(part.spec, run.tokenizer) if run.document_mask else None for part in parts]
-        self._sources: list[RowArray | OpenStream] = [
+        self._sources: list[RowArray | RowStream] = [
             (open_row_stream if part.spec.is_stream else open_row_array)(part.spec, run, vocab, split, end)
             for part, end in zip(parts, ends, strict=True)
         ]
         self._row = 0
-        self._streams = {str(i): s.rows for i, s in enumerate(self._sources) if isinstance(s, OpenStream)}
+        self._streams = {str(i): s for i, s in enumerate(self._sources) if isinstance(s, RowStream)}
         shares = [f"{w} of {s.contents}" for w, s in zip(self._weights, self._sources, strict=True)]
         self.contents: str = "; ".join(shares) if len(parts) > 1 else self._sources[0].contents
         self._end = ends[0]
@@ -130,7 +130,7 @@ class Blend:
         for i, (source, count) in enumerate(
             zip(self._sources, count_rows(state["row"], self._weights), strict=True)
         ):
-            if isinstance(source, OpenStream):
+            if isinstance(source, RowStream):
                 epochs.append(state["streams"][str(i)]["epoch"])
             else:
                 epochs.append(max(0, count - 1) // source.epoch_rows if source.epoch_rows else 0)
@@ -155,7 +155,7 @@ class Blend:
         part = next(i for i, (b, a) in enumerate(zip(before, after, strict=True)) if a > b)
         self._row += 1
         source = self._sources[part]
-        if isinstance(source, OpenStream):
-            row = next(source.rows)
+        if isinstance(source, RowStream):
+            row = next(source)
             return row if is_wanted else None
         return source.row(before[part]) if is_wanted else None

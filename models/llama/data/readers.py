@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
 
 import grain
 
@@ -35,15 +35,6 @@ class Record(NamedTuple):
 
 class BadRowError(Exception):
     """A row has no text that can be read."""
-
-
-class Corpus(Protocol):
-    """A source of rows that can be read from any place."""
-
-    contents: str
-
-    def read(self, epoch: int, place: Any) -> Iterator[Record]:
-        """The rows of an epoch from a place on; from the first one if it is None."""
 
 
 @contextmanager
@@ -173,6 +164,7 @@ class FileCorpus:
                 )
 
     def read(self, epoch: int, place: Any) -> Iterator[Record]:
+        """The rows of an epoch from a place on; from the first one if it is None."""
         begin, first_row, first_offset = place or (0, 0, 0)
         count, read = len(self._files), READERS[self._spec.kind]
         order = range(count) if self._seed is None else shuffle(range(count), f"{self._seed} files {epoch}")
@@ -228,6 +220,9 @@ class HubCorpus:
             for content in self._dataset:
                 row += 1
                 yield Record(content, f"'{self._spec.path}', row {row}", [row, self._dataset.state_dict()])
+
+
+Corpus = FileCorpus | HubCorpus
 
 
 def open_corpus(spec: DataSpec, seed: int | None) -> Corpus:

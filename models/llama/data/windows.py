@@ -133,12 +133,18 @@ class RowStream:
 
     As in an array of tokens, the last token of a row is also the first of the next one. The state is where the
     documents of the next row begin, and the number of their tokens before it. To restore it, they are read again.
-    With the token `end`, rows are of whole documents.
+    With the token `end`, rows are of whole documents. `contents` identifies the stream.
     """
 
     def __init__(
-        self, documents: ShuffledDocuments, encode: Encoder, sequence: int, end: int | None = None
+        self,
+        documents: ShuffledDocuments,
+        encode: Encoder,
+        sequence: int,
+        end: int | None = None,
+        contents: str = "",
     ) -> None:
+        self.contents: str = contents
         self._documents, self._encode, self._sequence, self._end = documents, encode, sequence, end
         self._epoch = 0  # of the next row
         self._groups: deque[Group] = deque()
@@ -198,14 +204,7 @@ class Group(NamedTuple):
     tokens: np.ndarray
 
 
-class OpenStream(NamedTuple):
-    """A stream, and what identifies it."""
-
-    rows: RowStream
-    contents: str
-
-
-def open_row_stream(spec: DataSpec, run: RunConfig, vocab: int, split: str, end: int | None) -> OpenStream:
+def open_row_stream(spec: DataSpec, run: RunConfig, vocab: int, split: str, end: int | None) -> RowStream:
     """The rows of a stream of documents, which the token `end` ends."""
     if split != "train" and not spec.has_validation:
         names = "validation=PATH" + (" or validation_split=NAME" if spec.kind == "hf" else "")
@@ -224,5 +223,5 @@ def open_row_stream(spec: DataSpec, run: RunConfig, vocab: int, split: str, end:
     if run.tokenizer:
         vocabulary = hashlib.sha256(Path(run.tokenizer).read_bytes()).hexdigest()[:16]
     details = f"column {spec.column}, tokens {vocabulary}, shuffled over {window} documents"
-    rows = RowStream(documents, encode, run.sequence, end if run.packing == "whole" else None)
-    return OpenStream(rows, f"{spec.kind}: {corpus.contents}, {details}")
+    contents = f"{spec.kind}: {corpus.contents}, {details}"
+    return RowStream(documents, encode, run.sequence, end if run.packing == "whole" else None, contents)
