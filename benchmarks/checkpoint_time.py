@@ -70,9 +70,8 @@ def measure(name: str, folder: Path) -> Measurement:
     """Writes and restores checkpoints of a configuration in a folder."""
     abstract = abstract_state(name)
     state, times = random_state(abstract), []
-    cost = checkpoint_cost(
-        llama_step.abstract_state(name, MeshShape(), llama_step.Sizes()), get_target("h200"), 1
-    )
+    estimated = llama_step.abstract_state(name, MeshShape(), llama_step.Sizes())
+    cost = checkpoint_cost(estimated, get_target("h200"), devices=1, bandwidth=1.0)
     checkpoints = Checkpoints(folder, 1, {"policy": None})
     for step in range(1, ROUNDS + 1):
         start = time.perf_counter()
@@ -86,7 +85,7 @@ def measure(name: str, folder: Path) -> Measurement:
     writes, restores, restore_cpu = zip(*times, strict=True)
     return Measurement(
         config=name,
-        estimated_bytes=cost.bytes,
+        estimated_bytes=int(cost["bytes"]),
         file_bytes=sum(path.stat().st_size for path in (folder / str(ROUNDS)).rglob("*") if path.is_file()),
         write_seconds=min(writes),
         restore_seconds=min(restores),

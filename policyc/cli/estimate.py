@@ -250,19 +250,9 @@ def _estimate_checkpoint(
         return {}
     if not step.config:
         raise ValueError("--store-bandwidth is for --config: what a program saves is not known")
-    bandwidth = 1e9 * gigabytes_per_second
     state = llama_step.abstract_state(step.config, mesh, step.sizes())
-    cost = checkpoint_cost(state, get_target(step.target), mesh.devices)
-    checkpoint = {
-        "bytes": cost.bytes,
-        "bytes_per_device": cost.device_bytes,
-        "devices_per_host": cost.devices_per_host,
-        "host_memory": cost.host_bytes,
-        "restored_bytes": cost.restored_bytes,
-        "write_seconds": cost.write_seconds(bandwidth),
-        "restore_seconds": cost.restore_seconds(bandwidth),
-    }
-    return {"checkpoint": checkpoint}
+    target = get_target(step.target)
+    return {"checkpoint": checkpoint_cost(state, target, mesh.devices, 1e9 * gigabytes_per_second)}
 
 
 # ---- output

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from policyc.hardware import gemm_cost
 from policyc.hardware.gemm_cost import BF16_BYTES, FP32_BYTES
 from policyc.hardware.mesh import MeshShape, exchange_seconds
@@ -19,16 +17,10 @@ from policyc.language.recipes import Gemm, Role
 from policyc.numerics.targets import Target
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightTraffic:
-    """Bytes of all weights, not divided by any mesh axis: gathered, and summed as gradients."""
+def weight_traffic(step: TrainingStep) -> tuple[float, float]:
+    """Bytes of all weights that fsdp gathers, and that it sums as gradients, in one microbatch, or in a step if once.
 
-    gathered: float
-    summed: float
-
-
-def weight_traffic(step: TrainingStep) -> WeightTraffic:
-    """What fsdp gathers and sums in one microbatch, or in a step if that happens once.
+    They are not divided by any mesh axis.
 
     A weight is gathered for fprop, again for dgrad, and once more if the backward pass runs fprop again: its codes and
     block scales if the product quantizes it and is not ragged, else the weight in the dtype of the product. Backend te
@@ -44,7 +36,7 @@ def weight_traffic(step: TrainingStep) -> WeightTraffic:
         gathered += elements * (plain if step.gathers_once else _gathered_bytes(group, step))
         sum_bytes = FP32_BYTES if step.gathers_once else plain
         summed += elements * sum_bytes * (Gemm.WGRAD in group.site.products)
-    return WeightTraffic(gathered=gathered, summed=summed)
+    return gathered, summed
 
 
 def _plain_bytes(group: LayerGroup) -> int:
@@ -74,36 +66,30 @@ def communication_seconds(step: TrainingStep, target: Target, mesh: MeshShape) -
     fsdp gathers weights and scatters the sums of their gradients, and data adds these sums, for each microbatch or
     once. context exchanges sequences for heads around attention in both passes.
     """
-    traffic = weight_traffic(step)
+    gathered, summed = weight_traffic(step)
     stride = mesh.context * mesh.tensor
-    fsdp_bytes = (traffic.gathered + traffic.summed) / mesh.tensor
-    data_bytes = 2 * traffic.summed / (mesh.tensor * mesh.fsdp)
+    fsdp_bytes = (gathered + summed) / mesh.tensor
+    data_bytes = 2 * summed / (mesh.tensor * mesh.fsdp)
     times = 1 if step.gathers_once else step.accumulate
     total = times * exchange_seconds(target, fsdp_bytes, mesh.fsdp, stride)
     total += times * exchange_seconds(target, data_bytes, mesh.data, stride * mesh.fsdp)
-    traffic_of_activations = activation_traffic(step, mesh)
-    total += exchange_seconds(target, traffic_of_activations.tensor, mesh.tensor, 1)
-    return total + exchange_seconds(target, traffic_of_activations.context, mesh.context, mesh.tensor)
+    tensor_bytes, context_bytes = activation_traffic(step, mesh)
+    total += exchange_seconds(target, tensor_bytes, mesh.tensor, 1)
+    return total + exchange_seconds(target, context_bytes, mesh.context, mesh.tensor)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActivationTraffic:
-    """Bytes of activations that a device exchanges in a step, over the tensor axis and over the context axis."""
+def activation_traffic(step: TrainingStep, mesh: MeshShape) -> tuple[float, float]:
+    """Bytes of activations that a device exchanges in a step, over the tensor axis and over the context axis.
 
-    tensor: float = 0.0
-    context: float = 0.0
-
-
-def activation_traffic(step: TrainingStep, mesh: MeshShape) -> ActivationTraffic:
-    """What the tensor and context axes exchange, in bf16. Nothing if the sizes of a block are not known.
+    They are in bf16, and 0 if the sizes of a block are not known.
 
     Over the tensor axis, the residual stream is summed after attention and after the MLP in both passes, and after
     attention once more if the forward pass is recomputed. A sum scatters and gathers it.
     """
     if step.block is None:
-        return ActivationTraffic()
+        return 0.0, 0.0
     tokens = microbatch_tokens(step.plan) * step.accumulate / mesh.token_shards
     stream = BF16_BYTES * tokens * step.block.layers
     sums = 5 if step.remat in RECOMPUTES_GEMMS else 4
     heads = 2 * (2 * step.block.heads_width + 2 * step.block.kv_width) / mesh.tensor
-    return ActivationTraffic(tensor=2 * sums * stream * step.block.width, context=stream * heads)
+    return 2 * sums * stream * step.block.width, stream * heads

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from policyc.hardware import llama_step
-from policyc.hardware.checkpoint_cost import CheckpointCost, checkpoint_cost
+from policyc.hardware.checkpoint_cost import checkpoint_cost
 from policyc.hardware.mesh import MeshShape
 from policyc.models.llama import checkpoints as checkpoints_module
 from policyc.models.llama.checkpoints import Checkpoints
@@ -18,9 +18,9 @@ from policyc.numerics.targets import get_target
 from tests.support.command import policyc
 
 
-def cost_of(config: str, mesh: MeshShape, target: str = "gb200") -> CheckpointCost:
+def cost_of(config: str, mesh: MeshShape, target: str = "gb200") -> dict[str, float]:
     state = llama_step.abstract_state(config, mesh, llama_step.Sizes())
-    return checkpoint_cost(state, get_target(target), mesh.devices)
+    return checkpoint_cost(state, get_target(target), mesh.devices, bandwidth=2e11)
 
 
 # Llama 3.1 405B: 126 layers of 16384 and 53248, 128 heads and 8 of keys and values, of 128, and 128256 tokens.
@@ -32,19 +32,19 @@ NORMS = (2 * 126 + 1) * 16384
 def test_a_checkpoint_has_parameters_and_two_moments_in_fp32():
     """And seven scalars: step, skipped, good, faults, scale, mean, and the count of AdamW."""
     cost = cost_of("llama3_405b", MeshShape(data=16, fsdp=8, tensor=8))
-    assert cost.bytes == 12 * (MATRICES + NORMS) + 7 * 4
+    assert cost["bytes"] == 12 * (MATRICES + NORMS) + 7 * 4
     # fsdp and tensor divide matrices, and data copies them. Norms are small, however they are divided.
-    assert cost.device_bytes == pytest.approx(12 * MATRICES / 64, rel=1e-3)
-    assert cost.restored_bytes == 1024 * cost.device_bytes
-    assert cost.host_bytes == 4 * cost.device_bytes  # a host has four GB200
-    assert cost.write_seconds(2e11) == cost.bytes / 2e11
-    assert cost.restore_seconds(2e11) == cost.restored_bytes / 2e11
+    assert cost["bytes_per_device"] == pytest.approx(12 * MATRICES / 64, rel=1e-3)
+    assert cost["restored_bytes"] == 1024 * cost["bytes_per_device"]
+    assert cost["host_memory"] == 4 * cost["bytes_per_device"]  # a host has four GB200
+    assert cost["write_seconds"] == cost["bytes"] / 2e11
+    assert cost["restore_seconds"] == cost["restored_bytes"] / 2e11
 
 
 def test_a_host_has_no_more_devices_than_there_are():
     cost = cost_of("tiny", MeshShape(fsdp=2), "h200")
-    assert cost.devices_per_host == 8
-    assert cost.host_bytes == 2 * cost.device_bytes
+    assert cost["devices_per_host"] == 8
+    assert cost["host_memory"] == 2 * cost["bytes_per_device"]
 
 
 @pytest.mark.skipif(
@@ -59,7 +59,7 @@ def test_files_of_a_real_checkpoint(config: str, tmp_path: Path, monkeypatch: py
     checkpoints.save(1, benchmark.random_state(benchmark.abstract_state(config)), [])
     checkpoints.close()
     size = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
-    assert size / cost_of(config, MeshShape()).bytes == pytest.approx(0.925, abs=0.01)
+    assert size / cost_of(config, MeshShape())["bytes"] == pytest.approx(0.925, abs=0.01)
 
 
 def test_the_command_estimates_checkpoints():
