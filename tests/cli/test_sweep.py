@@ -193,13 +193,13 @@ def test_a_killed_sweep_of_the_bundled_trainer_is_continued(tmp_path: Path) -> N
     sweep.kill()
     started = RunStatus.read(status.parent)
     assert started is not None
-    assert started.wrapper is not None
-    os.kill(started.wrapper.pid, signal.SIGSTOP)  # the run does not end before the second sweep sees it
+    assert started.pid is not None
+    os.kill(started.pid, signal.SIGSTOP)  # the run does not end before the second sweep sees it
     second = SweepProcess(*words, cwd=tmp_path)
     try:
         second.wait_until(lambda: "taken over" in second.output)
     finally:
-        os.kill(started.wrapper.pid, signal.SIGCONT)
+        os.kill(started.pid, signal.SIGCONT)
     assert second.end() == 0, second.output
     assert "2 of 2 runs finished" in second.output
     assert "bf16 seed 0: started" not in second.output

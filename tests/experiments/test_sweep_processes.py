@@ -5,20 +5,17 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
-import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from policyc.experiments.sweep.executor import LocalExecutor, find_gpus, group_gpus
-from policyc.experiments.sweep.liveness import identify_process, is_alive, is_locked, try_lock
+from policyc.experiments.sweep.liveness import is_locked, try_lock
 from policyc.experiments.sweep.metrics import MetricsReader
-from policyc.experiments.sweep.run import ProcessId, Run, RunStatus
+from policyc.experiments.sweep.run import Run, RunStatus
 from tests.support.processes import wait_until
 from tests.support.sweep_runs import make_run, read_state
 
@@ -115,13 +112,10 @@ def test_a_run_is_stopped_killed_and_continued(tmp_path: Path) -> None:
     wait_until(reaches_step_2)
     status = RunStatus.read(run.folder)
     assert status is not None
-    assert status.wrapper is not None
-    os.kill(status.wrapper.pid, signal.SIGKILL)  # the wrapper: its program lives on, and holds the lock
-    executor.is_active(run)
-    assert is_locked(run.folder)
-    (child,) = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and _runs_in(pid, run.folder)]
-    os.kill(child, signal.SIGKILL)
+    assert status.pid is not None
+    os.kill(status.pid, signal.SIGKILL)  # the wrapper, and with it the program
     wait_until(lambda: not executor.is_active(run))
+    wait_until(lambda: not is_locked(run.folder))
     assert read_state(run.folder) == "running"  # nobody was left to change it; the engine does
 
     executor.start(run)
@@ -133,64 +127,17 @@ def test_a_run_is_stopped_killed_and_continued(tmp_path: Path) -> None:
     wait_until(lambda: not is_locked(run.folder))  # nothing that the program started is left
 
 
-@pytest.fixture
-def lost_run(tmp_path: Path) -> Iterator[Run]:
-    """A run whose wrapper was killed. Its program prints the signals that it ignores."""
+def test_a_program_that_does_not_stop_is_killed(tmp_path: Path) -> None:
     words = "trap 'echo got TERM' TERM; echo begin; while :; do sleep 0.01; done"
     run = replace(make_run(tmp_path), command=("sh", "-c", words), environment={"POLICYC_STOP_GRACE": "0.1"})
     executor = LocalExecutor(1)
     executor.start(run)
     wait_until(lambda: "begin" in (run.folder / "log.txt").read_text())
-    wait_until(lambda: (status := RunStatus.read(run.folder)) is not None and status.program is not None)
-    status = RunStatus.read(run.folder)
-    assert status is not None
-    assert status.wrapper is not None
-    assert status.program is not None
-    os.kill(status.wrapper.pid, signal.SIGKILL)
-    wait_until(lambda: not is_alive(status.wrapper))
-    assert executor.is_active(run)  # its program lives; this also reaps the wrapper
-    yield run
-    with suppress(ProcessLookupError):
-        os.killpg(status.program.pid, signal.SIGKILL)
-
-
-def test_a_program_whose_wrapper_was_killed_is_stopped_and_then_killed(lost_run: Run) -> None:
-    executor = LocalExecutor(1)
-    assert executor.is_active(lost_run)
-    wait_until(lambda: executor.stop([lost_run]) == [])
-    wait_until(lambda: not executor.is_active(lost_run))
-    assert "got TERM" in (lost_run.folder / "log.txt").read_text()
-    assert not is_locked(lost_run.folder)
-
-
-def test_a_reused_process_id_is_not_signalled(lost_run: Run) -> None:
-    """The numbers of wrapper and program belong to other processes by now: this one, and one of ours."""
-    other = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    try:
-        status = RunStatus.read(lost_run.folder)
-        assert status is not None
-        stale = ProcessId(pid=other.pid, start="before")
-        replace(status, wrapper=stale, program=stale).write(lost_run.folder)
-        ((run, reason),) = LocalExecutor(1).stop([lost_run])
-        assert run == lost_run
-        assert "another process holds its lock" in reason
-        replace(status, host="elsewhere").write(lost_run.folder)
-        assert [reason for _, reason in LocalExecutor(1).stop([lost_run])] == [
-            "bf16 seed 0 goes on, because it cannot be stopped from here: it runs on elsewhere"
-        ]
-        assert other.poll() is None
-    finally:
-        other.kill()
-        other.wait()
-
-
-def test_a_process_is_known_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = identify_process(os.getpid())
-    assert is_alive(here)
-    assert not is_alive(replace(here, start="earlier"))
-    assert not is_alive(identify_process(2**22 + 1))  # above the largest number
-    monkeypatch.setenv("PATH", str(tmp_path))  # a container without ps
-    assert is_alive(here)
+    assert executor.stop([run]) == []
+    wait_until(lambda: not executor.is_active(run))
+    assert "got TERM" in (run.folder / "log.txt").read_text()
+    assert read_state(run.folder) == "preempted"
+    assert not is_locked(run.folder)
 
 
 def test_asking_for_a_lock_refuses_nobody(tmp_path: Path) -> None:
@@ -213,11 +160,3 @@ def test_what_a_wrapper_says_is_kept(tmp_path: Path) -> None:
     executor.start(run)
     wait_until(lambda: not executor.is_active(run))
     assert "POLICYC_STOP_GRACE is 'soon'" in (run.folder / "log.txt").read_text()
-
-
-def _runs_in(pid: str, folder: Path) -> bool:
-    """Does this process have the folder of a run in its environment?"""
-    try:
-        return f"POLICYC_RUN_DIR={folder}".encode() in Path("/proc", pid, "environ").read_bytes()
-    except OSError:
-        return False

@@ -6,21 +6,15 @@ So a run outlives the sweep that started it, and the next sweep in the same fold
 
 from __future__ import annotations
 
-import math
 import os
-import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from policyc.experiments.sweep.liveness import is_alive, is_locked
-from policyc.experiments.sweep.run import LOG_FILE, Run, RunStatus
-from policyc.experiments.sweep.wrapper import read_grace
+from policyc.experiments.sweep.liveness import is_locked
+from policyc.experiments.sweep.run import LOG_FILE, STOP_FILE, Run, RunStatus
 
 
 class Executor(Protocol):
@@ -39,8 +33,8 @@ class Executor(Protocol):
     def stop(self, runs: Sequence[Run]) -> list[tuple[Run, str]]:
         """Asks runs to stop, and returns at once. They save what they can, and become `preempted`.
 
-        Returns the runs that go on, each with a sentence about it: some cannot be reached, and Slurm's jobs need not
-        be stopped when the sweep ends.
+        Returns the runs that go on, each with a sentence about it: Slurm's jobs need not be stopped when the sweep
+        ends.
         """
 
 
@@ -58,7 +52,6 @@ class LocalExecutor:
         self._gpu_groups = tuple(gpu_groups)
         self._processes: dict[Path, subprocess.Popen[bytes]] = {}
         self._gpus: dict[Path, str] = {}
-        self._kill_times: dict[Path, float] = {}  # of stopped programs without a wrapper
 
     def start(self, run: Run) -> None:
         run.write(self._choose_gpus(run))
@@ -77,40 +70,16 @@ class LocalExecutor:
         if process is not None and process.poll() is None:
             return True
         status = RunStatus.read(run.folder)
-        # It belongs to an earlier sweep, or its wrapper was killed and its program is alive.
-        if status is not None and status.state == "running" and is_locked(run.folder):
-            if time.monotonic() > self._kill_times.get(run.folder, math.inf):
-                _signal_program(status, signal.SIGKILL)
+        if status is not None and status.state == "running" and is_locked(run.folder):  # of an earlier sweep
             self._note_gpus(run)
             return True
         self._gpus.pop(run.folder, None)
-        self._kill_times.pop(run.folder, None)
         return False
 
     def stop(self, runs: Sequence[Run]) -> list[tuple[Run, str]]:
-        left = []
         for run in runs:
-            process = self._processes.get(run.folder)
-            if process is not None and process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-            elif is_locked(run.folder) and (reason := self._stop_by_status(run)):
-                left.append((run, f"{run.name} goes on, because it cannot be stopped from here: {reason}"))
-        return left
-
-    def _stop_by_status(self, run: Run) -> str:
-        """Stops a run that this sweep did not start, or whose wrapper was killed. Returns why it cannot."""
-        status = RunStatus.read(run.folder)
-        if status is None:
-            return "its status.json cannot be read"
-        if status.host != socket.gethostname():
-            return f"it runs on {status.host}"
-        if status.wrapper is not None and is_alive(status.wrapper):
-            os.kill(status.wrapper.pid, signal.SIGTERM)
-            return ""
-        if not _signal_program(status, signal.SIGTERM):
-            return "its wrapper and the first process of its program are gone, and another process holds its lock"
-        self._kill_times[run.folder] = time.monotonic() + read_grace({**os.environ, **run.environment})
-        return ""
+            (run.folder / STOP_FILE).touch()
+        return []
 
     def _choose_gpus(self, run: Run) -> dict[str, str]:
         """The variables that give a run the GPUs with the fewest runs on them."""
@@ -128,15 +97,6 @@ class LocalExecutor:
         """Marks the GPUs of a run that an earlier sweep started as used."""
         if run.folder not in self._gpus and self._gpu_groups:
             self._gpus[run.folder] = Run.read(run.folder).environment.get("CUDA_VISIBLE_DEVICES", "")
-
-
-def _signal_program(status: RunStatus, number: int) -> bool:
-    """Sends a signal to the process group of a program whose wrapper was killed. False if the program has ended."""
-    if status.program is None or not is_alive(status.program):
-        return False
-    with suppress(ProcessLookupError):
-        os.killpg(status.program.pid, number)
-    return True
 
 
 # ---- GPUs

@@ -1,4 +1,4 @@
-"""Whether the processes of a run are alive: the lock of its folder, and the identity of each process. Also signals.
+"""Locks of folders, which say whether a run or a sweep is alive, and signals.
 
 The process that works in a folder holds its lock until that process ends, however it ends.
 """
@@ -9,14 +9,13 @@ import contextlib
 import fcntl
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from policyc.experiments.sweep.run import LOCK_FILE, ProcessId
+from policyc.experiments.sweep.run import LOCK_FILE
 
 _LOCK_SECONDS = 0.5  # `is_locked` of another process holds a lock for far less
 _POLL_SECONDS = 0.01
@@ -80,30 +79,6 @@ def _lock(descriptor: int, kind: int) -> FolderLock:
         return FolderLock(descriptor=descriptor, is_busy=True)
     except OSError as error:
         return FolderLock(descriptor=descriptor, fault=str(error))
-
-
-def identify_process(pid: int) -> ProcessId:
-    """The identity of a process, to be asked for while it is known to run."""
-    return ProcessId(pid=pid, start=_read_start(pid))
-
-
-def is_alive(process: ProcessId | None) -> bool:
-    """Is this very process alive? False if its number belongs to another process by now."""
-    return process is not None and process.start != "" and process.start == _read_start(process.pid)
-
-
-def _read_start(pid: int) -> str:
-    """When a process was started; empty if there is none. Small containers have no `ps`, macOS has no `/proc`."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # a name may hold spaces
-        return "" if fields[0] == "Z" else f"{boot} {fields[19]}"  # clock ticks since boot
-    except OSError:
-        words = ["ps", "-o", "lstart=", "-p", str(pid)]
-    try:
-        return subprocess.run(words, capture_output=True, text=True, check=False, timeout=30).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
 
 
 @contextlib.contextmanager

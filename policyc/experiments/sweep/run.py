@@ -20,6 +20,9 @@ STATUS_FILE = "status.json"
 METRICS_FILE = "metrics.jsonl"
 LOG_FILE = "log.txt"
 LOCK_FILE = ".lock"
+STOP_FILE = "stop"
+"""Asks a run to stop. So does SIGTERM, but this reaches it from another sweep, and from another machine."""
+
 MANIFEST_FILE = "sweep.json"
 PAGE_FILE = "report.html"
 SWEEP_FILES = (MANIFEST_FILE, PAGE_FILE, LOCK_FILE)  # in the folder of a sweep
@@ -69,11 +72,12 @@ class Run:
         return f"{self.variant} seeds {', '.join(map(str, self.seeds))}"
 
     def write(self, environment: Mapping[str, str] | None = None) -> None:
-        """Writes `launch.json`, with more variables if an executor has some."""
+        """Writes `launch.json`, with more variables if an executor has some. A run that was stopped may start again."""
         values = asdict(self) | {"environment": {**self.environment, **(environment or {})}}
         values |= {"folders": [str(folder) for folder in self.folders], "cwd": str(self.cwd)}
         for folder in self.folders:
             folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / STOP_FILE).unlink(missing_ok=True)
         write_json(self.folder / LAUNCH_FILE, values)
 
     @classmethod
@@ -82,14 +86,6 @@ class Run:
         values = json.loads((folder / LAUNCH_FILE).read_text(encoding="utf-8"))
         values |= {"folders": tuple(map(Path, values["folders"])), "cwd": Path(values["cwd"])}
         return cls(**values | {"seeds": tuple(values["seeds"]), "command": tuple(values["command"])})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessId:
-    """A process: its number, and when it was started, because numbers are used again."""
-
-    pid: int
-    start: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,16 +111,14 @@ class RunStatus:
       seconds: how long all attempts ran together.
       attempt: how often the run was started.
       host: the machine of the last attempt.
-      wrapper: the process that runs the program there and writes this file.
-      program: the program. It leads a process group.
+      pid: the process there that runs the program and writes this file.
     """
 
     state: State
     command: tuple[str, ...]
     started: str = ""
     host: str = ""
-    wrapper: ProcessId | None = None
-    program: ProcessId | None = None
+    pid: int | None = None
     exit: int | None = None
     reason: str = ""
     diverged: bool = False
@@ -146,10 +140,7 @@ class RunStatus:
             if values["state"] not in get_args(State):
                 return None
             known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
-            processes = {
-                name: ProcessId(**values[name]) for name in ("wrapper", "program") if values.get(name)
-            }
-            return cls(**known | processes | {"command": tuple(values["command"])})
+            return cls(**known | {"command": tuple(values["command"])})
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
 

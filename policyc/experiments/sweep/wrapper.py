@@ -1,13 +1,17 @@
 """Runs one run of a sweep: `python -m policyc.experiments.sweep.wrapper FOLDER [RANK]`.
 
 Starts the command of `launch.json`, writes its output to `log.txt`, and writes `status.json` when the state changes. On
-SIGTERM, SIGINT, SIGUSR1 or SIGUSR2 it interrupts the program, which can then save a checkpoint, and kills it after a
-grace period. In a job with several processes, those with a RANK above 0 write `log.RANK.txt` and no status. The exit
-code is 0 if the run finished or was stopped: Slurm ends the other processes of a job when one ends with an error.
+SIGTERM, SIGINT, SIGUSR1 or SIGUSR2, or if there is a file `stop` in the folder, it interrupts the program, which can
+then save a checkpoint, and kills it after a grace period. If this process is killed, so is the program (on Linux): no
+program is left that nobody can stop.
+
+In a job with several processes, those with a RANK above 0 write `log.RANK.txt` and no status. The exit code is 0 if the
+run finished or was stopped: Slurm ends the other processes of a job when one ends with an error.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import signal
@@ -15,7 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -23,9 +27,17 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from policyc.experiments.sweep.liveness import identify_process, try_lock
+from policyc.experiments.sweep.liveness import try_lock
 from policyc.experiments.sweep.metrics import MetricsReader, convert_metrics, describe_divergence
-from policyc.experiments.sweep.run import LOG_FILE, METRICS_FILE, Run, RunEnd, RunStatus, tail_lines
+from policyc.experiments.sweep.run import (
+    LOG_FILE,
+    METRICS_FILE,
+    STOP_FILE,
+    Run,
+    RunEnd,
+    RunStatus,
+    tail_lines,
+)
 
 GRACE_VARIABLE = "POLICYC_STOP_GRACE"
 """Environment variable: how many seconds a stopped program may take to save before it is killed."""
@@ -81,19 +93,14 @@ class _Wrapper:
     def run(self, lock: int) -> int:
         """Runs the program to its end. Returns 0 unless it failed. The program inherits the lock."""
         begin, status = time.monotonic(), self._first_status()
-        self._write(status)
-
-        def note_program(pid: int) -> None:
-            nonlocal status
-            status = replace(status, program=identify_process(pid))
-            self._write(status)
-
+        for folder in self._run.folders:
+            status.write(folder)
         with (self._run.folder / LOG_FILE).open("a", encoding="utf-8") as log:
             if status.attempt > 1:
                 log.write(f"--- attempt {status.attempt}, {status.started}\n")
                 log.flush()
             self._log_start = log.tell()
-            code = self._run_program(log, (lock,), note_program)
+            code = self._run_program(log, (lock,))
         seconds = status.seconds + time.monotonic() - begin
         status = replace(status, exit=code, ended=_now(), seconds=seconds)
         ends = self._judge(code)
@@ -110,10 +117,6 @@ class _Wrapper:
         time.sleep(_LAST_WORDS_SECONDS)
         return 1
 
-    def _write(self, status: RunStatus) -> None:
-        for folder in self._run.folders:
-            status.write(folder)
-
     def _first_status(self) -> RunStatus:
         """The status of a run that starts, and counts its earlier attempts."""
         earlier = RunStatus.read(self._run.folder)
@@ -122,7 +125,7 @@ class _Wrapper:
             started=_now(),
             command=self._run.command,
             host=socket.gethostname(),
-            wrapper=identify_process(os.getpid()),
+            pid=os.getpid(),
             seconds=earlier.seconds if earlier else 0.0,
             attempt=earlier.attempt + 1 if earlier else 1,
         )
@@ -130,23 +133,23 @@ class _Wrapper:
     def _note_signal(self, number: int, _frame: FrameType | None) -> None:
         self._signal = self._signal or number
 
-    def _run_program(
-        self, log: TextIO, descriptors: Sequence[int] = (), on_start: Callable[[int], None] = lambda _: None
-    ) -> int:
+    def _run_program(self, log: TextIO, descriptors: Sequence[int] = ()) -> int:
         """Waits for the program, stops it when this process is asked to stop, and converts its metrics meanwhile."""
         environment = {**os.environ, **self._run.environment}
         try:
             process = subprocess.Popen(
                 self._run.command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                 env=environment, cwd=self._run.cwd, start_new_session=True, pass_fds=descriptors,
+                preexec_fn=_die_with_parent if sys.platform == "linux" else None,  # there are no threads
             )  # fmt: skip
         except OSError as error:
             log.write(f"cannot start {self._run.command[0]}: {error}\n")
             return 127
         next_conversion = 0.0
         try:
-            on_start(process.pid)
             while process.poll() is None:
+                if self._signal is None and (self._run.folder / STOP_FILE).exists():
+                    self._signal = signal.SIGTERM
                 if self._signal is not None:
                     self._stop(process)
                 if time.monotonic() >= next_conversion:
@@ -182,6 +185,15 @@ class _Wrapper:
         if code == 0 and self._metrics_fault:
             return [RunEnd(state="failed", reason=self._metrics_fault)]  # such a program has one seed
         return judge_seeds(self._run, code, self._signal, self._log_start)
+
+
+_libc = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent() -> None:
+    """Has Linux kill the program, which calls this before it starts, when this process ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def read_grace(environment: Mapping[str, str]) -> float:
