@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from errno import ENOSPC
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -300,17 +299,11 @@ def _run(design: SweepDesign, tracked: Sequence[TrackedRun], executor: Executor)
     from rich.console import Console
 
     from policyc.experiments.sweep.engine import Engine
-    from policyc.experiments.sweep.live import LiveTable, PlainLines, SweepView, print_result
+    from policyc.experiments.sweep.live import SweepDisplay
 
-    console = Console(highlight=False, markup=False)
-    view = SweepView(tracked, design.policies.baselines)
-    with ExitStack() as stack:
-        if console.is_terminal:
-            display: LiveTable | PlainLines = stack.enter_context(LiveTable(console, view))
-        else:
-            display = PlainLines(console, view)
+    with SweepDisplay(Console(highlight=False, markup=False), tracked, design.policies.baselines) as display:
         result = Engine(tracked, executor, display).run()
-    print_result(console, result, view)
+    display.print_result(result)
     return result
 
 

@@ -11,19 +11,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from policyc.experiments.report.runs import read_run
 from policyc.experiments.report.sweeps import trailing_loss as trailing_loss_of_report
 from policyc.experiments.sweep import engine, liveness
 from policyc.experiments.sweep.engine import Engine, SweepBusy, SweepResult, lock_sweep, track_runs
 from policyc.experiments.sweep.live import (
-    PlainLines,
-    SweepView,
+    SweepDisplay,
     compute_gaps,
     describe_end,
     find_equal_seeds,
     format_gaps,
-    print_result,
     trailing_loss,
 )
 from policyc.experiments.sweep.run import Run, State
@@ -351,14 +350,12 @@ def test_a_program_that_ignores_its_seed_is_found(tmp_path: Path) -> None:
 def test_the_lines_and_the_table_name_every_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from rich.console import Console
-
     runs = tracked_pair(tmp_path)
     runs[3].progress = "failed"
     (tmp_path / "fp8" / "seed1" / "log.txt").write_text("Traceback\nRuntimeError: \x1b[31mboom\n")
-    console, view = Console(width=120), SweepView(runs, ("bf16",))
-    PlainLines(console, view).end(runs[1])
-    print_result(console, SweepResult(runs=tuple(runs)), view)
+    display = SweepDisplay(Console(width=120), runs, ("bf16",))
+    display.end(runs[1])
+    display.print_result(SweepResult(runs=tuple(runs)))
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert lines[0].startswith("fp8 seed 0: finished, loss ")
     assert "gap to bf16 +0.2500 (1)" in lines[0]
@@ -373,10 +370,9 @@ def test_the_lines_and_the_table_name_every_failure(
 def test_a_name_is_shown_as_it_is_and_controls_no_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from rich.console import Console
-
     name = "a:warning: [bold]\x1b[31m"
-    Console(width=120).print(SweepView(track_runs([make_run(tmp_path, name)]), (name,)).table())
+    console = Console(width=120)
+    console.print(SweepDisplay(console, track_runs([make_run(tmp_path, name)]), (name,)).table())
     out = capsys.readouterr().out
     assert "gap to a:warning: [bold]\\x1b[31m" in out
     assert out.count("a:warning: [bold]\\x1b[31m") == 2
@@ -388,8 +384,8 @@ def test_the_time_left_comes_from_the_steps_of_this_sweep(
     clock = iter([0.0, 10.0])
     monkeypatch.setattr("policyc.experiments.sweep.live.time.monotonic", lambda: next(clock))
     runs = track_runs([make_run(tmp_path, steps=20), make_run(tmp_path, "fp8", steps=20)])
-    view = SweepView(runs, ())
-    assert view.seconds_left() is None  # nothing is known before the first step
+    display = SweepDisplay(Console(), runs, ())
+    assert display.seconds_left() is None  # nothing is known before the first step
     write_metrics(tmp_path / "bf16" / "seed0", [1.0] * 10)
     runs[0].update()
-    assert view.seconds_left() == 30.0  # 10 steps in 10 s, 10 + 20 to go
+    assert display.seconds_left() == 30.0  # 10 steps in 10 s, 10 + 20 to go

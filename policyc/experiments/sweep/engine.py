@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from policyc.base.text import count_noun
 from policyc.experiments.sweep.executor import Executor
@@ -18,6 +18,9 @@ from policyc.experiments.sweep.liveness import note_signals, try_lock
 from policyc.experiments.sweep.metrics import MetricsReader
 from policyc.experiments.sweep.run import LOG_FILE, METRICS_FILE, Run, RunStatus
 from policyc.experiments.sweep.wrapper import judge_without_exit_code
+
+if TYPE_CHECKING:
+    from policyc.experiments.sweep.live import SweepDisplay
 
 _POLL_SECONDS = 0.5
 _MOST_EARLY_FAILURES = 3  # runs in a row that fail before their first step: the others would fail too
@@ -46,22 +49,6 @@ class TrackedRun:
     def update(self) -> None:
         for reader in self.readers:
             reader.update()
-
-
-class Display(Protocol):
-    """Shows a sweep while it runs."""
-
-    def start(self, run: TrackedRun) -> None:
-        """A run was started."""
-
-    def end(self, run: TrackedRun) -> None:
-        """A run has ended: `status` says how."""
-
-    def refresh(self) -> None:
-        """Called about twice a second."""
-
-    def say(self, text: str) -> None:
-        """Prints a message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +122,7 @@ def lock_sweep(out: Path, warn: Callable[[str], None]) -> Iterator[None]:
 class Engine:
     """Starts runs as slots become free, and watches them."""
 
-    def __init__(self, tracked: Sequence[TrackedRun], executor: Executor, display: Display) -> None:
+    def __init__(self, tracked: Sequence[TrackedRun], executor: Executor, display: SweepDisplay) -> None:
         self._tracked, self._executor, self._display = tuple(tracked), executor, display
         self._signals: list[
             int

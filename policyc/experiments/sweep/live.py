@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
 
@@ -13,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from policyc.base.text import escape_controls
-from policyc.experiments.sweep.engine import Progress, SweepResult, TrackedRun
+from policyc.experiments.sweep.engine import SweepResult, TrackedRun
 from policyc.experiments.sweep.metrics import MetricsReader, trailing_steps
 from policyc.experiments.sweep.run import LOG_FILE, tail_lines
 
@@ -77,32 +78,92 @@ def find_equal_seeds(runs: Sequence[TrackedRun]) -> list[str]:
     return names
 
 
-# ---- displays
+# ---- the display
 
 
-class SweepView:
-    """What the table and the lines say about a sweep."""
+class SweepDisplay:
+    """Shows a sweep: a live table in a terminal, and else a line when a run starts or ends. A context manager."""
 
-    def __init__(self, runs: Sequence[TrackedRun], baselines: Sequence[str]) -> None:
-        self.runs: tuple[TrackedRun, ...] = tuple(runs)
-        self.baselines: tuple[str, ...] = tuple(baselines)
+    def __init__(self, console: Console, runs: Sequence[TrackedRun], baselines: Sequence[str]) -> None:
+        self._console, self._runs, self._baselines = console, tuple(runs), tuple(baselines)
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        self._next = 0.0
         self._begin = time.monotonic()
         self._steps_before = sum(run.step for run in runs)
 
-    def count(self, progress: Progress) -> int:
-        return sum(run.progress == progress for run in self.runs)
+    def __enter__(self) -> SweepDisplay:
+        if self._live is not None:
+            self._live.start()
+            self._draw()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.update("", refresh=True)  # the summary of the sweep follows
+            self._live.stop()
+
+    def start(self, run: TrackedRun) -> None:
+        """A run was started."""
+        if self._live is None:
+            self.say(f"{run.run.name}: started")
+        self._draw()
+
+    def end(self, run: TrackedRun) -> None:
+        """A run has ended: `status` says how."""
+        if self._live is None:
+            gaps = [(b, compute_gaps(self._runs, run.run.variant, b)) for b in self._baselines]
+            shown = [f"gap to {b} {format_gaps(gap)}" for b, gap in gaps if gap and b != run.run.variant]
+            self.say("; ".join([describe_end(run), *shown]))
+            self.say(self.summary())
+        elif run.progress != "finished":
+            self.say(describe_end(run))
+        self._draw()
+
+    def refresh(self) -> None:
+        """Called about twice a second."""
+        if time.monotonic() >= self._next:
+            self._draw()
+
+    def say(self, text: str, indent: str = "", style: str = "") -> None:
+        """Prints a message."""
+        self._console.print(Text(indent + escape_controls(text), style=style), soft_wrap=True)
+
+    def _draw(self) -> None:
+        if self._live is not None:
+            self._next = time.monotonic() + _REFRESH_SECONDS
+            self._live.update(Group(self.table(), Text(self.summary(), style="dim")), refresh=True)
+
+    def print_result(self, result: SweepResult) -> None:
+        """Prints the table, and every run that failed with the last lines of its log."""
+        self._console.print(self.table())
+        self.say(self.summary(is_over=True))
+        for run in result.failed:
+            log = run.run.folder / LOG_FILE
+            self.say(describe_end(run), indent="\n", style="bold red")
+            for line in (*tail_lines(log, _LOG_LINES), str(log)):
+                self.say(line, indent="    ")
+        for variant in find_equal_seeds(result.runs):
+            text = (
+                f"all seeds of {variant} have the same losses: the program ignores {{seed}} and POLICYC_SEED"
+            )
+            self.say(text, style="bold red")
+
+    # ---- what it shows
 
     def summary(self, *, is_over: bool = False) -> str:
         """One line: how many runs are in which state, and the time left unless the sweep is over."""
-        counts = [f"{self.count('finished')} of {len(self.runs)} runs finished"]
-        counts += [f"{n} {state}" for state in ("running", "failed", "preempted") if (n := self.count(state))]
+        states = Counter(run.progress for run in self._runs)
+        counts = [f"{states['finished']} of {len(self._runs)} runs finished"]
+        counts += [
+            f"{states[state]} {state}" for state in ("running", "failed", "preempted") if states[state]
+        ]
         left = None if is_over else self.seconds_left()
         return ", ".join(counts) + ("" if left is None else f"; about {format_seconds(left)} left")
 
     def seconds_left(self) -> float | None:
         """From the steps since this sweep was started, compilation included. None if that cannot be told."""
-        open_runs = [run for run in self.runs if run.progress in ("running", "waiting")]
-        steps = sum(run.step for run in self.runs) - self._steps_before
+        open_runs = [run for run in self._runs if run.progress in ("running", "waiting")]
+        steps = sum(run.step for run in self._runs) - self._steps_before
         if steps <= 0 or not open_runs or any(run.run.steps is None for run in open_runs):
             return None
         remaining = sum((run.run.steps or 0) - run.step for run in open_runs)
@@ -112,15 +173,15 @@ class SweepView:
         """One row per variant."""
         table = Table(box=None, pad_edge=False, header_style="bold")
         table.add_column("variant", overflow="fold")
-        gaps = [f"gap to {escape_controls(name)}" for name in self.baselines]
+        gaps = [f"gap to {escape_controls(name)}" for name in self._baselines]
         for name in ("runs", "step", "loss", *gaps):
             table.add_column(Text(name), justify="right", no_wrap=True)
-        for variant in dict.fromkeys(run.run.variant for run in self.runs):
+        for variant in dict.fromkeys(run.run.variant for run in self._runs):
             table.add_row(Text(escape_controls(variant)), *self._cells(variant))
         return table
 
     def _cells(self, variant: str) -> list[RenderableType]:
-        runs = [run for run in self.runs if run.run.variant == variant]
+        runs = [run for run in self._runs if run.run.variant == variant]
         finished, failed = (sum(run.progress == state for run in runs) for state in ("finished", "failed"))
         counts = Text(f"{finished}/{len(runs)}")
         if failed:
@@ -128,7 +189,7 @@ class SweepView:
         alive = [run for run in runs if run.progress != "failed"]
         losses = [trailing_loss(reader) for reader in seed_readers(alive, variant).values() if reader.losses]
         loss = f"{math.fsum(losses) / len(losses):.4f}" if losses else "-"
-        gaps = [compute_gaps(self.runs, variant, b) if b != variant else [] for b in self.baselines]
+        gaps = [compute_gaps(self._runs, variant, b) if b != variant else [] for b in self._baselines]
         return [counts, _step_text(runs), loss, *map(format_gaps, gaps)]
 
 
@@ -167,88 +228,9 @@ def describe_end(run: TrackedRun) -> str:
     text = f"{run.run.name}: {run.progress}"
     if status is None:
         return text
-    if run.progress == "preempted":
-        return f"{text}, {status.reason}"
-    if status.diverged:
+    if run.progress == "preempted" or status.diverged:
         return f"{text}, {status.reason}"
     if run.progress != "finished":
         return f"{text} at step {run.step}: {status.reason}"
     losses = [trailing_loss(reader) for reader in run.readers]
     return f"{text}, loss {math.fsum(losses) / len(losses):.4f}, {format_seconds(status.seconds)}"
-
-
-class PlainLines:
-    """A display that prints a line when a run starts or ends."""
-
-    def __init__(self, console: Console, view: SweepView) -> None:
-        self._console, self._view = console, view
-
-    def start(self, run: TrackedRun) -> None:
-        self.say(f"{run.run.name}: started")
-
-    def end(self, run: TrackedRun) -> None:
-        gaps = [(b, compute_gaps(self._view.runs, run.run.variant, b)) for b in self._view.baselines]
-        shown = [f"gap to {b} {format_gaps(gap)}" for b, gap in gaps if gap and b != run.run.variant]
-        self.say("; ".join([describe_end(run), *shown]))
-        self.say(self._view.summary())
-
-    def refresh(self) -> None:
-        """Lines are printed at events only."""
-
-    def say(self, text: str) -> None:
-        self._console.out(escape_controls(text), highlight=False)
-
-
-class LiveTable:
-    """A display that draws the table again and again. Used as a context manager."""
-
-    def __init__(self, console: Console, view: SweepView) -> None:
-        self._console, self._view = console, view
-        self._live = Live(self._render(), console=console, auto_refresh=False)
-        self._next = 0.0
-
-    def __enter__(self) -> LiveTable:
-        self._live.start(refresh=True)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._live.update("", refresh=True)  # the summary of the sweep follows
-        self._live.stop()
-
-    def start(self, run: TrackedRun) -> None:
-        del run
-        self._draw()
-
-    def end(self, run: TrackedRun) -> None:
-        if run.progress != "finished":
-            self.say(describe_end(run))
-        self._draw()
-
-    def refresh(self) -> None:
-        if time.monotonic() >= self._next:
-            self._draw()
-
-    def say(self, text: str) -> None:
-        self._console.print(Text(escape_controls(text)))
-
-    def _draw(self) -> None:
-        self._next = time.monotonic() + _REFRESH_SECONDS
-        self._live.update(self._render(), refresh=True)
-
-    def _render(self) -> RenderableType:
-        return Group(self._view.table(), Text(self._view.summary(), style="dim"))
-
-
-def print_result(console: Console, result: SweepResult, view: SweepView) -> None:
-    """Prints the table, and every run that failed with the last lines of its log."""
-    console.print(view.table())
-    console.print(Text(view.summary(is_over=True)))
-    for run in result.failed:
-        console.print(Text(f"\n{escape_controls(describe_end(run))}", style="bold red"))
-        log = run.run.folder / LOG_FILE
-        for line in tail_lines(log, _LOG_LINES):
-            console.print(Text(f"    {escape_controls(line)}"), soft_wrap=True)
-        console.print(Text(f"    {escape_controls(str(log))}"), soft_wrap=True)
-    for variant in find_equal_seeds(result.runs):
-        text = f"all seeds of {variant} have the same losses: the program ignores {{seed}} and POLICYC_SEED"
-        console.print(Text(escape_controls(text), style="bold red"), soft_wrap=True)
