@@ -28,11 +28,10 @@ from policyc.experiments.record import RecordedLoss
 from policyc.experiments.search.candidates import CellKey, Format, find_cells
 from policyc.experiments.search.problem import Choice, Item, Problem
 from policyc.experiments.search.rules import Unwritable, write_rules
-from policyc.experiments.taps import TAP, TappedLoss, TapRewriter
+from policyc.experiments.taps import TappedLoss, TapRewriter
 from policyc.jaxcore import jaxprs
 from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm, make_recipe
-from policyc.numerics.products import as_dimension_numbers
 
 Metric = Literal["loss", "grad-cosine", "nan"]
 Unit = tuple[CellKey, Gemm]
@@ -300,14 +299,7 @@ class _SwitchedSite:
     quantized: Callable[..., Any]
 
     def plain(self, lhs: Any, rhs: Any) -> Any:
-        params = self.site.eqn.params
-        return jax.lax.dot_general(
-            lhs,
-            rhs,
-            as_dimension_numbers(params["dimension_numbers"]),
-            precision=params["precision"],
-            preferred_element_type=params["preferred_element_type"],
-        )
+        return jaxprs.bind(self.site.eqn, lhs, rhs)[0]
 
     def gemms(self) -> Iterator[Gemm]:
         """The products that the gradients of lhs and of rhs are."""
@@ -344,15 +336,8 @@ class SwitchRewriter(TapRewriter):
 
     tap_shape: tuple[int, ...] = (len(Gemm),)
 
-    def key(self, position: Any) -> Any:
-        key = super().key(position)
-        return None if key is None else ("switched", key)
-
     def make_template(self, site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> SiteTemplate:
         if not self.is_measured(site):
             return super().make_template(site, site_recipe, inputs)
         gemm = quantized_gemm(site, site_recipe, SiteInputs(constant_key=inputs.constant_key))
-        switches = jaxprs.array_aval(self.tap_shape, "float32", site.eqn, site.axis_env)
-        avals = [*(a.aval for a in site.eqn.invars), switches]
-        run = partial(_run_switched, _SwitchedSite(site, gemm))
-        return SiteTemplate(jaxprs.trace_at(run, avals, site.eqn, site.axis_env), ((TAP, (switches,)),))
+        return self.tap(site, partial(_run_switched, _SwitchedSite(site, gemm)))

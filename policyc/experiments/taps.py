@@ -114,7 +114,7 @@ class TapRewriter(SiteRewriter):
 
     def key(self, position: Position) -> Hashable | None:
         key = super().key(position)
-        return None if key is None else ("tapped", key)
+        return None if key is None else (type(self), key)
 
     def slices(self, scan: Address, extra: ExtraInput) -> bool:
         return extra.content is TAP or super().slices(scan, extra)
@@ -127,17 +127,25 @@ class TapRewriter(SiteRewriter):
         if not self.is_measured(site) or not _quantizes(site_recipe):
             return super().make_template(site, site_recipe, inputs)
         measured = MeasuredGemm(site, site_recipe, quantized_gemm(site, site_recipe, inputs))
-        extra: list[tuple[Any, tuple[AbstractValue, ...]]] = []
-        if inputs.has_rounding_key:
-            extra.append((ROUNDING_KEY, (jaxprs.array_aval((), "uint32", site.eqn, site.axis_env),) * 2))
-        extra.append((TAP, (jaxprs.array_aval(self.tap_shape, "float32", site.eqn, site.axis_env),)))
+        key = jaxprs.array_aval((), "uint32", site.eqn, site.axis_env)
+        keys = ((ROUNDING_KEY, (key, key)),) if inputs.has_rounding_key else ()
 
         def tapped(lhs: Any, rhs: Any, *rest: Any) -> Any:
             *key_words, tap = rest
             return _run_tapped(measured, lhs, rhs, tuple(key_words), tap)
 
+        return self.tap(site, tapped, keys)
+
+    def tap(
+        self,
+        site: Site,
+        run: Callable[..., Any],
+        keys: tuple[tuple[Any, tuple[AbstractValue, ...]], ...] = (),
+    ) -> SiteTemplate:
+        """A site that runs a function of its operands, of some more inputs, and of its tap."""
+        extra = (*keys, (TAP, (jaxprs.array_aval(self.tap_shape, "float32", site.eqn, site.axis_env),)))
         avals = [*(a.aval for a in site.eqn.invars), *(a for _, group in extra for a in group)]
-        return SiteTemplate(jaxprs.trace_at(tapped, avals, site.eqn, site.axis_env), tuple(extra))
+        return SiteTemplate(jaxprs.trace_at(run, avals, site.eqn, site.axis_env), extra)
 
 
 def _quantizes(site_recipe: SiteRecipe) -> bool:

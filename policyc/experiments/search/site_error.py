@@ -24,7 +24,7 @@ from jax import lax
 from policyc.compiler.hoist import SiteRecipe
 from policyc.compiler.rewrite import SiteInputs, SiteTemplate
 from policyc.compiler.sites import Site
-from policyc.experiments.taps import TAP, TapRewriter
+from policyc.experiments.taps import TapRewriter
 from policyc.jaxcore import jaxprs
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
 from policyc.numerics.products import as_dimension_numbers, free_dims
@@ -50,14 +50,7 @@ class ScoredSite:
         return as_dimension_numbers(self.site.eqn.params["dimension_numbers"])
 
     def plain(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        params = self.site.eqn.params
-        return lax.dot_general(
-            lhs,
-            rhs,
-            self.dims,
-            precision=params["precision"],
-            preferred_element_type=params["preferred_element_type"],
-        )
+        return jnp.asarray(jaxprs.bind(self.site.eqn, lhs, rhs)[0])
 
     def exact(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         """The plain product without the rounding of its result."""
@@ -186,19 +179,12 @@ class ScoreRewriter(TapRewriter):
     tap_shape: tuple[int, ...] = (len(ERROR_SUMS),)
     probes = True
 
-    def key(self, position: Any) -> Any:
-        key = super().key(position)
-        return None if key is None else ("scored", self.probes, key)
-
     def make_template(self, site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> SiteTemplate:
         if not self.is_measured(site):
             raise AssertionError("only sites that can be measured are decided about")
         del inputs
         scored = ScoredSite(site, site_recipe)
-        tap = jaxprs.array_aval(self.tap_shape, "float32", site.eqn, site.axis_env)
-        avals = [*(a.aval for a in site.eqn.invars), tap]
-        run = partial(_run_probed if self.probes else _run_unprobed, scored)
-        return SiteTemplate(jaxprs.trace_at(run, avals, site.eqn, site.axis_env), ((TAP, (tap,)),))
+        return self.tap(site, partial(_run_probed if self.probes else _run_unprobed, scored))
 
 
 class UnprobedRewriter(ScoreRewriter):
