@@ -227,7 +227,7 @@ def test_a_sweep_that_ends_leaves_its_jobs_in_the_queue(cluster, tmp_path):
     run, executor = make_run(tmp_path), SlurmExecutor(OPTIONS)
     executor.start(run)
     text = "1 Slurm jobs stay in the queue: the same command finds them again, 'scancel 7' ends them"
-    assert executor.stop([run]) == [(run, text)]
+    assert executor.stop([run]) == text
     assert cluster.calls("scancel") == []
 
 

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -100,22 +99,6 @@ def test_a_run_of_several_seeds_is_run_again_if_one_needs_it(
     executor = FakeExecutor(finish)
     run_all([run], executor)
     assert bool(executor.started) == is_run_again
-
-
-def test_a_run_that_cannot_be_stopped_does_not_hold_up_the_sweep(tmp_path: Path) -> None:
-    class Unreachable(FakeExecutor):
-        def start(self, run: Run) -> None:
-            super().start(run)
-            signal.raise_signal(signal.SIGINT)
-
-        def stop(self, runs: Sequence[Run]) -> list[tuple[Run, str]]:
-            return [(run, "it runs on elsewhere") for run in runs]
-
-    display = SilentDisplay()
-    executor = Unreachable(finish, lasting="bf16")
-    result = Engine(track_runs([make_run(tmp_path)]), executor, display).run()
-    assert result.stopped == "interrupted"
-    assert "it runs on elsewhere" in display.lines
 
 
 def test_a_run_whose_wrapper_was_killed_has_failed(tmp_path: Path) -> None:
@@ -254,7 +237,9 @@ def test_an_interrupt_leaves_jobs_in_a_queue(tmp_path: Path) -> None:
 
     executor = FakeExecutor(interrupt, slots=2, lasting="v1")
     executor.left = "1 job stays in the queue"
-    result = run_all([make_run(tmp_path, f"v{n}") for n in range(2)], executor)
+    display = SilentDisplay()
+    result = Engine(track_runs([make_run(tmp_path, f"v{n}") for n in range(2)]), executor, display).run()
+    assert display.lines == [executor.left]
     assert executor.stopped == []
     assert [run.progress for run in result.runs] == ["finished", "running"]
 

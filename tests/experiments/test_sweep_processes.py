@@ -133,7 +133,7 @@ def test_a_program_that_does_not_stop_is_killed(tmp_path: Path) -> None:
     executor = LocalExecutor(1)
     executor.start(run)
     wait_until(lambda: "begin" in (run.folder / "log.txt").read_text())
-    assert executor.stop([run]) == []
+    assert executor.stop([run]) == ""
     wait_until(lambda: not executor.is_active(run))
     assert "got TERM" in (run.folder / "log.txt").read_text()
     assert read_state(run.folder) == "preempted"

@@ -54,11 +54,9 @@ class FakeExecutor:
             write_status(folder, state, reason="a reason", diverged=False, seconds=1.0)
         return False
 
-    def stop(self, runs: Sequence[Run]) -> list[tuple[Run, str]]:
-        if self.left:
-            return [(run, self.left) for run in runs]
-        self.stopped += [run.name for run in runs]
-        return []
+    def stop(self, runs: Sequence[Run]) -> str:
+        self.stopped += [] if self.left else [run.name for run in runs]
+        return self.left
 
 
 class SilentDisplay:

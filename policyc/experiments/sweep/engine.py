@@ -206,15 +206,13 @@ class Engine:
         active = self._select("running")
         if not active:
             return
-        left = self._executor.stop([run.run for run in active])
-        for text in dict.fromkeys(text for _, text in left):
+        if text := self._executor.stop([run.run for run in active]):
             self._display.say(text)
-        if len(left) < len(active):
-            stopping = count_noun(len(active) - len(left), "run")
-            self._display.say(f"stopping {stopping}, with time to save; Ctrl-C again to leave at once")
-        ignored = {run.folder for run, _ in left}
+            return
+        stopping = count_noun(len(active), "run")
+        self._display.say(f"stopping {stopping}, with time to save; Ctrl-C again to leave at once")
         with contextlib.suppress(KeyboardInterrupt):
-            while any(run.run.folder not in ignored for run in self._select("running")):
+            while self._select("running"):
                 self._watch()
                 self._display.refresh()
                 time.sleep(_POLL_SECONDS)

@@ -30,11 +30,10 @@ class Executor(Protocol):
     def is_active(self, run: Run) -> bool:
         """Is the run queued or running, whether this executor or an earlier one started it?"""
 
-    def stop(self, runs: Sequence[Run]) -> list[tuple[Run, str]]:
+    def stop(self, runs: Sequence[Run]) -> str:
         """Asks runs to stop, and returns at once. They save what they can, and become `preempted`.
 
-        Returns the runs that go on, each with a sentence about it: Slurm's jobs need not be stopped when the sweep
-        ends.
+        If they go on without the sweep instead, returns a sentence that says so.
         """
 
 
@@ -76,10 +75,10 @@ class LocalExecutor:
         self._gpus.pop(run.folder, None)
         return False
 
-    def stop(self, runs: Sequence[Run]) -> list[tuple[Run, str]]:
+    def stop(self, runs: Sequence[Run]) -> str:
         for run in runs:
             (run.folder / STOP_FILE).touch()
-        return []
+        return ""
 
     def _choose_gpus(self, run: Run) -> dict[str, str]:
         """The variables that give a run the GPUs with the fewest runs on them."""

@@ -285,13 +285,12 @@ class SlurmExecutor:
         first_seen = self._ends.setdefault(job.id, time.monotonic())
         return time.monotonic() - first_seen < _FILE_SYSTEM_SECONDS
 
-    def stop(self, runs: Sequence[Run]) -> list[tuple[Run, str]]:
+    def stop(self, runs: Sequence[Run]) -> str:
         ids = [job.id for run in runs if (job := self._find_job(run)) is not None]
-        text = (
+        return (
             f"{len(ids)} Slurm jobs stay in the queue: the same command finds them again, "
             f"'scancel {' '.join(ids)}' ends them"
         )
-        return [(run, text) for run in runs]
 
     def _submit(self, run: Run) -> str:
         """Submits a run. Returns the number of its job."""
