@@ -97,25 +97,26 @@ def adopt(program: tuple[str, ...], step: StepOptions, options: AdoptOptions) ->
     if options.price_per_gpu_hour is not None and options.tokens is None:
         raise click.UsageError("--price-per-gpu-hour needs --tokens: the price is that of the whole training")
     execution = parse_execution(options.backend, step.target)
-    from policyc.experiments.adopt import BASELINE, Question, make_adoption
+    from policyc.experiments.adopt import BASELINE, make_adoption
     from policyc.experiments.adopt_page import render_adoption
     from policyc.experiments.report.sweeps import ReportError
     from policyc.hardware.mesh import check_modelled
     from policyc.language.loader import load
 
-    question = Question(
-        config=step.config,
-        words=program,
-        target=step.target,
-        tokens=options.tokens,
-        price=options.price_per_gpu_hour,
-    )
     try:
         mesh = step.mesh_shape()
         check_modelled(mesh)
         baseline = load(BASELINE)
         planned = trace_step(baseline, program, mesh, step, execution).under(baseline, execution)
-        data = make_adoption(question, planned, mesh, Path(options.sweep) if options.sweep else None)
+        data = make_adoption(
+            planned,
+            mesh,
+            config=step.config,
+            words=program,
+            tokens=options.tokens,
+            price=options.price_per_gpu_hour,
+            sweep=Path(options.sweep) if options.sweep else None,
+        )
     except ReportError as error:
         exit_with_message(str(error), EXIT_USAGE)
     except ValueError as error:

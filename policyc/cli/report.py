@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 
 from policyc.cli.common import EXIT_USAGE, ExampleCommand, exit_with_message, format_by_ending, print_note
 from policyc.cli.options import collect_options, option, option_class, path_option
 from policyc.cli.sweep_runs import split_names
-
-if TYPE_CHECKING:
-    from policyc.experiments.report.build import ReportOptions
-
 
 FORMATS = ("html", "markdown", "json")
 
@@ -64,17 +60,18 @@ class ReportCommand:
         """The format that is asked for, by name or by the ending of the file."""
         return self.output_format or format_by_ending(self.out, *FORMATS)
 
-    def report_options(self) -> ReportOptions:
-        from policyc.experiments.report.build import PredictedStep, ReportOptions
+    def report_options(self) -> dict[str, Any]:
+        """The arguments of `build_report`."""
+        from policyc.experiments.report.build import PredictedStep
 
         values = {name: getattr(self, name) for name in ("config", "target", "devices", "backend")}
         step = {name: value for name, value in values.items() if value is not None}
-        return ReportOptions(
-            baselines=split_names(self.baseline or ""),
-            margin=self.margin,
-            step=PredictedStep(**step) if step else None,
-            frontier=Path(self.frontier) if self.frontier else None,
-        )
+        return {
+            "baselines": split_names(self.baseline or ""),
+            "margin": self.margin,
+            "step": PredictedStep(**step) if step else None,
+            "frontier": Path(self.frontier) if self.frontier else None,
+        }
 
 
 @click.command(
@@ -114,7 +111,7 @@ def _write(command: ReportCommand, folders: list[Path]) -> None:
     from policyc.experiments.report.page import write_report
 
     is_printed = is_standard_output(command.out) if command.out else command.format != "html"
-    report = build_report(folders, command.report_options())
+    report = build_report(folders, **command.report_options())
     path = write_report(report, command.out, command.format)
     for problem in report.problems:
         print_note(problem, "warning")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from policyc.compiler.idle_rules import find_deciding_rules
@@ -43,42 +42,47 @@ PROXY = "19m"
 _SMALL_CONFIGS = ("tiny", "moe_tiny", "5m", "19m", "30m", "50m", "100m", "200m")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What is to be adopted, and where. `words` are those of a program; None or empty: `config` stands in for it."""
+def make_adoption(
+    step: TrainingStep,
+    mesh: MeshShape,
+    *,
+    config: str | None,
+    words: Sequence[str] = (),
+    tokens: float | None = None,
+    price: float | None = None,
+    sweep: Path | None = None,
+) -> JsonObject:
+    """Everything that the page shows. Raises ReportError.
 
-    config: str | None
-    words: tuple[str, ...]
-    target: str
-    tokens: float | None = None
-    price: float | None = None
-    """The price of one GPU for an hour."""
-
-    @property
-    def model(self) -> str:
-        """The configuration, or the program's name without its folder, which says nothing to others."""
-        return self.config or shlex.join([Path(self.words[0]).name, *self.words[1:]])
-
-
-def make_adoption(question: Question, step: TrainingStep, mesh: MeshShape, sweep: Path | None) -> JsonObject:
-    """Everything that the page shows. `step` is planned under any policy, for the target. Raises ReportError."""
-    tokens = microbatch_tokens(step.plan) * step.accumulate
-    steps = None if question.tokens is None else question.tokens / tokens
+    Args:
+      step: planned under any policy, for the target.
+      mesh: the devices.
+      config: the configuration that `step` is of; None for a program.
+      words: those of the program.
+      tokens: of the whole training.
+      price: of one GPU for an hour.
+      sweep: the folder of a finished sweep.
+    """
+    target = step.plan.execution.target
+    assert target is not None
+    step_tokens = microbatch_tokens(step.plan) * step.accumulate
+    steps = None if tokens is None else tokens / step_tokens
     candidates, left_out = _judge_all(step, mesh, steps)
     return {
-        "model": question.model,
-        "target": question.target,
+        # Of a program the name without its folder, which says nothing to others.
+        "model": config or shlex.join([Path(words[0]).name, *words[1:]]),
+        "target": target.name,
         "devices": mesh.devices,
         "mesh": str(mesh),
         "backend": step.plan.execution.backend,
-        "memory": step.plan.execution.target and step.plan.execution.target.memory_bytes,
-        "tokens_per_step": tokens,
-        "tokens": question.tokens,
-        "price": question.price,
+        "memory": target.memory_bytes,
+        "tokens_per_step": step_tokens,
+        "tokens": tokens,
+        "price": price,
         "errors": gemm_cost.SPEED_UP_ERRORS,
         "candidates": candidates,
         "left_out": left_out,
-        "sweep": _advise_sweep(question, candidates),
+        "sweep": _advise_sweep(config, words, candidates),
         "measured": None if sweep is None else _read_sweep(sweep),
     }
 
@@ -176,16 +180,18 @@ def _shares(step: TrainingStep) -> tuple[float, float]:
 # ---- the sweep that decides
 
 
-def _advise_sweep(question: Question, candidates: Sequence[JsonObject]) -> JsonObject | None:
+def _advise_sweep(
+    model: str | None, program: Sequence[str], candidates: Sequence[JsonObject]
+) -> JsonObject | None:
     """The command of the sweep, and what it can resolve; None if there is nothing to compare."""
     baselines = [c["policy"] for c in candidates if c["policy"] in (REFERENCE, BASELINE)]
     in_four_bits = [c["policy"] for c in candidates if c["four_bits"]]
     policies = [c["policy"] for c in candidates if c["advice"] == "try"] or in_four_bits[:1]
     if not policies:
         return None
-    config = question.config and (question.config if question.config in _SMALL_CONFIGS else PROXY)
+    config = model and (model if model in _SMALL_CONFIGS else PROXY)
     options = ["--baseline", ",".join(baselines), "--seeds", str(SEEDS), "--stats-every", "500"]
-    source = ["--config", config, "--data", "corpus.bin"] if config else ["--steps", "2000", *question.words]
+    source = ["--config", config, "--data", "corpus.bin"] if config else ["--steps", "2000", *program]
     words = ["policyc", "sweep", ",".join(policies), *options, "--out", "sweeps/adopt", *source]
     settings = Settings()
     compared = len(policies) + len(baselines) - 1  # with the first baseline
@@ -193,7 +199,7 @@ def _advise_sweep(question: Question, candidates: Sequence[JsonObject]) -> JsonO
     return {
         "command": shlex.join(words),
         "config": config,
-        "is_proxy": bool(config) and config != question.config,
+        "is_proxy": bool(config) and config != model,
         "seeds": SEEDS,
         "runs": SEEDS * (len(policies) + len(baselines)),
         "margin": str(settings.margin),

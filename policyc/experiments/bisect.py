@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,13 +53,10 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """The products that must return to high precision, all trials, and rules that return them."""
+    """The products that must return to high precision, and rules that return them."""
 
     culprits: tuple[Unit, ...]
-    trials: tuple[Trial, ...]
     rules: tuple[str, ...]
-    not_switched: tuple[str, ...]
-    """Linears that run as the policy says in all trials."""
 
 
 class NoCulprit(ValueError):
@@ -81,6 +78,7 @@ class Bisection:
         self.not_switched: tuple[str, ...] = tuple(
             s.name for s in recorded.sites if s.address in quantized - switched and not s.opaque
         )
+        """Linears that run as the policy says in all trials."""
         self._cells = [c for c in cells if decisions[c.site.address, c.layer].recipe is not None]
         self.units: list[Unit] = []
         for gemm in Gemm:
@@ -138,17 +136,16 @@ class Bisection:
                 if not is_finite:
                     return math.inf
                 if self._metric == "loss":
-                    values.append(abs(float(loss) - self._plain_losses()[number]))
+                    values.append(abs(float(loss) - self._plain_losses[number]))
                 else:
                     values.append(1 - float(cosine) if self._metric == "grad-cosine" else 0.0)
         return float(np.mean(values))
 
+    @cached_property
     def _plain_losses(self) -> list[float]:
-        if not hasattr(self, "_plain"):
-            plain = jax.jit(self._recorded.plain_loss)
-            with no_reentry():
-                self._plain = [float(plain(self._recorded.inputs, c.consts)) for c in self._recorded.calls]
-        return self._plain
+        plain = jax.jit(self._recorded.plain_loss)
+        with no_reentry():
+            return [float(plain(self._recorded.inputs, c.consts)) for c in self._recorded.calls]
 
     def _switch_values(self, kept: set[Unit]) -> dict[tuple[Any, Any], np.ndarray]:
         return {
@@ -179,7 +176,7 @@ class Bisection:
 
     def run(self) -> Diagnosis:
         """Finds the culprits. Raises NoCulprit if the policy does no harm, or nothing cures it."""
-        if self._metric == "loss" and not all(map(math.isfinite, self._plain_losses())):
+        if self._metric == "loss" and not all(map(math.isfinite, self._plain_losses)):
             raise NoCulprit("the loss is not finite without the policy either")
         if self._try([]):
             raise NoCulprit(f"the policy does no harm by this metric: {self.trials[-1].harm:.3g}")
@@ -206,18 +203,10 @@ class Bisection:
             culprits.append(rest[high - 1])
             rest = rest[: high - 1]
             if self._try(culprits):
-                return self._diagnose(culprits)
+                return Diagnosis(culprits=tuple(culprits), rules=tuple(self._write_rules(culprits)))
         raise NoCulprit(
             f"no {MOST_CULPRITS} products cure it: the harm is spread over many. The {MOST_CULPRITS} that were found "
             f"last are {', '.join(map(unit_name, culprits))}"
-        )
-
-    def _diagnose(self, culprits: Sequence[Unit]) -> Diagnosis:
-        return Diagnosis(
-            culprits=tuple(culprits),
-            trials=tuple(self.trials),
-            rules=tuple(self._write_rules(culprits)),
-            not_switched=self.not_switched,
         )
 
     def _write_rules(self, culprits: Sequence[Unit]) -> list[str]:
@@ -274,7 +263,7 @@ class Bisection:
         return {
             "policy": self.plan.policy.sha256,
             "loss": self._recorded.sites.hash,
-            "plain": self._plain_losses(),
+            "plain": self._plain_losses,
             "metric": self._metric,
         }
 

@@ -11,7 +11,7 @@ import pytest
 from policyc.base.frontier import draw_frontier, read_frontier
 from policyc.changes.data import as_data
 from policyc.changes.page import fill_page
-from policyc.experiments.report.build import ReportOptions, build_report
+from policyc.experiments.report.build import build_report
 from policyc.experiments.report.page import write_report
 from tests.experiments.test_report import check_page, write_run
 from tests.support.diff_models import KEEP_LAST, UNROLLED, make_diff, unrolled
@@ -64,7 +64,7 @@ def test_both_pages_show_it(tmp_path: Path, file: Path) -> None:
     assert 'class="frontier"' not in fill_page(data)
     picture = draw_frontier(FRONTIER)
     assert picture in fill_page({**data, "overlays": {"frontier": FRONTIER}})
-    report = build_report([write_run(tmp_path / "run")], ReportOptions(frontier=file))
+    report = build_report([write_run(tmp_path / "run")], frontier=file)
     path = write_report(report)
     assert picture in path.read_text()
     check_page(path)

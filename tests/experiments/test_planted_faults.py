@@ -140,6 +140,6 @@ def test_planted_faults_are_found_by_both(
     bisection = Bisection(parse(f"* -> {format}"), recorded, "grad-cosine", limit=0.01)
     diagnosis = bisection.run()
     assert set(diagnosis.culprits) == planted.ruined
-    assert len(diagnosis.trials) <= bisection.most_trials
+    assert len(bisection.trials) <= bisection.most_trials
     cured = Bisection(parse("\n".join([f"* -> {format}", *diagnosis.rules])), recorded, "grad-cosine")
     assert set(bisection.units) - set(cured.units) == planted.ruined  # the rules keep them, and nothing else

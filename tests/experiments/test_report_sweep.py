@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policyc.experiments.report.build import PredictedStep, ReportOptions, build_report, predict_speed_ups
+from policyc.experiments.report.build import PredictedStep, build_report, predict_speed_ups
 from policyc.experiments.report.page import render_report, write_report
 from policyc.experiments.report.series import count_gradient_spikes, count_loss_spikes
 from policyc.experiments.report.sweeps import ReportError
@@ -72,7 +72,7 @@ def write_sweep(
 
 
 def report_of(*folders: Path, **options: Any) -> dict[str, Any]:
-    return build_report(folders, ReportOptions(**options)).data
+    return build_report(folders, **options).data
 
 
 def verdicts_of(data: dict[str, Any]) -> dict[str, str]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from policyc.experiments.report.build import ReportOptions, build_report
+from policyc.experiments.report.build import build_report
 from policyc.language.loader import load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +25,7 @@ pytestmark = [
 @functools.cache
 def gaps_to_bf16(folder: str) -> dict[str, tuple[float, float, float]]:
     """The gap of each variant of a report, and the ends of its interval."""
-    report = build_report([RESULTS / folder], ReportOptions())
+    report = build_report([RESULTS / folder])
     rows = [row for row in report.data["comparisons"] if row["baseline"] == "bf16" and row["gap"] is not None]
     return {row["variant"]: (row["gap"], *row["interval"]) for row in rows}
 

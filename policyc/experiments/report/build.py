@@ -54,23 +54,6 @@ class PredictedStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReportOptions:
-    """What is asked for on top of what the folders say.
-
-    Attributes:
-      baselines: the variants to compare with, if not those of the sweep.
-      margin: the margin of parity, if not that of the sweep.
-      step: the step whose speed-ups are predicted, if they are asked for.
-      frontier: a file of `policyc search --frontier` to show.
-    """
-
-    baselines: tuple[str, ...] = ()
-    margin: str | None = None
-    step: PredictedStep | None = None
-    frontier: Path | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """A report: its data, and the runs that its telemetry and plans are from."""
 
@@ -83,10 +66,24 @@ class Report:
         return [*self.data["problems"], *(f"not comparable: {text}" for text in self.data["inequalities"])]
 
 
-def build_report(folders: Sequence[Path], options: ReportOptions | None = None) -> Report:
-    """Reads some folders and computes everything that a report shows. Raises ReportError, and ValueError."""
-    options = options or ReportOptions()
-    sweep = read_sweep(folders, options.baselines, options.margin)
+def build_report(
+    folders: Sequence[Path],
+    *,
+    baselines: Sequence[str] = (),
+    margin: str | None = None,
+    step: PredictedStep | None = None,
+    frontier: Path | None = None,
+) -> Report:
+    """Reads some folders and computes everything that a report shows. Raises ReportError, and ValueError.
+
+    Args:
+      folders: runs and sweeps.
+      baselines: the variants to compare with, if not those of the sweep.
+      margin: the margin of parity, if not that of the sweep.
+      step: the step whose speed-ups are predicted, if they are asked for.
+      frontier: a file of `policyc search --frontier` to show.
+    """
+    sweep = read_sweep(folders, baselines, margin)
     problems = [
         *sweep.problems,
         *(f"{run.name}: {problem}" for run in sweep.runs for problem in run.problems),
@@ -98,7 +95,7 @@ def build_report(folders: Sequence[Path], options: ReportOptions | None = None) 
     comparisons = compare_all(sweep)
     margins = {c.baseline: c.margin for c in comparisons if c.margin is not None}
     speeds = {variant["name"]: variant["figures"]["tokens_per_second"] for variant in variants}
-    speed_ups = _predict(sweep, options.step, problems) if options.step else {}
+    speed_ups = _predict(sweep, step, problems) if step else {}
     data: JsonObject = {
         "format": FORMAT,
         "policyc": __version__,
@@ -110,8 +107,8 @@ def build_report(folders: Sequence[Path], options: ReportOptions | None = None) 
         "comparisons": [asdict(comparison) for comparison in comparisons],
         "variants": variants,
         "equal_loss": time_to_equal_loss(sweep, axis, speeds, speed_ups),
-        "speed_ups": {"step": str(options.step), "values": speed_ups} if speed_ups else None,
-        "frontier": read_frontier(options.frontier) if options.frontier else None,
+        "speed_ups": {"step": str(step), "values": speed_ups} if speed_ups else None,
+        "frontier": read_frontier(frontier) if frontier else None,
         "charts": make_charts(sweep, axis, margins),
         "diffs": _policy_diffs(sweep),
         "environment": _environment(sweep),
