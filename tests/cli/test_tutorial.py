@@ -51,7 +51,9 @@ def run_process(command: str, folder: Path) -> str:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = os.environ | quick_environment()
     # Forty steps of a program that is not optimized at all take longer than to optimize it a little.
-    environment["XLA_FLAGS"] = environment["XLA_FLAGS"].replace("optimization_level=0", "optimization_level=1")
+    environment["XLA_FLAGS"] = environment["XLA_FLAGS"].replace(
+        "optimization_level=0", "optimization_level=1"
+    )
     environment |= {"PATH": path, "PYTHONPATH": python_path(), "COLUMNS": "110", "NO_COLOR": "1"}
     process = processes.start(
         shlex.split(command), cwd=folder, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT

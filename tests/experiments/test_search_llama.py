@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np, optax
 
-LAYERS, WIDTH, HEADS, VOCAB = 3, 64, 4, 64
+LAYERS, WIDTH, HEADS, VOCAB = 2, 64, 4, 64
 keys = iter(jax.random.split(jax.random.key(0), 20))
 
 def init(*shape):
@@ -82,8 +82,15 @@ def score(recorded: RecordedLoss, step: int) -> Scores:
     return score_formats(dataclasses.replace(recorded, calls=calls), parse_formats("fp8"))
 
 
-def test_noise_without_a_tangent_is_about_that_with_one(tmp_path: Path) -> None:
-    probed, injected = (score(record(tmp_path, own, 60), 60) for own in (False, True))
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Scores]:
+    """The scores at three steps of one training."""
+    recorded = record(tmp_path_factory.mktemp("training"), own_rule=False, steps=180)
+    return [score(recorded, step) for step in (60, 120, 180)]
+
+
+def test_noise_without_a_tangent_is_about_that_with_one(checkpoints: list[Scores], tmp_path: Path) -> None:
+    probed, injected = checkpoints[0], score(record(tmp_path, own_rule=True, steps=60), 60)
     assert not probed.notes
     assert "a derivative rule of its own" in injected.notes[0]
     for gemm in (Gemm.FPROP, Gemm.DGRAD):
@@ -93,9 +100,8 @@ def test_noise_without_a_tangent_is_about_that_with_one(tmp_path: Path) -> None:
         assert sum(one) / 2 < sum(other) < 2 * sum(one), gemm
 
 
-def test_scores_are_stable_over_three_checkpoints(tmp_path: Path) -> None:
-    recorded = record(tmp_path, False, 180)
-    first, second, third = (score(recorded, step).by_product for step in (60, 120, 180))
+def test_scores_are_stable_over_three_checkpoints(checkpoints: list[Scores]) -> None:
+    first, second, third = (scores.by_product for scores in checkpoints)
     for one, other in ((first, second), (second, third), (first, third)):
         correlation = spearmanr([one[key].damage for key in third], [other[key].damage for key in third])
         assert correlation.statistic >= 0.8  # seen: 0.98; a policy found at one checkpoint must suit the next
