@@ -2,7 +2,7 @@
 
 A weight is not quantized again for each part of an accumulated batch, nor in a remat. Most tests count equations of the
 gradient's jaxpr. Tests with `quantize_in_place` compare the results with those of the program without hoisting, bit by
-bit. They run in formats that compile fast; one split stack and one random program are in NVFP4.
+bit. They run in formats that compile fast; the stack on eight devices is in NVFP4.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def test_a_program_that_is_kept_is_not_changed() -> None:
     ("params", "policy", "remat"),
     [
         pytest.param(UNROLLED, "* -> fp8", "dots", id="unrolled"),
-        pytest.param(STACKED, SPLIT, "named", id="split stack"),
+        pytest.param(STACKED, SPLIT.replace(SQUARE, "* -> mxfp8"), "named", id="split stack"),
     ],
 )
 def test_hoisting_changes_no_bit(
@@ -195,10 +195,9 @@ def test_hoisting_changes_no_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 20])
-def test_hoisting_changes_no_bit_of_any_program(seed: int, quantize_in_place: Callable[[], None]) -> None:
-    """The first is a stack with a branch, jits and a remat around it. In mxfp8: a stack above is in nvfp4."""
-    random_program = program(seed, 4)
+def test_hoisting_changes_no_bit_of_a_random_program(quantize_in_place: Callable[[], None]) -> None:
+    """A stack with a branch, jits and a remat around it."""
+    random_program = program(0, 4)
     step, parts = accumulated(random_program.loss), jnp.stack([random_program.batch] * PARTS)
     policy = with_rule_if_applicable(random_program, "* -> mxfp8", "layers[0] -> fp8")
 
