@@ -98,12 +98,12 @@ def _loss_chart(sweep: SweepData, axis: Axis) -> JsonObject:
             lines.append(_line(variant.name, color, range_of_run(variant.runs[0], "loss", axis)))
             continue
         columns = [(run, bin_run(run, "loss", axis)) for run in variant.runs]
-        if others := [column for run, column in columns if run.outcome.state != "failed"]:
+        if others := [column for run, column in columns if run.end.state != "failed"]:
             lines.append(_line(variant.name, color, over_seeds(others)))
         lines += [
             _line(f"{run.name} (failed)", color, Curve(values=column), is_dashed=True)
             for run, column in columns
-            if run.outcome.state == "failed"
+            if run.end.state == "failed"
         ]
     parts = len(axis.values)
     is_binned = any(len(run.steps) > parts for run in sweep.runs)
@@ -120,7 +120,7 @@ def by_seed(variant: VariantData, axis: Axis, states: Sequence[str]) -> dict[int
     return {
         number if run.seed is None else run.seed: bin_run(run, "loss", axis)
         for number, run in enumerate(variant.runs)
-        if len(run.steps) and run.outcome.state in states
+        if len(run.steps) and run.end.state in states
     }
 
 

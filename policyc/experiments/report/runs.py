@@ -22,7 +22,7 @@ from policyc.experiments.report.values import (
     read_rows,
 )
 from policyc.experiments.sweep.metrics import describe_divergence
-from policyc.experiments.sweep.run import LOG_FILE, METRICS_FILE, STATUS_FILE, tail_lines
+from policyc.experiments.sweep.run import LOG_FILE, METRICS_FILE, STATUS_FILE, RunEnd, tail_lines
 
 Column = NDArray[np.float64]
 
@@ -54,15 +54,6 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunOutcome:
-    """What a report takes a run for: `finished`, `failed` or `unfinished`, and why."""
-
-    state: str
-    reason: str = ""
-    diverged: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
     """What a run has written, as far as it could be read.
 
@@ -74,7 +65,7 @@ class RunData:
       plan, about, status: `plan.json`, `run.json` and `status.json`.
       log_tail: the last lines of `log.txt`.
       planned_steps: the step at which the run is complete, if that is known.
-      outcome: how the run ended, beside the others of its sweep.
+      end: how the run ended, beside the others of its sweep.
     """
 
     folder: Path
@@ -90,7 +81,7 @@ class RunData:
     log_tail: tuple[str, ...] = ()
     planned_steps: int | None = None
     problems: tuple[str, ...] = ()
-    outcome: RunOutcome = RunOutcome(state="unfinished")
+    end: RunEnd = RunEnd(state="unfinished")
 
     @property
     def name(self) -> str:
@@ -215,7 +206,7 @@ def _read_log_tail(path: Path, problems: list[str]) -> tuple[str, ...]:
         return ()
 
 
-def judge_run(run: RunData, longest: int) -> RunOutcome:
+def judge_run(run: RunData, longest: int) -> RunEnd:
     """How a run ended, from its metrics and its status. `longest` is the last step of any run of the sweep.
 
     A run without a status and without a known number of steps is taken as finished if no other run went further.
@@ -226,16 +217,16 @@ def judge_run(run: RunData, longest: int) -> RunOutcome:
     if reason := describe_divergence(
         dict(zip(run.steps.step.astype(int).tolist(), losses.tolist(), strict=True))
     ):
-        return RunOutcome(state="failed", reason=reason, diverged=True)
+        return RunEnd(state="failed", reason=reason, diverged=True)
     state, reason = run.status.get("state"), as_text(run.status.get("reason"))
     if state == "failed":
-        return RunOutcome(state="failed", reason=reason or "no reason is known")
+        return RunEnd(state="failed", reason=reason or "no reason is known")
     if state in ("running", "preempted"):
-        return RunOutcome(state="unfinished", reason=f"{state}, {progress}")
+        return RunEnd(state="unfinished", reason=f"{state}, {progress}")
     if not len(losses):
         if state == "finished":
-            return RunOutcome(state="failed", reason=f"it has finished, and its {METRICS_FILE} has no step")
-        return RunOutcome(state="unfinished", reason="not started")
+            return RunEnd(state="failed", reason=f"it has finished, and its {METRICS_FILE} has no step")
+        return RunEnd(state="unfinished", reason="not started")
     if state == "finished" or run.last_step >= target:
-        return RunOutcome(state="finished")
-    return RunOutcome(state="unfinished", reason=progress)
+        return RunEnd(state="finished")
+    return RunEnd(state="unfinished", reason=progress)

@@ -49,8 +49,8 @@ def summarize_run(run: RunData) -> JsonObject:
         "name": run.name,
         "seed": run.seed,
         "folder": str(run.folder),
-        "state": run.outcome.state,
-        "reason": run.outcome.reason,
+        "state": run.end.state,
+        "reason": run.end.reason,
         "last_step": run.last_step,
         "planned_steps": run.planned_steps,
         "tokens": float(tokens[-1]) if tokens is not None and len(tokens) else None,
@@ -251,7 +251,7 @@ def find_inequalities(sweep: SweepData) -> list[str]:
 
 def _find_lengths(sweep: SweepData) -> list[str]:
     """The runs that finished should have the same number of steps, and of tokens."""
-    finished = [run for run in sweep.runs if run.outcome.state == "finished"]
+    finished = [run for run in sweep.runs if run.end.state == "finished"]
     steps = {run.last_step for run in finished}
     columns = [run.tokens(run.steps) for run in finished]
     tokens = {int(column[-1]) for column in columns if column is not None}

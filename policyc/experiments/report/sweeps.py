@@ -100,8 +100,7 @@ def read_sweep(
     compared = tuple(dict.fromkeys(baselines)) or sweep.baselines
     longest = max(run.last_step for run in sweep.runs)
     judged = [
-        replace(v, runs=tuple(replace(r, outcome=judge_run(r, longest)) for r in v.runs))
-        for v in sweep.variants
+        replace(v, runs=tuple(replace(r, end=judge_run(r, longest)) for r in v.runs)) for v in sweep.variants
     ]
     # The sort is stable: the other variants keep their order.
     ordered = sorted(judged, key=lambda variant: variant.name not in compared)
@@ -293,7 +292,7 @@ def _is_validated(run: RunData) -> bool:
 
 def uses_validation(sweep: SweepData) -> bool:
     """Are variants compared by their validation loss? They are if every run that finished has one, finite or not."""
-    finished = [run for run in sweep.runs if run.outcome.state == "finished"]
+    finished = [run for run in sweep.runs if run.end.state == "finished"]
     return bool(finished) and all(_is_validated(run) for run in finished)
 
 
@@ -305,7 +304,7 @@ def seed_losses(sweep: SweepData, variant: VariantData) -> SeedLosses:
     diverged = set()
     for number, run in enumerate(variant.runs):
         seed = number if run.seed is None else run.seed
-        end, loss = run.outcome, measure(run)
+        end, loss = run.end, measure(run)
         if end.state == "unfinished":
             unfinished[seed] = end.reason
         elif end.state == "failed" or loss is None:

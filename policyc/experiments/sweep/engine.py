@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -102,7 +102,7 @@ def _judge_lost(run: Run) -> RunStatus | None:
         status = RunStatus.read(folder)
         if status is not None and status.state == "running":
             end = judge_without_exit_code(folder, run)
-            status = replace(status, state=end.state, reason=end.reason, diverged=end.diverged)
+            status = replace(status, **asdict(end))
             status.write(folder)
         statuses.append(status)
     return max(statuses, key=_distance_from_end)

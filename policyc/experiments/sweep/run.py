@@ -90,9 +90,9 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnd:
-    """How a run ended, and why."""
+    """How a run ended, or that it has not, and why. `diverged`: its last losses are not finite."""
 
-    state: State
+    state: State | Literal["unfinished"]
     reason: str = ""
     diverged: bool = False
 
