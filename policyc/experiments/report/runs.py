@@ -127,7 +127,7 @@ def read_run(
 ) -> RunData:
     """Reads what a run has written so far. A folder without metrics is a run without steps."""
     problems: list[str] = []
-    rows = read_rows(folder / METRICS_FILE, problems, _is_metric)
+    rows = read_rows(folder / METRICS_FILE, problems)
     rows = [{_ALIASES.get(name, name): value for name, value in row.items()} for row in rows]
     about = read_object(folder / "run.json", problems) or {}
     status = read_object(folder / STATUS_FILE, problems) or {}
@@ -162,13 +162,6 @@ def _make_table(rows: list[JsonObject], names: tuple[str, ...]) -> Table:
         if any(number is not None for number in numbers) or name in ("loss", "validation_loss"):
             columns[name] = np.array([np.nan if number is None else number for number in numbers], float)
     return Table(step=np.array(steps, float), columns=columns)
-
-
-def _is_metric(row: JsonObject) -> bool:
-    """Are the losses in a row numbers? A loss may be nan, or null for nan: then the run has diverged."""
-    names = ("loss", "validation_loss", "val_loss")
-    losses = [row.get(name) for name in names]
-    return all(isinstance(loss, int | float | None) and not isinstance(loss, bool) for loss in losses)
 
 
 def layer_key(row: JsonObject) -> tuple[int, ...]:

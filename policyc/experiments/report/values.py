@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from policyc.base.text import count_noun, escape_controls
-from policyc.experiments.sweep.metrics import read_integer
+from policyc.experiments.sweep.metrics import parse_rows
 
 JsonObject = dict[str, Any]
 """One line of `metrics.jsonl` or `stats.jsonl`, or a part of another JSON file."""
@@ -30,14 +30,14 @@ def read_text(path: Path, problems: list[str]) -> str | None:
     return None
 
 
-def read_rows(path: Path, problems: list[str], is_valid: Callable[[JsonObject], bool]) -> list[JsonObject]:
+def read_rows(
+    path: Path, problems: list[str], is_valid: Callable[[JsonObject], bool] = lambda _: True
+) -> list[JsonObject]:
     """The valid rows of a file, one per line. Reports how many lines are left out."""
     text = read_text(path, problems)
     # Not splitlines: U+2028 may stand in a JSON text.
     lines = [line for line in (text or "").split("\n") if line]
-    values = (as_object(parse_json(line)) for line in lines)
-    steps = ((read_integer(value.get("step")), value) for value in values)
-    rows = [{**value, "step": step} for step, value in steps if step is not None and is_valid(value)]
+    rows = [row for row in parse_rows(lines) if is_valid(row)]
     if len(rows) < len(lines):
         unread = count_noun(len(lines) - len(rows), "line")
         problems.append(f"{unread} could not be read in {path.name}")
@@ -51,19 +51,14 @@ def read_object(path: Path, problems: list[str]) -> JsonObject | None:
     text = read_text(path, problems)
     if text is None:
         return None
-    value = parse_json(text)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):  # not JSON, or nested too deeply
+        value = None
     if not isinstance(value, dict):
         problems.append(f"{path.name} is not a JSON object")
         return None
     return value
-
-
-def parse_json(text: str) -> Any:
-    """The value of a JSON text, or None if it is not JSON or nested too deeply."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
 
 
 def is_count(value: object) -> bool:

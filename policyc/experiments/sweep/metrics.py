@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,7 +16,7 @@ from policyc.base.files import atomic_write
 
 Row = dict[str, Any]
 
-_LOSSES = ("loss", "learning/loss")
+_LOSSES = ("loss", "validation_loss", "val_loss", "learning/loss")
 _MOST_STEPS = 2**53  # integers below it are the same as floats
 
 
@@ -72,7 +72,7 @@ class MetricsReader:
                 self.validated = max(step, self.validated or step)
 
 
-def parse_rows(lines: list[bytes]) -> Iterator[Row]:
+def parse_rows(lines: Iterable[bytes | str]) -> Iterator[Row]:
     """Yields the lines that are metrics. Others, such as one that a killed run did not finish, are left out."""
     for line in lines:
         try:
