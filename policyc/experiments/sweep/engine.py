@@ -69,43 +69,37 @@ class SweepResult:
 
 def track_runs(runs: Sequence[Run]) -> list[TrackedRun]:
     """The runs with what their folders say about them. A run that failed by accident is waiting again."""
-    return [_track_run(run) for run in runs]
+    tracked = []
+    for run in runs:
+        status = _read_status(run)
+        progress: Progress = "waiting"
+        if status is not None and (status.state == "finished" or status.diverged):
+            progress = status.state
+        readers = tuple(MetricsReader(folder / METRICS_FILE) for folder in run.folders)
+        tracked.append(TrackedRun(run=run, progress=progress, readers=readers, status=status))
+    return tracked
 
 
-def _track_run(run: Run) -> TrackedRun:
-    status = _read_worst_status(run)
-    progress: Progress = "waiting"
-    if status is not None and (status.state == "finished" or status.diverged):
-        progress = status.state
-    readers = tuple(MetricsReader(folder / METRICS_FILE) for folder in run.folders)
-    return TrackedRun(run=run, progress=progress, readers=readers, status=status)
+def _read_status(run: Run, *, has_ended: bool = False) -> RunStatus | None:
+    """The status of a run; that of the seed that is furthest from its end if it has several.
 
-
-def _read_worst_status(run: Run) -> RunStatus | None:
-    """The status of the run; that of the seed that is furthest from its end if it has several."""
-    return max((RunStatus.read(folder) for folder in run.folders), key=_distance_from_end)
+    If a run that has ended says `running`, its wrapper was killed, or could not write how the run ended, as on a full
+    disk. Then its metrics say how.
+    """
+    statuses = []
+    for folder in run.folders:
+        status = RunStatus.read(folder)
+        if has_ended and status is not None and status.state == "running":
+            status = replace(status, **asdict(judge_without_exit_code(folder, run)))
+            status.write(folder)
+        statuses.append(status)
+    return max(statuses, key=_distance_from_end)
 
 
 def _distance_from_end(status: RunStatus | None) -> int:
     if status is None:
         return 4
     return {"finished": 0, "failed": 1 if status.diverged else 2, "preempted": 3, "running": 3}[status.state]
-
-
-def _judge_lost(run: Run) -> RunStatus | None:
-    """Judges the seeds of a run by their metrics if their status says `running` and no process runs them.
-
-    Its wrapper was killed, or could not write how the run ended, as on a full disk.
-    """
-    statuses = []
-    for folder in run.folders:
-        status = RunStatus.read(folder)
-        if status is not None and status.state == "running":
-            end = judge_without_exit_code(folder, run)
-            status = replace(status, **asdict(end))
-            status.write(folder)
-        statuses.append(status)
-    return max(statuses, key=_distance_from_end)
 
 
 @contextlib.contextmanager
@@ -124,9 +118,8 @@ class Engine:
 
     def __init__(self, tracked: Sequence[TrackedRun], executor: Executor, display: SweepDisplay) -> None:
         self._tracked, self._executor, self._display = tuple(tracked), executor, display
-        self._signals: list[
-            int
-        ] = []  # the first one stops runs in order, a second one ends the sweep at once
+        # The first signal stops the runs in order. A second one ends the sweep at once.
+        self._signals: list[int] = []
         self._early_failures = 0
 
     def run(self) -> SweepResult:
@@ -166,7 +159,7 @@ class Engine:
 
     def _settle_lost(self, run: TrackedRun) -> None:
         """A run of an earlier sweep whose end is not known is run again, unless its metrics are complete."""
-        run.status = _judge_lost(run.run)
+        run.status = _read_status(run.run, has_ended=True)
         assert run.status is not None
         if run.status.state == "finished" or run.status.diverged:
             run.progress = run.status.state
@@ -191,7 +184,7 @@ class Engine:
 
     def _settle(self, run: TrackedRun) -> None:
         """Reads how a run ended. If its status is still `running`, its metrics say how."""
-        status = _judge_lost(run.run)
+        status = _read_status(run.run, has_ended=True)
         if status is None or status == run.status:  # what an earlier attempt left
             reason = f"it did not start: see {run.run.folder / LOG_FILE}; is the disk full?"
             status = RunStatus(state="failed", command=run.run.command, reason=reason)
