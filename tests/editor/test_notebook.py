@@ -15,6 +15,7 @@ pytest.importorskip("ipykernel")
 from policyc.editor.magic import register  # noqa: E402
 from policyc.language.policy import Policy  # noqa: E402
 from tests.support.command import ROOT  # noqa: E402
+from tests.support.quick_options import quick_environment  # noqa: E402
 
 NOTEBOOK = ROOT / "docs" / "howto" / "notebook.ipynb"
 
@@ -33,7 +34,7 @@ def shown(notebook: Any) -> list[list[str]]:
 
 
 def run(notebook: Any) -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "IPYTHONDIR": os.devnull}
+    env = {**os.environ, **quick_environment(), "PYTHONPATH": str(ROOT), "IPYTHONDIR": os.devnull}
     client = nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", record_timing=False)
     client.execute(env=env, cwd=str(ROOT))
 
