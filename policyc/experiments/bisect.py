@@ -124,7 +124,7 @@ class Bisection:
 
         return evaluate
 
-    def _harm(self, kept: Sequence[Unit]) -> float:
+    def harm(self, kept: Sequence[Unit]) -> float:
         """How far the policy is from none with these products in high precision."""
         switches = self._switched.fill(self._switch_values(set(kept)))
         values = []
@@ -157,7 +157,7 @@ class Bisection:
         """Whether keeping these products cures. Trials that are known are not repeated."""
         key = frozenset(kept)
         if key not in self._known:
-            self._known[key] = self._harm(kept)
+            self._known[key] = self.harm(kept)
         harm = self._known[key]
         trial = Trial(kept=tuple(kept), harm=harm, cured=harm <= self.limit)
         self.trials.append(trial)
