@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import random
 from types import SimpleNamespace
@@ -9,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.optimize import milp
 
 from policyc.compiler.execution import execution_options
 from policyc.experiments.record import KEEP
+from policyc.experiments.search import solve
 from policyc.experiments.search.candidates import Format, find_cells, parse_formats
 from policyc.experiments.search.found import Searched, explain_site, knees
 from policyc.experiments.search.problem import KEPT, Choice, Cost, Item, Problem, expand, make_problem
@@ -188,3 +191,19 @@ def test_llama_405b_is_solved_within_a_minute() -> None:
     with at_most(60):
         solution = minimize_damage(searched.problem, searched.problem.seconds / 1.4, 4)
     assert solution.gap < 0.05
+
+
+def test_what_the_solver_library_prints_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    library = ctypes.CDLL(None)
+
+    def noisy(*args: Any, **options: Any) -> Any:
+        library.puts(b"HighsMipSolverData")
+        return milp(*args, **options)
+
+    monkeypatch.setattr(solve, "milp", noisy)
+    minimize_damage(random_problem(random.Random(0), 2, 3), seconds=96.0, segments=2)
+    library.puts(b"after")
+    library.fflush(None)
+    assert capfd.readouterr().out == "after\n"

@@ -9,9 +9,13 @@ tried.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
+import os
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -202,20 +206,39 @@ class _Solver:
         units = _unit(objective), _unit(limited)
         one_each = np.zeros((len(rows), len(columns)))
         one_each[[c[0] for c in columns], range(len(columns))] = 1
-        result = milp(
-            objective / units[0],
-            constraints=[
-                LinearConstraint(one_each, 1, 1),
-                LinearConstraint(limited[None] / units[1], -np.inf, (limit + _rounding(limit)) / units[1]),
-            ],
-            integrality=np.ones(len(columns)),
-            bounds=Bounds(0, 1),
-            options={"mip_rel_gap": 1e-6, "time_limit": TIME_LIMIT},
-        )
+        with _no_output_of_libraries():
+            result = milp(
+                objective / units[0],
+                constraints=[
+                    LinearConstraint(one_each, 1, 1),
+                    LinearConstraint(
+                        limited[None] / units[1], -np.inf, (limit + _rounding(limit)) / units[1]
+                    ),
+                ],
+                integrality=np.ones(len(columns)),
+                bounds=Bounds(0, 1),
+                options={"mip_rel_gap": 1e-6, "time_limit": TIME_LIMIT},
+            )
         if result.x is None:
             return None
         chosen = {rows[c[0]][0]: c[1] for c, x in zip(columns, result.x, strict=True) if x > 0.5}
         return float(objective @ np.round(result.x)), chosen, cuts
+
+
+@contextmanager
+def _no_output_of_libraries() -> Iterator[None]:
+    """HiGHS prints the name of a function of its own now and then, whatever its options say."""
+    sys.stdout.flush()
+    flush = ctypes.CDLL(None).fflush
+    with open(os.devnull, "wb") as nowhere:
+        output = os.dup(1)
+        os.dup2(nowhere.fileno(), 1)
+        try:
+            yield
+        finally:
+            flush(None)
+            os.dup2(output, 1)
+            os.close(output)
 
 
 @dataclass(frozen=True, slots=True)
