@@ -137,7 +137,7 @@ def test_trials_are_not_repeated(
     first.save(tmp_path / "trials.json")
     again = Bisection(parse("* -> fp8"), recorded, "loss", limit=1.0)
     assert again.load(tmp_path / "trials.json") == 1
-    monkeypatch.setattr(again, "_harm", None)
+    monkeypatch.setattr(again, "harm", None)
     with pytest.raises(NoCulprit, match="no harm"):
         again.run()
     before = tmp_path / "before.json"
