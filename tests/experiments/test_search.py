@@ -92,8 +92,8 @@ def gradients(recorded: RecordedLoss, policy: str) -> list[list[np.ndarray]]:
     [
         # Wgrad is measured exactly; of the others one random tangent is a sample: seen within a quarter.
         ("layers.up", 1, Gemm.WGRAD, 1e-3),
-        ("layers.down", 0, Gemm.FPROP, 0.5),
-        ("head", None, Gemm.DGRAD, 0.5),
+        pytest.param("layers.down", 0, Gemm.FPROP, 0.5, marks=pytest.mark.any_jax),
+        pytest.param("head", None, Gemm.DGRAD, 0.5, marks=pytest.mark.any_jax),
     ],
 )
 def test_noise_is_that_of_the_gradient_with_one_product_quantized(
@@ -123,6 +123,7 @@ def test_noise_is_that_of_the_gradient_with_one_product_quantized(
     assert score.noise == pytest.approx((squared + 9 * bias) / sampling, rel=tolerance)
 
 
+@pytest.mark.any_jax
 def test_a_policy_that_does_no_harm_has_no_culprit(recorded: RecordedLoss) -> None:
     with pytest.raises(NoCulprit, match="no harm"):
         Bisection(parse("* -> fp8"), recorded, "loss", limit=1.0).run()
@@ -154,12 +155,14 @@ def test_trials_are_not_repeated(
         other.load(tmp_path / "trials.json")
 
 
+@pytest.mark.any_jax
 def test_a_loss_that_is_not_finite_names_the_site(tmp_path: Path) -> None:
     recorded = record_loss(write_program(tmp_path, head=2e37), 1)
     with pytest.raises(BadLoss, match="is that of head"):
         score_formats(recorded, parse_formats("fp8"))
 
 
+@pytest.mark.any_jax
 def test_a_program_that_repeats_one_batch_has_scores_and_a_note(tmp_path: Path) -> None:
     path = Path(write_program(tmp_path).name)
     path.write_text(path.read_text().replace("fold_in(key, ", "fold_in(key, 0 * "))
@@ -182,7 +185,7 @@ attention.defvjp(lambda h: ({forward}(h), h), lambda h, g: (g * jnp.cos(h),))
 def loss("""
 
 
-@pytest.mark.parametrize("forward", ["jnp.sin", "fused.bind"])
+@pytest.mark.parametrize("forward", [pytest.param("jnp.sin", marks=pytest.mark.any_jax), "fused.bind"])
 def test_a_derivative_rule_of_the_program_is_scored_by_first_derivatives(
     tmp_path: Path, forward: str
 ) -> None:
@@ -203,6 +206,7 @@ def test_a_loss_that_is_not_deterministic_is_told_so(tmp_path: Path) -> None:
         score_formats(recorded, parse_formats("fp8"))
 
 
+@pytest.mark.any_jax
 def test_the_command_line_writes_a_policy_and_says_what_cannot_be(tmp_path: Path) -> None:
     program = write_program(tmp_path).name
     result = policyc("search", "--formats", "fp8", "--batches", "1", "--speedup", "5", program)

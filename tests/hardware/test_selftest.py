@@ -96,6 +96,7 @@ def run_one(check: str, backend: str) -> Result:
     return result
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check, format, parts, fault = FAULTS[name]
