@@ -21,8 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.command_line import make_parser, print_header, print_row
-from policyc.hardware import llama_step
-from policyc.hardware.checkpoint_cost import checkpoint_cost
+from policyc.hardware.llama_step import Sizes, checkpoint_cost, configuration
 from policyc.hardware.mesh import MeshShape
 from policyc.models.llama import partition, train_step
 from policyc.models.llama.checkpoints import Checkpoints
@@ -48,7 +47,7 @@ class Measurement:
 
 def abstract_state(name: str) -> Any:
     """The shapes of a configuration's state, on one device."""
-    config, run = llama_step.configuration(name)
+    config, run = configuration(name)
     devices = np.array(jax.devices()[:1]).reshape((1,) * len(partition.AXES))
     return train_step.abstract_state(config, run, jax.sharding.Mesh(devices, partition.AXES))
 
@@ -70,8 +69,7 @@ def measure(name: str, folder: Path) -> Measurement:
     """Writes and restores checkpoints of a configuration in a folder."""
     abstract = abstract_state(name)
     state, times = random_state(abstract), []
-    estimated = llama_step.abstract_state(name, MeshShape(), llama_step.Sizes())
-    cost = checkpoint_cost(estimated, get_target("h200"), devices=1, bandwidth=1.0)
+    cost = checkpoint_cost(name, MeshShape(), Sizes(), get_target("h200"), bandwidth=1.0)
     checkpoints = Checkpoints(folder, 1, {"policy": None})
     for step in range(1, ROUNDS + 1):
         start = time.perf_counter()

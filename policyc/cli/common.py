@@ -59,7 +59,7 @@ class ExampleCommand(click.Command):
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
         if extra.get("resilient_parsing"):  # for a shell that completes
-            from policyc.cli.shells import complete_texts
+            from policyc.cli.completion import complete_texts
 
             complete_texts(self.params)
         return super().make_context(info_name, args, parent, **extra)

@@ -243,16 +243,14 @@ def _estimate_checkpoint(
 ) -> dict[str, Any]:
     """What is known of checkpoints in a store. Empty without a store. Raises ValueError for a program."""
     from policyc.hardware import llama_step
-    from policyc.hardware.checkpoint_cost import checkpoint_cost
     from policyc.numerics.targets import get_target
 
     if gigabytes_per_second is None:
         return {}
     if not step.config:
         raise ValueError("--store-bandwidth is for --config: what a program saves is not known")
-    state = llama_step.abstract_state(step.config, mesh, step.sizes())
-    target = get_target(step.target)
-    return {"checkpoint": checkpoint_cost(state, target, mesh.devices, 1e9 * gigabytes_per_second)}
+    target, bandwidth = get_target(step.target), 1e9 * gigabytes_per_second
+    return {"checkpoint": llama_step.checkpoint_cost(step.config, mesh, step.sizes(), target, bandwidth)}
 
 
 # ---- output

@@ -128,7 +128,7 @@ def run_command() -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # print '?' where the encoding lacks a character
     if COMPLETE_VARIABLE in os.environ:
-        from policyc.cli import shells  # noqa: F401
+        from policyc.cli import completion  # noqa: F401
     cli.main(prog_name="policyc")
 
 

@@ -1,7 +1,6 @@
 """Estimates what a training step costs on a GPU, and compiles it for a GPU that is not present."""
 
 __all__ = [
-    "checkpoint_cost",
     "communication",
     "compile_report",
     "compiled_cost",

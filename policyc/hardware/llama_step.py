@@ -1,4 +1,5 @@
-"""The training step of a bundled Llama configuration: planned, to be estimated, or jitted, to be compiled.
+"""The training step of a bundled Llama configuration: planned, to be estimated, or jitted, to be compiled; and its
+checkpoints.
 
 All arguments are shapes: no array is made.
 """
@@ -6,6 +7,7 @@ All arguments are shapes: no array is made.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -22,7 +24,10 @@ from policyc.language.policy import Policy
 from policyc.models.llama import model as llama
 from policyc.models.llama import partition
 from policyc.models.llama.configs import CONFIGS, ConfigError, ModelConfig, RunConfig
+from policyc.numerics.targets import Target
 
+_DEVICES_PER_HOST = {"gb200": 4, "gb300": 4}
+_USUAL_DEVICES_PER_HOST = 8
 _SEQUENCES_PER_DEVICE = 2  # that are computed at once, unless --accumulate says otherwise
 
 
@@ -100,12 +105,32 @@ def jit_step(
     return train_step.make_train_step(config, run, device_mesh), arguments, run
 
 
-def abstract_state(name: str, mesh: MeshShape, sizes: Sizes) -> Any:
-    """The shapes and shardings of what a checkpoint of a configuration has, on a mesh without devices."""
+def checkpoint_cost(
+    name: str, mesh: MeshShape, sizes: Sizes, target: Target, bandwidth: float
+) -> dict[str, float]:
+    """The cost of a checkpoint of a configuration, by name.
+
+    A checkpoint has every array once, and whatever devices hold copies of, each of them reads. A host needs memory for
+    the shards of its devices: they are copied there, and written while training goes on. `bandwidth` is that of the
+    store, in bytes per second over all hosts.
+    """
     config, run = _configure(name, mesh, sizes)
     axes = _axes(mesh)
     abstract_mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
-    return _load_train_step().abstract_state(config, run, cast(jax.sharding.Mesh, abstract_mesh))
+    state = _load_train_step().abstract_state(config, run, cast(jax.sharding.Mesh, abstract_mesh))
+    arrays = jax.tree.leaves(state)
+    total = sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
+    on_device = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays)
+    devices_per_host = _DEVICES_PER_HOST.get(target.name, _USUAL_DEVICES_PER_HOST)
+    return {
+        "bytes": total,
+        "bytes_per_device": on_device,
+        "devices_per_host": devices_per_host,
+        "host_memory": on_device * min(mesh.devices, devices_per_host),
+        "restored_bytes": on_device * mesh.devices,
+        "write_seconds": total / bandwidth,
+        "restore_seconds": on_device * mesh.devices / bandwidth,
+    }
 
 
 def _load_train_step() -> Any:

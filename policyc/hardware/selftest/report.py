@@ -25,23 +25,21 @@ _PACKAGE = "policyc.hardware.selftest"
 Data = dict[str, Any]
 
 
-def run_selftest(
-    names: Sequence[str], *, quick: bool, say: Callable[[str], None], only: Sequence[str] = ()
-) -> Data:
+def run_selftest(names: Sequence[str], *, quick: bool, say: Callable[[str], None]) -> Data:
     """Runs the checks, then the timings, and returns everything as data. Each line that is said is about one of them.
 
     On a GPU, the failures are kept for `auto`, beside those of backends that were not tested this time.
     """
     machine = describe_machine()
     results = []
-    for result in run_checks(("emulate", *names), quick=quick, only=only):
+    for result in run_checks(("emulate", *names), quick=quick):
         say(describe_result(result))
         results.append(result)
     failures = collect_failures(results)
     target = find_by_device_kind(machine["device"])
     is_gpu = machine["platform"] == "gpu"
     times: list[speed.Timing] = []
-    if target is not None and is_gpu and not quick and not only:
+    if target is not None and is_gpu and not quick:
         able = [name for name in names if not backends.load(name).find_missing_library()]
         for timing in speed.time_all(target, able):
             say(describe_timing(timing))
@@ -59,7 +57,7 @@ def run_selftest(
         "constants": {t.constant: t.value for t in times if t.constant},
         "no_speed": "" if times else _why_no_speed(target, is_gpu=is_gpu),
     }
-    if is_gpu and not only:
+    if is_gpu:
         tested = {"emulate", *names}
         kept = {k: v for k, v in read_failures(machine["device"]).items() if k.split()[0] not in tested}
         write_record(machine["device"], data | {"failures": kept | failures})

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from policyc.hardware import llama_step
-from policyc.hardware.checkpoint_cost import checkpoint_cost
+from policyc.hardware.llama_step import Sizes, checkpoint_cost
 from policyc.hardware.mesh import MeshShape
 from policyc.models.llama import checkpoints as checkpoints_module
 from policyc.models.llama.checkpoints import Checkpoints
@@ -19,8 +18,7 @@ from tests.support.command import policyc
 
 
 def cost_of(config: str, mesh: MeshShape, target: str = "gb200") -> dict[str, float]:
-    state = llama_step.abstract_state(config, mesh, llama_step.Sizes())
-    return checkpoint_cost(state, get_target(target), mesh.devices, bandwidth=2e11)
+    return checkpoint_cost(config, mesh, Sizes(), get_target(target), bandwidth=2e11)
 
 
 # Llama 3.1 405B: 126 layers of 16384 and 53248, 128 heads and 8 of keys and values, of 128, and 128256 tokens.
