@@ -34,7 +34,7 @@ from policyc.linter.examples import (
     example_path,
     find_uncovered_path,
 )
-from policyc.linter.samples import charge_evaluations, count_comparisons, sample_attributes
+from policyc.linter.samples import EVALUATIONS_PER_STEP, count_comparisons, sample_attributes
 
 Answer = TypeVar("Answer")
 
@@ -42,7 +42,6 @@ Answer = TypeVar("Answer")
 _MAX_COVERING_RULES = 24  # later rules that together cover one
 _MAX_STEPS_PER_QUESTION = 20_000
 _MAX_STEPS = 200_000  # for all questions about one list of rules
-_EVALUATIONS_PER_STEP = 2  # comparisons evaluated in the time of one step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +70,7 @@ class ResolvedRule:
         self.patterns: tuple[tuple[Pattern, frozenset[Gemm]], ...] = tuple(
             (p, s.products) for s in rule.selectors for p in expand_selector(s)
         )
-        self.match_steps: int = len(self.patterns) + count_comparisons(rule.where) // _EVALUATIONS_PER_STEP
+        self.match_steps: int = len(self.patterns) + count_comparisons(rule.where) // EVALUATIONS_PER_STEP
 
     def recipe_under(self, variant: str) -> Recipe:
         """Returns the recipe of the rule under a variant."""
@@ -130,12 +129,13 @@ class Coverage:
         budget = Budget(steps)
         try:
             budget.spend(1)  # without steps left, nothing is computed
-            return question(budget)
+            answer = question(budget)
         except SearchTooLarge:
             self.undecided += 1
+            self._remaining_steps -= steps
             return default
-        finally:
-            self._remaining_steps -= steps - max(budget.remaining, 0)
+        self._remaining_steps -= steps - budget.remaining
+        return answer
 
     def would_be_overridden(self, rule: ResolvedRule, moved: ResolvedRule) -> bool:
         """Returns whether a rule would have no effect if an earlier one were moved below it. True if undecided."""
@@ -198,10 +198,8 @@ def find_uncovered_point(rule: ResolvedRule, others: Sequence[ResolvedRule], bud
     rules = [rule.rule, *(other.rule for other in others)]
     schedule = tuple(dict.fromkeys(w for r in rules for w in r.when))
     conditions = tuple(dict.fromkeys(r.where for r in rules if r.where is not None))
-    charge_evaluations(conditions, budget)
-    for moment, attributes in itertools.product(
-        representative_steps(schedule), sample_attributes(conditions)
-    ):
+    samples = sample_attributes(conditions, budget)
+    for moment, attributes in itertools.product(representative_steps(schedule), samples):
         if not rule.is_active(moment, attributes):
             continue
         active = [other for other in others if other.is_active(moment, attributes)]

@@ -31,9 +31,10 @@ class Budget:
         self.remaining: int = steps
 
     def spend(self, steps: int) -> None:
-        self.remaining -= steps
-        if self.remaining < 0:
+        """Takes steps. Raises SearchTooLarge, and takes none, if there are fewer."""
+        if steps > self.remaining:
             raise SearchTooLarge
+        self.remaining -= steps
 
 
 # ---- paths

@@ -22,7 +22,7 @@ _MAX_PERIOD = 128  # least common multiple of the moduli in conditions
 _MAX_SAMPLES = 20_000  # attributes tried for one question
 _MAX_COMPARISONS = 2_000  # in the conditions of one question: to collect their bounds takes time too
 _MAX_LAYER_PERIOD = 40  # modulus of `layer`: as far as `find_index_classes` looks beside the edges of slices
-_EVALUATIONS_PER_STEP = 2  # comparisons evaluated in the time of one step
+EVALUATIONS_PER_STEP = 2  # comparisons evaluated in the time of one step
 
 _ANY_SIZE: SiteAttributes = {"m": 1, "n": 1, "k": 1, "batch": 1, "flops": 1}
 
@@ -32,14 +32,25 @@ _LayerSample = tuple[int | None, int | None]
 _OUTSIDE: _LayerSample = (None, None)
 
 
-@lru_cache(maxsize=1024)
-def sample_attributes(conditions: tuple[Predicate, ...]) -> tuple[SiteAttributes, ...]:
+def sample_attributes(conditions: tuple[Predicate, ...], budget: Budget) -> tuple[SiteAttributes, ...]:
     """Returns the attributes of a GEMM for each combination of conditions that can hold together.
 
-    Each result has all attributes.
+    Each result has all attributes. The budget is charged also for what is cached.
     """
-    if count_samples(conditions) > _MAX_SAMPLES:
+    comparison_count = sum(map(count_comparisons, conditions))
+    if comparison_count > _MAX_COMPARISONS:
         raise SearchTooLarge
+    if slices := _layer_slices(conditions):
+        index_classes(slices, budget)
+    sample_count = len(_sample_places(conditions)) * math.prod(map(len, _sample_values(conditions).values()))
+    budget.spend(sample_count * max(comparison_count, len(conditions)) // EVALUATIONS_PER_STEP)
+    if sample_count > _MAX_SAMPLES:
+        raise SearchTooLarge
+    return _combine_samples(conditions)
+
+
+@lru_cache(maxsize=1024)
+def _combine_samples(conditions: tuple[Predicate, ...]) -> tuple[SiteAttributes, ...]:
     values = _sample_values(conditions)
     samples: dict[tuple[bool | None, ...], SiteAttributes] = {}
     for flags, (layer, layers) in _sample_places(conditions):
@@ -50,32 +61,6 @@ def sample_attributes(conditions: tuple[Predicate, ...]) -> tuple[SiteAttributes
     if len(samples) > _MAX_COMBINATIONS:
         raise SearchTooLarge
     return tuple(samples.values())
-
-
-def count_samples(conditions: tuple[Predicate, ...]) -> int:
-    """Returns how many combinations of attributes `sample_attributes` tries."""
-    return len(_sample_places(conditions)) * math.prod(map(len, _sample_values(conditions).values()))
-
-
-def count_evaluations(conditions: tuple[Predicate, ...]) -> int:
-    """Returns how many comparisons `sample_attributes` evaluates. Raises SearchTooLarge if there are too many."""
-    comparison_count = _limited_comparisons(conditions)
-    return count_samples(conditions) * max(comparison_count, len(conditions))
-
-
-def charge_evaluations(conditions: tuple[Predicate, ...], budget: Budget) -> None:
-    """Charges to the budget what `sample_attributes` costs, also if that raises SearchTooLarge."""
-    _limited_comparisons(conditions)
-    if slices := _layer_slices(conditions):
-        index_classes(slices, budget)
-    budget.spend(count_evaluations(conditions) // _EVALUATIONS_PER_STEP)
-
-
-def _limited_comparisons(conditions: tuple[Predicate, ...]) -> int:
-    comparison_count = sum(map(count_comparisons, conditions))
-    if comparison_count > _MAX_COMPARISONS:
-        raise SearchTooLarge
-    return comparison_count
 
 
 def count_comparisons(condition: Predicate | None) -> int:

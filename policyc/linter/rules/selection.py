@@ -12,9 +12,9 @@ from policyc.language.recipes import GEMM_GROUPS, Gemm
 from policyc.language.schedule import representative_steps
 from policyc.language.selectors import Selector
 from policyc.linter.context import Context
-from policyc.linter.examples import SearchTooLarge, example_index
+from policyc.linter.examples import Budget, SearchTooLarge, example_index
 from policyc.linter.rule import Check
-from policyc.linter.samples import count_evaluations, sample_attributes
+from policyc.linter.samples import sample_attributes
 
 _ALL_PRODUCTS = frozenset(Gemm)
 
@@ -60,24 +60,20 @@ def _check_empty_slice(context: Context) -> Iterator[Diagnostic]:
                 )
 
 
-_MAX_EVALUATIONS = 400_000  # comparisons evaluated for all conditions of a policy
-_COST_OF_FAILURE = 20_000  # comparisons evaluated in the time after which a search gives up
+_MAX_STEPS = 200_000  # for the conditions of all rules
 
 
 def _check_impossible_predicate(context: Context) -> Iterator[Diagnostic]:
-    remaining = _MAX_EVALUATIONS
+    budget = Budget(_MAX_STEPS)
     for rule in context.rules:
         if rule.where is None:
             continue
         try:
-            cost = count_evaluations((rule.where,)) if remaining > 0 else remaining + 1
-            is_undecided = cost > remaining
-            remaining -= 0 if is_undecided else cost
-            is_possible = is_undecided or any(rule.where.holds(a) for a in sample_attributes((rule.where,)))
+            samples = sample_attributes((rule.where,), budget)
         except SearchTooLarge:
-            is_undecided = is_possible = True
-            remaining -= _COST_OF_FAILURE
-        context.undecided += is_undecided
+            context.undecided += 1
+            continue
+        is_possible = any(rule.where.holds(sample) for sample in samples)
         if not is_possible:
             flags = {leaf.name for leaf in leaves(rule.where) if isinstance(leaf, Flag)}
             help = "check its numbers"
