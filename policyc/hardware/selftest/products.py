@@ -158,21 +158,17 @@ def _make_step(policy: str, backend: Any) -> Callable[..., Any]:
     return jax.jit(step)
 
 
-def _train(policy: str, backend: str, steps: int, params: Any) -> Any:
-    """The losses of some steps, and the gradient of the first."""
-    run, batch, losses, first = _make_step(policy, backend), _batch(), [], None
-    for _ in range(steps):
-        params, (loss, grads) = run(params, batch)
-        losses.append(float(loss))
-        first = jax.device_get(grads) if first is None else first
-    return losses, first
-
-
 @cache
 def _run(policy: str, backend: str, device: jax.Device, steps: int, *, disturbed: bool = False) -> Any:
-    params = _disturb(_init_params()) if disturbed else _init_params()
+    """The losses of some steps on a device, and the gradient of the first."""
+    params, step, losses, first = _init_params(), _make_step(policy, backend), [], None
     with jax.default_device(device):
-        return _train(policy, backend, steps, jax.device_put(params, device))
+        params = jax.device_put(_disturb(params) if disturbed else params, device)
+        for _ in range(steps):
+            params, (loss, grads) = step(params, _batch())
+            losses.append(float(loss))
+            first = jax.device_get(grads) if first is None else first
+    return losses, first
 
 
 def _compare_runs(subject: Subject, policy: str, steps: int) -> tuple[Any, Any, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -80,17 +80,8 @@ def _reference(treatment: Treatment, axes: Axes, x: jax.Array, key: Key) -> Quan
     return quantize(x, treatment, axes, key=key.fold(_OPERAND), method="matmul")
 
 
-def check_golden(subject: Subject) -> Iterator[Finding]:
-    """Codes and scales against NVIDIA's vectors."""
-    yield from _compare_golden(subject, is_extreme=False)
-
-
-def check_extremes(subject: Subject) -> Iterator[Finding]:
-    """The same of tensors whose magnitudes are near the ends of fp32."""
-    yield from _compare_golden(subject, is_extreme=True)
-
-
-def _compare_golden(subject: Subject, *, is_extreme: bool) -> Iterator[Finding]:
+def check_golden(subject: Subject, *, is_extreme: bool) -> Iterator[Finding]:
+    """Codes and scales against NVIDIA's vectors. Extreme ones have magnitudes near the ends of fp32."""
     groups: dict[Any, list[GoldenTensor]] = {}
     for tensor in golden_tensors():
         if tensor.is_extreme == is_extreme and subject.takes(tensor.treatment):
@@ -122,22 +113,41 @@ def check_random(subject: Subject) -> Iterator[Finding]:
 
     A backend with a random stream of its own must give the same scales, and codes that are next to the nearest ones.
     """
-    x, device = make_tensor(256, 512), reference_device()
+    x = make_tensor(256, 512)
+    tensors = {f"times {m:g}": (x.astype(np.float32) * m).astype(x.dtype) for m in _MAGNITUDES}
+    return _compare_with_reference(subject, tensors, _compare_bits)
+
+
+def check_nan(subject: Subject) -> Iterator[Finding]:
+    """A NaN or an infinity must make the same values NaN as in the reference."""
+    tensors = {}
+    for number in (np.nan, np.inf, -np.inf):
+        tensors[f"from {number}"] = x = make_tensor(256, 512)
+        x[37, 101] = number
+    return _compare_with_reference(subject, tensors, _compare_nans)
+
+
+def _compare_with_reference(
+    subject: Subject,
+    tensors: Mapping[str, np.ndarray],
+    compare: Callable[[Quantized, Quantized, bool], str],
+) -> Iterator[Finding]:
+    """Quantizes tensors in every way. `compare` says what differs; its last argument: the random streams differ."""
+    device = reference_device()
     for treatment, axes in _treatments(subject):
         run = jax.jit(partial(_quantize, subject, treatment, axes))
         has_own_stream = treatment.rounding != "rne" and subject.backend not in SHARED_STREAM
         nearest = replace(treatment, rounding="rne") if has_own_stream else treatment
         reference = partial(_reference, nearest, axes)
         fault = ""
-        for magnitude in _MAGNITUDES:
-            scaled = (x.astype(np.float32) * magnitude).astype(x.dtype)
-            ours = jax.device_get(run(jnp.asarray(scaled), _KEY))
-            theirs = run_on(device, reference, scaled, _KEY)
-            fault = fault or _compare(ours, theirs, adjacent=has_own_stream)
+        for what, x in tensors.items():
+            ours = jax.device_get(run(jnp.asarray(x), _KEY))
+            difference = compare(ours, run_on(device, reference, x, _KEY), has_own_stream)
+            fault = fault or (difference and f"{difference} ({what})")
         yield Finding(_name(treatment, axes), fault)
 
 
-def _compare(ours: Quantized, theirs: Quantized, *, adjacent: bool) -> str:
+def _compare_bits(ours: Quantized, theirs: Quantized, adjacent: bool) -> str:
     """What differs. With `adjacent`, codes of four bits may be next to each other."""
     mine, other = (np.asarray(codes_of(q)).astype(int) for q in (ours, theirs))
     if adjacent:
@@ -152,23 +162,9 @@ def _compare(ours: Quantized, theirs: Quantized, *, adjacent: bool) -> str:
     return _count_faults(int(different), int(of_scales), int(of_maxima))
 
 
-def check_nan(subject: Subject) -> Iterator[Finding]:
-    """A NaN or an infinity must make the same values NaN as in the reference."""
-    device = reference_device()
-    for treatment, axes in _treatments(subject):
-        fault, reference = "", partial(_reference, treatment, axes)
-        run = jax.jit(partial(_quantize, subject, treatment, axes))
-        for number in (np.nan, np.inf, -np.inf):
-            x = make_tensor(256, 512)
-            x[37, 101] = number
-            theirs = run_on(device, reference, x, _KEY)
-            expected, found = (
-                np.isnan(run_on(device, dequantize, jax.device_get(q)))
-                for q in (theirs, run(jnp.asarray(x), _KEY))
-            )
-            if (expected != found).any():
-                fault = f"{np.sum(expected & ~found)} values lost the NaN of {number}"
-        yield Finding(_name(treatment, axes), fault)
+def _compare_nans(ours: Quantized, theirs: Quantized, _: bool) -> str:
+    found, expected = (np.isnan(run_on(reference_device(), dequantize, q)) for q in (ours, theirs))
+    return f"{np.sum(expected & ~found)} values lost the NaN" if (expected != found).any() else ""
 
 
 def check_rounding(subject: Subject) -> Iterator[Finding]:

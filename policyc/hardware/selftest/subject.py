@@ -35,9 +35,6 @@ class Subject:
         query = GemmQuery(gemm=gemm, left=treatment, right=treatment, m=SIZE, n=SIZE, k=SIZE)
         return backends.load(self.backend).obstacle(query) is None
 
-    def __str__(self) -> str:
-        return f"{self.backend} {self.format}"
-
 
 @dataclass(frozen=True, slots=True)
 class Finding:
