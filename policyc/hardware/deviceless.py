@@ -8,14 +8,13 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
-from jax.stages import Compiled, Lowered, Wrapped
+from jax.stages import Lowered, Wrapped
 
 from policyc.compiler.execution import ExecutionOptions
 from policyc.compiler.pipeline import compile_plan
@@ -142,7 +141,7 @@ def compile_step(
         lowered = step.trace(*arguments).lower(lowering_platforms=("cuda",))
     if not any(len(plan.sites) for plan in session.plans):
         raise CannotCompile("the step differentiates no loss with a GEMM")
-    return _report(_compile(lowered, start), session.plans, execution, devices, microbatches)
+    return _compile(lowered, start, session.plans, execution, devices, microbatches)
 
 
 @single_frame_locations()
@@ -168,12 +167,11 @@ def compile_loss(plan: Plan, device: jax.Device) -> CompileReport:
     arguments = shapes(closed.jaxpr.constvars), shapes(plan.sites.jaxpr.jaxpr.invars)
     try:
         lowered = jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",))
-        program = _compile(lowered, start)
+        return _compile(lowered, start, [plan], plan.execution, devices=1)
     except ValueError as error:
         raise CannotCompile(
             f"the program's loss cannot be moved from the devices it was traced on: {error}"
         ) from None
-    return _report(program, [plan], plan.execution, 1)
 
 
 @single_frame_locations()
@@ -196,20 +194,18 @@ def compile_jitted(
         )
     start = time.perf_counter()
     lowered = relocate.lower_for(jitted, make_devices(execution.target, devices), "cuda")
-    return _report(_compile(lowered, start), plans, execution, devices)
+    return _compile(lowered, start, plans, execution, devices)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CompiledProgram:
-    """An executable, and the seconds that tracing and compiling took."""
-
-    executable: Compiled
-    tracing: float
-    compiling: float
-
-
-def _compile(lowered: Lowered, start: float) -> _CompiledProgram:
-    """Compiles a lowered function whose tracing began at `start`."""
+def _compile(
+    lowered: Lowered,
+    start: float,
+    plans: Sequence[Plan],
+    execution: ExecutionOptions,
+    devices: int,
+    microbatches: int = 1,
+) -> CompileReport:
+    """Compiles a lowered function whose tracing began at `start`, and reports what is in it."""
     options = COMPILER_OPTIONS | memory_options(os.environ)
     traced = time.perf_counter()
     # Otherwise the garbage collector scans everything that was traced, repeatedly, while kernels are built.
@@ -225,18 +221,8 @@ def _compile(lowered: Lowered, start: float) -> _CompiledProgram:
     finally:
         gc.unfreeze()
     compiled = time.perf_counter()
-    return _CompiledProgram(executable=executable, tracing=traced - start, compiling=compiled - traced)
-
-
-def _report(
-    program: _CompiledProgram,
-    plans: Sequence[Plan],
-    execution: ExecutionOptions,
-    devices: int,
-    microbatches: int = 1,
-) -> CompileReport:
     assert execution.target is not None
-    text, memory = program.executable.as_text(), program.executable.memory_analysis()
+    text, memory = executable.as_text(), executable.memory_analysis()
     assert text is not None  # other backends may give neither; XLA's GPU compiler gives both
     assert memory is not None
     module = hlo.parse_module(text)
@@ -257,6 +243,6 @@ def _report(
         collectives=tuple(total_collectives(module)),
         kernel_kinds=tuple(total_kernels(module, launch_bytes)),
         repeated_gemms=sum(gemm.times for gemm in find_repeated_gemms(module)),
-        seconds={"tracing": program.tracing, "compiling": program.compiling},
+        seconds={"tracing": traced - start, "compiling": compiled - traced},
         text=text,
     )

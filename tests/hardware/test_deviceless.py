@@ -6,13 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import policyc
 from policyc.compiler import pipeline
+from policyc.compiler.execution import execution_options
 from policyc.experiments import runner
 from policyc.hardware import deviceless
 from policyc.jaxcore import relocate
+from policyc.language.loader import load
 from tests.support.command import policyc as command
 
 CONFIG = ("--config", "tiny")
@@ -200,8 +203,9 @@ def test_an_error_of_xla_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
         raise jax.errors.JaxRuntimeError("INTERNAL: no kernel for this GEMM\n  at gemm_rewriter.cc")
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
-    lowered = jax.jit(lambda x: x + 1).lower(1.0)
+    step = jax.jit(jax.grad(lambda w: jnp.sum(w @ w)))
+    execution = execution_options("emulate", "gb200")
     message = "XLA cannot compile the step: INTERNAL: no kernel for this GEMM. If it compiles with --backend emulate"
     with pytest.raises(deviceless.CannotCompile, match=message) as caught:
-        deviceless._compile(lowered, 0.0)
+        deviceless.compile_step(step, [jnp.ones((16, 16))], load("bf16"), execution, devices=1)
     assert "gemm_rewriter" not in str(caught.value)
