@@ -209,13 +209,13 @@ def _as_json(report: CompileReport, title: str, policy: str) -> str:
                 "layers": None if product.layers is None else [list(layer) for layer in product.layers],
                 "gemm": product.gemm,
                 "format": product.format,
-                "backend": product.backend,
-                "native": product.is_native,
+                "backend": product.lowering.backend,
+                "native": product.lowering.native,
                 "call": product.call or None,
                 "found": product.calls_found,
-                "unproven": product.doubt or None,
-                "reason": product.reason or None,
-                "remedy": product.remedy or None,
+                "unproven": product.lowering.doubt or None,
+                "reason": product.lowering.obstacle and product.lowering.obstacle.reason,
+                "remedy": product.lowering.obstacle and product.lowering.obstacle.remedy,
             }
             for product in report.products
         ],
@@ -242,15 +242,19 @@ def _as_table(report: CompileReport, title: str) -> str:
     rows = [["site", "layers", "product", "format", "runs", "found"]]
     for product in report.products:
         calls = f"{product.calls_found} x {product.call}" if product.call else "-"
-        rows.append([product.site, _layers(product), product.gemm, product.format, product.lowering, calls])
-    reasons = dict.fromkeys(f"{p.reason}; {p.remedy}" for p in report.products if p.reason)
+        lowering = str(product.lowering)
+        rows.append([product.site, _layers(product), product.gemm, product.format, lowering, calls])
+    lowerings = [product.lowering for product in report.products]
+    reasons = dict.fromkeys(
+        f"{way.obstacle.reason}; {way.obstacle.remedy}" for way in lowerings if way.obstacle
+    )
     gb = {name: size / 1e9 for name, size in report.memory.items()}
     sizes = ", ".join(f"{name} {gb[name]:.2f}" for name in ("arguments", "outputs", "temporaries", "code"))
     lines = [
         f"{title}, for {report.devices} x {report.target}",
         *align_columns(rows),
         *(f"not native: {reason}" for reason in reasons),
-        *(f"unproven: {doubt}" for doubt in dict.fromkeys(p.doubt for p in report.products if p.doubt)),
+        *(f"unproven: {doubt}" for doubt in dict.fromkeys(way.doubt for way in lowerings if way.doubt)),
         f"memory per device (GB): {sizes}; {gb['shared']:.2f} of the outputs reuse the memory of arguments",
         f"  {report.needed_memory / 1e9:.2f} of {report.device_memory / 1e9:.2f}: {_memory_verdict(report)}",
         *(f"{c.count} x {c.kind} of {c.type}: {c.bytes / 1e9:.3f} GB" for c in report.collectives),

@@ -39,31 +39,22 @@ class ProductCheck:
     """One product of consecutive layers of a site: how the plan runs it, and how often its call is in the program.
 
     `layers` are the first and the last layer, or None if the site is not in a stack. `call` is empty for an emulated
-    product; `reason` and `remedy` say why it is emulated. `doubt` says why a native kernel may not exist.
+    product.
     """
 
     site: str
     layers: tuple[Layer, Layer] | None
     gemm: Gemm
     format: str
-    backend: str
-    is_native: bool
+    lowering: Lowering
     call: str = ""
     calls_found: int = 0
     calls_expected: int = 0
-    reason: str = ""
-    remedy: str = ""
-    doubt: str = ""
-
-    @property
-    def lowering(self) -> str:
-        """How it runs, in words."""
-        return str(Lowering(self.backend, self.is_native, doubt=self.doubt))
 
     @property
     def is_missing(self) -> bool:
         """Whether the plan says that it is native, and the program does not have all of its calls."""
-        return self.is_native and bool(self.call) and self.calls_found < self.calls_expected
+        return bool(self.call) and self.calls_found < self.calls_expected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,13 +165,9 @@ def _planned_products(plan: Plan, site: Site, microbatches: int) -> Iterator[Pro
                 layers=(layers[0], layers[-1]) if site.stacks else None,
                 gemm=gemm,
                 format=format,
-                backend=lowering.backend,
-                is_native=lowering.native,
+                lowering=lowering,
                 call=NATIVE_CALLS[lowering.backend, format] if lowering.native else "",
                 calls_expected=microbatches * len(layers),
-                reason=lowering.obstacle.reason if lowering.obstacle else "",
-                remedy=lowering.obstacle.remedy if lowering.obstacle else "",
-                doubt=lowering.doubt,
             )
 
 

@@ -41,7 +41,7 @@ def compiled_text(plan: policyc.Plan) -> str:
 
 def test_the_calls_of_a_native_product_are_found(plan: policyc.Plan) -> None:
     (product,) = check_products(plan, hlo.parse_module(compiled_text(plan)))
-    assert (product.gemm, product.is_native, product.calls_found, product.calls_expected) == (
+    assert (product.gemm, product.lowering.native, product.calls_found, product.calls_expected) == (
         "fprop",
         True,
         4,
