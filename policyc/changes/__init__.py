@@ -2,5 +2,5 @@
 
 __all__ = [
     "api", "build", "data", "earlier", "figures", "gradient", "graph", "linears", "matching", "model",
-    "model_explorer", "overlays", "page", "predict", "repeats", "scopes", "svg", "terminal",
+    "model_explorer", "overlays", "page", "repeats", "scopes", "svg", "terminal",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ from policyc.base.text import as_ranges, escape_controls
 from policyc.changes.earlier import read_earlier_plan
 from policyc.changes.figures import name_parts
 from policyc.changes.gradient import match_gradients
-from policyc.changes.linears import compare_linears, decisions_that_matter
+from policyc.changes.linears import Prediction, compare_linears, decisions_that_matter
 from policyc.changes.matching import MatchedLoss, match_losses
 from policyc.changes.model import (
     DiffData,
@@ -25,7 +25,6 @@ from policyc.changes.model import (
     Totals,
     shorten_path,
 )
-from policyc.changes.predict import Prediction
 from policyc.compiler.idle_rules import idle_rules
 from policyc.compiler.plan import Decisions, Plan, make_plan
 from policyc.compiler.plan_tables import other_products, uncertain_repeats
@@ -35,9 +34,10 @@ from policyc.hardware.mesh import MeshShape
 from policyc.hardware.training_step import TrainingStep
 from policyc.language.diagnostics import Severity
 from policyc.language.policy import Policy
-from policyc.numerics.targets import Target
+from policyc.numerics.targets import TARGETS, Target
 
 _ONE_DEVICE = MeshShape()
+DEFAULT_TARGET: Target = TARGETS["gb200"]
 
 
 def build_diff(
@@ -46,7 +46,7 @@ def build_diff(
     before: Policy | None = None,
     labels: tuple[str, str] = ("no policy", "policy"),
     program: str = "",
-    target: Target | None = None,
+    target: Target = DEFAULT_TARGET,
     mesh: MeshShape = _ONE_DEVICE,
     phase: int = 0,
     is_gradient: bool = False,
@@ -60,7 +60,7 @@ def build_diff(
       before: the policy before; None: no policy.
       labels: the names of both sides.
       program: its name.
-      target: the GPU that times are predicted for; None: no times.
+      target: the GPU that times are predicted for.
       mesh: its devices.
       phase: the number of the phase.
       is_gradient: compare the gradients of the loss, where dgrad and wgrad show.
@@ -84,9 +84,8 @@ def build_diff(
     linears, cells = compare_linears(plans, phases, predictions, earlier)
     match = match_gradients if is_gradient else _match_losses
     decisions = [decisions_that_matter(plan, phase) for plan, phase in zip(plans, phases, strict=True)]
-    seconds = [prediction.step_seconds for prediction in predictions]
-    if earlier is not None:
-        seconds[0] = None  # its recipes are not known
+    # The recipes of an earlier plan are not known.
+    seconds = (None if earlier else predictions[0].step_seconds, predictions[1].step_seconds)
     sides = [
         DiffSide(label=shorten_path(label, roots), policy=policy, seconds=time)
         for label, policy, time in zip(labels, (before, after.policy), seconds, strict=True)
@@ -101,7 +100,7 @@ def build_diff(
         cells=cells,
         scans={site.address: tuple(s.address for s in site.stacks) for site in after.sites},
         phase=after.label(phases[1]),
-        target="" if target is None else target.name,
+        target=target.name,
         devices=mesh.devices,
         backends=tuple(sorted(_backends(linears))),
         batch=(step.sequences, step.sequence) if step.sequences and step.sequence else None,

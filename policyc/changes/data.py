@@ -30,7 +30,7 @@ def as_data(diff: DiffData) -> dict[str, Any]:
         "program": diff.program,
         "mode": "gradient" if diff.is_gradient else "loss",
         "phase": diff.phase,
-        "target": diff.target or None,
+        "target": diff.target,
         "devices": diff.devices,
         "backends": list(diff.backends),
         "batch": diff.batch and {"sequences": diff.batch[0], "length": diff.batch[1]},
@@ -64,7 +64,7 @@ def sentence(diff: DiffData) -> str:
         if totals.changed
         else f"none of {totals.products} products change"
     ]
-    if diff.time_change is not None and diff.target:
+    if diff.time_change is not None:
         parts.append(f"predicted step time {format_change(diff.time_change)} on {describe_machine(diff)}")
     if totals.emulated:
         parts.append(f"{totals.emulated} emulated")

@@ -50,10 +50,9 @@ def _predictions(run: LinearRange, product: ProductChange) -> Iterator[str]:
     sides = [side for side in (product.before, product.after) if side is not None]
     seconds = [format_seconds(side.seconds) for side in sides if side.seconds is not None]
     moved = [with_prefix(side.moved_bytes, "B") for side in sides if side.moved_bytes is not None]
-    if seconds:  # without a target, nothing is predicted
-        yield _arrow(seconds)
-        yield with_prefix(run.site.flops, "FLOP")
-        yield _arrow(moved)
+    yield _arrow(seconds)
+    yield with_prefix(run.site.flops, "FLOP")
+    yield _arrow(moved)
 
 
 def _measurements(overlays: Mapping[str, Any], linear: int, run: LinearRange, gemm: str) -> Iterator[str]:

@@ -5,21 +5,62 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 
 from policyc.changes.earlier import EarlierPlan
 from policyc.changes.model import Linear, LinearRange, ProductChange, ProductSide, ProductState
-from policyc.changes.predict import Prediction
 from policyc.compiler.decisions import Phase
 from policyc.compiler.linears import LinearLayers, sort_into_linears
 from policyc.compiler.plan import Decision, Decisions, Plan, gemm_queries
 from policyc.compiler.sites import Site
 from policyc.compiler.stacks import Layer
+from policyc.hardware import gemm_cost, step_cost, training_step
 from policyc.hardware.gemm_cost import product_format
+from policyc.hardware.mesh import MeshShape
+from policyc.hardware.training_step import LayerGroup, TrainingStep
 from policyc.jaxcore.transform import Address
 from policyc.language.formats import FORMATS, OTHER_FORMAT_NAMES
 from policyc.language.recipes import OPERANDS, Gemm, Role, make_recipe
 from policyc.language.treatments import describe_options, normalize_if_valid
+from policyc.numerics.targets import Target
+
+
+class Prediction:
+    """The predicted times of a training step in one phase of its policy."""
+
+    def __init__(self, step: TrainingStep, phase: Phase, target: Target, mesh: MeshShape) -> None:
+        self._step, self._target, self._mesh = replace(step, phase=phase), target, mesh
+
+    @cached_property
+    def step_seconds(self) -> float:
+        return step_cost.estimate(self._step, self._target, self._mesh).seconds
+
+    @cached_property
+    def _readers(self) -> training_step.ReaderCounts:
+        return training_step.count_readers(self._step.plan)
+
+    def layer_seconds(self, site: Site, decision: Decision) -> tuple[dict[Gemm, float], float | None]:
+        """Seconds of one layer of a site on one device: of its products, and of quantizing their operands."""
+        group = LayerGroup.from_decision(site, decision)
+        if step_cost.is_attention(group):
+            each = step_cost.attention_seconds(site, self._target, self._mesh, causal=self._step.causal)
+            # This product is part of a fused kernel. On its own, it would take at least one launch.
+            return dict.fromkeys(site.products, max(each, gemm_cost.LAUNCH_SECONDS)), None
+        times = step_cost.gemm_times(group, self._target, self._mesh, self._step.remat)
+        gemms = [gemm for gemm in Gemm if gemm in site.products]
+        quantization = step_cost.quantization_seconds(
+            group, self._target, self._mesh, self._readers, self._step.accumulate, self._step.remat
+        )
+        return {gemm: seconds for gemm, (_, seconds) in zip(gemms, times, strict=True)}, quantization
+
+    def moved_bytes(self, site: Site, decision: Decision, gemm: Gemm) -> float:
+        """Bytes that a product reads and writes on one device."""
+        recipe = LayerGroup.from_decision(site, decision).recipe
+        format = gemm_cost.product_format(recipe, gemm, training_step.unquantized_format(site))
+        m, n, k, batch = training_step.local_shape(site, self._mesh)
+        rows, columns, contracted = gemm_cost.product_shape(gemm, m, n, k)
+        return gemm_cost.gemm_bytes(self._target, format, rows, columns, contracted, batch)
+
 
 Cells = dict[tuple[Address, Layer], tuple[int, int | None]]
 """The number of the linear and the index in its stack, for each layer of each site."""

@@ -209,7 +209,7 @@ class DiffData:
     scans: Mapping[Address, tuple[Address, ...]] = field(default_factory=dict, repr=False)
     """The scans over layers around each site, the outermost first."""
     phase: str = "always"
-    target: str = ""
+    target: str = "gb200"
     devices: int = 1
     backends: tuple[str, ...] = ()
     """Those that run products natively after."""

@@ -137,6 +137,7 @@ def diff(
     from policyc.changes.build import build_diff
     from policyc.changes.model import shorten_path
     from policyc.compiler.plan import make_plan
+    from policyc.numerics.targets import get_target
 
     with exit_on_error():
         execution = parse_execution(compare.backend, step.target)
@@ -146,7 +147,7 @@ def diff(
             before=before,
             labels=(compare.vs or "no policy", policy),
             program=step.config or " ".join(shorten_path(word, roots) for word in program),
-            target=execution.target,
+            target=get_target(step.target),
             mesh=step.mesh_shape(),
             phase=compare.phase,
             is_gradient=compare.grad,
