@@ -95,6 +95,12 @@ class Context:
         self.file: PolicyFile = loaded.file
         self.undecided: int = 0
 
+    @property
+    def program_plan(self) -> Plan:
+        """The plan, for checks that run only with a program."""
+        assert self.plan is not None
+        return self.plan
+
     def in_this_file(self, span: Span) -> bool:
         """Returns whether a span is in the linted file. Rules and recipes may also come from imported files."""
         return span.source is self.policy.source

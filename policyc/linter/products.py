@@ -50,9 +50,7 @@ class QuantizedProduct:
 
 def quantized_products(context: Context, max_bits: int = _MAX_BITS) -> Iterator[QuantizedProduct]:
     """Yields every product that has at most so many bits in some layer and phase, once for each rule."""
-    plan = context.plan
-    if plan is None:
-        return
+    plan = context.program_plan
     for site in (s for s in plan.sites if not s.opaque):
         seen: set[tuple[int, Gemm]] = set()
         for phase in plan.phases:
@@ -77,8 +75,6 @@ def report_sites(
     `describe` returns the message about a product, or None if it has no fault. The finding has the message of the first
     product and the number of the other sites. `suggest` returns the help for all faulty products of the rule.
     """
-    if context.plan is None:
-        return
     faulty: dict[int, dict[QuantizedProduct, str]] = {}
     for product in quantized_products(context):
         message = describe(product)
@@ -89,7 +85,7 @@ def report_sites(
         yield Diagnostic(
             span=context.policy.rules[index].span,
             message=next(iter(messages.values())) + count_others(len(names)),
-            help=suggest(context.plan, tuple(messages)),
+            help=suggest(context.program_plan, tuple(messages)),
             sites=names,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 
 from policyc.compiler.idle_rules import find_deciding_rules, idle_rules
 from policyc.compiler.plan import Plan
@@ -13,30 +14,11 @@ from policyc.linter.context import Context
 from policyc.linter.products import FIRST_LOSS_HINT, name_sites
 from policyc.linter.rule import Check
 
-
-def _check_expect_violated(context: Context) -> Iterator[Diagnostic]:
-    if context.plan is not None:
-        yield from unmet_expectations(context.plan, hint=FIRST_LOSS_HINT)
-
-
-def _check_opaque_index(context: Context) -> Iterator[Diagnostic]:
-    if context.plan is not None:
-        yield from opaque_indices(context.plan)
-
-
-def _check_opaque_site(context: Context) -> Iterator[Diagnostic]:
-    if context.plan is not None:
-        yield from opaque_sites(context.plan)
-        yield from inseparable_layers(context.plan)
-
-
 _MAX_NOTES = 3
 
 
 def _check_overridden_rule(context: Context) -> Iterator[Diagnostic]:
-    plan = context.plan
-    if plan is None:
-        return
+    plan = context.program_plan
     deciding, overriding = find_deciding_rules(plan)
     refused = {d.span: d for d in idle_rules(plan) if d.code == "overridden-rule"}
     for index, rule in enumerate(plan.policy.rules):
@@ -63,15 +45,16 @@ def _name_matched_sites(plan: Plan, rule: int) -> tuple[str, ...]:
 
 
 def _check_unmatched_rule(context: Context) -> Iterator[Diagnostic]:
-    if context.plan is not None:
-        idle = idle_rules(context.plan, hint=FIRST_LOSS_HINT)
-        yield from (d for d in idle if d.code == "unmatched-rule")
+    idle = idle_rules(context.program_plan, hint=FIRST_LOSS_HINT)
+    return (d for d in idle if d.code == "unmatched-rule")
 
 
 CHECKS: dict[str, Check] = {
-    "expect-violated": _check_expect_violated,
-    "opaque-index": _check_opaque_index,
-    "opaque-site": _check_opaque_site,
+    "expect-violated": lambda context: unmet_expectations(context.program_plan, hint=FIRST_LOSS_HINT),
+    "opaque-index": lambda context: opaque_indices(context.program_plan),
+    "opaque-site": lambda context: chain(
+        opaque_sites(context.program_plan), inseparable_layers(context.program_plan)
+    ),
     "overridden-rule": _check_overridden_rule,
     "unmatched-rule": _check_unmatched_rule,
 }

@@ -25,9 +25,7 @@ from policyc.linter.rule import Check
 
 
 def _check_lowered_fp32_product(context: Context) -> Iterator[Diagnostic]:
-    plan = context.plan
-    if plan is None:
-        return
+    plan = context.program_plan
     kept = _find_sites_in_fp32(plan)
     lowered: dict[int, dict[Site, str]] = {}
     rules_for_others = set()
@@ -77,14 +75,12 @@ def _precision(site: Site) -> int:
 
 def _check_in_8_bits(kind: str, noun: str, context: Context) -> Iterator[Diagnostic]:
     """Yields a finding for each rule that quantizes sites of a kind, but not to 4 bits: that has other codes."""
-    if context.plan is None:
-        return
     for rule, sites in find_quantizing_rules(context, lambda site: site.kind.name == kind, EIGHT_BITS):
         names = name_sites(sites)
         yield Diagnostic(
             span=context.policy.rules[rule].span,
             message=f"this rule quantizes the {noun} ('{names[0]}'){count_others(len(names))}",
-            help=suggest_recipe(context.plan, rule, sites, "keep"),
+            help=suggest_recipe(context.program_plan, rule, sites, "keep"),
             sites=names,
         )
 

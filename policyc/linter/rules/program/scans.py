@@ -50,7 +50,7 @@ def _find_splits(plan: Plan) -> Iterator[_Split]:
 
 
 def _check_shredded_scan(context: Context) -> Iterator[Diagnostic]:
-    for split in () if context.plan is None else _find_splits(context.plan):
+    for split in _find_splits(context.program_plan):
         if len(split.parts) > _MAX_PARTS:
             yield Diagnostic(
                 span=context.policy.rules[split.rule].span,
@@ -61,7 +61,7 @@ def _check_shredded_scan(context: Context) -> Iterator[Diagnostic]:
 
 
 def _check_split_scan(context: Context) -> Iterator[Diagnostic]:
-    for split in () if context.plan is None else _find_splits(context.plan):
+    for split in _find_splits(context.program_plan):
         if len(split.parts) > _MAX_PARTS:
             continue  # a shredded-scan
         parts = [f"{p.start}-{p.stop - 1}" if len(p) > 1 else str(p.start) for p in split.parts]

@@ -67,9 +67,7 @@ def _report(context: Context, rule: int, slow: SlowGroups, than: str, help: str)
 
 
 def _check_slower_than_bf16(context: Context) -> Iterator[Diagnostic]:
-    plan, target = context.plan, context.target
-    if plan is None:
-        return
+    plan, target = context.program_plan, context.target
 
     def ratio_to_bf16(group: LayerGroup, recipe: Recipe, readers: ReaderCounts) -> float:
         seconds = _layer_seconds(group, recipe, _TE, target, readers)
@@ -86,9 +84,9 @@ def _check_slower_than_bf16(context: Context) -> Iterator[Diagnostic]:
 
 def _check_slower_than_fp8(context: Context) -> Iterator[Diagnostic]:
     target = context.target
-    if context.plan is None or not target.is_native("fp8"):
+    if not target.is_native("fp8"):
         return
-    plan = make_plan(context.policy, context.plan.sites, ExecutionOptions(target=target))
+    plan = make_plan(context.policy, context.program_plan.sites, ExecutionOptions(target=target))
 
     def ratio_to_fp8(group: LayerGroup, recipe: Recipe, readers: ReaderCounts) -> float:
         """0 for a site that is not in four bits, or that is emulated."""
