@@ -184,7 +184,7 @@ def _make_stack(name: str, members: Sequence[int], linears: Sequence[Linear]) ->
 
 def _run_key(linear: Linear, layer: int) -> Hashable:
     """What happens to a layer of a linear: equal for runs that are apart and alike."""
-    run = linear.run_at(layer)
+    run = next((run for run in linear.runs if run.first is None or layer in run.layers), None)
     if run is None:
         return None
     site = run.site

@@ -17,8 +17,8 @@ _DOT_OUTSIDE_PARENTHESES = re.compile(r"\.(?![^(]*\))")
 def product_figures(diff: DiffData, linear: int, layer: int | None, gemm: str) -> Iterator[str]:
     """What is known of a product in the layers that are treated alike: predictions first, then measurements."""
     run = diff.linears[linear].run_at(layer)
-    product = None if run is None else run.product(Gemm(gemm))
-    if run is None or product is None:
+    product = run.product(Gemm(gemm))
+    if product is None:
         return
     name = short_name(diff, linear)
     for texts in (_predictions(run, product), _measurements(diff.overlays, linear, run, gemm)):

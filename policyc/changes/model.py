@@ -138,12 +138,9 @@ class Linear:
         """Its path without indices."""
         return full_name(self.stack, self.name)
 
-    def run_at(self, layer: int | None) -> LinearRange | None:
+    def run_at(self, layer: int | None) -> LinearRange:
         """The run that has this layer."""
-        for run in self.runs:
-            if run.first is None or run.last is None or layer is None or run.first <= layer <= run.last:
-                return run
-        return None
+        return next(run for run in self.runs if run.first is None or layer is None or layer in run.layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -131,6 +131,6 @@ def _product_format(diff: DiffData, attributes: dict[str, Any], side: str) -> st
     if "linear" not in attributes:
         return ""
     run = diff.linears[attributes["linear"]].run_at(attributes.get("layer"))
-    product = None if run is None else run.product(Gemm(attributes.get("product") or Gemm.FPROP))
+    product = run.product(Gemm(attributes.get("product") or Gemm.FPROP))
     product_side = product and (product.before if side == "before" else product.after)
     return "" if product_side is None else product_side.state.format

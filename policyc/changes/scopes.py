@@ -208,10 +208,9 @@ class SiteIndex:
         attributes: dict[str, Any] = {}
         cell = self._locate(match.address, match)
         if cell is not None:
-            run = self._diff.linears[cell[0]].run_at(cell[1])
-            attributes |= {"linear": cell[0], "layer": cell[1]}
-            if run is not None:  # equations that the rewrite added have no place of their own in the program
-                attributes["place"] = self._diff.short_path(run.site.place)
+            # Equations that the rewrite added have no place of their own in the program.
+            place = self._diff.linears[cell[0]].run_at(cell[1]).site.place
+            attributes |= {"linear": cell[0], "layer": cell[1], "place": self._diff.short_path(place)}
         if match.product:
             attributes["product"] = match.product
         if match.readers:
@@ -243,7 +242,6 @@ class SiteIndex:
         cell = self._locate(match.address, match)
         if cell is None:
             return ""
-        run = self._diff.linears[cell[0]].run_at(cell[1])
-        products = () if run is None else run.products
+        products = self._diff.linears[cell[0]].run_at(cell[1]).products
         sides = [(p.before and p.before.rule, p.after and p.after.rule) for p in products]
         return f"{cell[0]} {sides}"

@@ -167,7 +167,7 @@ class EquationLines:
             return []
         run = self._diff.linears[data["linear"]].run_at(data.get("layer"))
         gemms_of: dict[tuple[int, int], list[str]] = {}
-        for product in run.products if run is not None else ():
+        for product in run.products:
             if data.get("product") and str(product.gemm) != data["product"]:
                 continue
             for side, value in enumerate((product.before, product.after)):
