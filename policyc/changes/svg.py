@@ -38,7 +38,7 @@ class _Text:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _Cells:
     """Cells that are drawn together: paths with their colors."""
 
     paths: tuple[tuple[str, str], ...]
@@ -50,7 +50,7 @@ class _Run:
 class _Drawing:
     y: float
     texts: list[_Text] = field(default_factory=list)
-    runs: list[_Run] = field(default_factory=list)
+    cells: list[_Cells] = field(default_factory=list)
 
 
 def draw_heat_map(diff: DiffData) -> str:
@@ -70,7 +70,7 @@ def draw_heat_map(diff: DiffData) -> str:
         width=2 * _MARGIN + _LABEL + _GRID,
         height=round(drawing.y),
         texts=drawing.texts,
-        runs=drawing.runs,
+        cells=drawing.cells,
     )
 
 
@@ -100,7 +100,7 @@ def _draw_stack(diff: DiffData, stack: Stack, drawing: _Drawing) -> None:
             for run in linear.runs:
                 if (product := run.product(gemm)) is not None:
                     title = describe_cell(diff, linear, run, product)
-                    drawing.runs.append(_draw_run(run, product, title, left, drawing.y, width))
+                    drawing.cells.append(_draw_run(run, product, title, left, drawing.y, width))
             drawing.y += _ROW
         drawing.y += _GAP
     drawing.y += _GAP
@@ -116,7 +116,7 @@ def _describe_linear(linear: Linear) -> str:
 
 def _draw_run(
     run: LinearRange, product: ProductChange, title: str, left: float, y: float, width: float
-) -> _Run:
+) -> _Cells:
     """The cells of a run of layers: one path for each color."""
     inner, height = width - min(1.0, width / 6), _ROW - 1.5
     notch = min(5.0, inner * 0.4)
@@ -128,7 +128,7 @@ def _draw_run(
     if product.is_changed:
         corners = "".join(f"{start}h{notch:.2f}l-{notch:.2f} {notch:.2f}z" for start in starts)
         paths.append((_color(product.before), corners))
-    return _Run(tuple(paths), title, is_pale=not product.is_changed)
+    return _Cells(tuple(paths), title, is_pale=not product.is_changed)
 
 
 def _color(side: ProductSide | None) -> str:
@@ -167,7 +167,9 @@ def _draw_legend(diff: DiffData, drawing: _Drawing) -> None:
     for text, colors in entries.items():
         start = f"M{x:.1f} {drawing.y:.1f}"
         shapes = (f"{start}h14v10h-14z", f"{start}h5l-5 5z")
-        drawing.runs.append(_Run(tuple(zip(colors, shapes, strict=False)), is_pale=text.startswith("pale")))
+        drawing.cells.append(
+            _Cells(tuple(zip(colors, shapes, strict=False)), is_pale=text.startswith("pale"))
+        )
         drawing.texts.append(_Text(x + 18, drawing.y + 9, text, "fill:#57606a"))
         x += 34 + 6.2 * len(text)
     drawing.y += _ROW + _MARGIN
