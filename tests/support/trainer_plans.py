@@ -95,6 +95,8 @@ def _plan(words: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    from policyc.experiments.processes import end_after_abandoned_work
+
     programs = json.loads(Path(sys.argv[1]).read_text())
     output = Path(sys.argv[2]).resolve()
     plans = {}
@@ -102,6 +104,8 @@ def main() -> None:
         plans[name] = _plan(words)
         output.write_text(json.dumps(plans))
         print(name, len(plans[name]), flush=True)
+    # The threads of a trainer that was stopped may crash while Python ends. Commands of policyc end like this, too.
+    end_after_abandoned_work(0)
 
 
 if __name__ == "__main__":
