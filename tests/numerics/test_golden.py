@@ -169,10 +169,10 @@ EXECUTIONS = [
     (EAGER, "jit", HERE),
     *((c, "batch", HERE) for c in EXACT),
     *(slow(c, "batch", "matmul") for c in EXACT),
-    *(slow(c, "jit", HERE) for c in EXACT[::4] if c != EAGER),
+    *(slow(c, "jit", HERE) for c in EXACT[::8] if c != EAGER),
     *((c, "fused batch", "matmul") for c in FUSED),
     *(slow(c, "fused batch", HERE) for c in FUSED),
-    *(slow(c, "fused", "matmul") for c in FUSED[::3]),
+    *(slow(c, "fused", "matmul") for c in FUSED[::6]),
 ]
 
 
@@ -206,7 +206,7 @@ COLUMN_EXECUTIONS = [
     *((c, "batch", HERE) for c in COLUMN_CASES),
     *((c, "transposed", HERE) for c in TRANSPOSED[:2]),
     *(slow(c, "transposed", HERE) for c in TRANSPOSED[2:]),
-    *(slow(c, "in place", "matmul") for c in COLUMN_CASES[::3]),
+    *(slow(c, "in place", "matmul") for c in COLUMN_CASES[::6]),
 ]
 
 
