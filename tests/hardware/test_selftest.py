@@ -145,7 +145,7 @@ def test_the_whole_test_passes_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Monk
 
     Every check runs, with one format: tests of the backends compare the others.
     """
-    formats = {"golden": "nvfp4", "extremes": "nvfp4", "rounding": "nvfp4"}
+    formats = {"golden": "nvfp4", "extremes": "nvfp4", "rounding": "nvfp4", "devices": "mxfp8"}
     one_format = tuple(replace(check, formats=(formats.get(check.name, "fp8"),)) for check in CHECKS)
     monkeypatch.setattr(checks, "CHECKS", one_format)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
