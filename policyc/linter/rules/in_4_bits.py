@@ -7,7 +7,6 @@ give it. With one, they look at the kinds of its sites.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -28,118 +27,64 @@ if TYPE_CHECKING:
 
 # Names that models commonly give to the sites that low precision harms most. Without a program, names are all that a
 # rule can go by. Names that harmless layers have as well, such as `gate` or `output` inside attention, are left out;
-# with a program, these rules find such sites by other means.
-HEAD_NAMES = (
-    "lm_head", "head", "output", "output_head", "output_layer", "logits", "logits_dense", "unembed", "unembedding",
-    "embed_out", "to_logits",
-)  # fmt: skip
-EMBEDDING_NAMES = (
-    "embed_tokens", "embed", "embedding", "embeddings", "embedder", "token_embedder", "token_embedding",
-    "tok_embeddings", "wte", "word_embeddings",
-)  # fmt: skip
-ROUTER_NAMES = ("router", "moe.router", "moe.gate", "block_sparse_moe.gate", "MoeBlock.gate")
-SCORE_NAMES = (
-    "attention.scores", "attn.scores", "self_attn.scores", "self_attention.scores", "attention.qk", "attention.pv",
-    "attention_op", "dot_product_attention", "scores", "qk", "attention",
-)  # fmt: skip
-
-SENSITIVE_NAMES = frozenset((*HEAD_NAMES, *EMBEDDING_NAMES, *ROUTER_NAMES, *SCORE_NAMES)) - {"attention"}
+# with a program, these rules find such sites by their kind.
+_NAMES = {
+    "scores": (
+        "attention.scores", "attn.scores", "self_attn.scores", "self_attention.scores", "attention.qk", "attention.pv",
+        "attention_op", "dot_product_attention", "scores", "qk", "attention",
+    ),
+    "embedding": (
+        "embed_tokens", "embed", "embedding", "embeddings", "embedder", "token_embedder", "token_embedding",
+        "tok_embeddings", "wte", "word_embeddings",
+    ),
+    "head": (
+        "lm_head", "head", "output", "output_head", "output_layer", "logits", "logits_dense", "unembed", "unembedding",
+        "embed_out", "to_logits",
+    ),
+    "router": ("router", "moe.router", "moe.gate", "block_sparse_moe.gate", "MoeBlock.gate"),
+}  # fmt: skip
+_SENSITIVE_NAMES = frozenset(name for names in _NAMES.values() for name in names) - {"attention"}
 """All of these names. `attention` alone is left out: it also names the block with the projections."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _SensitiveSite:
-    """A kind of site: its word in `where`, what messages call it, its common names, and in which block it may be."""
-
-    code: str
-    kind: str
-    noun: str
-    names: tuple[str, ...]
-    layer: tuple[int, int] | None = None
-
-    @property
-    def has_weight(self) -> bool:
-        return self.kind != "scores"
-
-    @property
-    def flags(self) -> Flags:
-        """What is true for it in `where`."""
-        return flags_of(self.kind, *(("weight",) if self.has_weight else ()))
-
-
 _MIDDLE_BLOCK = (16, 32)
-
-_SITES = (
-    _SensitiveSite(
-        code="attention-scores-in-4-bits",
-        kind="scores",
-        noun="score products of attention",
-        names=SCORE_NAMES,
-        layer=_MIDDLE_BLOCK,
-    ),
-    _SensitiveSite(
-        code="embedding-in-4-bits",
-        kind="embedding",
-        noun="embedding",
-        names=EMBEDDING_NAMES,
-    ),
-    _SensitiveSite(
-        code="head-in-4-bits",
-        kind="head",
-        noun="head",
-        names=HEAD_NAMES,
-    ),
-    _SensitiveSite(
-        code="router-in-4-bits",
-        kind="router",
-        noun="router",
-        names=ROUTER_NAMES,
-        layer=_MIDDLE_BLOCK,
-    ),
-)
+_BLOCKS = {"scores": _MIDDLE_BLOCK, "router": _MIDDLE_BLOCK}
+"""The kinds that are in blocks, and a block of a stack."""
 
 
-def _check(site: _SensitiveSite, context: Context) -> Iterator[Diagnostic]:
+def _check(kind: str, context: Context) -> Iterator[Diagnostic]:
+    """Looks for rules that put sites of a kind in 4 bits. Scores are products without a weight."""
     if context.plan is not None:
-        yield from _check_program(site, context, context.plan)
+        yield from _check_program(kind, context, context.plan)
         return
-    for rule, names in _find_rules_in_4_bits(site, context):
-        yield Diagnostic(
-            span=rule.span,
-            message=f"this rule puts the {site.noun} ('{names[0]}') in 4 bits",
-            help=_suggest(site, rule),
-        )
+    noun = "score products of attention" if kind == "scores" else kind
+    for rule, name in _find_rules_in_4_bits(kind, context):
+        message = f"this rule puts the {noun} ('{name}') in 4 bits"
+        yield Diagnostic(span=rule.span, message=message, help=_suggest(kind, rule))
 
 
-def _check_program(kind: _SensitiveSite, context: Context, plan: Plan) -> Iterator[Diagnostic]:
+def _check_program(kind: str, context: Context, plan: Plan) -> Iterator[Diagnostic]:
     """Checks the sites of the program instead of common names."""
     from policyc.compiler.plan_checks import suggest_recipe  # loads JAX
     from policyc.linter import products
 
     def is_sensitive(site: Site) -> bool:
-        return site.kind.name == kind.kind if kind.has_weight else site.weight is None
+        return site.weight is None if kind == "scores" else site.kind.name == kind
 
     for index, sites in products.find_quantizing_rules(context, is_sensitive, products.FOUR_BITS):
-        rule = plan.policy.rules[index]
-        names = products.name_sites(sites)
-        noun = kind.noun if kind.has_weight else "products without a parameter"
-        exception = f"* where {kind.kind} -> bf16"
-        yield Diagnostic(
-            span=rule.span,
-            message=f"this rule puts the {noun} ('{names[0]}') in 4 bits{count_others(len(names))}",
-            help=suggest_recipe(plan, index, sites, "bf16", exception)
-            if kind.has_weight
-            else _suggest_weight(rule),
-            sites=names,
-        )
+        rule, names = plan.policy.rules[index], products.name_sites(sites)
+        noun, help = "products without a parameter", _suggest_weight(rule)
+        if kind != "scores":
+            noun, help = kind, suggest_recipe(plan, index, sites, "bf16", f"* where {kind} -> bf16")
+        message = f"this rule puts the {noun} ('{names[0]}') in 4 bits{count_others(len(names))}"
+        yield Diagnostic(span=rule.span, message=message, help=help, sites=names)
 
 
-def _suggest(site: _SensitiveSite, rule: Rule) -> str:
+def _suggest(kind: str, rule: Rule) -> str:
     patterns = [pattern for selector in rule.selectors for pattern in expand_selector(selector)]
-    is_named = all(".".join(map(str, example_path(pattern))) in site.names for pattern in patterns)
-    if rule.where == Flag(name=site.kind) or (is_named and site.has_weight):
+    is_named = all(".".join(map(str, example_path(pattern))) in _NAMES[kind] for pattern in patterns)
+    if rule.where == Flag(name=kind) or (is_named and kind != "scores"):
         return "write '-> bf16' in this rule"  # it is about nothing else
-    return f"add a rule after it: * where {site.kind} -> bf16" if site.has_weight else _suggest_weight(rule)
+    return _suggest_weight(rule) if kind == "scores" else f"add a rule after it: * where {kind} -> bf16"
 
 
 def _suggest_weight(rule: Rule) -> str:
@@ -147,19 +92,20 @@ def _suggest_weight(rule: Rule) -> str:
     return f"add '{condition}' to match only the projections"
 
 
-def _find_rules_in_4_bits(site: _SensitiveSite, context: Context) -> Iterator[tuple[Rule, tuple[str, ...]]]:
-    """Yields each rule that puts such a site in 4 bits, with the names of the sites."""
+def _find_rules_in_4_bits(kind: str, context: Context) -> Iterator[tuple[Rule, str]]:
+    """Yields each rule that puts such a site in 4 bits, with the first of the names of the site."""
     rules = context.coverage.rules
     if not any(rule.recipe.bits(gemm) == 4 for rule in rules for gemm in Gemm):
         return
-    names_by_rule: dict[int, dict[str, None]] = {}
-    for name in site.names:
+    flags = flags_of(kind, *(() if kind == "scores" else ("weight",)))
+    name_by_rule: dict[int, str] = {}
+    for name in _NAMES[kind]:
         for gemm in Gemm:
-            rule = context.find_deciding_rule(parse_path(name), gemm, site.flags, site.layer)
+            rule = context.find_deciding_rule(parse_path(name), gemm, flags, _BLOCKS.get(kind))
             if rule is not None and rule.recipe.bits(gemm) == 4:
-                names_by_rule.setdefault(rule.index, {})[name] = None
-    for index in sorted(names_by_rule):
-        yield rules[index].rule, tuple(names_by_rule[index])
+                name_by_rule.setdefault(rule.index, name)
+    for index, name in sorted(name_by_rule.items()):
+        yield rules[index].rule, name
 
 
 _CONDITION = "where (mlp or attention) and layer < -4"
@@ -214,7 +160,7 @@ def _check_tail_by_name(context: Context) -> Iterator[Diagnostic]:
             continue
         for pattern, products in rule.patterns:
             # Sensitive modules have codes of their own.
-            is_sensitive = ".".join(map(str, example_path(pattern))) in SENSITIVE_NAMES
+            is_sensitive = ".".join(map(str, example_path(pattern))) in _SENSITIVE_NAMES
             if Gemm.FPROP not in products or is_sensitive:
                 continue
             paths = [_locate_in_layer(pattern, layer) for layer in last_layers]
@@ -294,7 +240,10 @@ def _check_tail_of_program(plan: Plan) -> Iterator[Diagnostic]:
 
 
 CHECKS: dict[str, Check] = {
+    "attention-scores-in-4-bits": partial(_check, "scores"),
+    "embedding-in-4-bits": partial(_check, "embedding"),
     "everything-in-4-bits": _check_everything,
+    "head-in-4-bits": partial(_check, "head"),
     "no-high-precision-tail": _check_tail,
-    **{site.code: partial(_check, site) for site in _SITES},
+    "router-in-4-bits": partial(_check, "router"),
 }
