@@ -5,137 +5,117 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from policyc.language.diagnostics import Diagnostic, Fix
 from policyc.language.formats import FORMATS
 from policyc.language.policy import RecipeCall
-from policyc.language.recipes import OPERAND_GROUPS, OPERANDS, Gemm, Recipe, Role
+from policyc.language.recipes import OPERAND_GROUPS, OPERANDS, Gemm, Recipe, Role, Treatment
 from policyc.linter.context import AppliedRecipe, Context
 from policyc.linter.edits import set_option
 from policyc.linter.rule import Check
 
 
+class _Operand(NamedTuple):
+    """An operand of a product, and how a recipe treats it."""
+
+    recipe: Recipe
+    gemm: Gemm
+    role: Role
+    treatment: Treatment
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fault:
-    """A fault of a product.
+    """A fault of a product, found at one of its operands.
 
-    `describe` returns the message about a product, or None if it has no fault. `option` is the option to point at. If
-    there is a `replacement`, an unsafe fix sets the option to it: this changes the numbers of a run.
+    `message` may name the product, the role of the operand and its format. `option` is the option to point at. If there
+    is a `replacement`, an unsafe fix sets the option to it: this changes the numbers of a run.
     """
 
     code: str
-    describe: Callable[[Recipe, Gemm], str | None]
+    is_at: Callable[[_Operand], bool]
+    message: str
     option: str = ""
     help: str
     replacement: str = ""
 
 
-def _scales_backward(recipe: Recipe, gemm: Gemm) -> str | None:
-    if gemm is Gemm.FPROP or all(t.scale != "four_over_six" for t in recipe.gemm_treatments(gemm)):
-        return None
-    return f"four_over_six is not applied to {gemm}"
+def _rotates_outside_wgrad(operand: _Operand) -> bool:
+    if any(t.rht and t.tile2d for t in operand.recipe.gemm_treatments(operand.gemm)):
+        return False  # a hadamard-on-2d-weight
+    treatment = operand.treatment
+    return operand.gemm is not Gemm.WGRAD and bool(treatment.rht) and treatment.rounding != "ms_eden"
 
 
-def _rotates_2d_weight(recipe: Recipe, gemm: Gemm) -> str | None:
-    if gemm is Gemm.WGRAD:  # it has no weight
-        return None
-    weight = recipe.treatment(gemm, Role.WEIGHT)
-    has_both = weight.rht and weight.tile2d
-    return f"the weight of {gemm} has 2D scales and a Hadamard transform" if has_both else None
-
-
-def _rotates_outside_wgrad(recipe: Recipe, gemm: Gemm) -> str | None:
-    operands = recipe.gemm_treatments(gemm)
-    has_transform = any(t.rht and t.rounding != "ms_eden" for t in operands)
-    has_2d_weight = any(t.rht and t.tile2d for t in operands)  # reported by hadamard-on-2d-weight
-    if gemm is Gemm.WGRAD or has_2d_weight or not has_transform:
-        return None
-    return f"{gemm} has a Hadamard transform"
-
-
-def _rounds_forward_by_ms_eden(recipe: Recipe, gemm: Gemm) -> str | None:
-    if gemm is not Gemm.FPROP or all(t.rounding != "ms_eden" for t in recipe.gemm_treatments(gemm)):
-        return None
-    return "MS-EDEN is not applied to fprop, which is rounded to nearest"
-
-
-def _rounds_gradient_to_nearest(recipe: Recipe, gemm: Gemm) -> str | None:
-    if gemm is Gemm.FPROP:  # it has no gradient
-        return None
-    treatment = recipe.treatment(gemm, Role.GRADIENT)
-    if treatment.bits != 4 or treatment.rounding != "rne":
-        return None
-    return f"the gradient of {gemm} is rounded to nearest in {treatment.format}"
-
-
-def _lacks_block_scales(recipe: Recipe, gemm: Gemm) -> str | None:
-    for treatment in recipe.gemm_treatments(gemm):
-        if treatment.bits == 4 and not FORMATS[treatment.format].block:
-            return f"{treatment.format} has one scale per tensor, which is too coarse for 4 bits"
-    return None
-
-
-def _rotates_one_operand(recipe: Recipe, gemm: Gemm) -> str | None:
-    left, right = recipe.gemm_treatments(gemm)
-    return None if left.rht == right.rht else f"only one operand of {gemm} has a Hadamard transform"
-
-
-def _rounds_others_stochastically(recipe: Recipe, gemm: Gemm) -> str | None:
-    for product, role in OPERANDS:
-        if product is gemm and role is not Role.GRADIENT and recipe.treatment(gemm, role).rounding == "sr":
-            return f"the {role} of {gemm} is rounded stochastically"
-    return None
+def _rotates_one_operand(operand: _Operand) -> bool:
+    left, right = operand.recipe.gemm_treatments(operand.gemm)
+    return left.rht != right.rht
 
 
 _FAULTS = (
     _Fault(
         code="four-over-six-on-backward",
-        describe=_scales_backward,
+        is_at=lambda operand: operand.gemm is not Gemm.FPROP and operand.treatment.scale == "four_over_six",
+        message="four_over_six is not applied to {gemm}",
         option="scale",
         help="use it for fprop: split(fprop=nvfp4(scale=four_over_six), dgrad=..., wgrad=...)",
     ),
     _Fault(
         code="hadamard-on-2d-weight",
-        describe=_rotates_2d_weight,
+        is_at=lambda operand: (
+            operand.role is Role.WEIGHT and bool(operand.treatment.rht) and operand.treatment.tile2d
+        ),
+        message="the weight of {gemm} has 2D scales and a Hadamard transform",
         option="rht",
         help="transform wgrad only, which has no weight: rht=wgrad",
         replacement="rht=wgrad",
     ),
     _Fault(
         code="hadamard-outside-wgrad",
-        describe=_rotates_outside_wgrad,
+        is_at=_rotates_outside_wgrad,
+        message="{gemm} has a Hadamard transform",
         option="rht",
         help="transform wgrad only: rht=wgrad",
         replacement="rht=wgrad",
     ),
     _Fault(
         code="ms-eden-on-forward",
-        describe=_rounds_forward_by_ms_eden,
+        is_at=lambda operand: operand.gemm is Gemm.FPROP and operand.treatment.rounding == "ms_eden",
+        message="MS-EDEN is not applied to fprop, which is rounded to nearest",
         option="rounding",
         help="use it for the backward products: split(fprop=nvfp4, dgrad=..., wgrad=...)",
     ),
     _Fault(
         code="nearest-rounded-gradient",
-        describe=_rounds_gradient_to_nearest,
+        is_at=lambda operand: (
+            operand.role is Role.GRADIENT
+            and operand.treatment.bits == 4
+            and operand.treatment.rounding == "rne"
+        ),
+        message="the gradient of {gemm} is rounded to nearest in {format}",
         option="sr",
         help="add sr=grad",
         replacement="sr=grad",
     ),
     _Fault(
         code="no-block-scales",
-        describe=_lacks_block_scales,
+        is_at=lambda operand: operand.treatment.bits == 4 and not FORMATS[operand.treatment.format].block,
+        message="{format} has one scale per tensor, which is too coarse for 4 bits",
         help="write nvfp4; allow this in an ablation",
     ),
     _Fault(
         code="one-sided-hadamard",
-        describe=_rotates_one_operand,
+        is_at=_rotates_one_operand,
+        message="only one operand of {gemm} has a Hadamard transform",
         option="rht",
         help="transform both or none: rht=wgrad",
         replacement="rht=wgrad",
     ),
     _Fault(
         code="stochastic-rounding-off-gradients",
-        describe=_rounds_others_stochastically,
+        is_at=lambda operand: operand.role is not Role.GRADIENT and operand.treatment.rounding == "sr",
+        message="the {role} of {gemm} is rounded stochastically",
         option="sr",
         help="round only gradients stochastically: sr=grad",
         replacement="sr=grad",
@@ -145,10 +125,15 @@ _FAULTS = (
 
 def _check(fault: _Fault, context: Context) -> Iterator[Diagnostic]:
     for applied in context.applied_recipes:
-        for gemm in (gemm for gemm in Gemm if gemm in applied.products):
-            message = fault.describe(applied.recipe, gemm)
-            if message is not None:
-                yield _report(fault, context, applied, gemm, message)
+        operands = [
+            _Operand(applied.recipe, gemm, role, treatment)
+            for (gemm, role), treatment in zip(OPERANDS, applied.recipe.treatments, strict=True)
+            if gemm in applied.products
+        ]
+        faulty = {operand.gemm: operand for operand in reversed(operands) if fault.is_at(operand)}
+        for gemm in (gemm for gemm in Gemm if gemm in faulty):
+            words = {"gemm": gemm, "role": faulty[gemm].role, "format": faulty[gemm].treatment.format}
+            yield _report(fault, context, applied, gemm, fault.message.format(**words))
 
 
 def _report(fault: _Fault, context: Context, applied: AppliedRecipe, gemm: Gemm, message: str) -> Diagnostic:
