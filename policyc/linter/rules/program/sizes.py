@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 from policyc.compiler.plan import Plan, gemm_queries
-from policyc.language.diagnostics import Diagnostic
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import OPTIONS
-from policyc.linter.context import Context
 from policyc.linter.products import QuantizedProduct, report_sites, suggest_keeping
 from policyc.linter.rule import Check
 from policyc.numerics.backends import te
 from policyc.numerics.backends.choice import Obstacle
-
-
-def _check_hadamard_does_not_fit(context: Context) -> Iterator[Diagnostic]:
-    return report_sites(context, _describe_rotated, _suggest_length)
 
 
 def _describe_rotated(product: QuantizedProduct) -> str | None:
@@ -47,10 +42,6 @@ def _length(product: QuantizedProduct) -> int:
     return max(t.rht for t in product.recipe.gemm_treatments(product.gemm))
 
 
-def _check_padded_gemm(context: Context) -> Iterator[Diagnostic]:
-    return report_sites(context, _describe_padding, _suggest_size)
-
-
 def _describe_padding(product: QuantizedProduct) -> str | None:
     block, (dimension, size) = _block_size(product), product.contracted
     if not block or size % block == 0:
@@ -69,10 +60,6 @@ def _suggest_size(plan: Plan, products: Sequence[QuantizedProduct]) -> str:
 
 def _block_size(product: QuantizedProduct) -> int:
     return max(FORMATS[t.format].block for t in product.recipe.gemm_treatments(product.gemm))
-
-
-def _check_transformer_engine_shape(context: Context) -> Iterator[Diagnostic]:
-    return report_sites(context, _describe_shape, _suggest_for_te)
 
 
 def _describe_shape(product: QuantizedProduct) -> str | None:
@@ -96,7 +83,7 @@ def _find_obstacle(product: QuantizedProduct) -> Obstacle | None:
 
 
 CHECKS: dict[str, Check] = {
-    "hadamard-does-not-fit": _check_hadamard_does_not_fit,
-    "padded-gemm": _check_padded_gemm,
-    "transformer-engine-shape": _check_transformer_engine_shape,
+    "hadamard-does-not-fit": partial(report_sites, describe=_describe_rotated, suggest=_suggest_length),
+    "padded-gemm": partial(report_sites, describe=_describe_padding, suggest=_suggest_size),
+    "transformer-engine-shape": partial(report_sites, describe=_describe_shape, suggest=_suggest_for_te),
 }
