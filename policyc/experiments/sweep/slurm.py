@@ -20,18 +20,15 @@ from typing import Any
 
 from policyc.base.text import did_you_mean
 from policyc.experiments.sweep.liveness import is_locked
-from policyc.experiments.sweep.run import LOG_FILE, Run, RunStatus, State, tail_lines, write_json
+from policyc.experiments.sweep.run import LOG_FILE, Run, RunStatus, write_json
 from policyc.experiments.sweep.wrapper import DEFAULT_GRACE, GRACE_VARIABLE
 
 JOB_FILE = "slurm.json"
-JOB_FOLDER = "slurm"
-"""Where the output of the job itself is. The programs write to `log.txt`."""
 
 _DEFAULT_JOBS = 100  # clusters limit how many jobs of a user may wait
 _POLL_SECONDS = 5.0  # all runs share one question; administrators ask not to put it every second
 _SLURM_TIMEOUT = 60.0  # a controller that is restarted answers after some seconds
 _FILE_SYSTEM_SECONDS = 60.0  # NFS caches a folder for up to a minute
-_LOG_LINES = 20
 _ENDED = frozenset({"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
                     "PREEMPTED", "REVOKED", "TIMEOUT"})  # fmt: skip
 _NEVER_STARTS = ("launch failed requeued held", "BadConstraints", "DependencyNeverSatisfied")
@@ -294,24 +291,21 @@ class SlurmExecutor:
 
     def _submit(self, run: Run) -> str:
         """Submits a run. Returns the number of its job."""
-        output = run.folder / JOB_FOLDER
-        output.mkdir(exist_ok=True)
         words = [
             "sbatch",
             "--parsable",
             f"--job-name=policyc-{run.variant}-{'-'.join(map(str, run.seeds))}",
             f"--comment={run.folder}",
-            f"--output={str(output).replace('%', '%%')}/%j.txt",
+            f"--output={str(run.folder / LOG_FILE).replace('%', '%%')}",  # what the job prints, beside the program
             "--open-mode=append",
             *self._options.sbatch_words(),
         ]
         script = _SCRIPT.format(python=shlex.quote(sys.executable), folder=shlex.quote(str(run.folder)))
         try:
-            return (
-                _run_slurm(*words, script=script).strip().partition(";")[0]
-            )  # the name of a cluster may follow
+            answer = _run_slurm(*words, script=script)
         except OSError as error:
             raise OSError(f"{run.name} could not be submitted: {error}") from None
+        return answer.strip().partition(";")[0]  # the name of a cluster may follow
 
     def _find_job(self, run: Run) -> SlurmJob | None:
         """The last job of a run. A sweep that was killed while it submitted a job did not note its number."""
@@ -330,35 +324,15 @@ class SlurmExecutor:
     def _settle(self, run: Run, job: SlurmJob, state: str, reason: str) -> None:
         """Writes how a run ended if its wrapper could not, or did not know that its job was cancelled."""
         status = RunStatus.read(run.folder)
-        end = find_end(status, job, state, reason)
-        if end is None:
+        if has_end(status, job, state):
             return
-        new_state, text = end
-        has_started = status is not None and status.attempt > job.attempts
-        _append_output(run.folder, [] if has_started else _job_output(run.folder, job), text)
-        if status is None:
-            status = RunStatus(state=new_state, command=run.command)
+        status = status or RunStatus(state="failed", command=run.command)
         for folder in run.folders:
-            replace(status, state=new_state, reason=text).write(folder)
+            replace(status, state="failed", reason=f"Slurm job {job.id}: {reason}").write(folder)
 
 
-def find_end(status: RunStatus | None, job: SlurmJob, state: str, reason: str) -> tuple[State, str] | None:
-    """How a run ended whose job has left the queue in this state; None if its status says so already."""
-    current = status if status is not None and status.attempt > job.attempts else None
-    if current is not None and current.state in ("finished", "failed"):
-        return None
-    if current is not None and current.state == "preempted" and state != "CANCELLED":
-        return None
-    return "failed", f"Slurm job {job.id}: {reason}"
-
-
-def _job_output(folder: Path, job: SlurmJob) -> list[str]:
-    """What a job printed last that did not get as far as the wrapper."""
-    return tail_lines(folder / JOB_FOLDER / f"{job.id}.txt", _LOG_LINES)
-
-
-def _append_output(folder: Path, lines: Sequence[str], reason: str) -> None:
-    """Appends lines and the reason to the log of a run."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOG_FILE).open("a", encoding="utf-8") as log:
-        log.writelines(f"{line}\n" for line in [*lines, reason])
+def has_end(status: RunStatus | None, job: SlurmJob, state: str) -> bool:
+    """Does the status say how a run ended whose job has left the queue in this state?"""
+    if status is None or status.attempt <= job.attempts:
+        return False
+    return status.state in ("finished", "failed") or (status.state == "preempted" and state != "CANCELLED")
