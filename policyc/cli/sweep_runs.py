@@ -157,7 +157,8 @@ def run_sweep(
 ) -> None:
     """Runs a sweep to its end, or prints what it would run. Exits unless all runs finished."""
     from policyc.experiments.sweep.commands import make_runs
-    from policyc.experiments.sweep.engine import SweepBusy, lock_sweep, track_runs
+    from policyc.experiments.sweep.engine import track_runs
+    from policyc.experiments.sweep.liveness import FolderBusy, hold_lock
     from policyc.experiments.sweep.manifest import ChangedSweep, check_sweep, open_sweep
 
     out = out.absolute()
@@ -173,12 +174,12 @@ def run_sweep(
             return
         executor = _make_executor(options)
         out.mkdir(parents=True, exist_ok=True)
-        with lock_sweep(out, lambda text: print_note(text, "warning")):
+        with hold_lock(out, "sweep", lambda text: print_note(text, "warning")):
             for note in open_sweep(out, design):
                 print_note(note)
             # Under the lock: no other sweep changes the states of the runs.
             result = _run(design, track_runs(runs), executor)
-    except (ChangedSweep, SweepBusy, ValueError) as error:
+    except (ChangedSweep, FolderBusy, ValueError) as error:
         exit_with_message(str(error), EXIT_USAGE)
     except OSError as error:
         full = "; the same command continues the sweep when there is space" if error.errno == ENOSPC else ""

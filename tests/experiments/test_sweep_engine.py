@@ -15,7 +15,7 @@ from rich.console import Console
 from policyc.experiments.report.runs import read_run
 from policyc.experiments.report.sweeps import trailing_loss as trailing_loss_of_report
 from policyc.experiments.sweep import engine, liveness
-from policyc.experiments.sweep.engine import Engine, SweepBusy, SweepResult, lock_sweep, track_runs
+from policyc.experiments.sweep.engine import Engine, SweepResult, track_runs
 from policyc.experiments.sweep.live import (
     SweepDisplay,
     compute_gaps,
@@ -246,12 +246,15 @@ def test_an_interrupt_leaves_jobs_in_a_queue(tmp_path: Path) -> None:
 
 def test_a_folder_has_one_sweep_at_a_time(tmp_path: Path) -> None:
     warnings: list[str] = []
-    with lock_sweep(tmp_path, warnings.append):
+    with liveness.hold_lock(tmp_path, "sweep", warnings.append):
         assert liveness.is_locked(tmp_path)
-        with pytest.raises(SweepBusy, match="another process"), lock_sweep(tmp_path, warnings.append):
+        with (
+            pytest.raises(liveness.FolderBusy, match="another process"),
+            liveness.hold_lock(tmp_path, "sweep", warnings.append),
+        ):
             pass
     assert not liveness.is_locked(tmp_path)
-    with lock_sweep(tmp_path, warnings.append):
+    with liveness.hold_lock(tmp_path, "sweep", warnings.append):
         pass
     assert not warnings
 
@@ -262,7 +265,7 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(liveness.fcntl, "flock", fail)
     warnings: list[str] = []
-    with lock_sweep(tmp_path, warnings.append):
+    with liveness.hold_lock(tmp_path, "sweep", warnings.append):
         assert not liveness.is_locked(tmp_path)
     (warning,) = warnings
     assert f"{tmp_path} cannot be locked ([Errno {errno.ENOLCK}] No locks available)" in warning

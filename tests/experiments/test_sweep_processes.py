@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from policyc.experiments.sweep.executor import LocalExecutor, find_gpus, group_gpus
-from policyc.experiments.sweep.liveness import is_locked, try_lock
+from policyc.experiments.sweep.liveness import hold_lock, is_locked
 from policyc.experiments.sweep.metrics import MetricsReader
 from policyc.experiments.sweep.run import Run, RunStatus
 from tests.support.processes import wait_until
@@ -142,15 +142,15 @@ def test_a_program_that_does_not_stop_is_killed(tmp_path: Path) -> None:
 
 def test_asking_for_a_lock_refuses_nobody(tmp_path: Path) -> None:
     """A run that starts in the moment in which a sweep asks whether it runs."""
-    with try_lock(tmp_path) as lock:
-        assert not lock.is_busy
+    warnings: list[str] = []
+    with hold_lock(tmp_path, "run", warnings.append):
         assert is_locked(tmp_path)
     asked = os.open(tmp_path / ".lock", os.O_RDONLY)
     fcntl.flock(asked, fcntl.LOCK_SH)  # as `is_locked` holds it
     timer = threading.Timer(0.1, os.close, [asked])
     timer.start()
-    with try_lock(tmp_path) as lock:
-        assert not lock.is_busy
+    with hold_lock(tmp_path, "run", warnings.append):
+        assert not warnings
     timer.join()
 
 

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from policyc.base.text import count_noun
 from policyc.experiments.sweep.executor import Executor
-from policyc.experiments.sweep.liveness import note_signals, try_lock
+from policyc.experiments.sweep.liveness import note_signals
 from policyc.experiments.sweep.metrics import MetricsReader
 from policyc.experiments.sweep.run import LOG_FILE, METRICS_FILE, Run, RunStatus
 from policyc.experiments.sweep.wrapper import judge_without_exit_code
@@ -26,10 +25,6 @@ _POLL_SECONDS = 0.5
 _MOST_EARLY_FAILURES = 3  # runs in a row that fail before their first step: the others would fail too
 
 Progress = Literal["waiting", "running", "finished", "failed", "preempted"]
-
-
-class SweepBusy(Exception):
-    """Another process runs this sweep."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,17 +95,6 @@ def _distance_from_end(status: RunStatus | None) -> int:
     if status is None:
         return 4
     return {"finished": 0, "failed": 1 if status.diverged else 2, "preempted": 3, "running": 3}[status.state]
-
-
-@contextlib.contextmanager
-def lock_sweep(out: Path, warn: Callable[[str], None]) -> Iterator[None]:
-    """Raises SweepBusy if another process runs the sweep in this folder. Warns on a file system without locks."""
-    with try_lock(out) as lock:
-        if lock.is_busy:
-            raise SweepBusy(f"another process runs the sweep in {out}: wait for it, or stop it")
-        if text := lock.warning(out, "sweep"):
-            warn(text)
-        yield
 
 
 class Engine:

@@ -10,8 +10,7 @@ import fcntl
 import os
 import signal
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -21,37 +20,29 @@ _LOCK_SECONDS = 0.5  # `is_locked` of another process holds a lock for far less
 _POLL_SECONDS = 0.01
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FolderLock:
-    """An attempt to lock a folder.
-
-    Attributes:
-      descriptor: of the lock file. A process that inherits it holds the lock too.
-      is_busy: another process holds the lock.
-      fault: why nothing is locked, on a file system without locks; empty if there is no fault.
-    """
-
-    descriptor: int
-    is_busy: bool = False
-    fault: str = ""
-
-    def warning(self, folder: Path, second: str) -> str:
-        """What to print about a fault; empty if there is none."""
-        remedy = f"two {second}s could work here at once; do not start another in this folder"
-        return f"{folder} cannot be locked ({self.fault}): {remedy}" if self.fault else ""
+class FolderBusy(Exception):
+    """Another process holds the lock of a folder."""
 
 
 @contextlib.contextmanager
-def try_lock(folder: Path) -> Iterator[FolderLock]:
-    """Tries to lock a folder until the block ends. Raises OSError if the lock file cannot be opened."""
+def hold_lock(folder: Path, what: str, warn: Callable[[str], object]) -> Iterator[int]:
+    """Locks a folder for a sweep or a run until the block ends.
+
+    Yields the descriptor of the lock: a process that inherits it holds the lock too. Raises FolderBusy if another
+    process holds it. Warns on a file system without locks.
+    """
     descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
     deadline = time.monotonic() + _LOCK_SECONDS
     try:
-        lock = _lock(descriptor, fcntl.LOCK_EX)
-        while lock.is_busy and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
-            lock = _lock(descriptor, fcntl.LOCK_EX)
-        yield lock
+        try:
+            while not _lock(descriptor, fcntl.LOCK_EX):
+                if time.monotonic() > deadline:
+                    raise FolderBusy(f"another process runs the {what} in {folder}: wait for it, or stop it")
+                time.sleep(_POLL_SECONDS)
+        except OSError as error:
+            remedy = f"two {what}s could work here at once; do not start another in this folder"
+            warn(f"{folder} cannot be locked ({error}): {remedy}")
+        yield descriptor
     finally:
         os.close(descriptor)
 
@@ -59,26 +50,27 @@ def try_lock(folder: Path) -> Iterator[FolderLock]:
 def is_locked(folder: Path) -> bool:
     """Is a process of this run alive? Not known on a file system without locks: then False.
 
-    To ask is to hold a shared lock for a moment. `try_lock` waits longer than that.
+    To ask is to hold a shared lock for a moment. `hold_lock` waits longer than that.
     """
     try:
         descriptor = os.open(folder / LOCK_FILE, os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:
-        return _lock(descriptor, fcntl.LOCK_SH).is_busy
+        return not _lock(descriptor, fcntl.LOCK_SH)
+    except OSError:
+        return False
     finally:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, kind: int) -> FolderLock:
+def _lock(descriptor: int, kind: int) -> bool:
+    """Whether the lock could be had. Raises OSError on a file system without locks."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-        return FolderLock(descriptor=descriptor)
     except BlockingIOError:
-        return FolderLock(descriptor=descriptor, is_busy=True)
-    except OSError as error:
-        return FolderLock(descriptor=descriptor, fault=str(error))
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from policyc.experiments.sweep.liveness import try_lock
+from policyc.experiments.sweep.liveness import FolderBusy, hold_lock
 from policyc.experiments.sweep.metrics import MetricsReader, convert_metrics, describe_divergence
 from policyc.experiments.sweep.run import (
     LOG_FILE,
@@ -68,13 +68,12 @@ def main() -> int:
         return 0  # Slurm starts a job again whose node failed
     if len(sys.argv) == 3 and int(sys.argv[2]) > 0:
         return _Wrapper(run).run_rank(int(sys.argv[2]))
-    with try_lock(folder) as lock:
-        if lock.is_busy:
-            sys.stderr.write(f"{folder}: another process runs this run\n")
-            return _EXIT_BUSY
-        if text := lock.warning(folder, "run"):
-            sys.stderr.write(f"warning: {text}\n")
-        return _Wrapper(run).run(lock.descriptor)
+    try:
+        with hold_lock(folder, "run", lambda text: sys.stderr.write(f"warning: {text}\n")) as lock:
+            return _Wrapper(run).run(lock)
+    except FolderBusy as error:
+        sys.stderr.write(f"{error}\n")
+        return _EXIT_BUSY
 
 
 class _Wrapper:
