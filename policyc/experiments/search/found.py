@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import numpy as np
 
 from policyc.compiler.plan import Plan
 from policyc.experiments.search.candidates import Cell, CellKey
-from policyc.experiments.search.problem import Assignment, Choice, Cost, Problem
+from policyc.experiments.search.problem import Choice, Cost, Problem
 from policyc.experiments.search.rules import write_rules
 from policyc.experiments.search.scores import STALLS_BELOW, Scores
 from policyc.experiments.search.solve import Infeasible, Solution, minimize_damage
@@ -56,7 +57,9 @@ class Searched:
         """The policy of a solution. It decides exactly what was solved, and the linter finds nothing."""
         rules = write_rules(self.problem, self.plan, solution.assignment) or ["* -> keep"]
         text = self._format([self._header(solution), "", *self._recipes(rules), *rules])
-        self._check(parse(text), solution.assignment)
+        assert self.read_assignment(parse(text)) == solution.assignment, (
+            "a policy must decide what was solved"
+        )
         return text
 
     def write_variants(self, solutions: Sequence[Solution]) -> str:
@@ -125,11 +128,6 @@ class Searched:
                 return format_file(loaded.file)
             text = mended
 
-    def _check(self, policy: Policy, assignment: Assignment) -> None:
-        """Asserts that a policy decides what was solved."""
-        decided = self.read_assignment(policy)
-        assert decided == assignment, "the written policy must decide what was solved"
-
     def read_assignment(self, policy: Policy) -> dict[CellKey, Choice] | None:
         """The formats that a policy gives each linear in its first phase; None if it has any that was not scored."""
         plan = self.step.under(policy).plan
@@ -186,12 +184,8 @@ class Searched:
             fastest += min(cost.seconds for cost in item.options.values())
         found: list[Solution] = []
         for seconds in np.linspace(self.problem.seconds, fastest, points):
-            try:
-                solution = minimize_damage(self.problem, float(seconds), self.segments)
-            except Infeasible:
-                continue
-            if not found or solution.cost.seconds < found[-1].cost.seconds:
-                found.append(solution)
+            with contextlib.suppress(Infeasible):
+                found.append(minimize_damage(self.problem, float(seconds), self.segments))
         return _monotone(found)
 
 
