@@ -27,10 +27,10 @@ class BlockPosition(NamedTuple):
     """Where a site is in its stack of blocks.
 
     Attributes:
-      base: its block in the first iteration of the loops around it.
+      base: its block in iteration 0 of the loops around it.
       stack: the number of the stack.
       size: how many blocks the stack has.
-      strides: for each loop around it, how many blocks an iteration has.
+      strides: for each loop around it, how many blocks later the next iteration is; negative if it runs backwards.
     """
 
     base: int
@@ -314,8 +314,10 @@ class _Finder:
                     for product in item.products:
                         positions[product.node] = here
                 else:
-                    stride = item.body.count(self._lengths)
-                    inside = here._replace(strides=(*here.strides, (item.loop, stride)))
+                    start, stride = base, item.body.count(self._lengths)
+                    if self._flow.loops[item.loop].is_reverse:
+                        start, stride = base + (self._lengths[item.loop] - 1) * stride, -stride
+                    inside = here._replace(base=start, strides=(*here.strides, (item.loop, stride)))
                     self.locate(item.body, inside, positions)
             base += _item_count(block, self._lengths)
 
@@ -325,6 +327,8 @@ def _divide(body: list[_Item]) -> list[list[_Item]]:
 
     A body with one attention, or several without other products between them, is one layer.
     """
+    if len({item.products[0].mixer for item in body} - {None}) < 2:
+        return [body]
     blocks: list[list[_Item]] = [[]]
     seen: set[int] = set()
     has_other = False

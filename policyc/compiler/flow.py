@@ -92,18 +92,31 @@ class Flow:
         return users
 
     @cached_property
-    def carries(self) -> set[int]:
-        return {node for node, operation in enumerate(self.operations) if operation == CARRY}
+    def _by_operation(self) -> dict[str, list[int]]:
+        nodes: dict[str, list[int]] = {}
+        for node, operation in enumerate(self.operations):
+            nodes.setdefault(operation, []).append(node)
+        return nodes
 
-    def add(self, operation: str, operands: Iterable[int] = (), call: Call | None = None) -> int:
+    def nodes_of(self, operations: Iterable[str]) -> list[int]:
+        """The nodes of some operations, in order."""
+        return sorted(node for name in operations for node in self._by_operation.get(name, ()))
+
+    def add(self, operation: str, operands: Collection[int] = (), call: Call | None = None) -> int:
         """A new node. Operands may be `PARAMETER` and `CONSTANT`."""
-        node, operands = len(self.operations), tuple(operands)
+        node = len(self.operations)
         self.operations.append(operation)
         self.inputs.append([o for o in operands if o >= 0])
         self.calls.append(call)
         if PARAMETER in operands:
             self.learned.add(node)
         return node
+
+    def combine(self, operation: str, operands: Collection[int], call: Call | None) -> int:
+        """A node for what is computed from some operands; `PARAMETER` or `CONSTANT` if none of them is a node."""
+        if max(operands, default=CONSTANT) >= 0:
+            return self.add(operation, operands, call)
+        return PARAMETER if PARAMETER in operands else CONSTANT
 
     def equation(self, node: int) -> JaxprEqn:
         call = self.calls[node]
@@ -194,67 +207,60 @@ class _Builder:
     ) -> list[int]:
         """The values of the results of a jaxpr, from those of its inputs."""
         opened = jaxprs.open_jaxpr(jaxpr)
-        caller, add = self._caller, self.flow.add
+        caller, combine = self._caller, self.flow.combine
         known: dict[Any, int] = dict(zip(opened.invars, values, strict=True))
         if constants:
             known.update(constants)
         for number, eqn in enumerate(opened.eqns):
             operands = [CONSTANT if isinstance(a, Literal) else known.get(a, CONSTANT) for a in eqn.invars]
-            name, outvars = eqn.primitive.name, eqn.outvars
+            name = eqn.primitive.name
             if name in _PLAIN:
-                if max(operands, default=CONSTANT) >= 0:
-                    value = add(name, operands, (eqn, caller))
-                else:
-                    value = PARAMETER if PARAMETER in operands else CONSTANT
-                for var in outvars:
-                    known[var] = value
-                continue
-            if name in _LAYOUT and (len(operands) == 1 or name in _ONE_FOR_ONE):
-                results: Sequence[int] = operands if name in _ONE_FOR_ONE else operands * len(outvars)
+                value = combine(name, operands, (eqn, caller))
+            elif name in _LAYOUT and len(operands) == 1:
+                value = operands[0]
             else:
                 self._caller = (eqn, caller)
                 results = self._equation(eqn, name, operands, (*address, number))
-            known.update(zip(outvars, results, strict=True))
+                known.update(zip(eqn.outvars, results, strict=True))
+                continue
+            for var in eqn.outvars:
+                known[var] = value
         self._caller = caller
         return [CONSTANT if isinstance(a, Literal) else known.get(a, CONSTANT) for a in opened.outvars]
 
     def _equation(self, eqn: JaxprEqn, name: str, operands: list[int], address: Address) -> Sequence[int]:
-        enter = _CONTAINERS.get(name)
-        if enter is not None:
-            return enter(self, eqn, operands, address)
         count = len(eqn.outvars)
         if address in self._sites:
             node = self.flow.add(name, operands, self._caller)
             self.flow.sites[node] = address
             self.flow.operands[node] = tuple(operands)
             return [node] * count
+        enter = _CONTAINERS.get(name)
+        if enter is not None:
+            return enter(self, eqn, operands, address)
+        if name in _ONE_FOR_ONE:
+            return operands
         if eqn.invars and hasattr(eqn.invars[0].aval, "inner_aval"):  # a reference is read or written
             self._write(operands[0], operands[1:])
             return [operands[0]] * count
-        active = [o for o in operands if o >= 0]
         if address in self._with_sites:
             return [self._opaque_with_sites(eqn, operands, address)] * count
-        if not active:
-            return [PARAMETER if PARAMETER in operands else CONSTANT] * count
-        if name in _LAYOUT and active == operands[:1]:
-            return active * count
-        node = self.flow.add(name, operands, self._caller)
-        if name not in _KNOWN and not name.endswith(("_start", "_done")):  # collectives end like that
+        if name in _LAYOUT and operands[0] >= 0 > max(operands[1:]):
+            return operands[:1] * count
+        node = self.flow.combine(name, operands, self._caller)
+        if node >= 0 and name not in _KNOWN and not name.endswith(("_start", "_done")):  # collectives end like that
             self.flow.opaque[node] = tuple(operands)
         return [node] * count
 
     def _opaque_with_sites(self, eqn: JaxprEqn, operands: list[int], address: Address) -> int:
         """Any input of its jaxprs may be any operand, and any result may be any of theirs."""
-        value = PARAMETER if PARAMETER in operands else CONSTANT
-        if any(o >= 0 for o in operands):
-            value = self.flow.add(eqn.primitive.name, operands, self._caller)
+        name, caller = eqn.primitive.name, self._caller
+        value = self.flow.combine(name, operands, caller)
         results = [value]
         for number, sub in enumerate(jaxprs.sub_jaxprs(eqn)):
             inputs = len(jaxprs.open_jaxpr(sub.jaxpr).invars)
             results += self.run(sub.jaxpr, [value] * inputs, (*address, number))
-        if any(r >= 0 for r in results):
-            return self.flow.add(eqn.primitive.name, results, self._caller)
-        return value
+        return self.flow.combine(name, results, caller)
 
     def _write(self, reference: int, values: Sequence[int]) -> None:
         if reference >= 0:
@@ -279,9 +285,7 @@ class _Builder:
 
     def _join(self, values: Sequence[int]) -> int:
         distinct = set(values)
-        if len(distinct) == 1:
-            return values[0]
-        return self.flow.add("cond", distinct, self._caller) if max(distinct) >= 0 else min(distinct)
+        return values[0] if len(distinct) == 1 else self.flow.combine("cond", distinct, self._caller)
 
     def scan(self, eqn: JaxprEqn, operands: list[int], address: Address) -> Sequence[int]:
         parts = SCAN.parts(eqn, operands)

@@ -23,7 +23,7 @@ def block_text(layers: Iterable[tuple[Site, Layer]]) -> str:
     for site, layer in layers:
         if site.block is not None:
             count = site.block.count
-            numbers |= set() if site.block.unknown else {site.block.number[site.stack_indices(layer)]}
+            numbers |= set() if site.block.unknown else {site.block.number(site.stack_indices(layer))}
     if count is None:
         return "-"
     return f"{format_ranges(as_ranges(sorted(numbers))) or '?'}/{count}"

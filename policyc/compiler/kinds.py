@@ -28,7 +28,6 @@ _NONLINEAR = {
     )
 }
 """A bit for each function that products of other roles are followed by."""
-_EXPONENTIALS = frozenset({"exp", "exp2"})
 _NO_BRANCHES: frozenset[int] = frozenset()
 _SHARED = "all iterations of the loop around it share its weight"
 _STAGES = "the stages of a pipeline run it at once, each for other blocks"
@@ -61,10 +60,8 @@ def set_kinds(flow: Flow, sites: Sequence[Site], looked_up: Collection[DottedPat
 def _mark_heads(products: ProductFlow, routers: Collection[int]) -> None:
     """The products that reach the logarithm of a sum of exponentials, and do not route (a z-loss of a router)."""
     flow = products.flow
-    exponentials = {node for node, name in enumerate(flow.operations) if name in _EXPONENTIALS}
-    for node, operation in enumerate(flow.operations):
-        if operation != "log":
-            continue
+    exponentials = set(flow.nodes_of(("exp", "exp2")))
+    for node in flow.nodes_of(("log",)):
         before = flow.before(flow.inputs[node], products.ends | exponentials)
         if not any(flow.operations[n] in ("reduce_sum", "div") for n in before):
             continue
@@ -162,17 +159,15 @@ class _Blocks:
         position, site = self.positions.get(node), self._products.sites[node]
         if position is None:
             return None
-        key = id(position), site.stacks
-        if key not in self._blocks:  # the sites of a block share it
-            loops = self._products.flow.loops
-            strides = {a: -s if loops[a].is_reverse else s for a, s in position.strides}
+        key = id(position), site.stacks if position.strides else ()
+        block = self._blocks.get(key)  # the sites of a block share it
+        if block is None:
             unknown = _STAGES if position.stack in self._staged else ""
-            if strides.keys() - {stack.address for stack in site.stacks}:
+            if any(all(loop != s.address for s in site.stacks) for loop, _ in position.strides):
                 unknown = _SHARED
-            self._blocks[key] = SiteBlock.from_strides(
-                site.stacks, position.base, strides, position.size, unknown=unknown
-            )
-        return self._blocks[key]
+            block = SiteBlock(position.base, position.strides, position.size, unknown)
+            self._blocks[key] = block
+        return block
 
     def _read(self, node: int, kind: str) -> Product:
         products, site, mixer = self._products, self._products.sites[node], self._mixer_of.get(node)
@@ -217,7 +212,7 @@ class _Blocks:
         carries, does not start from there.
         """
         products, flow = self._products, self._products.flow
-        convolutions = {n for n, name in enumerate(flow.operations) if name == "conv_general_dilated"}
+        convolutions = set(flow.nodes_of(["conv_general_dilated"]))
         additions = {addition for node in block for addition in products.branches.get(node, ())}
         starts = [min(additions)] if additions else flow.inputs[block[0]]
         for stack in products.sites[block[0]].loops:
@@ -241,7 +236,7 @@ def _is_pipeline(sites: Sequence[Site], loops: Collection[Address]) -> bool:
     )
 
 
-_ONLY_BLOCK = SiteBlock.from_strides((), 0, {}, 1)
+_ONLY_BLOCK = SiteBlock(0, (), 1)
 
 
 def _only_block(kind: SiteKind) -> SiteBlock | None:

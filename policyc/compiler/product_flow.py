@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
-from policyc.compiler.flow import Flow
+from policyc.compiler.flow import CARRY, Flow
 from policyc.compiler.residuals import find_residuals
 from policyc.compiler.site_kinds import SiteKind
 from policyc.compiler.sites import Site
@@ -58,7 +58,7 @@ class ProductFlow:
             sequential=_sequential_loops(flow),
             products=set(by_node),
             ends=by_node.keys() | residuals.keys(),
-            starts=by_node.keys() | residuals.keys() | flow.carries,
+            starts=by_node.keys() | residuals.keys() | set(flow.nodes_of([CARRY])),
         )
 
     def add_fused(self, node: int, operands: tuple[int, ...]) -> None:

@@ -54,8 +54,9 @@ class _Ancestors:
         """The next node. `inputs` are those whose ancestors are its own too."""
         bits, known = 1, self._bits
         for operand in inputs:
-            if 0 < node - operand < _MAX_BRANCH:
-                bits |= known[operand] << (node - operand)
+            distance = node - operand
+            if 0 < distance < _MAX_BRANCH:
+                bits |= known[operand] << distance
                 if self._written and operand in self._written:
                     for value in self._written[operand]:
                         if value < node:
@@ -69,8 +70,6 @@ class _Ancestors:
 
     def sites_between(self, first: int, last: int) -> set[int]:
         """The sites that are computed from a node, and from which another node is."""
-        if not self.has(last, first):
-            return set()
         sites = self._sites[bisect_right(self._sites, first) : bisect_right(self._sites, last)]
         return {site for site in sites if self.has(last, site) and self.has(site, first)}
 
@@ -85,8 +84,7 @@ def _branch_members(flow: Flow, node: int, ancestors: _Ancestors) -> set[int]:
             candidates = sorted(set(_unscaled(flow, stream)), reverse=True)
         for term in terms:
             for candidate in candidates if term != stream else ():
-                branch = ancestors.sites_between(candidate, term)
-                if branch:
+                if ancestors.has(term, candidate) and (branch := ancestors.sites_between(candidate, term)):
                     members |= branch
                     break
     return members

@@ -19,9 +19,7 @@ class Routing:
         self._products = products
         self.routers: dict[int, SiteKind] = {}
         flow = products.flow
-        choices = [
-            node for node, name in enumerate(flow.operations) if name in _CHOICES and self._routes(node)
-        ]
+        choices = [node for node in flow.nodes_of(_CHOICES) if self._routes(node)]
         self.routed: set[int] = flow.after(choices, self._ends) if choices else set()
         for node, operands in flow.operands.items():
             if products.sites[node].is_ragged and len(operands) > 2 and operands[2] >= 0:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from policyc.compiler.flow import Call
-from policyc.compiler.stacks import LayerTable, Stack
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.transform import Address
 from policyc.language.kinds import KINDS
@@ -39,31 +37,18 @@ class SiteKind:
         return {word: word == self.name or word in implied for word in KINDS if word != "block"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SiteBlock:
-    """The block that a site is in: its number in each layer, and how many blocks its stack has."""
+    """The block that a site is in, and how many blocks its stack has."""
 
-    number: LayerTable[int]
+    base: int
+    """Its number in iteration 0 of the loops around it."""
+    strides: tuple[tuple[Address, int], ...]
+    """For each loop around it, how many blocks later the next iteration is; negative if the loop runs backwards."""
     count: int
     unknown: str = ""
     """Why its number is not known; empty if it is."""
 
-    @classmethod
-    def from_strides(
-        cls, stacks: Sequence[Stack], base: int, strides: Mapping[Address, int], count: int, unknown: str = ""
-    ) -> SiteBlock:
-        """The block `base` in the first iteration, and so many blocks later in each iteration of some loops.
-
-        A loop that runs backwards has a negative stride.
-        """
-        if not strides:
-            return cls(number=LayerTable((), (base,)), count=count, unknown=unknown)
-        used = tuple(stack for stack in stacks if stack.address in strides)
-        numbers = []
-        for indices in itertools.product(*(range(stack.size) for stack in used)):
-            steps = (
-                strides[s.address] * (i if strides[s.address] > 0 else i - s.size + 1)
-                for s, i in zip(used, indices, strict=True)
-            )
-            numbers.append(base + sum(steps))
-        return cls(number=LayerTable(used, tuple(numbers)), count=count, unknown=unknown)
+    def number(self, indices: Mapping[Address, int]) -> int:
+        """The number of the block, given the iteration of each loop."""
+        return self.base + sum(stride * indices[loop] for loop, stride in self.strides)

@@ -232,7 +232,7 @@ class Site:
             return {**attributes, "layer": None, "layers": None}
         if self.block.unknown:
             return attributes
-        number = self.block.number[self.stack_indices(layer)]
+        number = self.block.number(self.stack_indices(layer))
         return {**attributes, "layer": number, "layers": self.block.count}
 
     def set_kind(self, kind: SiteKind, block: SiteBlock | None) -> None:
