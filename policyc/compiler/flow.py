@@ -98,19 +98,22 @@ class Flow:
             nodes.setdefault(operation, []).append(node)
         return nodes
 
+    @cached_property
+    def exponentials(self) -> frozenset[int]:
+        return frozenset(self.nodes_of(("exp", "exp2")))
+
     def nodes_of(self, operations: Iterable[str]) -> list[int]:
         """The nodes of some operations, in order."""
         return sorted(node for name in operations for node in self._by_operation.get(name, ()))
 
     def add(self, operation: str, operands: Collection[int] = (), call: Call | None = None) -> int:
         """A new node. Operands may be `PARAMETER` and `CONSTANT`."""
-        node = len(self.operations)
+        if PARAMETER in operands:
+            self.learned.add(len(self.operations))
         self.operations.append(operation)
         self.inputs.append([o for o in operands if o >= 0])
         self.calls.append(call)
-        if PARAMETER in operands:
-            self.learned.add(node)
-        return node
+        return len(self.operations) - 1
 
     def combine(self, operation: str, operands: Collection[int], call: Call | None) -> int:
         """A node for what is computed from some operands; `PARAMETER` or `CONSTANT` if none of them is a node."""
@@ -193,7 +196,10 @@ class _Builder:
 
     def __init__(self, sites: set[Address]) -> None:
         self.flow = Flow()
-        self._sites = sites
+        self._sites: dict[Address, set[int]] = {}
+        """For the address of a jaxpr: which of its equations are sites."""
+        for site in sites:
+            self._sites.setdefault(site[:-1], set()).add(site[-1])
         self._with_sites = {site[:depth] for site in sites for depth in range(1, len(site))}
         """The addresses of equations with a site inside."""
         self._caller: Call | None = None
@@ -207,7 +213,7 @@ class _Builder:
     ) -> list[int]:
         """The values of the results of a jaxpr, from those of its inputs."""
         opened = jaxprs.open_jaxpr(jaxpr)
-        caller, combine = self._caller, self.flow.combine
+        caller, flow, sites = self._caller, self.flow, self._sites.get(address, ())
         known: dict[Any, int] = dict(zip(opened.invars, values, strict=True))
         if constants:
             known.update(constants)
@@ -215,7 +221,11 @@ class _Builder:
             operands = [CONSTANT if isinstance(a, Literal) else known.get(a, CONSTANT) for a in eqn.invars]
             name = eqn.primitive.name
             if name in _PLAIN:
-                value = combine(name, operands, (eqn, caller))
+                value = flow.combine(name, operands, (eqn, caller))
+            elif number in sites:
+                value = flow.add(name, operands, (eqn, caller))
+                flow.sites[value] = (*address, number)
+                flow.operands[value] = tuple(operands)
             elif name in _LAYOUT and len(operands) == 1:
                 value = operands[0]
             else:
@@ -229,17 +239,12 @@ class _Builder:
         return [CONSTANT if isinstance(a, Literal) else known.get(a, CONSTANT) for a in opened.outvars]
 
     def _equation(self, eqn: JaxprEqn, name: str, operands: list[int], address: Address) -> Sequence[int]:
-        count = len(eqn.outvars)
-        if address in self._sites:
-            node = self.flow.add(name, operands, self._caller)
-            self.flow.sites[node] = address
-            self.flow.operands[node] = tuple(operands)
-            return [node] * count
         enter = _CONTAINERS.get(name)
         if enter is not None:
             return enter(self, eqn, operands, address)
         if name in _ONE_FOR_ONE:
             return operands
+        count = len(eqn.outvars)
         if eqn.invars and hasattr(eqn.invars[0].aval, "inner_aval"):  # a reference is read or written
             self._write(operands[0], operands[1:])
             return [operands[0]] * count
@@ -248,7 +253,9 @@ class _Builder:
         if name in _LAYOUT and operands[0] >= 0 > max(operands[1:]):
             return operands[:1] * count
         node = self.flow.combine(name, operands, self._caller)
-        if node >= 0 and name not in _KNOWN and not name.endswith(("_start", "_done")):  # collectives end like that
+        if (
+            node >= 0 and name not in _KNOWN and not name.endswith(("_start", "_done"))
+        ):  # collectives end like that
             self.flow.opaque[node] = tuple(operands)
         return [node] * count
 
@@ -272,7 +279,8 @@ class _Builder:
 
     def call(self, eqn: JaxprEqn, operands: list[int], address: Address) -> Sequence[int]:
         """A container whose first jaxpr takes its operands."""
-        body = eqn.params["jaxpr" if "jaxpr" in eqn.params else jaxprs.sub_jaxprs(eqn)[0].param]
+        names = (name for name in ("jaxpr", "call_jaxpr") if name in eqn.params)
+        body = eqn.params[next(names, None) or jaxprs.sub_jaxprs(eqn)[0].param]
         count = len(jaxprs.open_jaxpr(body).invars)
         return self.run(body, operands[len(operands) - count :], (*address, 0))[: len(eqn.outvars)]
 

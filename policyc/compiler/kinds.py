@@ -60,12 +60,11 @@ def set_kinds(flow: Flow, sites: Sequence[Site], looked_up: Collection[DottedPat
 def _mark_heads(products: ProductFlow, routers: Collection[int]) -> None:
     """The products that reach the logarithm of a sum of exponentials, and do not route (a z-loss of a router)."""
     flow = products.flow
-    exponentials = set(flow.nodes_of(("exp", "exp2")))
     for node in flow.nodes_of(("log",)):
-        before = flow.before(flow.inputs[node], products.ends | exponentials)
+        before = flow.before(flow.inputs[node], products.ends | flow.exponentials)
         if not any(flow.operations[n] in ("reduce_sum", "div") for n in before):
             continue
-        for site in flow.before(before & exponentials, products.ends) & products.sites.keys():
+        for site in flow.before(before & flow.exponentials, products.ends) & products.sites.keys():
             if site not in routers:
                 products.mark(site, "head", "its result reaches the log-softmax at {place}", node)
 

@@ -59,6 +59,7 @@ def _mixes(products: ProductFlow, node: int) -> bool:
 
 
 def _mark_scores(products: ProductFlow, mixer: Mixer, after: dict[int, set[int]]) -> None:
+    exponentials = products.flow.exponentials
     for node in mixer.scores:
         nexts = [n for n in mixer.scores if n in after[node] and n != node]
         befores = [n for n in mixer.scores if node in after[n] and n != node]
@@ -66,7 +67,7 @@ def _mark_scores(products: ProductFlow, mixer: Mixer, after: dict[int, set[int]]
             products.mark(node, "scores", "it multiplies two activations inside a branch of the model")
             continue
         other = nexts[0] if nexts else befores[-1]
-        has_softmax = "exp" in [products.flow.operations[n] for n in after[min(node, other)]]
+        has_softmax = not exponentials.isdisjoint(after[min(node, other)])
         way = " through a softmax" if has_softmax else ""
         verb = f"its result reaches{way}" if nexts else f"it reads{way}"
         products.mark(
