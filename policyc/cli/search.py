@@ -213,7 +213,11 @@ def _seconds(searched: Searched, speedup: str) -> float:
         step = searched.step.under(load_policy(speedup))
         target = searched.plan.execution.target
         assert target is not None
-        return scheduled_seconds(step, target, searched.mesh)
+        seconds = scheduled_seconds(step, target, searched.mesh)
+        if seconds > searched.problem.seconds:
+            slower = f"{speedup} is predicted at {searched.problem.seconds / seconds:.2f}x the speed without a policy"
+            print_note(f"{slower}, so nothing has to be faster", "warning")
+        return seconds
     if not 0 < factor < float("inf"):
         raise click.BadParameter("expected a number such as 1.3, or a policy", param_hint="--speedup")
     return searched.problem.seconds / factor

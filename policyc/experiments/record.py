@@ -183,9 +183,7 @@ def _stop_by_signal(recorder: _Recorder) -> Iterator[None]:
         nonlocal is_running
         if not is_running:
             return
-        if _is_in_callback(
-            frame
-        ):  # on a CPU it may run in the main thread, and what it raises becomes XLA's error
+        if _would_be_lost(frame):
             threading.Timer(_RETRY_SECONDS, send).start()
             return
         is_running = False
@@ -204,13 +202,17 @@ def _stop_by_signal(recorder: _Recorder) -> Iterator[None]:
 _RETRY_SECONDS = 0.01
 
 
-def _is_in_callback(frame: FrameType | None) -> bool:
-    """Whether a frame is inside a callback of JAX."""
+def _would_be_lost(frame: FrameType | None) -> bool:
+    """Whether an exception that is raised here would not end the program.
+
+    A callback of JAX may run in the main thread, and what it raises becomes XLA's error. What is raised when an object
+    is deleted, Python prints and ignores.
+    """
     while frame is not None:
-        if (
-            frame.f_code is _Recorder._store.__code__
-            or frame.f_globals.get("__name__") == "jax._src.callback"
-        ):
+        name = frame.f_globals.get("__name__")
+        if frame.f_code is _Recorder._store.__code__ or frame.f_code.co_name == "__del__":
+            return True
+        if name in ("jax._src.callback", "_weakrefset", "weakref"):
             return True
         frame = frame.f_back
     return False

@@ -127,6 +127,8 @@ class _Solver:
     def _explain(self, least: _Relaxed) -> str:
         """What the budget could be: time is what is limited, since keeping everything does no damage."""
         seconds = self._problem.seconds + least.limited
+        if seconds >= self._problem.seconds:
+            return "no format makes this step faster: its GEMMs are too small to pay for quantizing their operands"
         return (
             f"the fastest that these formats can be is {seconds:.4g} s per step, {self._problem.seconds / seconds:.3g} "
             f"times as fast as without a policy, at a damage of {least.objective:.3g}"
