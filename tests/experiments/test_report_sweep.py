@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +19,11 @@ from policyc.experiments.sweep.wrapper import judge_end
 from policyc.language.bundled import data_folder
 from tests.experiments.test_report import check_page
 from tests.support.command import policyc
+from tests.support.sweep_runs import write_metrics
 
 pytestmark = pytest.mark.any_jax
 
 STEPS = 200
-Loss = Callable[[np.ndarray], np.ndarray]
-
-
-def write_metrics(folder: Path, losses: Sequence[float], *, tokens: int | None = 100, **extra: float) -> Path:
-    """Writes one line per step. `extra` is the same in every step."""
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = [
-        {
-            "step": i + 1,
-            **({} if tokens is None else {"tokens": (i + 1) * tokens}),
-            "loss": float(loss),
-            **extra,
-        }
-        for i, loss in enumerate(losses)
-    ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
 
 
 def decay(gap: float = 0.0) -> np.ndarray:

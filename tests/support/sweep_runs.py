@@ -12,10 +12,14 @@ Behaviour = Callable[[Run], tuple[State, list[float]]]
 """What a run does: the state in which it ends, and the losses that it has by then."""
 
 
-def write_metrics(folder: Path, losses: Sequence[float]) -> None:
+def write_metrics(folder: Path, losses: Sequence[float], *, tokens: int | None = 100, **extra: float) -> Path:
+    """Writes one line per step. `extra` is the same in every step."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [{"step": n, "tokens": 8 * n, "loss": loss} for n, loss in enumerate(losses, start=1)]
+    rows = [{"step": n, "loss": float(loss), **extra} for n, loss in enumerate(losses, start=1)]
+    for row in rows if tokens is not None else ():
+        row["tokens"] = tokens * row["step"]
     (folder / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return folder
 
 
 def write_status(folder: Path, state: State, **values: object) -> None:
