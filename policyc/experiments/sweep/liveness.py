@@ -77,7 +77,7 @@ def _lock(descriptor: int, kind: int) -> bool:
 def note_signals() -> Iterator[list[int]]:
     """Lists the signals that arrive and that would end this process at once. A second one raises KeyboardInterrupt.
 
-    Those that are ignored stay so, such as SIGHUP under nohup.
+    SIGHUP stays ignored if it is, as under nohup.
     """
     signals: list[int] = []
 
@@ -86,8 +86,10 @@ def note_signals() -> Iterator[list[int]]:
         if len(signals) > 1:
             raise KeyboardInterrupt
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    previous = {n: signal.signal(n, note) for n in numbers if signal.getsignal(n) is not signal.SIG_IGN}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    previous = {number: signal.signal(number, note) for number in numbers}
     try:
         yield signals
     finally:
