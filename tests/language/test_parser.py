@@ -12,6 +12,7 @@ from policyc.language.bounds import Bound
 from policyc.language.diagnostics import PolicyError, SourceText
 from policyc.language.loader import parse_with_diagnostics
 from policyc.language.parser import BlockStatement, comment_ranges, read_statements
+from policyc.language.parser.grammar import parse_trees
 from policyc.language.policy import Policy, RecipeCall, RecipeDef, Rule, Seed, Setting, SplitRecipe
 from policyc.language.predicates import AllOf, AnyOf, Comparison, Flag, Not, Term
 from policyc.language.recipes import Gemm
@@ -807,3 +808,37 @@ def test_yaml_is_one_error_that_shows_the_rules(text: str, rules: str) -> None:
 def test_a_policy_with_an_error_is_not_taken_for_yaml() -> None:
     _, diagnostics = read_statements(SourceText("mlp: fp8\n* -> bf16\n", "a.policy"))
     assert all("YAML" not in d.message for d in diagnostics)
+
+
+ON_SEVERAL_LINES = """# a comment
+import "a(b.policy"
+recipe r = nvfp4(  # a comment (
+    rht=wgrad,
+    sr=grad)
+a.b,
+  c[1:2] where m > 1 and
+  n < 2 -> fp8; d -> bf16
+
+variant v {
+    x -> keep
+}
+"""
+
+
+def test_a_file_that_is_cut_into_pieces_has_the_statements_of_one_that_is_not() -> None:
+    """A block is never cut, so the grammar reads all of it."""
+    file, diagnostics = read_statements(SourceText(ON_SEVERAL_LINES, "a.policy"))
+    uncut, others = read_statements(SourceText(f"variant all {{\n{ON_SEVERAL_LINES}}}", "a.policy"))
+    (block,) = uncut.statements
+    assert not diagnostics
+    assert not others
+    assert isinstance(block, BlockStatement)
+    assert file.statements == block.body
+    assert [s.span.text for s in file.statements] == [s.span.text for s in block.body]
+
+
+def test_an_edit_leaves_the_trees_of_other_statements() -> None:
+    before = [tree for _, tree in parse_trees("a -> fp8\nb[\n1] -> fp8\nc -> fp8")]
+    after = [tree for _, tree in parse_trees("a -> fp8\nlonger -> bf16\nc -> fp8")]
+    assert len(before) == len(after) == 3
+    assert [a is b for a, b in zip(before, after, strict=True)] == [True, False, True]

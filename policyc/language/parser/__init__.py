@@ -1,7 +1,7 @@
 """Parses the text of one policy file into statements. Only this package imports lark.
 
-A file that the grammar accepts is parsed as a whole. Any other file is cut into statements, and each is parsed alone. A
-statement with an error is left out, so a `PolicyFile` that comes with diagnostics is incomplete.
+A file is parsed statement by statement, so that after an edit only one is parsed again. In a file that the grammar does
+not accept, a statement with an error is left out, so a `PolicyFile` that comes with diagnostics is incomplete.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from lark.exceptions import UnexpectedInput
 from policyc.language.diagnostics import Diagnostic, SourceText
 from policyc.language.parser.builder import StatementBuilder
 from policyc.language.parser.confusables import check_confusables
-from policyc.language.parser.grammar import check_depth, explain_syntax_error, has_syntax_error, parse_tree
+from policyc.language.parser.grammar import check_depth, explain_syntax_error, has_syntax_error, parse_trees
 from policyc.language.parser.recovery import recover
 from policyc.language.parser.statements import (
     BlockStatement,
@@ -36,7 +36,7 @@ def read_statements(source: SourceText) -> tuple[PolicyFile, tuple[Diagnostic, .
     """Returns the statements of a text that could be read, and the diagnostics of the others."""
     builder = StatementBuilder(source)
     try:
-        tree = parse_tree(source.text)
+        trees = parse_trees(source.text)
     except UnexpectedInput as error:
         yaml = find_yaml(source)
         if yaml is not None:
@@ -48,5 +48,6 @@ def read_statements(source: SourceText) -> tuple[PolicyFile, tuple[Diagnostic, .
     too_deep = check_depth(source, 0, len(source.text))
     if too_deep is not None:
         return PolicyFile(source, ()), (too_deep,)
-    file = PolicyFile(source, builder.statements(tree.children))
+    statements = tuple(s for offset, tree in trees for s in builder.read(tree, offset))
+    file = PolicyFile(source, statements)
     return file, (*check_confusables(source), *builder.diagnostics)

@@ -38,8 +38,13 @@ class StatementBuilder(ConditionBuilder):
         super().__init__(source)
         self._split_depth = 0
 
+    def read(self, tree: Any, offset: int) -> tuple[Statement, ...]:
+        """Builds the statements of a piece of the file that begins at an offset."""
+        self.offset = offset
+        return self.statements(tree.children)
+
     def statements(self, trees: list[Any]) -> tuple[Statement, ...]:
-        """Builds the statements of a file or a block."""
+        """Builds the statements of a piece or a block."""
         built = (self._statement(t) for t in trees if isinstance(t, Tree))
         return tuple(s for s in built if s is not None)
 

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,11 @@ from policyc.language.parser.statements import BRACKET_PATTERN
 MAX_DEPTH = 32
 """The most brackets inside brackets. The builder recurses, so deeper nesting could overflow the stack."""
 
+_MAX_KEPT = 4096  # trees of statements: those of the policies that are open in an editor
+_LINE = re.compile(r"[ \t\r\f]*([^#\n]*?)[ \t\r\f]*(?:#[^\n]*)?(?:\n|\Z)")
+_OPENING, _CLOSING = re.compile(r"[(\[{]"), re.compile(r"[)\]}]")
+OPEN_ENDED = re.compile(r"(,|->|=|@|%|<|>|\.|\band|\bor|\bnot|\bwhere)\Z")
+"""The end of a line that does not end a statement."""
 _MAX_QUOTED = 40  # characters of a token or a line in a message
 _MAX_EXPECTED = 5  # more would not help
 
@@ -48,9 +53,39 @@ class _NewlineFilter:
             yield token
 
 
+@lru_cache(maxsize=_MAX_KEPT)
 def parse_tree(text: str) -> Any:
     """Returns the tree of a text. Raises lark's `UnexpectedInput`."""
     return _lark().parse(text)
+
+
+def parse_trees(text: str) -> list[tuple[int, Any]]:
+    """Returns the trees of the pieces of a text, with their offsets. Raises lark's `UnexpectedInput`.
+
+    A piece ends with a line that closes its brackets: mostly it is one statement. After an edit only the pieces that
+    changed are parsed. The grammar accepts a text if it accepts all of its pieces. If it does not accept one, which may
+    be wrongly cut, the text is parsed as a whole.
+    """
+    try:
+        return [(start, parse_tree(text[start:end])) for start, end in _pieces(text)]
+    except UnexpectedInput:
+        return [(0, parse_tree(text))]
+
+
+def _pieces(text: str) -> Iterator[tuple[int, int]]:
+    """The offsets of pieces of whole lines. Those between them are blank, or have only a comment."""
+    start, depth = None, 0
+    for line in _LINE.finditer(text):
+        code = line.group(1)
+        if start is None and not code:
+            continue
+        start = line.start() if start is None else start
+        depth += len(_OPENING.findall(code)) - len(_CLOSING.findall(code))
+        if depth <= 0 and not OPEN_ENDED.search(code):
+            yield start, line.end()
+            start, depth = None, 0
+    if start is not None:
+        yield start, len(text)
 
 
 @cache

@@ -13,6 +13,7 @@ from lark.exceptions import UnexpectedInput
 from policyc.language.diagnostics import Span
 from policyc.language.parser.builder import StatementBuilder
 from policyc.language.parser.grammar import (
+    OPEN_ENDED,
     check_depth,
     explain_syntax_error,
     parse_tree,
@@ -38,8 +39,7 @@ _TOKEN = re.compile(
     rf"""{STRING_PATTERN}|(?<!\S)/\*|#[^\n]*|->|[(\[{{)\]}}]|[\n;]|[^"'#()\[\]{{}}\n;/-]+|.""", re.DOTALL
 )
 _MAX_BLOCK_COMMENT = 4_000  # characters: a limit, so that the search for the end of each of many is cheap
-_OPEN_ENDED = re.compile(r"(,|->|=|@|%|<|>|\.|\band|\bor|\bnot|\bwhere)\Z")
-_OPEN_END_WINDOW = 16  # characters: longer than any match of _OPEN_ENDED; a constant, so that lines are cheap
+_OPEN_END_WINDOW = 16  # characters: longer than any match of OPEN_ENDED; a constant, so that lines are cheap
 
 
 @dataclass(slots=True)
@@ -143,7 +143,7 @@ def _find_statement_end(text: str, start: int) -> int:
             has_arrow = True
         elif token == "\n":
             tail_start = max(start, end - _OPEN_END_WINDOW)
-            continues = depth > 0 or _OPEN_ENDED.search(text, tail_start, end)
+            continues = depth > 0 or OPEN_ENDED.search(text, tail_start, end)
             if not continues and (has_arrow or not _ARROW_FIRST.match(text, position + 1)):
                 return end
             next_line = position + 1
@@ -169,7 +169,4 @@ def _parse_piece(builder: StatementBuilder, start: int, end: int, closing: str =
             diagnostic = replace(diagnostic, span=span, message="this statement ends too early")
         builder.diagnostics.append(diagnostic)
         return ()
-    builder.offset = start
-    statements = builder.statements(tree.children)
-    builder.offset = 0
-    return statements
+    return builder.read(tree, start)
