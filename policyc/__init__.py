@@ -5,6 +5,7 @@ Names are imported when they are first used, so that `policyc lint` and `policyc
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,10 @@ __all__ = [
     "current_policy", "diff", "lint", "load", "observe", "parse", "plan", "rounding_step", "set_output_dir", "set_step",
     "should_observe", "stats", "use_compile_cache",
 ]  # fmt: skip
+
+
+if "jax" in sys.modules:  # before the program traces anything: see there
+    import_module("policyc.jaxcore.cache_keys")
 
 
 def __getattr__(name: str) -> Any:

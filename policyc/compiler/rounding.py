@@ -14,10 +14,6 @@ from policyc.jaxcore import autodiff
 from policyc.jaxcore.containers import IterationRange
 from policyc.numerics.quantize import Key, make_key
 
-CACHE_KEY = autodiff.jit_cache_context()
-"""The entered `rounding_step`, as part of the key of JAX's caches. A context that is made during a trace would be a
-part of the key from then on, and have everything traced again."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomSource:

@@ -46,7 +46,7 @@ def rounding_step(step: Any, *, seed: Any = 0) -> Iterator[None]:
     """
     import jax.numpy as jnp
 
-    from policyc.jaxcore import autodiff
+    from policyc.jaxcore import autodiff, cache_keys
 
     for name, number in (("step", step), ("seed", seed)):
         if jnp.ndim(number) or not jnp.issubdtype(jnp.result_type(number), jnp.integer):
@@ -54,13 +54,13 @@ def rounding_step(step: Any, *, seed: Any = 0) -> Iterator[None]:
             raise TypeError(f"a {name} is one integer, not {kind}")
     seed = seed if autodiff.is_tracer(seed) else int(seed)
     token = _run_step.set(RunStep(seed=seed, step=step))
-    compiler = sys.modules.get("policyc.compiler.rounding")
+    has_compiler = "policyc.compiler.rounding" in sys.modules
     try:
         # Functions that are jitted inside the step, and traced before in another one, must not reuse its traced value.
         # Before the compiler is loaded, no function has a policy.
         is_traced = autodiff.is_tracer(step) or autodiff.is_tracer(seed)
         key = next(_entries) if is_traced else "number"
-        with contextlib.nullcontext() if compiler is None else compiler.CACHE_KEY(key):
+        with cache_keys.ROUNDING_STEP(key) if has_compiler else contextlib.nullcontext():
             yield
     finally:
         _run_step.reset(token)

@@ -11,21 +11,12 @@ import contextlib
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from policyc.compiler.decisions import Phase
     from policyc.compiler.plan import Plan
     from policyc.language.policy import Policy
-
-
-@cache
-def _phase_context() -> Any:
-    """The phases of all schedules, as part of the key of JAX's caches."""
-    from policyc.jaxcore import autodiff
-
-    return autodiff.jit_cache_context()
 
 
 class Schedule:
@@ -90,7 +81,9 @@ class Schedule:
         phases = ((key, self._known_phase(policy)) for key, policy in self._policies.items())
         new = frozenset((k, p) for k, p in phases if p is not None and p != self._first_phases.get(k))
         if new != self._key:
-            _phase_context().set_global(new or None)
+            from policyc.jaxcore import cache_keys
+
+            cache_keys.PHASES.set_global(new or None)
             self._key = new
 
     def phase(self, plan: Plan) -> Phase:

@@ -21,13 +21,12 @@ from policyc.compiler.plan import Plan
 from policyc.compiler.plan_checks import check_plan, unmet_expectations
 from policyc.compiler.schedule import SCHEDULE
 from policyc.compiler.trace import TracedFunction
-from policyc.jaxcore import autodiff
+from policyc.jaxcore import autodiff, cache_keys
 from policyc.language.diagnostics import Diagnostic, PolicyError, Severity
 from policyc.language.policy import Policy
 from policyc.numerics.backends import BackendName
 from policyc.numerics.targets import TargetName
 
-_POLICY = autodiff.jit_cache_context()
 _thread = threading.local()
 """`session` is the session of the thread. No ContextVar: JAX's cache contexts are thread-local, and both must agree."""
 
@@ -185,7 +184,7 @@ def activate(session: Session) -> Iterator[None]:
     with activate_in_process(session):
         _thread.session = session
         try:
-            with _POLICY(session.cache_key):
+            with cache_keys.POLICY(session.cache_key):
                 yield
         finally:
             _thread.session = previous
@@ -235,7 +234,7 @@ class _ActiveSessions:
         elif was_patched and not is_patched:
             self._patches.close()
         self._sessions = sessions
-        _POLICY.set_global(sessions[-1].cache_key if sessions else None)
+        cache_keys.POLICY.set_global(sessions[-1].cache_key if sessions else None)
 
 
 _SESSIONS = _ActiveSessions()

@@ -2,6 +2,7 @@
 
 __all__ = [
     "autodiff",
+    "cache_keys",
     "containers",
     "dataflow",
     "define_primitive",

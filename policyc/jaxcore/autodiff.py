@@ -252,12 +252,3 @@ def watch_evaluation(see: Callable[[Any, Mapping[str, Any]], None]) -> Iterator[
         yield
     finally:
         inner.parent_trace = evaluation
-
-
-def jit_cache_context(default: Any = None) -> Any:
-    """A context manager whose value is part of the key of JAX's caches of traced and compiled functions.
-
-    The context manager sets the value in its thread, `set_global` in all threads without a value of their own.
-    """
-    make: Any = jax.make_user_context
-    return make(default)

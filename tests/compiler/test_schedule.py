@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -14,6 +17,7 @@ from policyc.compiler.schedule import SCHEDULE as PROCESS_SCHEDULE
 from policyc.compiler.schedule import Schedule, current_phase, set_step
 from policyc.language.diagnostics import PolicyError
 from policyc.language.loader import parse
+from tests.support.command import python_path
 from tests.support.planned_model import SCHEDULE, plan_model
 
 
@@ -146,6 +150,29 @@ def test_a_text_that_is_parsed_in_the_step_is_one_policy() -> None:
     finally:
         PROCESS_SCHEDULE.reset()
     assert counts == [1, 1, 1, 1, 1, 2, 2, 2]
+
+
+def test_a_step_that_loads_the_compiler_is_traced_once_a_phase() -> None:
+    """The compiler is loaded in the first trace, and must add nothing to the key of JAX's caches there."""
+    code = """
+import jax
+import policyc
+calls, counts = [], []
+@jax.jit
+def step(w):
+    calls.append(1)
+    with policyc.rounding_step(w[0, 0].astype(int)):
+        return jax.grad(policyc.apply("until 2 { * -> mxfp8 }", lambda w: (w @ w).sum()))(w)
+for number in (0, 1, 2, 3, 1):
+    policyc.set_step(number)
+    jax.eval_shape(step, jax.ShapeDtypeStruct((32, 32), "float32"))
+    counts.append(len(calls))
+print(counts)
+"""
+    words = [sys.executable, "-c", code]
+    environment = {**os.environ, "PYTHONPATH": python_path(), "JAX_PLATFORMS": "cpu"}
+    ran = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, timeout=300)
+    assert ran.stdout == "[1, 1, 2, 2, 2]\n"
 
 
 def test_policies_of_ended_sessions_are_forgotten() -> None:
