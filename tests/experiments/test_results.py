@@ -60,7 +60,7 @@ def test_the_tables_of_found_policies_are_those_of_their_losses():
         assert (speed_up, damage) == (f"{predicted['speed_up']:.3f}", f"{predicted['damage']:.4f}")
         assert interval == paired_interval(losses[name], losses["bf16"])
         gaps.append((float(damage), float(interval[0])))
-    assert f"{stats.spearmanr(gaps).statistic:.2f}" == f"{data['rank_correlation']:.2f}" == "0.92"
+    assert f"{stats.spearmanr(gaps).statistic:.2f}" == f"{data['rank_correlation']:.2f}" == "0.83"
     differences = re.findall(r"^\| `(\w+)` - `(\w+)` \| (\S+) \| (\S+) to (\S+) \|", section, re.MULTILINE)
     assert len(differences) == 14
     for found, other, *interval in differences:
