@@ -1205,3 +1205,75 @@ def pipeline_in_shard_map_of_unrolled_stages(p: Any) -> Any:
         return x
 
     return _run_on_stages(p, p["table"][TOKEN_IDS], run_stage)
+
+
+# ---- blocks of several sorts
+
+
+@program(
+    {
+        "patch": weight(12, WIDTH), "latents": weight(4, WIDTH), "c": weight(WIDTH, 10),
+        "groups": [{"cross": BLOCK_PARAMS, "own": [BLOCK_PARAMS] * 2}] * 2,
+    },
+    outside("embedding"), unrolled(6, *BLOCK), outside("head"),
+)  # fmt: skip
+def perceiver(p: Any) -> Any:
+    """Latents that read the data, and then each other, twice."""
+    data = PIXELS @ p["patch"]
+    x = jnp.broadcast_to(p["latents"], (BATCH, 4, WIDTH))
+    for group in p["groups"]:
+        x = x + self_attention(rms_norm(x), group["cross"], memory=data, causal=False)
+        x = x + mlp(rms_norm(x), group["cross"])
+        for layer in group["own"]:
+            x = block(x, layer)
+    return cross_entropy(x.mean(1) @ p["c"], np.zeros(BATCH, int))
+
+
+@program(
+    {"table": weight(VOCABULARY, 8), "expand": weight(8, WIDTH), "shared": BLOCK_PARAMS},
+    outside("embedding"), unrolled(4, *BLOCK), outside("head", "head"),
+)  # fmt: skip
+def shared_blocks_with_a_factorized_tied_head_in_chunks(p: Any) -> Any:
+    x = p["table"][TOKEN_IDS] @ p["expand"]
+    for _ in range(4):
+        x = block(x, p["shared"])
+    hidden = (rms_norm(x) @ p["expand"].T).reshape(4, -1, 8)
+
+    def chunk_loss(total: Any, chunk: Any) -> Any:
+        return total + cross_entropy(chunk[0] @ p["table"].T, chunk[1]), None
+
+    return lax.scan(chunk_loss, 0.0, (hidden, TOKEN_IDS.reshape(4, -1)))[0]
+
+
+@program(
+    {
+        **LM_PARAMS,
+        "l": [
+            {
+                **BLOCK_PARAMS, "x": weight(WIDTH, WIDTH), "a": weight(WIDTH, WIDTH), "g": weight(WIDTH, WIDTH),
+                "o": weight(WIDTH, WIDTH), "router": weight(WIDTH, EXPERTS),
+                "up": weight(EXPERTS, WIDTH, HIDDEN), "down": weight(EXPERTS, HIDDEN, WIDTH),
+            }
+        ] * 3,
+    },
+    unrolled(3, *["mlp"] * 4, "router", "experts", "experts", "", *BLOCK), outside("head"),
+)  # fmt: skip
+def gated_recurrence_with_dense_experts_and_attention(p: Any) -> Any:
+    """An elementwise recurrence has no products of activations: its projections are like those of an MLP."""
+
+    def combine(one: Any, two: Any) -> Any:
+        return one[0] * two[0], two[0] * one[1] + two[1]
+
+    x = p["table"][TOKEN_IDS]
+    for layer in p["l"]:
+        h = rms_norm(x)
+        decay = jax.nn.sigmoid(h @ layer["a"])
+        _, states = lax.associative_scan(combine, (decay, (1 - decay) * (h @ layer["x"])), axis=1)
+        x = x + (states * jax.nn.silu(h @ layer["g"])) @ layer["o"]
+        h = rms_norm(x)
+        shares, chosen = lax.top_k(jax.nn.softmax(h @ layer["router"]), 2)
+        shares = (jax.nn.one_hot(chosen, EXPERTS) * shares[..., None]).sum(-2)
+        hidden = jax.nn.silu(jnp.einsum("btd,edf->btef", h, layer["up"]))
+        x = x + jnp.einsum("bted,bte->btd", jnp.einsum("btef,efd->bted", hidden, layer["down"]), shares)
+        x = block(x, layer)
+    return cross_entropy(rms_norm(x) @ p["out"])
