@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from typing import ClassVar
 
 from policyc.base.text import escape_lines
 
@@ -27,6 +28,8 @@ def html_policy(text: str) -> str:
         from pygments import highlight
         from pygments.formatters import HtmlFormatter
         from pygments.lexers import get_lexer_by_name
+        from pygments.style import Style
+        from pygments.token import Comment, Keyword, Name, Number, Operator, String
         from pygments.util import ClassNotFound
     except ModuleNotFoundError:
         return html_text(text)
@@ -34,8 +37,23 @@ def html_policy(text: str) -> str:
         lexer = get_lexer_by_name("policy", stripnl=False)
     except ClassNotFound:  # policyc is on the path, but not installed
         return html_text(text)
-    # Without a background, which would be wrong in a dark notebook.
-    colored: str = highlight(escape_lines(text), lexer, HtmlFormatter(noclasses=True, nobackground=True))
+
+    class OnAnyBackground(Style):  # type: ignore[misc]
+        """Colors that are four times as bright as black, and a fourth as bright as white."""
+
+        styles: ClassVar[dict[object, str]] = {
+            Comment: "italic #7f7f7f",
+            Keyword: "bold #1a8754",
+            Operator.Word: "bold #1a8754",
+            Name.Builtin: "#a855c8",
+            Name.Variable: "#b8651b",
+            Name.Attribute: "#0f7fbf",
+            Number: "#0f7fbf",
+            String: "#0f7fbf",
+        }
+
+    formatter = HtmlFormatter(style=OnAnyBackground, noclasses=True, nobackground=True)
+    colored: str = highlight(escape_lines(text), lexer, formatter)
     return colored
 
 

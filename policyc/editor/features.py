@@ -14,8 +14,7 @@ from policyc.editor.json_rpc import Json
 from policyc.editor.positions import to_position, to_range
 from policyc.editor.scan import Name, scan_text
 from policyc.language.diagnostics import Diagnostic, Severity, SourceText, Span
-from policyc.language.formatter import format_file
-from policyc.language.parser import PolicyFile, read_statements
+from policyc.language.formatter import format_text
 
 LIST_SITES = "policyc.listSites"
 """The command that runs the program of a policy to list its sites. Its argument is the policy's URI."""
@@ -93,13 +92,10 @@ def replace_text(source: SourceText, text: str) -> list[Json]:
     return [] if text == source.text else [{"range": to_range(whole), "newText": text}]
 
 
-def format_text(source: SourceText, file: PolicyFile | None = None) -> list[Json]:
-    """The edit that formats a text; none if it has errors. `file` is the text without errors, if it was read before."""
-    if file is None or "\r\n" in source.text:
-        file, diagnostics = read_statements(SourceText(source.text.replace("\r\n", "\n"), source.path))
-        if diagnostics:
-            return []
-    return replace_text(source, format_file(file))
+def format_edits(source: SourceText) -> list[Json]:
+    """The edit that formats a text; none if it has errors."""
+    formatted = format_text(source.text.replace("\r\n", "\n"))
+    return [] if formatted is None else replace_text(source, formatted)
 
 
 Place = tuple[str, Name]

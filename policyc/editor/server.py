@@ -53,7 +53,7 @@ _CAPABILITIES = {
 
 @dataclass(slots=True, eq=False)
 class _Document:
-    """An open policy. `analysis`, `diagnostics` and `formatted` may be of an earlier text while `due` is set."""
+    """An open policy. `analysis` and `diagnostics` may be of an earlier text while `due` is set."""
 
     uri: str
     path: Path | None
@@ -63,7 +63,6 @@ class _Document:
     """When to read the text; None: it has been read."""
     analysis: Analysis | None = None
     diagnostics: tuple[Diagnostic, ...] = ()
-    formatted: list[Json] | None = None
     waiting: list[Callable[[], None]] = field(default_factory=list)
     """Requests to answer when the text has been read."""
 
@@ -173,7 +172,7 @@ class PolicyServer:
         self._tasks.put((None, lint))  # after the requests that came meanwhile
 
     def _analyze(self, document: _Document, source: SourceText) -> None:
-        document.analysis, document.formatted = analyze(source.text, document.path), None
+        document.analysis = analyze(source.text, document.path)
 
     def _lint(self, document: _Document, source: SourceText) -> None:
         analysis = document.analysis
@@ -187,8 +186,6 @@ class PolicyServer:
             self._publish(document.uri, document.version, found)
         if analysis.shares and self._refreshes_hints:
             self._connection.request("workspace/inlayHint/refresh")
-        if not analysis.loaded.diagnostics:
-            document.formatted = features.format_text(source, analysis.loaded.file)
 
     def _publish(self, uri: str, version: int | None, diagnostics: tuple[Diagnostic, ...]) -> None:
         found = [features.to_lsp_diagnostic(d, uri) for d in diagnostics]
@@ -302,9 +299,7 @@ class PolicyServer:
 
     def format(self, document: _Document, params: Json) -> list[Json]:
         del params
-        if document.due is None and document.formatted is not None:
-            return document.formatted
-        return features.format_text(document.source)
+        return features.format_edits(document.source)
 
     def hover(self, document: _Document, params: Json) -> Json | None:
         if document.analysis is None:

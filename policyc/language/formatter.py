@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from policyc.language.diagnostics import SourceText
-from policyc.language.parser import BlockStatement, PolicyFile, Statement, comment_ranges, read_statements
+from policyc.language.parser import BlockStatement, Piece, PolicyFile, Statement, comment_ranges, read_pieces
 from policyc.language.policy import Rule
 
 _INDENT = "    "
@@ -29,20 +28,34 @@ class _Line:
 
 def format_file(file: PolicyFile) -> str:
     """Returns the formatted text of a file without errors. Its meaning and its comments do not change."""
-    printer = _Printer(file)
-    printer.print_body(file.statements, 0, len(file.source.text), 0)
-    text = _join_lines(printer.lines)
-    if text != file.source.text:
-        _verify(file, text)
+    text = format_text(file.source.text)
+    assert text is not None
     return text
 
 
-def _verify(file: PolicyFile, text: str) -> None:
-    """Raises an AssertionError if the formatted text has other statements or other comments than the file."""
-    formatted, diagnostics = read_statements(SourceText(text, file.source.path))
-    comments_before, comments_after = _comments(file.source.text), _comments(text)
-    if diagnostics or formatted.statements != file.statements or comments_after != comments_before:
-        raise AssertionError(f"formatting {file.source.path} would change it: this is a bug in policyc")
+def format_text(text: str) -> str | None:
+    """Returns the formatted text; None if it has errors."""
+    pieces = read_pieces(text)
+    if pieces is None:
+        return None
+    printer = _Printer(text)
+    printer.print_file(pieces)
+    formatted = _join_lines(printer.lines)
+    if formatted != text:
+        _verify(text, pieces, formatted)
+    return formatted
+
+
+def _verify(text: str, pieces: list[Piece], formatted: str) -> None:
+    """Raises an AssertionError if the formatted text has other statements or other comments than the text."""
+    again = read_pieces(formatted)
+    is_same = again is not None and _statements(again) == _statements(pieces)
+    if not is_same or _comments(formatted) != _comments(text):
+        raise AssertionError("formatting this policy would change it: this is a bug in policyc")
+
+
+def _statements(pieces: list[Piece]) -> list[Statement]:
+    return [statement for _, statements in pieces for statement in statements]
 
 
 def _comments(text: str) -> list[str]:
@@ -50,53 +63,65 @@ def _comments(text: str) -> list[str]:
 
 
 class _Printer:
-    """Collects the lines to print. `_end` is the offset in the text where the last printed item ends."""
+    """Collects the lines to print.
 
-    def __init__(self, file: PolicyFile) -> None:
+    `_piece` is the offset of the piece that is printed, and `_end` that of the end of the last printed item.
+    """
+
+    def __init__(self, text: str) -> None:
         self.lines: list[_Line] = []
-        self._text = file.source.text
-        self._comments = deque(comment_ranges(self._text))  # not printed yet
-        self._end = 0
+        self._text = text
+        self._comments = deque(comment_ranges(text))  # not printed yet
+        self._piece = self._end = 0
 
-    def print_body(self, statements: tuple[Statement, ...], start: int, end: int, depth: int) -> None:
-        """Prints the statements and comments between two offsets: those of a file or of a block."""
-        self._end = start
+    def print_file(self, pieces: list[Piece]) -> None:
+        for self._piece, statements in pieces:
+            self._print_statements(statements, 0, 0)
+        self._print_own_line_comments(len(self._text), 0, 0)
+
+    def _print_body(self, block: BlockStatement, end: int, depth: int) -> None:
+        """Prints the statements and comments of a block."""
         first_line = len(self.lines)
-        for statement in statements:
-            self._print_own_line_comments(statement.span.start, depth, first_line)
-            self._print_gap(statement.span.start, depth, first_line)
-            self._print_statement(statement, depth)
+        self._print_statements(block.body, depth, first_line)
         self._print_own_line_comments(end, depth, first_line)
 
+    def _print_statements(self, statements: tuple[Statement, ...], depth: int, first_line: int) -> None:
+        for statement in statements:
+            start = self._piece + statement.span.start
+            self._print_own_line_comments(start, depth, first_line)
+            self._print_gap(start, depth, first_line)
+            self._print_statement(statement, depth)
+
     def _print_statement(self, statement: Statement, depth: int) -> None:
-        span = statement.span
-        has_comment = bool(self._comments) and self._comments[0][0] < span.end
+        start, end = self._piece + statement.span.start, self._piece + statement.span.end
+        has_comment = bool(self._comments) and self._comments[0][0] < end
         if isinstance(statement, BlockStatement):
-            self._print_block(statement, depth, has_comment)
+            self._print_block(statement, start, end, depth, has_comment)
         elif has_comment:
-            while self._comments and self._comments[0][0] < span.end:
+            while self._comments and self._comments[0][0] < end:
                 self._comments.popleft()
-            written = self._text[span.start : span.end].split("\n")
+            written = self._text[start:end].split("\n")
             self.lines += [_Line(depth if i == 0 else 0, line.rstrip()) for i, line in enumerate(written)]
         elif isinstance(statement, Rule):
             self.lines.append(_Line(depth, statement.head, statement.tail))
         else:
             self.lines.append(_Line(depth, str(statement)))
-        self._end = span.end
+        self._end = end
         self._add_trailing_comment()
 
-    def _print_block(self, block: BlockStatement, depth: int, has_comment: bool) -> None:
-        span = block.span
+    def _print_block(
+        self, block: BlockStatement, start: int, end: int, depth: int, has_comment: bool
+    ) -> None:
         if not block.body and not has_comment:
             self.lines.append(_Line(depth, f"{block.head} {{}}"))
             return
-        if "\n" not in self._text[span.start : span.end] and (line := _print_on_one_line(block)):
+        if "\n" not in self._text[start:end] and (line := _print_on_one_line(block)):
             self.lines.append(_Line(depth, line))
             return
         self.lines.append(_Line(depth, f"{block.head} {{"))
-        self._end = self._text.index("{", span.start) + 1
+        self._end = self._text.index("{", start) + 1
         self._add_trailing_comment()
-        self.print_body(block.body, self._end, span.end - 1, depth + 1)
+        self._print_body(block, end - 1, depth + 1)
         self.lines.append(_Line(depth, "}"))
 
     def _print_own_line_comments(self, until: int, depth: int, first_line: int) -> None:

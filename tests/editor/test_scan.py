@@ -98,7 +98,7 @@ def test_any_text_is_survived(text: str, edits: list[tuple[int, int, str]], data
     assert isinstance(hover(analysis, lint(analysis), offset), str)
     features.symbols(source)
     features.folding(source)
-    features.format_text(source)
+    features.format_edits(source)
     features.hints(analysis)
     uri = "file:///a.policy"
     sources = {uri: source}

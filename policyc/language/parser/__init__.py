@@ -6,12 +6,22 @@ not accept, a statement with an error is left out, so a `PolicyFile` that comes 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from lark.exceptions import UnexpectedInput
 
 from policyc.language.diagnostics import Diagnostic, SourceText
 from policyc.language.parser.builder import StatementBuilder
 from policyc.language.parser.confusables import check_confusables
-from policyc.language.parser.grammar import check_depth, explain_syntax_error, has_syntax_error, parse_trees
+from policyc.language.parser.grammar import (
+    MAX_KEPT,
+    check_depth,
+    cut_pieces,
+    explain_syntax_error,
+    has_syntax_error,
+    parse_tree,
+    parse_trees,
+)
 from policyc.language.parser.recovery import recover
 from policyc.language.parser.statements import (
     BlockStatement,
@@ -25,9 +35,11 @@ from policyc.language.parser.yaml_text import find_yaml
 __all__ = [
     "BlockStatement",
     "ImportStatement",
+    "Piece",
     "PolicyFile",
     "Statement",
     "comment_ranges",
+    "read_pieces",
     "read_statements",
 ]
 
@@ -51,3 +63,33 @@ def read_statements(source: SourceText) -> tuple[PolicyFile, tuple[Diagnostic, .
     statements = tuple(s for offset, tree in trees for s in builder.read(tree, offset))
     file = PolicyFile(source, statements)
     return file, (*check_confusables(source), *builder.diagnostics)
+
+
+Piece = tuple[int, tuple[Statement, ...]]
+"""The offset of a piece of a text, and its statements. Their spans count from that offset."""
+
+
+def read_pieces(text: str) -> list[Piece] | None:
+    """Returns the statements of a text by pieces; None if it has errors.
+
+    After an edit only the pieces that changed are read: `read_statements` builds all, because their places changed.
+    """
+    source = SourceText(text, "")
+    if check_depth(source, 0, len(text)) is not None or any(check_confusables(source)):
+        return None
+    try:
+        try:
+            pieces = [(start, _read_piece(text[start:end])) for start, end in cut_pieces(text)]
+        except UnexpectedInput:  # maybe one is wrongly cut
+            pieces = [(0, _read_piece(text))]
+    except UnexpectedInput:
+        return None
+    read = [(start, statements) for start, statements in pieces if statements is not None]
+    return read if len(read) == len(pieces) else None
+
+
+@lru_cache(maxsize=MAX_KEPT)
+def _read_piece(text: str) -> tuple[Statement, ...] | None:
+    builder = StatementBuilder(SourceText(text, ""))
+    statements = builder.read(parse_tree(text), 0)
+    return None if builder.diagnostics else statements

@@ -25,7 +25,7 @@ from policyc.language.parser.statements import BRACKET_PATTERN
 MAX_DEPTH = 32
 """The most brackets inside brackets. The builder recurses, so deeper nesting could overflow the stack."""
 
-_MAX_KEPT = 4096  # trees of statements: those of the policies that are open in an editor
+MAX_KEPT = 4096  # trees of statements: those of the policies that are open in an editor
 _LINE = re.compile(r"[ \t\r\f]*([^#\n]*?)[ \t\r\f]*(?:#[^\n]*)?(?:\n|\Z)")
 _OPENING, _CLOSING = re.compile(r"[(\[{]"), re.compile(r"[)\]}]")
 OPEN_ENDED = re.compile(r"(,|->|=|@|%|<|>|\.|\band|\bor|\bnot|\bwhere)\Z")
@@ -53,7 +53,7 @@ class _NewlineFilter:
             yield token
 
 
-@lru_cache(maxsize=_MAX_KEPT)
+@lru_cache(maxsize=MAX_KEPT)
 def parse_tree(text: str) -> Any:
     """Returns the tree of a text. Raises lark's `UnexpectedInput`."""
     return _lark().parse(text)
@@ -67,12 +67,12 @@ def parse_trees(text: str) -> list[tuple[int, Any]]:
     be wrongly cut, the text is parsed as a whole.
     """
     try:
-        return [(start, parse_tree(text[start:end])) for start, end in _pieces(text)]
+        return [(start, parse_tree(text[start:end])) for start, end in cut_pieces(text)]
     except UnexpectedInput:
         return [(0, parse_tree(text))]
 
 
-def _pieces(text: str) -> Iterator[tuple[int, int]]:
+def cut_pieces(text: str) -> Iterator[tuple[int, int]]:
     """The offsets of pieces of whole lines. Those between them are blank, or have only a comment."""
     start, depth = None, 0
     for line in _LINE.finditer(text):
