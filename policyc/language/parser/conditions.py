@@ -80,6 +80,8 @@ class NodeBuilder:
 
     def _integer(self, token: Any) -> int:
         text = token.replace("_", "").lower()
+        if text.isdecimal() and len(text) <= MAX_DIGITS:
+            return int(text)
         mantissa, _, exponent = text.partition("e")
         is_too_large = len(mantissa) > MAX_DIGITS or len(exponent) > 2 or int(exponent or 0) > MAX_DIGITS
         value = Fraction(0) if is_too_large else Fraction(mantissa) * 10 ** int(exponent or 0)
