@@ -282,6 +282,8 @@ def run_wrapper(monkeypatch: pytest.MonkeyPatch, run: Run, rank: int) -> int:
     return wrapper.main()
 
 
+# A wrapper has no JAX, and may fork. This process has it if another test needed it.
+@pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")
 def test_the_other_processes_of_a_mesh_write_no_status(tmp_path, monkeypatch):
     monkeypatch.setattr(wrapper, "_LAST_WORDS_SECONDS", 0)
     for exit, code in ((75, 0), (3, 1)):  # one that was stopped must not end the others
