@@ -100,8 +100,8 @@ def _flops(sites: Iterable[ListedSite]) -> int:
 
 
 def _names(sites: Sequence[ListedSite]) -> str:
-    """The names of sites without their layers, the first few of them."""
-    names = list(dict.fromkeys(re.sub(r"\[\d+\]", "", site.name) for site in sites))
+    """The names of sites without their layers and the folders of files, the first few of them."""
+    names = list(dict.fromkeys(re.sub(r"\[\d+\]|(?<=\()[^()]*/", "", site.name) for site in sites))
     return escape_controls(", ".join(names[:_MAX_NAMES])) + count_others(len(names) - _MAX_NAMES + 1)
 
 

@@ -95,3 +95,17 @@ def test_the_command_writes_a_file_once(tmp_path: Any) -> None:
     assert again.code == 2
     assert "exists" in again.err
     assert path.read_text() == text
+
+
+def test_comments_name_no_folder(tmp_path: Any) -> None:
+    """A product of two activations is named by its place in the program."""
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import jax, jax.numpy as jnp\n"
+        "x = jnp.ones((64, 64))\n"
+        "jax.grad(lambda w: jnp.sum(jax.nn.relu(x @ w['mlp']).T @ (x @ w['mlp'])))({'mlp': x})\n"
+    )
+    result = policyc("init", "--like", "fp8", str(program))
+    assert result.code == 0, result.err
+    assert "(train.py:3)" in result.out
+    assert str(tmp_path) not in result.out
