@@ -73,7 +73,8 @@ def pytest_sessionfinish():
 
 def run_tests(suite: str, folder: Path, policy: Path | None, tests: Sequence[str]) -> dict[str, str]:
     """Runs tests, under a policy or plainly. Returns what became of each: "passed", "failed" or "skipped"."""
-    pytest = "-m pytest -p no:xdist -p no:cacheprovider -p record_outcomes --continue-on-collection-errors -q --tb=no"
+    without = "-p no:xdist -p no:asyncio -p no:cacheprovider"
+    pytest = f"-m pytest {without} -p record_outcomes --continue-on-collection-errors -q --tb=no"
     # Tests check that JAX has no compilation cache. A policy that keeps every GEMM turns none on by itself.
     off = ("--compile-cache", "off") if policy is not None and policy.stem != "keep" else ()
     apply = () if policy is None else ("-m", "policyc", "apply", "--multiple-losses", *off, str(policy))
