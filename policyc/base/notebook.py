@@ -38,8 +38,8 @@ def html_policy(text: str) -> str:
     except ClassNotFound:  # policyc is on the path, but not installed
         return html_text(text)
 
-    class OnAnyBackground(Style):  # type: ignore[misc]
-        """Colors that are four times as bright as black, and a fourth as bright as white."""
+    class OnAnyBackground(Style):  # type: ignore[misc]  # Pygments has no types
+        """Colors that stand out from black and from white about equally."""
 
         styles: ClassVar[dict[object, str]] = {
             Comment: "italic #7f7f7f",

@@ -81,7 +81,7 @@ def bisect(
         bisection = Bisection(loaded, recorded, options.metric, options.cured_at)
         if options.trials is not None and Path(options.trials).exists():
             print_note(f"{bisection.load(Path(options.trials))} trials are known from {options.trials}")
-        for name in dict.fromkeys(bisection.not_switched):
+        for name in bisection.not_switched:
             print_note(f"always as the policy says, since it cannot be switched: {name}")
         print_note(f"{len(bisection.units)} products: at most {bisection.most_trials} trials")
         bisection.on_trial = lambda trial: _report(bisection, trial, options.trials)

@@ -69,7 +69,7 @@ def make_adoption(
     steps = None if tokens is None else tokens / step_tokens
     candidates, left_out = _judge_all(step, mesh, steps)
     return {
-        # Of a program the name without its folder, which says nothing to others.
+        # A program is named without its folder, which means nothing to others.
         "model": config or shlex.join([Path(words[0]).name, *words[1:]]),
         "target": target.name,
         "devices": mesh.devices,

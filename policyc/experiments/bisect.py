@@ -75,9 +75,8 @@ class Bisection:
         cells, _ = find_cells(recorded.sites)
         quantized = {address for (address, _), decision in decisions.items() if decision.recipe is not None}
         switched = {c.site.address for c in cells}
-        self.not_switched: tuple[str, ...] = tuple(
-            s.name for s in recorded.sites if s.address in quantized - switched and not s.opaque
-        )
+        others = (s for s in recorded.sites if s.address in quantized - switched and not s.opaque)
+        self.not_switched: tuple[str, ...] = tuple(dict.fromkeys(s.name for s in others))
         """Linears that run as the policy says in all trials."""
         self._cells = [c for c in cells if decisions[c.site.address, c.layer].recipe is not None]
         self.units: list[Unit] = []

@@ -12,7 +12,7 @@ from policyc.language.bounds import Bound
 from policyc.language.diagnostics import PolicyError, SourceText
 from policyc.language.loader import parse_with_diagnostics
 from policyc.language.parser import BlockStatement, comment_ranges, read_statements
-from policyc.language.parser.grammar import parse_trees
+from policyc.language.parser.grammar import parse_tree, read_by_pieces
 from policyc.language.policy import Policy, RecipeCall, RecipeDef, Rule, Seed, Setting, SplitRecipe
 from policyc.language.predicates import AllOf, AnyOf, Comparison, Flag, Not, Term
 from policyc.language.recipes import Gemm
@@ -838,7 +838,7 @@ def test_a_file_that_is_cut_into_pieces_has_the_statements_of_one_that_is_not() 
 
 
 def test_an_edit_leaves_the_trees_of_other_statements() -> None:
-    before = [tree for _, tree in parse_trees("a -> fp8\nb[\n1] -> fp8\nc -> fp8")]
-    after = [tree for _, tree in parse_trees("a -> fp8\nlonger -> bf16\nc -> fp8")]
+    before = [tree for _, tree in read_by_pieces("a -> fp8\nb[\n1] -> fp8\nc -> fp8", parse_tree)]
+    after = [tree for _, tree in read_by_pieces("a -> fp8\nlonger -> bf16\nc -> fp8", parse_tree)]
     assert len(before) == len(after) == 3
     assert [a is b for a, b in zip(before, after, strict=True)] == [True, False, True]

@@ -61,7 +61,7 @@ class MetricsReader:
         stream.seek(self._offset)
         lines = (self._rest + (data := stream.read())).split(b"\n")
         self._offset += len(data)
-        self._rest = lines[-1]  # may be the begin of a line, which is no metric
+        self._rest = lines[-1]  # may be the start of a line that is still being written
         for row in parse_rows(lines):
             step = row["step"]
             if "loss" in row:

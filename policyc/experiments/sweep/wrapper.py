@@ -139,7 +139,7 @@ class _Wrapper:
             process = subprocess.Popen(
                 self._run.command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                 env=environment, cwd=self._run.cwd, start_new_session=True, pass_fds=descriptors,
-                preexec_fn=_die_with_parent if sys.platform == "linux" else None,  # there are no threads
+                preexec_fn=_die_with_parent if sys.platform == "linux" else None,  # safe without threads
             )  # fmt: skip
         except OSError as error:
             log.write(f"cannot start {self._run.command[0]}: {error}\n")

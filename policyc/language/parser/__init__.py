@@ -16,11 +16,10 @@ from policyc.language.parser.confusables import check_confusables
 from policyc.language.parser.grammar import (
     MAX_KEPT,
     check_depth,
-    cut_pieces,
     explain_syntax_error,
     has_syntax_error,
     parse_tree,
-    parse_trees,
+    read_by_pieces,
 )
 from policyc.language.parser.recovery import recover
 from policyc.language.parser.statements import (
@@ -48,7 +47,7 @@ def read_statements(source: SourceText) -> tuple[PolicyFile, tuple[Diagnostic, .
     """Returns the statements of a text that could be read, and the diagnostics of the others."""
     builder = StatementBuilder(source)
     try:
-        trees = parse_trees(source.text)
+        trees = read_by_pieces(source.text, parse_tree)
     except UnexpectedInput as error:
         yaml = find_yaml(source)
         if yaml is not None:
@@ -78,10 +77,7 @@ def read_pieces(text: str) -> list[Piece] | None:
     if check_depth(source, 0, len(text)) is not None or any(check_confusables(source)):
         return None
     try:
-        try:
-            pieces = [(start, _read_piece(text[start:end])) for start, end in cut_pieces(text)]
-        except UnexpectedInput:  # maybe one is wrongly cut
-            pieces = [(0, _read_piece(text))]
+        pieces = read_by_pieces(text, _read_piece)
     except UnexpectedInput:
         return None
     read = [(start, statements) for start, statements in pieces if statements is not None]

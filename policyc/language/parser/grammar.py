@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lark import Lark, Token
 from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
@@ -21,6 +21,8 @@ from policyc.language import bundled
 from policyc.language.diagnostics import Diagnostic, SourceText, Span
 from policyc.language.parser.habits import explain_habit, find_error_site
 from policyc.language.parser.statements import BRACKET_PATTERN
+
+_Read = TypeVar("_Read")
 
 MAX_DEPTH = 32
 """The most brackets inside brackets. The builder recurses, so deeper nesting could overflow the stack."""
@@ -59,20 +61,20 @@ def parse_tree(text: str) -> Any:
     return _lark().parse(text)
 
 
-def parse_trees(text: str) -> list[tuple[int, Any]]:
-    """Returns the trees of the pieces of a text, with their offsets. Raises lark's `UnexpectedInput`.
+def read_by_pieces(text: str, read: Callable[[str], _Read]) -> list[tuple[int, _Read]]:
+    """Reads the pieces of a text by a function that parses and keeps its results. Returns them with their offsets.
 
     A piece ends with a line that closes its brackets: mostly it is one statement. After an edit only the pieces that
-    changed are parsed. The grammar accepts a text if it accepts all of its pieces. If it does not accept one, which may
-    be wrongly cut, the text is parsed as a whole.
+    changed are read. The grammar accepts a text if it accepts all of its pieces. If it does not accept one, which may
+    be wrongly cut, the text is read as a whole. Raises lark's `UnexpectedInput`.
     """
     try:
-        return [(start, parse_tree(text[start:end])) for start, end in cut_pieces(text)]
+        return [(start, read(text[start:end])) for start, end in _pieces(text)]
     except UnexpectedInput:
-        return [(0, parse_tree(text))]
+        return [(0, read(text))]
 
 
-def cut_pieces(text: str) -> Iterator[tuple[int, int]]:
+def _pieces(text: str) -> Iterator[tuple[int, int]]:
     """The offsets of pieces of whole lines. Those between them are blank, or have only a comment."""
     start, depth = None, 0
     for line in _LINE.finditer(text):
