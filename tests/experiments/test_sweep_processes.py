@@ -128,14 +128,13 @@ def test_a_run_is_stopped_killed_and_continued(tmp_path: Path) -> None:
 
 
 def test_a_program_that_does_not_stop_is_killed(tmp_path: Path) -> None:
-    words = "trap 'echo got TERM' TERM; echo begin; while :; do sleep 0.01; done"
+    words = "trap '' TERM; echo begin; while :; do sleep 0.01; done"
     run = replace(make_run(tmp_path), command=("sh", "-c", words), environment={"POLICYC_STOP_GRACE": "0.1"})
     executor = LocalExecutor(1)
     executor.start(run)
     wait_until(lambda: "begin" in (run.folder / "log.txt").read_text())
     assert executor.stop([run]) == ""
     wait_until(lambda: not executor.is_active(run))
-    assert "got TERM" in (run.folder / "log.txt").read_text()
     assert read_state(run.folder) == "preempted"
     assert not is_locked(run.folder)
 
