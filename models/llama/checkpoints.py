@@ -194,12 +194,14 @@ class Checkpoints:
         """A checkpoint of another folder."""
         if not (path.name.isdigit() and path.is_dir()):
             raise ConfigError(
-                f"--resume-from {path}: expected the folder of a checkpoint, such as runs/a/checkpoints/300"
+                f"cannot start from {path}: it is not the folder of a checkpoint, such as runs/a/checkpoints/300"
             )
         try:
             return self.read(path.resolve(), abstract_state, accept_changes)
         except DamagedCheckpointError as error:
-            raise ConfigError(f"--resume-from {path}: it is damaged: {error}; choose another one") from None
+            raise ConfigError(
+                f"cannot start from {path}: it is damaged: {error}; choose another one"
+            ) from None
 
     def _check_identity(
         self, path: Path, about: dict[str, Any], shapes: list[list[int]], accept_changes: bool

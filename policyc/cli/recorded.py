@@ -6,6 +6,7 @@ import contextlib
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -43,18 +44,32 @@ def record(program: Sequence[str], config: str | None, options: RecordOptions) -
         check_source(program, config)
     if options.checkpoint is not None and config is None:
         raise click.UsageError("--from is for --config: give a program its own arguments to resume")
+    if options.checkpoint is not None:
+        _parse_step(options.checkpoint)
     from policyc.experiments import runner
     from policyc.experiments.record import record_loss
 
     with _program(program, config, options) as source, exit_on_error():
         try:
-            with explain_early_exit(source), contextlib.redirect_stdout(sys.stderr):
+            # The bundled trainer says itself why it exits.
+            explained = explain_early_exit(source) if config is None else contextlib.nullcontext()
+            with explained, contextlib.redirect_stdout(sys.stderr):
                 recorded = record_loss(source, options.batches, options.after)
         except runner.NoLoss as error:
             exit_with_message(f"the program ended and {explain_no_loss(error.saw_forward_mode)}")
     if len(recorded.calls) < options.batches:
         print_note(f"the program ended after {len(recorded.calls)} of {options.batches} batches")
     return recorded
+
+
+def _parse_step(checkpoint: str) -> int:
+    """The step of a checkpoint. Raises a usage error if it is not the folder of one."""
+    path = Path(checkpoint)
+    if not (path.name.isdigit() and path.is_dir()):
+        raise click.UsageError(
+            f"--from {checkpoint}: this is not the folder of a checkpoint, such as runs/a/checkpoints/300"
+        )
+    return int(path.name)
 
 
 @contextlib.contextmanager
@@ -69,8 +84,7 @@ def _program(words: Sequence[str], config: str | None, options: RecordOptions) -
     start = 0
     resume: tuple[str, ...] = ()
     if options.checkpoint is not None:
-        name = options.checkpoint.rstrip("/").rpartition("/")[2]
-        start = int(name) if name.isdigit() else 0  # the trainer reports that it is not a checkpoint
+        start = _parse_step(options.checkpoint)
         resume = ("--resume-from", options.checkpoint, "--accept-changes")
     steps = start + options.after + options.batches + 1
     with tempfile.TemporaryDirectory(prefix="policyc-") as folder:

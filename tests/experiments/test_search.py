@@ -227,6 +227,8 @@ def test_the_command_line_writes_a_policy_and_says_what_cannot_be(tmp_path: Path
     result = policyc("search", "--formats", "fp8", "--batches", "1", "--speedup", "5", program)
     assert result.code == 1
     assert "no format makes this step faster" in result.err
+    result = policyc("search", "--config", "tiny", "--speedup", "1.2", "--from", tmp_path)
+    assert f"--from {tmp_path}: this is not the folder of a checkpoint" in result.err
     result = policyc("search", "--formats", "fp8", "--batches", "1", "--speedup", "te_nvfp4", program)
     assert result.code == 0, result.err
     assert "te_nvfp4 is predicted at 0." in result.err

@@ -167,11 +167,24 @@ def test_a_rule_for_everything_is_noted_if_it_lowers_products_in_fp32(policy, si
     assert not notes_on_fp32_products(policy, "float32")  # there every product is in fp32
 
 
+def test_most_products_may_be_in_fp32_if_the_weights_are_not():
+    def loss(p, x):  # a state space layer: two projections in bfloat16, three products of its state in fp32
+        h = (x @ p["in"]).astype("float32")
+        with jax.named_scope("state"):
+            h = jnp.tanh(h @ h.T) @ jnp.tanh(h @ h.T) @ h
+        return jnp.sum(h.astype(x.dtype) @ p["out"])
+
+    params = {"in": array(64, 64, dtype="bfloat16"), "out": array(64, 64, dtype="bfloat16")}
+    found = lint_loss("* -> bf16", loss, params, array(32, 64, dtype="bfloat16"))
+    (note,) = (d for d in found if d.code == "lowered-fp32-product")
+    assert "computes 'state' in fp32, unlike most of its arithmetic" in note.message
+
+
 def test_only_a_product_with_the_highest_precision_is_noted_in_an_fp32_program():
     (note,) = (d for d in lint_model("* -> bf16") if d.code == "lowered-fp32-product")
     assert note.sites == ("narrow",)
     assert note.message == (
-        "the program computes 'narrow' in fp32 with the highest precision, unlike most of its products, "
+        "the program computes 'narrow' in fp32 with the highest precision, unlike most of its arithmetic, "
         "and this rule lowers it"
     )
     assert note.help == "add a rule after it: narrow -> keep"

@@ -216,7 +216,7 @@ def test_a_run_branches_from_a_chosen_checkpoint(completed, tmp_path, capsys):
     assert train_here(out=folder, **RUN, resume_from=chosen) == 0
     assert "is already at step 8 of 8" in capsys.readouterr().out
     assert train_here(out=tmp_path / "other", **RUN, resume_from=completed) == 1
-    assert "expected the folder of a checkpoint" in capsys.readouterr().err
+    assert f"cannot start from {completed}: it is not the folder of a checkpoint" in capsys.readouterr().err
     assert train_here(out=tmp_path / "third", **RUN, beta1=0.8, resume_from=chosen) == 1
     assert "beta1: 0.9 there, 0.8 now" in capsys.readouterr().err
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from policyc.base.compile_cache import VARIABLE as COMPILE_CACHE_VARIABLE
 from policyc.experiments.sweep.metrics import parse_metrics_source
 from policyc.experiments.sweep.run import (
+    POLICY_FILE,
     RUN_DIR_VARIABLE,
     SEED_VARIABLE,
     STEPS_VARIABLE,
@@ -26,7 +27,6 @@ from policyc.language.bundled import data_folder
 from policyc.models.llama.command_line import parse_args
 from policyc.models.llama.configs import CONFIGS
 
-POLICY_FILE = "policy.policy"
 PLAN_FILE = "plan.json"
 
 PLACEHOLDERS = {

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from policyc import __version__
-from policyc.experiments.sweep.commands import POLICY_FILE, SweepProgram
-from policyc.experiments.sweep.run import LOCK_FILE, MANIFEST_FILE, write_json
+from policyc.experiments.sweep.commands import SweepProgram
+from policyc.experiments.sweep.run import LOCK_FILE, MANIFEST_FILE, POLICY_FILE, write_json
 from policyc.experiments.sweep.variants import VariantList, without_title
 
 _FORMAT = 1

@@ -23,6 +23,7 @@ LOCK_FILE = ".lock"
 STOP_FILE = "stop"
 """Asks a run to stop. So does SIGTERM, but this reaches it from another sweep, and from another machine."""
 
+POLICY_FILE = "policy.policy"  # in the folder of a variant
 MANIFEST_FILE = "sweep.json"
 PAGE_FILE = "report.html"
 SWEEP_FILES = (MANIFEST_FILE, PAGE_FILE, LOCK_FILE)  # in the folder of a sweep

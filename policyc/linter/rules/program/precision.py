@@ -40,8 +40,8 @@ def _check_lowered_fp32_product(context: Context) -> Iterator[Diagnostic]:
             names, reason = name_sites(sites), next(iter(sites.values()))
             yield Diagnostic(
                 span=context.policy.rules[index].span,
-                message=f"the program computes '{names[0]}' {reason}, unlike most of its products, and this rule "
-                f"lowers it{count_others(len(names))}",
+                message=f"the program computes '{names[0]}' {reason}, unlike most of its arithmetic, and "
+                f"this rule lowers it{count_others(len(names))}",
                 help=suggest_recipe(plan, index, sites, "keep"),
                 sites=names,
             )
@@ -56,11 +56,15 @@ def _has_other_code(product: QuantizedProduct) -> bool:
 
 
 def _find_sites_in_fp32(plan: Plan) -> dict[Site, str]:
-    """Returns the sites with more precise operands than most GEMMs, each with a description."""
+    """Returns the sites with more precise operands than most arithmetic of the program, each with a description.
+
+    Products with a weight decide, by FLOPs: a layer may have more products of activations in fp32 than weights.
+    """
     precisions = {site: _precision(site) for site in plan.sites if not site.opaque}
-    total = sum(site.count for site in precisions)
+    deciding = [site for site in precisions if site.weight is not None] or list(precisions)
+    total = sum(site.total_flops for site in deciding)
     reasons = {1: "in fp32", 2: "in fp32 with the highest precision"}
-    below = {grade: sum(s.count for s, p in precisions.items() if p < grade) for grade in reasons}
+    below = {grade: sum(s.total_flops for s in deciding if precisions[s] < grade) for grade in reasons}
     return {site: reasons[p] for site, p in precisions.items() if p in reasons and 2 * below[p] > total}
 
 
