@@ -20,7 +20,7 @@ from policyc.language.bundled import data_folder
 PACKAGES = ("base", "language", "linter", "editor")
 MODULES = (
     "__init__.py", "numerics/__init__.py", "numerics/targets.py", "compiler/__init__.py", "compiler/decisions.py",
-    "compiler/site_lists.py",
+    "compiler/site_lists.py", "compiler/site_masks.py",
 )  # fmt: skip
 PYODIDE_FILES = (
     "pyodide.mjs",

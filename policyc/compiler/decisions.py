@@ -13,7 +13,7 @@ from typing import Protocol
 from policyc.language.policy import Policy, Rule
 from policyc.language.predicates import SiteAttributes
 from policyc.language.recipes import Gemm
-from policyc.language.schedule import representative_steps
+from policyc.language.schedule import StepCondition, representative_steps
 from policyc.language.selectors import DottedPath, Pattern, expand_selector, matches
 
 MatchedProducts = tuple[frozenset[Gemm], ...]
@@ -55,7 +55,11 @@ class RuleDecisions:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._decided: dict[tuple[MatchedProducts, Phase], Choices] = {}
-        self.match: Callable[[MatchableSite, tuple[int, ...]], MatchedProducts] = _Matcher(policy.rules)
+
+    @cached_property
+    def match(self) -> Callable[[MatchableSite, tuple[int, ...]], MatchedProducts]:
+        """Finds the products of a layer of a site that each rule matches."""
+        return _Matcher(self._policy.rules)
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
@@ -73,8 +77,12 @@ class RuleDecisions:
 
     def in_force(self, rule: int, phase: Phase) -> bool:
         """Does a rule apply in a phase?"""
-        holds = dict(zip(self._policy.step_conditions, phase, strict=True))
-        return all(holds[condition] for condition in self._policy.rules[rule].when)
+        when = self._policy.rules[rule].when
+        return not when or all(phase[self._numbers[condition]] for condition in when)
+
+    @cached_property
+    def _numbers(self) -> dict[StepCondition, int]:
+        return {condition: number for number, condition in enumerate(self._policy.step_conditions)}
 
     def decide(self, matched: MatchedProducts, phase: Phase) -> Choices:
         """The choices where each rule matches these products: the last rule in force decides."""

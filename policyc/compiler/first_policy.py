@@ -112,8 +112,8 @@ def _describe(plan: ListPlan, number: int) -> str:
         site
         for phase in plan.rules.phases
         for site, _, choices in plan.choices(phase)
-        for gemm, choice in zip(Gemm, choices, strict=True)
-        if choice.rule == number and gemm in sites[site].products
+        for gemm, rule in zip(Gemm, choices, strict=True)
+        if rule == number and gemm in sites[site].products
     }
     kinds = dict.fromkeys(sites[site].kind or "sites without a kind" for site in sorted(decided))
     share = plan.shares[number]
@@ -128,9 +128,9 @@ def _keep_opaque(plan: ListPlan) -> str:
         for number, _, choices in plan.choices(phase):
             site = plan.sites.sites[number]
             rules = [
-                (gemm, c.rule)
-                for gemm, c in zip(Gemm, choices, strict=True)
-                if c.rule is not None and gemm in site.products
+                (gemm, rule)
+                for gemm, rule in zip(Gemm, choices, strict=True)
+                if rule is not None and gemm in site.products
             ]
             if site.is_opaque and any(plan.resolved[rule].bits(gemm) for gemm, rule in rules):
                 heads[_selector(site)] = None

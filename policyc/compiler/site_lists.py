@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,8 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from policyc.base.text import count_noun
-from policyc.compiler.decisions import Choices, MatchedProducts, Phase, RuleDecisions
+from policyc.compiler.decisions import Phase, RuleDecisions
+from policyc.compiler.site_masks import ProductMasks, SiteMasks, find_bits, union
 from policyc.language.diagnostics import Diagnostic, Edit, Fix, Severity, Span
 from policyc.language.kinds import flags_of
 from policyc.language.policy import Policy, Rule
@@ -165,6 +166,10 @@ class SiteList:
     def count(self) -> int:
         return sum(len(site.layers) for site in self.sites)
 
+    @cached_property
+    def masks(self) -> SiteMasks:
+        return SiteMasks(self.sites, [len(site.layers) for site in self.sites])
+
 
 @dataclass(frozen=True, slots=True)
 class RuleShare:
@@ -189,39 +194,51 @@ class ListPlan:
         self.resolved: tuple[Recipe, ...] = tuple(resolve(rule.recipe) for rule in policy.rules)
 
     @cached_property
-    def matched(self) -> dict[tuple[int, int], MatchedProducts]:
-        """For each layer of each site, by their numbers in the list: the products that each rule matches."""
-        return {
-            (s, i): self.rules.match(site, (i,))
-            for s, site in enumerate(self.sites.sites)
-            for i in range(len(site.layers))
-        }
+    def matched(self) -> tuple[ProductMasks, ...]:
+        """For each rule: the layers whose products it matches."""
+        return tuple(map(self.sites.masks.match, self.policy.rules))
 
-    def choices(self, phase: Phase) -> Iterator[tuple[int, int, Choices]]:
-        """The choices about each layer of each site, with their numbers in the list."""
-        for (site, layer), matched in self.matched.items():
-            yield site, layer, self.rules.decide(matched, phase)
+    def _decide(self, phase: Phase) -> Iterator[tuple[int, int, int]]:
+        """Yields rules, products and the layers where the rule decides about the product: the last one in force."""
+        left = [self.sites.masks.all] * len(Gemm)
+        for rule in reversed(range(len(self.policy.rules))):
+            if self.rules.in_force(rule, phase):
+                for product, mask in enumerate(self.matched[rule]):
+                    decided = mask & left[product]
+                    if decided:
+                        left[product] ^= decided
+                        yield rule, product, decided
+
+    def choices(self, phase: Phase) -> Iterator[tuple[int, int, Sequence[int | None]]]:
+        """The rules that decide about the products of each layer of each site, with their numbers in the list."""
+        layers = self.sites.masks.layers
+        chosen: list[list[int | None]] = [[None] * len(Gemm) for _ in layers]
+        for rule, product, decided in self._decide(phase):
+            for bit in find_bits(decided):
+                chosen[bit][product] = rule
+        for (site, layer), rules in zip(layers, chosen, strict=True):
+            yield site, layer, rules
 
     @cached_property
     def shares(self) -> tuple[RuleShare, ...]:
         """One for each rule."""
-        count = len(self.policy.rules)
-        matched, decided, flops = [0] * count, [set[tuple[int, int]]() for _ in range(count)], [0.0] * count
-        for (number, _), by_rule in self.matched.items():
-            for rule, products in enumerate(by_rule):
-                matched[rule] += bool(products & self.sites.sites[number].products)
+        sites, masks, count = self.sites.sites, self.sites.masks, len(self.policy.rules)
+        existing = [masks.of_sites(gemm in site.products for site in sites) for gemm in Gemm]
+        decided, flops = [0] * count, [0.0] * count
         for phase in self.rules.phases:
             in_phase = [0.0] * count
-            for number, layer, choices in self.choices(phase):
-                site = self.sites.sites[number]
-                for gemm, choice in zip(Gemm, choices, strict=True):
-                    if choice.rule is not None and gemm in site.products:
-                        decided[choice.rule].add((number, layer))
-                        in_phase[choice.rule] += site.flops / len(site.layers)
+            for rule, product, layers in self._decide(phase):
+                for site, number in masks.split(layers & existing[product]):
+                    in_phase[rule] += sites[site].flops * number / len(sites[site].layers)
+                decided[rule] |= layers & existing[product]
             flops = list(map(max, flops, in_phase))
+        matched = (
+            union(mask & exists for mask, exists in zip(by_product, existing, strict=True))
+            for by_product in self.matched
+        )
         total = self.sites.total_flops or 1
         columns = zip(matched, decided, flops, strict=True)
-        return tuple(RuleShare(m, len(d), f / total) for m, d, f in columns)
+        return tuple(RuleShare(m.bit_count(), d.bit_count(), f / total) for m, d, f in columns)
 
     def check(self) -> Iterator[Diagnostic]:
         """Yields an error for each unmet `expect`, and a warning for each other rule that matches no site."""

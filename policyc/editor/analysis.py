@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -147,8 +147,10 @@ def _shares(plan: ListPlan, loaded: LoadedPolicy) -> Iterator[tuple[int, RuleSha
             yield rule.span.start, share
     for variant in policy.variants:
         if any(rule.span.source is loaded.file.source for rule in variant.rules):
-            applied = ListPlan(policy.variant(variant.name), plan.sites).shares[-len(variant.rules) :]
-            for rule, share in zip(variant.rules, applied, strict=True):
+            own = ListPlan(replace(policy.variant(variant.name), rules=variant.rules), plan.sites)
+            for rule, share in zip(
+                variant.rules, own.shares, strict=True
+            ):  # earlier rules change nothing here
                 yield rule.span.start, share
 
 

@@ -108,7 +108,7 @@ def _rows(plan: ListPlan, phase: int) -> Iterator[dict[str, Any]]:
         products = {}
         for position, gemm in enumerate(Gemm):
             cells = [
-                (column, *_cell(plan, gemm, choices[site, layer][position].rule), site)
+                (column, *_cell(plan, gemm, choices[site, layer][position]), site)
                 for column, site, layer in layers
                 if gemm in plan.sites.sites[site].products
             ]

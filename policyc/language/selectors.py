@@ -226,15 +226,21 @@ def glob_matches(glob: str, text: str) -> bool:
 
 
 def _segment_matches(segment: PatternSegment, name: PathSegment) -> bool:
-    if segment.indices is None:
-        if glob_matches(segment.glob, name.text):
-            return True
-        return name.index is not None and glob_matches(segment.glob, f"{name.text}_{INDEX_MARK}")
-    if name.index is None or not glob_matches(segment.glob, name.text):
+    if not glob_segment_matches(segment, name):
         return False
+    if segment.indices is None or name.index is None:
+        return True
     if name.size is None:
         return name.index == segment.indices.index
     return name.index in segment.indices.select(name.size)
+
+
+def glob_segment_matches(segment: PatternSegment, name: PathSegment) -> bool:
+    """Does a segment of a pattern match a name, for some index if it takes indices?"""
+    if segment.indices is not None:
+        return name.index is not None and glob_matches(segment.glob, name.text)
+    is_match = glob_matches(segment.glob, name.text)
+    return is_match or (name.index is not None and glob_matches(segment.glob, f"{name.text}_{INDEX_MARK}"))
 
 
 def _expand_braces(segment: SelectorSegment) -> Iterable[str]:

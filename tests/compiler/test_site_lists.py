@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -11,10 +12,21 @@ from hypothesis import strategies as st
 
 from policyc.compiler.plan import make_plan
 from policyc.compiler.plan_tables import as_json
-from policyc.compiler.site_lists import BadSiteList, ListPlan, SiteList, read_path, write_path
+from policyc.compiler.site_lists import (
+    BadSiteList,
+    ListedLayer,
+    ListedSite,
+    ListPlan,
+    SiteList,
+    read_path,
+    write_path,
+)
+from policyc.compiler.site_masks import SiteMasks
 from policyc.language.loader import parse
 from policyc.language.policy import Policy
+from policyc.language.recipes import Gemm
 from policyc.language.selectors import PathSegment
+from tests.support import policy_oracle as oracle
 from tests.support.jaxpr_tools import find_sites
 from tests.support.kind_programs import PROGRAMS
 
@@ -46,11 +58,48 @@ def test_a_list_is_decided_about_like_its_loss(name: str) -> None:
     assert list_plan.rules.phases == plan.phases
     for phase in plan.phases:
         expected = {
-            (number, position): plan.decisions(phase)[site.address, layer].choices
+            (number, position): [choice.rule for choice in plan.decisions(phase)[site.address, layer].choices]
             for number, site in enumerate(sites)
             for position, layer in enumerate(site.layers())
         }
         assert {(s, i): choices for s, i, choices in list_plan.choices(phase)} == expected
+
+
+def test_a_list_is_matched_as_the_oracle_matches_its_names() -> None:
+    """Sites with one layer, with several that have several names each, and with a condition on their layers."""
+    names, random = oracle.SITE_NAMES, Random(0)
+    layers = [tuple(random.sample(names, random.randint(1, 3))) for _ in range(600)]
+    sites = [oracle_site(number, layers[number : number + 6]) for number in range(0, 600, 6)]
+    masks = SiteMasks(sites, [len(site.layers) for site in sites])
+    counts = set()
+    for rule in (r for _ in range(12) for r in parse(oracle.random_policy(random)).rules):
+        expected = []
+        for number, (site, layer) in enumerate(masks.layers):
+            is_in = rule.where is None or rule.where.holds(sites[site].attributes((layer,))) is True
+            matching = [
+                s for s in rule.selectors if any(oracle.selector_matches(s, n) for n in layers[number])
+            ]
+            expected.append(tuple(is_in and any(gemm in s.products for s in matching) for gemm in Gemm))
+        found = masks.match(rule)
+        assert [tuple(bool(mask >> bit & 1) for mask in found) for bit in range(600)] == expected
+        counts.add(sum(map(any, expected)))
+    assert len(counts) > 30  # of 84 rules: most match some layers, and not all
+
+
+def oracle_site(number: int, layers: list[tuple[oracle.SiteName, ...]]) -> ListedSite:
+    listed = (
+        ListedLayer(
+            paths=tuple(tuple(PathSegment(*segment) for segment in name) for name in names),
+            block={"layer": layer, "layers": 6},
+        )
+        for layer, names in enumerate(layers)
+    )
+    kind, size = ("mlp", "attention", "")[number % 3], 15 + number % 4
+    sizes = {"batch": 1, "m": size, "n": 2, "k": 16, "flops": 64 * size}
+    return ListedSite(
+        address=(number,), name="", kind=kind, weight="rhs", sizes=sizes, repeats=1, products=frozenset(Gemm),
+        layers=tuple(listed), is_in_block=True, is_opaque=False,
+    )  # fmt: skip
 
 
 def test_shares_of_rules_are_those_of_the_sites() -> None:

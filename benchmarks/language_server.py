@@ -1,0 +1,208 @@
+"""Times of the language server's answers just after a key, on a policy of 500 lines and the sites of Llama 3 405B.
+
+    python -m benchmarks.language_server [--lines 500] [--rounds 40] [--out FILE]
+
+A client of its own speaks the protocol. Each round changes one letter of the policy and sends one request at once. In
+half of the rounds the server is at rest before the key; in the others it still checks the text of an earlier key.
+Prints the median, the 95th percentile and the worst of the times until the answer, and until the diagnostics of the
+new text. With `--out` also writes them as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.command_line import make_parser, print_header, print_row
+
+ROOT = Path(__file__).resolve().parent.parent
+SITES = ROOT / "docs" / "playground" / "sites" / "llama3_405b.json"
+LAYERS = 126
+REQUESTS = (
+    "completion", "definition", "references", "documentSymbol", "foldingRange", "formatting", "hover", "inlayHint",
+    "codeAction",
+)  # fmt: skip
+IN_LINT = 0.2  # seconds after a key: the server waits for the next one for less, and then checks for longer
+
+
+def write_policy(lines: int) -> list[str]:
+    """A policy with every kind of statement: most are rules about the products of single layers, as a search writes."""
+    head = [
+        "# A policy as long as a search over single layers writes.",
+        "# sites: sites.json",
+        "recipe nv = nvfp4(rht=wgrad, sr=grad, scale2d=weights)",
+        "recipe fine = split(fprop=nv, dgrad=fp8, wgrad=bf16)",
+        "group projections = q_proj, k_proj, v_proj, o_proj",
+        "",
+        "*                   -> bf16",
+        "* where mlp         -> nv",
+        "projections @ wgrad -> fp8",
+        "",
+    ]
+    tail = [
+        "",
+        "after 82% {",
+        "    mlp @ fprop -> bf16  # the late switch",
+        "}",
+        "variant no_rht { recipe nv = nvfp4(sr=grad, scale2d=weights) }",
+        "variant tail {",
+        "    * where layer >= -15% -> bf16",
+        "}",
+    ]
+    places = (
+        "mlp.up_proj", "mlp.{gate,down}_proj", "attention.o_proj @ wgrad", "mlp.down_proj where k % 16 == 0",
+        "attention.{q,k}_proj @ dgrad, fprop",
+    )  # fmt: skip
+    recipes = ("bf16", "fp8", "fine", "nvfp4(sr=grad, scale2d=weights)")
+    rules = []
+    for number in range(lines - len(head) - len(tail)):
+        layer, place = number // 4 % LAYERS, places[number % len(places)]
+        rules.append(f"layers[{layer}].{place} -> {recipes[number % 3 if number % 7 else 3]}")
+    return [*head, *rules, *tail]
+
+
+class Client:
+    """Speaks the protocol with a server, one message at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        words = [sys.executable, "-m", "policyc", "lsp"]
+        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
+        self._uri = (folder / "long.policy").as_uri()
+        self._version = self._sent = 0
+        self.checked = -1
+        """The version of the newest diagnostics."""
+
+    def _send(self, message: dict[str, Any]) -> None:
+        content = json.dumps({"jsonrpc": "2.0", **message}).encode()
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"Content-Length: %d\r\n\r\n%b" % (len(content), content))
+        self._process.stdin.flush()
+
+    def _read(self) -> dict[str, Any]:
+        stream, length = self._process.stdout, 0
+        assert stream is not None
+        while (line := stream.readline()).strip():
+            length = int(line.partition(b":")[2])
+        message: dict[str, Any] = json.loads(stream.read(length))
+        if message.get("method") == "textDocument/publishDiagnostics":
+            self.checked = message["params"].get("version", self.checked)
+        return message
+
+    def request(self, method: str, params: dict[str, Any]) -> Any:
+        self._sent += 1
+        self._send({"id": self._sent, "method": method, "params": params})
+        while (message := self._read()).get("id") != self._sent:
+            pass
+        if "error" in message:
+            raise SystemExit(f"{method}: {message['error']}")
+        return message["result"]
+
+    def ask(self, method: str, line: int) -> Any:
+        """Sends a request about a line of the policy."""
+        place = {"line": line, "character": 3}
+        params: dict[str, Any] = {"textDocument": {"uri": self._uri}, "position": place}
+        params |= {"range": {"start": place, "end": place}, "context": {"diagnostics": []}}
+        params["options"] = {"tabSize": 4, "insertSpaces": True}
+        return self.request(f"textDocument/{method}", params)
+
+    def open(self, text: str) -> None:
+        item = {"uri": self._uri, "languageId": "policy", "version": 0, "text": text}
+        self._send({"method": "textDocument/didOpen", "params": {"textDocument": item}})
+
+    def change(self, text: str) -> None:
+        self._version += 1
+        document = {"uri": self._uri, "version": self._version}
+        params = {"textDocument": document, "contentChanges": [{"text": text}]}
+        self._send({"method": "textDocument/didChange", "params": params})
+
+    def wait_until_checked(self) -> None:
+        """Waits for the diagnostics of the last text."""
+        while self.checked < self._version:
+            self._read()
+
+    def stop(self) -> None:
+        self.request("shutdown", {})
+        self._send({"method": "exit"})
+        self._process.wait()
+
+
+def measure(client: Client, lines: list[str], rounds: int) -> Iterator[tuple[str, float]]:
+    """Yields the name and the seconds of each answer."""
+    choose = random.Random(0)
+    rules = [number for number, line in enumerate(lines) if line.startswith("layers")]
+    for number in range(rounds):
+        is_busy = number % 2 == 1
+        for method in REQUESTS:
+            if is_busy:
+                client.change("\n".join(lines))
+                time.sleep(IN_LINT)
+            else:
+                client.wait_until_checked()
+            line = choose.choice(rules)
+            lines[line] = type_letter(lines[line])
+            start = time.perf_counter()
+            client.change("\n".join(lines))
+            client.ask(method, line)
+            yield method + (" (busy)" if is_busy else ""), time.perf_counter() - start
+            if not is_busy:
+                client.wait_until_checked()
+                yield "diagnostics", time.perf_counter() - start
+
+
+def type_letter(line: str) -> str:
+    """Types a letter after the name of a projection, or takes it back."""
+    name, rest = line.split("_proj", 1)
+    return f"{name}_proj{rest.removeprefix('x')}" if rest.startswith("x") else f"{name}_projx{rest}"
+
+
+def summarize(times: list[float]) -> dict[str, float]:
+    """The median, the 95th percentile and the worst of some times, in milliseconds."""
+    ordered = sorted(1e3 * seconds for seconds in times)
+    places = {"median": len(ordered) // 2, "p95": int(0.95 * (len(ordered) - 1)), "worst": len(ordered) - 1}
+    return {name: round(ordered[place], 1) for name, place in places.items()}
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--lines", type=int, default=500, help="lines of the policy (default: 500)")
+    parser.add_argument("--rounds", type=int, default=40, help="requests of each kind (default: 40)")
+    parser.add_argument("--out", metavar="FILE", help="write the times as JSON")
+    arguments = parser.parse_args()
+    times: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "sites.json").write_bytes(SITES.read_bytes())
+        start = time.perf_counter()
+        client = Client(Path(folder))
+        client.request("initialize", {"capabilities": {}})
+        times["start"] = [time.perf_counter() - start]
+        lines = write_policy(arguments.lines)
+        start = time.perf_counter()
+        client.open("\n".join(lines))
+        client.ask("hover", 7)
+        times["first hover"] = [time.perf_counter() - start]
+        client.wait_until_checked()
+        times["first diagnostics"] = [time.perf_counter() - start]
+        for name, seconds in measure(client, lines, arguments.rounds):
+            times.setdefault(name, []).append(seconds)
+        client.stop()
+    result = {name: summarize(seconds) for name, seconds in times.items()}
+    print_header(("milliseconds", "median", "p95", "worst"))
+    for name, row in result.items():
+        print_row((name, *(f"{value:.0f}" for value in row.values())))
+    load = os.getloadavg()[0]
+    print(f"\nload of the machine: {load:.2f} on {os.cpu_count()} processors")
+    if arguments.out:
+        Path(arguments.out).write_text(json.dumps({"load": load, "milliseconds": result}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
