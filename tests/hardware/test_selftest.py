@@ -17,6 +17,8 @@ import pytest
 from policyc.hardware import gemm_cost
 from policyc.hardware.selftest import checks, report
 from policyc.hardware.selftest.checks import CHECKS, Result, collect_failures, run_checks
+from policyc.hardware.selftest.products import check_gemm
+from policyc.hardware.selftest.subject import Subject
 from policyc.language.recipes import Gemm, make_recipe
 from policyc.numerics import backends
 from policyc.numerics.backends import emulate, te, te_calls
@@ -137,6 +139,17 @@ def test_transformer_engines_layouts_pass(monkeypatch: pytest.MonkeyPatch) -> No
     names = ("random", "rounding", "gemm")
     results = list(run_checks(("te_here",), quick=True, only=names))
     assert [(r.check, r.status, r.reason) for r in results] == [(name, "passed", "") for name in names]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["native_sums", "emulate"])
+def test_native_products_are_compared_with_modelled_sums(backend: str) -> None:
+    """The data has sums that depend on how they are added. Other sums are no fault."""
+    findings = list(check_gemm(Subject(backend=backend, format="nvfp4", native=True, quick=True)))
+    (sums,) = (f.what for f in findings if "are those of" in f.what)
+    assert f"100.0% of fp32 sums are those of {backend}" in sums
+    assert sums.count("100.0%") == 1
+    assert all(not f.fault for f in findings)
 
 
 @pytest.mark.slow

@@ -78,11 +78,38 @@ def check_gemm(subject: Subject) -> Iterator[Finding]:
         error = relative_error(ours, theirs)
         what = f"{name}: relative error {error:.1e}, at most {limit:.1e}"
         yield Finding(what, "" if error <= limit else "differs from the emulation")
+    if subject.native and subject.format == "nvfp4":
+        yield _compare_sums(subject.backend)
     arrays[0][5, 7] = np.nan
     expected = run_on(reference_device(), emulated, *arrays)
     for name, ours, theirs in zip(_PRODUCTS, jax.device_get(run(*arrays)), expected, strict=True):
         lost = np.sum(np.isnan(theirs.astype(np.float32)) & ~np.isnan(ours.astype(np.float32)))
         yield Finding(f"NaN in {name}", f"{lost} results lost it" if lost else "")
+
+
+def _compare_sums(backend: str) -> Finding:
+    """How many fp32 results are those of `native_sums`. Not a fault if few are: it is an account by others."""
+    rng = np.random.default_rng(0)
+    # Magnitudes of blocks span 16 binades. Otherwise, sums of a few hundred products are exact in any order.
+    x, w = (
+        (rng.standard_normal((256, 512)) * np.exp2(rng.integers(-16, 1, (256, 32))).repeat(16, 1)).astype(
+            jax.numpy.bfloat16
+        )
+        for _ in range(2)
+    )
+
+    def multiply(name: str) -> Callable[..., jax.Array]:
+        options = GemmOptions(backends=(name, name, name), preferred_element_type=jax.numpy.float32)
+        dimensions = (((1,), (1,)), ((), ()))
+        recipe = read_recipe("nvfp4")
+        return partial(quantized_dot_general, dimension_numbers=dimensions, recipe=recipe, options=options)
+
+    ours = run_on(jax.devices()[0], multiply(backend), x, w)
+    shares = [
+        f"{np.mean(ours == run_on(reference_device(), multiply(name), x, w)):.1%} of fp32 sums are those of {name}"
+        for name in ("native_sums", "emulate")
+    ]
+    return Finding(", ".join(shares))
 
 
 def check_devices(subject: Subject) -> Iterator[Finding]:

@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 
 MODULES: dict[str, str] = {
     "emulate": "policyc.numerics.backends.emulate",
+    "native_sums": "policyc.numerics.backends.native_sums",
     "xla": "policyc.numerics.backends.xla",
     "te": "policyc.numerics.backends.te",
 }
 
-BackendName = Literal["auto", "emulate", "xla", "te"]
+BackendName = Literal["auto", "emulate", "native_sums", "xla", "te"]
 
 NAMES = ("auto", *MODULES)
 """The values of `--backend`."""
