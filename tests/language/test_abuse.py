@@ -16,7 +16,7 @@ from policyc.language.bundled import bundled_policies, data_folder
 from policyc.language.loader import parse_with_diagnostics
 from tests.support import fuzz
 from tests.support.audit import recording
-from tests.support.processor_time import at_most, seconds_of
+from tests.support.processor_time import at_most
 
 pytestmark = pytest.mark.any_jax
 
@@ -297,26 +297,6 @@ def rules(count: int) -> str:
     rng = random.Random(count)
     lines = (rng.choice(SHAPES).format(i=i, few=i % 50) for i in range(count))
     return "".join(["recipe nv = nvfp4(rht=wgrad, sr=grad, scale2d=weights)\n", *lines])
-
-
-def seconds(text: str) -> float:
-    return seconds_of(lambda: parse_with_diagnostics(text))
-
-
-def invalid_rules(count: int) -> str:
-    return "".join(f"decoder.layers[{i}].mlp.* => bf16\n" for i in range(count))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [rules, invalid_rules], ids=["valid", "invalid"])
-def test_the_time_to_parse_is_linear_in_the_number_of_rules(make):
-    """Linear time gives a ratio of 4, quadratic time 16. The limit of 8 is their geometric mean.
-
-    The long run is tried again, because a busy machine may slow some of them down.
-    """
-    parse_with_diagnostics(make(100))
-    small = min(seconds(make(1_000)) for _ in range(2))
-    assert any(seconds(make(4_000)) / small < 8 for _ in range(5))
 
 
 @pytest.mark.slow

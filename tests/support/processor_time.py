@@ -1,10 +1,9 @@
-"""Limits and measures of processor time. Other processes on a busy machine do not change it."""
+"""Limits of processor time. Other processes on a busy machine do not change it."""
 
 from __future__ import annotations
 
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 
@@ -27,9 +26,3 @@ def at_most(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
-
-
-def seconds_of(work: Callable[[], object]) -> float:
-    start = time.process_time()
-    work()
-    return time.process_time() - start
