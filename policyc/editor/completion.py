@@ -9,8 +9,8 @@ from enum import IntEnum
 
 from policyc.compiler.site_lists import SiteList
 from policyc.editor import words
-from policyc.editor.analysis import Analysis
-from policyc.editor.scan import Scan, scan_text
+from policyc.editor.reading import Reading
+from policyc.editor.scan import Names, Scan, scan_text
 from policyc.language.bundled import bundled_policies
 from policyc.language.formats import FORMATS
 from policyc.language.kinds import KINDS
@@ -56,30 +56,31 @@ class Item:
     detail: str = ""
 
 
-def complete(text: str, offset: int, analysis: Analysis | None) -> list[Item]:
-    """What can be written at an offset. `analysis` may be of an earlier text: it adds names and sites."""
-    scan = Scan(text, offset)
+def complete(reading: Reading, offset: int) -> list[Item]:
+    """What can be written at an offset."""
+    text, start = reading.text, reading.statement_start(offset)
+    scan = Scan(text[start:offset])
     line = text[text.rfind("\n", 0, offset) + 1 : offset]
     if scan.in_comment:
         return list(_codes()) if _ALLOW.search(line) else []
-    _drop_typed_word(scan, text, offset)
-    items = dict.fromkeys(_items(scan, scan_text(text), line, analysis))
+    _drop_typed_word(scan, text[start:offset])
+    items = dict.fromkeys(_items(scan, scan_text(text), line, reading))
     return list(items)
 
 
-def _drop_typed_word(scan: Scan, text: str, offset: int) -> None:
-    """Takes the word that ends at the offset back: it is being typed, and says nothing about its place."""
+def _drop_typed_word(scan: Scan, text: str) -> None:
+    """Takes the word at the end of the text back: it is being typed, and says nothing about its place."""
     tokens = scan.statement.tokens
-    if tokens and tokens[-1][1] + len(tokens[-1][0]) == offset and re.match(r"\w", text[offset - 1]):
+    if tokens and tokens[-1][1] + len(tokens[-1][0]) == len(text) and re.match(r"\w", text[-1]):
         tokens.pop()
 
 
-def _items(scan: Scan, names: Scan, line: str, analysis: Analysis | None) -> Iterator[Item]:
+def _items(scan: Scan, names: Names, line: str, reading: Reading) -> Iterator[Item]:
     statement = scan.statement
     if statement.first == "import":
         yield from (Item(name, _Kind.FILE, "bundled policy") for name in bundled_policies())
     elif scan.is_recipe_place():
-        yield from _recipes(names, analysis)
+        yield from _recipes(names, reading)
     elif statement.calls and statement.calls[-1] != "where":
         yield from _arguments(scan)
     elif statement.has_arrow:
@@ -93,11 +94,11 @@ def _items(scan: Scan, names: Scan, line: str, analysis: Analysis | None) -> Ite
     elif statement.tokens and statement.first in ("recipe", "group") and not statement.defines:
         return
     else:
-        yield from _selectors(scan, names, line, analysis)
+        yield from _selectors(scan, names, line, reading)
 
 
-def _recipes(names: Scan, analysis: Analysis | None) -> Iterator[Item]:
-    known = dict(_named_recipes(analysis))
+def _recipes(names: Names, reading: Reading) -> Iterator[Item]:
+    known = dict(_named_recipes(reading))
     yield from (
         Item(n.text, _Kind.VARIABLE, known.get(n.text, "recipe")) for n in names.definitions("recipe")
     )
@@ -106,10 +107,9 @@ def _recipes(names: Scan, analysis: Analysis | None) -> Iterator[Item]:
     yield Item("split", _Kind.CLASS, "another recipe for each product")
 
 
-def _named_recipes(analysis: Analysis | None) -> Iterator[tuple[str, str]]:
-    if analysis is not None:
-        for name, recipe in analysis.loaded.policy.named_recipes.items():
-            yield name, str(recipe)
+def _named_recipes(reading: Reading) -> Iterator[tuple[str, str]]:
+    for name, recipe in reading.loaded.policy.named_recipes.items():
+        yield name, str(recipe)
 
 
 def _arguments(scan: Scan) -> Iterator[Item]:
@@ -137,12 +137,12 @@ def _predicates() -> Iterator[Item]:
     yield from (Item(word, _Kind.OPERATOR) for word in words.OPERATORS)
 
 
-def _selectors(scan: Scan, names: Scan, line: str, analysis: Analysis | None) -> Iterator[Item]:
+def _selectors(scan: Scan, names: Names, line: str, reading: Reading) -> Iterator[Item]:
     statement = scan.statement
     typed = _TYPED_PATH.search(re.sub(r"\w*$", "", line))
     path = [re.sub(r"\[.*", "", part) for part in typed[0].split(".")[:-1]] if typed else []
-    if analysis is not None and analysis.sites is not None:
-        yield from _site_names(analysis.sites, path)
+    if reading.model.sites is not None:
+        yield from _site_names(reading.model.sites, path)
     if path:
         return
     yield from (Item(n.text, _Kind.MODULE, "group") for n in names.definitions("group"))

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from policyc.editor.analysis import Analysis
 from policyc.editor.hover import describe_hint
 from policyc.editor.json_rpc import Json
 from policyc.editor.positions import to_position, to_range
+from policyc.editor.reading import Reading
 from policyc.editor.scan import Name, scan_text
 from policyc.language.diagnostics import Diagnostic, Severity, SourceText, Span
 from policyc.language.formatter import format_text
@@ -175,11 +175,10 @@ def folding(source: SourceText) -> list[Json]:
     return ranges
 
 
-def hints(analysis: Analysis) -> list[Json]:
-    """At the end of each rule, the number of sites that it decides about, and their share of the FLOPs."""
-    source = analysis.loaded.file.source
+def hints(reading: Reading, source: SourceText, start: int, end: int) -> list[Json]:
+    """At the end of each rule in a range, the number of sites that it decides about, and their share of the FLOPs."""
     return [
-        {"position": to_position(source, rule.span.end), "label": label, "paddingLeft": True}
-        for rule in analysis.rules()
-        if (label := describe_hint(analysis, rule))
+        {"position": to_position(source, placed.end), "label": label, "paddingLeft": True}
+        for placed in reading.rules
+        if start <= placed.end <= end and (label := describe_hint(reading, placed))
     ]

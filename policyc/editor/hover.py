@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterable
 
 from policyc.base.text import count_noun
-from policyc.editor.analysis import Analysis
+from policyc.editor.reading import PlacedRule, Reading
 from policyc.editor.scan import Scan
 from policyc.language.diagnostics import Diagnostic
 from policyc.language.formats import FORMATS
 from policyc.language.kinds import KINDS
-from policyc.language.policy import Rule
+from policyc.language.policy import Policy, Rule
 from policyc.language.recipes import OPERANDS, OPTIONS, Gemm
 from policyc.language.treatments import describe_treatment, normalize_if_valid
 
@@ -19,24 +19,27 @@ _WORD = re.compile(r"[\w-]+")
 _ALLOW = re.compile(r"#\s*allow:")
 
 
-def hover(analysis: Analysis, diagnostics: Iterable[Diagnostic], offset: int) -> str:
+def hover(reading: Reading, diagnostics: Iterable[Diagnostic], offset: int) -> str:
     """The text for an offset: what its word means, what its rule does, and the pages of the codes found there."""
-    text = analysis.loaded.file.source.text
+    text = reading.text
     line_start = text.rfind("\n", 0, offset) + 1
     word = next((m[0] for m in _WORD.finditer(text, line_start) if m.start() <= offset <= m.end()), "")
     if "#" in text[line_start:offset]:
         return _page(word) if _ALLOW.search(text[line_start:offset]) else ""
-    parts = [_explain_word(analysis, word, Scan(text, offset))]
-    if (rule := analysis.rule_at(offset)) is not None and not analysis.loaded.diagnostics:
-        parts += [_describe_rule(analysis, rule), _describe_share(analysis, rule)]
+    placed = reading.rule_at(offset)
+    policy = reading.policy_for(placed)
+    scan = Scan(text[reading.statement_start(offset) : offset])
+    parts = [_explain_word(policy, word, scan)]
+    if placed is not None and reading.is_valid:
+        parts += [_describe_rule(policy, placed.rule), _describe_share(reading, placed)]
     codes = dict.fromkeys(d.code for d in diagnostics if d.span.start <= offset <= d.span.end)
     parts += map(_page, codes)
     return "\n\n---\n\n".join(filter(None, parts))
 
 
-def _explain_word(analysis: Analysis, word: str, scan: Scan) -> str:
+def _explain_word(policy: Policy, word: str, scan: Scan) -> str:
     statement = scan.statement
-    recipes = analysis.loaded.policy.named_recipes
+    recipes = policy.named_recipes
     if statement.calls and word in OPTIONS:
         option = OPTIONS[word]
         return f"**{word}**: {option.summary}; {option.expected}"
@@ -49,9 +52,9 @@ def _explain_word(analysis: Analysis, word: str, scan: Scan) -> str:
     return ""
 
 
-def _describe_rule(analysis: Analysis, rule: Rule) -> str:
+def _describe_rule(policy: Policy, rule: Rule) -> str:
     """A table: for each product, what happens to its operands."""
-    recipe = normalize_if_valid(analysis.loaded.policy.resolver()(rule.recipe))
+    recipe = normalize_if_valid(policy.resolver()(rule.recipe))
     rows = ["| product | operand | |", "|---|---|---|"]
     for gemm in (g for g in Gemm if g in rule.products):
         roles = (role for g, role in OPERANDS if g is gemm)
@@ -61,17 +64,17 @@ def _describe_rule(analysis: Analysis, rule: Rule) -> str:
     return "\n".join(rows)
 
 
-def _describe_share(analysis: Analysis, rule: Rule) -> str:
-    share = analysis.shares.get(rule.span.start)
+def _describe_share(reading: Reading, placed: PlacedRule) -> str:
+    share = reading.share(placed)
     if share is None:
         return ""
     decides = f"decides about {count_noun(share.decided, 'site')}, {share.flops:.1%} of FLOPs"
     return f"Matches {count_noun(share.matched, 'site')} of this model, and {decides}."
 
 
-def describe_hint(analysis: Analysis, rule: Rule) -> str:
+def describe_hint(reading: Reading, placed: PlacedRule) -> str:
     """The inlay hint of a rule; empty without a list of sites."""
-    share = analysis.shares.get(rule.span.start)
+    share = reading.share(placed)
     if share is None:
         return ""
     if share.matched == share.decided:

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Literal
 
 from policyc.editor.words import STATEMENTS
+from policyc.language.parser import find_pieces
 
 NameKind = Literal["recipe", "group", "variant"]
 
@@ -86,14 +87,14 @@ class Statement:
 
 
 class Scan:
-    """The names and blocks of a text up to an offset, and the statement that is open there."""
+    """The names and blocks of a text, and the statement that is open at its end."""
 
-    def __init__(self, text: str, end: int | None = None) -> None:
+    def __init__(self, text: str) -> None:
         self.names: list[Name] = []
         self.blocks: list[Block] = []
         self.statement: Statement = Statement()
         self.in_comment: bool = False
-        self._text = text if end is None else text[:end]
+        self._text = text
         self._open: list[tuple[str, int]] = []
         for match in _TOKEN.finditer(self._text):
             self._read(match)
@@ -176,6 +177,14 @@ class Scan:
         self._end_rule_head(self.statement)
         self.statement = Statement()
 
+
+class Names:
+    """The names and blocks of a whole text."""
+
+    def __init__(self, names: list[Name], blocks: list[Block]) -> None:
+        self.names = names
+        self.blocks = blocks
+
     def definitions(self, kind: NameKind | None = None) -> Iterator[Name]:
         """The definitions, of one kind or of all."""
         return (name for name in self.names if name.is_definition and kind in (None, name.kind))
@@ -193,6 +202,16 @@ class Scan:
 
 
 @lru_cache(maxsize=32)  # an editor asks several things about each text and the files that it imports
-def scan_text(text: str) -> Scan:
-    """The names and blocks of a whole text. Not to be changed."""
+def scan_text(text: str) -> Names:
+    """The names and blocks of a text. After an edit only the pieces that changed are scanned."""
+    names, blocks = list[Name](), list[Block]()
+    for start, end, _ in find_pieces(text):
+        scan = _scan_piece(text[start:end])
+        names += (Name(n.kind, n.text, start + n.start, n.is_definition) for n in scan.names)
+        blocks += (Block(b.head, start + b.start, start + b.end) for b in scan.blocks)
+    return Names(names, blocks)
+
+
+@lru_cache(maxsize=4096)
+def _scan_piece(text: str) -> Scan:
     return Scan(text)

@@ -1,7 +1,7 @@
 """The language server: `policyc lsp`, over standard input and output.
 
-The thread that reads messages answers what needs only the text. A second thread reads, plans and lints a text once no
-key was pressed for a moment, and answers the requests that need this. The server runs no program unless the command
+The thread that reads messages answers requests from the text as it is. A second thread lints a text once no key was
+pressed for a moment, and answers the code actions that wait for that. The server runs no program unless the command
 `policyc.listSites` tells it to.
 """
 
@@ -12,8 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -22,19 +21,22 @@ from urllib.parse import unquote, urlsplit
 
 from policyc import __version__
 from policyc.editor import features
-from policyc.editor.analysis import Analysis, analyze, fix_all, lint, list_sites, read_importers
 from policyc.editor.completion import complete
+from policyc.editor.findings import find_all, fix_all
 from policyc.editor.hover import hover
 from policyc.editor.json_rpc import DEFERRED, METHOD_NOT_FOUND, Connection, Json, RequestError
+from policyc.editor.model import list_sites
 from policyc.editor.positions import to_offset
+from policyc.editor.reading import Reading, read, read_importers
 from policyc.language.bundled import bundled_policies
 from policyc.language.diagnostics import Diagnostic, SourceText
 
-_PAUSE = 0.12  # seconds without a key before a text is read: less is felt as flicker, more as lag
+_PAUSE = 0.12  # seconds without a key before a text is linted: less is felt as flicker, more as lag
 _SWITCH_INTERVAL = (
     0.001  # seconds: a request waits at most this long for the thread that lints; 5 ms is Python's default
 )
 _ERROR_MESSAGE = 1  # a type of window/showMessage
+_INVOKED = 1  # a trigger of code actions; 2 is for those that an editor asks for on its own
 _CAPABILITIES = {
     "textDocumentSync": {"openClose": True, "change": 1, "save": True},  # 1: each change sends the whole text
     "hoverProvider": True,
@@ -53,29 +55,36 @@ _CAPABILITIES = {
 
 @dataclass(slots=True, eq=False)
 class _Document:
-    """An open policy. `analysis` and `diagnostics` may be of an earlier text while `due` is set."""
+    """An open policy, what was read of its text, and the diagnostics of `checked`, which may be an earlier text."""
 
     uri: str
     path: Path | None
     source: SourceText
     version: int | None
     due: float | None
-    """When to read the text; None: it has been read."""
-    analysis: Analysis | None = None
+    """When to lint the text; None: it has been linted."""
+    reading: Reading | None = None
+    checked: SourceText | None = None
     diagnostics: tuple[Diagnostic, ...] = ()
-    waiting: list[Callable[[], None]] = field(default_factory=list)
-    """Requests to answer when the text has been read."""
 
     def offset(self, params: Json) -> int:
         return to_offset(self.source, params["position"])
 
+    def range(self, params: Json) -> tuple[int, int]:
+        start, end = (to_offset(self.source, params["range"][key]) for key in ("start", "end"))
+        return start, end
 
-class _When(Enum):
-    """When a request about a document is answered."""
+    def read(self) -> Reading:
+        """What was read of the present text."""
+        text, reading = self.source.text, self.reading
+        if reading is None or reading.text is not text:
+            reading = self.reading = read(text, self.path)
+        return reading
 
-    AT_ONCE = "from the text, by the thread that reads messages"
-    IN_THREAD = "by the second thread, because it takes longer"
-    WHEN_READ = "by the second thread, once the present text has been read"
+    @property
+    def current_diagnostics(self) -> tuple[Diagnostic, ...]:
+        """The diagnostics, if they are those of the present text: in another one their places or fixes may be wrong."""
+        return self.diagnostics if self.checked is self.source else ()
 
 
 class PolicyServer:
@@ -84,7 +93,7 @@ class PolicyServer:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._documents: dict[str, _Document] = {}
-        self._tasks: SimpleQueue[tuple[_Document | None, Callable[[], None]]] = SimpleQueue()
+        self._tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._publishing = threading.Lock()
         self._is_shut_down = False
         self._refreshes_hints = False
@@ -97,18 +106,18 @@ class PolicyServer:
             "textDocument/didClose": self.did_close,
             "workspace/executeCommand": self.list_sites,
         }
-        self._requests: dict[str, tuple[_When, Callable[[_Document, Json], Any]]] = {
-            "textDocument/completion": (_When.AT_ONCE, self.complete),
-            "textDocument/definition": (_When.AT_ONCE, self.definition),
-            "textDocument/prepareRename": (_When.AT_ONCE, self.prepare_rename),
-            "textDocument/documentSymbol": (_When.AT_ONCE, lambda d, _: features.symbols(d.source)),
-            "textDocument/foldingRange": (_When.AT_ONCE, lambda d, _: features.folding(d.source)),
-            "textDocument/formatting": (_When.IN_THREAD, self.format),
-            "textDocument/references": (_When.IN_THREAD, self.references),
-            "textDocument/rename": (_When.IN_THREAD, self.rename),
-            "textDocument/hover": (_When.WHEN_READ, self.hover),
-            "textDocument/codeAction": (_When.WHEN_READ, self.code_actions),
-            "textDocument/inlayHint": (_When.WHEN_READ, self.hints),
+        self._requests: dict[str, Callable[[_Document, Json], Any]] = {
+            "textDocument/completion": self.complete,
+            "textDocument/definition": self.definition,
+            "textDocument/references": self.references,
+            "textDocument/prepareRename": self.prepare_rename,
+            "textDocument/rename": self.rename,
+            "textDocument/documentSymbol": lambda document, _: features.symbols(document.source),
+            "textDocument/foldingRange": lambda document, _: features.folding(document.source),
+            "textDocument/formatting": lambda document, _: features.format_edits(document.source),
+            "textDocument/hover": self.hover,
+            "textDocument/codeAction": self.code_actions,
+            "textDocument/inlayHint": self.hints,
         }
 
     def run(self) -> int:
@@ -124,13 +133,14 @@ class PolicyServer:
         if method in self._messages:
             return self._messages[method](params)
         if method in self._requests:
-            when, handler = self._requests[method]
             document = self._get(params)
-            if when is _When.AT_ONCE:
-                return handler(document, params)
-            task = partial(self._connection.answer, message, partial(handler, document, params))
-            self._tasks.put((document if when is _When.WHEN_READ else None, task))
-            return DEFERRED
+            handler = partial(self._requests[method], document, params)
+            if method == "textDocument/codeAction" and _is_invoked(params):
+                self._tasks.put(
+                    partial(self._connection.answer, message, partial(self._check, document, handler))
+                )
+                return DEFERRED
+            return handler()
         if "id" in message:
             raise RequestError(f"'{method}' is not supported", METHOD_NOT_FOUND)
         return None
@@ -144,48 +154,29 @@ class PolicyServer:
     # ---- the second thread
 
     def _work(self) -> None:
-        """Answers requests, and reads each document when it is due."""
+        """Does tasks, and lints each document when it is due."""
         while True:
             due = [(d.due, d) for d in tuple(self._documents.values()) if d.due is not None]
             first = min(due, key=lambda item: item[0], default=None)
             timeout = None if first is None else max(0, first[0] - time.monotonic())
             try:
-                document, task = self._tasks.get(timeout=timeout)
+                self._tasks.get(timeout=timeout)()
             except Empty:
                 if first is not None:
-                    self._read(first[1])
-                continue
-            if document is None or document.due is None:
-                task()
-            else:
-                document.waiting.append(task)
+                    self._connection.answer({}, partial(self._check, first[1]))
 
-    def _read(self, document: _Document) -> None:
-        """Reads the present text of a document, answers the requests that wait for it, and then lints it."""
+    def _check(self, document: _Document, answer: Callable[[], Any] = lambda: None) -> Any:
+        """Lints the present text of a document and publishes the diagnostics, unless that is done. Then answers."""
         document.due = None  # before the text is taken: a text that comes later is due again
         source = document.source
-        self._connection.answer({}, partial(self._analyze, document, source))
-        waiting, document.waiting = document.waiting, []
-        for task in waiting:
-            task()
-        lint = partial(self._connection.answer, {}, partial(self._lint, document, source))
-        self._tasks.put((None, lint))  # after the requests that came meanwhile
-
-    def _analyze(self, document: _Document, source: SourceText) -> None:
-        document.analysis = analyze(source.text, document.path)
-
-    def _lint(self, document: _Document, source: SourceText) -> None:
-        analysis = document.analysis
-        if analysis is None or document.source is not source:  # the text has changed: it is read again
-            return
-        found = tuple(features.publishable(lint(analysis), analysis.loaded.file.source))
-        with self._publishing:
-            if self._documents.get(document.uri) is not document or document.source is not source:
-                return
-            document.diagnostics = found
-            self._publish(document.uri, document.version, found)
-        if analysis.shares and self._refreshes_hints:
-            self._connection.request("workspace/inlayHint/refresh")
+        if document.checked is not source:
+            linted, found = find_all(source.text, document.path)
+            found = tuple(features.publishable(found, linted))
+            with self._publishing:
+                if self._documents.get(document.uri) is document and document.source is source:
+                    document.diagnostics, document.checked = found, source
+                    self._publish(document.uri, document.version, found)
+        return answer()
 
     def _publish(self, uri: str, version: int | None, diagnostics: tuple[Diagnostic, ...]) -> None:
         found = [features.to_lsp_diagnostic(d, uri) for d in diagnostics]
@@ -220,25 +211,31 @@ class PolicyServer:
         self._wake()
 
     def did_save(self, params: Json) -> None:
-        del params  # imports and lists of sites may have changed for every policy
-        for document in self._documents.values():
-            document.due = time.monotonic() + _PAUSE
+        del params
+        self._read_again()
+
+    def _read_again(self) -> None:
+        """Imports, settings and lists of sites may have changed, for every policy."""
+        for document in tuple(self._documents.values()):
+            document.reading = document.checked = None
+            document.due = time.monotonic()
         self._wake()
+        if self._refreshes_hints:
+            self._connection.request("workspace/inlayHint/refresh")
 
     def did_close(self, params: Json) -> None:
         document = self._get(params)
         with self._publishing:
             del self._documents[document.uri]
             self._publish(document.uri, None, ())
-        self._tasks.put((None, partial(self._read, document)))  # for requests that wait
 
     def _wake(self) -> None:
-        self._tasks.put((None, lambda: None))
+        self._tasks.put(lambda: None)
 
     # ---- requests
 
     def complete(self, document: _Document, params: Json) -> list[Json]:
-        items = complete(document.source.text, document.offset(params), document.analysis)
+        items = complete(document.read(), document.offset(params))
         return [
             {"label": i.text, "kind": i.kind, "detail": i.detail, "sortText": f"{number:04}"}
             for number, i in enumerate(items)
@@ -287,8 +284,8 @@ class PolicyServer:
 
     def _sources(self, document: _Document) -> dict[str, SourceText]:
         """The text of a document and those of the files that it imports, by URI."""
-        imports = () if document.analysis is None else document.analysis.loaded.imports
-        return {document.uri: document.source, **dict(self._as_open(file.source for file in imports))}
+        imports = (file.source for file in document.read().loaded.imports)
+        return {document.uri: document.source, **dict(self._as_open(imports))}
 
     def _as_open(self, sources: Iterable[SourceText]) -> Iterator[tuple[str, SourceText]]:
         """Texts with their URIs. One that is open is as it is in the editor."""
@@ -297,36 +294,24 @@ class PolicyServer:
             document = documents.get(Path(source.path).resolve())
             yield (document.uri, document.source) if document else (features.file_uri(source), source)
 
-    def format(self, document: _Document, params: Json) -> list[Json]:
-        del params
-        return features.format_edits(document.source)
-
     def hover(self, document: _Document, params: Json) -> Json | None:
-        if document.analysis is None:
-            return None
-        offset = to_offset(document.analysis.loaded.file.source, params["position"])
-        text = hover(document.analysis, document.diagnostics, offset)
+        text = hover(document.read(), document.current_diagnostics, document.offset(params))
         return {"contents": {"kind": "markdown", "value": text}} if text else None
 
     def hints(self, document: _Document, params: Json) -> list[Json]:
-        del params
-        return [] if document.analysis is None else features.hints(document.analysis)
+        return features.hints(document.read(), document.source, *document.range(params))
 
     def code_actions(self, document: _Document, params: Json) -> list[Json]:
-        analysis = document.analysis
-        if analysis is None:
-            return []
-        source = analysis.loaded.file.source
-        start, end = (to_offset(source, params["range"][key]) for key in ("start", "end"))
-        current = [d for d in document.diagnostics if d.span.source is source]
-        actions = list(features.fix_actions(current, document.uri, start, end))
-        asks_for_all = any(kind.startswith("source") for kind in params["context"].get("only") or ())
-        if asks_for_all and any(d.fix is not None and d.fix.safe for d in current):
+        """The fixes of the diagnostics in a range; none while the text is not linted: the client asks again then."""
+        source, current = document.source, document.current_diagnostics
+        actions = list(features.fix_actions(current, document.uri, *document.range(params)))
+        if _asks_for_all(params) and any(d.fix is not None and d.fix.safe for d in current):
             edits = features.replace_text(source, fix_all(source.text, document.path))
             edit, title = {"changes": {document.uri: edits}}, "policyc: apply all safe fixes"
             actions.append({"title": title, "kind": "source.fixAll", "edit": edit})
-        if analysis.source.program:
-            title = f"policyc: list the sites of '{' '.join(analysis.source.program)}' (runs it)"
+        program = document.read().model.source.program
+        if program:
+            title = f"policyc: list the sites of '{' '.join(program)}' (runs it)"
             command = {"title": title, "command": features.LIST_SITES, "arguments": [document.uri]}
             actions.append({"title": title, "kind": "source", "command": command})
         return actions
@@ -334,17 +319,25 @@ class PolicyServer:
     # ---- the command
 
     def list_sites(self, params: Json) -> None:
-        """Starts the program of a policy to list its sites. The document is read again when that is done."""
-        document = self._get({"textDocument": {"uri": params["arguments"][0]}})
+        """Starts the program of a policy to list its sites. Policies are read again when that is done."""
+        source = self._get({"textDocument": {"uri": params["arguments"][0]}}).read().model.source
 
         def run() -> None:
-            problem = list_sites(document.analysis)
+            problem = list_sites(source)
             if problem:
                 self._connection.notify("window/showMessage", {"type": _ERROR_MESSAGE, "message": problem})
-            document.due = time.monotonic()
-            self._wake()
+            self._read_again()
 
-        self._tasks.put((document, threading.Thread(target=run, daemon=True).start))
+        threading.Thread(target=run, daemon=True).start()
+
+
+def _asks_for_all(params: Json) -> bool:
+    return any(kind.startswith("source") for kind in params["context"].get("only") or ())
+
+
+def _is_invoked(params: Json) -> bool:
+    """Does a person ask for code actions, so that the answer must be that of the present text?"""
+    return params["context"].get("triggerKind") == _INVOKED or _asks_for_all(params)
 
 
 def _path(uri: str) -> Path | None:

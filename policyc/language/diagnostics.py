@@ -6,6 +6,7 @@ Text from a policy or a program may contain terminal control characters: all of 
 from __future__ import annotations
 
 import bisect
+import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -35,8 +36,7 @@ class SourceText:
     def line_starts(self) -> list[int]:
         """The offset of the first character of each line."""
         if self._line_starts is None:
-            self._line_starts = [0]
-            self._line_starts += [i + 1 for i, c in enumerate(self.text) if c == "\n"]
+            self._line_starts = [0, *(match.end() for match in re.finditer("\n", self.text))]
         return self._line_starts
 
     def position(self, offset: int) -> tuple[int, int]:

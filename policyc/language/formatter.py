@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from policyc.language.parser import BlockStatement, Piece, PolicyFile, Statement, comment_ranges, read_pieces
+from policyc.language.parser import (
+    BlockStatement,
+    PieceReader,
+    PolicyFile,
+    Statement,
+    comment_ranges,
+    find_pieces,
+)
 from policyc.language.policy import Rule
 
 _INDENT = "    "
@@ -35,7 +42,7 @@ def format_file(file: PolicyFile) -> str:
 
 def format_text(text: str) -> str | None:
     """Returns the formatted text; None if it has errors."""
-    pieces = read_pieces(text)
+    pieces = _read(text)
     if pieces is None:
         return None
     printer = _Printer(text)
@@ -46,15 +53,29 @@ def format_text(text: str) -> str | None:
     return formatted
 
 
-def _verify(text: str, pieces: list[Piece], formatted: str) -> None:
+_Piece = tuple[int, tuple[Statement, ...]]
+
+
+def _read(text: str) -> list[_Piece] | None:
+    """The statements of a text by pieces, with the offsets of the pieces; None if the text has errors."""
+    reader, pieces = PieceReader(), []
+    for start, end, is_closed in find_pieces(text):
+        statements = reader.read(text[start:end]) if is_closed else None
+        if statements is None:
+            return None
+        pieces.append((start, statements))
+    return pieces
+
+
+def _verify(text: str, pieces: list[_Piece], formatted: str) -> None:
     """Raises an AssertionError if the formatted text has other statements or other comments than the text."""
-    again = read_pieces(formatted)
+    again = _read(formatted)
     is_same = again is not None and _statements(again) == _statements(pieces)
     if not is_same or _comments(formatted) != _comments(text):
         raise AssertionError("formatting this policy would change it: this is a bug in policyc")
 
 
-def _statements(pieces: list[Piece]) -> list[Statement]:
+def _statements(pieces: list[_Piece]) -> list[Statement]:
     return [statement for _, statements in pieces for statement in statements]
 
 
@@ -74,7 +95,7 @@ class _Printer:
         self._comments = deque(comment_ranges(text))  # not printed yet
         self._piece = self._end = 0
 
-    def print_file(self, pieces: list[Piece]) -> None:
+    def print_file(self, pieces: list[_Piece]) -> None:
         for self._piece, statements in pieces:
             self._print_statements(statements, 0, 0)
         self._print_own_line_comments(len(self._text), 0, 0)

@@ -27,16 +27,21 @@ class GroupDef:
 
 def named_group(selector: Selector, groups: Mapping[str, GroupDef]) -> GroupDef | None:
     """Returns the group that a selector names. A group stands alone, without other segments."""
-    first, *rest = selector.segments
-    is_alone = not rest and first.indices is None and not selector.anchored
+    first = selector.segments[0]
+    is_alone = len(selector.segments) == 1 and first.indices is None and not selector.anchored
     return groups.get(first.glob) if is_alone else None
 
 
 def expand_groups(rules: Sequence[Rule], groups: Mapping[str, GroupDef]) -> list[Rule]:
     """Returns the rules with the selectors of each group in place of its name, and with its products."""
-    if not groups:
-        return list(rules)
-    return [replace(rule, selectors=tuple(_expand(rule.selectors, groups))) for rule in rules]
+
+    def names_group(rule: Rule) -> bool:
+        return any(named_group(selector, groups) for selector in rule.selectors)
+
+    return [
+        replace(rule, selectors=tuple(_expand(rule.selectors, groups))) if names_group(rule) else rule
+        for rule in rules
+    ]
 
 
 def _expand(selectors: Sequence[Selector], groups: Mapping[str, GroupDef]) -> Iterator[Selector]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 
 from policyc.language import bundled
@@ -123,6 +124,15 @@ def parse_with_diagnostics(
     return LoadedPolicy(policy, file, shown_diagnostics, loader.imports)
 
 
+def load_statements(statements: tuple[Statement, ...], *, path: Path | None = None) -> LoadedPolicy:
+    """The policy of statements that were read already. The spans of its diagnostics are theirs."""
+    loader = _Loader()
+    loader.expand(statements, path)
+    source = SourceText("", "<policy>" if path is None else str(path))
+    policy = loader.build_policy(source)
+    return LoadedPolicy(policy, PolicyFile(source, statements), tuple(loader.diagnostics), loader.imports)
+
+
 def _require_valid(loaded: LoadedPolicy) -> Policy:
     if loaded.diagnostics:
         raise PolicyError(loaded.diagnostics)
@@ -142,6 +152,11 @@ class _FileContext:
     folder: Path | None = None
     import_chain: tuple[Path, ...] = ()
     is_imported: bool = False
+
+
+@lru_cache(maxsize=64)  # an editor loads a policy for each key, and what it imports with it
+def _read_imported(text: str, path: str) -> tuple[PolicyFile, tuple[Diagnostic, ...]]:
+    return read_statements(SourceText(text, path))
 
 
 class _Loader(DiagnosticCollector):
@@ -312,7 +327,8 @@ class _Loader(DiagnosticCollector):
             before = len(self.diagnostics)
             try:
                 text = read_policy_text(path).removeprefix("\ufeff")
-                self._files[resolved] = self.read(SourceText(text, str(path)))
+                self._files[resolved], diagnostics = _read_imported(text, str(path))
+                self.diagnostics += diagnostics
             except PolicyError as error:
                 self.diagnostics += error.diagnostics
             self.diagnostics[before:] = [

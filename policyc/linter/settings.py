@@ -58,7 +58,10 @@ def _parse(path: Path) -> Settings:
         if name in table and not isinstance(table[name], str):
             raise BadSettings(f"{path}: [tool.policyc] {name} is not a string")
     if "program" in table:
-        values["program"] = tuple(shlex.split(table["program"]))
+        try:
+            values["program"] = tuple(shlex.split(table["program"]))
+        except ValueError as error:
+            raise BadSettings(f"{path}: [tool.policyc] program cannot be read: {error}") from None
     return Settings(target=table.get("target"), sites=table.get("sites"), folder=path.parent, **values)
 
 

@@ -13,17 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policyc.editor import features
-from policyc.editor.analysis import analyze, lint
 from policyc.editor.completion import complete
+from policyc.editor.findings import find_all
 from policyc.editor.hover import hover
 from policyc.editor.positions import to_offset, to_position
-from policyc.editor.scan import Scan
+from policyc.editor.reading import Reading, read
+from policyc.editor.scan import scan_text
 from policyc.language.bundled import bundled_policies
 from policyc.language.diagnostics import SourceText
 from policyc.language.groups import GroupDef, named_group
+from policyc.language.loader import LoadedPolicy, parse_with_diagnostics
 from policyc.language.parser import BlockStatement, Statement, read_statements
-from policyc.language.policy import RecipeDef, Rule, recipe_calls
+from policyc.language.policy import Policy, RecipeDef, Rule, recipe_calls
 from tests.support.command import ROOT
+from tests.support.strategies import texts
 
 pytestmark = pytest.mark.any_jax
 
@@ -68,7 +71,7 @@ def test_names_are_those_that_the_parser_finds(text: str) -> None:
             }
         if isinstance(statement, Rule | RecipeDef):
             used |= {("recipe", call.name, call.span.start) for call in recipe_calls(statement.recipe)}
-    scan = Scan(text)
+    scan = scan_text(text)
     known = [n for n in scan.names if n.kind != "group" or n.text in groups]
     assert {(n.kind, n.text, n.start) for n in known if not n.is_definition} == used
     defined = [(s.name) for s in statements if isinstance(s, RecipeDef | GroupDef)]
@@ -92,21 +95,37 @@ def test_any_text_is_survived(text: str, edits: list[tuple[int, int, str]], data
     for start, removed, piece in edits:
         text = text[:start] + piece + text[start + removed :]
     offset = data.draw(st.integers(0, len(text)))
-    source = SourceText(text)
-    analysis = analyze(text, Path("a.policy"))
-    assert complete(text, offset, analysis) is not None
-    assert isinstance(hover(analysis, lint(analysis), offset), str)
+    source, path = SourceText(text), Path("a.policy")
+    reading, (linted, found) = read(text, path), find_all(text, path)
+    assert complete(reading, offset) is not None
+    assert isinstance(hover(reading, found, offset), str)
     features.symbols(source)
     features.folding(source)
     features.format_edits(source)
-    features.hints(analysis)
+    features.hints(reading, source, 0, len(text))
     uri = "file:///a.policy"
     sources = {uri: source}
     places = features.find_places(sources, offset)
     assert not features.definitions(places) or features.rename(sources, places, "other")["changes"][uri]
-    list(features.fix_actions(analysis.loaded.diagnostics, uri, 0, len(text)))
-    for diagnostic in features.publishable(lint(analysis), analysis.loaded.file.source):
+    list(features.fix_actions(found, uri, 0, len(text)))
+    for diagnostic in features.publishable(found, linted):
         features.to_lsp_diagnostic(diagnostic, uri)
+    compare(reading, parse_with_diagnostics(text, path=path))
+
+
+def compare(reading: Reading, loaded: LoadedPolicy) -> None:
+    """What was read by pieces is what the parser reads as a whole."""
+    assert reading.is_valid == (not loaded.diagnostics)
+    if reading.is_valid:
+        assert reading.loaded.policy == loaded.policy
+        rules = [s for s in flatten(loaded.file.statements) if isinstance(s, Rule)]
+        assert [placed.rule for placed in reading.rules] == rules
+        assert [placed[:2] for placed in reading.rules] == [(r.span.start, r.span.end) for r in rules]
+
+
+@given(texts())
+def test_a_text_is_read_by_pieces_as_it_is_as_a_whole(drawn: tuple[Policy, str, list[str]]) -> None:
+    compare(read(drawn[1], None), parse_with_diagnostics(drawn[1]))
 
 
 @given(st.text(), st.data())
@@ -125,10 +144,10 @@ def test_positions_count_utf16(text: str, data: st.DataObject) -> None:
 WITHOUT_JAX = """
 import sys
 from policyc.editor import server
-from policyc.editor.analysis import analyze, lint
+from policyc.editor.findings import find_all
 from policyc.editor.hover import hover
-analysis = analyze("* -> nvfp4", None)
-assert "everything-in-4-bits" in hover(analysis, lint(analysis), 3)
+from policyc.editor.reading import read
+assert "everything-in-4-bits" in hover(read("* -> nvfp4", None), find_all("* -> nvfp4", None)[1], 3)
 print(*sorted({"jax", "numpy", "scipy", "rich", "click", "asyncio"} & sys.modules.keys()))
 """
 

@@ -11,8 +11,8 @@ from policyc import parse
 from policyc.language.bounds import Bound
 from policyc.language.diagnostics import PolicyError, SourceText
 from policyc.language.loader import parse_with_diagnostics
-from policyc.language.parser import BlockStatement, comment_ranges, read_statements
-from policyc.language.parser.grammar import parse_tree, read_by_pieces
+from policyc.language.parser import BlockStatement, PieceReader, comment_ranges, find_pieces, read_statements
+from policyc.language.parser.grammar import read_trees
 from policyc.language.policy import Policy, RecipeCall, RecipeDef, Rule, Seed, Setting, SplitRecipe
 from policyc.language.predicates import AllOf, AnyOf, Comparison, Flag, Not, Term
 from policyc.language.recipes import Gemm
@@ -838,7 +838,24 @@ def test_a_file_that_is_cut_into_pieces_has_the_statements_of_one_that_is_not() 
 
 
 def test_an_edit_leaves_the_trees_of_other_statements() -> None:
-    before = [tree for _, tree in read_by_pieces("a -> fp8\nb[\n1] -> fp8\nc -> fp8", parse_tree)]
-    after = [tree for _, tree in read_by_pieces("a -> fp8\nlonger -> bf16\nc -> fp8", parse_tree)]
+    before = [tree for _, tree in read_trees("a -> fp8\nb[\n1] -> fp8\nc -> fp8")]
+    after = [tree for _, tree in read_trees("a -> fp8\nlonger -> bf16\nc -> fp8")]
     assert len(before) == len(after) == 3
     assert [a is b for a, b in zip(before, after, strict=True)] == [True, False, True]
+
+
+@given(texts())
+def test_the_pieces_of_a_valid_text_are_its_statements(drawn: tuple[Policy, str, list[str]]) -> None:
+    """Also where a piece is read alone: the formatter and editors read nothing else."""
+    text = drawn[1]
+    file, diagnostics = read_statements(SourceText(text, "a.policy"))
+    assert not diagnostics
+    reader, pieces = PieceReader(), []
+    for start, end, is_closed in find_pieces(text):
+        statements = reader.read(text[start:end])
+        assert is_closed
+        assert statements is not None
+        pieces += [(start, statement) for statement in statements]
+    assert tuple(statement for _, statement in pieces) == file.statements
+    assert [start + s.span.start for start, s in pieces] == [s.span.start for s in file.statements]
+    assert len({id(statement) for _, statement in pieces}) == len(pieces)

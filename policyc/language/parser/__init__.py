@@ -19,7 +19,7 @@ from policyc.language.parser.grammar import (
     explain_syntax_error,
     has_syntax_error,
     parse_tree,
-    read_by_pieces,
+    read_trees,
 )
 from policyc.language.parser.recovery import recover
 from policyc.language.parser.statements import (
@@ -28,17 +28,18 @@ from policyc.language.parser.statements import (
     PolicyFile,
     Statement,
     comment_ranges,
+    find_pieces,
 )
 from policyc.language.parser.yaml_text import find_yaml
 
 __all__ = [
     "BlockStatement",
     "ImportStatement",
-    "Piece",
+    "PieceReader",
     "PolicyFile",
     "Statement",
     "comment_ranges",
-    "read_pieces",
+    "find_pieces",
     "read_statements",
 ]
 
@@ -47,7 +48,7 @@ def read_statements(source: SourceText) -> tuple[PolicyFile, tuple[Diagnostic, .
     """Returns the statements of a text that could be read, and the diagnostics of the others."""
     builder = StatementBuilder(source)
     try:
-        trees = read_by_pieces(source.text, parse_tree)
+        trees = read_trees(source.text)
     except UnexpectedInput as error:
         yaml = find_yaml(source)
         if yaml is not None:
@@ -64,28 +65,34 @@ def read_statements(source: SourceText) -> tuple[PolicyFile, tuple[Diagnostic, .
     return file, (*check_confusables(source), *builder.diagnostics)
 
 
-Piece = tuple[int, tuple[Statement, ...]]
-"""The offset of a piece of a text, and its statements. Their spans count from that offset."""
+class PieceReader:
+    """Reads the pieces of one text, each alone. Spans of statements count from the start of their piece.
 
-
-def read_pieces(text: str) -> list[Piece] | None:
-    """Returns the statements of a text by pieces; None if it has errors.
-
-    After an edit only the pieces that changed are read: `read_statements` builds all, because their places changed.
+    After an edit only the pieces that changed are read: `read_statements` builds all, because their places changed. No
+    two pieces of a text share a statement.
     """
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def read(self, text: str) -> tuple[Statement, ...] | None:
+        """Returns the statements of a piece; None if it has errors."""
+        is_repeated = text in self._seen
+        self._seen.add(text)
+        return _build_piece(text) if is_repeated else _build_piece_once(text)
+
+
+def _build_piece(text: str) -> tuple[Statement, ...] | None:
     source = SourceText(text, "")
-    if check_depth(source, 0, len(text)) is not None or any(check_confusables(source)):
+    if check_depth(source, 0, len(text)) is not None or check_confusables(source):
         return None
     try:
-        pieces = read_by_pieces(text, _read_piece)
+        tree = parse_tree(text)
     except UnexpectedInput:
         return None
-    read = [(start, statements) for start, statements in pieces if statements is not None]
-    return read if len(read) == len(pieces) else None
-
-
-@lru_cache(maxsize=MAX_KEPT)
-def _read_piece(text: str) -> tuple[Statement, ...] | None:
-    builder = StatementBuilder(SourceText(text, ""))
-    statements = builder.read(parse_tree(text), 0)
+    builder = StatementBuilder(source)
+    statements = builder.read(tree, 0)
     return None if builder.diagnostics else statements
+
+
+_build_piece_once = lru_cache(maxsize=MAX_KEPT)(_build_piece)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from lark import Lark, Token
 from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
@@ -20,18 +20,12 @@ from policyc.base.files import user_cache_folder
 from policyc.language import bundled
 from policyc.language.diagnostics import Diagnostic, SourceText, Span
 from policyc.language.parser.habits import explain_habit, find_error_site
-from policyc.language.parser.statements import BRACKET_PATTERN
-
-_Read = TypeVar("_Read")
+from policyc.language.parser.statements import BRACKET_PATTERN, find_pieces
 
 MAX_DEPTH = 32
 """The most brackets inside brackets. The builder recurses, so deeper nesting could overflow the stack."""
 
 MAX_KEPT = 4096  # trees of statements: those of the policies that are open in an editor
-_LINE = re.compile(r"[ \t\r\f]*([^#\n]*?)[ \t\r\f]*(?:#[^\n]*)?(?:\n|\Z)")
-_OPENING, _CLOSING = re.compile(r"[(\[{]"), re.compile(r"[)\]}]")
-OPEN_ENDED = re.compile(r"(,|->|=|@|%|<|>|\.|\band|\bor|\bnot|\bwhere)\Z")
-"""The end of a line that does not end a statement."""
 _MAX_QUOTED = 40  # characters of a token or a line in a message
 _MAX_EXPECTED = 5  # more would not help
 
@@ -61,33 +55,15 @@ def parse_tree(text: str) -> Any:
     return _lark().parse(text)
 
 
-def read_by_pieces(text: str, read: Callable[[str], _Read]) -> list[tuple[int, _Read]]:
-    """Reads the pieces of a text by a function that parses and keeps its results. Returns them with their offsets.
+def read_trees(text: str) -> list[tuple[int, Any]]:
+    """Returns the trees of the pieces of a text, with their offsets. After an edit only those that changed are parsed.
 
-    A piece ends with a line that closes its brackets: mostly it is one statement. After an edit only the pieces that
-    changed are read. The grammar accepts a text if it accepts all of its pieces. If it does not accept one, which may
-    be wrongly cut, the text is read as a whole. Raises lark's `UnexpectedInput`.
+    If the grammar does not accept a piece, the text is parsed as a whole. Raises lark's `UnexpectedInput`.
     """
     try:
-        return [(start, read(text[start:end])) for start, end in _pieces(text)]
+        return [(start, parse_tree(text[start:end])) for start, end, _ in find_pieces(text)]
     except UnexpectedInput:
-        return [(0, read(text))]
-
-
-def _pieces(text: str) -> Iterator[tuple[int, int]]:
-    """The offsets of pieces of whole lines. Those between them are blank, or have only a comment."""
-    start, depth = None, 0
-    for line in _LINE.finditer(text):
-        code = line.group(1)
-        if start is None and not code:
-            continue
-        start = line.start() if start is None else start
-        depth += len(_OPENING.findall(code)) - len(_CLOSING.findall(code))
-        if depth <= 0 and not OPEN_ENDED.search(code):
-            yield start, line.end()
-            start, depth = None, 0
-    if start is not None:
-        yield start, len(text)
+        return [(0, parse_tree(text))]
 
 
 @cache

@@ -13,14 +13,19 @@ from lark.exceptions import UnexpectedInput
 from policyc.language.diagnostics import Span
 from policyc.language.parser.builder import StatementBuilder
 from policyc.language.parser.grammar import (
-    OPEN_ENDED,
     check_depth,
     explain_syntax_error,
     parse_tree,
     shorten,
     syntax_diagnostic,
 )
-from policyc.language.parser.statements import STRING_PATTERN, BlockStatement, Statement
+from policyc.language.parser.statements import (
+    OPEN_END_WINDOW,
+    OPEN_ENDED,
+    STRING_PATTERN,
+    BlockStatement,
+    Statement,
+)
 from policyc.language.schedule import StepCondition
 
 _WORD_END = r"(?![\w?*~.\[{]|-(?!>))"  # as in the grammar: the word is not the start of a selector
@@ -39,7 +44,6 @@ _TOKEN = re.compile(
     rf"""{STRING_PATTERN}|(?<!\S)/\*|#[^\n]*|->|[(\[{{)\]}}]|[\n;]|[^"'#()\[\]{{}}\n;/-]+|.""", re.DOTALL
 )
 _MAX_BLOCK_COMMENT = 4_000  # characters: a limit, so that the search for the end of each of many is cheap
-_OPEN_END_WINDOW = 16  # characters: longer than any match of OPEN_ENDED; a constant, so that lines are cheap
 
 
 @dataclass(slots=True)
@@ -142,7 +146,7 @@ def _find_statement_end(text: str, start: int) -> int:
         elif token == "->":
             has_arrow = True
         elif token == "\n":
-            tail_start = max(start, end - _OPEN_END_WINDOW)
+            tail_start = max(start, end - OPEN_END_WINDOW)
             continues = depth > 0 or OPEN_ENDED.search(text, tail_start, end)
             if not continues and (has_arrow or not _ARROW_FIRST.match(text, position + 1)):
                 return end

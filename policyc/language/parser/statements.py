@@ -56,6 +56,34 @@ class PolicyFile:
     statements: tuple[Statement, ...]
 
 
+_LINE = re.compile(r"[ \t\r\f]*((?:[^#\n\"']+|\"[^\"\n]*\"|'[^'\n]*'|[\"'])*)(?:#[^\n]*)?(?:\n|\Z)")
+_STRING = re.compile(STRING_PATTERN)
+OPEN_ENDED = re.compile(r"(,|->|=|@|%|<|>|\.|\band|\bor|\bnot|\bwhere)\Z")
+"""The end of a line that does not end a statement."""
+OPEN_END_WINDOW = 16  # characters: longer than any match of OPEN_ENDED; a constant, so that lines are cheap
+
+
+def find_pieces(text: str) -> Iterator[tuple[int, int, bool]]:
+    """Yields the start and the end of each piece of a text. What is between them is blank, or has only a comment.
+
+    A piece ends with a line that closes its brackets: mostly it is one statement. The grammar accepts a text if it
+    accepts all of its pieces. The third value is false for a last piece that has no end: the grammar accepts no such.
+    """
+    start, depth = None, 0
+    for line in _LINE.finditer(text):
+        code = line.group(1).rstrip(" \t\r\f")
+        if not code:
+            continue
+        start = line.start() if start is None else start
+        bare = _STRING.sub("", code) if '"' in code or "'" in code else code
+        depth += sum(map(bare.count, "([{")) - sum(map(bare.count, ")]}"))
+        if depth <= 0 and not OPEN_ENDED.search(bare, max(0, len(bare) - OPEN_END_WINDOW)):
+            yield start, line.end(), True
+            start, depth = None, 0
+    if start is not None:
+        yield start, len(text), False
+
+
 def comment_ranges(text: str) -> Iterator[tuple[int, int]]:
     """Yields the start and the end of every comment."""
     for match in BRACKET_PATTERN.finditer(text):

@@ -1,0 +1,44 @@
+"""The diagnostics of a policy text: those of the linter, and of its rules on the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from policyc.compiler.site_lists import ListPlan
+from policyc.editor.model import find_model
+from policyc.language.diagnostics import Diagnostic, PolicyError, Severity, SourceText, Span
+from policyc.language.loader import parse_with_diagnostics
+
+
+def find_all(text: str, path: Path | None) -> tuple[SourceText, tuple[Diagnostic, ...]]:
+    """Lints a text. Returns it as the diagnostics name it, and the diagnostics."""
+    from policyc.linter import engine
+    from policyc.linter.rules import ALL_CODES
+
+    loaded, model = parse_with_diagnostics(text, path=path), find_model(text, path)
+    source, settings = loaded.file.source, model.settings
+    select = frozenset(settings.select) or frozenset(ALL_CODES)
+    if "ALL" in select:
+        select = frozenset(ALL_CODES)
+    found = [
+        Diagnostic(
+            code="unreadable-file", message=message, span=Span(source, *place), severity=Severity.WARNING
+        )
+        for place, message in model.problems
+    ]
+    if model.sites is not None and not loaded.diagnostics:
+        found += (d for d in ListPlan(loaded.policy, model.sites).check() if d.span.source is source)
+    found = [diagnostic for diagnostic in found if diagnostic.code not in settings.ignore]
+    try:
+        found += engine.lint(loaded, select - frozenset(settings.ignore)).diagnostics
+    except PolicyError as error:
+        found += error.diagnostics
+    return source, tuple(sorted(found, key=lambda d: d.sort_key))
+
+
+def fix_all(text: str, path: Path | None) -> str:
+    """The text with all safe fixes."""
+    from policyc.linter import engine
+    from policyc.linter.fixes import apply_fixes
+
+    return apply_fixes(text, lambda t: parse_with_diagnostics(t, path=path), engine.lint).text

@@ -1,0 +1,158 @@
+"""A policy text as requests need it, at once after each key: its rules, its policy, and what they do to a model.
+
+The text is read by pieces, and of those only the ones that changed since the last text. Diagnostics need places in the
+whole text: `findings` reads them later.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from policyc.compiler.site_lists import ListPlan, RuleShare, SiteList
+from policyc.editor.model import Model, find_model
+from policyc.language.bundled import POLICY_SUFFIX, read_policy_text
+from policyc.language.diagnostics import PolicyError, SourceText
+from policyc.language.loader import LoadedPolicy, load_statements, parse_with_diagnostics
+from policyc.language.parser import BlockStatement, PieceReader, Statement, find_pieces
+from policyc.language.policy import Policy, Rule
+
+_BLOCK_HEAD = re.compile(r"[ \t\r\f]*(?:after|until|variant)\b[^\n;#{}]*\{[ \t\r\f]*(?:#[^\n]*)?\n")
+_BLOCK_END = re.compile(r"[ \t\r\f]*\}[ \t\r\f]*(?:#[^\n]*)?\n?\Z")
+
+
+class PlacedRule(NamedTuple):
+    """A rule, where it is in the text, and the variant around it; empty if there is none."""
+
+    start: int
+    end: int
+    variant: str
+    rule: Rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """A text that was read. Its policy is the part that could be read; `is_valid` says whether that is all of it."""
+
+    text: str
+    model: Model
+    is_valid: bool
+    rules: tuple[PlacedRule, ...]
+    loaded: LoadedPolicy
+    statement_starts: tuple[int, ...]
+    """Offsets where a statement starts, though not all of them."""
+
+    @cached_property
+    def _shares(self) -> dict[int, RuleShare]:
+        """What rules do to the model, by the identities of their spans. Empty without a list of sites."""
+        sites = self.model.sites if self.is_valid else None
+        return {} if sites is None else dict(_find_shares(self.loaded.policy, sites))
+
+    def rule_at(self, offset: int) -> PlacedRule | None:
+        return next((r for r in self.rules if r.start <= offset <= r.end), None)
+
+    def share(self, placed: PlacedRule) -> RuleShare | None:
+        return self._shares.get(id(placed.rule.span))
+
+    def policy_for(self, placed: PlacedRule | None) -> Policy:
+        """The policy, with the variant applied that is around a rule."""
+        policy = self.loaded.policy
+        return policy.variant(placed.variant) if placed and placed.variant else policy
+
+    def statement_start(self, offset: int) -> int:
+        """An offset at or before another, where a statement starts."""
+        return self.statement_starts[bisect_right(self.statement_starts, offset) - 1]
+
+
+def read(text: str, path: Path | None) -> Reading:
+    """Reads a text, with the files that it imports and the list of sites of its model. Does not lint."""
+    reader = _Reader()
+    statements = tuple(reader.read(text, 0, ""))
+    loaded = load_statements(statements, path=path)
+    return Reading(
+        text=text,
+        model=find_model(text, path),
+        is_valid=reader.is_valid and not loaded.diagnostics,
+        rules=tuple(reader.rules),
+        loaded=loaded,
+        statement_starts=tuple(reader.starts),
+    )
+
+
+class _Reader:
+    """Reads the pieces of a text. Those of a block that has a line for each brace are read alone too."""
+
+    def __init__(self) -> None:
+        self.rules: list[PlacedRule] = []
+        self.starts: list[int] = [0]
+        self.is_valid = True
+        self._pieces = PieceReader()
+
+    def read(self, text: str, offset: int, variant: str) -> Iterator[Statement]:
+        """Yields the statements of a part of the text without errors. `variant` is the one around it."""
+        for start, end, is_closed in find_pieces(text):
+            piece, place = text[start:end], offset + start
+            self.starts.append(place)
+            head = _BLOCK_HEAD.match(piece)
+            last_line = piece.rstrip("\n").rfind("\n") + 1
+            if is_closed and head and head.end() <= last_line and _BLOCK_END.match(piece, last_line):
+                yield from self._read_block(piece, place, variant, head.end(), last_line)
+                continue
+            statements = self._pieces.read(piece) if is_closed else None
+            self.is_valid &= statements is not None
+            self._place(statements or (), place, variant)
+            yield from statements or ()
+
+    def _read_block(
+        self, piece: str, place: int, variant: str, head_end: int, body_end: int
+    ) -> Iterator[Statement]:
+        head = self._pieces.read(piece[:head_end] + "}")
+        block = head[0] if head else None
+        if not isinstance(block, BlockStatement):
+            self.is_valid = False
+            return
+        name = block.header if isinstance(block.header, str) else variant
+        body = tuple(self.read(piece[head_end:body_end], place + head_end, name))
+        yield replace(block, body=body)
+
+    def _place(self, statements: tuple[Statement, ...], offset: int, variant: str) -> None:
+        for statement in statements:
+            if isinstance(statement, Rule):
+                start, end = offset + statement.span.start, offset + statement.span.end
+                self.rules.append(PlacedRule(start, end, variant, statement))
+            elif isinstance(statement, BlockStatement):
+                name = statement.header if isinstance(statement.header, str) else variant
+                self._place(statement.body, offset, name)
+
+
+def _find_shares(policy: Policy, sites: SiteList) -> Iterator[tuple[int, RuleShare]]:
+    """What rules do: those of a variant where the variant is applied."""
+    yield from _rule_shares(policy, sites)
+    for variant in policy.variants:
+        # They are the last rules of the variant: those before them change nothing about what they do.
+        yield from _rule_shares(replace(policy.variant(variant.name), rules=variant.rules), sites)
+
+
+def _rule_shares(policy: Policy, sites: SiteList) -> Iterator[tuple[int, RuleShare]]:
+    spans = (id(rule.span) for rule in policy.rules)
+    return zip(spans, ListPlan(policy, sites).shares, strict=True)
+
+
+def read_importers(folder: Path, files: Collection[Path]) -> Iterator[SourceText]:
+    """The policies of a folder that import one of the files, with all that they import."""
+    for path in sorted(folder.glob(f"*{POLICY_SUFFIX}")):
+        try:
+            text = read_policy_text(path)
+        except PolicyError:  # not readable
+            continue
+        if "import" not in text:  # most do not, and parsing takes longer
+            continue
+        loaded = parse_with_diagnostics(text, path=path)
+        imports = [file.source for file in loaded.imports]
+        if any(Path(source.path).resolve() in files for source in imports):
+            yield from (loaded.file.source, *imports)
