@@ -1,12 +1,13 @@
 """The language server: `policyc lsp`, over standard input and output.
 
-The thread that reads messages answers requests from the text as it is. A second thread lints a text once no key was
-pressed for a moment, and answers the code actions that wait for that. The server runs no program unless the command
-`policyc.listSites` tells it to.
+The thread that reads messages answers requests from the text as it is. A second thread has a text linted, by a process
+of its own, once no key was pressed for a moment, and answers the code actions that wait for that. The server runs no
+program unless the command `policyc.listSites` tells it to.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -28,13 +29,13 @@ from policyc.editor.json_rpc import DEFERRED, METHOD_NOT_FOUND, Connection, Json
 from policyc.editor.model import list_sites
 from policyc.editor.positions import to_offset
 from policyc.editor.reading import Reading, read, read_importers
+from policyc.editor.worker import Worker
 from policyc.language.bundled import bundled_policies
 from policyc.language.diagnostics import Diagnostic, SourceText
 
 _PAUSE = 0.12  # seconds without a key before a text is linted: less is felt as flicker, more as lag
-_SWITCH_INTERVAL = (
-    0.001  # seconds: a request waits at most this long for the thread that lints; 5 ms is Python's default
-)
+_COLLECTED = (50_000, 20, 100)
+"""Thresholds of the garbage collector: a full collection takes as long as an answer, and there is little garbage."""
 _ERROR_MESSAGE = 1  # a type of window/showMessage
 _INVOKED = 1  # a trigger of code actions; 2 is for those that an editor asks for on its own
 _CAPABILITIES = {
@@ -93,6 +94,7 @@ class PolicyServer:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._documents: dict[str, _Document] = {}
+        self._worker = Worker()
         self._tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._publishing = threading.Lock()
         self._is_shut_down = False
@@ -154,7 +156,8 @@ class PolicyServer:
     # ---- the second thread
 
     def _work(self) -> None:
-        """Does tasks, and lints each document when it is due."""
+        """Does tasks, and has each document linted when it is due."""
+        self._worker.start()
         while True:
             due = [(d.due, d) for d in tuple(self._documents.values()) if d.due is not None]
             first = min(due, key=lambda item: item[0], default=None)
@@ -170,8 +173,8 @@ class PolicyServer:
         document.due = None  # before the text is taken: a text that comes later is due again
         source = document.source
         if document.checked is not source:
-            linted, found = find_all(source.text, document.path)
-            found = tuple(features.publishable(found, linted))
+            linted, diagnostics = self._worker.call(find_all, source.text, document.path)
+            found = tuple(features.publishable(diagnostics, linted))
             with self._publishing:
                 if self._documents.get(document.uri) is document and document.source is source:
                     document.diagnostics, document.checked = found, source
@@ -306,7 +309,8 @@ class PolicyServer:
         source, current = document.source, document.current_diagnostics
         actions = list(features.fix_actions(current, document.uri, *document.range(params)))
         if _asks_for_all(params) and any(d.fix is not None and d.fix.safe for d in current):
-            edits = features.replace_text(source, fix_all(source.text, document.path))
+            fixed = self._worker.call(fix_all, source.text, document.path)
+            edits = features.replace_text(source, fixed)
             edit, title = {"changes": {document.uri: edits}}, "policyc: apply all safe fixes"
             actions.append({"title": title, "kind": "source.fixAll", "edit": edit})
         program = document.read().model.source.program
@@ -351,7 +355,8 @@ def _path(uri: str) -> Path | None:
 
 def serve() -> int:
     """Serves one client over standard input and output. Returns the exit status."""
-    sys.setswitchinterval(_SWITCH_INTERVAL)
+    gc.freeze()
+    gc.set_threshold(*_COLLECTED)
     connection = Connection(sys.stdin.buffer, sys.stdout.buffer)
     sys.stdout = sys.stderr  # nothing else may print between messages
     return PolicyServer(connection).run()

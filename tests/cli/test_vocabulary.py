@@ -129,6 +129,7 @@ def test_lint_reads_the_settings_of_the_project(project: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
+        ('program = "train.py \'a"', "[tool.policyc] program cannot be read: No closing quotation"),
         ('selct = ["a"]', "[tool.policyc] has no setting 'selct': did you mean 'select'?"),
         ('select = "a"', "select is not a list of codes"),
         ("target = 3", "target is not a string"),

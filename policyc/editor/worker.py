@@ -1,0 +1,74 @@
+"""A process that lints, so that requests need not share an interpreter with it.
+
+It ends when its standard input does: that is when the server has ended, in whichever way.
+"""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from typing import BinaryIO, TypeVar
+
+Result = TypeVar("Result")
+
+
+class WorkerError(Exception):
+    """A call failed in the worker, or the worker is gone."""
+
+
+class Worker:
+    """Calls functions in a process of their own, one at a time. It is started again if it is gone."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            words = [sys.executable, "-c", "from policyc.editor.worker import serve; serve()"]
+            self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        return self._process
+
+    def call(self, function: Callable[..., Result], *arguments: object) -> Result:
+        """The result of a function of a module. Raises WorkerError."""
+        process = self.start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            pickle.dump((function, arguments), process.stdin)
+            process.stdin.flush()
+            result, problem = pickle.load(process.stdout)
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            self._process = None
+            process.kill()
+            process.wait()
+            raise WorkerError(f"the process that lints has ended: {error}") from None
+        if problem:
+            raise WorkerError(problem)
+        return result  # type: ignore[no-any-return]
+
+
+def serve() -> None:
+    """Answers the calls of standard input."""
+    from policyc.editor import findings  # noqa: F401  # before the first call
+    from policyc.linter import engine  # noqa: F401
+
+    calls, results = sys.stdin.buffer, sys.stdout.buffer
+    sys.stdout = sys.stderr  # nothing else may print between results
+    try:
+        while True:
+            _answer(calls, results)
+    except (EOFError, BrokenPipeError, KeyboardInterrupt):
+        pass
+
+
+def _answer(calls: BinaryIO, results: BinaryIO) -> None:
+    function, arguments = pickle.load(calls)
+    try:
+        answer = pickle.dumps((function(*arguments), ""))
+    except Exception:  # noqa: BLE001
+        answer = pickle.dumps((None, traceback.format_exc()))
+    results.write(answer)
+    results.flush()
