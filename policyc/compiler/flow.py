@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, primitives
 
 from policyc.jaxcore import jaxprs
-from policyc.jaxcore.containers import SCAN
+from policyc.jaxcore.containers import CONTAINERS, OPAQUE, SCAN
 from policyc.jaxcore.jaxprs import AnyJaxpr
 from policyc.jaxcore.primitives import PRIMITIVES
 from policyc.jaxcore.transform import Address
@@ -22,28 +22,27 @@ from policyc.jaxcore.transform import Address
 CONSTANT, PARAMETER = -1, -2
 """What stands for the node of a variable that is computed from constants alone, or from parameters and constants."""
 
-_LAYOUT = frozenset({
-    "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "rev", "copy",
-    "copy_p", "slice", "split", "unstack", "sharding_constraint", "mesh_cast", "reshard", "all_gather",
-    "all_gather_invariant", "all_gather_reduced", "pvary", "pcast", "pbroadcast", "preduced", "name",
-    "reduce_precision", "stop_gradient", "layout_constraint", "vary_unreduced_cast", "neg", "auto_axes",
-    "explicit_axes", "real", "with_memory_space_constraint", "annotate", "optimization_barrier", "device_put",
-    "all_to_all", "ppermute", "psum", "psum_invariant", "reduce_scatter", "pad", "dynamic_slice",
-})  # fmt: skip
+_LAYOUT = frozenset(
+    name for name, rule in PRIMITIVES.items() if rule.weight in ("layout", "identity") or rule.moves
+)
 """Primitives whose n-th result, or every result, is their n-th, or first, operand in another layout, type or place."""
 
-_MAX_SEEN = 2  # activations into a kernel without products that the flow is followed through
+_ONE_FOR_ONE = frozenset(
+    name
+    for name in _LAYOUT
+    if PRIMITIVES[name].weight == "identity" or PRIMITIVES[name].derivative == "per operand"
+)
 
-_ONE_FOR_ONE = frozenset({"optimization_barrier", "device_put", "psum", "psum_invariant"})
+_PLAIN = frozenset(name for name, rule in PRIMITIVES.items() if rule.weight != "product") - _LAYOUT
+"""Primitives without jaxprs and references, most of them elementwise, whose results depend on all operands alike."""
 
-_KNOWN = frozenset({
-    *(p.name for name, p in vars(primitives).items() if name.endswith("_p")), "stack", "tile", "tie", "scatter-sub",
-    "dce_sink", "broadcast_to",
-})  # fmt: skip
+_KNOWN = {
+    *PRIMITIVES, *(p.name for name, p in vars(primitives).items() if name.endswith("_p")), "tie", "dce_sink",
+    "broadcast_to",
+}  # fmt: skip
 """Primitives that do not call something opaque to the compiler."""
 
-_PLAIN = frozenset(name for name, rule in PRIMITIVES.items() if rule.weight != "product") & _KNOWN - _LAYOUT
-"""Primitives without jaxprs and references, most of them elementwise, whose results depend on all operands alike."""
+_MAX_SEEN = 2  # activations into a kernel without products that the flow is followed through
 
 CARRY = "carry"
 """The operation of a node that stands for a carry of a loop. Its inputs are the first value and the next one."""
@@ -80,6 +79,8 @@ class Flow:
         self.loops: dict[Address, LoopBody] = {}
         self.learned: set[int] = set()
         """The nodes that read a parameter."""
+        self.written: set[int] = set()
+        """The references to which something is written. It is among their inputs."""
         self.visits: int = 0
         """How many nodes all walks have visited: what reading kinds off the graph costs."""
 
@@ -108,12 +109,13 @@ class Flow:
 
     def add(self, operation: str, operands: Collection[int] = (), call: Call | None = None) -> int:
         """A new node. Operands may be `PARAMETER` and `CONSTANT`."""
+        node = len(self.operations)
         if PARAMETER in operands:
-            self.learned.add(len(self.operations))
+            self.learned.add(node)
         self.operations.append(operation)
         self.inputs.append([o for o in operands if o >= 0])
         self.calls.append(call)
-        return len(self.operations) - 1
+        return node
 
     def combine(self, operation: str, operands: Collection[int], call: Call | None) -> int:
         """A node for what is computed from some operands; `PARAMETER` or `CONSTANT` if none of them is a node."""
@@ -153,14 +155,12 @@ class Flow:
     ) -> set[int]:
         reached = set(starts)
         pending = list(reached)
-        while pending:
-            node = pending.pop()
-            if node in stops:
-                continue
-            for neighbour in neighbours[node]:
-                if neighbour >= first and neighbour not in reached:
-                    reached.add(neighbour)
-                    pending.append(neighbour)
+        for node in pending:  # which grows
+            if node not in stops:
+                for neighbour in neighbours[node]:
+                    if neighbour not in reached and neighbour >= first:
+                        reached.add(neighbour)
+                        pending.append(neighbour)
         self.visits += len(reached)
         return reached
 
@@ -253,9 +253,8 @@ class _Builder:
         if name in _LAYOUT and operands[0] >= 0 > max(operands[1:]):
             return operands[:1] * count
         node = self.flow.combine(name, operands, self._caller)
-        if (
-            node >= 0 and name not in _KNOWN and not name.endswith(("_start", "_done"))
-        ):  # collectives end like that
+        is_collective = name.endswith(("_start", "_done"))
+        if node >= 0 and name not in _KNOWN and not is_collective:
             self.flow.opaque[node] = tuple(operands)
         return [node] * count
 
@@ -272,6 +271,7 @@ class _Builder:
     def _write(self, reference: int, values: Sequence[int]) -> None:
         if reference >= 0:
             self.flow.inputs[reference] += [v for v in values if v >= 0 and v != reference]
+            self.flow.written.add(reference)
             if PARAMETER in values:
                 self.flow.learned.add(reference)
 
@@ -279,8 +279,8 @@ class _Builder:
 
     def call(self, eqn: JaxprEqn, operands: list[int], address: Address) -> Sequence[int]:
         """A container whose first jaxpr takes its operands."""
-        names = (name for name in ("jaxpr", "call_jaxpr") if name in eqn.params)
-        body = eqn.params[next(names, None) or jaxprs.sub_jaxprs(eqn)[0].param]
+        params = eqn.params
+        body = params.get("jaxpr") or params.get("call_jaxpr") or jaxprs.sub_jaxprs(eqn)[0].jaxpr
         count = len(jaxprs.open_jaxpr(body).invars)
         return self.run(body, operands[len(operands) - count :], (*address, 0))[: len(eqn.outvars)]
 
@@ -346,15 +346,9 @@ class _Builder:
 
 
 _CONTAINERS: dict[str, Callable[[_Builder, JaxprEqn, list[int], Address], Sequence[int]]] = {
-    **dict.fromkeys(
-        (
-            "jit", "pjit", "closed_call", "core_call", "core_closed_call", "custom_lin", "checkpoint", "remat",
-            "remat2", "remat_call", "shard_map", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr",
-        ),
-        _Builder.call,
-    ),
+    **dict.fromkeys([*CONTAINERS, *OPAQUE], _Builder.call),
     "cond": _Builder.cond,
     "scan": _Builder.scan,
     "while": _Builder.while_loop,
     "pallas_call": _Builder.pallas,
-}  # fmt: skip
+}

@@ -54,9 +54,10 @@ def kind_of_module(glob: str) -> str:
     return "mlp" if words == ("feed", "forward") else ""
 
 
-def names_agree(kind: str, by_name: str) -> bool:
-    """Can a site of this kind be in a module that is named for the other?"""
-    return not by_name or kind == by_name or {kind, by_name} in _RELATED
+def contradicting_kind(site: Site) -> str:
+    """The kind that the names of a site stand for, if a site of its kind cannot be in a module of such names."""
+    kind, by_name = site.kind.name, kind_by_name(site)
+    return "" if kind == by_name or {kind, by_name} in _RELATED else by_name
 
 
 @cache

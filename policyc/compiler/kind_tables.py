@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from policyc.base.text import as_ranges, count_others, escape_controls, format_ranges
+from policyc.compiler.kind_names import contradicting_kind
 from policyc.compiler.plan import Plan
 from policyc.compiler.sites import Site, dotted
 from policyc.compiler.stacks import Layer
@@ -37,12 +38,12 @@ def kind_notes(plan: Plan) -> Iterator[str]:
     without = [site for site in plan.sites if not site.kind.name]
     if without:
         yield f"no rule with a kind matches these sites, which have none: {_first_and_others(without)}"
-    contradicted = [site for site in plan.sites if site.kind.names_say]
+    contradicted = [site for site in plan.sites if contradicting_kind(site)]
     if contradicted:
-        kind = contradicted[0].kind
+        (site, *_) = contradicted
         yield (
-            f"the graph decides where names contradict it: '{escape_controls(contradicted[0].name)}' is {kind.name}, "
-            f"not {kind.names_say}{count_others(len(contradicted))} (see policyc sites --explain SITE)"
+            f"the graph decides where names contradict it: '{escape_controls(site.name)}' is {site.kind.name}, "
+            f"not {contradicting_kind(site)}{count_others(len(contradicted))} (see policyc sites --explain SITE)"
         )
 
 
@@ -77,8 +78,8 @@ def _explain(site: Site) -> Iterator[str]:
     reason = kind.reason if kind.name else "neither the graph nor its names tell"
     yield f"{site.name}{place}"
     yield f"  {kind.name or 'no kind'}: {reason}"
-    if kind.names_say:
-        yield f"  its names stand for {kind.names_say}: the graph decides"
+    if by_name := contradicting_kind(site):
+        yield f"  its names stand for {by_name}: the graph decides"
     if site.block is None:
         yield "  in no block"
     elif site.block.unknown:

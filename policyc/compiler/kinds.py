@@ -6,12 +6,11 @@ Names decide only where the flow does not. docs/reference/language.md says what 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 
 from policyc.compiler.blocks import Product, find_blocks
 from policyc.compiler.flow import Flow
 from policyc.compiler.fused_attention import find_fused_attention
-from policyc.compiler.kind_names import kind_by_name, names_agree
+from policyc.compiler.kind_names import kind_by_name
 from policyc.compiler.mixers import Mixer, find_mixers, mark_attention
 from policyc.compiler.product_flow import ProductFlow
 from policyc.compiler.routing import Routing
@@ -50,7 +49,7 @@ def set_kinds(flow: Flow, sites: Sequence[Site], looked_up: Collection[DottedPat
     around = products.weights_before(o for operands in undecided.values() for o in operands)
     _mark_rest(products, blocks.positions, around | products.after(undecided) & products.weighted)
     for node, site in products.sites.items():
-        kind = _with_names(site, products.kinds.get(node))
+        kind = products.kinds.get(node) or _kind_by_names(site)
         site.set_kind(kind, blocks.block_of(node) if blocks.positions else _only_block(kind))
 
 
@@ -245,6 +244,8 @@ def _only_block(kind: SiteKind) -> SiteBlock | None:
 
 def _is_on_stages(site: Site) -> bool:
     """Do the devices of a shard_map hold other layers each? Where layers have names, they hold other experts."""
+    if not any(stack.is_shard_map for stack in site.stacks):
+        return False
     for template in (site.scope, site.module, *site.parameters):
         if template is None or not template.slots or any(name.index is not None for name in template.path):
             continue
@@ -253,12 +254,6 @@ def _is_on_stages(site: Site) -> bool:
     return False
 
 
-# ---- names
-
-
-def _with_names(site: Site, kind: SiteKind | None) -> SiteKind:
-    """The kind of a site: by its names if the flow does not tell, and with what they say if they contradict it."""
+def _kind_by_names(site: Site) -> SiteKind:
     by_name = kind_by_name(site)
-    if kind is None:
-        return SiteKind(by_name, "its names say so") if by_name else SiteKind()
-    return kind if names_agree(kind.name, by_name) else replace(kind, names_say=by_name)
+    return SiteKind(by_name, "its names say so") if by_name else SiteKind()

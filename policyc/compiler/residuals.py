@@ -45,8 +45,8 @@ class _Ancestors:
         self._sites = sorted(flow.sites)
         self._written = {
             node: inputs
-            for node, inputs in enumerate(flow.inputs)
-            if inputs and inputs[-1] > node and flow.operations[node] != CARRY
+            for node in flow.written
+            if (inputs := flow.inputs[node]) and inputs[-1] > node and flow.operations[node] != CARRY
         }
         """For each reference: what is written to it later."""
 

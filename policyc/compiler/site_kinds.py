@@ -19,8 +19,6 @@ class SiteKind:
     text: str = ""
     """Why. `{place}` is that of the equation `other`, or of the innermost container around it that has one."""
     other: Call | None = field(default=None, compare=False, repr=False)
-    names_say: str = ""
-    """The other kind that its names stand for."""
 
     @property
     def reason(self) -> str:

@@ -50,6 +50,7 @@ class PrimitiveRule:
       derivative: which results depend differentiably on which operands. Empty: all on all that have a rule.
         per operand: the n-th result on the n-th operand. cotangent per operand: if one operand has a derivative, all
         results have one, and the n-th operand gets a cotangent from the n-th result. none: on real numbers none does.
+      moves: does it move activations between devices?
     """
 
     weight: WeightRule = "lost"
@@ -58,6 +59,7 @@ class PrimitiveRule:
     integers: IntegerRule | None = None
     hoistable: bool = False
     derivative: Literal["", "per operand", "cotangent per operand", "none"] = ""
+    moves: bool = False
 
 
 def _rows(names: str, rule: PrimitiveRule) -> Iterable[tuple[str, PrimitiveRule]]:
@@ -70,8 +72,8 @@ def _layout(
     return PrimitiveRule("layout", region=region, integers=integers, hoistable=hoistable)
 
 
-def _lost(reason: str, derivative: Literal["", "per operand"] = "") -> PrimitiveRule:
-    return PrimitiveRule("lost", reason, derivative=derivative)
+def _moves(reason: str, derivative: Literal["", "per operand"] = "") -> PrimitiveRule:
+    return PrimitiveRule("lost", reason, derivative=derivative, moves=True)
 
 
 _SAME = plain(lambda x: x)
@@ -163,10 +165,10 @@ PRIMITIVES: dict[str, PrimitiveRule] = {
         )
     ),
     # ---- devices
-    "ppermute": _lost("devices pass it on to each other"),
-    "all_to_all": _lost("devices exchange parts of it"),
-    "reduce_scatter": _lost("devices add it up and divide it"),
-    **dict(_rows("psum psum_invariant", _lost("devices add it up", "per operand"))),
+    "ppermute": _moves("devices pass it on to each other"),
+    "all_to_all": _moves("devices exchange parts of it"),
+    "reduce_scatter": _moves("devices add it up and divide it"),
+    **dict(_rows("psum psum_invariant", _moves("devices add it up", "per operand"))),
     **dict(_rows("pmax pmin", PrimitiveRule(derivative="per operand"))),
     # ---- over whole dimensions
     "sort": PrimitiveRule(integers=integers.sort, derivative="per operand"),
