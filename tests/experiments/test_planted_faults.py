@@ -123,7 +123,12 @@ class Faults:
     ("format", "faults"),
     [
         pytest.param("mxfp8", ("input of the weight", "output of the weight", "token"), id="products"),
-        pytest.param("fp8", ("weight", "activation", "gradient"), id="operands", marks=pytest.mark.any_jax),
+        pytest.param(
+            "fp8",
+            ("weight", "activation", "gradient"),
+            id="operands",
+            marks=[pytest.mark.any_jax, pytest.mark.slow],
+        ),
     ],
 )
 def test_planted_faults_are_found_by_both(

@@ -107,8 +107,8 @@ def gradients(recorded: RecordedLoss, policy: str) -> list[list[np.ndarray]]:
     [
         # Wgrad is measured exactly; of the others one random tangent is a sample: seen within a quarter.
         ("layers.up", 1, Gemm.WGRAD, 1e-3),
-        pytest.param("layers.down", 0, Gemm.FPROP, 0.5, marks=pytest.mark.any_jax),
-        pytest.param("head", None, Gemm.DGRAD, 0.5, marks=pytest.mark.any_jax),
+        pytest.param("layers.down", 0, Gemm.FPROP, 0.5, marks=[pytest.mark.any_jax, pytest.mark.slow]),
+        pytest.param("head", None, Gemm.DGRAD, 0.5, marks=[pytest.mark.any_jax, pytest.mark.slow]),
     ],
 )
 def test_noise_is_that_of_the_gradient_with_one_product_quantized(
@@ -200,7 +200,9 @@ attention.defvjp(lambda h: ({forward}(h), h), lambda h, g: (g * jnp.cos(h),))
 def loss("""
 
 
-@pytest.mark.parametrize("forward", [pytest.param("jnp.sin", marks=pytest.mark.any_jax), "fused.bind"])
+@pytest.mark.parametrize(
+    "forward", [pytest.param("jnp.sin", marks=[pytest.mark.any_jax, pytest.mark.slow]), "fused.bind"]
+)
 def test_a_derivative_rule_of_the_program_is_scored_by_first_derivatives(
     tmp_path: Path, forward: str
 ) -> None:

@@ -158,6 +158,7 @@ def test_any_assignment_can_be_written(llama: Searched) -> None:
         assert llama.read_assignment(parse(llama.write_policy(solution))) == assignment
 
 
+@pytest.mark.slow
 def test_the_frontier_is_monotone_and_below_the_bundled_policies(llama: Searched) -> None:
     frontier = llama.frontier(points=4)
     costs = [s.cost for s in frontier]

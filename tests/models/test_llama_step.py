@@ -87,6 +87,7 @@ def check_same_losses(axes: dict[str, int], **settings: Any) -> None:
     assert np.ptp(losses) > 1e-3  # the loss changes from step to step
 
 
+@pytest.mark.slow
 def test_eight_devices_give_the_losses_of_one():
     check_same_losses(llama_runs.MESH)
 

@@ -64,6 +64,7 @@ def assert_sharding_changes_no_bit(
     assert run_sharded(shape, spec, orders, reference) == [f"u32[8,{2 * len(orders)}]{{1,0}}"]
 
 
+@pytest.mark.slow
 def test_shards_without_whole_tiles_are_gathered() -> None:
     """Only as far as the kernels need: the rows stay divided. A warning says so."""
     warning = "NVFP4 quantizer: its kernels need .* at least 256 features, but a device has 64 and 128. So it gathers"
