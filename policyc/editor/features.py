@@ -85,15 +85,37 @@ def fix_actions(diagnostics: Sequence[Diagnostic], uri: str, start: int, end: in
 
 
 def replace_text(source: SourceText, text: str) -> list[Json]:
-    """The edit that replaces a whole text; none if nothing changes. Line endings stay as they were."""
+    """The edits that make a text another one. Lines that stay are left alone, and with them an editor's cursor.
+
+    Line endings stay as they were.
+    """
     if "\r\n" in source.text:
         text = text.replace("\r\n", "\n").replace("\n", "\r\n")
-    whole = Span(source, 0, len(source.text))
-    return [] if text == source.text else [{"range": to_range(whole), "newText": text}]
+    old, new = source.text.splitlines(keepends=True), text.splitlines(keepends=True)
+    first = next(
+        (i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new))
+    )
+    last = next(
+        (
+            i
+            for i, (a, b) in enumerate(zip(reversed(old[first:]), reversed(new[first:]), strict=False))
+            if a != b
+        ),
+        min(len(old), len(new)) - first,
+    )
+    changed, replaced = old[first : len(old) - last], new[first : len(new) - last]
+    if len(changed) != len(replaced):
+        changed, replaced = ["".join(changed)], ["".join(replaced)]
+    edits, start = [], sum(map(len, old[:first]))
+    for before, after in zip(changed, replaced, strict=True):
+        if before != after:
+            edits.append({"range": to_range(Span(source, start, start + len(before))), "newText": after})
+        start += len(before)
+    return edits
 
 
 def format_edits(source: SourceText) -> list[Json]:
-    """The edit that formats a text; none if it has errors."""
+    """The edits that format a text; none if it has errors."""
     formatted = format_text(source.text.replace("\r\n", "\n"))
     return [] if formatted is None else replace_text(source, formatted)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from policyc.editor import features
@@ -139,6 +139,29 @@ def test_positions_count_utf16(text: str, data: st.DataObject) -> None:
     assert position["character"] == len(line.encode("utf-16-le", "surrogatepass")) // 2
     assert to_offset(source, position) == offset
     assert to_offset(source, {"line": position["line"] + 10**6, "character": 0}) == len(source.text)
+
+
+LINES = st.lists(st.sampled_from(["", "a", "b", "é𝔘", "c\u2028d"]), max_size=6).map("\n".join)
+
+
+@given(LINES, LINES)
+@example("a\nb\n", "b\n")
+@example("a", "a\n")
+@example("", "a\nb")
+def test_edits_make_one_text_another_and_leave_the_lines_that_stay(before: str, after: str) -> None:
+    source = SourceText(before)
+    text = before
+    for edit in reversed(features.replace_text(source, after)):
+        start, end = (to_offset(source, edit["range"][key]) for key in ("start", "end"))
+        assert text[start:end] != edit["newText"]
+        text = text[:start] + edit["newText"] + text[end:]
+    assert text == after
+
+
+def test_an_edit_is_of_the_lines_that_change() -> None:
+    source = SourceText("one\ntwo\nthree\nfour\nfive\n")
+    edits = features.replace_text(source, "one\n2\nthree\n4\nfive\n")
+    assert [(edit["range"]["start"]["line"], edit["newText"]) for edit in edits] == [(1, "2\n"), (3, "4\n")]
 
 
 WITHOUT_JAX = """
