@@ -65,26 +65,32 @@ def init(like: str, config: str | None, out: str | None, program: tuple[str, ...
         text = write_first_policy(policy, SiteList.from_json(as_json(plan)), title)
     except NoRuleFits as error:
         exit_with_message(f"{error}: choose another with --like, or see 'policyc sites'", EXIT_USAGE)
-    text, diagnostics = _lint(text, plan)
+    text, allowed, errors = _lint(text, plan)
     print_or_write(text, out)
-    if diagnostics:
-        print_diagnostics(PolicyError(diagnostics))
+    if allowed:
+        click.echo(f"the policy allows {', '.join(allowed)}: see 'policyc explain {allowed[0]}'", err=True)
+    if errors:
+        print_diagnostics(PolicyError(errors))
 
 
-def _lint(text: str, plan: Plan) -> tuple[str, tuple[Diagnostic, ...]]:
-    """The text without suppressions that suppress nothing here, and what the linter says of it on this program."""
+def _lint(text: str, plan: Plan) -> tuple[str, tuple[str, ...], tuple[Diagnostic, ...]]:
+    """The text with comments that allow what the linter warns about on this program, the codes of that, and errors.
+
+    What is left to say is about the sizes of the model or the GPU, not about what was written. Suppressions that
+    suppress nothing here are removed.
+    """
+    from policyc.compiler.first_policy import allow
     from policyc.compiler.plan import make_plan
     from policyc.language.diagnostics import Severity
     from policyc.language.loader import parse_with_diagnostics
     from policyc.linter import engine
     from policyc.linter.fixes import apply_fixes
-    from policyc.linter.rules import ALL_CODES
 
     def check(loaded: LoadedPolicy) -> engine.LintResult:
-        # Which format is fastest on some GPU is a question about `--like`, not about what was written.
-        codes = set(ALL_CODES) - {"slower-than-fp8"}
-        return engine.lint(loaded, codes, make_plan(loaded.policy, plan.sites))
+        return engine.lint(loaded, plan=make_plan(loaded.policy, plan.sites))
 
     fixed = apply_fixes(text, parse_with_diagnostics, check).text
     found = check(parse_with_diagnostics(fixed)).diagnostics
-    return fixed, tuple(d for d in found if d.severity is not Severity.NOTE)
+    warnings = [d for d in found if d.severity is Severity.WARNING]
+    errors = tuple(d for d in found if d.severity is Severity.ERROR)
+    return allow(fixed, warnings), tuple(dict.fromkeys(d.code for d in warnings)), errors

@@ -12,7 +12,7 @@ from itertools import groupby
 
 from policyc.base.text import count_noun, count_others, escape_controls
 from policyc.compiler.site_lists import ListedSite, ListPlan, SiteList
-from policyc.language.diagnostics import SourceText
+from policyc.language.diagnostics import Diagnostic, SourceText
 from policyc.language.formatter import format_file
 from policyc.language.loader import parse
 from policyc.language.parser import read_statements
@@ -37,7 +37,8 @@ def write_first_policy(like: Policy, sites: SiteList, title: str) -> str:
     rules = (*deciding, *keeping)
     policy = replace(like, rules=rules, recipes=tuple(_used_recipes(like, rules)), variants=())
     plan = ListPlan(policy, sites)
-    size = f"{count_noun(sites.count, 'GEMM')}, {sites.total_flops / 1e9:.4g} GFLOP a step"
+    gflops = sites.total_flops / 1e9
+    size = f"{count_noun(sites.count, 'GEMM')}, {gflops:{',.0f' if gflops >= 1000 else '.3g'}} GFLOP a step"
     lines = [
         f"# A first policy for {escape_controls(title)}: {size}.",
         "#",
@@ -58,6 +59,20 @@ def write_first_policy(like: Policy, sites: SiteList, title: str) -> str:
             lines.append(f"{replace(rule, expect=plan.shares[number].matched)}{_allow_comment(rule)}")
         lines += ["}"] * len(conditions)
     return _format("\n".join(lines) + "\n")
+
+
+def allow(text: str, diagnostics: Iterable[Diagnostic]) -> str:
+    """The text with a comment before each statement that has diagnostics, which suppresses them."""
+    codes: dict[int, dict[str, None]] = {}
+    for diagnostic in diagnostics:
+        codes.setdefault(diagnostic.span.line, {})[diagnostic.code] = None
+    lines = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if number in codes:
+            indent = line[: len(line) - len(line.lstrip())]
+            lines.append(f"{indent}# allow: {', '.join(codes[number])} -- as found by policyc init")
+        lines.append(line)
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _format(text: str) -> str:

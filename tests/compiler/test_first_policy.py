@@ -87,8 +87,10 @@ def test_the_command_writes_a_file_once(tmp_path: Any) -> None:
     path = tmp_path / "first.policy"
     result = policyc("init", "--config", "tiny", "--out", str(path))
     assert result.code == 0, result.err
-    assert "slower-than-fp8" not in result.err
     text = path.read_text()
+    assert "# allow: slower-than-bf16, slower-than-fp8 -- as found by policyc init\n" in text
+    assert "the policy allows slower-than-bf16, slower-than-fp8: see 'policyc explain" in result.err
+    assert policyc("lint", "--config", "tiny", str(path)).code == 0
     assert "# A first policy for the bundled Llama tiny: " in text
     assert "* where mlp -> nv expect 12" in " ".join(text.split())
     again = policyc("init", "--config", "tiny", "--out", str(path))
