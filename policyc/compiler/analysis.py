@@ -322,6 +322,7 @@ class _Analyzer:
             branches=context.branches,
             sources=sources,
             projections=join_projections(infos) if weight is None else frozenset(),
+            factors=_factors(infos[:2]) if weight is None else frozenset(),
             batch_dims=batch_dims(eqn, weight),
         )
         self.layers.note_weight(sources, context.loops)
@@ -335,6 +336,12 @@ class _Analyzer:
         if address in self._with_cotangent:
             products |= {gemm for gemm, info in ((for_lhs, lhs), (for_rhs, rhs)) if info.is_active}
         return frozenset(products)
+
+
+def _factors(infos: Sequence[VarInfo]) -> frozenset[Source]:
+    """The weights whose product is one operand, if the other is an activation; else none."""
+    products = [i for i in infos if i.depends_on is Dependence.WEIGHT_PRODUCTS]
+    return products[0].projections - MANY_PROJECTIONS if len(products) == 1 else frozenset()
 
 
 def _hoistable_origin(eqn: JaxprEqn, weight: VarInfo, context: JaxprContext) -> Origin | None:

@@ -118,6 +118,7 @@ class PendingSite:
       branches: the branches that it is in.
       sources: how its weight is laid out from parameters.
       projections: of a product of activations: the weights of the products that its operands come from.
+      factors: the weights of an operand that is a product of weights (`h @ (a @ b)`). They are part of `projections`.
       batch_dims: the dimensions of the weight along which it reads several matrices.
     """
 
@@ -126,6 +127,7 @@ class PendingSite:
     branches: tuple[Branch, ...] = ()
     sources: tuple[Source, ...] = ()
     projections: frozenset[Source] = frozenset()
+    factors: frozenset[Source] = frozenset()
     batch_dims: tuple[int, ...] = ()
 
     def with_layers(self, layers: LayerIndices) -> Site:
@@ -139,6 +141,8 @@ class PendingSite:
         else:
             scope = layers.scope_template(self.site.scope.path, loops, None)
             module = layers.module_template(self.projections, self.loops)
+            if self.factors and (module is None or not module.path):
+                module = layers.module_template(self.factors, self.loops)
             stacks = template_stacks((scope,) if module is None else (scope, module))
         site = replace(
             self.site,

@@ -244,7 +244,8 @@ def suggest_recipe(plan: Plan, rule: int, sites: Collection[Site], recipe: str, 
     others = [s for s in decided if s not in sites and not s.opaque]  # what is opaque stays as it is
     if (exception and others) or any(_selector_of(site) not in selectors for site in others):
         return f"add a rule after it: {exception or write_rules(sites, recipe)}"
-    return f"write '-> {recipe}' in this rule: it decides about no other site"
+    scope = "its other sites have the same names" if others else "it decides about no other site"
+    return f"write '-> {recipe}' in this rule: {scope}"
 
 
 def write_rules(sites: Iterable[Site], recipe: str) -> str:

@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 
 from jax.extend.core import JaxprEqn
 
-from policyc.compiler.provenance.graph import ParameterSource, UnknownSource, parameters_of
+from policyc.compiler.provenance.graph import ParameterSource, UnknownSource, is_broadcast, parameters_of
 from policyc.compiler.var_info import (
     MANY_PROJECTIONS,
     Dependence,
     VarInfo,
-    is_broadcast,
     propagate_equation,
     shape_of,
 )

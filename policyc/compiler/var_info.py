@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -21,6 +20,7 @@ from policyc.compiler.provenance.graph import (
     Source,
     StackedSource,
     UnknownSource,
+    is_broadcast,
     is_lost,
     unknown_source,
 )
@@ -34,14 +34,16 @@ from policyc.jaxcore.transform import Address
 
 
 class Dependence(IntEnum):
-    """What a variable is computed from. What several are computed from is the maximum."""
+    """What a variable is computed from."""
 
     PARAMETERS = 0
     """Parameters, literals and loop counters."""
     CONSTANTS = 1
     """Also arrays that the loss closes over: tables, masks, or the tokens of a batch."""
-    DATA = 2
-    """Other inputs of the loss, or products."""
+    WEIGHT_PRODUCTS = 2
+    """Products of parameters alone, such as `a @ b` of a factorized weight."""
+    DATA = 3
+    """Other inputs of the loss, or other products."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +79,14 @@ class VarInfo:
 
     @property
     def is_constant(self) -> bool:
-        return self.depends_on is not Dependence.DATA
+        return self.depends_on <= Dependence.CONSTANTS
 
 
 def join_dependence(infos: Iterable[VarInfo]) -> Dependence:
-    return max((i.depends_on for i in infos), default=Dependence.PARAMETERS)
+    found = {i.depends_on for i in infos}
+    if found >= {Dependence.CONSTANTS, Dependence.WEIGHT_PRODUCTS}:
+        return Dependence.DATA  # constants may be data
+    return max(found, default=Dependence.PARAMETERS)
 
 
 UNKNOWN = VarInfo()
@@ -154,7 +159,7 @@ def widen_carry(carry: VarInfo, result: VarInfo) -> VarInfo:
     It is a weight if every iteration gives one, and its first value is one or a constant: a buffer that a loop fills.
     """
     source, given, depends_on = carry.source, result.source, join_dependence((carry, result))
-    is_constant = depends_on is not Dependence.DATA
+    is_constant = depends_on <= Dependence.CONSTANTS
     may_fill = given is not None and is_constant and len(given.shape) > 1 and not is_broadcast(given)
     if isinstance(source, UnknownSource):
         holds_data = source.reason == _FILLED and not is_constant
@@ -194,7 +199,7 @@ def propagate_equation(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
             infos = [replace(info, origin=None) for info in infos]
         return [replace(info, is_active=is_active) for info, is_active in zip(infos, active, strict=True)]
     moves = rule.weight in ("layout", "gather")
-    if not moves and join_dependence(infos) is Dependence.DATA:
+    if not moves and join_dependence(infos) > Dependence.CONSTANTS:
         infos = [replace(i, source=None, is_lookup=False) if i.is_lookup else i for i in infos]
     first = infos[0] if infos else UNKNOWN
     has_source = any(i.source is not None for i in infos)
@@ -239,9 +244,13 @@ def propagate_opaque(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
 
 
 def _dependence(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> Dependence:
-    """A product is an activation."""
-    is_data = rule_of(eqn).weight == "product" or jaxprs.has_side_effects(eqn)
-    return Dependence.DATA if is_data else join_dependence(infos)
+    joined = join_dependence(infos)
+    if jaxprs.has_side_effects(eqn):
+        return Dependence.DATA
+    if rule_of(eqn).weight != "product":
+        return joined
+    is_of_weights = joined in (Dependence.PARAMETERS, Dependence.WEIGHT_PRODUCTS)
+    return Dependence.WEIGHT_PRODUCTS if is_of_weights else Dependence.DATA
 
 
 def _is_modified(rule: WeightRule, infos: Sequence[VarInfo]) -> bool:
@@ -383,16 +392,3 @@ _SOURCES: dict[WeightRule, Callable[[JaxprEqn, Sequence[VarInfo]], _Sources]] = 
 def _either(sources: Sequence[Source], index: Integers | None = None) -> Source:
     same = all(s is sources[0] for s in sources)
     return sources[0] if same else EitherSource(shape=sources[0].shape, operands=tuple(sources), index=index)
-
-
-def is_broadcast(source: Source) -> bool:
-    """Is it broadcast from a smaller parameter: a bias, a scale, a position?"""
-    if not isinstance(source, LayoutSource):
-        return False
-    before, after = source.operand.shape, source.shape
-    match jaxprs.primitive_name(source.eqn):
-        case "broadcast_in_dim" if math.prod(after) > math.prod(before):
-            return True
-        case "tile" if any(new > old == 1 for old, new in zip(before, after, strict=True)):
-            return True
-    return is_broadcast(source.operand)

@@ -905,6 +905,26 @@ def test_products_without_a_scope_have_the_layer_of_the_weights_around_them(loss
     assert attention_layers("{q,k,v,qkv,kernel} -> fp8", loss, params) == []
 
 
+def unrolled_factors(p, x):
+    for q in p["layers"]:
+        x = x + jnp.tanh(x @ (q["a"] @ q["b"])) @ q["up"]
+    return x.sum()
+
+
+def scanned_factors(p, x):
+    return lax.scan(lambda h, q: (jnp.tanh(h @ (q["a"] @ q["b"])) @ q["up"], None), x, p["layers"])[0].sum()
+
+
+@pytest.mark.parametrize(("loss", "lead"), [(unrolled_factors, ()), (scanned_factors, (3,))])
+def test_a_product_with_a_factorized_weight_has_the_layer_of_its_factors(loss, lead):
+    """Its other operand comes from all layers before."""
+    params = {name: weights(*lead) for name in ("a", "b", "up")}
+    params = params if lead else [params] * 3
+    assert attention_layers("layers[-1:] -> fp8", loss, params) == ["layers[2]"]
+    assert attention_layers("layers[:-1] -> fp8", loss, params) == ["layers[0]", "layers[1]"]
+    assert attention_layers("{a,b,up} -> fp8", loss, params) == []
+
+
 def shared_keys(p, x):
     """All layers read the keys of the first one."""
     k = x @ p["layers"][0]["attn"]["k"]

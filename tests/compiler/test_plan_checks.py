@@ -102,6 +102,16 @@ def test_a_rule_that_changes_what_cannot_be_reached() -> None:
     assert diagnostic.help == "add a rule after it: own -> keep"
 
 
+def test_a_rule_is_not_said_to_have_no_other_sites_if_they_have_the_same_name() -> None:
+    def loss(p: Any, x: Any) -> Any:
+        product = jax.custom_vjp(lambda x, w: x @ w)
+        product.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, g: kept)
+        return product(x @ p["own"], p["own"])
+
+    (diagnostic,) = diagnostics_of(make_plan(parse("* -> fp8"), find_sites(loss, {"own": struct(16, 16)}, X)))
+    assert diagnostic.help == "write '-> keep' in this rule: its other sites have the same names"
+
+
 @pytest.mark.parametrize("policy", ["* -> nvfp4; own -> keep", "body -> fp8", "* -> keep"])
 def test_an_opaque_site_that_is_kept_is_no_fault(policy: str) -> None:
     check_plan(make_plan(parse(policy), OPAQUE))

@@ -162,7 +162,7 @@ def test_a_program_gets_its_seed_steps_and_folder(tmp_path: Path) -> None:
     [
         (SweepProgram(words=("train.py",), seeds_per_process=2), "only the bundled trainer"),
         (SweepProgram(words=("train.py", "{steps}")), "give --steps"),
-        (SweepProgram(words=(), config="tinny"), "no configuration 'tinny'"),
+        (SweepProgram(words=(), config="tinny"), "there is no configuration 'tinny': did you mean 'tiny'?"),
         (SweepProgram(words=("--seed=3",), config="tiny"), "--seed is set by the sweep"),
         (SweepProgram(words=("train.py",), metrics_source="x"), "KIND=PATH"),
         (SweepProgram(words=(), config="tiny", metrics_source="maxtext=x"), "writes metrics.jsonl itself"),

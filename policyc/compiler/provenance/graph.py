@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from jax.extend.core import JaxprEqn
 
 from policyc.compiler.provenance.integers import Integers
+from policyc.jaxcore import jaxprs
 from policyc.jaxcore.transform import Address
 from policyc.language.selectors import DottedPath
 
@@ -140,6 +142,19 @@ def parameters_of(source: Source) -> Iterator[ParameterSource]:
 def is_lost(source: Source) -> bool:
     """Is any part of it computed by an operation that the analysis cannot follow?"""
     return isinstance(source, LostSource) or any(map(is_lost, operands_of(source)))
+
+
+def is_broadcast(source: Source) -> bool:
+    """Is it broadcast from a smaller parameter: a bias, a scale, a position?"""
+    if not isinstance(source, LayoutSource):
+        return False
+    before, after = source.operand.shape, source.shape
+    match jaxprs.primitive_name(source.eqn):
+        case "broadcast_in_dim" if math.prod(after) > math.prod(before):
+            return True
+        case "tile" if any(new > old == 1 for old, new in zip(before, after, strict=True)):
+            return True
+    return is_broadcast(source.operand)
 
 
 def loops_of(source: Source) -> frozenset[Address]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from policyc.base.compile_cache import VARIABLE as COMPILE_CACHE_VARIABLE
+from policyc.base.text import did_you_mean
 from policyc.experiments.sweep.metrics import parse_metrics_source
 from policyc.experiments.sweep.run import (
     POLICY_FILE,
@@ -94,7 +95,8 @@ class SweepProgram:
         if self.metrics_source is not None:
             raise ValueError("--metrics: the bundled trainer writes metrics.jsonl itself")
         if self.config not in CONFIGS:
-            raise ValueError(f"no configuration '{self.config}'; configurations: {', '.join(CONFIGS)}")
+            hint = did_you_mean(self.config, CONFIGS) or f"choose from {', '.join(CONFIGS)}"
+            raise ValueError(f"there is no configuration '{self.config}': {hint}")
         for word in self.words:
             option = word.partition("=")[0]
             if option in _SET_BY_SWEEP:
