@@ -12,8 +12,8 @@ let python, words, result, timer;
 // ---- the link: model, variant and text after the '#'
 
 function encode(text) {
-  const bytes = new TextEncoder().encode(text);
-  return btoa(String.fromCharCode(...bytes)).replaceAll("+", "-").replaceAll("/", "_").replace(/=+$/, "");
+  const bytes = Array.from(new TextEncoder().encode(text), (byte) => String.fromCharCode(byte));
+  return btoa(bytes.join("")).replaceAll("+", "-").replaceAll("/", "_").replace(/=+$/, "");
 }
 
 function decode(text) {
@@ -97,10 +97,12 @@ const percent = (share) => `${(100 * share).toFixed(1)} %`;
 
 function applyFix(fix) {
   let text = $("text").value;
+  if (text !== result.text) return; // the fix is of an earlier text: the findings of this one are on their way
   for (const [start, end, replacement] of [...fix.edits].sort((a, b) => b[0] - a[0])) {
     text = text.slice(0, start) + replacement + text.slice(end);
   }
   $("text").value = text;
+  $("example").value = "";
   update();
 }
 
@@ -127,7 +129,10 @@ function showFindings() {
 function showPlan() {
   const plan = result.plan;
   $("right").classList.toggle("stale", !plan);
-  if (!plan) return;
+  if (!plan) {
+    if (!$("map").hasChildNodes()) $("summary").textContent = "The map appears when the policy has no errors.";
+    return;
+  }
   const low = Object.entries(plan.formats).filter(([format]) => /4|8/.test(format));
   const share = low.reduce((sum, [, value]) => sum + value, 0);
   $("summary").replaceChildren(element("b", "", percent(share)), ` of the FLOPs of a step of ${MODELS[$("model").value]} run in 8 bits or fewer.`);
@@ -193,6 +198,7 @@ async function update() {
 }
 
 function updateSoon() {
+  $("example").value = "";
   paint();
   clearTimeout(timer);
   timer = setTimeout(update, PAUSE);
@@ -234,6 +240,7 @@ async function main() {
   setOptions("model", Object.entries(MODELS), linked.model in MODELS ? linked.model : "llama3_8b");
   $("text").addEventListener("input", updateSoon);
   $("text").addEventListener("scroll", scroll);
+  window.addEventListener("hashchange", () => location.reload()); // another link was opened in this tab
   for (const id of ["model", "variant", "phase"]) $(id).addEventListener("change", update);
   $("share").addEventListener("click", async () => {
     writeHash();

@@ -6,6 +6,7 @@ It runs in a browser, where there is no JAX and no file but the bundled policies
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
@@ -13,8 +14,8 @@ from typing import Any
 from policyc.compiler.site_lists import ListedSite, ListPlan, SiteList
 from policyc.editor import words
 from policyc.language.bundled import bundled_policies
-from policyc.language.diagnostics import Diagnostic
-from policyc.language.loader import LoadedPolicy, parse_with_diagnostics
+from policyc.language.diagnostics import Diagnostic, SourceText
+from policyc.language.loader import parse_with_diagnostics
 from policyc.language.recipes import Gemm, make_recipe
 from policyc.language.treatments import describe_treatment, normalize_if_valid
 from policyc.linter import engine
@@ -42,23 +43,35 @@ def list_examples() -> dict[str, str]:
 def check(text: str, sites: SiteList, variant: str = "", phase: int = 0) -> dict[str, Any]:
     """What the linter says of a text, and what its policy decides about sites in one phase of the schedule."""
     loaded = parse_with_diagnostics(text)
+    place = _Places(loaded.file.source)
     policy = loaded.policy
     variants = [v.name for v in policy.variants]
     if loaded.diagnostics:
         found: list[Diagnostic] = list(loaded.diagnostics)
-        return {"diagnostics": [_diagnostic(d, loaded) for d in found], "variants": variants, "plan": None}
+        return {"diagnostics": [_diagnostic(d, place) for d in found], "variants": variants, "plan": None}
     plan = ListPlan(policy.variant(variant) if variant in variants else policy, sites)
     found = sorted((*engine.lint(loaded).diagnostics, *plan.check()), key=lambda d: d.sort_key)
     return {
-        "diagnostics": [_diagnostic(d, loaded) for d in found if d.span.source is loaded.file.source],
+        "diagnostics": [_diagnostic(d, place) for d in found if d.span.source is place.source],
         "variants": variants,
-        "plan": _plan_data(plan, min(phase, len(plan.rules.phases) - 1), loaded),
+        "plan": _plan_data(plan, min(phase, len(plan.rules.phases) - 1), place),
     }
 
 
-def _diagnostic(diagnostic: Diagnostic, loaded: LoadedPolicy) -> dict[str, Any]:
+class _Places:
+    """Offsets in a text as JavaScript counts them, in UTF-16 code units."""
+
+    def __init__(self, source: SourceText) -> None:
+        self.source = source
+        self._wide = [i for i, c in enumerate(source.text) if ord(c) > 0xFFFF]
+
+    def __call__(self, offset: int) -> int:
+        return offset + bisect_left(self._wide, offset)
+
+
+def _diagnostic(diagnostic: Diagnostic, place: _Places) -> dict[str, Any]:
     fix = diagnostic.fix
-    is_here = diagnostic.span.source is loaded.file.source
+    is_here = diagnostic.span.source is place.source
     rule = ALL_RULES.get(diagnostic.code)
     return {
         "code": diagnostic.code,
@@ -66,18 +79,18 @@ def _diagnostic(diagnostic: Diagnostic, loaded: LoadedPolicy) -> dict[str, Any]:
         "message": diagnostic.message,
         "help": diagnostic.help,
         "line": diagnostic.span.line if is_here else 1,
-        "start": diagnostic.span.start if is_here else 0,
-        "end": diagnostic.span.end if is_here else 0,
+        "start": place(diagnostic.span.start) if is_here else 0,
+        "end": place(diagnostic.span.end) if is_here else 0,
         "title": rule.title if rule else "",
         "fix": fix and {
             "message": fix.message,
             "safe": fix.safe,
-            "edits": [[edit.span.start, edit.span.end, edit.text] for edit in fix.edits],
+            "edits": [[place(e.span.start), place(e.span.end), e.text] for e in fix.edits],
         },
     }  # fmt: skip
 
 
-def _plan_data(plan: ListPlan, phase: int, loaded: LoadedPolicy) -> dict[str, Any]:
+def _plan_data(plan: ListPlan, phase: int, place: _Places) -> dict[str, Any]:
     rows = list(_rows(plan, phase))
     shares: dict[str, float] = {}
     total = plan.sites.total_flops or 1
@@ -85,16 +98,15 @@ def _plan_data(plan: ListPlan, phase: int, loaded: LoadedPolicy) -> dict[str, An
         for runs in row["products"].values():
             for run in runs:
                 shares[run["format"]] = shares.get(run["format"], 0.0) + run["flops"] / total
-    here = loaded.file.source
     return {
         "phases": [plan.rules.label(p) for p in plan.rules.phases],
         "phase": phase,
         "formats": dict(sorted(shares.items(), key=lambda item: -item[1])),
         "rows": rows,
         "rules": [
-            {"end": rule.span.end, "matched": s.matched, "decided": s.decided, "flops": s.flops}
+            {"end": place(rule.span.end), "matched": s.matched, "decided": s.decided, "flops": s.flops}
             for rule, s in zip(plan.policy.rules, plan.shares, strict=True)
-            if rule.span.source is here
+            if rule.span.source is place.source
         ],
     }
 

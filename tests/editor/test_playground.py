@@ -45,6 +45,20 @@ def test_every_list_can_be_planned(model: str, count: int) -> None:
     assert json.loads(json.dumps(data)) == data
 
 
+def test_offsets_are_those_of_javascript() -> None:
+    text = "# 🎉𝔘é\nrecipe base = fp8\n* -> bass\n* -> bf16\n"
+    units = text.encode("utf-16-le")
+    (finding,) = check(text, sites_of("vit_b16"))["diagnostics"]
+    ((start, end, replacement),) = finding["fix"]["edits"]
+    assert [
+        units[2 * a : 2 * b].decode("utf-16-le")
+        for a, b in [(start, end), (finding["start"], finding["end"])]
+    ] == ["bass", "bass"]
+    assert replacement == "base"
+    rules = check(text.replace("bass", "base"), sites_of("vit_b16"))["plan"]["rules"]
+    assert [units[: 2 * rule["end"]].decode("utf-16-le")[-4:] for rule in rules] == ["bass", "bf16"]
+
+
 @pytest.mark.slow  # it traces the loss of a Llama
 def test_a_list_is_what_its_script_writes(tmp_path: Path) -> None:
     script = runpy.run_path(str(LISTS.parent / "list_sites.py"))

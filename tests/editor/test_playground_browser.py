@@ -88,9 +88,11 @@ def test_the_map_follows_the_text(page: Page) -> None:
 
 def test_a_button_fixes_a_finding(page: Page) -> None:
     page.select_option("#model", "llama3_8b")
-    write(page, "* -> bf16\n* where mlp and layer < 4 -> fp8 expect 11\n")
+    write(page, "# 🎉𝔘\n* -> bf16\n* where mlp and layer < 4 -> fp8 expect 11\n")
+    marked = page.locator(".squiggle.error").evaluate_all("parts => parts.map(p => p.textContent).join('')")
+    assert marked == "* where mlp and layer < 4 -> fp8 expect 11"
     page.get_by_role("button", name="Fix: expect 12").click()
-    assert page.input_value("#text").endswith("expect 12\n")
+    assert page.input_value("#text").endswith(" layer < 4 -> fp8 expect 12\n")
     assert page.inner_text("#findings") == "No findings."
 
 
@@ -113,3 +115,13 @@ def test_a_link_brings_policy_and_model_back(page: Page) -> None:
     assert page.input_value("#text") == text
     assert (page.input_value("#model"), page.input_value("#variant")) == ("mixtral_8x7b", "hot")
     assert page.inner_text("#summary").startswith("75.")
+
+
+def test_another_link_in_the_same_tab_and_a_long_policy(page: Page) -> None:
+    long = f"* -> bf16\n# {'x' * 150_000}\n"
+    write(page, long)
+    address = page.url
+    write(page, "* -> bf16\n")
+    page.evaluate("address => { location.href = address; }", address)
+    page.wait_for_function("long => document.getElementById('text').value === long", arg=long)
+    page.wait_for_selector("body[data-checked]")
