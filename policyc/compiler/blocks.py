@@ -298,9 +298,10 @@ class _Finder:
         return stacks
 
     def _continue_each_other(self, one: _Layers, other: _Layers) -> bool:
-        last, first = one.blocks[-1][-1].products[-1], [p for item in other.blocks[0] for p in item.products]
-        same_width = one.blocks[0][0].products[0].width == first[0].width
-        return same_width and self._continues(last.node, [product.node for product in first])
+        ones, others = ([p for item in layers.blocks[0] for p in item.products] for layers in (one, other))
+        last = one.blocks[-1][-1].products[-1]
+        same_width = _stream_width(ones) == _stream_width(others)
+        return same_width and self._continues(last.node, [product.node for product in others])
 
     # ---- numbers
 
@@ -320,6 +321,11 @@ class _Finder:
                     inside = here._replace(base=start, strides=(*here.strides, (item.loop, stride)))
                     self.locate(item.body, inside, positions)
             base += _item_count(block, self._lengths)
+
+
+def _stream_width(products: Sequence[Product]) -> int:
+    """The width of the residual stream that the first branch of a block reads."""
+    return next((p.width for p in products if p.branches), products[0].width)
 
 
 def _divide(body: list[_Item]) -> list[list[_Item]]:

@@ -206,8 +206,9 @@ class _Blocks:
     def _continues(self, last: int, block: Sequence[int]) -> bool:
         """Does a block, or the loop over layers around it, start from what is computed from another product?
 
-        No other product may be between, and no sum over tokens alone. A decoder also reads the encoder, but its
-        residual stream, or what its loop carries, does not start from there, or only from its mean.
+        No other product may be between, apart from those of the block before its first branch, and no sum over tokens
+        alone. A decoder also reads the encoder, but its residual stream, or what its loop carries, does not start from
+        there, or only from its mean.
         """
         products, flow = self._products, self._products.flow
         ends = set(flow.nodes_of(["conv_general_dilated", "reduce_sum", "reduce_max"]))
@@ -219,7 +220,8 @@ class _Blocks:
                 starts = [n for carry, _ in carries for n in flow.inputs[carry][:-1]]
                 break
         left = [loop.first for loop in flow.loops.values() if loop.first <= last <= loop.last < block[0]]
-        return last in flow.before(starts, products.products | ends, min([last, *left]))
+        on_stream = {node for node in block if additions and node not in products.branches}
+        return last in flow.before(starts, (products.products | ends) - on_stream, min([last, *left]))
 
 
 def _is_pipeline(sites: Sequence[Site], loops: Collection[Address]) -> bool:

@@ -1292,3 +1292,23 @@ def gated_recurrence_with_dense_experts_and_attention(p: Any) -> Any:
         x = x + jnp.einsum("bted,bte->btd", jnp.einsum("btef,efd->bted", hidden, layer["down"]), shares)
         x = block(x, layer)
     return cross_entropy(rms_norm(x) @ p["out"])
+
+
+@program(
+    {
+        **LM_PARAMS, "down": [BLOCK_PARAMS] * 2, "middle": BLOCK_PARAMS,
+        "up": [{**BLOCK_PARAMS, "join": weight(2 * WIDTH, WIDTH)}] * 2,
+    },
+    unrolled(3, *BLOCK), unrolled(2, "mlp", *BLOCK, first=3), outside("head"),
+)  # fmt: skip
+def long_skips_from_the_first_blocks_to_the_last(p: Any) -> Any:
+    """The last blocks begin with a product on the residual stream itself, and continue the count of the first."""
+    x = p["table"][TOKEN_IDS]
+    skips = []
+    for layer in p["down"]:
+        x = block(x, layer)
+        skips.append(x)
+    x = block(x, p["middle"])
+    for layer in p["up"]:
+        x = block(jnp.concatenate([x, skips.pop()], -1) @ layer["join"], layer)
+    return cross_entropy(rms_norm(x) @ p["out"])
