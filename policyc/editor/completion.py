@@ -18,6 +18,7 @@ from policyc.language.recipes import OPTIONS
 from policyc.language.selectors import DottedPath
 
 _TYPED_PATH = re.compile(r"(?:[\w*?~]+(?:\[[^\]\n]*\])?\.)*$")
+_MAX_TYPED = 300  # characters of a line that matter: a line may be as long as a file
 _ALLOW = re.compile(r"#\s*allow:[\w\s,-]*$")
 _ATTRIBUTES = {
     "m": "rows of the activations",
@@ -60,7 +61,7 @@ def complete(reading: Reading, offset: int) -> list[Item]:
     """What can be written at an offset."""
     text, start = reading.text, reading.statement_start(offset)
     scan = Scan(text[start:offset])
-    line = text[text.rfind("\n", 0, offset) + 1 : offset]
+    line = text[max(text.rfind("\n", 0, offset) + 1, offset - _MAX_TYPED) : offset]
     if scan.in_comment:
         return list(_codes()) if _ALLOW.search(line) else []
     _drop_typed_word(scan, text[start:offset])

@@ -23,7 +23,9 @@ def hover(reading: Reading, diagnostics: Iterable[Diagnostic], offset: int) -> s
     """The text for an offset: what its word means, what its rule does, and the pages of the codes found there."""
     text = reading.text
     line_start = text.rfind("\n", 0, offset) + 1
-    word = next((m[0] for m in _WORD.finditer(text, line_start) if m.start() <= offset <= m.end()), "")
+    line_end = text.find("\n", offset)
+    words = _WORD.finditer(text, line_start, len(text) if line_end < 0 else line_end)
+    word = next((m[0] for m in words if m.start() <= offset <= m.end()), "")
     if "#" in text[line_start:offset]:
         return _page(word) if _ALLOW.search(text[line_start:offset]) else ""
     placed = reading.rule_at(offset)

@@ -123,9 +123,17 @@ def compare(reading: Reading, loaded: LoadedPolicy) -> None:
         assert [placed[:2] for placed in reading.rules] == [(r.span.start, r.span.end) for r in rules]
 
 
+@settings(max_examples=40)
 @given(texts())
 def test_a_text_is_read_by_pieces_as_it_is_as_a_whole(drawn: tuple[Policy, str, list[str]]) -> None:
     compare(read(drawn[1], None), parse_with_diagnostics(drawn[1]))
+
+
+def test_a_line_as_long_as_a_file_is_completed() -> None:
+    """In time that grows with its length: if that grew with the square, this would take an hour."""
+    text = "x" * 10**6
+    assert any(item.text == "where" for item in complete(read(text + " ", None), len(text) + 1))
+    assert not hover(read(text, None), (), 10)
 
 
 @given(st.text(), st.data())

@@ -844,6 +844,7 @@ def test_an_edit_leaves_the_trees_of_other_statements() -> None:
     assert [a is b for a, b in zip(before, after, strict=True)] == [True, False, True]
 
 
+@settings(max_examples=40)
 @given(texts())
 def test_the_pieces_of_a_valid_text_are_its_statements(drawn: tuple[Policy, str, list[str]]) -> None:
     """Also where a piece is read alone: the formatter and editors read nothing else."""
