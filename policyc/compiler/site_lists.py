@@ -167,6 +167,14 @@ class SiteList:
         return sum(len(site.layers) for site in self.sites)
 
     @cached_property
+    def names(self) -> tuple[frozenset[tuple[str, ...]], ...]:
+        """For each site: the names in its paths, without indices."""
+        return tuple(
+            frozenset(tuple(name.text for name in path) for layer in site.layers for path in layer.paths)
+            for site in self.sites
+        )
+
+    @cached_property
     def masks(self) -> SiteMasks:
         return SiteMasks(self.sites, [len(site.layers) for site in self.sites])
 

@@ -15,7 +15,6 @@ from policyc.language.bundled import bundled_policies
 from policyc.language.formats import FORMATS
 from policyc.language.kinds import KINDS
 from policyc.language.recipes import OPTIONS
-from policyc.language.selectors import DottedPath
 
 _TYPED_PATH = re.compile(r"(?:[\w*?~]+(?:\[[^\]\n]*\])?\.)*$")
 _MAX_TYPED = 300  # characters of a line that matter: a line may be as long as a file
@@ -156,8 +155,7 @@ def _selectors(scan: Scan, names: Names, line: str, reading: Reading) -> Iterato
 def _site_names(sites: SiteList, before: list[str]) -> Iterator[Item]:
     """The names that follow others in the paths of sites, those with most FLOPs first."""
     flops: dict[str, float] = {}
-    for site in sites.sites:
-        paths = {path for layer in site.layers for path in layer.paths}
+    for site, paths in zip(sites.sites, sites.names, strict=True):
         for name in {name for path in paths for name in _following(path, before)}:
             flops[name] = flops.get(name, 0.0) + site.flops * len(site.products)
     total = sites.total_flops or 1
@@ -166,8 +164,7 @@ def _site_names(sites: SiteList, before: list[str]) -> Iterator[Item]:
             yield Item(name, _Kind.MODULE, f"{share / total:.1%} of FLOPs")
 
 
-def _following(path: DottedPath, before: list[str]) -> Iterator[str]:
-    texts = [segment.text for segment in path]
+def _following(texts: tuple[str, ...], before: list[str]) -> Iterator[str]:
     last = before[-1] if before and before[-1] != "*" else None
     for number, text in enumerate(texts):
         if last is None or (number and texts[number - 1] == last):
