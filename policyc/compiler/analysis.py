@@ -7,7 +7,6 @@ for each call.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,8 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from policyc.compiler.activity import equations_with_cotangent
-from policyc.compiler.analysis_records import Branch, JaxprContext, PendingSite, find_taken
+from policyc.compiler.analysis_records import JaxprContext, PendingSite, find_taken
+from policyc.compiler.container_domain import ContainerDomain
 from policyc.compiler.dots import (
     GEMMS,
     OPAQUE_PRODUCTS,
@@ -30,46 +30,27 @@ from policyc.compiler.dots import (
 )
 from policyc.compiler.flow import build_flow
 from policyc.compiler.kinds import set_kinds
-from policyc.compiler.layers import EnclosingLoop, LayerIndices
+from policyc.compiler.layers import LayerIndices
 from policyc.compiler.other_products import kind_and_name, product_flops, sum_by_kind
 from policyc.compiler.paths import add_stack_sizes
-from policyc.compiler.provenance.graph import (
-    IterationSource,
-    ParameterSource,
-    ShardSource,
-    Source,
-    StackedResultSource,
-    UnknownSource,
-    parameters_of,
-)
-from policyc.compiler.provenance.integers import (
-    Integers,
-    LoopIterations,
-    carried_integers,
-    constant_value,
-    loop_slice,
-)
+from policyc.compiler.provenance.graph import ParameterSource, Source, parameters_of
+from policyc.compiler.provenance.integers import constant_value
 from policyc.compiler.references import REFERENCE_PRIMITIVES, References
 from policyc.compiler.sites import Origin, OtherProduct, PathTemplate, Site, Sites
-from policyc.compiler.stacks import Stack
 from policyc.compiler.trace import FrozenWeight
 from policyc.compiler.var_info import (
     MANY_PROJECTIONS,
     UNKNOWN,
     Dependence,
     VarInfo,
-    carry_info,
     frozen_info,
-    join_branches,
     join_projections,
     propagate_equation,
     propagate_opaque,
     shape_of,
-    widen_carry,
 )
 from policyc.jaxcore import jaxprs
-from policyc.jaxcore.containers import OPAQUE, container_of, shard_map_axes, shard_map_parts
-from policyc.jaxcore.dataflow import unchanged_carries
+from policyc.jaxcore.containers import OPAQUE, container_of
 from policyc.jaxcore.define_primitive import job_of
 from policyc.jaxcore.derivatives import is_float
 from policyc.jaxcore.jaxprs import AnyJaxpr
@@ -203,7 +184,7 @@ class _Analyzer:
         container = container_of(eqn)
         self._other_product(eqn, infos, context)
         if container is not None:
-            domain = _ContainerDomain(self, eqn, infos, context)
+            domain = ContainerDomain(eqn, infos, context, self.run, self.layers)
             return container.propagate(eqn, infos, domain.enter, domain)
         if name in GEMMS or name in OPAQUE_PRODUCTS:
             weights = self._gemm(eqn, infos, context)
@@ -348,120 +329,3 @@ def _hoistable_origin(eqn: JaxprEqn, weight: VarInfo, context: JaxprContext) -> 
     """How the weight of a GEMM derives from an input of the loss, if it can be quantized outside the loss."""
     is_plain_dot = jaxprs.primitive_name(eqn) == "dot_general" and jaxprs.explicit_sharding(eqn) is None
     return weight.origin if is_plain_dot and context.takes_extra_inputs else None
-
-
-_WHILE = "in a while loop that counts as one iteration: how many it runs depends on values"
-
-
-class _ContainerDomain:
-    """How `VarInfo`s pass through one container. See `dataflow.Domain`."""
-
-    def __init__(
-        self, analyzer: _Analyzer, eqn: JaxprEqn, operands: Sequence[VarInfo], context: JaxprContext
-    ) -> None:
-        self._analyzer, self._eqn = analyzer, eqn
-        self._branch_index = operands[0].integers if jaxprs.primitive_name(eqn) == "cond" else None
-        container = container_of(eqn)
-        assert container is not None
-        extra = container.takes_extra_inputs and not (container.is_loop and jaxprs.has_indexed_effects(eqn))
-        length = eqn.params.get("length") if container.is_loop else None
-        loops = context.loops
-        if length is not None:
-            depth = len(context.scope) + len(jaxprs.name_scopes(eqn))
-            loops = (*loops, EnclosingLoop(Stack(context.address, length), depth))
-        self._context = replace(
-            context,
-            takes_extra_inputs=context.takes_extra_inputs and extra,
-            in_remat=context.in_remat or container.is_remat,
-            loop_depth=context.loop_depth + container.is_loop,
-            repeats=context.repeats * (length or 1),
-            loops=loops,
-        )
-        if jaxprs.primitive_name(eqn) == "shard_map":
-            self._context = replace(self._context, axis_env=context.axis_env.enter_shard_map(eqn))
-        elif container.is_loop and length is None:
-            self._context = replace(self._context, uncertain_repeats=_WHILE)
-        self._bodies = [sub.jaxpr for sub in jaxprs.sub_jaxprs(eqn)]
-
-    def enter(self, number: int, infos: Sequence[VarInfo]) -> list[VarInfo]:
-        context = self._context.enter(self._eqn, number)
-        if jaxprs.primitive_name(self._eqn) == "cond":
-            context = replace(context, branches=(*context.branches, Branch(self._branch_index, number)))
-        return self._analyzer.run(self._bodies[number], infos, context)
-
-    def join(self, values: Sequence[VarInfo]) -> VarInfo:
-        return join_branches(values, self._branch_index)
-
-    def enter_loop(
-        self, body: AnyJaxpr, consts: Sequence[VarInfo], init: Sequence[VarInfo], xs: Sequence[VarInfo]
-    ) -> list[VarInfo]:
-        unchanged = unchanged_carries(body, len(consts), len(init))
-        integers: list[Integers | None] = [None] * len(init)
-        if "length" in self._eqn.params:
-            loop = LoopIterations(
-                self._context.address, self._eqn.params["length"], bool(self._eqn.params["reverse"])
-            )
-            of_consts, of_init, of_xs = ([i.integers for i in group] for group in (consts, init, xs))
-            integers = carried_integers(body, of_consts, of_init, of_xs, loop)
-        return [
-            value if is_unchanged else carry_info(value, of_value)
-            for value, is_unchanged, of_value in zip(init, unchanged, integers, strict=True)
-        ]
-
-    def may_change(self, carry: Sequence[VarInfo], others: Sequence[VarInfo]) -> bool:
-        if any(c.is_constant or isinstance(c.source, UnknownSource) for c in carry):
-            return True
-        return not all(c.is_active for c in carry) and any(v.is_active for v in (*carry, *others))
-
-    def widen(self, carry: VarInfo, result: VarInfo) -> VarInfo:
-        return widen_carry(carry, result)
-
-    def leave_loop(self, result: VarInfo, carry: VarInfo | None) -> VarInfo:
-        if carry is not None:
-            return replace(carry, integers=None, is_active=carry.is_active or result.is_active)
-        source = result.source
-        if source is not None:
-            shape, loop = (self._eqn.params["length"], *source.shape), self._context.address
-            source = StackedResultSource(shape=shape, operand=source, loop=loop)
-        return VarInfo(
-            source=source,
-            is_modified=result.is_modified,
-            is_lookup=result.is_lookup,
-            is_active=result.is_active,
-            depends_on=result.depends_on,
-            projections=MANY_PROJECTIONS,
-        )
-
-    def slice_inputs(self, eqn: JaxprEqn, values: Sequence[VarInfo]) -> list[VarInfo]:
-        del eqn
-        address = self._context.address
-        infos = []
-        for value in values:
-            source, origin, integers = None, None, None
-            if value.source is not None:
-                source = IterationSource(shape=value.source.shape[1:], operand=value.source, loop=address)
-                origin = None if value.origin is None else value.origin.then(address)
-            if value.integers is not None:
-                integers = loop_slice(value.integers, address)
-            infos.append(replace(value, source=source, origin=origin, integers=integers))
-        sources = tuple(i.source for i in infos if i.source is not None and not i.is_lookup)
-        self._analyzer.layers.note_scanned(sources, self._context.loops)
-        return infos
-
-    def split_over_devices(self, eqn: JaxprEqn, values: Sequence[VarInfo]) -> list[VarInfo]:
-        """Each device has a shard of every operand."""
-        infos = []
-        invars = jaxprs.open_jaxpr(self._bodies[0]).invars
-        axes = shard_map_axes(eqn)
-        for value, var, axes_by_dim, parts in zip(values, invars, axes, shard_map_parts(eqn), strict=True):
-            source = value.source
-            if source is not None and math.prod(parts) > 1:
-                source = ShardSource(
-                    shape=shape_of(var),
-                    operand=source,
-                    shard_map=self._context.address,
-                    parts=parts,
-                    first_axes=axes_by_dim[0] if axes_by_dim else (),
-                )
-            infos.append(replace(value, source=source, integers=None))
-        return infos

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -13,6 +14,7 @@ from policyc.compiler.plan import Plan, make_plan
 from policyc.compiler.sites import Site
 from policyc.language.bounds import Bound
 from policyc.language.diagnostics import Diagnostic, Note, Severity
+from policyc.language.kinds import KINDS
 from policyc.language.policy import Rule
 from policyc.language.predicates import AllOf, AnyOf, Comparison, Flag, Predicate, Term, leaves
 from policyc.language.recipes import Recipe
@@ -100,6 +102,7 @@ def _unmatched(plan: Plan, index: int, verb: str, hint: str) -> Diagnostic:
     suggestion = (
         _suggest_stack(plan, index, is_whole_layer=False)
         or _suggest_kind(plan, rule)
+        or _missing_kinds(plan, rule)
         or _suggest_stack(plan, index, is_whole_layer=True)
         or suggest_selector(plan, rule)
     )
@@ -145,6 +148,20 @@ def _suggest_kind(plan: Plan, rule: Rule) -> str:
         return ""
     (count,) = make_plan(replace(plan.policy, rules=(candidate,)), plan.sites, plan.execution).counts
     return f"write '{candidate}'" if count and rule.expect in (None, count) else ""
+
+
+def _missing_kinds(plan: Plan, rule: Rule) -> str:
+    """Says which kinds this model has, if a rule is about kinds that it does not have; else empty."""
+    where = (as_rule_by_kind(rule) or rule).where
+    kinds = {leaf.name for leaf in leaves(where) if isinstance(leaf, Flag)} & KINDS.keys()
+    kinds -= {"block", "conv"}
+    if not kinds or any(site.kind.flags[kind] for kind in kinds for site in plan.sites):
+        return ""
+    counts: Counter[str] = Counter()
+    for site in plan.sites:
+        counts[site.kind.name or "no kind"] += site.count
+    here = ", ".join(f"{count} {name}" for name, count in counts.items())
+    return f"no site here is {' or '.join(sorted(kinds))}: sites here are {here}"
 
 
 def _suggest_stack(plan: Plan, index: int, *, is_whole_layer: bool) -> str:
@@ -254,7 +271,10 @@ def suggest_selector(plan: Plan, rule: Rule) -> str:
     paths = list(dict.fromkeys(_path_example(s) for s in plan.sites if s.template.path))
     paths = paths or list(dict.fromkeys(s.name for s in plan.sites))  # they only have a place in the program
     more = f", ... ({len(paths)} in all)" if len(paths) > _MOST_PATHS else ""
-    return f"paths here are like {', '.join(paths[:_MOST_PATHS])}{more}"
+    scopes = [s.scope.path for s in plan.sites if s.scope.path and s.template is not s.scope]
+    names = list(dict.fromkeys(_as_selector(path) for path in scopes))[:_MOST_PATHS]
+    in_scopes = f"; scopes are like {', '.join(names)}" if names else ""
+    return f"paths here are like {', '.join(paths[:_MOST_PATHS])}{more}{in_scopes}"
 
 
 def _suggest_names(plan: Plan, selector: Selector) -> str:
@@ -295,6 +315,10 @@ def as_glob(name: str) -> str:
 def _path_example(site: Site) -> str:
     """The path of a site as a selector can write it."""
     path = site.template.path if len(site.parameters) < 2 else tuple(map(_without_index, site.template.path))
+    return _as_selector(path)
+
+
+def _as_selector(path: DottedPath) -> str:
     return ".".join(as_glob(n.text) + str(n)[len(n.text) :] for n in path)
 
 

@@ -54,12 +54,21 @@ def _expand(selectors: Sequence[Selector], groups: Mapping[str, GroupDef]) -> It
 
 
 def check_group_uses(rules: Sequence[Rule], groups: Mapping[str, GroupDef]) -> Iterator[Diagnostic]:
-    """Yields an error for each large group, and for each name of a group that is a part of a longer selector."""
+    """Yields an error for each large group, and for each name of a group in another group or in a longer selector."""
     for group in groups.values():
         if len(group.selectors) > MAX_SELECTORS:
             message = f"a group of more than {MAX_SELECTORS} selectors"
             help = "use globs or kinds for some of them"
             yield Diagnostic(code="too-many-alternatives", message=message, span=group.span, help=help)
+        for selector in group.selectors:
+            other = named_group(selector, groups)
+            if other is not None and other.name != group.name:
+                yield Diagnostic(
+                    code="group-in-selector",
+                    message=f"'{other.name}' is a group: a group contains no groups",
+                    span=selector.span,
+                    help="write its selectors here, or give that group another name",
+                )
     for selector in (s for rule in rules for s in rule.selectors):
         names = [segment.glob for segment in selector.segments if segment.glob in groups]
         if names and named_group(selector, groups) is None:

@@ -183,6 +183,21 @@ def test_what_the_author_may_have_meant() -> None:
     assert help_of("a -> bf16", none) == ["the loss has no GEMM at all"]
 
 
+def test_scopes_are_listed_beside_parameters() -> None:
+    def loss(p: Any, x: Any) -> Any:
+        with jax.named_scope("readout"):
+            return x @ p["a"]
+
+    (help,) = help_of("something -> bf16", find_sites(loss, {"a": struct(16, 16)}, X))
+    assert help == "paths here are like a; scopes are like readout"
+
+
+def test_a_kind_that_the_model_does_not_have() -> None:
+    here = "sites here are 8 mlp, 1 head"
+    assert help_of("* where router or experts -> bf16") == [f"no site here is experts or router: {here}"]
+    assert help_of("layers[-1:].attention.* -> bf16") == [f"no site here is attention: {here}"]
+
+
 def test_many_paths_are_cut() -> None:
     params = {name: struct(16, 16) for name in "abcde"}
 

@@ -90,6 +90,8 @@ def test_a_scope_may_be_named_group(text):
         ("group g = a\nb -> bf16\nvariant v { g -> fp8 }", []),
         ("group g = a\nrecipe r = fp8", []),  # a library
         ("group g = g, a\ng -> bf16", []),  # the scope `g`
+        ("group g = a\ngroup h = g, b\ng, h -> bf16", ["group-in-selector"]),
+        ("group g = h\ngroup h = g\ng, h -> bf16", ["group-in-selector"] * 2),
         ("group g = a, a.b\ng -> fp8\na -> bf16", ["shadowed-rule"]),
     ],
 )
