@@ -198,8 +198,11 @@ class ListPlan:
         self.policy = policy
         self.sites = sites
         self.rules: RuleDecisions = RuleDecisions(policy)
-        resolve = policy.resolver()
-        self.resolved: tuple[Recipe, ...] = tuple(resolve(rule.recipe) for rule in policy.rules)
+
+    @cached_property
+    def resolved(self) -> tuple[Recipe, ...]:
+        """The recipe of each rule."""
+        return tuple(map(self.policy.resolver(), (rule.recipe for rule in self.policy.rules)))
 
     @cached_property
     def matched(self) -> tuple[ProductMasks, ...]:
