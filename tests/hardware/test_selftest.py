@@ -23,7 +23,7 @@ from policyc.language.recipes import Gemm, make_recipe
 from policyc.numerics import backends
 from policyc.numerics.backends import emulate, te, te_calls
 from policyc.numerics.backends.choice import GemmQuery, Machine, Obstacle, choose, machine_here
-from policyc.numerics.backends.selftest_record import read_failures, record_path, write_record
+from policyc.numerics.backends.selftest_record import ONE_PASS, read_failures, record_path, write_record
 from policyc.numerics.quantize import make_key
 from policyc.numerics.targets import get_target
 from tests.support import te_kernels
@@ -136,9 +136,29 @@ def test_transformer_engines_layouts_pass(monkeypatch: pytest.MonkeyPatch) -> No
     """With substitutes for its kernels: the checks read what the te backend writes, whatever its random stream."""
     monkeypatch.setitem(backends.MODULES, "te_here", "tests.support.te_here")
     monkeypatch.setattr(te_calls, "load", te_kernels.Engine)
-    names = ("random", "rounding", "gemm")
+    names = ("pairs", "random", "rounding", "gemm")
     results = list(run_checks(("te_here",), quick=True, only=names))
     assert [(r.check, r.status, r.reason) for r in results] == [(name, "passed", "") for name in names]
+
+
+def wrong_rows(engine: Any, *args: Any) -> Any:
+    """What is quantized in one pass has the scales of its rows in another order."""
+    orders = te_kernels.Engine.quantize(engine, *args)
+    if orders.rows is None or args[3] is None:
+        return orders
+    return orders._replace(rows=orders.rows._replace(scales=jnp.roll(orders.rows.scales, 1, axis=1)))
+
+
+@pytest.mark.slow
+def test_a_fault_of_the_kernel_that_quantizes_in_one_pass_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only pairs of operands that are quantized at once show it. Backend te then does without the kernel."""
+    monkeypatch.setitem(backends.MODULES, "te_broken", "tests.support.te_here")
+    engine = type("Broken", (te_kernels.Engine,), {"quantize": wrong_rows})
+    monkeypatch.setattr(te_calls, "load", engine)
+    pairs, random = run_checks(("te_broken",), quick=True, only=("pairs", "random"))
+    assert (pairs.status, random.status) == ("failed", "passed")
+    assert "scales differ" in pairs.reason
+    assert collect_failures([replace(pairs, backend="te")]) == {ONE_PASS: f"pairs: {pairs.reason}"}
 
 
 @pytest.mark.slow
@@ -158,7 +178,13 @@ def test_the_whole_test_passes_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Monk
 
     Every check runs, with one format: tests of the backends compare the others.
     """
-    formats = {"golden": "nvfp4", "extremes": "nvfp4", "rounding": "nvfp4", "devices": "mxfp8"}
+    formats = {
+        "pairs": "nvfp4",
+        "golden": "nvfp4",
+        "extremes": "nvfp4",
+        "rounding": "nvfp4",
+        "devices": "mxfp8",
+    }
     one_format = tuple(replace(check, formats=(formats.get(check.name, "fp8"),)) for check in CHECKS)
     monkeypatch.setattr(checks, "CHECKS", one_format)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -6,10 +6,15 @@
 from __future__ import annotations
 
 import collections
+import importlib.util
 import re
+import shutil
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -26,8 +31,9 @@ from policyc.jaxcore import jaxprs
 from policyc.jaxcore.define_primitive import LoweringContext
 from policyc.language.recipes import OPERAND_GROUPS, Gemm, Recipe, Treatment, make_recipe
 from policyc.numerics import backends, primitives
-from policyc.numerics.backends import te, te_calls, te_quantize
+from policyc.numerics.backends import te, te_calls, te_one_pass, te_quantize
 from policyc.numerics.backends.choice import GemmQuery, Lowering, Machine, choose
+from policyc.numerics.backends.selftest_record import ONE_PASS, write_record
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
 from policyc.numerics.quantize import Axes, make_key
 from policyc.numerics.quantize.orders import OrderRequest
@@ -254,10 +260,13 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.slow
-def test_three_products(name: str, left: Any, right: Any, dims: Any, weight: Any) -> None:
+def test_three_products(
+    name: str, left: Any, right: Any, dims: Any, weight: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kernels write documented layouts. The GEMM must receive the operands that the recipe asks for. A NaN or an
     infinity leaves no result finite that depends on it, although kernels may lose a NaN in their maxima.
     """
+    monkeypatch.setattr(te_kernels.Engine, "joins", name == "nearest")
     x, w = normal(*left, dtype=jnp.bfloat16), normal(*right, seed=1, dtype=jnp.bfloat16)
     options = GemmOptions(weight=weight, preferred_element_type=jnp.bfloat16)
     f = partial(quantized_dot_general, dimension_numbers=dims, recipe=RECIPES[name], options=options)
@@ -319,22 +328,80 @@ class CountingEngine(te_kernels.Engine):
         return super().quantize(*args)
 
 
-@pytest.mark.parametrize(("rht", "outer", "reads"), [(0, "tensor", 1), (16, "tensor", 3), (16, "bound", 2)])
-def test_reads_are_counted_as_the_kernels_make_them(
-    rht: int, outer: str, reads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of an operand that two GEMMs read, along its features and, rotated or not, along its tokens."""
+ROWS = Treatment(format="nvfp4", element="e2m1")
+
+
+def count_reads(treatments: list[Treatment], *, joins: bool, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Reads of an operand that two GEMMs read, along its features and along its tokens."""
     monkeypatch.setattr(te_calls, "load", CountingEngine)
     monkeypatch.setattr(CountingEngine, "reads", 0)
-    rows = Treatment(format="nvfp4", element="e2m1")
-    treatments = [rows, replace(rows, rht=rht, outer=outer)]
+    monkeypatch.setattr(CountingEngine, "joins", joins)
     axes = [Axes(axis=axis, contract=(axis,)) for axis in (-1, -2)]
     requests = [
         OrderRequest(treatment=t, axes=a, key=make_key()) for t, a in zip(treatments, axes, strict=True)
     ]
     operand = jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)
     jax.eval_shape(partial(te.quantize_orders, requests=requests, context=CUDA), operand)
-    assert CountingEngine.reads == te.count_reads(treatments) == reads
+    return CountingEngine.reads
+
+
+@pytest.mark.parametrize(("rht", "outer", "reads"), [(0, "tensor", 1), (16, "tensor", 3), (16, "bound", 2)])
+def test_reads_are_counted_as_the_kernels_make_them(
+    rht: int, outer: str, reads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Columns are rotated or not. One read fewer if one call writes rows and rotated columns."""
+    treatments = [ROWS, replace(ROWS, rht=rht, outer=outer)]
+    made = count_reads(treatments, joins=False, monkeypatch=monkeypatch)
+    assert made == te.count_reads(treatments) == reads
+    assert count_reads(treatments, joins=True, monkeypatch=monkeypatch) == reads - bool(rht)
+
+
+def test_one_call_rounds_rows_and_columns_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If only columns are rounded stochastically, each has a call."""
+    treatments = [ROWS, replace(ROWS, rht=16, rounding="sr")]
+    assert count_reads(treatments, joins=True, monkeypatch=monkeypatch) == 3
+
+
+# ---- one call for rows and rotated columns
+
+
+@pytest.fixture
+def obstacle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[], str]]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    te_one_pass.find_obstacle.cache_clear()
+    yield te_one_pass.find_obstacle
+    te_one_pass.find_obstacle.cache_clear()
+
+
+def test_why_rows_and_columns_are_not_quantized_in_one_pass(
+    obstacle: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is missing, what the user says, and what the self-test found. A warning says it once."""
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.warns(UserWarning, match=r"no C\+\+ compiler .* are read once more"):
+        assert obstacle()
+    assert obstacle()  # without another warning
+    te_one_pass.find_obstacle.cache_clear()
+    device = SimpleNamespace(platform="gpu", device_kind="NVIDIA GB200")
+    write_record(device.device_kind, {"failures": {ONE_PASS: "pairs: 3 codes differ"}})
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    with pytest.warns(UserWarning, match="failed the self-test on this machine .pairs: 3 codes differ"):
+        obstacle()
+    monkeypatch.setenv(te_one_pass.VARIABLE, "1")
+    te_one_pass.avoid()
+    with pytest.warns(UserWarning, match="POLICYC_TE_ONE_PASS is 0"):
+        obstacle()
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
+def test_a_source_that_does_not_compile_is_an_obstacle(
+    obstacle: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first error of the compiler is shown: here no headers of Transformer Engine."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.warns(UserWarning, match="hadamard_transform.h: No such file"):
+        obstacle()
 
 
 # ---- several devices

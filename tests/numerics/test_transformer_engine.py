@@ -25,6 +25,7 @@ import policyc
 from policyc.compiler import pipeline
 from policyc.hardware import deviceless, hlo
 from policyc.numerics import backends, targets
+from policyc.numerics.backends import te_one_pass
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
 from policyc.numerics.quantize.hadamard import SIGNS
 from tests.support import te_kernels, te_without_gpu
@@ -44,6 +45,24 @@ def engine() -> Any:
         return te_without_gpu.import_engine()
     except te_without_gpu.CannotImport as reason:
         pytest.skip(str(reason))
+
+
+@pytest.fixture(autouse=True)
+def two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most tests are about the calls of Transformer Engine's own JAX extension."""
+    monkeypatch.setenv(te_one_pass.VARIABLE, "0")
+    te_one_pass.find_obstacle.cache_clear()
+    jax.clear_caches()
+
+
+@pytest.fixture
+def one_pass(two_calls: None, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any) -> None:
+    monkeypatch.delenv(te_one_pass.VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp()))  # compiled once for all tests
+    te_one_pass.find_obstacle.cache_clear()
+    assert (
+        te_one_pass.find_obstacle() == ""
+    )  # it compiles, and every symbol is in Transformer Engine's library
 
 
 def loss(p: Any, x: Any) -> Any:
@@ -134,6 +153,54 @@ def test_each_option_reaches_its_operands(recipe: str, expected: list[str], maxi
     )
     assert [c.name for c in calls].count("rht_amax") == maxima
     assert {site_of(c) for c in calls} == {"up"}
+
+
+@pytest.mark.usefixtures("one_pass")
+@pytest.mark.parametrize(("outer", "maxima"), [("tensor", 2), ("bound", 0)])
+def test_rows_and_rotated_columns_in_one_call(outer: str, maxima: int) -> None:
+    """x and dy have one call each. There are 256 tokens, 128 input features and 256 output features."""
+    policy = f"up -> nvfp4(rht=wgrad, sr=grad, scale2d=weights, outer={outer})"
+    calls = find_calls(lower_for_cuda(step(policy), *arguments((4, 64))))
+    counts = {"policyc_te_quantize": 2, "dbias_quantize": 1, "gemm_v2": 3}
+    assert collections.Counter(c.name for c in calls) == counts | ({"rht_amax": maxima} if maxima else {})
+    joined = [c for c in calls if c.name == "policyc_te_quantize"]
+    assert [c.attributes for c in joined] == [{"stochastic_rounding": False}, {"stochastic_rounding": True}]
+    types = [
+        tuple(t.removeprefix("tensor<").removesuffix(">") for t in (*c.operands, *c.results)) for c in joined
+    ]
+    assert types == [
+        ("256x128xbf16", "1xf32", "1xf32", "0xui32", "16x16xbf16")
+        + ("256x128xf4E2M1FN", "128x256xf4E2M1FN", "256x8xf8E4M3FN", "128x16xf8E4M3FN"),
+        ("256x256xbf16", "1xf32", "1xf32", "4xui32", "16x16xbf16")
+        + ("256x256xf4E2M1FN", "256x256xf4E2M1FN", "256x16xf8E4M3FN", "256x16xf8E4M3FN"),
+    ]
+
+
+@pytest.mark.usefixtures("one_pass")
+@pytest.mark.parametrize("target", ["gb200", "gb300"])
+def test_one_pass_compiled_for_eight_gpus(target: str) -> None:
+    """XLA keeps the call, each device quantizes its shard, and the GEMMs follow."""
+    mesh = Mesh(np.asarray(deviceless.make_devices(targets.get_target(target), 8)), ("fsdp",))
+
+    def linear(w: Any, x: Any) -> Any:
+        with jax.named_scope("up"):
+            return jnp.sum(jnp.tanh(jnp.tanh(x) @ w).astype(jnp.float32) ** 2)
+
+    def array(dims: tuple[int, ...]) -> Any:
+        return jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=NamedSharding(mesh, P("fsdp")))
+
+    gradient = jax.jit(jax.grad(linear, argnums=(0, 1)))
+    execution = pipeline.execution_options(backend="te", target=target)
+    arrays = array((1024, 2048)), array((16, 64, 1024))
+    report = deviceless.compile_step(gradient, arrays, pipeline.as_policy(VENDOR), execution, devices=8)
+    assert {(c.call, c.calls_found) for c in report.products} == {("te_gemm_v2_ffi", 1)}
+    module = hlo.parse_module(report.text)
+    calls = [run for run in module.executions if run.instruction.call_target == te_one_pass.TARGET]
+    # 128 tokens on each device.
+    assert sorted(re.findall(r"\[([\d,]+)\]", run.instruction.shape) for run in calls) == [
+        ["128,1024", "1024,128", "128,64", "1024,8"],
+        ["128,2048", "2048,128", "128,128", "2048,8"],
+    ]
 
 
 def test_each_operand_reaches_its_quantizer_and_its_gemm() -> None:

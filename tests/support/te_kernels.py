@@ -64,7 +64,12 @@ def multiply_rows(left: QuantizedMatrix, right: QuantizedMatrix, alpha: jax.Arra
 
 
 class Engine:
-    """A substitute for `te_calls.load()`."""
+    """A substitute for `te_calls.load()`. `joins` says whether it has the kernel that quantizes in one pass."""
+
+    joins = True
+
+    def joins_rotation(self) -> bool:
+        return self.joins
 
     def rotation_matrix(self) -> np.ndarray:
         return np.zeros((16, 16), jnp.bfloat16)  # `rotate_columns` does not read it
@@ -76,11 +81,12 @@ class Engine:
         self, x: Any, maxima: Maxima, state: Any, rotation: Any, output: QuantizerOutput
     ) -> QuantizedOrders:
         if rotation is not None:
-            assert not output.rows  # Transformer Engine has no kernel that rotates rows
+            assert self.joins_rotation() or not output.rows
             assert not output.two_d
             assert maxima.rotated is not None
+            rows = quantize_rows(x, maxima.plain, state) if output.rows else None
             columns = quantize_rows(rotate_columns(x), maxima.rotated, state)
-            return QuantizedOrders(None, columns, maxima.plain)
+            return QuantizedOrders(rows, columns, maxima.plain)
         rows, columns = (quantize_rows(a, maxima.plain, state, two_d=output.two_d) for a in (x, x.T))
         # A call that does not rotate may overwrite its maximum.
         return QuantizedOrders(

@@ -83,7 +83,7 @@ def _find_calls(op: Any, functions: dict[str, Any], scope: str) -> Iterator[Call
             yield from _find_calls(functions[operation.attributes["callee"].value], functions, inner_scope)
         elif operation.name == "stablehlo.custom_call":
             name = operation.attributes["call_target_name"].value
-            if name.startswith("te_"):
+            if name.startswith(("te_", "policyc_te_")):
                 yield Call(
                     name.removeprefix("te_").removesuffix("_ffi"),
                     inner_scope,

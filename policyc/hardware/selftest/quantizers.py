@@ -118,6 +118,45 @@ def check_random(subject: Subject) -> Iterator[Finding]:
     return _compare_with_reference(subject, tensors, _compare_bits)
 
 
+_PAIRS = (
+    ("fprop.x", (Gemm.FPROP, Role.ACTIVATION), "wgrad.x", (Gemm.WGRAD, Role.ACTIVATION)),
+    ("dgrad.dy", (Gemm.DGRAD, Role.GRADIENT), "wgrad.dy", (Gemm.WGRAD, Role.GRADIENT)),
+)
+"""Operands that two GEMMs read, one along features and one along tokens: the names and operands of both uses."""
+
+
+def check_pairs(subject: Subject) -> Iterator[Finding]:
+    """Operands that are quantized for two GEMMs at once, as in training: bits against the reference, on the CPU."""
+    x = make_tensor(256, 512)
+    texts = RECIPES["nvfp4"][0], "nvfp4(rht=wgrad, outer=bound)"
+    along_features, along_tokens = (Axes(axis=axis, contract=(axis,), tile=-3 - axis) for axis in (-1, -2))
+    for text in texts[:1] if subject.quick else texts:
+        treatments = dict(zip(OPERANDS, read_recipe(text).treatments, strict=True))
+        for first_name, first, second_name, second in _PAIRS:
+            names = first_name, second_name
+            specs = (
+                primitives.QuantizeSpec(treatments[first], along_features),
+                primitives.QuantizeSpec(treatments[second], along_tokens),
+            )
+            run = partial(
+                primitives.quantize_pair,
+                specs=specs,
+                operands=names,
+                rounding_key=_KEY,
+                backend=subject.backend,
+            )
+            pair = jax.device_get(jax.jit(run)(jnp.asarray(x)))
+            for name, spec, ours in zip(names, specs, pair, strict=True):
+                has_own_stream = spec.treatment.rounding != "rne" and subject.backend not in SHARED_STREAM
+                nearest = replace(spec.treatment, rounding="rne") if has_own_stream else spec.treatment
+                reference = partial(
+                    quantize, treatment=nearest, axes=spec.axes, key=_KEY.fold(name), method="matmul"
+                )
+                theirs = run_on(reference_device(), reference, x)
+                what = f"{name}: {_name(spec.treatment, spec.axes)}"
+                yield Finding(what, _compare_bits(ours, theirs, has_own_stream))
+
+
 def check_nan(subject: Subject) -> Iterator[Finding]:
     """A NaN or an infinity must make the same values NaN as in the reference."""
     tensors = {}

@@ -19,6 +19,9 @@ from policyc.base.files import atomic_write, user_cache_folder
 _PACKAGES = (
     r"(policyc|jax|jaxlib|jax-cuda\d+-(plugin|pjrt)|transformer-engine.*|nvidia-(cublas|cudnn)(-cu\d+)?)"
 )
+ONE_PASS = "te one_pass"
+"""The name of a failure of Transformer Engine's kernel that quantizes in one pass. The backend can do without it."""
+
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from policyc.numerics.backends import te_one_pass
 from policyc.numerics.quantize.hadamard import SIGNS
 
 INSTALL = (
@@ -86,6 +87,10 @@ class TransformerEngine:
         """The matrix of the random Hadamard transform, 16 x 16."""
         return self._matrix
 
+    def joins_rotation(self) -> bool:
+        """Whether one call can write rows and rotated columns."""
+        return not te_one_pass.find_obstacle()
+
     def rotated_amax(self, x: jax.Array) -> jax.Array:
         """The largest magnitude of a matrix whose columns are rotated."""
         _, amax = self._rht_amax(
@@ -109,9 +114,19 @@ class TransformerEngine:
     ) -> QuantizedOrders:
         """Quantizes a matrix.
 
-        `state` is the state of the random generator, four words. `rotation` is the matrix of the transform. Only
-        columns can be rotated, and then no rows are written.
+        `state` is the state of the random generator, four words. `rotation` is the matrix of the transform of columns.
+        Rows are written beside rotated columns only if `joins_rotation`.
         """
+        if rotation is not None and output.rows:
+            assert maxima.rotated is not None
+            codes, column_codes, *both_scales = te_one_pass.quantize(
+                x, maxima.plain, maxima.rotated, state, rotation
+            )
+            return QuantizedOrders(
+                QuantizedMatrix(codes, both_scales[0]),
+                QuantizedMatrix(column_codes, both_scales[1]),
+                maxima.plain,
+            )
         rows, column, scales, column_scales, maximum, *_ = self._quantize(
             x,
             jnp.zeros((1,), jnp.float32),  # a scale that NVFP4 does not use

@@ -38,7 +38,8 @@ _LAYER = ("layer", 1)
 def quantize_orders(x: jax.Array, requests: Sequence[OrderRequest]) -> list[Quantized]:
     """Quantizes an operand for several GEMMs.
 
-    Without rotation, one call writes rows and columns. The kernel that rotates writes columns alone.
+    One call writes rows and columns. If Transformer Engine's JAX extension must rotate the columns, rows have a call of
+    their own.
     """
     matrices = matrices_of(x.shape, [r.treatment for r in requests], [r.axes for r in requests])
     keys = [r.key if r.treatment.rounding == "sr" else None for r in requests]
@@ -92,7 +93,10 @@ def _as_quantized(matrix: Matrix, arrays: Sequence[jax.Array], amax_shape: tuple
 
 
 def count_reads(treatments: Sequence[Treatment]) -> int:
-    """One read for the maximum after a rotation, if it is needed, and one for each call."""
+    """One read for the maximum after a rotation, if it is needed, and one for each call of the JAX extension.
+
+    `te_one_pass` makes one call of two, but has not run on a GPU yet.
+    """
     has_maximum = any(t.rht and t.outer != "bound" for t in treatments)
     return has_maximum + len(_group_orders([bool(t.rht) for t in treatments]))
 
@@ -229,16 +233,16 @@ def _quantize_matrices(
         summary = _summarize(shard, matrices, Key(*words) if words else None, index)
         maximum = summary.amax().reshape(1)
         results: dict[int, tuple[jax.Array, ...]] = {}
-        for call in _group_by_call(matrices):
-            first = matrices[call[0]]
+        for call in _group_by_call(matrices, keys, joins=engine.joins_rotation()):
+            rotated = next((matrices[i] for i in call if matrices[i].rotates), None)
             quantized = engine.quantize(
-                first.flatten(shard),
-                te_calls.Maxima(maximum, summary.amax(first).reshape(1) if first.rotates else None),
+                matrices[call[0]].flatten(shard),
+                te_calls.Maxima(maximum, None if rotated is None else summary.amax(rotated).reshape(1)),
                 None if keys[call[0]] is None else summary.state,
-                rotation if first.rotates else None,
+                None if rotated is None else rotation,
                 _output(matrices, call),
             )
-            if first.rotates:
+            if rotated is not None:
                 # Makes the other call wait for this one. Otherwise XLA rotates a gradient just before wgrad, and
                 # keeps a copy of it until then.
                 maximum = quantized.maximum
@@ -251,20 +255,24 @@ def _quantize_matrices(
     return partition(run, rule)(x, jnp.asarray(engine.rotation_matrix()), *words)
 
 
-def _group_by_call(matrices: Sequence[Matrix]) -> list[list[int]]:
-    """The indices of matrices that one call writes: rows and columns of the same array, neither rotated.
+def _group_by_call(matrices: Sequence[Matrix], keys: Sequence[Key | None], *, joins: bool) -> list[list[int]]:
+    """The indices of matrices that one call writes: rows and columns of the same array.
 
-    Calls that rotate come first.
+    If columns are rotated, a call writes both only with `joins`, and then rounds both alike. Calls that rotate come
+    first.
     """
     if len({m.dim_order for m in matrices}) == 1:
-        calls = _group_orders([m.rotates for m in matrices])
+        rotates = [m.rotates for m in matrices]
+        rounds_alike = len({key is None for key in keys}) == 1
+        can_join = joins and rounds_alike and sorted(rotates) == [False, True]
+        calls = [[0, 1]] if can_join else _group_orders(rotates)
     else:
         calls = [[i] for i in range(len(matrices))]
     return sorted(calls, key=lambda call: not matrices[call[0]].rotates)
 
 
 def _group_orders(rotates: Sequence[bool]) -> list[list[int]]:
-    """Groups orders of one array by call. The rotating kernel writes a single order."""
+    """Groups orders of one array by call of Transformer Engine's JAX extension. A rotating one writes one order."""
     indices = range(len(rotates))
     return [[i] for i in indices] if any(rotates) else [list(indices)]
 
