@@ -277,7 +277,7 @@ def test_compiled_for_gb200() -> None:
     (device,) = deviceless.make_devices(targets.get_target("gb200"), 1)
     report = deviceless.compile_loss(plan, device)
     calls = collections.Counter(
-        (p.backend, p.call) for p in report.products if p.calls_found == p.calls_expected
+        (p.lowering.backend, p.call) for p in report.products if p.calls_found == p.calls_expected
     )
     assert calls == {("te", "te_gemm_v2_ffi"): 7, ("xla", "__cudnn$blockScaledDot"): 4}
     assert len(report.products) == 11  # the first layer needs no dgrad
@@ -318,7 +318,9 @@ def test_compiled_for_eight_gb200(shape: tuple[int, int]) -> None:
     gradient = jax.jit(jax.grad(mlp), out_shardings={name: w.sharding for name, w in p.items()})
     execution = pipeline.execution_options(backend="te", target="gb200")
     report = deviceless.compile_step(gradient, (p, x), pipeline.as_policy(VENDOR), execution, devices=8)
-    assert {(c.backend, c.call, c.calls_found) for c in report.products} == {("te", "te_gemm_v2_ffi", 1)}
+    assert {(c.lowering.backend, c.call, c.calls_found) for c in report.products} == {
+        ("te", "te_gemm_v2_ffi", 1)
+    }
     tokens, local = rows // fsdp * 64, hidden // tensor
     assert gemm_shapes(report.text) == collections.Counter(
         [
