@@ -182,7 +182,7 @@ class LayerIndices:
                 # Padding reads no parameter. It belongs to its stack, if there is one, and has no index.
                 is_one_stack = len(parameters) == 1
                 has_path = tuple(parameter in layer or (is_one_stack and not layer) for layer in layers)
-                yield replace(template, in_layer=None if all(has_path) else LayerTable(stacks, has_path))
+                yield template if all(has_path) else replace(template, in_layer=LayerTable(stacks, has_path))
 
     def _template_of(
         self,

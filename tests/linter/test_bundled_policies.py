@@ -50,6 +50,11 @@ class TestBundled:
         labels = [line.split(":")[0] for line in header if re.match(r"# \w+:  ", line)]
         assert labels == ["# Intent", "# Source", "# Expect"]
 
+    def test_has_at_most_six_lines_of_rules_and_variants(self, name: str, path: Path) -> None:
+        code = (line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
+        rules = [line for line in code if line and not line.startswith(("recipe ", "import "))]
+        assert len(rules) <= 6
+
     def test_resolves_under_every_variant(self, name: str, path: Path) -> None:
         policy = load(name)
         for variant in (policy, *(policy.variant(v.name) for v in policy.variants)):
