@@ -7,10 +7,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from policyc.base.text import count_noun, count_others
+from policyc.compiler.dots import batch_dims
 from policyc.compiler.idle_rules import MULTIPLE_LOSSES_HINT, as_glob, idle_rules, suggest_selector
 from policyc.compiler.plan import Decisions, Plan
-from policyc.compiler.sites import Site, dotted
+from policyc.compiler.sites import PathTemplate, Site, dotted
 from policyc.compiler.stacks import Layer
+from policyc.compiler.var_info import shape_of
 from policyc.language.diagnostics import Diagnostic, PolicyError, Severity
 from policyc.language.policy import Rule
 from policyc.language.recipes import Gemm
@@ -131,7 +133,8 @@ def opaque_indices(plan: Plan) -> Iterator[Diagnostic]:
         ]
         sites = [site for site in plan.sites if _has_opaque_index(site, any_index)]
         if sites:
-            reason = next(t.unknown_index for t in (*sites[0].parameters, sites[0].scope) if t.unknown_index)
+            reasons = (_why_unknown(sites[0], t) for t in (*sites[0].parameters, sites[0].scope))
+            reason = next(filter(None, reasons))
             scan = "" if sites[0].loops else " scan over it, or"
             yield _opaque_index(rule, sites, reason, f"{_WHOLE_STACK}{scan} {_USE_INDICES}")
         patterns = [pattern for selector in indexed for pattern in expand_selector(selector)]
@@ -174,7 +177,17 @@ def _has_opaque_index(site: Site, patterns: Sequence[Pattern]) -> bool:
         for template in (site.scope, *site.parameters)
         if any(matches(pattern, template.path) for pattern in patterns)
     ]
-    return bool(matching) and all(template.unknown_index for template in matching)
+    return bool(matching) and all(_why_unknown(site, template) for template in matching)
+
+
+def _why_unknown(site: Site, template: PathTemplate) -> str:
+    """Why an index in a path of a site is not known; empty if all are. Layers may be an axis that one product reads."""
+    has_index = bool(template.slots) or any(name.index is not None for name in template.path)
+    if template.unknown_index or has_index or template not in site.parameters:
+        return template.unknown_index
+    shape = shape_of(site.eqn.invars[0 if site.weight == "lhs" else 1])
+    is_matrix = len(shape) - len(batch_dims(site.eqn, site.weight)) < 3
+    return "" if is_matrix else f"one product reads all of its {' x '.join(map(str, shape))} numbers at once"
 
 
 def _two_readings(site: Site, patterns: Sequence[Pattern]) -> str:

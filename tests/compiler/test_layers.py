@@ -905,6 +905,21 @@ def test_products_without_a_scope_have_the_layer_of_the_weights_around_them(loss
     assert attention_layers("{q,k,v,qkv,kernel} -> fp8", loss, params) == []
 
 
+@pytest.mark.parametrize("formula", ["td,lde->lte", "ltd,lde->te"])
+def test_an_index_of_layers_that_one_product_reads_at_once_is_an_error(formula):
+    """Such as the keys of all layers of a decoder. Another stack has the index."""
+
+    def loss(p, x):
+        y = jnp.einsum(formula, jnp.stack([x] * 3) if formula.startswith("l") else x, p["dec"]["layers"])
+        return y.sum() + lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["enc"]["layers"])[0].sum()
+
+    params = {"enc": {"layers": weights(3)}, "dec": {"layers": weights(3)}}
+    plan = policyc.plan("* -> fp8; layers[-1] -> bf16", loss, params, X)
+    (diagnostic,) = opaque_indices(plan)
+    assert "one product reads all of its 3 x 4 x 4 numbers at once" in diagnostic.message
+    assert not list(opaque_indices(policyc.plan("* -> fp8; enc.layers[-1] -> bf16", loss, params, X)))
+
+
 def unrolled_factors(p, x):
     for q in p["layers"]:
         x = x + jnp.tanh(x @ (q["a"] @ q["b"])) @ q["up"]
