@@ -199,7 +199,7 @@ backend_option: Any = option(
     "--backend",
     default="auto",
     metavar="NAME",
-    help="Backend for quantized GEMMs: auto, emulate, native_sums, xla or te. 'auto' chooses by the devices.",
+    help="Backend for quantized GEMMs: auto, emulate, native_sums, xla, te or cudnn. 'auto' chooses by the devices.",
 )
 
 priced_backend_option: Any = option(

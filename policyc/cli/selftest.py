@@ -14,9 +14,9 @@ from policyc.cli.options import path_option
 
 def _read_backends(_ctx: click.Context, _option: click.Parameter, text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(filter(None, text.split(","))))
-    unknown = [name for name in names if name not in ("te", "xla")]
+    unknown = [name for name in names if name not in ("te", "xla", "cudnn")]
     if unknown or not names:
-        raise click.BadParameter(f"'{text}': name te, xla, or both as te,xla")
+        raise click.BadParameter(f"'{text}': name some of te,xla,cudnn")
     return names
 
 
@@ -31,7 +31,7 @@ def _read_backends(_ctx: click.Context, _option: click.Parameter, text: str) -> 
     "--backend",
     "names",
     metavar="NAMES",
-    default="te,xla",
+    default="te,xla,cudnn",
     show_default=True,
     callback=_read_backends,
     help="Backends to test, beside the emulation.",

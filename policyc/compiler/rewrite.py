@@ -359,6 +359,7 @@ def _quantized_ragged_gemm(site: Site, site_recipe: SiteRecipe, inputs: SiteInpu
             group_sizes,
             site_recipe.recipe,
             GemmOptions(
+                backends=site_recipe.backends,
                 site=site.id,
                 precision=params["precision"],
                 preferred_element_type=params["preferred_element_type"],

@@ -25,6 +25,7 @@ NATIVE_CALLS = {
     ("xla", "mxfp8"): "__cudnn$blockScaledDot",
     ("xla", "fp8"): "__cublas$lt$matmul$f8",
     ("te", "nvfp4"): "te_gemm_v2_ffi",
+    ("cudnn", "nvfp4"): "CuteDSLRT_NvJaxCutlassCall_v2",
 }
 """The custom call with which a backend multiplies a format natively."""
 

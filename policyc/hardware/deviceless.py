@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import os
@@ -33,6 +34,7 @@ from policyc.jaxcore.lowering import single_frame_locations
 from policyc.jaxcore.relocate import JittedFunction
 from policyc.jaxcore.versions import convert_gpu_description
 from policyc.language.policy import Policy
+from policyc.numerics.backends import cudnn
 from policyc.numerics.targets import Target
 
 COMPILER_OPTIONS: dict[str, str | bool] = {
@@ -137,7 +139,7 @@ def compile_step(
     """
     start = time.perf_counter()
     session = Session(policy=policy, execution=execution)
-    with activate(session):
+    with activate(session), _kernels_for(execution.target):
         lowered = step.trace(*arguments).lower(lowering_platforms=("cuda",))
     if not any(len(plan.sites) for plan in session.plans):
         raise CannotCompile("the step differentiates no loss with a GEMM")
@@ -166,7 +168,8 @@ def compile_loss(plan: Plan, device: jax.Device) -> CompileReport:
     start = time.perf_counter()
     arguments = shapes(closed.jaxpr.constvars), shapes(plan.sites.jaxpr.jaxpr.invars)
     try:
-        lowered = jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",))
+        with _kernels_for(plan.execution.target):
+            lowered = jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",))
         return _compile(lowered, start, [plan], plan.execution, devices=1)
     except ValueError as error:
         raise CannotCompile(
@@ -193,8 +196,15 @@ def compile_jitted(
             f"--devices {used}, or make the program's mesh from all jax.devices()"
         )
     start = time.perf_counter()
-    lowered = relocate.lower_for(jitted, make_devices(execution.target, devices), "cuda")
+    with _kernels_for(execution.target):
+        lowered = relocate.lower_for(jitted, make_devices(execution.target, devices), "cuda")
     return _compile(lowered, start, plans, execution, devices)
+
+
+def _kernels_for(target: Target | None) -> contextlib.AbstractContextManager[None]:
+    """cuDNN's kernels are compiled when a program is lowered."""
+    assert target is not None
+    return cudnn.compiling_for(target.compute_capability, gpus.read_core_count(target))
 
 
 def _compile(

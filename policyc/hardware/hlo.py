@@ -27,8 +27,9 @@ _UPDATE = "dynamic-update-slice"
 _LAYOUT_ONLY = ("bitcast", "reshape", "transpose")
 """Opcodes that, inside a fusion, change how an array is indexed and read nothing."""
 
-_LIBRARY_CALLS = ("__cublas$", "__cudnn$", "te_")
-"""Calls of cuBLAS, cuDNN and Transformer Engine. If the last of their results is an array of bytes, it is scratch."""
+_LIBRARY_CALLS = ("__cublas$", "__cudnn$", "te_", "CuteDSLRT_")
+"""Calls of cuBLAS, cuDNN, Transformer Engine and cuDNN's kernels in Python. If the last of their results is an array of
+bytes, it is scratch."""
 
 COLLECTIVES = (
     "all-gather",

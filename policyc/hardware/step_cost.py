@@ -226,7 +226,11 @@ def quantization_seconds(
         return 0.0
     m, n, k, batch = local_shape(group.site, mesh)
     backend = next((name for name in ("te", "xla") if name in group.backends), "emulate")
-    total = sum(_outer_scale_seconds(group, target, mesh, gemm) for gemm in group.site.products)
+    total = sum(
+        seconds(group, target, mesh, gemm)
+        for gemm in group.site.products
+        for seconds in (_outer_scale_seconds, _group_seconds)
+    )
     quantizations = gemm_cost.collect_quantizations(group.recipe, group.site.products)
     if remat in RECOMPUTES_GEMMS and (again := _fprop_treatment(group.recipe)) is not None:
         quantizations.append((Role.ACTIVATION, (again,)))
@@ -262,3 +266,16 @@ def _outer_scale_seconds(group: LayerGroup, target: Target, mesh: MeshShape, gem
     m, n, k, batch = local_shape(group.site, mesh)
     rows, columns, _ = gemm_cost.product_shape(gemm, m, n, k)
     return gemm_cost.copy_seconds(target, gemm_cost.FP32_RESULT_BYTES * batch * rows * columns)
+
+
+def _group_seconds(group: LayerGroup, target: Target, mesh: MeshShape, gemm: Gemm) -> float:
+    """Time to move groups of rows to where cuDNN's kernels read them, as codes, and their results back."""
+    if group.backend(gemm) != "cudnn":
+        return 0.0
+    m, n, k, batch = local_shape(group.site, mesh)
+    rows, columns, contracted = gemm_cost.product_shape(gemm, m, n, k)
+    is_wgrad = gemm is Gemm.WGRAD
+    codes = contracted * (rows + columns if is_wgrad else rows)
+    results = 0 if is_wgrad else rows * columns
+    moved = gemm_cost.code_bytes("nvfp4") * codes + BF16_BYTES * results
+    return gemm_cost.copy_seconds(target, 2 * batch * moved)

@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
 
 from policyc.jaxcore.define_primitive import (
+    BatchedPrimitive,
     DimSource,
     LoweringContext,
     PrimitiveRules,
@@ -29,9 +31,10 @@ from policyc.jaxcore.shardings import match_varying_axes, shape_dtype_struct
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Gemm, Recipe, Role
 from policyc.language.treatments import normalize_recipe
-from policyc.numerics.backends import emulate
+from policyc.numerics import backends
 from policyc.numerics.flatten import OperandLayout, flatten_operand, unflatten_operands
 from policyc.numerics.gemm import make_sign_key
+from policyc.numerics.groups import align_groups, pad_sizes
 from policyc.numerics.operands import Keys, has_same_codes, quantize_operand
 from policyc.numerics.products import DEFAULT_OPTIONS, GemmOptions, GemmSpec, OperandSpec
 from policyc.numerics.quantize import Axes, Key, Operand, Quantized, make_key
@@ -53,7 +56,8 @@ def quantized_ragged_dot(
     """`lax.ragged_dot`: (m, k), (g, k, n), (g,) -> (m, n), with the weights on the right.
 
     The weight of each expert is one tensor, and so are all rows together. No mean over tokens is split off: it would
-    be one mean over the rows of all experts. Reads the options `precision`, `preferred_element_type` and `site`.
+    be one mean over the rows of all experts. Reads all options except `weight`
+    and `products`. A product has its backend; every operand is quantized by the emulation, or by kernels that it uses.
     """
     lhs, rhs = match_varying_axes(lhs, rhs)
     treatments = normalize_recipe(recipe).treatments
@@ -87,7 +91,8 @@ def _multiply(
     contracting = gemm is Gemm.WGRAD
     if isinstance(lhs, Quantized) or isinstance(rhs, Quantized):
         with _product_scope(spec, gemm):
-            return scaled_ragged_gemm(lhs, rhs, sizes, contracting=contracting, out=out)
+            backend = dict(zip(Gemm, spec.options.backends, strict=True))[gemm]
+            return scaled_ragged_gemm(lhs, rhs, sizes, contracting=contracting, out=out, backend=backend)
     is_kept = spec.recipe.gemm_treatments(gemm)[0].format == "keep"
     multiply = partial(
         _contract_groups if contracting else lax.ragged_dot,
@@ -108,24 +113,6 @@ def _mask_unused_rows(x: jax.Array, sizes: jax.Array) -> jax.Array:
     """Zeroes the rows after the last group: they belong to no group and must not set a scale."""
     rows = lax.broadcasted_iota(jnp.int32, (x.shape[0], 1), 0)
     return jnp.where(rows < jnp.sum(sizes), x, jnp.zeros((), x.dtype))
-
-
-def _align_groups(x: jax.Array, sizes: jax.Array, unit: int) -> jax.Array:
-    """Moves the rows of each group to start at a multiple of `unit`, with zeros in between."""
-    sizes = jnp.asarray(sizes)  # a NumPy array if the sizes are constants of the program
-    groups = sizes.shape[0]
-    length = x.shape[0] + -x.shape[0] % unit + groups * unit
-    padded = _pad_sizes(sizes, unit)
-    start, first = jnp.cumsum(padded) - padded, jnp.cumsum(sizes) - sizes
-    row = jnp.arange(length)
-    group = jnp.clip(jnp.searchsorted(jnp.cumsum(padded), row, side="right"), 0, groups - 1)
-    inner = row - start[group]
-    source = jnp.where(inner < sizes[group], first[group] + inner, x.shape[0])
-    return x.at[source].get(mode="fill", fill_value=0)
-
-
-def _pad_sizes(sizes: jax.Array, unit: int) -> jax.Array:
-    return (sizes + unit - 1) // unit * unit
 
 
 def _alignment(spec: GemmSpec) -> int:
@@ -177,7 +164,7 @@ def _ragged_fwd(
     forward, backward = (spec.recipe.treatment(gemm, Role.WEIGHT) for gemm in (Gemm.FPROP, Gemm.DGRAD))
     if not has_same_codes(backward, forward):
         weight = _quantize(rhs, spec, Gemm.DGRAD, Role.WEIGHT, _TRANSPOSED_WEIGHT, keys)
-    aligned = _align_groups(lhs, sizes, _alignment(spec))
+    aligned = align_groups(lhs, sizes, _alignment(spec))
     rows = _quantize(aligned, spec, Gemm.WGRAD, Role.ACTIVATION, _COLUMNS, keys)
     return y, _Residuals(weight, rows, sizes, keys)
 
@@ -189,8 +176,8 @@ def _ragged_bwd(
     g = _quantize(_mask_unused_rows(dy, sizes), spec, Gemm.DGRAD, Role.GRADIENT, _ROWS, keys)
     dx = _multiply(spec, Gemm.DGRAD, g, _transpose_weight(weight), sizes, spec.lhs.dtype)
     unit = _alignment(spec)
-    g = _quantize(_align_groups(dy, sizes, unit), spec, Gemm.WGRAD, Role.GRADIENT, _COLUMNS, keys)
-    dw = _multiply(spec, Gemm.WGRAD, rows, g, _pad_sizes(sizes, unit), spec.rhs.dtype)
+    g = _quantize(align_groups(dy, sizes, unit), spec, Gemm.WGRAD, Role.GRADIENT, _COLUMNS, keys)
+    dw = _multiply(spec, Gemm.WGRAD, rows, g, pad_sizes(sizes, unit), spec.rhs.dtype)
     return dx, dw, np.zeros(sizes.shape, jax.dtypes.float0), None
 
 
@@ -206,12 +193,33 @@ _ragged.defvjp(_ragged_fwd, _ragged_bwd)
 
 
 def scaled_ragged_gemm(
-    lhs: Operand, rhs: Operand, sizes: jax.Array, *, contracting: bool, out: Any
+    lhs: Operand, rhs: Operand, sizes: jax.Array, *, contracting: bool, out: Any, backend: str = "emulate"
 ) -> jax.Array:
-    """Products of groups of rows, as one equation. `emulate.scaled_ragged_gemm` describes the shapes."""
+    """Products of groups of rows, as one equation. `Backend.ragged_gemm` describes the shapes."""
     (left, a), (right, b) = flatten_operand(lhs), flatten_operand(rhs)
     params = {"lhs": left, "rhs": right, "contracting": contracting, "out": jnp.dtype(out)}
-    return bind(_SCALED_RAGGED_GEMM, sizes, *a, *b, **params)[0]
+    return bind(_ragged_primitive(backend), sizes, *a, *b, backend=backend, **params)[0]
+
+
+@cache
+def _ragged_primitive(backend: str) -> Primitive:
+    traits = backends.load(backend).TRAITS
+    batched = BatchedPrimitive(
+        primitive=partial(_ragged_primitive, "emulate"),
+        params={"backend": "emulate"},
+        reason=f"backend {backend} cannot run a GEMM under a vmap around the loss: it is emulated",
+    )
+    return define(
+        "scaled_ragged_gemm",
+        PrimitiveRules(
+            body=_run_ragged,
+            shapes=_ragged_shapes,
+            dim_sources=_ragged_dim_sources,
+            needs_devices=traits.needs_devices,
+            batched=None if traits.can_batch else batched,
+        ),
+        job="ragged gemm",
+    )
 
 
 def _run_ragged(
@@ -221,16 +229,17 @@ def _run_ragged(
     rhs: OperandLayout,
     contracting: bool,
     out: Any,
+    backend: str,
     context: LoweringContext,
 ) -> Sequence[jax.Array]:
     a, b = unflatten_operands(arrays, lhs, rhs)
-    value_dtype = emulate.value_dtype(context)
-    return [emulate.scaled_ragged_gemm(a, b, sizes, contracting, value_dtype).astype(out)]
+    return [backends.load(backend).ragged_gemm(a, b, sizes, contracting, out, context)]
 
 
 def _ragged_shapes(
-    sizes: Any, *avals: Any, lhs: OperandLayout, rhs: OperandLayout, contracting: bool, out: Any
+    sizes: Any, *avals: Any, lhs: OperandLayout, rhs: OperandLayout, contracting: bool, out: Any, backend: str
 ) -> list[Shape]:
+    del backend
     a, b = avals[0], avals[lhs.array_count]
     if contracting:
         return [((sizes.shape[0], lhs.dim_size(a, 1), rhs.dim_size(b, 1)), out)]
@@ -238,20 +247,9 @@ def _ragged_shapes(
 
 
 def _ragged_dim_sources(
-    sizes: Any, *avals: Any, lhs: OperandLayout, rhs: OperandLayout, contracting: bool, out: Any
+    sizes: Any, *avals: Any, lhs: OperandLayout, rhs: OperandLayout, contracting: bool, out: Any, backend: str
 ) -> list[list[DimSource]]:
-    del sizes, avals, rhs, out
+    del sizes, avals, rhs, out, backend
     # The sizes of the groups are operand 0.
     right = 1 + lhs.array_count
     return [[None, (1, -1), (right, -1)] if contracting else [(1, -2), (right, -1)]]
-
-
-_SCALED_RAGGED_GEMM = define(
-    "scaled_ragged_gemm",
-    PrimitiveRules(
-        body=_run_ragged,
-        shapes=_ragged_shapes,
-        dim_sources=_ragged_dim_sources,
-    ),
-    job="ragged gemm",
-)

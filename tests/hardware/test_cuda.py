@@ -218,6 +218,35 @@ def test_a_long_sort_is_compiled(tmp_path: Path) -> None:
     assert ran.code == 0, ran.err[-3000:]
 
 
+EXPERTS = """
+import jax, jax.numpy as jnp
+from jax import lax
+
+def loss(w, x, sizes):
+    return jnp.sum(jnp.tanh(lax.ragged_dot(jax.nn.silu(lax.ragged_dot(x, w["up"], sizes)), w["down"], sizes)) ** 2)
+
+w = {"up": jnp.ones((4, 128, 256), "bfloat16"), "down": jnp.ones((4, 256, 128), "bfloat16")}
+jax.jit(jax.grad(loss))(w, jnp.ones((512, 128), "bfloat16"), jnp.array([100, 0, 300, 90]))
+"""
+
+
+def test_experts_are_multiplied_by_kernels_of_cudnn(tmp_path: Path) -> None:
+    pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
+    (tmp_path / "p.policy").write_text(
+        "* where experts or weight -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)"
+    )
+    (tmp_path / "train.py").write_text(EXPERTS)
+    report = compile_report(
+        tmp_path / "p.policy", "--target", "gb200", "--require-native", tmp_path / "train.py"
+    )
+    products = {(p["site"], p["gemm"]): (p["backend"], p["native"], p["found"]) for p in report["products"]}
+    names = [("up", gemm) for gemm in ("fprop", "wgrad")] + [
+        ("down", gemm) for gemm in ("fprop", "dgrad", "wgrad")
+    ]
+    assert products == dict.fromkeys(names, ("cudnn", True, 1))
+    assert {p["call"] for p in report["products"]} == {"CuteDSLRT_NvJaxCutlassCall_v2"}
+
+
 def test_require_native_refuses_an_emulated_product(policy: str) -> None:
     ran = run_compile(policy, *BLOCK, "--target", "h200", "--require-native")
     assert ran.code == 1

@@ -17,11 +17,11 @@ import pytest
 from policyc.hardware import gemm_cost
 from policyc.hardware.selftest import checks, report
 from policyc.hardware.selftest.checks import CHECKS, Result, collect_failures, run_checks
-from policyc.hardware.selftest.products import check_gemm
+from policyc.hardware.selftest.products import check_gemm, check_groups
 from policyc.hardware.selftest.subject import Subject
 from policyc.language.recipes import Gemm, make_recipe
 from policyc.numerics import backends
-from policyc.numerics.backends import emulate, te, te_calls
+from policyc.numerics.backends import cudnn, emulate, te, te_calls
 from policyc.numerics.backends.choice import GemmQuery, Machine, Obstacle, choose, machine_here
 from policyc.numerics.backends.selftest_record import ONE_PASS, read_failures, record_path, write_record
 from policyc.numerics.quantize import make_key
@@ -172,6 +172,15 @@ def test_native_products_are_compared_with_modelled_sums(backend: str) -> None:
     assert all(not f.fault for f in findings)
 
 
+def test_a_wrong_scale_of_a_group_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = Subject(backend="cudnn", format="nvfp4", native=False, quick=True)
+    assert [f.fault for f in check_groups(subject)] == [""] * 3
+    multiply = cudnn.ragged_gemm
+    monkeypatch.setattr(cudnn, "ragged_gemm", lambda *args: multiply(*args) * 1.01)
+    jax.clear_caches()
+    assert all(f.fault == "differs from the emulation" for f in check_groups(subject))
+
+
 @pytest.mark.slow
 def test_the_whole_test_passes_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What cannot run here says what it needs. The page and the file have every result.
@@ -184,6 +193,7 @@ def test_the_whole_test_passes_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Monk
         "extremes": "nvfp4",
         "rounding": "nvfp4",
         "devices": "mxfp8",
+        "groups": "nvfp4",
     }
     one_format = tuple(replace(check, formats=(formats.get(check.name, "fp8"),)) for check in CHECKS)
     monkeypatch.setattr(checks, "CHECKS", one_format)
@@ -194,9 +204,9 @@ def test_the_whole_test_passes_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Monk
     states = {(r["check"], r["backend"]): r["status"] for r in data["results"]}
     assert {check for check, _ in states} == {check.name for check in CHECKS}
     not_run = {key for key, state in states.items() if state == "not run"}
-    assert not_run == {key for key in states if key[0] == "llama" or key[1] == "te"}
+    assert not_run == {key for key in states if key[0] == "llama" or key[1] in ("te", "cudnn")}
     assert set(states.values()) == {"passed", "not run"}
-    assert {backend for _, backend in states} == {"emulate", "te", "xla"}
+    assert {backend for _, backend in states} == {"cudnn", "emulate", "te", "xla"}
     assert "needs a GPU" in result.out
     assert "pip install" not in result.out  # for each check; the page has it once
     page = (tmp_path / "out" / "selftest.html").read_text()

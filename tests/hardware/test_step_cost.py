@@ -26,6 +26,7 @@ from policyc.hardware.training_step import (
 )
 from policyc.language.loader import load
 from policyc.language.recipes import make_recipe
+from policyc.numerics.backends import cudnn
 from policyc.numerics.targets import get_target
 from tests.support.command import policyc
 
@@ -170,11 +171,9 @@ def test_a_gather_crosses_the_network_once_for_each_nvlink_domain():
 # ---- mixtures of experts
 
 
-def plan_experts(policy: str) -> TrainingStep:
+def plan_experts(policy: str, config: str = "moe_tiny") -> TrainingStep:
     sizes = llama_step.Sizes()
-    return llama_step.plan_step(
-        load(policy), "moe_tiny", MeshShape(), sizes, execution_options("auto", "gb200")
-    )
+    return llama_step.plan_step(load(policy), config, MeshShape(), sizes, execution_options("auto", "gb200"))
 
 
 def test_the_weights_of_all_experts_count():
@@ -188,7 +187,7 @@ def test_the_weights_of_all_experts_count():
 
 
 def test_an_emulated_product_is_no_faster_than_in_bf16():
-    """Also if the GPU has the format: no backend has a GEMM of ragged groups."""
+    """Also if the GPU has the format: no backend takes ragged groups of these sizes."""
     target, mesh = get_target("gb200"), MeshShape()
     times = {}
     for policy in ("bf16", "te_nvfp4"):
@@ -196,6 +195,25 @@ def test_an_emulated_product_is_no_faster_than_in_bf16():
         times[policy] = [seconds for g in groups for _, seconds in step_cost.gemm_times(g, target, mesh)]
     assert len(times["bf16"]) == 9
     assert all(map(operator.gt, times["te_nvfp4"], times["bf16"]))
+
+
+def test_groups_of_rows_are_moved_for_native_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixtral's experts run on cuDNN. To move codes, and results of fprop and dgrad, costs less than it gains."""
+    monkeypatch.setattr(cudnn, "find_missing_library", lambda: "")
+    step, target, mesh = plan_experts("te_nvfp4", "mixtral_8x7b"), get_target("gb200"), MeshShape()
+    group = next(g for g in step.groups() if g.site.is_ragged and g.backends == ("cudnn",) * 3)
+    m, n, k = group.site.m, group.site.n, group.site.k
+    emulated = replace(group, backends=("emulate",) * 3)
+    moved, none = (
+        step_cost.quantization_seconds(g, target, mesh, count_readers(step.plan)) for g in (group, emulated)
+    )
+    codes, results = m * k + m * n + m * (k + n), m * n + m * k  # of fprop, dgrad and wgrad
+    assert moved - none == pytest.approx(gemm_cost.copy_seconds(target, 2 * (codes * 4.5 / 8 + 2 * results)))
+    native, bf16 = (
+        sum(seconds for _, seconds in step_cost.gemm_times(g, target, mesh))
+        for g in (group, replace(emulated, recipe=None))
+    )
+    assert native + moved < bf16
 
 
 # ---- the Llama configurations

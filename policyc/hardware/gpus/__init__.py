@@ -24,6 +24,15 @@ def read_description(target: Target) -> str:
 
 def read_device_memory(target: Target) -> int:
     """Returns the bytes of memory that the driver reports. `Target.memory_bytes` is the vendor's rounded figure."""
-    match = re.search(r"device_memory_size: (\d+)", read_description(target))
-    assert match is not None, f"the description of {target.name} has no device_memory_size"
+    return _read_number(target, "device_memory_size")
+
+
+def read_core_count(target: Target) -> int:
+    """Returns the number of multiprocessors."""
+    return _read_number(target, "core_count")
+
+
+def _read_number(target: Target, field: str) -> int:
+    match = re.search(rf"\b{field}: (\d+)", read_description(target))
+    assert match is not None, f"the description of {target.name} has no {field}"
     return int(match[1])

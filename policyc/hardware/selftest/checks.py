@@ -31,6 +31,7 @@ class Check:
       remedy: what avoids the fault, apart from another backend.
       needs: what must be there: nothing, several devices, or a test that is not quick.
       is_fatal: whether `auto` avoids a backend that fails it.
+      is_ragged: whether it is for backends of ragged groups, and for no others.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Check:
     remedy: str = ""
     needs: Literal["", "devices", "time"] = ""
     is_fatal: bool = True
+    is_ragged: bool = False
 
 
 CHECKS = (
@@ -105,9 +107,16 @@ CHECKS = (
         remedy="CUDA_VISIBLE_DEVICES=0 trains on one device",
         needs="devices",
     ),
+    Check(
+        name="groups",
+        title="GEMMs over ragged groups against the emulation, within the error of fp32 sums",
+        run=products.check_groups,
+        formats=("nvfp4",),
+        is_ragged=True,
+    ),
 )
 
-_OTHER_BACKENDS = {"te": "--backend xla", "xla": "--backend emulate"}
+_OTHER_BACKENDS = {"te": "--backend xla", "xla": "--backend emulate", "cudnn": "--backend xla"}
 _MISSING = {"devices": "needs two devices", "time": "left out by --quick"}
 
 
@@ -143,7 +152,7 @@ def find_subjects(names: Sequence[str], *, quick: bool) -> Iterator[tuple[Subjec
             if not subject.takes(make_recipe(format).treatments[0]):
                 continue
             reason = missing
-            if name == "te" and not missing and not (is_gpu and native):
+            if name in ("te", "cudnn") and not missing and not (is_gpu and native):
                 reason = f"needs a GPU that multiplies {format}, which {machine.name} does not"
             yield subject, reason
 
@@ -153,7 +162,8 @@ def run_checks(names: Sequence[str], *, quick: bool = False, only: Sequence[str]
     subjects = list(find_subjects(names, quick=quick))
     for check in CHECKS:
         for subject, reason in subjects:
-            if subject.format in check.formats and (not only or check.name in only):
+            is_for = check.is_ragged == subject.is_ragged and subject.format in check.formats
+            if is_for and (not only or check.name in only):
                 yield _run_check(check, subject, reason or _find_missing(check, quick=quick))
 
 

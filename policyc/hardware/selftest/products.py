@@ -26,6 +26,7 @@ from policyc.hardware.selftest.subject import (
 from policyc.models.llama import model as llama
 from policyc.models.llama.configs import ModelConfig
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
+from policyc.numerics.ragged import quantized_ragged_dot
 
 RECIPES = {"nvfp4": "nvfp4(rht=wgrad, scale2d=weights)"}
 """Recipes without stochastic rounding: operands are the same on all backends. Other formats have none."""
@@ -110,6 +111,29 @@ def _compare_sums(backend: str) -> Finding:
         for name in ("native_sums", "emulate")
     ]
     return Finding(", ".join(shares))
+
+
+def check_groups(subject: Subject) -> Iterator[Finding]:
+    """Three products over ragged groups, of which one is empty, against the emulation on the CPU."""
+    sizes = jax.numpy.array([130, 0, 300, 70], np.int32)  # 12 rows belong to no group
+    x, w, dy = make_tensor(512, 256), make_tensor(1024, 384, seed=1), make_tensor(512, 384, seed=2)
+    arrays = x, w.reshape(4, 256, 384), dy
+    recipe, limit = read_recipe(RECIPES["nvfp4"]), gemm_tolerance("nvfp4")
+
+    def products(backend: str) -> Callable[..., Any]:
+        options = GemmOptions(backends=(backend, backend, backend))
+        return partial(three_products, lambda x, w: quantized_ragged_dot(x, w, sizes, recipe, options))
+
+    run = jax.jit(products(subject.backend)).lower(*arrays).compile()
+    call = NATIVE_CALLS[subject.backend, "nvfp4"]
+    if subject.native:
+        count = str(run.as_text()).count(f'custom_call_target="{call}"')
+        yield Finding(f"{call} is called", "" if count >= 3 else f"{count} of 3 products call it")
+    expected = run_on(reference_device(), products("emulate"), *arrays)
+    for name, ours, theirs in zip(_PRODUCTS, jax.device_get(run(*arrays)), expected, strict=True):
+        error = relative_error(ours, theirs)
+        what = f"{name}: relative error {error:.1e}, at most {limit:.1e}"
+        yield Finding(what, "" if error <= limit else "differs from the emulation")
 
 
 def check_devices(subject: Subject) -> Iterator[Finding]:

@@ -30,9 +30,16 @@ class Subject:
     native: bool
     quick: bool
 
+    @property
+    def is_ragged(self) -> bool:
+        """Whether the backend multiplies groups of rows, and nothing else."""
+        return self.backend == "cudnn"
+
     def takes(self, treatment: Treatment, gemm: Gemm = Gemm.WGRAD) -> bool:
         """Whether the backend runs a GEMM whose operands are treated like this."""
-        query = GemmQuery(gemm=gemm, left=treatment, right=treatment, m=SIZE, n=SIZE, k=SIZE)
+        query = GemmQuery(
+            gemm=gemm, left=treatment, right=treatment, m=SIZE, n=SIZE, k=SIZE, ragged=self.is_ragged
+        )
         return backends.load(self.backend).obstacle(query) is None
 
 

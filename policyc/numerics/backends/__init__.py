@@ -27,9 +27,10 @@ MODULES: dict[str, str] = {
     "native_sums": "policyc.numerics.backends.native_sums",
     "xla": "policyc.numerics.backends.xla",
     "te": "policyc.numerics.backends.te",
+    "cudnn": "policyc.numerics.backends.cudnn",
 }
 
-BackendName = Literal["auto", "emulate", "native_sums", "xla", "te"]
+BackendName = Literal["auto", "emulate", "native_sums", "xla", "te", "cudnn"]
 
 NAMES = ("auto", *MODULES)
 """The values of `--backend`."""
@@ -97,6 +98,20 @@ class Backend(Protocol):
         self, lhs: Operand, rhs: Operand, dimensions: DimensionNumbers, out: Any, context: LoweringContext
     ) -> jax.Array:
         """The product of two operands, with dtype `out`."""
+
+    def ragged_gemm(
+        self,
+        lhs: Operand,
+        rhs: Operand,
+        sizes: jax.Array,
+        contracting: bool,
+        out: Any,
+        context: LoweringContext,
+    ) -> jax.Array:
+        """Products of groups of rows, with dtype `out`. Only if `obstacle` accepts a ragged GEMM.
+
+        If `contracting`, the groups are contracted: (m, k), (m, n) -> (g, k, n). Otherwise (m, k), (g, k, n) -> (m, n).
+        """
 
 
 @cache

@@ -121,7 +121,7 @@ def _choose(backend: str, query: GemmQuery, machine: Machine) -> Lowering:
     obstacle = backends.load("xla" if backend == "auto" else backend).obstacle(query)
     if obstacle is None and (not_native is None or backend == "xla"):
         return Lowering(backend, not_native is None, not_native)
-    if backend == "te" and not_native is None and backends.load("xla").obstacle(query) is None:
+    if backend in ("te", "cudnn") and not_native is None and backends.load("xla").obstacle(query) is None:
         return Lowering("xla", True, obstacle)
     return Lowering("emulate", False, not_native or obstacle)
 
@@ -146,7 +146,11 @@ def _find_failure(backend: str, format: str, machine: Machine) -> Obstacle | Non
 
 
 def _fastest(query: GemmQuery) -> tuple[str, ...]:
-    """The backends that `auto` asks: Transformer Engine first for nvfp4, if installed. Its kernels read less."""
+    """The backends that `auto` asks, if they are installed: cuDNN for ragged groups; otherwise Transformer Engine first
+    for nvfp4, whose kernels read less.
+    """
+    if query.ragged:
+        return ("xla",) if backends.load("cudnn").find_missing_library() else ("cudnn",)
     is_candidate = query.format == query.right.format == "nvfp4"
     return ("te", "xla") if is_candidate and not backends.load("te").find_missing_library() else ("xla",)
 

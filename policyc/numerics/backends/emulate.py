@@ -190,13 +190,16 @@ _CONTRACT_ROWS: DimensionNumbers = (((0,), (0,)), ((), ()))
 _CONTRACT_COLUMNS: DimensionNumbers = (((1,), (1,)), ((), ()))
 
 
-def scaled_ragged_gemm(
+def ragged_gemm(
+    lhs: Operand, rhs: Operand, sizes: jax.Array, contracting: bool, out: Any, context: LoweringContext
+) -> jax.Array:
+    """Products of groups of rows."""
+    return _multiply_groups(lhs, rhs, sizes, contracting, value_dtype(context)).astype(out)
+
+
+def _multiply_groups(
     lhs: Operand, rhs: Operand, sizes: jax.Array, contracting: bool, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
-    """Products of groups of rows.
-
-    If `contracting`, the groups are contracted: (m, k), (m, n) -> (g, k, n). Otherwise (m, k), (g, k, n) -> (m, n).
-    """
     contract = (0,) if contracting else (1,)
     dimensions = _CONTRACT_ROWS if contracting else _CONTRACT_COLUMNS
     a, b = _match_operands(_values(lhs, contract, dtype), _values(rhs, contract, dtype), dimensions)

@@ -17,7 +17,8 @@ from typing import Any
 from policyc.base.files import atomic_write, user_cache_folder
 
 _PACKAGES = (
-    r"(policyc|jax|jaxlib|jax-cuda\d+-(plugin|pjrt)|transformer-engine.*|nvidia-(cublas|cudnn)(-cu\d+)?)"
+    r"(policyc|jax|jaxlib|jax-cuda\d+-(plugin|pjrt)|transformer-engine.*|"
+    r"nvidia-(cublas|cudnn|cutlass-dsl)(-cu\d+|-frontend)?)"
 )
 ONE_PASS = "te one_pass"
 """The name of a failure of Transformer Engine's kernel that quantizes in one pass. The backend can do without it."""

@@ -72,7 +72,7 @@ def obstacle(query: GemmQuery) -> Obstacle | None:
     if query.ragged:
         return Obstacle(
             "XLA has no block-scaled GEMM over ragged groups",
-            "keep it in bf16, or pad the groups to a dense GEMM",
+            "nvfp4 on backend cudnn (pip install nvidia-cudnn-frontend), or keep it in bf16",
         )
     if query.format not in (*DTYPES, "fp8"):
         return Obstacle(f"XLA has no block-scaled GEMM of {query.format}", "nvfp4 or mxfp8")

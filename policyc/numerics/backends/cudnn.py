@@ -1,0 +1,302 @@
+"""cuDNN's NVFP4 GEMMs over groups of rows, for mixtures of experts on Blackwell.
+
+The kernels are those of `cudnn.jax`, in the package nvidia-cudnn-frontend. They are compiled while a program is
+lowered, in some 15 seconds for each shape. They take groups that start at multiples of 256 rows (128 if the rows are
+contracted), and block scales in atoms of 128 rows by 4 blocks. Operands are quantized by the other backends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from policyc.jaxcore.define_primitive import LoweringContext
+from policyc.jaxcore.partition import Dims, PartitionRule, ShardIndex, partition
+from policyc.numerics.backends import BackendTraits, emulate, xla
+from policyc.numerics.backends.block_scaled import Rows
+from policyc.numerics.backends.choice import GemmQuery, Obstacle
+from policyc.numerics.groups import align_groups, pad_sizes, restore_groups
+from policyc.numerics.products import DimensionNumbers
+from policyc.numerics.quantize.bits import power_of_two
+from policyc.numerics.quantize.layout import Operand, Quantized, repeat_axis
+
+INSTALL = "pip install nvidia-cudnn-frontend"
+
+TRAITS = BackendTraits(needs_devices=True, can_batch=False, quantizes_stacks=False)
+quantize, quantize_orders, count_reads = xla.quantize, xla.quantize_orders, xla.count_reads
+
+_BLOCK = 16
+_ROWS, _TOKENS = 256, 128
+"""Groups of rows start at a multiple of the first number; groups of tokens that are contracted, of the second."""
+_FEATURES = 128
+_ATOM_ROWS, _ATOM_BLOCKS = 128, 4
+
+
+def find_missing_library() -> str:
+    """Why cuDNN's kernels cannot be used here; empty if they can."""
+    try:
+        _load()
+    except ImportError as error:
+        return f"cuDNN's grouped GEMMs are not installed ({error}). To install them: {INSTALL}"
+    return ""
+
+
+def _load() -> Any:
+    import cudnn  # type: ignore[import-not-found, unused-ignore]
+
+    if not hasattr(cudnn, "grouped_gemm_quant_jax_forward"):
+        raise ImportError("this version of cudnn has no grouped_gemm_quant_jax_forward")
+    return cudnn
+
+
+def obstacle(query: GemmQuery) -> Obstacle | None:
+    """The first of its limits that a GEMM exceeds."""
+    if not query.ragged:
+        return Obstacle("backend cudnn multiplies groups of rows only", "other backends run it")
+    if query.format != "nvfp4" or query.right.format != "nvfp4":
+        return Obstacle(f"backend cudnn runs only nvfp4, not {query.format}", "nvfp4, or keep it in bf16")
+    if any(t.outer == "row" for t in (query.left, query.right)):
+        return Obstacle("cuDNN's grouped GEMM has one outer scale for a group", "outer=tensor")
+    sizes = {"m": query.m, "n": query.n, "k": query.k}
+    features = ("m", "n") if query.gemm == "wgrad" else ("n", "k")
+    for name in features:
+        if sizes[name] % _FEATURES:
+            reason = (
+                f"cuDNN's grouped GEMM requires {name} % {_FEATURES} == 0, but {query.gemm} has {sizes[name]}"
+            )
+            return Obstacle(reason, f"pad {sizes[name]} to {sizes[name] + -sizes[name] % _FEATURES}")
+    if any(dtype != "bfloat16" for dtype in query.types[: 1 if query.gemm != "wgrad" else 2]):
+        return Obstacle("cuDNN's grouped GEMM gives bfloat16", "compute in bfloat16")
+    return None
+
+
+def quantize_stack(*args: Any) -> Quantized:
+    """Never called: `TRAITS` says that it quantizes no stacks."""
+    raise NotImplementedError
+
+
+def gemm(
+    lhs: Operand, rhs: Operand, dimensions: DimensionNumbers, out: Any, context: LoweringContext
+) -> jax.Array:
+    """Never called: `obstacle` refuses products that are not ragged."""
+    raise NotImplementedError
+
+
+# ---- products of groups
+
+
+def ragged_gemm(
+    lhs: Operand, rhs: Operand, sizes: jax.Array, contracting: bool, out: Any, context: LoweringContext
+) -> jax.Array:
+    """Products of groups of rows, by cuDNN on GPUs."""
+    assert isinstance(lhs, Quantized)
+    assert isinstance(rhs, Quantized)
+    is_exact = contracting or out in (jnp.bfloat16, jnp.float16)
+    if context.platform != "cuda" or not context.knows_division or not is_exact:
+        if context.platform == "cuda":
+            warnings.warn(_EMULATED, stacklevel=2)
+        return emulate.ragged_gemm(lhs, rhs, sizes, contracting, out, context)
+    left, _ = xla.as_rows(lhs, (0,) if contracting else (1,), ())
+    right, _ = xla.as_rows(rhs, *(((0,), ()) if contracting else ((1,), (0,))))
+    arrays, structure = jax.tree.flatten((left, right))
+    multiply = contract_groups if contracting else multiply_groups
+
+    def run(index: ShardIndex, sizes: jax.Array, *shards: jax.Array) -> tuple[jax.Array]:
+        del index
+        left, right = jax.tree.unflatten(structure, shards)
+        return (multiply(left, right, sizes, out),)
+
+    if context.single_device:
+        return run(ShardIndex(factors={}), sizes, *arrays)[0]
+    return partition(run, _rule(left, right, contracting))(sizes, *arrays)[0]
+
+
+_EMULATED = (
+    "a product over ragged groups is emulated: cuDNN's grouped GEMM runs neither under a vmap around the loss nor in a "
+    "shard_map over some axes of the mesh, and does not give fp32"
+)
+
+
+def _rule(left: Rows, right: Rows, contracting: bool) -> PartitionRule:
+    """Each device has all rows and groups, and may have some of the columns of the result."""
+    whole = {"rows", "groups", "contracted", "one"}
+
+    def dims(rows: Rows, lead: str, name: str) -> tuple[Dims, ...]:
+        tile = rows.codes.shape[1] // rows.scales.shape[1]
+        parts = [((lead, 1), (name, unit), ("contracted", 1)) for unit in (tile, 1)]
+        outer = ((lead, 1), ("one", 1), ("one", 1))
+        return (*parts, *([outer] * (2 if rows.mantissa is not None else 0)))
+
+    first = "k" if contracting else "rows"
+    second = "one" if contracting else "groups"
+    tile = right.codes.shape[1] // right.scales.shape[1]
+    columns = ("n", tile)
+    result: Dims = (("groups", 1), (first, 1), columns) if contracting else ((first, 1), columns)
+    return PartitionRule(
+        name="grouped GEMM",
+        operands=((("groups", 1),), *dims(left, "one", first), *dims(right, second, "n")),
+        results=(result,),
+        whole=frozenset(whole | {first}),
+    )
+
+
+def multiply_groups(left: Rows, right: Rows, sizes: jax.Array, out: Any) -> jax.Array:
+    """(1, m, k), (g, n, k), (g,) -> (m, n): each row with the matrix of its group."""
+    count = left.codes.shape[1]
+    codes, scales = (align_groups(x[0], sizes, _ROWS) for x in (left.codes, _row_scales(left)))
+    ends = jnp.cumsum(pad_sizes(sizes, _ROWS)).astype(jnp.int32)
+    product = _call_rows(
+        codes,
+        right.codes,
+        _as_scales(_atoms(scales)),
+        _as_scales(jax.vmap(_atoms)(_row_scales(right))),
+        ends,
+        _outer_scale(left) * _outer_scale(right),
+        jnp.dtype(out),
+    )
+    return restore_groups(product, sizes, _ROWS, count)
+
+
+def contract_groups(left: Rows, right: Rows, sizes: jax.Array, out: Any) -> jax.Array:
+    """(1, k, m), (1, n, m), (g,) -> (g, k, n): each group of tokens, in whole blocks, is contracted."""
+    blocks, unit = sizes // _BLOCK, _TOKENS // _BLOCK
+
+    def align(rows: Rows) -> tuple[jax.Array, jax.Array]:
+        bytes_ = rows.codes[0].reshape(rows.codes.shape[1], -1, _BLOCK // 2)
+        codes = align_groups(bytes_, blocks, unit, axis=1)
+        scales = align_groups(_row_scales(rows)[0], blocks, unit, axis=1)
+        atoms = _order_by_group(_atoms(scales), pad_sizes(blocks, unit) // _ATOM_BLOCKS)
+        return codes.reshape(codes.shape[0], -1), _as_scales(atoms)
+
+    (a, a_scales), (b, b_scales) = align(left), align(right)
+    ends = jnp.cumsum(pad_sizes(sizes, _TOKENS)).astype(jnp.int32)
+    left_outer, right_outer = (jnp.broadcast_to(_outer_scale(rows), sizes.shape) for rows in (left, right))
+    return _call_tokens(a, b, a_scales, b_scales, ends, (left_outer, right_outer), jnp.dtype(out))
+
+
+def _row_scales(rows: Rows) -> jax.Array:
+    """One scale for each block of each row."""
+    tile = rows.codes.shape[1] // rows.scales.shape[1]
+    return repeat_axis(rows.scales, -2, tile) if tile > 1 else rows.scales
+
+
+def _outer_scale(rows: Rows) -> jax.Array:
+    """The outer scales as fp32 numbers, one for each index of the batch."""
+    if rows.mantissa is None or rows.exponent is None:
+        return jnp.ones(rows.codes.shape[0], jnp.float32)
+    exponent = rows.exponent[:, 0, 0]
+    half = exponent >> 1
+    return rows.mantissa[:, 0, 0] * power_of_two(half) * power_of_two(exponent - half)
+
+
+def _atoms(scales: jax.Array) -> jax.Array:
+    """(rows, blocks) as (rows / 128, blocks / 4, 32, 4, 4): in an atom, a row r is at [r % 32, r // 32]."""
+    rows, blocks = scales.shape
+    padded = jnp.pad(scales, ((0, -rows % _ATOM_ROWS), (0, -blocks % _ATOM_BLOCKS)))
+    split = padded.reshape(-1, 4, _ATOM_ROWS // 4, padded.shape[1] // _ATOM_BLOCKS, _ATOM_BLOCKS)
+    return split.transpose(0, 3, 2, 1, 4)
+
+
+def _order_by_group(atoms: jax.Array, sizes: jax.Array) -> jax.Array:
+    """The atoms of each group one after the other, each group with its own rows of atoms.
+
+    `sizes` are the columns of atoms of each group.
+    """
+    rows, columns = atoms.shape[:2]
+    position = jnp.arange(rows * columns)
+    ends = jnp.cumsum(sizes)
+    group = jnp.clip(jnp.searchsorted(rows * ends, position, side="right"), 0, sizes.shape[0] - 1)
+    first, width = (ends - sizes)[group], jnp.maximum(sizes[group], 1)
+    inner = position - rows * first
+    source = (inner // width) * columns + first + inner % width
+    source = jnp.where(position < rows * ends[-1], source, rows * columns)
+    return jnp.take(atoms.reshape(rows * columns, -1), source, axis=0, mode="fill", fill_value=0)
+
+
+def _as_scales(atoms: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(atoms.reshape(-1), jnp.float8_e4m3fn)
+
+
+# ---- the library
+
+
+def _call_rows(
+    codes: jax.Array,
+    weights: jax.Array,
+    scales: jax.Array,
+    weight_scales: jax.Array,
+    ends: jax.Array,
+    outer: jax.Array,
+    out: Any,
+) -> jax.Array:
+    """Rows of groups that end at `ends` (m, k / 2) by a matrix for each group (g, n, k / 2)."""
+    product: jax.Array = _load().grouped_gemm_quant_jax_forward(
+        codes, weights, scales, weight_scales, ends, outer, d_dtype=out, sf_vec_size=_BLOCK
+    )["d_tensor"]
+    return product
+
+
+def _call_tokens(
+    left: jax.Array,
+    right: jax.Array,
+    left_scales: jax.Array,
+    right_scales: jax.Array,
+    ends: jax.Array,
+    outer: tuple[jax.Array, jax.Array],
+    out: Any,
+) -> jax.Array:
+    """(k, m / 2), (n, m / 2) -> (g, k, n), contracted in groups of tokens that end at `ends`."""
+    product: jax.Array = _load().grouped_gemm_wgrad_jax_sm100(
+        left,
+        right,
+        ends,
+        wgrad_dtype=out,
+        sfa_tensor=left_scales,
+        sfb_tensor=right_scales,
+        global_scale_a=outer[0],
+        global_scale_b=outer[1],
+        sf_vec_size=_BLOCK,
+    )["wgrad_tensor"]
+    return product
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+@contextlib.contextmanager
+def compiling_for(capability: tuple[int, int], processors: int) -> Iterator[None]:
+    """Compiles the kernels for a GPU that is not present: the library gets answers in place of the GPU's."""
+    if find_missing_library():
+        yield
+        return
+    import cutlass.utils  # type: ignore[import-not-found, unused-ignore]
+    from cudnn.gemm.cutedsl.grouped.quant import jax_api as rows  # type: ignore[import-not-found, unused-ignore]
+    from cudnn.gemm.cutedsl.grouped.wgrad import jax_api as tokens  # type: ignore[import-not-found, unused-ignore]
+
+    class Hardware:
+        def get_max_active_clusters(self, size: int) -> int:
+            return processors // size
+
+    answers = {"get_compute_capability": lambda: capability, "get_device_type": lambda: "blackwell"}
+    with contextlib.ExitStack() as stack:
+        # Not `mock.patch.dict`, which would also take back what libraries set meanwhile.
+        stack.callback(_set_variable, "CUTE_DSL_ARCH", os.environ.get("CUTE_DSL_ARCH"))
+        _set_variable("CUTE_DSL_ARCH", "sm_{}{}a".format(*capability))
+        stack.enter_context(mock.patch.object(cutlass.utils, "HardwareInfo", Hardware))
+        for module in (rows, tokens):
+            for name, answer in answers.items():
+                if hasattr(module, name):
+                    stack.enter_context(mock.patch.object(module, name, answer))
+        yield

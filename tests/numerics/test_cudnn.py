@@ -1,0 +1,158 @@
+"""Backend `cudnn`: what it gives to cuDNN's grouped GEMMs, read as their documentation says.
+
+The kernels need a Blackwell GPU. In their place, NumPy reads the codes, the atoms of scales and the ends of the groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import lax
+
+from policyc.jaxcore.define_primitive import LoweringContext
+from policyc.language.recipes import OPERAND_GROUPS, Gemm, Treatment, make_recipe
+from policyc.numerics.backends import cudnn, emulate
+from policyc.numerics.backends.choice import GemmQuery, Machine, choose
+from policyc.numerics.products import GemmOptions
+from policyc.numerics.quantize import Axes, Quantized, quantize
+from policyc.numerics.ragged import quantized_ragged_dot
+from tests.support.gemms import normal
+
+NVFP4 = Treatment(format="nvfp4", element="e2m1")
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+ON_GPU = LoweringContext(platform="cuda", single_device=True)
+ROWS, COLUMNS = Axes(axis=-1), Axes(axis=-2)
+WEIGHT = Axes(axis=-2, batch=(-3,), tile=-1)
+
+
+def values(packed: np.ndarray) -> np.ndarray:
+    """Two values per byte, the first in the low nibble."""
+    codes = np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], -1)
+    return np.where(codes & 8, -1, 1) * E2M1[codes & 7]
+
+
+def scales(atoms: np.ndarray, rows: int, blocks: int) -> np.ndarray:
+    """One for each element, from atoms (rows / 128, blocks / 4, 32, 4, 4) in row-major order."""
+    found = np.empty((rows, blocks))
+    shape = -(-rows // 128), -(-blocks // 4), 32, 4, 4
+    atoms = atoms.view(ml_dtypes.float8_e4m3fn).astype(np.float64).reshape(shape)
+    for r in range(rows):
+        for b in range(blocks):
+            found[r, b] = atoms[r // 128, b // 4, r % 32, r % 128 // 32, b % 4]
+    return np.repeat(found, 16, axis=1)
+
+
+def multiply_rows(codes: Any, weights: Any, sfa: Any, sfb: Any, ends: Any, outer: Any, out: Any) -> jax.Array:
+    codes, weights, sfa, sfb, ends, outer = map(np.asarray, (codes, weights, sfa, sfb, ends, outer))
+    assert len(codes) % 256 == 0
+    assert (ends % 256 == 0).all()
+    left = values(codes)
+    left *= scales(sfa, *np.floor_divide(left.shape, (1, 16)))
+    product = np.full((len(codes), weights.shape[1]), np.nan)  # what is after the last group is not written
+    start, per_group = 0, len(sfb) // len(weights)
+    for g, end in enumerate(ends):
+        right = values(weights[g])
+        right *= scales(sfb[g * per_group : (g + 1) * per_group], *np.floor_divide(right.shape, (1, 16)))
+        product[start:end] = left[start:end] @ right.T * outer[g]
+        start = end
+    return jnp.asarray(product, out)
+
+
+def contract_tokens(a: Any, b: Any, sfa: Any, sfb: Any, ends: Any, outer: Any, out: Any) -> jax.Array:
+    a, b, sfa, sfb, ends = map(np.asarray, (a, b, sfa, sfb, ends))
+    assert (ends % 128 == 0).all()
+    left, right = values(a), values(b)
+    products, start = [], 0
+    for g, end in enumerate(ends):
+        factors = []
+        for whole, atoms in ((left, sfa), (right, sfb)):
+            rows = len(whole)
+            assert rows % 128 == 0
+            part = atoms[rows * start // 16 : rows * end // 16]
+            factors.append(whole[:, start:end] * scales(part, rows, (end - start) // 16))
+        products.append(factors[0] @ factors[1].T * np.asarray(outer[0])[g] * np.asarray(outer[1])[g])
+        start = end
+    return jnp.asarray(np.stack(products), out)
+
+
+@pytest.fixture(autouse=True)
+def library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn, "_call_rows", multiply_rows)
+    monkeypatch.setattr(cudnn, "_call_tokens", contract_tokens)
+
+
+SIZES = np.array([5, 0, 19, 33])
+
+
+@pytest.mark.parametrize("tile2d", [False, True], ids=["blocks", "tiles"])
+def test_rows_are_multiplied_with_the_matrix_of_their_group(tile2d: bool) -> None:
+    x, w = normal(64, 128), normal(4, 128, 256, seed=1) * jnp.array([1.0, 1, 8, 64])[:, None, None]
+    a, b = quantize(x, NVFP4, ROWS), quantize(w, replace(NVFP4, tile2d=tile2d), WEIGHT)
+    check(a, b, jnp.asarray(SIZES), contracting=False, out=jnp.bfloat16)
+
+
+def test_groups_of_tokens_are_contracted() -> None:
+    sizes = (SIZES + 15) // 16 * 16
+    x, dy = normal(128, 128), normal(128, 256, seed=1)
+    a, b = quantize(x, NVFP4, COLUMNS), quantize(dy, NVFP4, COLUMNS)
+    check(a, b, jnp.asarray(sizes), contracting=True, out=jnp.float32)
+
+
+def check(a: Quantized, b: Quantized, sizes: jax.Array, *, contracting: bool, out: Any) -> None:
+    ours = cudnn.ragged_gemm(a, b, sizes, contracting, out, ON_GPU)
+    emulated = emulate.ragged_gemm(a, b, sizes, contracting, out, LoweringContext(platform="cpu"))
+    assert ours.shape == emulated.shape
+    assert ours.dtype == emulated.dtype == out
+    used = slice(None) if contracting else slice(0, int(sizes.sum()))
+    # Fp32 sums in another order: some ulps. One rounding to bfloat16 may fall to the other side.
+    tolerance = 2**-8 if out == jnp.bfloat16 else 1e-5
+    np.testing.assert_allclose(
+        np.asarray(ours, np.float32)[used], np.asarray(emulated, np.float32)[used], tolerance, tolerance
+    )
+    if not contracting:
+        assert (np.asarray(ours, np.float32)[int(sizes.sum()) :] == 0).all()
+
+
+def query(gemm: Gemm, **changes: Any) -> GemmQuery:
+    return GemmQuery(
+        gemm=gemm, left=NVFP4, right=NVFP4, **{"m": 64, "n": 256, "k": 128, "ragged": True} | changes
+    )
+
+
+BLACKWELL = Machine("gb200", frozenset({"nvfp4", "fp8"}))
+
+
+def test_auto_takes_it_for_ragged_products_if_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn, "find_missing_library", lambda: "")
+    assert str(choose("auto", query(Gemm.FPROP), BLACKWELL)) == "cudnn, native"
+    assert str(choose("auto", query(Gemm.WGRAD, m=128, n=256, k=64), BLACKWELL)) == "cudnn, native"
+    narrow = choose("auto", query(Gemm.FPROP, k=96), BLACKWELL)
+    assert str(narrow) == "emulated"
+    assert narrow.obstacle is not None
+    assert "requires k % 128 == 0, but fprop has 96" in narrow.obstacle.reason
+    failed = Machine("gb200", frozenset({"nvfp4"}), failures={"cudnn nvfp4": "wrong"})
+    assert str(choose("auto", query(Gemm.FPROP), failed)) == "emulated"
+    monkeypatch.setattr(cudnn, "find_missing_library", lambda: "not here")
+    assert str(choose("auto", query(Gemm.FPROP), BLACKWELL)) == "emulated"
+
+
+def test_elsewhere_it_is_the_emulation() -> None:
+    recipe = make_recipe("nvfp4", {"scale2d": OPERAND_GROUPS["weights"]})
+    x, w, sizes = normal(64, 128), normal(4, 128, 128, seed=1), jnp.asarray(SIZES, jnp.int32)
+
+    def grads(backend: str) -> Any:
+        options = GemmOptions(backends=(backend,) * 3)
+        return jax.jit(
+            jax.grad(lambda x, w: (quantized_ragged_dot(x, w, sizes, recipe, options) ** 2).sum(), (0, 1))
+        )(x, w)
+
+    for ours, emulated in zip(grads("cudnn"), grads("emulate"), strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(emulated))
+    exact = jax.grad(lambda x, w: (lax.ragged_dot(x, w, sizes) ** 2).sum(), (0, 1))(x, w)
+    assert jax.tree.map(jnp.shape, exact) == jax.tree.map(jnp.shape, grads("cudnn"))
