@@ -5,6 +5,7 @@ It ends when its standard input does: that is when the server has ended, in whic
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import subprocess
 import sys
@@ -43,6 +44,9 @@ class Worker:
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             self._process = None
             process.kill()
+            with contextlib.suppress(OSError):  # what was not written is lost
+                process.stdin.close()
+            process.stdout.close()
             process.wait()
             raise WorkerError(f"the process that lints has ended: {error}") from None
         if problem:

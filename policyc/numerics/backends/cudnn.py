@@ -23,15 +23,28 @@ from policyc.jaxcore.partition import Dims, PartitionRule, ShardIndex, partition
 from policyc.numerics.backends import BackendTraits, emulate, xla
 from policyc.numerics.backends.block_scaled import Rows
 from policyc.numerics.backends.choice import GemmQuery, Obstacle
+from policyc.numerics.backends.xla import count_reads, quantize, quantize_orders
 from policyc.numerics.groups import align_groups, pad_sizes, restore_groups
 from policyc.numerics.products import DimensionNumbers
 from policyc.numerics.quantize.bits import power_of_two
 from policyc.numerics.quantize.layout import Operand, Quantized, repeat_axis
 
+__all__ = [
+    "TRAITS",
+    "compiling_for",
+    "count_reads",
+    "find_missing_library",
+    "gemm",
+    "obstacle",
+    "quantize",
+    "quantize_orders",
+    "quantize_stack",
+    "ragged_gemm",
+]
+
 INSTALL = "pip install nvidia-cudnn-frontend"
 
 TRAITS = BackendTraits(needs_devices=True, can_batch=False, quantizes_stacks=False)
-quantize, quantize_orders, count_reads = xla.quantize, xla.quantize_orders, xla.count_reads
 
 _BLOCK = 16
 _ROWS, _TOKENS = 256, 128

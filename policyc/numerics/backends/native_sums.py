@@ -17,13 +17,27 @@ from policyc.jaxcore.define_primitive import LoweringContext
 from policyc.numerics.backends import emulate, xla
 from policyc.numerics.backends.block_scaled import as_values
 from policyc.numerics.backends.choice import GemmQuery, Obstacle
+from policyc.numerics.backends.emulate import (
+    TRAITS,
+    count_reads,
+    find_missing_library,
+    quantize,
+    quantize_orders,
+)
 from policyc.numerics.products import DimensionNumbers
 from policyc.numerics.quantize.bits import bits_of, from_bits, power_of_two
 from policyc.numerics.quantize.layout import Operand, Quantized
 
-TRAITS = emulate.TRAITS
-find_missing_library = emulate.find_missing_library
-quantize, quantize_orders, count_reads = emulate.quantize, emulate.quantize_orders, emulate.count_reads
+__all__ = [
+    "TRAITS",
+    "count_reads",
+    "find_missing_library",
+    "gemm",
+    "obstacle",
+    "quantize",
+    "quantize_orders",
+    "quantize_stack",
+]
 
 _BLOCK, _GROUP = 16, 64
 _FRACTION = 20
