@@ -42,7 +42,7 @@ class SiteSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """The settings of the project, and the sites of the model; None if there is no list of them."""
+    """The project's settings and the model's sites, or None if nobody has listed them yet."""
 
     settings: Settings
     source: SiteSource

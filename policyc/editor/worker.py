@@ -51,7 +51,7 @@ class Worker:
             raise WorkerError(f"the process that lints has ended: {error}") from None
         if problem:
             raise WorkerError(problem)
-        return result  # type: ignore[no-any-return]
+        return result  # type: ignore[no-any-return]  # the type is that of the function
 
 
 def serve() -> None:

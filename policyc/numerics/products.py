@@ -49,6 +49,10 @@ class GemmOptions:
     precision: Any = None
     preferred_element_type: Any = None
 
+    def backend(self, gemm: Gemm) -> str:
+        """The backend of a product."""
+        return dict(zip(Gemm, self.backends, strict=True))[gemm]
+
 
 DEFAULT_OPTIONS = GemmOptions()
 
@@ -303,7 +307,7 @@ def _operand_spec(
         treatment=_treatment(spec.recipe, gemm, role),
         axes=_operand_axes(dims, both_orders=_needs_both_orders(spec, role)),
         tokens=tokens,
-        backend=dict(zip(Gemm, spec.options.backends, strict=True))[gemm],
+        backend=spec.options.backend(gemm),
     )
 
 

@@ -91,7 +91,7 @@ def _multiply(
     contracting = gemm is Gemm.WGRAD
     if isinstance(lhs, Quantized) or isinstance(rhs, Quantized):
         with _product_scope(spec, gemm):
-            backend = dict(zip(Gemm, spec.options.backends, strict=True))[gemm]
+            backend = spec.options.backend(gemm)
             return scaled_ragged_gemm(lhs, rhs, sizes, contracting=contracting, out=out, backend=backend)
     is_kept = spec.recipe.gemm_treatments(gemm)[0].format == "keep"
     multiply = partial(

@@ -164,7 +164,7 @@ def test_a_fault_of_the_kernel_that_quantizes_in_one_pass_is_found(monkeypatch: 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native_sums", "emulate"])
 def test_native_products_are_compared_with_modelled_sums(backend: str) -> None:
-    """The data has sums that depend on how they are added. Other sums are no fault."""
+    """The sums of this data depend on the order of additions. Another order is not a fault."""
     findings = list(check_gemm(Subject(backend=backend, format="nvfp4", native=True, quick=True)))
     (sums,) = (f.what for f in findings if "are those of" in f.what)
     assert f"100.0% of fp32 sums are those of {backend}" in sums

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.stages import Compiled
 
 from policyc.compiler.pipeline import apply
 from policyc.hardware.compile_report import NATIVE_CALLS
@@ -69,16 +70,8 @@ def check_gemm(subject: Subject) -> Iterator[Finding]:
     """Three products against the emulation on the CPU, that they are native calls, and that a NaN stays."""
     arrays, limit = _arrays(), gemm_tolerance(subject.format)
     run = jax.jit(_three_products(subject.backend, subject.format)).lower(*arrays).compile()
-    call = NATIVE_CALLS.get((subject.backend, subject.format), "")
-    if subject.native and call:
-        count = str(run.as_text()).count(f'custom_call_target="{call}"')
-        yield Finding(f"{call} is called", "" if count >= 3 else f"{count} of 3 products call it")
     emulated = _three_products("emulate", subject.format)
-    expected = run_on(reference_device(), emulated, *arrays)
-    for name, ours, theirs in zip(_PRODUCTS, jax.device_get(run(*arrays)), expected, strict=True):
-        error = relative_error(ours, theirs)
-        what = f"{name}: relative error {error:.1e}, at most {limit:.1e}"
-        yield Finding(what, "" if error <= limit else "differs from the emulation")
+    yield from _compare_products(subject, run, emulated, arrays, limit)
     if subject.native and subject.format == "nvfp4":
         yield _compare_sums(subject.backend)
     arrays[0][5, 7] = np.nan
@@ -86,6 +79,21 @@ def check_gemm(subject: Subject) -> Iterator[Finding]:
     for name, ours, theirs in zip(_PRODUCTS, jax.device_get(run(*arrays)), expected, strict=True):
         lost = np.sum(np.isnan(theirs.astype(np.float32)) & ~np.isnan(ours.astype(np.float32)))
         yield Finding(f"NaN in {name}", f"{lost} results lost it" if lost else "")
+
+
+def _compare_products(
+    subject: Subject, run: Compiled, emulated: Callable[..., Any], arrays: Sequence[np.ndarray], limit: float
+) -> Iterator[Finding]:
+    """Whether compiled products are native calls, and near those of the emulation on the CPU."""
+    call = NATIVE_CALLS.get((subject.backend, subject.format), "")
+    if subject.native and call:
+        count = str(run.as_text()).count(f'custom_call_target="{call}"')
+        yield Finding(f"{call} is called", "" if count >= 3 else f"{count} of 3 products call it")
+    expected = run_on(reference_device(), emulated, *arrays)
+    for name, ours, theirs in zip(_PRODUCTS, jax.device_get(run(*arrays)), expected, strict=True):
+        error = relative_error(ours, theirs)
+        what = f"{name}: relative error {error:.1e}, at most {limit:.1e}"
+        yield Finding(what, "" if error <= limit else "differs from the emulation")
 
 
 def _compare_sums(backend: str) -> Finding:
@@ -125,15 +133,7 @@ def check_groups(subject: Subject) -> Iterator[Finding]:
         return partial(three_products, lambda x, w: quantized_ragged_dot(x, w, sizes, recipe, options))
 
     run = jax.jit(products(subject.backend)).lower(*arrays).compile()
-    call = NATIVE_CALLS[subject.backend, "nvfp4"]
-    if subject.native:
-        count = str(run.as_text()).count(f'custom_call_target="{call}"')
-        yield Finding(f"{call} is called", "" if count >= 3 else f"{count} of 3 products call it")
-    expected = run_on(reference_device(), products("emulate"), *arrays)
-    for name, ours, theirs in zip(_PRODUCTS, jax.device_get(run(*arrays)), expected, strict=True):
-        error = relative_error(ours, theirs)
-        what = f"{name}: relative error {error:.1e}, at most {limit:.1e}"
-        yield Finding(what, "" if error <= limit else "differs from the emulation")
+    yield from _compare_products(subject, run, products("emulate"), arrays, limit)
 
 
 def check_devices(subject: Subject) -> Iterator[Finding]:

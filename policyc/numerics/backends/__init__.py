@@ -97,7 +97,7 @@ class Backend(Protocol):
     def gemm(
         self, lhs: Operand, rhs: Operand, dimensions: DimensionNumbers, out: Any, context: LoweringContext
     ) -> jax.Array:
-        """The product of two operands, with dtype `out`."""
+        """The product of two operands, with dtype `out`. Only if `obstacle` accepts a GEMM that is not ragged."""
 
     def ragged_gemm(
         self,

@@ -74,10 +74,14 @@ def _multiplier(spec: BlockScaledSpec) -> Callable[[Rows, Rows], jax.Array]:
 def as_values(rows: Rows, format: str) -> tuple[jax.Array, jax.Array]:
     """Codes and scales in XLA's dtypes, with one scale for each block of each row."""
     element, scale = DTYPES[format]
-    tile = rows.codes.shape[1] // rows.scales.shape[1]
-    scales = repeat_axis(rows.scales, -2, tile) if tile > 1 else rows.scales
     values = lax.bitcast_convert_type(rows.codes, element).reshape(*rows.codes.shape[:2], -1)
-    return values, lax.bitcast_convert_type(scales, scale)
+    return values, lax.bitcast_convert_type(row_scales(rows), scale)
+
+
+def row_scales(rows: Rows) -> jax.Array:
+    """The bytes of the block scales, one for each block of each row."""
+    tile = rows.codes.shape[1] // rows.scales.shape[1]
+    return repeat_axis(rows.scales, -2, tile) if tile > 1 else rows.scales
 
 
 def _multiply(a: Rows, b: Rows, spec: BlockScaledSpec) -> jax.Array:

@@ -21,24 +21,21 @@ from jax import lax
 from policyc.jaxcore.define_primitive import LoweringContext
 from policyc.jaxcore.partition import Dims, PartitionRule, ShardIndex, partition
 from policyc.numerics.backends import BackendTraits, emulate, xla
-from policyc.numerics.backends.block_scaled import Rows
+from policyc.numerics.backends.block_scaled import Rows, row_scales
 from policyc.numerics.backends.choice import GemmQuery, Obstacle
 from policyc.numerics.backends.xla import count_reads, quantize, quantize_orders
 from policyc.numerics.groups import align_groups, pad_sizes, restore_groups
-from policyc.numerics.products import DimensionNumbers
-from policyc.numerics.quantize.bits import power_of_two
-from policyc.numerics.quantize.layout import Operand, Quantized, repeat_axis
+from policyc.numerics.quantize.layout import Operand, Quantized
+from policyc.numerics.quantize.values import apply_outer_scale
 
 __all__ = [
     "TRAITS",
     "compiling_for",
     "count_reads",
     "find_missing_library",
-    "gemm",
     "obstacle",
     "quantize",
     "quantize_orders",
-    "quantize_stack",
     "ragged_gemm",
 ]
 
@@ -63,7 +60,7 @@ def find_missing_library() -> str:
 
 
 def _load() -> Any:
-    import cudnn  # type: ignore[import-not-found, unused-ignore]
+    import cudnn
 
     if not hasattr(cudnn, "grouped_gemm_quant_jax_forward"):
         raise ImportError("this version of cudnn has no grouped_gemm_quant_jax_forward")
@@ -89,18 +86,6 @@ def obstacle(query: GemmQuery) -> Obstacle | None:
     if any(dtype != "bfloat16" for dtype in query.types[: 1 if query.gemm != "wgrad" else 2]):
         return Obstacle("cuDNN's grouped GEMM gives bfloat16", "compute in bfloat16")
     return None
-
-
-def quantize_stack(*args: Any) -> Quantized:
-    """Never called: `TRAITS` says that it quantizes no stacks."""
-    raise NotImplementedError
-
-
-def gemm(
-    lhs: Operand, rhs: Operand, dimensions: DimensionNumbers, out: Any, context: LoweringContext
-) -> jax.Array:
-    """Never called: `obstacle` refuses products that are not ragged."""
-    raise NotImplementedError
 
 
 # ---- products of groups
@@ -164,13 +149,13 @@ def _rule(left: Rows, right: Rows, contracting: bool) -> PartitionRule:
 def multiply_groups(left: Rows, right: Rows, sizes: jax.Array, out: Any) -> jax.Array:
     """(1, m, k), (g, n, k), (g,) -> (m, n): each row with the matrix of its group."""
     count = left.codes.shape[1]
-    codes, scales = (align_groups(x[0], sizes, _ROWS) for x in (left.codes, _row_scales(left)))
+    codes, scales = (align_groups(x[0], sizes, _ROWS) for x in (left.codes, row_scales(left)))
     ends = jnp.cumsum(pad_sizes(sizes, _ROWS)).astype(jnp.int32)
     product = _call_rows(
         codes,
         right.codes,
         _as_scales(_atoms(scales)),
-        _as_scales(jax.vmap(_atoms)(_row_scales(right))),
+        _as_scales(jax.vmap(_atoms)(row_scales(right))),
         ends,
         _outer_scale(left) * _outer_scale(right),
         jnp.dtype(out),
@@ -185,7 +170,7 @@ def contract_groups(left: Rows, right: Rows, sizes: jax.Array, out: Any) -> jax.
     def align(rows: Rows) -> tuple[jax.Array, jax.Array]:
         bytes_ = rows.codes[0].reshape(rows.codes.shape[1], -1, _BLOCK // 2)
         codes = align_groups(bytes_, blocks, unit, axis=1)
-        scales = align_groups(_row_scales(rows)[0], blocks, unit, axis=1)
+        scales = align_groups(row_scales(rows)[0], blocks, unit, axis=1)
         atoms = _order_by_group(_atoms(scales), pad_sizes(blocks, unit) // _ATOM_BLOCKS)
         return codes.reshape(codes.shape[0], -1), _as_scales(atoms)
 
@@ -195,19 +180,11 @@ def contract_groups(left: Rows, right: Rows, sizes: jax.Array, out: Any) -> jax.
     return _call_tokens(a, b, a_scales, b_scales, ends, (left_outer, right_outer), jnp.dtype(out))
 
 
-def _row_scales(rows: Rows) -> jax.Array:
-    """One scale for each block of each row."""
-    tile = rows.codes.shape[1] // rows.scales.shape[1]
-    return repeat_axis(rows.scales, -2, tile) if tile > 1 else rows.scales
-
-
 def _outer_scale(rows: Rows) -> jax.Array:
     """The outer scales as fp32 numbers, one for each index of the batch."""
     if rows.mantissa is None or rows.exponent is None:
         return jnp.ones(rows.codes.shape[0], jnp.float32)
-    exponent = rows.exponent[:, 0, 0]
-    half = exponent >> 1
-    return rows.mantissa[:, 0, 0] * power_of_two(half) * power_of_two(exponent - half)
+    return apply_outer_scale(jnp.float32(1), rows.mantissa, rows.exponent)[:, 0, 0]
 
 
 def _atoms(scales: jax.Array) -> jax.Array:
@@ -294,9 +271,9 @@ def compiling_for(capability: tuple[int, int], processors: int) -> Iterator[None
     if find_missing_library():
         yield
         return
-    import cutlass.utils  # type: ignore[import-not-found, unused-ignore]
-    from cudnn.gemm.cutedsl.grouped.quant import jax_api as rows  # type: ignore[import-not-found, unused-ignore]
-    from cudnn.gemm.cutedsl.grouped.wgrad import jax_api as tokens  # type: ignore[import-not-found, unused-ignore]
+    import cutlass.utils
+    from cudnn.gemm.cutedsl.grouped.quant import jax_api as rows
+    from cudnn.gemm.cutedsl.grouped.wgrad import jax_api as tokens
 
     class Hardware:
         def get_max_active_clusters(self, size: int) -> int:

@@ -36,7 +36,6 @@ __all__ = [
     "obstacle",
     "quantize",
     "quantize_orders",
-    "quantize_stack",
 ]
 
 _BLOCK, _GROUP = 16, 64
@@ -50,11 +49,6 @@ def obstacle(query: GemmQuery) -> Obstacle | None:
         return None
     kind = "ragged groups" if query.ragged else query.format
     return Obstacle(f"how GPUs add products is modelled for nvfp4 only, not for {kind}", "ordinary fp32 sums")
-
-
-def quantize_stack(*args: Any) -> Quantized:
-    """Never called: `TRAITS` says that it quantizes no stacks."""
-    raise NotImplementedError
 
 
 def gemm(
