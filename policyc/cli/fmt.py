@@ -75,13 +75,14 @@ def _read_and_format(name: str, shown: str) -> tuple[str, str]:
     """The text of a file before and after formatting. Raises PolicyError if it does not parse."""
     from policyc.language.bundled import locate, read_policy_text
     from policyc.language.diagnostics import PolicyError, SourceText
-    from policyc.language.formatter import format_file
+    from policyc.language.formatter import format_text
     from policyc.language.loader import withhold_lines
     from policyc.language.parser import read_statements
 
     text = read_stdin() if name == "-" else read_policy_text(check_writable(name, locate(name)))
     source = SourceText(text.removeprefix("\ufeff"), shown)
-    file, diagnostics = read_statements(source)
-    if diagnostics:
+    formatted = format_text(source.text)
+    if formatted is None:
+        _, diagnostics = read_statements(source)
         raise PolicyError(diagnostics if name == "-" else withhold_lines(Path(name), diagnostics))
-    return text, format_file(file)
+    return text, formatted

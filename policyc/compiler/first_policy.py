@@ -12,10 +12,9 @@ from itertools import groupby
 
 from policyc.base.text import count_noun, count_others, escape_controls
 from policyc.compiler.site_lists import ListedSite, ListPlan, SiteList
-from policyc.language.diagnostics import Diagnostic, SourceText
-from policyc.language.formatter import format_file
+from policyc.language.diagnostics import Diagnostic
+from policyc.language.formatter import format_text
 from policyc.language.loader import parse
-from policyc.language.parser import read_statements
 from policyc.language.policy import Policy, RecipeDef, RecipeExpr, Rule, recipe_calls
 from policyc.language.recipes import Gemm
 
@@ -76,9 +75,9 @@ def allow(text: str, diagnostics: Iterable[Diagnostic]) -> str:
 
 
 def _format(text: str) -> str:
-    file, diagnostics = read_statements(SourceText(text))
-    assert not diagnostics, diagnostics
-    return format_file(file)
+    formatted = format_text(text)
+    assert formatted is not None, text
+    return formatted
 
 
 def _used_recipes(policy: Policy, rules: Iterable[Rule]) -> Iterator[RecipeDef]:

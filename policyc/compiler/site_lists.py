@@ -235,13 +235,14 @@ class ListPlan:
         """One for each rule."""
         sites, masks, count = self.sites.sites, self.sites.masks, len(self.policy.rules)
         existing = [masks.of_sites(gemm in site.products for site in sites) for gemm in Gemm]
+        layer_flops = [site.flops / len(site.layers) for site in sites]
         decided, flops = [0] * count, [0.0] * count
         for phase in self.rules.phases:
             in_phase = [0.0] * count
             for rule, product, layers in self._decide(phase):
-                for site, number in masks.split(layers & existing[product]):
-                    in_phase[rule] += sites[site].flops * number / len(sites[site].layers)
-                decided[rule] |= layers & existing[product]
+                layers &= existing[product]
+                in_phase[rule] += sum(layer_flops[site] * number for site, number in masks.split(layers))
+                decided[rule] |= layers
             flops = list(map(max, flops, in_phase))
         matched = (
             union(mask & exists for mask, exists in zip(by_product, existing, strict=True))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -23,6 +24,7 @@ LIST_SITES = "policyc.listSites"
 _SEVERITIES = {Severity.ERROR: 1, Severity.WARNING: 2, Severity.NOTE: 3}
 _SYMBOLS = {"recipe": 13, "group": 18, "variant": 2}  # a variable, an array, a module
 _SCHEDULE_SYMBOL = 24  # an event
+_LINE = re.compile(r"[^\n]*\n|[^\n]+")
 
 
 def to_lsp_diagnostic(diagnostic: Diagnostic, uri: str) -> Json:
@@ -91,27 +93,25 @@ def replace_text(source: SourceText, text: str) -> list[Json]:
     """
     if "\r\n" in source.text:
         text = text.replace("\r\n", "\n").replace("\n", "\r\n")
-    old, new = source.text.splitlines(keepends=True), text.splitlines(keepends=True)
-    first = next(
-        (i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new))
-    )
-    last = next(
-        (
-            i
-            for i, (a, b) in enumerate(zip(reversed(old[first:]), reversed(new[first:]), strict=False))
-            if a != b
-        ),
-        min(len(old), len(new)) - first,
-    )
-    changed, replaced = old[first : len(old) - last], new[first : len(new) - last]
-    if len(changed) != len(replaced):
-        changed, replaced = ["".join(changed)], ["".join(replaced)]
-    edits, start = [], sum(map(len, old[:first]))
-    for before, after in zip(changed, replaced, strict=True):
-        if before != after:
-            edits.append({"range": to_range(Span(source, start, start + len(before))), "newText": after})
-        start += len(before)
-    return edits
+    old, new = _LINE.findall(source.text), _LINE.findall(text)
+    starts = [{"line": line, "character": 0} for line in range(len(old))]
+    starts.append(to_position(source, len(source.text)))
+    if len(old) == len(new):
+        return [
+            {"range": {"start": starts[line], "end": starts[line + 1]}, "newText": after}
+            for line, (before, after) in enumerate(zip(old, new, strict=True))
+            if before != after
+        ]
+    first = _count_same(old, new)
+    last = _count_same(old[first:][::-1], new[first:][::-1])
+    place = {"start": starts[first], "end": starts[len(old) - last]}
+    return [{"range": place, "newText": "".join(new[first : len(new) - last])}]
+
+
+def _count_same(old: Sequence[str], new: Sequence[str]) -> int:
+    """The number of lines at the start that are the same."""
+    pairs = enumerate(zip(old, new, strict=False))
+    return next((number for number, (a, b) in pairs if a != b), min(len(old), len(new)))
 
 
 def format_edits(source: SourceText) -> list[Json]:

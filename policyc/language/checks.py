@@ -177,10 +177,10 @@ class _Checker:
                     message = f"'{call.name}' is a named recipe: it takes no options"
                     help = f"give them where '{call.name}' is defined"
                     self._report("unknown-option", call.settings[0].span, message, help)
-            elif call.name in FORMATS:
-                self._check_settings(call)
-            else:
+            elif call.name not in FORMATS:
                 self._report_unknown_recipe(call, known)
+            elif call.settings:
+                self._check_settings(call)
 
     def _report_unknown_recipe(self, call: RecipeCall, known: Mapping[str, RecipeExpr]) -> None:
         name_span = Span(call.span.source, call.span.start, call.span.start + len(call.name))

@@ -6,24 +6,21 @@ stays as it was written, because the layout has no place for such a comment.
 
 from __future__ import annotations
 
+import re
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from policyc.language.parser import (
-    BlockStatement,
-    PieceReader,
-    PolicyFile,
-    Statement,
-    comment_ranges,
-    find_pieces,
-)
+from policyc.language.parser import BlockStatement, Statement, comment_ranges, find_pieces, read_piece
 from policyc.language.policy import Rule
 
 _INDENT = "    "
 _MAX_WIDTH = 100  # columns: a wider block is written on several lines, and a wider selector is not aligned
+_MAX_KEPT = 4096  # printed statements: those of the policies that are open in an editor
+_SPACES = re.compile(r"[ \t\r\f]+")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Line:
     """A line to print. Lines with a `tail` are aligned at the arrow before it."""
 
@@ -33,50 +30,60 @@ class _Line:
     comment: str = ""
 
 
-def format_file(file: PolicyFile) -> str:
-    """Returns the formatted text of a file without errors. Its meaning and its comments do not change."""
-    text = format_text(file.source.text)
-    assert text is not None
-    return text
-
-
 def format_text(text: str) -> str | None:
-    """Returns the formatted text; None if it has errors."""
-    pieces = _read(text)
-    if pieces is None:
-        return None
-    printer = _Printer(text)
-    printer.print_file(pieces)
-    formatted = _join_lines(printer.lines)
-    if formatted != text:
-        _verify(text, pieces, formatted)
-    return formatted
-
-
-_Piece = tuple[int, tuple[Statement, ...]]
-
-
-def _read(text: str) -> list[_Piece] | None:
-    """The statements of a text by pieces, with the offsets of the pieces; None if the text has errors."""
-    reader, pieces = PieceReader(), []
-    for start, end, is_closed in find_pieces(text):
-        statements = reader.read(text[start:end]) if is_closed else None
-        if statements is None:
+    """Returns the formatted text; None if it has errors. Its meaning and its comments do not change."""
+    lines: list[_Line] = []
+    part_start = item_end = 0
+    pieces = [*find_pieces(text), (len(text), len(text), True)]
+    for start, end, is_closed in pieces:
+        printed = _print_part(text[part_start:start], text[start:end]) if is_closed else None
+        if printed is None:
             return None
-        pieces.append((start, statements))
-    return pieces
+        if printed.lines:
+            if lines and text.count("\n", item_end, part_start + printed.start) > 1:
+                lines.append(_Line(0, ""))
+            lines += printed.lines
+            item_end = part_start + printed.end
+        part_start = end
+    return _join_lines(lines)
 
 
-def _verify(text: str, pieces: list[_Piece], formatted: str) -> None:
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The lines of a piece and of the comments before it, and where the first item starts and the last one ends."""
+
+    lines: tuple[_Line, ...]
+    start: int
+    end: int
+
+
+@lru_cache(maxsize=_MAX_KEPT)  # an editor formats a text again after one of its statements has changed
+def _print_part(before: str, piece: str) -> _Part | None:
+    """Prints a piece of a text, and the comments before it. Returns None if the piece has errors."""
+    statements = read_piece(piece)
+    if statements is None:
+        return None
+    printer = _Printer(before + piece, len(before))
+    printer.print_items(statements)
+    _verify(before + piece, statements, "".join(f"{_print_line(line, 0)}\n" for line in printer.lines))
+    return _Part(tuple(printer.lines), printer.start, printer.end)
+
+
+def _verify(text: str, statements: tuple[Statement, ...], formatted: str) -> None:
     """Raises an AssertionError if the formatted text has other statements or other comments than the text."""
-    again = _read(formatted)
-    is_same = again is not None and _statements(again) == _statements(pieces)
-    if not is_same or _comments(formatted) != _comments(text):
+    if _squeeze(formatted) == _squeeze(text) and not any(c in text for c in "#'\""):
+        return  # only the spaces between tokens differ, and arrows will be aligned by spaces
+    again: list[Statement | None] = []
+    for start, end, is_closed in find_pieces(formatted):
+        again += (read_piece(formatted[start:end]) if is_closed else None) or (None,)
+    if again != list(statements) or _comments(formatted) != _comments(text):
         raise AssertionError("formatting this policy would change it: this is a bug in policyc")
 
 
-def _statements(pieces: list[_Piece]) -> list[Statement]:
-    return [statement for _, statements in pieces for statement in statements]
+def _squeeze(text: str) -> list[str]:
+    """The lines of a text that are not empty, with one space for several."""
+    lines = (_SPACES.sub(" ", line).strip(" ") for line in text.split("\n"))
+    return [line for line in lines if line]
 
 
 def _comments(text: str) -> list[str]:
@@ -84,20 +91,20 @@ def _comments(text: str) -> list[str]:
 
 
 class _Printer:
-    """Collects the lines to print.
+    """Collects the lines to print. `start` and `end` are where the first printed item starts and the last one ends.
 
-    `_piece` is the offset of the piece that is printed, and `_end` that of the end of the last printed item.
+    Spans of statements count from `piece`.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, piece: int) -> None:
         self.lines: list[_Line] = []
+        self.start = self.end = 0
         self._text = text
         self._comments = deque(comment_ranges(text))  # not printed yet
-        self._piece = self._end = 0
+        self._piece = piece
 
-    def print_file(self, pieces: list[_Piece]) -> None:
-        for self._piece, statements in pieces:
-            self._print_statements(statements, 0, 0)
+    def print_items(self, statements: tuple[Statement, ...]) -> None:
+        self._print_statements(statements, 0, 0)
         self._print_own_line_comments(len(self._text), 0, 0)
 
     def _print_body(self, block: BlockStatement, end: int, depth: int) -> None:
@@ -127,7 +134,7 @@ class _Printer:
             self.lines.append(_Line(depth, statement.head, statement.tail))
         else:
             self.lines.append(_Line(depth, str(statement)))
-        self._end = end
+        self.end = end
         self._add_trailing_comment()
 
     def _print_block(
@@ -140,7 +147,7 @@ class _Printer:
             self.lines.append(_Line(depth, line))
             return
         self.lines.append(_Line(depth, f"{block.head} {{"))
-        self._end = self._text.index("{", start) + 1
+        self.end = self._text.index("{", start) + 1
         self._add_trailing_comment()
         self._print_body(block, end - 1, depth + 1)
         self.lines.append(_Line(depth, "}"))
@@ -151,20 +158,22 @@ class _Printer:
             start, end = self._comments.popleft()
             self._print_gap(start, depth, first_line)
             self.lines.append(_Line(depth, self._text[start:end].rstrip()))
-            self._end = end
+            self.end = end
 
     def _add_trailing_comment(self) -> None:
         """Adds a comment that follows on the same line to the line just printed."""
         if self._comments:
             start, end = self._comments[0]
-            if start >= self._end and not self._text[self._end : start].strip(" \t\r\f;"):
+            if start >= self.end and not self._text[self.end : start].strip(" \t\r\f;"):
                 self._comments.popleft()
-                self.lines[-1].comment = self._text[start:end].rstrip()
-                self._end = end
+                self.lines[-1] = replace(self.lines[-1], comment=self._text[start:end].rstrip())
+                self.end = end
 
     def _print_gap(self, start: int, depth: int, first_line: int) -> None:
-        """Prints one empty line for any number of them, except at the top of a file or a block."""
-        if len(self.lines) > first_line and self._text.count("\n", self._end, start) > 1:
+        """Prints one empty line for any number of them, except before the first item and at the top of a block."""
+        if not self.lines:
+            self.start = start
+        if len(self.lines) > first_line and self._text.count("\n", self.end, start) > 1:
             self.lines.append(_Line(depth, ""))
 
 

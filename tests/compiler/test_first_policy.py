@@ -15,7 +15,7 @@ from policyc.compiler.plan_tables import as_json
 from policyc.compiler.site_lists import SiteList
 from policyc.compiler.sites import Sites
 from policyc.language.diagnostics import SourceText
-from policyc.language.formatter import format_file
+from policyc.language.formatter import format_text
 from policyc.language.loader import load, parse, parse_with_diagnostics
 from policyc.language.parser import read_statements
 from policyc.language.policy import Policy
@@ -46,7 +46,7 @@ def test_it_decides_as_the_policy_that_it_is_like(name: str, like: str) -> None:
     assert all(rule.expect for rule in plan.policy.rules)
     check_plan(plan)  # every `expect` holds, and no rule is idle
     file, _ = read_statements(SourceText(text))
-    assert format_file(file) == text
+    assert format_text(file.source.text) == text
     assert not engine.lint(parse_with_diagnostics(text)).diagnostics
 
 

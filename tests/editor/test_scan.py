@@ -16,6 +16,7 @@ from policyc.editor import features
 from policyc.editor.completion import complete
 from policyc.editor.findings import find_all
 from policyc.editor.hover import hover
+from policyc.editor.json_rpc import Json
 from policyc.editor.positions import to_offset, to_position
 from policyc.editor.reading import Reading, read
 from policyc.editor.scan import scan_text
@@ -25,7 +26,7 @@ from policyc.language.groups import GroupDef, named_group
 from policyc.language.loader import LoadedPolicy, parse_with_diagnostics
 from policyc.language.parser import BlockStatement, Statement, read_statements
 from policyc.language.policy import Policy, RecipeDef, Rule, recipe_calls
-from tests.support.command import ROOT
+from tests.support.command import ROOT, policyc
 from tests.support.strategies import texts
 
 pytestmark = pytest.mark.any_jax
@@ -158,12 +159,36 @@ LINES = st.lists(st.sampled_from(["", "a", "b", "é𝔘", "c\u2028d"]), max_size
 @example("", "a\nb")
 def test_edits_make_one_text_another_and_leave_the_lines_that_stay(before: str, after: str) -> None:
     source = SourceText(before)
-    text = before
-    for edit in reversed(features.replace_text(source, after)):
+    assert apply_edits(source, features.replace_text(source, after)) == after
+
+
+def apply_edits(source: SourceText, edits: list[Json]) -> str:
+    text = source.text
+    for edit in reversed(edits):
         start, end = (to_offset(source, edit["range"][key]) for key in ("start", "end"))
         assert text[start:end] != edit["newText"]
         text = text[:start] + edit["newText"] + text[end:]
-    assert text == after
+    return text
+
+
+KEYS = st.lists(st.tuples(st.floats(0, 1), st.sampled_from([" ", "\n", "# x\n", ";", "{"])), max_size=3)
+
+
+@given(texts(), KEYS, st.sampled_from(["\n", "\r\n"]))
+@settings(max_examples=10)
+def test_formatting_is_that_of_fmt(
+    drawn: tuple[Policy, str, list[str]], keys: list[tuple[float, str]], line_end: str
+) -> None:
+    text = drawn[1]
+    for share, key in [(0, ""), *keys]:  # most of a text was formatted before
+        place = int(share * len(text))
+        text = text[:place] + key + text[place:]
+        formatted = policyc("fmt", "-", stdin=text)
+        source = SourceText(text.replace("\n", line_end))
+        expected = formatted.out if formatted.code == 0 else text
+        if "\n" in text:
+            expected = expected.replace("\n", line_end)
+        assert apply_edits(source, features.format_edits(source)) == expected
 
 
 def test_an_edit_is_of_the_lines_that_change() -> None:

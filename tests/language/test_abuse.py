@@ -339,7 +339,7 @@ def test_the_properties_hold_for_many_more_mutated_policies(seed, tmp_path):
 
 def test_the_fuzzer_detects_a_wrong_formatter(tmp_path, monkeypatch):
     """A formatter that changes the policy must make the fuzzer fail, with the seed and the number of the input."""
-    monkeypatch.setattr(fuzz, "format_file", lambda file: file.source.text + "\nx -> bf16\n")
+    monkeypatch.setattr(fuzz, "format_text", lambda text: text + "\nx -> bf16\n")
     with pytest.raises(AssertionError, match=r"seed 0, input \d+"):
         fuzz.run(0, 200, tmp_path)
 

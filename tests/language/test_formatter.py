@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from policyc.language.bundled import bundled_policies
 from policyc.language.diagnostics import SourceText
-from policyc.language.formatter import format_file
+from policyc.language.formatter import format_text
 from policyc.language.loader import parse_with_diagnostics
 from policyc.language.parser import read_statements
 from tests.support.strategies import texts
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.any_jax
 def fmt(text: str) -> str:
     file, diagnostics = read_statements(SourceText(text))
     assert not diagnostics
-    return format_file(file)
+    return format_text(file.source.text)
 
 
 def comments_of(text: str) -> list[str]:

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from policyc import load, parse
-from policyc.language.formatter import format_file
+from policyc.language.formatter import format_text
 from policyc.language.loader import parse_with_diagnostics
 from policyc.language.recipes import GEMM_GROUPS
 from tests.support.linting import lint_codes
@@ -103,6 +103,9 @@ def test_what_is_reported_about_groups(text, codes):
 
 def test_a_group_is_formatted_and_keeps_its_name():
     loaded = parse_with_diagnostics("group  g={q , k}_proj ,layers[ -4: ].mlp # c\n g@wgrad->fp8")
-    assert format_file(loaded.file) == "group g = {q,k}_proj, layers[-4:].mlp  # c\ng @ wgrad -> fp8\n"
+    assert (
+        format_text(loaded.file.source.text)
+        == "group g = {q,k}_proj, layers[-4:].mlp  # c\ng @ wgrad -> fp8\n"
+    )
     loaded = parse_with_diagnostics("a->fp8\nvariant v {group  g=a,b;g->bf16}")
-    assert format_file(loaded.file) == "a -> fp8\nvariant v { group g = a, b; g -> bf16 }\n"
+    assert format_text(loaded.file.source.text) == "a -> fp8\nvariant v { group g = a, b; g -> bf16 }\n"

@@ -860,3 +860,13 @@ def test_the_pieces_of_a_valid_text_are_its_statements(drawn: tuple[Policy, str,
     assert tuple(statement for _, statement in pieces) == file.statements
     assert [start + s.span.start for start, s in pieces] == [s.span.start for s in file.statements]
     assert len({id(statement) for _, statement in pieces}) == len(pieces)
+
+
+@pytest.mark.parametrize(
+    "text", ["recipe b = where", "* -> not", "group g = a, or", "group g = a.and", "group g = ^where"]
+)
+def test_a_name_that_is_a_word_of_conditions_ends_a_line(text: str) -> None:
+    file, diagnostics = read_statements(SourceText(f"{text}\nx -> fp8\n"))
+    assert (len(file.statements), diagnostics) == (2, ())
+    assert [end - start for start, end, _ in find_pieces(f"{text}\nx -> fp8\n")] == [len(text) + 1, 9]
+    assert [is_closed for _, _, is_closed in find_pieces(f"{text} where\n")] == [False]

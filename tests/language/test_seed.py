@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from policyc.language.formatter import format_file
+from policyc.language.formatter import format_text
 from policyc.language.loader import load, parse, parse_with_diagnostics
 
 pytestmark = pytest.mark.any_jax
@@ -82,4 +82,4 @@ def test_the_largest_seed_has_32_bits() -> None:
 
 def test_formatting_keeps_the_seed_where_it_stands() -> None:
     loaded = parse_with_diagnostics("# a\nseed   =5 # b\n\n* -> bf16\nvariant v { seed=6 }\n")
-    assert format_file(loaded.file) == "# a\nseed = 5  # b\n\n* -> bf16\nvariant v { seed = 6 }\n"
+    assert format_text(loaded.file.source.text) == "# a\nseed = 5  # b\n\n* -> bf16\nvariant v { seed = 6 }\n"

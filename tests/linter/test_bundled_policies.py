@@ -9,7 +9,7 @@ import pytest
 
 from policyc import load, parse
 from policyc.language import bundled
-from policyc.language.formatter import format_file
+from policyc.language.formatter import format_text
 from policyc.language.loader import parse_with_diagnostics
 from tests.support.command import policyc
 
@@ -36,7 +36,7 @@ class TestBundled:
 
     def test_is_formatted(self, name: str, path: Path) -> None:
         loaded = parse_with_diagnostics(path.read_text(encoding="utf-8"), path=path)
-        assert format_file(loaded.file) == path.read_text(encoding="utf-8")
+        assert format_text(loaded.file.source.text) == path.read_text(encoding="utf-8")
 
     def test_prints_and_parses_to_itself(self, name: str, path: Path) -> None:
         policy = load(name)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from policyc.language.bundled import bundled_policies
 from policyc.language.diagnostics import PolicyError, SourceText
-from policyc.language.formatter import format_file
+from policyc.language.formatter import format_text
 from policyc.language.loader import parse, parse_with_diagnostics
 from policyc.language.parser import PolicyFile, read_statements
 from tests.support.processor_time import TooSlow, at_most
@@ -105,6 +105,7 @@ def check(text: str, folder: Path) -> bool:
         return True
     _check_diagnostics(PolicyError(loaded.diagnostics))
     if any(d.code == "syntax-error" and d.span.source is file.source for d in loaded.diagnostics):
+        assert format_text(file.source.text) is None
         return False
     file, diagnostics = read_statements(file.source)
     if not diagnostics:  # it can be read and so formatted, although its names or its imports are wrong
@@ -113,10 +114,10 @@ def check(text: str, folder: Path) -> bool:
 
 
 def _check_formatting(file: PolicyFile) -> None:
-    formatted = format_file(file)
+    formatted = format_text(file.source.text)
     reread, diagnostics = read_statements(SourceText(formatted))
     assert not diagnostics
-    assert format_file(reread) == formatted, "formatting twice is not formatting once"
+    assert format_text(reread.source.text) == formatted, "formatting twice is not formatting once"
     assert reread.statements == file.statements
 
 

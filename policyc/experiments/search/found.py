@@ -19,7 +19,7 @@ from policyc.experiments.search.solve import Infeasible, Solution, minimize_dama
 from policyc.hardware.mesh import MeshShape
 from policyc.hardware.step_cost import scheduled_seconds
 from policyc.hardware.training_step import TrainingStep
-from policyc.language.formatter import format_file
+from policyc.language.formatter import format_text
 from policyc.language.loader import parse, parse_with_diagnostics
 from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm
@@ -125,7 +125,7 @@ class Searched:
                 elif diagnostic.code == "idle-option":
                     mended = _remove_option(mended, diagnostic.span.text)
             if mended == text:
-                return format_file(loaded.file)
+                return format_text(text) or text
             text = mended
 
     def read_assignment(self, policy: Policy) -> dict[CellKey, Choice] | None:

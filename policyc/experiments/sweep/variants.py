@@ -12,7 +12,7 @@ from policyc.base.text import escape_controls
 from policyc.experiments.sweep.probe import PlannedPolicy
 from policyc.experiments.sweep.run import SWEEP_FILES
 from policyc.language.diagnostics import Severity
-from policyc.language.formatter import format_file
+from policyc.language.formatter import format_text
 from policyc.language.loader import load, parse_with_diagnostics, split_variant
 from policyc.language.policy import Policy
 from policyc.linter.engine import lint
@@ -43,8 +43,7 @@ class SweepVariant:
     def text(self) -> str:
         """The policy as a formatted file that needs no other, with a comment that says what it is."""
         text = f"# {escape_controls(self.edit)}\n\n{self.policy}"
-        loaded = parse_with_diagnostics(text)
-        return text if loaded.diagnostics else format_file(loaded.file)
+        return format_text(text) or text
 
     @property
     def sha256(self) -> str:

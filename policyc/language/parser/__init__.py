@@ -40,6 +40,7 @@ __all__ = [
     "Statement",
     "comment_ranges",
     "find_pieces",
+    "read_piece",
     "read_statements",
 ]
 
@@ -66,11 +67,7 @@ def read_statements(source: SourceText) -> tuple[PolicyFile, tuple[Diagnostic, .
 
 
 class PieceReader:
-    """Reads the pieces of one text, each alone. Spans of statements count from the start of their piece.
-
-    After an edit only the pieces that changed are read: `read_statements` builds all, because their places changed. No
-    two pieces of a text share a statement.
-    """
+    """Reads the pieces of one text, so that no two of them share a statement."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
@@ -79,10 +76,15 @@ class PieceReader:
         """Returns the statements of a piece; None if it has errors."""
         is_repeated = text in self._seen
         self._seen.add(text)
-        return _build_piece(text) if is_repeated else _build_piece_once(text)
+        return read_piece.__wrapped__(text) if is_repeated else read_piece(text)
 
 
-def _build_piece(text: str) -> tuple[Statement, ...] | None:
+@lru_cache(maxsize=MAX_KEPT)
+def read_piece(text: str) -> tuple[Statement, ...] | None:
+    """Returns the statements of a piece of a text; None if it has errors. Their spans count from its start.
+
+    After an edit only the pieces that changed are read: `read_statements` builds all, because their places changed.
+    """
     source = SourceText(text, "")
     if check_depth(source, 0, len(text)) is not None or check_confusables(source):
         return None
@@ -93,6 +95,3 @@ def _build_piece(text: str) -> tuple[Statement, ...] | None:
     builder = StatementBuilder(source)
     statements = builder.read(tree, 0)
     return None if builder.diagnostics else statements
-
-
-_build_piece_once = lru_cache(maxsize=MAX_KEPT)(_build_piece)

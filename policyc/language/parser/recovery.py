@@ -20,11 +20,10 @@ from policyc.language.parser.grammar import (
     syntax_diagnostic,
 )
 from policyc.language.parser.statements import (
-    OPEN_END_WINDOW,
-    OPEN_ENDED,
     STRING_PATTERN,
     BlockStatement,
     Statement,
+    is_open_ended,
 )
 from policyc.language.schedule import StepCondition
 
@@ -146,8 +145,7 @@ def _find_statement_end(text: str, start: int) -> int:
         elif token == "->":
             has_arrow = True
         elif token == "\n":
-            tail_start = max(start, end - OPEN_END_WINDOW)
-            continues = depth > 0 or OPEN_ENDED.search(text, tail_start, end)
+            continues = depth > 0 or is_open_ended(text, start, end)
             if not continues and (has_arrow or not _ARROW_FIRST.match(text, position + 1)):
                 return end
             next_line = position + 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from policyc.language.diagnostics import SourceText, Span
 from policyc.language.groups import GroupDef
@@ -56,11 +57,11 @@ class PolicyFile:
     statements: tuple[Statement, ...]
 
 
-_LINE = re.compile(r"[ \t\r\f]*((?:[^#\n\"']+|\"[^\"\n]*\"|'[^'\n]*'|[\"'])*)(?:#[^\n]*)?(?:\n|\Z)")
+_CODE = re.compile(r"[ \t\r\f]*((?:[^#\"']+|\"[^\"]*\"|'[^']*'|[\"'])*)")
 _STRING = re.compile(STRING_PATTERN)
-OPEN_ENDED = re.compile(r"(,|->|=|@|%|<|>|\.|\band|\bor|\bnot|\bwhere)\Z")
-"""The end of a line that does not end a statement."""
-OPEN_END_WINDOW = 16  # characters: longer than any match of OPEN_ENDED; a constant, so that lines are cheap
+_OPEN_END = re.compile(r"(?:,|->|=|@|%|<|>|\.|\b(and|or|not|where))\Z")
+_OPEN_END_WINDOW = 16  # characters: longer than any match of _OPEN_END; a constant, so that lines are cheap
+_MAX_KEPT = 4096  # lines: those of the policies that are open in an editor
 
 
 def find_pieces(text: str) -> Iterator[tuple[int, int, bool]]:
@@ -69,19 +70,39 @@ def find_pieces(text: str) -> Iterator[tuple[int, int, bool]]:
     A piece ends with a line that closes its brackets: mostly it is one statement. The grammar accepts a text if it
     accepts all of its pieces. The third value is false for a last piece that has no end: the grammar accepts no such.
     """
-    start, depth = None, 0
-    for line in _LINE.finditer(text):
-        code = line.group(1).rstrip(" \t\r\f")
-        if not code:
+    start, depth, end = None, 0, 0
+    for line in text.split("\n"):
+        line_start, end = end, end + len(line) + 1
+        has_code, opened, goes_on = _measure_line(line)
+        if not has_code:
             continue
-        start = line.start() if start is None else start
-        bare = _STRING.sub("", code) if '"' in code or "'" in code else code
-        depth += sum(map(bare.count, "([{")) - sum(map(bare.count, ")]}"))
-        if depth <= 0 and not OPEN_ENDED.search(bare, max(0, len(bare) - OPEN_END_WINDOW)):
-            yield start, line.end(), True
+        start = line_start if start is None else start
+        depth += opened
+        if depth <= 0 and not goes_on:
+            yield start, min(end, len(text)), True
             start, depth = None, 0
     if start is not None:
         yield start, len(text), False
+
+
+@lru_cache(maxsize=_MAX_KEPT)  # an editor asks after each key, which changes one line
+def _measure_line(line: str) -> tuple[bool, int, bool]:
+    """Whether a line has code, how many brackets it opens and leaves open, and whether a statement goes on after it."""
+    code = _CODE.match(line)[1].rstrip(" \t\r\f")  # type: ignore[index]  # it matches every line
+    bare = _STRING.sub("", code) if '"' in code or "'" in code else code
+    opened = sum(map(bare.count, "([{")) - sum(map(bare.count, ")]}"))
+    return bool(code), opened, is_open_ended(bare, 0, len(bare))
+
+
+def is_open_ended(text: str, start: int, end: int) -> bool:
+    """Does the statement that is between two offsets, without a space at its end, go on in the next line?"""
+    found = _OPEN_END.search(text, max(start, end - _OPEN_END_WINDOW), end)
+    if found is None or not found[1]:
+        return found is not None
+    before = found.start() - 1
+    while before >= start and text[before] in " \t\r\f":
+        before -= 1
+    return before < start or text[before] not in "=>,.^@"  # after these the word is a name
 
 
 def comment_ranges(text: str) -> Iterator[tuple[int, int]]:
