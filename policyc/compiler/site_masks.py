@@ -35,13 +35,10 @@ class _SamePaths:
     """Paths that differ only in their indices. `path` is one of them, and `mask` the layers that they name."""
 
     path: DottedPath
+    names: frozenset[str]
     mask: int
     by_index: tuple[dict[int, int], ...]
     """For each segment of the path: the layers with each of its indices."""
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(segment.text for segment in self.path)
 
     def accepted(self, number: int, segment: PatternSegment) -> int:
         """The layers whose path has a name at this place that a segment of a pattern matches."""
@@ -162,7 +159,8 @@ def _same_paths(members: list[tuple[int, DottedPath]]) -> _SamePaths:
         for masks, name in zip(by_index, path, strict=True):
             if name.index is not None:
                 masks[name.index] = masks.get(name.index, 0) | 1 << bit
-    return _SamePaths(members[0][1], union(1 << bit for bit, _ in members), by_index)
+    path, mask = members[0][1], union(1 << bit for bit, _ in members)
+    return _SamePaths(path, frozenset(name.text for name in path), mask, by_index)
 
 
 def find_bits(mask: int) -> Iterator[int]:

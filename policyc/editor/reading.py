@@ -48,7 +48,7 @@ class Reading:
     """Offsets where a statement starts, though not all of them."""
 
     @cached_property
-    def _shares(self) -> dict[int, RuleShare]:
+    def shares(self) -> dict[int, RuleShare]:
         """What rules do to the model, by the identities of their spans. Empty without a list of sites."""
         sites = self.model.sites if self.is_valid else None
         return {} if sites is None else dict(_find_shares(self.loaded.policy, sites))
@@ -57,7 +57,7 @@ class Reading:
         return next((r for r in self.rules if r.start <= offset <= r.end), None)
 
     def share(self, placed: PlacedRule) -> RuleShare | None:
-        return self._shares.get(id(placed.rule.span))
+        return self.shares.get(id(placed.rule.span))
 
     def policy_for(self, placed: PlacedRule | None) -> Policy:
         """The policy, with the variant applied that is around a rule."""

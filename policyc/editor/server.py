@@ -1,8 +1,9 @@
 """The language server: `policyc lsp`, over standard input and output.
 
 The thread that reads messages answers requests from the text as it is. A second thread has a text linted, by a process
-of its own, once no key was pressed for a moment, and answers the code actions that wait for that. The server runs no
-program unless the command `policyc.listSites` tells it to.
+of its own, once no key was pressed for a moment, and answers the code actions that wait for that. A third one reads a
+text that was just opened, before anybody asks about it. The server runs no program unless the command
+`policyc.listSites` tells it to.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -67,6 +68,8 @@ class _Document:
     reading: Reading | None = None
     checked: SourceText | None = None
     diagnostics: tuple[Diagnostic, ...] = ()
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while the text is read, so that a request waits for the thread that reads it already."""
 
     def offset(self, params: Json) -> int:
         return to_offset(self.source, params["position"])
@@ -77,10 +80,21 @@ class _Document:
 
     def read(self) -> Reading:
         """What was read of the present text."""
-        text, reading = self.source.text, self.reading
-        if reading is None or reading.text is not text:
-            reading = self.reading = read(text, self.path)
-        return reading
+        with self.lock:
+            text, reading = self.source.text, self.reading
+            if reading is None or reading.text is not text:
+                reading = self.reading = read(text, self.path)
+            return reading
+
+    def read_ahead(self) -> None:
+        """Finds what requests about the present text need."""
+        _ = self.read().shares
+
+    def forget(self) -> None:
+        """Has the text read and linted again: imports, settings or the list of sites may have changed."""
+        with self.lock:
+            self.reading = self.checked = None
+            self.due = time.monotonic()
 
     @property
     def current_diagnostics(self) -> tuple[Diagnostic, ...]:
@@ -202,8 +216,11 @@ class PolicyServer:
         uri = item["uri"]
         path = _path(uri)
         source = SourceText(item["text"].removeprefix("\ufeff"), str(path or uri))
-        self._documents[uri] = _Document(uri, path, source, item.get("version"), due=time.monotonic())
+        document = _Document(uri, path, source, item.get("version"), due=time.monotonic())
+        self._documents[uri] = document
         self._wake()
+        ahead = partial(self._connection.answer, {}, document.read_ahead)
+        threading.Thread(target=ahead, daemon=True).start()
 
     def did_change(self, params: Json) -> None:
         document = self._get(params)
@@ -220,8 +237,7 @@ class PolicyServer:
     def _read_again(self) -> None:
         """Imports, settings and lists of sites may have changed, for every policy."""
         for document in tuple(self._documents.values()):
-            document.reading = document.checked = None
-            document.due = time.monotonic()
+            document.forget()
         self._wake()
         if self._refreshes_hints:
             self._connection.request("workspace/inlayHint/refresh")
