@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import and_, xor
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -175,6 +176,11 @@ class SiteList:
         )
 
     @cached_property
+    def existing(self) -> tuple[int, ...]:
+        """For each product: the layers that have it."""
+        return tuple(self.masks.of_sites(gemm in site.products for site in self.sites) for gemm in Gemm)
+
+    @cached_property
     def masks(self) -> SiteMasks:
         return SiteMasks(self.sites, [len(site.layers) for site in self.sites])
 
@@ -209,48 +215,48 @@ class ListPlan:
         """For each rule: the layers whose products it matches."""
         return tuple(map(self.sites.masks.match, self.policy.rules))
 
-    def _decide(self, phase: Phase) -> Iterator[tuple[int, int, int]]:
-        """Yields rules, products and the layers where the rule decides about the product: the last one in force."""
+    def _decide(self, phase: Phase) -> Sequence[ProductMasks]:
+        """For each rule: the layers where it decides about each product, because no later one in force matches."""
         left = [self.sites.masks.all] * len(Gemm)
-        for rule in reversed(range(len(self.policy.rules))):
+        decided = [(0, 0, 0)] * len(self.policy.rules)
+        for rule in reversed(range(len(decided))):
             if self.rules.in_force(rule, phase):
-                for product, mask in enumerate(self.matched[rule]):
-                    decided = mask & left[product]
-                    if decided:
-                        left[product] ^= decided
-                        yield rule, product, decided
+                fprop, dgrad, wgrad = map(and_, self.matched[rule], left)
+                decided[rule] = fprop, dgrad, wgrad
+                left = list(map(xor, left, decided[rule]))
+        return decided
 
     def choices(self, phase: Phase) -> Iterator[tuple[int, int, Sequence[int | None]]]:
         """The rules that decide about the products of each layer of each site, with their numbers in the list."""
         layers = self.sites.masks.layers
         chosen: list[list[int | None]] = [[None] * len(Gemm) for _ in layers]
-        for rule, product, decided in self._decide(phase):
-            for bit in find_bits(decided):
-                chosen[bit][product] = rule
+        for rule, masks in enumerate(self._decide(phase)):
+            for product, mask in enumerate(masks):
+                for bit in find_bits(mask):
+                    chosen[bit][product] = rule
         for (site, layer), rules in zip(layers, chosen, strict=True):
             yield site, layer, rules
 
     @cached_property
+    def _decided(self) -> Sequence[Sequence[ProductMasks]]:
+        return [self._decide(phase) for phase in self.rules.phases]
+
+    def share(self, rule: int) -> RuleShare:
+        """What a rule does."""
+        existing, masks, sites = self.sites.existing, self.sites.masks, self.sites.sites
+        decided, flops = 0, 0.0
+        for phase in self._decided:
+            layers = list(map(and_, phase[rule], existing))
+            split = (part for mask in layers for part in masks.split(mask))
+            in_phase = sum(sites[site].flops * count / len(sites[site].layers) for site, count in split)
+            decided, flops = decided | union(layers), max(flops, in_phase)
+        matched = union(map(and_, self.matched[rule], existing))
+        return RuleShare(matched.bit_count(), decided.bit_count(), flops / (self.sites.total_flops or 1))
+
+    @cached_property
     def shares(self) -> tuple[RuleShare, ...]:
         """One for each rule."""
-        sites, masks, count = self.sites.sites, self.sites.masks, len(self.policy.rules)
-        existing = [masks.of_sites(gemm in site.products for site in sites) for gemm in Gemm]
-        layer_flops = [site.flops / len(site.layers) for site in sites]
-        decided, flops = [0] * count, [0.0] * count
-        for phase in self.rules.phases:
-            in_phase = [0.0] * count
-            for rule, product, layers in self._decide(phase):
-                layers &= existing[product]
-                in_phase[rule] += sum(layer_flops[site] * number for site, number in masks.split(layers))
-                decided[rule] |= layers
-            flops = list(map(max, flops, in_phase))
-        matched = (
-            union(mask & exists for mask, exists in zip(by_product, existing, strict=True))
-            for by_product in self.matched
-        )
-        total = self.sites.total_flops or 1
-        columns = zip(matched, decided, flops, strict=True)
-        return tuple(RuleShare(m.bit_count(), d.bit_count(), f / total) for m, d, f in columns)
+        return tuple(map(self.share, range(len(self.policy.rules))))
 
     def check(self) -> Iterator[Diagnostic]:
         """Yields an error for each unmet `expect`, and a warning for each other rule that matches no site."""

@@ -48,16 +48,20 @@ class Reading:
     """Offsets where a statement starts, though not all of them."""
 
     @cached_property
-    def shares(self) -> dict[int, RuleShare]:
-        """What rules do to the model, by the identities of their spans. Empty without a list of sites."""
+    def planned(self) -> dict[int, tuple[ListPlan, int]]:
+        """The plans that have the rules, and their numbers in these, by the identities of their spans.
+
+        Empty without a list of sites.
+        """
         sites = self.model.sites if self.is_valid else None
-        return {} if sites is None else dict(_find_shares(self.loaded.policy, sites))
+        return {} if sites is None else dict(_plan_rules(self.loaded.policy, sites))
 
     def rule_at(self, offset: int) -> PlacedRule | None:
         return next((r for r in self.rules if r.start <= offset <= r.end), None)
 
     def share(self, placed: PlacedRule) -> RuleShare | None:
-        return self.shares.get(id(placed.rule.span))
+        plan, number = self.planned.get(id(placed.rule.span), (None, 0))
+        return plan.share(number) if plan else None
 
     def policy_for(self, placed: PlacedRule | None) -> Policy:
         """The policy, with the variant applied that is around a rule."""
@@ -98,11 +102,11 @@ class _Reader:
         for start, end, is_closed in find_pieces(text):
             piece, place = text[start:end], offset + start
             self.starts.append(place)
-            head = _BLOCK_HEAD.match(piece)
-            last_line = piece.rstrip("\n").rfind("\n") + 1
-            if is_closed and head and head.end() <= last_line and _BLOCK_END.match(piece, last_line):
-                yield from self._read_block(piece, place, variant, head.end(), last_line)
-                continue
+            if is_closed and (head := _BLOCK_HEAD.match(piece)):
+                last_line = piece.rstrip("\n").rfind("\n") + 1
+                if head.end() <= last_line and _BLOCK_END.match(piece, last_line):
+                    yield from self._read_block(piece, place, variant, head.end(), last_line)
+                    continue
             statements = self._pieces.read(piece) if is_closed else None
             self.is_valid &= statements is not None
             self._place(statements or (), place, variant)
@@ -130,17 +134,13 @@ class _Reader:
                 self._place(statement.body, offset, name)
 
 
-def _find_shares(policy: Policy, sites: SiteList) -> Iterator[tuple[int, RuleShare]]:
-    """What rules do: those of a variant where the variant is applied."""
-    yield from _rule_shares(policy, sites)
-    for variant in policy.variants:
-        # They are the last rules of the variant: those before them change nothing about what they do.
-        yield from _rule_shares(replace(policy.variant(variant.name), rules=variant.rules), sites)
-
-
-def _rule_shares(policy: Policy, sites: SiteList) -> Iterator[tuple[int, RuleShare]]:
-    spans = (id(rule.span) for rule in policy.rules)
-    return zip(spans, ListPlan(policy, sites).shares, strict=True)
+def _plan_rules(policy: Policy, sites: SiteList) -> Iterator[tuple[int, tuple[ListPlan, int]]]:
+    """The rules, those of a variant where the variant is applied."""
+    # They are the last rules of the variant: those before them change nothing about what they do.
+    variants = (replace(policy.variant(v.name), rules=v.rules) for v in policy.variants)
+    for applied in (policy, *variants):
+        plan = ListPlan(applied, sites)
+        yield from ((id(rule.span), (plan, number)) for number, rule in enumerate(applied.rules))
 
 
 def read_importers(folder: Path, files: Collection[Path]) -> Iterator[SourceText]:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from policyc.editor.words import STATEMENTS
 from policyc.language.parser import find_pieces
@@ -28,8 +28,7 @@ _OPEN_ENDS = frozenset(
 """Tokens that a statement does not end with: it goes on in the next line."""
 
 
-@dataclass(frozen=True, slots=True)
-class Name:
+class Name(NamedTuple):
     """A name of a recipe, a group or a variant, where it is defined or used."""
 
     kind: NameKind
@@ -42,8 +41,7 @@ class Name:
         return self.start + len(self.text)
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """A block in braces, with the text before its brace. `end` is behind its closing brace, or the end of the text."""
 
     head: str

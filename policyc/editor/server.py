@@ -87,8 +87,12 @@ class _Document:
             return reading
 
     def read_ahead(self) -> None:
-        """Finds what requests about the present text need."""
-        _ = self.read().shares
+        """Finds what a first request about the text needs, and loads the pages of lint codes."""
+        from policyc.linter import rules  # noqa: F401
+
+        reading = self.read()
+        for placed in reading.rules[:1]:
+            reading.share(placed)
 
     def forget(self) -> None:
         """Has the text read and linted again: imports, settings or the list of sites may have changed."""

@@ -170,8 +170,9 @@ def count_alternatives(selector: Selector) -> int:
     """Returns the number of choices that the braces of a selector leave, without expanding them."""
     count = 1
     for segment in selector.segments:
-        for group in _BRACES.findall(segment.glob):
-            count *= group.count(",") + 1
+        if "{" in segment.glob:
+            for group in _BRACES.findall(segment.glob):
+                count *= group.count(",") + 1
     return count
 
 
