@@ -33,6 +33,7 @@ class Bounds:
                 self._crossing.setdefault(bound, []).append((first, last))
         self._paths, self._all_indices, self._level = paths, indices, level
         self._indices = [None if level is None or both is None else both[level] for both in indices]
+        self._has_indices = any(index is not None for index in self._indices)
         self._distances: list[int] = []
         """For each product: how far back the last one with the same index is; 0 if there is none, -1 without index."""
         last_position: dict[int | None, int] = {}
@@ -49,17 +50,10 @@ class Bounds:
             )
         if self._level == 0 and not self._group_products(start, start + period):
             return 0
-        limit = len(self._paths)
+        count = self._count_between_branches(start, period, count)
         seen: dict[int, Sequence[Hashable]] = {}
-        for number in range(count):
+        for number in range(count if self._has_indices else 0):
             begin, end = start + number * period, start + (number + 1) * period
-            for bound in (begin, end):
-                for low, high in self._crossing.get(bound, ()):
-                    limit = min(
-                        limit, high + 1 if low <= start else start
-                    )  # a branch may contain all of them
-            if end > limit:
-                return number
             # Bodies have other indices, or are the same layer again.
             indices = {index for index in self._indices[begin:end] if index is not None}
             if indices:
@@ -68,6 +62,17 @@ class Bounds:
                     return number
             if not self._have_one_pattern(start, begin, period):
                 return number
+        return count
+
+    def _count_between_branches(self, start: int, period: int, count: int) -> int:
+        """How many of the bodies begin and end outside of branches. A branch may contain all of them."""
+        limit = len(self._paths)
+        for number in range(count + 1 if self._crossing else 0):
+            bound = start + number * period
+            for low, high in self._crossing.get(bound, ()):
+                limit = min(limit, high + 1 if low <= start else start)
+            if bound > limit:
+                return number - 1
         return count
 
     def _have_one_pattern(self, one: int, other: int, size: int) -> bool:

@@ -6,6 +6,7 @@ changes the layout of its operand shares the operand's node.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -94,9 +95,9 @@ class Flow:
 
     @cached_property
     def _by_operation(self) -> dict[str, list[int]]:
-        nodes: dict[str, list[int]] = {}
+        nodes: dict[str, list[int]] = defaultdict(list)
         for node, operation in enumerate(self.operations):
-            nodes.setdefault(operation, []).append(node)
+            nodes[operation].append(node)
         return nodes
 
     @cached_property
@@ -109,11 +110,15 @@ class Flow:
 
     def add(self, operation: str, operands: Collection[int] = (), call: Call | None = None) -> int:
         """A new node. Operands may be `PARAMETER` and `CONSTANT`."""
+        return self.append(operation, operands, [o for o in operands if o >= 0], call)
+
+    def append(self, operation: str, operands: Collection[int], inputs: list[int], call: Call | None) -> int:
+        """A new node. `inputs` are the operands that are nodes."""
         node = len(self.operations)
-        if PARAMETER in operands:
+        if len(inputs) < len(operands) and PARAMETER in operands:
             self.learned.add(node)
         self.operations.append(operation)
-        self.inputs.append([o for o in operands if o >= 0])
+        self.inputs.append(inputs)
         self.calls.append(call)
         return node
 
@@ -217,26 +222,33 @@ class _Builder:
         known: dict[Any, int] = dict(zip(opened.invars, values, strict=True))
         if constants:
             known.update(constants)
+        value_of = known.get
         for number, eqn in enumerate(opened.eqns):
-            operands = [CONSTANT if isinstance(a, Literal) else known.get(a, CONSTANT) for a in eqn.invars]
             name = eqn.primitive.name
-            if name in _PLAIN:
-                value = flow.combine(name, operands, (eqn, caller))
-            elif number in sites:
-                value = flow.add(name, operands, (eqn, caller))
-                flow.sites[value] = (*address, number)
-                flow.operands[value] = tuple(operands)
-            elif name in _LAYOUT and len(operands) == 1:
-                value = operands[0]
-            else:
+            operands: list[int] = []
+            inputs: list[int] = []
+            for atom in eqn.invars:
+                value = CONSTANT if type(atom) is Literal else value_of(atom, CONSTANT)
+                operands.append(value)
+                if value >= 0:
+                    inputs.append(value)
+            if number in sites or (inputs and name in _PLAIN):
+                value = flow.append(name, operands, inputs, (eqn, caller))
+                if number in sites:
+                    flow.sites[value] = (*address, number)
+                    flow.operands[value] = tuple(operands)
+            elif name in _PLAIN:
+                value = PARAMETER if PARAMETER in operands else CONSTANT
+            elif name not in _LAYOUT or len(operands) > 1:
                 self._caller = (eqn, caller)
                 results = self._equation(eqn, name, operands, (*address, number))
                 known.update(zip(eqn.outvars, results, strict=True))
                 continue
-            for var in eqn.outvars:
-                known[var] = value
+            if value != CONSTANT:
+                for var in eqn.outvars:
+                    known[var] = value
         self._caller = caller
-        return [CONSTANT if isinstance(a, Literal) else known.get(a, CONSTANT) for a in opened.outvars]
+        return [CONSTANT if isinstance(a, Literal) else value_of(a, CONSTANT) for a in opened.outvars]
 
     def _equation(self, eqn: JaxprEqn, name: str, operands: list[int], address: Address) -> Sequence[int]:
         enter = _CONTAINERS.get(name)

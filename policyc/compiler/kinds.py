@@ -246,7 +246,7 @@ def _only_block(kind: SiteKind) -> SiteBlock | None:
 
 def _is_on_stages(site: Site) -> bool:
     """Do the devices of a shard_map hold other layers each? Where layers have names, they hold other experts."""
-    if not any(stack.is_shard_map for stack in site.stacks):
+    if not site.stacks or not any(stack.is_shard_map for stack in site.stacks):
         return False
     for template in (site.scope, site.module, *site.parameters):
         if template is None or not template.slots or any(name.index is not None for name in template.path):

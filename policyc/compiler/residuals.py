@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
 
 from policyc.compiler.flow import CARRY, Flow
 
@@ -18,21 +17,19 @@ def find_residuals(flow: Flow) -> dict[int, set[int]]:
     """The nodes of residual additions, with those of the sites in the branches that they add."""
     residuals: dict[int, set[int]] = {}
     ancestors = _Ancestors(flow)
-    for node, operation in enumerate(flow.operations):
-        inputs: Sequence[int] = flow.inputs[node]
-        if operation in _SUMS and len(inputs) > 1:
-            members = _branch_members(flow, node, ancestors)
-            if members:
+    for node in flow.nodes_of(_SUMS):
+        if len(flow.inputs[node]) > 1:
+            ancestors.extend(node)
+            if members := _branch_members(flow, node, ancestors):
                 residuals[node] = members
-                inputs = ()
-        ancestors.add(node, () if operation == CARRY else inputs)
+                ancestors.ends.add(node)
     return residuals
 
 
 class _Ancestors:
     """What each node is computed from: back to residual additions and carries, and at most `_MAX_BRANCH` nodes.
 
-    Nodes are added in order. The ancestors of a node are bits of one integer, so that each node takes a bounded time,
+    The ancestors of a node are bits of one integer, so that each node takes a bounded time,
     however long the chains of nodes are on which it depends.
     """
 
@@ -42,6 +39,8 @@ class _Ancestors:
         self._flow = flow
         self._bits: list[int] = []
         """For each node: bit d stands for the node d before it."""
+        self.ends = set(flow.nodes_of([CARRY]))
+        """Nodes whose inputs are not followed."""
         self._sites = sorted(flow.sites)
         self._written = {
             node: inputs
@@ -50,20 +49,22 @@ class _Ancestors:
         }
         """For each reference: what is written to it later."""
 
-    def add(self, node: int, inputs: Sequence[int]) -> None:
-        """The next node. `inputs` are those whose ancestors are its own too."""
-        bits, known = 1, self._bits
-        for operand in inputs:
-            distance = node - operand
-            if 0 < distance < _MAX_BRANCH:
-                bits |= known[operand] << distance
-                if self._written and operand in self._written:
-                    for value in self._written[operand]:
-                        if value < node:
-                            bits |= known[value] << (node - value)
-        self._bits.append(bits & self._WINDOW if bits > self._WINDOW else bits)
-        if node >= _MAX_BRANCH:
-            self._bits[node - _MAX_BRANCH] = 0  # no node asks for it any more
+    def extend(self, stop: int) -> None:
+        """Adds the next nodes, those before `stop`."""
+        known, written = self._bits, self._written
+        for node in range(len(known), stop):
+            bits = 1
+            for operand in () if node in self.ends else self._flow.inputs[node]:
+                distance = node - operand
+                if 0 < distance < _MAX_BRANCH:
+                    bits |= known[operand] << distance
+                    if written and operand in written:
+                        for value in written[operand]:
+                            if value < node:
+                                bits |= known[value] << (node - value)
+            known.append(bits & self._WINDOW if bits > self._WINDOW else bits)
+            if node >= _MAX_BRANCH:
+                known[node - _MAX_BRANCH] = 0  # no node asks for it any more
 
     def has(self, node: int, ancestor: int) -> bool:
         return node - _MAX_BRANCH < ancestor <= node and bool(self._bits[node] >> (node - ancestor) & 1)
@@ -81,10 +82,14 @@ def _branch_members(flow: Flow, node: int, ancestors: _Ancestors) -> set[int]:
     for stream in terms:
         candidates = [stream]
         if flow.operations[stream] in _SCALING:
-            candidates = sorted(set(_unscaled(flow, stream)), reverse=True)
+            candidates = sorted(_unscaled(flow, stream), reverse=True)
         for term in terms:
             for candidate in candidates if term != stream else ():
-                if ancestors.has(term, candidate) and (branch := ancestors.sites_between(candidate, term)):
+                if (
+                    candidate < term
+                    and ancestors.has(term, candidate)
+                    and (branch := ancestors.sites_between(candidate, term))
+                ):
                     members |= branch
                     break
     return members
@@ -104,10 +109,10 @@ def _terms(flow: Flow, node: int) -> list[int]:
     return list(terms)
 
 
-def _unscaled(flow: Flow, node: int) -> Iterator[int]:
+def _unscaled(flow: Flow, node: int) -> set[int]:
     """A node, and what it is a multiple of."""
-    yield node
-    level = [node]
+    found, level = {node}, [node]
     for _ in range(_MAX_SCALINGS):
         level = [i for n in level if flow.operations[n] in _SCALING for i in flow.inputs[n]]
-        yield from level
+        found.update(level)
+    return found
