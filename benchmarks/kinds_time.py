@@ -113,8 +113,7 @@ def least_milliseconds(functions: Sequence[Callable[[], Any]]) -> list[float]:
 
 
 def find_kinds(sites: Sites, is_parameter: list[bool]) -> None:
-    flow = build_flow(sites.jaxpr, is_parameter, (), [s.address for s in sites])
-    set_kinds(flow, sites.sites, sites.looked_up)
+    set_kinds(build_flow(sites.jaxpr, is_parameter, (), sites.sites), sites.looked_up)
 
 
 def main() -> None:

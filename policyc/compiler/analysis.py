@@ -109,8 +109,7 @@ def analyze(
         for s, path in zip(sites, scopes, strict=True)
     ]
     is_parameter = [path is not None for path in parameters]
-    flow = build_flow(jaxpr, is_parameter, frozen or {}, [site.address for site in sites])
-    set_kinds(flow, sites, analyzer.looked_up)
+    set_kinds(build_flow(jaxpr, is_parameter, frozen or {}, sites), analyzer.looked_up)
     return Sites(
         sites=tuple(sites),
         parameters=tuple(p for p in parameters if p is not None),

@@ -10,10 +10,12 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, primitives
 
+from policyc.compiler.site_kinds import Call
+from policyc.compiler.sites import Site
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.containers import CONTAINERS, OPAQUE, SCAN
 from policyc.jaxcore.jaxprs import AnyJaxpr
@@ -50,9 +52,6 @@ CARRY = "carry"
 
 INPUT = "input"
 
-Call: TypeAlias = "tuple[JaxprEqn, Call | None]"
-"""An equation, and the container around it."""
-
 
 @dataclass(slots=True)
 class LoopBody:
@@ -71,7 +70,7 @@ class Flow:
         self.operations: list[str] = []
         self.inputs: list[list[int]] = []
         self.calls: list[Call | None] = []
-        self.sites: dict[int, Address] = {}
+        self.sites: dict[int, Site] = {}
         """The nodes of sites."""
         self.operands: dict[int, tuple[int, ...]] = {}
         """The nodes of all operands of a site, including parameters and constants."""
@@ -171,13 +170,13 @@ class Flow:
 
 
 def build_flow(
-    jaxpr: ClosedJaxpr, is_parameter: Sequence[bool], frozen: Collection[Var], sites: Collection[Address]
+    jaxpr: ClosedJaxpr, is_parameter: Sequence[bool], frozen: Collection[Var], sites: Collection[Site]
 ) -> Flow:
     """The flow of a loss. `is_parameter` is about its inputs, `frozen` has the other weights.
 
     A product that no parameter reaches prepares the data, such as the rotation of an image. It is no site of the flow.
     """
-    builder = _Builder(set(sites))
+    builder = _Builder(sites)
     flow = builder.flow
     values = [
         PARAMETER if is_weight or var in frozen else flow.add(INPUT)
@@ -190,8 +189,8 @@ def build_flow(
         elif getattr(var.aval, "shape", ()):  # data that the loss closes over
             constants[var] = flow.add(INPUT)
     builder.run(jaxpr, values, (), constants)
-    of_model = flow.learned | flow.after(flow.learned)
-    for node in flow.sites.keys() - of_model:
+    unlearned = flow.sites.keys() - flow.learned
+    for node in unlearned - flow.after(flow.learned) if unlearned else ():
         del flow.sites[node], flow.operands[node]
     return flow
 
@@ -199,13 +198,13 @@ def build_flow(
 class _Builder:
     """Adds the nodes of a jaxpr to a `Flow`. A value is a node, `PARAMETER` or `CONSTANT`."""
 
-    def __init__(self, sites: set[Address]) -> None:
+    def __init__(self, sites: Collection[Site]) -> None:
         self.flow = Flow()
-        self._sites: dict[Address, set[int]] = {}
-        """For the address of a jaxpr: which of its equations are sites."""
+        self._sites: dict[Address, dict[int, Site]] = defaultdict(dict)
+        """For the address of a jaxpr: the sites among its equations."""
         for site in sites:
-            self._sites.setdefault(site[:-1], set()).add(site[-1])
-        self._with_sites = {site[:depth] for site in sites for depth in range(1, len(site))}
+            self._sites[site.address[:-1]][site.address[-1]] = site
+        self._with_sites = {outer[:depth] for outer in self._sites for depth in range(1, len(outer) + 1)}
         """The addresses of equations with a site inside."""
         self._caller: Call | None = None
 
@@ -218,7 +217,7 @@ class _Builder:
     ) -> list[int]:
         """The values of the results of a jaxpr, from those of its inputs."""
         opened = jaxprs.open_jaxpr(jaxpr)
-        caller, flow, sites = self._caller, self.flow, self._sites.get(address, ())
+        caller, flow, sites = self._caller, self.flow, self._sites.get(address, {})
         known: dict[Any, int] = dict(zip(opened.invars, values, strict=True))
         if constants:
             known.update(constants)
@@ -235,7 +234,7 @@ class _Builder:
             if number in sites or (inputs and name in _PLAIN):
                 value = flow.append(name, operands, inputs, (eqn, caller))
                 if number in sites:
-                    flow.sites[value] = (*address, number)
+                    flow.sites[value] = sites[number]
                     flow.operands[value] = tuple(operands)
             elif name in _PLAIN:
                 value = PARAMETER if PARAMETER in operands else CONSTANT

@@ -32,9 +32,9 @@ _SHARED = "all iterations of the loop around it share its weight"
 _STAGES = "the stages of a pipeline run it at once, each for other blocks"
 
 
-def set_kinds(flow: Flow, sites: Sequence[Site], looked_up: Collection[DottedPath]) -> None:
-    """Gives the sites their kinds and blocks. `looked_up` has the parameters from which rows are gathered."""
-    products = ProductFlow.of(flow, {site.address: site for site in sites})
+def set_kinds(flow: Flow, looked_up: Collection[DottedPath]) -> None:
+    """Gives the sites of a flow their kinds and blocks. `looked_up` has the parameters from which rows are gathered."""
+    products = ProductFlow.of(flow)
     undecided = find_fused_attention(products)
     routing = Routing(products)
     mixers = find_mixers(products, routing.routed)

@@ -16,14 +16,14 @@ class Mixer:
 
     Attributes:
       scores: its products of activations, in order; or the call that has them all.
+      own: these, and what they reach before and at the next products and additions to the residual stream.
       roles: for each weight product into it, the operands that its result reaches.
-      after: what they reach before and at the next products and additions to the residual stream.
       parts: all products of it.
       has_memory: whether its projections read several values: cross-attention.
     """
 
     scores: list[int]
-    after: set[int]
+    own: set[int]
     roles: dict[int, set[int]] = field(default_factory=dict)
     parts: set[int] = field(default_factory=set)
     has_memory: bool = False
@@ -31,7 +31,8 @@ class Mixer:
 
 def find_mixers(products: ProductFlow, routed: Collection[int]) -> list[Mixer]:
     """The attentions of a loss. Marks their products of activations."""
-    candidates = [node for node in sorted(products.sites) if node not in routed and _mixes(products, node)]
+    unweighted = sorted(products.sites.keys() - products.weighted)
+    candidates = [node for node in unweighted if node not in routed and _mixes(products, node)]
     after = {node: products.after([node]) for node in candidates}
     groups: dict[int, list[int]] = {}
     for node in candidates:
@@ -43,19 +44,19 @@ def find_mixers(products: ProductFlow, routed: Collection[int]) -> list[Mixer]:
                 groups.update(dict.fromkeys(others, joined))
     mixers = []
     for group in {id(group): group for group in groups.values()}.values():
-        reached = after[group[0]].union(*(after[node] for node in group[1:]))
-        if len(group) > 1 or reached & products.weighted or reached & products.residuals:
-            mixers.append(Mixer(scores=sorted(group), after=reached, parts=set(group)))
+        own = set(group).union(*(after[node] for node in group))
+        if len(group) > 1 or own & products.weighted or own & products.residuals:
+            mixers.append(Mixer(scores=sorted(group), own=own, parts=set(group)))
             _mark_scores(products, mixers[-1], after)
-    fused = (Mixer(scores=[node], after=products.after([node]), parts={node}) for node in products.fused)
+    fused = (Mixer(scores=[n], own={n, *products.after([n])}, parts={n}) for n in products.fused)
     return [*mixers, *fused]
 
 
 def _mixes(products: ProductFlow, node: int) -> bool:
-    """Is it a product of two activations with a result of several elements, and not a sum of squares?"""
+    """Has a product of two activations a result of several elements, and is it not a sum of squares?"""
     site = products.sites[node]
     is_square = site.eqn.invars[0] is site.eqn.invars[1]
-    return site.weight is None and not is_square and not (site.m == 1 and site.n == 1)
+    return not is_square and not (site.m == 1 and site.n == 1)
 
 
 def _mark_scores(products: ProductFlow, mixer: Mixer, after: dict[int, set[int]]) -> None:
@@ -81,20 +82,16 @@ def _mark_scores(products: ProductFlow, mixer: Mixer, after: dict[int, set[int]]
 def mark_attention(products: ProductFlow, mixer: Mixer) -> None:
     """Marks the weight products into and out of an attention, and those that are combined with its result."""
     _mark_inputs(products, mixer)
-    flow, scores = products.flow, set(mixer.scores)
-    after = _follow(products, mixer)
-    own = after | scores
-    last = mixer.scores[-1]
-    for node in sorted(after & products.weighted):
+    flow, last = products.flow, mixer.scores[-1]
+    own = _follow(products, mixer)
+    for node in sorted(own & products.weighted):
         if products.data(node) in own:
             _mark_part(products, mixer, node, "it multiplies the result of the attention at {place}", last)
             _mark_second_factor(products, mixer, node)
-    for node in sorted(after):
-        if node in products.ends or len(flow.inputs[node]) == 1:
-            continue
+    for node in sorted(own - products.ends):
         sides = [i for i in flow.inputs[node] if i not in own]
         if sides and (
-            flow.operations[node] in ("mul", "div") or not scores.isdisjoint(products.after([node]))
+            flow.operations[node] in ("mul", "div") or not products.after([node]).isdisjoint(mixer.scores)
         ):
             for site in products.weights_before(sides):
                 text = "its result is combined with that of the attention at {place}"
@@ -103,16 +100,14 @@ def mark_attention(products: ProductFlow, mixer: Mixer) -> None:
 
 
 def _mark_inputs(products: ProductFlow, mixer: Mixer) -> None:
-    flow = products.flow
-    own = mixer.after.union(mixer.scores)
     for node in mixer.scores:
         is_first = node == mixer.scores[0]
         what = "a query or a key" if is_first and len(mixer.scores) > 1 else "an operand"
         text = (
             f"its result is {what} of the {'attention' if node in products.fused else 'product'} at {{place}}"
         )
-        for role, operand in enumerate(products.fused.get(node) or flow.operands[node][:2]):
-            if operand < 0 or operand in own:
+        for role, operand in enumerate(products.fused.get(node) or products.flow.operands[node][:2]):
+            if operand < 0 or operand in mixer.own:
                 continue
             for site in products.weights_before([operand]):
                 mixer.roles.setdefault(site, set()).add(min(role, 2) if is_first else 2)
@@ -126,16 +121,15 @@ def _follow(products: ProductFlow, mixer: Mixer) -> set[int]:
     It does so at products and residual additions, apart from those that add what the attention itself reads (Mamba's
     skip).
     """
-    flow = products.flow
-    own = mixer.after.union(mixer.scores)
+    flow, own = products.flow, mixer.own
     skips = set()
-    for node in mixer.after & products.residuals:
+    for node in own & products.residuals:
         starts = (
             flow.before([i for i in flow.inputs[node] if i not in own], products.starts) & products.starts
         )
         if starts and starts <= mixer.roles.keys():
             skips.add(node)
-    return mixer.after | products.after(skips) if skips else mixer.after
+    return own | products.after(skips) if skips else own
 
 
 def _mark_part(products: ProductFlow, mixer: Mixer, node: int, text: str, other: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -42,8 +42,8 @@ class ProductFlow:
     kinds: dict[int, SiteKind] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, flow: Flow, sites: Mapping[Address, Site]) -> ProductFlow:
-        by_node = {node: sites[address] for node, address in flow.sites.items()}
+    def of(cls, flow: Flow) -> ProductFlow:
+        sites = flow.sites
         residuals = find_residuals(flow)
         branches: dict[int, set[int]] = {}
         for addition, members in residuals.items():
@@ -51,14 +51,14 @@ class ProductFlow:
                 branches.setdefault(node, set()).add(addition)
         return cls(
             flow=flow,
-            sites=by_node,
-            weighted={node for node, site in by_node.items() if site.weight is not None},
+            sites=sites,
+            weighted={node for node, site in sites.items() if site.weight is not None},
             residuals=set(residuals),
             branches=branches,
             sequential=_sequential_loops(flow),
-            products=set(by_node),
-            ends=by_node.keys() | residuals.keys(),
-            starts=by_node.keys() | residuals.keys() | set(flow.nodes_of([CARRY])),
+            products=set(sites),
+            ends=sites.keys() | residuals.keys(),
+            starts=sites.keys() | residuals.keys() | set(flow.nodes_of([CARRY])),
         )
 
     def add_fused(self, node: int, operands: tuple[int, ...]) -> None:

@@ -66,13 +66,13 @@ class _Ancestors:
             if node >= _MAX_BRANCH:
                 known[node - _MAX_BRANCH] = 0  # no node asks for it any more
 
-    def has(self, node: int, ancestor: int) -> bool:
-        return node - _MAX_BRANCH < ancestor <= node and bool(self._bits[node] >> (node - ancestor) & 1)
-
     def sites_between(self, first: int, last: int) -> set[int]:
         """The sites that are computed from a node, and from which another node is."""
-        sites = self._sites[bisect_right(self._sites, first) : bisect_right(self._sites, last)]
-        return {site for site in sites if self.has(last, site) and self.has(site, first)}
+        bits, sites = self._bits, self._sites
+        if first >= last or not bits[last] & 1 << last - first:
+            return set()
+        between = sites[bisect_right(sites, first) : bisect_right(sites, last)]
+        return {s for s in between if bits[last] & 1 << last - s and bits[s] & 1 << s - first}
 
 
 def _branch_members(flow: Flow, node: int, ancestors: _Ancestors) -> set[int]:
@@ -85,11 +85,7 @@ def _branch_members(flow: Flow, node: int, ancestors: _Ancestors) -> set[int]:
             candidates = sorted(_unscaled(flow, stream), reverse=True)
         for term in terms:
             for candidate in candidates if term != stream else ():
-                if (
-                    candidate < term
-                    and ancestors.has(term, candidate)
-                    and (branch := ancestors.sites_between(candidate, term))
-                ):
+                if branch := ancestors.sites_between(candidate, term):
                     members |= branch
                     break
     return members

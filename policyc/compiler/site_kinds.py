@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from policyc.compiler.flow import Call
+from jax.extend.core import JaxprEqn
+
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.transform import Address
 from policyc.language.kinds import KINDS
+
+Call: TypeAlias = "tuple[JaxprEqn, Call | None]"
+"""An equation, and the container around it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,8 +116,8 @@ def kind_visits(loss: Any, params: Any, data: Any) -> int:
     closed = jax.make_jaxpr(loss)(params, data)
     is_parameter = [*(True for _ in jax.tree.leaves(params)), False]
     sites = analyze(closed, [*leaf_paths([("params", params)]), None])
-    flow = build_flow(closed, is_parameter, (), [site.address for site in sites])
-    set_kinds(flow, sites.sites, sites.looked_up)
+    flow = build_flow(closed, is_parameter, (), sites.sites)
+    set_kinds(flow, sites.looked_up)
     return flow.visits
 
 
