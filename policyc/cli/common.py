@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,7 +24,6 @@ EXIT_FAILURE = 1  # lint findings, a faulty policy, or a request that cannot be 
 EXIT_USAGE = 2  # wrong usage, or a file that cannot be read or written
 
 _FORMAT_OF_ENDING = {".html": "html", ".md": "markdown", ".json": "json", ".svg": "svg"}
-_MAX_SIMILAR = 4  # names in one suggestion
 
 _STYLES: dict[str, dict[str, Any]] = {
     "error": {"fg": "red", "bold": True}, "warning": {"fg": "yellow", "bold": True}, "path": {"bold": True},
@@ -126,17 +125,6 @@ def expand_folders(names: Sequence[str]) -> tuple[str, ...]:
                 policies += [os.path.join(folder, file) for file in files if file.endswith(POLICY_SUFFIX)]
         expanded += sorted(policies) or [name]
     return tuple(expanded)
-
-
-def suggest_code(code: str, known: Iterable[str]) -> str:
-    """Help for an unknown lint code."""
-    from policyc.base.text import did_you_mean
-
-    known = tuple(known)
-    similar = [name for name in known if code.lower() in name.split("-") or name.startswith(code.lower())]
-    if 0 < len(similar) <= _MAX_SIMILAR:
-        return f"did you mean {' or '.join(map(repr, similar))}?"
-    return did_you_mean(code, known) or "'policyc explain' lists them all"
 
 
 # ---- output

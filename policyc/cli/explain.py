@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from policyc.cli.common import ExampleCommand, paint, suggest_code, use_color
+from policyc.cli.common import ExampleCommand, paint, use_color
 from policyc.cli.options import format_option
 
 if TYPE_CHECKING:
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 @format_option("text", "json", help="json: code, severity, title, needs_program and page of each.")
 def explain(codes: tuple[str, ...], markdown: bool, output_format: str) -> None:
     """Print the page of a lint code."""
-    from policyc.linter.rules import ALL_RULES
+    from policyc.linter.rules import ALL_RULES, check_code
 
-    for code in codes:
-        if code not in ALL_RULES:
-            raise click.UsageError(f"no rule has the code '{code}': {suggest_code(code, ALL_RULES)}")
+    try:
+        selected = [ALL_RULES[check_code(code)] for code in codes or ALL_RULES]
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
     if markdown and output_format == "json":
         raise click.UsageError("choose one of --markdown and --format json")
     if output_format == "json":
-        pages = [_as_data(ALL_RULES[code]) for code in codes or ALL_RULES]
-        click.echo(json.dumps(pages, indent=2))
+        click.echo(json.dumps(list(map(_as_data, selected)), indent=2))
         return
     if not codes and not markdown:
         width = max(map(len, ALL_RULES))
@@ -46,7 +46,6 @@ def explain(codes: tuple[str, ...], markdown: bool, output_format: str) -> None:
             label = paint(rule.severity, f"{rule.code:<{width}}")
             click.echo(f"{label}  {rule.title}", color=use_color())
         return
-    selected = [ALL_RULES[code] for code in codes or ALL_RULES]
     text = "\n".join(f"# {rule.code} ({rule.severity})\n\n{rule.page}\n" for rule in selected)
     if markdown or not sys.stdout.isatty():
         click.echo(text, nl=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +22,6 @@ from policyc.cli.common import (
     print_or_write,
     read_stdin,
     replace_file,
-    suggest_code,
     unified_diff,
     use_color,
 )
@@ -45,7 +43,6 @@ if TYPE_CHECKING:
     from policyc.language.diagnostics import Diagnostic
     from policyc.language.loader import LoadedPolicy
     from policyc.linter.fixes import FixedText
-    from policyc.linter.settings import Settings
     from policyc.numerics.targets import Target
 
 
@@ -185,7 +182,16 @@ class _Request:
 
 def _make_request(words: tuple[str, ...], options: LintOptions) -> _Request:
     """Checks the options, and adds those of pyproject.toml. Raises a usage error if they do not fit together."""
-    settings = _read_settings()
+    from policyc.linter.rules import choose_codes
+    from policyc.linter.settings import read_settings
+    from policyc.numerics.targets import get_target
+
+    try:
+        settings = read_settings()
+        codes = choose_codes(options.select or settings.select, options.ignore or settings.ignore)
+        target = get_target(options.target or settings.target or DEFAULT_TARGET)
+    except (ValueError, KeyError) as error:
+        raise click.UsageError(str(error.args[0])) from None
     count = next((i for i, word in enumerate(words) if _starts_program(word)), len(words))
     files, program = words[:count] or (".",), words[count:]
     if not program and options.config is None and len(files) == 1:
@@ -199,7 +205,6 @@ def _make_request(words: tuple[str, ...], options: LintOptions) -> _Request:
     if options.fix and "-" in files and len(files) > 1:
         raise click.UsageError("--fix writes the text from '-' to standard output: name no other file")
     check_stdin_filename(files, options.stdin_filename)
-    codes = _parse_codes(options.select or settings.select, options.ignore or settings.ignore)
     if program and options.config is not None:
         raise click.UsageError("name a program, or a configuration with --config; one of the two")
     if options.target is not None and not (program or options.config):
@@ -209,41 +214,9 @@ def _make_request(words: tuple[str, ...], options: LintOptions) -> _Request:
         codes=codes,
         program=program,
         config=options.config,
-        target=_find_target(options.target or settings.target or DEFAULT_TARGET),
+        target=target,
         options=options,
     )
-
-
-def _read_settings() -> Settings:
-    from policyc.linter.settings import BadSettings, read_settings
-
-    try:
-        return read_settings()
-    except BadSettings as error:
-        raise click.UsageError(str(error)) from None
-
-
-def _find_target(name: str) -> Target:
-    from policyc.numerics.targets import get_target
-
-    try:
-        return get_target(name)
-    except KeyError as unknown:
-        raise click.UsageError(str(unknown.args[0])) from None
-
-
-def _parse_codes(select: Sequence[str], ignore: Sequence[str]) -> frozenset[str]:
-    from policyc.linter.rules import ALL_CODES
-
-    def split(values: Sequence[str]) -> frozenset[str]:
-        codes = frozenset(code.strip() for value in values for code in value.split(",") if code.strip())
-        if "ALL" in codes:
-            return frozenset(ALL_CODES)
-        for code in sorted(codes.difference(ALL_CODES)):
-            raise click.UsageError(f"no rule has the code '{code}': {suggest_code(code, ALL_CODES)}")
-        return codes
-
-    return (split(select) or frozenset(ALL_CODES)) - split(ignore)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

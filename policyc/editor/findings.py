@@ -13,24 +13,25 @@ from policyc.language.loader import parse_with_diagnostics
 def find_all(text: str, path: Path | None) -> tuple[SourceText, tuple[Diagnostic, ...]]:
     """Lints a text. Returns it as the diagnostics name it, and the diagnostics."""
     from policyc.linter import engine
-    from policyc.linter.rules import ALL_CODES
+    from policyc.linter.rules import choose_codes
 
     loaded, model = parse_with_diagnostics(text, path=path), find_model(text, path)
-    source, settings = loaded.file.source, model.settings
-    select = frozenset(settings.select) or frozenset(ALL_CODES)
-    if "ALL" in select:
-        select = frozenset(ALL_CODES)
+    source, problems, codes = loaded.file.source, list(model.problems), choose_codes()
+    try:
+        codes = choose_codes(model.settings.select, model.settings.ignore)
+    except ValueError as error:
+        problems.append(((0, 0), f"[tool.policyc]: {error}"))
     found = [
         Diagnostic(
             code="unreadable-file", message=message, span=Span(source, *place), severity=Severity.WARNING
         )
-        for place, message in model.problems
+        for place, message in problems
     ]
     if model.sites is not None and not loaded.diagnostics:
-        found += (d for d in ListPlan(loaded.policy, model.sites).check() if d.span.source is source)
-    found = [diagnostic for diagnostic in found if diagnostic.code not in settings.ignore]
+        checked = ListPlan(loaded.policy, model.sites).check()
+        found += (d for d in checked if d.span.source is source and d.code in codes)
     try:
-        found += engine.lint(loaded, select - frozenset(settings.ignore)).diagnostics
+        found += engine.lint(loaded, codes).diagnostics
     except PolicyError as error:
         found += error.diagnostics
     return source, tuple(sorted(found, key=lambda d: d.sort_key))

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from policyc.base.notebook import html_table, html_text
-from policyc.base.text import count_noun, did_you_mean
+from policyc.base.text import count_noun
 from policyc.language.bundled import locate, read_policy_text
 from policyc.language.diagnostics import Diagnostic, Severity
 from policyc.language.loader import LoadedPolicy, is_policy_text, parse_with_diagnostics, split_variant
 from policyc.language.policy import Policy
 from policyc.linter import engine
-from policyc.linter.rules import ALL_CODES
+from policyc.linter.rules import choose_codes
 from policyc.numerics.targets import TargetName, get_target
 
 
@@ -72,9 +72,7 @@ def lint(
       PolicyError: the file cannot be read.
       ValueError: there is no such code or target.
     """
-    for code in ignore:
-        if code not in ALL_CODES:
-            raise ValueError(f"no rule has the code '{code}': {did_you_mean(code, ALL_CODES)}")
+    codes = choose_codes(ignore=ignore)
     loaded = _read(policy)
     plan = None
     if fn is not None and not loaded.diagnostics:
@@ -89,7 +87,6 @@ def lint(
             has_aux=has_aux,
         )
         plan = plan_loss(loaded.policy, call, ExecutionOptions()).plan
-    codes = frozenset(ALL_CODES) - frozenset(ignore)
     return Findings(engine.lint(loaded, codes, plan, get_target(target)).diagnostics)
 
 

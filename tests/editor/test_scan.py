@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -213,3 +214,20 @@ def test_an_editor_loads_nothing_slow() -> None:
     words = [sys.executable, "-c", WITHOUT_JAX]
     result = subprocess.run(words, capture_output=True, text=True, check=True, timeout=300, env=env)
     assert result.stdout == "\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "codes"),
+    [
+        ('ignore = ["everything-in-4-bits,nearest-rounded-gradient"]', {"no-high-precision-tail"}),
+        ('select = ["everything-in-4-bits"]', {"everything-in-4-bits"}),
+        ('select = ["nope"]', {"unreadable-file", "everything-in-4-bits"}),
+    ],
+)
+def test_the_project_chooses_codes_as_for_lint(tmp_path: Path, settings: str, codes: set[str]) -> None:
+    (tmp_path / "pyproject.toml").write_text(f"[tool.policyc]\n{settings}\n")
+    _, found = find_all("* -> nvfp4\n", tmp_path / "a.policy")
+    assert {d.code for d in found} >= codes
+    if "nope" not in settings:
+        linted = policyc("lint", "-", "--format", "concise", stdin="* -> nvfp4\n", cwd=tmp_path).out
+        assert sorted(d.code for d in found) == sorted(re.findall(r"\[([a-z0-9-]+)\]", linted))

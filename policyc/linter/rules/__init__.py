@@ -13,6 +13,7 @@ from functools import cache
 from importlib import import_module, resources
 from pkgutil import iter_modules
 
+from policyc.base.text import did_you_mean
 from policyc.language.diagnostics import Severity
 from policyc.linter.rule import Check, LintRule
 from policyc.linter.rules import program
@@ -65,3 +66,30 @@ def load_program_rules() -> dict[str, LintRule]:
     """`PROGRAM_RULES` with their checks. This imports JAX. The compiler reports those that have no check."""
     checks = _load_checks(program.__name__, program.__path__)
     return {code: replace(rule, check=checks.get(code)) for code, rule in PROGRAM_RULES.items()}
+
+
+_MAX_SIMILAR = 4  # names in one suggestion
+
+
+def choose_codes(select: Iterable[str] = (), ignore: Iterable[str] = ()) -> frozenset[str]:
+    """The codes to look for: those that are selected, or else all, without those that are ignored.
+
+    A text may have several codes, with commas between them. 'ALL' is all of them. Raises ValueError if one is unknown.
+    """
+    return (_split_codes(select) or frozenset(ALL_CODES)) - _split_codes(ignore)
+
+
+def _split_codes(texts: Iterable[str]) -> frozenset[str]:
+    codes = frozenset(code.strip() for text in texts for code in text.split(",") if code.strip())
+    return frozenset(ALL_CODES) if "ALL" in codes else frozenset(map(check_code, sorted(codes)))
+
+
+def check_code(code: str) -> str:
+    """Returns the code. Raises ValueError if no rule has it."""
+    if code in ALL_RULES:
+        return code
+    similar = [name for name in ALL_CODES if code.lower() in name.split("-") or name.startswith(code.lower())]
+    help = did_you_mean(code, ALL_CODES) or "'policyc explain' lists them all"
+    if 0 < len(similar) <= _MAX_SIMILAR:
+        help = f"did you mean {' or '.join(map(repr, similar))}?"
+    raise ValueError(f"no rule has the code '{code}': {help}")
