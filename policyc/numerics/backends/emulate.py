@@ -25,7 +25,7 @@ from policyc.numerics.quantize.hadamard import Method
 from policyc.numerics.quantize.layout import Axes, Operand, Quantized
 from policyc.numerics.quantize.orders import OrderRequest
 from policyc.numerics.quantize.orders import quantize_orders as quantize_by_kernels
-from policyc.numerics.quantize.values import apply_outer_scale, block_values, outer_scale
+from policyc.numerics.quantize.values import block_values, scale_outer
 
 TRAITS = BackendTraits(needs_devices=False, can_batch=True, quantizes_stacks=False)
 
@@ -162,14 +162,12 @@ def apply_outer_scales(
 ) -> jax.Array:
     """Applies both outer scales to a product. Its dimensions are batch, `free` dimensions of lhs, those of rhs."""
     ((lc, rc), (lb, rb)) = dimensions
-    m, e = jnp.float32(1), jnp.int32(0)
+    scales = []
     for operand, contract, batch, before in ((lhs, lc, lb, 0), (rhs, rc, rb, free)):
-        scale = outer_scale(operand) if isinstance(operand, Quantized) else None
-        if scale is None:
-            continue
-        placed = [_place_scale(s, contract, batch, before, product.ndim) for s in scale]
-        m, e = m * placed[0], e + placed[1]
-    return apply_outer_scale(product, m, e) if m.ndim else product
+        if isinstance(operand, Quantized) and operand.amax is not None:
+            amax = _place_scale(operand.amax, contract, batch, before, product.ndim)
+            scales.append((amax, operand.layout.bound))
+    return scale_outer(product, scales)
 
 
 def _place_scale(
@@ -209,12 +207,10 @@ def _multiply_groups(
         # The scales are those of a plain product of (m, k) and (m, n), the same for each group.
         return jax.vmap(lambda p: apply_outer_scales(p, lhs, rhs, _CONTRACT_ROWS, 1))(product)
     product = lax.ragged_dot(a, b, sizes, preferred_element_type=jnp.float32)
-    m, e = jnp.float32(1), jnp.int32(0)
-    scale = outer_scale(lhs) if isinstance(lhs, Quantized) else None
-    if scale is not None:
-        m, e = scale
-    scale = outer_scale(rhs) if isinstance(rhs, Quantized) else None
-    if scale is not None:
+    scales = []
+    if isinstance(lhs, Quantized) and lhs.amax is not None:
+        scales.append((lhs.amax, lhs.layout.bound))
+    if isinstance(rhs, Quantized) and rhs.amax is not None:
         group = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=product.shape[0])
-        m, e = m * scale[0][group, 0], e + scale[1][group, 0]
-    return apply_outer_scale(product, m, e) if m.ndim else product
+        scales.append((rhs.amax[group, 0], rhs.layout.bound))
+    return scale_outer(product, scales)

@@ -221,9 +221,25 @@ def round_stochastic(t: jax.Array, random: jax.Array, random_bits: int, element:
 
 def decode(code: jax.Array, element: Element) -> jax.Array:
     """The fp32 values of signed codes."""
-    c = code.astype(jnp.int32)
-    value = decode_magnitude(c & (element.sign - 1), element)
-    return jnp.where(c & element.sign != 0, -value, value)
+    if element is E2M1:
+        c = code.astype(jnp.int32)
+        value = decode_magnitude(c & (element.sign - 1), element)
+        return jnp.where(c & element.sign != 0, -value, value)
+    dtype = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}[element.name]
+    return lax.bitcast_convert_type(code.astype(jnp.uint8), dtype).astype(jnp.float32)
+
+
+HALF_UNIT = np.float32(2.0**14)
+
+
+def decode_in_half_units(code: jax.Array) -> jax.Array:
+    """The fp32 values of signed E2M1 codes, divided by `HALF_UNIT`: what their bits are worth at the top of fp16.
+
+    Half the operations of `decode`. XLA may move the unit to another factor, so both must have room for it.
+    """
+    code = code.astype(jnp.uint16)
+    bits = ((code & 8) << 12) | ((code & 7) << 9)
+    return lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
 
 
 def decode_magnitude(magnitude: jax.Array, element: Element) -> jax.Array:

@@ -264,27 +264,30 @@ def encode_blocks(lifted: jax.Array, enc: jax.Array, context: QuantizeContext, k
 def _encode_pairs(
     pairs: jax.Array, axis: int, enc: jax.Array, word: jax.Array | None, element: Element
 ) -> jax.Array:
-    return pack(
-        *(
-            _encode(
-                lax.index_in_dim(pairs, i, axis, keepdims=False) * enc,
-                None if word is None else word >> (RANDOM_BITS * i),
-                element,
-            )
-            for i in range(2)
-        )
-    )
+    """Encodes all elements before it picks the two of each byte: a program half as long, with the same kernel."""
+    codes = _encode_in_place(pairs, axis, enc, word, element)
+    return pack(*(lax.index_in_dim(codes, i, axis, keepdims=False) for i in range(2)))
 
 
 def _encode_pairs_on_cpu(
     pairs: jax.Array, axis: int, enc: jax.Array, word: jax.Array | None, element: Element
 ) -> jax.Array:
-    """Encodes each element in place: a CPU vectorizes over neighbours and avoids strided loads."""
+    """Joins codes by a reduction: a CPU vectorizes over neighbours and avoids strided loads."""
     half = lax.broadcasted_iota(jnp.uint8, pairs.shape, axis)
-    bits = None if word is None else jnp.expand_dims(word, axis) >> (half.astype(jnp.uint32) * RANDOM_BITS)
-    nibbles = _encode(pairs * jnp.expand_dims(enc, axis), bits, element) << (half * 4)
+    nibbles = _encode_in_place(pairs, axis, enc, word, element) << (half * 4)
     packed: jax.Array = lax.reduce(nibbles, np.uint8(0), lax.bitwise_or, (axis,))
     return packed
+
+
+def _encode_in_place(
+    pairs: jax.Array, axis: int, enc: jax.Array, word: jax.Array | None, element: Element
+) -> jax.Array:
+    """The codes of all elements. Each pair shares a random word, of which each element takes a half."""
+    bits = None
+    if word is not None:
+        half = lax.broadcasted_iota(jnp.uint32, pairs.shape, axis)
+        bits = jnp.expand_dims(word, axis) >> (half * RANDOM_BITS)
+    return _encode(pairs * jnp.expand_dims(enc, axis), bits, element)
 
 
 def _encode(scaled: jax.Array, bits: jax.Array | None, element: Element) -> jax.Array:

@@ -23,7 +23,7 @@ from policyc.numerics.quantize.bits import (
     E4M3,
     INFINITY,
     bits_of,
-    decode,
+    decode_magnitude,
     from_bits,
     kernel_div,
     round_nearest,
@@ -177,7 +177,7 @@ class Encoder:
         """As `block_scales`, for scales that map maxima to 1 / `fraction`. They are finite in any case."""
         ideal = (from_bits(maxima) * self.lift) * (self.enc * fraction)
         code = round_nearest(ideal, E4M3)
-        scale = decode(code, E4M3) * self.dec
+        scale = decode_magnitude(code, E4M3) * self.dec
         return code, kernel_div(jnp.ones_like(scale), scale)
 
     def mark_not_finite(self, code: jax.Array) -> jax.Array:

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from policyc.numerics.quantize.bits import materialize
+
 _WORD = 0xFFFFFFFF
 _GOLDEN_RATIO = 0x9E3779B9  # 2**32 divided by it, odd: multiples of it are spread evenly
 # The multipliers of the hash lowbias32, chosen by its author for low bias.
@@ -43,7 +45,11 @@ class Key:
                 np.uint32(_mix_on_host((b + word * _GOLDEN_RATIO) & _WORD, a)),
             )
         w = jnp.uint32(word & _WORD) if isinstance(word, int) else _as_word(word)
-        return Key(mix(self.a ^ w, self.b), mix(self.b + w * jnp.uint32(_GOLDEN_RATIO), self.a))
+        a, b = self.a, self.b
+        if isinstance(a, np.uint32):
+            # Without the barrier XLA compiles a kernel for each such key.
+            a, b = materialize((jnp.uint32(a), jnp.uint32(b)))
+        return Key(mix(a ^ w, b), mix(b + w * jnp.uint32(_GOLDEN_RATIO), a))
 
 
 def make_key(seed: Any = 0, *words: Any) -> Key:

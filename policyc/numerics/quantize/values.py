@@ -6,17 +6,25 @@ is for measurements.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from policyc.numerics.quantize.bits import (
     E4M3,
     ELEMENTS,
+    HALF_UNIT,
     INFINITY,
+    Element,
     bits_of,
     decode,
+    decode_in_half_units,
     exact_div_by_constant,
     from_bits,
+    materialize,
     power_of_two,
 )
 from policyc.numerics.quantize.layout import Quantized, expand_per_block, split_blocks, trim, unpack
@@ -33,19 +41,24 @@ def block_values(q: Quantized, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> ja
     layout = q.layout
     # float32 is only requested on CPU.
     codes = unpack(q.codes, layout.axis, cpu=dtype == jnp.float32) if layout.packed else q.codes
-    values = decode(codes, ELEMENTS[layout.element])
+    element = ELEMENTS[layout.element]
     if q.scales is None:
-        return values.astype(dtype)
-    blocks = split_blocks(values, layout)
-    scales = expand_per_block(q.scales, layout)
-    if layout.format == "nvfp4":
-        blocks = blocks * decode(scales, E4M3)
-    else:
-        byte = scales.astype(jnp.int32)
-        # The least scale, 2**-127, is not a normal number: it is applied in two steps.
-        blocks = blocks * from_bits(jnp.clip(byte, 1, 254) << 23) * jnp.where(byte == 0, 0.5, 1.0)
-        blocks = jnp.where(byte == 255, jnp.float32(jnp.nan), blocks)
-    return blocks.reshape(values.shape).astype(dtype)
+        return decode(codes, element).astype(dtype)
+    blocks, scales = split_blocks(codes, layout), expand_per_block(q.scales, layout)
+    scale = _scale_nvfp4_blocks if layout.format == "nvfp4" else _scale_mx_blocks
+    return scale(blocks, scales, element).reshape(codes.shape).astype(dtype)
+
+
+def _scale_nvfp4_blocks(codes: jax.Array, scales: jax.Array, element: Element) -> jax.Array:
+    del element
+    return decode_in_half_units(codes) * (decode(scales, E4M3) * HALF_UNIT)
+
+
+def _scale_mx_blocks(codes: jax.Array, scales: jax.Array, element: Element) -> jax.Array:
+    byte = scales.astype(jnp.int32)
+    # The least scale, 2**-127, is not a normal number: it is applied in two steps.
+    values = decode(codes, element) * from_bits(jnp.clip(byte, 1, 254) << 23) * jnp.where(byte == 0, 0.5, 1.0)
+    return jnp.where(byte == 255, jnp.float32(jnp.nan), values)
 
 
 def outer_scale(q: Quantized) -> tuple[jax.Array, jax.Array] | None:
@@ -71,8 +84,32 @@ def apply_outer_scale(values: jax.Array, m: jax.Array, e: jax.Array) -> jax.Arra
     return values * m * power_of_two(half) * power_of_two(e - half)
 
 
+def scale_outer(values: jax.Array, scales: Sequence[tuple[jax.Array, float]]) -> jax.Array:
+    """fp32 values times outer scales, each given as its amax and its bound: amax / bound.
+
+    Each scale and their product are rounded to fp32, whose range they may leave: so they are computed in fp64, and
+    applied as two factors, of which one is a power of two.
+    """
+    if not scales:
+        return values
+    with jax.enable_x64(True):
+        product = jnp.float64(1)
+        for amax, bound in scales:
+            bits = bits_of(amax)
+            # The integer is the denormal in units of 2**-149: converted as a float, it might become zero.
+            denormal = lax.convert_element_type(bits, np.float64) * np.float64(2.0**-149)
+            wide = jnp.where(bits < 0x800000, denormal, lax.convert_element_type(amax, np.float64))
+            wide = jnp.where(bits < INFINITY, wide, np.float64(np.nan))
+            product = product * lax.reduce_precision(wide / np.float64(bound), 11, 23)
+        exponent = lax.bitcast_convert_type(product, np.int64) & np.int64(0x7FF << 52)
+        power = jnp.clip(lax.bitcast_convert_type(exponent, np.float64), 2.0**-126, 2.0**127)
+        factors = lax.convert_element_type(jnp.stack([product / power, power]), np.float32)
+    # Without the barrier XLA would compute them again for each element.
+    first, second = materialize(factors)
+    return values * first * second
+
+
 def dequantize(q: Quantized) -> jax.Array:
     """The fp32 values, without padding. Those of a rotated operand are in the rotated basis."""
     values = trim(block_values(q, jnp.float32), q.layout)
-    scale = outer_scale(q)
-    return values if scale is None else apply_outer_scale(values, *scale)
+    return scale_outer(values, [] if q.amax is None else [(q.amax, q.layout.bound)])
