@@ -106,7 +106,8 @@ def scale_outer(values: jax.Array, scales: Sequence[tuple[jax.Array, float]]) ->
         factors = lax.convert_element_type(jnp.stack([product / power, power]), np.float32)
     # Without the barrier XLA would compute them again for each element.
     first, second = materialize(factors)
-    return values * first * second
+    scaled: jax.Array = values * first * second
+    return scaled
 
 
 def dequantize(q: Quantized) -> jax.Array:
