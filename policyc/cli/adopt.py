@@ -8,14 +8,15 @@ from pathlib import Path
 
 import click
 
-from policyc.cli.common import EXIT_USAGE, exit_with_message, format_by_ending, print_or_write
-from policyc.cli.estimate import trace_step
+from policyc.cli.common import EXIT_USAGE, exit_with_message, print_or_write
+from policyc.cli.estimate import trace_modelled_step
 from policyc.cli.options import (
     FiniteRange,
     ProgramCommand,
     StepOptions,
     check_source,
     collect_options,
+    format_by_ending_option,
     option,
     option_class,
     out_option,
@@ -25,7 +26,6 @@ from policyc.cli.options import (
 )
 from policyc.cli.program import parse_execution
 
-FORMATS = ("markdown", "html", "json")
 _COUNT = re.compile(r"([0-9.]+(?:e[0-9]+)?)([kmbt]?)", re.IGNORECASE)
 _MULTIPLES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
@@ -66,12 +66,7 @@ class AdoptOptions:
         metavar="DIR",
         help="Fill in the verdicts, times, memory and stalls of this sweep.",
     )
-    output_format: str | None = option(
-        "--format",
-        type=click.Choice(FORMATS),
-        show_default="by the ending of --out; markdown without it",
-        help="Output format.",
-    )
+    output_format: str = format_by_ending_option("markdown", "html", "json")
     out: str | None = out_option()
 
 
@@ -100,14 +95,12 @@ def adopt(program: tuple[str, ...], step: StepOptions, options: AdoptOptions) ->
     from policyc.experiments.adopt import BASELINE, make_adoption
     from policyc.experiments.adopt_page import render_adoption
     from policyc.experiments.report.sweeps import ReportError
-    from policyc.hardware.mesh import check_modelled
     from policyc.language.loader import load
 
     try:
         mesh = step.mesh_shape()
-        check_modelled(mesh)
         baseline = load(BASELINE)
-        planned = trace_step(baseline, program, mesh, step, execution).under(baseline, execution)
+        planned = trace_modelled_step(baseline, program, mesh, step, execution).under(baseline, execution)
         data = make_adoption(
             planned,
             mesh,
@@ -121,6 +114,6 @@ def adopt(program: tuple[str, ...], step: StepOptions, options: AdoptOptions) ->
         exit_with_message(str(error), EXIT_USAGE)
     except ValueError as error:
         exit_with_message(str(error))
-    format = options.output_format or format_by_ending(options.out, *FORMATS)
+    format = options.output_format
     text = json.dumps(data, indent=2) + "\n" if format == "json" else render_adoption(data, format)
     print_or_write(text, options.out)

@@ -5,9 +5,10 @@ Import slow modules inside functions: every `--help` loads this module.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,16 +24,17 @@ EXIT_OK = 0
 EXIT_FAILURE = 1  # lint findings, a faulty policy, or a request that cannot be met
 EXIT_USAGE = 2  # wrong usage, or a file that cannot be read or written
 
-_FORMAT_OF_ENDING = {".html": "html", ".md": "markdown", ".json": "json", ".svg": "svg"}
 
 _STYLES: dict[str, dict[str, Any]] = {
     "error": {"fg": "red", "bold": True}, "warning": {"fg": "yellow", "bold": True}, "path": {"bold": True},
     "gutter": {"fg": "blue"}, "caret": {"fg": "red"}, "help": {"fg": "cyan"}, "note": {"fg": "blue"},
+    "added": {"fg": "green"}, "removed": {"fg": "red"}, "header": {"bold": True}, "rule": {"fg": "cyan"},
+    "dim": {"dim": True},
 }  # fmt: skip
 
 
 def paint(kind: str, text: str) -> str:
-    """Colors text by its kind. A `Paint` for the diagnostics."""
+    """Colors text by its kind. A `Paint` for diagnostics and diffs."""
     return click.style(text, **_STYLES.get(kind, {}))
 
 
@@ -162,12 +164,6 @@ def write_output(option: str, path: str, text: str) -> None:
         exit_with_message(f"{option}: '{path}' cannot be written: {error.strerror}", EXIT_USAGE)
 
 
-def format_by_ending(out: str | None, *formats: str) -> str:
-    """The format that the ending of a file asks for; the first one if there is no file, or no format has the ending."""
-    format = _FORMAT_OF_ENDING.get(Path(out or "").suffix, "")
-    return format if format in formats else formats[0]
-
-
 def print_or_write(text: str, out: str | None) -> None:
     """Prints the output of a command, or writes it to the file of `--out`."""
     if out is None:
@@ -210,6 +206,17 @@ def exit_with_message(message: str, code: int = EXIT_FAILURE) -> NoReturn:
     print_note(message, "error")
     sys.stdout.flush()
     sys.exit(code)
+
+
+@contextlib.contextmanager
+def explain_missing_package(extras: str) -> Iterator[None]:
+    """Exits with what to install if a package of some extras cannot be imported."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("policyc"):
+            raise
+        exit_with_message(f"this needs the package '{error.name}': pip install 'policyc[{extras}]'")
 
 
 def exit_with_diagnostics(error: PolicyError) -> NoReturn:

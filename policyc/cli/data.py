@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 import click
 
 from policyc.base.files import atomic_write
-from policyc.cli.common import EXIT_USAGE, ExampleCommand, exit_with_message
+from policyc.cli.common import EXIT_USAGE, ExampleCommand, exit_with_message, explain_missing_package
 from policyc.cli.options import FiniteRange, collect_options, option, option_class
 
 if TYPE_CHECKING:
@@ -294,11 +294,8 @@ def _explain_errors() -> Iterator[None]:
     _terminations.clear()
     previous = signal.signal(signal.SIGTERM, lambda number, _frame: _terminations.append(number))
     try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("policyc."):
-            raise
-        exit_with_message(f"this needs the package '{error.name}': pip install 'policyc[train,data]'")
+        with explain_missing_package("train,data"):
+            yield
     except ConfigError as error:
         exit_with_message(str(error))
     finally:

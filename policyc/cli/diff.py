@@ -15,8 +15,8 @@ from policyc.cli.common import (
     EXIT_FAILURE,
     EXIT_USAGE,
     exit_with_message,
-    format_by_ending,
     load_policy,
+    paint,
     print_or_write,
 )
 from policyc.cli.options import (
@@ -25,6 +25,7 @@ from policyc.cli.options import (
     backend_option,
     check_source,
     collect_options,
+    format_by_ending_option,
     option,
     option_class,
     path_option,
@@ -32,24 +33,12 @@ from policyc.cli.options import (
     program_argument,
     step_options,
 )
-from policyc.cli.program import check_order, exit_on_error, fail_if_refused, parse_execution, plan_program
+from policyc.cli.program import check_order, exit_on_error, fail_if_refused, parse_execution, trace_step
 
 if TYPE_CHECKING:
     from policyc.changes.model import DiffData
-    from policyc.compiler.execution import ExecutionOptions
-    from policyc.hardware.training_step import TrainingStep
-    from policyc.language.policy import Policy
 
 _MIN_WIDTH = 60  # of the text, in columns: names and figures need as much
-_STYLES: dict[str, dict[str, Any]] = {
-    "added": {"fg": "green"}, "removed": {"fg": "red"}, "header": {"bold": True}, "rule": {"fg": "cyan"},
-    "dim": {"dim": True},
-}  # fmt: skip
-
-
-def paint(kind: str, text: str) -> str:
-    """Colors text by its kind of line. A `Paint` for the text of a diff."""
-    return click.style(text, **_STYLES.get(kind, {}))
 
 
 @option_class
@@ -81,20 +70,17 @@ class CompareOptions:
 class OutputOptions:
     """What is printed or written."""
 
-    output_format: str | None = option(
-        "--format",
-        type=click.Choice(["text", "html", "svg", "json", "model-explorer"]),
-        show_default="by the ending of --out; text without it",
+    output_format: str = format_by_ending_option(
+        "text",
+        "html",
+        "svg",
+        "json",
+        "model-explorer",
         help="One line per change, a page, the heat map, JSON, or a folder for Google's Model Explorer.",
     )
     out: str | None = path_option(metavar="FILE", help="Write to this file; for model-explorer, this folder.")
     equations: bool = option(is_flag=True, help="In the text, also show the equations that change.")
     exit_code: bool = option(is_flag=True, help="Exit with 1 if something differs.")
-
-    @property
-    def format(self) -> str:
-        """The format that is asked for, by name or by the ending of the file."""
-        return self.output_format or format_by_ending(self.out, "text", "html", "svg", "json")
 
 
 @click.command(
@@ -127,7 +113,7 @@ def diff(
     """
     check_order(policy, program)
     check_source(program, step.config)
-    if output.format == "model-explorer" and output.out in (None, "-"):
+    if output.output_format == "model-explorer" and output.out in (None, "-"):
         raise click.UsageError("--format model-explorer writes a folder: name it with --out")
     earlier_plan = os.path.abspath(compare.vs) if compare.vs and compare.vs.endswith(".json") else None
     loaded = load_policy(policy)
@@ -141,7 +127,7 @@ def diff(
 
     with exit_on_error():
         execution = parse_execution(compare.backend, step.target)
-        traced = _trace(loaded, program, step, execution, compare.unrolled)
+        traced = trace_step(loaded, program, step, execution, unrolled=compare.unrolled)
         data = build_diff(
             traced,
             before=before,
@@ -162,27 +148,6 @@ def diff(
         sys.exit(EXIT_FAILURE)
 
 
-def _trace(
-    policy: Policy,
-    words: tuple[str, ...],
-    options: StepOptions,
-    execution: ExecutionOptions,
-    unrolled: bool,
-) -> TrainingStep:
-    """The training step of a configuration or of a program, planned for the target."""
-    from policyc.hardware import llama_step
-    from policyc.hardware.training_step import TrainingStep
-
-    if options.config:
-        sizes = dataclasses.replace(options.sizes(), unrolled=unrolled)
-        return llama_step.plan_step(policy, options.config, options.mesh_shape(), sizes, execution)
-    options.reject_for_program("batch", "sequence", "gather")
-    if unrolled:
-        raise ValueError("--unrolled is for --config: a program has its own layers")
-    plan = plan_program(policy, words, execution)
-    return TrainingStep(plan=plan, accumulate=options.accumulate or 1, remat=options.remat or "none")
-
-
 def _add_overlays(data: DiffData, compare: CompareOptions) -> DiffData:
     """The diff with the measurements of a run, the calls of a compiled step, and a frontier, if options name them."""
     from policyc.base.frontier import read_frontier
@@ -200,7 +165,7 @@ def _add_overlays(data: DiffData, compare: CompareOptions) -> DiffData:
 
 def _write(data: DiffData, output: OutputOptions) -> None:
     """Prints the diff in its format, or writes it to a file."""
-    if output.format == "model-explorer":
+    if output.output_format == "model-explorer":
         from policyc.changes.model_explorer import write_model_explorer
 
         assert output.out is not None
@@ -213,10 +178,10 @@ def _write(data: DiffData, output: OutputOptions) -> None:
 
 
 def _render(data: DiffData, output: OutputOptions) -> str:
-    if output.format != "text":
+    if output.output_format != "text":
         from policyc.changes.api import FILE_WRITERS
 
-        return FILE_WRITERS[f".{output.format}"](data)
+        return FILE_WRITERS[f".{output.output_format}"](data)
     from policyc.changes.terminal import render
 
     data = dataclasses.replace(data, refused=())  # they are printed as errors

@@ -27,7 +27,7 @@ from policyc.cli.options import (
     step_options,
     vs_option,
 )
-from policyc.cli.program import fail_if_refused, parse_execution, plan_program
+from policyc.cli.program import fail_if_refused, parse_execution, trace_step
 
 if TYPE_CHECKING:
     from policyc.compiler.execution import ExecutionOptions
@@ -118,18 +118,15 @@ def estimate(policy: str, program: tuple[str, ...], step: StepOptions, options: 
     run. The estimate comes from a cost model, not from a measurement: docs/explanation/cost_model.md says how
     accurate it is.
     """
-    from policyc.hardware.mesh import check_modelled
-
     check_source(program, step.config)
     execution = parse_execution(options.backend, step.target)
     names = [policy] if options.vs is None else [options.vs, policy]
     policies = [(name, load_policy(name)) for name in names]
     try:
         mesh = step.mesh_shape()
-        check_modelled(mesh)
         execution = _use_measured(execution, options.measured)
         compiled = _read_compiled(options.compiled, [name for name, _ in policies], step)
-        traced = trace_step(policies[-1][1], program, mesh, step, execution)
+        traced = trace_modelled_step(policies[-1][1], program, mesh, step, execution)
         checkpoint = _estimate_checkpoint(step, mesh, options.store_bandwidth)
     except ValueError as error:
         exit_with_message(str(error))
@@ -208,34 +205,32 @@ def _read_compiled(
     return compiled
 
 
-def trace_step(
+def trace_modelled_step(
     policy: Policy, program: tuple[str, ...], mesh: MeshShape, step: StepOptions, execution: ExecutionOptions
 ) -> TrainingStep:
-    """Traces the step of a configuration or of a program. Raises ValueError if the options do not fit it."""
-    from policyc.hardware import llama_step
-    from policyc.hardware.training_step import TrainingStep
+    """Plans a step that the cost model can price. Says what it leaves out. Raises ValueError if it cannot."""
+    from policyc.compiler.plan_tables import other_products, uncertain_repeats
+    from policyc.hardware.mesh import check_modelled
 
-    if step.config:
-        return llama_step.plan_step(policy, step.config, mesh, step.sizes(), execution)
-    step.reject_for_program("batch", "sequence", "gather")
-    if mesh.tensor * mesh.context > 1:
+    check_modelled(mesh)
+    if not step.config and mesh.tensor * mesh.context > 1:
         raise ValueError(
             f"a program can use the axes data and fsdp only, not {mesh}: the traffic of other axes is not known"
         )
-    from policyc.compiler.plan_tables import other_products, uncertain_repeats
-
-    plan = plan_program(policy, program)
-    for line in uncertain_repeats(plan):
+    traced = trace_step(policy, program, step, execution)
+    if step.config:
+        return traced
+    for line in uncertain_repeats(traced.plan):
         click.echo(f"note: {line}", err=True)
-    for line in other_products(plan):
+    for line in other_products(traced.plan):
         click.echo(f"note: not in the estimate: {line}", err=True)
-    rows = max(site.batch * site.m for site in plan.sites)
+    rows = max(site.batch * site.m for site in traced.plan.sites)
     if rows < mesh.batch_shards:
         raise ValueError(
             f"{mesh.batch_shards} devices are too many for the {rows} rows of the largest GEMM: use at most "
             f"--devices {rows}"
         )
-    return TrainingStep(plan=plan, accumulate=step.accumulate or 1, remat=step.remat or "none")
+    return traced
 
 
 def _estimate_checkpoint(

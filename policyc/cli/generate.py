@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from policyc.cli.common import ExampleCommand, exit_with_message, load_policy
+from policyc.cli.common import ExampleCommand, exit_with_message, explain_missing_package, load_policy
 from policyc.cli.options import (
     FiniteRange,
     backend_option,
@@ -98,14 +98,10 @@ def generate(folder: Path, options: GenerateOptions) -> None:
     error.
     """
     prompts = _read_prompts(options.prompt)
-    try:
+    with explain_missing_package("train"):
         from policyc.models.llama.trained import load_trained
 
         sampling = options.sampling()
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("policyc"):
-            raise
-        exit_with_message(f"this needs the package '{error.name}': pip install 'policyc[train]'")
     policy = load_policy(options.policy) if options.policy else None
     with exit_on_error():
         model = load_trained(folder, options.step, options.tokenizer)

@@ -216,6 +216,29 @@ def format_option(*formats: str, help: str = "Output format.") -> Any:
     return option("--format", "output_format", type=click.Choice(formats), default=formats[0], help=help)
 
 
+_FORMAT_OF_ENDING = {".html": "html", ".md": "markdown", ".json": "json", ".svg": "svg"}
+
+
+def format_by_ending_option(*formats: str, help: str = "Output format.") -> Any:
+    """`--format`, passed as `output_format`. Without it, the ending of `--out` chooses; else it is the first format."""
+
+    def choose(ctx: click.Context, _option: click.Parameter, format: str | None) -> str:
+        # click reads the options that are given first, so that `out` is known if `--format` is not given.
+        ending = os.path.splitext(ctx.params.get("out") or "")[1]
+        by_ending = _FORMAT_OF_ENDING.get(ending)
+        return format or (by_ending if by_ending in formats else None) or formats[0]
+
+    shown = f"by the ending of --out; {formats[0]} without it"
+    return option(
+        "--format",
+        "output_format",
+        type=click.Choice(formats),
+        callback=choose,
+        show_default=shown,
+        help=help,
+    )
+
+
 def out_option(help: str = "Write to this file instead of standard output.") -> Any:
     """`--out`, passed as `out`."""
     return path_option("--out", metavar="FILE", type=click.Path(dir_okay=False, allow_dash=True), help=help)
@@ -343,7 +366,7 @@ class StepOptions:
         "Configurations only.",
     )
 
-    def sizes(self) -> Sizes:
+    def sizes(self, *, unrolled: bool = False) -> Sizes:
         """The settings that replace those of a configuration."""
         from policyc.hardware.llama_step import Sizes
 
@@ -353,6 +376,7 @@ class StepOptions:
             accumulate=self.accumulate,
             remat=self.remat,
             gather=self.gather,
+            unrolled=unrolled,
         )
 
     def mesh_shape(self) -> MeshShape:

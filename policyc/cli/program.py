@@ -23,11 +23,12 @@ from policyc.cli.common import (
 from policyc.cli.options import check_source, explain_misplaced_options, find_misplaced_options
 
 if TYPE_CHECKING:
-    from policyc.cli.options import RunOptions
+    from policyc.cli.options import RunOptions, StepOptions
     from policyc.compiler.execution import ExecutionOptions
     from policyc.compiler.plan import Plan
     from policyc.compiler.session import Session
     from policyc.experiments.program import Program
+    from policyc.hardware.training_step import TrainingStep
     from policyc.language.diagnostics import Diagnostic
     from policyc.language.policy import Policy
 
@@ -145,6 +146,28 @@ def plan_program(policy: Policy, words: Sequence[str], execution: ExecutionOptio
     if not len(plan.sites):
         exit_with_message("no loss of the program has a GEMM")
     return plan
+
+
+def trace_step(
+    policy: Policy,
+    words: Sequence[str],
+    step: StepOptions,
+    execution: ExecutionOptions,
+    *,
+    unrolled: bool = False,
+) -> TrainingStep:
+    """Plans the step of a configuration or of a program. Raises ValueError if the options do not fit it."""
+    from policyc.hardware import llama_step
+    from policyc.hardware.training_step import TrainingStep
+
+    if step.config:
+        sizes = step.sizes(unrolled=unrolled)
+        return llama_step.plan_step(policy, step.config, step.mesh_shape(), sizes, execution)
+    step.reject_for_program("batch", "sequence", "gather")
+    if unrolled:
+        raise ValueError("--unrolled is for --config: a program has its own layers")
+    plan = plan_program(policy, words, execution)
+    return TrainingStep(plan=plan, accumulate=step.accumulate or 1, remat=step.remat or "none")
 
 
 def fail_if_refused(*plans: Plan) -> None:

@@ -7,11 +7,9 @@ from typing import Any
 
 import click
 
-from policyc.cli.common import EXIT_USAGE, ExampleCommand, exit_with_message, format_by_ending, print_note
-from policyc.cli.options import collect_options, option, option_class, path_option
+from policyc.cli.common import EXIT_USAGE, ExampleCommand, exit_with_message, print_note
+from policyc.cli.options import collect_options, format_by_ending_option, option, option_class, path_option
 from policyc.cli.sweep_runs import split_names
-
-FORMATS = ("html", "markdown", "json")
 
 
 @option_class
@@ -23,11 +21,8 @@ class ReportCommand:
         show_default="report.html in the folder; comparison.html here for several folders",
         help="File to write; '-' is standard output.",
     )
-    output_format: str | None = option(
-        "--format",
-        type=click.Choice(FORMATS),
-        show_default="by the ending of --out; html without it",
-        help="A page; tables; everything as JSON.",
+    output_format: str = format_by_ending_option(
+        "html", "markdown", "json", help="A page; tables; everything as JSON."
     )
     baseline: str | None = option(
         metavar="NAME,...",
@@ -54,11 +49,6 @@ class ReportCommand:
     frontier: str | None = path_option(
         metavar="FILE", help="Also show this frontier (search --frontier --out x.json)."
     )
-
-    @property
-    def format(self) -> str:
-        """The format that is asked for, by name or by the ending of the file."""
-        return self.output_format or format_by_ending(self.out, *FORMATS)
 
     def report_options(self) -> dict[str, Any]:
         """The arguments of `build_report`."""
@@ -110,9 +100,9 @@ def _write(command: ReportCommand, folders: list[Path]) -> None:
     from policyc.experiments.report.build import build_report
     from policyc.experiments.report.page import write_report
 
-    is_printed = is_standard_output(command.out) if command.out else command.format != "html"
+    is_printed = is_standard_output(command.out) if command.out else command.output_format != "html"
     report = build_report(folders, **command.report_options())
-    path = write_report(report, command.out, command.format)
+    path = write_report(report, command.out, command.output_format)
     for problem in report.problems:
         print_note(problem, "warning")
     if not is_printed:

@@ -6,13 +6,12 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from policyc.base.text import count_others
 from policyc.cli.common import exit_with_message, load_policy, print_note, print_or_write, write_output
-from policyc.cli.estimate import trace_step
 from policyc.cli.options import (
     FiniteRange,
     StepOptions,
@@ -25,7 +24,7 @@ from policyc.cli.options import (
     program_argument,
     step_options,
 )
-from policyc.cli.program import exit_on_error, parse_execution, program_name
+from policyc.cli.program import exit_on_error, parse_execution, program_name, trace_step
 from policyc.cli.recorded import RecordOptions, record, record_options
 from policyc.cli.sweep_runs import SweepCommand
 
@@ -149,7 +148,7 @@ def _search(
         recorded = record(program, step.config, record_options)
         if step.config is not None and not record_options.checkpoint and not record_options.after:
             print_note("without --from or --after, the scores are those of a model that has not been trained")
-        training_step = _step(recorded, step, mesh, options.backend)
+        training_step = _step(recorded, step, options.backend)
         scores = score_formats(recorded, formats)
         return Searched(
             problem=make_problem(training_step, mesh, scores, formats),
@@ -167,7 +166,7 @@ def _own_words(words: list[str]) -> list[str]:
     return [Path(word).name if word.startswith("/") else word for word in words]
 
 
-def _step(recorded: RecordedLoss, step: StepOptions, mesh: Any, backend: str) -> TrainingStep:
+def _step(recorded: RecordedLoss, step: StepOptions, backend: str) -> TrainingStep:
     """The step whose speed is predicted: that of the configuration, or the recorded one."""
     from policyc.compiler.plan import make_plan
     from policyc.experiments.record import KEEP
@@ -176,7 +175,7 @@ def _step(recorded: RecordedLoss, step: StepOptions, mesh: Any, backend: str) ->
 
     execution = parse_execution(backend, step.target)
     if step.config is not None:
-        return trace_step(parse(KEEP), (), mesh, step, execution)
+        return trace_step(parse(KEEP), (), step, execution)
     step.reject_for_program("batch", "sequence", "gather")
     plan = make_plan(parse(KEEP), recorded.sites, execution)
     return TrainingStep(plan=plan, accumulate=step.accumulate or 1, remat=step.remat or "none")

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import and_, xor
+from operator import and_
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -217,13 +217,17 @@ class ListPlan:
 
     def _decide(self, phase: Phase) -> Sequence[ProductMasks]:
         """For each rule: the layers where it decides about each product, because no later one in force matches."""
-        left = [self.sites.masks.all] * len(Gemm)
+        fprop_left = dgrad_left = wgrad_left = self.sites.masks.all
         decided = [(0, 0, 0)] * len(self.policy.rules)
         for rule in reversed(range(len(decided))):
             if self.rules.in_force(rule, phase):
-                fprop, dgrad, wgrad = map(and_, self.matched[rule], left)
-                decided[rule] = fprop, dgrad, wgrad
-                left = list(map(xor, left, decided[rule]))
+                fprop, dgrad, wgrad = self.matched[rule]
+                decided[rule] = fprop & fprop_left, dgrad & dgrad_left, wgrad & wgrad_left
+                fprop_left, dgrad_left, wgrad_left = (
+                    fprop_left & ~fprop,
+                    dgrad_left & ~dgrad,
+                    wgrad_left & ~wgrad,
+                )
         return decided
 
     def choices(self, phase: Phase) -> Iterator[tuple[int, int, Sequence[int | None]]]:
