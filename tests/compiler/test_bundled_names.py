@@ -32,6 +32,7 @@ from tests.support.kind_programs import (
     cross_entropy,
     outside,
     rms_norm,
+    sites_of,
     split_heads,
     unrolled,
     weight,
@@ -66,7 +67,7 @@ def bits_of_plan(plan: policyc.Plan) -> list[list[int]]:
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 def test_the_bundled_policies_quantize_their_kinds_in_any_architecture(program: KindProgram) -> None:
-    sites = find_sites(program.loss, program.params)
+    sites = sites_of(program.name)
     for policy, kinds, low in (
         ("te_nvfp4", LINEARS, 4),
         ("llama_nvfp4", MLPS, 4),

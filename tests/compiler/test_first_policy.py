@@ -22,9 +22,7 @@ from policyc.language.policy import Policy
 from policyc.linter import engine
 from tests.support.command import policyc
 from tests.support.jaxpr_tools import find_sites, struct
-from tests.support.kind_programs import PROGRAMS
-
-BY_NAME = {program.name: program for program in PROGRAMS}
+from tests.support.kind_programs import sites_of
 
 
 def first_policy(like: Policy, sites: Sites) -> str:
@@ -34,8 +32,7 @@ def first_policy(like: Policy, sites: Sites) -> str:
 @pytest.mark.parametrize("like", ["llama_nvfp4", "nvfp4_late_switch", "quartet2", "fp8"])
 @pytest.mark.parametrize("name", ["gpt_scanned_tied", "mixture_ragged_scanned"])
 def test_it_decides_as_the_policy_that_it_is_like(name: str, like: str) -> None:
-    program = BY_NAME[name]
-    sites = find_sites(program.loss, program.params)
+    sites = sites_of(name)
     known = make_plan(load(like), sites)
     text = first_policy(known.policy, sites)
     plan = make_plan(parse(text), sites)
@@ -77,8 +74,7 @@ def test_a_name_of_a_program_cannot_leave_its_comment() -> None:
 
 
 def test_a_policy_that_does_not_fit_is_refused() -> None:
-    program = BY_NAME["gpt_scanned_tied"]
-    sites = find_sites(program.loss, program.params)
+    sites = sites_of("gpt_scanned_tied")
     with pytest.raises(NoRuleFits, match="decides about a site"):
         first_policy(parse("nothing -> fp8"), sites)
 

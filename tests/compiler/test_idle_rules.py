@@ -20,7 +20,7 @@ from policyc.language.diagnostics import PolicyError, Severity
 from policyc.language.loader import parse
 from tests.support.command import ROOT
 from tests.support.jaxpr_tools import find_sites, struct
-from tests.support.kind_programs import PROGRAMS
+from tests.support.kind_programs import sites_of
 from tests.support.planned_model import PARAMS, SITES, X, loss, plan_model
 
 pytestmark = pytest.mark.any_jax
@@ -113,8 +113,7 @@ def test_the_help_names_a_rule_that_works(policy: str, help: str) -> None:
 
 def test_the_policy_of_the_readme_in_a_small_model_gets_a_shorter_tail() -> None:
     """Its rule for the last four blocks takes all three. Moving the other rule below would end the protection."""
-    (program,) = [p for p in PROGRAMS if p.name == "gpt_unrolled"]
-    sites = find_sites(program.loss, program.params)
+    sites = sites_of("gpt_unrolled")
     lines = re.findall(r"^\* .*->.*", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert "layer >= -4" in lines[-1]
     (diagnostic,) = idle_rules(make_plan(parse("\n".join(lines)), sites, execution_options()))
@@ -141,8 +140,7 @@ def test_the_policy_of_the_readme_in_a_small_model_gets_a_shorter_tail() -> None
 )
 def test_the_rule_by_kind_is_given_if_it_works_here(rule: str, suggested: str, count: int) -> None:
     """In a model of three blocks whose names say nothing: `l[0].w1` and so on."""
-    (program,) = [p for p in PROGRAMS if p.name == "gpt_unrolled"]
-    sites = find_sites(program.loss, program.params)
+    sites = sites_of("gpt_unrolled")
     with pytest.raises(PolicyError) as caught:
         check_plan(make_plan(parse(rule), sites, execution_options()))
     (diagnostic,) = caught.value.diagnostics
@@ -154,8 +152,7 @@ def test_the_rule_by_kind_is_given_if_it_works_here(rule: str, suggested: str, c
     "rule", ["experts.* -> fp8", "mlp.up -> fp8", "layers[::2].mlp.* -> fp8", "mlp.* -> fp8 expect 9"]
 )
 def test_no_rule_by_kind_is_given_if_it_does_not_work_or_says_something_else(rule: str) -> None:
-    (program,) = [p for p in PROGRAMS if p.name == "gpt_unrolled"]
-    plan = make_plan(parse(rule), find_sites(program.loss, program.params), execution_options())
+    plan = make_plan(parse(rule), sites_of("gpt_unrolled"), execution_options())
     with pytest.raises(PolicyError) as caught:
         check_plan(plan)
     assert "where" not in caught.value.diagnostics[0].help

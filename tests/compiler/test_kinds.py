@@ -21,9 +21,8 @@ from policyc.compiler.sites import Site
 from policyc.language.loader import parse
 from tests.support import kind_programs
 from tests.support.jaxpr_tools import find_sites, struct
-from tests.support.kind_programs import PROGRAMS, KindProgram
+from tests.support.kind_programs import BY_NAME, PROGRAMS, KindProgram, sites_of
 
-BY_NAME = {program.name: program for program in PROGRAMS}
 MAX_WITHOUT_KIND = 0.05
 
 
@@ -49,9 +48,8 @@ def rename(params: Any, seed: int) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_every_site_has_the_expected_kind_and_block(name: str) -> None:
-    program = BY_NAME[name]
-    sites = find_sites(program.loss, program.params)
-    assert tuple(kind_and_blocks(site) for site in sites) == program.expected
+    sites = sites_of(name)
+    assert tuple(kind_and_blocks(site) for site in sites) == BY_NAME[name].expected
     assert not any("its names say so" in site.kind.reason for site in sites)
 
 
@@ -132,8 +130,7 @@ def test_finding_kinds_takes_a_time_that_is_linear_in_the_program() -> None:
 
 
 def plan_of(name: str, policy: str) -> Plan:
-    program = BY_NAME[name]
-    return make_plan(parse(policy), find_sites(program.loss, program.params))
+    return make_plan(parse(policy), sites_of(name))
 
 
 def test_layer_splits_a_scan_as_an_index_does() -> None:

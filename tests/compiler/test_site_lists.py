@@ -27,10 +27,10 @@ from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import PathSegment
 from tests.support import policy_oracle as oracle
-from tests.support.jaxpr_tools import find_sites
-from tests.support.kind_programs import PROGRAMS
+from tests.support.kind_programs import sites_of
 
-BY_NAME = {program.name: program for program in PROGRAMS}
+pytestmark = pytest.mark.any_jax
+
 NAMES = ["gpt_unrolled", "llama_scanned_in_groups", "mixture_ragged_scanned"]
 POLICY = """
 * -> bf16
@@ -46,8 +46,7 @@ after 50% { * where head -> f32 }
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_list_is_decided_about_like_its_loss(name: str) -> None:
-    program = BY_NAME[name]
-    sites = find_sites(program.loss, program.params)
+    sites = sites_of(name)
     policy = parse(POLICY)
     plan = make_plan(policy, sites)
     listed = SiteList.from_json(as_json(make_plan(Policy(), sites)))
@@ -103,8 +102,7 @@ def oracle_site(number: int, layers: list[tuple[oracle.SiteName, ...]]) -> Liste
 
 
 def test_shares_of_rules_are_those_of_the_sites() -> None:
-    program = BY_NAME["gpt_scanned_tied"]
-    sites = find_sites(program.loss, program.params)
+    sites = sites_of("gpt_scanned_tied")
     listed = SiteList.from_json(as_json(make_plan(Policy(), sites)))
     mlp, fprop = ListPlan(parse("* where mlp -> fp8\n* @ fprop where mlp -> bf16"), listed).shares
     own = sum(s.flops * s.repeats for s in sites if s.kind.name == "mlp")
@@ -114,8 +112,7 @@ def test_shares_of_rules_are_those_of_the_sites() -> None:
 
 
 def test_unmet_expectations_and_unmatched_rules_are_reported() -> None:
-    program = BY_NAME["gpt_unrolled"]
-    sites = find_sites(program.loss, program.params)
+    sites = sites_of("gpt_unrolled")
     listed = SiteList.from_json(as_json(make_plan(Policy(), sites)))
     policy = parse("* -> bf16 expect 7\nnothing -> fp8\nnobody -> fp8 expect 0\n")
     first, second = ListPlan(policy, listed).check()

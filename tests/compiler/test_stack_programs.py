@@ -44,11 +44,12 @@ def selectors(program: Program) -> dict[str, Slice]:
 def decided(plan: Plan, executions: set[Execution]) -> set[Execution]:
     """The executions of GEMMs that a plan changes."""
     sites = {site.address: site for site in plan.sites}
+    decisions = plan.decisions()
     chosen = set()
     for execution in (e for e in executions if e.address in sites):
         site, iterations = sites[execution.address], dict(execution.iterations)
         layer = tuple(0 if s.is_shard_map else iterations[s.address] for s in site.stacks)
-        if plan.decisions()[site.address, layer].recipe is not None:
+        if decisions[site.address, layer].recipe is not None:
             chosen.add(execution)
     return chosen
 

@@ -22,6 +22,9 @@ from policyc.experiments.search.scores import score_formats
 from policyc.language.loader import parse
 from policyc.language.recipes import Gemm
 
+# On the newest JAX, test_search.py scores and bisects.
+pytestmark = pytest.mark.any_jax
+
 LAYERS, TOKENS, WIDTH = 3, 64, 32
 OUTLIER = 1e10
 SITES = ("up", "down")
@@ -127,7 +130,7 @@ class Faults:
             "fp8",
             ("weight", "activation", "gradient"),
             id="operands",
-            marks=[pytest.mark.any_jax, pytest.mark.slow],
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from policyc.experiments.report.build import build_report
 from policyc.language.loader import load
@@ -60,6 +59,8 @@ def test_the_tables_of_found_policies_are_those_of_their_losses():
         assert (speed_up, damage) == (f"{predicted['speed_up']:.3f}", f"{predicted['damage']:.4f}")
         assert interval == paired_interval(losses[name], losses["bf16"])
         gaps.append((float(damage), float(interval[0])))
+    from scipy import stats  # a second of import, which other tests do not need
+
     assert f"{stats.spearmanr(gaps).statistic:.2f}" == f"{data['rank_correlation']:.2f}" == "0.83"
     differences = re.findall(r"^\| `(\w+)` - `(\w+)` \| (\S+) \| (\S+) to (\S+) \|", section, re.MULTILINE)
     assert len(differences) == 14
@@ -69,6 +70,8 @@ def test_the_tables_of_found_policies_are_those_of_their_losses():
 
 def paired_interval(one: np.ndarray, other: np.ndarray) -> list[str]:
     """The mean of paired differences and the ends of its 95 % interval."""
+    from scipy import stats
+
     result = stats.ttest_rel(one, other)
     interval = result.confidence_interval(0.95)
     return [f"{value:+.4f}" for value in (np.mean(one - other), interval.low, interval.high)]

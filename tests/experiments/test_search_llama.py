@@ -6,7 +6,6 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from scipy.stats import spearmanr
 
 from policyc.experiments.program import Program
 from policyc.experiments.record import RecordedLoss, record_loss
@@ -101,6 +100,8 @@ def test_noise_without_a_tangent_is_about_that_with_one(checkpoints: list[Scores
 
 
 def test_scores_are_stable_over_three_checkpoints(checkpoints: list[Scores]) -> None:
+    from scipy.stats import spearmanr  # a second of import, which other tests do not need
+
     first, second, third = (scores.by_product for scores in checkpoints)
     for one, other in ((first, second), (second, third), (first, third)):
         correlation = spearmanr([one[key].damage for key in third], [other[key].damage for key in third])

@@ -250,14 +250,18 @@ def test_observations_are_appended_and_a_broken_line_is_not(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_schedule_is_measured_in_its_current_phase() -> None:
-    policy = policyc.parse("* -> mxfp8\nafter 10 { head -> bf16 }")
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(x @ p["up"]) + jnp.sum(x @ p["head"])
+
+    policy, params = policyc.parse("* -> fp8\nafter 10 { head -> bf16 }"), {"up": _array(1, 16, 16)}
     with policyc.active(policy, stats_every=1):
         sites = []
         for step in (0, 20, 0):
             policyc.set_step(step, total=100)
-            measure = StatsRecorder(policy, _loss)
-            sites.append({r["site"] for r in measure(_params(), _array(0, 48, 32)) if "site" in r})
-    assert sites == [{"layers.up", "layers.down", "head"}, {"layers.up", "layers.down"}, sites[0]]
+            measure = StatsRecorder(policy, loss)
+            rows = measure(params | {"head": _array(2, 16, 16)}, _array(0, 16, 16))
+            sites.append({r["site"] for r in rows if "site" in r})
+    assert sites == [{"up", "head"}, {"up"}, sites[0]]
 
 
 def test_two_losses_of_one_step_are_both_recorded(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from policyc.experiments.statistics import Margin, Settings, parse_margin
 from policyc.experiments.verdicts import Comparison, SeedLosses, Verdict, compare_variants
@@ -89,6 +88,8 @@ def test_parity_names_the_interval_that_decides_it() -> None:
     assert row.interval is not None
     assert row.margin is not None
     assert row.interval[1] > row.margin
+    from scipy import stats  # a second of import, which other tests do not need
+
     low, high = stats.ttest_1samp(gaps, 0).confidence_interval(0.9)
     assert row.parity_interval == pytest.approx((low, high), rel=1e-9)
     assert high < row.margin

@@ -25,6 +25,8 @@ from policyc.numerics.quantize import Axes, Quantized, quantize
 from policyc.numerics.ragged import quantized_ragged_dot
 from tests.support.gemms import normal, quick_jit
 
+pytestmark = pytest.mark.any_jax
+
 NVFP4 = Treatment(format="nvfp4", element="e2m1")
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 ON_GPU = LoweringContext(platform="cuda", single_device=True)

@@ -26,11 +26,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """How a command ended, and what it printed."""
+    """How a command ended, and what it printed; `both` is what `policyc` printed to both streams, in order."""
 
     code: int
     out: str
     err: str
+    both: str = ""
 
 
 def load_commands() -> dict[str, click.Command]:
@@ -64,7 +65,7 @@ def policyc(
         )
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
-    return CommandResult(result.exit_code, result.stdout, result.stderr)
+    return CommandResult(result.exit_code, result.stdout, result.stderr, result.output)
 
 
 def run_main(*arguments: str | Path, encoding: str) -> CommandResult:

@@ -15,6 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from policyc.compiler.sites import Sites
+from tests.support.jaxpr_tools import find_sites
+
 BATCH, TOKENS, WIDTH, HEADS, HIDDEN, VOCABULARY = 2, 8, 16, 2, 48, 40
 EXPERTS = 4
 
@@ -1312,3 +1315,12 @@ def long_skips_from_the_first_blocks_to_the_last(p: Any) -> Any:
     for layer in p["up"]:
         x = block(jnp.concatenate([x, skips.pop()], -1) @ layer["join"], layer)
     return cross_entropy(rms_norm(x) @ p["out"])
+
+
+BY_NAME = {program.name: program for program in PROGRAMS}
+
+
+@functools.cache
+def sites_of(name: str) -> Sites:
+    """The sites of a program, which is traced once."""
+    return find_sites(BY_NAME[name].loss, BY_NAME[name].params)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -43,7 +44,7 @@ class Mesh:
     names: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def places(self) -> list[dict[str, int]]:
         return [
             dict(zip(self.names, place, strict=True)) for place in itertools.product(*map(range, self.sizes))
@@ -75,6 +76,17 @@ class Interpreter:
         self._iterations: dict[Address, int] = {}
         self._devices = [0]
         """The devices that run the equations here: in a branch, those that take it."""
+        self._special = {
+            "scan": self._scan,
+            "while": self._while,
+            "cond": self._cond,
+            "shard_map": self._shard_map,
+            "psum": self._psum,
+            "psum_invariant": self._psum,
+            "ppermute": self._ppermute,
+            "axis_index": self._axis_index,
+            "all_gather": self._all_gather,
+        }
 
     def run(self, jaxpr: Any, inputs: Sequence[Lanes], address: Address = ()) -> list[Lanes]:
         opened = jaxprs.open_jaxpr(jaxpr)
@@ -92,19 +104,8 @@ class Interpreter:
 
     def _equation(self, eqn: Any, operands: list[Lanes], address: Address) -> list[Lanes]:
         name = jaxprs.primitive_name(eqn)
-        special = {
-            "scan": self._scan,
-            "while": self._while,
-            "cond": self._cond,
-            "shard_map": self._shard_map,
-            "psum": self._psum,
-            "psum_invariant": self._psum,
-            "ppermute": self._ppermute,
-            "axis_index": self._axis_index,
-            "all_gather": self._all_gather,
-        }
-        if name in special:
-            return special[name](eqn, operands, address)
+        if name in self._special:
+            return self._special[name](eqn, operands, address)
         if name in ("pvary", "pcast", "sharding_constraint"):
             return operands
         if name == "dot_general":
@@ -112,7 +113,7 @@ class Interpreter:
             for device, lhs, rhs in zip(self._devices, *operands, strict=True):
                 execution = Execution(address, iterations, device)
                 self.gemms.append((execution, (np.asarray(lhs), np.asarray(rhs))))
-        for number, sub in enumerate(jaxprs.sub_jaxprs(eqn)):
+        for number, sub in enumerate(() if name in _NUMPY else jaxprs.sub_jaxprs(eqn)):
             if sub.param in _CALLS:
                 return self.run(sub.jaxpr, operands, (*address, number))
         lanes = zip(*operands, strict=True) if operands else [()] * len(self._devices)
@@ -252,7 +253,7 @@ class Interpreter:
 
 def _evaluate(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
     """The results of an equation. NumPy evaluates the most frequent ones: JAX would compile each of them."""
-    has_keys = any(jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key) for v in (*eqn.invars, *eqn.outvars))
+    has_keys = not all(isinstance(v.aval.dtype, np.dtype) for v in (*eqn.invars, *eqn.outvars))
     if eqn.primitive.name in _NUMPY and not has_keys:
         result = _NUMPY[eqn.primitive.name](eqn.params, *map(np.asarray, values))
         (out,) = eqn.outvars
