@@ -87,12 +87,13 @@ class _Document:
             return reading
 
     def read_ahead(self) -> None:
-        """Finds what a first request about the text needs, and loads the pages of lint codes."""
-        from policyc.linter import rules  # noqa: F401
-
+        """Finds what first requests about the text need, and loads the pages of lint codes: that is kept."""
         reading = self.read()
         for placed in reading.rules[:1]:
             reading.share(placed)
+        features.symbols(self.source)
+        features.format_edits(self.source)
+        from policyc.linter import rules  # noqa: F401
 
     def forget(self) -> None:
         """Has the text read and linted again: imports, settings or the list of sites may have changed."""

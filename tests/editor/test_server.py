@@ -380,6 +380,18 @@ def test_formatting_is_that_of_fmt(session: Session, uri: str) -> None:
     assert [edit.new_text for edit in edits] == ["mlp       -> bf16\r\n", "long_name -> fp8\r\n"]
 
 
+def test_an_answer_is_of_the_present_text_while_an_earlier_one_is_read(session: Session) -> None:
+    rules = "".join(f"layers[{number}].mlp -> fp8\n" for number in range(200))
+    uri = (session.folder / "opened.policy").as_uri()
+    item = lsp.TextDocumentItem(uri, "policy", 1, f"recipe first = fp8\n{rules}")
+    session.client.text_document_did_open(lsp.DidOpenTextDocumentParams(item))
+    session.change(uri, f"recipe later = bf16\n{rules}", 2)
+    params = lsp.HoverParams(document(uri), lsp.Position(0, 8))
+    hovered = session.run(session.client.text_document_hover_async(params))
+    assert "recipe later = bf16" in hovered.contents.value
+    session.close(uri)
+
+
 def test_messages_that_are_none_are_answered_with_errors() -> None:
     def frame(content: str) -> bytes:
         return b"Content-Length: %d\r\n\r\n%b" % (len(content), content.encode())
