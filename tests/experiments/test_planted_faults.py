@@ -22,8 +22,8 @@ from policyc.experiments.search.scores import score_formats
 from policyc.language.loader import parse
 from policyc.language.recipes import Gemm
 
-# On the newest JAX, test_search.py scores and bisects.
-pytestmark = pytest.mark.any_jax
+# test_search.py scores and bisects in the fast lane, and on the newest JAX.
+pytestmark = [pytest.mark.any_jax, pytest.mark.slow]
 
 LAYERS, TOKENS, WIDTH = 3, 64, 32
 OUTLIER = 1e10
@@ -119,19 +119,12 @@ class Faults:
         return dataclasses.replace(self._healthy, calls=tuple(calls))
 
 
-@pytest.mark.parametrize(
-    "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize(
     ("format", "faults"),
     [
         pytest.param("mxfp8", ("input of the weight", "output of the weight", "token"), id="products"),
-        pytest.param(
-            "fp8",
-            ("weight", "activation", "gradient"),
-            id="operands",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param("fp8", ("weight", "activation", "gradient"), id="operands"),
     ],
 )
 def test_planted_faults_are_found_by_both(

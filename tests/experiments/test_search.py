@@ -224,6 +224,7 @@ def test_a_loss_that_is_not_deterministic_is_told_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.any_jax
+@pytest.mark.slow
 def test_the_command_line_writes_a_policy_and_says_what_cannot_be(tmp_path: Path) -> None:
     program = write_program(tmp_path).name
     result = policyc("search", "--formats", "fp8", "--batches", "1", "--speedup", "5", program)

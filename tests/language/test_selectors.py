@@ -137,14 +137,14 @@ def selected(selector: Selector, names: tuple[PathSegment, ...]) -> bool:
 
 
 @given(_selectors, _paths)
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_matching_agrees_with_the_oracle(selector, names):
     assert selected(selector, names) == oracle(selector, names)
 
 
 @pytest.mark.slow
 @given(_selectors, _paths)
-@settings(max_examples=700)
+@settings(max_examples=850)
 def test_matching_agrees_with_the_oracle_many_times(selector, names):
     assert selected(selector, names) == oracle(selector, names)
 

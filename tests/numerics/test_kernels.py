@@ -174,7 +174,7 @@ def test_both_backends_of_a_gpu_use_kernels(
     ("name", "axes"),
     [
         ("four_over_six", ROWS),
-        ("ms_eden", COLUMNS),
+        pytest.param("ms_eden", COLUMNS, marks=pytest.mark.slow),
         pytest.param("four_over_six", COLUMNS, marks=pytest.mark.slow),
         pytest.param("four_over_six pow2", ROWS, marks=pytest.mark.slow),
         pytest.param("ms_eden", ROWS, marks=pytest.mark.slow),

@@ -152,7 +152,7 @@ def test_rounding_and_decoding_equal_ml_dtypes(element: Element, dtype: Any) -> 
 
 @pytest.mark.any_jax
 @pytest.mark.parametrize("method", ["cpu", pytest.param("matmul", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("tile", [1, 16])
 def test_nvfp4_equals_the_oracle(tile: int, dtype: str, method: Method) -> None:
     t, axes = nvfp4(tile2d=tile == 16), Axes(axis=-1, tile=-2)
@@ -472,7 +472,7 @@ def test_random_words_are_unbiased_and_uncorrelated() -> None:
 
 
 @pytest.mark.any_jax
-@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("axis", [-1, pytest.param(-2, marks=pytest.mark.slow)])
 def test_ms_eden_is_unbiased(axis: int) -> None:
     shape = (32, 128) if axis == -1 else (128, 32)
     x = samples("normal", shape).astype(ml_dtypes.bfloat16)
