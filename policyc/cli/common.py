@@ -209,6 +209,15 @@ def exit_with_message(message: str, code: int = EXIT_FAILURE) -> NoReturn:
 
 
 @contextlib.contextmanager
+def usage_errors(kind: type[Exception] = ValueError) -> Iterator[None]:
+    """Turns exceptions of a kind, about what is written on the command line, into usage errors."""
+    try:
+        yield
+    except kind as error:
+        raise click.UsageError(str(error.args[0] if isinstance(error, KeyError) else error)) from None
+
+
+@contextlib.contextmanager
 def explain_missing_package(extras: str) -> Iterator[None]:
     """Exits with what to install if a package of some extras cannot be imported."""
     try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from policyc.cli.common import exit_with_message, load_policy, print_or_write, use_color
+from policyc.cli.common import load_policy, print_or_write, use_color
 from policyc.cli.options import (
     FiniteRange,
     ProgramCommand,
@@ -27,7 +27,7 @@ from policyc.cli.options import (
     step_options,
     vs_option,
 )
-from policyc.cli.program import fail_if_refused, parse_execution, trace_step
+from policyc.cli.program import exit_on_error, fail_if_refused, parse_execution, trace_step
 
 if TYPE_CHECKING:
     from policyc.compiler.execution import ExecutionOptions
@@ -122,14 +122,12 @@ def estimate(policy: str, program: tuple[str, ...], step: StepOptions, options: 
     execution = parse_execution(options.backend, step.target)
     names = [policy] if options.vs is None else [options.vs, policy]
     policies = [(name, load_policy(name)) for name in names]
-    try:
+    with exit_on_error():
         mesh = step.mesh_shape()
         execution = _use_measured(execution, options.measured)
         compiled = _read_compiled(options.compiled, [name for name, _ in policies], step)
         traced = trace_modelled_step(policies[-1][1], program, mesh, step, execution)
         checkpoint = _estimate_checkpoint(step, mesh, options.store_bandwidth)
-    except ValueError as error:
-        exit_with_message(str(error))
     steps = {name: traced.under(loaded, execution) for name, loaded in policies}
     estimates = [_estimate(name, under, mesh, compiled.get(name)) for name, under in steps.items()]
     if options.output_format == "json":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from policyc.cli.common import ExampleCommand, paint, use_color
+from policyc.cli.common import ExampleCommand, paint, usage_errors, use_color
 from policyc.cli.options import format_option
 
 if TYPE_CHECKING:
@@ -31,10 +31,8 @@ def explain(codes: tuple[str, ...], markdown: bool, output_format: str) -> None:
     """Print the page of a lint code."""
     from policyc.linter.rules import ALL_RULES, check_code
 
-    try:
+    with usage_errors():
         selected = [ALL_RULES[check_code(code)] for code in codes or ALL_RULES]
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
     if markdown and output_format == "json":
         raise click.UsageError("choose one of --markdown and --format json")
     if output_format == "json":

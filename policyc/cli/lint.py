@@ -23,6 +23,7 @@ from policyc.cli.common import (
     read_stdin,
     replace_file,
     unified_diff,
+    usage_errors,
     use_color,
 )
 from policyc.cli.options import (
@@ -186,12 +187,10 @@ def _make_request(words: tuple[str, ...], options: LintOptions) -> _Request:
     from policyc.linter.settings import read_settings
     from policyc.numerics.targets import get_target
 
-    try:
+    with usage_errors(), usage_errors(KeyError):
         settings = read_settings()
         codes = choose_codes(options.select or settings.select, options.ignore or settings.ignore)
         target = get_target(options.target or settings.target or DEFAULT_TARGET)
-    except (ValueError, KeyError) as error:
-        raise click.UsageError(str(error.args[0])) from None
     count = next((i for i, word in enumerate(words) if _starts_program(word)), len(words))
     files, program = words[:count] or (".",), words[count:]
     if not program and options.config is None and len(files) == 1:

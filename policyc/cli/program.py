@@ -18,6 +18,7 @@ from policyc.cli.common import (
     load_policy,
     print_diagnostics,
     print_note,
+    usage_errors,
     write_output,
 )
 from policyc.cli.options import check_source, explain_misplaced_options, find_misplaced_options
@@ -40,11 +41,9 @@ def parse_program(words: Sequence[str]) -> Program:
     """
     from policyc.experiments.program import BadProgram, Program
 
-    try:
+    with usage_errors(BadProgram):
         program = Program.from_words(words)
         program.check()
-    except BadProgram as error:
-        raise click.UsageError(str(error)) from None
     if hint := misplaced_hint(program.args):
         print_note(hint)
     return program
@@ -127,10 +126,8 @@ def parse_execution(
     """How quantized products run. Raises a usage error if there is no such backend or target."""
     from policyc.compiler.execution import execution_options
 
-    try:
+    with usage_errors():
         return execution_options(backend, target, require_native=require_native)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
 
 
 def plan_program(policy: Policy, words: Sequence[str], execution: ExecutionOptions | None = None) -> Plan:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from policyc.cli.common import load_policy
+from policyc.cli.common import load_policy, usage_errors
 from policyc.cli.options import collect_options, config_option, option, option_class, program_argument
 from policyc.cli.program import exit_on_error
 from policyc.cli.sweep_runs import SweepCommand, SweepOptions, run_sweep, split_names
@@ -107,7 +107,7 @@ def _edit_policy(policy: Policy, options: EditOptions) -> list[SweepVariant]:
     from policyc.experiments.sweep.edits import ablate, add_one, apply_variants, make_grid, parse_grid
 
     edited: list[SweepVariant] = []
-    try:
+    with usage_errors():
         if options.variants is not None:
             edited += apply_variants(policy, split_names(options.variants))
         if options.ablate:
@@ -116,6 +116,4 @@ def _edit_policy(policy: Policy, options: EditOptions) -> list[SweepVariant]:
             edited += add_one(policy)
         if options.grid is not None:
             edited += make_grid(policy, parse_grid(options.grid))
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
     return edited

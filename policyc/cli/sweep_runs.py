@@ -20,6 +20,7 @@ from policyc.cli.common import (
     exit_with_diagnostics,
     exit_with_message,
     print_note,
+    usage_errors,
 )
 from policyc.cli.options import (
     ProgramCommand,
@@ -63,10 +64,8 @@ def _parse_slurm(
         return None
     from policyc.experiments.sweep.slurm import parse_slurm_options
 
-    try:
+    with usage_errors():
         return parse_slurm_options(texts)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
 
 
 @option_class
@@ -210,14 +209,12 @@ def _make_program(words: Sequence[str], config: str | None, options: SweepOption
         metrics_source=options.metrics,
         seeds_per_process=options.seeds_per_process,
     )
-    try:
+    with usage_errors():
         program.check()
         if options.slurm:
             check_program(options.slurm, config, words)
             if options.gpus_per_run > 1:
-                raise ValueError("--gpus-per-run is for this machine: with --slurm, give gpus=N")
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
+                raise click.UsageError("--gpus-per-run is for this machine: with --slurm, give gpus=N")
     return program
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from policyc.cli.common import ExampleCommand, use_color
+from policyc.cli.common import ExampleCommand, usage_errors, use_color
 from policyc.cli.options import format_option
 
 if TYPE_CHECKING:
@@ -38,10 +38,8 @@ def targets(gpu: str | None, output_format: str) -> None:
     from policyc.hardware import gpus
     from policyc.numerics.targets import TARGETS, get_target
 
-    try:
+    with usage_errors(KeyError):
         selected = list(TARGETS.values()) if gpu is None else [get_target(gpu)]
-    except KeyError as missing:
-        raise click.UsageError(str(missing.args[0])) from None
     if output_format == "xla":
         if gpu is None:
             raise click.UsageError(
