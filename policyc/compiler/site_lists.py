@@ -176,6 +176,11 @@ class SiteList:
         )
 
     @cached_property
+    def layer_flops(self) -> tuple[float, ...]:
+        """For each site: FLOPs of one product in a step, in one of its layers."""
+        return tuple(site.flops / max(1, len(site.layers)) for site in self.sites)
+
+    @cached_property
     def existing(self) -> tuple[int, ...]:
         """For each product: the layers that have it."""
         return tuple(self.masks.of_sites(gemm in site.products for site in self.sites) for gemm in Gemm)
@@ -247,12 +252,12 @@ class ListPlan:
 
     def share(self, rule: int) -> RuleShare:
         """What a rule does."""
-        existing, masks, sites = self.sites.existing, self.sites.masks, self.sites.sites
+        existing, masks, layer_flops = self.sites.existing, self.sites.masks, self.sites.layer_flops
         decided, flops = 0, 0.0
         for phase in self._decided:
             layers = list(map(and_, phase[rule], existing))
             split = (part for mask in layers for part in masks.split(mask))
-            in_phase = sum(sites[site].flops * count / len(sites[site].layers) for site, count in split)
+            in_phase = sum(layer_flops[site] * count for site, count in split)
             decided, flops = decided | union(layers), max(flops, in_phase)
         matched = union(map(and_, self.matched[rule], existing))
         return RuleShare(matched.bit_count(), decided.bit_count(), flops / (self.sites.total_flops or 1))
