@@ -173,6 +173,7 @@ def test_native_products_are_compared_with_modelled_sums(backend: str) -> None:
 
 
 @pytest.mark.any_jax
+@pytest.mark.slow
 def test_a_wrong_scale_of_a_group_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = Subject(backend="cudnn", format="nvfp4", native=False, quick=True)
     assert [f.fault for f in check_groups(subject)] == [""] * 3

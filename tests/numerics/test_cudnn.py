@@ -104,7 +104,10 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
 SIZES = np.array([5, 0, 19, 33])
 
 
-@pytest.mark.parametrize("tile2d", [False, True], ids=["blocks", "tiles"])
+@pytest.mark.parametrize(
+    "tile2d",
+    [pytest.param(False, id="blocks"), pytest.param(True, id="tiles", marks=pytest.mark.slow)],
+)
 def test_rows_are_multiplied_with_the_matrix_of_their_group(tile2d: bool) -> None:
     x, w = normal(64, 128), normal(4, 128, 256, seed=1) * jnp.array([1.0, 1, 8, 64])[:, None, None]
     a = quick_jit(partial(quantize, treatment=NVFP4, axes=ROWS))(x)
@@ -161,6 +164,7 @@ def test_auto_takes_it_for_ragged_products_if_it_is_installed(monkeypatch: pytes
     assert str(choose("auto", query(Gemm.FPROP), BLACKWELL)) == "emulated"
 
 
+@pytest.mark.slow
 def test_elsewhere_it_is_the_emulation() -> None:
     recipe = make_recipe("nvfp4", {"scale2d": OPERAND_GROUPS["weights"]})
     x, w, sizes = normal(64, 128), normal(4, 128, 128, seed=1), jnp.asarray(SIZES, jnp.int32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -76,8 +76,12 @@ def _quantize(subject: Subject, treatment: Treatment, axes: Axes, x: jax.Array, 
     return primitives.quantize(x, treatment, axes, operand=_OPERAND, keys=(key, key), backend=subject.backend)
 
 
-def _reference(treatment: Treatment, axes: Axes, x: jax.Array, key: Key) -> Quantized:
-    return quantize(x, treatment, axes, key=key.fold(_OPERAND), method="matmul")
+@cache
+def _reference(
+    treatment: Treatment, axes: Axes, operand: str = _OPERAND
+) -> Callable[[jax.Array, Key], Quantized]:
+    """The reference quantizer. All checks of all backends get one function, which JAX compiles once for each shape."""
+    return lambda x, key: quantize(x, treatment, axes, key=key.fold(operand), method="matmul")
 
 
 def check_golden(subject: Subject, *, is_extreme: bool) -> Iterator[Finding]:
@@ -149,10 +153,7 @@ def check_pairs(subject: Subject) -> Iterator[Finding]:
             for name, spec, ours in zip(names, specs, pair, strict=True):
                 has_own_stream = spec.treatment.rounding != "rne" and subject.backend not in SHARED_STREAM
                 nearest = replace(spec.treatment, rounding="rne") if has_own_stream else spec.treatment
-                reference = partial(
-                    quantize, treatment=nearest, axes=spec.axes, key=_KEY.fold(name), method="matmul"
-                )
-                theirs = run_on(reference_device(), reference, x)
+                theirs = run_on(reference_device(), _reference(nearest, spec.axes, name), x, _KEY)
                 what = f"{name}: {_name(spec.treatment, spec.axes)}"
                 yield Finding(what, _compare_bits(ours, theirs, has_own_stream))
 
@@ -177,7 +178,7 @@ def _compare_with_reference(
         run = jax.jit(partial(_quantize, subject, treatment, axes))
         has_own_stream = treatment.rounding != "rne" and subject.backend not in SHARED_STREAM
         nearest = replace(treatment, rounding="rne") if has_own_stream else treatment
-        reference = partial(_reference, nearest, axes)
+        reference = _reference(nearest, axes)
         fault = ""
         for what, x in tensors.items():
             ours = jax.device_get(run(jnp.asarray(x), _KEY))
