@@ -356,7 +356,7 @@ def _bounds(items: Sequence[_Item], level: int | None) -> Bounds:
     for position, item in enumerate(items):
         for product in item.products:
             for branch in product.branches:
-                first, _ = branches.get(branch, (position, position))
+                first = branches[branch][0] if branch in branches else position
                 branches[branch] = first, position
     firsts = [item.products[0] for item in items]
     return Bounds(branches.values(), [p.parameter for p in firsts], [p.indices for p in firsts], level)

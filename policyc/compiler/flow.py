@@ -114,7 +114,7 @@ class Flow:
     def append(self, operation: str, operands: Collection[int], inputs: list[int], call: Call | None) -> int:
         """A new node. `inputs` are the operands that are nodes."""
         node = len(self.operations)
-        if len(inputs) < len(operands) and PARAMETER in operands:
+        if PARAMETER in operands:
             self.learned.add(node)
         self.operations.append(operation)
         self.inputs.append(inputs)
@@ -238,7 +238,7 @@ class _Builder:
                     flow.operands[value] = tuple(operands)
             elif name in _PLAIN:
                 value = PARAMETER if PARAMETER in operands else CONSTANT
-            elif name not in _LAYOUT or len(operands) > 1:
+            elif name not in _LAYOUT or len(operands) != 1:
                 self._caller = (eqn, caller)
                 results = self._equation(eqn, name, operands, (*address, number))
                 known.update(zip(eqn.outvars, results, strict=True))

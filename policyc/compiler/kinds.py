@@ -5,7 +5,7 @@ Names decide only where the flow does not. docs/reference/language.md says what 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 
 from policyc.compiler.blocks import Product, find_blocks
 from policyc.compiler.flow import Flow
@@ -16,7 +16,6 @@ from policyc.compiler.product_flow import ProductFlow
 from policyc.compiler.routing import Routing
 from policyc.compiler.site_kinds import SiteBlock, SiteKind
 from policyc.compiler.sites import Site
-from policyc.compiler.stacks import Stack
 from policyc.jaxcore.transform import Address
 from policyc.language.selectors import DottedPath
 
@@ -50,7 +49,7 @@ def set_kinds(flow: Flow, looked_up: Collection[DottedPath]) -> None:
     _mark_rest(products, blocks.positions, around | products.after(undecided) & products.weighted)
     for node, site in products.sites.items():
         kind = products.kinds.get(node) or _kind_by_names(site)
-        site.set_kind(kind, blocks.block_of(node) if blocks.positions else _only_block(kind))
+        site.set_kind(kind, blocks.block_of(node, site) if blocks.positions else _only_block(kind))
 
 
 # ---- heads and embeddings
@@ -98,8 +97,9 @@ def _mark_rest(products: ProductFlow, in_blocks: Collection[int], undecided: Col
             products.mark(node, "mlp", "it is a weight product of a block, and not part of an attention")
         elif products.data(node) is not None and not follows_block(node) and leads_to_block(node):
             products.mark(node, "embedding", "it multiplies the data before the first block")
-    of_blocks = {r for node in in_blocks for r in products.branches.get(node, ())}
-    for node in (n for n in reversed(rest) if n not in products.kinds):
+    others = [n for n in reversed(rest) if n not in products.kinds]
+    of_blocks = {r for node in in_blocks for r in products.branches.get(node, ())} if others else set()
+    for node in others:
         after = flow.after([node], products.products | of_blocks)
         reached = after & products.sites.keys()
         are_heads = all(n in products.kinds and products.kinds[n].name == "head" for n in reached)
@@ -137,10 +137,12 @@ class _Blocks:
             if stack.address in products.sequential
         }
         self._index_numbers: dict[DottedPath, int] = {}
-        self._blocks: dict[tuple[int, tuple[Stack, ...]], SiteBlock] = {}
-        kinds = {node: kind.name for node, kind in products.kinds.items()}
-        nodes = [(node, kinds.get(node, "")) for node in sorted(products.sites)]
-        of_model = [self._read(node, kind) for node, kind in nodes if kind not in ("head", "embedding")]
+        self._blocks: dict[Hashable, SiteBlock] = {}
+        of_model = []
+        for node in sorted(products.sites):
+            kind = products.kinds[node].name if node in products.kinds else ""
+            if kind not in ("head", "embedding"):
+                of_model.append(self._read(node, kind))
         self.positions = find_blocks(products.flow, of_model, self._lengths, self._continues)
         stacks: dict[int, list[Site]] = {}
         for node, position in self.positions.items():
@@ -152,12 +154,12 @@ class _Blocks:
             if _is_pipeline(sites, other_loops) or any(map(_is_on_stages, sites))
         }
 
-    def block_of(self, node: int) -> SiteBlock | None:
+    def block_of(self, node: int, site: Site) -> SiteBlock | None:
         """The block of a site, in each of its layers; None if it is in no block."""
-        position, site = self.positions.get(node), self._products.sites[node]
+        position = self.positions.get(node)
         if position is None:
             return None
-        key = id(position), site.stacks if position.strides else ()
+        key = (id(position), site.stacks) if position.strides else id(position)
         block = self._blocks.get(key)  # the sites of a block share it
         if block is None:
             unknown = _STAGES if position.stack in self._staged else ""
@@ -172,16 +174,18 @@ class _Blocks:
         operations = products.flow.operations
         nonlinear = 0
         for user in products.flow.users[node]:
-            nonlinear |= _NONLINEAR.get(operations[user], 0)
+            if operations[user] in _NONLINEAR:
+                nonlinear |= _NONLINEAR[operations[user]]
         has_memory = mixer in self._memories
+        branches = products.branches.get(node, _NO_BRANCHES)
         parameter, indices = self._names(site)
         return Product(
             node,
             (kind, site.weight is None, site.batch, site.m, site.n, site.k, nonlinear, has_memory),
             mixer,
             tuple([s.address for s in site.loops if s.address in self._lengths]) if site.loops else (),
-            products.branches.get(node, _NO_BRANCHES),
-            node in products.branches or mixer in self._branch_mixers,
+            branches,
+            bool(branches) or mixer in self._branch_mixers,
             parameter,
             indices,
             site.k,

@@ -88,11 +88,10 @@ def mark_attention(products: ProductFlow, mixer: Mixer) -> None:
         if products.data(node) in own:
             _mark_part(products, mixer, node, "it multiplies the result of the attention at {place}", last)
             _mark_second_factor(products, mixer, node)
-    for node in sorted(own - products.ends):
+    joins = [node for node in own - products.ends if not own.issuperset(flow.inputs[node])]
+    for node in sorted(joins):
         sides = [i for i in flow.inputs[node] if i not in own]
-        if sides and (
-            flow.operations[node] in ("mul", "div") or not products.after([node]).isdisjoint(mixer.scores)
-        ):
+        if flow.operations[node] in ("mul", "div") or not products.after([node]).isdisjoint(mixer.scores):
             for site in products.weights_before(sides):
                 text = "its result is combined with that of the attention at {place}"
                 _mark_part(products, mixer, site, text, last)

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from policyc.compiler.flow import CARRY, Flow
 
 _MAX_BRANCH = 4096  # nodes of one branch of the residual stream
+_WINDOW = (1 << _MAX_BRANCH) - 1
 _MAX_TERMS = 16  # of one sum
 _SUMS = frozenset({"add", "add_any", "sub"})
 _SCALING = frozenset({"mul", "div", "select_n"})
@@ -33,8 +34,6 @@ class _Ancestors:
     however long the chains of nodes are on which it depends.
     """
 
-    _WINDOW = (1 << _MAX_BRANCH) - 1
-
     def __init__(self, flow: Flow) -> None:
         self._flow = flow
         self._bits: list[int] = []
@@ -51,20 +50,21 @@ class _Ancestors:
 
     def extend(self, stop: int) -> None:
         """Adds the next nodes, those before `stop`."""
-        known, written = self._bits, self._written
+        known, inputs, ends, written = self._bits, self._flow.inputs, self.ends, self._written
         for node in range(len(known), stop):
             bits = 1
-            for operand in () if node in self.ends else self._flow.inputs[node]:
-                distance = node - operand
-                if 0 < distance < _MAX_BRANCH:
-                    bits |= known[operand] << distance
-                    if written and operand in written:
-                        for value in written[operand]:
-                            if value < node:
-                                bits |= known[value] << (node - value)
-            known.append(bits & self._WINDOW if bits > self._WINDOW else bits)
+            if node not in ends:
+                operands = inputs[node]
+                if written:
+                    near = [o for o in operands if node - _MAX_BRANCH < o < node]
+                    operands = [*operands, *(v for o in near for v in written.get(o, ()))]
+                for operand in operands:
+                    if operand < node:
+                        bits |= known[operand] << node - operand
             if node >= _MAX_BRANCH:
+                bits &= _WINDOW
                 known[node - _MAX_BRANCH] = 0  # no node asks for it any more
+            known.append(bits)
 
     def sites_between(self, first: int, last: int) -> set[int]:
         """The sites that are computed from a node, and from which another node is."""

@@ -50,7 +50,8 @@ class SubJaxpr:
 
 def open_jaxpr(jaxpr: AnyJaxpr) -> Jaxpr:
     """The jaxpr without its constants."""
-    return cast(Jaxpr, getattr(jaxpr, "jaxpr", jaxpr))
+    opened: Jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    return opened
 
 
 def constants(jaxpr: AnyJaxpr) -> Sequence[Any]:
