@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from policyc.compiler.product_flow import ProductFlow
+from policyc.compiler.routing import weight_rank
 
 _ALL_ROLES = 3  # both operands of the first product, and the values
 
@@ -53,10 +54,15 @@ def find_mixers(products: ProductFlow, routed: Collection[int]) -> list[Mixer]:
 
 
 def _mixes(products: ProductFlow, node: int) -> bool:
-    """Has a product of two activations a result of several elements, and is it not a sum of squares?"""
+    """Does it multiply two activations, with a result of several elements? A sum of squares does not count.
+
+    An operand may be one of several matrices of a weight, taken by a one-hot product: a layer of a stack.
+    """
     site = products.sites[node]
     is_square = site.eqn.invars[0] is site.eqn.invars[1]
-    return not is_square and not (site.m == 1 and site.n == 1)
+    operands = [products.sites.get(operand) for operand in products.flow.operands[node][:2]]
+    takes_matrix = any(o is not None and o.has_one_hot and weight_rank(o) > 2 for o in operands)
+    return not is_square and not takes_matrix and not (site.m == 1 and site.n == 1)
 
 
 def _mark_scores(products: ProductFlow, mixer: Mixer, after: dict[int, set[int]]) -> None:

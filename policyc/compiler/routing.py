@@ -39,7 +39,7 @@ class Routing:
         weighed = self.routed - self._ends
         for node in sorted(products.weighted):
             site = products.sites[node]
-            has_several_matrices = _weight_rank(site) > 2
+            has_several_matrices = weight_rank(site) > 2
             if not has_several_matrices and not self._has_expert_dimension(node):
                 continue
             if site.is_ragged or products.data(node) in self.routed:
@@ -73,6 +73,6 @@ class Routing:
         return site.is_ragged or site.batch > 1 or is_sliced or bool(site.opaque)
 
 
-def _weight_rank(site: Site) -> int:
+def weight_rank(site: Site) -> int:
     """How many dimensions its weight has: more than two if it holds several matrices, one for each expert or head."""
     return len(shape_of(site.eqn.invars[0 if site.weight == "lhs" else 1]))

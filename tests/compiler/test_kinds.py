@@ -73,6 +73,18 @@ def test_frozen_weights_are_weights() -> None:
     assert tuple(kind_and_blocks(site) for site in sites) == program.expected
 
 
+def test_a_layer_that_a_one_hot_product_takes_is_no_activation() -> None:
+    def loss(params: Any) -> jax.Array:
+        x = jnp.ones((8, 32))
+        for number in jnp.arange(4):
+            up, down = (jnp.einsum("l,lio->io", jax.nn.one_hot(number, 4), w) for w in params)
+            x = x + jax.nn.relu(x @ up) @ down
+        return x.sum()
+
+    sites = find_sites(loss, [struct(4, 32, 64), struct(4, 64, 32)])
+    assert [site.kind.name for site in sites if site.weight is None] == [""] * 8
+
+
 def test_few_sites_have_no_kind() -> None:
     """Those that have none: the dispatch and combination of tokens, the last products of a regression, data."""
     without = {
