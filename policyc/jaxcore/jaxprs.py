@@ -50,8 +50,7 @@ class SubJaxpr:
 
 def open_jaxpr(jaxpr: AnyJaxpr) -> Jaxpr:
     """The jaxpr without its constants."""
-    opened: Jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    return opened
+    return cast(Jaxpr, getattr(jaxpr, "jaxpr", jaxpr))
 
 
 def constants(jaxpr: AnyJaxpr) -> Sequence[Any]:
