@@ -113,7 +113,27 @@ def gemm(
     lhs: Operand, rhs: Operand, dimensions: DimensionNumbers, out: Any, context: LoweringContext
 ) -> jax.Array:
     """The product of two operands."""
+    if context.platform == "cuda":
+        ((lc, rc), (lb, rb)) = dimensions
+        lhs, lc, lb = _contract_last(lhs, lc, lb)
+        rhs, rc, rb = _contract_last(rhs, rc, rb)
+        dimensions = (lc, rc), (lb, rb)
     return scaled_gemm(lhs, rhs, dimensions, value_dtype(context)).astype(out)
+
+
+_Dims = tuple[int, ...]
+
+
+def _contract_last(operand: Operand, contract: _Dims, batch: _Dims) -> tuple[Operand, _Dims, _Dims]:
+    """An operand with its contracted dimensions last, as kernels write its codes, and where its dimensions are then.
+
+    Otherwise XLA would transpose the codes first. Plain operands and 2D tiles stay as they are.
+    """
+    if not isinstance(operand, Quantized) or operand.layout.tile_axis is not None:
+        return operand, contract, batch
+    order = (*free_dims(operand.codes.ndim, contract), *contract)
+    contract, batch = (tuple(order.index(i) for i in dims) for dims in (contract, batch))
+    return operand.transpose(order), contract, batch
 
 
 def value_dtype(context: LoweringContext) -> jax.typing.DTypeLike:

@@ -83,12 +83,18 @@ class Quantized:
     transposed_scales: jax.Array | None = None
     layout: Layout = field(metadata={"static": True})
 
+    def transpose(self, order: tuple[int, ...]) -> Quantized:
+        """The array with its axes in another order."""
+        layout, ndim = self.layout, self.codes.ndim
+        moved = {old - ndim: new - ndim for new, old in enumerate(order)}
+        tile = None if layout.tile_axis is None else moved[layout.tile_axis]
+        transposed: Quantized = jax.tree.map(lambda array: array.transpose(order), self)
+        return replace(transposed, layout=replace(layout, axis=moved[layout.axis], tile_axis=tile))
+
     def swap_last_axes(self) -> Quantized:
         """The transpose of the last two axes."""
-        layout, swap = self.layout, {-1: -2, -2: -1}
-        tile = None if layout.tile_axis is None else swap[layout.tile_axis]
-        transposed: Quantized = jax.tree.map(lambda array: array.swapaxes(-1, -2), self)
-        return replace(transposed, layout=replace(layout, axis=swap[layout.axis], tile_axis=tile))
+        ndim = self.codes.ndim
+        return self.transpose((*range(ndim - 2), ndim - 1, ndim - 2))
 
     def pack_along_tile_axis(self) -> jax.Array:
         """The codes of 2D tiles with four bits, packed along the other axis of the tiles."""
