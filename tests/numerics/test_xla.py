@@ -5,6 +5,7 @@ The quantizers are the same, so only the order of fp32 sums of at most 128 produ
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +25,6 @@ from policyc.language.recipes import OPERAND_GROUPS, Gemm, Treatment, make_recip
 from policyc.numerics.backends import xla
 from policyc.numerics.backends.choice import Machine, choose
 from policyc.numerics.backends.emulate import apply_outer_scales
-from policyc.numerics.backends.xla import _split_scale
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
 from policyc.numerics.products import EMULATED
 from policyc.numerics.quantize import Axes, Quantized, quantize
@@ -246,16 +246,26 @@ def test_unknown_names_are_errors_with_a_suggestion() -> None:
     ("x_size", "w_size"),
     [(0, 0), (-100, 0), (-126, 20), (100, -110), (90, 30), (60, 80), (110, 120), (-120, -120)],
 )
-def test_scales_inside_an_fp8_gemm(x_size: int, w_size: int) -> None:
-    """The outer scales of an 8-bit GEMM have the same effect inside it as after it, also beyond its reach. The results
-    here are fp32: a GPU scales in fp32 and rounds to bfloat16 afterwards.
+def test_outer_scales_equal_the_oracle(x_size: int, w_size: int) -> None:
+    """Two outer scales, one for each tensor or each row, whose product may be out of range: rounded to fp32 each, and
+    multiplied once. The results here are fp32: a GPU scales in fp32 and rounds to bfloat16 afterwards.
     """
     x, w, sums = quantize_and_multiply(normal(16, 32) * 2.0**x_size, normal(32, 16, seed=1) * 2.0**w_size)
-    expected = jax.jit(apply_outer_scales, static_argnums=(3, 4))(sums, x, w, MATMUL, 1)
-    scale, rest = jax.jit(_split_scale)(x, w)
-    np.testing.assert_array_equal(sums * scale * rest, expected)
+    one, other = (round_to_24_bits(np.float64(o.amax).item() / o.layout.bound) for o in (x, w))
+    with np.errstate(over="ignore", under="ignore"):
+        expected = (np.float64(sums) * round_to_24_bits(one * other)).astype(np.float32)
+    scaled = jax.jit(apply_outer_scales, static_argnums=(3, 4))(sums, x, w, MATMUL, 1)
+    np.testing.assert_array_equal(scaled, expected)
+    x_rows = replace(x, amax=jnp.broadcast_to(x.amax, (16, 1)))
+    scaled_rows = jax.jit(apply_outer_scales, static_argnums=(3, 4))(sums, x_rows, w, MATMUL, 1)
+    np.testing.assert_array_equal(scaled_rows, expected)
     assert np.isinf(expected).any() == (x_size + w_size > 127)
     assert np.all(expected == 0) == (x_size + w_size < -149)
+
+
+def round_to_24_bits(number: float) -> float:
+    mantissa, exponent = math.frexp(number)
+    return math.ldexp(float(np.float32(mantissa)), exponent)
 
 
 @jax.jit

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from policyc.numerics.backends.emulate import apply_outer_scales, count_reads, f
 from policyc.numerics.backends.sharded import quantize_sharded
 from policyc.numerics.products import DimensionNumbers, free_dims
 from policyc.numerics.quantize import kernels
-from policyc.numerics.quantize.bits import materialize, power_of_two
+from policyc.numerics.quantize.bits import materialize
 from policyc.numerics.quantize.blocks import refinement_of
 from policyc.numerics.quantize.dispatch import rotate_operand
 from policyc.numerics.quantize.kernel_tiles import BLOCK, TILE_FEATURES, TILE_TOKENS
@@ -43,7 +43,7 @@ from policyc.numerics.quantize.layout import (
 )
 from policyc.numerics.quantize.orders import OrderRequest
 from policyc.numerics.quantize.orders import quantize_orders as quantize_by_kernels
-from policyc.numerics.quantize.values import outer_scale
+from policyc.numerics.quantize.values import outer_factors, outer_scale
 
 __all__ = [
     "TRAITS",
@@ -213,8 +213,9 @@ def as_rows(
     order = (*batch, *free, *contract)
     lead = (count, prod(free_shape))
     scale_lead = (count, prod(scales.shape[i] for i in free))
-    scale = outer_scale(operand)
-    outer = () if scale is None else tuple(_scale_rows(part, free, order, lead) for part in scale)
+    outer: tuple[jax.Array, ...] = ()
+    if operand.amax is not None:
+        outer = tuple(_scale_rows(p, free, order, lead) for p in outer_scale(operand.amax, layout.bound))
     arrays = codes.transpose(order).reshape(*lead, -1), scales.transpose(order).reshape(*scale_lead, -1)
     return Rows(*arrays, *outer), free_shape
 
@@ -326,7 +327,8 @@ def _multiply_scaled_fp8(
         scaled = materialize(_scale_product(right, materialize(left), elements[::-1], swapped, scale))
         return jnp.moveaxis(scaled, columns, range(-len(columns), 0)), rest
 
-    arrays = lhs.codes, rhs.codes, *_split_scale(lhs, rhs)
+    scales = [(jnp.reshape(o.amax, ()), o.layout.bound) for o in (lhs, rhs) if o.amax is not None]
+    arrays = lhs.codes, rhs.codes, *outer_factors(scales)
     if context.can_partition:
         product, rest = partition(run, _fp8_rule(lhs, rhs, dimensions))(*arrays)
     else:
@@ -353,23 +355,6 @@ def _fp8_rule(lhs: Quantized, rhs: Quantized, dimensions: DimensionNumbers) -> P
     return PartitionRule(
         name="FP8 GEMM", operands=(left, right, (), ()), results=(tuple(result), ()), xla_scatters=True
     )
-
-
-_REACH = 60
-"""An 8-bit GEMM applies scales from 2**-60 to 2**60 itself: they cannot move a sum out of the range of bfloat16."""
-
-
-def _split_scale(lhs: Quantized, rhs: Quantized) -> tuple[jax.Array, jax.Array]:
-    """The product of both outer scales as the scale for the GEMM and the rest, scalars.
-
-    For a scale beyond `_REACH`, the rest is a power of two, which is exact outside the GEMM. If that is out of range
-    too, so is every sum.
-    """
-    (m, e), (n, f) = (cast("tuple[jax.Array, jax.Array]", outer_scale(o)) for o in (lhs, rhs))
-    exponent = jnp.reshape(e + f, ())
-    inside = jnp.clip(exponent, -_REACH, _REACH)
-    scale = jnp.reshape(m * n, ()) * power_of_two(inside)
-    return scale, power_of_two(jnp.clip(exponent - inside, -126, 127))
 
 
 def _allows_excess_precision() -> bool:

@@ -79,18 +79,16 @@ def _scale_mx_blocks(codes: jax.Array, scales: jax.Array, element: Element) -> j
     return jnp.where(byte == 255, jnp.float32(jnp.nan), values)
 
 
-def outer_scale(q: Quantized) -> tuple[jax.Array, jax.Array] | None:
-    """The outer scale amax / bound as m * 2**e; None if the format has none.
+def outer_scale(amax: jax.Array, bound: float) -> tuple[jax.Array, jax.Array]:
+    """The outer scale amax / bound as m * 2**e.
 
     It is kept in two parts because amax / bound may be denormal when the product of two such scales is not.
     """
-    if q.amax is None:
-        return None
-    bits = bits_of(q.amax)
+    bits = bits_of(amax)
     is_denormal = bits < 0x800000
     # The integer is the denormal in units of 2**-149.
     normal = jnp.where(is_denormal, bits_of(bits.astype(jnp.float32)), bits)
-    m = exact_div_by_constant((normal & 0x7FFFFF) | 0x800000, q.layout.bound)
+    m = exact_div_by_constant((normal & 0x7FFFFF) | 0x800000, bound)
     e = (normal >> 23) - jnp.where(is_denormal, 149 + 127, 127)
     m = jnp.where(bits >= INFINITY, jnp.float32(jnp.nan), m)
     return jnp.where(bits == 0, jnp.float32(0), m), jnp.where(bits == 0, 0, e)
@@ -102,14 +100,32 @@ def apply_outer_scale(values: jax.Array, m: jax.Array, e: jax.Array) -> jax.Arra
     return values * m * power_of_two(half) * power_of_two(e - half)
 
 
-def scale_outer(values: jax.Array, scales: Sequence[tuple[jax.Array, float]]) -> jax.Array:
-    """fp32 values times outer scales, each given as its amax and its bound: amax / bound.
+Scale = tuple[jax.Array, float]
+"""The amax and the bound of an outer scale, which is amax / bound."""
 
-    Each scale and their product are rounded to fp32, whose range they may leave: so they are computed in fp64, and
-    applied as two factors, of which one is a power of two.
-    """
+
+def scale_outer(values: jax.Array, scales: Sequence[Scale]) -> jax.Array:
+    """fp32 values times outer scales."""
     if not scales:
         return values
+    if all(amax.size == 1 for amax, _ in scales):
+        first, second = outer_factors(scales)
+        scaled: jax.Array = values * first * second
+        return scaled
+    m, e = jnp.float32(1), jnp.int32(0)
+    for scale in scales:
+        one, exponent = outer_scale(*scale)
+        m, e = m * one, e + exponent
+    return apply_outer_scale(values, m, e)
+
+
+def outer_factors(scales: Sequence[Scale]) -> tuple[jax.Array, jax.Array]:
+    """The product of outer scales as two factors, fp32, to multiply with in turn.
+
+    Each scale and their product are rounded to fp32, whose range they may leave, so they are computed in fp64. The
+    first factor is between 2**-`REACH` and 2**`REACH`. The second one is a power of two for the rest, almost always 1.
+    If that is out of range too, so is every product with both.
+    """
     with jax.enable_x64(True):
         product = jnp.float64(1)
         for amax, bound in scales:
@@ -120,12 +136,17 @@ def scale_outer(values: jax.Array, scales: Sequence[tuple[jax.Array, float]]) ->
             wide = jnp.where(bits < INFINITY, wide, np.float64(np.nan))
             product = product * lax.reduce_precision(wide / np.float64(bound), 11, 23)
         exponent = lax.bitcast_convert_type(product, np.int64) & np.int64(0x7FF << 52)
-        power = jnp.clip(lax.bitcast_convert_type(exponent, np.float64), 2.0**-126, 2.0**127)
-        factors = lax.convert_element_type(jnp.stack([product / power, power]), np.float32)
+        power = lax.bitcast_convert_type(exponent, np.float64)
+        rest = jnp.maximum(jnp.minimum(power * 2.0**REACH, 1.0), power * 2.0**-REACH)
+        rest = jnp.clip(rest, 2.0**-126, 2.0**127)
+        factors = lax.convert_element_type(jnp.stack([product / rest, rest]), np.float32)
     # Without the barrier XLA would compute them again for each element.
     first, second = materialize(factors)
-    scaled: jax.Array = values * first * second
-    return scaled
+    return first, second
+
+
+REACH = 60
+"""A scale from 2**-60 to 2**60 moves no sum of products of codes out of the range of fp32 or bfloat16."""
 
 
 def dequantize(q: Quantized) -> jax.Array:
