@@ -329,7 +329,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("recipe", ["fp8", pytest.param("mxfp4(sr=grad)", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["fp8", "mxfp4(sr=grad)"])
 def test_a_schedule_with_a_real_optimizer(home: Path, recipe: str) -> None:
     """The losses are those of two policies applied by hand, and the step is traced once per phase."""
     pytest.importorskip("optax")

@@ -63,6 +63,7 @@ def names(plan: policyc.Plan) -> list[str]:
 
 
 @pytest.mark.any_jax
+@pytest.mark.slow
 def test_plain_jax():
     def loss(params):
         x = X

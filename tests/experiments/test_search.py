@@ -171,6 +171,7 @@ def test_trials_are_not_repeated(
 
 
 @pytest.mark.any_jax
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_names_the_site(tmp_path: Path) -> None:
     recorded = record_loss(write_program(tmp_path, head=2e37), 1)
     with pytest.raises(BadLoss, match="is that of head"):
@@ -178,6 +179,7 @@ def test_a_loss_that_is_not_finite_names_the_site(tmp_path: Path) -> None:
 
 
 @pytest.mark.any_jax
+@pytest.mark.slow
 def test_a_program_that_repeats_one_batch_has_scores_and_a_note(tmp_path: Path) -> None:
     path = Path(write_program(tmp_path).name)
     path.write_text(path.read_text().replace("fold_in(key, ", "fold_in(key, 0 * "))
