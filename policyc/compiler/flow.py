@@ -189,8 +189,9 @@ def build_flow(
         elif getattr(var.aval, "shape", ()):  # data that the loss closes over
             constants[var] = flow.add(INPUT)
     builder.run(jaxpr, values, (), constants)
-    unlearned = flow.sites.keys() - flow.learned
-    for node in unlearned - flow.after(flow.learned) if unlearned else ():
+    learned = flow.learned
+    distant = {n for n in flow.sites.keys() - learned if learned.isdisjoint(flow.inputs[n])}
+    for node in distant - flow.after(learned) if distant else ():
         del flow.sites[node], flow.operands[node]
     return flow
 
