@@ -66,12 +66,11 @@ def _encode_words(x: jax.Array, encode: Callable[[jax.Array], jax.Array]) -> jax
     transpose of the codes moves bytes.
     """
     pairs = lax.bitcast_convert_type(split_axis(x, -1, x.shape[-1] // 4, 2, 2), jnp.int32)
-    word = jnp.int32(0)
-    for i in range(2):
-        pair = lax.index_in_dim(pairs, i, axis=-1, keepdims=False)
-        low, high = from_bits(pair << 16), from_bits(pair & ~0xFFFF)
-        word |= (encode(low) | (encode(high) << 8)) << (16 * i)
-    return lax.bitcast_convert_type(materialize(word), jnp.uint8).reshape(x.shape)
+    low, high = from_bits(pairs << 16), from_bits(pairs & ~0xFFFF)
+    halves = encode(low) | (encode(high) << 8)
+    first, second = (lax.index_in_dim(halves, i, axis=-1, keepdims=False) for i in range(2))
+    word = materialize(first | (second << 16))
+    return lax.bitcast_convert_type(word, jnp.uint8).reshape(x.shape)
 
 
 # ---- FP4

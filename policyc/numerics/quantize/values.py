@@ -109,7 +109,8 @@ def scale_outer(values: jax.Array, scales: Sequence[Scale]) -> jax.Array:
     if not scales:
         return values
     if all(amax.size == 1 for amax, _ in scales):
-        first, second = outer_factors(scales)
+        # Without the barrier XLA would compute them again for each element.
+        first, second = materialize(jnp.stack(outer_factors(scales)))
         scaled: jax.Array = values * first * second
         return scaled
     m, e = jnp.float32(1), jnp.int32(0)
@@ -139,9 +140,7 @@ def outer_factors(scales: Sequence[Scale]) -> tuple[jax.Array, jax.Array]:
         power = lax.bitcast_convert_type(exponent, np.float64)
         rest = jnp.maximum(jnp.minimum(power * 2.0**REACH, 1.0), power * 2.0**-REACH)
         rest = jnp.clip(rest, 2.0**-126, 2.0**127)
-        factors = lax.convert_element_type(jnp.stack([product / rest, rest]), np.float32)
-    # Without the barrier XLA would compute them again for each element.
-    first, second = materialize(factors)
+        first, second = (lax.convert_element_type(f, np.float32) for f in (product / rest, rest))
     return first, second
 
 
