@@ -5,15 +5,13 @@ FP4 is an ablation: no GPU multiplies it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from policyc.numerics.quantize.bits import ELEMENTS, abs_bits, encode_scaled, from_bits, materialize
+from policyc.numerics.quantize.bits import ELEMENTS, Element, abs_bits, encode_scaled, from_bits, materialize
 from policyc.numerics.quantize.blocks import (
     QuantizeContext,
     encode_blocks,
@@ -50,8 +48,10 @@ def quantize_fp8(x: jax.Array, context: QuantizeContext) -> Quantized:
     if context.fp8_kernel is not None:
         codes, transposed = context.fp8_kernel.both_orders(x, lift, enc, amax, element)
     else:
-        encode = partial(encode_scaled, lift=lift, enc=enc, amax=amax, element=element)
-        codes = _encode_words(x, encode) if has_words else encode(x.astype(jnp.float32)).astype(jnp.uint8)
+        if has_words:
+            codes = _encode_words(x, lift, enc, amax, element)
+        else:
+            codes = encode_scaled(x.astype(jnp.float32), lift, enc, amax, element).astype(jnp.uint8)
         if axes.both_orders:
             transposed = jnp.moveaxis(codes, -1, 0)
     return Quantized(
@@ -59,15 +59,21 @@ def quantize_fp8(x: jax.Array, context: QuantizeContext) -> Quantized:
     )
 
 
-def _encode_words(x: jax.Array, encode: Callable[[jax.Array], jax.Array]) -> jax.Array:
+def _encode_words(
+    x: jax.Array, lift: jax.Array, enc: jax.Array, amax: jax.Array, element: Element
+) -> jax.Array:
     """The codes of a bfloat16 array, computed four to a word.
 
     XLA's loops move words at the speed of memory and bytes at 0.6 of it. The words are materialized, so that a
     transpose of the codes moves bytes.
     """
     pairs = lax.bitcast_convert_type(split_axis(x, -1, x.shape[-1] // 4, 2, 2), jnp.int32)
-    low, high = from_bits(pairs << 16), from_bits(pairs & ~0xFFFF)
-    halves = encode(low) | (encode(high) << 8)
+    lift, enc, amax = (scale[..., None] for scale in (lift, enc, amax))
+    low, high = (
+        encode_scaled(values, lift, enc, amax, element)
+        for values in (from_bits(pairs << 16), from_bits(pairs & ~0xFFFF))
+    )
+    halves = low | (high << 8)
     first, second = (lax.index_in_dim(halves, i, axis=-1, keepdims=False) for i in range(2))
     word = materialize(first | (second << 16))
     return lax.bitcast_convert_type(word, jnp.uint8).reshape(x.shape)
