@@ -30,8 +30,9 @@ from policyc.numerics.quantize.bits import (
     round_nearest,
     round_stochastic,
 )
-from policyc.numerics.quantize.blocks import bound_after_rotation, round_up_to_bound
+from policyc.numerics.quantize.blocks import bound_after_rotation, layout_of, round_up_to_bound
 from policyc.numerics.quantize.hadamard import SIGNS, Method, random_signs, rotate, sylvester
+from policyc.numerics.quantize.layout import Quantized
 from policyc.numerics.quantize.random import random_words
 from policyc.numerics.quantize.values import outer_scale
 from tests.support import rounding_oracle as oracle
@@ -175,6 +176,24 @@ def test_nvfp4_equals_the_oracle(tile: int, dtype: str, method: Method) -> None:
         np.testing.assert_array_equal(np.ravel(amax), expected["amax"])
         np.testing.assert_array_equal(np.asarray(block, np.float32), expected["block"])
         np.testing.assert_array_equal(np.asarray(value), expected["dequantized"])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_values_of_all_codes_and_scales(axis: int, dtype: Any) -> None:
+    """Every byte of two codes under every scale, by rows (in bfloat16, by words) and by columns."""
+    bytes_ = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
+    scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 32, axis=1)
+    codes = np.stack([bytes_ & 15, bytes_ >> 4], -1).reshape(256, 512)
+    numbers = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)[codes]
+    expected = numbers * np.repeat(scales, 16, axis=1).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    layout, _ = layout_of((256, 512), nvfp4(), Axes(axis=-1))
+    q = Quantized(codes=jnp.asarray(bytes_), scales=jnp.asarray(scales), amax=None, layout=layout)
+    values = jax.jit(policyc.numerics.quantize.block_values, static_argnums=1)(
+        q if axis == -1 else q.swap_last_axes(), dtype
+    )
+    values = np.asarray(values.astype(jnp.float32))
+    np.testing.assert_array_equal(values if axis == -1 else values.T, expected)
 
 
 @pytest.mark.any_jax
