@@ -47,8 +47,11 @@ def block_values(q: Quantized, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> ja
     if q.scales is None:
         return decode(codes, element).astype(dtype)
     blocks, scales = split_blocks(codes, layout), expand_per_block(q.scales, layout)
-    scale = _scale_nvfp4_blocks if layout.format == "nvfp4" else _scale_mx_blocks
-    return scale(blocks, scales, element).reshape(codes.shape).astype(dtype)
+    if layout.format == "nvfp4":
+        values = decode_in_half_units(blocks) * _scales_of_half_units(scales)
+    else:
+        values = _scale_mx_blocks(blocks, scales, element)
+    return values.reshape(codes.shape).astype(dtype)
 
 
 def _nvfp4_rows(q: Quantized) -> jax.Array:
@@ -61,15 +64,15 @@ def _nvfp4_rows(q: Quantized) -> jax.Array:
     words = lax.bitcast_convert_type(q.codes.reshape(*lead, blocks, 2, 4), jnp.uint32)
     shape = (*words.shape, 4)
     pairs = words[..., None] >> (lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1) * 8)
-    scales = (decode(q.scales, E4M3) * HALF_UNIT)[..., None, None]
+    scales = _scales_of_half_units(q.scales)[..., None, None]
     low, high = (bits_of(decode_in_half_units(pairs >> shift) * scales) for shift in (0, 4))
     values = lax.bitcast_convert_type(lax.shift_right_logical(low, 16) | (high & ~0xFFFF), jnp.bfloat16)
     return values.reshape(*lead, -1)
 
 
-def _scale_nvfp4_blocks(codes: jax.Array, scales: jax.Array, element: Element) -> jax.Array:
-    del element
-    return decode_in_half_units(codes) * (decode(scales, E4M3) * HALF_UNIT)
+def _scales_of_half_units(scales: jax.Array) -> jax.Array:
+    """The values of E4M3 bytes, for what `decode_in_half_units` returns."""
+    return decode(scales, E4M3) * HALF_UNIT
 
 
 def _scale_mx_blocks(codes: jax.Array, scales: jax.Array, element: Element) -> jax.Array:
