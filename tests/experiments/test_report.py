@@ -276,11 +276,10 @@ def mutate(rng: random.Random, value: Any) -> Any:
     return value
 
 
-@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 240), marks=pytest.mark.slow)])
-def test_mutated_runs_give_well_formed_pages(seeds: range, tmp_path: Path) -> None:
+def test_mutated_runs_give_well_formed_pages(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=12)
     originals = {name: (run / name).read_text() for name in ("metrics.jsonl", "stats.jsonl")}
-    for seed in seeds:
+    for seed in range(40):
         rng = random.Random(seed)
         for name, text in originals.items():
             lines = [json.dumps(mutate(rng, json.loads(line))) for line in text.splitlines()]

@@ -28,25 +28,14 @@ def comments_of(text: str) -> list[str]:
     return [line[line.index("#") :].rstrip() for line in text.split("\n") if "#" in line]
 
 
-def check_formatting(drawn):
+@given(texts())
+@settings(max_examples=30)
+def test_formatting_keeps_policy_and_comments_and_is_idempotent(drawn):
     policy, text, comments = drawn
     formatted = fmt(text)
     assert parse_with_diagnostics(formatted).policy == policy
     assert comments_of(formatted) == comments
     assert fmt(formatted) == formatted
-
-
-@given(texts())
-@settings(max_examples=30)
-def test_formatting_keeps_policy_and_comments_and_is_idempotent(drawn):
-    check_formatting(drawn)
-
-
-@pytest.mark.slow
-@given(texts())
-@settings(max_examples=60)
-def test_formatting_of_many_more_texts(drawn):
-    check_formatting(drawn)
 
 
 @given(texts(commented=False))  # a statement with a comment inside keeps its empty lines

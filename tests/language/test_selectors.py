@@ -142,13 +142,6 @@ def test_matching_agrees_with_the_oracle(selector, names):
     assert selected(selector, names) == oracle(selector, names)
 
 
-@pytest.mark.slow
-@given(_selectors, _paths)
-@settings(max_examples=850)
-def test_matching_agrees_with_the_oracle_many_times(selector, names):
-    assert selected(selector, names) == oracle(selector, names)
-
-
 @given(_selectors, _paths, _names)
 def test_everything_under_a_matched_scope_is_matched(selector, names, under):
     if selected(selector, names):

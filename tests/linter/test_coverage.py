@@ -41,9 +41,7 @@ from tests.support.processor_time import at_most
 
 pytestmark = pytest.mark.any_jax
 
-QUICK_SEEDS = [range(start, start + 25) for start in range(0, 250, 25)]
-SLOW_SEEDS = [range(start, start + 250) for start in range(1_000, 1_750, 250)]
-SEEDS = [*QUICK_SEEDS, *(pytest.param(seeds, marks=pytest.mark.slow) for seeds in SLOW_SEEDS)]
+SEEDS = [range(start, start + 25) for start in range(0, 250, 25)]
 
 
 @cache
