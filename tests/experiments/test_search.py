@@ -202,17 +202,31 @@ attention.defvjp(lambda h: ({forward}(h), h), lambda h, g: (g * jnp.cos(h),))
 def loss("""
 
 
-@pytest.mark.parametrize(
-    "forward", [pytest.param("jnp.sin", marks=[pytest.mark.any_jax, pytest.mark.slow]), "fused.bind"]
-)
-def test_a_derivative_rule_of_the_program_is_scored_by_first_derivatives(
-    tmp_path: Path, forward: str
-) -> None:
-    path = Path(write_program(tmp_path, extra="h = attention(h)").name)
-    path.write_text(path.read_text().replace("def loss(", OWN_RULE.format(forward=forward), 1))
-    scores = score_formats(record_loss(Program(str(path)), 2), parse_formats("fp8"))
+def score_with(folder: Path, forward: str) -> Scores:
+    """The scores of the network with a function after its layers: sin, or one with a derivative rule of its own."""
+    folder.mkdir()
+    path = Path(write_program(folder, extra="h = attention(h)" if forward else "h = jnp.sin(h)").name)
+    path.write_text(path.read_text().replace("def loss(", OWN_RULE.format(forward=forward or "jnp.sin"), 1))
+    return score_formats(record_loss(Program(str(path)), 2), parse_formats("fp8"))
+
+
+def test_a_derivative_rule_of_the_program_is_scored_by_first_derivatives(tmp_path: Path) -> None:
+    scores = score_with(tmp_path / "fused", "fused.bind")
     assert "a derivative rule of its own" in scores.notes[0]
     assert {gemm for _, gemm, _ in scores.by_product} == set(Gemm)
+
+
+@pytest.mark.any_jax
+@pytest.mark.slow
+def test_noise_by_first_derivatives_is_about_that_by_a_tangent(tmp_path: Path) -> None:
+    probed, injected = (score_with(tmp_path / f"rule{forward}", forward) for forward in ("", "jnp.sin"))
+    assert not probed.notes
+    assert "a derivative rule of its own" in injected.notes[0]
+    for gemm in (Gemm.FPROP, Gemm.DGRAD):
+        keys = [key for key in probed.by_product if key[1] is gemm]
+        one, other = ([scores.by_product[key].noise for key in keys] for scores in (probed, injected))
+        # One random tangent is a sample, and errors of all sites together mix.
+        assert sum(one) / 2 < sum(other) < 2 * sum(one), gemm
 
 
 def test_a_loss_that_is_not_deterministic_is_told_so(tmp_path: Path) -> None:
