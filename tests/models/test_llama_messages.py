@@ -152,16 +152,19 @@ def test_a_missing_package_of_metrics_leaves_no_folder(capsys, tmp_path, monkeyp
 
 
 def test_processes_that_are_not_found_are_explained(capsys, monkeypatch):
-    """JAX says this outside of a cluster, in a process that has not used it yet."""
+    """JAX says this outside of a cluster, in a process that has not used it yet. It is told what ends the others."""
+    told = []
 
-    def initialize(*_: Any, **__: Any) -> None:
+    def initialize(*_: Any, **options: Any) -> None:
+        told.append(options)
         raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
-    assert train.main(flags(distributed=True)) == 1
+    assert train.main(flags(distributed=True, heartbeat=5)) == 1
     message = capsys.readouterr().err
     assert "--distributed: coordinator_address should be defined" in message
     assert "add --coordinator HOST:PORT" in message
+    assert told == [{"heartbeat_timeout_seconds": 5}]
 
 
 def test_weights_that_do_not_fit_leave_no_folder(capsys, tmp_path):

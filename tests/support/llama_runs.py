@@ -58,25 +58,13 @@ def losses(folder: Path) -> list[tuple[int, float]]:
     return [(row["step"], row["loss"]) for row in rows if "loss" in row]
 
 
-def spawn(
-    *arguments: str,
-    prefix: tuple[str, ...] = (),
-    policy: str | Path = "",
-    devices: int = 1,
-    as_module: bool = False,
-    **environment: str,
-) -> subprocess.Popen[str]:
-    """Starts a run in a process of its own, as a script or as a module, under a policy if one is named.
-
-    `prefix` is put before the command.
-    """
+def spawn(*arguments: str, program: tuple[str, ...], devices: int = 1) -> subprocess.Popen[str]:
+    """Starts a run in a process of its own. `program` is what Python is given before the arguments."""
     quick = quick_environment()
     quick["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={devices}"
-    apply = ["-m", "policyc.cli.main", "apply", str(policy)] if policy else []
-    program = ["-m", "policyc.models.llama.train"] if as_module else [str(TRAIN)]
     return processes.start(
-        [*prefix, sys.executable, *apply, *program, *arguments],
-        env={**os.environ, "PYTHONPATH": python_path(), **quick, **environment},
+        [sys.executable, *program, *arguments],
+        env={**os.environ, "PYTHONPATH": python_path(), **quick},
         stderr=subprocess.STDOUT,
     )
 
