@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -15,14 +16,15 @@ from pathlib import Path
 import pytest
 
 from policyc import parse
-from tests.support import processes
+from policyc.experiments.sweep import executor
+from policyc.experiments.sweep.run import METRICS_FILE, Run, State
 from tests.support.command import ROOT, policyc, python_path
-from tests.support.quick_options import quick_environment
+from tests.support.quick_options import COMPILATION, quick_compilation, quick_environment
+from tests.support.sweep_runs import FakeExecutor
 
 PAGES = (ROOT / "docs" / "tutorial.md", ROOT / "docs" / "howto" / "frameworks.md")
 FILES = re.compile(r'^```\w+ title="([\w.]+)"\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 CONSOLE = re.compile(r"^```console\n\$ (.*)\n((?:.*\n)*?)^```$", re.MULTILINE)
-MAX_SECONDS = 900  # the sweep takes half a minute on a machine that does nothing else
 FROM_HERE = "...\n"  # the page leaves out what is printed before the line after it
 
 pytestmark = [
@@ -31,41 +33,35 @@ pytestmark = [
 ]
 
 
-def run_command(command: str, folder: Path, *, has_sweep: bool) -> str:
-    """What a command prints, to both streams. No color, 110 columns.
+class RunsHere(FakeExecutor):
+    """Runs of a sweep in this process, which saves their start."""
 
-    Most run in this process, which saves their start. On a page with a sweep, those that train run in others, as its
-    runs do: all share compiled programs.
-    """
+    def __init__(self, jobs: int, groups: object) -> None:
+        super().__init__(self.train)
+
+    def train(self, run: Run) -> tuple[State, list[float]]:
+        words = run.command[run.command.index("apply") :]
+        ran = policyc(*words, cwd=run.cwd, env=dict(run.environment))
+        assert ran.code == 0, ran.err
+        return "finished", [json.loads(line)["loss"] for line in (run.folder / METRICS_FILE).open()]
+
+
+def run_command(command: str, folder: Path) -> str:
+    """What a command prints, to both streams. No color, 110 columns."""
     program, *words = shlex.split(command)
-    if program == "policyc" and not (has_sweep and words[0] in ("apply", "sweep")):
-        ran = policyc(*words, cwd=folder, env={"COLUMNS": "110", "NO_COLOR": "1"})
+    env = {"COLUMNS": "110", "NO_COLOR": "1"}
+    if program == "policyc":
+        ran = policyc(*words, cwd=folder, env=env)
         assert ran.code in (0, 1), ran  # 1: lint has findings
         printed = ran.both
     else:
-        printed = run_process(command, folder)
+        assert program == "python"
+        environment = os.environ | quick_environment() | env | {"PYTHONPATH": python_path()}
+        printed = subprocess.run(
+            [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, check=True
+        ).stdout
     lines = printed.replace(f"{folder}{os.sep}", "").splitlines()
     return "".join(line.rstrip() + "\n" for line in lines)
-
-
-def run_process(command: str, folder: Path) -> str:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = os.environ | quick_environment()
-    # Forty steps of a program that is not optimized at all take longer than to optimize it a little.
-    environment["XLA_FLAGS"] = environment["XLA_FLAGS"].replace(
-        "optimization_level=0", "optimization_level=1"
-    )
-    environment |= {"PATH": path, "PYTHONPATH": python_path(), "COLUMNS": "110", "NO_COLOR": "1"}
-    process = processes.start(
-        shlex.split(command), cwd=folder, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT
-    )
-    try:
-        printed, _ = process.communicate(timeout=MAX_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # a sweep ends its runs
-        raise AssertionError(f"{command} takes too long: {process.communicate()[0]}") from None
-    assert process.returncode == 0, printed
-    return printed
 
 
 def shown(output: str, before: str) -> str:
@@ -105,17 +101,18 @@ def test_the_files_of_a_page_can_be_read(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
-def test_a_page_is_what_its_commands_print(path: Path, tmp_path: Path) -> None:
+def test_a_page_is_what_its_commands_print(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "LocalExecutor", RunsHere)
+    COMPILATION.set_quick(False)
     page = path.read_text(encoding="utf-8")
     for name, text in FILES.findall(page):
         (tmp_path / name).write_text(text, encoding="utf-8")
     blocks = CONSOLE.findall(page)
     assert len(blocks) == page.count("```console\n") > 0
-    has_sweep = any(command.startswith("policyc sweep") for command, _ in blocks)
-    printed = {
-        command: shown(run_command(command, tmp_path, has_sweep=has_sweep), before)
-        for command, before in blocks
-    }
+    with quick_compilation(level=int("policyc sweep" in page)):
+        printed = {command: shown(run_command(command, tmp_path), before) for command, before in blocks}
     if os.environ.get("UPDATE_SNAPSHOTS"):
         page = CONSOLE.sub(lambda block: f"```console\n$ {block[1]}\n{printed[block[1]]}```", page)
         path.write_text(page, encoding="utf-8")

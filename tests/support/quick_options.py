@@ -31,11 +31,14 @@ def known_quick_options() -> tuple[tuple[str, Any], ...]:
 
 
 @contextlib.contextmanager
-def quick_compilation() -> Iterator[None]:
-    """Compiles every program with `QUICK_OPTIONS`. The last bit of a result may differ from the optimized program's."""
+def quick_compilation(level: int = 0) -> Iterator[None]:
+    """Compiles every program with `QUICK_OPTIONS`. The last bit of a result may differ from the optimized program's.
+
+    A program that runs many steps is faster in all with level 1 of the optimizations.
+    """
     from jax._src import compiler
 
-    options = list(known_quick_options())
+    options = list((dict(known_quick_options()) | {"xla_backend_optimization_level": level}).items())
     get_compile_options = compiler.get_compile_options
 
     def get_quick_options(*args: Any, **kwargs: Any) -> Any:
