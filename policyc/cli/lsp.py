@@ -19,6 +19,6 @@ def lsp() -> None:
     It reports what 'policyc lint' finds, with fixes, and answers requests for hover, completion, definitions, renames,
     formatting and inlay hints. Editors start it: docs/howto/editor.md has the lines for each.
     """
-    from policyc.editor.server import serve
+    from policyc.editor.start import serve
 
     raise SystemExit(serve())

@@ -1,6 +1,7 @@
 """The answers of the language server, as JSON of its protocol. Functions of a text and of what is known about it.
 
-`sources` are the texts in which a name means the same, by their URIs: that of the request first, then its imports.
+`sources` are the texts in which a name means the same, by their URIs: that of the request first, then its imports. A
+position has a line from 0 and a column in UTF-16 code units.
 """
 
 from __future__ import annotations
@@ -11,20 +12,46 @@ from pathlib import Path
 
 from policyc.editor.hover import describe_hint
 from policyc.editor.json_rpc import Json
-from policyc.editor.positions import to_position, to_range
 from policyc.editor.reading import Reading
 from policyc.editor.scan import Name, scan_text
 from policyc.language.diagnostics import Diagnostic, Severity, SourceText, Span
 from policyc.language.formatter import format_text
-
-LIST_SITES = "policyc.listSites"
-"""The command that runs the program of a policy to list its sites. Its argument is the policy's URI."""
 
 # Numbers of the protocol.
 _SEVERITIES = {Severity.ERROR: 1, Severity.WARNING: 2, Severity.NOTE: 3}
 _SYMBOLS = {"recipe": 13, "group": 18, "variant": 2}  # a variable, an array, a module
 _SCHEDULE_SYMBOL = 24  # an event
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")
+
+
+def to_position(source: SourceText, offset: int) -> Json:
+    """The position of an offset."""
+    line, column = source.position(offset)
+    start = source.line_starts[line - 1]
+    return {"line": line - 1, "character": _utf16_length(source.text[start : start + column - 1])}
+
+
+def to_range(span: Span) -> Json:
+    """The range of a span."""
+    return {"start": to_position(span.source, span.start), "end": to_position(span.source, span.end)}
+
+
+def to_offset(source: SourceText, position: Json) -> int:
+    """The offset of a position. One beyond the end of a line or of the text is at that end."""
+    if position["line"] >= len(source.line_starts):
+        return len(source.text)
+    start = source.line_starts[position["line"]]
+    units = 0
+    line = source.line(position["line"] + 1)
+    for count, character in enumerate(line):
+        if units >= position["character"]:
+            return start + count
+        units += _utf16_length(character)
+    return start + len(line)
+
+
+def _utf16_length(text: str) -> int:
+    return len(text) if text.isascii() else sum(2 if ord(c) > 0xFFFF else 1 for c in text)
 
 
 def to_lsp_diagnostic(diagnostic: Diagnostic, uri: str) -> Json:

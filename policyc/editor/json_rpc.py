@@ -5,17 +5,20 @@ Not pygls: importing its types of the protocol takes longer than this server tak
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import sys
 import threading
 import traceback
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any, BinaryIO
 
 Json = dict[str, Any]
 
 PARSE_ERROR, INVALID_REQUEST, METHOD_NOT_FOUND, INVALID_PARAMS = -32700, -32600, -32601, -32602
-INTERNAL_ERROR = -32603
+INTERNAL_ERROR, NOT_INITIALIZED = -32603, -32002
 DEFERRED = object()
 """The result of a handler whose request is answered later."""
 
@@ -29,12 +32,17 @@ class RequestError(Exception):
 
 
 class Connection:
-    """Reads messages from one stream, and writes to another from any thread."""
+    """Reads messages from one stream, and sends messages to another from any thread.
+
+    A thread of its own writes: a client may send more before it reads the answers, and both would wait for each other.
+    """
 
     def __init__(self, reader: BinaryIO, writer: BinaryIO) -> None:
         self._reader, self._writer = reader, writer
-        self._lock = threading.Lock()
-        self._sent_requests = 0
+        self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
+        self._numbers = itertools.count(1)
+        self._thread = threading.Thread(target=self._write, daemon=True)
+        self._thread.start()
 
     def read(self) -> Json | None:
         """The next message; None at the end of the stream. Anything else is answered with an error."""
@@ -60,8 +68,12 @@ class Connection:
 
     def request(self, method: str) -> None:
         """Sends a request whose result does not matter."""
-        self._sent_requests += 1
-        self._send({"id": f"policyc-{self._sent_requests}", "method": method})
+        self._send({"id": f"policyc-{next(self._numbers)}", "method": method})
+
+    def close(self) -> None:
+        """Waits until all messages are written."""
+        self._outgoing.put(None)
+        self._thread.join()
 
     def answer(self, message: Json, handler: Callable[[], Any]) -> None:
         """Runs the handler of a message, and sends the result or the error if the message is a request.
@@ -83,6 +95,10 @@ class Connection:
 
     def _send(self, message: Json) -> None:
         content = json.dumps({"jsonrpc": "2.0", **message}).encode()
-        with self._lock:
-            self._writer.write(b"Content-Length: %d\r\n\r\n%b" % (len(content), content))
-            self._writer.flush()
+        self._outgoing.put(b"Content-Length: %d\r\n\r\n%b" % (len(content), content))
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # the client is gone: reading ends too
+            while (message := self._outgoing.get()) is not None:
+                self._writer.write(message)
+                self._writer.flush()

@@ -1,4 +1,4 @@
-"""The language server: `policyc lsp`, over standard input and output.
+"""The language server, once it is initialized.
 
 The thread that reads messages answers requests from the text as it is. A second thread has a text linted, by a process
 of its own, once no key was pressed for a moment, and answers the code actions that wait for that. A third one reads a
@@ -8,11 +8,10 @@ text that was just opened, before anybody asks about it. The server runs no prog
 
 from __future__ import annotations
 
-import gc
 import os
-import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,70 +20,74 @@ from queue import Empty, SimpleQueue
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from policyc import __version__
 from policyc.editor import features
 from policyc.editor.completion import complete
 from policyc.editor.findings import find_all, fix_all
 from policyc.editor.hover import hover
 from policyc.editor.json_rpc import DEFERRED, METHOD_NOT_FOUND, Connection, Json, RequestError
 from policyc.editor.model import list_sites
-from policyc.editor.positions import to_offset
 from policyc.editor.reading import Reading, read, read_importers
-from policyc.editor.worker import Worker
+from policyc.editor.start import LIST_SITES
+from policyc.editor.worker import Worker, WorkerError
 from policyc.language.bundled import bundled_policies
-from policyc.language.diagnostics import Diagnostic, SourceText
+from policyc.language.diagnostics import Diagnostic, SourceText, Span
 
 _PAUSE = 0.12  # seconds without a key before a text is linted: less is felt as flicker, more as lag
-_COLLECTED = (50_000, 20, 100)
-"""Thresholds of the garbage collector: a full collection takes as long as an answer, and there is little garbage."""
 _ERROR_MESSAGE = 1  # a type of window/showMessage
 _INVOKED = 1  # a trigger of code actions; 2 is for those that an editor asks for on its own
-_CAPABILITIES = {
-    "textDocumentSync": {"openClose": True, "change": 1, "save": True},  # 1: each change sends the whole text
-    "hoverProvider": True,
-    "completionProvider": {"triggerCharacters": [".", "@", "(", "=", ",", ">", " ", '"', "{"]},
-    "definitionProvider": True,
-    "referencesProvider": True,
-    "renameProvider": {"prepareProvider": True},
-    "codeActionProvider": {"codeActionKinds": ["quickfix", "source.fixAll", "source"]},
-    "documentFormattingProvider": True,
-    "documentSymbolProvider": True,
-    "foldingRangeProvider": True,
-    "inlayHintProvider": True,
-    "executeCommandProvider": {"commands": [features.LIST_SITES]},
-}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Revision:
+    """A text of a document, with the version that the client gave it."""
+
+    source: SourceText
+    version: int | None
+
+
+_State = tuple[_Revision, object]
+"""What answers depend on. Compared by identity."""
 
 
 @dataclass(slots=True, eq=False)
 class _Document:
-    """An open policy, what was read of its text, and the diagnostics of `checked`, which may be an earlier text."""
+    """An open policy, what was last read of it, and its last diagnostics. Both may be those of an earlier state."""
 
     uri: str
     path: Path | None
-    source: SourceText
-    version: int | None
+    revision: _Revision
     due: float | None
     """When to lint the text; None: it has been linted."""
-    reading: Reading | None = None
-    checked: SourceText | None = None
+    files: object = field(default_factory=object)
+    """Replaced by another object when imports, settings or the list of sites may have changed."""
+    last_read: tuple[_State, Reading] | None = None
+    checked: _State | None = None
     diagnostics: tuple[Diagnostic, ...] = ()
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while the text is read, so that a request waits for the thread that reads it already."""
 
+    @property
+    def state(self) -> _State:
+        return self.revision, self.files
+
+    @property
+    def source(self) -> SourceText:
+        return self.revision.source
+
     def offset(self, params: Json) -> int:
-        return to_offset(self.source, params["position"])
+        return features.to_offset(self.source, params["position"])
 
     def range(self, params: Json) -> tuple[int, int]:
-        start, end = (to_offset(self.source, params["range"][key]) for key in ("start", "end"))
+        start, end = (features.to_offset(self.source, params["range"][key]) for key in ("start", "end"))
         return start, end
 
     def read(self) -> Reading:
         """What was read of the present text."""
         with self.lock:
-            text, reading = self.source.text, self.reading
-            if reading is None or reading.text is not text:
-                reading = self.reading = read(text, self.path)
-            return reading
+            state = self.state
+            if self.last_read is None or self.last_read[0] != state:
+                self.last_read = state, read(state[0].source.text, self.path)
+            return self.last_read[1]
 
     def read_ahead(self) -> None:
         """Finds what first requests about the text need, and loads the pages of lint codes: that is kept."""
@@ -97,29 +100,29 @@ class _Document:
 
     def forget(self) -> None:
         """Has the text read and linted again: imports, settings or the list of sites may have changed."""
-        with self.lock:
-            self.reading = self.checked = None
-            self.due = time.monotonic()
+        self.files = object()
+        self.due = time.monotonic()
 
     @property
     def current_diagnostics(self) -> tuple[Diagnostic, ...]:
         """The diagnostics, if they are those of the present text: in another one their places or fixes may be wrong."""
-        return self.diagnostics if self.checked is self.source else ()
+        return self.diagnostics if self.checked == self.state else ()
 
 
 class PolicyServer:
     """Open documents, and the handlers of requests about them."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, client: Json, worker: Worker | None = None) -> None:
+        """`client` are the capabilities of the client."""
         self._connection = connection
         self._documents: dict[str, _Document] = {}
-        self._worker = Worker()
+        self._worker = worker or Worker()
         self._tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._publishing = threading.Lock()
         self._is_shut_down = False
-        self._refreshes_hints = False
+        hints = (client.get("workspace") or {}).get("inlayHint") or {}
+        self._refreshes_hints = bool(hints.get("refreshSupport"))
         self._messages: dict[str, Callable[[Json], Any]] = {
-            "initialize": self.initialize,
             "shutdown": self.shutdown,
             "textDocument/didOpen": self.did_open,
             "textDocument/didChange": self.did_change,
@@ -142,7 +145,7 @@ class PolicyServer:
         }
 
     def run(self) -> int:
-        """Serves until the client says goodbye or is gone. Returns the exit status that the protocol asks for."""
+        """Serves until the client says goodbye or is gone. Returns the exit status."""
         threading.Thread(target=self._work, daemon=True).start()
         while (message := self._connection.read()) is not None and message.get("method") != "exit":
             if "method" in message:  # else it answers a request of the server
@@ -176,7 +179,7 @@ class PolicyServer:
 
     def _work(self) -> None:
         """Does tasks, and has each document linted when it is due."""
-        self._worker.start()
+        self._connection.answer({}, self._worker.start)
         while True:
             due = [(d.due, d) for d in tuple(self._documents.values()) if d.due is not None]
             first = min(due, key=lambda item: item[0], default=None)
@@ -190,15 +193,24 @@ class PolicyServer:
     def _check(self, document: _Document, answer: Callable[[], Any] = lambda: None) -> Any:
         """Lints the present text of a document and publishes the diagnostics, unless that is done. Then answers."""
         document.due = None  # before the text is taken: a text that comes later is due again
-        source = document.source
-        if document.checked is not source:
-            linted, diagnostics = self._worker.call(find_all, source.text, document.path)
-            found = tuple(features.publishable(diagnostics, linted))
+        state = document.state
+        if document.checked != state:
+            found = self._lint(state[0].source, document.path)
             with self._publishing:
-                if self._documents.get(document.uri) is document and document.source is source:
-                    document.diagnostics, document.checked = found, source
-                    self._publish(document.uri, document.version, found)
+                if self._documents.get(document.uri) is document and document.state == state:
+                    document.diagnostics, document.checked = found, state
+                    self._publish(document.uri, state[0].version, found)
         return answer()
+
+    def _lint(self, source: SourceText, path: Path | None) -> tuple[Diagnostic, ...]:
+        """The diagnostics to publish. A failure is one of them: the client waits for those of each text."""
+        try:
+            linted, diagnostics = self._worker.call(find_all, source.text, path)
+        except WorkerError as error:
+            traceback.print_exc()
+            message = f"this text could not be linted: {str(error).rstrip().splitlines()[-1]}"
+            return (Diagnostic(code="internal-error", message=message, span=Span(source, 0, 0)),)
+        return tuple(features.publishable(diagnostics, linted))
 
     def _publish(self, uri: str, version: int | None, diagnostics: tuple[Diagnostic, ...]) -> None:
         found = [features.to_lsp_diagnostic(d, uri) for d in diagnostics]
@@ -206,11 +218,6 @@ class PolicyServer:
         self._connection.notify("textDocument/publishDiagnostics", params)
 
     # ---- documents
-
-    def initialize(self, params: Json) -> Json:
-        workspace = (params.get("capabilities") or {}).get("workspace") or {}
-        self._refreshes_hints = bool((workspace.get("inlayHint") or {}).get("refreshSupport"))
-        return {"capabilities": _CAPABILITIES, "serverInfo": {"name": "policyc", "version": __version__}}
 
     def shutdown(self, params: Json) -> None:
         del params
@@ -221,7 +228,7 @@ class PolicyServer:
         uri = item["uri"]
         path = _path(uri)
         source = SourceText(item["text"].removeprefix("\ufeff"), str(path or uri))
-        document = _Document(uri, path, source, item.get("version"), due=time.monotonic())
+        document = _Document(uri, path, _Revision(source, item.get("version")), due=time.monotonic())
         self._documents[uri] = document
         self._wake()
         ahead = partial(self._connection.answer, {}, document.read_ahead)
@@ -230,8 +237,8 @@ class PolicyServer:
     def did_change(self, params: Json) -> None:
         document = self._get(params)
         text = params["contentChanges"][-1]["text"].removeprefix("\ufeff")
-        document.source = SourceText(text, document.source.path)
-        document.version = params["textDocument"].get("version")
+        source = SourceText(text, document.source.path)
+        document.revision = _Revision(source, params["textDocument"].get("version"))
         document.due = time.monotonic() + _PAUSE
         self._wake()
 
@@ -337,7 +344,7 @@ class PolicyServer:
         program = document.read().model.source.program
         if program:
             title = f"policyc: list the sites of '{' '.join(program)}' (runs it)"
-            command = {"title": title, "command": features.LIST_SITES, "arguments": [document.uri]}
+            command = {"title": title, "command": LIST_SITES, "arguments": [document.uri]}
             actions.append({"title": title, "kind": "source", "command": command})
         return actions
 
@@ -372,12 +379,3 @@ def _path(uri: str) -> Path | None:
         return None
     path = unquote(parts.path)
     return Path(path.lstrip("/") if os.name == "nt" else path)
-
-
-def serve() -> int:
-    """Serves one client over standard input and output. Returns the exit status."""
-    gc.freeze()
-    gc.set_threshold(*_COLLECTED)
-    connection = Connection(sys.stdin.buffer, sys.stdout.buffer)
-    sys.stdout = sys.stderr  # nothing else may print between messages
-    return PolicyServer(connection).run()

@@ -11,9 +11,10 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 Result = TypeVar("Result")
+_PROCESS_IS_GONE = (OSError, EOFError, pickle.UnpicklingError)
 
 
 class WorkerError(Exception):
@@ -33,25 +34,35 @@ class Worker:
         return self._process
 
     def call(self, function: Callable[..., Result], *arguments: object) -> Result:
-        """The result of a function of a module. Raises WorkerError."""
-        process = self.start()
-        assert process.stdin is not None
-        assert process.stdout is not None
+        """The result of a function of a module. If the process is gone, another one is asked. Raises WorkerError."""
         try:
-            pickle.dump((function, arguments), process.stdin)
-            process.stdin.flush()
-            result, problem = pickle.load(process.stdout)
-        except (OSError, EOFError, pickle.UnpicklingError) as error:
-            self._process = None
-            process.kill()
-            with contextlib.suppress(OSError):  # what was not written is lost
-                process.stdin.close()
-            process.stdout.close()
-            process.wait()
-            raise WorkerError(f"the process that lints has ended: {error}") from None
+            result, problem = self._ask(function, arguments)
+        except _PROCESS_IS_GONE:
+            self._stop()
+            try:
+                result, problem = self._ask(function, arguments)
+            except _PROCESS_IS_GONE as error:
+                self._stop()
+                raise WorkerError(f"the process that lints has ended: {error}") from None
         if problem:
             raise WorkerError(problem)
         return result  # type: ignore[no-any-return]  # the type is that of the function
+
+    def _ask(self, function: Callable[..., Any], arguments: tuple[object, ...]) -> tuple[Any, str]:
+        process = self.start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        pickle.dump((function, arguments), process.stdin)
+        process.stdin.flush()
+        answer: tuple[Any, str] = pickle.load(process.stdout)
+        return answer
+
+    def _stop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            with contextlib.suppress(OSError), process:  # what was not written is lost
+                pass
 
 
 def serve() -> None:

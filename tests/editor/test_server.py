@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, BinaryIO
 
 import pytest
 from lsprotocol import types as lsp
@@ -19,7 +22,9 @@ from lsprotocol import types as lsp
 from policyc.compiler.site_lists import PLAN_SCHEMA
 from policyc.editor.json_rpc import Connection
 from policyc.editor.server import PolicyServer
+from policyc.editor.start import initialize
 from policyc.editor.worker import Worker, WorkerError
+from policyc.language.diagnostics import Diagnostic, SourceText, Span
 from policyc.language.loader import load
 from tests.support.command import ROOT
 
@@ -246,11 +251,14 @@ def test_the_process_that_lints_is_replaced_and_ends_with_the_server() -> None:
     first = worker.start()
     first.kill()
     first.wait()
-    with pytest.raises(WorkerError, match="has ended"):
-        worker.call(len, "four")
     assert worker.call(len, "four") == 4
     second = worker.start()
     assert second is not first
+    with pytest.raises(WorkerError, match="has ended"):
+        worker.call(os._exit, 3)  # as a lint that takes all memory
+    assert second.returncode == 3
+    assert worker.call(len, "four") == 4
+    second = worker.start()
     with second:  # its input ends
         pass
     assert second.returncode == 0
@@ -392,22 +400,125 @@ def test_an_answer_is_of_the_present_text_while_an_earlier_one_is_read(session: 
     session.close(uri)
 
 
-def test_messages_that_are_none_are_answered_with_errors() -> None:
-    def frame(content: str) -> bytes:
-        return b"Content-Length: %d\r\n\r\n%b" % (len(content), content.encode())
+LIMIT = 120  # seconds for what takes none: a test that waits for longer fails
 
+
+class HeldWorker(Worker):
+    """Lints nothing: hands out each call, and gives the result that it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: SimpleQueue[str] = SimpleQueue()
+        self.results: SimpleQueue[str | WorkerError] = SimpleQueue()
+
+    def start(self) -> Any:
+        return None
+
+    def call(self, function: Any, *arguments: Any) -> Any:
+        self.calls.put(arguments[0])
+        result = self.results.get(timeout=LIMIT)
+        if isinstance(result, WorkerError):
+            raise result
+        source = SourceText(arguments[0])
+        return source, (Diagnostic(code="code", message=result, span=Span(source, 0, 0)),)
+
+
+@contextlib.contextmanager
+def serving(worker: Worker) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """A server in a thread. Yields the streams to write to it and to read from it."""
+    to_server, from_server = os.pipe(), os.pipe()
+    with contextlib.ExitStack() as opened:
+        # Closed in reverse: when nobody reads any more, nobody waits to write.
+        client_out = opened.enter_context(os.fdopen(to_server[1], "wb"))
+        server_out = opened.enter_context(os.fdopen(from_server[1], "wb"))
+        server_in = opened.enter_context(os.fdopen(to_server[0], "rb"))
+        client_in = opened.enter_context(os.fdopen(from_server[0], "rb"))
+        connection = Connection(server_in, server_out)
+        thread = threading.Thread(target=PolicyServer(connection, {}, worker).run, daemon=True)
+        thread.start()
+        yield client_out, client_in
+        client_out.close()
+        thread.join()
+        connection.close()
+
+
+def test_a_policy_that_is_saved_while_it_is_linted_is_linted_again() -> None:
+    """What it imports may have changed: the result of the lint before that would stay."""
+    worker = HeldWorker()
+    with serving(worker) as (writer, reader):
+        client = Connection(reader, writer)
+        item = {"uri": "untitled:a", "languageId": "policy", "version": 1, "text": "* -> bf16\n"}
+        client.notify("textDocument/didOpen", {"textDocument": item})
+        worker.calls.get(timeout=LIMIT)
+        client.notify("textDocument/didSave", {"textDocument": {"uri": "untitled:a"}})
+        client.request("shutdown")
+        assert "id" in (client.read() or {})  # so the server has seen the message before it
+        worker.results.put("before")
+        worker.calls.get(timeout=LIMIT)
+        worker.results.put("after")
+        found = (client.read() or {})["params"]
+        assert [found["version"], *(d["message"] for d in found["diagnostics"])] == [1, "after"]
+
+
+def test_a_lint_that_fails_is_a_diagnostic() -> None:
+    """The client waits for the diagnostics of each text."""
+    worker = HeldWorker()
+    worker.results.put(WorkerError("Traceback:\nZeroDivisionError: division by zero\n"))
+    with serving(worker) as (writer, reader):
+        client = Connection(reader, writer)
+        item = {"uri": "untitled:a", "languageId": "policy", "version": 1, "text": "* -> bf16\n"}
+        client.notify("textDocument/didOpen", {"textDocument": item})
+        (found,) = (client.read() or {})["params"]["diagnostics"]
+        assert found["message"] == "this text could not be linted: ZeroDivisionError: division by zero"
+
+
+def test_a_client_may_write_all_before_it_reads() -> None:
+    """More than both pipes hold: the server reads on though nobody takes its answers."""
+    count = 5000
+    messages = b"".join(frame(f'{{"id": {number}, "method": "no/such"}}') for number in range(count))
+    with serving(HeldWorker()) as (writer, reader):
+        writing = threading.Thread(target=writer.write, args=(messages,), daemon=True)
+        writing.start()
+        writing.join(LIMIT)
+        assert not writing.is_alive()
+        writer.flush()
+        client = Connection(reader, io.BytesIO())
+        assert [(client.read() or {})["id"] for _ in range(count)] == list(range(count))
+
+
+def frame(content: str) -> bytes:
+    return b"Content-Length: %d\r\n\r\n%b" % (len(content), content.encode())
+
+
+def answers(run: Callable[[Connection], object], messages: list[str]) -> list[tuple[Any, Any]]:
+    """The identities and error codes of the answers to messages."""
+    written = io.BytesIO()
+    connection = Connection(io.BytesIO(b"X: 1\r\n\r\n" + b"".join(map(frame, messages))), written)
+    run(connection)
+    connection.close()
+    parts = re.findall(rb"(?m)^\{.*?\}(?=Content|\Z)", written.getvalue())
+    return [(a["id"], a.get("error", {}).get("code")) for a in map(json.loads, parts)]
+
+
+def test_messages_that_are_none_are_answered_with_errors() -> None:
     messages = [
         "{", "[1]", '{"id": 1, "method": "textDocument/hover", "params": [3]}', '{"id": 2, "method": "no/such"}',
         '{"method": "no/such"}', '{"id": 7, "result": null}', '{"method": "textDocument/didChange"}',
         '{"id": 3, "method": "textDocument/rename", "params": {"textDocument": {"uri": "file:///not/open"}}}',
         '{"id": 4, "method": "shutdown"}', '{"method": "exit"}',
     ]  # fmt: skip
-    sent, written = io.BytesIO(b"X: 1\r\n\r\n" + b"".join(map(frame, messages))), io.BytesIO()
-    assert PolicyServer(Connection(sent, written)).run() == 0
-    answers = [json.loads(part) for part in re.findall(rb"(?m)^\{.*?\}(?=Content|\Z)", written.getvalue())]
-    codes = [(a["id"], a.get("error", {}).get("code")) for a in answers]
     parse_errors = [(None, -32700), (None, -32700), (None, -32600)]
-    assert codes == [*parse_errors, (1, -32603), (2, -32601), (3, -32602), (4, None)]
+    expected = [*parse_errors, (1, -32603), (2, -32601), (3, -32602), (4, None)]
+    assert answers(lambda connection: PolicyServer(connection, {}).run(), messages) == expected
+
+
+def test_the_first_request_is_initialize() -> None:
+    messages = [
+        '{"id": 1, "method": "shutdown"}',
+        '{"method": "initialized"}',
+        '{"id": 2, "method": "initialize"}',
+    ]
+    assert answers(initialize, messages) == [(None, -32700), (1, -32002), (2, None)]
 
 
 def test_hints_count_the_sites_that_a_rule_decides(session: Session, uri: str) -> None:
