@@ -80,7 +80,6 @@ def test_a_module_keeps_its_words() -> None:
     ("words", "message"),
     [
         ("apply", "Missing argument 'POLICY[:VARIANT]'"),
-        ("apply fp8", "name a script"),
         ("apply fp8 --plan-outt x train.py", "--plan-outt"),
         ("apply --plan-outt x fp8 train.py", "--plan-outt"),
         ("apply fp8 --plan-out", "Option '--plan-out' requires an argument"),
