@@ -24,16 +24,7 @@ POLICIES = ("* -> mxfp8", "* @ bwd -> nvfp4(sr=grad)", "* -> fp8; layers[0] -> k
 W, X = struct(16, 16), struct(8, 16)
 
 
-@settings(max_examples=5, phases=[Phase.generate], deadline=None)
-@given(integers(0, 2**32 - 1), sampled_from(POLICIES))
-def test_the_gradient_of_a_random_program_is_matched(seed: int, policy: str) -> None:
-    random_program = program(seed, 2)
-    policy = applicable_rules(random_program, policy)
-    check_gradient(policyc.plan(policy, random_program.loss, *random_program.args))
-
-
-@pytest.mark.slow
-@settings(max_examples=20, phases=[Phase.generate], deadline=None)
+@settings(max_examples=8, phases=[Phase.generate], deadline=None)
 @given(integers(0, 2**32 - 1), integers(2, 4), sampled_from(POLICIES))
 def test_the_gradient_of_any_program_is_matched(seed: int, depth: int, policy: str) -> None:
     random_program = program(seed, depth)

@@ -193,7 +193,6 @@ def test_rotations_are_those_of_the_positions_in_the_batch() -> None:
     [
         ({}, {"scan": False, "loss_chunks": 3, "remat": "dots"}),
         (llama_runs.MESH, {"remat": "full"}),
-        ({"data": 2, "context": 2}, {"scan": False}),
     ],
     ids=str,
 )

@@ -90,8 +90,7 @@ def run_layer(axes: dict[str, int]) -> tuple[Any, Any]:
     [
         {"fsdp": 2, "expert": 2, "tensor": 2},
         pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"data": 2, "expert": 4}, marks=pytest.mark.slow),
-        pytest.param({"expert": 2, "context": 2}, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "expert": 2, "context": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
