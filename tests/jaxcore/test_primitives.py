@@ -179,7 +179,10 @@ MOVES: dict[str, Callable[[Any], Any]] = {
     "unstack": lambda x: jnp.unstack(x, axis=1)[2],
     "tile": lambda x: jnp.tile(x, (2, 1, 3)),
     "dynamic_slice": lambda x: lax.dynamic_slice(x, (1, 0, 2), (2, 3, 4)),
+    "pad": lambda x: lax.pad(x, 0, ((1, 2, 0), (-1, 0, 0), (0, -2, 0))),
     "gather": lambda x: x[jnp.array([2, 0, 3])],
+    "gather, negative": lambda x: x[jnp.array([-1, -3])],
+    "gather, pairs": lambda x: x[jnp.array([[3, 1], [0, 2]])],
     "neg": lambda x: -x,
 }
 
@@ -189,7 +192,7 @@ def test_elements_come_from_where_jax_takes_them(name: str) -> None:
     """Each equation with a rule for regions, on the numbers of elements: any single element, and a box of several."""
     x = jnp.arange(1, 1 + int(np.prod(SHAPE))).reshape(SHAPE)
     jaxpr = jax.make_jaxpr(MOVES[name])(x)
-    checked = []
+    checked, padding = [], {0} if name == "pad" else set()
     env: dict[Any, Any] = dict(zip(jaxpr.jaxpr.invars, [x], strict=True))
     env.update(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
     for eqn in jaxpr.jaxpr.eqns:
@@ -208,5 +211,6 @@ def test_elements_come_from_where_jax_takes_them(name: str) -> None:
                 before = rule(move, box)
                 taken = np.asarray(result)[np.ix_(*(np.asarray(i) for i in box))]
                 read = operands[0][np.ix_(*(np.asarray(i) for i in before))]
-                assert set(taken.ravel()) == set(read.ravel()), (name, box, before)
+                assert set(taken.ravel()) - padding == set(read.ravel()), (name, box, before)
+    name = name.partition(",")[0]
     assert name in checked or PRIMITIVES[name].region is None

@@ -11,11 +11,6 @@ from tests.support.stacks.base import STACK, D, L, each, layer, program, scan, t
 
 
 @program(STACK)
-def take_by_a_permutation(p, x):
-    return scan(each(lambda a: jnp.take(a, np.array([2, 0, 3, 1]), axis=0), p["layers"]), x).sum()
-
-
-@program(STACK)
 def take_that_wraps(p, x):
     return scan(each(lambda a: jnp.take(a, np.array([5, -1, 2]), axis=0, mode="wrap"), p["layers"]), x).sum()
 
@@ -23,30 +18,6 @@ def take_that_wraps(p, x):
 @program(STACK)
 def take_that_clips(p, x):
     return scan(each(lambda a: jnp.take(a, np.array([9, 1]), axis=0, mode="clip"), p["layers"]), x).sum()
-
-
-@program(STACK)
-def take_with_negative_indices(p, x):
-    return scan(each(lambda a: a[jnp.array([-1, -3])], p["layers"]), x).sum()
-
-
-@program(STACK)
-def fancy_index_of_pairs(p, x):
-    pairs = take(p["layers"], np.array([[3, 1], [0, 2]]))
-    return lax.scan(lambda h, q: (layer(take(q, 0), layer(take(q, 1), h)), None), x, pairs)[0].sum()
-
-
-@program(STACK)
-def boolean_mask(p, x):
-    return scan(take(p["layers"], np.array([True, False, True, True])), x).sum()
-
-
-@program(STACK)
-def dynamic_index_by_counter(p, x):
-    def body(i, h):
-        return layer(each(lambda a: lax.dynamic_index_in_dim(a, L - 1 - i, keepdims=False), p["layers"]), h)
-
-    return lax.fori_loop(0, L, body, x).sum()
 
 
 @program(STACK)
@@ -67,22 +38,8 @@ def dynamic_slice_that_clamps(p, x):
 
 
 @program(STACK)
-def dynamic_index_from_the_end(p, x):
-    def body(i, h):
-        return layer(each(lambda a: lax.dynamic_index_in_dim(a, -1 - i, keepdims=False), p["layers"]), h)
-
-    return lax.fori_loop(0, L, body, x).sum()
-
-
-@program(STACK)
 def index_out_of_range(p, x):
     return lax.fori_loop(0, L + 2, lambda i, h: layer(take(p["layers"], i), h), x).sum()
-
-
-@program(STACK)
-def take_along_axis(p, x):
-    order = np.broadcast_to(np.array([1, 3, 0]).reshape(3, 1, 1), (3, D, D))
-    return scan(each(lambda a: jnp.take_along_axis(a, order, axis=0), p["layers"]), x).sum()
 
 
 @program(STACK)
@@ -90,11 +47,6 @@ def rows_of_two_layers_in_one_matrix(p, x):
     rows = np.arange(D)
     mixed = each(lambda a: a[(rows % 2, rows)], p["layers"])
     return layer(mixed, x).sum()
-
-
-@program(STACK)
-def argsort_of_a_table(p, x):
-    return scan(take(p["layers"], jnp.argsort(jnp.array([3, 1, 2, 0]))), x).sum()
 
 
 @program(STACK)
@@ -127,34 +79,9 @@ def roll_by_the_counter(p, x):
 
 
 @program(STACK)
-def roll_by_a_constant(p, x):
-    return scan(each(lambda a: jnp.roll(a, 1, axis=0), p["layers"]), x).sum()
-
-
-@program(STACK)
-def repeat_each_layer(p, x):
-    return scan(each(lambda a: jnp.repeat(a, 2, axis=0), p["layers"]), x).sum()
-
-
-@program(STACK)
 def repeat_by_counts(p, x):
     counts = np.array([1, 0, 2, 1])
     return scan(each(lambda a: jnp.repeat(a, counts, axis=0, total_repeat_length=4), p["layers"]), x).sum()
-
-
-@program(STACK)
-def flip_and_stride(p, x):
-    return scan(take(p["layers"], slice(None, None, -2)), x).sum()
-
-
-@program(STACK)
-def strided_slice_of_a_reversed_scan(p, x):
-    return scan(take(p["layers"], slice(1, None, 2)), x, reverse=True).sum()
-
-
-@program(STACK)
-def delete_one(p, x):
-    return scan(each(lambda a: jnp.delete(a, 1, axis=0), p["layers"]), x).sum()
 
 
 @program(STACK)
@@ -163,21 +90,8 @@ def insert_a_copy(p, x):
 
 
 @program(STACK)
-def set_one_from_another(p, x):
-    return scan(each(lambda a: a.at[1].set(a[3]), p["layers"]), x).sum()
-
-
-@program(STACK)
 def set_one_to_zero(p, x):
     return scan(each(lambda a: a.at[1].set(0.0), p["layers"]), x).sum()
-
-
-@program(STACK)
-def swap_by_update_slice(p, x):
-    def swap(a):
-        return lax.dynamic_update_slice(lax.dynamic_update_slice(a, a[3:], (0, 0, 0)), a[:1], (3, 0, 0))
-
-    return scan(each(swap, p["layers"]), x).sum()
 
 
 @program(STACK)
@@ -218,26 +132,6 @@ def index_from_a_cond(p, x):
 
 
 @program(STACK)
-def counts_down_in_xs(p, x):
-    return lax.scan(lambda h, i: (layer(take(p["layers"], i), h), None), x, jnp.arange(L)[::-1])[0].sum()
-
-
-@program(STACK)
-def mod_of_negative_numbers(p, x):
-    return lax.fori_loop(-3, 3, lambda i, h: layer(take(p["layers"], i % L), h), x).sum()
-
-
-@program(STACK)
-def remainder_of_negative_numbers(p, x):
-    return lax.fori_loop(-3, 3, lambda i, h: layer(take(p["layers"], lax.rem(i, L) + 3), h), x).sum()
-
-
-@program(STACK)
-def floor_division_of_negative_numbers(p, x):
-    return lax.fori_loop(-4, 4, lambda i, h: layer(take(p["layers"], i // 2 + 2), h), x).sum()
-
-
-@program(STACK)
 def int8_counters(p, x):
     def body(c, _):
         h, i = c
@@ -254,16 +148,17 @@ def gather_that_fills(p, x):
 
 
 @program(STACK)
-def at_get_with_drop(p, x):
-    return scan(
-        each(lambda a: a.at[jnp.array([0, 9, 2])].get(mode="fill", fill_value=0.0), p["layers"]), x
-    ).sum()
-
-
-@program(STACK)
 def vmapped_index_in_a_scan(p, x):
     def body(h, pair):
         ws = jax.vmap(lambda i: p["layers"]["up"][i])(pair)
         return h @ ws[0] @ ws[1], None
 
     return lax.scan(body, x, jnp.array([[0, 3], [2, 1]]))[0].sum()
+
+
+@program(STACK)
+def search_in_a_table(p, x):
+    def body(i, h):
+        return layer(take(p["layers"], jnp.argmax(jnp.arange(L)[::-1] == i)), h)
+
+    return lax.fori_loop(0, L, body, x).sum()

@@ -1,9 +1,10 @@
-"""Losses put together at random from ways to store layers, to rearrange them, to run over them and to apply one."""
+"""Losses put together from ways to store layers, to rearrange them, to run over them and to apply one."""
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,21 +20,46 @@ _NAMES = ("up", "down")
 
 
 def combine(seed: int) -> tuple[str, Program]:
-    """A program, and the names of its parts."""
+    """A random program, and the names of its parts."""
     rng = random.Random(seed)
     store = rng.choice(list(STORES))
     moves = rng.choices(list(MOVES), k=rng.choice([0, 1, 1, 2, 2, 3]))
     loop, wrapper = rng.choice(list(LOOPS)), rng.choice(list(WRAPPERS))
+    return _program(store, [(move, rng.randrange(100)) for move in moves], loop, wrapper)
+
+
+def cover() -> Iterator[tuple[str, Program, bool]]:
+    """Programs in which every part occurs, and at most one that is not followed; and whether there is one."""
+    stores, moves, loops, wrappers = (
+        [name for name in parts if name not in NOT_FOLLOWED] for parts in (STORES, MOVES, LOOPS, WRAPPERS)
+    )
+    others = zip(itertools.cycle(stores), itertools.cycle(loops), itertools.cycle(wrappers), strict=False)
+    for number, move in enumerate(moves):
+        store, loop, wrapper = next(others)
+        yield *_program(store, [(move, number)], loop, wrapper), False
+    for part in NOT_FOLLOWED:
+        store, loop, wrapper = next(others)
+        yield (
+            *_program(
+                store,
+                [(part, 1)] if part in MOVES else [],
+                part if part in LOOPS else loop,
+                part if part in WRAPPERS else wrapper,
+            ),
+            True,
+        )
+
+
+def _program(store: str, moves: list[tuple[str, int]], loop: str, wrapper: str) -> tuple[str, Program]:
     params, axes, load = STORES[store]
-    numbers = [rng.randrange(100) for _ in moves]
 
     def loss(p: Tree, x: Any) -> Any:
         stack = load(p)
-        for move, number in zip(moves, numbers, strict=True):
+        for move, number in moves:
             stack = MOVES[move](stack, number)
         return LOOPS[loop](WRAPPERS[wrapper](layer), stack, x).sum()
 
-    name = " / ".join([store, *(f"{m} {n}" for m, n in zip(moves, numbers, strict=True)), loop, wrapper])
+    name = " / ".join([store, *(f"{move} {number}" for move, number in moves), loop, wrapper])
     return name, Program(params, loss, axes)
 
 
@@ -165,6 +191,9 @@ MOVES: dict[str, Move] = {
     "in bfloat16": _every(lambda a: a.astype("bfloat16").astype("float32")),
     "transposed twice": _every(lambda a: jnp.tanh(a.transpose(0, 2, 1)).transpose(0, 2, 1)),
     "transposed": _every(lambda a: a.transpose(0, 2, 1)),
+    "split": _every(lambda a: jnp.concatenate(jnp.split(a, [1])[::-1])),
+    "before zeros": _every(lambda a: jnp.concatenate([a, jnp.zeros((2, D, D))])),
+    "stacked with zeros": _every(lambda a: jnp.stack([*a, jnp.zeros((D, D))])),
     "split and joined": _every(lambda a: jnp.concatenate(jnp.split(a, 2, 2)[::-1], 2)),
     "unstacked": _every(lambda a: jnp.stack([*a][::-1])),
     "masked": _masked,
@@ -348,9 +377,17 @@ WRAPPERS: dict[str, Callable[[Layer], Layer]] = {
     "remat of jit": lambda apply: jax.checkpoint(jax.jit(apply)),
     "own backward": _with_own_backward,
     "rounded weights": _with_weights_that_round,
+    "sorted weights": lambda apply: lambda q, h: apply(each(lambda a: jnp.sort(jnp.cumsum(a, 0), 1), q), h),
     "twice": lambda apply: lambda q, h: apply(q, apply(q, h)),
     "on rows": lambda apply: lambda q, h: jax.vmap(lambda row: apply(q, row[None])[0])(h),
     "with branches": lambda apply: (
         lambda q, h: lax.cond(h[0, 0] > -1e9, apply, lambda q, h: h @ q["up"], q, h)
     ),
 }
+
+
+NOT_FOLLOWED = (
+    "sorted table", "along an axis", "in a reference", "sums", "one replaced", "members",
+    "one updated", "while", "prefetching", "own backward",
+)  # fmt: skip
+"""Parts because of which rules for some layers are refused."""

@@ -6,20 +6,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from tests.support.stacks.base import LIST, STACK, D, L, each, layer, program, scan, stacked, take, w
-
-
-@program(LIST)
-def list_in_reverse_order(p, x):
-    return scan(stacked(p["layers"][::-1]), x).sum()
-
-
-@program(LIST)
-def list_stacked_twice(p, x):
-    return scan(stacked([*p["layers"], *p["layers"][::-1]]), x).sum()
+from tests.support.stacks.base import LIST, STACK, D, L, each, layer, program, scan, take, w
 
 
 @program(LIST)
@@ -51,35 +40,6 @@ def list_select_n(p, x):
     return lax.fori_loop(0, 3, body, x).sum()
 
 
-@program(LIST)
-def list_vmapped(p, x):
-    return jax.vmap(layer, (0, None))(stacked(p["layers"]), x).sum()
-
-
-@program({"encoder": {"up": w(3), "down": w(3)}, "decoder": {"up": w(2), "down": w(2)}})
-def two_stacks_concatenated(p, x):
-    both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), p["encoder"], p["decoder"])
-    return scan(both, x).sum()
-
-
-@program({"encoder": {"up": w(3), "down": w(3)}, "decoder": {"up": w(2), "down": w(2)}})
-def two_stacks_concatenated_and_permuted(p, x):
-    both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), p["encoder"], p["decoder"])
-    return scan(take(both, np.array([4, 0, 3, 2])), x).sum()
-
-
-@program({"even": {"up": w(2), "down": w(2)}, "odd": {"up": w(2), "down": w(2)}})
-def two_stacks_interleaved(p, x):
-    both = jax.tree.map(lambda a, b: jnp.stack([a, b], 1).reshape(4, D, D), p["even"], p["odd"])
-    return scan(both, x).sum()
-
-
-@program({"first": {"up": w(), "down": w()}, "layers": {"up": w(3), "down": w(3)}})
-def one_layer_before_a_stack(p, x):
-    both = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), p["first"], p["layers"])
-    return scan(both, x).sum()
-
-
 @program({"layers": {"qkv": w(L, 3)}})
 def fused_projections(p, x):
     def body(h, q):
@@ -89,41 +49,9 @@ def fused_projections(p, x):
 
 
 @program(STACK)
-def padded_to_a_multiple(p, x):
-    groups = each(lambda a: jnp.pad(a, ((1, 1), (0, 0), (0, 0))).reshape(2, 3, D, D), p["layers"])
-    return lax.scan(lambda h, g: (scan(g, h), None), x, groups)[0].sum()
-
-
-@program(STACK)
 def padded_between(p, x):
     spread = each(lambda a: lax.pad(a, 0.0, ((0, 0, 1), (0, 0, 0), (0, 0, 0))), p["layers"])
     return scan(spread, x).sum()
-
-
-@program(STACK)
-def padded_by_negative_amounts(p, x):
-    return scan(each(lambda a: lax.pad(a, 0.0, ((-1, 0, 0), (0, 0, 0), (0, 0, 0))), p["layers"]), x).sum()
-
-
-@program(STACK)
-def padded_with_edges(p, x):
-    return scan(each(lambda a: jnp.pad(a, ((1, 1), (0, 0), (0, 0)), mode="edge"), p["layers"]), x).sum()
-
-
-@program(STACK)
-def padded_with_wrap(p, x):
-    return scan(each(lambda a: jnp.pad(a, ((2, 0), (0, 0), (0, 0)), mode="wrap"), p["layers"]), x).sum()
-
-
-@program(STACK)
-def vmap_over_layers(p, x):
-    return jax.vmap(layer, (0, None))(p["layers"], x).sum()
-
-
-@program(STACK)
-def vmap_over_pairs_of_layers(p, x):
-    groups = each(lambda a: a.reshape(2, 2, D, D), p["layers"])
-    return jax.vmap(scan, (0, None))(groups, x).sum()
 
 
 @program(STACK)
@@ -136,11 +64,6 @@ def scan_over_vmapped_pairs(p, x):
 @program({"members": {"up": w(3, L), "down": w(3, L)}}, up=(0, 1), down=(0, 1))
 def ensemble_of_scans(p, x):
     return jax.vmap(scan, (0, None))(p["members"], x).sum()
-
-
-@program(STACK)
-def vmap_over_data_around_a_scan(p, x):
-    return jax.vmap(lambda row: scan(p["layers"], row[None]))(x).sum()
 
 
 @program(STACK)
@@ -199,19 +122,6 @@ def one_layer_replaced_by_set(p, x):
     return scan(q, x).sum()
 
 
-@program({"layers": {"up": w(L), "down": w(L)}, "extra": {"up": w(), "down": w()}})
-def one_layer_replaced_by_mask(p, x):
-    mask = (np.arange(L) == 1)[:, None, None]
-    q = jax.tree.map(lambda a, b: jnp.where(mask, b, a), p["layers"], p["extra"])
-    return scan(q, x).sum()
-
-
-@program({"a": {"w": w(3)}, "b": {"w": w(3)}})
-def zip_of_two_stacks(p, x):
-    both = jnp.concatenate([p["a"]["w"], p["b"]["w"]], axis=0).reshape(2, 3, D, D)
-    return lax.scan(lambda h, q: (h @ q[0] @ q[1], None), x, both.swapaxes(0, 1))[0].sum()
-
-
 @program({"a": {"w": w(3)}, "b": {"w": w(3)}})
 def sum_of_two_stacks(p, x):
     return lax.scan(lambda h, q: (h @ q, None), x, p["a"]["w"] + p["b"]["w"][::-1])[0].sum()
@@ -223,12 +133,6 @@ def two_stacks_with_select_by_parity(p, x):
         return h @ jnp.where(i % 2 == 0, p["a"]["w"][i // 2], p["b"]["w"][2 - i // 2])
 
     return lax.fori_loop(0, 6, body, x).sum()
-
-
-@program(LIST)
-def list_dict_of_stacks_by_parity(p, x):
-    even, odd = stacked(p["layers"][::2]), stacked(p["layers"][1::2])
-    return lax.scan(lambda h, q: (layer(q[1], layer(q[0], h)), None), x, (even, odd))[0].sum()
 
 
 @program(LIST)

@@ -11,12 +11,6 @@ from tests.support.stacks.base import STACK, D, L, each, layer, program, scan, t
 
 
 @program(STACK)
-def groups_of_layers(p, x):
-    groups = each(lambda a: a.reshape(2, 2, D, D), p["layers"])
-    return lax.scan(lambda h, g: (scan(g, h, reverse=True), None), x, groups, reverse=True)[0].sum()
-
-
-@program(STACK)
 def groups_across(p, x):
     groups = each(lambda a: a.reshape(2, 2, D, D).swapaxes(0, 1), p["layers"])
     return lax.scan(lambda h, g: (scan(g, h), None), x, groups)[0].sum()
@@ -63,38 +57,12 @@ def counter_of_floats(p, x):
 
 
 @program(STACK)
-def while_with_a_static_count(p, x):
-    def body(carry):
-        i, h = carry
-        return i + 1, layer(take(p["layers"], i), h)
-
-    return lax.while_loop(lambda c: c[0] < L, body, (0, x))[1].sum()
-
-
-@program(STACK)
 def rotating_carry(p, x):
     def body(carry, _):
         h, stack = carry
         return (layer(take(stack, 0), h), each(lambda a: jnp.roll(a, -1, axis=0), stack)), None
 
     return lax.scan(body, (x, p["layers"]), length=L)[0][0].sum()
-
-
-@program(STACK)
-def prefetched_weights(p, x):
-    """Each iteration loads the weights of the next."""
-
-    def body(carry, i):
-        h, now = carry
-        return (layer(now, h), take(p["layers"], jnp.minimum(i + 1, L - 1))), None
-
-    return lax.scan(body, (x, take(p["layers"], 0)), jnp.arange(L))[0][0].sum()
-
-
-@program(STACK)
-def weights_from_another_loop(p, x):
-    _, loaded = lax.scan(lambda c, i: (c, take(p["layers"], L - 1 - i)), 0, jnp.arange(L))
-    return scan(loaded, x).sum()
 
 
 @program(STACK)
@@ -115,18 +83,6 @@ def two_layers_in_one_iteration(p, x):
     """Up of one layer and down of the layer before."""
     shifted = {"up": p["layers"]["up"][1:], "down": p["layers"]["down"][:-1]}
     return scan(shifted, x).sum()
-
-
-@program(STACK)
-def first_and_last_outside(p, x):
-    h = layer(take(p["layers"], 0), x)
-    h = scan(take(p["layers"], slice(1, -1)), h)
-    return layer(take(p["layers"], -1), h).sum()
-
-
-@program(STACK)
-def unrolled_loop(p, x):
-    return scan(p["layers"], x, unroll=2).sum()
 
 
 @program(STACK)
@@ -176,30 +132,12 @@ def scan_over_dicts_of_indices(p, x):
 
 
 @program(STACK)
-def index_by_integer_division(p, x):
-    return lax.fori_loop(0, 6, lambda i, h: layer(take(p["layers"], (7 - i) // 2), h), x).sum()
-
-
-@program(STACK)
-def index_by_floor_of_floats(p, x):
-    def body(i, h):
-        return layer(take(p["layers"], jnp.floor(i * 0.5).astype(int)), h)
-
-    return lax.fori_loop(0, L, body, x).sum()
-
-
-@program(STACK)
 def index_that_overflows(p, x):
     def body(carry, _):
         h, i = carry
         return (layer(take(p["layers"], i % L), h), (i * np.uint8(77)).astype("uint8")), None
 
     return lax.scan(body, (x, jnp.uint8(7)), length=L)[0][0].sum()
-
-
-@program(STACK)
-def fori_loop_from_a_start(p, x):
-    return lax.fori_loop(1, L, lambda i, h: layer(take(p["layers"], i), h), x).sum()
 
 
 @program(STACK)
@@ -212,14 +150,6 @@ def random_layer_drop(p, x):
         return (jnp.where(jax.random.bernoulli(now), layer(q, h), h), key), None
 
     return lax.scan(body, (x, key), p["layers"])[0][0].sum()
-
-
-@program(STACK)
-def cond_by_parity(p, x):
-    def body(i, h):
-        return lax.cond(i % 2 == 0, lambda: layer(take(p["layers"], i), h), lambda: jnp.sin(h))
-
-    return lax.fori_loop(0, L, body, x).sum()
 
 
 @program(STACK)
@@ -269,14 +199,6 @@ def where_between_two_names(p, x):
 
 
 @program(STACK)
-def cond_by_data(p, x):
-    def body(h, q):
-        return lax.cond(h[0, 0] > -1e9, lambda: h @ q["up"], lambda: h @ q["down"]), None
-
-    return lax.scan(body, x, p["layers"])[0].sum()
-
-
-@program(STACK)
 def cond_with_an_optional_weight(p, x):
     def body(i, h):
         up = lax.cond(i == 2, lambda: jnp.eye(D), lambda: p["layers"]["up"][i])
@@ -311,13 +233,6 @@ def carry_of_both_names_swapped(p, x):
 
 
 @program(STACK)
-def while_with_constant_weights(p, x):
-    return lax.while_loop(
-        lambda c: c[0] < 3, lambda c: (c[0] + 1, layer(take(p["layers"], 2), c[1])), (0, x)
-    )[1].sum()
-
-
-@program(STACK)
 def while_that_carries_weights(p, x):
     def body(c):
         i, h, q = c
@@ -341,11 +256,6 @@ def last_carry_of_a_scan_over_layers(p, x):
     """The carry after the loop is the last layer."""
     last, _ = lax.scan(lambda _, q: (q, None), take(p["layers"], 0), p["layers"])
     return layer(last, x).sum()
-
-
-@program(STACK)
-def outer_loop_repeats_the_stack(p, x):
-    return lax.fori_loop(0, 2, lambda i, h: scan(p["layers"], h), x).sum()
 
 
 @program(STACK)
@@ -387,3 +297,13 @@ def accumulator_with_a_delay_line(p, x):
 
     z = jnp.zeros((2, D))
     return lax.scan(body, (z, z, z, x), p["layers"])[1].sum()
+
+
+@program(STACK)
+def carried_index_of_8_bits_in_a_reversed_scan(p, x):
+    def body(carry, i):
+        h, index = carry
+        return (layer(take(p["layers"], index % L), h), index + i), None
+
+    steps = jnp.array([1, 1, 1, 1, 1, 1, 1, 7], "uint8")
+    return lax.scan(body, (x, jnp.uint8(250)), steps, reverse=True)[0][0].sum()

@@ -25,14 +25,6 @@ def cast_clipped_and_normalized(p, x):
     return lax.scan(body, x, p["layers"])[0].sum()
 
 
-@program(STACK)
-def standardized_stack(p, x):
-    def change(a):
-        return (a - a.mean((1, 2), keepdims=True)) / a.std((1, 2), keepdims=True)
-
-    return scan(each(change, p["layers"]), x).sum()
-
-
 @program({"layers": {"up": w(L), "down": w(L)}, "delta": w()})
 def shared_delta(p, x):
     def body(h, q):
@@ -44,21 +36,6 @@ def shared_delta(p, x):
 @program(STACK)
 def difference_of_neighbours(p, x):
     return scan(each(lambda a: a[1:] - a[:-1], p["layers"]), x).sum()
-
-
-@program(STACK)
-def average_of_all_layers(p, x):
-    return layer(each(lambda a: a.mean(0), p["layers"]), x).sum()
-
-
-@program(STACK)
-def cumulative_weights(p, x):
-    return scan(each(lambda a: jnp.cumsum(a, 0), p["layers"]), x).sum()
-
-
-@program(STACK)
-def sorted_over_layers(p, x):
-    return scan(each(lambda a: jnp.sort(a, 0), p["layers"]), x).sum()
 
 
 @program(STACK)
@@ -80,27 +57,9 @@ def transposed_up_as_down(p, x):
     return lax.scan(body, x, p["layers"]["up"])[0].sum()
 
 
-@program(STACK)
-def tied_across_layers(p, x):
-    """Two iterations share each layer."""
-    return lax.fori_loop(0, 2 * L, lambda i, h: layer(take(p["layers"], i // 2), h), x).sum()
-
-
-@program(STACK)
-def tied_to_the_mirror(p, x):
-    return lax.fori_loop(
-        0, 2 * L, lambda i, h: layer(take(p["layers"], jnp.minimum(i, 2 * L - 1 - i)), h), x
-    ).sum()
-
-
 @program({"layers": {"up": w(tail=(L,)), "down": w(tail=(L,))}}, up=(2,), down=(2,))
 def layers_last(p, x):
     return lax.fori_loop(0, L, lambda i, h: layer(each(lambda a: a[..., i], p["layers"]), h), x).sum()
-
-
-@program({"layers": {"up": w(tail=(L,)), "down": w(tail=(L,))}}, up=(2,), down=(2,))
-def layers_last_moved(p, x):
-    return scan(each(lambda a: jnp.moveaxis(a, -1, 0)[::-1], p["layers"]), x).sum()
 
 
 @program({"layers": {"up": jax.ShapeDtypeStruct((D, L, D), "float32"), "down": w(L)}}, True, up=(1,))
@@ -160,11 +119,6 @@ def scaled_by_the_other_layer(p, x):
 
 
 @program(STACK)
-def tril_of_weights(p, x):
-    return scan(each(jnp.tril, p["layers"]), x).sum()
-
-
-@program(STACK)
 def block_diagonal_of_two_layers(p, x):
     up = jax.scipy.linalg.block_diag(p["layers"]["up"][2], p["layers"]["up"][0])
     return (jnp.concatenate([x, x], 1) @ up).sum()
@@ -174,11 +128,6 @@ def block_diagonal_of_two_layers(p, x):
 def segment_sum_of_layers(p, x):
     groups = jnp.array([0, 0, 1, 1])
     return scan(each(lambda a: jax.ops.segment_sum(a, groups, 2), p["layers"]), x).sum()
-
-
-@program(STACK)
-def kronecker_of_layers(p, x):
-    return scan(each(lambda a: a.reshape(L, D * D)[:, ::-1].reshape(L, D, D), p["layers"]), x).sum()
 
 
 @program(STACK)
@@ -224,12 +173,6 @@ def one_jit_for_unrolled_layers(p, x):
 def remat_with_an_index(p, x):
     call = jax.checkpoint(lambda stack, i, h: layer(take(stack, L - 1 - i), h))
     return lax.scan(lambda h, i: (call(p["layers"], i, h), None), x, jnp.arange(L))[0].sum()
-
-
-@program(STACK)
-def remat_of_groups(p, x):
-    groups = each(lambda a: a[::-1].reshape(2, 2, D, D), p["layers"])
-    return lax.scan(lambda h, g: (jax.checkpoint(scan)(g, h), None), x, groups)[0].sum()
 
 
 @program({"blocks": {"a": {"w": w(L)}, "b": [{"w": w(L)}, {"w": w(L)}]}})
@@ -287,11 +230,6 @@ def doubled(a):
 
 
 doubled.defvjp(lambda a: (a * 2, None), lambda _, g: (g,))
-
-
-@program(STACK)
-def custom_vjp_on_weights(p, x):
-    return scan(each(doubled, take(p["layers"], slice(None, None, -1))), x).sum()
 
 
 @program(STACK)
@@ -389,11 +327,6 @@ def reference_that_a_loop_fills(p, x):
 
 
 ROWS = np.array([3, 2, 1, 0, 5, 4])
-
-
-@program(STACK)
-def permuted_rows_of_a_function(p, x):
-    return scan(each(lambda a: jnp.tanh(a[:, ROWS]), p["layers"]), x).sum()
 
 
 @program(STACK)
