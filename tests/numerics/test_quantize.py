@@ -152,9 +152,16 @@ def test_rounding_and_decoding_equal_ml_dtypes(element: Element, dtype: Any) -> 
 
 
 @pytest.mark.any_jax
-@pytest.mark.parametrize("method", ["cpu", pytest.param("matmul", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("tile", [1, 16])
+@pytest.mark.parametrize(
+    ("tile", "dtype", "method"),
+    [
+        (1, "float32", "cpu"),
+        (16, "bfloat16", "cpu"),
+        pytest.param(1, "float16", "cpu", marks=pytest.mark.slow),
+        pytest.param(1, "bfloat16", "matmul", marks=pytest.mark.slow),
+        pytest.param(16, "float32", "matmul", marks=pytest.mark.slow),
+    ],
+)
 def test_nvfp4_equals_the_oracle(tile: int, dtype: str, method: Method) -> None:
     t, axes = nvfp4(tile2d=tile == 16), Axes(axis=-1, tile=-2)
 
@@ -324,9 +331,9 @@ def test_fp8_of_every_bfloat16_equals_the_oracle(element: str, method: Method, s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis", [-1, -2])
-@pytest.mark.parametrize("outer", ["tensor", "row"])
-@pytest.mark.parametrize("columns", [96, 90])
+@pytest.mark.parametrize(
+    ("axis", "outer", "columns"), [(-1, "tensor", 96), (-1, "row", 90), (-2, "row", 96), (-2, "tensor", 90)]
+)
 def test_both_implementations_of_fp8(axis: int, outer: str, columns: int) -> None:
     """Scales per row and per column, with whole words and without, and a NaN in one matrix."""
     x = samples("wide", (3, 64, columns)).astype(ml_dtypes.bfloat16)
