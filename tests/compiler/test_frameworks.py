@@ -5,7 +5,6 @@ The formats are those that compile fast: what is tested is that GEMMs are found,
 
 from __future__ import annotations
 
-import functools
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 import policyc
 from policyc.compiler.plan_checks import check_plan
-from policyc.compiler.sites import dotted
 from tests.support.gemms import normal
 
 X = normal(8, 16)
@@ -60,24 +58,6 @@ def descend(loss: Any, params: Any, steps: int = 5) -> list[float]:
 
 def names(plan: policyc.Plan) -> list[str]:
     return [s.name for s in plan.sites]
-
-
-@pytest.mark.any_jax
-@pytest.mark.slow
-def test_plain_jax():
-    def loss(params):
-        x = X
-        for i in range(2):
-            with jax.named_scope(f"layers_{i}"), jax.named_scope("mlp"):
-                x = x + jnp.tanh(x @ params["layers"][i]["up"]) @ params["layers"][i]["down"]
-        return jnp.mean((x.sum(-1, keepdims=True) - Y) ** 2)
-
-    w = jax.random.normal(jax.random.key(0), (16, 16)) * 0.1
-    params = {"layers": [{"up": w, "down": w}] * 2}
-    plan = plan_of_training(
-        lambda: descend(loss, params), "mlp -> fp8 expect 4; layers[-1:].mlp -> mxfp8 expect 2"
-    )
-    assert names(plan) == ["layers[0].up", "layers[0].down", "layers[1].up", "layers[1].down"]
 
 
 @jax.custom_vjp
@@ -290,89 +270,3 @@ def test_haiku():
 
     plan = plan_of_training(train, "mlp -> fp8 expect 3; linear_2 -> keep expect 1")
     assert len(plan.sites) == 3
-
-
-# ---- attention, whose products have no parameter
-
-
-def attention_paths(train: Any) -> list[list[str]]:
-    """The last path of each layer of each product of activations."""
-    plans: list[policyc.Plan] = []
-    with policyc.active("* -> keep", on_plan=plans.append):
-        train()
-    (plan,) = plans
-    return [[dotted(s.paths(la)[-1]) for la in s.layers()] for s in plan.sites if s.weight is None]
-
-
-UNROLLED = [[f"layers[{i}].attn"] for i in range(3) for _ in range(2)]
-SCANNED = [[f"layers[{i}].attn" for i in range(3)]] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("scanned", "paths"), [(False, UNROLLED), (True, SCANNED)])
-def test_attention_of_flax_nnx_has_a_layer(scanned, paths):
-    nnx = pytest.importorskip("flax.nnx")
-
-    class Attention(nnx.Module):
-        def __init__(self, rngs):
-            self.q, self.k, self.v, self.o = (nnx.Linear(16, 16, rngs=rngs) for _ in range(4))
-
-        def __call__(self, x):
-            return self.o(jax.nn.softmax(self.q(x) @ self.k(x).T) @ self.v(x))
-
-    class Block(nnx.Module):
-        def __init__(self, rngs):
-            self.attn, self.norm = Attention(rngs), nnx.RMSNorm(16, rngs=rngs)
-            self.up = nnx.Linear(16, 16, rngs=rngs)
-
-        def __call__(self, x):
-            x = x + self.attn(self.norm(x))
-            return x + self.up(x)
-
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            if scanned:
-                make = nnx.vmap(Block, in_axes=(0,), out_axes=0)
-                self.layers = nnx.split_rngs(splits=3)(make)(rngs)
-            else:
-                self.layers = nnx.List([Block(rngs) for _ in range(3)])
-
-        def __call__(self, x):
-            if scanned:
-                run = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-                return run(x, self.layers)
-            for block in self.layers:
-                x = block(x)
-            return x
-
-    model = Model(nnx.Rngs(0))
-    assert attention_paths(lambda: nnx.jit(nnx.grad(lambda m: m(X).sum())).lower(model)) == paths
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("scanned", "paths"), [(False, UNROLLED), (True, SCANNED)])
-def test_attention_of_equinox_has_a_layer(scanned, paths):
-    eqx = pytest.importorskip("equinox")
-
-    class Block(eqx.Module):
-        attn: Any
-        up: Any
-
-        def __init__(self, key):
-            self.attn = eqx.nn.MultiheadAttention(2, 16, key=key)
-            self.up = eqx.nn.Linear(16, 16, key=key)
-
-        def __call__(self, x):
-            x = x + self.attn(x, x, x)
-            return x + jax.vmap(self.up)(x)
-
-    keys = jax.random.split(jax.random.key(0), 3)
-
-    def loss(model):
-        if not scanned:
-            return functools.reduce(lambda h, block: block(h), model["layers"], X).sum()
-        arrays, rest = eqx.partition(model["layers"], eqx.is_array)
-        return jax.lax.scan(lambda h, a: (eqx.combine(a, rest)(h), None), X, arrays)[0].sum()
-
-    layers = eqx.filter_vmap(Block)(keys) if scanned else [Block(key) for key in keys]
-    assert attention_paths(lambda: eqx.filter_jit(eqx.filter_grad(loss)).lower({"layers": layers})) == paths
