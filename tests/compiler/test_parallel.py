@@ -47,12 +47,6 @@ def test_other_sharded_losses_train_in_low_precision(program: Any) -> None:
     check_sharded_loss(sharded, sharded.policy)
 
 
-@pytest.mark.slow
-def test_a_sharded_loss_trains_in_nvfp4() -> None:
-    """Arrays that XLA divides by itself are compared in nvfp4 in test_hoist.py and test_gemm_sharding.py."""
-    check_sharded_loss(parallel_programs.in_shard_map(), "* -> nvfp4")
-
-
 def check_sharded_loss(sharded: ShardedLoss, policy: str) -> None:
     """Keeping changes nothing. Quantized, the loss falls, every site is quantized in the gradient, and XLA agrees."""
     loss, args = sharded.loss, sharded.args

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +17,9 @@ import pytest
 
 from policyc.hardware import gemm_cost
 from policyc.hardware.selftest import checks, report
-from policyc.hardware.selftest.checks import CHECKS, Result, collect_failures, run_checks
+from policyc.hardware.selftest.checks import CHECKS, Check, Result, collect_failures, run_checks
 from policyc.hardware.selftest.products import check_gemm, check_groups
-from policyc.hardware.selftest.subject import Subject
+from policyc.hardware.selftest.subject import Finding, Subject
 from policyc.language.recipes import Gemm, make_recipe
 from policyc.numerics import backends
 from policyc.numerics.backends import cudnn, emulate, te, te_calls
@@ -133,10 +134,13 @@ def test_an_exception_is_a_failure_and_other_checks_go_on(monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_transformer_engines_layouts_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With substitutes for its kernels: the checks read what the te backend writes, whatever its random stream."""
+    """With substitutes for its kernels: the checks read what the te backend writes, whatever its random stream.
+
+    Its products are compared with the emulation in test_te.py.
+    """
     monkeypatch.setitem(backends.MODULES, "te_here", "tests.support.te_here")
     monkeypatch.setattr(te_calls, "load", te_kernels.Engine)
-    names = ("pairs", "random", "rounding", "gemm")
+    names = ("pairs", "rounding")
     results = list(run_checks(("te_here",), quick=True, only=names))
     assert [(r.check, r.status, r.reason) for r in results] == [(name, "passed", "") for name in names]
 
@@ -187,7 +191,8 @@ def test_a_wrong_scale_of_a_group_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_whole_test_passes_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What cannot run here says what it needs. The page and the file have every result.
 
-    Every check runs, with one format: tests of the backends compare the others.
+    Every check runs, with one format: tests of the backends compare the others. On a CPU, the emulation would be
+    compared with itself: it only says so.
     """
     formats = {
         "pairs": "nvfp4",
@@ -197,7 +202,15 @@ def test_the_whole_test_passes_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Monk
         "devices": "mxfp8",
         "groups": "nvfp4",
     }
-    one_format = tuple(replace(check, formats=(formats.get(check.name, "fp8"),)) for check in CHECKS)
+
+    def run_others(check: Check, subject: Subject) -> Iterator[Finding]:
+        is_reference = subject.backend == "emulate"
+        return iter([Finding("the reference")]) if is_reference else check.run(subject)
+
+    one_format = tuple(
+        replace(check, formats=(formats.get(check.name, "fp8"),), run=partial(run_others, check))
+        for check in CHECKS
+    )
     monkeypatch.setattr(checks, "CHECKS", one_format)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     result = policyc("selftest", "--quick", "--out", str(tmp_path / "out"))

@@ -34,8 +34,6 @@ from tests.support.gemms import MATMUL, RECIPES, normal, quick_jit, relative_err
 
 XLA = ("xla", "xla", "xla")
 SUM_ORDER = 1e-6
-SLOW = ("fp8 row", "mxfp8", "row", "mean", "ms_eden")
-SMALL_FORMATS = ("full", "fp8", *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW))
 
 
 def products(name: str, dims: Any, weight: Any = "rhs") -> tuple[Any, Any]:
@@ -61,7 +59,9 @@ def compare_three_products(emulated: Any, ours: Any, arrays: Any, most: float = 
     assert_close(*run(*arrays), most)
 
 
-@pytest.mark.parametrize("name", SMALL_FORMATS)
+@pytest.mark.parametrize(
+    "name", ["full", *(pytest.param(n, marks=pytest.mark.slow) for n in ("fp8 row", "row", "mean"))]
+)
 def test_three_products(name: str) -> None:
     """The sizes are not multiples of a block or tile in any of the three GEMMs."""
     arrays = normal(40, 72), normal(72, 24, seed=1), normal(40, 24, seed=2)
@@ -105,7 +105,7 @@ def test_any_dot_general(left: Any, right: Any, dims: Any, weight: Any) -> None:
     compare_three_products(emulated, ours, (x, w, dy))
 
 
-@pytest.mark.parametrize("name", ["fp8", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["fp8", pytest.param("mxfp8", marks=pytest.mark.slow)])
 def test_under_transformations(name: str) -> None:
     """vmap over both operands or one, inside a scan, under remat: values and gradients."""
 
