@@ -58,12 +58,10 @@ def tensors() -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize(
-    ("method", "jit"), [("cpu", quick_jit), slow("cpu", jax.jit), slow("matmul", jax.jit)]
-)
-def test_codes_and_values_equal_the_oracle(method: Method, jit: Any) -> None:
+@pytest.mark.parametrize("method", ["cpu", slow("matmul")])
+def test_codes_and_values_equal_the_oracle(method: Method) -> None:
     for name, x in tensors().items():
-        codes, values, amax = quantizer(NEAREST, method=method, jit=jit)(x, 0)
+        codes, values, amax = quantizer(NEAREST, method=method, jit=jax.jit)(x, 0)
         expected = oracle.fp4(x)
         np.testing.assert_array_equal(np.asarray(codes), expected["codes"], name)
         assert np.asarray(amax).item() == np.abs(x).max()
@@ -119,19 +117,6 @@ def test_stochastic_codes_are_those_of_the_documented_key(axis: int) -> None:
     expected = key_oracle.round_up(np.abs(x), key_oracle.random_16(key, SHAPE, axis)) * np.sign(x) / 8
     axes = Axes(axis=axis - (2 if axis == 0 else 0))
     np.testing.assert_array_equal(np.asarray(quantizer(STOCHASTIC, axes)(x / 8, 7)[1]), expected)
-
-
-@pytest.mark.slow
-def test_stochastic_codes_are_unbiased() -> None:
-    """The mean of many roundings. Its deviation is at most half a step by the root of their number."""
-    x = np.random.default_rng(3).uniform(-6, 6, SHAPE).astype(np.float32)
-    x[0, 0] = 6
-    count = 2048
-    draws = np.asarray(jax.vmap(quantizer(STOCHASTIC), (None, 0))(x, jnp.arange(count))[1], np.float64)
-    step = np.where(np.abs(x) < 2, 0.5, np.where(np.abs(x) < 4, 1, 2))
-    # Of 240 means, one is off by five deviations once in ten thousand runs.
-    assert (np.abs(draws.mean(0) - x) <= 5 * step / 2 / np.sqrt(count)).all()
-    assert (np.abs(draws - x) < step).all()
 
 
 # ---- products

@@ -111,7 +111,6 @@ def test_both_orders_have_the_bits_of_the_jnp_code(pair: str, case: str) -> None
 @pytest.mark.parametrize(
     "orders",
     [
-        "rows",
         pytest.param("rows and columns", marks=pytest.mark.slow),
         pytest.param("refined", marks=pytest.mark.slow),
     ],
@@ -123,7 +122,6 @@ def test_under_vmap_each_index_has_the_bits_of_its_own_operand(orders: str) -> N
 
     rows, columns = requests("stochastic")
     chosen = {
-        "rows": [rows],
         "rows and columns": [rows, columns],
         "refined": [replace(columns, treatment=replace(REFINED["ms_eden"], rht=0))],
     }[orders]

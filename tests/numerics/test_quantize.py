@@ -59,6 +59,13 @@ def compiled(treatment: Treatment, axes: Axes = TILED, method: Method = HERE) ->
     return run if method != "cpu" else lambda x: run(jax.device_put(x, jax.devices("cpu")[0]))
 
 
+@cache
+def quickly_compiled(treatment: Treatment) -> Any:
+    """For properties that hold within a tolerance, or that every treatment has: the bits are compared elsewhere."""
+    run = quick_jit(partial(quantize, treatment=treatment, axes=TILED, method=HERE))
+    return run if HERE != "cpu" else lambda x: run(jax.device_put(x, jax.devices("cpu")[0]))
+
+
 SMALL = (16, 128)
 """Tests that can use any shape use this one: a quantizer is compiled once for each shape."""
 
@@ -448,44 +455,6 @@ def test_mean_over_all_random_bits_is_the_input(bits: int) -> None:
     assert (np.abs(mean - x) <= step * 2.0**-bits + 1e-7).all()
 
 
-@pytest.mark.any_jax
-def test_stochastic_codes_are_neighbours_and_all_reachable() -> None:
-    x = np.linspace(-6, 6, 1 << 16).astype(np.float32).reshape(256, 256)
-    x[:, ::16] = 6
-    q = stochastic_quantizer()(x, 0)
-    codes = np.asarray(codes_of(q))
-    assert set(codes.ravel()) == set(range(16))
-    value = np.asarray(dequantize(q))
-    up = oracle.GRID[np.searchsorted(oracle.GRID, np.minimum(np.abs(x), 6))]
-    down = oracle.GRID[np.searchsorted(oracle.GRID, np.abs(x), side="right") - 1]
-    # The outer scale, 6/2688 in fp32, is off by a part in 2**24.
-    assert np.minimum(np.abs(np.abs(value) - up), np.abs(np.abs(value) - down)).max() < 1e-6
-
-
-def test_stochastic_rounding_is_reproducible_and_depends_on_the_key() -> None:
-    x = samples("normal", (256, 256))
-    a, b, c = (np.asarray(stochastic_quantizer()(x, step).codes) for step in (0, 0, 1))
-    np.testing.assert_array_equal(a, b)
-    assert (a != c).mean() > 0.2
-    # In the same step, the bits of amax change the stream. Here one element in another block changes it.
-    y = x.copy()
-    y[0, 0] = 9
-    assert (np.asarray(stochastic_quantizer()(y, 0).codes)[1:] != a[1:]).mean() > 0.2
-
-
-@pytest.mark.any_jax
-def test_stochastic_quantization_is_unbiased() -> None:
-    """Averaging B samples, the squared error falls as 1/B."""
-    x = samples("normal", (64, 64))
-    t = nvfp4(rounding="sr", headroom=Fraction(17, 16))
-    f = quick_jit(jax.vmap(lambda s: dequantize(quantize(jnp.asarray(x), t, key=make_key(3, s)))))
-    draws = np.asarray(f(jnp.arange(1024)), np.float64)
-    errors = [np.mean((draws[:n].mean(0) - x) ** 2) for n in (1, 16, 256, 1024)]
-    for few, many, ratio in zip(errors, errors[1:], (16, 16, 4), strict=False):
-        # 4096 elements: the mean of their squares is known to about sqrt(2/4096), 2 %.
-        assert few / many == pytest.approx(ratio, rel=0.12)
-
-
 def test_random_words_are_unbiased_and_uncorrelated() -> None:
     w = np.asarray(random_words(make_key(1, "a"), (1 << 16,)))
     v = np.asarray(random_words(make_key(1, "b"), (1 << 16,)))
@@ -541,7 +510,7 @@ def test_known_values(row: str, column: int, name: str) -> None:
     """
     t, expected = KNOWN[row]
     x = samples(name)
-    value = np.asarray(dequantize(compiled(t)(x)), np.float64)
+    value = np.asarray(dequantize(quickly_compiled(t)(x)), np.float64)
     error = np.sum((value - x) ** 2) / np.sum(x.astype(np.float64) ** 2)
     assert error == pytest.approx(expected[column], rel=0.08 if name == "student" else 0.02)
 
@@ -560,8 +529,8 @@ def test_idempotent(t: Treatment) -> None:
     """
     x = samples("normal", SMALL)
     x[0, 0] = 5.25
-    once = dequantize(compiled(t)(x))
-    np.testing.assert_array_equal(np.asarray(dequantize(compiled(t)(once))), np.asarray(once))
+    once = dequantize(quickly_compiled(t)(x))
+    np.testing.assert_array_equal(np.asarray(dequantize(quickly_compiled(t)(once))), np.asarray(once))
 
 
 def test_stochastic_rounding_does_not_change_representable_values() -> None:
@@ -595,7 +564,7 @@ FORMATS = [
 @pytest.mark.any_jax
 @pytest.mark.parametrize("t", FORMATS)
 def test_zeros_stay_zeros(t: Treatment) -> None:
-    q = compiled(t)(np.zeros(SMALL, np.float32))
+    q = quickly_compiled(t)(np.zeros(SMALL, np.float32))
     assert (np.asarray(dequantize(q)) == 0).all()
     assert (np.asarray(codes_of(q)) == 0).all()
 
@@ -606,7 +575,7 @@ def test_zeros_stay_zeros(t: Treatment) -> None:
 def test_nonfinite_elements_stay_nonfinite(t: Treatment, bad: float) -> None:
     x = samples("normal", SMALL)
     x[3, 5] = bad
-    q = compiled(t)(x)
+    q = quickly_compiled(t)(x)
     assert not np.isfinite(np.asarray(dequantize(q))[3, 5])
 
 
@@ -616,7 +585,7 @@ def test_nonfinite_elements_stay_nonfinite(t: Treatment, bad: float) -> None:
 def test_extremes_are_finite_and_accurate(t: Treatment, size: float) -> None:
     with np.errstate(under="ignore"):
         x = (samples("normal", SMALL) / 4 * np.float32(size)).astype(np.float32)
-    value = np.asarray(dequantize(compiled(t)(x)), np.float64)
+    value = np.asarray(dequantize(quickly_compiled(t)(x)), np.float64)
     assert np.isfinite(value).all()
     if size >= 1e-31 and not t.rht:
         error = np.sum((value - x) ** 2.0) / np.sum(x.astype(np.float64) ** 2)
