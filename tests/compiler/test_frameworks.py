@@ -135,7 +135,7 @@ def test_a_model_with_every_kind_of_gemm():
             losses.append(float(value))
         return losses
 
-    rules = "* -> fp8; embed -> keep expect 1; layers[0] -> mxfp8 expect 2; experts -> nvfp4 expect 1"
+    rules = "* -> fp8; embed -> keep expect 1; layers[0] -> mxfp8 expect 2; experts -> mxfp8 expect 1"
     plan = plan_of_training(train, f"{rules}; routed -> fp8 expect 1; own -> keep expect 1")
     assert names(plan) == ["layers.up", "layers.down", "experts", "routed", "own", "embed"]
     assert [s.is_ragged for s in plan.sites].count(True) == 1

@@ -359,10 +359,11 @@ def test_padding_is_exact() -> None:
 @pytest.mark.slow
 def test_leading_dimensions_are_rows() -> None:
     """Blocks run along tokens as if all tokens were one dimension, with whole blocks in a sequence or not."""
-    for shape in ((4, 32, 64), (3, 10, 64)):
+    for shape, recipe in (((4, 32, 64), RECIPES["mxfp8"]), ((3, 10, 64), NEAREST)):
         x, w, dy = normal(*shape), normal(64, 32, seed=1), normal(*shape[:2], 32, seed=2)
-        batched = partial(quantized_dot_general, dimension_numbers=ROWS, recipe=NEAREST)
-        flat = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=NEAREST)
+        batched, flat = (
+            partial(quantized_dot_general, dimension_numbers=dims, recipe=recipe) for dims in (ROWS, MATMUL)
+        )
         a = quick_jit(partial(three_products, batched))(x, w, dy)
         b = quick_jit(partial(three_products, flat))(x.reshape(-1, 64), w, dy.reshape(-1, 32))
         for one, other in zip(a, b, strict=True):

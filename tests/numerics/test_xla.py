@@ -105,7 +105,7 @@ def test_any_dot_general(left: Any, right: Any, dims: Any, weight: Any) -> None:
     compare_three_products(emulated, ours, (x, w, dy))
 
 
-@pytest.mark.parametrize("name", ["fp8", pytest.param("mxfp8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["fp8", pytest.param("plain", marks=pytest.mark.slow)])
 def test_under_transformations(name: str) -> None:
     """vmap over both operands or one, inside a scan, under remat: values and gradients."""
 

@@ -21,15 +21,6 @@ def take_that_clips(p, x):
 
 
 @program(STACK)
-def dynamic_slice_of_two(p, x):
-    def body(h, i):
-        pair = each(lambda a: lax.dynamic_slice_in_dim(a, i, 2), p["layers"])
-        return layer(take(pair, 1), layer(take(pair, 0), h)), None
-
-    return lax.scan(body, x, jnp.array([2, 0]))[0].sum()
-
-
-@program(STACK)
 def dynamic_slice_that_clamps(p, x):
     def body(h, i):
         return layer(take(each(lambda a: lax.dynamic_slice_in_dim(a, i, 2), p["layers"]), 1), h), None
@@ -59,15 +50,6 @@ def one_hot_selection(p, x):
 
 
 @program(STACK)
-def masked_sum_selection(p, x):
-    def body(h, i):
-        mask = (jnp.arange(L) == i)[:, None, None]
-        return layer(each(lambda a: jnp.sum(jnp.where(mask, a, 0), 0), p["layers"]), h), None
-
-    return lax.scan(body, x, jnp.arange(L))[0].sum()
-
-
-@program(STACK)
 def roll_by_the_counter(p, x):
     def body(i, h):
         twice = each(
@@ -85,18 +67,8 @@ def repeat_by_counts(p, x):
 
 
 @program(STACK)
-def insert_a_copy(p, x):
-    return scan(each(lambda a: jnp.insert(a, 1, a[3], axis=0), p["layers"]), x).sum()
-
-
-@program(STACK)
 def set_one_to_zero(p, x):
     return scan(each(lambda a: a.at[1].set(0.0), p["layers"]), x).sum()
-
-
-@program(STACK)
-def random_permutation(p, x):
-    return scan(take(p["layers"], jax.random.permutation(jax.random.key(0), L)), x).sum()
 
 
 @program(STACK)
@@ -107,12 +79,6 @@ def order_by_the_data(p, x):
 @program(STACK)
 def index_from_a_while(p, x):
     i = lax.while_loop(lambda i: i < 2, lambda i: i + 1, 0)
-    return layer(take(p["layers"], i), x).sum()
-
-
-@program(STACK)
-def index_from_a_scan(p, x):
-    i, _ = lax.scan(lambda i, _: (i + 1, None), 0, length=2)
     return layer(take(p["layers"], i), x).sum()
 
 
@@ -145,20 +111,3 @@ def gather_that_fills(p, x):
     return scan(
         each(lambda a: jnp.take(a, np.array([1, 7, 3]), axis=0, mode="fill", fill_value=0), p["layers"]), x
     ).sum()
-
-
-@program(STACK)
-def vmapped_index_in_a_scan(p, x):
-    def body(h, pair):
-        ws = jax.vmap(lambda i: p["layers"]["up"][i])(pair)
-        return h @ ws[0] @ ws[1], None
-
-    return lax.scan(body, x, jnp.array([[0, 3], [2, 1]]))[0].sum()
-
-
-@program(STACK)
-def search_in_a_table(p, x):
-    def body(i, h):
-        return layer(take(p["layers"], jnp.argmax(jnp.arange(L)[::-1] == i)), h)
-
-    return lax.fori_loop(0, L, body, x).sum()

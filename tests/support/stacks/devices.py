@@ -17,6 +17,10 @@ def mesh(**sizes: int) -> Any:
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
+def divided(body: Any, in_specs: Any, out_specs: Any, **sizes: int) -> Any:
+    return jax.shard_map(body, mesh=mesh(**sizes), in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
 EIGHT = {"layers": {"up": w(8), "down": w(8)}}
 
 
@@ -27,8 +31,7 @@ def stages_on_devices(p, x):
             h = lax.ppermute(scan(stack, h), "s", [(i, (i + 1) % 2) for i in range(2)])
         return h
 
-    call = jax.shard_map(stage, mesh=mesh(s=2), in_specs=(P("s"), P()), out_specs=P("s"), check_vma=False)
-    return call(p["layers"], x).sum()
+    return divided(stage, (P("s"), P()), P("s"), s=2)(p["layers"], x).sum()
 
 
 @program(EIGHT)
@@ -37,8 +40,7 @@ def gathered_shards(p, x):
         whole = each(lambda a: lax.all_gather(a, "s", tiled=True), stack)
         return scan(take(whole, slice(None, None, -1)), h)
 
-    call = jax.shard_map(body, mesh=mesh(s=8), in_specs=(P("s"), P()), out_specs=P(), check_vma=False)
-    return call(p["layers"], x).sum()
+    return divided(body, (P("s"), P()), P(), s=8)(p["layers"], x).sum()
 
 
 @program(EIGHT)
@@ -46,8 +48,7 @@ def layers_by_device_number(p, x):
     def body(stack, h):
         return layer(take(stack, lax.axis_index("s")), h)[None]
 
-    call = jax.shard_map(body, mesh=mesh(s=8), in_specs=(P(), P()), out_specs=P("s"), check_vma=False)
-    return call(p["layers"], x).sum()
+    return divided(body, (P(), P()), P("s"), s=8)(p["layers"], x).sum()
 
 
 @program(STACK)
@@ -59,8 +60,7 @@ def columns_on_devices(p, x):
         return lax.scan(step, h, take(stack, slice(None, None, -1)))[0]
 
     specs = {"up": P(None, None, "t"), "down": P(None, "t", None)}
-    call = jax.shard_map(body, mesh=mesh(t=2), in_specs=(specs, P()), out_specs=P(), check_vma=False)
-    return call(p["layers"], x).sum()
+    return divided(body, (specs, P()), P(), t=2)(p["layers"], x).sum()
 
 
 @program(EIGHT)
@@ -68,53 +68,13 @@ def shards_over_two_axes(p, x):
     def body(stack, h):
         return scan(stack, h)[None]
 
-    call = jax.shard_map(
-        body, mesh=mesh(a=2, b=2), in_specs=(P(("a", "b")), P()), out_specs=P(("a", "b")), check_vma=False
-    )
-    return call(p["layers"], x).sum()
+    return divided(body, (P(("a", "b")), P()), P(("a", "b")), a=2, b=2)(p["layers"], x).sum()
 
 
 @program(STACK)
 def scan_around_a_shard_map(p, x):
-    call = jax.shard_map(layer, mesh=mesh(d=2), in_specs=(P(), P("d")), out_specs=P("d"), check_vma=False)
+    call = divided(layer, (P(), P("d")), P("d"), d=2)
     return lax.scan(lambda h, q: (call(q, h), None), x, p["layers"], reverse=True)[0].sum()
-
-
-@program(EIGHT)
-def ring_of_weights(p, x):
-    """Devices pass their layers around."""
-
-    def body(stack, h):
-        def turn(carry, _):
-            h, stack = carry
-            h = layer(take(stack, 0), h)
-            return (
-                h,
-                each(lambda a: lax.ppermute(a, "s", [(i, (i + 1) % 8) for i in range(8)]), stack),
-            ), None
-
-        return lax.scan(turn, (h, stack), length=8)[0][0][None]
-
-    call = jax.shard_map(body, mesh=mesh(s=8), in_specs=(P("s"), P()), out_specs=P("s"), check_vma=False)
-    return call(p["layers"], x).sum()
-
-
-@program(EIGHT)
-def summed_over_devices(p, x):
-    def body(stack, h):
-        return layer(each(lambda a: lax.psum(a, "s")[0], stack), h)
-
-    call = jax.shard_map(body, mesh=mesh(s=8), in_specs=(P("s"), P()), out_specs=P(), check_vma=False)
-    return call(p["layers"], x).sum()
-
-
-@program(EIGHT)
-def same_place_on_every_device(p, x):
-    def body(stack, h):
-        return layer(take(stack, 1), layer(take(stack, 0), h))[None]
-
-    call = jax.shard_map(body, mesh=mesh(s=4), in_specs=(P("s"), P()), out_specs=P("s"), check_vma=False)
-    return call(p["layers"], x).sum()
 
 
 @program(EIGHT)
@@ -125,14 +85,8 @@ def stacks_divided_along_different_axes(p, x):
 
         return lax.scan(step, h, (up, down))[0][None]
 
-    call = jax.shard_map(
-        body,
-        mesh=mesh(a=2, b=2),
-        in_specs=(P("a"), P("b"), P()),
-        out_specs=P(("a", "b")),
-        check_vma=False,
-    )
-    return call(p["layers"]["up"], p["layers"]["down"], x).sum()
+    specs = P("a"), P("b"), P()
+    return divided(body, specs, P(("a", "b")), a=2, b=2)(p["layers"]["up"], p["layers"]["down"], x).sum()
 
 
 @program(EIGHT)
@@ -141,19 +95,7 @@ def gathered_over_one_of_two_axes(p, x):
         half = each(lambda a: lax.all_gather(a, "b", tiled=True), stack)
         return scan(half, h)[None]
 
-    call = jax.shard_map(
-        body, mesh=mesh(a=2, b=2), in_specs=(P(("a", "b")), P()), out_specs=P(("a", "b")), check_vma=False
-    )
-    return call(p["layers"], x).sum()
-
-
-@program(EIGHT)
-def device_order_reversed(p, x):
-    def body(stack, h):
-        return scan(take(stack, slice(None, None, -1)), h)[None]
-
-    call = jax.shard_map(body, mesh=mesh(s=4), in_specs=(P("s"), P()), out_specs=P("s"), check_vma=False)
-    return call(take(p["layers"], slice(None, None, -1)), x).sum()
+    return divided(body, (P(("a", "b")), P()), P(("a", "b")), a=2, b=2)(p["layers"], x).sum()
 
 
 @program(EIGHT)
@@ -162,20 +104,7 @@ def gathered_untiled(p, x):
         whole = each(lambda a: lax.all_gather(a, "s"), stack)
         return scan(each(lambda a: a.reshape(8, D, D), whole), h)
 
-    call = jax.shard_map(body, mesh=mesh(s=4), in_specs=(P("s"), P()), out_specs=P(), check_vma=False)
-    return call(p["layers"], x).sum()
-
-
-@program(EIGHT)
-def gathered_over_both_axes_in_turn(p, x):
-    def body(stack, h):
-        half = each(lambda a: lax.all_gather(a, "b", tiled=True), stack)
-        return scan(each(lambda a: lax.all_gather(a, "a", tiled=True), half), h)
-
-    call = jax.shard_map(
-        body, mesh=mesh(a=2, b=2), in_specs=(P(("a", "b")), P()), out_specs=P(), check_vma=False
-    )
-    return call(p["layers"], x).sum()
+    return divided(body, (P("s"), P()), P(), s=4)(p["layers"], x).sum()
 
 
 @program(EIGHT)
@@ -184,10 +113,7 @@ def gathered_in_the_wrong_order(p, x):
         half = each(lambda a: lax.all_gather(a, "a", tiled=True), stack)
         return scan(each(lambda a: lax.all_gather(a, "b", tiled=True), half), h)
 
-    call = jax.shard_map(
-        body, mesh=mesh(a=2, b=2), in_specs=(P(("a", "b")), P()), out_specs=P(), check_vma=False
-    )
-    return call(p["layers"], x).sum()
+    return divided(body, (P(("a", "b")), P()), P(), a=2, b=2)(p["layers"], x).sum()
 
 
 @program(EIGHT)
@@ -196,8 +122,7 @@ def gathered_over_the_axis_that_does_not_divide(p, x):
         twice = each(lambda a: lax.all_gather(a, "b", tiled=True), stack)
         return scan(twice, h)[None]
 
-    call = jax.shard_map(body, mesh=mesh(a=2, b=2), in_specs=(P("a"), P()), out_specs=P("a"), check_vma=False)
-    return call(p["layers"], x).sum()
+    return divided(body, (P("a"), P()), P("a"), a=2, b=2)(p["layers"], x).sum()
 
 
 @program(STACK)
@@ -209,8 +134,7 @@ def rows_gathered_per_layer(p, x):
         return lax.scan(step, h, stack, reverse=True)[0]
 
     specs = {"up": P(None, "s"), "down": P(None, "s")}
-    call = jax.shard_map(body, mesh=mesh(s=2), in_specs=(specs, P()), out_specs=P(), check_vma=False)
-    return call(p["layers"], x).sum()
+    return divided(body, (specs, P()), P(), s=2)(p["layers"], x).sum()
 
 
 @program(STACK)
@@ -222,8 +146,7 @@ def columns_gathered_per_layer(p, x):
         return lax.scan(step, h, stack)[0]
 
     specs = {"up": P(None, None, "s"), "down": P(None, None, "s")}
-    call = jax.shard_map(body, mesh=mesh(s=2), in_specs=(specs, P()), out_specs=P(), check_vma=False)
-    return call(take(p["layers"], slice(None, None, -1)), x).sum()
+    return divided(body, (specs, P()), P(), s=2)(take(p["layers"], slice(None, None, -1)), x).sum()
 
 
 @program(EIGHT)
@@ -232,25 +155,4 @@ def layers_gathered_as_columns(p, x):
         wide = lax.all_gather(stack["up"][0], "s", axis=1, tiled=True)
         return jnp.tanh(h @ wide)[None]
 
-    call = jax.shard_map(body, mesh=mesh(s=8), in_specs=(P("s"), P()), out_specs=P("s"), check_vma=False)
-    return call(p["layers"], x).sum()
-
-
-@program(EIGHT)
-def layers_gathered_as_rows(p, x):
-    def body(stack, h):
-        tall = lax.all_gather(stack["up"][0], "s", tiled=True)
-        return jnp.tanh(jnp.tile(h, (1, 8)) @ tall)[None]
-
-    call = jax.shard_map(body, mesh=mesh(s=8), in_specs=(P("s"), P()), out_specs=P("s"), check_vma=False)
-    return call(p["layers"], x).sum()
-
-
-@program(EIGHT)
-def layers_stacked_over_devices(p, x):
-    def body(stack, h):
-        whole = each(lambda a: lax.all_gather(a[0], "s"), stack)
-        return scan(whole, h)
-
-    call = jax.shard_map(body, mesh=mesh(s=8), in_specs=(P("s"), P()), out_specs=P(), check_vma=False)
-    return call(p["layers"], x).sum()
+    return divided(body, (P("s"), P()), P("s"), s=8)(p["layers"], x).sum()

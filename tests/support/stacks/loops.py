@@ -48,34 +48,9 @@ def carried_index_that_bounces(p, x):
 
 
 @program(STACK)
-def counter_of_floats(p, x):
-    def body(carry, _):
-        h, i = carry
-        return (layer(take(p["layers"], i.astype(int)), h), i + 1.0), None
-
-    return lax.scan(body, (x, jnp.float32(0)), length=L)[0][0].sum()
-
-
-@program(STACK)
-def rotating_carry(p, x):
-    def body(carry, _):
-        h, stack = carry
-        return (layer(take(stack, 0), h), each(lambda a: jnp.roll(a, -1, axis=0), stack)), None
-
-    return lax.scan(body, (x, p["layers"]), length=L)[0][0].sum()
-
-
-@program(STACK)
 def weights_from_a_reversed_loop(p, x):
     _, loaded = lax.scan(lambda c, q: (c, each(lambda a: a * 2, q)), 0, p["layers"], reverse=True)
     return scan(loaded, x).sum()
-
-
-@program(STACK)
-def weights_of_two_loops_nested(p, x):
-    groups = each(lambda a: a.reshape(2, 2, D, D), p["layers"])
-    loaded = lax.map(lambda g: lax.map(lambda q: each(jnp.tanh, q), take(g, slice(None, None, -1))), groups)
-    return scan(each(lambda a: a.reshape(L, D, D), loaded), x).sum()
 
 
 @program(STACK)
@@ -119,37 +94,6 @@ def two_buffers_in_turn(p, x):
         return (layer({"up": before["up"], "down": q["down"]}, h), q), None
 
     return lax.scan(body, (x, take(p["layers"], -1)), p["layers"])[0][0].sum()
-
-
-@program(STACK)
-def scan_over_dicts_of_indices(p, x):
-    table = {"up": jnp.array([0, 1, 2, 3]), "down": jnp.array([3, 2, 1, 0])}
-
-    def body(h, i):
-        return layer({name: p["layers"][name][i[name]] for name in i}, h), None
-
-    return lax.scan(body, x, table)[0].sum()
-
-
-@program(STACK)
-def index_that_overflows(p, x):
-    def body(carry, _):
-        h, i = carry
-        return (layer(take(p["layers"], i % L), h), (i * np.uint8(77)).astype("uint8")), None
-
-    return lax.scan(body, (x, jnp.uint8(7)), length=L)[0][0].sum()
-
-
-@program(STACK)
-def random_layer_drop(p, x):
-    key = jax.random.key(0)
-
-    def body(carry, q):
-        h, key = carry
-        key, now = jax.random.split(key)
-        return (jnp.where(jax.random.bernoulli(now), layer(q, h), h), key), None
-
-    return lax.scan(body, (x, key), p["layers"])[0][0].sum()
 
 
 @program(STACK)
@@ -199,37 +143,11 @@ def where_between_two_names(p, x):
 
 
 @program(STACK)
-def cond_with_an_optional_weight(p, x):
-    def body(i, h):
-        up = lax.cond(i == 2, lambda: jnp.eye(D), lambda: p["layers"]["up"][i])
-        return h @ up
-
-    return lax.fori_loop(0, L, body, x).sum()
-
-
-@program(STACK)
-def where_with_identity(p, x):
-    def body(h, i):
-        return h @ jnp.where(i == 2, jnp.eye(D), p["layers"]["up"][i]), None
-
-    return lax.scan(body, x, jnp.arange(L))[0].sum()
-
-
-@program(STACK)
 def scan_in_a_branch(p, x):
     def body(i, h):
         return lax.cond(i == 1, lambda: scan(p["layers"], h), lambda: layer(take(p["layers"], i), h))
 
     return lax.fori_loop(0, 3, body, x).sum()
-
-
-@program(STACK)
-def carry_of_both_names_swapped(p, x):
-    def body(carry, _):
-        h, a, b = carry
-        return (h @ a, b, a), None
-
-    return lax.scan(body, (x, p["layers"]["up"][0], p["layers"]["down"][1]), length=4)[0][0].sum()
 
 
 @program(STACK)
@@ -266,24 +184,6 @@ def outer_loop_reverses_every_second_time(p, x):
         )
 
     return lax.fori_loop(0, 2, outer, x).sum()
-
-
-@program(STACK)
-def outer_select_of_the_stack(p, x):
-    def outer(i, h):
-        q = each(lambda a: jnp.where(i == 0, a, a[::-1]), p["layers"])
-        return scan(q, h)
-
-    return lax.fori_loop(0, 2, outer, x).sum()
-
-
-@program(STACK)
-def up_by_scan_and_down_by_counter(p, x):
-    def body(h, item):
-        up, i = item
-        return layer({"up": up, "down": p["layers"]["down"][L - 1 - i]}, h), None
-
-    return lax.scan(body, x, (p["layers"]["up"], jnp.arange(L)))[0].sum()
 
 
 @program(STACK)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,14 +23,6 @@ def cast_clipped_and_normalized(p, x):
     return lax.scan(body, x, p["layers"])[0].sum()
 
 
-@program({"layers": {"up": w(L), "down": w(L)}, "delta": w()})
-def shared_delta(p, x):
-    def body(h, q):
-        return layer(each(lambda a: a + p["delta"], q), h), None
-
-    return lax.scan(body, x, p["layers"])[0].sum()
-
-
 @program(STACK)
 def difference_of_neighbours(p, x):
     return scan(each(lambda a: a[1:] - a[:-1], p["layers"]), x).sum()
@@ -47,14 +37,6 @@ def moving_average_in_a_carry(p, x):
 
     zero = each(lambda a: jnp.zeros(a.shape[1:]), p["layers"])
     return lax.scan(body, (x, zero), p["layers"])[0][0].sum()
-
-
-@program(STACK)
-def transposed_up_as_down(p, x):
-    def body(h, a):
-        return h + jnp.tanh(h @ a) @ a.T, None
-
-    return lax.scan(body, x, p["layers"]["up"])[0].sum()
 
 
 @program({"layers": {"up": w(tail=(L,)), "down": w(tail=(L,))}}, up=(2,), down=(2,))
@@ -77,34 +59,6 @@ def rows_of_a_flat_matrix(p, x):
 
 
 @program(STACK)
-def tree_flattened(p, x):
-    leaves, structure = jax.tree.flatten(p["layers"])
-    rows = jnp.concatenate([a.reshape(L, -1) for a in leaves], 1).T
-    for i in reversed(range(L)):
-        parts = jnp.split(rows[:, i], 2)
-        x = layer(jax.tree.unflatten(structure, [a.reshape(D, D) for a in parts]), x)
-    return x.sum()
-
-
-@program(STACK)
-def weights_on_the_left(p, x):
-    def body(h, q):
-        return q["down"].T @ jnp.tanh(q["up"].T @ h), None
-
-    return lax.scan(body, x.T, p["layers"], reverse=True)[0].sum()
-
-
-@program(STACK)
-def merged_adapter_of_the_next_layer(p, x):
-    def body(h, i):
-        q = take(p["layers"], i)
-        other = take(p["layers"], (i + 1) % L)
-        return layer(jax.tree.map(lambda a, b: a + 0.1 * b, q, other), h), None
-
-    return lax.scan(body, x, jnp.arange(L))[0].sum()
-
-
-@program(STACK)
 def product_of_two_weights(p, x):
     def body(h, q):
         return h @ (q["up"] @ q["down"]), None
@@ -116,12 +70,6 @@ def product_of_two_weights(p, x):
 def scaled_by_the_other_layer(p, x):
     scale = jnp.linalg.norm(p["layers"]["up"][::-1], axis=(1, 2), keepdims=True)
     return scan({"up": p["layers"]["up"] * 2, "down": p["layers"]["down"]}, x * scale[0]).sum()
-
-
-@program(STACK)
-def block_diagonal_of_two_layers(p, x):
-    up = jax.scipy.linalg.block_diag(p["layers"]["up"][2], p["layers"]["up"][0])
-    return (jnp.concatenate([x, x], 1) @ up).sum()
 
 
 @program(STACK)
@@ -153,15 +101,6 @@ def custom_jvp_activation(p, x):
 
 
 @program(STACK)
-def jit_in_a_scan(p, x):
-    @jax.jit
-    def call(stack, i, h):
-        return layer(take(stack, i), h)
-
-    return lax.scan(lambda h, i: (call(p["layers"], (i + 1) % L, h), None), x, jnp.arange(L))[0].sum()
-
-
-@program(STACK)
 def one_jit_for_unrolled_layers(p, x):
     call = jax.jit(lambda stack, i, h: layer(take(stack, i), h))
     for i in (2, 0, 3):
@@ -173,14 +112,6 @@ def one_jit_for_unrolled_layers(p, x):
 def remat_with_an_index(p, x):
     call = jax.checkpoint(lambda stack, i, h: layer(take(stack, L - 1 - i), h))
     return lax.scan(lambda h, i: (call(p["layers"], i, h), None), x, jnp.arange(L))[0].sum()
-
-
-@program({"blocks": {"a": {"w": w(L)}, "b": [{"w": w(L)}, {"w": w(L)}]}})
-def dicts_of_lists_of_stacks(p, x):
-    def body(h, q):
-        return jnp.tanh(h @ q["a"]["w"]) @ q["b"][1]["w"] + h @ q["b"][0]["w"], None
-
-    return lax.scan(body, x, p["blocks"], reverse=True)[0].sum()
 
 
 @program(STACK)
@@ -207,29 +138,12 @@ def two_layers_in_one_product(p, x):
 
 
 @program(STACK)
-def nested_jits_with_the_same_body(p, x):
-    inner = jax.jit(lambda h, a: h @ a)
-    outer = jax.jit(lambda h, q: inner(inner(h, q["up"]), q["down"]))
-    for i in (3, 0):
-        x = outer(x, take(p["layers"], i))
-    return x.sum()
-
-
-@program(STACK)
 def optimization_barrier_and_names(p, x):
     def body(h, q):
         q = lax.optimization_barrier(each(lambda a: checkpoint_name(a, "w"), q))
         return layer({"up": q["down"], "down": q["up"]}, h), None
 
     return lax.scan(body, x, p["layers"])[0].sum()
-
-
-@jax.custom_vjp
-def doubled(a):
-    return a * 2
-
-
-doubled.defvjp(lambda a: (a * 2, None), lambda _, g: (g,))
 
 
 @program(STACK)
@@ -281,35 +195,12 @@ def gradient_inside_the_loss(p, x):
 
 
 @program(STACK)
-def jvp_inside_the_loss(p, x):
-    def body(h, q):
-        y, dy = jax.jvp(lambda h: jnp.tanh(h @ q["up"]), (h,), (h,))
-        return y + dy @ q["down"], None
-
-    return lax.scan(body, x, take(p["layers"], slice(None, None, -1)))[0].sum()
-
-
-@program(STACK)
 def jvp_along_the_weights(p, x):
     def f(a):
         return x @ a
 
     y, dy = jax.jvp(f, (p["layers"]["up"][1],), (p["layers"]["up"][2],))
     return (y * dy).sum()
-
-
-@program(STACK)
-def linearized_layers(p, x):
-    for i in (3, 1):
-        x, f = jax.linearize(partial(lambda q, h: layer(q, h), take(p["layers"], i)), x)
-        x = x + f(x)
-    return x.sum()
-
-
-@program(STACK)
-def refs_of_weights(p, x):
-    refs = each(jax.new_ref, p["layers"])
-    return lax.fori_loop(0, L, lambda i, h: layer(each(lambda r: r[L - 1 - i], refs), h), x).sum()
 
 
 @program(STACK)
@@ -335,32 +226,6 @@ def permuted_rows_in_a_carry(p, x):
     return lax.fori_loop(0, 2, lambda i, c: (layer(c[1], c[0]), each(lambda a: a * 2, c[1])), (x, first))[
         0
     ].sum()
-
-
-@program(STACK)
-def permuted_rows_of_a_branch(p, x):
-    def body(i, h):
-        return layer(lax.cond(i < 2, lambda: take(p["layers"], i), lambda: take(rows, i)), h)
-
-    rows = each(lambda a: a[:, ROWS], p["layers"])
-    return lax.fori_loop(0, L, body, x).sum()
-
-
-@program(STACK)
-def rows_of_two_layers_joined(p, x):
-    return layer(each(lambda a: jnp.concatenate([a[1][ROWS[:3]], a[2][:3]]), p["layers"]), x).sum()
-
-
-@program(STACK)
-def sum_weighted_by_a_table(p, x):
-    table = np.array([0.5, 0.0, 0.25, 0.25], "float32")[:, None, None]
-    return layer(each(lambda a: (a * table).sum(0), p["layers"]), x).sum()
-
-
-@program(STACK)
-def rows_in_a_random_order(p, x):
-    order = jax.random.permutation(jax.random.key(0), D)
-    return scan(each(lambda a: a[:, order], p["layers"]), x).sum()
 
 
 @program(STACK)
