@@ -107,10 +107,11 @@ def gradients(recorded: RecordedLoss, policy: str) -> list[list[np.ndarray]]:
     [
         # Wgrad is measured exactly; of the others one random tangent is a sample: seen within a quarter.
         ("layers.up", 1, Gemm.WGRAD, 1e-3),
-        pytest.param("layers.down", 0, Gemm.FPROP, 0.5, marks=[pytest.mark.any_jax, pytest.mark.slow]),
-        pytest.param("head", None, Gemm.DGRAD, 0.5, marks=[pytest.mark.any_jax, pytest.mark.slow]),
+        pytest.param("layers.down", 0, Gemm.FPROP, 0.5, marks=pytest.mark.slow),
+        pytest.param("head", None, Gemm.DGRAD, 0.5, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.any_jax
 def test_noise_is_that_of_the_gradient_with_one_product_quantized(
     recorded: RecordedLoss, scores: Scores, site: str, index: int | None, gemm: Gemm, tolerance: float
 ) -> None:
