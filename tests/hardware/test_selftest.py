@@ -30,6 +30,8 @@ from policyc.numerics.targets import get_target
 from tests.support import te_kernels
 from tests.support.command import policyc
 
+pytestmark = pytest.mark.any_jax
+
 # ---- planted faults
 
 
@@ -99,7 +101,6 @@ def run_one(check: str, backend: str) -> Result:
     return result
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check, format, parts, fault = FAULTS[name]
@@ -176,7 +177,6 @@ def test_native_products_are_compared_with_modelled_sums(backend: str) -> None:
     assert all(not f.fault for f in findings)
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 def test_a_wrong_scale_of_a_group_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = Subject(backend="cudnn", format="nvfp4", native=False, quick=True)

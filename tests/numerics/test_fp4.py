@@ -19,7 +19,7 @@ from tests.support import rounding_key_oracle as key_oracle
 from tests.support import rounding_oracle as oracle
 from tests.support.gemms import MATMUL, quick_jit, three_products
 
-pytestmark = pytest.mark.full_compile
+pytestmark = [pytest.mark.any_jax, pytest.mark.full_compile]
 
 NEAREST = Treatment(format="fp4", element="e2m1")
 STOCHASTIC = Treatment(format="fp4", element="e2m1", rounding="sr")

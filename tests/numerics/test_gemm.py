@@ -88,6 +88,7 @@ def test_every_cpu_multiplies_bf16_of_an_fp32_program() -> None:
     np.testing.assert_allclose(y, (a @ b).T, rtol=0, atol=32 * 2**-24 * np.max(np.abs(a) @ np.abs(b)))
 
 
+@pytest.mark.any_jax
 def test_products_equal_the_vendors() -> None:
     """The three products of the default recipe without stochastic rounding."""
     x, w, dy = (jnp.asarray(GOLDEN[f"gemm/{n}"].view(ml_dtypes.bfloat16)) for n in ("X", "W", "DY"))
@@ -167,6 +168,7 @@ def test_native_sums_are_those_of_exact_arithmetic() -> None:
     assert relative_error(ordinary, expected) < 1e-6
 
 
+@pytest.mark.any_jax
 @pytest.mark.slow
 def test_native_sums_in_any_product() -> None:
     """Gradients, 2D tiles and padding: as the emulation, whose sums of such numbers are exact."""
@@ -180,6 +182,7 @@ def test_native_sums_in_any_product() -> None:
     assert [bool(jnp.isnan(r).any()) for r in with_nan] == [True, False, True]
 
 
+@pytest.mark.any_jax
 def test_native_sums_say_what_they_do_not_cover() -> None:
     machine = Machine("gb200", frozenset({"nvfp4", "mxfp8"}))
     nvfp4, mxfp8 = (make_recipe(name).gemm_treatments(Gemm.FPROP)[0] for name in ("nvfp4", "mxfp8"))
@@ -264,6 +267,7 @@ def lane(*fast: str) -> list[Any]:
 ROWS = (((2,), (0,)), ((), ()))
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("name", lane("full", "fp8", "bf16", "keep"))
 def test_any_recipe(name: str) -> None:
     """Products are near the exact ones, NaN and infinity propagate, and zeros give zeros.
@@ -299,6 +303,7 @@ def check_nonfinite(f: Any, bad: float, x: jax.Array, w: jax.Array, dy: jax.Arra
     assert not np.isfinite(np.asarray(dw)[:, 4]).any()
 
 
+@pytest.mark.any_jax
 def test_fp8_rows_have_scales_along_each_contraction() -> None:
     """Each of the six operands is quantized row by row, along what its GEMM contracts."""
     x, w, dy = normal(24, 40), normal(40, 56, seed=1), normal(24, 56, seed=2)
@@ -329,6 +334,7 @@ def test_keep_is_bit_identical_to_dot_general(dtype: Any) -> None:
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(exact))
 
 
+@pytest.mark.any_jax
 def test_kept_gemms_of_a_mixed_recipe_are_exact() -> None:
     x, w, dy = normal(8, 32), normal(32, 16), normal(8, 16)
     f = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=make_split_recipe({Gemm.FPROP: FULL}))
@@ -356,6 +362,7 @@ def test_padding_is_exact() -> None:
     np.testing.assert_allclose(np.asarray(f(x, w)), np.asarray(padded), rtol=1e-6)
 
 
+@pytest.mark.any_jax
 @pytest.mark.slow
 def test_leading_dimensions_are_rows() -> None:
     """Blocks run along tokens as if all tokens were one dimension, with whole blocks in a sequence or not."""
@@ -439,6 +446,7 @@ def test_outer_scales_do_not_underflow_or_overflow_on_their_own() -> None:
 # --- recipes that cannot be run -------------------------------------------------------------------
 
 
+@pytest.mark.any_jax
 def test_problems_of_a_recipe_are_named() -> None:
     one_sided = make_recipe("nvfp4", {"rht": OPERAND_GROUPS["wgrad.activations"]})
     assert "wgrad" in find_recipe_problems(one_sided)[0]

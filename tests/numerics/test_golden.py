@@ -204,6 +204,7 @@ COLUMN_EXECUTIONS = [
 ]
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize(("case", "execution", "method"), COLUMN_EXECUTIONS)
 def test_columns_equal_the_reference(case: str, execution: str, method: Method) -> None:
     """The operands of wgrad: along the first axis in place, or along the last axis of the transpose."""
@@ -222,6 +223,7 @@ def test_columns_equal_the_reference(case: str, execution: str, method: Method) 
 # --- the transform --------------------------------------------------------------------------------
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("case", [c for c in CASES if c + "/x_t_rht" in REFERENCE])
 @pytest.mark.parametrize("method", ["matmul", "matmul_bf16"])
 def test_rotation_equals_the_reference(case: str, method: Any) -> None:
@@ -230,6 +232,7 @@ def test_rotation_equals_the_reference(case: str, method: Any) -> None:
     np.testing.assert_array_equal(np.asarray(rotated).view(np.uint16).T, REFERENCE[case + "/x_t_rht"])
 
 
+@pytest.mark.any_jax
 def test_rotation_of_the_identity_is_the_reference_matrix() -> None:
     rotated = jax.jit(partial(rotate, axis=1, size=16))(np.eye(16, dtype=np.float32))
     np.testing.assert_array_equal(np.asarray(rotated, np.float32), REFERENCE["rht_matrix_f32"])
@@ -238,6 +241,7 @@ def test_rotation_of_the_identity_is_the_reference_matrix() -> None:
 # --- scales, kernels, special values --------------------------------------------------------------
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("case", [c for c in EXACT if c + "/s" in KERNEL])
 def test_codes_and_scales_equal_those_of_the_kernels(case: str) -> None:
     """Negative zeros included: their code is that of the kernels."""
@@ -246,6 +250,7 @@ def test_codes_and_scales_equal_those_of_the_kernels(case: str) -> None:
     np.testing.assert_array_equal(np.asarray(q.scales), KERNEL[case + "/s"])
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("case", NONFINITE)
 def test_nonfinite_tensors_become_nan(case: str) -> None:
     """Unlike in the kernels, one NaN or infinity makes every value of the tensor NaN."""
@@ -254,6 +259,7 @@ def test_nonfinite_tensors_become_nan(case: str) -> None:
     assert np.isnan(np.asarray(block_values(q), np.float32)).all()
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("case", [c for c in CASES if c.startswith(DENORMAL)])
 def test_tensors_with_a_denormal_scale_are_accurate(case: str) -> None:
     """Values are finite, and as near as four bits allow: an element is off by at most a twelfth of the maximum of its
@@ -277,6 +283,7 @@ def test_tensors_with_a_denormal_scale_are_accurate(case: str) -> None:
 # --- rounding -------------------------------------------------------------------------------------
 
 
+@pytest.mark.any_jax
 def test_conversions_equal_those_of_the_kernels() -> None:
     x = KERNEL["conv/x"]
 
@@ -292,6 +299,7 @@ def test_conversions_equal_those_of_the_kernels() -> None:
         np.testing.assert_array_equal(e4m3[is_number], KERNEL["conv/e4m3"][is_number])
 
 
+@pytest.mark.any_jax
 def test_stochastic_rounding_equals_that_of_the_kernels() -> None:
     """For all 256 random bytes. A NaN saturates, as in the kernels; the scale carries it."""
     x = jnp.asarray(KERNEL["sr/x"])[:, None]
@@ -300,6 +308,7 @@ def test_stochastic_rounding_equals_that_of_the_kernels() -> None:
     np.testing.assert_array_equal(np.asarray(codes), KERNEL["sr/e2m1"])
 
 
+@pytest.mark.any_jax
 def test_the_oracle_of_four_over_six_equals_the_reference() -> None:
     """The vectors choose by the sum of absolute errors, under the full bound. Policies have squares, and 256."""
     from tests.support.rounding_oracle import four_over_six, pack

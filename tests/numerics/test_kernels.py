@@ -252,6 +252,7 @@ def test_quantize_uses_kernels_for_rotated_columns() -> None:
     assert jaxpr.count("function=_Kernel(") == 2
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("case", ["normal", "huge", "tiny", "zeros", "nan"])
 def test_codes_in_both_orders(case: str, element: str) -> None:

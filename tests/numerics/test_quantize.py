@@ -38,7 +38,7 @@ from policyc.numerics.quantize.values import outer_scale
 from tests.support import rounding_oracle as oracle
 from tests.support.gemms import quick_jit
 
-pytestmark = pytest.mark.full_compile
+pytestmark = [pytest.mark.any_jax, pytest.mark.full_compile]
 
 nvfp4 = partial(Treatment, format="nvfp4", element="e2m1")
 # Compiled, since they would take longer than the test if they ran op by op.
@@ -158,7 +158,6 @@ def test_rounding_and_decoding_equal_ml_dtypes(element: Element, dtype: Any) -> 
 # --- whole tensors, against the oracle ------------------------------------------------------------
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("tile", "dtype", "method"),
     [
@@ -210,7 +209,6 @@ def test_values_of_all_codes_and_scales(axis: int, dtype: Any) -> None:
     np.testing.assert_array_equal(values if axis == -1 else values.T, expected)
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("size", [1.0, 2688 / 1024, 2688.0, 3e-30, 2e38])
 def test_a_power_of_two_as_outer_scale_equals_the_oracle(size: float) -> None:
     """Also where amax is such a multiple of the bound already, and at the ends of the range."""
@@ -229,7 +227,6 @@ def test_an_amax_that_cannot_be_rounded_up_stays() -> None:
         assert int(round_up_to_bound(jnp.int32(bits), 2688.0)) == bits
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("length", "factor"),
     [(16, 4), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((32, 8), (64, 8), (128, 16)))],
@@ -259,7 +256,6 @@ def test_a_bound_after_rotation_at_the_ends_of_the_range() -> None:
     assert int(bound_after_rotation(jnp.int32(0x7FC00000), 16)) == 0x7FC00000
 
 
-@pytest.mark.any_jax
 def test_with_a_bound_random_bits_depend_on_the_operand() -> None:
     """Two operands with the same maximum are rounded by different random bits."""
     x = np.random.default_rng(3).standard_normal(SMALL).astype(ml_dtypes.bfloat16)
@@ -385,7 +381,6 @@ def test_row_scales_are_those_of_single_rows() -> None:
         assert np.asarray(q.amax)[i, 0] == expected["amax"]
 
 
-@pytest.mark.any_jax
 def test_each_index_of_a_batch_is_a_tensor() -> None:
     x = samples("wide", (3, 16, 32))
     q = compiled(nvfp4(), Axes(batch=(-3,)))(x)
@@ -400,7 +395,6 @@ def test_each_index_of_a_batch_is_a_tensor() -> None:
 # --- the transform --------------------------------------------------------------------------------
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("method", ["matmul", "matmul_bf16"])
 @pytest.mark.parametrize("axis", [0, 2, pytest.param(1, marks=pytest.mark.slow)])
 def test_rotation_equals_the_definition(method: Any, axis: int) -> None:
@@ -420,7 +414,6 @@ def test_rotation_equals_the_definition(method: Any, axis: int) -> None:
             np.testing.assert_allclose(rotated.astype(np.float64), exact, rtol=2.0**-8)
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("method", ["matmul", "cpu"])
 @pytest.mark.parametrize("size", [16, 128])
 def test_a_rotation_overflows_only_if_its_result_does(method: Any, size: int) -> None:
@@ -466,7 +459,6 @@ def test_random_words_are_unbiased_and_uncorrelated() -> None:
     assert np.unique(w).size > 65530
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("axis", [-1, pytest.param(-2, marks=pytest.mark.slow)])
 def test_ms_eden_is_unbiased(axis: int) -> None:
     shape = (32, 128) if axis == -1 else (128, 32)
@@ -501,7 +493,6 @@ KNOWN: dict[str, tuple[Treatment, tuple[float, float, float]]] = {
 }
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("row", KNOWN)
 @pytest.mark.parametrize(("column", "name"), [*enumerate(("normal", "laplace", "student"))])
 def test_known_values(row: str, column: int, name: str) -> None:
@@ -521,7 +512,6 @@ def test_known_values(row: str, column: int, name: str) -> None:
 IDEMPOTENT = [nvfp4(), nvfp4(tile2d=True), Treatment(format="mxfp4", element="e2m1")]
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("t", IDEMPOTENT)
 def test_idempotent(t: Treatment) -> None:
     """Quantizing a quantized tensor again changes nothing. The tensor must contain its own maximum for the scale to be
@@ -542,7 +532,6 @@ def test_stochastic_rounding_does_not_change_representable_values() -> None:
         np.testing.assert_array_equal(np.asarray(dequantize(again)), once)
 
 
-@pytest.mark.any_jax
 def test_tiles_of_the_transpose_are_the_same() -> None:
     x = samples("wide", (48, 80))
     q = compiled(nvfp4(tile2d=True), Axes(axis=-1, tile=-2))(x)
@@ -561,7 +550,6 @@ FORMATS = [
 ]  # fmt: skip
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("t", FORMATS)
 def test_zeros_stay_zeros(t: Treatment) -> None:
     q = quickly_compiled(t)(np.zeros(SMALL, np.float32))
@@ -569,7 +557,6 @@ def test_zeros_stay_zeros(t: Treatment) -> None:
     assert (np.asarray(codes_of(q)) == 0).all()
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("t", FORMATS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_nonfinite_elements_stay_nonfinite(t: Treatment, bad: float) -> None:
@@ -579,7 +566,6 @@ def test_nonfinite_elements_stay_nonfinite(t: Treatment, bad: float) -> None:
     assert not np.isfinite(np.asarray(dequantize(q))[3, 5])
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("t", FORMATS)
 @pytest.mark.parametrize("size", [1e-45, 1e-40, 1e-38, 1e-36, 1e-33, 1e-31, 1e-20, 1e20, 1e38])
 def test_extremes_are_finite_and_accurate(t: Treatment, size: float) -> None:

@@ -63,6 +63,7 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float:
 # ---- the definition
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("axis", [-1, 0])
 def test_codes_are_those_of_the_documented_key(axis: int) -> None:
     """The oracle computes key, random bits and rounding. Every scale is 1 here, so it needs no scales."""
@@ -84,6 +85,7 @@ def test_codes_are_those_of_the_documented_key(axis: int) -> None:
     np.testing.assert_array_equal(actual[mask], expected[mask])
 
 
+@pytest.mark.any_jax
 def test_mx_codes_depend_on_the_documented_key() -> None:
     """Blocks of 32, no outer scale: a block whose maximum is 6 has the scale 1."""
     x = np.random.default_rng(1).uniform(-6, 6, (16, 64)).astype(np.float32)
@@ -99,6 +101,7 @@ def test_mx_codes_depend_on_the_documented_key() -> None:
 # ---- freshness
 
 
+@pytest.mark.any_jax
 def test_errors_of_microbatches_with_equal_maxima_are_uncorrelated() -> None:
     first, second = microbatch(0), microbatch(1)
     # The same numbers but one, which is no maximum of the tensor.
@@ -109,6 +112,7 @@ def test_errors_of_microbatches_with_equal_maxima_are_uncorrelated() -> None:
     assert correlation(errors[0], errors[2]) < BOUND
 
 
+@pytest.mark.any_jax
 def test_errors_of_steps_layers_and_sites_are_uncorrelated() -> None:
     """The same numbers under keys that differ in one word."""
     x = microbatch(0)
@@ -117,6 +121,7 @@ def test_errors_of_steps_layers_and_sites_are_uncorrelated() -> None:
         assert correlation(first, error(x, *words)) < BOUND
 
 
+@pytest.mark.any_jax
 def test_errors_of_row_and_column_codes_are_uncorrelated() -> None:
     """dgrad reads dy along its rows, and wgrad along its columns."""
     x = microbatch(0)
@@ -125,6 +130,7 @@ def test_errors_of_row_and_column_codes_are_uncorrelated() -> None:
     assert correlation(rows, error(x, operand="wgrad.dy")) < BOUND
 
 
+@pytest.mark.any_jax
 def test_signs_of_ms_eden_depend_on_the_whole_of_both_operands() -> None:
     """Neither a microbatch nor a small step of the weights, with the same maxima, leaves the signs as they are."""
     x, w = microbatch(0, (32, 64)), microbatch(1, (64, 48))

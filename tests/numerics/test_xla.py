@@ -85,6 +85,7 @@ EACH_SHAPE = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.any_jax
 @EACH_SHAPE
 def test_fp8_quantizes_each_operand_once(left: Any, right: Any, dims: Any, weight: Any) -> None:
     """One quantizer serves all three GEMMs, and both orders of its codes give the same results."""
@@ -126,6 +127,7 @@ def test_under_transformations(name: str) -> None:
         assert_close(*run(w, x), tolerance(name))
 
 
+@pytest.mark.any_jax
 def test_nonfinite_operands_give_nonfinite_results() -> None:
     """A NaN or an infinity in an operand leaves no result of the product finite."""
     run = quick_jit(lambda x, w: [f(x, w) for f in products("plain", MATMUL)])
@@ -134,6 +136,7 @@ def test_nonfinite_operands_give_nonfinite_results() -> None:
             assert not np.isfinite(result).any()
 
 
+@pytest.mark.any_jax
 @pytest.mark.slow
 def test_powers_of_two_are_applied_after_rounding() -> None:
     """The GEMM writes bfloat16, and the result has the bits of the emulation, which rounds once at the end."""
@@ -176,6 +179,7 @@ def lowerings(policy: str, **execution: Any) -> list[str]:
     return [str(lowering) for lowering in decision.lowerings]
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("format", "backend", "target", "expected"),
     [
@@ -197,11 +201,13 @@ def test_what_runs_where(format: str, backend: str, target: str | None, expected
     assert [product.removesuffix(", unproven") for product in products] == [expected] * 3
 
 
+@pytest.mark.any_jax
 def test_each_gemm_has_its_own_backend() -> None:
     mixed = "* -> split(fprop=nvfp4, dgrad=mxfp4, wgrad=bf16)"
     assert lowerings(mixed, target="gb200") == ["xla, native", "emulated", "-"]
 
 
+@pytest.mark.any_jax
 def test_an_emulated_gemm_has_a_reason() -> None:
     query = gemm_queries(plan("* -> nvfp4").sites.sites[0], make_recipe("mxfp4"))[0]
     assert (query.gemm, query.m, query.n, query.k) == (Gemm.FPROP, 48, 32, 64)
@@ -213,6 +219,7 @@ def test_an_emulated_gemm_has_a_reason() -> None:
     assert obstacle.reason == "cpu does not multiply mxfp4"
 
 
+@pytest.mark.any_jax
 def test_a_contraction_for_which_no_kernel_is_documented_is_unproven() -> None:
     """Of 48 rows, 64 inputs and 32 outputs, wgrad contracts the rows."""
     assert lowerings("* -> nvfp4", target="gb200") == ["xla, native"] * 2 + ["xla, native, unproven"]
@@ -222,6 +229,7 @@ def test_a_contraction_for_which_no_kernel_is_documented_is_unproven() -> None:
     assert "a contracted size of 48, but" in decision.lowering(Gemm.WGRAD).doubt
 
 
+@pytest.mark.any_jax
 def test_require_native_rejects_emulation() -> None:
     def loss(p: Any, x: Any) -> Any:
         return jnp.sum(x @ p["mlp"])
@@ -232,6 +240,7 @@ def test_require_native_rejects_emulation() -> None:
     assert caught.value.diagnostics[0].code == "not-native"
 
 
+@pytest.mark.any_jax
 def test_unknown_names_are_errors_with_a_suggestion() -> None:
     with pytest.raises(ValueError, match="no backend named 'xlaa': did you mean 'xla'"):
         lowerings("* -> nvfp4", backend="xlaa")
@@ -242,6 +251,7 @@ def test_unknown_names_are_errors_with_a_suggestion() -> None:
 # ---- FP8
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("x_size", "w_size"),
     [(0, 0), (-100, 0), (-126, 20), (100, -110), (90, 30), (60, 80), (110, 120), (-120, -120)],
