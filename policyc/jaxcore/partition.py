@@ -88,12 +88,10 @@ class ShardIndex:
 
     Attributes:
       factors: as in `Division`.
-      summed: as in `Division`.
       scattered: as in `Division`.
     """
 
     factors: Mapping[str, MeshAxes]
-    summed: MeshAxes = ()
     scattered: tuple[ArrayAxes, ...] = ()
 
     @property
@@ -136,7 +134,7 @@ def partition(body: Body, rule: PartitionRule) -> Callable[..., Sequence[jax.Arr
         if division.gathered:
             warnings.warn(division.gathered, stacklevel=2)
 
-        index = ShardIndex(factors=division.factors, summed=division.summed, scattered=division.scattered)
+        index = ShardIndex(factors=division.factors, scattered=division.scattered)
         scattered = _scattered_here(rule, division)
 
         def run_shard(*arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,11 @@ import pytest
 from policyc.language.recipes import Treatment
 from policyc.numerics import primitives
 from policyc.numerics.quantize import Axes, codes_of, kernels, make_key, quantize
-from policyc.numerics.quantize.bits import INFINITY, exact_div, kernel_div
+from policyc.numerics.quantize.bits import INFINITY, Element, exact_div, kernel_div
 from policyc.numerics.quantize.kernel_bodies import Order
 from policyc.numerics.quantize.kernel_tiles import RowLengths
 from policyc.numerics.quantize.orders import OrderRequest, order_scales, quantize_orders
+from tests.numerics import test_quantize
 from tests.numerics.test_kernels import (
     COLUMNS,
     NEAREST,
@@ -30,7 +32,7 @@ from tests.numerics.test_kernels import (
     refined_requests,
     requests,
 )
-from tests.numerics.test_quantize import with_denormals
+from tests.numerics.test_quantize import ELEMENT_DTYPES, with_denormals
 from tests.support import rounding_oracle as oracle
 
 pytestmark = [
@@ -49,6 +51,11 @@ def test_quotients_are_exact_where_those_of_the_gpu_are_not(divide: Callable[...
     expected[expected < np.finfo(np.float32).tiny] = 0
     np.testing.assert_array_equal(np.asarray(jax.jit(divide)(a, b)), expected)
     assert np.any(np.asarray(jax.jit(jnp.divide)(a, b)) != expected)
+
+
+@pytest.mark.parametrize(("element", "dtype"), ELEMENT_DTYPES)
+def test_the_gpu_rounds_and_decodes_as_ml_dtypes(element: Element, dtype: Any) -> None:
+    test_quantize.test_rounding_and_decoding_equal_ml_dtypes(element, dtype)
 
 
 SHAPES = ((4, 2048, 1024), (64, 256), (3, 64, 1408), (192, 14336))

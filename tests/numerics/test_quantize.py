@@ -24,6 +24,7 @@ from policyc.numerics.quantize.bits import (
     Element,
     cpu_div,
     decode,
+    encode_scaled,
     exact_div,
     exact_div_by_constant,
     kernel_div,
@@ -134,10 +135,14 @@ def test_division_saturates() -> None:
         assert divide(jnp.float32(1), jnp.float32(0)) == np.float32(3.4028235e38)
 
 
-@pytest.mark.parametrize(
-    ("element", "dtype"),
-    [(E2M1, ml_dtypes.float4_e2m1fn), (E4M3, ml_dtypes.float8_e4m3fn), (E5M2, ml_dtypes.float8_e5m2)],
+ELEMENT_DTYPES = (
+    (E2M1, ml_dtypes.float4_e2m1fn),
+    (E4M3, ml_dtypes.float8_e4m3fn),
+    (E5M2, ml_dtypes.float8_e5m2),
 )
+
+
+@pytest.mark.parametrize(("element", "dtype"), ELEMENT_DTYPES)
 def test_rounding_and_decoding_equal_ml_dtypes(element: Element, dtype: Any) -> None:
     codes = np.arange(1 << element.bits, dtype=np.uint8)
     values = codes.view(dtype).astype(np.float32)
@@ -153,6 +158,10 @@ def test_rounding_and_decoding_equal_ml_dtypes(element: Element, dtype: Any) -> 
     x = np.minimum(x.astype(np.float32), np.float32(element.top))
     expected = x.astype(dtype).view(np.uint8) & ((1 << element.bits) - 1)
     np.testing.assert_array_equal(np.asarray(jax.jit(partial(round_nearest, element=element))(x)), expected)
+    if element.bits == 8:
+        one, amax = jnp.float32(1), jnp.int32(0)
+        encode = jax.jit(lambda x: encode_scaled(x, one, one, amax, element))
+        np.testing.assert_array_equal(np.asarray(encode(-x)), expected | element.sign)
 
 
 # --- whole tensors, against the oracle ------------------------------------------------------------
@@ -338,7 +347,7 @@ def test_fp8_of_every_bfloat16_equals_the_oracle(element: str, method: Method, s
     ("axis", "outer", "columns"), [(-1, "tensor", 96), (-1, "row", 90), (-2, "row", 96), (-2, "tensor", 90)]
 )
 def test_both_implementations_of_fp8(axis: int, outer: str, columns: int) -> None:
-    """Scales per row and per column, with whole words and without, and a NaN in one matrix."""
+    """Scales per row and per column, with maxima of groups and without, and a NaN in one matrix."""
     x = samples("wide", (3, 64, columns)).astype(ml_dtypes.bfloat16)
     x[1, 5, 7] = np.nan
     t = Treatment(format="fp8", element="e4m3", outer=outer)

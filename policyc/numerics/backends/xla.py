@@ -29,7 +29,7 @@ from policyc.numerics.backends.emulate import apply_outer_scales, count_reads, f
 from policyc.numerics.backends.sharded import quantize_sharded
 from policyc.numerics.products import DimensionNumbers, free_dims
 from policyc.numerics.quantize import kernels
-from policyc.numerics.quantize.bits import materialize
+from policyc.numerics.quantize.bits import FP8_DTYPES, materialize
 from policyc.numerics.quantize.blocks import refinement_of
 from policyc.numerics.quantize.dispatch import rotate_operand
 from policyc.numerics.quantize.kernel_tiles import BLOCK, TILE_FEATURES, TILE_TOKENS
@@ -43,7 +43,7 @@ from policyc.numerics.quantize.layout import (
 )
 from policyc.numerics.quantize.orders import OrderRequest
 from policyc.numerics.quantize.orders import quantize_orders as quantize_by_kernels
-from policyc.numerics.quantize.values import outer_factors, outer_scale
+from policyc.numerics.quantize.values import outer_product, outer_scale
 
 __all__ = [
     "TRAITS",
@@ -63,8 +63,6 @@ _PARTLY_MANUAL = (
 )
 
 TRAITS = BackendTraits(needs_devices=True, can_batch=True, quantizes_stacks=False)
-
-_FP8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
 
 def obstacle(query: GemmQuery) -> Obstacle | None:
@@ -265,7 +263,7 @@ def _multiply_codes(
 ) -> jax.Array:
     """The product of two arrays of codes, without outer scales."""
     a, b = (
-        lax.bitcast_convert_type(codes, _FP8[element])
+        lax.bitcast_convert_type(codes, FP8_DTYPES[element])
         for codes, element in zip((left, right), elements, strict=True)
     )
     return lax.dot_general(a, b, dimensions, precision=FP8_DOT_PRECISION, preferred_element_type=out)
@@ -311,29 +309,21 @@ def _multiply_scaled_fp8(
     left_end = lhs.codes.ndim - len(left_contract)
     columns = range(len(right_batch), rhs.codes.ndim - len(right_contract))
 
-    def run(
-        index: ShardIndex, left: jax.Array, right: jax.Array, scale: jax.Array, rest: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def run(index: ShardIndex, left: jax.Array, right: jax.Array, scale: jax.Array) -> tuple[jax.Array]:
         scattered = index.first_scattered()
         if scattered is None or scattered < left_end:
-            scaled = _scale_product(left, right, elements, dimensions, scale)
-            if scattered is None and index.summed:
-                # Nothing is left to do after the sum. So XLA can add the sums of several products before devices do.
-                return scaled * rest.astype(scaled.dtype), jnp.ones_like(rest)
-            return scaled, rest
+            return (_scale_product(left, right, elements, dimensions, scale),)
         # Computed transposed, so that XLA need not transpose it before it scatters the sum along its columns. Without
         # the first barrier, XLA would swap the operands again, and without the second it would transpose before it
         # scales: both put a transpose between GEMM and scale.
         scaled = materialize(_scale_product(right, materialize(left), elements[::-1], swapped, scale))
-        return jnp.moveaxis(scaled, columns, range(-len(columns), 0)), rest
+        return (jnp.moveaxis(scaled, columns, range(-len(columns), 0)),)
 
     scales = [(jnp.reshape(o.amax, ()), o.layout.bound) for o in (lhs, rhs) if o.amax is not None]
-    arrays = lhs.codes, rhs.codes, *outer_factors(scales)
-    if context.can_partition:
-        product, rest = partition(run, _fp8_rule(lhs, rhs, dimensions))(*arrays)
-    else:
-        product, rest = run(ShardIndex(factors={}), *arrays)
-    return product * rest.astype(product.dtype)
+    arrays = lhs.codes, rhs.codes, outer_product(scales)
+    divided = partition(run, _fp8_rule(lhs, rhs, dimensions))
+    (product,) = divided(*arrays) if context.can_partition else run(ShardIndex(factors={}), *arrays)
+    return product
 
 
 def _fp8_rule(lhs: Quantized, rhs: Quantized, dimensions: DimensionNumbers) -> PartitionRule:
@@ -353,7 +343,7 @@ def _fp8_rule(lhs: Quantized, rhs: Quantized, dimensions: DimensionNumbers) -> P
     for array, contract, batch in ((left, left_contract, left_batch), (right, right_contract, right_batch)):
         result += [array[i] for i in free_dims(len(array), contract, batch)]
     return PartitionRule(
-        name="FP8 GEMM", operands=(left, right, (), ()), results=(tuple(result), ()), xla_scatters=True
+        name="FP8 GEMM", operands=(left, right, ()), results=(tuple(result),), xla_scatters=True
     )
 
 

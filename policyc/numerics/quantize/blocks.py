@@ -227,7 +227,7 @@ def find_encoding_scale(
     of two that avoids denormals if amax is tiny, and 1 otherwise.
     """
     top, lift = _lift(amax)
-    return jnp.where(amax == 0, jnp.float32(1), div(jnp.float32(bound), top)), lift
+    return jnp.where(amax == 0, jnp.float32(1), div(jnp.full_like(top, bound), top)), lift
 
 
 def _lift(amax: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -6,22 +6,31 @@ FP4 is an ablation: no GPU multiplies it.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from policyc.numerics.quantize.bits import ELEMENTS, Element, abs_bits, encode_scaled, from_bits, materialize
+from policyc.numerics.quantize.bits import (
+    ELEMENTS,
+    Element,
+    abs_bits,
+    encode_scaled,
+    from_bits,
+    kernel_div,
+    materialize,
+)
 from policyc.numerics.quantize.blocks import (
     QuantizeContext,
     encode_blocks,
+    find_encoding_scale,
     find_maxima,
     materialize_encoding_scale,
     outer_maximum,
     outer_scale_axes,
     tensor_key,
 )
-from policyc.numerics.quantize.layout import Quantized, split_axis
+from policyc.numerics.quantize.layout import Quantized
 
 _GROUP = 16
 """The elements whose maximum is found while x is written: as many as in an NVFP4 block."""
@@ -32,10 +41,9 @@ def quantize_fp8(x: jax.Array, context: QuantizeContext) -> Quantized:
     axes, layout = context.axes, context.layout
     element = ELEMENTS[layout.element]
     spanned = outer_scale_axes(context.treatment, axes, layout, x.ndim)
-    has_words = x.dtype == jnp.bfloat16 and x.shape[-1] % _GROUP == 0 and -1 in spanned and not context.cpu
     # An 8-bit GEMM reads one operand transposed. Unless x is in memory first, XLA fuses that transpose into everything
     # that makes x, and computes x three times. The operation that writes x also finds the maxima of groups.
-    if has_words:
+    if x.dtype == jnp.bfloat16 and x.shape[-1] % _GROUP == 0 and -1 in spanned and not context.cpu:
         groups = replace(layout, axis=-1, block=_GROUP)
         along = replace(axes, axis=-1, contract=axes.contract or (axes.axis,))
         x, _, amax = find_maxima(x, replace(context, axes=along, layout=groups))
@@ -43,15 +51,15 @@ def quantize_fp8(x: jax.Array, context: QuantizeContext) -> Quantized:
         x = materialize(x)
         amax = abs_bits(x).max(axis=spanned, keepdims=True)
     amax = outer_maximum(amax, context.treatment, layout.bound)
-    enc, lift = materialize_encoding_scale(amax, context)
     transposed: jax.Array | None = None
     if context.fp8_kernel is not None:
-        codes, transposed = context.fp8_kernel.both_orders(x, lift, enc, amax, element)
+        codes, transposed = context.fp8_kernel.both_orders(
+            x, amax, partial(_encode_in_kernel, element=element)
+        )
     else:
-        if has_words:
-            codes = _encode_words(x, lift, enc, amax, element)
-        else:
-            codes = encode_scaled(x.astype(jnp.float32), lift, enc, amax, element).astype(jnp.uint8)
+        enc, lift = materialize_encoding_scale(amax, context)
+        # Without the barrier XLA might drop the cast, if a GEMM reads the codes as wider numbers.
+        codes = materialize(encode_scaled(x.astype(jnp.float32), lift, enc, amax, element))
         if axes.both_orders:
             transposed = jnp.moveaxis(codes, -1, 0)
     return Quantized(
@@ -59,24 +67,9 @@ def quantize_fp8(x: jax.Array, context: QuantizeContext) -> Quantized:
     )
 
 
-def _encode_words(
-    x: jax.Array, lift: jax.Array, enc: jax.Array, amax: jax.Array, element: Element
-) -> jax.Array:
-    """The codes of a bfloat16 array, computed four to a word.
-
-    XLA's loops move words at the speed of memory and bytes at 0.6 of it. The words are materialized, so that a
-    transpose of the codes moves bytes.
-    """
-    pairs = lax.bitcast_convert_type(split_axis(x, -1, x.shape[-1] // 4, 2, 2), jnp.int32)
-    lift, enc, amax = (scale[..., None] for scale in (lift, enc, amax))
-    low, high = (
-        encode_scaled(values, lift, enc, amax, element)
-        for values in (from_bits(pairs << 16), from_bits(pairs & ~0xFFFF))
-    )
-    halves = low | (high << 8)
-    first, second = (lax.index_in_dim(halves, i, axis=-1, keepdims=False) for i in range(2))
-    word = materialize(first | (second << 16))
-    return lax.bitcast_convert_type(word, jnp.uint8).reshape(x.shape)
+def _encode_in_kernel(values: jax.Array, amax: jax.Array, element: Element) -> jax.Array:
+    enc, lift = find_encoding_scale(amax, element.top, kernel_div)
+    return encode_scaled(values, lift, enc, amax, element)
 
 
 # ---- FP4

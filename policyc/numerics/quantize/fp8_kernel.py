@@ -6,6 +6,7 @@ transpose bytes yet, so this kernel stays on Triton.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -16,11 +17,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from policyc.language.recipes import Treatment
-from policyc.numerics.quantize.bits import Element, encode_scaled
 from policyc.numerics.quantize.layout import Axes
 
 _SQUARE, _WARPS = 128, 8
 """The rows and columns of the square that one instance of the kernel reads, and the warps of the instance."""
+
+Encode = Callable[[jax.Array, jax.Array], jax.Array]
+"""Gives the codes of fp32 values, from the bits of the largest magnitude of all."""
 
 
 def fits(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
@@ -37,23 +40,21 @@ class Fp8Kernel:
 
     interpret: bool = False
 
-    def both_orders(
-        self, x: jax.Array, lift: jax.Array, enc: jax.Array, amax: jax.Array, element: Element
-    ) -> tuple[jax.Array, jax.Array]:
-        """The codes, and the same with the last axis first. `lift`, `enc` and `amax` are scalars."""
+    def both_orders(self, x: jax.Array, amax: jax.Array, encode: Encode) -> tuple[jax.Array, jax.Array]:
+        """The codes, and the same with the last axis first. `amax` has the bits of one number."""
         flat = x.reshape(-1, x.shape[-1])
         rows, columns = flat.shape
         square = ((_SQUARE, _SQUARE), lambda i, j: (i, j))
         transposed_square = ((_SQUARE, _SQUARE), lambda i, j: (j, i))
         scalar = ((1, 1), lambda *_: (0, 0))
         codes, transposed = pl.pallas_call(
-            partial(_both, element=element),
+            partial(_both, encode=encode),
             [jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in ((rows, columns), (columns, rows))],
             grid=(rows // _SQUARE, columns // _SQUARE),
-            in_specs=[pl.BlockSpec(*s) for s in (square, scalar, scalar, scalar)],
+            in_specs=[pl.BlockSpec(*s) for s in (square, scalar)],
             out_specs=[pl.BlockSpec(*s) for s in (square, transposed_square)],
             **_compiler_options(self.interpret),
-        )(flat, *(a.reshape(1, 1) for a in (lift, enc, amax)))
+        )(flat, amax.reshape(1, 1))
         return codes.reshape(x.shape), transposed.reshape(x.shape[-1], *x.shape[:-1])
 
 
@@ -65,8 +66,7 @@ def _compiler_options(interpret: bool) -> dict[str, Any]:
     return {"compiler_params": triton.CompilerParams(num_warps=_WARPS)}
 
 
-def _both(x: Any, lift: Any, enc: Any, amax: Any, codes: Any, transposed: Any, *, element: Element) -> None:
-    values = x[...].astype(jnp.float32)
-    encoded = encode_scaled(values, lift[...], enc[...], amax[...], element).astype(jnp.uint8)
+def _both(x: Any, amax: Any, codes: Any, transposed: Any, *, encode: Encode) -> None:
+    encoded = encode(x[...].astype(jnp.float32), amax[...])
     codes[...] = encoded
     transposed[...] = encoded.T
