@@ -70,6 +70,9 @@ def test_a_command_speaks_the_vocabulary(name: str) -> None:
     assert ("--vs" in options) == (name in COMPARES)
     if name in PRINTS:
         assert {"--format", "--out"} <= options.keys()
+        kind = options["--format"].type
+        assert isinstance(kind, click.Choice)
+        assert "json" in kind.choices
     if "--policy" in options:
         assert options["--policy"].metavar == "POLICY[:VARIANT]"
     if name in HAS_TARGET:
@@ -88,6 +91,10 @@ def test_help_lists_the_commands_in_groups() -> None:
     assert places == sorted(places)
     for place, names in zip(places, COMMAND_GROUPS.values(), strict=True):
         assert [line.split()[0] for line in lines[place + 1 : place + 1 + len(names)]] == list(names)
+        assert not any("..." in line for line in lines[place + 1 : place + 1 + len(names)]), (
+            "a summary is cut"
+        )
+    assert max(map(len, lines)) <= 110
 
 
 def test_help_answers_the_questions_of_a_newcomer() -> None:

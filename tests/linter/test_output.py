@@ -13,9 +13,7 @@ import pytest
 
 from policyc import __version__
 from policyc.language.diagnostics import Diagnostic, Edit, Fix, Note, Severity, SourceText, Span, plain
-from policyc.language.loader import parse_with_diagnostics
 from policyc.linter import output
-from policyc.linter.engine import lint
 from policyc.linter.rules import ALL_CODES, LINT_RULES
 from tests.support.command import policyc
 
@@ -224,11 +222,3 @@ def test_sarif_of_odd_paths(path: str, uri: str) -> None:
     diagnostic = Diagnostic(code="unreadable-file", message="m", span=Span(SourceText("", path), 0, 0))
     (result,) = parse_sarif(format_diagnostics("sarif", diagnostic))["results"]
     assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == uri
-
-
-@pytest.mark.parametrize("output_format", output.OUTPUT_FORMATS)
-def test_every_format_prints_what_lint_finds(output_format: str) -> None:
-    text = "a.b -> bf16; a -> nvfp4 # allow: nothing\nvariant v {}\r\n" * 3
-    diagnostics = lint(parse_with_diagnostics(text)).diagnostics
-    assert diagnostics
-    assert format_diagnostics(output_format, *diagnostics)

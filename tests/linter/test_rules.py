@@ -211,6 +211,8 @@ def test_every_finding_says_what_to_try(code: str) -> None:
         ("layers[-1.5%:] -> fp8\nlayers[-1] -> bf16", []),
         # a transform on both operands of one product, through a split
         ("mlp -> split(fprop=nvfp4, bwd=nvfp4(rht=wgrad, sr=grad))\nlayers[-4:] -> bf16", []),
+        # an error while reading hides other findings
+        ("mlp -> fp8\nmlp -> bf17\nmlp -> bf16", ["unknown-format"]),
         ("", ["empty-policy"]),
         ("# nothing but a comment", ["empty-policy"]),
     ],
@@ -256,9 +258,3 @@ def test_one_fix_restricts_what_is_in_4_bits_and_writes_the_published_options(
     assert lint_codes(before) == ["everything-in-4-bits"]
     assert fix_text(before) == before
     assert fix_text(before, unsafe=True) == after.format("(mlp or attention) and layer < -4")
-
-
-def test_a_shadowed_rule_shows_the_rule_that_overrides_it() -> None:
-    (diagnostic,) = lint(parse_with_diagnostics("a.b -> bf16\na -> fp8")).diagnostics
-    assert diagnostic.span.text == "a.b -> bf16"
-    assert [(n.span.text, n.message) for n in diagnostic.notes] == [("a -> fp8", "this rule sets fp8")]
