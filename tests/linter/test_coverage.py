@@ -21,7 +21,6 @@ from policyc.language.loader import parse_with_diagnostics
 from policyc.language.policy import Policy, Rule
 from policyc.language.predicates import Predicate
 from policyc.language.recipes import Gemm
-from policyc.language.schedule import StepCondition, representative_steps
 from policyc.language.selectors import parse_path
 from policyc.linter.context import Context
 from policyc.linter.coverage import Coverage, Point, ResolvedRule, find_uncovered_point
@@ -169,7 +168,7 @@ def test_the_oracle_matches_all_names_at_once_as_it_matches_each(seed: int) -> N
         ]
 
 
-# ---- conditions and phases
+# ---- conditions. Those of steps: tests/language/test_schedule.py
 
 
 CONDITIONS = (
@@ -236,41 +235,6 @@ def test_the_samples_of_kinds_and_layers_are_those_of_all_places(seed: int) -> N
     for sample in samples.values():
         place = {name: value for name, value in sample.items() if name in PLACES[0]}
         assert place in make_places([] if place["layers"] is None else [place["layers"]]), place
-
-
-PHASES = (
-    "after 50%",
-    "until 82%",
-    "after 82%",
-    "after 1000",
-    "until 1000",
-    "after 1500",
-    "until 99.9%",
-    "until 10",
-)
-TOTALS = (1, 2, 9, 10, 11, 50, 1000, 1001, 1220, 1500, 1800, 1830, 2000, 3000, 10_000)
-MOMENTS = [
-    (step, total)
-    for total in TOTALS
-    for step in {*range(0, total, 7), total - 1, *(s for s in (999, 1000, 1499, 1500) if s < total)}
-]
-
-
-def parse_phase(text: str) -> StepCondition:
-    return parse(f"{text} {{ a -> bf16 }}").rules[0].when[0]
-
-
-@cache
-def holds_at_moments(text: str) -> tuple[bool, ...]:
-    phase = parse_phase(text)
-    return tuple(phase.holds(*moment) for moment in MOMENTS)
-
-
-@pytest.mark.parametrize("texts", list(itertools.combinations(PHASES, 3)), ids=", ".join)
-def test_every_combination_of_phases_that_a_step_is_in_has_a_sample(texts: tuple[str, ...]) -> None:
-    phases = tuple(map(parse_phase, texts))
-    samples = {tuple(p.holds(*moment) for p in phases) for moment in representative_steps(phases)}
-    assert set(zip(*map(holds_at_moments, texts), strict=True)) <= samples
 
 
 # ---- examples
