@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from operator import and_
 from pathlib import Path
 from typing import Any
@@ -52,14 +52,16 @@ def _write_segment(segment: PathSegment) -> str:
 
 def read_path(text: str) -> DottedPath:
     """The path that `write_path` wrote."""
-    segments = []
-    for part in text.split(".") if text else ():
-        match = _SEGMENT.fullmatch(part)
-        if match is None:
-            raise BadSiteList(f"'{part}' is not a name with an index: write the file again")
-        index, size = (None if number is None else int(number) for number in match.groups()[1:])
-        segments.append(PathSegment(unquote(match[1]), index, size))
-    return tuple(segments)
+    return tuple(map(_read_segment, text.split("."))) if text else ()
+
+
+@lru_cache(maxsize=4096)  # the paths of a model have few different names
+def _read_segment(text: str) -> PathSegment:
+    match = _SEGMENT.fullmatch(text)
+    if match is None:
+        raise BadSiteList(f"'{text}' is not a name with an index: write the file again")
+    index, size = (None if number is None else int(number) for number in match.groups()[1:])
+    return PathSegment(unquote(match[1]), index, size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

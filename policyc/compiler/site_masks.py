@@ -21,7 +21,6 @@ from policyc.language.selectors import (
     Selector,
     expand_selector,
     glob_segment_matches,
-    skip_wildcards,
 )
 
 ProductMasks = tuple[int, int, int]
@@ -69,10 +68,12 @@ class _SamePaths:
 
 
 def _skip_wildcards(segments: tuple[PatternSegment, ...], active: dict[int, int]) -> dict[int, int]:
-    reached: dict[int, int] = {}
+    """Adds the positions reached when wildcards match no path segment."""
+    reached = dict(active)
     for position, mask in active.items():
-        for place in skip_wildcards(segments, {position}):
-            reached[place] = reached.get(place, 0) | mask
+        while position < len(segments) and segments[position].is_wildcard:
+            position += 1
+            reached[position] = reached.get(position, 0) | mask
     return reached
 
 

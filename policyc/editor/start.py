@@ -32,6 +32,7 @@ _SERVER = {"capabilities": _CAPABILITIES, "serverInfo": {"name": "policyc", "ver
 
 def serve() -> int:
     """Serves one client over standard input and output. Returns the exit status that the protocol asks for."""
+    gc.set_threshold(*_COLLECTED)
     connection = Connection(sys.stdin.buffer, sys.stdout.buffer)
     sys.stdout = sys.stderr  # nothing else may print between messages
     client = initialize(connection)
@@ -40,7 +41,6 @@ def serve() -> int:
         from policyc.editor.server import PolicyServer
 
         gc.freeze()
-        gc.set_threshold(*_COLLECTED)
         status = PolicyServer(connection, client).run()
     connection.close()
     return status

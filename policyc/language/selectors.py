@@ -182,7 +182,7 @@ def matches(pattern: Pattern, path: DottedPath) -> bool:
     Runs the pattern as a nondeterministic automaton: `active` holds the pattern segments that may match next.
     """
     segments, end = pattern.segments, len(pattern.segments)
-    active = skip_wildcards(segments, {0})
+    active = _skip_wildcards(segments, {0})
     for name in path:
         if end in active:
             return True
@@ -192,11 +192,11 @@ def matches(pattern: Pattern, path: DottedPath) -> bool:
                 following.add(position)
             elif _segment_matches(segments[position], name):
                 following.add(position + 1)
-        active = skip_wildcards(segments, following)
+        active = _skip_wildcards(segments, following)
     return end in active
 
 
-def skip_wildcards(segments: tuple[PatternSegment, ...], active: set[int]) -> set[int]:
+def _skip_wildcards(segments: tuple[PatternSegment, ...], active: set[int]) -> set[int]:
     """Adds the positions reached when wildcards match no path segment."""
     reached = set(active)
     for position in active:
@@ -211,6 +211,8 @@ def glob_matches(glob: str, text: str) -> bool:
 
     Takes at most the product of both lengths in time, for every glob: only the last `*` is ever tried again.
     """
+    if "*" not in glob and "?" not in glob:  # most are names
+        return glob == text
     i, j = 0, 0  # positions in the text and in the glob
     star, retry = -1, 0  # the last `*` in the glob, and where in the text its match ends
     while i < len(text):

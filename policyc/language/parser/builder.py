@@ -125,8 +125,8 @@ class StatementBuilder(ConditionBuilder):
 
     def _segment(self, tree: Any) -> SelectorSegment:
         token = tree.children[0]
-        glob = re.sub(r"\*+", "*", token)
-        if re.fullmatch(r"-\d+", token):
+        glob = re.sub(r"\*+", "*", token) if "**" in token else str(token)
+        if token.startswith("-") and re.fullmatch(r"-\d+", token):
             self._report(
                 "bad-slice",
                 token,
