@@ -2,17 +2,18 @@
 
     python -m benchmarks.kinds_time [LAYERS]        default: 126
 
-For each program it prints the processor milliseconds of JAX's trace, of the analysis without kinds and of the kinds,
-and the last as a share of the trace. The three are measured in turn, so that other load on the machine affects all of
-them.
-Each is the least of seven measurements, with the garbage collector off.
+In each of 11 turns it measures the processor time of JAX's trace, of the kinds and of the whole analysis, one after the
+other in one process, each with JAX's caches empty and the garbage collector off. The share of a turn is that of its own
+kinds in its own trace, so that other load on the machine affects both. For each program it prints the median
+milliseconds, the median share, and the range in which all but the two lowest and the two highest shares are.
 """
 
 from __future__ import annotations
 
 import gc
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,8 @@ from policyc.compiler.kinds import set_kinds
 from policyc.compiler.paths import leaf_paths
 from policyc.compiler.sites import Sites
 
-REPEATS = 7
+TURNS = 11
+OUTLIERS = 2  # turns at either end that the range of shares leaves out
 BATCH, WIDTH = 8, 64
 
 
@@ -97,19 +99,17 @@ def programs(layers: int) -> dict[str, tuple[Callable[..., Any], Any, jax.ShapeD
     }
 
 
-def least_milliseconds(functions: Sequence[Callable[[], Any]]) -> list[float]:
-    """The least processor time of each function. They run in turn."""
-    times: list[list[float]] = [[] for _ in functions]
-    for _ in range(REPEATS):
-        for function, measured in zip(functions, times, strict=True):
-            jax.clear_caches()
-            gc.collect()
-            gc.disable()
-            start = time.process_time()
-            function()
-            measured.append(1e3 * (time.process_time() - start))
-            gc.enable()
-    return [min(measured) for measured in times]
+def milliseconds(function: Callable[[], Any]) -> float:
+    """The processor time of one call, without that of freeing its result."""
+    jax.clear_caches()
+    gc.collect()
+    gc.disable()
+    start = time.process_time()
+    result = function()
+    stop = time.process_time()
+    gc.enable()
+    del result
+    return 1e3 * (stop - start)
 
 
 def find_kinds(sites: Sites, is_parameter: list[bool]) -> None:
@@ -119,22 +119,24 @@ def find_kinds(sites: Sites, is_parameter: list[bool]) -> None:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("layers", nargs="?", type=int, default=126, help="layers of Llama (default: 126)")
-    print(
-        f"JAX {jax.__version__}\nprogram               sites  trace ms  analysis ms  kinds ms  share of trace"
-    )
+    print(f"JAX {jax.__version__}")
+    print("program               sites  trace ms  analysis ms  kinds ms  share of trace")
     for name, (loss, params, data) in programs(parser.parse_args().layers).items():
         closed, paths = jax.make_jaxpr(loss)(params, data), [*leaf_paths([("params", params)]), None]
         sites = analyze(closed, paths)
-        is_parameter = [p is not None for p in paths]
-        trace, kinds, analysis = least_milliseconds(
-            [
-                partial(jax.make_jaxpr(loss), params, data),
-                partial(find_kinds, sites, is_parameter),
-                partial(analyze, closed, paths),
-            ]
+        functions = (
+            partial(jax.make_jaxpr(loss), params, data),
+            partial(find_kinds, sites, [p is not None for p in paths]),
+            partial(analyze, closed, paths),
         )
-        rest, share = analysis - kinds, kinds / trace
-        print(f"{name:20}  {len(sites):5}  {trace:8.0f}  {rest:11.1f}  {kinds:8.1f}  {share:.1%}", flush=True)
+        turns = [[milliseconds(function) for function in functions] for _ in range(TURNS)]
+        trace, kinds, analysis = map(statistics.median, zip(*turns, strict=True))
+        shares = sorted(of_kinds / of_trace for of_trace, of_kinds, _ in turns)
+        print(
+            f"{name:20}  {len(sites):5}  {trace:8.0f}  {analysis - kinds:11.1f}  {kinds:8.1f}  "
+            f"{statistics.median(shares):5.1%} ({shares[OUTLIERS]:.1%} to {shares[-1 - OUTLIERS]:.1%})",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
