@@ -109,15 +109,11 @@ class Flow:
 
     def add(self, operation: str, operands: Collection[int] = (), call: Call | None = None) -> int:
         """A new node. Operands may be `PARAMETER` and `CONSTANT`."""
-        return self.append(operation, operands, [o for o in operands if o >= 0], call)
-
-    def append(self, operation: str, operands: Collection[int], inputs: list[int], call: Call | None) -> int:
-        """A new node. `inputs` are the operands that are nodes."""
         node = len(self.operations)
         if PARAMETER in operands:
             self.learned.add(node)
         self.operations.append(operation)
-        self.inputs.append(inputs)
+        self.inputs.append([o for o in operands if o >= 0])
         self.calls.append(call)
         return node
 
@@ -219,6 +215,7 @@ class _Builder:
         """The values of the results of a jaxpr, from those of its inputs."""
         opened = jaxprs.open_jaxpr(jaxpr)
         caller, flow, sites = self._caller, self.flow, self._sites.get(address, {})
+        operations, all_inputs, calls = flow.operations, flow.inputs, flow.calls
         known: dict[Any, int] = dict(zip(opened.invars, values, strict=True))
         if constants:
             known.update(constants)
@@ -226,19 +223,25 @@ class _Builder:
         for number, eqn in enumerate(opened.eqns):
             name = eqn.primitive.name
             operands: list[int] = []
-            inputs: list[int] = []
+            least = 0
             for atom in eqn.invars:
                 value = CONSTANT if type(atom) is Literal else value_of(atom, CONSTANT)
                 operands.append(value)
-                if value >= 0:
-                    inputs.append(value)
+                if value < least:
+                    least = value
+            inputs = [o for o in operands if o >= 0] if least else operands
             if number in sites or (inputs and name in _PLAIN):
-                value = flow.append(name, operands, inputs, (eqn, caller))
+                value = len(operations)
+                operations.append(name)
+                all_inputs.append(inputs)
+                calls.append((eqn, caller))
+                if least == PARAMETER:
+                    flow.learned.add(value)
                 if number in sites:
                     flow.sites[value] = sites[number]
                     flow.operands[value] = tuple(operands)
             elif name in _PLAIN:
-                value = PARAMETER if PARAMETER in operands else CONSTANT
+                value = least or CONSTANT
             elif name not in _LAYOUT or len(operands) != 1:
                 self._caller = (eqn, caller)
                 results = self._equation(eqn, name, operands, (*address, number))

@@ -170,12 +170,11 @@ class _Blocks:
         return block
 
     def _read(self, node: int, kind: str) -> Product:
-        products, site, mixer = self._products, self._products.sites[node], self._mixer_of.get(node)
-        operations = products.flow.operations
+        products, flow, mixer = self._products, self._products.flow, self._mixer_of.get(node)
+        site, operations = products.sites[node], flow.operations
         nonlinear = 0
-        for user in products.flow.users[node]:
-            if operations[user] in _NONLINEAR:
-                nonlinear |= _NONLINEAR[operations[user]]
+        for user in flow.users[node]:
+            nonlinear |= _NONLINEAR.get(operations[user], 0)
         has_memory = mixer in self._memories
         branches = products.branches.get(node, _NO_BRANCHES)
         parameter, indices = self._names(site)

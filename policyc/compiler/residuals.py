@@ -50,11 +50,11 @@ class _Ancestors:
 
     def extend(self, stop: int) -> None:
         """Adds the next nodes, those before `stop`."""
-        known, inputs, ends, written = self._bits, self._flow.inputs, self.ends, self._written
-        for node in range(len(known), stop):
+        known, ends, written = self._bits, self.ends, self._written
+        first = len(known)
+        for node, operands in enumerate(self._flow.inputs[first:stop], first):
             bits = 1
             if node not in ends:
-                operands = inputs[node]
                 if written:
                     near = [o for o in operands if node - _MAX_BRANCH < o < node]
                     operands = [*operands, *(v for o in near for v in written.get(o, ()))]
@@ -67,9 +67,9 @@ class _Ancestors:
             known.append(bits)
 
     def sites_between(self, first: int, last: int) -> set[int]:
-        """The sites that are computed from a node, and from which another node is."""
+        """The sites that are computed from a node, and from which a later node is."""
         bits, sites = self._bits, self._sites
-        if first >= last or not bits[last] & 1 << last - first:
+        if not bits[last] >> last - first & 1:
             return set()
         between = sites[bisect_right(sites, first) : bisect_right(sites, last)]
         return {s for s in between if bits[last] & 1 << last - s and bits[s] & 1 << s - first}
@@ -78,14 +78,18 @@ class _Ancestors:
 def _branch_members(flow: Flow, node: int, ancestors: _Ancestors) -> set[int]:
     """The sites in the branches that an addition adds to a stream; none if it is not a residual addition."""
     terms = _terms(flow, node)
+    last = max(terms)
     members: set[int] = set()
     for stream in terms:
-        candidates = [stream]
         if flow.operations[stream] in _SCALING:
             candidates = sorted(_unscaled(flow, stream), reverse=True)
+        elif stream < last:
+            candidates = [stream]
+        else:
+            continue
         for term in terms:
             for candidate in candidates if term != stream else ():
-                if branch := ancestors.sites_between(candidate, term):
+                if candidate < term and (branch := ancestors.sites_between(candidate, term)):
                     members |= branch
                     break
     return members
@@ -94,12 +98,13 @@ def _branch_members(flow: Flow, node: int, ancestors: _Ancestors) -> set[int]:
 def _terms(flow: Flow, node: int) -> list[int]:
     """The terms of a sum. A term that is itself a sum which nothing else uses is taken apart."""
     terms: dict[int, None] = {}
-    pending = list(flow.inputs[node])
+    operations, inputs, users = flow.operations, flow.inputs, flow.users
+    pending = list(inputs[node])
     while pending and len(terms) < _MAX_TERMS:
         operand = pending.pop()
-        is_sum = flow.operations[operand] in ("add", "add_any") and len(flow.inputs[operand]) > 1
-        if is_sum and len(flow.users[operand]) == 1:
-            pending += flow.inputs[operand]
+        is_sum = operations[operand] in ("add", "add_any") and len(inputs[operand]) > 1
+        if is_sum and len(users[operand]) == 1:
+            pending += inputs[operand]
         else:
             terms[operand] = None
     return list(terms)
