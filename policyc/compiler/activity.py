@@ -60,6 +60,9 @@ class _BackwardActivity:
 
         add(opened.outvars, results)
         for number, eqn in reversed(list(enumerate(opened.eqns))):
+            is_plain = not everything and jaxprs.primitive_name(eqn) in PRIMITIVES
+            if is_plain and with_cotangent.isdisjoint(eqn.outvars):
+                continue
             eqn_results = [everything or v in with_cotangent for v in eqn.outvars]
             add(eqn.invars, self._equation(eqn, eqn_results, (*address, number), everything))
         return [everything or v in with_cotangent for v in opened.invars]

@@ -188,7 +188,7 @@ class _Analyzer:
         if name in GEMMS or name in OPAQUE_PRODUCTS:
             weights = self._gemm(eqn, infos, context)
             results = propagate_equation(eqn, infos)
-            return [replace(r, projections=frozenset(weights)) for r in results] if weights else results
+            return [r._replace(projections=frozenset(weights)) for r in results] if weights else results
         elif name in REFERENCE_PRIMITIVES:
             return self._references.propagate(eqn, infos, context.address)
         elif jaxprs.sub_jaxprs(eqn) and name not in PRIMITIVES:
@@ -206,7 +206,7 @@ class _Analyzer:
         is_active = any(i.is_active for i in infos)
         results = propagate_opaque(eqn, infos)
         if self._is_quantized_gemm(eqn):
-            return [replace(result, source=None) for result in results]
+            return [result._replace(source=None) for result in results]
         reason = context.opaque or OPAQUE.get(name, f"'{name}', which the compiler does not know")
         for number, sub in enumerate(jaxprs.sub_jaxprs(eqn)):
             body = jaxprs.open_jaxpr(sub.jaxpr)
@@ -221,12 +221,12 @@ class _Analyzer:
                 continue
             if name == "custom_jvp_call":
                 pairs = zip(results, body_results, strict=True)
-                results = [replace(of_body, is_active=result.is_active) for result, of_body in pairs]
+                results = [of_body._replace(is_active=result.is_active) for result, of_body in pairs]
             elif name.startswith("custom_vjp"):  # a weight that passes through unchanged is still a weight
                 results = [
                     result
                     if b.source is None
-                    else replace(result, source=b.source, is_modified=b.is_modified, is_lookup=b.is_lookup)
+                    else result._replace(source=b.source, is_modified=b.is_modified, is_lookup=b.is_lookup)
                     for result, b in zip(results, body_results, strict=True)
                 ]
         return results

@@ -107,7 +107,7 @@ class ContainerDomain:
 
     def leave_loop(self, result: VarInfo, carry: VarInfo | None) -> VarInfo:
         if carry is not None:
-            return replace(carry, integers=None, is_active=carry.is_active or result.is_active)
+            return carry._replace(integers=None, is_active=carry.is_active or result.is_active)
         source = result.source
         if source is not None:
             shape, loop = (self._eqn.params["length"], *source.shape), self._context.address
@@ -132,7 +132,7 @@ class ContainerDomain:
                 origin = None if value.origin is None else value.origin.then(address)
             if value.integers is not None:
                 integers = loop_slice(value.integers, address)
-            infos.append(replace(value, source=source, origin=origin, integers=integers))
+            infos.append(value._replace(source=source, origin=origin, integers=integers))
         sources = tuple(i.source for i in infos if i.source is not None and not i.is_lookup)
         self._layers.note_scanned(sources, self._context.loops)
         return infos
@@ -152,5 +152,5 @@ class ContainerDomain:
                     parts=parts,
                     first_axes=axes_by_dim[0] if axes_by_dim else (),
                 )
-            infos.append(replace(value, source=source, integers=None))
+            infos.append(value._replace(source=source, integers=None))
         return infos

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Var
 
@@ -24,7 +23,13 @@ from policyc.compiler.provenance.graph import (
     is_lost,
     unknown_source,
 )
-from policyc.compiler.provenance.integers import Integers, known_integers, not_evaluated, propagate_integers
+from policyc.compiler.provenance.integers import (
+    Integers,
+    is_array,
+    known_integers,
+    not_evaluated,
+    propagate_integers,
+)
 from policyc.compiler.sites import Origin
 from policyc.compiler.trace import FrozenWeight
 from policyc.jaxcore import jaxprs
@@ -46,9 +51,8 @@ class Dependence(IntEnum):
     """Other inputs of the loss, or other products."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VarInfo:
-    """What is known of a variable."""
+class VarInfo(NamedTuple):
+    """What is known of a variable. A named tuple, which is made faster than a dataclass: each equation has one."""
 
     source: Source | None = None
     """How it is laid out from parameters."""
@@ -168,8 +172,7 @@ def widen_carry(carry: VarInfo, result: VarInfo) -> VarInfo:
         source = _widen(None, given, _FILLED)
     is_filled = isinstance(source, UnknownSource) and source.reason == _FILLED
     of_constants = is_filled and depends_on is not Dependence.PARAMETERS
-    return replace(
-        carry,
+    return carry._replace(
         source=source,
         is_modified=carry.is_modified or isinstance(source, UnknownSource),
         is_lookup=source is not None and (carry.is_lookup or result.is_lookup or of_constants),
@@ -193,14 +196,19 @@ def propagate_equation(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
     if not eqn.outvars:
         return []
     rule, name = rule_of(eqn), jaxprs.primitive_name(eqn)
-    active = active_results(eqn, [i.is_active for i in infos])
+    active_operands = [i.is_active for i in infos]
+    active = active_results(eqn, active_operands) if any(active_operands) else [False] * len(eqn.outvars)
+    if rule.weight not in ("identity", "product") and not eqn.effects:
+        data = _only_data(infos)
+        if data is not None and (data.integers is None or is_array(eqn.outvars[0].aval)):
+            return [data if a is data.is_active else data._replace(is_active=a) for a in active]
     if rule.weight == "identity":
         if name == "device_put":  # a weight in the memory of the host cannot be quantized there
-            infos = [replace(info, origin=None) for info in infos]
-        return [replace(info, is_active=is_active) for info, is_active in zip(infos, active, strict=True)]
+            infos = [info._replace(origin=None) for info in infos]
+        return [info._replace(is_active=a) for info, a in zip(infos, active, strict=True)]
     moves = rule.weight in ("layout", "gather")
     if not moves and join_dependence(infos) > Dependence.CONSTANTS:
-        infos = [replace(i, source=None, is_lookup=False) if i.is_lookup else i for i in infos]
+        infos = [i._replace(source=None, is_lookup=False) if i.is_lookup else i for i in infos]
     first = infos[0] if infos else UNKNOWN
     has_source = any(i.source is not None for i in infos)
     sources = _SOURCES[rule.weight](eqn, infos) if has_source else [None] * len(eqn.outvars)
@@ -224,6 +232,30 @@ def propagate_equation(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
         )
         for is_active, source in zip(active, sources, strict=True)
     ]
+
+
+def _only_data(infos: Sequence[VarInfo]) -> VarInfo | None:
+    """The one info among those of some operands, if it says only where data come from, and the others say nothing.
+
+    Most equations of a model have such operands: activations, literals and constants.
+    """
+    data: VarInfo | None = None
+    constant: VarInfo | None = None
+    for info in infos:
+        if info is data or info is constant:
+            continue
+        if info.source is not None or info.origin is not None or info.is_iota or info.is_one_hot:
+            return None
+        if info.integers is not None and info.is_fixed and not info.projections:
+            if constant is None and info.integers.unknown:
+                constant = info
+            continue
+        if data is not None or info.integers is not None or info.is_lookup or info.is_modified:
+            return None
+        if len(info.projections) > _MOST_PROJECTIONS:
+            return None
+        data = info
+    return constant if data is None else data
 
 
 def propagate_opaque(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:

@@ -97,13 +97,18 @@ def loop_slice(integers: Integers, loop: Address) -> Integers:
     )
 
 
+def is_array(aval: Any) -> bool:
+    """Is it the type of numbers, and not of references, tokens or random keys?"""
+    return isinstance(getattr(aval, "dtype", None), np.dtype)
+
+
 def propagate_integers(eqn: JaxprEqn, operands: Sequence[Integers | None]) -> Integers | None:
     """The value of an equation on known integers; None if it is not known."""
     known = [o for o in operands if o is not None]
     out: Any = eqn.outvars[0].aval if eqn.outvars else None
-    dtype = getattr(out, "dtype", None)
-    if len(known) < len(operands) or not isinstance(dtype, np.dtype) or eqn.effects:
+    if len(known) < len(operands) or not is_array(out) or eqn.effects:
         return None
+    dtype = out.dtype
     unknown = next((o for o in known if o.unknown), None)
     if unknown is not None:
         return unknown
