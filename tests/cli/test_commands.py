@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -145,20 +144,9 @@ def test_without_fix_nothing_is_written(folder: Path) -> None:
 @pytest.mark.ordinary_user
 @pytest.mark.parametrize("command", [["lint", "--fix"], ["fmt"]])
 class TestWriting:
-    """Commands that write a file change its text and nothing else."""
+    """Commands that write a file change its text and nothing else: tests/base/test_files.py has the rest."""
 
     TEXT = "mlp.up   -> fp8\nmlp.* -> fp8 # keep\n"
-
-    def test_mode_and_symbolic_link_are_kept(self, folder: Path, command: list[str]) -> None:
-        target, link = folder / "target.policy", folder / "link.policy"
-        target.write_text(self.TEXT)
-        target.chmod(0o640)
-        link.symlink_to(target)
-        policyc(*command, "link.policy")
-        assert link.is_symlink()
-        assert stat.S_IMODE(target.stat().st_mode) == 0o640
-        assert target.read_text() != self.TEXT
-        assert "# keep" in target.read_text()
 
     def test_line_endings_are_kept(self, folder: Path, command: list[str]) -> None:
         path = folder / "windows.policy"
@@ -167,12 +155,6 @@ class TestWriting:
         data = path.read_bytes()
         assert data != self.TEXT.encode()
         assert data.count(b"\n") == data.count(b"\r\n") > 0
-
-    def test_no_temporary_file_is_left(self, folder: Path, command: list[str]) -> None:
-        (folder / "some.policy").write_text(self.TEXT)
-        before = sorted(p.name for p in folder.iterdir())
-        policyc(*command, "some.policy")
-        assert sorted(p.name for p in folder.iterdir()) == before
 
     def test_a_failed_write_keeps_the_old_text(
         self, folder: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
