@@ -115,8 +115,23 @@ def _flops(sites: Iterable[ListedSite]) -> int:
 
 def _names(sites: Sequence[ListedSite]) -> str:
     """The names of sites without their layers and the folders of files, the first few of them."""
-    names = list(dict.fromkeys(re.sub(r"\[\d+\]|(?<=\()[^()]*/", "", site.name) for site in sites))
+    names = _fold(dict.fromkeys(re.sub(r"\[\d+\]|(?<=\()[^()]*/", "", site.name) for site in sites))
     return escape_controls(", ".join(names[:_MAX_NAMES])) + count_others(len(names) - _MAX_NAMES + 1)
+
+
+def _fold(names: Iterable[str]) -> list[str]:
+    """Names with those that differ in one part only as one: `attention.{query,key}.kernel`."""
+    folded: list[list[list[str]]] = []  # for each: the choices of each part
+    for name in names:
+        parts = [name] if name.startswith("(") else name.split(".")
+        for choices in (c for c in folded if len(c) == len(parts) > 1):
+            different = [i for i, part in enumerate(parts) if choices[i] != [part]]
+            if len(different) == 1 and all(len(c) == 1 or i in different for i, c in enumerate(choices)):
+                choices[different[0]].append(parts[different[0]])
+                break
+        else:
+            folded.append([[part] for part in parts])
+    return [".".join(c[0] if len(c) == 1 else f"{{{','.join(c)}}}" for c in choices) for choices in folded]
 
 
 def _describe(plan: ListPlan, number: int) -> str:
