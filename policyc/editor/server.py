@@ -63,7 +63,7 @@ class _Document:
     last_read: tuple[_State, Reading] | None = None
     checked: _State | None = None
     diagnostics: tuple[Diagnostic, ...] = ()
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.RLock = field(default_factory=threading.RLock)
     """Held while the text is read, so that a request waits for the thread that reads it already."""
 
     @property
@@ -91,9 +91,10 @@ class _Document:
 
     def read_ahead(self) -> None:
         """Finds what first requests about the text need, and loads the pages of lint codes: that is kept."""
-        reading = self.read()
-        for placed in reading.rules[:1]:
-            reading.share(placed)
+        with self.lock:  # a request would do the same at the same time
+            reading = self.read()
+            for placed in reading.rules[:1]:
+                reading.share(placed)
         features.symbols(self.source)
         features.format_edits(self.source)
         from policyc.linter import rules  # noqa: F401
