@@ -145,6 +145,7 @@ def test_a_policy_that_does_no_harm_has_no_culprit(recorded: RecordedLoss) -> No
         Bisection(parse("* -> fp8"), recorded, "loss", limit=1.0).run()
 
 
+@pytest.mark.any_jax
 def test_trials_are_not_repeated(
     recorded: RecordedLoss, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +231,7 @@ def test_noise_by_first_derivatives_is_about_that_by_a_tangent(tmp_path: Path) -
         assert sum(one) / 2 < sum(other) < 2 * sum(one), gemm
 
 
+@pytest.mark.any_jax
 def test_a_loss_that_is_not_deterministic_is_told_so(tmp_path: Path) -> None:
     extra = (
         "import numpy as np; "

@@ -182,6 +182,7 @@ def step_from(**entries: float) -> tuple[Any, Any]:
     return single_device_step()(state_with(**entries), next(batches(llama_runs.make_mesh())))
 
 
+@pytest.mark.any_jax
 def test_a_good_step_changes_the_weights():
     after, measured = step_from()
     assert measured["is_fine"]
@@ -195,6 +196,7 @@ def test_a_good_step_changes_the_weights():
     assert float(scaled["grad_norm"]) == pytest.approx(float(measured["grad_norm"]), rel=1e-5)
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("entries", "scale", "counted"),
     [({"scale": 3e38}, 1.5e38, 1), ({"mean": 1.0}, 8.0, 0)],
@@ -223,6 +225,7 @@ def test_no_step_after_a_fault_changes_anything():
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(after) | {"mean": before["mean"]}, before)
 
 
+@pytest.mark.any_jax
 def test_a_batch_without_a_prediction_is_faulty() -> None:
     """Such as one of end tokens only, under a document mask. Its loss is no 0, which would look like a success."""
     batch = next(batches(llama_runs.make_mesh()))
