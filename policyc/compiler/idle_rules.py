@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +18,7 @@ from policyc.language.diagnostics import Diagnostic, Note, Severity
 from policyc.language.kinds import KINDS
 from policyc.language.policy import Rule
 from policyc.language.predicates import AllOf, AnyOf, Comparison, Flag, Predicate, Term, leaves
-from policyc.language.recipes import Recipe
+from policyc.language.recipes import Gemm, Recipe
 from policyc.language.selectors import (
     DottedPath,
     Indices,
@@ -70,8 +71,12 @@ def find_deciding_rules(plan: Plan) -> tuple[set[int], dict[int, set[int]]]:
     variant = next((v for v in plan.policy.variants if v.name == plan.policy.applied_variant), None)
     first_added = len(rules) - (len(variant.rules) if variant else 0)
     deciding, overriding = set[int](), dict[int, set[int]]()
-    for choice in {product.choice for product in plan.all_products() if product.choice.rule is not None}:
-        assert choice.rule is not None
+    ranges = itertools.chain.from_iterable(map(plan.layer_ranges, plan.phases))
+    decided = {(r.decision.choices, r.site.products) for r in ranges}
+    choices = {c for by_gemm, run in decided for gemm, c in zip(Gemm, by_gemm, strict=True) if gemm in run}
+    for choice in choices:
+        if choice.rule is None:
+            continue
         for index in (choice.rule, *choice.overridden):
             deciding.add(index)
             if index < first_added or has_index(rules[index]):

@@ -7,7 +7,7 @@ it decides about.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -212,12 +212,16 @@ class Plan:
         """A decision with how each product runs."""
         if decision.recipe is None:
             return decision
-        key = (address, decision)
-        if key not in self._lowered:
-            queries = gemm_queries(self._site_at[address], decision.recipe)
+        site = self._site_at[address]
+        atoms: list[Any] = [*site.eqn.invars[:2], *site.eqn.outvars]
+        sizes = (site.batch, site.m, site.n, site.k, site.is_ragged, site.weight)
+        key = (decision.choices, sizes, *(atom.aval.dtype for atom in atoms))
+        lowered = self._lowered.get(key)
+        if lowered is None:
+            queries = gemm_queries(site, decision.recipe)
             fprop, dgrad, wgrad = (choose(self.execution.backend, q, self.machine) for q in queries)
-            self._lowered[key] = replace(decision, lowerings=(fprop, dgrad, wgrad))
-        return self._lowered[key]
+            lowered = self._lowered[key] = replace(decision, lowerings=(fprop, dgrad, wgrad))
+        return lowered
 
     def _decide(self, matched: MatchedProducts, phase: Phase) -> Decision:
         """The decision, without lowerings, where each rule matches these products."""
@@ -265,8 +269,8 @@ class Plan:
         return {}
 
     @cached_property
-    def _lowered(self) -> dict[tuple[Address, Decision], Decision]:
-        """Decisions with lowerings, by the arguments of `_with_lowerings`."""
+    def _lowered(self) -> dict[Hashable, Decision]:
+        """Decisions with lowerings, by their choices and what `gemm_queries` reads of a site: many have the same."""
         return {}
 
 

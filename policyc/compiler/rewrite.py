@@ -114,6 +114,7 @@ class SiteRewriter(Transform):
         source: RandomSource = NO_SEED,
     ) -> None:
         self._decisions = decisions
+        self._recipes: dict[int, SiteRecipe] = {}
         self._source = source
         self._hoisted = hoisted
         self.sites: dict[Address, Site] = {s.address: s for s in sites if self._is_changed(s)}
@@ -134,8 +135,11 @@ class SiteRewriter(Transform):
         decision = self._decisions[address, layer]
         if decision.recipe is None:
             return None
-        fprop, dgrad, wgrad = (lowering.backend or "emulate" for lowering in decision.lowerings)
-        return SiteRecipe(decision.recipe, (fprop, dgrad, wgrad))
+        recipe = self._recipes.get(id(decision))  # many layers share a decision
+        if recipe is None:
+            fprop, dgrad, wgrad = (lowering.backend or "emulate" for lowering in decision.lowerings)
+            recipe = self._recipes[id(decision)] = SiteRecipe(decision.recipe, (fprop, dgrad, wgrad))
+        return recipe
 
     def _recipe_at(self, site: Site, position: Position) -> SiteRecipe | None:
         """What happens to a site where the iterations of all its stacks are fixed."""
@@ -148,12 +152,14 @@ class SiteRewriter(Transform):
 
         The only key: those of the traced sites add their equation to it.
         """
+        sites = self._sites_under.get(position.address)
+        if sites is None:
+            return None
         depth = len(position.address)
 
         def below(addresses: Iterable[Address]) -> Hashable:
             return tuple(a[depth:] for a in addresses if len(a) > depth)
 
-        sites = self._sites_under.get(position.address, ())
         recipes = [self._open_recipes(site, position) for site in sites]
         if not any(recipe is not None for by_layer in recipes for recipe in by_layer):
             return None
@@ -241,7 +247,8 @@ class SiteRewriter(Transform):
         self, site: Site, site_recipe: SiteRecipe, position: Position, shared: SharedActivation | None
     ) -> SiteTemplate:
         key = (self._equation_key(site, position), shared is not None)
-        if key not in self._templates:
+        template = self._templates.get(key)
+        if template is None:
             hoisted = site.address in self._hoisted
             weight = make_quantizer(site, site_recipe, site.weight) if hoisted and site.weight else None
             is_random = any(t.rounding != "rne" for t in site_recipe.recipe.treatments)
@@ -251,8 +258,8 @@ class SiteRewriter(Transform):
                 activation=None if shared is None else shared.quantizer,
                 constant_key=self._source.site_key(site),
             )
-            self._templates[key] = self.make_template(site, site_recipe, inputs)
-        return self._templates[key]
+            template = self._templates[key] = self.make_template(site, site_recipe, inputs)
+        return template
 
     def make_template(self, site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> SiteTemplate:
         extra: list[tuple[Any, tuple[AbstractValue, ...]]] = []
@@ -281,9 +288,9 @@ class SiteRewriter(Transform):
         """The sites of a jaxpr that are quantized at a position, by the activation they read."""
         readers: dict[Var, list[Position]] = {}
         for number in range(len(jaxprs.equations(jaxpr))):
-            here = position.enter(number)
-            site = self.sites.get(here.address)
+            site = self.sites.get((*position.address, number))
             activation = None if site is None else _activation(site)
+            here = position.enter(number)
             if site is not None and activation is not None and self._recipe_at(site, here) is not None:
                 readers.setdefault(activation, []).append(here)
         return readers
@@ -293,10 +300,11 @@ class SiteRewriter(Transform):
         site_recipe = self._recipe_at(site, position)
         assert site_recipe is not None, "a site that is kept quantizes nothing"
         key = self._equation_key(site, position)
-        if key not in self._activation_quantizers:
+        quantizer = self._activation_quantizers.get(key)
+        if quantizer is None:
             operand: Literal["lhs", "rhs"] = "rhs" if site.weight == "lhs" else "lhs"
-            self._activation_quantizers[key] = make_quantizer(site, site_recipe, operand)
-        return self._activation_quantizers[key]
+            quantizer = self._activation_quantizers[key] = make_quantizer(site, site_recipe, operand)
+        return quantizer
 
 
 def _activation(site: Site) -> Var | None:

@@ -36,7 +36,7 @@ class Position:
     axis_env: AxisEnv = AxisEnv()
 
     def enter(self, number: int) -> Position:
-        return replace(self, address=(*self.address, number))
+        return Position((*self.address, number), self.iterations, self.axis_env)
 
     def fix(self, iteration: int) -> Position:
         """The same position with the scan at its address in this iteration."""
@@ -164,9 +164,9 @@ class Transform(ABC):
         if key is None:
             return TransformedJaxpr(jaxpr)
         by_key = _transformed.setdefault(jaxpr, {})
-        if key not in by_key:
-            by_key[key] = self._transform_equations(jaxpr, position)
-        result = by_key[key]
+        result = by_key.get(key)
+        if result is None:
+            result = by_key[key] = self._transform_equations(jaxpr, position)
         inputs = tuple(i.under(position.address) for i in result.inputs)
         return replace(result, inputs=inputs)
 
