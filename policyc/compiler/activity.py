@@ -6,6 +6,7 @@ the gradient has: none before a `stop_gradient`, rounding or comparisons, and no
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ def equations_with_cotangent(jaxpr: ClosedJaxpr, differentiated: Sequence[bool])
 def _has_references(jaxpr: AnyJaxpr) -> bool:
     """Does a loss write to references? What is written is read in other places, which are not followed."""
     for eqn in jaxprs.equations(jaxpr):
-        if any(hasattr(a.aval, "inner_aval") for a in (*eqn.invars, *eqn.outvars)):
+        if any(jaxprs.is_reference(a.aval) for a in (*eqn.invars, *eqn.outvars)):
             return True
         if container_of(eqn) is not None and any(_has_references(s.jaxpr) for s in jaxprs.sub_jaxprs(eqn)):
             return True
@@ -60,11 +61,16 @@ class _BackwardActivity:
 
         add(opened.outvars, results)
         for number, eqn in reversed(list(enumerate(opened.eqns))):
-            is_plain = not everything and jaxprs.primitive_name(eqn) in PRIMITIVES
-            if is_plain and with_cotangent.isdisjoint(eqn.outvars):
+            is_plain = jaxprs.primitive_name(eqn) in PRIMITIVES
+            if is_plain and not everything and with_cotangent.isdisjoint(eqn.outvars):
                 continue
             eqn_results = [everything or v in with_cotangent for v in eqn.outvars]
-            add(eqn.invars, self._equation(eqn, eqn_results, (*address, number), everything))
+            if is_plain:
+                self.addresses.add((*address, number))
+                operands: list[Any] = eqn.invars
+                with_cotangent.update(itertools.compress(operands, operands_with_cotangent(eqn, eqn_results)))
+            else:
+                add(eqn.invars, self._equation(eqn, eqn_results, (*address, number), everything))
         return [everything or v in with_cotangent for v in opened.invars]
 
     def _equation(
@@ -73,8 +79,6 @@ class _BackwardActivity:
         if any(results):
             self.addresses.add(address)
         container = container_of(eqn)
-        if container is None and jaxprs.primitive_name(eqn) in PRIMITIVES:
-            return operands_with_cotangent(eqn, results)
         enter = self._enter(eqn, address, everything)
         if container is not None:
             return container.propagate_back(eqn, results, enter)

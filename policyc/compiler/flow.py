@@ -260,7 +260,7 @@ class _Builder:
         if name in _ONE_FOR_ONE:
             return operands
         count = len(eqn.outvars)
-        if eqn.invars and hasattr(eqn.invars[0].aval, "inner_aval"):  # a reference is read or written
+        if eqn.invars and jaxprs.is_reference(eqn.invars[0].aval):  # a reference is read or written
             self._write(operands[0], operands[1:])
             return [operands[0]] * count
         if address in self._with_sites:

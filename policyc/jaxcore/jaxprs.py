@@ -53,6 +53,11 @@ def open_jaxpr(jaxpr: AnyJaxpr) -> Jaxpr:
     return cast(Jaxpr, getattr(jaxpr, "jaxpr", jaxpr))
 
 
+def is_reference(aval: AbstractValue) -> bool:
+    """Is it the type of a reference? Asking an object for an attribute that it lacks is slow."""
+    return type(aval) is not ShapedArray and hasattr(aval, "inner_aval")
+
+
 def constants(jaxpr: AnyJaxpr) -> Sequence[Any]:
     return cast("Sequence[Any]", getattr(jaxpr, "consts", ()))
 
