@@ -16,7 +16,7 @@ position 0, because the name `layers` carries the index. In the first iteration 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from policyc.compiler.index_positions import IndexPositions, common_prefix
@@ -61,6 +61,8 @@ class LayerIndices:
     def __init__(self, shapes: dict[DottedPath, tuple[int, ...]]) -> None:
         self._positions = IndexPositions(shapes)
         self._loops: dict[Address, _LoopIndices] = {}
+        self._templates: dict[Hashable, tuple[PathTemplate, ...]] = {}
+        """What `weight_templates` has found: several sites read one weight, or what is computed from it."""
 
     # ---- what the analysis notes
 
@@ -102,10 +104,15 @@ class LayerIndices:
     def weight_templates(
         self, sources: Sequence[Source], batch_dims: Sequence[int], loops: Sequence[EnclosingLoop]
     ) -> tuple[PathTemplate, ...]:
-        """The paths of the parameters that a GEMM reads."""
-        stacks = weight_stacks(sources, loops)
-        templates = (t for source in sources for t in self._templates_of(source, batch_dims, stacks))
-        return tuple(dict.fromkeys(templates))
+        """The paths of the parameters that a GEMM reads, once the whole loss is analyzed."""
+        stacks, dims = weight_stacks(sources, loops), tuple(batch_dims)
+        templates: dict[PathTemplate, None] = {}
+        for source in sources:
+            key = source, dims, stacks
+            if key not in self._templates:
+                self._templates[key] = tuple(self._templates_of(source, dims, stacks))
+            templates.update(dict.fromkeys(self._templates[key]))
+        return tuple(templates)
 
     def scope_template(
         self, scope: DottedPath, loops: Sequence[EnclosingLoop], stacks: tuple[Stack, ...] | None
@@ -277,7 +284,10 @@ def template_stacks(templates: Sequence[PathTemplate]) -> tuple[Stack, ...]:
 
 
 def _stacks_of(source: Source, loops: Sequence[EnclosingLoop]) -> tuple[Stack, ...]:
-    shards, addresses = shard_maps_of(source), loops_of(source)
+    addresses = loops_of(source)
+    if not addresses:
+        return ()
+    shards = shard_maps_of(source)
     devices = [Stack(address, parts, is_shard_map=True) for address, parts in shards.items() if parts > 1]
     return (*devices, *(loop.stack for loop in loops if loop.stack.address in addresses))
 
