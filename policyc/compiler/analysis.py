@@ -103,11 +103,9 @@ def analyze(
         references.has_grown = False
     with_layers = (site.with_layers(analyzer.layers) for site in analyzer.sites.values())
     sites = [site for site in with_layers if site.count]  # others are in branches that are never taken
-    scopes = add_stack_sizes([s.scope.path for s in sites])
-    sites = [
-        s if path == s.scope.path else replace(s, scope=replace(s.scope, path=path))
-        for s, path in zip(sites, scopes, strict=True)
-    ]
+    for site, path in zip(sites, add_stack_sizes([s.scope.path for s in sites]), strict=True):
+        if path != site.scope.path:
+            site.complete(scope=replace(site.scope, path=path))
     is_parameter = [path is not None for path in parameters]
     set_kinds(build_flow(jaxpr, is_parameter, frozen or {}, sites), analyzer.looked_up)
     return Sites(

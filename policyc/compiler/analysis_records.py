@@ -144,15 +144,14 @@ class PendingSite:
             if self.factors and (module is None or not module.path):
                 module = layers.module_template(self.factors, self.loops)
             stacks = template_stacks((scope,) if module is None else (scope, module))
-        site = replace(
-            self.site,
+        self.site.complete(
             scope=scope,
             parameters=parameters,
             stacks=stacks,
             module=module,
             loops=tuple(loop.stack for loop in loops),
         )
-        return self._only_taken(site) if self.branches else site
+        return self._only_taken(self.site) if self.branches else self.site
 
     def _only_taken(self, site: Site) -> Site:
         """The site without the iterations that take other branches, where these are known."""

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
@@ -235,8 +236,13 @@ class Site:
         number = self.block.number(self.stack_indices(layer))
         return {**attributes, "layer": number, "layers": self.block.count}
 
+    def complete(self, **fields: Any) -> None:
+        """Sets fields of a site that the analysis has just made. A copy would take longer than finding them."""
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
     def set_kind(self, kind: SiteKind, block: SiteBlock | None) -> None:
-        """Completes a site that the analysis has just made. A copy would take longer than finding its kind."""
+        """As `complete`, in less time."""
         object.__setattr__(self, "kind", kind)
         object.__setattr__(self, "block", block)
 
