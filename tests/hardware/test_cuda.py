@@ -116,7 +116,9 @@ def check_scales_of_gemms(folder: Path) -> int:
     large = [product for product, size in zip(products, sizes, strict=True) if size >= TILES]
     for product in large:
         computation = module.computations[product.computation]
-        scale = computation[product.instruction.operands[2]]
+        # The operands are two matrices, one that is added if there is one, the scale, and a second scale, which is 1.
+        scale = computation[product.instruction.operands[-2]]
+        assert scale.shape.startswith("f32[]")
         while scale.opcode in ("bitcast", "get-tuple-element"):
             scale = computation[scale.operands[0]]
         assert scale.opcode == "fusion", "it is computed from both maxima"

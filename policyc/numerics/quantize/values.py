@@ -7,7 +7,7 @@ is for measurements.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import reduce
 
 import jax
@@ -128,37 +128,34 @@ def scale_outer(values: jax.Array, scales: Sequence[Scale]) -> jax.Array:
 def outer_factors(scales: Sequence[Scale]) -> tuple[jax.Array, jax.Array]:
     """The product of outer scales as two factors, fp32, to multiply with in turn.
 
-    The first one is between 2**-`REACH` and 2**`REACH`: almost always the product itself. Otherwise it is one of these
-    limits, and the second one has the rest.
+    The first factor is between 2**-`REACH` and 2**`REACH`. The second one is a power of two for the rest, almost always
+    1. If that is out of range too, so is every product with both.
     """
     with jax.enable_x64(True):
-        product = _wide_product(scales)
-        first = jnp.clip(product, 2.0**-REACH, 2.0**REACH)
-        first, second = (lax.convert_element_type(f, np.float32) for f in (first, product / first))
+        product = reduce(operator.mul, _wide_scales(scales))
+        exponent = lax.bitcast_convert_type(product, np.int64) & np.int64(0x7FF << 52)
+        power = lax.bitcast_convert_type(exponent, np.float64)
+        rest = jnp.maximum(jnp.minimum(power * 2.0**REACH, 1.0), power * 2.0**-REACH)
+        rest = jnp.clip(rest, 2.0**-126, 2.0**127)
+        first, second = (lax.convert_element_type(f, np.float32) for f in (product / rest, rest))
     return first, second
 
 
 def outer_product(scales: Sequence[Scale]) -> jax.Array:
     """The product of outer scales as one fp32 number: denormal below 2**-126, infinite beyond 2**128."""
-    with jax.enable_x64(True):
-        product: jax.Array = lax.convert_element_type(_wide_product(scales), np.float32)
-    return product
+    first, second = outer_factors(scales)
+    return first * second
 
 
-def _wide_product(scales: Sequence[Scale]) -> jax.Array:
-    """The product of outer scales in fp64. Each scale is rounded to 24 bits, but not to the range of fp32.
-
-    All are computed at once, as one array: a program half as long.
-    """
-    amax = jnp.stack([jnp.reshape(amax, ()) for amax, _ in scales])
-    bits = bits_of(amax)
-    # The integer is the denormal in units of 2**-149: converted as a float, it might become zero.
-    denormal = lax.convert_element_type(bits, np.float64) * np.float64(2.0**-149)
-    wide = jnp.where(bits < 0x800000, denormal, lax.convert_element_type(amax, np.float64))
-    wide = jnp.where(bits < INFINITY, wide, np.float64(np.nan))
-    rounded = lax.reduce_precision(wide / np.array([bound for _, bound in scales]), 11, 23)
-    product: jax.Array = reduce(operator.mul, rounded)
-    return product
+def _wide_scales(scales: Sequence[Scale]) -> Iterator[jax.Array]:
+    """Outer scales in fp64, each rounded to 24 bits, but not to the range of fp32."""
+    for amax, bound in scales:
+        bits = bits_of(amax)
+        # The integer is the denormal in units of 2**-149: converted as a float, it might become zero.
+        denormal = lax.convert_element_type(bits, np.float64) * np.float64(2.0**-149)
+        wide = jnp.where(bits < 0x800000, denormal, lax.convert_element_type(amax, np.float64))
+        wide = jnp.where(bits < INFINITY, wide, np.float64(np.nan))
+        yield lax.reduce_precision(wide / np.float64(bound), 11, 23)
 
 
 REACH = 60
