@@ -1,23 +1,32 @@
-"""Time of one linear layer, forward and backward, beside qwix, which also trains in emulated low precision.
+"""Time of one linear layer, forward and backward, beside other libraries that train in low precision.
 
-    pip install qwix && python -m benchmarks.peers --json peers.json
+    pip install qwix flax torch torchao && python -m benchmarks.peers --json peers.json
 
-All rows have the same shapes and formats, and run in turn in one process. For y = x @ w, they do the following:
+Those of JAX run in turn in one process, those of torch in a second one; each row is compared with the bf16 of its own
+framework. A library that is not installed is left out. For y = x @ w, the rows do the following:
 
-- policyc nvfp4, mxfp8: all six operands of the three products are quantized, in blocks along the contraction, and saved
-  in packed form for the backward pass. No option is on.
+- policyc: `policyc.apply` on the backend that `auto` takes. All six operands of the three products are quantized, those
+  of nvfp4 and mxfp8 in blocks along the contraction, and saved in packed form for the backward pass. `full`: with the
+  random Hadamard transform, stochastic rounding and 2D scales.
 - qwix nvfp4, mxfp8, six operands: the same six operands, with casts to XLA's small floats, one element per byte. It has
   as many block scales as NVIDIA's format, with other values (nvfp4: divided by 6 and cast; no tensor scale).
 - qwix nvfp4, mxfp8, as it comes: four operands. In the backward products only dy is quantized; x and w stay bfloat16.
-- fp8: policyc scales each tensor, qwix each row or column. Both reuse the codes of x and w in the backward products.
-- policyc nvfp4, full: with the random Hadamard transform, stochastic rounding and 2D scales. qwix has none of these: it
-  ignores stochastic rounding for float types.
+- fp8: policyc scales each tensor, or each row with `outer=row`; qwix each row or column; flax each tensor, by maxima of
+  earlier steps; torchao by both recipes of this name. flax and torchao accumulate fprop in fewer bits than fp32.
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib
+import importlib.util
+import json
 import os
+import statistics
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -25,21 +34,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+import policyc
 from benchmarks.command_line import make_parser
 from benchmarks.timing import save, time_interleaved
-from policyc.language.recipes import OPERAND_GROUPS, make_recipe
-from policyc.numerics.gemm import quantized_dot_general
 
 DIMS = (((1,), (0,)), ((), ()))
 SHAPES = ("1024x512x1024", "2048x512x512", "512x1024x2048", "2048x1024x4096")
-FULL = {"rht": OPERAND_GROUPS["wgrad"], "sr": OPERAND_GROUPS["grad"], "scale2d": OPERAND_GROUPS["weights"]}
-PAIRS = {
-    "nvfp4": ("policyc nvfp4", "qwix nvfp4, six operands"),
-    "nvfp4, four operands there": ("policyc nvfp4", "qwix nvfp4, as it comes"),
-    "nvfp4, all options here": ("policyc nvfp4, full", "qwix nvfp4, six operands"),
-    "mxfp8": ("policyc mxfp8", "qwix mxfp8, six operands"),
-    "mxfp8, four operands there": ("policyc mxfp8", "qwix mxfp8, as it comes"),
-    "fp8": ("policyc fp8", "qwix fp8"),
+GPU_SHAPES = ("16384x4096x14336",)
+FULL = "rht=wgrad, sr=grad, scale2d=weights"
+RECIPES = {
+    "policyc nvfp4": "nvfp4",
+    "policyc nvfp4, full": f"nvfp4({FULL})",
+    "policyc nvfp4, full, outer=bound": f"nvfp4({FULL}, outer=bound)",
+    "policyc mxfp8": "mxfp8",
+    "policyc fp8": "fp8",
+    "policyc fp8, outer=row": "fp8(outer=row)",
 }
 
 
@@ -69,20 +78,95 @@ def qwix_product(
     return lambda x, w: dot_general_qt(x, w, DIMS, config)
 
 
-def make_products() -> dict[str, Callable[..., Any]]:
-    policyc_product = partial(quantized_dot_general, dimension_numbers=DIMS)
-    return {
-        "bf16": partial(lax.dot_general, dimension_numbers=DIMS),
-        "policyc nvfp4": partial(policyc_product, recipe=make_recipe("nvfp4")),
-        "qwix nvfp4, six operands": qwix_product("nvfp4", "nvfp4", 16, "nvfp4"),
-        "qwix nvfp4, as it comes": qwix_product("nvfp4", "nvfp4", 16),
-        "policyc nvfp4, full": partial(policyc_product, recipe=make_recipe("nvfp4", FULL)),
-        "policyc mxfp8": partial(policyc_product, recipe=make_recipe("mxfp8")),
-        "qwix mxfp8, six operands": qwix_product("mxfp8", "mxfp8", 32, "mxfp8"),
-        "qwix mxfp8, as it comes": qwix_product("mxfp8", "mxfp8", 32),
-        "policyc fp8": partial(policyc_product, recipe=make_recipe("fp8")),
-        "qwix fp8": qwix_product(jnp.float8_e4m3fn, jnp.float8_e5m2),
+def flax_step(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
+    """With the maxima of earlier steps and their scales, which it returns as gradients."""
+    fp8_ops: Any = importlib.import_module("flax.linen.fp8_ops")
+
+    def product(x: jax.Array, w: jax.Array, scales: list[jax.Array], maxima: list[jax.Array]) -> jax.Array:
+        operands = ("lhs", "rhs", "grad")
+        state = {f"{name}_scale": array for name, array in zip(operands, scales, strict=True)}
+        state |= {f"{name}_amax_history": array for name, array in zip(operands, maxima, strict=True)}
+        y: jax.Array = fp8_ops.fp8_scaled_dot_general(
+            x, w, DIMS, preferred_element_type=x.dtype, quantize_compute_type=x.dtype, **state
+        )
+        return y
+
+    y, vjp = jax.vjp(product, x, w, [jnp.ones(1)] * 3, [jnp.zeros(1024)] * 3)
+    return y, *vjp(dy)
+
+
+def make_steps() -> dict[str, Callable[..., Any]]:
+    steps: dict[str, Callable[..., Any]] = {
+        "bf16": partial(step, partial(lax.dot_general, dimension_numbers=DIMS))
     }
+    for name, recipe in RECIPES.items():
+        # In a policy the parameters come first.
+        product = policyc.apply(f"* -> {recipe}", lambda w, x: x @ w)
+        steps[name] = partial(step, lambda x, w, product=product: product(w, x))
+    if is_installed("qwix"):
+        products = {
+            "qwix nvfp4, six operands": qwix_product("nvfp4", "nvfp4", 16, "nvfp4"),
+            "qwix nvfp4, as it comes": qwix_product("nvfp4", "nvfp4", 16),
+            "qwix mxfp8, six operands": qwix_product("mxfp8", "mxfp8", 32, "mxfp8"),
+            "qwix mxfp8, as it comes": qwix_product("mxfp8", "mxfp8", 32),
+            "qwix fp8": qwix_product(jnp.float8_e4m3fn, jnp.float8_e5m2),
+        }
+        steps |= {name: partial(step, product) for name, product in products.items()}
+    if is_installed("flax"):
+        steps["flax fp8"] = flax_step
+    return steps
+
+
+def is_installed(module: str) -> bool:
+    """Says so if not."""
+    installed = importlib.util.find_spec(module) is not None
+    if not installed:
+        print(f"{module} is not installed: left out")
+    return installed
+
+
+# ---- torch, in a process of its own
+
+
+def time_torch(shape: str, rounds: int) -> dict[str, float]:
+    """The median seconds of each row of torch. On a GPU only."""
+    torch: Any = importlib.import_module("torch")
+    float8: Any = importlib.import_module("torchao.float8")
+    m, k, n = map(int, shape.split("x"))
+    options = {"dtype": torch.bfloat16, "device": "cuda"}
+    x, dy = torch.randn(m, k, requires_grad=True, **options), torch.randn(m, n, **options)
+    seconds = {}
+    for name in ("torch bf16", "torchao fp8 tensorwise", "torchao fp8 rowwise"):
+        layer = torch.nn.Sequential(torch.nn.Linear(k, n, bias=False, **options))
+        if name != "torch bf16":
+            config = float8.Float8LinearConfig.from_recipe_name(name.rpartition(" ")[2])
+            layer = float8.convert_to_float8_training(layer, config=config)
+        layer = torch.compile(layer)
+        times = []
+        for _ in range(rounds + 3):  # the first ones compile and warm up
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            layer(x).backward(dy)
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+        seconds[name] = statistics.median(times[3:])
+    return seconds
+
+
+def run_torch(shape: str, rounds: int) -> dict[str, float]:
+    """`time_torch` in another process, in which JAX takes no memory of the GPU."""
+    words = [sys.executable, "-m", "benchmarks.peers", "--torch", shape, "--rounds", str(rounds)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    ran = subprocess.run(words, stdout=subprocess.PIPE, text=True, env=environment)
+    with suppress(json.JSONDecodeError, IndexError):
+        times: dict[str, float] = json.loads(ran.stdout.splitlines()[-1])
+        return times
+    print("torchao did not run: left out")
+    return {}
+
+
+# ---- tables
 
 
 def measure(shape: str, rounds: int) -> dict[str, Any]:
@@ -91,28 +175,36 @@ def measure(shape: str, rounds: int) -> dict[str, Any]:
     x = jax.random.normal(a, (m, k), jnp.bfloat16)
     w = jax.random.normal(b, (k, n), jnp.bfloat16)
     dy = jax.random.normal(c, (m, n), jnp.bfloat16)
-    steps = {name: partial(step, product) for name, product in make_products().items()}
-    times = time_interleaved(steps, x, w, dy, rounds=rounds)
+    times = time_interleaved(make_steps(), x, w, dy, rounds=rounds)
     print(f"\n{shape} (load {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs)")
-    print(f"{'':28s}{'least wall':>14s}{'median wall':>14s}{'CPU':>14s}, and their ratios to bf16")
+    print(f"{'':34s}{'least wall':>14s}{'median wall':>14s}{'CPU':>14s}, and their ratios to bf16")
     for name, t in times.items():
         cells = "".join(
             f"{t[w] * 1e3:8.1f} {t[w] / times['bf16'][w]:5.2f}" for w in ("wall", "median", "cpu")
         )
-        print(f"{name:28s}{cells}")
-    ratios = {}
-    for name, (ours, theirs) in PAIRS.items():
-        ratios[name] = {w: times[ours][w] / times[theirs][w] for w in times[ours]}
-        print(f"{name:28s}" + "".join(f"{r:14.2f}" for r in ratios[name].values()) + "  policyc / qwix")
-    return {"load": os.getloadavg(), "seconds": times, "policyc / qwix": ratios}
+        print(f"{name:34s}{cells}")
+    torch_times = {}
+    if jax.default_backend() == "gpu" and is_installed("torchao"):
+        torch_times = run_torch(shape, rounds)
+    for name, seconds in torch_times.items():
+        ratio = seconds / torch_times["torch bf16"]
+        print(f"{name:34s}{'':14s}{seconds * 1e3:8.1f} {ratio:5.2f}")
+    return {"load": os.getloadavg(), "seconds": times, "torch": torch_times}
 
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="MxKxN", help="default: four shapes")
+    shapes = GPU_SHAPES if jax.default_backend() == "gpu" else SHAPES
+    parser.add_argument(
+        "--shapes", nargs="+", default=shapes, metavar="MxKxN", help=f"default: {' '.join(shapes)}"
+    )
     parser.add_argument("--rounds", type=int, default=9, help="default: 9")
     parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
+    parser.add_argument("--torch", metavar="MxKxN", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.torch:
+        print(json.dumps(time_torch(args.torch, args.rounds)))
+        return
     save(args.json, {shape: measure(shape, args.rounds) for shape in args.shapes})
 
 
