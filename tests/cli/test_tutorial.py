@@ -43,7 +43,9 @@ class RunsHere(FakeExecutor):
         words = run.command[run.command.index("apply") :]
         ran = policyc(*words, cwd=run.cwd, env=dict(run.environment))
         assert ran.code == 0, ran.err
-        return "finished", [json.loads(line)["loss"] for line in (run.folder / METRICS_FILE).open()]
+        return "finished", [
+            json.loads(line)["loss"] for line in (run.folder / METRICS_FILE).read_text().splitlines()
+        ]
 
 
 def run_command(command: str, folder: Path) -> str:
