@@ -96,6 +96,7 @@ def test_an_environment_without_a_limit_has_a_folder_of_its_own(tmp_path, monkey
     assert "JAX_COMPILATION_CACHE_MAX_SIZE" not in os.environ
 
 
+@pytest.mark.slow
 def test_a_second_process_reads_what_the_first_compiled(tmp_path):
     """Also after a process was killed while it wrote a program."""
     folder = tmp_path / "policyc" / "compiled"

@@ -24,6 +24,7 @@ POLICIES = ("* -> mxfp8", "* @ bwd -> nvfp4(sr=grad)", "* -> fp8; layers[0] -> k
 W, X = struct(16, 16), struct(8, 16)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, phases=[Phase.generate], deadline=None)
 @given(integers(0, 2**32 - 1), integers(2, 4), sampled_from(POLICIES))
 def test_the_gradient_of_any_program_is_matched(seed: int, depth: int, policy: str) -> None:

@@ -582,6 +582,7 @@ jax.grad(lambda p: (jnp.ones((2, 8)) @ p["w"]).sum())({"w": jnp.ones((8, 8))})
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_is_stopped_in_the_middle_does_not_keep_the_command(tmp_path):
     """One of its threads never ends. Functions of `atexit` run, and the exit code is that of the command."""
     (tmp_path / "program.py").write_text(THREADED_PROGRAM)

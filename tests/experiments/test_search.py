@@ -107,10 +107,11 @@ def gradients(recorded: RecordedLoss, policy: str) -> list[list[np.ndarray]]:
     [
         # Wgrad is measured exactly; of the others one random tangent is a sample: seen within a quarter.
         ("layers.up", 1, Gemm.WGRAD, 1e-3),
-        pytest.param("layers.down", 0, Gemm.FPROP, 0.5, marks=pytest.mark.slow),
-        pytest.param("head", None, Gemm.DGRAD, 0.5, marks=pytest.mark.slow),
+        ("layers.down", 0, Gemm.FPROP, 0.5),
+        ("head", None, Gemm.DGRAD, 0.5),
     ],
 )
+@pytest.mark.slow
 @pytest.mark.any_jax
 def test_noise_is_that_of_the_gradient_with_one_product_quantized(
     recorded: RecordedLoss, scores: Scores, site: str, index: int | None, gemm: Gemm, tolerance: float
@@ -212,6 +213,7 @@ def score_with(folder: Path, forward: str) -> Scores:
     return score_formats(record_loss(Program(str(path)), 2), parse_formats("fp8"))
 
 
+@pytest.mark.slow
 def test_a_derivative_rule_of_the_program_is_scored_by_first_derivatives(tmp_path: Path) -> None:
     scores = score_with(tmp_path / "fused", "fused.bind")
     assert "a derivative rule of its own" in scores.notes[0]

@@ -131,6 +131,7 @@ def seconds_under(searched: Searched, text: str) -> float:
     return estimate(searched.step.under(parse(text)), target, searched.mesh).seconds
 
 
+@pytest.mark.slow
 def test_a_found_policy_is_what_was_solved(llama: Searched) -> None:
     solution = minimize_damage(llama.problem, llama.problem.seconds / 1.1, 4)
     text = llama.write_policy(solution)

@@ -274,6 +274,7 @@ def only_policies_opened(opened: list[str], folder: Path) -> bool:
     return all(p.endswith((".policy", "policy.lark")) and p.startswith(folders) for p in opened)
 
 
+@pytest.mark.slow
 def test_the_properties_hold_for_a_thousand_mutated_policies(tmp_path):
     for name in bundled_policies():
         load(name)  # so that imports and compilation on first use are not recorded

@@ -375,6 +375,7 @@ NAMES = [f"a{i}" for i in range(2000)]
     ],
     ids=["or", "chain", "selectors"],
 )
+@pytest.mark.slow
 def test_what_is_compared_in_pairs_is_linted_in_seconds(text: str) -> None:
     """Without limits, the time is quadratic: 1,600 terms took 19 seconds. `benchmarks/large_policies.py` has more."""
     loaded = parse_with_diagnostics(text)

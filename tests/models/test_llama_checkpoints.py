@@ -93,7 +93,9 @@ def test_a_run_resumes_from_the_last_checkpoint_that_is_whole(completed, tmp_pat
     assert sorted(int(p.name) for p in (folder / "checkpoints").iterdir()) == [6, 8]
 
 
-@pytest.mark.parametrize("name", ["position", "step", "identity"])
+@pytest.mark.parametrize(
+    "name", ["position", *(pytest.param(n, marks=pytest.mark.slow) for n in ("step", "identity"))]
+)
 def test_one_changed_digit_beside_the_state_is_damage(completed, tmp_path, capsys, name):
     """Not other data in silence, and not 'another run', which would invite --accept-changes."""
     folder = tmp_path / "run"
