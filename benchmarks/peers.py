@@ -148,6 +148,8 @@ def time_torch(shape: str, rounds: int) -> dict[str, float]:
             start.record()
             layer(x).backward(dy)
             end.record()
+            x.grad = None  # or the next ones would be added to them
+            layer.zero_grad(set_to_none=True)
             end.synchronize()
             times.append(start.elapsed_time(end) / 1e3)
         seconds[name] = statistics.median(times[3:])

@@ -33,6 +33,7 @@ from policyc.compiler.kinds import set_kinds
 from policyc.compiler.layers import LayerIndices
 from policyc.compiler.other_products import kind_and_name, product_flops, sum_by_kind
 from policyc.compiler.paths import add_stack_sizes
+from policyc.compiler.propagation import propagate_equation, propagate_opaque
 from policyc.compiler.provenance.graph import ParameterSource, Source, parameters_of
 from policyc.compiler.provenance.integers import constant_value
 from policyc.compiler.references import REFERENCE_PRIMITIVES, References
@@ -45,8 +46,6 @@ from policyc.compiler.var_info import (
     VarInfo,
     frozen_info,
     join_projections,
-    propagate_equation,
-    propagate_opaque,
     shape_of,
 )
 from policyc.jaxcore import jaxprs

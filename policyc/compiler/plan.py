@@ -212,13 +212,10 @@ class Plan:
         """A decision with how each product runs."""
         if decision.recipe is None:
             return decision
-        site = self._site_at[address]
-        atoms: list[Any] = [*site.eqn.invars[:2], *site.eqn.outvars]
-        sizes = (site.batch, site.m, site.n, site.k, site.is_ragged, site.weight)
-        key = (decision.choices, sizes, *(atom.aval.dtype for atom in atoms))
+        queries = gemm_queries(self._site_at[address], decision.recipe)
+        key = (decision.choices, queries)
         lowered = self._lowered.get(key)
         if lowered is None:
-            queries = gemm_queries(site, decision.recipe)
             fprop, dgrad, wgrad = (choose(self.execution.backend, q, self.machine) for q in queries)
             lowered = self._lowered[key] = replace(decision, lowerings=(fprop, dgrad, wgrad))
         return lowered
@@ -270,7 +267,7 @@ class Plan:
 
     @cached_property
     def _lowered(self) -> dict[Hashable, Decision]:
-        """Decisions with lowerings, by their choices and what `gemm_queries` reads of a site: many have the same."""
+        """Decisions with lowerings, by their choices and queries: many sites have the same."""
         return {}
 
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 from jax.extend.core import JaxprEqn
 
+from policyc.compiler.propagation import propagate_equation
 from policyc.compiler.provenance.graph import ParameterSource, UnknownSource, is_broadcast, parameters_of
 from policyc.compiler.var_info import (
     MANY_PROJECTIONS,
     Dependence,
     VarInfo,
-    propagate_equation,
     shape_of,
 )
 from policyc.jaxcore import jaxprs

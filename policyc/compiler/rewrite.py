@@ -289,9 +289,10 @@ class SiteRewriter(Transform):
         readers: dict[Var, list[Position]] = {}
         for number in range(len(jaxprs.equations(jaxpr))):
             site = self.sites.get((*position.address, number))
-            activation = None if site is None else _activation(site)
+            if site is None or (activation := _activation(site)) is None:
+                continue
             here = position.enter(number)
-            if site is not None and activation is not None and self._recipe_at(site, here) is not None:
+            if self._recipe_at(site, here) is not None:
                 readers.setdefault(activation, []).append(here)
         return readers
 

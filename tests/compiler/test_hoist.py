@@ -173,7 +173,7 @@ def test_a_program_that_is_kept_is_not_changed() -> None:
 
 @pytest.mark.slow
 def test_hoisting_changes_no_bit(quantize_in_place: Callable[[], None]) -> None:
-    """Of a split stack. Unrolled, its layers round alike: see below."""
+    """A split stack. The test below shows that its unrolled layers round alike."""
     step, policy = accumulated(model("named")), SPLIT.replace(SQUARE, "* -> mxfp8")
 
     def run() -> Any:

@@ -6,9 +6,7 @@ is for measurements.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator, Sequence
-from functools import reduce
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -128,11 +126,19 @@ def scale_outer(values: jax.Array, scales: Sequence[Scale]) -> jax.Array:
 def outer_factors(scales: Sequence[Scale]) -> tuple[jax.Array, jax.Array]:
     """The product of outer scales as two factors, fp32, to multiply with in turn.
 
-    The first factor is between 2**-`REACH` and 2**`REACH`. The second one is a power of two for the rest, almost always
-    1. If that is out of range too, so is every product with both.
+    Each scale and their product are rounded to fp32, whose range they may leave, so they are computed in fp64. The
+    first factor is between 2**-`REACH` and 2**`REACH`. The second one is a power of two for the rest, almost always 1.
+    If that is out of range too, so is every product with both.
     """
     with jax.enable_x64(True):
-        product = reduce(operator.mul, _wide_scales(scales))
+        product = jnp.float64(1)
+        for amax, bound in scales:
+            bits = bits_of(amax)
+            # The integer is the denormal in units of 2**-149: converted as a float, it might become zero.
+            denormal = lax.convert_element_type(bits, np.float64) * np.float64(2.0**-149)
+            wide = jnp.where(bits < 0x800000, denormal, lax.convert_element_type(amax, np.float64))
+            wide = jnp.where(bits < INFINITY, wide, np.float64(np.nan))
+            product = product * lax.reduce_precision(wide / np.float64(bound), 11, 23)
         exponent = lax.bitcast_convert_type(product, np.int64) & np.int64(0x7FF << 52)
         power = lax.bitcast_convert_type(exponent, np.float64)
         rest = jnp.maximum(jnp.minimum(power * 2.0**REACH, 1.0), power * 2.0**-REACH)
@@ -142,20 +148,12 @@ def outer_factors(scales: Sequence[Scale]) -> tuple[jax.Array, jax.Array]:
 
 
 def outer_product(scales: Sequence[Scale]) -> jax.Array:
-    """The product of outer scales as one fp32 number: denormal below 2**-126, infinite beyond 2**128."""
+    """The product of outer scales as one fp32 number: denormal below 2**-126, infinite beyond 2**128.
+
+    From the two factors: XLA would merge the conversion of a plain product from fp64 with a later cast to bfloat16.
+    """
     first, second = outer_factors(scales)
     return first * second
-
-
-def _wide_scales(scales: Sequence[Scale]) -> Iterator[jax.Array]:
-    """Outer scales in fp64, each rounded to 24 bits, but not to the range of fp32."""
-    for amax, bound in scales:
-        bits = bits_of(amax)
-        # The integer is the denormal in units of 2**-149: converted as a float, it might become zero.
-        denormal = lax.convert_element_type(bits, np.float64) * np.float64(2.0**-149)
-        wide = jnp.where(bits < 0x800000, denormal, lax.convert_element_type(amax, np.float64))
-        wide = jnp.where(bits < INFINITY, wide, np.float64(np.nan))
-        yield lax.reduce_precision(wide / np.float64(bound), 11, 23)
 
 
 REACH = 60

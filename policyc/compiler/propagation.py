@@ -1,0 +1,271 @@
+"""How what is known of variables passes through an equation without a jaxpr inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from jax.extend.core import JaxprEqn
+
+from policyc.compiler.provenance.graph import (
+    ConcatenatedSource,
+    LayoutSource,
+    LostSource,
+    OtherSource,
+    Source,
+    StackedSource,
+    is_broadcast,
+    is_lost,
+    unknown_source,
+)
+from policyc.compiler.provenance.integers import (
+    is_array,
+    known_integers,
+    not_evaluated,
+    propagate_integers,
+)
+from policyc.compiler.var_info import (
+    MOST_PROJECTIONS,
+    UNKNOWN,
+    Dependence,
+    VarInfo,
+    either,
+    join_dependence,
+    join_projections,
+    shape_of,
+)
+from policyc.jaxcore import jaxprs
+from policyc.jaxcore.derivatives import active_results, is_float
+from policyc.jaxcore.primitives import WeightRule, rule_of
+
+_OF_CONSTANTS = "its index is computed from constants by operations that policyc does not evaluate"
+
+
+def propagate_equation(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
+    """The infos of the results of an equation without a jaxpr that is entered, from those of its operands."""
+    if not eqn.outvars:
+        return []
+    rule, name = rule_of(eqn), jaxprs.primitive_name(eqn)
+    active_operands = [i.is_active for i in infos]
+    active = active_results(eqn, active_operands) if any(active_operands) else [False] * len(eqn.outvars)
+    if rule.weight not in ("identity", "product") and not eqn.effects:
+        data = _only_data(infos)
+        if data is not None and (data.integers is None or is_array(eqn.outvars[0].aval)):
+            return [data if a is data.is_active else data._replace(is_active=a) for a in active]
+    if rule.weight == "identity":
+        if name == "device_put":  # a weight in the memory of the host cannot be quantized there
+            infos = [info._replace(origin=None) for info in infos]
+        return [info._replace(is_active=a) for info, a in zip(infos, active, strict=True)]
+    moves = rule.weight in ("layout", "gather")
+    if not moves and join_dependence(infos) > Dependence.CONSTANTS:
+        infos = [i._replace(source=None, is_lookup=False) if i.is_lookup else i for i in infos]
+    first = infos[0] if infos else UNKNOWN
+    has_source = any(i.source is not None for i in infos)
+    sources = _SOURCES[rule.weight](eqn, infos) if has_source else [None] * len(eqn.outvars)
+    is_hoistable = rule.hoistable and len(infos) == 1 and first.origin is not None
+    is_modified = _is_modified(rule.weight, infos)
+    make = partial(
+        VarInfo,
+        depends_on=_dependence(eqn, infos),
+        integers=propagate_integers(eqn, [i.integers for i in infos]),
+        is_one_hot=(name == "eq" and any(i.is_iota for i in infos)) or (moves and first.is_one_hot),
+        is_iota=name == "iota" or (moves and first.is_iota),
+        origin=first.origin.then(eqn) if is_hoistable and first.origin is not None else None,
+        projections=join_projections(infos),
+    )
+    return [
+        make(
+            source=source,
+            is_active=is_active,
+            is_modified=source is not None and is_modified,
+            is_lookup=source is not None and _is_lookup(eqn, source, infos),
+        )
+        for is_active, source in zip(active, sources, strict=True)
+    ]
+
+
+def _only_data(infos: Sequence[VarInfo]) -> VarInfo | None:
+    """The one info among those of some operands, if it says only where data come from, and the others say nothing.
+
+    Most equations of a model have such operands: activations, literals and constants.
+    """
+    data: VarInfo | None = None
+    constant: VarInfo | None = None
+    for info in infos:
+        if info is data or info is constant:
+            continue
+        if info.source is not None or info.origin is not None or info.is_iota or info.is_one_hot:
+            return None
+        if info.integers is not None and info.is_fixed and not info.projections:
+            if constant is None and info.integers.unknown:
+                constant = info
+            continue
+        if data is not None or info.integers is not None or info.is_lookup or info.is_modified:
+            return None
+        if len(info.projections) > MOST_PROJECTIONS:
+            return None
+        data = info
+    return constant if data is None else data
+
+
+def propagate_opaque(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
+    """The infos of the results of an equation with a jaxpr that is not entered."""
+    is_active = any(i.is_active for i in infos)
+    sources = _lost(eqn, infos)
+    return [
+        VarInfo(
+            source=source,
+            is_modified=source is not None,
+            is_lookup=source is not None and _is_lookup(eqn, source, infos),
+            depends_on=_dependence(eqn, infos),
+            is_active=is_active and is_float(v.aval),
+            projections=join_projections(infos),
+        )
+        for source, v in zip(sources, eqn.outvars, strict=True)
+    ]
+
+
+def _dependence(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> Dependence:
+    joined = join_dependence(infos)
+    if jaxprs.has_side_effects(eqn):
+        return Dependence.DATA
+    if rule_of(eqn).weight != "product":
+        return joined
+    is_of_weights = joined in (Dependence.PARAMETERS, Dependence.WEIGHT_PRODUCTS)
+    return Dependence.WEIGHT_PRODUCTS if is_of_weights else Dependence.DATA
+
+
+def _is_modified(rule: WeightRule, infos: Sequence[VarInfo]) -> bool:
+    """Is the result of an equation a parameter and something else?"""
+    if any(i.is_modified for i in infos):
+        return True
+    return any(i.source is None for i in infos) if rule == "joined" else rule not in ("layout", "gather")
+
+
+def _is_lookup(eqn: JaxprEqn, source: Source, infos: Sequence[VarInfo]) -> bool:
+    """Is a result of an equation computed from constants that may as well be data? `source` is that of the result."""
+    rule = rule_of(eqn).weight
+    if rule == "layout":
+        return infos[0].is_lookup
+    if rule == "gather":
+        return infos[0].is_lookup or not (infos[1].is_fixed or _takes_matrices(eqn))
+    if any(i.is_lookup for i in infos):
+        return True
+    is_function = rule == "function" or isinstance(source, LostSource)
+    return is_function and not all(i.is_fixed for i in infos)
+
+
+# ---- what becomes of a weight, by the rules of `jaxcore.primitives`. Some operand has a source.
+
+_Sources = list[Source | None]
+
+
+def _layout(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
+    operand = infos[0].source
+    if operand is None:
+        return [None] * len(eqn.outvars)
+    integers = tuple(
+        not_evaluated(_OF_CONSTANTS) if i.integers is None and i.is_constant else i.integers
+        for i in infos[1:]
+    )
+    return [
+        LayoutSource(shape=shape_of(v), eqn=eqn, output=number, operand=operand, integers=integers)
+        for number, v in enumerate(eqn.outvars)
+    ]
+
+
+def _gather(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
+    """One that takes whole matrices of a stack chooses layers. Rows that are looked up by data are activations."""
+    return _layout(eqn, infos) if _takes_matrices(eqn) or infos[1].is_constant else [None]
+
+
+def _takes_matrices(eqn: JaxprEqn) -> bool:
+    pairs = zip(shape_of(eqn.invars[0]), eqn.params["slice_sizes"], strict=True)
+    return len([size for size, taken in pairs if size == taken > 1]) >= 2
+
+
+def _modified(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
+    """W * mask, W + delta; or W1 + W2, named by both. The weight that is not modified yet gives its name."""
+    shape = shape_of(eqn.outvars[0])
+    in_order = [i.source for i in sorted(infos, key=lambda i: i.is_modified) if i.source is not None]
+    followed = [s for s in in_order if s.shape == shape and not is_broadcast(s) and not is_lost(s)]
+    return [either(followed)] if followed and len(shape) > 1 else _function(eqn, infos)
+
+
+def _function(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
+    sources = [i.source for i in infos if i.source is not None]
+    if (
+        all(i.is_constant for i in infos)
+        and len(set(sources)) == 1
+        and sources[0].shape == shape_of(eqn.outvars[0])
+    ):
+        return [sources[0]]
+    return _lost(eqn, infos)
+
+
+def _chosen(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
+    """A `select_n` by known integers, or by a scalar, chooses among its operands. Any other is a mask."""
+    index, shape = known_integers(infos[0].integers), shape_of(eqn.outvars[0])
+    cases = [
+        OtherSource(shape=shape) if i.source is None and i.is_fixed and index is not None else i.source
+        for i in infos[1:]
+    ]
+    sources = [s for s in cases if s is not None and (index is not None or not is_broadcast(s))]
+    has_weight = any(not isinstance(s, OtherSource) and not is_broadcast(s) for s in sources)
+    is_choice = index is not None or not shape_of(eqn.invars[0])
+    if len(sources) == len(cases) and has_weight and is_choice and len(shape) > 1:
+        return [either(sources, index)]
+    return _modified(eqn, infos[1:])
+
+
+def _joined(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
+    shape = shape_of(eqn.outvars[0])
+    has_weight = any(i.source is not None and not is_broadcast(i.source) for i in infos)
+    if not all(i.source is not None for i in infos) and not (has_weight and len(shape) > 1):
+        return [None]
+    pairs = zip(infos, eqn.invars, strict=True)
+    operands = tuple(i.source or OtherSource(shape=shape_of(a)) for i, a in pairs)
+    if "axis" in eqn.params:
+        return [StackedSource(shape=shape, operands=operands, dimension=eqn.params["axis"])]
+    return [ConcatenatedSource(shape=shape, operands=operands, dimension=eqn.params["dimension"])]
+
+
+def _written(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
+    array, *others = (i.source for i in infos)
+    if array is not None and all(source is None for source in others):
+        return _modified(eqn, infos[:1])
+    return _lost(eqn, infos)
+
+
+def _lost(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
+    """What is computed from parameters alone is made of them. With a reason, that holds for anything of a parameter."""
+    sources = [i.source for i in infos if i.source is not None]
+    reason = rule_of(eqn).reason
+    if reason:
+        whole = [s for s in sources if not is_broadcast(s)]
+        return [
+            unknown_source(shape_of(v), whole, reason) if whole and len(shape_of(v)) > 1 else None
+            for v in eqn.outvars
+        ]
+    if not sources or not all(i.is_constant for i in infos):
+        return [None] * len(eqn.outvars)
+    reason = f"it is computed by '{jaxprs.primitive_name(eqn)}', which is not followed"
+    return [LostSource(shape=shape_of(v), operands=tuple(sources), reason=reason) for v in eqn.outvars]
+
+
+def _product(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
+    del infos
+    return [None] * len(eqn.outvars)
+
+
+_SOURCES: dict[WeightRule, Callable[[JaxprEqn, Sequence[VarInfo]], _Sources]] = {
+    "layout": _layout,
+    "gather": _gather,
+    "modified": _modified,
+    "function": _function,
+    "chosen": _chosen,
+    "joined": _joined,
+    "written": _written,
+    "lost": _lost,
+    "product": _product,
+}
