@@ -62,7 +62,7 @@ def compiled(treatment: Treatment, axes: Axes = TILED, method: Method = HERE) ->
 
 @cache
 def quickly_compiled(treatment: Treatment) -> Any:
-    """For properties that hold within a tolerance, or that every treatment has: those with an oracle compare the bits."""
+    """For properties within a tolerance, or of every treatment. The tests with an oracle compare the bits."""
     run = quick_jit(partial(quantize, treatment=treatment, axes=TILED, method=HERE))
     return run if HERE != "cpu" else lambda x: run(jax.device_put(x, jax.devices("cpu")[0]))
 
