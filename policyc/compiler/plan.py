@@ -10,12 +10,14 @@ import itertools
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import and_
 from typing import Any
 
 from policyc.base.notebook import html_table
 from policyc.base.text import count_noun
-from policyc.compiler.decisions import Choice, Choices, MatchedProducts, Phase, RuleDecisions
+from policyc.compiler.decisions import Choice, Choices, Phase, RuleDecisions
 from policyc.compiler.execution import ExecutionOptions
+from policyc.compiler.site_masks import find_bits, union
 from policyc.compiler.sites import Site, Sites
 from policyc.compiler.stacks import Layer
 from policyc.jaxcore.transform import Address
@@ -151,12 +153,14 @@ class Plan:
     def decisions(self, phase: Phase = ()) -> Decisions:
         """What happens to every layer of every site in a phase."""
         if phase not in self._decisions:
-            decisions = {
-                key: self._with_lowerings(key[0], self._decide(matched, phase))
-                for key, matched in self.matched.items()
-            }
+            decisions: dict[tuple[Address, Layer], Decision] = {}
+            for (number, layer), choices in zip(
+                self.sites.masks.layers, self._rules.choices(phase), strict=True
+            ):
+                site = self.sites.sites[number]
+                decisions[site.address, layer] = self._with_lowerings(site, self._decide(choices))
             for site in (s for s in self.sites if s.running is not None):
-                decisions |= dict(self._decide_idle_layers(site, decisions, phase))
+                decisions |= dict(self._decide_idle_layers(site, decisions))
             self._decisions[phase] = decisions
         return self._decisions[phase]
 
@@ -183,19 +187,16 @@ class Plan:
         """The products of every phase, one phase after the other."""
         return itertools.chain.from_iterable(map(self.products, self.phases))
 
-    @cached_property
-    def matched(self) -> Mapping[tuple[Address, Layer], MatchedProducts]:
-        """For each layer of each site, the products that each rule matches, in any phase."""
-        return {(s.address, layer): self._rules.match(s, layer) for s in self.sites for layer in s.layers()}
+    def matched_layers(self, rule: int) -> Iterator[tuple[Site, Layer]]:
+        """The layers that run and have a product which a rule matches, in any phase."""
+        for bit in find_bits(union(self._rules.matched[rule]) & self.sites.running):
+            number, layer = self.sites.masks.layers[bit]
+            yield self.sites.sites[number], layer
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
         """How many sites have a product that each rule matches, every layer counted."""
-        counts = [0] * len(self.policy.rules)
-        for (address, _), by_rule in self.matched.items():
-            for rule, products in enumerate(by_rule):
-                counts[rule] += bool(products & self._site_at[address].products)
-        return tuple(counts)
+        return tuple(union(map(and_, m, self.sites.existing)).bit_count() for m in self._rules.matched)
 
     @cached_property
     def resolved(self) -> tuple[Recipe, ...]:
@@ -208,11 +209,11 @@ class Plan:
         """What the products run on."""
         return machine_here() if self.execution.target is None else machine_of(self.execution.target)
 
-    def _with_lowerings(self, address: Address, decision: Decision) -> Decision:
+    def _with_lowerings(self, site: Site, decision: Decision) -> Decision:
         """A decision with how each product runs."""
         if decision.recipe is None:
             return decision
-        queries = gemm_queries(self._site_at[address], decision.recipe)
+        queries = gemm_queries(site, decision.recipe)
         key = (decision.choices, queries)
         lowered = self._lowered.get(key)
         if lowered is None:
@@ -220,9 +221,8 @@ class Plan:
             lowered = self._lowered[key] = replace(decision, lowerings=(fprop, dgrad, wgrad))
         return lowered
 
-    def _decide(self, matched: MatchedProducts, phase: Phase) -> Decision:
-        """The decision, without lowerings, where each rule matches these products."""
-        choices = self._rules.decide(matched, phase)
+    def _decide(self, choices: Choices) -> Decision:
+        """The decision without lowerings."""
         if choices not in self._decided:
             pairs = zip(Gemm, choices, strict=True)
             parts = {gemm: self.resolved[c.rule] for gemm, c in pairs if c.rule is not None}
@@ -232,33 +232,24 @@ class Plan:
         return self._decided[choices]
 
     def _decide_idle_layers(
-        self, site: Site, decisions: Decisions, phase: Phase
+        self, site: Site, decisions: Decisions
     ) -> Iterator[tuple[tuple[Address, Layer], Decision]]:
-        """A decision for the layers in which a site does not run, such that loops are not split for their sake.
+        """Other decisions for layers in which a site does not run, such that loops are not split for their sake.
 
-        It is that of their path. If a layer that runs has the same path, it is that of the layer before.
+        If a layer that runs has the same path, it is that of the layer before.
         """
+        running = set(site.layers())
         last = decisions[site.address, next(site.layers())]
-        paths = {site.paths(layer) for layer in site.layers()}
+        paths = {site.paths(layer) for layer in running}
         for layer in site.all_layers():
-            key = site.address, layer
-            if key in decisions:
-                last = decisions[key]
+            if layer in running:
+                last = decisions[site.address, layer]
             elif site.paths(layer) in paths:
-                yield key, last
-            else:
-                yield (
-                    key,
-                    self._with_lowerings(site.address, self._decide(self._rules.match(site, layer), phase)),
-                )
+                yield (site.address, layer), last
 
     @cached_property
     def _rules(self) -> RuleDecisions:
-        return RuleDecisions(self.policy)
-
-    @cached_property
-    def _site_at(self) -> dict[Address, Site]:
-        return {site.address: site for site in self.sites}
+        return RuleDecisions(self.policy, self.sites.masks)
 
     @cached_property
     def _decided(self) -> dict[Choices, Decision]:

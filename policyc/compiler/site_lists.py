@@ -17,7 +17,7 @@ from urllib.parse import quote, unquote
 
 from policyc.base.text import count_noun
 from policyc.compiler.decisions import Phase, RuleDecisions
-from policyc.compiler.site_masks import ProductMasks, SiteMasks, find_bits, union
+from policyc.compiler.site_masks import Layer, ProductMasks, SiteMasks, union
 from policyc.language.diagnostics import Diagnostic, Edit, Fix, Severity, Span
 from policyc.language.kinds import flags_of
 from policyc.language.policy import Policy, Rule
@@ -109,10 +109,13 @@ class ListedSite:
         """FLOPs of one product in a step, in all layers."""
         return self.sizes["flops"] * self.repeats
 
-    def paths(self, layer: tuple[int, ...]) -> tuple[DottedPath, ...]:
+    def all_layers(self) -> Iterator[Layer]:
+        return ((number,) for number in range(len(self.layers)))
+
+    def paths(self, layer: Layer) -> tuple[DottedPath, ...]:
         return self.layers[layer[0]].paths
 
-    def attributes(self, layer: tuple[int, ...]) -> SiteAttributes:
+    def attributes(self, layer: Layer) -> SiteAttributes:
         """The variables of `where`. `layer` is missing if it is not known."""
         flags = flags_of(self.kind) if self.kind else flags_of()
         truths = {"weight": self.weight is not None, "block": self.is_in_block}
@@ -189,7 +192,7 @@ class SiteList:
 
     @cached_property
     def masks(self) -> SiteMasks:
-        return SiteMasks(self.sites, [len(site.layers) for site in self.sites])
+        return SiteMasks(self.sites)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,17 +213,12 @@ class ListPlan:
     def __init__(self, policy: Policy, sites: SiteList) -> None:
         self.policy = policy
         self.sites = sites
-        self.rules: RuleDecisions = RuleDecisions(policy)
+        self.rules: RuleDecisions = RuleDecisions(policy, sites.masks)
 
     @cached_property
     def resolved(self) -> tuple[Recipe, ...]:
         """The recipe of each rule."""
         return tuple(map(self.policy.resolver(), (rule.recipe for rule in self.policy.rules)))
-
-    @cached_property
-    def matched(self) -> tuple[ProductMasks, ...]:
-        """For each rule: the layers whose products it matches."""
-        return tuple(map(self.sites.masks.match, self.policy.rules))
 
     def _decide(self, phase: Phase) -> Sequence[ProductMasks]:
         """For each rule: the layers where it decides about each product, because no later one in force matches."""
@@ -228,7 +226,7 @@ class ListPlan:
         decided = [(0, 0, 0)] * len(self.policy.rules)
         for rule in reversed(range(len(decided))):
             if self.rules.in_force(rule, phase):
-                fprop, dgrad, wgrad = self.matched[rule]
+                fprop, dgrad, wgrad = self.rules.matched[rule]
                 decided[rule] = fprop & fprop_left, dgrad & dgrad_left, wgrad & wgrad_left
                 fprop_left, dgrad_left, wgrad_left = (
                     fprop_left & ~fprop,
@@ -239,14 +237,9 @@ class ListPlan:
 
     def choices(self, phase: Phase) -> Iterator[tuple[int, int, Sequence[int | None]]]:
         """The rules that decide about the products of each layer of each site, with their numbers in the list."""
-        layers = self.sites.masks.layers
-        chosen: list[list[int | None]] = [[None] * len(Gemm) for _ in layers]
-        for rule, masks in enumerate(self._decide(phase)):
-            for product, mask in enumerate(masks):
-                for bit in find_bits(mask):
-                    chosen[bit][product] = rule
-        for (site, layer), rules in zip(layers, chosen, strict=True):
-            yield site, layer, rules
+        choices = self.rules.choices(phase)
+        for (site, layer), by_product in zip(self.sites.masks.layers, choices, strict=True):
+            yield site, layer[0], [choice.rule for choice in by_product]
 
     @cached_property
     def _decided(self) -> Sequence[Sequence[ProductMasks]]:
@@ -261,7 +254,7 @@ class ListPlan:
             split = (part for mask in layers for part in masks.split(mask))
             in_phase = sum(layer_flops[site] * count for site, count in split)
             decided, flops = decided | union(layers), max(flops, in_phase)
-        matched = union(map(and_, self.matched[rule], existing))
+        matched = union(map(and_, self.rules.matched[rule], existing))
         return RuleShare(matched.bit_count(), decided.bit_count(), flops / (self.sites.total_flops or 1))
 
     @cached_property

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Protocol
 
-from policyc.compiler.decisions import MatchableSite
 from policyc.language.policy import Rule
-from policyc.language.predicates import Comparison, Predicate, leaves
+from policyc.language.predicates import Comparison, Predicate, SiteAttributes, leaves
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import (
     DottedPath,
@@ -25,6 +25,19 @@ from policyc.language.selectors import (
 
 ProductMasks = tuple[int, int, int]
 """For each product, in the order of `Gemm`: a set of layers."""
+
+Layer = tuple[int, ...]
+
+
+class MatchableSite(Protocol):
+    """What matching needs of a site."""
+
+    def all_layers(self) -> Iterable[Layer]: ...
+
+    def paths(self, layer: Layer) -> tuple[DottedPath, ...]: ...
+
+    def attributes(self, layer: Layer) -> SiteAttributes: ...
+
 
 _MAX_KEPT = 4096  # rules: after an edit all but one are those of before
 
@@ -80,20 +93,17 @@ def _skip_wildcards(segments: tuple[PatternSegment, ...], active: dict[int, int]
 class SiteMasks:
     """The layers of a list of sites, numbered, and those that rules match. Results are kept."""
 
-    def __init__(self, sites: Sequence[MatchableSite], layer_counts: Sequence[int]) -> None:
+    def __init__(self, sites: Sequence[MatchableSite]) -> None:
         self._sites = sites
-        self.layers: tuple[tuple[int, int], ...] = tuple(
-            (site, layer) for site, count in enumerate(layer_counts) for layer in range(count)
-        )
-        """The number of the site and of the layer in it, for each bit of a mask."""
-        self.all: int = (1 << len(self.layers)) - 1
-        starts = [0]
-        for count in layer_counts:
-            starts.append(starts[-1] + count)
-        self.of_site: tuple[int, ...] = tuple(
-            ((1 << count) - 1) << start for count, start in zip(layer_counts, starts, strict=False)
-        )
+        self.layers: list[tuple[int, Layer]] = []
+        """The number of the site and the layer of it, for each bit of a mask."""
+        self.of_site: list[int] = []
         """The layers of each site."""
+        for number, site in enumerate(sites):
+            start = len(self.layers)
+            self.layers += ((number, layer) for layer in site.all_layers())
+            self.of_site.append((1 << len(self.layers)) - (1 << start))
+        self.all: int = (1 << len(self.layers)) - 1
         self._match_kept = lru_cache(maxsize=_MAX_KEPT)(self._match)
 
     def match(self, rule: Rule) -> ProductMasks:
@@ -137,7 +147,7 @@ class SiteMasks:
         for number, _ in self.split(mask):
             own = mask & self.of_site[number]
             for bit in find_bits(own if reads_layer else own & -own):
-                attributes = self._sites[number].attributes((self.layers[bit][1],))
+                attributes = self._sites[number].attributes(self.layers[bit][1])
                 if where.holds(attributes) is True:
                     holding |= 1 << bit if reads_layer else own
         return holding
@@ -147,7 +157,7 @@ class SiteMasks:
         groups: dict[object, list[tuple[int, DottedPath]]] = {}
         for bit, (site, layer) in enumerate(self.layers):
             seen: dict[object, int] = {}
-            for path in dict.fromkeys(self._sites[site].paths((layer,))):
+            for path in dict.fromkeys(self._sites[site].paths(layer)):
                 shape = tuple((name.text, name.index is not None, name.size) for name in path)
                 seen[shape] = seen.get(shape, 0) + 1  # a group has one path of a layer at most
                 groups.setdefault((shape, seen[shape]), []).append((bit, path))

@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from policyc.base.notebook import html_table
 from policyc.base.text import count_noun
 from policyc.compiler.site_kinds import SiteBlock, SiteKind
+from policyc.compiler.site_masks import SiteMasks, union
 from policyc.compiler.stacks import Layer, LayerTable, Stack
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.jaxprs import AxisEnv
@@ -318,6 +319,27 @@ class Sites:
     def total_flops(self) -> int:
         """FLOPs of all products in a step, as far as they are known."""
         return sum(s.total_flops for s in self.sites) + sum(o.flops or 0 for o in self.others)
+
+    @cached_property
+    def masks(self) -> SiteMasks:
+        """All layers, numbered, also those in which a site does not run."""
+        return SiteMasks(self.sites)
+
+    @cached_property
+    def running(self) -> int:
+        """The layers in which their site runs."""
+        idle = (
+            1 << bit
+            for bit, (number, layer) in enumerate(self.masks.layers)
+            if (running := self.sites[number].running) is not None and layer not in running
+        )
+        return self.masks.all & ~union(idle)
+
+    @cached_property
+    def existing(self) -> tuple[int, ...]:
+        """For each product: the layers that run it."""
+        masks = (self.masks.of_sites(gemm in site.products for site in self.sites) for gemm in Gemm)
+        return tuple(mask & self.running for mask in masks)
 
     @cached_property
     def hash(self) -> str:

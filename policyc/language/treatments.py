@@ -40,6 +40,7 @@ def normalize_recipe(recipe: Recipe) -> Recipe:
     return Recipe(tuple(_normalize_treatment(recipe, gemm, role) for gemm, role in OPERANDS))
 
 
+@cache
 def normalize_if_valid(recipe: Recipe) -> Recipe:
     """Returns the recipe to carry out, or the recipe as written if it has problems."""
     return recipe if find_recipe_problems(recipe) else normalize_recipe(recipe)

@@ -345,7 +345,7 @@ def test_a_scan_over_parameters_is_one_site_with_many_layers() -> None:
 def matched_layers(selector: str, loss: Callable[..., Any], params: Any, *args: Any) -> list[Any]:
     """The layers that a selector matches, of all sites."""
     plan = make_plan(parse(f"{selector} -> fp8"), find_sites(loss, params, *args))
-    return [layer for (_, layer), (products,) in plan.matched.items() if products]
+    return [layer for _, layer in plan.matched_layers(0)]
 
 
 @pytest.mark.parametrize(

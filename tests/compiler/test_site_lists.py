@@ -69,12 +69,12 @@ def test_a_list_is_matched_as_the_oracle_matches_its_names() -> None:
     names, random = oracle.SITE_NAMES, Random(0)
     layers = [tuple(random.sample(names, random.randint(1, 3))) for _ in range(600)]
     sites = [oracle_site(number, layers[number : number + 6]) for number in range(0, 600, 6)]
-    masks = SiteMasks(sites, [len(site.layers) for site in sites])
+    masks = SiteMasks(sites)
     counts = set()
     for rule in (r for _ in range(12) for r in parse(oracle.random_policy(random)).rules):
         expected = []
         for number, (site, layer) in enumerate(masks.layers):
-            is_in = rule.where is None or rule.where.holds(sites[site].attributes((layer,))) is True
+            is_in = rule.where is None or rule.where.holds(sites[site].attributes(layer)) is True
             matching = [
                 s for s in rule.selectors if any(oracle.selector_matches(s, n) for n in layers[number])
             ]

@@ -188,10 +188,10 @@ def find_selectors(problem: Problem, plan: Plan) -> list[Selector]:
     members = {g: {k for k, other in group_of.items() if other == g} for g in groups}
 
     texts = [Selector(tuple(names), where, frozenset()) for names, where in _texts(problem, groups)]
-    matched = make_plan(parse("\n".join(t.rule("", "", "bf16") for t in texts)), plan.sites).matched
+    trial = make_plan(parse("\n".join(t.rule("", "", "bf16") for t in texts)), plan.sites)
     found: dict[frozenset[GroupKey], Selector] = {}
     for number, text in enumerate(texts):
-        cells = {keys.get(place) for place, by_rule in matched.items() if by_rule[number]}
+        cells = {keys.get((site.address, layer)) for site, layer in trial.matched_layers(number)}
         whole = frozenset(g for g in groups if members[g] <= cells)
         # It takes groups as a whole, and nothing else.
         if whole and None not in cells and cells == set().union(*(members[g] for g in whole)):

@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import chain
 
 from policyc.compiler.idle_rules import find_deciding_rules, idle_rules
-from policyc.compiler.plan import Plan
 from policyc.compiler.plan_checks import inseparable_layers, opaque_indices, opaque_sites, unmet_expectations
 from policyc.language.diagnostics import Diagnostic, Note
 from policyc.linter.context import Context
@@ -36,12 +35,8 @@ def _check_overridden_rule(context: Context) -> Iterator[Diagnostic]:
             yield replace(
                 found,
                 notes=tuple(Note(plan.policy.rules[i].span, "this rule is later") for i in later),
-                sites=_name_matched_sites(plan, index),
+                sites=name_sites(site for site, _ in plan.matched_layers(index)),
             )
-
-
-def _name_matched_sites(plan: Plan, rule: int) -> tuple[str, ...]:
-    return name_sites(s for s in plan.sites if any(plan.matched[s.address, la][rule] for la in s.layers()))
 
 
 def _check_unmatched_rule(context: Context) -> Iterator[Diagnostic]:
