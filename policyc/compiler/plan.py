@@ -24,7 +24,7 @@ from policyc.jaxcore.transform import Address
 from policyc.language import recipes
 from policyc.language.diagnostics import Diagnostic, PolicyError
 from policyc.language.policy import Policy
-from policyc.language.recipes import Gemm, Recipe
+from policyc.language.recipes import Gemm, Recipe, Treatment
 from policyc.language.treatments import normalize_if_valid
 from policyc.numerics.backends.choice import (
     PLAIN,
@@ -67,23 +67,35 @@ class LayerRange:
         """The products that the site has in the gradient, in the order fprop, dgrad, wgrad."""
         for gemm in Gemm:
             if gemm in self.site.products:
-                yield PlannedProduct(self, gemm)
+                yield PlannedProduct(self.site, self.layers, gemm, self.decision)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedProduct:
-    """One product of the layers of a `LayerRange`."""
+    """One product of consecutive layers of a site with the same decision."""
 
-    layer_range: LayerRange
+    site: Site
+    layers: tuple[Layer, ...]
     gemm: Gemm
+    decision: Decision
 
     @property
     def choice(self) -> Choice:
-        return self.layer_range.decision.choice(self.gemm)
+        return self.decision.choice(self.gemm)
 
     @property
     def lowering(self) -> Lowering:
-        return self.layer_range.decision.lowering(self.gemm)
+        return self.decision.lowering(self.gemm)
+
+    @property
+    def treatments(self) -> tuple[Treatment, ...]:
+        """Of both operands; empty if the layers are kept as they are."""
+        return () if self.decision.recipe is None else self.decision.recipe.gemm_treatments(self.gemm)
+
+    @property
+    def bits(self) -> int:
+        """The bits of its narrower operand; 0 if it is kept."""
+        return min((treatment.bits for treatment in self.treatments), default=0)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

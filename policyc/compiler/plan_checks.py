@@ -86,13 +86,9 @@ def opaque_sites(plan: Plan) -> Iterator[Diagnostic]:
     """Rules that change a GEMM which the compiler cannot reach."""
     sites_of: dict[int, dict[Site, None]] = {}
     for product in plan.all_products():
-        site, recipe, rule = (
-            product.layer_range.site,
-            product.layer_range.decision.recipe,
-            product.choice.rule,
-        )
-        if site.opaque and recipe is not None and rule is not None and recipe.bits(product.gemm) != 0:
-            sites_of.setdefault(rule, {})[site] = None
+        rule = product.choice.rule
+        if product.site.opaque and rule is not None and product.bits:
+            sites_of.setdefault(rule, {})[product.site] = None
     for index, sites in sites_of.items():
         first = next(iter(sites))
         place = f" ({first.place})" if first.place else ""
@@ -102,7 +98,7 @@ def opaque_sites(plan: Plan) -> Iterator[Diagnostic]:
             message=f"the GEMM '{first.name}'{place} cannot be changed: it is inside {first.opaque}{more}",
             span=plan.policy.rules[index].span,
             help=suggest_recipe(plan, index, sites, "keep"),
-            sites=tuple(dict.fromkeys(site.name for site in sites)),
+            sites=name_sites(sites),
         )
 
 
@@ -216,7 +212,7 @@ def _opaque_index(rule: Rule, sites: Sequence[Site], reason: str, help: str) -> 
         message=f"it is not known which layer of '{first.name}'{place} this is: {reason}{more}",
         span=rule.span,
         help=help,
-        sites=tuple(dict.fromkeys(site.name for site in sites)),
+        sites=name_sites(sites),
     )
 
 
@@ -247,12 +243,17 @@ def _rules_that_differ(decisions: Decisions, site: Site) -> Iterator[int]:
             yield max(c.rule for d in (one, other) for c in d.choices if c.rule is not None)
 
 
+def name_sites(sites: Iterable[Site]) -> tuple[str, ...]:
+    """The names of sites, each once."""
+    return tuple(dict.fromkeys(site.name for site in sites))
+
+
 def suggest_recipe(plan: Plan, rule: int, sites: Collection[Site], recipe: str, exception: str = "") -> str:
     """How to give another recipe to some of the sites that a rule decides about.
 
     `exception` is the rule to add. Without it, the added rule names the sites.
     """
-    decided = {product.layer_range.site for product in plan.all_products() if product.choice.rule == rule}
+    decided = {product.site for product in plan.all_products() if product.choice.rule == rule}
     selectors = {_selector_of(site) for site in sites}
     others = [s for s in decided if s not in sites and not s.opaque]  # what is opaque stays as it is
     if (exception and others) or any(_selector_of(site) not in selectors for site in others):
@@ -290,7 +291,7 @@ def not_native(plan: Plan) -> Iterator[Diagnostic]:
     for product in plan.all_products():
         rule, lowering = product.choice.rule, product.lowering
         if rule is not None and not lowering.native and lowering.obstacle is not None:
-            named = (product.layer_range.site.name, product.gemm)
+            named = (product.site.name, product.gemm)
             products_of.setdefault((rule, lowering.obstacle), {})[named] = None
     for (rule, obstacle), products in products_of.items():
         name, gemm = next(iter(products))

@@ -19,7 +19,7 @@ from policyc.compiler.plan import LayerRange, Plan
 from policyc.compiler.site_lists import PLAN_SCHEMA, write_path
 from policyc.compiler.sites import Site, dotted
 from policyc.compiler.stacks import Layer
-from policyc.language.recipes import OPERANDS, Gemm, Recipe
+from policyc.language.recipes import Gemm, Recipe
 from policyc.language.treatments import describe_options, normalize_if_valid
 from policyc.numerics.backends.choice import Lowering, Obstacle
 
@@ -235,19 +235,14 @@ def _layer_json(site: Site, layer: Layer) -> dict[str, Any]:
 
 
 def _layer_range_json(layer_range: LayerRange) -> dict[str, Any]:
-    recipe = layer_range.decision.recipe
     products = {}
     for product in layer_range.products():
         choice = product.choice
         products[product.gemm] = {
             "rule": choice.rule,
             "overridden": list(choice.overridden),
-            "formats": [
-                "keep" if recipe is None else recipe.treatment(gemm, role).format
-                for gemm, role in OPERANDS
-                if gemm is product.gemm
-            ],
-            "options": _describe_operands(recipe, product.gemm),
+            "formats": [t.format for t in product.treatments] or ["keep", "keep"],
+            "options": _describe_operands(layer_range.decision.recipe, product.gemm),
             **_lowering_json(product.lowering),
         }
     layers = (

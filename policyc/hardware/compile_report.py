@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil
 
-from policyc.compiler.plan import Plan
+from policyc.compiler.plan import Plan, PlannedProduct
 from policyc.compiler.schedule import current_phase
-from policyc.compiler.sites import Site
 from policyc.compiler.stacks import Layer
 from policyc.hardware import hlo
 from policyc.language.recipes import Gemm
@@ -140,9 +139,9 @@ def check_products(plan: Plan, module: hlo.Module, microbatches: int = 1) -> Ite
     """
     calls = _count_calls(module)
     planned = [
-        (f"{product.gemm}.{site.id}", product)
-        for site in plan.sites
-        for product in _planned_products(plan, site, microbatches)
+        (f"{product.gemm}.{product.site.id}", _planned_check(product, microbatches))
+        for product in plan.products(current_phase(plan))
+        if product.lowering.backend
     ]
     expected: Counter[tuple[str, str]] = Counter()
     for name, product in planned:
@@ -153,23 +152,17 @@ def check_products(plan: Plan, module: hlo.Module, microbatches: int = 1) -> Ite
         yield replace(product, calls_found=share)
 
 
-def _planned_products(plan: Plan, site: Site, microbatches: int) -> Iterator[ProductCheck]:
-    for layer_range in plan.site_layer_ranges(site, current_phase(plan)):
-        layers, recipe = layer_range.layers, layer_range.decision.recipe
-        for product in layer_range.products():
-            gemm, lowering = product.gemm, product.lowering
-            if recipe is None or not lowering.backend:
-                continue
-            format = recipe.gemm_treatments(gemm)[0].format
-            yield ProductCheck(
-                site=site.name,
-                layers=(layers[0], layers[-1]) if site.stacks else None,
-                gemm=gemm,
-                format=format,
-                lowering=lowering,
-                call=NATIVE_CALLS[lowering.backend, format] if lowering.native else "",
-                calls_expected=microbatches * len(layers),
-            )
+def _planned_check(product: PlannedProduct, microbatches: int) -> ProductCheck:
+    format, lowering, layers = product.treatments[0].format, product.lowering, product.layers
+    return ProductCheck(
+        site=product.site.name,
+        layers=(layers[0], layers[-1]) if product.site.stacks else None,
+        gemm=product.gemm,
+        format=format,
+        lowering=lowering,
+        call=NATIVE_CALLS[lowering.backend, format] if lowering.native else "",
+        calls_expected=microbatches * len(layers),
+    )
 
 
 def _count_calls(module: hlo.Module) -> Counter[tuple[str, str]]:

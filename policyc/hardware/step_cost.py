@@ -152,11 +152,8 @@ def ratio_to_fp8(step: TrainingStep, fp8: Policy, mesh: MeshShape) -> float:
     execution = step.plan.execution
     target = execution.target
     in_four_bits = any(
-        product.lowering.backend
-        and product.lowering.native
-        and product.layer_range.decision.recipe.bits(product.gemm) == 4
+        product.lowering.backend and product.lowering.native and product.bits == 4
         for product in step.plan.products(step.plan.phases[0])
-        if product.layer_range.decision.recipe is not None
     )
     if target is None or not in_four_bits:
         return 0

@@ -128,7 +128,7 @@ def count_backends(plan: Plan) -> Counter[str]:
     counts: Counter[str] = Counter()
     for product in plan.products(plan.phases[0]):
         if product.lowering.backend:
-            counts[product.lowering.backend] += len(product.layer_range.layers)
+            counts[product.lowering.backend] += len(product.layers)
     return counts
 
 

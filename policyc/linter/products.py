@@ -6,14 +6,14 @@ Sites that the compiler cannot enter are skipped: they are not quantized, whatev
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from policyc.base.text import count_others
-from policyc.compiler.plan import Plan
-from policyc.compiler.plan_checks import suggest_recipe
+from policyc.compiler.plan import Plan, PlannedProduct
+from policyc.compiler.plan_checks import name_sites, suggest_recipe
 from policyc.compiler.sites import Site
+from policyc.jaxcore.transform import Address
 from policyc.language.diagnostics import Diagnostic
-from policyc.language.recipes import Gemm, Recipe
+from policyc.language.recipes import Gemm
 from policyc.linter.context import Context
 
 _MAX_BITS = 8  # a product counts as quantized if its narrower operand has at most this many bits
@@ -27,86 +27,66 @@ FIRST_LOSS_HINT = "only the first loss of the program is checked"
 """For a rule that matches nothing: another loss may have its sites."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizedProduct:
-    """A product of a site, with the rule that quantizes it in some layer and phase."""
-
-    rule_index: int
-    site: Site
-    gemm: Gemm
-    recipe: Recipe
-
-    @property
-    def bits(self) -> int:
-        """The bits of its narrower operand."""
-        return self.recipe.bits(self.gemm)
-
-    @property
-    def contracted(self) -> tuple[str, int]:
-        """The name and the size of the dimension that the product contracts."""
-        site = self.site
-        return {Gemm.FPROP: ("k", site.k), Gemm.DGRAD: ("n", site.n), Gemm.WGRAD: ("m", site.m)}[self.gemm]
+def contracted(product: PlannedProduct) -> tuple[str, int]:
+    """The name and the size of the dimension that a product contracts."""
+    site = product.site
+    return {Gemm.FPROP: ("k", site.k), Gemm.DGRAD: ("n", site.n), Gemm.WGRAD: ("m", site.m)}[product.gemm]
 
 
-def quantized_products(context: Context, max_bits: int = _MAX_BITS) -> Iterator[QuantizedProduct]:
-    """Yields every product that has at most so many bits in some layer and phase, once for each rule."""
-    plan = context.program_plan
-    for site in (s for s in plan.sites if not s.opaque):
-        seen: set[tuple[int, Gemm]] = set()
-        for phase in plan.phases:
-            for layer_range in plan.site_layer_ranges(site, phase):
-                recipe = layer_range.decision.recipe
-                for product in layer_range.products():
-                    rule, gemm = product.choice.rule, product.gemm
-                    if rule is None or recipe is None or (rule, gemm) in seen:
-                        continue
-                    seen.add((rule, gemm))
-                    if 0 < recipe.bits(gemm) <= max_bits:
-                        yield QuantizedProduct(rule_index=rule, site=site, gemm=gemm, recipe=recipe)
+def quantized_products(context: Context, max_bits: int = _MAX_BITS) -> Iterator[tuple[int, PlannedProduct]]:
+    """Yields the products with at most so many bits in some layer and phase, once for each rule, after its index."""
+    products: dict[Address, dict[tuple[int, Gemm], PlannedProduct]]
+    products = {site.address: {} for site in context.program_plan.sites if not site.opaque}
+    for product in context.program_plan.all_products():
+        rule = product.choice.rule
+        if rule is not None and product.treatments and product.site.address in products:
+            products[product.site.address].setdefault((rule, product.gemm), product)
+    for by_rule in products.values():
+        yield from ((rule, product) for (rule, _), product in by_rule.items() if 0 < product.bits <= max_bits)
 
 
 def report_sites(
     context: Context,
-    describe: Callable[[QuantizedProduct], str | None],
-    suggest: Callable[[Plan, Sequence[QuantizedProduct]], str],
+    describe: Callable[[PlannedProduct], str | None],
+    suggest: Callable[[Plan, int, Sequence[PlannedProduct]], str],
 ) -> Iterator[Diagnostic]:
     """Yields one finding for each rule that quantizes a product with a fault.
 
     `describe` returns the message about a product, or None if it has no fault. The finding has the message of the first
     product and the number of the other sites. `suggest` returns the help for all faulty products of the rule.
     """
-    faulty: dict[int, dict[QuantizedProduct, str]] = {}
-    for product in quantized_products(context):
+    plan = context.program_plan
+    faulty: dict[int, dict[PlannedProduct, str]] = {}
+    for rule, product in quantized_products(context):
         message = describe(product)
         if message is not None:
-            faulty.setdefault(product.rule_index, {})[product] = message
-    for index, messages in sorted(faulty.items()):
-        names = name_sites(product.site for product in messages)
-        yield Diagnostic(
-            span=context.policy.rules[index].span,
-            message=next(iter(messages.values())) + count_others(len(names)),
-            help=suggest(context.program_plan, tuple(messages)),
-            sites=names,
-        )
+            faulty.setdefault(rule, {})[product] = message
+    for rule, messages in sorted(faulty.items()):
+        sites = [product.site for product in messages]
+        first = next(iter(messages.values()))
+        yield report_rule(plan, rule, sites, first, suggest(plan, rule, tuple(messages)))
 
 
-def name_sites(sites: Iterable[Site]) -> tuple[str, ...]:
-    """Returns the names of sites, each once."""
-    return tuple(dict.fromkeys(site.name for site in sites))
+def report_rule(plan: Plan, rule: int, sites: Iterable[Site], message: str, help: str) -> Diagnostic:
+    """Returns a finding about a rule and some of its sites. The message is about the first of them."""
+    names = name_sites(sites)
+    return Diagnostic(
+        span=plan.policy.rules[rule].span, message=message + count_others(len(names)), help=help, sites=names
+    )
 
 
-def suggest_keeping(plan: Plan, products: Sequence[QuantizedProduct], condition: str) -> str:
+def suggest_keeping(plan: Plan, index: int, products: Sequence[PlannedProduct], condition: str) -> str:
     """Returns how to keep the sites of some products of one rule. A condition holds for them and for no other.
 
     If the selectors of the rule are too long to repeat, the suggested rule names the sites.
     """
-    rule = plan.policy.rules[products[0].rule_index]
+    rule = plan.policy.rules[index]
     selectors = ", ".join(map(str, rule.selectors))
     if rule.where is not None:
         condition = f"({rule.where}) and ({condition})"
     exception = "" if len(selectors) > _MAX_SELECTORS else f"{selectors} where {condition} -> keep"
     sites = tuple(product.site for product in products)
-    return suggest_recipe(plan, products[0].rule_index, sites, "keep", exception)
+    return suggest_recipe(plan, index, sites, "keep", exception)
 
 
 def find_quantizing_rules(
@@ -117,9 +97,9 @@ def find_quantizing_rules(
     `bits` are those of the narrowest product of a site under the rule.
     """
     narrowest: dict[int, dict[Site, int]] = {}
-    for product in quantized_products(context):
+    for rule, product in quantized_products(context):
         if is_sensitive(product.site):
-            sites = narrowest.setdefault(product.rule_index, {})
+            sites = narrowest.setdefault(rule, {})
             sites[product.site] = min(product.bits, sites.get(product.site, _MAX_BITS))
     for index, sites in sorted(narrowest.items()):
         selected = tuple(site for site, site_bits in sites.items() if site_bits in bits)

@@ -161,7 +161,7 @@ def test_the_products_of_a_run_are_those_of_its_site() -> None:
 
     sites = find_sites(first, {"a": struct(16, 16), "b": struct(16, 16)}, X)
     plan = make_plan(parse("* -> fp8; b @ dgrad -> keep"), sites)
-    assert [(p.layer_range.site.name, p.gemm, p.choice.rule) for p in plan.products()] == [
+    assert [(p.site.name, p.gemm, p.choice.rule) for p in plan.products()] == [
         ("a", FPROP, 0), ("a", WGRAD, 0), ("b", FPROP, 0), ("b", DGRAD, 1), ("b", WGRAD, 0),
     ]  # fmt: skip
     assert all(p.lowering.backend for p in plan.products() if p.choice.rule == 0)
@@ -202,7 +202,7 @@ def test_products_are_native_where_the_target_can_run_them() -> None:
 
     def native(policy: str, **execution: Any) -> set[tuple[str, bool]]:
         plan = make_plan(parse(policy), sites, execution_options(**execution))
-        return {(p.layer_range.site.name, p.lowering.native) for p in plan.products()}
+        return {(p.site.name, p.lowering.native) for p in plan.products()}
 
     assert native("* -> fp8; b -> nvfp4", target="gb200") == {("a", True), ("b", True)}
     assert native("* -> fp8; b -> nvfp4", target="h100") == {("a", True), ("b", False)}

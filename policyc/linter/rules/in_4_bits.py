@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from policyc.base.text import count_others
 from policyc.language.diagnostics import Diagnostic, Edit, Fix, Span
 from policyc.language.kinds import Flags, flags_of
 from policyc.language.policy import Policy, Rule
@@ -71,12 +70,11 @@ def _check_program(kind: str, context: Context, plan: Plan) -> Iterator[Diagnost
         return site.weight is None if kind == "scores" else site.kind.name == kind
 
     for index, sites in products.find_quantizing_rules(context, is_sensitive, products.FOUR_BITS):
-        rule, names = plan.policy.rules[index], products.name_sites(sites)
-        noun, help = "products without a parameter", _suggest_weight(rule)
+        noun, help = "products without a parameter", _suggest_weight(plan.policy.rules[index])
         if kind != "scores":
             noun, help = kind, suggest_recipe(plan, index, sites, "bf16", f"* where {kind} -> bf16")
-        message = f"this rule puts the {noun} ('{names[0]}') in 4 bits{count_others(len(names))}"
-        yield Diagnostic(span=rule.span, message=message, help=help, sites=names)
+        message = f"this rule puts the {noun} ('{sites[0].name}') in 4 bits"
+        yield products.report_rule(plan, index, sites, message, help)
 
 
 def _suggest(kind: str, rule: Rule) -> str:
@@ -213,7 +211,7 @@ def _is_in_4_bits(context: Context, path: DottedPath, flags: Flags) -> bool:
 
 def _check_tail_of_program(plan: Plan) -> Iterator[Diagnostic]:
     """Yields each rule that puts the last of several blocks of the program in 4 bits at the start of training."""
-    from policyc.linter.products import name_sites  # loads JAX
+    from policyc.linter.products import report_rule  # loads JAX
 
     sites_by_rule: dict[int, dict[Site, int]] = {}
     decisions = plan.decisions(plan.phases[0])
@@ -229,14 +227,10 @@ def _check_tail_of_program(plan: Plan) -> Iterator[Diagnostic]:
             if count is not None and number == count - 1 > 0 and rule is not None and is_in_4_bits:
                 sites_by_rule.setdefault(rule, {})[site] = count
     for index, counts in sorted(sites_by_rule.items()):
-        names = name_sites(counts)
         kept = max(1, max(counts.values()) // _BLOCKS_PER_KEPT_BLOCK)
-        yield Diagnostic(
-            span=plan.policy.rules[index].span,
-            message=f"the last blocks run in 4 bits too ('{names[0]}'){count_others(len(names))}",
-            help=f"add a rule after it: * where layer >= -{kept} -> bf16",
-            sites=names,
-        )
+        message = f"the last blocks run in 4 bits too ('{next(iter(counts)).name}')"
+        help = f"add a rule after it: * where layer >= -{kept} -> bf16"
+        yield report_rule(plan, index, counts, message, help)
 
 
 CHECKS: dict[str, Check] = {

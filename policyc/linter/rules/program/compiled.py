@@ -7,10 +7,16 @@ from dataclasses import replace
 from itertools import chain
 
 from policyc.compiler.idle_rules import find_deciding_rules, idle_rules
-from policyc.compiler.plan_checks import inseparable_layers, opaque_indices, opaque_sites, unmet_expectations
+from policyc.compiler.plan_checks import (
+    inseparable_layers,
+    name_sites,
+    opaque_indices,
+    opaque_sites,
+    unmet_expectations,
+)
 from policyc.language.diagnostics import Diagnostic, Note
 from policyc.linter.context import Context
-from policyc.linter.products import FIRST_LOSS_HINT, name_sites
+from policyc.linter.products import FIRST_LOSS_HINT
 from policyc.linter.rule import Check
 
 _MAX_NOTES = 3

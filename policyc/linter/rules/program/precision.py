@@ -8,19 +8,12 @@ from typing import Any
 
 from jax.lax import Precision
 
-from policyc.base.text import count_others
-from policyc.compiler.plan import Plan
+from policyc.compiler.plan import Plan, PlannedProduct
 from policyc.compiler.plan_checks import suggest_recipe
 from policyc.compiler.sites import Site
 from policyc.language.diagnostics import Diagnostic
 from policyc.linter.context import Context
-from policyc.linter.products import (
-    EIGHT_BITS,
-    QuantizedProduct,
-    find_quantizing_rules,
-    name_sites,
-    quantized_products,
-)
+from policyc.linter.products import EIGHT_BITS, find_quantizing_rules, quantized_products, report_rule
 from policyc.linter.rule import Check
 
 
@@ -29,25 +22,23 @@ def _check_lowered_fp32_product(context: Context) -> Iterator[Diagnostic]:
     kept = _find_sites_in_fp32(plan)
     lowered: dict[int, dict[Site, str]] = {}
     rules_for_others = set()
-    for product in quantized_products(context, max_bits=16):
+    for rule, product in quantized_products(context, max_bits=16):
         site = product.site
         if site not in kept:
-            rules_for_others.add(product.rule_index)
+            rules_for_others.add(rule)
         elif not _has_other_code(product):
-            lowered.setdefault(product.rule_index, {})[site] = kept[site]
-    for index, sites in sorted(lowered.items()):
-        if index in rules_for_others:
-            names, reason = name_sites(sites), next(iter(sites.values()))
-            yield Diagnostic(
-                span=context.policy.rules[index].span,
-                message=f"the program computes '{names[0]}' {reason}, unlike most of its arithmetic, and "
-                f"this rule lowers it{count_others(len(names))}",
-                help=suggest_recipe(plan, index, sites, "keep"),
-                sites=names,
+            lowered.setdefault(rule, {})[site] = kept[site]
+    for rule, sites in sorted(lowered.items()):
+        if rule in rules_for_others:
+            site, reason = next(iter(sites.items()))
+            message = (
+                f"the program computes '{site.name}' {reason}, unlike most of its arithmetic, and this rule "
+                "lowers it"
             )
+            yield report_rule(plan, rule, sites, message, suggest_recipe(plan, rule, sites, "keep"))
 
 
-def _has_other_code(product: QuantizedProduct) -> bool:
+def _has_other_code(product: PlannedProduct) -> bool:
     """Returns whether another rule reports that the site has so few bits."""
     site = product.site
     if product.bits == 4 and (site.weight is None or site.kind.name == "router"):
@@ -80,13 +71,9 @@ def _precision(site: Site) -> int:
 def _check_in_8_bits(kind: str, noun: str, context: Context) -> Iterator[Diagnostic]:
     """Yields a finding for each rule that quantizes sites of a kind, but not to 4 bits: that has other codes."""
     for rule, sites in find_quantizing_rules(context, lambda site: site.kind.name == kind, EIGHT_BITS):
-        names = name_sites(sites)
-        yield Diagnostic(
-            span=context.policy.rules[rule].span,
-            message=f"this rule quantizes the {noun} ('{names[0]}'){count_others(len(names))}",
-            help=suggest_recipe(context.program_plan, rule, sites, "keep"),
-            sites=names,
-        )
+        message = f"this rule quantizes the {noun} ('{sites[0].name}')"
+        plan = context.program_plan
+        yield report_rule(plan, rule, sites, message, suggest_recipe(plan, rule, sites, "keep"))
 
 
 CHECKS: dict[str, Check] = {

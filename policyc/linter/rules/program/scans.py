@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from policyc.compiler.plan import Plan
+from policyc.compiler.plan_checks import name_sites
 from policyc.compiler.sites import Site
 from policyc.jaxcore.transform import Address
 from policyc.language.diagnostics import Diagnostic
 from policyc.linter.context import Context
-from policyc.linter.products import name_sites
 from policyc.linter.rule import Check
 
 _MAX_PARTS = 3

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from policyc.compiler.plan import Plan, gemm_queries
+from policyc.compiler.plan import Plan, PlannedProduct, gemm_queries
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import OPTIONS
-from policyc.linter.products import QuantizedProduct, report_sites, suggest_keeping
+from policyc.linter.products import contracted, report_sites, suggest_keeping
 from policyc.linter.rule import Check
 from policyc.numerics.backends import te
 from policyc.numerics.backends.choice import Obstacle
 
 
-def _describe_rotated(product: QuantizedProduct) -> str | None:
-    treatments = product.recipe.gemm_treatments(product.gemm)
+def _describe_rotated(product: PlannedProduct) -> str | None:
+    treatments = product.treatments
     length, block = _length(product), max(FORMATS[t.format].block for t in treatments)
-    dimension, size = product.contracted
+    dimension, size = contracted(product)
     if length <= block or size % length == 0:  # a size that does not fit the block is a padded-gemm
         return None
     return (
@@ -26,24 +26,24 @@ def _describe_rotated(product: QuantizedProduct) -> str | None:
     )
 
 
-def _suggest_length(plan: Plan, products: Sequence[QuantizedProduct]) -> str:
+def _suggest_length(plan: Plan, rule: int, products: Sequence[PlannedProduct]) -> str:
     """A length that divides all sizes, if the recipe can have one. MS-EDEN has a fixed length."""
-    uneven = dict.fromkeys(f"{p.contracted[0]} % {_length(p)} != 0" for p in products)
-    keep = suggest_keeping(plan, products, " or ".join(uneven))
-    is_fixed = any(t.rounding == "ms_eden" for p in products for t in p.recipe.gemm_treatments(p.gemm))
+    uneven = dict.fromkeys(f"{contracted(p)[0]} % {_length(p)} != 0" for p in products)
+    keep = suggest_keeping(plan, rule, products, " or ".join(uneven))
+    is_fixed = any(t.rounding == "ms_eden" for p in products for t in p.treatments)
     lengths = [int(choice) for choice in OPTIONS["rht_size"].choices]
-    shorter = [n for n in lengths if all(n < _length(p) and p.contracted[1] % n == 0 for p in products)]
+    shorter = [n for n in lengths if all(n < _length(p) and contracted(p)[1] % n == 0 for p in products)]
     if shorter and not is_fixed:
         return f"write rht_size={max(shorter)}, or {keep}"
     return f"change the size, or {keep}"
 
 
-def _length(product: QuantizedProduct) -> int:
-    return max(t.rht for t in product.recipe.gemm_treatments(product.gemm))
+def _length(product: PlannedProduct) -> int:
+    return max(t.rht for t in product.treatments)
 
 
-def _describe_padding(product: QuantizedProduct) -> str | None:
-    block, (dimension, size) = _block_size(product), product.contracted
+def _describe_padding(product: PlannedProduct) -> str | None:
+    block, (dimension, size) = _block_size(product), contracted(product)
     if not block or size % block == 0:
         return None
     padding = -size % block
@@ -53,30 +53,32 @@ def _describe_padding(product: QuantizedProduct) -> str | None:
     )
 
 
-def _suggest_size(plan: Plan, products: Sequence[QuantizedProduct]) -> str:
-    uneven = dict.fromkeys(f"{p.contracted[0]} % {_block_size(p)} != 0" for p in products)
-    return f"change the size, or {suggest_keeping(plan, products, ' or '.join(uneven))}"
+def _suggest_size(plan: Plan, rule: int, products: Sequence[PlannedProduct]) -> str:
+    uneven = dict.fromkeys(f"{contracted(p)[0]} % {_block_size(p)} != 0" for p in products)
+    return f"change the size, or {suggest_keeping(plan, rule, products, ' or '.join(uneven))}"
 
 
-def _block_size(product: QuantizedProduct) -> int:
-    return max(FORMATS[t.format].block for t in product.recipe.gemm_treatments(product.gemm))
+def _block_size(product: PlannedProduct) -> int:
+    return max(FORMATS[t.format].block for t in product.treatments)
 
 
-def _describe_shape(product: QuantizedProduct) -> str | None:
+def _describe_shape(product: PlannedProduct) -> str | None:
     obstacle = _find_obstacle(product)
     if obstacle is None:
         return None
     return f"{product.gemm} of '{product.site.name}' would run on another backend: {obstacle.reason}"
 
 
-def _suggest_for_te(_: Plan, products: Sequence[QuantizedProduct]) -> str:
+def _suggest_for_te(_: Plan, __: int, products: Sequence[PlannedProduct]) -> str:
     obstacles = (_find_obstacle(product) for product in products)
     remedies = dict.fromkeys(obstacle.remedy for obstacle in obstacles if obstacle is not None)
     return f"with --backend te: {'; '.join(remedies)}"
 
 
-def _find_obstacle(product: QuantizedProduct) -> Obstacle | None:
-    query = next(q for q in gemm_queries(product.site, product.recipe) if q.gemm is product.gemm)
+def _find_obstacle(product: PlannedProduct) -> Obstacle | None:
+    assert product.decision.recipe is not None  # it is quantized
+    queries = gemm_queries(product.site, product.decision.recipe)
+    query = next(q for q in queries if q.gemm is product.gemm)
     if any(t.format != "nvfp4" for t in (query.left, query.right)):
         return None
     return te.shape_obstacle(query)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from policyc.base.text import count_others
 from policyc.compiler.execution import ExecutionOptions
 from policyc.compiler.plan import Plan, make_plan
 from policyc.compiler.plan_checks import suggest_recipe
@@ -16,7 +15,7 @@ from policyc.hardware.training_step import LayerGroup, ReaderCounts, count_reade
 from policyc.language.diagnostics import Diagnostic
 from policyc.language.recipes import Recipe, make_recipe
 from policyc.linter.context import Context
-from policyc.linter.products import name_sites
+from policyc.linter.products import report_rule
 from policyc.linter.rule import Check
 from policyc.numerics.products import Backends
 from policyc.numerics.targets import Target
@@ -56,14 +55,9 @@ def _report(context: Context, rule: int, slow: SlowGroups, than: str, help: str)
     """A finding about the site that takes most times as long, and about all others of the rule."""
     ratio, group = max(slow.values(), key=lambda each: each[0])
     site = group.site
-    names = name_sites((site, *slow))
-    return Diagnostic(
-        span=context.policy.rules[rule].span,
-        message=f"'{site.name}' (m = {site.m}, n = {site.n}, k = {site.k}) takes {ratio:.1f} times as long as {than}"
-        f"{count_others(len(names))}",
-        help=help,
-        sites=names,
-    )
+    size = f"m = {site.m}, n = {site.n}, k = {site.k}"
+    message = f"'{site.name}' ({size}) takes {ratio:.1f} times as long as {than}"
+    return report_rule(context.program_plan, rule, (site, *slow), message, help)
 
 
 def _check_slower_than_bf16(context: Context) -> Iterator[Diagnostic]:
