@@ -8,10 +8,8 @@ import sys
 import textwrap
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from policyc.base.text import as_ranges, escape_controls
-from policyc.changes.earlier import read_earlier_plan
 from policyc.changes.figures import name_parts
 from policyc.changes.gradient import match_gradients
 from policyc.changes.linears import Prediction, compare_linears, decisions_that_matter
@@ -50,7 +48,6 @@ def build_diff(
     mesh: MeshShape = _ONE_DEVICE,
     phase: int = 0,
     is_gradient: bool = False,
-    earlier_plan: str | None = None,
     roots: tuple[str, ...] | None = None,
 ) -> DiffData:
     """Compares a policy with no policy, or with another one, in one phase of their schedules.
@@ -64,7 +61,6 @@ def build_diff(
       mesh: its devices.
       phase: the number of the phase.
       is_gradient: compare the gradients of the loss, where dgrad and wgrad show.
-      earlier_plan: the path of a plan to compare with, instead of a policy.
       roots: folders that files are named relative to, so that a page that is shared does not name those of a machine.
     """
     roots = (os.getcwd(), *sys.path) if roots is None else roots
@@ -78,17 +74,12 @@ def build_diff(
         Prediction(replace(step, plan=plan), phase, target, mesh)
         for plan, phase in zip(plans, phases, strict=True)
     ]
-    earlier = None
-    if earlier_plan is not None:
-        earlier = read_earlier_plan(Path(earlier_plan), after.sites, after.label(phases[1]))
-    linears, cells = compare_linears(plans, phases, predictions, earlier)
+    linears, cells = compare_linears(plans, phases, predictions)
     match = match_gradients if is_gradient else _match_losses
     decisions = [decisions_that_matter(plan, phase) for plan, phase in zip(plans, phases, strict=True)]
-    # The recipes of an earlier plan are not known.
-    seconds = (None if earlier else predictions[0].step_seconds, predictions[1].step_seconds)
     sides = [
-        DiffSide(label=shorten_path(label, roots), policy=policy, seconds=time)
-        for label, policy, time in zip(labels, (before, after.policy), seconds, strict=True)
+        DiffSide(label=shorten_path(label, roots), policy=policy, seconds=prediction.step_seconds)
+        for label, policy, prediction in zip(labels, (before, after.policy), predictions, strict=True)
     ]
     return DiffData(
         program=program,
@@ -105,12 +96,12 @@ def build_diff(
         backends=tuple(sorted(_backends(linears))),
         batch=(step.sequences, step.sequence) if step.sequences and step.sequence else None,
         is_gradient=is_gradient,
-        matched=None if earlier is not None else match(plans, decisions),
+        matched=match(plans, decisions),
         refused=tuple(note for plan in plans for note in _refused_rules(plan, roots)),
         notes=(
             *uncertain_repeats(after),
             *(f"not in the predicted time: {line}" for line in other_products(after)),
-            *(_seed_notes(before, after.policy, linears) if earlier is None else earlier.notes),
+            *_seed_notes(before, after.policy, linears),
         ),
         roots=roots,
     )
@@ -119,7 +110,7 @@ def build_diff(
 def _backends(linears: Sequence[Linear]) -> set[str]:
     """The backends of native products after."""
     products = (product for linear in linears for run in linear.runs for product in run.products)
-    lowerings = (p.after.state.lowering for p in products if p.after is not None)
+    lowerings = (p.after.state.lowering for p in products)
     return {lowering.backend for lowering in lowerings if lowering.native} - {""}
 
 
@@ -141,7 +132,6 @@ def _seed_notes(before: Policy | None, after: Policy, linears: Sequence[Linear])
         for linear in linears
         for run in linear.runs
         for product in run.products
-        if product.before is not None and product.after is not None
     )
     count = sum(layers for layers, old, new in pairs if old is not None and new is not None)
     text = f"the seed is {before.seed} before and {after.seed} after"
@@ -200,11 +190,7 @@ def count_products(linears: Sequence[Linear]) -> Totals:
     return Totals(
         products=sum(run.count * len(run.products) for linear in counted for run in linear.runs),
         changed=sum(run.count for run, product in runs if product.is_changed),
-        emulated=sum(
-            run.count
-            for run, product in runs
-            if product.after is not None and product.after.state.is_emulated
-        ),
+        emulated=sum(run.count for run, product in runs if product.after.state.is_emulated),
         opaque=sum(run.count for run, _ in runs if run.site.opaque),
         group=".".join(group),
     )

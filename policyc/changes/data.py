@@ -64,8 +64,7 @@ def sentence(diff: DiffData) -> str:
         if totals.changed
         else f"none of {totals.products} products change"
     ]
-    if diff.time_change is not None:
-        parts.append(f"predicted step time {format_change(diff.time_change)} on {describe_machine(diff)}")
+    parts.append(f"predicted step time {format_change(diff.time_change)} on {describe_machine(diff)}")
     if totals.emulated:
         parts.append(f"{totals.emulated} emulated")
     if totals.opaque:
@@ -160,9 +159,7 @@ class _Writer:
             },
         }
 
-    def _product_side(self, side: ProductSide | None) -> dict[str, Any] | None:
-        if side is None:
-            return None
+    def _product_side(self, side: ProductSide) -> dict[str, Any]:
         return {
             "state": self._state(side.state),
             "rule": side.rule,

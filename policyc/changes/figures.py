@@ -44,15 +44,13 @@ def name_parts(name: str) -> tuple[str, ...]:
 
 
 def _predictions(run: LinearRange, product: ProductChange) -> Iterator[str]:
-    if product.after is not None and product.after.state.lowering.backend:
-        lowering = product.after.state.lowering
+    lowering = product.after.state.lowering
+    if lowering.backend:
         yield f"native, {lowering.backend}" if lowering.native else "emulated"
-    sides = [side for side in (product.before, product.after) if side is not None]
-    seconds = [format_seconds(side.seconds) for side in sides if side.seconds is not None]
-    moved = [with_prefix(side.moved_bytes, "B") for side in sides if side.moved_bytes is not None]
-    yield _arrow(seconds)
+    sides = product.before, product.after
+    yield _arrow([format_seconds(side.seconds) for side in sides])
     yield with_prefix(run.site.flops, "FLOP")
-    yield _arrow(moved)
+    yield _arrow([with_prefix(side.moved_bytes, "B") for side in sides])
 
 
 def _measurements(overlays: Mapping[str, Any], linear: int, run: LinearRange, gemm: str) -> Iterator[str]:

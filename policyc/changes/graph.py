@@ -32,10 +32,9 @@ def build_graph(diff: DiffData) -> nx.DiGraph[int]:
     builder = _GraphBuilder(diff)
     kind = "gradient" if diff.is_gradient else "loss"
     root = builder.add_scope(None, name=kind, kind=kind)
-    if diff.matched is not None:
-        if diff.matched.hoisted:
-            builder.add_hoisted(root, diff.matched.hoisted)
-        builder.add_jaxpr(root, diff.matched.loss)
+    if diff.matched.hoisted:
+        builder.add_hoisted(root, diff.matched.hoisted)
+    builder.add_jaxpr(root, diff.matched.loss)
     builder.count_changes(root)
     return builder.graph
 

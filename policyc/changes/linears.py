@@ -7,7 +7,6 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 
-from policyc.changes.earlier import EarlierPlan
 from policyc.changes.model import Linear, LinearRange, ProductChange, ProductSide, ProductState
 from policyc.compiler.decisions import Phase
 from policyc.compiler.linears import LinearLayers, sort_into_linears
@@ -70,11 +69,10 @@ def compare_linears(
     plans: Sequence[Plan],
     phases: Sequence[Phase],
     predictions: Sequence[Prediction],
-    earlier: EarlierPlan | None = None,
 ) -> tuple[tuple[Linear, ...], Cells]:
-    """The linears of two plans, or of an earlier plan and the second one, and where each layer of a site is."""
+    """The linears of two plans, and where each layer of a site is."""
     rows = sort_into_linears(plans[1].sites)
-    comparison = _Comparison(plans, phases, predictions, earlier)
+    comparison = _Comparison(plans, phases, predictions)
     linears = (Linear(stack=row.stack, name=row.name, runs=tuple(comparison.runs(row))) for row in rows)
     cells = {
         (site.address, layer): (number, index)
@@ -88,14 +86,10 @@ class _Comparison:
     """Compares the layers of sites under two plans."""
 
     def __init__(
-        self,
-        plans: Sequence[Plan],
-        phases: Sequence[Phase],
-        predictions: Sequence[Prediction],
-        earlier: EarlierPlan | None,
+        self, plans: Sequence[Plan], phases: Sequence[Phase], predictions: Sequence[Prediction]
     ) -> None:
-        self._predictions, self._earlier = predictions, earlier
-        self._seeds = [None if earlier else plan.policy.seed for plan in plans]
+        self._predictions = predictions
+        self._seeds = [plan.policy.seed for plan in plans]
         self._decisions = [plan.decisions(phase) for plan, phase in zip(plans, phases, strict=True)]
 
     def runs(self, row: LinearLayers) -> Iterator[LinearRange]:
@@ -105,9 +99,8 @@ class _Comparison:
             position, (index, (site, layer)) = item
             offset = None if index is None else index - position  # a missing layer ends a run
             shape = site.batch, site.m, site.n, site.k, site.is_ragged, site.kind.name, site.weight
-            earlier = tuple(self._earlier_state(site, layer, gemm) for gemm in Gemm)
             decisions = tuple(decided[site.address, layer] for decided in self._decisions)
-            return offset, shape, site.place, site.products, site.opaque, site.repeats, decisions, earlier
+            return offset, shape, site.place, site.products, site.opaque, site.repeats, decisions
 
         for _, group in itertools.groupby(enumerate(row.ordered()), key):
             layers = [item for _, item in group]
@@ -122,40 +115,28 @@ class _Comparison:
                 last=last,
                 site=site,
                 layer=layer,
-                products=tuple(self._products(site, layer, decisions, (old, new))),
+                products=tuple(self._products(site, decisions, (old, new))),
                 quantization=(old_quantization, new_quantization),
             )
 
-    def _earlier_state(self, site: Site, layer: Layer, gemm: Gemm) -> ProductState | None:
-        if self._earlier is None or gemm not in site.products:
-            return None
-        return self._earlier.product(site, layer, gemm, kept_state(site, gemm))
-
     def _products(
-        self,
-        site: Site,
-        layer: Layer,
-        decisions: Sequence[Decision],
-        seconds: Sequence[dict[Gemm, float]],
+        self, site: Site, decisions: Sequence[Decision], seconds: Sequence[dict[Gemm, float]]
     ) -> Iterator[ProductChange]:
         """The products of a layer on both sides, with their predicted `seconds`."""
         for gemm in (gemm for gemm in Gemm if gemm in site.products):
-            sides: list[ProductSide | None] = [
+            before, after = (
                 ProductSide(
                     state=product_state(site, decision, gemm, seed),
                     rule=decision.choice(gemm).rule,
                     overridden=decision.choice(gemm).overridden,
-                    seconds=times.get(gemm),
+                    seconds=times[gemm],
                     moved_bytes=prediction.moved_bytes(site, decision, gemm),
                 )
                 for seed, decision, times, prediction in zip(
                     self._seeds, decisions, seconds, self._predictions, strict=True
                 )
-            ]
-            if self._earlier is not None:
-                state = self._earlier_state(site, layer, gemm)
-                sides[0] = None if state is None else ProductSide(state=state)
-            yield ProductChange(gemm=gemm, before=sides[0], after=sides[1])
+            )
+            yield ProductChange(gemm=gemm, before=before, after=after)
 
 
 def product_state(site: Site, decision: Decision, gemm: Gemm, seed: int | None = None) -> ProductState:

@@ -67,25 +67,23 @@ class ProductSide:
     """A product before or after: its state, the rule that decided (its number in the policy), its predicted time."""
 
     state: ProductState
-    rule: int | None = None
-    overridden: tuple[int, ...] = ()
-    seconds: float | None = None
-    moved_bytes: float | None = None
+    rule: int | None
+    overridden: tuple[int, ...]
+    seconds: float
+    moved_bytes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductChange:
-    """A product before and after. A side is None if the product does not exist there."""
+    """A product before and after."""
 
     gemm: Gemm
-    before: ProductSide | None
-    after: ProductSide | None
+    before: ProductSide
+    after: ProductSide
 
     @property
     def is_changed(self) -> bool:
         """Does it run in another way? A rule that does the same as another one changes nothing."""
-        if self.before is None or self.after is None:
-            return True
         return self.before.state.numerics != self.after.state.numerics
 
 
@@ -175,7 +173,7 @@ class DiffSide:
 
     label: str
     policy: Policy | None
-    seconds: float | None = None
+    seconds: float
     """Predicted time of a step."""
 
 
@@ -213,8 +211,7 @@ class DiffData:
     batch: tuple[int, int] | None = None
     """The number of sequences per step and their length, if they are known."""
     is_gradient: bool = False
-    matched: MatchedLoss | None = None
-    """None if the equations of a side are not known: those of an earlier plan."""
+    matched: MatchedLoss
     overlays: Mapping[str, Any] = field(default_factory=dict)
     refused: tuple[str, ...] = ()
     """Rules because of which `policyc apply` refuses a policy."""
@@ -225,18 +222,16 @@ class DiffData:
     @property
     def differs(self) -> bool:
         """Does a product run in another way, or is an equation another one?"""
-        matches = () if self.matched is None else self.matched.all_matches()
-        return self.totals.changed > 0 or any(match.reason is not None for match in matches)
+        changes = (match for match in self.matched.all_matches() if match.reason is not None)
+        return self.totals.changed > 0 or any(True for _ in changes)
 
     def short_path(self, path: str) -> str:
         """A path, or a place in a file, without the folders of this machine."""
         return shorten_path(path, self.roots)
 
     @property
-    def time_change(self) -> float | None:
+    def time_change(self) -> float:
         """The change of the predicted step time, as a fraction of the time before."""
-        if self.before.seconds is None or self.after.seconds is None:
-            return None
         return self.after.seconds / self.before.seconds - 1
 
 

@@ -132,5 +132,4 @@ def _product_format(diff: DiffData, attributes: dict[str, Any], side: str) -> st
         return ""
     run = diff.linears[attributes["linear"]].run_at(attributes.get("layer"))
     product = run.product(Gemm(attributes.get("product") or Gemm.FPROP))
-    product_side = product and (product.before if side == "before" else product.after)
-    return "" if product_side is None else product_side.state.format
+    return "" if product is None else (product.before if side == "before" else product.after).state.format

@@ -1,6 +1,7 @@
-"""Measurements of a run, and the calls in a compiled program, by the linears and layers of a diff.
+"""Reads files that `policyc` wrote: the measurements of a run, the calls in a compiled program, the policy of a plan.
 
-Both are read from files that `policyc` wrote. What names no linear of the diff is counted, and not dropped silently.
+Measurements and calls are by the linears and layers of a diff. What names no linear is counted, and not dropped
+silently.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from policyc.changes.model import DiffData
+from policyc.language.loader import parse_with_diagnostics
+from policyc.language.policy import Policy
 
 _INDEX = re.compile(r"\[\d+\]")
 
@@ -74,6 +77,19 @@ def read_compiled(path: Path, diff: DiffData) -> dict[str, Any]:
         "products": products,
         "unknown": unknown,
     }
+
+
+def read_plan(path: Path) -> tuple[Policy, str]:
+    """The policy of a plan that `policyc apply --plan-out` wrote, and the hash of its loss. Raises ValueError."""
+    data = _parse(_read(path))
+    try:
+        loaded = parse_with_diagnostics(data["policy"]["text"], shown=str(path))
+        loss_hash = data["jaxpr"]["sha256"]
+    except (KeyError, TypeError, AttributeError):
+        loaded = None
+    if loaded is None or loaded.diagnostics:
+        raise ValueError(f"'{path}' is not a plan of this version: policyc apply --plan-out writes one")
+    return loaded.policy, loss_hash
 
 
 def _linear_names(diff: DiffData) -> dict[str, int]:

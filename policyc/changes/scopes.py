@@ -243,5 +243,5 @@ class SiteIndex:
         if cell is None:
             return ""
         products = self._diff.linears[cell[0]].run_at(cell[1]).products
-        sides = [(p.before and p.before.rule, p.after and p.after.rule) for p in products]
+        sides = [(p.before.rule, p.after.rule) for p in products]
         return f"{cell[0]} {sides}"

@@ -123,7 +123,7 @@ def _draw_run(
     starts = [f"M{left + ((run.first or 0) + n) * width:.1f} {y:.1f}" for n in range(run.count)]
     boxes = "".join(f"{start}h{inner:.2f}v{height}h-{inner:.2f}z" for start in starts)
     paths = [(_color(product.after), boxes)]
-    if run.site.opaque or (product.after is not None and product.after.state.is_emulated):
+    if run.site.opaque or product.after.state.is_emulated:
         paths.append(("url(#hatch)", boxes))
     if product.is_changed:
         corners = "".join(f"{start}h{notch:.2f}l-{notch:.2f} {notch:.2f}z" for start in starts)
@@ -131,8 +131,8 @@ def _draw_run(
     return _Cells(tuple(paths), title, is_pale=not product.is_changed)
 
 
-def _color(side: ProductSide | None) -> str:
-    return "#ffffff" if side is None else FORMAT_COLORS.get(side.state.format, OTHER_COLOR)
+def _color(side: ProductSide) -> str:
+    return FORMAT_COLORS.get(side.state.format, OTHER_COLOR)
 
 
 def describe_cell(diff: DiffData, linear: Linear, run: LinearRange, product: ProductChange) -> str:
@@ -141,8 +141,6 @@ def describe_cell(diff: DiffData, linear: Linear, run: LinearRange, product: Pro
     lines = [f"{linear.full_name}{layers} {product.gemm}"]
     sides = (("before", product.before, diff.before.policy), ("after", product.after, diff.after.policy))
     for label, side, policy in sides:
-        if side is None:
-            continue
         operands = " x ".join(" ".join((format, *options)) for _, format, options in side.state.operands)
         lines.append(f"{label}: {operands}")
         if policy is not None and side.rule is not None:
@@ -157,7 +155,7 @@ def _draw_legend(diff: DiffData, drawing: _Drawing) -> None:
     """The formats and marks that occur."""
     products = [p for linear in diff.linears for run in linear.runs for p in run.products]
     sides = itertools.chain.from_iterable((p.before, p.after) for p in products)
-    formats = dict.fromkeys(side.state.format for side in sides if side is not None)
+    formats = dict.fromkeys(side.state.format for side in sides)
     entries = {format: [FORMAT_COLORS.get(format, OTHER_COLOR)] for format in formats}
     entries["corner: before"] = [FORMAT_COLORS["nvfp4"], FORMAT_COLORS["bf16"]]
     entries["pale: unchanged"] = [FORMAT_COLORS["bf16"]]

@@ -66,10 +66,9 @@ def _rows(diff: DiffData, paint: Paint, width: int) -> list[str]:
 
 
 def _describe_change(product: ProductChange) -> str:
-    old, new = (None if side is None else side.state for side in (product.before, product.after))
-    formats = [state.format if state else "-" for state in (old, new)]
-    text = " -> ".join(formats) if formats[0] != formats[1] else f"{formats[0]}, options"
-    return f"{text}, emulated" if new is not None and new.is_emulated else text
+    old, new = product.before.state, product.after.state
+    text = f"{old.format} -> {new.format}" if old.format != new.format else f"{new.format}, options"
+    return f"{text}, emulated" if new.is_emulated else text
 
 
 def _count_layers(linear: Linear, runs: Sequence[LinearRange]) -> str:
@@ -171,12 +170,7 @@ class EquationLines:
             if data.get("product") and str(product.gemm) != data["product"]:
                 continue
             for side, value in enumerate((product.before, product.after)):
-                if (
-                    value is not None
-                    and value.rule is not None
-                    and not value.state.is_kept
-                    and product.is_changed
-                ):
+                if value.rule is not None and not value.state.is_kept and product.is_changed:
                     gemms_of.setdefault((side, value.rule), []).append(product.gemm)
         return [self._rule_line(side, rule, gemms) for (side, rule), gemms in gemms_of.items()]
 

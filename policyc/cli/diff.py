@@ -37,6 +37,7 @@ from policyc.cli.program import check_order, exit_on_error, fail_if_refused, par
 
 if TYPE_CHECKING:
     from policyc.changes.model import DiffData
+    from policyc.language.policy import Policy
 
 _MIN_WIDTH = 60  # of the text, in columns: names and figures need as much
 
@@ -53,7 +54,7 @@ class CompareOptions:
     )
     vs: str | None = option(
         metavar="POLICY[:VARIANT]|PLAN.json",
-        help="Compare with this policy, or with an earlier plan (apply --plan-out).",
+        help="Compare with this policy, or with that of an earlier plan (apply --plan-out).",
     )
     stats: str | None = path_option(
         metavar="RUN", help="Add the errors that a run measured (--stats-every): its folder."
@@ -115,11 +116,10 @@ def diff(
     check_source(program, step.config)
     if output.output_format == "model-explorer" and output.out in (None, "-"):
         raise click.UsageError("--format model-explorer writes a folder: name it with --out")
-    earlier_plan = os.path.abspath(compare.vs) if compare.vs and compare.vs.endswith(".json") else None
-    loaded = load_policy(policy)
-    before = load_policy(compare.vs) if compare.vs and not earlier_plan else None
-    roots = (os.getcwd(), *(os.path.dirname(os.path.abspath(word)) for word in program[:1]), *sys.path)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is executed, so JAX need not look for a GPU
+    loaded = load_policy(policy)
+    before, earlier_loss = _load_before(compare.vs)
+    roots = (os.getcwd(), *(os.path.dirname(os.path.abspath(word)) for word in program[:1]), *sys.path)
     from policyc.changes.build import build_diff
     from policyc.changes.model import shorten_path
     from policyc.compiler.plan import make_plan
@@ -137,15 +137,29 @@ def diff(
             mesh=step.mesh_shape(),
             phase=compare.phase,
             is_gradient=compare.grad,
-            earlier_plan=earlier_plan,
             roots=roots,
         )
+        if earlier_loss not in (None, traced.plan.sites.hash):
+            note = f"the program has changed since {compare.vs} was written: its policy is compared"
+            data = dataclasses.replace(data, notes=(*data.notes, note))
         data = _add_overlays(data, compare)
     _write(data, output)
     policies = [policy for policy in (before, loaded) if policy is not None]
     fail_if_refused(*(make_plan(policy, traced.plan.sites, execution) for policy in policies))
     if output.exit_code and data.differs:
         sys.exit(EXIT_FAILURE)
+
+
+def _load_before(name: str | None) -> tuple[Policy | None, str | None]:
+    """What `--vs` names: a policy, or a plan's. Of a plan, also the hash of the loss that it was made for."""
+    if name is None:
+        return None, None
+    if not name.endswith(".json"):
+        return load_policy(name), None
+    from policyc.changes.overlays import read_plan
+
+    with exit_on_error():
+        return read_plan(Path(name))
 
 
 def _add_overlays(data: DiffData, compare: CompareOptions) -> DiffData:

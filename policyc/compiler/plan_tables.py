@@ -184,7 +184,11 @@ def as_json(plan: Plan) -> str:
     """The whole plan: for every site and phase, ranges of layers with the same decision."""
     data = {
         "schema": PLAN_SCHEMA,
-        "policy": {"path": plan.policy.source.path, "sha256": plan.policy.sha256},
+        "policy": {
+            "path": plan.policy.source.path,
+            "sha256": plan.policy.sha256,
+            "text": str(plan.policy),
+        },
         "jaxpr": {"sha256": plan.sites.hash},
         "backend": plan.execution.backend,
         "machine": plan.machine.name,

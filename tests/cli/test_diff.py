@@ -123,12 +123,14 @@ def test_against_an_earlier_plan(folder: Path) -> None:
     (folder / "plan.json").write_text(earlier.out)
     same = policyc("diff", "a.policy", "--vs", "plan.json", "--exit-code", "train.py", "64")
     assert same.code == 0, same.err
-    assert same.out.startswith(
-        "none of 14 products change.\nnote: the equations of an earlier plan are not known"
-    )
+    assert same.out.startswith("none of 14 products change; predicted step time +0 %")
+    assert "note:" not in same.out
     other = policyc("diff", "a.policy:no_rht", "--vs", "plan.json", "--format", "json", "train.py", "64")
     assert json.loads(other.out)["before"]["label"] == "plan.json"
     assert json.loads(other.out)["totals"]["changed"] == 3  # wgrad of three layers
+    assert json.loads(other.out)["before"]["policy"]["rules"]
+    larger = policyc("diff", "a.policy", "--vs", "plan.json", "train.py", "128")
+    assert "note: the program has changed since plan.json was written" in larger.out
 
 
 def test_a_refused_rule_is_said_once(folder: Path) -> None:

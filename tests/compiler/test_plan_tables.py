@@ -95,7 +95,7 @@ def test_a_plan_as_json() -> None:
     plan = plan_model("* -> mxfp8; layers[1:3].up @ dgrad -> bf16; layers.down -> keep", target="gb200")
     data = json.loads(as_json(plan))
     assert data["schema"] == 4
-    assert data["policy"] == {"path": "<policy>", "sha256": plan.policy.sha256}
+    assert data["policy"] == {"path": "<policy>", "sha256": plan.policy.sha256, "text": str(plan.policy)}
     assert data["jaxpr"] == {"sha256": plan.sites.hash}
     assert (data["backend"], data["machine"]) == ("auto", "gb200")
     assert data["rules"] == ["* -> mxfp8", "layers[1:3].up @ dgrad -> bf16", "layers.down -> keep"]

@@ -4,7 +4,7 @@ const FORMATS = [...new Set(data.states.map((state) => state.format))];
 const KNOWN_FORMATS = ["nvfp4", "mxfp4", "mxfp8", "fp8", "fp4", "bf16", "f32"];
 const fullName = (linear) => (linear.stack && linear.stack !== linear.name ? linear.stack + "." + linear.name : linear.name);
 const formatColor = (format) => (KNOWN_FORMATS.includes(format) ? `var(--${format})` : "var(--other)");
-const stateOf = (side) => (side ? data.states[side.state] : null);
+const stateOf = (side) => data.states[side.state];
 
 const cells = data.linears.flatMap((linear, number) => linear.runs.flatMap((run) => GEMMS
   .filter((product) => run.products[product])
@@ -22,8 +22,7 @@ function cellAt(number, product, layer) {
 
 /** Hatched: it is emulated, or the compiler cannot change it. */
 function isHatched(cell) {
-  const after = stateOf(cell.change.after);
-  return Boolean(cell.run.opaque) || (after !== null && after.native === false);
+  return Boolean(cell.run.opaque) || stateOf(cell.change.after).native === false;
 }
 
 // ---- rules: "a3" is rule 3 of the policy after, "b0" is rule 0 of the policy before
@@ -39,7 +38,7 @@ const ruleKeys = SIDES.flatMap((side) => (data[side].policy ? data[side].policy.
   .map((_, number) => side[0] + number));
 
 function keysOf(cell) {
-  return SIDES.filter((side) => cell.change[side] && cell.change[side].rule !== null)
+  return SIDES.filter((side) => cell.change[side].rule !== null)
     .map((side) => side[0] + cell.change[side].rule);
 }
 
@@ -61,7 +60,7 @@ const isSearched = (texts) => !state.q || texts.some((text) => text?.toLowerCase
 /** Do product, format and rule leave this cell? */
 function isSelected(cell) {
   if (state.product && cell.product !== state.product) return false;
-  if (state.format && !SIDES.some((side) => stateOf(cell.change[side])?.format === state.format)) return false;
+  if (state.format && !SIDES.some((side) => stateOf(cell.change[side]).format === state.format)) return false;
   return !state.rule || sameRules(state.rule).some((key) => keysOf(cell).includes(key));
 }
 
@@ -70,7 +69,7 @@ const isShown = (cell) => isSelected(cell) && (!state.changed || cell.change.cha
 
 /** `bf16 → nvfp4`, or one format if it stays. */
 function formatChange(cell) {
-  const [before, after] = SIDES.map((side) => stateOf(cell.change[side])?.format ?? "nothing");
+  const [before, after] = SIDES.map((side) => stateOf(cell.change[side]).format);
   return before === after ? after : `${before} → ${after}`;
 }
 
@@ -85,7 +84,6 @@ function formatChip(format) {
 function describeSide(cell, side) {
   const product = cell.change[side];
   const header = h("h4", {}, side, " ", h("small", {}, data[side].label));
-  if (!product) return h("div", {}, header, h("p", { class: "quiet" }, "does not exist"));
   const run = stateOf(product);
   const rule = product.rule === null ? null : ruleOf(side[0] + product.rule);
   return h("div", {}, header,
@@ -95,7 +93,7 @@ function describeSide(cell, side) {
     run.seed === null ? null : h("p", {}, `seed ${run.seed}`),
     run.backend ? h("p", {}, run.native ? `native, backend ${run.backend}` : "emulated") : null,
     run.reason ? h("p", { class: "warning" }, run.reason, run.remedy ? ". " + run.remedy : "") : null,
-    product.seconds === null ? null : h("p", {}, `${duration(product.seconds)} predicted, ${withPrefix(product.bytes, "B")}`),
+    h("p", {}, `${duration(product.seconds)} predicted, ${withPrefix(product.bytes, "B")}`),
     rule ? h("p", { class: "rule-text" }, h("code", {}, rule.text), h("br"),
       h("span", { class: "quiet" }, rulePlace(rule))) : null);
 }

@@ -129,7 +129,6 @@ function figureOf(number) {
   if (!cell) return quantizationFigure(node);
   const side = node.side === "both" ? "after" : node.side;
   const run = stateOf(cell.change[side]);
-  if (!run) return null;
   const value = measure(cell, node.layer ?? 0, side);
   const overlay = currentOverlay();
   const text = [overlay.kind === "format" ? run.format : null, value].filter((each) => each !== null).join(" · ");

@@ -73,7 +73,7 @@ function drawCard(number, layer, isChanged, words) {
   const title = [linear.name, " ", h("small", {}, describeLinear(linear)), " ", copyButton(fullName(linear), "copy path")];
   const name = "card flow" + (isKept ? " current" : "");
   if (isChanged) return h("article", { class: name }, h("h3", {}, title), drawFlow(number, own, layer, words));
-  const formats = [...new Set(own.map((cell) => stateOf(cell.change.after ?? cell.change.before).format))];
+  const formats = [...new Set(own.map((cell) => stateOf(cell.change.after).format))];
   return h("details", { class: name + " unchanged", open: isKept }, h("summary", {}, h("h3", {}, title), formats.map(formatChip)), drawFlow(number, own, layer, isKept ? words : []));
 }
 
@@ -102,15 +102,15 @@ function drawFlow(number, own, layer, words) {
   return s("svg", { viewBox: `0 0 ${width + 2} ${height}`, role: "img", "aria-label": "Operands and products of " + visible(data.linears[number].name) }, parts);
 }
 
-const operandsAfter = (cell) => (stateOf(cell.change.after) ?? stateOf(cell.change.before)).operands;
+const operandsAfter = (cell) => stateOf(cell.change.after).operands;
 
 function drawOperand(number, cell, operand, { position, x, y, layer, words }) {
   const shared = findFact(layerFacts.shared, (fact) => fact.readers.includes(number), cell.product, position, layer);
   const hoisted = findFact(layerFacts.hoisted, (fact) => fact.linear === number, cell.product, position, layer);
   const names = shared ? shared.readers.map((reader) => data.linears[reader].short_name) : [];
   const mark = shared ? `once for ${shared.readers.length} linears` : (hoisted ? "once per step" : "");
-  const before = stateOf(cell.change.before)?.operands[position];
-  const isRounded = before && before.format !== operand.format;
+  const before = stateOf(cell.change.before).operands[position];
+  const isRounded = before.format !== operand.format;
   const own = [operand.role, ...operand.options, ...(mark ? [mark] : [])].filter(explain);
   words.push(...own);
   return s("g", { class: "operand" + (mark ? " once" : "") },
@@ -132,7 +132,7 @@ function measure(cell, layer, side = "after") {
 }
 
 function drawProduct(cell, layer, x, y) {
-  const after = stateOf(cell.change.after ?? cell.change.before);
+  const after = stateOf(cell.change.after);
   const note = cell.run.opaque ? "opaque" : (after.backend ? (after.native ? `native, ${after.backend}` : "emulated") : "");
   const values = [...new Set((cell.change.changed ? SIDES : ["after"]).map((side) => measure(cell, layer, side)))].filter(Boolean);
   const [top, height] = [y - 29, 58];

@@ -57,7 +57,6 @@ const CSV_COLUMNS = ["linear", "first_layer", "last_layer", "product", "changed"
 
 function csvSide(cell, side) {
   const product = cell.change[side];
-  if (!product) return new Array(8).fill("");
   const run = stateOf(product);
   const rule = product.rule === null ? null : ruleOf(side[0] + product.rule);
   const operands = run.operands.map((operand) => [operand.role, operand.format, ...operand.options].join(" ")).join("; ");

@@ -20,15 +20,15 @@ function lowestSqnr(cell, layer) {
 function execution(cell, side) {
   const product = stateOf(cell.change[side]);
   if (cell.run.opaque) return "opaque";
-  if (product === null || product.native === null) return "not quantized";
+  if (product.native === null) return "not quantized";
   return product.native ? "native" : "emulated";
 }
 
 const OVERLAYS = {
   "": { name: "format", kind: "format" },
   flops: { name: "FLOPs", kind: "number", print: (v) => withPrefix(v, "FLOP"), value: (cell) => cell.run.flops },
-  time: { name: "predicted time", kind: "number", print: duration, value: (cell, side) => cell.change[side]?.seconds ?? null },
-  bytes: { name: "bytes", kind: "number", print: (v) => withPrefix(v, "B"), value: (cell, side) => cell.change[side]?.bytes ?? null },
+  time: { name: "predicted time", kind: "number", print: duration, value: (cell, side) => cell.change[side].seconds },
+  bytes: { name: "bytes", kind: "number", print: (v) => withPrefix(v, "B"), value: (cell, side) => cell.change[side].bytes },
   native: { name: "native or emulated", kind: "word", value: execution },
 };
 if (stats) {
@@ -59,7 +59,7 @@ function overlayTexts(cell, layer) {
 function overlayScale() {
   const overlay = currentOverlay();
   if (overlay.kind === "format") {
-    return { color: (cell, side) => (cell.change[side] ? formatColor(stateOf(cell.change[side]).format) : "var(--page)"),
+    return { color: (cell, side) => formatColor(stateOf(cell.change[side]).format),
       entries: FORMATS.map((format) => [formatColor(format), format]) };
   }
   const values = new Set();
