@@ -20,7 +20,8 @@ from policyc.cli.options import (
     program_argument,
 )
 from policyc.cli.program import check_order, exit_on_error
-from policyc.cli.recorded import RecordOptions, record, record_options
+from policyc.cli.recorded import RecordOptions, record_options
+from policyc.cli.recorded import record as record_program
 from policyc.cli.sweep_runs import SweepCommand
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def bisect(
 
     check_order(policy, program)
     loaded = load_policy(policy)
-    recorded = _record(program, config, record)
+    recorded = record_program(program, config, record)
     with exit_on_error():
         bisection = Bisection(loaded, recorded, options.metric, options.cured_at)
         if options.trials is not None and Path(options.trials).exists():
@@ -93,9 +94,6 @@ def bisect(
     edit = "\n".join(["", "# Found by policyc bisect.", *diagnosis.rules, ""])
     text = str(loaded) if loaded.applied_variant or not loaded.source.text else loaded.source.text
     print_or_write(text.rstrip("\n") + "\n" + edit, options.out)
-
-
-_record = record
 
 
 def _report(bisection: Bisection, trial: Trial, path: str | None) -> None:

@@ -157,11 +157,9 @@ def _estimate(name: str, step: TrainingStep, mesh: MeshShape, compiled: Compiled
     from policyc.hardware.compiled_cost import with_compiled
     from policyc.hardware.training_step import count_backends
 
-    target = step.plan.execution.target
-    assert target is not None
-    parts = step_cost.estimate_parts(step, target, mesh)
+    parts = step_cost.estimate_parts(step, step.target, mesh)
     if compiled is not None:
-        parts = with_compiled(parts, compiled, target, mesh)
+        parts = with_compiled(parts, compiled, step.target, mesh)
     counts = count_backends(step.plan)
     backends = ", ".join(
         backend if len(counts) == 1 else f"{backend} ({count} products)" for backend, count in counts.items()

@@ -22,8 +22,10 @@ from policyc.cli.common import ExampleCommand
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
+    from policyc.compiler.plan import Plan
     from policyc.hardware.llama_step import Sizes
     from policyc.hardware.mesh import MeshShape
+    from policyc.hardware.training_step import TrainingStep
 
 Decorator: TypeAlias = Callable[[Any], Any]
 T = TypeVar("T")
@@ -384,6 +386,13 @@ class StepOptions:
         from policyc.hardware.mesh import parse_mesh
 
         return parse_mesh(self.mesh or f"fsdp={self.devices}", self.devices)
+
+    def of_program(self, plan: Plan) -> TrainingStep:
+        """The step of a program with this plan. Raises ValueError if options are given that change a configuration."""
+        from policyc.hardware.training_step import TrainingStep
+
+        self.reject_for_program("batch", "sequence", "gather")
+        return TrainingStep(plan=plan, accumulate=self.accumulate or 1, remat=self.remat or "none")
 
     def reject_for_program(self, *names: str) -> None:
         """Raises ValueError if one of these options is given: they only change a configuration."""

@@ -21,10 +21,10 @@ from policyc.cli.common import (
     usage_errors,
     write_output,
 )
-from policyc.cli.options import check_source, explain_misplaced_options, find_misplaced_options
+from policyc.cli.options import StepOptions, check_source, explain_misplaced_options, find_misplaced_options
 
 if TYPE_CHECKING:
-    from policyc.cli.options import RunOptions, StepOptions
+    from policyc.cli.options import RunOptions
     from policyc.compiler.execution import ExecutionOptions
     from policyc.compiler.plan import Plan
     from policyc.compiler.session import Session
@@ -155,16 +155,14 @@ def trace_step(
 ) -> TrainingStep:
     """Plans the step of a configuration or of a program. Raises ValueError if the options do not fit it."""
     from policyc.hardware import llama_step
-    from policyc.hardware.training_step import TrainingStep
 
     if step.config:
         sizes = step.sizes(unrolled=unrolled)
         return llama_step.plan_step(policy, step.config, step.mesh_shape(), sizes, execution)
-    step.reject_for_program("batch", "sequence", "gather")
+    step.reject_for_program("batch", "sequence", "gather")  # before the program runs
     if unrolled:
         raise ValueError("--unrolled is for --config: a program has its own layers")
-    plan = plan_program(policy, words, execution)
-    return TrainingStep(plan=plan, accumulate=step.accumulate or 1, remat=step.remat or "none")
+    return step.of_program(plan_program(policy, words, execution))
 
 
 def fail_if_refused(*plans: Plan) -> None:
@@ -187,16 +185,8 @@ def fail_if_refused(*plans: Plan) -> None:
 def plan_source(policy: Policy, words: Sequence[str], config: str | None) -> Plan:
     """Plans the loss of a program, or of a configuration of the bundled Llama."""
     check_source(words, config)
-    if config is None:
-        return plan_program(policy, words)
-    from policyc.hardware import llama_step
-    from policyc.hardware.mesh import parse_mesh
-
     with exit_on_error():
-        step = llama_step.plan_step(
-            policy, config, parse_mesh("fsdp=1", 1), llama_step.Sizes(), parse_execution("auto")
-        )
-    return step.plan
+        return trace_step(policy, words, StepOptions(config=config), parse_execution("auto")).plan
 
 
 def run_under_policy(program: Program, policy_name: str, options: RunOptions) -> None:

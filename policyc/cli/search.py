@@ -170,15 +170,12 @@ def _step(recorded: RecordedLoss, step: StepOptions, backend: str) -> TrainingSt
     """The step whose speed is predicted: that of the configuration, or the recorded one."""
     from policyc.compiler.plan import make_plan
     from policyc.experiments.record import KEEP
-    from policyc.hardware.training_step import TrainingStep
     from policyc.language.loader import parse
 
     execution = parse_execution(backend, step.target)
     if step.config is not None:
         return trace_step(parse(KEEP), (), step, execution)
-    step.reject_for_program("batch", "sequence", "gather")
-    plan = make_plan(parse(KEEP), recorded.sites, execution)
-    return TrainingStep(plan=plan, accumulate=step.accumulate or 1, remat=step.remat or "none")
+    return step.of_program(make_plan(parse(KEEP), recorded.sites, execution))
 
 
 def _print_notes(searched: Searched) -> None:
@@ -210,9 +207,7 @@ def _seconds(searched: Searched, speedup: str) -> float:
         factor = float(speedup)
     except ValueError:
         step = searched.step.under(load_policy(speedup))
-        target = searched.plan.execution.target
-        assert target is not None
-        seconds = scheduled_seconds(step, target, searched.mesh)
+        seconds = scheduled_seconds(step, step.target, searched.mesh)
         if seconds > searched.problem.seconds:
             slower = f"{speedup} is predicted at {searched.problem.seconds / seconds:.2f}x the speed without a policy"
             print_note(f"{slower}, so nothing has to be faster", "warning")

@@ -63,19 +63,17 @@ def make_adoption(
       price: of one GPU for an hour.
       sweep: the folder of a finished sweep.
     """
-    target = step.plan.execution.target
-    assert target is not None
     step_tokens = microbatch_tokens(step.plan) * step.accumulate
     steps = None if tokens is None else tokens / step_tokens
     candidates, left_out = _judge_all(step, mesh, steps)
     return {
         # A program is named without its folder, which means nothing to others.
         "model": config or shlex.join([Path(words[0]).name, *words[1:]]),
-        "target": target.name,
+        "target": step.target.name,
         "devices": mesh.devices,
         "mesh": str(mesh),
         "backend": step.plan.execution.backend,
-        "memory": target.memory_bytes,
+        "memory": step.target.memory_bytes,
         "tokens_per_step": step_tokens,
         "tokens": tokens,
         "price": price,
@@ -103,9 +101,7 @@ def _judge_all(
             planned[name] = under
     if REFERENCE not in planned:
         raise ValueError(f"no policy can be applied here: {left_out[0]['reason']}")
-    target = step.plan.execution.target
-    assert target is not None
-    seconds = {name: step_cost.scheduled_seconds(under, target, mesh) for name, under in planned.items()}
+    seconds = {name: step_cost.scheduled_seconds(under, step.target, mesh) for name, under in planned.items()}
     return [_judge(name, planned[name], mesh, seconds, steps) for name in planned], left_out
 
 
@@ -128,8 +124,7 @@ def _judge(
     `four_bits` and `emulated` are fractions of the FLOPs of all products. `speed_up` is over the baseline, and None if
     that does not fit the model; `least` and `most` are it with the errors of the cost model, where these are known.
     """
-    target = step.plan.execution.target
-    assert target is not None
+    target = step.target
     four_bits, emulated = _shares(step)
     over_reference = seconds[REFERENCE] / seconds[name]
     speed_up = seconds[BASELINE] / seconds[name] if BASELINE in seconds else None

@@ -20,6 +20,7 @@ from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm, Recipe
 from policyc.language.treatments import normalize_if_valid
 from policyc.numerics.products import Backends
+from policyc.numerics.targets import Target
 
 RECOMPUTES_GEMMS = ("full", "quantized")
 """Values of `remat` under which the backward pass runs the forward GEMMs again."""
@@ -57,6 +58,13 @@ class TrainingStep:
     phase: Phase | None = None
     sequences: int | None = None
     sequence: int | None = None
+
+    @property
+    def target(self) -> Target:
+        """The GPU that the plan is for."""
+        target = self.plan.execution.target
+        assert target is not None, "a step is priced for a GPU"
+        return target
 
     def under(self, policy: Policy, execution: ExecutionOptions | None = None) -> TrainingStep:
         """The same step under another policy, and for another machine if `execution` says so."""

@@ -152,10 +152,8 @@ def predict_speed_ups(policies: Mapping[str, str], baseline: str, step: Predicte
     mesh = parse_mesh(f"fsdp={step.devices}", step.devices)
     first = parse(policies[baseline])
     traced = llama_step.plan_step(first, step.config, mesh, llama_step.Sizes(), execution)
-    target = execution.target
-    assert target is not None
     seconds = {
-        name: step_cost.scheduled_seconds(traced.under(parse(text)), target, mesh)
+        name: step_cost.scheduled_seconds(traced.under(parse(text)), traced.target, mesh)
         for name, text in policies.items()
     }
     return {name: seconds[baseline] / each for name, each in seconds.items()}

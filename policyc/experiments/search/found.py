@@ -83,8 +83,7 @@ class Searched:
         return [*lines, ""] if lines else []
 
     def _header(self, solution: Solution) -> str:
-        target = self.plan.execution.target
-        where = f"{self.mesh.devices} {target.name.upper()}" if target else "the devices here"
+        where = f"{self.mesh.devices} {self.step.target.name.upper()}"
         cost, count = solution.cost, len(self.scores.losses)
         entries = {
             "Intent": f"the least predicted damage at this speed for {self.source}, found by policyc search.",
@@ -108,15 +107,13 @@ class Searched:
 
         The tail rule is allowed, and options of recipes that no product uses are removed.
         """
-        target = self.plan.execution.target
-        assert target is not None, "a search is for a target"
         text = "\n".join(lines) + "\n"
         while True:
             loaded = parse_with_diagnostics(text)
             plan = self.step.under(loaded.policy).plan
             found = [
                 *engine.lint(loaded).diagnostics,
-                *engine.lint(loaded, plan=plan, target=target).diagnostics,
+                *engine.lint(loaded, plan=plan, target=self.step.target).diagnostics,
             ]
             mended = text
             for diagnostic in found:
@@ -165,15 +162,14 @@ class Searched:
     def place_policy(self, policy: Policy) -> Cost | None:
         """The predicted seconds and the damage of a policy; None if it has formats that were not scored."""
         assignment = self.read_assignment(policy)
-        target = self.plan.execution.target
-        if assignment is None or target is None:
+        if assignment is None:
             return None
         damage = sum(
             self.scores.damage(key, gemm, format)
             for key, choice in assignment.items()
             for gemm, format in zip(Gemm, choice, strict=True)
         )
-        return Cost(scheduled_seconds(self.step.under(policy), target, self.mesh), damage)
+        return Cost(scheduled_seconds(self.step.under(policy), self.step.target, self.mesh), damage)
 
     # ---- the frontier
 

@@ -141,10 +141,8 @@ class _Pricer:
         return self._decisions[choice]
 
     def _estimate(self, decisions: Decisions) -> float:
-        plan = self._step.plan
-        target = plan.execution.target
-        assert target is not None, "speed is that of a target"
-        return estimate(replace(self._step, plan=plan.with_decisions(decisions)), target, self._mesh).seconds
+        plan = self._step.plan.with_decisions(decisions)
+        return estimate(replace(self._step, plan=plan), self._step.target, self._mesh).seconds
 
     def seconds(self, group: Sequence[Cell], choices: Sequence[Choice]) -> dict[Choice, float]:
         """What each choice adds to a step. Layers of equal shapes have equal prices."""
