@@ -352,14 +352,17 @@ def _divide(body: list[_Item]) -> list[list[_Item]]:
 
 
 def _bounds(items: Sequence[_Item], level: int | None) -> Bounds:
-    branches: dict[int, tuple[int, int]] = {}
+    firsts: dict[int, int] = {}
+    lasts: dict[int, int] = {}
+    paths, indices = [], []
     for position, item in enumerate(items):
         for product in item.products:
             for branch in product.branches:
-                first = branches[branch][0] if branch in branches else position
-                branches[branch] = first, position
-    firsts = [item.products[0] for item in items]
-    return Bounds(branches.values(), [p.parameter for p in firsts], [p.indices for p in firsts], level)
+                firsts.setdefault(branch, position)
+                lasts[branch] = position
+        paths.append(item.products[0].parameter)
+        indices.append(item.products[0].indices)
+    return Bounds([(first, lasts[branch]) for branch, first in firsts.items()], paths, indices, level)
 
 
 def _common(keys: list[int], one: int, other: int) -> int:

@@ -71,7 +71,7 @@ class Flow:
         self.inputs: list[list[int]] = []
         self.calls: list[Call | None] = []
         self.sites: dict[int, Site] = {}
-        """The nodes of sites."""
+        """The nodes of sites, in order."""
         self.operands: dict[int, tuple[int, ...]] = {}
         """The nodes of all operands of a site, including parameters and constants."""
         self.opaque: dict[int, tuple[int, ...]] = {}
@@ -192,6 +192,9 @@ def build_flow(
     return flow
 
 
+_NO_SITES: dict[int, Site] = {}
+
+
 class _Builder:
     """Adds the nodes of a jaxpr to a `Flow`. A value is a node, `PARAMETER` or `CONSTANT`."""
 
@@ -212,11 +215,13 @@ class _Builder:
         address: Address,
         constants: dict[Var, int] | None = None,
     ) -> list[int]:
-        """The values of the results of a jaxpr, from those of its inputs."""
+        """The values of the results of a jaxpr, from those of its inputs, which are the last ones of `values`."""
         opened = jaxprs.open_jaxpr(jaxpr)
-        caller, flow, sites = self._caller, self.flow, self._sites.get(address, {})
-        operations, all_inputs, calls = flow.operations, flow.inputs, flow.calls
-        known: dict[Any, int] = dict(zip(opened.invars, values, strict=True))
+        caller, flow, site_at = self._caller, self.flow, self._sites.get(address, _NO_SITES).get
+        operations, all_inputs, calls, learned = flow.operations, flow.inputs, flow.calls, flow.learned
+        known: dict[Any, int] = dict(
+            zip(opened.invars, values[len(values) - len(opened.invars) :], strict=True)
+        )
         if constants:
             known.update(constants)
         value_of = known.get
@@ -229,19 +234,21 @@ class _Builder:
                 operands.append(value)
                 if value < least:
                     least = value
-            inputs = [o for o in operands if o >= 0] if least else operands
-            if number in sites or (inputs and name in _PLAIN):
-                value = len(operations)
-                operations.append(name)
-                all_inputs.append(inputs)
-                calls.append((eqn, caller))
-                if least == PARAMETER:
-                    flow.learned.add(value)
-                if number in sites:
-                    flow.sites[value] = sites[number]
-                    flow.operands[value] = tuple(operands)
-            elif name in _PLAIN:
-                value = least or CONSTANT
+            site = site_at(number)
+            if site is not None or name in _PLAIN:
+                inputs = [o for o in operands if o >= 0] if least else operands
+                if inputs or site is not None:
+                    value = len(operations)
+                    operations.append(name)
+                    all_inputs.append(inputs)
+                    calls.append((eqn, caller))
+                    if least == PARAMETER:
+                        learned.add(value)
+                    if site is not None:
+                        flow.sites[value] = site
+                        flow.operands[value] = tuple(operands)
+                else:
+                    value = least or CONSTANT
             elif name not in _LAYOUT or len(operands) != 1:
                 self._caller = (eqn, caller)
                 results = self._equation(eqn, name, operands, (*address, number))
@@ -296,8 +303,7 @@ class _Builder:
         """A container whose first jaxpr takes its operands."""
         params = eqn.params
         body = params.get("jaxpr") or params.get("call_jaxpr") or jaxprs.sub_jaxprs(eqn)[0].jaxpr
-        count = len(jaxprs.open_jaxpr(body).invars)
-        return self.run(body, operands[len(operands) - count :], (*address, 0))[: len(eqn.outvars)]
+        return self.run(body, operands, (*address, 0))[: len(eqn.outvars)]
 
     def cond(self, eqn: JaxprEqn, operands: list[int], address: Address) -> Sequence[int]:
         branches = [

@@ -45,7 +45,7 @@ def set_kinds(flow: Flow, looked_up: Collection[DottedPath]) -> None:
     for mixer in mixers:
         mark_attention(products, mixer)
     blocks = _Blocks(products, mixers)
-    around = products.weights_before(o for operands in undecided.values() for o in operands)
+    around = products.weights_before([o for operands in undecided.values() for o in operands])
     _mark_rest(products, blocks.positions, around | products.after(undecided) & products.weighted)
     for node, site in products.sites.items():
         kind = products.kinds.get(node) or _kind_by_names(site)
@@ -138,12 +138,7 @@ class _Blocks:
         }
         self._index_numbers: dict[DottedPath, int] = {}
         self._blocks: dict[Hashable, SiteBlock] = {}
-        of_model = []
-        for node in sorted(products.sites):
-            kind = products.kinds[node].name if node in products.kinds else ""
-            if kind not in ("head", "embedding"):
-                of_model.append(self._read(node, kind))
-        self.positions = find_blocks(products.flow, of_model, self._lengths, self._continues)
+        self.positions = find_blocks(products.flow, self._read(), self._lengths, self._continues)
         stacks: dict[int, list[Site]] = {}
         for node, position in self.positions.items():
             stacks.setdefault(position.stack, []).append(products.sites[node])
@@ -151,7 +146,7 @@ class _Blocks:
         self._staged = {
             stack
             for stack, sites in stacks.items()
-            if _is_pipeline(sites, other_loops) or any(map(_is_on_stages, sites))
+            if _is_pipeline(sites, other_loops) or any(_is_on_stages(site) for site in sites if site.stacks)
         }
 
     def block_of(self, node: int, site: Site) -> SiteBlock | None:
@@ -169,26 +164,27 @@ class _Blocks:
             self._blocks[key] = block
         return block
 
-    def _read(self, node: int, kind: str) -> Product:
-        products, flow, mixer = self._products, self._products.flow, self._mixer_of.get(node)
-        site, operations = products.sites[node], flow.operations
-        nonlinear = 0
-        for user in flow.users[node]:
-            nonlinear |= _NONLINEAR.get(operations[user], 0)
-        has_memory = mixer in self._memories
-        branches = products.branches.get(node, _NO_BRANCHES)
-        parameter, indices = self._names(site)
-        return Product(
-            node,
-            (kind, site.weight is None, site.batch, site.m, site.n, site.k, nonlinear, has_memory),
-            mixer,
-            tuple([s.address for s in site.loops if s.address in self._lengths]) if site.loops else (),
-            branches,
-            bool(branches) or mixer in self._branch_mixers,
-            parameter,
-            indices,
-            site.k,
-        )
+    def _read(self) -> list[Product]:
+        """The products of the model, in order: all but heads and embeddings."""
+        products, flow, mixer_of, lengths = self._products, self._products.flow, self._mixer_of, self._lengths
+        operations, users, kinds, branches_of = flow.operations, flow.users, products.kinds, products.branches
+        read = []
+        for node, site in products.sites.items():
+            kind = kinds[node].name if node in kinds else ""
+            if kind in ("head", "embedding"):
+                continue
+            nonlinear = 0
+            for user in users[node]:
+                if operations[user] in _NONLINEAR:
+                    nonlinear |= _NONLINEAR[operations[user]]
+            mixer, k = mixer_of.get(node), site.k
+            branches = branches_of.get(node, _NO_BRANCHES)
+            in_branch = bool(branches) or mixer in self._branch_mixers
+            loops = tuple([s.address for s in site.loops if s.address in lengths]) if site.loops else ()
+            has_memory = mixer in self._memories
+            key = (kind, site.weight is None, site.batch, site.m, site.n, k, nonlinear, has_memory)
+            read.append(Product(node, key, mixer, loops, branches, in_branch, *self._names(site), k))
+        return read
 
     def _names(self, site: Site) -> tuple[DottedPath, tuple[int, int] | None]:
         """The path of its parameter and its indices, or those of its modules, as `Product` has them."""
@@ -249,7 +245,7 @@ def _only_block(kind: SiteKind) -> SiteBlock | None:
 
 def _is_on_stages(site: Site) -> bool:
     """Do the devices of a shard_map hold other layers each? Where layers have names, they hold other experts."""
-    if not site.stacks or not any(stack.is_shard_map for stack in site.stacks):
+    if not any(stack.is_shard_map for stack in site.stacks):
         return False
     for template in (site.scope, site.module, *site.parameters):
         if template is None or not template.slots or any(name.index is not None for name in template.path):

@@ -32,7 +32,7 @@ class Mixer:
 
 def find_mixers(products: ProductFlow, routed: Collection[int]) -> list[Mixer]:
     """The attentions of a loss. Marks their products of activations."""
-    unweighted = sorted(products.sites.keys() - products.weighted)
+    unweighted = [node for node in products.sites if node not in products.weighted]
     candidates = [node for node in unweighted if node not in routed and _mixes(products, node)]
     after = {node: products.after([node]) for node in candidates}
     groups: dict[int, list[int]] = {}
@@ -166,11 +166,13 @@ def _mark_first_factors(products: ProductFlow, mixer: Mixer) -> None:
 
 def _mark_second_factor(products: ProductFlow, mixer: Mixer, node: int) -> None:
     """The second of two products of low rank out of an attention."""
+    first = products.sites[node]
+    if first.n >= first.k:
+        return
     after = products.after([node])
     reached = after & products.sites.keys()
     if len(reached) == 1 and not after & products.residuals:
         (other,) = reached
-        one, two = products.sites[node], products.sites[other]
-        if other in products.weighted and one.n < one.k and one.n < two.n:
+        if other in products.weighted and first.n < products.sites[other].n:
             text = "it is the second factor of a product of low rank, whose first is at {place}"
             _mark_part(products, mixer, other, text, node)

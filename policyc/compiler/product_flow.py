@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -72,8 +72,10 @@ class ProductFlow:
         data = operands[0 if self.sites[node].weight == "rhs" else 1]
         return data if data >= 0 else None
 
-    def weights_before(self, nodes: Iterable[int]) -> set[int]:
+    def weights_before(self, nodes: Collection[int]) -> set[int]:
         """The nearest weight products that some nodes are computed from."""
+        if self.starts.issuperset(nodes):  # mostly one node, which is such a product or the residual stream
+            return self.weighted.intersection(nodes)
         return self.flow.before(nodes, self.starts) & self.weighted
 
     def after(self, nodes: Iterable[int]) -> set[int]:

@@ -40,7 +40,7 @@ class _Ancestors:
         """For each node: bit d stands for the node d before it."""
         self.ends = set(flow.nodes_of([CARRY]))
         """Nodes whose inputs are not followed."""
-        self._sites = sorted(flow.sites)
+        self._sites = list(flow.sites)
         self._written = {
             node: inputs
             for node in flow.written

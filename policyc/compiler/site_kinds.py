@@ -16,7 +16,9 @@ Call: TypeAlias = "tuple[JaxprEqn, Call | None]"
 """An equation, and the container around it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(
+    slots=True, unsafe_hash=True
+)  # not frozen: most sites have one, and it is made three times as fast
 class SiteKind:
     """What a product is for: a word of `where`; no name: it has no kind."""
 
