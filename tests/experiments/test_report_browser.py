@@ -36,7 +36,7 @@ def test_a_long_name_hides_nothing(show: Show, tmp_path: Path) -> None:
     gaps = {"bf16": 0.0, "te_nvfp4": 0.05, "a_name_" * 20: 0.01, "\u202eother direction": 0.02}
     html = render_page(build_report([write_sweep(tmp_path / "s", gaps)]))
     for width in (500, 1000, 1600):
-        page = show(html, viewport={"width": width, "height": 900})
+        page = show(html, width=width)
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         if width > 500:  # there, the table scrolls
             table = page.locator(".verdicts").first
@@ -71,7 +71,7 @@ def test_the_names_of_a_chart_of_gaps_are_not_cut(show: Show, tmp_path: Path, co
     names = [f"{'x' * 30}_variant_{number:02}_{'x' * 19}" for number in range(count)]
     gaps = {"bf16": 0.0, **{name: 0.001 * number for number, name in enumerate(names)}}
     page = show(render_page(build_report([write_sweep(tmp_path / "s", gaps, seeds=2)])),
-                viewport={"width": width, "height": 900})  # fmt: skip
+                width=width)  # fmt: skip
     edges = page.evaluate(EDGES)
     assert sum("…" in text for text in edges) == count  # distinct texts
     assert min(edge["left"] for edge in edges.values()) >= 0
@@ -80,21 +80,18 @@ def test_the_names_of_a_chart_of_gaps_are_not_cut(show: Show, tmp_path: Path, co
 
 @pytest.mark.parametrize("width", [400, 1280])
 def test_short_names_and_the_labels_of_an_axis_are_whole(show: Show, width: int) -> None:
-    page = show(
-        render_page(build_report([RESULTS / "19m_200m_tokens"])), viewport={"width": width, "height": 900}
-    )
+    page = show(render_page(build_report([RESULTS / "19m_200m_tokens"])), width=width)
     heights = page.locator(".chip > span").evaluate_all("names => names.map((name) => name.offsetHeight)")
     assert max(heights) < 25  # one line
     edges = page.evaluate(EDGES)
     assert edges["200 M"]["room"] >= 0  # the last validation
 
 
-@pytest.mark.parametrize("width", [800, 1280])
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "theme"), [(800, "light"), (1280, "dark")])
 def test_every_chart_is_drawn_and_nothing_runs_off_the_page(
     html: str, show: Show, width: int, theme: str
 ) -> None:
-    page = show(html, color_scheme=theme, viewport={"width": width, "height": 900})
+    page = show(html, width=width, theme=theme)
     figures = page.locator("figure.chart").count()
     assert figures > 4
     assert page.locator("figure.chart canvas").count() == figures
@@ -107,7 +104,7 @@ def test_every_chart_is_drawn_and_nothing_runs_off_the_page(
 
 
 def test_pointing_at_a_chart_shows_the_values_of_all_lines(html: str, show: Show) -> None:
-    page = show(html, viewport={"width": 1280, "height": 900})
+    page = show(html)
     page.locator("figure[data-chart='0'] .u-over").hover()
     tip = page.locator("#tip")
     tip.wait_for(state="visible")
@@ -120,7 +117,7 @@ def test_pointing_at_a_chart_shows_the_values_of_all_lines(html: str, show: Show
 def test_a_click_on_a_name_hides_its_line(html: str, show: Show) -> None:
     from playwright.sync_api import expect
 
-    page = show(html, viewport={"width": 1280, "height": 900})
+    page = show(html)
     name = page.locator("figure[data-chart='0']").get_by_role("button", name="te_nvfp4")
     name.click()
     assert name.get_attribute("aria-pressed") == "false"
@@ -140,7 +137,7 @@ def timed_html(tmp_path: Path) -> str:
 
 
 def test_the_charts_can_be_drawn_over_steps_and_time(timed_html: str, show: Show) -> None:
-    page = show(timed_html, viewport={"width": 1280, "height": 900})
+    page = show(timed_html)
     over = page.get_by_label("over")
     assert over.locator("option").all_inner_texts() == ["tokens", "steps", "time"]
     ends = {}
@@ -167,7 +164,7 @@ def test_the_charts_can_be_drawn_over_steps_and_time(timed_html: str, show: Show
 def test_a_chart_says_that_its_axis_cuts_the_start_and_a_logarithmic_one_does_not(
     timed_html: str, show: Show
 ) -> None:
-    page = show(timed_html, viewport={"width": 1280, "height": 900})
+    page = show(timed_html)
     caption = page.locator("figure[data-chart='0'] figcaption")
     assert "the axis cuts the start, where values reach 5.0" in caption.inner_text()
     page.get_by_label("scale").select_option("log")
@@ -175,7 +172,7 @@ def test_a_chart_says_that_its_axis_cuts_the_start_and_a_logarithmic_one_does_no
 
 
 def test_smoothing_changes_what_a_chart_shows(timed_html: str, show: Show) -> None:
-    page = show(timed_html, viewport={"width": 1280, "height": 900})
+    page = show(timed_html)
 
     def values() -> list[str]:
         page.locator("figure[data-chart='0'] .u-over").hover(position={"x": 2, "y": 50})
@@ -189,7 +186,7 @@ def test_smoothing_changes_what_a_chart_shows(timed_html: str, show: Show) -> No
 
 
 def test_a_dark_page_is_printed_on_white(html: str, show: Show) -> None:
-    page = show(html, color_scheme="dark", viewport={"width": 1280, "height": 900})
+    page = show(html, theme="dark")
     color = "getComputedStyle(document.body).backgroundColor"
     assert page.evaluate(color) == "rgb(15, 19, 24)"
     page.evaluate("dispatchEvent(new Event('beforeprint'))")

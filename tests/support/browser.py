@@ -31,28 +31,43 @@ def browser() -> Iterator[Browser]:
         )
 
 
-@pytest.fixture
-def show(browser: Browser, tmp_path: Path) -> Iterator[Show]:
-    """Opens a page. At the end of the test, nothing may be in the console, and nothing may have been requested."""
-    problems: list[str] = []
-    pages: list[Page] = []
+@pytest.fixture(scope="module")
+def browser_page(browser: Browser) -> Page:
+    """One page for all tests of a module: to open another one takes as long as a test."""
+    page = browser.new_page()
+    page.set_default_timeout(MAX_MILLISECONDS)
+    return page
 
-    def open_page(html: str, fragment: str = "", **options: Any) -> Page:
-        address = (tmp_path / "page.html").as_uri()
-        (tmp_path / "page.html").write_text(html, encoding="utf-8")
-        page = browser.new_page(**options)
-        pages.append(page)
-        page.set_default_timeout(MAX_MILLISECONDS)
-        page.on("console", lambda message: problems.append(f"console: {message.text}"))
-        page.on("pageerror", lambda error: problems.append(f"error: {error.message}"))
-        page.on("dialog", lambda dialog: problems.append(f"dialog: {dialog.message}"))
-        page.on("request", lambda request: problems.append(f"request: {request.url}")
-                if not request.url.startswith((address, "blob:")) else None)  # fmt: skip
-        page.goto(address + fragment)
+
+@pytest.fixture
+def show(browser_page: Page, tmp_path: Path) -> Iterator[Show]:
+    """Shows a page. At the end of the test, nothing may be in the console, and nothing may have been requested."""
+    page, path, problems = browser_page, tmp_path / "page.html", list[str]()
+    handlers: dict[Any, Callable[..., None]] = {
+        "console": lambda message: problems.append(f"console: {message.text}"),
+        "pageerror": lambda error: problems.append(f"error: {error.message}"),
+        "dialog": lambda dialog: problems.append(f"dialog: {dialog.message}"),
+        "request": lambda request: (
+            problems.append(f"request: {request.url}")
+            if not request.url.startswith((path.as_uri(), "blob:"))
+            else None
+        ),
+    }
+
+    def show_page(html: str, fragment: str = "", *, width: int = 1280, theme: Any = "light") -> Page:
+        path.write_text(html, encoding="utf-8")
+        page.goto("about:blank")
+        page.mouse.move(0, 0)
+        page.set_viewport_size({"width": width, "height": 900})
+        page.emulate_media(media="screen", color_scheme=theme)
+        page.goto(path.as_uri() + fragment)
         page.wait_for_selector("html[data-ready]")
         return page
 
-    yield open_page
-    for page in pages:
-        page.close()  # otherwise the pages of all tests stay in memory until the browser ends
+    page.goto("about:blank")
+    for event, handler in handlers.items():
+        page.on(event, handler)
+    yield show_page
+    for event, handler in handlers.items():
+        page.remove_listener(event, handler)
     assert problems == []

@@ -78,3 +78,7 @@ def quick_environment() -> dict[str, str]:
     """The variables by which another process compiles like most tests, on one device."""
     flags = (f"--{name}={str(value).lower()}" for name, value in known_quick_options())
     return {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
+
+
+if __name__ == "__main__":
+    print(quick_environment()["XLA_FLAGS"])
