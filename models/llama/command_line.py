@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import sys
 import tomllib
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -62,20 +62,27 @@ def parse_args(arguments: Sequence[str] | None = None) -> tuple[str, ModelConfig
 
     Options go before the file of settings, and the file before the configuration.
     """
+    words = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser(
         "train.py", "train.py [--help] [--config NAME] [--settings FILE] [OPTION ...]", "Pretrain a Llama.", EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
     try:
-        name, model, run = _add_all(parser, arguments)
+        name, file, settings = _find_configuration(words)
     except ConfigError as error:
         parser.error(str(error))
-    parsed, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        options = [word for word in unknown if word.startswith("-")]  # the others may be their values
-        parser.error("; ".join(map(_explain_unknown, options or unknown)))
+    _add_sources(parser)
+    _add_options(parser, name)
+    parsed = argparse.Namespace()
+    for parser.prog, source in ((f"train.py: --settings {file}", settings), ("train.py", words)):
+        _, unknown = parser.parse_known_args(source, parsed)
+        if unknown:
+            options = [word for word in unknown if word.startswith("-")]  # the others may be their values
+            parser.error("; ".join(map(_explain_unknown, options or unknown)))
     values = {n: v for n, v in vars(parsed).items() if n in FIELDS and v is not None}
-    model, run = _replace(model, run, values)
+    model, run = CONFIGS[name]
+    model = replace(model, **{n: v for n, v in values.items() if hasattr(model, n)})
+    run = replace(run, **{n: v for n, v in values.items() if hasattr(run, n)})
     if errors := invalid_settings(model, run):
         parser.error("; ".join(errors))
     return name, model, run
@@ -85,28 +92,25 @@ def format_options(arguments: Sequence[str]) -> str:
     """The help for all options, with the defaults of the configuration that a command line names."""
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
     try:
-        _add_all(parser, arguments)
+        name = _find_configuration(arguments)[0]
+        _add_sources(parser)
     except ConfigError:
-        _add_options(parser, {**vars(ModelConfig()), **vars(RunConfig())}, "tiny")
+        name = "tiny"
+    _add_options(parser, name)
     return parser.format_help()
 
 
-def _add_all(
-    parser: argparse.ArgumentParser, arguments: Sequence[str] | None
-) -> tuple[str, ModelConfig, RunConfig]:
-    """Adds all options, and returns the configuration that their defaults are from."""
-    sources = _add_sources(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
-    known, _ = sources.parse_known_args(arguments)
-    _add_sources(parser)
-    file = read_settings(Path(known.settings)) if known.settings else {}
-    name = known.config or file.pop("config", "tiny")
+def _find_configuration(arguments: Sequence[str]) -> tuple[str, str | None, list[str]]:
+    """The configuration that a command line names, its file of settings, and that as options."""
+    parser = _add_sources(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+    known, _ = parser.parse_known_args(arguments)
+    settings = read_settings(Path(known.settings)) if known.settings else []
+    name = known.config or parser.parse_known_args(settings)[0].config or "tiny"
     if name not in CONFIGS:
         close = difflib.get_close_matches(name, CONFIGS, n=1)
         hint = f"did you mean '{close[0]}'? " if close else ""
         raise ConfigError(f"there is no configuration '{name}': {hint}choose from {', '.join(CONFIGS)}")
-    model, run = _replace(*CONFIGS[name], file)
-    _add_options(parser, {**vars(model), **vars(run)}, name)
-    return name, model, run
+    return name, known.settings, settings
 
 
 def _explain_unknown(word: str) -> str:
@@ -129,8 +133,10 @@ def _add_sources(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any], config: str) -> None:
-    """An option for each setting, in groups, with its default."""
+def _add_options(parser: argparse.ArgumentParser, config: str) -> None:
+    """An option for each setting, in groups, with its default in a configuration."""
+    model, run = CONFIGS[config]
+    defaults = {**vars(model), **vars(run)}
     for title, names in GROUPS.items():
         group = parser.add_argument_group(title, f"of {config}" if title == "model" else None)
         for name in names:
@@ -153,14 +159,8 @@ def _type_name(setting: Field[Any]) -> str:
     return str(setting.type).split(" ")[0]
 
 
-def _replace(model: ModelConfig, run: RunConfig, values: Mapping[str, Any]) -> tuple[ModelConfig, RunConfig]:
-    of_model = {name: value for name, value in values.items() if hasattr(model, name)}
-    of_run = {name: value for name, value in values.items() if hasattr(run, name)}
-    return replace(model, **of_model), replace(run, **of_run)
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    """The settings of a TOML or YAML file, by the names of their fields; `config` is the name of a configuration."""
+def read_settings(path: Path) -> list[str]:
+    """The settings of a TOML or YAML file as options of the command line."""
     if path.suffix not in (".toml", ".yaml", ".yml"):
         raise ConfigError(f"--settings {path}: expected a file named .toml, .yaml or .yml")
     try:
@@ -174,25 +174,13 @@ def read_settings(path: Path) -> dict[str, Any]:
         raise
     except Exception as error:  # noqa: BLE001  # YAML's errors share no base class with TOML's
         raise ConfigError(f"--settings {path}: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"--settings {path}: expected names and values")
-    return dict(_check_value(path, str(key), value) for key, value in content.items())
-
-
-def _check_value(path: Path, key: str, value: Any) -> tuple[str, Any]:
-    name = key.replace("-", "_")
-    if name not in FIELDS and name != "config":
-        close = difflib.get_close_matches(name, [*FIELDS, "config"], n=1)
-        remedy = f": did you mean '{close[0]}'?" if close else "; --help lists all settings"
-        raise ConfigError(f"--settings {path}: there is no setting '{key}'{remedy}")
-    kind = str if name == "config" else TYPES.get(_type_name(FIELDS[name]), str)
-    if kind is float and isinstance(value, int | str) and not isinstance(value, bool):
-        with suppress(ValueError):
-            value = float(value)  # YAML reads 1e-3 as a text
-    if type(value) is not kind:
-        expected = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[kind]
-        raise ConfigError(f"--settings {path}: {key} = {value!r}: expected {expected}")
-    choices = None if name == "config" else FIELDS[name].metadata["choices"]
-    if choices and value not in choices:
-        raise ConfigError(f"--settings {path}: {key} = {value!r}: choose from {', '.join(choices)}")
-    return name, value
+    if not isinstance(content, dict) or not all(isinstance(v, str | int | float) for v in content.values()):
+        raise ConfigError(f"--settings {path}: expected names, and texts or numbers, true or false")
+    options = []
+    for key, value in content.items():
+        name = str(key).replace("_", "-")
+        is_flag = (
+            isinstance(value, bool) and getattr(FIELDS.get(name.replace("-", "_")), "type", "") == "bool"
+        )
+        options.append(f"--{'' if value else 'no-'}{name}" if is_flag else f"--{name}={value}")
+    return options

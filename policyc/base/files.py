@@ -24,6 +24,17 @@ _MAX_LINKS = 40  # as the Linux kernel follows
 _MAX_PREFIX = 64  # characters of the name in the name of the temporary file: names have at most 255 bytes
 
 
+@contextmanager
+def explain_unreadable(path: Path, writer: str) -> Iterator[None]:
+    """Around reading a JSON file of policyc: raises ValueError with what writes such files, if it is another one."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"'{path}' cannot be read: {error.strerror}") from None
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise ValueError(f"'{path}' was not written by {writer}") from None
+
+
 def user_cache_folder() -> Path:
     """The folder of the user in which policyc keeps what it can make again."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")

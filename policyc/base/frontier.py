@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from policyc.base.files import explain_unreadable
 from policyc.base.web_page import render_template
 
 Frontier = dict[str, Any]
@@ -30,15 +31,11 @@ def read_frontier(path: Path) -> Frontier:
             raise ValueError("not finite")
         return numbers
 
-    try:
+    with explain_unreadable(path, "policyc search --frontier --out FILE.json"):
         data = json.loads(path.read_text(encoding="utf-8"))
         found = [point(values) for values in data["frontier"]]
         policies = {str(name): point(values) for name, values in data["policies"].items()}
         source = str(data["source"])
-    except OSError as error:
-        raise ValueError(f"'{path}' cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"'{path}' was not written by policyc search --frontier --out FILE.json") from None
     if not found:
         raise ValueError(f"'{path}' has no points")
     return {"source": source, "frontier": found, "policies": policies}

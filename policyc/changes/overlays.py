@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from policyc.base.files import explain_unreadable
 from policyc.changes.model import DiffData
 from policyc.language.loader import parse_with_diagnostics
 from policyc.language.policy import Policy
@@ -21,7 +22,8 @@ _INDEX = re.compile(r"\[\d+\]")
 def read_stats(folder: Path, diff: DiffData) -> dict[str, Any]:
     """SQNR of operands and cosines of gradients, at the last measured step of a run. Raises ValueError."""
     path = folder / "stats.jsonl"
-    rows = [row for row in map(_parse, _read(path).splitlines()) if isinstance(row, dict) and "step" in row]
+    with explain_unreadable(path, "policyc apply --stats-every"):
+        rows = [row for row in map(_parse, path.read_text("utf-8").splitlines()) if "step" in row]
     if not rows:
         raise ValueError(f"'{path}' has no measurements: run the program with --stats-every")
     step = max(row["step"] for row in rows)
@@ -45,13 +47,13 @@ def read_stats(folder: Path, diff: DiffData) -> dict[str, Any]:
 
 def read_compiled(path: Path, diff: DiffData) -> dict[str, Any]:
     """The calls that `policyc compile --format json` found. Raises ValueError."""
-    data = _parse(_read(path))
-    if not isinstance(data, dict) or not isinstance(data.get("products"), list):
-        raise ValueError(f"'{path}' was not written by policyc compile --format json")
+    with explain_unreadable(path, "policyc compile --format json"):
+        data = json.loads(path.read_text("utf-8"))
+        listed = [dict(product) for product in data["products"]]
     names = _linear_names(diff)
     products = []
     unknown = 0
-    for product in data["products"]:
+    for product in listed:
         site = str(product.get("site", ""))
         number = names.get(_INDEX.sub("", site))
         if number is None:
@@ -81,15 +83,12 @@ def read_compiled(path: Path, diff: DiffData) -> dict[str, Any]:
 
 def read_plan(path: Path) -> tuple[Policy, str]:
     """The policy of a plan that `policyc apply --plan-out` wrote, and the hash of its loss. Raises ValueError."""
-    data = _parse(_read(path))
-    try:
+    with explain_unreadable(path, "policyc apply --plan-out of this version"):
+        data = json.loads(path.read_text("utf-8"))
         loaded = parse_with_diagnostics(data["policy"]["text"], shown=str(path))
-        loss_hash = data["jaxpr"]["sha256"]
-    except (KeyError, TypeError, AttributeError):
-        loaded = None
-    if loaded is None or loaded.diagnostics:
-        raise ValueError(f"'{path}' is not a plan of this version: policyc apply --plan-out writes one")
-    return loaded.policy, loss_hash
+        if loaded.diagnostics:
+            raise ValueError("its policy has errors")
+        return loaded.policy, data["jaxpr"]["sha256"]
 
 
 def _linear_names(diff: DiffData) -> dict[str, int]:
@@ -100,17 +99,10 @@ def _linear_names(diff: DiffData) -> dict[str, int]:
     return {name: members[0] for name, members in numbers.items() if len(members) == 1}
 
 
-def _read(path: Path) -> str:
+def _parse(line: str) -> dict[str, Any]:
+    """A line of measurements; empty if it is damaged, as the last one of a run that was killed."""
     try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"'{path}' cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"'{path}' is not UTF-8") from None
-
-
-def _parse(text: str) -> Any:
-    try:
-        return json.loads(text)
+        row = json.loads(line)
     except json.JSONDecodeError:
-        return None
+        row = None
+    return row if isinstance(row, dict) else {}

@@ -96,15 +96,20 @@ _TRAIN_HINT = "give it the arguments with which it trains, and see that it train
 
 
 @contextlib.contextmanager
-def explain_early_exit(program: Program) -> Iterator[None]:
-    """Says why there is no result if a program exits before it differentiates a loss. Keeps its exit code."""
+def explain_early_exit(program: Program, printer: _PlanPrinter | None = None) -> Iterator[None]:
+    """Says why there is no result if a program exits before it differentiates a loss. Keeps its exit code.
+
+    With a `printer` the program runs to its end. Then it is only told again that it got options of this command: the
+    note at its start may be far above, as some programs print all their options if they do not know one.
+    """
     try:
         yield
     except SystemExit as end:
-        if not end.code:
-            raise  # it has printed its help, and the runner a note
+        advice = _TRAIN_HINT if printer is None else ""
+        hint = "; ".join(filter(None, (advice, misplaced_hint(program.args))))
+        if not end.code or not hint or (printer is not None and printer.losses):
+            raise  # without a code, it has printed its help, and the runner a note
         code = _print_exit_text(end)
-        hint = "; ".join(filter(None, (_TRAIN_HINT, misplaced_hint(program.args))))
         print_note(f"the program exited with {code} before it differentiated a loss: {hint}", "error")
         raise SystemExit(code) from None
 
@@ -209,7 +214,7 @@ def run_under_policy(program: Program, policy_name: str, options: RunOptions) ->
             options,
             "this policy keeps every GEMM: the program runs as it does without policyc, and is not planned",
         )
-    with exit_on_error(), _repeat_misplaced_hint(program, printer):
+    with exit_on_error(), explain_early_exit(program, printer):
         result = runner.run(
             program,
             policy,
@@ -244,23 +249,6 @@ def run_under_policy(program: Program, policy_name: str, options: RunOptions) ->
 def _print_unless_quiet(options: RunOptions, text: str, label: str = "note") -> None:
     if not options.quiet:
         print_note(text, label)
-
-
-@contextlib.contextmanager
-def _repeat_misplaced_hint(program: Program, printer: _PlanPrinter) -> Iterator[None]:
-    """Repeats at the end of a program that failed early that it got options of this command.
-
-    The note at its start may be far above: some programs print all their options if they do not know one.
-    """
-    try:
-        yield
-    except SystemExit as end:
-        hint = misplaced_hint(program.args)
-        if not end.code or not hint or printer.losses:
-            raise
-        code = _print_exit_text(end)
-        print_note(f"the program exited with {code} before it differentiated a loss: {hint}")
-        raise SystemExit(code) from None
 
 
 class _PlanPrinter:

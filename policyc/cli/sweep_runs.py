@@ -188,24 +188,21 @@ def run_sweep(
 
 def _make_program(words: Sequence[str], config: str | None, options: SweepOptions) -> SweepProgram:
     """The program that is swept. Raises a usage error if it cannot be."""
-    from policyc.experiments.sweep.commands import ApplyOptions, SweepProgram
+    from policyc.experiments.sweep.commands import SweepProgram
     from policyc.experiments.sweep.slurm import check_program
 
     if config is None and "--dry-run" in parse_program(words).args:
         raise click.UsageError(
             f"'--dry-run' comes after the program, so the sweep would start: write it before {program_name(words)}"
         )
-    apply = ApplyOptions(
-        backend=options.backend,
-        require_native=options.require_native,
-        multiple_losses=options.multiple_losses,
-        stats_every=options.stats_every,
-    )
     program = SweepProgram(
         words=tuple(words),
         config=config,
         steps=options.steps,
-        apply=apply,
+        backend=options.backend,
+        require_native=options.require_native,
+        multiple_losses=options.multiple_losses,
+        stats_every=options.stats_every,
         metrics_source=options.metrics,
         seeds_per_process=options.seeds_per_process,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from policyc.editor.hover import describe_hint
@@ -89,13 +90,7 @@ def publishable(diagnostics: Sequence[Diagnostic], source: SourceText) -> Iterat
             imports = (n.span for n in reversed(diagnostic.notes) if n.span.source is source)
             span = next(imports, Span(source, 0, 0))
             message = f"{diagnostic.span.location}: {diagnostic.message}"
-            yield Diagnostic(
-                code=diagnostic.code,
-                message=message,
-                span=span,
-                severity=diagnostic.severity,
-                help=diagnostic.help,
-            )
+            yield replace(diagnostic, message=message, span=span, notes=(), fix=None)
 
 
 def fix_actions(diagnostics: Sequence[Diagnostic], uri: str, start: int, end: int) -> Iterator[Json]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from policyc.base.files import explain_unreadable
 from policyc.hardware import gemm_cost
 from policyc.hardware.compile_report import CollectiveTotal, KernelTotal
 from policyc.hardware.mesh import MeshShape, exchange_seconds
@@ -34,7 +35,7 @@ class CompiledStep:
 
 def read_compiled_step(path: Path) -> CompiledStep:
     """Reads the output of `policyc compile --format json`. Raises ValueError if it is something else."""
-    try:
+    with explain_unreadable(path, "policyc compile POLICY ... --format json"):
         data: Any = json.loads(path.read_text(encoding="utf-8"))
         return CompiledStep(
             policy=data["policy"],
@@ -43,12 +44,6 @@ def read_compiled_step(path: Path) -> CompiledStep:
             kernels=tuple(KernelTotal(**total) for total in data["kernel_kinds"]),
             collectives=tuple(CollectiveTotal(**total) for total in data["collectives"]),
         )
-    except OSError as error:
-        raise ValueError(f"cannot read '{path}': {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(
-            f"'{path}' is not a compiled step: write it with policyc compile POLICY ... --format json"
-        ) from None
 
 
 def with_compiled(parts: StepParts, step: CompiledStep, target: Target, mesh: MeshShape) -> StepParts:

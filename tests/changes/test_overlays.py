@@ -149,5 +149,5 @@ def test_the_policy_of_a_plan(tmp_path: Path, target: Literal["gb200"] | None) -
 def test_a_file_that_is_no_plan_is_an_error(tmp_path: Path, content: str) -> None:
     path = tmp_path / "plan.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match="is not a plan"):
+    with pytest.raises(ValueError, match="was not written by policyc apply"):
         read_plan(path)

@@ -76,7 +76,7 @@ def test_the_command_says_what_is_compiled(tmp_path: Path) -> None:
     [
         ({"policy": "mxfp8"}, "is a step under mxfp8, not under fp8"),
         ({"target": "gb300"}, "is for 8 x gb300, not for 8 x gb200"),
-        ({"kernel_kinds": None}, "is not a compiled step: write it with policyc compile"),
+        ({"kernel_kinds": None}, "was not written by policyc compile"),
     ],
 )
 def test_other_steps_are_refused(changes: dict[str, object], message: str, tmp_path: Path) -> None:

@@ -408,14 +408,19 @@ def test_options_go_before_a_file_of_settings(name, text, tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("run.toml", "learning_rat = 1", "there is no setting 'learning_rat': did you mean 'learning_rate'?"),
-        ("run.toml", "batch = 1.5", "batch = 1.5: expected a whole number"),
-        ("run.toml", "batch = true", "batch = True: expected a whole number"),
-        ("run.toml", 'schedule = "cosin"', "schedule = 'cosin': choose from cosine, wsd, constant"),
+        (
+            "run.toml",
+            "learning_rat = 1",
+            "there is no option '--learning-rat=1': did you mean --learning-rate?",
+        ),
+        ("run.toml", "batch = 1.5", "run.toml: error: argument --batch: invalid int value: '1.5'"),
+        ("run.toml", "batch = true", "argument --batch: invalid int value: 'True'"),
+        ("run.toml", 'schedule = "cosin"', "argument --schedule: invalid choice: 'cosin'"),
         ("run.toml", 'config = "7b"', "there is no configuration '7b'"),
         ("run.toml", "batch = ", "Invalid value"),
         ("run.yaml", "a: [", "expected the node content"),
-        ("run.yaml", "- 1", "expected names and values"),
+        ("run.yaml", "- 1", "expected names, and texts or numbers"),
+        ("run.yaml", "batch: [1]", "expected names, and texts or numbers"),
         ("run.json", "{}", "expected a file named .toml, .yaml or .yml"),
     ],
 )

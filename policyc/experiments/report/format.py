@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from policyc.base.text import count_noun
 from policyc.experiments.report.runs import RunData, layer_key
-from policyc.experiments.report.values import JsonObject, as_list, as_number, as_object, as_objects, as_text
+from policyc.experiments.report.values import JsonObject, as_number, as_text
 
 FIGURES = (
     ("validation_loss", "validation loss"),
@@ -279,52 +279,3 @@ def _heat_cell(heat_map: _HeatMap, value: object) -> JsonObject | None:
         "strength": f"{abs(strength):.2f}",
         "text": heat_map.format.format(number * heat_map.factor),
     }
-
-
-# ---- plan
-
-
-def plan_rows(plan: JsonObject) -> list[JsonObject]:
-    """The rule that decides each site, and the formats of its products."""
-    has_phases = len(as_list(plan.get("phases"))) > 1
-    rules = [as_text(rule) for rule in as_list(plan.get("rules"))]
-    return [
-        _plan_row(site, as_text(phase) if has_phases else "", group, rules)
-        for site in as_objects(plan.get("sites"))
-        for phase, layer_groups in as_object(site.get("decisions")).items()
-        for group in as_objects(layer_groups)
-    ]
-
-
-def _plan_row(site: JsonObject, phase: str, group: JsonObject, rules: Sequence[str]) -> JsonObject:
-    """The row of consecutive layers of a site that have the same decision."""
-    names = (*as_list(site.get("parameters"))[:1], site.get("scope"), site.get("place"))
-    products = as_object(group.get("products"))
-    cells = []
-    for gemm in ("fprop", "dgrad", "wgrad"):
-        formats = list(dict.fromkeys(map(as_text, as_list(as_object(products.get(gemm)).get("formats")))))
-        is_quantized = any(name not in ("keep", "bf16", "f32") for name in formats)
-        cells.append({"formats": " × ".join(formats), "is_quantized": is_quantized})
-    winners = dict.fromkeys(_rule_text(as_object(p).get("rule"), rules) for p in products.values())
-    return {
-        "site": next((text for text in map(as_text, names) if text), ""),
-        "phase": phase,
-        "layers": _layers_text(group),
-        "products": cells,
-        "rule": "; ".join(winners),
-    }
-
-
-def _rule_text(index: object, rules: Sequence[str]) -> str:
-    """The text of a rule by its index in the policy."""
-    if index is None:
-        return "no rule"
-    return rules[index] if isinstance(index, int) and 0 <= index < len(rules) else "unknown rule"
-
-
-def _layers_text(group: JsonObject) -> str:
-    """The first and the last layer of a group, each an index or several."""
-    bounds = [".".join(map(as_text, as_list(index))) for index in as_list(group.get("layers"))]
-    if len(bounds) != 2:
-        return "–"
-    return bounds[0] if bounds[0] == bounds[1] else f"{bounds[0]} to {bounds[1]}"

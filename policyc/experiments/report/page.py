@@ -32,7 +32,6 @@ from policyc.experiments.report.format import (
     group_failures,
     heat_maps,
     known_figures,
-    plan_rows,
     summarize,
     time_table,
 )
@@ -190,11 +189,10 @@ def _numerics(sweep: SweepData) -> list[tuple[str, list[JsonObject]]]:
 
 
 def _policies(data: JsonObject, sweep: SweepData) -> list[JsonObject]:
-    """The text or the diff of each policy, its hashes, and its plan."""
+    """The text or the diff of each policy, and its hashes."""
     diffs = {diff["variant"]: diff for diff in data["diffs"]}
     policies = []
     for variant, summary in zip(sweep.variants, data["variants"], strict=True):
-        plan = next((run.plan for run in variant.runs if run.plan is not None), None)
         policy = {
             "name": variant.name,
             "facts": [
@@ -206,7 +204,6 @@ def _policies(data: JsonObject, sweep: SweepData) -> list[JsonObject]:
             "findings": variant.findings,
             "diff": diffs.get(variant.name),
             "text": variant.policy_text,
-            "plan": None if plan is None else plan_rows(plan),
         }
         if any(value for name, value in policy.items() if name != "name"):
             policies.append(policy)

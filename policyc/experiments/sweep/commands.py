@@ -10,11 +10,10 @@ import hashlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from policyc.base.compile_cache import VARIABLE as COMPILE_CACHE_VARIABLE
-from policyc.base.text import did_you_mean
 from policyc.experiments.sweep.metrics import parse_metrics_source
 from policyc.experiments.sweep.run import (
     POLICY_FILE,
@@ -43,25 +42,6 @@ _SET_BY_SWEEP = ("--config", "--seed", "--seeds", "--steps", "--out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ApplyOptions:
-    """Options of `policyc apply` that all runs of a sweep share."""
-
-    backend: str = "auto"
-    require_native: bool = False
-    multiple_losses: bool = False
-    stats_every: int = 0
-
-    def words(self) -> tuple[str, ...]:
-        """The options that are not at their defaults."""
-        return (
-            *(("--backend", self.backend) if self.backend != "auto" else ()),
-            *(("--require-native",) if self.require_native else ()),
-            *(("--multiple-losses",) if self.multiple_losses else ()),
-            *(("--stats-every", str(self.stats_every)) if self.stats_every else ()),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SweepProgram:
     """What every run of a sweep executes.
 
@@ -69,7 +49,7 @@ class SweepProgram:
       words: the program and its arguments as given: `train.py --lr 1`, or the options of the bundled trainer.
       config: the configuration of the bundled trainer; None for another program.
       steps: the number of steps; None if the program decides.
-      apply: how the program runs under its policy.
+      backend, require_native, multiple_losses, stats_every: how the program runs under its policy.
       metrics_source: KIND=PATH of another trainer's metrics; None for our lines.
       seeds_per_process: how many seeds one process runs.
     """
@@ -77,7 +57,10 @@ class SweepProgram:
     words: tuple[str, ...]
     config: str | None = None
     steps: int | None = None
-    apply: ApplyOptions = field(default_factory=lambda: ApplyOptions())
+    backend: str = "auto"
+    require_native: bool = False
+    multiple_losses: bool = False
+    stats_every: int = 0
     metrics_source: str | None = None
     seeds_per_process: int = 1
 
@@ -94,9 +77,6 @@ class SweepProgram:
             return
         if self.metrics_source is not None:
             raise ValueError("--metrics: the bundled trainer writes metrics.jsonl itself")
-        if self.config not in CONFIGS:
-            hint = did_you_mean(self.config, CONFIGS) or f"choose from {', '.join(CONFIGS)}"
-            raise ValueError(f"there is no configuration '{self.config}': {hint}")
         for word in self.words:
             option = word.partition("=")[0]
             if option in _SET_BY_SWEEP:
@@ -129,7 +109,7 @@ class SweepProgram:
         policy = str(out / variant / POLICY_FILE)
         # The bundled trainer writes its plan itself, into the folder of each seed.
         plan_out = () if self.config else ("--plan-out", str(folders[0] / PLAN_FILE))
-        apply = (sys.executable, "-m", "policyc", "apply", policy, *self.apply.words(), *plan_out)
+        apply = (sys.executable, "-m", "policyc", "apply", policy, *self._apply_options(), *plan_out)
         source = self.metrics_source
         return Run(
             variant=variant,
@@ -140,6 +120,15 @@ class SweepProgram:
             cwd=Path.cwd(),
             steps=self.total_steps,
             metrics_source=None if source is None else _fill((source,), environment)[0],
+        )
+
+    def _apply_options(self) -> tuple[str, ...]:
+        """The options of `policyc apply` that are not at their defaults."""
+        return (
+            *(("--backend", self.backend) if self.backend != "auto" else ()),
+            *(("--require-native",) if self.require_native else ()),
+            *(("--multiple-losses",) if self.multiple_losses else ()),
+            *(("--stats-every", str(self.stats_every)) if self.stats_every else ()),
         )
 
     def program_words(

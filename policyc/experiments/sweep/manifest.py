@@ -15,7 +15,7 @@ from policyc.experiments.sweep.commands import SweepProgram
 from policyc.experiments.sweep.run import LOCK_FILE, MANIFEST_FILE, POLICY_FILE, write_json
 from policyc.experiments.sweep.variants import VariantList, without_title
 
-_FORMAT = 1
+_FORMAT = 2
 _NEEDED = frozenset(
     [
         "command",
@@ -192,11 +192,9 @@ def _find_changes(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
 def _list_settings(manifest: dict[str, Any]) -> dict[str, str]:
     """The settings that may not change, as text."""
     program = {**manifest["program"]}
-    words, apply = program.pop("words"), program.pop("apply")
     settings = {
-        "program": shlex.join(words),
+        "program": shlex.join(program.pop("words")),
         **program,
-        **apply,
         "margin": manifest["margin"],
         "cwd": manifest["cwd"],
     }

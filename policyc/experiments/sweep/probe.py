@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from policyc.experiments.program import Program
-from policyc.experiments.sweep.commands import ApplyOptions, SweepProgram
+from policyc.experiments.sweep.commands import SweepProgram
 from policyc.experiments.sweep.liveness import note_signals
 from policyc.experiments.sweep.run import tail_lines
 from policyc.language.diagnostics import PolicyError
@@ -62,7 +62,7 @@ def plan_policies(
         run = program.make_run("probe", (seed,), folder)
         run.folder.mkdir(parents=True)
         words = program.program_words(run.environment, run.seeds, run.folders)
-        request = {"program": words, "apply": program.apply, "policies": dict(policies)}
+        request = {"words": words, "program": program, "policies": dict(policies)}
         (folder / _REQUEST_FILE).write_bytes(pickle.dumps(request))
         with (folder / _LOG_FILE).open("wb") as log:
             process = subprocess.Popen(
@@ -99,17 +99,17 @@ def main() -> None:
     from policyc.compiler.execution import ExecutionOptions
     from policyc.experiments import runner
 
-    options: ApplyOptions = request["apply"]
-    execution = ExecutionOptions(backend=options.backend, require_native=options.require_native)
+    program: SweepProgram = request["program"]
+    execution = ExecutionOptions(backend=program.backend, require_native=program.require_native)
     any_policy = next(iter(request["policies"].values()))
     no_loss = "the program differentiated no loss with a GEMM in reverse mode (jax.grad, vjp, ...)"
     try:
-        plan = runner.trace_first_plan(Program.from_words(request["program"]), any_policy, execution)
+        plan = runner.trace_first_plan(Program.from_words(request["words"]), any_policy, execution)
     except runner.NoLoss:
         sys.exit(no_loss)
     if not len(plan.sites):
         sys.exit(no_loss)
-    result = describe_plans(plan, request["policies"], may_miss=options.multiple_losses)
+    result = describe_plans(plan, request["policies"], may_miss=program.multiple_losses)
     (folder / _RESULT_FILE).write_text(json.dumps(result), encoding="utf-8")
 
 

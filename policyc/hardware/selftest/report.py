@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 import policyc
+from policyc.base.files import explain_unreadable
 from policyc.base.web_page import read_assets, render_template
 from policyc.hardware.selftest import speed
 from policyc.hardware.selftest.checks import Result, collect_failures, run_checks
@@ -116,11 +117,9 @@ def render_page(data: Mapping[str, Any]) -> str:
 
 def read_constants(path: Path, target: str) -> dict[str, float]:
     """The constants of the cost model in the JSON file of a self-test. Raises ValueError if it has none of the GPU."""
-    try:
+    with explain_unreadable(path, "policyc selftest"):
         data = json.loads(path.read_text(encoding="utf-8"))
         measured_on, constants = data["target"], data["constants"]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"'{path}' is not a file that 'policyc selftest' wrote: {error}") from None
     if not constants:
         raise ValueError(f"'{path}' has no timings: {data.get('no_speed', 'run it without --quick')}")
     if measured_on != target:
