@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from policyc import load, parse
 from policyc.compiler.execution import ExecutionOptions, execution_options
 from policyc.hardware import gemm_cost, llama_step
 from policyc.hardware.mesh import MeshShape
-from policyc.hardware.step_cost import StepParts, estimate_parts
+from policyc.hardware.step_cost import Estimate, estimate
 from policyc.hardware.training_step import TrainingStep
 from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm
@@ -82,9 +82,9 @@ def plan_step(config: str, devices: int, gpu: str, format: str) -> TrainingStep:
 
 
 @cache
-def step_parts(case: Published, format: str) -> StepParts:
+def step_parts(case: Published, format: str) -> Estimate:
     step = plan_step(case.config, case.devices, case.gpu, format)
-    return estimate_parts(step, get_target(case.gpu), MeshShape(fsdp=case.devices))
+    return estimate(step, get_target(case.gpu), MeshShape(fsdp=case.devices))
 
 
 def predict(
@@ -94,7 +94,7 @@ def predict(
     other: float = gemm_cost.OTHER_FRACTION,
 ) -> float:
     """The model's TFLOP/s per GPU."""
-    return step_parts(case, format).combine(hidden, other).tflops
+    return replace(step_parts(case, format), hidden=hidden, other=other).tflops
 
 
 def fit(cases: Sequence[Published] = FITTED) -> tuple[float, float]:

@@ -24,7 +24,7 @@ from policyc.compiler.plan import make_plan
 from policyc.hardware import llama_step
 from policyc.hardware.compiled_cost import read_compiled_step, with_compiled
 from policyc.hardware.mesh import MeshShape
-from policyc.hardware.step_cost import StepParts, estimate_parts
+from policyc.hardware.step_cost import Estimate, estimate
 from policyc.hardware.training_step import TrainingStep
 from policyc.language.policy import Policy
 from policyc.numerics.targets import get_target
@@ -75,15 +75,15 @@ def trace_step(config: str, devices: int) -> TrainingStep:
 
 
 @cache
-def step_parts(policy: str, case: Case, backend: str) -> StepParts:
+def step_parts(policy: str, case: Case, backend: str) -> Estimate:
     traced = trace_step(case.config, case.devices)
     plan = make_plan(load(policy), traced.plan.sites, execution_options(backend, case.target))
-    return estimate_parts(replace(traced, plan=plan), get_target(case.target), MeshShape(fsdp=case.devices))
+    return estimate(replace(traced, plan=plan), get_target(case.target), MeshShape(fsdp=case.devices))
 
 
 def model_seconds(policy: str, case: Case, backend: str) -> float:
     """The predicted time of a step."""
-    return step_parts(policy, case, backend).combine().seconds
+    return step_parts(policy, case, backend).seconds
 
 
 def compiled_seconds(policy: str, case: Case, backend: str, folder: Path) -> float | None:
@@ -93,7 +93,7 @@ def compiled_seconds(policy: str, case: Case, backend: str, folder: Path) -> flo
         return None
     mesh, target = MeshShape(fsdp=case.devices), get_target(case.target)
     parts = with_compiled(step_parts(policy, case, backend), read_compiled_step(path), target, mesh)
-    return parts.combine().seconds
+    return parts.seconds
 
 
 def compare_backends() -> list[dict[str, Any]]:

@@ -157,16 +157,14 @@ def _estimate(name: str, step: TrainingStep, mesh: MeshShape, compiled: Compiled
     from policyc.hardware.compiled_cost import with_compiled
     from policyc.hardware.training_step import count_backends
 
-    parts = step_cost.estimate_parts(step, step.target, mesh)
+    estimate = step_cost.estimate(step, step.target, mesh)
     if compiled is not None:
-        parts = with_compiled(parts, compiled, step.target, mesh)
+        estimate = with_compiled(estimate, compiled, step.target, mesh)
     counts = count_backends(step.plan)
     backends = ", ".join(
         backend if len(counts) == 1 else f"{backend} ({count} products)" for backend, count in counts.items()
     )
-    return NamedEstimate(
-        policy=name, backends=backends, estimate=parts.combine(), is_compiled=compiled is not None
-    )
+    return NamedEstimate(policy=name, backends=backends, estimate=estimate, is_compiled=compiled is not None)
 
 
 def _use_measured(execution: ExecutionOptions, path: str | None) -> ExecutionOptions:

@@ -12,7 +12,7 @@ from policyc.base.files import explain_unreadable
 from policyc.hardware import gemm_cost
 from policyc.hardware.compile_report import CollectiveTotal, KernelTotal
 from policyc.hardware.mesh import MeshShape, exchange_seconds
-from policyc.hardware.step_cost import StepParts
+from policyc.hardware.step_cost import Estimate
 from policyc.numerics.targets import Target
 
 _PASSES = {"all-reduce": 2}
@@ -46,8 +46,8 @@ def read_compiled_step(path: Path) -> CompiledStep:
         )
 
 
-def with_compiled(parts: StepParts, step: CompiledStep, target: Target, mesh: MeshShape) -> StepParts:
-    """The parts of a step whose bytes, kernels and collectives are those of the compiled program.
+def with_compiled(estimate: Estimate, step: CompiledStep, target: Target, mesh: MeshShape) -> Estimate:
+    """The estimate of a step whose bytes, kernels and collectives are those of the compiled program.
 
     The time of GEMMs and of attention is that of the model: bytes do not say how long they compute. Quantization and
     optimizer are among the other kernels of a program, and so are copies and fills. Collectives are taken to span all
@@ -55,13 +55,13 @@ def with_compiled(parts: StepParts, step: CompiledStep, target: Target, mesh: Me
     """
     others = sum(kernel_seconds(k, target) for k in step.kernels if k.kind not in _OTHER_PARTS)
     compute: Mapping[str, float] = {
-        "gemms": parts.compute["gemms"],
-        "attention": parts.compute["attention"],
+        "gemms": estimate.compute["gemms"],
+        "attention": estimate.compute["attention"],
         "other kernels": others,
     }
     moved = sum(_PASSES.get(c.kind, 1) * c.bytes for c in step.collectives)
     communication = exchange_seconds(target, moved, mesh.devices, 1)
-    return replace(parts, compute=compute, communication=communication)
+    return replace(estimate, compute=compute, communication=communication)
 
 
 def kernel_seconds(total: KernelTotal, target: Target) -> float:

@@ -39,12 +39,31 @@ _SUM_BYTES = 10  # reads a gradient in bf16 and the sum of microbatches in fp32,
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Seconds per step, by part and, for GEMMs, by format; and the model FLOPs of a step."""
+    """Seconds that one device spends on each part of a step, and the model FLOPs of a step.
 
-    parts: Mapping[str, float]
+    Attributes:
+        compute: by part, each part alone.
+        gemms: those of GEMMs, by format.
+        communication: with no overlap.
+        hidden: fraction of the communication that overlaps with computation.
+        other: fraction of the step that no part covers.
+    """
+
+    compute: Mapping[str, float]
     gemms: Mapping[str, float]
+    communication: float
     flops: float
     devices: int
+    hidden: float = gemm_cost.HIDDEN_FRACTION
+    other: float = gemm_cost.OTHER_FRACTION
+
+    @cached_property
+    def parts(self) -> Mapping[str, float]:
+        """Seconds per step, by part: they add up to those of the step."""
+        exposed = max((1 - self.hidden) * self.communication, self.communication - sum(self.compute.values()))
+        parts = dict(self.compute) | {"communication": exposed}
+        parts["everything else"] = self.other / (1 - self.other) * sum(parts.values())
+        return parts
 
     @cached_property
     def seconds(self) -> float:
@@ -59,37 +78,6 @@ class Estimate:
         return self.parts[part] / self.seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepParts:
-    """Seconds that one device spends on each part of a step, each part alone."""
-
-    compute: Mapping[str, float]
-    gemms: Mapping[str, float]
-    communication: float
-    flops: float
-    devices: int
-
-    def combine(
-        self, hidden: float = gemm_cost.HIDDEN_FRACTION, other: float = gemm_cost.OTHER_FRACTION
-    ) -> Estimate:
-        """Adds the parts up.
-
-        Args:
-            hidden: fraction of the communication that overlaps with computation.
-            other: fraction of the step that no part covers.
-        """
-        compute = sum(self.compute.values())
-        exposed = max((1 - hidden) * self.communication, self.communication - compute)
-        parts = dict(self.compute) | {"communication": exposed}
-        parts["everything else"] = other / (1 - other) * sum(parts.values())
-        return Estimate(parts=parts, gemms=self.gemms, flops=self.flops, devices=self.devices)
-
-
-def estimate(step: TrainingStep, target: Target, mesh: MeshShape) -> Estimate:
-    """Estimates the time of a step."""
-    return estimate_parts(step, target, mesh).combine()
-
-
 _SCHEDULED_STEPS = 1000  # of the training whose phases are counted
 
 
@@ -102,8 +90,8 @@ def scheduled_seconds(step: TrainingStep, target: Target, mesh: MeshShape) -> fl
     )
 
 
-def estimate_parts(step: TrainingStep, target: Target, mesh: MeshShape) -> StepParts:
-    """Estimates the parts of a step one by one."""
+def estimate(step: TrainingStep, target: Target, mesh: MeshShape) -> Estimate:
+    """Estimates the time of a step."""
     gemms: dict[str, float] = defaultdict(float)
     quantization = attention = kernels = flops = 0.0
     readers = count_readers(step.plan)
@@ -137,7 +125,7 @@ def estimate_parts(step: TrainingStep, target: Target, mesh: MeshShape) -> StepP
         microbatch["other kernels"] += gemm_cost.copy_seconds(
             target, _SUM_BYTES * (parameters - local_parameters)
         )
-    return StepParts(
+    return Estimate(
         compute={part: seconds * step.accumulate for part, seconds in microbatch.items()}
         | {"optimizer": gemm_cost.copy_seconds(target, _ADAM_BYTES * local_parameters)},
         gemms={format: seconds * step.accumulate for format, seconds in sorted(gemms.items())},

@@ -9,7 +9,7 @@ import pytest
 
 from policyc.hardware.compiled_cost import CompiledStep, read_compiled_step, with_compiled
 from policyc.hardware.mesh import MeshShape
-from policyc.hardware.step_cost import StepParts
+from policyc.hardware.step_cost import Estimate
 from policyc.numerics.targets import get_target
 from tests.support.command import policyc
 
@@ -38,7 +38,7 @@ def write(path: Path, **changes: object) -> Path:
 def test_bytes_kernels_and_collectives_are_those_of_the_program(tmp_path: Path) -> None:
     step = read_compiled_step(write(tmp_path / "fp8.json"))
     assert isinstance(step, CompiledStep)
-    parts = StepParts(
+    parts = Estimate(
         compute={"gemms": 7.0, "quantization": 3.0, "attention": 2.0, "other kernels": 1.0, "optimizer": 0.5},
         gemms={"fp8": 7.0},
         communication=9.0,

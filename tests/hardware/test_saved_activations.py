@@ -15,7 +15,7 @@ from policyc.compiler.plan import make_plan
 from policyc.hardware import llama_step
 from policyc.hardware.mesh import MeshShape
 from policyc.hardware.saved_activations import device_memory, stacked_bytes
-from policyc.hardware.step_cost import estimate_parts
+from policyc.hardware.step_cost import estimate
 from policyc.hardware.training_step import BlockShape, TrainingStep
 from policyc.language.loader import load
 from policyc.language.policy import Policy
@@ -103,10 +103,10 @@ def test_a_step_takes_as_long_as_the_compiled_one(policy: str) -> None:
     """Within a tenth. The model does not know small kernels, nor how weights are rearranged."""
     step, target, mesh = traced(), get_target("gb200"), MeshShape(fsdp=8)
     plan = make_plan(load(policy), step.plan.sites, execution_options("te", "gb200"))
-    parts = estimate_parts(replace(step, plan=plan), target, mesh)
+    parts = estimate(replace(step, plan=plan), target, mesh)
     computed = {part: parts.compute[part] for part in ("gemms", "attention")}
     compiled = replace(parts, compute=computed | {"other kernels": COMPILED[policy]})
-    assert parts.combine().seconds == pytest.approx(compiled.combine().seconds, rel=0.1)
+    assert parts.seconds == pytest.approx(compiled.seconds, rel=0.1)
 
 
 # Memory per device of compiled steps, in GB, from XLA's own analysis: docs/explanation/compiled_steps.md.

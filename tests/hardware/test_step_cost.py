@@ -62,7 +62,7 @@ def test_computation_does_not_take_longer_on_more_devices(policy):
     """Communication is not counted here. It is the reason why more devices may gain less and less."""
     step = training_step(policy)
     meshes = [MeshShape(fsdp=n) for n in (1, 2, 4, 8, 16, 32, 64)]
-    parts = [step_cost.estimate_parts(step, get_target("gb300"), mesh) for mesh in meshes]
+    parts = [step_cost.estimate(step, get_target("gb300"), mesh) for mesh in meshes]
     times = [sum(p.compute.values()) for p in parts]
     assert times == sorted(times, reverse=True)
 
@@ -90,7 +90,7 @@ def test_two_readers_of_an_activation_share_one_quantization():
     target = get_target("b200")
     plans = [compiler.plan("* -> fp8", f, shapes, rows) for f in (both, apart)]
     together, separate = (
-        step_cost.estimate_parts(TrainingStep(plan=plan), target, MeshShape()).compute for plan in plans
+        step_cost.estimate(TrainingStep(plan=plan), target, MeshShape()).compute for plan in plans
     )
     one = gemm_cost.quantize_seconds(target, [make_recipe("fp8").treatments[0]], 65536 * 4096, "xla")
     assert separate["quantization"] - together["quantization"] == pytest.approx(one)
@@ -101,8 +101,7 @@ def test_xla_reads_more_than_transformer_engine():
     recipe = "* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)"
     target, mesh = get_target("gb200"), MeshShape()
     xla, te = (
-        step_cost.estimate_parts(training_step(recipe, backend), target, mesh).compute
-        for backend in ("xla", "te")
+        step_cost.estimate(training_step(recipe, backend), target, mesh).compute for backend in ("xla", "te")
     )
     assert xla["gemms"] == te["gemms"]
     results = 65536 * (14336 + 4096) + 2 * 4096 * 14336 + 65536 * 14336  # two fprops, two wgrads, one dgrad

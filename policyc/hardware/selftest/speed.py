@@ -195,6 +195,6 @@ def _time_blocks(target: Target, backends: Sequence[str]) -> Iterator[Timing]:
         step = TrainingStep(plan=planned, causal=True).under(
             as_policy(policy), replace(execution_options(), target=target)
         )
-        parts = step_cost.estimate_parts(step, target, MeshShape()).compute
+        parts = step_cost.estimate(step, target, MeshShape()).compute
         predicted = sum(seconds for name, seconds in parts.items() if name != "optimizer")
         yield Timing(what=f"Llama block, {policy}", measured=seconds, predicted=predicted)
