@@ -1,3 +1,3 @@
 """The linter: an engine, one module per rule, and the formats of its output."""
 
-__all__ = ["api", "context", "engine", "fixes", "output", "rule", "rules", "settings"]
+__all__ = ["api", "context", "engine", "fixes", "output", "rules", "settings"]

@@ -28,7 +28,6 @@ from policyc.numerics.operands import (
     select_code_order,
     shares_codes,
 )
-from policyc.numerics.plain_products import multiply_plain
 from policyc.numerics.primitives import takes_stack
 from policyc.numerics.products import (
     DEFAULT_OPTIONS,
@@ -197,7 +196,9 @@ def _multiply(product: Product, left: Parts, right: Parts, out: Any, tokens: int
 def _multiply_parts(product: Product, left: Parts, right: Parts, out: Any, tokens: int) -> jax.Array:
     multiply = partial(primitives.scaled_gemm, dimension_numbers=product.dims, backend=product.left.backend)
     if not any(isinstance(p, Quantized) for p in (*left, *right)):
-        return multiply_plain(product, cast("jax.Array", left[0]), cast("jax.Array", right[0]), out)
+        return primitives.multiply_plain(
+            product, cast("jax.Array", left[0]), cast("jax.Array", right[0]), out
+        )
     if len(left) == len(right) == 1:
         return multiply(left[0], right[0], out=out)
     if product.left.contracts_tokens:

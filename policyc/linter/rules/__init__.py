@@ -15,7 +15,7 @@ from pkgutil import iter_modules
 
 from policyc.base.text import did_you_mean
 from policyc.language.diagnostics import Severity
-from policyc.linter.rule import Check, LintRule
+from policyc.linter.context import Check, LintRule
 from policyc.linter.rules import program
 
 _PAGE = re.compile(r"^# ([\w-]+) \((\w+)\)\n\n(.*?)(?=\n+(?:# [\w-]+ \(|\Z))", re.DOTALL | re.MULTILINE)

@@ -16,9 +16,8 @@ from policyc.language.policy import Policy, Rule
 from policyc.language.predicates import Flag
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import DottedPath, PathSegment, Pattern, expand_selector, parse_path
-from policyc.linter.context import AppliedRecipe, Context
+from policyc.linter.context import AppliedRecipe, Check, Context
 from policyc.linter.examples import example_path
-from policyc.linter.rule import Check
 
 if TYPE_CHECKING:
     from policyc.compiler.plan import Plan

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from policyc.language.diagnostics import Diagnostic, Fix, Note
-from policyc.linter.context import Context
+from policyc.linter.context import Check, Context
 from policyc.linter.coverage import ResolvedRule
 from policyc.linter.edits import find_sibling, move_statement, remove_statement
-from policyc.linter.rule import Check
 
 
 def _check_redundant_rule(context: Context) -> Iterator[Diagnostic]:

@@ -11,9 +11,8 @@ from policyc.language.diagnostics import Diagnostic, Fix
 from policyc.language.formats import FORMATS
 from policyc.language.policy import RecipeCall
 from policyc.language.recipes import OPERAND_GROUPS, OPERANDS, Gemm, Recipe, Role, Treatment
-from policyc.linter.context import AppliedRecipe, Context
+from policyc.linter.context import AppliedRecipe, Check, Context
 from policyc.linter.edits import set_option
-from policyc.linter.rule import Check
 
 
 class _Operand(NamedTuple):

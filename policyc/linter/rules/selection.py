@@ -11,9 +11,8 @@ from policyc.language.predicates import Flag, leaves
 from policyc.language.recipes import GEMM_GROUPS, Gemm
 from policyc.language.schedule import representative_steps
 from policyc.language.selectors import Selector
-from policyc.linter.context import Context
+from policyc.linter.context import Check, Context
 from policyc.linter.examples import Budget, SearchTooLarge, example_index
-from policyc.linter.rule import Check
 from policyc.linter.samples import sample_attributes
 
 _ALL_PRODUCTS = frozenset(Gemm)

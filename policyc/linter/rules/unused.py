@@ -9,10 +9,9 @@ from policyc.language.groups import GroupDef, named_group
 from policyc.language.parser import BlockStatement, Statement
 from policyc.language.policy import RecipeCall, Rule, SplitRecipe, Variant, option_values, recipe_calls
 from policyc.language.recipes import OPTIONS, Gemm, make_recipe
-from policyc.linter.context import Context
+from policyc.linter.context import Check, Context
 from policyc.linter.coverage import Coverage
 from policyc.linter.edits import remove_statement
-from policyc.linter.rule import Check
 
 
 def _check_empty_policy(context: Context) -> Iterator[Diagnostic]:

@@ -15,9 +15,8 @@ from policyc.compiler.plan_checks import (
     unmet_expectations,
 )
 from policyc.language.diagnostics import Diagnostic, Note
-from policyc.linter.context import Context
+from policyc.linter.context import Check, Context
 from policyc.linter.products import FIRST_LOSS_HINT
-from policyc.linter.rule import Check
 
 _MAX_NOTES = 3
 

@@ -12,9 +12,8 @@ from policyc.compiler.plan import Plan, PlannedProduct
 from policyc.compiler.plan_checks import suggest_recipe
 from policyc.compiler.sites import Site
 from policyc.language.diagnostics import Diagnostic
-from policyc.linter.context import Context
+from policyc.linter.context import Check, Context
 from policyc.linter.products import EIGHT_BITS, find_quantizing_rules, quantized_products, report_rule
-from policyc.linter.rule import Check
 
 
 def _check_lowered_fp32_product(context: Context) -> Iterator[Diagnostic]:

@@ -11,8 +11,7 @@ from policyc.compiler.plan_checks import name_sites
 from policyc.compiler.sites import Site
 from policyc.jaxcore.transform import Address
 from policyc.language.diagnostics import Diagnostic
-from policyc.linter.context import Context
-from policyc.linter.rule import Check
+from policyc.linter.context import Check, Context
 
 _MAX_PARTS = 3
 """Into how many scans a stack may be split without a warning: first layers, middle, last layers."""

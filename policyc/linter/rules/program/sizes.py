@@ -8,8 +8,8 @@ from functools import partial
 from policyc.compiler.plan import Plan, PlannedProduct, gemm_queries
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import OPTIONS
+from policyc.linter.context import Check
 from policyc.linter.products import contracted, report_sites, suggest_keeping
-from policyc.linter.rule import Check
 from policyc.numerics.backends import te
 from policyc.numerics.backends.choice import Obstacle
 

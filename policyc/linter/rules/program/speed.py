@@ -14,9 +14,8 @@ from policyc.hardware.mesh import MeshShape
 from policyc.hardware.training_step import LayerGroup, ReaderCounts, count_readers, group_layers, is_quantized
 from policyc.language.diagnostics import Diagnostic
 from policyc.language.recipes import Recipe, make_recipe
-from policyc.linter.context import Context
+from policyc.linter.context import Check, Context
 from policyc.linter.products import report_rule
-from policyc.linter.rule import Check
 from policyc.numerics.products import Backends
 from policyc.numerics.targets import Target
 
