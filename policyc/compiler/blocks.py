@@ -135,7 +135,9 @@ class _Finder:
     def items(self, products: Sequence[Product], depth: int) -> list[_Item]:
         """The products of a body in order, those of a loop over layers as one item."""
         if depth == 0:
-            self._branch_sizes = Counter(branch for p in products for branch in p.branches)
+            self._branch_sizes = Counter([branch for p in products for branch in p.branches])
+        if not self._lengths:
+            return [_Item([p], p.key) for p in products]
         items: list[_Item] = []
         for loop, group in itertools.groupby(
             products, lambda p: p.loops[depth] if len(p.loops) > depth else None

@@ -251,22 +251,21 @@ class _Builder:
                     value = least or CONSTANT
             elif name not in _LAYOUT or len(operands) != 1:
                 self._caller = (eqn, caller)
-                results = self._equation(eqn, name, operands, (*address, number))
+                enter = _CONTAINERS.get(name, _Builder.other)
+                results = enter(self, eqn, operands, (*address, number))
                 known.update(zip(eqn.outvars, results, strict=True))
                 continue
             if value != CONSTANT:
                 for var in eqn.outvars:
                     known[var] = value
         self._caller = caller
-        return [CONSTANT if isinstance(a, Literal) else value_of(a, CONSTANT) for a in opened.outvars]
+        return [CONSTANT if type(a) is Literal else value_of(a, CONSTANT) for a in opened.outvars]
 
-    def _equation(self, eqn: JaxprEqn, name: str, operands: list[int], address: Address) -> Sequence[int]:
-        enter = _CONTAINERS.get(name)
-        if enter is not None:
-            return enter(self, eqn, operands, address)
+    def other(self, eqn: JaxprEqn, operands: list[int], address: Address) -> Sequence[int]:
+        """An equation that is no container."""
+        name, count = eqn.primitive.name, len(eqn.outvars)
         if name in _ONE_FOR_ONE:
             return operands
-        count = len(eqn.outvars)
         if eqn.invars and jaxprs.is_reference(eqn.invars[0].aval):  # a reference is read or written
             self._write(operands[0], operands[1:])
             return [operands[0]] * count

@@ -5,7 +5,7 @@ Names decide only where the flow does not. docs/reference/language.md says what 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 
 from policyc.compiler.blocks import Product, find_blocks
 from policyc.compiler.flow import Flow
@@ -49,7 +49,7 @@ def set_kinds(flow: Flow, looked_up: Collection[DottedPath]) -> None:
     _mark_rest(products, blocks.positions, around | products.after(undecided) & products.weighted)
     for node, site in products.sites.items():
         kind = products.kinds.get(node) or _kind_by_names(site)
-        site.set_kind(kind, blocks.block_of(node, site) if blocks.positions else _only_block(kind))
+        site.set_kind(kind, blocks.of_site.get(node) if blocks.positions else _only_block(kind))
 
 
 # ---- heads and embeddings
@@ -132,37 +132,35 @@ class _Blocks:
         self._branch_mixers = {self._mixer_of.get(node) for node in products.branches} - {None}
         self._lengths = {
             stack.address: stack.size
-            for site in products.sites.values()
+            for site in (products.sites.values() if products.sequential else ())
             for stack in site.loops
             if stack.address in products.sequential
         }
         self._index_numbers: dict[DottedPath, int] = {}
-        self._blocks: dict[Hashable, SiteBlock] = {}
         self.positions = find_blocks(products.flow, self._read(), self._lengths, self._continues)
         stacks: dict[int, list[Site]] = {}
         for node, position in self.positions.items():
             stacks.setdefault(position.stack, []).append(products.sites[node])
         other_loops = products.sequential - self._lengths.keys()
-        self._staged = {
+        staged = {
             stack
             for stack, sites in stacks.items()
             if _is_pipeline(sites, other_loops) or any(_is_on_stages(site) for site in sites if site.stacks)
         }
+        self.of_site = dict(self._site_blocks(staged))
 
-    def block_of(self, node: int, site: Site) -> SiteBlock | None:
-        """The block of a site, in each of its layers; None if it is in no block."""
-        position = self.positions.get(node)
-        if position is None:
-            return None
-        key = (id(position), site.stacks) if position.strides else id(position)
-        block = self._blocks.get(key)  # the sites of a block share it
-        if block is None:
-            unknown = _STAGES if position.stack in self._staged else ""
-            if any(all(loop != s.address for s in site.stacks) for loop, _ in position.strides):
-                unknown = _SHARED
-            block = SiteBlock(position.base, position.strides, position.size, unknown)
-            self._blocks[key] = block
-        return block
+    def _site_blocks(self, staged: Collection[int]) -> Iterator[tuple[int, SiteBlock]]:
+        """Each site of a block, with its block. `staged` has the stacks that are pipelines."""
+        blocks: dict[Hashable, SiteBlock] = {}  # the sites of a block share it
+        for node, position in self.positions.items():
+            stacks = self._products.sites[node].stacks if position.strides else ()
+            key = (id(position), stacks) if stacks else id(position)
+            if key not in blocks:
+                unknown = _STAGES if position.stack in staged else ""
+                if any(all(loop != s.address for s in stacks) for loop, _ in position.strides):
+                    unknown = _SHARED
+                blocks[key] = SiteBlock(position.base, position.strides, position.size, unknown)
+            yield node, blocks[key]
 
     def _read(self) -> list[Product]:
         """The products of the model, in order: all but heads and embeddings."""
@@ -183,7 +181,8 @@ class _Blocks:
             loops = tuple([s.address for s in site.loops if s.address in lengths]) if site.loops else ()
             has_memory = mixer in self._memories
             key = (kind, site.weight is None, site.batch, site.m, site.n, k, nonlinear, has_memory)
-            read.append(Product(node, key, mixer, loops, branches, in_branch, *self._names(site), k))
+            parameter, indices = self._names(site)
+            read.append(Product(node, key, mixer, loops, branches, in_branch, parameter, indices, k))
         return read
 
     def _names(self, site: Site) -> tuple[DottedPath, tuple[int, int] | None]:

@@ -33,7 +33,7 @@ class ProductFlow:
     sites: dict[int, Site]
     weighted: set[int]
     residuals: set[int]
-    branches: dict[int, set[int]]
+    branches: dict[int, frozenset[int]]
     sequential: set[Address]
     products: set[int]
     ends: set[int]
@@ -45,10 +45,11 @@ class ProductFlow:
     def of(cls, flow: Flow) -> ProductFlow:
         sites = flow.sites
         residuals = find_residuals(flow)
-        branches: dict[int, set[int]] = {}
+        branches: dict[int, frozenset[int]] = {}
         for addition, members in residuals.items():
+            this = frozenset((addition,))
             for node in members:
-                branches.setdefault(node, set()).add(addition)
+                branches[node] = branches[node] | this if node in branches else this
         return cls(
             flow=flow,
             sites=sites,

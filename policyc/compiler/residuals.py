@@ -50,17 +50,17 @@ class _Ancestors:
 
     def extend(self, stop: int) -> None:
         """Adds the next nodes, those before `stop`."""
-        known, ends, written = self._bits, self.ends, self._written
+        known, ends, written, references = self._bits, self.ends, self._written, self._flow.written
         first = len(known)
         for node, operands in enumerate(self._flow.inputs[first:stop], first):
             bits = 1
             if node not in ends:
-                if written:
+                if references:  # only they, and carries, have inputs that come later
                     near = [o for o in operands if node - _MAX_BRANCH < o < node]
                     operands = [*operands, *(v for o in near for v in written.get(o, ()))]
+                    operands = [o for o in operands if o < node]
                 for operand in operands:
-                    if operand < node:
-                        bits |= known[operand] << node - operand
+                    bits |= known[operand] << node - operand
             if node >= _MAX_BRANCH:
                 bits &= _WINDOW
                 known[node - _MAX_BRANCH] = 0  # no node asks for it any more
