@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -228,7 +229,7 @@ def test_json_has_the_other_products() -> None:
 def test_counts_and_nouns() -> None:
     plan = plan_of_mixed()
     several = OtherProduct(kind="product of int8", name="dot_general", count=2, flops=0)
-    sites = type(plan.sites)(**{**vars(plan.sites), "others": (several,)})
+    sites = replace(plan.sites, others=(several,))
     changed = policyc.Plan(policy=plan.policy, sites=sites, execution=plan.execution)
     assert next(unchanged_products(changed)) == (
         "0.0% of FLOPs are 2 products of int8 (dot_general), left as they are"
