@@ -302,7 +302,15 @@ class _Builder:
         """A container whose first jaxpr takes its operands."""
         params = eqn.params
         body = params.get("jaxpr") or params.get("call_jaxpr") or jaxprs.sub_jaxprs(eqn)[0].jaxpr
-        return self.run(body, operands, (*address, 0))[: len(eqn.outvars)]
+        opened, inside, count = jaxprs.open_jaxpr(body), (*address, 0), len(eqn.outvars)
+        if len(opened.eqns) == 1 and inside not in self._sites:
+            (inner,) = opened.eqns
+            enter = _CONTAINERS.get(inner.primitive.name)
+            if enter is not None and inner.invars == opened.invars and inner.outvars == opened.outvars:
+                self._caller = (inner, self._caller)  # nothing but another container, as in relu
+                operands = operands[len(operands) - len(inner.invars) :]
+                return enter(self, inner, operands, (*inside, 0))[:count]
+        return self.run(opened, operands, inside)[:count]
 
     def cond(self, eqn: JaxprEqn, operands: list[int], address: Address) -> Sequence[int]:
         branches = [

@@ -5,7 +5,7 @@ Names decide only where the flow does not. docs/reference/language.md says what 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
 from policyc.compiler.blocks import Product, find_blocks
 from policyc.compiler.flow import Flow
@@ -29,6 +29,7 @@ _NONLINEAR = {
 _NO_BRANCHES: frozenset[int] = frozenset()
 _SHARED = "all iterations of the loop around it share its weight"
 _STAGES = "the stages of a pipeline run it at once, each for other blocks"
+_NO_WEIGHT = "the loop around it may run another block in each iteration, and no weight tells which"
 
 
 def set_kinds(flow: Flow, looked_up: Collection[DottedPath]) -> None:
@@ -142,24 +143,19 @@ class _Blocks:
         for node, position in self.positions.items():
             stacks.setdefault(position.stack, []).append(products.sites[node])
         other_loops = products.sequential - self._lengths.keys()
-        staged = {
-            stack
-            for stack, sites in stacks.items()
-            if _is_pipeline(sites, other_loops) or any(_is_on_stages(site) for site in sites if site.stacks)
-        }
-        self.of_site = dict(self._site_blocks(staged))
+        unknown = {stack: _why_unknown(sites, other_loops) for stack, sites in stacks.items()}
+        self.of_site = dict(self._site_blocks(unknown))
 
-    def _site_blocks(self, staged: Collection[int]) -> Iterator[tuple[int, SiteBlock]]:
-        """Each site of a block, with its block. `staged` has the stacks that are pipelines."""
+    def _site_blocks(self, unknown: Mapping[int, str]) -> Iterator[tuple[int, SiteBlock]]:
+        """Each site of a block, with its block. `unknown` says for each stack why its numbers are not known."""
         blocks: dict[Hashable, SiteBlock] = {}  # the sites of a block share it
         for node, position in self.positions.items():
             stacks = self._products.sites[node].stacks if position.strides else ()
             key = (id(position), stacks) if stacks else id(position)
             if key not in blocks:
-                unknown = _STAGES if position.stack in staged else ""
-                if any(all(loop != s.address for s in stacks) for loop, _ in position.strides):
-                    unknown = _SHARED
-                blocks[key] = SiteBlock(position.base, position.strides, position.size, unknown)
+                is_shared = any(all(loop != s.address for s in stacks) for loop, _ in position.strides)
+                why = _SHARED if is_shared else unknown[position.stack]
+                blocks[key] = SiteBlock(position.base, position.strides, position.size, why)
             yield node, blocks[key]
 
     def _read(self) -> list[Product]:
@@ -222,16 +218,23 @@ class _Blocks:
         return last in flow.before(starts, (products.products | ends) - on_stream, min([last, *left]))
 
 
-def _is_pipeline(sites: Sequence[Site], loops: Collection[Address]) -> bool:
-    """Do products of a stack read the matrices of several blocks at once, one on each stage of a pipeline?
+def _why_unknown(sites: Sequence[Site], loops: Collection[Address]) -> str:
+    """Why the numbers of a stack's blocks are not known, if one of the other loops or devices run them; else empty.
 
-    All weights are then read in batches, again and again in one of the other loops, or by several blocks without one.
+    Products on the stages of a pipeline read the matrices of several blocks at once. All weights are then read in
+    batches, again and again in one of the other loops, or by several blocks without one.
     """
+    if any(_is_on_stages(site) for site in sites if site.stacks):
+        return _STAGES
     weighted = [site for site in sites if site.weight is not None]
-    return all(site.batch > 1 for site in weighted) and (
-        len({site.parameters for site in weighted}) < len(weighted)
-        or any(all(site.address[: len(loop)] == loop for site in sites) for loop in loops)
-    )
+    in_loop = any(all(site.address[: len(loop)] == loop for site in sites) for loop in loops)
+    if not weighted:
+        return _NO_WEIGHT if in_loop else ""
+    if all(site.batch > 1 for site in weighted) and (
+        in_loop or len({site.parameters for site in weighted}) < len(weighted)
+    ):
+        return _STAGES
+    return ""
 
 
 _ONLY_BLOCK = SiteBlock(0, (), 1)

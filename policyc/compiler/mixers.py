@@ -69,7 +69,7 @@ def _mark_scores(products: ProductFlow, mixer: Mixer, after: dict[int, set[int]]
     exponentials = products.flow.exponentials
     for node in mixer.scores:
         nexts = [n for n in mixer.scores if n in after[node] and n != node]
-        befores = [n for n in mixer.scores if node in after[n] and n != node]
+        befores = [] if nexts else [n for n in mixer.scores if node in after[n] and n != node]
         if not nexts and not befores:
             products.mark(node, "scores", "it multiplies two activations inside a branch of the model")
             continue

@@ -263,3 +263,22 @@ def test_the_plan_says_once_that_names_contradict_the_graph() -> None:
     assert note.startswith(
         "the graph decides where names contradict it: 'l[0].mlp' is attention, not mlp, and 2 more"
     )
+
+
+def test_a_loop_that_takes_its_layer_by_a_one_hot_product_is_no_pipeline() -> None:
+    """Which block an iteration runs is not known, since no weight is an operand of its products."""
+
+    def loss(params: Any) -> jax.Array:
+        def block(x: jax.Array, layer: jax.Array) -> tuple[jax.Array, None]:
+            chosen = jax.nn.one_hot(layer, 4)
+            up, down = (jnp.einsum("l,lio->io", chosen, params[name]) for name in ("up", "down"))
+            return x + jax.nn.relu(x @ up) @ down, None
+
+        x, _ = jax.lax.scan(block, jnp.ones((8, 32)), jnp.arange(4))
+        return x.sum()
+
+    sites = find_sites(loss, {"up": struct(4, 32, 64), "down": struct(4, 64, 32)})
+    reasons = {site.block.unknown for site in sites if site.block is not None}
+    assert reasons == {
+        "the loop around it may run another block in each iteration, and no weight tells which"
+    }
