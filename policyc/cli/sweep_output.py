@@ -72,13 +72,10 @@ def write_page(out: Path) -> None:
 
 
 def print_omitted(policies: VariantList) -> None:
-    """Prints the edits that are not run, and what the linter says about the others."""
+    """Prints the edits that are not run."""
     for omitted in policies.omitted:
         edit = omitted.edit if len(omitted.edit) <= _EDIT_WIDTH else f"{omitted.edit[:_EDIT_WIDTH]} ..."
         print_note(f"{omitted.name} ({edit}) is not run: {omitted.reason}")
-    for variant in policies.variants:
-        for finding in variant.findings:
-            print_note(f"{variant.name}: {finding}")
 
 
 def print_dry_run(design: SweepDesign, tracked: Sequence[TrackedRun]) -> None:

@@ -201,7 +201,6 @@ def _policies(data: JsonObject, sweep: SweepData) -> list[JsonObject]:
                 *(f"backend {name}" for name in summary["backends"]),
             ],
             "edit": variant.edit,
-            "findings": variant.findings,
             "diff": diffs.get(variant.name),
             "text": variant.policy_text,
         }

@@ -129,7 +129,6 @@ def summarize_variant(variant: VariantData, runs: Sequence[JsonObject]) -> JsonO
         "name": variant.name,
         "role": variant.role,
         "edit": variant.edit,
-        "findings": list(variant.findings),
         "figures": figures,
         "states": {s: sum(r["state"] == s for r in runs) for s in ("finished", "unfinished", "failed")},
         "policy_names": sorted({as_text(run.about.get("policy_name")) for run in variant.runs} - {""}),

@@ -47,7 +47,6 @@ class VariantData:
     role: str = ""
     edit: str = ""
     policy_text: str | None = None
-    findings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +180,6 @@ def _read_manifest(folder: Path) -> SweepData:
                 role=as_text(entry.get("role")),
                 edit=as_text(entry.get("edit")),
                 policy_text=read_text(folder / name / "policy.policy", problems),
-                findings=tuple(as_text(finding) for finding in as_list(entry.get("findings"))),
             )
         )
     if not variants:

@@ -60,7 +60,7 @@ class SweepDesign:
             "policy": self.policies.policy,
             "variants": [
                 {"name": v.name, "role": v.role, "policy_file": f"{v.name}/{POLICY_FILE}", "edit": v.edit,
-                 "sha256": v.sha256, "findings": list(v.findings)}
+                 "sha256": v.sha256}
                 for v in self.policies.variants
             ],
             "not_run": [

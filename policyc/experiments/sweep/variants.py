@@ -11,11 +11,9 @@ from typing import Literal
 from policyc.base.text import escape_controls
 from policyc.experiments.sweep.probe import PlannedPolicy
 from policyc.experiments.sweep.run import SWEEP_FILES
-from policyc.language.diagnostics import Severity
 from policyc.language.formatter import format_text
 from policyc.language.loader import load, parse_with_diagnostics, split_variant
 from policyc.language.policy import Policy
-from policyc.linter.engine import lint
 
 VariantRole = Literal["baseline", "policy", "edit"]
 
@@ -28,7 +26,6 @@ class SweepVariant:
       name: also the name of its folder.
       edit: what was changed, in words.
       role: a baseline, the policy itself, or an edit of it.
-      findings: lint findings that the policy itself does not have, one line each.
       reason: why it is not run; empty if it is.
     """
 
@@ -36,7 +33,6 @@ class SweepVariant:
     policy: Policy
     edit: str
     role: VariantRole = "edit"
-    findings: tuple[str, ...] = ()
     reason: str = ""
 
     @cached_property
@@ -105,7 +101,6 @@ def collect_variants(
         *(replace(policy, role="policy") for policy in policies),
         *(replace(edit, role="edit") for edit in edits),
     ]
-    unedited = {finding for policy in policies for finding in _lint(policy.text)}
     variants: list[SweepVariant] = []
     omitted: list[SweepVariant] = []
     names: dict[object, str] = {}
@@ -120,8 +115,7 @@ def collect_variants(
             continue
         prefix = policies[0].name if role == "edit" else role
         names[key] = _unique_name(candidate.name, prefix, {*SWEEP_FILES, *(v.name for v in variants)})
-        findings = tuple(f for f in _lint(candidate.text) if f not in unedited) if role == "edit" else ()
-        variants.append(replace(candidate, name=names[key], findings=findings))
+        variants.append(replace(candidate, name=names[key]))
     policy = names.get(semantic_key(policies[0].policy), "") if policies else ""
     return VariantList(variants=tuple(variants), omitted=tuple(omitted), policy=policy)
 
@@ -141,13 +135,6 @@ def _find_error(text: str) -> str:
     """Why a text is not a valid policy: the messages of its errors."""
     diagnostics = parse_with_diagnostics(text).diagnostics
     return "; ".join(f"{d.code}: {d.message}" for d in diagnostics)
-
-
-def _lint(text: str) -> list[str]:
-    """The warnings and errors of the linter, each once: its code and message."""
-    diagnostics = lint(parse_with_diagnostics(text)).diagnostics
-    severe = (diagnostic for diagnostic in diagnostics if diagnostic.severity is not Severity.NOTE)
-    return list(dict.fromkeys(f"{diagnostic.code}: {diagnostic.message}" for diagnostic in severe))
 
 
 def drop_equal_plans(
