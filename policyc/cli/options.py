@@ -94,24 +94,22 @@ class ProgramCommand(ExampleCommand):
         return options, [*arguments, *rest]
 
 
-def find_misplaced_options(context: click.Context, words: Sequence[str]) -> list[str]:
-    """The options of a command that are among the words of its program, and so are the program's.
+def misplaced_hint(words: Sequence[str]) -> str:
+    """Says which words of a program are options of this command, so that the program gets them; empty if none is.
 
     One whose value has a placeholder, such as `--out {out}`, is certainly meant for the program.
     """
-    if not isinstance(context.command, ProgramCommand):
-        return []  # its program is not the end of its command line
+    context = click.get_current_context(silent=True)
+    if context is None or not isinstance(context.command, ProgramCommand):
+        return ""  # its program is not the end of its command line
     options = {name for o in context.command.params if isinstance(o, click.Option) for name in o.opts}
-    misplaced: list[str] = []
+    names: dict[str, None] = {}
     for word, next_word in pairwise((*words, "")):
         name, equals, value = word.partition("=")
         if name in options and not _PLACEHOLDER.search(value if equals else next_word):
-            misplaced.append(name)
-    return list(dict.fromkeys(misplaced))
-
-
-def explain_misplaced_options(names: Sequence[str]) -> str:
-    """Says what becomes of options that stand after the program."""
+            names[name] = None
+    if not names:
+        return ""
     verb, pronoun = ("comes", "it") if len(names) == 1 else ("come", "them")
     return (
         f"{' and '.join(map(repr, names))} {verb} after the program, so the program gets {pronoun}; options of policyc "

@@ -21,7 +21,7 @@ from policyc.cli.common import (
     usage_errors,
     write_output,
 )
-from policyc.cli.options import StepOptions, check_source, explain_misplaced_options, find_misplaced_options
+from policyc.cli.options import StepOptions, check_source, misplaced_hint
 
 if TYPE_CHECKING:
     from policyc.cli.options import RunOptions
@@ -47,13 +47,6 @@ def parse_program(words: Sequence[str]) -> Program:
     if hint := misplaced_hint(program.args):
         print_note(hint)
     return program
-
-
-def misplaced_hint(arguments: Sequence[str]) -> str:
-    """Says which arguments of a program are options of this command; empty if none is."""
-    context = click.get_current_context(silent=True)
-    names = find_misplaced_options(context, arguments) if context is not None else []
-    return explain_misplaced_options(names) if names else ""
 
 
 def program_name(words: Sequence[str]) -> str:

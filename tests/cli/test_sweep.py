@@ -59,7 +59,6 @@ def test_a_dry_run_prints_the_runs_and_the_edits_as_diffs(folder: Path) -> None:
         r"--plan-out \S+/no_sr/seed0/plan.json train.py 0\n",
         result.out,
     )
-    assert "no_sr: nearest-rounded-gradient" in result.err
 
 
 def test_what_a_sweep_prints_has_no_control_characters(folder: Path) -> None:
