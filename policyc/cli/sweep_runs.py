@@ -314,12 +314,7 @@ def _finish(result: SweepResult, out: Path) -> None:
         click.echo("stopped: several runs in a row failed before their first step", err=True)
     write_page(out)
     if result.failed or result.unfinished:
-        diverged = [run for run in result.failed if run.status is not None and run.status.diverged]
-        if len(diverged) < len(result.failed) + len(result.unfinished):
-            exception = ", except those that diverged" if diverged else ""
-            click.echo(f"the same command runs failed runs again{exception}", err=True)
-        else:
-            click.echo("to diverge is a result: the same command does not run these runs again", err=True)
+        click.echo("the same command runs failed runs again, except those that diverged", err=True)
         sys.exit(EXIT_FAILURE)
     if find_equal_seeds(result.runs):
         sys.exit(EXIT_FAILURE)

@@ -45,14 +45,12 @@ class SeedLosses:
       losses: the final loss of each seed that finished.
       failed: why each other seed failed.
       unfinished: how far each seed is that has not ended.
-      diverged: the failed seeds whose loss is not finite. A sweep does not run them again.
     """
 
     name: str
     losses: Mapping[int, float]
     failed: Mapping[int, str] = field(default_factory=dict)
     unfinished: Mapping[int, str] = field(default_factory=dict)
-    diverged: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,8 +206,7 @@ def _obstacles(baseline: SeedLosses, variant: SeedLosses) -> list[str]:
     sentences = []
     if baseline.failed:
         sentences.append(
-            f"{_count_failures(baseline)}: the seeds that survived cannot serve as a baseline. "
-            f"{_advise_restart(baseline)}"
+            f"{_count_failures(baseline)}: the seeds that survived cannot serve as a baseline. {_RESTART}"
         )
     if variant.unfinished or baseline.unfinished:
         waiting = [_list_seeds(variant.unfinished)] if variant.unfinished else []
@@ -228,17 +225,11 @@ def _obstacles(baseline: SeedLosses, variant: SeedLosses) -> list[str]:
 def _describe_failures(variant: SeedLosses) -> str:
     return (
         f"{_count_failures(variant)}: the seeds that survived cannot show parity or an improvement. "
-        f"{_advise_restart(variant)}"
+        f"{_RESTART}"
     )
 
 
-def _advise_restart(runs: SeedLosses) -> str:
-    """What the same command does about failed seeds."""
-    if not runs.diverged:
-        return "The same command runs failed seeds again."
-    if len(runs.diverged) == len(runs.failed):
-        return "To diverge is a result: the same command does not run these seeds again."
-    return "The same command runs failed seeds again, except those that diverged."
+_RESTART = "The same command runs failed seeds again, except those that diverged, which is a result."
 
 
 def _count_failures(runs: SeedLosses) -> str:

@@ -17,9 +17,7 @@ BASE = (2.50, 2.53, 2.47, 2.51, 2.49)
 NOISE = (0.001, -0.001, 0.0005, -0.0004, 0.0)
 
 
-def runs(
-    name: str, gap: float = 0.0, noise: float = 1.0, **ends: dict[int, str] | frozenset[int]
-) -> SeedLosses:
+def runs(name: str, gap: float = 0.0, noise: float = 1.0, **ends: dict[int, str]) -> SeedLosses:
     """Five seeds at a distance from the baseline; the seeds in `ends` have no loss."""
     lost = {seed for seeds in ends.values() for seed in seeds}
     losses = {
@@ -61,20 +59,7 @@ def test_failed_seeds_forbid_parity_and_improvement_but_not_worse() -> None:
     for comparison in (parity, better, worse):
         assert comparison.seeds == (0, 2, 3, 4)
         assert f"1 of 5 seeds of {comparison.variant} failed (seed 1: out of memory)" in comparison.reason
-
-
-def test_only_seeds_that_did_not_diverge_are_said_to_run_again() -> None:
-    failed = {1: "out of memory", 2: "diverged"}
-    accident, both, diverged = compare(
-        runs("a", failed={1: "out of memory"}),
-        runs("b", failed=failed, diverged=frozenset({2})),
-        runs("c", failed={2: "diverged"}, diverged=frozenset({2})),
-    )
-    assert accident.reason.endswith("The same command runs failed seeds again.")
-    assert both.reason.endswith("The same command runs failed seeds again, except those that diverged.")
-    assert diverged.reason.endswith(
-        "To diverge is a result: the same command does not run these seeds again."
-    )
+        assert "runs failed seeds again, except those that diverged" in comparison.reason
 
 
 def test_parity_names_the_interval_that_decides_it() -> None:

@@ -299,7 +299,6 @@ def seed_losses(sweep: SweepData, variant: VariantData) -> SeedLosses:
     is_validation = uses_validation(sweep)
     measure, kind = (final_validation_loss, "validation") if is_validation else (trailing_loss, "trailing")
     losses, failed, unfinished = {}, {}, {}
-    diverged = set()
     for number, run in enumerate(variant.runs):
         seed = number if run.seed is None else run.seed
         end, loss = run.end, measure(run)
@@ -307,9 +306,6 @@ def seed_losses(sweep: SweepData, variant: VariantData) -> SeedLosses:
             unfinished[seed] = end.reason
         elif end.state == "failed" or loss is None:
             failed[seed] = end.reason or f"its {kind} loss is not finite"
-            diverged |= {seed} if end.diverged else set()
         else:
             losses[seed] = loss
-    return SeedLosses(
-        name=variant.name, losses=losses, failed=failed, unfinished=unfinished, diverged=frozenset(diverged)
-    )
+    return SeedLosses(name=variant.name, losses=losses, failed=failed, unfinished=unfinished)
