@@ -152,7 +152,7 @@ def test_a_sweep_and_its_report_say_the_same_of_a_run_that_diverged(tmp_path: Pa
     assert end.reason == "diverged: the loss is not finite from step 4 on"
     (row,) = report_of(sweep)["comparisons"]
     assert f"seed 1: {end.reason}" in row["reason"]
-    assert "does not run these seeds again" in row["reason"]
+    assert "except those that diverged" in row["reason"]
 
 
 @pytest.mark.parametrize("name", ["..", ".", "../other", "a/b", ""])
