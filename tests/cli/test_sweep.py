@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -178,25 +176,34 @@ def test_a_sweep_is_run_fails_and_is_continued(folder: Path, monkeypatch: pytest
 # ---- real runs
 
 
+PROGRAM = """
+import json, os, pathlib, time
+import jax, jax.numpy as jnp
+folder = pathlib.Path(os.environ["POLICYC_RUN_DIR"])
+jax.grad(lambda w: jnp.sum((w @ w - 1.0) ** 2))(jnp.ones((32, 32)))
+with (folder / "metrics.jsonl").open("a") as metrics:
+    for step in range(1, 7):
+        while not pathlib.Path("go").exists():
+            time.sleep(0.05)
+        print(json.dumps({"step": step, "loss": 1 / step}), file=metrics)
+"""
+
+
 @pytest.mark.slow
-def test_a_killed_sweep_of_the_bundled_trainer_is_continued(tmp_path: Path) -> None:
+def test_a_killed_sweep_is_continued(tmp_path: Path) -> None:
     """Kills the sweep and leaves its run alone; then continues."""
-    small = "--steps 6 --layers 1 --width 32 --hidden 32 --heads 2 --kv-heads 1 --head-dim 16 --batch 2 --sequence 16"
-    words = ["mxfp8", "--no-plan", "--config", "tiny", "--baseline", "bf16", "--seeds", "1", "--out", "out"]
-    words += small.split()
+    (tmp_path / "train.py").write_text(PROGRAM)
+    (tmp_path / "p.policy").write_text("* -> mxfp8\n")
+    words = ["p.policy", "--no-plan", "--baseline", "bf16", "--seeds", "1", "--out", "out", "train.py"]
     sweep = SweepProcess(*words, cwd=tmp_path)
     status = tmp_path / "out" / "bf16" / "seed0" / "status.json"
-    sweep.wait_until(status.exists)
-    sweep.kill()
-    started = RunStatus.read(status.parent)
-    assert started is not None
-    assert started.pid is not None
-    os.kill(started.pid, signal.SIGSTOP)  # the run does not end before the second sweep sees it
-    second = SweepProcess(*words, cwd=tmp_path)
     try:
+        sweep.wait_until(status.exists)
+        sweep.kill()
+        second = SweepProcess(*words, cwd=tmp_path)
         second.wait_until(lambda: "taken over" in second.output)
     finally:
-        os.kill(started.pid, signal.SIGCONT)
+        (tmp_path / "go").touch()  # the run does not end before the second sweep sees it
     assert second.end() == 0, second.output
     assert "2 of 2 runs finished" in second.output
     assert "bf16 seed 0: started" not in second.output

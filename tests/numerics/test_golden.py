@@ -162,10 +162,15 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def is_slow(case: str) -> list[pytest.MarkDecorator]:
+    """Float32 tensors, each of whose programs takes a second to compile, show the least."""
+    return [pytest.mark.slow] * (load_tensor(case).dtype == np.float32)
+
+
 EXECUTIONS = [
     (EAGER, "eager", "matmul"),
     (EAGER, "jit", HERE),
-    *(pytest.param(c, "batch", HERE, marks=pytest.mark.any_jax) for c in EXACT),
+    *(pytest.param(c, "batch", HERE, marks=[pytest.mark.any_jax, *is_slow(c)]) for c in EXACT),
     *((c, "fused batch", "matmul") for c in FUSED),
     *(slow(c, "batch", "matmul") for c in EXACT if c not in FUSED),
 ]
@@ -198,7 +203,7 @@ def wgrad_treatment(case: str) -> Treatment:
 
 
 COLUMN_EXECUTIONS = [
-    *((c, "batch", HERE) for c in COLUMN_CASES),
+    *(pytest.param(c, "batch", HERE, marks=is_slow(c)) for c in COLUMN_CASES),
     *((c, "transposed", HERE) for c in TRANSPOSED),
     *(slow(c, "in place", "matmul") for c in COLUMN_CASES[::6]),
 ]
