@@ -179,8 +179,6 @@ def _explain_quotes(site: SyntaxErrorSite) -> str:
     if site.is_in_condition:
         is_kind = re.search(r"\bkind\s*(==|!=)\s*\Z", site.before)
         return _KIND_ALONE if is_kind else "a condition compares sizes: names are matched by the selector"
-    if re.match(r"\{\s*[\"']", site.before):
-        return _NOT_JSON
     kind = "a selector is" if site.is_in_selector else "a name is"
     return f"{kind} written without quotes: {quoted[1]}" if quoted[1] else f"{kind} written without quotes"
 
