@@ -95,11 +95,11 @@ def checksum(words: jax.Array, axis: int | tuple[int, ...] | None = None) -> jax
     return jnp.sum(hashed, axis=axis, keepdims=axis is not None, dtype=jnp.uint32)
 
 
-def random_words(key: Key, shape: tuple[int, ...], offset: int = 0) -> jax.Array:
+def random_words(key: Key, shape: tuple[int, ...]) -> jax.Array:
     """A random uint32 for each index of `shape`. The arrays of the key broadcast against the shape."""
     index = jnp.zeros((), jnp.uint32)
     stride = 1
     for axis in reversed(range(len(shape))):
         index = index + lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride & _WORD)
         stride *= shape[axis]
-    return mix((index + jnp.uint32(offset)) ^ key.a, key.b)
+    return mix(index ^ key.a, key.b)
