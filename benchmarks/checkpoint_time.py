@@ -21,10 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.command_line import make_parser, print_header, print_row
-from policyc.hardware.llama_step import Sizes, checkpoint_cost, configuration
+from policyc.hardware.llama_step import Sizes, checkpoint_cost
 from policyc.hardware.mesh import MeshShape
 from policyc.models.llama import partition, train_step
 from policyc.models.llama.checkpoints import Checkpoints
+from policyc.models.llama.configs import find_config
 from policyc.numerics.targets import get_target
 
 ROUNDS = 3
@@ -47,7 +48,7 @@ class Measurement:
 
 def abstract_state(name: str) -> Any:
     """The shapes of a configuration's state, on one device."""
-    config, run = configuration(name)
+    config, run = find_config(name)
     devices = np.array(jax.devices()[:1]).reshape((1,) * len(partition.AXES))
     return train_step.abstract_state(config, run, jax.sharding.Mesh(devices, partition.AXES))
 

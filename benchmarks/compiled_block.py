@@ -65,11 +65,12 @@ def compile_block(policy: str, target: str) -> CompileReport:
     from policyc.compiler.execution import execution_options
     from policyc.hardware import deviceless, llama_step
     from policyc.models.llama import model as llama
+    from policyc.models.llama.configs import find_config
 
     execution = execution_options(target=target)
     assert execution.target is not None
     (device,) = deviceless.make_devices(execution.target, 1)
-    config, _ = llama_step.configuration("llama3_8b")
+    config, _ = find_config("llama3_8b")
     # All other sizes of the block are those of the model.
     model = replace(config, layers=1, scan=False, vocab=256, remat="none", loss_chunks=1, attention="cudnn")
 

@@ -16,6 +16,7 @@ from policyc.models.llama.configs import (
     ConfigError,
     ModelConfig,
     RunConfig,
+    find_config,
     import_library,
     invalid_settings,
 )
@@ -106,10 +107,7 @@ def _find_configuration(arguments: Sequence[str]) -> tuple[str, str | None, list
     known, _ = parser.parse_known_args(arguments)
     settings = read_settings(Path(known.settings)) if known.settings else []
     name = known.config or parser.parse_known_args(settings)[0].config or "tiny"
-    if name not in CONFIGS:
-        close = difflib.get_close_matches(name, CONFIGS, n=1)
-        hint = f"did you mean '{close[0]}'? " if close else ""
-        raise ConfigError(f"there is no configuration '{name}': {hint}choose from {', '.join(CONFIGS)}")
+    find_config(name)
     return name, known.settings, settings
 
 

@@ -6,6 +6,7 @@ run are its identity, which checkpoints store.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import math
 import re
@@ -192,6 +193,15 @@ CONFIGS: dict[str, tuple[ModelConfig, RunConfig]] = {
     "llama3_405b": (_model(126, 16384, 53248, 128, 8, 128, 128256, **(_LLAMA3 | {"remat": "full"}), rope_scaling=8.0),
                     RunConfig(**_LONG, learning_rate=8e-5)),
 }  # fmt: skip
+
+
+def find_config(name: str) -> tuple[ModelConfig, RunConfig]:
+    """The configuration of that name. Raises ConfigError if there is none."""
+    if name not in CONFIGS:
+        close = difflib.get_close_matches(name, CONFIGS, n=1)
+        hint = f"did you mean '{close[0]}'? " if close else ""
+        raise ConfigError(f"there is no configuration '{name}': {hint}choose from {', '.join(CONFIGS)}")
+    return CONFIGS[name]
 
 
 def invalid_settings(model: ModelConfig, run: RunConfig) -> list[str]:

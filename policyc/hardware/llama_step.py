@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policyc.base.text import did_you_mean
 from policyc.compiler import pipeline
 from policyc.compiler.execution import ExecutionOptions
 from policyc.hardware.mesh import MeshShape
@@ -23,21 +22,12 @@ from policyc.hardware.training_step import BlockShape, TrainingStep
 from policyc.language.policy import Policy
 from policyc.models.llama import model as llama
 from policyc.models.llama import partition
-from policyc.models.llama.configs import CONFIGS, ConfigError, ModelConfig, RunConfig
+from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig, find_config
 from policyc.numerics.targets import Target
 
 _DEVICES_PER_HOST = {"gb200": 4, "gb300": 4}
 _USUAL_DEVICES_PER_HOST = 8
 _SEQUENCES_PER_DEVICE = 2  # that are computed at once, unless --accumulate says otherwise
-
-
-def configuration(name: str) -> tuple[ModelConfig, RunConfig]:
-    """The configuration of that name. Raises ConfigError if there is none."""
-    if name not in CONFIGS:
-        raise ConfigError(
-            f"no configuration named '{name}': {did_you_mean(name, CONFIGS) or ', '.join(CONFIGS)}"
-        )
-    return CONFIGS[name]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +141,7 @@ def abstract_arguments(config: ModelConfig, rows: int, sequence: int) -> tuple[A
 
 def _configure(name: str, mesh: MeshShape, sizes: Sizes, **options: Any) -> tuple[ModelConfig, RunConfig]:
     """A configuration with other sizes and options. Raises ConfigError if the mesh does not divide it."""
-    config, run = configuration(name)
+    config, run = find_config(name)
     batch, sequence = sizes.batch or run.batch, sizes.sequence or run.sequence
     accumulate = sizes.accumulate or _accumulate(batch, mesh)
     if sizes.unrolled:

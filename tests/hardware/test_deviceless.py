@@ -36,7 +36,7 @@ def test_the_limit_on_memory_is_that_of_the_environment():
     [
         (("fp8", *CONFIG, "--target", "gb20"), "no target named 'gb20': did you mean 'gb200'"),
         (("fp8", "--target", "gb200"), "name a program, or a configuration"),
-        (("fp8", "--config", "tiney", "--target", "gb200"), "no configuration named 'tiney'"),
+        (("fp8", "--config", "tiney", "--target", "gb200"), "there is no configuration 'tiney'"),
         (
             ("fp8", *CONFIG, "--target", "gb200", "--devices", "16"),
             "batch 8 is not a multiple of 16 (accumulate x data x fsdp): --batch 16 fits; or change the axes",

@@ -26,6 +26,7 @@ from policyc.hardware.training_step import (
 )
 from policyc.language.loader import load
 from policyc.language.recipes import make_recipe
+from policyc.models.llama.configs import find_config
 from policyc.numerics.backends import cudnn
 from policyc.numerics.targets import get_target
 from tests.support.command import policyc
@@ -176,7 +177,7 @@ def plan_experts(policy: str, config: str = "moe_tiny") -> TrainingStep:
 
 
 def test_the_weights_of_all_experts_count():
-    step, (config, _) = plan_experts("bf16"), llama_step.configuration("moe_tiny")
+    step, (config, _) = plan_experts("bf16"), find_config("moe_tiny")
     experts = 4 * 3 * 128 * 96
     block = 2 * 128 * (128 + 64) + 128 * 4 + experts
     assert count_parameters(step.plan) == config.layers * block + 128 * 512
