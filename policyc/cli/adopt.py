@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from policyc.cli.common import EXIT_USAGE, exit_with_message, print_or_write
+from policyc.cli.common import print_or_write
 from policyc.cli.estimate import trace_modelled_step
 from policyc.cli.options import (
     FiniteRange,
@@ -24,7 +24,7 @@ from policyc.cli.options import (
     program_argument,
     step_options,
 )
-from policyc.cli.program import parse_execution
+from policyc.cli.program import exit_on_error, parse_execution
 
 _COUNT = re.compile(r"([0-9.]+(?:e[0-9]+)?)([kmbt]?)", re.IGNORECASE)
 _MULTIPLES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
@@ -94,10 +94,9 @@ def adopt(program: tuple[str, ...], step: StepOptions, options: AdoptOptions) ->
     execution = parse_execution(options.backend, step.target)
     from policyc.experiments.adopt import BASELINE, make_adoption
     from policyc.experiments.adopt_page import render_adoption
-    from policyc.experiments.report.sweeps import ReportError
     from policyc.language.loader import load
 
-    try:
+    with exit_on_error():
         mesh = step.mesh_shape()
         baseline = load(BASELINE)
         planned = trace_modelled_step(baseline, program, mesh, step, execution).under(baseline, execution)
@@ -110,10 +109,6 @@ def adopt(program: tuple[str, ...], step: StepOptions, options: AdoptOptions) ->
             price=options.price_per_gpu_hour,
             sweep=Path(options.sweep) if options.sweep else None,
         )
-    except ReportError as error:
-        exit_with_message(str(error), EXIT_USAGE)
-    except ValueError as error:
-        exit_with_message(str(error))
     format = options.output_format
     text = json.dumps(data, indent=2) + "\n" if format == "json" else render_adoption(data, format)
     print_or_write(text, options.out)

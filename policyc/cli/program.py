@@ -82,7 +82,7 @@ def exit_on_error() -> Iterator[None]:
     except BadProgram as error:
         exit_with_message(str(error), EXIT_USAGE)
     except ValueError as error:
-        exit_with_message(str(error))
+        exit_with_message(str(error), getattr(error, "exit_code", EXIT_FAILURE))
 
 
 _TRAIN_HINT = "give it the arguments with which it trains, and see that it trains without policyc"

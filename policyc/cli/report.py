@@ -7,8 +7,9 @@ from typing import Any
 
 import click
 
-from policyc.cli.common import EXIT_USAGE, ExampleCommand, exit_with_message, print_note
+from policyc.cli.common import ExampleCommand, print_note
 from policyc.cli.options import collect_options, format_by_ending_option, option, option_class, path_option
+from policyc.cli.program import exit_on_error
 from policyc.cli.sweep_runs import split_names
 
 
@@ -83,27 +84,16 @@ def report(folders: tuple[str, ...], command: ReportCommand) -> None:
     baselines with intervals, a verdict on each variant, speed, memory, quantization error, policies, settings and
     commands. It is one file that loads nothing else. A run that failed or has not ended is shown as such.
     """
-    from policyc.experiments.report.sweeps import ReportError
-    from policyc.language.diagnostics import PolicyError
-
-    try:
-        _write(command, [Path(folder) for folder in folders])
-    except ReportError as error:
-        exit_with_message(str(error), EXIT_USAGE)
-    except (PolicyError, ValueError) as error:
-        exit_with_message(str(error))
-
-
-def _write(command: ReportCommand, folders: list[Path]) -> None:
     from policyc.base.files import is_standard_output
     from policyc.base.text import escape_controls
     from policyc.experiments.report.build import build_report
     from policyc.experiments.report.page import write_report
 
     is_printed = is_standard_output(command.out) if command.out else command.output_format != "html"
-    report = build_report(folders, **command.report_options())
-    path = write_report(report, command.out, command.output_format)
-    for problem in report.problems:
+    with exit_on_error():
+        built = build_report([Path(folder) for folder in folders], **command.report_options())
+        path = write_report(built, command.out, command.output_format)
+    for problem in built.problems:
         print_note(problem, "warning")
     if not is_printed:
         click.echo(escape_controls(str(path)))

@@ -37,6 +37,9 @@ _SEED_FOLDER = re.compile(r"seed(\d{1,9})")
 class ReportError(ValueError):
     """There is no run to report on, or the report cannot be written. The message says why."""
 
+    exit_code = 2
+    """That of a command that ends by it: wrong usage."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantData:
