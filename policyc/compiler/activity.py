@@ -32,9 +32,11 @@ def equations_with_cotangent(jaxpr: ClosedJaxpr, differentiated: Sequence[bool])
 
 def _has_references(jaxpr: AnyJaxpr) -> bool:
     """Does a loss write to references? What is written is read in other places, which are not followed."""
-    for eqn in jaxprs.equations(jaxpr):
-        if any(jaxprs.is_reference(a.aval) for a in (*eqn.invars, *eqn.outvars)):
-            return True
+    opened = jaxprs.open_jaxpr(jaxpr)
+    variables = (*opened.invars, *opened.constvars, *itertools.chain(*[eqn.outvars for eqn in opened.eqns]))
+    if any(jaxprs.is_reference(aval) for aval in {type(v.aval): v.aval for v in variables}.values()):
+        return True
+    for eqn in opened.eqns:
         if container_of(eqn) is not None and any(_has_references(s.jaxpr) for s in jaxprs.sub_jaxprs(eqn)):
             return True
     return False

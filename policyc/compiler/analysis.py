@@ -166,13 +166,13 @@ class _Analyzer:
             return known.get(atom, UNKNOWN)
 
         for number, eqn in enumerate(opened.eqns):
-            operands = [info(a) for a in eqn.invars]
+            operands = [info(a) if type(a) is Literal else known.get(a, UNKNOWN) for a in eqn.invars]
             if jaxprs.primitive_name(eqn) in _PLAIN:
                 results: Sequence[VarInfo] = propagate_equation(eqn, operands)
             else:
                 here = replace(context, address=(*context.address, number))
                 results = self._equation(eqn, operands, here)
-            known.update((v, r) for v, r in zip(eqn.outvars, results, strict=True) if r is not UNKNOWN)
+            known.update(zip(eqn.outvars, results, strict=True))
         return [info(a) for a in opened.outvars]
 
     def _equation(self, eqn: JaxprEqn, infos: list[VarInfo], context: JaxprContext) -> Sequence[VarInfo]:

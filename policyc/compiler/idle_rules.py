@@ -72,8 +72,15 @@ def find_deciding_rules(plan: Plan) -> tuple[set[int], dict[int, set[int]]]:
     first_added = len(rules) - (len(variant.rules) if variant else 0)
     deciding, overriding = set[int](), dict[int, set[int]]()
     ranges = itertools.chain.from_iterable(map(plan.layer_ranges, plan.phases))
-    decided = {(r.decision.choices, r.site.products) for r in ranges}
-    choices = {c for by_gemm, run in decided for gemm, c in zip(Gemm, by_gemm, strict=True) if gemm in run}
+    decided = {
+        (id(r.decision), r.site.products): r.decision.choices for r in ranges
+    }  # layers share decisions
+    choices = {
+        choice
+        for (_, run), by_gemm in decided.items()
+        for gemm, choice in zip(Gemm, by_gemm, strict=True)
+        if gemm in run
+    }
     for choice in choices:
         if choice.rule is None:
             continue

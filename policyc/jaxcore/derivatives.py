@@ -25,7 +25,7 @@ def _is_inexact(dtype: Any) -> bool:
 
 
 def _is_complex(aval: AbstractValue) -> bool:
-    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.complexfloating)
+    return getattr(getattr(aval, "dtype", None), "kind", "") == "c"
 
 
 def active_results(eqn: JaxprEqn, active: Sequence[bool]) -> list[bool]:
@@ -57,7 +57,7 @@ def _differentiable_operands(eqn: JaxprEqn) -> list[bool]:
     is_constant = rule_of(eqn).derivative == "none" and not _is_complex(eqn.invars[0].aval)
     if is_constant or getattr(rule, "func", None) is ad.zero_jvp:
         return [False] * len(eqn.invars)
-    by_type = [not isinstance(a, Literal) and is_float(a.aval) for a in eqn.invars]
+    by_type = [type(a) is not Literal and is_float(a.aval) for a in eqn.invars]
     if isinstance(rule, partial) and rule.func in (ad.standard_jvp, ad.standard_jvp2):
         rules = rule.args[0]
         if len(rules) == len(by_type):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,7 @@ def constant_value(value: Any, aval: Any) -> Integers | None:
     return Integers(lambda _: array)
 
 
+@cache  # NumPy takes long to name a type
 def _in_type(dtype: np.dtype) -> str:
     return f"its index is computed in {dtype}, and policyc evaluates integers only"
 
