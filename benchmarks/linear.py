@@ -47,6 +47,14 @@ RECIPES: dict[str, Recipe] = {
     "mxfp8": make_recipe("mxfp8"),
     "fp8": make_recipe("fp8"),
     "fp8 row": make_recipe("fp8", {"outer": "row"}),
+    "fp8 sums=fast": make_recipe("fp8", {"sums": "fast"}),
+    "fp8 sums=fast in fprop": make_split_recipe(
+        {
+            Gemm.FPROP: make_recipe("fp8", {"sums": "fast"}),
+            Gemm.DGRAD: make_recipe("fp8"),
+            Gemm.WGRAD: make_recipe("fp8"),
+        }
+    ),
 }
 
 

@@ -48,6 +48,7 @@ RECIPES = {
     "policyc nvfp4, full, outer=bound": f"nvfp4({FULL}, outer=bound)",
     "policyc mxfp8": "mxfp8",
     "policyc fp8": "fp8",
+    "policyc fp8, sums=fast": "fp8(sums=fast)",
     "policyc fp8, outer=row": "fp8(outer=row)",
 }
 

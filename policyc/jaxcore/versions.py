@@ -10,12 +10,14 @@ from typing import Any
 import jax
 from jax import lax
 
-FP8_DOT_PRECISION: Any = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
+FP8_PRECISION: Any = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
 """The `precision` of an 8-bit `dot_general` that accumulates in fp32 throughout."""
+FAST_FP8_PRECISION: Any = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
+"""The same, for one that may accumulate in fewer bits."""
 if jax.__version_info__ >= (0, 12):
-    # The GPU plugin of 0.12 rejects this preset: it has no algorithm for 8-bit numbers. Without a preset, cuBLAS takes
-    # the highest precision to mean fp32 accumulation.
-    FP8_DOT_PRECISION = lax.Precision.HIGHEST
+    # The GPU plugin of 0.12 rejects these presets: it has no algorithm for 8-bit numbers. Without a preset, cuBLAS
+    # takes the highest precision to mean fp32 accumulation.
+    FP8_PRECISION, FAST_FP8_PRECISION = lax.Precision.HIGHEST, lax.Precision.DEFAULT
 
 BARRIERS_SKIP_ZERO_TANGENTS = jax.__version_info__ >= (0, 11)
 """Whether `optimization_barrier` differentiates only the operands that have a tangent. Before, it differentiated all of

@@ -71,7 +71,7 @@ FORMATS: dict[str, Format] = {
             bits=8,
             element="e4m3",
             tensor_scale=True,
-            options=("grad", "outer"),
+            options=("grad", "outer", "sums"),
             summary="E4M3 (gradients E5M2), an fp32 scale per tensor or per row",
         ),
         Format(

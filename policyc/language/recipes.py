@@ -182,6 +182,10 @@ OPTIONS: dict[str, Option] = {
         Option(
             "scale_rounding", "choice", ("floor", "rceil", "even"), "floor", "how the power-of-two scale is rounded"
         ),
+        Option(
+            "sums", "choice", ("fp32", "fast"), "fp32",
+            "what the GEMM adds in: fp32, or the fewer bits of the matrix unit where that is faster",
+        ),
     )
 }  # fmt: skip
 
@@ -191,6 +195,9 @@ OTHER_OPTION_NAMES = {
     **dict.fromkeys(("hadamard_size", "rht_length"), "rht_size"),
     **dict.fromkeys(("2d", "tile2d", "block2d", "scaling2d", "two_d"), "scale2d"),
     **dict.fromkeys(("dtype", "element", "gradient", "grads"), "grad"),
+    **dict.fromkeys(
+        ("accumulate", "accumulation", "fast_accum", "use_fast_accum", "use_split_accumulator"), "sums"
+    ),
 }
 """What other libraries call the options."""
 
@@ -212,6 +219,7 @@ class Treatment:
     headroom: Fraction = Fraction(1)
     mean_split: bool = False
     outer: str = "tensor"
+    sums: str = "fp32"
 
     @property
     def bits(self) -> int:
@@ -272,4 +280,5 @@ def _make_treatment(format: str, values: Mapping[str, Any], operand: OperandId) 
         headroom=values["sr_headroom"] if stochastic and "sr_headroom" in values else Fraction(1),
         mean_split=operand[1] is not Role.WEIGHT and values.get("mean_split", False),
         outer="tensor" if outer == "bound" and not rotated else outer,
+        sums=values.get("sums", "fp32"),
     )

@@ -85,6 +85,7 @@ def describe_options(treatment: Treatment) -> tuple[str, ...]:
         f"scale_rounding={treatment.scale_rounding}": treatment.scale_rounding != "floor",
         "mean_split": treatment.mean_split,
         f"outer={treatment.outer}": treatment.outer != "tensor" and not is_per_row,
+        f"sums={treatment.sums}": treatment.sums != "fp32",
     }
     return tuple(word for word, applies in words.items() if applies)
 

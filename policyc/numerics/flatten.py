@@ -30,13 +30,15 @@ def unflatten_quantized(layout: Layout, arrays: Sequence[jax.Array]) -> Quantize
 class OperandLayout:
     """The parameters `lhs` and `rhs` of a product: the layout of an operand, None if it is a plain array.
 
-    Prints as the name of the format.
+    Prints as the name of the format, and how the product adds.
     """
 
     layout: Layout | None
 
     def __repr__(self) -> str:
-        return self.layout.format if self.layout else "plain"
+        if self.layout is None:
+            return "plain"
+        return self.layout.format + (" sums=fast" if self.layout.fast_sums else "")
 
     @property
     def array_count(self) -> int:

@@ -48,8 +48,9 @@ def cast_operand(x: jax.Array, treatment: Treatment) -> jax.Array:
 
 
 def _quantize(x: jax.Array, spec: OperandSpec, keys: Keys, *, suffix: str = "") -> Quantized:
+    treatment = replace(spec.treatment, sums="fp32")  # an option of the GEMM, which changes no code
     return primitives.quantize(
-        x, spec.treatment, spec.axes, operand=spec.name + suffix, keys=keys, backend=spec.backend
+        x, treatment, spec.axes, operand=spec.name + suffix, keys=keys, backend=spec.backend
     )
 
 
@@ -85,7 +86,8 @@ def has_same_codes(one: Treatment, other: Treatment) -> bool:
     True of 2D tiles and of formats with one scale for the tensor. A scale per row is along the contraction.
     """
     is_square = one.tile2d or not (FORMATS[one.format].block or one.outer == "row")
-    return one == other and is_square and not one.rht and not one.mean_split
+    # The codes do not depend on what the GEMM adds in.
+    return replace(one, sums=other.sums) == other and is_square and not one.rht and not one.mean_split
 
 
 def shares_codes(one: OperandSpec, other: OperandSpec) -> bool:
@@ -134,10 +136,13 @@ def _save_in_memory_order(q: Quantized, axes: Axes) -> Quantized:
 
 
 def select_code_order(parts: Parts, spec: OperandSpec) -> Parts:
-    """Keeps the codes in the order that a GEMM reads, if the quantizer wrote both orders."""
+    """Keeps the codes in the order that a GEMM reads, if the quantizer wrote both orders, and says how it adds."""
 
     def select(part: Operand) -> Operand:
-        if not isinstance(part, Quantized) or part.transposed_codes is None:
+        if not isinstance(part, Quantized):
+            return part
+        part = replace(part, layout=replace(part.layout, fast_sums=spec.treatment.sums == "fast"))
+        if part.transposed_codes is None:
             return part
         if part.layout.packed:
             return part.select_packing(spec.axes.axis)

@@ -188,7 +188,7 @@ def test_an_option_of_another_format_is_reported_with_the_formats_that_take_it()
     ("text", "help"),
     [
         ("nvfp4(scale2e=weights)", "did you mean 'scale2d'?"),
-        ("fp8(zzz=1)", "known: grad, outer"),
+        ("fp8(zzz=1)", "known: grad, outer, sums"),
         ("bf16(zzz=1)", "'bf16' takes no options"),
     ],
 )

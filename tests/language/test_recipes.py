@@ -135,6 +135,8 @@ EFFECTS = [
     ("mxfp4(scale_rounding=floor)", set(), {}),
     ("fp8(grad=e4m3)", GRADIENTS, {"element": "e4m3"}),
     ("fp8(grad=e5m2)", set(), {}),
+    ("fp8(sums=fast)", ALL_SIX, {"sums": "fast"}),
+    ("fp8(sums=fp32)", set(), {}),
 ]
 
 

@@ -20,8 +20,10 @@ from jax.sharding import PartitionSpec as P
 import policyc
 from policyc.compiler.plan import gemm_queries
 from policyc.hardware import hlo
+from policyc.jaxcore import jaxprs
 from policyc.jaxcore.define_primitive import LoweringContext
-from policyc.language.recipes import OPERAND_GROUPS, Gemm, Treatment, make_recipe
+from policyc.jaxcore.versions import FAST_FP8_PRECISION, FP8_PRECISION
+from policyc.language.recipes import OPERAND_GROUPS, Gemm, Treatment, make_recipe, make_split_recipe
 from policyc.numerics.backends import xla
 from policyc.numerics.backends.choice import Machine, choose
 from policyc.numerics.backends.emulate import apply_outer_scales
@@ -31,6 +33,7 @@ from policyc.numerics.quantize import Axes, Quantized, quantize
 from policyc.numerics.quantize.blocks import layout_of
 from policyc.numerics.quantize.values import block_values
 from tests.support.gemms import MATMUL, RECIPES, normal, quick_jit, relative_error, three_products
+from tests.support.jaxpr_tools import primitive_counts
 
 XLA = ("xla", "xla", "xla")
 SUM_ORDER = 1e-6
@@ -303,6 +306,33 @@ def test_an_fp8_gemm_writes_fp32_if_it_cannot_apply_its_scales(
     assert dot.outvars[0].aval.dtype == expected
 
 
+def test_only_a_product_that_may_adds_in_fewer_bits() -> None:
+    """x and w are quantized once, though dgrad and wgrad add in another way than fprop."""
+    fast, plain = make_recipe("fp8", {"sums": "fast"}), make_recipe("fp8")
+    recipe = make_split_recipe({Gemm.FPROP: fast, Gemm.DGRAD: plain, Gemm.WGRAD: plain})
+    product = partial(
+        quantized_dot_general, dimension_numbers=MATMUL, recipe=recipe, options=GemmOptions(backends=XLA)
+    )
+    arrays = [normal(256, 256, seed=i).astype(jnp.bfloat16) for i in range(3)]
+    jaxpr = jax.make_jaxpr(partial(three_products, product))(*arrays)
+    assert primitive_counts(jaxpr)["fp8_quantize"] == 3
+    gemms = [e for e in jaxprs.all_equations(jaxpr) if jaxprs.primitive_name(e) == "scaled_gemm"]
+    assert [(e.params["lhs"].layout.fast_sums, e.params["rhs"].layout.fast_sums) for e in gemms] == [
+        (True, True), (False, False), (False, False)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("is_fast", "precision"), [(True, FAST_FP8_PRECISION), (False, FP8_PRECISION)])
+def test_fast_sums_are_a_precision_of_the_product(is_fast: bool, precision: Any) -> None:
+    x, w, _ = quantize_and_multiply(normal(2048, 32), normal(32, 2048, seed=1))
+    x, w = (replace(o, layout=replace(o.layout, fast_sums=is_fast)) for o in (x, w))
+    context = LoweringContext(platform="cuda", single_device=True)
+    multiply = partial(xla.gemm, dimensions=MATMUL, out=jnp.dtype(jnp.bfloat16), context=context)
+    (dot,) = (e for e in jax.make_jaxpr(multiply)(x, w).eqns if e.primitive.name == "dot_general")
+    given = dot.params["precision"]
+    assert given in (precision, (precision, precision))
+
+
 CUDA = LoweringContext(platform="cuda", can_partition=True)
 """What the backend is told on several GPUs. XLA for CPU runs the same program."""
 
@@ -314,7 +344,7 @@ def test_devices_scale_their_parts_of_an_fp8_sum_before_they_add_them(
     """The sums over devices are computed from the scales: one for each device, one that all devices have, and one
     that is scattered along columns, with a batch dimension. The scales are beyond the reach of a GEMM.
     """
-    monkeypatch.setattr(xla, "FP8_DOT_PRECISION", None)  # XLA for CPU does not take it
+    monkeypatch.setattr(xla, "FP8_PRECISION", None)  # XLA for CPU does not take it
     mesh = Mesh(np.array(jax.devices()[:8]), ("fsdp",))
     tokens, whole, columns = (NamedSharding(mesh, P(*spec)) for spec in [("fsdp",), (), (None, None, "fsdp")])
     left, right = (np.asarray(normal(*s), jnp.float8_e4m3fn) for s in [(16, 3, 32), (16, 3, 24)])

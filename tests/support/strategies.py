@@ -198,7 +198,7 @@ _FORMATS: dict[str, list[list[st.SearchStrategy[Setting]]]] = {
         [_operands("rht"), _size, _operands("sr"), _choice("scale_rounding", "floor", "rceil", "even")]
     ],
     "fp4": [[_operands("rht"), _size, _operands("sr")]],
-    "fp8": [[_choice("grad", "e5m2", "e4m3")]],
+    "fp8": [[_choice("grad", "e5m2", "e4m3"), _choice("sums", "fp32", "fast")]],
     "mxfp8": [[]],
     "bf16": [[]],
     "f32": [[]],

@@ -16,6 +16,7 @@ const WORDS = [
   [/^four_over_six$/, "each block takes the better of two scales"],
   [/^sr_headroom=(.*)$/, "scales are larger by $1, so that stochastic rounding does not saturate"],
   [/^scale_rounding=(.*)$/, "how scales are rounded: $1"],
+  [/^sums=fast$/, "the GEMM may add in fewer bits than fp32"],
   [/^mean_split$/, "the mean is multiplied on its own, in high precision"],
   [/^outer=(.*)$/, "what the fp32 scale covers: $1"],
   [/^once for \d+ linears$/, "quantized once; all of these linears read the codes"],

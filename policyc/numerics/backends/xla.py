@@ -19,7 +19,7 @@ from jax import lax
 
 from policyc.jaxcore.define_primitive import LoweringContext
 from policyc.jaxcore.partition import Dims, PartitionRule, ShardIndex, partition
-from policyc.jaxcore.versions import FP8_DOT_PRECISION
+from policyc.jaxcore.versions import FAST_FP8_PRECISION, FP8_PRECISION
 from policyc.language.recipes import MS_EDEN_RHT_SIZE, Gemm, Treatment
 from policyc.numerics import quantize as q
 from policyc.numerics.backends import BackendTraits, emulate
@@ -246,27 +246,30 @@ def _arrange_along(operand: Quantized, axis: int) -> tuple[jax.Array, jax.Array,
 def _multiply_fp8(
     lhs: Quantized, rhs: Quantized, dimensions: DimensionNumbers, out: Any, context: LoweringContext
 ) -> jax.Array:
-    """On 8-bit matrix units, with fp32 accumulation. Inside a chunk, Hopper's units keep some 14 bits."""
+    """On 8-bit matrix units, with fp32 accumulation unless `sums=fast`. Inside a chunk, Hopper's units keep 14 bits."""
     has_one_scale = all(o.amax is not None and o.amax.size == 1 for o in (lhs, rhs))
     # Otherwise something may come between GEMM and scale: the index of a vmap, or a sum over devices.
     can_fuse = has_one_scale and context.knows_division
     if can_fuse and out == jnp.bfloat16 and _allows_excess_precision():
         return _multiply_scaled_fp8(lhs, rhs, dimensions, context)
-    elements = lhs.layout.element, rhs.layout.element
-    product = _multiply_codes(lhs.codes, rhs.codes, elements, dimensions, jnp.float32)
+    product = _multiply_codes(lhs.codes, rhs.codes, (lhs.layout, rhs.layout), dimensions, jnp.float32)
     free = lhs.codes.ndim - len(dimensions[0][0]) - len(dimensions[1][0])
     return apply_outer_scales(product, lhs, rhs, dimensions, free).astype(out)
 
 
+_Layouts = tuple[Layout, Layout]
+
+
 def _multiply_codes(
-    left: jax.Array, right: jax.Array, elements: tuple[str, str], dimensions: DimensionNumbers, out: Any
+    left: jax.Array, right: jax.Array, layouts: _Layouts, dimensions: DimensionNumbers, out: Any
 ) -> jax.Array:
     """The product of two arrays of codes, without outer scales."""
     a, b = (
-        lax.bitcast_convert_type(codes, FP8_DTYPES[element])
-        for codes, element in zip((left, right), elements, strict=True)
+        lax.bitcast_convert_type(codes, FP8_DTYPES[layout.element])
+        for codes, layout in zip((left, right), layouts, strict=True)
     )
-    return lax.dot_general(a, b, dimensions, precision=FP8_DOT_PRECISION, preferred_element_type=out)
+    precision = FAST_FP8_PRECISION if all(layout.fast_sums for layout in layouts) else FP8_PRECISION
+    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=out)
 
 
 _SPLIT_BELOW = 160 * 128 * 128
@@ -277,7 +280,7 @@ multiprocessor of the largest GPU."""
 def _scale_product(
     left: jax.Array,
     right: jax.Array,
-    elements: tuple[str, str],
+    layouts: _Layouts,
     dimensions: DimensionNumbers,
     scale: jax.Array,
 ) -> jax.Array:
@@ -289,7 +292,7 @@ def _scale_product(
     summed, repeated = (prod(left.shape[i] for i in dims) for dims in (contract, batch))
     size = left.size // summed * right.size // (summed * repeated)
     product = _multiply_codes(
-        left, right, elements, dimensions, jnp.float32 if size < _SPLIT_BELOW else jnp.bfloat16
+        left, right, layouts, dimensions, jnp.float32 if size < _SPLIT_BELOW else jnp.bfloat16
     )
     return (product * scale.astype(product.dtype)).astype(jnp.bfloat16)
 
@@ -303,7 +306,7 @@ def _multiply_scaled_fp8(
     The cast of the scale to bfloat16 is there only for the types: XLA drops it and gives the GEMM the fp32 scale. It
     does so only if nothing is between GEMM and scale. So each device scales its part of a sum over devices.
     """
-    elements = lhs.layout.element, rhs.layout.element
+    layouts = lhs.layout, rhs.layout
     (left_contract, right_contract), (left_batch, right_batch) = dimensions
     swapped = (right_contract, left_contract), (right_batch, left_batch)
     left_end = lhs.codes.ndim - len(left_contract)
@@ -312,11 +315,11 @@ def _multiply_scaled_fp8(
     def run(index: ShardIndex, left: jax.Array, right: jax.Array, scale: jax.Array) -> tuple[jax.Array]:
         scattered = index.first_scattered()
         if scattered is None or scattered < left_end:
-            return (_scale_product(left, right, elements, dimensions, scale),)
+            return (_scale_product(left, right, layouts, dimensions, scale),)
         # Computed transposed, so that XLA need not transpose it before it scatters the sum along its columns. Without
         # the first barrier, XLA would swap the operands again, and without the second it would transpose before it
         # scales: both put a transpose between GEMM and scale.
-        scaled = materialize(_scale_product(right, materialize(left), elements[::-1], swapped, scale))
+        scaled = materialize(_scale_product(right, materialize(left), layouts[::-1], swapped, scale))
         return (jnp.moveaxis(scaled, columns, range(-len(columns), 0)),)
 
     scales = [(jnp.reshape(o.amax, ()), o.layout.bound) for o in (lhs, rhs) if o.amax is not None]

@@ -34,6 +34,7 @@ class Layout:
       tile_size: its length before padding.
       bound: the value of the largest element after division by the outer scale.
       has_power_of_two: whether the outer scale is a power of two.
+      fast_sums: whether the GEMM that reads it may add in fewer bits than fp32.
     """
 
     format: str
@@ -45,6 +46,7 @@ class Layout:
     tile_size: int = 0
     bound: float = 1.0
     has_power_of_two: bool = False
+    fast_sums: bool = False
 
     @property
     def packed(self) -> bool:
