@@ -113,6 +113,8 @@ def profile_case(options: argparse.Namespace) -> dict[str, Any]:
     result["temporaries GiB"] = memory.temp_size_in_bytes / 2**30
     if not options.target:
         result.update(_time_steps(compiled, state, arguments[1], run.batch * run.sequence))
+        peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+        result["peak GiB"] = peak / 2**30  # with the state, of all that the device allocated
     return result
 
 
