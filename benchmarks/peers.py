@@ -12,8 +12,8 @@ framework. A library that is not installed is left out. For y = x @ w, the rows 
   as many block scales as NVIDIA's format, with other values (nvfp4: divided by 6 and cast; no tensor scale).
 - qwix nvfp4, mxfp8, as it comes: four operands. In the backward products only dy is quantized; x and w stay bfloat16.
 - fp8: policyc scales each tensor, or each row with `outer=row`; qwix each row or column; flax each tensor, by maxima of
-  earlier steps; torchao by both recipes of this name. flax and torchao accumulate fprop in fewer bits than fp32, policyc all three
-  products with `sums=fast`.
+  earlier steps; torchao by both recipes of this name. flax and torchao accumulate fprop in fewer bits than
+  fp32, policyc all three products with `sums=fast`.
 """
 
 from __future__ import annotations
