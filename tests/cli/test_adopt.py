@@ -113,6 +113,7 @@ def test_where_four_bits_are_emulated_nothing_is_advised() -> None:
     assert "no policy with 4 bits is predicted to be faster than fp8" in page
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_fit_is_not_advised() -> None:
     data = adoption("--config", "llama3_405b", "--target", "gb200", "--devices", "8", "--batch", "16")
     assert find(data, "te_nvfp4")["advice"] == "does not fit into memory"

@@ -506,6 +506,7 @@ def test_plans_are_shown_with_what_apply_says_about_them(
         assert ("warning[" in result.err or "error[" in result.err) == bool(message), words
 
 
+@pytest.mark.slow
 def test_quiet_prints_only_warnings_and_errors(home: Path) -> None:
     (home / "gan.py").write_text(GAN)
     (home / "gan.policy").write_text("up -> fp8\nfirst, second -> fp8\n")

@@ -241,6 +241,7 @@ def gathered_types(text: str) -> set[str]:
 
 
 @pytest.mark.any_jax
+@pytest.mark.slow
 def test_a_stack_rounds_alike_scanned_split_and_unrolled() -> None:
     stack = weight(2, WIDTH, WIDTH)
 

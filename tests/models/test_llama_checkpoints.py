@@ -210,6 +210,7 @@ def test_a_finished_run_is_extended_by_steps_alone(completed, tmp_path, capsys):
     assert [step for step, _ in losses(folder)] == list(range(1, 10))
 
 
+@pytest.mark.slow
 def test_a_run_branches_from_a_chosen_checkpoint(completed, tmp_path, capsys):
     """In a folder of its own, which then has its own checkpoints. The first run stays as it is."""
     folder, chosen = tmp_path / "branch", completed / "checkpoints" / "6"
@@ -223,6 +224,7 @@ def test_a_run_branches_from_a_chosen_checkpoint(completed, tmp_path, capsys):
     assert "beta1: 0.9 there, 0.8 now" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_checkpoints_by_wall_time_and_for_good(completed, tmp_path, monkeypatch):
     """A clock that jumps by an hour at step 2: the checkpoint of step 2 is late. Those of even steps stay."""
     settings = RUN | {"checkpoint_every": 4, "checkpoint_minutes": 30, "keep": 1, "keep_every": 2}

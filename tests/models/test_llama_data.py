@@ -73,6 +73,7 @@ def test_a_batch_is_int32_and_its_targets_are_the_next_tokens(tmp_path: Path) ->
     assert batch["mask"].all()
 
 
+@pytest.mark.slow
 def test_stdlib_is_the_text_of_the_standard_library() -> None:
     source = open_source("stdlib", sequence=256, batch=64)
     batch = next(source)

@@ -170,14 +170,9 @@ def test_both_backends_of_a_gpu_use_kernels(
 @pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("name", "axes"),
-    [
-        ("four_over_six", ROWS),
-        pytest.param("ms_eden", COLUMNS, marks=pytest.mark.slow),
-        pytest.param("four_over_six", COLUMNS, marks=pytest.mark.slow),
-        pytest.param("four_over_six pow2", ROWS, marks=pytest.mark.slow),
-        pytest.param("ms_eden", ROWS, marks=pytest.mark.slow),
-    ],
+    [("four_over_six", ROWS), ("four_over_six pow2", COLUMNS), ("ms_eden", COLUMNS), ("ms_eden", ROWS)],
 )
+@pytest.mark.slow
 def test_refined_scales_have_the_bits_of_the_jnp_code(name: str, axes: Axes) -> None:
     by_kernels, reference = (
         jax.jit(lambda x, m=method: quantize_refined(x, name, axes, m))
