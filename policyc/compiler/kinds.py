@@ -138,6 +138,7 @@ class _Blocks:
             if stack.address in products.sequential
         }
         self._index_numbers: dict[DottedPath, int] = {}
+        self._indices: dict[DottedPath, tuple[int, int] | None] = {}
         self.positions = find_blocks(products.flow, self._read(), self._lengths, self._continues)
         stacks: dict[int, list[Site]] = {}
         for node, position in self.positions.items():
@@ -183,19 +184,25 @@ class _Blocks:
 
     def _names(self, site: Site) -> tuple[DottedPath, tuple[int, int] | None]:
         """The path of its parameter and its indices, or those of its modules, as `Product` has them."""
-        scope, numbers = site.scope.path, self._index_numbers
+        scope = site.scope.path
         name = site.parameters[0].path if site.parameters else scope
         for path in (name, scope):
-            first = last = 0
-            for position, segment in enumerate(path, 1):
-                if segment.index is not None:
-                    first, last = first or position, position
-            if last:
-                inner = outer = numbers.setdefault(path[:last], len(numbers))
-                if first < last:
-                    outer = numbers.setdefault(path[:first], len(numbers))
-                return name, (inner, outer)
+            # The products of one module have the same indices.
+            module = path[:-1] if path and path[-1].index is None else path
+            if module not in self._indices:
+                self._indices[module] = self._number(module)
+            if (indices := self._indices[module]) is not None:
+                return name, indices
         return name, None
+
+    def _number(self, path: DottedPath) -> tuple[int, int] | None:
+        """A number for the names up to the innermost index, and up to the outermost; None without an index."""
+        numbers = self._index_numbers
+        indexed = [position for position, segment in enumerate(path, 1) if segment.index is not None]
+        if not indexed:
+            return None
+        inner = numbers.setdefault(path[: indexed[-1]], len(numbers))
+        return inner, numbers.setdefault(path[: indexed[0]], len(numbers))
 
     def _continues(self, last: int, block: Sequence[int]) -> bool:
         """Does a block, or the loop over layers around it, start from what is computed from another product?
