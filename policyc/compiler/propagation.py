@@ -148,7 +148,7 @@ def _is_lookup(eqn: JaxprEqn, source: Source, infos: Sequence[VarInfo]) -> bool:
     if rule == "layout":
         return infos[0].is_lookup
     if rule == "gather":
-        return infos[0].is_lookup or not (infos[1].is_fixed or _takes_matrices(eqn))
+        return infos[0].is_lookup or not (infos[1].is_fixed or _takes_matrices(eqn, infos[1]))
     if any(i.is_lookup for i in infos):
         return True
     is_function = rule == "function" or isinstance(source, LostSource)
@@ -176,12 +176,18 @@ def _layout(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
 
 def _gather(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
     """One that takes whole matrices of a stack chooses layers. Rows that are looked up by data are activations."""
-    return _layout(eqn, infos) if _takes_matrices(eqn) or infos[1].is_constant else [None]
+    return _layout(eqn, infos) if _takes_matrices(eqn, infos[1]) or infos[1].is_constant else [None]
 
 
-def _takes_matrices(eqn: JaxprEqn) -> bool:
-    pairs = zip(shape_of(eqn.invars[0]), eqn.params["slice_sizes"], strict=True)
-    return len([size for size, taken in pairs if size == taken > 1]) >= 2
+def _takes_matrices(eqn: JaxprEqn, index: VarInfo) -> bool:
+    """By data, dimensions before the one that is looked up are those of a `vmap`: each model takes rows of its own."""
+    whole = 0
+    for size, taken in zip(shape_of(eqn.invars[0]), eqn.params["slice_sizes"], strict=True):
+        if size == taken:
+            whole += size > 1
+        elif not index.is_constant:
+            whole = 0
+    return whole >= 2
 
 
 def _modified(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:

@@ -209,6 +209,19 @@ def test_rows_that_are_looked_up_are_activations() -> None:
     assert site.weight is None
 
 
+def test_rows_that_each_of_several_models_looks_up_are_activations() -> None:
+    """Whole rows of all models have the shape of a matrix."""
+
+    def model(p: Any, tokens: Any) -> Any:
+        rows = p["embedding"][tokens]
+        return rows.T @ jnp.tanh(rows @ p["w"])
+
+    params = {"embedding": struct(2, 64, 16), "w": struct(2, 16, 32)}
+    f = jax.vmap(model, in_axes=(0, None))
+    first, second = find_sites(lambda p, t: f(p, t).sum(), params, struct(8, dtype=jnp.int32))
+    assert (first.name, first.weight, second.weight) == ("w", "rhs", None)
+
+
 def test_a_matrix_that_is_looked_up_in_a_stack_is_a_weight() -> None:
     """As in a circular pipeline, where every stage takes the weights of its present round."""
 
