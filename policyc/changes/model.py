@@ -222,8 +222,8 @@ class DiffData:
     @property
     def differs(self) -> bool:
         """Does a product run in another way, or is an equation another one?"""
-        changes = (match for match in self.matched.all_matches() if match.reason is not None)
-        return self.totals.changed > 0 or any(True for _ in changes)
+        is_changed = (match.reason is not None for match in self.matched.all_matches())
+        return self.totals.changed > 0 or any(is_changed)
 
     def short_path(self, path: str) -> str:
         """A path, or a place in a file, without the folders of this machine."""

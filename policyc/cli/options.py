@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import wraps
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, dataclass_transform
 
 import click
@@ -29,8 +27,6 @@ if TYPE_CHECKING:
 
 Decorator: TypeAlias = Callable[[Any], Any]
 T = TypeVar("T")
-
-_PLACEHOLDER = re.compile(r"\{(seed|steps|out|variant)\}")  # of a sweep
 
 
 class FiniteRange(click.FloatRange):
@@ -92,29 +88,6 @@ class ProgramCommand(ExampleCommand):
             else:
                 break
         return options, [*arguments, *rest]
-
-
-def misplaced_hint(words: Sequence[str]) -> str:
-    """Says which words of a program are options of this command, so that the program gets them; empty if none is.
-
-    One whose value has a placeholder, such as `--out {out}`, is certainly meant for the program.
-    """
-    context = click.get_current_context(silent=True)
-    if context is None or not isinstance(context.command, ProgramCommand):
-        return ""  # its program is not the end of its command line
-    options = {name for o in context.command.params if isinstance(o, click.Option) for name in o.opts}
-    names: dict[str, None] = {}
-    for word, next_word in pairwise((*words, "")):
-        name, equals, value = word.partition("=")
-        if name in options and not _PLACEHOLDER.search(value if equals else next_word):
-            names[name] = None
-    if not names:
-        return ""
-    verb, pronoun = ("comes", "it") if len(names) == 1 else ("come", "them")
-    return (
-        f"{' and '.join(map(repr, names))} {verb} after the program, so the program gets {pronoun}; options of policyc "
-        "come before the program"
-    )
 
 
 class Option:
@@ -386,10 +359,9 @@ class StepOptions:
         return parse_mesh(self.mesh or f"fsdp={self.devices}", self.devices)
 
     def of_program(self, plan: Plan) -> TrainingStep:
-        """The step of a program with this plan. Raises ValueError if options are given that change a configuration."""
+        """The step of a program with this plan. The options that only change a configuration are not read."""
         from policyc.hardware.training_step import TrainingStep
 
-        self.reject_for_program("batch", "sequence", "gather")
         return TrainingStep(plan=plan, accumulate=self.accumulate or 1, remat=self.remat or "none")
 
     def reject_for_program(self, *names: str) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import click
@@ -21,7 +23,7 @@ from policyc.cli.common import (
     usage_errors,
     write_output,
 )
-from policyc.cli.options import StepOptions, check_source, misplaced_hint
+from policyc.cli.options import ProgramCommand, StepOptions, check_source
 
 if TYPE_CHECKING:
     from policyc.cli.options import RunOptions
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from policyc.hardware.training_step import TrainingStep
     from policyc.language.diagnostics import Diagnostic
     from policyc.language.policy import Policy
+
+_PLACEHOLDER = re.compile(r"\{(seed|steps|out|variant)\}")  # of a sweep
 
 
 def parse_program(words: Sequence[str]) -> Program:
@@ -47,6 +51,29 @@ def parse_program(words: Sequence[str]) -> Program:
     if hint := misplaced_hint(program.args):
         print_note(hint)
     return program
+
+
+def misplaced_hint(words: Sequence[str]) -> str:
+    """Says which words of a program are options of this command, so that the program gets them; empty if none is.
+
+    One whose value has a placeholder, such as `--out {out}`, is certainly meant for the program.
+    """
+    context = click.get_current_context(silent=True)
+    if context is None or not isinstance(context.command, ProgramCommand):
+        return ""  # its program is not the end of its command line
+    options = {name for o in context.command.params if isinstance(o, click.Option) for name in o.opts}
+    names: dict[str, None] = {}
+    for word, next_word in pairwise((*words, "")):
+        name, equals, value = word.partition("=")
+        if name in options and not _PLACEHOLDER.search(value if equals else next_word):
+            names[name] = None
+    if not names:
+        return ""
+    verb, pronoun = ("comes", "it") if len(names) == 1 else ("come", "them")
+    return (
+        f"{' and '.join(map(repr, names))} {verb} after the program, so the program gets {pronoun}; options of policyc "
+        "come before the program"
+    )
 
 
 def program_name(words: Sequence[str]) -> str:
@@ -90,7 +117,7 @@ _TRAIN_HINT = "give it the arguments with which it trains, and see that it train
 
 @contextlib.contextmanager
 def explain_early_exit(program: Program, printer: _PlanPrinter | None = None) -> Iterator[None]:
-    """Says why there is no result if a program exits before it differentiates a loss. Keeps its exit code.
+    """Explains the missing result when a program exits before it differentiates a loss. The exit code stays the same.
 
     With a `printer` the program runs to its end. Then it is only told again that it got options of this command: the
     note at its start may be far above, as some programs print all their options if they do not know one.
@@ -157,7 +184,7 @@ def trace_step(
     if step.config:
         sizes = step.sizes(unrolled=unrolled)
         return llama_step.plan_step(policy, step.config, step.mesh_shape(), sizes, execution)
-    step.reject_for_program("batch", "sequence", "gather")  # before the program runs
+    step.reject_for_program("batch", "sequence", "gather")
     if unrolled:
         raise ValueError("--unrolled is for --config: a program has its own layers")
     return step.of_program(plan_program(policy, words, execution))

@@ -175,6 +175,7 @@ def _step(recorded: RecordedLoss, step: StepOptions, backend: str) -> TrainingSt
     execution = parse_execution(backend, step.target)
     if step.config is not None:
         return trace_step(parse(KEEP), (), step, execution)
+    step.reject_for_program("batch", "sequence", "gather")
     return step.of_program(make_plan(parse(KEEP), recorded.sites, execution))
 
 

@@ -26,13 +26,12 @@ from policyc.cli.options import (
     ProgramCommand,
     backend_option,
     compile_cache_option,
-    misplaced_hint,
     multiple_losses_option,
     option,
     option_class,
     require_native_option,
 )
-from policyc.cli.program import parse_program, program_name
+from policyc.cli.program import misplaced_hint, parse_program, program_name
 from policyc.cli.sweep_output import print_dry_run, print_omitted, write_page
 
 if TYPE_CHECKING:

@@ -262,7 +262,7 @@ class _Builder:
         return [CONSTANT if type(a) is Literal else value_of(a, CONSTANT) for a in opened.outvars]
 
     def other(self, eqn: JaxprEqn, operands: list[int], address: Address) -> Sequence[int]:
-        """An equation that is no container."""
+        """Any equation that is not a container."""
         name, count = eqn.primitive.name, len(eqn.outvars)
         if name in _ONE_FOR_ONE:
             return operands

@@ -72,9 +72,8 @@ def find_deciding_rules(plan: Plan) -> tuple[set[int], dict[int, set[int]]]:
     first_added = len(rules) - (len(variant.rules) if variant else 0)
     deciding, overriding = set[int](), dict[int, set[int]]()
     ranges = itertools.chain.from_iterable(map(plan.layer_ranges, plan.phases))
-    decided = {
-        (id(r.decision), r.site.products): r.decision.choices for r in ranges
-    }  # layers share decisions
+    # Layers share decisions.
+    decided = {(id(r.decision), r.site.products): r.decision.choices for r in ranges}
     choices = {
         choice
         for (_, run), by_gemm in decided.items()

@@ -89,7 +89,7 @@ class PlannedProduct:
 
     @property
     def treatments(self) -> tuple[Treatment, ...]:
-        """Of both operands; empty if the layers are kept as they are."""
+        """The treatments of both operands; empty if the layers are kept as they are."""
         return () if self.decision.recipe is None else self.decision.recipe.gemm_treatments(self.gemm)
 
     @property

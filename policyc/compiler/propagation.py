@@ -180,7 +180,11 @@ def _gather(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
 
 
 def _takes_matrices(eqn: JaxprEqn, index: VarInfo) -> bool:
-    """By data, dimensions before the one that is looked up are those of a `vmap`: each model takes rows of its own."""
+    """Does a gather take whole matrices of a stack?
+
+    If data are the index, whole dimensions before the one that is looked up do not count: they are those of a `vmap`
+    over models, each of which takes rows of its own.
+    """
     whole = 0
     for size, taken in zip(shape_of(eqn.invars[0]), eqn.params["slice_sizes"], strict=True):
         if size == taken:

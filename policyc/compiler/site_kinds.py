@@ -16,9 +16,8 @@ Call: TypeAlias = "tuple[JaxprEqn, Call | None]"
 """An equation, and the container around it."""
 
 
-@dataclass(
-    slots=True, unsafe_hash=True
-)  # not frozen: most sites have one, and it is made three times as fast
+# Not frozen: most sites have one, and it is made three times as fast.
+@dataclass(slots=True, unsafe_hash=True)
 class SiteKind:
     """What a product is for: a word of `where`; no name: it has no kind."""
 
