@@ -172,13 +172,16 @@ def read_settings(path: Path) -> list[str]:
         raise
     except Exception as error:  # noqa: BLE001  # YAML's errors share no base class with TOML's
         raise ConfigError(f"--settings {path}: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict) or not all(isinstance(v, str | int | float) for v in content.values()):
-        raise ConfigError(f"--settings {path}: expected names, and texts or numbers, true or false")
-    options = []
-    for key, value in content.items():
-        name = str(key).replace("_", "-")
-        is_flag = (
-            isinstance(value, bool) and getattr(FIELDS.get(name.replace("-", "_")), "type", "") == "bool"
-        )
-        options.append(f"--{'' if value else 'no-'}{name}" if is_flag else f"--{name}={value}")
-    return options
+    if not isinstance(content, dict):
+        raise ConfigError(f"--settings {path}: expected names and values")
+    return [_as_option(path, str(key), value) for key, value in content.items()]
+
+
+def _as_option(path: Path, key: str, value: Any) -> str:
+    name = key.replace("_", "-")
+    if name == "settings":
+        raise ConfigError(f"--settings {path}: a file of settings cannot name another one")
+    if not isinstance(value, str | int | float):
+        raise ConfigError(f"--settings {path}: {key} = {value!r}: expected a text, a number, true or false")
+    is_flag = isinstance(value, bool) and getattr(FIELDS.get(name.replace("-", "_")), "type", "") == "bool"
+    return f"--{'' if value else 'no-'}{name}" if is_flag else f"--{name}={value}"

@@ -419,8 +419,9 @@ def test_options_go_before_a_file_of_settings(name, text, tmp_path):
         ("run.toml", 'config = "7b"', "there is no configuration '7b'"),
         ("run.toml", "batch = ", "Invalid value"),
         ("run.yaml", "a: [", "expected the node content"),
-        ("run.yaml", "- 1", "expected names, and texts or numbers"),
-        ("run.yaml", "batch: [1]", "expected names, and texts or numbers"),
+        ("run.yaml", "- 1", "expected names and values"),
+        ("run.yaml", "batch: [1]", "batch = [1]: expected a text, a number, true or false"),
+        ("run.toml", 'settings = "other.toml"', "a file of settings cannot name another one"),
         ("run.json", "{}", "expected a file named .toml, .yaml or .yml"),
     ],
 )
