@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from policyc.base.text import count_noun
-from policyc.experiments.report.runs import RunData, layer_key
-from policyc.experiments.report.values import JsonObject, as_number, as_text
+from policyc.experiments.report.values import JsonObject
 
 FIGURES = (
     ("validation_loss", "validation loss"),
@@ -193,89 +191,3 @@ def _different_logs(runs: Sequence[JsonObject]) -> list[JsonObject]:
     for run in runs:
         logs.setdefault(tuple(run["log_tail"]), run["name"])
     return [{"lines": lines, "name": name} for lines, name in logs.items() if lines]
-
-
-# ---- telemetry
-
-LayerKey = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _HeatMap:
-    """How one number is shown: the value times `factor`, colored from `bad` over `neutral` to `good`."""
-
-    title: str
-    note: str
-    field: str
-    bad: float
-    neutral: float
-    good: float
-    format: str
-    factor: float = 1
-
-
-_OPERAND_MAPS = (
-    _HeatMap(title="SQNR", note="dB at step {step}; 20 dB: a tenth of the size is noise", field="sqnr_db",
-             bad=10.0, neutral=20.0, good=32.0, format="{:.1f}"),
-    _HeatMap(title="Flushed to zero", note="percent of what was not zero, at step {step}", field="flushed",
-             bad=0.3, neutral=0.1, good=0.0, format="{:.1f}", factor=100),
-    _HeatMap(title="Saturated", note="percent that was cut to the largest value, at step {step}", field="saturated",
-             bad=0.1, neutral=0.04, good=0.0, format="{:.1f}", factor=100),
-)  # fmt: skip
-_GRADIENT_MAP = _HeatMap(
-    title="Gradients", note="cosine with the gradient in plain bf16, at step {step}", field="cosine",
-    bad=0.8, neutral=0.95, good=1.0, format="{:.3f}",
-)  # fmt: skip
-
-
-def heat_maps(run: RunData) -> list[JsonObject]:
-    """The last measurement of a run, by site and layer."""
-    operands: dict[tuple[str, str], dict[LayerKey, JsonObject]] = {}
-    gradients: dict[tuple[str, str], dict[LayerKey, JsonObject]] = {}
-    step = max((row["step"] for row in run.stats), default=0)
-    for row in run.stats:
-        if row["step"] != step:
-            continue
-        if "operand" in row:
-            label = as_text(row["site"]), as_text(row["operand"])
-            operands.setdefault(label, {})[layer_key(row)] = row
-        elif "cosine" in row:
-            gradients.setdefault((as_text(row["parameter"]), ""), {})[layer_key(row)] = row
-    maps = [_heat_map(heat_map, operands, step) for heat_map in _OPERAND_MAPS if operands]
-    return [*maps, _heat_map(_GRADIENT_MAP, gradients, step)] if gradients else maps
-
-
-def _heat_map(
-    heat_map: _HeatMap, rows: dict[tuple[str, str], dict[LayerKey, JsonObject]], step: int
-) -> JsonObject:
-    """A row per site or parameter, a column per layer. A value of no layer has the last column."""
-    layers = sorted(
-        {layer for cells in rows.values() for layer in cells}, key=lambda layer: (not layer, layer)
-    )
-    return {
-        "title": heat_map.title,
-        "note": heat_map.note.format(step=step),
-        "layers": [".".join(map(str, layer)) or "–" for layer in layers],
-        "rows": [
-            {
-                "site": site,
-                "operand": operand,
-                "cells": [_heat_cell(heat_map, cells.get(layer, {}).get(heat_map.field)) for layer in layers],
-            }
-            for (site, operand), cells in rows.items()
-        ],
-    }
-
-
-def _heat_cell(heat_map: _HeatMap, value: object) -> JsonObject | None:
-    number = as_number(value)
-    if number is None:
-        return None
-    is_good = (number > heat_map.neutral) == (heat_map.good > heat_map.neutral)
-    span = heat_map.good - heat_map.neutral if is_good else heat_map.neutral - heat_map.bad
-    strength = max(-1.0, min(1.0, (number - heat_map.neutral) / span))
-    return {
-        "kind": "good" if strength > 0 else "bad",
-        "strength": f"{abs(strength):.2f}",
-        "text": heat_map.format.format(number * heat_map.factor),
-    }

@@ -30,7 +30,6 @@ from policyc.experiments.report.format import (
     format_gap,
     format_interval,
     group_failures,
-    heat_maps,
     known_figures,
     summarize,
     time_table,
@@ -72,7 +71,6 @@ def render_page(report: Report) -> str:
         run_columns=known_figures(runs),
         frontier=as_markup(draw_frontier(data["frontier"])) if data["frontier"] else "",
         speed_ups=(data["speed_ups"] or {}).get("values", {}),
-        numerics=_numerics(sweep),
         policies=_policies(data, sweep),
         format_gap=format_gap,
         format_interval=format_interval,
@@ -179,13 +177,6 @@ def _cards(run: JsonObject) -> list[tuple[str, str]]:
     figures = [("steps", f"{run['last_step']:,}"), ("tokens", format_figure("tokens", run["tokens"] or None))]
     figures += [(label, format_figure(name, run[name])) for name, label in FIGURES]
     return [(label, value) for label, value in figures if value != MISSING]
-
-
-def _numerics(sweep: SweepData) -> list[tuple[str, list[JsonObject]]]:
-    """The last telemetry of one run of each variant: that of the first seed that has some."""
-    measured = [next((run for run in variant.runs if run.stats), None) for variant in sweep.variants]
-    tables = [(run.name, heat_maps(run)) for run in measured if run is not None]
-    return [(name, maps) for name, maps in tables if maps]
 
 
 def _policies(data: JsonObject, sweep: SweepData) -> list[JsonObject]:

@@ -142,7 +142,7 @@ def read_run(
         steps=_make_table([r for r in rows if "loss" in r], STEP_METRICS),
         evaluations=_make_table([r for r in rows if "validation_loss" in r], EVALUATION_METRICS),
         account=next((r for r in reversed(rows) if as_object(r.get("seconds"))), {}),
-        stats=tuple(read_rows(folder / "stats.jsonl", problems, _is_measurement)),
+        stats=tuple(read_rows(folder / "stats.jsonl", problems)),
         plan=_read_plan(folder / "plan.json", problems),
         about=about,
         status=status,
@@ -162,25 +162,6 @@ def _make_table(rows: list[JsonObject], names: tuple[str, ...]) -> Table:
         if any(number is not None for number in numbers) or name in ("loss", "validation_loss"):
             columns[name] = np.array([np.nan if number is None else number for number in numbers], float)
     return Table(step=np.array(steps, float), columns=columns)
-
-
-def layer_key(row: JsonObject) -> tuple[int, ...]:
-    """The index of a layer in each stack around it. Empty for what is in no stack."""
-    layer = row.get("layer")
-    if layer is None:
-        return ()
-    return tuple(layer) if isinstance(layer, list) else (layer,)
-
-
-def _is_measurement(row: JsonObject) -> bool:
-    """Does a row of `stats.jsonl` have the site or the parameter, and the layer, that it is about?
-
-    The row with the losses of the measured batch has neither.
-    """
-    if "plain_loss" in row and "operand" not in row:
-        return True
-    has_name = isinstance(row.get("site" if "operand" in row else "parameter"), str)
-    return has_name and all(is_count(index) for index in layer_key(row))
 
 
 def _read_plan(path: Path, problems: list[str]) -> JsonObject | None:

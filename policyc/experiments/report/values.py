@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +29,12 @@ def read_text(path: Path, problems: list[str]) -> str | None:
     return None
 
 
-def read_rows(
-    path: Path, problems: list[str], is_valid: Callable[[JsonObject], bool] = lambda _: True
-) -> list[JsonObject]:
-    """The valid rows of a file, one per line. Reports how many lines are left out."""
+def read_rows(path: Path, problems: list[str]) -> list[JsonObject]:
+    """The rows of a file, one per line. Reports how many lines are left out."""
     text = read_text(path, problems)
     # Not splitlines: U+2028 may stand in a JSON text.
     lines = [line for line in (text or "").split("\n") if line]
-    rows = [row for row in parse_rows(lines) if is_valid(row)]
+    rows = list(parse_rows(lines))
     if len(rows) < len(lines):
         unread = count_noun(len(lines) - len(rows), "line")
         problems.append(f"{unread} could not be read in {path.name}")
