@@ -16,14 +16,13 @@ import sys
 import tarfile
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import tokenizers
 
 from benchmarks.command_line import make_parser
-from policyc.models.llama.corpora import TokenWriter, train_tokenizer, write_tokens
+from policyc.models.llama.corpora import train_tokenizer, write_tokens
 
 PACKAGES = {
     "astropy-8.0.2.tar.gz": "955702089e6da0fc00846d309034ad74e13ebcadc67b1c5cef397ae0597473fa",
@@ -123,22 +122,20 @@ def make_corpus(folder: Path, cache: Path, only: Sequence[str] = ()) -> dict[str
     sample = [unique[digest] for digest in digests if fraction(digest[4:]) < SAMPLE]
     folder.mkdir(parents=True, exist_ok=True)
     train_tokenizer(sample, VOCABULARY).save(str(folder / "tokenizer.json"))
-    with ExitStack() as stack:
-        parts = {
-            is_validation: TokenWriter(stream=stack.enter_context((folder / f"{name}.bin").open("wb")))
-            for is_validation, name in NAMES.items()
-        }
-        documents = (unique[digest] for digest in digests)
-        write_tokens(documents, str(folder / "tokenizer.json"), parts, VALIDATION)
+    parts = {}
+    for is_validation, name in NAMES.items():
+        documents = (unique[digest] for digest in digests if (fraction(digest) < VALIDATION) == is_validation)
+        with (folder / f"{name}.bin").open("wb") as stream:
+            parts[name] = write_tokens(documents, str(folder / "tokenizer.json"), stream).count
     tokens = hashlib.sha256(b"".join((folder / f"{name}.bin").read_bytes() for name in NAMES.values()))
     about: dict[str, object] = {
         "corpus_sha256": hashlib.sha256(b"".join(digests)).hexdigest(),
         "tokens_sha256": tokens.hexdigest(),
         "tokenizers": tokenizers.__version__,
         "packages": len(packages),
-        "documents": {name: parts[key].count.documents for key, name in NAMES.items()},
+        "documents": {name: count.documents for name, count in parts.items()},
         "bytes": sum(map(len, unique.values())),
-        "tokens": {name: parts[key].count.tokens for key, name in NAMES.items()},
+        "tokens": {name: count.tokens for name, count in parts.items()},
     }
     (folder / "corpus.json").write_text(json.dumps(about, indent=1) + "\n")
     return about

@@ -1,18 +1,15 @@
-"""Prepares corpora: trains tokenizers, writes token files, and describes data."""
+"""Prepares corpora: trains tokenizers and writes token files."""
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from policyc.models.llama import data
 from policyc.models.llama.configs import ConfigError, import_library
-
-END = data.END
-SHOWN_TOKENS = 64  # at the beginning of the data
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,22 +27,14 @@ class TextCount:
         return self.bytes / max(1, self.tokens)
 
 
-@dataclass(slots=True, kw_only=True)
-class TokenWriter:
-    """A token file that is being written: its stream, its hash so far, and what is in it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenFileSummary:
+    """What is in a token file: its dtype, its end token, how much text it is from, and its hash."""
 
-    stream: BinaryIO
-    digest: Any = field(default_factory=hashlib.sha256)
-    count: TextCount = field(default_factory=TextCount)
-
-    def write(self, size: int, tokens: np.ndarray) -> None:
-        """Appends the tokens of a document of `size` bytes."""
-        content = tokens.tobytes()
-        self.stream.write(content)
-        self.digest.update(content)
-        self.count.documents += 1
-        self.count.bytes += size
-        self.count.tokens += len(tokens)
+    dtype: str
+    end: int
+    count: TextCount
+    sha256: str
 
 
 def parse_source(spec: str) -> data.DataSpec:
@@ -101,67 +90,22 @@ def train_tokenizer(documents: Iterable[bytes], vocab: int) -> Any:
     return bpe
 
 
-def is_token_source(spec: str) -> bool:
-    return parse_source(spec).kind == "tokens"
-
-
 def token_dtype(vocab: int) -> str:
     """The dtype of the tokens in a file."""
     return "uint16" if vocab <= 1 << 16 else "uint32"
 
 
-def is_held_out(document: bytes, fraction: float) -> bool:
-    """Is this document for validation? Equal documents always are in the same part."""
-    return int.from_bytes(hashlib.sha256(document).digest()[:4], "big") < fraction * 2**32
-
-
-def write_tokens(
-    documents: Iterable[bytes], tokenizer: str | None, parts: Mapping[bool, TokenWriter], fraction: float
-) -> tuple[str, int]:
-    """Writes the tokens of each document, with an end token, to the part for training or validation.
-
-    `parts[True]` is for validation, and gets about this fraction of the documents. Returns the dtype of the
-    tokens, and the end token.
-    """
+def write_tokens(documents: Iterable[bytes], tokenizer: str | None, stream: BinaryIO) -> TokenFileSummary:
+    """Writes the tokens of each document, with an end token."""
     encode, vocab = data.make_encoder(tokenizer)
-    dtype = token_dtype(vocab)
+    dtype, count, digest = token_dtype(vocab), TextCount(), hashlib.sha256()
     documents, ahead = itertools.tee(documents)  # some documents are encoded together
     for document, tokens in zip(documents, encode(ahead), strict=True):
-        part = parts[is_held_out(document, fraction)]
-        part.write(len(document), tokens.astype(np.dtype(dtype).newbyteorder("<")))
-    return dtype, END if tokenizer is None else data.read_tokenizer(tokenizer)[1]
-
-
-def describe_text(documents: Iterable[bytes], tokenizer: str | None) -> tuple[TextCount, np.ndarray]:
-    """How much text and how many tokens documents have, and their first tokens."""
-    encode, _ = data.make_encoder(tokenizer)
-    total, first = TextCount(), np.zeros(0, np.uint32)
-    documents, ahead = itertools.tee(documents)
-    for document, tokens in zip(documents, encode(ahead), strict=True):
-        total.documents += 1
-        total.bytes += len(document)
-        total.tokens += len(tokens)
-        first = np.append(first, tokens[: SHOWN_TOKENS - len(first)])
-    return total, first
-
-
-def describe_tokens(spec: str, tokenizer: str | None) -> tuple[int, int, np.ndarray]:
-    """The number of tokens in a source of token files, the largest token, and the first tokens.
-
-    Raises ConfigError if they are not of this tokenizer.
-    """
-    _, vocab = data.make_encoder(tokenizer)
-    parts = data.open_token_files(parse_source(spec), vocab)
-    first = np.concatenate([part[:SHOWN_TOKENS] for part in parts])[:SHOWN_TOKENS]
-    largest = max(data.scan_tokens(part).largest for part in parts)
-    if tokenizer is not None and largest >= vocab:
-        tokens = f"'{spec}' has tokens up to {largest}, '{tokenizer}' only up to {vocab - 1}"
-        raise ConfigError(f"{tokens}: use the tokenizer of this data, or check dtype=uint16 or dtype=uint32")
-    return sum(map(len, parts)), largest, first
-
-
-def decode(tokens: np.ndarray, tokenizer: str | None) -> str:
-    """Tokens as text."""
-    if tokenizer is None:
-        return bytes(tokens[tokens < END].astype(np.uint8)).decode("utf-8", "replace")
-    return str(data.read_tokenizer(tokenizer)[0].decode(tokens.tolist(), skip_special_tokens=False))
+        content = tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes()
+        stream.write(content)
+        digest.update(content)
+        count.documents += 1
+        count.bytes += len(document)
+        count.tokens += len(tokens)
+    end = data.END if tokenizer is None else data.read_tokenizer(tokenizer)[1]
+    return TokenFileSummary(dtype=dtype, end=end, count=count, sha256=digest.hexdigest())

@@ -1,4 +1,4 @@
-"""`policyc data`: trains tokenizers, writes token files, and describes data for the bundled Llama."""
+"""`policyc data`: trains tokenizers and writes token files for the bundled Llama."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
@@ -16,10 +16,10 @@ import click
 
 from policyc.base.files import atomic_write
 from policyc.cli.common import EXIT_USAGE, ExampleCommand, exit_with_message, explain_missing_package
-from policyc.cli.options import FiniteRange, collect_options, option, option_class
+from policyc.cli.options import collect_options, option, option_class
 
 if TYPE_CHECKING:
-    from policyc.models.llama.corpora import TextCount, TokenWriter
+    from policyc.models.llama.corpora import TextCount
 
 _MEGABYTE = 10**6
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -60,14 +60,6 @@ def read_options(megabytes: int | None) -> Callable[[_Command], _Command]:
     return add
 
 
-_tokenizer_option = click.option(
-    "--tokenizer",
-    type=click.Path(dir_okay=False),
-    show_default="tokens are bytes",
-    help="A tokenizer.json.",
-)
-
-
 @data.command(
     "train-tokenizer",
     cls=ExampleCommand,
@@ -101,7 +93,7 @@ def train_tokenizer(corpora: tuple[str, ...], vocab: int, out: str, reading: Rea
     with _explain_errors():
         from policyc.models.llama import corpora as tools
 
-        with _open_outputs(out) as (stream,):
+        with _open_output(out) as stream:
             bpe = tools.train_tokenizer(_read_corpora(corpora, reading), vocab)
             content = str(bpe.to_str(pretty=True)).encode()
             stream.write(content)
@@ -117,107 +109,39 @@ def train_tokenizer(corpora: tuple[str, ...], vocab: int, out: str, reading: Rea
     cls=ExampleCommand,
     examples="""
     policyc data tokenize 'text:books/*.txt' --tokenizer tokenizer.json --out train.bin
-    policyc data tokenize a.parquet --tokenizer tokenizer.json --out train.bin --validation validation.bin
+    policyc data tokenize a.parquet b.jsonl --tokenizer tokenizer.json --out train.bin
     """,
 )
 @click.argument("corpora", nargs=-1, required=True, metavar="CORPUS...")
-@_tokenizer_option
+@click.option(
+    "--tokenizer",
+    type=click.Path(dir_okay=False),
+    show_default="tokens are bytes",
+    help="A tokenizer.json.",
+)
 @click.option(
     "--out", type=click.Path(dir_okay=False), required=True, help="Token file to write, named .bin."
 )
-@click.option(
-    "--validation",
-    type=click.Path(dir_okay=False),
-    show_default="none: the end of the data is for validation",
-    help="Token file of documents for validation.",
-)
-@click.option(
-    "--validation-fraction",
-    type=FiniteRange(0, 1, min_open=True, max_open=True),
-    default=0.01,
-    show_default=True,
-    metavar="X",
-    help="With --validation: this part of the documents, chosen by a hash of their text, so that equal "
-    "documents are in one part.",
-)
 @read_options(megabytes=None)
-def tokenize(
-    corpora: tuple[str, ...],
-    tokenizer: str | None,
-    out: str,
-    validation: str | None,
-    validation_fraction: float,
-    reading: ReadOptions,
-) -> None:
-    """Tokenize corpora once, into token files.
+def tokenize(corpora: tuple[str, ...], tokenizer: str | None, out: str, reading: ReadOptions) -> None:
+    """Tokenize corpora once, into a token file.
 
     Each document ends with the end token. Tokens are uint16, or uint32 if the vocabulary is larger.
     """
-    names = {False: out} if validation is None else {False: out, True: validation}
-    _check_token_files(names)
-    with _explain_errors(), ExitStack() as stack:
-        from policyc.models.llama import corpora as tools
-        from policyc.models.llama.configs import ConfigError
-
-        streams = stack.enter_context(_open_outputs(*names.values()))
-        files = {part: tools.TokenWriter(stream=stream) for part, stream in zip(names, streams, strict=True)}
-        documents = _read_corpora(corpora, reading)
-        dtype, end = tools.write_tokens(documents, tokenizer, files, validation_fraction if validation else 0)
-        if empty := [name for part, name in names.items() if not files[part].count.tokens]:
-            raise ConfigError(f"no document is for {empty[0]}: raise --validation-fraction, or add text")
-    for part, name in names.items():
-        _print_token_file(name, files[part])
-    split = f",validation={validation}" if validation else ""
-    tokens = f"--data 'tokens:{out},dtype={dtype},end={end}{split}'"
-    click.echo(f"train with: {tokens}" + (f" --tokenizer {shlex.quote(tokenizer)}" if tokenizer else ""))
-
-
-def _check_token_files(names: dict[bool, str]) -> None:
-    for name in names.values():
-        if not name.endswith(".bin"):
-            raise click.UsageError(f"'{name}': a token file is named .bin")
-    if len({Path(name).resolve() for name in names.values()}) < len(names):
-        raise click.UsageError("--out and --validation name the same file")
-
-
-def _print_token_file(name: str, file: TokenWriter) -> None:
-    count = file.count
-    click.echo(
-        f"{name}: {count.documents:,} documents, {count.tokens:,} tokens, {count.bytes_per_token:.2f} bytes per token, "
-        f"sha256 {file.digest.hexdigest()}"
-    )
-
-
-@data.command(
-    cls=ExampleCommand,
-    examples="""
-    policyc data show stdlib
-    policyc data show a.parquet --tokenizer tokenizer.json
-    policyc data show tokens:train.bin,dtype=uint16 --tokenizer tokenizer.json
-    """,
-)
-@click.argument("source", metavar="SPEC")
-@_tokenizer_option
-@read_options(megabytes=100)
-def show(source: str, tokenizer: str | None, reading: ReadOptions) -> None:
-    """Show what a source of data holds: documents, tokens, and how it begins."""
+    if not out.endswith(".bin"):
+        raise click.UsageError(f"'{out}': a token file is named .bin")
     with _explain_errors():
         from policyc.models.llama import corpora as tools
 
-        is_readable = True
-        if tools.is_token_source(source):
-            tokens, largest, first = tools.describe_tokens(source, tokenizer)
-            click.echo(f"{source}: {tokens:,} tokens, the largest is {largest}")
-            is_readable = tokenizer is not None or largest <= tools.END  # bytes, and ends of documents
-        else:
-            count, first = tools.describe_text(_read_corpora((source,), reading), tokenizer)
-            click.echo(
-                f"{source}: {count.documents:,} documents, {count.bytes:,} bytes, {count.tokens:,} tokens, "
-                f"{count.bytes_per_token:.2f} bytes per token"
-            )
-        click.echo(f"first tokens: {' '.join(map(str, first))}")
-        text = repr(tools.decode(first, tokenizer)) if is_readable else "not known without --tokenizer"
-        click.echo(f"as text: {text}")
+        with _open_output(out) as stream:
+            file = tools.write_tokens(_read_corpora(corpora, reading), tokenizer, stream)
+    count = file.count
+    click.echo(
+        f"{out}: {count.documents:,} documents, {count.tokens:,} tokens, {count.bytes_per_token:.2f} bytes per token, "
+        f"sha256 {file.sha256}"
+    )
+    tokens = f"--data 'tokens:{out},dtype={file.dtype},end={file.end}'"
+    click.echo(f"train with: {tokens}" + (f" --tokenizer {shlex.quote(tokenizer)}" if tokenizer else ""))
 
 
 def _read_corpora(corpora: tuple[str, ...], reading: ReadOptions) -> Iterator[bytes]:
@@ -266,14 +190,14 @@ class _Progress:
 
 
 @contextmanager
-def _open_outputs(*names: str) -> Iterator[tuple[BinaryIO, ...]]:
-    """Opens files that appear when the block ends. If it fails, nothing is left. Exits if one cannot be written."""
+def _open_output(name: str) -> Iterator[BinaryIO]:
+    """Opens a file that appears when the block ends. If it fails, nothing is left. Exits if it cannot be written."""
     try:
-        with ExitStack() as stack:
-            yield tuple([stack.enter_context(atomic_write(Path(name))) for name in names])
+        with atomic_write(Path(name)) as stream:
+            yield stream
             _exit_if_terminated()
     except OSError as error:
-        exit_with_message(f"{' or '.join(names)} cannot be written: {error.strerror}", EXIT_USAGE)
+        exit_with_message(f"{name} cannot be written: {error.strerror}", EXIT_USAGE)
 
 
 _terminations: list[int] = []

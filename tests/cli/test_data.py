@@ -96,53 +96,28 @@ def test_tokens_are_as_wide_as_the_vocabulary_needs() -> None:
 
 
 @pytest.mark.parametrize("vocab", [300, pytest.param(70_000, marks=pytest.mark.slow)])
-def test_token_files_hold_every_document_once_in_one_part(books: Path, vocab: int) -> None:
+def test_a_token_file_holds_every_document_once(books: Path, vocab: int) -> None:
     bpe = corpora.train_tokenizer((text.encode() for text in read_books(books)), 300)
     bpe.add_tokens([f"<{i}>" for i in range(vocab - 300)])
     bpe.save("tokenizer.json")
-    words = ("--tokenizer", "tokenizer.json", "--out", "train.bin", "--validation", "validation.bin")
-    result = policyc("data", "tokenize", "text:books/*.txt", *words, "--validation-fraction", "0.3")
+    words = ("--tokenizer", "tokenizer.json", "--out", "train.bin")
+    result = policyc("data", "tokenize", "text:books/*.txt", *words)
     assert result.code == 0, result.err
     dtype = "uint16" if vocab == 300 else "uint32"
-    parts = {name: decode_tokens(Path(name), dtype, bpe) for name in ("train.bin", "validation.bin")}
-    held_out = {t for t in read_books(books) if hashlib.sha256(t.encode()).digest()[0] < 0.3 * 256 - 1}
-    assert 5 < len(held_out) < 30
-    assert sorted(parts["train.bin"] + parts["validation.bin"]) == sorted(read_books(books))
-    assert not set(parts["train.bin"]) & set(parts["validation.bin"])
-    assert held_out <= set(parts["validation.bin"])
-    for name in parts:
-        digest = hashlib.sha256(Path(name).read_bytes()).hexdigest()
-        tokens = len(np.fromfile(name, dtype))
-        assert re.search(
-            rf"{name}: {len(parts[name])} documents, {tokens:,} tokens, .* {digest}\n", result.out
-        )
+    assert decode_tokens(Path("train.bin"), dtype, bpe) == read_books(books)
+    digest = hashlib.sha256(Path("train.bin").read_bytes()).hexdigest()
+    tokens = len(np.fromfile("train.bin", dtype))
+    assert re.search(rf"train.bin: 60 documents, {tokens:,} tokens, .* {digest}\n", result.out)
 
 
 def test_the_printed_source_is_what_training_reads(books: Path) -> None:
-    words = ("data", "tokenize", "text:books/*.txt", "--out", "train.bin", "--validation", "validation.bin")
-    result = policyc(*words, "--validation-fraction", "0.3")
+    result = policyc("data", "tokenize", "text:books/*.txt", "--out", "train.bin")
     (spec,) = re.findall(r"--data '(.*)'", result.out)
-    assert spec == "tokens:train.bin,dtype=uint16,end=256,validation=validation.bin"
-    for split in ("train", "validation"):
-        tokens = np.fromfile(f"{split}.bin", "uint16")
-        run = RunConfig(data=spec, batch=4, sequence=16)
-        source = corpora.data.BatchSource(run, 257, split=split)
-        row = next(source)["tokens"][0]
-        windows = np.lib.stride_tricks.sliding_window_view(tokens, 16)
-        assert (windows == row).all(axis=1).any()
-
-
-def test_show_counts_documents_and_decodes_the_beginning(books: Path) -> None:
-    out = policyc("data", "show", "text:books/*.txt").out
-    size = sum(map(len, read_books(books)))
-    assert f"60 documents, {size:,} bytes, {size + 60:,} tokens, 1.00 bytes per token" in out
-    assert repr(read_books(books)[0][:64]) in out
-    corpora.train_tokenizer([b"the policy " * 9], 300).save("tokenizer.json")
-    policyc("data", "tokenize", "text:books/*.txt", "--tokenizer", "tokenizer.json", "--out", "a.bin")
-    out = policyc("data", "show", "tokens:a.bin,dtype=uint16", "--tokenizer", "tokenizer.json").out
-    tokens = np.fromfile("a.bin", "uint16")
-    assert f"{len(tokens):,} tokens, the largest is {tokens.max()}" in out
-    assert "as text: 'Book 0: the policy keeps 0 layers in bf16.\\nBook 0:" in out
+    assert spec == "tokens:train.bin,dtype=uint16,end=256"
+    run = RunConfig(data=spec, batch=4, sequence=16)
+    row = next(corpora.data.BatchSource(run, 257))["tokens"][0]
+    windows = np.lib.stride_tricks.sliding_window_view(np.fromfile("train.bin", "uint16"), 16)
+    assert (windows == row).all(axis=1).any()
 
 
 def test_a_text_that_spells_out_the_end_token_does_not_end_there(books: Path) -> None:
@@ -156,15 +131,8 @@ def test_a_text_that_spells_out_the_end_token_does_not_end_there(books: Path) ->
     assert bpe.decode(tokens.tolist()).startswith(text)
 
 
-def test_tokens_without_their_tokenizer_are_not_shown_as_text(books: Path) -> None:
-    np.asarray([1] * 99 + [300], "uint16").tofile("large.bin")
-    out = policyc("data", "show", "tokens:large.bin,dtype=uint16").out
-    assert "100 tokens, the largest is 300" in out
-    assert "as text: not known without --tokenizer" in out
-
-
 def test_a_blend_is_named_source_by_source(books: Path) -> None:
-    for words in (("train-tokenizer",), ("tokenize", "--out", "a.bin"), ("show",)):
+    for words in (("train-tokenizer",), ("tokenize", "--out", "a.bin")):
         result = policyc("data", *words, "books/00.txt@0.5 books/01.txt@0.5")
         assert result.code == 1
         assert "is a blend: name its sources one by one, without weights" in result.err
@@ -200,27 +168,16 @@ FAULTS = {
     ),
     "train-tokenizer": (2, "Missing argument 'CORPUS...'"),
     "tokenize books/00.txt --out a.txt": (2, "'a.txt': a token file is named .bin"),
-    "tokenize books/00.txt --out a.bin --validation ./a.bin": (2, "name the same file"),
     "tokenize books/00.txt --out a.bin --tokenizer empty.txt": (1, "is not a tokenizer.json"),
-    "tokenize books/00.txt --out a.bin --validation b.bin --validation-fraction 1e-9": (
-        1,
-        "no document is for b.bin: raise --validation-fraction, or add text",
-    ),
     "tokenize synthetic --out a.bin": (1, "holds tokens, not text"),
-    "show missing.txt": (1, "there is no file 'missing.txt'"),
-    "show books": (1, "'books' is a folder: name its files, such as 'books/**/*.txt'"),
-    "show tokens:large.bin,dtype=uint16 --tokenizer small.json": (
-        1,
-        "has tokens up to 300, 'small.json' only up to 256: use the tokenizer of this data",
-    ),
+    "tokenize missing.txt --out a.bin": (1, "there is no file 'missing.txt'"),
+    "tokenize books --out a.bin": (1, "'books' is a folder: name its files, such as 'books/**/*.txt'"),
 }
 
 
 @pytest.mark.parametrize("words", FAULTS)
 def test_a_fault_is_explained_and_leaves_no_file(books: Path, words: str) -> None:
     Path("empty.txt").write_text("")
-    np.asarray([1, 300], "uint16").tofile("large.bin")
-    corpora.train_tokenizer([b""], 257).save("small.json")
     before = files_of(Path.cwd())
     result = policyc("data", *words.split())
     code, message = FAULTS[words]

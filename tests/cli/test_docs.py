@@ -136,7 +136,7 @@ def parse_command_line(line: str) -> None:
     assert words[0] == "policyc"
     if words[1].startswith("--"):
         return
-    length = 1 if words[1] in COMMANDS else 2  # words of the name: `lint`, `data show`
+    length = 1 if words[1] in COMMANDS else 2  # words of the name: `lint`, `data tokenize`
     name, arguments = " ".join(words[1 : 1 + length]), words[1 + length :]
     # With the parent's settings: a command keeps the help option of its first context.
     COMMANDS[name].make_context(name, arguments, parent=click.Context(cli, **cli.context_settings))

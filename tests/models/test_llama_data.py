@@ -328,32 +328,27 @@ def _documents() -> list[str]:
     return [f"Document {i} says {i * 7919 % 1000} times the word ä.\n" for i in range(300)]
 
 
-def _write_documents(path: Path) -> str:
-    """A text file of the documents. Byte 255, which UTF-8 never uses, separates them."""
-    return _write_bytes(path, b"\xff".join(d.encode() for d in _documents()))
+def _read(spec: str) -> list[str]:
+    """The documents of a source, in the order of its files."""
+    (source,) = data.parse_blend(spec)
+    return [text.decode() for text in data.read_documents(source.spec)]
 
 
-def _tokens(spec: str) -> list[list[int]]:
-    """The first tokens of a source. The end of a document becomes the byte that separates documents in a text file."""
-    return [np.where(b["tokens"] == 256, 255, b["tokens"]).tolist() for b in take(open_source(spec))]
-
-
-def test_parquet_has_the_tokens_of_a_text_file(tmp_path: Path) -> None:
+def test_parquet_has_the_documents_that_were_written(tmp_path: Path) -> None:
     pytest.importorskip("grain")
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"
     parquet.write_table(arrow.table({"text": _documents(), "body": _documents()[::-1]}), path)
-    assert _tokens(f"{path},cache=yes") == _tokens(_write_documents(tmp_path / "a.txt"))
+    assert _read(str(path)) == _documents()
     assert not equal(take(open_source(str(path))), take(open_source(f"{path},column=body")))
     with pytest.raises(ConfigError, match="no column 'no': it has text, body"):
         open_source(f"{path},column=no")
     path.write_bytes(path.read_bytes()[:500])
     with pytest.raises(ConfigError, match="cannot be read"):
         open_source(str(path))
-    assert not list((tmp_path / "cache").rglob(".making*"))
 
 
-def test_array_records_have_the_tokens_of_a_text_file(tmp_path: Path) -> None:
+def test_array_records_have_the_documents_that_were_written(tmp_path: Path) -> None:
     pytest.importorskip("grain")
     module = pytest.importorskip("array_record.python.array_record_module")
     path = tmp_path / "a.array_record"
@@ -361,16 +356,16 @@ def test_array_records_have_the_tokens_of_a_text_file(tmp_path: Path) -> None:
     for document in _documents():
         writer.write(document.encode())
     writer.close()
-    assert _tokens(f"{path},cache=yes") == _tokens(_write_documents(tmp_path / "a.txt"))
+    assert _read(str(path)) == _documents()
     path.write_bytes(b"no such records" * 100)
     with pytest.raises(ConfigError, match="cannot be read"):
         open_source(str(path))
 
 
-def test_hugging_face_datasets_have_the_tokens_of_a_text_file(tmp_path: Path) -> None:
+def test_hugging_face_datasets_have_the_documents_that_were_written(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"text": _documents()}).save_to_disk(str(tmp_path / "saved"))
-    assert _tokens(f"hf:{tmp_path / 'saved'},cache=yes") == _tokens(_write_documents(tmp_path / "a.txt"))
+    assert _read(f"hf:{tmp_path / 'saved'}") == _documents()
 
 
 def test_a_tokenizer_is_read_from_a_file(tmp_path: Path) -> None:

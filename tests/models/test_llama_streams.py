@@ -361,7 +361,7 @@ def test_bad_streams_are_refused_before_the_first_step(tmp_path: Path) -> None:
         open_source(f"{path},column=body")
     with pytest.raises(ConfigError, match="shuffle=many: expected a whole number"):
         open_source(f"{path},shuffle=many")
-    with pytest.raises(ConfigError, match="add validation=PATH, or cache=yes"):
+    with pytest.raises(ConfigError, match="add validation=PATH"):
         open_source(str(path), split="validation")
     with pytest.raises(ConfigError, match="tokens up to 256, the model a vocabulary of 100"):
         open_source(str(path), vocab=100)

@@ -7,9 +7,7 @@ from policyc.models.llama.data.tokens import (
     END,
     END_TOKENS,
     make_encoder,
-    open_token_files,
     read_tokenizer,
-    scan_tokens,
 )
 
 __all__ = [
@@ -18,9 +16,7 @@ __all__ = [
     "BatchSource",
     "DataSpec",
     "make_encoder",
-    "open_token_files",
     "parse_blend",
     "read_documents",
     "read_tokenizer",
-    "scan_tokens",
 ]

@@ -17,10 +17,10 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "synthetic": (),
     "text": ("validation",),
     "tokens": ("dtype", "end", "validation"),
-    "jsonl": ("column", "shuffle", "cache", "validation"),
-    "parquet": ("column", "shuffle", "cache", "validation"),
-    "array_record": ("shuffle", "cache", "validation"),
-    "hf": ("column", "name", "split", "revision", "shuffle", "cache", "validation", "validation_split"),
+    "jsonl": ("column", "shuffle", "validation"),
+    "parquet": ("column", "shuffle", "validation"),
+    "array_record": ("shuffle", "validation"),
+    "hf": ("column", "name", "split", "revision", "shuffle", "validation", "validation_split"),
 }
 """The kinds of data, and the options of each."""
 
@@ -32,7 +32,7 @@ SUFFIXES: dict[str, tuple[str, ...]] = {
     "array_record": (".array_record",),
 }
 SHUFFLE = 1000  # documents in the shuffling buffer of a stream, as in Hugging Face datasets
-VALUES = {"dtype": r"uint16|uint32", "end": r"\d{1,9}", "shuffle": r"\d{1,9}", "cache": r"yes|no"}
+VALUES = {"dtype": r"uint16|uint32", "end": r"\d{1,9}", "shuffle": r"\d{1,9}"}
 
 
 class DataSpec(NamedTuple):
@@ -45,7 +45,7 @@ class DataSpec(NamedTuple):
     @property
     def is_stream(self) -> bool:
         """Whether it is read while the model trains, instead of being tokenized before."""
-        return self.kind in STREAMS and self.options.get("cache") != "yes"
+        return self.kind in STREAMS
 
     @property
     def column(self) -> str:

@@ -229,9 +229,7 @@ def cache_tokens(key: Any, source: str, pieces: Iterable[np.ndarray]) -> TokenFi
     return TokenFile(path, "<u4", 0, path.stat().st_size // 4)
 
 
-def load_tokens(
-    spec: DataSpec, vocab: int, tokenizer: str | None, max_bad_rows: int
-) -> tuple[list[TokenArray], str]:
+def load_tokens(spec: DataSpec, vocab: int, tokenizer: str | None) -> tuple[list[TokenArray], str]:
     """All tokens of a source, in consecutive arrays, and what identifies them. Every token is in the vocabulary."""
     encode, size = make_encoder(tokenizer)
     if spec.kind == "tokens" and tokenizer is None:
@@ -241,7 +239,7 @@ def load_tokens(
     if spec.kind == "tokens":
         arrays = [*open_token_files(spec, vocab)]
     else:
-        arrays = [_encode_all(spec, encode, tokenizer, max_bad_rows)]
+        arrays = [_encode_all(spec, encode, tokenizer)]
     scans = [scan_tokens(array) for array in arrays]
     for array, scan in zip(arrays, scans, strict=True):
         name = str(array.path) if isinstance(array, TokenFile) else spec.name
@@ -254,16 +252,13 @@ def load_tokens(
     return arrays, f"{sum(map(len, arrays))} tokens, {digest[:16]}"
 
 
-def _encode_all(spec: DataSpec, encode: Encoder, tokenizer: str | None, max_bad_rows: int) -> TokenArray:
-    pieces = encode(read_documents(spec, max_bad_rows))
-    if tokenizer is None and spec.kind in ("stdlib", "text"):
+def _encode_all(spec: DataSpec, encode: Encoder, tokenizer: str | None) -> TokenArray:
+    """The tokens of text. With a tokenizer they are kept in a file."""
+    pieces = encode(read_documents(spec))
+    if tokenizer is None:
         return np.concatenate(list(pieces))
-    files = [Path(spec.path)] if spec.kind == "hf" else [] if spec.kind == "stdlib" else list_files(spec.path)
-    stats = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.exists()]
-    options = {
-        name: value for name, value in spec.options.items() if name in ("column", "name", "split", "revision")
-    }
-    vocabulary = Path(tokenizer).read_text() if tokenizer else ""
+    files = [] if spec.kind == "stdlib" else list_files(spec.path)
+    stats = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     version = sys.version if spec.kind == "stdlib" else ""
-    key = spec.kind, os.path.abspath(spec.path), options, stats, vocabulary, version
+    key = spec.kind, os.path.abspath(spec.path), stats, Path(tokenizer).read_text(), version
     return cache_tokens(key, spec.name, pieces)

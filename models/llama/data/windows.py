@@ -107,7 +107,7 @@ def open_row_array(spec: DataSpec, run: RunConfig, vocab: int, split: str, end: 
         seed = 2 * run.seed if training else 1
         return RowArray(lambda number: synthetic_row(vocab, run.sequence, seed, number), 0, "endless")
     spec_of_split = spec if training else spec.of_validation()
-    arrays, contents = load_tokens(spec_of_split, vocab, run.tokenizer, run.max_bad_rows)
+    arrays, contents = load_tokens(spec_of_split, vocab, run.tokenizer)
     total = sum(map(len, arrays))
     cut = total - max(total // 100, min(total // 10, 1 << 16))
     if spec.has_validation:
@@ -208,9 +208,7 @@ def open_row_stream(spec: DataSpec, run: RunConfig, vocab: int, split: str, end:
     """The rows of a stream of documents, which the token `end` ends."""
     if split != "train" and not spec.has_validation:
         names = "validation=PATH" + (" or validation_split=NAME" if spec.kind == "hf" else "")
-        raise ConfigError(
-            f"'{spec.name}' is a stream, which has no end for validation: add {names}, or cache=yes"
-        )
+        raise ConfigError(f"'{spec.name}' is a stream, which has no end for validation: add {names}")
     spec, seed = (spec, run.seed) if split == "train" else (spec.of_validation(), 0)
     encode, size = make_encoder(run.tokenizer)
     check_vocab(run.tokenizer or spec.name, size, vocab)
