@@ -11,7 +11,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -276,26 +276,27 @@ def check_new(folder: Path) -> None:
         raise ConfigError(f"{metrics} has steps, and there is no checkpoint to resume from: {RESTART}")
 
 
-def read_params(
-    folder: Path, step: int, abstract_state: Callable[[dict[str, Any]], Any]
-) -> tuple[Any, dict[str, Any]]:
-    """The parameters of a checkpoint, without the rest of its state; and the identity of its run. Writes nothing.
+def read_params(folder: Path, step: int, abstract_state: Any) -> Any:
+    """The parameters of a checkpoint, without the rest of its state. Writes nothing.
 
-    `abstract_state` makes the shapes of the state from the identity. Raises DamagedCheckpointError.
+    `abstract_state` has the shapes of the state. Raises DamagedCheckpointError, and ConfigError if the checkpoint is
+    of several seeds.
     """
     path = folder.resolve() / str(step)
     about = _read_about(path)
-    state = abstract_state(about["identity"])
-    item = {"params": state["params"]}
+    if about["identity"].get("seeds") is not None:
+        raise ConfigError(f"{path} is of several seeds, {about['identity']['seeds']}: use a run of one seed")
+    item = {"params": abstract_state["params"]}
     restore_args = ocp.checkpoint_utils.construct_restore_args(item)
     parts = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
     with _raise_damaged(path):
         params = ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(path / "state", args=parts)["params"]
-    leaves = [n for n, (names, _) in enumerate(jax.tree.leaves_with_path(state)) if names[0].key == "params"]
+    names = [names for names, _ in jax.tree.leaves_with_path(abstract_state)]
+    leaves = [number for number, name in enumerate(names) if name[0].key == "params"]
     begin, end = (leaf * 4 * HASH_MULTIPLIERS.size * 2 for leaf in (leaves[0], leaves[-1] + 1))
     if hash_state(params) != about["state"][begin:end]:  # two digits for each byte
         raise DamagedCheckpointError(NOT_WRITTEN)
-    return params, about["identity"]
+    return params
 
 
 def _read_about(path: Path) -> dict[str, Any]:

@@ -1,36 +1,140 @@
-"""Continues tokens with a trained Llama. Keys and values of earlier tokens are kept: each step computes one token."""
+"""Continues texts with the model of a run. Keys and values of earlier tokens are kept: each step computes one token."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
 
+from policyc.models.llama import configs, data, partition, train_step
 from policyc.models.llama import model as llama
-from policyc.models.llama.configs import ModelConfig
+from policyc.models.llama.checkpoints import DamagedCheckpointError, read_params, saved_steps
+from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig
 
+Config = TypeVar("Config", ModelConfig, RunConfig)
 Cache = dict[str, jax.Array]  # keys and values: (layers, batch, positions, heads, head_dim)
-Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+# ---- the model of a run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedModel:
+    """A model that was trained.
+
+    Attributes:
+      params: in the dtype of the computation; those of norms and routers in float32.
+      tokenizer: a tokenizer.json; None: tokens are bytes.
+      end: the token that ends a document.
+      positions: the length of the sequences that it was trained on.
+      name: for people: where it is from, its step and its policy.
+    """
+
+    config: ModelConfig
+    params: llama.Params
+    tokenizer: Any = None
+    end: int = data.END
+    positions: int
+    name: str
+
+    def encode(self, text: bytes) -> list[int]:
+        """The tokens of a text. An empty one begins a document."""
+        if self.tokenizer is None:
+            return list(text) or [self.end]
+        ids = self.tokenizer.encode(text.decode("utf-8", "replace"), add_special_tokens=False).ids
+        return list(ids) or [self.end]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens. Of bytes, those beyond them have none."""
+        if self.tokenizer is None:
+            return bytes(token for token in tokens if token < data.END).decode("utf-8", "replace")
+        return str(self.tokenizer.decode(list(tokens)))
+
+
+def load_trained(folder: Path) -> TrainedModel:
+    """The model of a run, at its last checkpoint."""
+    try:
+        about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        config = _from_settings(ModelConfig, about["settings"])
+        run = _from_settings(RunConfig, about["settings"])
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{folder} has no run.json: name the folder of a run of the bundled trainer"
+        ) from None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{folder / 'run.json'} cannot be read: {error}") from None
+    tokenizer, end = _find_tokenizer(folder, run)
+    step, params = _read_params(folder / "checkpoints", config, run)
+    identity = {"policy": about.get("policy_sha256"), configs.POLICY_NAME: about.get("policy_name")}
+    return TrainedModel(
+        config=config,
+        params=_cast(params, config),
+        tokenizer=tokenizer,
+        end=end,
+        positions=run.sequence,
+        name=f"{folder}, step {step}, trained under {configs.describe_policy(identity)}",
+    )
+
+
+def _from_settings(kind: type[Config], settings: dict[str, Any]) -> Config:
+    """A configuration from run.json. Settings that this version does not know are left out."""
+    known = {field.name for field in fields(kind)}
+    return kind(**{name: value for name, value in settings.items() if name in known})
+
+
+def _find_tokenizer(folder: Path, run: RunConfig) -> tuple[Any, int]:
+    """The tokenizer of a run, None for bytes; and the token that ends a document."""
+    if run.tokenizer is not None:
+        if not Path(run.tokenizer).is_file():
+            raise ConfigError(f"{folder} was trained with the tokenizer {run.tokenizer}, which is not here")
+        return data.read_tokenizer(run.tokenizer)
+    if any(part.spec.kind in ("tokens", "synthetic") for part in data.parse_blend(run.data)):
+        raise ConfigError(
+            f"{folder} was trained on tokens ({run.data}) without --tokenizer: they have no text"
+        )
+    return None, data.END
+
+
+def _read_params(checkpoints: Path, config: ModelConfig, run: RunConfig) -> tuple[int, llama.Params]:
+    """The step of the last checkpoint, and its parameters."""
+    steps = saved_steps(checkpoints)
+    if not steps:
+        raise ConfigError(f"{checkpoints.parent} has no checkpoint: train it with --checkpoint-every N")
+    sizes, kinds = (1,) * len(partition.AXES), (AxisType.Auto,) * len(partition.AXES)
+    mesh = jax.make_mesh(sizes, partition.AXES, devices=jax.devices()[:1], axis_types=kinds)
+    try:
+        params = read_params(checkpoints, steps[0], train_step.abstract_state(config, run, mesh))
+    except DamagedCheckpointError as error:
+        path = checkpoints / str(steps[0])
+        raise ConfigError(f"checkpoint {path} is damaged, or the run has just replaced it: {error}") from None
+    return steps[0], cast(llama.Params, params)
+
+
+def _cast(params: llama.Params, config: ModelConfig) -> llama.Params:
+    """Weights in the dtype of the computation, as each use would cast them."""
+
+    def cast_leaf(path: Any, array: jax.Array) -> jax.Array:
+        is_wide = any(word in str(path[-1]) for word in ("norm", "router"))  # used in float32
+        return array if is_wide else array.astype(config.compute)
+
+    return cast(llama.Params, jax.tree.map_with_path(cast_leaf, params))
+
+
+# ---- its tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn.
-
-    Attributes:
-      tokens: at most so many are drawn.
-      temperature: 0 takes the most probable token.
-      top_k: draws from so many of the most probable tokens; 0: from all.
-      top_p: draws from the most probable tokens whose probabilities add up to this.
-    """
+    """How tokens are drawn: at most so many, by logits over the temperature. At 0 it is the most probable token."""
 
     tokens: int = 128
     temperature: float = 0.8
-    top_k: int = 0
-    top_p: float = 1.0
     seed: int = 0
 
 
@@ -101,36 +205,17 @@ def sample(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
     """Draws a token."""
     if sampling.temperature == 0:
         return jnp.argmax(logits)
-    logits = logits / sampling.temperature
-    if 0 < sampling.top_k < logits.size:
-        logits = jnp.where(logits < lax.top_k(logits, sampling.top_k)[0][-1], -jnp.inf, logits)
-    if sampling.top_p < 1:
-        ordered = jnp.sort(logits, descending=True)
-        probabilities = jax.nn.softmax(ordered)
-        before = jnp.cumsum(probabilities) - probabilities  # of all tokens that are more probable
-        least = jnp.min(jnp.where(before < sampling.top_p, ordered, jnp.inf))
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    return jax.random.categorical(key, logits)
+    return jax.random.categorical(key, logits / sampling.temperature)
 
 
 class Generator:
-    """Draws tokens after prompts. All prompts use the same two compiled functions: for a prompt, and for a token.
+    """Draws tokens after prompts. All prompts use the same two compiled functions: for a prompt, and for a token."""
 
-    `transform` changes the function that computes the logits, as a policy does. Padding would then change the scales of
-    whole tensors. So prompts are not padded to one length, and each length is compiled.
-    """
-
-    def __init__(
-        self, params: llama.Params, config: ModelConfig, sampling: Sampling, longest: int,
-        transform: Transform | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, params: llama.Params, config: ModelConfig, sampling: Sampling, longest: int) -> None:
         self._params, self._config, self._sampling, self._longest = params, config, sampling, longest
-        self._pads = transform is None
-        compute: Callable[..., Any] = partial(forward, config=config)
-        compute = compute if transform is None else transform(compute)
 
         def advance(params: Any, cache: Cache, tokens: Any, start: Any, last: Any, key: Any) -> Any:
-            logits, cache = compute(params, cache, tokens, start, last)
+            logits, cache = forward(params, cache, tokens, start, last, config)
             return sample(logits, jax.random.fold_in(key, start + last), sampling), cache
 
         self._advance = jax.jit(advance, donate_argnums=1)
@@ -139,7 +224,7 @@ class Generator:
         """Draws tokens, one after the other. `number` is that of the prompt: each has its own random numbers."""
         key = jax.random.fold_in(jax.random.key(self._sampling.seed), number)
         cache = make_cache(self._config, self._longest + self._sampling.tokens)
-        padding = [0] * (self._longest - len(prompt)) if self._pads else []
+        padding = [0] * (self._longest - len(prompt))
         tokens, start, last = jnp.array([[*prompt, *padding]], jnp.int32), 0, len(prompt) - 1
         for _ in range(self._sampling.tokens):
             token, cache = self._advance(self._params, cache, tokens, start, last, key)

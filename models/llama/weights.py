@@ -181,21 +181,6 @@ def _numpy_tensors(params: Any, config: ModelConfig, dtype: str) -> Iterator[tup
             yield name, np.ascontiguousarray(array.T if is_transposed else array)
 
 
-def read_config(folder: Path) -> tuple[ModelConfig, int]:
-    """The model that a config.json describes, and the length of the sequences that it was trained on."""
-    try:
-        theirs = _read_hf_config(folder)
-        fields = HF_FIELDS | EXPERT_FIELDS
-        sizes = {field: theirs[name] for name, field in fields.items() if theirs.get(name) is not None}
-        sizes.setdefault("kv_heads", sizes["heads"])
-        sizes.setdefault("head_dim", sizes["width"] // sizes["heads"])
-        dtype = "float32" if theirs.get("torch_dtype", theirs.get("dtype")) == "float32" else "bfloat16"
-        model = ModelConfig(rope_scaling=theirs["rope_factor"], compute=dtype, **sizes)
-        return model, theirs["max_position_embeddings"]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{folder / 'config.json'} does not describe a Llama: {error!r}") from None
-
-
 def _read_hf_config(folder: Path) -> dict[str, Any]:
     """A config.json with the RoPE fields merged in. Transformers 4 calls them rope_scaling, 5 rope_parameters."""
     theirs = json.loads((folder / "config.json").read_text(encoding="utf-8"))
