@@ -30,7 +30,7 @@ EXAMPLES = """examples:
 """
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "run": ("steps", "batch", "sequence", "accumulate", "seed", "seeds", "seed_loop", "out"),
+    "run": ("steps", "batch", "sequence", "accumulate", "seed", "seeds", "out"),
     "data": ("data", "tokenizer", "max_bad_rows", "document_mask", "packing"),
     "optimizer": ("optimizer", "learning_rate", "schedule", "warmup", "warmup_steps", "warmup_tokens", "decay", "final",
                   "beta1", "beta2", "momentum", "weight_decay", "clip", "z_loss"),

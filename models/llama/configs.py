@@ -85,7 +85,6 @@ class RunConfig:
     seeds: str | None = setting(
         None, "several seeds in one process, such as 0,1,2: a folder OUT/seedN for each"
     )
-    seed_loop: str = operational("vmap", "how one step serves several seeds", choices=("vmap", "map"))
     # The identity of a run has the contents of its data instead of these two paths.
     data: str = operational("stdlib", "source of the tokens: PATH or KIND:PATH,option=value; a blend of several: "
                             "'SPEC@0.7 SPEC@0.3'; see docs/reference/data.md")  # fmt: skip

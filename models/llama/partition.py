@@ -80,9 +80,9 @@ def check_masked_attention(config: ModelConfig, run: RunConfig) -> None:
     """Raises ConfigError for what cuDNN's attention cannot do under a document mask."""
     if not run.document_mask or attention_implementation(config) == "xla":
         return
-    if run.seeds is not None and run.seed_loop == "vmap":
+    if run.seeds is not None:
         raise ConfigError("--document-mask: JAX cannot batch cuDNN's attention over seeds if it has a mask: use "
-                          "--seed-loop map or --attention xla")  # fmt: skip
+                          "--attention xla")  # fmt: skip
     if run.sequence % 2:
         raise ConfigError(
             f"--document-mask: cuDNN's attention with a mask needs an even --sequence, not {run.sequence}"

@@ -246,23 +246,12 @@ def make_train_step(config: ModelConfig, run: RunConfig, mesh: Mesh) -> jax.stag
 
     # Without out_shardings, XLA may return the same shardings under other names, and the next call compiles again.
     shardings = _shardings(abstract_state(config, run, mesh))
-    step_of_run = partial(step, run.seed) if run.seeds is None else partial(map_seeds(step, run), _seeds(run))
+    step_of_run = partial(step, run.seed) if run.seeds is None else partial(jax.vmap(step), _seeds(run))
     return jax.jit(step_of_run, donate_argnums=0, out_shardings=(shardings, None))
 
 
 def _seeds(run: RunConfig) -> jax.Array:
     return jnp.array([one.seed for one in runs_of_seeds(run)], jnp.uint32)
-
-
-def map_seeds(function: Callable[..., Any], run: RunConfig) -> Callable[..., Any]:
-    """A function of one seed, over a leading axis of seeds of all its arguments.
-
-    Under `vmap` every GEMM serves all seeds at once. `lax.map` takes one seed after the other: the GEMMs are those of a
-    run of one seed, and so are the kernels, some of which `vmap` cannot batch.
-    """
-    if run.seed_loop == "vmap":
-        return jax.vmap(function)
-    return lambda *arguments: lax.map(lambda one: function(*one), arguments)
 
 
 def mean_loss(config: ModelConfig, mesh: Mesh, stride: int, params: Params, batch: Batch) -> jax.Array:
@@ -288,7 +277,7 @@ def make_eval_step(config: ModelConfig, run: RunConfig, mesh: Mesh, under_policy
         return losses | ({"tokens": batch["mask"].sum()} if run.document_mask else {})
 
     def evaluate_seeds(params: Params, batch: Batch) -> Metrics:
-        return cast(Metrics, map_seeds(lambda one: evaluate(one, batch), run)(params))
+        return jax.vmap(evaluate, in_axes=(0, None))(params, batch)
 
     return jax.jit(evaluate if run.seeds is None else evaluate_seeds)
 

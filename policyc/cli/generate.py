@@ -86,4 +86,6 @@ def _continue_all(model: TrainedModel, prompts: list[bytes], sampling: Sampling)
     for number, ids in enumerate(encoded):
         drawn = takewhile(lambda token: token != model.end, generator.generate(ids, number))
         text = model.decode([*ids, *drawn])
-        click.echo(escape_lines(text) if sys.stdout.isatty() else text, color=True)  # a pipe gets what was drawn
+        click.echo(
+            escape_lines(text) if sys.stdout.isatty() else text, color=True
+        )  # a pipe gets what was drawn

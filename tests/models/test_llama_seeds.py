@@ -34,13 +34,8 @@ SMALL = configs.ModelConfig(**llama_runs.SMALL | {"layers": 1}, compute="float32
 RUN = configs.RunConfig(**llama_runs.SHORT | {"batch": 2}, seeds="0,3")
 
 
-def by_loop(function: Any) -> Any:
-    return lambda *arguments: jax.lax.map(lambda one: function(*one), arguments)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("over_seeds", [jax.vmap, by_loop])
-def test_a_seed_has_the_random_bits_and_the_scales_that_it_has_alone(over_seeds):
+def test_a_seed_has_the_random_bits_and_the_scales_that_it_has_alone():
     """Sums of small integers are exact in any order, so the gradients must be equal bit for bit."""
     random = np.random.default_rng(0)
     weights = jnp.array(random.integers(-4, 5, (2, 16, 32)) * np.array([1, 64])[:, None, None], jnp.float32)
@@ -51,7 +46,7 @@ def test_a_seed_has_the_random_bits_and_the_scales_that_it_has_alone(over_seeds)
             return jax.grad(policyc.apply("* -> nvfp4(sr=grad)", lambda w: jnp.sum(jnp.square(x @ w))))(w)
 
     seeds, steps = jnp.array([5, 9], jnp.uint32), jnp.array([2, 2])
-    together = jax.jit(over_seeds(gradient))(seeds, steps, weights)
+    together = jax.jit(jax.vmap(gradient))(seeds, steps, weights)
     for number, seed in enumerate((5, 9)):
         alone = jax.jit(partial(gradient, seed))(steps[number], weights[number])
         np.testing.assert_array_equal(together[number], alone)
@@ -145,7 +140,7 @@ def losses_alone(seed: int, steps: int) -> list[float]:
 
 @pytest.mark.slow
 def test_a_run_of_several_seeds_writes_the_folder_of_each_and_resumes(tmp_path, monkeypatch):
-    """With `vmap`, the default, a seed has the losses that it has alone. The other loop is compared above."""
+    """A seed has the losses that it has alone."""
     (tmp_path / "layers.policy").write_text("layers.mlp.down_proj -> mxfp8\n")
     settings = {"layers": 1, "batch": 2, "steps": RUN.steps, "compute": "float32"}
     due = {"checkpoint_every": 2, "eval_every": 4, "export_every": 8}
