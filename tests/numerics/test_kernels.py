@@ -19,7 +19,7 @@ from policyc.language.recipes import Treatment
 from policyc.numerics.backends import emulate, xla
 from policyc.numerics.quantize import Axes, Quantized, fp8_kernel, kernels, make_key, quantize
 from policyc.numerics.quantize.hadamard import Method
-from policyc.numerics.quantize.kernel_bodies import Order
+from policyc.numerics.quantize.kernel_encoder import Order
 from policyc.numerics.quantize.orders import OrderRequest, quantize_orders
 from tests.support.mosaic_signs import record_signs
 

@@ -17,7 +17,7 @@ from jax import lax
 from policyc.language.recipes import Treatment
 from policyc.numerics.backends.te_calls import Maxima, QuantizedMatrix, QuantizedOrders, QuantizerOutput
 from policyc.numerics.quantize import Axes, Key, block_values, quantize
-from policyc.numerics.quantize.kernel_bodies import rotate
+from policyc.numerics.quantize.kernel_encoder import rotate
 from policyc.numerics.quantize.kernel_ops import InterpreterOps
 from policyc.numerics.quantize.layout import Layout, Quantized, repeat_axis
 
@@ -45,8 +45,9 @@ def quantize_rows(
 def rotate_columns(x: jax.Array) -> jax.Array:
     """The rows of the transpose, rotated by sums and differences: `custom_partitioning` takes no constant arrays."""
     groups = x.T.reshape(x.shape[1], -1, 16).astype(jnp.float32)
-    rotated = rotate(InterpreterOps(), [groups[..., i] for i in range(16)])
-    return jnp.stack(rotated, -1).astype(jnp.bfloat16).reshape(x.T.shape)
+    ops = InterpreterOps()
+    rotated = map(ops.round_bf16, rotate(ops, [groups[..., i] for i in range(16)]))
+    return jnp.stack(list(rotated), -1).astype(jnp.bfloat16).reshape(x.T.shape)
 
 
 def multiply_rows(left: QuantizedMatrix, right: QuantizedMatrix, alpha: jax.Array, out: Any) -> jax.Array:

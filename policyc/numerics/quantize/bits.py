@@ -87,20 +87,16 @@ def kernel_div(a: jax.Array, b: jax.Array) -> jax.Array:
     """`exact_div` in kernels, which have no fp64.
 
     The machine's quotient of the mantissas is off by two ulps at most. Its residual a * 2**k - q * b is then so small
-    that wrapping 32-bit arithmetic is exact.
+    that wrapping 32-bit arithmetic is exact. No quotient is halfway between two fp32 numbers.
     """
     ba, bb = bits_of(a), bits_of(b)
     ma, mb = (ba & _MANTISSA) | _ONE, (bb & _MANTISSA) | _ONE
-    low = _as_bit(ma < mb)
-    # Divide the mantissas as floats. The first is doubled if that brings the quotient into [1, 2).
+    low = _as_bit(ma <= mb)
+    # Divide the mantissas as floats. The first is doubled if that brings the quotient above 1.
     guess = machine_div(from_bits((ba & _MANTISSA) + (0x3F800000 + (low << 23))), from_bits(mb + 0x3F000000))
     q = jnp.clip(bits_of(guess), 0x3F800000, 0x3FFFFFFF) - (0x3F800000 - _ONE)
-    residual = (ma << (23 + low)) - q * mb
-    excess = [residual >= mb, residual >= 2 * mb, residual >= 0, residual >= -mb]
-    adjust = sum((_as_bit(c) for c in excess), start=jnp.int32(-2))
-    q, residual = q + adjust, residual - adjust * mb
-    twice = residual * 2
-    q = q + _as_bit((twice > mb) | ((twice == mb) & (q & 1 == 1)))
+    twice = (ma << (24 + low)) - q * (2 * mb)
+    q = q + sum((_as_bit(twice > k * mb) for k in (-3, -1, 1, 3)), start=jnp.int32(-2))
     e = (ba >> 23) - (bb >> 23) + 127 - low
     # A sum, so that a mantissa rounded up to 2.0 carries into the exponent.
     bits = (e << 23) + (q - _ONE)
@@ -190,14 +186,14 @@ ELEMENTS: dict[str, Element] = {e.name: e for e in (E2M1, E4M3, E5M2)}
 FP8_DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
 
-def _clamp(t: jax.Array, element: Element) -> jax.Array:
+def clamp(t: jax.Array, element: Element) -> jax.Array:
     # NaN compares false and saturates, as in hardware. Quantizers put the NaN into the scale instead.
     return jnp.where(t < element.top, t, jnp.float32(element.top))
 
 
 def round_nearest(t: jax.Array, element: Element) -> jax.Array:
     """Codes (int32) of t >= 0, rounded to nearest even, saturating."""
-    t = _clamp(t, element)
+    t = clamp(t, element)
     if element is E2M1:
         return _round_nearest_e2m1(t)
     b = bits_of(t)
@@ -210,18 +206,25 @@ def round_nearest(t: jax.Array, element: Element) -> jax.Array:
 
 
 def _round_nearest_e2m1(t: jax.Array) -> jax.Array:
-    """The codes of 0 <= t <= 6, in half the operations.
+    return nearest_bits_e2m1(t) & 7
 
-    A sum beyond 2**23 is rounded to a whole number, ties to even, which is in its lowest bits. Below 2 the code is
-    2 * t, up to 4 it is t + 2, and then t / 2 + 4: each rounded, the least of the three.
+
+_WHOLE = np.float32(1.5 * 2.0**23)
+"""A sum of this size is rounded to a whole number, ties to even, which is in its lowest bits."""
+NEAREST_OFFSET = int(_WHOLE.view(np.int32))
+
+
+def nearest_bits_e2m1(t: jax.Array) -> jax.Array:
+    """The codes (int32) of 0 <= t <= 6, rounded to nearest even, plus `NEAREST_OFFSET`.
+
+    Below 2 the code is 2 * t, up to 4 it is t + 2, and then t / 2 + 4: each rounded, the least of the three.
     """
-    whole = 1.5 * 2.0**23
     sums = (
-        t * np.float32(2) + np.float32(whole),
-        t + np.float32(whole + 2),
-        t * np.float32(0.5) + np.float32(whole + 4),
+        t * np.float32(2) + _WHOLE,
+        t + (_WHOLE + np.float32(2)),
+        t * np.float32(0.5) + (_WHOLE + np.float32(4)),
     )
-    return bits_of(jnp.minimum(jnp.minimum(sums[0], sums[1]), sums[2])) & 7
+    return bits_of(jnp.minimum(jnp.minimum(sums[0], sums[1]), sums[2]))
 
 
 def round_stochastic(t: jax.Array, random: jax.Array, random_bits: int, element: Element) -> jax.Array:
@@ -229,12 +232,19 @@ def round_stochastic(t: jax.Array, random: jax.Array, random_bits: int, element:
 
     `random` (int32) is uniform in [0, 2**random_bits).
     """
-    t = _clamp(t, element)
-    small = t < element.least_normal
-    # Shifted up by the least normal number, a subnormal has the step of the first binade.
-    shift = jnp.where(small, jnp.float32(element.least_normal), jnp.float32(0))
-    b = bits_of(t + shift) + (random << (element.shift - random_bits))
-    return (b >> element.shift) - element.rebias - (_as_bit(small) << element.mantissa)
+    steps = random << (element.shift - random_bits)
+    return (stochastic_bits(clamp(t, element), steps, element) >> element.shift) - element.rebias
+
+
+def stochastic_bits(t: jax.Array, steps: jax.Array, element: Element) -> jax.Array:
+    """Integers (int32) with the codes of 0 <= t <= `element.top`, plus `element.rebias`, in their highest bits.
+
+    The lowest `element.shift` bits are the distance from t down to its code. `steps` is added to them.
+    """
+    # Shifted up by the least normal number, a subnormal has the step of the first binade. For a normal number that
+    # gives less than its own bits.
+    shifted = bits_of(t + np.float32(element.least_normal)) - _ONE
+    return jnp.maximum(bits_of(t), shifted) + steps
 
 
 def decode(code: jax.Array, element: Element) -> jax.Array:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -16,28 +16,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from policyc.language.recipes import Treatment
 from policyc.numerics.quantize import random
-from policyc.numerics.quantize.bits import (
-    E2M1,
-    E4M3,
-    INFINITY,
-    bits_of,
-    decode_magnitude,
-    from_bits,
-    kernel_div,
-    round_nearest,
-    round_stochastic,
-    sign_bit,
+from policyc.numerics.quantize.bits import bits_of
+from policyc.numerics.quantize.kernel_encoder import (
+    HALVES,
+    SCALARS,
+    WORDS,
+    Encoder,
+    Order,
+    rotate,
+    row_maxima,
+    word,
 )
-from policyc.numerics.quantize.blocks import (
-    RANDOM_BITS,
-    SCALE_KEY,
-    bound_of,
-    find_encoding_scale,
-    refinement_of,
-)
-from policyc.numerics.quantize.hadamard import SIGNS
 from policyc.numerics.quantize.kernel_ops import KernelOps, Ref
 from policyc.numerics.quantize.kernel_tiles import (
     BLOCK,
@@ -47,157 +37,6 @@ from policyc.numerics.quantize.kernel_tiles import (
     TileOffset,
     first_block,
 )
-from policyc.numerics.quantize.layout import Axes
-
-WORDS = BLOCK // 2
-"""The words of a block of features."""
-SCALARS = 5
-"""The words of the scalars of one order, see `kernels.OrderScales`."""
-
-# Jitted, so that it is traced once for all kernels, whose tracing is a good part of the time to compile a step.
-divide: Any = jax.jit(kernel_div)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """How a matrix is quantized in one order: along its features, or along its tokens.
-
-    `headroom` multiplies the maxima. Only tokens are rotated, and not if block scales are refined. `refinement` is that
-    of `blocks.refinement_of`, `bound` that of `blocks.bound_of`.
-    """
-
-    along_tokens: bool
-    rotates: bool = False
-    stochastic: bool = False
-    headroom: float = 1.0
-    refinement: str = ""
-    bound: float
-
-    @classmethod
-    def from_treatment(cls, treatment: Treatment, axes: Axes) -> Order:
-        refinement = refinement_of(treatment)
-        return cls(
-            along_tokens=axes.axis == -2,
-            rotates=bool(treatment.rht) and not refinement,
-            stochastic=treatment.rounding == "sr",
-            headroom=float(treatment.headroom),
-            refinement=refinement,
-            bound=bound_of(treatment),
-        )
-
-    def add_headroom(self, bits: jax.Array) -> jax.Array:
-        """The bits of maxima times the headroom."""
-        return bits if self.headroom == 1 else bits_of(from_bits(bits) * jnp.float32(self.headroom))
-
-
-# ---- arithmetic on words
-
-
-def _even(words: jax.Array) -> jax.Array:
-    """The feature in the low half of each word, in fp32."""
-    return lax.bitcast_convert_type(words << _word(16), jnp.float32)
-
-
-def _odd(words: jax.Array) -> jax.Array:
-    """The feature in the high half of each word, in fp32."""
-    return lax.bitcast_convert_type(words & _word(0xFFFF0000), jnp.float32)
-
-
-_HALVES = (_even, _odd)
-
-
-def _word(number: int) -> jax.Array:
-    word: jax.Array = jnp.uint32(number)
-    return word
-
-
-def _join(parts: Sequence[jax.Array], width: int) -> jax.Array:
-    """Words that hold numbers of `width` bits, the first in the lowest bits."""
-    joined = parts[0]
-    for i, part in enumerate(parts[1:], 1):
-        joined = joined | (part << _word(i * width))
-    return joined
-
-
-def _maximum(values: Sequence[jax.Array]) -> jax.Array:
-    """The bits of the largest magnitude."""
-    magnitudes = [bits_of(value) & jnp.int32(0x7FFFFFFF) for value in values]
-    largest: jax.Array = magnitudes[0]
-    for magnitude in magnitudes[1:]:
-        largest = jnp.maximum(largest, magnitude)
-    return largest
-
-
-def rotate(ops: KernelOps, values: Sequence[jax.Array]) -> list[jax.Array]:
-    """The Hadamard transform across 16 arrays, rounded to bfloat16. Divided first, so that no sum overflows.
-
-    A sum of negative zeros is a positive zero, as in a product of matrices, whose sums start with one.
-    """
-    rotated = [v * jnp.float32(sign / 4) for v, sign in zip(values, SIGNS, strict=True)]
-    half = 1
-    while half < BLOCK:
-        for start in range(0, BLOCK, 2 * half):
-            for i in range(start, start + half):
-                low, high = rotated[i], rotated[i + half]
-                rotated[i], rotated[i + half] = low + high, low - high
-        half *= 2
-    zero = jnp.float32(0)
-    return [ops.round_bf16(jnp.where(v == zero, zero, v)) for v in rotated]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Encoder:
-    """Computes block scales and codes of one order, from the words of its `kernels.OrderScales`."""
-
-    lift: jax.Array
-    enc: jax.Array
-    dec: jax.Array
-    is_finite: jax.Array
-    key: random.Key
-
-    @classmethod
-    def from_words(cls, words: Ref, start: Any, order: Order) -> Encoder:
-        amax, maximum, content, a, b = (words[start + i] for i in range(SCALARS))
-        enc, lift = find_encoding_scale(amax.astype(jnp.int32), order.bound, divide)
-        key = random.Key(a, b)
-        if order.stochastic or order.refinement == "ms_eden":
-            # As in `blocks.tensor_key`.
-            key = key.fold(maximum).fold(content)
-        if order.refinement == "ms_eden":
-            key = key.fold(SCALE_KEY)
-        dec = divide(jnp.float32(1), enc)
-        return cls(lift=lift, enc=enc, dec=dec, is_finite=amax < _word(INFINITY), key=key)
-
-    def block_scales(self, maxima: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The codes of block scales, and what elements are multiplied by. `maxima` has bits."""
-        code, enc = self.scale_candidates(maxima, jnp.float32(1 / 6))
-        return self.mark_not_finite(code), enc
-
-    def scale_candidates(self, maxima: jax.Array, fraction: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """As `block_scales`, for scales that map maxima to 1 / `fraction`. They are finite in any case."""
-        ideal = (from_bits(maxima) * self.lift) * (self.enc * fraction)
-        code = round_nearest(ideal, E4M3)
-        scale = decode_magnitude(code, E4M3) * self.dec
-        return code, kernel_div(jnp.ones_like(scale), scale)
-
-    def mark_not_finite(self, code: jax.Array) -> jax.Array:
-        """The codes of block scales: NaN if the tensor has a NaN or an infinity."""
-        return jnp.where(self.is_finite, code, E4M3.nan or 0)
-
-    def encode_pair(self, pair: Sequence[jax.Array], enc: jax.Array, index: jax.Array | None) -> jax.Array:
-        """Two packed codes, uint32. `index` numbers the pairs of the whole operand; None rounds to nearest."""
-        word = None if index is None else random.mix(index ^ self.key.a, self.key.b)
-        codes = []
-        for i, values in enumerate(pair):
-            scaled = values * self.lift * enc
-            if word is None:
-                magnitude = round_nearest(jnp.abs(scaled), E2M1)
-            else:
-                bits = ((word >> _word(RANDOM_BITS * i)) & _word(0xFFFF)).astype(jnp.int32)
-                magnitude = round_stochastic(jnp.abs(scaled), bits, RANDOM_BITS, E2M1)
-            codes.append((magnitude | sign_bit(scaled, E2M1)).astype(jnp.uint32))
-        return _join(codes, 4)
-
 
 # ---- the tile of one instance
 
@@ -215,10 +54,23 @@ class _Tile:
         return self.ops.load(self.x, (pl.ds(group * BLOCK, BLOCK), self.blocks), "blocks")
 
     def load_columns(self, group: jax.Array, order: Order) -> list[list[jax.Array]]:
-        """The values of even and of odd features, each an array for each of 16 tokens; rotated if the order rotates."""
-        rows = [self.ops.load(self.x, (group * BLOCK + i, self.blocks), "words") for i in range(BLOCK)]
-        halves = [[half(row) for row in rows] for half in _HALVES]
+        """The values of even and of odd features, each an array for each of 16 tokens.
+
+        They are rotated, but not rounded yet, if the order rotates.
+        """
+        # One address for all tokens: each load adds a constant to it.
+        tokens = self.x.at[pl.ds(group * BLOCK, BLOCK), self.blocks]
+        rows = [self.ops.load(tokens, (i,), "words") for i in range(BLOCK)]
+        halves = [[half(row) for row in rows] for half in HALVES]
         return [rotate(self.ops, values) for values in halves] if order.rotates else halves
+
+    def column_maxima(self, values: Sequence[jax.Array], order: Order) -> jax.Array:
+        """The bits of the largest magnitudes."""
+        if order.rotates:
+            # The largest one is rounded, which is the largest of those rounded.
+            return bits_of(self.ops.round_bf16(self.ops.largest(values)))
+        maxima: jax.Array = reduce(jnp.maximum, [bits_of(v) & jnp.int32(0x7FFFFFFF) for v in values])
+        return maxima
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,18 +83,18 @@ class _TileIndex:
     def of_columns(self, group: jax.Array, half: int) -> list[jax.Array]:
         """The indices of the pairs of tokens of a group, at even or odd features."""
         shape = (TILE_BLOCKS, WORDS)
-        block, word = (self.ops.iota(shape, axis, "words") for axis in (0, 1))
-        feature = self.offset.first_feature + block * _word(BLOCK) + word * _word(2) + _word(half)
-        first = self.offset.token(group) >> _word(1)
-        return [(first + _word(i)) * _word(self.offset.features) + feature for i in range(WORDS)]
+        block, pair = (self.ops.iota(shape, axis, "words") for axis in (0, 1))
+        feature = self.offset.first_feature + block * word(BLOCK) + pair * word(2) + word(half)
+        first = self.offset.token(group) >> word(1)
+        return [(first + word(i)) * word(self.offset.features) + feature for i in range(WORDS)]
 
     def of_rows(self, group: jax.Array) -> jax.Array:
         """The indices of the pairs of features of 16 tokens."""
         shape = (BLOCK, TILE_BLOCKS, WORDS)
-        token, block, word = (self.ops.iota(shape, axis, "blocks") for axis in (0, 1, 2))
+        token, block, pair = (self.ops.iota(shape, axis, "blocks") for axis in (0, 1, 2))
         token = token + self.offset.token(group)
-        pair = (self.offset.first_feature >> _word(1)) + block * _word(WORDS) + word
-        return token * _word(self.offset.features // 2) + pair
+        pair = (self.offset.first_feature >> word(1)) + block * word(WORDS) + pair
+        return token * word(self.offset.features // 2) + pair
 
 
 # ---- statistics
@@ -256,9 +108,8 @@ def find_statistics(ops: KernelOps, x: Ref, *outs: Ref, orders: tuple[Order, ...
 
     def block_maxima(order: Order, group: jax.Array) -> list[jax.Array]:
         if order.along_tokens:
-            return [_maximum(values) for values in tile.load_columns(group, order)]
-        words = tile.load_blocks(group)
-        return [jnp.max(_maximum([half(words) for half in _HALVES]), axis=2)]
+            return [tile.column_maxima(values, order) for values in tile.load_columns(group, order)]
+        return [row_maxima(tile.load_blocks(group))]
 
     def add_group(g: jax.Array, totals: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(
@@ -280,7 +131,7 @@ def _add_maxima(
 ) -> tuple[jax.Array, jax.Array]:
     """Adds block maxima to the largest of each thread and to its checksum."""
     for bits in maxima:
-        hashed = random.mix(bits.astype(jnp.uint32), _word(0))
+        hashed = random.mix(bits.astype(jnp.uint32), word(0))
         total = (bits, hashed) if total is None else (jnp.maximum(total[0], bits), total[1] + hashed)
     assert total is not None
     return total
@@ -334,13 +185,11 @@ class _Writer:
         """Writes group g of tile i, quantized along features."""
         tile, group = self.tile, i * GROUPS + g
         words = tile.load_blocks(group)
-        pair = [half(words) for half in _HALVES]
-        maxima = self.order.add_headroom(jnp.max(_maximum(pair), axis=2))
-        scale, enc = self.encoder.block_scales(maxima)
+        scale, enc = self.encoder.block_scales(self.order.add_headroom(row_maxima(words)))
         index = self.index.of_rows(group) if self.order.stochastic else None
-        packed = self.encoder.encode_pair(pair, tile.ops.expand(enc, words.shape, "blocks"), index)
+        packed = self.encoder.encode_row(words, tile.ops.expand(enc, words.shape, "blocks"), index)
         tokens = pl.ds(group * BLOCK, BLOCK)
-        tile.ops.store(self.codes, (tokens, tile.blocks, slice(None)), packed.astype(jnp.uint8))
+        tile.ops.store(self.codes, (tokens, tile.blocks, slice(None)), packed)
         tile.ops.store(self.scales, (tokens, tile.blocks), scale.astype(jnp.uint8))
         return carry
 
@@ -354,14 +203,13 @@ class _Writer:
         def add_group(g: jax.Array, joined: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             results = []
             for half, (packed, scale) in enumerate(self._quantize_columns(i * GROUPS + g)):
-                for k in range(2):
-                    word = _join(packed[4 * k : 4 * k + 4], 8)
-                    tile.ops.store(stage, (half, slice(None), slice(None), 2 * g + k), word)
+                for k, codes in enumerate(packed):
+                    tile.ops.store(stage, (half, slice(None), slice(None), 2 * g + k), codes)
                 # After four groups, the scale of the first one is in the lowest byte.
-                results.append((joined[half] >> _word(8)) | (scale << _word(24)))
+                results.append((joined[half] >> word(8)) | (scale << word(24)))
             return tuple(results)
 
-        zeros = tile.ops.iota((TILE_BLOCKS, WORDS), 0, "words") & _word(0)
+        zeros = tile.ops.iota((TILE_BLOCKS, WORDS), 0, "words") & word(0)
         for half, scale in enumerate(lax.fori_loop(0, GROUPS, add_group, (zeros, zeros))):
             columns = tile.ops.load(stage, (half,), "columns")
             column = (tile.blocks, slice(None), half)
@@ -369,13 +217,16 @@ class _Writer:
             tile.ops.store(self.scales, (*column, i), scale)
 
     def _quantize_columns(self, group: jax.Array) -> list[tuple[list[jax.Array], jax.Array]]:
-        """The packed codes of the 8 pairs of tokens, and the scale, at even and at odd features."""
-        quantized = []
-        for half, values in enumerate(self.tile.load_columns(group, self.order)):
-            scale, enc = self.encoder.block_scales(self.order.add_headroom(_maximum(values)))
+        """The codes of 16 tokens as two words of 8, and the scale, at even and at odd features."""
+        tile, quantized = self.tile, []
+        for half, values in enumerate(tile.load_columns(group, self.order)):
+            maxima = self.order.add_headroom(tile.column_maxima(values, self.order))
+            scale, enc = self.encoder.block_scales(maxima)
+            if self.order.rotates:
+                values = [tile.ops.round_bf16(v) for v in values]
             indices = self.index.of_columns(group, half) if self.order.stochastic else [None] * WORDS
             packed = [
-                self.encoder.encode_pair(values[2 * k : 2 * k + 2], enc, indices[k]) for k in range(WORDS)
+                self.encoder.encode_column(values[2 * k : 2 * k + 8], enc, indices[k : k + 4]) for k in (0, 4)
             ]
             quantized.append((packed, scale.astype(jnp.uint32)))
         return quantized

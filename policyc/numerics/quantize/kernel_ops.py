@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import jax
@@ -40,6 +42,15 @@ class InterpreterOps:
         """Repeats x along a new last axis."""
         del layout
         return lax.broadcast_in_dim(x, shape, tuple(range(x.ndim)))
+
+    def largest(self, values: Sequence[jax.Array]) -> jax.Array:
+        """The largest magnitude of fp32 numbers, or NaN. As integers: a CPU takes denormals for zero."""
+        magnitudes = [lax.bitcast_convert_type(v, jnp.int32) & jnp.int32(0x7FFFFFFF) for v in values]
+        return lax.bitcast_convert_type(reduce(jnp.maximum, magnitudes), jnp.float32)
+
+    def add_zero(self, x: jax.Array) -> jax.Array:
+        """Turns negative zeros into positive ones. XLA would drop a sum with zero."""
+        return jnp.where(x == jnp.float32(0), jnp.float32(0), x)
 
     def round_bf16(self, x: jax.Array) -> jax.Array:
         """Rounds fp32 numbers to bfloat16. They stay fp32. XLA would drop a cast."""
@@ -95,6 +106,14 @@ class MosaicOps:
         wide = lax.broadcast_in_dim(x, shape, tuple(range(x.ndim)))
         cast: jax.Array = self.mosaic_gpu.layout_cast(wide, self.layouts[layout])
         return cast
+
+    def largest(self, values: Sequence[jax.Array]) -> jax.Array:
+        largest: jax.Array = reduce(jnp.maximum, map(jnp.abs, values))
+        return largest
+
+    def add_zero(self, x: jax.Array) -> jax.Array:
+        total: jax.Array = x + jnp.float32(0)
+        return total
 
     def round_bf16(self, x: jax.Array) -> jax.Array:
         return x.astype(jnp.bfloat16).astype(jnp.float32)

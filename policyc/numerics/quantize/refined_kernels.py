@@ -29,7 +29,7 @@ from policyc.numerics.quantize.bits import (
     sign_bit,
 )
 from policyc.numerics.quantize.blocks import RANDOM_BITS
-from policyc.numerics.quantize.kernel_bodies import WORDS, Encoder, Order, divide
+from policyc.numerics.quantize.kernel_encoder import WORDS, Encoder, Order, divide
 from policyc.numerics.quantize.kernel_ops import KernelOps, Ref
 from policyc.numerics.quantize.kernel_tiles import (
     BLOCK,
@@ -45,7 +45,7 @@ ROW_TOKENS = 8
 
 _HALF_PAIRS = WORDS // 2
 
-# Jitted, as `kernel_bodies.divide` is.
+# Jitted, as `kernel_encoder.divide` is.
 _round_nearest = jax.jit(round_nearest, static_argnums=1)
 _decode = jax.jit(decode_magnitude, static_argnums=1)
 _mix = jax.jit(random.mix)

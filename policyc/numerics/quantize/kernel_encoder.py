@@ -1,0 +1,226 @@
+"""The arithmetic of the NVFP4 kernels: rotation, block scales, codes.
+
+Mosaic runs it on registers. Integer operations, comparisons and maxima take a GPU twice as long as sums and products in
+fp32, and are what bounds these kernels: so there are as few of them as possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from policyc.language.recipes import Treatment
+from policyc.numerics.quantize import random
+from policyc.numerics.quantize.bits import (
+    E2M1,
+    E4M3,
+    INFINITY,
+    NEAREST_OFFSET,
+    bits_of,
+    clamp,
+    decode_magnitude,
+    from_bits,
+    kernel_div,
+    nearest_bits_e2m1,
+    round_nearest,
+    stochastic_bits,
+)
+from policyc.numerics.quantize.blocks import (
+    RANDOM_BITS,
+    SCALE_KEY,
+    bound_of,
+    find_encoding_scale,
+    refinement_of,
+)
+from policyc.numerics.quantize.hadamard import SIGNS
+from policyc.numerics.quantize.kernel_ops import KernelOps, Ref
+from policyc.numerics.quantize.kernel_tiles import BLOCK
+from policyc.numerics.quantize.layout import Axes
+
+WORDS = BLOCK // 2
+"""The words of a block of features."""
+SCALARS = 5
+"""The words of the scalars of one order, see `kernels.OrderScales`."""
+
+# Jitted, so that it is traced once for all kernels, whose tracing is a good part of the time to compile a step.
+divide: Any = jax.jit(kernel_div)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """How a matrix is quantized in one order: along its features, or along its tokens.
+
+    `headroom` multiplies the maxima. Only tokens are rotated, and not if block scales are refined. `refinement` is that
+    of `blocks.refinement_of`, `bound` that of `blocks.bound_of`.
+    """
+
+    along_tokens: bool
+    rotates: bool = False
+    stochastic: bool = False
+    headroom: float = 1.0
+    refinement: str = ""
+    bound: float
+
+    @classmethod
+    def from_treatment(cls, treatment: Treatment, axes: Axes) -> Order:
+        refinement = refinement_of(treatment)
+        return cls(
+            along_tokens=axes.axis == -2,
+            rotates=bool(treatment.rht) and not refinement,
+            stochastic=treatment.rounding == "sr",
+            headroom=float(treatment.headroom),
+            refinement=refinement,
+            bound=bound_of(treatment),
+        )
+
+    def add_headroom(self, bits: jax.Array) -> jax.Array:
+        """The bits of maxima times the headroom."""
+        return bits if self.headroom == 1 else bits_of(from_bits(bits) * jnp.float32(self.headroom))
+
+
+# ---- arithmetic on words
+
+
+def _even(words: jax.Array) -> jax.Array:
+    """The feature in the low half of each word, in fp32."""
+    return lax.bitcast_convert_type(words << word(16), jnp.float32)
+
+
+def _odd(words: jax.Array) -> jax.Array:
+    """The feature in the high half of each word, in fp32."""
+    return lax.bitcast_convert_type(words & word(0xFFFF0000), jnp.float32)
+
+
+HALVES = (_even, _odd)
+
+
+def word(number: int) -> jax.Array:
+    """A number as a word."""
+    unsigned: jax.Array = jnp.uint32(number)
+    return unsigned
+
+
+def _top_bits(x: jax.Array) -> jax.Array:
+    """The highest 4 bits of fp32 numbers, the sign first."""
+    return lax.bitcast_convert_type(x, jnp.uint32) >> word(28)
+
+
+def row_maxima(words: jax.Array) -> jax.Array:
+    """The bits of the largest magnitudes along the last axis, of both features of each word."""
+    magnitudes = words & word(0x7FFF7FFF)
+    largest = jnp.max(jnp.maximum(magnitudes, magnitudes << word(16)).astype(jnp.int32), axis=-1)
+    # What is below an odd feature is the even one.
+    maxima: jax.Array = largest & jnp.int32(0x7FFF0000)
+    return maxima
+
+
+def rotate(ops: KernelOps, values: Sequence[jax.Array]) -> list[jax.Array]:
+    """The Hadamard transform across 16 arrays, not rounded yet. Divided first, so that no sum overflows.
+
+    A sum of negative zeros is a positive zero, as in a product of matrices, whose sums start with one. So here one of
+    the first two terms of each sum is no negative zero.
+    """
+    rotated = [v * jnp.float32(sign / 4) for v, sign in zip(values, SIGNS, strict=True)]
+    rotated[::2] = map(ops.add_zero, rotated[::2])
+    half = 1
+    while half < BLOCK:
+        for start in range(0, BLOCK, 2 * half):
+            for i in range(start, start + half):
+                low, high = rotated[i], rotated[i + half]
+                rotated[i], rotated[i + half] = low + high, low - high
+        half *= 2
+    return rotated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoder:
+    """Computes block scales and codes of one order, from the words of its `kernels.OrderScales`."""
+
+    lift: jax.Array
+    enc: jax.Array
+    dec: jax.Array
+    is_finite: jax.Array
+    key: random.Key
+    scaled_key: jax.Array
+
+    @classmethod
+    def from_words(cls, words: Ref, start: Any, order: Order) -> Encoder:
+        amax, maximum, content, a, b = (words[start + i] for i in range(SCALARS))
+        enc, lift = find_encoding_scale(amax.astype(jnp.int32), order.bound, divide)
+        key = random.Key(a, b)
+        if order.stochastic or order.refinement == "ms_eden":
+            # As in `blocks.tensor_key`.
+            key = key.fold(maximum).fold(content)
+        if order.refinement == "ms_eden":
+            key = key.fold(SCALE_KEY)
+        dec = divide(jnp.float32(1), enc)
+        return cls(
+            lift=lift,
+            enc=enc,
+            dec=dec,
+            is_finite=amax < word(INFINITY),
+            key=key,
+            scaled_key=random.scale_key(key.b),
+        )
+
+    def block_scales(self, maxima: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The codes of block scales, and what elements are multiplied by. `maxima` has bits."""
+        code, enc = self.scale_candidates(maxima, jnp.float32(1 / 6))
+        return self.mark_not_finite(code), enc
+
+    def scale_candidates(self, maxima: jax.Array, fraction: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """As `block_scales`, for scales that map maxima to 1 / `fraction`. They are finite in any case."""
+        ideal = (from_bits(maxima) * self.lift) * (self.enc * fraction)
+        code = round_nearest(ideal, E4M3)
+        scale = decode_magnitude(code, E4M3) * self.dec
+        return code, kernel_div(jnp.ones_like(scale), scale)
+
+    def mark_not_finite(self, code: jax.Array) -> jax.Array:
+        """The codes of block scales: NaN if the tensor has a NaN or an infinity."""
+        return jnp.where(self.is_finite, code, E4M3.nan or 0)
+
+    def encode_row(self, words: jax.Array, enc: jax.Array, index: jax.Array | None) -> jax.Array:
+        """Both codes of each word in a byte, uint8. `index` is that of `_round`."""
+        codes, offset = self._round([half(words) * self.lift * enc for half in HALVES], [index])
+        # Sums in the highest byte. The factor copies the sign of the even feature, in bit 15, into bit 27.
+        signs = (words & word(0x80008000)) * word(0x1001) - word(offset * 0x11000000 & 0xFFFFFFFF)
+        packed: jax.Array = (codes[1] << word(28)) + ((codes[0] << word(24)) + signs)
+        return (packed >> word(24)).astype(jnp.uint8)
+
+    def encode_column(
+        self, values: Sequence[jax.Array], enc: jax.Array, indices: Sequence[jax.Array | None]
+    ) -> jax.Array:
+        """Eight codes in a word, the first one in the lowest bits. `indices` are those of `_round`."""
+        scaled = [v * self.lift * enc for v in values]
+        codes, offset = self._round(scaled, indices)
+        packed, signs = codes[-1], _top_bits(scaled[-1])
+        for code, x in zip(codes[-2::-1], scaled[-2::-1], strict=True):
+            packed = packed * word(16) + code
+            # A GPU shifts two words as one, in one instruction.
+            signs = (signs << word(4)) | _top_bits(x)
+        return (packed - word(offset * 0x11111111 & 0xFFFFFFFF)) | (signs & word(0x88888888))
+
+    def _round(
+        self, scaled: Sequence[jax.Array], indices: Sequence[jax.Array | None]
+    ) -> tuple[list[jax.Array], int]:
+        """Codes without their signs, uint32, and what each of them is too large by: that is subtracted when packed.
+
+        `indices` number the pairs of the whole operand; None rounds to nearest.
+        """
+        magnitudes = [clamp(jnp.abs(x), E2M1) for x in scaled]
+        codes = []
+        for i, index in enumerate(indices):
+            pair = magnitudes[2 * i : 2 * i + 2]
+            if index is None:
+                codes += [nearest_bits_e2m1(t).astype(jnp.uint32) for t in pair]
+                continue
+            mixed = random.mix_scaled(index ^ self.key.a, self.scaled_key)
+            for t, half in zip(pair, (mixed & word(0xFFFF), mixed >> word(16)), strict=True):
+                steps = (half << word(E2M1.shift - RANDOM_BITS)).astype(jnp.int32)
+                codes.append(stochastic_bits(t, steps, E2M1).astype(jnp.uint32) >> word(E2M1.shift))
+        return codes, NEAREST_OFFSET if indices[0] is None else E2M1.rebias
