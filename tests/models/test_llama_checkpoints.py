@@ -270,6 +270,23 @@ def test_the_hash_of_a_state_sees_bits_and_order():
     assert checkpoints.hash_state({"w": jax.device_put(first, sharding)}) == hashes[0]
 
 
+def test_a_state_that_is_divided_is_restored_on_another_mesh(tmp_path):
+    weight = np.random.default_rng(0).standard_normal((16, 8), np.float32)
+    spec = jax.sharding.PartitionSpec("fsdp", "tensor")
+    meshes = [llama_runs.make_mesh(**axes) for axes in ({"fsdp": 2, "tensor": 2, "context": 2}, {"fsdp": 4})]
+    first, second = (
+        {"weight": jax.device_put(weight, jax.sharding.NamedSharding(mesh, spec))} for mesh in meshes
+    )
+    manager = checkpoints.Checkpoints(tmp_path / "checkpoints", 1, {})
+    manager.save(1, first, [0])
+    manager.wait()
+    for state in (first, second):
+        restored = manager.restore(jax.tree.map(jax.numpy.zeros_like, state), False).state["weight"]
+        assert restored.sharding == state["weight"].sharding
+        assert np.array_equal(restored, weight)
+    manager.close()
+
+
 def test_a_checkpoint_without_room_is_refused_before_it_is_written(tmp_path, monkeypatch):
     manager = checkpoints.Checkpoints(tmp_path / "checkpoints", 2, {})
     disk = SimpleNamespace(free=10)

@@ -18,6 +18,7 @@ from tests.support import llama_runs
 from tests.support.command import policyc as command
 from tests.support.llama_runs import (
     RUN,
+    RUN_ON_MESH,
     Killed,
     at_step,
     flags,
@@ -126,6 +127,7 @@ def test_the_state_before_a_fault_is_saved(completed, tmp_path, capsys, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(train_step, "make_train_step", make_faulty_step)
+        patch.setattr(partition, "make_mesh", lambda *_: llama_runs.make_mesh())
         settings = RUN | {"on_fault": "skip", "max_skips": 1}
         assert train.main(flags(out=folder, **settings)) == 1
     message = capsys.readouterr().err
@@ -171,12 +173,6 @@ def test_bundled_policies_match_the_sites_by_kind(tmp_path, monkeypatch):
 # ---- slow
 
 
-@pytest.fixture
-def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs in this process use one device, for which a step compiles faster."""
-    monkeypatch.setattr(partition, "make_mesh", lambda *_: llama_runs.make_mesh())
-
-
 @pytest.mark.slow
 def test_a_run_on_a_blend_survives_a_shortened_file_and_moved_data(tmp_path, capsys, monkeypatch):
     """It is saved before the step that has no data. With the data at another path, it resumes to the same losses."""
@@ -213,7 +209,7 @@ def test_a_profile_is_written_and_changes_nothing(completed, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_spike_is_explained(tmp_path, capsys, one_device):
+def test_a_spike_is_explained(tmp_path, capsys):
     """The limit on spikes is below the noise: the second step exceeds it."""
     settings = {"steps": 4, "spike": 1e-9, "learning_rate": 10.0, "clip": 0, "warmup": 0}
     assert train_here(out=tmp_path / "run", **settings) == 1
@@ -229,9 +225,11 @@ def test_a_spike_is_explained(tmp_path, capsys, one_device):
 KILLED = """
 import os, signal, sys
 import pytest
-from policyc.models.llama import train
-from tests.support.llama_runs import at_step
-at_step(pytest.MonkeyPatch(), 7, lambda: os.kill(os.getpid(), signal.SIGKILL))
+from policyc.models.llama import partition, train
+from tests.support.llama_runs import at_step, make_mesh
+patch = pytest.MonkeyPatch()
+patch.setattr(partition, "make_mesh", lambda *_: make_mesh())
+at_step(patch, 7, lambda: os.kill(os.getpid(), signal.SIGKILL))
 train.main(sys.argv[1:])
 """
 
@@ -280,7 +278,7 @@ def test_two_processes_train_as_one_stop_at_one_step_and_are_resumed_elsewhere(t
         with monkeypatch.context() as patch:
             at_step(patch, step + 4, kill)
             with pytest.raises(Killed):
-                train_here(out=tmp_path / name, **RUN | settings)
+                train_here(out=tmp_path / name, **RUN_ON_MESH | settings)
     resumed = losses(tmp_path / "two")
     assert len(resumed) > step
     # All is float32, and sums have another order: see test_llama_step.
@@ -288,11 +286,12 @@ def test_two_processes_train_as_one_stop_at_one_step_and_are_resumed_elsewhere(t
 
 
 @pytest.mark.slow
-def test_a_policy_and_its_schedule_apply_to_a_run(tmp_path, one_device):
+def test_a_policy_and_its_schedule_apply_to_a_run(tmp_path, monkeypatch):
     """A phase in mxfp8 changes the losses a little; the next one, in bf16, does what the program does by itself.
 
     That a policy acts on the training step too: tests/cli/test_train.py and test_llama_seeds.py.
     """
+    monkeypatch.setattr(partition, "make_mesh", lambda *_: llama_runs.make_mesh())
     (tmp_path / "late.policy").write_text("mlp.down_proj -> mxfp8\nafter 50% { mlp.down_proj -> bf16 }\n")
     settings = {"steps": 4, "checkpoint_every": 2, "eval_every": 2}
     ran = command(

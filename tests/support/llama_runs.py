@@ -26,10 +26,11 @@ TRAIN = ROOT / "models" / "llama" / "train.py"
 
 SMALL = {"layers": 2, "width": 32, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 8, "vocab": 272}
 SHORT = {"steps": 8, "batch": 8, "sequence": 32, "data": "synthetic", "learning_rate": 1e-2}
-# Tests of single steps and of whole runs use the same mesh and dtype, so that JAX compiles their step once.
-MESH = {"fsdp": 2, "tensor": 2, "context": 2}
 DTYPE = "float32"
-RUN = {"checkpoint_every": 3, "keep": 2, "compute": DTYPE, **{f"{name}_axis": n for name, n in MESH.items()}}
+RUN = {"checkpoint_every": 3, "keep": 2, "compute": DTYPE}
+# Tests of single steps and of a whole run use the same mesh and dtype, so that JAX compiles their step once.
+MESH = {"fsdp": 2, "tensor": 2, "context": 2}
+RUN_ON_MESH = RUN | {f"{name}_axis": n for name, n in MESH.items()}
 
 
 def flags(**settings: Any) -> list[str]:
@@ -116,10 +117,16 @@ def make_shared_step(config: Any, run: Any, mesh: Mesh) -> Any:
 
 
 def train_here(**settings: Any) -> int:
-    """Trains in this process, without a policy. Runs with equal settings share a compiled step."""
-    from policyc.models.llama import train, train_step
+    """Trains in this process, without a policy. Runs with equal settings share a compiled step.
+
+    A run that names no axis of the mesh has one device: it compiles faster, and writes checkpoints in a third of the
+    time.
+    """
+    from policyc.models.llama import partition, train, train_step
 
     _make_step()  # of the module itself, before it is replaced
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_step, "make_train_step", make_shared_step)
+        if not any(name.endswith("_axis") for name in settings):
+            patch.setattr(partition, "make_mesh", lambda *_: make_mesh())
         return train.main(flags(**settings))
