@@ -14,7 +14,6 @@ import networkx as nx
 
 from policyc.base.text import as_ranges, count_noun, escape_controls, format_ranges
 from policyc.changes.data import sentence
-from policyc.changes.figures import product_figures
 from policyc.changes.graph import children_of, graph_of
 from policyc.changes.model import DiffData, Linear, LinearRange, ProductChange
 from policyc.language.diagnostics import Paint, plain
@@ -23,7 +22,6 @@ from policyc.language.recipes import Gemm
 WIDTH = 80
 
 _COMMENT = "  # "
-_NO_BREAK_SPACE = "\N{NO-BREAK SPACE}"
 
 
 def render(diff: DiffData, paint: Paint = plain, width: int = WIDTH, *, equations: bool = True) -> str:
@@ -125,7 +123,6 @@ class EquationLines:
                 pair = data["pair"]
                 previous, explanation = explanation, list(self._explanation(data))
                 yield from explanation if explanation != previous else ()
-                yield from self._figures(data)
             yield from self._equation(child, 0)
 
     def _header(self, path: tuple[str, ...]) -> Iterator[str]:
@@ -147,15 +144,6 @@ class EquationLines:
         if reason in ("replaced", "hoisted", "shared"):
             lines += [_shorten_rule(f"{_COMMENT}{line}", self._width) for line in self._rule_lines(data)]
         yield from (self._paint("rule", line) for line in lines)
-
-    def _figures(self, data: dict[str, Any]) -> Iterator[str]:
-        """What is predicted and measured of the product that an equation computes."""
-        gemm = data.get("product") if self._diff.is_gradient else Gemm.FPROP
-        if data.get("reason") != "replaced" or "linear" not in data or not gemm:
-            return
-        for text in product_figures(self._diff, data["linear"], data.get("layer"), gemm):
-            for line in _wrap_items(text.split("; "), "; ", self._width, _COMMENT):
-                yield self._paint("dim", line)
 
     def _linear_name(self, number: int) -> str:
         return self._diff.linears[number].name
@@ -235,14 +223,7 @@ def _shorten_rule(text: str, width: int) -> str:
 
 
 def _wrap(text: str, width: int, indent: str = "") -> list[str]:
-    return _wrap_items(text.split(" "), " ", width, indent)
-
-
-def _wrap_items(items: Sequence[str], separator: str, width: int, indent: str = "") -> list[str]:
-    """Wraps a list between its items, so that a number and its unit stay together."""
-    text = separator.join(escape_controls(item).replace(" ", _NO_BREAK_SPACE) for item in items)
     further = f"{indent}  " if indent else ""
-    lines = textwrap.wrap(
-        text, width, initial_indent=indent, subsequent_indent=further, break_on_hyphens=False
+    return textwrap.wrap(
+        escape_controls(text), width, initial_indent=indent, subsequent_indent=further, break_on_hyphens=False
     )
-    return [line.replace(_NO_BREAK_SPACE, " ") for line in lines or [""]]

@@ -116,6 +116,12 @@ def diff(
     check_source(program, step.config)
     if output.output_format == "model-explorer" and output.out in (None, "-"):
         raise click.UsageError("--format model-explorer writes a folder: name it with --out")
+    if output.output_format not in ("html", "json") and (
+        compare.stats or compare.compiled or compare.frontier
+    ):
+        raise click.UsageError(
+            "--stats, --compiled and --frontier are for a page or JSON: add --out diff.html"
+        )
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is executed, so JAX need not look for a GPU
     loaded = load_policy(policy)
     before, earlier_loss = _load_before(compare.vs)

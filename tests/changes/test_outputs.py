@@ -61,13 +61,10 @@ def test_lines_fit_the_width(diff: DiffData, width: int) -> None:
     assert max(map(len, render(diff, width=width).splitlines())) <= width
 
 
-def test_a_rule_is_cut_before_its_recipe_and_lists_are_wrapped_between_their_items() -> None:
+def test_a_rule_is_cut_before_its_recipe() -> None:
     names = ",".join(f"name_of_a_layer_{number}" for number in range(9))
     text = render(make_diff(unrolled, UNROLLED, f"{{up,{names}}} -> nvfp4"), width=60)
     assert "  # <policy>:1: {up,name_of_a_layer_0,name_of_a_la… -> nvfp4\n" in text
-    assert re.search(
-        r"  # up fprop: native, xla; [\d.]+ µs; [\d.]+ kFLOP;\n  #   [\d.]+ kB -> [\d.]+ kB\n", text
-    )
 
 
 def test_every_equation_is_shown_or_counted(diff: DiffData) -> None:
@@ -137,7 +134,7 @@ def test_a_rule_that_says_what_the_program_does_changes_no_equation() -> None:
     for is_gradient in (False, True):
         diff = make_diff(unrolled, UNROLLED, "* -> bf16; layers[:2].up -> nvfp4", is_gradient=is_gradient)
         equations = render(diff).partition("\n\n")[2]
-        assert "up fprop" in equations
+        assert "layers[:2].up -> nvfp4" in equations
         assert "-> bf16" not in equations
         assert "down" not in equations
 

@@ -10,10 +10,9 @@ from typing import Any, Literal
 import pytest
 
 import policyc
-from policyc.changes.figures import format_seconds, name_parts, product_figures, short_name
+from policyc.changes.figures import format_seconds, name_parts, short_name
 from policyc.changes.model import DiffData
 from policyc.changes.overlays import read_compiled, read_plan, read_stats
-from policyc.changes.terminal import render
 from policyc.compiler.plan_tables import as_json as plan_json
 from tests.support.diff_models import KEEP_LAST, SCANNED, UNROLLED, X, make_diff, scanned, unrolled
 
@@ -74,37 +73,6 @@ def test_calls_of_a_compiled_program(diff: DiffData, tmp_path: Path) -> None:
     path.write_text("[]")
     with pytest.raises(ValueError, match="was not written by policyc compile"):
         read_compiled(path, diff)
-
-
-def test_figures_are_part_of_the_text(diff: DiffData) -> None:
-    """A line for the predictions and one for the measurements, of the lowest layer among those that are alike."""
-    up = next(number for number, linear in enumerate(diff.linears) if linear.name == "up")
-    rows = [
-        {"linear": up, "layer": layer, "operand": "fprop.lhs", "sqnr_db": 20.0 - layer} for layer in range(6)
-    ]
-    others = {"linear": up, "layer": 0, "operand": "wgrad.lhs", "sqnr_db": 1.0}
-    call = {"linear": up, "layers": [2, 2], "product": "fprop", "call": "__cudnn$blockScaledDot"}
-    overlays = {
-        "stats": {"operands": [*rows, others], "cosines": []},
-        "compiled": {"products": [call]},
-    }
-    lines = render(replace(diff, overlays=overlays)).splitlines()
-    # Layers 0 to 3 are one class.
-    assert "  # up fprop: SQNR 17.0 dB or more; compiled to __cudnn$blockScaledDot" in lines
-    (index,) = (number for number, line in enumerate(lines) if "17.0 dB" in line)
-    # 2 * 64 ** 3 operations. In bf16, three matrices of 64 x 64 x 2 bytes are moved; the codes are smaller.
-    assert lines[index - 1].startswith("  # up fprop: native, xla; 3.00 µs")
-    assert "; 524 kFLOP; 24.6 kB -> " in lines[index - 1]
-    assert lines[index + 1].startswith("- ")
-
-
-def test_a_gradient_without_a_cosine_is_left_out(diff: DiffData) -> None:
-    """A gradient of zeros has none: `stats.jsonl` says null."""
-    up = next(number for number, linear in enumerate(diff.linears) if linear.name == "up")
-    cosines = [{"linear": up, "layer": layer, "cosine": value} for layer, value in ((0, None), (1, 0.75))]
-    measured = replace(diff, overlays={"stats": {"operands": [], "cosines": cosines}})
-    *_, line = product_figures(measured, up, 0, "wgrad")
-    assert line == "up wgrad: gradient cosine 0.7500 or more"
 
 
 def test_the_number_of_a_repeated_name_is_part_of_its_last_part(diff: DiffData) -> None:
