@@ -6,7 +6,6 @@ position has a line from 0 and a column in UTF-16 code units.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from policyc.language.formatter import format_text
 _SEVERITIES = {Severity.ERROR: 1, Severity.WARNING: 2, Severity.NOTE: 3}
 _SYMBOLS = {"recipe": 13, "group": 18, "variant": 2}  # a variable, an array, a module
 _SCHEDULE_SYMBOL = 24  # an event
-_LINE = re.compile(r"[^\n]*\n|[^\n]+")
 
 
 def to_position(source: SourceText, offset: int) -> Json:
@@ -108,38 +106,14 @@ def fix_actions(diagnostics: Sequence[Diagnostic], uri: str, start: int, end: in
             }
 
 
-def replace_text(source: SourceText, text: str) -> list[Json]:
-    """The edits that make a text another one. Lines that stay are left alone, and with them an editor's cursor.
-
-    Line endings stay as they were.
-    """
-    if "\r\n" in source.text:
-        text = text.replace("\r\n", "\n").replace("\n", "\r\n")
-    old, new = _LINE.findall(source.text), _LINE.findall(text)
-    starts = [{"line": line, "character": 0} for line in range(len(old))]
-    starts.append(to_position(source, len(source.text)))
-    if len(old) == len(new):
-        return [
-            {"range": {"start": starts[line], "end": starts[line + 1]}, "newText": after}
-            for line, (before, after) in enumerate(zip(old, new, strict=True))
-            if before != after
-        ]
-    first = _count_same(old, new)
-    last = _count_same(old[first:][::-1], new[first:][::-1])
-    place = {"start": starts[first], "end": starts[len(old) - last]}
-    return [{"range": place, "newText": "".join(new[first : len(new) - last])}]
-
-
-def _count_same(old: Sequence[str], new: Sequence[str]) -> int:
-    """The number of lines at the start that are the same."""
-    pairs = enumerate(zip(old, new, strict=False))
-    return next((number for number, (a, b) in pairs if a != b), min(len(old), len(new)))
-
-
 def format_edits(source: SourceText) -> list[Json]:
-    """The edits that format a text; none if it has errors."""
+    """The edit that formats a text and keeps its line endings; none if nothing changes, or the text has errors."""
     formatted = format_text(source.text.replace("\r\n", "\n"))
-    return [] if formatted is None else replace_text(source, formatted)
+    if formatted is not None and "\r\n" in source.text:
+        formatted = formatted.replace("\n", "\r\n")
+    if formatted in (None, source.text):
+        return []
+    return [{"range": to_range(Span(source, 0, len(source.text))), "newText": formatted}]
 
 
 Place = tuple[str, Name]

@@ -35,11 +35,3 @@ def find_all(text: str, path: Path | None) -> tuple[SourceText, tuple[Diagnostic
     except PolicyError as error:
         found += error.diagnostics
     return source, tuple(sorted(found, key=lambda d: d.sort_key))
-
-
-def fix_all(text: str, path: Path | None) -> str:
-    """The text with all safe fixes."""
-    from policyc.linter import engine
-    from policyc.linter.fixes import apply_fixes
-
-    return apply_fixes(text, lambda t: parse_with_diagnostics(t, path=path), engine.lint).text

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,9 +16,7 @@ from typing import NamedTuple
 
 from policyc.compiler.site_lists import ListPlan, RuleShare, SiteList
 from policyc.editor.model import Model, find_model
-from policyc.language.bundled import POLICY_SUFFIX, read_policy_text
-from policyc.language.diagnostics import PolicyError, SourceText
-from policyc.language.loader import LoadedPolicy, load_statements, parse_with_diagnostics
+from policyc.language.loader import LoadedPolicy, load_statements
 from policyc.language.parser import BlockStatement, PieceReader, Statement, find_pieces
 from policyc.language.policy import Policy, Rule
 
@@ -141,18 +139,3 @@ def _plan_rules(policy: Policy, sites: SiteList) -> Iterator[tuple[int, tuple[Li
     for applied in (policy, *variants):
         plan = ListPlan(applied, sites)
         yield from ((id(rule.span), (plan, number)) for number, rule in enumerate(applied.rules))
-
-
-def read_importers(folder: Path, files: Collection[Path]) -> Iterator[SourceText]:
-    """The policies of a folder that import one of the files, with all that they import."""
-    for path in sorted(folder.glob(f"*{POLICY_SUFFIX}")):
-        try:
-            text = read_policy_text(path)
-        except PolicyError:  # not readable
-            continue
-        if "import" not in text:  # most do not, and parsing takes longer
-            continue
-        loaded = parse_with_diagnostics(text, path=path)
-        imports = [file.source for file in loaded.imports]
-        if any(Path(source.path).resolve() in files for source in imports):
-            yield from (loaded.file.source, *imports)

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,11 +22,11 @@ from urllib.parse import unquote, urlsplit
 
 from policyc.editor import features
 from policyc.editor.completion import complete
-from policyc.editor.findings import find_all, fix_all
+from policyc.editor.findings import find_all
 from policyc.editor.hover import hover
 from policyc.editor.json_rpc import DEFERRED, METHOD_NOT_FOUND, Connection, Json, RequestError
 from policyc.editor.model import list_sites
-from policyc.editor.reading import Reading, read, read_importers
+from policyc.editor.reading import Reading, read
 from policyc.editor.start import LIST_SITES
 from policyc.editor.worker import Worker, WorkerError
 from policyc.language.bundled import bundled_policies
@@ -134,7 +134,6 @@ class PolicyServer:
         self._requests: dict[str, Callable[[_Document, Json], Any]] = {
             "textDocument/completion": self.complete,
             "textDocument/definition": self.definition,
-            "textDocument/references": self.references,
             "textDocument/prepareRename": self.prepare_rename,
             "textDocument/rename": self.rename,
             "textDocument/documentSymbol": lambda document, _: features.symbols(document.source),
@@ -285,14 +284,12 @@ class PolicyServer:
         here = (n for uri, n in places if uri == document.uri and n.start <= offset <= n.end)
         return features.name_range(document.source, next(here)) if features.definitions(places) else None
 
-    def references(self, document: _Document, params: Json) -> list[Json]:
-        return features.locations(*self._find_everywhere(document, params))
-
     def rename(self, document: _Document, params: Json) -> Json:
         new_name = params["newName"]
         if not new_name.isidentifier():
             raise RequestError(f"'{new_name}' is not a name: use letters, digits and '_'")
-        sources, places = self._find_everywhere(document, params)
+        sources = self._sources(document)
+        places = features.find_places(sources, document.offset(params))
         if not features.definitions(places):
             raise RequestError("no recipe, group or variant that this file or its imports define is here")
         bundled = {path.resolve().as_uri(): name for name, path in bundled_policies().items()}
@@ -302,29 +299,15 @@ class PolicyServer:
                 raise RequestError(f"{message}: it cannot be renamed")
         return features.rename(sources, places, new_name)
 
-    def _find_everywhere(
-        self, document: _Document, params: Json
-    ) -> tuple[dict[str, SourceText], list[features.Place]]:
-        """The places of a name, also in the policies beside this one that import its definition."""
-        sources, offset = self._sources(document), document.offset(params)
-        defined = features.definitions(features.find_places(sources, offset))
-        files = {path for uri, _ in defined if (path := _path(uri)) is not None}
-        folders = {path.parent for path in (*files, document.path) if path is not None}
-        importers = (s for folder in sorted(folders) for s in read_importers(folder, files))
-        sources = {**sources, **dict(self._as_open(importers))}
-        return sources, features.find_places(sources, offset)
-
     def _sources(self, document: _Document) -> dict[str, SourceText]:
-        """The text of a document and those of the files that it imports, by URI."""
-        imports = (file.source for file in document.read().loaded.imports)
-        return {document.uri: document.source, **dict(self._as_open(imports))}
-
-    def _as_open(self, sources: Iterable[SourceText]) -> Iterator[tuple[str, SourceText]]:
-        """Texts with their URIs. One that is open is as it is in the editor."""
+        """The text of a document and those of its imports, by URI. A file that is open is as it is in the editor."""
         documents = {d.path.resolve(): d for d in tuple(self._documents.values()) if d.path is not None}
-        for source in sources:
-            document = documents.get(Path(source.path).resolve())
-            yield (document.uri, document.source) if document else (features.file_uri(source), source)
+        sources = {document.uri: document.source}
+        for source in (file.source for file in document.read().loaded.imports):
+            opened = documents.get(Path(source.path).resolve())
+            uri = opened.uri if opened else features.file_uri(source)
+            sources[uri] = opened.source if opened else source
+        return sources
 
     def hover(self, document: _Document, params: Json) -> Json | None:
         text = hover(document.read(), document.current_diagnostics, document.offset(params))
@@ -335,13 +318,8 @@ class PolicyServer:
 
     def code_actions(self, document: _Document, params: Json) -> list[Json]:
         """The fixes of the diagnostics in a range; none while the text is not linted: the client asks again then."""
-        source, current = document.source, document.current_diagnostics
+        current = document.current_diagnostics
         actions = list(features.fix_actions(current, document.uri, *document.range(params)))
-        if _asks_for_all(params) and any(d.fix is not None and d.fix.safe for d in current):
-            fixed = self._worker.call(fix_all, source.text, document.path)
-            edits = features.replace_text(source, fixed)
-            edit, title = {"changes": {document.uri: edits}}, "policyc: apply all safe fixes"
-            actions.append({"title": title, "kind": "source.fixAll", "edit": edit})
         program = document.read().model.source.program
         if program:
             title = f"policyc: list the sites of '{' '.join(program)}' (runs it)"
@@ -364,13 +342,9 @@ class PolicyServer:
         threading.Thread(target=run, daemon=True).start()
 
 
-def _asks_for_all(params: Json) -> bool:
-    return any(kind.startswith("source") for kind in params["context"].get("only") or ())
-
-
 def _is_invoked(params: Json) -> bool:
     """Does a person ask for code actions, so that the answer must be that of the present text?"""
-    return params["context"].get("triggerKind") == _INVOKED or _asks_for_all(params)
+    return bool(params["context"].get("triggerKind") == _INVOKED)
 
 
 def _path(uri: str) -> Path | None:

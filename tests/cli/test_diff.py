@@ -184,8 +184,14 @@ def test_what_is_shared_does_not_name_folders_of_the_machine(
         (["a.policy", "--format", "model-explorer", "train.py", "64"], "name it with --out"),
         (["train.py", "a.policy"], "the policy comes first"),
         (["a.policy", "--out", "no/x.html", "train.py", "64"], "--out: "),
-        (["a.policy", "--out", "x.html", "--stats", "nowhere", "train.py", "64"], "stats.jsonl' cannot be read"),
-        (["a.policy", "--out", "x.json", "--compiled", "nowhere", "train.py", "64"], "nowhere' cannot be read"),
+        (
+            ["a.policy", "--out", "x.html", "--stats", "nowhere", "train.py", "64"],
+            "stats.jsonl' cannot be read",
+        ),
+        (
+            ["a.policy", "--out", "x.json", "--compiled", "nowhere", "train.py", "64"],
+            "nowhere' cannot be read",
+        ),
         (["a.policy", "--stats", "run", "train.py", "64"], "are for a page or JSON"),
     ],
 )

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policyc.editor import features
@@ -154,15 +154,6 @@ def test_positions_count_utf16(text: str, data: st.DataObject) -> None:
 LINES = st.lists(st.sampled_from(["", "a", "b", "é𝔘", "c\u2028d"]), max_size=6).map("\n".join)
 
 
-@given(LINES, LINES)
-@example("a\nb\n", "b\n")
-@example("a", "a\n")
-@example("", "a\nb")
-def test_edits_make_one_text_another_and_leave_the_lines_that_stay(before: str, after: str) -> None:
-    source = SourceText(before)
-    assert apply_edits(source, features.replace_text(source, after)) == after
-
-
 def apply_edits(source: SourceText, edits: list[Json]) -> str:
     text = source.text
     for edit in reversed(edits):
@@ -190,12 +181,6 @@ def test_formatting_is_that_of_fmt(
         if "\n" in text:
             expected = expected.replace("\n", line_end)
         assert apply_edits(source, features.format_edits(source)) == expected
-
-
-def test_an_edit_is_of_the_lines_that_change() -> None:
-    source = SourceText("one\ntwo\nthree\nfour\nfive\n")
-    edits = features.replace_text(source, "one\n2\nthree\n4\nfive\n")
-    assert [(edit["range"]["start"]["line"], edit["newText"]) for edit in edits] == [(1, "2\n"), (3, "4\n")]
 
 
 WITHOUT_JAX = """
