@@ -63,7 +63,7 @@ def test_a_plan_has_the_products_of_the_gradient(seed: int) -> None:
 
 
 @pytest.mark.slow
-@settings(SETTINGS, max_examples=50)
+@settings(SETTINGS, max_examples=25)
 @given(integers(0, 2**32 - 1), integers(2, 4))
 def test_a_plan_of_any_program_has_the_products_of_its_gradient(seed: int, depth: int) -> None:
     random_program = program(seed, depth, CutGradientBuilder)

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import policyc
 from policyc.compiler import pipeline
-from policyc.jaxcore import jaxprs
+from policyc.jaxcore import jaxprs, transform
 from tests.support.jaxpr_tools import without_dead_code
 from tests.support.layered_models import (
     LAYERS,
@@ -47,18 +47,21 @@ SPLIT = f"{SQUARE}; layers[1:3] -> fp8; layers[-1].down -> keep"
 @pytest.fixture
 def quantize_in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """A function that turns hoisting off: from then on, every weight is quantized where it is used."""
+    rewritten: list[None] = []
 
     def switch() -> None:
         def rewrite(sites: Any, *rest: Any) -> Any:
+            rewritten.append(None)
             blind = tuple(replace(s, origin=None) for s in sites)
             return original(replace(sites, sites=blind), *rest)
 
         original = pipeline.rewrite
         monkeypatch.setattr(pipeline, "rewrite", rewrite)
-        jax.clear_caches()
+        transform._transformed.clear()
 
     yield switch
-    jax.clear_caches()
+    transform._transformed.clear()
+    assert rewritten  # no cache had the result
 
 
 def weights_quantized(f: Callable[..., Any], *args: Any, operand: str = "rhs") -> Counter[tuple[int, ...]]:
@@ -178,7 +181,7 @@ def test_hoisting_changes_no_bit(quantize_in_place: Callable[[], None]) -> None:
 
     def run() -> Any:
         with policyc.active(policy):
-            return jax.jit(step)(STACKED, X)
+            return jax.jit(lambda *args: step(*args))(STACKED, X)
 
     hoisted = run()
     quantize_in_place()
@@ -197,7 +200,7 @@ def test_hoisting_changes_no_bit_of_a_random_program(quantize_in_place: Callable
 
     def run() -> Any:
         with policyc.active(policy):
-            return jax.jit(step)(random_program.params, parts)
+            return jax.jit(lambda *args: step(*args))(random_program.params, parts)
 
     hoisted = run()
     quantize_in_place()

@@ -154,7 +154,7 @@ def test_the_gradient_has_the_products_of_the_plan(seed: int) -> None:
 
 
 @pytest.mark.slow
-@settings(DEEP, max_examples=40)
+@settings(DEEP, max_examples=20)
 @given(seeds, integers(2, 5))
 def test_the_gradient_of_any_program_has_the_products_of_the_plan(seed: int, depth: int) -> None:
     check_counts(program(seed, depth), "* -> nvfp4")

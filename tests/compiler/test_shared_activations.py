@@ -10,7 +10,7 @@ import pytest
 
 import policyc
 from policyc.compiler.rewrite import SiteRewriter
-from policyc.jaxcore import jaxprs
+from policyc.jaxcore import jaxprs, transform
 from tests.support.jaxpr_tools import without_dead_code
 from tests.support.layered_models import GATED, X, assert_same_bits, gated_model
 
@@ -27,13 +27,19 @@ CASES = [
 @pytest.fixture
 def quantize_separately(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """A function that turns sharing off: from then on, every GEMM quantizes its own activation."""
+    asked: list[None] = []
+
+    def share_nothing(*_: Any) -> dict[Any, Any]:
+        asked.append(None)
+        return {}
 
     def switch() -> None:
-        monkeypatch.setattr(SiteRewriter, "share", lambda *_: {})
-        jax.clear_caches()
+        monkeypatch.setattr(SiteRewriter, "share", share_nothing)
+        transform._transformed.clear()
 
     yield switch
-    jax.clear_caches()
+    transform._transformed.clear()
+    assert asked  # no cache had the result
 
 
 def step(policy: str, remat: str, unrolled: bool) -> Callable[..., Any]:

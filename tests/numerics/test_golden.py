@@ -171,7 +171,10 @@ EXECUTIONS = [
     (EAGER, "eager", "matmul"),
     (EAGER, "jit", HERE),
     *(pytest.param(c, "batch", HERE, marks=[pytest.mark.any_jax, *is_slow(c)]) for c in EXACT),
-    *((c, "fused batch", "matmul") for c in FUSED),
+    *(
+        pytest.param(c, "fused batch", "matmul", marks=[pytest.mark.any_jax] * bool(is_slow(c)))
+        for c in FUSED
+    ),
     *(slow(c, "batch", "matmul") for c in EXACT if c not in FUSED),
 ]
 

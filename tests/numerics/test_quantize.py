@@ -275,23 +275,12 @@ def test_with_a_bound_random_bits_depend_on_the_operand() -> None:
     assert 0.05 < np.mean(one != two) < 0.95
 
 
-@pytest.mark.slow
-def test_nvfp4_of_a_large_tensor_equals_the_oracle() -> None:
-    x = np.asarray(jnp.asarray(np.random.default_rng(5).standard_normal((4096, 4096))).astype(jnp.bfloat16))
-    expected = oracle.nvfp4(x)
-    for method in ("cpu", "matmul"):
-        q = compiled(nvfp4(), method=method)(x)
-        np.testing.assert_array_equal(np.asarray(q.codes), oracle.pack(expected["codes"]))
-        np.testing.assert_array_equal(np.asarray(q.scales), expected["scales"])
-
-
 OPTIONS = [
     (nvfp4(rounding="sr", rht=16), Axes(axis=-2)),
     (nvfp4(rounding="ms_eden", rht=32), Axes()),
     (nvfp4(scale="four_over_six", tile2d=True), Axes(tile=-2)),
     (nvfp4(rounding="sr", outer="row", headroom=Fraction(17, 16)), Axes()),
     (Treatment(format="mxfp4", element="e2m1", rounding="sr"), Axes(axis=-2)),
-    (nvfp4(rounding="sr"), Axes(axis=-2, batch=(-3,))),
 ]
 
 
@@ -302,7 +291,7 @@ def test_both_implementations_have_the_same_bits(t: Treatment, axes: Axes) -> No
 
     The latter is compiled quickly: test_golden has the bits of its optimized program.
     """
-    x = samples("wide", (2, 64, 96) if axes.batch else (64, 96)).astype(ml_dtypes.bfloat16)
+    x = samples("wide", (64, 96)).astype(ml_dtypes.bfloat16)
     one = compiled(t, axes, "cpu")(x)
     other = quick_jit(partial(quantize, treatment=t, axes=axes, method="matmul"))(x)
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
@@ -347,9 +336,7 @@ def test_fp8_of_every_bfloat16_equals_the_oracle(element: str, method: Method, s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("axis", "outer", "columns"), [(-1, "tensor", 96), (-1, "row", 90), (-2, "row", 96), (-2, "tensor", 90)]
-)
+@pytest.mark.parametrize(("axis", "outer", "columns"), [(-1, "row", 90), (-2, "tensor", 96)])
 def test_both_implementations_of_fp8(axis: int, outer: str, columns: int) -> None:
     """Scales per row and per column, with maxima of groups and without, and a NaN in one matrix."""
     x = samples("wide", (3, 64, columns)).astype(ml_dtypes.bfloat16)
@@ -408,9 +395,8 @@ def test_each_index_of_a_batch_is_a_tensor() -> None:
 # --- the transform --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["matmul", "matmul_bf16"])
-@pytest.mark.parametrize("axis", [0, 2, pytest.param(1, marks=pytest.mark.slow)])
-def test_rotation_equals_the_definition(method: Any, axis: int) -> None:
+@pytest.mark.parametrize(("axis", "method"), [(0, "matmul"), (2, "matmul"), (1, "matmul_bf16")])
+def test_rotation_equals_the_definition(axis: int, method: Any) -> None:
     x = np.asarray(jnp.asarray(samples("normal", (4, 3, 128))).astype(jnp.bfloat16))
     x = np.moveaxis(x, -1, axis)
     sizes = (16, 32, 64, 128)  # in one program, which takes less time to compile than four
