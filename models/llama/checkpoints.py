@@ -179,14 +179,10 @@ class Checkpoints:
 
     def read(self, path: Path, abstract_state: Any, accept_changes: bool) -> Restored:
         """One checkpoint. Raises DamagedCheckpointError, or ConfigError if it is of another run."""
-        about = _read_about(path)
+        about = read_about(path)
         step, before = int(about["step"]), about["identity"]
         self._check_identity(path, about, _shapes(abstract_state), accept_changes)
-        handler = ocp.Checkpointer(ocp.StandardCheckpointHandler())
-        with _raise_damaged(path):
-            state = handler.restore(path / "state", args=ocp.args.StandardRestore(abstract_state))
-        if about["state"] != hash_state(state):
-            raise DamagedCheckpointError(NOT_WRITTEN)
+        state = read_state(path, abstract_state)
         is_same_data = before.get(CONTENTS) == self._identity.get(CONTENTS)
         return Restored(state, about["positions"] if is_same_data else None, step)
 
@@ -276,30 +272,17 @@ def check_new(folder: Path) -> None:
         raise ConfigError(f"{metrics} has steps, and there is no checkpoint to resume from: {RESTART}")
 
 
-def read_params(folder: Path, step: int, abstract_state: Any) -> Any:
-    """The parameters of a checkpoint, without the rest of its state. Writes nothing.
-
-    `abstract_state` has the shapes of the state. Raises DamagedCheckpointError, and ConfigError if the checkpoint is
-    of several seeds.
-    """
-    path = folder.resolve() / str(step)
-    about = _read_about(path)
-    if about["identity"].get("seeds") is not None:
-        raise ConfigError(f"{path} is of several seeds, {about['identity']['seeds']}: use a run of one seed")
-    item = {"params": abstract_state["params"]}
-    restore_args = ocp.checkpoint_utils.construct_restore_args(item)
-    parts = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
+def read_state(path: Path, abstract_state: Any) -> Any:
+    """The state of a checkpoint. Raises DamagedCheckpointError if it is not what was written."""
+    handler = ocp.Checkpointer(ocp.StandardCheckpointHandler())
     with _raise_damaged(path):
-        params = ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(path / "state", args=parts)["params"]
-    names = [names for names, _ in jax.tree.leaves_with_path(abstract_state)]
-    leaves = [number for number, name in enumerate(names) if name[0].key == "params"]
-    begin, end = (leaf * 4 * HASH_MULTIPLIERS.size * 2 for leaf in (leaves[0], leaves[-1] + 1))
-    if hash_state(params) != about["state"][begin:end]:  # two digits for each byte
+        state = handler.restore(path.resolve() / "state", args=ocp.args.StandardRestore(abstract_state))
+    if read_about(path)["state"] != hash_state(state):
         raise DamagedCheckpointError(NOT_WRITTEN)
-    return params
+    return state
 
 
-def _read_about(path: Path) -> dict[str, Any]:
+def read_about(path: Path) -> dict[str, Any]:
     """The metadata of a checkpoint. Raises DamagedCheckpointError if its hash does not match."""
     with _raise_damaged(path):
         about: dict[str, Any] = json.loads((path / "about" / "metadata").read_text(encoding="utf-8"))

@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 
 from policyc.models.llama import configs, data, partition, train_step
 from policyc.models.llama import model as llama
-from policyc.models.llama.checkpoints import DamagedCheckpointError, read_params, saved_steps
+from policyc.models.llama.checkpoints import DamagedCheckpointError, read_about, read_state, saved_steps
 from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig
 
 Config = TypeVar("Config", ModelConfig, RunConfig)
@@ -106,14 +106,16 @@ def _read_params(checkpoints: Path, config: ModelConfig, run: RunConfig) -> tupl
     steps = saved_steps(checkpoints)
     if not steps:
         raise ConfigError(f"{checkpoints.parent} has no checkpoint: train it with --checkpoint-every N")
+    path = checkpoints / str(steps[0])
     sizes, kinds = (1,) * len(partition.AXES), (AxisType.Auto,) * len(partition.AXES)
     mesh = jax.make_mesh(sizes, partition.AXES, devices=jax.devices()[:1], axis_types=kinds)
     try:
-        params = read_params(checkpoints, steps[0], train_step.abstract_state(config, run, mesh))
+        if seeds := read_about(path)["identity"].get("seeds"):
+            raise ConfigError(f"{path} is of several seeds, {seeds}: use a run of one seed")
+        state = read_state(path, train_step.abstract_state(config, run, mesh))
     except DamagedCheckpointError as error:
-        path = checkpoints / str(steps[0])
         raise ConfigError(f"checkpoint {path} is damaged, or the run has just replaced it: {error}") from None
-    return steps[0], cast(llama.Params, params)
+    return steps[0], cast(llama.Params, state["params"])
 
 
 def _cast(params: llama.Params, config: ModelConfig) -> llama.Params:
