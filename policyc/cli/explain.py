@@ -20,32 +20,28 @@ if TYPE_CHECKING:
     examples="""
     policyc explain                     list every code, one per line
     policyc explain shadowed-rule       print what it means, why it is bad, a bad and a good example
-    policyc explain --markdown          print all pages as one document
     policyc explain --format json       print all pages as JSON
     """,
 )
 @click.argument("codes", nargs=-1, metavar="[CODE]...")
-@click.option("--markdown", is_flag=True, help="Print Markdown. Without a code, print all pages.")
 @format_option("text", "json", help="json: code, severity, title, needs_program and page of each.")
-def explain(codes: tuple[str, ...], markdown: bool, output_format: str) -> None:
+def explain(codes: tuple[str, ...], output_format: str) -> None:
     """Print the page of a lint code."""
     from policyc.linter.rules import ALL_RULES, check_code
 
     with usage_errors():
         selected = [ALL_RULES[check_code(code)] for code in codes or ALL_RULES]
-    if markdown and output_format == "json":
-        raise click.UsageError("choose one of --markdown and --format json")
     if output_format == "json":
         click.echo(json.dumps(list(map(_as_data, selected)), indent=2))
         return
-    if not codes and not markdown:
+    if not codes:
         width = max(map(len, ALL_RULES))
         for rule in ALL_RULES.values():
             label = paint(rule.severity, f"{rule.code:<{width}}")
             click.echo(f"{label}  {rule.title}", color=use_color())
         return
     text = "\n".join(f"# {rule.code} ({rule.severity})\n\n{rule.page}\n" for rule in selected)
-    if markdown or not sys.stdout.isatty():
+    if not sys.stdout.isatty():
         click.echo(text, nl=False)
     else:
         from rich.console import Console

@@ -22,33 +22,21 @@ _FORMATS = ("bf16", "fp8", "mxfp8", "nvfp4")
     examples="""
     policyc targets                          a table of all GPUs
     policyc targets gb300 --format json      one GPU as JSON
-    policyc targets gb200 --format xla       one GPU as XLA's deviceless compiler reads it
     """,
 )
 @click.argument("gpu", required=False, metavar="[GPU]")
-@format_option(
-    "table", "json", "xla", help="Output format. 'xla' prints XLA's description of one GPU: it needs GPU."
-)
+@format_option("table", "json")
 def targets(gpu: str | None, output_format: str) -> None:
     """List the GPUs that policyc knows.
 
     For each GPU: its native formats, their peak speeds, its memory and its links. GPU selects one, such as gb200.
     The default is all of them.
     """
-    from policyc.hardware import gpus
     from policyc.numerics.targets import TARGETS, get_target
 
     with usage_errors(KeyError):
         selected = list(TARGETS.values()) if gpu is None else [get_target(gpu)]
-    if output_format == "xla":
-        if gpu is None:
-            raise click.UsageError(
-                f"--format xla needs the name of one target: policyc targets {selected[0].name} --format xla"
-            )
-        if not gpus.has_description(selected[0]):
-            raise click.UsageError(f"XLA's description of {selected[0].name} does not ship with policyc")
-        click.echo(gpus.read_description(selected[0]), nl=False)
-    elif output_format == "json":
+    if output_format == "json":
         data = [_as_data(target) for target in selected]
         click.echo(json.dumps(data if gpu is None else data[0], indent=2))
     else:
