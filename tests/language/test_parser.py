@@ -755,30 +755,6 @@ def test_messages_do_not_depend_on_the_order_of_sets():
     assert messages == ["'dgrad' has a recipe already", "'wgrad' has a recipe already"]
 
 
-@pytest.mark.parametrize(
-    ("text", "rules"),
-    [
-        (
-            'rules:\n  - match: "*"\n    format: fp8\n  - match: mlp\n    format: nvfp4\n',
-            "* -> fp8; mlp -> nvfp4",
-        ),
-        ("# precision\n\n---\nmlp.*: fp8\nattention: bf16\n", "mlp.* -> fp8; attention -> bf16"),
-        ("- module: up_proj\n  dtype: mxfp8\n", "up_proj -> mxfp8"),
-        ("policy:\n  rules:\n    - mlp\n", "* -> bf16; mlp.* -> fp8"),
-    ],
-)
-def test_yaml_is_one_error_that_shows_the_rules(text: str, rules: str) -> None:
-    _, (diagnostic,) = read_statements(SourceText(text, "a.policy"))
-    assert diagnostic.message == "this is YAML, and a policy is not"
-    assert diagnostic.help == f"a rule is a line, SELECTOR -> RECIPE: {rules}"
-    parse(rules)
-
-
-def test_a_policy_with_an_error_is_not_taken_for_yaml() -> None:
-    _, diagnostics = read_statements(SourceText("mlp: fp8\n* -> bf16\n", "a.policy"))
-    assert all("YAML" not in d.message for d in diagnostics)
-
-
 ON_SEVERAL_LINES = """# a comment
 import "a(b.policy"
 recipe r = nvfp4(  # a comment (

@@ -30,7 +30,6 @@ from policyc.language.parser.statements import (
     comment_ranges,
     find_pieces,
 )
-from policyc.language.parser.yaml_text import find_yaml
 
 __all__ = [
     "BlockStatement",
@@ -51,9 +50,6 @@ def read_statements(source: SourceText) -> tuple[PolicyFile, tuple[Diagnostic, .
     try:
         trees = read_trees(source.text)
     except UnexpectedInput as error:
-        yaml = find_yaml(source)
-        if yaml is not None:
-            return PolicyFile(source, ()), (yaml,)
         first = explain_syntax_error(source, error, 0)
         file = PolicyFile(source, recover(builder))
         diagnostics = (*check_confusables(source), *builder.diagnostics)
