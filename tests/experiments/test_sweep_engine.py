@@ -20,7 +20,6 @@ from policyc.experiments.sweep.live import (
     SweepDisplay,
     compute_gaps,
     describe_end,
-    find_equal_seeds,
     format_gaps,
     trailing_loss,
 )
@@ -324,15 +323,6 @@ def test_the_loss_of_a_program_that_writes_every_tenth_step_is_that_of_the_repor
     (tracked,) = track_runs([run])
     assert trailing_loss(tracked.readers[0]) == 15.5  # the last ten lines
     assert trailing_loss_of_report(read_run(run.folder, variant="x")) == 15.5
-
-
-def test_a_program_that_ignores_its_seed_is_found(tmp_path: Path) -> None:
-    runs = tracked_pair(tmp_path)
-    assert find_equal_seeds(runs) == []
-    write_metrics(tmp_path / "bf16" / "seed1", [4 / step for step in range(1, 11)])  # as seed 0, not as far
-    for run in runs:
-        run.update()
-    assert find_equal_seeds(runs) == ["bf16"]
 
 
 def test_the_lines_and_the_table_name_every_failure(

@@ -65,19 +65,6 @@ def _last_steps(one: MetricsReader, other: MetricsReader) -> list[int]:
     return list(islice(common, count))
 
 
-def find_equal_seeds(runs: Sequence[TrackedRun]) -> list[str]:
-    """Names the variants whose seeds all have the same losses: their program ignores its seed."""
-    names = []
-    for variant in dict.fromkeys(run.run.variant for run in runs):
-        losses = [reader.losses for reader in seed_readers(runs, variant).values() if reader.losses]
-        shortest = min(losses, key=len, default={})
-        if len(losses) > 1 and all(
-            other.get(step) == loss for other in losses for step, loss in shortest.items()
-        ):
-            names.append(variant)
-    return names
-
-
 # ---- the display
 
 
@@ -143,11 +130,6 @@ class SweepDisplay:
             lines = tail_lines(log, _LOG_LINES)
             for line in (*lines, *_explain_copy(run, lines), str(log)):
                 self.say(line, indent="    ")
-        for variant in find_equal_seeds(result.runs):
-            text = (
-                f"all seeds of {variant} have the same losses: the program ignores {{seed}} and POLICYC_SEED"
-            )
-            self.say(text, style="bold red")
 
     # ---- what it shows
 
