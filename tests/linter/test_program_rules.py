@@ -76,7 +76,6 @@ FAULTY_POLICIES = {
     "hadamard-does-not-fit": "mlp -> nvfp4(rht=wgrad, rht_size=128, sr=grad)",
     "lowered-fp32-product": "* -> bf16",
     "split-scan": "layers[-2:].mlp -> fp8",
-    "shredded-scan": "layers[::2] -> fp8",
     "transformer-engine-shape": "mlp -> nvfp4(rht=wgrad, sr=grad)",
 }
 
@@ -291,7 +290,6 @@ def test_a_finding_names_the_first_site_and_counts_the_others(text, code, sites)
         ("stages[-1] -> fp8", "opaque-index", "unmatched-rule"),
         ("mlp.up -> fp8; mlp -> bf16", "shadowed-rule", "overridden-rule"),
         ("mlp -> fp8; until 0 { mlp -> bf16 }", "phase-never-holds", "overridden-rule"),
-        ("layers[::2] -> fp8", "shredded-scan", "split-scan"),
         (FAULTY_POLICIES["transformer-engine-shape"], "padded-gemm", "hadamard-does-not-fit"),
     ],
 )
@@ -376,7 +374,7 @@ def test_following_a_remedy_removes_the_finding_and_adds_no_error():
             new = {d.code for d in after} - {d.code for d in findings}
             assert not new & {d.code for d in after if d.severity == "error"}, hint
             assert not new & {"shadowed-rule", "overridden-rule", "redundant-rule", "unmatched-rule"}, hint
-    without_text = {"unmatched-rule", "overridden-rule", "opaque-index", "split-scan", "shredded-scan"}
+    without_text = {"unmatched-rule", "overridden-rule", "opaque-index", "split-scan"}
     assert followed >= FAULTY_POLICIES.keys() - without_text - {"transformer-engine-shape"}
     assert followed >= {"embedding-in-4-bits", "head-in-4-bits", "no-high-precision-tail"}
 

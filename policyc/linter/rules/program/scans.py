@@ -13,9 +13,6 @@ from policyc.jaxcore.transform import Address
 from policyc.language.diagnostics import Diagnostic
 from policyc.linter.context import Check, Context
 
-_MAX_PARTS = 3
-"""Into how many scans a stack may be split without a warning: first layers, middle, last layers."""
-
 
 class _Split(NamedTuple):
     """A scanned stack that a policy splits into several scans in a phase, with the last rule that takes part in it."""
@@ -48,21 +45,8 @@ def _find_splits(plan: Plan) -> Iterator[_Split]:
     yield from splits.values()
 
 
-def _check_shredded_scan(context: Context) -> Iterator[Diagnostic]:
-    for split in _find_splits(context.program_plan):
-        if len(split.parts) > _MAX_PARTS:
-            yield Diagnostic(
-                span=context.policy.rules[split.rule].span,
-                message=f"the stack of '{split.names[0]}' becomes {len(split.parts)} scans, each compiled separately",
-                help="select layers that are next to each other",
-                sites=split.names,
-            )
-
-
 def _check_split_scan(context: Context) -> Iterator[Diagnostic]:
     for split in _find_splits(context.program_plan):
-        if len(split.parts) > _MAX_PARTS:
-            continue  # a shredded-scan
         parts = [f"{p.start}-{p.stop - 1}" if len(p) > 1 else str(p.start) for p in split.parts]
         phase = f" ({split.phase})" if split.phase != "always" else ""
         yield Diagnostic(
@@ -73,6 +57,5 @@ def _check_split_scan(context: Context) -> Iterator[Diagnostic]:
 
 
 CHECKS: dict[str, Check] = {
-    "shredded-scan": _check_shredded_scan,
     "split-scan": _check_split_scan,
 }
