@@ -101,7 +101,6 @@ def build_diff(
         notes=(
             *uncertain_repeats(after),
             *(f"not in the predicted time: {line}" for line in other_products(after)),
-            *_seed_notes(before, after.policy, linears),
         ),
         roots=roots,
     )
@@ -121,24 +120,6 @@ def _refused_rules(plan: Plan, roots: Sequence[str]) -> Iterator[str]:
             rule = escape_controls(textwrap.shorten(diagnostic.span.text, 60, placeholder=" …"))
             place = shorten_path(diagnostic.span.location, roots)
             yield f"{place}: '{rule}': {diagnostic.message}: {diagnostic.help}"
-
-
-def _seed_notes(before: Policy | None, after: Policy, linears: Sequence[Linear]) -> tuple[str, ...]:
-    """A seed is in no equation, so it is said which products draw other numbers because of it."""
-    if before is None or before.seed == after.seed:
-        return ()
-    pairs = (
-        (run.count, product.before.state.seed, product.after.state.seed)
-        for linear in linears
-        for run in linear.runs
-        for product in run.products
-    )
-    count = sum(layers for layers, old, new in pairs if old is not None and new is not None)
-    text = f"the seed is {before.seed} before and {after.seed} after"
-    effect = (
-        f"{count} products round stochastically with other random numbers" if count else "nothing uses it"
-    )
-    return (f"{text}: {effect}",)
 
 
 def _match_losses(plans: Sequence[Plan], decisions: Sequence[Decisions]) -> MatchedLoss:
