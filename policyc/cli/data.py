@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
 from policyc.base.files import atomic_write
 from policyc.cli.common import EXIT_USAGE, ExampleCommand, exit_with_message, explain_missing_package
-from policyc.cli.options import collect_options, option, option_class
+from policyc.cli.options import option
 
 if TYPE_CHECKING:
     from policyc.models.llama.corpora import TextCount
 
 _MEGABYTE = 10**6
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 @click.group()
@@ -33,31 +31,13 @@ def data() -> None:
     """
 
 
-@option_class
-class ReadOptions:
-    """How much of a corpus is read. Each command has its own default for `megabytes`."""
-
-    max_bad_rows: int = option(
-        type=click.IntRange(0),
-        default=10,
-        metavar="N",
-        help="Rows without readable text that are skipped; one more is an error.",
-    )
-    megabytes: int | None = None
-
-
-def read_options(megabytes: int | None) -> Callable[[_Command], _Command]:
-    """The options of every command that reads text, passed as `reading`. `megabytes` is a default; None: all text."""
-
-    def add(command: Any) -> Any:
-        most = option(
-            "--megabytes", type=click.IntRange(1), default=megabytes, metavar="N",
-            show_default=True if megabytes else "all",
-            help="Read at most this much text of each corpus.",
-        )  # fmt: skip
-        return most(collect_options(ReadOptions, "reading")(command))
-
-    return add
+_MAX_BAD_ROWS = option(
+    "--max-bad-rows",
+    type=click.IntRange(0),
+    default=10,
+    metavar="N",
+    help="Rows without readable text that are skipped; one more is an error.",
+)
 
 
 @data.command(
@@ -84,8 +64,17 @@ def read_options(megabytes: int | None) -> Callable[[_Command], _Command]:
     show_default=True,
     help="File to write.",
 )
-@read_options(megabytes=1000)
-def train_tokenizer(corpora: tuple[str, ...], vocab: int, out: str, reading: ReadOptions) -> None:
+@option(
+    "--megabytes",
+    type=click.IntRange(1),
+    default=1000,
+    metavar="N",
+    help="Read at most this much text of each corpus.",
+)
+@_MAX_BAD_ROWS
+def train_tokenizer(
+    corpora: tuple[str, ...], vocab: int, out: str, megabytes: int, max_bad_rows: int
+) -> None:
     """Train a byte-level BPE tokenizer, with an end token.
 
     The same text gives the same file.
@@ -94,7 +83,7 @@ def train_tokenizer(corpora: tuple[str, ...], vocab: int, out: str, reading: Rea
         from policyc.models.llama import corpora as tools
 
         with _open_output(out) as stream:
-            bpe = tools.train_tokenizer(_read_corpora(corpora, reading), vocab)
+            bpe = tools.train_tokenizer(_read_corpora(corpora, max_bad_rows, megabytes), vocab)
             content = str(bpe.to_str(pretty=True)).encode()
             stream.write(content)
     size = bpe.get_vocab_size()
@@ -122,8 +111,8 @@ def train_tokenizer(corpora: tuple[str, ...], vocab: int, out: str, reading: Rea
 @click.option(
     "--out", type=click.Path(dir_okay=False), required=True, help="Token file to write, named .bin."
 )
-@read_options(megabytes=None)
-def tokenize(corpora: tuple[str, ...], tokenizer: str | None, out: str, reading: ReadOptions) -> None:
+@_MAX_BAD_ROWS
+def tokenize(corpora: tuple[str, ...], tokenizer: str | None, out: str, max_bad_rows: int) -> None:
     """Tokenize corpora once, into a token file.
 
     Each document ends with the end token. Tokens are uint16, or uint32 if the vocabulary is larger.
@@ -134,7 +123,7 @@ def tokenize(corpora: tuple[str, ...], tokenizer: str | None, out: str, reading:
         from policyc.models.llama import corpora as tools
 
         with _open_output(out) as stream:
-            file = tools.write_tokens(_read_corpora(corpora, reading), tokenizer, stream)
+            file = tools.write_tokens(_read_corpora(corpora, max_bad_rows), tokenizer, stream)
     count = file.count
     click.echo(
         f"{out}: {count.documents:,} documents, {count.tokens:,} tokens, {count.bytes_per_token:.2f} bytes per token, "
@@ -144,16 +133,16 @@ def tokenize(corpora: tuple[str, ...], tokenizer: str | None, out: str, reading:
     click.echo(f"train with: {tokens}" + (f" --tokenizer {shlex.quote(tokenizer)}" if tokenizer else ""))
 
 
-def _read_corpora(corpora: tuple[str, ...], reading: ReadOptions) -> Iterator[bytes]:
-    """The documents of several corpora, one after the other."""
+def _read_corpora(
+    corpora: tuple[str, ...], max_bad_rows: int, megabytes: int | None = None
+) -> Iterator[bytes]:
+    """The documents of several corpora, one after the other. Of each at most some megabytes; None: all."""
     from policyc.models.llama.corpora import read_corpus
 
-    limit = None if reading.megabytes is None else reading.megabytes * _MEGABYTE
+    limit = None if megabytes is None else megabytes * _MEGABYTE
     for spec in corpora:
         with _Progress(spec) as progress:
-            for document in read_corpus(spec, limit, reading.max_bad_rows, progress.show):
-                _exit_if_terminated()
-                yield document
+            yield from read_corpus(spec, limit, max_bad_rows, progress.show)
 
 
 class _Progress:
@@ -195,32 +184,17 @@ def _open_output(name: str) -> Iterator[BinaryIO]:
     try:
         with atomic_write(Path(name)) as stream:
             yield stream
-            _exit_if_terminated()
     except OSError as error:
         exit_with_message(f"{name} cannot be written: {error.strerror}", EXIT_USAGE)
 
 
-_terminations: list[int] = []
-"""Signals to end. Their handler does not raise: an exception is lost if Python is in a callback of its collector."""
-
-
-def _exit_if_terminated() -> None:
-    if _terminations:
-        sys.exit(128 + _terminations[0])
-
-
 @contextmanager
 def _explain_errors() -> Iterator[None]:
-    """Prints errors with what to do. Notes a termination, so that unfinished files are removed."""
-
+    """Prints errors with what to do."""
     from policyc.models.llama.configs import ConfigError
 
-    _terminations.clear()
-    previous = signal.signal(signal.SIGTERM, lambda number, _frame: _terminations.append(number))
     try:
         with explain_missing_package("train,data"):
             yield
     except ConfigError as error:
         exit_with_message(str(error))
-    finally:
-        signal.signal(signal.SIGTERM, previous)

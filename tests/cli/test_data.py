@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
-import os
 import re
-import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -184,22 +180,6 @@ def test_a_fault_is_explained_and_leaves_no_file(books: Path, words: str) -> Non
     assert (result.code, result.out) == (code, "")
     assert message in result.err
     assert files_of(Path.cwd()) == before
-
-
-def test_a_termination_leaves_no_file(books: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read_and_end(*_: object) -> Iterator[bytes]:
-        for _ in range(600):  # more than are encoded at a time
-            yield b"some text"
-        assert any(name.startswith(".a.bin") for name in files_of(Path.cwd()))
-        gc.callbacks.append(lambda *_: gc.callbacks.pop() and os.kill(os.getpid(), signal.SIGTERM))
-        gc.collect()  # an exception that the handler raised here would be lost
-        yield b"more text"
-
-    monkeypatch.setattr(corpora, "read_corpus", read_and_end)
-    before, handler = files_of(Path.cwd()), signal.getsignal(signal.SIGTERM)
-    assert policyc("data", "tokenize", "books/00.txt", "--out", "a.bin").code == 128 + signal.SIGTERM
-    assert files_of(Path.cwd()) == before
-    assert signal.getsignal(signal.SIGTERM) is handler
 
 
 def test_a_missing_package_is_named(books: Path, monkeypatch: pytest.MonkeyPatch) -> None:

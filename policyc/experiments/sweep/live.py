@@ -16,7 +16,7 @@ from rich.text import Text
 from policyc.base.text import escape_controls
 from policyc.experiments.sweep.engine import SweepResult, TrackedRun
 from policyc.experiments.sweep.metrics import MetricsReader, trailing_steps
-from policyc.experiments.sweep.run import LOG_FILE, POLICY_FILE, tail_lines
+from policyc.experiments.sweep.run import LOG_FILE, tail_lines
 
 _REFRESH_SECONDS = 2.0  # gaps are computed again this often
 _LOG_LINES = 8  # lines of a failed run that are shown
@@ -127,8 +127,7 @@ class SweepDisplay:
         for run in result.failed:
             log = run.run.folder / LOG_FILE
             self.say(describe_end(run), indent="\n", style="bold red")
-            lines = tail_lines(log, _LOG_LINES)
-            for line in (*lines, *_explain_copy(run, lines), str(log)):
+            for line in (*tail_lines(log, _LOG_LINES), str(log)):
                 self.say(line, indent="    ")
 
     # ---- what it shows
@@ -217,12 +216,3 @@ def describe_end(run: TrackedRun) -> str:
         return f"{text} at step {run.step}: {status.reason}"
     losses = [trailing_loss(reader) for reader in run.readers]
     return f"{text}, loss {math.fsum(losses) / len(losses):.4f}, {format_seconds(status.seconds)}"
-
-
-def _explain_copy(run: TrackedRun, log: Sequence[str]) -> list[str]:
-    """Names the user's policy, if a log names the copy of it that the sweep wrote: the copy has other line numbers."""
-    copy = run.run.folder.parent / POLICY_FILE
-    if not any(str(copy) in line for line in log):
-        return []
-    title = copy.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
-    return [f"{copy} is the sweep's copy of {title}, with line numbers of its own"]
