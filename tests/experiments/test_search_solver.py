@@ -160,18 +160,16 @@ def test_any_assignment_can_be_written(llama: Searched) -> None:
 
 
 @pytest.mark.slow
-def test_the_frontier_is_monotone_and_below_the_bundled_policies(llama: Searched) -> None:
+def test_the_frontier_is_monotone_and_below_a_bundled_policy(llama: Searched) -> None:
     frontier = llama.frontier(points=4)
     costs = [s.cost for s in frontier]
     assert len(costs) == 4
     assert all(a.damage < b.damage and a.seconds > b.seconds for a, b in itertools.pairwise(costs))
     variants = parse(llama.write_variants(knees(frontier)))
     assert len(variants.variants) == len(knees(frontier))
-    for name in ("llama_nvfp4", "te_nvfp4"):
-        placed = llama.place_policy(load(name))
-        assert placed is not None
-        best = minimize_damage(llama.problem, placed.seconds, 4)
-        assert best.cost.damage <= placed.damage
+    placed = llama.place_policy(load("te_nvfp4"))
+    assert placed is not None
+    assert minimize_damage(llama.problem, placed.seconds, 4).cost.damage <= placed.damage
 
 
 def test_a_slower_option_is_called_slower() -> None:

@@ -92,6 +92,7 @@ def test_shardings_in_types(left: Any, right: Any) -> None:
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.any_jax
 def test_shard_map() -> None:
     """Each device multiplies its own shard, and the gradient of the shared weight is the sum over devices."""
     mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
