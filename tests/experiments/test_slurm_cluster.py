@@ -121,34 +121,45 @@ def test_a_sweep_survives_what_happens_to_it_and_its_jobs(tmp_path):
         assert (folder / "log.txt").read_text().count("starts at step 5") == 1
 
 
-def test_a_preempted_mesh_goes_on_with_the_same_losses(tmp_path):
-    """The trainer on two processes, which find each other through Slurm. A run with higher priority preempts it."""
-    steps = 40
+OTHER = """
+import json, os, pathlib
+import jax
+jax.eval_shape(jax.grad(lambda w: (w @ w).sum()), jax.ShapeDtypeStruct((4, 4), "float32"))
+if os.environ["SLURM_PROCID"] == "0":
+    pathlib.Path(os.environ["POLICYC_RUN_DIR"], "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 1.0}))
+"""
+
+
+def test_a_preempted_mesh_goes_on(tmp_path):
+    """The trainer on two processes, which find each other through Slurm. A run with higher priority preempts it.
+
+    That a run has the same losses after an interruption: tests/models/test_llama_train.py.
+    """
+    steps = 20
+    (tmp_path / "other.py").write_text(OTHER)
     model = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
     model += ["--batch=8", "--sequence=32", "--data=synthetic", "--distributed", "--fsdp-axis=2"]
     model += ["--compute=float32", "--checkpoint-every=1000"]
     # The first attempt is slow, so that it does not end before the other run starts. Its steps take 10 seconds until
-    # that run is in the queue (the other process of the mesh does not wait much longer), and a second after that.
-    wait = f"for _ in $(seq 100); do test -e {tmp_path}/go && break; sleep 0.1; done; sleep 1"
+    # that run is in the queue (the other process of the mesh does not wait much longer), and two seconds after that.
+    wait = f"for _ in $(seq 100); do test -e {tmp_path}/go && break; sleep 0.1; done; sleep 2"
     slow = ["--export-every=1", f"--export-command=sh -c 'test -n \"$SLURM_RESTART_COUNT\" || {{ {wait}; }}'"]
 
-    def start(name: str, options: list[str]) -> tuple[Sweep, Path]:
+    def start(name: str, steps: int, *options: str) -> tuple[Sweep, Path]:
         resources = f"partition={name},tasks=2,cpus=2,time=10"
-        words = ("bf16", "--config", "tiny", "--seeds", "1", "--steps", str(steps), "--out", name)
-        sweep = Sweep(tmp_path, *words, "--slurm", resources, *options)
-        return sweep, tmp_path / name / "bf16" / "seed0"
+        words = ("bf16", "--seeds", "1", "--steps", str(steps), "--out", name, "--slurm", resources)
+        return Sweep(tmp_path, *words, *options), tmp_path / name / "bf16" / "seed0"
 
-    preempted, folder = start("low", [*model, *slow])
+    preempted, folder = start("low", steps, "--config", "tiny", *model, *slow)
     preempted.wait_until((folder / "exports" / "1").exists)
-    whole, whole_folder = start("high", model)
-    whole.wait_until((whole_folder / "slurm.json").exists)
+    other, other_folder = start("high", 1, "other.py")
+    other.wait_until((other_folder / "slurm.json").exists)
     (tmp_path / "go").touch()
-    assert whole.end() == 0, whole.output
+    assert other.end() == 0, other.output
     preempted.start_requeued(job_of(folder))
     assert preempted.end() == 0, preempted.output
     log = (folder / "log.txt").read_text()
     assert read_json(folder / "status.json")["attempt"] == 2, log
-    assert read_json(whole_folder / "status.json")["attempt"] == 1
+    assert read_json(other_folder / "status.json")["attempt"] == 1
     assert "the same command resumes from the last checkpoint" in log
     assert [step for step, _ in losses(folder)] == list(range(1, steps + 1))
-    assert losses(folder) == losses(whole_folder)

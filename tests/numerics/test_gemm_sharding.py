@@ -75,17 +75,20 @@ SPECS = [
 ]
 
 
-@pytest.mark.parametrize(("left", "right"), [SPECS[1], *(slow(*p) for p in SPECS[::2])])
-def test_shardings_in_types(left: Any, right: Any) -> None:
+@pytest.mark.parametrize(
+    ("left", "right", "name"), [(*SPECS[1], "full"), *(slow(*p, "mxfp8") for p in SPECS[::2])]
+)
+def test_shardings_in_types(left: Any, right: Any, name: str) -> None:
     """Types say how results are sharded, gradients are sharded like their operands, and results are those of one device
     up to the order of sums.
     """
     x, w, dy = normal(64, 128), normal(128, 64, seed=1), normal(64, 64, seed=2)
-    expected = quick_jit(partial(three_products, LINEAR))(x, w, dy)
+    linear = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=RECIPES[name])
+    expected = quick_jit(partial(three_products, linear))(x, w, dy)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
         shards = put(mesh, x, *left), put(mesh, w, *right), put(mesh, dy, left[0], right[1])
-        results = quick_jit(partial(three_products, LINEAR))(*shards)
+        results = quick_jit(partial(three_products, linear))(*shards)
         for result, spec in zip(results, ((left[0], right[1]), left, right), strict=True):
             assert jax.typeof(result).sharding.spec == P(*spec)
     for a, b in zip(results, expected, strict=True):

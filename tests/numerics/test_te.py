@@ -383,7 +383,12 @@ def test_why_rows_and_columns_are_not_quantized_in_one_pass(
     with pytest.warns(UserWarning, match="failed the self-test on this machine .pairs: 3 codes differ"):
         obstacle()
     monkeypatch.setenv(te_one_pass.VARIABLE, "1")
+    cleared: list[None] = []
+    monkeypatch.setattr(
+        jax, "clear_caches", lambda: cleared.append(None)
+    )  # other tests need what is compiled
     te_one_pass.avoid()
+    assert cleared
     with pytest.warns(UserWarning, match="POLICYC_TE_ONE_PASS is 0"):
         obstacle()
 
