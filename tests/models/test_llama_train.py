@@ -287,12 +287,12 @@ def test_two_processes_train_as_one_stop_at_one_step_and_are_resumed_elsewhere(t
 
 @pytest.mark.slow
 def test_a_policy_and_its_schedule_apply_to_a_run(tmp_path, monkeypatch):
-    """A phase in mxfp8 changes the losses a little; the next one, in bf16, does what the program does by itself.
+    """A phase in fp8 changes the losses a little; the next one, in bf16, does what the program does by itself.
 
     That a policy acts on the training step too: tests/cli/test_train.py and test_llama_seeds.py.
     """
     monkeypatch.setattr(partition, "make_mesh", lambda *_: llama_runs.make_mesh())
-    (tmp_path / "late.policy").write_text("mlp.down_proj -> mxfp8\nafter 50% { mlp.down_proj -> bf16 }\n")
+    (tmp_path / "late.policy").write_text("mlp.down_proj -> fp8\nafter 50% { mlp.down_proj -> bf16 }\n")
     settings = {"steps": 4, "checkpoint_every": 2, "eval_every": 2}
     ran = command(
         "apply", tmp_path / "late.policy", llama_runs.TRAIN, *flags(out=tmp_path / "run", **settings)
