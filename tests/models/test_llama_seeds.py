@@ -31,7 +31,7 @@ from policyc.models.llama.goodput import TimeAccount
 
 pytestmark = pytest.mark.any_jax
 SMALL = configs.ModelConfig(**llama_runs.SMALL | {"layers": 1}, compute="float32")
-RUN = configs.RunConfig(**llama_runs.SHORT | {"batch": 2}, seeds="0,3")
+RUN = configs.RunConfig(**llama_runs.SHORT | {"batch": 2, "steps": 4}, seeds="0,3")
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def losses_alone(seed: int, steps: int) -> list[float]:
 def test_a_run_of_several_seeds_writes_the_folder_of_each_and_resumes(tmp_path, monkeypatch):
     """A seed has the losses that it has alone."""
     (tmp_path / "layers.policy").write_text("layers.mlp.down_proj -> mxfp8\n")
-    settings = {"layers": 1, "batch": 2, "steps": 4, "compute": "float32"}
+    settings = {"layers": 1, "batch": 2, "steps": RUN.steps, "compute": "float32"}
     due = {"checkpoint_every": 2, "eval_every": 4, "export_every": 4}
     arguments = flags(out=tmp_path / "run", seeds="0,3", **settings, **due)
     monkeypatch.setattr(partition, "make_mesh", lambda *_: llama_runs.make_mesh())  # seeds run on one device
