@@ -104,7 +104,7 @@ class Benchmark:
 
     def mfu(self, seconds: float) -> float | None:
         """Model FLOPs utilization of a step, if the peak of the device is known."""
-        peak = metrics.peak_tflops(self.run)
+        peak = metrics.peak_tflops()
         flops = metrics.flops_per_token(self.config, self.run.sequence) * self.run.batch * self.run.sequence
         return flops / seconds / (peak * 1e12) if peak else None
 

@@ -41,7 +41,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
                                 "accept_changes", "init_from"),
     "validation and exports": ("eval_every", "eval_batches", "export_every", "export_command", "export_timeout",
                                "on_export_fault"),
-    "metrics and profiles": ("log_every", "norms_every", "wandb", "peak_tflops", "profile", "profile_steps",
+    "metrics and profiles": ("log_every", "norms_every", "wandb", "profile", "profile_steps",
                              "compile_cache"),
     "model": tuple(f.name for f in fields(ModelConfig)),
 }  # fmt: skip

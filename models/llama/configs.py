@@ -57,7 +57,6 @@ class ModelConfig:
     experts: int = setting(0, "number of experts in each block; 0: an MLP instead")
     experts_per_token: int = setting(2, "number of experts that compute a token", least=1)
     balance_loss: float = setting(0.02, "weight of the loss that balances the load of the experts")
-    router_z_loss: float = setting(0.0, "weight of the squared log-partition of the routers in the loss")
     heads: int = setting(4, "number of query heads", least=1)
     kv_heads: int = setting(2, "number of key and value heads", least=1)
     head_dim: int = setting(32, "size of one head", least=2)
@@ -153,7 +152,6 @@ class RunConfig:
     log_every: int = operational(10, "steps between lines of output without a terminal", least=1)
     norms_every: int = operational(0, "steps between the norms of each parameter and its gradient; 0: never")
     wandb: str | None = operational(None, "Weights & Biases project to report to")
-    peak_tflops: float = operational(0.0, "bf16 peak of a device, for MFU; 0: from the device's name")
     profile: str | None = operational(None, "record a profile", choices=("xplane", "nsys"))
     profile_steps: str = operational("10:13", "steps to record, first:last")
 

@@ -22,10 +22,9 @@ TOKENS: PartitionSpec = PartitionSpec(
 
 
 class RouterSummary(NamedTuple):
-    """What the router of a layer did with the tokens: its losses, and the shares of the experts, which add up to 1."""
+    """What the router of a layer did with the tokens: its loss, and the shares of the experts, which add up to 1."""
 
     balance_loss: jax.Array
-    z_loss: jax.Array
     loads: jax.Array
 
 
@@ -62,7 +61,6 @@ def route(
     fractions = _mean(is_chosen.astype(jnp.float32), is_padding)  # of the tokens, of each expert
     summary = RouterSummary(
         balance_loss=config.experts * jnp.sum(fractions * _mean(probabilities, is_padding)),
-        z_loss=_mean(jax.nn.logsumexp(logits, axis=-1) ** 2, is_padding),
         loads=fractions / config.experts_per_token,
     )
     return experts, largest / jnp.sum(largest, axis=-1, keepdims=True), summary

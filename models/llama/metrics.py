@@ -43,9 +43,9 @@ def flops_per_token(config: ModelConfig, sequence: int) -> int:
     return 6 * (config.layers * layer + config.width * config.vocab) + 6 * config.layers * q * sequence
 
 
-def peak_tflops(run: RunConfig) -> float | None:
+def peak_tflops() -> float | None:
     kind = jax.devices()[0].device_kind
-    return run.peak_tflops or next((float(peak) for name, peak in PEAKS.items() if name in kind), None)
+    return next((float(peak) for name, peak in PEAKS.items() if name in kind), None)
 
 
 def memory_bytes() -> int:
@@ -98,7 +98,7 @@ class MetricsLog:
         start: int,
         account: TimeAccount,
     ):
-        self._run, self._peak, self._writes = run, peak_tflops(run), jax.process_index() == 0
+        self._run, self._peak, self._writes = run, peak_tflops(), jax.process_index() == 0
         self._flops = flops_per_token(config, run.sequence)
         self._tokens = run.batch * run.sequence  # of a step, of one seed
         self._names = ["" if run.seeds is None else f"seed {one.seed}, " for one in runs_of_seeds(run)]

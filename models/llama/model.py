@@ -255,7 +255,7 @@ def loss_and_loads(
     if routers is None:
         return (nats, penalty), None
     # Means over tokens, so each unmasked token gets the same.
-    of_token = config.balance_loss * routers.balance_loss + config.router_z_loss * routers.z_loss
+    of_token = config.balance_loss * routers.balance_loss
     penalty = penalty + jnp.mean(of_token) * jnp.sum(batch["mask"].astype(jnp.float32))
     return (nats, penalty), routers.loads
 

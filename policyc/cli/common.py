@@ -105,12 +105,6 @@ def read_stdin() -> str:
         raise unreadable_file_error("<stdin>", f"byte {error.start} is not UTF-8") from None
 
 
-def check_stdin_filename(files: Sequence[str], name: str | None) -> None:
-    """Raises a usage error if `--stdin-filename` is given without standard input."""
-    if name is not None and "-" not in files:
-        raise click.UsageError("--stdin-filename names standard input: it needs the file '-'")
-
-
 def expand_folders(names: Sequence[str]) -> tuple[str, ...]:
     """Replaces each folder by the policies in it and below it, in alphabetical order. Hidden folders are left out.
 

@@ -12,7 +12,6 @@ from policyc.cli.common import (
     EXIT_OK,
     EXIT_USAGE,
     ExampleCommand,
-    check_stdin_filename,
     check_writable,
     expand_folders,
     print_diagnostics,
@@ -21,7 +20,6 @@ from policyc.cli.common import (
     unified_diff,
     use_color,
 )
-from policyc.cli.options import stdin_filename_option
 
 
 @click.command(
@@ -38,8 +36,7 @@ from policyc.cli.options import stdin_filename_option
 @click.option(
     "--diff", is_flag=True, help="Write nothing. Print the changes, and exit with 1 if there are any."
 )
-@stdin_filename_option
-def fmt(files: tuple[str, ...], check: bool, diff: bool, stdin_filename: str | None) -> None:
+def fmt(files: tuple[str, ...], check: bool, diff: bool) -> None:
     """Format policies in place.
 
     Aligns arrows, indents blocks, and keeps comments. '-' reads standard input and writes standard output. A folder
@@ -49,10 +46,9 @@ def fmt(files: tuple[str, ...], check: bool, diff: bool, stdin_filename: str | N
     from policyc.language.diagnostics import PolicyError
 
     files = files or (".",)
-    check_stdin_filename(files, stdin_filename)
     changed, has_failed = [], False
     for name in expand_folders(files):
-        shown = (stdin_filename or "<stdin>") if name == "-" else name
+        shown = "<stdin>" if name == "-" else name
         try:
             before, after = _read_and_format(name, shown)
             if name == "-" and not (check or diff):

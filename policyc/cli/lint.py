@@ -14,7 +14,6 @@ from policyc.cli.common import (
     EXIT_FAILURE,
     EXIT_OK,
     EXIT_USAGE,
-    check_stdin_filename,
     check_writable,
     expand_folders,
     paint,
@@ -35,7 +34,6 @@ from policyc.cli.options import (
     option,
     option_class,
     out_option,
-    stdin_filename_option,
 )
 from policyc.cli.program import plan_source
 
@@ -80,7 +78,9 @@ class LintOptions:
         help="Print the number of findings per code; [*]: --fix repairs them. Formats: full, concise, json.",
     )
     exit_zero: bool = option(is_flag=True, help="Exit with 0 also if there are findings.")
-    stdin_filename: str | None = stdin_filename_option
+    stdin_filename: str | None = option(
+        metavar="FILE", help="The name of what is read from '-', for messages and for imports relative to it."
+    )
 
 
 def _starts_program(word: str) -> bool:
@@ -203,7 +203,8 @@ def _make_request(words: tuple[str, ...], options: LintOptions) -> _Request:
         raise click.UsageError("choose one of --statistics and --diff")
     if options.fix and "-" in files and len(files) > 1:
         raise click.UsageError("--fix writes the text from '-' to standard output: name no other file")
-    check_stdin_filename(files, options.stdin_filename)
+    if options.stdin_filename is not None and "-" not in files:
+        raise click.UsageError("--stdin-filename names standard input: it needs the file '-'")
     if program and options.config is not None:
         raise click.UsageError("name a program, or a configuration with --config; one of the two")
     if options.target is not None and not (program or options.config):

@@ -162,12 +162,6 @@ def path_option(*flags: str, **settings: Any) -> Any:
     return option(*flags, callback=make_absolute, **settings)
 
 
-stdin_filename_option: Any = option(
-    "--stdin-filename",
-    metavar="FILE",
-    help="The name of what is read from '-', for messages and for imports relative to it.",
-)
-
 backend_option: Any = option(
     "--backend",
     default="auto",

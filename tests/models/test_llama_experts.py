@@ -19,9 +19,7 @@ pytest.importorskip("optax", reason="optax is not installed: pip install 'policy
 from policyc.models.llama import configs, experts, partition, train_step
 from policyc.models.llama import model as llama
 
-CONFIG = configs.ModelConfig(
-    **llama_runs.SMALL | {"hidden": 16}, compute="float32", experts=4, router_z_loss=0.01
-)
+CONFIG = configs.ModelConfig(**llama_runs.SMALL | {"hidden": 16}, compute="float32", experts=4)
 SHAPE = (8, 6)  # batch, sequence
 
 
@@ -29,11 +27,11 @@ def silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
 
 
-def mix_in_numpy(params: Any, x: np.ndarray, per_token: int) -> tuple[np.ndarray, float, float, np.ndarray]:
-    """Token by token: the result, the balance loss, the z-loss and the share of each expert."""
+def mix_in_numpy(params: Any, x: np.ndarray, per_token: int) -> tuple[np.ndarray, float, np.ndarray]:
+    """Token by token: the result, the balance loss and the share of each expert."""
     tokens, router, weights = x.reshape(-1, x.shape[-1]), params["router"], params["experts"]
     count, results = router.shape[1], np.zeros_like(tokens)
-    assigned, probability, squares = np.zeros(count), np.zeros(count), 0.0
+    assigned, probability = np.zeros(count), np.zeros(count)
     for number, token in enumerate(tokens):
         exponentials = np.exp(token @ router)
         probabilities = exponentials / exponentials.sum()
@@ -44,9 +42,8 @@ def mix_in_numpy(params: Any, x: np.ndarray, per_token: int) -> tuple[np.ndarray
             results[number] += probabilities[expert] / probabilities[chosen].sum() * result
         assigned[chosen] += 1
         probability += probabilities
-        squares += np.log(exponentials.sum()) ** 2
     balance = count * np.sum(assigned / len(tokens) * probability / len(tokens))
-    return results.reshape(x.shape), balance, squares / len(tokens), assigned / assigned.sum()
+    return results.reshape(x.shape), balance, assigned / assigned.sum()
 
 
 def mix_densely(params: Any, x: jax.Array) -> jax.Array:
@@ -98,10 +95,10 @@ def test_experts_compute_the_plain_formulas(axes: dict[str, int]) -> None:
     params, x, cotangent = arguments()
     (y, summary), gradients = run_layer(axes)
     wide = jax.tree.map(lambda array: array.astype(np.float64), params)
-    expected, balance, z, loads = mix_in_numpy(wide, x.astype(np.float64), CONFIG.experts_per_token)
+    expected, balance, loads = mix_in_numpy(wide, x.astype(np.float64), CONFIG.experts_per_token)
     # Sums of at most 32 products of numbers near 1, in float32 (6e-8), three times in a row.
     np.testing.assert_allclose(y, expected, atol=2e-5)
-    np.testing.assert_allclose([summary.balance_loss, summary.z_loss], [balance, z], rtol=1e-5)
+    np.testing.assert_allclose(summary.balance_loss, balance, rtol=1e-5)
     np.testing.assert_allclose(summary.loads, loads, rtol=1e-6)
     dense = jax.jit(jax.grad(lambda params, x: jnp.sum(mix_densely(params, x) * cotangent), (0, 1)))(
         params, x
@@ -119,9 +116,9 @@ def test_padding_does_not_count_for_the_router() -> None:
     _, _, summary = jax.jit(partial(experts.route, config=CONFIG))(params["router"], x, is_padding=is_padding)
     tokens = x[~is_padding][None].astype(np.float64)
     wide = jax.tree.map(lambda array: array.astype(np.float64), params)
-    _, balance, z, loads = mix_in_numpy(wide, tokens, CONFIG.experts_per_token)
+    _, balance, loads = mix_in_numpy(wide, tokens, CONFIG.experts_per_token)
     # Float32, as above.
-    np.testing.assert_allclose([summary.balance_loss, summary.z_loss], [balance, z], rtol=1e-5)
+    np.testing.assert_allclose(summary.balance_loss, balance, rtol=1e-5)
     np.testing.assert_allclose(summary.loads, loads, rtol=1e-6)
 
 
