@@ -146,6 +146,7 @@ def check_graph(plan: Plan, before: str, after: str, equations: tuple[int, int])
     assert (counts["both"] + counts["before"], counts["both"] + counts["after"]) == equations
 
 
+@pytest.mark.any_jax
 @settings(max_examples=15, phases=[Phase.generate], deadline=None)
 @given(integers(0, 2**32 - 1), integers(2, 5), sampled_from(POLICIES), sampled_from(POLICIES))
 def test_the_diff_of_any_program_is_exact(seed: int, depth: int, before: str, after: str) -> None:
@@ -154,6 +155,7 @@ def test_the_diff_of_any_program_is_exact(seed: int, depth: int, before: str, af
     check_diff(plan, *(applicable_rules(random_program, policy) for policy in (before, after)))
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("make", SHARDED_LOSSES, ids=lambda f: f.__name__)
 def test_the_diff_of_a_sharded_program_is_exact(make: Any) -> None:
     """shard_map, ragged products, sharded arrays and explicit shardings, also in the gradient."""
@@ -175,6 +177,7 @@ def test_the_diff_of_a_layered_program_is_exact(make: Any, params: Any, remat: s
     check_diff(plan, "* -> keep", "* -> mxfp8; layers[-1] -> nvfp4(sr=grad)")
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("unrolled", [False, True], ids=["scan", "unrolled"])
 def test_the_diff_of_the_bundled_llama_is_exact(unrolled: bool) -> None:
     plan = plan_step(Policy(), "tiny", MeshShape(), Sizes(unrolled=unrolled), ExecutionOptions()).plan

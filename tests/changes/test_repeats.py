@@ -13,6 +13,8 @@ import policyc
 from policyc.changes.repeats import LayerSpan, find_repeats
 from tests.support.diff_models import W, X
 
+pytestmark = pytest.mark.any_jax
+
 
 def repeats_of(text: str) -> list[tuple[int, int, tuple[int, ...]]]:
     """The repeats of a sequence of letters. A capital letter reads the parameters of a layer.

@@ -74,6 +74,7 @@ def test_a_program_is_stopped_once_its_batches_are_recorded(recorded: RecordedLo
         assert np.array_equal(batch, jax.random.normal(jax.random.fold_in(key, number), (64, 32)))
 
 
+@pytest.mark.any_jax
 def test_a_program_that_deletes_an_object_is_stopped_too(tmp_path: Path) -> None:
     """Python ignores an exception that is raised during a deletion, and the program would go on."""
     program = write_program(tmp_path)

@@ -82,6 +82,7 @@ def run_layer(axes: dict[str, int]) -> tuple[Any, Any]:
     return jax.device_get(results), jax.device_get(gradients)
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize(
     "axes",
     [

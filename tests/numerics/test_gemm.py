@@ -462,6 +462,7 @@ def test_problems_of_a_recipe_are_named() -> None:
 LINEAR = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=FULL)
 
 
+@pytest.mark.any_jax
 def test_vmap_is_a_loop() -> None:
     """Over x, with gradients; and twice, over x and over weights."""
     x, w, dy = normal(3, 16, 32), normal(32, 16, seed=1), normal(3, 16, 16, seed=2)
