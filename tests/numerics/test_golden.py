@@ -208,7 +208,7 @@ def wgrad_treatment(case: str) -> Treatment:
 COLUMN_EXECUTIONS = [
     *(pytest.param(c, "batch", HERE, marks=is_slow(c)) for c in COLUMN_CASES),
     *((c, "transposed", HERE) for c in TRANSPOSED),
-    *(slow(c, "in place", "matmul") for c in COLUMN_CASES[::6]),
+    *(slow(c, "in place", "matmul") for c in COLUMN_CASES[::12]),
 ]
 
 
