@@ -336,12 +336,12 @@ def test_fp8_of_every_bfloat16_equals_the_oracle(element: str, method: Method, s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("axis", "outer", "columns"), [(-1, "row", 90), (-2, "tensor", 96)])
-def test_both_implementations_of_fp8(axis: int, outer: str, columns: int) -> None:
+@pytest.mark.parametrize(("axis", "columns"), [(-1, 90), (-2, 96)])
+def test_both_implementations_of_fp8(axis: int, columns: int) -> None:
     """Scales per row and per column, with maxima of groups and without, and a NaN in one matrix."""
     x = samples("wide", (3, 64, columns)).astype(ml_dtypes.bfloat16)
     x[1, 5, 7] = np.nan
-    t = Treatment(format="fp8", element="e4m3", outer=outer)
+    t = Treatment(format="fp8", element="e4m3", outer="row")
     one, other = (compiled(t, Axes(axis=axis, batch=(-3,)), m)(x) for m in ("cpu", "matmul"))
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
