@@ -1,10 +1,11 @@
-"""Helpers for messages: escapes, counts with nouns, suggestions for misspelled names."""
+"""Helpers for messages: escapes, counts with nouns, times, suggestions for misspelled names."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
+_TIMES = ((3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _MAX_NAME_FOR_SUGGESTION = 64  # characters: a longer unknown name gets no suggestion, to save time
 
 
@@ -45,6 +46,19 @@ def as_ranges(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
 def format_ranges(ranges: tuple[tuple[int, int], ...]) -> str:
     """Ranges as text: `0-2,5`."""
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+
+
+def format_seconds(seconds: float) -> str:
+    """`3.00 ms`: three significant digits, in the largest unit that the rounded value reaches."""
+    size, unit = next((u for u in _TIMES if seconds >= 0.9995 * u[0]), _TIMES[-1])
+    return f"{f'{seconds / size:#.3g}'.rstrip('.')} {unit}"
+
+
+def format_change(fraction: float) -> str:
+    """`-27 %`, `+6.3 %`."""
+    percent = 100 * fraction
+    digits = 0 if abs(percent) >= 10 or not percent else 1
+    return f"{percent:+.{digits}f} %"
 
 
 def closest_name(name: str, known: Iterable[str]) -> str | None:

@@ -1,6 +1,6 @@
 """What a policy changes in a program: every equation before and after, as data, as text and as pictures."""
 
 __all__ = [
-    "api", "build", "data", "figures", "gradient", "graph", "linears", "matching", "model",
+    "api", "build", "data", "gradient", "graph", "linears", "matching", "model",
     "model_explorer", "overlays", "page", "repeats", "scopes", "svg", "terminal",
 ]  # fmt: skip

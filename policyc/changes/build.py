@@ -10,7 +10,6 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 
 from policyc.base.text import as_ranges, escape_controls
-from policyc.changes.figures import name_parts
 from policyc.changes.gradient import match_gradients
 from policyc.changes.linears import Prediction, compare_linears, decisions_that_matter
 from policyc.changes.matching import MatchedLoss, match_losses
@@ -21,6 +20,7 @@ from policyc.changes.model import (
     Linear,
     Stack,
     Totals,
+    name_parts,
     shorten_path,
 )
 from policyc.compiler.idle_rules import idle_rules

@@ -8,9 +8,17 @@ from typing import Any
 
 import networkx as nx
 
-from policyc.changes.figures import format_change, short_name
+from policyc.base.text import format_change
 from policyc.changes.graph import children_of, graph_of
-from policyc.changes.model import DiffData, DiffSide, LinearRange, ProductSide, ProductState, Stack
+from policyc.changes.model import (
+    DiffData,
+    DiffSide,
+    LinearRange,
+    ProductSide,
+    ProductState,
+    Stack,
+    short_name,
+)
 from policyc.language.diagnostics import SourceText
 from policyc.language.policy import Policy
 

@@ -249,3 +249,22 @@ def shorten_path(path: str, roots: Sequence[str]) -> str:
         return min(inside, key=len, default=os.path.basename(match[0].rstrip(os.sep)))
 
     return _PATH_IN_WORD.sub(shorten, path)
+
+
+_DOT_OUTSIDE_PARENTHESES = re.compile(r"\.(?![^(]*\))")
+
+
+def short_name(diff: DiffData, linear: int) -> str:
+    """As many of the last parts of a name as tell the linear from others of its stack."""
+    stack = diff.linears[linear].stack
+    names = [name_parts(other.name) for other in diff.linears if other.stack == stack]
+    parts = name_parts(diff.linears[linear].name)
+    for count in range(1, len(parts)):
+        if sum(other[-count:] == parts[-count:] for other in names) == 1:
+            return ".".join(parts[-count:])
+    return ".".join(parts)
+
+
+def name_parts(name: str) -> tuple[str, ...]:
+    """The parts of a dotted name. `(train.py:8)` is one part, and so is `up (2)`."""
+    return tuple(_DOT_OUTSIDE_PARENTHESES.split(name))

@@ -310,7 +310,7 @@ def _as_table(named: NamedEstimates, title: str) -> str:
     from rich.console import Console
     from rich.table import Table
 
-    from policyc.changes.figures import format_change, format_seconds
+    from policyc.base.text import format_change, format_seconds
     from policyc.language.policy_tables import literal
 
     estimates = [n.estimate for n in named]

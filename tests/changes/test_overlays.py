@@ -10,8 +10,8 @@ from typing import Any, Literal
 import pytest
 
 import policyc
-from policyc.changes.figures import format_seconds, name_parts, short_name
-from policyc.changes.model import DiffData
+from policyc.base.text import format_seconds
+from policyc.changes.model import DiffData, name_parts, short_name
 from policyc.changes.overlays import read_compiled, read_plan, read_stats
 from policyc.compiler.plan_tables import as_json as plan_json
 from tests.support.diff_models import KEEP_LAST, SCANNED, UNROLLED, X, make_diff, scanned, unrolled
