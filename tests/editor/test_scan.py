@@ -28,7 +28,7 @@ from policyc.language.loader import LoadedPolicy, parse_with_diagnostics
 from policyc.language.parser import BlockStatement, Statement, read_statements
 from policyc.language.policy import Policy, RecipeDef, Rule, recipe_calls
 from tests.support.command import ROOT, policyc
-from tests.support.strategies import texts
+from tests.support.strategies import CHARACTERS, texts
 
 pytestmark = pytest.mark.any_jax
 
@@ -138,7 +138,7 @@ def test_a_line_as_long_as_a_file_is_completed() -> None:
     assert not hover(read(text, None), (), 10)
 
 
-@given(st.text(), st.data())
+@given(st.text(CHARACTERS), st.data())
 def test_positions_count_utf16(text: str, data: st.DataObject) -> None:
     source = SourceText(text.replace("\r", ""))
     offset = data.draw(st.integers(0, len(source.text)))

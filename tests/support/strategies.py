@@ -49,6 +49,9 @@ SYNONYMS = {
     "grad": ("grad", "grads", "gradient", "gradients"),
 }
 
+CHARACTERS = st.characters(exclude_categories=["Cs"])
+"""Those that UTF-8 encodes. By default, Hypothesis would encode every character to find them, which takes seconds."""
+
 # ---- names and selectors
 
 _letters = st.sampled_from("abxyzABé名_")
