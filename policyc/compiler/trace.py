@@ -19,7 +19,7 @@ from jax.dtypes import float0
 from jax.extend.core import ClosedJaxpr, Literal, Var
 
 from policyc.compiler.paths import DATA_NAMES, leaf_paths
-from policyc.jaxcore import autodiff, jaxprs
+from policyc.jaxcore import autodiff, replay
 from policyc.language.selectors import DottedPath
 
 _ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, float, complex, jax.ShapeDtypeStruct)
@@ -55,7 +55,7 @@ class TracedFunction:
 
     def run(self, jaxpr: ClosedJaxpr, inputs: Sequence[Any]) -> Any:
         """The result of the function, computed by a jaxpr with the same results as its own."""
-        values = jaxprs.evaluate(jaxpr, *inputs)
+        values = replay.evaluate(jaxpr, *inputs)
         # JAX returns its own kinds of Python numbers for scalars that are constants.
         is_literal = (
             isinstance(var, Literal) and getattr(var.aval, "dtype", float0) != float0

@@ -202,6 +202,16 @@ def is_staging() -> bool:
     return trace is not None
 
 
+def is_staged_linearization() -> bool:
+    """Is the current computation differentiated in reverse mode, and recorded in a jaxpr?"""
+    return isinstance(core.trace_ctx.trace, ad.LinearizeTrace) and is_staging()
+
+
+def is_linearized(value: Any) -> bool:
+    """Does a value depend on what is differentiated in reverse mode?"""
+    return isinstance(value, ad.LinearizeTracer)
+
+
 _EvalTrace: Any = core.EvalTrace
 
 

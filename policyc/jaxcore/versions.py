@@ -24,6 +24,11 @@ BARRIERS_SKIP_ZERO_TANGENTS = jax.__version_info__ >= (0, 11)
 them if one had."""
 
 
+INLINE_WHEN_TRACED: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+"""The `inline` of a jitted function whose equations become those of the jaxpr around it. Since 0.12, `True` stands for
+functions that are inlined when they are lowered."""
+
+
 MOSAIC_LOAD_INDEX: tuple[None, ...] = () if jax.__version_info__ >= (0, 11) else (None,)
 """The index that Mosaic's `load` takes beside a reference that is indexed already: since 0.11 none."""
 

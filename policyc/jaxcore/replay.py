@@ -1,0 +1,86 @@
+"""Evaluates a jaxpr while it is differentiated in reverse mode, such that JAX linearizes equal equations once.
+
+JAX linearizes and transposes a jitted function once, however often it is called, and every other equation by itself.
+So equations that occur several times, as those of the layers of an unrolled model do, are called as jitted functions.
+They are inlined: the gradient has the same equations.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+
+from policyc.jaxcore import autodiff, jaxprs
+from policyc.jaxcore.versions import INLINE_WHEN_TRACED
+
+_FEWEST_CALLS = 4  # it takes longer to make a jitted function than to linearize two equations
+
+
+def evaluate(jaxpr: ClosedJaxpr, *args: Any) -> list[Any]:
+    """Evaluates a closed jaxpr, every equation under its own name stack and source info."""
+    if not autodiff.is_staged_linearization():
+        return jaxprs.evaluate(jaxpr, *args)
+    opened = jaxpr.jaxpr
+    keys = [_key(eqn) for eqn in opened.eqns]
+    calls = Counter(keys)
+    functions: dict[Hashable, Callable[..., list[Any]]] = {}
+    values: dict[Var, Any] = dict(zip(opened.invars, args, strict=True))
+    values.update(zip(opened.constvars, jaxpr.consts, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for eqn, key in zip(opened.eqns, keys, strict=True):
+        operands = [read(a) for a in eqn.invars]
+        is_jitted = key is not None and calls[key] >= _FEWEST_CALLS
+        with jaxprs.source_context(eqn):
+            if is_jitted and any(map(autodiff.is_linearized, operands)):
+                if key not in functions:
+                    functions[key] = _jit(eqn)
+                variables = [v for v, a in zip(operands, eqn.invars, strict=True) if type(a) is not Literal]
+                results = functions[key](*variables)
+            else:
+                results = jaxprs.bind(eqn, *operands)
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [read(a) for a in opened.outvars]
+
+
+def _jit(eqn: JaxprEqn) -> Callable[..., list[Any]]:
+    """An equation as a jitted function of its operands that are no literals."""
+
+    def call(*variables: Any) -> list[Any]:
+        remaining = iter(variables)
+        return jaxprs.bind(eqn, *(a.val if isinstance(a, Literal) else next(remaining) for a in eqn.invars))
+
+    call.__name__ = jaxprs.primitive_name(eqn)
+    return jax.jit(call, inline=INLINE_WHEN_TRACED)
+
+
+def _key(eqn: JaxprEqn) -> Hashable | None:
+    """Equal for equations that do the same to other operands; None if an equation has to be evaluated by itself.
+
+    Where an operand occurs twice, or there are several results, the order in which cotangents are added could change.
+    """
+    atoms: Sequence[Any] = eqn.invars
+    variables = [a for a in atoms if type(a) is not Literal]
+    if eqn.effects or len(eqn.outvars) != 1 or len(set(variables)) < len(variables):
+        return None
+    if any(type(v.aval) is not ShapedArray for v in (*variables, *eqn.outvars)):
+        return None
+    # Quantized GEMMs that are made from one template share the dictionary of their parameters.
+    params = id(eqn.params) if jaxprs.sub_jaxprs(eqn) else tuple(eqn.params.items())
+    literals = tuple(
+        (a.aval, np.asarray(a.val).tobytes()) if type(a) is Literal else None for a in atoms
+    )  # bytes: -0.0 equals 0.0
+    key = eqn.primitive, params, literals, eqn.ctx
+    try:
+        hash(key)
+    except TypeError:  # a parameter without a hash
+        return None
+    return key
