@@ -33,10 +33,11 @@ def equations_with_cotangent(jaxpr: ClosedJaxpr, differentiated: Sequence[bool])
 def _has_references(jaxpr: AnyJaxpr) -> bool:
     """Does a loss write to references? What is written is read in other places, which are not followed."""
     opened = jaxprs.open_jaxpr(jaxpr)
-    variables = (*opened.invars, *opened.constvars, *itertools.chain(*[eqn.outvars for eqn in opened.eqns]))
-    if any(jaxprs.is_reference(aval) for aval in {type(v.aval): v.aval for v in variables}.values()):
+    if any(jaxprs.is_reference(v.aval) for v in (*opened.invars, *opened.constvars)):
         return True
     for eqn in opened.eqns:
+        if eqn.effects and any(jaxprs.is_reference(a.aval) for a in eqn.invars):
+            return True
         if container_of(eqn) is not None and any(_has_references(s.jaxpr) for s in jaxprs.sub_jaxprs(eqn)):
             return True
     return False

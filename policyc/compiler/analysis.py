@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
-import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
@@ -23,6 +23,7 @@ from policyc.compiler.dots import (
     OPAQUE_PRODUCTS,
     batch_dims,
     gemm_sizes,
+    is_floating,
     matrix_sources,
     operand_dtype,
     pick_weight,
@@ -258,7 +259,7 @@ class _Analyzer:
         """Records a GEMM. Returns how its weight is laid out."""
         lhs, rhs = infos[:2]
         dtypes = [operand_dtype(a) for a in eqn.invars[:2]]
-        if not all(jnp.issubdtype(d, jnp.floating) for d in dtypes):
+        if not all(map(is_floating, dtypes)):
             return ()
         weight = pick_weight(lhs, rhs)
         if weight is None and context.opaque_parameters:
@@ -272,7 +273,7 @@ class _Analyzer:
         origin = None if weight_info is None or opaque else _hoistable_origin(eqn, weight_info, context)
         site = Site(
             address=context.address,
-            scope=PathTemplate(read_segments((*context.scope, *jaxprs.name_scopes(eqn)))),
+            scope=_read_scope((*context.scope, *jaxprs.name_scopes(eqn))),
             weight=weight,
             is_ragged=jaxprs.primitive_name(eqn).startswith("ragged"),
             batch=batch,
@@ -313,6 +314,11 @@ class _Analyzer:
         if address in self._with_cotangent:
             products |= {gemm for gemm, info in ((for_lhs, lhs), (for_rhs, rhs)) if info.is_active}
         return frozenset(products)
+
+
+@lru_cache(maxsize=8)  # the sites of a scope follow each other
+def _read_scope(scopes: tuple[str, ...]) -> PathTemplate:
+    return PathTemplate(read_segments(scopes))
 
 
 def _factors(infos: Sequence[VarInfo]) -> frozenset[Source]:

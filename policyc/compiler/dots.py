@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import JaxprEqn
 
 from policyc.compiler.paths import DATA_NAMES
@@ -26,8 +28,16 @@ OPAQUE_PRODUCTS = {
 """Matrix products that the compiler does not rewrite, in words. Their sites are opaque."""
 
 
+_FLOAT64 = np.dtype("float64")
+
+
 def operand_dtype(atom: Any) -> Any:
     return atom.aval.dtype
+
+
+@cache  # JAX looks through its own types each time
+def is_floating(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
 
 
 def pick_weight(lhs: VarInfo, rhs: VarInfo) -> Weight:
@@ -56,7 +66,7 @@ def why_opaque(eqn: JaxprEqn, dtypes: Sequence[Any]) -> str:
     name = jaxprs.primitive_name(eqn)
     if name in OPAQUE_PRODUCTS:
         return OPAQUE_PRODUCTS[name]
-    if any(d == jnp.float64 for d in dtypes):
+    if _FLOAT64 in dtypes:
         return "a computation in float64, for which there is no recipe"
     if not _is_plain_ragged(eqn):
         return "a ragged product of a form that has no quantized counterpart"

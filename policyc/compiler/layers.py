@@ -294,7 +294,8 @@ def _stacks_of(source: Source, loops: Sequence[EnclosingLoop]) -> tuple[Stack, .
 
 def _sort_stacks(stacks: Iterable[Stack]) -> tuple[Stack, ...]:
     """Each stack once: shard_maps first, then loops from the outermost on."""
-    return tuple(sorted(dict.fromkeys(stacks), key=lambda s: (not s.is_shard_map, s.address)))
+    once = tuple(dict.fromkeys(stacks))
+    return once if len(once) < 2 else tuple(sorted(once, key=lambda s: (not s.is_shard_map, s.address)))
 
 
 # ---- modules

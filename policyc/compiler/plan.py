@@ -36,6 +36,8 @@ from policyc.numerics.backends.choice import (
     machine_of,
 )
 
+_GEMMS = tuple(Gemm)
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -46,10 +48,10 @@ class Decision:
     lowerings: tuple[Lowering, Lowering, Lowering] = (PLAIN, PLAIN, PLAIN)
 
     def choice(self, gemm: Gemm) -> Choice:
-        return self.choices[list(Gemm).index(gemm)]
+        return self.choices[_GEMMS.index(gemm)]
 
     def lowering(self, gemm: Gemm) -> Lowering:
-        return self.lowerings[list(Gemm).index(gemm)]
+        return self.lowerings[_GEMMS.index(gemm)]
 
 
 Decisions = Mapping[tuple[Address, Layer], Decision]
@@ -225,10 +227,14 @@ class Plan:
         """A decision with how each product runs."""
         if decision.recipe is None:
             return decision
-        queries = gemm_queries(site, decision.recipe)
-        key = (decision.choices, queries)
+        operands: list[Any] = [*site.eqn.invars[:2], *site.eqn.outvars[:1]]
+        dtypes = tuple(a.aval.dtype for a in operands)
+        sizes = (site.batch, site.m, site.n, site.k)
+        # All that the queries depend on. Decisions without lowerings are kept in `_decided`.
+        key = (id(decision), sizes, dtypes, site.weight, site.is_ragged)
         lowered = self._lowered.get(key)
         if lowered is None:
+            queries = gemm_queries(site, decision.recipe)
             fprop, dgrad, wgrad = (choose(self.execution.backend, q, self.machine) for q in queries)
             lowered = self._lowered[key] = replace(decision, lowerings=(fprop, dgrad, wgrad))
         return lowered
@@ -270,7 +276,7 @@ class Plan:
 
     @cached_property
     def _lowered(self) -> dict[Hashable, Decision]:
-        """Decisions with lowerings, by their choices and queries: many sites have the same."""
+        """Decisions with lowerings, by what the queries depend on: many sites have the same."""
         return {}
 
 

@@ -85,6 +85,8 @@ def unmet_expectations(
 def opaque_sites(plan: Plan) -> Iterator[Diagnostic]:
     """Rules that change a GEMM which the compiler cannot reach."""
     sites_of: dict[int, dict[Site, None]] = {}
+    if not any(site.opaque for site in plan.sites):
+        return
     for product in plan.all_products():
         rule = product.choice.rule
         if product.site.opaque and rule is not None and product.bits:
@@ -134,13 +136,13 @@ def opaque_indices(plan: Plan) -> Iterator[Diagnostic]:
             scan = "" if sites[0].loops else " scan over it, or"
             yield _opaque_index(rule, sites, reason, f"{_WHOLE_STACK}{scan} {_USE_INDICES}")
         patterns = [pattern for selector in indexed for pattern in expand_selector(selector)]
-        examples = {site: _two_readings(site, patterns) for site in plan.sites}
-        sites = [site for site in plan.sites if examples[site]]
-        if sites:
+        examples = [(site, text) for site in plan.sites if (text := _two_readings(site, patterns))]
+        if examples:
             reason = (
                 "it is in a stack in a stack, and the index can be that of one of them, or count all layers"
             )
-            yield _opaque_index(rule, sites, reason, f"give both indices: {examples[sites[0]]}")
+            sites = [site for site, _ in examples]
+            yield _opaque_index(rule, sites, reason, f"give both indices: {examples[0][1]}")
 
 
 def unknown_blocks(plan: Plan) -> Iterator[Diagnostic]:
@@ -168,11 +170,10 @@ def _names_some(site: Site, patterns: Sequence[Pattern]) -> bool:
 
 def _has_opaque_index(site: Site, patterns: Sequence[Pattern]) -> bool:
     """Do these patterns, which ignore indices, match a site only by paths whose index is not known?"""
-    matching = [
-        template
-        for template in (site.scope, *site.parameters)
-        if any(matches(pattern, template.path) for pattern in patterns)
-    ]
+    templates = (site.scope, *site.parameters)
+    if not any(_why_unknown(site, template) for template in templates):
+        return False  # most sites
+    matching = [t for t in templates if any(matches(pattern, t.path) for pattern in patterns)]
     return bool(matching) and all(_why_unknown(site, template) for template in matching)
 
 

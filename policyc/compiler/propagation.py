@@ -47,7 +47,7 @@ def propagate_equation(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
         return []
     rule, name = rule_of(eqn), jaxprs.primitive_name(eqn)
     active_operands = [i.is_active for i in infos]
-    active = active_results(eqn, active_operands) if any(active_operands) else [False] * len(eqn.outvars)
+    active = active_results(eqn, active_operands) if True in active_operands else [False] * len(eqn.outvars)
     if rule.weight not in ("identity", "product") and not eqn.effects:
         data = _only_data(infos)
         if data is not None and (data.integers is None or is_array(eqn.outvars[0].aval)):
@@ -63,7 +63,7 @@ def propagate_equation(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
     has_source = any(i.source is not None for i in infos)
     sources = _SOURCES[rule.weight](eqn, infos) if has_source else [None] * len(eqn.outvars)
     is_hoistable = rule.hoistable and len(infos) == 1 and first.origin is not None
-    is_modified = _is_modified(rule.weight, infos)
+    is_modified = has_source and _is_modified(rule.weight, infos)
     make = partial(
         VarInfo,
         depends_on=_dependence(eqn, infos),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from jax.core import AbstractValue
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import dot_general_p
@@ -24,7 +25,6 @@ from policyc.compiler.stacks import Layer
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.containers import container_of
 from policyc.jaxcore.define_primitive import job_of
-from policyc.jaxcore.jaxprs import AnyJaxpr
 from policyc.jaxcore.transform import Address, BoundInput, ExtraInput, Position, Replacement, Transform
 from policyc.numerics.gemm import GemmOptions, Precomputed, Prequantized, quantized_dot_general
 from policyc.numerics.quantize import Key
@@ -122,8 +122,10 @@ class SiteRewriter(Transform):
         for address, site in self.sites.items():
             for end in range(len(address) + 1):
                 self._sites_under.setdefault(address[:end], []).append(site)
-        self._templates: dict[Hashable, SiteTemplate] = {}
-        self._activation_quantizers: dict[Hashable, Quantizer] = {}
+        self._templates: dict[tuple[int, bool], SiteTemplate] = {}
+        self._activation_quantizers: dict[int, Quantizer] = {}
+        self._equation_numbers: dict[Hashable, int] = {}
+        self._number_at: dict[Hashable, int] = {}
 
     def _is_changed(self, site: Site) -> bool:
         if site.opaque:
@@ -180,12 +182,20 @@ class SiteRewriter(Transform):
         )
         return self._source.seed, parts
 
-    def _equation_key(self, site: Site, position: Position) -> Hashable:
-        """Equal for sites that become the same equations."""
-        params = sorted(
-            (k, v if isinstance(v, tuple | int | type(None)) else repr(v)) for k, v in site.eqn.params.items()
-        )
-        return self.key(position), tuple(a.aval for a in site.eqn.invars), tuple(params), site.eqn.ctx
+    def _equation_number(self, site: Site, position: Position) -> int:
+        """Equal for sites that become the same equations. A number: it takes long to hash all that decides them."""
+        place = position.address, tuple(position.iterations.items())
+        number = self._number_at.get(place)
+        if number is None:
+            params = sorted(
+                (k, v if isinstance(v, tuple | int | np.dtype | type(None)) else repr(v))
+                for k, v in site.eqn.params.items()
+            )
+            avals = tuple(a.aval for a in site.eqn.invars)
+            key = self.key(position), avals, tuple(params), site.eqn.ctx
+            number = self._equation_numbers.setdefault(key, len(self._equation_numbers))
+            self._number_at[place] = number
+        return number
 
     def _open_recipes(self, site: Site, position: Position) -> tuple[SiteRecipe | None, ...]:
         """What happens to the layers of a site that are not fixed yet."""
@@ -246,7 +256,7 @@ class SiteRewriter(Transform):
     def _template(
         self, site: Site, site_recipe: SiteRecipe, position: Position, shared: SharedActivation | None
     ) -> SiteTemplate:
-        key = (self._equation_key(site, position), shared is not None)
+        key = (self._equation_number(site, position), shared is not None)
         template = self._templates.get(key)
         if template is None:
             hoisted = site.address in self._hoisted
@@ -272,10 +282,10 @@ class SiteRewriter(Transform):
         gemm = quantized_gemm(site, site_recipe, inputs)
         return SiteTemplate(jaxprs.trace_at(gemm, avals, site.eqn, site.axis_env), tuple(extra))
 
-    def share(self, jaxpr: AnyJaxpr, position: Position) -> Mapping[Address, SharedActivation]:
+    def share(self, position: Position) -> Mapping[Address, SharedActivation]:
         """The activations that several sites of a jaxpr quantize alike, by the addresses of these sites."""
         groups: dict[tuple[Var, Hashable], SharedActivation] = {}
-        for activation, positions in self._positions_by_activation(jaxpr, position).items():
+        for activation, positions in self._positions_by_activation(position).items():
             for here in positions if len(positions) > 1 else ():
                 quantizer = self._activation_quantizer(here)
                 if quantizer.avals:
@@ -284,14 +294,14 @@ class SiteRewriter(Transform):
                     group.readers.append(here.address)
         return {a: group for group in groups.values() if len(group.readers) > 1 for a in group.readers}
 
-    def _positions_by_activation(self, jaxpr: AnyJaxpr, position: Position) -> dict[Var, list[Position]]:
+    def _positions_by_activation(self, position: Position) -> dict[Var, list[Position]]:
         """The sites of a jaxpr that are quantized at a position, by the activation they read."""
         readers: dict[Var, list[Position]] = {}
-        for number in range(len(jaxprs.equations(jaxpr))):
-            site = self.sites.get((*position.address, number))
-            if site is None or (activation := _activation(site)) is None:
+        depth = len(position.address)
+        for site in self._sites_under.get(position.address, ()):
+            if len(site.address) != depth + 1 or (activation := _activation(site)) is None:
                 continue
-            here = position.enter(number)
+            here = position.enter(site.address[-1])
             if self._recipe_at(site, here) is not None:
                 readers.setdefault(activation, []).append(here)
         return readers
@@ -300,11 +310,11 @@ class SiteRewriter(Transform):
         site = self.sites[position.address]
         site_recipe = self._recipe_at(site, position)
         assert site_recipe is not None, "a site that is kept quantizes nothing"
-        key = self._equation_key(site, position)
-        quantizer = self._activation_quantizers.get(key)
+        number = self._equation_number(site, position)
+        quantizer = self._activation_quantizers.get(number)
         if quantizer is None:
             operand: Literal["lhs", "rhs"] = "rhs" if site.weight == "lhs" else "lhs"
-            quantizer = self._activation_quantizers[key] = make_quantizer(site, site_recipe, operand)
+            quantizer = self._activation_quantizers[number] = make_quantizer(site, site_recipe, operand)
         return quantizer
 
 

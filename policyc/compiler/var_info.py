@@ -76,8 +76,8 @@ class VarInfo(NamedTuple):
 
 
 def join_dependence(infos: Iterable[VarInfo]) -> Dependence:
-    found = {i.depends_on for i in infos}
-    if found >= {Dependence.CONSTANTS, Dependence.WEIGHT_PRODUCTS}:
+    found = [i.depends_on for i in infos]  # no set: enums take long to hash
+    if Dependence.CONSTANTS in found and Dependence.WEIGHT_PRODUCTS in found:
         return Dependence.DATA  # constants may be data
     return max(found, default=Dependence.PARAMETERS)
 
@@ -92,8 +92,8 @@ MOST_PROJECTIONS = 16  # a residual stream comes from all layers before; attenti
 
 
 def join_projections(infos: Iterable[VarInfo]) -> frozenset[Source]:
-    joined = frozenset[Source]().union(*(i.projections for i in infos))
-    is_unknown = len(joined) > MOST_PROJECTIONS or joined & MANY_PROJECTIONS
+    joined = frozenset[Source]().union(*[i.projections for i in infos if i.projections])
+    is_unknown = len(joined) > MOST_PROJECTIONS or not joined.isdisjoint(MANY_PROJECTIONS)
     return MANY_PROJECTIONS if is_unknown else joined
 
 

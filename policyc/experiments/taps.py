@@ -119,8 +119,8 @@ class TapRewriter(SiteRewriter):
     def slices(self, scan: Address, extra: ExtraInput) -> bool:
         return extra.content is TAP or super().slices(scan, extra)
 
-    def share(self, jaxpr: AnyJaxpr, position: Position) -> Mapping[Address, SharedActivation]:
-        del jaxpr, position
+    def share(self, position: Position) -> Mapping[Address, SharedActivation]:
+        del position
         return {}
 
     def make_template(self, site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> SiteTemplate:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax.numpy as jnp
 from jax.core import AbstractValue
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal, Primitive
 
 from policyc.jaxcore.internals import ad
 from policyc.jaxcore.primitives import rule_of
@@ -16,7 +16,8 @@ from policyc.jaxcore.primitives import rule_of
 
 def is_float(aval: AbstractValue) -> bool:
     """Can it have a derivative by its type?"""
-    return hasattr(aval, "dtype") and _is_inexact(aval.dtype)
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and _is_inexact(dtype)
 
 
 @cache  # JAX looks through its own types each time
@@ -33,7 +34,7 @@ def active_results(eqn: JaxprEqn, active: Sequence[bool]) -> list[bool]:
     flows = [a and d for a, d in zip(active, _differentiable_operands(eqn), strict=True)]
     if not any(flows):
         return [False] * len(eqn.outvars)
-    if _is_one_to_one(eqn, "per operand"):
+    if len(flows) > 1 and _is_one_to_one(eqn, "per operand"):
         return [f and is_float(v.aval) for f, v in zip(flows, eqn.outvars, strict=True)]
     return [is_float(v.aval) for v in eqn.outvars]
 
@@ -41,9 +42,9 @@ def active_results(eqn: JaxprEqn, active: Sequence[bool]) -> list[bool]:
 def operands_with_cotangent(eqn: JaxprEqn, results: Sequence[bool]) -> list[bool]:
     """Which operands get a cotangent if they have a derivative, and these results get one."""
     differentiable = _differentiable_operands(eqn)
-    if _is_one_to_one(eqn, "per operand", "cotangent per operand"):
+    if len(results) > 1 and _is_one_to_one(eqn, "per operand", "cotangent per operand"):
         return [r and d for r, d in zip(results, differentiable, strict=True)]
-    return [any(results) and d for d in differentiable]
+    return differentiable if any(results) else [False] * len(differentiable)
 
 
 def _is_one_to_one(eqn: JaxprEqn, *derivatives: str) -> bool:
@@ -53,13 +54,23 @@ def _is_one_to_one(eqn: JaxprEqn, *derivatives: str) -> bool:
 
 def _differentiable_operands(eqn: JaxprEqn) -> list[bool]:
     """Which operands have a derivative rule. Rounding, comparing and `stop_gradient` have none."""
-    rule: Any = ad.primitive_jvps.get(eqn.primitive)
+    has_rule = _has_rule(eqn.primitive)
     is_constant = rule_of(eqn).derivative == "none" and not _is_complex(eqn.invars[0].aval)
-    if is_constant or getattr(rule, "func", None) is ad.zero_jvp:
+    if is_constant or has_rule == ():
         return [False] * len(eqn.invars)
     by_type = [type(a) is not Literal and is_float(a.aval) for a in eqn.invars]
-    if isinstance(rule, partial) and rule.func in (ad.standard_jvp, ad.standard_jvp2):
-        rules = rule.args[0]
-        if len(rules) == len(by_type):
-            return [d and r is not None for d, r in zip(by_type, rules, strict=True)]
-    return by_type
+    if has_rule is None or len(has_rule) != len(by_type):
+        return by_type
+    return [d and r for d, r in zip(by_type, has_rule, strict=True)]
+
+
+@cache  # each equation asks twice
+def _has_rule(primitive: Primitive) -> tuple[bool, ...] | None:
+    """Which operands of a primitive have a derivative rule, empty if none has. None if JAX has one rule for all."""
+    rule: Any = ad.primitive_jvps.get(primitive)
+    function = getattr(rule, "func", None)
+    if function is ad.zero_jvp:
+        return ()
+    if function in (ad.standard_jvp, ad.standard_jvp2):
+        return tuple(r is not None for r in rule.args[0])
+    return None

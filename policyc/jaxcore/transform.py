@@ -140,9 +140,9 @@ class Transform(ABC):
     def replace_equation(self, eqn: JaxprEqn, position: Position, shared: Any) -> Replacement | None:
         """The replacement of an equation; None if it is not one to replace. `shared`: see `share`."""
 
-    def share(self, jaxpr: AnyJaxpr, position: Position) -> Mapping[Address, Any]:
-        """What equations of one jaxpr share, by the address of each of them."""
-        del jaxpr, position
+    def share(self, position: Position) -> Mapping[Address, Any]:
+        """What equations of the jaxpr at a position share, by the address of each of them."""
+        del position
         return {}
 
     @abstractmethod
@@ -171,7 +171,7 @@ class Transform(ABC):
         return replace(result, inputs=inputs)
 
     def _transform_equations(self, jaxpr: AnyJaxpr, position: Position) -> TransformedJaxpr:
-        shared = self.share(jaxpr, position)
+        shared = self.share(position)
         replacements: list[Replacement] = []
         for number, eqn in enumerate(jaxprs.equations(jaxpr)):
             here = position.enter(number)

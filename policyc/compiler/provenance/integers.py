@@ -50,6 +50,7 @@ def known_integers(integers: Integers | None) -> Integers | None:
     return None if integers is None or integers.unknown else integers
 
 
+@cache  # most literals of a loss
 def not_evaluated(reason: str) -> Integers:
     def evaluate(_: Iterations) -> np.ndarray:
         raise Unknown(reason)
@@ -77,10 +78,12 @@ def _computed(compute: Callable[[Iterations], np.ndarray], loops: frozenset[Addr
 def constant_value(value: Any, aval: Any) -> Integers | None:
     """The value of a constant of this type; None if it is not known now."""
     dtype = getattr(aval, "dtype", None)
-    if isinstance(value, Tracer) or not isinstance(dtype, np.dtype) or np.size(value) > _MOST_CONSTANTS:
+    if isinstance(value, Tracer) or not isinstance(dtype, np.dtype):
         return None
     if dtype.kind not in "iub":
-        return not_evaluated(_in_type(dtype)) if np.ndim(value) == 0 else None
+        return None if aval.shape else not_evaluated(_in_type(dtype))
+    if math.prod(aval.shape) > _MOST_CONSTANTS:
+        return None
     array = np.asarray(value, dtype)
     return Integers(lambda _: array)
 
@@ -107,8 +110,10 @@ def is_array(aval: Any) -> bool:
 def propagate_integers(eqn: JaxprEqn, operands: Sequence[Integers | None]) -> Integers | None:
     """The value of an equation on known integers; None if it is not known."""
     known = [o for o in operands if o is not None]
+    if len(known) < len(operands):
+        return None
     out: Any = eqn.outvars[0].aval if eqn.outvars else None
-    if len(known) < len(operands) or not is_array(out) or eqn.effects:
+    if not is_array(out) or eqn.effects:
         return None
     dtype = out.dtype
     unknown = next((o for o in known if o.unknown), None)
