@@ -3,14 +3,16 @@
     python -m benchmarks.pass_time [LAYERS...]        default: 16 32 64 126
 
 For each depth it prints the seconds of JAX's trace of the loss, of analysis and plan, and of the whole `apply` (trace,
-analyze, plan, rewrite, retrace). The last two are also printed as multiples of the trace.
+analyze, plan, rewrite, retrace), the last two also as multiples of the trace. Then those of JAX's trace of
+`jax.value_and_grad`, of the loss and of the loss under the policy: what a user waits for before JAX lowers the step.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -95,10 +97,27 @@ def loss(params: Any, tokens: jax.Array) -> jax.Array:
     return -jnp.mean(jax.nn.log_softmax(logits.astype(jnp.float32))[..., 0])
 
 
-def measure(layers: int) -> tuple[float, float, float, int]:
-    """Seconds of JAX's trace, of analysis and plan, and of the whole apply; and the number of sites."""
+class Seconds(NamedTuple):
+    """Seconds of JAX's trace, of analysis and plan, and of the whole apply; of the gradient without and with it."""
+
+    trace: float
+    plan: float
+    apply: float
+    gradient: float
+    applied_gradient: float
+
+
+def measure(layers: int) -> tuple[Seconds, int]:
+    """The times of a loss, and the number of its sites."""
     params, tokens = parameters(layers), jax.ShapeDtypeStruct((1, SEQ), jnp.int32)
     policy = policyc.parse(POLICY)
+
+    def trace_seconds_of(function: Callable[..., Any]) -> float:
+        jax.clear_caches()
+        start = time.perf_counter()
+        jax.make_jaxpr(function)(params, tokens)
+        return time.perf_counter() - start
+
     start = time.perf_counter()
     closed = jax.make_jaxpr(loss)(params, tokens)
     trace_seconds = time.perf_counter() - start
@@ -109,12 +128,10 @@ def measure(layers: int) -> tuple[float, float, float, int]:
     start = time.perf_counter()
     rewrite(plan.sites, decisions)
     rewrite_seconds = time.perf_counter() - start
-    jax.clear_caches()
-    start = time.perf_counter()
-    jax.make_jaxpr(policyc.apply(policy, loss))(params, tokens)
-    apply_seconds = time.perf_counter() - start
     print(f"    rewrite alone {rewrite_seconds:.2f} s", file=sys.stderr)
-    return trace_seconds, plan_seconds, apply_seconds, len(plan.sites)
+    applied = policyc.apply(policy, loss)
+    functions: list[Callable[..., Any]] = [applied, jax.value_and_grad(loss), jax.value_and_grad(applied)]
+    return Seconds(trace_seconds, plan_seconds, *map(trace_seconds_of, functions)), len(plan.sites)
 
 
 def main() -> None:
@@ -124,13 +141,15 @@ def main() -> None:
     )
     depths = parser.parse_args().layers
     measure(5)  # pays for imports and other first-time costs; the last four layers stay in bf16
-    print(f"JAX {jax.__version__}\nlayers  sites  trace s  plan s  x trace  apply s  x trace")
+    print(f"JAX {jax.__version__}")
+    print("layers  sites  trace s  plan s  x trace  apply s  x trace  gradient s  applied s  x gradient")
     for layers in depths:
         jax.clear_caches()
-        trace, plan, apply, sites = measure(layers)
+        s, sites = measure(layers)
         print(
-            f"{layers:6}  {sites:5}  {trace:7.2f}  {plan:6.2f}  {plan / trace:7.2f}  {apply:7.2f}  "
-            f"{apply / trace:7.2f}",
+            f"{layers:6}  {sites:5}  {s.trace:7.2f}  {s.plan:6.2f}  {s.plan / s.trace:7.2f}  {s.apply:7.2f}  "
+            f"{s.apply / s.trace:7.2f}  {s.gradient:10.2f}  {s.applied_gradient:9.2f}  "
+            f"{s.applied_gradient / s.gradient:10.2f}",
             flush=True,
         )
 
