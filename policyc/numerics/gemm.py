@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from policyc.jaxcore import autodiff
 from policyc.jaxcore.shardings import match_varying_axes, reshard_like, shape_dtype_struct
+from policyc.jaxcore.versions import INLINE_WHEN_TRACED
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Recipe
 from policyc.language.treatments import normalize_recipe
@@ -309,6 +311,13 @@ def make_sign_key(spec: GemmSpec, lhs: jax.Array, rhs: jax.Array, key: Key) -> K
 def _gemm_bwd(
     spec: GemmSpec, residuals: _Residuals, dy: jax.Array
 ) -> tuple[jax.Array, jax.Array, None, None]:
+    # The layers of an unrolled model have equal products: these are traced once, and inlined.
+    gradients = _traced_gradients if autodiff.is_staging() else _gradients
+    return *gradients(spec, residuals, dy), None, None
+
+
+def _gradients(spec: GemmSpec, residuals: _Residuals, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The gradients of both operands."""
     products = gemm_products(spec)
     d_lhs, d_rhs = products.d_lhs, products.d_rhs
     for_lhs, for_rhs = _quantize_dy_once(spec, dy, residuals.keys)
@@ -322,9 +331,10 @@ def _gemm_bwd(
     return (
         _gradient(spec, d_lhs, dy, residuals.rhs, quantize_for_lhs, wrt="lhs"),
         _gradient(spec, d_rhs, dy, residuals.lhs, quantize_for_rhs, wrt="rhs"),
-        None,
-        None,
     )
+
+
+_traced_gradients = jax.jit(_gradients, static_argnums=0, inline=INLINE_WHEN_TRACED)
 
 
 def _quantize_dy_once(spec: GemmSpec, dy: jax.Array, keys: Keys) -> tuple[Parts, Parts]:

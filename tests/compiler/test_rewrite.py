@@ -24,6 +24,8 @@ from policyc.experiments.taps import TAP, TappedLoss
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.containers import CONTAINERS, Container
 from policyc.language.loader import parse
+from policyc.numerics import gemm
+from policyc.numerics.products import gemm_products
 from tests.support.jaxpr_tools import find_sites, primitive_counts, struct, without_dead_code
 
 W, X = struct(16, 16), struct(8, 16)
@@ -165,6 +167,29 @@ def test_a_function_that_layers_share_stays_shared_where_they_are_treated_alike(
 
 
 # ---- what is kept
+
+
+def test_equal_layers_of_an_unrolled_model_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def counted(spec: Any) -> Any:
+        calls.append(spec)
+        return gemm_products(spec)
+
+    monkeypatch.setattr(gemm, "gemm_products", counted)
+
+    def count(layers: int) -> int:
+        def deep(ws: Any, x: Any) -> Any:
+            for w in ws:
+                x = jnp.tanh(x @ w)
+            return jnp.mean(x)
+
+        calls.clear()
+        jax.clear_caches()
+        traced(jax.value_and_grad(policyc.apply("* -> fp8", deep)), [W] * layers, X)
+        return len(calls)
+
+    assert 0 < count(6) == count(12)
 
 
 def test_a_gemm_inside_a_custom_rule_can_be_kept() -> None:
