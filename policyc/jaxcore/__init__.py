@@ -15,6 +15,7 @@ __all__ = [
     "product_tags",
     "regions",
     "relocate",
+    "replay",
     "shardings",
     "transform",
     "versions",
