@@ -29,7 +29,7 @@ def comments_of(text: str) -> list[str]:
 
 
 @given(texts())
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_formatting_keeps_policy_and_comments_and_is_idempotent(drawn):
     policy, text, comments = drawn
     formatted = fmt(text)
