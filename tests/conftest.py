@@ -19,8 +19,8 @@ from tests.support import processes
 from tests.support.compilation_cache import write_entries_whole
 from tests.support.quick_options import COMPILATION
 
-# Imports, tracing and lowering allocate many objects that are no garbage. Looking for it after every 700 took 6 % of
-# the time.
+# Imports, tracing and lowering allocate many objects that live on. A collection after every 700 of them took 6 % of the
+# time.
 gc.set_threshold(50_000)
 
 # Sharding is tested on eight host devices. This must be set before JAX starts.

@@ -182,7 +182,7 @@ class Checkpoints:
         about = read_about(path)
         step, before = int(about["step"]), about["identity"]
         self._check_identity(path, about, _shapes(abstract_state), accept_changes)
-        state = read_state(path, abstract_state)
+        state = read_state(path, abstract_state, about["state"])
         is_same_data = before.get(CONTENTS) == self._identity.get(CONTENTS)
         return Restored(state, about["positions"] if is_same_data else None, step)
 
@@ -272,12 +272,12 @@ def check_new(folder: Path) -> None:
         raise ConfigError(f"{metrics} has steps, and there is no checkpoint to resume from: {RESTART}")
 
 
-def read_state(path: Path, abstract_state: Any) -> Any:
-    """The state of a checkpoint. Raises DamagedCheckpointError if it is not what was written."""
+def read_state(path: Path, abstract_state: Any, digest: str) -> Any:
+    """The state of a checkpoint. Raises DamagedCheckpointError if it does not have this hash."""
     handler = ocp.Checkpointer(ocp.StandardCheckpointHandler())
     with _raise_damaged(path):
         state = handler.restore(path.resolve() / "state", args=ocp.args.StandardRestore(abstract_state))
-    if read_about(path)["state"] != hash_state(state):
+    if hash_state(state) != digest:
         raise DamagedCheckpointError(NOT_WRITTEN)
     return state
 

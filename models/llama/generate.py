@@ -110,9 +110,10 @@ def _read_params(checkpoints: Path, config: ModelConfig, run: RunConfig) -> tupl
     sizes, kinds = (1,) * len(partition.AXES), (AxisType.Auto,) * len(partition.AXES)
     mesh = jax.make_mesh(sizes, partition.AXES, devices=jax.devices()[:1], axis_types=kinds)
     try:
-        if seeds := read_about(path)["identity"].get("seeds"):
+        about = read_about(path)
+        if seeds := about["identity"].get("seeds"):
             raise ConfigError(f"{path} is of several seeds, {seeds}: use a run of one seed")
-        state = read_state(path, train_step.abstract_state(config, run, mesh))
+        state = read_state(path, train_step.abstract_state(config, run, mesh), about["state"])
     except DamagedCheckpointError as error:
         raise ConfigError(f"checkpoint {path} is damaged, or the run has just replaced it: {error}") from None
     return steps[0], cast(llama.Params, state["params"])

@@ -146,7 +146,7 @@ def _shares(plan: Plan, reason_of: Callable[[Site], str]) -> Iterator[tuple[str,
 
 
 def other_products(plan: Plan) -> Iterator[str]:
-    """The products that are no GEMMs, one line per kind."""
+    """The products that are not GEMMs, one line per kind."""
     total = plan.sites.total_flops or 1
     for other in plan.sites.others:
         name = escape_controls(other.name)

@@ -133,7 +133,7 @@ class SiteList:
 
     sites: tuple[ListedSite, ...]
     other_flops: int = 0
-    """FLOPs of products that are no GEMMs."""
+    """FLOPs of products that are not GEMMs."""
 
     @classmethod
     def from_json(cls, text: str) -> SiteList:

@@ -289,7 +289,7 @@ class Sites:
     looked_up: frozenset[DottedPath] = frozenset()
     """The parameters from which rows are gathered: embeddings."""
     others: tuple[OtherProduct, ...] = ()
-    """Products that are no GEMMs. They are left as they are."""
+    """Products that are not GEMMs. They are left as they are."""
     differentiated_inputs: tuple[int, ...] = field(default=(), compare=False, repr=False)
     differentiated_results: tuple[int, ...] = field(default=(), compare=False, repr=False)
 

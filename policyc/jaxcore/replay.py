@@ -52,7 +52,7 @@ def evaluate(jaxpr: ClosedJaxpr, *args: Any) -> list[Any]:
 
 
 def _jit(eqn: JaxprEqn) -> Callable[..., list[Any]]:
-    """An equation as a jitted function of its operands that are no literals."""
+    """An equation as a jitted function of its operands, except literals."""
 
     def call(*variables: Any) -> list[Any]:
         remaining = iter(variables)

@@ -108,7 +108,7 @@ def test_texts_become_bytes_and_back():
     model = make_model()
     assert model.encode("aé".encode()) == [97, 0xC3, 0xA9]
     assert model.encode(b"") == [256]
-    assert model.decode([256, 97, 0xC3, 0xA9, 300, 0xFF]) == "aé\ufffd"  # 300 is no byte
+    assert model.decode([256, 97, 0xC3, 0xA9, 300, 0xFF]) == "aé\ufffd"  # 300 is not a byte
 
 
 def test_texts_become_tokens_of_a_tokenizer_and_back(tmp_path):

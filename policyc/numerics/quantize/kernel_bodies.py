@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from policyc.numerics.quantize import random
-from policyc.numerics.quantize.bits import bits_of
+from policyc.numerics.quantize.bits import abs_bits, bits_of
 from policyc.numerics.quantize.kernel_encoder import (
     HALVES,
     SCALARS,
@@ -69,7 +69,7 @@ class _Tile:
         if order.rotates:
             # The largest one is rounded, which is the largest of those rounded.
             return bits_of(self.ops.round_bf16(self.ops.largest(values)))
-        maxima: jax.Array = reduce(jnp.maximum, [bits_of(v) & jnp.int32(0x7FFFFFFF) for v in values])
+        maxima: jax.Array = reduce(jnp.maximum, map(abs_bits, values))
         return maxima
 
 

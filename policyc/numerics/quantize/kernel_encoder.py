@@ -122,8 +122,8 @@ def row_maxima(words: jax.Array) -> jax.Array:
 def rotate(ops: KernelOps, values: Sequence[jax.Array]) -> list[jax.Array]:
     """The Hadamard transform across 16 arrays, not rounded yet. Divided first, so that no sum overflows.
 
-    A sum of negative zeros is a positive zero, as in a product of matrices, whose sums start with one. So here one of
-    the first two terms of each sum is no negative zero.
+    A sum of negative zeros is a positive zero, as in a product of matrices, whose sums start with one. So here the
+    first term of each sum is never a negative zero.
     """
     rotated = [v * jnp.float32(sign / 4) for v, sign in zip(values, SIGNS, strict=True)]
     rotated[::2] = map(ops.add_zero, rotated[::2])

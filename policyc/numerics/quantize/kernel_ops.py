@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from policyc.jaxcore.versions import MOSAIC_HAS_STORE, MOSAIC_LOAD_INDEX
+from policyc.numerics.quantize.bits import abs_bits, from_bits
 
 GRID = ("tokens", "features")
 """The axes of the grid of kernel instances."""
@@ -45,8 +46,7 @@ class InterpreterOps:
 
     def largest(self, values: Sequence[jax.Array]) -> jax.Array:
         """The largest magnitude of fp32 numbers, or NaN. As integers: a CPU takes denormals for zero."""
-        magnitudes = [lax.bitcast_convert_type(v, jnp.int32) & jnp.int32(0x7FFFFFFF) for v in values]
-        return lax.bitcast_convert_type(reduce(jnp.maximum, magnitudes), jnp.float32)
+        return from_bits(reduce(jnp.maximum, map(abs_bits, values)))
 
     def add_zero(self, x: jax.Array) -> jax.Array:
         """Turns negative zeros into positive ones. XLA would drop a sum with zero."""

@@ -20,6 +20,7 @@ from policyc.numerics.quantize import random
 from policyc.numerics.quantize.bits import (
     E2M1,
     E4M3,
+    abs_bits,
     bits_of,
     decode_magnitude,
     from_bits,
@@ -81,7 +82,7 @@ class BlockQuantizer:
         return words, self.encoder.mark_not_finite(scale)
 
     def _pair_maximum(self, pair: Any) -> jax.Array:
-        first, second = (bits_of(v) & jnp.int32(0x7FFFFFFF) for v in self.load_pair(pair))
+        first, second = map(abs_bits, self.load_pair(pair))
         return jnp.maximum(first, second)
 
     def _add_maximum(self, i: Any, largest: jax.Array) -> jax.Array:
