@@ -41,21 +41,6 @@ def plan_of_training(train: Any, policy: str) -> policyc.Plan:
     return session.plans[0]
 
 
-def descend(loss: Any, params: Any, steps: int = 5) -> list[float]:
-    """The losses of some steps of gradient descent."""
-
-    @jax.jit
-    def step(params: Any) -> Any:
-        value, grads = jax.value_and_grad(loss)(params)
-        return jax.tree.map(lambda p, g: p - 0.002 * g, params, grads), value
-
-    losses = []
-    for _ in range(steps):
-        params, value = step(params)
-        losses.append(float(value))
-    return losses
-
-
 def names(plan: policyc.Plan) -> list[str]:
     return [s.name for s in plan.sites]
 
@@ -257,16 +242,3 @@ def test_equinox():
 
     plan = plan_of_training(train, "layers -> fp8 expect 3; layers[-1:] -> keep expect 1")
     assert names(plan) == ["layers[0].weight", "layers[1].weight", "layers[2].weight"]
-
-
-def test_haiku():
-    hk = pytest.importorskip("haiku")
-
-    model = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([32, 16, 1])(x)))
-    params = jax.jit(model.init)(jax.random.key(0), X)
-
-    def train():
-        return descend(lambda p: jnp.mean((model.apply(p, X) - Y) ** 2), params)
-
-    plan = plan_of_training(train, "mlp -> fp8 expect 3; linear_2 -> keep expect 1")
-    assert len(plan.sites) == 3

@@ -1,4 +1,4 @@
-"""Losses on eight host devices, which `tests/conftest.py` asks for: sharded arrays, shard_map, pipelines."""
+"""Losses on eight host devices, which `tests/conftest.py` asks for: sharded arrays, shard_map, a pipeline."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def gradient_in_shard_map() -> Any:
     )
 
 
-# ---- pipelines
+# ---- a pipeline
 
 STAGES, MICRO = 4, 3
 LAYERS, BATCHES = normal(2 * STAGES, 16, 16, seed=2, divisor=8), normal(MICRO, 2, 16, seed=3)
@@ -137,7 +137,7 @@ def residual_layers(h: jax.Array, layers: jax.Array) -> jax.Array:
 
 
 def unpipelined(p: Any, x: jax.Array) -> jax.Array:
-    """What the pipelines compute."""
+    """What the pipeline computes."""
     return jnp.mean((jax.vmap(residual_layers, (0, None))(x, p["layers"].reshape(-1, 16, 16)) - 1) ** 2)
 
 
@@ -162,18 +162,3 @@ def pipelined_by_ppermute(p: Any, x: jax.Array) -> jax.Array:
         return jax.lax.psum(jnp.where(stage == STAGES - 1, jnp.mean((out - 1) ** 2), 0.0), "stage")
 
     return jax.shard_map(local, mesh=mesh, in_specs=(P("stage"), P()), out_specs=P())(p["layers"], x)
-
-
-def pipelined_by_vmap(p: Any, x: jax.Array) -> jax.Array:
-    """All stages at once by vmap, and activations shifted from each to the next. The stages are a batch of GEMMs."""
-    layers = p["layers"].reshape(STAGES, 2, 16, 16)
-
-    def tick(carry, time):
-        state, out = carry
-        state = jnp.concatenate([x[jnp.minimum(time, MICRO - 1)][None], state[:-1]])
-        state = jax.vmap(residual_layers)(state, layers)
-        return (state, out.at[time - STAGES + 1].set(state[-1])), None
-
-    start = (jnp.zeros((STAGES, *x.shape[1:])), jnp.zeros_like(x))
-    (_, out), _ = jax.lax.scan(tick, start, jnp.arange(MICRO + STAGES - 1))
-    return jnp.mean((out - 1) ** 2)

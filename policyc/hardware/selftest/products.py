@@ -168,6 +168,7 @@ _ALLOWED = 4.0
 """How many times as far as a run whose first weights are rounded differently a run may be from the emulation."""
 
 
+@cache
 def _init_params() -> Any:
     init = partial(llama.init_params, config=_CONFIG)
     return run_on(reference_device(), lambda: init(jax.random.key(0)))
