@@ -58,7 +58,7 @@ def write_program(folder: Path, head: float = 0.1, extra: str = "") -> Program:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedLoss:
-    return record_loss(write_program(tmp_path_factory.mktemp("plain")), 3)
+    return record_loss(write_program(tmp_path_factory.mktemp("plain"), extra="h = jnp.sin(h)"), 3)
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +103,11 @@ def gradients(recorded: RecordedLoss, policy: str) -> list[list[np.ndarray]]:
     return [[np.asarray(g, np.float64) for g in gradient(recorded.inputs, c.consts)] for c in recorded.calls]
 
 
+@pytest.fixture(scope="module")
+def plain(recorded: RecordedLoss) -> list[list[np.ndarray]]:
+    return gradients(recorded, "* -> keep")
+
+
 @pytest.mark.parametrize(
     ("site", "index", "gemm", "tolerance"),
     [
@@ -115,9 +120,14 @@ def gradients(recorded: RecordedLoss, policy: str) -> list[list[np.ndarray]]:
 @pytest.mark.slow
 @pytest.mark.any_jax
 def test_noise_is_that_of_the_gradient_with_one_product_quantized(
-    recorded: RecordedLoss, scores: Scores, site: str, index: int | None, gemm: Gemm, tolerance: float
+    recorded: RecordedLoss,
+    scores: Scores,
+    plain: list[list[np.ndarray]],
+    site: str,
+    index: int | None,
+    gemm: Gemm,
+    tolerance: float,
 ) -> None:
-    plain = gradients(recorded, "* -> keep")
     where = "" if index is None else f" where layer == {index}"
     quantized = gradients(recorded, f"{site.rpartition('.')[2]} @ {gemm}{where} -> fp8")
     count = len(plain)
@@ -206,25 +216,21 @@ attention.defvjp(lambda h: (fused.bind(h), h), lambda h, g: (g * jnp.cos(h),))
 def loss("""
 
 
-def score_with(folder: Path, is_fused: bool) -> Scores:
-    """The scores of the network with sin after its layers, or with one that has a derivative rule of its own."""
-    folder.mkdir()
-    path = Path(write_program(folder, extra="h = attention(h)" if is_fused else "h = jnp.sin(h)").name)
-    path.write_text(path.read_text().replace("def loss(", OWN_RULE, 1))
-    return score_formats(record_loss(Program(str(path)), 2), parse_formats("fp8"))
-
-
 @pytest.mark.any_jax
 @pytest.mark.slow
-def test_a_derivative_rule_of_the_program_is_scored_by_first_derivatives(tmp_path: Path) -> None:
-    """The noise is about that by a tangent, which a program without such a rule has."""
-    probed, injected = (score_with(tmp_path / f"rule{is_fused}", is_fused) for is_fused in (False, True))
-    assert not probed.notes
+def test_a_derivative_rule_of_the_program_is_scored_by_first_derivatives(
+    scores: Scores, tmp_path: Path
+) -> None:
+    """The noise is about that by a tangent, which the same program without such a rule has."""
+    path = Path(write_program(tmp_path, extra="h = attention(h)").name)
+    path.write_text(path.read_text().replace("def loss(", OWN_RULE, 1))
+    injected = score_formats(record_loss(Program(str(path)), 3), parse_formats("fp8"))
+    assert not scores.notes
     assert "a derivative rule of its own" in injected.notes[0]
     assert {gemm for _, gemm, _ in injected.by_product} == set(Gemm)
     for gemm in (Gemm.FPROP, Gemm.DGRAD):
-        keys = [key for key in probed.by_product if key[1] is gemm]
-        one, other = ([scores.by_product[key].noise for key in keys] for scores in (probed, injected))
+        keys = [key for key in scores.by_product if key[1] is gemm]
+        one, other = ([each.by_product[key].noise for key in keys] for each in (scores, injected))
         # One random tangent is a sample, and errors of all sites together mix.
         assert sum(one) / 2 < sum(other) < 2 * sum(one), gemm
 
