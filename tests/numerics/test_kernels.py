@@ -168,11 +168,11 @@ def test_both_backends_of_a_gpu_use_kernels(
 
 @pytest.mark.any_jax
 @pytest.mark.parametrize(
-    ("name", "axes"),
-    [("four_over_six", ROWS), ("four_over_six pow2", COLUMNS), ("ms_eden", COLUMNS), ("ms_eden", ROWS)],
+    ("name", "axes"), [("four_over_six", ROWS), ("four_over_six pow2", COLUMNS), ("ms_eden", ROWS)]
 )
 @pytest.mark.slow
 def test_refined_scales_have_the_bits_of_the_jnp_code(name: str, axes: Axes) -> None:
+    """MS-EDEN along columns: `test_under_vmap` and test_sharded_quantize.py."""
     by_kernels, reference = (
         jax.jit(lambda x, m=method: quantize_refined(x, name, axes, m))
         for method in ("interpreted", "matmul")
@@ -198,8 +198,7 @@ class WithoutStatistics(kernels.Kernels):
         pytest.param(requests("stochastic"), True, marks=pytest.mark.slow, id="both orders, mapped"),
         *(
             pytest.param(refined_requests(name, axes), True, marks=pytest.mark.slow, id=f"{name} {axes.axis}")
-            for name in ("four_over_six", "ms_eden")  # a power of two as the outer scale has the same kernel
-            for axes in (ROWS, COLUMNS)
+            for name, axes in (("four_over_six", COLUMNS), ("ms_eden", ROWS))
         ),
     ],
 )

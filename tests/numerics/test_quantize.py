@@ -381,17 +381,6 @@ def test_row_scales_are_those_of_single_rows() -> None:
         assert np.asarray(q.amax)[i, 0] == expected["amax"]
 
 
-def test_each_index_of_a_batch_is_a_tensor() -> None:
-    x = samples("wide", (3, 16, 32))
-    q = compiled(nvfp4(), Axes(batch=(-3,)))(x)
-    mapped = jax.vmap(compiled(nvfp4()))(x)
-    for i in range(3):
-        expected = oracle.nvfp4(x[i])
-        np.testing.assert_array_equal(np.asarray(q.scales)[i], expected["scales"])
-        np.testing.assert_array_equal(np.asarray(q.codes)[i], oracle.pack(expected["codes"]))
-        np.testing.assert_array_equal(np.asarray(mapped.codes)[i], oracle.pack(expected["codes"]))
-
-
 # --- the transform --------------------------------------------------------------------------------
 
 
@@ -508,20 +497,6 @@ def test_known_values(row: str, column: int, name: str) -> None:
 # --- any input -------------------------------------------------------------------------------------
 
 
-IDEMPOTENT = [nvfp4(), nvfp4(tile2d=True), Treatment(format="mxfp4", element="e2m1")]
-
-
-@pytest.mark.parametrize("t", IDEMPOTENT)
-def test_idempotent(t: Treatment) -> None:
-    """Quantizing a quantized tensor again changes nothing. The tensor must contain its own maximum for the scale to be
-    the same: here it is 2688 times a power of two.
-    """
-    x = samples("normal", SMALL)
-    x[0, 0] = 5.25
-    once = dequantize(quickly_compiled(t)(x))
-    np.testing.assert_array_equal(np.asarray(dequantize(quickly_compiled(t)(once))), np.asarray(once))
-
-
 def test_stochastic_rounding_does_not_change_representable_values() -> None:
     x = samples("normal", (256, 256))
     x[0, 0] = 5.25
@@ -529,17 +504,6 @@ def test_stochastic_rounding_does_not_change_representable_values() -> None:
     for step in range(4):
         again = stochastic_quantizer()(once, step)
         np.testing.assert_array_equal(np.asarray(dequantize(again)), once)
-
-
-def test_tiles_of_the_transpose_are_the_same() -> None:
-    x = samples("wide", (48, 80))
-    q = compiled(nvfp4(tile2d=True), Axes(axis=-1, tile=-2))(x)
-    r = compiled(nvfp4(tile2d=True), Axes(axis=-1, tile=-2))(np.ascontiguousarray(x.T))
-    s = compiled(nvfp4(tile2d=True), Axes(axis=-2, tile=-1))(x)
-    np.testing.assert_array_equal(np.asarray(codes_of(q)), np.asarray(codes_of(r)).T)
-    np.testing.assert_array_equal(np.asarray(codes_of(q)), np.asarray(codes_of(s)))
-    np.testing.assert_array_equal(np.asarray(q.scales), np.asarray(r.scales).T)
-    np.testing.assert_array_equal(np.asarray(q.scales), np.asarray(s.scales))
 
 
 FORMATS = [
