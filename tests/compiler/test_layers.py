@@ -53,17 +53,11 @@ def member(stack: Any, index: Any) -> Any:
 
 STACK = {"layers": {"attn": weights(8), "mlp": weights(8)}}
 LIST = {"layers": [{"attn": weights(), "mlp": weights()} for _ in range(8)]}
-TWO_STACKS = {"encoder": STACK, "decoder": STACK}
 
 
 def nested(p, x):
     groups = each(lambda a: a.reshape(2, 4, D, D), p["layers"])
     return lax.scan(lambda h, group: (scan(group, h), None), x, groups)[0]
-
-
-def both(p, x):
-    stacks = (p["encoder"]["layers"], p["decoder"]["layers"])
-    return lax.scan(lambda h, pair: (layer(pair[1], layer(pair[0], h)), None), x, stacks)[0]
 
 
 def by_bits(p, x):
@@ -92,11 +86,6 @@ def quantized_layers(policy: str, loss: Callable[..., Any], params: Any) -> list
         if run.decision.recipe is not None and run.decision.recipe.bits(Gemm.FPROP) == 8
         for la in run.layers
     )
-
-
-def test_one_scan_over_two_stacks_takes_the_layers_of_each():
-    paths = quantized_layers("layers[-1] -> fp8", lambda p, x: both(p, x).sum(), TWO_STACKS)
-    assert paths == [f"{s}.layers[7].{w}" for s in ("decoder", "encoder") for w in ("attn", "mlp")]
 
 
 def backwards(p, x):
@@ -174,31 +163,7 @@ def count_quantizations(jaxpr: Any) -> int:
     return count
 
 
-# ---- what cannot be followed
-
-
-def test_an_index_that_depends_on_values_is_refused():
-    def loss(p, x):
-        index = jnp.argmax(x[0])
-        return (x @ p["layers"]["attn"][index]).sum()
-
-    with pytest.raises(policyc.PolicyError, match="opaque-index") as error:
-        quantized_layers("layers[-1] -> fp8", loss, STACK)
-    assert "not known before the program runs" in str(error.value)
-    assert quantized_layers("layers -> fp8", loss, STACK) == ["layers.attn"]
-
-
-@pytest.mark.parametrize(
-    ("in_axes", "reason"),
-    [((None, 0), "all 8 members of axis 0"), ((0, 0), "several of the 8 members of axis 0")],
-)
-def test_a_product_that_reads_several_layers_at_once_is_refused(in_axes, reason):
-    def loss(p, x):
-        h = x if in_axes[0] is None else jnp.broadcast_to(x, (8, *x.shape))
-        return jax.vmap(jnp.dot, in_axes)(h, p["layers"]["attn"]).sum()
-
-    with pytest.raises(policyc.PolicyError, match=reason):
-        quantized_layers("layers[-1] -> fp8", loss, STACK)
+# ---- what cannot be followed: test_stack_programs.py, and
 
 
 def test_experts_inside_a_layer_have_no_index_and_layers_have():
@@ -233,111 +198,6 @@ def test_experts_that_devices_share_out_leave_layers_their_index():
     assert quantized_layers("layers[-1] -> fp8 expect 1", loss, params) == ["layers[3]"]
 
 
-def test_stages_that_run_at_once_hide_the_index_of_the_layers_in_them():
-    params = {"layers": {"w": weights(3, 4)}}
-
-    def loss(p, x):
-        h = jnp.broadcast_to(x, (3, *x.shape))
-        return lax.scan(
-            lambda h, w: (jax.vmap(jnp.dot)(h, w), None), h, jnp.swapaxes(p["layers"]["w"], 0, 1)
-        )[0].sum()
-
-    with pytest.raises(policyc.PolicyError, match="several of the 3 members of axis 0"):
-        quantized_layers("layers[-1] -> fp8", loss, params)
-
-
-def prefetched(p, x):
-    """Each iteration reads the layer of the next one."""
-    stack = p["layers"]
-
-    def body(carry, i):
-        h, now = carry
-        return (layer(now, h), member(stack, jnp.minimum(i + 1, 7))), None
-
-    return lax.scan(body, (x, member(stack, 0)), jnp.arange(8))[0][0]
-
-
-def rotated(p, x):
-    def body(i, carry):
-        h, stack = carry
-        return layer(member(stack, 0), h), each(lambda a: jnp.roll(a, 1, 0), stack)
-
-    return lax.fori_loop(0, 8, body, (x, p["layers"]))[0]
-
-
-def written(p, x):
-    written = each(lambda a: jnp.zeros((8, D, D)).at[1:].set(a[1:]), p["layers"])
-    return scan(written, x)
-
-
-def passed_on(p, x):
-    mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-
-    def stage(stack, h):
-        passed = each(lambda a: lax.ppermute(a, "i", [(0, 1), (1, 0)]), stack)
-        return scan(passed, scan(stack, h))
-
-    specs = (PartitionSpec("i"), PartitionSpec())
-    return jax.shard_map(stage, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)(
-        p["layers"], x
-    )
-
-
-@pytest.mark.parametrize(
-    ("program", "reason"),
-    [
-        (prefetched, "the loop around it carries it"),
-        (rotated, "the loop around it carries it"),
-        (written, "it is written into an array"),
-        (passed_on, "devices pass it on"),
-    ],
-)
-def test_a_weight_whose_layer_is_not_followed_is_a_weight_and_its_index_is_refused(program, reason):
-    def loss(p, x):
-        return program(p, x).sum()
-
-    with pytest.raises(policyc.PolicyError, match=reason):
-        quantized_layers("layers[-1] -> fp8", loss, STACK)
-    plan = policyc.plan("* -> bf16", loss, STACK, X)
-    assert {(site.name, site.weight) for site in plan.sites} == {
-        ("layers.attn", "rhs"),
-        ("layers.mlp", "rhs"),
-    }
-
-
-CHANGED_STACKS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "sort": (lambda a: jnp.sort(a, 0), "'sort'"),
-    "sort rows": (lambda a: jnp.sort(a, -1), "'sort'"),
-    "cumsum": (lambda a: jnp.cumsum(a, 0), "'cumsum'"),
-    "mean": (lambda a: jnp.broadcast_to(a.mean(0), a.shape), "'reduce_sum'"),
-    "svd": (lambda a: jnp.linalg.svd(a)[0], "'svd'"),
-    "take_along_axis": (
-        lambda a: jnp.take_along_axis(a, jnp.broadcast_to(jnp.arange(8)[::-1, None, None], a.shape), 0),
-        "taken by 'gather' in a form that is not followed",
-    ),
-    "kron": (lambda a: jnp.kron(a, a)[:8, :D, :D], "'mul'"),
-}
-
-
-@pytest.mark.parametrize("name", CHANGED_STACKS)
-def test_a_stack_that_an_operation_changes_as_a_whole_is_refused_by_the_name_of_the_operation(name):
-    """Even beside an ordinary stack, whose layers could be meant as well."""
-    change, reason = CHANGED_STACKS[name]
-
-    def loss(p, x):
-        return scan(each(change, p["encoder"]["layers"]), scan(p["decoder"]["layers"], x)).sum()
-
-    for policy in ("* -> nvfp4; layers[-2:] -> bf16", "encoder.layers[0] -> fp8"):
-        with pytest.raises(policyc.PolicyError, match=reason) as error:
-            quantized_layers(policy, loss, TWO_STACKS)
-        assert "opaque-index" in str(error.value)
-        assert "product of activations" not in str(error.value)
-    plan = policyc.plan("* -> bf16", loss, TWO_STACKS, X)
-    assert {(site.name, site.weight) for site in plan.sites} == {
-        (f"{part}.layers.{w}", "rhs") for part in ("encoder", "decoder") for w in ("attn", "mlp")
-    }
-
-
 def averaged(combine: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
     return lambda p, x: (x @ combine(jnp.stack([q["attn"] for q in p["layers"]]))).sum()
 
@@ -364,29 +224,6 @@ def test_an_operation_that_is_not_followed_leaves_the_index_of_a_list():
     assert quantized_layers("layers[-2:] -> fp8", loss, params) == ["layers[2].q", "layers[3].q"]
 
 
-@pytest.mark.parametrize(
-    ("index", "reason"),
-    [
-        (
-            lambda i: jnp.floor(i * 0.7).astype(int),
-            "computed in float32, and policyc evaluates integers only",
-        ),
-        (lambda i: lax.clz(i) & 7, "computed by 'clz', which policyc does not evaluate"),
-        (
-            lambda i: lax.cond(i > 2, lambda: 1, lambda: lax.clz(i)),
-            "the result of a 'cond', which policyc does",
-        ),
-    ],
-)
-def test_an_index_that_is_not_evaluated_is_refused_with_the_true_reason(index, reason):
-    def loss(p, x):
-        return lax.fori_loop(0, 8, lambda i, h: layer(member(p["layers"], index(i)), h), x).sum()
-
-    with pytest.raises(policyc.PolicyError, match=reason) as error:
-        quantized_layers("* -> bf16; layers[-1] -> fp8", loss, STACK)
-    assert "opaque-index" in str(error.value)
-
-
 def test_a_carry_that_becomes_an_activation_is_no_weight():
     def loss(p, x):
         h = lax.fori_loop(0, 3, lambda _, h: jnp.tanh(h @ p["w"]), p["latents"])
@@ -403,18 +240,6 @@ def test_a_carry_is_named_by_every_parameter_that_it_holds():
 
     plan = policyc.plan("* -> bf16", loss, {"first": weights(), "rest": weights(8)}, X)
     assert [dotted(t.path) for site in plan.sites for t in site.parameters] == ["first", "rest"]
-
-
-def test_a_while_loop_is_refused():
-    def loss(p, x):
-        def body(state):
-            i, h = state
-            return i + 1, layer(member(p["layers"], i), h)
-
-        return lax.while_loop(lambda s: s[0] < 8, body, (0, x))[1].sum()
-
-    with pytest.raises(policyc.PolicyError, match="opaque-index"):
-        quantized_layers("layers[-1] -> fp8", loss, STACK)
 
 
 def test_products_without_a_weight_in_a_loop_over_two_layers_are_refused_by_scope():

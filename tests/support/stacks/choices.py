@@ -77,6 +77,13 @@ def order_by_the_data(p, x):
 
 
 @program(STACK)
+def index_by_a_float(p, x):
+    return lax.fori_loop(
+        0, L, lambda i, h: layer(take(p["layers"], jnp.floor(i * 0.7).astype(int)), h), x
+    ).sum()
+
+
+@program(STACK)
 def index_from_a_while(p, x):
     i = lax.while_loop(lambda i: i < 2, lambda i: i + 1, 0)
     return layer(take(p["layers"], i), x).sum()

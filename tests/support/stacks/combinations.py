@@ -28,16 +28,16 @@ def combine(seed: int) -> tuple[str, Program]:
     return _program(store, [(move, rng.randrange(100)) for move in moves], loop, wrapper)
 
 
-def cover() -> Iterator[tuple[str, Program, bool]]:
-    """Programs in which every part occurs, and at most one that is not followed; and whether there is one."""
+def cover() -> Iterator[tuple[str, Program, str]]:
+    """Programs in which every part occurs, and at most one that is not followed; and why it is not."""
     stores, moves, loops, wrappers = (
         [name for name in parts if name not in NOT_FOLLOWED] for parts in (STORES, MOVES, LOOPS, WRAPPERS)
     )
     others = zip(itertools.cycle(stores), itertools.cycle(loops), itertools.cycle(wrappers), strict=False)
     for number, move in enumerate(moves):
         store, loop, wrapper = next(others)
-        yield *_program(store, [(move, number)], loop, wrapper), False
-    for part in NOT_FOLLOWED:
+        yield *_program(store, [(move, number)], loop, wrapper), ""
+    for part, reason in NOT_FOLLOWED.items():
         store, loop, wrapper = next(others)
         yield (
             *_program(
@@ -46,7 +46,7 @@ def cover() -> Iterator[tuple[str, Program, bool]]:
                 part if part in LOOPS else loop,
                 part if part in WRAPPERS else wrapper,
             ),
-            True,
+            reason,
         )
 
 
@@ -386,8 +386,16 @@ WRAPPERS: dict[str, Callable[[Layer], Layer]] = {
 }
 
 
-NOT_FOLLOWED = (
-    "sorted table", "along an axis", "in a reference", "sums", "one replaced", "members",
-    "one updated", "while", "prefetching", "own backward",
-)  # fmt: skip
-"""Parts because of which rules for some layers are refused."""
+NOT_FOLLOWED = {
+    "sorted table": "its index is computed by 'sort', which policyc does not evaluate",
+    "along an axis": "it is taken by 'gather' in a form that is not followed",
+    "in a reference": "it is read from a reference, and policyc does not follow what is written there",
+    "sums": "it is computed by 'cumsum', which is not followed",
+    "one replaced": "it is written into an array",
+    "members": "one product reads all 4 members of axis 0 at once",
+    "one updated": "or several: it is written into an array",
+    "while": "its index is computed from constants by operations that policyc does not evaluate",
+    "prefetching": "the loop around it carries it, and changes it in every iteration",
+    "own backward": "it is inside a function with its own backward rule (jax.custom_vjp)",
+}
+"""Parts because of which rules for some layers are refused, and why."""

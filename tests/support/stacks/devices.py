@@ -35,6 +35,14 @@ def stages_on_devices(p, x):
 
 
 @program(EIGHT)
+def weights_that_devices_pass_on(p, x):
+    def stage(stack, h):
+        return scan(each(lambda a: lax.ppermute(a, "s", [(0, 1), (1, 0)]), stack), scan(stack, h))
+
+    return divided(stage, (P("s"), P()), P(), s=2)(p["layers"], x).sum()
+
+
+@program(EIGHT)
 def gathered_shards(p, x):
     def body(stack, h):
         whole = each(lambda a: lax.all_gather(a, "s", tiled=True), stack)
