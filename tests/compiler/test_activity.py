@@ -55,15 +55,7 @@ def check_products(loss: Callable[..., Any], *args: Any, has_aux: bool = False) 
 # ---- any program
 
 
-@settings(SETTINGS, max_examples=8)
-@given(integers(0, 2**32 - 1))
-def test_a_plan_has_the_products_of_the_gradient(seed: int) -> None:
-    random_program = program(seed, 2, CutGradientBuilder)
-    check_products(random_program.loss, *random_program.args)
-
-
-@pytest.mark.slow
-@settings(SETTINGS, max_examples=25)
+@settings(SETTINGS, max_examples=15)
 @given(integers(0, 2**32 - 1), integers(2, 4))
 def test_a_plan_of_any_program_has_the_products_of_its_gradient(seed: int, depth: int) -> None:
     random_program = program(seed, depth, CutGradientBuilder)
@@ -91,23 +83,6 @@ def two_gemms(use: Callable[[Any, Any], Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize("use", USES)
 def test_what_cuts_a_gradient(use: Any) -> None:
     check_products(two_gemms(use), {"a": W, "b": W}, X)
-
-
-CUTS = [
-    lambda h, y: h,
-    lambda h, y: h + lax.stop_gradient(y),
-    lambda h, y: h + y.argmax(-1)[:, None],
-    lambda h, y: jnp.where(y > 0, h, 2 * h),
-    lambda h, y: h + y.astype(jnp.int32),
-    lambda h, y: h + jnp.floor(y),
-]
-
-
-@pytest.mark.parametrize("use", CUTS, ids=["unused", "stop_gradient", "argmax", "comparison", "int", "floor"])
-def test_a_gemm_behind_a_cut_has_only_fprop(use: Any) -> None:
-    plan = policyc.plan("* -> fp8", two_gemms(use), {"a": W, "b": W}, X)
-    products = {site.name: site.products for site in plan.sites}
-    assert products == {"a": {Gemm.FPROP, Gemm.WGRAD}, "b": {Gemm.FPROP}}
 
 
 def test_arrays_that_one_equation_moves_get_separate_cotangents() -> None:
@@ -238,7 +213,12 @@ def test_what_is_written_to_a_reference_may_have_a_gradient() -> None:
 
 
 def test_a_rule_for_products_that_do_not_exist_matches_nothing() -> None:
-    plan = policyc.plan("* @ wgrad -> fp8; * @ fprop -> fp8", two_gemms(CUTS[1]), {"a": W, "b": W}, X)
+    plan = policyc.plan(
+        "* @ wgrad -> fp8; * @ fprop -> fp8",
+        two_gemms(lambda h, y: h + lax.stop_gradient(y)),
+        {"a": W, "b": W},
+        X,
+    )
     assert plan.counts == (1, 2)
 
 

@@ -477,67 +477,6 @@ def test_how_often_a_while_runs_is_not_known() -> None:
     assert site.repeats == 1
 
 
-# ---- products
-
-
-def products(loss: Callable[..., Any], params: Any, *args: Any) -> list[str]:
-    return [" ".join(g for g in Gemm if g in s.products) for s in find_sites(loss, params, *(args or (X,)))]
-
-
-def test_only_products_that_the_gradient_needs() -> None:
-    params = {"a": struct(16, 16), "b": struct(16, 16)}
-    assert products(lambda p, x: x @ p["a"] @ p["b"], params) == ["fprop wgrad", "fprop dgrad wgrad"]
-    assert products(lambda p, x: (x @ p["a"]) @ lax.stop_gradient(p["b"]), params) == [
-        "fprop wgrad",
-        "fprop dgrad",
-    ]
-    assert products(lambda p, x: lax.stop_gradient(x @ p["a"]) @ p["b"], params) == ["fprop", "fprop wgrad"]
-    assert products(lambda p, x: (x @ x.T) @ (x @ p["a"]), params) == ["fprop", "fprop wgrad", "fprop wgrad"]
-
-
-def test_of_a_weight_on_the_left_too() -> None:
-    params = {"a": struct(16, 16), "b": struct(16, 16)}
-    assert products(lambda p, x: p["b"] @ (p["a"] @ x.T), params) == ["fprop wgrad", "fprop dgrad wgrad"]
-
-
-def test_no_gradient_flows_through_integers() -> None:
-    assert products(
-        lambda p, x: (x + p["w"].astype(int).sum()) @ p["w"].T.astype(int).astype(float).T, PARAMS
-    ) == ["fprop"]
-
-
-def test_a_carry_that_becomes_active_in_a_later_iteration() -> None:
-    """`c` depends on the parameter from the third iteration on: the products of all iterations are the same code."""
-
-    def loss(p: Any, x: Any) -> Any:
-        def body(carry: Any, _: Any) -> Any:
-            a, b, c = carry
-            return (jnp.tanh(x @ p["w"]), a, b), c @ p["v"]
-
-        return lax.scan(body, (x, x, x), None, length=4)
-
-    params = {"w": struct(16, 16), "v": struct(16, 16)}
-    assert dict(zip(names(loss, params), products(loss, params), strict=True)) == {
-        "w": "fprop wgrad",
-        "v": "fprop dgrad wgrad",
-    }
-
-
-def test_a_carry_of_a_while_is_active_where_its_body_makes_it_so() -> None:
-    def loss(p: Any, x: Any) -> Any:
-        return lax.while_loop(lambda h: h.sum() < 3, lambda h: jnp.tanh(h @ p["w"]), x) @ p["w"]
-
-    assert products(loss, {"w": struct(16, 16)}) == ["fprop dgrad wgrad"] * 2
-
-
-def test_what_a_loop_computes_from_constants_is_not_active() -> None:
-    def loss(p: Any, x: Any) -> Any:
-        h = lax.scan(lambda h, row: (jnp.tanh(h + row), None), x[0], x)[0]
-        return h[None] @ p["w"]
-
-    assert products(loss, PARAMS) == ["fprop wgrad"]
-
-
 # ---- what is no site
 
 

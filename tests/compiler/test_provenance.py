@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import pytest
 from hypothesis import Phase, given, settings
 from hypothesis.strategies import integers, sampled_from
 from jax import lax
@@ -92,18 +91,9 @@ def check_plan(plan: Plan) -> None:
     assert {*replaced} == changed
 
 
-@settings(max_examples=12, phases=[Phase.generate], deadline=None)
-@given(integers(0, 2**32 - 1), sampled_from(POLICIES))
-def test_every_equation_of_a_random_program_is_accounted_for(seed: int, policy: str) -> None:
-    random_program = program(seed)
-    policy = applicable_rules(random_program, policy)
-    check_plan(policyc.plan(policy, random_program.loss, *random_program.args))
-
-
-@pytest.mark.slow
-@settings(max_examples=80, phases=[Phase.generate], deadline=None)
+@settings(max_examples=30, phases=[Phase.generate], deadline=None)
 @given(integers(0, 2**32 - 1), integers(2, 5), sampled_from(POLICIES))
-def test_every_equation_of_any_program_is_accounted_for(seed: int, depth: int, policy: str) -> None:
+def test_every_equation_of_a_random_program_is_accounted_for(seed: int, depth: int, policy: str) -> None:
     random_program = program(seed, depth)
     policy = applicable_rules(random_program, policy)
     check_plan(policyc.plan(policy, random_program.loss, *random_program.args))

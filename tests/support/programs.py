@@ -171,7 +171,7 @@ class CutGradientBuilder(Builder):
     """Blocks through which no gradient flows to some of their GEMMs. No remat, which would run products again."""
 
     def leaves(self) -> list[Maker]:
-        return [self.dense, self.cut, self.cut, self.cut, self.attention]
+        return [self.dense, self.left, self.cut, self.cut, self.cut, self.attention]
 
     def nests(self) -> list[Maker]:
         return [self.scanned, self.jitted, self.conditional, self.chained, self.looped, self.carried]
