@@ -179,15 +179,6 @@ def gpt_scanned_tied(p: Any) -> Any:
     return cross_entropy(layer_norm(x, p["s"]) @ p["table"].T)
 
 
-@program({**LM_PARAMS, "l": [BLOCK_PARAMS] * 3}, unrolled(3, *BLOCK), outside("head"))
-def gpt_remat_bfloat16(p: Any) -> Any:
-    half = jax.tree.map(lambda w: w.astype(jnp.bfloat16), p)
-    x = half["table"][TOKEN_IDS]
-    for layer in half["l"]:
-        x = jax.checkpoint(block)(x, layer)
-    return cross_entropy(layer_norm(x, half["s"]) @ half["out"])
-
-
 SQUARE = weight(WIDTH, WIDTH)
 
 
@@ -202,18 +193,6 @@ def residual_blocks_of_one_shape(p: Any) -> Any:
     x = SEQUENCE @ p["in"]
     for layer in p["l"]:
         x = x + jnp.tanh(x @ layer["w1"]) @ layer["w2"]
-    return cross_entropy(x @ p["out"], TOKEN_IDS % WIDTH)
-
-
-@program(
-    {"in": SQUARE, "out": SQUARE, "l": [{"w1": SQUARE, "w2": SQUARE}]},
-    outside("embedding"),
-    unrolled(1, "mlp", "mlp"),
-    outside("head"),
-)
-def one_residual_block_of_one_shape(p: Any) -> Any:
-    x = SEQUENCE @ p["in"]
-    x = x + jnp.tanh(x @ p["l"][0]["w1"]) @ p["l"][0]["w2"]
     return cross_entropy(x @ p["out"], TOKEN_IDS % WIDTH)
 
 
@@ -271,11 +250,6 @@ def llama_scanned_backwards(p: Any) -> Any:
         lambda x, layer: (llama_block(x, layer), None), p["table"][TOKEN_IDS], p["l"], reverse=True
     )
     return cross_entropy(rms_norm(x) @ p["out"])
-
-
-@program({**LM_PARAMS, "l": [BLOCK_PARAMS]}, unrolled(1, *BLOCK), outside("head"))
-def gpt_of_one_block(p: Any) -> Any:
-    return cross_entropy(block(p["table"][TOKEN_IDS], p["l"][0]) @ p["out"])
 
 
 @program(
@@ -364,23 +338,6 @@ def latent_attention(p: Any) -> Any:
     return cross_entropy(rms_norm(x) @ p["out"])
 
 
-@program({**LM_PARAMS, "l": [BLOCK_PARAMS] * 2}, unrolled(2, *BLOCK), outside("head"))
-def cross_entropy_in_chunks(p: Any) -> Any:
-    x = p["table"][TOKEN_IDS]
-    for layer in p["l"]:
-        x = block(x, layer)
-
-    @jax.checkpoint
-    def chunk_loss(total: Any, chunk: Any) -> Any:
-        hidden, labels = chunk
-        logits = 30 * jnp.tanh(hidden @ p["out"] / 30)
-        return total + (
-            jax.nn.logsumexp(logits, -1) - (logits * jax.nn.one_hot(labels, VOCABULARY)).sum(-1)
-        ).sum(), None
-
-    return lax.scan(chunk_loss, 0.0, (x, jnp.asarray(TOKEN_IDS)))[0]
-
-
 @jax.custom_vjp
 def fused_cross_entropy(hidden: Any, table: Any) -> Any:
     return cross_entropy(hidden @ table.T)
@@ -465,38 +422,6 @@ def dispatched_experts(x: Any, p: Any) -> Any:
     return jnp.einsum("tec,ecd->td", combine, outputs).reshape(x.shape)
 
 
-def dense_experts(x: Any, p: Any) -> Any:
-    """Every expert on every token, the results weighed by the router."""
-    tokens = x.reshape(-1, WIDTH)
-    values, chosen = lax.top_k(tokens @ p["r"], 2)
-    gates = (jax.nn.one_hot(chosen, EXPERTS) * jax.nn.softmax(values)[..., None]).sum(1)
-    repeated = jnp.broadcast_to(tokens, (EXPERTS, *tokens.shape))
-    hidden = jax.nn.gelu(jnp.einsum("etd,edf->etf", repeated, p["e1"]))
-    out = jnp.einsum("etf,efd->etd", hidden, p["e2"])
-    return (out * gates.T[..., None]).sum(0).reshape(x.shape)
-
-
-def dense_experts_of_one_product(x: Any, p: Any) -> Any:
-    """The same with all experts side by side in one product, and the gates before the second one."""
-    values, chosen = lax.top_k(x @ p["r"], 2)
-    gates = (jax.nn.one_hot(chosen, EXPERTS) * jax.nn.softmax(values)[..., None]).sum(-2)
-    hidden = jax.nn.gelu(jnp.einsum("btd,edf->btef", x, p["e1"])) * gates[..., None]
-    return jnp.einsum("btef,efd->btd", hidden, p["e2"])
-
-
-@program(
-    {**LM_PARAMS, "l": [MOE] * 2},
-    unrolled(2, *ATTENTION, "router", "experts", "experts"),
-    outside("head"),
-)
-def mixture_dense_of_one_product(p: Any) -> Any:
-    x = p["table"][TOKEN_IDS]
-    for layer in p["l"]:
-        x = x + self_attention(rms_norm(x), layer)
-        x = x + dense_experts_of_one_product(rms_norm(x), layer)
-    return cross_entropy(rms_norm(x) @ p["out"])
-
-
 @program(
     {**LM_PARAMS, "l": stack(3, MOE)},
     scanned(3, *ATTENTION, "router", "experts", "experts"),
@@ -527,39 +452,7 @@ def mixture_dispatched_in_every_other_block(p: Any) -> Any:
     return cross_entropy(rms_norm(x) @ p["out"])
 
 
-@program(
-    {**LM_PARAMS, "l": [MOE] * 2},
-    unrolled(2, *ATTENTION, "router", "experts", "experts"),
-    outside("head"),
-)
-def mixture_dense(p: Any) -> Any:
-    x = p["table"][TOKEN_IDS]
-    for layer in p["l"]:
-        x = x + self_attention(rms_norm(x), layer)
-        x = x + dense_experts(rms_norm(x), layer)
-    return cross_entropy(rms_norm(x) @ p["out"])
-
-
 SHARED = {**MOE, **mlp_params()}
-
-
-@program(
-    {**LM_PARAMS, "d": [BLOCK_PARAMS], "l": stack(4, SHARED)},
-    unrolled(1, *BLOCK),
-    [(kind, (1, 2, 3, 4)) for kind in (*ATTENTION, "router", "experts", "experts", "mlp", "mlp")],
-    outside("head"),
-)
-def first_block_dense_then_mixtures_with_a_shared_expert(p: Any) -> Any:
-    def layer(x: Any, w: Any) -> Any:
-        x = x + self_attention(rms_norm(x), w)
-        h = rms_norm(x)
-        return x + ragged_experts(h, w) + mlp(h, w), None
-
-    x = p["table"][TOKEN_IDS]
-    x = x + self_attention(rms_norm(x), p["d"][0])
-    x = x + mlp(rms_norm(x), p["d"][0])
-    x, _ = lax.scan(layer, x, p["l"])
-    return cross_entropy(rms_norm(x) @ p["out"])
 
 
 SQUARE_LLAMA = {**attention_params(), "w5": SQUARE, "w6": SQUARE, "w7": SQUARE}
@@ -575,24 +468,6 @@ def deepseek_block(x: Any, p: Any) -> Any:
     x = x + self_attention(rms_norm(x), p)
     h = rms_norm(x)
     return x + (ragged_experts(h, p) + (jax.nn.silu(h @ p["w5"]) * (h @ p["w6"])) @ p["w7"])
-
-
-@program({**LM_PARAMS, "l": stack(4, SQUARE_MOE)}, scanned(4, *DEEPSEEK), outside("head"))
-def square_mixtures_scanned(p: Any) -> Any:
-    """Equal products that follow each other in a branch are parts of a block."""
-    x, _ = lax.scan(lambda x, layer: (deepseek_block(x, layer), None), p["table"][TOKEN_IDS], p["l"])
-    return cross_entropy(rms_norm(x) @ p["out"])
-
-
-@program(
-    {**LM_PARAMS, "d": SQUARE_LLAMA, "l": SQUARE_MOE},
-    unrolled(1, *LLAMA),
-    unrolled(1, *DEEPSEEK, first=1),
-    outside("head"),
-)
-def two_different_blocks_of_square_matrices(p: Any) -> Any:
-    x = deepseek_block(llama_block(p["table"][TOKEN_IDS], p["d"]), p["l"])
-    return cross_entropy(rms_norm(x) @ p["out"])
 
 
 @program(
@@ -660,43 +535,6 @@ def encoder_decoder_unrolled(p: Any) -> Any:
 
 
 @program(
-    {"table": TABLE, "e": stack(3, BLOCK_PARAMS), "d": stack(2, {"x": attention_params(), **BLOCK_PARAMS})},
-    scanned(3, *BLOCK),
-    scanned(2, *ATTENTION, *ATTENTION, "mlp", "mlp"),
-    outside("head"),
-)
-def encoder_decoder_scanned(p: Any) -> Any:
-    memory, _ = lax.scan(lambda x, layer: (block(x, layer), None), p["table"][TOKEN_IDS], p["e"])
-
-    def layer(x: Any, w: Any) -> Any:
-        x = x + self_attention(rms_norm(x), w)
-        x = x + self_attention(rms_norm(x), w["x"], memory=memory, causal=False)
-        return x + mlp(rms_norm(x), w), None
-
-    x, _ = lax.scan(layer, p["table"][TOKEN_IDS], p["d"])
-    return cross_entropy(rms_norm(x) @ p["table"].T)
-
-
-@program(
-    {"table": TABLE, "e": stack(3, BLOCK_PARAMS), "d": stack(2, {"x": attention_params(), **BLOCK_PARAMS})},
-    scanned(3, *BLOCK),
-    scanned(2, *ATTENTION, *BLOCK),
-    outside("head"),
-)
-def decoder_that_reads_the_encoder_first(p: Any) -> Any:
-    """The first product of the decoder follows the encoder. The stream of the decoder does not."""
-    memory, _ = lax.scan(lambda x, layer: (block(x, layer), None), p["table"][TOKEN_IDS], p["e"])
-
-    def layer(x: Any, w: Any) -> Any:
-        k, v = split_heads(memory @ w["x"]["w2"]), split_heads(memory @ w["x"]["w3"])
-        q = split_heads(rms_norm(x) @ w["x"]["w1"])
-        return block(x + attend(q, k, v).reshape(x.shape) @ w["x"]["w4"], w), None
-
-    x, _ = lax.scan(layer, p["table"][TOKEN_IDS], p["d"])
-    return cross_entropy(rms_norm(x) @ p["table"].T)
-
-
-@program(
     {"table": TABLE, "e": stack(3, BLOCK_PARAMS), "d": [BLOCK_PARAMS] * 2},
     scanned(3, *BLOCK),
     unrolled(2, *BLOCK),
@@ -716,23 +554,6 @@ def cross_attention(x: Any, memory: Any, p: Any) -> Any:
     k, v = split_heads(memory @ p["w1"]), split_heads(memory @ p["w2"])
     out = attend(split_heads(x @ p["w3"]), k, v, causal=False)
     return out.reshape(*out.shape[:2], -1) @ p["w4"]
-
-
-@program(
-    {**LM_PARAMS, "e": [BLOCK_PARAMS] * 2, "d": [BLOCK_PARAMS] * 3},
-    unrolled(2, *BLOCK),
-    unrolled(3, *BLOCK),
-    outside("head"),
-)
-def decoder_that_makes_keys_of_the_encoder_first(p: Any) -> Any:
-    """The first product of the decoder reads the encoder, but the residual stream of the decoder starts elsewhere."""
-    memory, x = p["table"][TOKEN_IDS], p["table"][TOKEN_IDS + 1]
-    for layer in p["e"]:
-        memory = block(memory, layer)
-    for layer in p["d"]:
-        x = x + cross_attention(rms_norm(x), memory, layer)
-        x = x + mlp(rms_norm(x), layer)
-    return cross_entropy(rms_norm(x) @ p["out"])
 
 
 @program(
@@ -777,19 +598,6 @@ def bert(p: Any) -> Any:
     return cross_entropy(layer_norm(jax.nn.gelu(x @ p["t"]), p["s"]) @ p["table"].T)
 
 
-@program(
-    {"table": TABLE, "l": [BLOCK_PARAMS] * 2, "pool": weight(WIDTH, WIDTH), "c": weight(WIDTH, 3)},
-    unrolled(2, *BLOCK),
-    outside("head", "head"),
-)
-def bert_classifier(p: Any) -> Any:
-    x = p["table"][TOKEN_IDS]
-    for layer in p["l"]:
-        x = layer_norm(x + self_attention(x, layer, causal=False), layer["s1"])
-        x = layer_norm(x + mlp(x, layer), layer["s2"])
-    return cross_entropy(jnp.tanh(x[:, 0] @ p["pool"]) @ p["c"], np.zeros(BATCH, int))
-
-
 # ---- vision
 
 
@@ -828,21 +636,6 @@ def vision_transformer_on_rotated_images(p: Any) -> Any:
     for layer in p["l"]:
         x = block(x, layer)
     return cross_entropy(x.mean(1) @ p["c"], np.arange(BATCH))
-
-
-@program(
-    {"patch": weight(2, 2, 3, WIDTH), "l": stack(2, BLOCK_PARAMS), "c": weight(WIDTH, 10)},
-    scanned(2, *BLOCK),
-    outside("head"),
-)
-def vision_transformer_with_convolution(p: Any) -> Any:
-    images = np.ones((BATCH, 8, 4, 3), np.float32)
-    x = lax.conv_general_dilated(
-        images, p["patch"], (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
-    x = x.reshape(BATCH, -1, WIDTH)
-    x, _ = lax.scan(lambda x, layer: (block(x, layer), None), x, p["l"])
-    return cross_entropy(x.mean(1) @ p["c"], np.zeros(BATCH, int))
 
 
 MIXER = {
@@ -901,30 +694,6 @@ def convolve(x: Any, kernel: Any, stride: int = 1) -> Any:
     )
 
 
-UNET_ATTENTION = attention_params(8)
-
-
-@program(
-    {
-        "c1": weight(3, 3, 3, 8), "c2": weight(3, 3, 8, 8), "c3": weight(3, 3, 8, 8), "c4": weight(3, 3, 8, 3),
-        "t1": weight(8, 8), "a": [UNET_ATTENTION] * 2,
-    },
-    outside("embedding"),
-    unrolled(2, *ATTENTION),
-)  # fmt: skip
-def unet_with_attention(p: Any) -> Any:
-    images = np.ones((BATCH, 4, 4, 3), np.float32)
-    x = convolve(images, p["c1"])
-    time = jax.nn.silu(np.ones((BATCH, 8), np.float32) @ p["t1"])[:, None, None]
-    down = x + convolve(jax.nn.silu(x + time), p["c2"])
-    h = convolve(down, p["c3"], 2)
-    for layer in p["a"]:
-        tokens = h.reshape(BATCH, -1, 8)
-        h = h + self_attention(rms_norm(tokens), layer, causal=False).reshape(h.shape)
-    up = jnp.repeat(jnp.repeat(h, 2, 1), 2, 2)
-    return jnp.square(convolve(up + down, p["c4"]) - images).mean()
-
-
 # ---- other mixers
 
 
@@ -960,18 +729,6 @@ def state_space_model(p: Any) -> Any:
         _, states = lax.associative_scan(_compose, (decay, drive), axis=1)
         y = jnp.einsum("btdn,btn->btd", states, c) + u * w["d"]
         x = x + (y * jax.nn.silu(gate)) @ w["w4"]
-    return cross_entropy(rms_norm(x) @ p["out"])
-
-
-@program({**LM_PARAMS, "l": [BLOCK_PARAMS] * 2}, unrolled(2, *ATTENTION, "mlp", "mlp"), outside("head"))
-def linear_attention(p: Any) -> Any:
-    x = p["table"][TOKEN_IDS]
-    for w in p["l"]:
-        h = rms_norm(x)
-        q, k, v = (split_heads(h @ w[name]) for name in ("w1", "w2", "w3"))
-        memory = jnp.einsum("bthd,bthe->bhde", jax.nn.elu(k) + 1, v)
-        x = x + jnp.einsum("bthd,bhde->bthe", jax.nn.elu(q) + 1, memory).reshape(x.shape) @ w["w4"]
-        x = x + mlp(rms_norm(x), w)
     return cross_entropy(rms_norm(x) @ p["out"])
 
 
@@ -1028,18 +785,6 @@ def classifier_with_one_hidden_layer(p: Any) -> Any:
 
 
 @program(
-    {"w": [weight(WIDTH, WIDTH)] * 4, "out": weight(WIDTH, 10)},
-    unrolled(4, "mlp"),
-    outside("head"),
-)
-def multilayer_perceptron(p: Any) -> Any:
-    x = SEQUENCE[:, 0]
-    for w in p["w"]:
-        x = jax.nn.relu(x @ w)
-    return cross_entropy(x @ p["out"], np.zeros(BATCH, int))
-
-
-@program(
     {"l": stack(3, {"a": SQUARE, "b": SQUARE}), "out": SQUARE}, scanned(3, "mlp", "mlp"), outside("head")
 )
 def perceptron_scanned_over_pairs(p: Any) -> Any:
@@ -1087,42 +832,6 @@ def layers_taken_by_a_counter(p: Any) -> Any:
 
 
 @program(
-    {**LM_PARAMS, "l": stack(2, stack(2, BLOCK_PARAMS))},
-    [(kind, (-1,)) for kind in (*BLOCK, *BLOCK)],
-    outside("head"),
-)
-def pipeline_of_two_stages(p: Any) -> Any:
-    """Each product runs in both stages at once, so that its block is not known."""
-
-    def stage(x: Any, layers: Any) -> Any:
-        for number in range(2):
-            x = block(x, jax.tree.map(functools.partial(lambda w, n: w[n], n=number), layers))
-        return x
-
-    microbatches = p["table"][TOKEN_IDS][:, None]
-
-    def tick(buffer: Any, microbatch: Any) -> Any:
-        out = jax.vmap(stage)(jnp.concatenate([microbatch[None], buffer[:-1]]), p["l"])
-        return out, out[-1]
-
-    _, outputs = lax.scan(tick, jnp.zeros((2, 1, TOKENS, WIDTH)), microbatches)
-    return cross_entropy(rms_norm(outputs[:, 0]) @ p["out"])
-
-
-@program(
-    {**LM_PARAMS, "l": stack(3, BLOCK_PARAMS)},
-    unrolled(3, *BLOCK),
-    outside("head"),
-)
-def jitted_block_over_stacked_parameters(p: Any) -> Any:
-    step = jax.jit(block)
-    x = p["table"][TOKEN_IDS]
-    for number in range(3):
-        x = step(x, jax.tree.map(functools.partial(lambda w, n: w[n], n=number), p["l"]))
-    return cross_entropy(rms_norm(x) @ p["out"])
-
-
-@program(
     {
         "table": TABLE,
         "l": [BLOCK_PARAMS] * 2,
@@ -1148,14 +857,6 @@ def contrastive_pair(p: Any) -> Any:
     text = text.mean(1) @ p["b"]
     norms = [jnp.linalg.norm(t, axis=-1, keepdims=True) for t in (image, text)]
     return cross_entropy((image / norms[0]) @ (text / norms[1]).T, np.arange(BATCH))
-
-
-@program({**LM_PARAMS, "l": stack(3, BLOCK_PARAMS)}, unrolled(1, *BLOCK), outside("head"))
-def vmap_over_layers(p: Any) -> Any:
-    """All layers read the same input: they are one block."""
-    x = p["table"][TOKEN_IDS]
-    outputs = jax.vmap(lambda layer: block(x, layer))(p["l"])
-    return cross_entropy(rms_norm(outputs.mean(0)) @ p["out"])
 
 
 @program({**LM_PARAMS, "l": stack(2, stack(3, BLOCK_PARAMS))}, scanned(3, *BLOCK), outside("head"))
@@ -1201,14 +902,6 @@ def _run_on_stages(p: Any, x: Any, run_stage: Callable[[Any, Any], Any]) -> Any:
         run, mesh=mesh, in_specs=(spec("stage"), spec()), out_specs=spec(), check_vma=False
     )
     return cross_entropy(rms_norm(sharded(p["l"], microbatches)) @ p["out"])
-
-
-@program({**LM_PARAMS, "l": stack(4, BLOCK_PARAMS)}, [(kind, (-1,)) for kind in BLOCK], outside("head"))
-def pipeline_in_shard_map_of_scanned_stages(p: Any) -> Any:
-    def run_stage(x: Any, layers: Any) -> Any:
-        return lax.scan(lambda x, layer: (block(x, layer), None), x, layers)[0]
-
-    return _run_on_stages(p, p["table"][TOKEN_IDS], run_stage)
 
 
 @program(
