@@ -452,9 +452,6 @@ def mixture_dispatched_in_every_other_block(p: Any) -> Any:
     return cross_entropy(rms_norm(x) @ p["out"])
 
 
-SHARED = {**MOE, **mlp_params()}
-
-
 SQUARE_LLAMA = {**attention_params(), "w5": SQUARE, "w6": SQUARE, "w7": SQUARE}
 SQUARE_MOE = {
     **SQUARE_LLAMA, "r": weight(WIDTH, EXPERTS),
@@ -468,6 +465,17 @@ def deepseek_block(x: Any, p: Any) -> Any:
     x = x + self_attention(rms_norm(x), p)
     h = rms_norm(x)
     return x + (ragged_experts(h, p) + (jax.nn.silu(h @ p["w5"]) * (h @ p["w6"])) @ p["w7"])
+
+
+@program(
+    {**LM_PARAMS, "d": SQUARE_LLAMA, "l": SQUARE_MOE},
+    unrolled(1, *LLAMA),
+    unrolled(1, *DEEPSEEK, first=1),
+    outside("head"),
+)
+def two_different_blocks_of_square_matrices(p: Any) -> Any:
+    x = deepseek_block(llama_block(p["table"][TOKEN_IDS], p["d"]), p["l"])
+    return cross_entropy(rms_norm(x) @ p["out"])
 
 
 @program(
@@ -532,6 +540,25 @@ def encoder_decoder_unrolled(p: Any) -> Any:
         x = x + self_attention(rms_norm(x), layer["x"], memory=memory, causal=False)
         x = x + mlp(rms_norm(x), layer)
     return cross_entropy(rms_norm(x) * WIDTH**-0.5 @ p["table"].T)
+
+
+@program(
+    {"table": TABLE, "e": stack(3, BLOCK_PARAMS), "d": stack(2, {"x": attention_params(), **BLOCK_PARAMS})},
+    scanned(3, *BLOCK),
+    scanned(2, *ATTENTION, *BLOCK),
+    outside("head"),
+)
+def decoder_that_reads_the_encoder_first(p: Any) -> Any:
+    """The first product of the decoder follows the encoder. The stream of the decoder does not."""
+    memory, _ = lax.scan(lambda x, layer: (block(x, layer), None), p["table"][TOKEN_IDS], p["e"])
+
+    def layer(x: Any, w: Any) -> Any:
+        k, v = split_heads(memory @ w["x"]["w2"]), split_heads(memory @ w["x"]["w3"])
+        q = split_heads(rms_norm(x) @ w["x"]["w1"])
+        return block(x + attend(q, k, v).reshape(x.shape) @ w["x"]["w4"], w), None
+
+    x, _ = lax.scan(layer, p["table"][TOKEN_IDS], p["d"])
+    return cross_entropy(rms_norm(x) @ p["table"].T)
 
 
 @program(
@@ -688,12 +715,6 @@ def diffusion_transformer(p: Any) -> Any:
     return jnp.square((rms_norm(x) * (1 + scale) + shift) @ p["out"] - PIXELS).mean()
 
 
-def convolve(x: Any, kernel: Any, stride: int = 1) -> Any:
-    return lax.conv_general_dilated(
-        x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
-
-
 # ---- other mixers
 
 
@@ -829,6 +850,29 @@ def layers_taken_by_a_counter(p: Any) -> Any:
 
     (x, _), _ = lax.scan(body, (p["table"][TOKEN_IDS], 0), None, length=4)
     return cross_entropy(layer_norm(x, p["s"]) @ p["out"])
+
+
+@program(
+    {**LM_PARAMS, "l": stack(2, stack(2, BLOCK_PARAMS))},
+    [(kind, (-1,)) for kind in (*BLOCK, *BLOCK)],
+    outside("head"),
+)
+def pipeline_of_two_stages(p: Any) -> Any:
+    """Each product runs in both stages at once, so that its block is not known."""
+
+    def stage(x: Any, layers: Any) -> Any:
+        for number in range(2):
+            x = block(x, jax.tree.map(functools.partial(lambda w, n: w[n], n=number), layers))
+        return x
+
+    microbatches = p["table"][TOKEN_IDS][:, None]
+
+    def tick(buffer: Any, microbatch: Any) -> Any:
+        out = jax.vmap(stage)(jnp.concatenate([microbatch[None], buffer[:-1]]), p["l"])
+        return out, out[-1]
+
+    _, outputs = lax.scan(tick, jnp.zeros((2, 1, TOKENS, WIDTH)), microbatches)
+    return cross_entropy(rms_norm(outputs[:, 0]) @ p["out"])
 
 
 @program(
