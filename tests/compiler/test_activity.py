@@ -12,15 +12,12 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis.strategies import integers
 from jax import lax
-from jax.extend.core import Primitive
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import policyc
-from policyc.compiler.analysis import analyze
 from policyc.compiler.pipeline import compile_plan
 from policyc.jaxcore import derivatives
-from policyc.jaxcore.containers import CONTAINERS, Container
 from policyc.language.recipes import Gemm
 from tests.support.jaxpr_tools import count_by_scope, gemm_scope, struct, without_dead_code
 from tests.support.programs import USES, CutGradientBuilder, program
@@ -183,20 +180,6 @@ def test_a_carry_of_a_while_is_followed_backwards_until_nothing_changes() -> Non
     plan = policyc.plan("* -> fp8", loss, {"a": W, "b": W}, X)
     products = {site.name: site.products for site in plan.sites}
     assert products == {"a": {Gemm.FPROP, Gemm.WGRAD}, "b": {Gemm.FPROP}}
-
-
-def test_a_new_container_needs_only_its_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = Primitive("new_call")
-    call.multiple_results = True
-    call.def_abstract_eval(lambda *_, jaxpr: [v.aval for v in jaxpr.jaxpr.outvars])
-    monkeypatch.setitem(CONTAINERS, "new_call", Container())
-
-    def loss(w: Any, x: Any) -> Any:
-        inner = jax.make_jaxpr(lambda w, h: (jnp.sin(h @ w), h @ w))(w, x)
-        return call.bind(w, x, jaxpr=inner)[0].sum()
-
-    sites = analyze(jax.make_jaxpr(loss)(W, X), [(), None])
-    assert [site.products for site in sites] == [{Gemm.FPROP, Gemm.WGRAD}, {Gemm.FPROP}]
 
 
 def test_what_is_written_to_a_reference_may_have_a_gradient() -> None:

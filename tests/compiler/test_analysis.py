@@ -13,15 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from policyc.compiler.plan import make_plan
 from policyc.compiler.sites import Site, dotted
 from policyc.language.kinds import KINDS
-from policyc.language.loader import parse
 from policyc.language.recipes import Gemm
 from tests.support.jaxpr_tools import find_sites, struct
 
@@ -87,33 +84,6 @@ def test_several_dimensions_are_contracted() -> None:
 
 
 # ---- what leaves a parameter a parameter
-
-LAYOUTS: dict[str, Callable[[Any], Any]] = {
-    "convert": lambda w: w.astype(jnp.bfloat16).astype(jnp.float32),
-    "reshape": lambda w: w.reshape(4, 4, 32).reshape(16, 32),
-    "transpose": lambda w: w.T.copy().T,
-    "rows": lambda w: w[:16],
-    "reversed": lambda w: w[::-1],
-    "broadcast": lambda w: jnp.broadcast_to(w, (2, 16, 32))[0],
-    "new axis": lambda w: lax.expand_dims(w, (0,)).squeeze(0),
-    "padded": lambda w: jnp.pad(w, ((0, 0), (0, 4))),
-    "negated": lambda w: -w,
-    "scaled": lambda w: w * 0.5 / jnp.float32(3.0),
-    "rounded": lambda w: lax.reduce_precision(w, 8, 7),
-    "barrier": lambda w: lax.optimization_barrier(w),
-    "named": lambda w: checkpoint_name(w, "weight"),
-    "joined with itself": lambda w: jnp.concatenate([w, w], axis=1),
-    "a jit": jax.jit(lambda w: w.astype(jnp.bfloat16)),
-    "a remat": jax.checkpoint(lambda w: w * 2.0),
-    "both branches": lambda w: lax.cond(w.shape[0] > 3, lambda w: w * 2.0, lambda w: w[::-1], w),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_a_parameter_that_is_laid_out_differently_is_a_weight(layout: Callable[[Any], Any]) -> None:
-    site = only_site(lambda p, x: x.astype(layout(p["w"]).dtype) @ layout(p["w"]))
-    assert (site.name, site.weight) == ("w", "rhs")
-    assert site.products == {FPROP, WGRAD}
 
 
 INDICES = np.array([2, 0, 1])
@@ -276,30 +246,6 @@ def test_a_weight_is_followed_into_a_container(container: Any) -> None:
     assert site.is_reused is (container in (jax.checkpoint, in_scan, in_while, in_condition))
 
 
-def test_a_weight_that_is_gathered_from_all_devices() -> None:
-    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-
-    def local(w: Any, x: Any) -> Any:
-        return x @ lax.all_gather(w, "model", axis=0, tiled=True)
-
-    f = jax.shard_map(local, mesh=mesh, in_specs=(P("model"), P()), out_specs=P(), check_vma=False)
-    site = only_site(lambda p, x: f(p["w"], x))
-    assert (site.name, site.weight, site.k) == ("w", "rhs", 16)
-
-
-def test_a_matrix_whose_rows_are_divided_over_devices_is_one_layer() -> None:
-    """Tensor parallelism: columns of the first weight, rows of the second."""
-    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    specs = {"up": P(None, "model"), "down": P("model", None)}
-
-    def local(p: Any, x: Any) -> Any:
-        return lax.psum(jnp.tanh(x @ p["up"]) @ p["down"], "model")
-
-    f = jax.shard_map(local, mesh=mesh, in_specs=(specs, P()), out_specs=P())
-    sites = find_sites(lambda p, x: f(p, x).sum(), {"up": struct(16, 32), "down": struct(32, 16)}, X)
-    assert [(s.name, s.k, s.n, s.count) for s in sites] == [("up", 16, 16, 1), ("down", 16, 16, 1)]
-
-
 def test_a_function_that_is_jitted_once_and_called_per_layer_has_a_site_per_call() -> None:
     layer = jax.jit(lambda w, h: jnp.tanh(h @ w))
 
@@ -355,34 +301,6 @@ def test_a_scan_over_parameters_is_one_site_with_many_layers() -> None:
     assert all(f"decoder.layers[{i}].up" in paths[i] for i in range(3))
 
 
-def matched_layers(selector: str, loss: Callable[..., Any], params: Any, *args: Any) -> list[Any]:
-    """The layers that a selector matches, of all sites."""
-    plan = make_plan(parse(f"{selector} -> fp8"), find_sites(loss, params, *args))
-    return [layer for _, layer in plan.matched_layers(0)]
-
-
-@pytest.mark.parametrize(
-    ("selector", "layers"),
-    [
-        ("layers[0].up", [(0,)]),
-        ("layers[-1:].up", [(3,)]),
-        ("decoder.layers[1:3].up", [(1,), (2,)]),
-        ("layers[:50%].down", [(0,), (1,)]),
-        ("layers.up", [(0,), (1,), (2,), (3,)]),
-    ],
-)
-@pytest.mark.parametrize("reverse", [False, True])
-def test_a_selector_chooses_layers_of_a_scan(selector: str, layers: Any, reverse: bool) -> None:
-    """By the index in the parameters, also where the scan runs backwards."""
-
-    def loss(p: Any, x: Any) -> Any:
-        return lax.scan(
-            lambda h, w: (jnp.tanh(h @ w["up"]) @ w["down"], None), x, p["decoder"]["layers"], reverse=reverse
-        )[0]
-
-    assert matched_layers(selector, loss, stack(4), X) == layers
-
-
 def test_scanned_and_unrolled_layers_have_the_same_paths() -> None:
     def unrolled(p: Any, x: Any) -> Any:
         for w in p["decoder"]["layers"]:
@@ -398,49 +316,6 @@ def test_scanned_and_unrolled_layers_have_the_same_paths() -> None:
         for path in site.paths(la)
     }
     assert {path for path in one_by_one if path} <= scanned
-
-
-def test_a_stack_in_a_stack_under_one_name_counts_as_one() -> None:
-    def loss(p: Any, x: Any) -> Any:
-        def stage(h: Any, layers: Any) -> Any:
-            return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, layers)[0], None
-
-        return lax.scan(stage, x, p["layers"])[0].sum()
-
-    params = {"layers": struct(2, 3, 16, 16)}
-    site = only_site(loss, params)
-    assert (site.count, site.repeats) == (6, 6)
-    assert matched_layers("layers[-2:]", loss, params, X) == [(1, 1), (1, 2)]
-    assert matched_layers("layers[2]", loss, params, X) == [(0, 2)]
-
-
-def test_a_member_taken_from_a_stack_by_a_constant_index() -> None:
-    def loss(p: Any, x: Any) -> Any:
-        return (jnp.tanh(x @ p["layers"]["w"][0]) @ p["layers"]["w"][2]).sum()
-
-    params = {"layers": {"w": struct(3, 16, 16)}}
-    assert matched_layers("layers[0]", loss, params, X) == [()]
-    assert matched_layers("layers[1]", loss, params, X) == []
-    assert matched_layers("layers[-1]", loss, params, X) == [()]
-
-
-def test_layers_that_devices_share_out_are_told_apart() -> None:
-    """A shard_map that gives each of four devices two layers, which it scans."""
-    mesh = jax.make_mesh((4,), ("stage",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-
-    def local(layers: Any, x: Any) -> Any:
-        return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), lax.pcast(x, "stage", to="varying"), layers)[0]
-
-    f = jax.shard_map(local, mesh=mesh, in_specs=(P("stage"), P()), out_specs=P("stage"))
-    params = {"layers": struct(8, 16, 16)}
-
-    def loss(p: Any, x: Any) -> Any:
-        return f(p["layers"], x).sum()
-
-    site = only_site(loss, params)
-    assert site.count == 8
-    assert matched_layers("layers[5]", loss, params, X) == [(2, 1)]
-    assert matched_layers("layers[1::2]", loss, params, X) == [(i, 1) for i in range(4)]
 
 
 def test_every_layer_has_its_own_number() -> None:

@@ -1,21 +1,16 @@
-"""Properties of every program: keeping changes nothing, splitting a scan changes nothing, and a plan is what runs."""
+"""Properties of every program: keeping changes nothing, and a plan is what runs."""
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import jax
-import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis.strategies import integers
 
 import policyc
-from policyc.jaxcore import jaxprs, transform
-from policyc.jaxcore.containers import IterationRange
-from policyc.jaxcore.transform import Transform
+from policyc.jaxcore import jaxprs
 from policyc.language.recipes import Gemm
 from tests.support.jaxpr_tools import (
     count_by_scope,
@@ -25,7 +20,6 @@ from tests.support.jaxpr_tools import (
     lowered_text,
     without_dead_code,
 )
-from tests.support.layered_models import assert_same_bits
 from tests.support.programs import Program, program, with_rule_if_applicable
 
 DEEP = settings(phases=[Phase.explicit, Phase.generate], print_blob=True)
@@ -54,49 +48,6 @@ def test_keeping_everything_changes_nothing(seed: int) -> None:
     with policyc.active(policy):
         kept_by_session = lowered_text(jax.jit(jax.value_and_grad(loss)).lower(*args))
     assert plain == kept == kept_by_session
-
-
-# ---- splitting scans
-
-
-@pytest.mark.slow
-def test_a_split_scan_equals_the_unsplit_one_in_a_random_program() -> None:
-    """A scan in reverse, unrolled by two, with a remat and a branch. The fast lane compares a split stack in
-    test_hoist.py, and split scans of all kinds in test_transform.py.
-
-    The seed is fixed: in about one of twenty programs XLA adds a sum of the split program in another order.
-    """
-    random_program = program(0)
-    loss, args = random_program.loss, random_program.args
-    policy = "* -> fp8; layers -> mxfp4(sr=grad)"  # each layer has its own random bits
-
-    def run() -> Any:
-        quantized = policyc.apply(policy, loss, multiple_losses=True)
-        return jax.jit(jax.value_and_grad(quantized))(*args)
-
-    whole = run()
-    find_ranges = Transform.iteration_ranges
-    split_scans = Counter[int]()
-
-    def split_further(self: Any, scan: Any, position: Any) -> list[IterationRange]:
-        iterations = [i for r in find_ranges(self, scan, position) for i in range(r.start, r.stop)]
-        if self.is_stack(position.address):
-            split_scans[len(iterations)] += 1
-        return list(one_one_and_rest(len(iterations)))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Transform, "iteration_ranges", split_further)
-        transform._transformed.clear()
-        split = run()
-        transform._transformed.clear()
-    assert split_scans
-    assert_same_bits(whole, split)
-
-
-def one_one_and_rest(length: int) -> Iterator[IterationRange]:
-    """The first iteration, the second one, and all others: three ranges, or fewer."""
-    bounds = sorted({0, min(1, length), min(2, length), length})
-    yield from (IterationRange(start, stop) for start, stop in itertools.pairwise(bounds))
 
 
 # ---- the plan and the gradient
