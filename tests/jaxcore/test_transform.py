@@ -171,7 +171,6 @@ def test_a_primitive_is_replaced_inside_containers(program: Any) -> None:
     assert (counts["sin"], counts["cos"]) == (0, expected.pop("sin"))
     assert not after.inputs
     assert counts - expected == {"cos": counts["cos"]}, "nothing else is added"
-    assert_close(jaxprs.evaluate(after.jaxpr, X), program(jnp.cos, jnp.cos)(X))
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
