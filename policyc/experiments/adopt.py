@@ -13,7 +13,7 @@ from policyc.compiler.idle_rules import find_deciding_rules
 from policyc.compiler.plan_checks import check_plan
 from policyc.experiments.report.build import build_report
 from policyc.experiments.report.values import JsonObject
-from policyc.experiments.statistics import Settings, smallest_detectable_effect
+from policyc.experiments.statistics import ALPHA, DEFAULT_MARGIN, POWER, smallest_detectable_effect
 from policyc.hardware import gemm_cost, step_cost
 from policyc.hardware.mesh import MeshShape
 from policyc.hardware.saved_activations import device_memory
@@ -188,19 +188,18 @@ def _advise_sweep(
     options = ["--baseline", ",".join(baselines), "--seeds", str(SEEDS), "--stats-every", "500"]
     source = ["--config", config, "--data", "corpus.bin"] if config else ["--steps", "2000", *program]
     words = ["policyc", "sweep", ",".join(policies), *options, "--out", "sweeps/adopt", *source]
-    settings = Settings()
     compared = len(policies) + len(baselines) - 1  # with the first baseline
-    detectable = smallest_detectable_effect(SPREAD, SEEDS, settings.alpha / compared, settings.power)
+    detectable = smallest_detectable_effect(SPREAD, SEEDS, ALPHA / compared)
     return {
         "command": shlex.join(words),
         "config": config,
         "is_proxy": bool(config) and config != model,
         "seeds": SEEDS,
         "runs": SEEDS * (len(policies) + len(baselines)),
-        "margin": str(settings.margin),
+        "margin": str(DEFAULT_MARGIN),
         "spread": SPREAD,
         "detectable": float(detectable),
-        "power": settings.power,
+        "power": POWER,
     }
 
 

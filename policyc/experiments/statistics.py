@@ -8,7 +8,7 @@ differences are taken to be independent and normal. Nothing is resampled: a boot
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -60,19 +60,13 @@ def parse_margin(text: str) -> Margin:
     return Margin(value=number / 100 if is_relative else number, is_relative=is_relative)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What is fixed before a sweep runs.
+DEFAULT_MARGIN = Margin(value=0.005, is_relative=True)
 
-    Attributes:
-      margin: the largest difference that counts as parity.
-      alpha: the probability, over all variants, of one wrong claim of a difference; and of one wrong claim of parity.
-      power: the probability with which the smallest detectable effect, and a sweep with the advised seeds, is resolved.
-    """
+ALPHA = 0.05
+"""The probability, over all variants, of one wrong claim of a difference; and of one wrong claim of parity."""
 
-    margin: Margin = field(default_factory=lambda: Margin(value=0.005, is_relative=True))
-    alpha: float = 0.05
-    power: float = 0.8
+POWER = 0.8
+"""The probability with which the smallest detectable effect, and a sweep with the advised seeds, is resolved."""
 
 
 # ---- one variant
@@ -145,17 +139,16 @@ def adjust_holm(p_values: ArrayLike) -> Array:
 # ---- what a sweep can resolve
 
 
-def smallest_detectable_effect(deviation: ArrayLike, pairs: int, alpha: float, power: float) -> Array:
-    """The smallest difference that a two-sided paired t test finds with this power.
+def smallest_detectable_effect(deviation: ArrayLike, pairs: int, alpha: float) -> Array:
+    """The smallest difference that a two-sided paired t test finds with the wanted power.
 
     Args:
       deviation: standard deviation of the differences.
       pairs: number of seeds.
       alpha: level of the test: that of the sweep divided by its variants, which is Holm's strictest.
-      power: wanted probability.
     """
     critical = stdtrit(pairs - 1, 1 - alpha / 2)
-    noncentrality = nctdtrinc(pairs - 1, 1 - power, critical)
+    noncentrality = nctdtrinc(pairs - 1, 1 - POWER, critical)
     return np.asarray(noncentrality * np.asarray(deviation, float) / np.sqrt(pairs))
 
 
@@ -177,24 +170,24 @@ class SeedsNeeded:
 
 
 def seeds_needed(
-    variant: ArrayLike, baseline: ArrayLike, settings: Settings, variants: int
+    variant: ArrayLike, baseline: ArrayLike, margin: Margin, variants: int
 ) -> SeedsNeeded | None:
     """The smallest number of seeds, above the present one, that decides a variant with the wanted power.
 
     None if 1000 are too few.
     The power of the two one-sided tests is bounded from below by the sum of their powers minus 1.
     """
-    alpha = settings.alpha / variants
+    alpha = ALPHA / variants
     difference = np.asarray(variant, float) - np.asarray(baseline, float)
     effect, spread = abs(float(difference.mean())), float(difference.std(ddof=1))
     bounds = [
         (sign * float(excess.mean()), float(excess.std(ddof=1)))
-        for sign, excess in zip((-1, 1), settings.margin.excesses(variant, baseline), strict=True)
+        for sign, excess in zip((-1, 1), margin.excesses(variant, baseline), strict=True)
     ]
     for pairs in range(len(difference) + 1, _MOST_SEEDS + 1):
         equivalence = sum(_one_sided_power(room, width, pairs, alpha) for room, width in bounds) - 1
-        if equivalence >= settings.power:
+        if equivalence >= POWER:
             return SeedsNeeded(seeds=pairs, claim="parity")
-        if _one_sided_power(effect, spread, pairs, alpha / 2) >= settings.power:
+        if _one_sided_power(effect, spread, pairs, alpha / 2) >= POWER:
             return SeedsNeeded(seeds=pairs, claim="difference")
     return None

@@ -14,8 +14,10 @@ import numpy as np
 
 from policyc.base.text import count_noun
 from policyc.experiments.statistics import (
+    ALPHA,
+    POWER,
+    Margin,
     SeedsNeeded,
-    Settings,
     adjust_holm,
     difference_p_value,
     equivalence_interval,
@@ -87,14 +89,14 @@ class Comparison:
 
 
 def compare_variants(
-    baseline: SeedLosses, variants: Sequence[SeedLosses], settings: Settings
+    baseline: SeedLosses, variants: Sequence[SeedLosses], margin: Margin
 ) -> tuple[Comparison, ...]:
     """Compares variants with a baseline. The p-values are adjusted for all of them, failed ones included."""
-    raw = [_test_pairs(baseline, variant, settings) for variant in variants]
+    raw = [_test_pairs(baseline, variant, margin) for variant in variants]
     p_difference = adjust_holm([p for p, _ in raw]) if raw else ()
     p_parity = adjust_holm([p for _, p in raw]) if raw else ()
     return tuple(
-        _compare(baseline, variant, settings, len(variants), (float(p_d), float(p_e)))
+        _compare(baseline, variant, margin, len(variants), (float(p_d), float(p_e)))
         for variant, p_d, p_e in zip(variants, p_difference, p_parity, strict=True)
     )
 
@@ -109,16 +111,16 @@ def _pair_arrays(baseline: SeedLosses, variant: SeedLosses) -> tuple[np.ndarray,
     return np.array([variant.losses[s] for s in seeds]), np.array([baseline.losses[s] for s in seeds])
 
 
-def _test_pairs(baseline: SeedLosses, variant: SeedLosses, settings: Settings) -> tuple[float, float]:
+def _test_pairs(baseline: SeedLosses, variant: SeedLosses, margin: Margin) -> tuple[float, float]:
     """The unadjusted p-values of a difference and of parity. NaN without two pairs."""
     losses, base = _pair_arrays(baseline, variant)
     if len(losses) < 2:
         return math.nan, math.nan
-    return float(difference_p_value(losses - base)), float(equivalence_p_value(losses, base, settings.margin))
+    return float(difference_p_value(losses - base)), float(equivalence_p_value(losses, base, margin))
 
 
 def _compare(
-    baseline: SeedLosses, variant: SeedLosses, settings: Settings, variants: int, p: tuple[float, float]
+    baseline: SeedLosses, variant: SeedLosses, margin: Margin, variants: int, p: tuple[float, float]
 ) -> Comparison:
     seeds = _paired(baseline, variant)
     if len(seeds) < 2:
@@ -129,19 +131,17 @@ def _compare(
         )
     losses, base = _pair_arrays(baseline, variant)
     differences = losses - base
-    low, high = paired_interval(differences, 1 - settings.alpha)
-    detectable = smallest_detectable_effect(
-        differences.std(ddof=1), len(seeds), settings.alpha / variants, settings.power
-    )
-    parity_interval = equivalence_interval(losses, base, settings.margin, settings.alpha)
-    verdict, reason = _judge(baseline, variant, settings, float(differences.mean()), p)
+    low, high = paired_interval(differences, 1 - ALPHA)
+    detectable = smallest_detectable_effect(differences.std(ddof=1), len(seeds), ALPHA / variants)
+    parity_interval = equivalence_interval(losses, base, margin, ALPHA)
+    verdict, reason = _judge(baseline, variant, margin, float(differences.mean()), p)
     if verdict is Verdict.PARITY:
         ends = " to ".join(f"{end:+.4f}" for end in parity_interval)
-        reason += f"; the {1 - 2 * settings.alpha:.0%} interval, which decides parity, is {ends}"
+        reason += f"; the {1 - 2 * ALPHA:.0%} interval, which decides parity, is {ends}"
     is_open = verdict is Verdict.INCONCLUSIVE and not (variant.failed or _obstacles(baseline, variant))
-    needed = seeds_needed(losses, base, settings, variants) if is_open else None
+    needed = seeds_needed(losses, base, margin, variants) if is_open else None
     if is_open:
-        reason += _advise(needed, len(seeds), settings)
+        reason += _advise(needed, len(seeds))
     return Comparison(
         variant=variant.name,
         baseline=baseline.name,
@@ -151,7 +151,7 @@ def _compare(
         gap=float(differences.mean()),
         interval=(float(low), float(high)),
         parity_interval=parity_interval,
-        margin=settings.margin.in_nats(float(base.mean())),
+        margin=margin.in_nats(float(base.mean())),
         p_difference=p[0],
         p_parity=p[1],
         detectable=float(detectable),
@@ -163,11 +163,11 @@ def _compare(
 
 
 def _judge(
-    baseline: SeedLosses, variant: SeedLosses, settings: Settings, gap: float, p: tuple[float, float]
+    baseline: SeedLosses, variant: SeedLosses, margin: Margin, gap: float, p: tuple[float, float]
 ) -> tuple[Verdict, str]:
     """The verdict of at least two pairs, and its reason. Parity comes first: a real difference may be negligible."""
     p_difference, p_parity = p
-    is_different, is_equivalent = p_difference < settings.alpha, p_parity < settings.alpha
+    is_different, is_equivalent = p_difference < ALPHA, p_parity < ALPHA
     if obstacles := _obstacles(baseline, variant):
         return Verdict.INCONCLUSIVE, " ".join(obstacles)
     if variant.failed:
@@ -179,12 +179,12 @@ def _judge(
         return Verdict.INCONCLUSIVE, _describe_failures(variant)
     if is_equivalent:
         resolved = f"; a difference of {gap:+.4f} nats is resolved" if is_different else ""
-        return Verdict.PARITY, f"within the margin of {settings.margin} (p = {p_parity:.2g}){resolved}"
+        return Verdict.PARITY, f"within the margin of {margin} (p = {p_parity:.2g}){resolved}"
     if is_different:
         verdict, side = (Verdict.WORSE, "higher") if gap > 0 else (Verdict.BETTER, "lower")
         return verdict, f"the loss is {side} (p = {p_difference:.2g})"
     return Verdict.INCONCLUSIVE, (
-        f"neither a difference (p = {p_difference:.2g}) nor parity within {settings.margin} (p = {p_parity:.2g}) is "
+        f"neither a difference (p = {p_difference:.2g}) nor parity within {margin} (p = {p_parity:.2g}) is "
         "shown"
     )
 
@@ -241,7 +241,7 @@ def _list_seeds(reasons: Mapping[int, str]) -> str:
     return "; ".join(f"seed {seed}: {reason}" for seed, reason in sorted(reasons.items()))
 
 
-def _advise(needed: SeedsNeeded | None, pairs: int, settings: Settings) -> str:
+def _advise(needed: SeedsNeeded | None, pairs: int) -> str:
     """What would decide an inconclusive variant."""
     if needed is None:
         return (
@@ -250,5 +250,5 @@ def _advise(needed: SeedsNeeded | None, pairs: int, settings: Settings) -> str:
         )
     return (
         f". With the gap and spread measured, {needed.seeds} seeds (now {pairs}) would show "
-        f"{'parity' if needed.claim == 'parity' else 'the difference'} with {settings.power:.0%} power"
+        f"{'parity' if needed.claim == 'parity' else 'the difference'} with {POWER:.0%} power"
     )

@@ -13,7 +13,6 @@ import pytest
 
 from policyc.experiments.statistics import (
     Margin,
-    Settings,
     adjust_holm,
     difference_p_value,
     equivalence_interval,
@@ -55,7 +54,7 @@ def test_parity_is_claimed_on_the_margin_at_the_level(margin: Margin, side: int)
 
 
 def test_the_smallest_detectable_effect_is_found_with_its_power() -> None:
-    effect = float(smallest_detectable_effect(0.006, 5, alpha=0.01, power=0.8))
+    effect = float(smallest_detectable_effect(0.006, 5, alpha=0.01))
     variant, baseline = simulate([effect], 5)
     p = difference_p_value((variant - baseline)[:, 0])
     assert np.mean(p < 0.01) == pytest.approx(0.8, abs=binomial_tolerance(0.8))
@@ -65,7 +64,7 @@ def test_the_smallest_detectable_effect_is_found_with_its_power() -> None:
 def test_the_advised_seeds_decide_a_variant_with_the_power(gap: float, claim: str) -> None:
     # Losses whose mean difference and spread are exactly the true ones.
     pattern = np.array([1.0, -1.0, 0.0]) * 0.012
-    needed = seeds_needed(2.5 + gap + pattern, np.full(3, 2.5), Settings(margin=NATS), variants=3)
+    needed = seeds_needed(2.5 + gap + pattern, np.full(3, 2.5), NATS, variants=3)
     assert needed is not None
     assert needed.claim == claim
     variant, baseline = simulate([gap], needed.seeds, deviation=0.012)
@@ -81,7 +80,7 @@ def test_the_advised_seeds_decide_a_variant_with_the_power(gap: float, claim: st
 
 def test_a_gap_on_the_margin_that_is_lost_in_noise_needs_more_seeds_than_anyone_runs() -> None:
     losses = 2.5 + 0.01 + np.array([1.0, -1.0, 0.0])
-    assert seeds_needed(losses, np.full(3, 2.5), Settings(margin=NATS), variants=1) is None
+    assert seeds_needed(losses, np.full(3, 2.5), NATS, variants=1) is None
 
 
 def test_p_values_and_intervals_agree_with_scipy() -> None:

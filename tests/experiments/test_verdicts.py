@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
-from policyc.experiments.statistics import Margin, Settings, parse_margin
+from policyc.experiments.statistics import Margin, parse_margin
 from policyc.experiments.verdicts import Comparison, SeedLosses, Verdict, compare_variants
 
 pytestmark = pytest.mark.any_jax
 
-SETTINGS = Settings(margin=Margin(value=0.01, is_relative=False))
+MARGIN = Margin(value=0.01, is_relative=False)
 BASE = (2.50, 2.53, 2.47, 2.51, 2.49)
 NOISE = (0.001, -0.001, 0.0005, -0.0004, 0.0)
 
@@ -29,7 +27,7 @@ def runs(name: str, gap: float = 0.0, noise: float = 1.0, **ends: dict[int, str]
 
 
 def compare(*variants: SeedLosses, baseline: SeedLosses | None = None) -> list[Comparison]:
-    return list(compare_variants(baseline or runs("bf16", noise=0), variants, SETTINGS))
+    return list(compare_variants(baseline or runs("bf16", noise=0), variants, MARGIN))
 
 
 def test_verdicts_follow_the_gap() -> None:
@@ -67,8 +65,7 @@ def test_parity_names_the_interval_that_decides_it() -> None:
     gaps = (0.001, 0.003, 0.008, 0.004, 0.007)
     baseline = SeedLosses(name="bf16", losses=dict.fromkeys(range(5), 3.0) | {4: 3.001})
     losses = {seed: baseline.losses[seed] + gap for seed, gap in enumerate(gaps)}
-    settings = replace(SETTINGS, margin=parse_margin("0.0078"))
-    (row,) = compare_variants(baseline, [SeedLosses(name="v", losses=losses)], settings)
+    (row,) = compare_variants(baseline, [SeedLosses(name="v", losses=losses)], parse_margin("0.0078"))
     assert row.verdict is Verdict.PARITY
     assert row.interval is not None
     assert row.margin is not None
@@ -142,9 +139,7 @@ def test_wrong_verdicts_of_whole_sweeps_stay_below_the_level() -> None:
         ]
         verdicts = [
             c.verdict
-            for c in compare_variants(
-                SeedLosses(name="bf16", losses=dict(enumerate(base))), variants, SETTINGS
-            )
+            for c in compare_variants(SeedLosses(name="bf16", losses=dict(enumerate(base))), variants, MARGIN)
         ]
         wrong_difference += any(v in ("better", "worse") for v in verdicts[:2])
         wrong_parity += any(v == "parity" for v in verdicts[2:])

@@ -33,6 +33,7 @@ from policyc.experiments.report.sweeps import (
     uses_validation,
 )
 from policyc.experiments.report.values import JsonObject, as_list, as_object, as_objects, as_text
+from policyc.experiments.statistics import ALPHA, POWER
 from policyc.experiments.sweep.metrics import LEAST_TRAILING, TRAILING_FRACTION
 
 FORMAT = 1
@@ -160,12 +161,11 @@ def predict_speed_ups(policies: Mapping[str, str], baseline: str, step: Predicte
 
 
 def _statistics(sweep: SweepData) -> JsonObject:
-    settings = sweep.settings
     return {
         "measure": "validation_loss" if uses_validation(sweep) else "trailing_loss",
-        "margin": str(settings.margin),
-        "alpha": settings.alpha,
-        "power": settings.power,
+        "margin": str(sweep.margin),
+        "alpha": ALPHA,
+        "power": POWER,
         "baselines": list(sweep.baselines),
         "rules": _rules(sweep) if sweep.baselines else [],
         "caveats": _caveats(sweep) if sweep.baselines else [],
@@ -179,7 +179,6 @@ def _statistics(sweep: SweepData) -> JsonObject:
 
 def _rules(sweep: SweepData) -> list[str]:
     """How the verdicts are made, in sentences. Nothing in them depends on the results."""
-    settings = sweep.settings
     trailing = (
         f"the mean training loss of the last {TRAILING_FRACTION:.0%} of the steps (at least {LEAST_TRAILING})"
     )
@@ -190,14 +189,14 @@ def _rules(sweep: SweepData) -> list[str]:
     return [
         f"Losses: {losses}.",
         "Pairs: a variant and its baseline with the same seed, which have the same data order and first weights.",
-        f"Interval: paired t interval at {1 - settings.alpha:.0%}, for each variant alone.",
-        f"Parity: two one-sided t tests show that the gap is inside the margin of {settings.margin}"
-        f"{' of the loss of the baseline' if settings.margin.is_relative else ''}.",
+        f"Interval: paired t interval at {1 - ALPHA:.0%}, for each variant alone.",
+        f"Parity: two one-sided t tests show that the gap is inside the margin of {sweep.margin}"
+        f"{' of the loss of the baseline' if sweep.margin.is_relative else ''}.",
         "Better or worse: a two-sided paired t test shows a gap, and parity is not shown.",
         f"Correction: Holm's, over the variants of each baseline, failed ones included. The probability of one wrong "
-        f"claim of a difference among all variants is at most {settings.alpha:g}, and so is that of one wrong claim of "
+        f"claim of a difference among all variants is at most {ALPHA:g}, and so is that of one wrong claim of "
         "parity.",
-        f"Smallest detectable gap: found with {settings.power:.0%} power at Holm's strictest level.",
+        f"Smallest detectable gap: found with {POWER:.0%} power at Holm's strictest level.",
         "Failed seeds: a variant that lost seeds cannot be at parity or better, because those that survived are no "
         "fair sample. Before all runs have ended there is no verdict.",
     ]

@@ -23,6 +23,7 @@ from policyc.experiments.report.series import (
 )
 from policyc.experiments.report.sweeps import SweepData, VariantData
 from policyc.experiments.report.values import JsonObject, as_number
+from policyc.experiments.statistics import ALPHA
 
 _GAP_POINTS = 80  # a gap is small, so that more steps have to be averaged to see it
 
@@ -139,7 +140,7 @@ def _pairs(
 
 
 def _gap_chart(sweep: SweepData, axis: Axis, baseline: str, margin: float | None) -> JsonObject:
-    confidence = 1 - sweep.settings.alpha
+    confidence = 1 - ALPHA
     lines = []
     for color, variant in colors_of(sweep):
         ours, theirs = _pairs(variant, sweep.variant(baseline), axis)
@@ -151,7 +152,7 @@ def _gap_chart(sweep: SweepData, axis: Axis, baseline: str, margin: float | None
         f"band: paired t interval at {confidence:.0%}, for each point alone",
     ]
     zone = None if margin is None else (-margin, margin)
-    x, label = (axis.label, axis.values), f"margin {sweep.settings.margin}"
+    x, label = (axis.label, axis.values), f"margin {sweep.margin}"
     return _chart(
         f"gap-{baseline}", f"Gap to {baseline}", notes, x, lines, format="gap", zone=zone, zone_label=label
     )

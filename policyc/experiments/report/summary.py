@@ -157,7 +157,7 @@ def compare_all(sweep: SweepData) -> list[Comparison]:
     for number, baseline in enumerate(sweep.baselines):
         earlier = sweep.baselines[: number + 1]
         variants = [losses[variant.name] for variant in sweep.variants if variant.name not in earlier]
-        comparisons += compare_variants(losses[baseline], variants, sweep.settings)
+        comparisons += compare_variants(losses[baseline], variants, sweep.margin)
     return comparisons
 
 

@@ -24,7 +24,7 @@ from policyc.experiments.report.values import (
     read_object,
     read_text,
 )
-from policyc.experiments.statistics import Settings, parse_margin
+from policyc.experiments.statistics import DEFAULT_MARGIN, Margin, parse_margin
 from policyc.experiments.sweep.metrics import trailing_steps
 from policyc.experiments.sweep.run import MANIFEST_FILE, METRICS_FILE
 from policyc.experiments.verdicts import SeedLosses
@@ -65,7 +65,7 @@ class SweepData:
     title: str
     variants: tuple[VariantData, ...]
     baselines: tuple[str, ...]
-    settings: Settings
+    margin: Margin
     manifest: JsonObject
     problems: tuple[str, ...] = ()
     later_choices: tuple[str, ...] = ()
@@ -98,7 +98,7 @@ def read_sweep(
     names = [variant.name for variant in sweep.variants]
     if unknown := [name for name in baselines if name not in names]:
         raise ReportError(f"no variant is named '{unknown[0]}'; variants: {', '.join(names)}")
-    settings = sweep.settings if margin is None else replace(sweep.settings, margin=parse_margin(margin))
+    used = sweep.margin if margin is None else parse_margin(margin)
     compared = tuple(dict.fromkeys(baselines)) or sweep.baselines
     longest = max(run.last_step for run in sweep.runs)
     judged = [
@@ -107,12 +107,12 @@ def read_sweep(
     # The sort is stable: the other variants keep their order.
     ordered = sorted(judged, key=lambda variant: variant.name not in compared)
     changes = []
-    if sweep.manifest and settings.margin != sweep.settings.margin:
-        changes.append(f"the margin (it was {sweep.settings.margin})")
+    if sweep.manifest and used != sweep.margin:
+        changes.append(f"the margin (it was {sweep.margin})")
     if sweep.manifest and compared != sweep.baselines:
         changes.append(f"the baselines (they were {', '.join(sweep.baselines) or 'none'})")
     return replace(
-        sweep, variants=tuple(ordered), baselines=compared, settings=settings, later_choices=tuple(changes)
+        sweep, variants=tuple(ordered), baselines=compared, margin=used, later_choices=tuple(changes)
     )
 
 
@@ -145,7 +145,7 @@ def _find_runs(folder: Path) -> SweepData:
         title=folder.resolve().name,
         variants=variants,
         baselines=baselines if len(variants) > 1 else (),
-        settings=Settings(),
+        margin=DEFAULT_MARGIN,
         manifest={},
         problems=(f"runs that are not VARIANT/seedN: {', '.join(others)}",) if others else (),
     )
@@ -158,7 +158,7 @@ def _read_single_run(folder: Path) -> SweepData:
     run = read_run(folder, variant=name, seed=seed)
     policy = read_text(folder / "policy.policy", []) or read_text(folder.parent / "policy.policy", [])
     variant = VariantData(name=name, runs=(run,), policy_text=policy if match else None)
-    return SweepData(title=run.name, variants=(variant,), baselines=(), settings=Settings(), manifest={})
+    return SweepData(title=run.name, variants=(variant,), baselines=(), margin=DEFAULT_MARGIN, manifest={})
 
 
 def _read_manifest(folder: Path) -> SweepData:
@@ -195,21 +195,19 @@ def _read_manifest(folder: Path) -> SweepData:
         title=folder.resolve().name,
         variants=tuple(variants),
         baselines=baselines,
-        settings=_read_settings(manifest, problems),
+        margin=_read_margin(manifest, problems),
         manifest=manifest,
         problems=tuple(problems),
     )
 
 
-def _read_settings(manifest: JsonObject, problems: list[str]) -> Settings:
-    """The margin that was fixed when the sweep began, and the other settings, which have one value for all sweeps."""
-    settings = Settings()
-    if "margin" in manifest:
-        try:
-            settings = replace(settings, margin=parse_margin(as_text(manifest["margin"])))
-        except ValueError as error:
-            problems.append(f"{MANIFEST_FILE}: {error}; the margin is {settings.margin}")
-    return settings
+def _read_margin(manifest: JsonObject, problems: list[str]) -> Margin:
+    """The margin that was fixed when the sweep began."""
+    try:
+        return parse_margin(as_text(manifest["margin"])) if "margin" in manifest else DEFAULT_MARGIN
+    except ValueError as error:
+        problems.append(f"{MANIFEST_FILE}: {error}; the margin is {DEFAULT_MARGIN}")
+        return DEFAULT_MARGIN
 
 
 def _find_variants(folder: Path) -> tuple[VariantData, ...]:
@@ -226,7 +224,7 @@ def _find_variants(folder: Path) -> tuple[VariantData, ...]:
 
 
 def _merge(parts: Sequence[SweepData], folders: Sequence[Path]) -> SweepData:
-    """Several folders as one sweep, with the baselines and settings of the first sweep among them."""
+    """Several folders as one sweep, with the baselines and the margin of the first sweep among them."""
     counts = Counter(variant.name for part in parts for variant in part.variants)
     repeated = {name for name, count in counts.items() if count > 1}
     parts = [_rename_variants(part, folder, repeated) for part, folder in zip(parts, folders, strict=True)]
@@ -238,7 +236,7 @@ def _merge(parts: Sequence[SweepData], folders: Sequence[Path]) -> SweepData:
         title=" · ".join(part.title for part in parts),
         variants=variants,
         baselines=tuple(dict.fromkeys(baselines)),
-        settings=first.settings,
+        margin=first.margin,
         manifest=first.manifest,
         problems=tuple(problem for part in parts for problem in part.problems) + _find_margins(parts, first),
     )
@@ -261,10 +259,9 @@ def _rename_variants(part: SweepData, folder: Path, repeated: Set[str]) -> Sweep
 def _find_margins(parts: Sequence[SweepData], first: SweepData) -> tuple[str, ...]:
     """Which sweeps have another margin than the one that is used for all."""
     return tuple(
-        f"the margin of {part.title}, {part.settings.margin}: this report has that of {first.title}, "
-        f"{first.settings.margin}"
+        f"the margin of {part.title}, {part.margin}: this report has that of {first.title}, {first.margin}"
         for part in parts
-        if part.manifest and part.settings.margin != first.settings.margin
+        if part.manifest and part.margin != first.margin
     )
 
 
