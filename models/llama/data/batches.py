@@ -40,19 +40,37 @@ class BatchSource(Iterator[Batch]):
     With `--document-mask` also `segments` and `positions`, see `documents_in_row`.
 
     The split `validation` is what the options of a spec name, or else the end of the data: independent of batch,
-    sequence and seed. `state` is where the next batch begins, on all hosts, as JSON; batches that a thread has read
-    ahead are not counted.
+    sequence and seed. `state` is where the next batch begins, on all hosts, as JSON. A thread reads ahead of it.
     """
 
     def __init__(self, run: RunConfig, vocab: int, rows: Sequence[int] = (), split: str = "train") -> None:
-        self._blend = Blend(run, vocab, split)
-        self.contents: str = self._blend.contents
+        self._run, self._vocab, parts = run, vocab, parse_blend(run.data)
+        self._weights = [part.weight for part in parts]
+        self._names = [part.spec.name for part in parts]
+        ends = [find_end_token(part.spec, run.tokenizer) if run.document_mask else None for part in parts]
+        self._sources: list[RowArray | RowStream] = [
+            (open_row_stream if part.spec.is_stream else open_row_array)(part.spec, run, vocab, split, end)
+            for part, end in zip(parts, ends, strict=True)
+        ]
+        self._streams = {str(i): s for i, s in enumerate(self._sources) if isinstance(s, RowStream)}
+        shares = [f"{w} of {s.contents}" for w, s in zip(self._weights, self._sources, strict=True)]
+        self.contents: str = "; ".join(shares) if len(parts) > 1 else self._sources[0].contents
+        self._end = ends[0]
+        if len(set(ends)) > 1:
+            differ = f"the parts of '{run.data}' end their documents with different tokens"
+            raise ConfigError(f"--document-mask: {differ}: use one tokenizer for all parts")
+        if self._end is not None:
+            self.contents += f", documents end with {self._end}"
         self._rows = set(rows or range(run.batch))
         self._reports_epochs = split == "train" and 0 in self._rows
-        self.start: State = self._blend.get_state()
+        self._row = 0  # the next one that the thread reads
+        self.start: State = self._position()
         self.state: State = self.start
         self._thread = ThreadPoolExecutor(1, "data")
         self._ahead: deque[Future[tuple[Batch, State]]] = deque()
+
+    def _position(self) -> State:
+        return {"row": self._row, "streams": {i: stream.get_state() for i, stream in self._streams.items()}}
 
     def restore(self, state: Any) -> None:
         """Goes to a state."""
@@ -61,7 +79,9 @@ class BatchSource(Iterator[Batch]):
                 "the position is one in another blend of data: choose another folder with --out"
             )
         self._drop_ahead()
-        self._blend.set_state(state)
+        self._row = state["row"]
+        for i, stream in self._streams.items():
+            stream.set_state(state["streams"][i])
         self.state = state
 
     def __next__(self) -> Batch:
@@ -70,18 +90,22 @@ class BatchSource(Iterator[Batch]):
         before = self.epochs
         batch, self.state = self._ahead.popleft().result()
         if self._reports_epochs:
-            for name, epoch, last in zip(self._blend.names, self.epochs, before, strict=True):
+            for name, epoch, last in zip(self._names, self.epochs, before, strict=True):
                 if epoch > last:
                     print(f"data: '{name}' starts again, for epoch {epoch + 1}", file=sys.stderr)
         return batch
 
-    def _read(self) -> tuple[Batch, State]:
-        return self._blend.read_batch(self._rows), self._blend.get_state()
-
     @property
     def epochs(self) -> list[int]:
-        """How often each part of the data was begun anew."""
-        return self._blend.epochs(self.state)
+        """How often each part of the data was begun anew before `state`."""
+        epochs = []
+        counts = count_rows(self.state["row"], self._weights)
+        for i, (source, count) in enumerate(zip(self._sources, counts, strict=True)):
+            if isinstance(source, RowStream):
+                epochs.append(self.state["streams"][str(i)]["epoch"])
+            else:
+                epochs.append(max(0, count - 1) // source.epoch_rows if source.epoch_rows else 0)
+        return epochs
 
     def close(self) -> None:
         """Ends the thread that reads ahead."""
@@ -92,53 +116,11 @@ class BatchSource(Iterator[Batch]):
         wait([future for future in self._ahead if not future.cancel()])
         self._ahead.clear()
 
+    # ---- in the thread
 
-class Blend:
-    """The rows of one source or of several, and the position in them."""
-
-    def __init__(self, run: RunConfig, vocab: int, split: str) -> None:
-        self._run, self._vocab, parts = run, vocab, parse_blend(run.data)
-        self._weights = [part.weight for part in parts]
-        self.names: list[str] = [part.spec.name for part in parts]
-        ends = [find_end_token(part.spec, run.tokenizer) if run.document_mask else None for part in parts]
-        self._sources: list[RowArray | RowStream] = [
-            (open_row_stream if part.spec.is_stream else open_row_array)(part.spec, run, vocab, split, end)
-            for part, end in zip(parts, ends, strict=True)
-        ]
-        self._row = 0
-        self._streams = {str(i): s for i, s in enumerate(self._sources) if isinstance(s, RowStream)}
-        shares = [f"{w} of {s.contents}" for w, s in zip(self._weights, self._sources, strict=True)]
-        self.contents: str = "; ".join(shares) if len(parts) > 1 else self._sources[0].contents
-        self._end = ends[0]
-        if len(set(ends)) > 1:
-            differ = f"the parts of '{run.data}' end their documents with different tokens"
-            raise ConfigError(f"--document-mask: {differ}: use one tokenizer for all parts")
-        if self._end is not None:
-            self.contents += f", documents end with {self._end}"
-
-    def get_state(self) -> State:
-        return {"row": self._row, "streams": {i: stream.get_state() for i, stream in self._streams.items()}}
-
-    def set_state(self, state: State) -> None:
-        self._row = state["row"]
-        for i, stream in self._streams.items():
-            stream.set_state(state["streams"][i])
-
-    def epochs(self, state: State) -> list[int]:
-        """How often each part was begun anew before a state."""
-        epochs = []
-        for i, (source, count) in enumerate(
-            zip(self._sources, count_rows(state["row"], self._weights), strict=True)
-        ):
-            if isinstance(source, RowStream):
-                epochs.append(state["streams"][str(i)]["epoch"])
-            else:
-                epochs.append(max(0, count - 1) // source.epoch_rows if source.epoch_rows else 0)
-        return epochs
-
-    def read_batch(self, numbers: set[int]) -> Batch:
-        """The rows with these numbers of the next batch."""
-        rows = [row for i in range(self._run.batch) if (row := self._next_row(i in numbers)) is not None]
+    def _read(self) -> tuple[Batch, State]:
+        """The next batch, and the state after it."""
+        rows = [row for i in range(self._run.batch) if (row := self._next_row(i in self._rows)) is not None]
         tokens = np.stack(rows, dtype=np.int64, casting="unsafe")
         if tokens.max() >= self._vocab or tokens.min() < (PADDING if self._run.packing == "whole" else 0):
             token = tokens.max() if tokens.max() >= self._vocab else tokens.min()
@@ -147,7 +129,9 @@ class Blend:
         # Padding becomes token 0: what stands in its place makes no difference.
         ids = np.maximum(tokens, 0).astype(np.int32)
         batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "mask": np.ones_like(ids[:, 1:])}
-        return batch if self._end is None else batch | documents_in_row(tokens, self._end)
+        if self._end is not None:
+            batch |= documents_in_row(tokens, self._end)
+        return batch, self._position()
 
     def _next_row(self, is_wanted: bool) -> np.ndarray | None:
         """The next row. A row that is not wanted is read only in a stream, which has no other way."""
