@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 
 from policyc.language.diagnostics import Span, span_field
@@ -20,7 +21,7 @@ class Bound:
     span: Span = span_field()
 
     def __str__(self) -> str:
-        return _format_decimal(self.value) + ("%" if self.percent else "")
+        return f"{Decimal(self.value.numerator) / self.value.denominator:f}{'%' if self.percent else ''}"
 
     def position(self, size: int) -> int:
         """Returns the offset in a sequence of `size` elements, counted as Python slices count.
@@ -31,14 +32,3 @@ class Bound:
             return int(self.value)
         share = self.value if self.value >= 0 else 100 + self.value
         return int(size * share // 100)
-
-
-def _format_decimal(value: Fraction) -> str:
-    """Returns the exact decimal text of a value that was written as a decimal."""
-    if value.denominator == 1:
-        return str(value.numerator)
-    digits, scaled = 0, value
-    while scaled.denominator != 1:
-        scaled, digits = scaled * 10, digits + 1
-    sign, text = ("-" if scaled < 0 else ""), str(abs(scaled.numerator)).rjust(digits + 1, "0")
-    return f"{sign}{text[:-digits]}.{text[-digits:]}"
