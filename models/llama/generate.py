@@ -18,6 +18,7 @@ from policyc.models.llama.checkpoints import DamagedCheckpointError, read_about,
 from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig
 
 Config = TypeVar("Config", ModelConfig, RunConfig)
+TYPES: dict[str, Any] = {"int": int, "float": int | float, "bool": bool, "str": str, "None": type(None)}
 Cache = dict[str, jax.Array]  # keys and values: (layers, batch, positions, heads, head_dim)
 
 
@@ -83,9 +84,12 @@ def load_trained(folder: Path) -> TrainedModel:
 
 
 def _from_settings(kind: type[Config], settings: dict[str, Any]) -> Config:
-    """A configuration from run.json. Settings that this version does not know are left out."""
-    known = {field.name for field in fields(kind)}
-    return kind(**{name: value for name, value in settings.items() if name in known})
+    """A configuration from run.json. Settings that this version does not know are left out. Raises TypeError."""
+    known = {field.name: str(field.type) for field in fields(kind) if field.name in settings}
+    for name, types in known.items():
+        if not any(isinstance(settings[name], TYPES[word]) for word in types.split(" | ")):
+            raise TypeError(f"{name} is {settings[name]!r}, not {types}")
+    return kind(**{name: settings[name] for name in known})
 
 
 def _find_tokenizer(folder: Path, run: RunConfig) -> tuple[Any, int]:

@@ -152,9 +152,10 @@ def test_a_run_without_checkpoints_or_of_several_seeds_is_refused(tmp_path):
 def test_what_is_no_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"has no run\.json: name the folder of a run"):
         generate.load_trained(tmp_path)
-    (tmp_path / "run.json").write_text("[]")
-    with pytest.raises(ConfigError, match=r"run\.json cannot be read"):
-        generate.load_trained(tmp_path)
+    for text in ("[]", '{"settings": 1}', '{"settings": {"data": 5}}', '{"settings": {"layers": null}}'):
+        (tmp_path / "run.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"run\.json cannot be read"):
+            generate.load_trained(tmp_path)
 
 
 @pytest.mark.parametrize(
