@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
+from rich import filesize
 
 from policyc.models.llama import configs
 from policyc.models.llama.configs import ConfigError, name_file
@@ -141,7 +142,7 @@ class Checkpoints:
         if free < needed:
             self.wait()  # for the one before it, which the message names
             steps = saved_steps(self.folder)
-            room = f"{_size(needed)} needed, {_size(free)} free in {self.folder}"
+            room = f"{filesize.decimal(needed)} needed, {filesize.decimal(free)} free in {self.folder}"
             last = f"The last one is at step {steps[0]}" if steps else "There is none yet"
             raise ConfigError(
                 f"no room for a checkpoint at step {step}: {room}. {last}: make room and run this again"
@@ -336,15 +337,6 @@ def _silence_dropped_reads() -> None:
 
 def _shapes(state: Any) -> list[list[int]]:
     return [list(leaf.shape) for leaf in jax.tree.leaves(state)]
-
-
-def _size(count: float) -> str:
-    """A human-readable size."""
-    for unit in ("bytes", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"
 
 
 def _first_line(error: BaseException) -> str:

@@ -182,8 +182,8 @@ def _step(recorded: RecordedLoss, step: StepOptions, backend: str) -> TrainingSt
 def _print_notes(searched: Searched) -> None:
     for note in searched.scores.notes:
         print_note(note)
-    for skipped in searched.problem.skipped:
-        print_note(f"left alone: {skipped.name}: {skipped.reason}")
+    for name, reason in searched.problem.skipped.items():
+        print_note(f"left alone: {name}: {reason}")
 
 
 def _solve(searched: Searched, options: SearchOptions) -> list[Solution]:

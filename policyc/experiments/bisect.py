@@ -213,7 +213,7 @@ class Bisection:
         cells, _ = find_cells(self._recorded.sites)
         items = [Item(group=(c.key[0],), number=c.number, cells=(c,), options={}) for c in cells]
         keep = Format("keep", "keep", make_recipe("keep"))
-        problem = Problem(items=tuple(items), formats=(keep,), seconds=0.0, skipped=())
+        problem = Problem(items=tuple(items), formats=(keep,), seconds=0.0)
         assignment: dict[CellKey, Choice] = {}
         for cell in cells:
             fprop, dgrad, wgrad = ("keep" if (cell.key, g) in culprits else None for g in Gemm)

@@ -23,6 +23,7 @@ from policyc.compiler.plan import Plan
 from policyc.compiler.sites import Sites
 from policyc.experiments import runner
 from policyc.experiments.program import Program
+from policyc.experiments.taps import first_loss
 from policyc.jaxcore import jaxprs
 from policyc.language.loader import parse
 
@@ -60,12 +61,7 @@ class RecordedLoss:
 
     def loss_of(self, values: Sequence[Any]) -> jax.Array:
         """The loss among the results of its jaxpr: the first of those that are differentiated."""
-        loss = jnp.asarray(jax.tree.leaves(self.planned.traced.assemble_result(values))[0])
-        if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
-            raise ValueError(
-                f"a loss is one number, and that of the program is {loss.dtype}{list(loss.shape)}"
-            )
-        return loss.astype(jnp.float32)
+        return first_loss(self.planned.traced.assemble_result(values)).astype(jnp.float32)
 
     def plain_loss(self, inputs: Sequence[Any], consts: Sequence[Any]) -> jax.Array:
         return self.loss_of(jaxprs.evaluate_with_consts(self.sites.jaxpr, consts, *inputs))

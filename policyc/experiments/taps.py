@@ -238,6 +238,14 @@ class TappedLoss:
         return np.transpose(whole, [*order, *range(len(scans), whole.ndim)])
 
 
+def first_loss(result: Any) -> jax.Array:
+    """The loss among the results of a loss function: the first of them."""
+    loss = jnp.asarray(jax.tree.leaves(result)[0])
+    if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise ValueError(f"a loss is one number, and this is {loss.dtype}{list(loss.shape)}")
+    return loss
+
+
 def _not_run(*_: Any) -> Any:
     raise AssertionError("only the operands' names are asked for")
 

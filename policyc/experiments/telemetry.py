@@ -27,7 +27,7 @@ from policyc.compiler.plan import Plan
 from policyc.compiler.plan_checks import check_plan
 from policyc.compiler.schedule import current_phase
 from policyc.compiler.session import Session
-from policyc.experiments.taps import TappedLoss
+from policyc.experiments.taps import TappedLoss, first_loss
 from policyc.language.policy import Policy
 from policyc.language.selectors import DottedPath
 from policyc.numerics.operand_stats import summarize_errors
@@ -108,10 +108,10 @@ class StatsRecorder:
         tapped = self._tapped[phase] = TappedLoss(plan, plan.decisions(phase))
 
         def under_policy(inputs: Sequence[Any], taps: Sequence[jax.Array]) -> jax.Array:
-            return _first_loss(traced.assemble_result(tapped.evaluate(inputs, taps)))
+            return first_loss(traced.assemble_result(tapped.evaluate(inputs, taps)))
 
         def plain(inputs: Sequence[Any]) -> jax.Array:
-            return _first_loss(traced.run(traced.jaxpr, inputs))
+            return first_loss(traced.run(traced.jaxpr, inputs))
 
         inputs = call.inputs(args)
         value_and_grad = jax.value_and_grad(under_policy, argnums=(0, 1), allow_int=True)
@@ -123,14 +123,6 @@ class StatsRecorder:
             for a, b, path in zip(gradients, plain_gradients, plan.sites.parameters, strict=True)
         ]
         return {"taps": taps, "gradients": compared, "loss": loss, "plain": plain_loss}
-
-
-def _first_loss(result: Any) -> jax.Array:
-    """The loss among the results of a loss function: the first of them."""
-    loss = jnp.asarray(jax.tree.leaves(result)[0])
-    if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise TypeError(f"a loss is one number, and this is {loss.dtype}{list(loss.shape)}")
-    return loss
 
 
 # ---- rows

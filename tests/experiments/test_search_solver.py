@@ -44,7 +44,7 @@ def random_problem(rng: random.Random, groups: int, layers: int) -> Problem:
     head: Any = SimpleNamespace(key=("head", None))
     options = {KEPT: Cost(0.0, 0.0), ("fp8", "fp8", "fp8"): Cost(-rng.random(), rng.random())}
     items.append(Item(group=("head",), number=None, cells=(head,), options=options))
-    return Problem(items=tuple(items), formats=(), seconds=100.0, skipped=())
+    return Problem(items=tuple(items), formats=(), seconds=100.0)
 
 
 def every_cost(problem: Problem, segments: int) -> list[Cost]:
@@ -176,7 +176,7 @@ def test_a_slower_option_is_called_slower() -> None:
     cell: Any = SimpleNamespace(name="up", key=("up", None))
     options = {KEPT: Cost(-1e-6, 0.0), ("fp8", None, None): Cost(2e-6, 0.5)}
     item = Item(group=("up",), number=None, cells=(cell,), options=options)
-    problem = Problem(items=(item,), formats=(), seconds=1.0, skipped=())
+    problem = Problem(items=(item,), formats=(), seconds=1.0)
     searched: Any = SimpleNamespace(problem=problem, scores=None)
     solution: Any = SimpleNamespace(assignment={cell.key: KEPT}, price=1.0)
     text = explain_site(searched, solution, "up")

@@ -292,7 +292,7 @@ def test_a_checkpoint_without_room_is_refused_before_it_is_written(tmp_path, mon
     disk = SimpleNamespace(free=10)
     monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _: disk)
     with pytest.raises(
-        ConfigError, match=r"no room .* step 3: 400 MB needed, 10 bytes free.* There is none yet"
+        ConfigError, match=r"no room .* step 3: 400\.0 MB needed, 10 bytes free.* There is none yet"
     ):
         manager.save(3, {"x": np.zeros(10**8, np.float32)}, [])
     disk.free = 10**9

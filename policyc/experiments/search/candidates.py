@@ -90,16 +90,8 @@ class Cell:
         return linear if index is None else f"{linear}, layer {index}"
 
 
-@dataclass(frozen=True, slots=True)
-class Skipped:
-    """A linear that is left alone."""
-
-    name: str
-    reason: str
-
-
-def find_cells(sites: Sites) -> tuple[tuple[Cell, ...], tuple[Skipped, ...]]:
-    """The layers of all linears that can be changed, and the linears that are left alone."""
+def find_cells(sites: Sites) -> tuple[tuple[Cell, ...], dict[str, str]]:
+    """The layers of all linears that can be changed, and why others are left alone, by their names."""
     cells: list[Cell] = []
     skipped: dict[str, str] = {}
     for linear in sort_into_linears(sites):
@@ -114,7 +106,7 @@ def find_cells(sites: Sites) -> tuple[tuple[Cell, ...], tuple[Skipped, ...]]:
                     key=(name, index), site=site, layer=layer, number=None if number is None else int(number)
                 )
             )
-    return tuple(cells), tuple(Skipped(*item) for item in skipped.items())
+    return tuple(cells), skipped
 
 
 def _refusal(site: Site) -> str:

@@ -240,9 +240,9 @@ def explain_site(searched: Searched, solution: Solution, name: str) -> str:
         lines += _explain_options(item.options, chosen, solution.price)
         lines += [line for cell in cells for line in _explain_scores(searched, cell)]
     lines += [
-        f"{skipped.name}: left alone: {skipped.reason}"
-        for skipped in searched.problem.skipped
-        if name in skipped.name
+        f"{skipped}: left alone: {reason}"
+        for skipped, reason in searched.problem.skipped.items()
+        if name in skipped
     ]
     return "".join(f"{line}\n" for line in lines)
 

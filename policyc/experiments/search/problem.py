@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from policyc.compiler.plan import Decisions, make_plan
-from policyc.experiments.search.candidates import Cell, CellKey, Format, Skipped, allowed, find_cells
+from policyc.experiments.search.candidates import Cell, CellKey, Format, allowed, find_cells
 from policyc.experiments.search.scores import Scores
 from policyc.hardware.mesh import MeshShape
 from policyc.hardware.step_cost import estimate
@@ -58,7 +58,8 @@ class Problem:
     formats: tuple[Format, ...]
     seconds: float
     """Seconds of a step that keeps everything."""
-    skipped: tuple[Skipped, ...]
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    """Why linears are left alone, by their names."""
 
     def total(self, choices: Mapping[CellKey, Choice]) -> Cost:
         """The seconds of a step and the damage, if the linears have these formats. Others are kept."""
@@ -72,7 +73,7 @@ def make_problem(step: TrainingStep, mesh: MeshShape, scores: Scores, formats: S
     """The problem of a step whose plan keeps everything, for its target."""
     cells, skipped = find_cells(step.plan.sites)
     scored = {key for key, _, _ in scores.by_product}
-    left = tuple(c for c in cells if c.key not in scored)
+    skipped |= {c.key[0]: "it did not run in the recorded batches" for c in cells if c.key not in scored}
     cells = tuple(c for c in cells if c.key in scored)
     if not cells:
         raise ValueError("no site of the program can be quantized")
@@ -90,13 +91,7 @@ def make_problem(step: TrainingStep, mesh: MeshShape, scores: Scores, formats: S
         }
         names = tuple(c.key[0] for c in group)
         items.append(Item(group=names, number=group[0].number, cells=group, options=options))
-    unscored = (
-        Skipped(name, "it did not run in the recorded batches")
-        for name in dict.fromkeys(c.key[0] for c in left)
-    )
-    return Problem(
-        items=tuple(items), formats=tuple(formats), seconds=pricer.base, skipped=(*skipped, *unscored)
-    )
+    return Problem(items=tuple(items), formats=tuple(formats), seconds=pricer.base, skipped=skipped)
 
 
 def _group_cells(cells: Iterable[Cell]) -> list[tuple[Cell, ...]]:

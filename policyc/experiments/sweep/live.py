@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from policyc.base.text import escape_controls
+from policyc.base.text import escape_controls, format_seconds
 from policyc.experiments.sweep.engine import SweepResult, TrackedRun
 from policyc.experiments.sweep.metrics import MetricsReader, trailing_steps
 from policyc.experiments.sweep.run import LOG_FILE, tail_lines
@@ -195,13 +195,6 @@ def format_gaps(gaps: Sequence[float]) -> str:
 
     low, high = paired_interval(gaps)
     return f"{mean:+.4f} ±{float(high - low) / 2:.4f} ({len(gaps)})"
-
-
-def format_seconds(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = seconds / 60
-    return f"{minutes:.0f} min" if minutes < 90 else f"{minutes / 60:.1f} h"
 
 
 def describe_end(run: TrackedRun) -> str:
