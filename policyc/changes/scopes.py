@@ -12,7 +12,6 @@ from jax.extend.core import JaxprEqn, Var
 
 from policyc.changes.matching import PRODUCT_SCOPE, Match, StructureTexts
 from policyc.changes.model import DiffData
-from policyc.changes.repeats import LayerSpan, find_repeats
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.product_tags import is_tag
 from policyc.jaxcore.transform import Address
@@ -83,7 +82,7 @@ class Nesting:
         spans = self._layer_spans(children)
         tokens = [self.signature([*_matches_of(child)]) for child in children] if len(spans) > 1 else []
         stop = 0
-        for repeat in find_repeats(tokens, spans, _LiveValues(children)):
+        for repeat in find_repeats(tokens, spans):
             yield from children[stop : repeat.start]
             joined: dict[str, ScopeTree] = {}
             name = repeat.stack.rpartition(".")[2]
@@ -131,29 +130,6 @@ class Nesting:
 
         write(matches)
         return digest.hexdigest()
-
-
-class _LiveValues:
-    """Counts the values that pass a position in a sequence of scopes and matches."""
-
-    def __init__(self, children: Sequence[ScopeTree | Match]) -> None:
-        self._children = children
-        self._last_reads: dict[Var, int] = {}
-
-    def __call__(self, position: int, length: int) -> int:
-        if not self._last_reads:
-            for number, child in enumerate(self._children):
-                for match in _matches_of(child):
-                    for eqn in match.before:
-                        self._last_reads.update((v, number) for v in eqn.invars if isinstance(v, Var))
-        results = (
-            var
-            for child in self._children[max(position - length, 0) : position]
-            for match in _matches_of(child)
-            for eqn in match.before
-            for var in eqn.outvars
-        )
-        return sum(self._last_reads.get(var, -1) >= position for var in results)
 
 
 def _join(one: ScopeTree | Match, other: ScopeTree) -> ScopeTree:
@@ -245,3 +221,72 @@ class SiteIndex:
         products = self._diff.linears[cell[0]].run_at(cell[1]).products
         sides = [(p.before.rule, p.after.rule) for p in products]
         return f"{cell[0]} {sides}"
+
+
+# ---- layers that no name scope tells apart: a Python loop repeats the same equations for each index of a stack
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpan:
+    """The first and the last position that are known to belong to a layer, by the parameters they read."""
+
+    first: int
+    last: int
+    stack: str
+    layer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeat:
+    """Equal parts of a sequence, one after another: part `n` is layer `layers[n]` of the stack."""
+
+    start: int
+    length: int
+    stack: str
+    layers: tuple[int, ...]
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length * len(self.layers)
+
+    def parts(self) -> Iterator[tuple[int, slice]]:
+        """Each layer, and its part of the sequence."""
+        for number, layer in enumerate(self.layers):
+            start = self.start + number * self.length
+            yield layer, slice(start, start + self.length)
+
+
+def find_repeats(tokens: Sequence[str], spans: Sequence[LayerSpan]) -> Iterator[Repeat]:
+    """The repeats of a sequence, two layers or more each. Equal tokens are equal content; `spans` are in their order.
+
+    A layer begins between the last parameter of the layer before it and its own first one: as early as what stands
+    there also stands before the first parameter of the next layer.
+    """
+    stop = number = 0
+    while number + 1 < len(spans):
+        first, second = spans[number : number + 2]
+        length = second.first - first.first
+        lowest = max(stop, spans[number - 1].last + 1 if number else 0, first.last - length + 1)
+        start = first.first
+        while start > lowest and tokens[start - 1] == tokens[start - 1 + length]:
+            start -= 1
+        count = _count_equal(tokens, spans[number:], start, length)
+        if count > 1:
+            layers = tuple(each.layer for each in spans[number : number + count])
+            repeat = Repeat(start=start, length=length, stack=first.stack, layers=layers)
+            yield repeat
+            stop = repeat.stop
+        number += count
+
+
+def _count_equal(tokens: Sequence[str], spans: Sequence[LayerSpan], start: int, length: int) -> int:
+    """How many layers have the same content as the first, at the same distance from each other."""
+    content = tokens[start : start + length]
+    count = 1
+    for each in spans[1:]:
+        shift = count * length
+        is_next = each.stack == spans[0].stack and each.first == spans[0].first + shift
+        if not is_next or tokens[start + shift : start + shift + length] != content:
+            break
+        count += 1
+    return count

@@ -10,28 +10,24 @@ import jax.numpy as jnp
 import pytest
 
 import policyc
-from policyc.changes.repeats import LayerSpan, find_repeats
+from policyc.changes.scopes import LayerSpan, find_repeats
 from tests.support.diff_models import W, X
 
 pytestmark = pytest.mark.any_jax
 
 
 def repeats_of(text: str) -> list[tuple[int, int, tuple[int, ...]]]:
-    """The repeats of a sequence of letters. A capital letter reads the parameters of a layer.
-
-    One value passes every position behind a `+`, two values pass the others.
-    """
+    """The repeats of a sequence of letters. A capital letter reads the parameters of a layer."""
     capitals = (position for position, letter in enumerate(text) if letter.isupper())
     spans = [LayerSpan(first=p, last=p, stack="h", layer=number) for number, p in enumerate(capitals)]
-    repeats = find_repeats(text, spans, lambda position, _: 1 if text[position - 1] == "+" else 2)
-    return [(r.start, r.length, r.layers) for r in repeats]
+    return [(r.start, r.length, r.layers) for r in find_repeats(text, spans)]
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("e+nAb+nAb+nAb+z", [(2, 4, (0, 1, 2))]),  # n stands in front of each of them
-        ("b+Ab+Ab+", [(2, 3, (0, 1))]),  # what is in front of the first is no part of it
+        ("e+nAb+nAb+nAb+z", [(1, 4, (0, 1, 2))]),  # +n stands in front of each of them
+        ("b+Ab+Ab+", [(0, 3, (0, 1))]),  # what is in front of the first may be a part of it
         ("AbAb", [(0, 2, (0, 1))]),
         ("eAbz", []),
         ("nAb+nAc+nAd+", []),
@@ -47,7 +43,7 @@ def test_repeats(text: str, expected: list[tuple[int, int, tuple[int, ...]]]) ->
 
 def test_layers_of_two_stacks_are_not_one_repeat() -> None:
     spans = [LayerSpan(first=p, last=p, stack=s, layer=0) for p, s in ((0, "a"), (2, "b"))]
-    assert not list(find_repeats("AbAb", spans, lambda *_: 1))
+    assert not list(find_repeats("AbAb", spans))
 
 
 # ---- in a diff
