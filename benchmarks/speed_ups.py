@@ -22,7 +22,7 @@ from policyc import load
 from policyc.compiler.execution import execution_options
 from policyc.compiler.plan import make_plan
 from policyc.hardware import llama_step
-from policyc.hardware.compiled_cost import read_compiled_step, with_compiled
+from policyc.hardware.compile_report import read_compiled_step, with_compiled
 from policyc.hardware.mesh import MeshShape
 from policyc.hardware.step_cost import Estimate, estimate
 from policyc.hardware.training_step import TrainingStep

@@ -31,7 +31,7 @@ from policyc.cli.program import exit_on_error, fail_if_refused, parse_execution,
 
 if TYPE_CHECKING:
     from policyc.compiler.execution import ExecutionOptions
-    from policyc.hardware.compiled_cost import CompiledStep
+    from policyc.hardware.compile_report import CompiledStep
     from policyc.hardware.mesh import MeshShape
     from policyc.hardware.step_cost import Estimate
     from policyc.hardware.training_step import TrainingStep
@@ -154,7 +154,7 @@ class NamedEstimate:
 
 def _estimate(name: str, step: TrainingStep, mesh: MeshShape, compiled: CompiledStep | None) -> NamedEstimate:
     from policyc.hardware import step_cost
-    from policyc.hardware.compiled_cost import with_compiled
+    from policyc.hardware.compile_report import with_compiled
     from policyc.hardware.training_step import count_backends
 
     estimate = step_cost.estimate(step, step.target, mesh)
@@ -181,7 +181,7 @@ def _read_compiled(
     paths: Sequence[str], policies: Sequence[str], step: StepOptions
 ) -> dict[str, CompiledStep]:
     """The compiled steps by policy. Raises ValueError if one is of another policy, GPU or number of devices."""
-    from policyc.hardware.compiled_cost import read_compiled_step
+    from policyc.hardware.compile_report import read_compiled_step
 
     compiled = {}
     for path in paths:

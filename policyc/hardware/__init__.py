@@ -3,7 +3,6 @@
 __all__ = [
     "communication",
     "compile_report",
-    "compiled_cost",
     "deviceless",
     "gemm_cost",
     "gpus",

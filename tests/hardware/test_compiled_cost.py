@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from policyc.hardware.compiled_cost import CompiledStep, read_compiled_step, with_compiled
+from policyc.hardware.compile_report import CompiledStep, read_compiled_step, with_compiled
 from policyc.hardware.mesh import MeshShape
 from policyc.hardware.step_cost import Estimate
 from policyc.numerics.targets import get_target

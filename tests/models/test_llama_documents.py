@@ -20,7 +20,7 @@ from policyc.compiler.site_table import sites_table
 from policyc.models.llama import configs, partition
 from policyc.models.llama import model as llama
 from policyc.models.llama.configs import ConfigError, RunConfig
-from policyc.models.llama.packing import PADDING, documents_in_row, pad_row, whole_rows
+from policyc.models.llama.data.windows import PADDING, documents_in_row, pad_row, whole_rows
 from tests.support import llama_runs
 
 pytestmark = pytest.mark.any_jax

@@ -11,8 +11,14 @@ import numpy as np
 from policyc.models.llama.configs import ConfigError, RunConfig
 from policyc.models.llama.data.specs import parse_blend
 from policyc.models.llama.data.tokens import VOCAB_HINT, find_end_token
-from policyc.models.llama.data.windows import RowArray, RowStream, open_row_array, open_row_stream
-from policyc.models.llama.packing import PADDING, documents_in_row
+from policyc.models.llama.data.windows import (
+    PADDING,
+    RowArray,
+    RowStream,
+    documents_in_row,
+    open_row_array,
+    open_row_stream,
+)
 
 READ_AHEAD = 4  # batches
 
