@@ -123,7 +123,6 @@ def _compile_config(
     assert execution.target is not None
     count = options.devices
     sizes, mesh = options.sizes(), options.mesh_shape()
-    llama_step.check_mesh(config, mesh, sizes)
     planned = llama_step.plan_step(policy, config, mesh, sizes, execution)
     check_plan(planned.plan, hint=f"'policyc diff POLICY --config {config}' lists the linears")
     devices = deviceless.make_devices(execution.target, count)

@@ -337,14 +337,8 @@ class StepOptions:
         """The settings that replace those of a configuration."""
         from policyc.hardware.llama_step import Sizes
 
-        return Sizes(
-            batch=self.batch,
-            sequence=self.sequence,
-            accumulate=self.accumulate,
-            remat=self.remat,
-            gather=self.gather,
-            unrolled=unrolled,
-        )
+        names = ("batch", "sequence", "accumulate", "remat", "gather")
+        return Sizes(**{name: getattr(self, name) for name in names}, unrolled=unrolled)
 
     def mesh_shape(self) -> MeshShape:
         """The mesh; all devices on the axis fsdp without `--mesh`. Raises ValueError if it does not fit `--devices`."""

@@ -42,10 +42,8 @@ def record(program: Sequence[str], config: str | None, options: RecordOptions) -
     """Runs a program, or the bundled trainer, until enough of its loss is recorded. Exits if it has no loss."""
     if config is None:
         check_source(program, config)
-    if options.checkpoint is not None and config is None:
-        raise click.UsageError("--from is for --config: give a program its own arguments to resume")
-    if options.checkpoint is not None:
-        _parse_step(options.checkpoint)
+        if options.checkpoint is not None:
+            raise click.UsageError("--from is for --config: give a program its own arguments to resume")
     from policyc.experiments import runner
     from policyc.experiments.record import record_loss
 

@@ -15,7 +15,6 @@ from policyc.cli.common import exit_with_message, load_policy, print_note, print
 from policyc.cli.options import (
     FiniteRange,
     StepOptions,
-    check_source,
     collect_options,
     option,
     option_class,
@@ -99,8 +98,6 @@ def search(
     sites at once. Then chooses formats by layer range, and writes a policy. Damage and speed are predictions: 'policyc
     sweep' measures the loss. Exits with 1 if the budget cannot be met.
     """
-    if step.config is None:
-        check_source(program, step.config)
     if sum((options.speedup is not None, options.max_damage is not None, options.frontier)) != 1:
         raise click.UsageError("say what to search for: one of --speedup, --max-damage and --frontier")
     searched = _search(program, step, record, options)

@@ -74,11 +74,6 @@ def plan_step(
     )
 
 
-def check_mesh(name: str, mesh: MeshShape, sizes: Sizes) -> None:
-    """Raises ConfigError if a mesh does not divide a configuration."""
-    _configure(name, mesh, sizes)
-
-
 def jit_step(
     name: str, mesh: MeshShape, sizes: Sizes, devices: Sequence[jax.Device]
 ) -> tuple[jax.stages.Wrapped, tuple[Any, Any], RunConfig]:
