@@ -133,7 +133,7 @@ class EquationLines:
         """Why equations differ: the rule and its place."""
         texts = {
             "shared": "quantized once for "
-            + ", ".join(self._linear_name(n) for n in data.get("readers", ())),
+            + ", ".join(self._diff.linears[n].name for n in data.get("readers", ())),
             "hoisted": "quantized once per step, outside the loss",
             "split": "one scan for each range of layers to which the same happens",
             "entered": "takes inputs of the equations inside",
@@ -144,9 +144,6 @@ class EquationLines:
         if reason in ("replaced", "hoisted", "shared"):
             lines += [_shorten_rule(f"{_COMMENT}{line}", self._width) for line in self._rule_lines(data)]
         yield from (self._paint("rule", line) for line in lines)
-
-    def _linear_name(self, number: int) -> str:
-        return self._diff.linears[number].name
 
     def _rule_lines(self, data: dict[str, Any]) -> list[str]:
         """What decided about the products of a linear: `llama.policy:7: mlp.* -> nv`, with the products."""

@@ -137,7 +137,9 @@ def _search(
     from policyc.experiments.search.scores import score_formats
     from policyc.hardware.mesh import check_modelled
 
-    command = shlex.join(["policyc", *_own_words(sys.argv[1:])])  # the program changes sys.argv
+    # Now: the program changes sys.argv. Without the folders of this machine.
+    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    command = shlex.join(["policyc", *words])
     with exit_on_error():
         formats = parse_formats(options.formats)
         mesh = step.mesh_shape()
@@ -156,11 +158,6 @@ def _search(
             source=step.config or Path(program_name(program)).name,
             command=command,
         )
-
-
-def _own_words(words: list[str]) -> list[str]:
-    """The command line without the folders of this machine."""
-    return [Path(word).name if word.startswith("/") else word for word in words]
 
 
 def _step(recorded: RecordedLoss, step: StepOptions, backend: str) -> TrainingStep:

@@ -88,8 +88,7 @@ def _page(code: str) -> str:
     from policyc.linter.rules import ALL_RULES
 
     rule = ALL_RULES.get(code)
-    return "" if rule is None else f"### {rule.code} ({rule.severity})\n\n{_lower_headings(rule.page)}"
-
-
-def _lower_headings(page: str) -> str:
-    return re.sub(r"^## ", "#### ", page, flags=re.MULTILINE)
+    if rule is None:
+        return ""
+    lowered = re.sub(r"^## ", "#### ", rule.page, flags=re.MULTILINE)
+    return f"### {rule.code} ({rule.severity})\n\n{lowered}"

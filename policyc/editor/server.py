@@ -159,7 +159,8 @@ class PolicyServer:
         if method in self._requests:
             document = self._get(params)
             handler = partial(self._requests[method], document, params)
-            if method == "textDocument/codeAction" and _is_invoked(params):
+            # If a person asks for code actions, the answer must be that of the present text.
+            if method == "textDocument/codeAction" and params["context"].get("triggerKind") == _INVOKED:
                 self._tasks.put(
                     partial(self._connection.answer, message, partial(self._check, document, handler))
                 )
@@ -340,11 +341,6 @@ class PolicyServer:
             self._read_again()
 
         threading.Thread(target=run, daemon=True).start()
-
-
-def _is_invoked(params: Json) -> bool:
-    """Does a person ask for code actions, so that the answer must be that of the present text?"""
-    return bool(params["context"].get("triggerKind") == _INVOKED)
 
 
 def _path(uri: str) -> Path | None:

@@ -125,7 +125,12 @@ class Bisection:
 
     def harm(self, kept: Sequence[Unit]) -> float:
         """How far the policy is from none with these products in high precision."""
-        switches = self._switched.fill(self._switch_values(set(kept)))
+        switches = self._switched.fill(
+            {
+                (c.site.address, c.layer): np.array([(c.key, g) not in kept for g in Gemm], np.float32)
+                for c in self._cells
+            }
+        )
         values = []
         with no_reentry():
             for number, call in enumerate(self._recorded.calls):
@@ -145,12 +150,6 @@ class Bisection:
         plain = jax.jit(self._recorded.plain_loss)
         with no_reentry():
             return [float(plain(self._recorded.inputs, c.consts)) for c in self._recorded.calls]
-
-    def _switch_values(self, kept: set[Unit]) -> dict[tuple[Any, Any], np.ndarray]:
-        return {
-            (c.site.address, c.layer): np.array([(c.key, g) not in kept for g in Gemm], np.float32)
-            for c in self._cells
-        }
 
     def _try(self, kept: Sequence[Unit]) -> bool:
         """Whether keeping these products cures. Trials that are known are not repeated."""

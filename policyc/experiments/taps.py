@@ -124,7 +124,8 @@ class TapRewriter(SiteRewriter):
         return {}
 
     def make_template(self, site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> SiteTemplate:
-        if not self.is_measured(site) or not _quantizes(site_recipe):
+        quantizes = any(FORMATS[t.format].is_quantized for t in site_recipe.recipe.treatments)
+        if not self.is_measured(site) or not quantizes:
             return super().make_template(site, site_recipe, inputs)
         measured = MeasuredGemm(site, site_recipe, quantized_gemm(site, site_recipe, inputs))
         key = jaxprs.array_aval((), "uint32", site.eqn, site.axis_env)
@@ -146,10 +147,6 @@ class TapRewriter(SiteRewriter):
         extra = (*keys, (TAP, (jaxprs.array_aval(self.tap_shape, "float32", site.eqn, site.axis_env),)))
         avals = [*(a.aval for a in site.eqn.invars), *(a for _, group in extra for a in group)]
         return SiteTemplate(jaxprs.trace_at(run, avals, site.eqn, site.axis_env), extra)
-
-
-def _quantizes(site_recipe: SiteRecipe) -> bool:
-    return any(FORMATS[t.format].is_quantized for t in site_recipe.recipe.treatments)
 
 
 class TappedLoss:

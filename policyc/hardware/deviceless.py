@@ -204,7 +204,7 @@ def compile_jitted(
 def _kernels_for(target: Target | None) -> contextlib.AbstractContextManager[None]:
     """cuDNN's kernels are compiled when a program is lowered."""
     assert target is not None
-    return cudnn.compiling_for(target.compute_capability, gpus.read_core_count(target))
+    return cudnn.compiling_for(target.compute_capability, gpus.read_number(target, "core_count"))
 
 
 def _compile(
@@ -249,7 +249,7 @@ def _compile(
             "temporaries": memory.temp_size_in_bytes,
             "code": memory.generated_code_size_in_bytes,
         },
-        device_memory=gpus.read_device_memory(target),
+        device_memory=gpus.read_number(target, "device_memory_size"),
         collectives=tuple(total_collectives(module)),
         kernel_kinds=tuple(total_kernels(module, launch_bytes)),
         repeated_gemms=sum(gemm.times for gemm in find_repeated_gemms(module)),

@@ -49,7 +49,7 @@ def test_a_description_agrees_with_the_vendors_figures(name):
     target = get_target(name)
     text = gpus.read_description(target)
     assert int(field(text, "memory_bandwidth")) == pytest.approx(target.memory_bandwidth, rel=0.05)
-    assert gpus.read_device_memory(target) == pytest.approx(target.memory_bytes, rel=0.08)
+    assert gpus.read_number(target, "device_memory_size") == pytest.approx(target.memory_bytes, rel=0.08)
     assert matrix_rate(text, BF16) == pytest.approx(target.peak("bf16"), rel=0.06)
 
 

@@ -39,6 +39,8 @@ def summarize_run(run: RunData) -> JsonObject:
     derived = with_derived_metrics(run).steps
     tokens = run.tokens(run.steps)
     grad_norm = run.steps.column("grad_norm")
+    # Without a sweep, it is what the program says of itself.
+    command = as_list(run.status.get("command")) or as_list(run.about.get("command"))
 
     def figure(name: str, reduce: Callable[[Column], Any]) -> float | None:
         column = derived.column(name)
@@ -66,7 +68,7 @@ def summarize_run(run: RunData) -> JsonObject:
         "memory_bytes": figure("memory_bytes", np.max),
         "stall_fraction": _stall_fraction(run),
         **_account(run),
-        "command": [as_text(word) for word in _command(run)],
+        "command": [as_text(word) for word in command],
         "log_tail": list(run.log_tail),
     }
 
@@ -81,11 +83,6 @@ def _account(run: RunData) -> JsonObject:
         "restarts": as_number(run.account.get("restarts")),
         "lost_steps": as_number(run.account.get("lost_steps")),
     }
-
-
-def _command(run: RunData) -> list[Any]:
-    """The words of the process of a run; without a sweep, what the program says of itself."""
-    return as_list(run.status.get("command")) or as_list(run.about.get("command"))
 
 
 def _stall_fraction(run: RunData) -> float | None:

@@ -222,7 +222,7 @@ def _texts(problem: Problem, groups: Sequence[GroupKey]) -> Iterator[tuple[list[
 def _name_texts(group: GroupKey) -> Iterator[list[str]]:
     """Names of the linears of a group, from the last words of their paths to the whole paths."""
     paths = [name.split(".") for name in group]
-    if any(not all(_is_word(word) for word in path) for path in paths):
+    if any(not word.replace("_", "").isalnum() for path in paths for word in path):
         return
     for length in range(1, max(map(len, paths)) + 1):
         parents = {".".join(path[-length:-1]) for path in paths}
@@ -233,7 +233,3 @@ def _name_texts(group: GroupKey) -> Iterator[list[str]]:
         else:
             yield list(dict.fromkeys(".".join(path[-length:]) for path in paths))
     yield [f"^{'.'.join(path)}" for path in paths]
-
-
-def _is_word(word: str) -> bool:
-    return word.replace("_", "").isalnum()

@@ -327,7 +327,7 @@ class _Scorer:
             rows,
             strict=True,
         ):
-            shared, norm, update = (_row_list(x, stacked) for x in ((p * e) ** 2, m**2, p * p * v))
+            shared, norm, update = (_row_sums(x, stacked).tolist() for x in ((p * e) ** 2, m**2, p * p * v))
             by_input.append(
                 [
                     _WeightError(
@@ -369,10 +369,6 @@ class _WeightError:
     bias: float
     update: float
     gradient_to_noise: float
-
-
-def _row_list(x: jax.Array, stacked: bool) -> list[float]:
-    return [float(value) for value in _row_sums(x, stacked)]
 
 
 def _row_sums(x: jax.Array, stacked: bool) -> jax.Array:

@@ -147,7 +147,7 @@ class SweepProgram:
         else:  # the trainer makes a folder seedN for each seed
             seed_options = ("--seeds", ",".join(map(str, seeds)), "--out", str(folders[0].parent))
         # A sweep has many runs: each keeps the one checkpoint that it needs to continue.
-        keep = () if _has_option(self.words, "--keep") else ("--keep", "1")
+        keep = () if any(w.partition("=")[0] == "--keep" for w in self.words) else ("--keep", "1")
         steps = ("--steps", str(self.total_steps))
         return (script, "--config", str(self.config), *steps, *seed_options, *keep, *self.words)
 
@@ -172,10 +172,6 @@ def make_runs(
     size = program.seeds_per_process
     groups = [tuple(seeds[start : start + size]) for start in range(0, len(seeds), size)]
     return [program.make_run(variant, group, out, compile_cache) for group in groups for variant in variants]
-
-
-def _has_option(words: Sequence[str], option: str) -> bool:
-    return any(word.partition("=")[0] == option for word in words)
 
 
 def _fill(words: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:

@@ -67,7 +67,7 @@ def ablate(policy: Policy) -> list[SweepVariant]:
     edited = [
         SweepVariant(
             name=f"no_{_label(ingredient, ingredients)}",
-            policy=_remove_ingredient(policy, ingredient),
+            policy=_select_settings(policy, lambda *place, one=ingredient: not one.holds(*place)),
             edit=f"without {_setting_text(policy, ingredient)}{_location(ingredient)}",
         )
         for ingredient in ingredients
@@ -114,10 +114,6 @@ def _find_protecting_rules(policy: Policy) -> Iterator[int]:
             has_quantized = True
         elif has_quantized:
             yield index
-
-
-def _remove_ingredient(policy: Policy, ingredient: _Ingredient) -> Policy:
-    return _select_settings(policy, lambda owner, option: not ingredient.holds(owner, option))
 
 
 def _label(ingredient: _Ingredient, ingredients: list[_Ingredient]) -> str:

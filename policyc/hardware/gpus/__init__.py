@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from importlib import resources
+from typing import Literal
 
 from policyc.numerics.targets import Target
 
@@ -22,17 +23,11 @@ def read_description(target: Target) -> str:
     return resources.files(__name__).joinpath(f"{target.name}.txtpb").read_text(encoding="utf-8")
 
 
-def read_device_memory(target: Target) -> int:
-    """Returns the bytes of memory that the driver reports. `Target.memory_bytes` is the vendor's rounded figure."""
-    return _read_number(target, "device_memory_size")
+def read_number(target: Target, field: Literal["device_memory_size", "core_count"]) -> int:
+    """The bytes of memory that the driver reports, or the number of multiprocessors.
 
-
-def read_core_count(target: Target) -> int:
-    """Returns the number of multiprocessors."""
-    return _read_number(target, "core_count")
-
-
-def _read_number(target: Target, field: str) -> int:
+    `Target.memory_bytes` is the vendor's rounded figure.
+    """
     match = re.search(rf"\b{field}: (\d+)", read_description(target))
     assert match is not None, f"the description of {target.name} has no {field}"
     return int(match[1])
