@@ -68,13 +68,6 @@ def test_bundled_policies_load_by_name_and_by_import(name):
         assert parse(str(policy.variant(variant.name))) == policy.variant(variant.name)
 
 
-def test_the_documented_policies_are_bundled():
-    documented = (
-        "te_nvfp4 te_nvfp4_no_rht llama_nvfp4 llama3_8b_nvfp4 nvfp4_paper_12b nvfp4_late_switch quartet2 fp8"
-    )
-    assert {*documented.split(), "mxfp8", "mxfp4", "bf16"} <= set(bundled_policies())
-
-
 def test_a_folder_does_not_hide_a_bundled_policy(tmp_path, monkeypatch):
     (tmp_path / "bf16").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -755,33 +755,6 @@ def test_messages_do_not_depend_on_the_order_of_sets():
     assert messages == ["'dgrad' has a recipe already", "'wgrad' has a recipe already"]
 
 
-ON_SEVERAL_LINES = """# a comment
-import "a(b.policy"
-recipe r = nvfp4(  # a comment (
-    rht=wgrad,
-    sr=grad)
-a.b,
-  c[1:2] where m > 1 and
-  n < 2 -> fp8; d -> bf16
-
-variant v {
-    x -> keep
-}
-"""
-
-
-def test_a_file_that_is_cut_into_pieces_has_the_statements_of_one_that_is_not() -> None:
-    """A block is never cut, so the grammar reads all of it."""
-    file, diagnostics = read_statements(SourceText(ON_SEVERAL_LINES, "a.policy"))
-    uncut, others = read_statements(SourceText(f"variant all {{\n{ON_SEVERAL_LINES}}}", "a.policy"))
-    (block,) = uncut.statements
-    assert not diagnostics
-    assert not others
-    assert isinstance(block, BlockStatement)
-    assert file.statements == block.body
-    assert [s.span.text for s in file.statements] == [s.span.text for s in block.body]
-
-
 def test_an_edit_leaves_the_trees_of_other_statements() -> None:
     before = [tree for _, tree in read_trees("a -> fp8\nb[\n1] -> fp8\nc -> fp8")]
     after = [tree for _, tree in read_trees("a -> fp8\nlonger -> bf16\nc -> fp8")]

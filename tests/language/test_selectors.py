@@ -142,18 +142,6 @@ def test_matching_agrees_with_the_oracle(selector, names):
     assert selected(selector, names) == oracle(selector, names)
 
 
-@given(_selectors, _paths, _names)
-def test_everything_under_a_matched_scope_is_matched(selector, names, under):
-    if selected(selector, names):
-        assert selected(selector, (*names, under))
-
-
-@given(_selectors, _paths)
-def test_a_star_at_the_end_changes_nothing(selector, names):
-    starred = Selector(segments=(*selector.segments, SelectorSegment(glob="*")), anchored=selector.anchored)
-    assert selected(starred, names) == selected(selector, names)
-
-
 @given(_selectors)
 def test_the_count_of_alternatives_is_a_bound_on_the_patterns(selector):
     assert (
@@ -161,12 +149,6 @@ def test_the_count_of_alternatives_is_a_bound_on_the_patterns(selector):
         <= len(expand(tuple(s.glob for s in selector.segments)))
         == count_alternatives(selector)
     )
-
-
-@given(st.text("ab*?", max_size=10), st.text("ab", max_size=10))
-@settings(max_examples=200)
-def test_globs_agree_with_regular_expressions(glob, text):
-    assert glob_matches(glob, text) == regex_matches(glob, text)
 
 
 def test_a_glob_with_many_stars_takes_little_time():
@@ -300,14 +282,6 @@ def test_not_every_number_is_an_index():
 def test_examples_of_slices(written, size, expected):
     indices = one(f"layers{written}").segments[0].indices
     assert list(indices.select(size)) == expected
-
-
-@pytest.mark.parametrize("percent", range(1, 100))
-def test_a_percentage_and_its_complement_take_every_layer_once(percent):
-    head = one(f"layers[:{percent}%]").segments[0].indices
-    tail = one(f"layers[-{100 - percent}%:]").segments[0].indices
-    for depth in range(1, 501):
-        assert [*head.select(depth), *tail.select(depth)] == list(range(depth))
 
 
 @given(st.integers(1, 500), st.integers(1, 9999))

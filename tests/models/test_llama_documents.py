@@ -63,33 +63,6 @@ def split_documents(window: list[int], end: int) -> list[list[int]]:
     return documents
 
 
-@pytest.mark.parametrize(
-    ("window", "segments", "positions", "mask"),
-    [
-        ([1, 2, END, 3, 4, 5], [0, 0, 0, 1, 1], [0, 1, 2, 0, 1], [1, 1, 0, 1, 1]),
-        ([1, 2, 3, 4, 5, END], [0, 0, 0, 0, 0], [0, 1, 2, 3, 4], [1, 1, 1, 1, 1]),
-        ([END, 1, 2, 3, END, 4], [0, 1, 1, 1, 1], [0, 0, 1, 2, 3], [0, 1, 1, 1, 0]),
-        ([1, END, END, END, 2, 3], [0, 0, 1, 2, 3], [0, 1, 0, 0, 0], [1, 0, 0, 0, 1]),
-    ],
-    ids=[
-        "two documents",
-        "no end token among the inputs",
-        "begins with an end token",
-        "consecutive end tokens",
-    ],
-)
-def test_segments_and_positions_start_again_after_an_end_token(
-    window: list[int], segments: list[int], positions: list[int], mask: list[int]
-) -> None:
-    arrays = documents_in_row(np.array([window], np.int32), END)
-    assert {name: array[0].tolist() for name, array in arrays.items()} == {
-        "segments": segments,
-        "positions": positions,
-        "mask": mask,
-    }
-    assert {array.dtype.name for array in arrays.values()} == {"int32"}
-
-
 @hypothesis.settings(max_examples=40)
 @given(
     st.integers(2, 9).flatmap(
@@ -98,6 +71,7 @@ def test_segments_and_positions_start_again_after_an_end_token(
 )
 def test_documents_of_any_rows_are_those_of_plain_python(windows: list[list[int]]) -> None:
     arrays = documents_in_row(np.array(windows, np.int32), end=0)
+    assert {array.dtype.name for array in arrays.values()} == {"int32"}
     for row, window in enumerate(windows):
         documents = split_documents(window[:-1], end=0)
         assert arrays["segments"][row].tolist() == [i for i, each in enumerate(documents) for _ in each]
