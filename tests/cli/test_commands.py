@@ -12,10 +12,8 @@ from pathlib import Path
 
 import click
 import pytest
-from click.shell_completion import ShellComplete
 
 from policyc import load, parse
-from policyc.cli import main
 from policyc.language import bundled
 from policyc.linter.rules import LINT_RULES, load_program_rules
 from tests.support.command import ROOT, load_commands, policyc, run_main, spawn
@@ -656,16 +654,3 @@ def test_exit_codes_mean_the_same_in_every_command(tmp_path: Path, code: int, wo
     (tmp_path / "package" / "__init__.py").write_text("")
     result = policyc(*words.split(), cwd=tmp_path)
     assert result.code == code, result.err
-
-
-def test_every_option_can_be_completed_by_a_shell() -> None:
-    """A partial word after each option, and the partial name of each option."""
-    cli = main.cli
-    for name, command in COMMANDS.items():
-        options = [o for o in command.params if isinstance(o, click.Option)]
-        for option in options:
-            for flag in option.opts:
-                for words, partial in (([flag], "g"), ([], flag[:-1]), (["fp8", flag], "")):
-                    completer = ShellComplete(cli, {}, "policyc", "_POLICYC_COMPLETE")
-                    found = [c.value for c in completer.get_completions([*name.split(), *words], partial)]
-                    assert partial != flag[:-1] or flag in found, (name, words, partial)

@@ -87,10 +87,6 @@ def test_only_the_first_megabytes_of_each_corpus_are_read(
     assert re.search(r"books/00.txt: 1 documents, [\d.]+ MB\n", result.err)
 
 
-def test_tokens_are_as_wide_as_the_vocabulary_needs() -> None:
-    assert [corpora.token_dtype(vocab) for vocab in (65_536, 65_537)] == ["uint16", "uint32"]
-
-
 @pytest.mark.parametrize("vocab", [300, pytest.param(70_000, marks=pytest.mark.slow)])
 def test_a_token_file_holds_every_document_once(books: Path, vocab: int) -> None:
     bpe = corpora.train_tokenizer((text.encode() for text in read_books(books)), 300)

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
+import runpy
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,8 @@ import pytest
 from policyc import parse
 from policyc.experiments.sweep import executor
 from policyc.experiments.sweep.run import METRICS_FILE, Run, State
-from tests.support.command import ROOT, policyc, python_path
-from tests.support.quick_options import COMPILATION, quick_compilation, quick_environment
+from tests.support.command import ROOT, policyc
+from tests.support.quick_options import COMPILATION, quick_compilation
 from tests.support.sweep_runs import FakeExecutor
 
 PAGES = (ROOT / "docs" / "tutorial.md", ROOT / "docs" / "howto" / "frameworks.md")
@@ -49,19 +50,18 @@ class RunsHere(FakeExecutor):
 
 
 def run_command(command: str, folder: Path) -> str:
-    """What a command prints, to both streams. No color, 110 columns."""
+    """What a command prints, to both streams. No color, 110 columns. All runs here, which saves the starts."""
     program, *words = shlex.split(command)
-    env = {"COLUMNS": "110", "NO_COLOR": "1"}
     if program == "policyc":
-        ran = policyc(*words, cwd=folder, env=env)
+        ran = policyc(*words, cwd=folder, env={"COLUMNS": "110", "NO_COLOR": "1"})
         assert ran.code in (0, 1), ran  # 1: lint has findings
         printed = ran.both
     else:
         assert program == "python"
-        environment = os.environ | quick_environment() | env | {"PYTHONPATH": python_path()}
-        printed = subprocess.run(
-            [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, check=True
-        ).stdout
+        (script,) = words
+        with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as stdout:
+            runpy.run_path(script, run_name="__main__")
+        printed = stdout.getvalue()
     lines = printed.replace(f"{folder}{os.sep}", "").splitlines()
     return "".join(line.rstrip() + "\n" for line in lines)
 

@@ -50,7 +50,6 @@ HAS_CONFIG = TAKES_PROGRAM - {"apply"}  # `train` is `apply` for the bundled Lla
 HAS_TARGET = {"lint", "diff", "estimate", "adopt", "compile", "report", "search"}
 COMPARES = {"diff", "estimate"}
 PRINTS = {"show", "lint", "sites", "diff", "estimate", "adopt", "compile", "report"}
-FORMER = {"--against", "--variant", "--stat", "--json", "--dot", "--svg", "--html", "--several-losses"}
 
 
 def test_every_command_is_in_one_group() -> None:
@@ -78,7 +77,6 @@ def test_a_command_speaks_the_vocabulary(name: str) -> None:
     if name in HAS_TARGET:
         target = options["--target"]
         assert DEFAULT_TARGET in (target.default, target.show_default)
-    assert not FORMER & options.keys()
 
 
 def test_the_linter_has_the_same_default_target() -> None:

@@ -125,7 +125,7 @@ def compare(reading: Reading, loaded: LoadedPolicy) -> None:
         assert [placed[:2] for placed in reading.rules] == [(r.span.start, r.span.end) for r in rules]
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(texts())
 def test_a_text_is_read_by_pieces_as_it_is_as_a_whole(drawn: tuple[Policy, str, list[str]]) -> None:
     compare(read(drawn[1], None), parse_with_diagnostics(drawn[1]))

@@ -57,36 +57,32 @@ def fixed(diagnostic: Diagnostic) -> str:
 # ---- names
 
 
-def test_a_recipe_may_be_used_before_its_definition():
-    assert diagnose("a -> nv; recipe nv = other; recipe other = bf16") == []
+NAMES = [
+    # the policy, its variants, the code and the text of each diagnostic, part of the last one's help, the fixed text
+    ("a -> nv; recipe nv = other; recipe other = bf16", (), [], "", ""),
+    ("recipe linear = bf16\na -> liner", (), [("unknown-recipe", "liner")], "did you mean 'linear'?",
+     "recipe linear = bf16\na -> linear"),
+    ("a -> nvfp5(sr=grad)", (), [("unknown-format", "nvfp5")], "did you mean 'nvfp4'?", "a -> nvfp4(sr=grad)"),
+    ("a -> something(sr=grad)", (), [("unknown-format", "something")], f"formats: {', '.join(FORMATS)}", ""),
+    ("recipe r = zzz1\na -> split(fprop=zzz2, dgrad=split(dgrad=zzz3))", (),
+     [("unknown-recipe", f"zzz{i}") for i in (1, 2, 3)], "", ""),
+    ("recipe nv = nvfp4\na -> nv(sr=grad)", (), [("unknown-option", "sr=grad")], "give them where 'nv' is defined", ""),
+    # a variant knows the recipes of the policy, and nothing else does
+    ("recipe r = bf16", ("a -> r",), [], "", ""),
+    ("a -> r", ("recipe r = bf16",), [("unknown-recipe", "r")], "", ""),
+    ("", ("recipe r = bf16", "a -> r"), [("unknown-recipe", "r")], "", ""),
+    # a variant is checked against the recipes it redefines
+    ("recipe a = b; recipe b = bf16", ("recipe b = fp8",), [], "", ""),
+    ("recipe a = b; recipe b = bf16", ("recipe b = a",), [("recipe-cycle", "b")], "", ""),
+]  # fmt: skip
 
 
-def test_an_unknown_recipe_is_reported_with_the_closest_known_name():
-    found = only("recipe linear = bf16\na -> liner")
-    assert (found.code, found.span.text) == ("unknown-recipe", "liner")
-    assert found.message == "no recipe named 'liner'"
-    assert found.help == "did you mean 'linear'?"
-    assert found.fix is not None
-    assert not found.fix.safe
-    assert fixed(found) == "recipe linear = bf16\na -> linear"
-
-
-def test_a_name_close_to_a_format_is_an_unknown_format():
-    found = only("a -> nvfp5(sr=grad)")
-    assert (found.code, found.span.text) == ("unknown-format", "nvfp5")
-    assert fixed(found) == "a -> nvfp4(sr=grad)"
-
-
-def test_an_unknown_name_with_options_is_an_unknown_format():
-    found = only("a -> something(sr=grad)")
-    assert found.code == "unknown-format"
-    assert found.fix is None
-    assert found.help == f"formats: {', '.join(FORMATS)}"
-
-
-def test_unknown_names_are_found_in_recipes_rules_and_splits():
-    text = "recipe r = zzz1\na -> split(fprop=zzz2, dgrad=split(dgrad=zzz3))"
-    assert summary(text) == [("unknown-recipe", f"zzz{i}") for i in (1, 2, 3)]
+@pytest.mark.parametrize(("base", "variants", "summaries", "help", "after"), NAMES)
+def test_names_are_found_or_reported_with_the_closest_one(base, variants, summaries, help, after):
+    assert summary(base, *variants) == summaries
+    for found in diagnose(base, *variants)[-1:]:
+        assert help in found.help
+        assert not after or (fixed(found), found.fix.safe) == (after, False)
 
 
 def test_only_the_first_fifty_unknown_names_get_a_suggestion():
@@ -94,34 +90,6 @@ def test_only_the_first_fifty_unknown_names_get_a_suggestion():
     helps = [d.help for d in diagnose(text)]
     assert helps.count("did you mean 'name'?") == 50
     assert len(helps) == 60
-
-
-def test_a_named_recipe_takes_no_options():
-    found = only("recipe nv = nvfp4\na -> nv(sr=grad)")
-    assert (found.code, found.span.text) == ("unknown-option", "sr=grad")
-    assert "takes no options" in found.message
-    assert found.help == "give them where 'nv' is defined"
-
-
-# ---- variants
-
-
-def test_a_variant_knows_the_recipes_of_the_policy():
-    assert diagnose("recipe r = bf16", "a -> r") == []
-
-
-def test_the_policy_does_not_know_the_recipes_of_a_variant():
-    assert summary("a -> r", "recipe r = bf16") == [("unknown-recipe", "r")]
-
-
-def test_a_variant_does_not_know_the_recipes_of_another():
-    assert summary("", "recipe r = bf16", "a -> r") == [("unknown-recipe", "r")]
-
-
-def test_a_variant_is_checked_against_the_recipes_it_redefines():
-    base = "recipe a = b; recipe b = bf16"
-    assert diagnose(base, "recipe b = fp8") == []
-    assert summary(base, "recipe b = a") == [("recipe-cycle", "b")]
 
 
 # ---- chains
@@ -173,15 +141,10 @@ def test_every_option_of_a_format_is_known(format, option):
     assert diagnose(f"a -> {format}({option}={value})") == []
 
 
-def test_an_option_of_another_format_is_reported_with_the_formats_that_take_it():
-    found = only("a -> fp8(rht=wgrad)")
-    assert (found.code, found.span.text) == ("unknown-option", "rht")
-    assert found.help == "it is an option of nvfp4, mxfp4, fp4"
-
-
 @pytest.mark.parametrize(
     ("text", "help"),
     [
+        ("fp8(rht=wgrad)", "it is an option of nvfp4, mxfp4, fp4"),
         ("nvfp4(scale2e=weights)", "did you mean 'scale2d'?"),
         ("fp8(zzz=1)", "known: grad, outer, sums"),
         ("bf16(zzz=1)", "'bf16' takes no options"),

@@ -127,34 +127,6 @@ def holds(text, **site):
     return parse(f"* where {text} -> bf16").rules[0].where.holds(site)
 
 
-@pytest.mark.parametrize(
-    ("condition", "indices"),
-    [
-        ("layer >= -4", "[-4:]"),
-        ("layer < -4", "[:-4]"),
-        ("layer >= 3", "[3:]"),
-        ("layer < 3", "[:3]"),
-        ("layer < 15%", "[:15%]"),
-        ("layer >= -15%", "[-15%:]"),
-        ("layer >= 85%", "[85%:]"),
-        ("layer < -15%", "[:-15%]"),
-        ("layer < -0%", "[:-0%]"),
-        ("12.5% <= layer < 87.5%", "[12.5%:87.5%]"),
-        ("2 <= layer < -8", "[2:-8]"),
-        ("-8 <= layer < 10", "[-8:10]"),
-        ("layer == 0", "[0]"),
-        ("layer == -1", "[-1]"),
-        ("layer % 3 == 1", "[1::3]"),
-    ],
-)
-def test_a_layer_is_bounded_as_a_slice_is(condition, indices):
-    (segment,) = parse(f"s{indices} -> bf16").rules[0].selectors[0].segments
-    where = parse(f"* where {condition} -> bf16").rules[0].where
-    for layers in range(1, 101):
-        taken = [layer for layer in range(layers) if where.holds({"layer": layer, "layers": layers})]
-        assert taken == list(segment.indices.select(layers)), layers
-
-
 def test_a_site_outside_blocks_has_no_layer():
     """Every comparison with `layer` is false there. A layer that is not known decides nothing."""
     for condition in ("layer >= -4", "layer < -4", "layer != 3", "layer == layer", "layer % 2 == 0"):

@@ -113,13 +113,6 @@ def test_a_source_resumes_at_a_position(spec: str) -> None:
     assert np.array_equal(next(resumed)["tokens"], expected[0]["tokens"][2:])
 
 
-def test_contents_identify_the_data(tmp_path: Path) -> None:
-    before = open_source(write_text(tmp_path / "a.txt")).contents
-    assert open_source(str(tmp_path / "a.txt"), seed=1).contents == before
-    write_text(tmp_path / "a.txt", 5000)
-    assert open_source(str(tmp_path / "a.txt")).contents != before
-
-
 def test_contents_cover_every_token_and_not_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "CHUNK", 1 << 12)
     array = np.arange(30000) % 500
@@ -285,12 +278,6 @@ def test_bad_data_is_refused_before_the_first_step(case: str, tmp_path: Path) ->
         open_source(make(tmp_path))
 
 
-def test_a_small_vocabulary_is_refused(tmp_path: Path) -> None:
-    text = _write_bytes(tmp_path / "a.txt", b"some text\n" * 100)
-    with pytest.raises(ConfigError, match="tokens up to 256, the model a vocabulary of 100"):
-        open_source(text, vocab=100)
-
-
 def test_every_token_is_checked_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,12 +347,6 @@ def test_array_records_have_the_documents_that_were_written(tmp_path: Path) -> N
     path.write_bytes(b"no such records" * 100)
     with pytest.raises(ConfigError, match="cannot be read"):
         open_source(str(path))
-
-
-def test_hugging_face_datasets_have_the_documents_that_were_written(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_dict({"text": _documents()}).save_to_disk(str(tmp_path / "saved"))
-    assert _read(f"hf:{tmp_path / 'saved'}") == _documents()
 
 
 def test_a_tokenizer_is_read_from_a_file(tmp_path: Path) -> None:

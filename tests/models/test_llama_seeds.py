@@ -19,19 +19,19 @@ import pytest
 
 import policyc
 from tests.support import llama_runs
-from tests.support.command import policyc as command
-from tests.support.llama_runs import flags, losses
+from tests.support.llama_runs import flags, losses, train_here
 
 pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
 pytest.importorskip("grain", reason="grain is not installed: pip install 'policyc[train]'")
 pytest.importorskip("tensorboardX", reason="tensorboardX is not installed: pip install 'policyc[train]'")
-from policyc.models.llama import configs, data, metrics, partition, train, train_step
+from policyc.models.llama import configs, data, metrics, train, train_step
 from policyc.models.llama.configs import ConfigError
 from policyc.models.llama.goodput import TimeAccount
 
 pytestmark = pytest.mark.any_jax
 SMALL = configs.ModelConfig(**llama_runs.SMALL | {"layers": 1}, compute="float32")
 RUN = configs.RunConfig(**llama_runs.SHORT | {"batch": 2, "steps": 4}, seeds="0,3")
+POLICY = "layers.mlp.down_proj -> mxfp8"
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_a_seed_that_stops_does_not_stop_the_others(tmp_path, capsys):
 def losses_alone(seed: int, steps: int) -> list[float]:
     """The losses of the first steps of one seed, on one device."""
     mesh, run = llama_runs.make_mesh(), replace(RUN, seeds=None, seed=seed)
-    with policyc.active("layers.mlp.down_proj -> mxfp8"):
+    with policyc.active(POLICY):
         step, state = train_step.make_train_step(SMALL, run, mesh), train_step.init_state(SMALL, run, mesh)
         measured = []
         for batch in islice(data.BatchSource(run, SMALL.vocab), steps):
@@ -139,15 +139,12 @@ def losses_alone(seed: int, steps: int) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_run_of_several_seeds_writes_the_folder_of_each_and_resumes(tmp_path, monkeypatch):
+def test_a_run_of_several_seeds_writes_the_folder_of_each_and_resumes(tmp_path):
     """A seed has the losses that it has alone."""
-    (tmp_path / "layers.policy").write_text("layers.mlp.down_proj -> mxfp8\n")
-    settings = {"layers": 1, "batch": 2, "steps": RUN.steps, "compute": "float32"}
+    settings = {"layers": 1, "batch": 2, "steps": RUN.steps, "compute": "float32", "seeds": "0,3"}
     due = {"checkpoint_every": 2, "eval_every": 4, "export_every": 4}
-    arguments = flags(out=tmp_path / "run", seeds="0,3", **settings, **due)
-    monkeypatch.setattr(partition, "make_mesh", lambda *_: llama_runs.make_mesh())  # seeds run on one device
-    ran = command("apply", tmp_path / "layers.policy", llama_runs.TRAIN, *arguments)
-    assert ran.code == 0, ran.err
+    with policyc.active(POLICY):
+        assert train_here(out=tmp_path / "run", **settings, **due) == 0
     folders = [tmp_path / "run" / f"seed{seed}" for seed in (0, 3)]
     first, second = map(losses, folders)
     assert [step for step, _ in first] == [step for step, _ in second] == [1, 2, 3, 4]
@@ -162,6 +159,6 @@ def test_a_run_of_several_seeds_writes_the_folder_of_each_and_resumes(tmp_path, 
     assert (folders[0] / "checkpoints" / "4").exists()  # of both
 
     shutil.rmtree(folders[0] / "checkpoints" / "4")
-    ran = command("apply", tmp_path / "layers.policy", llama_runs.TRAIN, *arguments)
-    assert ran.code == 0, ran.err
+    with policyc.active(POLICY):
+        assert train_here(out=tmp_path / "run", **settings, **due) == 0
     assert [losses(folder) for folder in folders] == [first, second]

@@ -92,14 +92,10 @@ def test_eight_devices_give_the_losses_of_one():
     check_same_losses(llama_runs.MESH)
 
 
-LAYOUT = {"accumulate": 4, "loss_chunks": 4, "remat": "dots", "scan": False}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [LAYOUT, {"remat": "quantized"}], ids=str)
-def test_layouts_give_the_losses_of_the_plain_one(layout):
-    """All at once, unrolled. Those that may be combined with a scan are combined with one on eight devices."""
-    check_same_losses({}, **layout)
+def test_layouts_give_the_losses_of_the_plain_one():
+    """All at once, unrolled. Those that may be combined with a scan are combined with one on several devices."""
+    check_same_losses({}, accumulate=4, loss_chunks=4, remat="dots", scan=False)
 
 
 @pytest.mark.slow
@@ -171,7 +167,7 @@ def test_weights_are_gathered_and_gradients_added_once_per_step() -> None:
 
 @pytest.mark.slow
 def test_weights_gathered_once_give_the_losses_of_the_plain_layout() -> None:
-    check_same_losses({"data": 2, "fsdp": 2}, gather="once", accumulate=2)
+    check_same_losses({"data": 2, "fsdp": 2}, gather="once", accumulate=2, remat="quantized")
 
 
 # ---- faulty steps
@@ -257,6 +253,24 @@ def test_a_policy_is_told_the_step_and_the_seed(monkeypatch):
     words = [e for e in traced.jaxpr.eqns if e.outvars[0].aval.dtype == jnp.uint32]
     readers = [e for e in words if any(v is c for v in e.invars for c in counters)]
     assert readers, "the step of the state is hashed"
+
+
+def test_validation_runs_under_the_policy_and_without_it():
+    """Two losses of the same batch: the one as in training, whose gradient is dropped, and the plain one."""
+    mesh = llama_runs.make_mesh()
+    params, batch = train_step.abstract_state(SMALL, RUN, mesh)["params"], partition.abstract_batch(RUN, mesh)
+    with policyc.active("mlp.down_proj -> mxfp8"):
+        traced = train_step.make_eval_step(SMALL, RUN, mesh, under_policy=True).trace(params, batch)
+    names = {"validation_loss", "validation_loss_plain"}
+    assert set(traced.out_info) == names
+    with_one_output = {
+        name: jaxprs.eliminate_dead_code(
+            traced.jaxpr.replace(jaxpr=traced.jaxpr.jaxpr.replace(outvars=[variable]))
+        )
+        for name, variable in zip(sorted(names), traced.jaxpr.jaxpr.outvars, strict=True)
+    }
+    quantizers = {name: primitive_counts(each)["mxfp8_quantize"] for name, each in with_one_output.items()}
+    assert quantizers == {"validation_loss": 2, "validation_loss_plain": 0}
 
 
 def test_the_learning_rate_follows_its_schedule():

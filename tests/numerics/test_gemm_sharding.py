@@ -36,17 +36,18 @@ def put(mesh: Any, x: jax.Array, *spec: Any) -> jax.Array:
 
 
 @pytest.mark.any_jax
-@pytest.mark.parametrize("name", ["mxfp8", slow("full")])
-def test_sharded_results_are_those_of_one_device(name: str) -> None:
-    """Products up to the order of sums, codes and scales to the bit."""
+def test_sharded_results_are_those_of_one_device() -> None:
+    """Products up to the order of sums, codes and scales to the bit. Of NVFP4: `test_shardings_in_types`, and
+    test_rounding_keys.py.
+    """
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "model"))
     x, w, dy = normal(8, 64, 128), normal(128, 64, seed=1), normal(8, 64, 64, seed=2)
-    product = partial(quantized_dot_general, dimension_numbers=ROWS, recipe=RECIPES[name])
+    product = partial(quantized_dot_general, dimension_numbers=ROWS, recipe=RECIPES["mxfp8"])
     run = quick_jit(partial(three_products, product))
     shards = put(mesh, x, "data", None, "model"), put(mesh, w, "model", None), put(mesh, dy, "data")
     for a, b in zip(run(*shards), run(x, w, dy), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-4)
-    for t in set(normalize_recipe(RECIPES[name]).treatments):
+    for t in set(normalize_recipe(RECIPES["mxfp8"]).treatments):
         axes = Axes(axis=-2, contract=(-3, -2), tile=-1)
         f = quick_jit(partial(primitives.quantize, treatment=replace(t, tile2d=False), axes=axes))
         for a, b in zip(jax.tree.leaves(f(shards[0])), jax.tree.leaves(f(x)), strict=True):
