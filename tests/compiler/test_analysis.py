@@ -496,14 +496,6 @@ def test_lax_scaled_dot_is_opaque() -> None:
 # ---- weights that can be quantized outside the loss
 
 
-def test_the_input_that_a_weight_derives_from() -> None:
-    params = {"a": W, "b": W}
-    site = only_site(lambda p, x: x.astype(jnp.bfloat16) @ p["b"].astype(jnp.bfloat16), params)
-    assert site.origin is not None
-    assert site.origin.input == 1
-    assert not site.is_reused, "it is read once"
-
-
 @pytest.mark.parametrize(
     "derive",
     [
@@ -517,13 +509,6 @@ def test_a_weight_that_is_better_quantized_where_it_is_used(derive: Any) -> None
     site = only_site(lambda p, x: x @ derive(p["w"], x))
     assert site.weight == "rhs"
     assert site.origin is None
-
-
-def test_a_scan_that_slices_a_weight_reads_each_layer_once() -> None:
-    up, _ = find_sites(stacked_loss, stack(3), X)
-    assert up.origin is not None
-    assert len(up.origin.scans) == 1
-    assert not up.is_reused
 
 
 # ---- all sites

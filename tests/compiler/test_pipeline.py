@@ -79,22 +79,6 @@ def test_a_quantizing_rule_without_sites_is_an_error() -> None:
         jax.eval_shape(policyc.apply("* -> bf16; decoder -> bf16", loss), W, X)
 
 
-def test_a_gemm_that_cannot_be_changed_is_an_error() -> None:
-    from jax.experimental import pallas
-
-    def kernel(x: Any, w: Any, y: Any) -> None:
-        y[...] = x[...] @ w[...]
-
-    def f(params: Any, x: Any) -> Any:
-        shape = jax.ShapeDtypeStruct((8, 16), jnp.float32)
-        return pallas.pallas_call(kernel, out_shape=shape, interpret=True)(x, params["experts"]).sum()
-
-    with pytest.raises(policyc.PolicyError, match=r"'experts'.*Pallas kernel") as caught:
-        policyc.apply("experts -> nvfp4", f)({"experts": W}, X)
-    (diagnostic,) = caught.value.diagnostics
-    assert (diagnostic.code, diagnostic.severity) == ("opaque-site", "error")
-
-
 def test_a_schedule_switches_without_touching_anything_else() -> None:
     policy = policyc.parse("w -> fp8\nafter 3 { w -> bf16 }")
     step = jax.jit(jax.value_and_grad(policyc.apply(policy, loss)))

@@ -103,49 +103,7 @@ def test_a_new_container_needs_one_entry(monkeypatch: pytest.MonkeyPatch) -> Non
     assert tap.shape[0] == 2, "a tap for each layer that is measured"
 
 
-# ---- stacks
-
-
-def stacked(p: Any, x: Any) -> Any:
-    def body(h: Any, layer: Any) -> Any:
-        return jnp.tanh(h @ layer["mlp"]["up"]) @ layer["mlp"]["down"], None
-
-    return lax.scan(body, x, p["decoder"]["layers"])[0].sum()
-
-
-def test_layer_slices_split_a_scan() -> None:
-    stack = struct(6, 16, 16)
-    p = {"decoder": {"layers": {"mlp": {"up": stack, "down": stack}}}}
-    split = traced(
-        policyc.apply(
-            "mlp -> nvfp4 expect 12; layers[-4:].mlp.up -> bf16 expect 4; layers[:15%] -> keep expect 0",
-            stacked,
-        ),
-        p,
-        X,
-    )
-    scans = [e for e in jaxprs.all_equations(split) if jaxprs.primitive_name(e) == "scan"]
-    assert [e.params["length"] for e in scans] == [2, 4]
-    kept = traced(policyc.apply("layers -> keep; layers[2:] -> keep", stacked), p, X)
-    assert str(kept) == str(traced(stacked, p, X))
-
-
-def test_slices_of_nested_stacks_split_both_scans() -> None:
-    def f(p: Any, x: Any) -> Any:
-        def stage(h: Any, layers: Any) -> Any:
-            return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, layers)[0], None
-
-        return lax.scan(stage, x, p["layers"])[0].sum()
-
-    policy = "layers -> mxfp8; layers[-2:] -> keep expect 2"
-    split = traced(jax.grad(policyc.apply(policy, f)), {"layers": struct(2, 3, 16, 16)}, X)
-    forward = traced(policyc.apply(policy, f), {"layers": struct(2, 3, 16, 16)}, X)
-    lengths = [
-        e.params["length"] for e in jaxprs.all_equations(forward) if jaxprs.primitive_name(e) == "scan"
-    ]
-    # Stage 0 is quantized whole; stage 1 has one quantized layer and two that are kept.
-    assert lengths == [1, 3, 1, 1, 2]
-    assert primitive_counts(split)["scaled_gemm"] > primitive_counts(forward)["scaled_gemm"] == 2
+# ---- functions that layers share
 
 
 def test_a_function_that_layers_share_stays_shared_where_they_are_treated_alike() -> None:

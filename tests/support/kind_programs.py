@@ -196,6 +196,18 @@ def residual_blocks_of_one_shape(p: Any) -> Any:
     return cross_entropy(x @ p["out"], TOKEN_IDS % WIDTH)
 
 
+@program(
+    {"in": SQUARE, "out": SQUARE, "l": [{"w1": SQUARE, "w2": SQUARE}]},
+    outside("embedding"),
+    unrolled(1, "mlp", "mlp"),
+    outside("head"),
+)
+def one_residual_block_of_one_shape(p: Any) -> Any:
+    x = SEQUENCE @ p["in"]
+    x = x + jnp.tanh(x @ p["l"][0]["w1"]) @ p["l"][0]["w2"]
+    return cross_entropy(x @ p["out"], TOKEN_IDS % WIDTH)
+
+
 LLAMA_PARAMS = {
     **attention_params(),
     "w5": weight(WIDTH, HIDDEN),

@@ -129,13 +129,6 @@ def where_by_number(p, x):
 
 
 @program(STACK)
-def where_over_the_stack(p, x):
-    keep = (np.arange(L) % 2 == 0)[:, None, None]
-    q = each(lambda a: jnp.where(keep, a, a[::-1]), p["layers"])
-    return scan(q, x).sum()
-
-
-@program(STACK)
 def where_between_two_names(p, x):
     keep = (np.arange(L) % 2 == 0)[:, None, None]
     mixed = jnp.where(keep, p["layers"]["up"], p["layers"]["down"])

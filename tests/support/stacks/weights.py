@@ -12,18 +12,6 @@ from tests.support.stacks.base import STACK, D, L, each, layer, program, scan, t
 
 
 @program(STACK)
-def cast_clipped_and_normalized(p, x):
-    def body(h, q):
-        def change(a):
-            a = jnp.clip(a.astype(jnp.bfloat16), -2, 2).astype(jnp.float32)
-            return a / jnp.linalg.norm(a, axis=0, keepdims=True)
-
-        return layer(each(change, q), h), None
-
-    return lax.scan(body, x, p["layers"])[0].sum()
-
-
-@program(STACK)
 def difference_of_neighbours(p, x):
     return scan(each(lambda a: a[1:] - a[:-1], p["layers"]), x).sum()
 
@@ -98,20 +86,6 @@ def custom_jvp_activation(p, x):
         return squashed(h @ q["up"]) @ squashed(q["down"]), None
 
     return lax.scan(body, x, take(p["layers"], slice(None, None, -1)))[0].sum()
-
-
-@program(STACK)
-def one_jit_for_unrolled_layers(p, x):
-    call = jax.jit(lambda stack, i, h: layer(take(stack, i), h))
-    for i in (2, 0, 3):
-        x = call(p["layers"], i, x)
-    return x.sum()
-
-
-@program(STACK)
-def remat_with_an_index(p, x):
-    call = jax.checkpoint(lambda stack, i, h: layer(take(stack, L - 1 - i), h))
-    return lax.scan(lambda h, i: (call(p["layers"], i, h), None), x, jnp.arange(L))[0].sum()
 
 
 @program(STACK)
