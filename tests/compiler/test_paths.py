@@ -81,98 +81,59 @@ class NodeStates:
         return cls(*children[0])
 
 
-# ---- containers
+NAMES: dict[str, tuple[tuple[Any, ...], list[str]]] = {
+    "keys of a dict": (({"mlp": {"up": 0, "down": 0}},), ["mlp.down", "mlp.up"]),
+    "the order of JAX": (({"b": [0, {"z": 0, "y": 0}], "a": (0,)},), ["a[0]", "b[0]", "b[1].y", "b[1].z"]),
+    "fields of a dataclass": (({"head": Linear(0, 0)},), ["head.kernel", "head.bias"]),
+    "fields of a named tuple": (({"head": Pair(0, 0)},), ["head.first", "head.second"]),
+    "positions in a list": (({"layers": [{"w": 0}, {"w": 0}]},), ["layers[0].w", "layers[1].w"]),
+    "integer keys of a dict": (({"layers": {0: {"w": 0}, 1: {"w": 0}}},), ["layers[0].w", "layers[1].w"]),
+    "a path of Haiku in one key": (({"mlp/~/linear_0": {"w": 0}},), ["mlp.linear[0].w"]),
+    "a path of Equinox in one key": (({".blocks[2]['up']": 0},), ["blocks[2].up"]),
+    "a digit that is no number": (
+        ({"x": {"²": 0}},),
+        ["x.²"],
+    ),  # `"²".isdigit()` is true, but `int("²")` raises
+    # ---- the name of the argument
+    "bare arrays": ((0, 0), ["a", "b"]),
+    "a list of arrays": (([0, 0],), ["a[0]", "a[1]"]),
+    "one argument": (({"w": 0},), ["w"]),
+    "several arguments": (({"w": 0}, {"w": 0}), ["a.w", "b.w"]),
+    "one argument with leaves": (({"w": 0}, {}), ["w"]),
+    # ---- what frameworks put around the parameters
+    **{
+        f"a wrapper with {attribute}": (({"mlp": {"kernel": Wrapper(0, attribute)}},), ["mlp.kernel"])
+        for attribute in ("value", "raw_value", "_value")
+    },
+    "a wrapper alone": ((Wrapper(0),), ["value"]),  # without it, the leaf would have no name of its own
+    "a projection called value": (
+        ({"attention": {"value": {"kernel": Wrapper(0)}}},),
+        ["attention.value.kernel"],
+    ),
+    "an array called value": (({"attention": {"value": 0}},), ["attention.value"]),
+    "a collection around everything": (({"params": {"mlp": 0}},), ["mlp"]),
+    "collections of two arguments": (({"params": {"mlp": 0}}, {"params": {"head": 0}}), ["a.mlp", "b.head"]),
+    "a collection beside others": (
+        ({"params": {"mlp": 0}, "stats": {"mean": 0}},),
+        ["params.mlp", "stats.mean"],
+    ),
+    "an array called params": (({"params": 0},), ["params"]),
+    "a tuple of one": ((({"mlp": {"up": 0, "down": 0}},),), ["mlp.down", "mlp.up"]),
+    "a tuple of two": ((({"mlp": 0}, {"head": 0}),), ["a[0].mlp", "a[1].head"]),
+    "node states of Flax": ((NodeStates({"mlp": {"kernel": Wrapper(0)}}),), ["mlp.kernel"]),
+    "nodes of one leaf": (({"proj": {"weight": Box(1)}, "norm": Box(2)},), ["norm", "proj.weight"]),
+    "a node of two leaves": (({"linear": Box(1, 2)},), ["linear[0]", "linear[1]"]),
+    "a node of one leaf alone": ((Box(1),), ["a[0]"]),
+}
 
 
-def test_dict_keys_are_names():
-    assert names({"mlp": {"up": 0, "down": 0}}) == ["mlp.down", "mlp.up"]
-
-
-def test_leaves_keep_the_order_of_jax():
-    tree = {"b": [0, {"z": 0, "y": 0}], "a": (0,)}
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    assert len(names(tree)) == len(leaves)
-    assert names(tree) == ["a[0]", "b[0]", "b[1].y", "b[1].z"]
-
-
-def test_dataclass_fields_and_named_tuple_fields_are_names():
-    assert names({"head": Linear(0, 0)}) == ["head.kernel", "head.bias"]
-    assert names({"head": Pair(0, 0)}) == ["head.first", "head.second"]
-
-
-def test_positions_in_a_list_are_indices():
-    assert names({"layers": [{"w": 0}, {"w": 0}]}) == ["layers[0].w", "layers[1].w"]
-
-
-def test_integer_keys_of_a_dict_are_indices():
-    assert names({"layers": {0: {"w": 0}, 1: {"w": 0}}}) == ["layers[0].w", "layers[1].w"]
+@pytest.mark.parametrize(("trees", "expected"), NAMES.values(), ids=NAMES.keys())
+def test_the_names_of_leaves(trees, expected):
+    assert names(*trees) == expected
 
 
 def test_an_index_after_an_index_is_a_name():
     assert leaf_paths([("a", {"layers": [[0]]})]) == [(PathSegment("layers", 0, 1), PathSegment("0"))]
-
-
-def test_a_key_may_hold_several_names():
-    """Haiku and Equinox write whole paths into one key."""
-    assert names({"mlp/~/linear_0": {"w": 0}}) == ["mlp.linear[0].w"]
-    assert names({".blocks[2]['up']": 0}) == ["blocks[2].up"]
-
-
-# ---- the name of the argument
-
-
-def test_a_bare_array_has_the_name_of_its_argument():
-    assert names(0, 0) == ["a", "b"]
-
-
-def test_a_list_of_arrays_is_a_stack_with_the_name_of_its_argument():
-    assert names([0, 0]) == ["a[0]", "a[1]"]
-
-
-def test_a_named_leaf_mentions_its_argument_only_among_several():
-    assert names({"w": 0}) == ["w"]
-    assert names({"w": 0}, {"w": 0}) == ["a.w", "b.w"]
-    assert names({"w": 0}, {}) == ["w"]
-
-
-# ---- what frameworks put around the parameters
-
-
-@pytest.mark.parametrize("attribute", ["value", "raw_value", "_value"])
-def test_a_wrapper_at_the_end_of_a_path_is_dropped(attribute):
-    assert names({"mlp": {"kernel": Wrapper(0, attribute)}}) == ["mlp.kernel"]
-
-
-def test_a_wrapper_alone_is_kept():
-    """Without it, the leaf would have no name of its own."""
-    assert names(Wrapper(0)) == ["value"]
-
-
-def test_value_inside_a_path_is_a_projection():
-    assert names({"attention": {"value": {"kernel": Wrapper(0)}}}) == ["attention.value.kernel"]
-    assert names({"attention": {"value": 0}}) == ["attention.value"]
-
-
-def test_a_params_collection_around_everything_is_dropped():
-    assert names({"params": {"mlp": 0}}) == ["mlp"]
-    assert names({"params": {"mlp": 0}}, {"params": {"head": 0}}) == ["a.mlp", "b.head"]
-
-
-def test_a_params_collection_beside_others_is_kept():
-    assert names({"params": {"mlp": 0}, "stats": {"mean": 0}}) == ["params.mlp", "stats.mean"]
-    assert names({"params": 0}) == ["params"]
-
-
-def test_a_tuple_of_one_around_everything_is_dropped():
-    assert names(({"mlp": {"up": 0, "down": 0}},)) == ["mlp.down", "mlp.up"]
-
-
-def test_a_tuple_of_two_is_kept():
-    assert names(({"mlp": 0}, {"head": 0})) == ["a[0].mlp", "a[1].head"]
-
-
-def test_the_node_states_of_flax_are_dropped():
-    assert names(NodeStates({"mlp": {"kernel": Wrapper(0)}})) == ["mlp.kernel"]
 
 
 def test_flax_nnx_modules_have_plain_names():
@@ -205,11 +166,6 @@ def test_a_leaf_and_the_text_of_its_path_agree_on_how_long_an_index_may_be(digit
         (leaf,) = leaf_paths([("a", {name: {"w": 0}})])
         assert leaf == tuple(add_stack_sizes([parse_path(f"{name}.w")])[0])
         assert (leaf[0].index is not None) is (digits <= 18)
-
-
-def test_a_digit_that_is_no_number_is_a_name():
-    """`"²".isdigit()` is true, but `int("²")` raises."""
-    assert names({"x": {"²": 0}}) == ["x.²"]
 
 
 def test_the_size_of_a_stack_is_one_more_than_its_largest_index():
@@ -272,9 +228,3 @@ def test_a_key_of_an_unknown_kind_prints_itself():
             return cls(*leaves)
 
     assert names({"outer": Custom(0)}) == ["outer.mine"]
-
-
-def test_a_node_without_names_that_holds_one_leaf_adds_nothing() -> None:
-    assert names({"proj": {"weight": Box(1)}, "norm": Box(2)}) == ["norm", "proj.weight"]
-    assert names({"linear": Box(1, 2)}) == ["linear[0]", "linear[1]"]
-    assert names(Box(1)) == ["a[0]"]

@@ -38,17 +38,6 @@ def path_texts(traced: TracedFunction) -> list[str | None]:
 # ---- the call
 
 
-def test_the_function_is_called_once() -> None:
-    calls = []
-
-    def loss(p: Any, x: Any) -> Any:
-        calls.append(1)
-        return x @ p
-
-    trace_call(loss, W, X)
-    assert calls == [1]
-
-
 def test_arguments_that_are_no_arrays_are_passed_as_they_are() -> None:
     config, seen = Config(), []
 
