@@ -134,12 +134,6 @@ UNROLLED = {**LM_PARAMS, "l": [BLOCK_PARAMS] * 3}
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_projections_around_a_fused_attention_are_of_attention(name: str) -> None:
-    loss = language_model(lambda x, p: self_attention(x, p, CALLS[name]))
-    assert kinds_of(loss, UNROLLED) == [*unrolled(3, *BLOCK), *outside("head")]
-
-
-@pytest.mark.parametrize("name", CALLS)
 def test_fused_attention_in_a_scan(name: str) -> None:
     def loss(p: Any) -> Any:
         def step(x: Any, layer: Any) -> Any:
