@@ -15,7 +15,7 @@ import click
 
 from policyc.base.files import atomic_write
 from policyc.cli.common import EXIT_USAGE, ExampleCommand, exit_with_message, explain_missing_package
-from policyc.cli.options import option
+from policyc.cli.options import number
 
 if TYPE_CHECKING:
     from policyc.models.llama.corpora import TextCount
@@ -31,12 +31,11 @@ def data() -> None:
     """
 
 
-_MAX_BAD_ROWS = option(
+_MAX_BAD_ROWS = number(
+    "Rows without readable text that are skipped; one more is an error.",
     "--max-bad-rows",
-    type=click.IntRange(0),
+    least=0,
     default=10,
-    metavar="N",
-    help="Rows without readable text that are skipped; one more is an error.",
 )
 
 
@@ -49,13 +48,12 @@ _MAX_BAD_ROWS = option(
     """,
 )
 @click.argument("corpora", nargs=-1, required=True, metavar="CORPUS...")
-@click.option(
+@number(
+    "Number of tokens: every byte, the end token and more. 32000 is the vocabulary of 30m to 200m.",
     "--vocab",
-    type=click.IntRange(257, 1 << 24),  # every byte, and the end token
+    least=257,
+    most=1 << 24,
     default=32000,
-    show_default=True,
-    metavar="N",
-    help="Number of tokens: every byte, the end token and more. 32000 is the vocabulary of 30m to 200m.",
 )
 @click.option(
     "--out",
@@ -64,13 +62,7 @@ _MAX_BAD_ROWS = option(
     show_default=True,
     help="File to write.",
 )
-@option(
-    "--megabytes",
-    type=click.IntRange(1),
-    default=1000,
-    metavar="N",
-    help="Read at most this much text of each corpus.",
-)
+@number("Read at most this much text of each corpus.", "--megabytes", default=1000)
 @_MAX_BAD_ROWS
 def train_tokenizer(
     corpora: tuple[str, ...], vocab: int, out: str, megabytes: int, max_bad_rows: int

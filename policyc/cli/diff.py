@@ -26,12 +26,14 @@ from policyc.cli.options import (
     check_source,
     collect_options,
     format_by_ending_option,
+    number,
     option,
     option_class,
     path_option,
     policy_argument,
     program_argument,
     step_options,
+    switch,
 )
 from policyc.cli.program import check_order, exit_on_error, fail_if_refused, parse_execution, trace_step
 
@@ -46,12 +48,10 @@ _MIN_WIDTH = 60  # of the text, in columns: names and figures need as much
 class CompareOptions:
     """What is compared."""
 
-    unrolled: bool = option(is_flag=True, help="Unroll the layers of a configuration.")
+    unrolled: bool = switch("Unroll the layers of a configuration.")
     backend: str = backend_option
-    grad: bool = option(is_flag=True, help="Compare gradients, where dgrad and wgrad show.")
-    phase: int = option(
-        metavar="N", type=click.IntRange(0), default=0, help="The phase of the schedule, from 0."
-    )
+    grad: bool = switch("Compare gradients, where dgrad and wgrad show.")
+    phase: int = number("The phase of the schedule, from 0.", least=0, default=0)
     vs: str | None = option(
         metavar="POLICY[:VARIANT]|PLAN.json",
         help="Compare with this policy, or with that of an earlier plan (apply --plan-out).",
@@ -80,8 +80,8 @@ class OutputOptions:
         help="One line per change, a page, the heat map, JSON, or a folder for Google's Model Explorer.",
     )
     out: str | None = path_option(metavar="FILE", help="Write to this file; for model-explorer, this folder.")
-    equations: bool = option(is_flag=True, help="In the text, also show the equations that change.")
-    exit_code: bool = option(is_flag=True, help="Exit with 1 if something differs.")
+    equations: bool = switch("In the text, also show the equations that change.")
+    exit_code: bool = switch("Exit with 1 if something differs.")
 
 
 @click.command(

@@ -25,6 +25,7 @@ from policyc.cli.options import (
     policy_argument,
     program_argument,
     step_options,
+    switch,
     vs_option,
 )
 from policyc.cli.program import exit_on_error, fail_if_refused, parse_execution, trace_step
@@ -92,7 +93,7 @@ class EstimateOptions:
     )
     output_format: str = format_option("table", "json")
     out: str | None = out_option()
-    assumptions: bool = option(is_flag=True, help="Also print the assumptions of the cost model.")
+    assumptions: bool = switch("Also print the assumptions of the cost model.")
 
 
 @click.command(

@@ -20,6 +20,7 @@ from policyc.cli.common import (
     unified_diff,
     use_color,
 )
+from policyc.cli.options import switch
 
 
 @click.command(
@@ -32,10 +33,8 @@ from policyc.cli.common import (
     """,
 )
 @click.argument("files", nargs=-1, metavar="[FILE|FOLDER]...")
-@click.option("--check", is_flag=True, help="Write nothing. Exit with 1 if a file is not formatted.")
-@click.option(
-    "--diff", is_flag=True, help="Write nothing. Print the changes, and exit with 1 if there are any."
-)
+@switch("Write nothing. Exit with 1 if a file is not formatted.", "--check")
+@switch("Write nothing. Print the changes, and exit with 1 if there are any.", "--diff")
 def fmt(files: tuple[str, ...], check: bool, diff: bool) -> None:
     """Format policies in place.
 

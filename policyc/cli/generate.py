@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from policyc.cli.common import ExampleCommand, exit_with_message, explain_missing_package, print_note
-from policyc.cli.options import FiniteRange, option
+from policyc.cli.options import FiniteRange, number, option
 from policyc.cli.program import exit_on_error
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     metavar="TEXT",
     help="Text to continue; may be repeated. An empty one begins a document.",
 )
-@option("--tokens", metavar="N", type=click.IntRange(1), default=128, help="Most tokens to draw.")
+@number("Most tokens to draw.", "--tokens", default=128)
 @option(
     "--temperature",
     metavar="T",
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     default=0.8,
     help="Divide logits by this. 0: take the most probable token.",
 )
-@option("--seed", metavar="N", type=click.IntRange(0, 2**32 - 1), default=0, help="Seed of the drawing.")
+@number("Seed of the drawing.", "--seed", least=0, most=2**32 - 1, default=0)
 def generate(folder: Path, prompts: tuple[str, ...], tokens: int, temperature: float, seed: int) -> None:
     """Continue texts with a trained model.
 
@@ -83,8 +83,8 @@ def _continue_all(model: TrainedModel, prompts: list[bytes], sampling: Sampling)
         model.name,
     )
     generator = Generator(model.params, model.config, sampling, longest)
-    for number, ids in enumerate(encoded):
-        drawn = takewhile(lambda token: token != model.end, generator.generate(ids, number))
+    for index, ids in enumerate(encoded):
+        drawn = takewhile(lambda token: token != model.end, generator.generate(ids, index))
         text = model.decode([*ids, *drawn])
         click.echo(
             escape_lines(text) if sys.stdout.isatty() else text, color=True

@@ -34,6 +34,7 @@ from policyc.cli.options import (
     option,
     option_class,
     out_option,
+    switch,
 )
 from policyc.cli.program import plan_source
 
@@ -62,22 +63,16 @@ class LintOptions:
         show_default=DEFAULT_TARGET,
         help="With a program: the GPU on which speed is judged.",
     )
-    fix: bool = option(
-        is_flag=True,
-        help="Apply the fixes that keep the meaning of the policy. Of '-', the text goes to standard output and "
-        "the findings to standard error.",
+    fix: bool = switch(
+        "Apply the fixes that keep the meaning of the policy. Of '-', the text goes to standard output and "
+        "the findings to standard error."
     )
-    unsafe_fixes: bool = option(
-        is_flag=True, help="With --fix or --diff: also apply fixes that change what the policy means."
+    unsafe_fixes: bool = switch("With --fix or --diff: also apply fixes that change what the policy means.")
+    diff: bool = switch("Write nothing. Print what --fix would change, and exit with 1 if anything.")
+    statistics: bool = switch(
+        "Print the number of findings per code; [*]: --fix repairs them. Formats: full, concise, json."
     )
-    diff: bool = option(
-        is_flag=True, help="Write nothing. Print what --fix would change, and exit with 1 if anything."
-    )
-    statistics: bool = option(
-        is_flag=True,
-        help="Print the number of findings per code; [*]: --fix repairs them. Formats: full, concise, json.",
-    )
-    exit_zero: bool = option(is_flag=True, help="Exit with 0 also if there are findings.")
+    exit_zero: bool = switch("Exit with 0 also if there are findings.")
     stdin_filename: str | None = option(
         metavar="FILE", help="The name of what is read from '-', for messages and for imports relative to it."
     )

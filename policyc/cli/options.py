@@ -124,6 +124,16 @@ def option(*flags: str, **settings: Any) -> Any:
     return Option(*flags, **settings)
 
 
+def switch(help: str, *flags: str) -> Any:
+    """An option without a value."""
+    return option(*flags, is_flag=True, help=help)
+
+
+def number(help: str, *flags: str, least: int = 1, most: int | None = None, **settings: Any) -> Any:
+    """An option whose value is a whole number."""
+    return option(*flags, type=click.IntRange(least, most), metavar="N", help=help, **settings)
+
+
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def option_class(kind: type[T]) -> type[T]:
     """Makes a dataclass of a class whose fields are options. A field without an option must have a default."""
@@ -175,7 +185,7 @@ priced_backend_option: Any = option(
     help="Backend whose speed is predicted. te: Transformer Engine; auto: the choice of 'apply' here.",
 )
 
-require_native_option: Any = option(is_flag=True, help="Fail if a product would be emulated.")
+require_native_option: Any = switch("Fail if a product would be emulated.")
 
 
 def format_option(*formats: str, help: str = "Output format.") -> Any:
@@ -246,31 +256,21 @@ class RunOptions:
     plan_out: str | None = path_option(
         metavar="FILE", type=click.Path(dir_okay=False), help="Write the plan to this file, as JSON."
     )
-    stats_every: int = option(
-        type=click.IntRange(0),
-        default=0,
-        metavar="N",
-        help="Measure the error of quantization every N steps, for the run's report. 0: never.",
+    stats_every: int = number(
+        "Measure the error of quantization every N steps, for the run's report. 0: never.", least=0, default=0
     )
-    rounding_seed: int | None = option(
-        type=click.IntRange(0, 2**32 - 1),
-        metavar="N",
-        show_default="that of the policy",
-        help="Seed of stochastic rounding.",
+    rounding_seed: int | None = number(
+        "Seed of stochastic rounding.", least=0, most=2**32 - 1, show_default="that of the policy"
     )
-    quiet: bool = option(
-        is_flag=True, help="Print nothing beside the program's output, except warnings and errors."
-    )
+    quiet: bool = switch("Print nothing beside the program's output, except warnings and errors.")
     multiple_losses: bool = False
     compile_cache: str | None = None
 
 
 run_options: Decorator = collect_options(RunOptions, "run")
 
-multiple_losses_option: Any = option(
-    "--multiple-losses",
-    is_flag=True,
-    help="Let any loss of the program meet an 'expect', not only the first one.",
+multiple_losses_option: Any = switch(
+    "Let any loss of the program meet an 'expect', not only the first one.", "--multiple-losses"
 )
 
 compile_cache_option: Any = option(
@@ -302,24 +302,17 @@ class StepOptions:
 
     config: str | None = config_option
     target: str = option(metavar="GPU", default=DEFAULT_TARGET, help="The GPU, one of 'policyc targets'.")
-    devices: int = option(metavar="N", type=click.IntRange(1), default=1, help="Number of GPUs.")
+    devices: int = number("Number of GPUs.", default=1)
     mesh: str | None = option(
         metavar="AXES",
         show_default="all devices on fsdp",
         help="Sizes of the axes data, fsdp, context, tensor and (compile) expert, such as 'fsdp=32 tensor=4'. "
         "A program has data and fsdp only; compiled, its own mesh.",
     )
-    batch: int | None = option(
-        metavar="N", type=click.IntRange(1), show_default=_FROM_CONFIG, help="Sequences per step."
-    )
-    sequence: int | None = option(
-        metavar="N", type=click.IntRange(1), show_default=_FROM_CONFIG, help="Tokens per sequence."
-    )
-    accumulate: int | None = option(
-        metavar="N",
-        type=click.IntRange(1),
-        show_default="as few as leave a device two sequences at a time",
-        help="Microbatches per step.",
+    batch: int | None = number("Sequences per step.", show_default=_FROM_CONFIG)
+    sequence: int | None = number("Tokens per sequence.", show_default=_FROM_CONFIG)
+    accumulate: int | None = number(
+        "Microbatches per step.", show_default="as few as leave a device two sequences at a time"
     )
     remat: str | None = option(
         type=click.Choice(["none", "dots", "full", "quantized"]),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from policyc.cli.common import exit_with_message, print_note
-from policyc.cli.options import Decorator, check_source, collect_options, option, option_class
+from policyc.cli.options import Decorator, check_source, collect_options, number, option, option_class
 from policyc.cli.program import exit_on_error, explain_early_exit, explain_no_loss, parse_program
 
 if TYPE_CHECKING:
@@ -29,10 +29,8 @@ class RecordOptions:
         metavar="CHECKPOINT",
         help="Start from this checkpoint of the bundled trainer, such as runs/a/checkpoints/300. Needs --config.",
     )
-    batches: int = option(type=click.IntRange(1), default=4, metavar="N", help="Batches to record.")
-    after: int = option(
-        type=click.IntRange(0), default=0, metavar="N", help="Let the program run this many steps before."
-    )
+    batches: int = number("Batches to record.", default=4)
+    after: int = number("Let the program run this many steps before.", least=0, default=0)
 
 
 record_options: Decorator = collect_options(RecordOptions, "record")

@@ -16,12 +16,14 @@ from policyc.cli.options import (
     FiniteRange,
     StepOptions,
     collect_options,
+    number,
     option,
     option_class,
     out_option,
     priced_backend_option,
     program_argument,
     step_options,
+    switch,
 )
 from policyc.cli.program import exit_on_error, parse_execution, program_name, trace_step
 from policyc.cli.recorded import RecordOptions, record, record_options
@@ -49,21 +51,15 @@ class SearchOptions:
     max_damage: float | None = option(
         type=FiniteRange(min=0), metavar="NATS", help="The fastest policy with at most this damage."
     )
-    frontier: bool = option(
-        is_flag=True,
-        help="All speeds: a table, a picture (--out x.svg), or a file for 'diff' and 'report' (--out x.json).",
+    frontier: bool = switch(
+        "All speeds: a table, a picture (--out x.svg), or a file for 'diff' and 'report' (--out x.json)."
     )
     formats: str = option(
         default=DEFAULT_FORMATS,
         metavar="A,B",
         help="Formats to choose from, or recipes such as 'nvfp4(sr=grad)'. Keeping a product is always a choice.",
     )
-    segments: int = option(
-        type=click.IntRange(1),
-        default=4,
-        metavar="N",
-        help="Most ranges of layers that differ: each one more splits a scan.",
-    )
+    segments: int = number("Most ranges of layers that differ: each one more splits a scan.", default=4)
     backend: str = priced_backend_option
     explain: str | None = option(
         metavar="SITE", help="Also say why the sites of this name got what they got."

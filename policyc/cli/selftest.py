@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from policyc.cli.common import EXIT_FAILURE, ExampleCommand, write_output
-from policyc.cli.options import path_option
+from policyc.cli.options import path_option, switch
 
 
 def _read_backends(_ctx: click.Context, _option: click.Parameter, text: str) -> tuple[str, ...]:
@@ -36,7 +36,7 @@ def _read_backends(_ctx: click.Context, _option: click.Parameter, text: str) -> 
     callback=_read_backends,
     help="Backends to test, beside the emulation.",
 )
-@click.option("--quick", is_flag=True, help="Fewer recipes, no training and no timings.")
+@switch("Fewer recipes, no training and no timings.", "--quick")
 @path_option(
     "--out",
     metavar="FOLDER",

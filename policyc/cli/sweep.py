@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from policyc.cli.common import load_policy, usage_errors
-from policyc.cli.options import collect_options, config_option, option, option_class, program_argument
+from policyc.cli.options import collect_options, config_option, option, option_class, program_argument, switch
 from policyc.cli.program import exit_on_error
 from policyc.cli.sweep_runs import SweepCommand, SweepOptions, run_sweep, split_names
 
@@ -24,13 +24,10 @@ class EditOptions:
     variants: str | None = option(
         metavar="A,B", help="Variants that the policy defines; 'all' for all of them."
     )
-    ablate: bool = option(
-        is_flag=True,
-        help="Remove one ingredient at a time: an option of a recipe, or a rule that protects sites in bf16.",
+    ablate: bool = switch(
+        "Remove one ingredient at a time: an option of a recipe, or a rule that protects sites in bf16."
     )
-    add_one: bool = option(
-        is_flag=True, help="Start from recipes without options ('plain'), and add one option at a time."
-    )
+    add_one: bool = switch("Start from recipes without options ('plain'), and add one option at a time.")
     grid: str | None = option(
         metavar="AXES",
         help="All combinations of option values, such as 'rht=wgrad,none; sr=grad,none'. 'none' removes the "

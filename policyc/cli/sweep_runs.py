@@ -27,9 +27,11 @@ from policyc.cli.options import (
     backend_option,
     compile_cache_option,
     multiple_losses_option,
+    number,
     option,
     option_class,
     require_native_option,
+    switch,
 )
 from policyc.cli.program import misplaced_hint, parse_program, program_name
 from policyc.cli.sweep_output import print_dry_run, print_omitted, write_page
@@ -77,17 +79,10 @@ class SweepOptions:
         show_default="bf16, and fp8 if it fits the program",
         help="Policies to compare with, by name or path; 'none' for none.",
     )
-    seeds: int = option(
-        type=click.IntRange(1), default=5, metavar="N", help="Number of seeds. All variants get the same."
-    )
-    first_seed: int = option(
-        type=click.IntRange(0), default=0, metavar="N", help="The first seed; the others follow it."
-    )
-    steps: int | None = option(
-        type=click.IntRange(1),
-        metavar="N",
-        show_default="from the configuration",
-        help="Steps of a run. A run that ends earlier has failed.",
+    seeds: int = number("Number of seeds. All variants get the same.", default=5)
+    first_seed: int = number("The first seed; the others follow it.", least=0, default=0)
+    steps: int | None = number(
+        "Steps of a run. A run that ends earlier has failed.", show_default="from the configuration"
     )
     out: str | None = option(
         type=click.Path(file_okay=False), show_default="sweeps/POLICY", help="Folder of the sweep."
@@ -97,15 +92,11 @@ class SweepOptions:
         metavar="NATS|%",
         help="Largest difference of loss that counts as parity, fixed before the sweep runs.",
     )
-    jobs: int | None = option(
-        type=click.IntRange(1),
-        metavar="N",
+    jobs: int | None = number(
+        "Runs at a time. More than GPUs: they share them.",
         show_default="one per GPU; 1 without GPUs; 100 with --slurm",
-        help="Runs at a time. More than GPUs: they share them.",
     )
-    gpus_per_run: int = option(
-        type=click.IntRange(1), default=1, metavar="N", help="GPUs of this machine that each run gets."
-    )
+    gpus_per_run: int = number("GPUs of this machine that each run gets.", default=1)
     slurm: SlurmOptions | None = option(
         multiple=True,
         metavar="NAME=VALUE,...",
@@ -113,27 +104,20 @@ class SweepOptions:
         help="Run each run as a Slurm job with these resources, such as 'partition=long,gpus=8,nodes=16,time=1440' "
         "(time in minutes).",
     )
-    seeds_per_process: int = option(
-        type=click.IntRange(1),
-        default=1,
-        metavar="N",
-        help="Seeds of a variant that run in one process. Bundled trainer only.",
+    seeds_per_process: int = number(
+        "Seeds of a variant that run in one process. Bundled trainer only.", default=1
     )
     metrics: str | None = option(
         metavar="KIND=PATH",
         help="Read the metrics of a trainer that does not write metrics.jsonl: 'maxtext={out}/metrics.txt'.",
     )
-    no_plan: bool = option(
-        is_flag=True,
-        help="Do not trace the program before anything runs. By default it is traced once: policies that do not "
-        "fit are errors, and edits that do the same to it are run once.",
+    no_plan: bool = switch(
+        "Do not trace the program before anything runs. By default it is traced once: policies that do not "
+        "fit are errors, and edits that do the same to it are run once."
     )
-    dry_run: bool = option(is_flag=True, help="Print the runs and the edits as diffs. Start nothing.")
-    stats_every: int = option(
-        type=click.IntRange(0),
-        default=0,
-        metavar="N",
-        help="Measure the error of quantization every N steps. 0: never.",
+    dry_run: bool = switch("Print the runs and the edits as diffs. Start nothing.")
+    stats_every: int = number(
+        "Measure the error of quantization every N steps. 0: never.", least=0, default=0
     )
     backend: str = backend_option
     require_native: bool = require_native_option
