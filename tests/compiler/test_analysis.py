@@ -301,23 +301,6 @@ def test_a_scan_over_parameters_is_one_site_with_many_layers() -> None:
     assert all(f"decoder.layers[{i}].up" in paths[i] for i in range(3))
 
 
-def test_scanned_and_unrolled_layers_have_the_same_paths() -> None:
-    def unrolled(p: Any, x: Any) -> Any:
-        for w in p["decoder"]["layers"]:
-            x = x + jnp.tanh(x @ w["up"]) @ w["down"]
-        return x.sum()
-
-    params = {"decoder": {"layers": [{"up": W, "down": struct(32, 16)} for _ in range(3)]}}
-    one_by_one = {path for site in find_sites(unrolled, params, X) for path in site.paths(())}
-    scanned = {
-        path
-        for site in find_sites(stacked_loss, stack(3), X)
-        for la in site.layers()
-        for path in site.paths(la)
-    }
-    assert {path for path in one_by_one if path} <= scanned
-
-
 def test_every_layer_has_its_own_number() -> None:
     """For random keys: in stacks, in nested stacks, and where a path has no index."""
     up, _ = find_sites(stacked_loss, stack(3), X)

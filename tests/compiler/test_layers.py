@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
 
 import policyc
 from policyc.compiler.plan_checks import check_plan, opaque_indices
@@ -170,26 +169,6 @@ def test_experts_inside_a_layer_have_no_index_and_layers_have():
     assert quantized_layers("layers[-1] -> fp8", loss, params) == ["layers[3].experts"]
 
 
-def test_experts_that_devices_share_out_leave_layers_their_index():
-    mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    specs = (PartitionSpec(None, "i"), PartitionSpec())
-
-    def local(layers, x):
-        def block(h, experts):
-            h = jnp.broadcast_to(h, (experts.shape[0], *h.shape))
-            return lax.psum(jnp.einsum("etd,edf->etf", h, experts).sum(0), "i"), None
-
-        return lax.scan(block, x, layers)[0]
-
-    def loss(p, x):
-        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())(
-            p["layers"], x
-        ).sum()
-
-    params = {"layers": weights(4, 4)}
-    assert quantized_layers("layers[-1] -> fp8 expect 1", loss, params) == ["layers[3]"]
-
-
 def averaged(combine: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
     return lambda p, x: (x @ combine(jnp.stack([q["attn"] for q in p["layers"]]))).sum()
 
@@ -202,16 +181,6 @@ def test_one_matrix_of_all_layers_of_a_list_has_the_names_of_all_and_no_index(co
     (site,) = policyc.plan("* -> bf16", loss, LIST, X).sites
     assert site.weight == "rhs"
     assert [dotted(t.path) for t in site.parameters] == [f"layers[{i}].attn" for i in range(8)]
-
-
-def test_a_carry_that_becomes_an_activation_is_no_weight():
-    def loss(p, x):
-        h = lax.fori_loop(0, 3, lambda _, h: jnp.tanh(h @ p["w"]), p["latents"])
-        return (h @ h.T).sum()
-
-    names = weight_names(loss, {"w": weights(), "latents": weights()}, X)
-    assert names[0] == ("w", "rhs")
-    assert names[1][1] is None
 
 
 def test_products_without_a_weight_in_a_loop_over_two_layers_are_refused_by_scope():
@@ -244,20 +213,6 @@ def test_heads_that_are_taken_one_by_one_are_no_layers():
     paths = quantized_layers("layers[3] -> fp8", loss, params)
     assert paths == ["layers[3].o", "layers[3].o", "layers[3].q[0]", "layers[3].q[1]"]
     assert quantized_layers("layers[3].q[1] -> fp8", loss, params) == ["layers[3].q[1]"]
-
-
-def test_layers_that_are_parts_of_an_axis_have_no_index():
-    """A matrix in parts is a matrix, and an index is refused: it could be of layers."""
-
-    def loss(p, x):
-        rows = p["layers"]["rows"].reshape(8, D, D)
-        columns = lax.map(lambda i: x @ lax.dynamic_slice_in_dim(p["blocks"][1], i * 2, 2, 1), jnp.arange(2))
-        return lax.scan(lambda h, w: (h @ w, None), x, rows)[0].sum() + columns.sum()
-
-    params = {"layers": {"rows": jax.ShapeDtypeStruct((8 * D, D), "float32")}, "blocks": [weights()] * 2}
-    with pytest.raises(policyc.PolicyError, match="another part of axis 0"):
-        quantized_layers("* -> fp8; layers[3] -> bf16", loss, params)
-    assert quantized_layers("blocks[1] -> fp8", loss, params) == ["blocks[1]", "blocks[1]"]
 
 
 def by_kind(p, x):
@@ -362,23 +317,6 @@ def test_a_table_has_the_indices_of_layers_in_policies():
 def test_a_loop_is_not_split_for_a_branch_that_is_not_taken(program, policy, lengths):
     jaxpr = jax.make_jaxpr(policyc.apply(policy, program))(STACK, X)
     assert [eqn.params["length"] for eqn in jaxpr.eqns if eqn.primitive.name == "scan"] == lengths
-
-
-def test_products_of_activations_have_the_index_of_the_layer_around_them():
-    def loss(p, x):
-        def block(h, q):
-            with jax.named_scope("attention"):
-                h = (h @ q["attn"]) @ h.T @ h
-            return h, None
-
-        return lax.scan(block, x, each(lambda a: a[::-1], p["layers"]))[0].sum()
-
-    plan = policyc.plan("attention[-1] -> fp8", loss, STACK, X)
-    scores = [s for s in plan.sites if s.weight is None]
-    assert len(scores) == 2
-    for site in scores:
-        decided = [plan.decisions()[site.address, la].recipe is not None for la in site.layers()]
-        assert decided == [True] + [False] * 7  # the last layer runs first
 
 
 def nested_activations(p, x):

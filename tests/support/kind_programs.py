@@ -573,21 +573,6 @@ def decoder_that_reads_the_encoder_first(p: Any) -> Any:
     return cross_entropy(rms_norm(x) @ p["table"].T)
 
 
-@program(
-    {"table": TABLE, "e": stack(3, BLOCK_PARAMS), "d": [BLOCK_PARAMS] * 2},
-    scanned(3, *BLOCK),
-    unrolled(2, *BLOCK),
-    outside("head"),
-)
-def decoder_that_adds_the_mean_of_the_encoder(p: Any) -> Any:
-    """Equal blocks of one width. Of the encoder's stream, only its mean over tokens reaches the decoder's."""
-    memory, _ = lax.scan(lambda x, layer: (block(x, layer), None), p["table"][TOKEN_IDS], p["e"])
-    x = p["table"][TOKEN_IDS] + rms_norm(memory).mean(-2, keepdims=True)
-    for layer in p["d"]:
-        x = block(x, layer)
-    return cross_entropy(rms_norm(x) @ p["table"].T)
-
-
 def cross_attention(x: Any, memory: Any, p: Any) -> Any:
     """Keys and values come first, then the queries."""
     k, v = split_heads(memory @ p["w1"]), split_heads(memory @ p["w2"])

@@ -131,15 +131,6 @@ def custom_vjp_that_reverses(p, x):
 
 
 @program(STACK)
-def linear_call_and_custom_gradient(p, x):
-    @jax.custom_gradient
-    def same(a):
-        return a, lambda g: g
-
-    return scan(each(same, p["layers"]), x).sum()
-
-
-@program(STACK)
 def split_in_halves_by_columns(p, x):
     def body(h, q):
         a, b = jnp.split(q["up"], 2, axis=1)
