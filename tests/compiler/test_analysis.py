@@ -301,13 +301,6 @@ def test_a_scan_over_parameters_is_one_site_with_many_layers() -> None:
     assert all(f"decoder.layers[{i}].up" in paths[i] for i in range(3))
 
 
-def test_every_layer_has_its_own_number() -> None:
-    """For random keys: in stacks, in nested stacks, and where a path has no index."""
-    up, _ = find_sites(stacked_loss, stack(3), X)
-    assert up.loop_ordinals() == [0, 1, 2]
-    assert up.id == find_sites(stacked_loss, stack(5), X).sites[0].id, "of the name only"
-
-
 # ---- repeats
 
 

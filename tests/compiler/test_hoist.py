@@ -163,13 +163,6 @@ def test_a_weight_with_random_signs_is_quantized_where_it_is_used() -> None:
     assert counts == {(): 5, (PARTS,): 4}
 
 
-def test_a_program_that_is_kept_is_not_changed() -> None:
-    step = accumulated(model("full"))
-    plain = str(jax.make_jaxpr(step)(STACKED, X))
-    with policyc.active("* -> keep", on_plan=lambda plan: None):
-        assert str(jax.make_jaxpr(step)(STACKED, X)) == plain
-
-
 # ---- the same bits as without hoisting
 
 

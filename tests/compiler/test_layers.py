@@ -594,17 +594,6 @@ def test_expect_counts_layers_and_not_how_often_a_loop_repeats_them(name):
     assert plan.counts == (count,)
 
 
-def test_a_list_in_an_argument_called_params_has_indices():
-    def loss(params, x):
-        for w in params:
-            x = x @ w
-        return x.sum()
-
-    plan = policyc.plan("params[-1] -> fp8", loss, [weights() for _ in range(3)], X)
-    assert plan.counts == (1,)
-    assert [s.name for s in plan.sites] == ["params[0]", "params[1]", "params[2]"]
-
-
 def test_of_several_differentiated_arguments_the_name_is_part_of_the_path():
     def loss(generator, critic, x):
         return ((x @ generator["w"]) @ critic["w"]).sum()
