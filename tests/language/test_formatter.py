@@ -29,7 +29,7 @@ def comments_of(text: str) -> list[str]:
 
 
 @given(texts())
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_formatting_keeps_policy_and_comments_and_is_idempotent(drawn):
     policy, text, comments = drawn
     formatted = fmt(text)
@@ -39,7 +39,7 @@ def test_formatting_keeps_policy_and_comments_and_is_idempotent(drawn):
 
 
 @given(texts(commented=False))  # a statement with a comment inside keeps its empty lines
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_no_trailing_spaces_and_no_repeated_empty_lines(drawn):
     _, text, _ = drawn
     lines = fmt(text).split("\n")

@@ -778,7 +778,7 @@ def line_parser() -> Lark:
     return Lark(grammar, parser="lalr", start="policy")
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(texts())
 def test_a_statement_has_the_tree_of_its_own_text(drawn: tuple[Policy, str, list[str]]) -> None:
     """The tree that lark makes of it alone, also if another one with other digits was parsed before."""
@@ -792,7 +792,7 @@ def test_a_statement_has_the_tree_of_its_own_text(drawn: tuple[Policy, str, list
         assert places[0] == places[1]
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(texts())
 def test_the_pieces_of_a_valid_text_are_its_statements(drawn: tuple[Policy, str, list[str]]) -> None:
     """Also where a piece is read alone: the formatter and editors read nothing else."""

@@ -169,12 +169,11 @@ def test_kernels_in_programs_for_cuda() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["emulate", "xla"])
-def test_two_kernels_quantize_for_both_gemms(backend: str) -> None:
+def test_two_kernels_quantize_for_both_gemms() -> None:
     """None where the operand does not fit: XLA quantizes it. The cost model counts as many reads."""
-    run = partial(quantize_pair, backend=backend)
+    run = partial(quantize_pair, backend="xla")
     assert count_kernels(run, normal(64, 256)) == 2
-    assert backends.load(backend).count_reads([s.treatment for s in DY]) == 2
+    assert {backends.load(name).count_reads([s.treatment for s in DY]) for name in ("emulate", "xla")} == {2}
     assert count_kernels(run, normal(64, 128)) == 0
 
 

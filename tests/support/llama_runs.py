@@ -28,9 +28,7 @@ SMALL = {"layers": 2, "width": 32, "hidden": 64, "heads": 4, "kv_heads": 2, "hea
 SHORT = {"steps": 8, "batch": 8, "sequence": 32, "data": "synthetic", "learning_rate": 1e-2}
 DTYPE = "float32"
 RUN = {"checkpoint_every": 3, "keep": 2, "compute": DTYPE}
-# Tests of single steps and of a whole run use the same mesh and dtype, so that JAX compiles their step once.
 MESH = {"fsdp": 2, "tensor": 2, "context": 2}
-RUN_ON_MESH = RUN | {f"{name}_axis": n for name, n in MESH.items()}
 
 
 def flags(**settings: Any) -> list[str]:
