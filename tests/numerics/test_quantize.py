@@ -514,6 +514,15 @@ FORMATS = [
 
 
 @pytest.mark.parametrize("t", FORMATS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_nonfinite_elements_stay_nonfinite(t: Treatment, bad: float) -> None:
+    x = samples("normal", SMALL)
+    x[3, 5] = bad
+    q = quickly_compiled(t)(x)
+    assert not np.isfinite(np.asarray(dequantize(q))[3, 5])
+
+
+@pytest.mark.parametrize("t", FORMATS)
 @pytest.mark.parametrize("size", [1e-45, 1e-40, 1e-38, 1e-36, 1e-33, 1e-31, 1e-20, 1e20, 1e38])
 def test_extremes_are_finite_and_accurate(t: Treatment, size: float) -> None:
     with np.errstate(under="ignore"):
