@@ -246,20 +246,6 @@ def test_a_weight_is_followed_into_a_container(container: Any) -> None:
     assert site.is_reused is (container in (jax.checkpoint, in_scan, in_while, in_condition))
 
 
-def test_a_function_that_is_jitted_once_and_called_per_layer_has_a_site_per_call() -> None:
-    layer = jax.jit(lambda w, h: jnp.tanh(h @ w))
-
-    def loss(p: Any, x: Any) -> Any:
-        for w in p["layers"]:
-            x = layer(w, x)
-        return x.sum()
-
-    sites = find_sites(loss, {"layers": [struct(16, 16)] * 3}, X)
-    assert [s.name for s in sites] == ["layers[0]", "layers[1]", "layers[2]"]
-    assert len({s.address for s in sites}) == 3
-    assert [s.products for s in sites] == [{FPROP, WGRAD}, set(Gemm), set(Gemm)]
-
-
 def test_the_scopes_of_all_containers_make_the_scope_of_a_site() -> None:
     def dense(w: Any, x: Any) -> Any:
         with jax.named_scope("dense"):

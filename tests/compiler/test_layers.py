@@ -169,20 +169,6 @@ def test_experts_inside_a_layer_have_no_index_and_layers_have():
     assert quantized_layers("layers[-1] -> fp8", loss, params) == ["layers[3].experts"]
 
 
-def averaged(combine: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
-    return lambda p, x: (x @ combine(jnp.stack([q["attn"] for q in p["layers"]]))).sum()
-
-
-@pytest.mark.parametrize("combine", [lambda a: a.mean(0), lambda a: a.sum(0), lambda a: a.max(0)])
-def test_one_matrix_of_all_layers_of_a_list_has_the_names_of_all_and_no_index(combine):
-    loss = averaged(combine)
-    with pytest.raises(policyc.PolicyError, match=r"opaque-index.*computed by 'reduce_(sum|max)'"):
-        quantized_layers("layers[-1] -> fp8", loss, LIST)
-    (site,) = policyc.plan("* -> bf16", loss, LIST, X).sites
-    assert site.weight == "rhs"
-    assert [dotted(t.path) for t in site.parameters] == [f"layers[{i}].attn" for i in range(8)]
-
-
 def test_products_without_a_weight_in_a_loop_over_two_layers_are_refused_by_scope():
     def loss(p, x):
         def pair(h, ws):
@@ -592,15 +578,6 @@ def test_expect_counts_layers_and_not_how_often_a_loop_repeats_them(name):
     plan = policyc.plan(f"w -> fp8 expect {count}", lambda p, x: program(p, x).sum(), {"w": w}, X)
     check_plan(plan)
     assert plan.counts == (count,)
-
-
-def test_of_several_differentiated_arguments_the_name_is_part_of_the_path():
-    def loss(generator, critic, x):
-        return ((x @ generator["w"]) @ critic["w"]).sum()
-
-    plan = policyc.plan("critic -> fp8", loss, {"w": weights()}, {"w": weights()}, X, param_argnums=(0, 1))
-    assert [s.name for s in plan.sites] == ["generator.w", "critic.w"]
-    assert plan.counts == (1,)
 
 
 @pytest.mark.parametrize("left", [False, True])
