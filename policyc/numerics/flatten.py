@@ -14,12 +14,11 @@ from policyc.numerics.quantize.layout import Layout, Operand, Quantized
 
 def unflatten_quantized(layout: Layout, arrays: Sequence[jax.Array]) -> Quantized:
     """Codes, scales, amax, transposed codes and transposed scales, as many as there are."""
-    format = FORMATS[layout.format]
     parts = iter(arrays)
     return Quantized(
         codes=next(parts),
-        scales=next(parts) if format.block else None,
-        amax=next(parts) if format.tensor_scale else None,
+        scales=next(parts) if layout.has_scales else None,
+        amax=next(parts) if FORMATS[layout.format].tensor_scale else None,
         transposed_codes=next(parts, None),
         transposed_scales=next(parts, None),
         layout=layout,
@@ -45,8 +44,7 @@ class OperandLayout:
         """The number of arrays that the equation takes for this operand."""
         if self.layout is None:
             return 1
-        format = FORMATS[self.layout.format]
-        return 1 + bool(format.block) + format.tensor_scale
+        return 1 + self.layout.has_scales + FORMATS[self.layout.format].tensor_scale
 
     def unflatten(self, arrays: Sequence[jax.Array]) -> Operand:
         return arrays[0] if self.layout is None else unflatten_quantized(self.layout, arrays)

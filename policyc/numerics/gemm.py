@@ -6,6 +6,7 @@ The residuals of the backward pass are quantized operands, wherever the recipe q
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any, Literal, NamedTuple, cast
@@ -372,8 +373,23 @@ def _gradient(
         with jax.named_scope(product.scope):
             return cast("jax.Array", jax.linear_transpose(linear, operand)(dy)[0])
     tokens = prod(dy.shape[i] for i in (product.left if is_lhs else product.right).tokens)
-    left, right = (quantize_dy(), saved) if is_lhs else (saved, quantize_dy())
+    quantized_dy = quantize_dy()
+    if product.gemm == "wgrad":
+        saved, quantized_dy = _join(saved, quantized_dy)
+    left, right = (quantized_dy, saved) if is_lhs else (saved, quantized_dy)
     return reshard_like(_multiply(product, left, right, operand.dtype, tokens), operand)
+
+
+def _join(saved: Parts, dy: Parts) -> tuple[Parts, Parts]:
+    """Both operands of a GEMM, neither before the other.
+
+    XLA could decode the saved codes of all layers at once otherwise, long before they are needed, and keep the values.
+    """
+    part, *others = dy
+    if not isinstance(part, Quantized) or part.amax is None:
+        return saved, dy
+    saved, amax = materialize((saved, part.amax))
+    return saved, (replace(part, amax=amax), *others)
 
 
 _gemm.defvjp(_gemm_fwd, _gemm_bwd)

@@ -11,12 +11,15 @@ from jax.ad_checkpoint import checkpoint_name
 
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Treatment
-from policyc.numerics import primitives
+from policyc.numerics import backends, primitives
 from policyc.numerics.products import OperandSpec, free_dims
 from policyc.numerics.quantize import Axes, Key, Operand, Quantized
 
 CHECKPOINT_NAME = "quantization"
 """The name of saved quantized tensors, for policies of `jax.checkpoint`."""
+
+_READ_AT_ONCE = ("fprop.x", "dgrad.dy")
+"""Operands that the next GEMM reads, and no other one."""
 
 CAST_DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
 """The dtype of the formats that only cast."""
@@ -107,18 +110,27 @@ def can_quantize_pair(one: OperandSpec, other: OperandSpec) -> bool:
 def quantize_pair(
     x: jax.Array, one: OperandSpec, other: OperandSpec, keys: Keys, *, save: bool = False
 ) -> tuple[Quantized, Quantized]:
-    """Quantizes an operand for two GEMMs at once. Only if `can_quantize_pair`."""
+    """Quantizes an operand for two GEMMs at once. Only if `can_quantize_pair`.
+
+    If the backend multiplies values, those are written where the next GEMM reads them: codes would only be decoded
+    again. What is kept for longer has codes, also dy for wgrad, which XLA may run much later.
+    """
+    multiplies_values = backends.load(one.backend).TRAITS.multiplies_values
+    first, second = (
+        primitives.QuantizeSpec(o.treatment, o.axes, multiplies_values and o.name in _READ_AT_ONCE)
+        for o in (one, other)
+    )
     pair = primitives.quantize_pair(
         x,
-        (
-            primitives.QuantizeSpec(one.treatment, one.axes),
-            primitives.QuantizeSpec(other.treatment, other.axes),
-        ),
+        (first, second),
         operands=(one.name, other.name),
         rounding_key=keys[0],
         backend=one.backend,
     )
-    return (_name_for_checkpoint(pair[0]), _save_in_memory_order(pair[1], other.axes)) if save else pair
+    if not save:
+        return pair
+    read_at_once = pair[0] if first.decoded else _name_for_checkpoint(pair[0])
+    return read_at_once, _save_in_memory_order(pair[1], other.axes)
 
 
 def _save_in_memory_order(q: Quantized, axes: Axes) -> Quantized:

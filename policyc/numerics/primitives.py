@@ -34,7 +34,7 @@ from policyc.numerics import quantize as q
 from policyc.numerics.flatten import OperandLayout, flatten_operand, unflatten_operands, unflatten_quantized
 from policyc.numerics.products import DimensionNumbers, Product, free_dims
 from policyc.numerics.quantize.blocks import layout_of, outer_scale_axes
-from policyc.numerics.quantize.layout import TILE, Axes, Operand, Quantized
+from policyc.numerics.quantize.layout import TILE, Axes, Layout, Operand, Quantized
 from policyc.numerics.quantize.orders import OrderRequest
 
 _Dim = TypeVar("_Dim")
@@ -49,11 +49,18 @@ class QuantizeSpec:
 
     treatment: Treatment
     axes: Axes
+    decoded: bool = False
+
+    def layout(self, shape: tuple[int, ...]) -> tuple[Layout, tuple[int, ...]]:
+        """The layout of an operand of this shape, and its padded shape."""
+        layout, padded = layout_of(shape, self.treatment, self.axes)
+        return replace(layout, decoded=self.decoded), padded
 
     def __repr__(self) -> str:
         # The mean is split off before: what the equation gets is the residual, or the mean.
         treatment = replace(self.treatment, mean_split=False)
-        return f"{','.join(describe_options(treatment))}@{self.axes.axis}"
+        values = " as values" if self.decoded else ""
+        return f"{','.join(describe_options(treatment))}@{self.axes.axis}{values}"
 
 
 Specs = tuple[QuantizeSpec, ...]
@@ -109,9 +116,7 @@ def _bind_quantize(
     primitive = _quantize_primitive(specs[0].treatment.format, backend)
     arrays = iter(bind(primitive, x, *words, specs=specs, operands=operands, backend=backend))
     return [
-        unflatten_quantized(
-            layout_of(x.shape, spec.treatment, spec.axes)[0], list(islice(arrays, len(_shapes(x, spec))))
-        )
+        unflatten_quantized(spec.layout(x.shape)[0], list(islice(arrays, len(_shapes(x, spec)))))
         for spec in specs
     ]
 
@@ -171,12 +176,12 @@ def _quantize(
     ]
     if context.is_stack:
         quantized = [module.quantize_stack(x, spec.treatment, spec.axes, context)]
-    elif len(specs) == 1:
+    elif len(specs) == 1 and not spec.decoded:
         sign_key = q.Key(*words[2:]).fold(operands[0].partition(".")[0] + ".signs") if words[2:] else None
         quantized = [module.quantize(x, spec.treatment, spec.axes, keys[0], sign_key, context)]
     else:
         requests = [
-            OrderRequest(treatment=s.treatment, axes=s.axes, key=key)
+            OrderRequest(treatment=s.treatment, axes=s.axes, key=key, decoded=s.decoded)
             for s, key in zip(specs, keys, strict=True)
         ]
         quantized = module.quantize_orders(x, requests, context)
@@ -187,15 +192,18 @@ def _quantize_one_of_pair(
     used: Sequence[bool], *, specs: Specs, operands: tuple[str, ...], **_: Any
 ) -> ReducedEquation | None:
     """The quantizer for one GEMM, if nothing uses the results for the other: in a forward pass that is recomputed."""
-    half = len(used) // 2
-    if len(specs) == 1 or (any(used[:half]) and any(used[half:])):
+    if len(specs) == 1:
         return None
-    index = int(any(used[half:]))
+    # Codes, scales and amax, or values and amax.
+    first = 2 if specs[0].decoded else 3
+    if any(used[:first]) and any(used[first:]):
+        return None
+    index = int(any(used[first:]))
     is_random = specs[index].treatment.rounding == "sr"
     return ReducedEquation(
         params={"specs": (specs[index],), "operands": (operands[index],)},
         operand_count=3 if is_random else 1,  # with both words of the key
-        results=range(index * half, (index + 1) * half),
+        results=range(first, len(used)) if index else range(first),
     )
 
 
@@ -208,12 +216,12 @@ def _quantize_shapes(
 
 def _shapes(x: Any, spec: QuantizeSpec) -> list[Shape]:
     axes = spec.axes
-    layout, padded = layout_of(x.shape, spec.treatment, axes)
+    layout, padded = spec.layout(x.shape)
     codes, scales = list(padded), list(padded)
     if layout.packed:
         codes[axes.axis] //= 2
-    out: list[Shape] = [(tuple(codes), jnp.uint8)]
-    if layout.block:
+    out: list[Shape] = [(tuple(codes), jnp.bfloat16 if layout.decoded else jnp.uint8)]
+    if layout.has_scales:
         scales[axes.axis] //= layout.block
         if layout.tile_axis is not None:
             scales[layout.tile_axis] //= TILE

@@ -21,6 +21,7 @@ from policyc.numerics.quantize import Axes, Quantized, fp8_kernel, kernels, make
 from policyc.numerics.quantize.hadamard import Method
 from policyc.numerics.quantize.kernel_encoder import Order
 from policyc.numerics.quantize.orders import OrderRequest, quantize_orders
+from policyc.numerics.quantize.values import decode_values
 from tests.support.mosaic_signs import record_signs
 
 # Both sides are compiled the same way. That the jnp code is exact when compiled in full is in test_quantize.py.
@@ -35,6 +36,8 @@ PAIRS = {
         replace(PLAIN, rounding="sr", outer="pow2"),
         replace(WITH_HEADROOM, outer="bound"),
     ),
+    "values": (PLAIN, STOCHASTIC),
+    "stochastic values": (replace(PLAIN, rounding="sr"), NEAREST),
 }
 """How an operand of fprop and wgrad is treated, and how dy is, in rows and in columns."""
 REFINED = {
@@ -52,7 +55,14 @@ def normal(*shape: int) -> jax.Array:
 
 def assert_equal(one: Quantized, other: Quantized) -> None:
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+        np.testing.assert_array_equal(comparable(a), comparable(b))
+
+
+def comparable(array: jax.Array) -> np.ndarray:
+    """The bits of values, of which all NaN are equal."""
+    if array.dtype != jnp.bfloat16:
+        return np.asarray(array)
+    return np.asarray(jnp.where(jnp.isnan(array), jnp.nan, array)).view(np.uint16)
 
 
 @cache
@@ -70,7 +80,12 @@ def quantize_refined(x: jax.Array, name: str, axes: Axes, method: Method) -> Qua
 
 def requests(pair: str) -> list[OrderRequest]:
     return [
-        OrderRequest(treatment=treatment, axes=axes, key=make_key(7, i))
+        OrderRequest(
+            treatment=treatment,
+            axes=axes,
+            key=make_key(7, i),
+            decoded=axes == ROWS and pair.endswith("values"),
+        )
         for i, (treatment, axes) in enumerate(zip(PAIRS[pair], (ROWS, COLUMNS), strict=True))
     ]
 
@@ -82,9 +97,11 @@ def orders_quantizer(pair: str) -> Any:
 
 @cache
 def reference_quantizer(pair: str) -> Any:
-    return jax.jit(
-        lambda x: [quantize(x, r.treatment, r.axes, key=r.key, method="matmul") for r in requests(pair)]
-    )
+    def quantize_order(x: jax.Array, r: OrderRequest) -> Quantized:
+        quantized = quantize(x, r.treatment, r.axes, key=r.key, method="matmul")
+        return decode_values(quantized, jnp.float32) if r.decoded else quantized
+
+    return jax.jit(lambda x: [quantize_order(x, request) for request in requests(pair)])
 
 
 @pytest.mark.slow
@@ -214,8 +231,7 @@ def test_mosaic_takes_the_same_integers_for_signed(orders: list[OrderRequest], i
         jax.jit(jax.vmap(run) if is_mapped else run).trace(x).lower(lowering_platforms=("cuda",))
     assert signs.wrong == []
     # The residuals of the exact division, by which the reciprocal of a block scale is corrected.
-    assert signs.checked["ge"] >= 4
-    assert signs.checked["gt"] >= 1
+    assert signs.checked["gt"] >= 4
 
 
 @pytest.mark.parametrize(

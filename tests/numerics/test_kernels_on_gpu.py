@@ -29,6 +29,7 @@ from tests.numerics.test_kernels import (
     WITH_HEADROOM,
     assert_equal,
     normal,
+    reference_quantizer,
     refined_requests,
     requests,
 )
@@ -79,15 +80,16 @@ def test_compiled_kernels_on_large_arrays(treatment: Treatment) -> None:
 def test_compiled_kernels_of_both_orders(pair: str, shape: tuple[int, ...]) -> None:
     x = normal(*shape) * jnp.exp2(jnp.arange(shape[-1]) % 24 - 12).astype(jnp.bfloat16)
     run = jax.jit(lambda x: quantize_orders(x, requests(pair), kernels.Kernels()))
-    reference = jax.jit(
-        lambda x: [quantize(x, r.treatment, r.axes, key=r.key, method="matmul") for r in requests(pair)]
-    )
+    reference = reference_quantizer(pair)
     for scale in (1, 0, 1e33, 1e-28):
         for one, other in zip(run(x * scale), reference(x * scale), strict=True):
             assert_equal(one, other)
     # The sign of a NaN is that of the ops, and a rotation computes many. All scales are NaN.
     not_finite = x.at[..., 3].set(jnp.nan).at[..., 5].set(jnp.inf)
     for one, other in zip(run(not_finite), reference(not_finite), strict=True):
+        if one.layout.decoded:
+            assert_equal(one, other)
+            continue
         assert_equal(replace(one, codes=one.codes & _NO_SIGNS), replace(other, codes=other.codes & _NO_SIGNS))
 
 

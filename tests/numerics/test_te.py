@@ -165,8 +165,8 @@ def test_the_plan_names_the_backend_of_each_gemm() -> None:
 def equations(backend: str) -> list[str]:
     """Every quantizer and GEMM of a step, with its site and all its parameters except the backend.
 
-    Of operands the size, since codes may be packed along either axis. An equation that quantizes for two GEMMs is two
-    lines.
+    Of what a quantizer reads the size, since dimensions may be in another order; of a GEMM that of its result, since
+    it may read codes or their values. An equation that quantizes for two GEMMs is two lines.
     """
     jaxpr = jax.make_jaxpr(jax.grad(apply(backend), argnums=(0, 1)))(*arguments())
     kinds = ("quantize", "scaled_gemm")
@@ -176,9 +176,9 @@ def equations(backend: str) -> list[str]:
         params = {k: v for k, v in e.params.items() if k not in ("backend", "specs", "operands")}
         pairs = zip(e.params.get("specs", ()), e.params.get("operands", ()), strict=True)
         name = e.primitive.name
-        operands = [(v.aval.dtype.name, v.aval.size) for v in e.invars]
-        quantizers = [{"spec": s, "operand": o} for s, o in pairs]
-        lines += [f"{site} {name} {params | more} {operands}" for more in quantizers or [{}]]
+        sizes = [(v.aval.dtype.name, v.aval.size) for v in (e.invars if "specs" in e.params else e.outvars)]
+        quantizers = [{"spec": replace(s, decoded=False), "operand": o} for s, o in pairs]
+        lines += [f"{site} {name} {params | more} {sizes}" for more in quantizers or [{}]]
     return sorted(lines)
 
 

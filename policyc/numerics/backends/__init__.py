@@ -45,11 +45,13 @@ class BackendTraits:
       can_batch: whether `vmap` can batch its calls.
       quantizes_stacks: whether it needs fewer kernels if it quantizes the weights of all layers at once, by
         `quantize_stack`.
+      multiplies_values: whether its GEMM multiplies the bfloat16 values of codes. Its quantizers write these if asked.
     """
 
     needs_devices: bool
     can_batch: bool
     quantizes_stacks: bool
+    multiplies_values: bool = False
 
 
 class Backend(Protocol):

@@ -25,9 +25,9 @@ from policyc.numerics.quantize.hadamard import Method
 from policyc.numerics.quantize.layout import Axes, Operand, Quantized
 from policyc.numerics.quantize.orders import OrderRequest
 from policyc.numerics.quantize.orders import quantize_orders as quantize_by_kernels
-from policyc.numerics.quantize.values import block_values, scale_outer
+from policyc.numerics.quantize.values import block_values, decode_values, scale_outer
 
-TRAITS = BackendTraits(needs_devices=False, can_batch=True, quantizes_stacks=False)
+TRAITS = BackendTraits(needs_devices=False, can_batch=True, quantizes_stacks=False, multiplies_values=True)
 
 
 def obstacle(query: GemmQuery) -> Obstacle | None:
@@ -71,14 +71,22 @@ def quantize_orders(
     """
     if context.single_device and can_join_orders(x, requests, context):
         return quantize_by_kernels(x, requests, kernels.Kernels())
-    return [quantize(x, r.treatment, r.axes, r.key, None, context) for r in requests]
+    quantized = [quantize(x, r.treatment, r.axes, r.key, None, context) for r in requests]
+    dtype = value_dtype(context)
+    return [decode_values(q, dtype) if r.decoded else q for q, r in zip(quantized, requests, strict=True)]
 
 
 def can_join_orders(x: jax.Array, requests: Sequence[OrderRequest], context: LoweringContext) -> bool:
     """Whether the kernels that rotate can quantize this operand in all these orders at once."""
     has_kernels = context.platform == "cuda" and can_build_kernels("nvfp4")
     rotates = any(r.treatment.rht for r in requests)
-    return has_kernels and rotates and all(kernels.fits(x, r.treatment, r.axes) for r in requests)
+    return has_kernels and rotates and all(_fits(x, r) for r in requests)
+
+
+def _fits(x: jax.Array, request: OrderRequest) -> bool:
+    """Whether the kernels can quantize this operand in this order. They write values of features only."""
+    is_row = request.axes.axis == -1
+    return kernels.fits(x, request.treatment, request.axes) and (is_row or not request.decoded)
 
 
 def count_reads(treatments: Sequence[Treatment]) -> int:

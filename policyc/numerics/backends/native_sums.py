@@ -7,6 +7,7 @@ fp32 one after the other, rounded toward zero. It is slow, and for studies: nati
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,7 +19,6 @@ from policyc.numerics.backends import emulate, xla
 from policyc.numerics.backends.block_scaled import as_values
 from policyc.numerics.backends.choice import GemmQuery, Obstacle
 from policyc.numerics.backends.emulate import (
-    TRAITS,
     count_reads,
     find_missing_library,
     quantize,
@@ -37,6 +37,8 @@ __all__ = [
     "quantize",
     "quantize_orders",
 ]
+
+TRAITS = replace(emulate.TRAITS, multiplies_values=False)
 
 _BLOCK, _GROUP = 16, 64
 _FRACTION = 20

@@ -6,7 +6,7 @@ and the 16 tokens of a block are 16 arrays of such words. So a thread has whole 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from policyc.numerics.quantize import random
-from policyc.numerics.quantize.bits import abs_bits, bits_of
+from policyc.numerics.quantize.bits import E4M3, abs_bits, bits_of, decode_magnitude
 from policyc.numerics.quantize.kernel_encoder import (
     HALVES,
     SCALARS,
@@ -148,38 +148,37 @@ def write_codes(
     orders: tuple[Order, ...],
     operands: Operands,
 ) -> None:
-    """Writes codes and block scales in each order. Scratch memory follows the results in `refs`."""
+    """Writes codes and block scales, or values, in each order. Scratch memory follows the results in `refs`."""
     i, j = ops.index(0), ops.index(1)
     block = first_block(j, x.shape[1])
     tile = _Tile(ops=ops, x=x, blocks=pl.ds(block, TILE_BLOCKS))
     offset = operands.locate(i, block, scalars)
     index = _TileIndex(ops=ops, offset=offset)
-    outs, stages = refs[: 2 * len(orders)], list(refs[2 * len(orders) :])
+    arrays = iter(refs)
+    results = [[next(arrays) for _ in range(order.results)] for order in orders]
     for k, order in enumerate(orders):
         writer = _Writer(
             tile=tile,
             index=index,
             order=order,
             encoder=Encoder.from_words(scalars, offset.scalars + SCALARS * k, order),
-            codes=outs[2 * k],
-            scales=outs[2 * k + 1],
+            results=results[k],
         )
         if order.along_tokens:
-            writer.write_columns(i, stages.pop(0))
+            writer.write_columns(i, next(arrays))
         else:
             lax.fori_loop(0, GROUPS, partial(writer.write_rows, i), ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Writer:
-    """Writes the codes and scales of a tile in one order."""
+    """Writes a tile in one order: `results` are its codes and scales, or its values."""
 
     tile: _Tile
     index: _TileIndex
     order: Order
     encoder: Encoder
-    codes: Ref
-    scales: Ref
+    results: Sequence[Ref]
 
     def write_rows(self, i: jax.Array, g: jax.Array, carry: tuple[()]) -> tuple[()]:
         """Writes group g of tile i, quantized along features."""
@@ -187,10 +186,19 @@ class _Writer:
         words = tile.load_blocks(group)
         scale, enc = self.encoder.block_scales(self.order.add_headroom(row_maxima(words)))
         index = self.index.of_rows(group) if self.order.stochastic else None
-        packed = self.encoder.encode_row(words, tile.ops.expand(enc, words.shape, "blocks"), index)
         tokens = pl.ds(group * BLOCK, BLOCK)
-        tile.ops.store(self.codes, (tokens, tile.blocks, slice(None)), packed)
-        tile.ops.store(self.scales, (tokens, tile.blocks), scale.astype(jnp.uint8))
+
+        def expand(per_block: jax.Array) -> jax.Array:
+            return tile.ops.expand(per_block, words.shape, "blocks")
+
+        if self.order.decoded:
+            unit = expand(decode_magnitude(scale, E4M3))
+            results = [self.encoder.row_values(words, expand(enc), unit, index)]
+        else:
+            packed = self.encoder.encode_row(words, expand(enc), index)
+            results = [packed, scale.astype(jnp.uint8)]
+        for ref, array in zip(self.results, results, strict=True):
+            tile.ops.store(ref, (tokens, tile.blocks, slice(None))[: array.ndim], array)
         return carry
 
     def write_columns(self, i: jax.Array, stage: Ref) -> None:
@@ -202,31 +210,31 @@ class _Writer:
 
         def add_group(g: jax.Array, joined: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             results = []
-            for half, (packed, scale) in enumerate(self._quantize_columns(i * GROUPS + g)):
-                for k, codes in enumerate(packed):
+            for half, (values, indices, scale, enc) in enumerate(self._load_columns(i * GROUPS + g)):
+                for k in range(2):
+                    pairs = slice(4 * k, 4 * k + 4)
+                    codes = self.encoder.encode_column(values[8 * k : 8 * k + 8], enc, indices[pairs])
                     tile.ops.store(stage, (half, slice(None), slice(None), 2 * g + k), codes)
                 # After four groups, the scale of the first one is in the lowest byte.
-                results.append((joined[half] >> word(8)) | (scale << word(24)))
+                results.append((joined[half] >> word(8)) | (scale.astype(jnp.uint32) << word(24)))
             return tuple(results)
 
         zeros = tile.ops.iota((TILE_BLOCKS, WORDS), 0, "words") & word(0)
+        codes, scales = self.results
         for half, scale in enumerate(lax.fori_loop(0, GROUPS, add_group, (zeros, zeros))):
             columns = tile.ops.load(stage, (half,), "columns")
             column = (tile.blocks, slice(None), half)
-            tile.ops.store(self.codes, (*column, pl.ds(i * words, words)), columns)
-            tile.ops.store(self.scales, (*column, i), scale)
+            tile.ops.store(codes, (*column, pl.ds(i * words, words)), columns)
+            tile.ops.store(scales, (*column, i), scale)
 
-    def _quantize_columns(self, group: jax.Array) -> list[tuple[list[jax.Array], jax.Array]]:
-        """The codes of 16 tokens as two words of 8, and the scale, at even and at odd features."""
-        tile, quantized = self.tile, []
+    def _load_columns(
+        self, group: jax.Array
+    ) -> Iterator[tuple[list[jax.Array], Sequence[jax.Array | None], jax.Array, jax.Array]]:
+        """Values of 16 tokens, indices of their pairs, scales and what to multiply by: even, then odd features."""
+        tile = self.tile
         for half, values in enumerate(tile.load_columns(group, self.order)):
             maxima = self.order.add_headroom(tile.column_maxima(values, self.order))
             scale, enc = self.encoder.block_scales(maxima)
-            if self.order.rotates:
-                values = [tile.ops.round_bf16(v) for v in values]
+            rounded = [tile.ops.round_bf16(v) for v in values] if self.order.rotates else values
             indices = self.index.of_columns(group, half) if self.order.stochastic else [None] * WORDS
-            packed = [
-                self.encoder.encode_column(values[2 * k : 2 * k + 8], enc, indices[k : k + 4]) for k in (0, 4)
-            ]
-            quantized.append((packed, scale.astype(jnp.uint32)))
-        return quantized
+            yield rounded, indices, scale, enc

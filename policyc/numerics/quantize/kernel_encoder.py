@@ -56,7 +56,8 @@ class Order:
     """How a matrix is quantized in one order: along its features, or along its tokens.
 
     `headroom` multiplies the maxima. Only tokens are rotated, and not if block scales are refined. `refinement` is that
-    of `blocks.refinement_of`, `bound` that of `blocks.bound_of`.
+    of `blocks.refinement_of`, `bound` that of `blocks.bound_of`. If `decoded`, the kernel writes values in place of
+    codes and scales; only of features.
     """
 
     along_tokens: bool
@@ -65,6 +66,7 @@ class Order:
     headroom: float = 1.0
     refinement: str = ""
     bound: float
+    decoded: bool = False
 
     @classmethod
     def from_treatment(cls, treatment: Treatment, axes: Axes) -> Order:
@@ -77,6 +79,11 @@ class Order:
             refinement=refinement,
             bound=bound_of(treatment),
         )
+
+    @property
+    def results(self) -> int:
+        """How many arrays the kernel writes."""
+        return 1 if self.decoded else 2
 
     def add_headroom(self, bits: jax.Array) -> jax.Array:
         """The bits of maxima times the headroom."""
@@ -183,6 +190,22 @@ class Encoder:
     def mark_not_finite(self, code: jax.Array) -> jax.Array:
         """The codes of block scales: NaN if the tensor has a NaN or an infinity."""
         return jnp.where(self.is_finite, code, E4M3.nan or 0)
+
+    def row_values(
+        self, words: jax.Array, enc: jax.Array, scale: jax.Array, index: jax.Array | None
+    ) -> jax.Array:
+        """The values of both codes of each word, as a word of two bfloat16 numbers. `index` is that of `_round`."""
+        codes, offset = self._round([half(words) * self.lift * enc for half in HALVES], [index])
+        rebias = (E2M1.rebias - offset << E2M1.shift) & 0xFFFFFFFF
+        values = []
+        for code in codes:
+            normal = lax.bitcast_convert_type((code << word(E2M1.shift)) + word(rebias), jnp.float32)
+            # The codes 0 and 1 have no leading one: 0.5 and 0.75 stand for 0 and 0.5. Larger numbers are below this.
+            magnitude = jnp.minimum(normal, normal * jnp.float32(2) - jnp.float32(1))
+            values.append(lax.bitcast_convert_type(magnitude * scale, jnp.uint32))
+        low, high = values
+        packed: jax.Array = (low >> word(16)) | (high & word(0xFFFF0000)) | (words & word(0x80008000))
+        return packed
 
     def encode_row(self, words: jax.Array, enc: jax.Array, index: jax.Array | None) -> jax.Array:
         """Both codes of each word in a byte, uint8. `index` is that of `_round`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -37,7 +38,6 @@ _Shape = tuple[tuple[int, ...], Any]
 
 Statistics = tuple[jax.Array, jax.Array]
 """The bits of the largest magnitude, and the checksum of the bits of the block maxima."""
-CodesAndScales = tuple[jax.Array, jax.Array]
 
 
 def fits(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
@@ -131,15 +131,15 @@ class Kernels:
     def statistics(self, x: jax.Array, orders: Sequence[Order]) -> list[Statistics]:
         """The largest magnitude and the checksum of the block maxima, in each order."""
         # Maxima and checksums do not depend on how codes are rounded.
-        plain = tuple(replace(order, stochastic=False, headroom=1.0) for order in orders)
+        plain = tuple(replace(order, stochastic=False, headroom=1.0, decoded=False) for order in orders)
         run = merge_mapped_axes(partial(_find_statistics, orders=plain, interpret=self.interpret))
         parts = [part[0] for part in run(_as_words(x)[None])]
         return [reduce_statistics(parts[2 * i], parts[2 * i + 1]) for i in range(len(orders))]
 
     def codes(
         self, x: jax.Array, orders: Sequence[Order], scales: Sequence[OrderScales], offset: ShardOffset
-    ) -> list[CodesAndScales]:
-        """Packed codes and block scales in each order; in one order, if its scales are refined.
+    ) -> list[list[jax.Array]]:
+        """Packed codes and block scales in each order, or values; in one order, if its scales are refined.
 
         Along tokens they have the shapes (tokens / 2, features) and (tokens / 16, features), and lie in memory with the
         tokens last, as GEMMs read them.
@@ -147,8 +147,8 @@ class Kernels:
         options = {"orders": tuple(orders), "rows": offset.rows, "features": offset.features}
         run = merge_mapped_axes(partial(_write_codes, **options, interpret=self.interpret))
         scalars = jnp.concatenate([offset.start, *(s.words() for s in scales)])
-        results = [result[0] for result in run(_as_words(x)[None], scalars[None])]
-        return [_arrange(results[2 * i], results[2 * i + 1], order) for i, order in enumerate(orders)]
+        results = iter(run(_as_words(x)[None], scalars[None]))
+        return [[_arrange(array[0], order) for array in islice(results, order.results)] for order in orders]
 
 
 def reduce_statistics(maxima: jax.Array, checksums: jax.Array) -> Statistics:
@@ -199,18 +199,20 @@ def _write_codes(
     outs: list[_Shape] = []
     scratch: list[_Shape] = []
     for order in orders:
-        if not order.along_tokens:
+        columns = (blocks, WORDS, 2)
+        if order.decoded:
+            outs += [((all_tokens, blocks, WORDS), jnp.uint32)]
+        elif order.along_tokens:
+            outs += [
+                ((*columns, all_tokens // 8), jnp.uint32),
+                ((*columns, all_tokens // TILE_TOKENS), jnp.uint32),
+            ]
+            scratch += [((2, TILE_BLOCKS, WORDS, 2 * GROUPS), jnp.uint32)]
+        else:
             codes: _Shape = ((all_tokens, blocks, WORDS), jnp.uint8)
             if order.refinement:
                 codes = (all_tokens, blocks, WORDS // 4), jnp.uint32
             outs += [codes, ((all_tokens, blocks), jnp.uint8)]
-            continue
-        columns = (blocks, WORDS, 2)
-        outs += [
-            ((*columns, all_tokens // 8), jnp.uint32),
-            ((*columns, all_tokens // TILE_TOKENS), jnp.uint32),
-        ]
-        scratch += [((2, TILE_BLOCKS, WORDS, 2 * GROUPS), jnp.uint32)]
     kernel = _Kernel(
         body=refined_kernels.write_codes if orders[0].refinement else kernel_bodies.write_codes,
         options=_items({"orders": orders, "operands": operands}),
@@ -219,7 +221,8 @@ def _write_codes(
         scratch=tuple(scratch),
     )
     results = kernel.run(_join_operands(words), scalars.reshape(-1), interpret=interpret)
-    return [_split_operands(r, count, orders[i // 2].along_tokens) for i, r in enumerate(results)]
+    along_tokens = [order.along_tokens for order in orders for _ in range(order.results)]
+    return [_split_operands(r, count, along) for r, along in zip(results, along_tokens, strict=True)]
 
 
 def _join_operands(words: jax.Array) -> jax.Array:
@@ -297,14 +300,10 @@ def _as_words(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(pairs, jnp.uint32)
 
 
-def _arrange(codes: jax.Array, scales: jax.Array, order: Order) -> CodesAndScales:
-    """Codes and scales as bytes, in the shapes of `Kernels.codes`."""
-    if not order.along_tokens:
-        return _as_bytes(codes).reshape(codes.shape[0], -1), scales
-    features = codes.shape[0] * BLOCK
-    codes, scales = (_as_bytes(a).reshape(features, -1).T for a in (codes, scales))
-    return codes, scales
-
-
-def _as_bytes(array: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(array, jnp.uint8)
+def _arrange(array: jax.Array, order: Order) -> jax.Array:
+    """Codes or scales as bytes, or values as bfloat16, in the shapes of `Kernels.codes`."""
+    if array.dtype == jnp.uint32:
+        array = lax.bitcast_convert_type(array, jnp.bfloat16 if order.decoded else jnp.uint8)
+    if order.along_tokens:
+        return array.reshape(array.shape[0] * BLOCK, -1).T
+    return array.reshape(array.shape[0], -1)

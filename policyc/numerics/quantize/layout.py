@@ -35,6 +35,7 @@ class Layout:
       bound: the value of the largest element after division by the outer scale.
       has_power_of_two: whether the outer scale is a power of two.
       fast_sums: whether the GEMM that reads it may add in fewer bits than fp32.
+      decoded: whether it has the bfloat16 values of codes times block scales in place of both.
     """
 
     format: str
@@ -47,11 +48,17 @@ class Layout:
     bound: float = 1.0
     has_power_of_two: bool = False
     fast_sums: bool = False
+    decoded: bool = False
 
     @property
     def packed(self) -> bool:
         """Whether a byte holds two codes."""
-        return ELEMENTS[self.element].bits == 4
+        return ELEMENTS[self.element].bits == 4 and not self.decoded
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether there are block scales."""
+        return bool(self.block) and not self.decoded
 
     @property
     def has_few_tiles(self) -> bool:
@@ -70,7 +77,7 @@ class Quantized:
     """A quantized array.
 
     Attributes:
-      codes: the codes, two to a byte if they have four bits.
+      codes: the codes, two to a byte if they have four bits; the values if the layout is decoded.
       scales: the bytes of the block scales.
       amax: the largest magnitude that each outer scale is computed from.
       transposed_codes: the codes again, if both orders were asked for: with their last axis first or, of 2D tiles with

@@ -16,7 +16,6 @@ from policyc.numerics.quantize.bits import from_bits
 from policyc.numerics.quantize.blocks import QuantizeContext, find_maxima, layout_of, outer_maximum
 from policyc.numerics.quantize.kernel_encoder import Order
 from policyc.numerics.quantize.kernels import (
-    CodesAndScales,
     Kernels,
     OrderScales,
     ShardOffset,
@@ -31,12 +30,13 @@ from policyc.numerics.quantize.random import Key, mix
 class OrderRequest:
     """An operand as one GEMM reads it: its treatment, the axes, and the key of stochastic rounding.
 
-    A treatment that rounds to nearest does not use the key.
+    A treatment that rounds to nearest does not use the key. `decoded` asks for values in place of codes and scales.
     """
 
     treatment: Treatment
     axes: Axes
     key: Key
+    decoded: bool = False
 
 
 class Shard:
@@ -59,7 +59,7 @@ def quantize_orders(
     An order with refined scales comes alone, and x is rotated already. XLA finds its maxima, where it computes x.
     """
     shard = shard or Shard()
-    orders = [Order.from_treatment(r.treatment, r.axes) for r in requests]
+    orders = [replace(Order.from_treatment(r.treatment, r.axes), decoded=r.decoded) for r in requests]
     if orders[0].refinement:
         x, statistics = _find_statistics(x, requests[0])
     else:
@@ -96,12 +96,12 @@ def order_scales(statistics: Statistics, request: OrderRequest, order: Order) ->
 
 
 def _as_quantized(
-    shape: tuple[int, ...], request: OrderRequest, scales: OrderScales, arrays: CodesAndScales
+    shape: tuple[int, ...], request: OrderRequest, scales: OrderScales, arrays: Sequence[jax.Array]
 ) -> Quantized:
-    layout, _ = layout_of(shape, request.treatment, request.axes)
-    codes, block_scales = (_split_tokens(array, shape, request.axes) for array in arrays)
+    layout = replace(layout_of(shape, request.treatment, request.axes)[0], decoded=request.decoded)
+    codes, *block_scales = (_split_tokens(array, shape, request.axes) for array in arrays)
     amax = from_bits(scales.amax).reshape((1,) * len(shape))
-    return Quantized(codes=codes, scales=block_scales, amax=amax, layout=layout)
+    return Quantized(codes=codes, scales=next(iter(block_scales), None), amax=amax, layout=layout)
 
 
 def _split_tokens(matrix: jax.Array, shape: tuple[int, ...], axes: Axes) -> jax.Array:

@@ -7,6 +7,7 @@ is for measurements.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,8 @@ def codes_of(q: Quantized) -> jax.Array:
 def block_values(q: Quantized, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> jax.Array:
     """Codes times block scales, with padding: exact in bfloat16. The outer scale is not applied."""
     layout = q.layout
+    if layout.decoded:
+        return q.codes.astype(dtype)
     if layout.format == "nvfp4" and layout.axis == -1 and layout.tile_axis is None and dtype == jnp.bfloat16:
         return _nvfp4_rows(q)
     # float32 is only requested on CPU.
@@ -52,6 +55,12 @@ def block_values(q: Quantized, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> ja
     else:
         values = _scale_mx_blocks(blocks, scales, element)
     return values.reshape(codes.shape).astype(dtype)
+
+
+def decode_values(q: Quantized, dtype: jax.typing.DTypeLike) -> Quantized:
+    """The same with values in place of codes and block scales. They are computed in `dtype`, as in `block_values`."""
+    values = block_values(q, dtype).astype(jnp.bfloat16)
+    return replace(q, codes=values, scales=None, layout=replace(q.layout, decoded=True))
 
 
 def _nvfp4_rows(q: Quantized) -> jax.Array:
