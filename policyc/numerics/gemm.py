@@ -21,7 +21,7 @@ from policyc.jaxcore.versions import INLINE_WHEN_TRACED
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Recipe
 from policyc.language.treatments import normalize_recipe
-from policyc.numerics import primitives
+from policyc.numerics import backends, primitives
 from policyc.numerics.operands import (
     Keys,
     Parts,
@@ -374,7 +374,8 @@ def _gradient(
             return cast("jax.Array", jax.linear_transpose(linear, operand)(dy)[0])
     tokens = prod(dy.shape[i] for i in (product.left if is_lhs else product.right).tokens)
     quantized_dy = quantize_dy()
-    if product.gemm == "wgrad":
+    multiplies_values = backends.load(product.left.backend).TRAITS.multiplies_values
+    if multiplies_values and product.gemm == "wgrad":
         saved, quantized_dy = _join(saved, quantized_dy)
     left, right = (quantized_dy, saved) if is_lhs else (saved, quantized_dy)
     return reshard_like(_multiply(product, left, right, operand.dtype, tokens), operand)
@@ -383,7 +384,7 @@ def _gradient(
 def _join(saved: Parts, dy: Parts) -> tuple[Parts, Parts]:
     """Both operands of a GEMM, neither before the other.
 
-    XLA could decode the saved codes of all layers at once otherwise, long before they are needed, and keep the values.
+    Otherwise XLA could decode the saved codes of all layers at once, long before they are needed, and keep the values.
     """
     part, *others = dy
     if not isinstance(part, Quantized) or part.amax is None:

@@ -33,6 +33,20 @@ def test_the_jaxpr_is_readable() -> None:
     assert "shift_right" not in text
 
 
+def test_saved_codes_are_decoded_when_dy_is_there() -> None:
+    """XLA decodes those of all layers at once otherwise, and keeps their values."""
+    product = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=FULL)
+    loss = jax.grad(lambda w: jnp.sum(product(normal(16, 32), w)))
+    equations = jax.make_jaxpr(loss)(normal(32, 16)).eqns
+    (dy,) = (e for e in equations if e.params.get("operands") == ("dgrad.dy", "wgrad.dy"))
+    after_dy = [e for e in equations if any(v in dy.outvars for v in e.invars)]
+    (barrier,) = (e for e in after_dy if e.primitive.name == "optimization_barrier")
+    _, wgrad = (e for e in after_dy if e.primitive.name == "scaled_gemm")
+    codes = [v for v in wgrad.invars if v.aval.dtype == jnp.uint8 and v not in dy.outvars]
+    assert len(codes) == 2, "codes and scales of x"
+    assert all(v in barrier.outvars for v in codes)
+
+
 def test_abstract_shapes_are_those_of_the_implementation() -> None:
     def shapes(q: Any) -> list[tuple[Any, Any]]:
         return [(a.shape, a.dtype) for a in jax.tree.leaves(q)]
