@@ -64,7 +64,7 @@ class _BackwardActivity:
 
         add(opened.outvars, results)
         for number, eqn in reversed(list(enumerate(opened.eqns))):
-            is_plain = jaxprs.primitive_name(eqn) in PRIMITIVES
+            is_plain = eqn.primitive.name in PRIMITIVES
             if is_plain and not everything and with_cotangent.isdisjoint(eqn.outvars):
                 continue
             eqn_results = [everything or v in with_cotangent for v in eqn.outvars]

@@ -15,6 +15,7 @@ from typing import Any
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
+from policyc.base.garbage import paused_collection
 from policyc.compiler.activity import equations_with_cotangent
 from policyc.compiler.analysis_records import JaxprContext, PendingSite, find_taken
 from policyc.compiler.container_domain import ContainerDomain
@@ -64,6 +65,7 @@ _PLAIN = frozenset(n for n, rule in PRIMITIVES.items() if rule.weight not in ("p
 """Primitives that are not products and look nothing up."""
 
 
+@paused_collection()
 def analyze(
     jaxpr: ClosedJaxpr,
     parameters: Sequence[DottedPath | None],
@@ -168,8 +170,11 @@ class _Analyzer:
 
         for number, eqn in enumerate(opened.eqns):
             operands = [info(a) if type(a) is Literal else known.get(a, UNKNOWN) for a in eqn.invars]
-            if jaxprs.primitive_name(eqn) in _PLAIN:
+            name = eqn.primitive.name
+            if name in _PLAIN:
                 results: Sequence[VarInfo] = propagate_equation(eqn, operands)
+            elif name in GEMMS:
+                results = self._propagate_gemm(eqn, operands, context, (*context.address, number))
             else:
                 here = replace(context, address=(*context.address, number))
                 results = self._equation(eqn, operands, here)
@@ -183,10 +188,8 @@ class _Analyzer:
         if container is not None:
             domain = ContainerDomain(eqn, infos, context, self.run, self.layers)
             return container.propagate(eqn, infos, domain.enter, domain)
-        if name in GEMMS or name in OPAQUE_PRODUCTS:
-            weights = self._gemm(eqn, infos, context)
-            results = propagate_equation(eqn, infos)
-            return [r._replace(projections=frozenset(weights)) for r in results] if weights else results
+        if name in OPAQUE_PRODUCTS:
+            return self._propagate_gemm(eqn, infos, context, context.address)
         elif name in REFERENCE_PRIMITIVES:
             return self._references.propagate(eqn, infos, context.address)
         elif jaxprs.sub_jaxprs(eqn) and name not in PRIMITIVES:
@@ -197,6 +200,13 @@ class _Analyzer:
             if rows.source is None or rows.is_lookup:  # else it takes a layer of a stack
                 self.looked_up.update(p.path for p in parameters_of(infos[0].source))
         return results
+
+    def _propagate_gemm(
+        self, eqn: JaxprEqn, infos: list[VarInfo], context: JaxprContext, address: Address
+    ) -> list[VarInfo]:
+        weights = self._gemm(eqn, infos, context, address)
+        results = propagate_equation(eqn, infos)
+        return [r._replace(projections=frozenset(weights)) for r in results] if weights else results
 
     def _opaque_container(self, eqn: JaxprEqn, infos: list[VarInfo], context: JaxprContext) -> list[VarInfo]:
         """A container that the compiler does not enter: its sites are opaque."""
@@ -255,11 +265,14 @@ class _Analyzer:
             self._is_quantized[key] = any(job_of(e.primitive) is not None for e in eqns)
         return self._is_quantized[key]
 
-    def _gemm(self, eqn: JaxprEqn, infos: list[VarInfo], context: JaxprContext) -> tuple[Source, ...]:
+    def _gemm(
+        self, eqn: JaxprEqn, infos: list[VarInfo], context: JaxprContext, address: Address
+    ) -> tuple[Source, ...]:
         """Records a GEMM. Returns how its weight is laid out."""
         lhs, rhs = infos[:2]
         dtypes = [operand_dtype(a) for a in eqn.invars[:2]]
         if not all(map(is_floating, dtypes)):
+            self._other_product(eqn, infos, replace(context, address=address))
             return ()
         weight = pick_weight(lhs, rhs)
         if weight is None and context.opaque_parameters:
@@ -272,7 +285,7 @@ class _Analyzer:
         opaque = context.opaque or why_opaque(eqn, dtypes)
         origin = None if weight_info is None or opaque else _hoistable_origin(eqn, weight_info, context)
         site = Site(
-            address=context.address,
+            address=address,
             scope=_read_scope((*context.scope, *jaxprs.name_scopes(eqn))),
             weight=weight,
             is_ragged=jaxprs.primitive_name(eqn).startswith("ragged"),
@@ -282,7 +295,7 @@ class _Analyzer:
             k=k,
             repeats=context.repeats,
             uncertain_repeats=context.uncertain_repeats,
-            products=self._products(infos, weight, context.address),
+            products=self._products(infos, weight, address),
             opaque=opaque,
             has_one_hot=(lhs if weight == "rhs" else rhs).is_one_hot,
             axis_env=context.axis_env,
@@ -294,7 +307,7 @@ class _Analyzer:
         sources: tuple[Source, ...] = ()
         if weight_info is not None:
             sources = context.opaque_parameters if weight_info.source is None else (weight_info.source,)
-        self.sites[context.address] = PendingSite(
+        self.sites[address] = PendingSite(
             site=site,
             loops=context.loops,
             branches=context.branches,

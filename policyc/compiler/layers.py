@@ -173,6 +173,9 @@ class LayerIndices:
         self, source: Source, batch_dims: Sequence[int], stacks: tuple[Stack, ...]
     ) -> Iterator[PathTemplate]:
         """The paths of the parameters that a variable holds, with their indices in every layer of `stacks`."""
+        if isinstance(source, ParameterSource) and not batch_dims and not stacks:
+            yield self._template_of(source, [()], stacks)
+            return
         parameters = list(dict.fromkeys(parameters_of(source)))
         try:
             layers = _read_layers(source, batch_dims, stacks)

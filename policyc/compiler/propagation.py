@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from jax.extend.core import JaxprEqn
 
@@ -45,42 +44,44 @@ def propagate_equation(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
     """The infos of the results of an equation without a jaxpr that is entered, from those of its operands."""
     if not eqn.outvars:
         return []
-    rule, name = rule_of(eqn), jaxprs.primitive_name(eqn)
+    rule, name = rule_of(eqn), eqn.primitive.name
+    weight = rule.weight
     active_operands = [i.is_active for i in infos]
     active = active_results(eqn, active_operands) if True in active_operands else [False] * len(eqn.outvars)
-    if rule.weight not in ("identity", "product") and not eqn.effects:
-        data = _only_data(infos)
-        if data is not None and (data.integers is None or is_array(eqn.outvars[0].aval)):
-            return [data if a is data.is_active else data._replace(is_active=a) for a in active]
-    if rule.weight == "identity":
+    if weight == "identity":
         if name == "device_put":  # a weight in the memory of the host cannot be quantized there
             infos = [info._replace(origin=None) for info in infos]
         return [info._replace(is_active=a) for info, a in zip(infos, active, strict=True)]
-    moves = rule.weight in ("layout", "gather")
-    if not moves and join_dependence(infos) > Dependence.CONSTANTS:
+    if weight != "product" and not eqn.effects:
+        data = _only_data(infos)
+        if data is not None and (data.integers is None or is_array(eqn.outvars[0].aval)):
+            return [data if a is data.is_active else data._replace(is_active=a) for a in active]
+    joined = join_dependence(infos)
+    moves = weight in ("layout", "gather")
+    if not moves and joined > Dependence.CONSTANTS:
         infos = [i._replace(source=None, is_lookup=False) if i.is_lookup else i for i in infos]
     first = infos[0] if infos else UNKNOWN
-    has_source = any(i.source is not None for i in infos)
-    sources = _SOURCES[rule.weight](eqn, infos) if has_source else [None] * len(eqn.outvars)
-    is_hoistable = rule.hoistable and len(infos) == 1 and first.origin is not None
-    is_modified = has_source and _is_modified(rule.weight, infos)
-    make = partial(
-        VarInfo,
-        depends_on=_dependence(eqn, infos),
+    result = VarInfo(
+        depends_on=_dependence(eqn, joined),
         integers=propagate_integers(eqn, [i.integers for i in infos]),
-        is_one_hot=(name == "eq" and any(i.is_iota for i in infos)) or (moves and first.is_one_hot),
-        is_iota=name == "iota" or (moves and first.is_iota),
-        origin=first.origin.then(eqn) if is_hoistable and first.origin is not None else None,
+        is_one_hot=(moves and first.is_one_hot) or (name == "eq" and any(i.is_iota for i in infos)),
+        is_iota=(moves and first.is_iota) or name == "iota",
+        origin=first.origin.then(eqn)
+        if rule.hoistable and len(infos) == 1 and first.origin is not None
+        else None,
         projections=join_projections(infos),
     )
+    if all(i.source is None for i in infos):
+        return [result._replace(is_active=True) if a else result for a in active]
+    is_modified = _is_modified(weight, infos)
     return [
-        make(
+        result._replace(
             source=source,
             is_active=is_active,
             is_modified=source is not None and is_modified,
             is_lookup=source is not None and _is_lookup(eqn, source, infos),
         )
-        for is_active, source in zip(active, sources, strict=True)
+        for is_active, source in zip(active, _SOURCES[weight](eqn, infos), strict=True)
     ]
 
 
@@ -117,7 +118,7 @@ def propagate_opaque(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
             source=source,
             is_modified=source is not None,
             is_lookup=source is not None and _is_lookup(eqn, source, infos),
-            depends_on=_dependence(eqn, infos),
+            depends_on=_dependence(eqn, join_dependence(infos)),
             is_active=is_active and is_float(v.aval),
             projections=join_projections(infos),
         )
@@ -125,8 +126,8 @@ def propagate_opaque(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
     ]
 
 
-def _dependence(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> Dependence:
-    joined = join_dependence(infos)
+def _dependence(eqn: JaxprEqn, joined: Dependence) -> Dependence:
+    """What a result of an equation is computed from, given what the operands are."""
     if jaxprs.has_side_effects(eqn):
         return Dependence.DATA
     if rule_of(eqn).weight != "product":

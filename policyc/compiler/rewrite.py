@@ -17,6 +17,7 @@ from jax.core import AbstractValue
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import dot_general_p
 
+from policyc.base.garbage import paused_collection
 from policyc.compiler.hoist import ROUNDING_KEY, Quantizer, RewrittenLoss, SiteRecipe, make_quantizer
 from policyc.compiler.plan import Decisions
 from policyc.compiler.rounding import NO_SEED, RandomSource
@@ -31,6 +32,7 @@ from policyc.numerics.quantize import Key
 from policyc.numerics.ragged import quantized_ragged_dot
 
 
+@paused_collection()
 def rewrite(
     sites: Sites,
     decisions: Decisions,

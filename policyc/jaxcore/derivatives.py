@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from operator import and_
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,18 +12,20 @@ from jax.core import AbstractValue
 from jax.extend.core import JaxprEqn, Literal, Primitive
 
 from policyc.jaxcore.internals import ad
-from policyc.jaxcore.primitives import rule_of
+from policyc.jaxcore.primitives import PRIMITIVES, rule_of
+
+_CONSTANT = frozenset(name for name, rule in PRIMITIVES.items() if rule.derivative == "none")
+"""Primitives without a derivative on real numbers."""
 
 
 def is_float(aval: AbstractValue) -> bool:
     """Can it have a derivative by its type?"""
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and _is_inexact(dtype)
+    return _is_inexact(getattr(aval, "dtype", None))
 
 
 @cache  # JAX looks through its own types each time
 def _is_inexact(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.inexact)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def _is_complex(aval: AbstractValue) -> bool:
@@ -31,8 +34,8 @@ def _is_complex(aval: AbstractValue) -> bool:
 
 def active_results(eqn: JaxprEqn, active: Sequence[bool]) -> list[bool]:
     """Which results have a derivative, if these operands have one."""
-    flows = [a and d for a, d in zip(active, _differentiable_operands(eqn), strict=True)]
-    if not any(flows):
+    flows = list(map(and_, active, _differentiable_operands(eqn)))
+    if True not in flows:
         return [False] * len(eqn.outvars)
     if len(flows) > 1 and _is_one_to_one(eqn, "per operand"):
         return [f and is_float(v.aval) for f, v in zip(flows, eqn.outvars, strict=True)]
@@ -49,19 +52,19 @@ def operands_with_cotangent(eqn: JaxprEqn, results: Sequence[bool]) -> list[bool
 
 def _is_one_to_one(eqn: JaxprEqn, *derivatives: str) -> bool:
     """Is it a primitive with such a derivative, with as many results as operands?"""
-    return rule_of(eqn).derivative in derivatives and len(eqn.invars) == len(eqn.outvars)
+    return len(eqn.invars) == len(eqn.outvars) and rule_of(eqn).derivative in derivatives
 
 
 def _differentiable_operands(eqn: JaxprEqn) -> list[bool]:
     """Which operands have a derivative rule. Rounding, comparing and `stop_gradient` have none."""
     has_rule = _has_rule(eqn.primitive)
-    is_constant = rule_of(eqn).derivative == "none" and not _is_complex(eqn.invars[0].aval)
+    is_constant = eqn.primitive.name in _CONSTANT and not _is_complex(eqn.invars[0].aval)
     if is_constant or has_rule == ():
         return [False] * len(eqn.invars)
     by_type = [type(a) is not Literal and is_float(a.aval) for a in eqn.invars]
     if has_rule is None or len(has_rule) != len(by_type):
         return by_type
-    return [d and r for d, r in zip(by_type, has_rule, strict=True)]
+    return list(map(and_, by_type, has_rule))
 
 
 @cache  # each equation asks twice

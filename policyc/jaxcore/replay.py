@@ -16,6 +16,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
+from policyc.base.garbage import paused_collection
 from policyc.jaxcore import autodiff, jaxprs
 from policyc.jaxcore.versions import INLINE_WHEN_TRACED
 
@@ -24,8 +25,14 @@ _FEWEST_CALLS = 4  # it takes longer to make a jitted function than to linearize
 
 def evaluate(jaxpr: ClosedJaxpr, *args: Any) -> list[Any]:
     """Evaluates a closed jaxpr, every equation under its own name stack and source info."""
-    if not autodiff.is_staged_linearization():
+    if not autodiff.is_staging():
         return jaxprs.evaluate(jaxpr, *args)
+    replay = _linearize_once if autodiff.is_staged_linearization() else jaxprs.evaluate
+    with paused_collection():
+        return replay(jaxpr, *args)
+
+
+def _linearize_once(jaxpr: ClosedJaxpr, *args: Any) -> list[Any]:
     opened = jaxpr.jaxpr
     keys = [_key(eqn) for eqn in opened.eqns]
     calls = Counter(keys)
