@@ -46,8 +46,8 @@ def propagate_equation(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
         return []
     rule, name = rule_of(eqn), eqn.primitive.name
     weight = rule.weight
-    active_operands = [i.is_active for i in infos]
-    active = active_results(eqn, active_operands) if True in active_operands else [False] * len(eqn.outvars)
+    active = [i.is_active for i in infos]
+    active = active_results(eqn, active) if True in active else [False] * len(eqn.outvars)
     if weight == "identity":
         if name == "device_put":  # a weight in the memory of the host cannot be quantized there
             infos = [info._replace(origin=None) for info in infos]
@@ -67,7 +67,7 @@ def propagate_equation(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
         is_one_hot=(moves and first.is_one_hot) or (name == "eq" and any(i.is_iota for i in infos)),
         is_iota=(moves and first.is_iota) or name == "iota",
         origin=first.origin.then(eqn)
-        if rule.hoistable and len(infos) == 1 and first.origin is not None
+        if first.origin is not None and rule.hoistable and len(infos) == 1
         else None,
         projections=join_projections(infos),
     )

@@ -92,7 +92,8 @@ MOST_PROJECTIONS = 16  # a residual stream comes from all layers before; attenti
 
 
 def join_projections(infos: Iterable[VarInfo]) -> frozenset[Source]:
-    joined = frozenset[Source]().union(*[i.projections for i in infos if i.projections])
+    found = [i.projections for i in infos if i.projections]
+    joined = found[0] if len(found) == 1 else frozenset[Source]().union(*found)
     is_unknown = len(joined) > MOST_PROJECTIONS or not joined.isdisjoint(MANY_PROJECTIONS)
     return MANY_PROJECTIONS if is_unknown else joined
 

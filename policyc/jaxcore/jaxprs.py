@@ -210,7 +210,8 @@ def explicit_sharding(eqn: JaxprEqn) -> Any:
 
 def has_side_effects(eqn: JaxprEqn) -> bool:
     """Does it do more than compute its results? The name of an axis of a mesh is an effect for JAX, and not here."""
-    return any(not isinstance(effect, core.NamedAxisEffect) for effect in eqn.effects)
+    effects = eqn.effects
+    return bool(effects) and any(not isinstance(effect, core.NamedAxisEffect) for effect in effects)
 
 
 def has_indexed_effects(eqn: JaxprEqn) -> bool:

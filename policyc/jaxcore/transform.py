@@ -187,11 +187,11 @@ class Transform(ABC):
 
     def transform_equation(self, eqn: JaxprEqn, position: Position, shared: Any = None) -> Replacement:
         """What stands in the place of an equation."""
-        if self.key(position) is None:
-            return Replacement((eqn,))
         replacement = self.replace_equation(eqn, position, shared)
         if replacement is not None:
             return replacement
+        if self.key(position) is None:
+            return Replacement((eqn,))
         container = container_of(eqn)
         assert container is not None, f"{eqn.primitive} holds equations to replace and is not entered"
         if container is SCAN:

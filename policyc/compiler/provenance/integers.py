@@ -109,9 +109,9 @@ def is_array(aval: Any) -> bool:
 
 def propagate_integers(eqn: JaxprEqn, operands: Sequence[Integers | None]) -> Integers | None:
     """The value of an equation on known integers; None if it is not known."""
-    known = [o for o in operands if o is not None]
-    if len(known) < len(operands):
+    if None in operands:
         return None
+    known = [o for o in operands if o is not None]
     out: Any = eqn.outvars[0].aval if eqn.outvars else None
     if not is_array(out) or eqn.effects:
         return None
