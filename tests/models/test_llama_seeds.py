@@ -143,10 +143,14 @@ def test_a_run_of_several_seeds_writes_the_folder_of_each_and_resumes(tmp_path):
     """A seed has the losses that it has alone."""
     settings = {"layers": 1, "batch": 2, "steps": RUN.steps, "compute": "float32", "seeds": "0,3"}
     due = {"checkpoint_every": 2, "eval_every": 4, "export_every": 4}
+    folders = [tmp_path / "run" / f"seed{seed}" for seed in (0, 3)]
     with policyc.active(POLICY):
         assert train_here(out=tmp_path / "run", **settings, **due) == 0
-    folders = [tmp_path / "run" / f"seed{seed}" for seed in (0, 3)]
-    first, second = map(losses, folders)
+        first, second = map(losses, folders)
+        assert (folders[0] / "checkpoints" / "4").exists()  # of both
+        shutil.rmtree(folders[0] / "checkpoints" / "4")
+        assert train_here(out=tmp_path / "run", **settings, **due) == 0
+    assert [losses(folder) for folder in folders] == [first, second]
     assert [step for step, _ in first] == [step for step, _ in second] == [1, 2, 3, 4]
     assert min(abs(one - other) for (_, one), (_, other) in zip(first, second, strict=True)) > 1e-3
     # All is float32, and only the order of sums may differ. That changes last bits (see test_llama_step), and so the
@@ -156,9 +160,3 @@ def test_a_run_of_several_seeds_writes_the_folder_of_each_and_resumes(tmp_path):
         assert (folder / "exports" / "4" / "model.safetensors").exists()
         assert (folder / "plan.json").exists()
         assert json.loads((folder / "run.json").read_text())["seed"] == seed
-    assert (folders[0] / "checkpoints" / "4").exists()  # of both
-
-    shutil.rmtree(folders[0] / "checkpoints" / "4")
-    with policyc.active(POLICY):
-        assert train_here(out=tmp_path / "run", **settings, **due) == 0
-    assert [losses(folder) for folder in folders] == [first, second]
