@@ -1,16 +1,18 @@
-"""`policyc train`: the same run as `policyc apply`; measuring does not change it."""
+"""`policyc train`: the same run as `policyc apply`, also if that is interrupted; measuring does not change it."""
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
 from pathlib import Path
 
 import pytest
 
 from policyc.language.bundled import data_folder
 from tests.support.command import policyc
-from tests.support.llama_runs import make_mesh
+from tests.support.llama_runs import at_step, make_mesh
 
 pytestmark = pytest.mark.any_jax
 
@@ -26,18 +28,24 @@ def read_losses(run: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_train_is_the_run_of_apply_and_measuring_does_not_change_it(
+def test_train_is_the_run_of_apply_and_neither_measuring_nor_a_restart_changes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That random bits depend on the step of the state alone, which a restart restores: test_llama_step.py."""
+    """Random bits depend on the step in the checkpoint, and not on where a run was interrupted."""
     for package in ("optax", "orbax.checkpoint", "tensorboardX"):
         pytest.importorskip(package)
     (tmp_path / "p.policy").write_text("mlp.down_proj -> mxfp4(sr=grad)\n")
     # A batch of two rows is not divided over all devices of the tests.
     monkeypatch.setattr("policyc.models.llama.partition.make_mesh", lambda *_: make_mesh())
     script = str(data_folder("models") / "llama" / "train.py")
+    applied = ["apply", "p.policy", script, *SMALL, "--out", "applied"]
+    with monkeypatch.context() as patch:
+        at_step(patch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        result = policyc(*applied, cwd=tmp_path)
+        assert result.code == 75, result.err
+    assert len(read_losses(tmp_path / "applied")) == 3
     for words in (
-        ["apply", "p.policy", script, *SMALL, "--out", "applied"],
+        applied,
         ["train", *SMALL, "--policy=p.policy", "--stats-every", "2", "--out", "measured"],
     ):
         result = policyc(*words, cwd=tmp_path)
