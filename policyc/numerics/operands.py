@@ -19,7 +19,7 @@ CHECKPOINT_NAME = "quantization"
 """The name of saved quantized tensors, for policies of `jax.checkpoint`."""
 
 _READ_AT_ONCE = ("fprop.x", "dgrad.dy")
-"""Operands that the next GEMM reads, and no other one."""
+"""Operands that only the GEMMs right after their quantizer read."""
 
 CAST_DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
 """The dtype of the formats that only cast."""
