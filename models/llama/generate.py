@@ -2,10 +2,10 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from policyc.models.llama.checkpoints import DamagedCheckpointError, read_about,
 from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig
 
 Config = TypeVar("Config", ModelConfig, RunConfig)
-TYPES: dict[str, Any] = {"int": int, "float": int | float, "bool": bool, "str": str, "None": type(None)}
 Cache = dict[str, jax.Array]  # keys and values: (layers, batch, positions, heads, head_dim)
 
 
@@ -85,10 +84,10 @@ def load_trained(folder: Path) -> TrainedModel:
 
 def _from_settings(kind: type[Config], settings: dict[str, Any]) -> Config:
     """A configuration from run.json. Settings that this version does not know are left out. Raises TypeError."""
-    known = {field.name: str(field.type) for field in fields(kind) if field.name in settings}
-    for name, types in known.items():
-        if not any(isinstance(settings[name], TYPES[word]) for word in types.split(" | ")):
-            raise TypeError(f"{name} is {settings[name]!r}, not {types}")
+    known = {name: hint for name, hint in get_type_hints(kind).items() if name in settings}
+    for name, hint in known.items():
+        if not isinstance(settings[name], int | float if hint is float else hint):
+            raise TypeError(f"{name} is {settings[name]!r}, not {getattr(hint, '__name__', hint)}")
     return kind(**{name: settings[name] for name in known})
 
 

@@ -330,8 +330,14 @@ class StepOptions:
         """The settings that replace those of a configuration."""
         from policyc.hardware.llama_step import Sizes
 
-        names = ("batch", "sequence", "accumulate", "remat", "gather")
-        return Sizes(**{name: getattr(self, name) for name in names}, unrolled=unrolled)
+        return Sizes(
+            batch=self.batch,
+            sequence=self.sequence,
+            accumulate=self.accumulate,
+            remat=self.remat,
+            gather=self.gather,
+            unrolled=unrolled,
+        )
 
     def mesh_shape(self) -> MeshShape:
         """The mesh; all devices on the axis fsdp without `--mesh`. Raises ValueError if it does not fit `--devices`."""

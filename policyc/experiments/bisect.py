@@ -125,9 +125,10 @@ class Bisection:
 
     def harm(self, kept: Sequence[Unit]) -> float:
         """How far the policy is from none with these products in high precision."""
+        units = set(kept)
         switches = self._switched.fill(
             {
-                (c.site.address, c.layer): np.array([(c.key, g) not in kept for g in Gemm], np.float32)
+                (c.site.address, c.layer): np.array([(c.key, g) not in units for g in Gemm], np.float32)
                 for c in self._cells
             }
         )
