@@ -416,20 +416,20 @@ def test_problems_of_a_recipe_are_named() -> None:
 
 # --- transformations ------------------------------------------------------------------------------
 
-LINEAR = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=FULL)
-
 
 @pytest.mark.any_jax
-def test_vmap_is_a_loop() -> None:
+@pytest.mark.parametrize("name", ["mxfp8", slow("full")])
+def test_vmap_is_a_loop(name: str) -> None:
     """Over x, with gradients; and twice, over x and over weights."""
+    linear = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=RECIPES[name])
     x, w, dy = normal(3, 16, 32), normal(32, 16, seed=1), normal(3, 16, 16, seed=2)
-    run = quick_jit(partial(three_products, LINEAR))
-    mapped = quick_jit(jax.vmap(partial(three_products, LINEAR), in_axes=(0, None, 0)))(x, w, dy)
+    run = quick_jit(partial(three_products, linear))
+    mapped = quick_jit(jax.vmap(partial(three_products, linear), in_axes=(0, None, 0)))(x, w, dy)
     for i in range(3):
         for a, b in zip(mapped, run(x[i], w, dy[i]), strict=True):
             np.testing.assert_allclose(np.asarray(a)[i], np.asarray(b), rtol=1e-5, atol=1e-5)
     x, w = normal(2, 3, 16, 32), normal(3, 32, 16, seed=1)
-    mapped = quick_jit(jax.vmap(jax.vmap(LINEAR), in_axes=(0, None)))(x, w)
+    mapped = quick_jit(jax.vmap(jax.vmap(linear), in_axes=(0, None)))(x, w)
     for i in range(2):
         for j in range(3):
             expected = run(x[i, j], w[j], dy[0])[0]

@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 ROWS = (((2,), (0,)), ((), ()))
-LINEAR = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=FULL)
+LINEAR = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=RECIPES["mxfp8"])
 
 
 def slow(*values: Any) -> Any:
@@ -77,7 +77,8 @@ SPECS = [
 
 
 @pytest.mark.parametrize(
-    ("left", "right", "name"), [(*SPECS[1], "full"), *(slow(*p, "mxfp8") for p in SPECS[::2])]
+    ("left", "right", "name"),
+    [(*SPECS[1], "mxfp8"), slow(*SPECS[1], "full"), *(slow(*p, "mxfp8") for p in SPECS[::2])],
 )
 def test_shardings_in_types(left: Any, right: Any, name: str) -> None:
     """Types say how results are sharded, gradients are sharded like their operands, and results are those of one device

@@ -173,10 +173,7 @@ EXECUTIONS = [
     (EAGER, "eager", "matmul"),
     (EAGER, "jit", HERE),
     *(pytest.param(c, "batch", HERE, marks=[pytest.mark.any_jax, *is_slow(c)]) for c in EXACT),
-    *(
-        pytest.param(c, "fused batch", "matmul", marks=[pytest.mark.any_jax] * bool(is_slow(c)))
-        for c in EXACT
-    ),
+    *(pytest.param(c, "fused batch", "matmul", marks=is_slow(c)) for c in EXACT),
 ]
 
 
