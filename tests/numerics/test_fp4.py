@@ -17,7 +17,7 @@ from policyc.numerics.quantize import Axes, codes_of, dequantize, make_key, quan
 from policyc.numerics.quantize.hadamard import Method
 from tests.support import rounding_key_oracle as key_oracle
 from tests.support import rounding_oracle as oracle
-from tests.support.gemms import MATMUL, quick_jit, three_products
+from tests.support.gemms import MATMUL, quick_jit, slow, three_products
 
 pytestmark = [pytest.mark.any_jax, pytest.mark.full_compile]
 
@@ -25,10 +25,6 @@ NEAREST = Treatment(format="fp4", element="e2m1")
 STOCHASTIC = Treatment(format="fp4", element="e2m1", rounding="sr")
 SHAPE = (8, 30)
 ROWS = Axes()
-
-
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @cache

@@ -27,9 +27,11 @@ from tests.support.gemms import (
     MATMUL,
     NEAREST,
     RECIPES,
+    assert_equal_arrays,
     normal,
     quick_jit,
     relative_error,
+    slow,
     three_products,
 )
 
@@ -40,10 +42,6 @@ TOLERANCE = {"mxfp8": 0.06, "fp8": 0.08, "fp8 row": 0.08, "bf16": 0.01, "f32": 0
 """The largest relative error of a product. It is 0.3 with four bits in both operands (the error of each is 0.1 to 0.14,
 or 0.2 with stochastic rounding), and less for these recipes.
 """
-
-
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def test_small_bf16_products_run_on_cpu() -> None:
@@ -177,8 +175,7 @@ def test_native_sums_in_any_product() -> None:
     f = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=NEAREST)
     native = quick_jit(partial(three_products, partial(f, options=NATIVE_SUMS)))
     emulated = quick_jit(partial(three_products, f))
-    for ours, theirs in zip(native(x, w, dy), emulated(x, w, dy), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    assert_equal_arrays(native(x, w, dy), emulated(x, w, dy))
     with_nan = native(x.at[0, 0].set(np.nan), w, dy)
     assert [bool(jnp.isnan(r).any()) for r in with_nan] == [True, False, True]
 
@@ -287,8 +284,7 @@ def test_keep_is_bit_identical_to_dot_general(dtype: Any) -> None:
     f = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=make_recipe("keep"))
     results = jax.jit(partial(three_products, f))(x, w, dy)
     expected = jax.jit(partial(three_products, partial(lax.dot_general, dimension_numbers=MATMUL)))(x, w, dy)
-    for ours, exact in zip(results, expected, strict=True):
-        np.testing.assert_array_equal(np.asarray(ours), np.asarray(exact))
+    assert_equal_arrays(results, expected)
 
 
 @pytest.mark.any_jax

@@ -17,7 +17,16 @@ from policyc.language.treatments import normalize_recipe
 from policyc.numerics import primitives
 from policyc.numerics.gemm import quantized_dot_general
 from policyc.numerics.quantize import Axes
-from tests.support.gemms import FULL, MATMUL, RECIPES, normal, quick_jit, three_products
+from tests.support.gemms import (
+    FULL,
+    MATMUL,
+    RECIPES,
+    assert_equal_arrays,
+    normal,
+    quick_jit,
+    slow,
+    three_products,
+)
 
 pytestmark = [
     pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices: XLA_FLAGS in conftest"),
@@ -25,10 +34,6 @@ pytestmark = [
 
 ROWS = (((2,), (0,)), ((), ()))
 LINEAR = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=RECIPES["mxfp8"])
-
-
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def put(mesh: Any, x: jax.Array, *spec: Any) -> jax.Array:
@@ -50,8 +55,7 @@ def test_sharded_results_are_those_of_one_device() -> None:
     for t in set(normalize_recipe(RECIPES["mxfp8"]).treatments):
         axes = Axes(axis=-2, contract=(-3, -2), tile=-1)
         f = quick_jit(partial(primitives.quantize, treatment=replace(t, tile2d=False), axes=axes))
-        for a, b in zip(jax.tree.leaves(f(shards[0])), jax.tree.leaves(f(x)), strict=True):
-            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+        assert_equal_arrays(f(shards[0]), f(x))
 
 
 def test_nothing_is_gathered() -> None:

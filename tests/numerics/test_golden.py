@@ -31,6 +31,7 @@ from policyc.language.recipes import Treatment
 from policyc.numerics.quantize import Axes, Quantized, quantize
 from policyc.numerics.quantize.bits import E2M1, E4M3, round_nearest, round_stochastic, sign_bit
 from policyc.numerics.quantize.hadamard import Method, rotate
+from tests.support.gemms import slow
 from tests.support.quick_options import quick_compilation
 
 pytestmark = pytest.mark.full_compile
@@ -158,10 +159,6 @@ def check_codes(mine: np.ndarray, theirs: np.ndarray, x: np.ndarray) -> None:
     is_negative_zero = (np.abs(x.astype(np.float32)) < 1e-44) & np.signbit(x.astype(np.float32))
     np.testing.assert_array_equal(mine[~is_negative_zero], theirs[~is_negative_zero])
     assert (mine[is_negative_zero] == 8).all()
-
-
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def is_slow(case: str) -> list[pytest.MarkDecorator]:

@@ -16,7 +16,7 @@ from policyc.language.recipes import Treatment
 from policyc.language.treatments import normalize_recipe
 from policyc.numerics import primitives, quantize
 from policyc.numerics.gemm import quantized_dot_general
-from tests.support.gemms import FULL, MATMUL, RECIPES, normal
+from tests.support.gemms import FULL, MATMUL, RECIPES, assert_equal_arrays, normal
 
 needs_eight_devices = pytest.mark.skipif(
     len(jax.devices()) < 8, reason="needs 8 devices: XLA_FLAGS in conftest"
@@ -85,8 +85,7 @@ def test_shardings_in_types(compiled: bool) -> None:
     like_operand = P("data", None, "model")
     # The product is summed over the dimension that "model" shards.
     assert specs == [like_operand, like_operand, P("data", None, None), P("data", None, None)]
-    for a, b in zip(jax.tree.leaves(q), jax.tree.leaves(expected[0]), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    assert_equal_arrays(q, expected[0])
     np.testing.assert_allclose(np.asarray(y), np.asarray(expected[1]), rtol=1e-5, atol=1e-4)
 
 
@@ -107,5 +106,4 @@ def test_shardings_in_types_of_codes_in_both_orders() -> None:
     assert packed.transposed_scales.sharding.spec == P("data", "model", None)
     assert jax.typeof(q.codes).sharding.spec == P("data", None, "model")
     assert jax.typeof(q.transposed_codes).sharding.spec == P("model", "data", None)
-    for a, b in zip(jax.tree.leaves(q), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    assert_equal_arrays(q, expected)

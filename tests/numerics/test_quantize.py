@@ -37,7 +37,7 @@ from policyc.numerics.quantize.layout import Quantized
 from policyc.numerics.quantize.random import random_words
 from policyc.numerics.quantize.values import outer_scale
 from tests.support import rounding_oracle as oracle
-from tests.support.gemms import quick_jit
+from tests.support.gemms import assert_equal_arrays, quick_jit, slow
 
 pytestmark = [pytest.mark.any_jax, pytest.mark.full_compile]
 
@@ -118,7 +118,7 @@ def test_division_corrects_an_inexact_quotient(monkeypatch: pytest.MonkeyPatch) 
         np.testing.assert_array_equal(np.asarray(divide(a, b)), a / b)
 
 
-@pytest.mark.parametrize("bound", [448, 57344, 6 * 448, 6 * 256, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bound", [448, 57344, 6 * 448, 6 * 256, slow(6)])
 def test_division_of_every_mantissa_by_a_bound(bound: int) -> None:
     """By every bound that an outer scale is divided by, against NumPy."""
     mantissa = np.arange(2**23, 2**24, dtype=np.int32)
@@ -172,9 +172,9 @@ def test_rounding_and_decoding_equal_ml_dtypes(element: Element, dtype: Any) -> 
     [
         (1, "float32", "cpu"),
         (16, "bfloat16", "cpu"),
-        pytest.param(1, "float16", "cpu", marks=pytest.mark.slow),
-        pytest.param(1, "bfloat16", "matmul", marks=pytest.mark.slow),
-        pytest.param(16, "float32", "matmul", marks=pytest.mark.slow),
+        slow(1, "float16", "cpu"),
+        slow(1, "bfloat16", "matmul"),
+        slow(16, "float32", "matmul"),
     ],
 )
 def test_nvfp4_equals_the_oracle(tile: int, dtype: str, method: Method) -> None:
@@ -238,7 +238,7 @@ def test_an_amax_that_cannot_be_rounded_up_stays() -> None:
 
 @pytest.mark.parametrize(
     ("length", "factor"),
-    [(16, 4), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((32, 8), (64, 8), (128, 16)))],
+    [(16, 4), *(slow(*sizes) for sizes in ((32, 8), (64, 8), (128, 16)))],
 )
 def test_an_outer_scale_from_a_bound_equals_the_oracle(length: int, factor: int) -> None:
     """The first group of each row reaches sqrt(length) times the largest magnitude."""
@@ -294,8 +294,7 @@ def test_both_implementations_have_the_same_bits(t: Treatment, axes: Axes) -> No
     x = samples("wide", (64, 96)).astype(ml_dtypes.bfloat16)
     one = compiled(t, axes, "cpu")(x)
     other = quick_jit(partial(quantize, treatment=t, axes=axes, method="matmul"))(x)
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    assert_equal_arrays(one, other)
 
 
 @pytest.mark.parametrize("element", ["e2m1", "e4m3"])
@@ -343,8 +342,7 @@ def test_both_implementations_of_fp8(axis: int, columns: int) -> None:
     x[1, 5, 7] = np.nan
     t = Treatment(format="fp8", element="e4m3", outer="row")
     one, other = (compiled(t, Axes(axis=axis, batch=(-3,)), m)(x) for m in ("cpu", "matmul"))
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    assert_equal_arrays(one, other)
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
@@ -447,7 +445,7 @@ def test_random_words_are_unbiased_and_uncorrelated() -> None:
     assert np.unique(w).size > 65530
 
 
-@pytest.mark.parametrize("axis", [-1, pytest.param(-2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("axis", [-1, slow(-2)])
 def test_ms_eden_is_unbiased(axis: int) -> None:
     shape = (32, 128) if axis == -1 else (128, 32)
     x = samples("normal", shape).astype(ml_dtypes.bfloat16)

@@ -14,14 +14,10 @@ from jax import lax
 from policyc.language.recipes import OPERAND_GROUPS, make_recipe
 from policyc.numerics.gemm import quantized_dot_general
 from policyc.numerics.ragged import quantized_ragged_dot
-from tests.support.gemms import MATMUL, RECIPES, normal, quick_jit, relative_error, three_products
+from tests.support.gemms import MATMUL, RECIPES, normal, quick_jit, relative_error, slow, three_products
 
 TOLERANCE = {"mxfp8": 0.06, "keep": 0.01}
 """The largest relative error of a product: 0.3 with four bits in both operands, less for these."""
-
-
-def slow(name: str) -> Any:
-    return pytest.param(name, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("name", [slow("full"), "keep", "mxfp8", slow("ms_eden")])

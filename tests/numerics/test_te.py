@@ -42,6 +42,7 @@ from tests.support.gemms import (
     MATMUL,
     NEAREST,
     RECIPES,
+    assert_equal_arrays,
     normal,
     quick_jit,
     relative_error,
@@ -228,8 +229,7 @@ def test_on_other_platforms_it_is_the_emulation() -> None:
         )
         for b in ("te", "emulate")
     )
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(emulated), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_equal_arrays(ours, emulated)
 
 
 # ---- layouts of operands
@@ -455,8 +455,7 @@ def test_scales_of_tiles_are_gathered_by_the_quantizer() -> None:
     shards = [jax.device_put(a, place(mesh, *s)) for a, s in zip((w, stack, stack), specs, strict=True)]
     sharded = quick_jit(partial(quantize, backend="te_here"))(*shards)
     single, layers = quick_jit(partial(quantize, backend="emulate"))(w, stack)
-    for a, b in zip(jax.tree.leaves(sharded), jax.tree.leaves((single, layers, layers)), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_equal_arrays(sharded, (single, layers, layers))
     assert [q.scales.sharding.spec for q in sharded] == [P(), P(), P("fsdp")]
     assert [q.codes.sharding.spec for q in sharded] == [P(*s) for s in specs]
 

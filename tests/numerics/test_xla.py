@@ -32,7 +32,7 @@ from policyc.numerics.products import EMULATED
 from policyc.numerics.quantize import Axes, Quantized, quantize
 from policyc.numerics.quantize.blocks import layout_of
 from policyc.numerics.quantize.values import block_values
-from tests.support.gemms import MATMUL, RECIPES, normal, quick_jit, relative_error, three_products
+from tests.support.gemms import MATMUL, RECIPES, normal, quick_jit, relative_error, slow, three_products
 from tests.support.jaxpr_tools import primitive_counts
 
 XLA = ("xla", "xla", "xla")
@@ -62,9 +62,7 @@ def compare_three_products(emulated: Any, ours: Any, arrays: Any, most: float = 
     assert_close(*run(*arrays), most)
 
 
-@pytest.mark.parametrize(
-    "name", ["full", *(pytest.param(n, marks=pytest.mark.slow) for n in ("fp8 row", "row", "mean"))]
-)
+@pytest.mark.parametrize("name", ["full", *(slow(n) for n in ("fp8 row", "row", "mean"))])
 def test_three_products(name: str) -> None:
     """The sizes are not multiples of a block or tile in any of the three GEMMs."""
     arrays = normal(40, 72), normal(72, 24, seed=1), normal(40, 24, seed=2)
@@ -86,7 +84,7 @@ SHAPES = {
         ("several contracted", "mxfp8"),
         ("no weight", "fp8"),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            slow(*case)
             for case in (
                 ("several free", "fp8"),
                 ("batch, weight left", "fp8"),
@@ -106,7 +104,7 @@ def test_any_dot_general(shape: str, format: str) -> None:
     compare_three_products(emulated, ours, (x, w, dy), tolerance(format))
 
 
-@pytest.mark.parametrize("name", ["fp8", pytest.param("plain", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["fp8", slow("plain")])
 def test_under_transformations(name: str) -> None:
     """vmap over both operands or one, inside a scan, under remat: values and gradients."""
 

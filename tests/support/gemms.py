@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from policyc.hardware.selftest.subject import relative_error, three_products
 from policyc.language.recipes import OPERAND_GROUPS, Gemm, Recipe, make_recipe, make_split_recipe
@@ -53,3 +54,14 @@ def normal(*shape: int, seed: int = 0, dtype: Any = jnp.float32, divisor: int = 
 def quick_jit(f: Any) -> Any:
     """`jax.jit` for programs that run a few small steps and are compared within a tolerance."""
     return jax.jit(f, compiler_options=dict(known_quick_options()))
+
+
+def slow(*values: Any) -> Any:
+    """A row of a parametrized test that only the slow tests run."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def assert_equal_arrays(one: Any, other: Any) -> None:
+    """Two trees hold the same arrays, to the bit."""
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
