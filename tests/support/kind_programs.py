@@ -196,18 +196,6 @@ def residual_blocks_of_one_shape(p: Any) -> Any:
     return cross_entropy(x @ p["out"], TOKEN_IDS % WIDTH)
 
 
-@program(
-    {"in": SQUARE, "out": SQUARE, "l": [{"w1": SQUARE, "w2": SQUARE}]},
-    outside("embedding"),
-    unrolled(1, "mlp", "mlp"),
-    outside("head"),
-)
-def one_residual_block_of_one_shape(p: Any) -> Any:
-    x = SEQUENCE @ p["in"]
-    x = x + jnp.tanh(x @ p["l"][0]["w1"]) @ p["l"][0]["w2"]
-    return cross_entropy(x @ p["out"], TOKEN_IDS % WIDTH)
-
-
 LLAMA_PARAMS = {
     **attention_params(),
     "w5": weight(WIDTH, HIDDEN),
@@ -262,37 +250,6 @@ def llama_scanned_backwards(p: Any) -> Any:
         lambda x, layer: (llama_block(x, layer), None), p["table"][TOKEN_IDS], p["l"], reverse=True
     )
     return cross_entropy(rms_norm(x) @ p["out"])
-
-
-@program(
-    {**LM_PARAMS, "l": [BLOCK_PARAMS] * 3},
-    unrolled(3, *BLOCK),
-    outside("head"),
-)
-def parallel_branches(p: Any) -> Any:
-    """GPT-J: attention and the MLP read the same input."""
-    x = p["table"][TOKEN_IDS]
-    for layer in p["l"]:
-        h = layer_norm(x, layer["s1"])
-        x = x + self_attention(h, layer, turn=True) + mlp(h, layer)
-    return cross_entropy(x @ p["out"])
-
-
-FUSED = {"w1": weight(WIDTH, 3 * WIDTH), "b1": weight(3 * WIDTH), "w2": weight(WIDTH, WIDTH), **mlp_params()}
-
-
-@program(
-    {**LM_PARAMS, "l": [FUSED] * 2},
-    unrolled(2, "attention", "scores", "scores", "attention", "mlp", "mlp"),
-    outside("head"),
-)
-def fused_projection_of_dot_product_attention(p: Any) -> Any:
-    x = p["table"][TOKEN_IDS]
-    for layer in p["l"]:
-        q, k, v = (split_heads(t) for t in jnp.split(rms_norm(x) @ layer["w1"] + layer["b1"], 3, -1))
-        x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ layer["w2"]
-        x = x + mlp(rms_norm(x), layer)
-    return cross_entropy(x @ p["out"])
 
 
 ADAPTED = {
@@ -368,34 +325,6 @@ def one_hot_embedding_and_custom_cross_entropy(p: Any) -> Any:
     for layer in p["l"]:
         x = block(x, layer)
     return fused_cross_entropy(layer_norm(x, p["s"]), p["table"])
-
-
-@program({**LM_PARAMS, "l": stack(4, BLOCK_PARAMS)}, scanned(4, *BLOCK), outside("head"))
-def attention_in_chunks(p: Any) -> Any:
-    """Attention with a running maximum and sum over chunks of keys, as in flash attention."""
-
-    def attend_in_chunks(q: Any, k: Any, v: Any) -> Any:
-        def chunk(carry: Any, kv: Any) -> Any:
-            top, total, out = carry
-            logits = jnp.einsum("bqhd,bkhd->bhqk", q, kv[0])
-            new_top = jnp.maximum(top, logits.max(-1, keepdims=True))
-            scale, weights = jnp.exp(top - new_top), jnp.exp(logits - new_top)
-            out = out * scale + jnp.einsum("bhqk,bkhd->bhqd", weights, kv[1])
-            return (new_top, total * scale + weights.sum(-1, keepdims=True), out), None
-
-        chunks = jax.tree.map(lambda t: jnp.moveaxis(t.reshape(BATCH, 2, -1, *t.shape[2:]), 1, 0), (k, v))
-        zero = jnp.zeros((BATCH, HEADS, TOKENS, 1))
-        (_, total, out), _ = lax.scan(chunk, (zero - 1e9, zero, zero * jnp.ones(WIDTH // HEADS)), chunks)
-        return jnp.swapaxes(out / total, 1, 2)
-
-    def layer(x: Any, w: Any) -> Any:
-        h = rms_norm(x)
-        q, k, v = (split_heads(h @ w[name]) for name in ("w1", "w2", "w3"))
-        x = x + attend_in_chunks(q, k, v).reshape(x.shape) @ w["w4"]
-        return x + mlp(rms_norm(x), w), None
-
-    x, _ = lax.scan(layer, p["table"][TOKEN_IDS], p["l"])
-    return cross_entropy(rms_norm(x) @ p["out"])
 
 
 # ---- mixtures of experts
@@ -837,18 +766,6 @@ def pooling_by_attention(p: Any) -> Any:
 # ---- pipelines and other forms of stacks
 
 
-@program({**LM_PARAMS, "l": stack(4, BLOCK_PARAMS)}, scanned(4, *BLOCK), outside("head"))
-def layers_taken_by_a_counter(p: Any) -> Any:
-    """A loop that gathers the parameters of its layer, as haliax does: these gathers look up no tokens."""
-
-    def body(carry: Any, _: Any) -> Any:
-        x, number = carry
-        return (block(x, jax.tree.map(lambda w: jnp.take(w, number, axis=0), p["l"])), number + 1), None
-
-    (x, _), _ = lax.scan(body, (p["table"][TOKEN_IDS], 0), None, length=4)
-    return cross_entropy(layer_norm(x, p["s"]) @ p["out"])
-
-
 @program(
     {**LM_PARAMS, "l": stack(2, stack(2, BLOCK_PARAMS))},
     [(kind, (-1,)) for kind in (*BLOCK, *BLOCK)],
@@ -906,21 +823,6 @@ def ensemble_of_scanned_models(p: Any) -> Any:
         return lax.scan(lambda x, layer: (block(x, layer), None), p["table"][TOKEN_IDS], layers)[0]
 
     return cross_entropy(rms_norm(jax.vmap(model)(p["l"]).mean(0)) @ p["out"])
-
-
-@program(
-    {**LM_PARAMS, "l": stack(2, BLOCK_PARAMS)},
-    [(kind, (-1,)) for kind in (*BLOCK, *BLOCK, *BLOCK)],
-    outside("head"),
-)
-def pipeline_of_unrolled_ticks(p: Any) -> Any:
-    """Three ticks of two stages: a tick is not a block."""
-    microbatches = p["table"][TOKEN_IDS][:, None]
-    buffer, outputs = jnp.zeros((2, 1, TOKENS, WIDTH)), []
-    for microbatch in (*microbatches, microbatches[0]):
-        buffer = jax.vmap(block)(jnp.concatenate([microbatch[None], buffer[:-1]]), p["l"])
-        outputs.append(buffer[-1])
-    return cross_entropy(rms_norm(jnp.concatenate(outputs[1:])) @ p["out"])
 
 
 def _run_on_stages(p: Any, x: Any, run_stage: Callable[[Any, Any], Any]) -> Any:
