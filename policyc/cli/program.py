@@ -128,7 +128,7 @@ def explain_early_exit(program: Program, printer: _PlanPrinter | None = None) ->
         advice = _TRAIN_HINT if printer is None else ""
         hint = "; ".join(filter(None, (advice, misplaced_hint(program.args))))
         if not end.code or not hint or (printer is not None and printer.losses):
-            raise  # without a code, it has printed its help, and the runner a note
+            raise
         code = _print_exit_text(end)
         print_note(f"the program exited with {code} before it differentiated a loss: {hint}", "error")
         raise SystemExit(code) from None

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,6 @@ from policyc.language.selectors import DottedPath
 from policyc.numerics.operand_stats import summarize_errors
 
 StatsRow = dict[str, Any]
-
-_LONGEST_LINE = 65_536  # bytes, far more than a row has
 
 
 def stats(policy: Policy | str | Path, loss: Callable[..., Any], *args: Any) -> list[StatsRow]:
@@ -59,14 +56,13 @@ def measure_step(session: Session, step: int, loss: Callable[..., Any], args: Se
         )
     recorder = session.recorders[loss]
     rows = recorder(*args)
-    if recorder.last_step == step:  # the program repeats the step
-        for other in session.recorders.values():
-            other.last_step = None
-    is_first = all(other.last_step != step for other in session.recorders.values())
-    recorder.last_step = step
     if jax.process_index() == 0:
-        path = (session.output_dir or Path()) / "stats.jsonl"
-        _append_rows(path, step, rows, replaces=is_first)
+        path = ((session.output_dir or Path()) / "stats.jsonl").absolute()
+        if not any(path in other.files for other in session.recorders.values()):
+            _drop_rows(path, step)
+        recorder.files.add(path)
+        with path.open("a", encoding="utf-8") as stream:
+            stream.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
 
 
 class StatsRecorder:
@@ -84,8 +80,8 @@ class StatsRecorder:
         self._execution, self._multiple_losses = execution or ExecutionOptions(), multiple_losses
         self._tapped: dict[Phase, TappedLoss] = {}
         self._measure = jax.jit(self._trace_step)
-        self.last_step: int | None = None
-        """The step that was measured last."""
+        self.files: set[Path] = set()
+        """Those that its rows were written to."""
 
     def __call__(self, *args: Any) -> list[StatsRow]:
         with no_reentry():
@@ -200,34 +196,16 @@ def _json_number(value: Any) -> float | None:
 # ---- files
 
 
-def _append_rows(path: Path, step: int, rows: Sequence[StatsRow], *, replaces: bool = True) -> None:
-    """Appends rows to a file. Drops rows of this step and later ones: a resumed run writes them again.
-
-    Without `replaces`, the rows of this step are those of another loss, and stay.
-    """
-    content = "".join(json.dumps({"step": step, **row}) + "\n" for row in rows).encode()
+def _drop_rows(path: Path, step: int) -> None:
+    """Prepares a file for the rows of a session. Rows from this step on are of a run that is resumed here."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not replaces or _read_last_step(path) < step:
-        with path.open("ab") as stream:
-            stream.write(content)
-        return
-    kept = [line for line in path.read_bytes().splitlines(keepends=True) if _read_step(line) < step]
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     with atomic_write(path) as stream:
-        stream.write(b"".join(kept) + content)
-
-
-def _read_last_step(path: Path) -> float:
-    """The step of the last line; -1 without one, and infinity if the line is damaged, as after a kill."""
-    try:
-        with path.open("rb") as stream:
-            stream.seek(max(0, stream.seek(0, os.SEEK_END) - _LONGEST_LINE))
-            lines = stream.read().splitlines(keepends=True)
-    except FileNotFoundError:
-        return -1
-    return _read_step(lines[-1]) if lines else -1
+        stream.writelines(line for line in lines if _read_step(line) < step)
 
 
 def _read_step(line: bytes) -> float:
+    """The step of a line; infinity if the line is damaged, as after a kill."""
     try:
         return float(json.loads(line)["step"]) if line.endswith(b"\n") else math.inf
     except (ValueError, KeyError, TypeError):

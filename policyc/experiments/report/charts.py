@@ -212,9 +212,7 @@ def _metric_charts(sweep: SweepData, axis: Axis) -> Iterator[JsonObject]:
 
 def _telemetry_charts(sweep: SweepData, axis: Axis) -> Iterator[JsonObject]:
     """Quantization error over time: by operand for one run, by variant for several."""
-    per_step = next((r.tokens_per_step for r in sweep.runs if r.tokens_per_step), None)
-    factor = per_step if axis.label == "tokens" and per_step else 1
-    x_label = axis.label if factor != 1 else "steps"
+    longest = max(sweep.runs, key=lambda run: run.last_step)
     reduction = "mean over sites, layers and seeds"
     if _is_single(sweep):
         reduction = "mean over sites and layers, band: lowest and highest"
@@ -236,7 +234,7 @@ def _telemetry_charts(sweep: SweepData, axis: Axis) -> Iterator[JsonObject]:
             _line(label, color, _spread_of(group, positions, has_band=_is_single(sweep)), has_points=True)
             for (color, label), group in groups.items()
         ]
-        x = x_label, np.array(positions, float) * factor
+        x = axis.label, axis.at_steps(longest, np.array(positions, float))
         yield _chart(f"telemetry-{name}", title, [note, reduction], x, lines, format=format)
 
 

@@ -35,7 +35,7 @@ STEP_METRICS = (
     "loss", "grad_norm", "learning_rate", "step_seconds", "stall_seconds", "tokens_per_second_per_device",
     "tokens_per_second_total", "tflops_per_device", "mfu", "memory_bytes", "skipped", "tokens",
 )  # fmt: skip
-EVALUATION_METRICS = ("validation_loss", "validation_loss_plain", "tokens")
+EVALUATION_METRICS = ("validation_loss", "validation_loss_plain")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,29 +97,12 @@ class RunData:
         count = self.about.get("devices")
         return count if isinstance(count, int) and is_count(count) and count > 0 else None
 
-    @property
-    def tokens_per_step(self) -> float | None:
-        """Tokens of one step, from the settings of the bundled trainer or from the speed."""
-        settings = as_object(self.about.get("settings"))
-        batch, sequence = as_number(settings.get("batch")), as_number(settings.get("sequence"))
-        if batch and sequence:
-            return batch * sequence
-        rate, seconds = self.steps.column("tokens_per_second_total"), self.steps.column("step_seconds")
-        devices = 1
-        if rate is None and self.devices is not None:
-            rate, devices = self.steps.column("tokens_per_second_per_device"), self.devices
-        if rate is None or seconds is None:
+    def tokens_at(self, steps: Column) -> Column | None:
+        """The tokens that were seen after some steps, or None if they are not known."""
+        column = self.steps.column("tokens")
+        if column is None or not np.isfinite(column).all():
             return None
-        counts = (rate * seconds * devices)[np.isfinite(rate * seconds)]
-        return float(round(np.median(counts))) if len(counts) else None
-
-    def tokens(self, table: Table) -> Column | None:
-        """The tokens that were seen at each row, or None if they are not known."""
-        column = table.column("tokens")
-        if column is not None and np.isfinite(column).all():
-            return column
-        per_step = self.tokens_per_step
-        return None if per_step is None else table.step * per_step
+        return np.interp(steps, [0, *self.steps.step], [0, *column])
 
 
 def read_run(

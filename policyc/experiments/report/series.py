@@ -38,8 +38,12 @@ class Axis:
 
     def positions(self, run: RunData, table: Table) -> Column:
         """The place of each row of a run on the axis."""
-        tokens = run.tokens(table) if self.label == "tokens" else None
-        return table.step if tokens is None else tokens
+        return self.at_steps(run, table.step)
+
+    def at_steps(self, run: RunData, steps: Column) -> Column:
+        """The places of some steps of a run on the axis."""
+        tokens = run.tokens_at(steps) if self.label == "tokens" else None
+        return steps if tokens is None else tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +58,7 @@ class Curve:
 def make_axis(runs: Sequence[RunData], most_points: int = _MOST_POINTS) -> Axis:
     """The common axis of some runs."""
     begun = [run for run in runs if len(run.steps)]
-    has_tokens = bool(begun) and all(run.tokens(run.steps) is not None for run in begun)
+    has_tokens = bool(begun) and all(run.tokens_at(run.steps.step) is not None for run in begun)
     axis = Axis(label="tokens" if has_tokens else "steps", edges=np.zeros(1))
     ends = [axis.positions(run, run.steps).max() for run in begun]
     points = min(most_points, max((len(run.steps) for run in begun), default=1))

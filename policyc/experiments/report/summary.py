@@ -37,7 +37,7 @@ FREE_SETTINGS = frozenset({"seed", "seeds", "out", "coordinator", "process_id", 
 def summarize_run(run: RunData) -> JsonObject:
     """The figures of a run. None where it has not measured something."""
     derived = with_derived_metrics(run).steps
-    tokens = run.tokens(run.steps)
+    tokens = run.tokens_at(run.steps.step)
     grad_norm = run.steps.column("grad_norm")
     # Without a sweep, it is what the program says of itself.
     command = as_list(run.status.get("command")) or as_list(run.about.get("command"))
@@ -249,7 +249,7 @@ def _find_lengths(sweep: SweepData) -> list[str]:
     """The runs that finished should have the same number of steps, and of tokens."""
     finished = [run for run in sweep.runs if run.end.state == "finished"]
     steps = {run.last_step for run in finished}
-    columns = [run.tokens(run.steps) for run in finished]
+    columns = [run.tokens_at(run.steps.step) for run in finished]
     tokens = {int(column[-1]) for column in columns if column is not None}
     return [
         f"the runs that finished have different numbers of {name}: {', '.join(f'{n:,}' for n in sorted(numbers))}"
