@@ -18,6 +18,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+ACTIVITIES: dict[str, str] = {
+    "step": "steps",
+    "stall": "data",
+    "compile": "compiling",
+    "checkpoint": "checkpoints",
+    "eval": "validation",
+    "export": "exports",
+    "start": "starting",
+    "other": "other",
+    "lost": "lost steps",
+    "down": "between restarts",
+}
+"""What the time of a run is spent on, and what it is called."""
+
 
 class ConfigError(ValueError):
     """A run is not possible as configured. The message says why, and what to try."""

@@ -2,7 +2,7 @@
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -53,11 +53,9 @@ def is_utf8(text: bytes) -> bool:
     return True
 
 
-def read_corpus(
-    spec: str, limit: int | None, max_bad_rows: int, report: Callable[[TextCount], None]
-) -> Iterator[bytes]:
-    """The documents of a source of text, until they have `limit` bytes. `report` is called after each document."""
-    parsed, count = parse_source(spec), TextCount()
+def read_corpus(spec: str, limit: int | None, max_bad_rows: int, count: TextCount) -> Iterator[bytes]:
+    """The documents of a source of text, until they have `limit` bytes. Counts them."""
+    parsed = parse_source(spec)
     if parsed.kind in ("tokens", "synthetic"):
         raise ConfigError(f"'{spec}' holds tokens, not text: name the text that they were made from")
     for document in data.read_documents(parsed, max_bad_rows):
@@ -67,11 +65,9 @@ def read_corpus(
         count.documents += 1
         count.bytes += len(document)
         count.not_utf8 += not is_utf8(document)
-        report(count)
         yield document
     if not count.bytes:
         raise ConfigError(f"'{spec}' holds no text: name files that do")
-    report(count)
 
 
 def train_tokenizer(documents: Iterable[bytes], vocab: int) -> Any:

@@ -14,23 +14,11 @@ from pathlib import Path
 
 import jax
 
+from policyc.models.llama.configs import ACTIVITIES
 from policyc.models.llama.run_files import Row
 
 Clock = Callable[[], float]
 
-# What time is spent on, as `seconds` of a line of metrics names it and as a sentence does.
-ACTIVITIES = {
-    "step": "in steps",
-    "stall": "waiting for data",
-    "compile": "compiling",
-    "checkpoint": "saving checkpoints",
-    "eval": "validating",
-    "export": "exporting",
-    "start": "starting",
-    "other": "measuring and profiling",
-    "lost": "in steps lost to restarts",
-    "down": "between an end and a restart",
-}
 # Activities that come back during a run, as the progress line names them.
 PAUSES = {"checkpoint": "the checkpoint", "eval": "validation", "export": "the export", "other": "telemetry"}
 # Lowering and XLA's compilation. Tracing is not among them: the durations of nested traces overlap.
@@ -142,7 +130,7 @@ class TimeAccount:
         row = self.as_row()
         others = sorted(((s, name) for name, s in row["seconds"].items() if name != "step"), reverse=True)
         texts = [f"{seconds:.1f} s {ACTIVITIES[name]}" for seconds, name in others if seconds >= 0.05]
-        total = f"{row['seconds']['step']:.1f} of {sum(row['seconds'].values()):.1f} s {ACTIVITIES['step']}"
+        total = f"{row['seconds']['step']:.1f} of {sum(row['seconds'].values()):.1f} s in steps"
         return f"goodput {row['goodput']:.1%}: {total}" + "".join(f", {text}" for text in texts)
 
 

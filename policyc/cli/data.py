@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -129,45 +127,26 @@ def _read_corpora(
     corpora: tuple[str, ...], max_bad_rows: int, megabytes: int | None = None
 ) -> Iterator[bytes]:
     """The documents of several corpora, one after the other. Of each at most some megabytes; None: all."""
-    from policyc.models.llama.corpora import read_corpus
+    from rich.console import Console
+    from rich.text import Text
+
+    from policyc.models.llama.corpora import TextCount, read_corpus
 
     limit = None if megabytes is None else megabytes * _MEGABYTE
     for spec in corpora:
-        with _Progress(spec) as progress:
-            yield from read_corpus(spec, limit, max_bad_rows, progress.show)
+        count = TextCount()
+        with Console(stderr=True).status(Text(f"reading {spec}")):
+            yield from read_corpus(spec, limit, max_bad_rows, count)
+        click.echo(_describe_text(spec, count), err=True)
 
 
-class _Progress:
-    """Prints how much of a corpus is read: a line that changes on a terminal, otherwise a line a minute."""
-
-    def __init__(self, spec: str) -> None:
-        self._spec, self._is_terminal = spec, sys.stderr.isatty()
-        self._interval = 0.5 if self._is_terminal else 60.0
-        self._next = time.monotonic() + self._interval
-        self._count: TextCount | None = None
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def show(self, count: TextCount) -> None:
-        self._count = count
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + self._interval
-            self._print(nl=not self._is_terminal)
-
-    def __exit__(self, *_: object) -> None:
-        if self._count is not None:
-            self._print(nl=True)
-
-    def _print(self, nl: bool) -> None:
-        count = self._count
-        assert count is not None
-        text = f"read {self._spec}: {count.documents:,} documents, {count.bytes / _MEGABYTE:,.1f} MB"
-        if count.not_utf8:
-            text += f"; {count.not_utf8:,} are not UTF-8: to a tokenizer, their wrong bytes are U+FFFD"
-        if count.is_cut:
-            text += "; the rest is not read (--megabytes)"
-        click.echo(("\r" if self._is_terminal else "") + text, err=True, nl=nl)
+def _describe_text(spec: str, count: TextCount) -> str:
+    text = f"read {spec}: {count.documents:,} documents, {count.bytes / _MEGABYTE:,.1f} MB"
+    if count.not_utf8:
+        text += f"; {count.not_utf8:,} are not UTF-8: to a tokenizer, their wrong bytes are U+FFFD"
+    if count.is_cut:
+        text += "; the rest is not read (--megabytes)"
+    return text
 
 
 @contextmanager

@@ -108,8 +108,8 @@ def test_every_second_of_a_run_is_counted_once(start_process, tmp_path):
     assert account["seconds"] == {**NOTHING, "start": 5, "step": 6, "eval": 3, "compile": 4, "checkpoint": 1}
     assert account["goodput"] == pytest.approx(6 / 19)
     assert str(process.account) == (
-        "goodput 31.6%: 6.0 of 19.0 s in steps, 5.0 s starting, 4.0 s compiling, 3.0 s validating, "
-        "1.0 s saving checkpoints"
+        "goodput 31.6%: 6.0 of 19.0 s in steps, 5.0 s starting, 4.0 s compiling, 3.0 s validation, "
+        "1.0 s checkpoints"
     )
 
 

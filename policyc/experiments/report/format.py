@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from policyc.base.text import count_noun
 from policyc.experiments.report.values import JsonObject
+from policyc.models.llama.configs import ACTIVITIES
 
 FIGURES = (
     ("validation_loss", "validation loss"),
@@ -23,20 +24,6 @@ FIGURES = (
     ("goodput", "goodput"),
 )
 """The figures of runs and variants, and what they are called."""
-
-ACTIVITIES = {
-    "step": "steps",
-    "stall": "data",
-    "compile": "compiling",
-    "checkpoint": "checkpoints",
-    "eval": "validation",
-    "export": "exports",
-    "start": "starting",
-    "other": "other",
-    "lost": "lost steps",
-    "down": "between restarts",
-}
-"""What the time of a run is spent on, and what it is called."""
 
 TIME_NOTE = (
     "Goodput: the part of a run's time in steps that count, which no restart had to repeat. Lost steps: computed after "

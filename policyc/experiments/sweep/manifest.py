@@ -16,20 +16,6 @@ from policyc.experiments.sweep.run import LOCK_FILE, MANIFEST_FILE, POLICY_FILE,
 from policyc.experiments.sweep.variants import VariantList, without_title
 
 _FORMAT = 2
-_NEEDED = frozenset(
-    [
-        "command",
-        "cwd",
-        "program",
-        "program_sha256",
-        "seeds",
-        "margin",
-        "baselines",
-        "policy",
-        "variants",
-        "not_run",
-    ]
-)
 
 
 class ChangedSweep(Exception):
@@ -159,10 +145,6 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise ChangedSweep(f"{path} is damaged: {error}. Restore it, or choose another --out") from None
     if not isinstance(values, dict) or values.get("format") != _FORMAT:
         raise ChangedSweep(f"{path} is not a file of this version of policyc: choose another --out")
-    if missing := sorted(_NEEDED.difference(values)):
-        raise ChangedSweep(
-            f"{path} is damaged: it lacks {', '.join(missing)}. Restore it, or choose another --out"
-        )
     return values
 
 
