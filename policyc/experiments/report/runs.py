@@ -102,7 +102,7 @@ class RunData:
         column = self.steps.column("tokens")
         if column is None or not np.isfinite(column).all():
             return None
-        return np.interp(steps, [0, *self.steps.step], [0, *column])
+        return np.asarray(np.interp(steps, [0, *self.steps.step], [0, *column]), float)
 
 
 def read_run(
