@@ -14,7 +14,6 @@ from policyc.language import bundled
 from policyc.language.diagnostics import Diagnostic, Edit, Fix, Note, Span
 from policyc.language.formats import FORMATS, MISSING_FORMATS, OTHER_FORMAT_NAMES
 from policyc.language.groups import GroupDef, check_group_uses, expand_groups
-from policyc.language.parser import comment_ranges
 from policyc.language.policy import (
     RecipeCall,
     RecipeDef,
@@ -265,20 +264,12 @@ class _Checker:
         """`before` is the setting just left of `second`."""
         is_same = first == second
         message = f"'{second.name}' is given twice" + ("" if is_same else ", with different values")
-        fix = Fix(message="remove the second", edits=_removal_edits(second, before), safe=is_same)
+        removed = Span(second.span.source, before.span.end, second.span.end)
+        fix = None
+        if "#" not in removed.text:  # a comment must stay
+            fix = Fix(message="remove the second", edits=(Edit(removed, ""),), safe=is_same)
         note = Note(first.span, "first given here")
         self._report("duplicate-option", second.span, message, "keep one", notes=(note,), fix=fix)
-
-
-def _removal_edits(setting: Setting, before: Setting) -> tuple[Edit, ...]:
-    """Returns the edits that remove a setting and the comma after the one before it, but no comment between them."""
-    source, start, end = setting.span.source, before.span.end, setting.span.end
-    between = source.text[start : setting.span.start]
-    if "#" not in between:
-        return (Edit(Span(source, start, end), ""),)
-    comments = [range(*span) for span in comment_ranges(between)]
-    comma = next(start + i for i, c in enumerate(between) if c == "," and not any(i in r for r in comments))
-    return (Edit(Span(source, comma, comma + 1), ""), Edit(setting.span, ""))
 
 
 def _find_contradictions(call: RecipeCall) -> Iterator[tuple[str, str, str]]:

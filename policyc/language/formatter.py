@@ -6,7 +6,6 @@ stays as it was written, because the layout has no place for such a comment.
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,7 +16,6 @@ from policyc.language.policy import Rule
 _INDENT = "    "
 _MAX_WIDTH = 100  # columns: a wider block is written on several lines, and a wider selector is not aligned
 _MAX_KEPT = 4096  # printed statements: those of the policies that are open in an editor
-_SPACES = re.compile(r"[ \t\r\f]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,29 +63,7 @@ def _print_part(before: str, piece: str) -> _Part | None:
         return None
     printer = _Printer(before + piece, len(before))
     printer.print_items(statements)
-    _verify(before + piece, statements, "".join(f"{_print_line(line, 0)}\n" for line in printer.lines))
     return _Part(tuple(printer.lines), printer.start, printer.end)
-
-
-def _verify(text: str, statements: tuple[Statement, ...], formatted: str) -> None:
-    """Raises an AssertionError if the formatted text has other statements or other comments than the text."""
-    if _squeeze(formatted) == _squeeze(text) and not any(c in text for c in "#'\""):
-        return  # only the spaces between tokens differ, and arrows will be aligned by spaces
-    again: list[Statement | None] = []
-    for start, end, is_closed in find_pieces(formatted):
-        again += (read_piece(formatted[start:end]) if is_closed else None) or (None,)
-    if again != list(statements) or _comments(formatted) != _comments(text):
-        raise AssertionError("formatting this policy would change it: this is a bug in policyc")
-
-
-def _squeeze(text: str) -> list[str]:
-    """The lines of a text that are not empty, with one space for several."""
-    lines = (_SPACES.sub(" ", line).strip(" ") for line in text.split("\n"))
-    return [line for line in lines if line]
-
-
-def _comments(text: str) -> list[str]:
-    return [text[start:end].rstrip() for start, end in comment_ranges(text)]
 
 
 class _Printer:

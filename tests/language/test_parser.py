@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from functools import cache
 
 import pytest
 from hypothesis import given, settings
-from lark import Lark
 
 from policyc import parse
 from policyc.language.bounds import Bound
-from policyc.language.bundled import data_folder
 from policyc.language.diagnostics import PolicyError, SourceText
 from policyc.language.loader import parse_with_diagnostics
 from policyc.language.parser import BlockStatement, PieceReader, comment_ranges, find_pieces, read_statements
-from policyc.language.parser.grammar import parse_tree, read_trees
 from policyc.language.policy import Policy, RecipeCall, RecipeDef, Rule, Seed, Setting, SplitRecipe
 from policyc.language.predicates import AllOf, AnyOf, Comparison, Flag, Not, Term
 from policyc.language.recipes import Gemm
@@ -753,43 +749,6 @@ def test_a_recipe_with_an_error_is_still_a_known_name():
 def test_messages_do_not_depend_on_the_order_of_sets():
     messages = [d.message for d in parse_with_diagnostics("a -> split(bwd=bf16, bwd=bf16)").diagnostics]
     assert messages == ["'dgrad' has a recipe already", "'wgrad' has a recipe already"]
-
-
-def test_an_edit_leaves_the_trees_of_other_statements() -> None:
-    before = [tree for _, tree in read_trees("a -> fp8\nb[\n1] -> fp8\nc -> fp8")]
-    after = [tree for _, tree in read_trees("a -> fp8\nlonger -> bf16\nc -> fp8")]
-    assert len(before) == len(after) == 3
-    assert [a is b for a, b in zip(before, after, strict=True)] == [True, False, True]
-
-
-def test_of_statements_that_differ_only_in_digits_one_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = "layers[12].up_1 where k % 16 == 0 -> nvfp4(rht_size=32) expect 7  # 1"
-    second = "layers[90].up_2 where k % 32 == 5 -> nvfp4(rht_size=16) expect 0  # 9"
-    parse_tree(first)
-    monkeypatch.setattr(Lark, "parse", None)
-    tokens = parse_tree(second).scan_values(lambda token: any(map(str.isdigit, token)))
-    assert list(tokens) == ["90", "up_2", "32", "5", "nvfp4", "16", "0"]
-
-
-@cache
-def line_parser() -> Lark:
-    """Parses statements on one line: it has no filter of newlines."""
-    grammar = (data_folder("grammars") / "policy.lark").read_text(encoding="utf-8")
-    return Lark(grammar, parser="lalr", start="policy")
-
-
-@settings(max_examples=12)
-@given(texts())
-def test_a_statement_has_the_tree_of_its_own_text(drawn: tuple[Policy, str, list[str]]) -> None:
-    """The tree that lark makes of it alone, also if another one with other digits was parsed before."""
-    statements = [drawn[1][start:end].strip() for start, end, _ in find_pieces(drawn[1])]
-    for statement in (s for s in statements if "\n" not in s):
-        parse_tree(statement.translate(str.maketrans("0123456789", "1234567890")))
-        expected, found = line_parser().parse(statement), parse_tree(statement)
-        assert found == expected
-        places = [[(t.type, t.start_pos, t.end_pos) for t in tree.scan_values(lambda v: v is not None)]
-                  for tree in (expected, found)]  # fmt: skip
-        assert places[0] == places[1]
 
 
 @settings(max_examples=12)

@@ -42,7 +42,6 @@ pytestmark = pytest.mark.any_jax
         ("a -> split(wgrad=fp8(grad=e4m3) )\n", "a -> split(wgrad=fp8(grad=e4m3), fprop=keep, dgrad=keep )\n"),
         ("a -> fp8(grad=e4m3, grad=e4m3)\n", "a -> fp8(grad=e4m3)\n"),
         ("a -> fp8(grad=e4m3, grad=e4m3, grad=e4m3,)\n", "a -> fp8(grad=e4m3,)\n"),
-        ("a -> fp8(grad=e4m3,  # why, why\n  grad=e4m3)\n", "a -> fp8(grad=e4m3  # why, why\n  )\n"),
         # of two rules that make each other redundant, one stays
         ("a -> fp8\nb -> fp8\na -> fp8\n", "b -> fp8\na -> fp8\n"),
         ("a -> fp8\na -> fp8\na -> fp8\n", "a -> fp8\n"),

@@ -19,7 +19,6 @@ from policyc.language.parser.grammar import (
     explain_syntax_error,
     has_syntax_error,
     parse_tree,
-    read_trees,
 )
 from policyc.language.parser.recovery import recover
 from policyc.language.parser.statements import (
@@ -46,20 +45,20 @@ __all__ = [
 
 def read_statements(source: SourceText) -> tuple[PolicyFile, tuple[Diagnostic, ...]]:
     """Returns the statements of a text that could be read, and the diagnostics of the others."""
-    builder = StatementBuilder(source)
-    try:
-        trees = read_trees(source.text)
-    except UnexpectedInput as error:
-        first = explain_syntax_error(source, error, 0)
-        file = PolicyFile(source, recover(builder))
-        diagnostics = (*check_confusables(source), *builder.diagnostics)
-        return file, diagnostics if has_syntax_error(diagnostics) else (first, *diagnostics)
-    too_deep = check_depth(source, 0, len(source.text))
-    if too_deep is not None:
-        return PolicyFile(source, ()), (too_deep,)
-    statements = tuple(s for offset, tree in trees for s in builder.read(tree, offset))
-    file = PolicyFile(source, statements)
-    return file, (*check_confusables(source), *builder.diagnostics)
+    builder, statements, tree = StatementBuilder(source), list[Statement](), None
+    for start, end, _ in find_pieces(source.text):
+        first_error = check_depth(source, start, end)
+        try:
+            tree = None if first_error else parse_tree(source.text[start:end])
+        except UnexpectedInput as error:
+            first_error = explain_syntax_error(source, error, start)
+        if first_error is not None:
+            statements += recover(builder, start)
+            if not has_syntax_error(builder.diagnostics):
+                builder.diagnostics.append(first_error)
+            break
+        statements += builder.read(tree, start)
+    return PolicyFile(source, tuple(statements)), (*check_confusables(source), *builder.diagnostics)
 
 
 class PieceReader:

@@ -8,25 +8,24 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from lark import Lark, Token, Tree
+from lark import Lark, Token
 from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 
 from policyc.base.files import user_cache_folder
 from policyc.language import bundled
 from policyc.language.diagnostics import Diagnostic, SourceText, Span
 from policyc.language.parser.habits import explain_habit, find_error_site
-from policyc.language.parser.statements import BRACKET_PATTERN, find_pieces
+from policyc.language.parser.statements import BRACKET_PATTERN
 
 MAX_DEPTH = 32
 """The most brackets inside brackets. The builder recurses, so deeper nesting could overflow the stack."""
 
 MAX_KEPT = 4096  # trees of statements: those of the policies that are open in an editor
-_ZEROED = str.maketrans("123456789", "0" * 9)
 _MAX_QUOTED = 40  # characters of a token or a line in a message
 _MAX_EXPECTED = 5  # more would not help
 
@@ -52,50 +51,8 @@ class _NewlineFilter:
 
 @lru_cache(maxsize=MAX_KEPT)
 def parse_tree(text: str) -> Any:
-    """Returns the tree of a text. Raises lark's `UnexpectedInput`.
-
-    The grammar does not tell digits apart, so of statements that differ only in digits one is parsed.
-    """
-    zeroed = text.translate(_ZEROED)
-    try:
-        tree = _parse(zeroed)
-    except UnexpectedInput:
-        return _lark().parse(text)  # the error quotes the text
-    return tree if zeroed == text else _replace_tokens(tree, text)
-
-
-@lru_cache(maxsize=MAX_KEPT)
-def _parse(text: str) -> Any:
+    """Returns the tree of a text. Raises lark's `UnexpectedInput`."""
     return _lark().parse(text)
-
-
-def _replace_tokens(tree: Any, text: str) -> Any:
-    """Returns a copy of a tree with the tokens of another text, which are at the same offsets and differ in digits."""
-    root: Any = Tree(tree.data, [])
-    left = [(tree, root)]
-    while left:  # a loop: parentheses may nest deeper than Python recurses
-        original, copy = left.pop()
-        for child in original.children:
-            if isinstance(child, Tree):
-                copied: Any = Tree(child.data, [])
-                left.append((child, copied))
-            elif child is None or "0" not in child:  # absent, or without digits
-                copied = child
-            else:
-                copied = Token.new_borrow_pos(child.type, text[child.start_pos : child.end_pos], child)
-            copy.children.append(copied)
-    return root
-
-
-def read_trees(text: str) -> list[tuple[int, Any]]:
-    """Returns the trees of the pieces of a text, with their offsets. After an edit only those that changed are parsed.
-
-    If the grammar does not accept a piece, the text is parsed as a whole. Raises lark's `UnexpectedInput`.
-    """
-    try:
-        return [(start, parse_tree(text[start:end])) for start, end, _ in find_pieces(text)]
-    except UnexpectedInput:
-        return [(0, parse_tree(text))]
 
 
 @cache
@@ -178,7 +135,7 @@ def syntax_diagnostic(source: SourceText, start: int, end: int, message: str, he
     return Diagnostic(code="syntax-error", message=message, span=Span(source, start, end), help=help)
 
 
-def has_syntax_error(diagnostics: tuple[Diagnostic, ...]) -> bool:
+def has_syntax_error(diagnostics: Sequence[Diagnostic]) -> bool:
     """Does one of the diagnostics explain why the grammar did not accept the file?"""
     return any(d.code in ("syntax-error", "nested-too-deep") for d in diagnostics)
 

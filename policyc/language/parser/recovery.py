@@ -54,14 +54,13 @@ class _OpenBlock:
     body: list[Statement]
 
 
-def recover(builder: StatementBuilder) -> tuple[Statement, ...]:
-    """Returns the statements that could be read. The builder collects the diagnostics of the others.
+def recover(builder: StatementBuilder, position: int) -> tuple[Statement, ...]:
+    """Returns the statements from a position on that could be read. The builder collects diagnostics of the others.
 
     Blocks are opened and closed here, so that their statements are parsed alone too.
     """
     source, text = builder.source, builder.source.text
-    open_blocks = [_OpenBlock(None, 0, [])]
-    position = 0
+    open_blocks = [_OpenBlock(None, position, [])]
     while True:
         blank = _BETWEEN_STATEMENTS.match(text, position)
         position = blank.end() if blank else position
