@@ -16,11 +16,6 @@ def take_that_wraps(p, x):
 
 
 @program(STACK)
-def take_that_clips(p, x):
-    return scan(each(lambda a: jnp.take(a, np.array([9, 1]), axis=0, mode="clip"), p["layers"]), x).sum()
-
-
-@program(STACK)
 def dynamic_slice_that_clamps(p, x):
     def body(h, i):
         return layer(take(each(lambda a: lax.dynamic_slice_in_dim(a, i, 2), p["layers"]), 1), h), None
@@ -50,25 +45,9 @@ def one_hot_selection(p, x):
 
 
 @program(STACK)
-def roll_by_the_counter(p, x):
-    def body(i, h):
-        twice = each(
-            lambda a: jnp.concatenate([a, a]), p["layers"]
-        )  # `jnp.roll` differs between versions of JAX
-        return layer(take(each(lambda a: lax.dynamic_slice_in_dim(a, L - i, L), twice), 0), h)
-
-    return lax.fori_loop(0, L, body, x).sum()
-
-
-@program(STACK)
 def repeat_by_counts(p, x):
     counts = np.array([1, 0, 2, 1])
     return scan(each(lambda a: jnp.repeat(a, counts, axis=0, total_repeat_length=4), p["layers"]), x).sum()
-
-
-@program(STACK)
-def set_one_to_zero(p, x):
-    return scan(each(lambda a: a.at[1].set(0.0), p["layers"]), x).sum()
 
 
 @program(STACK)
@@ -84,12 +63,6 @@ def index_by_a_float(p, x):
 
 
 @program(STACK)
-def index_from_a_while(p, x):
-    i = lax.while_loop(lambda i: i < 2, lambda i: i + 1, 0)
-    return layer(take(p["layers"], i), x).sum()
-
-
-@program(STACK)
 def index_from_stacked_results(p, x):
     _, order = lax.scan(lambda i, _: ((i + 3) % L, i), 1, length=L)
     return lax.fori_loop(0, L, lambda i, h: layer(take(p["layers"], order[i]), h), x).sum()
@@ -102,15 +75,6 @@ def index_from_a_cond(p, x):
         return layer(take(p["layers"], j), h)
 
     return lax.fori_loop(0, L, body, x).sum()
-
-
-@program(STACK)
-def int8_counters(p, x):
-    def body(c, _):
-        h, i = c
-        return (layer(take(p["layers"], (i >> 6) & 3), h), i + jnp.int8(50)), None
-
-    return lax.scan(body, (x, jnp.int8(0)), length=5)[0][0].sum()
 
 
 @program(STACK)

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from tests.support.stacks.base import STACK, D, each, layer, program, scan, take, w
+from tests.support.stacks.base import STACK, each, layer, program, scan, take, w
 
 
 def mesh(**sizes: int) -> Any:
@@ -22,16 +22,6 @@ def divided(body: Any, in_specs: Any, out_specs: Any, **sizes: int) -> Any:
 
 
 EIGHT = {"layers": {"up": w(8), "down": w(8)}}
-
-
-@program(EIGHT)
-def stages_on_devices(p, x):
-    def stage(stack, h):
-        for _ in range(2):
-            h = lax.ppermute(scan(stack, h), "s", [(i, (i + 1) % 2) for i in range(2)])
-        return h
-
-    return divided(stage, (P("s"), P()), P("s"), s=2)(p["layers"], x).sum()
 
 
 @program(EIGHT)
@@ -59,18 +49,6 @@ def layers_by_device_number(p, x):
     return divided(body, (P(), P()), P("s"), s=8)(p["layers"], x).sum()
 
 
-@program(STACK)
-def columns_on_devices(p, x):
-    def body(stack, h):
-        def step(h, q):
-            return h + lax.psum(jnp.tanh(h @ q["up"]) @ q["down"], "t"), None
-
-        return lax.scan(step, h, take(stack, slice(None, None, -1)))[0]
-
-    specs = {"up": P(None, None, "t"), "down": P(None, "t", None)}
-    return divided(body, (specs, P()), P(), t=2)(p["layers"], x).sum()
-
-
 @program(EIGHT)
 def shards_over_two_axes(p, x):
     def body(stack, h):
@@ -83,36 +61,6 @@ def shards_over_two_axes(p, x):
 def scan_around_a_shard_map(p, x):
     call = divided(layer, (P(), P("d")), P("d"), d=2)
     return lax.scan(lambda h, q: (call(q, h), None), x, p["layers"], reverse=True)[0].sum()
-
-
-@program(EIGHT)
-def stacks_divided_along_different_axes(p, x):
-    def body(up, down, h):
-        def step(h, q):
-            return layer({"up": q[0], "down": q[1]}, h), None
-
-        return lax.scan(step, h, (up, down))[0][None]
-
-    specs = P("a"), P("b"), P()
-    return divided(body, specs, P(("a", "b")), a=2, b=2)(p["layers"]["up"], p["layers"]["down"], x).sum()
-
-
-@program(EIGHT)
-def gathered_over_one_of_two_axes(p, x):
-    def body(stack, h):
-        half = each(lambda a: lax.all_gather(a, "b", tiled=True), stack)
-        return scan(half, h)[None]
-
-    return divided(body, (P(("a", "b")), P()), P(("a", "b")), a=2, b=2)(p["layers"], x).sum()
-
-
-@program(EIGHT)
-def gathered_untiled(p, x):
-    def body(stack, h):
-        whole = each(lambda a: lax.all_gather(a, "s"), stack)
-        return scan(each(lambda a: a.reshape(8, D, D), whole), h)
-
-    return divided(body, (P("s"), P()), P(), s=4)(p["layers"], x).sum()
 
 
 @program(EIGHT)
@@ -143,18 +91,6 @@ def rows_gathered_per_layer(p, x):
 
     specs = {"up": P(None, "s"), "down": P(None, "s")}
     return divided(body, (specs, P()), P(), s=2)(p["layers"], x).sum()
-
-
-@program(STACK)
-def columns_gathered_per_layer(p, x):
-    def body(stack, h):
-        def step(h, q):
-            return layer(each(lambda a: lax.all_gather(a, "s", axis=1, tiled=True), q), h), None
-
-        return lax.scan(step, h, stack)[0]
-
-    specs = {"up": P(None, None, "s"), "down": P(None, None, "s")}
-    return divided(body, (specs, P()), P(), s=2)(take(p["layers"], slice(None, None, -1)), x).sum()
 
 
 @program(EIGHT)

@@ -11,29 +11,11 @@ from tests.support.stacks.base import STACK, D, L, each, layer, program, scan, t
 
 
 @program(STACK)
-def groups_across(p, x):
-    groups = each(lambda a: a.reshape(2, 2, D, D).swapaxes(0, 1), p["layers"])
-    return lax.scan(lambda h, g: (scan(g, h), None), x, groups)[0].sum()
-
-
-@program(STACK)
 def groups_by_two_counters(p, x):
     def outer(i, h):
         return lax.fori_loop(0, 2, lambda j, h: layer(take(p["layers"], 2 * j + i), h), h)
 
     return lax.fori_loop(0, 2, outer, x).sum()
-
-
-@program(STACK)
-def triangular_loops(p, x):
-    """The inner loop runs over all layers, and uses those before the outer counter."""
-
-    def outer(i, h):
-        return lax.fori_loop(
-            0, L, lambda j, h: lax.cond(j <= i, lambda: layer(take(p["layers"], j), h), lambda: h), h
-        )
-
-    return lax.fori_loop(0, L, outer, x).sum()
 
 
 @program(STACK)
@@ -51,13 +33,6 @@ def carried_index_that_bounces(p, x):
 def weights_from_a_reversed_loop(p, x):
     _, loaded = lax.scan(lambda c, q: (c, each(lambda a: a * 2, q)), 0, p["layers"], reverse=True)
     return scan(loaded, x).sum()
-
-
-@program(STACK)
-def two_layers_in_one_iteration(p, x):
-    """Up of one layer and down of the layer before."""
-    shifted = {"up": p["layers"]["up"][1:], "down": p["layers"]["down"][:-1]}
-    return scan(shifted, x).sum()
 
 
 @program(STACK)
@@ -88,30 +63,6 @@ def buffer_that_is_filled(p, x):
 
 
 @program(STACK)
-def two_buffers_in_turn(p, x):
-    def body(carry, q):
-        h, before = carry
-        return (layer({"up": before["up"], "down": q["down"]}, h), q), None
-
-    return lax.scan(body, (x, take(p["layers"], -1)), p["layers"])[0][0].sum()
-
-
-@program(STACK)
-def switch_by_a_table(p, x):
-    table = jnp.array([2, 0, 1, 2])
-
-    def body(i, h):
-        kinds = [
-            lambda: h @ p["layers"]["up"][i],
-            lambda: h @ p["layers"]["down"][i],
-            lambda: h @ p["layers"]["up"][L - 1 - i],
-        ]
-        return lax.switch(table[i], kinds)
-
-    return lax.fori_loop(0, L, body, x).sum()
-
-
-@program(STACK)
 def switch_that_clamps(p, x):
     def body(i, h):
         return lax.switch(i, [lambda: h @ p["layers"]["up"][0], lambda: h @ p["layers"]["down"][i]])
@@ -120,36 +71,10 @@ def switch_that_clamps(p, x):
 
 
 @program(STACK)
-def where_by_number(p, x):
-    def body(h, i):
-        q = {name: jnp.where(i < 2, p["layers"][name][i], p["layers"][name][0]) for name in ("up", "down")}
-        return layer(q, h), None
-
-    return lax.scan(body, x, jnp.arange(L))[0].sum()
-
-
-@program(STACK)
 def where_between_two_names(p, x):
     keep = (np.arange(L) % 2 == 0)[:, None, None]
     mixed = jnp.where(keep, p["layers"]["up"], p["layers"]["down"])
     return lax.scan(lambda h, a: (jnp.tanh(h @ a), None), x, mixed)[0].sum()
-
-
-@program(STACK)
-def scan_in_a_branch(p, x):
-    def body(i, h):
-        return lax.cond(i == 1, lambda: scan(p["layers"], h), lambda: layer(take(p["layers"], i), h))
-
-    return lax.fori_loop(0, 3, body, x).sum()
-
-
-@program(STACK)
-def while_that_carries_weights(p, x):
-    def body(c):
-        i, h, q = c
-        return i + 1, layer(q, h), q
-
-    return lax.while_loop(lambda c: c[0] < 3, body, (0, x, take(p["layers"], 1)))[1].sum()
 
 
 @program(STACK)
@@ -167,16 +92,6 @@ def last_carry_of_a_scan_over_layers(p, x):
     """The carry after the loop is the last layer."""
     last, _ = lax.scan(lambda _, q: (q, None), take(p["layers"], 0), p["layers"])
     return layer(last, x).sum()
-
-
-@program(STACK)
-def outer_loop_reverses_every_second_time(p, x):
-    def outer(i, h):
-        return lax.fori_loop(
-            0, L, lambda j, h: layer(take(p["layers"], jnp.where(i == 0, j, L - 1 - j)), h), h
-        )
-
-    return lax.fori_loop(0, 2, outer, x).sum()
 
 
 @program(STACK)

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
-from tests.support.stacks.base import STACK, D, L, each, layer, program, scan, take, w
+from tests.support.stacks.base import STACK, D, L, each, layer, program, scan, w
 
 
 @program(STACK)
@@ -27,11 +26,6 @@ def moving_average_in_a_carry(p, x):
     return lax.scan(body, (x, zero), p["layers"])[0][0].sum()
 
 
-@program({"layers": {"up": w(tail=(L,)), "down": w(tail=(L,))}}, up=(2,), down=(2,))
-def layers_last(p, x):
-    return lax.fori_loop(0, L, lambda i, h: layer(each(lambda a: a[..., i], p["layers"]), h), x).sum()
-
-
 @program({"layers": {"up": jax.ShapeDtypeStruct((D, L, D), "float32"), "down": w(L)}}, True, up=(1,))
 def layers_in_the_middle(p, x):
     def body(h, i):
@@ -39,11 +33,6 @@ def layers_in_the_middle(p, x):
         return layer(q, h), None
 
     return lax.scan(body, x, jnp.arange(L))[0].sum()
-
-
-@program({"layers": {"flat": jax.ShapeDtypeStruct((L * D, D), "float32")}}, flat=())
-def rows_of_a_flat_matrix(p, x):
-    return lax.scan(lambda h, a: (h @ a, None), x, p["layers"]["flat"].reshape(L, D, D))[0].sum()
 
 
 @program(STACK)
@@ -72,22 +61,6 @@ def reshaped_across_layers(p, x):
     return scan(each(lambda a: a.swapaxes(0, 1).reshape(L, D, D), p["layers"]), x).sum()
 
 
-@jax.custom_jvp
-def squashed(x):
-    return jnp.tanh(x)
-
-
-squashed.defjvp(lambda primals, tangents: (jnp.tanh(primals[0]), tangents[0]))
-
-
-@program(STACK)
-def custom_jvp_activation(p, x):
-    def body(h, q):
-        return squashed(h @ q["up"]) @ squashed(q["down"]), None
-
-    return lax.scan(body, x, take(p["layers"], slice(None, None, -1)))[0].sum()
-
-
 @program(STACK)
 def flattened_and_restored(p, x):
     """All weights of a layer in one vector, as some optimizers store them."""
@@ -100,43 +73,9 @@ def flattened_and_restored(p, x):
 
 
 @program(STACK)
-def one_product_of_two_names(p, x):
-    fused = jnp.concatenate([p["layers"]["up"], p["layers"]["down"]], axis=2)
-    return lax.scan(lambda h, a: (jnp.tanh(h @ a)[:, :D], None), x, fused)[0].sum()
-
-
-@program(STACK)
 def two_layers_in_one_product(p, x):
     pairs = p["layers"]["up"].reshape(2, 2 * D, D)
     return lax.scan(lambda h, a: (jnp.concatenate([h, h], 1) @ a, None), x, pairs)[0].sum()
-
-
-@program(STACK)
-def optimization_barrier_and_names(p, x):
-    def body(h, q):
-        q = lax.optimization_barrier(each(lambda a: checkpoint_name(a, "w"), q))
-        return layer({"up": q["down"], "down": q["up"]}, h), None
-
-    return lax.scan(body, x, p["layers"])[0].sum()
-
-
-@program(STACK)
-def custom_vjp_that_reverses(p, x):
-    @jax.custom_vjp
-    def turned(a):
-        return a[::-1]
-
-    turned.defvjp(lambda a: (a[::-1], None), lambda _, g: (g[::-1],))
-    return scan(each(turned, p["layers"]), x).sum()
-
-
-@program(STACK)
-def split_in_halves_by_columns(p, x):
-    def body(h, q):
-        a, b = jnp.split(q["up"], 2, axis=1)
-        return jnp.concatenate([h @ a, h @ b], 1) @ q["down"], None
-
-    return lax.scan(body, x, p["layers"])[0].sum()
 
 
 @program(STACK)
@@ -157,15 +96,6 @@ def gradient_inside_the_loss(p, x):
         return h - jax.grad(lambda h: jnp.sum(jnp.tanh(h @ q["up"]) ** 2))(h), None
 
     return lax.scan(body, x, p["layers"], reverse=True)[0].sum()
-
-
-@program(STACK)
-def jvp_along_the_weights(p, x):
-    def f(a):
-        return x @ a
-
-    y, dy = jax.jvp(f, (p["layers"]["up"][1],), (p["layers"]["up"][2],))
-    return (y * dy).sum()
 
 
 @program(STACK)
