@@ -23,7 +23,6 @@ from policyc.language.selectors import (
     DottedPath,
     Indices,
     PathSegment,
-    Pattern,
     Selector,
     SelectorSegment,
     expand_selector,
@@ -366,7 +365,7 @@ def as_rule_by_kind(rule: Rule) -> Rule | None:
     return replace(rule, selectors=tuple(selectors), where=_all_of(by_kind, rule.where))
 
 
-def _condition(pattern: Pattern) -> Predicate | None:
+def _condition(pattern: Selector) -> Predicate | None:
     """The kind and the blocks that a pattern is about; None if it is about one matrix, or another choice of layers."""
     names = [segment.glob for segment in pattern.segments if not segment.is_wildcard]
     indices = [segment.indices for segment in pattern.segments if segment.indices is not None]

@@ -11,7 +11,7 @@ from policyc.compiler.sites import Site, dotted
 from policyc.compiler.stacks import Layer
 from policyc.language.kinds import KINDS
 from policyc.language.predicates import Flag, leaves
-from policyc.language.selectors import Pattern, PatternSegment, matches, parse_path
+from policyc.language.selectors import Selector, SelectorSegment, matches, parse_path
 
 
 def block_text(layers: Iterable[tuple[Site, Layer]]) -> str:
@@ -56,7 +56,7 @@ def explain_kinds(plan: Plan, text: str) -> str:
 
     The name is the end or any other part of a path, without globs: `up_proj`, `layers[3].mlp`.
     """
-    pattern = Pattern(tuple(PatternSegment(str(n)) for n in parse_path(text)))
+    pattern = Selector(segments=tuple(SelectorSegment(glob=str(n)) for n in parse_path(text)))
     lines = [
         line
         for site in plan.sites
@@ -66,7 +66,7 @@ def explain_kinds(plan: Plan, text: str) -> str:
     return "".join(f"{escape_controls(line)}\n" for line in lines)
 
 
-def _is_named(site: Site, text: str, pattern: Pattern) -> Iterator[bool]:
+def _is_named(site: Site, text: str, pattern: Selector) -> Iterator[bool]:
     for template in (site.scope, *site.parameters):
         yield text in dotted(template.path) or matches(pattern, template.path)
     yield bool(site.place) and site.place.endswith(text)

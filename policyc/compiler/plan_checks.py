@@ -16,7 +16,7 @@ from policyc.compiler.var_info import shape_of
 from policyc.language.diagnostics import Diagnostic, PolicyError, Severity
 from policyc.language.policy import Rule
 from policyc.language.recipes import Gemm
-from policyc.language.selectors import Pattern, expand_selector, matches
+from policyc.language.selectors import Selector, expand_selector, matches
 from policyc.language.treatments import find_recipe_problems
 from policyc.numerics import backends
 from policyc.numerics.backends.choice import Obstacle
@@ -161,14 +161,14 @@ def unknown_blocks(plan: Plan) -> Iterator[Diagnostic]:
             yield _opaque_index(rule, sites, sites[0].block.unknown, "choose all blocks: leave out 'layer'")
 
 
-def _names_some(site: Site, patterns: Sequence[Pattern]) -> bool:
+def _names_some(site: Site, patterns: Sequence[Selector]) -> bool:
     """Do these patterns match a site by some of the parameters that it may read, and not by all of them?"""
     templates = (site.scope, *site.parameters)
     matching = [t.is_uncertain for t in templates if any(matches(pattern, t.path) for pattern in patterns)]
     return 0 < len(matching) < sum(t.is_uncertain for t in templates) and all(matching)
 
 
-def _has_opaque_index(site: Site, patterns: Sequence[Pattern]) -> bool:
+def _has_opaque_index(site: Site, patterns: Sequence[Selector]) -> bool:
     """Do these patterns, which ignore indices, match a site only by paths whose index is not known?"""
     templates = (site.scope, *site.parameters)
     if not any(_why_unknown(site, template) for template in templates):
@@ -187,7 +187,7 @@ def _why_unknown(site: Site, template: PathTemplate) -> str:
     return "" if is_matrix else f"one product reads all of its {' x '.join(map(str, shape))} numbers at once"
 
 
-def _two_readings(site: Site, patterns: Sequence[Pattern]) -> str:
+def _two_readings(site: Site, patterns: Sequence[Selector]) -> str:
     """A path with both indices, if patterns match other layers when two indices count as one; else empty."""
     for template in (site.scope, *site.parameters, *((site.module,) if site.module else ())):
         if len(template.slots) < 2:

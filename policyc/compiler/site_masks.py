@@ -16,9 +16,8 @@ from policyc.language.predicates import Comparison, Predicate, SiteAttributes, l
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import (
     DottedPath,
-    Pattern,
-    PatternSegment,
     Selector,
+    SelectorSegment,
     expand_selector,
     glob_segment_matches,
 )
@@ -52,7 +51,7 @@ class _SamePaths:
     by_index: tuple[dict[int, int], ...]
     """For each segment of the path: the layers with each of its indices."""
 
-    def accepted(self, number: int, segment: PatternSegment) -> int:
+    def accepted(self, number: int, segment: SelectorSegment) -> int:
         """The layers whose path has a name at this place that a segment of a pattern matches."""
         name, indices = self.path[number], segment.indices
         if not glob_segment_matches(segment, name):
@@ -63,7 +62,7 @@ class _SamePaths:
         taken = (indices.index,) if name.size is None else indices.select(name.size)
         return union(by_index.get(index, 0) for index in taken if index is not None)
 
-    def match(self, pattern: Pattern) -> int:
+    def match(self, pattern: Selector) -> int:
         """The layers with a path that a pattern matches: as `selectors.matches`, for all of them at once."""
         segments, end = pattern.segments, len(pattern.segments)
         matched, active = 0, _skip_wildcards(segments, {0: self.mask})
@@ -80,7 +79,7 @@ class _SamePaths:
         return matched | active.get(end, 0)
 
 
-def _skip_wildcards(segments: tuple[PatternSegment, ...], active: dict[int, int]) -> dict[int, int]:
+def _skip_wildcards(segments: tuple[SelectorSegment, ...], active: dict[int, int]) -> dict[int, int]:
     """Adds the positions reached when wildcards match no path segment."""
     reached = dict(active)
     for position, mask in active.items():

@@ -67,6 +67,16 @@ class SelectorSegment:
     def __str__(self) -> str:
         return f"{self.glob}{self.indices or ''}"
 
+    @property
+    def is_wildcard(self) -> bool:
+        """Does it match any number of path segments?"""
+        return self.glob == "*" and self.indices is None
+
+    @property
+    def is_literal(self) -> bool:
+        """Does its glob match one text only?"""
+        return "*" not in self.glob and "?" not in self.glob
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selector:
@@ -133,36 +143,13 @@ def parse_path(text: str, size: int | None = None) -> DottedPath:
 # ---- matching
 
 
-@dataclass(frozen=True, slots=True)
-class PatternSegment:
-    """A glob of `*`, `?` and characters, without braces, with the layers it takes."""
+def expand_selector(selector: Selector) -> tuple[Selector, ...]:
+    """Returns a pattern for each choice that the braces of a selector leave: a selector without braces, to be matched.
 
-    glob: str
-    indices: Indices | None = None
-
-    @property
-    def is_wildcard(self) -> bool:
-        """Does it match any number of path segments?"""
-        return self.glob == "*" and self.indices is None
-
-    @property
-    def is_literal(self) -> bool:
-        """Does its glob match one text only?"""
-        return "*" not in self.glob and "?" not in self.glob
-
-
-@dataclass(frozen=True, slots=True)
-class Pattern:
-    """A selector without braces. Matches a path if its segments match the path or a prefix of it."""
-
-    segments: tuple[PatternSegment, ...]
-    anchored: bool = False
-
-
-def expand_selector(selector: Selector) -> tuple[Pattern, ...]:
-    """Returns one pattern for each choice that the braces of a selector leave."""
+    Indices in names (`layers_3`, `layers.3`) are indices of its segments.
+    """
     choices = [[(glob, s.indices) for glob in _expand_braces(s)] for s in selector.segments]
-    expanded = (_make_pattern(choice, selector.anchored) for choice in itertools.product(*choices))
+    expanded = (_make_pattern(choice, selector) for choice in itertools.product(*choices))
     return tuple(dict.fromkeys(expanded))
 
 
@@ -176,8 +163,8 @@ def count_alternatives(selector: Selector) -> int:
     return count
 
 
-def matches(pattern: Pattern, path: DottedPath) -> bool:
-    """Does the pattern match the path, or a scope that contains it?
+def matches(pattern: Selector, path: DottedPath) -> bool:
+    """Does a pattern of `expand_selector` match the path, or a scope that contains it?
 
     Runs the pattern as a nondeterministic automaton: `active` holds the pattern segments that may match next.
     """
@@ -196,7 +183,7 @@ def matches(pattern: Pattern, path: DottedPath) -> bool:
     return end in active
 
 
-def _skip_wildcards(segments: tuple[PatternSegment, ...], active: set[int]) -> set[int]:
+def _skip_wildcards(segments: tuple[SelectorSegment, ...], active: set[int]) -> set[int]:
     """Adds the positions reached when wildcards match no path segment."""
     reached = set(active)
     for position in active:
@@ -228,7 +215,7 @@ def glob_matches(glob: str, text: str) -> bool:
     return not glob[j:].strip("*")
 
 
-def _segment_matches(segment: PatternSegment, name: PathSegment) -> bool:
+def _segment_matches(segment: SelectorSegment, name: PathSegment) -> bool:
     if not glob_segment_matches(segment, name):
         return False
     if segment.indices is None or name.index is None:
@@ -238,7 +225,7 @@ def _segment_matches(segment: PatternSegment, name: PathSegment) -> bool:
     return name.index in segment.indices.select(name.size)
 
 
-def glob_segment_matches(segment: PatternSegment, name: PathSegment) -> bool:
+def glob_segment_matches(segment: SelectorSegment, name: PathSegment) -> bool:
     """Does a segment of a pattern match a name, for some index if it takes indices?"""
     if segment.indices is not None:
         return name.index is not None and glob_matches(segment.glob, name.text)
@@ -253,21 +240,23 @@ def _expand_braces(segment: SelectorSegment) -> Iterable[str]:
     return dict.fromkeys("".join(choice) for choice in itertools.product(*groups))
 
 
-def _make_pattern(choice: Iterable[tuple[str, Indices | None]], anchored: bool) -> Pattern:
+def _make_pattern(choice: Iterable[tuple[str, Indices | None]], selector: Selector) -> Selector:
     """Reads indices out of globs (`layers_3`, `layers.3`), and drops wildcards that change nothing."""
-    segments: list[PatternSegment] = []
+    segments: list[SelectorSegment] = []
+    anchored = selector.anchored
     for glob, indices in choice:
         before = segments[-1] if segments else None
         trailing = _TRAILING_INDEX.fullmatch(glob) if indices is None else None
         takes_index = before is not None and before.indices is None and not before.is_wildcard
         if before is not None and takes_index and indices is None and is_index(glob):
-            segments[-1] = PatternSegment(before.glob, Indices(index=int(glob)))
+            segments[-1] = SelectorSegment(glob=before.glob, indices=Indices(index=int(glob)))
         elif trailing:
-            segments.append(PatternSegment(trailing[1], Indices(index=int(trailing[2]))))
+            segments.append(SelectorSegment(glob=trailing[1], indices=Indices(index=int(trailing[2]))))
         elif not (before and before.is_wildcard and (glob, indices) == ("*", None)):
-            segments.append(PatternSegment(glob, indices))
+            segments.append(SelectorSegment(glob=glob, indices=indices))
     while segments and segments[-1].is_wildcard:
         segments.pop()
     if segments and segments[0].is_wildcard:
         segments, anchored = segments[1:], False
-    return Pattern(tuple(segments), anchored and bool(segments))
+    anchored = anchored and bool(segments)
+    return Selector(segments=tuple(segments), anchored=anchored, products=selector.products)

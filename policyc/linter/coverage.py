@@ -27,7 +27,7 @@ from policyc.language.policy import Rule
 from policyc.language.predicates import SiteAttributes
 from policyc.language.recipes import Gemm, Recipe
 from policyc.language.schedule import representative_steps
-from policyc.language.selectors import DottedPath, PathSegment, Pattern, expand_selector, matches
+from policyc.language.selectors import DottedPath, PathSegment, Selector, expand_selector, matches
 from policyc.linter.examples import (
     Budget,
     SearchTooLarge,
@@ -67,9 +67,7 @@ class ResolvedRule:
         self.recipe: Recipe = recipe
         self.variant_recipes: Mapping[str, Recipe] = variant_recipes
         self.index: int = index
-        self.patterns: tuple[tuple[Pattern, frozenset[Gemm]], ...] = tuple(
-            (p, s.products) for s in rule.selectors for p in expand_selector(s)
-        )
+        self.patterns: tuple[Selector, ...] = tuple(p for s in rule.selectors for p in expand_selector(s))
         self.match_steps: int = len(self.patterns) + count_comparisons(rule.where) // EVALUATIONS_PER_STEP
 
     def recipe_under(self, variant: str) -> Recipe:
@@ -85,7 +83,7 @@ class ResolvedRule:
     def matches(self, point: Point) -> bool:
         if not self.is_active(point.moment, point.attributes):
             return False
-        return any(point.gemm in products and matches(p, point.path) for p, products in self.patterns)
+        return any(point.gemm in p.products and matches(p, point.path) for p in self.patterns)
 
 
 class Coverage:
@@ -204,10 +202,10 @@ def find_uncovered_point(rule: ResolvedRule, others: Sequence[ResolvedRule], bud
             continue
         active = [other for other in others if other.is_active(moment, attributes)]
         covering_by_gemm = {
-            gemm: [p for other in active for p, gemms in other.patterns if gemm in gemms] for gemm in Gemm
+            gemm: [p for other in active for p in other.patterns if gemm in p.products] for gemm in Gemm
         }
-        for pattern, products in rule.patterns:
-            for gemm in (g for g in Gemm if g in products):
+        for pattern in rule.patterns:
+            for gemm in (g for g in Gemm if g in pattern.products):
                 covering = covering_by_gemm[gemm]
                 path = find_uncovered_path(pattern, covering, budget) if covering else example_path(pattern)
                 if path is not None:
@@ -225,7 +223,7 @@ class _RuleIndex:
     def __init__(self, rules: Sequence[ResolvedRule]) -> None:
         self._rules = rules
         self._by_key: dict[_Key | None, list[int]] = {}
-        keyed = [(rule, [_literal_keys(p) for p, _ in rule.patterns]) for rule in rules]
+        keyed = [(rule, [_literal_keys(p) for p in rule.patterns]) for rule in rules]
         frequency = Counter(key for _, patterns_keys in keyed for keys in patterns_keys for key in keys)
         for rule, patterns_keys in keyed:
             rarest = {min(keys, key=lambda k: frequency[k], default=None) for keys in patterns_keys}
@@ -246,7 +244,7 @@ class _RuleIndex:
         return self._rules[last] if last >= 0 else None
 
 
-def _literal_keys(pattern: Pattern) -> list[_Key]:
+def _literal_keys(pattern: Selector) -> list[_Key]:
     return [(p.glob, p.indices.index if p.indices else None) for p in pattern.segments if p.is_literal]
 
 

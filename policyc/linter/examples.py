@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
 
-from policyc.language.selectors import DottedPath, Indices, PathSegment, Pattern, PatternSegment, matches
+from policyc.language.selectors import DottedPath, Indices, PathSegment, Selector, SelectorSegment, matches
 
 
 class SearchTooLarge(Exception):
@@ -40,7 +40,7 @@ class Budget:
 # ---- paths
 
 
-def find_uncovered_path(pattern: Pattern, others: Sequence[Pattern], budget: Budget) -> DottedPath | None:
+def find_uncovered_path(pattern: Selector, others: Sequence[Selector], budget: Budget) -> DottedPath | None:
     """Returns a path that the pattern matches and none of the others does, or None if there is none."""
     if any(all(segment.is_wildcard for segment in other.segments) for other in others):
         return None  # `*` needs no search, however many paths the pattern has
@@ -61,7 +61,7 @@ class _Speller:
     the pattern asks for none: what matches such a name also matches it with an index.
     """
 
-    def __init__(self, pattern: Pattern, others: Sequence[Pattern], budget: Budget) -> None:
+    def __init__(self, pattern: Selector, others: Sequence[Selector], budget: Budget) -> None:
         self._pattern, self._budget = pattern, budget
         segments = [segment for p in (pattern, *others) for segment in p.segments]
         letters = {letter for segment in segments for letter in segment.glob}
@@ -91,7 +91,7 @@ class _Speller:
         self._budget.spend(sum(len(names) ** n for n in range(least, most + 1)))
         return [path for n in range(least, most + 1) for path in itertools.product(names, repeat=n)]
 
-    def _spell(self, segment: PatternSegment) -> list[DottedPath]:
+    def _spell(self, segment: SelectorSegment) -> list[DottedPath]:
         """The names that a segment of the pattern matches."""
         choices = [
             [self._letter * length for length in range(self._run, -1, -1)]
@@ -107,13 +107,13 @@ class _Speller:
         return [(PathSegment(text, *index),) for text in texts for index in indices]
 
 
-def example_path(pattern: Pattern) -> DottedPath:
+def example_path(pattern: Selector) -> DottedPath:
     """Returns a simple path that the pattern matches."""
     path = tuple(_example_name(segment) for segment in pattern.segments if not segment.is_wildcard)
     return path or (PathSegment("x"),)
 
 
-def _example_name(segment: PatternSegment) -> PathSegment:
+def _example_name(segment: SelectorSegment) -> PathSegment:
     text = segment.glob.replace("*", "").replace("?", "x") or "x"
     if segment.indices is None:
         return PathSegment(text)

@@ -15,7 +15,7 @@ from policyc.language.kinds import Flags, flags_of
 from policyc.language.policy import Policy, Rule
 from policyc.language.predicates import Flag
 from policyc.language.recipes import Gemm
-from policyc.language.selectors import DottedPath, PathSegment, Pattern, expand_selector, parse_path
+from policyc.language.selectors import DottedPath, PathSegment, Selector, expand_selector, parse_path
 from policyc.linter.context import AppliedRecipe, Check, Context
 from policyc.linter.examples import example_path
 
@@ -155,10 +155,10 @@ def _check_tail_by_name(context: Context) -> Iterator[Diagnostic]:
     for rule in context.coverage.rules:
         if rule.recipe.bits(Gemm.FPROP) != 4 or not context.in_this_file(rule.rule.span):
             continue
-        for pattern, products in rule.patterns:
+        for pattern in rule.patterns:
             # Sensitive modules have codes of their own.
             is_sensitive = ".".join(map(str, example_path(pattern))) in _SENSITIVE_NAMES
-            if Gemm.FPROP not in products or is_sensitive:
+            if Gemm.FPROP not in pattern.products or is_sensitive:
                 continue
             paths = [_locate_in_layer(pattern, layer) for layer in last_layers]
             in_4_bits = [
@@ -187,7 +187,7 @@ def _find_stack_names(policy: Policy) -> tuple[str, ...]:
     return tuple(name for name in names if name)[:_MAX_STACKS] or ("layers",)
 
 
-def _locate_in_layer(pattern: Pattern, layer: PathSegment) -> DottedPath:
+def _locate_in_layer(pattern: Selector, layer: PathSegment) -> DottedPath:
     """Returns a path that the pattern matches, in the given layer of a stack."""
     path = example_path(pattern)
     if any(p.indices is not None for p in pattern.segments):
