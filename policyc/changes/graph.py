@@ -1,7 +1,7 @@
 """The graph of a diff: scopes and equations, as a networkx graph that every output reads.
 
-Nodes are numbers. An edge of the kind `contains` leads from a scope to what is in it, with its `order`; an edge of the
-kind `data` from an equation to one that reads its result. Scopes with the same content, such as the layers of an
+Nodes are numbers. An edge of the kind `contains` leads from a scope to what is in it, in order; an edge of the kind
+`data` from an equation to one that reads its result. Scopes with the same content, such as the layers of an
 unrolled stack, are one node.
 """
 
@@ -93,15 +93,13 @@ class _GraphBuilder:
         self._diff = diff
         self._sites = SiteIndex(diff)
         self.nest = Nesting(self._sites)
-        self._orders: dict[int, itertools.count[int]] = {}
         self._pairs = itertools.count()
 
     def _add(self, parent: int | None, **attributes: Any) -> int:
         node = len(self.graph)
         self.graph.add_node(node, **attributes)
-        self._orders[node] = itertools.count()
         if parent is not None:
-            self.graph.add_edge(parent, node, kind="contains", order=next(self._orders[parent]))
+            self.graph.add_edge(parent, node, kind="contains")
         return node
 
     def add_scope(self, parent: int | None, *, name: str, kind: str, **attributes: Any) -> int:
@@ -235,8 +233,7 @@ class _GraphBuilder:
 
 def children_of(graph: nx.DiGraph[int], node: int) -> list[int]:
     """What a node contains, in order."""
-    edges = [(d["order"], v) for _, v, d in graph.out_edges(node, data=True) if d["kind"] == "contains"]
-    return [child for _, child in sorted(edges)]
+    return [v for _, v, edge in graph.out_edges(node, data=True) if edge["kind"] == "contains"]
 
 
 def _alias(shown: ScopeTree, copy: ScopeTree, names: _Names) -> None:

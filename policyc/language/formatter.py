@@ -62,7 +62,7 @@ def _print_part(before: str, piece: str) -> _Part | None:
     if statements is None:
         return None
     printer = _Printer(before + piece, len(before))
-    printer.print_items(statements)
+    printer.print_items(statements, len(before + piece), 0)
     return _Part(tuple(printer.lines), printer.start, printer.end)
 
 
@@ -79,22 +79,15 @@ class _Printer:
         self._comments = deque(comment_ranges(text))  # not printed yet
         self._piece = piece
 
-    def print_items(self, statements: tuple[Statement, ...]) -> None:
-        self._print_statements(statements, 0, 0)
-        self._print_own_line_comments(len(self._text), 0, 0)
-
-    def _print_body(self, block: BlockStatement, end: int, depth: int) -> None:
-        """Prints the statements and comments of a block."""
+    def print_items(self, statements: tuple[Statement, ...], end: int, depth: int) -> None:
+        """Prints the statements and comments of the piece or of a block, up to an offset."""
         first_line = len(self.lines)
-        self._print_statements(block.body, depth, first_line)
-        self._print_own_line_comments(end, depth, first_line)
-
-    def _print_statements(self, statements: tuple[Statement, ...], depth: int, first_line: int) -> None:
         for statement in statements:
             start = self._piece + statement.span.start
             self._print_own_line_comments(start, depth, first_line)
             self._print_gap(start, depth, first_line)
             self._print_statement(statement, depth)
+        self._print_own_line_comments(end, depth, first_line)
 
     def _print_statement(self, statement: Statement, depth: int) -> None:
         start, end = self._piece + statement.span.start, self._piece + statement.span.end
@@ -125,7 +118,7 @@ class _Printer:
         self.lines.append(_Line(depth, f"{block.head} {{"))
         self.end = self._text.index("{", start) + 1
         self._add_trailing_comment()
-        self._print_body(block, end - 1, depth + 1)
+        self.print_items(block.body, end - 1, depth + 1)
         self.lines.append(_Line(depth, "}"))
 
     def _print_own_line_comments(self, until: int, depth: int, first_line: int) -> None:
