@@ -17,7 +17,7 @@ from typing import NamedTuple
 from policyc.compiler.site_lists import ListPlan, RuleShare, SiteList
 from policyc.editor.model import Model, find_model
 from policyc.language.loader import LoadedPolicy, load_statements
-from policyc.language.parser import BlockStatement, PieceReader, Statement, find_pieces
+from policyc.language.parser import BlockStatement, Statement, find_pieces, read_piece
 from policyc.language.policy import Policy, Rule
 
 _BLOCK_HEAD = re.compile(r"[ \t\r\f]*(?:after|until|variant)\b[^\n;#{}]*\{[ \t\r\f]*(?:#[^\n]*)?\n")
@@ -47,18 +47,18 @@ class Reading:
 
     @cached_property
     def planned(self) -> dict[int, tuple[ListPlan, int]]:
-        """The plans that have the rules, and their numbers in these, by the identities of their spans.
+        """The plans that have the rules, and their numbers in these, by where the rules start.
 
         Empty without a list of sites.
         """
         sites = self.model.sites if self.is_valid else None
-        return {} if sites is None else dict(_plan_rules(self.loaded.policy, sites))
+        return {} if sites is None else dict(_plan_rules(self.loaded.policy, self.rules, sites))
 
     def rule_at(self, offset: int) -> PlacedRule | None:
         return next((r for r in self.rules if r.start <= offset <= r.end), None)
 
     def share(self, placed: PlacedRule) -> RuleShare | None:
-        plan, number = self.planned.get(id(placed.rule.span), (None, 0))
+        plan, number = self.planned.get(placed.start, (None, 0))
         return plan.share(number) if plan else None
 
     def policy_for(self, placed: PlacedRule | None) -> Policy:
@@ -93,7 +93,6 @@ class _Reader:
         self.rules: list[PlacedRule] = []
         self.starts: list[int] = [0]
         self.is_valid = True
-        self._pieces = PieceReader()
 
     def read(self, text: str, offset: int, variant: str) -> Iterator[Statement]:
         """Yields the statements of a part of the text without errors. `variant` is the one around it."""
@@ -105,7 +104,7 @@ class _Reader:
                 if head.end() <= last_line and _BLOCK_END.match(piece, last_line):
                     yield from self._read_block(piece, place, variant, head.end(), last_line)
                     continue
-            statements = self._pieces.read(piece) if is_closed else None
+            statements = read_piece(piece) if is_closed else None
             self.is_valid &= statements is not None
             self._place(statements or (), place, variant)
             yield from statements or ()
@@ -113,7 +112,7 @@ class _Reader:
     def _read_block(
         self, piece: str, place: int, variant: str, head_end: int, body_end: int
     ) -> Iterator[Statement]:
-        head = self._pieces.read(piece[:head_end] + "}")
+        head = read_piece(piece[:head_end] + "}")
         block = head[0] if head else None
         if not isinstance(block, BlockStatement):
             self.is_valid = False
@@ -132,10 +131,15 @@ class _Reader:
                 self._place(statement.body, offset, name)
 
 
-def _plan_rules(policy: Policy, sites: SiteList) -> Iterator[tuple[int, tuple[ListPlan, int]]]:
-    """The rules, those of a variant where the variant is applied."""
+def _plan_rules(
+    policy: Policy, rules: tuple[PlacedRule, ...], sites: SiteList
+) -> Iterator[tuple[int, tuple[ListPlan, int]]]:
+    """The rules of the text, those of a variant where the variant is applied."""
     # They are the last rules of the variant: those before them change nothing about what they do.
-    variants = (replace(policy.variant(v.name), rules=v.rules) for v in policy.variants)
-    for applied in (policy, *variants):
+    variants = {v.name: replace(policy.variant(v.name), rules=v.rules) for v in policy.variants}
+    for name, applied in {"": policy, **variants}.items():
         plan = ListPlan(applied, sites)
-        yield from ((id(rule.span), (plan, number)) for number, rule in enumerate(applied.rules))
+        # Imported rules are from files. Those of the text are from its pieces, which have no path.
+        numbers = (n for n, rule in enumerate(applied.rules) if not rule.span.source.path)
+        placed = (rule for rule in rules if rule.variant == name)
+        yield from ((rule.start, (plan, n)) for rule, n in zip(placed, numbers, strict=True))

@@ -33,7 +33,6 @@ from policyc.language.parser.statements import (
 __all__ = [
     "BlockStatement",
     "ImportStatement",
-    "PieceReader",
     "PolicyFile",
     "Statement",
     "comment_ranges",
@@ -59,19 +58,6 @@ def read_statements(source: SourceText) -> tuple[PolicyFile, tuple[Diagnostic, .
             break
         statements += builder.read(tree, start)
     return PolicyFile(source, tuple(statements)), (*check_confusables(source), *builder.diagnostics)
-
-
-class PieceReader:
-    """Reads the pieces of one text, so that no two of them share a statement."""
-
-    def __init__(self) -> None:
-        self._seen: set[str] = set()
-
-    def read(self, text: str) -> tuple[Statement, ...] | None:
-        """Returns the statements of a piece; None if it has errors."""
-        is_repeated = text in self._seen
-        self._seen.add(text)
-        return read_piece.__wrapped__(text) if is_repeated else read_piece(text)
 
 
 @lru_cache(maxsize=MAX_KEPT)
