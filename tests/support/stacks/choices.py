@@ -51,6 +51,11 @@ def repeat_by_counts(p, x):
 
 
 @program(STACK)
+def set_one_to_zero(p, x):
+    return scan(each(lambda a: a.at[1].set(0.0), p["layers"]), x).sum()
+
+
+@program(STACK)
 def order_by_the_data(p, x):
     return scan(take(p["layers"], jnp.argsort(x[0, :L])), x).sum()
 
