@@ -315,40 +315,6 @@ def _documents() -> list[str]:
     return [f"Document {i} says {i * 7919 % 1000} times the word ä.\n" for i in range(300)]
 
 
-def _read(spec: str) -> list[str]:
-    """The documents of a source, in the order of its files."""
-    (source,) = data.parse_blend(spec)
-    return [text.decode() for text in data.read_documents(source.spec)]
-
-
-def test_parquet_has_the_documents_that_were_written(tmp_path: Path) -> None:
-    pytest.importorskip("grain")
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    path = tmp_path / "a.parquet"
-    parquet.write_table(arrow.table({"text": _documents(), "body": _documents()[::-1]}), path)
-    assert _read(str(path)) == _documents()
-    assert not equal(take(open_source(str(path))), take(open_source(f"{path},column=body")))
-    with pytest.raises(ConfigError, match="no column 'no': it has text, body"):
-        open_source(f"{path},column=no")
-    path.write_bytes(path.read_bytes()[:500])
-    with pytest.raises(ConfigError, match="cannot be read"):
-        open_source(str(path))
-
-
-def test_array_records_have_the_documents_that_were_written(tmp_path: Path) -> None:
-    pytest.importorskip("grain")
-    module = pytest.importorskip("array_record.python.array_record_module")
-    path = tmp_path / "a.array_record"
-    writer = module.ArrayRecordWriter(str(path), "group_size:1")
-    for document in _documents():
-        writer.write(document.encode())
-    writer.close()
-    assert _read(str(path)) == _documents()
-    path.write_bytes(b"no such records" * 100)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        open_source(str(path))
-
-
 def test_a_tokenizer_is_read_from_a_file(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.ByteLevelBPETokenizer()

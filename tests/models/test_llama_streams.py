@@ -368,6 +368,12 @@ def test_bad_streams_are_refused_before_the_first_step(tmp_path: Path) -> None:
     table = write_parquet(tmp_path / "a.parquet", TEXTS)
     with pytest.raises(ConfigError, match="column 'id' has values of type int64, not text"):
         open_source(f"{table},column=id")
+    with pytest.raises(ConfigError, match="no column 'no': it has id, text"):
+        open_source(f"{table},column=no")
+    for damaged in (table, tmp_path / "a.array_record"):
+        damaged.write_bytes(b"neither of the two" * 99)
+        with pytest.raises(ConfigError, match="cannot be read"):
+            open_source(str(damaged))
     path.write_text("\n\n")
     with pytest.raises(ConfigError, match="holds no text"):
         open_source(str(path))
