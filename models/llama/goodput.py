@@ -1,4 +1,4 @@
-"""Where the time of a run goes, over all its processes; and how much time is left.
+"""Where the time of a run goes, over all its processes.
 
 Goodput is the fraction of a run's time that was spent in steps which count: steps that no restart had to repeat.
 """
@@ -6,10 +6,8 @@ Goodput is the fraction of a run's time that was spent in steps which count: ste
 import json
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from pathlib import Path
 
 import jax
@@ -24,7 +22,6 @@ PAUSES = {"checkpoint": "the checkpoint", "eval": "validation", "export": "the e
 # Lowering and XLA's compilation. Tracing is not among them: the durations of nested traces overlap.
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 COMPILE_EVENTS = (LOWERED, "/jax/core/compile/backend_compile_duration")
-RECENT_STEPS = 50  # over which the time of a step is averaged to predict the time left
 
 
 class TimeAccount:
@@ -149,28 +146,3 @@ def _read_last_rows(path: Path, start: int) -> list[Row]:
 
 def _is_account(row: Row, start: int) -> bool:
     return row["step"] <= start and isinstance(row.get("seconds"), dict)
-
-
-class TimeLeft:
-    """Predicts the time that a run still needs, from the steps and the pauses of this process."""
-
-    def __init__(self, account: TimeAccount) -> None:
-        self._account, self._pauses_before = account, _pauses(account)
-        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
-        self._steps = 0
-
-    def add_step(self, seconds: float) -> None:
-        """Takes the time of a step that compiled nothing."""
-        self._recent.append(seconds)
-        self._steps += 1
-
-    def predict(self, steps: int) -> str:
-        """The time for so many steps, as hours:minutes:seconds. Unknown until a step was added."""
-        if not self._recent:
-            return "-:--:--"
-        pauses = (_pauses(self._account) - self._pauses_before) / self._steps
-        return str(timedelta(seconds=round(steps * (sum(self._recent) / len(self._recent) + pauses))))
-
-
-def _pauses(account: TimeAccount) -> float:
-    return sum(account.seconds[name] for name in PAUSES)

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from importlib.metadata import version
 from operator import itemgetter
 from pathlib import Path
@@ -21,7 +22,7 @@ import jax
 import numpy as np
 
 from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig, runs_of_seeds
-from policyc.models.llama.goodput import TimeAccount, TimeLeft
+from policyc.models.llama.goodput import TimeAccount
 from policyc.models.llama.model import param_specs
 from policyc.models.llama.preemption import PREEMPTED
 from policyc.models.llama.progress import ProgressLine
@@ -112,7 +113,7 @@ class MetricsLog:
         seconds = [account.seconds[name] for name in ("start", "compile")]
         self.progress.print(f"started in {sum(seconds):.1f} s, {seconds[1]:.1f} s of it compiling")
         account.resume(folders[0] / "metrics.jsonl", start)
-        self._time_left = TimeLeft(account)
+        self._first: tuple[int, float] | None = None  # the first step of this process, and when it ended
         self._files: list[RunFiles] = []
         if self._writes:
             self._files = [RunFiles(stack, folder, config, run, start) for folder in folders]
@@ -162,8 +163,6 @@ class MetricsLog:
         self.restart_clock()
         compile_seconds = self._compiled - compiled
         seconds = self._begin - begin - compile_seconds
-        if not compile_seconds:
-            self._time_left.add_step(seconds)
         times = {"step_seconds": seconds, "stall_seconds": self._stall}
         self._stall = 0.0
         times |= {"compile_seconds": compile_seconds} if compile_seconds else {}
@@ -257,9 +256,18 @@ class MetricsLog:
         speed = (
             f"MFU {mean['mfu']:.1%}" if "mfu" in mean else f"{mean['tflops_per_device']:.3g} TFLOP/s/device"
         )
-        eta = f"ETA {self._time_left.predict(self._run.steps - step)}"
+        eta = f"ETA {self._time_left(step)}"
         rate = f"{mean['tokens_per_second_per_device']:.0f} tokens/s/device"
         self.progress.show_step(step, f"{text('loss')}  {eta}  {rate}  {speed}")
+
+    def _time_left(self, step: int) -> str:
+        """The time of the steps after this one, from the mean of a step with its pauses. Compiling does not count."""
+        now = self.account.clock() - self.account.seconds["compile"]
+        if self._first is None:
+            self._first = step, now
+            return "-:--:--"
+        mean = (now - self._first[1]) / (step - self._first[0])
+        return str(timedelta(seconds=round((self._run.steps - step) * mean)))
 
 
 @contextmanager

@@ -116,19 +116,14 @@ _TRAIN_HINT = "give it the arguments with which it trains, and see that it train
 
 
 @contextlib.contextmanager
-def explain_early_exit(program: Program, printer: _PlanPrinter | None = None) -> Iterator[None]:
-    """Explains the missing result when a program exits before it differentiates a loss. The exit code stays the same.
-
-    With a `printer` the program runs to its end. Then it is only told again that it got options of this command: the
-    note at its start may be far above, as some programs print all their options if they do not know one.
-    """
+def explain_early_exit(program: Program) -> Iterator[None]:
+    """Explains the missing result when a program exits before it differentiates a loss. The exit code stays the same."""
     try:
         yield
     except SystemExit as end:
-        advice = _TRAIN_HINT if printer is None else ""
-        hint = "; ".join(filter(None, (advice, misplaced_hint(program.args))))
-        if not end.code or not hint or (printer is not None and printer.losses):
+        if not end.code:
             raise
+        hint = "; ".join(filter(None, (_TRAIN_HINT, misplaced_hint(program.args))))
         code = _print_exit_text(end)
         print_note(f"the program exited with {code} before it differentiated a loss: {hint}", "error")
         raise SystemExit(code) from None
@@ -234,7 +229,7 @@ def run_under_policy(program: Program, policy_name: str, options: RunOptions) ->
             options,
             "this policy keeps every GEMM: the program runs as it does without policyc, and is not planned",
         )
-    with exit_on_error(), explain_early_exit(program, printer):
+    with exit_on_error():
         result = runner.run(
             program,
             policy,

@@ -503,16 +503,13 @@ def test_an_option_with_a_placeholder_belongs_to_the_program(home: Path) -> None
     ]
 
 
-@pytest.mark.parametrize(("command", "flag"), [("apply", "--require-native"), ("diff", "--equations")])
-def test_a_program_that_does_not_know_an_option_of_the_command_gets_a_hint_at_the_end(
-    home: Path, command: str, flag: str
-) -> None:
+def test_a_program_that_does_not_know_an_option_of_the_command_gets_a_hint_at_the_end(home: Path) -> None:
     (home / "strict.py").write_text("import sys\nsys.exit(f'unknown: {sys.argv[1]}')\n")
-    result = run(home, command, "good.policy", "strict.py", flag, "--backend=te")
+    result = run(home, "diff", "good.policy", "strict.py", "--equations", "--backend=te")
     assert result.code == 1
-    assert f"unknown: {flag}" in result.err
+    assert "unknown: --equations" in result.err
     assert result.err.endswith(
-        f"'{flag}' and '--backend' come after the program, so the program gets them; options of policyc come before "
+        "'--equations' and '--backend' come after the program, so the program gets them; options of policyc come before "
         "the program\n"
     )
 

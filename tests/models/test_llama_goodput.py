@@ -289,27 +289,6 @@ def test_only_a_wait_of_the_devices_is_a_stall(start_process, tmp_path, wait, st
     assert all(row["stall_seconds"] < row["step_seconds"] for row in steps)
 
 
-# ---- the time left
-
-
-def test_the_time_left_is_that_of_recent_steps_and_pauses():
-    account = TimeAccount(FakeTime(), FakeTime())
-    account.seconds["eval"] = 1e6  # of processes before this one
-    left = goodput.TimeLeft(account)
-    assert left.predict(10) == "-:--:--"
-    left.add_step(2.0)
-    assert left.predict(10) == "0:00:20"  # whichever step this is: a resumed run knows as much
-    account.seconds["eval"] += 5
-    for _ in range(9):
-        left.add_step(2.0)
-    assert left.predict(10) == "0:00:25"  # half a second of pauses for each of ten steps
-    left.add_step(52.0)
-    assert left.predict(1000) == "1:56:40"  # one slow step of eleven: (72 + 5) / 11 = 7 s for each
-    for _ in range(goodput.RECENT_STEPS):
-        left.add_step(2.0)
-    assert left.predict(1_000_000) == "24 days, 2:19:27"  # 2 + 5 / 61 s for each
-
-
 # ---- what is printed
 
 
@@ -377,6 +356,19 @@ def test_the_printed_speed_is_the_mean_since_the_last_line(start_process, capsys
     speeds = [re.search(r"(\d+) tokens/s", line)[1] for line in lines]
     rates = [1024 / 8 / seconds for seconds in (2, (8 * 2 + 18) / 9, 2)]
     assert speeds == [f"{rate:.0f}" for rate in rates]  # of steps 1, 10 and 20
+    times = [re.search(r"ETA (\S+)", line)[1] for line in lines]
+    # 8 steps of 2 s and one of 18 s since the first one, for 90 steps; 18 and one for 80.
+    assert times == ["-:--:--", "0:05:40", "0:03:47"]
+
+
+def test_the_time_left_has_pauses_and_nothing_that_compiles(start_process, capsys):
+    process = start_process(0)
+    process.run_steps(1)
+    process.save(9)
+    process.clock.sleep(100)
+    process.account.claim("compile", 100)
+    process.run_steps(9)
+    assert "ETA 0:04:30 " in capsys.readouterr().out  # (9 * 2 + 9) / 9 s for each of 90 steps
 
 
 def test_the_seconds_of_compiling_are_updated_in_place():
