@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from policyc.compiler.hoist import ROUNDING_KEY, Quantizer, RewrittenLoss
 from policyc.jaxcore import jaxprs
-from policyc.jaxcore.containers import IterationRange, container_of
+from policyc.jaxcore.containers import IterationRange
 from policyc.jaxcore.jaxprs import AnyJaxpr
 from policyc.jaxcore.transform import Address, Replacement, TransformedBody
 
@@ -208,7 +208,8 @@ class _Matcher:
                 matches = self.match(sub.jaxpr, pieces, (*address, number), fixed)
                 label = sub.param if sub.index is None else f"{sub.param}[{sub.index}]"
                 inside.append(MatchedJaxpr(label=label, matches=matches, iterations=piece))
-        is_split = max(len(r.bodies) if _is_scan(eqn) else 1 for r in (before, after)) > 1
+        is_scan = jaxprs.primitive_name(eqn) == "scan"
+        is_split = is_scan and max(len(before.bodies), len(after.bodies)) > 1
         same = all(m.reason is None for matched in inside for m in matched.matches)
         if same and len(before.eqns) == len(after.eqns):
             return Match(address=address, before=before.eqns, after=after.eqns, iterations=iterations)
@@ -220,11 +221,6 @@ class _Matcher:
             inside=tuple(inside),
             iterations=iterations,
         )
-
-
-def _is_scan(eqn: JaxprEqn) -> bool:
-    container = container_of(eqn)
-    return container is not None and container.is_loop and "length" in eqn.params
 
 
 def _is_same(before: Replacement, after: Replacement) -> bool:

@@ -5,7 +5,6 @@ Every input must be answered with a policy or with diagnostics, in a short time.
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
@@ -155,26 +154,19 @@ def test_recipes_that_triple_at_every_level_are_resolved_quickly():
     assert parse(str(policy)) == policy
 
 
-@pytest.mark.parametrize(
-    "number",
-    ["9" * 5000, "1e999999999", "1E99", "9" * 18 + "e18", "1_" * 5000 + "1", "0." + "0" * 5000 + "1"],
-)
-def test_numbers_that_are_too_large_are_rejected_in_predicates(number):
-    assert timed_codes(f"* where k == {number} -> bf16") == ["number-out-of-range"]
+LARGE = "9" * 5000
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        f"a -> bf16 expect {'9' * 5000}",
-        f"a[{'9' * 5000}] -> bf16",
-        f"a[:{'9' * 5000}%] -> bf16",
-        f"after {'9' * 5000} {{ a -> bf16 }}",
+        *(f"* where k == {n} -> bf16" for n in (LARGE, "1e999999999", "9" * 18 + "e18", "1_" * 5000 + "1")),
+        f"a -> bf16 expect {LARGE}",
+        f"a[:{LARGE}%] -> bf16",
         f"after 0.{'0' * 5000}1% {{ a -> bf16 }}",
     ],
-    ids=["expect", "index", "percent", "step", "decimals"],
 )
-def test_numbers_that_are_too_large_are_rejected_elsewhere(text):
+def test_numbers_that_are_too_large_are_rejected(text):
     assert timed_codes(text) == ["number-out-of-range"]
 
 
@@ -195,21 +187,13 @@ HALF = 50_000
 LONG_TEXTS = {
     "a name": "a" * 2 * HALF,
     "spaces": " " * 2 * HALF,
-    "empty lines": "\n" * 2 * HALF,
-    "semicolons": ";" * 2 * HALF,
-    "a comment": "#" * 2 * HALF,
     "stars": "*" * 2 * HALF,
-    "dashes": "-" * 2 * HALF,
-    "quotes": "'" * 2 * HALF,
     "mixed quotes": "'\"" * HALF,
     "a string left open": 'import "' + "x" * 2 * HALF,
     "brackets": "(" * 2 * HALF,
-    "pairs of brackets": "()" * HALF,
     "braces": "{" * 2 * HALF,
     "closing braces": "}" * (HALF // 10),
     "arrows": "->" * HALF,
-    "commas": "," * 2 * HALF,
-    "one wrong recipe": "a -> " + "x" * 2 * HALF,
     "spaces and line ends": "   \t \n" * (HALF // 3),
     "not UTF-8 in spirit": "\ud800" * HALF,
 }
@@ -222,31 +206,6 @@ def test_a_long_text_of_one_token_takes_little_time_and_a_short_message(text):
         diagnostics = parse_with_diagnostics(text).diagnostics
         if diagnostics:
             assert len(str(PolicyError(diagnostics))) < 100_000
-
-
-# ---- time in proportion to length
-
-
-SHAPES = (
-    "decoder.layers[{few}:].mlp.{{gate,up,down}}_proj @ wgrad where k % 16 == 0 and m >= {i} -> nv\n",
-    "layers[-{few}%:].scope_{i}.* -> split(fprop=nvfp4(scale=four_over_six), bwd=bf16) expect {i}\n",
-    "after {few}% {{ block_{i}.attention.* @ fprop, dgrad -> fp8(grad=e4m3) }}  # number {i}\n",
-    "^encoder.name_{i}.* where not (weight or n < {i}) -> nvfp4(rht=wgrad, sr=grad, mean_split)\n",
-)
-
-
-def rules(count: int) -> str:
-    """Rules of several shapes, about ninety bytes each."""
-    rng = random.Random(count)
-    lines = (rng.choice(SHAPES).format(i=i, few=i % 50) for i in range(count))
-    return "".join(["recipe nv = nvfp4(rht=wgrad, sr=grad, scale2d=weights)\n", *lines])
-
-
-@pytest.mark.slow
-def test_many_rules_print_and_parse_to_the_same_policy():
-    policy = parse(rules(3_000))
-    assert len(policy.rules) == 3_000
-    assert parse(str(policy)) == policy
 
 
 # ---- the fuzzer

@@ -154,8 +154,6 @@ def test_every_finding_says_what_to_try(code: str) -> None:
         ('import "te_nvfp4"\nrecipe nv = nvfp4(scale2d=weights)', ["nearest-rounded-gradient"]),
         # variants
         ("mlp -> fp8\nvariant v { mlp -> nvfp4; layers[-4:] -> bf16 }", ["nearest-rounded-gradient"]),
-        ("recipe r = fp8\nmlp -> fp8\nmlp.up -> r\nvariant v { recipe r = bf16 }", []),
-        ("recipe r = fp8\nmlp -> r\nmlp.up -> r\nvariant v { recipe r = bf16 }", ["redundant-rule"]),
         ("mlp -> fp8\nvariant v { layers[4:2] -> bf16 }", ["empty-slice"]),
         ("recipe r = fp8\nmlp -> bf16\nvariant v { mlp -> r }", []),
         # of two equal rules, only the one without effect is reported
@@ -169,12 +167,10 @@ def test_every_finding_says_what_to_try(code: str) -> None:
         ("layers[:-4].mlp.* -> nvfp4(sr=grad)", []),
         ("mlp.* @ bwd -> nvfp4(sr=grad)", []),
         ("mlp.* -> nvfp4(sr=grad)\n* where layer >= -4 -> bf16", []),
-        ("mlp.* -> nvfp4(sr=grad)\n* where layer >= -15% -> bf16", []),
         ("mlp.* -> nvfp4(sr=grad)\n* where layer < 4 -> bf16", ["no-high-precision-tail"]),
         ("* where mlp -> nvfp4(sr=grad)", ["no-high-precision-tail"]),
         ("* where mlp -> nvfp4(sr=grad)\n* where mlp and layer >= -4 -> bf16", []),
         ("* where mlp -> nvfp4(sr=grad)\n* where attention and layer >= -4 -> bf16", ["no-high-precision-tail"]),
-        ("* where mlp -> nvfp4(sr=grad)\n* where experts -> bf16\n* where layer == -1 -> bf16", []),
         ("* where mlp and layer < -4 -> nvfp4(sr=grad)", []),
         ("* where block and weight and not router -> nvfp4(sr=grad)", ["no-high-precision-tail"]),
         ("* -> nvfp4(sr=grad)\n* where not mlp -> bf16", ["no-high-precision-tail"]),
@@ -186,10 +182,6 @@ def test_every_finding_says_what_to_try(code: str) -> None:
         ("* where weight and not (head or embedding or router) -> nvfp4(sr=grad)\n* where layer >= -4 -> bf16", []),
         ("* where block and weight -> nvfp4(sr=grad)\n* where layer >= -4 -> bf16", ["router-in-4-bits"]),
         ("* where not weight -> bf16\n* -> nvfp4(sr=grad)\n* where not mlp or layer >= -4 -> bf16", ["shadowed-rule"]),
-        # kinds that exclude or imply each other
-        ("* where mlp -> fp8\n* where head -> bf16", []),
-        ("* where experts -> fp8\n* where mlp -> bf16", ["shadowed-rule"]),
-        ("* where mlp -> fp8\n* where experts -> fp8", ["redundant-rule"]),
         ("* where mlp and head -> bf16", ["impossible-predicate"]),
         # the score products have no weight operand
         ("attention where weight -> fp8", []),
@@ -208,13 +200,11 @@ def test_every_finding_says_what_to_try(code: str) -> None:
         ("* where k % n == 0 and k != n and n != 1 -> bf16", []),
         # percentages of deep stacks
         ("layers[0.5%:0.6%] -> bf16", []),
-        ("layers[-1.5%:] -> fp8\nlayers[-1] -> bf16", []),
         # a transform on both operands of one product, through a split
         ("mlp -> split(fprop=nvfp4, bwd=nvfp4(rht=wgrad, sr=grad))\nlayers[-4:] -> bf16", []),
         # an error while reading hides other findings
         ("mlp -> fp8\nmlp -> bf17\nmlp -> bf16", ["unknown-format"]),
         ("", ["empty-policy"]),
-        ("# nothing but a comment", ["empty-policy"]),
     ],
 )  # fmt: skip
 def test_findings_beyond_the_fixtures(text: str, codes: list[str]) -> None:

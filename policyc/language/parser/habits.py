@@ -16,7 +16,7 @@ from policyc.language.kinds import FLAGS
 
 _WINDOW = 200  # characters before and after an error that are looked at
 _ERROR_MARK = "\ud800"
-"""Stands between the text before an error and the text from it on. No text has this character."""
+"""Stands between the text before an error and the text from it on. A file, which is UTF-8, cannot have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,15 +152,10 @@ def _explain_character(site: SyntaxErrorSite, _: re.Match[str]) -> str:
 
 _KEYWORDS = {
     "before": "'before' is written 'until'",
-    "include": "'include' is written 'import'",
-    "use": "'use' is written 'import'",
-    "load": "'load' is written 'import'",
+    **{word: f"'{word}' is written 'import'" for word in ("include", "use", "load")},
     "from": "'from' is written 'after', or 'import' for a file",
     "since": "'since' is written 'after'",
-    "let": "'let' is written 'recipe'",
-    "def": "'def' is written 'recipe'",
-    "define": "'define' is written 'recipe'",
-    "set": "'set' is written 'recipe'",
+    **{word: f"'{word}' is written 'recipe'" for word in ("let", "def", "define", "set")},
     "between": "write after 10% { until 50% { ... } }",
     "if": "a condition stands in its rule: SELECTOR where CONDITION -> RECIPE",
     "not": "a selector cannot be negated: write a rule for '*', then a later rule for the exception",
