@@ -25,6 +25,7 @@ from policyc.compiler.site_table import sites_table
 from policyc.compiler.sites import dotted
 from policyc.language.recipes import Gemm
 from tests.support.gemms import quick_jit
+from tests.support.stacks.base import each, stacked, take
 
 D = 4
 X = jax.ShapeDtypeStruct((3, D), "float32")
@@ -42,14 +43,6 @@ def scan(stack: Any, h: Any, **options: Any) -> Any:
     return lax.scan(lambda h, p: (layer(p, h), None), h, stack, **options)[0]
 
 
-def each(f: Callable[[Any], Any], tree: Any) -> Any:
-    return jax.tree.map(f, tree)
-
-
-def member(stack: Any, index: Any) -> Any:
-    return each(lambda a: a[index], stack)
-
-
 STACK = {"layers": {"attn": weights(8), "mlp": weights(8)}}
 LIST = {"layers": [{"attn": weights(), "mlp": weights()} for _ in range(8)]}
 
@@ -61,11 +54,11 @@ def nested(p, x):
 
 def first_ones_differ(p, x):
     """The first two layers of a stack are of another kind, and the others start again at 0."""
-    dense, rest = (member(p["layers"], part) for part in (slice(2), slice(2, None)))
+    dense, rest = (take(p["layers"], part) for part in (slice(2), slice(2, None)))
 
     def body(i, h):
         return lax.cond(
-            i < 2, lambda h: layer(member(dense, i), h), lambda h: jnp.sin(layer(member(rest, i - 2), h)), h
+            i < 2, lambda h: layer(take(dense, i), h), lambda h: jnp.sin(layer(take(rest, i - 2), h)), h
         )
 
     return lax.fori_loop(0, 8, body, x)
@@ -84,11 +77,11 @@ def quantized_layers(policy: str, loss: Callable[..., Any], params: Any) -> list
 
 
 def backwards(p, x):
-    return scan(member(p["layers"], slice(None, None, -1)), x)
+    return scan(take(p["layers"], slice(None, None, -1)), x)
 
 
 def counted(p, x):
-    return lax.fori_loop(0, 8, lambda i, h: layer(member(p["layers"], i), h), x)
+    return lax.fori_loop(0, 8, lambda i, h: layer(take(p["layers"], i), h), x)
 
 
 @pytest.mark.parametrize("program", [backwards, counted, nested])
@@ -129,7 +122,7 @@ def test_gradients_are_those_of_one_layer_by_hand():
         h = x
         for index in range(8):
             product = product_by_hand if index == 5 else jnp.matmul
-            q = member(p["layers"], index)
+            q = take(p["layers"], index)
             h = h + jnp.tanh(product(product(h, q["attn"]), q["mlp"]))
             h = jnp.sin(h) if index > 1 else h
         return (h**2).sum()
@@ -402,11 +395,7 @@ def reversed_blocks(p, x):
 
 def stacked_blocks(p, x):
     """A list that is stacked in the loss."""
-    return scanned_blocks({"layers": each_of(jnp.stack, p["layers"])}, x)
-
-
-def each_of(f: Callable[[Any], Any], trees: Any) -> Any:
-    return jax.tree.map(lambda *leaves: f(leaves), *trees)
+    return scanned_blocks({"layers": stacked(p["layers"])}, x)
 
 
 def block_params(*lead: int, fused: bool = False) -> Any:
