@@ -97,6 +97,7 @@ EXAMPLES = {
         "import   'te_nvfp4'#it's\nimport 'say \"x\"'",
         'import "te_nvfp4"  #it\'s\nimport \'say "x"\'\n',
     ),
+    "a seed": ("# a\nseed   =5 # b\n\n* -> bf16", "# a\nseed = 5  # b\n\n* -> bf16\n"),
     "an empty file": ("", ""),
     "only a comment": ("  # x  ", "# x\n"),
 }

@@ -27,27 +27,16 @@ SITE = {
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("weight", True),
-        ("not weight", False),
         ("k % 16 != 0", True),
-        ("1024 <= k < 4096", True),
         ("1024 <= k < 4090", False),
-        ("m > n > 1023", True),
-        ("m % n == 0", True),
-        ("m == n or k % 2 == 0", True),
         ("weight and not (n < 512 or k < 512)", True),
         ("flops >= 1e9 and batch == 1", True),
-        ("not weight or k != k", False),
         ("mlp and experts and not attention", True),
-        ("block", False),
         ("layer >= -4", True),
-        ("layer >= -3", False),
         ("layer == -4 and layer == 28", True),
         ("layer % 4 == 0", True),
         ("2 <= layer < -3", True),
-        ("2 <= layer < -4", False),
         ("layer >= -12.5%", True),
-        ("layer < 87.5%", False),
     ],
 )
 def test_examples(text, expected):
