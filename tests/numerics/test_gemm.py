@@ -215,9 +215,9 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], Any, Any]] = {
 # options of the default recipe run with all of them.
 PAIRS = [
     *(("linear", name) for name in ("mixed", "keep")),
-    *(("odd", "mxfp8"), ("weight first", "full"), ("experts", "bf16"), ("attention", "fp8")),
+    *(("odd", "mxfp8"), ("weight first", "mxfp8"), ("experts", "bf16"), ("attention", "fp8")),
     *(slow("linear", name) for name in ("row", "bound", "mean", "four_over_six", "ms_eden")),
-    *(slow(shape, "full") for shape in ("odd", "experts")),
+    *(slow(shape, "full") for shape in ("odd", "experts", "weight first")),
     *(slow("heads", "mxfp8"), slow("out", "fp8 row"), slow("swapped contraction", "mxfp4")),
     *(slow("attention", "fp4"), slow("vector", "f32"), slow("dot", "fp8")),
 ]

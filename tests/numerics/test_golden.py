@@ -202,7 +202,7 @@ def wgrad_treatment(case: str) -> Treatment:
 
 COLUMN_EXECUTIONS = [
     *(pytest.param(c, "batch", HERE, marks=is_slow(c)) for c in COLUMN_CASES),
-    *((c, "transposed", HERE) for c in TRANSPOSED),
+    *(slow(c, "transposed", HERE) for c in TRANSPOSED),
     *(slow(c, "in place", "matmul") for c in COLUMN_CASES[::12]),
 ]
 
@@ -254,7 +254,7 @@ def test_codes_and_scales_equal_those_of_the_kernels(case: str) -> None:
 
 
 @pytest.mark.any_jax
-@pytest.mark.parametrize("case", NONFINITE)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=is_slow(c)) for c in NONFINITE])
 def test_nonfinite_tensors_become_nan(case: str) -> None:
     """Unlike in the kernels, one NaN or infinity makes every value of the tensor NaN."""
     q = compiled(treatment_of(case))(load_tensor(case))
