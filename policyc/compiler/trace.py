@@ -18,6 +18,7 @@ import numpy as np
 from jax.dtypes import float0
 from jax.extend.core import ClosedJaxpr, Literal, Var
 
+from policyc.base.garbage import paused_collection
 from policyc.compiler.paths import DATA_NAMES, leaf_paths
 from policyc.jaxcore import autodiff, replay
 from policyc.language.selectors import DottedPath
@@ -125,7 +126,8 @@ def trace(
         results.append((tree, tuple(None if i in traced else leaf for i, leaf in enumerate(leaves)), traced))
         return [leaves[i] for i in traced]
 
-    jaxpr = autodiff.trace_as(fn, traceable, inputs)
+    with paused_collection():
+        jaxpr = autodiff.trace_as(fn, traceable, inputs)
     result_tree, constant_results, traced_results = results[-1]
     others = [value if path is None else None for path, value in zip(paths, inputs, strict=True)]
     return TracedFunction(

@@ -1,8 +1,9 @@
-"""Evaluates a jaxpr while it is differentiated in reverse mode, such that JAX linearizes equal equations once.
+"""Evaluates a jaxpr inside a trace, such that JAX traces no equation again and linearizes equal equations once.
 
-JAX linearizes and transposes a jitted function once, however often it is called, and every other equation by itself.
-So equations that occur several times, as those of the layers of an unrolled model do, are called as jitted functions.
-They are inlined: the gradient has the same equations.
+What is only traced gets the equations of the jaxpr as they are. What is differentiated in reverse mode is evaluated: JAX
+linearizes and transposes a jitted function once, however often it is called, and every other equation by itself. So
+equations that occur several times, as those of the layers of an unrolled model do, are called as jitted functions. They
+are inlined: the gradient has the same equations.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import ShapedArray
+from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from policyc.base.garbage import paused_collection
 from policyc.jaxcore import autodiff, jaxprs
+from policyc.jaxcore.internals import core, partial_eval
 from policyc.jaxcore.versions import INLINE_WHEN_TRACED
 
 _FEWEST_CALLS = 4  # it takes longer to make a jitted function than to linearize two equations
@@ -27,9 +30,53 @@ def evaluate(jaxpr: ClosedJaxpr, *args: Any) -> list[Any]:
     """Evaluates a closed jaxpr, every equation under its own name stack and source info."""
     if not autodiff.is_staging():
         return jaxprs.evaluate(jaxpr, *args)
-    replay = _linearize_once if autodiff.is_staged_linearization() else jaxprs.evaluate
     with paused_collection():
-        return replay(jaxpr, *args)
+        if autodiff.is_staged_linearization():
+            return _linearize_once(jaxpr, *args)
+        if _can_record(jaxpr, args):
+            return _record(jaxpr, *args)
+        return jaxprs.evaluate(jaxpr, *args)
+
+
+def _can_record(jaxpr: ClosedJaxpr, args: Sequence[Any]) -> bool:
+    """Can the current trace take the equations of a jaxpr as they are?
+
+    Operands must have the types that the equations were traced for. JAX numbers the operands of effects in each trace.
+    """
+    trace: Any = core.trace_ctx.trace
+    opened: Any = jaxpr.jaxpr
+    return (
+        type(trace) is partial_eval.DynamicJaxprTrace
+        and not (trace.requires_low or opened.is_high or opened.effects)
+        and all(isinstance(a, jax.Array) for a in args)
+        and all(jax.typeof(a) == v.aval for a, v in zip(args, opened.invars, strict=True))
+    )
+
+
+def _record(jaxpr: ClosedJaxpr, *args: Any) -> list[Any]:
+    """Adds the equations of a closed jaxpr to the current trace.
+
+    To evaluate them has the same result. But then JAX computes all types again, and traces the functions of every
+    `custom_vjp` again.
+    """
+    trace: Any = core.trace_ctx.trace
+    outer = source_info_util.current_name_stack()
+    opened = jaxpr.jaxpr
+    values: dict[Var, Any] = dict(zip(opened.invars, args, strict=True))
+    values.update(zip(opened.constvars, jaxpr.consts, strict=True))
+
+    def operand(atom: Any, source: Any) -> Any:
+        if isinstance(atom, Literal):
+            return partial_eval.DynamicJaxprTracer(trace, atom.aval, atom, source)
+        return trace.to_jaxpr_tracer(values[atom], source)
+
+    for eqn in opened.eqns:
+        source = eqn.source_info.replace(name_stack=outer + eqn.source_info.name_stack)
+        operands = [operand(a, source) for a in eqn.invars]
+        types = [v.aval for v in eqn.outvars]
+        results = trace.emit_eqn(operands, types, eqn.primitive, eqn.params, eqn.effects, source, eqn.ctx)
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [a.val if isinstance(a, Literal) else values[a] for a in opened.outvars]
 
 
 def _linearize_once(jaxpr: ClosedJaxpr, *args: Any) -> list[Any]:

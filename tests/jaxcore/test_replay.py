@@ -1,4 +1,4 @@
-"""`replay.evaluate` while a jaxpr is differentiated: the gradient of a plain evaluation, with fewer linearizations."""
+"""`replay.evaluate` inside traces: what a plain evaluation gives, with less tracing and fewer linearizations."""
 
 from __future__ import annotations
 
@@ -72,6 +72,66 @@ def test_the_gradient_has_the_same_equations_names_and_places(gradient: Gradient
     assert replayed.out_avals == plain.out_avals
 
 
+def under_jit(f: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.value_and_grad(jax.jit(f), (0, 1))
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, under_jit], ids=["trace", "jit", "grad"])
+def test_a_trace_has_the_same_equations_names_and_places(transform: Gradient) -> None:
+    with jax.named_scope("outer"):
+        plain, replayed = (jax.make_jaxpr(transform(f))(X, W) for f in pair())
+    assert value_numbers(replayed) == value_numbers(plain)
+    assert replayed.out_avals == plain.out_avals
+
+
+def test_a_trace_takes_equations_as_they_are() -> None:
+    calls: list[int] = []
+
+    @jax.custom_vjp
+    def counted(x: Any) -> Any:
+        calls.append(1)
+        return x * 2
+
+    counted.defvjp(lambda x: (counted(x), None), lambda _, dy: (dy * 2,))
+    closed = jax.make_jaxpr(lambda x: counted(x).sum())(X)
+    calls.clear()
+    (before,) = (e.params for e in closed.jaxpr.eqns if e.primitive.name == "custom_vjp_call")
+    traced = jax.make_jaxpr(lambda x: replay.evaluate(closed, x))(X)
+    (after,) = (e.params for e in traced.jaxpr.eqns if e.primitive.name == "custom_vjp_call")
+    assert after["call_jaxpr"] is before["call_jaxpr"]
+    assert not calls
+
+
+def test_constants_and_results_of_a_trace_are_those_of_the_jaxpr() -> None:
+    used, unused = normal(8), normal(8)
+
+    def f(x: Any) -> Any:
+        unused + 1.0
+        return x * used, x, 2.0, used
+
+    closed = jax.make_jaxpr(f)(X)
+    traced = jax.make_jaxpr(lambda x: replay.evaluate(closed, x))(X)
+    plain = jax.make_jaxpr(lambda x: jaxprs.evaluate(closed, x))(X)
+    assert str(traced) == str(plain)
+    assert list(map(id, traced.consts)) == list(map(id, plain.consts))
+
+
+def test_operands_of_other_types_are_evaluated() -> None:
+    closed = jax.make_jaxpr(lambda x: x * x)(X)
+    narrow = jax.make_jaxpr(lambda x: replay.evaluate(closed, x))(X.astype(jnp.bfloat16))
+    assert narrow.out_avals[0].dtype == jnp.bfloat16
+
+
+def test_effects_are_evaluated() -> None:
+    def f(x: Any) -> Any:
+        jax.debug.print("{}", x.sum(), ordered=True)
+        return x * 2
+
+    closed = jax.make_jaxpr(f)(X)
+    traced = jax.make_jaxpr(lambda x: replay.evaluate(closed, x))(X)
+    assert traced.effects == closed.effects
+
+
 def value_numbers(jaxpr: Any) -> tuple[list[int], list[int]]:
     """Hashes of how the results of a jaxpr are computed, and of all its equations in any order.
 
@@ -87,7 +147,10 @@ def value_numbers(jaxpr: Any) -> tuple[list[int], list[int]]:
     for eqn in opened.eqns:
         bodies = [value_numbers(sub.jaxpr) for sub in jaxprs.sub_jaxprs(eqn)]
         names = str(eqn.source_info.name_stack), jaxprs.source_place(eqn)
-        what = jaxprs.primitive_name(eqn), jaxprs.parameters_text(eqn), str(bodies), *names
+        # JAX wraps a backward rule once more each time that it is bound.
+        params = {name: value for name, value in eqn.params.items() if name != "bwd"}
+        params_text = jaxprs.parameters_text(jaxprs.replace_eqn(eqn, params=params))
+        what = jaxprs.primitive_name(eqn), params_text, str(bodies), *names
         equations.append(hash((what, *map(number, eqn.invars))))
         numbers |= {v: hash((equations[-1], i, v.aval)) for i, v in enumerate(eqn.outvars)}
     return [number(v) for v in opened.outvars], sorted(equations)
