@@ -13,17 +13,18 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from policyc.jaxcore import jaxprs
-from policyc.jaxcore.containers import container_of
+from policyc.jaxcore.containers import CONTAINERS, container_of
 from policyc.jaxcore.derivatives import is_float, operands_with_cotangent
 from policyc.jaxcore.jaxprs import AnyJaxpr
 from policyc.jaxcore.primitives import PRIMITIVES
 from policyc.jaxcore.transform import Address
 
 
-def equations_with_cotangent(jaxpr: ClosedJaxpr, differentiated: Sequence[bool]) -> set[Address]:
-    """The addresses of the equations whose result gets a cotangent, if it has a derivative.
+def products_with_cotangent(jaxpr: ClosedJaxpr, differentiated: Sequence[bool]) -> set[Address]:
+    """The addresses of the products whose result gets a cotangent, if it has a derivative.
 
-    `differentiated` says which results of the loss are differentiated.
+    An equation without a row in `PRIMITIVES` may be a product. `differentiated` says which results of the loss are
+    differentiated.
     """
     activity = _BackwardActivity()
     activity.run(jaxpr, differentiated, (), everything=_has_references(jaxpr))
@@ -38,13 +39,13 @@ def _has_references(jaxpr: AnyJaxpr) -> bool:
     for eqn in opened.eqns:
         if eqn.effects and any(jaxprs.is_reference(a.aval) for a in eqn.invars):
             return True
-        if container_of(eqn) is not None and any(_has_references(s.jaxpr) for s in jaxprs.sub_jaxprs(eqn)):
+        if eqn.primitive.name in CONTAINERS and any(_has_references(s.jaxpr) for s in jaxprs.sub_jaxprs(eqn)):
             return True
     return False
 
 
 class _BackwardActivity:
-    """Goes backwards through jaxprs, and records which equations get a cotangent."""
+    """Goes backwards through jaxprs, and records which products get a cotangent."""
 
     def __init__(self) -> None:
         self.addresses: set[Address] = set()
@@ -64,16 +65,17 @@ class _BackwardActivity:
 
         add(opened.outvars, results)
         for number, eqn in reversed(list(enumerate(opened.eqns))):
-            is_plain = eqn.primitive.name in PRIMITIVES
-            if is_plain and not everything and with_cotangent.isdisjoint(eqn.outvars):
+            rule = PRIMITIVES.get(eqn.primitive.name)
+            if rule is not None and not everything and with_cotangent.isdisjoint(eqn.outvars):
                 continue
             eqn_results = [everything or v in with_cotangent for v in eqn.outvars]
-            if is_plain:
-                self.addresses.add((*address, number))
-                operands: list[Any] = eqn.invars
-                with_cotangent.update(itertools.compress(operands, operands_with_cotangent(eqn, eqn_results)))
-            else:
+            if rule is None:
                 add(eqn.invars, self._equation(eqn, eqn_results, (*address, number), everything))
+                continue
+            if rule.weight == "product":
+                self.addresses.add((*address, number))
+            operands: list[Any] = eqn.invars
+            with_cotangent.update(itertools.compress(operands, operands_with_cotangent(eqn, eqn_results)))
         return [everything or v in with_cotangent for v in opened.invars]
 
     def _equation(

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from policyc.base.garbage import paused_collection
-from policyc.compiler.activity import equations_with_cotangent
+from policyc.compiler.activity import products_with_cotangent
 from policyc.compiler.analysis_records import JaxprContext, PendingSite, find_taken
 from policyc.compiler.container_domain import ContainerDomain
 from policyc.compiler.dots import (
@@ -96,7 +96,7 @@ def analyze(
         for number, (path, var) in enumerate(zip(parameters, invars, strict=True))
     ]
     weights = {var: frozen_info(var, weight) for var, weight in (frozen or {}).items()}
-    with_cotangent, references = equations_with_cotangent(jaxpr, results), References()
+    with_cotangent, references = products_with_cotangent(jaxpr, results), References()
     while True:
         analyzer = _Analyzer(shapes, with_cotangent, references)
         analyzer.run(jaxpr, infos, JaxprContext(), weights)
@@ -178,16 +178,19 @@ class _Analyzer:
             else:
                 here = replace(context, address=(*context.address, number))
                 results = self._equation(eqn, operands, here)
-            known.update(zip(eqn.outvars, results, strict=True))
+            if len(eqn.outvars) == 1:
+                (known[eqn.outvars[0]],) = results
+            else:
+                known.update(zip(eqn.outvars, results, strict=True))
         return [info(a) for a in opened.outvars]
 
     def _equation(self, eqn: JaxprEqn, infos: list[VarInfo], context: JaxprContext) -> Sequence[VarInfo]:
         name = jaxprs.primitive_name(eqn)
         container = container_of(eqn)
-        self._other_product(eqn, infos, context)
         if container is not None:
             domain = ContainerDomain(eqn, infos, context, self.run, self.layers)
             return container.propagate(eqn, infos, domain.enter, domain)
+        self._other_product(eqn, infos, context)
         if name in OPAQUE_PRODUCTS:
             return self._propagate_gemm(eqn, infos, context, context.address)
         elif name in REFERENCE_PRIMITIVES:
@@ -321,12 +324,14 @@ class _Analyzer:
 
     def _products(self, infos: list[VarInfo], weight: Weight, address: Address) -> frozenset[Gemm]:
         """fprop, and a backward product for each operand with a derivative, if the result gets a cotangent."""
-        lhs, rhs = infos[:2]
-        for_lhs, for_rhs = (Gemm.WGRAD, Gemm.DGRAD) if weight == "lhs" else (Gemm.DGRAD, Gemm.WGRAD)
-        products = {Gemm.FPROP}
-        if address in self._with_cotangent:
-            products |= {gemm for gemm, info in ((for_lhs, lhs), (for_rhs, rhs)) if info.is_active}
-        return frozenset(products)
+        lhs, rhs = (info.is_active and address in self._with_cotangent for info in infos[:2])
+        return _products_with(lhs, rhs) if weight != "lhs" else _products_with(rhs, lhs)
+
+
+@cache  # enums take long to hash
+def _products_with(dgrad: bool, wgrad: bool) -> frozenset[Gemm]:
+    backward = {Gemm.DGRAD: dgrad, Gemm.WGRAD: wgrad}
+    return frozenset({Gemm.FPROP, *(gemm for gemm, exists in backward.items() if exists)})
 
 
 @lru_cache(maxsize=8)  # the sites of a scope follow each other

@@ -133,10 +133,11 @@ class PendingSite:
     def with_layers(self, layers: LayerIndices) -> Site:
         """The site with its parameters and the indices of its layers."""
         loops = tuple(loop for loop in self.loops if layers.is_layered(loop))
-        parameters = layers.weight_templates(self.sources, self.batch_dims, self.loops)
+        stacks = weight_stacks(self.sources, self.loops)
+        parameters = layers.weight_templates(self.sources, self.batch_dims, stacks)
         module = None
         if parameters:
-            stacks = drop_divisions(weight_stacks(self.sources, self.loops), parameters)
+            stacks = drop_divisions(stacks, parameters)
             scope = layers.scope_template(self.site.scope.path, loops, stacks)
         else:
             scope = layers.scope_template(self.site.scope.path, loops, None)

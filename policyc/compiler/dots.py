@@ -112,10 +112,10 @@ def gemm_sizes(eqn: JaxprEqn, weight: Weight) -> tuple[int, int, int, int] | Non
     lhs, rhs = (shape_of(a) for a in eqn.invars[:2])
     ragged = eqn.params.get("ragged_dot_dimension_numbers")
     (lc, rc), (lb, rb) = _dimension_numbers(eqn)
-    groups = set(ragged.rhs_group_dimensions) if ragged else set()
-    k, batch = math.prod(lhs[i] for i in lc), math.prod(lhs[i] for i in lb)
-    left = math.prod(d for i, d in enumerate(lhs) if i not in {*lc, *lb})
-    right = math.prod(d for i, d in enumerate(rhs) if i not in {*rc, *rb, *groups})
+    not_left, not_right = {*lc, *lb}, {*rc, *rb, *(ragged.rhs_group_dimensions if ragged else ())}
+    k, batch = math.prod([lhs[i] for i in lc]), math.prod([lhs[i] for i in lb])
+    left = math.prod([d for i, d in enumerate(lhs) if i not in not_left])
+    right = math.prod([d for i, d in enumerate(rhs) if i not in not_right])
     if not lc or k <= 1 or not (batch and left and right):
         return None
     return (batch, right, left, k) if weight == "lhs" else (batch, left, right, k)

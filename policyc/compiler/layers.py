@@ -102,17 +102,20 @@ class LayerIndices:
         return loop.stack.address in self._loops
 
     def weight_templates(
-        self, sources: Sequence[Source], batch_dims: Sequence[int], loops: Sequence[EnclosingLoop]
+        self, sources: Sequence[Source], batch_dims: tuple[int, ...], stacks: tuple[Stack, ...]
     ) -> tuple[PathTemplate, ...]:
-        """The paths of the parameters that a GEMM reads, once the whole loss is analyzed."""
-        stacks, dims = weight_stacks(sources, loops), tuple(batch_dims)
-        templates: dict[PathTemplate, None] = {}
+        """The paths of the parameters that a GEMM reads, once the whole loss is analyzed.
+
+        `stacks` are the `weight_stacks` of the sources.
+        """
+        templates: list[PathTemplate] = []
         for source in sources:
-            key = source, dims, stacks
-            if key not in self._templates:
-                self._templates[key] = tuple(self._templates_of(source, dims, stacks))
-            templates.update(dict.fromkeys(self._templates[key]))
-        return tuple(templates)
+            key = source, batch_dims, stacks
+            of_source = self._templates.get(key)
+            if of_source is None:
+                of_source = self._templates[key] = tuple(self._templates_of(source, batch_dims, stacks))
+            templates += of_source
+        return tuple(dict.fromkeys(templates)) if len(templates) > 1 else tuple(templates)
 
     def scope_template(
         self, scope: DottedPath, loops: Sequence[EnclosingLoop], stacks: tuple[Stack, ...] | None
@@ -150,7 +153,8 @@ class LayerIndices:
         if not projections:
             return None
         sources = sorted(projections, key=_first_path)
-        templates = list(_join_lists(self.weight_templates(sources, (), loops)))
+        stacks = weight_stacks(sources, loops)
+        templates = list(_join_lists(self.weight_templates(sources, (), stacks)))
         if not templates or any(t.unknown_index or t.in_layer is not None for t in templates):
             return PathTemplate((), unknown_index=_NO_LAYER)
         paths = list(dict.fromkeys(t.path for t in templates))

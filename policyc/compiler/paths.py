@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -78,6 +79,8 @@ def _number_first_members(paths: Sequence[DottedPath]) -> list[DottedPath]:
         for depth, segment in enumerate(path):
             indices.setdefault((path[:depth], segment.text), set()).add(segment.index)
     first = {stack for stack, seen in indices.items() if {None, 1} <= seen and 0 not in seen}
+    if not first:
+        return list(paths)
     return [
         tuple(
             PathSegment(segment.text, 0)
@@ -130,7 +133,7 @@ def _path_texts(argument_name: str, keys: _KeyPath) -> list[str]:
     return texts if texts and not is_index(texts[0]) else [argument_name, *texts]
 
 
-def _key_texts(key: Any) -> list[str]:
+def _key_texts(key: Any) -> tuple[str, ...]:
     """Returns the names in a key: Haiku, for one, uses keys such as `mlp/~/linear_0`."""
     if isinstance(key, DictKey | FlattenedIndexKey):
         text = str(key.key)
@@ -140,4 +143,9 @@ def _key_texts(key: Any) -> list[str]:
         text = str(key.idx)
     else:
         text = str(key)
-    return [part for part in re.split(r"[/.\[\]'\"]+", text) if part and part != "~"]
+    return _names_in(text)
+
+
+@lru_cache(maxsize=1024)  # the layers of a model have the same keys
+def _names_in(text: str) -> tuple[str, ...]:
+    return tuple(part for part in re.split(r"[/.\[\]'\"]+", text) if part and part != "~")

@@ -61,7 +61,9 @@ def propagate_equation(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
     if not moves and joined > Dependence.CONSTANTS:
         infos = [i._replace(source=None, is_lookup=False) if i.is_lookup else i for i in infos]
     first = infos[0] if infos else UNKNOWN
+    is_active = True in active
     result = VarInfo(
+        is_active=is_active,
         depends_on=_dependence(eqn, joined),
         integers=propagate_integers(eqn, [i.integers for i in infos]),
         is_one_hot=(moves and first.is_one_hot) or (name == "eq" and any(i.is_iota for i in infos)),
@@ -71,17 +73,17 @@ def propagate_equation(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
         else None,
         projections=join_projections(infos),
     )
-    if all(i.source is None for i in infos):
-        return [result._replace(is_active=True) if a else result for a in active]
+    if weight == "product" or all(i.source is None for i in infos):
+        return [result if a is is_active else result._replace(is_active=a) for a in active]
     is_modified = _is_modified(weight, infos)
     return [
         result._replace(
             source=source,
-            is_active=is_active,
+            is_active=a,
             is_modified=source is not None and is_modified,
             is_lookup=source is not None and _is_lookup(eqn, source, infos),
         )
-        for is_active, source in zip(active, _SOURCES[weight](eqn, infos), strict=True)
+        for a, source in zip(active, _SOURCES[weight](eqn, infos), strict=True)
     ]
 
 
@@ -128,7 +130,7 @@ def propagate_opaque(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
 
 def _dependence(eqn: JaxprEqn, joined: Dependence) -> Dependence:
     """What a result of an equation is computed from, given what the operands are."""
-    if jaxprs.has_side_effects(eqn):
+    if eqn.effects and jaxprs.has_side_effects(eqn):
         return Dependence.DATA
     if rule_of(eqn).weight != "product":
         return joined
@@ -264,11 +266,6 @@ def _lost(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
     return [LostSource(shape=shape_of(v), operands=tuple(sources), reason=reason) for v in eqn.outvars]
 
 
-def _product(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
-    del infos
-    return [None] * len(eqn.outvars)
-
-
 _SOURCES: dict[WeightRule, Callable[[JaxprEqn, Sequence[VarInfo]], _Sources]] = {
     "layout": _layout,
     "gather": _gather,
@@ -278,5 +275,4 @@ _SOURCES: dict[WeightRule, Callable[[JaxprEqn, Sequence[VarInfo]], _Sources]] = 
     "joined": _joined,
     "written": _written,
     "lost": _lost,
-    "product": _product,
 }

@@ -56,7 +56,11 @@ class PathTemplate:
 
     def paths(self, indices: Mapping[Address, int]) -> Iterator[DottedPath]:
         """The paths of a layer: one for each way to place its indices."""
-        if self.in_layer is None or self.in_layer[indices]:
+        if self.in_layer is not None and not self.in_layer[indices]:
+            return
+        if not self.slots:
+            yield self.path
+        else:
             for positions in self.placements():
                 yield self.path_with(positions, indices)
 

@@ -77,6 +77,8 @@ class VarInfo(NamedTuple):
 
 def join_dependence(infos: Iterable[VarInfo]) -> Dependence:
     found = [i.depends_on for i in infos]  # no set: enums take long to hash
+    if len(found) == 1:
+        return found[0]
     if Dependence.CONSTANTS in found and Dependence.WEIGHT_PRODUCTS in found:
         return Dependence.DATA  # constants may be data
     return max(found, default=Dependence.PARAMETERS)
@@ -93,6 +95,8 @@ MOST_PROJECTIONS = 16  # a residual stream comes from all layers before; attenti
 
 def join_projections(infos: Iterable[VarInfo]) -> frozenset[Source]:
     found = [i.projections for i in infos if i.projections]
+    if not found:
+        return frozenset()
     joined = found[0] if len(found) == 1 else frozenset[Source]().union(*found)
     is_unknown = len(joined) > MOST_PROJECTIONS or not joined.isdisjoint(MANY_PROJECTIONS)
     return MANY_PROJECTIONS if is_unknown else joined

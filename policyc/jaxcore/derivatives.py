@@ -34,18 +34,21 @@ def _is_complex(aval: AbstractValue) -> bool:
 
 def active_results(eqn: JaxprEqn, active: Sequence[bool]) -> list[bool]:
     """Which results have a derivative, if these operands have one."""
-    flows = list(map(and_, active, _differentiable_operands(eqn)))
-    if True not in flows:
+    differentiable = _differentiable_operands(eqn)
+    if not any(map(and_, active, differentiable)):
         return [False] * len(eqn.outvars)
-    if len(flows) > 1 and _is_one_to_one(eqn, "per operand"):
-        return [f and is_float(v.aval) for f, v in zip(flows, eqn.outvars, strict=True)]
+    if len(eqn.outvars) > 1 and _is_one_to_one(eqn, "per operand"):
+        triples = zip(active, differentiable, eqn.outvars, strict=True)
+        return [a and d and is_float(v.aval) for a, d, v in triples]
     return [is_float(v.aval) for v in eqn.outvars]
 
 
 def operands_with_cotangent(eqn: JaxprEqn, results: Sequence[bool]) -> list[bool]:
     """Which operands get a cotangent if they have a derivative, and these results get one."""
     differentiable = _differentiable_operands(eqn)
-    if len(results) > 1 and _is_one_to_one(eqn, "per operand", "cotangent per operand"):
+    if len(results) == 1:
+        return differentiable if results[0] else [False] * len(differentiable)
+    if _is_one_to_one(eqn, "per operand", "cotangent per operand"):
         return [r and d for r, d in zip(results, differentiable, strict=True)]
     return differentiable if any(results) else [False] * len(differentiable)
 
@@ -69,11 +72,12 @@ def _differentiable_operands(eqn: JaxprEqn) -> list[bool]:
 
 @cache  # each equation asks twice
 def _has_rule(primitive: Primitive) -> tuple[bool, ...] | None:
-    """Which operands of a primitive have a derivative rule, empty if none has. None if JAX has one rule for all."""
+    """Which operands of a primitive have a derivative rule, empty if none has. None if all have, or share one."""
     rule: Any = ad.primitive_jvps.get(primitive)
     function = getattr(rule, "func", None)
     if function is ad.zero_jvp:
         return ()
     if function in (ad.standard_jvp, ad.standard_jvp2):
-        return tuple(r is not None for r in rule.args[0])
+        has_rule = tuple(r is not None for r in rule.args[0])
+        return None if all(has_rule) else has_rule
     return None

@@ -159,7 +159,10 @@ def is_broadcast(source: Source) -> bool:
 
 def loops_of(source: Source) -> frozenset[Address]:
     """The loops (and shard_maps) on whose iteration the elements of a variable depend."""
-    loops = frozenset[Address]().union(*map(loops_of, operands_of(source)))
+    operands = operands_of(source)
+    if not operands:  # most weights are parameters
+        return frozenset()
+    loops = frozenset[Address]().union(*map(loops_of, operands))
     match source:
         case LayoutSource():
             return loops.union(*(i.loops for i in source.integers if i is not None))

@@ -116,9 +116,9 @@ def propagate_integers(eqn: JaxprEqn, operands: Sequence[Integers | None]) -> In
     if not is_array(out) or eqn.effects:
         return None
     dtype = out.dtype
-    unknown = next((o for o in known if o.unknown), None)
-    if unknown is not None:
-        return unknown
+    for operand in known:
+        if operand.unknown:
+            return operand
     if dtype.kind not in "iub":
         return not_evaluated(_in_type(dtype))
     rule = rule_of(eqn).integers
