@@ -222,7 +222,8 @@ class _Analyzer:
         for number, sub in enumerate(jaxprs.sub_jaxprs(eqn)):
             body = jaxprs.open_jaxpr(sub.jaxpr)
             same_inputs = len(body.invars) == len(infos)
-            inputs = infos if same_inputs else [VarInfo(is_active=is_active)] * len(body.invars)
+            unknown = [VarInfo(is_active=is_active and is_float(v.aval)) for v in body.invars]
+            inputs = infos if same_inputs else unknown
             parameters = context.opaque_parameters if same_inputs else matrix_sources(eqn, infos)
             # How often a kernel runs its products is not known.
             repeats = 0 if name == "pallas_call" else context.repeats

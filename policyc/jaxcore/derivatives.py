@@ -33,13 +33,13 @@ def _is_complex(aval: AbstractValue) -> bool:
 
 
 def active_results(eqn: JaxprEqn, active: Sequence[bool]) -> list[bool]:
-    """Which results have a derivative, if these operands have one."""
-    differentiable = _differentiable_operands(eqn)
-    if not any(map(and_, active, differentiable)):
+    """Which results have a derivative, if these operands, which are of types that can, have one."""
+    rules = _operand_rules(eqn)
+    flows = active if rules is None else list(map(and_, active, rules))
+    if True not in flows:
         return [False] * len(eqn.outvars)
     if len(eqn.outvars) > 1 and _is_one_to_one(eqn, "per operand"):
-        triples = zip(active, differentiable, eqn.outvars, strict=True)
-        return [a and d and is_float(v.aval) for a, d, v in triples]
+        return [f and is_float(v.aval) for f, v in zip(flows, eqn.outvars, strict=True)]
     return [is_float(v.aval) for v in eqn.outvars]
 
 
@@ -59,15 +59,20 @@ def _is_one_to_one(eqn: JaxprEqn, *derivatives: str) -> bool:
 
 
 def _differentiable_operands(eqn: JaxprEqn) -> list[bool]:
-    """Which operands have a derivative rule. Rounding, comparing and `stop_gradient` have none."""
-    has_rule = _has_rule(eqn.primitive)
-    is_constant = eqn.primitive.name in _CONSTANT and not _is_complex(eqn.invars[0].aval)
-    if is_constant or has_rule == ():
-        return [False] * len(eqn.invars)
+    """Which operands have a derivative rule, and a type that can have a derivative."""
     by_type = [type(a) is not Literal and is_float(a.aval) for a in eqn.invars]
-    if has_rule is None or len(has_rule) != len(by_type):
-        return by_type
-    return list(map(and_, by_type, has_rule))
+    rules = _operand_rules(eqn)
+    return by_type if rules is None else list(map(and_, by_type, rules))
+
+
+def _operand_rules(eqn: JaxprEqn) -> Sequence[bool] | None:
+    """Which operands have a derivative rule, None if all have. Rounding, comparing and `stop_gradient` have none."""
+    has_rule = _has_rule(eqn.primitive)
+    if eqn.primitive.name in _CONSTANT and not _is_complex(eqn.invars[0].aval):
+        has_rule = ()
+    if has_rule == ():
+        return [False] * len(eqn.invars)
+    return None if has_rule is None or len(has_rule) != len(eqn.invars) else has_rule
 
 
 @cache  # each equation asks twice

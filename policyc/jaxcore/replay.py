@@ -1,7 +1,7 @@
 """Evaluates a jaxpr inside a trace, such that JAX traces no equation again and linearizes equal equations once.
 
-What is only traced gets the equations of the jaxpr as they are. What is differentiated in reverse mode is evaluated: JAX
-linearizes and transposes a jitted function once, however often it is called, and every other equation by itself. So
+What is only traced gets the equations of the jaxpr as they are. What is differentiated in reverse mode is evaluated:
+JAX linearizes and transposes a jitted function once, however often it is called, and every other equation by itself. So
 equations that occur several times, as those of the layers of an unrolled model do, are called as jitted functions. They
 are inlined: the gradient has the same equations.
 """
