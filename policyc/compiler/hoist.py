@@ -32,6 +32,14 @@ class SiteRecipe:
 
     recipe: Recipe
     backends: Backends
+    _hash: int = field(init=False, compare=False, repr=False)
+    """Each layer asks for it, and it takes long to hash a recipe."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.recipe, self.backends)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 @dataclass(frozen=True, eq=False)

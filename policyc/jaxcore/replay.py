@@ -71,7 +71,9 @@ def _record(jaxpr: ClosedJaxpr, *args: Any) -> list[Any]:
         return trace.to_jaxpr_tracer(values[atom], source)
 
     for eqn in opened.eqns:
-        source = eqn.source_info.replace(name_stack=outer + eqn.source_info.name_stack)
+        source = eqn.source_info
+        if outer.stack:
+            source = source.replace(name_stack=outer + source.name_stack)
         operands = [operand(a, source) for a in eqn.invars]
         types = [v.aval for v in eqn.outvars]
         results = trace.emit_eqn(operands, types, eqn.primitive, eqn.params, eqn.effects, source, eqn.ctx)
