@@ -279,7 +279,7 @@ def drop_divisions(stacks: tuple[Stack, ...], templates: Sequence[PathTemplate])
 
     The devices of the others hold different layers, so that an index of a path depends on them.
     """
-    if any(t.unknown_index or t.in_layer is not None for t in templates):
+    if not stacks or any(t.unknown_index or t.in_layer is not None for t in templates):
         return stacks  # it is not known what the devices hold
     indexed = template_stacks(templates)
     return tuple(stack for stack in stacks if not stack.is_shard_map or stack in indexed)

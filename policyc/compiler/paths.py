@@ -74,10 +74,12 @@ def add_stack_sizes(paths: Sequence[DottedPath]) -> list[DottedPath]:
 
 def _number_first_members(paths: Sequence[DottedPath]) -> list[DottedPath]:
     """Gives index 0 to names without an index, where the same name has the indices 1, 2, ... and no 0."""
+    numbered = {segment.text for path in paths for segment in path if segment.index == 1}
     indices: dict[tuple[DottedPath, str], set[int | None]] = {}
     for path in dict.fromkeys(paths):
         for depth, segment in enumerate(path):
-            indices.setdefault((path[:depth], segment.text), set()).add(segment.index)
+            if segment.text in numbered:
+                indices.setdefault((path[:depth], segment.text), set()).add(segment.index)
     first = {stack for stack, seen in indices.items() if {None, 1} <= seen and 0 not in seen}
     if not first:
         return list(paths)
@@ -135,15 +137,13 @@ def _path_texts(argument_name: str, keys: _KeyPath) -> list[str]:
 
 def _key_texts(key: Any) -> tuple[str, ...]:
     """Returns the names in a key: Haiku, for one, uses keys such as `mlp/~/linear_0`."""
-    if isinstance(key, DictKey | FlattenedIndexKey):
-        text = str(key.key)
-    elif isinstance(key, GetAttrKey):
-        text = key.name
-    elif isinstance(key, SequenceKey):
-        text = str(key.idx)
-    else:
-        text = str(key)
-    return _names_in(text)
+    if isinstance(key, DictKey):
+        return _names_in(str(key.key))
+    if isinstance(key, SequenceKey):
+        return _names_in(str(key.idx))
+    if isinstance(key, GetAttrKey):
+        return _names_in(key.name)
+    return _names_in(str(key.key if isinstance(key, FlattenedIndexKey) else key))
 
 
 @lru_cache(maxsize=1024)  # the layers of a model have the same keys

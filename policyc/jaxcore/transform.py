@@ -44,6 +44,9 @@ class Position(NamedTuple):
         return self._replace(iterations={**self.iterations, self.address: iteration})
 
 
+OUTERMOST = Position()
+
+
 @dataclass(frozen=True, slots=True)
 class ExtraInput:
     """Arrays that a replacement needs from outside the jaxpr. `address`: its equation, seen from that jaxpr.
@@ -159,7 +162,7 @@ class Transform(ABC):
 
     # ---- the transformation
 
-    def transform(self, jaxpr: AnyJaxpr, position: Position = Position()) -> TransformedJaxpr:
+    def transform(self, jaxpr: AnyJaxpr, position: Position = OUTERMOST) -> TransformedJaxpr:
         key = self.key(position)
         if key is None:
             return TransformedJaxpr(jaxpr)
