@@ -85,21 +85,10 @@ def test_a_trace_has_the_same_equations_names_and_places(transform: Gradient) ->
 
 
 def test_a_trace_takes_equations_as_they_are() -> None:
-    calls: list[int] = []
-
-    @jax.custom_vjp
-    def counted(x: Any) -> Any:
-        calls.append(1)
-        return x * 2
-
-    counted.defvjp(lambda x: (counted(x), None), lambda _, dy: (dy * 2,))
-    closed = jax.make_jaxpr(lambda x: counted(x).sum())(X)
-    calls.clear()
-    (before,) = (e.params for e in closed.jaxpr.eqns if e.primitive.name == "custom_vjp_call")
+    closed = jax.make_jaxpr(doubled)(X)
     traced = jax.make_jaxpr(lambda x: replay.evaluate(closed, x))(X)
-    (after,) = (e.params for e in traced.jaxpr.eqns if e.primitive.name == "custom_vjp_call")
-    assert after["call_jaxpr"] is before["call_jaxpr"]
-    assert not calls
+    (before,), (after,) = closed.jaxpr.eqns, traced.jaxpr.eqns
+    assert after.params["call_jaxpr"] is before.params["call_jaxpr"]
 
 
 def test_constants_and_results_of_a_trace_are_those_of_the_jaxpr() -> None:
