@@ -9,7 +9,7 @@ are inlined: the gradient has the same equations.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.extend.source_info_util import NameStack
 
 from policyc.base.garbage import paused_collection
 from policyc.jaxcore import autodiff, jaxprs
@@ -33,17 +34,17 @@ def evaluate(jaxpr: ClosedJaxpr, *args: Any) -> list[Any]:
     with paused_collection():
         if autodiff.is_staged_linearization():
             return _linearize_once(jaxpr, *args)
-        if _can_record(jaxpr, args):
-            return _record(jaxpr, *args)
+        trace = core.trace_ctx.trace
+        if _can_record(trace, jaxpr, args):
+            return _record(trace, jaxpr, *args)
         return jaxprs.evaluate(jaxpr, *args)
 
 
-def _can_record(jaxpr: ClosedJaxpr, args: Sequence[Any]) -> bool:
-    """Can the current trace take the equations of a jaxpr as they are?
+def _can_record(trace: Any, jaxpr: ClosedJaxpr, args: Sequence[Any]) -> bool:
+    """Can a trace take the equations of a jaxpr as they are?
 
     Operands must have the types that the equations were traced for. JAX numbers the operands of effects in each trace.
     """
-    trace: Any = core.trace_ctx.trace
     opened: Any = jaxpr.jaxpr
     return (
         type(trace) is partial_eval.DynamicJaxprTrace
@@ -53,32 +54,38 @@ def _can_record(jaxpr: ClosedJaxpr, args: Sequence[Any]) -> bool:
     )
 
 
-def _record(jaxpr: ClosedJaxpr, *args: Any) -> list[Any]:
-    """Adds the equations of a closed jaxpr to the current trace.
-
-    To evaluate them has the same result. But then JAX computes all types again, and traces the functions of every
-    `custom_vjp` again.
-    """
-    trace: Any = core.trace_ctx.trace
+def _record(trace: Any, jaxpr: ClosedJaxpr, *args: Any) -> list[Any]:
+    """Adds the equations of a closed jaxpr to a trace."""
     outer = source_info_util.current_name_stack()
     opened = jaxpr.jaxpr
     values: dict[Var, Any] = dict(zip(opened.invars, args, strict=True))
     values.update(zip(opened.constvars, jaxpr.consts, strict=True))
-
-    def operand(atom: Any, source: Any) -> Any:
-        if isinstance(atom, Literal):
-            return partial_eval.DynamicJaxprTracer(trace, atom.aval, atom, source)
-        return trace.to_jaxpr_tracer(values[atom], source)
-
     for eqn in opened.eqns:
-        source = eqn.source_info
-        if outer.stack:
-            source = source.replace(name_stack=outer + source.name_stack)
-        operands = [operand(a, source) for a in eqn.invars]
-        types = [v.aval for v in eqn.outvars]
-        results = trace.emit_eqn(operands, types, eqn.primitive, eqn.params, eqn.effects, source, eqn.ctx)
+        results = _record_equation(trace, eqn, values, outer)
         values.update(zip(eqn.outvars, results, strict=True))
     return [a.val if isinstance(a, Literal) else values[a] for a in opened.outvars]
+
+
+def _record_equation(trace: Any, eqn: JaxprEqn, values: Mapping[Var, Any], outer: NameStack) -> list[Any]:
+    """Adds an equation to a trace, and returns its results.
+
+    To bind it has the same result. But then JAX computes its types again, and traces the function of a `custom_vjp`
+    again.
+    """
+    source = eqn.source_info
+    if outer.stack:
+        source = source.replace(name_stack=outer + source.name_stack)
+    operands = [
+        partial_eval.DynamicJaxprTracer(trace, a.aval, a, source)
+        if isinstance(a, Literal)
+        else trace.to_jaxpr_tracer(values[a], source)
+        for a in eqn.invars
+    ]
+    types = [v.aval for v in eqn.outvars]
+    results: list[Any] = trace.emit_eqn(
+        operands, types, eqn.primitive, eqn.params, eqn.effects, source, eqn.ctx
+    )
+    return results
 
 
 def _linearize_once(jaxpr: ClosedJaxpr, *args: Any) -> list[Any]:
@@ -88,15 +95,21 @@ def _linearize_once(jaxpr: ClosedJaxpr, *args: Any) -> list[Any]:
     functions: dict[Hashable, Callable[..., list[Any]]] = {}
     values: dict[Var, Any] = dict(zip(opened.invars, args, strict=True))
     values.update(zip(opened.constvars, jaxpr.consts, strict=True))
+    outer, parent = source_info_util.current_name_stack(), core.trace_ctx.trace.parent_trace
+    can_record = _can_record(parent, jaxpr, args)
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     for eqn, key in zip(opened.eqns, keys, strict=True):
         operands = [read(a) for a in eqn.invars]
+        is_linearized = any(map(autodiff.is_linearized, operands))
+        if can_record and not is_linearized:
+            values.update(zip(eqn.outvars, _record_equation(parent, eqn, values, outer), strict=True))
+            continue
         is_jitted = key is not None and calls[key] >= _FEWEST_CALLS
         with jaxprs.source_context(eqn):
-            if is_jitted and any(map(autodiff.is_linearized, operands)):
+            if is_jitted and is_linearized:
                 if key not in functions:
                     functions[key] = _jit(eqn)
                 variables = [v for v, a in zip(operands, eqn.invars, strict=True) if type(a) is not Literal]
