@@ -91,6 +91,17 @@ def test_a_trace_takes_equations_as_they_are() -> None:
     assert after.params["call_jaxpr"] is before.params["call_jaxpr"]
 
 
+def test_a_gradient_takes_equations_as_they_are_where_it_does_not_differentiate() -> None:
+    closed = jax.make_jaxpr(lambda x, y: (x * doubled(y)).sum())(X, X)
+    traced = jax.make_jaxpr(jax.grad(lambda x, y: replay.evaluate(closed, x, y)[0]))(X, X)
+    before, after = (
+        [e.params["call_jaxpr"] for e in jaxprs.equations(j) if e.primitive is closed.jaxpr.eqns[0].primitive]
+        for j in (closed, traced)
+    )
+    assert len(after) == 1
+    assert after[0] is before[0]
+
+
 def test_constants_and_results_of_a_trace_are_those_of_the_jaxpr() -> None:
     used, unused = normal(8), normal(8)
 
