@@ -86,10 +86,11 @@ def activation_traffic(step: TrainingStep, mesh: MeshShape) -> tuple[float, floa
     Over the tensor axis, the residual stream is summed after attention and after the MLP in both passes, and after
     attention once more if the forward pass is recomputed. A sum scatters and gathers it.
     """
-    if step.block is None:
+    model = step.model
+    if model is None:
         return 0.0, 0.0
     tokens = microbatch_tokens(step.plan) * step.accumulate / mesh.token_shards
-    stream = BF16_BYTES * tokens * step.block.layers
+    stream = BF16_BYTES * tokens * model.layers
     sums = 5 if step.remat in RECOMPUTES_GEMMS else 4
-    heads = 2 * (2 * step.block.heads_width + 2 * step.block.kv_width) / mesh.tensor
-    return 2 * sums * stream * step.block.width, stream * heads
+    heads = 4 * (model.heads + model.kv_heads) * model.head_dim / mesh.tensor
+    return 2 * sums * stream * model.width, stream * heads

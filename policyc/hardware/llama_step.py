@@ -18,7 +18,7 @@ import numpy as np
 from policyc.compiler import pipeline
 from policyc.compiler.execution import ExecutionOptions
 from policyc.hardware.mesh import MeshShape
-from policyc.hardware.training_step import BlockShape, TrainingStep
+from policyc.hardware.training_step import TrainingStep
 from policyc.language.policy import Policy
 from policyc.models.llama import model as llama
 from policyc.models.llama import partition
@@ -56,19 +56,13 @@ def plan_step(
         return llama.loss(params, batch, config)
 
     call = pipeline.LossCall(fn=loss, args=arguments, param_argnums=(0,))
-    block = BlockShape(
-        layers=config.layers,
-        width=config.width,
-        heads_width=config.heads * config.head_dim,
-        kv_width=config.kv_heads * config.head_dim,
-    )
     return TrainingStep(
         plan=pipeline.plan_loss(policy, call, execution).plan,
         accumulate=run.accumulate,
         causal=True,
         remat=config.remat,
         gathers_once=run.gather == "once",
-        block=block,
+        model=config,
         sequences=run.batch,
         sequence=run.sequence,
     )

@@ -53,11 +53,13 @@ def _saved_by(step: TrainingStep, mesh: MeshShape, groups: Sequence[LayerGroup])
     """Bytes that these sites save on one device."""
     readers = count_readers(step.plan)
     total = sum(group.count * _saved_bytes(group, mesh, step.remat, readers) for group in groups)
-    if groups and step.block is not None:
+    model = step.model
+    if groups and model is not None:
         # If GEMMs are recomputed, the input of each layer is saved; otherwise the output of attention, which is not a
         # GEMM here.
-        width = step.block.width if step.remat in RECOMPUTES_GEMMS else step.block.heads_width / mesh.tensor
-        total += BF16_BYTES * microbatch_tokens(step.plan) / mesh.token_shards * step.block.layers * width
+        heads_width = model.heads * model.head_dim / mesh.tensor
+        width = model.width if step.remat in RECOMPUTES_GEMMS else heads_width
+        total += BF16_BYTES * microbatch_tokens(step.plan) / mesh.token_shards * model.layers * width
     return total
 
 

@@ -19,21 +19,12 @@ from policyc.hardware.mesh import MeshShape
 from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm, Recipe
 from policyc.language.treatments import normalize_if_valid
+from policyc.models.llama.configs import ModelConfig
 from policyc.numerics.products import Backends
 from policyc.numerics.targets import Target
 
 RECOMPUTES_GEMMS = ("full", "quantized")
 """Values of `remat` under which the backward pass runs the forward GEMMs again."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockShape:
-    """Sizes of a transformer block: what the context and tensor axes move. Only known models have one."""
-
-    layers: int
-    width: int
-    heads_width: int
-    kv_width: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +36,8 @@ class TrainingStep:
     `causal` says that half of the attention scores are never computed. `remat` says what the backward pass recomputes:
     nothing (none), everything but GEMMs (dots), or everything (full; quantized, which saves operands, not results).
     `gathers_once` says that weights are gathered, and gradients added over devices, once per step instead of once per
-    evaluation. `phase` is one of the plan's; None is the first. `sequences` is the number of sequences per step, and
+    evaluation. `model` has the sizes of a block, if they are known: what the context and tensor axes move. `phase` is one
+    of the plan's; None is the first. `sequences` is the number of sequences per step, and
     `sequence` their length, if they are known.
     """
 
@@ -54,7 +46,7 @@ class TrainingStep:
     causal: bool = False
     remat: str = "none"
     gathers_once: bool = False
-    block: BlockShape | None = None
+    model: ModelConfig | None = None
     phase: Phase | None = None
     sequences: int | None = None
     sequence: int | None = None

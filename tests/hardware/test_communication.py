@@ -12,9 +12,10 @@ from policyc.compiler.plan import make_plan
 from policyc.hardware import llama_step
 from policyc.hardware.communication import activation_traffic, communication_seconds, weight_traffic
 from policyc.hardware.mesh import MeshShape, exchange_seconds
-from policyc.hardware.training_step import BlockShape, TrainingStep
+from policyc.hardware.training_step import TrainingStep
 from policyc.language.loader import load
 from policyc.language.policy import Policy
+from policyc.models.llama.configs import find_config
 from policyc.numerics.targets import get_target
 
 MESH = MeshShape(fsdp=8)
@@ -75,8 +76,7 @@ def test_data_adds_the_sums_of_every_microbatch() -> None:
 
 # GB per step in compiled steps under te_nvfp4 with backend te: all-reduces of bf16 for the 405B, and for the 8B all
 # collectives but gathers and scatters.
-LLAMA_8B = BlockShape(layers=32, width=4096, heads_width=4096, kv_width=1024)
-LLAMA_405B = BlockShape(layers=126, width=16384, heads_width=16384, kv_width=1024)
+LLAMA_8B, LLAMA_405B = (find_config(name)[0] for name in ("llama3_8b", "llama3_405b"))
 ALL_REDUCED = [
     pytest.param(1024, MeshShape(fsdp=4, tensor=2), "dots", LLAMA_8B, 2285, id="8B"),
     pytest.param(2048, MeshShape(data=16, fsdp=8, tensor=8), "full", LLAMA_405B, 2911, id="405B, tensor=8"),
@@ -84,13 +84,13 @@ ALL_REDUCED = [
 ]
 
 
-@pytest.mark.parametrize(("batch", "mesh", "remat", "block", "compiled"), ALL_REDUCED)
-def test_activations_are_summed_as_in_the_compiled_step(batch, mesh, remat, block, compiled) -> None:
+@pytest.mark.parametrize(("batch", "mesh", "remat", "model", "compiled"), ALL_REDUCED)
+def test_activations_are_summed_as_in_the_compiled_step(batch, mesh, remat, model, compiled) -> None:
     """A sum counts twice here: it is scattered and gathered. The compiled steps also sum gradients over data.
 
     The collectives of the 8B step that are no such sums are 4 %.
     """
-    step = replace(step_under("bf16"), remat=remat, block=block, accumulate=batch * 8192 / (16 * 8192))
+    step = replace(step_under("bf16"), remat=remat, model=model, accumulate=batch * 8192 / (16 * 8192))
     gradients = 1615 / mesh.fsdp if mesh.data > 1 else 0
     moved = activation_traffic(step, mesh)[0] / 2e9
     assert moved + gradients == pytest.approx(compiled, rel=0.04)

@@ -16,9 +16,10 @@ from policyc.hardware import llama_step
 from policyc.hardware.mesh import MeshShape
 from policyc.hardware.saved_activations import device_memory, stacked_bytes
 from policyc.hardware.step_cost import estimate
-from policyc.hardware.training_step import BlockShape, TrainingStep
+from policyc.hardware.training_step import TrainingStep
 from policyc.language.loader import load
 from policyc.language.policy import Policy
+from policyc.models.llama.configs import ModelConfig
 from policyc.numerics.targets import get_target
 
 TOKENS, WIDTH, INNER, LAYERS = 4096, 256, 1024, 3
@@ -72,8 +73,8 @@ def test_what_a_scan_over_layers_saves(policy, remat, bytes):
 
 
 def test_the_input_of_a_layer_and_the_output_of_attention():
-    block = BlockShape(layers=LAYERS, width=WIDTH, heads_width=128, kv_width=64)
-    full, dots = (training_step("* -> bf16", remat=remat, block=block) for remat in ("full", "dots"))
+    model = ModelConfig(layers=LAYERS, width=WIDTH, heads=4, head_dim=32)
+    full, dots = (training_step("* -> bf16", remat=remat, model=model) for remat in ("full", "dots"))
     assert stacked_bytes(full, MeshShape()) == LAYERS * TOKENS * 2 * WIDTH
     assert stacked_bytes(dots, MeshShape()) == LAYERS * TOKENS * (RESULTS + 2 * 128)
 
