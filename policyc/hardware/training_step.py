@@ -36,9 +36,9 @@ class TrainingStep:
     `causal` says that half of the attention scores are never computed. `remat` says what the backward pass recomputes:
     nothing (none), everything but GEMMs (dots), or everything (full; quantized, which saves operands, not results).
     `gathers_once` says that weights are gathered, and gradients added over devices, once per step instead of once per
-    evaluation. `model` has the sizes of a block, if they are known: what the context and tensor axes move. `phase` is one
-    of the plan's; None is the first. `sequences` is the number of sequences per step, and
-    `sequence` their length, if they are known.
+    evaluation. `model` has the sizes of a block, if they are known: what the context and tensor axes move. `phase` is
+    one of the plan's; None is the first. `sequences` is the number of sequences per step, and `sequence` their length,
+    if they are known.
     """
 
     plan: Plan

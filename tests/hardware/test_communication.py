@@ -31,7 +31,7 @@ def step_under(policy: str, backend: str = "xla") -> TrainingStep:
     step = traced()
     assert step.accumulate == MICROBATCHES
     plan = make_plan(load(policy), step.plan.sites, execution_options(backend, "gb200"))
-    return TrainingStep(plan=plan, accumulate=step.accumulate, remat=step.remat, block=step.block)
+    return TrainingStep(plan=plan, accumulate=step.accumulate, remat=step.remat, model=step.model)
 
 
 # GB per step of the 8B on 8 GB200: what `policyc compile` found. The compiled step gathers the head once for fprop and
