@@ -99,6 +99,7 @@ def measure_operand(
     last = array.ndim - 1
     spec = OperandSpec(
         gemm=gemm,
+        role=role,
         label=role,
         treatment=treatment,
         axes=Axes(axis=-1, tile=-2 if last else None),

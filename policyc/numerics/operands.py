@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from policyc.language.formats import FORMATS
-from policyc.language.recipes import Treatment
+from policyc.language.recipes import Gemm, Role, Treatment
 from policyc.numerics import backends, primitives
 from policyc.numerics.products import OperandSpec, free_dims
 from policyc.numerics.quantize import Axes, Key, Operand, Quantized
@@ -18,8 +18,8 @@ from policyc.numerics.quantize import Axes, Key, Operand, Quantized
 CHECKPOINT_NAME = "quantization"
 """The name of saved quantized tensors, for policies of `jax.checkpoint`."""
 
-_READ_AT_ONCE = ("fprop.x", "dgrad.dy")
-"""Operands that only the GEMMs right after their quantizer read."""
+_READ_AT_ONCE = ((Gemm.FPROP, Role.ACTIVATION), (Gemm.DGRAD, Role.GRADIENT))
+"""Operands that only the GEMMs right after their quantizer read: x in fprop, dy in dgrad."""
 
 CAST_DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
 """The dtype of the formats that only cast."""
@@ -117,7 +117,7 @@ def quantize_pair(
     """
     multiplies_values = backends.load(one.backend).TRAITS.multiplies_values
     first, second = (
-        primitives.QuantizeSpec(o.treatment, o.axes, multiplies_values and o.name in _READ_AT_ONCE)
+        primitives.QuantizeSpec(o.treatment, o.axes, multiplies_values and (o.gemm, o.role) in _READ_AT_ONCE)
         for o in (one, other)
     )
     pair = primitives.quantize_pair(

@@ -156,6 +156,7 @@ class OperandSpec:
     """
 
     gemm: Gemm
+    role: Role
     label: str
     treatment: Treatment
     axes: Axes
@@ -303,6 +304,7 @@ def _operand_spec(
 ) -> OperandSpec:
     return OperandSpec(
         gemm=gemm,
+        role=role,
         label=label,
         treatment=_treatment(spec.recipe, gemm, role),
         axes=_operand_axes(dims, both_orders=_needs_both_orders(spec, role)),

@@ -74,7 +74,7 @@ def quantized_ragged_dot(
 
 def _quantize(x: jax.Array, spec: GemmSpec, gemm: Gemm, role: Role, axes: Axes, keys: Keys) -> Operand:
     treatment = spec.recipe.treatment(gemm, role)
-    operand = OperandSpec(gemm=gemm, label=role, treatment=treatment, axes=axes)
+    operand = OperandSpec(gemm=gemm, role=role, label=role, treatment=treatment, axes=axes)
     with _product_scope(spec, gemm):
         (quantized,) = quantize_operand(x, operand, keys, save=True)
     return quantized

@@ -27,6 +27,8 @@ def test_the_jaxpr_is_readable() -> None:
     product = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=FULL)
     text = str(jax.make_jaxpr(jax.grad(lambda w: jnp.sum(product(normal(16, 32), w))))(normal(32, 16)))
     assert "nvfp4_quantize[" in text
+    assert "specs=(1x16@-1 as values, 1x16,rht16@-2)" in text
+    assert "operands=('fprop.lhs', 'wgrad.lhs')" in text
     assert "specs=(1x16,sr@-1 as values, 1x16,rht16,sr@-2)" in text
     assert "operands=('dgrad.dy', 'wgrad.dy')" in text
     assert "scaled_gemm[" in text
