@@ -41,7 +41,8 @@ def quantize_operand(x: jax.Array, spec: OperandSpec, keys: Keys, *, save: bool 
     if not FORMATS[treatment.format].is_quantized:
         return (cast_operand(x, treatment),)
     parts = _quantize_split(x, spec, keys) if treatment.mean_split else (_quantize(x, spec, keys),)
-    return tuple(map(_name_for_checkpoint, parts)) if save else parts
+    # Values take four times the memory of codes: they are rather computed again.
+    return tuple(p if p.layout.decoded else _name_for_checkpoint(p) for p in parts) if save else parts
 
 
 def cast_operand(x: jax.Array, treatment: Treatment) -> jax.Array:
@@ -52,8 +53,16 @@ def cast_operand(x: jax.Array, treatment: Treatment) -> jax.Array:
 
 def _quantize(x: jax.Array, spec: OperandSpec, keys: Keys, *, suffix: str = "") -> Quantized:
     treatment = replace(spec.treatment, sums="fp32")  # an option of the GEMM, which changes no code
+    multiplies_values = backends.load(spec.backend).TRAITS.multiplies_values
     return primitives.quantize(
-        x, treatment, spec.axes, operand=spec.name + suffix, keys=keys, backend=spec.backend
+        x,
+        treatment,
+        spec.axes,
+        operand=spec.name + suffix,
+        keys=keys,
+        backend=spec.backend,
+        # Both GEMMs of a weight with tiles read the same values, which take no more memory than the weight in bfloat16.
+        decoded=multiplies_values and treatment.tile2d and treatment.rounding == "rne",
     )
 
 

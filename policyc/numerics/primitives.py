@@ -75,6 +75,7 @@ def quantize(
     operand: str = "",
     keys: tuple[q.Key, q.Key] | None = None,
     backend: str = "emulate",
+    decoded: bool = False,
 ) -> Quantized:
     """`policyc.numerics.quantize.quantize` as one equation.
 
@@ -82,10 +83,11 @@ def quantize(
       operand: the name `gemm.operand`. It is part of the rounding key, and its first half is part of the sign key.
       keys: the keys of stochastic rounding and of fresh signs.
       backend: the backend that runs it.
+      decoded: whether the result has values in place of codes and block scales; only if rounded to nearest.
     """
     rounding_key, sign_key = keys or (q.make_key(), q.make_key())
     used_keys = {"rne": (), "sr": (rounding_key,), "ms_eden": (rounding_key, sign_key)}[treatment.rounding]
-    return _bind_quantize(x, (QuantizeSpec(treatment, axes),), (operand,), used_keys, backend)[0]
+    return _bind_quantize(x, (QuantizeSpec(treatment, axes, decoded),), (operand,), used_keys, backend)[0]
 
 
 def quantize_pair(

@@ -46,6 +46,19 @@ REFINED = {
     "ms_eden": replace(PLAIN, rounding="ms_eden", rht=128),
 }
 """Treatments whose block scales depend on every element."""
+TILES = {
+    name: OrderRequest(
+        treatment=replace(PLAIN, tile2d=True, outer=outer, headroom=headroom),
+        axes=axes,
+        key=make_key(),
+        decoded=True,
+    )
+    for name, outer, headroom, axes in (
+        ("tiles", "tensor", Fraction(1), Axes(axis=-2, tile=-1)),
+        ("tiles, pow2", "pow2", Fraction(17, 16), Axes(axis=-1, tile=-2)),
+    )
+}
+"""How a weight is treated, as fprop reads it, and as dgrad does."""
 KERNELS = kernels.Kernels(interpret=True)
 
 
@@ -79,6 +92,8 @@ def quantize_refined(x: jax.Array, name: str, axes: Axes, method: Method) -> Qua
 
 
 def requests(pair: str) -> list[OrderRequest]:
+    if pair in TILES:
+        return [TILES[pair]]
     return [
         OrderRequest(
             treatment=treatment,
@@ -105,9 +120,9 @@ def reference_quantizer(pair: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", [*PAIRS, *TILES])
 @pytest.mark.parametrize("case", ["normal", "huge", "tiny", "zeros", "nan", "infinity", "spread"])
-def test_both_orders_have_the_bits_of_the_jnp_code(pair: str, case: str) -> None:
+def test_all_orders_have_the_bits_of_the_jnp_code(pair: str, case: str) -> None:
     """Four tiles, of which two overlap."""
     x = normal(2, 64, 336)
     x = {
@@ -119,6 +134,8 @@ def test_both_orders_have_the_bits_of_the_jnp_code(pair: str, case: str) -> None
         "infinity": x.at[1, 3, 5].set(jnp.inf),
         "spread": x * jnp.exp2(jnp.arange(336) % 24 - 12).astype(jnp.bfloat16),
     }[case]
+    if pair in TILES:
+        x = x.reshape(128, 336)
     for one, other in zip(orders_quantizer(pair)(x), reference_quantizer(pair)(x), strict=True):
         assert one.layout == other.layout
         assert_equal(one, other)
@@ -212,6 +229,7 @@ class WithoutStatistics(kernels.Kernels):
             [OrderRequest(treatment=STOCHASTIC, axes=COLUMNS, key=make_key(7))], False, id="rotated"
         ),
         pytest.param(refined_requests("four_over_six pow2", ROWS), False, id="refined"),
+        pytest.param(requests("tiles"), True, marks=pytest.mark.slow, id="tiles, mapped"),
         pytest.param(requests("stochastic"), True, marks=pytest.mark.slow, id="both orders, mapped"),
         *(
             pytest.param(refined_requests(name, axes), True, marks=pytest.mark.slow, id=f"{name} {axes.axis}")
@@ -224,7 +242,8 @@ def test_mosaic_takes_the_same_integers_for_signed(orders: list[OrderRequest], i
 
     No other test lowers kernels for this shape: those that are lowered already would not be compared. Tiles overlap.
     """
-    x = jax.ShapeDtypeStruct((3, 2, 192, 560)[not is_mapped :], jnp.bfloat16)
+    shape = (3, 192, 560) if orders[0].treatment.tile2d else (3, 2, 192, 560)
+    x = jax.ShapeDtypeStruct(shape[not is_mapped :], jnp.bfloat16)
     engine = kernels.Kernels() if is_mapped else WithoutStatistics()
     run = partial(quantize_orders, requests=orders, kernels=engine)
     with record_signs() as signs:
@@ -321,3 +340,13 @@ def test_which_operands_the_kernels_take() -> None:
     assert not fits(array(128, 256), replace(eden, mean_split=True), ROWS)
     assert not fits(array(128, 256, dtype=jnp.float32), eden, ROWS)
     assert not fits(array(128, 256), replace(PLAIN, scale="four_over_six", rounding="sr"), ROWS)
+    fits, tiles, tile_axes = kernels.fits_tiles, replace(PLAIN, tile2d=True), Axes(axis=-2, tile=-1)
+    assert fits(array(64, 272), tiles, tile_axes)
+    assert fits(array(64, 272), replace(tiles, outer="pow2"), Axes(axis=-1, tile=-2))
+    assert not fits(array(64, 256), PLAIN, ROWS)
+    assert not fits(array(2, 64, 256), tiles, tile_axes)
+    assert not fits(array(48, 256), tiles, tile_axes)
+    assert not fits(array(64, 256, dtype=jnp.float32), tiles, tile_axes)
+    assert not fits(array(64, 256), replace(tiles, rounding="sr"), tile_axes)
+    assert not fits(array(64, 256), replace(tiles, outer="row"), tile_axes)
+    assert not fits(array(64, 256), replace(tiles, scale="four_over_six"), tile_axes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from tests.numerics.test_kernels import (
     REFINED,
     ROWS,
     STOCHASTIC,
+    TILES,
     WITH_HEADROOM,
     assert_equal,
     normal,
@@ -75,9 +77,11 @@ def test_compiled_kernels_on_large_arrays(treatment: Treatment) -> None:
     assert_equal(compiled(x), reference(x))
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", [*PAIRS, *TILES])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_compiled_kernels_of_both_orders(pair: str, shape: tuple[int, ...]) -> None:
+def test_compiled_kernels_of_all_orders(pair: str, shape: tuple[int, ...]) -> None:
+    if pair in TILES:
+        shape = (prod(shape[:-1]), shape[-1])
     x = normal(*shape) * jnp.exp2(jnp.arange(shape[-1]) % 24 - 12).astype(jnp.bfloat16)
     run = jax.jit(lambda x: quantize_orders(x, requests(pair), kernels.Kernels()))
     reference = reference_quantizer(pair)

@@ -67,9 +67,12 @@ def quantize_orders(
 ) -> list[Quantized]:
     """Quantizes an operand for two GEMMs, by kernels with one read for all maxima and one for all codes.
 
-    Without a rotation, or if the kernels do not fit, each order is quantized separately.
+    A weight with tiles is one order, whose values a kernel writes. If the kernels do not fit, or nothing is rotated,
+    each order is quantized separately.
     """
-    if context.single_device and can_join_orders(x, requests, context):
+    if context.single_device and (
+        can_join_orders(x, requests, context) or _can_write_tiles(x, requests, context)
+    ):
         return quantize_by_kernels(x, requests, kernels.Kernels())
     quantized = [quantize(x, r.treatment, r.axes, r.key, None, context) for r in requests]
     dtype = value_dtype(context)
@@ -81,6 +84,12 @@ def can_join_orders(x: jax.Array, requests: Sequence[OrderRequest], context: Low
     has_kernels = context.platform == "cuda" and can_build_kernels("nvfp4")
     rotates = any(r.treatment.rht for r in requests)
     return has_kernels and rotates and all(_fits(x, r) for r in requests)
+
+
+def _can_write_tiles(x: jax.Array, requests: Sequence[OrderRequest], context: LoweringContext) -> bool:
+    """Whether a kernel can write the values of a weight with tiles."""
+    has_kernels = context.platform == "cuda" and can_build_kernels("nvfp4")
+    return has_kernels and all(r.decoded and kernels.fits_tiles(x, r.treatment, r.axes) for r in requests)
 
 
 def _fits(x: jax.Array, request: OrderRequest) -> bool:

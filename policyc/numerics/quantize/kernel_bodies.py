@@ -26,6 +26,7 @@ from policyc.numerics.quantize.kernel_encoder import (
     Order,
     rotate,
     row_maxima,
+    tile_maxima,
     word,
 )
 from policyc.numerics.quantize.kernel_ops import KernelOps, Ref
@@ -53,14 +54,18 @@ class _Tile:
         """The words of 16 tokens in one array, so that a thread has whole blocks of features."""
         return self.ops.load(self.x, (pl.ds(group * BLOCK, BLOCK), self.blocks), "blocks")
 
+    def load_rows(self, group: jax.Array) -> list[jax.Array]:
+        """The words of 16 tokens, an array for each."""
+        # One address for all tokens: each load adds a constant to it.
+        tokens = self.x.at[pl.ds(group * BLOCK, BLOCK), self.blocks]
+        return [self.ops.load(tokens, (i,), "words") for i in range(BLOCK)]
+
     def load_columns(self, group: jax.Array, order: Order) -> list[list[jax.Array]]:
         """The values of even and of odd features, each an array for each of 16 tokens.
 
         They are rotated, but not rounded yet, if the order rotates.
         """
-        # One address for all tokens: each load adds a constant to it.
-        tokens = self.x.at[pl.ds(group * BLOCK, BLOCK), self.blocks]
-        rows = [self.ops.load(tokens, (i,), "words") for i in range(BLOCK)]
+        rows = self.load_rows(group)
         halves = [[half(row) for row in rows] for half in HALVES]
         return [rotate(self.ops, values) for values in halves] if order.rotates else halves
 
@@ -167,7 +172,8 @@ def write_codes(
         if order.along_tokens:
             writer.write_columns(i, next(arrays))
         else:
-            lax.fori_loop(0, GROUPS, partial(writer.write_rows, i), ())
+            write_group = writer.write_tiles if order.square else writer.write_rows
+            lax.fori_loop(0, GROUPS, partial(write_group, i), ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +205,22 @@ class _Writer:
             results = [packed, scale.astype(jnp.uint8)]
         for ref, array in zip(self.results, results, strict=True):
             tile.ops.store(ref, (tokens, tile.blocks, slice(None))[: array.ndim], array)
+        return carry
+
+    def write_tiles(self, i: jax.Array, g: jax.Array, carry: tuple[()]) -> tuple[()]:
+        """Writes group g of tile i, whose 16 tokens share their scales. A thread has a word of each token."""
+        tile, group = self.tile, i * GROUPS + g
+        rows = tile.load_rows(group)
+        scale, enc = self.encoder.block_scales(self.order.add_headroom(tile_maxima(rows)))
+        enc, unit = (
+            tile.ops.expand(per_tile, rows[0].shape, "words")
+            for per_tile in (enc, decode_magnitude(scale, E4M3))
+        )
+        (values,) = self.results
+        for k, words in enumerate(rows):
+            tile.ops.store(
+                values, (group * BLOCK + k, tile.blocks), self.encoder.row_values(words, enc, unit, None)
+            )
         return carry
 
     def write_columns(self, i: jax.Array, stage: Ref) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import jax
@@ -53,14 +54,15 @@ divide: Any = jax.jit(kernel_div)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """How a matrix is quantized in one order: along its features, or along its tokens.
+    """How a matrix is quantized in one order: along its features, along its tokens, or in tiles of 16 x 16 (`square`).
 
     `headroom` multiplies the maxima. Only tokens are rotated, and not if block scales are refined. `refinement` is that
     of `blocks.refinement_of`, `bound` that of `blocks.bound_of`. If `decoded`, the kernel writes values in place of
-    codes and scales; only of features.
+    codes and scales: always of tiles, never of tokens.
     """
 
     along_tokens: bool
+    square: bool = False
     rotates: bool = False
     stochastic: bool = False
     headroom: float = 1.0
@@ -72,7 +74,8 @@ class Order:
     def from_treatment(cls, treatment: Treatment, axes: Axes) -> Order:
         refinement = refinement_of(treatment)
         return cls(
-            along_tokens=axes.axis == -2,
+            along_tokens=axes.axis == -2 and not treatment.tile2d,
+            square=treatment.tile2d,
             rotates=bool(treatment.rht) and not refinement,
             stochastic=treatment.rounding == "sr",
             headroom=float(treatment.headroom),
@@ -119,10 +122,23 @@ def _top_bits(x: jax.Array) -> jax.Array:
 
 def row_maxima(words: jax.Array) -> jax.Array:
     """The bits of the largest magnitudes along the last axis, of both features of each word."""
+    return _largest_of_blocks(_larger_halves(words))
+
+
+def tile_maxima(rows: Sequence[jax.Array]) -> jax.Array:
+    """The bits of the largest magnitudes along the last axis and over all these arrays of words."""
+    return _largest_of_blocks(reduce(jnp.maximum, map(_larger_halves, rows)))
+
+
+def _larger_halves(words: jax.Array) -> jax.Array:
+    """The larger magnitude of both features of each word, in its high half. The low half is left as it is."""
     magnitudes = words & word(0x7FFF7FFF)
-    largest = jnp.max(jnp.maximum(magnitudes, magnitudes << word(16)).astype(jnp.int32), axis=-1)
+    return jnp.maximum(magnitudes, magnitudes << word(16)).astype(jnp.int32)
+
+
+def _largest_of_blocks(halves: jax.Array) -> jax.Array:
     # What is below an odd feature is the even one.
-    maxima: jax.Array = largest & jnp.int32(0x7FFF0000)
+    maxima: jax.Array = jnp.max(halves, axis=-1) & jnp.int32(0x7FFF0000)
     return maxima
 
 

@@ -47,6 +47,15 @@ def fits(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
     return treatment.rht in (0, BLOCK) if axes.axis == -2 else not treatment.rht
 
 
+def fits_tiles(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
+    """Whether the kernels can write the values of this operand with tiles of 16 x 16: a weight."""
+    if treatment.format != "nvfp4" or not treatment.tile2d or refinement_of(treatment) or treatment.rht:
+        return False
+    is_plain = treatment.rounding == "rne" and treatment.outer != "row" and not treatment.mean_split
+    is_matrix = x.dtype == jnp.bfloat16 and x.ndim == 2 and axes.tile is not None and not axes.batch
+    return is_plain and is_matrix and fits_shape(x.shape)
+
+
 def fits_refined(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
     """Whether the kernels can quantize this operand, once it is rotated, with refined block scales."""
     if not refinement_of(treatment) or not _fits_operand(x, treatment, axes):

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from policyc.language.recipes import Treatment
-from policyc.numerics.quantize.bits import from_bits
+from policyc.numerics.quantize.bits import abs_bits, from_bits
 from policyc.numerics.quantize.blocks import QuantizeContext, find_maxima, layout_of, outer_maximum
 from policyc.numerics.quantize.kernel_encoder import Order
 from policyc.numerics.quantize.kernels import (
@@ -56,11 +56,15 @@ def quantize_orders(
 ) -> list[Quantized]:
     """Quantizes x in several orders, with one read for all maxima and one for all codes.
 
-    An order with refined scales comes alone, and x is rotated already. XLA finds its maxima, where it computes x.
+    An order with refined scales or with tiles comes alone, and x is rotated already. XLA finds its maxima, where it
+    computes x.
     """
     shard = shard or Shard()
     orders = [replace(Order.from_treatment(r.treatment, r.axes), decoded=r.decoded) for r in requests]
-    if orders[0].refinement:
+    if orders[0].square:
+        # The key is not used. The scales of tiles need no maxima of tiles in memory.
+        statistics: Sequence[Statistics] = [(abs_bits(x).max(), jnp.uint32(0))]
+    elif orders[0].refinement:
         x, statistics = _find_statistics(x, requests[0])
     else:
         statistics = kernels.statistics(
@@ -99,7 +103,10 @@ def _as_quantized(
     shape: tuple[int, ...], request: OrderRequest, scales: OrderScales, arrays: Sequence[jax.Array]
 ) -> Quantized:
     layout = replace(layout_of(shape, request.treatment, request.axes)[0], decoded=request.decoded)
-    codes, *block_scales = (_split_tokens(array, shape, request.axes) for array in arrays)
+    if request.treatment.tile2d:
+        codes, block_scales = arrays[0].reshape(shape), []
+    else:
+        codes, *block_scales = (_split_tokens(array, shape, request.axes) for array in arrays)
     amax = from_bits(scales.amax).reshape((1,) * len(shape))
     return Quantized(codes=codes, scales=next(iter(block_scales), None), amax=amax, layout=layout)
 
