@@ -172,20 +172,24 @@ def _quantize(
     # `words` are those of the rounding key and of the sign key, for the treatments that use them. The name of the
     # sign key is that of the GEMM: both operands of a GEMM must have the same signs.
     module, spec = backends.load(backend), specs[0]
-    keys = [
-        q.make_key() if spec.treatment.rounding == "rne" else q.Key(*words[:2]).fold(operand)
-        for spec, operand in zip(specs, operands, strict=True)
+    key = q.Key(*words[:2]) if words else q.make_key()
+    requests = [
+        OrderRequest(
+            treatment=s.treatment,
+            axes=s.axes,
+            key=key,
+            operand="" if s.treatment.rounding == "rne" else operand,
+            decoded=s.decoded,
+        )
+        for s, operand in zip(specs, operands, strict=True)
     ]
     if context.is_stack:
         quantized = [module.quantize_stack(x, spec.treatment, spec.axes, context)]
     elif len(specs) == 1 and not spec.decoded:
         sign_key = q.Key(*words[2:]).fold(operands[0].partition(".")[0] + ".signs") if words[2:] else None
-        quantized = [module.quantize(x, spec.treatment, spec.axes, keys[0], sign_key, context)]
+        rounding_key = requests[0].rounding_key
+        quantized = [module.quantize(x, spec.treatment, spec.axes, rounding_key, sign_key, context)]
     else:
-        requests = [
-            OrderRequest(treatment=s.treatment, axes=s.axes, key=key, decoded=s.decoded)
-            for s, key in zip(specs, keys, strict=True)
-        ]
         quantized = module.quantize_orders(x, requests, context)
     return [array for out in quantized for array in jax.tree.leaves(out)]
 

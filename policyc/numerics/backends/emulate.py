@@ -74,7 +74,7 @@ def quantize_orders(
         can_join_orders(x, requests, context) or _can_write_tiles(x, requests, context)
     ):
         return quantize_by_kernels(x, requests, kernels.Kernels())
-    quantized = [quantize(x, r.treatment, r.axes, r.key, None, context) for r in requests]
+    quantized = [quantize(x, r.treatment, r.axes, r.rounding_key, None, context) for r in requests]
     dtype = value_dtype(context)
     return [decode_values(q, dtype) if r.decoded else q for q, r in zip(quantized, requests, strict=True)]
 

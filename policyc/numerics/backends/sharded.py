@@ -46,7 +46,8 @@ def quantize_sharded(
         results=tuple(results),
         limit=lambda sizes: _find_limit(dims, sizes),
     )
-    words = jnp.stack([jnp.asarray(word) for r in requests for word in (r.key.a, r.key.b)])
+    keys = [r.rounding_key for r in requests]
+    words = jnp.stack([jnp.asarray(word) for key in keys for word in (key.a, key.b)])
     arrays = partition(run, rule)(x, words)
     return [_unflatten(x.shape, r, arrays[3 * i : 3 * i + 3]) for i, r in enumerate(requests)]
 

@@ -146,7 +146,7 @@ def quantize_orders(
 ) -> list[Quantized]:
     """Quantizes an operand for several GEMMs."""
     if context.platform != "cuda":
-        return [emulate.quantize(x, r.treatment, r.axes, r.key, None, context) for r in requests]
+        return [emulate.quantize(x, r.treatment, r.axes, r.rounding_key, None, context) for r in requests]
     return te_quantize.quantize_orders(x, requests)
 
 

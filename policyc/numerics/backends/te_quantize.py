@@ -42,7 +42,7 @@ def quantize_orders(x: jax.Array, requests: Sequence[OrderRequest]) -> list[Quan
     their own.
     """
     matrices = matrices_of(x.shape, [r.treatment for r in requests], [r.axes for r in requests])
-    keys = [r.key if r.treatment.rounding == "sr" else None for r in requests]
+    keys = [r.rounding_key if r.treatment.rounding == "sr" else None for r in requests]
     results = iter(_quantize_matrices(x, matrices, keys))
     return [
         _as_quantized(matrix, list(islice(results, 4 if matrix.both else 3)), (1,) * x.ndim)

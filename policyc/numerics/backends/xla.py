@@ -163,7 +163,7 @@ def quantize_orders(
             return quantize_by_kernels(x, requests, kernels.Kernels())
         if context.can_partition:
             return quantize_sharded(x, requests)
-    return [quantize(x, r.treatment, r.axes, r.key, None, context) for r in requests]
+    return [quantize(x, r.treatment, r.axes, r.rounding_key, None, context) for r in requests]
 
 
 def gemm(

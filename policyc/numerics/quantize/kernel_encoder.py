@@ -58,7 +58,7 @@ class Order:
 
     `headroom` multiplies the maxima. Only tokens are rotated, and not if block scales are refined. `refinement` is that
     of `blocks.refinement_of`, `bound` that of `blocks.bound_of`. If `decoded`, the kernel writes values in place of
-    codes and scales: always of tiles, never of tokens.
+    codes and scales: always of tiles, never of tokens. `operand` is that of `orders.OrderRequest`.
     """
 
     along_tokens: bool
@@ -69,6 +69,7 @@ class Order:
     refinement: str = ""
     bound: float
     decoded: bool = False
+    operand: str = ""
 
     @classmethod
     def from_treatment(cls, treatment: Treatment, axes: Axes) -> Order:
@@ -177,6 +178,8 @@ class Encoder:
         enc, lift = find_encoding_scale(amax.astype(jnp.int32), order.bound, divide)
         key = random.Key(a, b)
         if order.stochastic or order.refinement == "ms_eden":
+            if order.operand:
+                key = key.fold(order.operand)
             # As in `blocks.tensor_key`.
             key = key.fold(maximum).fold(content)
         if order.refinement == "ms_eden":

@@ -97,7 +97,7 @@ class OrderScales:
     Attributes:
       amax: the bits of the largest magnitude, as `blocks.outer_maximum` returns them.
       maximum, content: the statistics of the operand.
-      key: the key of its stochastic rounding.
+      key: the key of its stochastic rounding, before the name of the order's operand is folded in.
     """
 
     amax: jax.Array
@@ -140,7 +140,9 @@ class Kernels:
     def statistics(self, x: jax.Array, orders: Sequence[Order]) -> list[Statistics]:
         """The largest magnitude and the checksum of the block maxima, in each order."""
         # Maxima and checksums do not depend on how codes are rounded.
-        plain = tuple(replace(order, stochastic=False, headroom=1.0, decoded=False) for order in orders)
+        plain = tuple(
+            replace(order, stochastic=False, headroom=1.0, decoded=False, operand="") for order in orders
+        )
         run = merge_mapped_axes(partial(_find_statistics, orders=plain, interpret=self.interpret))
         parts = [part[0] for part in run(_as_words(x)[None])]
         return [reduce_statistics(parts[2 * i], parts[2 * i + 1]) for i in range(len(orders))]

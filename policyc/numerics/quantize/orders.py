@@ -30,13 +30,19 @@ from policyc.numerics.quantize.random import Key, mix
 class OrderRequest:
     """An operand as one GEMM reads it: its treatment, the axes, and the key of stochastic rounding.
 
-    A treatment that rounds to nearest does not use the key. `decoded` asks for values in place of codes and scales.
+    A treatment that rounds to nearest does not use the key. `operand` is the name that is folded into it, if any: a
+    kernel does it itself. `decoded` asks for values in place of codes and scales.
     """
 
     treatment: Treatment
     axes: Axes
     key: Key
+    operand: str = ""
     decoded: bool = False
+
+    @property
+    def rounding_key(self) -> Key:
+        return self.key.fold(self.operand) if self.operand else self.key
 
 
 class Shard:
@@ -60,7 +66,10 @@ def quantize_orders(
     computes x.
     """
     shard = shard or Shard()
-    orders = [replace(Order.from_treatment(r.treatment, r.axes), decoded=r.decoded) for r in requests]
+    orders = [
+        replace(Order.from_treatment(r.treatment, r.axes), decoded=r.decoded, operand=r.operand)
+        for r in requests
+    ]
     if orders[0].square:
         # The key is not used. The scales of tiles need no maxima of tiles in memory.
         statistics: Sequence[Statistics] = [(abs_bits(x).max(), jnp.uint32(0))]
@@ -84,7 +93,7 @@ def _measured_order(order: Order, request: OrderRequest) -> Order:
 def _find_statistics(x: jax.Array, request: OrderRequest) -> tuple[jax.Array, Sequence[Statistics]]:
     """x and its statistics in one order, by XLA."""
     layout, _ = layout_of(x.shape, request.treatment, request.axes)
-    context = QuantizeContext(treatment=request.treatment, axes=request.axes, layout=layout, key=request.key)
+    context = QuantizeContext(treatment=request.treatment, axes=request.axes, layout=layout, key=request.rounding_key)
     x, maxima, _ = find_maxima(x, context)
     if request.treatment.rounding == "rne":
         # The key is not used.
