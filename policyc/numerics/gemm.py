@@ -6,7 +6,6 @@ The residuals of the backward pass are quantized operands, wherever the recipe q
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any, Literal, NamedTuple, cast
@@ -21,7 +20,7 @@ from policyc.jaxcore.versions import INLINE_WHEN_TRACED
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Recipe
 from policyc.language.treatments import normalize_recipe
-from policyc.numerics import backends, primitives
+from policyc.numerics import primitives
 from policyc.numerics.operands import (
     Keys,
     Parts,
@@ -374,23 +373,8 @@ def _gradient(
             return cast("jax.Array", jax.linear_transpose(linear, operand)(dy)[0])
     tokens = prod(dy.shape[i] for i in (product.left if is_lhs else product.right).tokens)
     quantized_dy = quantize_dy()
-    multiplies_values = backends.load(product.left.backend).TRAITS.multiplies_values
-    if multiplies_values and product.gemm == "wgrad":
-        saved, quantized_dy = _join(saved, quantized_dy)
     left, right = (quantized_dy, saved) if is_lhs else (saved, quantized_dy)
     return reshard_like(_multiply(product, left, right, operand.dtype, tokens), operand)
-
-
-def _join(saved: Parts, dy: Parts) -> tuple[Parts, Parts]:
-    """Both operands of a GEMM, neither before the other.
-
-    Otherwise XLA could decode the saved codes of all layers at once, long before they are needed, and keep the values.
-    """
-    part, *others = dy
-    if not isinstance(part, Quantized) or part.amax is None:
-        return saved, dy
-    saved, amax = materialize((saved, part.amax))
-    return saved, (replace(part, amax=amax), *others)
 
 
 _gemm.defvjp(_gemm_fwd, _gemm_bwd)

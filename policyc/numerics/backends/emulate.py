@@ -20,6 +20,7 @@ from policyc.numerics.backends import BackendTraits
 from policyc.numerics.backends.choice import GemmQuery, Obstacle
 from policyc.numerics.products import DimensionNumbers, free_dims
 from policyc.numerics.quantize import kernels
+from policyc.numerics.quantize.bits import materialize
 from policyc.numerics.quantize.blocks import refinement_of, rotates_in_kernels
 from policyc.numerics.quantize.hadamard import Method
 from policyc.numerics.quantize.layout import Axes, Operand, Quantized
@@ -132,13 +133,25 @@ def gemm(
     """The product of two operands."""
     if context.platform == "cuda":
         ((lc, rc), (lb, rb)) = dimensions
+        is_wgrad = not (_contracts_last(lhs, lc) or _contracts_last(rhs, rc))
         lhs, lc, lb = _contract_last(lhs, lc, lb)
         rhs, rc, rb = _contract_last(rhs, rc, rb)
         dimensions = (lc, rc), (lb, rb)
+        if context.single_device and can_build_kernels("nvfp4"):
+            lhs, rhs = _decode(lhs), _decode(rhs)
+        if is_wgrad and any(isinstance(o, Quantized) and not o.layout.decoded for o in (lhs, rhs)):
+            # Otherwise XLA could decode the saved codes of all layers at once, long before dy is there, and keep the
+            # values.
+            lhs, rhs = materialize((lhs, rhs))
     return scaled_gemm(lhs, rhs, dimensions, value_dtype(context)).astype(out)
 
 
 _Dims = tuple[int, ...]
+
+
+def _contracts_last(operand: Operand, contract: _Dims) -> bool:
+    array = operand.codes if isinstance(operand, Quantized) else operand
+    return array.ndim - 1 in contract
 
 
 def _contract_last(operand: Operand, contract: _Dims, batch: _Dims) -> tuple[Operand, _Dims, _Dims]:
@@ -151,6 +164,12 @@ def _contract_last(operand: Operand, contract: _Dims, batch: _Dims) -> tuple[Ope
     order = (*free_dims(operand.codes.ndim, contract), *contract)
     contract, batch = (tuple(order.index(i) for i in dims) for dims in (contract, batch))
     return operand.transpose(order), contract, batch
+
+
+def _decode(operand: Operand) -> Operand:
+    """An operand with values in place of codes, if a kernel can write them: for XLA that is some 50 instructions."""
+    is_quantized = isinstance(operand, Quantized) and kernels.fits_decoding(operand)
+    return kernels.Kernels().values(operand) if is_quantized else operand
 
 
 def value_dtype(context: LoweringContext) -> jax.typing.DTypeLike:

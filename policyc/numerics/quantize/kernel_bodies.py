@@ -24,6 +24,7 @@ from policyc.numerics.quantize.kernel_encoder import (
     WORDS,
     Encoder,
     Order,
+    decode_bytes,
     rotate,
     row_maxima,
     tile_maxima,
@@ -260,3 +261,19 @@ class _Writer:
             rounded = [tile.ops.round_bf16(v) for v in values] if self.order.rotates else values
             indices = self.index.of_columns(group, half) if self.order.stochastic else [None] * WORDS
             yield rounded, indices, scale, enc
+
+
+# ---- values of codes
+
+
+def decode_rows(ops: KernelOps, codes: Ref, scales: Ref, values: Ref) -> None:
+    """Writes the values of codes. A row of the arrays has 16 blocks, and a thread a block of it."""
+
+    def decode_group(g: jax.Array, carry: tuple[()]) -> tuple[()]:
+        rows = pl.ds((ops.index(0) * GROUPS + g) * BLOCK, BLOCK)
+        packed = ops.load(codes, (rows,), "blocks").astype(jnp.uint32)
+        unit = decode_magnitude(ops.load(scales, (rows,), "rows").astype(jnp.int32), E4M3)
+        ops.store(values, (rows,), decode_bytes(packed, ops.expand(unit, packed.shape, "blocks")))
+        return carry
+
+    lax.fori_loop(0, GROUPS, decode_group, ())

@@ -161,6 +161,31 @@ def rotate(ops: KernelOps, values: Sequence[jax.Array]) -> list[jax.Array]:
     return rotated
 
 
+def decode_bytes(codes: jax.Array, scale: jax.Array) -> jax.Array:
+    """The values of both codes of each byte, which is a word here, as a word of two bfloat16 numbers."""
+    signs = (codes & word(0x08)) << word(12) | (codes & word(0x80)) << word(24)
+    return _join_values([codes & word(7), codes >> word(4) & word(7)], scale, signs)
+
+
+def _join_values(
+    codes: Sequence[jax.Array], scale: jax.Array, signs: jax.Array, offset: int = 0
+) -> jax.Array:
+    """The values of two codes as a word of two bfloat16 numbers.
+
+    The codes are without their signs, and too large by `offset`. `signs` has the signs where the result has them.
+    """
+    rebias = (E2M1.rebias - offset << E2M1.shift) & 0xFFFFFFFF
+    values = []
+    for code in codes:
+        normal = lax.bitcast_convert_type((code << word(E2M1.shift)) + word(rebias), jnp.float32)
+        # The codes 0 and 1 have no leading one: 0.5 and 0.75 stand for 0 and 0.5. Larger numbers are below this.
+        magnitude = jnp.minimum(normal, normal * jnp.float32(2) - jnp.float32(1))
+        values.append(lax.bitcast_convert_type(magnitude * scale, jnp.uint32))
+    low, high = values
+    joined: jax.Array = (low >> word(16)) | (high & word(0xFFFF0000)) | (signs & word(0x80008000))
+    return joined
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoder:
     """Computes block scales and codes of one order, from the words of its `kernels.OrderScales`."""
@@ -215,16 +240,7 @@ class Encoder:
     ) -> jax.Array:
         """The values of both codes of each word, as a word of two bfloat16 numbers. `index` is that of `_round`."""
         codes, offset = self._round([half(words) * self.lift * enc for half in HALVES], [index])
-        rebias = (E2M1.rebias - offset << E2M1.shift) & 0xFFFFFFFF
-        values = []
-        for code in codes:
-            normal = lax.bitcast_convert_type((code << word(E2M1.shift)) + word(rebias), jnp.float32)
-            # The codes 0 and 1 have no leading one: 0.5 and 0.75 stand for 0 and 0.5. Larger numbers are below this.
-            magnitude = jnp.minimum(normal, normal * jnp.float32(2) - jnp.float32(1))
-            values.append(lax.bitcast_convert_type(magnitude * scale, jnp.uint32))
-        low, high = values
-        packed: jax.Array = (low >> word(16)) | (high & word(0xFFFF0000)) | (words & word(0x80008000))
-        return packed
+        return _join_values(codes, scale, words, offset)
 
     def encode_row(self, words: jax.Array, enc: jax.Array, index: jax.Array | None) -> jax.Array:
         """Both codes of each word in a byte, uint8. `index` is that of `_round`."""

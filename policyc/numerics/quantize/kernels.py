@@ -32,7 +32,7 @@ from policyc.numerics.quantize.kernel_tiles import (
     Operands,
     RowLengths,
 )
-from policyc.numerics.quantize.layout import Axes
+from policyc.numerics.quantize.layout import Axes, Quantized
 
 _Shape = tuple[tuple[int, ...], Any]
 
@@ -73,6 +73,13 @@ def _fits_operand(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
     if x.dtype != jnp.bfloat16 or x.ndim not in (2, 3) or not fits_shape(x.shape):
         return False
     return axes.axis == -1 or (axes.axis == -2 and x.shape[-2] % BLOCK == 0)
+
+
+def fits_decoding(q: Quantized) -> bool:
+    """Whether the kernels can write the values of these codes: those of rows of 16 blocks, in whole tiles of rows."""
+    layout = q.layout
+    is_packed = layout.format == "nvfp4" and layout.packed and layout.axis == -1 and layout.tile_axis is None
+    return is_packed and q.scales is not None and q.scales.size % (TILE_BLOCKS * TILE_TOKENS) == 0
 
 
 def fits_alone(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
@@ -162,6 +169,17 @@ class Kernels:
         return [[_arrange(array[0], order) for array in islice(results, order.results)] for order in orders]
 
 
+    def values(self, q: Quantized) -> Quantized:
+        """The same with bfloat16 values in place of codes and block scales. Only if `fits_decoding`."""
+        assert q.scales is not None
+        run = merge_mapped_axes(partial(_decode, interpret=self.interpret))
+        codes, scales = q.codes.reshape(-1, TILE_BLOCKS, WORDS), q.scales.reshape(-1, TILE_BLOCKS)
+        values = lax.bitcast_convert_type(run(codes[None], scales[None])[0], jnp.bfloat16)
+        shape = (*q.codes.shape[:-1], 2 * q.codes.shape[-1])
+        layout = replace(q.layout, decoded=True)
+        return replace(q, codes=values.reshape(shape), scales=None, layout=layout)
+
+
 def reduce_statistics(maxima: jax.Array, checksums: jax.Array) -> Statistics:
     """The largest maximum, and the sum of the checksums. One reduction: for two, XLA has twice as many kernels."""
     largest, total = lax.reduce(
@@ -234,6 +252,20 @@ def _write_codes(
     results = kernel.run(_join_operands(words), scalars.reshape(-1), interpret=interpret)
     along_tokens = [order.along_tokens for order in orders for _ in range(order.results)]
     return [_split_operands(r, count, along) for r, along in zip(results, along_tokens, strict=True)]
+
+
+@partial(jax.jit, static_argnames="interpret")
+def _decode(codes: jax.Array, scales: jax.Array, *, interpret: bool) -> jax.Array:
+    count, rows, *_ = codes.shape
+    kernel = _Kernel(
+        body=kernel_bodies.decode_rows,
+        options=(),
+        outs=(((count * rows, TILE_BLOCKS, WORDS), jnp.uint32),),
+        grid=(count * rows // TILE_TOKENS, 1),
+        scratch=(),
+    )
+    (values,) = kernel.run(_join_operands(codes), _join_operands(scales), interpret=interpret)
+    return values.reshape(codes.shape)
 
 
 def _join_operands(words: jax.Array) -> jax.Array:
