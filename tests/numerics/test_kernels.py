@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -18,10 +19,11 @@ from policyc.jaxcore.define_primitive import LoweringContext
 from policyc.language.recipes import Treatment
 from policyc.numerics.backends import emulate, xla
 from policyc.numerics.quantize import Axes, Quantized, fp8_kernel, kernels, make_key, quantize
+from policyc.numerics.quantize.blocks import layout_of
 from policyc.numerics.quantize.hadamard import Method
 from policyc.numerics.quantize.kernel_encoder import Order
 from policyc.numerics.quantize.orders import OrderRequest, quantize_orders
-from policyc.numerics.quantize.values import decode_values
+from policyc.numerics.quantize.values import decode_values, write_outer_factors
 from tests.support.mosaic_signs import record_signs
 
 # Both sides are compiled the same way. That the jnp code is exact when compiled in full is in test_quantize.py.
@@ -139,6 +141,77 @@ def test_all_orders_have_the_bits_of_the_jnp_code(pair: str, case: str) -> None:
     for one, other in zip(orders_quantizer(pair)(x), reference_quantizer(pair)(x), strict=True):
         assert one.layout == other.layout
         assert_equal(one, other)
+
+
+def all_codes(rows: int) -> Quantized:
+    """Every byte of two codes with every block scale, and more of them, in `rows` rows."""
+    scales, codes = np.divmod(np.arange(rows * 4096, dtype=np.int64), 256)
+    return Quantized(
+        codes=jnp.asarray(codes.reshape(rows, 4096), jnp.uint8),
+        scales=jnp.asarray(scales.reshape(rows, 512, 8)[..., 0] % 128, jnp.uint8),
+        amax=jnp.ones((1, 1)),
+        layout=layout_of((rows, 8192), PLAIN, ROWS)[0],
+    )
+
+
+def assert_decoded(q: Quantized, values: jax.Array) -> None:
+    """Against the types of ml_dtypes, whose products are exact in bfloat16."""
+    codes = np.stack([np.asarray(q.codes) & 15, np.asarray(q.codes) >> 4], axis=-1)
+    elements = codes.astype(np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    scales = np.asarray(q.scales).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    expected = elements.reshape(*scales.shape, 16) * scales[..., None]
+    np.testing.assert_array_equal(
+        comparable(values), comparable(jnp.asarray(expected, jnp.bfloat16).reshape(values.shape))
+    )
+
+
+def test_a_kernel_decodes_saved_codes() -> None:
+    q = all_codes(8)
+    assert kernels.fits_decoding(q)
+    assert not kernels.fits_decoding(replace(q, scales=q.scales[:1], codes=q.codes[:1]))
+    decoded = jax.jit(KERNELS.values)(q)
+    assert_decoded(q, decoded.codes)
+    assert decoded.layout == decode_values(q, jnp.float32).layout
+    mapped = jax.jit(jax.vmap(KERNELS.values))(jax.tree.map(lambda a: jnp.stack([a, a[::-1]]), q))
+    np.testing.assert_array_equal(comparable(mapped.codes[1]), comparable(decoded.codes[::-1]))
+
+
+def outer_maxima() -> tuple[jax.Array, jax.Array]:
+    """Pairs of magnitudes from the whole range of fp32, with zeros and infinities."""
+    bits = np.random.default_rng(0).integers(0, 0x7F800000, (2, 4096)).astype(np.int32)
+    bits[:, :64] = np.arange(64)
+    bits[0, 64:96], bits[1, 96:128] = 0, 0x7F800000
+    one, other = jnp.asarray(bits).view(jnp.float32)
+    return one, other
+
+
+def assert_same_factors(find_factors: Any) -> None:
+    """Their product is that of the exact quotients, each rounded to fp32. Below 2**-252 it makes any product zero."""
+    bounds = 2688.0, 448.0
+    maxima = outer_maxima()
+    factors = np.asarray(
+        jax.jit(jax.vmap(lambda a, b: find_factors([(a, bounds[0]), (b, bounds[1])])))(*maxima), np.float64
+    )
+    exact = np.float64(1)
+    for amax, bound in zip(maxima, bounds, strict=True):
+        wide = np.asarray(amax).view(np.int32)
+        numbers = np.where(wide < 0x7F800000, np.asarray(amax).astype(np.float64), np.nan)
+        # Rounded to 24 bits in fp64, whose range no quotient leaves.
+        mantissa, exponent = np.frexp(numbers / bound)
+        exact = exact * np.ldexp(np.rint(np.ldexp(mantissa, 24)), exponent - 24)
+    mantissa, exponent = np.frexp(exact)
+    expected = np.ldexp(np.rint(np.ldexp(mantissa, 24)), exponent - 24)
+    # Larger than fp32 with any sum of codes, smaller than any of them.
+    is_in_range = ~(np.abs(expected) < 2.0**-180) & ~(np.abs(expected) > 2.0**180)
+    np.testing.assert_array_equal((factors[:, 0] * factors[:, 1])[is_in_range], expected[is_in_range])
+    assert np.all(factors[expected > 2.0**180].min(axis=1) >= 1)
+    assert np.all(np.prod(factors[expected < 2.0**-180], axis=1) < 2.0**-170)
+    assert np.count_nonzero(is_in_range) > 2000
+
+
+def test_a_kernel_computes_the_factors_of_outer_scales() -> None:
+    assert_same_factors(KERNELS.outer_factors)
+    assert_same_factors(write_outer_factors)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from policyc.numerics.quantize.bits import INFINITY, Element, exact_div, kernel_
 from policyc.numerics.quantize.kernel_encoder import Order
 from policyc.numerics.quantize.kernel_tiles import RowLengths
 from policyc.numerics.quantize.orders import OrderRequest, order_scales, quantize_orders
+from policyc.numerics.quantize.values import write_outer_factors
 from tests.numerics import test_quantize
 from tests.numerics.test_kernels import (
     COLUMNS,
@@ -29,7 +30,10 @@ from tests.numerics.test_kernels import (
     STOCHASTIC,
     TILES,
     WITH_HEADROOM,
+    all_codes,
+    assert_decoded,
     assert_equal,
+    assert_same_factors,
     normal,
     reference_quantizer,
     refined_requests,
@@ -95,6 +99,16 @@ def test_compiled_kernels_of_all_orders(pair: str, shape: tuple[int, ...]) -> No
             assert_equal(one, other)
             continue
         assert_equal(replace(one, codes=one.codes & _NO_SIGNS), replace(other, codes=other.codes & _NO_SIGNS))
+
+
+def test_a_compiled_kernel_decodes_saved_codes() -> None:
+    q = all_codes(2048)
+    assert_decoded(q, jax.jit(kernels.Kernels().values)(q).codes)
+
+
+def test_a_compiled_kernel_computes_the_factors_of_outer_scales() -> None:
+    assert_same_factors(kernels.Kernels().outer_factors)
+    assert_same_factors(write_outer_factors)
 
 
 @pytest.mark.parametrize("axes", [ROWS, COLUMNS], ids=["rows", "columns"])

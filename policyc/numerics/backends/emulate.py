@@ -26,7 +26,13 @@ from policyc.numerics.quantize.hadamard import Method
 from policyc.numerics.quantize.layout import Axes, Operand, Quantized
 from policyc.numerics.quantize.orders import OrderRequest
 from policyc.numerics.quantize.orders import quantize_orders as quantize_by_kernels
-from policyc.numerics.quantize.values import block_values, decode_values, scale_outer
+from policyc.numerics.quantize.values import (
+    FindFactors,
+    block_values,
+    decode_values,
+    scale_outer,
+    write_outer_factors,
+)
 
 TRAITS = BackendTraits(needs_devices=False, can_batch=True, quantizes_stacks=False, multiplies_values=True)
 
@@ -131,6 +137,7 @@ def gemm(
     lhs: Operand, rhs: Operand, dimensions: DimensionNumbers, out: Any, context: LoweringContext
 ) -> jax.Array:
     """The product of two operands."""
+    find_factors = write_outer_factors
     if context.platform == "cuda":
         ((lc, rc), (lb, rb)) = dimensions
         is_wgrad = not (_contracts_last(lhs, lc) or _contracts_last(rhs, rc))
@@ -139,11 +146,12 @@ def gemm(
         dimensions = (lc, rc), (lb, rb)
         if context.single_device and can_build_kernels("nvfp4"):
             lhs, rhs = _decode(lhs), _decode(rhs)
+            find_factors = kernels.Kernels().outer_factors
         if is_wgrad and any(isinstance(o, Quantized) and not o.layout.decoded for o in (lhs, rhs)):
             # Otherwise XLA could decode the saved codes of all layers at once, long before dy is there, and keep the
             # values.
             lhs, rhs = materialize((lhs, rhs))
-    return scaled_gemm(lhs, rhs, dimensions, value_dtype(context)).astype(out)
+    return scaled_gemm(lhs, rhs, dimensions, value_dtype(context), find_factors).astype(out)
 
 
 _Dims = tuple[int, ...]
@@ -191,7 +199,11 @@ def _values(operand: Operand, contract: tuple[int, ...], dtype: jax.typing.DType
 
 
 def scaled_gemm(
-    lhs: Operand, rhs: Operand, dimensions: DimensionNumbers, dtype: jax.typing.DTypeLike
+    lhs: Operand,
+    rhs: Operand,
+    dimensions: DimensionNumbers,
+    dtype: jax.typing.DTypeLike,
+    find_factors: FindFactors = write_outer_factors,
 ) -> jax.Array:
     """The product in fp32. `dtype` is the dtype of the multiplied values: bfloat16, or float32 where that is faster."""
     (lc, rc), (lb, _) = dimensions
@@ -199,7 +211,7 @@ def scaled_gemm(
     precision = lax.Precision.HIGHEST if jnp.float32 in (a.dtype, b.dtype) else None
     product = lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
     free = a.ndim - len(lc) - len(lb)
-    return apply_outer_scales(product, lhs, rhs, dimensions, free)
+    return apply_outer_scales(product, lhs, rhs, dimensions, free, find_factors)
 
 
 def _match_operands(a: jax.Array, b: jax.Array, dimensions: DimensionNumbers) -> tuple[jax.Array, jax.Array]:
@@ -214,7 +226,12 @@ def _match_operands(a: jax.Array, b: jax.Array, dimensions: DimensionNumbers) ->
 
 
 def apply_outer_scales(
-    product: jax.Array, lhs: Operand, rhs: Operand, dimensions: DimensionNumbers, free: int
+    product: jax.Array,
+    lhs: Operand,
+    rhs: Operand,
+    dimensions: DimensionNumbers,
+    free: int,
+    find_factors: FindFactors = write_outer_factors,
 ) -> jax.Array:
     """Applies both outer scales to a product. Its dimensions are batch, `free` dimensions of lhs, those of rhs."""
     ((lc, rc), (lb, rb)) = dimensions
@@ -223,7 +240,7 @@ def apply_outer_scales(
         if isinstance(operand, Quantized) and operand.amax is not None:
             amax = _place_scale(operand.amax, contract, batch, before, product.ndim)
             scales.append((amax, operand.layout.bound))
-    return scale_outer(product, scales)
+    return scale_outer(product, scales, find_factors)
 
 
 def _place_scale(

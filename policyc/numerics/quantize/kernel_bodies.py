@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from policyc.numerics.quantize import random
-from policyc.numerics.quantize.bits import E4M3, abs_bits, bits_of, decode_magnitude
+from policyc.numerics.quantize.bits import E4M3, abs_bits, bits_of, decode_magnitude, power_of_two
 from policyc.numerics.quantize.kernel_encoder import (
     HALVES,
     SCALARS,
@@ -39,6 +39,7 @@ from policyc.numerics.quantize.kernel_tiles import (
     TileOffset,
     first_block,
 )
+from policyc.numerics.quantize.values import REACH, outer_scale
 
 # ---- the tile of one instance
 
@@ -268,12 +269,34 @@ class _Writer:
 
 def decode_rows(ops: KernelOps, codes: Ref, scales: Ref, values: Ref) -> None:
     """Writes the values of codes. A row of the arrays has 16 blocks, and a thread a block of it."""
+    i = ops.index(0)
 
     def decode_group(g: jax.Array, carry: tuple[()]) -> tuple[()]:
-        rows = pl.ds((ops.index(0) * GROUPS + g) * BLOCK, BLOCK)
+        rows = pl.ds((i * GROUPS + g) * BLOCK, BLOCK)
         packed = ops.load(codes, (rows,), "blocks").astype(jnp.uint32)
         unit = decode_magnitude(ops.load(scales, (rows,), "rows").astype(jnp.int32), E4M3)
         ops.store(values, (rows,), decode_bytes(packed, ops.expand(unit, packed.shape, "blocks")))
         return carry
 
     lax.fori_loop(0, GROUPS, decode_group, ())
+
+
+# ---- outer scales
+
+
+def write_outer_factors(ops: KernelOps, *refs: Ref, bounds: tuple[float, ...]) -> None:
+    """Writes both factors of the product of some outer scales, whose maxima come first in `refs`; each 128 times.
+
+    The same product as that of `values.outer_factors`, without fp64.
+    """
+    *maxima, factors = refs
+    i = ops.index(0)
+    m, e = jnp.float32(1), jnp.int32(0)
+    for amax, bound in zip(maxima, bounds, strict=True):
+        one, exponent = outer_scale(amax[i], bound)
+        m, e = m * one, e + exponent
+    product = (bits_of(m) >> 23) - 127 + e
+    rest = jnp.maximum(jnp.minimum(product + REACH, 0), product - REACH)
+    zeros = (ops.iota((TILE_BLOCKS, WORDS), 0, "words") & word(0)).astype(jnp.float32)
+    for k, factor in enumerate((m * power_of_two(e - rest), power_of_two(rest))):
+        ops.store(factors, (i, k), zeros + factor)

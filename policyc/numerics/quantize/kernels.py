@@ -33,6 +33,7 @@ from policyc.numerics.quantize.kernel_tiles import (
     RowLengths,
 )
 from policyc.numerics.quantize.layout import Axes, Quantized
+from policyc.numerics.quantize.values import Scale
 
 _Shape = tuple[tuple[int, ...], Any]
 
@@ -168,7 +169,6 @@ class Kernels:
         results = iter(run(_as_words(x)[None], scalars[None]))
         return [[_arrange(array[0], order) for array in islice(results, order.results)] for order in orders]
 
-
     def values(self, q: Quantized) -> Quantized:
         """The same with bfloat16 values in place of codes and block scales. Only if `fits_decoding`."""
         assert q.scales is not None
@@ -178,6 +178,13 @@ class Kernels:
         shape = (*q.codes.shape[:-1], 2 * q.codes.shape[-1])
         layout = replace(q.layout, decoded=True)
         return replace(q, codes=values.reshape(shape), scales=None, layout=layout)
+
+    def outer_factors(self, scales: Sequence[Scale]) -> jax.Array:
+        """As `values.write_outer_factors`, of scales of whole tensors. For XLA that is some 50 instructions."""
+        bounds = tuple(bound for _, bound in scales)
+        run = merge_mapped_axes(partial(_find_outer_factors, bounds=bounds, interpret=self.interpret))
+        factors: jax.Array = run(*(amax.reshape(1) for amax, _ in scales))[0]
+        return factors
 
 
 def reduce_statistics(maxima: jax.Array, checksums: jax.Array) -> Statistics:
@@ -266,6 +273,20 @@ def _decode(codes: jax.Array, scales: jax.Array, *, interpret: bool) -> jax.Arra
     )
     (values,) = kernel.run(_join_operands(codes), _join_operands(scales), interpret=interpret)
     return values.reshape(codes.shape)
+
+
+@partial(jax.jit, static_argnames=("bounds", "interpret"))
+def _find_outer_factors(*maxima: jax.Array, bounds: tuple[float, ...], interpret: bool) -> jax.Array:
+    (count,) = maxima[0].shape
+    kernel = _Kernel(
+        body=kernel_bodies.write_outer_factors,
+        options=_items({"bounds": bounds}),
+        outs=(((count, 2, TILE_BLOCKS, WORDS), jnp.float32),),
+        grid=(count, 1),
+        scratch=(),
+    )
+    (factors,) = kernel.run(*maxima, interpret=interpret)
+    return factors[:, :, 0, 0]
 
 
 def _join_operands(words: jax.Array) -> jax.Array:

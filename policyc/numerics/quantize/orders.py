@@ -93,7 +93,9 @@ def _measured_order(order: Order, request: OrderRequest) -> Order:
 def _find_statistics(x: jax.Array, request: OrderRequest) -> tuple[jax.Array, Sequence[Statistics]]:
     """x and its statistics in one order, by XLA."""
     layout, _ = layout_of(x.shape, request.treatment, request.axes)
-    context = QuantizeContext(treatment=request.treatment, axes=request.axes, layout=layout, key=request.rounding_key)
+    context = QuantizeContext(
+        treatment=request.treatment, axes=request.axes, layout=layout, key=request.rounding_key
+    )
     x, maxima, _ = find_maxima(x, context)
     if request.treatment.rounding == "rne":
         # The key is not used.

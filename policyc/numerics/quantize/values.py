@@ -6,7 +6,7 @@ is for measurements.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
@@ -116,13 +116,23 @@ Scale = tuple[jax.Array, float]
 """The amax and the bound of an outer scale, which is amax / bound."""
 
 
-def scale_outer(values: jax.Array, scales: Sequence[Scale]) -> jax.Array:
+FindFactors = Callable[[Sequence[Scale]], jax.Array]
+"""Computes both `outer_factors` as one array in memory."""
+
+
+def write_outer_factors(scales: Sequence[Scale]) -> jax.Array:
+    """Both `outer_factors` as one array. Without the barrier XLA would compute them again for each element."""
+    return materialize(jnp.stack(outer_factors(scales)))
+
+
+def scale_outer(
+    values: jax.Array, scales: Sequence[Scale], find_factors: FindFactors = write_outer_factors
+) -> jax.Array:
     """fp32 values times outer scales."""
     if not scales:
         return values
     if all(amax.size == 1 for amax, _ in scales):
-        # Without the barrier XLA would compute them again for each element.
-        first, second = materialize(jnp.stack(outer_factors(scales)))
+        first, second = find_factors(scales)
         scaled: jax.Array = values * first * second
         return scaled
     m, e = jnp.float32(1), jnp.int32(0)
