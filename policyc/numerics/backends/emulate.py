@@ -176,8 +176,9 @@ def _contract_last(operand: Operand, contract: _Dims, batch: _Dims) -> tuple[Ope
 
 def _decode(operand: Operand) -> Operand:
     """An operand with values in place of codes, if a kernel can write them: for XLA that is some 50 instructions."""
-    is_quantized = isinstance(operand, Quantized) and kernels.fits_decoding(operand)
-    return kernels.Kernels().values(operand) if is_quantized else operand
+    if isinstance(operand, Quantized) and kernels.fits_decoding(operand):
+        return kernels.Kernels().values(operand)
+    return operand
 
 
 def value_dtype(context: LoweringContext) -> jax.typing.DTypeLike:
