@@ -227,7 +227,7 @@ class _Writer:
             tile.ops.store(values, row, self.encoder.row_values(words, enc, unit, None))
             return carry
 
-        # Each is read again, from a cache. With 16 writers in place of the loop, the kernel takes twice as long to build.
+        # Each is read again, from a cache. Without the loop, the kernel would take twice as long to build.
         lax.fori_loop(0, BLOCK, write_row, ())
         return carry
 
