@@ -12,9 +12,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from policyc.jaxcore.define_primitive import LoweringContext
 from policyc.language.recipes import Treatment
 from policyc.language.treatments import normalize_recipe
 from policyc.numerics import primitives, quantize
+from policyc.numerics.backends import emulate
 from policyc.numerics.gemm import quantized_dot_general
 from tests.support.gemms import FULL, MATMUL, RECIPES, assert_equal_arrays, normal
 
@@ -35,18 +37,18 @@ def test_the_jaxpr_is_readable() -> None:
     assert "shift_right" not in text
 
 
-def test_saved_codes_are_decoded_when_dy_is_there() -> None:
-    """XLA decodes those of all layers at once otherwise, and keeps their values."""
-    product = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=FULL)
-    loss = jax.grad(lambda w: jnp.sum(product(normal(16, 32), w)))
-    equations = jax.make_jaxpr(loss)(normal(32, 16)).eqns
-    (dy,) = (e for e in equations if e.params.get("operands") == ("dgrad.dy", "wgrad.dy"))
-    after_dy = [e for e in equations if any(v in dy.outvars for v in e.invars)]
-    (barrier,) = (e for e in after_dy if e.primitive.name == "optimization_barrier")
-    _, wgrad = (e for e in after_dy if e.primitive.name == "scaled_gemm")
-    codes = [v for v in wgrad.invars if v.aval.dtype == jnp.uint8 and v not in dy.outvars]
-    assert len(codes) == 2, "codes and scales of x"
-    assert all(v in barrier.outvars for v in codes)
+@pytest.mark.parametrize("single_device", [False, True])
+def test_saved_codes_are_decoded_when_dy_is_there(single_device: bool) -> None:
+    """XLA decodes those of all layers at once otherwise, and keeps their values. A kernel runs where it is needed."""
+    context = LoweringContext(platform="cuda", single_device=single_device)
+    axes = quantize.Axes(axis=-2, contract=(-2,))
+    x = quantize.quantize(normal(256, 1024), Treatment(format="nvfp4", element="e2m1"), axes)
+    wgrad = partial(emulate.gemm, dimensions=(((0,), (0,)), ((), ())), out=jnp.float32, context=context)
+    jaxpr = jax.make_jaxpr(wgrad)(x, x)
+    barriers = [e for e in jaxpr.eqns if e.primitive.name == "optimization_barrier"]
+    joined = [v for e in barriers for v in e.invars if v.aval.dtype == jnp.uint8]
+    assert len(joined) == (0 if single_device else 4), "codes and scales of both operands"
+    assert ("decode_rows" in str(jaxpr)) == single_device
 
 
 def test_abstract_shapes_are_those_of_the_implementation() -> None:
