@@ -182,7 +182,7 @@ def _quantize(
     x: jax.Array, operand: OperandSpec, product: Product, keys: Keys, *, save: bool = False
 ) -> Parts:
     with jax.named_scope(product.scope):
-        return quantize_operand(x, operand, keys, save=save)
+        return quantize_operand(x, operand, keys, save=save, decode_tiles=True)
 
 
 def _multiply(product: Product, left: Parts, right: Parts, out: Any, tokens: int = 0) -> jax.Array:

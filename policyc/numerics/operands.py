@@ -31,16 +31,23 @@ Keys = tuple[Key, Key]
 """The key of stochastic rounding, and the key of fresh signs."""
 
 
-def quantize_operand(x: jax.Array, spec: OperandSpec, keys: Keys, *, save: bool = False) -> Parts:
+def quantize_operand(
+    x: jax.Array, spec: OperandSpec, keys: Keys, *, save: bool = False, decode_tiles: bool = False
+) -> Parts:
     """Casts an operand, or quantizes it, or splits it into residual and mean and quantizes both.
 
     Args:
       save: whether to name the quantized tensors, so that a policy of `jax.checkpoint` can save them.
+      decode_tiles: whether a weight with 2D tiles has values in place of codes, if the backend multiplies those. All
+        GEMMs of the weight read the same ones, which take no more memory than the weight in bfloat16.
     """
     treatment = spec.treatment
     if not FORMATS[treatment.format].is_quantized:
         return (cast_operand(x, treatment),)
-    parts = _quantize_split(x, spec, keys) if treatment.mean_split else (_quantize(x, spec, keys),)
+    if treatment.mean_split:
+        parts: tuple[Quantized, ...] = _quantize_split(x, spec, keys)
+    else:
+        parts = (_quantize(x, spec, keys, decode_tiles=decode_tiles),)
     # Values take four times the memory of codes: they are rather computed again.
     return tuple(p if p.layout.decoded else _name_for_checkpoint(p) for p in parts) if save else parts
 
@@ -51,7 +58,9 @@ def cast_operand(x: jax.Array, treatment: Treatment) -> jax.Array:
     return x if dtype is None else x.astype(dtype)
 
 
-def _quantize(x: jax.Array, spec: OperandSpec, keys: Keys, *, suffix: str = "") -> Quantized:
+def _quantize(
+    x: jax.Array, spec: OperandSpec, keys: Keys, *, suffix: str = "", decode_tiles: bool = False
+) -> Quantized:
     treatment = replace(spec.treatment, sums="fp32")  # an option of the GEMM, which changes no code
     multiplies_values = backends.load(spec.backend).TRAITS.multiplies_values
     return primitives.quantize(
@@ -61,8 +70,7 @@ def _quantize(x: jax.Array, spec: OperandSpec, keys: Keys, *, suffix: str = "") 
         operand=spec.name + suffix,
         keys=keys,
         backend=spec.backend,
-        # Both GEMMs of a weight with tiles read the same values, which take no more memory than the weight in bfloat16.
-        decoded=multiplies_values and treatment.tile2d and treatment.rounding == "rne",
+        decoded=decode_tiles and multiplies_values and treatment.tile2d and treatment.rounding == "rne",
     )
 
 

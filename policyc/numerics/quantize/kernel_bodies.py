@@ -108,11 +108,13 @@ class _TileIndex:
 # ---- statistics
 
 
-def find_statistics(ops: KernelOps, x: Ref, *outs: Ref, orders: tuple[Order, ...], groups: int) -> None:
-    """Writes the maximum and the checksum of each thread, in each order."""
+def find_statistics(
+    ops: KernelOps, x: Ref, maxima: Ref, checksums: Ref, *, orders: tuple[Order, ...], groups: int
+) -> None:
+    """Writes 16 maxima and 16 checksums of each instance, in each order."""
     i, j = ops.index(0), ops.index(1)
-    blocks = pl.ds(first_block(j, x.shape[1]), TILE_BLOCKS)
-    tile = _Tile(ops=ops, x=x, blocks=blocks)
+    first_of_tile = first_block(j, x.shape[1])
+    tile = _Tile(ops=ops, x=x, blocks=pl.ds(first_of_tile, TILE_BLOCKS))
 
     def block_maxima(order: Order, group: jax.Array) -> list[jax.Array]:
         if order.along_tokens:
@@ -127,11 +129,20 @@ def find_statistics(ops: KernelOps, x: Ref, *outs: Ref, orders: tuple[Order, ...
 
     first = tuple(_add_maxima(block_maxima(order, i * groups), None) for order in orders)
     totals = lax.fori_loop(1, groups, add_group, first)
-    for k, (order, total) in enumerate(zip(orders, totals, strict=True)):
-        for out, array in zip(outs[2 * k : 2 * k + 2], total, strict=True):
-            everything = slice(None)
-            index = (i, blocks, everything) if order.along_tokens else (i, everything, blocks)
-            ops.store(out, index, array)
+    # Blocks that the tile before has too: they must not be added twice.
+    overlap = (j * TILE_BLOCKS - first_of_tile).astype(jnp.uint32)
+    for k, (order, (largest, checksum)) in enumerate(zip(orders, totals, strict=True)):
+        if x.shape[1] % TILE_BLOCKS:
+            checksum = jnp.where(_block_numbers(ops, order) >= overlap, checksum, word(0))
+        ops.store(maxima, (k, i, j), jnp.max(largest, axis=-1))
+        ops.store(checksums, (k, i, j), jnp.sum(checksum, axis=-1, dtype=jnp.uint32))
+
+
+def _block_numbers(ops: KernelOps, order: Order) -> jax.Array:
+    """The number of each block in its tile, for the block maxima of one order."""
+    if order.along_tokens:
+        return ops.iota((TILE_BLOCKS, WORDS), 0, "words")
+    return jnp.max(ops.iota((BLOCK, TILE_BLOCKS, WORDS), 1, "blocks"), axis=-1)
 
 
 def _add_maxima(

@@ -152,8 +152,10 @@ class Kernels:
             replace(order, stochastic=False, headroom=1.0, decoded=False, operand="") for order in orders
         )
         run = merge_mapped_axes(partial(_find_statistics, orders=plain, interpret=self.interpret))
-        parts = [part[0] for part in run(_as_words(x)[None])]
-        return [reduce_statistics(parts[2 * i], parts[2 * i + 1]) for i in range(len(orders))]
+        # One reduction for all orders: for several, XLA has more kernels.
+        parts = run(_as_words(x)[None])
+        maxima, checksums = reduce_statistics(parts[0][0], parts[1][0], axes=(1,))
+        return [(maxima[i], checksums[i]) for i in range(len(orders))]
 
     def codes(
         self, x: jax.Array, orders: Sequence[Order], scales: Sequence[OrderScales], offset: ShardOffset
@@ -187,13 +189,15 @@ class Kernels:
         return factors
 
 
-def reduce_statistics(maxima: jax.Array, checksums: jax.Array) -> Statistics:
-    """The largest maximum, and the sum of the checksums. One reduction: for two, XLA has twice as many kernels."""
+def reduce_statistics(
+    maxima: jax.Array, checksums: jax.Array, axes: tuple[int, ...] | None = None
+) -> Statistics:
+    """The largest maximum and the sum of the checksums, over these axes or all: one reduction is one kernel of XLA."""
     largest, total = lax.reduce(
         (maxima, checksums),
         (jnp.int32(0), jnp.uint32(0)),
         lambda a, b: (lax.max(a[0], b[0]), lax.add(a[1], b[1])),
-        tuple(range(maxima.ndim)),
+        tuple(range(maxima.ndim)) if axes is None else axes,
     )
     return largest, total
 
@@ -207,16 +211,16 @@ def _find_statistics(words: jax.Array, *, orders: tuple[Order, ...], interpret: 
     count, tokens, blocks, _ = words.shape
     groups = next(n for n in (16, 8, 4) if tokens % (n * BLOCK) == 0)
     grid = (count * tokens // (groups * BLOCK), -(-blocks // TILE_BLOCKS))
-    outs: list[_Shape] = []
-    for order in orders:
-        rest = (blocks, WORDS) if order.along_tokens else (BLOCK, blocks)
-        outs += [((grid[0], *rest), jnp.int32), ((grid[0], *rest), jnp.uint32)]
-    options = {"orders": orders, "groups": groups}
+    shape = (len(orders), *grid, BLOCK)
     kernel = _Kernel(
-        body=kernel_bodies.find_statistics, options=_items(options), outs=tuple(outs), grid=grid, scratch=()
+        body=kernel_bodies.find_statistics,
+        options=_items({"orders": orders, "groups": groups}),
+        outs=((shape, jnp.int32), (shape, jnp.uint32)),
+        grid=grid,
+        scratch=(),
     )
     parts = kernel.run(_join_operands(words), interpret=interpret)
-    return [part.reshape(count, -1, *part.shape[1:]) for part in parts]
+    return [jnp.moveaxis(part.reshape(len(orders), count, -1), 1, 0) for part in parts]
 
 
 @partial(jax.jit, static_argnames=("orders", "rows", "features", "interpret"))
