@@ -42,6 +42,9 @@ from policyc.numerics.quantize.kernel_tiles import (
 )
 from policyc.numerics.quantize.values import REACH, outer_scale
 
+_ROWS = 8
+"""The rows of blocks that are written at once: the fewest that 128 threads have. More of them take longer to build."""
+
 # ---- the tile of one instance
 
 
@@ -53,9 +56,9 @@ class _Tile:
     x: Ref
     blocks: Any
 
-    def load_blocks(self, group: jax.Array) -> jax.Array:
-        """The words of 16 tokens in one array, so that a thread has whole blocks of features."""
-        return self.ops.load(self.x, (pl.ds(group * BLOCK, BLOCK), self.blocks), "blocks")
+    def load_blocks(self, first: jax.Array, tokens: int) -> jax.Array:
+        """The words of some tokens in one array, so that a thread has whole blocks of features."""
+        return self.ops.load(self.x, (pl.ds(first, tokens), self.blocks), "blocks")
 
     def load_rows(self, group: jax.Array) -> list[jax.Array]:
         """The words of 16 tokens, an array for each."""
@@ -96,11 +99,11 @@ class _TileIndex:
         first = self.offset.token(group) >> word(1)
         return [(first + word(i)) * word(self.offset.features) + feature for i in range(WORDS)]
 
-    def of_rows(self, group: jax.Array) -> jax.Array:
-        """The indices of the pairs of features of 16 tokens."""
-        shape = (BLOCK, TILE_BLOCKS, WORDS)
+    def of_rows(self, group: jax.Array, first: jax.Array) -> jax.Array:
+        """The indices of the pairs of features of some tokens of a group. `first` is the first of them."""
+        shape = (_ROWS, TILE_BLOCKS, WORDS)
         token, block, pair = (self.ops.iota(shape, axis, "blocks") for axis in (0, 1, 2))
-        token = token + self.offset.token(group)
+        token = token + (self.offset.token(group) + first.astype(jnp.uint32))
         pair = (self.offset.first_feature >> word(1)) + block * word(WORDS) + pair
         return token * word(self.offset.features // 2) + pair
 
@@ -119,7 +122,7 @@ def find_statistics(
     def block_maxima(order: Order, group: jax.Array) -> list[jax.Array]:
         if order.along_tokens:
             return [tile.column_maxima(values, order) for values in tile.load_columns(group, order)]
-        return [row_maxima(tile.load_blocks(group))]
+        return [row_maxima(tile.load_blocks(group * BLOCK, BLOCK))]
 
     def add_group(g: jax.Array, totals: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(
@@ -127,13 +130,14 @@ def find_statistics(
             for order, total in zip(orders, totals, strict=True)
         )
 
-    first = tuple(_add_maxima(block_maxima(order, i * groups), None) for order in orders)
-    totals = lax.fori_loop(1, groups, add_group, first)
+    numbers = [_block_numbers(ops, order) for order in orders]
+    zeros = [n & word(0) for n in numbers]
+    totals = lax.fori_loop(0, groups, add_group, tuple((zero.astype(jnp.int32), zero) for zero in zeros))
     # Blocks that the tile before has too: they must not be added twice.
     overlap = (j * TILE_BLOCKS - first_of_tile).astype(jnp.uint32)
-    for k, (order, (largest, checksum)) in enumerate(zip(orders, totals, strict=True)):
+    for k, (number, (largest, checksum)) in enumerate(zip(numbers, totals, strict=True)):
         if x.shape[1] % TILE_BLOCKS:
-            checksum = jnp.where(_block_numbers(ops, order) >= overlap, checksum, word(0))
+            checksum = jnp.where(number >= overlap, checksum, word(0))
         ops.store(maxima, (k, i, j), jnp.max(largest, axis=-1))
         ops.store(checksums, (k, i, j), jnp.sum(checksum, axis=-1, dtype=jnp.uint32))
 
@@ -146,14 +150,14 @@ def _block_numbers(ops: KernelOps, order: Order) -> jax.Array:
 
 
 def _add_maxima(
-    maxima: Sequence[jax.Array], total: tuple[jax.Array, jax.Array] | None
+    maxima: Sequence[jax.Array], total: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Adds block maxima to the largest of each thread and to its checksum."""
+    largest, checksum = total
     for bits in maxima:
-        hashed = random.mix(bits.astype(jnp.uint32), word(0))
-        total = (bits, hashed) if total is None else (jnp.maximum(total[0], bits), total[1] + hashed)
-    assert total is not None
-    return total
+        largest = jnp.maximum(largest, bits)
+        checksum = checksum + random.mix(bits.astype(jnp.uint32), word(0))
+    return largest, checksum
 
 
 # ---- codes
@@ -201,12 +205,22 @@ class _Writer:
     results: Sequence[Ref]
 
     def write_rows(self, i: jax.Array, g: jax.Array, carry: tuple[()]) -> tuple[()]:
-        """Writes group g of tile i, quantized along features."""
-        tile, group = self.tile, i * GROUPS + g
-        words = tile.load_blocks(group)
+        """Writes group g of tile i, quantized along features: some of its tokens at a time."""
+        group = i * GROUPS + g
+
+        def write(k: jax.Array, carry: tuple[()]) -> tuple[()]:
+            self._write_rows(group, k * _ROWS)
+            return carry
+
+        lax.fori_loop(0, BLOCK // _ROWS, write, ())
+        return carry
+
+    def _write_rows(self, group: jax.Array, first: jax.Array) -> None:
+        tile, first_token = self.tile, group * BLOCK + first
+        words = tile.load_blocks(first_token, _ROWS)
         scale, enc = self.encoder.block_scales(self.order.add_headroom(row_maxima(words)))
-        index = self.index.of_rows(group) if self.order.stochastic else None
-        tokens = pl.ds(group * BLOCK, BLOCK)
+        index = self.index.of_rows(group, first) if self.order.stochastic else None
+        tokens = pl.ds(first_token, _ROWS)
 
         def expand(per_block: jax.Array) -> jax.Array:
             return tile.ops.expand(per_block, words.shape, "blocks")
@@ -219,7 +233,6 @@ class _Writer:
             results = [packed, scale.astype(jnp.uint8)]
         for ref, array in zip(self.results, results, strict=True):
             tile.ops.store(ref, (tokens, tile.blocks, slice(None))[: array.ndim], array)
-        return carry
 
     def write_tiles(self, i: jax.Array, g: jax.Array, carry: tuple[()]) -> tuple[()]:
         """Writes group g of tile i, whose 16 tokens share their scales. A thread has a word of each token."""
@@ -283,22 +296,19 @@ class _Writer:
 
 # ---- values of codes
 
-_DECODED_ROWS = TILE_TOKENS // (2 * GROUPS)
-"""The rows that are decoded at once."""
-
 
 def decode_rows(ops: KernelOps, codes: Ref, scales: Ref, values: Ref) -> None:
     """Writes the values of codes. A row of the arrays has 16 blocks, and a thread a block of it."""
     i = ops.index(0)
 
     def decode_group(g: jax.Array, carry: tuple[()]) -> tuple[()]:
-        rows = pl.ds((i * 2 * GROUPS + g) * _DECODED_ROWS, _DECODED_ROWS)
+        rows = pl.ds(i * TILE_TOKENS + g * _ROWS, _ROWS)
         packed = ops.load(codes, (rows,), "blocks").astype(jnp.uint32)
         unit = decode_magnitude(ops.load(scales, (rows,), "rows").astype(jnp.int32), E4M3)
         ops.store(values, (rows,), decode_bytes(packed, ops.expand(unit, packed.shape, "blocks")))
         return carry
 
-    lax.fori_loop(0, 2 * GROUPS, decode_group, ())
+    lax.fori_loop(0, TILE_TOKENS // _ROWS, decode_group, ())
 
 
 # ---- outer scales
