@@ -29,23 +29,18 @@ EXAMPLES = """examples:
   policyc apply llama_nvfp4 models/llama/train.py --config tiny
 """
 
-GROUPS: dict[str, tuple[str, ...]] = {
-    "run": ("steps", "batch", "sequence", "accumulate", "seed", "seeds", "out"),
-    "data": ("data", "tokenizer", "max_bad_rows", "document_mask", "packing"),
-    "optimizer": ("optimizer", "learning_rate", "schedule", "warmup", "warmup_steps", "warmup_tokens", "decay", "final",
-                  "beta1", "beta2", "momentum", "weight_decay", "clip", "z_loss"),
-    "faults": ("loss_scale", "spike", "on_fault", "max_skips", "step_timeout"),
-    "devices and hosts": ("gather", "data_axis", "fsdp_axis", "expert_axis", "tensor_axis", "context_axis",
-                          "distributed", "coordinator", "processes", "process_id", "heartbeat"),
-    "checkpoints and weights": ("checkpoint_every", "checkpoint_minutes", "keep", "keep_every", "resume_from",
-                                "accept_changes", "init_from"),
-    "validation and exports": ("eval_every", "eval_batches", "export_every", "export_command", "export_timeout",
-                               "on_export_fault"),
-    "metrics and profiles": ("log_every", "norms_every", "wandb", "profile", "profile_steps",
-                             "compile_cache"),
-    "model": tuple(f.name for f in fields(ModelConfig)),
-}  # fmt: skip
-"""The groups of options in the help."""
+GROUPS: dict[str, str] = {
+    "steps": "run",
+    "data": "data",
+    "optimizer": "optimizer",
+    "loss_scale": "faults",
+    "gather": "devices and hosts",
+    "checkpoint_every": "checkpoints and weights",
+    "eval_every": "validation and exports",
+    "log_every": "metrics and profiles",
+    "layers": "model",
+}
+"""The groups of options in the help, by the first setting of each."""
 
 # Options of other training programs, and what there is instead.
 OTHER_NAMES = {
@@ -135,22 +130,23 @@ def _add_options(parser: argparse.ArgumentParser, config: str) -> None:
     """An option for each setting, in groups, with its default in a configuration."""
     model, run = CONFIGS[config]
     defaults = {**vars(model), **vars(run)}
-    for title, names in GROUPS.items():
-        group = parser.add_argument_group(title, f"of {config}" if title == "model" else None)
-        for name in names:
-            setting = FIELDS[name]
-            options: Any = {
-                "type": TYPES.get(_type_name(setting), str),
-                "choices": setting.metadata["choices"],
-            }
-            if setting.type == "bool":
-                options = {"action": argparse.BooleanOptionalAction}
-            elif setting.metadata["choices"] is None:
-                options["metavar"] = {"int": "N", "float": "X"}.get(_type_name(setting), "TEXT")
-            text = setting.metadata["help"].replace("%", "%%")
-            if defaults[name] is not None:
-                text += f" (default: {defaults[name]})"
-            group.add_argument("--" + name.replace("_", "-"), help=text, **options)
+    group: Any = parser
+    for name, setting in FIELDS.items():
+        if name in GROUPS:
+            about = f"of {config}" if GROUPS[name] == "model" else None
+            group = parser.add_argument_group(GROUPS[name], about)
+        options: Any = {
+            "type": TYPES.get(_type_name(setting), str),
+            "choices": setting.metadata["choices"],
+        }
+        if setting.type == "bool":
+            options = {"action": argparse.BooleanOptionalAction}
+        elif setting.metadata["choices"] is None:
+            options["metavar"] = {"int": "N", "float": "X"}.get(_type_name(setting), "TEXT")
+        text = setting.metadata["help"].replace("%", "%%")
+        if defaults[name] is not None:
+            text += f" (default: {defaults[name]})"
+        group.add_argument("--" + name.replace("_", "-"), help=text, **options)
 
 
 def _type_name(setting: Field[Any]) -> str:

@@ -98,6 +98,7 @@ class RunConfig:
     seeds: str | None = setting(
         None, "several seeds in one process, such as 0,1,2: a folder OUT/seedN for each"
     )
+    out: str | None = operational(None, "output folder (default: runs/CONFIG, with the hash of the policy)")
     # The identity of a run has the contents of its data instead of these two paths.
     data: str = operational("stdlib", "source of the tokens: PATH or KIND:PATH,option=value; a blend of several: "
                             "'SPEC@0.7 SPEC@0.3'; see docs/reference/data.md")  # fmt: skip
@@ -109,10 +110,10 @@ class RunConfig:
     document_mask: bool = setting(
         False, "tokens attend only to their own document, and positions start again with each document"
     )
-    optimizer: str = setting("adamw", "AdamW for all parameters, or Muon for the matrices of the blocks and AdamW for "
-                             "the others", choices=("adamw", "muon"))  # fmt: skip
     packing: str = setting("concat", "rows are windows of all documents in a row, or of whole documents with padding",
                            choices=("concat", "whole"))  # fmt: skip
+    optimizer: str = setting("adamw", "AdamW for all parameters, or Muon for the matrices of the blocks and AdamW for "
+                             "the others", choices=("adamw", "muon"))  # fmt: skip
     learning_rate: float = setting(3e-3, "peak learning rate")
     schedule: str = setting("cosine", "schedule after the warm-up", choices=("cosine", "wsd", "constant"))
     warmup: float = setting(0.1, "fraction of the steps in which the learning rate rises")
@@ -130,6 +131,8 @@ class RunConfig:
     spike: float = setting(0.0, "a loss this many nats above its running mean is a fault; 0: never")
     on_fault: str = operational("stop", "what to do on NaN, Inf or a spike", choices=("stop", "skip"))
     max_skips: int = operational(10, "faulty steps in a row after which --on-fault skip gives up", least=1)
+    step_timeout: float = operational(0.0, "end the run if a step takes this many seconds, not counting compiling; "
+                                      "0: never")  # fmt: skip
     gather: str = setting("each", "gather weights and add gradients over devices for each part of a batch, or once per "
                           "step: whole weights and gradients on every device", choices=("each", "once"))  # fmt: skip
     data_axis: int = operational(-1, "devices that divide the batch; -1: all that are left", least=-1)
@@ -142,7 +145,6 @@ class RunConfig:
     processes: int | None = operational(None, "number of processes (the same)")
     process_id: int | None = operational(None, "index of this process (the same)")
     heartbeat: int = operational(15, "seconds without a sign of life after which a process is dead", least=2)
-    out: str | None = operational(None, "output folder (default: runs/CONFIG, with the hash of the policy)")
     checkpoint_every: int = operational(100, "steps between checkpoints; also at the end; 0: never")
     checkpoint_minutes: float = operational(
         0.0, "also save this many minutes after the last checkpoint; 0: never"
@@ -159,15 +161,13 @@ class RunConfig:
     export_command: str | None = operational(None, "command to run after an export; {path} is its folder")
     export_timeout: float = operational(3600.0, "seconds after which that command is ended; 0: never")
     on_export_fault: str = operational("continue", "what to do if it fails", choices=("continue", "stop"))
-    step_timeout: float = operational(0.0, "end the run if a step takes this many seconds, not counting compiling; "
-                                      "0: never")  # fmt: skip
-    compile_cache: str | None = operational(None, "folder in which compiled programs are kept, or off (default: "
-                                            "~/.cache/policyc/compiled)")  # fmt: skip
     log_every: int = operational(10, "steps between lines of output without a terminal", least=1)
     norms_every: int = operational(0, "steps between the norms of each parameter and its gradient; 0: never")
     wandb: str | None = operational(None, "Weights & Biases project to report to")
     profile: str | None = operational(None, "record a profile", choices=("xplane", "nsys"))
     profile_steps: str = operational("10:13", "steps to record, first:last")
+    compile_cache: str | None = operational(None, "folder in which compiled programs are kept, or off (default: "
+                                            "~/.cache/policyc/compiled)")  # fmt: skip
 
 
 _SIZES = ("layers", "width", "hidden", "heads", "kv_heads", "head_dim", "vocab")

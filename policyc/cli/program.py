@@ -117,7 +117,7 @@ _TRAIN_HINT = "give it the arguments with which it trains, and see that it train
 
 @contextlib.contextmanager
 def explain_early_exit(program: Program) -> Iterator[None]:
-    """Explains the missing result when a program exits before it differentiates a loss. The exit code stays the same."""
+    """Explains why there is no result if a program exits before it differentiates a loss. Keeps its exit code."""
     try:
         yield
     except SystemExit as end:

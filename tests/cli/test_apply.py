@@ -509,8 +509,8 @@ def test_a_program_that_does_not_know_an_option_of_the_command_gets_a_hint_at_th
     assert result.code == 1
     assert "unknown: --equations" in result.err
     assert result.err.endswith(
-        "'--equations' and '--backend' come after the program, so the program gets them; options of policyc come before "
-        "the program\n"
+        "'--equations' and '--backend' come after the program, so the program gets them; options of policyc come "
+        "before the program\n"
     )
 
 

@@ -390,8 +390,6 @@ def test_every_setting_is_an_option():
     )
     values = (name, config.layers, config.scan, config.width, run.z_loss, run.learning_rate)
     assert values == ("100m", 3, False, 1024, 1e-4, 9e-4)
-    names = [name for group in command_line.GROUPS.values() for name in group]
-    assert sorted(names) == sorted(vars(config) | vars(run))
 
 
 def test_the_help_has_the_defaults_of_the_configuration(capsys):
