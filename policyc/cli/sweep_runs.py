@@ -288,9 +288,11 @@ def _run(design: SweepDesign, tracked: Sequence[TrackedRun], executor: Executor)
 
 def _finish(result: SweepResult, out: Path) -> None:
     """Writes the page of a sweep that ended. Exits unless all runs finished."""
-    if result.is_interrupted:
+    if result.stopped == "interrupted":
         click.echo(f"stopped: the same command continues the sweep in {out}", err=True)
         sys.exit(EXIT_INTERRUPTED)
+    if result.stopped:
+        click.echo("stopped: several runs in a row failed before their first step", err=True)
     write_page(out)
     if result.failed or result.unfinished:
         click.echo("the same command runs failed runs again, except those that diverged", err=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import signal
@@ -57,7 +58,7 @@ def test_every_run_is_run_once_and_no_more_at_a_time_than_there_are_slots(tmp_pa
     assert [run.progress for run in result.runs] == ["finished"] * 4
     assert not result.failed
     assert not result.unfinished
-    assert not result.is_interrupted
+    assert result.stopped == ""
 
 
 def test_a_sweep_that_is_continued_runs_what_failed_or_was_stopped_but_not_what_finished_or_diverged(
@@ -107,6 +108,33 @@ def test_a_run_whose_wrapper_was_killed_has_failed(tmp_path: Path) -> None:
     assert "killed" in result.failed[0].status.reason
 
 
+@pytest.mark.parametrize(
+    ("steps", "lines", "message"),
+    [
+        (3, [], "is not run again: its exit code is not known"),
+        (3, [{"step": 3, "validation_loss": 1.0}], "is not run again: its exit code is not known"),
+        (3, [{"step": 2, "val_loss": 1.0}], "its last validation is of step 2 of 3"),
+        (4, [], "the program ended at step 3 of 4"),
+        (None, [], "neither is its number of steps"),
+    ],
+)
+def test_a_run_whose_end_could_not_be_written_is_judged_by_its_metrics(
+    tmp_path: Path, steps: int | None, lines: list[dict[str, float]], message: str
+) -> None:
+    """As on a full disk: `status.json` says `running`, but no process runs it."""
+    run = make_run(tmp_path, steps=steps)
+    write_status(run.folder, "running")
+    write_metrics(run.folder, [3.0, 2.0, 1.0])
+    with (run.folder / "metrics.jsonl").open("a") as metrics:
+        metrics.writelines(json.dumps(line) + "\n" for line in lines)
+    executor, display = FakeExecutor(finish), SilentDisplay()
+    result = Engine(track_runs([run]), executor, display).run()
+    assert bool(executor.started) == ("is not run again" not in message)
+    assert message in display.lines[0]
+    assert [tracked.progress for tracked in result.runs] == ["finished"]
+    assert read_state(run.folder) == "finished"
+
+
 def test_a_run_that_could_not_write_its_first_status_has_not_the_end_of_its_earlier_attempt(
     tmp_path: Path,
 ) -> None:
@@ -133,6 +161,42 @@ def test_runs_of_an_earlier_sweep_that_still_run_are_taken_over(tmp_path: Path) 
     assert result.runs[0].progress == "finished"
 
 
+def test_three_runs_in_a_row_that_fail_before_their_first_step_end_the_sweep(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path, f"v{n}") for n in range(5)]
+    executor = FakeExecutor(lambda _: ("failed", []))
+    result = run_all(runs, executor)
+    assert len(executor.started) == 3
+    assert result.stopped == "early failures"
+    assert len(result.failed) == 3
+    assert len(result.unfinished) == 2
+    executor = FakeExecutor(lambda _: ("failed", [3.0]))  # after a step: each may have its own reason
+    assert run_all(runs, executor).stopped == ""
+    assert len(executor.started) == 5
+
+
+def test_runs_that_fail_early_stop_no_other_run(tmp_path: Path) -> None:
+    """One variant that always fails is no reason to stop those that compile or train."""
+    runs = [make_run(tmp_path, name) for name in ("good", *(f"bad{n}" for n in range(4)), "next")]
+    executor = FakeExecutor(
+        lambda run: ("failed", []) if run.variant.startswith("bad") else ("finished", [3.0]), slots=2
+    )
+    polls = iter(range(9))
+    ends = executor.is_active
+
+    def is_active(run: Run) -> bool:
+        if run.variant != "good" or run.folder not in executor._active or (poll := next(polls, None)) is None:
+            return ends(run)
+        if poll == 6:
+            write_metrics(run.folder, [3.0])  # until now it was compiling
+        return True
+
+    executor.is_active = is_active  # type: ignore[method-assign]  # the fake is made to order
+    result = run_all(runs, executor)
+    assert executor.stopped == []
+    assert result.stopped == ""
+    assert [run.run.variant for run in result.runs if run.progress == "finished"] == ["good", "next"]
+
+
 def test_an_interrupt_stops_the_active_runs_and_starts_no_others(tmp_path: Path) -> None:
     runs = [make_run(tmp_path, f"v{n}") for n in range(4)]
 
@@ -146,7 +210,7 @@ def test_an_interrupt_stops_the_active_runs_and_starts_no_others(tmp_path: Path)
     before = signal.getsignal(signal.SIGINT)
     result = run_all(runs, executor)
     assert signal.getsignal(signal.SIGINT) is before
-    assert result.is_interrupted
+    assert result.stopped == "interrupted"
     assert executor.started == ["v0 seed 0", "v1 seed 0"]
     assert executor.stopped == ["v1 seed 0"]
     assert [run.progress for run in result.runs] == ["finished", "preempted", "waiting", "waiting"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from policyc.base.text import count_noun
@@ -16,12 +16,13 @@ from policyc.experiments.sweep.executor import Executor
 from policyc.experiments.sweep.liveness import note_signals
 from policyc.experiments.sweep.metrics import MetricsReader
 from policyc.experiments.sweep.run import LOG_FILE, METRICS_FILE, Run, RunStatus
+from policyc.experiments.sweep.wrapper import judge_without_exit_code
 
 if TYPE_CHECKING:
     from policyc.experiments.sweep.live import SweepDisplay
 
 _POLL_SECONDS = 0.5
-_LOST = "its wrapper was killed, or could not write how it ended (a full disk?)"
+_MOST_EARLY_FAILURES = 3  # runs in a row that fail before their first step: the others would fail too
 
 Progress = Literal["waiting", "running", "finished", "failed", "preempted"]
 
@@ -47,10 +48,10 @@ class TrackedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepResult:
-    """How a sweep ended. `is_interrupted`: by a signal, before all runs did."""
+    """How a sweep ended. `stopped` says why it ended before all runs did."""
 
     runs: tuple[TrackedRun, ...]
-    is_interrupted: bool = False
+    stopped: Literal["", "interrupted", "early failures"] = ""
 
     @property
     def failed(self) -> list[TrackedRun]:
@@ -77,13 +78,14 @@ def track_runs(runs: Sequence[Run]) -> list[TrackedRun]:
 def _read_status(run: Run, *, has_ended: bool = False) -> RunStatus | None:
     """The status of a run; that of the seed that is furthest from its end if it has several.
 
-    A run that has ended and says `running` is failed: its wrapper could not write how it ended.
+    If a run that has ended says `running`, its wrapper was killed, or could not write how the run ended, as on a full
+    disk. Then its metrics say how.
     """
     statuses = []
     for folder in run.folders:
         status = RunStatus.read(folder)
         if has_ended and status is not None and status.state == "running":
-            status = replace(status, state="failed", reason=_LOST)
+            status = replace(status, **asdict(judge_without_exit_code(folder, run)))
             status.write(folder)
         statuses.append(status)
     return max(statuses, key=_distance_from_end)
@@ -102,6 +104,7 @@ class Engine:
         self._tracked, self._executor, self._display = tuple(tracked), executor, display
         # The first signal stops the runs in order. A second one ends the sweep at once.
         self._signals: list[int] = []
+        self._early_failures = 0
 
     def run(self) -> SweepResult:
         """Runs everything that is waiting. Returns when all runs have ended, or after an interrupt."""
@@ -112,10 +115,17 @@ class Engine:
                 self._display.refresh()
                 time.sleep(_POLL_SECONDS)
                 self._watch()
-                if not self._signals:
+                if not self._signals and self._may_start():
                     self._start_waiting()
             self._stop_all()
-        return SweepResult(runs=self._tracked, is_interrupted=bool(self._signals))
+        if self._signals:
+            return SweepResult(runs=self._tracked, stopped="interrupted")
+        return SweepResult(runs=self._tracked, stopped="early failures" if self._select("waiting") else "")
+
+    def _may_start(self) -> bool:
+        """False after several early failures, unless a run is past its first step: then the program itself works."""
+        has_progress = any(run.step for run in self._select("running"))
+        return has_progress or self._early_failures < _MOST_EARLY_FAILURES
 
     def _select(self, progress: Progress) -> list[TrackedRun]:
         return [run for run in self._tracked if run.progress == progress]
@@ -129,7 +139,17 @@ class Engine:
             self._display.say(f"{len(adopted)} runs of an earlier sweep still run: taken over")
         for run in self._select("waiting"):
             if run.status is not None and run.status.state == "running":
-                self._display.say(f"{run.run.name} is run again: {_LOST}")
+                self._settle_lost(run)
+
+    def _settle_lost(self, run: TrackedRun) -> None:
+        """A run of an earlier sweep whose end is not known is run again, unless its metrics are complete."""
+        run.status = _read_status(run.run, has_ended=True)
+        assert run.status is not None
+        if run.status.state == "finished" or run.status.diverged:
+            run.progress = run.status.state
+            self._display.say(f"{run.run.name} is not run again: {run.status.reason}")
+        else:
+            self._display.say(f"{run.run.name} is run again: {run.status.reason}")
 
     def _start_waiting(self) -> None:
         free = self._executor.slots - len(self._select("running"))
@@ -147,12 +167,14 @@ class Engine:
                 self._display.end(run)
 
     def _settle(self, run: TrackedRun) -> None:
-        """Reads how a run ended."""
+        """Reads how a run ended. If its status is still `running`, its metrics say how."""
         status = _read_status(run.run, has_ended=True)
         if status is None or status == run.status:  # what an earlier attempt left
             reason = f"it did not start: see {run.run.folder / LOG_FILE}; is the disk full?"
             status = RunStatus(state="failed", command=run.run.command, reason=reason)
         run.status, run.progress = status, status.state
+        is_early = status.state == "failed" and run.step == 0
+        self._early_failures = self._early_failures + 1 if is_early else 0
 
     # ---- stopping
 

@@ -30,6 +30,7 @@ class MetricsReader:
     Attributes:
       losses: the loss of every step so far, in the order in which they were written.
       step: the last step with a loss; 0 before the first.
+      validated: the last step that was validated; None if none was.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,6 +42,7 @@ class MetricsReader:
         self._identity, self._offset, self._rest = identity, 0, b""
         self.losses: dict[int, float] = {}
         self.step: int = 0
+        self.validated: int | None = None
 
     def update(self) -> None:
         """Reads the new lines. A file that was replaced or shortened, as after a resume, is read from its start."""
@@ -66,6 +68,8 @@ class MetricsReader:
                 self.losses.pop(step, None)  # a run that was resumed runs some steps again
                 self.losses[step] = row["loss"]
                 self.step = step
+            if "validation_loss" in row or "val_loss" in row:
+                self.validated = max(step, self.validated or step)
 
 
 def parse_rows(lines: Iterable[bytes | str]) -> Iterator[Row]:

@@ -240,6 +240,26 @@ def judge_end(folder: Path, run: Run, code: int, stop_signal: int | None, log_st
     return RunEnd(state="failed", reason=f"the program ended at step {step} of {run.steps}")
 
 
+def judge_without_exit_code(folder: Path, run: Run) -> RunEnd:
+    """How a run ended whose exit code is lost: it has finished if nothing is missing in its metrics.
+
+    A run that validates has to have validated its last step, because it may have been killed before that.
+    """
+    end = judge_end(folder, run, 0, None)
+    if end.diverged:
+        return end
+    lost = "its exit code is not known, because its wrapper was killed or could not write it (a full disk?)"
+    if run.steps is None:
+        return RunEnd(state="failed", reason=f"{lost}, and neither is its number of steps (--steps)")
+    if end.state != "finished":
+        return RunEnd(state="failed", reason=f"{lost}; {end.reason}")
+    validated = MetricsReader(folder / METRICS_FILE).validated
+    if validated is not None and validated < run.steps:
+        reason = f"{lost}; its last validation is of step {validated} of {run.steps}"
+        return RunEnd(state="failed", reason=reason)
+    return RunEnd(state="finished", reason=f"{lost}; its metrics are complete")
+
+
 def _explain_exit(code: int, log: Path, log_start: int) -> str:
     lines = tail_lines(log, _LOG_LINES, start=log_start)
     if any(word in line for line in lines for word in _OUT_OF_MEMORY):
