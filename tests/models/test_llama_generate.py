@@ -41,9 +41,14 @@ def make_params(config: ModelConfig = SMALL, scale: float = 10.0) -> llama.Param
 
 
 def predict_next(params: llama.Params, tokens: jax.Array) -> jax.Array:
-    """The most probable token after each prefix of a row, by the model that is trained."""
+    """The most probable token after each prefix of a row, by the model that is trained, without a cache."""
     x = llama.run_blocks(params, tokens, SMALL)[0]
     return jnp.argmax(llama.linear(params, "lm_head", x)[0], axis=-1)
+
+
+def assert_greedy(prompt: list[int], drawn: list[int], predicted: list[int]) -> None:
+    assert drawn == predicted[len(prompt) - 1 : -1]
+    assert len(set(drawn)) > len(drawn) // 2  # not the same token again and again
 
 
 def test_greedy_tokens_are_those_of_the_model_that_is_trained():
@@ -56,10 +61,24 @@ def test_greedy_tokens_are_those_of_the_model_that_is_trained():
         assert len(drawn) == 12
         # One shape is compiled; what follows changes nothing.
         padded = [*prompt, *drawn, *[0] * (9 - len(prompt))]
-        predicted = oracle(params, jnp.array([padded])).tolist()
-        assert drawn == predicted[len(prompt) - 1 : len(prompt) + 11]
-        assert len(set(drawn)) > len(drawn) // 2  # not the same token again and again
-    assert generator._advance._cache_size() == 1
+        assert_greedy(prompt, drawn, oracle(params, jnp.array([padded])).tolist()[: len(prompt) + 12])
+    assert generator._advance._cache_size() == 2  # one program for prompts, one for tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes", [{"scan": False}, {"experts": 4, "layers": 1}], ids=["unrolled", "experts"]
+)
+def test_greedy_tokens_are_those_of_the_model(changes):
+    config, prompt = replace(SMALL, **changes), [5, 7, 11]
+    params = make_params(config)
+
+    def logits(params: Any, tokens: Any) -> Any:
+        return llama.linear(params, "lm_head", llama.run_blocks(params, tokens, config)[0])
+
+    drawn = list(Generator(params, config, Sampling(tokens=10, temperature=0), 3).generate(prompt))
+    full = jax.jit(logits)(params, jnp.array([[*prompt, *drawn]]))
+    assert_greedy(prompt, drawn, jnp.argmax(full[0], axis=-1).tolist())
 
 
 # ---- sampling
