@@ -122,7 +122,7 @@ def explain_early_exit(program: Program) -> Iterator[None]:
         yield
     except SystemExit as end:
         if not end.code:
-            raise
+            raise  # it has printed its help, and the runner a note
         hint = "; ".join(filter(None, (_TRAIN_HINT, misplaced_hint(program.args))))
         code = _print_exit_text(end)
         print_note(f"the program exited with {code} before it differentiated a loss: {hint}", "error")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import BuiltinImporter, ModuleSpec, SourceFileLoader
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Literal
@@ -46,6 +47,18 @@ class Program:
                 raise BadProgram("-m needs the name of a module" if words[0] == "-m" else "-c needs code")
             return cls(words[1], tuple(words[2:]), "module" if words[0] == "-m" else "code")
         return cls(words[0], tuple(words[1:]))
+
+    @property
+    def help_word(self) -> str:
+        """The argument that asks for the program's help or version, by convention; empty if none does.
+
+        With a value, as in `-h 8` or `--version 2`, it is another option.
+        """
+        for word, next_word in pairwise((*self.args, "")):
+            has_value = next_word != "" and not next_word.startswith("-")
+            if word == "--help" or (word in ("-h", "--version") and not has_value):
+                return word
+        return ""
 
     def check(self) -> None:
         """Raises BadProgram if there is nothing to run.

@@ -84,9 +84,10 @@ def run(
     Without `plans_always` a policy that changes nothing leaves all losses to JAX, and there are no plans. `compile`
     makes the function that runs instead of a planned loss; by default that does what the plan says.
 
-    Raises SystemExit if the program exits with an error, BadProgram if it cannot be started, and PolicyError if the
-    policy could not be applied, even if the program caught that. Any other exception of the program is printed and
-    becomes SystemExit, and so does a policy that could not be applied in a child.
+    Raises SystemExit if the program exits with an error. Also if its arguments ask for help (`--help`), and it ends
+    with 0 and differentiates nothing; then it says that no policy was applied. Raises BadProgram if the program cannot
+    be started, and PolicyError if the policy could not be applied, even if the program caught that. Any other exception
+    of the program is printed and becomes SystemExit, and so does a policy that could not be applied in a child.
     """
     program.check()
     settings = {
@@ -133,7 +134,14 @@ def _run(
     if exit is not None and exit.code not in (None, 0):
         raise exit
     _exit_if_refused(refusals)
-    return ProgramResult(session=session, children=children.count)
+    result = ProgramResult(session=session, children=children.count)
+    if program.help_word and not (session and session.plans) and not result.saw_forward_mode:
+        sys.stderr.write(
+            f"policyc: note: the program got {program.help_word}, ended with 0 and differentiated nothing: no policy "
+            "was applied\n"
+        )
+        raise exit or SystemExit(0)
+    return result
 
 
 def _exit_if_refused(refusals: ChildRefusals) -> None:

@@ -91,9 +91,10 @@ def test_a_script_in_a_process_runs_as_under_python(home: Path) -> None:
 
 
 def test_a_module_runs_too(home: Path) -> None:
-    result = run(home, "apply", "good.policy", "--stats-every", "1", "-m", "train")
+    result = run(home, "apply", "good.policy", "--stats-every", "1", "-m", "train", "--help")
     assert result.code == 0, result.err
     assert "loss" in result.out
+    assert "no policy was applied" not in result.err, "it trains, whatever --help means to it"
     assert "--stats-every measured nothing: the program does not call policyc.observe" in result.err
 
 
@@ -104,7 +105,7 @@ def test_a_module_runs_too(home: Path) -> None:
         (1, "count.policy train.py", "expects 3 sites and matches 2"),
         (1, "broken.policy train.py", "syntax-error"),
         (1, "good.policy plain.py", "differentiated nothing"),
-        (1, "good.policy forward.py", "took derivatives in forward mode only (jax.jvp, jacfwd)"),
+        (1, "good.policy forward.py --help", "took derivatives in forward mode only (jax.jvp, jacfwd)"),
         (1, "good.policy no_gemm.py", "no loss of the program has a GEMM"),
         (2, "good.policy absent.py", "no such script"),
         (2, "good.policy -m absent.module", "no module named 'absent.module'"),
@@ -128,6 +129,47 @@ def test_sites_too_name_forward_mode_as_the_reason(home: Path) -> None:
     result = run(home, "sites", "forward.py")
     assert result.code == 1
     assert "the program ended and took derivatives in forward mode only" in result.err
+
+
+HELPFUL = """
+import argparse, sys
+
+kind, sys.argv[1:] = sys.argv[1], sys.argv[2:]
+if kind == "argparse":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--version", action="version", version="7")
+    parser.parse_args()
+if kind == "fails":
+    sys.exit(3)
+print("usage: helpful")  # by hand, and without an exit
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [
+        ("argparse --help", 0),
+        ("argparse --version", 0),
+        ("argparse", 1),
+        ("hand --lr 1 -h", 0),
+        ("hand -- --help model", 0),
+        ("hand", 1),
+        ("hand -h 8", 1),  # the number of heads
+        ("hand --version 2", 1),  # of the data
+        ("fails --help", 3),
+    ],
+)
+@pytest.mark.parametrize("caller", ["apply fp8", "lint fp8"])
+def test_a_program_that_only_shows_its_help_is_no_error(
+    tmp_path: Path, caller: str, program: str, code: int
+) -> None:
+    (tmp_path / "helpful.py").write_text(HELPFUL)
+    words = ["helpful.py", *program.split()]
+    result = command.policyc(*caller.split(), *words, cwd=tmp_path)
+    assert result.code == code, result.err
+    note = "ended with 0 and differentiated nothing: no policy was applied"
+    assert (note in result.err) == (code == 0)
+    assert ("differentiated nothing (jax.grad, vjp, ...): give it the arguments" in result.err) == (code == 1)
 
 
 def test_a_traceback_has_only_frames_of_the_program(home: Path) -> None:
