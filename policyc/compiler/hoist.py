@@ -131,11 +131,13 @@ class RewrittenLoss:
         """
         quantized: dict[Any, list[Any]] = {}
         arrays: list[Any] = []
+        with_keys = [h for h in self.hoisted if h.content is ROUNDING_KEY]
+        keys = iter(self.source.layer_keys([(self.sites[h.address], h.ranges) for h in with_keys]))
         for hoisted in self.hoisted:
             site = self.sites[hoisted.address]
             if hoisted.content is ROUNDING_KEY:
                 # As arrays of JAX: a scan saves slices of other constants again, for its backward pass.
-                arrays += map(jnp.asarray, self.source.layer_keys(site, hoisted.ranges))
+                arrays += map(jnp.asarray, next(keys))
                 continue
             origin = site.origin
             assert origin is not None

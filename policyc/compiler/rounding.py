@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from policyc.compiler.sites import Site
 from policyc.jaxcore import autodiff
 from policyc.jaxcore.containers import IterationRange
 from policyc.numerics.quantize import Key, make_key
+from policyc.numerics.quantize.bits import materialize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,21 +28,33 @@ class RandomSource:
         """The key of a site that no extra input reaches."""
         return make_key(self.seed, site.id)
 
-    def layer_keys(self, site: Site, ranges: Sequence[IterationRange]) -> list[Any]:
-        """The two words of the key of every layer in these ranges of a site's loops."""
+    def layer_keys(self, layers: Sequence[tuple[Site, Sequence[IterationRange]]]) -> list[tuple[Any, Any]]:
+        """For each site, both words of the key of every layer in these ranges of its loops."""
+        words = [self._known_words(site, ranges) for site, ranges in layers]
+        if self.run_step is None or not words:
+            return words
+        # The step is folded into all keys at once, and they are written to memory: XLA would do it for each key.
+        a, b = (np.concatenate([pair[i].ravel() for pair in words]) for i in (0, 1))
+        with autodiff.trace_of(self.run_step.step):
+            folded = Key(a, b).fold(self.run_step.seed).fold(self.run_step.step)
+            a, b = materialize((folded.a, folded.b))
+            starts = np.cumsum([0, *(pair[0].size for pair in words)])
+            return [
+                (a[start:stop].reshape(pair[0].shape), b[start:stop].reshape(pair[0].shape))
+                for pair, (start, stop) in zip(words, pairwise(starts.tolist()), strict=True)
+            ]
+
+    def _known_words(self, site: Site, ranges: Sequence[IterationRange]) -> tuple[np.ndarray, np.ndarray]:
+        """Both words of the keys, before the step is folded into them."""
         key = self.site_key(site)
         layers = [key.fold(ordinal) for ordinal in site.loop_ordinals()] if site.is_layered else [key]
         sizes = tuple(s.size for s in site.loops)
         part = tuple(slice(r.start, r.stop) for r in ranges)
-        words = [
+        a, b = (
             np.array(words, np.uint32).reshape(sizes)[part]
             for words in ([k.a for k in layers], [k.b for k in layers])
-        ]
-        if self.run_step is None:
-            return words
-        with autodiff.trace_of(self.run_step.step):
-            folded = Key(*words).fold(self.run_step.seed).fold(self.run_step.step)
-        return [folded.a, folded.b]
+        )
+        return a, b
 
 
 NO_SEED = RandomSource()

@@ -173,11 +173,13 @@ class TappedLoss:
         """The results of the loss, for its inputs and these taps. `consts` are other values for its constants."""
         remaining = iter(taps)
         extra: list[Any] = []
+        with_keys = [e for e in self._extra if e.content is not TAP]
+        keys = iter(self._source.layer_keys([(self._rewriter.sites[e.address], e.ranges) for e in with_keys]))
         for e in self._extra:
             if e.content is TAP:
                 extra.append(next(remaining))
             else:
-                extra += self._source.layer_keys(self._rewriter.sites[e.address], e.ranges)
+                extra += next(keys)
         values = self.jaxpr.consts if consts is None else consts
         return jaxprs.evaluate_with_consts(self.jaxpr, values, *inputs, *extra)
 

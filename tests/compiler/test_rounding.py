@@ -54,9 +54,10 @@ def quantized(policy: str = STOCHASTIC, loss: Any = loss) -> Any:
 def test_a_key_consists_of_seed_site_layer_and_step(run_step: RunStep | None) -> None:
     source = RandomSource(seed=3, run_step=run_step)
     extra = (5, 11) if run_step else ()
-    for site in plan_model(STOCHASTIC).sites:
-        ranges = [IterationRange(0, s.size) for s in site.loops]
-        a, b = (np.asarray(words).ravel() for words in source.layer_keys(site, ranges))
+    sites = list(plan_model(STOCHASTIC).sites)
+    keys = source.layer_keys([(s, [IterationRange(0, loop.size) for loop in s.loops]) for s in sites])
+    for site, pair in zip(sites, keys, strict=True):
+        a, b = (np.asarray(words).ravel() for words in pair)
         layers = [(o,) for o in site.loop_ordinals()] if site.is_layered else [()]
         expected = [oracle.make_key(3, site.id, *layer, *extra) for layer in layers]
         assert list(zip(a.tolist(), b.tolist(), strict=True)) == expected
