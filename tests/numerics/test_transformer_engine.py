@@ -32,7 +32,12 @@ from tests.support import te_kernels, te_without_gpu
 from tests.support.gemms import NEAREST, normal, relative_error, three_products
 from tests.support.te_without_gpu import Call, find_calls, lower_for_cuda
 
-pytestmark = [pytest.mark.te, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [
+    pytest.mark.te,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    # Most tests switch that kernel off: see `two_calls`.
+    pytest.mark.filterwarnings("ignore:Transformer Engine's kernel that quantizes rows and rotated columns:UserWarning"),
+]
 
 VENDOR = "* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)"
 MASK = sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0)
