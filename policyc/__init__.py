@@ -60,7 +60,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-if "jax" in sys.modules:  # before the program traces anything: see there
+if "jax" in sys.modules:  # before the program traces anything; the module says why
     import_module("policyc.jaxcore.cache_keys")
 
 
@@ -68,12 +68,12 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'policyc' has no attribute '{name}'")
     if _MODULES[name] in ("compiler.pipeline", "compiler.plan", "compiler.session"):
-        import_module("jax")  # first: 'policyc apply' imports the compiler when a program has imported JAX
+        import_module("jax")  # first: 'policyc apply' imports the compiler as soon as a program imports JAX
     return getattr(import_module(f"policyc.{_MODULES[name]}"), name)
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Adds the magic `%%policy` to a notebook: `%load_ext policyc`."""
+    """Registers the `%%policy` magic. IPython calls this for `%load_ext policyc`."""
     import_module("policyc.editor.magic").register(shell)
 
 

@@ -1,3 +1,3 @@
-"""Helpers that know nothing of policies and load no JAX: output files, messages, HTML, JAX's compilation cache."""
+"""Helpers that know nothing about policies and do not import JAX: output files, messages, HTML, compilation cache."""
 
 __all__ = ["compile_cache", "files", "frontier", "garbage", "notebook", "text", "web_page"]

@@ -1,4 +1,4 @@
-"""Where JAX keeps compiled programs: by default in a folder of the user, so that the next start takes seconds."""
+"""Sets up JAX's compilation cache, by default in the user's cache folder, so that the next start takes seconds."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from policyc.base.files import user_cache_folder
 VARIABLE = "POLICYC_COMPILE_CACHE"
 OFF = "off"
 LOCK_SECONDS = 10.0  # as long as JAX waits for its lock
-MAX_BYTES = 10 * 2**30  # of the folder; JAX then removes what was not used for longest
+MAX_BYTES = 10 * 2**30  # size of the folder; above it, JAX removes the least recently used programs
 
 
 def use_compile_cache(folder: str | None = None) -> None:
-    """Makes JAX keep compiled programs in a folder, also in the processes that this one starts.
+    """Makes JAX cache compiled programs in a folder, also in the processes that this one starts.
 
     Args:
-      folder: "off" keeps nothing. By default what POLICYC_COMPILE_CACHE says; if it is not set, what JAX is configured
-        to do (JAX_COMPILATION_CACHE_DIR); if it is not, `policyc/compiled` in the user's cache folder, or
-        `policyc/compiled_without_limit` if `filelock` is not installed.
+      folder: the folder, or "off" for no cache. The default is the value of POLICYC_COMPILE_CACHE. If that is not set,
+        JAX's own setting (JAX_COMPILATION_CACHE_DIR) is left alone. If JAX has none either, the folder is
+        `policyc/compiled` in the user's cache folder, or `policyc/compiled_without_limit` if `filelock` is not
+        installed.
     """
     chosen = folder or os.environ.get(VARIABLE)
     if chosen is None and _get("jax_compilation_cache_dir"):
@@ -31,7 +32,7 @@ def use_compile_cache(folder: str | None = None) -> None:
         _set("jax_compilation_cache_dir", None)
         return
     is_limited = importlib.util.find_spec("filelock") is not None  # JAX needs it to count the bytes
-    # Without a limit JAX writes no times of use, and with one it fails in a folder with programs that have none.
+    # Without a limit, JAX records no access times. With a limit, it fails in a folder whose programs have none.
     default = user_cache_folder() / ("compiled" if is_limited else "compiled_without_limit")
     path = Path(chosen).absolute() if chosen else default
     try:
@@ -46,14 +47,14 @@ def use_compile_cache(folder: str | None = None) -> None:
 
 
 def _remove_broken(folder: Path) -> None:
-    """Removes programs that a killed process wrote without the time of their last use: JAX would keep no other then."""
-    # The lock may be held for too long, or the file system may have none: then JAX does without its cache, too.
+    """Removes programs that a killed process wrote without their access time: JAX can add no others next to one."""
+    # The lock may be held for too long, or the file system may not support locks. Then JAX has no cache either.
     with contextlib.suppress(OSError, NotImplementedError):
         if not _list_incomplete(folder):
             return
         import filelock
 
-        # JAX holds this lock while it writes, and a killed process holds none.
+        # JAX holds this lock while it writes. A killed process no longer holds it.
         with filelock.FileLock(folder / ".lockfile", LOCK_SECONDS):
             for program in _list_incomplete(folder):
                 program.unlink()
@@ -73,7 +74,7 @@ def _get(name: str) -> str | None:
 
 
 def _set(name: str, value: str | int | None) -> None:
-    """Sets an option of JAX, whether or not JAX is loaded. A program may still set variables that JAX reads then."""
+    """Sets a JAX option. Until JAX is loaded, a program can still change the environment variable that JAX reads."""
     if value is None:
         os.environ.pop(name.upper(), None)
     else:

@@ -20,13 +20,16 @@ STANDARD_OUTPUT = "-"
 
 _DESCRIPTOR = re.compile(r"/dev/(?P<name>stdin|stdout|stderr)|/(?:dev|proc/self)/fd/(?P<number>\d+)")
 _STANDARD_DESCRIPTORS = {"stdin": 0, "stdout": 1, "stderr": 2}
-_MAX_LINKS = 40  # as the Linux kernel follows
-_MAX_PREFIX = 64  # characters of the name in the name of the temporary file: names have at most 255 bytes
+_MAX_LINKS = 40  # as many as the Linux kernel follows
+_MAX_PREFIX = 64  # characters of the file's name in its temporary name, which may have at most 255 bytes
 
 
 @contextmanager
 def explain_unreadable(path: Path, writer: str) -> Iterator[None]:
-    """Around reading a JSON file of policyc: raises ValueError with what writes such files, if it is another one."""
+    """Context for reading a JSON file of policyc. Raises ValueError if the file is unreadable or of another kind.
+
+    `writer` is the command that writes such files. The message names it.
+    """
     try:
         yield
     except OSError as error:
@@ -36,19 +39,19 @@ def explain_unreadable(path: Path, writer: str) -> Iterator[None]:
 
 
 def user_cache_folder() -> Path:
-    """The folder of the user in which policyc keeps what it can make again."""
+    """The user's folder for files that policyc can regenerate."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(home, "policyc").absolute()
 
 
 def is_standard_output(name: str) -> bool:
-    """Does the name of an output stand for standard output? Then messages belong on standard error."""
+    """Whether the name of an output stands for standard output. If so, messages belong on standard error."""
     return name == STANDARD_OUTPUT or _find_descriptor(Path(name)) == _STANDARD_DESCRIPTORS["stdout"]
 
 
 @contextmanager
 def open_output(name: str) -> Iterator[BinaryIO]:
-    """Opens the file that a command-line option names. `-` is standard output; see `atomic_write` for the others."""
+    """Opens the file that a command-line option names. `-` is standard output; see `atomic_write` for other names."""
     if name != STANDARD_OUTPUT:
         with atomic_write(Path(name)) as stream:
             yield stream
@@ -60,16 +63,16 @@ def open_output(name: str) -> Iterator[BinaryIO]:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Opens a stream whose content replaces the file when the block ends. If the block raises, nothing is left.
+    """Opens a stream whose content replaces the file when the block ends. If the block raises, the file is unchanged.
 
     The new file is written in the same folder and then renamed, so the folder must be writable, not only the file. A
-    new file gets the mode that the umask leaves, and a replaced one keeps its mode. What is not a regular file is
-    written to directly. Raises OSError.
+    new file gets the mode that the umask leaves, and a replaced one keeps its mode. Anything that is not a regular file
+    is written to directly, even if the block raises later. Raises OSError.
     """
     descriptor = _find_descriptor(path)
     if descriptor is not None:
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()  # what was printed before comes before
+            stream.flush()  # earlier output must come first
         with os.fdopen(os.dup(descriptor), "wb") as output:
             yield output
         return
@@ -87,13 +90,13 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         if mode is not None:
             os.chmod(temporary, stat.S_IMODE(mode))
         os.replace(temporary, target)
-    except BaseException:  # also when the user interrupts: no temporary file stays
+    except BaseException:  # also if the user interrupts: no temporary file may stay behind
         os.unlink(temporary)
         raise
 
 
 def _read_mode(path: Path) -> int | None:
-    """Returns the mode of what a path leads to, or None if there is nothing. Raises OSError for a cycle of links."""
+    """Returns the mode of the file that a path leads to; None if there is none. Raises OSError for a cycle of links."""
     try:
         return path.stat().st_mode
     except FileNotFoundError:
@@ -101,9 +104,9 @@ def _read_mode(path: Path) -> int | None:
 
 
 def _find_descriptor(path: Path) -> int | None:
-    """Returns the open descriptor that a path or a chain of links names.
+    """Returns the open descriptor that a path names, directly or through links; None for any other path.
 
-    Such a path must not be resolved: it may lead to a regular file, which the process has open and others append to.
+    Such a path must not be resolved: the descriptor may be a regular file that other processes append to as well.
     """
     text = str(path)
     for _ in range(_MAX_LINKS):

@@ -1,6 +1,6 @@
-"""The frontier of a search, damage over predicted speed-up: its file, and its picture as SVG.
+"""Reads the frontier of a search (damage over predicted speed-up) from its file, and draws it as SVG.
 
-`policyc search --frontier` writes both. The pages of `policyc diff` and `policyc report` show the picture of a file.
+`policyc search --frontier` writes either. The pages of `policyc diff` and `policyc report` show the drawing of a file.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from policyc.base.files import explain_unreadable
 from policyc.base.web_page import render_template
 
 Frontier = dict[str, Any]
-"""What the file holds: `source` (what was scored), the points that were found (`frontier`), and those of other policies
-by name (`policies`). A point has `speed_up` and `damage`."""
+"""Contents of the file: `source` (what was scored), `frontier` (the points found) and `policies` (the points of other
+policies, by name). A point has `speed_up` and `damage`."""
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 610, 20, 350  # where the axes are in the picture, which has a width of 640
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 610, 20, 350  # position of the axes in the drawing, which is 640 wide
 _MIDDLE = 320
 _LABEL_HEIGHT, _LABEL_WIDTH = 14, 128
 
 
 def read_frontier(path: Path) -> Frontier:
-    """The frontier in a file. Raises ValueError."""
+    """Reads a frontier file. Raises ValueError if it cannot be read, is not such a file or has no points."""
 
     def point(values: Any) -> dict[str, float]:
         numbers = {name: float(values[name]) for name in ("speed_up", "damage")}
@@ -42,7 +42,7 @@ def read_frontier(path: Path) -> Frontier:
 
 
 def draw_frontier(frontier: Frontier) -> str:
-    """The picture, as one SVG element."""
+    """Draws the frontier as one SVG element."""
     points = [*frontier["frontier"], *frontier["policies"].values()]
     speed_ups = [point["speed_up"] for point in points]
     slowest, fastest = min(1.0, *speed_ups), max(speed_ups)

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def paused_collection() -> Iterator[None]:
-    """Pauses the collector where many objects are made and nearly all are kept.
+    """Pauses the collector while many objects are made and nearly all of them stay alive.
 
-    The collector runs again and again as their number grows, and each time looks at all objects of the program.
-    Objects without reference cycles are freed as always.
+    Otherwise it runs again and again as their number grows, and scans all objects of the program each time. Objects
+    without reference cycles are freed as usual.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""HTML for notebooks: tables and texts. Names come from programs and policies, so everything is escaped."""
+"""HTML for notebooks: tables and text. Names come from programs and policies, so everything is escaped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from policyc.base.text import escape_lines
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> str:
-    """A table. Its style is that of the notebook."""
+    """Returns an HTML table, in the style of the notebook."""
     title = f"<caption>{escape_text(caption)}</caption>" if caption else ""
     head = "".join(f"<th>{escape_text(cell)}</th>" for cell in header)
     body = "".join(f"<tr>{''.join(f'<td>{escape_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
@@ -18,12 +18,12 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: st
 
 
 def html_text(text: str) -> str:
-    """A text in which every space counts."""
+    """Returns preformatted text: spaces and line breaks stay."""
     return f"<pre>{escape_text(text)}</pre>"
 
 
 def html_policy(text: str) -> str:
-    """The text of a policy, in colors if Pygments is installed, as it is where notebooks are."""
+    """Returns the text of a policy, with syntax colors if Pygments is installed (IPython depends on it)."""
     try:
         from pygments import highlight
         from pygments.formatters import HtmlFormatter
@@ -58,5 +58,5 @@ def html_policy(text: str) -> str:
 
 
 def escape_text(text: str) -> str:
-    """A text for HTML or SVG, without control characters except line breaks."""
+    """Escapes a text for HTML or SVG, and its control characters except line breaks."""
     return escape(escape_lines(text))

@@ -17,7 +17,7 @@ def escape_controls(text: str) -> str:
 
 
 def escape_lines(text: str) -> str:
-    """Replaces the control characters of a text of several lines, but not its line breaks."""
+    """Replaces control characters, except line breaks."""
     return "\n".join(map(escape_controls, text.split("\n")))
 
 
@@ -33,7 +33,7 @@ def count_others(number: int) -> str:
 
 
 def as_ranges(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Ascending numbers as ranges (first, last)."""
+    """Groups ascending numbers into ranges (first, last)."""
     ranges: list[tuple[int, int]] = []
     for number in numbers:
         if ranges and ranges[-1][1] == number - 1:
@@ -44,18 +44,18 @@ def as_ranges(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
 
 
 def format_ranges(ranges: tuple[tuple[int, int], ...]) -> str:
-    """Ranges as text: `0-2,5`."""
+    """Formats ranges: `0-2,5`."""
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
 
 
 def format_seconds(seconds: float) -> str:
-    """`3.00 ms`: three significant digits, in the largest unit that the rounded value reaches."""
+    """Formats a time with three significant digits, in the largest unit that the rounded value reaches: `3.00 ms`."""
     size, unit = next((u for u in _TIMES if seconds >= 0.9995 * u[0]), _TIMES[-1])
     return f"{f'{seconds / size:#.3g}'.rstrip('.')} {unit}"
 
 
 def format_change(fraction: float) -> str:
-    """`-27 %`, `+6.3 %`."""
+    """Formats a relative change in percent: `-27 %`, `+6.3 %`."""
     percent = 100 * fraction
     digits = 0 if abs(percent) >= 10 or not percent else 1
     return f"{percent:+.{digits}f} %"

@@ -1,4 +1,4 @@
-"""Fills templates: pages of HTML that open from disk and load nothing, and Markdown."""
+"""Fills templates of Markdown and of HTML pages. The pages open from disk and load nothing."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
 
-_FOLDER = "web"  # of a package: its templates, scripts and styles
+_FOLDER = "web"  # in each package: its templates, scripts and styles
 
 
 def as_markup(text: str) -> Markup:
-    """A text that templates take as it is. Here and below, jinja2 is loaded when a page is written, not before."""
+    """Marks a text that templates must not escape. Here and below, jinja2 is imported only when a page is written."""
     from markupsafe import Markup
 
     return Markup(text)
 
 
 def read_assets(package: str, *names: str) -> Markup:
-    """The texts of some files in the folder `web` of a package, which templates take as they are."""
+    """Reads files in the folder `web` of a package, as text that templates do not escape."""
     folder = resources.files(package) / _FOLDER
     return as_markup("\n".join((folder / name).read_text(encoding="utf-8") for name in names))
 
 
 def render_template(package: str, name: str, **values: Any) -> str:
-    """Fills a template. Texts are escaped for its language, except those that are `Markup`."""
+    """Fills a template. Values are escaped for its language, except `Markup`."""
     return str(_environment(package, name.endswith((".html", ".svg"))).get_template(name).render(values))
 
 
@@ -52,12 +52,12 @@ def _environment(package: str, is_html: bool) -> Environment:
 
 
 def _finalize_html(value: Any) -> Any:
-    """Without characters that change the direction of others; the environment escapes markup after this."""
+    """Escapes control characters, such as those that change the text direction. The environment then escapes markup."""
     return escape_lines(value) if _is_plain_text(value) else value
 
 
 def _finalize_markdown(value: Any) -> Any:
-    """A text in one line that is not read as markup."""
+    """Joins the lines of a text and escapes characters that Markdown would read as markup."""
     if not _is_plain_text(value):
         return value
     text = escape_controls(value.replace("\n", " "))
@@ -69,11 +69,11 @@ def _is_plain_text(value: Any) -> bool:
 
 
 def embed_json(data: Any) -> Markup:
-    """JSON that cannot end the script element it is in."""
+    """Returns JSON for a script element. `<` is escaped, so that no text in it can end the element."""
     return as_markup(json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"))
 
 
 def compress_json(data: Any) -> Markup:
-    """JSON, compressed, in base64. For tables, which repeat the same texts."""
+    """Returns gzipped JSON in base64, for tables, which repeat the same texts."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return as_markup(base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode())

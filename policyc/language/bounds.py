@@ -1,4 +1,4 @@
-"""Whole numbers and percentages, as they bound a slice of layers or a phase of training: `-4`, `82%`."""
+"""Bounds of a slice of layers or of a phase of training: whole numbers and percentages (`-4`, `82%`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fractions import Fraction
 from policyc.language.diagnostics import Span, span_field
 
 MAX_DIGITS = 18
-"""The most digits of a number in a policy, and of a layer index in a path. Such a number fits in 64 bits."""
+"""Maximum number of digits of a number in a policy, and of a layer index in a path. Such a number fits in 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Bound:
         return f"{Decimal(self.value.numerator) / self.value.denominator:f}{'%' if self.percent else ''}"
 
     def position(self, size: int) -> int:
-        """Returns the offset in a sequence of `size` elements, counted as Python slices count.
+        """Returns the offset in a sequence of `size` elements. As in Python slices, a negative one is from the end.
 
         `-15%` is the same offset as `85%`, rounded down, so that `[:85%]` and `[-15%:]` do not overlap.
         """

@@ -1,6 +1,6 @@
 """Finds and reads policy files, and the data that ships with policyc: grammars, policies and models.
 
-An installed wheel has these folders inside the package. In a checkout they lie beside it.
+An installed wheel has the data folders inside the package. In a checkout they are next to it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PACKAGE = Path(__file__).parent.parent
 
 
 def data_folder(name: str) -> Path:
-    """Returns the path of a data folder."""
+    """Returns the path of a data folder: `grammars`, `policies` or `models`."""
     installed = _PACKAGE / name
     return installed if installed.is_dir() else _PACKAGE.parent / name
 

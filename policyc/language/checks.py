@@ -1,6 +1,6 @@
 """Checks the names and options that a policy and its variants use.
 
-The checks run when all imports are expanded, so that a file can redefine the recipes of a file it imports.
+The checks run after all imports are expanded, so that a file can redefine the recipes of a file it imports.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from policyc.language.policy import (
 from policyc.language.recipes import OPERANDS, OPTIONS, OTHER_OPTION_NAMES
 from policyc.language.selectors import count_alternatives
 
-# Limits that keep the time to check any text in proportion to its length.
-_MAX_CHAIN = 32  # recipes named by recipes
-_MAX_STEPS = 100_000  # from recipe to recipe in all variants: each is checked against the whole policy
-_MAX_ALTERNATIVES = 1024  # selectors that the braces of one selector stand for
-_MAX_SUGGESTIONS = 50  # in one policy: the search for a similar name is the most expensive check
+# Limits that keep the time to check a text proportional to its length.
+_MAX_CHAIN = 32  # recipes in a chain, each of which names the next
+_MAX_STEPS = 100_000  # from recipe to recipe, in all variants: each is checked against the whole policy
+_MAX_ALTERNATIVES = 1024  # selectors that one selector with braces expands to
+_MAX_SUGGESTIONS = 50  # searches for a similar name in one policy: they are the most expensive check
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class Definitions:
 
 
 class DiagnosticCollector:
-    """Collects diagnostics, and limits how often a similar name is searched for."""
+    """Collects diagnostics, and limits the number of searches for a similar name."""
 
     def __init__(self) -> None:
         self.diagnostics: list[Diagnostic] = []

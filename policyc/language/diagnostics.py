@@ -137,8 +137,8 @@ class Note:
 class Diagnostic:
     """One problem: where it is, what is wrong, and what to try.
 
-    `sites` are the names of all sites of a program that it is about. The message names the first. What a check of the
-    linter yields has no code: its rule adds that, and the severity.
+    `sites` are the names of all sites of a program that it is about; the message names only the first. The check of a
+    lint rule yields diagnostics without a code: the rule adds its code and its severity.
     """
 
     message: str
@@ -212,7 +212,7 @@ def _quote(span: Span, label: str, paint: Paint, kind: str) -> list[str]:
 
 
 def _format_message(text: str) -> str:
-    """Escapes a message and cuts it to the longest length printed."""
+    """Truncates a message to `_MAX_MESSAGE` characters and escapes it."""
     return escape_controls(text if len(text) <= _MAX_MESSAGE else text[: _MAX_MESSAGE - 1] + "…")
 
 

@@ -12,8 +12,8 @@ class Format:
     Attributes:
       bits: the width of one element, without its share of the scales.
       block: the number of elements that share a scale; 0 if the whole tensor does.
-      scale: the type of the block scale; None without block scales.
-      tensor_scale: is there an fp32 scale for the whole tensor, in addition to the block scales or alone?
+      scale: the type of the block scale; None if there are no block scales.
+      tensor_scale: whether there is an fp32 scale for the whole tensor, alone or in addition to the block scales.
       options: the names of the recipe options that the format takes.
     """
 
@@ -28,7 +28,7 @@ class Format:
 
     @property
     def is_quantized(self) -> bool:
-        """Do values of this format have a scale?"""
+        """Whether values of this format have a scale."""
         return self.scale is not None or self.tensor_scale
 
 
@@ -95,7 +95,7 @@ OTHER_FORMAT_NAMES = {
     **dict.fromkeys(("float8_e4m3", "float8_e4m3fn", "float8_e5m2", "fp8_e4m3", "fp8_e5m2"), "fp8"),
     **dict.fromkeys(("none", "off", "skip", "ignore", "original"), "keep"),
 }
-"""What other libraries call the formats."""
+"""Names of the formats in other libraries."""
 
 MISSING_FORMATS = {
     **dict.fromkeys(
@@ -109,4 +109,4 @@ MISSING_FORMATS = {
     **dict.fromkeys(("fp6", "mxfp6", "e3m2", "e2m3"), "there is no 6-bit format: choose mxfp8 or nvfp4"),
     **dict.fromkeys(("int8", "int4", "uint8"), "there are no integer formats: choose fp8 or nvfp4"),
 }
-"""Help for formats that have no counterpart here. They get no fix: another format has other numbers."""
+"""Help for formats that have no counterpart here. No fix is offered, because another format has other values."""

@@ -15,7 +15,7 @@ from policyc.language.policy import Rule
 
 _INDENT = "    "
 _MAX_WIDTH = 100  # columns: a wider block is written on several lines, and a wider selector is not aligned
-_MAX_KEPT = 4096  # printed statements: those of the policies that are open in an editor
+_MAX_KEPT = 4096  # cached statements: enough for the policies that are open in an editor
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def _print_part(before: str, piece: str) -> _Part | None:
 class _Printer:
     """Collects the lines to print. `start` and `end` are where the first printed item starts and the last one ends.
 
-    Spans of statements count from `piece`.
+    Spans of statements are relative to the offset `piece`.
     """
 
     def __init__(self, text: str, piece: int) -> None:
@@ -139,7 +139,7 @@ class _Printer:
                 self.end = end
 
     def _print_gap(self, start: int, depth: int, first_line: int) -> None:
-        """Prints one empty line for any number of them, except before the first item and at the top of a block."""
+        """Collapses the empty lines before an item into one. Drops those before the first item and atop a block."""
         if not self.lines:
             self.start = start
         if len(self.lines) > first_line and self._text.count("\n", self.end, start) > 1:
@@ -170,7 +170,7 @@ def _join_lines(lines: list[_Line]) -> str:
 
 
 def _is_in_group(line: _Line, depth: int) -> bool:
-    """Rules of one depth form a group. Comments on lines of their own do not end it."""
+    """Whether a line belongs to a group of rules at this depth. A comment on its own line does not end the group."""
     return line.depth == depth and (line.tail is not None or line.head.startswith("#"))
 
 

@@ -10,12 +10,12 @@ from policyc.language.policy import Rule
 from policyc.language.selectors import Selector
 
 MAX_SELECTORS = 64
-"""The most selectors in a group: each use of its name stands for all of them."""
+"""Maximum number of selectors in a group, because each use of its name expands to all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupDef:
-    """`group NAME = SELECTORS`. Names in it are scopes, not groups."""
+    """`group NAME = SELECTORS`. Groups do not nest: names in the selectors are scopes."""
 
     name: str
     selectors: tuple[Selector, ...]
@@ -26,14 +26,14 @@ class GroupDef:
 
 
 def named_group(selector: Selector, groups: Mapping[str, GroupDef]) -> GroupDef | None:
-    """Returns the group that a selector names. A group stands alone, without other segments."""
+    """Returns the group that a selector names, if any. A group name stands alone, without other segments or indices."""
     first = selector.segments[0]
     is_alone = len(selector.segments) == 1 and first.indices is None and not selector.anchored
     return groups.get(first.glob) if is_alone else None
 
 
 def expand_groups(rules: Sequence[Rule], groups: Mapping[str, GroupDef]) -> list[Rule]:
-    """Returns the rules with the selectors of each group in place of its name, and with its products."""
+    """Returns the rules with each group name replaced by the group's selectors, for the products after the name."""
 
     def names_group(rule: Rule) -> bool:
         return any(named_group(selector, groups) for selector in rule.selectors)

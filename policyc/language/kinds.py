@@ -1,4 +1,4 @@
-"""The kinds of sites: words in `where` that hold for any model, whatever its modules are called.
+"""The kinds of sites: words in `where` that work for any model, whatever the names of its modules.
 
 The compiler decides which of them are true for a site. This table says what they mean, and which of them can be true
 together.
@@ -87,11 +87,11 @@ _OTHER_WORDS = {
     "logits": "head", "unembedding": "head", "convolution": "conv", "blocks": "block", "layers": "layer",
     "depth": "layer", "weights": "weight", "param": "weight", "parameter": "weight",
 }  # fmt: skip
-"""What other tools call the words of `where`."""
+"""Names that other tools use for the words of `where`."""
 
 
 def suggest_word(word: str, numeric: Iterable[str]) -> str:
-    """Returns the help for a word that `where` does not know. `numeric` are the words that are compared."""
+    """Returns the help for a word that `where` does not know. `numeric` are the words that need a comparison."""
     if word == "kind":
         return f"write the kind itself: {', '.join(KINDS)}"
     words = (*numeric, *FLAGS)
@@ -101,7 +101,7 @@ def suggest_word(word: str, numeric: Iterable[str]) -> str:
 
 @cache
 def possible_flags(words: frozenset[str]) -> tuple[Flags, ...]:
-    """Returns the values that some of `FLAGS` can have together: one example of all flags for each combination."""
+    """Returns the possible combinations of values of some flags, each as an example with a value for every flag."""
     examples: dict[tuple[bool, ...], Flags] = {}
     ordered = [word for word in FLAGS if word in words]
     for values in itertools.product((True, False), repeat=len(FLAGS)):

@@ -1,7 +1,8 @@
 """Loads policies: reads files, expands imports, separates variants, checks names.
 
-An import is looked for beside the importing file, then among the bundled policies. Its path must be relative and end
-in `.policy`, and links must not lead out of these folders, so no import reads any other file.
+An import is looked up next to the importing file, then among the bundled policies. Its path must be relative, only
+`.policy` files are read, and links next to the importing file must not lead out of its folder. This keeps imports from
+reading other files.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ _NAMES: dict[type, str] = {
 }
 
 _Definitions = dict[tuple[str, str], Span]
-"""What one file has defined so far, by kind and name. A seed has no name."""
+"""The definitions of one file so far, by kind and name. The name of a seed is empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedPolicy:
-    """A policy and its diagnostics. With diagnostics, the policy holds the part that could be read.
+    """A policy and its diagnostics. If there are diagnostics, the policy holds only the part that could be read.
 
-    `imports` are the files that it imports, also through others, in the order in which they were read.
+    `imports` are the files that it imports, directly or indirectly, in the order in which they were read.
     """
 
     policy: Policy
@@ -90,12 +91,12 @@ def load(policy: str | Path) -> Policy:
 
 
 def is_policy_text(policy: object) -> bool:
-    """Is it the text of a policy, and not a path or a name?"""
+    """Whether the argument is the text of a policy, not a path or a name."""
     return isinstance(policy, str) and ("->" in policy or "\n" in policy)
 
 
 def split_variant(policy: str | Path) -> tuple[str | Path, str | None]:
-    """The name of a policy, and the variant after its colon: `llama_nvfp4:no_rht`. None: no variant."""
+    """Splits `llama_nvfp4:no_rht` into policy and variant. The variant is None if there is none or the path exists."""
     name, colon, variant = str(policy).rpartition(":")
     return (name, variant) if colon and name and not _exists(policy) else (policy, None)
 
@@ -125,7 +126,7 @@ def parse_with_diagnostics(
 
 
 def load_statements(statements: tuple[Statement, ...], *, path: Path | None = None) -> LoadedPolicy:
-    """The policy of statements that were read already. The spans of its diagnostics are theirs."""
+    """Builds the policy from statements that are parsed already. Its diagnostics have the spans of the statements."""
     loader = _Loader()
     loader.expand(statements, path)
     source = SourceText("", "<policy>" if path is None else str(path))
@@ -144,9 +145,9 @@ class _FileContext:
     """The file whose statements are being expanded.
 
     Attributes:
-      folder: where its imports are looked for first; None for a text that is not a file.
-      import_chain: the files from the main file to this one, without links.
-      is_imported: is it imported, directly or through others?
+      folder: where its imports are looked up first; None for a text that is not a file.
+      import_chain: the files from the main file to this one, with links resolved.
+      is_imported: whether the statements are imported. False in a variant, where another variant is an error.
     """
 
     folder: Path | None = None
@@ -154,7 +155,7 @@ class _FileContext:
     is_imported: bool = False
 
 
-@lru_cache(maxsize=64)  # an editor loads a policy for each key, and what it imports with it
+@lru_cache(maxsize=64)  # an editor loads a policy, with its imports, after each key
 def _read_imported(text: str, path: str) -> tuple[PolicyFile, tuple[Diagnostic, ...]]:
     return read_statements(SourceText(text, path))
 
@@ -247,7 +248,7 @@ class _Loader(DiagnosticCollector):
                     self._report_misplaced(statement, "a variant")
 
     def _is_first(self, kind: str, name: str, span: Span, own: _Definitions) -> bool:
-        """Reports a second definition in one file. `own` has what the file has defined so far."""
+        """Returns whether a definition is the first in its file, and reports a second one. `own` are those so far."""
         first = own.setdefault((kind, name), span)
         if first is not span:
             message = f"a second {kind} '{name}'" if name else f"a second {kind}"
@@ -256,7 +257,7 @@ class _Loader(DiagnosticCollector):
         return first is span
 
     def _report_changed_groups(self) -> None:
-        """Reports groups of the policy that a variant defines again: the rules of the policy would not change."""
+        """Reports groups of the policy that a variant redefines: the rules of the policy would not use the new ones."""
         for variant, definitions in self._variants.values():
             for name, group in definitions.groups.items():
                 first = self._base.groups.get(name)
@@ -267,7 +268,7 @@ class _Loader(DiagnosticCollector):
                     self.report("duplicate-group", group.span, message, help, notes=notes)
 
     def _report_replaced(self, statement: ImportStatement, target: Definitions, own: _Definitions) -> None:
-        """Reports what this file defined before the import, and the import has replaced. Each is reported once."""
+        """Reports definitions of this file that a later import replaces, each of them once."""
         for (kind, name), span in tuple(own.items()):
             if kind == "seed" and target.seed is not None and target.seed.span is not span:
                 self._is_first(kind, name, statement.span, own)
@@ -282,7 +283,7 @@ class _Loader(DiagnosticCollector):
     def _add_schedule(
         self, block: BlockStatement, conditions: tuple[StepCondition, ...], target: Definitions
     ) -> None:
-        """Adds the rules of an `after` or `until` block. `conditions` are those around them, outermost first."""
+        """Adds the rules of an `after` or `until` block. `conditions` are all that apply to them, outermost first."""
         for statement in block.body:
             match statement:
                 case Rule():
@@ -370,9 +371,9 @@ class _Loader(DiagnosticCollector):
 
 
 def _leaves_folder(folder: Path, relative: str) -> bool:
-    """Do links lead from a relative path to a file outside the folder that the path names, or to no policy?
+    """Whether links lead from a relative path to a file outside the folder, or to a file that is not a policy.
 
-    A path may name a file in a folder above with `..`. Then links may lead anywhere below the common folder.
+    A path with `..` may name a file in a parent folder. In that case links may lead anywhere below the common folder.
     """
     base, resolved = resolve_links(folder), resolve_links(folder / relative)
     written = Path(os.path.normpath(base / relative))
@@ -383,9 +384,9 @@ def _leaves_folder(folder: Path, relative: str) -> bool:
 
 
 def withhold_lines(path: Path, diagnostics: Sequence[Diagnostic]) -> tuple[Diagnostic, ...]:
-    """Replaces the syntax errors of a non-policy file by a single error without quotes: the file may hold secrets.
+    """Replaces the diagnostics of a file that is not a policy by one that quotes nothing: the file may hold secrets.
 
-    A file is a policy if it ends in `.policy`, also through links, or if it has no syntax errors.
+    A file is a policy if it has no syntax errors, or if its name, with links resolved, ends in `.policy`.
     """
     first = next((d for d in diagnostics if d.code == "syntax-error"), None)
     if first is None or resolve_links(path).suffix == bundled.POLICY_SUFFIX:

@@ -190,7 +190,7 @@ class Policy:
 
     @property
     def name(self) -> str:
-        """The policy in messages: the name of its file, and of the variant that is applied. Does not identify it."""
+        """The name for messages: that of the file, and the applied variant. Other policies may have the same name."""
         file = PurePath(self.source.path).name.removesuffix(POLICY_SUFFIX)
         return file if self.applied_variant is None else f"{file}, variant {self.applied_variant}"
 
@@ -200,7 +200,7 @@ class Policy:
         return 0 if self.seed_statement is None else self.seed_statement.value
 
     def with_seed(self, seed: int) -> Policy:
-        """Returns this policy with another seed. Raises ValueError if it has more than 32 bits."""
+        """Returns this policy with another seed. Raises ValueError if the seed is not an unsigned 32-bit number."""
         if not 0 <= seed <= MAX_SEED:
             raise ValueError(f"the seed {seed} is not a number from 0 to {MAX_SEED}")
         return replace(self, seed_statement=Seed(value=seed))
@@ -216,7 +216,7 @@ class Policy:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether it keeps every GEMM of every program, at every step, and expects nothing of a program."""
+        """Whether there are rules, all of them keep every GEMM at every step, and none has an `expect`."""
         resolve = self.resolver()
         return bool(self.rules) and all(
             rule.expect is None and all(t.format == "keep" for t in resolve(rule.recipe).treatments)

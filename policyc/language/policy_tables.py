@@ -52,12 +52,12 @@ def _describe_bundled_policies() -> list[dict[str, Any]]:
 
 
 def literal(text: str, style: str = "") -> Text:
-    """A cell or a title of a rich table, printed as it is: no markup, and control characters escaped."""
+    """Text for a cell or a title of a rich table: markup is not interpreted, and control characters are escaped."""
     return Text(escape_lines(text), style=style)
 
 
 def as_table(policy: Policy, title: str, color: bool | None = None) -> str:
-    """The rules, and for each the treatment of both operands of each product."""
+    """Returns a table of the rules, with the treatment of both operands of each product."""
     console = Console(force_terminal=color)
     resolve = policy.resolver()
     table = Table(

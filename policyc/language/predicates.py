@@ -1,7 +1,7 @@
 """The predicates of `where`: flags, and comparisons of the sizes and the layer of a site, combined with `and`, `or` and
 `not`.
 
-`holds` returns None if the attributes that are known do not decide the predicate.
+`holds` returns None if the known attributes do not decide the predicate.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Comparison:
 
     @property
     def reads_layer(self) -> bool:
-        """Does it compare `layer`? Then it compares nothing else but numbers."""
+        """Whether it compares `layer`. If so, its other terms are numbers."""
         return any("layer" in term.variables for term in self.terms)
 
 

@@ -62,7 +62,7 @@ _OTHER_GEMM_NAMES = {
     "dw": "wgrad", "dweight": "wgrad", "grad_weight": "wgrad",
     "weight_grad": "wgrad", "weight_gradient": "wgrad", "weight_grads": "wgrad", "weight_gradients": "wgrad",
 }  # fmt: skip
-"""What other libraries call the products."""
+"""Names of the products in other libraries."""
 
 
 def suggest_gemm(word: str) -> str:
@@ -110,7 +110,7 @@ class Option:
     summary: str
 
     def read(self, values: tuple[str, ...]) -> OptionValue | None:
-        """Returns the value that a setting has, or None if it is invalid."""
+        """Returns the value of a setting, or None if it is invalid."""
         if self.kind == "flag":
             return {(): True, ("on",): True, ("off",): False}.get(values)
         if self.kind == "operands":
@@ -199,7 +199,7 @@ OTHER_OPTION_NAMES = {
         ("accumulate", "accumulation", "fast_accum", "use_fast_accum", "use_split_accumulator"), "sums"
     ),
 }
-"""What other libraries call the options."""
+"""Names of the options in other libraries."""
 
 MS_EDEN_RHT_SIZE = 128
 """The length of the Hadamard transform that is part of MS-EDEN."""

@@ -29,7 +29,7 @@ class StepCondition:
         return StepCondition(kind=kind, bound=self.bound, span=self.span)
 
     def holds(self, step: int, total: int) -> bool:
-        """Does the condition hold at this step of a training of `total` steps?"""
+        """Whether the condition holds at this step of a training run of `total` steps."""
         reached = 100 * step >= self.bound.value * total if self.bound.percent else step >= self.bound.value
         return reached if self.kind == "after" else not reached
 
@@ -38,8 +38,8 @@ class StepCondition:
 def representative_steps(conditions: tuple[StepCondition, ...]) -> tuple[tuple[int, int], ...]:
     """Returns one `(step, total)` for each combination of the conditions that can hold together.
 
-    `total` is the length of the training. The lengths tried are a few round ones, and those near which a boundary
-    given as a step meets one given as a percentage.
+    `total` is the length of the training run. The lengths tried are a few round numbers, and those around which a
+    boundary given as a step coincides with one given as a percentage.
     """
     steps = {int(c.bound.value) for c in conditions if not c.bound.percent}
     percentages = {c.bound.value for c in conditions if c.bound.percent}

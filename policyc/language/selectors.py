@@ -69,12 +69,12 @@ class SelectorSegment:
 
     @property
     def is_wildcard(self) -> bool:
-        """Does it match any number of path segments?"""
+        """Whether it matches any number of path segments."""
         return self.glob == "*" and self.indices is None
 
     @property
     def is_literal(self) -> bool:
-        """Does its glob match one text only?"""
+        """Whether its glob matches only one text."""
         return "*" not in self.glob and "?" not in self.glob
 
 
@@ -115,12 +115,12 @@ DottedPath = tuple[PathSegment, ...]
 
 
 def is_index(text: str) -> bool:
-    """Is the text a layer index, if it follows a name?"""
+    """Whether the text is a layer index when it follows a name."""
     return _INDEX.fullmatch(text) is not None
 
 
 def read_segments(texts: Iterable[str], size: int | None = None) -> DottedPath:
-    """Reads the texts between the dots of a path: `layers_3`, and `layers` before `3`, are index 3 of `layers`.
+    """Reads the texts between the dots of a path. `layers_3`, and `layers` followed by `3`, are index 3 of `layers`.
 
     `size` is the number of layers of every stack in the path, if known.
     """
@@ -144,9 +144,9 @@ def parse_path(text: str, size: int | None = None) -> DottedPath:
 
 
 def expand_selector(selector: Selector) -> tuple[Selector, ...]:
-    """Returns a pattern for each choice that the braces of a selector leave: a selector without braces, to be matched.
+    """Expands a selector into patterns: selectors without braces, one for each combination of alternatives.
 
-    Indices in names (`layers_3`, `layers.3`) are indices of its segments.
+    Indices in names (`layers_3`, `layers.3`) become indices of the segments. `matches` takes only patterns.
     """
     choices = [[(glob, s.indices) for glob in _expand_braces(s)] for s in selector.segments]
     expanded = (_make_pattern(choice, selector) for choice in itertools.product(*choices))
@@ -154,7 +154,7 @@ def expand_selector(selector: Selector) -> tuple[Selector, ...]:
 
 
 def count_alternatives(selector: Selector) -> int:
-    """Returns the number of choices that the braces of a selector leave, without expanding them."""
+    """Returns the number of combinations of alternatives in the braces of a selector, without expanding them."""
     count = 1
     for segment in selector.segments:
         if "{" in segment.glob:
@@ -164,7 +164,7 @@ def count_alternatives(selector: Selector) -> int:
 
 
 def matches(pattern: Selector, path: DottedPath) -> bool:
-    """Does a pattern of `expand_selector` match the path, or a scope that contains it?
+    """Whether a pattern from `expand_selector` matches the path, or a scope that contains it.
 
     Runs the pattern as a nondeterministic automaton: `active` holds the pattern segments that may match next.
     """
@@ -194,11 +194,11 @@ def _skip_wildcards(segments: tuple[SelectorSegment, ...], active: set[int]) -> 
 
 
 def glob_matches(glob: str, text: str) -> bool:
-    """Does a glob of `*` (any characters) and `?` (one character) match a text?
+    """Whether a glob of `*` (any characters) and `?` (one character) matches a text.
 
-    Takes at most the product of both lengths in time, for every glob: only the last `*` is ever tried again.
+    The time is at most proportional to the product of both lengths, because only the last `*` is ever retried.
     """
-    if "*" not in glob and "?" not in glob:  # most are names
+    if "*" not in glob and "?" not in glob:  # most globs are plain names
         return glob == text
     i, j = 0, 0  # positions in the text and in the glob
     star, retry = -1, 0  # the last `*` in the glob, and where in the text its match ends
@@ -226,7 +226,7 @@ def _segment_matches(segment: SelectorSegment, name: PathSegment) -> bool:
 
 
 def glob_segment_matches(segment: SelectorSegment, name: PathSegment) -> bool:
-    """Does a segment of a pattern match a name, for some index if it takes indices?"""
+    """Whether a segment of a pattern matches a name. If the segment takes indices, the name may have any index."""
     if segment.indices is not None:
         return name.index is not None and glob_matches(segment.glob, name.text)
     is_match = glob_matches(segment.glob, name.text)
@@ -234,7 +234,7 @@ def glob_segment_matches(segment: SelectorSegment, name: PathSegment) -> bool:
 
 
 def _expand_braces(segment: SelectorSegment) -> Iterable[str]:
-    """Returns a glob for each choice that the braces of a segment leave."""
+    """Returns the distinct globs that the braces of a segment expand to."""
     parts = _BRACES.split(segment.glob)
     groups = [p.split(",") if i % 2 else [p] for i, p in enumerate(parts)]
     return dict.fromkeys("".join(choice) for choice in itertools.product(*groups))

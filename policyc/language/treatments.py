@@ -31,8 +31,8 @@ def find_recipe_problems(recipe: Recipe) -> tuple[str, ...]:
 def normalize_recipe(recipe: Recipe) -> Recipe:
     """Returns the recipe to carry out. Raises ValueError if it has problems.
 
-    MS-EDEN applies to backward products only, four-over-six to forward products only. An outer scale per row does
-    not apply to 2D tiles. A 2D-scaled weight is treated in dgrad as it is in fprop.
+    MS-EDEN applies only to dgrad and wgrad, four-over-six only to operands of fprop that are rounded to nearest. An
+    outer scale per row does not apply to 2D tiles. A 2D-scaled weight is treated in dgrad as it is in fprop.
     """
     problems = find_recipe_problems(recipe)
     if problems:
@@ -64,11 +64,11 @@ def _normalize_treatment(recipe: Recipe, gemm: Gemm, role: Role) -> Treatment:
 
 
 def describe_options(treatment: Treatment) -> tuple[str, ...]:
-    """Returns what a treatment does beyond its format, in short words: `1x16`, `rht16`, `sr`.
+    """Describes a treatment, apart from its format, in short words: `1x16`, `rht16`, `sr`.
 
     The first word is what shares a scale: a block (`1x16`, `16x16`), a `row` or the `tensor`. The element type follows
-    if the format has several. Then the options of policies, without those at their defaults. Different treatments
-    of the same format have different words. A format without scales has none.
+    if the format has several, then the options that are not at their defaults. Different treatments of the same format
+    have different words. A format without scales has no words.
     """
     format = FORMATS[treatment.format]
     if not format.is_quantized:

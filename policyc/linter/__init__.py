@@ -1,3 +1,3 @@
-"""The linter: an engine, one module per rule, and the formats of its output."""
+"""The linter: an engine, modules of related rules, and output formats."""
 
 __all__ = ["api", "context", "engine", "fixes", "output", "rules", "settings"]

@@ -20,7 +20,7 @@ from policyc.numerics.targets import TargetName, get_target
 
 
 class Findings(tuple[Diagnostic, ...]):
-    """What `lint` found, in the order of the text. `str` is the text of each; a notebook shows a table."""
+    """The findings of `lint`, in the order of the text. `str` prints each of them; a notebook shows a table."""
 
     __slots__ = ()
 
@@ -58,18 +58,18 @@ def lint(
 
     Args:
       policy: a `Policy`, a path, the name of a bundled policy, or the text of a policy.
-      fn: a loss. With it, what the policy does to the loss is checked too. It is traced and not run.
+      fn: a loss. If given, the effect of the policy on it is checked too. The loss is traced, not run.
       *args: the arguments of the loss, which may be `jax.ShapeDtypeStruct`s.
-      ignore: codes not to look for.
-      target: the GPU on which speed is judged.
+      ignore: codes that are not checked.
+      target: the GPU for which speed is predicted.
       param_argnums, has_aux: as in `apply`.
       **kwargs: keyword arguments of the loss.
 
     Returns:
-      The findings, a tuple of `Diagnostic`s in the order of the text, errors of the text among them.
+      The findings, a tuple of `Diagnostic`s in the order of the text. Errors in the text are included.
 
     Raises:
-      PolicyError: the file cannot be read.
+      PolicyError: the file cannot be read, or there is no such variant.
       ValueError: there is no such code or target.
     """
     codes = choose_codes(ignore=ignore)
@@ -91,7 +91,7 @@ def lint(
 
 
 def _read(policy: Policy | str | Path) -> LoadedPolicy:
-    """A policy with its text, which has the comments that suppress findings, and its errors."""
+    """Loads a policy from its text, which has the comments that suppress findings. Keeps the errors in the text."""
     if isinstance(policy, Policy):
         text = policy.source.text or str(policy)
         path, variant = Path(policy.source.path), policy.applied_variant

@@ -1,4 +1,4 @@
-"""What a lint rule is, and what its check sees: the policy, the plan of a program if there is one, shared answers."""
+"""Lint rules, and the context of their checks: the policy, the plan of a program if there is one, shared lookups."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _MAX_STEPS = 200_000  # for all lookups of single sites in one policy
 
 DEFAULT_TARGET = TARGETS["gb200"]
-"""The GPU on which speed is judged by default: the basic one with native 4-bit GEMMs."""
+"""The GPU for which speed is predicted by default: the basic one with native 4-bit GEMMs."""
 
 # A site of a common size at the start of training, for lookups by name.
 _COMMON_SIZE = {"m": 8192, "n": 4096, "k": 4096, "batch": 1, "flops": 2 * 8192 * 4096 * 4096}
@@ -72,7 +72,7 @@ class AppliedRecipe:
     scope: RecipeScope
 
     def find_recipe_call(self, gemm: Gemm) -> RecipeCall:
-        """Returns the format in the text that treats a product, following names and splits."""
+        """Returns the format, as written in the text, that treats a product. Follows recipe names and splits."""
         node = self.scope.follow(self.node)
         while isinstance(node, SplitRecipe):
             node = self.scope.follow(dict(node.parts).get(gemm) or RecipeCall(name="keep", span=node.span))
@@ -80,10 +80,10 @@ class AppliedRecipe:
 
 
 class Context:
-    """One policy under lint.
+    """The policy that is linted, and what its checks share.
 
-    `plan` is what the policy does to a program, or None. `target` is the GPU on which the plan's speed is judged.
-    `undecided` counts the questions that rules gave up because of their limits.
+    `plan` is what the policy does to a program, or None. `target` is the GPU for which the plan's speed is predicted.
+    `undecided` counts the questions that rules gave up on because a search exceeded its limits.
     """
 
     def __init__(
@@ -156,7 +156,8 @@ class Context:
     ) -> ResolvedRule | None:
         """Returns the rule that decides a product of a site of common size at the start of training.
 
-        `layer` is the number of its block and the number of all blocks, or None outside blocks.
+        `layer` is the index of the site's block and the number of blocks; None outside blocks. Returns None if no rule
+        matches, or if the lookups exceed their limit.
         """
         index, layers = layer or (None, None)
         attributes = {**_COMMON_SIZE, **flags, "block": layer is not None, "layer": index, "layers": layers}
@@ -168,7 +169,7 @@ class Context:
             return None
 
     def count_undecided(self) -> int:
-        """Returns the number of questions that rules gave up, including those about coverage."""
+        """Returns the number of questions that rules gave up on, including those about coverage."""
         return self.undecided + (self.coverage.undecided if "coverage" in vars(self) else 0)
 
     def _variants(
@@ -221,8 +222,8 @@ class LintRule:
     """A code, its page in Markdown, and its check.
 
     A rule without a check is reported by other code: the loader, the suppressions or the compiler. A rule that needs a
-    program runs only when `lint` has a plan. A rule that guesses without a program looks at the sites of a program if
-    there is one, so it may find something in one case and nothing in the other.
+    program runs only when `lint` has a plan. A rule that guesses without a program looks at the sites of the program if
+    there is one, so its findings may differ between the two cases.
     """
 
     code: str
@@ -238,7 +239,7 @@ class LintRule:
         return self.page.partition("\n")[0]
 
     def run(self, context: Context) -> Iterator[Diagnostic]:
-        """Yields what the check finds in the linted file, with the code of the rule.
+        """Yields the findings of the check in the linted file, with the rule's code and severity.
 
         Findings in imported files are dropped: a shared library is linted by itself, not in every file that imports it.
         """

@@ -2,12 +2,12 @@
 
 A rule is treated as a set of points. A point is a path, one of the three products, a moment of training and the
 attributes of a GEMM. To decide whether other rules cover a rule, `Coverage` searches for a point that the rule matches
-and the others do not: over paths as `examples` does, over attributes and moments by trying one point for each
+and the others do not. It searches paths as `examples` does, and attributes and moments by trying one point for each
 combination of conditions. If it finds a point, it looks up the rule that decides it among all rules. Either no later
 rule matches the point, which settles the question, or that later rule joins the others and the search continues.
 
-Without a program, the kind and the layer of a site are unknown: every combination that is possible is tried. An index
-in a path and `layer` in a condition are independent, since a model can have several stacks.
+Without a program, the kind and the layer of a site are unknown, so every possible combination is tried. An index in a
+path and `layer` in a condition are independent, because a model can have several stacks.
 
 The answers hold for stacks of any depth: `index_classes` tries the depths and indices around every number in the
 slices, where the answers can change.
@@ -38,8 +38,8 @@ from policyc.linter.samples import EVALUATIONS_PER_STEP, count_comparisons, samp
 
 Answer = TypeVar("Answer")
 
-# Limits that keep the time for a policy of any size in proportion to its size.
-_MAX_COVERING_RULES = 24  # later rules that together cover one
+# Limits that keep the time for a policy proportional to its size.
+_MAX_COVERING_RULES = 24  # later rules that together cover one rule
 _MAX_STEPS_PER_QUESTION = 20_000
 _MAX_STEPS = 200_000  # for all questions about one list of rules
 
@@ -109,13 +109,13 @@ class Coverage:
             self._by_recipe.setdefault((rule.recipe, *rule.variant_recipes.items()), []).append(rule)
 
     def find_overriding_rules(self, rule: ResolvedRule) -> tuple[ResolvedRule, ...]:
-        """Returns later rules that together match every point of a rule, or () if a point is left to the rule."""
+        """Returns later rules that together match every point of a rule; () if the rule decides one, or undecided."""
         if rule.index not in self._overriding:
             self._overriding[rule.index] = self._ask(lambda budget: self._find_overriding(rule, budget), ())
         return self._overriding[rule.index]
 
     def find_equivalent_earlier_rule(self, rule: ResolvedRule) -> ResolvedRule | None:
-        """Returns an earlier rule that gives every point of a rule the same recipe, under every variant."""
+        """Returns an earlier rule that gives every point of a rule the same recipe, under every variant, if any."""
         return self._ask(lambda budget: self._find_equivalent(rule, budget), None)
 
     def find_deciding_rule(self, point: Point, budget: Budget) -> ResolvedRule | None:
@@ -142,7 +142,7 @@ class Coverage:
     def _find_overriding(
         self, rule: ResolvedRule, budget: Budget, *moved: ResolvedRule
     ) -> tuple[ResolvedRule, ...]:
-        """Returns the rules that override a rule: those after it, and those moved there."""
+        """Returns the rules that override a rule: rules after it, and rules that would be moved there."""
         overriding = list(moved)
         while len(overriding) <= _MAX_COVERING_RULES:
             point = find_uncovered_point(rule, overriding, budget)
@@ -249,7 +249,7 @@ def _literal_keys(pattern: Selector) -> list[_Key]:
 
 
 def _name_keys(name: PathSegment) -> Iterator[_Key]:
-    """Yields the keys of the patterns that can match a name: without an index, and counted from either end."""
+    """Yields the keys of patterns that can match a name: without an index, and with its index from either end."""
     yield (name.text, None)
     if name.index is not None:
         yield (name.text, name.index)

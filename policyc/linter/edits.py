@@ -57,7 +57,7 @@ def move_statement(span: Span, after: Span) -> tuple[Edit, Edit]:
 
 
 def find_sibling(statements: Sequence[Statement], span: Span, other: Span) -> Span | None:
-    """Returns the statement next to that of `span`, in the same block, which is or contains that of `other`."""
+    """Returns the span of the statement at `other`, or of the one around it that is in the same block as `span`."""
     if any(s.span == span for s in statements):
         containing = (s.span for s in statements if s.span.start <= other.start and other.end <= s.span.end)
         return next(containing, None) if other.source is span.source else None

@@ -33,13 +33,13 @@ def lint(
 ) -> LintResult:
     """Checks a policy, and what it does to a program if a plan is given.
 
-    Errors found while the policy was read are always reported, and then no rule runs.
+    Errors found while reading the policy are always reported. If there are any, no rule runs.
 
     Args:
       loaded: the policy, as `parse_with_diagnostics` returns it.
-      codes: the codes to look for.
+      codes: the codes to check.
       plan: what the policy does to a program. Without it, the rules that need a program do not run.
-      target: the GPU on which the plan's speed is judged.
+      target: the GPU for which the plan's speed is predicted.
     """
     if loaded.diagnostics:
         return LintResult(diagnostics=loaded.diagnostics)
@@ -76,7 +76,7 @@ _EXPLAINED = {
         "router-in-4-bits",
     },
 }
-"""For codes that give a reason: the codes that are not reported about the same text, because they are its effects."""
+"""For each code that gives a reason: the codes of its effects, which are not reported about the same text."""
 
 
 def _drop_explained(diagnostics: Collection[Diagnostic]) -> list[Diagnostic]:
@@ -89,6 +89,6 @@ def _drop_explained(diagnostics: Collection[Diagnostic]) -> list[Diagnostic]:
 
 
 def _covers(reason: Diagnostic, span: Span) -> bool:
-    """Is the reason located in a text, or does its fix rewrite that text?"""
+    """Whether the reason starts inside a span, or its fix rewrites that span."""
     edits = () if reason.fix is None else reason.fix.edits
     return span.start <= reason.span.start < span.end or any(edit.span == span for edit in edits)

@@ -1,9 +1,9 @@
 """Finds examples: a path that one pattern matches and others do not, an index that a slice selects.
 
-Whether some patterns together match every path of another one is decided by trying its paths. They are infinitely many,
-but few of them differ. What a wildcard stands for is spelled with a letter that no pattern has: a pattern that matches
-this letter does so by a wildcard, and matches any other letter there. All lengths up to which the patterns can count
-are tried, and one index of each class that the slices of the patterns cannot tell apart.
+To decide whether some patterns together match every path of another one, the paths of that pattern are tried. There are
+infinitely many, but the patterns can tell only finitely many apart. Wildcards are spelled with a letter that occurs in
+no pattern: a pattern that matches this letter does so by a wildcard, so it matches any other letter there too. All
+lengths that the patterns can tell apart are tried, and one index of each class that their slices cannot tell apart.
 
 There can be many combinations, so every search is charged to a `Budget`.
 """
@@ -31,7 +31,7 @@ class Budget:
         self.remaining: int = steps
 
     def spend(self, steps: int) -> None:
-        """Takes steps. Raises SearchTooLarge, and takes none, if there are fewer."""
+        """Deducts steps. If fewer remain, raises SearchTooLarge and deducts none."""
         if steps > self.remaining:
             raise SearchTooLarge
         self.remaining -= steps
@@ -57,8 +57,9 @@ def find_uncovered_path(pattern: Selector, others: Sequence[Selector], budget: B
 class _Speller:
     """Spells the paths of a pattern that some other patterns can tell apart.
 
-    A path is as short as possible: what matches it also matches every path that continues it. Names have no index where
-    the pattern asks for none: what matches such a name also matches it with an index.
+    Paths are as short as possible, because a pattern that matches a path also matches every continuation of it. Names
+    have an index only if the pattern asks for one, because a segment that matches a name without an index also matches
+    it with one.
     """
 
     def __init__(self, pattern: Selector, others: Sequence[Selector], budget: Budget) -> None:
@@ -68,7 +69,7 @@ class _Speller:
         self._letter = next(
             c for c in map(chr, itertools.count(ord("x"))) if c not in letters and c.isalpha()
         )
-        # Longer runs of this letter, or of names of it, are matched by a wildcard, which matches any number.
+        # Longer runs of this letter, or of names made of it, need a wildcard, which matches any number of them.
         self._run = 1 + max((s.glob.count("?") for p in others for s in p.segments), default=0)
         self._names = 1 + max((len(p.segments) for p in others), default=0)
         # A pattern that is not anchored matches after any names if it matches without them.
@@ -92,7 +93,7 @@ class _Speller:
         return [path for n in range(least, most + 1) for path in itertools.product(names, repeat=n)]
 
     def _spell(self, segment: SelectorSegment) -> list[DottedPath]:
-        """The names that a segment of the pattern matches."""
+        """Returns names that a segment of the pattern matches, each as a path."""
         choices = [
             [self._letter * length for length in range(self._run, -1, -1)]
             if part == "*"
@@ -132,18 +133,18 @@ def example_index(indices: Indices) -> tuple[int, int] | None:
 # ---- indices
 
 IndexClass = tuple[frozenset[Indices], tuple[int, int]]
-"""The slices that select an index, and an example: an index and the depth of its stack."""
+"""The slices that select the indices of a class, and an example: an index and the depth of its stack."""
 
 _SMALL_NUMBER = 40  # bounds up to here are covered by trying every depth up to twice their size
-_MAX_STEP_REACH = 40  # indices tried beside each edge of a slice with a step
+_MAX_STEP_REACH = 40  # indices tried on each side of an edge of a slice with a step
 
 
-_EVALUATIONS_PER_STEP = 20  # tests of one index with one slice, in the time of one step
+_EVALUATIONS_PER_STEP = 20  # tests of one index with one slice that take as long as one step
 _MAX_EVALUATIONS = 400_000  # for one set of slices
 
 
 def index_classes(slices: frozenset[Indices], budget: Budget) -> tuple[IndexClass, ...]:
-    """Returns every combination of slices that some index of some stack is in, each with an example."""
+    """Returns each combination of slices that select the same index of some stack, with an example of the index."""
     try:
         classes, evaluations = find_index_classes(slices)
     except SearchTooLarge:
@@ -155,7 +156,7 @@ def index_classes(slices: frozenset[Indices], budget: Budget) -> tuple[IndexClas
 
 @lru_cache(maxsize=4096)
 def find_index_classes(slices: frozenset[Indices]) -> tuple[tuple[IndexClass, ...], int]:
-    """Returns the index classes, and how many indices were tested with how many slices."""
+    """Returns the index classes, and the number of tests of an index with a slice."""
     evaluations = 0
     examples: dict[frozenset[Indices], tuple[int, int]] = {}
     ordered = sorted(slices, key=str)
@@ -188,7 +189,7 @@ _MAX_NUMBERS = 16  # with more numbers, pairs of them are not combined: there wo
 
 
 def _critical_depths(slices: frozenset[Indices]) -> set[int]:
-    """Returns the depths around which the slices change their order.
+    """Returns the depths around which the order of the slices' bounds changes.
 
     At these depths two bounds meet, or a percentage selects its first layer.
     """

@@ -1,7 +1,7 @@
 """Applies the fixes of diagnostics to the text of a policy.
 
-If two fixes touch the same place, the last one is applied, so that rules which are moved to the same place keep their
-order. The other one follows when the fixed text is linted again.
+If two fixes touch the same place, only the one that is later in the text is applied, so that rules which are moved to
+the same place keep their order. The other fix is applied when the fixed text is linted again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from policyc.language.diagnostics import Diagnostic, Edit
 from policyc.language.loader import LoadedPolicy
 from policyc.linter.engine import LintResult
 
-_MAX_ROUNDS = 40  # more than the longest chain of recipes, of which each round removes one unused recipe
+_MAX_ROUNDS = 40  # more than the longest chain of recipes: each round removes one unused recipe from it
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def _start(edit: Edit) -> int:
 
 
 def _overlaps(edit: Edit, selected: list[Edit]) -> bool:
-    """Returns whether an edit touches one of the selected edits. Those are sorted and do not touch each other."""
+    """Returns whether an edit touches one of the selected edits, which are sorted and do not touch each other."""
     position = bisect_left(selected, edit.span.start, key=_start)
     return any(
         edit.span.start <= other.span.end and other.span.start <= edit.span.end

@@ -33,7 +33,7 @@ def format_concise(diagnostics: Sequence[Diagnostic], paint: Paint) -> str:
 
 
 def format_json(diagnostics: Sequence[Diagnostic], _: Paint) -> str:
-    """A list of objects."""
+    """A JSON list with one object per diagnostic."""
     return json.dumps([_json_object(d) for d in diagnostics], indent=2) + "\n"
 
 
@@ -77,7 +77,7 @@ def format_statistics(diagnostics: Sequence[Diagnostic], paint: Paint) -> str:
 
 
 def format_statistics_json(diagnostics: Sequence[Diagnostic], _: Paint) -> str:
-    """A list of objects, one per code."""
+    """A JSON list with one object per code."""
     return json.dumps(_count_findings(diagnostics), indent=2) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Helpers for the rules that see a program: its quantized products and its sensitive sites.
+"""Helpers for rules that check a program: its quantized products and its sensitive sites.
 
 Sites that the compiler cannot enter are skipped: they are not quantized, whatever a rule says.
 """
@@ -21,20 +21,20 @@ _MAX_SELECTORS = 80  # characters of selectors that a suggested rule repeats
 
 FOUR_BITS = range(4, 5)
 EIGHT_BITS = range(5, _MAX_BITS + 1)
-"""4 bits have codes of their own, which the linter also reports without a program."""
+"""Without 4 bits, which have codes of their own that the linter also reports without a program."""
 
 FIRST_LOSS_HINT = "only the first loss of the program is checked"
 """For a rule that matches nothing: another loss may have its sites."""
 
 
 def contracted(product: PlannedProduct) -> tuple[str, int]:
-    """The name and the size of the dimension that a product contracts."""
+    """Returns the name and the size of a product's contracting dimension."""
     site = product.site
     return {Gemm.FPROP: ("k", site.k), Gemm.DGRAD: ("n", site.n), Gemm.WGRAD: ("m", site.m)}[product.gemm]
 
 
 def quantized_products(context: Context, max_bits: int = _MAX_BITS) -> Iterator[tuple[int, PlannedProduct]]:
-    """Yields the products with at most so many bits in some layer and phase, once for each rule, after its index."""
+    """Yields `(rule index, product)` for products with at most `max_bits` in some layer and phase, once per rule."""
     products: dict[Address, dict[tuple[int, Gemm], PlannedProduct]]
     products = {site.address: {} for site in context.program_plan.sites if not site.opaque}
     for product in context.program_plan.all_products():
@@ -50,10 +50,10 @@ def report_sites(
     describe: Callable[[PlannedProduct], str | None],
     suggest: Callable[[Plan, int, Sequence[PlannedProduct]], str],
 ) -> Iterator[Diagnostic]:
-    """Yields one finding for each rule that quantizes a product with a fault.
+    """Yields one finding for each rule that quantizes a faulty product.
 
     `describe` returns the message about a product, or None if it has no fault. The finding has the message of the first
-    product and the number of the other sites. `suggest` returns the help for all faulty products of the rule.
+    faulty product and the number of other sites. `suggest` returns the help for all faulty products of the rule.
     """
     plan = context.program_plan
     faulty: dict[int, dict[PlannedProduct, str]] = {}
@@ -76,7 +76,7 @@ def report_rule(plan: Plan, rule: int, sites: Iterable[Site], message: str, help
 
 
 def suggest_keeping(plan: Plan, index: int, products: Sequence[PlannedProduct], condition: str) -> str:
-    """Returns how to keep the sites of some products of one rule. A condition holds for them and for no other.
+    """Returns help on how to keep the sites of some products of a rule. `condition` holds only for these sites.
 
     If the selectors of the rule are too long to repeat, the suggested rule names the sites.
     """
@@ -94,7 +94,7 @@ def find_quantizing_rules(
 ) -> Iterator[tuple[int, tuple[Site, ...]]]:
     """Yields the index of each rule that quantizes sensitive sites, with those sites.
 
-    `bits` are those of the narrowest product of a site under the rule.
+    A site is included if its narrowest product under the rule has a number of bits in `bits`.
     """
     narrowest: dict[int, dict[Site, int]] = {}
     for rule, product in quantized_products(context):

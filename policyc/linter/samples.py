@@ -1,7 +1,7 @@
 """Finds an example for each combination of conditions that the attributes of a GEMM can satisfy together.
 
-Sizes, flags and the layer are independent of each other, except that a site has a layer if it is in a block. So each is
-sampled alone, and the samples are combined.
+Sizes, flags and the layer are independent of each other, except that a site has a layer if, and only if, it is in a
+block. So each is sampled alone, and the samples are combined.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from policyc.linter.examples import Budget, SearchTooLarge, find_index_classes, 
 _MAX_COMBINATIONS = 256  # combinations of conditions for one question
 _MAX_PERIOD = 128  # least common multiple of the moduli in conditions
 _MAX_SAMPLES = 20_000  # attributes tried for one question
-_MAX_COMPARISONS = 2_000  # in the conditions of one question: to collect their bounds takes time too
-_MAX_LAYER_PERIOD = 40  # modulus of `layer`: as far as `find_index_classes` looks beside the edges of slices
+_MAX_COMPARISONS = 2_000  # in the conditions of one question: collecting their bounds takes time too
+_MAX_LAYER_PERIOD = 40  # modulus of `layer`: `find_index_classes` looks this far around a slice's edges
 EVALUATIONS_PER_STEP = 2  # comparisons evaluated in the time of one step
 
 _ANY_SIZE: SiteAttributes = {"m": 1, "n": 1, "k": 1, "batch": 1, "flops": 1}
@@ -35,7 +35,7 @@ _OUTSIDE: _LayerSample = (None, None)
 def sample_attributes(conditions: tuple[Predicate, ...], budget: Budget) -> tuple[SiteAttributes, ...]:
     """Returns the attributes of a GEMM for each combination of conditions that can hold together.
 
-    Each result has all attributes. The budget is charged also for what is cached.
+    Each result has all attributes. The budget is charged for cached results too.
     """
     comparison_count = sum(map(count_comparisons, conditions))
     if comparison_count > _MAX_COMPARISONS:
@@ -73,7 +73,7 @@ def count_comparisons(condition: Predicate | None) -> int:
 
 @lru_cache(maxsize=1024)
 def _sample_places(conditions: tuple[Predicate, ...]) -> tuple[tuple[Flags, _LayerSample], ...]:
-    """Returns the flags and the layers to try. A site has a layer if it is in a block."""
+    """Returns the flags and the layers to try. A site has a layer if, and only if, it is in a block."""
     words = {leaf.name for c in conditions for leaf in leaves(c) if isinstance(leaf, Flag)}
     if _layer_comparisons(conditions):
         words.add("block")
@@ -86,7 +86,7 @@ def _sample_places(conditions: tuple[Predicate, ...]) -> tuple[tuple[Flags, _Lay
 
 
 def _sample_layers(conditions: tuple[Predicate, ...]) -> tuple[_LayerSample, ...]:
-    """Returns a block for each combination of comparisons with `layer` that can hold together."""
+    """Returns an example block for each combination of comparisons with `layer` that can hold together."""
     compares = _layer_comparisons(conditions)
     slices = _layer_slices(conditions)
     classes = find_index_classes(slices)[0] if slices else ((frozenset[Indices](), (0, 1)),)
@@ -105,8 +105,8 @@ def _layer_comparisons(conditions: tuple[Predicate, ...]) -> tuple[Comparison, .
 def _layer_slices(conditions: tuple[Predicate, ...]) -> frozenset[Indices]:
     """Returns slices that tell apart all layers that the comparisons with `layer` tell apart.
 
-    A number n needs `[:n]` and `[n]`, which leave the layers after n. A percentage is compared only by `<` and `>=`,
-    and needs one slice. A remainder needs one for each of its values.
+    A number n needs `[:n]` and `[n]`; the layers after n are in neither. A percentage is compared only by `<` and `>=`,
+    so it needs one slice. A remainder needs one slice for each of its values.
     """
     slices: set[Indices] = set()
     for term in (t for compare in _layer_comparisons(conditions) for t in compare.terms):
@@ -148,10 +148,10 @@ def _sample_values(conditions: tuple[Predicate, ...]) -> dict[str, list[int]]:
 
 
 def _values_near_bounds(compares: list[Comparison], variables: int) -> list[int]:
-    """Returns numbers on both sides of every bound in the comparisons, with every remainder that they ask for.
+    """Returns numbers on both sides of every bound in the comparisons, with every remainder that they test.
 
     Variables that are compared with each other need room for all of them between two bounds. Divisibility of one
-    variable by another has no bounds: there, small numbers show every case.
+    variable by another has no bounds, but small numbers show every case.
     """
     terms = [t for c in compares for t in c.terms]
     numbers = {t.value for t in terms if isinstance(t.value, int)}

@@ -1,4 +1,4 @@
-"""The table `[tool.policyc]` of pyproject.toml."""
+"""Reads the table `[tool.policyc]` of pyproject.toml."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class BadSettings(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a project sets for `policyc lint` and for editors. The options of the command line replace these.
+    """A project's settings for `policyc lint` and for editors. Command-line options replace them.
 
-    `folder` is that of the file: `sites` and `program` are relative to it in an editor.
+    `folder` is the folder of pyproject.toml. In an editor, `sites` and `program` are relative to it.
     """
 
     select: tuple[str, ...] = ()
@@ -28,7 +28,7 @@ class Settings:
 
 
 def read_settings(folder: Path | None = None) -> Settings:
-    """Reads the nearest pyproject.toml, in a folder (by default this one) or above it. Raises BadSettings."""
+    """Reads the nearest pyproject.toml in a folder (default: the current one) or above it. Raises BadSettings."""
     folder = Path.cwd() if folder is None else folder
     for candidate in (folder, *folder.parents):
         path = candidate / "pyproject.toml"
@@ -38,7 +38,7 @@ def read_settings(folder: Path | None = None) -> Settings:
 
 
 def _parse(path: Path) -> Settings:
-    import tomllib  # here: most folders have no such file, and it takes a thirtieth of the start of a lint
+    import tomllib  # imported here: most folders have no such file, and it takes a thirtieth of lint's start-up
 
     from policyc.base.text import did_you_mean
 

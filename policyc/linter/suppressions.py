@@ -69,9 +69,10 @@ class Suppressions:
         return is_suppressed
 
     def check(self, known: Collection[str], checked: Collection[str]) -> Iterator[Diagnostic]:
-        """Yields the codes that do not exist, and the checked codes that suppress nothing.
+        """Yields a diagnostic for each unknown code, and for each checked code that suppresses nothing.
 
-        A code that was not checked is not reported: its rule did not run, or finds other things if there is a program.
+        An unused code is not reported if it was not checked: its rule did not run, or has other findings if there is a
+        program.
         """
         suggest = cache(lambda name: did_you_mean(name, known))
         codes_in_comment = Counter(s.comment.start for s in self._suppressions)
@@ -130,7 +131,7 @@ def _statement_lines(statements: tuple[Statement, ...]) -> list[tuple[int, int]]
 
 
 def _covered_lines(lines: list[tuple[int, int]], first_lines: list[int], line: int, is_alone: bool) -> range:
-    """Returns the lines that a comment on `line` applies to. `is_alone`: nothing stands before it on its line."""
+    """Returns the lines that a comment on `line` applies to. `is_alone`: nothing is before it on its line."""
     after = bisect_left(first_lines, line + 1)
     if after > 0 and lines[after - 1][1] >= line:
         return range(lines[after - 1][0], line + 2 if is_alone else line + 1)

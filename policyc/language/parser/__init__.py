@@ -1,7 +1,7 @@
 """Parses the text of one policy file into statements. Only this package imports lark.
 
-A file is parsed statement by statement, so that after an edit only one is parsed again. In a file that the grammar does
-not accept, a statement with an error is left out, so a `PolicyFile` that comes with diagnostics is incomplete.
+A file is parsed statement by statement, so that after an edit only one of them is parsed again. Statements with errors
+are left out, so a `PolicyFile` that comes with diagnostics may be incomplete.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def read_statements(source: SourceText) -> tuple[PolicyFile, tuple[Diagnostic, .
 def read_piece(text: str) -> tuple[Statement, ...] | None:
     """Returns the statements of a piece of a text; None if it has errors. Their spans count from its start.
 
-    After an edit only the pieces that changed are read: `read_statements` builds all, because their places changed.
+    The results are cached, so after an edit only the changed pieces are read. `read_statements` builds all statements
+    again, because their positions changed.
     """
     source = SourceText(text, "")
     if check_depth(source, 0, len(text)) is not None or check_confusables(source):

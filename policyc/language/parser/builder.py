@@ -28,11 +28,11 @@ from policyc.language.selectors import Indices, Selector, SelectorSegment
 
 _MAX_SPLIT_DEPTH = 4  # splits in splits: `bwd=` stands for two products, so each level may double the recipe
 _VALUE = re.compile(r"[^\W\d]\w*(\.\w+)*|[0-9][\w./]*")
-"""A value that the grammar accepts without braces. One value in braces prints without them, so it must match."""
+"""A value that the grammar accepts without braces. A single value is printed without them, so it must match."""
 
 
 class StatementBuilder(ConditionBuilder):
-    """Builds statements. One with an error is left out."""
+    """Builds statements. One with an error is left out; a block is kept without its faulty statements."""
 
     def __init__(self, source: SourceText) -> None:
         super().__init__(source)

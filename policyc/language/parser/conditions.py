@@ -154,7 +154,7 @@ class ConditionBuilder(NodeBuilder):
         return comparison
 
     def _flag(self, term: Term) -> Predicate:
-        """Builds a term without a comparison."""
+        """Builds a flag from a term without a comparison. Reports a term that is not a flag."""
         name = str(term.value)
         if name in _TRUTH_VALUES:
             help = "leave 'where' out, or compare a size: k >= 1024"
@@ -182,7 +182,7 @@ class ConditionBuilder(NodeBuilder):
         return True
 
     def _check_layer(self, comparison: Comparison) -> None:
-        """Reports what only `layer` is compared with, and what it is not compared with."""
+        """Checks that `layer` is compared only with numbers, and nothing else with bounds such as `-4` and `15%`."""
         for term in comparison.terms if comparison.reads_layer else ():
             if term.variables - {"layer"} or term.modulus == "layer":
                 help = "write a number or a percentage: layer >= -4, layer < 15%"

@@ -1,7 +1,7 @@
-"""Finds letters that look like ASCII letters but are others: a name with one matches nothing that it seems to match.
+"""Finds letters that look like ASCII letters but are not. A name with such a letter does not match what it seems to.
 
-Names in other scripts are valid. A Cyrillic letter, or a Greek one that looks like a Latin one, is reported in a word
-that also has ASCII letters: such a word is a slip of the keyboard.
+Names in other scripts are valid. A Cyrillic letter, or a Greek one that looks like a Latin one, is reported only in a
+word that also has ASCII letters, because such a word is most likely a typing error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs the grammar: parses text into lark trees, and explains what the grammar does not accept.
+"""Runs the grammar: parses text into lark trees, and explains syntax errors.
 
 When a piece of a file is parsed alone, lark counts offsets from the start of the piece.
 """
@@ -23,15 +23,15 @@ from policyc.language.parser.habits import explain_habit, find_error_site
 from policyc.language.parser.statements import BRACKET_PATTERN
 
 MAX_DEPTH = 32
-"""The most brackets inside brackets. The builder recurses, so deeper nesting could overflow the stack."""
+"""Maximum nesting depth of brackets. The builder recurses, so deeper nesting could overflow the stack."""
 
-MAX_KEPT = 4096  # trees of statements: those of the policies that are open in an editor
+MAX_KEPT = 4096  # cached trees of statements: enough for the policies that are open in an editor
 _MAX_QUOTED = 40  # characters of a token or a line in a message
-_MAX_EXPECTED = 5  # more would not help
+_MAX_EXPECTED = 5  # terminals listed in a message; more would not help
 
 
 class _NewlineFilter:
-    """Drops the newlines that cannot end a statement, between the lexer and the parser."""
+    """Drops newlines that cannot end a statement. Runs between the lexer and the parser."""
 
     always_accept = ("_SEP",)
     _CONTINUES = frozenset(
@@ -66,8 +66,8 @@ def _lark() -> Lark:
 def _kept_tables() -> Path | None:
     """Path of lark's parser-table cache. Building the tables takes a third of the time of a lint.
 
-    lark makes them again if the file is of another grammar or version, or damaged. It is a pickle, so it must be in a
-    folder of this user that others cannot write to. None: there is no such folder.
+    lark rebuilds them if the file is damaged or belongs to another grammar or version. The file is a pickle, so it must
+    be in a folder of this user that others cannot write to. Returns None if there is no such folder.
     """
     folder = user_cache_folder()
     try:
@@ -114,7 +114,7 @@ def explain_syntax_error(source: SourceText, error: UnexpectedInput, offset: int
 
 
 def _list_expected(expected: set[str]) -> str:
-    """Lists the expected terminals. Of many, only the end of the statement, or the first ones."""
+    """Lists the expected terminals. If there are many, lists only the end of the line, or the first few."""
     names = sorted({_TERMINAL_NAMES.get(name, name) for name in expected - {"MORE_PRODUCTS"}})
     if "'->'" in names:
         names = ["'->'"]
@@ -136,7 +136,7 @@ def syntax_diagnostic(source: SourceText, start: int, end: int, message: str, he
 
 
 def has_syntax_error(diagnostics: Sequence[Diagnostic]) -> bool:
-    """Does one of the diagnostics explain why the grammar did not accept the file?"""
+    """Whether one of the diagnostics explains why the grammar did not accept the file."""
     return any(d.code in ("syntax-error", "nested-too-deep") for d in diagnostics)
 
 

@@ -16,7 +16,7 @@ from policyc.language.kinds import FLAGS
 
 _WINDOW = 200  # characters before and after an error that are looked at
 _ERROR_MARK = "\ud800"
-"""Stands between the text before an error and the text from it on. A file, which is UTF-8, cannot have it."""
+"""Marks the position of an error in its text. A UTF-8 file cannot contain this character."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +24,8 @@ class SyntaxErrorSite:
     """An unexpected piece of text.
 
     Attributes:
-      before: the text before it in its statement, or the end of it.
-      after: the text from the error on, or the start of it.
+      before: the text before the error in its statement, or the end of that text.
+      after: the text from the error on, or the start of that text.
       expected: the terminals of the grammar that would be accepted.
     """
 
@@ -35,10 +35,11 @@ class SyntaxErrorSite:
 
     @property
     def places(self) -> set[str]:
-        """The expected terminals, and where in a statement it is.
+        """The expected terminals, and names for the position of the error in its statement.
 
-        `head` is before the arrow of a rule, `selector` where a selector could start or go on or the arrow follow it,
-        `condition` between 'where' and the arrow, `count` where a number could end, `name` where only a name can stand.
+        `head`: before the arrow of a rule. `selector`: where a selector could start or continue, or the arrow could
+        follow it. `condition`: between 'where' and the arrow. `count`: where a number could end. `name`: where only a
+        name can stand.
         """
         expected = set(self.expected)
         is_head = "->" not in self.before
@@ -54,7 +55,7 @@ class SyntaxErrorSite:
 
     @property
     def written(self) -> str:
-        """The characters around the error up to the next blanks, as one word."""
+        """The word around the error: the characters up to a blank or a separator on each side."""
         head = re.search(r"[^\s,;]*\Z", self.before)
         tail = re.match(r"[^\s;]*", self.after)
         return (head.group() if head else "") + (tail.group() if tail else "")
@@ -134,7 +135,7 @@ def _explain_keyword(_: SyntaxErrorSite, match: re.Match[str]) -> str:
 
 
 def _explain_character(site: SyntaxErrorSite, _: re.Match[str]) -> str:
-    """A character that looks like a blank or like nothing, or a digit of another script."""
+    """Explains a character that looks like a space or is invisible, or a digit of another script."""
     character = site.after[0]
     if character.isalnum() and not character.isdecimal():
         return ""
@@ -162,7 +163,7 @@ _KEYWORDS = {
     "-": "a statement has no '-' before it",
     "--": "a comment starts with '#'",
 }
-"""Help by the first word of a statement that is not a keyword of the language."""
+"""Help for words that start a statement but are not keywords of the language."""
 
 _ARROW = "an arrow is written '->'"
 _COMMENT = "a comment starts with '#' and ends at the end of its line"
@@ -261,7 +262,7 @@ _HABITS: tuple[tuple[str, str, str | Callable[[SyntaxErrorSite, re.Match[str]], 
     ("ARROW", r"^\s*([^\W\d]\w*|--?)\s+¦", _explain_keyword),
     ("", r"¦[^\x00-\x7f]", _explain_character),
 )  # fmt: skip
-"""The place of a habit (see `SyntaxErrorSite.places`), its text with `¦` where the error is, and the help.
+"""For each habit: its places (see `SyntaxErrorSite.places`), a pattern with `¦` at the error, and the help.
 
-The first that fits is taken: an earlier one is more specific.
+The first row that fits is used, so more specific rows come first.
 """

@@ -1,6 +1,6 @@
 """Reads a file that the grammar does not accept, statement by statement, so that one error does not hide the next.
 
-Where a statement ends is a guess, because the error may be in what would have ended it.
+The end of a statement is a guess, because the error may be in the text that would have ended it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GROUP = r"group(?=[ \t\r\f]+[^\W\d]\w*[ \t\r\f]*=)"
 _KEYWORD = re.compile(
     rf"[ \t\r\f]*((import|recipe|after|until|variant){_WORD_END}|seed(?=[ \t\r\f]*=)|{_GROUP}|\}})"
 )
-_OBJECT = re.compile(r"\{\s*[\"']")  # of JSON: its lines are one error, not one each
+_OBJECT = re.compile(r"\{\s*[\"']")  # in JSON: the whole object is one error, not one per line
 _ARROW_IN_LINE = re.compile(r"[^\n#;]*->")
 _CLOSING_BRACKET_IN_LINE = re.compile(r"(?:(?!->)[^\n#(){}\[\]])*[)\]]")
 _ARROW_FIRST = re.compile(r"[ \t\r\f]*->")
@@ -42,12 +42,12 @@ _BETWEEN_STATEMENTS = re.compile(rf"(?:[{_BLANK};]|#[^\n]*)+")
 _TOKEN = re.compile(
     rf"""{STRING_PATTERN}|(?<!\S)/\*|#[^\n]*|->|[(\[{{)\]}}]|[\n;]|[^"'#()\[\]{{}}\n;/-]+|.""", re.DOTALL
 )
-_MAX_BLOCK_COMMENT = 4_000  # characters: a limit, so that the search for the end of each of many is cheap
+_MAX_BLOCK_COMMENT = 4_000  # characters searched for the end of a block comment, so that many are cheap
 
 
 @dataclass(slots=True)
 class _OpenBlock:
-    """A block whose closing brace has not been seen. Its header is None if it has an error, or for the whole file."""
+    """A block whose closing brace has not been seen. Its header is None if it has an error, or if it is the file."""
 
     header: StepCondition | str | None
     start: int
@@ -55,9 +55,9 @@ class _OpenBlock:
 
 
 def recover(builder: StatementBuilder, position: int) -> tuple[Statement, ...]:
-    """Returns the statements from a position on that could be read. The builder collects diagnostics of the others.
+    """Returns the valid statements after a position. The builder collects the diagnostics of the others.
 
-    Blocks are opened and closed here, so that their statements are parsed alone too.
+    Blocks are opened and closed here, so that each statement inside them is parsed alone too.
     """
     source, text = builder.source, builder.source.text
     open_blocks = [_OpenBlock(None, position, [])]
@@ -120,13 +120,13 @@ def _find_statement_end(text: str, start: int) -> int:
     """
     depth, position, end = 0, start, start  # `end` follows the last text that is neither blank nor comment
     is_object = _OBJECT.match(text, start) is not None
-    searched = start  # before here, no block comment ends
+    searched = start  # no block comment ends before this position
     has_arrow = _KEYWORD.match(text, start) is not None  # a statement with a keyword needs no arrow
     while position < len(text):
         match = _TOKEN.match(text, position)
         assert match is not None
         token = match.group()
-        if token == "/*":  # not a comment here: but the lines in it are one error, not one each
+        if token == "/*":  # not a comment in a policy, but one error, not one per line
             limit = match.end() + _MAX_BLOCK_COMMENT
             close = text.find("*/", max(match.end(), searched), limit)
             searched = limit - 1 if close < 0 else searched

@@ -1,4 +1,4 @@
-"""The statements of a policy file, as written, and where its comments are.
+"""The statements of a policy file, as written, and the positions of its comments.
 
 Spans are not compared: equal statements may come from different places.
 """
@@ -17,7 +17,7 @@ from policyc.language.schedule import StepCondition
 
 STRING_PATTERN = r"""\"[^"\n]*\"|'[^'\n]*'"""
 BRACKET_PATTERN = re.compile(rf"{STRING_PATTERN}|#[^\n]*|[(\[{{)\]}}]")
-"""A string, a comment or a bracket, so that brackets inside strings and comments are not counted."""
+"""Matches a string, a comment or a bracket, so that brackets inside strings and comments are not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +60,16 @@ class PolicyFile:
 _CODE = re.compile(r"[ \t\r\f]*((?:[^#\"']+|\"[^\"]*\"|'[^']*'|[\"'])*)")
 _STRING = re.compile(STRING_PATTERN)
 _OPEN_END = re.compile(r"(?:,|->|=|@|%|<|>|\.|\b(and|or|not|where))\Z")
-_OPEN_END_WINDOW = 16  # characters: longer than any match of _OPEN_END; a constant, so that lines are cheap
-_MAX_KEPT = 4096  # lines: those of the policies that are open in an editor
+_OPEN_END_WINDOW = 16  # characters: longer than any match of _OPEN_END; limited, so that long lines are cheap
+_MAX_KEPT = 4096  # cached lines: enough for the policies that are open in an editor
 
 
 def find_pieces(text: str) -> Iterator[tuple[int, int, bool]]:
-    """Yields the start and the end of each piece of a text. What is between them is blank, or has only a comment.
+    """Yields the start and the end of each piece of a text, and whether the piece is complete.
 
-    A piece ends with a line that closes its brackets: mostly it is one statement. The grammar accepts a text if it
-    accepts all of its pieces. The third value is false for a last piece that has no end: the grammar accepts no such.
+    A piece ends with a line that closes its brackets and completes a statement; most pieces are one statement. Between
+    pieces there are only blanks and comments. The grammar accepts a text if it accepts all of its pieces. Only the last
+    piece can be incomplete, and the grammar accepts no incomplete piece.
     """
     start, depth, end = None, 0, 0
     for line in text.split("\n"):
@@ -85,9 +86,9 @@ def find_pieces(text: str) -> Iterator[tuple[int, int, bool]]:
         yield start, len(text), False
 
 
-@lru_cache(maxsize=_MAX_KEPT)  # an editor asks after each key, which changes one line
+@lru_cache(maxsize=_MAX_KEPT)  # an editor calls this after each key, which changes one line
 def _measure_line(line: str) -> tuple[bool, int, bool]:
-    """Whether a line has code, how many brackets it opens and leaves open, and whether a statement goes on after it."""
+    """Returns whether a line has code, its opening minus its closing brackets, and whether its statement continues."""
     code = _CODE.match(line)[1].rstrip(" \t\r\f")  # type: ignore[index]  # it matches every line
     bare = _STRING.sub("", code) if '"' in code or "'" in code else code
     opened = sum(map(bare.count, "([{")) - sum(map(bare.count, ")]}"))
@@ -95,7 +96,7 @@ def _measure_line(line: str) -> tuple[bool, int, bool]:
 
 
 def is_open_ended(text: str, start: int, end: int) -> bool:
-    """Does the statement that is between two offsets, without a space at its end, go on in the next line?"""
+    """Whether the statement between two offsets continues on the next line. The text must not end in a blank."""
     found = _OPEN_END.search(text, max(start, end - _OPEN_END_WINDOW), end)
     if found is None or not found[1]:
         return found is not None

@@ -1,7 +1,7 @@
 """The lint rules. Each module has checks by code in `CHECKS`; `linter/pages.md` has the page of every code.
 
 The modules of `program` check what a policy does to a program. They import JAX, so they are loaded only on request.
-Codes without a check are reported while a policy is read, by its suppression comments, or when a loss is compiled.
+Codes without a check are reported when a policy is read, when its suppressions are checked, or when a loss is compiled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from policyc.linter.rules import program
 
 _PAGE = re.compile(r"^# ([\w-]+) \((\w+)\)\n\n(.*?)(?=\n+(?:# [\w-]+ \(|\Z))", re.DOTALL | re.MULTILINE)
 _LINE = "\n---\n"
-"""Stands in the document before the pages, and again before those of codes that need a program."""
+"""Separates the parts of `pages.md`: an introduction, pages of codes, and pages of codes that need a program."""
 
 _GUESSES_WITHOUT_PROGRAM = frozenset({
     "attention-scores-in-4-bits", "embedding-in-4-bits", "everything-in-4-bits", "head-in-4-bits", "literal-default",
@@ -35,7 +35,7 @@ def _load_checks(package: str, path: Iterable[str]) -> dict[str, Check]:
 
 
 def _read_rules() -> Iterator[LintRule]:
-    """The rules of the document, in its order. Those that need a program have no check yet."""
+    """Yields the rules in the order of `pages.md`. `load_program_rules` adds the checks that need a program."""
     checks = _load_checks(__name__, __path__)
     text = resources.files("policyc.linter").joinpath("pages.md").read_text(encoding="utf-8")
     _, of_policies, of_programs = text.split(_LINE)
@@ -63,7 +63,7 @@ PROGRAM_RULES = {code: rule for code, rule in ALL_RULES.items() if rule.needs_pr
 
 @cache
 def load_program_rules() -> dict[str, LintRule]:
-    """`PROGRAM_RULES` with their checks. This imports JAX. The compiler reports those that have no check."""
+    """Returns `PROGRAM_RULES` with their checks. Imports JAX. The compiler reports the codes that have no check."""
     checks = _load_checks(program.__name__, program.__path__)
     return {code: replace(rule, check=checks.get(code)) for code, rule in PROGRAM_RULES.items()}
 
@@ -72,9 +72,9 @@ _MAX_SIMILAR = 4  # names in one suggestion
 
 
 def choose_codes(select: Iterable[str] = (), ignore: Iterable[str] = ()) -> frozenset[str]:
-    """The codes to look for: those that are selected, or else all, without those that are ignored.
+    """Returns the codes to check: the selected ones (by default all) except the ignored ones.
 
-    A text may have several codes, with commas between them. 'ALL' is all of them. Raises ValueError if one is unknown.
+    Texts may hold several codes, separated by commas. 'ALL' stands for every code. Raises ValueError if one is unknown.
     """
     return (_split_codes(select) or frozenset(ALL_CODES)) - _split_codes(ignore)
 

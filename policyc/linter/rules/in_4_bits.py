@@ -1,7 +1,7 @@
-"""Rules against 4 bits for the sites that they harm most: attention scores, embedding, head, router, last blocks.
+"""Rules against 4 bits at the sites that 4 bits harm most: attention scores, embedding, head, router, last blocks.
 
-Without a program, these rules ask for the rule that decides a site of that kind, under the names that models commonly
-give it. With one, they look at the kinds of its sites.
+Without a program, they look up which rule of the policy decides a site with one of the names that models commonly give
+to each kind. With a program, they look at the kinds of its sites.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from policyc.compiler.plan import Plan
     from policyc.compiler.sites import Site
 
-# Names that models commonly give to the sites that low precision harms most. Without a program, names are all that a
-# rule can go by. Names that harmless layers have as well, such as `gate` or `output` inside attention, are left out;
-# with a program, these rules find such sites by their kind.
+# Names that models commonly give to the sites that low precision harms most. Without a program, a rule has only names.
+# Names that harmless layers also have, such as `gate` or `output` inside attention, are left out; with a program, these
+# rules find such sites by their kind.
 _NAMES = {
     "scores": (
         "attention.scores", "attn.scores", "self_attn.scores", "self_attention.scores", "attention.qk", "attention.pv",
@@ -46,7 +46,7 @@ _SENSITIVE_NAMES = frozenset(name for names in _NAMES.values() for name in names
 
 _MIDDLE_BLOCK = (16, 32)
 _BLOCKS = {"scores": _MIDDLE_BLOCK, "router": _MIDDLE_BLOCK}
-"""The kinds that are in blocks, and a block of a stack."""
+"""For the kinds that are in blocks: the index of an example block, and the number of blocks."""
 
 
 def _check(kind: str, context: Context) -> Iterator[Diagnostic]:
@@ -80,7 +80,7 @@ def _suggest(kind: str, rule: Rule) -> str:
     patterns = [pattern for selector in rule.selectors for pattern in expand_selector(selector)]
     is_named = all(".".join(map(str, example_path(pattern))) in _NAMES[kind] for pattern in patterns)
     if rule.where == Flag(name=kind) or (is_named and kind != "scores"):
-        return "write '-> bf16' in this rule"  # it is about nothing else
+        return "write '-> bf16' in this rule"  # the rule matches nothing else
     return _suggest_weight(rule) if kind == "scores" else f"add a rule after it: * where {kind} -> bf16"
 
 
@@ -90,7 +90,7 @@ def _suggest_weight(rule: Rule) -> str:
 
 
 def _find_rules_in_4_bits(kind: str, context: Context) -> Iterator[tuple[Rule, str]]:
-    """Yields each rule that puts such a site in 4 bits, with the first of the names of the site."""
+    """Yields each rule that puts a site of a kind in 4 bits, with the first name for which it does."""
     rules = context.coverage.rules
     if not any(rule.recipe.bits(gemm) == 4 for rule in rules for gemm in Gemm):
         return
@@ -113,7 +113,7 @@ def _check_everything(context: Context) -> Iterator[Diagnostic]:
     applied = [a for a in context.applied_recipes if a.rule in context.policy.rules[-1:]]
     if not applied or context.plan is not None:
         return
-    rule, recipe = applied[0].rule, applied[0].recipe  # the first is that of the policy, without a variant
+    rule, recipe = applied[0].rule, applied[0].recipe  # the first is that of the policy without a variant
     if rule.head != "*" or rule.when or any(recipe.bits(gemm) != 4 for gemm in Gemm):
         return
     yield Diagnostic(
@@ -125,10 +125,13 @@ def _check_everything(context: Context) -> Iterator[Diagnostic]:
 
 
 def _write_fix(context: Context, applied: AppliedRecipe) -> Fix | None:
-    """Returns the fix that restricts the rule, and that gives options to a format without any."""
+    """Returns a fix that restricts the rule, and gives the published options to a format without options.
+
+    None if the rule has an `expect`, whose number would have to change too.
+    """
     rule, call = applied.rule, applied.find_recipe_call(Gemm.FPROP)
     if rule.expect is not None:
-        return None  # fewer sites will match, and how many is not known
+        return None  # fewer sites will match, and the new number is not known
     end = rule.selectors[-1].span.end
     edits, written = [Edit(Span(rule.span.source, end, end), f" {_CONDITION}")], str(rule.recipe)
     if call.name in _PUBLISHED and not call.settings and context.in_this_file(call.span):
@@ -141,7 +144,7 @@ def _write_fix(context: Context, applied: AppliedRecipe) -> Fix | None:
 
 _DEPTH = 32  # of the example stack; the answer does not depend on it
 _MAX_STACKS = 8
-_KINDS = tuple(map(flags_of, ("mlp", "experts", "attention")))  # of the sites that fill a block
+_KINDS = tuple(map(flags_of, ("mlp", "experts", "attention")))  # of the sites that make up a block
 _BLOCKS_PER_KEPT_BLOCK = 8  # as in the published runs: 4 of 32 and 8 of 62
 
 
@@ -150,7 +153,7 @@ def _check_tail(context: Context) -> Iterator[Diagnostic]:
 
 
 def _check_tail_by_name(context: Context) -> Iterator[Diagnostic]:
-    """Without a program, the names of stacks in the policy are all that is known."""
+    """Checks stacks by the names in the policy, which are all that is known without a program."""
     last_layers = [PathSegment(name, _DEPTH - 1, _DEPTH) for name in _find_stack_names(context.policy)]
     for rule in context.coverage.rules:
         if rule.recipe.bits(Gemm.FPROP) != 4 or not context.in_this_file(rule.rule.span):
@@ -166,7 +169,7 @@ def _check_tail_by_name(context: Context) -> Iterator[Diagnostic]:
                 for flags in _KINDS
                 if _matches_tail(rule.rule, flags)
             ]
-            # A name stands for one kind, and which is not known.
+            # A name stands for one kind, but which one is not known.
             is_any_kind = all(segment.is_wildcard for segment in pattern.segments)
             if in_4_bits and (any if is_any_kind else all)(in_4_bits):
                 yield Diagnostic(

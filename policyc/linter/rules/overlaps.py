@@ -32,8 +32,8 @@ def _check_redundant_rule(context: Context) -> Iterator[Diagnostic]:
 def _find_earlier_rule(context: Context, rule: ResolvedRule) -> ResolvedRule | None:
     """Returns an earlier rule that makes a rule redundant, under every variant.
 
-    An earlier rule of this file that is overridden itself does not count: of two rules that make each other
-    unnecessary, `--fix` must keep one.
+    An earlier rule of this file that is itself overridden does not count: if two rules make each other unnecessary,
+    `--fix` must keep one of them.
     """
     earlier = context.coverage.find_equivalent_earlier_rule(rule)
     if earlier is None:

@@ -1,4 +1,4 @@
-"""Rules about the options of a recipe: faults that one product of it has, whatever site it is used for."""
+"""Rules about recipe options: faults of a product that do not depend on the site."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class _Operand(NamedTuple):
 class _Fault:
     """A fault of a product, found at one of its operands.
 
-    `message` may name the product, the role of the operand and its format. `option` is the option to point at. If there
-    is a `replacement`, an unsafe fix sets the option to it: this changes the numbers of a run.
+    `message` may contain `{gemm}`, `{role}` and `{format}` of the operand. `option` is the option to point at. If there
+    is a `replacement`, a fix sets the option to it. The fix is unsafe, because it changes the numerics of a run.
     """
 
     code: str
@@ -42,7 +42,7 @@ class _Fault:
 
 def _rotates_outside_wgrad(operand: _Operand) -> bool:
     if any(t.rht and t.tile2d for t in operand.recipe.gemm_treatments(operand.gemm)):
-        return False  # a hadamard-on-2d-weight
+        return False  # reported as hadamard-on-2d-weight
     treatment = operand.treatment
     return operand.gemm is not Gemm.WGRAD and bool(treatment.rht) and treatment.rounding != "ms_eden"
 
@@ -136,9 +136,9 @@ def _check(fault: _Fault, context: Context) -> Iterator[Diagnostic]:
 
 
 def _report(fault: _Fault, context: Context, applied: AppliedRecipe, gemm: Gemm, message: str) -> Diagnostic:
-    """Returns a finding at the option, or else at the format, or at the rule if those are in another file.
+    """Returns a finding at the option, at the format if the option is not set, or at the rule if these are imported.
 
-    Where the replacement would have no effect, the fix sets the option to none.
+    If the replacement would have no effect, the fix sets the option to none.
     """
     call = applied.find_recipe_call(gemm)
     setting = next((s for s in call.settings if s.name == fault.option), None)

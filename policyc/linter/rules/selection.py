@@ -1,4 +1,4 @@
-"""Rules about what selectors, conditions and phases match: nothing, or something else than meant."""
+"""Rules about selectors, conditions and phases that match nothing, or something other than what was meant."""
 
 from __future__ import annotations
 

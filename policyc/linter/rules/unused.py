@@ -1,4 +1,4 @@
-"""Rules about what a policy defines or leaves out without an effect."""
+"""Rules about parts of a policy that have no effect, or that are missing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _MAX_WORK = 200_000  # rules times variants
 def _check_idle_variant(context: Context) -> Iterator[Diagnostic]:
     policy = context.policy
     if policy.applied_variant is not None:
-        return  # variants are edits of the policy without one
+        return  # a variant edits the policy, not another variant
     if len(policy.rules) * len(policy.variants) > _MAX_WORK:
         context.undecided += len(policy.variants)
         return

@@ -1,4 +1,4 @@
-"""Faults that also stop the compiler: what a rule cannot or does not change."""
+"""Faults of rules, most of which also stop the compiler: no effect, an unmet `expect`, or sites it cannot change."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def _check_overridden_rule(context: Context) -> Iterator[Diagnostic]:
     deciding, overriding = find_deciding_rules(plan)
     refused = {d.span: d for d in idle_rules(plan) if d.code == "overridden-rule"}
     for index, rule in enumerate(plan.policy.rules):
-        if index in deciding or index not in overriding:  # without a phase, a rule is not overridden either
+        if index in deciding or index not in overriding:  # a rule active in no phase is not overridden
             continue
-        if not context.coverage.find_overriding_rules(context.coverage.rules[index]):  # else a shadowed-rule
+        if not context.coverage.find_overriding_rules(context.coverage.rules[index]):  # else: shadowed-rule
             count = plan.counts[index]
             sites = f"all of its {count} sites" if count > 1 else "its only site"
             found = refused.get(rule.span) or Diagnostic(

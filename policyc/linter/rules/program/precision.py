@@ -1,4 +1,4 @@
-"""Products that a rule for many sites should not have taken."""
+"""Sites whose precision a rule for many sites should not lower: fp32 products, the embedding, the output head."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _check_lowered_fp32_product(context: Context) -> Iterator[Diagnostic]:
 
 
 def _has_other_code(product: PlannedProduct) -> bool:
-    """Returns whether another rule reports that the site has so few bits."""
+    """Returns whether another lint rule reports that the site has too few bits."""
     site = product.site
     if product.bits == 4 and (site.weight is None or site.kind.name == "router"):
         return True
@@ -48,7 +48,8 @@ def _has_other_code(product: PlannedProduct) -> bool:
 def _find_sites_in_fp32(plan: Plan) -> dict[Site, str]:
     """Returns the sites with more precise operands than most arithmetic of the program, each with a description.
 
-    Products with a weight decide, by FLOPs: a layer may have more products of activations in fp32 than weights.
+    "Most" counts the FLOPs of the sites with a weight, because a layer may have more fp32 products of activations than
+    weights. If the program has no weights, all sites count.
     """
     precisions = {site: _precision(site) for site in plan.sites if not site.opaque}
     deciding = [site for site in precisions if site.weight is not None] or list(precisions)
@@ -59,7 +60,7 @@ def _find_sites_in_fp32(plan: Plan) -> dict[Site, str]:
 
 
 def _precision(site: Site) -> int:
-    """Returns 0 for an operand of fewer than 32 bits, 1 for two in fp32, 2 for two in fp32 with `HIGHEST`."""
+    """Returns 0 if an operand has fewer than 32 bits, 2 if the product has `HIGHEST` precision, else 1."""
     operands: list[Any] = list(site.eqn.invars[:2])
     if any(operand.aval.dtype.itemsize < 4 for operand in operands):
         return 0
@@ -68,7 +69,7 @@ def _precision(site: Site) -> int:
 
 
 def _check_in_8_bits(kind: str, noun: str, context: Context) -> Iterator[Diagnostic]:
-    """Yields a finding for each rule that quantizes sites of a kind, but not to 4 bits: that has other codes."""
+    """Yields a finding for each rule that quantizes sites of a kind to 5 to 8 bits. 4 bits have codes of their own."""
     for rule, sites in find_quantizing_rules(context, lambda site: site.kind.name == kind, EIGHT_BITS):
         message = f"this rule quantizes the {noun} ('{sites[0].name}')"
         plan = context.program_plan

@@ -28,7 +28,7 @@ def _find_splits(plan: Plan) -> Iterator[_Split]:
     splits: dict[Address, _Split] = {}
     for phase in plan.phases:
         decisions = plan.decisions(phase)
-        cuts: dict[tuple[Address, int], list[tuple[int, Site, int]]] = {}  # at a layer, of a site, by a rule
+        cuts: dict[tuple[Address, int], list[tuple[int, Site, int]]] = {}  # (layer, site, rule)
         for site in (s for s in plan.sites if not s.opaque):
             for depth, stack in enumerate(site.stacks):
                 for layer in (la for la in site.all_layers() if la[depth] and not stack.is_shard_map):

@@ -18,7 +18,7 @@ def _describe_rotated(product: PlannedProduct) -> str | None:
     treatments = product.treatments
     length, block = _length(product), max(FORMATS[t.format].block for t in treatments)
     dimension, size = contracted(product)
-    if length <= block or size % length == 0:  # a size that does not fit the block is a padded-gemm
+    if length <= block or size % length == 0:  # one that does not fit the block is a padded-gemm
         return None
     return (
         f"{dimension} = {size} of '{product.site.name}' is not a multiple of {length}, "
@@ -27,7 +27,7 @@ def _describe_rotated(product: PlannedProduct) -> str | None:
 
 
 def _suggest_length(plan: Plan, rule: int, products: Sequence[PlannedProduct]) -> str:
-    """A length that divides all sizes, if the recipe can have one. MS-EDEN has a fixed length."""
+    """Suggests a shorter transform that divides all sizes, if the recipe can have one. MS-EDEN has a fixed length."""
     uneven = dict.fromkeys(f"{contracted(p)[0]} % {_length(p)} != 0" for p in products)
     keep = suggest_keeping(plan, rule, products, " or ".join(uneven))
     is_fixed = any(t.rounding == "ms_eden" for p in products for t in p.treatments)

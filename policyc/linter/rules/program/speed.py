@@ -24,7 +24,7 @@ _BF16, _FP8 = make_recipe("bf16"), make_recipe("fp8")
 _TE: Backends = ("te", "te", "te")
 _XLA: Backends = ("xla", "xla", "xla")
 SlowGroups = dict[Site, tuple[float, LayerGroup]]
-"""Layers of a site that take longer than with another recipe, and how many times as long."""
+"""For each slow site: its time as a multiple of the time with another recipe, and the layers with that time."""
 
 
 def _find_slow(
@@ -44,14 +44,14 @@ def _find_slow(
 def _layer_seconds(
     group: LayerGroup, recipe: Recipe, backends: Backends, target: Target, readers: ReaderCounts
 ) -> float:
-    """The time of one layer with a recipe on one device: its GEMMs and the quantization of their operands."""
+    """Predicted seconds of one layer with a recipe on one device: its GEMMs and the quantization of their operands."""
     layer = replace(group, recipe=recipe, count=1, backends=backends)
     gemms = sum(seconds for _, seconds in step_cost.gemm_times(layer, target, _SINGLE_DEVICE))
     return gemms + step_cost.quantization_seconds(layer, target, _SINGLE_DEVICE, readers)
 
 
 def _report(context: Context, rule: int, slow: SlowGroups, than: str, help: str) -> Diagnostic:
-    """A finding about the site that takes most times as long, and about all others of the rule."""
+    """Returns a finding about the slow sites of a rule. Its message is about the one with the largest ratio."""
     ratio, group = max(slow.values(), key=lambda each: each[0])
     site = group.site
     size = f"m = {site.m}, n = {site.n}, k = {site.k}"
@@ -82,7 +82,7 @@ def _check_slower_than_fp8(context: Context) -> Iterator[Diagnostic]:
     plan = make_plan(context.policy, context.program_plan.sites, ExecutionOptions(target=target))
 
     def ratio_to_fp8(group: LayerGroup, recipe: Recipe, readers: ReaderCounts) -> float:
-        """0 for a site that is not in four bits, or that is emulated."""
+        """Returns 0 for a site that is not in 4 bits or that is emulated."""
         if all(t.bits != 4 for t in recipe.treatments) or "emulate" in group.backends:
             return 0
         seconds = _layer_seconds(group, recipe, group.backends, target, readers)
