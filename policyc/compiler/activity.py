@@ -1,7 +1,7 @@
-"""Which GEMMs get a cotangent: a backward pass over a loss, from its differentiated results.
+"""Finds which GEMMs get a cotangent, in a backward pass over a loss from its differentiated results.
 
-Together with the forward pass of `analysis` (through which variables a tangent flows) it tells which backward products
-the gradient has: none before a `stop_gradient`, rounding or comparisons, and none in auxiliary results.
+The forward pass of `analysis` finds the variables that have a tangent. Together they tell which backward products the
+gradient has: none upstream of `stop_gradient`, rounding or comparisons, and none for auxiliary results.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from policyc.jaxcore.transform import Address
 
 
 def products_with_cotangent(jaxpr: ClosedJaxpr, differentiated: Sequence[bool]) -> set[Address]:
-    """The addresses of the products whose result gets a cotangent, if it has a derivative.
+    """The addresses of the products whose result gets a cotangent, provided that it has a derivative.
 
-    An equation without a row in `PRIMITIVES` may be a product. `differentiated` says which results of the loss are
-    differentiated.
+    Equations without a row in `PRIMITIVES` are included, because they may be products. `differentiated` says which
+    results of the loss are differentiated.
     """
     activity = _BackwardActivity()
     activity.run(jaxpr, differentiated, (), everything=_has_references(jaxpr))
@@ -32,7 +32,7 @@ def products_with_cotangent(jaxpr: ClosedJaxpr, differentiated: Sequence[bool]) 
 
 
 def _has_references(jaxpr: AnyJaxpr) -> bool:
-    """Does a loss write to references? What is written is read in other places, which are not followed."""
+    """Whether a loss uses references. Values that pass through a reference are not followed."""
     opened = jaxprs.open_jaxpr(jaxpr)
     if any(jaxprs.is_reference(v.aval) for v in (*opened.invars, *opened.constvars)):
         return True
@@ -45,7 +45,7 @@ def _has_references(jaxpr: AnyJaxpr) -> bool:
 
 
 class _BackwardActivity:
-    """Goes backwards through jaxprs, and records which products get a cotangent."""
+    """Walks jaxprs backwards, and records which products get a cotangent."""
 
     def __init__(self) -> None:
         self.addresses: set[Address] = set()
@@ -53,7 +53,7 @@ class _BackwardActivity:
     def run(
         self, jaxpr: AnyJaxpr, results: Sequence[bool], address: Address, *, everything: bool = False
     ) -> list[bool]:
-        """Which inputs get a cotangent, from which results get one. With `everything`, all variables do."""
+        """Returns which inputs get a cotangent, given which results do. With `everything`, all variables do."""
         opened = jaxprs.open_jaxpr(jaxpr)
         with_cotangent: set[Var] = set()
 
@@ -88,7 +88,7 @@ class _BackwardActivity:
         if container is not None:
             return container.propagate_back(eqn, results, enter)
         for number, sub in enumerate(jaxprs.sub_jaxprs(eqn)):
-            # A container that the compiler does not enter. Its results need not be those of the jaxpr inside.
+            # A container that the compiler does not enter. Its results need not match those of the jaxpr inside.
             count = len(jaxprs.open_jaxpr(sub.jaxpr).outvars)
             if count == len(results):
                 enter(number, results)

@@ -1,8 +1,8 @@
 """jaxpr -> Sites: finds every GEMM of a loss in one forward pass.
 
-The pass knows, for each variable, how it is laid out from parameters and whether it has a derivative. A site
-is a GEMM together with the calls that lead to it: a function that is jitted once and called for every layer has a site
-for each call.
+The pass tracks how each variable is laid out from parameters, and whether it has a derivative. A site is a GEMM
+together with the calls that lead to it: a GEMM in a function that is jitted once and called for every layer is one site
+per call.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from policyc.language.selectors import DottedPath, read_segments
 from policyc.numerics.products import Weight
 
 _PLAIN = frozenset(n for n, rule in PRIMITIVES.items() if rule.weight not in ("product", "gather"))
-"""Primitives that are not products and look nothing up."""
+"""Primitives that are neither products nor lookups."""
 
 
 @paused_collection()
@@ -104,7 +104,7 @@ def analyze(
             break
         references.has_grown = False
     with_layers = (site.with_layers(analyzer.layers) for site in analyzer.sites.values())
-    sites = [site for site in with_layers if site.count]  # others are in branches that are never taken
+    sites = [site for site in with_layers if site.count]  # sites without a count are in branches never taken
     for site, path in zip(sites, add_stack_sizes([s.scope.path for s in sites]), strict=True):
         if path != site.scope.path:
             site.complete(scope=replace(site.scope, path=path))
@@ -130,7 +130,7 @@ def analyze(
 class _Analyzer:
     """Propagates `VarInfo`s through a jaxpr, and records its GEMMs by address.
 
-    A loop's body is analyzed until the infos of its carry are stable. Each time replaces the GEMMs of the time before.
+    A loop's body is analyzed until the infos of its carry are stable. Each pass replaces the GEMMs of the previous one.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class _Analyzer:
         context: JaxprContext,
         constants: Mapping[Var, VarInfo] | None = None,
     ) -> list[VarInfo]:
-        """The infos of the results, from those of the inputs."""
+        """Returns the infos of the results, given those of the inputs."""
         opened = jaxprs.open_jaxpr(jaxpr)
         known: dict[Var, VarInfo] = dict(zip(opened.invars, infos, strict=True))
         for var, value in zip(opened.constvars, jaxprs.constants(jaxpr), strict=False):
@@ -200,7 +200,7 @@ class _Analyzer:
         results = propagate_equation(eqn, infos)
         if name == "gather" and infos[0].source is not None:
             (rows,) = results
-            if rows.source is None or rows.is_lookup:  # else it takes a layer of a stack
+            if rows.source is None or rows.is_lookup:  # otherwise it takes a layer of a stack
                 self.looked_up.update(p.path for p in parameters_of(infos[0].source))
         return results
 
@@ -244,7 +244,7 @@ class _Analyzer:
         return results
 
     def _other_product(self, eqn: JaxprEqn, infos: list[VarInfo], context: JaxprContext) -> None:
-        """Records an equation that is a product and no GEMM."""
+        """Records an equation if it is a product that is not a GEMM."""
         described = kind_and_name(eqn)
         if described is None or not context.repeats:
             return
@@ -259,7 +259,7 @@ class _Analyzer:
         )
 
     def _is_quantized_gemm(self, eqn: JaxprEqn) -> bool:
-        """Is this a GEMM that was quantized before?"""
+        """Whether this is a GEMM that policyc has already quantized."""
         if not jaxprs.primitive_name(eqn).startswith("custom_vjp_call"):
             return False
         (sub,) = jaxprs.sub_jaxprs(eqn)
@@ -272,7 +272,7 @@ class _Analyzer:
     def _gemm(
         self, eqn: JaxprEqn, infos: list[VarInfo], context: JaxprContext, address: Address
     ) -> tuple[Source, ...]:
-        """Records a GEMM. Returns how its weight is laid out."""
+        """Records a GEMM. Returns the sources of its weight."""
         lhs, rhs = infos[:2]
         dtypes = [operand_dtype(a) for a in eqn.invars[:2]]
         if not all(map(is_floating, dtypes)):
@@ -324,29 +324,29 @@ class _Analyzer:
         return sources
 
     def _products(self, infos: list[VarInfo], weight: Weight, address: Address) -> frozenset[Gemm]:
-        """fprop, and a backward product for each operand with a derivative, if the result gets a cotangent."""
+        """fprop, plus a backward product for each operand with a derivative if the result gets a cotangent."""
         lhs, rhs = (info.is_active and address in self._with_cotangent for info in infos[:2])
         return _products_with(lhs, rhs) if weight != "lhs" else _products_with(rhs, lhs)
 
 
-@cache  # enums take long to hash
+@cache  # hashing enums is slow
 def _products_with(dgrad: bool, wgrad: bool) -> frozenset[Gemm]:
     backward = {Gemm.DGRAD: dgrad, Gemm.WGRAD: wgrad}
     return frozenset({Gemm.FPROP, *(gemm for gemm, exists in backward.items() if exists)})
 
 
-@lru_cache(maxsize=8)  # the sites of a scope follow each other
+@lru_cache(maxsize=8)  # the sites of a scope are consecutive
 def _read_scope(scopes: tuple[str, ...]) -> PathTemplate:
     return PathTemplate(read_segments(scopes))
 
 
 def _factors(infos: Sequence[VarInfo]) -> frozenset[Source]:
-    """The weights whose product is one operand, if the other is an activation; else none."""
+    """The weights of an operand that is a product of weights; empty unless exactly one operand is."""
     products = [i for i in infos if i.depends_on is Dependence.WEIGHT_PRODUCTS]
     return products[0].projections - MANY_PROJECTIONS if len(products) == 1 else frozenset()
 
 
 def _hoistable_origin(eqn: JaxprEqn, weight: VarInfo, context: JaxprContext) -> Origin | None:
-    """How the weight of a GEMM derives from an input of the loss, if it can be quantized outside the loss."""
+    """How the weight of a GEMM derives from a loss input; None if it cannot be quantized outside the loss."""
     is_plain_dot = jaxprs.primitive_name(eqn) == "dot_general" and jaxprs.explicit_sharding(eqn) is None
     return weight.origin if is_plain_dot and context.takes_extra_inputs else None

@@ -1,4 +1,4 @@
-"""The records of the analysis: the containers around a jaxpr, and a site whose layers are not known yet."""
+"""Records of the analysis: the containers around a jaxpr, and sites whose layers are not known yet."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DEPENDS_ON_VALUES = "which branch is taken depends on values"
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A branch of a `cond`. `index` is the branch that is taken in each iteration, None if that is not known."""
+    """The branch `number` of a `cond`. `index` is the branch that each iteration takes, None if that is not known."""
 
     index: Integers | None
     number: int
@@ -40,12 +40,12 @@ class Branch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenIterations:
-    """The iterations that take all branches around an equation, of the loops that decide about it.
+    """The iterations of loops in which all branches around an equation are taken.
 
     Attributes:
-      loops: the addresses of these loops.
-      iterations: of each of these loops. A branch that is not known counts as always taken.
-      count: how many iterations there are, with those that take other branches.
+      loops: the addresses of the loops that decide which branches are taken.
+      iterations: the iterations of these loops that take all branches. An unknown branch counts as always taken.
+      count: the number of all their iterations, including those that take other branches.
       unknown: why some branch is not known; empty if all are.
     """
 
@@ -55,13 +55,13 @@ class TakenIterations:
     unknown: str = ""
 
     def repeats(self, repeats: int) -> int:
-        """How often an equation runs that would run so often if its branches were always taken."""
+        """How often an equation runs, given how often it would run if its branches were always taken."""
         return repeats * len(self.iterations) // self.count
 
 
-@lru_cache(maxsize=8)  # the sites of a branch follow each other
+@lru_cache(maxsize=8)  # the sites of a branch are consecutive
 def find_taken(branches: tuple[Branch, ...], loops: tuple[EnclosingLoop, ...]) -> TakenIterations:
-    """The iterations that take all of some branches, which are inside of some loops."""
+    """The iterations of the enclosing `loops` that take all of `branches`."""
     known = [(i, branch.number) for branch in branches if (i := known_integers(branch.index)) is not None]
     addresses = frozenset[Address]().union(*(index.loops for index, _ in known))
     sizes = [(s.address, s.size) for s in (loop.stack for loop in loops) if s.address in addresses]
@@ -84,26 +84,26 @@ def find_taken(branches: tuple[Branch, ...], loops: tuple[EnclosingLoop, ...]) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JaxprContext:
-    """The containers around a jaxpr, and what follows from them for the sites in it."""
+    """The containers around a jaxpr, and what they imply for the sites in it."""
 
     address: Address = ()
     scope: tuple[str, ...] = ()
     loops: tuple[EnclosingLoop, ...] = ()
-    """The scans around it, the outermost first."""
+    """The scans around it, outermost first."""
     branches: tuple[Branch, ...] = ()
     repeats: int = 1
     uncertain_repeats: str = ""
-    """As in `Site`, apart from branches."""
+    """As in `Site`, disregarding branches."""
     opaque: str = ""
     opaque_parameters: tuple[Source, ...] = ()
-    """The parameters that an opaque container reads, where it is not known which of its GEMMs reads them."""
+    """The parameters that an opaque container reads, if it is not known which of its GEMMs reads them."""
     axis_env: AxisEnv = AxisEnv()
     loop_depth: int = 0
     in_remat: bool = False
     takes_extra_inputs: bool = True
 
     def enter(self, eqn: JaxprEqn, number: int, **changes: Any) -> JaxprContext:
-        """The context of a jaxpr inside an equation. `self.address` must be that of the equation."""
+        """The context of the jaxpr with this number inside an equation, whose address must be `self.address`."""
         scope = (*self.scope, *jaxprs.name_scopes(eqn))
         return replace(self, address=(*self.address, number), scope=scope, **changes)
 
@@ -113,12 +113,12 @@ class PendingSite:
     """A GEMM that becomes a site. Its layers are known once the whole loss is analyzed.
 
     Attributes:
-      site: the site without layers: it has a scope, and no parameters, stacks or loops yet.
-      loops: the scans around it, the outermost first.
+      site: the site without layers: it has a scope, but no parameters, stacks or loops yet.
+      loops: the scans around it, outermost first.
       branches: the branches that it is in.
       sources: how its weight is laid out from parameters.
-      projections: of a product of activations: the weights of the products that its operands come from.
-      factors: the weights of an operand that is a product of weights (`h @ (a @ b)`). They are part of `projections`.
+      projections: for a product of activations: the weights of the products that its operands come from.
+      factors: the weights of an operand that is a product of weights (`h @ (a @ b)`). A subset of `projections`.
       batch_dims: the dimensions of the weight along which it reads several matrices.
     """
 
@@ -155,7 +155,7 @@ class PendingSite:
         return self._only_taken(self.site) if self.branches else self.site
 
     def _only_taken(self, site: Site) -> Site:
-        """The site without the iterations that take other branches, where these are known."""
+        """The site without the layers and repeats in which other branches are known to be taken."""
         taken = find_taken(self.branches, self.loops)
         if taken.unknown and not site.uncertain_repeats:
             reason = f"in a branch that counts as always taken: {taken.unknown}"

@@ -1,7 +1,7 @@
 """Where a block may begin and end in an unrolled program: not inside a branch of the residual stream.
 
-Where that leaves several possibilities, as with matrices of one shape, the indices in names of modules and parameters
-decide: the products of `layers[3]` are in one block.
+If that leaves several possibilities, for example because all matrices have the same shape, the indices in the names of
+modules and parameters decide: the products of `layers[3]` are in one block.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 
 LEVELS = (0, 1, None)
-"""Which of the indices decide, in the order in which they are tried; None: none of them."""
+"""Which index in a name decides, in the order tried: 0 the innermost, 1 the outermost, None no index."""
 
 
 class Bounds:
-    """The bounds of blocks in a sequence of products.
+    """The possible bounds of blocks in a sequence of products.
 
-    `branches` has, for each branch of the residual stream, the first and the last position of its products. `paths`
-    and `indices` have the names of each product, see `blocks.Product`.
+    `branches` has the positions of the first and the last product of each branch of the residual stream. `paths` and
+    `indices` are the `parameter` and the `indices` of each product, see `blocks.Product`.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class Bounds:
         level: int | None,
     ) -> None:
         self._crossing: dict[int, list[tuple[int, int]]] = {}
-        """For bounds between two products: the first and last position of the branches that they divide."""
+        """For each position where a bound would divide branches: the first and last positions of these branches."""
         for first, last in branches:
             for bound in range(first + 1, last + 1):
                 self._crossing.setdefault(bound, []).append((first, last))
@@ -35,18 +35,18 @@ class Bounds:
         self._indices = [None if level is None or both is None else both[level] for both in indices]
         self._has_indices = any(index is not None for index in self._indices)
         self._distances: list[int] = []
-        """For each product: how far back the last one with the same index is; 0 if there is none, -1 without index."""
+        """For each product: the distance to the previous one with the same index; 0 if none, -1 if it has no index."""
         last_position: dict[int | None, int] = {}
         for position, index in enumerate(self._indices):
             self._distances.append(-1 if index is None else position - last_position.get(index, position))
             last_position[index] = position
 
     def count(self, start: int, period: int, count: int) -> int:
-        """How many of the bodies from a position on, of so many products each, can be blocks."""
+        """How many of the `count` consecutive bodies of `period` products from `start` on can be blocks."""
         other = start + period
         if 0 < self._distances[other] <= period and self._paths[other] != self._paths[start]:
             return (
-                0  # found at once: a second body has an index of the first, and is not the same layer again
+                0  # shortcut: the second body has an index of the first body, but is not the same layer again
             )
         if self._level == 0 and not self._group_products(start, start + period):
             return 0
@@ -54,7 +54,7 @@ class Bounds:
         seen: dict[int, Sequence[Hashable]] = {}
         for number in range(count if self._has_indices else 0):
             begin, end = start + number * period, start + (number + 1) * period
-            # Bodies have other indices, or are the same layer again.
+            # Each body must have different indices, unless it is the same layer again.
             indices = {index for index in self._indices[begin:end] if index is not None}
             if indices:
                 paths = self._paths[begin:end]
@@ -65,7 +65,7 @@ class Bounds:
         return count
 
     def _count_between_branches(self, start: int, period: int, count: int) -> int:
-        """How many of the bodies begin and end outside of branches. A branch may contain all of them."""
+        """How many of the bodies begin and end outside branches. A branch may contain all of them."""
         limit = len(self._paths)
         for number in range(count + 1 if self._crossing else 0):
             bound = start + number * period
@@ -76,7 +76,7 @@ class Bounds:
         return count
 
     def _have_one_pattern(self, one: int, other: int, size: int) -> bool:
-        """Are the same products of two bodies the ones with equal indices?"""
+        """Whether equal indices group the products of two bodies in the same way."""
         distances, others = self._distances[one : one + size], self._distances[other : other + size]
         return distances == others or all(
             a == b or (a >= 0 and b >= 0 and (a > offset or a == 0) and (b > offset or b == 0))
@@ -84,6 +84,6 @@ class Bounds:
         )
 
     def _group_products(self, begin: int, end: int) -> bool:
-        """Do inner indices stand for several products each? Those of `layers[1].weights[0]` do not."""
+        """Whether innermost indices group several products. Those of `layers[1].weights[0]` do not."""
         members = [indices for indices in self._all_indices[begin:end] if indices]
         return len({inner for inner, _ in members}) < len(members) or all(a == b for a, b in members)

@@ -1,9 +1,9 @@
-"""The blocks of a model: which sites are in its repeated stack, and which number their block has.
+"""The blocks of a model: which sites are in its repeated stack, and the number of their block.
 
-In a loop over layers a block is an iteration, or a part of one. In an unrolled program blocks are the equal bodies that
-follow each other, each using the result of the one before. A part of a branch of the residual stream is not a block,
-even if it is repeated. A body that is not repeated is a block if it is a branch. Stacks that continue each other on a
-stream of the same width count as one.
+In a loop over layers, a block is an iteration or a part of one. In an unrolled program, blocks are consecutive equal
+bodies, each of which uses the result of the one before. A part of a branch of the residual stream is not a block, even
+if it is repeated. A body that is not repeated is a block if it is a branch. Stacks that continue each other on a stream
+of the same width count as one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from policyc.compiler.block_bounds import LEVELS, Bounds
 from policyc.compiler.flow import Flow
 from policyc.jaxcore.transform import Address
 
-_MAX_CANDIDATES = 256  # periods that are tried from one position on
+_MAX_CANDIDATES = 256  # periods to try from each position
 
 
 class BlockPosition(NamedTuple):
@@ -30,7 +30,8 @@ class BlockPosition(NamedTuple):
       base: its block in iteration 0 of the loops around it.
       stack: the number of the stack.
       size: how many blocks the stack has.
-      strides: for each loop around it, how many blocks later the next iteration is; negative if it runs backwards.
+      strides: for each loop around it, the number of blocks from one iteration to the next; negative if it runs in
+        reverse.
     """
 
     base: int
@@ -40,18 +41,18 @@ class BlockPosition(NamedTuple):
 
 
 class Product(NamedTuple):
-    """What the search for blocks reads of a site.
+    """The properties of a site that the search for blocks uses.
 
     Attributes:
       key: equal for products that may be the same product of two blocks.
-      mixer: identifies the attention that it is part of; None if it is part of none.
-      loops: the loops over layers around it, the outermost first.
+      mixer: identifies the attention that it is part of; None if it is not part of one.
+      loops: the loops over layers around it, outermost first.
       branches: the branches of the residual stream that it is in.
       in_branch: whether it is in a branch, or part of an attention in one.
       parameter: the names of its parameter, or of its modules if it has none.
-      indices: of these, or of its modules: a number for the names up to the innermost index, and up to the outermost;
-        None if there is none.
-      width: the size of what it contracts.
+      indices: two numbers that identify the names up to the innermost and up to the outermost index, in `parameter` or
+        else in its modules; None if neither has an index.
+      width: the size of its contracting dimensions.
     """
 
     node: int
@@ -67,7 +68,7 @@ class Product(NamedTuple):
 
 @dataclass(slots=True)
 class _Item:
-    """A product, or a loop over layers with what is in it."""
+    """A product, or a loop over layers with the products in it."""
 
     products: list[Product]
     key: Hashable
@@ -81,7 +82,7 @@ class _Item:
 
 @dataclass(slots=True)
 class _Layers:
-    """Consecutive blocks: `items` are those of each. A loop is the only item of its blocks."""
+    """Consecutive blocks, as lists of items. A loop has an entry of its own, which stands for all of its blocks."""
 
     blocks: list[list[_Item]] = field(default_factory=list)
 
@@ -108,8 +109,8 @@ def find_blocks(
 ) -> dict[int, BlockPosition]:
     """The position of every product that is in a block, by its node.
 
-    `lengths` has the number of iterations of each loop over layers. `continues` says whether a block, given by its
-    products, is the first to read what the blocks before it made; a node is the last product of these.
+    `lengths` has the number of iterations of each loop over layers. `continues(node, products)` says whether the block
+    of these products is the first to read the result of the blocks before it, whose last product is `node`.
     """
     finder = _Finder(flow, lengths, continues)
     positions: dict[int, BlockPosition] = {}
@@ -130,10 +131,10 @@ class _Finder:
     ) -> None:
         self._flow, self._lengths, self._continues = flow, lengths, continues
         self._branch_sizes: Counter[int] = Counter()
-        """For each branch of the residual stream: how many products it has."""
+        """The number of products in each branch of the residual stream."""
 
     def items(self, products: Sequence[Product], depth: int) -> list[_Item]:
-        """The products of a body in order, those of a loop over layers as one item."""
+        """The products of a body in order. A loop over layers is one item."""
         if depth == 0:
             self._branch_sizes = Counter([branch for p in products for branch in p.branches])
         if not self._lengths:
@@ -153,9 +154,9 @@ class _Finder:
     # ---- repetition
 
     def _segments(self, items: list[_Item], *, in_loop: bool, level: int = 0) -> list[_Layers]:
-        """The stacks in a sequence of items, and what is left between them as empty ones of no blocks.
+        """The stacks in a sequence of items. Items that are in no block become a stack without blocks.
 
-        What does not repeat by the indices of one of `LEVELS` may do so by those of the next.
+        Items that do not repeat at one of `LEVELS` are tried at the next one.
         """
         if not items:
             return []
@@ -197,7 +198,7 @@ class _Finder:
         bounds: Bounds,
         position: int,
     ) -> tuple[int, int]:
-        """The period that repeats over most items from a position on, and how often it does."""
+        """The period that covers most items from `position` on by repetition, and its number of repetitions."""
         best_period = best_count = 0
         size = next((p for p in range(position, len(items)) if items[p].is_loop), len(items)) - position
         positions = following[keys[position]]
@@ -206,7 +207,7 @@ class _Finder:
             period, covered = other - position, best_period * best_count
             if 2 * period > size:
                 break
-            if size // period * period <= covered:  # even if it repeats to the end
+            if size // period * period <= covered:  # covers no more even if it repeats to the end
                 continue
             count = min(_common(keys, position, other) // period + 1, size // period)
             if count < 2 or count * period <= covered:
@@ -219,7 +220,7 @@ class _Finder:
         return best_period, best_count
 
     def _is_stack(self, body: list[_Item], next_body: list[_Item]) -> bool:
-        """Is the second of two equal bodies computed from the first, and is each more than a part of a block?"""
+        """Whether the second of two equal bodies is computed from the first, and neither is only a part of a block."""
         if not self._is_whole(body) and not self._is_indexed(body, next_body):
             return False
         mixers, next_mixers = ({i.products[0].mixer for i in items} - {None} for items in (body, next_body))
@@ -230,9 +231,9 @@ class _Finder:
         return bool(nodes & self._flow.before(starts, nodes, min(nodes)))
 
     def _is_whole(self, body: list[_Item]) -> bool:
-        """Does a body have all products of a branch?
+        """Whether a body has all products of some branch.
 
-        Where the model has no branches, a part of an iteration is a block only if it has an attention.
+        If the model has no branches, a part of an iteration is a block only if it has an attention.
         """
         products = [p for item in body for p in item.products]
         if self._branch_sizes:
@@ -241,7 +242,7 @@ class _Finder:
         return not products[0].loops or any(p.mixer is not None for p in products)
 
     def _is_indexed(self, body: list[_Item], next_body: list[_Item]) -> bool:
-        """Do two bodies have other indices, in a network that is itself the only branch: `x + network(x)`?"""
+        """Whether two bodies have different indices, in a network that is itself the only branch: `x + network(x)`."""
         one, other = (
             {p.indices and p.indices[1] for item in items for p in item.products}
             for items in (body, next_body)
@@ -252,7 +253,7 @@ class _Finder:
     def _leftover(self, items: list[_Item], in_loop: bool) -> list[_Layers]:
         """The blocks among items that do not repeat: consecutive branches of the residual stream.
 
-        In a loop over layers, what is between branches belongs to them.
+        In a loop over layers, items between branches are part of the block.
         """
         if in_loop and any(item.products[0].in_branch for item in items):
             return [_Layers(_divide(items))]
@@ -265,7 +266,10 @@ class _Finder:
     # ---- stacks
 
     def _loop_body(self, items: list[_Item]) -> _Layers:
-        """The blocks of an iteration. Items outside of them belong to the block before, or else to the one after."""
+        """The blocks of an iteration. Items outside them join the block before, or else the block after.
+
+        They do not join loops: if there is no other block to join, they form a block.
+        """
         block_of = {
             id(block[0]): block for layers in self._segments(items, in_loop=True) for block in layers.blocks
         }
@@ -285,7 +289,7 @@ class _Finder:
         return _Layers([*blocks, pending] if pending else blocks)
 
     def stacks(self, items: list[_Item]) -> list[_Layers]:
-        """The stacks of the whole loss. Those that continue each other are one."""
+        """The stacks of the whole loss. Stacks that continue each other are merged."""
         stacks: list[_Layers] = []
         may_continue = False
         for layers in self._segments(items, in_loop=False):
@@ -308,7 +312,7 @@ class _Finder:
     # ---- numbers
 
     def locate(self, layers: _Layers, first: BlockPosition, positions: dict[int, BlockPosition]) -> None:
-        """Numbers the products of some blocks, of which `first` is the first one."""
+        """Records the positions of all products of some blocks, given the position of the first block."""
         base = first.base
         for block in layers.blocks:
             here = BlockPosition(base, *first[1:])
@@ -331,7 +335,7 @@ def _stream_width(products: Sequence[Product]) -> int:
 
 
 def _divide(body: list[_Item]) -> list[list[_Item]]:
-    """The layers of a body that holds several, each with an attention and products after it that are not part of one.
+    """Divides a body into its layers, each with an attention followed by products outside attention.
 
     A body with one attention, or several without other products between them, is one layer.
     """
@@ -368,7 +372,7 @@ def _bounds(items: Sequence[_Item], level: int | None) -> Bounds:
 
 
 def _common(keys: list[int], one: int, other: int) -> int:
-    """How many numbers from two positions on are equal, `other` being the later one."""
+    """How many consecutive keys from two positions on are equal. `other` is the later position."""
     low, high = 0, len(keys) - other
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""How the analysis passes through containers: branches, loops, and what devices of a shard_map read."""
+"""How the analysis passes through containers: branches, loops, and the shards of a shard_map."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _WHILE = "in a while loop that counts as one iteration: how many it runs depends
 class ContainerDomain:
     """How `VarInfo`s pass through one container. See `dataflow.Domain`.
 
-    `run` propagates them through a jaxpr inside it, `layers` learns what its loops read.
+    `run` propagates them through a jaxpr inside it. `layers` records which parameters its scan slices.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Which rule of a policy decides about each product of a site, in each phase of the schedule.
 
-Loads no JAX: a `Plan` decides so about the sites of a loss, and a `ListPlan` about those of a file.
+Does not import JAX. Used by `Plan` for the sites of a loss, and by `ListPlan` for the sites of a file.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from policyc.language.policy import Policy
 from policyc.language.schedule import StepCondition, representative_steps
 
 Phase = tuple[bool, ...]
-"""For each condition of the schedule, in the order of `Policy.step_conditions`: does it hold?"""
+"""Whether each condition of the schedule holds, in the order of `Policy.step_conditions`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The rule that decides about a product, and those it overrides, the nearest first: indices into the policy."""
+    """The rule that decides about a product, None if none does, and the rules that it overrides, nearest first.
+
+    Rules are given by their index in the policy.
+    """
 
     rule: int | None
     overridden: tuple[int, ...] = ()
@@ -30,7 +33,7 @@ Choices = tuple[Choice, Choice, Choice]
 
 
 class RuleDecisions:
-    """The phases of a policy, the layers of some sites that its rules match, and which rule decides about each."""
+    """The phases of a policy, the layers that its rules match, and the rule that decides about each layer."""
 
     def __init__(self, policy: Policy, masks: SiteMasks) -> None:
         self._policy = policy
@@ -38,12 +41,12 @@ class RuleDecisions:
 
     @cached_property
     def matched(self) -> tuple[ProductMasks, ...]:
-        """For each rule: the layers whose products it matches, in any phase."""
+        """For each rule: the layers whose products it matches, whatever the phase."""
         return tuple(map(self._masks.match, self._policy.rules))
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """The phases that the schedule can be in, the earliest first."""
+        """The phases that the schedule can be in, earliest first."""
         conditions = self._policy.step_conditions
         phases = dict.fromkeys(
             tuple(c.holds(step, total) for c in conditions)
@@ -56,7 +59,7 @@ class RuleDecisions:
         return " and ".join(str(c if holds else c.opposite) for c, holds in pairs) or "always"
 
     def in_force(self, rule: int, phase: Phase) -> bool:
-        """Does a rule apply in a phase?"""
+        """Whether a rule applies in a phase."""
         when = self._policy.rules[rule].when
         return not when or all(phase[self._numbers[condition]] for condition in when)
 
@@ -65,7 +68,7 @@ class RuleDecisions:
         return {condition: number for number, condition in enumerate(self._policy.step_conditions)}
 
     def choices(self, phase: Phase) -> Iterator[Choices]:
-        """The choices for each layer, in the order of the masks: the last rule in force that matches decides."""
+        """The choices for each layer, in the order of the masks. The last matching rule that is in force decides."""
         matching: list[tuple[list[int], ...]] = [([], [], []) for _ in self._masks.layers]
         for rule in reversed(range(len(self._policy.rules))):
             if self.in_force(rule, phase):

@@ -1,4 +1,4 @@
-"""What kind of matrix product an equation is: its sizes, its weight, and whether the compiler can change it."""
+"""Describes the matrix product of an equation: its sizes, its weight, and whether the compiler can change it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPAQUE_PRODUCTS = {
     "scaled_matmul": "jax.nn.scaled_matmul, which quantizes by itself",
     "scaled_matmul_wrapper": "jax.nn.scaled_matmul, which quantizes by itself",
 }
-"""Matrix products that the compiler does not rewrite, in words. Their sites are opaque."""
+"""Matrix products that the compiler does not rewrite, described for messages. Their sites are opaque."""
 
 
 _FLOAT64 = np.dtype("float64")
@@ -35,15 +35,15 @@ def operand_dtype(atom: Any) -> Any:
     return atom.aval.dtype
 
 
-@cache  # JAX looks through its own types each time
+@cache  # `issubdtype` is slow: it searches JAX's own types
 def is_floating(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 
 
 def pick_weight(lhs: VarInfo, rhs: VarInfo) -> Weight:
-    """Which operand is the weight. Where both come from differentiated arguments, data is not the weight.
+    """Which operand is the weight; None if neither is. If both come from parameters, it is the one less likely data.
 
-    Rows that are looked up are a weight only beside an activation: the product of two lookups has none.
+    Rows that are looked up are a weight only if the other operand is an activation: a product of two lookups has none.
     """
     if lhs.is_lookup and rhs.is_lookup:
         return None
@@ -62,7 +62,7 @@ def pick_weight(lhs: VarInfo, rhs: VarInfo) -> Weight:
 
 
 def why_opaque(eqn: JaxprEqn, dtypes: Sequence[Any]) -> str:
-    """Why the compiler cannot change a GEMM, by its own form; empty if it can."""
+    """Why the compiler cannot change a GEMM of this form, regardless of its context; empty if it can."""
     name = jaxprs.primitive_name(eqn)
     if name in OPAQUE_PRODUCTS:
         return OPAQUE_PRODUCTS[name]
@@ -74,7 +74,7 @@ def why_opaque(eqn: JaxprEqn, dtypes: Sequence[Any]) -> str:
 
 
 def matrix_sources(eqn: JaxprEqn, infos: list[VarInfo]) -> tuple[Source, ...]:
-    """The parameters among the operands of a container that are not vectors."""
+    """The sources of a container's operands that are laid out from parameters, except vectors and looked-up rows."""
     pairs = zip(eqn.invars, infos, strict=True)
     return tuple(
         i.source for a, i in pairs if len(shape_of(a)) > 1 and i.source is not None and not i.is_lookup
@@ -82,7 +82,7 @@ def matrix_sources(eqn: JaxprEqn, infos: list[VarInfo]) -> tuple[Source, ...]:
 
 
 def _is_plain_ragged(eqn: JaxprEqn) -> bool:
-    """Is it no ragged product, or the common one: rows in groups, and a matrix for each group?"""
+    """Whether it is not ragged, or ragged in the common form: rows in groups, with one matrix per group."""
     numbers = eqn.params.get("ragged_dot_dimension_numbers")
     if numbers is None:
         return True
@@ -108,7 +108,7 @@ def batch_dims(eqn: JaxprEqn, weight: Weight) -> tuple[int, ...]:
 
 
 def gemm_sizes(eqn: JaxprEqn, weight: Weight) -> tuple[int, int, int, int] | None:
-    """(batch, m, n, k) as in `y = x W`; None if it contracts nothing."""
+    """(batch, m, n, k) as in `y = x W`; None if it contracts nothing or is empty."""
     lhs, rhs = (shape_of(a) for a in eqn.invars[:2])
     ragged = eqn.params.get("ragged_dot_dimension_numbers")
     (lc, rc), (lb, rb) = _dimension_numbers(eqn)

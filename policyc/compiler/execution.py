@@ -11,18 +11,18 @@ from policyc.numerics.targets import Target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutionOptions:
-    """How quantized products run: by which backend, for which target (None: the devices here)."""
+    """How quantized products run: the backend, and the target (None: the local devices)."""
 
     backend: str = "auto"
     target: Target | None = None
     require_native: bool = False
-    """Is emulation an error?"""
+    """Whether emulation is an error."""
 
 
 def execution_options(
     backend: str = "auto", target: str | None = None, *, require_native: bool = False
 ) -> ExecutionOptions:
-    """Options from the names of a backend and a target. Raises ValueError if there is no such backend or target."""
+    """Options from the names of a backend and a target. Raises ValueError if either is unknown."""
     if backend not in backends.NAMES:
         raise ValueError(f"no backend named '{backend}': {did_you_mean(backend, backends.NAMES)}")
     try:

@@ -1,6 +1,7 @@
-"""Writes a first policy for a model: the rules of a known policy that do something there, with what they do.
+"""Writes a first policy for a model: the rules of a known policy that decide about its sites, with comments.
 
-The policy decides about every product as the known one does, except that it keeps what the compiler cannot change.
+The new policy decides about every product as the known one does, except that it keeps sites that the compiler cannot
+change.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from policyc.language.policy import Policy, RecipeDef, RecipeExpr, Rule, recipe_
 from policyc.language.recipes import Gemm
 
 _ALLOW = re.compile(r"[ \t]*(#\s*allow:.*)")
-_MAX_NAMES = 4  # of a comment
+_MAX_NAMES = 4  # in one comment
 
 
 class NoRuleFits(ValueError):
@@ -61,7 +62,7 @@ def write_first_policy(like: Policy, sites: SiteList, title: str) -> str:
 
 
 def allow(text: str, diagnostics: Iterable[Diagnostic]) -> str:
-    """The text with a comment before each statement that has diagnostics, which suppresses them."""
+    """Adds an `allow` comment before each statement that has diagnostics, to suppress them."""
     codes: dict[int, dict[str, None]] = {}
     for diagnostic in diagnostics:
         codes.setdefault(diagnostic.span.line, {})[diagnostic.code] = None
@@ -81,7 +82,7 @@ def _format(text: str) -> str:
 
 
 def _used_recipes(policy: Policy, rules: Iterable[Rule]) -> Iterator[RecipeDef]:
-    """The definitions that rules need, in the order of the policy."""
+    """The definitions that rules need, directly or through other recipes, in the order of the policy."""
     named = policy.named_recipes
     needed: set[str] = set()
     pending: list[RecipeExpr] = [rule.recipe for rule in rules]
@@ -93,7 +94,7 @@ def _used_recipes(policy: Policy, rules: Iterable[Rule]) -> Iterator[RecipeDef]:
 
 
 def _allow_comment(rule: Rule) -> str:
-    """The comment that suppresses findings about a rule where it was written."""
+    """The `allow` comment that follows a rule in its source; empty if there is none."""
     match = _ALLOW.match(rule.span.source.text, rule.span.end)
     return f"  {match[1]}" if match else ""
 
@@ -114,14 +115,14 @@ def _flops(sites: Iterable[ListedSite]) -> int:
 
 
 def _names(sites: Sequence[ListedSite]) -> str:
-    """The names of sites without their layers and the folders of files, the first few of them."""
+    """The first few names of sites, without layer indices and the folders of files."""
     names = _fold(dict.fromkeys(re.sub(r"\[\d+\]|(?<=\()[^()]*/", "", site.name) for site in sites))
     return escape_controls(", ".join(names[:_MAX_NAMES])) + count_others(len(names) - _MAX_NAMES + 1)
 
 
 def _fold(names: Iterable[str]) -> list[str]:
-    """Names with those that differ in one part only as one: `attention.{query,key}.kernel`."""
-    folded: list[list[list[str]]] = []  # for each: the choices of each part
+    """Merges names that differ in only one part: `attention.{query,key}.kernel`."""
+    folded: list[list[list[str]]] = []  # for each merged name: the choices of each part
     for name in names:
         parts = [name] if name.startswith("(") else name.split(".")
         for choices in (c for c in folded if len(c) == len(parts) > 1):
@@ -135,7 +136,7 @@ def _fold(names: Iterable[str]) -> list[str]:
 
 
 def _describe(plan: ListPlan, number: int) -> str:
-    """How many sites a rule decides about, of those that it matches; their share of the FLOPs, and their kinds."""
+    """How many of the sites that a rule matches it decides about, their share of the FLOPs, and their kinds."""
     sites = plan.sites.sites
     decided = {
         site
@@ -151,7 +152,7 @@ def _describe(plan: ListPlan, number: int) -> str:
 
 
 def _keep_opaque(plan: ListPlan) -> str:
-    """Rules that keep the sites which the compiler cannot change and the policy would."""
+    """Rules that keep the sites that the policy would quantize but the compiler cannot change."""
     heads: dict[str, None] = {}
     for phase in plan.rules.phases:
         for number, _, choices in plan.choices(phase):
@@ -167,7 +168,7 @@ def _keep_opaque(plan: ListPlan) -> str:
 
 
 def _selector(site: ListedSite) -> str:
-    """A selector that takes a site, by its name if it has one that a selector can contain."""
+    """A selector that matches a site: by its name if a selector can contain that, otherwise by its sizes."""
     name = re.sub(r"\[\d+\]", "", site.name)
     if re.fullmatch(r"[\w~-]+(\.[\w~-]+)*", name):
         return name if "." in name else f"*.{name}"

@@ -23,12 +23,15 @@ from policyc.jaxcore.primitives import PRIMITIVES
 from policyc.jaxcore.transform import Address
 
 CONSTANT, PARAMETER = -1, -2
-"""What stands for the node of a variable that is computed from constants alone, or from parameters and constants."""
+"""Used in place of a node for variables that are computed from constants alone, or from parameters and constants."""
 
 _LAYOUT = frozenset(
     name for name, rule in PRIMITIVES.items() if rule.weight in ("layout", "identity") or rule.moves
 )
-"""Primitives whose n-th result, or every result, is their n-th, or first, operand in another layout, type or place."""
+"""Primitives whose results are operands in another layout, type or place.
+
+The n-th result is the n-th operand (`_ONE_FOR_ONE`), or every result is the first operand.
+"""
 
 _ONE_FOR_ONE = frozenset(
     name
@@ -43,19 +46,19 @@ _KNOWN = {
     *PRIMITIVES, *(p.name for name, p in vars(primitives).items() if name.endswith("_p")), "tie", "dce_sink",
     "broadcast_to",
 }  # fmt: skip
-"""Primitives that do not call something opaque to the compiler."""
+"""Primitives that are known not to call anything opaque to the compiler."""
 
-_MAX_SEEN = 2  # activations into a kernel without products that the flow is followed through
+_MAX_SEEN = 2  # a kernel without sites that reads more activations is not followed through
 
 CARRY = "carry"
-"""The operation of a node that stands for a carry of a loop. Its inputs are the first value and the next one."""
+"""The operation of a node that stands for a carry of a loop. Its inputs are the initial value and the next one."""
 
 INPUT = "input"
 
 
 @dataclass(slots=True)
 class LoopBody:
-    """The body of a loop: its nodes are `first` to `last`; `carries` has each carry with its next value."""
+    """The body of a loop: its nodes are `first` to `last`; `carries` pairs each carry with its next value."""
 
     first: int
     last: int = 0
@@ -71,18 +74,18 @@ class Flow:
         self.inputs: list[list[int]] = []
         self.calls: list[Call | None] = []
         self.sites: dict[int, Site] = {}
-        """The nodes of sites, in order."""
+        """The sites by node, in order."""
         self.operands: dict[int, tuple[int, ...]] = {}
         """The nodes of all operands of a site, including parameters and constants."""
         self.opaque: dict[int, tuple[int, ...]] = {}
-        """Calls of what is not seen into: the nodes of all operands."""
+        """For each opaque call: the nodes of all operands."""
         self.loops: dict[Address, LoopBody] = {}
         self.learned: set[int] = set()
         """The nodes that read a parameter."""
         self.written: set[int] = set()
-        """The references to which something is written. It is among their inputs."""
+        """The references that are written to. The written values are among their inputs."""
         self.visits: int = 0
-        """How many nodes all walks have visited: what reading kinds off the graph costs."""
+        """How many nodes all walks have visited: a measure of the cost of finding kinds."""
 
     @cached_property
     def users(self) -> list[list[int]]:
@@ -108,7 +111,7 @@ class Flow:
         return sorted(node for name in operations for node in self._by_operation.get(name, ()))
 
     def add(self, operation: str, operands: Collection[int] = (), call: Call | None = None) -> int:
-        """A new node. Operands may be `PARAMETER` and `CONSTANT`."""
+        """Adds a node and returns it. Operands may be `PARAMETER` and `CONSTANT`."""
         node = len(self.operations)
         if PARAMETER in operands:
             self.learned.add(node)
@@ -118,7 +121,7 @@ class Flow:
         return node
 
     def combine(self, operation: str, operands: Collection[int], call: Call | None) -> int:
-        """A node for what is computed from some operands; `PARAMETER` or `CONSTANT` if none of them is a node."""
+        """Adds a node computed from some operands; returns `PARAMETER` or `CONSTANT` if none of them is a node."""
         if max(operands, default=CONSTANT) >= 0:
             return self.add(operation, operands, call)
         return PARAMETER if PARAMETER in operands else CONSTANT
@@ -129,18 +132,21 @@ class Flow:
         return call[0]
 
     def before(self, starts: Iterable[int], stops: Container[int] = (), first: int = 0) -> set[int]:
-        """The nodes from `first` on that some nodes are computed from, themselves among them.
+        """The nodes from `first` on that `starts` are computed from, including `starts`.
 
-        The inputs of the nodes `stops` are not followed.
+        The inputs of the nodes in `stops` are not followed.
         """
         return self._reach([n for n in starts if n >= first] if first else starts, self.inputs, stops, first)
 
     def after(self, starts: Iterable[int], stops: Container[int] = ()) -> set[int]:
-        """The nodes that are computed from the results of some nodes, without these."""
+        """The nodes that are computed from `starts`. A start is included only if it is computed from one of them.
+
+        The users of the nodes in `stops` are not followed.
+        """
         return self._reach([user for start in starts for user in self.users[start]], self.users, stops)
 
     def between(self, start: int, inside: Collection[int]) -> set[int]:
-        """The nodes among `inside` that are computed from the result of a node by way of nodes among `inside`."""
+        """The nodes in `inside` that are computed from `start` through nodes in `inside` only."""
         reached: set[int] = set()
         pending = [start]
         while pending:
@@ -155,7 +161,7 @@ class Flow:
     ) -> set[int]:
         reached = set(starts)
         pending = list(reached)
-        for node in pending:  # which grows
+        for node in pending:  # grows while it is walked
             if node not in stops:
                 for neighbour in neighbours[node]:
                     if neighbour not in reached and neighbour >= first:
@@ -168,9 +174,9 @@ class Flow:
 def build_flow(
     jaxpr: ClosedJaxpr, is_parameter: Sequence[bool], frozen: Collection[Var], sites: Collection[Site]
 ) -> Flow:
-    """The flow of a loss. `is_parameter` is about its inputs, `frozen` has the other weights.
+    """The flow of a loss. `is_parameter` says which of its inputs are parameters; `frozen` has the other weights.
 
-    A product that no parameter reaches prepares the data, such as the rotation of an image. It is no site of the flow.
+    A product that no parameter reaches prepares data, for example rotates an image. It is not a site of the flow.
     """
     builder = _Builder(sites)
     flow = builder.flow
@@ -201,7 +207,7 @@ class _Builder:
     def __init__(self, sites: Collection[Site]) -> None:
         self.flow = Flow()
         self._sites: dict[Address, dict[int, Site]] = defaultdict(dict)
-        """For the address of a jaxpr: the sites among its equations."""
+        """For the address of each jaxpr: the sites among its equations, by equation number."""
         for site in sites:
             self._sites[site.address[:-1]][site.address[-1]] = site
         self._with_sites = {outer[:depth] for outer in self._sites for depth in range(1, len(outer) + 1)}
@@ -215,7 +221,7 @@ class _Builder:
         address: Address,
         constants: dict[Var, int] | None = None,
     ) -> list[int]:
-        """The values of the results of a jaxpr, from those of its inputs, which are the last ones of `values`."""
+        """Returns the values of a jaxpr's results, given those of its inputs, which are the last of `values`."""
         opened = jaxprs.open_jaxpr(jaxpr)
         caller, flow, site_at = self._caller, self.flow, self._sites.get(address, _NO_SITES).get
         operations, all_inputs, calls, learned = flow.operations, flow.inputs, flow.calls, flow.learned
@@ -280,7 +286,7 @@ class _Builder:
         return [node] * count
 
     def _opaque_with_sites(self, eqn: JaxprEqn, operands: list[int], address: Address) -> int:
-        """Any input of its jaxprs may be any operand, and any result may be any of theirs."""
+        """An opaque equation with sites: inputs of its jaxprs may be any operand, its results any of their results."""
         name, caller = eqn.primitive.name, self._caller
         value = self.flow.combine(name, operands, caller)
         results = [value]
@@ -307,7 +313,7 @@ class _Builder:
             (inner,) = opened.eqns
             enter = _CONTAINERS.get(inner.primitive.name)
             if enter is not None and inner.invars == opened.invars and inner.outvars == opened.outvars:
-                self._caller = (inner, self._caller)  # nothing but another container, as in relu
+                self._caller = (inner, self._caller)  # it only wraps another container, as in relu
                 operands = operands[len(operands) - len(inner.invars) :]
                 return enter(self, inner, operands, (*inside, 0))[:count]
         return self.run(opened, operands, inside)[:count]
@@ -359,7 +365,7 @@ class _Builder:
         return [*carry, *results[len(carry) :]]
 
     def pallas(self, eqn: JaxprEqn, operands: list[int], address: Address) -> Sequence[int]:
-        """A kernel reads its operands and writes its results by references."""
+        """A kernel reads its operands and writes its results through references."""
         active = [o for o in operands if o >= 0]
         if len(active) > _MAX_SEEN and address not in self._with_sites:
             node = self.flow.add("pallas_call", operands, self._caller)

@@ -1,7 +1,7 @@
 """Recognizes fused attention: a single opaque call, such as a cuDNN, Pallas or FFI kernel.
 
 Its operands are queries, keys and values, each computed by a weight product. The name of the call is used only if the
-operands do not tell, for example if queries, keys and values are packed.
+operands are not conclusive, for example if queries, keys and values are packed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NAME = re.compile(r"attention|attn|mha|flash", re.IGNORECASE)
 
 
 def find_fused_attention(products: ProductFlow) -> dict[int, tuple[int, ...]]:
-    """Adds the fused attentions to `products`. Returns the calls that may be one or not, with their operands."""
+    """Adds the fused attentions to `products`. Returns the undecided calls, with the nodes of their operands."""
     undecided: dict[int, tuple[int, ...]] = {}
     for node in sorted(products.flow.opaque):
         computed = dict(_computed_operands(products, node))
@@ -41,7 +41,7 @@ def find_fused_attention(products: ProductFlow) -> dict[int, tuple[int, ...]]:
 
 
 def _computed_operands(products: ProductFlow, node: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """The positions and the shapes of the operands that weight products compute."""
+    """The positions and shapes of the operands that are computed by weight products."""
     eqn = products.flow.equation(node)
     for position, (operand, atom) in enumerate(zip(products.flow.opaque[node], eqn.invars, strict=True)):
         shape, dtype = getattr(atom.aval, "shape", ()), getattr(atom.aval, "dtype", None)
@@ -51,7 +51,9 @@ def _computed_operands(products: ProductFlow, node: int) -> Iterator[tuple[int, 
 
 
 def _keeps_shapes(products: ProductFlow, node: int, shapes: list[tuple[int, ...]]) -> bool:
-    """Can each result be that of one operand (a norm, rotary positions), or two operands be combined elementwise?"""
+    """Whether the call may map each operand to a result of its own (a norm, rotary positions), or combine two operands
+    elementwise.
+    """
     eqn = products.flow.equation(node)
     results = Counter(tuple(getattr(var.aval, "shape", ())) for var in eqn.outvars)
     is_elementwise = len(shapes) < _OPERANDS and len(set(shapes)) == 1 and shapes[0] in results
@@ -59,13 +61,13 @@ def _keeps_shapes(products: ProductFlow, node: int, shapes: list[tuple[int, ...]
 
 
 def _may_be_elementwise(products: ProductFlow, node: int, shapes: list[tuple[int, ...]]) -> bool:
-    """Have operands and result one shape, without a dimension of heads beside those of batch, tokens and width?"""
+    """Whether operands and results have one shape, with no dimension of heads besides batch, tokens and width."""
     eqn = products.flow.equation(node)
     results = {tuple(getattr(var.aval, "shape", ())) for var in eqn.outvars}
     return len(shapes[0]) < _RANK_WITH_HEADS and set(shapes) == results
 
 
 def _call_name(products: ProductFlow, node: int) -> str:
-    """What the primitive is called, or the foreign function or kernel that it calls."""
+    """The name of the primitive, followed by those of the foreign function or kernel that it calls."""
     eqn = products.flow.equation(node)
     return " ".join((eqn.primitive.name, *(str(eqn.params.get(p, "")) for p in ("target_name", "name"))))

@@ -1,7 +1,6 @@
 """Hoists weight quantization and rounding keys out of the loss: each becomes an extra input, computed once per step.
 
-Layers of a stack that have different recipes are quantized separately, one layer at a time: each layer is a separate
-tensor.
+Each layer of a stack is quantized as a tensor of its own. Layers with different recipes become separate inputs.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from policyc.numerics.gemm import Backends, GemmOptions, Prequantized, prequanti
 
 @dataclass(frozen=True, slots=True)
 class SiteRecipe:
-    """What happens to one layer of a site: its recipe, and the backend of each product."""
+    """How one layer of a site is quantized: its recipe, and the backend of each product."""
 
     recipe: Recipe
     backends: Backends
     _hash: int = field(init=False, compare=False, repr=False)
-    """Each layer asks for it, and it takes long to hash a recipe."""
+    """Cached: hashing a recipe is slow, and it is done for each layer."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_hash", hash((self.recipe, self.backends)))
@@ -44,7 +43,7 @@ class SiteRecipe:
 
 @dataclass(frozen=True, eq=False)
 class Quantizer:
-    """Quantizes an operand of a site: a jaxpr from the operand to arrays, and how these form a `Prequantized`."""
+    """Quantizes an operand of a site: a jaxpr from the operand to arrays, and the treedef of their `Prequantized`."""
 
     jaxpr: ClosedJaxpr
     tree: Any
@@ -62,7 +61,7 @@ class Quantizer:
 
     @property
     def takes_stack(self) -> bool:
-        """Whether its backend quantizes the layers of a stack at once."""
+        """Whether its backends quantize all layers of a stack at once."""
         return all(takes_stack(**e.params) for e in self.jaxpr.jaxpr.eqns if "backend" in e.params)
 
     def rebuild(self, arrays: Sequence[Any]) -> Prequantized:
@@ -71,7 +70,7 @@ class Quantizer:
 
 
 def make_quantizer(site: Site, site_recipe: SiteRecipe, operand: Literal["lhs", "rhs"]) -> Quantizer:
-    """The quantizer of an operand, as the site would quantize it."""
+    """A quantizer that does what the site would do with this operand."""
     eqn = site.eqn
     avals: list[Any] = [a.aval for a in eqn.invars[:2]]
     operand_aval, other = avals if operand == "lhs" else avals[::-1]
@@ -101,7 +100,7 @@ def make_quantizer(site: Site, site_recipe: SiteRecipe, operand: Literal["lhs", 
 
 
 class RoundingKey:
-    """The content of an extra input that holds the key of a layer's stochastic rounding: two uint32."""
+    """Marks an extra input that holds the key for a layer's stochastic rounding: two uint32."""
 
 
 ROUNDING_KEY = RoundingKey()
@@ -114,8 +113,8 @@ class RewrittenLoss:
     Attributes:
       hoisted: the additional inputs.
       sites: the sites that take them, by address.
-      replacements: what became of each equation of the original; empty if nothing changed.
-      source: what rounding keys start from.
+      replacements: the replacement of each equation of the original; empty if nothing changed.
+      source: the source of rounding keys.
     """
 
     jaxpr: ClosedJaxpr
@@ -127,7 +126,7 @@ class RewrittenLoss:
     def extra_inputs(self, inputs: Sequence[Any]) -> list[Any]:
         """The extra inputs for these inputs of the loss.
 
-        A weight is quantized in the trace of its parameter: outside a loop over which the parameter is constant.
+        A weight is quantized in the trace of its parameter, and so outside any loop in which the parameter is constant.
         """
         quantized: dict[Any, list[Any]] = {}
         arrays: list[Any] = []
@@ -136,7 +135,7 @@ class RewrittenLoss:
         for hoisted in self.hoisted:
             site = self.sites[hoisted.address]
             if hoisted.content is ROUNDING_KEY:
-                # As arrays of JAX: a scan saves slices of other constants again, for its backward pass.
+                # As JAX arrays: for its backward pass, a scan would save the slices of other constants a second time.
                 arrays += map(jnp.asarray, next(keys))
                 continue
             origin = site.origin
@@ -161,7 +160,7 @@ def _quantize(
 ) -> list[Any]:
     """Derives the operand of a site from an input of the loss by `steps`, and quantizes it.
 
-    A scan among the steps slices the value. Each of its layers in `ranges` is quantized by itself.
+    A step that is the address of a scan slices the value. Each layer in the scan's range is quantized by itself.
     """
     if not steps:
         with jaxprs.source_context(site.eqn):

@@ -31,21 +31,22 @@ from policyc.language.selectors import (
 
 _MOST_PATHS = 3  # examples of paths in one message
 _MAX_NOTES = 3
-_MAX_STACKS = 8  # tried in a suggested rule
+_MAX_STACKS = 8  # stacks to try in a suggested rule
 _MAX_SUGGESTION = 160  # characters of a suggested rule: the patterns of bundled policies are longer
-_TAIL = Fraction(15)  # percent of the layers, as the bundled policies protect
+_TAIL = Fraction(15)  # percent of the layers, the share that bundled policies protect
 
 MULTIPLE_LOSSES_HINT = (
     "or, if another loss of the program has these sites: --multiple-losses (in Python: multiple_losses=True)"
 )
-"""For a rule that matches nothing in the first loss of a program that is run."""
+"""For a rule that matches nothing in the first loss of a running program."""
 
 
 def idle_rules(plan: Plan, *, hint: str = MULTIPLE_LOSSES_HINT) -> Iterator[Diagnostic]:
-    """Rules without `expect` that do nothing. `hint` is for those that match nothing.
+    """Diagnoses rules without `expect` that do nothing. `hint` goes into the help for those that match nothing.
 
-    It is an error if the rule quantizes, or if it protects layers by index from rules that do. A rule that is
-    overridden by names alone is a warning: the policy says so for every program.
+    A rule that matches nothing is an error if it quantizes, or if it protects layers by index from rules that do. A
+    quantizing rule that is always overridden is an error too. It is a warning if the rules that override it select by
+    name alone, because then the policy does so in every program.
     """
     deciding, overriding = find_deciding_rules(plan)
     quantizing = [_is_quantizing(rule, recipe) for rule, recipe in _rules(plan)]
@@ -63,15 +64,15 @@ def idle_rules(plan: Plan, *, hint: str = MULTIPLE_LOSSES_HINT) -> Iterator[Diag
 def find_deciding_rules(plan: Plan) -> tuple[set[int], dict[int, set[int]]]:
     """Returns the rules that decide about some product, and for each rule those that override it on some product.
 
-    A variant may override a rule on purpose. So a rule also counts as deciding if only rules that the variant adds, by
-    names, override it.
+    A variant may override a rule on purpose. So a rule also counts as deciding if it is only overridden by rules that
+    the variant adds and that do not select layers by index.
     """
     rules = plan.policy.rules
     variant = next((v for v in plan.policy.variants if v.name == plan.policy.applied_variant), None)
     first_added = len(rules) - (len(variant.rules) if variant else 0)
     deciding, overriding = set[int](), dict[int, set[int]]()
     ranges = itertools.chain.from_iterable(map(plan.layer_ranges, plan.phases))
-    # Layers share decisions.
+    # Layers share decisions: each is examined once.
     decided = {(id(r.decision), r.site.products): r.decision.choices for r in ranges}
     choices = {
         choice
@@ -92,7 +93,7 @@ def find_deciding_rules(plan: Plan) -> tuple[set[int], dict[int, set[int]]]:
 
 
 def has_index(rule: Rule) -> bool:
-    """Does a rule choose layers by index, in brackets or by a comparison with `layer`?"""
+    """Whether a rule selects layers by index, in brackets or by a comparison with `layer`."""
     compared = (term for leaf in leaves(rule.where) if isinstance(leaf, Comparison) for term in leaf.terms)
     return any(segment.indices for s in rule.selectors for segment in s.segments) or any(
         "layer" in term.variables for term in compared
@@ -146,13 +147,13 @@ def _overridden(plan: Plan, index: int, later: list[int]) -> Diagnostic:
 
 
 def _with_rule(plan: Plan, index: int, rule: Rule) -> Plan:
-    """The plan with another rule in place of one."""
+    """The plan with the rule at `index` replaced."""
     rules = (*plan.policy.rules[:index], rule, *plan.policy.rules[index + 1 :])
     return make_plan(replace(plan.policy, rules=rules), plan.sites, plan.execution)
 
 
 def _suggest_kind(plan: Plan, rule: Rule) -> str:
-    """The rule by kind, if it matches here, and as many sites as are expected."""
+    """Suggests the rule by kind, if it matches here, and as many sites as `expect` says; else empty."""
     candidate = as_rule_by_kind(rule)
     if candidate is None or len(str(candidate)) > _MAX_SUGGESTION:
         return ""
@@ -161,7 +162,7 @@ def _suggest_kind(plan: Plan, rule: Rule) -> str:
 
 
 def _missing_kinds(plan: Plan, rule: Rule) -> str:
-    """Says which kinds this model has, if a rule is about kinds that it does not have; else empty."""
+    """Says which kinds this model has, if a rule asks only for kinds that it does not have; else empty."""
     where = (as_rule_by_kind(rule) or rule).where
     kinds = {leaf.name for leaf in leaves(where) if isinstance(leaf, Flag)} & KINDS.keys()
     kinds -= {"block", "conv"}
@@ -175,9 +176,9 @@ def _missing_kinds(plan: Plan, rule: Rule) -> str:
 
 
 def _suggest_stack(plan: Plan, index: int, *, is_whole_layer: bool) -> str:
-    """The rule with the name of a stack that this model has, if it matches then.
+    """Suggests the rule with the name of a stack of this model, if it matches then; else empty.
 
-    With `is_whole_layer`, it is without the names below the stack.
+    With `is_whole_layer`, the names below the stack are left out.
     """
     rule = plan.policy.rules[index]
     if not has_index(rule):
@@ -209,7 +210,7 @@ def _in_stack(selector: Selector, stack: str, is_whole_layer: bool) -> Selector:
 
 
 def _suggest_share(plan: Plan, index: int, later: int) -> str:
-    """A later rule that leaves layers to the rule at `index`, if taking a share of the layers does that."""
+    """Suggests that a later rule take a share of the layers, if that leaves some to the rule at `index`; else empty."""
     rule = plan.policy.rules[later]
     selectors = tuple(
         replace(s, segments=tuple(replace(p, indices=p.indices and _as_share(p.indices)) for p in s.segments))
@@ -224,7 +225,7 @@ def _suggest_share(plan: Plan, index: int, later: int) -> str:
 
 
 def _compare_with_share(where: Predicate | None) -> Predicate | None:
-    """`layer >= -4` as a share of the layers, wherever it is in a predicate."""
+    """A predicate with each comparison like `layer >= -4` turned into a share of the layers."""
     match where:
         case AllOf() | AnyOf():
             return replace(where, operands=tuple(filter(None, map(_compare_with_share, where.operands))))
@@ -234,7 +235,7 @@ def _compare_with_share(where: Predicate | None) -> Predicate | None:
 
 
 def _suggest_order(plan: Plan, index: int, later: list[int]) -> str:
-    """Another order of the rules, if that takes from no later rule what it protects."""
+    """Suggests another order of the rules, unless that would take from a later rule what it protects."""
     rules = plan.policy.rules
     if any(_is_protecting(rules[i], plan.resolved[i]) for i in later):
         return "let the rules that override it take fewer sites, or remove this rule"
@@ -247,7 +248,7 @@ def _suggest_order(plan: Plan, index: int, later: list[int]) -> str:
 
 
 def _is_protecting(rule: Rule, recipe: Recipe) -> bool:
-    """Does a rule keep layers, or sites of some sizes, in high precision?"""
+    """Whether a rule keeps some layers, or sites of some sizes, in high precision."""
     is_chosen = has_index(rule) or any(isinstance(leaf, Comparison) for leaf in leaves(rule.where))
     return is_chosen and not _is_quantizing(rule, recipe)
 
@@ -262,7 +263,7 @@ def _as_share(indices: Indices) -> Indices:
 
 
 def suggest_selector(plan: Plan, rule: Rule) -> str:
-    """What the author of a rule that matches nothing may have meant, from the paths of the model."""
+    """Guesses from the paths of the model what the author of a rule that matches nothing may have meant."""
     if not len(plan.sites):
         return "the loss has no GEMM at all"
     if any(isinstance(leaf, Flag) and leaf.name == "conv" for leaf in leaves(rule.where)):
@@ -279,7 +280,7 @@ def suggest_selector(plan: Plan, rule: Rule) -> str:
             return f"it is not known which layer of '{site.name}' this is: {reason}"
         return "nothing in this model is a stack: no path has an index"
     paths = list(dict.fromkeys(_path_example(s) for s in plan.sites if s.template.path))
-    paths = paths or list(dict.fromkeys(s.name for s in plan.sites))  # they only have a place in the program
+    paths = paths or list(dict.fromkeys(s.name for s in plan.sites))  # named by their place in the program
     more = f", ... ({len(paths)} in all)" if len(paths) > _MOST_PATHS else ""
     scopes = [s.scope.path for s in plan.sites if s.scope.path and s.template is not s.scope]
     names = list(dict.fromkeys(_as_selector(path) for path in scopes))[:_MOST_PATHS]
@@ -288,7 +289,7 @@ def suggest_selector(plan: Plan, rule: Rule) -> str:
 
 
 def _suggest_names(plan: Plan, selector: Selector) -> str:
-    """Other names, or fewer, by which a selector matches something here; empty if there are none."""
+    """Suggests other names, or fewer, with which a selector matches something here; empty if there are none."""
     names = list(dict.fromkeys(as_glob(n.text) for s in plan.sites for p in _template_paths(s) for n in p))
     segments = tuple(replace(s, indices=None) for s in selector.segments)
     near = {
@@ -311,19 +312,19 @@ def _suggest_names(plan: Plan, selector: Selector) -> str:
 
 
 def _reaches(plan: Plan, segments: Sequence[SelectorSegment]) -> bool:
-    """Does a selector of these segments match a path here?"""
+    """Whether a selector of these segments matches a path of the model."""
     patterns = expand_selector(Selector(segments=tuple(segments)))
     paths = [path for site in plan.sites for path in _template_paths(site)]
     return any(matches(pattern, path) for pattern in patterns for path in paths)
 
 
 def as_glob(name: str) -> str:
-    """A name as a selector can write it: with '?' for what it cannot contain."""
+    """A name as a glob: characters that a selector cannot contain are replaced with '?'."""
     return re.sub(r"[^\w~-]", "?", name)
 
 
 def _path_example(site: Site) -> str:
-    """The path of a site as a selector can write it."""
+    """The path of a site in the syntax of a selector."""
     path = site.template.path if len(site.parameters) < 2 else tuple(map(_without_index, site.template.path))
     return _as_selector(path)
 
@@ -351,7 +352,7 @@ _LAYER = Term(value="layer")
 
 
 def as_rule_by_kind(rule: Rule) -> Rule | None:
-    """A rule that takes sites by kind and block; None if a selector is about anything but all products of a kind."""
+    """The rule, selecting sites by kind and block; None if a selector is not about all products of a kind."""
     patterns = [pattern for selector in rule.selectors for pattern in expand_selector(selector)]
     conditions = dict.fromkeys(_condition(pattern) for pattern in patterns)
     if None in conditions:
@@ -366,7 +367,7 @@ def as_rule_by_kind(rule: Rule) -> Rule | None:
 
 
 def _condition(pattern: Selector) -> Predicate | None:
-    """The kind and the blocks that a pattern is about; None if it is about one matrix, or another choice of layers."""
+    """The kind and the blocks that a pattern selects; None if it selects one matrix, or layers in another way."""
     names = [segment.glob for segment in pattern.segments if not segment.is_wildcard]
     indices = [segment.indices for segment in pattern.segments if segment.indices is not None]
     kind = kind_of_module(names[-1]) if names else ""

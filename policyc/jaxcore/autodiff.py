@@ -1,4 +1,4 @@
-"""Hooks into JAX's entry points of autodiff, and questions about the current trace.
+"""Hooks into JAX's autodiff entry points, and queries about the current trace.
 
 `intercept_autodiff` patches `ad.linearize`, `ad.backward_pass3` and `ad.jvp` while active, for all threads.
 """
@@ -25,14 +25,14 @@ _in_backward_pass: ContextVar[bool] = ContextVar("policyc_in_backward_pass", def
 
 @contextlib.contextmanager
 def intercept_autodiff(hook: Hook, on_forward_mode: Callable[[], None]) -> Iterator[None]:
-    """Differentiates what `hook` returns instead of the function that a program differentiates in reverse mode.
+    """Replaces each function that a program differentiates in reverse mode with what `hook` returns for it.
 
     `jax.grad`, `value_and_grad`, `vjp`, `linearize` and `jacrev` all call `ad.linearize`, however a program imported
-    them. A derivative taken during a backward pass is part of a backward rule, not the derivative of a loss:
-    `ad.backward_pass3` is patched to recognize it.
+    them. A derivative taken during a backward pass is part of a backward rule, not the derivative of a loss, so the
+    hook is skipped there. `ad.backward_pass3` is patched to detect this.
 
-    `jax.jvp` and `jacfwd` call `ad.jvp`, and `on_forward_mode` is called first. JAX calls `ad.jvp` in reverse mode too:
-    that is not reported.
+    `jax.jvp` and `jacfwd` call `ad.jvp`, and `on_forward_mode` is called before that. JAX also calls `ad.jvp` in
+    reverse mode; these calls are not reported.
     """
     module: Any = ad
     linearize, backward_pass, jvp = module.linearize, module.backward_pass3, module.jvp
@@ -71,7 +71,7 @@ def _set(flag: ContextVar[bool]) -> Iterator[None]:
 
 
 def is_internal(fun: Callable[..., Any]) -> bool:
-    """Does JAX differentiate this function for its own purposes, for example in a solver?
+    """Whether JAX differentiates this function for its own purposes, for example in a solver.
 
     `jax._src.api_util` defines the wrapper that `jax.grad` differentiates instead of a program's function.
     """
@@ -80,7 +80,10 @@ def is_internal(fun: Callable[..., Any]) -> bool:
 
 
 def argument_names(fun: Callable[..., Any], count: int) -> tuple[str, ...]:
-    """The names of the first `count` arguments of a function; `arg0`, `arg1`, ... where it gives none."""
+    """The names of the first `count` arguments of a function; `arg0`, `arg1`, ... where unknown.
+
+    For the wrapper that `jax.grad` differentiates: the names of the arguments in its `argnums`.
+    """
     names = [f"arg{i}" for i in range(count)]
     fun, argnums = _user_function(fun)
     argnums = tuple(range(count)) if argnums is None else argnums
@@ -95,7 +98,7 @@ def argument_names(fun: Callable[..., Any], count: int) -> tuple[str, ...]:
 
 
 def fixed_arguments(fun: Callable[..., Any]) -> dict[str, Any]:
-    """The arguments, by name, of a function given to `jax.grad` that it does not differentiate. Empty if unknown.
+    """The arguments that `jax.grad` does not differentiate, by name. Empty if unknown.
 
     `jax.grad` differentiates a wrapper that closes over all arguments, as `static_args`.
     """
@@ -115,7 +118,7 @@ def _closure(fun: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _user_function(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[int, ...] | None]:
-    """The function that a program gave to `jax.grad`, and the arguments it differentiates, if known.
+    """The function that a program passed to `jax.grad`, and its argnums; None if these are unknown.
 
     `jax.grad` differentiates a wrapper that closes over both, as `f` and `dyn_argnums`.
     """
@@ -126,10 +129,10 @@ def _user_function(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[i
 
 
 def trace_as(fn: Callable[..., Any], traceable: Callable[..., Any], inputs: Sequence[Any]) -> ClosedJaxpr:
-    """Traces `traceable`, which stands for `fn`. Messages of JAX name `fn`."""
+    """Traces `traceable` in place of `fn`. JAX's messages name `fn`."""
     standin: Any = traceable
     standin.__signature__ = inspect.signature(traceable)
-    standin.__wrapped__ = _user_function(fn)[0]  # JAX takes the name and the place from here
+    standin.__wrapped__ = _user_function(fn)[0]  # JAX reads the name and source location from here
     try:
         return jax.make_jaxpr(traceable)(*inputs)
     except jax.errors.ConcretizationTypeError as error:
@@ -144,7 +147,7 @@ _NO_VALUES = (
 )
 
 
-# ---- traces around a trace
+# ---- the current trace and those around it
 
 
 def primal_value(value: Any) -> Any:
@@ -155,7 +158,7 @@ def primal_value(value: Any) -> Any:
 
 
 def is_forward_differentiated(value: Any) -> bool:
-    """Is a forward-mode derivative taken with respect to this value?"""
+    """Whether a forward-mode derivative is taken with respect to this value."""
     while isinstance(value, ad.JVPTracer | ad.LinearizeTracer):
         if isinstance(value, ad.JVPTracer):
             return True
@@ -164,9 +167,9 @@ def is_forward_differentiated(value: Any) -> bool:
 
 
 def is_from_outer_trace(value: Any) -> bool:
-    """Does a value belong to a trace around the current one, so that it is the same in every call of this function?
+    """Whether a value belongs to an enclosing trace, and so is the same in every call of the function being traced.
 
-    Parameters in the body of a loop that accumulates gradients are such values.
+    Example: parameters in the body of a loop that accumulates gradients.
     """
     current = core.trace_ctx.trace
     while isinstance(current, ad.JVPTrace | ad.LinearizeTrace):
@@ -177,7 +180,7 @@ def is_from_outer_trace(value: Any) -> bool:
 
 @contextlib.contextmanager
 def trace_of(value: Any) -> Iterator[None]:
-    """Makes what is computed inside part of the trace that a value belongs to."""
+    """While active, computations become part of the trace that `value` belongs to."""
     if not is_from_outer_trace(value):
         yield
         return
@@ -190,12 +193,12 @@ def is_tracer(value: Any) -> bool:
 
 
 def is_tracing() -> bool:
-    """Is JAX tracing a function now?"""
+    """Whether JAX is tracing a function now."""
     return not core.trace_state_clean()
 
 
 def is_staging() -> bool:
-    """Is the current computation recorded in a jaxpr, to run later and perhaps several times?"""
+    """Whether the current computation is recorded in a jaxpr, to run later and perhaps several times."""
     trace = core.trace_ctx.trace
     while trace is not None and not isinstance(trace, partial_eval.DynamicJaxprTrace):
         trace = getattr(trace, "parent_trace", None)
@@ -203,12 +206,12 @@ def is_staging() -> bool:
 
 
 def is_staged_linearization() -> bool:
-    """Is the current computation differentiated in reverse mode, and recorded in a jaxpr?"""
+    """Whether the current computation is both differentiated in reverse mode and recorded in a jaxpr."""
     return isinstance(core.trace_ctx.trace, ad.LinearizeTrace) and is_staging()
 
 
 def is_linearized(value: Any) -> bool:
-    """Does a value depend on what is differentiated in reverse mode?"""
+    """Whether a value depends on an input of the current reverse-mode derivative."""
     return isinstance(value, ad.LinearizeTracer)
 
 
@@ -216,7 +219,7 @@ _EvalTrace: Any = core.EvalTrace
 
 
 class _WatchedEvaluation(_EvalTrace):  # type: ignore[misc]  # JAX's methods have no types
-    """Evaluates as JAX does outside of transformations, and shows every primitive to `see` first."""
+    """Evaluates like JAX's `EvalTrace`, but passes every primitive to `see` first."""
 
     def __init__(self, see: Callable[[Any, Mapping[str, Any]], None]) -> None:
         super().__init__()
@@ -247,7 +250,7 @@ class _WatchedEvaluation(_EvalTrace):  # type: ignore[misc]  # JAX's methods hav
 
 @contextlib.contextmanager
 def watch_evaluation(see: Callable[[Any, Mapping[str, Any]], None]) -> Iterator[None]:
-    """Calls `see` with each primitive that is evaluated inside, and its parameters. Not for use where JAX stages."""
+    """While active, calls `see` with each evaluated primitive and its parameters. Not for use where JAX stages."""
     watched = _WatchedEvaluation(see)
     inner: Any = core.trace_ctx.trace
     if isinstance(inner, core.EvalTrace):

@@ -1,10 +1,10 @@
-"""What policyc adds to the key of JAX's caches of traced and compiled functions.
+"""User contexts that policyc adds to the key of JAX's caches of traced and compiled functions.
 
-A context that is made during a trace is part of the key only after it, and the next call would trace again. So all are
-made here, when policyc is imported in a process that has JAX. Options of Pallas, which new versions of `jax.extend`
-import, are such contexts too.
+A context created during a trace enters the key only after that trace, so the next call would trace again. All contexts
+are therefore created here, when policyc is first imported in a process that has JAX. `jax.extend` is imported for the
+same reason: new versions of it import Pallas, whose options are such contexts too.
 
-Each is a context manager, which sets its value in one thread. `set_global` sets it in all threads that have no value of
+Each is a context manager that sets its value in one thread. `set_global` sets it in all threads that have no value of
 their own.
 """
 
@@ -22,4 +22,4 @@ POLICY = _make()
 PHASES = _make()
 """The phases of all schedules."""
 ROUNDING_STEP = _make()
-"""The `rounding_step` that is entered."""
+"""The active `rounding_step`."""

@@ -1,7 +1,7 @@
 """The primitives whose parameters hold jaxprs, and how to enter each: one entry of `CONTAINERS` per primitive.
 
-An entry says how values flow through the container (for an analysis), and how the container passes additional inputs to
-its jaxprs (for a rewrite). Analysis, rewrite and telemetry all use this table, so a new container is one new entry.
+An entry defines how values flow through the container (for an analysis), and how the container passes additional inputs
+to its jaxprs (for a rewrite). Analysis, rewrite and telemetry all use this table, so a new container is one new entry.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class NewBody:
       sub: the jaxpr that it replaces.
       jaxpr: the new jaxpr.
       operands: the operands of its additional inputs.
-      sliced: for each of these operands: does a scan slice it? Only scans read it.
+      sliced: for each of these operands, whether a scan slices it. Only scans use this.
     """
 
     sub: SubJaxpr
@@ -47,20 +47,20 @@ class Container:
     is_remat = False
     is_loop = False
     takes_extra_inputs = True
-    """Can inputs be added from outside?"""
+    """Whether additional inputs can be passed in from outside."""
 
     def propagate(self, eqn: JaxprEqn, values: Sequence[V], enter: Enter[V], domain: Domain[V]) -> list[V]:
-        """The values of the results of an equation, from those of its operands."""
+        """Returns the values of the results of an equation, given those of its operands."""
         del eqn, domain
         return enter(0, values)
 
     def propagate_back(self, eqn: JaxprEqn, results: Sequence[bool], enter: EnterBackwards) -> list[bool]:
-        """Which operands of an equation get a cotangent, from which of its results get one."""
+        """Returns which operands of an equation get a cotangent, given which of its results do."""
         del eqn
         return enter(0, results)
 
     def rebuild(self, eqn: JaxprEqn, bodies: Sequence[NewBody]) -> JaxprEqn:
-        """The equation with other jaxprs, and with operands for their additional inputs."""
+        """The equation with new jaxprs, and with operands for their additional inputs."""
         operands = [v for body in bodies for v in body.operands]
         eqn = jaxprs.replace_sub_jaxprs(eqn, [(body.sub, body.jaxpr) for body in bodies])
         if not operands:
@@ -69,7 +69,7 @@ class Container:
         return jaxprs.replace_eqn(eqn, invars=[*eqn.invars, *operands], params=params)
 
     def _extend_params(self, eqn: JaxprEqn, count: int) -> dict[str, Any]:
-        """The parameters that have an item for each operand, with items for `count` more."""
+        """The parameters that have one item per operand, extended by items for `count` more operands."""
         del eqn, count
         return {}
 
@@ -112,7 +112,7 @@ class _Cond(Container):
         return [False, *map(any, zip(*branches, strict=True))]
 
     def rebuild(self, eqn: JaxprEqn, bodies: Sequence[NewBody]) -> JaxprEqn:
-        """Every branch takes the additional inputs of all branches, and ignores those of the others."""
+        """Every branch takes the additional inputs of all branches, and ignores those of the other branches."""
         operands = [v for body in bodies for v in body.operands]
         branches, before = [], 0
         for body in bodies:
@@ -124,7 +124,7 @@ class _Cond(Container):
 
 
 def _ignore_inputs(branch: AnyJaxpr, used: int, before: Sequence[Var], after: Sequence[Var]) -> AnyJaxpr:
-    """The branch with unused inputs before and after the last `used` of its inputs."""
+    """The branch with unused inputs inserted before and after its last `used` inputs."""
 
     def order(invars: list[Var]) -> list[Var]:
         end = len(invars) - used
@@ -152,12 +152,12 @@ class _While(Container):
         return [*[False] * eqn.params["cond_nconsts"], *inputs]
 
     def _numbers(self, eqn: JaxprEqn) -> tuple[int, int]:
-        """The numbers of the condition and of the body among the jaxprs of an equation."""
+        """The numbers of the condition and the body among the jaxprs of an equation."""
         params = [sub.param for sub in jaxprs.sub_jaxprs(eqn)]
         return params.index("cond_jaxpr"), params.index("body_jaxpr")
 
     def rebuild(self, eqn: JaxprEqn, bodies: Sequence[NewBody]) -> JaxprEqn:
-        """The condition and the body each have constants of their own."""
+        """Additional inputs become constants. The condition and the body have separate ones."""
         params = dict(eqn.params)
         invars: list[Atom] = list(eqn.invars)
         by_param = {body.sub.param: body for body in bodies}
@@ -184,7 +184,7 @@ def _move_inputs(jaxpr: AnyJaxpr, count: int, position: int) -> AnyJaxpr:
 
 @dataclass(frozen=True, slots=True)
 class ScanParts(Generic[V]):
-    """Operands of a scan, or what stands for them, by kind."""
+    """The operands of a scan, or one value for each: constants, carry, and stacked inputs."""
 
     consts: Sequence[V]
     carry: Sequence[V]
@@ -231,7 +231,7 @@ class _Scan(Container):
         return settle_cotangents(len(parts.consts), results[:count], results[count:], partial(enter, 0))
 
     def rebuild(self, eqn: JaxprEqn, bodies: Sequence[NewBody]) -> JaxprEqn:
-        """Additional inputs become constants of the scan, or, where sliced, stacked inputs."""
+        """Additional inputs become stacked inputs of the scan if it slices them, otherwise constants."""
         (body,) = bodies
         if not body.operands:
             return jaxprs.replace_sub_jaxprs(eqn, [(body.sub, body.jaxpr)])
@@ -267,7 +267,7 @@ class _Scan(Container):
     def split(
         self, eqn: JaxprEqn, pieces: Sequence[tuple[IterationRange, NewBody]]
     ) -> Callable[..., list[Any]]:
-        """A function that runs a scan as consecutive scans; each starts from the carry of the one before.
+        """Returns a function that runs a scan as consecutive scans; each starts from the carry of the one before.
 
         Its arguments are the operands of the scan, then the operands of the additional inputs of each piece. The ranges
         of the pieces cover all iterations in ascending order.
@@ -281,7 +281,8 @@ class _Scan(Container):
             carry = list(parts.carry)
             outputs: list[list[Any]] = [[] for _ in pieces]
             sizes = [piece.size for piece, _ in pieces]
-            # The gradient of a split is one concatenation. Those of slices would be padded to whole stacks and added.
+            # The gradient of a split is one concatenation; those of slices would each be padded to a whole stack, and
+            # then added.
             stacks = [lax.split(x, sizes) for x in parts.xs]
             order = range(len(pieces))
             for number in reversed(order) if reverse else order:
@@ -329,7 +330,7 @@ OPAQUE = {
     "custom_jvp_call": "a function with its own derivative rule (jax.custom_jvp)",
     "pallas_call": "a Pallas kernel",
 }
-"""Containers that the compiler does not enter, in words. The gradient may not run the products inside."""
+"""Containers that the compiler does not enter, described for messages. The gradient may not run the products inside."""
 
 
 def container_of(eqn: JaxprEqn) -> Container | None:
@@ -338,12 +339,12 @@ def container_of(eqn: JaxprEqn) -> Container | None:
 
 
 def shard_map_axes(shard_map: JaxprEqn) -> list[list[tuple[str, ...]]]:
-    """Over which axes of its mesh a shard_map divides the first dimensions of each operand. It leaves others whole."""
+    """For each operand of a shard_map: the mesh axes that divide each leading dimension. The rest are not divided."""
     return [list(map(axis_names, spec.partitions)) for spec in shard_map.params["in_specs"]]
 
 
 def shard_map_parts(shard_map: JaxprEqn) -> list[tuple[int, ...]]:
-    """Into how many parts a shard_map divides each dimension of each operand."""
+    """For each operand of a shard_map: the number of parts that each dimension is divided into."""
     sizes = shard_map.params["mesh"].shape
     operands = []
     for axes_by_dim, operand in zip(shard_map_axes(shard_map), shard_map.invars, strict=True):

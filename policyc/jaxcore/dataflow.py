@@ -1,6 +1,7 @@
-"""How values flow through containers: what an analysis defines, and the fixed points of loops.
+"""How values flow through containers: the interface of an analysis, and the fixed points of loops.
 
-Forwards, values of any kind flow from operands to results. Backwards, it is whether a value gets a cotangent.
+Forwards, values of any type flow from operands to results. Backwards, the only value is whether a variable gets a
+cotangent.
 """
 
 from __future__ import annotations
@@ -16,29 +17,30 @@ from policyc.jaxcore.jaxprs import AnyJaxpr
 V = TypeVar("V")
 
 Enter = Callable[[int, Sequence[V]], list[V]]
-"""Propagates values through a jaxpr of an equation: (its number, the values of its inputs) -> those of its results."""
+"""Propagates values through a jaxpr of an equation: (its number, values of its inputs) -> values of its results."""
 
 EnterBackwards = Callable[[int, Sequence[bool]], list[bool]]
-"""Goes backwards through a jaxpr of an equation: (its number, which results get a cotangent) -> which inputs do."""
+"""Propagates backwards through a jaxpr of an equation: (its number, which results get a cotangent) -> which inputs do.
+"""
 
 
 class Domain(Protocol[V]):
-    """What an analysis knows of a value, and how that passes through branches and loops."""
+    """How the values of an analysis (what it knows about variables) pass through branches and loops."""
 
     def join(self, values: Sequence[V]) -> V:
-        """The value after a `cond` whose branches give these."""
+        """The value of a result of a `cond`, from its values in the branches."""
 
     def enter_loop(self, body: AnyJaxpr, consts: Sequence[V], init: Sequence[V], xs: Sequence[V]) -> list[V]:
-        """The values of the carry inside a loop, before an iteration changes them."""
+        """The values of the carry inside a loop, before any iteration changes them; `init` are those outside."""
 
     def may_change(self, carry: Sequence[V], others: Sequence[V]) -> bool:
-        """Can another iteration change the carry? `others` are the values of the loop's other inputs."""
+        """Whether another iteration can change the carry. `others` are the values of the loop's other inputs."""
 
     def widen(self, carry: V, result: V) -> V:
         """The value of a carry after one more iteration."""
 
     def leave_loop(self, result: V, carry: V | None) -> V:
-        """The value after a loop: of a carry, or (without `carry`) of the stacked results of a scan."""
+        """The value after a loop of a carry, or, if `carry` is None, of a stacked result of a scan."""
 
     def slice_inputs(self, eqn: JaxprEqn, values: Sequence[V]) -> list[V]:
         """The values of the stacked inputs of a scan in one of its iterations."""
@@ -70,7 +72,7 @@ def settle_carry(
 
 
 def unchanged_carries(body: AnyJaxpr, const_count: int, carry_count: int) -> list[bool]:
-    """Which carries an iteration leaves as they are."""
+    """Which carries an iteration returns unchanged."""
     opened = jaxprs.open_jaxpr(body)
     invars = opened.invars[const_count : const_count + carry_count]
     return [var is out for var, out in zip(invars, opened.outvars, strict=False)]
@@ -82,12 +84,12 @@ def settle_cotangents(
     stacked: Sequence[bool],
     enter_body: Callable[[Sequence[bool]], list[bool]],
 ) -> list[bool]:
-    """Which inputs of a loop get a cotangent: its constants, its carry, and what a scan slices.
+    """Which inputs of a loop get a cotangent: constants, carry and stacked inputs, in this order.
 
     Args:
       const_count: how many constants the body has.
       carry, stacked: which results of the loop get a cotangent.
-      enter_body: goes backwards through the body.
+      enter_body: propagates backwards through the body.
     """
     carry = list(carry)
     while True:
@@ -95,6 +97,6 @@ def settle_cotangents(
         end = const_count + len(carry)
         widened = [a or b for a, b in zip(carry, inputs[const_count:end], strict=True)]
         if widened == carry:
-            # JAX differentiates the first value of such a carry even if no iteration reads it.
+            # JAX differentiates the initial value of such a carry even if no iteration reads it.
             return [*inputs[:const_count], *carry, *inputs[end:]]
         carry = widened

@@ -1,4 +1,4 @@
-"""Defines JAX primitives that a jnp function implements.
+"""Defines JAX primitives that are implemented by a jnp function.
 
 Such a primitive shows as one equation in a jaxpr. It lowers to its function, batches like it and partitions like it.
 """
@@ -31,13 +31,13 @@ DimSource = tuple[int, int] | None
 """The operand that a dimension of a result comes from, and that operand's dimension, counted from the end."""
 Implementation = Callable[..., Sequence[jax.Array]]
 Mapped = tuple[tuple[bool, ...], ...]
-"""One tuple for each `vmap` around an equation, outermost first: which operands have a leading axis for it."""
+"""One tuple per `vmap` around an equation, outermost first: which operands have a leading axis for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchedPrimitive:
-    """The primitive that runs an equation under `vmap`, on the same operands: how to get it, the parameters that
-    differ, and why it is used.
+    """The primitive that replaces another under `vmap`, with the same operands: a function that returns it, the
+    parameters that differ, and the reason for it.
     """
 
     primitive: Callable[[], Primitive]
@@ -47,8 +47,8 @@ class BatchedPrimitive:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReducedEquation:
-    """An equation that computes only some results: the parameters that differ, how many of the operands it takes, and
-    which results it has.
+    """An equation that computes only some results: the parameters that differ, how many of the leading operands it
+    takes, and which results it keeps.
     """
 
     params: Mapping[str, Any]
@@ -57,20 +57,20 @@ class ReducedEquation:
 
 
 PLATFORMS = ("cpu", "cuda")
-"""The platforms that bodies may handle specially."""
+"""The platforms for which bodies may have special cases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoweringContext:
-    """What is known of a program when one of its equations is lowered. Nothing on platforms that are not `PLATFORMS`.
+    """What is known about a program when one of its equations is lowered. All fields are unset outside `PLATFORMS`.
 
     Attributes:
       platform: JAX's name of the platform, or empty.
-      single_device: the program runs on one device, so that nothing has to be partitioned.
-      is_mapped: a `vmap` around the equation batches it, on one device.
-      can_partition: the body may divide its work over devices itself: no `vmap` has to batch it, and no `shard_map`
-        over some axes of the mesh is around it.
-      is_partly_manual: such a `shard_map` is around it.
+      single_device: the program runs on one device, so nothing has to be partitioned.
+      is_mapped: the equation is batched by a `vmap`, on one device.
+      can_partition: the body may divide its work over several devices itself: the equation is under no `vmap`, and not
+        inside a `shard_map` over only some of the mesh axes.
+      is_partly_manual: the equation is inside such a `shard_map`.
       is_stack: the body gets the whole stack that a `vmap` runs over, as its only operand.
     """
 
@@ -83,7 +83,7 @@ class LoweringContext:
 
     @property
     def knows_division(self) -> bool:
-        """Whether it is known how devices divide the work. It is not under a `vmap`, and in some `shard_map`s."""
+        """Whether it is known how devices divide the work. False under a `vmap`, and inside some `shard_map`s."""
         return (self.single_device and not self.is_mapped) or self.can_partition
 
 
@@ -96,11 +96,11 @@ class PrimitiveRules:
       shapes: the shape and dtype of each result.
       dim_sources: where each dimension of each result comes from. A result is sharded over the mesh axes of these
         dimensions if types carry shardings.
-      takes_stack: whether the body can compute what one `vmap` over the only operand would, from the whole stack, in
-        an equation with these parameters.
+      takes_stack: whether, with these parameters, the body can take the whole stack of its only operand and compute
+        what one `vmap` over it would.
       needs_devices: whether lowering needs to know the devices. True if the body partitions itself.
-      batched: what `vmap` makes of an equation, if it cannot batch the body.
-      reduced: what to run if only some results are used (one boolean each); None to run the whole equation.
+      batched: what `vmap` turns an equation into, if it cannot batch the body.
+      reduced: what to run if only some results are used (one boolean per result); None to run the whole equation.
     """
 
     body: Implementation
@@ -112,7 +112,7 @@ class PrimitiveRules:
     reduced: Callable[..., ReducedEquation | None] | None = None
 
     def is_stack(self, mapped: Mapped, **params: Any) -> bool:
-        """Whether the body takes the stack of an equation under these `vmap`s."""
+        """Whether the body takes the whole stack of its operand under these `vmap`s."""
         return mapped == ((True,),) and self.takes_stack(**params)
 
 
@@ -122,7 +122,7 @@ _JOBS: dict[Primitive, Job] = {}
 
 
 def job_of(primitive: Primitive) -> Job | None:
-    """What a primitive of policyc does in a quantized GEMM; None for any other, whatever it is called."""
+    """The job of one of policyc's primitives in a quantized GEMM; None for any other primitive, whatever its name."""
     return _JOBS.get(primitive)
 
 
@@ -147,10 +147,10 @@ def define(name: str, rules: PrimitiveRules, job: Job | None = None) -> Primitiv
 
 
 def bind(primitive: Primitive, *args: jax.Array, **params: Any) -> list[jax.Array]:
-    """Applies a primitive of `define`.
+    """Applies a primitive made by `define`.
 
-    Inside `shard_map` a result varies over the mesh axes that any operand varies over: the operands are cast to that
-    first, so that the abstract evaluation rule can read it from any of them.
+    Inside `shard_map`, a result varies over every mesh axis that any operand varies over. The operands are first cast
+    to vary over all of these axes, so that the abstract evaluation rule can read the axes from any operand.
     """
     out: list[jax.Array] = primitive.bind(*match_varying_axes(*args), mapped=(), **params)
     return out
@@ -224,7 +224,7 @@ def _batch(
 def _drop_unused_results(
     reduce: Callable[..., ReducedEquation | None], used: Sequence[bool], *rest: Any
 ) -> tuple[list[bool], JaxprEqn | None]:
-    """Which operands are used, and the equation without results that nothing uses.
+    """DCE rule: returns which operands are used, and the equation without its unused results.
 
     `rest` ends with the equation. Since JAX 0.12, it begins with which operands are live references; we take none.
     """
@@ -263,7 +263,7 @@ def _jit(body: Implementation, params: tuple[tuple[str, Any], ...]) -> Any:
 
 
 def _run_body(*args: jax.Array, body: Implementation, mapped: Mapped, **params: Any) -> Sequence[jax.Array]:
-    """The body under the `vmap`s that the parameter `mapped` records."""
+    """Runs the body under the `vmap`s recorded in the parameter `mapped`."""
     function: Implementation = partial(body, **params)
     for level in reversed(mapped):
         function = jax.vmap(function, in_axes=tuple(0 if m else None for m in level))
@@ -285,7 +285,7 @@ def _lower(
     # Without sharding and varying axes: inside `shard_map` the body runs on one device's shard.
     plain = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
     with warnings.catch_warnings(), explicit_axes_as_auto(ctx.avals_in[0].sharding.mesh):
-        # Every supported JAX has Pallas's Triton backend. Users need not hear that a later one will drop it.
+        # All supported versions of JAX have Pallas's Triton backend. Users need no warning that a later one drops it.
         warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
         return mlir.lower_fun(call, multiple_results=True)(ctx.replace(avals_in=plain), *args)
 
@@ -302,8 +302,8 @@ def _lowering_context(platform: str, axis_context: Any, mapped: Mapped, *, is_st
 
 
 def _is_partly_manual(axis_context: Any) -> bool:
-    """Whether an equation is inside a `shard_map` over some axes of the mesh. XLA divides it over the others, but does
-    not tell a partitioning rule what they are.
+    """Whether an equation is inside a `shard_map` over only some axes of the mesh. XLA divides it over the other axes,
+    but does not tell a partitioning rule which these are.
     """
     manual = set(getattr(axis_context, "manual_axes", ()))
     return bool(manual) and manual != set(axis_context.mesh.axis_names)

@@ -1,4 +1,4 @@
-"""What JAX's derivative rules say of one equation: which results depend differentiably on which operands."""
+"""Which results of an equation depend differentiably on which operands, according to JAX's derivative rules."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _CONSTANT = frozenset(name for name, rule in PRIMITIVES.items() if rule.derivati
 
 
 def is_float(aval: AbstractValue) -> bool:
-    """Can it have a derivative by its type?"""
+    """Whether values of this type can have a derivative."""
     return _is_inexact(getattr(aval, "dtype", None))
 
 
-@cache  # JAX looks through its own types each time
+@cache  # `issubdtype` is slow: it searches JAX's own types
 def _is_inexact(dtype: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
@@ -33,7 +33,7 @@ def _is_complex(aval: AbstractValue) -> bool:
 
 
 def active_results(eqn: JaxprEqn, active: Sequence[bool]) -> list[bool]:
-    """Which results have a derivative, if these operands, which are of types that can, have one."""
+    """Which results have a derivative, given which operands do. Active operands must be of differentiable types."""
     rules = _operand_rules(eqn)
     flows = active if rules is None else list(map(and_, active, rules))
     if True not in flows:
@@ -44,7 +44,7 @@ def active_results(eqn: JaxprEqn, active: Sequence[bool]) -> list[bool]:
 
 
 def operands_with_cotangent(eqn: JaxprEqn, results: Sequence[bool]) -> list[bool]:
-    """Which operands get a cotangent if they have a derivative, and these results get one."""
+    """Which operands get a cotangent, provided that they have a derivative, given which results get one."""
     differentiable = _differentiable_operands(eqn)
     if len(results) == 1:
         return differentiable if results[0] else [False] * len(differentiable)
@@ -54,19 +54,19 @@ def operands_with_cotangent(eqn: JaxprEqn, results: Sequence[bool]) -> list[bool
 
 
 def _is_one_to_one(eqn: JaxprEqn, *derivatives: str) -> bool:
-    """Is it a primitive with such a derivative, with as many results as operands?"""
+    """Whether an equation has as many results as operands, and its primitive has one of these kinds of `derivative`."""
     return len(eqn.invars) == len(eqn.outvars) and rule_of(eqn).derivative in derivatives
 
 
 def _differentiable_operands(eqn: JaxprEqn) -> list[bool]:
-    """Which operands have a derivative rule, and a type that can have a derivative."""
+    """Which operands are variables of a differentiable type and have a derivative rule."""
     by_type = [type(a) is not Literal and is_float(a.aval) for a in eqn.invars]
     rules = _operand_rules(eqn)
     return by_type if rules is None else list(map(and_, by_type, rules))
 
 
 def _operand_rules(eqn: JaxprEqn) -> Sequence[bool] | None:
-    """Which operands have a derivative rule, None if all have. Rounding, comparing and `stop_gradient` have none."""
+    """Which operands have a derivative rule; None if all do. Rounding, comparing and `stop_gradient` have none."""
     has_rule = _has_rule(eqn.primitive)
     if eqn.primitive.name in _CONSTANT and not _is_complex(eqn.invars[0].aval):
         has_rule = ()
@@ -75,9 +75,9 @@ def _operand_rules(eqn: JaxprEqn) -> Sequence[bool] | None:
     return None if has_rule is None or len(has_rule) != len(eqn.invars) else has_rule
 
 
-@cache  # each equation asks twice
+@cache  # called twice per equation
 def _has_rule(primitive: Primitive) -> tuple[bool, ...] | None:
-    """Which operands of a primitive have a derivative rule, empty if none has. None if all have, or share one."""
+    """Which operands of a primitive have a derivative rule; empty if none does, None if all do or share one rule."""
     rule: Any = ad.primitive_jvps.get(primitive)
     function = getattr(rule, "func", None)
     if function is ad.zero_jvp:

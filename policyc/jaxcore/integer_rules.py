@@ -1,4 +1,4 @@
-"""How primitives compute integers, in numpy: what an equation makes of operands whose values are known."""
+"""NumPy rules that evaluate primitives on integers: the result of an equation whose operands are known."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def plain(function: Callable[..., Any]) -> IntegerRule:
 
 
 def divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """JAX rounds to zero."""
+    """Integer division as in JAX, which rounds toward zero."""
     x, y = a.astype(object), b.astype(object)  # Python's integers have no overflow
     quotient = np.sign(x) * np.sign(y) * (np.abs(x) // np.where(b == 0, 1, np.abs(y)))
     return np.asarray(quotient).astype(a.dtype)
@@ -31,7 +31,7 @@ def remainder(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def shift_right_arithmetic(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The first bit is a sign, also in unsigned integers."""
+    """Treats the first bit as the sign, even in unsigned integers."""
     return np.asarray(np.right_shift(a.astype(f"i{a.itemsize}"), b.astype(int)))
 
 
@@ -136,7 +136,7 @@ def sort(eqn: JaxprEqn, x: np.ndarray) -> np.ndarray:
 
 
 def gather(eqn: JaxprEqn, x: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Whole slices along one dimension: `table[indices]`, with indices that are in bounds."""
+    """Evaluates `table[indices]`: whole slices along one dimension, all in bounds. Other forms raise `Unknown`."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     indexed, rank = tuple(numbers.start_index_map), indices.ndim - 1
     takes = tuple(1 if d in indexed else size for d, size in enumerate(x.shape))

@@ -1,7 +1,7 @@
-"""Reading and rebuilding jaxprs, in one form for every supported JAX.
+"""Reads and rebuilds jaxprs, with the same functions for every supported version of JAX.
 
-JAX 0.10 keeps constants in a `ClosedJaxpr` around a `Jaxpr`; JAX 0.12 has one class for both. A function here
-that takes a jaxpr takes either, and returns what it was given.
+JAX 0.10 keeps constants in a `ClosedJaxpr` around a `Jaxpr`; JAX 0.12 has one class for both. Functions that take an
+`AnyJaxpr` or a `J` accept either. Those that take a `J` return the same kind.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ J = TypeVar("J", bound=AnyJaxpr)
 
 @dataclass(frozen=True, slots=True)
 class SubJaxpr:
-    """A jaxpr in a parameter of an equation, and its place there: the parameter, and an index if that is a tuple."""
+    """A jaxpr in a parameter of an equation: the parameter's name, and an index if the parameter is a tuple."""
 
     param: str
     index: int | None
@@ -54,7 +54,7 @@ def open_jaxpr(jaxpr: AnyJaxpr) -> Jaxpr:
 
 
 def is_reference(aval: AbstractValue) -> bool:
-    """Is it the type of a reference? Asking an object for an attribute that it lacks is slow."""
+    """Whether this is the type of a reference. Checks the class first: looking up a missing attribute is slow."""
     return type(aval) is not ShapedArray and hasattr(aval, "inner_aval")
 
 
@@ -100,7 +100,7 @@ def sub_jaxprs(eqn: JaxprEqn) -> tuple[SubJaxpr, ...]:
 
 _JAXPRS = Jaxpr, ClosedJaxpr
 _PLAIN_PARAMS = str, int, Mesh, AbstractMesh
-"""Types of parameters that hold no jaxpr. Asking an object for an attribute that it lacks is slow."""
+"""Types of parameters that hold no jaxpr. They are checked first: looking up a missing attribute is slow."""
 
 
 def _is_jaxpr(value: Any) -> bool:
@@ -108,7 +108,7 @@ def _is_jaxpr(value: Any) -> bool:
 
 
 def replace_sub_jaxprs(eqn: JaxprEqn, replacements: Sequence[tuple[SubJaxpr, Any]]) -> JaxprEqn:
-    """The equation with other jaxprs in the places of some."""
+    """The equation with some of its jaxprs replaced."""
     params = dict(eqn.params)
     for sub, jaxpr in replacements:
         if sub.index is None:
@@ -121,7 +121,7 @@ def replace_sub_jaxprs(eqn: JaxprEqn, replacements: Sequence[tuple[SubJaxpr, Any
 
 
 def replace_equations(jaxpr: J, eqns: Sequence[JaxprEqn], extra_invars: Sequence[Var] = ()) -> J:
-    """The jaxpr with other equations, and with extra inputs appended to its own."""
+    """The jaxpr with new equations, and with extra inputs appended to its own."""
     changes: dict[str, Any] = {"eqns": list(eqns)}
     if extra_invars:
         changes["invars"] = [*open_jaxpr(jaxpr).invars, *extra_invars]
@@ -129,7 +129,7 @@ def replace_equations(jaxpr: J, eqns: Sequence[JaxprEqn], extra_invars: Sequence
 
 
 def reorder_inputs(jaxpr: J, order: Callable[[list[Var]], list[Var]]) -> J:
-    """The jaxpr with the inputs that `order` makes of its own."""
+    """The jaxpr with its inputs replaced by `order(inputs)`."""
     return _replace(jaxpr, invars=order(list(open_jaxpr(jaxpr).invars)))
 
 
@@ -171,8 +171,8 @@ def primitive_name(eqn: JaxprEqn) -> str:
 def name_scopes(eqn: JaxprEqn) -> tuple[str, ...]:
     """The name scopes of an equation inside its jaxpr, without those that transformations add.
 
-    A scope with a blank or an arrow in it describes an operation (Haliax: `contract embed -> batch`, `jnp.einsum`:
-    `bte,eh->bth`) and names no module.
+    A scope that contains a space or an arrow describes an operation (Haliax: `contract embed -> batch`, `jnp.einsum`:
+    `bte,eh->bth`), not a module, and is left out.
     """
     scopes = (s.name for s in eqn.source_info.name_stack.stack if isinstance(s, sources.Scope))
     parts = (part for scope in scopes for part in scope.split("/"))
@@ -180,7 +180,7 @@ def name_scopes(eqn: JaxprEqn) -> tuple[str, ...]:
 
 
 def source_place(eqn: JaxprEqn) -> str:
-    """The file and line of the user's program that made an equation, or nothing if unknown."""
+    """The file and line of the user's program that made an equation; empty if unknown."""
     frame = sources.user_frame(eqn.source_info.traceback)
     return "" if frame is None else f"{frame.file_name}:{frame.start_line}"
 
@@ -192,9 +192,9 @@ def type_text(aval: AbstractValue) -> str:
 
 
 def defining_module(eqn: JaxprEqn) -> str:
-    """The module that defines the types of a primitive's results; empty if that cannot be told."""
+    """The module that defines the abstract evaluation rule of an equation's primitive; empty if unknown."""
     rule: Any = getattr(eqn.primitive, "abstract_eval", None)
-    for cell in getattr(rule, "__closure__", None) or ():  # JAX wraps a rule that says nothing of effects
+    for cell in getattr(rule, "__closure__", None) or ():  # JAX wraps a rule that returns no effects
         if callable(cell.cell_contents):
             rule = cell.cell_contents
     rule = getattr(rule, "func", rule)  # of a functools.partial
@@ -202,20 +202,22 @@ def defining_module(eqn: JaxprEqn) -> str:
 
 
 def explicit_sharding(eqn: JaxprEqn) -> Any:
-    """The sharding of an equation's result, where its type states one (explicit axes); else None."""
+    """The sharding of an equation's result if its type has one (Explicit axes), else None."""
     sharding = cast(Any, eqn.outvars[0].aval).sharding
     explicit = any(t is jax.sharding.AxisType.Explicit for t in sharding.mesh.axis_types)
     return sharding if explicit else None
 
 
 def has_side_effects(eqn: JaxprEqn) -> bool:
-    """Does it do more than compute its results? The name of an axis of a mesh is an effect for JAX, and not here."""
+    """Whether an equation does more than compute its results. JAX counts the use of a mesh axis name as an effect; this
+    function does not.
+    """
     effects = eqn.effects
     return bool(effects) and any(not isinstance(effect, core.NamedAxisEffect) for effect in effects)
 
 
 def has_indexed_effects(eqn: JaxprEqn) -> bool:
-    """Do its effects refer to operands by number? Then no operand can be inserted before them."""
+    """Whether its effects refer to operands by number. If so, no operand can be inserted before these."""
     return any(hasattr(effect, "input_index") for effect in eqn.effects)
 
 
@@ -261,7 +263,7 @@ def array_aval(shape: tuple[int, ...], dtype: Any, eqn: JaxprEqn, axis_env: Axis
 
 
 def stacked_aval(length: int, aval: AbstractValue) -> AbstractValue:
-    """The type of `length` such arrays along a new leading axis."""
+    """The type of `length` arrays of type `aval`, stacked along a new leading axis."""
     return core.unmapped_leading_aval(length, aval)
 
 
@@ -280,7 +282,7 @@ def inline(
 ) -> list[JaxprEqn]:
     """The equations of a closed jaxpr, applied to `invars`, with the name stack and source info of `eqn`.
 
-    They define the results of `eqn`, or `outvars` where given.
+    They define the results of `eqn`, or `outvars` if given.
     """
     jaxpr = template.jaxpr
     atoms: dict[Var, Atom] = dict(zip(jaxpr.invars, invars, strict=True))
@@ -332,7 +334,7 @@ def bind(eqn: JaxprEqn, *args: Any, **changed_params: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def source_context(eqn: JaxprEqn) -> Iterator[None]:
-    """Gives what is computed inside the name stack, the source info and the context of an equation."""
+    """While active, computations get the name stack, source info and context of an equation."""
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack), eqn.ctx.manager:
         yield
@@ -348,7 +350,7 @@ def bind_at(eqn: JaxprEqn, *args: Any) -> list[Any]:
 
 
 def fingerprint(jaxpr: AnyJaxpr) -> str:
-    """A hash of what a jaxpr computes: equal for equal equations, in this process and in another."""
+    """A hash of what a jaxpr computes. Equal equations have equal hashes, in this process and in any other."""
     digest = hashlib.sha256()
     for part in _canonical_texts(jaxpr):
         digest.update(part.encode())
@@ -385,7 +387,7 @@ def parameters_text(eqn: JaxprEqn) -> str:
 
 
 def stable_text(value: Any) -> str:
-    """The text of a parameter, without what changes from process to process."""
+    """The text of a parameter, without parts that change from process to process."""
     if isinstance(value, int | float | str | bool | np.number | np.dtype | type(None)):
         return str(value)
     if isinstance(value, tuple | list):

@@ -1,4 +1,4 @@
-"""Functions that are lowered once for several modules or support any `vmap`, and short source locations."""
+"""Helpers for lowering: lower a function once for several modules, merge `vmap` axes, shorten source locations."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from policyc.jaxcore.define_primitive import LoweringContext, PrimitiveRules, Sh
 from policyc.jaxcore.internals import config
 
 Function = Callable[..., Sequence[jax.Array]]
-"""Must be hashable, and may be the target of a weak reference. Equal functions must compute the same."""
+"""Must be hashable and support weak references. Equal functions must compute the same result."""
 
 
 def call_lowered_once(
     function: Function, results: Sequence[Shape], platform: str, *arrays: jax.Array
 ) -> list[jax.Array]:
-    """`function(*arrays)`, whose results have these shapes. It is traced and lowered when a program with it is lowered.
+    """Calls `function(*arrays)`, whose results have these shapes. It is traced and lowered when the program is lowered.
 
-    JAX lowers equal functions once for each module, and each call of `custom_partitioning` to a module of its own. A
-    Pallas kernel takes up to a second. An exported function is one that is lowered already.
+    JAX lowers equal functions once per module, but each call of `custom_partitioning` gets a module of its own, and a
+    Pallas kernel takes up to a second to lower. So the function is exported: then it is lowered only once.
     """
     return bind(_LOWERED_ONCE, *arrays, function=function, results=tuple(results), platform=platform)
 
@@ -61,7 +61,7 @@ _LOWERED_ONCE = define(
 
 @contextlib.contextmanager
 def single_frame_locations() -> Iterator[None]:
-    """Gives operations that are lowered meanwhile only the innermost frame of their source location.
+    """While active, operations are lowered with only the innermost frame of their source location.
 
     XLA compares the frames of all operations of a fusion, which takes seconds for a large program.
     """
@@ -70,7 +70,7 @@ def single_frame_locations() -> Iterator[None]:
 
 
 def merge_mapped_axes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of arrays that all have a leading batch axis, as its results do, under any number of `vmap`s.
+    """Makes a function support any number of `vmap`s. Its arguments and results must all have a leading batch axis.
 
     The axis of a `vmap` becomes part of the batch, so the function itself need not support `vmap`.
     """

@@ -1,7 +1,7 @@
-"""Runs a function on the shard of each device: for kernels that XLA cannot partition by itself.
+"""Runs a function on each device's shard: for kernels that XLA cannot partition by itself.
 
-A `PartitionRule` says how the dimensions of the operands and results belong together. XLA propagates shardings by it,
-and `divide` decides what is gathered, what each device computes, and what is reduced over devices.
+A `PartitionRule` says how the dimensions of operands and results correspond. XLA uses it to propagate shardings, and
+`divide` decides what is gathered, what each device computes, and what is reduced over devices.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_a
 from policyc.jaxcore.shardings import axis_names
 
 Dim = tuple[str, int]
-"""A dimension: the name of its factor, and its number of elements for each index of the factor.
+"""A dimension: the name of its factor, and its number of elements per index of the factor.
 
 Only whole indices of a factor are sharded. Dimensions of one factor are sharded alike, though their sizes may differ.
 """
@@ -43,12 +43,12 @@ class PartitionRule:
 
     Attributes:
       name: names the function in warnings.
-      operands, results: the dimensions of each array. Results without dimensions are not added over devices: each
-        device computes the same.
+      operands, results: the dimensions of each array. Results without dimensions are not summed over devices, because
+        all devices compute the same value.
       whole: factors that are not divided: each device has all of them.
-      xla_scatters: whether XLA scatters a sum over devices, as it does the sums of its own products. Otherwise
-        it is scattered in the same operation. XLA carries such a sum to the next trip of a loop to scatter it there,
-        and may copy it for that.
+      xla_scatters: whether to leave scattering of sums over devices to XLA, as for XLA's own products. Otherwise they
+        are scattered inside this operation. XLA pipelines such a scatter: it moves it to the next iteration of a loop,
+        and may copy the sum for that.
       limit: why the function cannot run on a shard in which the factors have these sizes; empty if it can.
     """
 
@@ -61,7 +61,7 @@ class PartitionRule:
 
     @property
     def reduced_factors(self) -> frozenset[str]:
-        """The factors that no result has."""
+        """The factors of operands that no result has, except the `whole` ones."""
         return frozenset(_factors(self.operands)) - frozenset(_factors(self.results)) - self.whole
 
 
@@ -71,9 +71,9 @@ class Division:
 
     Attributes:
       factors: the mesh axes that each factor is sharded over. An axis belongs to one factor.
-      summed: the mesh axes over which results are added.
+      summed: the mesh axes over which results are summed.
       scattered: the mesh axes over which each dimension of each sum is scattered.
-      gathered: why factors are gathered that could have stayed sharded; empty if there are none.
+      gathered: why some factors are gathered although they could have stayed sharded; empty if none are.
     """
 
     factors: Mapping[str, MeshAxes]
@@ -84,7 +84,7 @@ class Division:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardIndex:
-    """Which shard a device has, and how results are divided further. Its methods are for the body of a function.
+    """Which shard a device has, and how results are divided further. For use in the body of a partitioned function.
 
     Attributes:
       factors: as in `Division`.
@@ -111,7 +111,7 @@ class ShardIndex:
     def first_scattered(self, result: int = 0) -> int | None:
         """The first dimension along which a result is scattered when it is reduced; None if there is none.
 
-        XLA transposes a result whose first dimension in memory is another one.
+        XLA transposes the result unless this dimension is the first one in memory.
         """
         dims = self.scattered[result] if self.scattered else ()
         return next((i for i, axes in enumerate(dims) if axes), None)
@@ -122,7 +122,7 @@ Body = Callable[..., Sequence[jax.Array]]
 
 
 def partition(body: Body, rule: PartitionRule) -> Callable[..., Sequence[jax.Array]]:
-    """The function of whole arrays that `body` computes, divided over devices as XLA's shardings and the rule say."""
+    """Turns `body` into a function of whole arrays that is divided over devices by XLA's shardings and the rule."""
 
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(body(ShardIndex(factors={}), *arrays))
@@ -169,14 +169,14 @@ def factor_sizes(rule: PartitionRule, shapes: Sequence[Sequence[int]]) -> dict[s
 
 
 class _Use(IntEnum):
-    """What a mesh axis could be used for. Of several uses, the first in this order is taken."""
+    """Possible uses of a mesh axis, in order of preference."""
 
     SUM = 0
-    """A factor that is reduced, and that all its operands shard over the axis: devices add their parts."""
+    """A reduced factor that all its operands shard over the axis: devices add their parts."""
     KEEP = 1
-    """A factor that an operand and a result shard over the axis: nothing moves."""
+    """A factor that both an operand and a result shard over the axis: nothing moves."""
     OPERAND = 2
-    """A factor that an operand shards over the axis, and no result."""
+    """A factor that an operand shards over the axis, but no result does."""
     RESULT = 3
     """A factor that only results shard: each device computes its part of them from the whole operand."""
 
@@ -194,14 +194,14 @@ def divide(
     operands: Sequence[ArrayAxes],
     results: Sequence[ArrayAxes],
 ) -> Division:
-    """Divides a function whose operands are sharded over these mesh axes and whose results should be.
+    """Decides how to divide a function, given how its operands are sharded and how its results should be.
 
-    Each mesh axis is used for one factor, as `_Use` orders them. Every other use of the axis is gathered.
+    Each mesh axis is used for one factor, in the order of `_Use`. Other factors that are sharded over it are gathered.
 
     Example: the product `y[m, n] = x[m, k] w[k, n]` on the mesh `{"data": 4, "tensor": 2}`. `x` is sharded over (data,
     tensor), `w` over (tensor, data), and `y` should be over (data, none). Both operands shard k over `tensor`, so it is
     used for k (`SUM`). `data` could be used for m, which x and y shard (`KEEP`), or for n, which only w shards
-    (`OPERAND`): it is used for m. So w is gathered along n, and y is added over `tensor`.
+    (`OPERAND`): it is used for m. So w is gathered along n, and y is summed over `tensor`.
     """
     candidates = _find_candidates(rule, sizes, operands, results)
     factor_of = _assign_axes(candidates, sizes, mesh)
@@ -229,7 +229,7 @@ def _find_candidates(
     operands: Sequence[ArrayAxes],
     results: Sequence[ArrayAxes],
 ) -> list[_Candidate]:
-    """All uses of mesh axes. A factor of several operands that is not reduced is sharded as the first of them is."""
+    """All possible uses of mesh axes. A factor of several operands that is not reduced follows the first of them."""
     of_operands = _proposals(rule.operands, operands)
     of_results = _proposals(rule.results, results)
     candidates: list[_Candidate] = []
@@ -252,7 +252,7 @@ def _find_candidates(
 def _assign_axes(
     candidates: Sequence[_Candidate], sizes: Mapping[str, int], mesh: Mapping[str, int]
 ) -> dict[str, str]:
-    """The factor that each mesh axis is used for: its first use by which the factor's size can be divided."""
+    """The factor that each mesh axis is used for: its most preferred use for which the factor's size is divisible."""
     factor_of: dict[str, str] = {}
     for _, factor, axis in sorted(candidates, key=lambda candidate: candidate.use):
         shards = mesh[axis] * prod(mesh[a] for a, other in factor_of.items() if other == factor)
@@ -264,7 +264,7 @@ def _assign_axes(
 def _gather_to_fit(
     rule: PartitionRule, sizes: Mapping[str, int], mesh: Mapping[str, int], factors: dict[str, MeshAxes]
 ) -> str:
-    """Gathers factors until the function takes the shards. Returns why."""
+    """Gathers factors, in place, until the function can run on the shards. Returns why; empty if it gathers none."""
     reason = ""
     for factor in reversed(list(sizes)):
         shard = {name: size // prod(mesh[a] for a in factors[name]) for name, size in sizes.items()}
@@ -277,7 +277,10 @@ def _gather_to_fit(
 
 
 def _scattered_here(rule: PartitionRule, division: Division) -> tuple[ArrayAxes, ...]:
-    """What is not left to XLA to scatter: sums over other axes too, which are added after they are scattered."""
+    """The axes to scatter over in this operation, rather than in XLA.
+
+    A sum that also goes over further axes is always scattered here, before it is added over those axes.
+    """
     return tuple(
         ((),) * len(dims) if rule.xla_scatters and set(division.summed) == set(sum(dims, ())) else dims
         for dims in division.scattered
@@ -310,7 +313,7 @@ def _proposals(arrays: Sequence[Dims], axes: Sequence[ArrayAxes]) -> dict[str, l
 
 
 def array_mesh_axes(array: Any, name: str) -> ArrayAxes:
-    """The mesh axes of each dimension of an array. `name` is the function to name if it has no mesh."""
+    """The mesh axes of each dimension of an array. `name` is the function's name, for the error if there is no mesh."""
     if not isinstance(array.sharding, NamedSharding):
         raise NotImplementedError(
             f"{name}: the program has devices but no mesh, or this is inside a shard_map over some axes of its mesh: "
@@ -333,9 +336,9 @@ def _shardings(
 def _shardy_rule(
     rule: PartitionRule, mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]
 ) -> SdyShardingRule:
-    """The rule in the form of XLA's partitioner. The elements of a dimension within one index are a second factor.
+    """The rule in the form of XLA's partitioner. The elements of a dimension within one index form a second factor.
 
-    XLA takes two factors for a dimension only if each has a size above 1, and asks only for the sizes of such factors.
+    XLA accepts two factors for a dimension only if both are larger than 1, and wants the sizes of such factors only.
     """
     del mesh, results
     sizes = factor_sizes(rule, [o.shape for o in operands])

@@ -1,7 +1,7 @@
 """What each primitive does to a weight and to integers: one row per primitive.
 
-A primitive without a row loses a weight: what it computes from parameters alone is still made of them, in a way that is
-not followed. `tests/jaxcore/test_primitives.py` lists the primitives of JAX for which that was decided.
+A primitive without a row loses a weight: a result of parameters alone is known to derive from them, but not how.
+`tests/jaxcore/test_primitives.py` lists the JAX primitives that have no row on purpose.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ WeightRule = Literal[
 """What becomes of a weight among the operands:
 
   layout: the first operand, with its elements in another order, type or place.
-  gather: the same, by indices; rows that are looked up are a weight only beside an activation.
+  gather: as `layout`, by indices. Rows that are looked up are a weight only when multiplied by an activation.
   identity: the n-th result is the n-th operand.
-  modified: a weight plus or times anything of its shape: an adapter is added, a mask multiplied.
-  function: as `modified`, if it depends on nothing but parameters.
+  modified: a weight plus or times anything of its shape, such as an adapter that is added or a mask.
+  function: as `modified`, if it depends on parameters and constants only.
   chosen: one of the operands after the first.
   joined: the operands, one after the other.
-  written: the first operand, into which something is written; or an array, into which a weight is written.
-  lost: some of its elements, and it is not known which.
+  written: the first operand, with something written into it; or an array, with a weight written into it.
+  lost: some elements of the weight; it is not known which.
   product: an activation.
 """
 
@@ -44,13 +44,14 @@ class PrimitiveRule:
     Attributes:
       weight: what becomes of a weight.
       reason: why it is not known which elements of the weight the result holds, in words that follow "because".
-      region: where the elements of a region of the result are in the first operand. None: at the same place.
-      integers: how it computes integers, if it does.
-      hoistable: can it run outside the loss? It reads only the weight, and does not make it larger.
-      derivative: which results depend differentiably on which operands. Empty: all on all that have a rule.
-        per operand: the n-th result on the n-th operand. cotangent per operand: if one operand has a derivative, all
-        results have one, and the n-th operand gets a cotangent from the n-th result. none: on real numbers none does.
-      moves: does it move activations between devices?
+      region: maps a region of the result back to the first operand. None: to the same region.
+      integers: evaluates it on known integers. None: it is not evaluated.
+      hoistable: whether it can run outside the loss: it reads nothing but the weight, and does not make it larger.
+      derivative: which results depend differentiably on which operands. Empty: all results on all operands that have a
+        rule. per operand: the n-th result on the n-th operand. cotangent per operand: if one operand has a derivative,
+        all results have one, but the n-th operand gets a cotangent only from the n-th result. none: no result on any
+        operand, for real numbers.
+      moves: whether it moves activations between devices.
     """
 
     weight: WeightRule = "lost"
@@ -86,7 +87,7 @@ _ELEMENTWISE: dict[str, IntegerRule] = {
     "min": plain(np.minimum),
     "clamp": plain(integers.clamp),
 }
-"""Primitives after which a weight is a weight whatever the other operands are."""
+"""Primitives whose result is still a weight if one operand is, whatever the other operands are."""
 
 _FUNCTIONS: dict[str, IntegerRule] = {
     "abs": plain(np.abs),
@@ -114,7 +115,7 @@ _OTHER_FUNCTIONS = """
     nextafter one_minus_square polynomial polygamma population_count pow regularized_incomplete_beta round rsqrt
     shift_right_logical sin sinh sqrt tan tanh zeta add_any
 """
-"""Elementwise functions that are not."""
+"""Elementwise functions that are not evaluated on integers."""
 
 PRIMITIVES: dict[str, PrimitiveRule] = {
     # ---- layout

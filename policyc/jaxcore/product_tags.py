@@ -1,7 +1,7 @@
-"""Tags equations with their places, so that each equation of a gradient says which equation of the loss it is from.
+"""Tags equations with their addresses, so that each equation of a gradient says which equation of the loss it is from.
 
-A tag is a name scope. JAX gives what it derives from an equation the equation's name scopes. A product is wrapped into
-a primitive whose derivative is JAX's own, one operand at a time, each under a scope: so the gradient also says which of
+A tag is a name scope, which JAX copies to everything it derives from an equation. A product is wrapped in a primitive
+that applies JAX's own derivative to one operand at a time, each under its own scope. So the gradient also says which of
 its products belongs to which operand. The gradient has the same equations as without tags.
 """
 
@@ -25,7 +25,7 @@ from policyc.jaxcore.transform import Address
 
 _TAG = "policyc:"
 _PART = "policyc."
-_RECOMPUTED = "rematted_computation"  # the scope that jax.checkpoint gives to what it computes again
+_RECOMPUTED = "rematted_computation"  # the scope that jax.checkpoint gives to recomputed equations
 
 Part = Literal["result", "lhs", "rhs", ""]
 _PARTS: tuple[Part, ...] = ("result", "lhs", "rhs")
@@ -33,13 +33,13 @@ _PARTS: tuple[Part, ...] = ("result", "lhs", "rhs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tag:
-    """What an equation of a gradient is derived from.
+    """The origin of an equation of a gradient.
 
     Attributes:
-      address: the equation of the loss; None if JAX made it for no equation.
-      part: of a product: its result, or the gradient of lhs or rhs.
-      is_backward: does it belong to the backward pass of its jaxpr?
-      is_recomputed: does `jax.checkpoint` compute it again?
+      address: the equation of the loss; None if JAX did not derive it from any.
+      part: for a product: its result, or the gradient of lhs or rhs.
+      is_backward: whether it belongs to the backward pass of its jaxpr.
+      is_recomputed: whether `jax.checkpoint` recomputes it.
     """
 
     address: Address | None = None
@@ -49,7 +49,7 @@ class Tag:
 
 
 def is_tag(name: str) -> bool:
-    """Is a name scope a tag, or part of one?"""
+    """Whether a name scope comes from tagging or from `jax.checkpoint`, not from the program."""
     return name.startswith((_TAG, _PART)) or name == _RECOMPUTED
 
 
@@ -57,18 +57,19 @@ class TaggedLoss:
     """A loss with a tag on every equation, and with its products wrapped.
 
     A tag has the number of a jaxpr in the loss, and the number of the equation in it. Containers with the same jaxpr
-    (layers that are not scanned) keep it in common, so that JAX differentiates it once. Which of the containers an
-    equation of the gradient is in follows from the tags around it, or from the container that holds it there.
+    (layers that are not scanned) keep sharing it, so that JAX differentiates it once. The tags around an equation of
+    the gradient, or the container that holds it there, tell which of these containers it belongs to.
     """
 
     def __init__(self, jaxpr: ClosedJaxpr, products: Collection[Address]) -> None:
         # The numbers of jaxprs, by the address of the container and the index in it.
         self._numbers: dict[Address, int] = {(): 0}
-        # The containers of a jaxpr: the number of the jaxpr that they are in, their own, and the index in them.
+        # The containers of each jaxpr: (number of the jaxpr that holds the container, number of the container's
+        # equation) -> index of the jaxpr in the container.
         self._containers: dict[int, dict[tuple[int, int], int]] = {}
         # Tagged jaxprs and their numbers, by the original, its index in its container, and the products inside.
         self._tagged: dict[tuple[int, int, frozenset[Address]], tuple[int, Any]] = {}
-        # The name stacks of containers, by the number of the jaxpr that they are in and their own.
+        # The name stacks of containers, by the number of the jaxpr that holds them and their equation number.
         self._stacks: dict[tuple[int, int], Any] = {}
         self._products = products
         self.jaxpr: Any = self._tag(jaxpr, (), 0)
@@ -76,14 +77,14 @@ class TaggedLoss:
     def tag_site(self, eqn: JaxprEqn, address: Address) -> JaxprEqn:
         """The equation with its tag, and with the scopes and tags of the containers around it.
 
-        Parts of a site are moved out of its containers, and must be known there.
+        Parts of a site are moved out of its containers, and must still be recognized there.
         """
         return self._tag_equation(
             _replace_stack(eqn, self._around(address) + eqn.source_info.name_stack), address
         )
 
     def scope_equation(self, eqn: JaxprEqn, address: Address) -> JaxprEqn:
-        """An equation beside that at an address, with the scopes of the containers around both, and without tags."""
+        """An equation in the same jaxpr as the one at `address`, with the scopes of their containers but no tags."""
         around = self._around(address)
         stack = around + eqn.source_info.name_stack
         scopes = tuple(s for s in stack.stack if not s.name.startswith(_TAG))
@@ -122,7 +123,7 @@ class TaggedLoss:
         """The jaxpr of a container, tagged once for all containers that have it."""
         depth = len(outer)
         products = frozenset(address[depth:] for address in self._products if address[:depth] == outer)
-        key = (id(jaxpr), outer[-1], products)  # the branches of a cond may be one jaxpr: they are told apart
+        key = (id(jaxpr), outer[-1], products)  # the index tells branches of a cond apart that share a jaxpr
         is_new = key not in self._tagged
         number = len(self._containers) + 1 if is_new else self._tagged[key][0]
         self._containers.setdefault(number, {})[holder, outer[-2]] = outer[-1]
@@ -135,14 +136,14 @@ class TaggedLoss:
         return tagged
 
     def _number_inside(self, outer: Address) -> None:
-        """Gives the jaxprs inside one that was tagged before the numbers that they have there."""
+        """Numbers the jaxprs inside a jaxpr that was tagged before, with the numbers they got then."""
         first = next(address for address, number in self._numbers.items() if number == self._numbers[outer])
         for address, number in list(self._numbers.items()):
             if len(address) > len(first) and address[: len(first)] == first:
                 self._numbers[(*outer, *address[len(first) :])] = number
 
     def read_tag(self, eqn: JaxprEqn, container: Address = ()) -> Tag:
-        """What an equation of the gradient is from. `container` is the equation of the loss that it is inside of."""
+        """Reads the origin of an equation of the gradient. `container`: the address of the loss equation around it."""
         stack = eqn.source_info.name_stack.stack
         names = [s.name for s in stack if isinstance(s, sources.Scope)]
         tags = [_read_numbers(name) for name in names if name.startswith(_TAG)]
@@ -155,7 +156,7 @@ class TaggedLoss:
         )
 
     def _resolve(self, tags: Sequence[tuple[int, int]], container: Address) -> Address:
-        """The address that the last of some tags stands for."""
+        """The address that the last tag stands for, given the tags and the container around it."""
         number, position = tags[-1]
         if number == 0:
             return (position,)
@@ -191,7 +192,7 @@ def trace_gradient(
     """The jaxpr of a function's results and gradient, without dead code.
 
     Args:
-      function: takes inputs of the types of the jaxpr's, and other arrays, and returns results of the jaxpr's types.
+      function: takes inputs of the same types as the jaxpr, and other arrays. Returns results of the jaxpr's types.
       jaxpr: the loss.
       others: the types of the other arrays.
       differentiated: the numbers of the inputs and of the results that are differentiated.
@@ -214,14 +215,14 @@ def trace_gradient(
 
 
 def _cotangent(value: Any, is_differentiated: bool) -> Any:
-    """One for a result that is differentiated, else zero."""
+    """Ones for a result that is differentiated, else zeros."""
     if not jax.numpy.issubdtype(value.dtype, jax.numpy.inexact):
         return jax.numpy.zeros(value.shape, jax.dtypes.float0)
     return jax.numpy.full_like(value, float(is_differentiated))
 
 
 def _unwrap(jaxpr: Any) -> Any:
-    """Replaces products that were not differentiated by the original ones."""
+    """Replaces wrapped products that were not differentiated with the original ones."""
 
     def change(eqn: JaxprEqn) -> JaxprEqn:
         if eqn.primitive is not _wrapped_product_p:
@@ -244,7 +245,7 @@ def _abstract_product(*avals: Any, primitive: Any, params: Any) -> Any:
 def _differentiate_product(
     primals: Sequence[Any], tangents: Sequence[Any], *, primitive: Any, params: Any
 ) -> tuple[Any, Any]:
-    """JAX's derivative of a product, for one operand after the other."""
+    """JAX's derivative of a product, one operand at a time."""
     rule = ad.primitive_jvps[primitive]
     with jax.named_scope(f"{_PART}result"):
         result = primitive.bind(*primals, **dict(params))

@@ -11,23 +11,23 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 DimIndices = range | np.ndarray
-"""Indices along one dimension, in the order in which a variable has them."""
+"""Indices along one dimension, in the order in which they occur in a variable."""
 
 Region = tuple[DimIndices, ...]
 """A box of elements: indices along each dimension."""
 
-MOST_INDICES = 1 << 22  # elements of an array of indices; more would take too much memory and time
+MOST_INDICES = 1 << 22  # largest array of indices, in elements; more would take too much memory and time
 
 
 class Unknown(Exception):
-    """The elements, or an index, cannot be told. The message says why."""
+    """The elements, or an index, cannot be determined. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """An equation that moves elements of its first operand to its n-th result.
+    """An equation that moves elements of its first operand to the result with number `output`.
 
-    `indices` has a function for each other operand: its value. It raises `Unknown`.
+    `indices` has a function for each other operand, which returns its value or raises `Unknown`.
     """
 
     eqn: JaxprEqn
@@ -67,7 +67,7 @@ def shift(indices: DimIndices, offset: int) -> DimIndices:
 
 
 def _scale(indices: DimIndices, start: int, step: int) -> DimIndices:
-    """start + step * i, for each index."""
+    """`start + step * i` for each index `i`."""
     if isinstance(indices, range) and len(indices):
         first, last = start + step * indices[0], start + step * indices[-1]
         stride = step * indices.step
@@ -76,7 +76,7 @@ def _scale(indices: DimIndices, start: int, step: int) -> DimIndices:
 
 
 def compact(indices: np.ndarray) -> DimIndices:
-    """The same indices, as a range where they are evenly spaced."""
+    """The same indices, as a range if they are evenly spaced."""
     if indices.size == 1:
         return range(int(indices[0]), int(indices[0]) + 1)
     steps = np.diff(indices)
@@ -149,7 +149,7 @@ def tile(move: Move, region: Region) -> Region:
 
 
 def gather(move: Move, region: Region) -> Region:
-    """A gather that takes whole slices along one dimension, by known indices."""
+    """A gather that takes whole slices along one dimension, by known indices. Raises `Unknown` for any other."""
     params, rank = move.params, len(move.operand_shape)
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     (index,) = move.indices
@@ -216,12 +216,12 @@ def reshape(move: Move, region: Region) -> Region:
 
 
 def _is_whole(indices: DimIndices, size: int) -> bool:
-    """Are these all indices of a dimension, in order?"""
+    """Whether these are all indices of a dimension, in order."""
     return isinstance(indices, range) and indices == range(size)
 
 
 def _reshape_groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """The smallest groups of dimensions, before and after a reshape, that have as many elements."""
+    """The smallest groups of dimensions that have equally many elements before and after a reshape."""
     if 0 in before or 0 in after:
         yield list(range(len(before))), list(range(len(after)))
         return

@@ -1,7 +1,7 @@
 """Moves a jitted function to other devices before it is compiled.
 
-The first device that the function uses here becomes the first one there, and so on. Devices occur in the arguments, in
-the options of `jit` and in the parameters of equations: each is replaced.
+The first device that the function uses is replaced with the first new device, and so on. Devices occur in the
+arguments, in the options of `jit` and in the parameters of equations.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from policyc.jaxcore import jaxprs
 from policyc.jaxcore.internals import pjit, sharding_impls
 
 DeviceMap = Callable[[jax.Device], jax.Device]
-"""A device to the one that replaces it."""
+"""Maps a device to the one that replaces it."""
 
 PRINTS = frozenset({"debug_callback", "debug_print"})
 CALLBACKS = frozenset({"pure_callback", "io_callback"})
 
 
 class HasCallback(Exception):
-    """The function calls back into Python while it runs, which a program for other devices cannot. Says where."""
+    """The function calls back into Python at run time, which a relocated program cannot. The message says where."""
 
 
 @dataclass(frozen=True, slots=True)
 class JittedFunction:
-    """A jitted function that is about to be lowered: what JAX knows of its arguments, and the options of `jit`."""
+    """A jitted function that is about to be lowered: what JAX knows about its arguments, and the options of `jit`."""
 
     args: Sequence[Any]
     options: Mapping[str, Any]
@@ -76,7 +76,7 @@ def intercept_lowering(hook: Callable[[JittedFunction], None]) -> Iterator[None]
 
 
 def devices_used(function: JittedFunction) -> list[jax.Device]:
-    """The devices that a function names, by id. None: it runs on the default device."""
+    """The devices that a function names, sorted by id. If empty, it runs on the default device."""
     devices: set[jax.Device] = set()
 
     def record(device: jax.Device) -> jax.Device:
@@ -92,13 +92,13 @@ def lower_for(function: JittedFunction, devices: Sequence[jax.Device], platform:
     replacements = dict(zip(devices_used(function), devices, strict=False))
     shardings, options = _relocate(function, replacements.__getitem__)
     if not replacements:
-        # No argument names a device: JAX would choose one that is here.
+        # No argument names a device: JAX would choose a local one.
         shardings = [SingleDeviceSharding(devices[0])] * len(shardings)
     return function.lower(shardings, options, platform)
 
 
 def _relocate(function: JittedFunction, move: DeviceMap) -> tuple[list[Sharding | None], dict[str, Any]]:
-    """The shardings of the arguments and the options of `jit`, on other devices."""
+    """The shardings of the arguments and the options of `jit`, with their devices replaced."""
     shardings = [
         None if a.sharding is None or not a.committed else _move_sharding(a.sharding, move)
         for a in function.args

@@ -1,9 +1,9 @@
-"""Evaluates a jaxpr inside a trace, such that JAX traces no equation again and linearizes equal equations once.
+"""Evaluates a jaxpr inside a trace, so that JAX retraces no equation and linearizes equal equations only once.
 
-What is only traced gets the equations of the jaxpr as they are. What is differentiated in reverse mode is evaluated:
-JAX linearizes and transposes a jitted function once, however often it is called, and every other equation by itself. So
-equations that occur several times, as those of the layers of an unrolled model do, are called as jitted functions. They
-are inlined: the gradient has the same equations.
+If the trace is not differentiated, the equations of the jaxpr are added to it as they are. Under reverse mode they are
+evaluated. JAX linearizes and transposes a jitted function once, however often it is called, but every other equation
+each time it occurs. So equations that occur several times, as in the layers of an unrolled model, are called as jitted
+functions. These are inlined, so the gradient has the same equations.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from policyc.jaxcore import autodiff, jaxprs
 from policyc.jaxcore.internals import core, partial_eval
 from policyc.jaxcore.versions import INLINE_WHEN_TRACED
 
-_FEWEST_CALLS = 4  # it takes longer to make a jitted function than to linearize two equations
+_FEWEST_CALLS = 4  # making a jitted function takes longer than linearizing a few equations
 
 
 def evaluate(jaxpr: ClosedJaxpr, *args: Any) -> list[Any]:
@@ -41,9 +41,10 @@ def evaluate(jaxpr: ClosedJaxpr, *args: Any) -> list[Any]:
 
 
 def _can_record(trace: Any, jaxpr: ClosedJaxpr, args: Sequence[Any]) -> bool:
-    """Can a trace take the equations of a jaxpr as they are?
+    """Whether the equations of a jaxpr can be added to a trace as they are.
 
-    Operands must have the types that the equations were traced for. JAX numbers the operands of effects in each trace.
+    Operands must have the types that the equations were traced for. Effects are excluded, because they refer to
+    operands by numbers that differ in each trace.
     """
     opened: Any = jaxpr.jaxpr
     return (
@@ -69,8 +70,8 @@ def _record(trace: Any, jaxpr: ClosedJaxpr, *args: Any) -> list[Any]:
 def _record_equation(trace: Any, eqn: JaxprEqn, values: Mapping[Var, Any], outer: NameStack) -> list[Any]:
     """Adds an equation to a trace, and returns its results.
 
-    To bind it has the same result. But then JAX computes its types again, and traces the function of a `custom_vjp`
-    again.
+    Binding it would have the same effect, but JAX would infer its types again, and retrace the function of a
+    `custom_vjp`.
     """
     source = eqn.source_info
     if outer.stack:
@@ -132,9 +133,9 @@ def _jit(eqn: JaxprEqn) -> Callable[..., list[Any]]:
 
 
 def _key(eqn: JaxprEqn) -> Hashable | None:
-    """Equal for equations that do the same to other operands; None if an equation has to be evaluated by itself.
+    """Equal for equations that do the same to different operands; None if an equation has to be evaluated by itself.
 
-    Where an operand occurs twice, or there are several results, the order in which cotangents are added could change.
+    If an operand occurs twice, or there are several results, the order in which cotangents are added could change.
     """
     atoms: Sequence[Any] = eqn.invars
     variables = [a for a in atoms if type(a) is not Literal]

@@ -13,13 +13,13 @@ from jax.sharding import AxisType, PartitionSpec, use_abstract_mesh
 
 
 def mesh_axes_of(aval: Any) -> tuple[Any, ...]:
-    """The mesh axes that each dimension is sharded over, as the type says: a name, a tuple of names, or None."""
+    """The mesh axes that each dimension is sharded over, by its type: a name, a tuple of names, or None."""
     spec = aval.sharding.spec
     return (*spec.partitions,) + (None,) * (len(aval.shape) - len(spec))
 
 
 def axis_names(axes: Any) -> tuple[Any, ...]:
-    """The mesh axes in one entry of a partition spec: a name, a tuple of names, or None."""
+    """The mesh axes in one entry of a partition spec, as a tuple. An entry is a name, a tuple of names, or None."""
     if axes is None:
         return ()
     return axes if isinstance(axes, tuple) else (axes,)
@@ -40,7 +40,7 @@ def valid_partition_spec(
 
 
 def match_varying_axes(*args: Any) -> list[jax.Array]:
-    """Casts arrays to vary over the same manual mesh axes: those that any of them varies over."""
+    """Casts arrays to vary over the same manual mesh axes: all that any of them varies over."""
     arrays = [jax.numpy.asarray(a) for a in args]
     varying = [jax.typeof(a).manual_axis_type.varying for a in arrays]
     union = frozenset().union(*varying)
@@ -51,14 +51,14 @@ def match_varying_axes(*args: Any) -> list[jax.Array]:
 
 
 def shape_dtype_struct(x: jax.Array) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of an array, and its sharding if its type says that it is sharded."""
+    """The shape and dtype of an array, and its sharding if its type is sharded."""
     aval = jax.typeof(x)
     sharding = aval.sharding if any(mesh_axes_of(aval)) else None
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def reshard_like(x: jax.Array, operand: jax.ShapeDtypeStruct) -> jax.Array:
-    """Reshards x as the type of the operand says, if it says anything."""
+    """Reshards `x` like `operand`, if that has a sharding."""
     sharding = operand.sharding
     if sharding is None or mesh_axes_of(jax.typeof(x)) == mesh_axes_of(operand):
         return x

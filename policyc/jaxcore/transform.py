@@ -1,7 +1,7 @@
-"""The one transformation of jaxprs: replaces equations, wherever they are, and passes additional inputs down to them.
+"""The one transformation of jaxprs: replaces equations at any depth, and passes additional inputs down to them.
 
-A subclass of `Transform` says what becomes of an equation. Containers are entered by their entries in `containers`.
-Equations that do not change, and that contain none that does, stay the same objects.
+A subclass of `Transform` decides what replaces an equation. How containers are entered is defined in `containers`.
+Equations that do not change, and contain no equation that changes, stay the same objects.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from policyc.jaxcore.containers import SCAN, Container, IterationRange, NewBody,
 from policyc.jaxcore.jaxprs import AnyJaxpr, AxisEnv
 
 Address = tuple[int, ...]
-"""The path to an equation: its number in the jaxpr, then the number of a jaxpr inside it, of an equation there, ..."""
+"""The path to an equation or jaxpr: the number of an equation, of a jaxpr inside it, of an equation in that, ..."""
 
 
 class Position(NamedTuple):
     """The position of an equation or of a jaxpr: its address, and what is fixed around it.
 
-    `iterations` has an iteration that stands for the whole range, for each split scan around it. A named tuple, which
-    is made faster than a dataclass: each equation has one.
+    For each enclosing scan that may be split, `iterations` has one iteration that represents its range. A named tuple
+    rather than a dataclass, because it is faster to make, and each equation has one.
     """
 
     address: Address = ()
@@ -49,9 +49,9 @@ OUTERMOST = Position()
 
 @dataclass(frozen=True, slots=True)
 class ExtraInput:
-    """Arrays that a replacement needs from outside the jaxpr. `address`: its equation, seen from that jaxpr.
+    """Arrays that a replacement needs from outside the jaxpr. `address` is its equation, seen from that jaxpr.
 
-    `ranges` has the iterations of each scan on the way that slices the arrays, the outermost first.
+    `ranges` has the iterations of each scan in between that slices the arrays, outermost first.
     """
 
     address: Address
@@ -87,7 +87,7 @@ class BoundInput:
 
 @dataclass(frozen=True, slots=True)
 class TransformedBody:
-    """A transformed jaxpr inside a container: its number there, and the iterations if it is a piece of a split scan."""
+    """A transformed jaxpr inside a container: its number there, and its iterations if the container is a scan."""
 
     number: int
     transformed: TransformedJaxpr
@@ -95,15 +95,15 @@ class TransformedBody:
 
 
 class Replacement(NamedTuple):
-    """What stands in the place of one equation. A named tuple, as `Position` is.
+    """What replaces one equation. A named tuple for the same reason as `Position`.
 
     Attributes:
-      eqns: the equations. One that does not change is replaced by itself.
+      eqns: the new equations. An equation that does not change is replaced by itself.
       inputs: the additional inputs that they use.
-      bodies: of a container that is entered: one for each of its jaxprs; of a scan that is split: one for each piece,
-        in the order in which the pieces run.
-      added: how many of `eqns`, from the first on, compute what several equations of the jaxpr share.
-      readers: the numbers of these equations in the jaxpr.
+      bodies: for a container that is entered, one for each of its jaxprs; for a scan, one for each piece, in the order
+        in which the pieces run.
+      added: how many of the first `eqns` compute a value that several equations of the jaxpr share.
+      readers: the numbers of these sharing equations in the jaxpr.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -126,8 +126,8 @@ class TransformedJaxpr:
 
 
 _transformed: WeakKeyDictionary[Any, dict[Hashable, TransformedJaxpr]] = WeakKeyDictionary()
-"""Transformed jaxprs by original and key. A jaxpr that is called from several places stays one jaxpr where the results
-are equal: otherwise XLA would compile it once per call."""
+"""Transformed jaxprs by original and key. A jaxpr that is called from several places stays one jaxpr if the results are
+equal. Otherwise XLA would compile it once per call."""
 
 
 class Transform(ABC):
@@ -137,24 +137,24 @@ class Transform(ABC):
 
     @abstractmethod
     def key(self, position: Position) -> Hashable | None:
-        """Everything that decides what becomes of the equations below a position; None if nothing changes there."""
+        """Everything that determines how the equations below a position change; None if none of them does."""
 
     @abstractmethod
     def replace_equation(self, eqn: JaxprEqn, position: Position, shared: Any) -> Replacement | None:
-        """The replacement of an equation; None if it is not one to replace. `shared`: see `share`."""
+        """The replacement of an equation; None if it is not to be replaced. `shared`: its entry in `share`, if any."""
 
     def share(self, position: Position) -> Mapping[Address, Any]:
-        """What equations of the jaxpr at a position share, by the address of each of them."""
+        """Data that equations of the jaxpr at a position share, by the address of each of these equations."""
         del position
         return {}
 
     @abstractmethod
     def is_stack(self, address: Address) -> bool:
-        """May the iterations of the scan at this address differ?"""
+        """Whether the iterations of the scan at this address may differ."""
 
     @abstractmethod
     def slices(self, scan: Address, extra: ExtraInput) -> bool:
-        """Does a scan slice this input, or is it the same in every iteration?"""
+        """Whether a scan slices this input; otherwise it is the same in every iteration."""
 
     def change_container(self, eqn: JaxprEqn) -> JaxprEqn:
         """Adapts the parameters of a container whose jaxprs were transformed."""
@@ -189,7 +189,7 @@ class Transform(ABC):
         )
 
     def transform_equation(self, eqn: JaxprEqn, position: Position, shared: Any = None) -> Replacement:
-        """What stands in the place of an equation."""
+        """The replacement of an equation; the equation itself if nothing changes."""
         replacement = self.replace_equation(eqn, position, shared)
         if replacement is not None:
             return replacement
@@ -220,7 +220,7 @@ class Transform(ABC):
         return Replacement((rebuilt,), tuple(inputs), tuple(bodies))
 
     def _transform_scan(self, eqn: JaxprEqn, position: Position) -> Replacement:
-        """A scan, as one scan for each range of iterations in which the same happens."""
+        """Replaces a scan with one scan for each range of iterations that change in the same way."""
         (sub,) = jaxprs.sub_jaxprs(eqn)
         pieces: list[tuple[IterationRange, NewBody]] = []
         bodies: list[TransformedBody] = []
@@ -248,7 +248,7 @@ class Transform(ABC):
         return Replacement(tuple(jaxprs.inline(split, atoms, eqn)), tuple(inputs), tuple(order))
 
     def iteration_ranges(self, scan: JaxprEqn, position: Position) -> list[IterationRange]:
-        """The iterations of a scan, those together in which the same happens."""
+        """The iterations of a scan, grouped into ranges that change in the same way."""
         length = scan.params["length"]
         if not self.is_stack(position.address):
             return [IterationRange(0, length)]

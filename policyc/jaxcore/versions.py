@@ -1,4 +1,4 @@
-"""What differs between the supported versions of JAX (0.10 to 0.12), apart from its internals."""
+"""Differences between the supported versions of JAX (0.10 to 0.12), apart from its internals."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from jax import lax
 FP8_PRECISION: Any = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
 """The `precision` of an 8-bit `dot_general` that accumulates in fp32 throughout."""
 FAST_FP8_PRECISION: Any = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
-"""The same, for one that may accumulate in fewer bits."""
+"""The `precision` of an 8-bit `dot_general` that may accumulate in fewer bits."""
 if jax.__version_info__ >= (0, 12):
     # The GPU plugin of 0.12 rejects these presets: it has no algorithm for 8-bit numbers. Without a preset, cuBLAS
     # takes the highest precision to mean fp32 accumulation.
     FP8_PRECISION, FAST_FP8_PRECISION = lax.Precision.HIGHEST, lax.Precision.DEFAULT
 
 BARRIERS_SKIP_ZERO_TANGENTS = jax.__version_info__ >= (0, 11)
-"""Whether `optimization_barrier` differentiates only the operands that have a tangent. Before, it differentiated all of
-them if one had."""
+"""Whether `optimization_barrier` differentiates only the operands that have a tangent. Older versions differentiate all
+operands if one has a tangent."""
 
 
 INLINE_WHEN_TRACED: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
-"""The `inline` of a jitted function whose equations become those of the jaxpr around it. Since 0.12, `True` stands for
-functions that are inlined when they are lowered."""
+"""The `inline` option that makes a jitted function's equations part of the jaxpr around it. Since 0.12, `True` means
+that a function is inlined when it is lowered."""
 
 
 MOSAIC_LOAD_INDEX: tuple[None, ...] = () if jax.__version_info__ >= (0, 11) else (None,)
-"""The index that Mosaic's `load` takes beside a reference that is indexed already: since 0.11 none."""
+"""The index that Mosaic's `load` takes in addition to an already indexed reference. None since 0.11."""
 
 MOSAIC_HAS_STORE = jax.__version_info__ >= (0, 12)
-"""Whether Mosaic has `store`. Before, an assignment to a reference did the same."""
+"""Whether Mosaic has `store`. In older versions, assigning to a reference does the same."""
 
 
 def set_cpu_device_count(count: int) -> None:
-    """Makes the CPU platform have `count` devices. Does nothing if JAX has initialized its devices already."""
+    """Gives the CPU platform `count` devices. Does nothing if JAX has already initialized its devices."""
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", count)
 

@@ -45,7 +45,7 @@ from policyc.jaxcore.shardings import axis_names
 from policyc.jaxcore.transform import Address
 
 ON_FIRST_DEVICE: Address = (-1,)
-"""A key of `Iterations` beside those of loops: read what the first device has of dimensions that shard_maps divide."""
+"""An extra key of `Iterations`: parts of dimensions that shard_maps divide are read on the first device."""
 
 
 def read_elements(
@@ -92,7 +92,7 @@ def read_elements(
 
 
 def _operand_region(source: LayoutSource, region: Region, iterations: Iterations) -> Region:
-    """The region of the operand of a layout equation that a region of its result comes from."""
+    """The region of a layout equation's operand that a region of its result comes from."""
     rule = rule_of(source.eqn).region
     if rule is not None:
         indices = [partial(evaluate_index, i, iterations) for i in source.integers]
@@ -104,7 +104,7 @@ def _operand_region(source: LayoutSource, region: Region, iterations: Iterations
 
 
 def _values_in(array: np.ndarray, region: Region) -> list[int]:
-    """The different values in a region of an array; of a scalar, its value. Repeated elements are read once."""
+    """The distinct values in a region of an array; for a scalar, its value. Broadcast elements are read once."""
     if not array.ndim:
         return [int(array)]
     pairs = zip(region, array.strides, strict=True)
@@ -113,7 +113,10 @@ def _values_in(array: np.ndarray, region: Region) -> list[int]:
 
 
 def _shard_region(source: ShardSource, region: Region, iterations: Iterations) -> Region:
-    """The first dimension divides a stack over devices. Of others, only whole ones are followed."""
+    """The region of the whole array that a region of a shard comes from.
+
+    The first dimension may divide a stack over devices. Other divided dimensions are followed only if read whole.
+    """
     out: list[DimIndices] = []
     for dim, (indices, parts) in enumerate(zip(region, source.parts, strict=True)):
         if parts == 1:
@@ -132,9 +135,9 @@ def _shard_region(source: ShardSource, region: Region, iterations: Iterations) -
 def _read_lost(
     source: LostSource, region: Region, iterations: Iterations
 ) -> Iterator[tuple[ParameterSource, Region]]:
-    """All elements of the operands, if they are of one layer: of matrices, or of parameters whose path has an index.
+    """All elements of the operands, if these belong to a single layer. Otherwise raises `Unknown`.
 
-    Otherwise it is not known what the result, or a part of it, is made of.
+    They do if the result is read whole and they are matrices, or if the paths of their parameters have the same index.
     """
     read = [r for o in source.operands for r in read_elements(o, full_region(o.shape), iterations)]
     layers = {tuple(name.index for name in p.path if name.index is not None) for p, _ in read}
@@ -148,7 +151,7 @@ def _read_lost(
 def _read_gathered(
     source: LayoutSource, region: Region, iterations: Iterations
 ) -> Iterator[tuple[ParameterSource, Region]]:
-    """An all_gather undoes the division of a shard_map: each device has the shards of all."""
+    """An all_gather undoes the division of a shard_map: each device gets the shards of all devices."""
     params = source.eqn.params
     dim, devices, tiled = params["all_gather_dimension"], params["axis_size"], params["tiled"]
     axes, divided = axis_names(params["axis_name"]), set(_first_axes(source.operand))
@@ -173,7 +176,7 @@ def _read_gathered(
 
 
 def _first_axes(source: Source) -> Iterator[tuple[str, ...]]:
-    """The axes of meshes over which shard_maps divide the first dimension of what a variable is laid out from."""
+    """The mesh axes over which shard_maps divide the first dimension of the operands that a source is built from."""
     if isinstance(source, ShardSource) and source.first_axes:
         yield source.first_axes
     for operand in operands_of(source):
@@ -202,7 +205,7 @@ class AxisIndex:
     index: int | None
     """None: it reads several members of the axis in one product."""
     first: int | None = None
-    """Where the part begins that it reads. None: it reads all members, or a single one."""
+    """Where the part that it reads begins. None: it reads all members, or a single one."""
 
 
 def axis_indices(
@@ -210,8 +213,8 @@ def axis_indices(
 ) -> dict[ParameterSource, tuple[AxisIndex, ...]]:
     """The parameters that a product reads in one iteration, and the axes of each along which it reads single members.
 
-    `batch_dims` are the dimensions of the variable that the product does not mix: along these it may read several
-    members of a stack at once. Axes that are read whole and mixed are dimensions of a matrix, not of a stack.
+    `batch_dims` are the batch dimensions of the variable in the product: along these it may read several members of a
+    stack at once. Other axes that are read whole are dimensions of a matrix, not of a stack.
     """
     whole = full_region(source.shape)
     one = tuple(range(1) if dim in batch_dims else indices for dim, indices in enumerate(whole))
@@ -232,7 +235,7 @@ def axis_indices(
 
 
 def _merge(one: tuple[AxisIndex, ...], other: tuple[AxisIndex, ...]) -> tuple[AxisIndex, ...]:
-    """The axes of a parameter that is read in two places: where the indices differ, several are read at once."""
+    """The axes of a parameter that is read in two places. If their indices differ, several members are read at once."""
     by_axis = {a.axis: a for a in other}
     return tuple(
         a if a.first is not None or by_axis.get(a.axis) == a else AxisIndex(a.axis, None) for a in one

@@ -59,7 +59,7 @@ class StackedSource(Source):
 class EitherSource(Source):
     """One of several variables: the branches of a `cond`, the cases of a `select_n`.
 
-    `index` is which of them, if it is known: one for all elements, or one for each.
+    `index` says which one, if known: a scalar for all elements, or a value for each element.
     """
 
     operands: tuple[Source, ...]
@@ -78,7 +78,7 @@ class IterationSource(Source):
 class ShardSource(Source):
     """One device's shard of an operand of a shard_map, which divides each dimension into `parts`.
 
-    `first_axes` are the axes of the mesh over which it divides the first dimension.
+    `first_axes` are the mesh axes over which it divides the first dimension.
     """
 
     operand: Source
@@ -89,7 +89,7 @@ class ShardSource(Source):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StackedResultSource(Source):
-    """The stacked per-iteration results of a scan, as of `lax.map`."""
+    """The stacked per-iteration results of a scan, such as those of `lax.map`."""
 
     operand: Source
     loop: Address
@@ -97,7 +97,7 @@ class StackedResultSource(Source):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class OtherSource(Source):
-    """A source that is not a parameter: the zeros that pad a stack."""
+    """Elements that do not come from a parameter, such as the zeros that pad a stack."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -122,7 +122,7 @@ def unknown_source(shape: tuple[int, ...], sources: Iterable[Source], reason: st
 
 
 def operands_of(source: Source) -> tuple[Source, ...]:
-    """The variables that a variable is directly laid out from."""
+    """The sources that a source is directly laid out from."""
     match source:
         case LayoutSource() | IterationSource() | StackedResultSource() | ShardSource():
             return (source.operand,)
@@ -132,7 +132,7 @@ def operands_of(source: Source) -> tuple[Source, ...]:
 
 
 def parameters_of(source: Source) -> Iterator[ParameterSource]:
-    """The parameters that a variable is laid out from."""
+    """The parameters that a source is laid out from, with repetitions."""
     if isinstance(source, ParameterSource):
         yield source
     for operand in operands_of(source):
@@ -140,12 +140,12 @@ def parameters_of(source: Source) -> Iterator[ParameterSource]:
 
 
 def is_lost(source: Source) -> bool:
-    """Is any part of it computed by an operation that the analysis cannot follow?"""
+    """Whether any part of it is computed by an operation that the analysis cannot follow."""
     return isinstance(source, LostSource) or any(map(is_lost, operands_of(source)))
 
 
 def is_broadcast(source: Source) -> bool:
-    """Is it broadcast from a smaller parameter: a bias, a scale, a position?"""
+    """Whether it is broadcast from a smaller array, such as a bias, a scale or a position."""
     if not isinstance(source, LayoutSource):
         return False
     before, after = source.operand.shape, source.shape
@@ -158,7 +158,7 @@ def is_broadcast(source: Source) -> bool:
 
 
 def loops_of(source: Source) -> frozenset[Address]:
-    """The loops (and shard_maps) on whose iteration the elements of a variable depend."""
+    """The loops whose iteration decides which elements a variable holds, and the shard_maps whose device does."""
     operands = operands_of(source)
     if not operands:  # most weights are parameters
         return frozenset()
@@ -178,7 +178,7 @@ def loops_of(source: Source) -> frozenset[Address]:
 
 
 def shard_maps_of(source: Source) -> dict[Address, int]:
-    """The shard_maps that divide the first dimension of a parameter, and into how many parts."""
+    """The shard_maps that a source passes through, and into how many parts each divides the first dimension."""
     parts = {a: parts for operand in operands_of(source) for a, parts in shard_maps_of(operand).items()}
     if isinstance(source, ShardSource):
         parts[source.shard_map] = source.parts[0] if source.parts else 1

@@ -1,4 +1,4 @@
-"""Integers that are known before a program runs, in each iteration of the loops around them: indices, loop counters."""
+"""Integers that are known before a program runs, for each iteration of the loops around them, such as loop counters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from policyc.jaxcore.regions import MOST_INDICES, Unknown
 from policyc.jaxcore.transform import Address
 
 Iterations = Mapping[Address, int]
-"""The iteration of each loop, by the loop's address: an index into its stacked inputs. For a shard_map, the device."""
+"""The iteration of each loop, by the loop's address: an index into its stacked inputs. For a shard_map: the device."""
 
 _MOST_CONSTANTS = 1 << 16  # elements of a constant array of indices
 _NOT_KNOWN = "its index is computed from values that are not known before the program runs"
@@ -30,7 +30,7 @@ _NOT_KNOWN = "its index is computed from values that are not known before the pr
 class Integers:
     """An integer variable whose value depends on nothing but the iterations of the loops around it.
 
-    `unknown` says why policyc does not evaluate it; empty if it does. Then `evaluate` raises `Unknown`.
+    `unknown` says why policyc does not evaluate it, in which case `evaluate` raises `Unknown`; empty if it does.
     """
 
     evaluate: Callable[[Iterations], np.ndarray]
@@ -39,18 +39,18 @@ class Integers:
 
 
 def evaluate_index(integers: Integers | None, iterations: Iterations) -> np.ndarray:
-    """The value of an index in an iteration. Raises `Unknown`."""
+    """The value of an index in an iteration. Raises `Unknown` if it is not known."""
     if integers is None:
         raise Unknown(_NOT_KNOWN)
     return integers.evaluate(iterations)
 
 
 def known_integers(integers: Integers | None) -> Integers | None:
-    """The same integers, None if policyc does not evaluate them."""
+    """The same integers; None if policyc does not evaluate them."""
     return None if integers is None or integers.unknown else integers
 
 
-@cache  # most literals of a loss
+@cache  # most literals of a loss need one
 def not_evaluated(reason: str) -> Integers:
     def evaluate(_: Iterations) -> np.ndarray:
         raise Unknown(reason)
@@ -59,9 +59,10 @@ def not_evaluated(reason: str) -> Integers:
 
 
 def _computed(compute: Callable[[Iterations], np.ndarray], loops: frozenset[Address]) -> Integers:
-    """Integers that remember their last value.
+    """Integers that cache their last value.
 
-    Without it, a value that several equations read is computed once for each path to it: their number is exponential.
+    Without the cache, a value that several equations read would be computed once for each path to it. The number of
+    paths is exponential.
     """
     addresses = tuple(loops)
     last: list[tuple[tuple[int, ...], np.ndarray]] = []
@@ -76,7 +77,7 @@ def _computed(compute: Callable[[Iterations], np.ndarray], loops: frozenset[Addr
 
 
 def constant_value(value: Any, aval: Any) -> Integers | None:
-    """The value of a constant of this type; None if it is not known now."""
+    """The value of a constant of this type; None if it is a tracer, too large, or an array that is not of integers."""
     dtype = getattr(aval, "dtype", None)
     if isinstance(value, Tracer) or not isinstance(dtype, np.dtype):
         return None
@@ -88,7 +89,7 @@ def constant_value(value: Any, aval: Any) -> Integers | None:
     return Integers(lambda _: array)
 
 
-@cache  # NumPy takes long to name a type
+@cache  # formatting a NumPy dtype is slow
 def _in_type(dtype: np.dtype) -> str:
     return f"its index is computed in {dtype}, and policyc evaluates integers only"
 
@@ -103,12 +104,12 @@ def loop_slice(integers: Integers, loop: Address) -> Integers:
 
 
 def is_array(aval: Any) -> bool:
-    """Is it the type of numbers, and not of references, tokens or random keys?"""
+    """Whether this is the type of an array of numbers, and not of a reference, token or random key."""
     return isinstance(getattr(aval, "dtype", None), np.dtype)
 
 
 def propagate_integers(eqn: JaxprEqn, operands: Sequence[Integers | None]) -> Integers | None:
-    """The value of an equation on known integers; None if it is not known."""
+    """The result of an equation whose operands are known integers; None if it is not known."""
     if None in operands:
         return None
     known = [o for o in operands if o is not None]
@@ -147,7 +148,7 @@ class LoopIterations:
     reverse: bool
 
     def position(self, index: int) -> int:
-        """How many iterations run before the one with this index; or the index of the one at a position."""
+        """The number of iterations that run before the one with this index. It is its own inverse."""
         return self.length - 1 - index if self.reverse else index
 
 
@@ -158,7 +159,7 @@ def carried_integers(
     xs: Sequence[Integers | None],
     loop: LoopIterations,
 ) -> list[Integers | None]:
-    """The carry of a scan in each iteration, where it is computed from known integers. `carry` is its first value."""
+    """The carry of a scan in each iteration, if it is computed from known integers. `carry` is its initial value."""
     loops = frozenset({loop.address}).union(*(i.loops for i in (*consts, *carry, *xs) if i is not None))
     while True:
         carried = [None if i is None or i.unknown else _Carried(i, loop) for i in carry]
@@ -179,7 +180,7 @@ def carried_integers(
 
 
 class _Carried:
-    """A carry of a scan, computed iteration by iteration. `next` is its value after an iteration."""
+    """A carry of a scan, computed iteration by iteration. `next` computes its value after an iteration."""
 
     def __init__(self, init: Integers, loop: LoopIterations) -> None:
         self._init, self._loop = init, loop
@@ -200,7 +201,7 @@ class _Carried:
 
 
 def _propagate_jaxpr(jaxpr: AnyJaxpr, inputs: Sequence[Integers | None]) -> list[Integers | None]:
-    """The integers among the results of a jaxpr, from those of its inputs."""
+    """The integers among the results of a jaxpr, given those among its inputs."""
     opened = jaxprs.open_jaxpr(jaxpr)
     known: dict[Var, Integers | None] = dict(zip(opened.invars, inputs, strict=True))
     for var, value in zip(opened.constvars, jaxprs.constants(jaxpr), strict=False):
