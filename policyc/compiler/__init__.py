@@ -1,4 +1,4 @@
-"""A loss and a `Policy` to a quantized loss: trace, analyze, plan, rewrite."""
+"""Compiles a loss and a `Policy` to a quantized loss: trace, analyze, plan, rewrite."""
 
 __all__ = [
     "decisions",

@@ -1,4 +1,4 @@
-"""What names say about the kind of a site. They decide only where the graph does not."""
+"""Infers the kind of a site from names. Names decide only where the graph does not."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ _WORDS = {
     "wte": "embedding", "patchify": "embedding",
     "head": "head", "logits": "head", "classifier": "head", "unembed": "head", "unembedding": "head",
 }  # fmt: skip
-"""Words in the names of modules and parameters, and the kind of the sites in a module of that name."""
+"""Words in the names of modules and parameters, with the kind that each implies."""
 
 _MATRICES = frozenset({"fc1", "fc2", "qkv", "query"})
-"""Those of them that name one matrix, and not a module of several."""
+"""Words of `_WORDS` that name a single matrix, not a module with several."""
 
 _PAIRS = {
     ("feed", "forward"): "mlp", ("up", "proj"): "mlp", ("down", "proj"): "mlp", ("gate", "proj"): "mlp",
     ("q", "proj"): "attention", ("k", "proj"): "attention", ("v", "proj"): "attention", ("o", "proj"): "attention",
 }  # fmt: skip
-"""Two words that follow each other."""
+"""Pairs of consecutive words in a name, with the kind that each implies."""
 
 _RELATED = ({"mlp", "experts"}, {"head", "embedding"}, {"router", "experts"}, {"router", "mlp"})
-"""Kinds of which one is often in a module that is named for the other."""
+"""Pairs of kinds that do not contradict each other: sites of one are often in a module named for the other."""
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+[0-9]*|[0-9]+")
 
 
 def kind_by_name(site: Site) -> str:
-    """The kind that the innermost telling name of a site's paths gives; empty if no name tells."""
+    """The kind that the names in a site's paths imply, innermost name first; empty if none implies one."""
     for template in (*site.parameters, site.scope):
         for segment in reversed(template.path):
             kind = _kind_of_word(segment.text)
@@ -47,7 +47,7 @@ def kind_by_name(site: Site) -> str:
 
 
 def kind_of_module(glob: str) -> str:
-    """The kind of all products of a module of this name, which may begin or end with wildcards; empty if unknown."""
+    """The kind of all products in a module named `glob`, which may begin or end with wildcards; empty if unknown."""
     words = tuple(word.lower() for word in _WORD.findall(glob))
     if len(words) == 1 and words[0] not in _MATRICES:
         return _WORDS.get(words[0], "")
@@ -55,7 +55,7 @@ def kind_of_module(glob: str) -> str:
 
 
 def contradicting_kind(site: Site) -> str:
-    """The kind that the names of a site stand for, if a site of its kind cannot be in a module of such names."""
+    """The kind that the names of a site imply, if it contradicts the site's own kind; else empty."""
     kind, by_name = site.kind.name, kind_by_name(site)
     return "" if kind == by_name or {kind, by_name} in _RELATED else by_name
 

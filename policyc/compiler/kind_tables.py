@@ -1,4 +1,4 @@
-"""The kinds of sites as people read them, and why each site has its kind."""
+"""Text about the kinds and blocks of sites: columns, notes, and the reason for each kind."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from policyc.language.selectors import Selector, SelectorSegment, matches, parse
 
 
 def block_text(layers: Iterable[tuple[Site, Layer]]) -> str:
-    """The blocks of layers and how many there are: `3/12`, `0-2,5/12`; `?/12` if they are not known.
+    """The block numbers of some layers, and the number of blocks: `3/12`, `0-2,5/12`; `?/12` if they are not known.
 
-    The layers may be of several sites, all in the same stack of blocks or all in none.
+    The layers may belong to several sites, but all must be in the same stack of blocks, or all in none (`-`).
     """
     numbers: set[int] = set()
     count = None
@@ -31,7 +31,7 @@ def block_text(layers: Iterable[tuple[Site, Layer]]) -> str:
 
 
 def kind_notes(plan: Plan) -> Iterator[str]:
-    """Where a rule uses a kind: which sites have none, and where names contradict the graph. A line for each."""
+    """If a rule uses a kind: one line on sites without a kind, and one on sites whose names contradict the graph."""
     words = {leaf.name for rule in plan.policy.rules for leaf in leaves(rule.where) if isinstance(leaf, Flag)}
     if not words & (KINDS.keys() - {"block"}):
         return
@@ -52,9 +52,9 @@ def _first_and_others(sites: Sequence[Site]) -> str:
 
 
 def explain_kinds(plan: Plan, text: str) -> str:
-    """Why the sites of a name have their kinds and blocks; empty if no site has that name.
+    """Explains the kinds and blocks of the sites with a given name; empty if no site has that name.
 
-    The name is the end or any other part of a path, without globs: `up_proj`, `layers[3].mlp`.
+    `text` is any part of a path, without globs (`up_proj`, `layers[3].mlp`), or the end of a file and line.
     """
     pattern = Selector(segments=tuple(SelectorSegment(glob=str(n)) for n in parse_path(text)))
     lines = [

@@ -1,6 +1,6 @@
-"""What kind of product each site is, and in which block it is, from the flow of activations through the loss.
+"""Finds the kind and the block of each site from the flow of activations through the loss.
 
-Names decide only where the flow does not. docs/reference/language.md says what the kinds mean.
+Names decide only where the flow does not. docs/reference/language.md defines the kinds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NONLINEAR = {
         ("tanh", "max", "logistic", "erf", "erfc", "exp", "integer_pow", "sin", "log1p", "square")
     )
 }
-"""A bit for each function that products of other roles are followed by."""
+"""One bit per nonlinear function. The functions applied to its result help to tell products apart (`Product.key`)."""
 _NO_BRANCHES: frozenset[int] = frozenset()
 _SHARED = "all iterations of the loop around it share its weight"
 _STAGES = "the stages of a pipeline run it at once, each for other blocks"
@@ -33,7 +33,7 @@ _NO_WEIGHT = "the loop around it may run another block in each iteration, and no
 
 
 def set_kinds(flow: Flow, looked_up: Collection[DottedPath]) -> None:
-    """Gives the sites of a flow their kinds and blocks. `looked_up` has the parameters from which rows are gathered."""
+    """Sets the kind and the block of every site in a flow. `looked_up` has the parameters whose rows are gathered."""
     products = ProductFlow.of(flow)
     undecided = find_fused_attention(products)
     routing = Routing(products)
@@ -57,7 +57,7 @@ def set_kinds(flow: Flow, looked_up: Collection[DottedPath]) -> None:
 
 
 def _mark_heads(products: ProductFlow, routers: Collection[int]) -> None:
-    """The products that reach the logarithm of a sum of exponentials, and do not route (a z-loss of a router)."""
+    """Marks the products that reach a log-sum-exp as heads, except routers, which reach one through a z-loss."""
     flow = products.flow
     for node in flow.nodes_of(("log",)):
         before = flow.before(flow.inputs[node], products.ends | flow.exponentials)
@@ -78,9 +78,10 @@ def _mark_lookups(products: ProductFlow, looked_up: Collection[DottedPath]) -> N
 
 
 def _mark_rest(products: ProductFlow, in_blocks: Collection[int], undecided: Collection[int]) -> None:
-    """The other weight products: those of blocks, those before the first block, and those that only a head uses.
+    """Marks the other weight products: those in blocks, those before the first block, and those that only a head uses.
 
-    Those next to a call that may be an attention have no kind: `undecided`.
+    Without blocks, weight products that follow each other are an MLP. The products in `undecided` are not marked: they
+    are next to a call that may be an attention.
     """
     flow = products.flow
     stream = products.residuals.union(in_blocks)
@@ -124,7 +125,7 @@ def _reads_products(products: ProductFlow, node: int) -> bool:
 
 
 class _Blocks:
-    """The blocks of a loss."""
+    """The blocks of a loss: the position of each product in a block (`positions`), and its `SiteBlock` (`of_site`)."""
 
     def __init__(self, products: ProductFlow, mixers: Sequence[Mixer]) -> None:
         self._products = products
@@ -148,8 +149,8 @@ class _Blocks:
         self.of_site = dict(self._site_blocks(unknown))
 
     def _site_blocks(self, unknown: Mapping[int, str]) -> Iterator[tuple[int, SiteBlock]]:
-        """Each site of a block, with its block. `unknown` says for each stack why its numbers are not known."""
-        blocks: dict[Hashable, SiteBlock] = {}  # the sites of a block share it
+        """Yields each site in a block, with its block. `unknown` says for each stack why its numbers are unknown."""
+        blocks: dict[Hashable, SiteBlock] = {}  # sites in the same block share one object
         for node, position in self.positions.items():
             stacks = self._products.sites[node].stacks if position.strides else ()
             key = (id(position), stacks) if stacks else id(position)
@@ -160,7 +161,7 @@ class _Blocks:
             yield node, blocks[key]
 
     def _read(self) -> list[Product]:
-        """The products of the model, in order: all but heads and embeddings."""
+        """The products that can be in blocks, in order: all except heads and embeddings."""
         products, flow, mixer_of, lengths = self._products, self._products.flow, self._mixer_of, self._lengths
         operations, users, kinds, branches_of = flow.operations, flow.users, products.kinds, products.branches
         read = []
@@ -183,7 +184,7 @@ class _Blocks:
         return read
 
     def _names(self, site: Site) -> tuple[DottedPath, tuple[int, int] | None]:
-        """The path of its parameter and its indices, or those of its modules, as `Product` has them."""
+        """The fields `parameter` and `indices` of the site's `Product`."""
         scope = site.scope.path
         name = site.parameters[0].path if site.parameters else scope
         for path in (name, scope):
@@ -196,7 +197,7 @@ class _Blocks:
         return name, None
 
     def _number(self, path: DottedPath) -> tuple[int, int] | None:
-        """A number for the names up to the innermost index, and up to the outermost; None without an index."""
+        """Two numbers that identify the path up to its innermost and its outermost index; None without an index."""
         numbers = self._index_numbers
         indexed = [position for position, segment in enumerate(path, 1) if segment.index is not None]
         if not indexed:
@@ -205,11 +206,11 @@ class _Blocks:
         return inner, numbers.setdefault(path[: indexed[0]], len(numbers))
 
     def _continues(self, last: int, block: Sequence[int]) -> bool:
-        """Does a block, or the loop over layers around it, start from what is computed from another product?
+        """Whether a block, or the loop over layers around it, starts from the result of the product `last`.
 
-        No other product may be between, apart from those of the block before its first branch, and no sum over tokens
-        alone. A decoder also reads the encoder, but its residual stream, or what its loop carries, does not start from
-        there, or only from its mean.
+        There must be a path between them without a reduction, a convolution, or another product (products of the block
+        before its first branch are allowed). A decoder also reads the encoder, but its residual stream, or the carry of
+        its loop, does not start from the encoder, or only from its mean.
         """
         products, flow = self._products, self._products.flow
         ends = set(flow.nodes_of(["conv_general_dilated", "reduce_sum", "reduce_max"]))
@@ -226,10 +227,10 @@ class _Blocks:
 
 
 def _why_unknown(sites: Sequence[Site], loops: Collection[Address]) -> str:
-    """Why the numbers of a stack's blocks are not known, if one of the other loops or devices run them; else empty.
+    """The reason why the block numbers of a stack are unknown; empty if they are known. `loops` are not over layers.
 
-    Products on the stages of a pipeline read the matrices of several blocks at once. All weights are then read in
-    batches, again and again in one of the other loops, or by several blocks without one.
+    Products on the stages of a pipeline read the matrices of several blocks at once: all weights are batched, and
+    either one of `loops` reads them repeatedly or, without a loop, several products read the same ones.
     """
     if any(_is_on_stages(site) for site in sites if site.stacks):
         return _STAGES
@@ -248,12 +249,12 @@ _ONLY_BLOCK = SiteBlock(0, (), 1)
 
 
 def _only_block(kind: SiteKind) -> SiteBlock | None:
-    """The block of a site of a model without a repeated stack: all of it is one, but for embedding and head."""
+    """The block of a site in a model without a repeated stack: all but the embedding and the head are one block."""
     return None if kind.name in ("", "head", "embedding") else _ONLY_BLOCK
 
 
 def _is_on_stages(site: Site) -> bool:
-    """Do the devices of a shard_map hold other layers each? Where layers have names, they hold other experts."""
+    """Whether the devices of a shard_map hold different layers. If layers are named by index, they hold experts."""
     if not any(stack.is_shard_map for stack in site.stacks):
         return False
     for template in (site.scope, site.module, *site.parameters):

@@ -1,7 +1,7 @@
 """Layer indices of sites: which member of a stack a GEMM reads in each iteration of the loops around it.
 
-The index of a layer is its index in the parameter as the program stores it, whatever the loop does: run backwards, over
-a part, over a reshaped or a gathered stack.
+The index of a layer is its index in the stored parameter, even if the loop runs backwards, covers only a part of the
+stack, or scans a reshaped or gathered stack.
 
 Example: the parameters are `layers.up` f32[4, 8, 8] and `layers.down` f32[4, 8, 8], and the loss reverses them:
 
@@ -34,7 +34,7 @@ _NO_LAYER = "its operands do not come from the weights of one layer"
 
 @dataclass(frozen=True, slots=True)
 class EnclosingLoop:
-    """A scan around a site. `scope_depth`: how many name scopes are around the scan."""
+    """A scan around a site. `scope_depth` is the number of name scopes around the scan."""
 
     stack: Stack
     scope_depth: int
@@ -42,10 +42,10 @@ class EnclosingLoop:
 
 @dataclass(slots=True)
 class _LoopIndices:
-    """The indices that the parameters in a loop's body have, as far as they are known.
+    """The known layer indices of the parameters that a loop's body reads. `unknown` says why others are unknown.
 
-    `slots` has those of each parameter that depend on the loop: a size and a table for each of its axes. Parameters
-    with the same indices are one entry.
+    Each key of `slots` has a size and a table for each axis of a parameter whose index depends on the loop. Parameters
+    with the same indices share a key.
     """
 
     slots: dict[tuple[tuple[int, LayerTable[int | None]], ...], None] = field(default_factory=dict)
@@ -55,31 +55,31 @@ class _LoopIndices:
 class LayerIndices:
     """Finds the indices of layers. `shapes` has the shape of every parameter.
 
-    First the analysis notes what scans slice and what GEMMs read. Then sites ask for their paths.
+    During the analysis, the `note_*` methods record what scans slice and what GEMMs read. Query paths only afterwards.
     """
 
     def __init__(self, shapes: dict[DottedPath, tuple[int, ...]]) -> None:
         self._positions = IndexPositions(shapes)
         self._loops: dict[Address, _LoopIndices] = {}
         self._templates: dict[Hashable, tuple[PathTemplate, ...]] = {}
-        """What `weight_templates` has found: several sites read one weight, or what is computed from it."""
+        """Cache of `weight_templates`: several sites may read the same weight, or values computed from it."""
 
-    # ---- what the analysis notes
+    # ---- recording, during the analysis
 
     def note_scanned(self, sources: Sequence[Source], loops: Sequence[EnclosingLoop]) -> None:
-        """The innermost loop slices these parameters."""
+        """Records that the innermost loop slices these parameters."""
         if sources:
             paths = [parameter.path for source in sources for parameter in parameters_of(source)]
             self._positions.note_scanned(loops[-1].stack.address, paths)
             self._note_indices(sources, loops)
 
     def note_weight(self, sources: Sequence[Source], loops: Sequence[EnclosingLoop]) -> None:
-        """A GEMM in these loops reads a weight that is laid out like this."""
+        """Records that a GEMM inside these loops reads a weight with these sources."""
         if any(loops_of(source) for source in sources):
             self._note_indices(sources, loops)
 
     def _note_indices(self, sources: Sequence[Source], loops: Sequence[EnclosingLoop]) -> None:
-        """Adds the indices of the parameters that depend on a loop to those of the innermost loop they depend on."""
+        """Records each parameter index that depends on loops with the innermost of these loops."""
         for source in sources:
             stacks = _stacks_of(source, loops)
             if not stacks:
@@ -90,21 +90,21 @@ class LayerIndices:
             indices = self._loops[innermost.address]
             for template in self._templates_of(source, (), stacks):
                 indices.unknown = indices.unknown or template.unknown_index
-                # What depends on outer loops only is an index of theirs.
+                # An index that depends only on outer loops belongs to those.
                 slots = tuple((s.size, s.index) for s in template.slots if innermost in s.index.stacks)
                 if slots:
                     indices.slots[slots] = None
 
-    # ---- what a site asks
+    # ---- queries, after the analysis
 
     def is_layered(self, loop: EnclosingLoop) -> bool:
-        """Does each iteration of a loop read other members of some parameter?"""
+        """Whether each iteration of a loop reads different members of some parameter."""
         return loop.stack.address in self._loops
 
     def weight_templates(
         self, sources: Sequence[Source], batch_dims: tuple[int, ...], stacks: tuple[Stack, ...]
     ) -> tuple[PathTemplate, ...]:
-        """The paths of the parameters that a GEMM reads, once the whole loss is analyzed.
+        """The paths of the parameters that a GEMM reads. The whole loss must have been analyzed.
 
         `stacks` are the `weight_stacks` of the sources.
         """
@@ -122,8 +122,8 @@ class LayerIndices:
     ) -> PathTemplate:
         """The scope of a site, with the indices of the layered loops around it.
 
-        With `stacks`, those on which its weight depends, indices that depend on other stacks are left out: all
-        their iterations share the weight.
+        `stacks` are the stacks that its weight depends on. Indices that depend on other stacks are then left out,
+        because all iterations of those share the weight.
         """
         slots: list[IndexSlot] = []
         unknown = ""
@@ -134,7 +134,7 @@ class LayerIndices:
             unknown = unknown or indices.unknown
             if len(indices.slots) != 1:
                 continue
-            # The scope that the scan is in, or the first one inside it: `layers`, or `layer` in `layers.layer`.
+            # The scope around the scan, or the first one inside it: `layers`, or `layer` in `layers.layer`.
             names = (loop.scope_depth - 1, loop.scope_depth)
             positions = tuple(p for p in names if 0 <= p < len(scope) and scope[p].index is None)
             for size, table in next(iter(indices.slots)):
@@ -145,10 +145,10 @@ class LayerIndices:
     def module_template(
         self, projections: Collection[Source], loops: Sequence[EnclosingLoop]
     ) -> PathTemplate | None:
-        """The module whose weights made the operands of a product of activations; None if no weight did.
+        """The module whose weights produced the operands of a product of activations; None if no weight did.
 
-        Its path is what the paths of these weights have in common. It is not that of one of the weights itself: a
-        rule for a projection is not about the product of its results.
+        Its path is the common prefix of the weights' paths, but never the whole path of one weight: a rule for a
+        projection must not match a product of its results.
         """
         if not projections:
             return None
@@ -176,7 +176,7 @@ class LayerIndices:
     def _templates_of(
         self, source: Source, batch_dims: Sequence[int], stacks: tuple[Stack, ...]
     ) -> Iterator[PathTemplate]:
-        """The paths of the parameters that a variable holds, with their indices in every layer of `stacks`."""
+        """Yields the paths of the parameters in a source, with their indices in every layer of `stacks`."""
         if isinstance(source, ParameterSource) and not batch_dims and not stacks:
             yield self._template_of(source, [()], stacks)
             return
@@ -193,7 +193,7 @@ class LayerIndices:
             if any(parameter in layer for layer in layers):
                 axes_by_layer = [layer.get(parameter) for layer in layers]
                 template = self._template_of(parameter, axes_by_layer, stacks)
-                # Padding reads no parameter. It belongs to its stack, if there is one, and has no index.
+                # A padding layer reads no parameter. It counts as part of a stack of one parameter, without an index.
                 is_one_stack = len(parameters) == 1
                 has_path = tuple(parameter in layer or (is_one_stack and not layer) for layer in layers)
                 yield template if all(has_path) else replace(template, in_layer=LayerTable(stacks, has_path))
@@ -204,10 +204,7 @@ class LayerIndices:
         axes_by_layer: Sequence[tuple[AxisIndex, ...] | None],
         stacks: tuple[Stack, ...],
     ) -> PathTemplate:
-        """The path of a parameter, given the axes along which each layer reads single members of it.
-
-        The axes are None in a layer that does not read the parameter.
-        """
+        """The path of a parameter, given its indexed axes in each layer; None for a layer that does not read it."""
         slots: list[IndexSlot] = []
         unknown = ""
         has_index = any(name.index is not None for name in parameter.path)
@@ -221,12 +218,12 @@ class LayerIndices:
                 )
                 slots.append(IndexSlot(positions, size, table, axis))
             elif slots:
-                continue  # after the layer axis come those of experts or heads, which have no index
+                continue  # axes after the layer axis are those of experts or heads, which have no index
             elif (firsts := _first_indices(axis, axes_by_layer)) is None:
                 unknown = f"one product reads several of the {size} members of axis {axis} at once"
             elif not has_index and any(
                 not s.is_shard_map for s in LayerTable(stacks, firsts).simplify().stacks
-            ):  # what a shard_map divides is still one matrix, and what a loop divides may be layers
+            ):  # parts on devices (shard_map) are still one matrix, but parts in iterations may be layers
                 unknown = f"each iteration of a loop reads another part of axis {axis}, of size {size}"
         if not slots and not unknown and self._positions.looks_stacked(parameter):
             unknown = f"one product reads all {parameter.shape[0]} members of axis 0 at once"
@@ -236,9 +233,9 @@ class LayerIndices:
 def _read_layers(
     source: Source, batch_dims: Sequence[int], stacks: tuple[Stack, ...]
 ) -> list[dict[ParameterSource, tuple[AxisIndex, ...]]]:
-    """For each layer (combination of iterations), the parameters that a variable holds, and their axes with an index.
+    """For each layer (combination of iterations), the parameters in a source, and their axes with an index.
 
-    Raises `Unknown`.
+    Raises `Unknown` if they cannot be determined.
     """
     count = math.prod(stack.size for stack in stacks)
     if count > MAX_LAYERS:
@@ -250,7 +247,7 @@ def _read_layers(
 def _indices_along(
     axis: int, axes_by_layer: Sequence[tuple[AxisIndex, ...] | None]
 ) -> tuple[int | None, ...] | None:
-    """The index along an axis in each layer that reads the parameter; None if some layer reads several at once."""
+    """The index along an axis in each layer (None if not read); None if some layer reads several members at once."""
     indices = [None if axes is None else {a.axis: a.index for a in axes}.get(axis) for axes in axes_by_layer]
     reads_several = any(
         i is None and axes is not None for i, axes in zip(indices, axes_by_layer, strict=True)
@@ -261,7 +258,7 @@ def _indices_along(
 def _first_indices(
     axis: int, axes_by_layer: Sequence[tuple[AxisIndex, ...] | None]
 ) -> tuple[int | None, ...] | None:
-    """Where the part of an axis begins that each layer reads; None if no layer reads a part of it."""
+    """The start of the part of an axis that each layer reads; None if no layer reads only a part."""
     firsts = tuple(next((a.first for a in axes or () if a.axis == axis), None) for axes in axes_by_layer)
     return None if all(first is None for first in firsts) else firsts
 
@@ -270,14 +267,14 @@ def _first_indices(
 
 
 def weight_stacks(sources: Sequence[Source], loops: Sequence[EnclosingLoop]) -> tuple[Stack, ...]:
-    """The stacks on which the elements of a weight depend, shard_maps first, then loops from the outermost on."""
+    """The stacks that a weight depends on: shard_maps first, then loops, the outermost first."""
     return _sort_stacks(stack for source in sources for stack in _stacks_of(source, loops))
 
 
 def drop_divisions(stacks: tuple[Stack, ...], templates: Sequence[PathTemplate]) -> tuple[Stack, ...]:
-    """The stacks of a weight without the shard_maps that divide one matrix, as tensor parallelism divides its rows.
+    """The stacks of a weight without the shard_maps that divide a single matrix, as in tensor parallelism.
 
-    The devices of the others hold different layers, so that an index of a path depends on them.
+    The devices of the other shard_maps hold different layers: some index of a path depends on them.
     """
     if not stacks or any(t.unknown_index or t.in_layer is not None for t in templates):
         return stacks  # it is not known what the devices hold
@@ -286,7 +283,7 @@ def drop_divisions(stacks: tuple[Stack, ...], templates: Sequence[PathTemplate])
 
 
 def template_stacks(templates: Sequence[PathTemplate]) -> tuple[Stack, ...]:
-    """The stacks on which the indices of some paths depend, in the order of `weight_stacks`."""
+    """The stacks that the indices of some paths depend on, in the order of `weight_stacks`."""
     return _sort_stacks(stack for t in templates for slot in t.slots for stack in slot.index.stacks)
 
 
@@ -300,7 +297,7 @@ def _stacks_of(source: Source, loops: Sequence[EnclosingLoop]) -> tuple[Stack, .
 
 
 def _sort_stacks(stacks: Iterable[Stack]) -> tuple[Stack, ...]:
-    """Each stack once: shard_maps first, then loops from the outermost on."""
+    """Removes duplicates and sorts: shard_maps first, then loops, the outermost first."""
     once = tuple(dict.fromkeys(stacks))
     return once if len(once) < 2 else tuple(sorted(once, key=lambda s: (not s.is_shard_map, s.address)))
 
@@ -309,7 +306,7 @@ def _sort_stacks(stacks: Iterable[Stack]) -> tuple[Stack, ...]:
 
 
 def _join_lists(templates: Sequence[PathTemplate]) -> Iterator[PathTemplate]:
-    """The same paths, with one for the members of a list that the program stacks: each layer reads one of them."""
+    """Merges the paths of the members of a list that the program stacks into one path. Each layer reads one member."""
     groups: dict[tuple[str, ...], list[PathTemplate]] = {}
     for template in templates:
         groups.setdefault(tuple(name.text for name in template.path), []).append(template)
@@ -333,10 +330,10 @@ def _join_lists(templates: Sequence[PathTemplate]) -> Iterator[PathTemplate]:
 
 
 def _module_length(paths: Sequence[DottedPath], last_index: int) -> int:
-    """How many names at the start of the paths of some weights name the module around all of them.
+    """The number of names at the start of these weights' paths that name the module around all of them.
 
-    A single weight ends with the names of a projection and of its array (`attention.qkv.kernel`), which are left out.
-    The name at `last_index`, the last with an index, is not, unless it is the array.
+    The path of a single weight ends with a projection and its array (`attention.qkv.kernel`); both are left out. The
+    name at `last_index`, the last one with an index, is kept unless it is the array.
     """
     if len(paths) > 1:
         return common_prefix(paths)

@@ -1,4 +1,4 @@
-"""Sorts the layers of all sites into linears, the rows of a table of sites and of a diff."""
+"""Groups the layers of all sites into linears, the rows of the site table and of a diff."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from policyc.language.selectors import DottedPath
 
 @dataclass(frozen=True, slots=True)
 class LinearLayers:
-    """The GEMMs with one path, apart from its layer index. Layers may be scanned or unrolled."""
+    """The GEMMs whose paths differ only in the layer index. Layers may be scanned or unrolled."""
 
     stack: str
-    """The path of the stack; empty if it is in none."""
+    """The path of the stack; empty if there is none."""
     name: str
     """The path inside a layer."""
     layers: dict[int | None, tuple[Site, Layer]] = field(default_factory=dict)
-    """By the index in the stack; None: it is in no stack."""
+    """By index in the stack. The index is None if there is no stack."""
 
     def ordered(self) -> list[tuple[int | None, tuple[Site, Layer]]]:
-        """The layers by ascending index."""
+        """The layers, sorted by index."""
         return sorted(self.layers.items(), key=lambda item: -1 if item[0] is None else item[0])
 
 
 def full_name(stack: str, name: str) -> str:
-    """The path of a linear without indices. A parameter that is a stack itself has no name inside the stack."""
+    """The path of a linear without indices. If the parameter itself is the stack, `name` equals `stack`."""
     return f"{stack}.{name}" if stack and name != stack else name
 
 
 def sort_into_linears(sites: Iterable[Site]) -> tuple[LinearLayers, ...]:
-    """One linear for each path without its layer index, in the order in which they run.
+    """Returns one linear for each path without layer index, in the order in which they run.
 
     Two sites with the same path and layer (a weight that is used twice) are two linears.
     """
@@ -72,7 +72,7 @@ class _Place(NamedTuple):
 def _layer_path(site: Site, layer: Layer, stacks: Collection[str]) -> DottedPath:
     """The path of a layer of a site.
 
-    In a scan, any name of a scope may carry the index. It is put where the weights of the scan have theirs.
+    In a scan, any name of a scope may carry the index. The name that carries it for the scan's weights is preferred.
     """
     indices = site.stack_indices(layer)
     if site.parameters:
@@ -83,9 +83,9 @@ def _layer_path(site: Site, layer: Layer, stacks: Collection[str]) -> DottedPath
 
 
 def _place_of(site: Site, layer: Layer, stacks: Collection[str]) -> _Place:
-    """Where a layer of a site is. It always has a name inside. `stacks` are the stacks of weights.
+    """Where a layer of a site is. `inside` is never empty. `stacks` are the paths of the stacks of weights.
 
-    A product of activations whose name scope is in no stack of weights is in the layer whose weights made its operands.
+    If the name scope of a product of activations is in none of them, the weights that produced its operands decide.
     """
     place = _split_at_layer(_layer_path(site, layer, stacks))
     is_in_stack = place.layer is not None and place.stack in stacks
@@ -100,12 +100,12 @@ def _place_of(site: Site, layer: Layer, stacks: Collection[str]) -> _Place:
 
 
 def _short_name(site: Site) -> str:
-    """The name of a site. One without a name is called by its line of the program, without the folder."""
+    """The name of a site. Without a name: its file and line, without the folder."""
     return site.name if site.template.path else f"({site.place.rpartition(os.sep)[2] or 'unnamed'})"
 
 
 def _split_at_layer(path: DottedPath) -> _Place:
-    """A path, split at its first index."""
+    """Splits a path at its first index."""
     for number, segment in enumerate(path):
         if segment.index is not None:
             stack = ".".join([*map(str, path[:number]), segment.text])

@@ -1,4 +1,4 @@
-"""Attention and its relatives: products of activations that feed each other, and the weight products around them."""
+"""Finds attention and similar mixers: products of activations that feed each other, and the projections around them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from policyc.compiler.product_flow import ProductFlow
 from policyc.compiler.routing import weight_rank
 
-_ALL_ROLES = 3  # both operands of the first product, and the values
+_ALL_ROLES = 3  # both operands of the first product (queries and keys), and the values
 
 
 @dataclass(slots=True, kw_only=True)
@@ -16,11 +16,11 @@ class Mixer:
     """One attention.
 
     Attributes:
-      scores: its products of activations, in order; or the call that has them all.
-      own: these, and what they reach before and at the next products and additions to the residual stream.
-      roles: for each weight product into it, the operands that its result reaches.
-      parts: all products of it.
-      has_memory: whether its projections read several values: cross-attention.
+      scores: its products of activations, in order; or the one fused call that contains them.
+      own: the nodes of `scores`, and the nodes after them up to and including the next products and residual additions.
+      roles: for each weight product that feeds it, which operands it feeds: 0 and 1 of the first product, 2 for values.
+      parts: the nodes of all its products.
+      has_memory: whether its projections read different data, as in cross-attention.
     """
 
     scores: list[int]
@@ -31,7 +31,7 @@ class Mixer:
 
 
 def find_mixers(products: ProductFlow, routed: Collection[int]) -> list[Mixer]:
-    """The attentions of a loss. Marks their products of activations."""
+    """Finds the attentions of a loss, and marks their products of activations."""
     unweighted = [node for node in products.sites if node not in products.weighted]
     candidates = [node for node in unweighted if node not in routed and _mixes(products, node)]
     after = {node: products.after([node]) for node in candidates}
@@ -54,9 +54,9 @@ def find_mixers(products: ProductFlow, routed: Collection[int]) -> list[Mixer]:
 
 
 def _mixes(products: ProductFlow, node: int) -> bool:
-    """Does it multiply two activations, with a result of several elements? A sum of squares does not count.
+    """Whether a site multiplies two activations, with a result of several elements. A sum of squares does not count.
 
-    An operand may be one of several matrices of a weight, taken by a one-hot product: a layer of a stack.
+    A product with a matrix of a weight that a one-hot product selects (a layer of a stack) does not count either.
     """
     site = products.sites[node]
     is_square = site.eqn.invars[0] is site.eqn.invars[1]
@@ -86,7 +86,7 @@ def _mark_scores(products: ProductFlow, mixer: Mixer, after: dict[int, set[int]]
 
 
 def mark_attention(products: ProductFlow, mixer: Mixer) -> None:
-    """Marks the weight products into and out of an attention, and those that are combined with its result."""
+    """Marks the weight products that feed an attention, those that read its result, and those combined with it."""
     _mark_inputs(products, mixer)
     flow, last = products.flow, mixer.scores[-1]
     own = _follow(products, mixer)
@@ -121,10 +121,10 @@ def _mark_inputs(products: ProductFlow, mixer: Mixer) -> None:
 
 
 def _follow(products: ProductFlow, mixer: Mixer) -> set[int]:
-    """What an attention reaches before and where the flow leaves it.
+    """The nodes of an attention and after it, up to and including those where the flow leaves it.
 
-    It does so at products and residual additions, apart from those that add what the attention itself reads (Mamba's
-    skip).
+    The flow leaves it at products and at residual additions. An addition does not count if its other term comes only
+    from the attention's own projections (Mamba's skip).
     """
     flow, own = products.flow, mixer.own
     skips = set()
@@ -143,14 +143,14 @@ def _mark_part(products: ProductFlow, mixer: Mixer, node: int, text: str, other:
 
 
 def _mark_first_factors(products: ProductFlow, mixer: Mixer) -> None:
-    """Products of low rank: only this attention uses their results, through other products into it.
+    """Marks first factors of low-rank projections: their results reach only this attention, through its projections.
 
-    What feeds queries, keys and values alike is the stream that the attention reads.
+    A product that feeds queries, keys and values alike is not marked: it is the stream that the attention reads.
     """
     before: dict[int | None, set[int]] = {None: set()}
     for site in sorted(mixer.roles, reverse=True):
         data = products.data(site)
-        if data is not None and data not in before:  # queries, keys and values mostly read the same
+        if data is not None and data not in before:  # queries, keys and values usually read the same data
             before[data] = products.weights_before([data])
         for node in before[data]:
             after = products.after([node])
@@ -165,7 +165,7 @@ def _mark_first_factors(products: ProductFlow, mixer: Mixer) -> None:
 
 
 def _mark_second_factor(products: ProductFlow, mixer: Mixer, node: int) -> None:
-    """The second of two products of low rank out of an attention."""
+    """Marks the second factor of a low-rank output projection, whose first factor is `node`."""
     first = products.sites[node]
     if first.n >= first.k:
         return

@@ -55,14 +55,14 @@ def _contains_product(eqn: JaxprEqn) -> bool:
 
 
 def _may_be_foreign_product(eqn: JaxprEqn) -> bool:
-    """Is it a primitive that JAX does not define, and that reads two matrices?"""
+    """Whether an equation's primitive is not defined by JAX (or policyc) and reads at least two matrices."""
     package = jaxprs.defining_module(eqn).partition(".")[0]
     matrices = [a for a in eqn.invars if is_float(a.aval) and len(shape_of(a)) > 1]
     return package not in ("", "jax", "jaxlib", "policyc") and len(matrices) > 1
 
 
 def product_flops(eqn: JaxprEqn) -> int | None:
-    """The FLOPs of an equation that `kind_and_name` knows, once and forwards; None if they are not known."""
+    """FLOPs of one forward execution of an equation that `kind_and_name` recognizes; None if they are not known."""
     name = jaxprs.primitive_name(eqn)
     if name == "conv_general_dilated":
         return convolution_flops(eqn)

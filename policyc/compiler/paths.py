@@ -1,6 +1,6 @@
 """Names the leaves of the differentiated arguments: pytree key paths as dotted paths.
 
-`value` is a wrapper at the end of a key path (Flax NNX), but may be the name of a projection inside one.
+At the end of a key path, `value` is a wrapper (Flax NNX). Before the end, it may be the name of a projection.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DATA_NAMES = frozenset({
     "x", "xs", "y", "h", "z", "batch", "data", "input", "inputs", "tokens", "images", "features", "hidden",
     "activations", "targets", "labels", "rng", "key", "obs", "observation", "observations", "actions",
 })  # fmt: skip
-"""Names of arguments that hold data and no weights."""
+"""Argument names that stand for data, not weights."""
 
 
 def leaf_paths(arguments: Sequence[tuple[str, Any]], *, always_named: bool = False) -> list[DottedPath]:
@@ -52,7 +52,7 @@ def leaf_paths(arguments: Sequence[tuple[str, Any]], *, always_named: bool = Fal
 def add_stack_sizes(paths: Sequence[DottedPath]) -> list[DottedPath]:
     """Sets the size of every unrolled stack in the paths: one more than the largest index seen in any of them.
 
-    A name without an index beside others of the same name with one (`dense`, `dense_1`) has index 0.
+    A name without an index gets index 0 if the same name also occurs with an index (`dense`, `dense_1`).
     """
     paths = _number_first_members(paths)
     sizes: dict[tuple[DottedPath, str], int] = {}
@@ -73,7 +73,7 @@ def add_stack_sizes(paths: Sequence[DottedPath]) -> list[DottedPath]:
 
 
 def _number_first_members(paths: Sequence[DottedPath]) -> list[DottedPath]:
-    """Gives index 0 to names without an index, where the same name has the indices 1, 2, ... and no 0."""
+    """Gives index 0 to a name without an index, if the same name also occurs with index 1 and never with index 0."""
     numbered = {segment.text for path in paths for segment in path if segment.index == 1}
     indices: dict[tuple[DottedPath, str], set[int | None]] = {}
     for path in dict.fromkeys(paths):
@@ -108,7 +108,7 @@ def _strip_tuple_of_one(key_paths: list[_KeyPath]) -> list[_KeyPath]:
 
 
 def _strip_boxes(key_paths: list[_KeyPath]) -> list[_KeyPath]:
-    """Removes the last key of a node without names that holds one leaf, such as a named array of Haliax."""
+    """Removes the last key of a leaf that is alone in a node without field names, such as a Haliax named array."""
     leaf_counts = Counter(keys[:-1] for keys in key_paths)
     return [
         keys[:-1]
@@ -125,7 +125,7 @@ def _strip_node_states(keys: _KeyPath) -> _KeyPath:
 
 
 def _path_texts(argument_name: str, keys: _KeyPath) -> list[str]:
-    """Returns the texts between the dots of a leaf's path."""
+    """Returns the components of a leaf's path, before indices are parsed."""
     texts: list[str] = []
     for position, key in enumerate(keys):
         is_last = position == len(keys) - 1
@@ -136,7 +136,7 @@ def _path_texts(argument_name: str, keys: _KeyPath) -> list[str]:
 
 
 def _key_texts(key: Any) -> tuple[str, ...]:
-    """Returns the names in a key: Haiku, for one, uses keys such as `mlp/~/linear_0`."""
+    """Returns the names in one key. There may be several: Haiku uses keys such as `mlp/~/linear_0`."""
     if isinstance(key, DictKey):
         return _names_in(str(key.key))
     if isinstance(key, SequenceKey):

@@ -1,4 +1,4 @@
-"""The whole compiler: a policy and a loss in, a quantized loss out (`apply`), or what would be done (`plan`)."""
+"""The compiler's entry points: `apply` returns a loss quantized by a policy, `plan` reports what would be done."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def apply(
 ) -> Callable[_Arguments, _Result]:
     """Returns `fn` with its GEMMs run as the policy says.
 
-    The result has the signature of `fn` and composes with every transformation of JAX. When it is called, it raises a
+    The result has the signature of `fn` and composes with all JAX transformations. When it is called, it raises a
     `PolicyError` if the policy cannot be applied: if an `expect` is not met, if a rule that quantizes does nothing, if
     a rule that protects layers by index matches nothing and does not say `expect 0`, or if a GEMM cannot be changed.
     Any other rule that does nothing is a warning.
@@ -59,11 +59,11 @@ def apply(
       policy: a `Policy`, a path, the name of a bundled policy, or the text of a policy.
       fn: the loss.
       param_argnums: which positional arguments hold parameters.
-      has_aux: as in `jax.grad`: `fn` returns a pair, and only the first of it is differentiated.
+      has_aux: as in `jax.grad`: `fn` returns a pair, and only its first element is differentiated.
       backend: what runs quantized GEMMs. `auto` uses the native formats of the devices, and emulates the others.
       target: compile for this GPU (for example gb200) instead of for the devices here.
       require_native: raise an error instead of emulating.
-      multiple_losses: the policy is also about other losses, so a rule may match nothing in this one.
+      multiple_losses: the policy also applies to other losses, so a rule may match nothing in this one.
 
     Returns:
       The loss under the policy, with the signature and the types of `fn`.
@@ -101,19 +101,19 @@ def plan(
     target: TargetName | None = None,
     **kwargs: Any,
 ) -> Plan:
-    """What a policy does to `fn` called with these arguments. `print` shows it as a table.
+    """Returns what a policy does to `fn` when called with these arguments. `print` shows it as a table.
 
     Warns about rules that do nothing. `apply` raises a `PolicyError` for some of them.
 
     Args:
       policy: as in `apply`.
       fn: the loss. It is traced and not run.
-      *args: its arguments, which may be `jax.ShapeDtypeStruct`s.
+      *args: its arguments. They may be `jax.ShapeDtypeStruct`s.
       param_argnums, has_aux, backend, target: as in `apply`.
       **kwargs: its keyword arguments.
 
     Returns:
-      Every site of the loss with the rule that decides about it. `plan.sites` are the GEMMs alone.
+      A `Plan`: every site of the loss with the rule that decides about it. Its `sites` are the GEMMs alone.
     """
     argnums = positive_argnums(param_argnums, args)
     call = LossCall(fn=fn, args=args, kwargs=kwargs, param_argnums=argnums, has_aux=has_aux)
@@ -140,7 +140,7 @@ def positive_argnums(param_argnums: int | Sequence[int], args: Sequence[Any]) ->
 class LossCall:
     """A loss and the arguments it is called with. `param_argnums` are the arguments that hold parameters.
 
-    With `has_aux` it returns a pair, and only the first of it is differentiated.
+    With `has_aux` it returns a pair, and only its first element is differentiated.
     """
 
     fn: Callable[..., Any]
@@ -157,7 +157,7 @@ class LossCall:
             if i not in self.param_argnums
         }
         fixed |= {**self.kwargs, **autodiff.fixed_arguments(self.fn)}
-        # Traced as under jit, also where JAX_DISABLE_JIT is set: a scan stays a scan, so the plan is the same.
+        # Trace as under jit, even if JAX_DISABLE_JIT is set: scans stay scans, and the plan is the same.
         with no_reentry(), jax.disable_jit(False):
             return trace(
                 self.fn,
@@ -169,10 +169,11 @@ class LossCall:
             )
 
     def trace_or_run(self) -> TracedFunction | Callable[..., Any]:
-        """Traces the loss. If that fails outside of `jax.jit`: the loss itself, which raises if it has a GEMM.
+        """Traces the loss. If that fails outside of `jax.jit`, returns a function that runs the loss untraced.
 
-        Outside of `jax.jit` a function may do what cannot be traced: read values, or catch what XLA raises. Without a
-        GEMM it runs as it does without a policy.
+        Outside of `jax.jit`, a function may do what cannot be traced, such as reading values or catching XLA's errors.
+        The returned function raises the error of the trace if the loss has a GEMM. Otherwise it runs as it does without
+        a policy.
         """
         try:
             return self.trace()
@@ -182,12 +183,12 @@ class LossCall:
             return partial(self._run_without_gemms, error)
 
     def _run_without_gemms(self, error: Exception, *args: Any) -> Any:
-        """Runs the loss as JAX does. Raises the error for which it was not traced if there is a GEMM in it."""
+        """Runs the loss untraced. Raises `error`, with which the trace failed, if the loss has a GEMM."""
         gemms: list[str] = []
 
         def see(primitive: Any, params: Mapping[str, Any]) -> None:
             names = {primitive.name, *map(jaxprs.primitive_name, jaxprs.equations_inside(params.values()))}
-            # What `shard_map` runs outside of `jax.jit` is not seen: it may have a GEMM.
+            # Equations inside a `shard_map` are not visible outside of `jax.jit`. Assume that there is a GEMM.
             gemms.extend(names & GEMMS or {primitive.name} & {"shard_map"})
 
         with no_reentry(), autodiff.watch_evaluation(see):
@@ -222,7 +223,7 @@ class PlannedLoss:
                 except Exception:
                     if rewritten.replacements or autodiff.is_staging():
                         raise
-                # Nothing is changed, and the loss does what a jaxpr cannot, as in `LossCall.trace_or_run`.
+                # No GEMM is replaced, and the loss does what a jaxpr cannot (see `LossCall.trace_or_run`).
                 return self.call.fn(*args, **self.call.kwargs)
 
         return update_wrapper(quantized, self.call.fn)
@@ -246,20 +247,20 @@ def _constant_inputs(inputs: Sequence[Any]) -> frozenset[int]:
     return frozenset(
         i
         for i, x in enumerate(inputs)
-        # What is hoisted has no tangent: a forward-mode derivative must meet the GEMM and its error.
+        # Hoisted values have no tangent. A forward-mode derivative must reach the GEMM, which raises an error.
         if not autodiff.is_forward_differentiated(x)
         and autodiff.is_from_outer_trace(autodiff.primal_value(x))
     )
 
 
 def compile_plan(plan: Plan) -> RewrittenLoss:
-    """The plan's loss in the current phase."""
+    """Rewrites the plan's loss for the current phase of its schedule."""
     source = RandomSource(seed=plan.policy.seed, run_step=current_run_step())
     return rewrite(plan.sites, plan.decisions(current_phase(plan)), plan.constant_inputs, source)
 
 
 def as_policy(policy: Any) -> Policy:
-    """A policy from a `Policy`, a text, a path, or the name of a bundled policy."""
+    """Returns the policy that is given as a `Policy`, a text, a path, or the name of a bundled policy."""
     if isinstance(policy, Policy):
         return policy
     if is_policy_text(policy):
@@ -271,13 +272,13 @@ def as_policy(policy: Any) -> Policy:
 
 
 def is_compiling() -> bool:
-    """Is a loss being traced or run by the compiler? Then what is differentiated inside is part of that loss."""
+    """Whether the compiler is tracing or running a loss. A function differentiated meanwhile is part of that loss."""
     return _is_compiling.get()
 
 
 @contextlib.contextmanager
 def no_reentry() -> Iterator[None]:
-    """Keeps policies from being applied to what is traced inside: it is part of a loss that is being compiled."""
+    """Keeps policies from being applied inside this `with`: what is traced there belongs to a loss being compiled."""
     token = _is_compiling.set(True)
     try:
         yield

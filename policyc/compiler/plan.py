@@ -1,4 +1,4 @@
-"""Policy x Sites -> Plan: which rule decides about every product of every GEMM, and which rules it overrides.
+"""Policy x Sites -> Plan: the rule that decides about each product of each GEMM, and the rules that it overrides.
 
 A policy with a schedule has one decision for each phase. `expect` counts the sites that a rule matches, not those that
 it decides about.
@@ -41,7 +41,7 @@ _GEMMS = tuple(Gemm)
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What happens to one layer of a site. A recipe of None keeps it as it is."""
+    """What happens to one layer of a site. If `recipe` is None, the layer is kept as it is."""
 
     choices: Choices
     recipe: Recipe | None
@@ -66,7 +66,7 @@ class LayerRange:
     decision: Decision
 
     def products(self) -> Iterator[PlannedProduct]:
-        """The products that the site has in the gradient, in the order fprop, dgrad, wgrad."""
+        """Yields the products that the differentiated loss runs for the site, in the order fprop, dgrad, wgrad."""
         for gemm in Gemm:
             if gemm in self.site.products:
                 yield PlannedProduct(self.site, self.layers, gemm, self.decision)
@@ -96,26 +96,26 @@ class PlannedProduct:
 
     @property
     def bits(self) -> int:
-        """The bits of its narrower operand; 0 if it is kept."""
+        """The number of bits of its narrower operand; 0 if it is kept."""
         return min((treatment.bits for treatment in self.treatments), default=0)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
-    """Every site with what the policy decides about it, and how that runs. `str` is a table of the rules."""
+    """Every site with what the policy decides about it, and how its products run. `str` gives a table of the rules."""
 
     policy: Policy
     sites: Sites
     execution: ExecutionOptions
     constant_inputs: frozenset[int] = field(default=frozenset(), compare=False, repr=False)
-    """The inputs of the loss that do not change from one of its calls to the next."""
+    """The inputs of the loss, by number, that stay the same from call to call."""
     _decisions: dict[Phase, Decisions] = field(default_factory=dict, compare=False, repr=False)
 
     def __repr__(self) -> str:
         return f"<Plan of {self.policy.name} for {self._caption}>"
 
     def __str__(self) -> str:
-        """The rules, and what they decide: the table of `policyc apply`."""
+        """The table that `policyc apply` prints: the rules, and what they decide."""
         from policyc.compiler.plan_tables import summary_lines
 
         return "\n".join([f"{self.policy.name}: {self._caption}", *summary_lines(self)])
@@ -135,7 +135,7 @@ class Plan:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """The phases that the schedule can be in, the earliest first."""
+        """All phases of the schedule, the earliest first."""
         return self._rules.phases
 
     def phase(self, step: int, total: int | None) -> Phase:
@@ -159,13 +159,13 @@ class Plan:
         return self._rules.label(phase)
 
     def in_force(self, rule: int, phase: Phase) -> bool:
-        """Does a rule apply in a phase?"""
+        """Whether a rule applies in a phase."""
         return self._rules.in_force(rule, phase)
 
     # ---- decisions
 
     def decisions(self, phase: Phase = ()) -> Decisions:
-        """What happens to every layer of every site in a phase."""
+        """The decision for every layer of every site in a phase."""
         if phase not in self._decisions:
             decisions: dict[tuple[Address, Layer], Decision] = {}
             for (number, layer), choices in zip(
@@ -179,11 +179,11 @@ class Plan:
         return self._decisions[phase]
 
     def with_decisions(self, decisions: Decisions) -> Plan:
-        """The same sites with these decisions, whatever the policy says."""
+        """A copy of the plan with these decisions in every phase, instead of those of the policy."""
         return replace(self, _decisions=dict.fromkeys(self.phases, decisions))
 
     def layer_ranges(self, phase: Phase = ()) -> Iterator[LayerRange]:
-        """The decisions of a phase, consecutive layers of a site with the same decision together."""
+        """The decisions of a phase. Consecutive layers of a site with the same decision form one range."""
         for site in self.sites:
             yield from self.site_layer_ranges(site, phase)
 
@@ -202,14 +202,14 @@ class Plan:
         return itertools.chain.from_iterable(map(self.products, self.phases))
 
     def matched_layers(self, rule: int) -> Iterator[tuple[Site, Layer]]:
-        """The layers that run and have a product which a rule matches, in any phase."""
+        """Yields the layers with a product that a rule matches, in any phase. Layers that do not run are left out."""
         for bit in find_bits(union(self._rules.matched[rule]) & self.sites.running):
             number, layer = self.sites.masks.layers[bit]
             yield self.sites.sites[number], layer
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """How many sites have a product that each rule matches, every layer counted."""
+        """For each rule: the number of sites with a product that it matches. Every layer counts as a site."""
         return tuple(union(map(and_, m, self.sites.existing)).bit_count() for m in self._rules.matched)
 
     @cached_property
@@ -220,17 +220,17 @@ class Plan:
 
     @cached_property
     def machine(self) -> Machine:
-        """What the products run on."""
+        """The machine that the products run on."""
         return machine_here() if self.execution.target is None else machine_of(self.execution.target)
 
     def _with_lowerings(self, site: Site, decision: Decision) -> Decision:
-        """A decision with how each product runs."""
+        """Adds to a decision how each product runs."""
         if decision.recipe is None:
             return decision
         operands: list[Any] = [*site.eqn.invars[:2], *site.eqn.outvars[:1]]
         dtypes = tuple(a.aval.dtype for a in operands)
         sizes = (site.batch, site.m, site.n, site.k)
-        # All that the queries depend on. Decisions without lowerings are kept in `_decided`.
+        # Everything that the queries depend on. The id is unique: `_decided` keeps decisions without lowerings alive.
         key = (id(decision), sizes, dtypes, site.weight, site.is_ragged)
         lowered = self._lowered.get(key)
         if lowered is None:
@@ -240,7 +240,7 @@ class Plan:
         return lowered
 
     def _decide(self, choices: Choices) -> Decision:
-        """The decision without lowerings."""
+        """The decision for these choices, without lowerings."""
         if choices not in self._decided:
             pairs = zip(Gemm, choices, strict=True)
             parts = {gemm: self.resolved[c.rule] for gemm, c in pairs if c.rule is not None}
@@ -252,9 +252,9 @@ class Plan:
     def _decide_idle_layers(
         self, site: Site, decisions: Decisions
     ) -> Iterator[tuple[tuple[Address, Layer], Decision]]:
-        """Other decisions for layers in which a site does not run, such that loops are not split for their sake.
+        """Yields other decisions for layers in which a site does not run, so that loops are not split because of them.
 
-        If a layer that runs has the same path, it is that of the layer before.
+        A layer gets the decision of the last running layer before it, if some running layer has the same path.
         """
         running = set(site.layers())
         last = decisions[site.address, next(site.layers())]
@@ -271,12 +271,12 @@ class Plan:
 
     @cached_property
     def _decided(self) -> dict[Choices, Decision]:
-        """Decisions without lowerings, by their choices: many layers have the same."""
+        """Cache of decisions without lowerings, by choices. Many layers share one."""
         return {}
 
     @cached_property
     def _lowered(self) -> dict[Hashable, Decision]:
-        """Decisions with lowerings, by what the queries depend on: many sites have the same."""
+        """Cache of decisions with lowerings, by everything that the queries depend on. Many sites share one."""
         return {}
 
 
@@ -285,7 +285,7 @@ def make_plan(policy: Policy, sites: Sites, execution: ExecutionOptions | None =
 
 
 def gemm_queries(site: Site, recipe: Recipe) -> tuple[GemmQuery, GemmQuery, GemmQuery]:
-    """The three products of a site, in the form in which a backend is asked about them."""
+    """The backend queries for the three products of a site."""
     resolved = normalize_if_valid(recipe)
     m, n, k = site.m, site.n, site.k
     sizes = {Gemm.FPROP: (m, n, k), Gemm.DGRAD: (m, k, n), Gemm.WGRAD: (k, n, m)}

@@ -1,4 +1,4 @@
-"""Everything that is wrong with a plan, as diagnostics: unmet expectations, opaque sites, missing libraries, ..."""
+"""Checks a plan, and reports problems as diagnostics: unmet expectations, opaque sites, missing libraries, ..."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from policyc.numerics import backends
 from policyc.numerics.backends.choice import Obstacle
 
 _KEYWORDS = {"import", "recipe", "after", "until", "variant"}
-"""Words that start a statement: a selector that is one of them needs a wildcard before it."""
+"""Words that start a statement. A selector that equals one of them needs a wildcard before it."""
 
 _WHOLE_STACK = "choose the whole stack, or"
 _USE_INDICES = "index it with constants or a loop counter"
@@ -31,10 +31,10 @@ _USE_INDICES = "index it with constants or a loop counter"
 def check_plan(
     plan: Plan, *, may_miss: bool = False, hint: str = MULTIPLE_LOSSES_HINT
 ) -> tuple[Diagnostic, ...]:
-    """Raises everything that keeps the policy from being applied to this loss. Returns the warnings.
+    """Raises a `PolicyError` with every reason why the policy cannot be applied to this loss. Returns the warnings.
 
     A rule must do something (`idle_rules`), unless it has an `expect`. With `may_miss` any rule may do nothing,
-    whatever it expects: it is about another loss of the program. `hint` is for a rule that matches nothing.
+    whatever it expects: it may be for another loss of the program. `hint` is for a rule that matches nothing.
     """
     idle = () if may_miss else unexplained_idle_rules(plan, hint=hint)
     diagnostics = [
@@ -55,7 +55,7 @@ def check_plan(
 
 
 def unexplained_idle_rules(plan: Plan, *, hint: str = MULTIPLE_LOSSES_HINT) -> tuple[Diagnostic, ...]:
-    """Rules that do nothing, other than because the index of a layer is not known: that is an error of its own."""
+    """Rules that do nothing, except where the cause is an unknown layer index, which is an error of its own."""
     explained = {diagnostic.span for diagnostic in opaque_indices(plan)}
     return tuple(
         d
@@ -69,7 +69,7 @@ def unexplained_idle_rules(plan: Plan, *, hint: str = MULTIPLE_LOSSES_HINT) -> t
 def unmet_expectations(
     plan: Plan, *, may_miss: bool = False, hint: str = MULTIPLE_LOSSES_HINT
 ) -> Iterator[Diagnostic]:
-    """Rules that match another number of sites than they expect. `hint` ends the help of one that matches none."""
+    """Rules that match a different number of sites than they expect. `hint` ends the help if a rule matches none."""
     for rule, count in zip(plan.policy.rules, plan.counts, strict=True):
         if rule.expect is None or rule.expect == count or (may_miss and not count):
             continue
@@ -83,7 +83,7 @@ def unmet_expectations(
 
 
 def opaque_sites(plan: Plan) -> Iterator[Diagnostic]:
-    """Rules that change a GEMM which the compiler cannot reach."""
+    """Rules that quantize a GEMM which the compiler cannot change."""
     sites_of: dict[int, dict[Site, None]] = {}
     if not any(site.opaque for site in plan.sites):
         return
@@ -105,9 +105,9 @@ def opaque_sites(plan: Plan) -> Iterator[Diagnostic]:
 
 
 def opaque_indices(plan: Plan) -> Iterator[Diagnostic]:
-    """Rules that choose layers by index where it is not known which layer a GEMM reads, or which index is meant.
+    """Rules that choose layers by index where it is unknown which layer a GEMM reads, or which index is meant.
 
-    And rules that name one of several parameters, of which it is not known which a GEMM reads.
+    Also rules that name only some of the parameters that a GEMM may read, if it is unknown which of them it reads.
     """
     uncertain = [site for site in plan.sites if any(t.is_uncertain for t in site.parameters)]
     for rule in plan.policy.rules:
@@ -146,7 +146,7 @@ def opaque_indices(plan: Plan) -> Iterator[Diagnostic]:
 
 
 def unknown_blocks(plan: Plan) -> Iterator[Diagnostic]:
-    """Rules that compare `layer` where it is not known in which block a GEMM is."""
+    """Rules that compare `layer` where the block of a GEMM is unknown."""
     unknown = [site for site in plan.sites if site.block is not None and site.block.unknown]
     for rule in (r for r in plan.policy.rules if r.where is not None and unknown):
         patterns = [pattern for selector in rule.selectors for pattern in expand_selector(selector)]
@@ -162,14 +162,14 @@ def unknown_blocks(plan: Plan) -> Iterator[Diagnostic]:
 
 
 def _names_some(site: Site, patterns: Sequence[Selector]) -> bool:
-    """Do these patterns match a site by some of the parameters that it may read, and not by all of them?"""
+    """Whether these patterns match a site only by some of the parameters that it may read, and not by all of them."""
     templates = (site.scope, *site.parameters)
     matching = [t.is_uncertain for t in templates if any(matches(pattern, t.path) for pattern in patterns)]
     return 0 < len(matching) < sum(t.is_uncertain for t in templates) and all(matching)
 
 
 def _has_opaque_index(site: Site, patterns: Sequence[Selector]) -> bool:
-    """Do these patterns, which ignore indices, match a site only by paths whose index is not known?"""
+    """Whether these patterns, which ignore indices, match a site only by paths whose index is unknown."""
     templates = (site.scope, *site.parameters)
     if not any(_why_unknown(site, template) for template in templates):
         return False  # most sites
@@ -178,7 +178,7 @@ def _has_opaque_index(site: Site, patterns: Sequence[Selector]) -> bool:
 
 
 def _why_unknown(site: Site, template: PathTemplate) -> str:
-    """Why an index in a path of a site is not known; empty if all are. Layers may be an axis that one product reads."""
+    """Why an index in a path of a site is unknown; empty if all are known. One product may also read several layers."""
     has_index = bool(template.slots) or any(name.index is not None for name in template.path)
     if template.unknown_index or has_index or template not in site.parameters:
         return template.unknown_index
@@ -188,7 +188,7 @@ def _why_unknown(site: Site, template: PathTemplate) -> str:
 
 
 def _two_readings(site: Site, patterns: Sequence[Selector]) -> str:
-    """A path with both indices, if patterns match other layers when two indices count as one; else empty."""
+    """An example path with both indices, if the layers that match depend on where indices are placed; else empty."""
     for template in (site.scope, *site.parameters, *((site.module,) if site.module else ())):
         if len(template.slots) < 2:
             continue
@@ -218,7 +218,7 @@ def _opaque_index(rule: Rule, sites: Sequence[Site], reason: str, help: str) -> 
 
 
 def inseparable_layers(plan: Plan) -> Iterator[Diagnostic]:
-    """Rules that treat the layers of one device differently from those of another, which runs the same program."""
+    """Rules that treat the layers of two devices differently, although both devices run the same program."""
     site_of: dict[int, Site] = {}
     for site in (s for s in plan.sites if any(stack.is_shard_map for stack in s.stacks)):
         for phase in plan.phases:
@@ -236,7 +236,7 @@ def inseparable_layers(plan: Plan) -> Iterator[Diagnostic]:
 
 
 def _rules_that_differ(decisions: Decisions, site: Site) -> Iterator[int]:
-    """The last of the rules that decide differently about a layer than about its counterpart on the first device."""
+    """For each layer whose recipe differs from its counterpart on the first device: the last rule deciding on them."""
     for layer in site.layers():
         first = tuple(0 if s.is_shard_map else i for s, i in zip(site.stacks, layer, strict=True))
         one, other = decisions[site.address, first], decisions[site.address, layer]
@@ -250,13 +250,13 @@ def name_sites(sites: Iterable[Site]) -> tuple[str, ...]:
 
 
 def suggest_recipe(plan: Plan, rule: int, sites: Collection[Site], recipe: str, exception: str = "") -> str:
-    """How to give another recipe to some of the sites that a rule decides about.
+    """The help on how to give another recipe to some of the sites that a rule decides about.
 
     `exception` is the rule to add. Without it, the added rule names the sites.
     """
     decided = {product.site for product in plan.all_products() if product.choice.rule == rule}
     selectors = {_selector_of(site) for site in sites}
-    others = [s for s in decided if s not in sites and not s.opaque]  # what is opaque stays as it is
+    others = [s for s in decided if s not in sites and not s.opaque]  # opaque sites stay as they are
     if (exception and others) or any(_selector_of(site) not in selectors for site in others):
         return f"add a rule after it: {exception or write_rules(sites, recipe)}"
     scope = "its other sites have the same names" if others else "it decides about no other site"
@@ -264,7 +264,7 @@ def suggest_recipe(plan: Plan, rule: int, sites: Collection[Site], recipe: str, 
 
 
 def write_rules(sites: Iterable[Site], recipe: str) -> str:
-    """The text of rules that give all these sites a recipe: one by path, and one for each shape without a path."""
+    """The text of rules that give all these sites a recipe: one rule for all paths, one per shape for unnamed sites."""
     sites = tuple(sites)
     paths = dict.fromkeys(_selector_of(site) for site in sites if site.template.path)
     shapes = dict.fromkeys((site.k, site.n) for site in sites if not site.template.path)
@@ -274,7 +274,7 @@ def write_rules(sites: Iterable[Site], recipe: str) -> str:
 
 
 def _selector_of(site: Site) -> str:
-    """Names that a selector cannot contain, such as those of einsums, are written with '?'."""
+    """A selector for the path of a site. Characters that a selector cannot contain, as in einsums, become '?'."""
     selector = ".".join(as_glob(name.text) for name in site.template.path)
     return f"*.{selector}" if selector in _KEYWORDS else selector
 
@@ -287,7 +287,7 @@ def contradictory_recipes(plan: Plan) -> Iterator[Diagnostic]:
 
 
 def not_native(plan: Plan) -> Iterator[Diagnostic]:
-    """Rules by which a product would be emulated."""
+    """Rules with a product that would be emulated."""
     products_of: dict[tuple[int, Obstacle], dict[tuple[str, Gemm], None]] = {}
     for product in plan.all_products():
         rule, lowering = product.choice.rule, product.lowering
@@ -306,7 +306,7 @@ def not_native(plan: Plan) -> Iterator[Diagnostic]:
 
 
 def missing_libraries(plan: Plan) -> Iterator[Diagnostic]:
-    """Backends that would run products here, and whose library is not installed."""
+    """Backends that would run products here, but whose library is not installed."""
     if plan.execution.target is not None:
         return
     rule_of: dict[str, int] = {}

@@ -1,6 +1,6 @@
-"""Plans as people read them: a table of rules, or JSON.
+"""Writes plans as a table of rules, or as JSON.
 
-Shares of FLOPs count the products that a site has in the gradient, in all its layers.
+Shares of FLOPs count all products that the differentiated loss runs for a site, in all its layers.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from policyc.language.recipes import Gemm, Recipe
 from policyc.language.treatments import describe_options, normalize_if_valid
 from policyc.numerics.backends.choice import Lowering, Obstacle
 
-_MAX_CELL_WIDTH = 60  # a table of five columns fits in about 110, the width of the help
+_MAX_CELL_WIDTH = 60  # a table of five columns then fits in about 110 characters, the width of the help
 
 
 def summary(plan: Plan) -> str:
-    """The lines of a plan, as a program's run prints them."""
+    """The summary of a plan that a run of a program prints. Every line starts with `policyc:`."""
     return "".join(f"policyc: {line}\n" for line in summary_lines(plan))
 
 
 def summary_lines(plan: Plan) -> Iterator[str]:
     """One line per rule and phase: what it decides about, its share of the FLOPs, and how its products run.
 
-    Then the reasons why products are emulated, and what is left as it is.
+    Then lines on why products are emulated, and on what is left as it is.
     """
     yield from align_columns(rule_rows(plan))
     yield from map(escape_controls, lowering_reasons(plan))
@@ -53,7 +53,7 @@ def rule_rows(plan: Plan) -> list[list[str]]:
 
 @dataclass(slots=True)
 class _RuleShare:
-    """What one rule decides about in a phase."""
+    """Totals of what one rule decides about in a phase."""
 
     sites: int = 0
     flops: float = 0.0
@@ -111,7 +111,7 @@ def lowering_reasons(plan: Plan) -> Iterator[str]:
 
 
 def _unknown_layers(plan: Plan) -> Iterator[str]:
-    """Says which sites have no layer, where rules choose layers by index."""
+    """If some rule chooses layers by index: a line on the sites whose layer is unknown."""
     has_index = any(s.indices for r in plan.policy.rules for sel in r.selectors for s in sel.segments)
     sites = [site for site in plan.sites if site.has_no_layer]
     if has_index and sites:
@@ -122,7 +122,7 @@ def _unknown_layers(plan: Plan) -> Iterator[str]:
 
 
 def uncertain_repeats(plan: Plan) -> Iterator[str]:
-    """The GEMMs that may run more or less often than they count, one line per reason."""
+    """The GEMMs that may run more or less often than they are counted, one line per reason."""
     for reason, share, count in _shares(plan, lambda site: site.uncertain_repeats):
         yield f"{share:.1%} of FLOPs are {count_noun(count, 'GEMM')} {reason}"
 
@@ -135,7 +135,7 @@ def unchanged_products(plan: Plan) -> Iterator[str]:
 
 
 def _shares(plan: Plan, reason_of: Callable[[Site], str]) -> Iterator[tuple[str, float, int]]:
-    """Each reason, with the share of FLOPs and the number of the GEMMs that have it."""
+    """Yields each reason, with the share of FLOPs and the number of the GEMMs that it applies to."""
     total = plan.sites.total_flops or 1
     by_reason: dict[str, list[Site]] = {}
     for site in plan.sites:
@@ -162,9 +162,9 @@ def _they_are(number: int) -> str:
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Rows as lines, their cells aligned. A long cell is wrapped at spaces, never cut.
+    """Formats rows as lines with aligned columns. A long cell is wrapped at spaces, never cut.
 
-    Names come from programs, so control characters are escaped.
+    Cells may contain names from the user's program, so control characters are escaped.
     """
     wrapped = [[_wrap_cell(escape_controls(cell)) for cell in row] for row in rows]
     widths = [max(len(line) for cell in column for line in cell) for column in zip(*wrapped, strict=True)]
@@ -232,7 +232,7 @@ def _site_json(plan: Plan, site: Site) -> dict[str, Any]:
 
 
 def _layer_json(site: Site, layer: Layer) -> dict[str, Any]:
-    """The paths of a layer, and its block unless that is not known."""
+    """The paths of a layer, and its block if that is known."""
     attributes = site.attributes(layer)
     block = {"layer": attributes["layer"]} if "layer" in attributes else {}
     return {"paths": [write_path(path) for path in site.paths(layer)], **block}
@@ -258,7 +258,7 @@ def _layer_range_json(layer_range: LayerRange) -> dict[str, Any]:
 
 
 def _describe_operands(recipe: Recipe | None, gemm: Gemm) -> list[list[str]]:
-    """What happens to both operands of a product beyond their formats."""
+    """The options of both operands of a product, without their formats."""
     if recipe is None:
         return [[], []]
     return [list(describe_options(t)) for t in normalize_if_valid(recipe).gemm_treatments(gemm)]

@@ -1,4 +1,4 @@
-"""The products in the flow of activations: which are sites, what they read, and what is nearest before and after."""
+"""The products in the flow of activations: sites, the data they read, and the nearest products before and after."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class ProductFlow:
     """A flow with its sites, by node.
 
     Attributes:
-      weighted: the products of a weight.
+      weighted: the sites with a weight.
       residuals: the additions to the residual stream.
-      branches: for each product in branches of the residual stream, the additions of these.
+      branches: for each product in branches of the residual stream, the additions at the ends of these branches.
       sequential: the loops that carry a stream through their products.
       products: all sites and fused attentions.
-      ends: the products, and the additions to the residual stream. Forward walks end there.
-      starts: these, and what loops carry. Backward walks end there.
-      fused: the attentions in one call that is not seen into, with the operands that weight products compute.
+      ends: `products` and `residuals`. Forward walks end there.
+      starts: `ends` and the carries of loops. Backward walks end there.
+      fused: the attentions inside one opaque call, each with those of its operands that weight products compute.
       kinds: the kinds found so far.
     """
 
@@ -68,23 +68,26 @@ class ProductFlow:
             nodes.add(node)
 
     def data(self, node: int) -> int | None:
-        """The node that a weight product multiplies its weight with; None if it is constant."""
+        """The node of the operand that a weight product multiplies with its weight; None if it is constant."""
         operands = self.flow.operands[node]
         data = operands[0 if self.sites[node].weight == "rhs" else 1]
         return data if data >= 0 else None
 
     def weights_before(self, nodes: Collection[int]) -> set[int]:
-        """The nearest weight products that some nodes are computed from."""
-        if self.starts.issuperset(nodes):  # mostly one node, which is such a product or the residual stream
+        """The nearest weight products that some nodes are computed from. They may be among these nodes."""
+        if self.starts.issuperset(nodes):  # usually a single node: a weight product or the residual stream
             return self.weighted.intersection(nodes)
         return self.flow.before(nodes, self.starts) & self.weighted
 
     def after(self, nodes: Iterable[int]) -> set[int]:
-        """What some nodes reach before and at the next products and additions to the residual stream."""
+        """The nodes after some nodes, up to and including the next products and residual additions."""
         return self.flow.after(nodes, self.ends)
 
     def mark(self, node: int, kind: str, text: str, other: int | None = None) -> bool:
-        """Gives a product its kind, unless it has one. `{place}` in the text is that of the node `other`."""
+        """Sets the kind of a product, unless it has one; returns whether it was set.
+
+        `{place}` in the text stands for the file and line of the node `other`.
+        """
         if node in self.kinds:
             return False
         self.kinds[node] = (
@@ -97,7 +100,7 @@ _same_kind = cache(SiteKind)
 
 
 def _sequential_loops(flow: Flow) -> set[Address]:
-    """The loops that carry a stream through their products: each iteration multiplies the result of the one before."""
+    """The loops that carry a stream through their products: each iteration multiplies the result of the last one."""
     sequential = set()
     for address, loop in flow.loops.items():
         for carry, result in loop.carries:

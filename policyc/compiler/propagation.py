@@ -1,4 +1,4 @@
-"""How what is known of variables passes through an equation without a jaxpr inside."""
+"""Propagates `VarInfo` from the operands of an equation to its results, without entering any jaxpr inside it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _OF_CONSTANTS = "its index is computed from constants by operations that policyc
 
 
 def propagate_equation(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
-    """The infos of the results of an equation without a jaxpr that is entered, from those of its operands."""
+    """The infos of an equation's results, from those of its operands. The equation has no jaxpr that is entered."""
     if not eqn.outvars:
         return []
     rule, name = rule_of(eqn), eqn.primitive.name
@@ -49,7 +49,7 @@ def propagate_equation(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
     active = [i.is_active for i in infos]
     active = active_results(eqn, active) if True in active else [False] * len(eqn.outvars)
     if weight == "identity":
-        if name == "device_put":  # a weight in the memory of the host cannot be quantized there
+        if name == "device_put":  # the weight may be in host memory, where it cannot be quantized
             infos = [info._replace(origin=None) for info in infos]
         return [info._replace(is_active=a) for info, a in zip(infos, active, strict=True)]
     if weight != "product" and not eqn.effects:
@@ -88,9 +88,9 @@ def propagate_equation(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
 
 
 def _only_data(infos: Sequence[VarInfo]) -> VarInfo | None:
-    """The one info among those of some operands, if it says only where data come from, and the others say nothing.
+    """Fast path: if operands are constants, or data that share one info, the info of the results; else None.
 
-    Most equations of a model have such operands: activations, literals and constants.
+    This covers most equations of a model: their operands are activations, literals and constants.
     """
     data: VarInfo | None = None
     constant: VarInfo | None = None
@@ -112,7 +112,7 @@ def _only_data(infos: Sequence[VarInfo]) -> VarInfo | None:
 
 
 def propagate_opaque(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
-    """The infos of the results of an equation with a jaxpr that is not entered."""
+    """The infos of the results of an equation whose jaxpr is not entered."""
     is_active = any(i.is_active for i in infos)
     sources = _lost(eqn, infos)
     return [
@@ -129,7 +129,7 @@ def propagate_opaque(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
 
 
 def _dependence(eqn: JaxprEqn, joined: Dependence) -> Dependence:
-    """What a result of an equation is computed from, given what the operands are."""
+    """The dependence of the results of an equation, given the joined dependence of its operands."""
     if eqn.effects and jaxprs.has_side_effects(eqn):
         return Dependence.DATA
     if rule_of(eqn).weight != "product":
@@ -139,14 +139,14 @@ def _dependence(eqn: JaxprEqn, joined: Dependence) -> Dependence:
 
 
 def _is_modified(rule: WeightRule, infos: Sequence[VarInfo]) -> bool:
-    """Is the result of an equation a parameter and something else?"""
+    """Whether the result of an equation is more than a parameter: it mixes in other values, or applies a function."""
     if any(i.is_modified for i in infos):
         return True
     return any(i.source is None for i in infos) if rule == "joined" else rule not in ("layout", "gather")
 
 
 def _is_lookup(eqn: JaxprEqn, source: Source, infos: Sequence[VarInfo]) -> bool:
-    """Is a result of an equation computed from constants that may as well be data? `source` is that of the result."""
+    """Whether a result of an equation is computed from constants that may as well be data. `source` is its source."""
     rule = rule_of(eqn).weight
     if rule == "layout":
         return infos[0].is_lookup
@@ -158,7 +158,7 @@ def _is_lookup(eqn: JaxprEqn, source: Source, infos: Sequence[VarInfo]) -> bool:
     return is_function and not all(i.is_fixed for i in infos)
 
 
-# ---- what becomes of a weight, by the rules of `jaxcore.primitives`. Some operand has a source.
+# ---- the sources of results, by the weight rules of `jaxcore.primitives`. At least one operand has a source.
 
 _Sources = list[Source | None]
 
@@ -178,15 +178,15 @@ def _layout(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
 
 
 def _gather(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
-    """One that takes whole matrices of a stack chooses layers. Rows that are looked up by data are activations."""
+    """A gather of whole matrices of a stack chooses layers. Rows that are looked up by data are activations."""
     return _layout(eqn, infos) if _takes_matrices(eqn, infos[1]) or infos[1].is_constant else [None]
 
 
 def _takes_matrices(eqn: JaxprEqn, index: VarInfo) -> bool:
-    """Does a gather take whole matrices of a stack?
+    """Whether a gather takes whole matrices of a stack.
 
-    If data are the index, whole dimensions before the one that is looked up do not count: they are those of a `vmap`
-    over models, each of which takes rows of its own.
+    If the index is data, whole dimensions before the indexed one do not count: they come from a `vmap` over models,
+    each of which looks up its own rows.
     """
     whole = 0
     for size, taken in zip(shape_of(eqn.invars[0]), eqn.params["slice_sizes"], strict=True):
@@ -198,7 +198,7 @@ def _takes_matrices(eqn: JaxprEqn, index: VarInfo) -> bool:
 
 
 def _modified(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
-    """W * mask, W + delta; or W1 + W2, named by both. The weight that is not modified yet gives its name."""
+    """W * mask or W + delta; or W1 + W2, named for both. Weights that are not modified yet come first."""
     shape = shape_of(eqn.outvars[0])
     in_order = [i.source for i in sorted(infos, key=lambda i: i.is_modified) if i.source is not None]
     followed = [s for s in in_order if s.shape == shape and not is_broadcast(s) and not is_lost(s)]
@@ -217,7 +217,7 @@ def _function(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
 
 
 def _chosen(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
-    """A `select_n` by known integers, or by a scalar, chooses among its operands. Any other is a mask."""
+    """A `select_n` by known integers, or by a scalar, chooses one of its operands. Any other `select_n` is a mask."""
     index, shape = known_integers(infos[0].integers), shape_of(eqn.outvars[0])
     cases = [
         OtherSource(shape=shape) if i.source is None and i.is_fixed and index is not None else i.source
@@ -251,7 +251,11 @@ def _written(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
 
 
 def _lost(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
-    """What is computed from parameters alone is made of them. With a reason, that holds for anything of a parameter."""
+    """Results whose elements cannot be followed.
+
+    If the primitive's rule has a `reason`, results keep the parameters of the operands, with that reason. Without one,
+    they keep them only if all operands are constant.
+    """
     sources = [i.source for i in infos if i.source is not None]
     reason = rule_of(eqn).reason
     if reason:

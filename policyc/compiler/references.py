@@ -1,6 +1,6 @@
-"""What references hold (`jax.new_ref`): all that the loss writes to them, anywhere and at any time.
+"""Contents of references (`jax.new_ref`): everything that the loss writes to them, in any place and order.
 
-A loop may read in one iteration what it wrote in another, so the analysis runs again until no write adds anything.
+A loop may read in one iteration what it wrote in another, so the analysis is repeated until no write adds anything.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REFERENCE_PRIMITIVES = frozenset({"get", "freeze", *_WRITES, *_CREATES})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Contents:
-    """All values that are written to a reference. Those that are not weights make it a lookup."""
+    """All values written to a reference, joined. A value that is neither a weight nor fixed makes it a lookup."""
 
     parameters: frozenset[ParameterSource] = frozenset()
     depends_on: Dependence = Dependence.PARAMETERS
@@ -66,7 +66,7 @@ class References:
     def __init__(self) -> None:
         self._contents: dict[Address, _Contents] = {}
         self.has_grown: bool = False
-        """Was anything written that was not known?"""
+        """Whether a write added anything new."""
 
     def propagate(self, eqn: JaxprEqn, infos: Sequence[VarInfo], address: Address) -> list[VarInfo]:
         """The infos of the results of an equation that creates, reads or writes a reference."""

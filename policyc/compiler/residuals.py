@@ -1,4 +1,4 @@
-"""The residual stream: additions of a value and of what products compute from it."""
+"""Finds the residual stream: additions of a value and of something that products compute from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_SCALINGS = 3  # operations between the stream and the addition: a scale, dr
 
 
 def find_residuals(flow: Flow) -> dict[int, set[int]]:
-    """The nodes of residual additions, with those of the sites in the branches that they add."""
+    """The nodes of residual additions, each with the nodes of the sites in the branches that it adds."""
     residuals: dict[int, set[int]] = {}
     ancestors = _Ancestors(flow)
     for node in flow.nodes_of(_SUMS):
@@ -28,10 +28,9 @@ def find_residuals(flow: Flow) -> dict[int, set[int]]:
 
 
 class _Ancestors:
-    """What each node is computed from: back to residual additions and carries, and at most `_MAX_BRANCH` nodes.
+    """The ancestors of each node: back to residual additions and carries, and at most `_MAX_BRANCH` nodes back.
 
-    The ancestors of a node are bits of one integer, so that each node takes a bounded time,
-    however long the chains of nodes are on which it depends.
+    They are the bits of one integer, so that each node takes a bounded time, however many ancestors it has.
     """
 
     def __init__(self, flow: Flow) -> None:
@@ -55,7 +54,7 @@ class _Ancestors:
         for node, operands in enumerate(self._flow.inputs[first:stop], first):
             bits = 1
             if node not in ends:
-                if references:  # only they, and carries, have inputs that come later
+                if references:  # only references and carries have inputs that are later nodes
                     near = [o for o in operands if node - _MAX_BRANCH < o < node]
                     operands = [*operands, *(v for o in near for v in written.get(o, ()))]
                     operands = [o for o in operands if o < node]
@@ -63,11 +62,11 @@ class _Ancestors:
                     bits |= known[operand] << node - operand
             if node >= _MAX_BRANCH:
                 bits &= _WINDOW
-                known[node - _MAX_BRANCH] = 0  # no node asks for it any more
+                known[node - _MAX_BRANCH] = 0  # out of reach for all later nodes
             known.append(bits)
 
     def sites_between(self, first: int, last: int) -> set[int]:
-        """The sites that are computed from a node, and from which a later node is."""
+        """The sites that are computed from the node `first`, and that the later node `last` is computed from."""
         bits, sites = self._bits, self._sites
         if not bits[last] >> last - first & 1:
             return set()
@@ -76,7 +75,7 @@ class _Ancestors:
 
 
 def _branch_members(flow: Flow, node: int, ancestors: _Ancestors) -> set[int]:
-    """The sites in the branches that an addition adds to a stream; none if it is not a residual addition."""
+    """The sites in the branches that an addition adds to a stream; empty if it is not a residual addition."""
     terms = _terms(flow, node)
     last = max(terms)
     members: set[int] = set()
@@ -96,7 +95,7 @@ def _branch_members(flow: Flow, node: int, ancestors: _Ancestors) -> set[int]:
 
 
 def _terms(flow: Flow, node: int) -> list[int]:
-    """The terms of a sum. A term that is itself a sum which nothing else uses is taken apart."""
+    """The terms of a sum. A term that is itself a sum is expanded, unless something else uses it."""
     terms: dict[int, None] = {}
     operations, inputs, users = flow.operations, flow.inputs, flow.users
     pending = list(inputs[node])
@@ -111,7 +110,7 @@ def _terms(flow: Flow, node: int) -> list[int]:
 
 
 def _unscaled(flow: Flow, node: int) -> set[int]:
-    """A node, and what it is a multiple of."""
+    """A node, and the nodes that it is a scaled value of."""
     found, level = {node}, [node]
     for _ in range(_MAX_SCALINGS):
         level = [i for n in level if flow.operations[n] in _SCALING for i in flow.inputs[n]]

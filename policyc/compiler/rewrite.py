@@ -1,7 +1,7 @@
 """jaxpr + Plan -> jaxpr: replaces sites by quantized GEMMs, and touches no other equation.
 
-The result has the inputs of the original, followed by the extra inputs of `hoist`. An activation that several sites
-of one jaxpr quantize alike is quantized once.
+The result has the inputs of the original, followed by the extra inputs of `hoist`. If several sites of one jaxpr
+quantize an activation in the same way, it is quantized once.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ def rewrite(
     constant_inputs: Collection[int] = (),
     source: RandomSource = NO_SEED,
 ) -> RewrittenLoss:
-    """The loss with every site run as decided.
+    """Rewrites the loss so that every site runs as decided.
 
-    `constant_inputs` are the inputs that do not change from one call of the loss to the next. Rounding keys start from
-    `source`.
+    `constant_inputs` are the inputs that stay the same from call to call. Rounding keys are derived from `source`.
     """
     hoisted = {s.address for s in sites if s.origin and (s.is_reused or s.origin.input in constant_inputs)}
     rewriter = SiteRewriter(sites, decisions, hoisted, source)
@@ -76,7 +75,7 @@ class _QuantizedDotsAreDots:
 
 @dataclass(slots=True)
 class SharedActivation:
-    """An activation that several sites of a jaxpr quantize alike. The first of them defines `variables`."""
+    """An activation that several sites of a jaxpr quantize in the same way. The first site defines `variables`."""
 
     activation: Var
     quantizer: Quantizer
@@ -99,14 +98,14 @@ class SiteInputs:
 
 @dataclass(frozen=True, slots=True)
 class SiteTemplate:
-    """The equations of a site, and the content and types of its extra inputs."""
+    """The equations that replace a site, and the content and types of its extra inputs."""
 
     jaxpr: ClosedJaxpr
     extra: tuple[tuple[Any, tuple[AbstractValue, ...]], ...]
 
 
 class SiteRewriter(Transform):
-    """Replaces the sites of a loss as decided. The weights of the `hoisted` sites are quantized outside."""
+    """Replaces the sites of a loss as decided. The weights of the `hoisted` sites are quantized outside the loss."""
 
     def __init__(
         self,
@@ -146,15 +145,15 @@ class SiteRewriter(Transform):
         return recipe
 
     def _recipe_at(self, site: Site, position: Position) -> SiteRecipe | None:
-        """What happens to a site where the iterations of all its stacks are fixed."""
+        """The recipe of a site at a position that fixes the iterations of all its stacks; None if it is kept."""
         return self.site_recipe(site.address, tuple(position.iterations[s.address] for s in site.stacks))
 
-    # ---- for Transform
+    # ---- methods of Transform
 
     def key(self, position: Position) -> Hashable | None:
-        """Everything that decides a rewrite below a position, beside the equations there; None if all are kept.
+        """Everything that determines the rewrite below a position, except the equations there; None if all are kept.
 
-        The only key: those of the traced sites add their equation to it.
+        The keys of single sites add their equation to this one (`_equation_number`).
         """
         sites = self._sites_under.get(position.address)
         if sites is None:
@@ -185,7 +184,7 @@ class SiteRewriter(Transform):
         return self._source.seed, parts
 
     def _equation_number(self, site: Site, position: Position) -> int:
-        """Equal for sites that become the same equations. A number: it takes long to hash all that decides them."""
+        """A number that is equal for sites that become the same equations. Hashing the whole key each time is slow."""
         place = position.address, tuple(position.iterations.items())
         number = self._number_at.get(place)
         if number is None:
@@ -200,7 +199,7 @@ class SiteRewriter(Transform):
         return number
 
     def _open_recipes(self, site: Site, position: Position) -> tuple[SiteRecipe | None, ...]:
-        """What happens to the layers of a site that are not fixed yet."""
+        """The recipes of the layers of a site that a position leaves open."""
         ranges = [
             (position.iterations[s.address],) if s.address in position.iterations else range(s.size)
             for s in site.stacks
@@ -208,7 +207,7 @@ class SiteRewriter(Transform):
         return tuple(self.site_recipe(site.address, layer) for layer in itertools.product(*ranges))
 
     def _takes_rounding_key(self, site: Site) -> bool:
-        """Does it need an extra input that tells its layer or its step from the others?"""
+        """Whether a site takes its rounding key as an extra input, because the key depends on the layer or the step."""
         return site.takes_extra_inputs and (site.is_layered or self._source.run_step is not None)
 
     def is_stack(self, address: Address) -> bool:
@@ -286,7 +285,7 @@ class SiteRewriter(Transform):
         return SiteTemplate(jaxprs.trace_at(gemm, avals, site.eqn, site.axis_env), tuple(extra))
 
     def share(self, position: Position) -> Mapping[Address, SharedActivation]:
-        """The activations that several sites of a jaxpr quantize alike, by the addresses of these sites."""
+        """The activations that several sites of a jaxpr quantize in the same way, by the addresses of these sites."""
         groups: dict[tuple[Var, Hashable], SharedActivation] = {}
         for activation, positions in self._positions_by_activation(position).items():
             for here in positions if len(positions) > 1 else ():
@@ -298,7 +297,7 @@ class SiteRewriter(Transform):
         return {a: group for group in groups.values() if len(group.readers) > 1 for a in group.readers}
 
     def _positions_by_activation(self, position: Position) -> dict[Var, list[Position]]:
-        """The sites of a jaxpr that are quantized at a position, by the activation they read."""
+        """The positions of the quantized sites directly inside a jaxpr, grouped by the activation they read."""
         readers: dict[Var, list[Position]] = {}
         depth = len(position.address)
         for site in self._sites_under.get(position.address, ()):
@@ -322,7 +321,7 @@ class SiteRewriter(Transform):
 
 
 def _activation(site: Site) -> Var | None:
-    """The variable that a site reads beside its weight."""
+    """The variable that a site multiplies with its weight; None without a weight, and for ragged sites and literals."""
     if site.is_ragged or site.weight is None:
         return None
     operand = site.eqn.invars[1 if site.weight == "lhs" else 0]
@@ -365,7 +364,7 @@ def quantized_gemm(site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> C
 
 
 def _rebuild(quantizer: Quantizer | None, arrays: Iterator[Any]) -> Prequantized:
-    """A quantized operand from the next arrays; an empty one without a quantizer."""
+    """Builds a quantized operand from the next arrays. It is empty if there is no quantizer."""
     if quantizer is None:
         return Prequantized()
     return quantizer.rebuild([next(arrays) for _ in quantizer.avals])

@@ -1,4 +1,4 @@
-"""The keys of stochastic rounding: of every site and layer, from the seed of the policy and the step of the run."""
+"""Stochastic-rounding keys of every site and layer, derived from the seed of the policy and the step of the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RandomSource:
     run_step: RunStep | None = None
 
     def site_key(self, site: Site) -> Key:
-        """The key of a site that no extra input reaches."""
+        """The constant key of a site. Layer and step are folded into it if the key becomes an extra input."""
         return make_key(self.seed, site.id)
 
     def layer_keys(self, layers: Sequence[tuple[Site, Sequence[IterationRange]]]) -> list[tuple[Any, Any]]:
@@ -33,7 +33,7 @@ class RandomSource:
         words = [self._known_words(site, ranges) for site, ranges in layers]
         if self.run_step is None or not words:
             return words
-        # The step is folded into all keys at once, and they are written to memory: XLA would do it for each key.
+        # Fold the step into all keys at once and materialize them. Otherwise XLA would repeat the work for each key.
         a, b = (np.concatenate([pair[i].ravel() for pair in words]) for i in (0, 1))
         with autodiff.trace_of(self.run_step.step):
             folded = Key(a, b).fold(self.run_step.seed).fold(self.run_step.step)
@@ -58,4 +58,4 @@ class RandomSource:
 
 
 NO_SEED = RandomSource()
-"""Under a policy without a seed, where no step is known."""
+"""The source for a policy without a seed, where no step is known."""

@@ -1,4 +1,4 @@
-"""Mixtures of experts: the products that choose experts, and those that experts are made of."""
+"""Mixtures of experts: finds the products of routers and of experts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _CHOICES = frozenset({"top_k", "approx_top_k", "argmax", "sort"})
 
 
 class Routing:
-    """The routers of a loss, and `routed`: what is computed from their choices up to the next residual addition."""
+    """The routers of a loss, and `routed`: the nodes computed from their choices, up to the next residual addition.
+
+    They also end at products whose weight cannot hold several experts.
+    """
 
     def __init__(self, products: ProductFlow) -> None:
         self._products = products
@@ -50,7 +53,7 @@ class Routing:
                 products.mark(node, "experts", text)
 
     def _routes(self, choice: int) -> bool:
-        """Does a choice route tokens? One whose result no product and no residual addition uses is a metric."""
+        """Whether a choice routes tokens; adds its routers. A choice that no product or residual uses is a metric."""
         products = self._products
         is_used = not products.ends.isdisjoint(products.after([choice]))
         name = products.flow.operations[choice]
@@ -66,7 +69,7 @@ class Routing:
         return bool(sites)
 
     def _has_expert_dimension(self, node: int) -> bool:
-        """Can a weight hold several experts: in a batch or groups, in a loop over experts, or inside a kernel?"""
+        """Whether a weight can hold several experts: as a batch, in groups, in a loop over experts, or in a kernel."""
         site = self._products.sites[node]
         loops = (stack.address for stack in site.stacks if not stack.is_shard_map)
         is_sliced = any(address not in self._products.sequential for address in loops)
@@ -74,5 +77,5 @@ class Routing:
 
 
 def weight_rank(site: Site) -> int:
-    """How many dimensions its weight has: more than two if it holds several matrices, one for each expert or head."""
+    """The number of dimensions of a site's weight: more than two if it holds a matrix for each expert or head."""
     return len(shape_of(site.eqn.invars[0 if site.weight == "lhs" else 1]))

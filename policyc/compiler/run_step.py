@@ -1,7 +1,7 @@
 """The step of a run as a traced value, for the keys of stochastic rounding.
 
-A step inside `jax.jit` enters the keys when it runs, so no step is compiled again. A program may enter `rounding_step`
-without any policy: this module does not load the compiler.
+Inside `jax.jit` the keys depend on the step at run time, so a new step does not recompile. A program may enter
+`rounding_step` without any policy, so this module does not load the compiler.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def rounding_step(step: Any, *, seed: Any = 0) -> Iterator[None]:
     token = _run_step.set(RunStep(seed=seed, step=step))
     has_compiler = "policyc.compiler.rounding" in sys.modules
     try:
-        # Functions that are jitted inside the step, and traced before in another one, must not reuse its traced value.
-        # Before the compiler is loaded, no function has a policy.
+        # A function that is jitted inside the step may have been traced in another step, and must not reuse the traced
+        # value of that step. If the compiler is not loaded, no function has a policy.
         is_traced = autodiff.is_tracer(step) or autodiff.is_tracer(seed)
         key = next(_entries) if is_traced else "number"
         with cache_keys.ROUNDING_STEP(key) if has_compiler else contextlib.nullcontext():
@@ -67,7 +67,7 @@ def rounding_step(step: Any, *, seed: Any = 0) -> Iterator[None]:
 
 
 def current_run_step() -> RunStep | None:
-    """The step of the run, if the program tells it. Raises if it would be compiled into a jitted function."""
+    """The step of the run; None if the program does not set it. Raises if a jitted function would compile it in."""
     from policyc.jaxcore import autodiff
 
     run_step = _run_step.get()

@@ -1,8 +1,8 @@
-"""The current step of the training, and the phase of each schedule that follows from it.
+"""The current step of the training, and the phase of each schedule at that step.
 
-JAX traces a jitted step once. A phase other than that of the first trace is part of the key of JAX's caches, in every
-thread, so that a new phase traces the step again. A program may call `set_step` without any policy: this module loads
-neither JAX nor the compiler.
+JAX traces a jitted step once. A phase that differs from that of the first trace is part of the key of JAX's caches, in
+every thread, so that a new phase traces the step again. A program may call `set_step` without any policy, so this
+module loads neither JAX nor the compiler.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class Schedule:
     def __init__(self) -> None:
         self.step: int | None = None
         self.total: int | None = None
-        self._policies: dict[str, Policy] = {}  # by hash: a text may be parsed again in every step
+        self._policies: dict[str, Policy] = {}  # by hash, since a text may be parsed again in every step
         self._sessions: Counter[str] = (
             Counter()
-        )  # how many, of policies that are watched only while these last
-        # The phases that the key leaves out: `apply` may be called inside a jitted step, whose trace then has a key
-        # without this policy. The key must stay the same after it.
+        )  # the number of open sessions, for policies that are watched only during sessions
+        # Phases that are left out of the key. `apply` may be called inside a jitted step, whose trace then has a key
+        # without this policy. The key must stay the same afterwards.
         self._first_phases: dict[str, tuple[bool, ...] | None] = {}
         self._key: frozenset[tuple[str, tuple[bool, ...]]] = frozenset()
 
     def watch(self, policy: Policy) -> None:
-        """Makes the phase of a policy part of the key of JAX's caches, from now on."""
+        """Makes the phase of a policy part of the key of JAX's caches from now on."""
         key = policy.sha256
         if policy.step_conditions:
             if key not in self._policies:
@@ -44,10 +44,10 @@ class Schedule:
 
     @contextlib.contextmanager
     def watch_during(self, policy: Policy) -> Iterator[None]:
-        """Makes the phase of a policy part of the key of JAX's caches while this `with` lasts."""
+        """Makes the phase of a policy part of the key of JAX's caches inside this `with`."""
         key = policy.sha256
         if not policy.step_conditions or (key in self._policies and key not in self._sessions):
-            yield  # it has no phases, or is watched for good
+            yield  # it has no phases, or is watched permanently
             return
         self._policies.setdefault(key, policy)
         self._sessions[key] += 1
@@ -70,7 +70,7 @@ class Schedule:
         self._update_key()
 
     def _known_phase(self, policy: Policy) -> tuple[bool, ...] | None:
-        """Which conditions of a policy hold, without percentages of an unknown total; None before the first step."""
+        """Which conditions of a policy hold; None before the first step. Without a total, percentages are left out."""
         step, total = self.step, self.total
         if step is None:
             return None
@@ -116,13 +116,13 @@ SCHEDULE = Schedule()
 
 
 def set_step(number: int, *, total: int | None = None) -> None:
-    """Tells policyc the current step of the training. Where a phase of a schedule begins, JAX compiles the step again.
+    """Sets the current step of the training. When a phase of a schedule begins, JAX compiles the step again.
 
-    `policyc.rounding_step` takes a traced step, for stochastic rounding.
+    For stochastic rounding with a traced step, see `policyc.rounding_step`.
 
     Args:
-      number: the step, from 0: a number that is known outside `jax.jit`.
-      total: the number of all steps, which percentages in a schedule refer to. It need be given only once.
+      number: the step, starting at 0. A concrete number, not a traced value.
+      total: the total number of steps, which percentages in a schedule refer to. It is needed only once.
     """
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(number, jax.core.Tracer):

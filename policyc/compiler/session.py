@@ -1,6 +1,6 @@
-"""Applies a policy to every loss that a program differentiates, while a `with active(...)` lasts.
+"""Applies a policy to every loss that a program differentiates inside `with active(...)`.
 
-A session holds in its own thread, and in every thread that has no session of its own.
+A session applies to its own thread, and to every thread that has no session of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from policyc.numerics.backends import BackendName
 from policyc.numerics.targets import TargetName
 
 _thread = threading.local()
-"""`session` is the session of the thread. No ContextVar: JAX's cache contexts are thread-local, and both must agree."""
+"""`session` is the session of the thread. Not a ContextVar: it must agree with JAX's thread-local cache contexts."""
 
 
 @dataclass(kw_only=True)
@@ -36,8 +36,8 @@ class Session:
     """A policy that is active, and what happened under it. `plans` has one plan for each loss that was traced.
 
     The first loss with a GEMM must meet every `expect`, and every rule that quantizes must match something in it. In
-    later losses a rule may match nothing. With `multiple_losses` a rule may match nothing in any one loss, and `unmet`
-    has the rules that never matched.
+    later losses a rule may match nothing. With `multiple_losses` a rule may match nothing in any single loss, and
+    `unmet` has the rules that never matched.
     """
 
     policy: Policy
@@ -46,28 +46,28 @@ class Session:
     on_plan: Callable[[Plan], None] | None = None
     """Called with the plan of each loss before it is compiled. Without it, rules that do nothing are warned about."""
     plans_always: bool = False
-    """Whether losses are planned under a policy that changes nothing too. Otherwise JAX runs them as if there were no
+    """Whether losses are planned even if the policy changes nothing. Otherwise JAX runs them as if there were no
     policy."""
     as_error: Callable[[PolicyError], BaseException] = lambda error: error
     """Makes the exception to raise when the policy cannot be applied."""
     compile: Callable[[PlannedLoss], Callable[..., Any]] = PlannedLoss.compile
     """Makes the function that runs instead of a planned loss."""
     stats_every: int = 0
-    """Programs that call `policyc.observe` measure their numerics every so many steps; 0: never."""
+    """The interval, in steps, at which programs that call `policyc.observe` measure their numerics; 0: never."""
     output_dir: Path | None = None
-    """Where the program puts its results."""
+    """Where the program writes its results."""
     plans: list[Plan] = field(default_factory=list)
     recorders: dict[Any, Any] = field(default_factory=dict)
     """Telemetry recorders, one per measured loss."""
     refusal: PolicyError | None = None
     """Why the policy could not be applied to a loss. Stays set if the program catches the exception."""
     saw_forward_mode: bool = False
-    """Was a derivative taken in forward mode (`jax.jvp`, `jacfwd`)? The policy is not applied to it."""
+    """Whether a derivative was taken in forward mode (`jax.jvp`, `jacfwd`). The policy is not applied to it."""
     _seen: set[Any] = field(default_factory=set)
     _checked: bool = False
     _lock: Any = field(default_factory=threading.RLock)
     cache_key: int = field(default_factory=itertools.count().__next__)
-    """Part of the key of JAX's caches while the session is the current one. No other session has it."""
+    """A number that is unique to the session. Part of the key of JAX's caches while the session is current."""
 
     def _repr_html_(self) -> str:
         """The plans of the losses that were traced, for notebooks."""
@@ -81,7 +81,7 @@ class Session:
         """The function to differentiate instead of `fun`."""
         if self.is_idle or is_compiling() or getattr(fun, "_policyc", False) or autodiff.is_internal(fun):
             return fun
-        argnums = tuple(range(len(primals)))  # all that is differentiated
+        argnums = tuple(range(len(primals)))  # all primals are differentiated
         call = LossCall(fn=fun, args=primals, param_argnums=argnums, has_aux=has_aux)
         traced = call.trace_or_run()
         if not isinstance(traced, TracedFunction):
@@ -117,12 +117,12 @@ class Session:
 
     @property
     def matched(self) -> bool:
-        """Did any rule match anything?"""
+        """Whether any rule matched anything."""
         return any(any(plan.counts) for plan in self.plans)
 
     @property
     def unmet(self) -> list[Diagnostic]:
-        """The rules that expect sites and matched none in any loss, and those that must do something and did not."""
+        """Errors of rules that expect sites but matched none in any loss, or that must do something but never did."""
         hint = "no loss of the program has these sites"
         plans = [plan for plan in self.plans if len(plan.sites)]
         diagnostics = {
@@ -151,19 +151,19 @@ def active(
     on_plan: Callable[[Plan], None] | None = None,
     stats_every: int = 0,
 ) -> Iterator[Session]:
-    """Runs every loss that is differentiated in reverse inside this `with` as the policy says.
+    """Applies a policy to every loss that is differentiated in reverse mode inside this `with`.
 
-    That is every `jax.grad`, `value_and_grad`, `vjp`, `linearize`, and whatever a framework builds on them.
+    This covers `jax.grad`, `value_and_grad`, `vjp`, `linearize`, and whatever a framework builds on them.
 
     Args:
       policy, backend, target, require_native: as in `apply`.
       multiple_losses: the program differentiates several losses (a GAN); any of them may meet an `expect`.
-      on_plan: called with the plan of each loss before it is compiled. Without it, a policy that only keeps leaves
+      on_plan: called with the plan of each loss before it is compiled. Without it, a policy that changes nothing leaves
         every loss to JAX, and there are no plans.
-      stats_every: measure numerics every so many steps, in programs that call `policyc.observe`.
+      stats_every: the interval, in steps, at which programs that call `policyc.observe` measure numerics.
 
     Returns:
-      A context manager that gives the `Session`: its `plans` are those of the losses that were differentiated.
+      A context manager that yields the `Session`. Its `plans` are those of the losses that were differentiated.
     """
     session = Session(
         policy=as_policy(policy),

@@ -1,4 +1,4 @@
-"""What kind of product a site is, and in which block of the model."""
+"""The kind of a site, and the block of the model that it is in."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from policyc.jaxcore.transform import Address
 from policyc.language.kinds import KINDS
 
 Call: TypeAlias = "tuple[JaxprEqn, Call | None]"
-"""An equation, and the container around it."""
+"""An equation, and the container around it; None at the top level."""
 
 
-# Not frozen: most sites have one, and it is made three times as fast.
+# Not frozen: most sites have one, and creating a frozen one takes three times as long.
 @dataclass(slots=True, unsafe_hash=True)
 class SiteKind:
-    """What a product is for: a word of `where`; no name: it has no kind."""
+    """The purpose of a product. `name` is a word of `where`; empty if the product has no kind."""
 
     name: str = ""
     text: str = ""
-    """Why. `{place}` is that of the equation `other`, or of the innermost container around it that has one."""
+    """Why. `{place}` is the file and line of the equation `other`, or of the innermost container that has them."""
     other: Call | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -36,7 +36,7 @@ class SiteKind:
 
     @property
     def flags(self) -> dict[str, bool]:
-        """For each kind, whether it holds."""
+        """For each kind, whether the product has it or its kind implies it."""
         implied = KINDS[self.name].implies if self.name else ()
         return {word: word == self.name or word in implied for word in KINDS if word != "block"}
 
@@ -48,7 +48,7 @@ class SiteBlock:
     base: int
     """Its number in iteration 0 of the loops around it."""
     strides: tuple[tuple[Address, int], ...]
-    """For each loop around it, how many blocks later the next iteration is; negative if the loop runs backwards."""
+    """For each loop around it: the difference in block number to the next iteration; negative for a backwards loop."""
     count: int
     unknown: str = ""
     """Why its number is not known; empty if it is."""

@@ -1,6 +1,6 @@
-"""The sites of a model as a file, `policyc sites --format json`, and what a policy decides about them.
+"""Reads the sites of a model from a file (`policyc sites --format json`), and plans a policy for them.
 
-Loads no JAX, so that editors and the playground can plan. It decides as a `Plan` does, but knows nothing of backends.
+Does not load JAX, so that editors and the playground can use it. Decisions are those of a `Plan`, without backends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from policyc.language.recipes import Gemm, Recipe
 from policyc.language.selectors import DottedPath, PathSegment
 
 PLAN_SCHEMA = 4
-"""The version of a plan as JSON. It changes with the fields, which docs/reference/plan.md describes."""
+"""Version of the JSON format of plans. It changes whenever the fields do (docs/reference/plan.md)."""
 
 _MAX_BYTES = 64 * 2**20  # a hundred times the list of an unrolled model of 126 layers
 _SEGMENT = re.compile(r"([^\[\]]*)(?:\[([0-9]+)(?:/([0-9]+))?\])?")
@@ -51,11 +51,11 @@ def _write_segment(segment: PathSegment) -> str:
 
 
 def read_path(text: str) -> DottedPath:
-    """The path that `write_path` wrote."""
+    """Parses a path that `write_path` wrote."""
     return tuple(map(_read_segment, text.split("."))) if text else ()
 
 
-@lru_cache(maxsize=4096)  # the paths of a model have few different names
+@lru_cache(maxsize=4096)  # the paths of a model contain few distinct names
 def _read_segment(text: str) -> PathSegment:
     match = _SEGMENT.fullmatch(text)
     if match is None:
@@ -87,7 +87,7 @@ class ListedSite:
     layers: tuple[ListedLayer, ...]
     is_in_block: bool
     is_opaque: bool
-    """Is the compiler unable to change it?"""
+    """Whether the compiler cannot change it."""
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ListedSite:
@@ -137,7 +137,7 @@ class SiteList:
 
     @classmethod
     def from_json(cls, text: str) -> SiteList:
-        """Reads what `policyc sites --format json` wrote. Raises BadSiteList."""
+        """Parses the output of `policyc sites --format json`. Raises BadSiteList."""
         remedy = "write it with 'policyc sites --format json'"
         try:
             data = json.loads(text)
@@ -187,7 +187,7 @@ class SiteList:
 
     @cached_property
     def existing(self) -> tuple[int, ...]:
-        """For each product: the layers that have it."""
+        """For each of fprop, dgrad and wgrad: the layers that have it."""
         return tuple(self.masks.of_sites(gemm in site.products for site in self.sites) for gemm in Gemm)
 
     @cached_property
@@ -197,7 +197,7 @@ class SiteList:
 
 @dataclass(frozen=True, slots=True)
 class RuleShare:
-    """What a rule does to a model: the sites it matches, those it decides about in some phase, their share of FLOPs.
+    """Totals of one rule: the sites it matches, those it decides about in some phase, and their share of FLOPs.
 
     The share is that of the phase in which it is largest.
     """
@@ -208,7 +208,7 @@ class RuleShare:
 
 
 class ListPlan:
-    """What a policy decides about a list of sites."""
+    """The decisions of a policy about a list of sites."""
 
     def __init__(self, policy: Policy, sites: SiteList) -> None:
         self.policy = policy
@@ -221,7 +221,7 @@ class ListPlan:
         return tuple(map(self.policy.resolver(), (rule.recipe for rule in self.policy.rules)))
 
     def _decide(self, phase: Phase) -> Sequence[ProductMasks]:
-        """For each rule: the layers where it decides about each product, because no later one in force matches."""
+        """For each rule: the layers where it decides about each product, because no later rule in force matches."""
         fprop_left = dgrad_left = wgrad_left = self.sites.masks.all
         decided = [(0, 0, 0)] * len(self.policy.rules)
         for rule in reversed(range(len(decided))):
@@ -236,7 +236,7 @@ class ListPlan:
         return decided
 
     def choices(self, phase: Phase) -> Iterator[tuple[int, int, Sequence[int | None]]]:
-        """The rules that decide about the products of each layer of each site, with their numbers in the list."""
+        """Yields for each layer: the number of its site, its own number, and the rule that decides on each product."""
         choices = self.rules.choices(phase)
         for (site, layer), by_product in zip(self.sites.masks.layers, choices, strict=True):
             yield site, layer[0], [choice.rule for choice in by_product]
@@ -246,7 +246,7 @@ class ListPlan:
         return [self._decide(phase) for phase in self.rules.phases]
 
     def share(self, rule: int) -> RuleShare:
-        """What a rule does."""
+        """The totals of one rule."""
         existing, masks, layer_flops = self.sites.existing, self.sites.masks, self.sites.layer_flops
         decided, flops = 0, 0.0
         for phase in self._decided:
@@ -259,7 +259,7 @@ class ListPlan:
 
     @cached_property
     def shares(self) -> tuple[RuleShare, ...]:
-        """One for each rule."""
+        """The totals of each rule."""
         return tuple(map(self.share, range(len(self.policy.rules))))
 
     def check(self) -> Iterator[Diagnostic]:

@@ -29,7 +29,7 @@ Layer = tuple[int, ...]
 
 
 class MatchableSite(Protocol):
-    """What matching needs of a site."""
+    """The part of a site's interface that matching needs."""
 
     def all_layers(self) -> Iterable[Layer]: ...
 
@@ -38,7 +38,7 @@ class MatchableSite(Protocol):
     def attributes(self, layer: Layer) -> SiteAttributes: ...
 
 
-_MAX_KEPT = 4096  # rules: after an edit all but one are those of before
+_MAX_KEPT = 4096  # rules whose matches are cached: an edit of a policy usually changes only one of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,10 @@ class _SamePaths:
     names: frozenset[str]
     mask: int
     by_index: tuple[dict[int, int], ...]
-    """For each segment of the path: the layers with each of its indices."""
+    """For each segment of the path: the layers, by their index in this segment."""
 
     def accepted(self, number: int, segment: SelectorSegment) -> int:
-        """The layers whose path has a name at this place that a segment of a pattern matches."""
+        """The layers whose name at position `number` is matched by a segment of a pattern."""
         name, indices = self.path[number], segment.indices
         if not glob_segment_matches(segment, name):
             return 0
@@ -63,7 +63,7 @@ class _SamePaths:
         return union(by_index.get(index, 0) for index in taken if index is not None)
 
     def match(self, pattern: Selector) -> int:
-        """The layers with a path that a pattern matches: as `selectors.matches`, for all of them at once."""
+        """The layers with a path that a pattern matches. Like `selectors.matches`, but for all layers at once."""
         segments, end = pattern.segments, len(pattern.segments)
         matched, active = 0, _skip_wildcards(segments, {0: self.mask})
         for number in range(len(self.path)):
@@ -90,14 +90,14 @@ def _skip_wildcards(segments: tuple[SelectorSegment, ...], active: dict[int, int
 
 
 class SiteMasks:
-    """The layers of a list of sites, numbered, and those that rules match. Results are kept."""
+    """Numbers the layers of a list of sites, and finds those that rules match. Results are cached."""
 
     def __init__(self, sites: Sequence[MatchableSite]) -> None:
         self._sites = sites
         self.layers: list[tuple[int, Layer]] = []
-        """The number of the site and the layer of it, for each bit of a mask."""
+        """For each bit of a mask: the number of the site, and its layer."""
         self.of_site: list[int] = []
-        """The layers of each site."""
+        """For each site: the mask of its layers."""
         for number, site in enumerate(sites):
             start = len(self.layers)
             self.layers += ((number, layer) for layer in site.all_layers())
@@ -110,11 +110,11 @@ class SiteMasks:
         return self._match_kept(rule.selectors, rule.where)
 
     def of_sites(self, are_taken: Iterable[bool]) -> int:
-        """The layers of some of the sites, given for each site whether it is one of them."""
+        """The layers of some of the sites. `are_taken` says for each site whether it is one of them."""
         return union(mask for mask, is_taken in zip(self.of_site, are_taken, strict=True) if is_taken)
 
     def split(self, mask: int) -> Iterator[tuple[int, int]]:
-        """The numbers of the sites with layers in a mask, and how many they are."""
+        """Yields each site that has layers in a mask: its number, and the number of these layers."""
         while mask:
             site = self.layers[(mask & -mask).bit_length() - 1][0]
             yield site, (mask & self.of_site[site]).bit_count()
@@ -138,7 +138,7 @@ class SiteMasks:
         return matched
 
     def _holding(self, where: Predicate | None, mask: int) -> int:
-        """Those of some layers in which a condition holds."""
+        """The layers of a mask in which a condition holds."""
         if where is None:
             return mask
         reads_layer = any(isinstance(leaf, Comparison) and leaf.reads_layer for leaf in leaves(where))
@@ -158,7 +158,7 @@ class SiteMasks:
             seen: dict[object, int] = {}
             for path in dict.fromkeys(self._sites[site].paths(layer)):
                 shape = tuple((name.text, name.index is not None, name.size) for name in path)
-                seen[shape] = seen.get(shape, 0) + 1  # a group has one path of a layer at most
+                seen[shape] = seen.get(shape, 0) + 1  # a group has at most one path per layer
                 groups.setdefault((shape, seen[shape]), []).append((bit, path))
         return tuple(map(_same_paths, groups.values()))
 
@@ -174,7 +174,7 @@ def _same_paths(members: list[tuple[int, DottedPath]]) -> _SamePaths:
 
 
 def find_bits(mask: int) -> Iterator[int]:
-    """The numbers of the bits of a mask, the lowest first."""
+    """The numbers of the bits that are set in a mask, the lowest first."""
     while mask:
         bit = mask & -mask
         yield bit.bit_length() - 1
@@ -182,7 +182,7 @@ def find_bits(mask: int) -> Iterator[int]:
 
 
 def union(masks: Iterable[int]) -> int:
-    """The layers that are in one of the masks."""
+    """The layers that are in any of the masks."""
     union = 0
     for mask in masks:
         union |= mask

@@ -1,4 +1,4 @@
-"""The table of a plan's sites. Layers to which the same happens share a row, scanned or unrolled."""
+"""The table of a plan's sites. Layers that are treated alike share a row, whether scanned or unrolled."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm
 
 _REPEATED = {"scope": "site", "block": "layers"}
-"""Columns that are left out if they say what another one says."""
+"""Columns that are left out if they only repeat another column."""
 
 
 def sites_table(plan: Plan | Sites) -> str:
-    """Every site with its shapes, and if there are rules, which one decides and which it overrides."""
+    """Every site with its shapes and, if there are rules, the rule that decides and the rules it overrides."""
     plan = _as_plan(plan)
     total = sum(s.total_flops for s in plan.sites)
     sites = sum(s.count for s in plan.sites)
@@ -30,12 +30,12 @@ def sites_table(plan: Plan | Sites) -> str:
 
 
 def _as_plan(plan: Plan | Sites) -> Plan:
-    """Sites are listed as under a policy without rules."""
+    """Plans sites under a policy without rules. A plan is returned as it is."""
     return plan if isinstance(plan, Plan) else make_plan(Policy(), plan)
 
 
 def site_rows(plan: Plan | Sites) -> list[list[str]]:
-    """A header, and a row for layers to which the same happens."""
+    """A header, and one row for each group of layers that are treated alike."""
     plan = _as_plan(plan)
     rows = [
         row
@@ -49,14 +49,14 @@ def site_rows(plan: Plan | Sites) -> list[list[str]]:
 
 def _is_repeated(column: str, rows: Iterable[dict[str, str]]) -> bool:
     other = _REPEATED.get(column)
-    # Apart from the number of blocks, and of the sites with one path: `0-3/4`, `attention.scores (2)`.
+    # Ignore the number of blocks (`0-3/4`), and the number of a site among those with its path (`scores (2)`).
     return other is not None and all(
         row[column].partition("/")[0] in ("-", row[other].partition(" (")[0]) for row in rows
     )
 
 
 def _linear_rows(plan: Plan, linear: LinearLayers, phase: Phase) -> Iterator[dict[str, str]]:
-    """The rows of a linear in a phase: cells by the names of their columns. Layers with the same cells share a row."""
+    """The rows of a linear in a phase: cells by column name. Layers with the same cells share a row."""
     groups: dict[Hashable, list[tuple[int | None, Site, Layer]]] = {}
     for index, (site, layer) in linear.ordered():
         blocks = site.block and (site.block.count, site.block.unknown)
@@ -74,7 +74,7 @@ def _linear_rows(plan: Plan, linear: LinearLayers, phase: Phase) -> Iterator[dic
 
 
 def _cells(plan: Plan, site: Site, layer: Layer, phase: Phase) -> dict[str, str]:
-    """The cells of a layer of a site in the order of the columns. Those that all layers of a row make are empty."""
+    """The cells of a layer of a site, in the order of the columns. Cells that sum up all layers of a row are empty."""
     return {
         "scope": ".".join(name.text for name in site.scope.path) or "-",
         "layers": "",
@@ -97,7 +97,7 @@ def _layers_text(site: Site, indices: Sequence[int | None]) -> str:
 
 
 def _gflops(sites: Sequence[Site]) -> str:
-    """The work of one product in a step, in these layers."""
+    """GFLOPs of one product in a step, in all these layers; `?` if not known."""
     flops = sum(site.flops * site.repeats / site.count for site in sites)
     return f"{flops / 1e9:.3g}" if flops else "?"
 

@@ -36,9 +36,9 @@ class IndexSlot:
     positions: tuple[int, ...]
     size: int
     index: LayerTable[int | None]
-    """None in a layer that is padding."""
+    """The index in each layer; None in a padding layer."""
     axis: int | None = None
-    """The axis of the parameter; None: the index is that of a scope."""
+    """The axis of the parameter; None if the index is that of a scope."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class PathTemplate:
     unknown_index: str = ""
     """Why an index in this path is not known; empty if all are."""
     is_uncertain: bool = False
-    """Is it one of several parameters, of which it is not known which are read?"""
+    """Whether this is one of several parameters, and it is unknown which of them are read."""
 
     def paths(self, indices: Mapping[Address, int]) -> Iterator[DottedPath]:
         """The paths of a layer: one for each way to place its indices."""
@@ -65,7 +65,7 @@ class PathTemplate:
                 yield self.path_with(positions, indices)
 
     def placements(self) -> Iterator[tuple[int | None, ...]]:
-        """The ways to place the indices of `slots`: the position of a name for each, in ascending order."""
+        """Yields the ways to place the indices of `slots`: for each, the position of a name, in ascending order."""
         for positions in itertools.product(*(slot.positions or (None,) for slot in self.slots)):
             if all(a is None or b is None or a <= b for a, b in itertools.pairwise(positions)):
                 yield positions
@@ -88,7 +88,7 @@ class PathTemplate:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """How an operand derives from one input of the loss: by equations, and by scans (their addresses) that slice it."""
+    """How an operand derives from one input of the loss: through equations, and scans (as addresses) that slice it."""
 
     input: int
     steps: tuple[JaxprEqn | Address, ...] = ()
@@ -103,46 +103,46 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """One forward GEMM, as `y = x W`: m rows of x, n columns of W, k contracted, `batch` of them."""
+    """One forward GEMM, seen as `y = x W`: x has m rows, W has n columns, k is contracted, `batch` times."""
 
     address: Address
     scope: PathTemplate
     parameters: tuple[PathTemplate, ...] = ()
     """The paths of its weight. Several, if the program stacks a list of layers."""
     stacks: tuple[Stack, ...] = ()
-    """The stacks whose layers a policy can tell apart here: those that its weight, or else its scope, is indexed by."""
+    """The stacks whose layers a policy can tell apart: those that index its weight or, without one, its other paths."""
     module: PathTemplate | None = None
-    """The module whose weights made the operands of a product of activations. Without a path, it is not known."""
+    """The module whose weights produced the operands of a product of activations. Its path is empty if unknown."""
     loops: tuple[Stack, ...] = ()
-    """All scans over layers around it. A weight that all iterations share is in a loop without being in a stack."""
+    """All scans over layers around it. A scan whose iterations share the weight is here, but not in `stacks`."""
     weight: Weight
     is_ragged: bool = False
-    """Is it a product of rows in groups, with a matrix for each group (`ragged_dot`)?"""
+    """Whether it multiplies groups of rows, each with a matrix of its own (`ragged_dot`)."""
     kind: SiteKind = SiteKind()
     block: SiteBlock | None = None
-    """The block of the model that it is in, if it is in one."""
+    """The block of the model that it is in; None if it is in none."""
     batch: int
     m: int
     n: int
     k: int
     running: frozenset[Layer] | None = None
-    """The layers in which it runs, in a branch that only some iterations take. None: all of them."""
+    """The layers in which it runs, if it is in a branch that only some iterations take. None: all layers."""
     repeats: int
-    """How often it runs in a step, in all its layers. 0: not known, since it is in a kernel."""
+    """How often it runs in a step, in all its layers together. 0 if unknown, because it is in a kernel."""
     uncertain_repeats: str = ""
-    """Why it may run more or less often than `repeats`, in words that follow 'a GEMM'; empty if it may not."""
+    """Why it may run more or less often than `repeats`, in words that follow 'a GEMM'; empty if `repeats` is exact."""
     products: frozenset[Gemm]
     opaque: str = ""
     """Why the compiler cannot change it; empty if it can."""
     has_one_hot: bool = False
-    """Is its other operand one-hot: does it look up rows of its weight?"""
+    """Whether its other operand is one-hot, so that it looks up rows of its weight."""
     axis_env: AxisEnv = AxisEnv()
     origin: Origin | None = field(default=None, compare=False, repr=False)
     """How the weight derives from an input of the loss; None if unknown."""
     is_reused: bool = False
-    """Is the same weight read more than once: in a remat, or in several iterations of a loop?"""
+    """Whether the same weight is read more than once: in a remat, or in several iterations of a loop."""
     takes_extra_inputs: bool = True
-    """Can the rewrite pass additional inputs to it?"""
+    """Whether the rewrite can pass additional inputs to it."""
     eqn: JaxprEqn = field(compare=False, repr=False)
 
     @property
@@ -170,18 +170,21 @@ class Site:
 
     @property
     def is_layered(self) -> bool:
-        """Is it one of several layers, scanned or unrolled?"""
+        """Whether it is one of several layers, scanned or unrolled."""
         return bool(self.loops) or any(n.index is not None for n in self.template.path)
 
     @property
     def has_no_layer(self) -> bool:
-        """Is it a product of activations in a layer that is not known?"""
+        """Whether it is a product of activations whose layer is unknown."""
         if self.module is None or self.module.path:
             return False
         return not self.scope.slots and all(name.index is None for name in self.scope.path)
 
     def layer_path(self, indices: Mapping[Address, int]) -> DottedPath:
-        """The path of a layer: of its parameter, else its scope. Its index is at the innermost name but the last."""
+        """The path of a layer: of its parameter, else its scope.
+
+        If several names may carry the index, it is put at the innermost of them, but not at the last name of the path.
+        """
         for template in self.parameters or (self.scope,):
             paths = list(template.paths(indices))
             if paths:
@@ -191,7 +194,7 @@ class Site:
     def loop_ordinals(self) -> list[int]:
         """One number for each combination of iterations of `loops`, for random keys.
 
-        It comes from the indices in the path, so that a scanned and an unrolled stack have the same ones.
+        It is computed from the indices in the path, so that a scanned and an unrolled stack have the same numbers.
         """
         ordinals = []
         for combination in itertools.product(*(range(s.size) for s in self.loops)):
@@ -204,12 +207,12 @@ class Site:
 
     @property
     def place(self) -> str:
-        """The file and line of the program that made it."""
+        """The file and line of the program that created it."""
         return jaxprs.source_place(self.eqn)
 
     @property
     def count(self) -> int:
-        """How many GEMMs of the model this is: one per layer."""
+        """The number of GEMMs that this site stands for: one per layer in which it runs."""
         return math.prod(s.size for s in self.stacks) if self.running is None else len(self.running)
 
     @property
@@ -242,12 +245,12 @@ class Site:
         return {**attributes, "layer": number, "layers": self.block.count}
 
     def complete(self, **fields: Any) -> None:
-        """Sets fields of a site that the analysis has just made. A copy would take longer than finding them."""
+        """Sets fields of a site that the analysis has just created. A copy would take longer than finding them."""
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
     def set_kind(self, kind: SiteKind, block: SiteBlock | None) -> None:
-        """As `complete`, in less time."""
+        """Like `complete`, but faster."""
         object.__setattr__(self, "kind", kind)
         object.__setattr__(self, "block", block)
 
@@ -256,7 +259,7 @@ class Site:
         return (la for la in self.all_layers() if self.running is None or la in self.running)
 
     def all_layers(self) -> Iterator[Layer]:
-        """The layers of its stacks, also those in which it does not run."""
+        """The layers of its stacks, including those in which it does not run."""
         return itertools.product(*(range(s.size) for s in self.stacks))
 
     def stack_indices(self, layer: Layer) -> dict[Address, int]:
@@ -273,12 +276,12 @@ class Site:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherProduct:
-    """Products of one kind and name. `flops` are those of a step; None: not known."""
+    """Products of one kind and name that are not GEMMs. `flops` are those of a step; None if unknown."""
 
     kind: str
-    """In words, in the singular."""
+    """In words, in the singular: `convolution`, `Pallas kernel`."""
     name: str
-    """The primitive, or what it calls."""
+    """The primitive, or the kernel or function that it calls."""
     count: int
     flops: int | None
 
@@ -326,7 +329,7 @@ class Sites:
 
     @cached_property
     def masks(self) -> SiteMasks:
-        """All layers, numbered, also those in which a site does not run."""
+        """Numbers all layers, including those in which a site does not run."""
         return SiteMasks(self.sites)
 
     @cached_property
@@ -341,7 +344,7 @@ class Sites:
 
     @cached_property
     def existing(self) -> tuple[int, ...]:
-        """For each product: the layers that run it."""
+        """For each of fprop, dgrad and wgrad: the layers that run it."""
         masks = (self.masks.of_sites(gemm in site.products for site in self.sites) for gemm in Gemm)
         return tuple(mask & self.running for mask in masks)
 

@@ -39,7 +39,7 @@ class LayerTable(Generic[T]):
         return self.values[position]
 
     def simplify(self) -> LayerTable[T]:
-        """The same table without the stacks on which its values do not depend."""
+        """The table without the stacks that its values do not depend on."""
         stacks, values = list(self.stacks), self.values
         for stack in reversed(self.stacks):
             inner = math.prod(s.size for s in stacks[stacks.index(stack) + 1 :])

@@ -1,8 +1,8 @@
 """Traces a function of any arguments to a closed jaxpr, calling it exactly once.
 
 Only parameters (and `jax.ShapeDtypeStruct`s) become inputs of the jaxpr. Everything else is closed over as it is:
-configurations, strings, modules and numbers that steer Python stay what they are, and so do results that are not traced
-arrays.
+configurations, strings, modules, and numbers used in Python control flow. Results that are not traced arrays are
+returned as they are.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, float, complex, jax.ShapeDtyp
 
 @dataclass(frozen=True, slots=True)
 class FrozenWeight:
-    """A weight that is not differentiated. `is_part`: the variable is a part that NumPy took of it."""
+    """A weight that is not differentiated. `is_part`: the variable is only a part of it, taken by NumPy."""
 
     path: DottedPath
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class FrozenWeight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedFunction:
-    """A function as a jaxpr. `paths` has the path of every input, None for what is not a parameter."""
+    """A function as a jaxpr. `paths` has the path of every input; None if the input is not a parameter."""
 
     jaxpr: ClosedJaxpr
     paths: tuple[DottedPath | None, ...]
@@ -49,7 +49,7 @@ class TracedFunction:
     """Which leaves of the result the jaxpr computes. The others are in `constant_results`."""
 
     def differentiated_results(self, *, has_aux: bool) -> list[bool]:
-        """Which results of the jaxpr are differentiated: all, or with `has_aux` those of the first of a pair."""
+        """Which results of the jaxpr are differentiated: all, or with `has_aux` those in the first of a pair."""
         first = self.result_tree.children()[:1] if has_aux else [self.result_tree]
         count = sum(tree.num_leaves for tree in first)
         return [leaf < count for leaf in self.traced_results]
@@ -57,7 +57,7 @@ class TracedFunction:
     def run(self, jaxpr: ClosedJaxpr, inputs: Sequence[Any]) -> Any:
         """The result of the function, computed by a jaxpr with the same results as its own."""
         values = replay.evaluate(jaxpr, *inputs)
-        # JAX returns its own kinds of Python numbers for scalars that are constants.
+        # For scalars that are constants, JAX returns its own subclasses of Python numbers.
         is_literal = (
             isinstance(var, Literal) and getattr(var.aval, "dtype", float0) != float0
             for var in jaxpr.jaxpr.outvars
@@ -75,7 +75,7 @@ class TracedFunction:
 
 
 def jaxpr_inputs(args: Sequence[Any], param_argnums: Sequence[int]) -> list[Any]:
-    """The leaves of the arguments that are inputs of the jaxpr of `trace`."""
+    """The leaves of the arguments that become inputs of the jaxpr in `trace`."""
     leaves = [(i in param_argnums, leaf) for i, arg in enumerate(args) for leaf in jax.tree.leaves(arg)]
     return [leaf for is_parameter, leaf in leaves if _is_input(leaf, is_parameter)]
 
@@ -105,7 +105,7 @@ def trace(
     flat = [jax.tree.flatten(arg) for arg in (*args, dict(kwargs))]
     inputs: list[Any] = []
     paths: list[DottedPath | None] = []
-    slots: list[tuple[int, int]] = []  # of each input: its argument, and its leaf there
+    slots: list[tuple[int, int]] = []  # for each input: the numbers of its argument, and of its leaf there
     for argnum, (leaves, _) in enumerate(flat):
         for number, leaf in enumerate(leaves):
             if _is_input(leaf, argnum in paths_of):
@@ -143,11 +143,11 @@ def trace(
 def _frozen_weights(
     jaxpr: ClosedJaxpr, inputs: Sequence[Any], fixed: Mapping[str, Any]
 ) -> dict[Var, FrozenWeight]:
-    """The variables of a jaxpr that are leaves of arguments which are not differentiated.
+    """The variables of a jaxpr that are weights in arguments which are not differentiated.
 
-    `inputs` has None for those that are differentiated: these are not frozen weights, even where the program passes the
-    same array twice, as a reference model is at first. Only trees of arrays count, and not those whose name says that
-    they hold data: a batch is not a weight.
+    `inputs` has None for inputs that are differentiated. These are never frozen weights, even if the program passes the
+    same array twice (a reference model often starts like this). Only trees count, not single arrays, and no trees whose
+    name stands for data: a batch is not a weight.
     """
     trees = [(n, t) for n, t in fixed.items() if n.casefold() not in DATA_NAMES and not _is_leaf(t)]
     if not trees:
@@ -179,9 +179,9 @@ def _frozen_weights(
 def _numpy_weight(
     constant: np.ndarray, leaves: Sequence[tuple[np.ndarray, DottedPath]]
 ) -> FrozenWeight | None:
-    """The weight that JAX has made a constant of: in the same memory, or, where it was converted, the one equal to it.
+    """The weight that a constant was made from: it has the same memory or, if JAX converted it, equal values.
 
-    None if several could be it.
+    None if no weight matches, or several do.
     """
     matching = [(leaf, path) for leaf, path in leaves if np.may_share_memory(constant, leaf)]
     if not matching:

@@ -1,4 +1,4 @@
-"""What the analysis knows of a variable, and how it joins that of several: branches, and iterations of a loop."""
+"""Facts that the analysis derives about a variable, and how they are joined over branches and loop iterations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from policyc.jaxcore.transform import Address
 
 
 class Dependence(IntEnum):
-    """What a variable is computed from."""
+    """The kinds of inputs that a variable depends on."""
 
     PARAMETERS = 0
     """Parameters, literals and loop counters."""
@@ -41,30 +41,30 @@ class Dependence(IntEnum):
 
 
 class VarInfo(NamedTuple):
-    """What is known of a variable. A named tuple, which is made faster than a dataclass: each equation has one."""
+    """Facts about a variable. Every equation needs one, and a named tuple is created faster than a dataclass."""
 
     source: Source | None = None
-    """How it is laid out from parameters."""
+    """How it is laid out from parameters; None if it is not."""
     is_modified: bool = False
-    """Is it a parameter plus or times something else: a merged adapter, a mask, a normalized weight?"""
+    """Whether it is a parameter plus or times something else: a merged adapter, a mask, a normalized weight."""
     is_active: bool = False
-    """Does a gradient flow through it?"""
+    """Whether a gradient flows through it."""
     integers: Integers | None = None
     """Its value, if it is an integer that is known in each iteration."""
     is_lookup: bool = False
-    """Is it computed from a parameter and constants that may as well be data: rows, looked up by the tokens of a batch?
+    """Whether it is computed from a parameter and constants that may as well be data, such as the tokens of a batch.
 
-    It is a weight only where it multiplies an activation.
+    It counts as a weight only if it multiplies an activation.
     """
     depends_on: Dependence = Dependence.DATA
     reference: Address | None = None
-    """Where it was created, if it is a reference."""
+    """If it is a reference: the address of the equation that created it."""
     is_one_hot: bool = False
     is_iota: bool = False
     origin: Origin | None = None
-    """How to compute it from one input of the loss, where that costs no more outside than here."""
+    """How to compute it from one input of the loss, if that costs no more outside of the loss than inside."""
     projections: frozenset[Source] = frozenset()
-    """The weights of the last products that it comes from."""
+    """The weights of the last products before it."""
 
     @property
     def is_fixed(self) -> bool:
@@ -76,7 +76,7 @@ class VarInfo(NamedTuple):
 
 
 def join_dependence(infos: Iterable[VarInfo]) -> Dependence:
-    found = [i.depends_on for i in infos]  # no set: enums take long to hash
+    found = [i.depends_on for i in infos]  # not a set: hashing enums is slow
     if len(found) == 1:
         return found[0]
     if Dependence.CONSTANTS in found and Dependence.WEIGHT_PRODUCTS in found:
@@ -90,7 +90,7 @@ MANY_PROJECTIONS = frozenset({UnknownSource(shape=(), operands=(), reason="it co
 _CARRIED = "the loop around it carries it, and changes it in every iteration"
 _FILLED = "a loop carries it, and fills it with layers one after the other"
 _OF_COND = "its index is the result of a 'cond', which policyc does not evaluate"
-MOST_PROJECTIONS = 16  # a residual stream comes from all layers before; attention from a few projections
+MOST_PROJECTIONS = 16  # a residual stream depends on all previous layers; attention on a few projections
 
 
 def join_projections(infos: Iterable[VarInfo]) -> frozenset[Source]:
@@ -113,9 +113,10 @@ def frozen_info(var: Var, weight: FrozenWeight) -> VarInfo:
 
 
 def join_branches(values: Sequence[VarInfo], index: Integers | None) -> VarInfo:
-    """A weight where all branches give one or a constant; active where any branch is.
+    """The joined info of the branches of a `cond`.
 
-    `index` is the branch, if it is known.
+    It is a weight if every branch returns a weight or a constant, and active if any branch is. `index` is the number of
+    the branch, if known.
     """
     sources = [v.source for v in values]
     whole = next((s for s in sources if s is not None and not is_broadcast(s)), None)
@@ -135,7 +136,7 @@ def join_branches(values: Sequence[VarInfo], index: Integers | None) -> VarInfo:
 
 
 def carry_info(value: VarInfo, integers: Integers | None) -> VarInfo:
-    """What is known of a carry that a loop changes, from its first value. `integers`: its value, if it is a counter."""
+    """The info of a carry that a loop changes, given its initial value. `integers` is its value if it is a counter."""
     source = value.source
     if source is not None:
         source = None if is_broadcast(source) else unknown_source(source.shape, [source], _CARRIED)
@@ -151,9 +152,9 @@ def carry_info(value: VarInfo, integers: Integers | None) -> VarInfo:
 
 
 def widen_carry(carry: VarInfo, result: VarInfo) -> VarInfo:
-    """What is known of a carry after one more iteration.
+    """The info of a carry after one more iteration.
 
-    It is a weight if every iteration gives one, and its first value is one or a constant: a buffer that a loop fills.
+    It is a weight if every iteration returns one, and its initial value is one or a constant (a buffer that is filled).
     """
     source, given, depends_on = carry.source, result.source, join_dependence((carry, result))
     is_constant = depends_on <= Dependence.CONSTANTS
@@ -175,7 +176,7 @@ def widen_carry(carry: VarInfo, result: VarInfo) -> VarInfo:
 
 
 def _widen(carried: UnknownSource | None, given: Source, reason: str) -> UnknownSource:
-    """A carry that holds what it did before or what an iteration gives."""
+    """The source of a carry that holds either its previous value or the result of an iteration."""
     wider = unknown_source(given.shape, [given] if carried is None else [carried, given], reason)
     return carried if carried is not None and carried.operands == wider.operands else wider
 

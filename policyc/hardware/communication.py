@@ -1,4 +1,4 @@
-"""What devices send each other in a training step, as the policy and the bundled driver do it."""
+"""Bytes and time of the communication between devices in a training step of the bundled driver, under a policy."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from policyc.numerics.targets import Target
 
 
 def weight_traffic(step: TrainingStep) -> tuple[float, float]:
-    """Bytes of all weights that fsdp gathers, and that it sums as gradients, in one microbatch, or in a step if once.
+    """Bytes of weights that fsdp gathers, and of gradients that it sums, per microbatch (per step if `gathers_once`).
 
-    They are not divided by any mesh axis.
+    They are totals, not divided by any mesh axis.
 
-    A weight is gathered for fprop, again for dgrad, and once more if the backward pass runs fprop again: its codes and
-    block scales if the product quantizes it and is not ragged, else the weight in the dtype of the product. Backend te
-    gathers the scales of 2D tiles once per step: each microbatch has its part of them. Gradients are summed in the
-    dtype of the product. Once per step, a weight is gathered in that dtype, and gradients are summed in fp32.
+    A weight is gathered for fprop, again for dgrad, and once more if the backward pass runs fprop again. Its codes and
+    block scales are gathered if the product quantizes it and is not ragged, otherwise the weight in the dtype of the
+    product. Backend te gathers the scales of 2D tiles once per step; each microbatch counts its share of them.
+    Gradients are summed in the dtype of the product. With `gathers_once`, a weight is gathered in that dtype, and
+    gradients are summed in fp32.
     """
     gathered = summed = 0.0
     for group in step.groups():
@@ -61,10 +62,10 @@ def _gathered_bytes(group: LayerGroup, step: TrainingStep) -> float:
 
 
 def communication_seconds(step: TrainingStep, target: Target, mesh: MeshShape) -> float:
-    """Time of everything that devices send each other in a step, with no overlap.
+    """Time of all communication in a step, with no overlap.
 
-    fsdp gathers weights and scatters the sums of their gradients, and data adds these sums, for each microbatch or
-    once. context exchanges sequences for heads around attention in both passes.
+    The fsdp axis gathers weights and reduce-scatters their gradients, and the data axis all-reduces these sums, for
+    each microbatch or once. The context axis exchanges sequences for heads around attention in both passes.
     """
     gathered, summed = weight_traffic(step)
     stride = mesh.context * mesh.tensor
@@ -81,10 +82,10 @@ def communication_seconds(step: TrainingStep, target: Target, mesh: MeshShape) -
 def activation_traffic(step: TrainingStep, mesh: MeshShape) -> tuple[float, float]:
     """Bytes of activations that a device exchanges in a step, over the tensor axis and over the context axis.
 
-    They are in bf16, and 0 if the sizes of a block are not known.
+    Activations are in bf16. Both numbers are 0 if the sizes of a block are not known.
 
     Over the tensor axis, the residual stream is summed after attention and after the MLP in both passes, and after
-    attention once more if the forward pass is recomputed. A sum scatters and gathers it.
+    attention once more if the forward pass is recomputed. Each sum is a reduce-scatter and an all-gather.
     """
     model = step.model
     if model is None:

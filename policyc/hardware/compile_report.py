@@ -1,4 +1,4 @@
-"""What a compiled training step contains, and what it costs: its quantized products, memory, collectives and kernels.
+"""Reports what a compiled training step contains and costs: its quantized products, memory, collectives and kernels.
 
 A plan only predicts that a product is native. `check_products` looks for the custom call of each native product in
 the compiled program.
@@ -33,7 +33,7 @@ NATIVE_CALLS = {
     ("te", "nvfp4"): "te_gemm_v2_ffi",
     ("cudnn", "nvfp4"): "CuteDSLRT_NvJaxCutlassCall_v2",
 }
-"""The custom call with which a backend multiplies a format natively."""
+"""The custom call that multiplies natively, by backend and format."""
 
 _PLAIN_GEMMS = ("__cublas$lt$matmul", "__cublas$gemm")
 
@@ -60,7 +60,7 @@ class ProductCheck:
 
     @property
     def is_missing(self) -> bool:
-        """Whether the plan says that it is native, and the program does not have all of its calls."""
+        """Whether the plan says that it is native, but the program lacks some of its calls."""
         return bool(self.call) and self.calls_found < self.calls_expected
 
 
@@ -78,7 +78,7 @@ class CollectiveTotal:
 class KernelTotal:
     """The kernels of one kind: their number per step, and the bytes they read and write on a device.
 
-    `short` are those that move so few bytes that their launch takes longer, and `short_bytes` what these move.
+    `short` counts kernels that move so few bytes that their launch takes longer; `short_bytes` are the bytes they move.
     """
 
     kind: str
@@ -92,7 +92,7 @@ class KernelTotal:
 class CompileReport:
     """A compiled step. `memory` has bytes per device by kind; `seconds` the time of tracing and of compiling.
 
-    `repeated_gemms` would run in addition, if GEMMs were calls of cuBLAS from the beginning: see `find_repeated_gemms`.
+    `repeated_gemms` counts GEMMs that run in addition if GEMMs are cuBLAS calls from the start (`find_repeated_gemms`).
     """
 
     target: str
@@ -141,8 +141,8 @@ class CompileReport:
 def check_products(plan: Plan, module: hlo.Module, microbatches: int = 1) -> Iterator[ProductCheck]:
     """Yields every quantized product of a plan, with the calls found in a step of this many microbatches.
 
-    Several products can have one name in the program: those of different layers of a site, and those of weights with
-    one name in a list. The calls found under a name are divided among them.
+    Several products can share a name in the program: those of different layers of a site, and those of weights with
+    the same name in a list. The calls found under a name are divided among them.
     """
     calls = _count_calls(module)
     planned = [
@@ -210,9 +210,10 @@ KERNEL_KINDS = ("GEMMs", "attention", "collectives", "copies and fills", "other 
 def total_kernels(module: hlo.Module, launch_bytes: float) -> Iterator[KernelTotal]:
     """Yields the kernels of a program by kind. A kernel that moves fewer bytes than `launch_bytes` is short.
 
-    If a GEMM of cuBLAS writes its result into a stack, this counts as a copy of its own, and a repeated GEMM does not
-    count. On a GPU, GEMMs are still Triton fusions when XLA looks for calls that can write into a stack (dynamic-slice
-    fusion), and only autotuning makes them calls of cuBLAS. Without a GPU they are calls from the beginning.
+    Kernels are counted as if compiled on a GPU: if a cuBLAS GEMM writes its result into a stack, the write counts as a
+    separate copy, and a repeated GEMM does not count. On a GPU, GEMMs are still Triton fusions when XLA looks for calls
+    that can write into a stack (dynamic-slice fusion), and only autotuning makes them cuBLAS calls. Without a GPU they
+    are cuBLAS calls from the start.
     """
     groups: dict[str, list[tuple[int, int]]] = {kind: [] for kind in KERNEL_KINDS}
     repeated = set(find_repeated_gemms(module))
@@ -234,10 +235,10 @@ def total_kernels(module: hlo.Module, launch_bytes: float) -> Iterator[KernelTot
 
 
 def find_repeated_gemms(module: hlo.Module) -> Iterator[hlo.Execution]:
-    """Yields the GEMMs of cuBLAS that only write the result of another one into a stack of saved activations.
+    """Yields the cuBLAS GEMMs that repeat another GEMM only to write its result into a stack of saved activations.
 
-    XLA's dynamic-slice fusion lets a GEMM write into the stack. In JAX 0.11.2 it keeps the other one for the rest of
-    the program.
+    XLA's dynamic-slice fusion lets a GEMM write into the stack. In JAX 0.11.2 it also keeps the original GEMM for the
+    rest of the program.
     """
 
     def product(execution: hlo.Execution) -> tuple[str, str, str]:
@@ -254,7 +255,7 @@ def find_repeated_gemms(module: hlo.Module) -> Iterator[hlo.Execution]:
 
 
 def kernel_kind(execution: hlo.Execution) -> str:
-    """One of `KERNEL_KINDS`. A product inside a quantizer, which rotates an operand, is not a GEMM of the program."""
+    """One of `KERNEL_KINDS`. A product that rotates an operand inside a quantizer does not count as a GEMM."""
     instruction = execution.instruction
     call = instruction.call_target
     if instruction.opcode.removesuffix("-start") in hlo.COLLECTIVES:
@@ -271,7 +272,7 @@ def kernel_kind(execution: hlo.Execution) -> str:
 # ---- the cost of a compiled step
 
 _PASSES = {"all-reduce": 2}
-"""How often a collective moves its bytes: once, but an all-reduce scatters sums and gathers them."""
+"""How often a collective moves its bytes, if more than once. An all-reduce scatters sums, then gathers them."""
 
 _OTHER_PARTS = ("GEMMs", "attention", "collectives")
 """Kinds of kernels whose time is in other parts of an estimate."""
@@ -279,7 +280,7 @@ _OTHER_PARTS = ("GEMMs", "attention", "collectives")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledStep:
-    """What `policyc compile --format json` says of a step."""
+    """A step as `policyc compile --format json` describes it."""
 
     policy: str
     target: str
@@ -302,10 +303,10 @@ def read_compiled_step(path: Path) -> CompiledStep:
 
 
 def with_compiled(estimate: Estimate, step: CompiledStep, target: Target, mesh: MeshShape) -> Estimate:
-    """The estimate of a step whose bytes, kernels and collectives are those of the compiled program.
+    """The estimate with the bytes, kernels and collectives of the compiled program instead of those of the model.
 
-    The time of GEMMs and of attention is that of the model: bytes do not say how long they compute. Quantization and
-    optimizer are among the other kernels of a program, and so are copies and fills. Collectives are taken to span all
+    The times of GEMMs and of attention remain those of the model: bytes do not tell how long they compute. The other
+    kernels of a program include quantization, the optimizer, copies and fills. Collectives are assumed to span all
     devices.
     """
     others = sum(kernel_seconds(k, target) for k in step.kernels if k.kind not in _OTHER_PARTS)

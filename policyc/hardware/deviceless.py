@@ -38,7 +38,7 @@ from policyc.numerics.backends import cudnn
 from policyc.numerics.targets import Target
 
 COMPILER_OPTIONS: dict[str, str | bool] = {
-    # Autotuning runs kernels on a device. Without one, take cuBLAS and cuDNN in their first configuration.
+    # Autotuning runs kernels on a device. Without one, use cuBLAS and cuDNN in their first configuration.
     "xla_gpu_autotune_level": "0",
     "xla_gpu_enable_triton_gemm": "False",
     # For a sort of more than 16384 elements, XLA asks the device how much memory CUB's kernel needs.
@@ -50,8 +50,8 @@ COMPILER_OPTIONS: dict[str, str | bool] = {
 
 
 _ASSUMED_FRACTION, _SLOP_PERCENT = 0.8, 95
-"""Without a device, XLA assumes that this fraction of its memory is allocated. A program may use so many percent of
-it."""
+"""Without a device, XLA assumes that this fraction of its memory is allocated, and that a program may use this
+percentage of it."""
 
 
 class CannotCompile(Exception):
@@ -59,9 +59,9 @@ class CannotCompile(Exception):
 
 
 def memory_options(environment: Mapping[str, str]) -> dict[str, str]:
-    """XLA's limit on memory as it is on a GPU, if the environment sets the fraction that JAX allocates.
+    """Options that set XLA's memory limit to that on a GPU, if the environment sets the fraction that JAX allocates.
 
-    A step above the limit is compiled to compute more than once what it could have kept.
+    XLA rematerializes arrays in a step that is above the limit.
     """
     text = environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
     if text is None:
@@ -202,7 +202,7 @@ def compile_jitted(
 
 
 def _kernels_for(target: Target | None) -> contextlib.AbstractContextManager[None]:
-    """cuDNN's kernels are compiled when a program is lowered."""
+    """A context to lower in: cuDNN's kernels are compiled for the target when a program is lowered."""
     assert target is not None
     return cudnn.compiling_for(target.compute_capability, gpus.read_number(target, "core_count"))
 
@@ -233,7 +233,7 @@ def _compile(
     compiled = time.perf_counter()
     assert execution.target is not None
     text, memory = executable.as_text(), executable.memory_analysis()
-    assert text is not None  # other backends may give neither; XLA's GPU compiler gives both
+    assert text is not None  # other compilers may return neither; XLA's GPU compiler returns both
     assert memory is not None
     module = hlo.parse_module(text)
     target = execution.target

@@ -21,38 +21,38 @@ from policyc.numerics.targets import Target
 PEAK_FRACTIONS: dict[str, float] = {
     "f32": 0.73, "bf16": 0.73, "fp8": 0.72, "mxfp8": 0.72, "nvfp4": 0.60, "mxfp4": 0.60,
 }  # fmt: skip
-"""Fraction of the dense peak that a large GEMM reaches. bf16, fp8 and nvfp4 are published; each other format takes the
-fraction of a similar one."""
+"""Fraction of the dense peak that a large GEMM reaches. Those of bf16, fp8 and nvfp4 are published; every other format
+has the fraction of a similar one."""
 
 GPU_PEAK_FRACTIONS: Mapping[tuple[int, int], dict[str, float]] = {
     (9, 0): {"fp8": 0.60},
     (10, 3): {"bf16": 0.66, "fp8": 0.63, "mxfp8": 0.59, "nvfp4": 0.38, "mxfp4": 0.38},
 }
-"""The same where it differs, by compute capability. fp8 on Hopper with full fp32 accumulation: 16384 x 4096 x 14336
-takes 1.86 ms on an H200, 0.24 ms of it for quantizing. B300: Transformer Engine's profile of a layer, 12 GEMMs with
-15872 tokens (benchmarks.calibration); mxfp4 is taken to be like nvfp4."""
+"""Fractions that differ from `PEAK_FRACTIONS`, by compute capability. fp8 on Hopper with full fp32 accumulation:
+16384 x 4096 x 14336 takes 1.86 ms on an H200, 0.24 ms of it for quantizing. B300: Transformer Engine's profile of a
+layer, 12 GEMMs with 15872 tokens (benchmarks.calibration); mxfp4 is assumed to be like nvfp4."""
 
 COPY_BANDWIDTH_FRACTION = 0.62
 """Fraction of the memory bandwidth that a copy reaches: 2 x 134 MB in 0.09 ms on an H200."""
 
 QUANTIZER_SLOWDOWNS = {"fp8": 1.0, "tile2d": 1.2, "plain": 1.4, "sr": 1.5, "rht": 2.0, "te": 1.1}
-"""Time of a quantizer, as a multiple of the time to copy as many bytes as it moves: from times in
-docs/explanation/speed.md that were measured on an H200. Those of Transformer Engine are from its own profile on a B300
+"""Time of a quantizer, as a multiple of the time to copy as many bytes as it moves. Derived from times measured on an
+H200 (docs/explanation/speed.md). The one of Transformer Engine is from its own profile on a B300
 (benchmarks.calibration). The kernel that refines scales was not measured: it is assumed to be like the others."""
 
 ATTENTION_PEAK_FRACTION = 0.5
 """Fraction of the bf16 peak that attention reaches, forward and backward, counting causal FLOPs. Assumed."""
 
 FP32_RESULT_BYTES = 4
-"""Bytes per number that a GEMM moves more if it writes fp32 instead of bf16: it writes two more, and they are read."""
+"""Extra bytes moved per number if a GEMM writes fp32 instead of bf16: two more are written, and two more are read."""
 
 LAUNCH_SECONDS = 3e-6
-"""The least time that a kernel takes. Assumed."""
+"""The minimum time of a kernel. Assumed."""
 
 STACK_PASSES = 4
-"""How often more the bytes of a saved activation are moved if its layers are in a scan. The stack of all layers is
-filled with zeros (1) or is a copy of another one's zeros (2), each layer is copied into it (2), and some are copied out
-of it. In compiled steps of Llama 3 8B on 8 GB200, these are 3.7 passes for results of GEMMs, and 5.5 for fp8 codes."""
+"""Extra passes over the bytes of a saved activation if its layers are in a scan. The stack of all layers is filled
+with zeros (1) or copied from another stack of zeros (2), each layer is copied into it (2), and some are copied out of
+it. Compiled steps of Llama 3 8B on 8 GB200 have 3.7 such passes for results of GEMMs, and 5.5 for fp8 codes."""
 
 # ---- constants that benchmarks.calibration fits
 
@@ -63,14 +63,14 @@ OTHER_FRACTION = 0.31
 """Fraction of a step that no part of the model covers: bubbles, launches, waits, clocks below their peak."""
 
 SPEED_UP_ERRORS = (-0.16, 0.11)
-"""The errors of predicted speed-ups of NVFP4 over FP8 on eight published runs, from the lowest to the highest."""
+"""Errors of predicted speed-ups of NVFP4 over FP8 on eight published runs: the lowest and the highest."""
 
 BF16_BYTES, FP32_BYTES = 2, 4
 
 
 COPY, GEMM, QUANTIZER = "copy", "gemm {}", "quantizer {}"
-"""The names of constants in `Target.measured`: fractions of the bandwidth and of the peak of a format, and a slowdown.
-What was measured on a GPU replaces the constants above."""
+"""Names of constants in `Target.measured`: fractions of the bandwidth and of the peak of a format, and the slowdown of
+a quantizer. They were measured on a GPU, and replace the constants above."""
 
 
 def peak_fraction(target: Target, format: str) -> float:
@@ -83,7 +83,7 @@ def peak_fraction(target: Target, format: str) -> float:
 
 
 def speed_up_range(speed_up: float) -> tuple[float, float]:
-    """What a predicted speed-up of NVFP4 over FP8 may be, if the model errs as it does on published runs."""
+    """The range of the actual speed-up of NVFP4 over FP8, if the model errs as it does on published runs."""
     low, high = SPEED_UP_ERRORS
     return speed_up / (1 + high), speed_up / (1 + low)
 
@@ -94,19 +94,19 @@ def copy_seconds(target: Target, bytes: float) -> float:
 
 
 def gemm_seconds(target: Target, format: str, m: float, n: float, k: float, batch: float = 1) -> float:
-    """Time of `batch` products of an m x k and a k x n matrix whose operands are quantized already."""
+    """Time of `batch` products of an m x k and a k x n matrix whose operands are already quantized."""
     compute = 2 * batch * m * n * k / (peak_fraction(target, format) * target.peak(format))
     return max(compute, copy_seconds(target, gemm_bytes(target, format, m, n, k, batch))) + LAUNCH_SECONDS
 
 
 def gemm_bytes(target: Target, format: str, m: float, n: float, k: float, batch: float = 1) -> float:
-    """Bytes that such products read and write. Results are bf16."""
+    """Bytes that the products of `gemm_seconds` read and write. Results are bf16."""
     element_bytes = FORMATS[target.runs_as(format)].bits / 8
     return batch * ((m * k + n * k) * element_bytes + m * n * BF16_BYTES)
 
 
 def emulation_seconds(target: Target, operand_elements: float, result_elements: float) -> float:
-    """Extra time of an emulated product: it writes the bf16 values of its operands and reads its result once more."""
+    """Extra time of an emulated product: it turns codes into bf16 operands, and reads its fp32 result once more."""
     return copy_seconds(
         target, operand_elements * (BF16_BYTES + code_bytes("nvfp4")) + result_elements * FP32_BYTES
     )
@@ -118,7 +118,7 @@ def writes_fp32(format: str) -> bool:
 
 
 def weight_bytes(treatment: Treatment, plain: float) -> tuple[float, float]:
-    """Bytes of the codes and of the scales of one element of a weight. `plain` and none if it is not quantized."""
+    """Bytes of the codes and of the scales of one element of a weight: `plain` and 0 if it is not quantized."""
     format = FORMATS[treatment.format]
     if not format.is_quantized:
         return plain, 0.0
@@ -134,14 +134,15 @@ def quantize_seconds(
     *,
     is_computed: bool = True,
 ) -> float:
-    """Time to quantize one bf16 tensor in several ways, with the kernels of a backend.
+    """Time to quantize one bf16 tensor with several treatments at once, with the kernels of a backend.
 
     Args:
         target: the GPU.
-        treatments: the ways.
+        treatments: the treatments.
         elements: the number of elements of the tensor.
         backend: the name of the backend.
-        is_computed: whether XLA computes the tensor, and finds its largest magnitude meanwhile. It reads others for it.
+        is_computed: whether XLA computes the tensor, and finds its largest magnitude in the same kernel. Otherwise the
+            tensor is read once more, if a format needs the magnitude.
     """
     reads = backends.load(backend).count_reads(treatments)
     needs_maximum = any(
@@ -155,9 +156,9 @@ def quantize_seconds(
 
 
 def rotation_bytes(treatment: Treatment) -> int:
-    """Bytes that XLA moves per element to rotate an operand, if the quantizer does not: it reads and writes bf16.
+    """Bytes that XLA moves per element to rotate an operand: it reads and writes bf16. 0 if the quantizer rotates it.
 
-    If the norm of the transform is not a power of two, the product writes fp32, which is read to round it.
+    If the norm of the transform is not a power of two, the product writes fp32, which is read again to round it.
     """
     if not treatment.rht or rotates_in_kernels(treatment):
         return 0
@@ -188,7 +189,7 @@ def code_bytes(format: str) -> float:
 def collect_quantizations(
     recipe: Recipe, products: frozenset[Gemm]
 ) -> list[tuple[Role, tuple[Treatment, ...]]]:
-    """Lists each tensor that is quantized for these products, with the ways in which that is done at once.
+    """Lists each tensor that is quantized for these products, with the treatments that are done at once.
 
     Codes whose scales have no direction (one scale per tensor, or 2D tiles) serve both products that read the tensor.
     """

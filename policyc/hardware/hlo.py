@@ -13,7 +13,7 @@ from functools import cached_property
 from math import prod
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
-"""Bits of the element types whose names do not give them."""
+"""Bits of the element types whose names do not contain them."""
 
 _NO_KERNEL = frozenset({
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
@@ -99,7 +99,7 @@ class Instruction:
 
     @property
     def trip_count(self) -> int | None:
-        """The trips of a loop, if they are known."""
+        """The trip count of a loop; None if it is not known."""
         match = _TRIP_COUNT.search(self.attributes)
         return int(match[1]) if match else None
 
@@ -163,7 +163,7 @@ class Module:
                 )
 
     def _fused_call(self, fusion: Instruction) -> Instruction | None:
-        """The custom call of a fusion that only slices its operands: it reads them from a stack, without a copy."""
+        """The custom call in a fusion, which only slices operands: the call reads them from a stack without a copy."""
         if fusion.opcode not in FUSIONS or not fusion.called:
             return None
         body = self.computations.get(fusion.called[0], {})
@@ -175,9 +175,9 @@ class Module:
         return tuple(body[i.operands[1]].bytes for i in body.values() if i.opcode == _UPDATE)
 
     def whole_operands(self, execution: Execution) -> frozenset[str]:
-        """The names of the arrays that an instruction reads as a whole, also if it is a custom call in a fusion.
+        """The names of the arrays that an instruction, or a custom call in a fusion, reads as a whole.
 
-        An array that XLA computes again to save memory has the same name as before.
+        An array that XLA rematerializes has the name of the original.
         """
         names = list(execution.instruction.operands)
         if execution.fusion is not None:
@@ -190,9 +190,9 @@ class Module:
     def _count_bytes(
         self, instruction: Instruction, call: Instruction | None, computation: Computation
     ) -> tuple[int, int]:
-        """Counts the bytes read and written. If only slices of an array are touched, the slices count.
+        """Counts the bytes read and written. If only slices of an array are touched, only the slices count.
 
-        `call` is the custom call of a fusion. Workspaces do not count: what a call reads and writes there is not known.
+        `call` is the custom call of a fusion. Workspaces do not count: their traffic is unknown.
         """
         operands = [computation[name] for name in instruction.operands if name in computation]
         result_shape = _result_shape(instruction)
@@ -285,7 +285,7 @@ def _updates_in_place(body: Computation, instruction: Instruction, name: str) ->
 
 
 def _is_result(body: Computation, name: str) -> bool:
-    """Whether nothing in a fusion reads an array."""
+    """Whether an array is only a result of a fusion: nothing inside the fusion reads its elements."""
     return all(
         user.opcode == "tuple" or (user.opcode in _LAYOUT_ONLY and _is_result(body, user.name))
         for user in body.values()

@@ -1,7 +1,7 @@
-"""The training step of a bundled Llama configuration: planned, to be estimated, or jitted, to be compiled; and its
-checkpoints.
+"""The training step of a bundled Llama configuration: its plan for an estimate, its jitted function for a compilation,
+and the cost of its checkpoints.
 
-All arguments are shapes: no array is made.
+All arguments are shapes: no arrays are created.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from policyc.numerics.targets import Target
 
 _DEVICES_PER_HOST = {"gb200": 4, "gb300": 4}
 _USUAL_DEVICES_PER_HOST = 8
-_SEQUENCES_PER_DEVICE = 2  # that are computed at once, unless --accumulate says otherwise
+_SEQUENCES_PER_DEVICE = 2  # computed at once, unless --accumulate says otherwise
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +40,14 @@ class Sizes:
     remat: str | None = None
     gather: str | None = None
     unrolled: bool = False
-    """Every layer by itself, instead of a scan over the layers."""
+    """Unrolls the layers instead of scanning over them."""
 
 
 def plan_step(
     policy: Policy, name: str, mesh: MeshShape, sizes: Sizes, execution: ExecutionOptions
 ) -> TrainingStep:
-    """The step of a configuration under a policy, on a mesh that must divide it."""
-    # Traced for one device, with plain attention so that its products are seen, and with all logits at once. None of
+    """Plans the step of a configuration under a policy. Raises ConfigError if the mesh does not divide its sizes."""
+    # Trace for one device, with plain attention so that its products are visible, and with all logits at once. None of
     # this changes a GEMM.
     config, run = _configure(name, mesh, sizes, attention="xla", loss_chunks=1)
     arguments = abstract_arguments(config, run.batch // run.accumulate, run.sequence)
@@ -87,11 +87,11 @@ def jit_step(
 def checkpoint_cost(
     name: str, mesh: MeshShape, sizes: Sizes, target: Target, bandwidth: float
 ) -> dict[str, float]:
-    """The cost of a checkpoint of a configuration, by name.
+    """The cost of a checkpoint of a configuration, as numbers by name.
 
-    A checkpoint has every array once, and whatever devices hold copies of, each of them reads. A host needs memory for
-    the shards of its devices: they are copied there, and written while training goes on. `bandwidth` is that of the
-    store, in bytes per second over all hosts.
+    A checkpoint contains every array once. To restore it, each device reads its own copy of replicated arrays. A host
+    needs memory for the shards of its devices: they are copied there, and written while training continues. `bandwidth`
+    is that of the store, in bytes per second for all hosts together.
     """
     config, run = _configure(name, mesh, sizes)
     axes = _axes(mesh)
@@ -129,7 +129,7 @@ def abstract_arguments(config: ModelConfig, rows: int, sequence: int) -> tuple[A
 
 
 def _configure(name: str, mesh: MeshShape, sizes: Sizes, **options: Any) -> tuple[ModelConfig, RunConfig]:
-    """A configuration with other sizes and options. Raises ConfigError if the mesh does not divide it."""
+    """A configuration with these sizes and options. Raises ConfigError if the mesh does not divide it."""
     config, run = find_config(name)
     batch, sequence = sizes.batch or run.batch, sizes.sequence or run.sequence
     accumulate = sizes.accumulate or _accumulate(batch, mesh)
@@ -148,7 +148,7 @@ def _axes(mesh: MeshShape) -> dict[str, int]:
 
 
 def _accumulate(batch: int, mesh: MeshShape) -> int:
-    """The fewest parts of a batch in which a device computes at most `_SEQUENCES_PER_DEVICE` at once."""
+    """The smallest number of microbatches with at most `_SEQUENCES_PER_DEVICE` sequences per device."""
     share = batch // mesh.batch_shards
     counts = (n for n in range(1, share + 1) if share % n == 0 and share // n <= _SEQUENCES_PER_DEVICE)
     return next(counts, 1)

@@ -38,7 +38,7 @@ class MeshShape:
 
 
 def check_modelled(mesh: MeshShape) -> None:
-    """Raises ValueError for a mesh that the cost model does not know."""
+    """Raises ValueError for a mesh that the cost model does not cover."""
     if mesh.expert > 1:
         raise ValueError("the cost model does not know the expert axis: 'policyc compile' shows what it sends; "
                          "or estimate it with fsdp instead")  # fmt: skip
@@ -47,8 +47,8 @@ def check_modelled(mesh: MeshShape) -> None:
 def exchange_seconds(target: Target, bytes: float, size: int, stride: int) -> float:
     """Time to gather or scatter bytes over an axis of `size` devices, whose neighbours are `stride` devices apart.
 
-    The devices of one NVLink domain each fetch an equal part of what is outside of it over their network cards, and
-    share it over NVLink.
+    Each device of an NVLink domain fetches an equal part of the bytes outside of the domain over its network card, and
+    shares it over NVLink.
     """
     domain = max(1, target.nvlink_domain // stride)
     near = max(d for d in range(1, size + 1) if size % d == 0 and d <= domain)

@@ -1,7 +1,7 @@
 """Activations that a step saves for its backward pass: the memory of a step, and extra bytes moved by scans.
 
-A scan saves the activations of all layers in stacks. JAX fills a stack with zeros, and XLA copies each layer into it:
-kernels of their own, under every policy. Layers that are not in a scan have no stacks.
+A scan saves the activations of all layers in stacks. JAX fills a stack with zeros, and XLA copies each layer into it.
+These are extra kernels, under every policy. Unrolled layers have no stacks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def stacked_bytes(step: TrainingStep, mesh: MeshShape) -> float:
     return _saved_by(step, mesh, [g for g in step.groups() if g.site.loops and g.site.weight is not None])
 
 
-_STATE_BYTES = 16  # of a parameter, in fp32: itself, two moments of AdamW, and its gradient
+_STATE_BYTES = 16  # per parameter, in fp32: its value, its gradient, and two moments of AdamW
 _LOGIT_BYTES = 4
 
 
@@ -66,7 +66,7 @@ def _saved_by(step: TrainingStep, mesh: MeshShape, groups: Sequence[LayerGroup])
 def _saved_bytes(group: LayerGroup, mesh: MeshShape, remat: str, readers: ReaderCounts) -> float:
     """Bytes that one layer of a site saves: its result, unless it is recomputed, and the activation as wgrad reads it.
 
-    An activation that is not quantized is recomputed from results, if anything is.
+    An activation that is not quantized is recomputed from results, unless `remat` is none.
     """
     m, n, k, batch = local_shape(group.site, mesh)
     result = 0.0 if remat in RECOMPUTES_GEMMS else BF16_BYTES * batch * m * n

@@ -42,9 +42,9 @@ class Estimate:
     """Seconds that one device spends on each part of a step, and the model FLOPs of a step.
 
     Attributes:
-        compute: by part, each part alone.
-        gemms: those of GEMMs, by format.
-        communication: with no overlap.
+        compute: seconds of computation, by part.
+        gemms: seconds of GEMMs, by format.
+        communication: seconds of communication, with no overlap.
         hidden: fraction of the communication that overlaps with computation.
         other: fraction of the step that no part covers.
     """
@@ -59,7 +59,7 @@ class Estimate:
 
     @cached_property
     def parts(self) -> Mapping[str, float]:
-        """Seconds per step, by part: they add up to those of the step."""
+        """Seconds per step, by part. They add up to `seconds`."""
         exposed = max((1 - self.hidden) * self.communication, self.communication - sum(self.compute.values()))
         parts = dict(self.compute) | {"communication": exposed}
         parts["everything else"] = self.other / (1 - self.other) * sum(parts.values())
@@ -78,11 +78,11 @@ class Estimate:
         return self.parts[part] / self.seconds
 
 
-_SCHEDULED_STEPS = 1000  # of the training whose phases are counted
+_SCHEDULED_STEPS = 1000  # the length of the training whose phases are counted
 
 
 def scheduled_seconds(step: TrainingStep, target: Target, mesh: MeshShape) -> float:
-    """The mean time of all steps of a training, whatever the phases of its policy."""
+    """The mean time of a step over all phases of the policy's schedule."""
     phases = Counter(step.plan.phase(n, _SCHEDULED_STEPS) for n in range(_SCHEDULED_STEPS))
     return sum(
         count / _SCHEDULED_STEPS * estimate(replace(step, phase=phase), target, mesh).seconds
@@ -136,7 +136,7 @@ def estimate(step: TrainingStep, target: Target, mesh: MeshShape) -> Estimate:
 
 
 def ratio_to_fp8(step: TrainingStep, fp8: Policy, mesh: MeshShape) -> float:
-    """How many times as long a step takes as under the policy `fp8`. 0 if it has no native product in four bits."""
+    """The time of a step, relative to that under the policy `fp8`. 0 without a target or a native 4-bit product."""
     execution = step.plan.execution
     target = execution.target
     in_four_bits = any(
@@ -152,7 +152,7 @@ def ratio_to_fp8(step: TrainingStep, fp8: Policy, mesh: MeshShape) -> float:
 
 
 def is_attention(group: LayerGroup) -> bool:
-    """Whether products of activations run in the kernels of attention. Quantized ones do not."""
+    """Whether a group is products of activations that run in attention kernels. Quantized products do not."""
     return group.site.weight is None and not is_quantized(group.recipe)
 
 
@@ -187,7 +187,7 @@ def gemm_times(
 
 
 def elementwise_seconds(site: Site, target: Target, mesh: MeshShape, remat: str) -> float:
-    """Time of the kernels between GEMMs: they write each input and read each output once per pass."""
+    """Time of the kernels between GEMMs: they write each input and read each output of a GEMM once per pass."""
     moved_bytes = BF16_BYTES * site.batch * site.m * (site.k + site.n) / mesh.devices
     passes = 2 if remat == "none" else 3
     return passes * gemm_cost.copy_seconds(target, moved_bytes)
@@ -241,11 +241,11 @@ def _fprop_treatment(recipe: Recipe) -> Treatment | None:
 
 
 def _outer_scale_seconds(group: LayerGroup, target: Target, mesh: MeshShape, gemm: Gemm) -> float:
-    """Time to apply the outer scales to a result, if the GEMM does not do it: it writes fp32, which is read again."""
+    """Time to apply the outer scales to a result, if the GEMM does not: it then writes fp32, which is read again."""
     format = gemm_cost.product_format(group.recipe, gemm, unquantized_format(group.site))
     if group.backend(gemm) != "xla" or not gemm_cost.writes_fp32(format) or not target.is_native(format):
         return 0.0
-    assert group.recipe is not None  # a product that is kept is not in such a format
+    assert group.recipe is not None  # a kept product never has such a format
     if all(t.outer == "pow2" for t in group.recipe.gemm_treatments(gemm)):
         return 0.0
     m, n, k, batch = local_shape(group.site, mesh)
@@ -254,7 +254,7 @@ def _outer_scale_seconds(group: LayerGroup, target: Target, mesh: MeshShape, gem
 
 
 def _group_seconds(group: LayerGroup, target: Target, mesh: MeshShape, gemm: Gemm) -> float:
-    """Time to move groups of rows to where cuDNN's kernels read them, as codes, and their results back."""
+    """Time to copy groups of rows, as codes, to where cuDNN's kernels read them, and to copy their results back."""
     if group.backend(gemm) != "cudnn":
         return 0.0
     m, n, k, batch = local_shape(group.site, mesh)

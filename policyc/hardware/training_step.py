@@ -1,4 +1,4 @@
-"""A training step to be estimated: its plan, and its layers grouped by what the policy does to them.
+"""A training step to be estimated: its plan, and its layers grouped by recipe.
 
 A plan covers one evaluation of the loss. If a batch is computed in microbatches, the plan covers one of them, and
 `TrainingStep.accumulate` is their number.
@@ -29,16 +29,16 @@ RECOMPUTES_GEMMS = ("full", "quantized")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingStep:
-    """The plan of one evaluation of the loss, their number in a step, and what a plan cannot show.
+    """The plan of one evaluation of the loss, the number of evaluations per step, and facts that a plan cannot show.
 
-    The plan says which backend runs each product: it must be made for the GPU that is estimated.
+    The plan says which backend runs each product, so it must be made for the GPU that is estimated.
 
     `causal` says that half of the attention scores are never computed. `remat` says what the backward pass recomputes:
-    nothing (none), everything but GEMMs (dots), or everything (full; quantized, which saves operands, not results).
-    `gathers_once` says that weights are gathered, and gradients added over devices, once per step instead of once per
-    evaluation. `model` has the sizes of a block, if they are known: what the context and tensor axes move. `phase` is
-    one of the plan's; None is the first. `sequences` is the number of sequences per step, and `sequence` their length,
-    if they are known.
+    nothing (none), everything but GEMMs (dots), or everything (full; or quantized, which saves operands but not
+    results). `gathers_once` says that weights are gathered, and gradients added over devices, once per step instead of
+    once per evaluation. `model` has the sizes of a block, if known: they determine what the context and tensor axes
+    move. `phase` is one of the plan's; None is the first. `sequences` is the number of sequences per step, and
+    `sequence` their length, if known.
     """
 
     plan: Plan
@@ -70,7 +70,7 @@ class TrainingStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGroup:
-    """The layers of a site that share a recipe, and the rule that first quantizes one of their products.
+    """The layers of a site that share a recipe, and the rule of their first quantized product.
 
     `count` is how often their products run in one evaluation of the loss. `backends` run fprop, dgrad and wgrad.
     """
@@ -108,7 +108,7 @@ ReaderCounts = dict[OperandKey, int]
 
 
 def count_readers(plan: Plan) -> ReaderCounts:
-    """Counts the sites that read each activation. They share its codes, if these are rounded to nearest."""
+    """Counts the sites that read each activation. They share its codes if it is rounded to nearest."""
     return dict(Counter(activation_key(site) for site in plan.sites))
 
 
@@ -119,7 +119,7 @@ def activation_key(site: Site) -> OperandKey:
 
 
 def microbatch_tokens(plan: Plan) -> int:
-    """The number of tokens in one evaluation of the loss. A ragged product has a row for each expert of a token."""
+    """The number of tokens in one evaluation of the loss. Ragged products have a row for each expert of a token."""
     return max(s.m * s.batch for s in plan.sites if s.weight is not None and not s.is_ragged)
 
 

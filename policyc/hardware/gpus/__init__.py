@@ -1,7 +1,7 @@
 """XLA's descriptions of GPUs: one `GpuTargetConfigProto` in text form for each target.
 
-The files come from XLA, under the Apache License 2.0. Some lack fields that the others have. These fields are added,
-and the head of the file lists them.
+The files come from XLA, under the Apache License 2.0. If a file lacked fields that the others have, they were added;
+the head of the file lists them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The self-test: whether backends compute on this machine what the emulation says they should, and how fast.
+"""The self-test: checks whether backends on this machine compute what the emulation does, and times them.
 
 `checks.CHECKS` is the table of checks. `policyc selftest` runs them and writes a page and a JSON file.
 """

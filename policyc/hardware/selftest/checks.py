@@ -28,10 +28,10 @@ class Check:
     Attributes:
       title: what is compared with what.
       formats: the formats that it is for.
-      remedy: what avoids the fault, apart from another backend.
-      needs: what must be there: nothing, several devices, or a test that is not quick.
+      remedy: how to avoid the fault, other than with another backend.
+      needs: what it requires: nothing, several devices, or a test that is not quick (`time`).
       is_fatal: whether `auto` avoids a backend that fails it.
-      is_ragged: whether it is for backends of ragged groups, and for no others.
+      is_ragged: whether it is for backends of ragged groups, or for all other backends.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Check:
 
 
 CHECKS = (
-    # First: if it fails, the checks after it run without the kernel at fault.
+    # This check is the first: if it fails, the checks after it run without the faulty kernel.
     Check(
         name="pairs",
         title="operands that are quantized for two GEMMs at once against the reference, to the bit",
@@ -122,7 +122,7 @@ _MISSING = {"devices": "needs two devices", "time": "left out by --quick"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a check found about a format of a backend. `details` has a line for each comparison."""
+    """The result of a check for one format of a backend. `details` has a line for each comparison."""
 
     check: str
     title: str
@@ -141,7 +141,7 @@ class Result:
 
 
 def find_subjects(names: Sequence[str], *, quick: bool) -> Iterator[tuple[Subject, str]]:
-    """Every format of these backends, and why it cannot be tested here; empty if it can."""
+    """Yields every format of these backends, and why it cannot be tested here; empty if it can."""
     machine = machine_here()
     is_gpu = jax.default_backend() == "gpu"
     for name in names:
@@ -201,7 +201,10 @@ def _run_check(check: Check, subject: Subject, missing: str) -> Result:
 
 
 def collect_failures(results: Sequence[Result]) -> dict[str, str]:
-    """Why backends failed, by "backend format". Backend te can do without the kernel that quantizes pairs at once."""
+    """Why backends failed, by "backend format". A failure in te's kernel for pairs has a name of its own (`ONE_PASS`).
+
+    Backend te can do without this kernel.
+    """
     failures: dict[str, str] = {}
     for result in results:
         if result.status == "failed" and result.is_fatal:

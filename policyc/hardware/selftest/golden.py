@@ -1,4 +1,4 @@
-"""NVIDIA's reference vectors for NVFP4: tensors with the codes and scales that Transformer Engine gives them."""
+"""NVIDIA's reference vectors for NVFP4: tensors with the codes and scales that Transformer Engine computes for them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SHAPE = (64, 128)
 
 @cache
 def read_cases() -> dict[str, dict[str, Any]]:
-    """What each case is."""
+    """The description of each case, by its name."""
     cases: dict[str, dict[str, Any]] = json.loads((_DATA / "nvfp4_reference.json").read_text())
     return cases
 
 
 @cache
 def read_arrays() -> Mapping[str, np.ndarray]:
-    """The arrays of all cases. The data's README in tests/data says what each one is."""
+    """The arrays of all cases. The README of the data in tests/data describes them."""
     with resources.as_file(_DATA / "nvfp4_reference.npz") as path, np.load(path) as arrays:
         return dict(arrays)
 
@@ -43,7 +43,7 @@ def load_tensor(case: str) -> np.ndarray:
 
 
 def treatment_of(case: str, *, rotated: bool = False) -> Treatment:
-    """The treatment that the vectors of a case have."""
+    """The treatment that gives the vectors of a case."""
     return Treatment(
         format="nvfp4",
         element="e2m1",
@@ -55,7 +55,7 @@ def treatment_of(case: str, *, rotated: bool = False) -> Treatment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenTensor:
-    """A padded tensor, how it is quantized, and the result without padding: one code to a byte, a scale per block.
+    """A padded tensor, how it is quantized, and the result without padding: one code per byte, one scale per block.
 
     `order` has the quantized axis last. `is_extreme` says that its magnitudes are near the ends of fp32.
     """
@@ -71,7 +71,7 @@ class GoldenTensor:
 
 
 def golden_tensors() -> Iterator[GoldenTensor]:
-    """Every case whose bits are specified, along its rows and, if there are vectors of it, along its columns."""
+    """Yields every case whose bits are specified, along its rows and, if the data have them, along its columns."""
     arrays = read_arrays()
     for case, about in read_cases().items():
         fits = all(n <= limit for n, limit in zip(about["shape"], SHAPE, strict=True))

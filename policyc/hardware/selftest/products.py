@@ -30,20 +30,21 @@ from policyc.numerics.gemm import GemmOptions, quantized_dot_general
 from policyc.numerics.ragged import quantized_ragged_dot
 
 RECIPES = {"nvfp4": "nvfp4(rht=wgrad, scale2d=weights)"}
-"""Recipes without stochastic rounding: operands are the same on all backends. Other formats have none."""
+"""Recipes without stochastic rounding, so that operands are the same on all backends. The default recipes of other
+formats never round stochastically."""
 
 POLICIES = {"nvfp4": "te_nvfp4", "mxfp8": "mxfp8", "fp8": "fp8"}
-"""The policy of a format that a Llama is trained under. Other formats are never native."""
+"""The policy that a Llama is trained under, by format. Other formats are never native."""
 
 _SUM_ERROR = 8 * 2.0**-23
 """Relative error of an fp32 sum of 512 products: 8 partial sums of 64, each rounded or cut off once."""
 _HOPPER_SUM_ERROR = 2.0**-13
-"""The same on Hopper's 8-bit matrix units, which keep some 14 bits of a partial sum."""
+"""The same on Hopper's 8-bit matrix units, which keep about 14 bits of a partial sum."""
 _PRODUCTS = ("fprop", "dgrad", "wgrad")
 
 
 def gemm_tolerance(format: str) -> float:
-    """Relative error of the norm of a product in bfloat16.
+    """The allowed relative error of a product in bfloat16, as a norm.
 
     If fp32 sums have an error e, a share of e / 2**-8 of them round to another bfloat16 number, which is 2**-8 away.
     That is sqrt(e) / 16 in the norm. Twice as much is allowed.
@@ -67,7 +68,7 @@ def _three_products(backend: str, format: str) -> Callable[..., Any]:
 
 
 def check_gemm(subject: Subject) -> Iterator[Finding]:
-    """Three products against the emulation on the CPU, that they are native calls, and that a NaN stays."""
+    """Compares three products with the emulation on the CPU. Checks that they are native calls and keep a NaN."""
     arrays, limit = _arrays(), gemm_tolerance(subject.format)
     run = jax.jit(_three_products(subject.backend, subject.format)).lower(*arrays).compile()
     emulated = _three_products("emulate", subject.format)
@@ -84,7 +85,7 @@ def check_gemm(subject: Subject) -> Iterator[Finding]:
 def _compare_products(
     subject: Subject, run: Compiled, emulated: Callable[..., Any], arrays: Sequence[np.ndarray], limit: float
 ) -> Iterator[Finding]:
-    """Whether compiled products are native calls, and near those of the emulation on the CPU."""
+    """Checks that compiled products are native calls, and close to those of the emulation on the CPU."""
     call = NATIVE_CALLS.get((subject.backend, subject.format), "")
     if subject.native and call:
         count = str(run.as_text()).count(f'custom_call_target="{call}"')
@@ -97,7 +98,7 @@ def _compare_products(
 
 
 def _compare_sums(backend: str) -> Finding:
-    """How many fp32 results are those of `native_sums`. Not a fault if few are: it is an account by others."""
+    """The share of fp32 results that equal those of `native_sums`. Never a fault: `native_sums` is not verified."""
     rng = np.random.default_rng(0)
     # Magnitudes of blocks span 16 binades. Otherwise, sums of a few hundred products are exact in any order.
     x, w = (
@@ -122,7 +123,7 @@ def _compare_sums(backend: str) -> Finding:
 
 
 def check_groups(subject: Subject) -> Iterator[Finding]:
-    """Three products over ragged groups, of which one is empty, against the emulation on the CPU."""
+    """Compares three products over ragged groups, one of them empty, with the emulation on the CPU."""
     sizes = jax.numpy.array([130, 0, 300, 70], np.int32)  # 12 rows belong to no group
     x, w, dy = make_tensor(512, 256), make_tensor(1024, 384, seed=1), make_tensor(512, 384, seed=2)
     arrays = x, w.reshape(4, 256, 384), dy
@@ -137,7 +138,7 @@ def check_groups(subject: Subject) -> Iterator[Finding]:
 
 
 def check_devices(subject: Subject) -> Iterator[Finding]:
-    """The same three products divided over all devices: by rows, by contracted elements and by columns."""
+    """Compares the same three products, divided over all devices: by rows, by contracted elements and by columns."""
     devices = jax.devices()
     count = next(n for n in (8, 4, 2) if n <= len(devices))
     # JAX cannot divide the scales of an MXFP8 GEMM whose columns are fewer than a tile of 128 on a device.
@@ -165,7 +166,7 @@ _CONFIG = ModelConfig(
 )  # Transformer Engine's kernels take these sizes.
 _STEPS, _RATE = 20, 0.01
 _ALLOWED = 4.0
-"""How many times as far as a run whose first weights are rounded differently a run may be from the emulation."""
+"""The allowed difference to the emulation, as a multiple of the difference that disturbed initial weights make."""
 
 
 @cache
@@ -175,9 +176,9 @@ def _init_params() -> Any:
 
 
 def _disturb(params: Any) -> Any:
-    """Weights of which one in sixteen differs by half a unit in the last place of bfloat16, up or down.
+    """Changes one in sixteen weights by half a unit in the last place of bfloat16, up or down.
 
-    This changes about as much as other orders of sums do, and all random numbers, which depend on the operands.
+    The effect is about that of another order of sums. All random numbers change too, since they depend on operands.
     """
     rng = np.random.default_rng(1)
     signs = (-1, 1, *(0,) * 30)
@@ -185,7 +186,7 @@ def _disturb(params: Any) -> Any:
 
 
 def _batch() -> dict[str, np.ndarray]:
-    """Two sequences that can be learned: each token is one of two functions of the token before."""
+    """Two sequences that can be learned: each token is one of two functions of the previous token."""
     rng = np.random.default_rng(2)
     tokens = np.zeros((2, 129), np.int32)
     for i in range(128):
@@ -226,7 +227,7 @@ def _run(policy: str, backend: str, device: jax.Device, steps: int, *, disturbed
 def _compare_runs(subject: Subject, policy: str, steps: int) -> tuple[Any, Any, Any]:
     """The subject's run, that of the emulation, and one of the emulation with disturbed weights.
 
-    The emulation runs on the same device. If it is what is tested, it runs on the CPU.
+    The emulation runs on the same device, or on the CPU if the emulation itself is tested.
     """
     here = jax.devices()[0]
     device = reference_device() if subject.backend == "emulate" else here
@@ -235,7 +236,7 @@ def _compare_runs(subject: Subject, policy: str, steps: int) -> tuple[Any, Any, 
 
 
 def check_block(subject: Subject) -> Iterator[Finding]:
-    """Gradients of two blocks, embedding and head. Stochastic rounding would hide small faults."""
+    """Compares gradients of two blocks, embedding and head. Stochastic rounding is off: it would hide small faults."""
     recipe = RECIPES.get(subject.format, subject.format)
     policy = f"* -> bf16\n* where block and (attention or mlp) -> {recipe}\n"
     (_, ours), (_, theirs), (_, disturbed) = _compare_runs(subject, policy, 1)
@@ -246,7 +247,7 @@ def check_block(subject: Subject) -> Iterator[Finding]:
 
 
 def check_llama(subject: Subject) -> Iterator[Finding]:
-    """Losses of a short training."""
+    """Compares the losses of a short training."""
     runs = _compare_runs(subject, POLICIES[subject.format], _STEPS)
     ours, theirs, disturbed = (np.asarray(run[0]) for run in runs)
     difference, limit = (float(np.abs(losses - theirs).max()) for losses in (ours, disturbed))

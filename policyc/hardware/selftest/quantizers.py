@@ -1,4 +1,4 @@
-"""Checks of quantizers: against NVIDIA's vectors and the reference, of NaN, and of stochastic rounding."""
+"""Checks of quantizers: their bits against NVIDIA's vectors and the reference, NaN, and stochastic rounding."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _name(treatment: Treatment, axes: Axes) -> str:
 
 
 def _treatments(subject: Subject) -> Iterator[tuple[Treatment, Axes]]:
-    """How operands of (tokens, features) are quantized by the recipes of a format, each way once."""
+    """Yields the distinct treatments and axes with which a format's recipes quantize operands of (tokens, features)."""
     seen = set()
     texts = RECIPES[subject.format]
     for text in texts[:1] if subject.quick else texts:
@@ -80,12 +80,12 @@ def _quantize(subject: Subject, treatment: Treatment, axes: Axes, x: jax.Array, 
 def _reference(
     treatment: Treatment, axes: Axes, operand: str = _OPERAND
 ) -> Callable[[jax.Array, Key], Quantized]:
-    """The reference quantizer. All checks of all backends get one function, which JAX compiles once for each shape."""
+    """The reference quantizer. All checks of all backends share one function, which JAX compiles once per shape."""
     return lambda x, key: quantize(x, treatment, axes, key=key.fold(operand), method="matmul")
 
 
 def check_golden(subject: Subject, *, is_extreme: bool) -> Iterator[Finding]:
-    """Codes and scales against NVIDIA's vectors. Extreme ones have magnitudes near the ends of fp32."""
+    """Compares codes and scales with NVIDIA's vectors. Extreme vectors have magnitudes near the ends of fp32."""
     groups: dict[Any, list[GoldenTensor]] = {}
     for tensor in golden_tensors():
         if tensor.is_extreme == is_extreme and subject.takes(tensor.treatment):
@@ -113,9 +113,9 @@ def _count_faults(codes: int, scales: int, maxima: int = 0) -> str:
 
 
 def check_random(subject: Subject) -> Iterator[Finding]:
-    """Bits against the reference, on the CPU.
+    """Compares bits with the reference on the CPU.
 
-    A backend with a random stream of its own must give the same scales, and codes that are next to the nearest ones.
+    A backend with a random stream of its own must give the same scales, and codes at most one step from the nearest.
     """
     x = make_tensor(256, 512)
     tensors = {f"times {m:g}": (x.astype(np.float32) * m).astype(x.dtype) for m in _MAGNITUDES}
@@ -126,11 +126,11 @@ _PAIRS = (
     ("fprop.x", (Gemm.FPROP, Role.ACTIVATION), "wgrad.x", (Gemm.WGRAD, Role.ACTIVATION)),
     ("dgrad.dy", (Gemm.DGRAD, Role.GRADIENT), "wgrad.dy", (Gemm.WGRAD, Role.GRADIENT)),
 )
-"""Operands that two GEMMs read, one along features and one along tokens: the names and operands of both uses."""
+"""Operands that two GEMMs read, first along features and then along tokens: the name and the operand of each use."""
 
 
 def check_pairs(subject: Subject) -> Iterator[Finding]:
-    """Operands that are quantized for two GEMMs at once, as in training: bits against the reference, on the CPU."""
+    """Compares the bits of operands that are quantized for two GEMMs at once, as in training, with the reference."""
     x = make_tensor(256, 512)
     texts = RECIPES["nvfp4"][0], "nvfp4(rht=wgrad, outer=bound)"
     along_features, along_tokens = (Axes(axis=axis, contract=(axis,), tile=-3 - axis) for axis in (-1, -2))
@@ -159,7 +159,7 @@ def check_pairs(subject: Subject) -> Iterator[Finding]:
 
 
 def check_nan(subject: Subject) -> Iterator[Finding]:
-    """A NaN or an infinity must make the same values NaN as in the reference."""
+    """Checks that a NaN or an infinity makes the same values NaN as in the reference."""
     tensors = {}
     for number in (np.nan, np.inf, -np.inf):
         tensors[f"from {number}"] = x = make_tensor(256, 512)
@@ -172,7 +172,7 @@ def _compare_with_reference(
     tensors: Mapping[str, np.ndarray],
     compare: Callable[[Quantized, Quantized, bool], str],
 ) -> Iterator[Finding]:
-    """Quantizes tensors in every way. `compare` says what differs; its last argument: the random streams differ."""
+    """Quantizes tensors in every way. `compare` says what differs, given whether the random streams differ."""
     device = reference_device()
     for treatment, axes in _treatments(subject):
         run = jax.jit(partial(_quantize, subject, treatment, axes))
@@ -188,7 +188,7 @@ def _compare_with_reference(
 
 
 def _compare_bits(ours: Quantized, theirs: Quantized, adjacent: bool) -> str:
-    """What differs. With `adjacent`, codes of four bits may be next to each other."""
+    """Says what differs. With `adjacent`, codes of four bits may be one step apart."""
     mine, other = (np.asarray(codes_of(q)).astype(int) for q in (ours, theirs))
     if adjacent:
         a, b = (np.where(c & 8, -(c & 7), c & 7) for c in (mine, other))
@@ -208,7 +208,7 @@ def _compare_nans(ours: Quantized, theirs: Quantized, _: bool) -> str:
 
 
 def check_rounding(subject: Subject) -> Iterator[Finding]:
-    """Stochastic rounding: unbiased between each two neighbouring codes, and fresh for each key and each tensor."""
+    """Checks that stochastic rounding is unbiased between neighbouring codes, and fresh for each key and tensor."""
     for treatment, axes in _treatments(subject):
         if treatment.rounding == "sr" and treatment.headroom == 1:
             yield Finding(_name(treatment, axes), _find_rounding_fault(subject, treatment, axes))
@@ -216,7 +216,7 @@ def check_rounding(subject: Subject) -> Iterator[Finding]:
 
 _MAX_BIAS = 1 / 256
 """In steps between codes. A generator with 8 bits has a bias of half as much."""
-_DEVIATIONS = 5.0  # of a mean of samples, which chance exceeds once in two million
+_DEVIATIONS = 5.0  # standard deviations of a mean of samples: chance exceeds this once in two million
 
 
 def _find_rounding_fault(subject: Subject, treatment: Treatment, axes: Axes) -> str:
@@ -248,7 +248,7 @@ def _find_rounding_fault(subject: Subject, treatment: Treatment, axes: Axes) -> 
     if np.abs(errors).max() > 1 + 1e-3:
         return "a value was rounded further than to the next code"
     other = x.copy()
-    other[0] = other[0] / 2  # changes the content, not the largest magnitude, and after a rotation 16 rows
+    other[0] = other[0] / 2  # keeps the largest magnitude; after a rotation, 16 rows differ
     pairs = {
         "two keys": (errors[0], errors[1]),
         "two tensors with one key": (residuals(other, exact, 0)[0][16:], errors[0][16:]),

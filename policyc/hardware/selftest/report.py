@@ -27,9 +27,9 @@ Data = dict[str, Any]
 
 
 def run_selftest(names: Sequence[str], *, quick: bool, say: Callable[[str], None]) -> Data:
-    """Runs the checks, then the timings, and returns everything as data. Each line that is said is about one of them.
+    """Runs the checks, then the timings, and returns everything as data. `say` gets a line about each of them.
 
-    On a GPU, the failures are kept for `auto`, beside those of backends that were not tested this time.
+    On a GPU, the failures are recorded for `auto`, with earlier ones of backends that were not tested this time.
     """
     machine = describe_machine()
     results = []
@@ -91,7 +91,7 @@ def describe_machine() -> Data:
 
 
 def describe_result(result: Result) -> str:
-    """A result in a line."""
+    """Formats a result as one line."""
     kind = "native" if result.native else "not native"
     name = f"{result.status:8}{result.check:10}{result.backend:8}{result.format:7}{kind:11}"
     if result.status == "failed":
@@ -102,7 +102,7 @@ def describe_result(result: Result) -> str:
 
 
 def describe_timing(timing: speed.Timing) -> str:
-    """A timing in a line."""
+    """Formats a timing as one line."""
     ratio = timing.measured / timing.predicted
     return (
         f"timed   {timing.what:28}{timing.measured * 1e3:9.3f} ms, predicted {timing.predicted * 1e3:9.3f} ms "
@@ -111,12 +111,12 @@ def describe_timing(timing: speed.Timing) -> str:
 
 
 def render_page(data: Mapping[str, Any]) -> str:
-    """The page."""
+    """Renders the HTML page of a self-test."""
     return render_template(_PACKAGE, "selftest.html", **data, style=read_assets(_PACKAGE, "page.css"))
 
 
 def read_constants(path: Path, target: str) -> dict[str, float]:
-    """The constants of the cost model in the JSON file of a self-test. Raises ValueError if it has none of the GPU."""
+    """Reads the cost model's constants from a self-test's JSON file. Raises ValueError if it has none for `target`."""
     with explain_unreadable(path, "policyc selftest"):
         data = json.loads(path.read_text(encoding="utf-8"))
         measured_on, constants = data["target"], data["constants"]

@@ -1,4 +1,4 @@
-"""Times GEMMs, quantizers, a copy and a Llama block, beside the cost model, and finds the constants of the model."""
+"""Times GEMMs, quantizers, a copy and a Llama block. Compares them with the cost model, and finds its constants."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _REPEAT = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Seconds that something took, and what the cost model says. `constant` names the constant that it determines."""
+    """Measured seconds, and those that the cost model predicts. `constant` names the constant that they determine."""
 
     what: str
     measured: float
@@ -93,7 +93,7 @@ def _time_copy(target: Target, _: Sequence[str]) -> Iterator[Timing]:
 
 
 def _native(target: Target, backends: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Backends and the formats that they run natively, the ones that `auto` prefers last."""
+    """Yields backends and formats that they run natively. Those that `auto` prefers come last."""
     for backend, formats in (("xla", ("fp8", "mxfp8", "nvfp4")), ("te", ("nvfp4",))):
         if backend in backends:
             yield from ((backend, format) for format in formats if target.is_native(format))
@@ -189,7 +189,7 @@ def _time_blocks(target: Target, backends: Sequence[str]) -> Iterator[Timing]:
 
     for policy in policies:
         seconds = time_median(jax.value_and_grad(apply(policy, loss)), params, batch, repeat=_REPEAT)
-        # As `llama_step` does: with plain attention, so that its products are seen.
+        # Like `llama_step`, plan with plain attention, so that its products are visible.
         visible = partial(loss, config=replace(_BLOCK, attention="xla"))
         planned = plan(policy, visible, params, batch)
         step = TrainingStep(plan=planned, causal=True).under(

@@ -1,4 +1,4 @@
-"""What is tested: a format of a backend, on the devices here, against the CPU; and what a check finds."""
+"""The subject of a check (a format of a backend on the devices here), the reference on the CPU, and findings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from policyc.numerics import backends
 from policyc.numerics.backends.choice import GemmQuery
 
 SHARED_STREAM = ("emulate", "xla")
-"""The backends whose stochastic rounding has the random bits of the emulation."""
+"""The backends whose stochastic rounding uses the random bits of the emulation."""
 
 SIZE = 512
 """Rows, columns and contracted size of the GEMM that backends are asked about: all kernels take it."""
@@ -45,7 +45,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One comparison: what was compared, and what is wrong with it; empty if nothing is."""
+    """One comparison: what was compared, and the fault that was found; empty if there is none."""
 
     what: str
     fault: str = ""
@@ -63,20 +63,21 @@ def reference_device() -> jax.Device:
 
 
 def run_on(device: jax.Device, f: Callable[..., Any], *args: Any) -> Any:
-    """The result of a jitted function on a device, in the memory of the host."""
+    """The result of a jitted function on a device, in host memory."""
     return jax.device_get(jax.jit(f)(*jax.device_put(args, device)))
 
 
 def read_recipe(text: str) -> Recipe:
-    """The recipe that a text of the policy language stands for."""
+    """Parses a recipe in the policy language."""
     policy = parse(f"* -> {text}")
     return policy.resolver()(policy.rules[0].recipe)
 
 
 def make_tensor(rows: int, columns: int, seed: int = 0) -> np.ndarray:
-    """Normal numbers in bfloat16 with some large ones, and another magnitude in each 16 rows.
+    """Normally distributed numbers in bfloat16, with some large ones. Their magnitude changes every 16 rows.
 
-    Within 16 rows, magnitudes span 15 binades. So fp32 sums of 16 are exact, and a rotation has the same bits anywhere.
+    Within 16 rows, magnitudes span 15 binades. So fp32 sums of 16 are exact, and a rotation gives the same bits on all
+    devices.
     """
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((rows, columns)).clip(-4, 4)
@@ -95,6 +96,6 @@ def relative_error(a: Any, b: Any) -> float:
 
 
 def three_products(f: Callable[..., Any], x: Any, w: Any, dy: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The result of f, and the gradients of x and w."""
+    """The result of `f(x, w)`, and the cotangents of x and w for `dy`."""
     y, vjp = jax.vjp(f, x, w)
     return (y, *vjp(dy.astype(y.dtype)))
