@@ -1,4 +1,4 @@
-"""Quantized operands as the arrays of an equation, and back."""
+"""Flattens quantized operands into the arrays of a jaxpr equation, and back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from policyc.numerics.quantize.layout import Layout, Operand, Quantized
 
 
 def unflatten_quantized(layout: Layout, arrays: Sequence[jax.Array]) -> Quantized:
-    """Codes, scales, amax, transposed codes and transposed scales, as many as there are."""
+    """Rebuilds an operand from its codes, scales, amax, transposed codes and transposed scales, where present."""
     parts = iter(arrays)
     return Quantized(
         codes=next(parts),
@@ -27,9 +27,9 @@ def unflatten_quantized(layout: Layout, arrays: Sequence[jax.Array]) -> Quantize
 
 @dataclass(frozen=True, slots=True)
 class OperandLayout:
-    """The parameters `lhs` and `rhs` of a product: the layout of an operand, None if it is a plain array.
+    """The equation parameters `lhs` and `rhs` of a product: the layout of the operand, or None for a plain array.
 
-    Prints as the name of the format, and how the product adds.
+    Prints as the name of the format, with `sums=fast` if that is set.
     """
 
     layout: Layout | None
@@ -70,5 +70,5 @@ def flatten_operand(operand: Operand) -> tuple[OperandLayout, list[jax.Array]]:
 def unflatten_operands(
     arrays: Sequence[jax.Array], lhs: OperandLayout, rhs: OperandLayout
 ) -> tuple[Operand, Operand]:
-    """Both operands of a product, from all their arrays."""
+    """Both operands of a product, from the arrays of lhs followed by those of rhs."""
     return lhs.unflatten(arrays[: lhs.array_count]), rhs.unflatten(arrays[lhs.array_count :])

@@ -58,9 +58,9 @@ __all__ = [
 
 
 class Prequantized(NamedTuple):
-    """An operand that is quantized already.
+    """An already quantized operand.
 
-    `fprop` is what fprop reads, `backward` what the GEMM of the other operand's gradient reads, if its codes differ.
+    fprop reads `fprop`. The GEMM of the other operand's gradient reads `backward`, if it needs different codes.
     """
 
     fprop: Quantized | None = None
@@ -94,7 +94,7 @@ def quantized_dot_general(
 ) -> jax.Array:
     """`lax.dot_general` whose three GEMMs run as the recipe says.
 
-    Products that are not GEMMs of floating-point numbers up to 32 bits are left to `lax.dot_general`.
+    Anything but a GEMM of nonempty floating-point operands of up to 32 bits is left to `lax.dot_general`.
 
     Args:
       lhs, rhs, dimension_numbers: as in `lax.dot_general`.
@@ -139,8 +139,8 @@ def prequantize(
 ) -> Prequantized:
     """Quantizes one operand as `quantized_dot_general` would. `other` is the shape of the other operand.
 
-    Operands that are rounded stochastically, or split into a mean and a residual, are left to the product. So are
-    those that none of `options.products` reads.
+    Operands that are rounded stochastically, or split into a mean and a residual, are left to the product. `backward`
+    is skipped if its GEMM is not in `options.products`.
     """
     recipe = normalize_recipe(recipe)
     is_lhs = operand == "lhs"
@@ -149,13 +149,13 @@ def prequantize(
     array = canonical.convert_lhs(array) if is_lhs else canonical.convert_rhs(array)
     other = jax.eval_shape(canonical.convert_rhs if is_lhs else canonical.convert_lhs, other)
     if operand == options.weight:
-        # A cast makes the weight. Written to memory first, it is read again in half the bytes.
+        # A cast produces the weight. Once the result is in memory, each further read takes half the bytes.
         array = materialize(array)
     this = shape_dtype_struct(array)
     lhs, rhs = (this, other) if is_lhs else (other, this)
     spec = GemmSpec(dims=canonical.dims, recipe=recipe, lhs=lhs, rhs=rhs, options=options)
     products = gemm_products(spec)
-    # lhs is an operand of fprop and of the gradient of rhs, and rhs of the gradient of lhs.
+    # lhs is an operand of fprop and of the gradient of rhs; rhs, of fprop and of the gradient of lhs.
     gradient = products.d_rhs if is_lhs else products.d_lhs
     forward = products.fprop.left if is_lhs else products.fprop.right
     backward = gradient.left if is_lhs else gradient.right
@@ -188,7 +188,7 @@ def _quantize(
 def _multiply(product: Product, left: Parts, right: Parts, out: Any, tokens: int = 0) -> jax.Array:
     """Sums the products of all parts, in the dimension order of the result.
 
-    `tokens` is the number of tokens, which a product that contracts them needs if both operands are split.
+    `tokens` is the number of tokens, needed only if the product contracts them and both operands are split.
     """
     with jax.named_scope(product.scope):
         left, right = select_code_order(left, product.left), select_code_order(right, product.right)
@@ -204,8 +204,8 @@ def _multiply_parts(product: Product, left: Parts, right: Parts, out: Any, token
     if len(left) == len(right) == 1:
         return multiply(left[0], right[0], out=out)
     if product.left.contracts_tokens:
-        # The residuals sum to zero over tokens, so the products of a residual with a mean vanish. That of both means
-        # is the same for each token.
+        # The residuals sum to zero over tokens, so the products of a residual and a mean vanish. The product of both
+        # means is the same for each token.
         y = multiply(left[0], right[0], out=jnp.float32)
         if len(left) == len(right):
             a, b = (dequantize(cast("Quantized", parts[1])) for parts in (left, right))
@@ -225,7 +225,7 @@ def _original_dot(spec: GemmSpec, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 
 
 class _Residuals(NamedTuple):
-    """Residuals: each operand as the gradient of the other one reads it, and the keys."""
+    """Residuals: each operand in the form that the gradient of the other one reads, and the keys."""
 
     rhs: Parts
     lhs: Parts
@@ -298,10 +298,10 @@ def _quantize_pair_if_possible(
 
 
 def make_sign_key(spec: GemmSpec, lhs: jax.Array, rhs: jax.Array, key: Key) -> Key:
-    """The key of fresh signs, with the content of both operands folded in: they change with the batch and the step.
+    """The key of fresh signs. The content of both operands is folded in, so the signs change in every step.
 
-    Both operands of a GEMM need the same signs, and the forward pass quantizes one of each backward GEMM before dy is
-    known. So the key comes from what the forward pass knows. Each GEMM folds its name into it.
+    Both operands of a GEMM need the same signs, and the forward pass quantizes one operand of each backward GEMM before
+    dy is known. So the key depends on lhs and rhs only. Each GEMM folds its own name into it.
     """
     if all(t.rounding != "ms_eden" for t in spec.recipe.treatments):
         return key
@@ -311,7 +311,7 @@ def make_sign_key(spec: GemmSpec, lhs: jax.Array, rhs: jax.Array, key: Key) -> K
 def _gemm_bwd(
     spec: GemmSpec, residuals: _Residuals, dy: jax.Array
 ) -> tuple[jax.Array, jax.Array, None, None]:
-    # The layers of an unrolled model have equal products: these are traced once, and inlined.
+    # The layers of an unrolled model have identical products: their gradients are traced once and inlined.
     gradients = _traced_gradients if autodiff.is_staging() else _gradients
     return *gradients(spec, residuals, dy), None, None
 
@@ -338,7 +338,7 @@ _traced_gradients = jax.jit(_gradients, static_argnums=0, inline=INLINE_WHEN_TRA
 
 
 def _quantize_dy_once(spec: GemmSpec, dy: jax.Array, keys: Keys) -> tuple[Parts, Parts]:
-    """dy as the GEMMs of both gradients read it, if it is quantized once for both; empty if not."""
+    """dy for the GEMM of each gradient, if one quantizer serves both; empty otherwise."""
     products = gemm_products(spec)
     d_lhs, d_rhs = products.d_lhs, products.d_rhs
     if shares_codes(d_lhs.left, d_rhs.right):
@@ -360,7 +360,7 @@ def _gradient(
     *,
     wrt: Literal["lhs", "rhs"],
 ) -> jax.Array:
-    """The gradient of an operand, from dy and from the other operand as it was saved."""
+    """The gradient of an operand, from dy and the saved other operand."""
     is_lhs = wrt == "lhs"
     operand = spec.lhs if is_lhs else spec.rhs
     if product.is_kept:

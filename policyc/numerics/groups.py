@@ -1,4 +1,4 @@
-"""Groups of rows, one after the other: moves each to start at a multiple of some number of rows, and back."""
+"""Aligns consecutive groups of rows: moves each group to start at a multiple of some number of rows, and back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def pad_sizes(sizes: jax.Array, unit: int) -> jax.Array:
-    """The number of rows of each group, up to a multiple of `unit`."""
+    """The number of rows of each group, rounded up to a multiple of `unit`."""
     return (sizes + unit - 1) // unit * unit
 
 
@@ -21,14 +21,14 @@ def align_groups(x: jax.Array, sizes: jax.Array, unit: int, *, axis: int = 0) ->
 
 
 def restore_groups(x: jax.Array, sizes: jax.Array, unit: int, count: int) -> jax.Array:
-    """The rows that `align_groups` moved, of `count` rows. Those that belong to no group are zeros."""
+    """Undoes `align_groups`. `count` is the original number of rows. Rows that belong to no group become zeros."""
     sizes = jnp.asarray(sizes)
     source = _move(jnp.arange(count), sizes, pad_sizes(sizes, unit), x.shape[0])
     return jnp.take(x, source, axis=0, mode="fill", fill_value=0)
 
 
 def _move(rows: jax.Array, sizes: jax.Array, other_sizes: jax.Array, missing: int) -> jax.Array:
-    """Where rows of groups of these sizes are if the groups have other sizes; `missing` for those that are not."""
+    """Maps row indices to where the rows are once the groups have `other_sizes`; `missing` if they are not there."""
     ends = jnp.cumsum(sizes)
     group = jnp.clip(jnp.searchsorted(ends, rows, side="right"), 0, sizes.shape[0] - 1)
     inner = rows - (ends - sizes)[group]

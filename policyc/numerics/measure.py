@@ -1,7 +1,7 @@
-"""Measures what quantization does to one array: its codes and scales, and the error they make.
+"""Measures what quantization does to one array: its codes and scales, and the resulting error.
 
-The error of a rotated operand is measured in the rotated basis, against the rotated input. The rotation itself loses
-nothing but a rounding to bfloat16.
+The error of a rotated operand is measured in the rotated basis, against the rotated input. The only error of the
+rotation itself is a rounding to bfloat16.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from policyc.numerics.quantize.layout import TILE
 
 Array = npt.NDArray[Any]
 
-# Compiled: op by op they take longer than the measurement itself.
+# Jitted: run op by op, they would take longer than the measurement itself.
 _codes_of, _dequantize = jax.jit(codes_of), jax.jit(dequantize)
 
 
@@ -62,12 +62,12 @@ class Measurement:
     """The quantized array, with the quantized axis last, and its error.
 
     Attributes:
-      codes: one element to a byte.
-      packed: two elements to a byte if elements have four bits.
-      scales: raw bytes, one for each block of each row; the scale of a 2D tile stands in each of its rows. Empty for
-        fp8 and fp4, which have no block scales.
-      amax: what the outer scale is computed from.
-      dequantized: the values.
+      codes: one element per byte.
+      packed: the same codes, two per byte if elements have four bits.
+      scales: raw bytes, one for each block of each row; the scale of a 2D tile is repeated for each of its rows. Empty
+        for fp8 and fp4, which have no block scales.
+      amax: the magnitudes that outer scales are computed from.
+      dequantized: the dequantized values, fp32.
     """
 
     codes: Array
@@ -78,14 +78,14 @@ class Measurement:
     stats: ErrorStats
 
     def arrays(self) -> dict[str, Array]:
-        """The contents of an npz file."""
+        """All arrays by name, as saved to an npz file."""
         return {n: getattr(self, n) for n in ("codes", "packed", "scales", "amax", "dequantized")}
 
 
 def measure_operand(
     x: Any, recipe: Recipe, gemm: Gemm, role: Role, *, axis: int = -1, seed: int = 0
 ) -> Measurement:
-    """Quantizes an array as a recipe does an operand of a GEMM, and measures the error. `axis` is the contracted one.
+    """Quantizes an array as a recipe quantizes a GEMM operand, and measures the error. `axis` is the contracted one.
 
     The values include a split mean, unless the operand is rotated: then codes and error describe the residual only.
     """
@@ -116,7 +116,7 @@ def measure_operand(
 
 
 def rotate_reference(x: jax.Array, q: Quantized, treatment: Treatment, sign_key: Key) -> jax.Array:
-    """The rotated input that the codes of a rotated operand stand for. `q` must keep its padding."""
+    """The rotated input, to compare the values of a rotated operand with. `q` must include its padding."""
     axis = q.layout.axis
     padding = [(0, 0)] * x.ndim
     padding[axis] = (0, q.layout.size - x.shape[axis])
@@ -125,7 +125,7 @@ def rotate_reference(x: jax.Array, q: Quantized, treatment: Treatment, sign_key:
 
 
 def keep_padding(q: Quantized) -> Quantized:
-    """Makes the padding part of the array: a rotation spreads numbers into it."""
+    """Makes the padding part of the array, since a rotation spreads values into it."""
     length = q.codes.shape[q.layout.axis] * (2 if q.layout.packed else 1)
     return replace(q, layout=replace(q.layout, size=length))
 
@@ -136,7 +136,7 @@ def sqnr_db(power: float, noise: float) -> float:
 
 
 def is_saturated(codes: Any, element: str, exact: Any, rounded: Any) -> Any:
-    """Whether an element has the largest code and is beyond its value by more than fp32 rounding explains."""
+    """Whether each element has the largest code and exceeds its value by more than fp32 rounding can explain."""
     e = ELEMENTS[element]
     return (codes & (e.sign - 1) == e.top_code) & (abs(exact) > abs(rounded) * 1.0001)
 
@@ -144,7 +144,7 @@ def is_saturated(codes: Any, element: str, exact: Any, rounded: Any) -> Any:
 def _error_stats(
     exact: Array, rounded: Array, *, count: int, saturated: int = 0, zero_blocks: int = 0
 ) -> ErrorStats:
-    """`count` is the number of elements that fractions are taken of."""
+    """Computes error statistics. `count` is the denominator of the fractions."""
     power, noise = float(np.sum(exact**2)), float(np.sum((rounded - exact) ** 2))
     return ErrorStats(
         sqnr_db=sqnr_db(power, noise),

@@ -83,7 +83,7 @@ def quantize_operands(
 
 
 ERROR_SUMS = ("power", "noise", "present", "flushed", "saturated", "amax")
-"""What `sum_errors` returns, in this order."""
+"""Names of the numbers that `sum_errors` returns, in order."""
 
 
 def sum_errors(operand: QuantizedOperand) -> jax.Array:
@@ -106,7 +106,7 @@ def sum_errors(operand: QuantizedOperand) -> jax.Array:
     saturated = is_saturated(codes, q.layout.element, exact, rounded)
     counts = (c.astype(jnp.float32) for c in (exact != 0, (rounded == 0) & (exact != 0), saturated))
     terms = ((exact / unit) ** 2, ((rounded - exact) / unit) ** 2, *counts)
-    # One reduction for all sums: XLA would compile a quantizer for each separate one. It sums rows first, since fp32
+    # A single reduction: for separate ones, XLA would compile a quantizer each. Rows are summed first, since fp32
     # cannot count beyond 2**24 one by one.
     zero = (jnp.float32(0),) * len(terms)
     rows = lax.reduce(terms, zero, lambda a, b: [x + y for x, y in zip(a, b, strict=True)], (exact.ndim - 1,))
@@ -114,10 +114,10 @@ def sum_errors(operand: QuantizedOperand) -> jax.Array:
 
 
 def summarize_errors(sums: Array) -> dict[str, float | None]:
-    """The statistics of an operand from its `sum_errors`, or from those of several uses: the last axis is ERROR_SUMS.
+    """The statistics of an operand, from the `sum_errors` of one or more uses. The last axis is ERROR_SUMS.
 
-    An SQNR of None means that the array is zero, that nothing was lost, or that something was not finite. An amax of
-    None means the last of these.
+    The SQNR is None if the array is zero, the error is zero, or a value is not finite. The amax is None if a value is
+    not finite.
     """
     rows = sums.reshape(-1, len(ERROR_SUMS)).astype(np.float64)
     power, noise, present, flushed, saturated = rows[:, :5].sum(0)

@@ -19,7 +19,7 @@ CHECKPOINT_NAME = "quantization"
 """The name of saved quantized tensors, for policies of `jax.checkpoint`."""
 
 _READ_AT_ONCE = ((Gemm.FPROP, Role.ACTIVATION), (Gemm.DGRAD, Role.GRADIENT))
-"""Operands that only the GEMMs right after their quantizer read: x in fprop, dy in dgrad."""
+"""Operands that only the GEMM right after their quantizer reads: x in fprop, dy in dgrad."""
 
 CAST_DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
 """The dtype of the formats that only cast."""
@@ -38,8 +38,8 @@ def quantize_operand(
 
     Args:
       save: whether to name the quantized tensors, so that a policy of `jax.checkpoint` can save them.
-      decode_tiles: whether a weight with 2D tiles has values in place of codes, if the backend multiplies those. All
-        GEMMs of the weight read the same ones, which take no more memory than the weight in bfloat16.
+      decode_tiles: whether to write a weight with 2D tiles as values instead of codes, if the backend multiplies
+        values. All GEMMs of the weight share them, and they take no more memory than the weight in bfloat16.
     """
     treatment = spec.treatment
     if not FORMATS[treatment.format].is_quantized:
@@ -48,12 +48,12 @@ def quantize_operand(
         parts: tuple[Quantized, ...] = _quantize_split(x, spec, keys)
     else:
         parts = (_quantize(x, spec, keys, decode_tiles=decode_tiles),)
-    # Values take four times the memory of codes: they are rather computed again.
+    # Values take four times the memory of codes, so they are recomputed instead of saved.
     return tuple(p if p.layout.decoded else _name_for_checkpoint(p) for p in parts) if save else parts
 
 
 def cast_operand(x: jax.Array, treatment: Treatment) -> jax.Array:
-    """An operand of a format that does not quantize."""
+    """Casts an operand to a format that does not quantize. `keep` leaves it as it is."""
     dtype = CAST_DTYPES.get(treatment.format)
     return x if dtype is None else x.astype(dtype)
 
@@ -61,7 +61,7 @@ def cast_operand(x: jax.Array, treatment: Treatment) -> jax.Array:
 def _quantize(
     x: jax.Array, spec: OperandSpec, keys: Keys, *, suffix: str = "", decode_tiles: bool = False
 ) -> Quantized:
-    treatment = replace(spec.treatment, sums="fp32")  # an option of the GEMM, which changes no code
+    treatment = replace(spec.treatment, sums="fp32")  # a GEMM option, which does not affect the codes
     multiplies_values = backends.load(spec.backend).TRAITS.multiplies_values
     return primitives.quantize(
         x,
@@ -85,7 +85,7 @@ def _quantize_split(x: jax.Array, spec: OperandSpec, keys: Keys) -> tuple[Quanti
     residual, mean = split_mean(x, spec.tokens)
     quantized_residual = _quantize(residual, spec, keys)
     if spec.contracts_tokens:
-        # The mean has one token: its blocks run along its features, and there is nothing to rotate.
+        # The mean is a single token, so its blocks run along features and there is nothing to rotate.
         t, batch = spec.treatment, spec.axes.batch
         features = free_dims(x.ndim, spec.tokens, tuple(i + x.ndim for i in batch))
         spec = replace(
@@ -103,20 +103,21 @@ def _name_for_checkpoint(q: Quantized) -> Quantized:
 def has_same_codes(one: Treatment, other: Treatment) -> bool:
     """Whether an operand has the same codes in two GEMMs that contract different dimensions of it.
 
-    True of 2D tiles and of formats with one scale for the tensor. A scale per row is along the contraction.
+    True for 2D tiles and for formats with one scale per tensor, unless the operand is rotated or its mean is split off.
+    Scales per row depend on the contracted dimension.
     """
     is_square = one.tile2d or not (FORMATS[one.format].block or one.outer == "row")
-    # The codes do not depend on what the GEMM adds in.
+    # The codes do not depend on how the GEMM accumulates.
     return replace(one, sums=other.sums) == other and is_square and not one.rht and not one.mean_split
 
 
 def shares_codes(one: OperandSpec, other: OperandSpec) -> bool:
-    """Whether two GEMMs can read an operand that is quantized once."""
+    """Whether an operand can be quantized once for two GEMMs."""
     return FORMATS[one.treatment.format].is_quantized and has_same_codes(one.treatment, other.treatment)
 
 
 def can_quantize_pair(one: OperandSpec, other: OperandSpec) -> bool:
-    """Whether one quantizer can write an operand for two GEMMs, whose backend may then read it less often."""
+    """Whether one quantizer can write an operand for two GEMMs, so that the backend may read the operand less often."""
     if one.backend != other.backend:
         return False
     treatments = (one.treatment, other.treatment)
@@ -127,10 +128,10 @@ def can_quantize_pair(one: OperandSpec, other: OperandSpec) -> bool:
 def quantize_pair(
     x: jax.Array, one: OperandSpec, other: OperandSpec, keys: Keys, *, save: bool = False
 ) -> tuple[Quantized, Quantized]:
-    """Quantizes an operand for two GEMMs at once. Only if `can_quantize_pair`.
+    """Quantizes an operand for two GEMMs at once. Requires `can_quantize_pair`.
 
-    If the backend multiplies values, those are written where the next GEMM reads them: codes would only be decoded
-    again. What is kept for longer has codes, also dy for wgrad, which XLA may run much later.
+    If the backend multiplies values, an operand that is read right away is written as values: codes would only be
+    decoded again. An operand that is kept longer has codes, including dy for wgrad, which XLA may run much later.
     """
     multiplies_values = backends.load(one.backend).TRAITS.multiplies_values
     first, second = (
@@ -153,7 +154,7 @@ def quantize_pair(
 def _save_in_memory_order(q: Quantized, axes: Axes) -> Quantized:
     """Names an operand for `jax.checkpoint` with its contracted axes last, as kernels write it and GEMMs read it.
 
-    In this order XLA stacks the operands of all layers, and reads one of them, without moving its elements.
+    In this order, XLA can stack the operands of all layers and read one of them without transposing it.
     """
     ndim = q.codes.ndim
     contract = tuple(ndim + i for i in axes.contract)
@@ -165,7 +166,7 @@ def _save_in_memory_order(q: Quantized, axes: Axes) -> Quantized:
 
 
 def select_code_order(parts: Parts, spec: OperandSpec) -> Parts:
-    """Keeps the codes in the order that a GEMM reads, if the quantizer wrote both orders, and says how it adds."""
+    """Keeps the codes in the order that a GEMM reads, if the quantizer wrote both. Also sets `Layout.fast_sums`."""
 
     def select(part: Operand) -> Operand:
         if not isinstance(part, Quantized):

@@ -1,6 +1,6 @@
 """`quantize` and `scaled_gemm` as JAX primitives: each shows as one equation in a jaxpr.
 
-Their results have no derivative. Code that differentiates them must be inside a `custom_vjp`.
+They have no differentiation rules: code that is differentiated must use them inside a `custom_vjp`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class QuantizeSpec:
         return replace(layout, decoded=self.decoded), padded
 
     def __repr__(self) -> str:
-        # The mean is split off before: what the equation gets is the residual, or the mean.
+        # The mean is split off before the equation, which gets either the residual or the mean.
         treatment = replace(self.treatment, mean_split=False)
         values = " as values" if self.decoded else ""
         return f"{','.join(describe_options(treatment))}@{self.axes.axis}{values}"
@@ -101,7 +101,7 @@ def quantize_pair(
     """Quantizes an operand for two GEMMs that contract different dimensions of it, as one equation.
 
     Args:
-      specs: how each of them reads it, both in the same format.
+      specs: how each GEMM reads the operand, both in the same format.
       operands: the names `gemm.operand`. They are part of the rounding keys.
       rounding_key: the key of stochastic rounding.
       backend: the backend that runs it.
@@ -148,7 +148,7 @@ def takes_stack(*, backend: str, specs: Specs = (), **_: Any) -> bool:
 
 
 _BATCHING_BACKEND = "xla"
-"""Runs the products of a backend that `vmap` cannot batch."""
+"""Replaces a backend that `vmap` cannot batch."""
 
 
 def _batched(backend: str, primitive: Callable[[], Primitive]) -> BatchedPrimitive | None:
@@ -169,8 +169,8 @@ def _quantize(
     backend: str,
     context: LoweringContext,
 ) -> Sequence[jax.Array]:
-    # `words` are those of the rounding key and of the sign key, for the treatments that use them. The name of the
-    # sign key is that of the GEMM: both operands of a GEMM must have the same signs.
+    # `words` has the words of the rounding key and of the sign key, for treatments that use them. The name of the GEMM
+    # alone is folded into the sign key, since both operands of a GEMM must have the same signs.
     module, spec = backends.load(backend), specs[0]
     key = q.Key(*words[:2]) if words else q.make_key()
     requests = [
@@ -197,7 +197,7 @@ def _quantize(
 def _quantize_one_of_pair(
     used: Sequence[bool], *, specs: Specs, operands: tuple[str, ...], **_: Any
 ) -> ReducedEquation | None:
-    """The quantizer for one GEMM, if nothing uses the results for the other: in a forward pass that is recomputed."""
+    """The quantizer for one GEMM, if the results for the other are unused, as in a recomputed forward pass."""
     if len(specs) == 1:
         return None
     # Codes, scales and amax, or values and amax.
@@ -251,7 +251,7 @@ def _shapes(x: Any, spec: QuantizeSpec) -> list[Shape]:
 def _quantize_dim_sources(
     x: Any, *words: Any, specs: Specs, operands: tuple[str, ...], backend: str
 ) -> list[list[DimSource]]:
-    """Codes, scales and amax have the dimensions of the operand, and so have codes in both packings."""
+    """Codes (in either packing), scales and amax have the dimensions of the operand."""
     del words, operands, backend
     dims: list[DimSource] = [(0, i - x.ndim) for i in range(x.ndim)]
     sources: list[list[DimSource]] = []
@@ -265,7 +265,7 @@ def _quantize_dim_sources(
 
 
 def _swap_tile_axes(dims: Sequence[_Dim], axes: Axes) -> tuple[_Dim, ...]:
-    """What belongs to each dimension of transposed scales, from what belongs to each dimension of the scales."""
+    """Reorders one item per dimension of the scales to match the transposed scales."""
     assert axes.tile is not None
     swapped = list(dims)
     swapped[axes.axis], swapped[axes.tile] = dims[axes.tile], dims[axes.axis]
@@ -336,7 +336,7 @@ def _gemm_dim_sources(
     out: Any,
     backend: str,
 ) -> list[list[DimSource]]:
-    """As in `dot_general`. Sums over a sharded contraction are complete: the result is not sharded by it."""
+    """As in `dot_general`. A sharded contraction is fully reduced, so it does not shard the result."""
     del rhs, out, backend
     a, b = avals[0].ndim, avals[lhs.array_count].ndim
     (lc, rc), (lb, rb) = dimension_numbers
@@ -352,8 +352,8 @@ def multiply_plain(product: Product, left: jax.Array, right: jax.Array, out: Any
     precision = lax.Precision.HIGHEST if product.left.treatment.format == "f32" else None
     wide = out if out in (jnp.bfloat16, jnp.float32) else jnp.float32
     if left.dtype == right.dtype == jnp.bfloat16 and wide == jnp.float32:
-        # XLA has no kernel on CPU for some of these products, for example where it swaps the operands to save a
-        # transpose. The primitive multiplies the same values in fp32 there.
+        # On CPU, XLA has no kernel for some of these products, for example where it swaps the operands to save a
+        # transpose. There the primitive multiplies the same values in fp32.
         return _multiply_bf16(product.dims, jnp.dtype(wide), left, right)
     return lax.dot_general(left, right, product.dims, precision=precision, preferred_element_type=wide)
 
@@ -373,7 +373,7 @@ def _multiply_bf16_fwd(
 def _multiply_bf16_bwd(
     dims: DimensionNumbers, out: Any, operands: tuple[jax.Array, jax.Array], dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """For second derivatives of a loss."""
+    """Used only for second derivatives of a loss."""
 
     def multiply(left: jax.Array, right: jax.Array) -> jax.Array:
         wide = left.astype(jnp.float32), right.astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""The three GEMMs of a dot_general, fprop, dgrad and wgrad, as data: operands, dimensions, treatments, backends.
+"""Describes the three GEMMs of a dot_general (fprop, dgrad, wgrad): operands, dimensions, treatments, backends.
 
 The gradient of the weight is wgrad and the gradient of the other operand is dgrad. If no operand is a weight, the
 gradient of lhs is dgrad and the gradient of rhs is wgrad.
@@ -35,10 +35,10 @@ class GemmOptions:
 
     Attributes:
       weight: the operand that is a parameter, or None.
-      products: the GEMMs that the program runs. `prequantize` skips the operands of the others.
+      products: the GEMMs that the program runs. `prequantize` skips operands that only other GEMMs read.
       backends: the backends of fprop, dgrad and wgrad.
       site: identifies the product in random streams and in profiles.
-      precision: that of the original `dot_general`, for GEMMs that the recipe keeps.
+      precision: the precision of the original `dot_general`, used by GEMMs that the recipe keeps.
       preferred_element_type: the dtype of the result, as in `lax.dot_general`.
     """
 
@@ -50,7 +50,7 @@ class GemmOptions:
     preferred_element_type: Any = None
 
     def backend(self, gemm: Gemm) -> str:
-        """The backend of a product."""
+        """The backend of one of the three GEMMs."""
         return dict(zip(Gemm, self.backends, strict=True))[gemm]
 
 
@@ -78,8 +78,8 @@ class CanonicalDot:
     Attributes:
       dims: its dimension numbers.
       result_shape: the shape of the result of the original product.
-      lhs_groups, rhs_groups: the dimensions of each original operand: first the batch dimensions, which stay, then two
-        groups, each of which is merged into one dimension. None if the operand stays as it is.
+      lhs_groups, rhs_groups: the dimensions of each original operand in three groups. The batch dimensions come first
+        and stay separate. The other two groups are each merged into one dimension. None if nothing is merged.
     """
 
     dims: DimensionNumbers
@@ -108,8 +108,8 @@ def canonicalize(
 ) -> CanonicalDot:
     """The canonical form of a product of operands of these shapes.
 
-    Blocks run along the contracted dimensions as if they were one. If the last of them has whole blocks, that is true
-    already and nothing moves, which matters if the dimensions are sharded. Otherwise they are merged into one. A
+    In each GEMM, blocks run along the contracted dimensions as if these were a single one. If the last of them consists
+    of whole blocks, no reshape is needed, which matters if the dimensions are sharded. Otherwise they are merged. A
     missing free dimension is added.
     """
     (lc, rc), (lb, rb) = dims
@@ -138,7 +138,7 @@ def canonicalize(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmSpec:
-    """Static description of a product in canonical form. `out_dtype` is None if it will not run."""
+    """Static description of a product in canonical form. `out_dtype` is None if only its operands are quantized."""
 
     dims: DimensionNumbers
     recipe: Recipe
@@ -165,7 +165,7 @@ class OperandSpec:
 
     @property
     def name(self) -> str:
-        """Its name in jaxprs. It is also part of the key of its random stream."""
+        """The operand's name in jaxprs, which is also folded into its rounding key."""
         return f"{self.gemm}.{self.label}"
 
     @property
@@ -175,7 +175,7 @@ class OperandSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """One of the three GEMMs. `order` transposes its result into the dimension order of the operand it belongs to."""
+    """One of the three GEMMs. `order` transposes a gradient into the dimension order of its operand."""
 
     gemm: Gemm
     left: OperandSpec
@@ -186,7 +186,7 @@ class Product:
 
     @property
     def scope(self) -> str:
-        """Its name in profiles and compiled programs."""
+        """The name scope of the GEMM in profiles and compiled programs."""
         return f"{self.gemm}.{self.site}"
 
     @property
@@ -266,7 +266,7 @@ def _fprop(spec: GemmSpec, dims: _DotDims) -> Product:
 
 
 def _gradient_of_lhs(spec: GemmSpec, dims: _DotDims) -> Product:
-    """dy with rhs, contracted over the free dimensions of rhs."""
+    """The product of dy and rhs, contracted over the free dimensions of rhs."""
     gemm = Gemm.WGRAD if spec.options.weight == "lhs" else Gemm.DGRAD
     _, role = operand_roles(spec.options.weight)
     lhs, rhs = dims.lhs, dims.rhs
@@ -283,7 +283,7 @@ def _gradient_of_lhs(spec: GemmSpec, dims: _DotDims) -> Product:
 
 
 def _gradient_of_rhs(spec: GemmSpec, dims: _DotDims) -> Product:
-    """lhs with dy, contracted over the free dimensions of lhs."""
+    """The product of lhs and dy, contracted over the free dimensions of lhs."""
     gemm = Gemm.DGRAD if spec.options.weight == "lhs" else Gemm.WGRAD
     role, _ = operand_roles(spec.options.weight)
     lhs, rhs = dims.lhs, dims.rhs
@@ -319,7 +319,7 @@ def _gradient_tokens(spec: GemmSpec, dims: _DotDims) -> tuple[int, ...]:
 
 
 def operand_roles(weight: Weight) -> tuple[Role, Role]:
-    """The roles of lhs and rhs. Both are activations if neither is a parameter: 2D scales do not apply then."""
+    """The roles of lhs and rhs. If neither is a parameter, both are activations, and 2D scales do not apply."""
     return (
         Role.WEIGHT if weight == "lhs" else Role.ACTIVATION,
         Role.WEIGHT if weight == "rhs" else Role.ACTIVATION,
@@ -337,8 +337,8 @@ def _treatment(recipe: Recipe, gemm: Gemm, role: Role) -> Treatment:
 def _needs_both_orders(spec: GemmSpec, role: Role) -> bool:
     """Whether to also write transposed codes.
 
-    8-bit GEMMs read both operands along what they contract. Transformer Engine packs the codes of a 2D weight along
-    both axes in one pass, and the GEMMs of fprop and dgrad each read one of the two.
+    8-bit GEMMs read both operands along the contracted dimension. Transformer Engine packs the codes of a 2D weight
+    along both axes in one pass, and fprop and dgrad each read one of the two packings.
     """
     fprop, dgrad, _ = spec.options.backends
     if role is Role.WEIGHT:
@@ -360,6 +360,6 @@ def _operand_axes(dims: _OperandDims, *, both_orders: bool) -> Axes:
 
 
 def _inverse_order(*groups: tuple[int, ...]) -> tuple[int, ...]:
-    """The transpose that puts a result, whose dimensions are these of an operand, into the operand's order."""
+    """The permutation that puts a result into its operand's order. `groups` are its dimensions, as the operand's."""
     current = [i for group in groups for i in group]
     return tuple(current.index(i) for i in range(len(current)))

@@ -1,7 +1,7 @@
 """`quantized_ragged_dot`: the grouped product of mixtures of experts, whose three GEMMs run as a recipe says.
 
-In wgrad, blocks and rotations run along rows and must not cross from one group into the next. There each group is
-moved to start at a whole block, with rows of zeros in between.
+In wgrad, blocks and rotations run along rows and must not cross from one group into the next. So each group is moved
+to start at a block boundary, with rows of zeros in between.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def quantized_ragged_dot(
 ) -> jax.Array:
     """`lax.ragged_dot`: (m, k), (g, k, n), (g,) -> (m, n), with the weights on the right.
 
-    The weight of each expert is one tensor, and so are all rows together. No mean over tokens is split off: it would
-    be one mean over the rows of all experts. Reads all options except `weight`
-    and `products`. A product has its backend; every operand is quantized by the emulation, or by kernels that it uses.
+    Each expert's weight counts as one tensor, and so do all rows together. `mean_split` is ignored: the mean would be
+    taken over the rows of all experts. The options `weight` and `products` are ignored too. `options.backends` apply to
+    the products only: the emulated backend quantizes every operand, by kernels where it uses them.
     """
     lhs, rhs = match_varying_axes(lhs, rhs)
     treatments = normalize_recipe(recipe).treatments
@@ -81,7 +81,7 @@ def _quantize(x: jax.Array, spec: GemmSpec, gemm: Gemm, role: Role, axes: Axes, 
 
 
 def _product_scope(spec: GemmSpec, gemm: Gemm) -> contextlib.AbstractContextManager[None]:
-    """The name of a product in profiles and compiled programs, as `Product.scope` has it."""
+    """Names a product in profiles and compiled programs, like `Product.scope`."""
     return jax.named_scope(f"{gemm}.{spec.options.site}")
 
 
@@ -116,7 +116,7 @@ def _mask_unused_rows(x: jax.Array, sizes: jax.Array) -> jax.Array:
 
 
 def _alignment(spec: GemmSpec) -> int:
-    """The number of rows that blocks and rotations of wgrad span."""
+    """The number of rows in a block or a rotation of wgrad, whichever is larger. Groups are aligned to it."""
     t = spec.recipe.treatment(Gemm.WGRAD, Role.GRADIENT)
     return max(FORMATS[t.format].block, t.rht, 1)
 

@@ -22,15 +22,16 @@ class Target:
 
     Attributes:
       device_kind: the name that JAX reports for the device.
-      peaks: dense operations per second in each format that backends train in natively. A format that is not in it is
-        emulated in bf16.
-      inference_peaks: the same in formats that its matrix units multiply, but that no backend trains in here.
-      memory_bytes, memory_bandwidth: of its own memory.
-      nvlink_bandwidth: to the other GPUs of its NVLink domain.
-      network_bandwidth: to all other GPUs.
+      peaks: dense operations per second in each format that backends train in natively. Other formats are emulated in
+        bf16.
+      inference_peaks: dense operations per second in formats that the matrix units multiply, but that no backend
+        trains in on this GPU.
+      memory_bytes, memory_bandwidth: the size and bandwidth of its own memory.
+      nvlink_bandwidth: bandwidth to the other GPUs of its NVLink domain.
+      network_bandwidth: bandwidth to all other GPUs.
       nvlink_domain: the number of GPUs that NVLink connects.
-      measured: constants of the cost model that were measured on such a GPU, by the names that
-        `hardware.gemm_cost` gives them.
+      measured: cost model constants that were measured on this kind of GPU, keyed by their names in
+        `hardware.gemm_cost`.
     """
 
     name: str
@@ -47,11 +48,11 @@ class Target:
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """The formats that the matrix units multiply."""
+        """The formats that backends train in natively."""
         return tuple(self.peaks)
 
     def is_native(self, format: str) -> bool:
-        """Whether the matrix units multiply this format. `keep` is never emulated, so it counts as native."""
+        """Whether backends train in this format natively. `keep` is never emulated, so it counts as native."""
         return format == "keep" or format in self.peaks
 
     def runs_as(self, format: str) -> str:
@@ -74,7 +75,7 @@ def get_target(name: str) -> Target:
 def find_by_device_kind(device_kind: str) -> Target | None:
     """Returns the target for JAX's `device_kind`, such as 'NVIDIA H200', or None if it is not in the table.
 
-    A MIG slice, or a PCIe card of a GPU that is in the table as SXM, is not in it: its speeds differ.
+    MIG slices are not in the table, nor are PCIe cards of GPUs that it lists as SXM: their speeds differ.
     """
     for target in TARGETS.values():
         if target.device_kind == device_kind:
@@ -95,13 +96,13 @@ def _peaks(bf16: float, fp8: float, fp4: float | None = None) -> dict[str, float
 
 
 TRAINS_FP4 = ((10, 0), (10, 3))
-"""The compute capabilities that round to FP4 stochastically. Transformer Engine's recipe needs that."""
+"""Compute capabilities with stochastic rounding to FP4, which Transformer Engine's recipe needs."""
 
 TargetName = Literal["h100", "h200", "b200", "gb200", "b300", "gb300", "pro6000", "rtx5090", "spark", "rubin"]
 
 _PRO_6000 = "NVIDIA RTX PRO 6000 Blackwell Workstation Edition"
 
-# name, device kind, compute capability, peaks, memory (GB, TB/s), NVLink and network (GB/s), GPUs of an NVLink domain
+# name, device kind, compute capability, peaks, memory (GB, TB/s), NVLink and network (GB/s), GPUs per NVLink domain
 _ROWS = (
     ("h100", "NVIDIA H100 80GB HBM3", (9, 0), _peaks(989, 1979), (80, 3.35), (450, 50), 8),
     ("h200", "NVIDIA H200 141GB HBM3e", (9, 0), _peaks(989, 1979), (141, 4.8), (450, 50), 8),
@@ -109,17 +110,17 @@ _ROWS = (
     ("gb200", "NVIDIA GB200", (10, 0), _peaks(2450, 4900, 9800), (186, 8), (900, 50), 72),
     ("b300", "NVIDIA B300", (10, 3), _peaks(2250, 4500, 13500), (288, 8), (900, 100), 8),
     ("gb300", "NVIDIA GB300", (10, 3), _peaks(2450, 4900, 14700), (279, 8), (900, 100), 72),
-    # Without NVLink: what stands in its column is PCIe 5.0 or, for the Spark, its network card.
+    # GPUs without NVLink. Their NVLink column holds PCIe 5.0 or, for the Spark, its network card.
     ("pro6000", _PRO_6000, (12, 0), _peaks(500, 1000, 2000), (96, 1.792), (64, 50), 1),
     ("rtx5090", "NVIDIA GeForce RTX 5090", (12, 0), _peaks(209.5, 419, 1676), (32, 1.792), (64, 50), 1),
     ("spark", "NVIDIA GB10", (12, 1), _peaks(125, 250, 500), (128, 0.273), (25, 25), 1),
-    # Preliminary figures of the vendor. The name that JAX will report is not known.
+    # Preliminary vendor figures. The name that JAX will report is not known yet.
     ("rubin", "NVIDIA Rubin", (10, 7), _peaks(4000, 17500, 35000), (288, 22), (1800, 200), 72),
 )  # fmt: skip
 
 
 def _is_trained(format: str, capability: tuple[int, int]) -> bool:
-    """Whether backends train in a format on GPUs of a compute capability. In f32, bf16 and fp8 on all."""
+    """Whether backends train in a format on GPUs of this compute capability: always in f32, bf16 and fp8."""
     return format in ("f32", "bf16", "fp8") or capability in TRAINS_FP4
 
 

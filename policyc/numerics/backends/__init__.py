@@ -1,6 +1,6 @@
 """The backends that run quantized GEMMs: one module each, imported on first use.
 
-To add a backend, write a module with what `Backend` asks for and add a row to `MODULES`.
+To add a backend, write a module that implements `Backend` and add a row to `MODULES`.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class BackendTraits:
     Attributes:
       needs_devices: whether lowering needs to know the devices.
       can_batch: whether `vmap` can batch its calls.
-      quantizes_stacks: whether it needs fewer kernels if it quantizes the weights of all layers at once, by
-        `quantize_stack`.
-      multiplies_values: whether its GEMM multiplies the bfloat16 values of codes. Its quantizers write these if asked.
+      quantizes_stacks: whether quantizing the weights of all layers at once, with `quantize_stack`, takes fewer
+        kernels.
+      multiplies_values: whether its GEMM multiplies the bfloat16 values of codes. Its quantizers can write these.
     """
 
     needs_devices: bool
@@ -82,12 +82,12 @@ class Backend(Protocol):
     def quantize_orders(
         self, x: jax.Array, requests: Sequence[OrderRequest], context: LoweringContext
     ) -> list[Quantized]:
-        """Quantizes an operand for several GEMMs, which contract different dimensions, with fewer reads if it can."""
+        """Quantizes an operand for several GEMMs that contract different dimensions, with fewer reads if possible."""
 
     def quantize_stack(
         self, x: jax.Array, treatment: Treatment, axes: Axes, context: LoweringContext
     ) -> Quantized:
-        """Quantizes each layer of a stack, with neither rotation nor random numbers. Only if `quantizes_stacks`."""
+        """Quantizes each layer of a stack, without rotation or random numbers. Requires `quantizes_stacks`."""
 
     def count_reads(self, treatments: Sequence[Treatment]) -> int:
         """Number of times the GPU kernels read an operand to quantize it with these treatments.
@@ -99,7 +99,7 @@ class Backend(Protocol):
     def gemm(
         self, lhs: Operand, rhs: Operand, dimensions: DimensionNumbers, out: Any, context: LoweringContext
     ) -> jax.Array:
-        """The product of two operands, with dtype `out`. Only if `obstacle` accepts a GEMM that is not ragged."""
+        """The product of two operands, with dtype `out`. Only for GEMMs that `obstacle` accepts, and not ragged."""
 
     def ragged_gemm(
         self,
@@ -110,7 +110,7 @@ class Backend(Protocol):
         out: Any,
         context: LoweringContext,
     ) -> jax.Array:
-        """Products of groups of rows, with dtype `out`. Only if `obstacle` accepts a ragged GEMM.
+        """Products of groups of rows, with dtype `out`. Only for ragged GEMMs that `obstacle` accepts.
 
         If `contracting`, the groups are contracted: (m, k), (m, n) -> (g, k, n). Otherwise (m, k), (g, k, n) -> (m, n).
         """

@@ -2,7 +2,7 @@
 
 JAX's rule for `jax.nn.scaled_matmul` sums fp32 products over devices and gathers one scale for each block of each row.
 Here each device applies the outer scales and rounds to the dtype of the result before the sum over devices, as other
-GEMMs do, and gathers the scales of 2D tiles as they are.
+GEMMs do. It gathers the scales of 2D tiles without repeating them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ DTYPES = {
 class Rows(NamedTuple):
     """An operand as (batch, rows, contracted).
 
-    `codes` are bytes, and so are `scales`, which have one row for each row of codes or for each row of tiles. The outer
-    scale is `mantissa` * 2**`exponent`, both (batch, rows or 1, 1), or None.
+    `codes` and `scales` are bytes. `scales` has one row per row of codes or per row of tiles. The outer scale is
+    `mantissa` * 2**`exponent`, both (batch, rows or 1, 1), or None.
     """
 
     codes: jax.Array
@@ -43,11 +43,11 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockScaledSpec:
-    """What a block-scaled GEMM computes.
+    """Static parameters of a block-scaled GEMM.
 
     `native` says whether to call XLA's block-scaled GEMM, which needs CUDA. `rounds_first` says that the GEMM may round
-    its result before the outer scales are applied: they are powers of two, so that the order does not matter.
-    `divides_itself` says whether a partitioning rule divides it over devices; without one it cannot be native.
+    its result before the outer scales are applied: they are powers of two, so the order does not matter.
+    `divides_itself` says whether a partitioning rule divides it over devices. Without one, it cannot be native.
     """
 
     format: str
@@ -86,7 +86,7 @@ def row_scales(rows: Rows) -> jax.Array:
 
 def _multiply(a: Rows, b: Rows, spec: BlockScaledSpec) -> jax.Array:
     (left, left_scales), (right, right_scales) = as_values(a, spec.format), as_values(b, spec.format)
-    # The product stays fp32 if it is scaled once more afterwards, unless that is exact.
+    # The product stays fp32 if outer scales are applied to it afterwards, unless that is exact.
     is_scaled = a.mantissa is not None or b.mantissa is not None
     stays_wide = is_scaled and not spec.rounds_first
     dtype = spec.out if not stays_wide and spec.out in (jnp.bfloat16, jnp.float32) else jnp.float32
@@ -156,7 +156,7 @@ def _row_dims(rows: Rows, name: str) -> tuple[Dim, tuple[Dims, ...]]:
     scales = ("batch", 1), (name, 1), ("contracted", 1)
     if rows.mantissa is None:
         return dim, (codes, scales)
-    # An outer scale for all rows, or one for each of them.
+    # One outer scale for all rows, or one per row.
     scale_dim = dim if rows.mantissa.shape[1] == count else (f"{name}_scale", 1)
     outer = ("batch", 1), scale_dim, (f"{name}_one", 1)
     return dim, (codes, scales, outer, outer)

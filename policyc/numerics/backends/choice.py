@@ -1,7 +1,7 @@
-"""Chooses the backend of a GEMM, and says whether the machine multiplies its format natively and if not, why.
+"""Chooses the backend of a GEMM, and says whether the machine multiplies its format natively and, if not, why.
 
-The backend `xla` also runs a GEMM on a machine without its format. It then gives the same result by ordinary products,
-which is not native.
+The `xla` backend also runs on machines that do not multiply the format. It then computes the same result with ordinary
+products, which does not count as native.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from policyc.numerics.targets import TARGETS, TRAINS_FP4, Target, find_by_device
 class GemmQuery:
     """A GEMM that a backend is asked to run: `batch` products of (m, k) and (n, k).
 
-    `left` and `right` are the treatments of its operands, `types` their dtypes before that.
+    `left` and `right` are the treatments of its operands, `types` their dtypes before treatment.
     """
 
     gemm: Gemm
@@ -50,8 +50,8 @@ class Obstacle:
 class Machine:
     """The machine that runs the program: its name, and the formats that its matrix units multiply.
 
-    `inference` are formats that they multiply too, but that no backend trains in on such a machine. `failures` says why
-    backends failed the last self-test on it, by "backend format". `auto` does not choose them.
+    `inference` are formats that they multiply too, but that no backend trains in on this machine. `failures` maps
+    "backend format" to the reason why it failed the last self-test here. `auto` does not choose those.
     """
 
     name: str
@@ -64,16 +64,16 @@ class Machine:
 class Lowering:
     """How a GEMM runs. `backend` is empty if nothing is quantized.
 
-    `obstacle` is why it is not native, or why it runs on another backend than the one asked first.
+    `obstacle` says why it is not native, or why the first choice of backend does not run it.
     """
 
     backend: str = ""
     native: bool = True
     obstacle: Obstacle | None = None
     doubt: str = ""
-    """Why it is not known that a native kernel exists; empty if it is known."""
+    """Why a native kernel may be missing; empty if one is known to exist."""
     quantizer_obstacle: Obstacle | None = None
-    """Why no kernel quantizes its operands, if one would with other sizes."""
+    """Why no kernel quantizes its operands, if one would with other sizes, options or dtypes."""
 
     def __str__(self) -> str:
         if not self.backend:
@@ -87,7 +87,7 @@ class Lowering:
 PLAIN = Lowering()
 
 _PROVEN_CONTRACTION = 32
-"""XLA calls cuDNN for NVFP4 if a contracted size is a multiple of 16. Kernels are documented for multiples of 32."""
+"""XLA calls cuDNN for NVFP4 if the contracted size is a multiple of 16. Documented kernels need a multiple of 32."""
 
 
 def choose(backend: str, query: GemmQuery, machine: Machine) -> Lowering:
@@ -127,7 +127,7 @@ def _choose(backend: str, query: GemmQuery, machine: Machine) -> Lowering:
 
 
 def _choose_native(query: GemmQuery, machine: Machine) -> Lowering:
-    """The first backend that can run a GEMM natively and did not fail the self-test. Says why not the one before."""
+    """The first backend that can run a GEMM natively and did not fail the self-test, and why no earlier one can."""
     first = None
     for name in _fastest(query):
         obstacle = backends.load(name).obstacle(query) or _find_failure(name, query.format, machine)
@@ -146,8 +146,8 @@ def _find_failure(backend: str, format: str, machine: Machine) -> Obstacle | Non
 
 
 def _fastest(query: GemmQuery) -> tuple[str, ...]:
-    """The backends that `auto` asks, if they are installed: cuDNN for ragged groups; otherwise Transformer Engine first
-    for nvfp4, whose kernels read less.
+    """The backends that `auto` tries, in order. If installed, cuDNN runs ragged groups, and Transformer Engine, whose
+    kernels read less, comes before XLA for nvfp4.
     """
     if query.ragged:
         return ("xla",) if backends.load("cudnn").find_missing_library() else ("cudnn",)

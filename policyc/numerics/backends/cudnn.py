@@ -1,8 +1,8 @@
 """cuDNN's NVFP4 GEMMs over groups of rows, for mixtures of experts on Blackwell.
 
 The kernels are those of `cudnn.jax`, in the package nvidia-cudnn-frontend. They are compiled while a program is
-lowered, in some 15 seconds for each shape. They take groups that start at multiples of 256 rows (128 if the rows are
-contracted), and block scales in atoms of 128 rows by 4 blocks. Operands are quantized by the other backends.
+lowered, which takes some 15 seconds per shape. They require groups that start at multiples of 256 rows (128 if the rows
+are contracted), and block scales in atoms of 128 rows by 4 blocks. Operands are quantized by the other backends.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TRAITS = BackendTraits(needs_devices=True, can_batch=False, quantizes_stacks=Fal
 
 _BLOCK = 16
 _ROWS, _TOKENS = 256, 128
-"""Groups of rows start at a multiple of the first number; groups of tokens that are contracted, of the second."""
+"""Groups of rows start at multiples of the first number, contracted groups of tokens at multiples of the second."""
 _FEATURES = 128
 _ATOM_ROWS, _ATOM_BLOCKS = 128, 4
 
@@ -68,7 +68,7 @@ def _load() -> Any:
 
 
 def obstacle(query: GemmQuery) -> Obstacle | None:
-    """The first of its limits that a GEMM exceeds."""
+    """The first limit of this backend that a GEMM exceeds, if any."""
     if not query.ragged:
         return Obstacle("backend cudnn multiplies groups of rows only", "other backends run it")
     if query.format != "nvfp4" or query.right.format != "nvfp4":
@@ -124,7 +124,7 @@ _EMULATED = (
 
 
 def _rule(left: Rows, right: Rows, contracting: bool) -> PartitionRule:
-    """Each device has all rows and groups, and may have some of the columns of the result."""
+    """Partitioning rule. Each device has all rows and groups. The columns of the result may be divided."""
     whole = {"rows", "groups", "contracted", "one"}
 
     def dims(rows: Rows, lead: str, name: str) -> tuple[Dims, ...]:
@@ -147,7 +147,7 @@ def _rule(left: Rows, right: Rows, contracting: bool) -> PartitionRule:
 
 
 def multiply_groups(left: Rows, right: Rows, sizes: jax.Array, out: Any) -> jax.Array:
-    """(1, m, k), (g, n, k), (g,) -> (m, n): each row with the matrix of its group."""
+    """(1, m, k), (g, n, k), (g,) -> (m, n): each row is multiplied by the matrix of its group."""
     count = left.codes.shape[1]
     codes, scales = (align_groups(x[0], sizes, _ROWS) for x in (left.codes, row_scales(left)))
     ends = jnp.cumsum(pad_sizes(sizes, _ROWS)).astype(jnp.int32)
@@ -196,9 +196,9 @@ def _atoms(scales: jax.Array) -> jax.Array:
 
 
 def _order_by_group(atoms: jax.Array, sizes: jax.Array) -> jax.Array:
-    """The atoms of each group one after the other, each group with its own rows of atoms.
+    """Reorders atoms so that those of each group are contiguous, row by row.
 
-    `sizes` are the columns of atoms of each group.
+    `sizes` are the numbers of atom columns per group.
     """
     rows, columns = atoms.shape[:2]
     position = jnp.arange(rows * columns)
@@ -227,7 +227,7 @@ def _call_rows(
     outer: jax.Array,
     out: Any,
 ) -> jax.Array:
-    """Rows of groups that end at `ends` (m, k / 2) by a matrix for each group (g, n, k / 2)."""
+    """Multiplies rows (m, k / 2), in groups that end at `ends`, by one matrix per group (g, n, k / 2)."""
     product: jax.Array = _load().grouped_gemm_quant_jax_forward(
         codes, weights, scales, weight_scales, ends, outer, d_dtype=out, sf_vec_size=_BLOCK
     )["d_tensor"]
@@ -267,7 +267,7 @@ def _set_variable(name: str, value: str | None) -> None:
 
 @contextlib.contextmanager
 def compiling_for(capability: tuple[int, int], processors: int) -> Iterator[None]:
-    """Compiles the kernels for a GPU that is not present: the library gets answers in place of the GPU's."""
+    """Compiles the kernels for a GPU that is not present, by answering the library's questions about the GPU."""
     if find_missing_library():
         yield
         return
@@ -281,7 +281,7 @@ def compiling_for(capability: tuple[int, int], processors: int) -> Iterator[None
 
     answers = {"get_compute_capability": lambda: capability, "get_device_type": lambda: "blackwell"}
     with contextlib.ExitStack() as stack:
-        # Not `mock.patch.dict`, which would also take back what libraries set meanwhile.
+        # Not `mock.patch.dict`, which would also undo variables that libraries set meanwhile.
         stack.callback(_set_variable, "CUTE_DSL_ARCH", os.environ.get("CUTE_DSL_ARCH"))
         _set_variable("CUTE_DSL_ARCH", "sm_{}{}a".format(*capability))
         stack.enter_context(mock.patch.object(cutlass.utils, "HardwareInfo", Hardware))

@@ -1,7 +1,7 @@
 """The emulated backend: the specification of every format, on any machine.
 
-Block scales are applied before the product, where they are exact in bfloat16. Outer scales are applied to its fp32
-result. The other order would not be exact.
+Block scales are applied before the product, which is exact in bfloat16. Outer scales are applied to the fp32 result,
+since applying them to the operands would not be exact.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def quantize(
     """Quantizes an operand by the method that is fastest on the platform."""
     method: Method = "cpu" if context.platform == "cpu" else "matmul"
     if context.platform == "cuda":
-        # There a product rounds its result to bfloat16 itself, which saves a pass over memory. Kernels save another.
+        # On CUDA, a product rounds its own result to bfloat16, which saves a pass over memory. Kernels save another.
         is_batched_fp8 = context.is_mapped and treatment.format == "fp8"  # its kernel takes one operand
         has_kernels = context.single_device and not is_batched_fp8 and can_build_kernels(treatment.format)
         method = "kernels" if has_kernels else "matmul_bf16"
@@ -72,10 +72,10 @@ def quantize(
 def quantize_orders(
     x: jax.Array, requests: Sequence[OrderRequest], context: LoweringContext
 ) -> list[Quantized]:
-    """Quantizes an operand for two GEMMs, by kernels with one read for all maxima and one for all codes.
+    """Quantizes an operand for two GEMMs, with kernels that read it once for all maxima and once for all codes.
 
-    A weight with tiles is one order, whose values a kernel writes. If the kernels do not fit, or nothing is rotated,
-    each order is quantized separately.
+    A weight with tiles has a single order, whose values a kernel writes. Otherwise, if the kernels do not fit or
+    nothing is rotated, each order is quantized separately.
     """
     if context.single_device and (
         can_join_orders(x, requests, context) or _can_write_tiles(x, requests, context)
@@ -100,7 +100,7 @@ def _can_write_tiles(x: jax.Array, requests: Sequence[OrderRequest], context: Lo
 
 
 def _fits(x: jax.Array, request: OrderRequest) -> bool:
-    """Whether the kernels can quantize this operand in this order. They write values of features only."""
+    """Whether the kernels can quantize this operand in this order. They can write values only along features."""
     is_row = request.axes.axis == -1
     return kernels.fits(x, request.treatment, request.axes) and (is_row or not request.decoded)
 
@@ -117,10 +117,10 @@ def count_reads(treatments: Sequence[Treatment]) -> int:
 
 
 def can_build_kernels(format: str) -> bool:
-    """Whether the kernels of a format can be built here.
+    """Whether the kernels of a format can be compiled here.
 
-    That of FP8 needs a GPU to be built for. Those of NVFP4 are built for the GPU that is here, if it is a Hopper or
-    newer, or without one.
+    The FP8 kernel needs a GPU. The NVFP4 kernels can be compiled without one, but if there is one, it must be a Hopper
+    or newer.
     """
     device = jax.devices()[0]
     if device.platform != "gpu":
@@ -130,7 +130,7 @@ def can_build_kernels(format: str) -> bool:
 
 
 _MOSAIC_CAPABILITY = 9
-"""The least compute capability for which Pallas's Mosaic backend builds kernels."""
+"""The lowest major compute capability for which Pallas's Mosaic backend compiles kernels."""
 
 
 def gemm(
@@ -148,8 +148,8 @@ def gemm(
             lhs, rhs = _decode(lhs), _decode(rhs)
             find_factors = kernels.Kernels().outer_factors
         if is_wgrad and any(isinstance(o, Quantized) and not o.layout.decoded for o in (lhs, rhs)):
-            # Otherwise XLA could decode the saved codes of all layers at once, long before dy is there, and keep the
-            # values.
+            # Otherwise XLA could decode the saved codes of all layers at once, long before dy is available, and keep
+            # the values in memory.
             lhs, rhs = materialize((lhs, rhs))
     return scaled_gemm(lhs, rhs, dimensions, value_dtype(context), find_factors).astype(out)
 
@@ -163,7 +163,7 @@ def _contracts_last(operand: Operand, contract: _Dims) -> bool:
 
 
 def _contract_last(operand: Operand, contract: _Dims, batch: _Dims) -> tuple[Operand, _Dims, _Dims]:
-    """An operand with its contracted dimensions last, as kernels write its codes, and where its dimensions are then.
+    """Moves an operand's contracted dimensions last, as kernels write its codes, and renumbers `contract` and `batch`.
 
     Otherwise XLA would transpose the codes first. Plain operands and 2D tiles stay as they are.
     """
@@ -175,14 +175,14 @@ def _contract_last(operand: Operand, contract: _Dims, batch: _Dims) -> tuple[Ope
 
 
 def _decode(operand: Operand) -> Operand:
-    """An operand with values in place of codes, if a kernel can write them: for XLA that is some 50 instructions."""
+    """Replaces codes by values if a kernel can decode them. XLA needs some 50 instructions for that."""
     if isinstance(operand, Quantized) and kernels.fits_decoding(operand):
         return kernels.Kernels().values(operand)
     return operand
 
 
 def value_dtype(context: LoweringContext) -> jax.typing.DTypeLike:
-    """The dtype of what products multiply. The values are the same in both. A CPU multiplies them faster in fp32."""
+    """The dtype in which values are multiplied: fp32 on CPU, where that is faster, else bfloat16. Both are exact."""
     dtype: jax.typing.DTypeLike = jnp.float32 if context.platform == "cpu" else jnp.bfloat16
     return dtype
 
@@ -234,7 +234,7 @@ def apply_outer_scales(
     free: int,
     find_factors: FindFactors = write_outer_factors,
 ) -> jax.Array:
-    """Applies both outer scales to a product. Its dimensions are batch, `free` dimensions of lhs, those of rhs."""
+    """Applies both outer scales to a product: batch dimensions, then `free` dimensions of lhs, then those of rhs."""
     ((lc, rc), (lb, rb)) = dimensions
     scales = []
     for operand, contract, batch, before in ((lhs, lc, lb, 0), (rhs, rc, rb, free)):
@@ -247,9 +247,9 @@ def apply_outer_scales(
 def _place_scale(
     scale: jax.Array, contract: tuple[int, ...], batch: tuple[int, ...], before: int, ndim: int
 ) -> jax.Array:
-    """Moves the dimensions of a scale, which are its operand's, to where a product with `ndim` dimensions has them.
+    """Reshapes a scale, which has its operand's dimensions, to broadcast against a product with `ndim` dimensions.
 
-    `before` is the number of dimensions between the batch dimensions and the free dimensions of the operand.
+    `before` is how many dimensions the product has between the batch and the free dimensions of this operand.
     """
     free = free_dims(scale.ndim, contract, batch)
     compact = scale.transpose((*batch, *free, *contract)).reshape([scale.shape[i] for i in (*batch, *free)])

@@ -1,8 +1,9 @@
-"""The emulated backend with other sums: NVFP4 products are added as Blackwell GPUs are said to add them.
+"""The emulated backend with different accumulation: NVFP4 products are added as Blackwell GPUs reportedly add them.
 
-The account is that of arXiv 2609.02846, which found it equal to Transformer Engine to the bit. It is not verified here.
-Each 64 products along the contraction are added exactly and rounded to nearest even in fp32. These sums are added in
-fp32 one after the other, rounded toward zero. It is slow, and for studies: native results can be compared to the bit.
+The model is from arXiv 2609.02846, which found it bit-identical to Transformer Engine. That is not verified here. Every
+64 products along the contraction are added exactly and rounded to fp32, to nearest even. These sums are added in fp32
+one after the other, rounded toward zero. It is slow and meant for studies: it lets native results be compared bit by
+bit.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ TRAITS = replace(emulate.TRAITS, multiplies_values=False)
 
 _BLOCK, _GROUP = 16, 64
 _FRACTION = 20
-"""Products are multiples of 2**-20: those of E2M1 elements of 2**-2, those of E4M3 scales of 2**-18."""
+"""All terms are multiples of 2**-20: products of two E2M1 elements of 2**-2, products of two E4M3 scales of 2**-18."""
 
 
 def obstacle(query: GemmQuery) -> Obstacle | None:
-    """Other formats and ragged groups are emulated with ordinary sums."""
+    """None for nvfp4. Other formats and ragged groups are emulated with ordinary sums."""
     if query.format == query.right.format == "nvfp4" and not query.ragged:
         return None
     kind = "ragged groups" if query.ragged else query.format
@@ -101,7 +102,8 @@ def _round_sum(terms: jax.Array) -> jax.Array:
     is_negative = whole < 0
     whole = jnp.where(is_negative, ~whole + (fraction == 0), whole)
     fraction = jnp.where(is_negative, -fraction & (2**_FRACTION - 1), fraction)
-    # The leading 30 bits. The last of them also says whether there are more: the conversion to fp32 rounds to even.
+    # The leading 30 bits. The last one is sticky: it is set if any lower bit is, so that the conversion to fp32 rounds
+    # to nearest even.
     shift = jnp.clip(lax.clz(whole) - 2, 0, _FRACTION)
     rest = fraction & ((1 << (_FRACTION - shift)) - 1)
     leading = (whole << shift) | (fraction >> (_FRACTION - shift)) | (rest != 0)

@@ -1,4 +1,4 @@
-"""The last self-test of this machine: which backends failed it, by GPU and by versions of what they run on.
+"""The last self-test of this machine: which backends failed it, by GPU and by versions of the software they run on.
 
 `policyc selftest` writes the record into the user's cache folder. `choice` reads it when it chooses a backend.
 """
@@ -21,7 +21,7 @@ _PACKAGES = (
     r"nvidia-(cublas|cudnn|cutlass-dsl)(-cu\d+|-frontend)?)"
 )
 ONE_PASS = "te one_pass"
-"""The name of a failure of Transformer Engine's kernel that quantizes in one pass. The backend can do without it."""
+"""The key for a failure of Transformer Engine's one-pass quantizer, which the backend can do without."""
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -43,14 +43,14 @@ def _folder() -> Path:
 
 
 def record_path(gpu: str) -> Path:
-    """The file of a GPU with the versions that are installed here."""
+    """The record file for a GPU and the versions that are installed here."""
     versions = hashlib.sha256(json.dumps(find_versions()).encode()).hexdigest()[:16]
     return _folder() / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower())}-{versions}.json"
 
 
 def read_failures(gpu: str) -> dict[str, str]:
     """Why backends failed the last self-test on this GPU, by "backend format". Empty if it was not run."""
-    if not _folder().is_dir():  # most often; it takes 0.1 s to find all versions
+    if not _folder().is_dir():  # the usual case; finding all versions takes 0.1 s
         return {}
     try:
         failures = json.loads(record_path(gpu).read_text())["failures"]
@@ -60,7 +60,7 @@ def read_failures(gpu: str) -> dict[str, str]:
 
 
 def write_record(gpu: str, data: Mapping[str, Any]) -> None:
-    """Keeps the data of a self-test for `read_failures`. Raises OSError."""
+    """Stores the data of a self-test for `read_failures`. May raise OSError."""
     path = record_path(gpu)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as stream:

@@ -25,7 +25,7 @@ from policyc.numerics.quantize.random import Key
 def quantize_sharded(
     x: jax.Array, requests: Sequence[OrderRequest], kernels: Kernels | None = None
 ) -> list[Quantized]:
-    """`quantize_orders` of an operand whose sharding XLA chooses."""
+    """`quantize_orders` for an operand whose sharding XLA chooses."""
     kernels = kernels or Kernels()
     treatments = [(r.treatment, r.axes) for r in requests]
 
@@ -53,7 +53,7 @@ def quantize_sharded(
 
 
 def _find_limit(dims: Dims, sizes: Mapping[str, int]) -> str:
-    """Why the kernels do not take a shard in which the factors have these sizes; empty if they do."""
+    """Why the kernels cannot quantize a shard whose factors have these sizes; empty if they can."""
     shape = tuple(sizes[name] * unit for name, unit in dims)
     if fits_shape(shape):
         return ""
@@ -87,7 +87,7 @@ class _DividedShard(Shard):
         *rows, token, feature = first
         if rows:
             token = token + rows[0] * jnp.uint32(self.whole[-2])
-        # The tokens of a single row are numbered one after another. Equal lengths say so, with less arithmetic.
+        # The tokens of a single row are consecutive. Equal lengths express that, and save arithmetic.
         length = self.whole[-2] if prod(shape[:-2]) > 1 else shape[-2]
         return ShardOffset(
             start=jnp.stack([token, feature]),

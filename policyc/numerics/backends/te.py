@@ -1,11 +1,11 @@
 """Transformer Engine's own kernels: its NVFP4 quantizers and its cuBLAS GEMM.
 
-The results are those of the emulation, up to the order of fp32 sums and the random stream. A GEMM that its kernels do
-not take is not run here: `obstacle` says why, and the plan says which backend runs it instead. On platforms other than
-CUDA the emulation runs, which gives the same numbers.
+The results are those of the emulated backend, up to the order of fp32 sums and the random stream. GEMMs that its
+kernels do not support are not run here: `obstacle` says why, and the plan says which backend runs them instead. On
+platforms other than CUDA, the emulated backend runs and gives the same numbers.
 
-Warning: if a kernel does not take a layout, Transformer Engine silently runs its own JAX code, which is wrong for
-scales above 240. So this module lays operands out such that a kernel always takes them.
+Warning: if no kernel supports a layout, Transformer Engine silently runs its own JAX code, which is wrong for scales
+above 240. So this module always lays out operands in a way that a kernel supports.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from policyc.numerics.quantize.random import Key, make_key
 
 TRAITS = BackendTraits(needs_devices=True, can_batch=False, quantizes_stacks=True)
 
-# What the contracted size must be a multiple of, for cuBLAS.
+# cuBLAS needs a contracted size that is a multiple of this.
 _CONTRACTED = 32
 _TYPES = ("bfloat16", "float16", "float32")
 _FALLBACK_REMEDY = "other backends run it"
@@ -54,14 +54,14 @@ _FALLBACK_REMEDY = "other backends run it"
 
 
 def obstacle(query: GemmQuery) -> Obstacle | None:
-    """The first of its limits that a GEMM exceeds."""
+    """The first limit of this backend that a GEMM exceeds, if any."""
     if query.format != "nvfp4" or query.right.format != "nvfp4":
         return Obstacle(f"backend te runs only nvfp4, not {query.format}", _FALLBACK_REMEDY)
     return shape_obstacle(query) or _option_obstacle(query.left) or _option_obstacle(query.right)
 
 
 def shape_obstacle(query: GemmQuery) -> Obstacle | None:
-    """Why it cannot run an nvfp4 GEMM of this shape and these types. Lint reports these."""
+    """Why this backend cannot run an nvfp4 GEMM of this shape and these dtypes. Lint reports these obstacles."""
     if query.ragged or query.batch != 1:
         kind = "over ragged groups" if query.ragged else "with batch dimensions"
         return Obstacle(f"Transformer Engine has no NVFP4 GEMM {kind}", _FALLBACK_REMEDY)
@@ -134,7 +134,7 @@ def quantize(
     sign_key: Key | None,
     context: LoweringContext,
 ) -> Quantized:
-    """Quantizes an operand with Transformer Engine's kernels, each device its shard."""
+    """Quantizes an operand with Transformer Engine's kernels. Each device quantizes its own shard."""
     if context.platform != "cuda":
         return emulate.quantize(x, treatment, axes, key, sign_key, context)
     request = OrderRequest(treatment=treatment, axes=axes, key=key or make_key())
@@ -166,9 +166,9 @@ count_reads: Callable[[Sequence[Treatment]], int] = te_quantize.count_reads
 def gemm(
     lhs: Operand, rhs: Operand, dimensions: DimensionNumbers, out: Any, context: LoweringContext
 ) -> jax.Array:
-    """The product of two operands by Transformer Engine's cuBLAS GEMM, each device its part.
+    """The product of two operands by Transformer Engine's cuBLAS GEMM. Each device computes its own part.
 
-    What is gathered before the product are codes and scales.
+    If operands must be gathered before the product, it is their codes and scales that are gathered.
     """
     if context.platform != "cuda":
         return emulate.gemm(lhs, rhs, dimensions, out, context)
@@ -192,8 +192,8 @@ def gemm(
         scattered = index.first_scattered()
         is_transposed = scattered is not None and scattered >= len(left_free)
         operands = (right, left) if is_transposed else (left, right)
-        # Without the barrier, XLA multiplies twice if the product is also saved for the backward pass: once in place,
-        # among those of the other layers.
+        # Without the barrier, XLA multiplies twice if the product is also saved for the backward pass: the second
+        # product is written in place, into the stack of all layers.
         product = materialize(engine.gemm(*operands, alpha, out))
         if not is_transposed:
             return (product.reshape(*left_free, *right_free),)
@@ -230,7 +230,7 @@ def _as_matrix(
 
 
 def _gemm_rule(lhs: Quantized, rhs: Quantized, dimensions: DimensionNumbers) -> PartitionRule:
-    """Contracted dimensions of both operands have the same factors."""
+    """Partitioning rule. The contracted dimensions of both operands have the same factors."""
     operands: list[Dims] = []
     free: list[tuple[Dim, ...]] = []
     contracted: list[Dim] = []
@@ -260,7 +260,7 @@ def _gemm_rule(lhs: Quantized, rhs: Quantized, dimensions: DimensionNumbers) -> 
 
 
 def _factor_names(contract: tuple[int, ...], side: int, operand: Quantized) -> tuple[str, ...]:
-    """The names of the dimensions of the left (0) or the right operand (1)."""
+    """The factor names of the dimensions of the left (`side` is 0) or the right operand (1)."""
     return tuple(
         f"k{contract.index(i)}" if i in contract else f"{'mn'[side]}{i}" for i in range(operand.codes.ndim)
     )

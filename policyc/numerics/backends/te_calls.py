@@ -1,7 +1,7 @@
 """Transformer Engine's NVFP4 kernels as functions of matrices on one device.
 
-They are called below Transformer Engine's own sharding rules, which need its own kind of mesh and do not reduce maxima
-over all devices.
+The calls bypass Transformer Engine's own sharding rules, which need its own kind of mesh and do not reduce maxima over
+all devices.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class QuantizedMatrix(NamedTuple):
 
 
 class QuantizedOrders(NamedTuple):
-    """A matrix that is quantized along its rows, along its columns, which gives rows of its transpose, or both.
+    """A matrix that is quantized along its rows, along its columns (which gives rows of its transpose), or both.
 
-    `maximum` is the array of the plain maximum, which the call may have overwritten. One that rotates has not.
+    `maximum` is the plain maximum after the call, which may have overwritten it. A call that rotates leaves it intact.
     """
 
     rows: QuantizedMatrix | None
@@ -50,7 +50,7 @@ class QuantizedOrders(NamedTuple):
 
 
 class Maxima(NamedTuple):
-    """The largest magnitude of a matrix, and that after the rotation if its columns are rotated."""
+    """The largest magnitude of a matrix, and the one after the rotation if its columns are rotated."""
 
     plain: jax.Array
     rotated: jax.Array | None = None
@@ -92,7 +92,7 @@ class TransformerEngine:
         return not te_one_pass.find_obstacle()
 
     def rotated_amax(self, x: jax.Array) -> jax.Array:
-        """The largest magnitude of a matrix whose columns are rotated."""
+        """The largest magnitude of a matrix after the rotation of its columns."""
         _, amax = self._rht_amax(
             x,
             amax_scope=self._local,
@@ -114,8 +114,8 @@ class TransformerEngine:
     ) -> QuantizedOrders:
         """Quantizes a matrix.
 
-        `state` is the state of the random generator, four words. `rotation` is the matrix of the transform of columns.
-        Rows are written beside rotated columns only if `joins_rotation`.
+        `state` is the state of the random generator, four words. `rotation` is the matrix that rotates columns. Rows
+        can be written together with rotated columns only if `joins_rotation`.
         """
         if rotation is not None and output.rows:
             assert maxima.rotated is not None

@@ -20,7 +20,7 @@ from policyc.numerics.quantize.kernel_tiles import BLOCK
 from policyc.numerics.quantize.layout import TILE, Axes, Layout
 
 ROTATED_TOKENS, ROTATED_FEATURES = 64, 128
-"""What the sizes of a rotated matrix must be multiples of."""
+"""The sizes of a rotated matrix must be multiples of these."""
 
 _UNITS = {"elements": (BLOCK, TILE), "codes": (BLOCK // 2, TILE), "scales": (1, 1)}
 """The size of a block along the quantized axis and along the other axis of 2D tiles, in each of the arrays."""
@@ -32,12 +32,13 @@ _WHOLE = "_whole"
 class Matrix:
     """How the shard of an operand becomes the matrix that a kernel quantizes.
 
-    Its rows are free dimensions and its columns contracted ones, or the other way round: the kernel that rotates reads
-    it transposed, and so does every kernel if it lies in memory that way. With `both`, the codes are packed along both.
+    Its rows run over free dimensions and its columns over contracted ones, or the other way round: the kernel that
+    rotates reads it transposed, and so does every kernel if it is stored that way. With `both`, the codes are packed
+    along both.
 
     Attributes:
       is_bounded: whether the scale of a rotated matrix comes from the largest magnitude before the rotation.
-      blocked: dimensions that have blocks in another order of the same operand, and are divided in whole blocks too.
+      blocked: dimensions along which another order of the same operand has blocks. They are divided in whole blocks.
     """
 
     layout: Layout
@@ -70,7 +71,7 @@ class Matrix:
 
     @property
     def dim_order(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The dimensions that the rows and those that the columns of the matrix run over."""
+        """The dimensions that the rows of the matrix run over, and those that its columns run over."""
         return (self.contract, self.free) if self.is_transposed else (self.free, self.contract)
 
     @property
@@ -79,7 +80,7 @@ class Matrix:
         return tuple(f"d{i}" for i in range(self.ndim))
 
     def flatten(self, shard: jax.Array) -> jax.Array:
-        """The shard as the kernel reads it."""
+        """The shard as the matrix that the kernel reads."""
         outer, inner = self.dim_order
         rows = prod(shard.shape[i] for i in outer)
         return shard.transpose(*outer, *inner).reshape(rows, -1)
@@ -130,7 +131,7 @@ class Matrix:
         return codes, scales, array_dims(transposed, self.factors, "codes")
 
     def find_limit(self, sizes: Mapping[str, int]) -> str:
-        """Why the kernel does not take a shard in which the factors have these sizes."""
+        """Why the kernel cannot quantize a shard whose factors have these sizes; empty if it can."""
         lengths = [sizes[name] * unit for name, unit in self.element_dims()]
         rows, columns = (prod(lengths[i] for i in dims) for dims in (self.free, self.contract))
         features, tokens = (ROTATED_FEATURES, ROTATED_TOKENS) if self.rotates else (BLOCK, BLOCK)
@@ -165,8 +166,8 @@ def array_dims(
 def scale_dims(layout: Layout, names: Sequence[str], blocked: tuple[int, ...] = ()) -> Dims:
     """The dimensions of the scales of an operand, for a `PartitionRule`.
 
-    Those of 2D tiles are one byte for 256 elements. Each device has all of them, so that a weight's are gathered where
-    it is quantized, and not for each microbatch.
+    The scales of 2D tiles take one byte per 256 elements. Each device has all of them, so that the scales of a weight
+    are gathered once, where it is quantized, and not for each microbatch.
     """
     if layout.tile_axis is None:
         return array_dims(layout, names, "scales", blocked)
@@ -174,14 +175,14 @@ def scale_dims(layout: Layout, names: Sequence[str], blocked: tuple[int, ...] = 
 
 
 def undivided_factors(arrays: Sequence[Dims]) -> frozenset[str]:
-    """The factors of scales of which each device has all."""
+    """The factors of scales that each device has in full."""
     return frozenset(name for dims in arrays for name, _ in dims if name.endswith(_WHOLE))
 
 
 def select_own_scales(
     layout: Layout, codes: jax.Array, scales: jax.Array, names: Sequence[str], index: ShardIndex
 ) -> jax.Array:
-    """The scales of a shard of codes."""
+    """The scales that belong to a device's shard of codes. `scales` may be those of the whole operand."""
     sizes = tuple(
         size // unit for size, (_, unit) in zip(codes.shape, array_dims(layout, names, "codes"), strict=True)
     )
@@ -201,13 +202,13 @@ def find_remainder(sizes: Mapping[str, tuple[int, int]]) -> str:
 
 
 def _restore_dims(rows: jax.Array, shape: tuple[int, ...], order: tuple[int, ...], unit: int) -> jax.Array:
-    """Rows with one byte for `unit` elements along the last dimension of `order`, in the dimension order of `shape`."""
+    """Restores the dimension order of `shape`. `rows` has a byte per `unit` elements along the last dim of `order`."""
     *outer, last = (shape[i] for i in order)
     return rows.reshape(*outer, last // unit).transpose(sorted(range(len(order)), key=order.__getitem__))
 
 
 def _as_bytes(rows: jax.Array) -> jax.Array:
-    """Rows of codes, two to a byte, or of scales."""
+    """Rows of codes (two to a byte) or of scales, as uint8."""
     if rows.dtype == jnp.float4_e2m1fn:
         rows = rows.reshape(rows.shape[0], -1, 2)
     return lax.bitcast_convert_type(rows, jnp.uint8)

@@ -1,6 +1,6 @@
 """Transformer Engine's kernel that writes rows and rotated columns in one pass, which its JAX extension does not call.
 
-`te_one_pass.cc` makes an XLA FFI call of it. It is compiled on first use and kept in the user's cache folder. Where
+`te_one_pass.cc` wraps it as an XLA FFI call. It is compiled on first use and kept in the user's cache folder. Where
 that is not possible, the backend makes two calls, and a warning says why.
 """
 
@@ -28,18 +28,18 @@ TARGET = "policyc_te_quantize_ffi"
 """The name of the call in a compiled program."""
 
 VARIABLE = "POLICYC_TE_ONE_PASS"
-"""The environment variable that switches it off, if it is 0."""
+"""The environment variable that disables the kernel if set to 0."""
 
 _SOURCE = Path(__file__).with_suffix(".cc")
 
 
 class CannotBuild(Exception):
-    """Why the call cannot be used on this machine."""
+    """Says why the call cannot be built on this machine."""
 
 
 @cache
 def find_obstacle() -> str:
-    """Why the kernel is not used; empty if it is. Needs Transformer Engine in this process."""
+    """Why the kernel is not used; empty if it is. Transformer Engine must be loaded in this process."""
     reason = _find_obstacle()
     if reason:
         warnings.warn(
@@ -52,7 +52,7 @@ def find_obstacle() -> str:
 
 
 def avoid() -> None:
-    """Uses two calls from now on in this process: the self-test found a fault."""
+    """Switches this process to two calls, because the self-test found a fault."""
     os.environ[VARIABLE] = "0"
     find_obstacle.cache_clear()
     jax.clear_caches()
@@ -98,7 +98,7 @@ def _build() -> Path:
 
 
 def _include_folders() -> Iterator[Path]:
-    """The headers of XLA's FFI, of Transformer Engine and of CUDA."""
+    """The header folders of XLA's FFI, of Transformer Engine and of CUDA."""
     yield Path(jax.ffi.include_dir())
     for package, pattern in (("transformer_engine", "common/include"), ("nvidia", "*/include")):
         spec = importlib.util.find_spec(package)

@@ -29,7 +29,7 @@ from policyc.numerics.quantize.random import Key
 _QUIET_NAN = 0x7FC00000
 _STATE_WORDS = 4
 _LONGEST_ROW = 16384
-"""The longest row of which XLA finds the maximum in one kernel."""
+"""The longest row whose maximum XLA finds in one kernel."""
 _NAME = "Transformer Engine's quantizer"
 _LAYER = ("layer", 1)
 """The first dimension of a stack, in a `PartitionRule`."""
@@ -38,8 +38,8 @@ _LAYER = ("layer", 1)
 def quantize_orders(x: jax.Array, requests: Sequence[OrderRequest]) -> list[Quantized]:
     """Quantizes an operand for several GEMMs.
 
-    One call writes rows and columns. If Transformer Engine's JAX extension must rotate the columns, rows have a call of
-    their own.
+    One call writes both rows and columns. If Transformer Engine's JAX extension must rotate the columns, the rows need
+    a separate call.
     """
     matrices = matrices_of(x.shape, [r.treatment for r in requests], [r.axes for r in requests])
     keys = [r.rounding_key if r.treatment.rounding == "sr" else None for r in requests]
@@ -51,10 +51,10 @@ def quantize_orders(x: jax.Array, requests: Sequence[OrderRequest]) -> list[Quan
 
 
 def quantize_stack(x: jax.Array, treatment: Treatment, axes: Axes) -> Quantized:
-    """Quantizes each layer of a stack by itself, without rotation and random numbers.
+    """Quantizes each layer of a stack separately, without rotation or random numbers.
 
-    The maxima of all layers are found and exchanged at once, and so are scales gathered: only the call is repeated for
-    each layer. It reads a layer where it lies in the stack, and writes codes and scales where they lie in theirs.
+    The maxima of all layers are computed and exchanged at once, and all scales are gathered at once. Only the call is
+    repeated for each layer. It reads the layer in place in the stack, and writes codes and scales in place in theirs.
     """
     engine = te_calls.load()
     (matrix,) = matrices_of(x.shape[1:], [treatment], [axes])
@@ -95,7 +95,7 @@ def _as_quantized(matrix: Matrix, arrays: Sequence[jax.Array], amax_shape: tuple
 def count_reads(treatments: Sequence[Treatment]) -> int:
     """One read for the maximum after a rotation, if it is needed, and one for each call of the JAX extension.
 
-    `te_one_pass` makes one call of two, but has not run on a GPU yet.
+    `te_one_pass` merges two calls into one. That is not counted, since it has not run on a GPU yet.
     """
     has_maximum = any(t.rht and t.outer != "bound" for t in treatments)
     return has_maximum + len(_group_orders([bool(t.rht) for t in treatments]))
@@ -109,9 +109,9 @@ class _Summary:
     """Maxima and generator state that the quantizers take.
 
     Attributes:
-      maxima: the bits of the largest magnitude of the whole operand, and those of the largest magnitude after the
-        rotation, if a matrix is scaled by that. Bits, because a maximum of floats may lose a NaN: in the kernels, and
-        between devices. One array, so that devices exchange it at once.
+      maxima: the bits of the largest magnitude of the whole operand, and of the largest one after the rotation, if a
+        matrix is scaled by that. They are bits because a maximum of floats may lose a NaN, in the kernels and between
+        devices. They are one array, so that devices exchange them at once.
       state: the seed and offset of the generator on this shard, 64 bits each, if a matrix is rounded stochastically.
     """
 
@@ -119,16 +119,16 @@ class _Summary:
     state: jax.Array | None
 
     def amax(self, matrix: Matrix | None = None) -> jax.Array:
-        """The maximum that a matrix is scaled by, fp32, or that of the operand.
+        """The fp32 maximum that a matrix is scaled by, or that of the operand if `matrix` is None.
 
-        The maximum after the rotation may have lost a NaN or an infinity.
+        The maximum after the rotation may have lost a NaN or an infinity. Then the one before it is used.
         """
         bits = self.maxima[0]
         if matrix is not None and matrix.is_bounded:
             bits = bound_after_rotation(bits, len(SIGNS))
         elif matrix is not None and matrix.rotates:
             bits = jnp.where(bits < INFINITY, self.maxima[1], bits)
-        # One NaN. A computed number, so that XLA finds it in one kernel with the other numbers, instead of a copy.
+        # Makes all NaNs the same. Also lets XLA compute this in one kernel with the other numbers, instead of a copy.
         return from_bits(jnp.minimum(bits, _QUIET_NAN))
 
 
@@ -142,11 +142,11 @@ def _summarize(shard: jax.Array, matrices: Sequence[Matrix], key: Key | None, in
         amax = te_calls.load().rotated_amax(rotated.flatten(shard))
         numbers.append(_first_of(rows.size, bits_of(amax.reshape(()))))
     else:
-        # XLA joins the kernels that read an array: the scales of this operand and of its GEMMs. But not those that read
-        # a single number.
+        # XLA merges kernels that read the same array (the scales of this operand and of its GEMMs), but not kernels
+        # that read a single number. So the array of maxima keeps two entries.
         numbers.append(jnp.zeros_like(rows))
     if key is None:
-        # Stacked before the reduction: XLA would stack the maxima in a kernel of its own.
+        # Stacked before the reduction: afterwards, XLA would stack the maxima in a separate kernel.
         maxima, state = jnp.max(jnp.stack(numbers), axis=1), None
     else:
         numbers += [jnp.zeros_like(rows)] * (_STATE_WORDS - len(numbers))
@@ -167,12 +167,12 @@ def _magnitude_bits(x: jax.Array) -> tuple[jax.Array, int]:
 def row_maxima(bits: jax.Array) -> jax.Array:
     """The largest number of each row.
 
-    XLA finds it where it computes the row, in one pass. It would split a long row into parts, and join their maxima in
-    a kernel of its own. If the row is split here, the kernel that joins rows also joins its parts.
+    XLA finds it where it computes the row, in one pass. It would split a long row into parts and combine their maxima
+    in a separate kernel. If the row is split here, the kernel that combines rows also combines the parts.
     """
     length = bits.shape[-1]
     fewest = -(-length // _LONGEST_ROW)
-    # A length without such divisor is left to XLA.
+    # A length without such a divisor is left to XLA.
     parts = next((n for n in range(fewest, 2 * fewest) if length % n == 0), 1)
     maxima = jnp.max(bits.reshape(*bits.shape[:-1], parts, -1), axis=-1)
     return reduce(jnp.maximum, (maxima[..., i] for i in range(parts)))
@@ -201,7 +201,7 @@ def _layer_maxima(shard: jax.Array, index: ShardIndex) -> jax.Array:
     """The largest magnitude of each layer of a stack, fp32."""
     bits, shift = _magnitude_bits(shard)
     maxima = jnp.max(bits, axis=range(1, bits.ndim)).astype(jnp.int32) << shift
-    # Devices that have different layers have different maxima.
+    # Devices that hold different layers have different maxima.
     axes = tuple(axis for factor, axes in index.factors.items() if factor != _LAYER[0] for axis in axes)
     maxima = lax.pmax(maxima, axes) if axes else maxima
     return from_bits(jnp.minimum(maxima, _QUIET_NAN))
@@ -215,7 +215,7 @@ def _quantize_matrices(
 ) -> Sequence[jax.Array]:
     """Codes, scales, the codes of the transpose if requested, and the maximum of each matrix.
 
-    All matrices are rounded by one key, as in Transformer Engine's own recipe.
+    All matrices are rounded with the same key, as in Transformer Engine's own recipe.
     """
     engine = te_calls.load()
     key = next((key for key in keys if key is not None), None)
@@ -256,10 +256,10 @@ def _quantize_matrices(
 
 
 def _group_by_call(matrices: Sequence[Matrix], keys: Sequence[Key | None], *, joins: bool) -> list[list[int]]:
-    """The indices of matrices that one call writes: rows and columns of the same array.
+    """Groups the indices of matrices by the call that writes them: one call can write rows and columns of an array.
 
-    If columns are rotated, a call writes both only with `joins`, and then rounds both alike. Calls that rotate come
-    first.
+    If columns are rotated, a call can write both only with `joins`, and only if both are rounded alike. Calls that
+    rotate come first.
     """
     if len({m.dim_order for m in matrices}) == 1:
         rotates = [m.rotates for m in matrices]
@@ -272,7 +272,7 @@ def _group_by_call(matrices: Sequence[Matrix], keys: Sequence[Key | None], *, jo
 
 
 def _group_orders(rotates: Sequence[bool]) -> list[list[int]]:
-    """Groups orders of one array by call of Transformer Engine's JAX extension. A rotating one writes one order."""
+    """Groups orders of one array by call of Transformer Engine's JAX extension. If one is rotated, each has its own."""
     indices = range(len(rotates))
     return [[i] for i in indices] if any(rotates) else [list(indices)]
 

@@ -78,9 +78,9 @@ def obstacle(query: GemmQuery) -> Obstacle | None:
 
 
 def quantizer_obstacle(query: GemmQuery) -> Obstacle | None:
-    """Why no kernel quantizes the operands of an nvfp4 GEMM that are rotated, or whose block scales are refined.
+    """Why no kernel quantizes operands of an nvfp4 GEMM that are rotated or have refined block scales.
 
-    XLA's code for it makes more passes.
+    XLA then quantizes them in more passes.
     """
     treatments = (query.left, query.right)
     refines = any(map(refinement_of, treatments))
@@ -105,9 +105,9 @@ def quantizer_obstacle(query: GemmQuery) -> Obstacle | None:
 
 
 _TOKENS, _FEATURES = (TILE_TOKENS, TILE_TOKENS), (BLOCK, TILE_FEATURES)
-"""What the tokens and the features of an operand must be a multiple of, and at least. A weight has both."""
+"""The unit and the minimum of an operand's tokens and features. One dimension of a weight counts as tokens."""
 _ROTATED_SIZES = (_TOKENS, _FEATURES, _FEATURES)
-"""The limits of the contracted dimension, of rows and of columns. Tokens are contracted."""
+"""The limits of the contracted dimension, of rows and of columns. Rotated operands contract tokens."""
 _REFINED_SIZES = {
     Gemm.FPROP: ((TILE_TOKENS, TILE_FEATURES), _TOKENS, _FEATURES),
     Gemm.DGRAD: (_FEATURES, _TOKENS, _TOKENS),
@@ -123,10 +123,10 @@ def quantize(
     sign_key: q.Key | None,
     context: LoweringContext,
 ) -> Quantized:
-    """Quantizes as the emulation does, on several devices by kernels too, and by the kernel that refines block scales.
+    """Quantizes like the emulated backend, but uses kernels on several devices too.
 
-    A weight in 2D tiles is transposed first, if the GEMM reads it transposed. XLA would transpose it anyway, but later,
-    as fp32 numbers on their way to codes.
+    A weight with 2D tiles is transposed first if the GEMM reads it transposed. XLA would transpose it anyway, but
+    later, as fp32 numbers that become codes.
     """
     if context.can_partition and _has_kernels(context) and _fits_kernels(x, treatment, axes):
         # The kernels that refine block scales do not rotate.
@@ -154,7 +154,7 @@ def _fits_kernels(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
 def quantize_orders(
     x: jax.Array, requests: Sequence[OrderRequest], context: LoweringContext
 ) -> list[Quantized]:
-    """Quantizes an operand for two GEMMs, by kernels with one read for all maxima and one for all codes.
+    """Quantizes an operand for two GEMMs, with kernels that read it once for all maxima and once for all codes.
 
     Without a rotation, or if the kernels do not fit, each order is quantized separately.
     """
@@ -194,12 +194,12 @@ def gemm(
 def as_rows(
     operand: Quantized, contract: tuple[int, ...], batch: tuple[int, ...]
 ) -> tuple[Rows, tuple[int, ...]]:
-    """An operand in rows, and the sizes of its free dimensions."""
+    """An operand as `Rows`, and the sizes of its free dimensions."""
     layout, ndim = operand.layout, operand.codes.ndim
     free = free_dims(ndim, contract, batch)
     codes, scales, row_axis = _arrange_along(operand, contract[-1] - ndim)
     sizes = {layout.axis: layout.size, layout.tile_axis: layout.tile_size}
-    # Rows that share scales stay together if they are neighbours, and none is padding.
+    # Rows of a tile can keep sharing scales if they are adjacent and none of them is padding.
     if row_axis is not None and (free[-1] - ndim != row_axis or sizes[row_axis] % TILE):
         scales, row_axis = repeat_axis(scales, row_axis, TILE), None
     for i in free:
@@ -233,7 +233,7 @@ def _arrange_along(operand: Quantized, axis: int) -> tuple[jax.Array, jax.Array,
     assert scales is not None
     if axis == layout.axis:
         return codes, scales, layout.tile_axis
-    # Square tiles, contracted along their other axis: the scales serve as they are.
+    # Square tiles, contracted along their other axis: the scales can be used as they are.
     assert axis == layout.tile_axis
     if layout.packed:
         codes = operand.pack_along_tile_axis()
@@ -246,9 +246,9 @@ def _arrange_along(operand: Quantized, axis: int) -> tuple[jax.Array, jax.Array,
 def _multiply_fp8(
     lhs: Quantized, rhs: Quantized, dimensions: DimensionNumbers, out: Any, context: LoweringContext
 ) -> jax.Array:
-    """On 8-bit matrix units, with fp32 accumulation unless `sums=fast`. Inside a chunk, Hopper's units keep 14 bits."""
+    """Multiplies on 8-bit matrix units, with fp32 sums unless `sums=fast`. Hopper keeps 14 bits within a chunk."""
     has_one_scale = all(o.amax is not None and o.amax.size == 1 for o in (lhs, rhs))
-    # Otherwise something may come between GEMM and scale: the index of a vmap, or a sum over devices.
+    # Otherwise something may come between the GEMM and the scale: the index of a vmap, or a sum over devices.
     can_fuse = has_one_scale and context.knows_division
     if can_fuse and out == jnp.bfloat16 and _allows_excess_precision():
         return _multiply_scaled_fp8(lhs, rhs, dimensions, context)
@@ -273,7 +273,7 @@ def _multiply_codes(
 
 
 _SPLIT_BELOW = 160 * 128 * 128
-"""XLA may split the contracted dimension of a product with fewer elements than this: a tile of 128 x 128 for each
+"""XLA may split the contracted dimension if the result has fewer elements than this: a tile of 128 x 128 for each
 multiprocessor of the largest GPU."""
 
 
@@ -286,7 +286,8 @@ def _scale_product(
 ) -> jax.Array:
     """The product of two arrays of codes times a scalar, in bfloat16.
 
-    If XLA splits the product, it adds the parts before it scales: in fp32, as long as the type of the sum is.
+    If XLA splits the product, it adds the parts before it scales them, in the dtype of the product. So a product that
+    may be split is fp32.
     """
     (contract, _), (batch, _) = dimensions
     summed, repeated = (prod(left.shape[i] for i in dims) for dims in (contract, batch))
@@ -302,9 +303,10 @@ def _multiply_scaled_fp8(
 ) -> jax.Array:
     """The product with both outer scales, in bfloat16.
 
-    XLA fuses the scale into a large GEMM, before it rounds its fp32 sums to bfloat16. So no fp32 result is in memory.
-    The cast of the scale to bfloat16 is there only for the types: XLA drops it and gives the GEMM the fp32 scale. It
-    does so only if nothing is between GEMM and scale. So each device scales its part of a sum over devices.
+    XLA fuses the scale into a large GEMM, which applies it before rounding its fp32 sums to bfloat16. So no fp32 result
+    is written to memory. The cast of the scale to bfloat16 only makes the dtypes match: XLA drops it and passes the
+    fp32 scale to the GEMM. It does so only if nothing comes between GEMM and scale. So each device scales its part of a
+    sum over devices.
     """
     layouts = lhs.layout, rhs.layout
     (left_contract, right_contract), (left_batch, right_batch) = dimensions
@@ -330,7 +332,7 @@ def _multiply_scaled_fp8(
 
 
 def _fp8_rule(lhs: Quantized, rhs: Quantized, dimensions: DimensionNumbers) -> PartitionRule:
-    """How an fp8 GEMM may be divided: along every dimension."""
+    """Partitioning rule of an fp8 GEMM: it may be divided along every dimension."""
     (left_contract, right_contract), (left_batch, right_batch) = dimensions
 
     def dims(operand: Quantized, contract: tuple[int, ...], batch: tuple[int, ...], free: str) -> Dims:

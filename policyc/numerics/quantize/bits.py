@@ -1,9 +1,9 @@
 """Rounding and division on the bits of fp32 numbers, with the same result on every machine.
 
 XLA drops float round trips (f32 -> e4m3 -> f32) if excess precision is allowed, contracts a product and a sum into a
-fused multiply-add, and divides fp32 inexactly on GPUs. So nothing here casts down, except to codes that stay codes.
-Every product passes through a `select` before a sum (which no contraction crosses), and quotients are computed in fp64,
-or corrected by their integer residual.
+fused multiply-add, and divides fp32 inexactly on GPUs. So nothing here casts to a narrower float, except to codes that
+are not cast back. Every product passes through a `select` before it is added, which prevents the contraction. Quotients
+are computed in fp64, or corrected by their integer residual.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ def power_of_two(e: jax.Array) -> jax.Array:
 
 
 def machine_div(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The machine's own quotient. It may be off by two ulps. A function, so that tests can make it as inexact."""
+    """The hardware quotient, which may be off by two ulps. A function of its own, so that tests can replace it."""
     return a / b
 
 
 def exact_div(a: jax.Array, b: jax.Array) -> jax.Array:
     """a / b correctly rounded (nearest even), for positive normal a and b, on every machine.
 
-    Overflow and b = 0 give F32_MAX. A quotient under the normal range gives 0. It is computed in fp64, which GPUs
-    divide exactly. fp64 has more than twice the bits of fp32, so rounding twice gives the same as rounding once. LLVM
-    would narrow a division of two numbers that were fp32 to an inexact one in fp32: so one of them is halved first.
+    Overflow and b = 0 give F32_MAX. A quotient below the normal range gives 0. The division is done in fp64, which GPUs
+    divide exactly. fp64 has more than twice the bits of fp32, so rounding twice gives the same as rounding once. One
+    operand is halved first: LLVM would narrow a division of two converted fp32 numbers to an inexact fp32 division.
     """
     with jax.enable_x64(True):
         wide, divisor = (lax.convert_element_type(x, np.float64) for x in jnp.broadcast_arrays(a, b))
@@ -84,15 +84,15 @@ def exact_div(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def kernel_div(a: jax.Array, b: jax.Array) -> jax.Array:
-    """`exact_div` in kernels, which have no fp64.
+    """`exact_div` for kernels, which have no fp64.
 
-    The machine's quotient of the mantissas is off by two ulps at most. Its residual a * 2**k - q * b is then so small
-    that wrapping 32-bit arithmetic is exact. No quotient is halfway between two fp32 numbers.
+    The hardware quotient of the mantissas is off by at most two ulps, so wrapping 32-bit arithmetic computes its small
+    residual a * 2**k - q * b exactly. There are no ties: no quotient is halfway between two fp32 numbers.
     """
     ba, bb = bits_of(a), bits_of(b)
     ma, mb = (ba & _MANTISSA) | _ONE, (bb & _MANTISSA) | _ONE
     low = _as_bit(ma <= mb)
-    # Divide the mantissas as floats. The first is doubled if that brings the quotient above 1.
+    # Divide the mantissas as floats. The dividend is doubled unless the quotient is already above 1.
     guess = machine_div(from_bits((ba & _MANTISSA) + (0x3F800000 + (low << 23))), from_bits(mb + 0x3F000000))
     q = jnp.clip(bits_of(guess), 0x3F800000, 0x3FFFFFFF) - (0x3F800000 - _ONE)
     twice = (ma << (24 + low)) - q * (2 * mb)
@@ -105,16 +105,16 @@ def kernel_div(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _as_bit(condition: jax.Array) -> jax.Array:
-    """1 or 0, int32. For each cast of booleans in a kernel, Mosaic starts ptxas to ask for its version.
+    """1 or 0 as int32, without a cast of booleans: for each of those, Mosaic runs ptxas to ask for its version.
 
-    Selected as unsigned and then converted: Mosaic takes a select whose first case is a constant for unsigned, as it
-    takes the condition, and what is computed from it too. It would compare negative residuals as large ones.
+    The select is unsigned and then converted. Mosaic treats a select whose first case is a constant as unsigned, like
+    its condition, and everything computed from it too. Negative residuals would then compare as large numbers.
     """
     return jnp.where(condition, jnp.uint32(1), jnp.uint32(0)).astype(jnp.int32)
 
 
 def cpu_div(a: jax.Array, b: jax.Array) -> jax.Array:
-    """`exact_div` on CPU, which divides exactly, for quotients in the normal range.
+    """`exact_div` for CPUs, which divide exactly. Quotients must be in the normal range.
 
     This is also faster than `exact_div`. On CPU, XLA drops barriers and fuses the computation of a scale into every
     element that uses it, unless it ends in an operation as expensive as a division.
@@ -141,9 +141,9 @@ def exact_div_by_constant(mantissa: jax.Array, divisor: float) -> jax.Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Element:
-    """A small float: `bits` in all, `mantissa` bits, exponent `bias`, largest value `top`, code of NaN.
+    """A small float: total `bits`, `mantissa` bits, exponent `bias`, largest value `top`, and the code of NaN, if any.
 
-    Its codes number the non-negative values in order, so that rounding is integer arithmetic on fp32 bits.
+    The codes of non-negative values are in numerical order, so rounding is integer arithmetic on fp32 bits.
     """
 
     name: str
@@ -155,7 +155,7 @@ class Element:
 
     @property
     def shift(self) -> int:
-        """The number of mantissa bits that fp32 has more."""
+        """How many more mantissa bits fp32 has."""
         return 23 - self.mantissa
 
     @property
@@ -210,14 +210,14 @@ def _round_nearest_e2m1(t: jax.Array) -> jax.Array:
 
 
 _WHOLE = np.float32(1.5 * 2.0**23)
-"""A sum of this size is rounded to a whole number, ties to even, which is in its lowest bits."""
+"""Adding this rounds a number to an integer, ties to even, and leaves that integer in the lowest bits of the sum."""
 NEAREST_OFFSET = int(_WHOLE.view(np.int32))
 
 
 def nearest_bits_e2m1(t: jax.Array) -> jax.Array:
     """The codes (int32) of 0 <= t <= 6, rounded to nearest even, plus `NEAREST_OFFSET`.
 
-    Below 2 the code is 2 * t, up to 4 it is t + 2, and then t / 2 + 4: each rounded, the least of the three.
+    The code is 2 * t below 2, t + 2 up to 4, and t / 2 + 4 above, each rounded. It is always the least of the three.
     """
     sums = (
         t * np.float32(2) + _WHOLE,
@@ -228,7 +228,7 @@ def nearest_bits_e2m1(t: jax.Array) -> jax.Array:
 
 
 def round_stochastic(t: jax.Array, random: jax.Array, random_bits: int, element: Element) -> jax.Array:
-    """Codes (int32) of t >= 0, rounded up or down with probability by distance, saturating.
+    """Codes (int32) of t >= 0, rounded up or down at random, weighted by distance, saturating.
 
     `random` (int32) is uniform in [0, 2**random_bits).
     """
@@ -241,8 +241,8 @@ def stochastic_bits(t: jax.Array, steps: jax.Array, element: Element) -> jax.Arr
 
     The lowest `element.shift` bits are the distance from t down to its code. `steps` is added to them.
     """
-    # Shifted up by the least normal number, a subnormal has the step of the first binade. For a normal number that
-    # gives less than its own bits.
+    # Adding the least normal number gives a subnormal the step of the first binade. For a normal number, the result is
+    # less than its own bits.
     shifted = bits_of(t + np.float32(element.least_normal)) - _ONE
     return jnp.maximum(bits_of(t), shifted) + steps
 
@@ -260,9 +260,9 @@ HALF_UNIT = np.float32(2.0**14)
 
 
 def decode_in_half_units(code: jax.Array) -> jax.Array:
-    """The fp32 values of signed E2M1 codes, divided by `HALF_UNIT`: what their bits are worth at the top of fp16.
+    """The fp32 values of signed E2M1 codes, divided by `HALF_UNIT`: the values of their bits within an fp16 number.
 
-    Half the operations of `decode`. XLA may move the unit to another factor, so both must have room for it.
+    Takes half the operations of `decode`. XLA may move the unit to another factor, so both need the range for it.
     """
     code = code.astype(jnp.uint16)
     bits = ((code & 8) << 12) | ((code & 7) << 9)
@@ -289,7 +289,7 @@ def encode_scaled(
 ) -> jax.Array:
     """FP8 codes of fp32 values under one outer scale. `amax` has the bits of the largest magnitude.
 
-    They are cast by the machine, which rounds to nearest even. XLA keeps a cast whose bits are read as integers.
+    The cast is the hardware's, which rounds to nearest even. XLA does not drop a cast whose bits are read as integers.
     """
     scaled = jnp.clip((values * lift) * enc, -element.top, element.top)
     codes = lax.bitcast_convert_type(scaled.astype(FP8_DTYPES[element.name]), jnp.uint8)
@@ -298,7 +298,7 @@ def encode_scaled(
 
 
 def multiply_unfused(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a * b for a following sum: the select stops contracting both. No product here is as large as 1e30."""
+    """a * b, to be added to something: the select prevents a fused multiply-add. No product here reaches 1e30."""
     product = a * b
     return jnp.where(product < jnp.float32(1e30), product, jnp.float32(1e30))
 

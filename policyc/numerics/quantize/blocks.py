@@ -1,9 +1,8 @@
 """Shared by the quantizers of all formats: layouts, block maxima, encoding scales and codes.
 
-Words: `amax` is the largest magnitude of what shares an outer scale, and `bound` what that magnitude becomes: the
-largest element times the largest block scale. The outer scale is amax / bound. The encoding scale `enc` is what
-elements are multiplied by, the reciprocal of their scales. `lift` is a power of two that tiny tensors are multiplied
-by before.
+Terms: `amax` is the largest magnitude among elements that share an outer scale. It is scaled to `bound`, the largest
+element times the largest block scale, so the outer scale is amax / bound. Elements are multiplied by the encoding scale
+`enc`, the reciprocal of their scales. Tiny tensors are multiplied by `lift`, a power of two, first.
 
 The order of the fp32 operations is part of a format: a division where the format multiplies changes one code in a
 thousand.
@@ -51,13 +50,13 @@ from policyc.numerics.quantize.layout import (
 from policyc.numerics.quantize.random import Key, checksum, random_words
 
 E4M3_FULL, E4M3_REDUCED = 448.0, 256.0
-"""Bounds of the E4M3 block scales. The smaller one leaves room for scales that are larger than amax asks for."""
+"""Bounds of the E4M3 block scales. The smaller one leaves room for scales larger than the block maxima require."""
 
 RANDOM_BITS = 16
 """Random bits per stochastic rounding: one 32-bit word serves two elements."""
 
 SCALE_KEY = "scale"
-"""The word in the keys of MS-EDEN's rounding of scales."""
+"""The word folded into the key with which MS-EDEN rounds scales."""
 
 _LIFT_EXPONENT = 64
 _TINY = (127 - 104) << 23  # the bits of 2**-104
@@ -67,8 +66,8 @@ _TINY = (127 - 104) << 23  # the bits of 2**-104
 class QuantizeContext:
     """Inputs of a format's quantizer besides the array.
 
-    `unrotated` is the array before its rotation, if the outer scale comes from that. `fp8_kernel` is the GPU kernel to
-    use, if any, and `cpu` selects operations that suit a CPU: neither changes a bit.
+    `unrotated` is the array before its rotation, if the outer scale is computed from it. `fp8_kernel` is the GPU kernel
+    to use, if any, and `cpu` selects operations that suit a CPU. Neither changes the result.
     """
 
     treatment: Treatment
@@ -117,20 +116,20 @@ def bound_of(treatment: Treatment) -> float:
 
 
 def refinement_of(treatment: Treatment) -> Literal["", "four_over_six", "ms_eden"]:
-    """The option that makes NVFP4's block scales depend on more than maxima; empty if there is none."""
+    """The option that makes NVFP4's block scales depend on more than block maxima; empty if there is none."""
     if treatment.rounding == "ms_eden":
         return "ms_eden"
     return "four_over_six" if treatment.scale == "four_over_six" else ""
 
 
 def rotates_in_kernels(treatment: Treatment) -> bool:
-    """Whether kernels rotate the operand while they quantize it. Otherwise XLA rotates it before."""
+    """Whether kernels rotate the operand while they quantize it. Otherwise XLA rotates it first."""
     is_nvfp4 = treatment.format == "nvfp4"
     return is_nvfp4 and treatment.rht == FORMATS["nvfp4"].block and not refinement_of(treatment)
 
 
 def outer_scale_axes(treatment: Treatment, axes: Axes, layout: Layout, ndim: int) -> tuple[int, ...]:
-    """The axes (from the end) that share an outer scale. 2D tiles always have one for the tensor."""
+    """The axes (from the end) that an outer scale spans. 2D tiles always have one per tensor."""
     if treatment.outer == "row" and layout.tile_axis is None:
         return tuple(sorted(axes.contract or (axes.axis,)))
     return tuple(i for i in range(-ndim, 0) if i not in axes.batch)
@@ -140,14 +139,14 @@ def outer_scale_axes(treatment: Treatment, axes: Axes, layout: Layout, ndim: int
 
 
 def find_maxima(x: jax.Array, context: QuantizeContext) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """x, the bits of the maximum of each block, and those of each outer scale (reduced axes have size 1).
+    """x, the bits of the maximum of each block, and those of the amax of each outer scale (reduced axes have size 1).
 
-    The operation that makes x writes it to memory together with the maxima. Without the barrier XLA fuses later
+    The operation that computes x writes it to memory together with the maxima. Without the barrier, XLA fuses later
     operations into it: it then keeps x in fp32, without its rounding to bfloat16, and recomputes half of it.
     """
     layout, axes = context.layout, context.axes
     if layout.tile_axis is not None:
-        # A weight, which a cast alone makes: it is written first, and read again in half the bytes.
+        # A weight, which is just the result of a cast: it is written first, so that later reads take half the bytes.
         x = materialize(x)
         maxima = materialize(_block_maxima(x, axes, layout))
     else:
@@ -159,7 +158,7 @@ def find_maxima(x: jax.Array, context: QuantizeContext) -> tuple[jax.Array, jax.
 
 
 def _block_maxima(x: jax.Array, axes: Axes, layout: Layout) -> jax.Array:
-    """The bits of the maximum of each block or tile. Those of bfloat16 are 16 bits: half the memory traffic."""
+    """The bits of the maximum of each block or tile: 16 bits for bfloat16, which halves the memory traffic."""
     bits = abs_bits_bf16(x) if x.dtype == jnp.bfloat16 else abs_bits(x)
     blocks = split_axis(bits, axes.axis, x.shape[axes.axis] // layout.block, layout.block)
     maxima = blocks.max(axis=blocks.ndim + axes.axis)
@@ -173,7 +172,7 @@ def tensor_key(block_max: jax.Array, amax: jax.Array, context: QuantizeContext) 
     """The rounding key of each outer scale: the key of the operand, with its content folded in.
 
     The content is the bits of the maximum and a checksum of the block maxima. XLA finds both in one pass over the block
-    maxima. Maxima alone are not enough: those of bfloat16 tensors take few values.
+    maxima. The maximum alone is not enough: in bfloat16 it takes few values.
     """
     spanned = outer_scale_axes(context.treatment, context.axes, context.layout, block_max.ndim)
     return context.key.fold(amax).fold(checksum(block_max, spanned))
@@ -190,7 +189,7 @@ def outer_maximum(amax: jax.Array, treatment: Treatment, bound: float) -> jax.Ar
 
 
 def round_up_to_bound(amax: jax.Array, bound: float) -> jax.Array:
-    """The least bound * 2**k that is not below amax, as bits: with it the outer scale is 2**k.
+    """The least bound * 2**k that is not below amax, as bits. It makes the outer scale 2**k.
 
     amax stays as it is if it is zero, denormal, not finite, or if bound * 2**k would not be finite.
     """
@@ -201,14 +200,14 @@ def round_up_to_bound(amax: jax.Array, bound: float) -> jax.Array:
 
 
 def bound_after_rotation(amax: jax.Array, size: int) -> jax.Array:
-    """A bound of the magnitudes after a rotation of this length, as bits, from the bits of the largest one before it.
+    """A bound of the magnitudes after a rotation of this size, as bits, from the bits of the largest one before it.
 
-    An element becomes a sum of `size` elements over sqrt(size). So the bound is sqrt(size) times amax; here the next
-    power of two, which changes no other bit. It is infinite if it is out of range.
+    An element becomes a signed sum of `size` elements divided by sqrt(size), so sqrt(size) * amax is a bound. Here that
+    factor is rounded up to a power of two, which changes only the exponent. An out-of-range bound is infinite.
     """
     bound = amax
     for _ in range(ceil(log2(size) / 2)):
-        # The exponent has the bits above 23. Denormals, which have none, become normal by the shift.
+        # Doubles it: adds 1 to the exponent, which starts at bit 23, or shifts a denormal, which has no exponent.
         bound = jnp.where(bound < 0x800000, bound << 1, jnp.minimum(bound, INFINITY - 0x800000) + 0x800000)
     return jnp.where(amax < INFINITY, bound, amax)
 
@@ -231,7 +230,7 @@ def find_encoding_scale(
 
 
 def _lift(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The lifted amax as fp32, and the lift. NaN and infinity are read as 1: the scales of such a tensor are NaN."""
+    """The lifted amax as fp32, and the lift. NaN and infinity count as 1: the scales of such a tensor are NaN."""
     lift = jnp.where(amax < _TINY, jnp.float32(2.0**_LIFT_EXPONENT), jnp.float32(1))
     finite = jnp.where(amax >= INFINITY, 0x3F800000, amax)
     # The bits of a denormal are its value in units of 2**-149.
@@ -264,7 +263,7 @@ def encode_blocks(lifted: jax.Array, enc: jax.Array, context: QuantizeContext, k
 def _encode_pairs(
     pairs: jax.Array, axis: int, enc: jax.Array, word: jax.Array | None, element: Element
 ) -> jax.Array:
-    """Encodes all elements before it picks the two of each byte: a program half as long, with the same kernel."""
+    """Encodes all elements, then picks the two of each byte: a program half as long, compiled to the same kernel."""
     codes = _encode_in_place(pairs, axis, enc, word, element)
     return pack(*(lax.index_in_dim(codes, i, axis, keepdims=False) for i in range(2)))
 
@@ -272,7 +271,7 @@ def _encode_pairs(
 def _encode_pairs_on_cpu(
     pairs: jax.Array, axis: int, enc: jax.Array, word: jax.Array | None, element: Element
 ) -> jax.Array:
-    """Joins codes by a reduction: a CPU vectorizes over neighbours and avoids strided loads."""
+    """Joins codes by a reduction, which lets a CPU vectorize over neighbours and avoid strided loads."""
     half = lax.broadcasted_iota(jnp.uint8, pairs.shape, axis)
     nibbles = _encode_in_place(pairs, axis, enc, word, element) << (half * 4)
     packed: jax.Array = lax.reduce(nibbles, np.uint8(0), lax.bitwise_or, (axis,))
@@ -282,7 +281,7 @@ def _encode_pairs_on_cpu(
 def _encode_in_place(
     pairs: jax.Array, axis: int, enc: jax.Array, word: jax.Array | None, element: Element
 ) -> jax.Array:
-    """The codes of all elements. Each pair shares a random word, of which each element takes a half."""
+    """The codes of all elements. The two elements of a pair each use half of the same random word."""
     bits = None
     if word is not None:
         half = lax.broadcasted_iota(jnp.uint32, pairs.shape, axis)
@@ -301,6 +300,6 @@ def _encode(scaled: jax.Array, bits: jax.Array | None, element: Element) -> jax.
 
 
 def _expand_key(key: Key, layout: Layout) -> Key:
-    """Shapes a key per outer scale to broadcast against pairs: its quantized axis, of size 1, becomes two."""
+    """Shapes a key per outer scale to broadcast against pairs: the quantized axis, of size 1, becomes two axes."""
     axis = key.a.ndim + layout.axis + 1
     return Key(jnp.expand_dims(key.a, axis), jnp.expand_dims(key.b, axis))

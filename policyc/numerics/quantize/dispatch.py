@@ -1,4 +1,4 @@
-"""`quantize`: any format, by the table of their quantizers."""
+"""`quantize`: quantizes to any format, by a table of quantizers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def quantize(
     Args:
       key: the key of stochastic rounding. The content of x is folded into it: see `tensor_key`.
       sign_key: the key of the fresh signs of MS-EDEN, the same for both operands of a GEMM.
-      method: how it is computed. It changes no bit of the result.
+      method: how to compute the result. All methods give the same bits.
     """
     axes = axes or Axes()
     layout, padded = layout_of(x.shape, treatment, axes)

@@ -33,16 +33,16 @@ from policyc.numerics.quantize.blocks import (
 from policyc.numerics.quantize.layout import Quantized
 
 _GROUP = 16
-"""The elements whose maximum is found while x is written: as many as in an NVFP4 block."""
+"""The size of the groups whose maxima are found while x is written: that of an NVFP4 block."""
 
 
 def quantize_fp8(x: jax.Array, context: QuantizeContext) -> Quantized:
-    """Quantizes to FP8. A kernel writes both orders of the codes in one pass."""
+    """Quantizes to FP8. The kernel, if there is one, writes both orders of the codes in one pass."""
     axes, layout = context.axes, context.layout
     element = ELEMENTS[layout.element]
     spanned = outer_scale_axes(context.treatment, axes, layout, x.ndim)
-    # An 8-bit GEMM reads one operand transposed. Unless x is in memory first, XLA fuses that transpose into everything
-    # that makes x, and computes x three times. The operation that writes x also finds the maxima of groups.
+    # An 8-bit GEMM reads one operand transposed. Unless x is in memory first, XLA fuses that transpose into whatever
+    # computes x, and computes x three times. The operation that writes x also finds the maxima of groups.
     if x.dtype == jnp.bfloat16 and x.shape[-1] % _GROUP == 0 and -1 in spanned and not context.cpu:
         groups = replace(layout, axis=-1, block=_GROUP)
         along = replace(axes, axis=-1, contract=axes.contract or (axes.axis,))
@@ -83,7 +83,7 @@ def quantize_fp4(x: jax.Array, context: QuantizeContext) -> Quantized:
     amax = magnitudes.max(axis=outer_scale_axes(treatment, context.axes, layout, x.ndim), keepdims=True)
     key = context.key if treatment.rounding == "rne" else tensor_key(magnitudes, amax, context)
     enc, lift = materialize_encoding_scale(amax, context)
-    # Two codes fill a byte: the encoding scale of the tensor is that of each pair.
+    # Two codes fill a byte. Each pair gets the encoding scale of the tensor.
     pairs = replace(context, layout=replace(layout, block=2))
     codes = encode_blocks(x.astype(jnp.float32) * lift, enc, pairs, key)
     return Quantized(codes=codes, scales=None, amax=from_bits(amax), layout=layout)

@@ -20,10 +20,10 @@ from policyc.language.recipes import Treatment
 from policyc.numerics.quantize.layout import Axes
 
 _SQUARE, _WARPS = 128, 8
-"""The rows and columns of the square that one instance of the kernel reads, and the warps of the instance."""
+"""The side of the square that one kernel instance reads, and the number of warps of an instance."""
 
 Encode = Callable[[jax.Array, jax.Array], jax.Array]
-"""Gives the codes of fp32 values, from the bits of the largest magnitude of all."""
+"""Encodes fp32 values, given the bits of the largest magnitude of the whole array."""
 
 
 def fits(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
@@ -41,7 +41,7 @@ class Fp8Kernel:
     interpret: bool = False
 
     def both_orders(self, x: jax.Array, amax: jax.Array, encode: Encode) -> tuple[jax.Array, jax.Array]:
-        """The codes, and the same with the last axis first. `amax` has the bits of one number."""
+        """The codes, and the codes with the last axis moved first. `amax` has the bits of one number."""
         flat = x.reshape(-1, x.shape[-1])
         rows, columns = flat.shape
         square = ((_SQUARE, _SQUARE), lambda i, j: (i, j))

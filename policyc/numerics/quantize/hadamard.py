@@ -24,13 +24,13 @@ _LARGE = (127 + 100) << 23
 """The bits of 2**100: sums of 128 smaller numbers are far from overflow."""
 
 Method = Literal["matmul", "matmul_bf16", "kernels", "interpreted", "cpu"]
-"""How an operand is rotated and quantized. No method changes a bit of the result. `rotate` knows the first two.
+"""How an operand is rotated and quantized. All methods give the same bits. `rotate` treats all but matmul_bf16 alike.
 
 - matmul: a product with a small matrix, rounded to bfloat16 afterwards
-- matmul_bf16: a product that rounds its result itself
+- matmul_bf16: a product that returns bfloat16 itself
 - kernels: GPU kernels if they fit, else matmul_bf16
 - interpreted: the same kernels, interpreted, for tests
-- cpu: what is fast on CPU
+- cpu: operations that are fast on CPU
 """
 
 
@@ -90,7 +90,7 @@ def _matmul(
     out: jax.typing.DTypeLike = jnp.float32,
     scale: float = 1.0,
 ) -> jax.Array:
-    # The scale is applied on the host: XLA would move a product with a scalar after the sums.
+    # The scale is applied on the host: XLA would move a multiplication by a scalar after the sums.
     matrix = (signs[:, None] * (sylvester(groups.shape[axis]) * np.float32(scale))).astype(groups.dtype)
     if axis == groups.ndim - 1:
         return _dot(groups, matrix, (((axis,), (0,)), ((), ())), out)

@@ -43,14 +43,14 @@ from policyc.numerics.quantize.kernel_tiles import (
 from policyc.numerics.quantize.values import REACH, outer_scale
 
 _ROWS = 8
-"""The rows of blocks that are written at once: the fewest that 128 threads have. More of them take longer to build."""
+"""Rows of blocks that are written at once: the fewest that occupy 128 threads. More would take longer to compile."""
 
 # ---- the tile of one instance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tile:
-    """The tile of a matrix that one instance of a kernel reads: some blocks of features, a slice."""
+    """The tile of a matrix that one kernel instance reads. `blocks` is its slice of blocks of features."""
 
     ops: KernelOps
     x: Ref
@@ -61,24 +61,24 @@ class _Tile:
         return self.ops.load(self.x, (pl.ds(first, tokens), self.blocks), "blocks")
 
     def load_rows(self, group: jax.Array) -> list[jax.Array]:
-        """The words of 16 tokens, an array for each."""
+        """The words of 16 tokens, one array per token."""
         # One address for all tokens: each load adds a constant to it.
         tokens = self.x.at[pl.ds(group * BLOCK, BLOCK), self.blocks]
         return [self.ops.load(tokens, (i,), "words") for i in range(BLOCK)]
 
     def load_columns(self, group: jax.Array, order: Order) -> list[list[jax.Array]]:
-        """The values of even and of odd features, each an array for each of 16 tokens.
+        """The values of even and of odd features, each as 16 arrays, one per token.
 
-        They are rotated, but not rounded yet, if the order rotates.
+        If the order rotates, they are rotated but not rounded yet.
         """
         rows = self.load_rows(group)
         halves = [[half(row) for row in rows] for half in HALVES]
         return [rotate(self.ops, values) for values in halves] if order.rotates else halves
 
     def column_maxima(self, values: Sequence[jax.Array], order: Order) -> jax.Array:
-        """The bits of the largest magnitudes."""
+        """The bits of the largest magnitude of each column."""
         if order.rotates:
-            # The largest one is rounded, which is the largest of those rounded.
+            # Rounding is monotonic: the rounded maximum is the maximum of the rounded values.
             return bits_of(self.ops.round_bf16(self.ops.largest(values)))
         maxima: jax.Array = reduce(jnp.maximum, map(abs_bits, values))
         return maxima
@@ -86,7 +86,7 @@ class _Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TileIndex:
-    """The indices of the elements of a tile in the whole operand."""
+    """The indices of a tile's pairs of elements in the whole operand."""
 
     ops: KernelOps
     offset: TileOffset
@@ -100,7 +100,7 @@ class _TileIndex:
         return [(first + word(i)) * word(self.offset.features) + feature for i in range(WORDS)]
 
     def of_rows(self, group: jax.Array, first: jax.Array) -> jax.Array:
-        """The indices of the pairs of features of some tokens of a group. `first` is the first of them."""
+        """The indices of the pairs of features of some tokens of a group, the first of which is token `first`."""
         shape = (_ROWS, TILE_BLOCKS, WORDS)
         token, block, pair = (self.ops.iota(shape, axis, "blocks") for axis in (0, 1, 2))
         token = token + (self.offset.token(group) + first.astype(jnp.uint32))
@@ -114,7 +114,7 @@ class _TileIndex:
 def find_statistics(
     ops: KernelOps, x: Ref, maxima: Ref, checksums: Ref, *, orders: tuple[Order, ...], groups: int
 ) -> None:
-    """Writes 16 maxima and 16 checksums of each instance, in each order."""
+    """Writes 16 maxima and 16 checksums per instance, for each order."""
     i, j = ops.index(0), ops.index(1)
     first_of_tile = first_block(j, x.shape[1])
     tile = _Tile(ops=ops, x=x, blocks=pl.ds(first_of_tile, TILE_BLOCKS))
@@ -133,7 +133,7 @@ def find_statistics(
     numbers = [_block_numbers(ops, order) for order in orders]
     zeros = [n & word(0) for n in numbers]
     totals = lax.fori_loop(0, groups, add_group, tuple((zero.astype(jnp.int32), zero) for zero in zeros))
-    # Blocks that the tile before has too: they must not be added twice.
+    # The number of blocks that the previous tile has too. They must not be counted twice.
     overlap = (j * TILE_BLOCKS - first_of_tile).astype(jnp.uint32)
     for k, (number, (largest, checksum)) in enumerate(zip(numbers, totals, strict=True)):
         if x.shape[1] % TILE_BLOCKS:
@@ -143,7 +143,7 @@ def find_statistics(
 
 
 def _block_numbers(ops: KernelOps, order: Order) -> jax.Array:
-    """The number of each block in its tile, for the block maxima of one order."""
+    """The index of each block within its tile, in the shape of the block maxima of one order."""
     if order.along_tokens:
         return ops.iota((TILE_BLOCKS, WORDS), 0, "words")
     return jnp.max(ops.iota((BLOCK, TILE_BLOCKS, WORDS), 1, "blocks"), axis=-1)
@@ -152,7 +152,7 @@ def _block_numbers(ops: KernelOps, order: Order) -> jax.Array:
 def _add_maxima(
     maxima: Sequence[jax.Array], total: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Adds block maxima to the largest of each thread and to its checksum."""
+    """Adds block maxima to each thread's running maximum and checksum."""
     largest, checksum = total
     for bits in maxima:
         largest = jnp.maximum(largest, bits)
@@ -205,7 +205,7 @@ class _Writer:
     results: Sequence[Ref]
 
     def write_rows(self, i: jax.Array, g: jax.Array, carry: tuple[()]) -> tuple[()]:
-        """Writes group g of tile i, quantized along features: some of its tokens at a time."""
+        """Writes group g of tile i, quantized along features, `_ROWS` tokens at a time."""
         group = i * GROUPS + g
 
         def write(k: jax.Array, carry: tuple[()]) -> tuple[()]:
@@ -235,7 +235,7 @@ class _Writer:
             tile.ops.store(ref, (tokens, tile.blocks, slice(None))[: array.ndim], array)
 
     def write_tiles(self, i: jax.Array, g: jax.Array, carry: tuple[()]) -> tuple[()]:
-        """Writes group g of tile i, whose 16 tokens share their scales. A thread has a word of each token."""
+        """Writes group g of tile i, whose 16 tokens share their scales. A thread holds one word of each token."""
         tile, group = self.tile, i * GROUPS + g
         rows = tile.load_rows(group)
         scale, enc = self.encoder.block_scales(self.order.add_headroom(tile_maxima(rows)))
@@ -251,7 +251,7 @@ class _Writer:
             tile.ops.store(values, row, self.encoder.row_values(words, enc, unit, None))
             return carry
 
-        # Each is read again, from a cache. Without the loop, the kernel would take twice as long to build.
+        # Each row is read again, from a cache. Without the loop, the kernel would take twice as long to compile.
         lax.fori_loop(0, BLOCK, write_row, ())
         return carry
 
@@ -284,7 +284,7 @@ class _Writer:
     def _load_columns(
         self, group: jax.Array
     ) -> Iterator[tuple[list[jax.Array], Sequence[jax.Array | None], jax.Array, jax.Array]]:
-        """Values of 16 tokens, indices of their pairs, scales and what to multiply by: even, then odd features."""
+        """Yields values of 16 tokens, indices of their pairs, scales and encoding scales: even, then odd features."""
         tile = self.tile
         for half, values in enumerate(tile.load_columns(group, self.order)):
             maxima = self.order.add_headroom(tile.column_maxima(values, self.order))
@@ -298,7 +298,7 @@ class _Writer:
 
 
 def decode_rows(ops: KernelOps, codes: Ref, scales: Ref, values: Ref) -> None:
-    """Writes the values of codes. A row of the arrays has 16 blocks, and a thread a block of it."""
+    """Writes the values of codes. A row of the arrays has 16 blocks, and each thread holds one block."""
     i = ops.index(0)
 
     def decode_group(g: jax.Array, carry: tuple[()]) -> tuple[()]:
@@ -315,9 +315,9 @@ def decode_rows(ops: KernelOps, codes: Ref, scales: Ref, values: Ref) -> None:
 
 
 def write_outer_factors(ops: KernelOps, *refs: Ref, bounds: tuple[float, ...]) -> None:
-    """Writes both factors of the product of some outer scales, whose maxima come first in `refs`; each 128 times.
+    """Writes both factors of the product of some outer scales, each 128 times. `refs` has the maxima, then the result.
 
-    The same product as that of `values.outer_factors`, without fp64.
+    Computes the same product as `values.outer_factors`, without fp64.
     """
     *maxima, factors = refs
     i = ops.index(0)

@@ -1,7 +1,7 @@
 """The arithmetic of the NVFP4 kernels: rotation, block scales, codes.
 
-Mosaic runs it on registers. Integer operations, comparisons and maxima take a GPU twice as long as sums and products in
-fp32, and are what bounds these kernels: so there are as few of them as possible.
+Mosaic runs it on registers. On a GPU, integer operations, comparisons and maxima take twice as long as fp32 additions
+and multiplications. They limit the speed of these kernels, so there are as few of them as possible.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from policyc.numerics.quantize.kernel_tiles import BLOCK
 from policyc.numerics.quantize.layout import Axes
 
 WORDS = BLOCK // 2
-"""The words of a block of features."""
+"""The 32-bit words of a block of features."""
 SCALARS = 5
-"""The words of the scalars of one order, see `kernels.OrderScales`."""
+"""The number of scalar words per order, see `kernels.OrderScales`."""
 
-# Jitted, so that it is traced once for all kernels, whose tracing is a good part of the time to compile a step.
+# Jitted, so that it is traced once for all kernels. Tracing them is a good part of the time to compile a step.
 divide: Any = jax.jit(kernel_div)
 
 
@@ -56,9 +56,9 @@ divide: Any = jax.jit(kernel_div)
 class Order:
     """How a matrix is quantized in one order: along its features, along its tokens, or in tiles of 16 x 16 (`square`).
 
-    `headroom` multiplies the maxima. Only tokens are rotated, and not if block scales are refined. `refinement` is that
-    of `blocks.refinement_of`, `bound` that of `blocks.bound_of`. If `decoded`, the kernel writes values in place of
-    codes and scales: always of tiles, never of tokens. `operand` is that of `orders.OrderRequest`.
+    `headroom` multiplies the maxima. Only an order along tokens can rotate, and not if block scales are refined. If
+    `decoded`, the kernel writes values in place of codes and scales: always for tiles, never along tokens. For
+    `refinement`, `bound` and `operand`, see `blocks.refinement_of`, `blocks.bound_of` and `orders.OrderRequest`.
     """
 
     along_tokens: bool
@@ -132,22 +132,22 @@ def tile_maxima(rows: Sequence[jax.Array]) -> jax.Array:
 
 
 def _larger_halves(words: jax.Array) -> jax.Array:
-    """The larger magnitude of both features of each word, in its high half. The low half is left as it is."""
+    """The larger magnitude of the two features of each word, in its high half. The low half is arbitrary."""
     magnitudes = words & word(0x7FFF7FFF)
     return jnp.maximum(magnitudes, magnitudes << word(16)).astype(jnp.int32)
 
 
 def _largest_of_blocks(halves: jax.Array) -> jax.Array:
-    # What is below an odd feature is the even one.
+    # Clears the low half, where an even feature may be left.
     maxima: jax.Array = jnp.max(halves, axis=-1) & jnp.int32(0x7FFF0000)
     return maxima
 
 
 def rotate(ops: KernelOps, values: Sequence[jax.Array]) -> list[jax.Array]:
-    """The Hadamard transform across 16 arrays, not rounded yet. Divided first, so that no sum overflows.
+    """The Hadamard transform across 16 arrays, not rounded yet. Values are divided first, so that no sum overflows.
 
-    A sum of negative zeros is a positive zero, as in a product of matrices, whose sums start with one. So here the
-    first term of each sum is never a negative zero.
+    Negative zeros must add up to a positive zero, as in a matrix product, whose sums start with positive zero. So here
+    the first term of each sum is never a negative zero.
     """
     rotated = [v * jnp.float32(sign / 4) for v, sign in zip(values, SIGNS, strict=True)]
     rotated[::2] = map(ops.add_zero, rotated[::2])
@@ -162,7 +162,7 @@ def rotate(ops: KernelOps, values: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def decode_bytes(codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """The values of both codes of each byte, which is a word here, as a word of two bfloat16 numbers."""
+    """Decodes the two codes of each byte, stored as a word of its own, to a word of two bfloat16 numbers."""
     signs = (codes & word(0x08)) << word(12) | (codes & word(0x80)) << word(24)
     return _join_values([codes & word(7), codes >> word(4) & word(7)], scale, signs)
 
@@ -172,13 +172,14 @@ def _join_values(
 ) -> jax.Array:
     """The values of two codes as a word of two bfloat16 numbers.
 
-    The codes are without their signs, and too large by `offset`. `signs` has the signs where the result has them.
+    `codes` have no signs and are too large by `offset`. `signs` has the sign bits where the result has them.
     """
     rebias = (E2M1.rebias - offset << E2M1.shift) & 0xFFFFFFFF
     values = []
     for code in codes:
         normal = lax.bitcast_convert_type((code << word(E2M1.shift)) + word(rebias), jnp.float32)
-        # The codes 0 and 1 have no leading one: 0.5 and 0.75 stand for 0 and 0.5. Larger numbers are below this.
+        # The codes 0 and 1 have no leading one: read as normal numbers, they are 0.5 and 0.75 instead of 0 and 0.5.
+        # 2 * x - 1 corrects them, and is never less than x for the other codes.
         magnitude = jnp.minimum(normal, normal * jnp.float32(2) - jnp.float32(1))
         values.append(lax.bitcast_convert_type(magnitude * scale, jnp.uint32))
     low, high = values
@@ -220,32 +221,32 @@ class Encoder:
         )
 
     def block_scales(self, maxima: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The codes of block scales, and what elements are multiplied by. `maxima` has bits."""
+        """The codes of block scales, and the encoding scales. `maxima` has bits."""
         code, enc = self.scale_candidates(maxima, jnp.float32(1 / 6))
         return self.mark_not_finite(code), enc
 
     def scale_candidates(self, maxima: jax.Array, fraction: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """As `block_scales`, for scales that map maxima to 1 / `fraction`. They are finite in any case."""
+        """Like `block_scales`, for scales that map maxima to 1 / `fraction`. Never NaN, see `mark_not_finite`."""
         ideal = (from_bits(maxima) * self.lift) * (self.enc * fraction)
         code = round_nearest(ideal, E4M3)
         scale = decode_magnitude(code, E4M3) * self.dec
         return code, kernel_div(jnp.ones_like(scale), scale)
 
     def mark_not_finite(self, code: jax.Array) -> jax.Array:
-        """The codes of block scales: NaN if the tensor has a NaN or an infinity."""
+        """Replaces the codes of block scales by NaN if the tensor has a NaN or an infinity."""
         return jnp.where(self.is_finite, code, E4M3.nan or 0)
 
     def row_values(
         self, words: jax.Array, enc: jax.Array, scale: jax.Array, index: jax.Array | None
     ) -> jax.Array:
-        """The values of both codes of each word, as a word of two bfloat16 numbers. `index` is that of `_round`."""
+        """The values of both codes of each word, as a word of two bfloat16 numbers. For `index`, see `_round`."""
         codes, offset = self._round([half(words) * self.lift * enc for half in HALVES], [index])
         return _join_values(codes, scale, words, offset)
 
     def encode_row(self, words: jax.Array, enc: jax.Array, index: jax.Array | None) -> jax.Array:
-        """Both codes of each word in a byte, uint8. `index` is that of `_round`."""
+        """Both codes of each word in a byte, uint8. For `index`, see `_round`."""
         codes, offset = self._round([half(words) * self.lift * enc for half in HALVES], [index])
-        # Sums in the highest byte. The factor copies the sign of the even feature, in bit 15, into bit 27.
+        # Adds up the byte in the highest bits. The factor copies the even feature's sign from bit 15 to bit 27.
         signs = (words & word(0x80008000)) * word(0x1001) - word(offset * 0x11000000 & 0xFFFFFFFF)
         packed: jax.Array = (codes[1] << word(28)) + ((codes[0] << word(24)) + signs)
         return (packed >> word(24)).astype(jnp.uint8)
@@ -253,7 +254,7 @@ class Encoder:
     def encode_column(
         self, values: Sequence[jax.Array], enc: jax.Array, indices: Sequence[jax.Array | None]
     ) -> jax.Array:
-        """Eight codes in a word, the first one in the lowest bits. `indices` are those of `_round`."""
+        """Eight codes in a word, the first one in the lowest bits. For `indices`, see `_round`."""
         scaled = [v * self.lift * enc for v in values]
         codes, offset = self._round(scaled, indices)
         packed, signs = codes[-1], _top_bits(scaled[-1])
@@ -266,9 +267,9 @@ class Encoder:
     def _round(
         self, scaled: Sequence[jax.Array], indices: Sequence[jax.Array | None]
     ) -> tuple[list[jax.Array], int]:
-        """Codes without their signs, uint32, and what each of them is too large by: that is subtracted when packed.
+        """Codes without signs, uint32, and the offset by which each is too large. It is subtracted in packing.
 
-        `indices` number the pairs of the whole operand; None rounds to nearest.
+        `indices` are the indices of the pairs in the whole operand; None rounds to nearest.
         """
         magnitudes = [clamp(jnp.abs(x), E2M1) for x in scaled]
         codes = []

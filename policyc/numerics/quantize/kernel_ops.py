@@ -18,7 +18,7 @@ GRID = ("tokens", "features")
 """The axes of the grid of kernel instances."""
 
 Ref = Any
-"""A reference of Pallas to memory."""
+"""A Pallas reference to memory."""
 
 
 class InterpreterOps:
@@ -45,25 +45,25 @@ class InterpreterOps:
         return lax.broadcast_in_dim(x, shape, tuple(range(x.ndim)))
 
     def largest(self, values: Sequence[jax.Array]) -> jax.Array:
-        """The largest magnitude of fp32 numbers, or NaN. As integers: a CPU takes denormals for zero."""
+        """The largest magnitude of fp32 numbers, or NaN. Compared as integers: a CPU treats denormals as zero."""
         return from_bits(reduce(jnp.maximum, map(abs_bits, values)))
 
     def add_zero(self, x: jax.Array) -> jax.Array:
-        """Turns negative zeros into positive ones. XLA would drop a sum with zero."""
+        """Turns negative zeros into positive ones. XLA would drop an addition of zero."""
         return jnp.where(x == jnp.float32(0), jnp.float32(0), x)
 
     def round_bf16(self, x: jax.Array) -> jax.Array:
-        """Rounds fp32 numbers to bfloat16. They stay fp32. XLA would drop a cast."""
+        """Rounds fp32 numbers to bfloat16 precision; their dtype stays fp32. XLA would drop a cast and its inverse."""
         return lax.reduce_precision(x, 8, 7)
 
 
 class MosaicOps:
-    """The operations in Mosaic, for a GPU. Layouts say which elements of an array a thread has.
+    """The operations in Mosaic, for a GPU. Layouts say which elements of an array each thread holds.
 
-    - words: (16, 8), one word
-    - rows: (8, 16), one word
-    - blocks: (tokens, 16, 8), the 8 words of a block
-    - columns: (16, 8, 8), 8 words of a column
+    - words: (16, 8), one word per thread
+    - rows: (8, 16), one word per thread
+    - blocks: (tokens, 16, 8), the 8 words of a block per thread
+    - columns: (16, 8, 8), 8 words of a column per thread
     """
 
     def __init__(self, mosaic_gpu: Any) -> None:
@@ -85,7 +85,7 @@ class MosaicOps:
         return lax.axis_index(GRID[axis])
 
     def load(self, ref: Ref, index: Any, layout: str) -> jax.Array:
-        # `optimized` would refuse layouts that have no special instruction.
+        # With `optimized`, Mosaic rejects layouts that have no special instruction.
         loaded: jax.Array = self.mosaic_gpu.load(
             ref.at[index], *MOSAIC_LOAD_INDEX, layout=self.layouts[layout], optimized=False
         )

@@ -17,17 +17,17 @@ from policyc.numerics.quantize.kernel_ops import Ref
 BLOCK = 16
 """The elements of an NVFP4 block."""
 TILE_BLOCKS = 16
-"""The blocks of features of a tile: it has one word for each of the 128 threads."""
+"""Blocks of features in a tile. Each of its rows has one word for each of the 128 threads."""
 TILE_FEATURES = TILE_BLOCKS * BLOCK
 GROUPS = 4
-"""The groups of 16 tokens of a tile. Transposed, they are 32 bytes of codes, the least that memory writes at once."""
+"""Groups of 16 tokens in a tile. Transposed, they are 32 bytes of codes, the smallest unit of a memory write."""
 TILE_TOKENS = GROUPS * BLOCK
 
 
 def first_block(tile: jax.Array, blocks: int) -> jax.Array:
-    """The first block of features of a tile, by its number along features.
+    """The first block of features of a tile, given the tile's index along features.
 
-    If the features are not whole tiles, the last two tiles overlap, and write the same numbers there.
+    If the features do not fill whole tiles, the last two tiles overlap and write the same numbers there.
     """
     block: jax.Array = tile * TILE_BLOCKS
     return block if blocks % TILE_BLOCKS == 0 else jnp.minimum(block, blocks - TILE_BLOCKS)
@@ -41,7 +41,7 @@ class RowLengths:
     whole: int
 
     def first_token(self, group: jax.Array) -> jax.Array:
-        """The first token of a group of 16 tokens of the shard, counted from the first token of the shard, uint32."""
+        """Where in the whole operand a group of 16 tokens starts, relative to the first token of the shard, uint32."""
         group = group.astype(jnp.uint32)
         if self.shard == self.whole:
             first: jax.Array = group * jnp.uint32(BLOCK)
@@ -54,14 +54,14 @@ class RowLengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operands:
-    """The operands of a kernel, which follow each other in one matrix.
+    """The operands of a kernel, one after the other in one matrix.
 
     Attributes:
-      count: how many there are: more than one under `vmap`.
-      tokens: the tokens of each.
-      scalars: the words of the scalars of each. The first two are its first token and its first feature in the whole
-        operand.
-      rows: how its tokens are numbered in the whole operand.
+      count: the number of operands: more than one under `vmap`.
+      tokens: the number of tokens per operand.
+      scalars: the number of scalar words per operand. The first two are its first token and its first feature in the
+        whole operand.
+      rows: how tokens are numbered in the whole operand.
       features: the number of features of the whole operand.
     """
 
@@ -93,7 +93,7 @@ class TileOffset:
 
     Attributes:
       operands: all operands.
-      scalars: the index of the first scale among the scalars of the tile's operand.
+      scalars: where the scale words of the tile's operand start among all scalars.
       first_group: the first group of tokens of the operand in the matrix.
       first_token: the first token of the operand in the whole operand.
       first_feature: the first feature of the tile in the whole operand.

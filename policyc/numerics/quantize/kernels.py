@@ -1,7 +1,7 @@
-"""GPU kernels (Pallas, Mosaic) that quantize a matrix to NVFP4 with two reads of it.
+"""GPU kernels (Pallas, Mosaic) that quantize a matrix to NVFP4 in two reads.
 
 The first kernel finds maxima, the second one writes codes and scales: of blocks of features (rows), of blocks of tokens
-(columns), or of both. Rotated values are never in memory.
+(columns), or of both. Rotated values are never written to memory.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ Statistics = tuple[jax.Array, jax.Array]
 
 
 def fits(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
-    """Whether the kernels can quantize this operand by its maxima, and rotate it."""
+    """Whether the kernels can quantize this operand, including its rotation, with scales from block maxima."""
     if refinement_of(treatment) or not _fits_operand(x, treatment, axes):
         return False
     return treatment.rht in (0, BLOCK) if axes.axis == -2 else not treatment.rht
 
 
 def fits_tiles(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
-    """Whether the kernels can write the values of this operand with tiles of 16 x 16: a weight."""
+    """Whether the kernels can write the values of this operand, a weight with tiles of 16 x 16."""
     if treatment.format != "nvfp4" or not treatment.tile2d or refinement_of(treatment) or treatment.rht:
         return False
     is_plain = treatment.rounding == "rne" and treatment.outer != "row" and not treatment.mean_split
@@ -58,11 +58,11 @@ def fits_tiles(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
 
 
 def fits_refined(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
-    """Whether the kernels can quantize this operand, once it is rotated, with refined block scales."""
+    """Whether the kernels can quantize this operand with refined block scales, after XLA has rotated it."""
     if not refinement_of(treatment) or not _fits_operand(x, treatment, axes):
         return False
     is_plain = treatment.rounding != "sr" and treatment.headroom == 1 and treatment.outer != "bound"
-    # Otherwise x is padded.
+    # Otherwise x would be padded.
     return is_plain and x.shape[axes.axis] % max(BLOCK, treatment.rht) == 0
 
 
@@ -77,16 +77,16 @@ def _fits_operand(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
 
 
 def fits_decoding(q: Quantized) -> bool:
-    """Whether the kernels can write the values of these codes: those of rows of 16 blocks, in whole tiles of rows."""
+    """Whether the kernels can decode these codes. They read whole tiles of rows of 16 blocks."""
     layout = q.layout
     is_packed = layout.format == "nvfp4" and layout.packed and layout.axis == -1 and layout.tile_axis is None
     return is_packed and q.scales is not None and q.scales.size % (TILE_BLOCKS * TILE_TOKENS) == 0
 
 
 def fits_alone(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
-    """Whether the kernels quantize this operand in one order with fewer bytes than XLA.
+    """Whether the kernels can quantize this operand in one order, with less memory traffic than XLA.
 
-    XLA finds the maxima of blocks that are not rotated where it computes x, and needs only one read of x for its codes.
+    Without a rotation, XLA finds block maxima where it computes x, and needs only one read of x for the codes.
     """
     return bool(treatment.rht) and fits(x, treatment, axes)
 
@@ -100,7 +100,7 @@ def fits_shape(shape: tuple[int, ...]) -> bool:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderScales:
-    """Scalars from which the kernels compute the scales of one order. Computed by XLA, they would cost extra kernels.
+    """Scalars from which the kernels compute the scales of one order. In XLA, that would take extra kernels.
 
     Attributes:
       amax: the bits of the largest magnitude, as `blocks.outer_maximum` returns them.
@@ -152,7 +152,7 @@ class Kernels:
             replace(order, stochastic=False, headroom=1.0, decoded=False, operand="") for order in orders
         )
         run = merge_mapped_axes(partial(_find_statistics, orders=plain, interpret=self.interpret))
-        # One reduction for all orders: for several, XLA has more kernels.
+        # A single reduction for all orders: XLA would run a kernel for each.
         parts = run(_as_words(x)[None])
         maxima, checksums = reduce_statistics(parts[0][0], parts[1][0], axes=(1,))
         return [(maxima[i], checksums[i]) for i in range(len(orders))]
@@ -160,10 +160,10 @@ class Kernels:
     def codes(
         self, x: jax.Array, orders: Sequence[Order], scales: Sequence[OrderScales], offset: ShardOffset
     ) -> list[list[jax.Array]]:
-        """Packed codes and block scales in each order, or values; in one order, if its scales are refined.
+        """Packed codes and block scales, or values, for each order. An order with refined scales must be the only one.
 
-        Along tokens they have the shapes (tokens / 2, features) and (tokens / 16, features), and lie in memory with the
-        tokens last, as GEMMs read them.
+        In an order along tokens, they have the shapes (tokens / 2, features) and (tokens / 16, features), with tokens
+        last in memory, as GEMMs read them.
         """
         options = {"orders": tuple(orders), "rows": offset.rows, "features": offset.features}
         run = merge_mapped_axes(partial(_write_codes, **options, interpret=self.interpret))
@@ -172,7 +172,7 @@ class Kernels:
         return [[_arrange(array[0], order) for array in islice(results, order.results)] for order in orders]
 
     def values(self, q: Quantized) -> Quantized:
-        """The same with bfloat16 values in place of codes and block scales. Only if `fits_decoding`."""
+        """Replaces codes and block scales by bfloat16 values. Requires `fits_decoding`."""
         assert q.scales is not None
         run = merge_mapped_axes(partial(_decode, interpret=self.interpret))
         codes, scales = q.codes.reshape(-1, TILE_BLOCKS, WORDS), q.scales.reshape(-1, TILE_BLOCKS)
@@ -182,7 +182,7 @@ class Kernels:
         return replace(q, codes=values.reshape(shape), scales=None, layout=layout)
 
     def outer_factors(self, scales: Sequence[Scale]) -> jax.Array:
-        """As `values.write_outer_factors`, of scales of whole tensors. For XLA that is some 50 instructions."""
+        """Like `values.write_outer_factors`, for scales of whole tensors. XLA needs some 50 instructions for it."""
         bounds = tuple(bound for _, bound in scales)
         run = merge_mapped_axes(partial(_find_outer_factors, bounds=bounds, interpret=self.interpret))
         factors: jax.Array = run(*(amax.reshape(1) for amax, _ in scales))[0]
@@ -192,7 +192,7 @@ class Kernels:
 def reduce_statistics(
     maxima: jax.Array, checksums: jax.Array, axes: tuple[int, ...] | None = None
 ) -> Statistics:
-    """The largest maximum and the sum of the checksums, over these axes or all: one reduction is one kernel of XLA."""
+    """The largest maximum and the sum of the checksums, over these axes or all. One reduction, so one XLA kernel."""
     largest, total = lax.reduce(
         (maxima, checksums),
         (jnp.int32(0), jnp.uint32(0)),
@@ -202,8 +202,8 @@ def reduce_statistics(
     return largest, total
 
 
-# ---- calls of kernels. They are jitted, so that equal kernels are traced once. All arrays have a first dimension of
-# operands, which kernels see as one matrix.
+# ---- calls of kernels, jitted so that equal kernels are traced once. All arrays have a leading dimension of operands,
+# which kernels see as one matrix.
 
 
 @partial(jax.jit, static_argnames=("orders", "interpret"))
@@ -298,14 +298,14 @@ def _join_operands(words: jax.Array) -> jax.Array:
 
 
 def _split_operands(array: jax.Array, count: int, along_tokens: bool) -> jax.Array:
-    """Codes or scales with a first dimension of operands. Their tokens are the last dimension, or the first."""
+    """Codes or scales with a leading dimension of operands. Tokens are the last dimension of `array`, or the first."""
     if not along_tokens:
         return array.reshape(count, -1, *array.shape[1:])
     return jnp.moveaxis(array.reshape(*array.shape[:-1], count, -1), -2, 0)
 
 
 _MOST_INSTANCES = 65535
-"""How many instances CUDA can start along each axis of a grid but one. For Mosaic, that is the last axis."""
+"""The most instances that CUDA can launch along any grid axis but one. With Mosaic, that one is the last axis."""
 _Options = tuple[tuple[str, Any], ...]
 
 
@@ -315,7 +315,7 @@ def _items(options: dict[str, Any]) -> _Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class _Kernel:
-    """A kernel: its code with its options, its results, its grid, and its scratch memory."""
+    """A kernel: its body and options, its results, its grid, and its scratch memory."""
 
     body: Callable[..., None]
     options: _Options
@@ -343,7 +343,7 @@ class _Kernel:
         from jax.experimental.pallas import mosaic_gpu
 
         lane = mosaic_gpu.LoweringSemantics.Lane
-        # Instances know their offset by the names of axes, so that the order of axes changes no result.
+        # Instances find their offset by axis name, so the order of the axes does not affect the result.
         axes = list(zip(kernel_ops.GRID, self.grid, strict=True))
         if self.grid[0] > _MOST_INSTANCES:
             axes.reverse()

@@ -17,9 +17,9 @@ TILE = 16
 """The rows and columns of a 2D tile."""
 
 _FEW_TILES = 1 << 20
-"""If a layer of a stack has no more tiles, XLA reads their scales from the stack in the kernel that repeats them for
-the rows of the tiles, provided that they are in the order of the rows. Of more tiles it copies the scales first, and
-transposes them in the same kernel if they are not."""
+"""The most tiles for which scales are kept in both orders. Up to this many per layer of a stack, XLA reads the scales
+from the stack in the kernel that repeats them for the rows of the tiles, provided that they are in row order. With more
+tiles, it copies the scales first, and that copy can also transpose them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +32,10 @@ class Layout:
       size: the length of the quantized axis before padding.
       tile_axis: the other axis of 2D tiles.
       tile_size: its length before padding.
-      bound: the value of the largest element after division by the outer scale.
+      bound: the largest magnitude after division by the outer scale.
       has_power_of_two: whether the outer scale is a power of two.
-      fast_sums: whether the GEMM that reads it may add in fewer bits than fp32.
-      decoded: whether it has the bfloat16 values of codes times block scales in place of both.
+      fast_sums: whether the GEMM that reads it may accumulate in fewer bits than fp32.
+      decoded: whether it has bfloat16 values (codes times block scales) in place of codes and scales.
     """
 
     format: str
@@ -62,7 +62,7 @@ class Layout:
 
     @property
     def has_few_tiles(self) -> bool:
-        """Whether the scales of 2D tiles are kept in both orders if the codes are."""
+        """Whether there are few enough 2D tiles to keep their scales in both orders, if the codes are."""
         return -(-self.size // TILE) * -(-self.tile_size // TILE) <= _FEW_TILES
 
     def swap_tile_axes(self, array: jax.Array) -> jax.Array:
@@ -80,9 +80,9 @@ class Quantized:
       codes: the codes, two to a byte if they have four bits; the values if the layout is decoded.
       scales: the bytes of the block scales.
       amax: the largest magnitude that each outer scale is computed from.
-      transposed_codes: the codes again, if both orders were asked for: with their last axis first or, of 2D tiles with
-        four bits, packed along the other axis of the tiles.
-      transposed_scales: the scales of such tiles again, with the axes of the tiles swapped, if there are few.
+      transposed_codes: a second copy of the codes, if both orders were requested: with the last axis first or, for
+        four-bit 2D tiles, packed along the other axis of the tiles.
+      transposed_scales: a second copy of the scales of such tiles, with the tile axes swapped, if there are few tiles.
     """
 
     codes: jax.Array
@@ -101,12 +101,12 @@ class Quantized:
         return replace(transposed, layout=replace(layout, axis=moved[layout.axis], tile_axis=tile))
 
     def swap_last_axes(self) -> Quantized:
-        """The transpose of the last two axes."""
+        """Swaps the last two axes."""
         ndim = self.codes.ndim
         return self.transpose((*range(ndim - 2), ndim - 1, ndim - 2))
 
     def pack_along_tile_axis(self) -> jax.Array:
-        """The codes of 2D tiles with four bits, packed along the other axis of the tiles."""
+        """The codes of four-bit 2D tiles, packed along the other axis of the tiles."""
         tile = self.layout.tile_axis
         assert tile is not None
         unpacked = unpack(self.codes, self.layout.axis)
@@ -114,7 +114,7 @@ class Quantized:
         return pack(*(lax.index_in_dim(pairs, i, pairs.ndim + tile, keepdims=False) for i in range(2)))
 
     def add_other_packing(self, codes: jax.Array) -> Quantized:
-        """2D tiles with their codes packed along the other axis too, and with scales for it, if there are few."""
+        """Adds the codes of 2D tiles packed along the other axis and, if there are few tiles, transposed scales."""
         scales = self.scales if self.layout.has_few_tiles else None
         return replace(
             self,
@@ -123,11 +123,11 @@ class Quantized:
         )
 
     def select_packing(self, axis: int) -> Quantized:
-        """2D tiles that were packed along both axes, only along this one."""
+        """Keeps one packing of 2D tiles that are packed along both axes: the one along `axis`."""
         layout, scales = self.layout, self.scales
         assert layout.tile_axis is not None
         if self.transposed_scales is not None and axis < max(layout.axis, layout.tile_axis):
-            # A GEMM reads this axis last. XLA removes both transposes.
+            # The GEMM transposes this axis to the end. XLA cancels both transposes.
             scales = layout.swap_tile_axes(self.transposed_scales)
         selected = replace(self, scales=scales, transposed_codes=None, transposed_scales=None)
         if axis == layout.axis:
@@ -153,8 +153,8 @@ class Axes:
       contract: all contracted axes. A scale per row spans them.
       batch: each index of these axes is a separate tensor.
       tile: the other axis of 2D tiles.
-      both_orders: whether to also write the codes transposed: one GEMM contracts the last axis, another all before it.
-        2D tiles of four bits are packed along both of their axes instead.
+      both_orders: whether to also write the codes transposed, for two GEMMs that contract the last axis and all axes
+        before it. Four-bit 2D tiles are packed along both tile axes instead.
     """
 
     axis: int = -1
@@ -195,7 +195,7 @@ def pack(even: jax.Array, odd: jax.Array) -> jax.Array:
 
 
 def unpack(packed: jax.Array, axis: int = -1, *, cpu: bool = False) -> jax.Array:
-    """Unpacks codes, one to a uint8. With `cpu` they are stacked in memory before use, which is faster there."""
+    """Unpacks codes, one per uint8. With `cpu` they are stacked in memory before use, which is faster on a CPU."""
     i = packed.ndim + axis
     if cpu:
         wide = jnp.stack([packed & jnp.uint8(15), packed >> 4], i + 1)

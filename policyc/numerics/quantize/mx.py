@@ -14,7 +14,7 @@ def quantize_mx(x: jax.Array, context: QuantizeContext) -> Quantized:
     """Quantizes to MXFP4 or MXFP8."""
     layout = context.layout
     x, block_max, amax = find_maxima(x, context)
-    # The option is one of mxfp4. Scales of mxfp8 are rounded up, so that nothing saturates.
+    # `scale_rounding` is an option of mxfp4 only. Scales of mxfp8 are rounded up, so that nothing saturates.
     rounding = "rceil" if layout.format == "mxfp8" else context.treatment.scale_rounding
     byte = e8m0_scales(block_max, ELEMENTS[layout.element], rounding)
     enc = materialize(from_bits((254 - byte) << 23))

@@ -1,4 +1,4 @@
-"""NVFP4: E2M1 elements, an E4M3 scale per block of 16, an fp32 outer scale; with its options."""
+"""NVFP4 and its options: E2M1 elements, an E4M3 scale per block of 16, and an fp32 outer scale."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from policyc.numerics.quantize.layout import (
 from policyc.numerics.quantize.random import Key, random_words
 
 ScaleCandidate = tuple[jax.Array, jax.Array]
-"""The codes of block scales, and what elements are multiplied by."""
+"""The codes of block scales, and the encoding scales."""
 
 
 def quantize_nvfp4(x: jax.Array, context: QuantizeContext) -> Quantized:
-    """Quantizes to NVFP4. `orders.quantize_orders` does the same by kernels."""
+    """Quantizes to NVFP4. `orders.quantize_orders` does the same with kernels."""
     t, layout, div = context.treatment, context.layout, context.div
     x, block_max, amax = find_maxima(x, context)
     content = block_max
@@ -62,7 +62,7 @@ def quantize_nvfp4(x: jax.Array, context: QuantizeContext) -> Quantized:
         code = round_nearest(ideal, E4M3)
         return code, div(jnp.float32(1), decode(code, E4M3) * tensor_dec)
 
-    # A lift of 1 changes nothing, so that only tiny tensors are affected.
+    # The lift is 1, which changes nothing, except for tiny tensors.
     lifted = x.astype(jnp.float32) * lift
     scale, enc = block_scales(1 / 6)
     if t.scale == "four_over_six":
@@ -100,13 +100,14 @@ def _choose_four_or_six(
     four: ScaleCandidate,
     layout: Layout,
 ) -> ScaleCandidate:
-    """The candidate with the smaller sum of squared errors in each block; the one for 6 if they tie.
+    """The candidate with the smaller sum of squared errors in each block; on a tie, the one for 6.
 
-    `target` are the elements divided by the outer scale: what codes times block scales should be.
+    `target` is the elements divided by the outer scale, which codes times block scales approximate.
     """
     six, four = materialize((six, four))
     magnitude = jnp.abs(split_blocks(target, layout))
-    # The select is there for the product in `target`, see `multiply_unfused`. Finite magnitudes are 6 * 448 at most.
+    # Keeps the product in `target` out of a fused multiply-add, see `multiply_unfused`. Finite magnitudes are at most
+    # 6 * 448.
     magnitude = jnp.where(magnitude < jnp.float32(1e5), magnitude, jnp.float32(1e5))
 
     def loss(scale: jax.Array, enc: jax.Array) -> jax.Array:
@@ -127,8 +128,8 @@ def _correct_scales(
 ) -> jax.Array:
     """Multiplies each scale by <v,v>/<v,q> and rounds it stochastically.
 
-    v are the elements divided by their scale, q the same rounded to nearest. v is 6 or little more, except in a block
-    whose scale is zero: there it may be infinite. The limit 1e4 keeps its squares finite.
+    v is the magnitudes divided by their scales, and q is v rounded to nearest. v is at most slightly above 6, except in
+    a block whose scale is zero, where it may be infinite. The limit of 1e4 keeps its squares finite.
     """
     v = jnp.minimum(jnp.abs(split_blocks(lifted, layout)) * expand_per_block(enc, layout), jnp.float32(1e4))
     q = decode(round_nearest(v, E2M1), E2M1)
@@ -145,7 +146,7 @@ def _correct_scales(
 def _sum_blocks(terms: jax.Array, layout: Layout) -> jax.Array:
     """Sums over each block or tile, in the same order on every machine."""
     if layout.tile_axis is not None:
-        # The dimension inside the blocks shifts the tile axis if that comes before it.
+        # Splitting the quantized axis shifts a tile axis before it by one, counted from the end.
         tile = layout.tile_axis - (1 if layout.tile_axis < layout.axis else 0)
         terms = _sum_pairwise(split_axis(terms, tile, terms.shape[tile] // TILE, TILE), tile)
     return _sum_pairwise(terms, layout.axis)

@@ -1,6 +1,6 @@
-"""Quantizes a matrix, or one shard of it, to NVFP4 in one or two orders, by kernels.
+"""Quantizes a matrix, or one shard of it, to NVFP4 in one or two orders, with kernels.
 
-Scales and random words are those of the whole operand, so the sharding changes no bit.
+Scales and random words are those of the whole operand, so sharding does not change the result.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from policyc.numerics.quantize.random import Key, mix
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderRequest:
-    """An operand as one GEMM reads it: its treatment, the axes, and the key of stochastic rounding.
+    """How one GEMM reads an operand: the treatment, the axes, and the key of stochastic rounding.
 
-    A treatment that rounds to nearest does not use the key. `operand` is the name that is folded into it, if any: a
-    kernel does it itself. `decoded` asks for values in place of codes and scales.
+    A treatment that rounds to nearest does not use the key. `operand` is a name to fold into the key, or empty; kernels
+    fold it in themselves. `decoded` asks for values in place of codes and scales.
     """
 
     treatment: Treatment
@@ -46,10 +46,10 @@ class OrderRequest:
 
 
 class Shard:
-    """The shard that a device quantizes; here the whole operand."""
+    """The shard that a device quantizes. In this class, it is the whole operand."""
 
     def reduce(self, statistics: Sequence[Statistics]) -> Sequence[Statistics]:
-        """The statistics of the whole operand in each order, from those of each shard."""
+        """The statistics of the whole operand, from those of this shard, for each order."""
         return statistics
 
     def offset(self, shape: tuple[int, ...]) -> ShardOffset:
@@ -62,8 +62,8 @@ def quantize_orders(
 ) -> list[Quantized]:
     """Quantizes x in several orders, with one read for all maxima and one for all codes.
 
-    An order with refined scales or with tiles comes alone, and x is rotated already. XLA finds its maxima, where it
-    computes x.
+    An order with refined scales or with tiles must be the only one, and x must be rotated already. XLA then finds the
+    maxima where it computes x.
     """
     shard = shard or Shard()
     orders = [
@@ -71,7 +71,7 @@ def quantize_orders(
         for r in requests
     ]
     if orders[0].square:
-        # The key is not used. The scales of tiles need no maxima of tiles in memory.
+        # The key is not used, so there is no checksum. The kernel finds the maxima of tiles itself.
         statistics: Sequence[Statistics] = [(abs_bits(x).max(), jnp.uint32(0))]
     elif orders[0].refinement:
         x, statistics = _find_statistics(x, requests[0])
@@ -86,7 +86,7 @@ def quantize_orders(
 
 
 def _measured_order(order: Order, request: OrderRequest) -> Order:
-    """The order whose statistics are needed: before the rotation, if the outer scale comes from that."""
+    """The order whose statistics are needed: without rotation if the outer scale is computed before it."""
     return replace(order, rotates=False) if request.treatment.outer == "bound" else order
 
 
@@ -123,7 +123,7 @@ def _as_quantized(
 
 
 def _split_tokens(matrix: jax.Array, shape: tuple[int, ...], axes: Axes) -> jax.Array:
-    """A matrix with the dimensions of its operand. Along tokens it has the tokens last in memory, and keeps them so."""
+    """A matrix with the dimensions of its operand. A matrix quantized along tokens keeps tokens last in memory."""
     if axes.axis == -1:
         return matrix.reshape(*shape[:-1], -1)
     return jnp.moveaxis(matrix.T.reshape(shape[-1], *shape[:-2], -1), 0, -1)

@@ -17,18 +17,18 @@ from jax import lax
 from policyc.numerics.quantize.bits import materialize
 
 _WORD = 0xFFFFFFFF
-_GOLDEN_RATIO = 0x9E3779B9  # 2**32 divided by it, odd: multiples of it are spread evenly
+_GOLDEN_RATIO = 0x9E3779B9  # 2**32 / golden ratio, odd: its multiples are spread evenly
 # The multipliers of the hash lowbias32, chosen by its author for low bias.
 _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B
-_PI = 0x243F6A88, 0x85A308D3  # the first 64 bits of its fraction: a start without structure
+_PI = 0x243F6A88, 0x85A308D3  # the first 64 bits of the fraction of pi: a start without structure
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key of 64 bits, as two uint32 of one shape.
+    """A 64-bit key, as two uint32 arrays of the same shape.
 
-    A key of known words is computed on the host, so that it appears as two constants in a program.
+    A key of known words is computed on the host, so it appears in a program as two constants.
     """
 
     a: Any
@@ -47,13 +47,13 @@ class Key:
         w = jnp.uint32(word & _WORD) if isinstance(word, int) else _as_word(word)
         a, b = self.a, self.b
         if isinstance(a, np.uint32):
-            # Without the barrier XLA compiles a kernel for each such key.
+            # Without the barrier, XLA compiles one kernel per constant key.
             a, b = materialize((jnp.uint32(a), jnp.uint32(b)))
         return Key(mix(a ^ w, b), mix(b + w * jnp.uint32(_GOLDEN_RATIO), a))
 
 
 def make_key(seed: Any = 0, *words: Any) -> Key:
-    """The key of a seed and of the words that tell one rounding from another."""
+    """Makes a key from a seed and from words that distinguish one rounding from another."""
     key = Key(np.uint32(_PI[0]), np.uint32(_PI[1]))
     for word in (seed, *words):
         key = key.fold(word)
@@ -61,7 +61,7 @@ def make_key(seed: Any = 0, *words: Any) -> Key:
 
 
 def _mix_on_host(x: int, key: int) -> int:
-    """`mix` of Python integers."""
+    """`mix` for Python integers."""
     x ^= x >> 16
     x = x * _FIRST & _WORD
     x ^= x >> 15
@@ -77,17 +77,17 @@ def _as_word(word: Any) -> jax.Array:
 
 
 def mix(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Mixes 32-bit words, with a second key halfway. Bijective in x; the bias of every output bit is under 1 %."""
+    """Hashes 32-bit words, adding `key` halfway. Bijective in x; the bias of every output bit is under 1 %."""
     return _finish_mix((_start_mix(x) + key) * jnp.uint32(_SECOND))
 
 
 def mix_scaled(x: jax.Array, key: jax.Array) -> jax.Array:
-    """`mix` with a key of `scale_key`: an operation less for each word."""
+    """`mix` with a key from `scale_key`, which saves one operation per word."""
     return _finish_mix(_start_mix(x) * jnp.uint32(_SECOND) + key)
 
 
 def scale_key(key: jax.Array) -> jax.Array:
-    """The second key of `mix` for `mix_scaled`."""
+    """Converts the key of `mix` to that of `mix_scaled`."""
     scaled: jax.Array = key * jnp.uint32(_SECOND)
     return scaled
 
@@ -103,7 +103,7 @@ def _finish_mix(x: jax.Array) -> jax.Array:
 
 
 def checksum(words: jax.Array, axis: int | tuple[int, ...] | None = None) -> jax.Array:
-    """A wrapping sum of hashed words over these axes, which keep the size 1; over all axes, a scalar, if None.
+    """The wrapping sum of hashed words over these axes, which keep size 1. A scalar over all axes if `axis` is None.
 
     Integer sums do not depend on their order, so the checksum is the same on any sharding.
     """

@@ -1,7 +1,7 @@
 """Kernels for block scales that depend on every element: four-over-six, and the correction of MS-EDEN.
 
-Each thread has one block, and reads it again for each step, pair by pair. The code is in loops, which keep it short: a
-step has many such kernels, and their size decides how long it takes to compile.
+Each thread has one block, which it rereads for each stage, pair by pair. Loops keep the code short: a training step has
+many such kernels, and their size determines how long it takes to compile.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from policyc.numerics.quantize.kernel_tiles import (
 )
 
 ROW_TOKENS = 8
-"""The tokens whose blocks of features the threads have at once: 8 x 16 blocks."""
+"""The tokens that the threads process at once along features: 8 x 16 blocks, one per thread."""
 
 _HALF_PAIRS = WORDS // 2
 
-# Jitted, as `kernel_encoder.divide` is.
+# Jitted for the same reason as `kernel_encoder.divide`.
 _round_nearest = jax.jit(round_nearest, static_argnums=1)
 _decode = jax.jit(decode_magnitude, static_argnums=1)
 _mix = jax.jit(random.mix)
@@ -62,7 +62,7 @@ class BlockQuantizer:
     """Quantizes the block of each thread. All arrays have one element per block.
 
     Attributes:
-      load_pair: the elements 2p and 2p + 1 of the blocks, fp32.
+      load_pair: loads the elements 2p and 2p + 1 of the blocks, given p, as fp32.
     """
 
     encoder: Encoder
@@ -70,7 +70,7 @@ class BlockQuantizer:
     load_pair: Callable[[Any], Sequence[jax.Array]]
 
     def quantize(self, index: jax.Array) -> tuple[Sequence[jax.Array], jax.Array]:
-        """The codes as two words of 8, and the codes of the scales. `index` numbers the blocks of the whole operand."""
+        """The codes as two words of 8, and the codes of the scales. `index` is that of `_BlockIndex`."""
         maxima = lax.fori_loop(1, WORDS, self._add_maximum, self._pair_maximum(0))
         if self.refinement == "ms_eden":
             scale, enc = self.encoder.scale_candidates(maxima, jnp.float32(1 / 6))
@@ -94,7 +94,7 @@ class BlockQuantizer:
     # ---- four over six
 
     def _choose(self, maxima: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The scales with the smaller error in each block, and their reciprocals; those for 6 if they tie."""
+        """The scales with the smaller error in each block, and the encoding scales; on a tie, those for 6."""
 
         def try_candidate(i: Any, best: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             fraction = jnp.where(i == 0, jnp.float32(1 / 6), jnp.float32(1 / 4))
@@ -106,7 +106,7 @@ class BlockQuantizer:
 
         zero = maxima & jnp.int32(0)
         nothing = from_bits(zero)
-        # No error is infinite.
+        # Errors are finite, so the first candidate always replaces infinity.
         _, scale, enc = lax.fori_loop(0, 2, try_candidate, (nothing + jnp.float32(jnp.inf), zero, nothing))
         return scale, enc
 
@@ -176,7 +176,7 @@ def _zeros(like: jax.Array, count: int) -> tuple[Sums, ...]:
 
 
 def _push(sums: tuple[Sums, ...], low: Sequence[Sums], high: Sequence[Sums]) -> tuple[Sums, ...]:
-    """Appends the sums of the pairs j and j + 4, the first elements of both before the second ones."""
+    """Appends the sums of the pairs j and j + 4: first the sums of their first elements, then of their second ones."""
     added = tuple(
         a + b for one, other in zip(low, high, strict=True) for a, b in zip(one, other, strict=True)
     )
@@ -184,7 +184,7 @@ def _push(sums: tuple[Sums, ...], low: Sequence[Sums], high: Sequence[Sums]) -> 
 
 
 def _finish(sums: tuple[Sums, ...]) -> Sums:
-    """The sums over the block, from those of four pairs of pairs."""
+    """The sums over the block, from the four entries that `_push` appended."""
     first, second = (tuple(map(jnp.add, sums[j], sums[j + 2])) for j in range(2))
     total = tuple(map(jnp.add, first, second))
     half = len(total) // 2
@@ -231,7 +231,7 @@ class _BlockIndex:
     offset: TileOffset
 
     def of_rows(self, group: jax.Array, offset: jax.Array) -> jax.Array:
-        """The indices of the blocks of 8 tokens that start `offset` tokens after those of a group."""
+        """The indices of the blocks of 8 tokens, starting at token `offset` of a group."""
         token, block = (self.ops.iota((ROW_TOKENS, TILE_BLOCKS), axis, "rows") for axis in (0, 1))
         token = token + (self.offset.token(group) + offset.astype(jnp.uint32))
         block = block + (self.offset.first_feature >> jnp.uint32(4))
@@ -249,7 +249,7 @@ class _BlockIndex:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Writer:
-    """Writes the codes and scales of a tile: some blocks of features, a slice."""
+    """Writes the codes and scales of a tile. `blocks` is its slice of blocks of features."""
 
     ops: KernelOps
     x: Ref

@@ -58,7 +58,7 @@ def block_values(q: Quantized, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> ja
 
 
 def decode_values(q: Quantized, dtype: jax.typing.DTypeLike) -> Quantized:
-    """The same with values in place of codes and block scales. They are computed in `dtype`, as in `block_values`."""
+    """Replaces codes and block scales by bfloat16 values, which `block_values` computes in `dtype`."""
     values = block_values(q, dtype).astype(jnp.bfloat16)
     return replace(q, codes=values, scales=None, layout=replace(q.layout, decoded=True))
 
@@ -66,7 +66,7 @@ def decode_values(q: Quantized, dtype: jax.typing.DTypeLike) -> Quantized:
 def _nvfp4_rows(q: Quantized) -> jax.Array:
     """The bfloat16 values of blocks along the last axis, computed two to a word.
 
-    A thread of a GPU reads eight codes at once and writes their 16 bytes at once.
+    A GPU thread reads eight codes at once and writes their 16 bytes at once.
     """
     assert q.scales is not None
     *lead, blocks = q.scales.shape
@@ -80,7 +80,7 @@ def _nvfp4_rows(q: Quantized) -> jax.Array:
 
 
 def _scales_of_half_units(scales: jax.Array) -> jax.Array:
-    """The values of E4M3 bytes, for what `decode_in_half_units` returns."""
+    """The values of E4M3 bytes times `HALF_UNIT`, to multiply with the result of `decode_in_half_units`."""
     return decode(scales, E4M3) * HALF_UNIT
 
 
@@ -121,7 +121,7 @@ FindFactors = Callable[[Sequence[Scale]], jax.Array]
 
 
 def write_outer_factors(scales: Sequence[Scale]) -> jax.Array:
-    """Both `outer_factors` as one array. Without the barrier XLA would compute them again for each element."""
+    """Both `outer_factors` as one array. Without the barrier, XLA would recompute them for every element."""
     return materialize(jnp.stack(outer_factors(scales)))
 
 
@@ -143,11 +143,11 @@ def scale_outer(
 
 
 def outer_factors(scales: Sequence[Scale]) -> tuple[jax.Array, jax.Array]:
-    """The product of outer scales as two factors, fp32, to multiply with in turn.
+    """The product of outer scales as two fp32 factors, to be applied one after the other.
 
-    Each scale and their product are rounded to fp32, whose range they may leave, so they are computed in fp64. The
-    first factor is between 2**-`REACH` and 2**`REACH`. The second one is a power of two for the rest, almost always 1.
-    If that is out of range too, so is every product with both.
+    Each scale and their product are rounded as fp32 but may leave its range, so they are computed in fp64. The first
+    factor is between 2**-`REACH` and 2**`REACH`. The second one is the remaining power of two, almost always 1. If even
+    that is out of range, so is every product with both.
     """
     with jax.enable_x64(True):
         product = jnp.float64(1)
@@ -169,7 +169,7 @@ def outer_factors(scales: Sequence[Scale]) -> tuple[jax.Array, jax.Array]:
 def outer_product(scales: Sequence[Scale]) -> jax.Array:
     """The product of outer scales as one fp32 number: denormal below 2**-126, infinite beyond 2**128.
 
-    From the two factors: XLA would merge the conversion of a plain product from fp64 with a later cast to bfloat16.
+    Computed from the two factors: XLA would merge a conversion of the fp64 product with a later cast to bfloat16.
     """
     first, second = outer_factors(scales)
     return first * second
