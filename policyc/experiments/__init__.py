@@ -1,4 +1,4 @@
-"""Runs of programs under policies: the runner, numerics telemetry, run reports, sweeps."""
+"""Experiments with policies: the program runner, numerics telemetry, run reports, sweeps, search and bisection."""
 
 __all__ = [
     "adopt",

@@ -1,6 +1,6 @@
-"""The plan for taking a model to lower precision: which policies to try, what they save, and how to find out the rest.
+"""Plan for adopting lower precision: which policies to try, what they save, and which sweep measures the cost in loss.
 
-Speeds are those of the cost model, with its errors on published runs. A finished sweep fills in what was measured.
+Speeds are predictions of the cost model, with its errors on published runs. A finished sweep adds measurements.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ CANDIDATES = {
     "nvfp4_late_switch": "te_nvfp4, but BF16 in the last 15% of the blocks, and in fprop for the last 18% of steps",
     "llama_nvfp4": "4 bits in the MLPs alone, which costs the least loss",
 }
-"""The bundled policies to choose from, and what each is."""
+"""The bundled policies to choose from, each with a description."""
 
 FALLBACKS = {"te_nvfp4": "te_nvfp4:fp8", "llama_nvfp4": "llama_nvfp4:fp8"}
 SEEDS = 5
 SPREAD = 0.004
-"""Standard deviation of paired differences of loss, in nats: the largest in docs/results at 19M parameters."""
+"""Standard deviation of paired loss differences, in nats: the largest one in docs/results at 19M parameters."""
 
 PROXY = "19m"
 _SMALL_CONFIGS = ("tiny", "moe_tiny", "5m", "19m", "30m", "50m", "100m", "200m")
@@ -52,15 +52,17 @@ def make_adoption(
     price: float | None = None,
     sweep: Path | None = None,
 ) -> JsonObject:
-    """Everything that the page shows. Raises ReportError.
+    """Returns the data of the adoption page.
+
+    Raises ReportError if the sweep cannot be read, and ValueError if the reference policy does not apply.
 
     Args:
-      step: planned under any policy, for the target.
-      mesh: the devices.
-      config: the configuration that `step` is of; None for a program.
-      words: those of the program.
-      tokens: of the whole training.
-      price: of one GPU for an hour.
+      step: the training step, planned for the target under any policy.
+      mesh: the device mesh.
+      config: the name of the bundled configuration of `step`; None for a user's program.
+      words: the command line of the user's program.
+      tokens: tokens in the whole training run.
+      price: price of one GPU-hour.
       sweep: the folder of a finished sweep.
     """
     step_tokens = microbatch_tokens(step.plan) * step.accumulate
@@ -91,7 +93,7 @@ def make_adoption(
 def _judge_all(
     step: TrainingStep, mesh: MeshShape, steps: float | None
 ) -> tuple[list[JsonObject], list[JsonObject]]:
-    """The policies that fit the model, and those that do not, with the reason."""
+    """Returns the figures of the policies that fit the model, and the other policies with the reason why not."""
     planned, left_out = {}, []
     for name in CANDIDATES:
         under = step.under(load(name))
@@ -119,10 +121,11 @@ def _refusal(step: TrainingStep) -> str:
 def _judge(
     name: str, step: TrainingStep, mesh: MeshShape, seconds: dict[str, float], steps: float | None
 ) -> JsonObject:
-    """A policy on this model: its cost for a step on one device, what it saves, and whether to try it.
+    """Returns the cost of a policy on this model, what it saves, and whether to try it.
 
-    `four_bits` and `emulated` are fractions of the FLOPs of all products. `speed_up` is over the baseline, and None if
-    that does not fit the model; `least` and `most` are it with the errors of the cost model, where these are known.
+    `seconds` is the time of a step, and `memory` the bytes on one device. `four_bits` and `emulated` are fractions of
+    all GEMM FLOPs. `speed_up` is over the baseline; None if the baseline does not fit the model. `least` and `most`
+    bound it by the errors of the cost model; None if these are unknown.
     """
     target = step.target
     four_bits, emulated = _shares(step)
@@ -159,7 +162,7 @@ def _judge(
 
 
 def _shares(step: TrainingStep) -> tuple[float, float]:
-    """The fractions of all FLOPs in 4 bits, and emulated, in the first phase."""
+    """Returns the fractions of all GEMM FLOPs that are in 4 bits and that are emulated, in the first phase."""
     total = four_bits = emulated = 0.0
     for group in step.groups():
         for gemm, backend in zip(Gemm, group.backends, strict=True):
@@ -204,7 +207,7 @@ def _advise_sweep(
 
 
 def _read_sweep(folder: Path) -> JsonObject:
-    """What a finished sweep says of each variant. Raises ReportError if the folder holds none."""
+    """Reads the verdict and the figures of each variant of a finished sweep. Raises ReportError if there is no run."""
     data = build_report([folder]).data
     figures = {variant["name"]: variant["figures"] for variant in data["variants"]}
     verdicts: dict[str, JsonObject] = {}

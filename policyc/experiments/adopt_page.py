@@ -49,7 +49,7 @@ def _headline(data: JsonObject) -> str:
 
 
 def _compared_with(data: JsonObject) -> str:
-    """The baseline of every speed, or the reference if the baseline does not fit the model."""
+    """The policy to compare speeds with: the baseline, or the reference if the baseline does not fit the model."""
     return BASELINE if any(c["policy"] == BASELINE for c in data["candidates"]) else REFERENCE
 
 
@@ -106,7 +106,7 @@ def _with_range(candidate: JsonObject) -> str:
 
 
 def _savings(data: JsonObject) -> Section | None:
-    """Days, GPU hours and money of the whole training, and what is saved of them."""
+    """Days, GPU hours and cost of the whole training run under each policy, and the savings."""
     if data["tokens"] is None:
         return None
     price, devices = data["price"], data["devices"]
@@ -142,7 +142,7 @@ def _days(hours: float) -> str:
 
 
 def _measured(data: JsonObject) -> Section | None:
-    """What the sweep found."""
+    """The verdict and the figures of each variant in the sweep; None without a sweep."""
     measured = data["measured"]
     if measured is None:
         return None

@@ -1,7 +1,7 @@
-"""Finds the smallest set of products whose return to high precision cures a policy.
+"""Finds a minimal set of products that must return to high precision to cure a policy.
 
-The loss is compiled once, with a switch for every product of every layer: whether it runs as the policy says, or as the
-program does. A trial sets the switches and evaluates the recorded batches.
+The loss is compiled once, with a switch for every product of every layer. The switch selects the policy's precision or
+the program's own. A trial sets the switches and evaluates the recorded batches.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from policyc.language.recipes import Gemm, make_recipe
 
 Metric = Literal["loss", "grad-cosine", "nan"]
 Unit = tuple[CellKey, Gemm]
-"""A product of a layer of a linear."""
+"""One product (fprop, dgrad or wgrad) in one layer of a linear."""
 
 MOST_CULPRITS = 8
 CURED_FRACTION = 0.5
@@ -44,7 +44,10 @@ CURED_FRACTION = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What happened with some products in high precision. `harm` is 0 without the policy; infinite: not finite."""
+    """The result of keeping some products in high precision.
+
+    `harm` is 0 without the policy, and infinite if a result is not finite.
+    """
 
     kept: tuple[Unit, ...]
     harm: float
@@ -53,14 +56,14 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """The products that must return to high precision, and rules that return them."""
+    """The products that must return to high precision, and the rules that do so."""
 
     culprits: tuple[Unit, ...]
     rules: tuple[str, ...]
 
 
 class NoCulprit(ValueError):
-    """There is nothing to find. The message says why."""
+    """Bisection found no culprits. The message says why."""
 
 
 class Bisection:
@@ -77,7 +80,7 @@ class Bisection:
         switched = {c.site.address for c in cells}
         others = (s for s in recorded.sites if s.address in quantized - switched and not s.opaque)
         self.not_switched: tuple[str, ...] = tuple(dict.fromkeys(s.name for s in others))
-        """Linears that run as the policy says in all trials."""
+        """Quantized linears without switches. They follow the policy in all trials."""
         self._cells = [c for c in cells if decisions[c.site.address, c.layer].recipe is not None]
         self.units: list[Unit] = []
         for gemm in Gemm:
@@ -96,7 +99,7 @@ class Bisection:
 
     @property
     def most_trials(self) -> int:
-        """A bound of the trials: two at the start, and a binary search for each culprit and one trial after it."""
+        """Upper bound on the number of trials: two at the start, then a binary search and one trial per culprit."""
         return 2 + MOST_CULPRITS * (math.ceil(math.log2(len(self.units) + 1)) + 1)
 
     # ---- trials
@@ -108,7 +111,7 @@ class Bisection:
             return recorded.loss_of(self._switched.evaluate(inputs, switches, consts))
 
         def evaluate(inputs: Any, switches: Any, consts: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-            """The loss, the cosine of its gradient with the plain one, and whether both are finite."""
+            """Returns the loss, the cosine of its gradient with the plain gradient, and whether both are finite."""
             value, grads = jax.value_and_grad(loss, allow_int=True)(inputs, switches, consts)
             if self._metric == "loss":
                 return value, jnp.float32(1), jnp.isfinite(value)
@@ -124,7 +127,7 @@ class Bisection:
         return evaluate
 
     def harm(self, kept: Sequence[Unit]) -> float:
-        """How far the policy is from none with these products in high precision."""
+        """Harm of the policy with these products in high precision: the mean over the batches, by the metric."""
         units = set(kept)
         switches = self._switched.fill(
             {
@@ -153,7 +156,7 @@ class Bisection:
             return [float(plain(self._recorded.inputs, c.consts)) for c in self._recorded.calls]
 
     def _try(self, kept: Sequence[Unit]) -> bool:
-        """Whether keeping these products cures. Trials that are known are not repeated."""
+        """Whether the policy is cured by keeping these products in high precision. Reuses known results."""
         key = frozenset(kept)
         if key not in self._known:
             self._known[key] = self.harm(kept)
@@ -165,7 +168,10 @@ class Bisection:
 
     @property
     def limit(self) -> float:
-        """The harm up to which the policy counts as cured. By default half of its own."""
+        """The harm up to which the policy counts as cured.
+
+        The default is half the harm of the whole policy, or any finite harm if that is infinite.
+        """
         if self._limit is not None:
             return self._limit
         harm = self._known.get(frozenset())
@@ -191,7 +197,8 @@ class Bisection:
         culprits: list[Unit] = []
         rest = list(self.units)
         while len(culprits) < MOST_CULPRITS:
-            # The shortest prefix that cures together with the culprits: its last product is one of them.
+            # Find the shortest prefix that cures the policy together with the known culprits. Its last product is a
+            # culprit.
             low, high = 0, len(rest)
             while low + 1 < high:
                 middle = (low + high) // 2
@@ -209,7 +216,7 @@ class Bisection:
         )
 
     def _write_rules(self, culprits: Sequence[Unit]) -> list[str]:
-        """Rules that return the culprits to high precision, for the end of the policy."""
+        """Rules that return the culprits to high precision. They are appended to the policy."""
         cells, _ = find_cells(self._recorded.sites)
         items = [Item(group=(c.key[0],), number=c.number, cells=(c,), options={}) for c in cells]
         keep = Format("keep", "keep", make_recipe("keep"))
@@ -220,7 +227,7 @@ class Bisection:
             assignment[cell.key] = (fprop, dgrad, wgrad)
         try:
             return write_rules(problem, self.plan, assignment, can_undo=False)
-        except Unwritable:  # linears without names of their own: all of the block, or all that have no block
+        except Unwritable:  # linears without distinct names: take the whole block, or all without a block
             numbers = {cell.key: cell.number for cell in cells}
             return [
                 f"* @ {gemm} where {'not block' if numbers[key] is None else f'layer == {numbers[key]}'} -> keep"
@@ -230,7 +237,7 @@ class Bisection:
     # ---- resuming
 
     def save(self, path: Path) -> None:
-        """Writes the trials, so that a later run need not repeat them. A kill meanwhile leaves those of before."""
+        """Writes the trials, so that a later run need not repeat them. If killed, it leaves the old file."""
         rows = [
             {"kept": sorted(map(unit_name, kept)), "harm": harm if math.isfinite(harm) else None}
             for kept, harm in self._known.items()
@@ -258,7 +265,7 @@ class Bisection:
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """What the trials depend on."""
+        """Everything that trials depend on: policy, program, plain losses and metric."""
         return {
             "policy": self.plan.policy.sha256,
             "loss": self._recorded.sites.hash,
@@ -268,7 +275,7 @@ class Bisection:
 
 
 _FINITE = 1e30
-"""Harm of a loss that is finite is always below this."""
+"""Upper bound on any finite harm."""
 
 
 def unit_name(unit: Unit) -> str:
@@ -281,7 +288,7 @@ def unit_name(unit: Unit) -> str:
 
 @dataclass(frozen=True, eq=False)
 class _SwitchedSite:
-    """A site that runs as the policy says or as the program does, by product."""
+    """A site whose products are switched one by one between the policy's precision and the program's own."""
 
     site: Site
     quantized: Callable[..., Any]
@@ -290,7 +297,7 @@ class _SwitchedSite:
         return jaxprs.bind(self.site.eqn, lhs, rhs)[0]
 
     def gemms(self) -> Iterator[Gemm]:
-        """The products that the gradients of lhs and of rhs are."""
+        """Yields the products that compute the gradients of lhs and rhs, in this order."""
         yield from (Gemm.WGRAD, Gemm.DGRAD) if self.site.weight == "lhs" else (Gemm.DGRAD, Gemm.WGRAD)
 
 

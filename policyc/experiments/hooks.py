@@ -1,4 +1,4 @@
-"""What a training program calls: what its policy is, where its results are, which steps are measured.
+"""Functions for training programs: get the active policy, set the output folder, measure steps.
 
 Without an active policy these functions do nothing, and load neither JAX nor the compiler.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def _current_session() -> Session | None:
-    """The active session. Before its module is loaded there is none."""
+    """The active session, or None. Does not load the session's module: until that is loaded there is no session."""
     if "policyc.compiler.session" not in sys.modules:
         return None
     from policyc.compiler.session import current_session
@@ -25,17 +25,17 @@ def _current_session() -> Session | None:
 
 
 def current_policy() -> Policy | None:
-    """For training programs: the policy that they run under, to record it with their results.
+    """For training programs: returns the active policy, to record it with the results.
 
     Returns:
-      The active policy, or None. Its `sha256` identifies it; its `name` is for people.
+      The active policy, or None. Its `sha256` identifies it; its `name` is only for display.
     """
     session = _current_session()
     return None if session is None else session.policy
 
 
 def set_output_dir(folder: Path | str) -> None:
-    """For training programs: says where they put their results. The plan and the measurements go there too.
+    """For training programs: sets the folder of their results. The plan and the measurements are written there too.
 
     Does nothing without an active policy.
 
@@ -50,7 +50,7 @@ def set_output_dir(folder: Path | str) -> None:
     from policyc.base.files import atomic_write
     from policyc.compiler.plan_tables import as_json
 
-    session.output_dir = Path(folder).absolute()  # the program may change its folder later
+    session.output_dir = Path(folder).absolute()  # the program may change its working directory later
     if session.plans and jax.process_index() == 0:
         session.output_dir.mkdir(parents=True, exist_ok=True)
         with atomic_write(session.output_dir / "plan.json") as stream:
@@ -58,7 +58,7 @@ def set_output_dir(folder: Path | str) -> None:
 
 
 def should_observe(step: int) -> bool:
-    """For training programs: is this a step to measure? `--stats-every` says which are.
+    """For training programs: whether to measure this step, as set by `--stats-every`.
 
     Args:
       step: the number of the step, from 0.
@@ -71,7 +71,7 @@ def should_observe(step: int) -> bool:
 
 
 def observe(step: int, loss: Callable[..., Any], *args: Any) -> None:
-    """For training programs: measures a step, if it is one to measure, and appends the rows to `stats.jsonl`.
+    """For training programs: measures a step if `should_observe` is true for it, and appends rows to `stats.jsonl`.
 
     Args:
       step: the number of the step, from 0.

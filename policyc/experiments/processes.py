@@ -1,8 +1,8 @@
-"""Other processes that a program under a policy starts.
+"""Processes that a program under a policy starts.
 
-Children of `multiprocessing` and `os.fork` run under the policy, however they are started. They report a refusal.
-Processes of `subprocess`, `os.system`, `os.posix_spawn*` and `os.exec*` do not run under it: a warning is printed if
-they run Python.
+Children of `multiprocessing` and `os.fork` run under the policy, with any start method. A child in which the policy
+cannot be applied reports that to the first process. Processes of `subprocess`, `os.system`, `os.posix_spawn*` and
+`os.exec*` do not run under the policy: a warning is printed if they run Python.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _SHELLS = frozenset({"sh", "bash", "dash", "zsh"})
 
 
 class ChildRefusals:
-    """Which children refused the policy. Children write it to a file that the first process reads and removes.
+    """Records the children that refused the policy, in a file that the first process reads and removes.
 
-    The file exists only after a refusal: a run that is killed leaves nothing. Can be pickled, and is the same after a
-    fork.
+    The file exists only after a refusal, so a killed run without refusals leaves nothing. The object can be pickled,
+    and stays valid after a fork.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class ChildRefusals:
         return os.getpid() != self._process
 
     def report(self, error: object) -> None:
-        """Prints an error, and tells the first process of it. A child's exceptions do not reach that process."""
+        """Prints an error and records it for the first process, which a child's exceptions do not reach."""
         sys.stderr.write(f"{error}\n")
         if not _is_running(self._process):
             return  # nothing would remove the file
@@ -54,13 +54,13 @@ class ChildRefusals:
                 stream.write(f"{os.getpid()}\n")
 
     def count(self) -> int:
-        """How many children refused the policy. Only the first process knows."""
+        """The number of children that refused the policy; always 0 in a child."""
         if self.is_in_child or not self._file.exists():
             return 0
         return len(set(self._file.read_text().splitlines()))
 
     def close(self) -> None:
-        """Removes the record. In a child, it stays: the first process reads it."""
+        """Removes the file. Does nothing in a child, because the first process still reads the file."""
         if not self.is_in_child:
             self._file.unlink(missing_ok=True)
 
@@ -78,10 +78,10 @@ def _is_running(process: int) -> bool:
 
 
 class SpawnedChildren:
-    """Starts the policy in children of `multiprocessing` too.
+    """Activates the policy in children of `multiprocessing`.
 
-    A child under fork has it already. The others unpickle their preparation data first, before they import the
-    program: `start_in_child` is called with its arguments there.
+    Forked children have it already. Other children first unpickle their preparation data, before they import the
+    program. That unpickling calls `start_in_child` with its arguments.
     """
 
     def __init__(self, start_in_child: Callable[..., None], *args: object) -> None:
@@ -104,7 +104,7 @@ class SpawnedChildren:
 
 
 class _CallWhenUnpickled:
-    """Pickles as a call of a function."""
+    """Calls a function when it is unpickled."""
 
     def __init__(self, function: Callable[..., None], args: tuple[object, ...]) -> None:
         self._reduced = function, args
@@ -117,7 +117,7 @@ class _CallWhenUnpickled:
 
 
 class _Watch:
-    """Whether processes that are started are looked at, and the commands that were warned about."""
+    """State of the audit hook: whether it is active, and the commands that it has warned about."""
 
     is_on = False
     is_installed = False
@@ -128,7 +128,7 @@ class _Watch:
 def warn_of_other_pythons() -> Iterator[None]:
     """Prints a warning if this process starts another Python, once for each command.
 
-    An audit hook sees every way to start a process. It cannot be removed, so it is switched off.
+    Uses an audit hook, which sees every way to start a process. A hook cannot be removed, so it is only switched off.
     """
     if not _Watch.is_installed:
         sys.addaudithook(_look_at_process)
@@ -150,7 +150,7 @@ def _look_at_process(event: str, args: tuple[Any, ...]) -> None:
 
 
 def _warn_if_python(executable: Any, words: Any) -> None:
-    """Says that another Python does not run under the policy."""
+    """Warns if a command runs Python, because that process does not run under the policy."""
     is_text = isinstance(words, str | bytes | os.PathLike)
     texts: list[str] = [os.fsdecode(word) for word in ([words] if is_text else words)]
     # A shell or a launcher may start it: `cd run && python train.py`, `mpirun -n 2 python train.py`.
@@ -176,8 +176,8 @@ _was_abandoned = threading.Event()
 def end_after_abandoned_work(code: int) -> None:
     """Ends this process with an exit code if a program was stopped in the middle.
 
-    Its threads go on: Python would wait for them, and those of C++ libraries (tensorstore's, in Levanter) crash while
-    Python takes itself apart. So functions of `atexit` run, and nothing else does.
+    The program's threads are still running. Python would wait for them, and threads of C++ libraries (such as
+    tensorstore in Levanter) crash during interpreter shutdown. So only the `atexit` functions run.
     """
     if _was_abandoned.is_set():
         atexit._run_exitfuncs()
@@ -191,11 +191,11 @@ _EXECUTORS = {
     "concurrent.futures.process": ("_threads_wakeups", "_global_shutdown"),
     "concurrent.futures.thread": ("_threads_queues", "_shutdown"),
 }
-"""The modules of executors: where each has its threads, and its flag that the process ends."""
+"""Executor modules of the standard library, each with the names of its table of threads and its shutdown flag."""
 
 
 class StartedWork:
-    """The threads, and the children of `multiprocessing`, that are started after this object is made."""
+    """The threads and `multiprocessing` children that are started after this object is created."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
@@ -203,14 +203,14 @@ class StartedWork:
         self._earlier_children = {*multiprocessing.active_children()}
 
     def abandon(self) -> None:
-        """Leaves it as it is: the program was stopped in the middle, and the process is about to end."""
+        """Notes that the program was stopped in the middle, so nothing waits for this work when the process ends."""
         if os.getpid() == self._process:
             _was_abandoned.set()
 
     def join(self) -> None:
-        """Waits for them, so that the policy holds in them to their end, and their refusals count.
+        """Waits for the threads and children, so that the policy stays active in them and their refusals count.
 
-        Python ends daemons itself.
+        Does not wait for daemons, which Python ends itself.
         """
         self._end_executors()
         for thread in threading.enumerate():
@@ -218,13 +218,13 @@ class StartedWork:
             if is_other and not thread.daemon:
                 thread.join()
         if os.getpid() != self._process:
-            return  # a fork of the program, which has the children of its parent
+            return  # a fork of the program: these are its parent's children
         for child in multiprocessing.active_children():
             if child not in self._earlier_children and not child.daemon:
                 child.join()
 
     def _end_executors(self) -> None:
-        """Tells the threads of executors that no more work comes. Python does so at the end of a process."""
+        """Ends the threads of executors, as Python does at exit. Then lets executors accept work again."""
         for name, (threads, is_ending) in _EXECUTORS.items():
             executors: Any = sys.modules.get(name)
             if executors is not None and any(

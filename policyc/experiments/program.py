@@ -1,6 +1,6 @@
 """A user's program: a script, a module or a piece of code, started the way `python` starts it.
 
-Also what happens when it imports a module, and its tracebacks, which have no frame of policyc.
+Also callbacks on its imports, and tracebacks without policyc's frames.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from policyc.language.bundled import data_folder
 
 
 class BadProgram(Exception):
-    """There is no such program. The message says why."""
+    """The program cannot be started. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What to run, and its arguments. `name` is the path of a script, the name of a module, or code."""
+    """A program and its arguments. `name` is the path of a script, the name of a module, or code."""
 
     name: str
     args: tuple[str, ...] = ()
@@ -50,9 +50,9 @@ class Program:
 
     @property
     def help_word(self) -> str:
-        """The argument that asks for the program's help or version, by convention; empty if none does.
+        """The argument that by convention asks for help or the version; empty if there is none.
 
-        With a value, as in `-h 8` or `--version 2`, it is another option.
+        `-h` or `--version` with a value, as in `-h 8` or `--version 2`, is some other option.
         """
         for word, next_word in pairwise((*self.args, "")):
             has_value = next_word != "" and not next_word.startswith("-")
@@ -63,7 +63,7 @@ class Program:
     def check(self) -> None:
         """Raises BadProgram if there is nothing to run.
 
-        Only the top-level package of a module is looked up. To find a submodule, Python would run its parents.
+        Only the top-level package of a module is looked up: finding a submodule would import its parents.
         """
         if self.kind == "script" and not Path(self.name).exists():
             raise BadProgram(f"no such script: '{self.name}'")
@@ -110,7 +110,7 @@ class Program:
 
 
 def _prepend_to_path(folder: str) -> None:
-    """What Python does with the folder of a program. PYTHONSAFEPATH turns it off."""
+    """Puts the program's folder first in `sys.path`, as Python does, unless PYTHONSAFEPATH is set."""
     if not sys.flags.safe_path:
         sys.path.insert(0, folder)
 
@@ -142,7 +142,7 @@ def on_import(name: str, callback: Callable[[], None]) -> Iterator[None]:
 
 
 class _Finder(MetaPathFinder):
-    """Finds a module as the other finders do, and has its loader call a function after it has run the module."""
+    """Delegates to the other finders, and makes the loader of one module call a function after executing it."""
 
     def __init__(self, name: str, callback: Callable[[], None]) -> None:
         self._name, self._callback = name, callback
@@ -165,7 +165,7 @@ class _Finder(MetaPathFinder):
             self._is_searching = False
         if spec is None or spec.loader is None:
             return None
-        loader: Any = spec.loader  # a method of this one loader is replaced, until it has run
+        loader: Any = spec.loader  # its `exec_module` is replaced until it has run once
         run = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
@@ -188,7 +188,7 @@ _HIDDEN_FILES = (
     runpy.__file__,
     contextlib.__file__,
 )
-"""How the files of frames start that tracebacks leave out."""
+"""Tracebacks leave out frames of files whose names start with one of these."""
 
 
 def print_traceback(error: BaseException) -> None:

@@ -1,6 +1,6 @@
-"""Records the loss of a program: its jaxpr, and the values that it is called with in a few steps.
+"""Records the loss of a program: its jaxpr, and the values of its inputs and constants in a few steps.
 
-Search and bisect evaluate the recorded loss, on the same batches, as often as they need.
+Search and bisect evaluate the recorded loss many times on the same batches.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KEEP = "* -> keep"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedCall:
-    """The values of one call of a loss: what is differentiated, and what the loss closes over (its batch)."""
+    """The values of one call of a loss: its differentiated inputs, and what it closes over (its batch)."""
 
     inputs: tuple[Any, ...]
     consts: tuple[Any, ...]
@@ -40,7 +40,7 @@ class RecordedCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedLoss:
-    """A loss and the calls that were recorded. All of them are evaluated with the parameters of the last one."""
+    """A loss and its recorded calls. All calls are evaluated with the parameters of the last one."""
 
     planned: PlannedLoss
     calls: tuple[RecordedCall, ...]
@@ -60,7 +60,7 @@ class RecordedLoss:
         return self.calls[-1].inputs
 
     def loss_of(self, values: Sequence[Any]) -> jax.Array:
-        """The loss among the results of its jaxpr: the first of those that are differentiated."""
+        """Returns the loss from the results of its jaxpr, in fp32. It is the first leaf of the function's result."""
         return first_loss(self.planned.traced.assemble_result(values)).astype(jnp.float32)
 
     def plain_loss(self, inputs: Sequence[Any], consts: Sequence[Any]) -> jax.Array:
@@ -68,11 +68,12 @@ class RecordedLoss:
 
 
 def record_loss(program: Program, batches: int, after: int = 0) -> RecordedLoss:
-    """Runs a program until its first loss with a GEMM was evaluated `batches` times, and stops it.
+    """Runs a program until its first loss with a GEMM has been evaluated `batches` times, then stops it.
 
     The first `after` evaluations do not count.
 
-    Raises `runner.NoLoss` if it differentiates none, and ValueError if none of its losses has a GEMM.
+    Raises `runner.NoLoss` if the program differentiates no loss, and ValueError if no loss has a GEMM or none is
+    evaluated.
     """
     recorder = _Recorder(batches, after)
     with _stop_by_signal(recorder), contextlib.suppress(runner.StopAfterTrace):
@@ -99,9 +100,9 @@ class _Recorder:
         self.stop: Callable[[], None] = lambda: None
 
     def compile(self, planned: PlannedLoss) -> Callable[..., Any]:
-        """The loss as it is, which also stores its values. Other losses than the first with a GEMM are not stored.
+        """Returns the unchanged loss. The first loss with a GEMM also stores the values of its calls.
 
-        Outside `jit`, a loss is traced at every step.
+        That loss is recognized by the hash of its sites: outside `jit`, a loss is traced again at every step.
         """
         if not len(planned.plan.sites):
             return planned.compile()
@@ -114,7 +115,7 @@ class _Recorder:
             inputs = planned.call.inputs(args)
             consts = [jnp.asarray(x) for x in jaxpr.consts]
             self._impls = [_key_impl(x) for x in consts]
-            # A callback takes no random keys.
+            # A callback cannot take typed random keys.
             data = [
                 x if i is None else jax.random.key_data(x) for x, i in zip(consts, self._impls, strict=True)
             ]
@@ -147,7 +148,7 @@ class _Recorder:
         return RecordedLoss(planned=planned, calls=tuple(calls))
 
     def _with_keys(self, consts: Sequence[np.ndarray]) -> tuple[Any, ...]:
-        """The constants with the random keys that were among them."""
+        """Restores the typed random keys among the constants."""
         return tuple(
             x if impl is None else jax.random.wrap_key_data(jnp.asarray(x), impl=impl)
             for x, impl in zip(consts, self._impls, strict=True)
@@ -155,13 +156,13 @@ class _Recorder:
 
 
 def _key_impl(x: Any) -> Any:
-    """The implementation of random keys; None for other arrays."""
+    """The PRNG implementation of an array of typed keys; None for other arrays."""
     return jax.random.key_impl(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else None
 
 
 @contextlib.contextmanager
 def _stop_by_signal(recorder: _Recorder) -> Iterator[None]:
-    """Lets the recorder end the program from the thread of a callback.
+    """Lets the recorder end the program from a callback's thread.
 
     The program runs compiled code and may never call policyc again. A signal handler runs in the main thread, wherever
     the program is, and raises there.
@@ -199,10 +200,10 @@ _RETRY_SECONDS = 0.01
 
 
 def _would_be_lost(frame: FrameType | None) -> bool:
-    """Whether an exception that is raised here would not end the program.
+    """Whether an exception raised at this frame would fail to end the program.
 
-    A callback of JAX may run in the main thread, and what it raises becomes XLA's error. What is raised when an object
-    is deleted, Python prints and ignores.
+    A JAX callback may run in the main thread, where its exceptions become XLA errors. Python prints and ignores
+    exceptions from object finalizers.
     """
     while frame is not None:
         name = frame.f_globals.get("__name__")

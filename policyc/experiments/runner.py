@@ -42,7 +42,7 @@ class PolicyRejected(BaseException):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramResult:
-    """What a program did under a policy: in this process, if it imported JAX there, and in how many children."""
+    """The session of a program that ran, None if it did not import JAX, and the number of spawned children."""
 
     session: Session | None
     children: int
@@ -65,7 +65,7 @@ class StopAfterTrace(BaseException):
 
 
 class _Interrupted(BaseException):
-    """The user has interrupted the program. Its traceback is printed."""
+    """The user interrupted the program. The traceback has been printed."""
 
 
 def run(
@@ -81,13 +81,14 @@ def run(
 ) -> ProgramResult:
     """Runs a program under a policy until it, its threads and its children end.
 
-    Without `plans_always` a policy that changes nothing leaves all losses to JAX, and there are no plans. `compile`
-    makes the function that runs instead of a planned loss; by default that does what the plan says.
+    Without `plans_always`, a policy that changes nothing leaves all losses to JAX, and there are no plans. `compile`
+    builds the function that runs instead of a planned loss; the default follows the plan.
 
-    Raises SystemExit if the program exits with an error. Also if its arguments ask for help (`--help`), and it ends
-    with 0 and differentiates nothing; then it says that no policy was applied. Raises BadProgram if the program cannot
-    be started, and PolicyError if the policy could not be applied, even if the program caught that. Any other exception
-    of the program is printed and becomes SystemExit, and so does a policy that could not be applied in a child.
+    Raises SystemExit if the program exits with an error, or if the policy could not be applied in a child. Any other
+    exception of the program is printed and becomes SystemExit. SystemExit is also raised if the program's arguments ask
+    for help (`--help`) and it exits with 0 without differentiating anything; a note then says that no policy was
+    applied. Raises BadProgram if the program cannot be started, and PolicyError if the policy could not be applied,
+    even if the program caught that error.
     """
     program.check()
     settings = {
@@ -165,7 +166,7 @@ def _run_to_end(program: Program) -> SystemExit | None:
             exit = end
         except (PolicyRejected, StopAfterTrace):
             started.abandon()
-            return None  # `run` knows the reason
+            return None  # `_run` raises the cause
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001  # Python too prints every exception and ends
@@ -182,7 +183,7 @@ def _run_to_end(program: Program) -> SystemExit | None:
 
 @contextlib.contextmanager
 def _hide_in_threads(*errors: type[BaseException]) -> Iterator[None]:
-    """Prints no traceback if a thread ends by one of these: the run reports them at its end."""
+    """Suppresses the tracebacks of threads that end with one of these errors: the run reports them at its end."""
     hook = threading.excepthook
 
     def hide(args: threading.ExceptHookArgs) -> None:
@@ -203,10 +204,10 @@ def _hide_in_threads(*errors: type[BaseException]) -> Iterator[None]:
 def _start_with_jax(
     stack: contextlib.ExitStack, settings: dict[str, Any], refusals: ChildRefusals, **more: Any
 ) -> tuple[list[Session], SpawnedChildren]:
-    """Starts a session when the program imports JAX, which lasts until the stack is closed. So do spawned children.
+    """Starts a session when the program imports JAX, in this process and in spawned children.
 
-    `settings` are fields of the session that can be pickled, `more` are the others. Returns the list that has the
-    session then, and the children.
+    The session lasts until the stack is closed. `settings` are the fields of the session that can be pickled, `more`
+    are the others. Returns a list that receives the session of this process, and the children.
     """
     sessions: list[Session] = []
 
@@ -231,7 +232,7 @@ def _start_with_jax(
 
 @contextlib.contextmanager
 def _keep_random_state() -> Iterator[None]:
-    """Hides from the program that modules are imported which draw random numbers."""
+    """Restores the random state of `random` and NumPy, because some modules draw random numbers when imported."""
     import random
 
     import numpy as np
@@ -245,7 +246,7 @@ def _keep_random_state() -> Iterator[None]:
 
 
 _CHILD_STACK = contextlib.ExitStack()
-"""What lasts until a spawned child ends."""
+"""Contexts that last until a spawned child ends."""
 
 
 def _start_in_child(settings: dict[str, Any], refusals: ChildRefusals) -> None:
@@ -323,7 +324,7 @@ def trace_first_step(
 
 
 def _runs_plans(jitted: JittedFunction, plans: Sequence[Plan]) -> bool:
-    """Whether a jitted function holds the GEMMs of the plans. A program also jits other functions, such as init."""
+    """Whether a jitted function contains the GEMMs of the plans. A program also jits other functions, such as init."""
     from policyc.compiler.schedule import current_phase
     from policyc.jaxcore import jaxprs
     from policyc.jaxcore.define_primitive import job_of
@@ -338,7 +339,7 @@ def _runs_plans(jitted: JittedFunction, plans: Sequence[Plan]) -> bool:
 
 
 def _exit_by_interrupt() -> NoReturn:
-    """Ends this process by SIGINT, as an interrupted program ends."""
+    """Ends this process with SIGINT, as Python ends an interrupted program."""
     sys.stderr.flush()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)

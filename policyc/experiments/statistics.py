@@ -1,8 +1,8 @@
 """Statistics of paired runs: is a variant at parity with its baseline, better, or worse?
 
 Every function is pure and works along the last axis of its arrays. Losses are paired by seed: a variant and its
-baseline have the same data order and first weights, so what the seed does to both cancels in their difference. The
-differences are taken to be independent and normal. Nothing is resampled: a bootstrap over three seeds is too narrow.
+baseline have the same data order and initial weights, so the effect of the seed cancels in their difference. The
+differences are assumed to be independent and normal. Nothing is resampled: a bootstrap over three seeds is too narrow.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Margin:
         """How far each pair is above the upper and above the lower bound of parity.
 
         A relative margin is a bound on the ratio of the two expected losses. Its bounds are multiples of each pair's
-        baseline, so that the test stays exact although the expected loss of the baseline is not known.
+        baseline, so that the test stays exact even though the expected loss of the baseline is unknown.
         """
         losses, base = np.asarray(variant, float), np.asarray(baseline, float)
         width = self.value * np.abs(base) if self.is_relative else np.full_like(base, self.value)
@@ -46,7 +46,7 @@ class Margin:
 
 
 def parse_margin(text: str) -> Margin:
-    """Reads `0.01`, `0.01 nats` or `0.5%`. Raises ValueError if it is neither, or not above 0."""
+    """Reads `0.01`, `0.01 nats` or `0.5%`. Raises ValueError for anything else, or if it is not above 0."""
     match = re.fullmatch(r"\s*([0-9.]+(?:[eE][-+]?[0-9]+)?)\s*(%|nats?|)\s*", text)
     try:
         number = float(match[1]) if match else 0.0
@@ -63,10 +63,10 @@ def parse_margin(text: str) -> Margin:
 DEFAULT_MARGIN = Margin(value=0.005, is_relative=True)
 
 ALPHA = 0.05
-"""The probability, over all variants, of one wrong claim of a difference; and of one wrong claim of parity."""
+"""Bound on the probability, over all variants, of one wrong claim of a difference; the same bound holds for parity."""
 
 POWER = 0.8
-"""The probability with which the smallest detectable effect, and a sweep with the advised seeds, is resolved."""
+"""Probability of detecting the smallest detectable effect, and of deciding a variant with the advised seeds."""
 
 
 # ---- one variant
@@ -82,7 +82,7 @@ def _summarize(differences: ArrayLike) -> tuple[Array, Array, int]:
 
 
 def _t_statistic(mean: Array, error: Array) -> Array:
-    """mean / error. Without any spread, an infinite t for every mean but 0: the runs say the same without noise."""
+    """mean / error. Without spread, t is infinite for every mean but 0, because all pairs agree exactly."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(mean == 0, 0.0, mean / error)
 
@@ -111,9 +111,10 @@ def equivalence_p_value(variant: ArrayLike, baseline: ArrayLike, margin: Margin)
 def equivalence_interval(
     variant: ArrayLike, baseline: ArrayLike, margin: Margin, alpha: float
 ) -> tuple[float, float]:
-    """The interval of the mean difference at 1 - 2 alpha. It is inside the margin where TOST's p-value is below alpha.
+    """The interval of the mean difference at 1 - 2 alpha. It is inside the margin if TOST's p-value is below alpha.
 
-    For a relative margin, its ends are those of the pairs' distances from their own bounds, moved to the mean bounds.
+    For a relative margin, its ends are computed from the distance of each pair to its own bounds, then shifted by the
+    mean bound.
     """
     (above, above_error, pairs), (below, below_error, _) = map(_summarize, margin.excesses(variant, baseline))
     width = margin.in_nats(float(np.mean(np.abs(baseline))))
@@ -124,7 +125,7 @@ def equivalence_interval(
 def adjust_holm(p_values: ArrayLike) -> Array:
     """p-values adjusted for several variants by Holm's method, along the last axis. NaN (no test) stays NaN.
 
-    A variant without a test counts as one: the number of variants is fixed before the sweep runs.
+    A variant without a test still counts: the number of variants is fixed before the sweep runs.
     """
     p = np.asarray(p_values, float)
     order = np.argsort(np.where(np.isnan(p), np.inf, p), axis=-1)
@@ -140,12 +141,12 @@ def adjust_holm(p_values: ArrayLike) -> Array:
 
 
 def smallest_detectable_effect(deviation: ArrayLike, pairs: int, alpha: float) -> Array:
-    """The smallest difference that a two-sided paired t test finds with the wanted power.
+    """The smallest difference that a two-sided paired t test detects with probability `POWER`.
 
     Args:
       deviation: standard deviation of the differences.
       pairs: number of seeds.
-      alpha: level of the test: that of the sweep divided by its variants, which is Holm's strictest.
+      alpha: level of the test: the sweep's level divided by the number of variants, which is Holm's strictest.
     """
     critical = stdtrit(pairs - 1, 1 - alpha / 2)
     noncentrality = nctdtrinc(pairs - 1, 1 - POWER, critical)
@@ -162,7 +163,7 @@ def _one_sided_power(effect: float, deviation: float, pairs: int, alpha: float) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeedsNeeded:
-    """How many seeds would decide a variant, if the true difference and spread are those that were measured."""
+    """How many seeds would decide a variant, if the true difference and spread are as measured."""
 
     seeds: int
     claim: str
@@ -172,10 +173,10 @@ class SeedsNeeded:
 def seeds_needed(
     variant: ArrayLike, baseline: ArrayLike, margin: Margin, variants: int
 ) -> SeedsNeeded | None:
-    """The smallest number of seeds, above the present one, that decides a variant with the wanted power.
+    """The smallest number of seeds, above the current number, that decides a variant with probability `POWER`.
 
-    None if 1000 are too few.
-    The power of the two one-sided tests is bounded from below by the sum of their powers minus 1.
+    None if 1000 are too few. The power of the two one-sided tests is bounded from below by the sum of their powers
+    minus 1.
     """
     alpha = ALPHA / variants
     difference = np.asarray(variant, float) - np.asarray(baseline, float)

@@ -1,7 +1,7 @@
 """Measures the operands of quantized GEMMs inside a training step.
 
-Each measured site gets an extra input, its tap, that it does not read. The backward rule of the site returns what it
-measured as the gradient of the tap. So measurements leave the step through scans, remat and branches like any gradient.
+Each measured site gets an extra input, its tap, that it does not read. The site's backward rule returns its
+measurements as the gradient of the tap. So they leave the step through scans, remat and branches like any gradient.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SHAPE = (_OPERANDS_PER_SITE, len(ERROR_SUMS))
 
 
 class _Tap:
-    """The content of the extra input of a measured site."""
+    """Marks the extra input of a measured site."""
 
 
 TAP = _Tap()
@@ -44,7 +44,7 @@ TAP = _Tap()
 
 @dataclass(frozen=True, eq=False)
 class MeasuredGemm:
-    """A site as it runs, and as it is measured."""
+    """A site, the function that runs it, and the recipe that its measurements follow."""
 
     site: Site
     site_recipe: SiteRecipe
@@ -56,19 +56,19 @@ class MeasuredGemm:
         return quantize_operands(lhs, rhs, dy, dims, self.site_recipe.recipe, options)
 
     def measure(self, lhs: jax.Array, rhs: jax.Array, dy: jax.Array) -> jax.Array:
-        """The `ERROR_SUMS` of the six operands. Those of an operand that is not quantized, or not read, are zeros."""
+        """The `ERROR_SUMS` of the six operands; zeros for an operand that is not quantized or not read."""
         measured = self._operands(lhs, rhs, dy)
         zeros = jnp.zeros(len(ERROR_SUMS))
         return jnp.stack([sum_errors(o) if self._format(o) else zeros for o in measured])
 
     def _format(self, operand: QuantizedOperand) -> str:
-        """The format in which a product of the gradient reads an operand; empty if none does, or not quantized."""
+        """The format of a quantized operand; empty if it is not quantized, or if the site does not run its product."""
         name = operand.spec.treatment.format
         is_read = operand.spec.gemm in self.site.products
         return name if is_read and FORMATS[name].is_quantized else ""
 
     def operand_names(self) -> list[tuple[str, str]]:
-        """The name and the format of each operand, in the order of `measure`. Without a format it is not measured."""
+        """The name and the format of each operand, in the order of `measure`. The format is empty if not measured."""
         names: list[tuple[str, str]] = []
 
         def record(lhs: jax.Array, rhs: jax.Array, dy: jax.Array) -> None:
@@ -109,7 +109,7 @@ class TapRewriter(SiteRewriter):
     """The shape of what a site measures."""
 
     def is_measured(self, site: Site) -> bool:
-        """Ragged products are not measured, nor sites that no extra input can reach (those in a shard_map)."""
+        """Whether a site is measured. Not if it is ragged, or in a shard_map, where no extra input reaches it."""
         return not site.is_ragged and site.takes_extra_inputs
 
     def key(self, position: Position) -> Hashable | None:
@@ -143,7 +143,7 @@ class TapRewriter(SiteRewriter):
         run: Callable[..., Any],
         keys: tuple[tuple[Any, tuple[AbstractValue, ...]], ...] = (),
     ) -> SiteTemplate:
-        """A site that runs a function of its operands, of some more inputs, and of its tap."""
+        """The template of a site that runs a function of its operands, further inputs, and its tap."""
         extra = (*keys, (TAP, (jaxprs.array_aval(self.tap_shape, "float32", site.eqn, site.axis_env),)))
         avals = [*(a.aval for a in site.eqn.invars), *(a for _, group in extra for a in group)]
         return SiteTemplate(jaxprs.trace_at(run, avals, site.eqn, site.axis_env), extra)
@@ -163,14 +163,14 @@ class TappedLoss:
         self._taps = [e for e in self._extra if e.content is TAP]
 
     def taps(self) -> list[jax.Array]:
-        """The taps to differentiate at: zeros."""
+        """Zeros: the values of the taps to differentiate at."""
         avals: list[Any] = [e.avals[0] for e in self._taps]
         return [jnp.zeros(aval.shape) for aval in avals]
 
     def evaluate(
         self, inputs: Sequence[Any], taps: Sequence[jax.Array], consts: Sequence[Any] | None = None
     ) -> list[Any]:
-        """The results of the loss, for its inputs and these taps. `consts` are other values for its constants."""
+        """Evaluates the loss for its inputs and these taps. `consts` replace the values of its constants."""
         remaining = iter(taps)
         extra: list[Any] = []
         with_keys = [e for e in self._extra if e.content is not TAP]
@@ -184,7 +184,7 @@ class TappedLoss:
         return jaxprs.evaluate_with_consts(self.jaxpr, values, *inputs, *extra)
 
     def fill(self, values: Mapping[tuple[Address, Layer], np.ndarray]) -> list[np.ndarray]:
-        """Taps with these values, by address and layer; the inverse of `figures`. Others are zeros."""
+        """Builds taps from values by address and layer; the inverse of `figures`. Missing values are zeros."""
         taps = []
         for extra in self._taps:
             site = self._rewriter.sites[extra.address]
@@ -200,7 +200,7 @@ class TappedLoss:
     def measurements(
         self, taps: Sequence[np.ndarray]
     ) -> Iterator[tuple[Site, Layer, list[tuple[str, str]], np.ndarray]]:
-        """For each measured layer: its site, its index, its operands, and their figures.
+        """Yields the site, index, operands and figures of each measured layer.
 
         The figures have leading axes for the scans around the site that are not stacks: uses of the same layer.
         """
@@ -214,7 +214,7 @@ class TappedLoss:
             yield site, layer, names[key], figures
 
     def figures(self, taps: Sequence[np.ndarray]) -> Iterator[tuple[Site, Layer, np.ndarray]]:
-        """For each measured layer: its site, its index, and its figures."""
+        """Yields the site, index and figures of each measured layer."""
         pieces: dict[Address, list[tuple[ExtraInput, np.ndarray]]] = {}
         for extra, values in zip(self._taps, taps, strict=True):
             pieces.setdefault(extra.address, []).append((extra, values))
@@ -222,7 +222,7 @@ class TappedLoss:
             site = self._rewriter.sites[address]
             figures_of = self._figures_by_layer(site, tapped)
             for layer in site.layers():
-                if figures_of[layer].any():  # not kept, nor in a branch that was not taken
+                if figures_of[layer].any():  # zeros: kept, or in a branch that was not taken
                     yield site, layer, figures_of[layer]
 
     def _figures_by_layer(self, site: Site, tapped: Sequence[tuple[ExtraInput, np.ndarray]]) -> np.ndarray:
@@ -238,7 +238,7 @@ class TappedLoss:
 
 
 def first_loss(result: Any) -> jax.Array:
-    """The loss among the results of a loss function: the first of them."""
+    """The loss: the first leaf of a loss function's result. Raises ValueError if it is no floating-point scalar."""
     loss = jnp.asarray(jax.tree.leaves(result)[0])
     if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
         raise ValueError(f"a loss is one number, and this is {loss.dtype}{list(loss.shape)}")
@@ -250,7 +250,7 @@ def _not_run(*_: Any) -> Any:
 
 
 def enclosing_scans(jaxpr: AnyJaxpr, address: Address) -> dict[Address, int]:
-    """The addresses and lengths of the scans around an equation, the outermost first."""
+    """The addresses and lengths of the scans around an equation, outermost first."""
     scans: dict[Address, int] = {}
     for depth in range(0, len(address) - 1, 2):
         eqn = jaxprs.equations(jaxpr)[address[depth]]

@@ -1,9 +1,9 @@
-"""Measures what a policy does to the numbers of a loss, in a step of its own.
+"""Measures the effect of a policy on the numerics of a loss, in a separate step.
 
-For each operand of each quantized GEMM of each layer: its SQNR, how much was flushed to zero, how much saturated, its
+For each operand of each quantized GEMM in each layer: its SQNR, the fractions flushed to zero and saturated, and its
 largest magnitude. For each parameter: the cosine between its gradient under the policy and its plain gradient, and the
-norm of the plain one over their difference. Ragged products and sites inside a shard_map run as the policy says but are
-not measured.
+norm of the plain gradient over the norm of their difference. Ragged products and sites inside a shard_map run as the
+policy says but are not measured.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ StatsRow = dict[str, Any]
 
 
 def stats(policy: Policy | str | Path, loss: Callable[..., Any], *args: Any) -> list[StatsRow]:
-    """Measures what a policy does to the numbers of a loss.
+    """Measures the effect of a policy on the numerics of a loss.
 
     Args:
       policy: a `Policy`, a path, the name of a bundled policy, or the text of a policy.
-      loss: the loss, which is run.
+      loss: the loss function, which is executed.
       *args: its arguments. The first one holds the parameters.
 
     Returns:
-      A row for each operand of each quantized product, as in `stats.jsonl`.
+      The rows of `stats.jsonl`: one for each operand of each quantized product, one for each parameter (or each layer
+      of a stack), and one with the loss under the policy and the plain loss.
     """
     return StatsRecorder(policy, loss)(*args)
 
@@ -81,7 +82,7 @@ class StatsRecorder:
         self._tapped: dict[Phase, TappedLoss] = {}
         self._measure = jax.jit(self._trace_step)
         self.files: set[Path] = set()
-        """Those that its rows were written to."""
+        """The files that the rows were written to."""
 
     def __call__(self, *args: Any) -> list[StatsRow]:
         with no_reentry():
@@ -139,7 +140,7 @@ def _operand_rows(tapped: TappedLoss, taps: Sequence[np.ndarray]) -> Iterator[St
 
 
 def _site_and_layer(path: DottedPath, default: str = "") -> StatsRow:
-    """A path without its index, and the index: the layer."""
+    """Splits a path into the site, without indices, and the layer: its index, a list if it has several, or None."""
     indices = [n.index for n in path if n.index is not None]
     return {
         "site": ".".join(n.text for n in path) or default,
@@ -157,7 +158,7 @@ def stacked_parameters(plan: Plan) -> set[DottedPath]:
 
 
 def _compare_gradients(a: jax.Array, b: jax.Array, by_layer: bool) -> jax.Array:
-    """The cosine of a gradient with the plain one, and the norm of the plain one over the difference, by layer."""
+    """The cosine of a gradient with the plain one, and the plain norm over that of their difference, by layer."""
     if not jnp.issubdtype(a.dtype, jnp.floating):
         return jnp.zeros((2, 0))
     rows = a.shape[0] if by_layer else 1
@@ -172,9 +173,9 @@ def _compare_gradients(a: jax.Array, b: jax.Array, by_layer: bool) -> jax.Array:
 
 
 def _gradient_rows(plan: Plan, compared: Sequence[np.ndarray]) -> Iterator[StatsRow]:
-    """A row for each parameter, and for each layer of a stack.
+    """Yields a row for each parameter, or for each layer of a stacked parameter.
 
-    Below √3, `gradient_to_noise` says that training stalls (arXiv:2505.19115).
+    Training stalls if `gradient_to_noise` is below √3 (arXiv:2505.19115).
     """
     stacks = stacked_parameters(plan)
     for path, values in zip(plan.sites.parameters, compared, strict=True):
@@ -189,7 +190,7 @@ def _gradient_rows(plan: Plan, compared: Sequence[np.ndarray]) -> Iterator[Stats
 
 
 def _json_number(value: Any) -> float | None:
-    """A number as JSON has it: NaN and infinities become None."""
+    """Converts a number for JSON: NaN and infinities become None."""
     return float(value) if math.isfinite(value) else None
 
 
@@ -197,7 +198,7 @@ def _json_number(value: Any) -> float | None:
 
 
 def _drop_rows(path: Path, step: int) -> None:
-    """Prepares a file for the rows of a session. Rows from this step on are of a run that is resumed here."""
+    """Prepares a file for the rows of a session. Drops rows from this step on: the run is resumed here."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     with atomic_write(path) as stream:
@@ -205,7 +206,7 @@ def _drop_rows(path: Path, step: int) -> None:
 
 
 def _read_step(line: bytes) -> float:
-    """The step of a line; infinity if the line is damaged, as after a kill."""
+    """The step of a line; infinity if the line is damaged, for example after a kill."""
     try:
         return float(json.loads(line)["step"]) if line.endswith(b"\n") else math.inf
     except (ValueError, KeyError, TypeError):

@@ -29,7 +29,7 @@ from policyc.experiments.statistics import (
 
 
 class Verdict(StrEnum):
-    """What a sweep says about a variant."""
+    """The outcome of comparing a variant with a baseline."""
 
     PARITY = "parity"
     BETTER = "better"
@@ -40,13 +40,13 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeedLosses:
-    """The runs of one variant.
+    """The final losses of one variant, and its seeds without one.
 
     Attributes:
       name: the variant.
       losses: the final loss of each seed that finished.
-      failed: why each other seed failed.
-      unfinished: how far each seed is that has not ended.
+      failed: the reason for each seed that failed.
+      unfinished: the progress of each seed that has not ended.
     """
 
     name: str
@@ -57,20 +57,22 @@ class SeedLosses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A variant against a baseline. Numbers are None where fewer than two seeds have both losses.
+    """The comparison of a variant with a baseline.
+
+    Numbers are None if fewer than two seeds finished in both, except for the gap of a single seed.
 
     Attributes:
-      seeds: the seeds that both finished.
+      seeds: the seeds that finished in both.
       gap: mean of the variant's loss minus the baseline's, in nats.
       interval: paired t interval of the gap, at 1 - alpha, for this variant alone.
-      parity_interval: the interval of the test of parity, at 1 - 2 alpha: it is inside the margin if this variant
-        alone would be at parity.
+      parity_interval: the interval of the parity test, at 1 - 2 alpha. It is inside the margin if this variant alone
+        would be at parity.
       margin: the margin in nats.
       p_difference: p-value of no difference, adjusted for the number of variants.
       p_parity: p-value of a difference as large as the margin, adjusted in the same way.
-      detectable: the smallest difference that this sweep finds with the wanted power.
-      reason: why the verdict is what it is.
-      needed: the seeds that would decide it, if it is inconclusive and some number would.
+      detectable: the smallest difference that this sweep detects with probability `POWER`.
+      reason: the reason for the verdict.
+      needed: how many seeds would decide an inconclusive verdict; None if no number would.
     """
 
     variant: str
@@ -112,7 +114,7 @@ def _pair_arrays(baseline: SeedLosses, variant: SeedLosses) -> tuple[np.ndarray,
 
 
 def _test_pairs(baseline: SeedLosses, variant: SeedLosses, margin: Margin) -> tuple[float, float]:
-    """The unadjusted p-values of a difference and of parity. NaN without two pairs."""
+    """The unadjusted p-values of a difference and of parity; NaN for fewer than two pairs."""
     losses, base = _pair_arrays(baseline, variant)
     if len(losses) < 2:
         return math.nan, math.nan
@@ -165,7 +167,7 @@ def _compare(
 def _judge(
     baseline: SeedLosses, variant: SeedLosses, margin: Margin, gap: float, p: tuple[float, float]
 ) -> tuple[Verdict, str]:
-    """The verdict of at least two pairs, and its reason. Parity comes first: a real difference may be negligible."""
+    """The verdict for two or more pairs, and its reason. Parity comes first: a real difference may be negligible."""
     p_difference, p_parity = p
     is_different, is_equivalent = p_difference < ALPHA, p_parity < ALPHA
     if obstacles := _obstacles(baseline, variant):
@@ -190,7 +192,7 @@ def _judge(
 
 
 def _judge_without_test(baseline: SeedLosses, variant: SeedLosses, pairs: int) -> tuple[Verdict, str]:
-    """The verdict of fewer than two pairs, and its reason."""
+    """The verdict for fewer than two pairs, and its reason."""
     if variant.failed and not variant.losses and not variant.unfinished:
         return Verdict.FAILED, f"every seed failed: {_list_seeds(variant.failed)}"
     failures = [_describe_failures(variant)] if variant.failed else []
@@ -242,7 +244,7 @@ def _list_seeds(reasons: Mapping[int, str]) -> str:
 
 
 def _advise(needed: SeedsNeeded | None, pairs: int) -> str:
-    """What would decide an inconclusive variant."""
+    """Advice on what would decide an inconclusive variant."""
     if needed is None:
         return (
             ". More seeds would not decide it: the gap is too close to the margin, or the spread too large. More steps "

@@ -37,7 +37,7 @@ from policyc.experiments.statistics import ALPHA, POWER
 from policyc.experiments.sweep.metrics import LEAST_TRAILING, TRAILING_FRACTION
 
 FORMAT = 1
-"""The version of the data. It changes when a field is removed or means something else."""
+"""The version of the data. It changes when a field is removed or changes its meaning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +56,14 @@ class PredictedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A report: its data, and the runs that its telemetry and plans are from."""
+    """The data of a report, and the runs that it was built from, with their telemetry and plans."""
 
     data: JsonObject
     sweep: SweepData
 
     @property
     def problems(self) -> list[str]:
-        """What could not be read, and why runs are not comparable."""
+        """Problems while building the report, and reasons why runs are not comparable."""
         return [*self.data["problems"], *(f"not comparable: {text}" for text in self.data["inequalities"])]
 
 
@@ -75,14 +75,14 @@ def build_report(
     step: PredictedStep | None = None,
     frontier: Path | None = None,
 ) -> Report:
-    """Reads some folders and computes everything that a report shows. Raises ReportError, and ValueError.
+    """Reads some folders and computes everything that a report shows. Raises ReportError or ValueError.
 
     Args:
       folders: runs and sweeps.
-      baselines: the variants to compare with, if not those of the sweep.
-      margin: the margin of parity, if not that of the sweep.
-      step: the step whose speed-ups are predicted, if they are asked for.
-      frontier: a file of `policyc search --frontier` to show.
+      baselines: the variants to compare with; by default those of the sweep.
+      margin: the margin of parity; by default that of the sweep.
+      step: the step to predict speed-ups for; None for no prediction.
+      frontier: a file written by `policyc search --frontier`, to show in the report.
     """
     sweep = read_sweep(folders, baselines, margin)
     problems = [
@@ -124,7 +124,7 @@ def build_report(
 
 
 def _predict(sweep: SweepData, step: PredictedStep, problems: list[str]) -> dict[str, float]:
-    """The speed-ups over the first baseline. A variant without a policy text is reported."""
+    """Predicts speed-ups over the first baseline with a policy text. Variants without one are added to `problems`."""
     texts = {v.name: v.policy_text for v in sweep.variants if v.policy_text is not None}
     problems += [
         f"{v.name}: no policy.policy, so no speed-up is predicted"
@@ -139,10 +139,10 @@ def _predict(sweep: SweepData, step: PredictedStep, problems: list[str]) -> dict
 
 
 def predict_speed_ups(policies: Mapping[str, str], baseline: str, step: PredictedStep) -> dict[str, float]:
-    """The speed-up of each policy over the baseline. Raises ValueError if the step is not possible.
+    """Predicts the speed-up of each policy over the baseline. Raises ValueError if the step is not possible.
 
-    A policy with a schedule has the mean time of all steps of a training. `policies` are texts by name, that of the
-    baseline among them.
+    The time of a policy with a schedule is the mean over all steps of a training run. `policies` maps names to policy
+    texts, including the baseline's.
     """
     from policyc.compiler.execution import execution_options  # loads JAX
     from policyc.hardware import llama_step, step_cost
@@ -228,7 +228,7 @@ def _describe_begin(sweep: SweepData) -> str:
 
 
 def _policy_diffs(sweep: SweepData) -> list[JsonObject]:
-    """What each edit changes in the policy of the sweep, as a unified diff."""
+    """Unified diffs from the policy of the sweep to each of its edits."""
     edited = sweep.manifest.get("policy")  # a baseline, if the policy is one too
     originals = [v for v in sweep.variants if v.policy_text and (v.name == edited or v.role == "policy")]
     original = originals[0] if originals else None
@@ -272,7 +272,7 @@ def _environment(sweep: SweepData) -> list[JsonObject]:
 
 
 def _commands(sweep: SweepData, runs: Sequence[JsonObject]) -> list[JsonObject]:
-    """The exact commands: that of the sweep, and that of each run."""
+    """The exact commands of the sweep and of each run."""
     words = [as_text(word) for word in as_list(sweep.manifest.get("command"))]
     commands = [("sweep", words), *((run["name"], run["command"]) for run in runs)]
     return [{"of": name, "words": words} for name, words in commands if words]

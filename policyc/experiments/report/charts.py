@@ -25,11 +25,11 @@ from policyc.experiments.report.sweeps import SweepData, VariantData
 from policyc.experiments.report.values import JsonObject, as_number
 from policyc.experiments.statistics import ALPHA
 
-_GAP_POINTS = 80  # a gap is small, so that more steps have to be averaged to see it
+_GAP_POINTS = 80  # gaps are small: more steps are averaged to make them visible
 
 
 def to_list(values: Column) -> list[float | None]:
-    """Numbers for JSON: six digits are more than a chart shows, and NaN is null."""
+    """Converts numbers for JSON. Six digits are more than a chart shows; NaN and infinities become None."""
     return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values]
 
 
@@ -47,7 +47,7 @@ def make_charts(sweep: SweepData, axis: Axis, margins: dict[str, float]) -> list
 
 
 def colors_of(sweep: SweepData) -> list[tuple[int, VariantData]]:
-    """The variants with their colors. Color 0, a gray, is for a baseline."""
+    """The variants with the numbers of their colors. Color 0, a gray, is only used for a baseline."""
     return list(enumerate(sweep.variants, start=0 if sweep.baselines else 1))
 
 
@@ -87,7 +87,7 @@ def _is_single(sweep: SweepData) -> bool:
 
 
 def _band_note(sweep: SweepData) -> str:
-    """What bands over seeds are; empty if no variant has several."""
+    """Explains the bands over seeds; empty if no variant has several seeds."""
     has_seeds = any(len(variant.runs) > 1 for variant in sweep.variants)
     return "mean over seeds; band: lowest and highest seed" if has_seeds else ""
 
@@ -117,7 +117,7 @@ def _loss_chart(sweep: SweepData, axis: Axis) -> JsonObject:
 
 
 def by_seed(variant: VariantData, axis: Axis, states: Sequence[str]) -> dict[int, Column]:
-    """The loss of each seed of a variant that is in one of some states. Runs without a seed are numbered."""
+    """The loss curves of a variant by seed, for runs in one of these states. Runs without a seed are numbered."""
     return {
         number if run.seed is None else run.seed: bin_run(run, "loss", axis)
         for number, run in enumerate(variant.runs)
@@ -128,9 +128,10 @@ def by_seed(variant: VariantData, axis: Axis, states: Sequence[str]) -> dict[int
 def _pairs(
     variant: VariantData, baseline: VariantData, axis: Axis
 ) -> tuple[dict[int, Column], dict[int, Column]]:
-    """The seeds of a gap: those that both variants finished if there are two or more, else all that did not fail.
+    """The loss curves by seed of a variant and a baseline, for the gap between them.
 
-    So a run that has just begun does not shorten the curve of the others.
+    Only finished runs are used if the two have at least two finished seeds in common, otherwise all runs that did not
+    fail. So a run that has just begun does not shorten the curve.
     """
     for states in (("finished",), ("finished", "unfinished")):
         ours, theirs = (by_seed(v, axis, states) for v in (variant, baseline))
@@ -239,7 +240,7 @@ def _telemetry_charts(sweep: SweepData, axis: Axis) -> Iterator[JsonObject]:
 
 
 def _group_measurements(sweep: SweepData, name: str) -> dict[tuple[int, str], dict[int, list[float]]]:
-    """The measured numbers by line, which is a color and a label, and by step."""
+    """Groups the measured numbers by line of the chart (color and label), then by step."""
     groups: dict[tuple[int, str], dict[int, list[float]]] = {}
     labels: dict[str, int] = {}
     for color, variant in colors_of(sweep):

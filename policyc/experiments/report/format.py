@@ -1,4 +1,4 @@
-"""Numbers and tables of a report as text, and its result in one sentence."""
+"""Formats the numbers and tables of a report as text, and sums up its result in one sentence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIGURES = (
     ("stall_fraction", "stalls"),
     ("goodput", "goodput"),
 )
-"""The figures of runs and variants, and what they are called."""
+"""The figures of runs and variants, with their labels."""
 
 TIME_NOTE = (
     "Goodput: the part of a run's time in steps that count, which no restart had to repeat. Lost steps: computed after "
@@ -35,7 +35,7 @@ _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def known_figures(rows: Sequence[JsonObject]) -> list[tuple[str, str]]:
-    """The figures that some row has. Skipped steps are shown if there are any."""
+    """The figures that at least one row has, with their labels. Skipped steps only count if there are any."""
     return [
         (name, label)
         for name, label in FIGURES
@@ -65,7 +65,7 @@ def format_figure(name: str, value: float | None) -> str:
 
 
 def _format_duration(seconds: float) -> str:
-    """Seconds below a hundred of them, else hours and minutes."""
+    """Formats as seconds up to 100 s, then as minutes and seconds, then as hours and minutes."""
     if seconds < 99.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -73,7 +73,7 @@ def _format_duration(seconds: float) -> str:
 
 
 def _with_prefix(value: float) -> str:
-    """Three digits and a prefix: 41.1 G."""
+    """Formats with three digits and an SI prefix: `41.1 G`."""
     for size, prefix in _PREFIXES:
         if abs(value) >= 0.9995 * size:
             number = value / size
@@ -138,7 +138,7 @@ def time_table(data: JsonObject) -> tuple[list[str], list[list[str]]]:
 
 
 def equal_loss_table(data: JsonObject) -> tuple[list[str], list[list[str]]]:
-    """What each variant costs in tokens and gains in speed. Columns without a value are left out."""
+    """The extra tokens and the speed-ups of each variant: column titles, and rows. Empty columns are left out."""
     rows = data["equal_loss"]
     kinds = [
         kind for kind in ("measured", "predicted") if any(row[f"{kind}_speed_up"] is not None for row in rows)
@@ -161,7 +161,7 @@ def equal_loss_table(data: JsonObject) -> tuple[list[str], list[list[str]]]:
 
 
 def group_failures(runs: Sequence[JsonObject]) -> list[JsonObject]:
-    """The runs that failed, those with the same reason together, and each different end of their logs once."""
+    """Groups the failed runs by reason. Each group lists every distinct log tail once."""
     groups: dict[str, list[JsonObject]] = {}
     for run in runs:
         if run["state"] == "failed":
@@ -173,7 +173,7 @@ def group_failures(runs: Sequence[JsonObject]) -> list[JsonObject]:
 
 
 def _different_logs(runs: Sequence[JsonObject]) -> list[JsonObject]:
-    """The ends of the logs of some runs, equal ones once, each with the name of its first run."""
+    """The distinct log tails of some runs, each with the name of the first run that has it."""
     logs: dict[tuple[str, ...], str] = {}
     for run in runs:
         logs.setdefault(tuple(run["log_tail"]), run["name"])

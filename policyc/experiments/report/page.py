@@ -1,7 +1,7 @@
 """Writes a report as one page of HTML, as Markdown or as JSON. The templates are in the folder `web`.
 
-The charts of the page are drawn by uPlot 1.6.32 (MIT), which is embedded in it. Texts come from files of runs: the
-templates escape every one of them, and the scripts show the embedded ones as text.
+The charts of the page are drawn by uPlot 1.6.32 (MIT), which is embedded in it. Texts come from the files of runs and
+are not trusted: the templates escape all of them, and the scripts show the embedded ones as text.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _PACKAGE = "policyc.experiments.report"
 _read = partial(read_assets, _PACKAGE)
 
 COMPARISON_NAME = "comparison.html"
-"""The page of several folders, in the current folder. It has another name, so it never replaces a run's own."""
+"""The page about several folders, in the current folder. Its own name keeps it from replacing a run's page."""
 
 
 def render_page(report: Report) -> str:
-    """The whole page."""
+    """Renders the whole HTML page."""
     data, sweep = report.data, report.sweep
     colors = {variant.name: color for color, variant in colors_of(sweep)}
     runs = _runs(data)
@@ -84,7 +84,7 @@ def render_page(report: Report) -> str:
 
 
 def render_markdown(data: JsonObject) -> str:
-    """Verdicts, figures, time to equal loss, failures and the command. It has no charts."""
+    """Renders verdicts, figures, time to equal loss, failures and the command as Markdown, without charts."""
 
     def verdict_rows(baseline: str) -> list[list[Any]]:
         return [
@@ -122,7 +122,7 @@ def render_markdown(data: JsonObject) -> str:
 
 
 def _shared_values(data: JsonObject) -> dict[str, Any]:
-    """What both templates show."""
+    """The values that both templates use."""
     time_titles, time_rows = time_table(data)
     equal_loss_titles, equal_loss_rows = equal_loss_table(data)
     return {
@@ -145,7 +145,7 @@ def _runs(data: JsonObject) -> list[JsonObject]:
 
 
 def _clock(sweep: SweepData) -> JsonObject:
-    """What the scripts need to draw charts over steps or time: tokens of a step, and seconds of each variant."""
+    """Data for drawing charts over steps or time: tokens per step, and elapsed seconds of each variant."""
     axis = make_axis(sweep.runs)
     seconds = {variant.name: elapsed_seconds(variant.runs, axis) for variant in sweep.variants}
     ends = [(axis.positions(run, run.steps)[-1], run.last_step) for run in sweep.runs if run.last_step]

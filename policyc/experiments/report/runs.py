@@ -1,6 +1,6 @@
-"""Reads the folder of one run: its metrics as columns, and what else it has written.
+"""Reads the folder of one run: its metrics as columns, and its other files.
 
-What cannot be read is left out, and `problems` says so.
+Unreadable parts are left out, and listed in `problems`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Column = NDArray[np.float64]
 LAST_LINES = 12  # of the log of a failed run
 
 _ALIASES = {"val_loss": "validation_loss", "tokens_per_second": "tokens_per_second_total"}
-"""Other names of metrics, and ours."""
+"""Alternative names of metrics, mapped to ours."""
 
 STEP_METRICS = (
     "loss", "grad_norm", "learning_rate", "step_seconds", "stall_seconds", "tokens_per_second_per_device",
@@ -55,17 +55,17 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
-    """What a run has written, as far as it could be read.
+    """The files of a run, as far as they could be read.
 
     Attributes:
       steps: one row per training step; the last line of a step counts.
       evaluations: one row per validation.
-      account: where the time of the run went, as the last line of metrics on it says; empty if there is none.
+      account: the last metrics line that says where the time of the run went; empty if there is none.
       stats: rows of `stats.jsonl`.
       plan, about, status: `plan.json`, `run.json` and `status.json`.
       log_tail: the last lines of `log.txt`.
-      planned_steps: the step at which the run is complete, if that is known.
-      end: how the run ended, beside the others of its sweep.
+      planned_steps: the step at which the run is complete; None if it is not known.
+      end: how the run ended, judged together with the other runs of its sweep.
     """
 
     folder: Path
@@ -85,7 +85,7 @@ class RunData:
 
     @property
     def name(self) -> str:
-        """`te_nvfp4 seed 3`, for people."""
+        """The name for display, such as `te_nvfp4 seed 3`."""
         return self.variant if self.seed is None else f"{self.variant} seed {self.seed}"
 
     @property
@@ -98,7 +98,7 @@ class RunData:
         return count if isinstance(count, int) and is_count(count) and count > 0 else None
 
     def tokens_at(self, steps: Column) -> Column | None:
-        """The tokens that were seen after some steps, or None if they are not known."""
+        """The number of tokens seen after each of some steps, interpolated; None if it is not known."""
         column = self.steps.column("tokens")
         if column is None or not np.isfinite(column).all():
             return None
@@ -136,7 +136,7 @@ def read_run(
 
 
 def _make_table(rows: list[JsonObject], names: tuple[str, ...]) -> Table:
-    """The columns of some rows in the order of their steps. A step that was run again counts once."""
+    """The columns of some rows, sorted by step. If a step was run again, the last row counts."""
     by_step = {row["step"]: row for row in rows}
     steps = sorted(by_step)
     columns = {}

@@ -11,19 +11,19 @@ import numpy as np
 from policyc.experiments.report.runs import Column, RunData, Table
 from policyc.experiments.statistics import paired_interval
 
-_MOST_POINTS = 200  # of a curve: about one for every three pixels of a chart
+_MOST_POINTS = 200  # per curve: about one for every three pixels of a chart
 
 _WARM_UP = 2  # first steps, which compile: their times are not typical
 
 SPIKE_WINDOW = 50  # steps that a step is compared with
 GRADIENT_SPIKE = 3.0  # times the median of the steps before
 LOSS_SPIKE = 6.0  # robust standard deviations above the median of the steps before
-_MAD_TO_DEVIATION = 1.4826  # of a normal distribution
+_MAD_TO_DEVIATION = 1.4826  # for a normal distribution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """The horizontal axis of all charts: tokens if every run knows them, else steps.
+    """The horizontal axis of all charts: tokens if all runs report them, otherwise steps.
 
     `edges` divides it into equal parts, from 0 to the end of the longest run.
     """
@@ -37,11 +37,11 @@ class Axis:
         return self.edges[1:]
 
     def positions(self, run: RunData, table: Table) -> Column:
-        """The place of each row of a run on the axis."""
+        """The position of each row of a run on the axis."""
         return self.at_steps(run, table.step)
 
     def at_steps(self, run: RunData, steps: Column) -> Column:
-        """The places of some steps of a run on the axis."""
+        """The positions of some steps of a run on the axis."""
         tokens = run.tokens_at(steps) if self.label == "tokens" else None
         return steps if tokens is None else tokens
 
@@ -66,7 +66,7 @@ def make_axis(runs: Sequence[RunData], most_points: int = _MOST_POINTS) -> Axis:
 
 
 def bin_run(run: RunData, metric: str, axis: Axis, reduce: np.ufunc | None = None) -> Column:
-    """A metric of a run's steps over the parts of the axis: the mean of each part, or np.fmin or np.fmax of it."""
+    """Bins a metric of a run by the parts of the axis: the mean of each part, or its np.fmin or np.fmax."""
     column = run.steps.column(metric)
     result = np.full(len(axis.values), np.nan)
     if column is None:
@@ -106,7 +106,7 @@ def range_of_run(run: RunData, metric: str, axis: Axis) -> Curve:
 def gap_curve(variant: Mapping[int, Column], baseline: Mapping[int, Column], confidence: float) -> Curve:
     """The mean difference of the seeds that both have, with the paired t interval of each part of the axis.
 
-    A part has a value where every such seed has one, so that its mean is always over the same seeds.
+    A part has a value only if all these seeds have one, so that every mean is over the same seeds.
     """
     seeds = sorted(set(variant) & set(baseline))
     differences = np.array([variant[seed] - baseline[seed] for seed in seeds])
@@ -117,7 +117,7 @@ def gap_curve(variant: Mapping[int, Column], baseline: Mapping[int, Column], con
 
 
 def with_derived_metrics(run: RunData) -> RunData:
-    """The run with its speed over all devices and the stalled fraction of each step, without times of first steps."""
+    """Adds the speed over all devices and the stalled fraction of each step. Times of the first steps become NaN."""
     columns = dict(run.steps.columns)
     seconds = columns.get("step_seconds")
     if seconds is not None:
@@ -164,7 +164,7 @@ def count_gradient_spikes(norms: Column) -> int:
 
 
 def _windows_before(column: Column) -> tuple[Column, Column, Column]:
-    """The steps after the first SPIKE_WINDOW ones; for each, as many steps before it, and their median."""
+    """The finite values after the first SPIKE_WINDOW; for each, the SPIKE_WINDOW values before it, and their median."""
     values = column[np.isfinite(column)]
     if len(values) <= SPIKE_WINDOW:
         return np.empty(0), np.empty((0, SPIKE_WINDOW)), np.empty(0)

@@ -35,11 +35,11 @@ FREE_SETTINGS = frozenset({"seed", "seeds", "out", "coordinator", "process_id", 
 
 
 def summarize_run(run: RunData) -> JsonObject:
-    """The figures of a run. None where it has not measured something."""
+    """The figures of a run; None for what it did not measure."""
     derived = with_derived_metrics(run).steps
     tokens = run.tokens_at(run.steps.step)
     grad_norm = run.steps.column("grad_norm")
-    # Without a sweep, it is what the program says of itself.
+    # Without a sweep, take the command that the program recorded.
     command = as_list(run.status.get("command")) or as_list(run.about.get("command"))
 
     def figure(name: str, reduce: Callable[[Column], Any]) -> float | None:
@@ -102,9 +102,9 @@ _SUMS = ("loss_spikes", "gradient_spikes", "skipped_steps")
 
 
 def summarize_variant(variant: VariantData, runs: Sequence[JsonObject]) -> JsonObject:
-    """The figures of a variant: means over its runs, of memory the maximum, of spikes the sum.
+    """The figures of a variant: means over its runs, but the maximum of memory, and sums of spikes and skipped steps.
 
-    Losses are those of the runs that finished: the loss of a run that stopped early is another quantity.
+    Losses are means over the finished runs only: the loss of a run that stopped early is not comparable.
     """
     finished = [run for run in runs if run["state"] == "finished"]
     figures: JsonObject = {}
@@ -138,7 +138,7 @@ def summarize_variant(variant: VariantData, runs: Sequence[JsonObject]) -> JsonO
 
 
 def hash_plan(plan: JsonObject) -> str:
-    """A hash of the rules and of what is decided for each site, equal on every machine."""
+    """A hash of the rules and of the decisions for each site. It is the same on every machine."""
     sites = [{k: v for k, v in site.items() if k != "place"} for site in as_objects(plan.get("sites"))]
     text = json.dumps([plan.get("rules"), plan.get("phases"), sites], sort_keys=True)
     return hashlib.sha256(text.encode(errors="replace")).hexdigest()
@@ -148,7 +148,7 @@ def hash_plan(plan: JsonObject) -> str:
 
 
 def compare_all(sweep: SweepData) -> list[Comparison]:
-    """Every variant against every baseline. Baselines are compared with the baselines before them."""
+    """Compares every variant with every baseline. A baseline is compared only with the baselines before it."""
     losses = {variant.name: seed_losses(sweep, variant) for variant in sweep.variants}
     comparisons: list[Comparison] = []
     for number, baseline in enumerate(sweep.baselines):
@@ -161,9 +161,9 @@ def compare_all(sweep: SweepData) -> list[Comparison]:
 def time_to_equal_loss(
     sweep: SweepData, axis: Axis, speeds: dict[str, float | None], speed_ups: dict[str, float]
 ) -> list[JsonObject]:
-    """For each variant: how many tokens it needs for the loss of each baseline, and how much faster it is.
+    """For each variant and baseline: how many tokens each needs to reach the same loss, and the speed-up.
 
-    Over the seeds that both finished: seeds differ by more than variants do.
+    Uses only the seeds that finished in both, because seeds differ more than variants do.
     """
     finished = {v.name: by_seed(v, axis, ("finished",)) for v in sweep.variants}
     rows = []
@@ -201,7 +201,7 @@ def time_to_equal_loss(
 
 
 def _trailing_curve(variant: VariantData, columns: Sequence[Column], axis: Axis) -> Column:
-    """The loss of a variant: the mean over the losses of some seeds, and over the trailing steps of each point."""
+    """The loss curve of a variant: the mean over seeds, and over the trailing steps of each point."""
     if not columns:
         return np.full(len(axis.values), np.nan)
     mean = np.mean(columns, axis=0)
@@ -220,7 +220,7 @@ def _last_number(curve: Column) -> float | None:
 
 
 def find_inequalities(sweep: SweepData) -> list[str]:
-    """Sentences about what differs between the runs of a sweep and should not."""
+    """Sentences about differences between the runs of a sweep that make them incomparable."""
     compared = sweep.runs if sweep.baselines else ()
     abouts = [run.about for run in compared if run.about]
     settings = [as_object(about.get("settings")) for about in abouts]
@@ -246,7 +246,7 @@ def find_inequalities(sweep: SweepData) -> list[str]:
 
 
 def _find_lengths(sweep: SweepData) -> list[str]:
-    """The runs that finished should have the same number of steps, and of tokens."""
+    """Sentences about finished runs that differ in their number of steps or of tokens."""
     finished = [run for run in sweep.runs if run.end.state == "finished"]
     steps = {run.last_step for run in finished}
     columns = [run.tokens_at(run.steps.step) for run in finished]

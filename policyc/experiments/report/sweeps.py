@@ -38,12 +38,12 @@ class ReportError(ValueError):
     """There is no run to report on, or the report cannot be written. The message says why."""
 
     exit_code = 2
-    """That of a command that ends by it: wrong usage."""
+    """The exit code of a command that ends with this error: wrong usage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantData:
-    """The runs of one policy. `role`, `edit` and `policy_text` are those of the sweep, where there is one."""
+    """The runs of one policy. `role` and `edit` come from `sweep.json`, `policy_text` from `policy.policy`."""
 
     name: str
     runs: tuple[RunData, ...]
@@ -58,8 +58,8 @@ class SweepData:
 
     Attributes:
       baselines: the variants that others are compared with, the most important first.
-      manifest: `sweep.json`, where there is one.
-      later_choices: what was chosen for this report and not when the sweep began, in words.
+      manifest: the content of `sweep.json`; empty if there is none.
+      later_choices: descriptions of what was chosen for this report, and not when the sweep began.
     """
 
     title: str
@@ -85,8 +85,8 @@ def read_sweep(
 
     Args:
       folders: sweeps, or runs.
-      baselines: the names of the baselines, if they are not those of the sweep.
-      margin: the margin, if it is not that of the sweep.
+      baselines: the names of the baselines; by default those of the sweep.
+      margin: the margin; by default that of the sweep.
     """
     parts = [_read_folder(folder) for folder in folders]
     sweep = parts[0] if len(parts) == 1 else _merge(parts, folders)
@@ -224,7 +224,11 @@ def _find_variants(folder: Path) -> tuple[VariantData, ...]:
 
 
 def _merge(parts: Sequence[SweepData], folders: Sequence[Path]) -> SweepData:
-    """Several folders as one sweep, with the baselines and the margin of the first sweep among them."""
+    """Merges several folders into one sweep.
+
+    The margin and the baselines are those of the first folder with a `sweep.json`. Variants that are named like
+    `USUAL_BASELINES` become baselines too.
+    """
     counts = Counter(variant.name for part in parts for variant in part.variants)
     repeated = {name for name, count in counts.items() if count > 1}
     parts = [_rename_variants(part, folder, repeated) for part, folder in zip(parts, folders, strict=True)]
@@ -243,7 +247,7 @@ def _merge(parts: Sequence[SweepData], folders: Sequence[Path]) -> SweepData:
 
 
 def _rename_variants(part: SweepData, folder: Path, repeated: Set[str]) -> SweepData:
-    """A sweep whose variants have the name of their folder where other sweeps have variants of the same name."""
+    """Renames the variants of a sweep after their folder if their names occur in other sweeps too."""
     path = folder.as_posix()
     names = {
         v.name: v.name if v.name not in repeated else path if len(part.variants) == 1 else f"{path}/{v.name}"
@@ -257,7 +261,7 @@ def _rename_variants(part: SweepData, folder: Path, repeated: Set[str]) -> Sweep
 
 
 def _find_margins(parts: Sequence[SweepData], first: SweepData) -> tuple[str, ...]:
-    """Which sweeps have another margin than the one that is used for all."""
+    """Notes about sweeps whose margin differs from the one that is used for all."""
     return tuple(
         f"the margin of {part.title}, {part.margin}: this report has that of {first.title}, {first.margin}"
         for part in parts
@@ -269,14 +273,14 @@ def _find_margins(parts: Sequence[SweepData], first: SweepData) -> tuple[str, ..
 
 
 def trailing_loss(run: RunData) -> float | None:
-    """The mean loss of the last steps, or None if one of them is not finite."""
+    """The mean loss of the last steps; None without steps, or if a loss is not finite."""
     losses = run.steps.columns["loss"]
     mean = float(np.mean(losses[-trailing_steps(len(losses)) :])) if len(losses) else math.nan
     return mean if math.isfinite(mean) else None
 
 
 def final_validation_loss(run: RunData, metric: str = "validation_loss") -> float | None:
-    """The validation loss after the last step, or None if that step was not validated, or its loss is not finite."""
+    """The validation loss after the last step; None if that step was not validated, or its loss is not finite."""
     column = run.evaluations.column(metric)
     if column is None or not _is_validated(run):
         return None
@@ -284,12 +288,12 @@ def final_validation_loss(run: RunData, metric: str = "validation_loss") -> floa
 
 
 def _is_validated(run: RunData) -> bool:
-    """Was the model validated after the last step?"""
+    """Whether the model was validated after the last step."""
     return len(run.evaluations) > 0 and bool(run.evaluations.step[-1] >= run.last_step)
 
 
 def uses_validation(sweep: SweepData) -> bool:
-    """Are variants compared by their validation loss? They are if every run that finished has one, finite or not."""
+    """Whether variants are compared by validation loss: only if every finished run has one, finite or not."""
     finished = [run for run in sweep.runs if run.end.state == "finished"]
     return bool(finished) and all(_is_validated(run) for run in finished)
 

@@ -1,4 +1,4 @@
-"""Values from files that may hold anything: JSON of killed runs, of other programs, of strangers."""
+"""Reads values from untrusted files: JSON of killed runs, of other programs, of other people."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_TEXT = 400  # characters of a text from a file
 
 
 def read_text(path: Path, problems: list[str]) -> str | None:
-    """The text of a file, or None if there is none. Reports a file that cannot be read."""
+    """Reads a file; None if it does not exist. A file that cannot be read is added to `problems`."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -30,9 +30,9 @@ def read_text(path: Path, problems: list[str]) -> str | None:
 
 
 def read_rows(path: Path, problems: list[str]) -> list[JsonObject]:
-    """The rows of a file, one per line. Reports how many lines are left out."""
+    """Reads the rows of a file, one per line. The number of lines that are left out is added to `problems`."""
     text = read_text(path, problems)
-    # Not splitlines: U+2028 may stand in a JSON text.
+    # Not splitlines: a JSON string may contain U+2028.
     lines = [line for line in (text or "").split("\n") if line]
     rows = list(parse_rows(lines))
     if len(rows) < len(lines):
@@ -44,7 +44,7 @@ def read_rows(path: Path, problems: list[str]) -> list[JsonObject]:
 
 
 def read_object(path: Path, problems: list[str]) -> JsonObject | None:
-    """The JSON object in a file, or None if there is none. Reports a file that holds something else."""
+    """Reads a JSON object; None if the file does not exist. A file with other content is added to `problems`."""
     text = read_text(path, problems)
     if text is None:
         return None
@@ -59,7 +59,7 @@ def read_object(path: Path, problems: list[str]) -> JsonObject | None:
 
 
 def is_count(value: object) -> bool:
-    """Is it an integer that a float can hold exactly?"""
+    """Whether a value is an integer that a float can hold exactly."""
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
 
 
@@ -85,12 +85,12 @@ def as_objects(value: object) -> list[JsonObject]:
 
 
 def as_text(value: object) -> str:
-    """A text for the page: a string, a number, or nothing."""
+    """A string or a number as text for the page, cut to `_MAX_TEXT`; empty for other values."""
     return str(value)[:_MAX_TEXT] if isinstance(value, str | int | float) else ""
 
 
 def escape_texts(value: Any) -> Any:
-    """Data for the charts, with texts as on the rest of the page: no character changes the direction of others."""
+    """Escapes all texts in the data for the charts, as on the rest of the page: none can change the text direction."""
     if isinstance(value, dict):
         return {escape_texts(key): escape_texts(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

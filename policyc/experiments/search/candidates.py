@@ -1,4 +1,4 @@
-"""Which sites a search may change, and why it leaves the others alone."""
+"""Selects the sites that a search may change, and the formats that it may give them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ DEFAULT_RECIPES = {
     "nvfp4": "nvfp4(rht=wgrad, sr=grad, scale2d=weights)",
     "mxfp4": "mxfp4(rht=wgrad, sr=grad)",
 }
-"""The recipe of a format that is named without options: that of the bundled policies. Other formats have no options."""
+"""The recipe of a format that is named without options, as in the bundled policies. Other names are recipes already."""
 
 SENSITIVE_KINDS = {
     "embedding": "embeddings keep their precision",
     "router": "routers keep their precision",
 }
 NO_FOUR_BITS = ("head",)
-"""Kinds that the linter does not want in 4 bits."""
+"""Kinds that the linter reports in 4 bits."""
 
 CellKey = tuple[str, int | None]
 """A layer of a linear: the path of the linear without indices, and the index."""
@@ -42,14 +42,14 @@ class Format:
 
 
 def parse_formats(text: str) -> tuple[Format, ...]:
-    """Formats from a list such as `nvfp4,fp8(grad=e4m3)`. Raises ValueError or PolicyError for a bad recipe."""
+    """Parses a list of formats such as `nvfp4,fp8(grad=e4m3)`. Raises ValueError or PolicyError for a bad recipe."""
     formats: list[Format] = []
     for word in _split_recipes(text):
         recipe_text = DEFAULT_RECIPES.get(word, word)
         policy = parse(f"* -> {recipe_text}")
         recipe = policy.resolver()(policy.rules[0].recipe)
         if all(t.format == "keep" for t in recipe.treatments):
-            continue  # always a choice
+            continue  # keeping is always an option
         name = word if recipe_text == word and "(" not in word else _SHORT_NAMES[word.partition("(")[0]]
         count = sum(f.name.rstrip("0123456789_") == name for f in formats)
         formats.append(Format(f"{name}_{count + 1}" if count else name, recipe_text, recipe))
@@ -59,11 +59,11 @@ def parse_formats(text: str) -> tuple[Format, ...]:
 
 
 _SHORT_NAMES = {"nvfp4": "nv", "mxfp4": "mx", "mxfp8": "eight", "fp8": "hybrid", "split": "mixed"}
-"""What recipes with options are called in a written policy."""
+"""Names of recipes with options in a written policy."""
 
 
 def _split_recipes(text: str) -> list[str]:
-    """The parts of a list with commas, but for commas inside parentheses."""
+    """Splits a list at its commas, except for commas inside parentheses."""
     parts, depth = [""], 0
     for character in text:
         depth += (character == "(") - (character == ")")
@@ -82,7 +82,7 @@ class Cell:
     site: Site
     layer: Layer
     number: int | None
-    """The number of the block; None if it is in none, or its number is not known."""
+    """The number of its block; None if it is in no block, or the number is not known."""
 
     @property
     def name(self) -> str:
@@ -91,7 +91,7 @@ class Cell:
 
 
 def find_cells(sites: Sites) -> tuple[tuple[Cell, ...], dict[str, str]]:
-    """The layers of all linears that can be changed, and why others are left alone, by their names."""
+    """Returns the layers of all linears that can be changed, and by name the reasons why others are skipped."""
     cells: list[Cell] = []
     skipped: dict[str, str] = {}
     for linear in sort_into_linears(sites):
@@ -110,7 +110,7 @@ def find_cells(sites: Sites) -> tuple[tuple[Cell, ...], dict[str, str]]:
 
 
 def _refusal(site: Site) -> str:
-    """Why a site is left alone; empty if it is not."""
+    """Why a search skips a site; empty if it does not."""
     if site.opaque:
         return f"policyc cannot change it: {site.opaque}"
     if site.weight is None:
@@ -128,7 +128,7 @@ def _refusal(site: Site) -> str:
 
 
 def allowed(site: Site, formats: Sequence[Format], keep_dtype: str) -> Iterator[Format]:
-    """The formats that a site may have, without `keep_dtype`, which it has without a policy."""
+    """Yields the formats that a site may get, except those that do not lower `keep_dtype`, which it has anyway."""
     for format in formats:
         if format.bits == 4 and site.kind.name in NO_FOUR_BITS:
             continue

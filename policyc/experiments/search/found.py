@@ -33,7 +33,7 @@ _WIDTH = 110
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Searched:
-    """A problem and where it is from."""
+    """A search problem with its origin: the scores, the training step and the command."""
 
     problem: Problem
     scores: Scores
@@ -41,7 +41,7 @@ class Searched:
     mesh: MeshShape
     segments: int
     source: str
-    """What was scored, in words."""
+    """A description of what was scored."""
     command: str
 
     @property
@@ -54,7 +54,7 @@ class Searched:
     # ---- policies
 
     def write_policy(self, solution: Solution) -> str:
-        """The policy of a solution. It decides exactly what was solved, and the linter finds nothing."""
+        """Writes the policy of a solution. Its plan is exactly the solution, and the linter has no findings."""
         rules = write_rules(self.problem, self.plan, solution.assignment) or ["* -> keep"]
         text = self._format([self._header(solution), "", *self._recipes(rules), *rules])
         assert self.read_assignment(parse(text)) == solution.assignment, (
@@ -75,7 +75,7 @@ class Searched:
         return self._format([about, "", *self._recipes(every), "* -> keep", "", *variants])
 
     def _recipes(self, rules: Sequence[str]) -> list[str]:
-        """Definitions of the recipes with options that rules use."""
+        """Definitions of the recipes that have options and that the rules use."""
         used = {rule.rpartition("-> ")[2] for rule in rules}
         lines = [
             f"recipe {f.name} = {f.text}" for f in self.problem.formats if f.name != f.text and f.name in used
@@ -103,9 +103,9 @@ class Searched:
         return "\n".join(lines)
 
     def _format(self, lines: Sequence[str]) -> str:
-        """Formats a policy of which the linter finds nothing, with and without the program.
+        """Formats a policy, and fixes what the linter finds with and without the program's plan.
 
-        The tail rule is allowed, and options of recipes that no product uses are removed.
+        Adds comments that allow findings of the tail rule, and removes recipe options that no product uses.
         """
         text = "\n".join(lines) + "\n"
         while True:
@@ -126,7 +126,7 @@ class Searched:
             text = mended
 
     def read_assignment(self, policy: Policy) -> dict[CellKey, Choice] | None:
-        """The formats that a policy gives each linear in its first phase; None if it has any that was not scored."""
+        """The formats that a policy gives each linear in its first phase; None if one of them was not scored."""
         plan = self.step.under(policy).plan
         decisions = plan.decisions(plan.phases[0])
         cells = {(c.site.address, c.layer): c for i in self.problem.items for c in i.cells}
@@ -160,7 +160,7 @@ class Searched:
         return names[0] if names else ""
 
     def place_policy(self, policy: Policy) -> Cost | None:
-        """The predicted seconds and the damage of a policy; None if it has formats that were not scored."""
+        """Predicts the seconds per step and the damage of a policy; None if it has formats that were not scored."""
         assignment = self.read_assignment(policy)
         if assignment is None:
             return None
@@ -186,7 +186,7 @@ class Searched:
 
 
 def _allow(text: str, line: int) -> str:
-    """A policy that allows what the tail rule finds in a line."""
+    """Adds a comment to a line of a policy that allows the finding of the tail rule there."""
     rows = text.split("\n")
     if _ALLOW not in rows[line - 1]:
         rows[line - 1] += _ALLOW
@@ -194,12 +194,12 @@ def _allow(text: str, line: int) -> str:
 
 
 def _remove_option(text: str, option: str) -> str:
-    """A policy without an option of a recipe."""
+    """Removes an option of recipes from the text of a policy."""
     return text.replace(f"{option}, ", "").replace(f", {option}", "").replace(f"({option})", "")
 
 
 def _monotone(solutions: Sequence[Solution]) -> list[Solution]:
-    """Without those that are slower and worse than another."""
+    """Drops the solutions that another one matches or beats in both costs."""
     best: list[Solution] = []
     for solution in sorted(solutions, key=lambda s: (s.cost.damage, s.cost.seconds)):
         if not best or solution.cost.seconds < best[-1].cost.seconds:
@@ -229,7 +229,7 @@ def _turn(a: Cost, b: Cost, c: Cost) -> float:
 
 
 def explain_site(searched: Searched, solution: Solution, name: str) -> str:
-    """Why the linears of a name got what they got; empty if there are none."""
+    """Explains the formats of the linears that match a name; empty if none match."""
     lines: list[str] = []
     for item in searched.problem.items:
         cells = [c for c in item.cells if name == c.name or name in c.key[0]]
@@ -276,7 +276,7 @@ def _explain_scores(searched: Searched, cell: Cell) -> Iterator[str]:
 
 
 def find_stalls(searched: Searched, solution: Solution) -> list[str]:
-    """The layers of linears whose gradient is too small for the noise of the format that wgrad got."""
+    """The layers of linears whose weight gradient is too small for the noise of the format chosen for wgrad."""
     ratios = searched.scores.gradient_to_noise
     cells = [cell for item in searched.problem.items for cell in item.cells]
     formats = {cell.key: solution.assignment[cell.key][list(Gemm).index(Gemm.WGRAD)] for cell in cells}

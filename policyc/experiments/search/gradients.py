@@ -1,4 +1,4 @@
-"""Plain gradients of a recorded loss at fixed parameters, and the noise of a batch in them."""
+"""Plain gradients of a recorded loss at fixed parameters, and their batch noise."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ Arrays = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
-    """Plain gradients at fixed parameters, over the batches: mean, mean square, and 1 / (its root + epsilon)."""
+    """Plain gradients at fixed parameters, over the batches.
+
+    `precondition` is that of Adam: 1 / (sqrt(mean_square) + epsilon).
+    """
 
     mean: Arrays
     precondition: Arrays
@@ -69,7 +72,7 @@ def measure_gradients(recorded: RecordedLoss) -> Gradients:
 
 
 def as_float(gradient: Any) -> jax.Array:
-    """A gradient in fp32. Integers have none."""
+    """A gradient in fp32; zeros for an integer input, which has none."""
     if not jnp.issubdtype(gradient.dtype, jnp.floating):
         return jnp.zeros(gradient.shape, jnp.float32)
     return jnp.asarray(gradient, jnp.float32)

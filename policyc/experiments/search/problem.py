@@ -1,8 +1,8 @@
-"""What a search decides: items, their options, and what each option costs in seconds and in damage.
+"""The search problem: items, their options, and the cost of each option in seconds and in damage.
 
-An item is one layer of the linears that read one activation (q, k and v; gate and up). They share its codes, so they
-get the same formats. An option is a format for each product. Its seconds are those of the cost model, with everything
-that the option quantizes counted once.
+An item is one layer of the linears that read the same activation (q, k and v; gate and up). They share its quantized
+codes, so they get the same formats. An option is a format for each product. Its seconds come from the cost model, which
+counts everything that the option quantizes once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from policyc.language.loader import parse
 from policyc.language.recipes import Gemm
 
 Choice = tuple[str | None, str | None, str | None]
-"""The names of the formats of fprop, dgrad and wgrad. None: the product is kept."""
+"""The names of the formats of fprop, dgrad and wgrad; None if the product is kept."""
 
 KEPT: Choice = (None, None, None)
 
@@ -31,7 +31,7 @@ GroupKey = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What an option adds to a step that keeps everything: seconds (negative if it is faster), and damage."""
+    """The cost of an option over a step that keeps everything: seconds (negative if it is faster), and damage."""
 
     seconds: float
     damage: float
@@ -52,17 +52,17 @@ class Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Everything that is known before solving."""
+    """The input of the solver."""
 
     items: tuple[Item, ...]
     formats: tuple[Format, ...]
     seconds: float
     """Seconds of a step that keeps everything."""
     skipped: Mapping[str, str] = field(default_factory=dict)
-    """Why linears are left alone, by their names."""
+    """Reasons why linears are skipped, by name."""
 
     def total(self, choices: Mapping[CellKey, Choice]) -> Cost:
-        """The seconds of a step and the damage, if the linears have these formats. Others are kept."""
+        """The seconds and the damage of a step with these choices. Linears without a choice are kept."""
         total = Cost(self.seconds, 0.0)
         for item in self.items:
             total += item.options[choices.get(item.cells[0].key, KEPT)]
@@ -95,7 +95,7 @@ def make_problem(step: TrainingStep, mesh: MeshShape, scores: Scores, formats: S
 
 
 def _group_cells(cells: Iterable[Cell]) -> list[tuple[Cell, ...]]:
-    """Cells of the same layer that read the same activation, together."""
+    """Groups the cells of the same layer that read the same activation."""
     groups: dict[Hashable, list[Cell]] = {}
     for cell in cells:
         groups.setdefault((activation_key(cell.site), cell.layer, cell.key[1]), []).append(cell)
@@ -103,7 +103,7 @@ def _group_cells(cells: Iterable[Cell]) -> list[tuple[Cell, ...]]:
 
 
 def _choices(group: Sequence[Cell], formats: Sequence[Format]) -> list[Choice]:
-    """All options of a group. Formats of a product that no cell runs are not told apart."""
+    """All options of a group. A product that no cell runs is always kept."""
     of_cells = [{f.name for f in allowed(c.site, formats, unquantized_format(c.site))} for c in group]
     names = [f.name for f in formats if all(f.name in each for each in of_cells)]
     products = frozenset[Gemm]().union(*(c.site.products for c in group))
@@ -116,7 +116,7 @@ def _choices(group: Sequence[Cell], formats: Sequence[Format]) -> list[Choice]:
 
 
 class _Pricer:
-    """Prices the options of items with the cost model: the difference of two steps."""
+    """Prices the options of items with the cost model, as the difference between two steps."""
 
     def __init__(self, step: TrainingStep, mesh: MeshShape, formats: Sequence[Format]) -> None:
         self._step, self._mesh = step.under(parse("* -> keep")), mesh
@@ -127,7 +127,7 @@ class _Pricer:
         self.base = self._estimate(self._kept)
 
     def _decide(self, choice: Choice) -> Decisions:
-        """What a policy that makes this choice for every site decides."""
+        """The decisions of a policy that makes this choice for every site."""
         if choice not in self._decisions:
             parts = [f"{g}={self._recipes[f]}" for g, f in zip(Gemm, choice, strict=True) if f is not None]
             policy = parse(f"* -> split({', '.join(parts)})" if parts else "* -> keep")
@@ -140,7 +140,7 @@ class _Pricer:
         return estimate(replace(self._step, plan=plan), self._step.target, self._mesh).seconds
 
     def seconds(self, group: Sequence[Cell], choices: Sequence[Choice]) -> dict[Choice, float]:
-        """What each choice adds to a step. Layers of equal shapes have equal prices."""
+        """The seconds that each choice adds to a step. Layers with equal shapes are priced only once."""
         key = tuple((c.site.batch, c.site.m, c.site.n, c.site.k, c.site.weight, bool(c.site.loops), c.site.products,
                      c.site.repeats // c.site.count, unquantized_format(c.site)) for c in group)  # fmt: skip
         if key not in self._priced:
@@ -160,5 +160,5 @@ Assignment = Mapping[CellKey, Choice]
 
 
 def expand(problem: Problem, choose: Callable[[Item], Choice]) -> dict[CellKey, Choice]:
-    """The formats of every linear, from those of the items."""
+    """Expands the choices of items to the formats of every linear."""
     return {cell.key: choose(item) for item in problem.items for cell in item.cells}

@@ -1,7 +1,8 @@
 """Writes an assignment as a policy with few rules: by kind or name, by layer range and by product.
 
-Rules are found like paint: each step adds the rule that makes the most cells of the table right, wide ones first, then
-their exceptions. What a selector takes is asked of the planner, so the written policy decides exactly what was solved.
+Rules are added greedily, like layers of paint: each step adds the rule that corrects the most cells of the table. Wide
+rules come first, then their exceptions. The planner tells which layers a selector matches, so the plan of the written
+policy is exactly the solution.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ Span = tuple[int, int]
 
 
 class Unwritable(ValueError):
-    """No selector tells apart what the solver told apart."""
+    """No rules can express the solution, because no selector tells some of its sites apart."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """A text that takes whole groups and nothing else: a selector, and the `where` that goes with it."""
+    """A selector with its `where` condition, which match whole groups and nothing else."""
 
     names: tuple[str, ...]
     where: str
@@ -47,7 +48,7 @@ class Selector:
 
 @dataclass(frozen=True, slots=True)
 class _Paint:
-    """A rule: groups, ranges and products by their numbers in the table, and the number of the format."""
+    """A candidate rule. `groups` and `ranges` are indices into the table; `format` 0 means keep."""
 
     selector: Selector
     groups: tuple[int, ...]
@@ -61,9 +62,10 @@ class _Paint:
 
 
 def write_rules(problem: Problem, plan: Plan, assignment: Assignment, *, can_undo: bool = True) -> list[str]:
-    """The rules of an assignment. Raises Unwritable if no selectors tell its parts apart.
+    """Writes the rules of an assignment. Raises Unwritable if no selectors tell its parts apart.
 
-    Without `can_undo`, no rule returns to what there was before the rules: they follow those of another policy.
+    Without `can_undo`, no rule restores the state before these rules. This is for rules that follow those of another
+    policy, whose effect they cannot restore.
     """
     table = _Table(problem, assignment)
     painter = _Painter(table, find_selectors(problem, plan), problem.formats, can_undo=can_undo)
@@ -77,7 +79,7 @@ class _Table:
         self.groups = list(dict.fromkeys(i.group for i in problem.items))
         numbers = sorted({i.number for i in problem.items if i.number is not None})
         starts = set(numbers[:1])
-        before: dict[GroupKey, Choice] = {}  # in the last layer that has the group: not every layer has all
+        before: dict[GroupKey, Choice] = {}  # of the last layer with the group: some layers lack it
         for number, item in sorted(
             ((i.number, i) for i in problem.items if i.number is not None), key=lambda p: p[0]
         ):
@@ -108,7 +110,7 @@ class _Painter:
         self._paints = list(self._all_paints(selectors))
 
     def _all_paints(self, selectors: Sequence[Selector]) -> Iterator[_Paint]:
-        """Every rule that could be written. One with a range takes no group without layers."""
+        """Every rule that could be written. A rule with a layer range skips groups without layers."""
         ranges = len(self._table.bounds) - 1
         for selector in selectors:
             groups = tuple(i for i, g in enumerate(self._table.groups) if g in selector.groups)
@@ -121,7 +123,7 @@ class _Painter:
                         yield _Paint(selector, taken, span, products, format)
 
     def paint(self) -> list[_Paint]:
-        """Rules that paint the table, the first one first."""
+        """Finds rules that reproduce the table, in the order of the policy."""
         target, rules = self._table.target.ravel(), list[_Paint]()
         counted = target >= 0
         covers = np.stack([self._mask(p) & counted for p in self._paints])
@@ -131,7 +133,7 @@ class _Painter:
         painted = self._repaint(rules)
         while not self._is_right(painted):
             gains = right - covers @ (target == painted.ravel()).astype(int)
-            best = int(np.lexsort((lengths, -gains))[0])  # the shortest of those that gain the most
+            best = int(np.lexsort((lengths, -gains))[0])  # the largest gain, then the shortest text
             if gains[best] <= 0:
                 raise Unwritable(
                     "no rule tells apart what the solver told apart: the program's sites share their names"
@@ -163,7 +165,7 @@ class _Painter:
         return paint.selector.rule(paint.products, self._layers(paint.ranges), recipe)
 
     def _layers(self, ranges: Span) -> str:
-        """The predicate for a range. The last layers are counted from the end, as people do."""
+        """The `where` condition of a range; empty for all layers. The last layers are counted from the end."""
         bounds = self._table.bounds
         start, stop, end = bounds[ranges[0]], bounds[ranges[1]], bounds[-1]
         if (start, stop) == (bounds[0], end):
@@ -179,7 +181,10 @@ class _Painter:
 
 
 def find_selectors(problem: Problem, plan: Plan) -> list[Selector]:
-    """Texts that take one group, all groups of a kind, or all groups. The shortest for each."""
+    """Selectors of one group, of all groups of some kinds, or of all groups: the first of `_texts` for each.
+
+    Raises Unwritable if a group has no selector of its own.
+    """
     keys: dict[tuple[object, object], CellKey] = {
         (c.site.address, c.layer): c.key for item in problem.items for c in item.cells
     }
@@ -193,7 +198,7 @@ def find_selectors(problem: Problem, plan: Plan) -> list[Selector]:
     for number, text in enumerate(texts):
         cells = {keys.get((site.address, layer)) for site, layer in trial.matched_layers(number)}
         whole = frozenset(g for g in groups if members[g] <= cells)
-        # It takes groups as a whole, and nothing else.
+        # It matches whole groups and nothing else.
         if whole and None not in cells and cells == set().union(*(members[g] for g in whole)):
             found.setdefault(whole, Selector(text.names, text.where, whole))
     missing = [g for g in groups if not any(s.groups == {g} for s in found.values())]
@@ -203,7 +208,7 @@ def find_selectors(problem: Problem, plan: Plan) -> list[Selector]:
 
 
 def _texts(problem: Problem, groups: Sequence[GroupKey]) -> Iterator[tuple[list[str], str]]:
-    """Selectors to try: by kind, for all groups and for one, then by name, then by shape."""
+    """Selectors to try: by kinds, then for each group by name and by shape, last all weights."""
     kinds = {c.key[0]: c.site.kind.name for item in problem.items for c in item.cells}
     words = list(dict.fromkeys(k for k in kinds.values() if k))
     for size in range(len(words), 0, -1):
@@ -220,7 +225,7 @@ def _texts(problem: Problem, groups: Sequence[GroupKey]) -> Iterator[tuple[list[
 
 
 def _name_texts(group: GroupKey) -> Iterator[list[str]]:
-    """Names of the linears of a group, from the last words of their paths to the whole paths."""
+    """Names for the linears of a group, from the last components of their paths to the whole paths."""
     paths = [name.split(".") for name in group]
     if any(not word.replace("_", "").isalnum() for path in paths for word in path):
         return

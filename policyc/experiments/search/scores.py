@@ -1,9 +1,9 @@
 """Scores: the damage that each format does in each product of each layer of each site.
 
 Everything is measured at fixed parameters on a few recorded batches, all sites at once, one format at a time. Damage is
-in nats per token. A forward error costs half the mean square of what it changes in the loss of a token: the second
-order of the loss, with the Fisher information in place of the Hessian. An error of the gradient, whichever product it
-is from, costs `NOISE_WEIGHT` times its size as a multiple of the noise of a batch, both in Adam's update.
+in nats per token. A forward error costs half the mean square of the change that it makes to the loss of a token: the
+second-order term of the loss, with the Fisher information in place of the Hessian. A gradient error, from any product,
+costs `NOISE_WEIGHT` times its squared norm as a multiple of that of the noise of a batch, both in Adam's update.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ MOMENTUM_STEPS = 10
 """Steps over which Adam's momentum (beta1 = 0.9) averages gradients: noise averages out, bias does not."""
 
 NOISE_WEIGHT = 0.02
-"""Nats per token for an error of the gradient that is as large as the noise of a batch. Not derived: chosen on a Llama
-of three layers, where damage and the error of the plain gradient of 20 random policies had rank correlations of 0.84 at
-0.005, 0.85 at 0.02, 0.79 at 0.05 and 0.75 at 0.5. Over 20 others it was 0.91 at 0.02. Measured gaps would want 0.001,
-see docs/results. But with less than 0.005, a wgrad that a format ruins would cost less than a healthy fprop."""
+"""Nats per token for a gradient error that is as large as the noise of a batch. Not derived, but chosen on a Llama with
+three layers: for 20 random policies, the rank correlation of damage with the error of the plain gradient was 0.84 at
+0.005, 0.85 at 0.02, 0.79 at 0.05 and 0.75 at 0.5. For 20 other policies it was 0.91 at 0.02. Measured gaps suggest
+0.001 (see docs/results), but below 0.005 a wgrad that is ruined by its format would cost less than a healthy fprop."""
 
 STALLS_BELOW = math.sqrt(3)
 """Gradient norm over quantization noise below which training stalls, arXiv:2505.19115."""
 
 
 NO_TANGENT = ("forward-mode", "custom_lin", "Differentiation rule for")
-"""Words of JAX's errors where a derivative rule of the program, or what it calls, cannot be differentiated again."""
+"""Parts of JAX's error messages if a derivative rule of the program, or a primitive in it, has no derivative itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What a format does in one product of one layer.
+    """The effect of a format in one product of one layer.
 
     Attributes:
-      loss: what the error changes in the loss, in nats per token. Only fprop has it.
-      noise: the squared error of Adam's update of all parameters, as a multiple of the noise of a batch in it.
-      error: of forward products, the norm of the error over that of the result; of the others, the change of Adam's
-        update over the update, |u(g + dg) - u(g)| / |u(g)|.
+      loss: the effect of the error on the loss, in nats per token; 0 except for fprop.
+      noise: the squared error of Adam's update of all parameters, as a multiple of the batch noise in that update.
+      error: for fprop and dgrad, the norm of the error over that of the result; for wgrad, the change of Adam's update
+        over the update, |u(g + dg) - u(g)| / |u(g)|.
       bias: the part of the error that is the same in every batch (wgrad), or proportional to the result (the others).
     """
 
@@ -78,8 +78,8 @@ class Scores:
     Attributes:
       gradient_to_noise: by layer of a linear and format, the norm of the mean gradient of its weight over the noise of
         its wgrad. Training stalls below `STALLS_BELOW`.
-      losses: of the recorded batches.
-      notes: what is known less well than usual, in sentences.
+      losses: the plain losses of the recorded batches.
+      notes: sentences about scores that are less certain than usual.
     """
 
     by_product: Mapping[tuple[CellKey, Gemm, str], Score]
@@ -88,7 +88,7 @@ class Scores:
     notes: tuple[str, ...] = ()
 
     def damage(self, key: CellKey, gemm: Gemm, format: str | None) -> float:
-        """The damage of a format; none if the product is kept. A product that does not run has no score."""
+        """The damage of a format; 0 if the product is kept or does not run."""
         if format is None:
             return 0.0
         score = self.by_product.get((key, gemm, format))
@@ -119,7 +119,7 @@ def score_formats(recorded: RecordedLoss, formats: Sequence[Format]) -> Scores:
 def _check_losses(
     recorded: RecordedLoss, losses: Sequence[float], cells: Sequence[Cell], format: Format
 ) -> None:
-    """Raises BadLoss if a loss is not finite, with the first site whose result is not."""
+    """Raises BadLoss if a loss is not finite. The message names the first site whose result is not."""
     bad = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
     if bad is None:
         return
@@ -145,7 +145,7 @@ def _check_losses(
 def _tap(
     recorded: RecordedLoss, policy: str, cells: Sequence[Cell], rewriter: type[TapRewriter]
 ) -> TappedLoss:
-    """The loss under a policy with taps at the sites of all cells."""
+    """The loss under a policy, with taps at the sites of these cells. Other sites are kept."""
     plan = make_plan(parse(policy), recorded.sites, recorded.plan.execution)
     scored = {(c.site.address, c.layer) for c in cells}
     decisions: Decisions = {
@@ -159,7 +159,7 @@ def _tap(
 
 
 class _Scorer:
-    """Scores one format after the other."""
+    """Scores one format at a time."""
 
     def __init__(self, recorded: RecordedLoss, gradients: Gradients, cells: Sequence[Cell]) -> None:
         self._recorded, self._gradients, self._cells = recorded, gradients, cells
@@ -169,7 +169,7 @@ class _Scorer:
         self._probes = True
         self.notes: list[str] = []
         self.ratios: dict[CellKey, float] = {}
-        """Gradient norm over noise of the weights of the last format."""
+        """Gradient norm over noise of each weight, for the format that was scored last."""
         if len(set(gradients.losses)) == 1:
             self.notes.append(
                 "one batch was recorded: the noise of a batch is taken to be as large as its gradient"
@@ -178,7 +178,7 @@ class _Scorer:
             )
 
     def _directions(self) -> Arrays:
-        """A random tangent of the parameters, of the size of Adam's preconditioner over `_unit`."""
+        """A random tangent of the parameters, scaled by Adam's preconditioner over `_unit`."""
         keys = jax.random.split(jax.random.key(0), len(self._recorded.inputs))
         return tuple(
             (jax.random.rademacher(k, p.shape, jnp.float32) * p / self._unit).astype(x.dtype)
@@ -200,7 +200,7 @@ class _Scorer:
         def measure(inputs: Any, consts: Any, directions: Any, precondition: Any) -> Any:
             taps = tapped.taps()
             if probes:
-                # The gradient of the derivative along a direction, by the direction, is that of the loss.
+                # The gradient of a directional derivative with respect to the direction is that of the loss.
                 grads, sums = jax.grad(derivative, argnums=(0, 1))(directions, taps, inputs, consts)
             else:
                 grads, sums = jax.grad(loss, argnums=(0, 1), allow_int=True)(inputs, taps, consts)
@@ -218,7 +218,7 @@ class _Scorer:
         """The scores of a format in all products of all cells."""
         try:
             sums, errors, rows = self._run(format, probes=self._probes)
-        except (TypeError, NotImplementedError) as error:  # by version of JAX
+        except (TypeError, NotImplementedError) as error:  # depends on the version of JAX
             if not any(words in str(error) for words in NO_TANGENT):
                 raise
             self._probes = False
@@ -231,7 +231,7 @@ class _Scorer:
         self.ratios = {key: weight.gradient_to_noise for key, weight in weights.items()}
         cells = {
             c.key: c for c in self._cells if (c.site.address, c.layer) in sums
-        }  # of branches that were taken
+        }  # without cells in branches that were not taken
         figures = {key: sums[c.site.address, c.layer] for key, c in cells.items()}
         by_gemm = {
             Gemm.FPROP: {key: self._fprop(each) for key, each in figures.items()},
@@ -244,7 +244,7 @@ class _Scorer:
         return [score for score in scores if score[1] in cells[score[0]].site.products]
 
     def _inject(self, format: Format, gemm: Gemm) -> float:
-        """The noise of one product in a format at all sites together, from one gradient for each batch."""
+        """The noise of one product in a format at all sites together, from one gradient per batch."""
         recorded, gradients = self._recorded, self._gradients
         tapped = _tap(recorded, f"* @ {gemm} -> {format.text}", self._cells, TapRewriter)
 
@@ -263,7 +263,7 @@ class _Scorer:
         return float(np.mean(squares)) / gradients.noise
 
     def _run(self, format: Format, *, probes: bool) -> tuple[Any, Any, Any]:
-        """The error sums by site and layer, the mean errors of gradients, and the squares of these by row."""
+        """Returns the error sums by site and layer, the mean gradient errors, and their mean squared norms by row."""
         recorded = self._recorded
         rewriter = ScoreRewriter if probes else UnprobedRewriter
         tapped = _tap(recorded, f"* -> {format.text}", self._cells, rewriter)
@@ -332,7 +332,7 @@ class _Scorer:
                 [
                     _WeightError(
                         squared=float(scaled[row]),
-                        # The mean of `count` errors has, besides the bias, their noise over `count`.
+                        # The mean of `count` errors contains the bias, and their noise over `count`.
                         bias=max(0.0, shared[row] - scaled[row] / count) * count / max(count - 1, 1),
                         update=update[row],
                         gradient_to_noise=math.sqrt(norm[row] / plain[row]) if plain[row] else math.inf,
@@ -347,7 +347,10 @@ class _Scorer:
 def _divide(
     noise: float, scores: Mapping[CellKey, Score], cells: Mapping[CellKey, Cell]
 ) -> dict[CellKey, Score]:
-    """Divides noise among sites: for fprop by the loss, for dgrad by the squared error times the blocks it reaches."""
+    """Divides noise among sites, in proportion to the loss (fprop) or the squared error times its blocks (dgrad).
+
+    The error of dgrad reaches its own block and all earlier ones.
+    """
     numbers = {key: cells[key].number for key in scores}
     blocks = 1 + max((n for n in numbers.values() if n is not None), default=0)
     sizes = {
@@ -379,7 +382,7 @@ def _row_sums(x: jax.Array, stacked: bool) -> jax.Array:
 def _locate_weight(
     recorded: RecordedLoss, site: Site, layer: Layer, stacked: Sequence[bool]
 ) -> tuple[int, int] | None:
-    """The input that is the weight of a site, and the row of it that a layer reads; None if it is not known."""
+    """Returns the number of the input that is a site's weight, and the row that a layer reads; None if not known."""
     indices = site.stack_indices(layer)
     for template in site.parameters:
         if template.path in recorded.sites.parameters and next(template.paths(indices), None) is not None:

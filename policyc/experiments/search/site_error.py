@@ -1,13 +1,13 @@
-"""What a recipe does to one site, measured where the site runs: a plain GEMM with a tap for error sums.
+"""Measures the error of a recipe at one site, where the site runs: a plain GEMM with a tap for error sums.
 
 The forward pass is the plain one, so all sites are measured at once and their errors do not mix. The backward pass
-computes the recipe's three products beside the plain ones. It passes on the plain gradient of the activation, and the
-recipe's gradient of the weight: that error reaches the gradient of the parameter and no other site.
+computes the recipe's three products in addition to the plain ones. It returns the plain gradient of the activation, and
+the recipe's gradient of the weight, whose error reaches the gradient of the parameter and no other site.
 
-A probe, a random tangent z of all parameters, measures what an error does to their gradient g. The
-derivative L' of the loss along z is <z, g>, so an error e in a result changes <z, g> by <dL'/dY, e>, and an error in
-the gradient of an activation x by <dx/dz, e>. The mean square of both over random z is the squared norm of the change
-of g. Differentiating L' in reverse gives dL/dY as the cotangent of the tangent of Y, and dL'/dY as the cotangent of Y.
+A probe, a random tangent z of all parameters, measures the effect of an error on their gradient g. The derivative L' of
+the loss along z is <z, g>, so an error e in a result changes <z, g> by <dL'/dY, e>, and an error in the gradient of an
+activation x by <dx/dz, e>. The mean square of either over random z is the squared norm of the change of g. Reverse-mode
+differentiation of L' gives dL/dY as the cotangent of the tangent of Y, and dL'/dY as the cotangent of Y.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ ERROR_SUMS = (
     "not_finite", "loss_squared", "loss_probe", "output_error", "output", "output_signal",
     "dgrad_probe", "dgrad_error", "dgrad", "dgrad_signal",
 )  # fmt: skip
-"""What a site measures, in this order: results that are not finite while the operands are; the squares of <dL/dY, e>
-and of <dL'/dY, e> per row, e the error of the result; the squared norms of e and of the result, and their product; the
-squares of <dx/dz, e> per row, e the error of the gradient of the activation; and the same three for that."""
+"""What a site measures, in this order: the number of results that are not finite although the operands are; the squares
+of <dL/dY, e> and of <dL'/dY, e>, summed over rows, with e the error of the result; the squared norms of e and of the
+result, and their inner product; the squares of <dx/dz, e>, summed over rows, with e the error of the activation's
+gradient; and the same three sums for that gradient."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +54,7 @@ class ScoredSite:
         return jnp.asarray(jaxprs.bind(self.site.eqn, lhs, rhs)[0])
 
     def exact(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        """The plain product without the rounding of its result."""
+        """The plain product with its result in fp32, not rounded to the output type."""
         precision = self.site.eqn.params["precision"]
         return lax.dot_general(lhs, rhs, self.dims, precision=precision, preferred_element_type=jnp.float32)
 
@@ -68,7 +69,7 @@ class ScoredSite:
     def measure(
         self, operands: tuple[Any, Any], tangent: Any, cotangent: Any, probe: Any
     ) -> tuple[jax.Array, jax.Array]:
-        """The gradient of the weight under the recipe, and the error sums.
+        """Returns the gradient of the weight under the recipe, and the error sums.
 
         `tangent` is that of the activation, `cotangent` is dL/dY, and `probe` is dL'/dY.
         """
@@ -96,7 +97,7 @@ class ScoredSite:
         return gradients[w], jnp.stack([s.astype(jnp.float32) for s in sums])
 
     def replace_weight(self, gradients: Sequence[Any], of_weight: Any) -> tuple[Any, Any]:
-        """The gradients of lhs and rhs, with another one for the weight."""
+        """The gradients of lhs and rhs, with that of the weight replaced."""
         lhs, rhs = gradients
         return (of_weight, rhs) if self.site.weight == "lhs" else (lhs, of_weight)
 
@@ -150,7 +151,7 @@ def _run_probed_jvp(scored: ScoredSite, primals: Any, tangents: Any) -> Any:
     return _run_pair(scored, primals[:2], tuple(tangents[:2]), primals[2])
 
 
-# ---- without
+# ---- without a probe
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -174,7 +175,7 @@ _run_unprobed.defvjp(_run_unprobed_fwd, _run_unprobed_bwd)
 
 
 class ScoreRewriter(TapRewriter):
-    """Replaces sites by scored ones, for a loss that is differentiated forward (the probe) and then in reverse."""
+    """Replaces sites with scored ones, for a loss that is differentiated in forward mode (the probe), then reverse."""
 
     tap_shape: tuple[int, ...] = (len(ERROR_SUMS),)
     probes = True
@@ -188,6 +189,6 @@ class ScoreRewriter(TapRewriter):
 
 
 class UnprobedRewriter(ScoreRewriter):
-    """The same for a loss that cannot be differentiated forward. The sums with a probe are zero."""
+    """Like `ScoreRewriter`, for a loss without a forward-mode derivative. The sums that need a probe are zero."""
 
     probes = False

@@ -1,10 +1,10 @@
-"""The solver: which option each group takes in each layer range, within a budget of seconds or of damage.
+"""The solver: chooses an option for each group in each layer range, within a budget of seconds or of damage.
 
 All groups have the same layer ranges, since every boundary splits the scan over the layers. Given the ranges, the rest
 is a small mixed-integer program, which scipy's HiGHS solves exactly. The ranges come from a relaxation: with a price of
 damage for each second, the best ranges are a shortest path over the layers, and the price that meets the budget is
-found by bisection. It also bounds what any ranges could reach. Where there are few ways to cut the layers, all are
-tried.
+found by bisection. The relaxation also bounds what any ranges could reach. If there are few ways to cut the layers, all
+are tried.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from policyc.experiments.search.problem import Assignment, Choice, Cost, GroupKey, Item, Problem, expand
 
 MOST_CUTS = 100
-"""Ways to cut the layers into ranges up to which all are tried, each with a program of its own."""
+"""If there are at most this many ways to cut the layers into ranges, all are tried, each in an integer program."""
 
 TRIED_CUTS = 24
-"""Of more ways, those that are tried: the best of the relaxation and their neighbours."""
+"""If there are more ways, this many are tried: the best of the relaxation and their neighbours."""
 
 TIME_LIMIT = 10.0
-"""Seconds for one program. They take hundredths of a second."""
+"""Time limit of one integer program, in seconds. They take hundredths of a second."""
 
 _Place = tuple[GroupKey, int | None]
 """A group, and the first layer of a range; None for a group without layers."""
@@ -41,27 +41,27 @@ Cuts = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """The best assignment found, its cost, its ranges, and how much better the objective could be at most, relative."""
+    """The best assignment found. `gap` bounds how much better the objective could be, relative to its value."""
 
     assignment: Assignment
     cost: Cost
     cuts: Cuts
     gap: float
     price: float
-    """What one unit of the limited cost is worth in units of the objective, about."""
+    """About how much one unit of the limited cost is worth, in units of the objective."""
 
 
 class Infeasible(ValueError):
-    """No assignment meets the budget. The message says what could be met."""
+    """No assignment meets the budget. The message says what is possible."""
 
 
 def minimize_damage(problem: Problem, seconds: float, segments: int) -> Solution:
-    """The least damage of a step that takes at most these seconds. Raises Infeasible."""
+    """Finds the least damage for a step of at most this many seconds. Raises Infeasible."""
     return _Solver(problem, segments).solve(seconds - problem.seconds, "damage")
 
 
 def minimize_seconds(problem: Problem, damage: float, segments: int) -> Solution:
-    """The fastest step whose damage is at most this. Raises Infeasible."""
+    """Finds the fastest step with at most this damage. Raises Infeasible."""
     if damage < 0:
         raise Infeasible("no damage is below 0: keep everything")
     return _Solver(problem, segments).solve(damage, "seconds")
@@ -125,7 +125,7 @@ class _Solver:
         )
 
     def _explain(self, least: _Relaxed) -> str:
-        """What the budget could be: time is what is limited, since keeping everything does no damage."""
+        """Explains what is possible. Only a budget of seconds can be too small: keeping everything does no damage."""
         seconds = self._problem.seconds + least.limited
         if seconds >= self._problem.seconds:
             return "no format makes this step faster: its GEMMs are too small to pay for quantizing their operands"
@@ -137,7 +137,7 @@ class _Solver:
     # ---- the relaxation
 
     def _relax(self, price: float, limit: float) -> _Relaxed:
-        """The best cuts if the limited cost has a price; if that is infinite, those with the least limited cost."""
+        """The best cuts at a price of the limited cost. An infinite price minimizes the limited cost alone."""
 
         def weigh(objective: np.ndarray, limited: np.ndarray) -> np.ndarray:
             return limited if math.isinf(price) else objective + price * limited
@@ -166,7 +166,7 @@ class _Solver:
         return _Relaxed(cuts, sums[0], sums[1], bound, total)
 
     def _choose_cuts(self, limit: float) -> tuple[list[Cuts], float, float]:
-        """The ways to cut the layers that are tried, a bound of the objective of all ways, and the price."""
+        """Returns the cuts to try, a lower bound on the objective of all cuts, and the price."""
         relaxed = [self._relax(0.0, limit)]
         low, high = 0.0, self._first_price()
         while relaxed[-1].limited > limit and high < _HIGHEST_PRICE:
@@ -188,13 +188,13 @@ class _Solver:
         return ranked[:TRIED_CUTS], bound, high
 
     def _first_price(self) -> float:
-        """A price of the right magnitude: all of the objective for all of what is limited."""
+        """A price of the right magnitude: the total range of the objective over that of the limited cost."""
         groups = [*self._groups, *self._single]
         objective, limited = (sum(float(np.ptp(x[:, -1])) for x in each) for each in
                               ([g.objective for g in groups], [g.limited for g in groups]))  # fmt: skip
         return objective / limited if objective and limited else 1.0
 
-    # ---- the program of given ranges
+    # ---- the integer program for given ranges
 
     def _solve_cuts(self, cuts: Cuts, limit: float) -> tuple[float, dict[_Place, Choice], Cuts] | None:
         """The best options for these ranges; None if none meets the limit."""
@@ -229,7 +229,7 @@ class _Solver:
 
 @contextmanager
 def _no_output_of_libraries() -> Iterator[None]:
-    """HiGHS prints the name of a function of its own now and then, whatever its options say."""
+    """Silences standard output: HiGHS sometimes prints the name of an internal function, whatever its options."""
     sys.stdout.flush()
     flush = ctypes.CDLL(None).fflush
     with open(os.devnull, "wb") as nowhere:
@@ -245,7 +245,7 @@ def _no_output_of_libraries() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Relaxed:
-    """The solution at one price: its cuts and costs, a bound for every solution, and the cost of every range."""
+    """The solution at one price: its cuts and costs, a lower bound on all solutions, and the cost of every range."""
 
     cuts: Cuts
     objective: float
@@ -259,7 +259,7 @@ _HIGHEST_PRICE = 1e30
 
 
 def _rounding(limit: float) -> float:
-    """What sums of floats may be above a limit that they meet."""
+    """The rounding error by which a sum may exceed a limit that it meets."""
     return 1e-9 * abs(limit)
 
 
@@ -268,7 +268,7 @@ def _unit(values: np.ndarray) -> float:
 
 
 def _shortest_path(total: np.ndarray, segments: int) -> Cuts:
-    """The cuts into at most so many ranges with the least sum. Fewer ranges go before more of the same sum."""
+    """The cuts into at most `segments` ranges with the least sum. Ties go to fewer ranges."""
     end = total.shape[0] - 1
     spans = np.where(np.triu(np.ones_like(total), 1) > 0, total, np.inf)
     best, before = [spans[0]], list[np.ndarray]()
@@ -284,7 +284,7 @@ def _shortest_path(total: np.ndarray, segments: int) -> Cuts:
 
 
 def _all_cuts(layers: int, segments: int) -> Iterator[Cuts]:
-    """Cuts into as many ranges as are allowed. Fewer ranges are among them: two may have the same options."""
+    """All cuts into the most ranges allowed. These cover fewer ranges too: two ranges may have the same options."""
     for inner in itertools.combinations(range(1, layers), min(segments, layers) - 1):
         yield (0, *inner, layers)
 

@@ -35,7 +35,7 @@ PLACEHOLDERS = {
     "{out}": RUN_DIR_VARIABLE,
     "{variant}": VARIANT_VARIABLE,
 }
-"""What stands for a value in the arguments of a program, and the environment variable with the same value."""
+"""Placeholders in the arguments of a program, each with the environment variable that has the same value."""
 
 _SET_BY_SWEEP = ("--config", "--seed", "--seeds", "--steps", "--out")
 """Options of the bundled trainer that a sweep sets itself."""
@@ -43,14 +43,14 @@ _SET_BY_SWEEP = ("--config", "--seed", "--seeds", "--steps", "--out")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepProgram:
-    """What every run of a sweep executes.
+    """The program that every run of a sweep executes.
 
     Attributes:
       words: the program and its arguments as given: `train.py --lr 1`, or the options of the bundled trainer.
       config: the configuration of the bundled trainer; None for another program.
       steps: the number of steps; None if the program decides.
       backend, require_native, multiple_losses, stats_every: how the program runs under its policy.
-      metrics_source: KIND=PATH of another trainer's metrics; None for our lines.
+      metrics_source: KIND=PATH of another trainer's metrics; None if the program writes our lines.
       seeds_per_process: how many seeds one process runs.
     """
 
@@ -65,7 +65,7 @@ class SweepProgram:
     seeds_per_process: int = 1
 
     def check(self) -> None:
-        """Raises ValueError if this cannot be swept."""
+        """Raises ValueError if this program cannot be swept."""
         if self.metrics_source is not None:
             parse_metrics_source(self.metrics_source)
         if self.steps is None and any("{steps}" in word for word in self.words):
@@ -95,7 +95,7 @@ class SweepProgram:
     def make_run(
         self, variant: str, seeds: tuple[int, ...], out: Path, compile_cache: str | None = None
     ) -> Run:
-        """The run of some seeds of a variant."""
+        """Builds the run of some seeds of a variant."""
         folders = tuple(out / variant / f"seed{seed}" for seed in seeds)
         environment = {
             SEED_VARIABLE: ",".join(map(str, seeds)),
@@ -104,7 +104,7 @@ class SweepProgram:
         }
         if self.total_steps is not None:
             environment[STEPS_VARIABLE] = str(self.total_steps)
-        if compile_cache is not None:  # a variable, not an option: it makes no other sweep of this one
+        if compile_cache is not None:  # a variable, because an option would make this another sweep
             environment[COMPILE_CACHE_VARIABLE] = compile_cache
         policy = str(out / variant / POLICY_FILE)
         # The bundled trainer writes its plan itself, into the folder of each seed.
@@ -134,7 +134,7 @@ class SweepProgram:
     def program_words(
         self, environment: Mapping[str, str], seeds: tuple[int, ...], folders: tuple[Path, ...]
     ) -> tuple[str, ...]:
-        """The words of the program of one run, without `policyc apply`."""
+        """The command line of the program for one run, without `policyc apply`."""
         if self.config is None:
             return _fill(self.words, environment)
         return self._trainer_words(seeds, folders)
@@ -165,9 +165,9 @@ def make_runs(
     out: Path,
     compile_cache: str | None = None,
 ) -> list[Run]:
-    """The runs of a sweep: every variant of the first seeds, then every variant of the next ones.
+    """The runs of a sweep in order: all variants with the first seeds, then all variants with the next ones.
 
-    So a sweep that is stopped early has the same seeds of all variants.
+    So a sweep that is stopped early has the same seeds for all variants.
     """
     size = program.seeds_per_process
     groups = [tuple(seeds[start : start + size]) for start in range(0, len(seeds), size)]

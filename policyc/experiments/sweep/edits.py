@@ -20,10 +20,10 @@ from policyc.language.policy import Policy, RecipeCall, RecipeExpr, Setting, Spl
 from policyc.language.recipes import OPTIONS
 
 _DEPENDENT_OPTIONS = {"rht": ("rht_size",), "sr": ("sr_headroom",)}
-"""Options that mean nothing without another one. They are removed and added together with it."""
+"""Options that have no effect without another one. They are removed and added together with it."""
 
 ABSENT = "none"
-"""The value of a grid that removes an option."""
+"""The grid value that removes an option."""
 
 Owner = str | int
 """Where a recipe is written: the name of a recipe, or the index of a rule."""
@@ -44,7 +44,7 @@ class _Ingredient:
 
 
 def apply_variants(policy: Policy, names: tuple[str, ...]) -> list[SweepVariant]:
-    """The policy under its own variants; under all of them for the name `all`. Raises PolicyError, and ValueError."""
+    """Applies the policy's own variants; the name `all` stands for all of them. Raises PolicyError or ValueError."""
     if names == ("all",):
         names = tuple(variant.name for variant in policy.variants)
     if not names:
@@ -58,9 +58,9 @@ def apply_variants(policy: Policy, names: tuple[str, ...]) -> list[SweepVariant]
 
 
 def ablate(policy: Policy) -> list[SweepVariant]:
-    """The policy without one ingredient, for each ingredient: options first, then rules that protect.
+    """Returns the policy without one ingredient, for each ingredient: first options, then protecting rules.
 
-    Raises ValueError if it has none.
+    Raises ValueError if it has no ingredient.
     """
     policy = expand(policy)
     ingredients = list(_find_ingredients(policy))
@@ -106,7 +106,7 @@ def _is_quantizing(call: RecipeCall) -> bool:
 
 
 def _find_protecting_rules(policy: Policy) -> Iterator[int]:
-    """The rules in high precision that come after a rule that quantizes, and so can override it."""
+    """Yields the indices of high-precision rules after a quantizing rule, which they can override."""
     resolve, has_quantized = policy.resolver(), False
     for index, rule in enumerate(policy.rules):
         formats = {t.format for t in resolve(rule.recipe).treatments}
@@ -141,7 +141,7 @@ def _setting_text(policy: Policy, ingredient: _Ingredient) -> str:
 
 
 def add_one(policy: Policy) -> list[SweepVariant]:
-    """The policy with no option in its recipes (`plain`), and this with one option, for each option.
+    """Returns the policy without options in its recipes (`plain`), then `plain` with one option, for each option.
 
     Raises ValueError if no recipe has an option.
     """
@@ -172,7 +172,7 @@ def add_one(policy: Policy) -> list[SweepVariant]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridAxis:
-    """An option and its values. `recipe` limits it to one recipe; None: every recipe whose format takes the option."""
+    """An option and its values. `recipe` limits it to one recipe; None means every one whose format takes it."""
 
     option: str
     values: tuple[str, ...]
@@ -264,7 +264,7 @@ def _make_setting(option: str, value: str) -> Setting:
 
 
 def _select_settings(policy: Policy, is_kept: Callable[[Owner, str], bool]) -> Policy:
-    """The policy without those settings of its quantizing formats that are not kept."""
+    """Removes the settings of quantizing formats for which `is_kept` is false."""
 
     def edit(owner: Owner, call: RecipeCall) -> RecipeCall:
         return replace(call, settings=tuple(s for s in call.settings if is_kept(owner, s.name)))
@@ -273,7 +273,7 @@ def _select_settings(policy: Policy, is_kept: Callable[[Owner, str], bool]) -> P
 
 
 def _edit_calls(policy: Policy, edit: Callable[[Owner, RecipeCall], RecipeCall]) -> Policy:
-    """Changes the quantizing formats in all recipes and rules."""
+    """Applies `edit` to the quantizing formats in all recipes and rules."""
     recipes = tuple(replace(d, recipe=_map_calls(d.recipe, partial(edit, d.name))) for d in policy.recipes)
     rules = tuple(
         replace(r, recipe=_map_calls(r.recipe, partial(edit, n))) for n, r in enumerate(policy.rules)

@@ -1,4 +1,4 @@
-"""Runs the runs of a sweep until all have ended, and continues what an earlier sweep left.
+"""Executes the runs of a sweep until all have ended, and continues what an earlier sweep left unfinished.
 
 The engine keeps no state: everything is in the folders of the runs. Killing it loses nothing.
 """
@@ -29,7 +29,7 @@ Progress = Literal["waiting", "running", "finished", "failed", "preempted"]
 
 @dataclass(slots=True, kw_only=True)
 class TrackedRun:
-    """A run, how far it is, and the losses of its seeds."""
+    """A run, its progress, and the metrics of its seeds."""
 
     run: Run
     progress: Progress
@@ -48,7 +48,7 @@ class TrackedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepResult:
-    """How a sweep ended. `stopped` says why it ended before all runs did."""
+    """How a sweep ended. `stopped` says why it ended before all runs did; empty if all ended."""
 
     runs: tuple[TrackedRun, ...]
     stopped: Literal["", "interrupted", "early failures"] = ""
@@ -63,7 +63,7 @@ class SweepResult:
 
 
 def track_runs(runs: Sequence[Run]) -> list[TrackedRun]:
-    """The runs with what their folders say about them. A run that failed by accident is waiting again."""
+    """Reads the state of runs from their folders. A run that failed without diverging is waiting again."""
     tracked = []
     for run in runs:
         status = _read_status(run)
@@ -76,10 +76,10 @@ def track_runs(runs: Sequence[Run]) -> list[TrackedRun]:
 
 
 def _read_status(run: Run, *, has_ended: bool = False) -> RunStatus | None:
-    """The status of a run; that of the seed that is furthest from its end if it has several.
+    """The status of a run. If it has several seeds, that of the seed furthest from its end.
 
-    If a run that has ended says `running`, its wrapper was killed, or could not write how the run ended, as on a full
-    disk. Then its metrics say how.
+    If the status of a run that has ended is still `running`, its wrapper was killed, or could not write the end because
+    of a full disk, for example. The end is then judged from the metrics.
     """
     statuses = []
     for folder in run.folders:
@@ -102,7 +102,7 @@ class Engine:
 
     def __init__(self, tracked: Sequence[TrackedRun], executor: Executor, display: SweepDisplay) -> None:
         self._tracked, self._executor, self._display = tuple(tracked), executor, display
-        # The first signal stops the runs in order. A second one ends the sweep at once.
+        # The first signal stops the runs cleanly. A second one ends the sweep at once.
         self._signals: list[int] = []
         self._early_failures = 0
 
@@ -131,7 +131,7 @@ class Engine:
         return [run for run in self._tracked if run.progress == progress]
 
     def _adopt_active(self) -> None:
-        """Takes over the runs that an earlier sweep started and that still run."""
+        """Takes over the runs of an earlier sweep that are still running."""
         adopted = [run for run in self._select("waiting") if self._executor.is_active(run.run)]
         for run in adopted:
             run.progress = "running"
@@ -142,7 +142,7 @@ class Engine:
                 self._settle_lost(run)
 
     def _settle_lost(self, run: TrackedRun) -> None:
-        """A run of an earlier sweep whose end is not known is run again, unless its metrics are complete."""
+        """Settles a run of an earlier sweep whose end is unknown: it runs again, unless it is complete or diverged."""
         run.status = _read_status(run.run, has_ended=True)
         assert run.status is not None
         if run.status.state == "finished" or run.status.diverged:
@@ -167,9 +167,9 @@ class Engine:
                 self._display.end(run)
 
     def _settle(self, run: TrackedRun) -> None:
-        """Reads how a run ended. If its status is still `running`, its metrics say how."""
+        """Reads how a run ended. If its status is still `running`, judges from its metrics."""
         status = _read_status(run.run, has_ended=True)
-        if status is None or status == run.status:  # what an earlier attempt left
+        if status is None or status == run.status:  # left by an earlier attempt
             reason = f"it did not start: see {run.run.folder / LOG_FILE}; is the disk full?"
             status = RunStatus(state="failed", command=run.run.command, reason=reason)
         run.status, run.progress = status, status.state
@@ -179,7 +179,7 @@ class Engine:
     # ---- stopping
 
     def _stop_all(self) -> None:
-        """Stops the runs and waits for them: they finish a step and save a checkpoint. Some executors leave them."""
+        """Stops the runs, and waits while they finish a step and save. Some executors leave them running instead."""
         active = self._select("running")
         if not active:
             return

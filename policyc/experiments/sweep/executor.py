@@ -1,4 +1,4 @@
-"""How runs are started: the interface of executors, and processes on this machine.
+"""Executors, which start runs: their interface, and an executor for processes on this machine.
 
 An executor starts `python -m policyc.experiments.sweep.wrapper FOLDER` somewhere. That process writes `status.json`.
 So a run outlives the sweep that started it, and the next sweep in the same folder takes it over.
@@ -28,12 +28,12 @@ class Executor(Protocol):
         """Starts a run, or puts it into a queue. Writes `launch.json`. Raises OSError if that fails."""
 
     def is_active(self, run: Run) -> bool:
-        """Is the run queued or running, whether this executor or an earlier one started it?"""
+        """Whether the run is queued or running. An earlier executor may have started it."""
 
     def stop(self, runs: Sequence[Run]) -> str:
-        """Asks runs to stop, and returns at once. They save what they can, and become `preempted`.
+        """Asks runs to stop, and returns at once. The runs save what they can, and become `preempted`.
 
-        If they go on without the sweep instead, returns a sentence that says so.
+        Returns an empty string, or a message if the runs go on without the sweep instead.
         """
 
 
@@ -54,8 +54,8 @@ class LocalExecutor:
 
     def start(self, run: Run) -> None:
         run.write(self._choose_gpus(run))
-        # A session of its own: Ctrl-C in the terminal reaches the sweep, which stops its runs in order.
-        with (run.folder / LOG_FILE).open("ab") as log:  # a wrapper that fails says why
+        # In its own session: Ctrl-C in the terminal reaches only the sweep, which then stops its runs cleanly.
+        with (run.folder / LOG_FILE).open("ab") as log:  # for errors of the wrapper itself
             self._processes[run.folder] = subprocess.Popen(
                 [sys.executable, "-m", "policyc.experiments.sweep.wrapper", str(run.folder)],
                 stdin=subprocess.DEVNULL,
@@ -81,7 +81,7 @@ class LocalExecutor:
         return ""
 
     def _choose_gpus(self, run: Run) -> dict[str, str]:
-        """The variables that give a run the GPUs with the fewest runs on them."""
+        """Assigns the GPUs with the fewest runs to a run. Returns the environment variables for that."""
         if not self._gpu_groups:
             return {}
         used = list(self._gpus.values())
@@ -121,7 +121,7 @@ def find_gpus(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 
 
 def group_gpus(gpus: tuple[str, ...], per_run: int) -> tuple[str, ...]:
-    """Groups of GPUs for one run each; none without GPUs. Raises ValueError if there are too few for a run."""
+    """Groups the GPUs, one group per run; empty without GPUs. Raises ValueError if there are too few for one run."""
     if per_run > max(1, len(gpus)):
         raise ValueError(f"--gpus-per-run {per_run}: this machine has {len(gpus)}")
     return tuple(",".join(gpus[i : i + per_run]) for i in range(0, len(gpus) - per_run + 1, per_run))

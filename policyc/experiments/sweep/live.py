@@ -1,4 +1,4 @@
-"""Shows a sweep: a live table in a terminal (else a line for each event), and the failures at the end."""
+"""Shows a sweep: a live table in a terminal (otherwise a line for each event), and the failures at the end."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def compute_gaps(runs: Sequence[TrackedRun], variant: str, baseline: str) -> lis
 
 
 def _last_steps(one: MetricsReader, other: MetricsReader) -> list[int]:
-    """The last steps that two runs have in common: as many as in the report, of the steps that have a loss."""
+    """The last steps for which two runs both have a loss, as many as the report averages."""
     last = min(one.step, other.step)
     count = trailing_steps(min(len(one.losses), len(other.losses)))
     common = (step for step in reversed(one.losses) if step <= last and step in other.losses)
@@ -69,7 +69,7 @@ def _last_steps(one: MetricsReader, other: MetricsReader) -> list[int]:
 
 
 class SweepDisplay:
-    """Shows a sweep: a live table in a terminal, and else a line when a run starts or ends. A context manager."""
+    """Context manager that shows a sweep: a live table in a terminal, otherwise a line when a run starts or ends."""
 
     def __init__(self, console: Console, runs: Sequence[TrackedRun], baselines: Sequence[str]) -> None:
         self._console, self._runs, self._baselines = console, tuple(runs), tuple(baselines)
@@ -90,13 +90,13 @@ class SweepDisplay:
             self._live.stop()
 
     def start(self, run: TrackedRun) -> None:
-        """A run was started."""
+        """Shows that a run was started."""
         if self._live is None:
             self.say(f"{run.run.name}: started")
         self._draw()
 
     def end(self, run: TrackedRun) -> None:
-        """A run has ended: `status` says how."""
+        """Shows how a run ended."""
         if self._live is None:
             gaps = [(b, compute_gaps(self._runs, run.run.variant, b)) for b in self._baselines]
             shown = [f"gap to {b} {format_gaps(gap)}" for b, gap in gaps if gap and b != run.run.variant]
@@ -107,7 +107,7 @@ class SweepDisplay:
         self._draw()
 
     def refresh(self) -> None:
-        """Called about twice a second."""
+        """Redraws the table if it is out of date. Called about twice a second."""
         if time.monotonic() >= self._next:
             self._draw()
 
@@ -143,7 +143,7 @@ class SweepDisplay:
         return ", ".join(counts) + ("" if left is None else f"; about {format_seconds(left)} left")
 
     def seconds_left(self) -> float | None:
-        """From the steps since this sweep was started, compilation included. None if that cannot be told."""
+        """Estimated from the steps since this sweep was started, compilation included; None if unknown."""
         open_runs = [run for run in self._runs if run.progress in ("running", "waiting")]
         steps = sum(run.step for run in self._runs) - self._steps_before
         if steps <= 0 or not open_runs or any(run.run.steps is None for run in open_runs):

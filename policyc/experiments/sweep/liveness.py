@@ -1,4 +1,4 @@
-"""Locks of folders, which say whether a run or a sweep is alive, and signals.
+"""Folder locks, which show whether a run or a sweep is alive, and signal handling.
 
 The process that works in a folder holds its lock until that process ends, however it ends.
 """
@@ -48,9 +48,9 @@ def hold_lock(folder: Path, what: str, warn: Callable[[str], object]) -> Iterato
 
 
 def is_locked(folder: Path) -> bool:
-    """Is a process of this run alive? Not known on a file system without locks: then False.
+    """Whether a process of this run is alive. False on a file system without locks, where that is not known.
 
-    To ask is to hold a shared lock for a moment. `hold_lock` waits longer than that.
+    The check holds a shared lock for a moment. `hold_lock` waits longer than that.
     """
     try:
         descriptor = os.open(folder / LOCK_FILE, os.O_RDONLY)
@@ -65,7 +65,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Whether the lock could be had. Raises OSError on a file system without locks."""
+    """Tries to take a lock. Returns False if another process has it. Raises OSError on a file system without locks."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -75,9 +75,9 @@ def _lock(descriptor: int, kind: int) -> bool:
 
 @contextlib.contextmanager
 def note_signals() -> Iterator[list[int]]:
-    """Lists the signals that arrive and that would end this process at once. A second one raises KeyboardInterrupt.
+    """Collects the signals that would otherwise end this process at once. A second one raises KeyboardInterrupt.
 
-    SIGHUP stays ignored if it is, as under nohup.
+    These are SIGINT, SIGTERM and SIGHUP. SIGHUP stays ignored if it is already, as under nohup.
     """
     signals: list[int] = []
 

@@ -1,4 +1,4 @@
-"""`sweep.json`: what a sweep is. A folder holds one sweep, which may grow, but not change."""
+"""`sweep.json`: the design of a sweep. A folder holds one sweep, which may grow, but not change."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ class SweepDesign:
 
 
 def reuse_plans(out: Path, program: SweepProgram, policies: VariantList) -> VariantList | None:
-    """Which of these policies run, as the sweep in this folder has decided; None if it has not.
+    """Selects the policies to run as the sweep in this folder did; None if its program or policies were different.
 
-    So a sweep that is continued does not trace its program again, while its runs may use the devices. Raises
-    ChangedSweep if `sweep.json` is damaged.
+    So a sweep that is continued need not trace its program again, while its runs may use the devices. Also None without
+    a sweep. Raises ChangedSweep if `sweep.json` is damaged.
     """
     path = out / MANIFEST_FILE
     if not path.exists():
@@ -95,7 +95,7 @@ def open_sweep(out: Path, design: SweepDesign) -> list[str]:
 
 
 def check_sweep(out: Path, design: SweepDesign) -> tuple[dict[str, Any], list[str]]:
-    """What to write into `sweep.json`, and notes about what differs from the sweep in this folder, if there is one.
+    """Returns the content of `sweep.json`, and notes about differences from the sweep that this folder may have.
 
     Raises ChangedSweep if the runs of the folder are not those of this sweep.
     """
@@ -138,7 +138,7 @@ def _list_earlier(earlier: dict[str, Any], now: dict[str, Any]) -> list[dict[str
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    """Raises ChangedSweep if the file is not that of a sweep."""
+    """Reads `sweep.json`. Raises ChangedSweep if it is damaged, or from another version."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -149,7 +149,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _find_changes(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What differs between two sweeps. Additional seeds and variants do not count."""
+    """Describes what differs between two sweeps. Additional seeds, baselines and variants do not count."""
     before, after = (_list_settings(manifest) for manifest in (earlier, now))
     if now["program_sha256"] is not None and earlier["program_sha256"] == now["program_sha256"]:
         before["cwd"] = after["cwd"]  # the same script in another folder, as after the sweep was copied

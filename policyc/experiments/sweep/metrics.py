@@ -17,7 +17,7 @@ from policyc.base.files import atomic_write
 Row = dict[str, Any]
 
 _LOSSES = ("loss", "validation_loss", "val_loss", "learning/loss")
-_MOST_STEPS = 2**53  # integers below it are the same as floats
+_MOST_STEPS = 2**53  # floats represent all integers below it
 
 
 TRAILING_FRACTION = 0.05  # of a run's steps, at its end
@@ -73,7 +73,7 @@ class MetricsReader:
 
 
 def parse_rows(lines: Iterable[bytes | str]) -> Iterator[Row]:
-    """Yields the lines that are metrics. Others, such as one that a killed run did not finish, are left out."""
+    """Yields the rows of metrics lines. Skips other lines, such as one that a killed run did not finish."""
     for line in lines:
         try:
             row = json.loads(line)
@@ -108,12 +108,12 @@ def _read_loss(value: object) -> float | None:
 
 
 def trailing_steps(steps: int) -> int:
-    """Over how many steps the loss at the end of a run is averaged, in the live table and in the report."""
+    """The number of steps over which the final loss of a run is averaged, in the live table and in the report."""
     return max(LEAST_TRAILING, round(TRAILING_FRACTION * steps))
 
 
 def describe_divergence(losses: dict[int, float]) -> str:
-    """The reason of a run whose last losses are not finite; empty if the last of them is."""
+    """Describes since when the loss of a run is not finite; empty if its last loss is finite."""
     first = None
     for step, loss in reversed(losses.items()):
         if math.isfinite(loss):

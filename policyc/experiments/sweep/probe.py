@@ -1,7 +1,7 @@
 """Plans the policies of a sweep for its program, before anything runs.
 
-The program is traced once, up to its first loss, in a process of its own. So a policy that does not fit the program is
-found at once, and policies with the same plan are run once.
+The program is traced once, up to its first loss, in a separate process. So a policy that does not fit the program is
+found early, and policies with the same plan run only once.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _PROBE_VARIABLES = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # other runs may 
 
 
 class ProbeFailed(Exception):
-    """The program could not be traced. The message has its last lines."""
+    """The program could not be traced. The message has the last lines of its output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedPolicy:
-    """What a policy does to the program: the hash of its plan and its warnings, or why the policy does not fit."""
+    """The result of planning a policy: the hash of its plan and its warnings, or why it does not fit the program."""
 
     digest: str = ""
     error: str = ""
@@ -52,10 +52,11 @@ class PlannedPolicy:
 def plan_policies(
     program: SweepProgram, seed: int, policies: Mapping[str, Policy]
 ) -> dict[str, PlannedPolicy]:
-    """Plans policies for a program in another process. Messages name the files that they are from. Raises ProbeFailed.
+    """Plans policies for a program in a separate process. Raises ProbeFailed.
 
-    The program gets a temporary folder for its results: that of a run may hold some already. On SIGINT,
-    SIGTERM and SIGHUP the program is killed, the folder is removed, and KeyboardInterrupt is raised.
+    Messages name the files of the policies. The program writes its results to a temporary folder, because that of a run
+    may have some already. On SIGINT, SIGTERM and SIGHUP the program is killed, the folder is removed, and
+    KeyboardInterrupt is raised.
     """
     with note_signals() as signals, tempfile.TemporaryDirectory(prefix="policyc-probe-") as name:
         folder = Path(name)
@@ -132,7 +133,7 @@ def describe_plans(traced: Plan, policies: Mapping[str, Policy], *, may_miss: bo
 
 
 def plan_digest(plan: Plan) -> str:
-    """Equal for plans that run the same products in the same way at every step."""
+    """A hash that is equal for plans that run the same products in the same way at every step."""
     parts: list[object] = [plan.policy.seed]
     for phase in plan.phases:
         decisions = plan.decisions(phase)

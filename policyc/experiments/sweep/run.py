@@ -21,7 +21,7 @@ METRICS_FILE = "metrics.jsonl"
 LOG_FILE = "log.txt"
 LOCK_FILE = ".lock"
 STOP_FILE = "stop"
-"""Asks a run to stop. So does SIGTERM, but this reaches it from another sweep, and from another machine."""
+"""A file that asks a run to stop. Unlike SIGTERM, it also works from another sweep and from another machine."""
 
 POLICY_FILE = "policy.policy"  # in the folder of a variant
 MANIFEST_FILE = "sweep.json"
@@ -44,7 +44,7 @@ class Run:
       variant: the name of the edited policy.
       seeds: the seeds of this process.
       folders: one folder per seed, absolute. The first is the folder of the process.
-      command: the words of the process.
+      command: the command line of the process.
       environment: variables to set, on top of the environment that the wrapper inherits.
       cwd: the folder in which the process starts.
       steps: the step at which the run is complete; None if it is not known.
@@ -67,13 +67,13 @@ class Run:
 
     @property
     def name(self) -> str:
-        """`te_nvfp4 seed 3`, for messages."""
+        """The name in messages, such as `te_nvfp4 seed 3`."""
         if len(self.seeds) == 1:
             return f"{self.variant} seed {self.seeds[0]}"
         return f"{self.variant} seeds {', '.join(map(str, self.seeds))}"
 
     def write(self, environment: Mapping[str, str] | None = None) -> None:
-        """Writes `launch.json`, with more variables if an executor has some. A run that was stopped may start again."""
+        """Writes `launch.json`, with further variables of an executor. Removes a request to stop."""
         values = asdict(self) | {"environment": {**self.environment, **(environment or {})}}
         values |= {"folders": [str(folder) for folder in self.folders], "cwd": str(self.cwd)}
         for folder in self.folders:
@@ -91,7 +91,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnd:
-    """How a run ended, or that it has not, and why. `diverged`: its last losses are not finite."""
+    """How a run ended and why, or that it has not ended. `diverged` means that its last losses are not finite."""
 
     state: State | Literal["unfinished"]
     reason: str = ""
@@ -100,19 +100,19 @@ class RunEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """What `status.json` holds.
+    """The content of `status.json`.
 
     Attributes:
       state: running, finished, failed, or preempted (stopped from outside: the same command continues it).
       exit: the exit code of the process; negative for a signal; None while it runs.
       reason: why the run failed or stopped.
-      diverged: did the run end with a loss that is not finite? Such a run is a result, and is not repeated.
+      diverged: whether the run ended with a loss that is not finite. Such a run is a result, and is not repeated.
       started: when the last attempt started, as ISO 8601 in UTC.
       ended: when it ended.
-      seconds: how long all attempts ran together.
+      seconds: the total time of all attempts.
       attempt: how often the run was started.
       host: the machine of the last attempt.
-      pid: the process there that runs the program and writes this file.
+      pid: the process on that machine that runs the program and writes this file.
     """
 
     state: State
@@ -134,7 +134,7 @@ class RunStatus:
     def read(cls, folder: Path) -> RunStatus | None:
         """Reads `status.json`; None if the run has not started. Unknown keys are ignored.
 
-        Also None if the file is damaged, as after a loss of power: such a run is run again.
+        Also None if the file is damaged, for example by a power failure: such a run is run again.
         """
         try:
             values = json.loads((folder / STATUS_FILE).read_text(encoding="utf-8"))
@@ -153,7 +153,7 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def tail_lines(path: Path, count: int, most_bytes: int = 16_384, start: int = 0) -> list[str]:
-    """The last lines of a file that are not empty, without reading all of it. `start` is the first byte to look at."""
+    """The last lines of a file that are not empty, without reading all of it. Skips the bytes before `start`."""
     try:
         with path.open("rb") as stream:
             size = stream.seek(0, os.SEEK_END)

@@ -1,8 +1,8 @@
-"""Runs of a sweep as Slurm jobs.
+"""Executes the runs of a sweep as Slurm jobs.
 
-The number of a run's job is kept in `slurm.json` in its folder, and the folder is the comment of the job. So a sweep
-finds the jobs of an earlier one. Slurm says which jobs are in the queue. How a run ended is in its `status.json`; if a
-job ended without it, this module writes it.
+The job id of a run is kept in `slurm.json` in its folder, and the comment of the job is that folder. So a sweep finds
+the jobs of an earlier one. Slurm's queue tells which jobs are active. How a run ended is in its `status.json`; if a job
+ended without writing that, this module writes it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from policyc.experiments.sweep.wrapper import DEFAULT_GRACE, GRACE_VARIABLE
 JOB_FILE = "slurm.json"
 
 _DEFAULT_JOBS = 100  # clusters limit how many jobs of a user may wait
-_POLL_SECONDS = 5.0  # all runs share one question; administrators ask not to put it every second
-_SLURM_TIMEOUT = 60.0  # a controller that is restarted answers after some seconds
+_POLL_SECONDS = 5.0  # for all runs together; administrators ask users not to query every second
+_SLURM_TIMEOUT = 60.0  # a restarting controller takes some seconds to answer
 _FILE_SYSTEM_SECONDS = 60.0  # NFS caches a folder for up to a minute
 _ENDED = frozenset({"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
                     "PREEMPTED", "REVOKED", "TIMEOUT"})  # fmt: skip
@@ -54,7 +54,7 @@ if grep -q '"state": "preempted"' {folder}/status.json &&
 fi
 exit $code
 """
-"""What a job does. `--kill-on-bad-exit`: a process that fails ends the others."""
+"""The script of a job. With `--kill-on-bad-exit`, a process that fails ends the others."""
 
 
 # ---- options
@@ -68,12 +68,12 @@ _NUMBERS = {
     "grace": f"seconds that a run gets to save before it is requeued ({DEFAULT_GRACE})",
 }
 _TEXTS = ("partition", "account", "qos", "mem", "constraint", "nodelist", "exclude", "reservation")
-"""Options that Slurm gets as they are."""
+"""Options that are passed to Slurm unchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmOptions:
-    """The resources of one run. `sbatch` holds the texts."""
+    """The resources of one run. `sbatch` holds the options that are passed to Slurm unchanged."""
 
     time: int
     nodes: int = 1
@@ -95,9 +95,9 @@ class SlurmOptions:
             "nodes": self.nodes,
             "ntasks-per-node": self.tasks,
             "cpus-per-task": self.cpus,
-            # Not gpus-per-task: JAX takes the GPU with the number of its process, so it must see all of a node.
+            # Not gpus-per-task: JAX selects the GPU by the number of its process, so it must see all GPUs of a node.
             "gpus-per-node": self.gpus or None,
-            # The wrapper kills a program that does not stop after `grace`, and then writes the status.
+            # The wrapper kills a program that does not stop within `grace` seconds, and then writes the status.
             "signal": f"USR2@{self.grace + 30}",
             **dict(self.sbatch),
         }
@@ -105,7 +105,7 @@ class SlurmOptions:
 
 
 def parse_slurm_options(texts: Sequence[str]) -> SlurmOptions:
-    """Reads `partition=long,gpus=8`. Raises ValueError that names every fault."""
+    """Reads `partition=long,gpus=8`. Raises one ValueError that lists all errors."""
     values: dict[str, Any] = {}
     sbatch: list[tuple[str, str]] = []
     errors: list[str] = []
@@ -131,7 +131,7 @@ def parse_slurm_options(texts: Sequence[str]) -> SlurmOptions:
 
 
 def check_program(options: SlurmOptions, config: str | None, words: Sequence[str]) -> None:
-    """Raises ValueError if the processes of a run of the bundled trainer would not know of each other."""
+    """Raises ValueError if a run of the bundled trainer has several processes but lacks `--distributed`."""
     if config is not None and options.processes > 1 and "--distributed" not in words:
         raise ValueError(
             f"--slurm: a run has {options.processes} processes ({options.nodes} x {options.tasks}): add "
@@ -144,11 +144,11 @@ def check_program(options: SlurmOptions, config: str | None, words: Sequence[str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmJob:
-    """What `slurm.json` holds.
+    """The content of `slurm.json`.
 
     Attributes:
-      id: the number of the job.
-      attempts: how often the run was started before this job. A status of an earlier attempt is not that of this job.
+      id: the id of the job.
+      attempts: how often the run was started before this job, to recognize a status that is from an earlier attempt.
     """
 
     id: str
@@ -159,7 +159,7 @@ class SlurmJob:
 
     @classmethod
     def read(cls, folder: Path) -> SlurmJob | None:
-        """Reads `slurm.json`; None if there is none, or if it is damaged: the comment of the job also finds it."""
+        """Reads `slurm.json`; None if it is missing or damaged. The job can still be found by its comment."""
         try:
             return cls(**json.loads((folder / JOB_FILE).read_text(encoding="utf-8")))
         except (FileNotFoundError, ValueError, TypeError):
@@ -185,7 +185,7 @@ class QueuedJob:
 
 
 class SlurmQueue:
-    """The jobs of this user, asked for at most every few seconds."""
+    """The jobs of this user. Queries Slurm at most every few seconds."""
 
     def __init__(self) -> None:
         self._jobs: dict[str, QueuedJob] | None = None
@@ -193,7 +193,7 @@ class SlurmQueue:
         self._answers = True
 
     def jobs(self) -> dict[str, QueuedJob]:
-        """The jobs by their numbers. Raises OSError if Slurm has never answered; later the last answer counts."""
+        """The jobs by id. If Slurm does not answer, returns its last answer; raises OSError if there is none."""
         now = time.monotonic()
         if self._jobs is None or now - self._asked > _POLL_SECONDS:
             self._asked = now
@@ -203,7 +203,7 @@ class SlurmQueue:
             except OSError as error:
                 if self._jobs is None:
                     raise
-                if self._answers:  # one warning for one outage
+                if self._answers:  # one warning per outage
                     sys.stderr.write(
                         f"policyc: warning: {error}; until Slurm answers, no run is taken as ended\n"
                     )
@@ -211,7 +211,7 @@ class SlurmQueue:
         return self._jobs
 
     def add(self, job: QueuedJob) -> None:
-        """Adds a job that was submitted after the last question."""
+        """Adds a job that was submitted after the last query."""
         self._jobs = {**(self._jobs or {}), job.id: job}
 
 
@@ -224,7 +224,7 @@ def _ask_queue() -> dict[str, QueuedJob]:
 
 
 def _run_slurm(*words: str, script: str = "") -> str:
-    """Runs a command of Slurm with a script as its input. Raises OSError with its message."""
+    """Runs a Slurm command with `script` as its input, and returns its output. Raises OSError with Slurm's message."""
     try:
         answer = subprocess.run(
             words, input=script, capture_output=True, text=True, timeout=_SLURM_TIMEOUT, check=True
@@ -275,7 +275,7 @@ class SlurmExecutor:
         return False
 
     def _may_see_end(self, run: Run, job: SlurmJob) -> bool:
-        """Whether the wrapper's last status may still arrive: a network file system shows a new file after a while."""
+        """Whether the wrapper's last status may still arrive: network file systems show new files with a delay."""
         status = RunStatus.read(run.folder)
         if status is not None and status.attempt > job.attempts and status.state != "running":
             return False
@@ -290,13 +290,13 @@ class SlurmExecutor:
         )
 
     def _submit(self, run: Run) -> str:
-        """Submits a run. Returns the number of its job."""
+        """Submits a run. Returns the id of its job."""
         words = [
             "sbatch",
             "--parsable",
             f"--job-name=policyc-{run.variant}-{'-'.join(map(str, run.seeds))}",
             f"--comment={run.folder}",
-            f"--output={str(run.folder / LOG_FILE).replace('%', '%%')}",  # what the job prints, beside the program
+            f"--output={str(run.folder / LOG_FILE).replace('%', '%%')}",  # what the job prints itself, not the program
             "--open-mode=append",
             *self._options.sbatch_words(),
         ]
@@ -308,7 +308,7 @@ class SlurmExecutor:
         return answer.strip().partition(";")[0]  # the name of a cluster may follow
 
     def _find_job(self, run: Run) -> SlurmJob | None:
-        """The last job of a run. A sweep that was killed while it submitted a job did not note its number."""
+        """The last job of a run, or None. If a sweep was killed before it noted the id, the comment finds the job."""
         if run.folder not in self._jobs:
             job = SlurmJob.read(run.folder)
             comment = str(run.folder)
@@ -332,7 +332,7 @@ class SlurmExecutor:
 
 
 def has_end(status: RunStatus | None, job: SlurmJob, state: str) -> bool:
-    """Does the status say how a run ended whose job has left the queue in this state?"""
+    """Whether a status says how the run ended. `state` is the last one of its job in the queue."""
     if status is None or status.attempt <= job.attempts:
         return False
     return status.state in ("finished", "failed") or (status.state == "preempted" and state != "CANCELLED")

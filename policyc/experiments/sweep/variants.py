@@ -1,4 +1,4 @@
-"""The policies that a sweep compares: baselines, the policy, its edits. What means the same is run once."""
+"""The policies that a sweep compares: baselines, the policy, its edits. Equivalent policies run only once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SweepVariant:
 
     Attributes:
       name: also the name of its folder.
-      edit: what was changed, in words.
+      edit: a description of the change.
       role: a baseline, the policy itself, or an edit of it.
       reason: why it is not run; empty if it is.
     """
@@ -37,7 +37,7 @@ class SweepVariant:
 
     @cached_property
     def text(self) -> str:
-        """The policy as a formatted file that needs no other, with a comment that says what it is."""
+        """The policy as a formatted, self-contained file, with a comment that describes the edit."""
         text = f"# {escape_controls(self.edit)}\n\n{self.policy}"
         return format_text(text) or text
 
@@ -51,7 +51,7 @@ class SweepVariant:
 class VariantList:
     """The policies to run, in the order of the table, and those that are not run.
 
-    `policy` is the name of the variant that was edited: the policy, or the baseline that means the same.
+    `policy` is the name of the variant that was edited: the policy, or an equivalent baseline.
     """
 
     variants: tuple[SweepVariant, ...]
@@ -64,7 +64,7 @@ class VariantList:
 
 
 def policy_name(policy: str) -> str:
-    """The name of a policy in a sweep: that of its file without its folder and suffix. It is also a folder."""
+    """The name of a policy in a sweep, and of its folder: that of its file without suffix, then that of its variant."""
     path, variant = split_variant(policy)
     name = Path(path).name.removesuffix(".policy")
     name = name if name.strip(".") else "policy"  # '.policy' has no name, and '..' is another folder
@@ -72,12 +72,12 @@ def policy_name(policy: str) -> str:
 
 
 def expand(policy: Policy) -> Policy:
-    """The policy alone: imports are expanded already, and a sweep has no use for variants in an edited text."""
+    """Removes the variants, which are of no use in an edited text. Imports are already expanded."""
     return replace(policy, variants=())
 
 
 def semantic_key(policy: Policy) -> object:
-    """Equal for policies that mean the same: recipes are compared by what they do, not by their names."""
+    """A key that is equal for equivalent policies: recipes are compared by their effect, not by their names."""
     resolve = policy.resolver()
     rules = tuple((r.selectors, r.where, r.expect, r.when, resolve(r.recipe)) for r in policy.rules)
     return policy.seed, rules
@@ -91,10 +91,10 @@ def load_baseline(name: str) -> SweepVariant:
 def collect_variants(
     baselines: Sequence[SweepVariant], policies: Sequence[SweepVariant], edits: Sequence[SweepVariant]
 ) -> VariantList:
-    """Puts the policies of a sweep together, each meaning once.
+    """Collects the policies of a sweep, without duplicates.
 
-    An edit that means the same as an earlier policy, or that is not a valid policy, is omitted. Two policies of one
-    name get different names.
+    A policy that is equivalent to an earlier one, or that is not valid, is omitted. Policies with the same name get
+    different names.
     """
     candidates = [
         *(replace(baseline, role="baseline") for baseline in baselines),
@@ -127,7 +127,7 @@ def _unique_name(name: str, prefix: str, taken: set[str]) -> str:
 
 
 def without_title(text: str) -> str:
-    """The text of a variant without its first comment, which says what it is and has the path that the user gave."""
+    """The text of a variant without its first comment, which may contain a path as the user wrote it."""
     return text.partition("\n\n")[2]
 
 
@@ -140,10 +140,10 @@ def _find_error(text: str) -> str:
 def drop_equal_plans(
     policies: VariantList, planned: Mapping[str, PlannedPolicy], optional: Collection[str] = ()
 ) -> VariantList:
-    """Omits the edits that do not fit the program, or that do to it what an earlier policy does.
+    """Omits edits that do not fit the program, and policies with the same plan as an earlier one.
 
-    `optional` are baselines that may be omitted too. Raises ValueError if another baseline, or the policy itself, does
-    not fit.
+    `optional` are baselines that may be omitted too if they do not fit. Raises ValueError if another baseline, or the
+    policy itself, does not fit.
     """
     variants: list[SweepVariant] = []
     omitted = [*policies.omitted]
@@ -157,7 +157,7 @@ def drop_equal_plans(
                 f"the {variant.role} '{variant.name}' cannot be applied to the program{help}:\n{plan.error}"
             )
         reason = f"cannot be applied to the program: {plan.error}" if plan.error else ""
-        if plan.error and variant.role == "baseline":  # a bundled policy: its lines do not help
+        if plan.error and variant.role == "baseline":  # a bundled policy, whose source lines do not help
             reason = f"{reason.splitlines()[0]}; --baseline names others"
         if not plan.error and plan.digest in names:
             reason = f"does the same to this program as '{names[plan.digest]}'"

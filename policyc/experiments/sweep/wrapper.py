@@ -1,9 +1,9 @@
-"""Runs one run of a sweep: `python -m policyc.experiments.sweep.wrapper FOLDER [RANK]`.
+"""Executes one run of a sweep: `python -m policyc.experiments.sweep.wrapper FOLDER [RANK]`.
 
 Starts the command of `launch.json`, writes its output to `log.txt`, and writes `status.json` when the state changes. On
-SIGTERM, SIGINT, SIGUSR1 or SIGUSR2, or if there is a file `stop` in the folder, it interrupts the program, which can
-then save a checkpoint, and kills it after a grace period. If this process is killed, so is the program (on Linux): no
-program is left that nobody can stop.
+SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2, or if there is a file `stop` in the folder, it sends the program SIGTERM.
+The program can then save a checkpoint, and is killed after a grace period. If this process is killed, so is the program
+(on Linux), so that no program is left that nobody can stop.
 
 In a job with several processes, those with a RANK above 0 write `log.RANK.txt` and no status. The exit code is 0 if the
 run finished or was stopped: Slurm ends the other processes of a job when one ends with an error.
@@ -43,7 +43,7 @@ GRACE_VARIABLE = "POLICYC_STOP_GRACE"
 """Environment variable: how many seconds a stopped program may take to save before it is killed."""
 
 EXIT_PREEMPTED = 75
-"""EX_TEMPFAIL: the program had the signal of a scheduler, and saved."""
+"""EX_TEMPFAIL: the program received a scheduler's signal, and saved."""
 
 DEFAULT_GRACE = 60  # seconds: a step and a checkpoint of a small model
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -51,8 +51,8 @@ _POLL_SECONDS = 0.1
 _CONVERT_SECONDS = 5.0  # between two conversions of another trainer's metrics
 _EXIT_BUSY = 75  # EX_TEMPFAIL: another process runs this run
 _GOOD_EXITS = (0, EXIT_PREEMPTED, 130)  # 130: the bundled trainer saved on SIGINT
-_LAST_WORDS_SECONDS = 30  # the first process sees that another one is dead, and says so, before Slurm ends it
-_LOG_LINES = 40  # lines in which the reason of a failure is looked for
+_LAST_WORDS_SECONDS = 30  # for the first process to notice and report a failed one before Slurm ends it
+_LOG_LINES = 40  # lines that are searched for the reason of a failure
 _DIAGNOSTIC = ": error["
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory", "MemoryError", "OUT_OF_MEMORY")
 
@@ -65,7 +65,7 @@ def main() -> int:
     run = Run.read(folder)
     statuses = [RunStatus.read(folder) for folder in run.folders]
     if all(status is not None and status.state == "finished" for status in statuses):
-        return 0  # Slurm starts a job again whose node failed
+        return 0  # Slurm restarts a job whose node failed
     if len(sys.argv) == 3 and int(sys.argv[2]) > 0:
         return _Wrapper(run).run_rank(int(sys.argv[2]))
     try:
@@ -108,7 +108,7 @@ class _Wrapper:
         return int(any(end.state == "failed" for end in ends))
 
     def run_rank(self, rank: int) -> int:
-        """Runs another process of the program to its end. Returns 0 unless it failed."""
+        """Runs a process with a rank above 0 to its end. Returns 0 unless it failed."""
         with (self._run.folder / f"log.{rank}.txt").open("a", encoding="utf-8") as log:
             code = self._run_program(log)
         if code in _GOOD_EXITS:
@@ -117,7 +117,7 @@ class _Wrapper:
         return 1
 
     def _first_status(self) -> RunStatus:
-        """The status of a run that starts, and counts its earlier attempts."""
+        """The status of a run that starts. It includes the number and the time of earlier attempts."""
         earlier = RunStatus.read(self._run.folder)
         return RunStatus(
             state="running",
@@ -133,7 +133,7 @@ class _Wrapper:
         self._signal = self._signal or number
 
     def _run_program(self, log: TextIO, descriptors: Sequence[int] = ()) -> int:
-        """Waits for the program, stops it when this process is asked to stop, and converts its metrics meanwhile."""
+        """Runs the program, converts its metrics meanwhile, and stops it on request. Returns its exit code."""
         environment = {**os.environ, **self._run.environment}
         try:
             process = subprocess.Popen(
@@ -156,13 +156,13 @@ class _Wrapper:
                     next_conversion = time.monotonic() + _CONVERT_SECONDS
                 time.sleep(_POLL_SECONDS)
         finally:
-            with suppress(ProcessLookupError):  # what the program left running, such as loaders of data
+            with suppress(ProcessLookupError):  # what the program left running, such as data loaders
                 os.killpg(process.pid, signal.SIGKILL)
         self._convert_metrics()
         return process.returncode
 
     def _stop(self, process: subprocess.Popen[bytes]) -> None:
-        """Interrupts the program once, and kills it when the grace period is over."""
+        """Sends SIGTERM to the program once, and kills it when the grace period is over."""
         with suppress(ProcessLookupError):
             if self._deadline == math.inf:
                 self._deadline = time.monotonic() + self._grace
@@ -191,7 +191,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _die_with_parent() -> None:
-    """Has Linux kill the program, which calls this before it starts, when this process ends."""
+    """Makes Linux kill the program when this process ends. Called in the child before the program starts."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -208,7 +208,7 @@ def read_grace(environment: Mapping[str, str]) -> float:
 
 
 def judge_seeds(run: Run, code: int, stop_signal: int | None, log_start: int = 0) -> list[RunEnd]:
-    """How each seed of a run ended. If one diverged, this is why the program failed: the others may have finished."""
+    """How each seed of a run ended. If one diverged, that explains the exit code, which then counts as 0 for all."""
     ends = [judge_end(folder, run, code, stop_signal, log_start) for folder in run.folders]
     if not any(end.diverged for end in ends):
         return ends
@@ -241,9 +241,9 @@ def judge_end(folder: Path, run: Run, code: int, stop_signal: int | None, log_st
 
 
 def judge_without_exit_code(folder: Path, run: Run) -> RunEnd:
-    """How a run ended whose exit code is lost: it has finished if nothing is missing in its metrics.
+    """How a run ended whose exit code is lost. It has finished if its metrics are complete.
 
-    A run that validates has to have validated its last step, because it may have been killed before that.
+    A run that validates must also have validated its last step, because it may have been killed before that.
     """
     end = judge_end(folder, run, 0, None)
     if end.diverged:
@@ -267,7 +267,7 @@ def _explain_exit(code: int, log: Path, log_start: int) -> str:
     if code < 0:
         hint = " (by the system if memory ran out)" if -code == signal.SIGKILL else ""
         return f"killed by {signal.Signals(-code).name}{hint}"
-    # A diagnostic of policyc ends with the place in the policy, so its first line says more than its last.
+    # A diagnostic of policyc ends with the location in the policy, so its first line says more than its last.
     message = next((line for line in reversed(lines) if _DIAGNOSTIC in line), lines[-1] if lines else "")
     return f"exit code {code}" + (f": {message.strip()[:200]}" if message else "")
 
