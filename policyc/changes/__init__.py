@@ -1,4 +1,4 @@
-"""What a policy changes in a program: every equation before and after, as data, as text and as pictures."""
+"""Shows what a policy changes in a program: every equation before and after, as data, text and pictures."""
 
 __all__ = [
     "api", "build", "data", "gradient", "graph", "linears", "matching", "model",

@@ -1,4 +1,4 @@
-"""`policyc.diff`: what a policy changes in a loss, as an object that prints, saves and shows itself."""
+"""`policyc.diff`: computes what a policy changes in a loss, as an object to print, save or display in a notebook."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ FILE_WRITERS: Mapping[str, Callable[[DiffData], str]] = {
     ".svg": draw_heat_map,
     ".txt": render,
 }
-"""What `Diff.save` writes, by the suffix of the file."""
+"""The functions that render a file for `Diff.save`, by its suffix."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Diff:
-    """A difference between two versions of a loss. `str` is what `policyc diff` prints; notebooks show a heat map."""
+    """The difference between two versions of a loss. `str` is what `policyc diff` prints; notebooks show a heat map."""
 
     data: DiffData
 
     def __bool__(self) -> bool:
-        """Does anything differ?"""
+        """Whether anything differs."""
         return self.data.differs
 
     def __repr__(self) -> str:
@@ -51,7 +51,7 @@ class Diff:
         return draw_heat_map(self.data)
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of the JSON; docs/reference/diff.md describes it."""
+        """The diff as JSON data. docs/reference/diff.md describes the schema."""
         return as_data(self.data)
 
     @property
@@ -78,15 +78,15 @@ def diff(
     has_aux: bool = False,
     **kwargs: Any,
 ) -> Diff:
-    """What a policy changes in `fn`, called with these arguments.
+    """Computes what a policy changes in `fn` when it is called with these arguments.
 
     Args:
       policy: a `Policy`, a path, the name of a bundled policy, or the text of a policy.
       fn: the loss. It is traced and not run.
       *args: its arguments, which may be `jax.ShapeDtypeStruct`s.
       before: another policy to compare with. By default `fn` without a policy.
-      grad: compare the gradients, where dgrad and wgrad show.
-      target: the GPU that times are predicted for, and that decides which products are native.
+      grad: compare the gradients, so that dgrad and wgrad appear.
+      target: the GPU for which times are predicted. It also decides which products are native.
       param_argnums: which positional arguments hold parameters.
       has_aux: as in `jax.grad`.
       **kwargs: keyword arguments of `fn`.

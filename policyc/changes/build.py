@@ -53,15 +53,15 @@ def build_diff(
     """Compares a policy with no policy, or with another one, in one phase of their schedules.
 
     Args:
-      step: the training step under the policy after.
-      before: the policy before; None: no policy.
-      labels: the names of both sides.
-      program: its name.
-      target: the GPU that times are predicted for.
-      mesh: its devices.
-      phase: the number of the phase.
-      is_gradient: compare the gradients of the loss, where dgrad and wgrad show.
-      roots: folders that files are named relative to, so that a page that is shared does not name those of a machine.
+      step: the training step, planned under the new policy.
+      before: the policy to compare with; None for no policy.
+      labels: names of the two sides, before and after.
+      program: the program's name.
+      target: the GPU for which times are predicted.
+      mesh: the device mesh for which times are predicted.
+      phase: index of the phase. A schedule with fewer phases uses its last one.
+      is_gradient: compare the gradients of the loss, so that dgrad and wgrad appear.
+      roots: folders that file paths are shown relative to, so that a shared page does not reveal local folders.
     """
     roots = (os.getcwd(), *sys.path) if roots is None else roots
     after = step.plan
@@ -69,7 +69,7 @@ def build_diff(
     plans = replace(plan_before, constant_inputs=after.constant_inputs), after
     phases = tuple(
         plan.phases[min(phase, len(plan.phases) - 1)] for plan in plans
-    )  # the last of fewer phases
+    )  # a schedule with fewer phases uses its last one
     predictions = [
         Prediction(replace(step, plan=plan), phase, target, mesh)
         for plan, phase in zip(plans, phases, strict=True)
@@ -107,14 +107,14 @@ def build_diff(
 
 
 def _backends(linears: Sequence[Linear]) -> set[str]:
-    """The backends of native products after."""
+    """The backends that run products natively after the change."""
     products = (product for linear in linears for run in linear.runs for product in run.products)
     lowerings = (p.after.state.lowering for p in products)
     return {lowering.backend for lowering in lowerings if lowering.native} - {""}
 
 
 def _refused_rules(plan: Plan, roots: Sequence[str]) -> Iterator[str]:
-    """Rules that do nothing and that `policyc apply` refuses."""
+    """Messages about rules that do nothing, for which `policyc apply` refuses the policy."""
     for diagnostic in idle_rules(plan, hint="only the first loss of the program is compared"):
         if diagnostic.severity is Severity.ERROR:
             rule = escape_controls(textwrap.shorten(diagnostic.span.text, 60, placeholder=" …"))
@@ -134,7 +134,7 @@ def _match_losses(plans: Sequence[Plan], decisions: Sequence[Decisions]) -> Matc
 
 
 def find_stacks(linears: Sequence[Linear]) -> tuple[Stack, ...]:
-    """The stacks of a model, in the order of the linears, with the layers to which the same happens in one class."""
+    """The stacks of a model, in the order of the linears. Layers that are treated alike form one class."""
     numbers: dict[str, list[int]] = {}
     for number, linear in enumerate(linears):
         numbers.setdefault(linear.stack, []).append(number)
@@ -154,7 +154,7 @@ def _make_stack(name: str, members: Sequence[int], linears: Sequence[Linear]) ->
 
 
 def _run_key(linear: Linear, layer: int) -> Hashable:
-    """What happens to a layer of a linear: equal for runs that are apart and alike."""
+    """Key of a layer of a linear: equal for layers that are treated alike, even in different runs."""
     run = next((run for run in linear.runs if run.first is None or layer in run.layers), None)
     if run is None:
         return None
@@ -163,7 +163,10 @@ def _run_key(linear: Linear, layer: int) -> Hashable:
 
 
 def count_products(linears: Sequence[Linear]) -> Totals:
-    """Counts all products of the part of the model that changes, and those that change, are emulated or opaque."""
+    """Counts the products in the part of the model that changes.
+
+    Products that change, are emulated or are opaque are counted in the whole model.
+    """
     changed_names = [linear.name for linear in linears if any(run.is_changed for run in linear.runs)]
     group = _common_scope(changed_names)
     counted = [linear for linear in linears if name_parts(linear.name)[: len(group)] == group]
@@ -178,7 +181,7 @@ def count_products(linears: Sequence[Linear]) -> Totals:
 
 
 def _common_scope(names: Sequence[str]) -> tuple[str, ...]:
-    """The parts that all these names start with, without the last part of any."""
+    """The parts that all these names start with. The last part of each name does not count."""
     scopes = [name_parts(name)[:-1] for name in names]
     columns = itertools.takewhile(lambda column: len({*column}) == 1, zip(*scopes, strict=False))
     return tuple(column[0] for column in columns)

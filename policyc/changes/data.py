@@ -30,7 +30,7 @@ def as_json(diff: DiffData) -> str:
 
 
 def as_data(diff: DiffData) -> dict[str, Any]:
-    """The diff as dictionaries, lists, texts and numbers."""
+    """The diff as dictionaries, lists, strings and numbers that JSON can hold."""
     writer = _Writer(diff)
     linears = [writer.linear(number) for number in range(len(diff.linears))]
     return {
@@ -81,7 +81,7 @@ def sentence(diff: DiffData) -> str:
 
 
 def describe_machine(diff: DiffData) -> str:
-    """What a prediction is for: "8 GB200 (backend te, 1,024 x 8,192 tokens)"."""
+    """The hardware and the batch that a prediction is for: "8 GB200 (backend te, 1,024 x 8,192 tokens)"."""
     words = []
     if diff.backends:
         words.append(f"backend{'s' if len(diff.backends) > 1 else ''} {' and '.join(diff.backends)}")
@@ -92,7 +92,7 @@ def describe_machine(diff: DiffData) -> str:
 
 
 class _Writer:
-    """Writes parts of a diff. Texts of policies and states of products are numbered, and written once."""
+    """Writes the parts of a diff. Policy texts and product states are written once and referenced by number."""
 
     def __init__(self, diff: DiffData) -> None:
         self.sources: list[dict[str, Any]] = []
@@ -215,7 +215,7 @@ def _stack(stack: Stack) -> dict[str, Any]:
 
 
 def graph_data(graph: nx.DiGraph[int]) -> dict[str, Any]:
-    """The graph as lists: nodes in the order of their numbers, with the children of each, and the edges of data."""
+    """The graph as lists: the nodes by number, each with its children, and the data edges."""
     return {
         "nodes": [_node_data(graph, node) for node in graph],
         "edges": [[u, v] for u, v, edge in graph.edges(data=True) if edge["kind"] == "data"],

@@ -1,8 +1,8 @@
 """Matches the equations of the gradients of two versions of a loss.
 
-Each equation of a gradient is derived from one equation of the loss, and says so by its tag. Equations of both sides
-are matched if they are derived from the same equation, as the same product, in the same pass. If their numbers differ,
-they are shown as removed and added.
+Each equation of a gradient derives from one equation of the loss, which its tag names. Equations before and after
+are matched if they derive from the same equation, belong to the same product, and run in the same pass. If their
+primitives differ, they are shown as removed and added.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from policyc.language.recipes import Gemm
 
 
 def match_gradients(plans: Sequence[Plan], decisions: Sequence[Decisions]) -> MatchedLoss:
-    """Matches the gradients of a loss under two plans that decide this."""
+    """Matches the gradients of a loss under two plans with these decisions."""
     before, after = itertools.starmap(tagged_gradient, zip(plans, decisions, strict=True))
     return match_tagged(before, after, plans[1].sites)
 
 
 def match_tagged(before: AnyJaxpr, after: AnyJaxpr, sites: Sites) -> MatchedLoss:
-    """Matches two gradients of a loss with these sites."""
+    """Matches two tagged gradients of the loss that has these sites."""
     matches = _GradientMatcher(sites).match(before, after, {})
     return MatchedLoss(loss=MatchedJaxpr(label="gradient", matches=matches, inputs=_inputs(before, after)))
 
 
 def tag_loss(sites: Sites) -> TaggedLoss:
-    """The loss of these sites with a tag on every equation. Equal losses have equal tags."""
+    """Tags every equation of the loss that has these sites. Equal losses get equal tags."""
     return TaggedLoss(sites.jaxpr, {site.address for site in sites if not site.opaque})
 
 
 def _tag_sites(sites: Sites, tags: TaggedLoss) -> Iterator[Site]:
-    """The sites with tags, and with the scopes of their containers on what their weights derive by.
+    """Tags the sites, and adds the name scopes of their containers to the equations that derive their weights.
 
-    Sites with the same weight keep its equations in common: they are moved out of the loss once.
+    Sites that share a weight also share its equations, so that they are hoisted out of the loss only once.
     """
     moved: dict[tuple[int, int], JaxprEqn] = {}
     for site in sites:
@@ -73,7 +73,7 @@ def _tag_sites(sites: Sites, tags: TaggedLoss) -> Iterator[Site]:
 
 
 def tagged_gradient(plan: Plan, decisions: Decisions) -> AnyJaxpr:
-    """The gradient of a plan's loss with these decisions, and with a tag on every equation."""
+    """Traces the gradient of a plan's loss under these decisions, with a tag on every equation."""
     sites = plan.sites
     loss_with_tags = tag_loss(sites)
     tagged = replace(
@@ -94,7 +94,7 @@ def tagged_gradient(plan: Plan, decisions: Decisions) -> AnyJaxpr:
         extra: list[object] = []
         for hoisted in rewritten.hoisted:
             values = [next(arrays) for _ in hoisted.avals]
-            # The words of a rounding key differ from layer to layer. As inputs they leave the layers alike.
+            # The words of a rounding key differ between layers. As inputs, they do not make the layers differ.
             extra += [next(key_words) for _ in values] if hoisted.content is ROUNDING_KEY else values
         return jaxprs.evaluate_with_consts(rewritten.jaxpr, consts, *inputs, *extra)
 
@@ -105,9 +105,9 @@ def tagged_gradient(plan: Plan, decisions: Decisions) -> AnyJaxpr:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Key:
-    """What must be equal for equations of two gradients to correspond.
+    """Equations of two gradients correspond if their keys are equal.
 
-    `address` is the equation of the loss that they are from; empty if they are from none.
+    `address` is that of the loss equation from which they derive; empty if there is none.
     """
 
     address: Address
@@ -133,9 +133,10 @@ class _GradientMatcher:
         container: Address = (),
         is_backward: bool = False,
     ) -> tuple[Match, ...]:
-        """Matches two jaxprs that a container runs.
+        """Matches two jaxprs, which may be the bodies of a container.
 
-        `container` is the equation of the loss that it is from. `is_backward`: the backward pass runs it.
+        `container` is the address of the loss equation from which the container derives; empty at the top level.
+        With `is_backward`, the container runs in the backward pass.
         """
         olds, news = (
             self._by_key(jaxprs.equations(side), container, is_backward) for side in (before, after)
@@ -164,7 +165,7 @@ class _GradientMatcher:
     def _product(self, eqn: JaxprEqn, tag: Tag) -> str:
         """The product that an equation belongs to; empty if it belongs to none."""
         site = None if tag.address is None else self._sites.get(tag.address)
-        # The sum of two gradients is part of neither.
+        # A sum of two gradients belongs to neither of their products.
         if site is None or jaxprs.primitive_name(eqn) == "add_any":
             return ""
         if tag.part == "result":
@@ -250,7 +251,7 @@ class _GradientMatcher:
         pieces: Sequence[_ScanPiece],
         iterations: Iterations,
     ) -> Match:
-        """Scans before, and the scans after into which they are split."""
+        """Matches scans with the shorter scans into which they are split."""
         inside: list[MatchedJaxpr] = []
         for piece in pieces:
             before, after = (jaxprs.sub_jaxprs(eqn)[0].jaxpr for eqn in (piece.whole, piece.scan))
@@ -262,7 +263,7 @@ class _GradientMatcher:
 
 @dataclass(frozen=True, slots=True)
 class _ScanPiece:
-    """A scan that runs some iterations of another one."""
+    """A scan that runs some of the iterations of a longer one, `whole`."""
 
     whole: JaxprEqn
     scan: JaxprEqn
@@ -270,7 +271,7 @@ class _ScanPiece:
 
 
 def _scan_pieces(old: Sequence[JaxprEqn], new: Sequence[JaxprEqn]) -> list[_ScanPiece]:
-    """The scans into which others are split, in the order in which they run; none if they are not."""
+    """The scans into which the old ones are split, in execution order. Empty if the new scans are not such pieces."""
     pieces: list[_ScanPiece] = []
     scans = list(_scans(new))
     for whole in _scans(old):
@@ -287,7 +288,7 @@ def _scan_pieces(old: Sequence[JaxprEqn], new: Sequence[JaxprEqn]) -> list[_Scan
 
 
 def _inputs(before: AnyJaxpr, after: AnyJaxpr) -> tuple[tuple[Var, Var], ...]:
-    """Pairs the inputs of two jaxprs. Empty if their numbers differ: the extra ones are unknown."""
+    """Pairs the inputs of two jaxprs. Empty if they have different numbers of inputs: the extra ones are unknown."""
     old, new = (jaxprs.open_jaxpr(side).invars for side in (before, after))
     return tuple(zip(old, new, strict=True)) if len(old) == len(new) else ()
 
@@ -297,7 +298,10 @@ def _scans(eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
 
 
 def _in_order(matches: Iterable[Match], before: AnyJaxpr, after: AnyJaxpr) -> Iterator[Match]:
-    """Matches in the order of the equations after. What is only before stands in front of what follows it there."""
+    """Sorts matches by their equations after.
+
+    A match that exists only before is placed in front of the next match that exists on both sides.
+    """
     orders = [{id(eqn): n for n, eqn in enumerate(jaxprs.equations(side))} for side in (before, after)]
     removed: list[Match] = []
     in_front: dict[int, list[Match]] = {}

@@ -1,8 +1,8 @@
 """The graph of a diff: scopes and equations, as a networkx graph that every output reads.
 
-Nodes are numbers. An edge of the kind `contains` leads from a scope to what is in it, in order; an edge of the kind
-`data` from an equation to one that reads its result. Scopes with the same content, such as the layers of an
-unrolled stack, are one node.
+Nodes are integers. Edges of the kind `contains` lead from a node to its children, in order; edges of the kind `data`
+lead from an equation to the equations that read its results. Scopes with the same content, such as the layers of an
+unrolled stack, share one node.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_PARAMETER = 80  # characters of one parameter: a sharding or a mesh has hun
 
 
 def build_graph(diff: DiffData) -> nx.DiGraph[int]:
-    """The graph of a diff. Its root is the node 0, the loss."""
+    """Builds the graph of a diff. Node 0 is the root: the loss, or its gradient."""
     builder = _GraphBuilder(diff)
     kind = "gradient" if diff.is_gradient else "loss"
     root = builder.add_scope(None, name=kind, kind=kind)
@@ -43,7 +43,7 @@ _GRAPHS: WeakKeyDictionary[DiffData, nx.DiGraph[int]] = WeakKeyDictionary()
 
 
 def graph_of(diff: DiffData) -> nx.DiGraph[int]:
-    """The graph of a diff, built once for all outputs. They must not change it."""
+    """The graph of a diff, built once and shared by all outputs. They must not change it."""
     if diff not in _GRAPHS:
         _GRAPHS[diff] = build_graph(diff)
     return _GRAPHS[diff]
@@ -54,9 +54,9 @@ def graph_of(diff: DiffData) -> nx.DiGraph[int]:
 
 @dataclass(slots=True)
 class _Names:
-    """The variables of a jaxpr: their short names, and the nodes that compute them, by their side.
+    """The variables of a jaxpr: their short names, the nodes that compute them on each side, and their readers.
 
-    An equation and those that replace it compute the same variable.
+    An equation and its replacement compute the same variable, so a variable may have a producer on each side.
     """
 
     names: dict[Var, str] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class _Names:
     readers: list[tuple[Var, int]] = field(default_factory=list)
 
     def same(self, one: Var, other: Var) -> None:
-        """Two variables that are the same, before and after."""
+        """Records that two variables, one before and one after, are the same."""
         self.names[other] = self[one]
         if one in self.producers:
             self.producers[other] = self.producers[one]
@@ -76,7 +76,7 @@ class _Names:
 
 
 def _letters(number: int) -> str:
-    """a, b, ..., z, ba, bb, ...: as JAX prints variables."""
+    """The name of a variable, as JAX prints it: a, b, ..., z, ba, bb, ..."""
     letters = ""
     while True:
         number, digit = divmod(number, 26)
@@ -118,7 +118,7 @@ class _GraphBuilder:
                 self._add_match(parent, child, names)
 
     def add_jaxpr(self, parent: int, matched: MatchedJaxpr) -> None:
-        """The equations of a jaxpr by name scope; at the top of a gradient, first by pass."""
+        """Adds the equations of a jaxpr in their name scopes. At the top of a gradient, each pass is a scope."""
         names = _Names()
         for old, new in matched.inputs:
             names.same(old, new)
@@ -132,7 +132,7 @@ class _GraphBuilder:
         self._add_data_edges(names)
 
     def add_hoisted(self, parent: int, hoisted: Sequence[Match]) -> None:
-        """The quantizations that run once per step, alike ones of different layers together."""
+        """Adds the quantizations that run once per step. Equal ones of different layers share a scope."""
         groups: dict[tuple[str, str], list[Match]] = {}
         for match in hoisted:
             groups.setdefault((self._sites.name(match), self.nest.signature([match])), []).append(match)
@@ -183,7 +183,7 @@ class _GraphBuilder:
         *,
         opened: bool = False,
     ) -> int:
-        """One equation; if `opened`, with the equations of the jaxprs inside it."""
+        """Adds an equation. If `opened`, also adds the equations of the jaxprs inside it."""
         subs = jaxprs.sub_jaxprs(eqn)
         inside = sum(1 for sub in subs for _ in jaxprs.all_equations(sub.jaxpr))
         node = self._add(
@@ -218,7 +218,7 @@ class _GraphBuilder:
                     self.graph.add_edge(producer, node, kind="data")
 
     def count_changes(self, node: int) -> tuple[int, int]:
-        """Gives every scope the numbers of the equations in it: all of them, and those that changed."""
+        """Stores in every scope how many equations are in it, and how many of these changed. Returns both numbers."""
         total = changed = 0
         for child in children_of(self.graph, node):
             if self.graph.nodes[child]["type"] == "equation":
@@ -232,12 +232,12 @@ class _GraphBuilder:
 
 
 def children_of(graph: nx.DiGraph[int], node: int) -> list[int]:
-    """What a node contains, in order."""
+    """The children of a node, in order."""
     return [v for _, v, edge in graph.out_edges(node, data=True) if edge["kind"] == "contains"]
 
 
 def _alias(shown: ScopeTree, copy: ScopeTree, names: _Names) -> None:
-    """What a copy computes counts as computed by the scope that stands for it."""
+    """Records the nodes of the scope that is shown as producers of a copy's results."""
     for one, other in zip(scope_results(shown), scope_results(copy), strict=True):
         if one in names.producers:
             names.producers[other] = names.producers[one]
@@ -251,7 +251,7 @@ def _atom(atom: Any, names: _Names) -> str:
 
 
 def _is_rounding_key(eqn: JaxprEqn, atom: Any) -> bool:
-    """Is it a word of the key of a site that has it as a constant? It says nothing to a reader."""
+    """Whether an operand is a literal word of a rounding key, which tells a reader nothing."""
     is_word = isinstance(atom, Literal) and str(atom.aval) == "uint32[]"
     return is_word and jaxprs.primitive_name(eqn) == "custom_vjp_call"
 
@@ -262,7 +262,7 @@ def _output(var: Var, names: _Names) -> str:
 
 
 def short_parameters(eqn: JaxprEqn) -> str:
-    """The parameters that say what an equation computes, in one line; for a container, its name and iterations."""
+    """The parameters that define what an equation computes, on one line. For a container: its name and iterations."""
     names = _CONTAINER_PARAMETERS if jaxprs.sub_jaxprs(eqn) else eqn.params
     words = []
     for name in names:

@@ -1,4 +1,4 @@
-"""The linears of a diff: what happens to each of them before and after."""
+"""The linears of a diff, and how each of them runs before and after."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ class Prediction:
         return training_step.count_readers(self._step.plan)
 
     def layer_seconds(self, site: Site, decision: Decision) -> tuple[dict[Gemm, float], float | None]:
-        """Seconds of one layer of a site on one device: of its products, and of quantizing their operands."""
+        """Seconds that one layer of a site takes on one device: for each product, and for quantizing the operands.
+
+        The latter is None for attention, which is a fused kernel.
+        """
         group = LayerGroup.from_decision(site, decision)
         if step_cost.is_attention(group):
             each = step_cost.attention_seconds(site, self._target, self._mesh, causal=self._step.causal)
@@ -62,7 +65,7 @@ class Prediction:
 
 
 Cells = dict[tuple[Address, Layer], tuple[int, int | None]]
-"""The number of the linear and the index in its stack, for each layer of each site."""
+"""For each layer of each site: the number of its linear, and the index of the layer in its stack."""
 
 
 def compare_linears(
@@ -70,7 +73,7 @@ def compare_linears(
     phases: Sequence[Phase],
     predictions: Sequence[Prediction],
 ) -> tuple[tuple[Linear, ...], Cells]:
-    """The linears of two plans, and where each layer of a site is."""
+    """Compares the linears of two plans. Also returns the cell of each layer of each site."""
     rows = sort_into_linears(plans[1].sites)
     comparison = _Comparison(plans, phases, predictions)
     linears = (Linear(stack=row.stack, name=row.name, runs=tuple(comparison.runs(row))) for row in rows)
@@ -93,7 +96,7 @@ class _Comparison:
         self._decisions = [plan.decisions(phase) for plan, phase in zip(plans, phases, strict=True)]
 
     def runs(self, row: LinearLayers) -> Iterator[LinearRange]:
-        """The layers of a row, consecutive ones to which the same happens together."""
+        """Groups the layers of a row into runs of consecutive layers that are treated alike."""
 
         def key(item: tuple[int, tuple[int | None, tuple[Site, Layer]]]) -> Hashable:
             position, (index, (site, layer)) = item
@@ -140,7 +143,7 @@ class _Comparison:
 
 
 def product_state(site: Site, decision: Decision, gemm: Gemm, seed: int | None = None) -> ProductState:
-    """How a product of a site runs. `seed` is that of the policy, None if it is not known."""
+    """How a product of a site runs. `seed` is the seed of the policy; None if unknown."""
     kept = kept_state(site, gemm)
     if decision.recipe is None or site.opaque:
         return kept
@@ -166,9 +169,9 @@ def kept_state(site: Site, gemm: Gemm) -> ProductState:
 
 
 def decisions_that_matter(plan: Plan, phase: Phase) -> Decisions:
-    """The decisions of a phase, without recipes that multiply what the program multiplies: `bf16` on a bf16 product.
+    """The decisions of a phase, without recipes that leave the numerics unchanged, such as `bf16` on a bf16 product.
 
-    The compiler replaces such a site by an equal equation, which is not a change to show.
+    The compiler replaces such a site with an equal equation, which should not be shown as a change.
     """
     sites = {site.address: site for site in plan.sites}
 
@@ -184,14 +187,14 @@ def decisions_that_matter(plan: Plan, phase: Phase) -> Decisions:
 
 
 def operand_roles(site: Site, gemm: Gemm) -> tuple[str, str]:
-    """What the operands of a product are. Without a weight, both operands of the GEMM are activations."""
+    """The roles of a product's operands. Without a weight, the activations are named lhs and rhs."""
     first, second = (role for g, role in OPERANDS if g is gemm)
     names = {} if site.weight is not None else {Role.ACTIVATION: "lhs", Role.WEIGHT: "rhs"}
     return names.get(first, str(first)), names.get(second, str(second))
 
 
 def operand_formats(site: Site, gemm: Gemm) -> tuple[str, str]:
-    """The dtypes of the operands of a product in the program, by the names of the formats."""
+    """The dtypes of a product's operands in the program, as names of formats."""
     query = gemm_queries(site, make_recipe("keep"))[list(Gemm).index(gemm)]
     first, second = (OTHER_FORMAT_NAMES.get(dtype, dtype) for dtype in query.types)
     return first, second

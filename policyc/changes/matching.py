@@ -1,7 +1,7 @@
-"""Matches the equations of two versions of a loss: the loss without a policy, or the loss under one of two policies.
+"""Matches the equations of two versions of a loss. Each version is the loss under a policy, or without one.
 
-The rewrite keeps what became of each equation, so both versions are known by the equations of the same original.
-Nothing is matched by similarity.
+The rewrite records the replacement of each original equation, so equations are matched through the original that both
+versions come from. Nothing is matched by similarity.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from policyc.jaxcore.jaxprs import AnyJaxpr
 from policyc.jaxcore.transform import Address, Replacement, TransformedBody
 
 PRODUCT_SCOPE = re.compile(r"(fprop|dgrad|wgrad)\.\d+")
-"""The name scope that quantized products give to their equations: `Product.scope`."""
+"""The name scope around the equations of a quantized product: `Product.scope`."""
 
 
 class Reason(StrEnum):
     """Why equations differ."""
 
     REPLACED = "replaced"
-    """A site runs in another way."""
+    """A site runs differently."""
     SHARED = "shared"
     """An activation is quantized once for several sites."""
     HOISTED = "hoisted"
@@ -43,22 +43,22 @@ class Reason(StrEnum):
 
 
 Iterations = Mapping[Address, int]
-"""An iteration that stands for the whole range, for each split scan around an equation."""
+"""For each split scan around an equation: one iteration that represents its whole range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """Equations before, and those after that stand in their place.
+    """Equations before, and the equations after that replace them.
 
     Attributes:
-      address: the equation of the original that both come from; of a hoisted quantization, the site it is for.
+      address: of the original equation that both come from; for a hoisted quantization, of its site.
       reason: None if nothing changed.
       inside: the jaxprs of a container that holds changes.
       readers: the addresses of the sites that read a shared quantization.
-      product: of the gradient of a site: fprop, dgrad or wgrad.
-      is_backward: in a gradient: does it belong to the backward pass?
+      product: in the gradient of a site: fprop, dgrad or wgrad.
+      is_backward: in a gradient: whether the equations belong to the backward pass.
       iterations: see `Iterations`.
-      ranges: of a hoisted quantization: the iterations of each scan over layers around its site, the outermost first.
+      ranges: for a hoisted quantization: its iterations of each scan over layers around the site, the outermost first.
     """
 
     address: Address
@@ -74,7 +74,7 @@ class Match:
 
     @property
     def equation(self) -> JaxprEqn:
-        """The equation whose names and place stand for the match."""
+        """The equation whose name scopes and source location represent the match."""
         return (self.before or self.after)[0]
 
 
@@ -83,8 +83,8 @@ class MatchedJaxpr:
     """The matches of a jaxpr, in the order in which they run.
 
     Attributes:
-      iterations: of a scan, which of them this is about.
-      inputs: inputs that are the same before and after, where they are different variables.
+      iterations: for the body of a scan, the iterations that the matches are about.
+      inputs: pairs of variables, before and after, that are the same input.
     """
 
     label: str
@@ -95,7 +95,7 @@ class MatchedJaxpr:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatchedLoss:
-    """All equations of both versions of a loss. `hoisted` are those that run outside of it, once per step."""
+    """All equations of both versions of a loss. Those in `hoisted` run outside of it, once per step."""
 
     loss: MatchedJaxpr
     hoisted: tuple[Match, ...] = ()
@@ -122,7 +122,7 @@ def match_losses(original: AnyJaxpr, before: RewrittenLoss, after: RewrittenLoss
 
 
 def _match_hoisted(before: RewrittenLoss, after: RewrittenLoss) -> Iterator[Match]:
-    """The quantizations that run outside the loss, those of one site and range of layers together."""
+    """Matches the quantizations that run outside the loss, by site and range of layers."""
     sides = [_hoisted_quantizers(rewritten) for rewritten in (before, after)]
     for key in dict.fromkeys((*sides[0], *sides[1])):
         address, ranges = key
@@ -180,7 +180,7 @@ class _Matcher:
     def _match_site(
         self, before: Replacement, after: Replacement, address: Address, iterations: Iterations
     ) -> Iterator[Match]:
-        """First what the site computes for others too, then the site."""
+        """Matches the quantizations that a site shares with other sites, then the site itself."""
         olds = before.eqns[: before.added], before.eqns[before.added :]
         news = after.eqns[: after.added], after.eqns[after.added :]
         readers = tuple((*address[:-1], number) for number in after.readers or before.readers)
@@ -232,7 +232,7 @@ def _is_same(before: Replacement, after: Replacement) -> bool:
 def _overlapping_pieces(
     before: Replacement, after: Replacement, number: int
 ) -> Iterator[tuple[Sides, IterationRange | None]]:
-    """The versions of a container's jaxpr, for each range of iterations in which both are the same."""
+    """Yields each old version of a container's jaxpr with each new one, and the iterations that they have in common."""
     for old in _versions(before, number):
         for new in _versions(after, number):
             piece = _overlap(old, new)
@@ -242,12 +242,12 @@ def _overlapping_pieces(
 
 
 def _versions(replacement: Replacement, number: int) -> Sequence[TransformedBody | None]:
-    """The versions of a container's jaxpr; None stands for the original, which a container has that is not entered."""
+    """The versions of a container's jaxpr. None represents the original, if the rewrite did not enter the container."""
     return [s for s in replacement.bodies if s.number == number] or [None]
 
 
 def _overlap(old: TransformedBody | None, new: TransformedBody | None) -> IterationRange | None:
-    """The iterations that two pieces of a scan have in common; None if it is not a scan over layers."""
+    """The iterations that two pieces of a scan have in common; None if neither is a piece of a split scan."""
     ranges = [s.iterations for s in (old, new) if s is not None and s.iterations is not None]
     if not ranges:
         return None
@@ -255,7 +255,7 @@ def _overlap(old: TransformedBody | None, new: TransformedBody | None) -> Iterat
 
 
 class StructureTexts:
-    """Texts of equations that are equal if the equations are, whatever their new variables are called."""
+    """Writes equations as texts, which are equal if the equations are, whatever their variables are called."""
 
     def __init__(self) -> None:
         self._fingerprints: dict[int, tuple[Any, str]] = {}
@@ -263,14 +263,14 @@ class StructureTexts:
         self._types: dict[AbstractValue, str] = {}
 
     def of_equations(self, eqns: Sequence[JaxprEqn]) -> str:
-        """The text of equations that stand in one place."""
+        """The text of a sequence of equations, whose variables are numbered together."""
         numbers: dict[Var, int] = {}
         return "\n".join(self.line(eqn, numbers) for eqn in eqns)
 
     def line(self, eqn: JaxprEqn, numbers: dict[Var, int], *, with_bodies: bool = True) -> str:
-        """One equation; `numbers` has the variables seen before, and gets those of this equation.
+        """The text of one equation. `numbers` holds the variables seen so far, and is extended by this equation's.
 
-        Without bodies, the jaxprs inside it are left out.
+        Unless `with_bodies`, the jaxprs inside the equation are left out.
         """
 
         def name(atom: Any) -> str:
@@ -291,7 +291,7 @@ class StructureTexts:
         cached = self._equations.get(id(eqn))
         if cached is None:
             text = f"{jaxprs.primitive_name(eqn)}[{jaxprs.parameters_text(eqn)}]"
-            # The equation is kept, so that its id stays its own.
+            # Keeps the equation alive, so that its id is not reused.
             cached = self._equations[id(eqn)] = (eqn, text)
         return cached[1]
 

@@ -24,12 +24,12 @@ class ProductState:
     """How a product runs.
 
     Attributes:
-      format: what it multiplies; the dtype of the program if the product is kept.
-      formats: of both operands, in the order of `OPERANDS`; of a kept product, their dtypes.
-      roles: of both operands: activation, weight or gradient; lhs, rhs or gradient in a GEMM without a weight.
-      options: what happens to both operands beyond their formats, in the words of `describe_options`.
-      is_kept: does the policy leave it as it is?
-      seed: of stochastic rounding; None if it does not round stochastically.
+      format: the format of the multiplication; the dtype of the program if the product is kept.
+      formats: formats of both operands, in the order of `OPERANDS`; their dtypes if the product is kept.
+      roles: roles of both operands: activation, weight or gradient; lhs, rhs or gradient in a GEMM without a weight.
+      options: what happens to both operands beyond their formats, as `describe_options` writes it.
+      is_kept: whether the product runs as in the program.
+      seed: seed of stochastic rounding; None if nothing is rounded stochastically.
     """
 
     format: str
@@ -47,10 +47,10 @@ class ProductState:
 
     @property
     def numerics(self) -> tuple[Any, ...]:
-        """What decides the numbers of a product, which do not depend on the machine.
+        """What determines the numerical result of a product, independently of the machine.
 
-        A product that multiplies bf16 is the same whether a rule says so or the program does. The recipe f32 multiplies
-        at the highest precision, which a program in float32 need not do.
+        A bf16 product is the same whether a rule or the program asks for bf16. The recipe f32 multiplies at the highest
+        precision, which a float32 program does not always do.
         """
         if self.lowering.backend:
             return self.formats, self.options, self.seed
@@ -64,7 +64,7 @@ class ProductState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductSide:
-    """A product before or after: its state, the rule that decided (its number in the policy), its predicted time."""
+    """A product before or after: its state, the number of the rule that decided, and the predicted time and traffic."""
 
     state: ProductState
     rule: int | None
@@ -83,19 +83,19 @@ class ProductChange:
 
     @property
     def is_changed(self) -> bool:
-        """Does it run in another way? A rule that does the same as another one changes nothing."""
+        """Whether its numerics change. Another rule with the same effect is not a change."""
         return self.before.state.numerics != self.after.state.numerics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearRange:
-    """Consecutive layers of a linear to which the same happens. `first` and `last` are None if it is not in a stack."""
+    """Consecutive layers of a linear that are treated alike. `first` and `last` are None if it is not in a stack."""
 
     first: int | None
     last: int | None
     site: Site
     layer: Layer
-    """The layer of the site that stands for all of them."""
+    """The layer of the site that represents all of them."""
     products: tuple[ProductChange, ...]
     quantization: tuple[float | None, float | None] = (None, None)
     """Predicted seconds that one layer spends on quantizing its operands, before and after."""
@@ -124,7 +124,7 @@ class Linear:
     Attributes:
       stack: the path of its stack ("decoder.layers"); empty if it is in none.
       name: its path inside the stack, or the whole path.
-      runs: its layers, those together to which the same happens.
+      runs: its layers, grouped into runs that are treated alike.
     """
 
     stack: str
@@ -137,13 +137,13 @@ class Linear:
         return full_name(self.stack, self.name)
 
     def run_at(self, layer: int | None) -> LinearRange:
-        """The run that has this layer."""
+        """The run that contains this layer; the first run for None."""
         return next(run for run in self.runs if run.first is None or layer is None or layer in run.layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerClass:
-    """Layers of a stack to which the same happens, as ranges (first, last)."""
+    """Layers of a stack that are treated alike, as ranges (first, last)."""
 
     ranges: tuple[tuple[int, int], ...]
 
@@ -153,13 +153,13 @@ class LayerClass:
 
     @property
     def label(self) -> str:
-        """`0-121 x122`."""
+        """The ranges and the number of layers, such as `0-121 x122`."""
         return f"{format_ranges(self.ranges)} x{self.count}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """A stack of layers, scanned or unrolled: its linears (their numbers) and the classes of its layers."""
+    """A stack of layers, scanned or unrolled, with the numbers of its linears and the classes of its layers."""
 
     name: str
     size: int
@@ -169,7 +169,7 @@ class Stack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffSide:
-    """One of the two versions: its name, and the policy; None for the program without a policy."""
+    """One of the two versions: its label, and its policy, which is None for the program without a policy."""
 
     label: str
     policy: Policy | None
@@ -179,7 +179,7 @@ class DiffSide:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """Counts of products, every layer counted."""
+    """Counts of products, over all layers."""
 
     products: int
     changed: int
@@ -191,7 +191,7 @@ class Totals:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DiffData:
-    """Everything that is known of a difference, whatever it is shown as."""
+    """All data of a diff, independent of the output format."""
 
     program: str
     before: DiffSide
@@ -207,21 +207,21 @@ class DiffData:
     target: str = "gb200"
     devices: int = 1
     backends: tuple[str, ...] = ()
-    """Those that run products natively after."""
+    """The backends that run products natively after the change."""
     batch: tuple[int, int] | None = None
     """The number of sequences per step and their length, if they are known."""
     is_gradient: bool = False
     matched: MatchedLoss
     overlays: Mapping[str, Any] = field(default_factory=dict)
     refused: tuple[str, ...] = ()
-    """Rules because of which `policyc apply` refuses a policy."""
+    """Messages about rules for which `policyc apply` refuses a policy."""
     notes: tuple[str, ...] = ()
     roots: tuple[str, ...] = ()
-    """Folders that files are named relative to."""
+    """Folders that file paths are shown relative to."""
 
     @property
     def differs(self) -> bool:
-        """Does a product run in another way, or is an equation another one?"""
+        """Whether the numerics of a product or any equation changed."""
         is_changed = (match.reason is not None for match in self.matched.all_matches())
         return self.totals.changed > 0 or any(is_changed)
 
@@ -239,7 +239,7 @@ _PATH_IN_WORD = re.compile(rf"(?<![^=]){re.escape(os.sep)}[^=]*$")
 
 
 def shorten_path(path: str, roots: Sequence[str]) -> str:
-    """An absolute path relative to the innermost of the roots that it is in, or the file's name alone.
+    """Makes an absolute path relative to the innermost root that contains it. Outside all roots, only its name is left.
 
     A relative path stays as it is. In a word such as `--data=/home/me/data`, only the path is shortened.
     """
@@ -255,7 +255,7 @@ _DOT_OUTSIDE_PARENTHESES = re.compile(r"\.(?![^(]*\))")
 
 
 def short_name(diff: DiffData, linear: int) -> str:
-    """As many of the last parts of a name as tell the linear from others of its stack."""
+    """The shortest end of a linear's name that no other linear of its stack has."""
     stack = diff.linears[linear].stack
     names = [name_parts(other.name) for other in diff.linears if other.stack == stack]
     parts = name_parts(diff.linears[linear].name)

@@ -30,7 +30,7 @@ def write_model_explorer(diff: DiffData, folder: Path) -> None:
 
 
 def model_explorer_data(diff: DiffData) -> dict[str, Any]:
-    """The content of the files, by their names."""
+    """The content of the files, by name without the suffix."""
     graph = graph_of(diff)
     return {
         "before": _collection(diff, graph, "before"),
@@ -95,7 +95,7 @@ def _node(diff: DiffData, graph: nx.DiGraph[int], node: int, namespace: str, sid
 
 
 def _mapping(graph: nx.DiGraph[int]) -> dict[str, Any]:
-    """Which nodes correspond: those that are unchanged, and those of one pair."""
+    """Maps nodes before to nodes after: unchanged equations to themselves, and changed ones to their replacements."""
     pairs: dict[int, dict[str, list[str]]] = {}
     for node, attributes in graph.nodes(data=True):
         if attributes["type"] != "equation":
@@ -115,7 +115,7 @@ def _mapping(graph: nx.DiGraph[int]) -> dict[str, Any]:
 
 
 def _node_data(diff: DiffData, graph: nx.DiGraph[int], side: str) -> dict[str, Any]:
-    """For each equation that differs: the bits that its product multiplies, 0 if it is part of none."""
+    """For each equation that differs, the bits of its product's format; 0 if it belongs to no product."""
     results: dict[str, Any] = {}
     for node, attributes in graph.nodes(data=True):
         if attributes["type"] == "equation" and attributes["side"] == side:

@@ -1,7 +1,7 @@
 """Reads files that `policyc` wrote: the measurements of a run, the calls in a compiled program, the policy of a plan.
 
-Measurements and calls are by the linears and layers of a diff. What names no linear is counted, and not dropped
-silently.
+Measurements and calls are assigned to the linears and layers of a diff. Those that match no linear are counted, not
+silently dropped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _INDEX = re.compile(r"\[\d+\]")
 
 
 def read_stats(folder: Path, diff: DiffData) -> dict[str, Any]:
-    """SQNR of operands and cosines of gradients, at the last measured step of a run. Raises ValueError."""
+    """Reads the SQNR of operands and cosines of gradients at the last measured step of a run. Raises ValueError."""
     path = folder / "stats.jsonl"
     with explain_unreadable(path, "policyc apply --stats-every"):
         rows = [row for row in map(_parse, path.read_text("utf-8").splitlines()) if "step" in row]
@@ -46,7 +46,7 @@ def read_stats(folder: Path, diff: DiffData) -> dict[str, Any]:
 
 
 def read_compiled(path: Path, diff: DiffData) -> dict[str, Any]:
-    """The calls that `policyc compile --format json` found. Raises ValueError."""
+    """Reads the calls that `policyc compile --format json` found. Raises ValueError."""
     with explain_unreadable(path, "policyc compile --format json"):
         data = json.loads(path.read_text("utf-8"))
         listed = [dict(product) for product in data["products"]]
@@ -82,7 +82,7 @@ def read_compiled(path: Path, diff: DiffData) -> dict[str, Any]:
 
 
 def read_plan(path: Path) -> tuple[Policy, str]:
-    """The policy of a plan that `policyc apply --plan-out` wrote, and the hash of its loss. Raises ValueError."""
+    """Reads the policy of a plan that `policyc apply --plan-out` wrote, and the hash of its loss. Raises ValueError."""
     with explain_unreadable(path, "policyc apply --plan-out of this version"):
         data = json.loads(path.read_text("utf-8"))
         loaded = parse_with_diagnostics(data["policy"]["text"], shown=str(path))
@@ -92,7 +92,7 @@ def read_plan(path: Path) -> tuple[Policy, str]:
 
 
 def _linear_names(diff: DiffData) -> dict[str, int]:
-    """The numbers of the linears by their paths without indices. Paths that several linears have are left out."""
+    """The numbers of the linears by their paths without indices. Paths that several linears share are left out."""
     numbers: dict[str, list[int]] = {}
     for number, linear in enumerate(diff.linears):
         numbers.setdefault(_INDEX.sub("", linear.full_name), []).append(number)
@@ -100,7 +100,7 @@ def _linear_names(diff: DiffData) -> dict[str, int]:
 
 
 def _parse(line: str) -> dict[str, Any]:
-    """A line of measurements; empty if it is damaged, as the last one of a run that was killed."""
+    """Parses a line of measurements. Empty if the line is damaged, like the last one of a run that was killed."""
     try:
         row = json.loads(line)
     except json.JSONDecodeError:

@@ -23,14 +23,14 @@ _read = partial(read_assets, "policyc.changes")
 
 
 def render_page(diff: DiffData) -> str:
-    """The page of a diff."""
+    """Renders the page of a diff."""
     return fill_page(as_data(diff))
 
 
 def fill_page(data: dict[str, Any]) -> str:
-    """The page for a diff that `as_data` wrote.
+    """Renders the page from the result of `as_data`.
 
-    The tables of linears and equations are compressed: many layers repeat the same text.
+    The tables of linears and equations are compressed, because many layers repeat the same text.
     """
     frontier = data["overlays"].get("frontier")
     return render_template(

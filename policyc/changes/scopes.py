@@ -1,4 +1,4 @@
-"""Sorts the matches of a diff by name scope, and finds the linear that each belongs to."""
+"""Groups the matches of a diff by name scope, and finds the linear that each match belongs to."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ScopeTree:
 
     name: str
     kind: str = "scope"
-    """`layers` if no name scope tells its layers apart."""
+    """`layers` if the scope was made for layers without name scopes."""
     children: tuple[ScopeTree | Match, ...]
     members: tuple[int, ...] = ()
     copies: tuple[ScopeTree, ...] = ()
@@ -44,7 +44,7 @@ Named = tuple[tuple[PathSegment, ...], Match]
 
 
 class Nesting:
-    """Sorts matches by name scope. Scopes that differ only in their index and have the same content become one."""
+    """Groups matches by name scope. Scopes that differ only in their index and have the same content are merged."""
 
     def __init__(self, sites: SiteIndex) -> None:
         self.texts: StructureTexts = StructureTexts()
@@ -78,7 +78,7 @@ class Nesting:
         return tuple(self._join_layers(children))
 
     def _join_layers(self, children: Sequence[ScopeTree | Match]) -> Iterator[ScopeTree | Match]:
-        """The children, with equal layers that no name scope tells apart in scopes of their own."""
+        """Puts layers that have no name scope into scopes of their own, and merges equal ones."""
         spans = self._layer_spans(children)
         tokens = [self.signature([*_matches_of(child)]) for child in children] if len(spans) > 1 else []
         stop = 0
@@ -109,7 +109,7 @@ class Nesting:
         return spans
 
     def signature(self, matches: Sequence[Match]) -> str:
-        """Equal for matches with equal content, whatever their variables and layer indices are."""
+        """A hash that is equal for matches with equal content, whatever their variables and layer indices are."""
         digest = hashlib.sha256()
         numbers: dict[Var, int] = {}
 
@@ -138,7 +138,7 @@ def _join(one: ScopeTree | Match, other: ScopeTree) -> ScopeTree:
 
 
 def _matches_of(tree: ScopeTree | Match) -> Iterator[Match]:
-    """The matches that a scope shows. Scopes with equal content show those of the first one."""
+    """The matches that a scope shows. Merged scopes show those of the first one."""
     if isinstance(tree, Match):
         yield tree
         return
@@ -147,7 +147,7 @@ def _matches_of(tree: ScopeTree | Match) -> Iterator[Match]:
 
 
 def renamed_results(match: Match) -> Iterator[tuple[Var, Var]]:
-    """The results of a match that changed nothing, where they are different variables before and after."""
+    """Pairs the results of an unchanged match that are different variables before and after."""
     if match.reason is None:
         for one, other in zip(match.before, match.after, strict=True):
             if one is not other:
@@ -180,11 +180,11 @@ class SiteIndex:
         return self._diff.cells.get((address, layer))
 
     def attributes(self, match: Match) -> dict[str, Any]:
-        """The linear and the layer that a match belongs to, and the linears that share it."""
+        """Node attributes of a match: its linear, layer, place and product, and the linears that share it."""
         attributes: dict[str, Any] = {}
         cell = self._locate(match.address, match)
         if cell is not None:
-            # Equations that the rewrite added have no place of their own in the program.
+            # Equations that the rewrite added have no source location of their own.
             place = self._diff.linears[cell[0]].run_at(cell[1]).site.place
             attributes |= {"linear": cell[0], "layer": cell[1], "place": self._diff.short_path(place)}
         if match.product:
@@ -199,7 +199,7 @@ class SiteIndex:
         return "" if cell is None else self._diff.linears[cell[0]].full_name
 
     def layers(self, match: Match) -> Iterator[int]:
-        """All layers that a hoisted quantization is for; none if its site is in no stack."""
+        """All layers that a hoisted quantization is for; none if its site is not in a stack."""
         ranges = match.ranges if len(match.ranges) == len(self._diff.scans.get(match.address, ())) else ()
         for layer in itertools.product(*(range(piece.start, piece.stop) for piece in ranges)):
             cell = self._diff.cells.get((match.address, layer))
@@ -207,14 +207,14 @@ class SiteIndex:
                 yield cell[1]
 
     def unrolled_layer(self, match: Match) -> tuple[str, int] | None:
-        """The stack and the layer of a site outside of any scan."""
+        """The stack and the layer of a match whose site is in an unrolled stack; None for others."""
         cell = self._locate(match.address, match)
         if cell is None or cell[1] is None or self._diff.scans[match.address]:
             return None
         return self._diff.linears[cell[0]].stack, cell[1]
 
     def rules(self, match: Match) -> str:
-        """The linear of a match and the rules that decided, as a text to compare."""
+        """The linear of a match and the rules that decided about it, as a text to compare."""
         cell = self._locate(match.address, match)
         if cell is None:
             return ""
@@ -223,12 +223,12 @@ class SiteIndex:
         return f"{cell[0]} {sides}"
 
 
-# ---- layers that no name scope tells apart: a Python loop repeats the same equations for each index of a stack
+# ---- layers without name scopes: a Python loop that repeats the same equations for each index of a stack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpan:
-    """The first and the last position that are known to belong to a layer, by the parameters they read."""
+    """The first and the last position that read parameters of a layer, and so belong to it."""
 
     first: int
     last: int
@@ -257,10 +257,10 @@ class Repeat:
 
 
 def find_repeats(tokens: Sequence[str], spans: Sequence[LayerSpan]) -> Iterator[Repeat]:
-    """The repeats of a sequence, two layers or more each. Equal tokens are equal content; `spans` are in their order.
+    """Finds repeats of two or more layers in a sequence. Equal tokens are equal content; `spans` are in sequence order.
 
-    A layer begins between the last parameter of the layer before it and its own first one: as early as what stands
-    there also stands before the first parameter of the next layer.
+    A layer begins somewhere between the last parameter of the layer before it and its own first parameter. Its start is
+    moved back while the tokens there equal those in front of the first parameter of the next layer.
     """
     stop = number = 0
     while number + 1 < len(spans):
@@ -280,7 +280,7 @@ def find_repeats(tokens: Sequence[str], spans: Sequence[LayerSpan]) -> Iterator[
 
 
 def _count_equal(tokens: Sequence[str], spans: Sequence[LayerSpan], start: int, length: int) -> int:
-    """How many layers have the same content as the first, at the same distance from each other."""
+    """Counts the layers that follow each other at equal distances and have the same content as the first one."""
     content = tokens[start : start + length]
     count = 1
     for each in spans[1:]:

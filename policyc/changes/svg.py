@@ -1,7 +1,7 @@
-"""The heat map of a diff as SVG: rows are linears and products, columns layers, colors formats.
+"""The heat map of a diff as SVG: rows are linears and products, columns are layers, and colors are formats.
 
-A cell has the color of its format after, and that of its format before in a corner if it changes. It is pale if it does
-not, and hatched if it is emulated or opaque. The picture needs no script and no font of its own.
+The color of a cell is its format after the change. If the product changes, a corner has the color of the format before;
+if not, the cell is pale. Emulated and opaque products are hatched. The picture needs no script and no embedded font.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from policyc.changes.data import sentence
 from policyc.changes.model import DiffData, Linear, LinearRange, ProductChange, ProductSide, Stack
 from policyc.language.recipes import Gemm
 
-# Colors that people who cannot tell red from green can tell apart (Okabe and Ito), and two grays, as on the page.
+# Colors that are distinct with red-green color blindness (Okabe and Ito), and two grays, as on the page.
 FORMAT_COLORS = {
     "nvfp4": "#d55e00", "mxfp4": "#e69f00", "mxfp8": "#0072b2", "fp8": "#56b4e9", "fp4": "#f0e442",
     "bf16": "#c3c9d2", "f32": "#5f6875",
@@ -107,7 +107,7 @@ def _draw_stack(diff: DiffData, stack: Stack, drawing: _Drawing) -> None:
 
 
 def _describe_linear(linear: Linear) -> str:
-    """The kind of a linear, where its name does not say it, and its shape."""
+    """The kind of a linear, unless its name contains it, and its shape."""
     site = linear.runs[0].site
     kind = f"{site.kind.name}, " if site.kind.name and site.kind.name not in linear.name else ""
     batch = f"{site.batch} × " if site.batch > 1 else ""
@@ -136,7 +136,7 @@ def _color(side: ProductSide) -> str:
 
 
 def describe_cell(diff: DiffData, linear: Linear, run: LinearRange, product: ProductChange) -> str:
-    """What the reader of a cell wants to know: formats and rules. Lines of the program would make pictures outdated."""
+    """The tooltip of a cell: formats and rules. It has no source lines of the program, which would soon be outdated."""
     layers = "" if run.first is None else f" layers {run.first}-{run.last}"
     lines = [f"{linear.full_name}{layers} {product.gemm}"]
     sides = (("before", product.before, diff.before.policy), ("after", product.after, diff.after.policy))
@@ -152,7 +152,7 @@ def describe_cell(diff: DiffData, linear: Linear, run: LinearRange, product: Pro
 
 
 def _draw_legend(diff: DiffData, drawing: _Drawing) -> None:
-    """The formats and marks that occur."""
+    """Draws the formats and marks that occur."""
     products = [p for linear in diff.linears for run in linear.runs for p in run.products]
     sides = itertools.chain.from_iterable((p.before, p.after) for p in products)
     formats = dict.fromkeys(side.state.format for side in sides)

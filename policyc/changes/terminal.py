@@ -1,4 +1,4 @@
-"""A diff as text: the sentence, a row for each change of a linear, and the equations that differ, by scope.
+"""A diff as text: a summary sentence, a row for each change of a linear, and the equations that differ, by scope.
 
 Lines fit the width. Names come from programs, so control characters are escaped.
 """
@@ -25,9 +25,9 @@ _COMMENT = "  # "
 
 
 def render(diff: DiffData, paint: Paint = plain, width: int = WIDTH, *, equations: bool = True) -> str:
-    """The sentence, the notes, a row for each change of a linear, and the equations that differ, unless left out.
+    """Renders the summary, the notes, a row for each change of a linear and, if `equations`, those that differ.
 
-    `paint` gets as kinds: `added`, `removed`, `header`, `rule` and `dim`.
+    `paint` is called with the kinds `added`, `removed`, `header`, `rule` and `dim`.
     """
     lines = [paint("header", line) for line in _wrap(sentence(diff), width)]
     for note in (*diff.refused, *diff.notes):
@@ -39,7 +39,7 @@ def render(diff: DiffData, paint: Paint = plain, width: int = WIDTH, *, equation
 
 
 def _rows(diff: DiffData, paint: Paint, width: int) -> list[str]:
-    """For each linear how many of its products change, from what to what, and in which layers if not in all."""
+    """A row for each change of a linear: formats before and after, products, and layers if it is not all of them."""
     rows: list[tuple[str, str, str, str]] = []
     for linear in diff.linears:
         gemms_of: dict[tuple[str, str], list[str]] = {}
@@ -70,7 +70,7 @@ def _describe_change(product: ProductChange) -> str:
 
 
 def _count_layers(linear: Linear, runs: Sequence[LinearRange]) -> str:
-    """`x28`, and which layers of a stack these are if it has others."""
+    """The number of layers, such as `x28`, and which ones if these are not all layers of the linear."""
     count = sum(run.count for run in runs)
     ranges = format_ranges(as_ranges(layer for run in runs for layer in run.layers))
     has_others = count < sum(run.count for run in linear.runs)
@@ -81,14 +81,14 @@ def _count_layers(linear: Linear, runs: Sequence[LinearRange]) -> str:
 
 
 class EquationLines:
-    """The scopes that hold a change, with their equations; those that did not change are counted."""
+    """Lines about the scopes with changes. Equations that changed are listed, the others are counted."""
 
     def __init__(self, diff: DiffData, paint: Paint = plain, width: int = WIDTH) -> None:
         self._diff, self._paint, self._width = diff, paint, width
         self._graph: nx.DiGraph[int] = graph_of(diff)
 
     def lines(self) -> Iterator[str]:
-        """The lines. Unchanged equations that follow each other are counted in one line."""
+        """Yields the lines. Consecutive unchanged equations become one line with their number."""
         items = self._scope(0, ()) if self._graph.nodes[0]["changed"] else ()
         for kind, group in itertools.groupby(items, type):
             members = list(group)
@@ -98,9 +98,9 @@ class EquationLines:
                 yield self._paint("dim", f"  ... {count_noun(count, 'equation')} unchanged")
 
     def _scope(self, node: int, path: tuple[str, ...]) -> Iterator[str | int]:
-        """The lines of a scope, and in between the numbers of equations that did not change.
+        """Yields the lines of a scope and, as integers, the numbers of unchanged equations between them.
 
-        A header stands before the first of its own equations that differ.
+        A header precedes the scope's own equations that differ.
         """
         attributes = self._graph.nodes[node]
         path = (*path, _scope_label(attributes)) if node else path
@@ -130,7 +130,7 @@ class EquationLines:
         yield self._paint("header", f"@@ {_shorten_left(text, self._width - 6)} @@")
 
     def _explanation(self, data: dict[str, Any]) -> Iterator[str]:
-        """Why equations differ: the rule and its place."""
+        """Explains why equations differ, with the rule and its location."""
         texts = {
             "shared": "quantized once for "
             + ", ".join(self._diff.linears[n].name for n in data.get("readers", ())),
@@ -146,7 +146,7 @@ class EquationLines:
         yield from (self._paint("rule", line) for line in lines)
 
     def _rule_lines(self, data: dict[str, Any]) -> list[str]:
-        """What decided about the products of a linear: `llama.policy:7: mlp.* -> nv`, with the products."""
+        """The rules that decided about a linear, with the products: `llama.policy:7: mlp.* -> nv @ fprop`."""
         if "linear" not in data:
             return []
         run = self._diff.linears[data["linear"]].run_at(data.get("layer"))
@@ -183,7 +183,7 @@ class EquationLines:
 
 
 def equation_text(data: dict[str, Any]) -> str:
-    """`c:bf16[8,16] = dot_general a b [dimension_numbers=...]`: what is cut at the end matters least."""
+    """`c:bf16[8,16] = dot_general a b [dimension_numbers=...]`. The least important part is last, as it may be cut."""
     results = ", ".join(data["outputs"])
     operands = " ".join(data["inputs"])
     params = f" [{data['params']}]" if data["params"] else ""
@@ -213,7 +213,7 @@ def _shorten_left(text: str, width: int) -> str:
 
 
 def _shorten_rule(text: str, width: int) -> str:
-    """Cuts the selectors of a rule: its recipe and products stay."""
+    """Shortens the selectors of a rule, so that its recipe and products stay."""
     selectors, arrow, recipe = escape_controls(text).rpartition(" -> ")
     end = f"{arrow}{recipe}"
     return _shorten(_shorten(selectors, max(width - len(end), width // 2)) + end, width)

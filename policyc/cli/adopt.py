@@ -1,4 +1,4 @@
-"""`policyc adopt`: how to take a model to lower precision on some GPUs, in one page."""
+"""`policyc adopt`: says on one page how to move a model to lower precision on given GPUs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MULTIPLES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
 def parse_tokens(_ctx: click.Context, _option: click.Parameter, text: str | None) -> float | None:
-    """A number of tokens: 15T, 300B or 1e12. Raises a usage error if it is none."""
+    """Parses a number of tokens: 15T, 300B or 1e12. Raises a usage error if the text is not such a number."""
     if text is None:
         return None
     match = _COUNT.fullmatch(text)
@@ -48,7 +48,7 @@ def parse_tokens(_ctx: click.Context, _option: click.Parameter, text: str | None
 
 @option_class
 class AdoptOptions:
-    """Everything but the training step."""
+    """All options except those of the training step."""
 
     tokens: float | None = option(
         callback=parse_tokens,

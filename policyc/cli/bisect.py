@@ -1,4 +1,4 @@
-"""`policyc bisect`: which products of a policy broke a run."""
+"""`policyc bisect`: finds the products of a policy that broke a run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @option_class
 class BisectOptions:
-    """What is looked for."""
+    """What harm is looked for, and where the results go."""
 
     metric: Metric = option(
         type=click.Choice(["loss", "grad-cosine", "nan"]),
@@ -97,7 +97,7 @@ def bisect(
 
 
 def _report(bisection: Bisection, trial: Trial, path: str | None) -> None:
-    """Prints a trial, and saves all so far."""
+    """Prints a trial, and saves all trials so far if there is a file for them."""
     number = len(bisection.trials)
     state = "cured" if trial.cured else "not cured"
     print_note(

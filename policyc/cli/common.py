@@ -50,7 +50,7 @@ COMPLETE_VARIABLE = "_POLICYC_COMPLETE"
 
 
 class ExampleCommand(click.Command):
-    """A command whose help ends with examples, printed exactly as written. A shell can complete its texts."""
+    """A command whose help ends with examples, printed exactly as written. A shell can complete its text parameters."""
 
     def __init__(self, *args: Any, examples: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -59,7 +59,7 @@ class ExampleCommand(click.Command):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        if extra.get("resilient_parsing"):  # for a shell that completes
+        if extra.get("resilient_parsing"):  # a shell asks for completions
             from policyc.cli.completion import complete_texts
 
             complete_texts(self.params)
@@ -76,7 +76,7 @@ class ExampleCommand(click.Command):
 
 
 def is_policy(word: str) -> bool:
-    """Does a word name a policy, or a variant of one?"""
+    """Whether a word names a policy, or a variant of one."""
     from policyc.language.bundled import POLICY_SUFFIX, bundled_policies
     from policyc.language.loader import split_variant
 
@@ -204,7 +204,7 @@ def exit_with_message(message: str, code: int = EXIT_FAILURE) -> NoReturn:
 
 @contextlib.contextmanager
 def usage_errors(kind: type[Exception] = ValueError) -> Iterator[None]:
-    """Turns exceptions of a kind, about what is written on the command line, into usage errors."""
+    """Turns exceptions of a kind, which the command line has caused, into usage errors."""
     try:
         yield
     except kind as error:
@@ -213,7 +213,7 @@ def usage_errors(kind: type[Exception] = ValueError) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explain_missing_package(extras: str) -> Iterator[None]:
-    """Exits with what to install if a package of some extras cannot be imported."""
+    """If a package of some extras cannot be imported, says what to install, and exits."""
     try:
         yield
     except ModuleNotFoundError as error:

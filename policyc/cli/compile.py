@@ -115,7 +115,7 @@ def compile(policy: str, program: tuple[str, ...], step: StepOptions, options: C
 def _compile_config(
     policy: Policy, config: str, execution: ExecutionOptions, options: StepOptions
 ) -> tuple[CompileReport, TrainingStep]:
-    """Compiles the step of a configuration of the bundled Llama. Returns it as it was planned, too."""
+    """Compiles the step of a configuration of the bundled Llama. Returns the report and the planned step."""
     from policyc.compiler.plan_checks import check_plan
     from policyc.compiler.schedule import set_step
     from policyc.hardware import deviceless, llama_step
@@ -142,10 +142,10 @@ def _compile_program(
     *,
     may_miss: bool,
 ) -> tuple[CompileReport, TrainingStep]:
-    """Compiles the step of a program, or its loss if it differentiates that outside jax.jit.
+    """Compiles the step of a program, or only its loss if the program differentiates it outside jax.jit.
 
-    With `may_miss`, a rule may match nothing: it is about another loss. Returns the loss as it was planned, too: the
-    step of a program without microbatches.
+    With `may_miss`, a rule may match nothing, because it may be about another loss. Returns the report, and the planned
+    loss as a step without microbatches.
     """
     from policyc.compiler.plan_checks import check_plan
     from policyc.experiments import runner
@@ -306,7 +306,7 @@ def _fail_if_wrong(report: CompileReport) -> None:
 
 
 def _warn_if_slower_than_fp8(step: TrainingStep, options: StepOptions) -> None:
-    """Prints a warning if a policy with four bits would be slower than fp8, by the cost model."""
+    """Prints a warning if a 4-bit policy is slower than fp8 according to the cost model."""
     from policyc.hardware.step_cost import ratio_to_fp8
     from policyc.language.loader import load
 

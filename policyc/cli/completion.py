@@ -1,4 +1,4 @@
-"""`policyc completion`: lets a shell complete policyc: the names of policies, GPUs, codes, and so on."""
+"""`policyc completion`: shell completion of commands and options, and of the names of policies, GPUs, codes, ..."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def completion(shell: str) -> None:
 # ---- names
 
 _FindNames = Callable[[click.Context, str], Iterable[str]]
-"""The names that a text may be, by the context of a command and what is typed of the text."""
+"""Lists possible names from the context of a command and the text typed so far."""
 
 
 def _policy_names(_ctx: click.Context, incomplete: str) -> Iterable[str]:
@@ -65,7 +65,7 @@ def _variants(policy: str) -> list[str]:
 
 
 def _training_values(ctx: click.Context, _incomplete: str) -> Iterable[str]:
-    """The value of an option of the training program, whose words click does not know."""
+    """Values for `--config` of the training program, whose options click does not parse."""
     words = ctx.params.get("arguments") or ("",)
     return _import("models.llama.configs", "CONFIGS") if words[-1] == "--config" else ()
 
@@ -86,11 +86,11 @@ _FINDERS: dict[str, _FindNames] = {
     "arguments": _training_values,
     "program files folders array corpora": lambda *_: (),
 }
-"""What finds the names for parameters, which have one meaning in all commands. A shell adds the paths."""
+"""The finders of names, by parameter. A parameter means the same in all commands. The shell itself adds paths."""
 
 
 class CompletedText(click.types.StringParamType):
-    """A text that a shell completes with known names, or else with paths. In a list with commas, it is the last one."""
+    """A text completed with known names, or else with paths. In a comma-separated list, the last item is completed."""
 
     def __init__(self, find_names: _FindNames) -> None:
         self._find_names = find_names
@@ -106,7 +106,7 @@ class CompletedText(click.types.StringParamType):
 
 
 def complete_texts(parameters: Iterable[click.Parameter]) -> None:
-    """Lets a shell complete the texts among the parameters of a command."""
+    """Lets a shell complete the text parameters of a command."""
     finders = {name: find for names, find in _FINDERS.items() for name in names.split()}
     for parameter in parameters:
         if parameter.name in finders and parameter.type in (click.STRING, click.UNPROCESSED):
@@ -118,9 +118,9 @@ def complete_texts(parameters: Iterable[click.Parameter]) -> None:
 
 @add_completion_class
 class ColonComplete(BashComplete):
-    """Completion for bash, which takes `llama_nvfp4:no_rht` for three words.
+    """Completion for bash, which splits `llama_nvfp4:no_rht` into three words.
 
-    It gets the command line as it is, and answers with what follows the colon.
+    It reads the command line unsplit, and returns only what follows the colon.
     """
 
     source_template: ClassVar[str] = BashComplete.source_template.replace(
@@ -145,7 +145,7 @@ class ColonComplete(BashComplete):
 
 @add_completion_class
 class CommaComplete(FishComplete):
-    """Completion for fish. click's own cuts a value at its first comma."""
+    """Completion for fish. Unlike click's own, it does not cut a value at its first comma."""
 
     source_template: ClassVar[str] = FishComplete.source_template.replace(
         "string split", "string split --max 1"

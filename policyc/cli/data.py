@@ -126,7 +126,7 @@ def tokenize(corpora: tuple[str, ...], tokenizer: str | None, out: str, max_bad_
 def _read_corpora(
     corpora: tuple[str, ...], max_bad_rows: int, megabytes: int | None = None
 ) -> Iterator[bytes]:
-    """The documents of several corpora, one after the other. Of each at most some megabytes; None: all."""
+    """Yields the documents of several corpora, one after the other: at most `megabytes` of each, or all if None."""
     from rich.console import Console
     from rich.text import Text
 
@@ -151,7 +151,7 @@ def _describe_text(spec: str, count: TextCount) -> str:
 
 @contextmanager
 def _open_output(name: str) -> Iterator[BinaryIO]:
-    """Opens a file that appears when the block ends. If it fails, nothing is left. Exits if it cannot be written."""
+    """Opens a file that appears only if the block succeeds. Exits if it cannot be written."""
     try:
         with atomic_write(Path(name)) as stream:
             yield stream
@@ -161,7 +161,7 @@ def _open_output(name: str) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _explain_errors() -> Iterator[None]:
-    """Prints errors with what to do."""
+    """Turns configuration errors and missing packages into messages that say what to do, and exits."""
     from policyc.models.llama.configs import ConfigError
 
     try:

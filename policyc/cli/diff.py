@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from policyc.changes.model import DiffData
     from policyc.language.policy import Policy
 
-_MIN_WIDTH = 60  # of the text, in columns: names and figures need as much
+_MIN_WIDTH = 60  # of the text, in columns: names and figures need that many
 
 
 @option_class
@@ -157,7 +157,7 @@ def diff(
 
 
 def _load_before(name: str | None) -> tuple[Policy | None, str | None]:
-    """What `--vs` names: a policy, or a plan's. Of a plan, also the hash of the loss that it was made for."""
+    """Loads the policy that `--vs` names, or that of a plan. For a plan, also returns the hash of its loss."""
     if name is None:
         return None, None
     if not name.endswith(".json"):
@@ -169,7 +169,7 @@ def _load_before(name: str | None) -> tuple[Policy | None, str | None]:
 
 
 def _add_overlays(data: DiffData, compare: CompareOptions) -> DiffData:
-    """The diff with the measurements of a run, the calls of a compiled step, and a frontier, if options name them."""
+    """Adds to the diff what the options name: a run's measurements, a compiled step's calls, and a frontier."""
     from policyc.base.frontier import read_frontier
     from policyc.changes.overlays import read_compiled, read_stats
 

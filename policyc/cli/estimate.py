@@ -169,7 +169,7 @@ def _estimate(name: str, step: TrainingStep, mesh: MeshShape, compiled: Compiled
 
 
 def _use_measured(execution: ExecutionOptions, path: str | None) -> ExecutionOptions:
-    """The same with the constants that a self-test measured. Raises ValueError if they are of another GPU."""
+    """Gives the target the constants that a self-test measured. Raises ValueError if they are for another GPU."""
     if path is None or execution.target is None:
         return execution
     from policyc.hardware.selftest.report import read_constants
@@ -181,7 +181,7 @@ def _use_measured(execution: ExecutionOptions, path: str | None) -> ExecutionOpt
 def _read_compiled(
     paths: Sequence[str], policies: Sequence[str], step: StepOptions
 ) -> dict[str, CompiledStep]:
-    """The compiled steps by policy. Raises ValueError if one is of another policy, GPU or number of devices."""
+    """Reads compiled steps, by policy. Raises ValueError if one is for another policy, GPU or number of devices."""
     from policyc.hardware.compile_report import read_compiled_step
 
     compiled = {}
@@ -203,7 +203,7 @@ def _read_compiled(
 def trace_modelled_step(
     policy: Policy, program: tuple[str, ...], mesh: MeshShape, step: StepOptions, execution: ExecutionOptions
 ) -> TrainingStep:
-    """Plans a step that the cost model can price. Says what it leaves out. Raises ValueError if it cannot."""
+    """Plans a step for the cost model, and prints what that leaves out. Raises ValueError if it cannot be priced."""
     from policyc.compiler.plan_tables import other_products, uncertain_repeats
     from policyc.hardware.mesh import check_modelled
 
@@ -231,7 +231,7 @@ def trace_modelled_step(
 def _estimate_checkpoint(
     step: StepOptions, mesh: MeshShape, gigabytes_per_second: float | None
 ) -> dict[str, Any]:
-    """What is known of checkpoints in a store. Empty without a store. Raises ValueError for a program."""
+    """Estimates checkpoints in a store. Empty without a store. Raises ValueError for a program."""
     from policyc.hardware import llama_step
     from policyc.numerics.targets import get_target
 
@@ -273,7 +273,7 @@ def _speed_up(estimates: NamedEstimates) -> float:
 
 
 def _speed_up_range(estimates: NamedEstimates) -> tuple[float, float] | None:
-    """What the speed-up may be, by the model's errors on published runs; None if no run compares such policies."""
+    """The range of the speed-up, from the model's errors on published runs; None if no run compares such policies."""
     from policyc.hardware.gemm_cost import speed_up_range
 
     before, after = (named.estimate.gemms for named in estimates)
@@ -289,7 +289,7 @@ def _describe_range(limits: tuple[float, float] | None) -> str:
 
 
 def _describe_batch(step: TrainingStep) -> str:
-    """The tokens of a step, if they are known: those of a program are not."""
+    """The tokens of a step; empty for a program, whose tokens are unknown."""
     if step.sequences is None or step.sequence is None:
         return ""
     tokens = step.sequences * step.sequence

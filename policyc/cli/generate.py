@@ -60,7 +60,7 @@ def generate(folder: Path, prompts: tuple[str, ...], tokens: int, temperature: f
 
 
 def _continue_all(model: TrainedModel, prompts: list[bytes], sampling: Sampling) -> None:
-    """Prints each prompt with its continuation. A terminal gets no control characters: a model may draw any."""
+    """Prints each prompt with its continuation. Escapes control characters for a terminal: a model may draw any."""
     from policyc.base.text import escape_lines
     from policyc.models.llama.generate import Generator
 
@@ -88,4 +88,4 @@ def _continue_all(model: TrainedModel, prompts: list[bytes], sampling: Sampling)
         text = model.decode([*ids, *drawn])
         click.echo(
             escape_lines(text) if sys.stdout.isatty() else text, color=True
-        )  # a pipe gets what was drawn
+        )  # a pipe gets the raw text

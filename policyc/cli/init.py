@@ -74,10 +74,10 @@ def init(like: str, config: str | None, out: str | None, program: tuple[str, ...
 
 
 def _lint(text: str, plan: Plan) -> tuple[str, tuple[str, ...], tuple[Diagnostic, ...]]:
-    """The text with comments that allow what the linter warns about on this program, the codes of that, and errors.
+    """Fixes a text. Returns it with comments that allow the remaining warnings, the codes of these, and the errors.
 
-    What is left to say is about the sizes of the model or the GPU, not about what was written. Suppressions that
-    suppress nothing here are removed.
+    The remaining warnings are about the sizes of the model or the GPU, not about the text. The fixes also remove
+    suppressions that suppress nothing here.
     """
     from policyc.compiler.first_policy import allow
     from policyc.compiler.plan import make_plan

@@ -130,7 +130,7 @@ def lint(words: tuple[str, ...], output_format: str, out: str | None, options: L
 
     request = _make_request(words, options)
     if not request.has_program:  # a program needs the collector
-        gc.disable()  # a short process creates no garbage worth collecting: that takes a third of the time
+        gc.disable()  # a short process has no garbage worth collecting, and collecting takes a third of the time
     if options.diff:
         sys.exit(_print_diffs(request, EXIT_OK if options.exit_zero else EXIT_FAILURE))
     formats = STATISTICS_FORMATS if options.statistics else OUTPUT_FORMATS
@@ -138,7 +138,7 @@ def lint(words: tuple[str, ...], output_format: str, out: str | None, options: L
         raise click.UsageError(f"--statistics has no format '{output_format}': use {' or '.join(formats)}")
     results = [_lint_file(name, request) for name in request.files]
     diagnostics = [d for result in results for d in result.diagnostics]
-    fixes_stdin = options.fix and "-" in request.files  # then standard output is the fixed text
+    fixes_stdin = options.fix and "-" in request.files  # standard output is then the fixed text
     text = formats[output_format](diagnostics, paint)
     if fixes_stdin:
         click.echo(text, nl=False, err=True, color=use_color())
@@ -161,7 +161,7 @@ def lint(words: tuple[str, ...], output_format: str, out: str | None, options: L
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
-    """What one call checks, and its options."""
+    """What one invocation checks, and its options."""
 
     files: tuple[str, ...]
     codes: frozenset[str]

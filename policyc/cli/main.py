@@ -24,7 +24,7 @@ COMMAND_GROUPS: dict[str, tuple[str, ...]] = {
     "Experiments": ("train", "generate", "search", "bisect", "sweep", "report"),
     "Tools": ("quantize", "selftest", "targets", "data", "completion"),
 }
-"""The commands in the order of the help. `NAME` is the function of that name in the module `policyc.cli.NAME`."""
+"""The commands, in the order of the help. Command NAME is the function of that name in `policyc.cli.NAME`."""
 
 QUESTIONS = {
     "Which GEMMs are there?": "policyc sites train.py",
@@ -87,7 +87,7 @@ class LazyGroup(click.Group):
 
 @contextlib.contextmanager
 def _escape_errors() -> Iterator[None]:
-    """Escapes what click and the commands quote from the command line."""
+    """Escapes control characters in error messages, which may quote the command line."""
     try:
         yield
     except click.ClickException as error:
@@ -110,11 +110,11 @@ def cli() -> None:
 
 
 def main() -> None:
-    """The entry point of the `policyc` command. Ends the process if a program was stopped in the middle."""
+    """The entry point of the `policyc` command. If a program was stopped midway, ends the process at once."""
     try:
         run_command()
     except SystemExit as end:
-        processes = sys.modules.get("policyc.experiments.processes")  # of commands that run a program
+        processes = sys.modules.get("policyc.experiments.processes")  # if a program ran
         if processes is not None and isinstance(end.code, int):
             processes.end_after_abandoned_work(end.code)
         raise

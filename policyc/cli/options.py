@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class FiniteRange(click.FloatRange):
-    """A range of finite numbers. click finds NaN in every range."""
+    """A range of finite numbers. click's own ranges accept NaN."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number: float = super().convert(value, param, ctx)
@@ -51,12 +51,12 @@ class ProgramCommand(ExampleCommand):
         return super().parse_args(ctx, [*options, "--", *words])
 
     def is_argument(self, word: str, position: int) -> bool:
-        """Is a word an argument of the command? The program starts with the first one that is not."""
+        """Whether a word is an argument of the command. The program starts with the first word that is not."""
         del word
         return position < sum(isinstance(p, click.Argument) and p.nargs == 1 for p in self.params)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Completes options of the command. After the program, they are the program's own."""
+        """Completes options of the command. Options after the program belong to it and are not completed."""
         return [] if ctx.params.get("program") else super().shell_complete(ctx, incomplete)
 
     def _split(self, ctx: click.Context, args: list[str]) -> tuple[list[str], list[str]]:
@@ -91,10 +91,10 @@ class ProgramCommand(ExampleCommand):
 
 
 class Option:
-    """An option: a field of a class of options, or a decorator of a command.
+    """An option, as a field of an option class or as a decorator of a command.
 
-    Takes what `click.option` takes. As a field, its flag is the name of the field unless one is given. Help shows a
-    default.
+    Takes the arguments of `click.option`. As a field, its flag is the name of the field unless one is given. Help shows
+    the default, if there is one.
     """
 
     def __init__(self, *flags: str, **settings: Any) -> None:
@@ -107,7 +107,7 @@ class Option:
         return click.option(*self._flags, **self._settings)(command)
 
     def add_to(self, command: Any, name: str) -> Any:
-        """Adds the option to a command, which gets its value as `name`."""
+        """Adds the option to a command, which receives its value as the argument `name`."""
         flags = [flag for flag in self._flags if flag.startswith("-")] or [f"--{name.replace('_', '-')}"]
         return click.option(*flags, name, **self._settings)(command)
 
@@ -120,7 +120,7 @@ class Option:
 
 
 def option(*flags: str, **settings: Any) -> Any:
-    """An `Option`. The type of the result lets it be the default of a field of any type."""
+    """Makes an `Option`. The return type `Any` lets it be the default of a field of any type."""
     return Option(*flags, **settings)
 
 
@@ -136,7 +136,7 @@ def number(help: str, *flags: str, least: int = 1, most: int | None = None, **se
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def option_class(kind: type[T]) -> type[T]:
-    """Makes a dataclass of a class whose fields are options. A field without an option must have a default."""
+    """Turns a class whose fields are options into a dataclass. A field without an option must have a default."""
     for name, value in list(vars(kind).items()):
         if isinstance(value, Option):
             setattr(kind, name, field(default=value.value_if_absent, metadata={"option": value}))
@@ -164,7 +164,7 @@ def collect_options(kind: type, name: str) -> Decorator:
 
 
 def path_option(*flags: str, **settings: Any) -> Any:
-    """A path, passed as an absolute one, because a program may change the folder. `-` is standard output."""
+    """A path, made absolute because a program may change the working directory. `-` is standard output."""
 
     def make_absolute(_ctx: click.Context, _option: click.Parameter, path: str | None) -> str | None:
         return os.path.abspath(path) if path and path != "-" else path
@@ -197,10 +197,10 @@ _FORMAT_OF_ENDING = {".html": "html", ".md": "markdown", ".json": "json", ".svg"
 
 
 def format_by_ending_option(*formats: str, help: str = "Output format.") -> Any:
-    """`--format`, passed as `output_format`. Without it, the ending of `--out` chooses; else it is the first format."""
+    """`--format`, passed as `output_format`. The ending of `--out` sets the default, or else it is the first format."""
 
     def choose(ctx: click.Context, _option: click.Parameter, format: str | None) -> str:
-        # click reads the options that are given first, so that `out` is known if `--format` is not given.
+        # click processes the given options before the absent ones, so `out` is known here if `--format` is absent.
         ending = os.path.splitext(ctx.params.get("out") or "")[1]
         by_ending = _FORMAT_OF_ENDING.get(ending)
         return format or (by_ending if by_ending in formats else None) or formats[0]
@@ -234,7 +234,7 @@ config_option: Any = option(
 )
 
 DEFAULT_TARGET = "gb200"
-"""The GPU of every command that judges speed and is not told another one."""
+"""The default GPU of every command that judges speed."""
 
 
 def program_argument(*, required: bool) -> Decorator:
@@ -249,7 +249,7 @@ def program_argument(*, required: bool) -> Decorator:
 
 @option_class
 class RunOptions:
-    """How a program runs under a policy. Two of its fields are options of some commands only."""
+    """How a program runs under a policy. The last two fields are options of some commands only."""
 
     backend: str = backend_option
     require_native: bool = require_native_option
@@ -298,7 +298,7 @@ _FROM_CONFIG = "from the configuration"
 
 @option_class
 class StepOptions:
-    """Which training step runs on which devices. None: the configuration's value."""
+    """Which training step runs on which devices. None stands for the configuration's value."""
 
     config: str | None = config_option
     target: str = option(metavar="GPU", default=DEFAULT_TARGET, help="The GPU, one of 'policyc targets'.")
@@ -340,13 +340,13 @@ class StepOptions:
         )
 
     def mesh_shape(self) -> MeshShape:
-        """The mesh; all devices on the axis fsdp without `--mesh`. Raises ValueError if it does not fit `--devices`."""
+        """The mesh. The default has all devices on the axis fsdp. Raises ValueError if it does not fit `--devices`."""
         from policyc.hardware.mesh import parse_mesh
 
         return parse_mesh(self.mesh or f"fsdp={self.devices}", self.devices)
 
     def of_program(self, plan: Plan) -> TrainingStep:
-        """The step of a program with this plan. The options that only change a configuration are not read."""
+        """The step of a program with this plan. Options that only change a configuration are ignored."""
         from policyc.hardware.training_step import TrainingStep
 
         return TrainingStep(plan=plan, accumulate=self.accumulate or 1, remat=self.remat or "none")

@@ -1,4 +1,4 @@
-"""Commands that run a user's program: trace its plan, or run it under a policy and report the outcome."""
+"""For commands with a user's program: traces its plan, or runs it under a policy and reports the outcome."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _PLACEHOLDER = re.compile(r"\{(seed|steps|out|variant)\}")  # of a sweep
 
 
 def parse_program(words: Sequence[str]) -> Program:
-    """The program that the last words of a command line name. Raises a usage error if there is no such program.
+    """Parses the program at the end of a command line. Raises a usage error if there is no such program.
 
     Prints a note if an argument of the program is an option of this command, which belongs before the program.
     """
@@ -54,13 +54,13 @@ def parse_program(words: Sequence[str]) -> Program:
 
 
 def misplaced_hint(words: Sequence[str]) -> str:
-    """Says which words of a program are options of this command, so that the program gets them; empty if none is.
+    """A hint about options of this command that come after the program, and so are passed to it; empty if none do.
 
-    One whose value has a placeholder, such as `--out {out}`, is certainly meant for the program.
+    An option whose value has a placeholder, such as `--out {out}`, is certainly meant for the program.
     """
     context = click.get_current_context(silent=True)
     if context is None or not isinstance(context.command, ProgramCommand):
-        return ""  # its program is not the end of its command line
+        return ""  # its command line does not end with a program
     options = {name for o in context.command.params if isinstance(o, click.Option) for name in o.opts}
     names: dict[str, None] = {}
     for word, next_word in pairwise((*words, "")):
@@ -122,7 +122,7 @@ def explain_early_exit(program: Program) -> Iterator[None]:
         yield
     except SystemExit as end:
         if not end.code:
-            raise  # it has printed its help, and the runner a note
+            raise  # the program has printed its help, and the runner a note
         hint = "; ".join(filter(None, (_TRAIN_HINT, misplaced_hint(program.args))))
         code = _print_exit_text(end)
         print_note(f"the program exited with {code} before it differentiated a loss: {hint}", "error")
@@ -130,9 +130,9 @@ def explain_early_exit(program: Program) -> Iterator[None]:
 
 
 def _print_exit_text(end: SystemExit) -> int | None:
-    """Prints the text that a program exits with, before anything else is said. Returns its exit code.
+    """Prints the text that a program exits with, if any. Returns its exit code.
 
-    Python prints such a text when the process ends.
+    Python would print such a text only when the process ends, after the messages that follow here.
     """
     if isinstance(end.code, str):
         click.echo(end.code, err=True)
@@ -143,7 +143,7 @@ def _print_exit_text(end: SystemExit) -> int | None:
 def parse_execution(
     backend: str, target: str | None = None, *, require_native: bool = False
 ) -> ExecutionOptions:
-    """How quantized products run. Raises a usage error if there is no such backend or target."""
+    """Parses how quantized products run. Raises a usage error if there is no such backend or target."""
     from policyc.compiler.execution import execution_options
 
     with usage_errors():
@@ -298,7 +298,7 @@ class _PlanPrinter:
                 write_output("--plan-out", self.options.plan_out, as_json(plan))
 
     def _print_warnings(self, plan: Plan) -> None:
-        """Prints the rules of the first loss that do nothing. The session refuses those that are errors."""
+        """Prints warnings about rules that do nothing in the first loss. The session reports those that are errors."""
         from policyc.compiler.idle_rules import idle_rules
         from policyc.language.diagnostics import PolicyError
 
@@ -308,7 +308,7 @@ class _PlanPrinter:
 
 
 def _write_report_of(session: Session | None, options: RunOptions) -> None:
-    """Writes the report of a run, if the program said where. A run that recorded nothing has none."""
+    """Writes the report of a run, if the program named its output folder. A run that recorded nothing has no report."""
     from policyc.experiments.runner import is_first_process
 
     if session is None or session.output_dir is None or not is_first_process():
@@ -325,7 +325,7 @@ def _write_report_of(session: Session | None, options: RunOptions) -> None:
 
 
 def explain_no_loss(saw_forward_mode: bool) -> str:
-    """What a program did that differentiated nothing in reverse mode."""
+    """Completes the sentence "the program ..." for a program that differentiated nothing in reverse mode."""
     if saw_forward_mode:
         return (
             "took derivatives in forward mode only (jax.jvp, jacfwd): policyc rewrites what is differentiated in "
@@ -335,7 +335,7 @@ def explain_no_loss(saw_forward_mode: bool) -> str:
 
 
 def _explain_no_match(plans: Sequence[Plan], policy_name: str) -> str:
-    """Why a policy matched nothing in any loss of a run."""
+    """Explains why a policy matched nothing in any loss of a run."""
     from policyc.compiler.idle_rules import suggest_selector
     from policyc.compiler.plan_tables import other_products
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from policyc.language.diagnostics import Diagnostic
     from policyc.language.recipes import Gemm, Recipe, Role
 
-_RULE_START = "* -> "  # makes a policy of a recipe
+_RULE_START = "* -> "  # turns a recipe into a policy
 
 
 @click.command(
@@ -101,7 +101,7 @@ def _parse_recipe(text: str) -> Recipe:
 
 
 def _point_at_recipe(diagnostic: Diagnostic, text: str) -> Diagnostic:
-    """Returns the diagnostic of a rule as one of its recipe alone. A fix would edit a file, so it is left out."""
+    """Makes a diagnostic of the rule point at the recipe alone. A fix would edit a file, so it is left out."""
     from policyc.language.diagnostics import SourceText, Span
 
     source = SourceText(text, "--recipe")

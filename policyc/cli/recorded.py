@@ -1,4 +1,4 @@
-"""Commands that evaluate a recorded loss: what they record it from."""
+"""For commands that evaluate a recorded loss: records it from a program or the bundled trainer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ record_options: Decorator = collect_options(RecordOptions, "record")
 
 
 def record(program: Sequence[str], config: str | None, options: RecordOptions) -> RecordedLoss:
-    """Runs a program, or the bundled trainer, until enough of its loss is recorded. Exits if it has no loss."""
+    """Runs a program, or the bundled trainer, until it has recorded enough batches. Exits if there is no loss."""
     if config is None:
         check_source(program, config)
         if options.checkpoint is not None:
@@ -47,7 +47,7 @@ def record(program: Sequence[str], config: str | None, options: RecordOptions) -
 
     with _program(program, config, options) as source, exit_on_error():
         try:
-            # The bundled trainer says itself why it exits.
+            # The bundled trainer itself says why it exits.
             explained = explain_early_exit(source) if config is None else contextlib.nullcontext()
             with explained, contextlib.redirect_stdout(sys.stderr):
                 recorded = record_loss(source, options.batches, options.after)
@@ -59,7 +59,7 @@ def record(program: Sequence[str], config: str | None, options: RecordOptions) -
 
 
 def _parse_step(checkpoint: str) -> int:
-    """The step of a checkpoint. Raises a usage error if it is not the folder of one."""
+    """The step of a checkpoint. Raises a usage error if this is not the folder of a checkpoint."""
     path = Path(checkpoint)
     if not (path.name.isdigit() and path.is_dir()):
         raise click.UsageError(

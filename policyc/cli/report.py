@@ -15,7 +15,7 @@ from policyc.cli.sweep_runs import split_names
 
 @option_class
 class ReportCommand:
-    """The options of the command. `config` to `backend` ask for a prediction."""
+    """The options of the command. `config`, `target`, `devices` and `backend` ask for a prediction."""
 
     out: str | None = option(
         type=click.Path(dir_okay=False, allow_dash=True),

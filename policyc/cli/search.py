@@ -1,4 +1,4 @@
-"""`policyc search`: which products of a model can be in 4 bits, as a policy."""
+"""`policyc search`: chooses a format for each product of a model, and writes the choice as a policy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ BUNDLED = ("fp8", "mxfp8", "llama_nvfp4", "te_nvfp4")
 
 @option_class
 class SearchOptions:
-    """What is searched for."""
+    """What is searched for, and where the results go."""
 
     speedup: str | None = option(
         metavar="X|POLICY",
@@ -133,7 +133,7 @@ def _search(
     from policyc.experiments.search.scores import score_formats
     from policyc.hardware.mesh import check_modelled
 
-    # Now: the program changes sys.argv. Without the folders of this machine.
+    # Read before the program changes sys.argv. Folders of this machine are left out.
     words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
     command = shlex.join(["policyc", *words])
     with exit_on_error():
@@ -191,7 +191,7 @@ def _solve(searched: Searched, options: SearchOptions) -> list[Solution]:
 
 
 def _seconds(searched: Searched, speedup: str) -> float:
-    """The seconds of a step at a speed-up, or under a policy."""
+    """The seconds of a step at a speed-up, given as a factor or as a policy."""
     from policyc.hardware.step_cost import scheduled_seconds
 
     try:

@@ -35,7 +35,7 @@ class EditOptions:
     )
 
 
-_EVALUATIONS = 10  # of a run that compares policies
+_EVALUATIONS = 10  # per run, if policies are compared
 
 
 @click.command(
@@ -90,7 +90,7 @@ def sweep(
 
 
 def _evaluate(config: str, words: tuple[str, ...], steps: int | None) -> tuple[str, ...]:
-    """The options of the trainer, with ten validations per run unless they say how many."""
+    """Adds ten validations per run to the options of the trainer, unless these have `--eval-every`."""
     from policyc.models.llama.configs import CONFIGS
 
     if config not in CONFIGS or any(word.partition("=")[0] == "--eval-every" for word in words):

@@ -1,4 +1,4 @@
-"""What sweeps print before and after their runs: the dry run, edits that are not run, verdicts and the page.
+"""Output of sweeps before and after their runs: the dry run, edits that are not run, verdicts and the page.
 
 Import slow modules inside functions: `--help` loads this module.
 """

@@ -1,4 +1,4 @@
-"""The options of `policyc sweep`, its dry run, and its run.
+"""The options of `policyc sweep`, and the code that runs a sweep or prints a dry run.
 
 Import slow modules inside functions: `--help` loads this module.
 """
@@ -126,7 +126,7 @@ class SweepOptions:
 
 
 def split_names(text: str) -> tuple[str, ...]:
-    """The names in a list with commas."""
+    """The names in a comma-separated list."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
@@ -171,7 +171,7 @@ def run_sweep(
 
 
 def _make_program(words: Sequence[str], config: str | None, options: SweepOptions) -> SweepProgram:
-    """The program that is swept. Raises a usage error if it cannot be."""
+    """The program that is swept. Raises a usage error if the sweep cannot run it."""
     from policyc.experiments.sweep.commands import SweepProgram
     from policyc.experiments.sweep.slurm import check_program
 
@@ -206,7 +206,7 @@ def _design_sweep(
     options: SweepOptions,
     out: Path,
 ) -> SweepDesign:
-    """Which policies run, after those that mean the same have been dropped. Exits if one cannot be used."""
+    """Chooses the policies to run. Of policies that do the same, only one runs. Exits if one cannot be used."""
     from policyc.experiments.statistics import parse_margin
     from policyc.experiments.sweep.manifest import ChangedSweep, SweepDesign, reuse_plans
     from policyc.experiments.sweep.probe import ProbeFailed, plan_policies
@@ -252,7 +252,7 @@ def _baseline_names(options: SweepOptions) -> tuple[str, ...]:
 
 
 def _has_several_processes(options: SweepOptions) -> bool:
-    """Whether a run is several processes, which cannot be traced in one: they would wait for the others."""
+    """Whether a run has several processes. One process alone cannot be traced: it would wait for the others."""
     if options.slurm is None or options.slurm.processes == 1:
         return False
     print_note(f"a run has {options.slurm.processes} processes, so it is not traced before it runs")
@@ -260,7 +260,7 @@ def _has_several_processes(options: SweepOptions) -> bool:
 
 
 def _make_executor(options: SweepOptions) -> Executor:
-    """Where the runs go. Raises ValueError and OSError."""
+    """Makes the executor of the runs, for Slurm or this machine. Raises ValueError or OSError."""
     if options.slurm:
         from policyc.experiments.sweep.slurm import SlurmExecutor
 
@@ -268,13 +268,13 @@ def _make_executor(options: SweepOptions) -> Executor:
     from policyc.experiments.sweep.executor import LocalExecutor, find_gpus, group_gpus
     from policyc.experiments.sweep.wrapper import read_grace
 
-    read_grace(os.environ)  # before anything runs: a run reads it when it is stopped
+    read_grace(os.environ)  # checks it before anything runs, since a run reads it only when it is stopped
     groups = group_gpus(find_gpus(), options.gpus_per_run)
     return LocalExecutor(options.jobs or max(1, len(groups)), groups)
 
 
 def _run(design: SweepDesign, tracked: Sequence[TrackedRun], executor: Executor) -> SweepResult:
-    """Runs everything, with a live table in a terminal, and else with lines."""
+    """Runs everything. Shows a live table in a terminal, and prints lines otherwise."""
     from rich.console import Console
 
     from policyc.experiments.sweep.engine import Engine

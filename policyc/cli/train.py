@@ -16,7 +16,7 @@ from policyc.language.bundled import data_folder
 
 
 class TrainCommand(ExampleCommand):
-    """Its help has the options of the training program too, with the defaults of the configuration that is named."""
+    """A command whose help also lists the training program's options, with the defaults of the named configuration."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta["policyc.arguments"] = list(args)

@@ -1,4 +1,4 @@
-"""What can be written at a place: keywords, names, formats, options, kinds, and the names of the model's sites."""
+"""Completions at a position: keywords, names, formats, options, kinds, and the names of the model's sites."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from policyc.language.kinds import KINDS
 from policyc.language.recipes import OPTIONS
 
 _TYPED_PATH = re.compile(r"(?:[\w*?~]+(?:\[[^\]\n]*\])?\.)*$")
-_MAX_TYPED = 300  # characters of a line that matter: a line may be as long as a file
+_MAX_TYPED = 300  # characters of a line to look at: a line may be as long as a file
 _ALLOW = re.compile(r"#\s*allow:[\w\s,-]*$")
 _ATTRIBUTES = {
     "m": "rows of the activations",
@@ -49,7 +49,7 @@ class _Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A text to insert, and what it is."""
+    """A completion: the text to insert, its kind, and a short description."""
 
     text: str
     kind: int
@@ -57,7 +57,7 @@ class Item:
 
 
 def complete(reading: Reading, offset: int) -> list[Item]:
-    """What can be written at an offset."""
+    """The completions at an offset."""
     text, start = reading.text, reading.statement_start(offset)
     scan = Scan(text[start:offset])
     line = text[max(text.rfind("\n", 0, offset) + 1, offset - _MAX_TYPED) : offset]
@@ -69,7 +69,7 @@ def complete(reading: Reading, offset: int) -> list[Item]:
 
 
 def _drop_typed_word(scan: Scan, text: str) -> None:
-    """Takes the word at the end of the text back: it is being typed, and says nothing about its place."""
+    """Drops the word at the end of the text from the scan. It is still being typed, so it is no context."""
     tokens = scan.statement.tokens
     if tokens and tokens[-1][1] + len(tokens[-1][0]) == len(text) and re.match(r"\w", text[-1]):
         tokens.pop()
@@ -153,7 +153,7 @@ def _selectors(scan: Scan, names: Names, line: str, reading: Reading) -> Iterato
 
 
 def _site_names(sites: SiteList, before: list[str]) -> Iterator[Item]:
-    """The names that follow others in the paths of sites, those with most FLOPs first."""
+    """The names that may follow those in `before` in the paths of sites, in descending order of FLOPs."""
     flops: dict[str, float] = {}
     for site, paths in zip(sites.sites, sites.names, strict=True):
         for name in {name for path in paths for name in _following(path, before)}:

@@ -1,7 +1,7 @@
-"""The answers of the language server, as JSON of its protocol. Functions of a text and of what is known about it.
+"""Computes the answers of the language server, as JSON of its protocol, from a text and what is known about it.
 
-`sources` are the texts in which a name means the same, by their URIs: that of the request first, then its imports. A
-position has a line from 0 and a column in UTF-16 code units.
+`sources` maps URIs to the texts that share their names: the text of the request first, then its imports. A position
+has a line number, from 0, and a column in UTF-16 code units.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from policyc.editor.scan import Name, scan_text
 from policyc.language.diagnostics import Diagnostic, Severity, SourceText, Span
 from policyc.language.formatter import format_text
 
-# Numbers of the protocol.
+# Numbers that the protocol defines.
 _SEVERITIES = {Severity.ERROR: 1, Severity.WARNING: 2, Severity.NOTE: 3}
 _SYMBOLS = {"recipe": 13, "group": 18, "variant": 2}  # a variable, an array, a module
 _SCHEDULE_SYMBOL = 24  # an event
 
 
 def to_position(source: SourceText, offset: int) -> Json:
-    """The position of an offset."""
+    """Converts an offset to a position."""
     line, column = source.position(offset)
     start = source.line_starts[line - 1]
     return {"line": line - 1, "character": _utf16_length(source.text[start : start + column - 1])}
 
 
 def to_range(span: Span) -> Json:
-    """The range of a span."""
+    """Converts a span to a range."""
     return {"start": to_position(span.source, span.start), "end": to_position(span.source, span.end)}
 
 
 def to_offset(source: SourceText, position: Json) -> int:
-    """The offset of a position. One beyond the end of a line or of the text is at that end."""
+    """Converts a position to an offset. A position past the end of a line or of the text becomes that end."""
     if position["line"] >= len(source.line_starts):
         return len(source.text)
     start = source.line_starts[position["line"]]
@@ -80,7 +80,7 @@ def file_uri(source: SourceText) -> str:
 
 
 def publishable(diagnostics: Sequence[Diagnostic], source: SourceText) -> Iterator[Diagnostic]:
-    """The diagnostics of a text. One of an imported file is shown at the import that its last note names."""
+    """The diagnostics of a text. Those of an imported file are shown at its import, which a note points at."""
     for diagnostic in diagnostics:
         if diagnostic.span.source is source:
             yield diagnostic
@@ -92,7 +92,7 @@ def publishable(diagnostics: Sequence[Diagnostic], source: SourceText) -> Iterat
 
 
 def fix_actions(diagnostics: Sequence[Diagnostic], uri: str, start: int, end: int) -> Iterator[Json]:
-    """The fixes of the diagnostics that touch a range. A safe one is preferred."""
+    """The fixes of the diagnostics that touch a range. Safe fixes are marked as preferred."""
     for diagnostic in diagnostics:
         fix = diagnostic.fix
         if fix is not None and diagnostic.span.start <= end and start <= diagnostic.span.end:
@@ -121,7 +121,7 @@ Place = tuple[str, Name]
 
 
 def find_places(sources: Mapping[str, SourceText], offset: int) -> list[Place]:
-    """Every place of the name at an offset of the first text."""
+    """Every occurrence of the name at an offset of the first text."""
     scans = {uri: scan_text(source.text) for uri, source in sources.items()}
     groups = {name.text for scan in scans.values() for name in scan.definitions("group")}
     name = next(iter(scans.values())).name_at(offset, groups)
@@ -129,7 +129,7 @@ def find_places(sources: Mapping[str, SourceText], offset: int) -> list[Place]:
 
 
 def definitions(places: Sequence[Place]) -> list[Place]:
-    """Those of the places that define the name: in the text of the request, else in its imports."""
+    """The places that define the name: those in the text of the request, or if it has none, those in its imports."""
     found = [(uri, name) for uri, name in places if name.is_definition]
     return [place for place in found if place[0] == places[0][0]] or found
 
@@ -150,12 +150,12 @@ def name_range(source: SourceText, name: Name) -> Json:
 
 
 def symbols(source: SourceText) -> list[Json]:
-    """The recipes, groups and variants that a text defines, and its schedule. A block contains what is in it."""
+    """The recipes, groups and variants that a text defines, and its schedule. Symbols in a block are its children."""
     scan = scan_text(source.text)
     names = {source.text.rfind(name.kind, 0, name.start): name for name in scan.definitions()}
     blocks = {block.start: block for block in scan.blocks}
     roots: list[Json] = []
-    parents: list[tuple[int, list[Json]]] = []  # the ends of open blocks, and what is in them
+    parents: list[tuple[int, list[Json]]] = []  # the ends of open blocks, and their children
     for start in sorted({*names, *blocks}):
         while parents and parents[-1][0] <= start:
             parents.pop()
@@ -176,7 +176,7 @@ def symbols(source: SourceText) -> list[Json]:
 
 
 def folding(source: SourceText) -> list[Json]:
-    """Blocks, and comments of several lines."""
+    """Folding ranges: blocks and comments of several lines."""
     ranges = []
     for block in scan_text(source.text).blocks:
         first, last = source.position(block.start)[0], source.position(block.end)[0]
@@ -194,7 +194,7 @@ def folding(source: SourceText) -> list[Json]:
 
 
 def hints(reading: Reading, source: SourceText, start: int, end: int) -> list[Json]:
-    """At the end of each rule in a range, the number of sites that it decides about, and their share of the FLOPs."""
+    """Inlay hints after the rules in a range: how many sites a rule decides about, and their share of the FLOPs."""
     return [
         {"position": to_position(source, placed.end), "label": label, "paddingLeft": True}
         for placed in reading.rules

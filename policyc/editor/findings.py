@@ -1,4 +1,4 @@
-"""The diagnostics of a policy text: those of the linter, and of its rules on the model."""
+"""The diagnostics of a policy text: those of the linter, and those of checking its rules against the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from policyc.language.loader import parse_with_diagnostics
 
 
 def find_all(text: str, path: Path | None) -> tuple[SourceText, tuple[Diagnostic, ...]]:
-    """Lints a text. Returns it as the diagnostics name it, and the diagnostics."""
+    """Lints a text. Returns the source that the diagnostics refer to, and the diagnostics."""
     from policyc.linter import engine
     from policyc.linter.rules import choose_codes
 

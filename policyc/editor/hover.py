@@ -1,4 +1,4 @@
-"""What an editor shows about the word under the pointer, in Markdown."""
+"""The text that an editor shows about the word under the pointer, in Markdown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ALLOW = re.compile(r"#\s*allow:")
 
 
 def hover(reading: Reading, diagnostics: Iterable[Diagnostic], offset: int) -> str:
-    """The text for an offset: what its word means, what its rule does, and the pages of the codes found there."""
+    """The text for an offset: what its word means, what its rule does, and the pages of the lint codes found there."""
     text = reading.text
     line_start = text.rfind("\n", 0, offset) + 1
     line_end = text.find("\n", offset)
@@ -55,7 +55,7 @@ def _explain_word(policy: Policy, word: str, scan: Scan) -> str:
 
 
 def _describe_rule(policy: Policy, rule: Rule) -> str:
-    """A table: for each product, what happens to its operands."""
+    """A table of what a rule does to the operands of each product."""
     recipe = normalize_if_valid(policy.resolver()(rule.recipe))
     rows = ["| product | operand | |", "|---|---|---|"]
     for gemm in (g for g in Gemm if g in rule.products):

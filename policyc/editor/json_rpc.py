@@ -1,6 +1,6 @@
-"""JSON-RPC 2.0 with a header before each message, as language servers speak it.
+"""JSON-RPC 2.0 with a header before each message, as in the language server protocol.
 
-Not pygls: importing its types of the protocol takes longer than this server takes to start.
+It replaces pygls, whose protocol types take longer to import than this server takes to start.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RequestError(Exception):
 class Connection:
     """Reads messages from one stream, and sends messages to another from any thread.
 
-    A thread of its own writes: a client may send more before it reads the answers, and both would wait for each other.
+    A separate thread writes. Otherwise a client that keeps sending before it reads the answers would cause a deadlock.
     """
 
     def __init__(self, reader: BinaryIO, writer: BinaryIO) -> None:
@@ -45,7 +45,7 @@ class Connection:
         self._thread.start()
 
     def read(self) -> Json | None:
-        """The next message; None at the end of the stream. Anything else is answered with an error."""
+        """The next message; None at the end of the stream. Invalid messages are answered with an error."""
         while True:
             length = 0
             while (line := self._reader.readline()).strip():
@@ -78,7 +78,7 @@ class Connection:
     def answer(self, message: Json, handler: Callable[[], Any]) -> None:
         """Runs the handler of a message, and sends the result or the error if the message is a request.
 
-        No error ends the server: those of a notification are printed.
+        No error ends the server. Unexpected errors are also printed to standard error.
         """
         try:
             result = handler()

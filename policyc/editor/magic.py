@@ -30,7 +30,7 @@ def run_cell(shell: Any, line: str, cell: str) -> Any:
         raise ValueError(f"%%policy needs the name of a variable: '%%policy mine', not '%%policy {line}'")
     loaded = parse_with_diagnostics(cell, shown=name)
     if loaded.diagnostics:
-        shell.user_ns.pop(name, None)  # an earlier policy of this name would be used instead, silently
+        shell.user_ns.pop(name, None)  # else an earlier policy of this name would silently be used instead
         return Findings(loaded.diagnostics)
     shell.user_ns[name] = loaded.policy
     return lint(loaded.policy, *(eval(text, shell.user_ns) for text in expressions))

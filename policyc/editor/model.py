@@ -1,4 +1,4 @@
-"""The sites of the model that a policy is for: a comment of the policy or the settings of the project name them."""
+"""Finds the sites of the model that a policy is for, which a comment in the policy or the project's settings names."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _RUN_SECONDS = 600  # for a program that lists its sites
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteSource:
-    """Where the sites of the model are: a file, or a program whose list of sites is kept in the user's cache folder."""
+    """The source of a model's sites: a file, or a program, whose list of sites is kept in the user's cache folder."""
 
     file: Path | None = None
     program: tuple[str, ...] = ()
     folder: Path = Path()
     place: tuple[int, int] = (0, 0)
-    """The start and the end of the comment that names it; the start of the text if the settings do."""
+    """The start and the end of the comment that names the source; the start of the text if the settings name it."""
 
     @property
     def path(self) -> Path | None:
-        """The file to read, which a program's list need not have yet."""
+        """The file to read; None without a source. The file of a program may not exist yet."""
         if not self.program:
             return self.file
         key = hashlib.sha256("\0".join((str(self.folder.absolute()), *self.program)).encode()).hexdigest()
@@ -42,13 +42,13 @@ class SiteSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """The project's settings and the model's sites, or None if nobody has listed them yet."""
+    """The project's settings and the model's sites. `sites` is None if there is no valid list of them."""
 
     settings: Settings
     source: SiteSource
     sites: SiteList | None = None
     problems: tuple[tuple[tuple[int, int], str], ...] = ()
-    """What is wrong with the settings or the list, and where in the text to say so."""
+    """Errors in the settings or the list, each with the start and the end of the text to report it at."""
 
 
 def find_model(text: str, path: Path | None) -> Model:
@@ -68,7 +68,7 @@ def find_model(text: str, path: Path | None) -> Model:
 
 
 def _find_source(text: str, path: Path | None, settings: Settings) -> SiteSource:
-    """What a comment names, else what the settings do. A path in a comment is relative to the policy."""
+    """The source that a comment names, or else the settings. A path in a comment is relative to the policy."""
     folder = path.parent if path is not None else Path()
     for match in _COMMENT.finditer(text):
         place = match.start(1), match.end(2)
@@ -86,13 +86,13 @@ def _find_source(text: str, path: Path | None, settings: Settings) -> SiteSource
 
 
 def _read_sites(source: SiteSource) -> SiteList | None:
-    """Reads the list of sites. That of a program need not exist: an editor does not run programs on its own."""
+    """Reads the list of sites; None without one. An editor runs no programs on its own, so theirs may not exist yet."""
     path = source.path
     if path is None or (source.program and not path.is_file()):
         return None
     try:
         return _read_file(path, path.stat().st_mtime_ns)
-    except (OSError, ValueError):  # no such file, or no name of a file: reading it says so
+    except (OSError, ValueError):  # no such file, or not a valid path: `read` raises BadSiteList
         return SiteList.read(path)
 
 
@@ -103,9 +103,9 @@ def _read_file(path: Path, changed: int) -> SiteList:
 
 
 def list_sites(source: SiteSource) -> str:
-    """Runs the program of a policy until its first loss is traced, and keeps the list of its sites.
+    """Runs the program of a policy until its first loss is traced, and saves the list of its sites.
 
-    Returns what went wrong; empty if nothing did.
+    Returns an error message; empty on success.
     """
     if source.path is None or not source.program:
         return "no program: write '# program: train.py' in the policy"

@@ -1,6 +1,6 @@
-"""The playground's part in Python: lints a policy, and plans it against a list of sites, as data for a page.
+"""The Python part of the playground: lints a policy, and plans it for a list of sites, as data for a page.
 
-It runs in a browser, where there is no JAX and no file but the bundled policies.
+It runs in a browser, without JAX, and with no files except the bundled policies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KEEP = make_recipe("keep")
 
 
 def list_words() -> dict[str, Sequence[str]]:
-    """The words to color, by their class in the page."""
+    """The words to highlight, by their class on the page."""
     return {
         "keyword": (*words.STATEMENTS, *words.CLAUSES, *words.OPERATORS),
         "product": words.PRODUCTS,
@@ -41,7 +41,7 @@ def list_examples() -> dict[str, str]:
 
 
 def check(text: str, sites: SiteList, variant: str = "", phase: int = 0) -> dict[str, Any]:
-    """What the linter says of a text, and what its policy decides about sites in one phase of the schedule."""
+    """Lints a text, and plans its policy for a list of sites in one phase of the schedule."""
     loaded = parse_with_diagnostics(text)
     place = _Places(loaded.file.source)
     policy = loaded.policy
@@ -59,7 +59,7 @@ def check(text: str, sites: SiteList, variant: str = "", phase: int = 0) -> dict
 
 
 class _Places:
-    """Offsets in a text as JavaScript counts them, in UTF-16 code units."""
+    """Converts offsets in a text to those of JavaScript, which count UTF-16 code units."""
 
     def __init__(self, source: SourceText) -> None:
         self.source = source
@@ -112,7 +112,7 @@ def _plan_data(plan: ListPlan, phase: int, place: _Places) -> dict[str, Any]:
 
 
 def _rows(plan: ListPlan, phase: int) -> Iterator[dict[str, Any]]:
-    """A row for each linear: for each product, runs of layers to which the same happens."""
+    """A row for each linear, with runs of layers that are treated alike for each product."""
     choices = {(s, i): c for s, i, c in plan.choices(plan.rules.phases[phase])}
     total = plan.sites.total_flops or 1
     for name, layers in _linears(plan.sites).items():
@@ -149,7 +149,7 @@ def _cell(plan: ListPlan, gemm: Gemm, rule: int | None) -> tuple[str, str, str]:
 
 
 def _run(plan: ListPlan, cells: list[tuple[int, str, str, str, int]]) -> dict[str, Any]:
-    """Layers of one product to which the same happens."""
+    """A run of layers in which one product is treated alike."""
     _, format, text, rule, _ = cells[0]
     sites = [plan.sites.sites[site] for *_, site in cells]
     return {
@@ -163,7 +163,7 @@ def _run(plan: ListPlan, cells: list[tuple[int, str, str, str, int]]) -> dict[st
 
 
 def _linears(sites: SiteList) -> dict[str, list[tuple[int, int, int]]]:
-    """For each linear, by its name: its column, site and layer, the columns ascending. Layers may be scanned or not."""
+    """Column, site and layer of each cell of each linear, in ascending columns. Layers may be scanned or unrolled."""
     linears: dict[str, dict[int, tuple[int, int]]] = {}
     for number, site in enumerate(sites.sites):
         for layer in range(len(site.layers)):
@@ -184,7 +184,7 @@ def _short_name(site: ListedSite) -> str:
 
 
 def _column(site: ListedSite, layer: int) -> int:
-    """The block of a layer; else its index in a stack; 0 if it is in none."""
+    """The number of a layer's block, or else its index in a stack, or else 0."""
     block = site.layers[layer].block.get("layer")
     if block is not None:
         return block

@@ -1,7 +1,7 @@
-"""A policy text as requests need it, at once after each key: its rules, its policy, and what they do to a model.
+"""Reads a policy text, fast enough for every keystroke: its rules, its policy, and what they do to a model.
 
-The text is read by pieces, and of those only the ones that changed since the last text. Diagnostics need places in the
-whole text: `findings` reads them later.
+The text is read in pieces, and only the pieces that changed since the last text are read again. Diagnostics need
+positions in the whole text, so `findings` computes them later.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BLOCK_END = re.compile(r"[ \t\r\f]*\}[ \t\r\f]*(?:#[^\n]*)?\n?\Z")
 
 
 class PlacedRule(NamedTuple):
-    """A rule, where it is in the text, and the variant around it; empty if there is none."""
+    """A rule, its position in the text, and the enclosing variant, which is empty if there is none."""
 
     start: int
     end: int
@@ -35,7 +35,7 @@ class PlacedRule(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """A text that was read. Its policy is the part that could be read; `is_valid` says whether that is all of it."""
+    """The result of reading a text. The policy has what could be read; `is_valid` says whether that is all of it."""
 
     text: str
     model: Model
@@ -43,13 +43,13 @@ class Reading:
     rules: tuple[PlacedRule, ...]
     loaded: LoadedPolicy
     statement_starts: tuple[int, ...]
-    """Offsets where a statement starts, though not all of them."""
+    """Offsets at which statements start, in ascending order. Not every statement is listed."""
 
     @cached_property
     def planned(self) -> dict[int, tuple[ListPlan, int]]:
-        """The plans that have the rules, and their numbers in these, by where the rules start.
+        """For each rule, by its start: the plan that contains it, and its number there.
 
-        Empty without a list of sites.
+        Empty without a list of sites, or if the text has errors.
         """
         sites = self.model.sites if self.is_valid else None
         return {} if sites is None else dict(_plan_rules(self.loaded.policy, self.rules, sites))
@@ -62,12 +62,12 @@ class Reading:
         return plan.share(number) if plan else None
 
     def policy_for(self, placed: PlacedRule | None) -> Policy:
-        """The policy, with the variant applied that is around a rule."""
+        """The policy, with the variant that encloses a rule applied."""
         policy = self.loaded.policy
         return policy.variant(placed.variant) if placed and placed.variant else policy
 
     def statement_start(self, offset: int) -> int:
-        """An offset at or before another, where a statement starts."""
+        """The last known start of a statement at or before an offset."""
         return self.statement_starts[bisect_right(self.statement_starts, offset) - 1]
 
 
@@ -87,7 +87,7 @@ def read(text: str, path: Path | None) -> Reading:
 
 
 class _Reader:
-    """Reads the pieces of a text. Those of a block that has a line for each brace are read alone too."""
+    """Reads the pieces of a text. If a block has its braces on separate lines, its body is read in pieces too."""
 
     def __init__(self) -> None:
         self.rules: list[PlacedRule] = []
@@ -95,7 +95,7 @@ class _Reader:
         self.is_valid = True
 
     def read(self, text: str, offset: int, variant: str) -> Iterator[Statement]:
-        """Yields the statements of a part of the text without errors. `variant` is the one around it."""
+        """Yields the statements of a part of the text, except those with errors. `variant` is the enclosing variant."""
         for start, end, is_closed in find_pieces(text):
             piece, place = text[start:end], offset + start
             self.starts.append(place)
@@ -134,12 +134,12 @@ class _Reader:
 def _plan_rules(
     policy: Policy, rules: tuple[PlacedRule, ...], sites: SiteList
 ) -> Iterator[tuple[int, tuple[ListPlan, int]]]:
-    """The rules of the text, those of a variant where the variant is applied."""
-    # They are the last rules of the variant: those before them change nothing about what they do.
+    """Plans the rules of the text. Those of a variant are planned with the variant applied."""
+    # The rules of a variant come last, and the last matching rule decides: rules before them do not affect them.
     variants = {v.name: replace(policy.variant(v.name), rules=v.rules) for v in policy.variants}
     for name, applied in {"": policy, **variants}.items():
         plan = ListPlan(applied, sites)
-        # Imported rules are from files. Those of the text are from its pieces, which have no path.
+        # Imported rules have the path of their file. The rules of the text are from its pieces, which have no path.
         numbers = (n for n, rule in enumerate(applied.rules) if not rule.span.source.path)
         placed = (rule for rule in rules if rule.variant == name)
         yield from ((rule.start, (plan, n)) for rule, n in zip(placed, numbers, strict=True))

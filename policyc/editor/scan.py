@@ -1,6 +1,6 @@
-"""Finds the names of a policy text, its blocks, and what stands at a place, without parsing the text.
+"""Finds the names and blocks of a policy text, and the context of a position, without parsing the text.
 
-An editor asks while a statement is half written, and for each key: a parse would fail, and take longer.
+An editor asks after every keystroke, often in an unfinished statement. Parsing would fail there, and take longer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BLOCKS = frozenset({"after", "until", "variant"})
 _OPEN_ENDS = frozenset(
     {",", "->", "=", "@", "==", "!=", "<=", ">=", "<", ">", "and", "or", "not", "where", "%"}
 )
-"""Tokens that a statement does not end with: it goes on in the next line."""
+"""Tokens that cannot end a statement, which therefore continues on the next line."""
 
 
 class Name(NamedTuple):
@@ -42,7 +42,7 @@ class Name(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block in braces, with the text before its brace. `end` is behind its closing brace, or the end of the text."""
+    """A block in braces, with the text before its brace. `end` is after its closing brace, or the end of the text."""
 
     head: str
     start: int
@@ -57,7 +57,7 @@ class Statement:
     tokens: list[tuple[str, int]] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     option: str = ""
-    """The option of the innermost call whose value is being read."""
+    """The option whose value is being read, in the innermost call."""
     in_braces: bool = False
     has_arrow: bool = False
 
@@ -80,7 +80,7 @@ class Statement:
         )
 
     def clause(self) -> str:
-        """The last of `@`, `where` and `expect` in it; else empty."""
+        """The last `@`, `where` or `expect` in the statement; empty if there is none."""
         return next((t for t, _ in reversed(self.tokens) if t in ("@", "where", "expect")), "")
 
 
@@ -152,7 +152,7 @@ class Scan:
             self.names.append(Name("recipe", text, start, False))
 
     def is_recipe_place(self) -> bool:
-        """Would a word at the end of the text be the name of a recipe or a format?"""
+        """Whether a word at the end of the text would name a recipe or a format."""
         statement = self.statement
         if statement.calls:
             return statement.calls[-1] == "split" and bool(statement.option)
@@ -193,7 +193,7 @@ class Names:
         return next((n for n in touched if n.kind != "group" or n.text in groups), None)
 
     def occurrences(self, name: Name) -> list[Name]:
-        """Every place of a name, in the order of the text."""
+        """Every occurrence of a name, in the order of the text."""
         return sorted(
             (n for n in self.names if (n.kind, n.text) == (name.kind, name.text)), key=lambda n: n.start
         )

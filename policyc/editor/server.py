@@ -1,9 +1,8 @@
-"""The language server, once it is initialized.
+"""The language server, after its initialization.
 
-The thread that reads messages answers requests from the text as it is. A second thread has a text linted, by a process
-of its own, once no key was pressed for a moment, and answers the code actions that wait for that. A third one reads a
-text that was just opened, before anybody asks about it. The server runs no program unless the command
-`policyc.listSites` tells it to.
+The main thread reads messages and answers requests from the current text. After a pause in typing, a second thread has
+the text linted by a separate process, and answers the code actions that wait for the result. Another thread reads a
+newly opened text before any request about it. The server runs a program only for the command `policyc.listSites`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from policyc.editor.worker import Worker, WorkerError
 from policyc.language.bundled import bundled_policies
 from policyc.language.diagnostics import Diagnostic, SourceText, Span
 
-_PAUSE = 0.12  # seconds without a key before a text is linted: less is felt as flicker, more as lag
+_PAUSE = 0.12  # seconds without a keystroke before a text is linted: less causes flicker, more feels slow
 _ERROR_MESSAGE = 1  # a type of window/showMessage
 _INVOKED = 1  # a trigger of code actions; 2 is for those that an editor asks for on its own
 
@@ -46,25 +45,25 @@ class _Revision:
 
 
 _State = tuple[_Revision, object]
-"""What answers depend on. Compared by identity."""
+"""The state that answers depend on: a revision, and `_Document.files`. Both are compared by identity."""
 
 
 @dataclass(slots=True, eq=False)
 class _Document:
-    """An open policy, what was last read of it, and its last diagnostics. Both may be those of an earlier state."""
+    """An open policy, its last reading, and its last diagnostics. Both may belong to an earlier state."""
 
     uri: str
     path: Path | None
     revision: _Revision
     due: float | None
-    """When to lint the text; None: it has been linted."""
+    """When to lint the text; None if it is linted, or is being linted."""
     files: object = field(default_factory=object)
     """Replaced by another object when imports, settings or the list of sites may have changed."""
     last_read: tuple[_State, Reading] | None = None
     checked: _State | None = None
     diagnostics: tuple[Diagnostic, ...] = ()
     lock: threading.RLock = field(default_factory=threading.RLock)
-    """Held while the text is read, so that a request waits for the thread that reads it already."""
+    """Held while the text is read, so that a request waits for a thread that is already reading it."""
 
     @property
     def state(self) -> _State:
@@ -82,7 +81,7 @@ class _Document:
         return start, end
 
     def read(self) -> Reading:
-        """What was read of the present text."""
+        """The reading of the current text."""
         with self.lock:
             state = self.state
             if self.last_read is None or self.last_read[0] != state:
@@ -90,8 +89,8 @@ class _Document:
             return self.last_read[1]
 
     def read_ahead(self) -> None:
-        """Finds what first requests about the text need, and loads the pages of lint codes: that is kept."""
-        with self.lock:  # a request would do the same at the same time
+        """Computes and caches what the first requests about the text need, and loads the pages of lint codes."""
+        with self.lock:  # so that a request does not do the same work at the same time
             reading = self.read()
             for placed in reading.rules[:1]:
                 reading.share(placed)
@@ -100,13 +99,13 @@ class _Document:
         from policyc.linter import rules  # noqa: F401
 
     def forget(self) -> None:
-        """Has the text read and linted again: imports, settings or the list of sites may have changed."""
+        """Schedules the text to be read and linted again: imports, settings or the list of sites may have changed."""
         self.files = object()
         self.due = time.monotonic()
 
     @property
     def current_diagnostics(self) -> tuple[Diagnostic, ...]:
-        """The diagnostics, if they are those of the present text: in another one their places or fixes may be wrong."""
+        """The diagnostics, if they are of the current text. Otherwise none, as positions and fixes may be wrong."""
         return self.diagnostics if self.checked == self.state else ()
 
 
@@ -114,7 +113,7 @@ class PolicyServer:
     """Open documents, and the handlers of requests about them."""
 
     def __init__(self, connection: Connection, client: Json, worker: Worker | None = None) -> None:
-        """`client` are the capabilities of the client."""
+        """`client` holds the capabilities of the client."""
         self._connection = connection
         self._documents: dict[str, _Document] = {}
         self._worker = worker or Worker()
@@ -145,10 +144,10 @@ class PolicyServer:
         }
 
     def run(self) -> int:
-        """Serves until the client says goodbye or is gone. Returns the exit status."""
+        """Serves until the client sends `exit` or disconnects. Returns the exit status."""
         threading.Thread(target=self._work, daemon=True).start()
         while (message := self._connection.read()) is not None and message.get("method") != "exit":
-            if "method" in message:  # else it answers a request of the server
+            if "method" in message:  # else it is the response to a request of the server
                 self._connection.answer(message, partial(self._handle, message))
         return 0 if self._is_shut_down else 1
 
@@ -159,7 +158,7 @@ class PolicyServer:
         if method in self._requests:
             document = self._get(params)
             handler = partial(self._requests[method], document, params)
-            # If a person asks for code actions, the answer must be that of the present text.
+            # If the user asks for code actions, the answer must be for the current text.
             if method == "textDocument/codeAction" and params["context"].get("triggerKind") == _INVOKED:
                 self._tasks.put(
                     partial(self._connection.answer, message, partial(self._check, document, handler))
@@ -179,7 +178,7 @@ class PolicyServer:
     # ---- the second thread
 
     def _work(self) -> None:
-        """Does tasks, and has each document linted when it is due."""
+        """Runs tasks, and has each document linted when it is due."""
         self._connection.answer({}, self._worker.start)
         while True:
             due = [(d.due, d) for d in tuple(self._documents.values()) if d.due is not None]
@@ -192,8 +191,8 @@ class PolicyServer:
                     self._connection.answer({}, partial(self._check, first[1]))
 
     def _check(self, document: _Document, answer: Callable[[], Any] = lambda: None) -> Any:
-        """Lints the present text of a document and publishes the diagnostics, unless that is done. Then answers."""
-        document.due = None  # before the text is taken: a text that comes later is due again
+        """Lints the current text of a document and publishes the diagnostics, if not yet done. Then calls `answer`."""
+        document.due = None  # before the text is read, so that a later text is due again
         state = document.state
         if document.checked != state:
             found = self._lint(state[0].source, document.path)
@@ -204,7 +203,7 @@ class PolicyServer:
         return answer()
 
     def _lint(self, source: SourceText, path: Path | None) -> tuple[Diagnostic, ...]:
-        """The diagnostics to publish. A failure is one of them: the client waits for those of each text."""
+        """The diagnostics to publish. A failure becomes one too, because the client waits for those of each text."""
         try:
             linted, diagnostics = self._worker.call(find_all, source.text, path)
         except WorkerError as error:
@@ -248,7 +247,7 @@ class PolicyServer:
         self._read_again()
 
     def _read_again(self) -> None:
-        """Imports, settings and lists of sites may have changed, for every policy."""
+        """Schedules every policy to be read again: imports, settings or lists of sites may have changed."""
         for document in tuple(self._documents.values()):
             document.forget()
         self._wake()
@@ -301,7 +300,7 @@ class PolicyServer:
         return features.rename(sources, places, new_name)
 
     def _sources(self, document: _Document) -> dict[str, SourceText]:
-        """The text of a document and those of its imports, by URI. A file that is open is as it is in the editor."""
+        """The texts of a document and of its imports, by URI. For an open file, it is the text in the editor."""
         documents = {d.path.resolve(): d for d in tuple(self._documents.values()) if d.path is not None}
         sources = {document.uri: document.source}
         for source in (file.source for file in document.read().loaded.imports):
@@ -318,7 +317,10 @@ class PolicyServer:
         return features.hints(document.read(), document.source, *document.range(params))
 
     def code_actions(self, document: _Document, params: Json) -> list[Json]:
-        """The fixes of the diagnostics in a range; none while the text is not linted: the client asks again then."""
+        """The fixes of the diagnostics in a range, and the command that lists sites, if the policy has a program.
+
+        There are no fixes until the current text is linted. The client asks again then.
+        """
         current = document.current_diagnostics
         actions = list(features.fix_actions(current, document.uri, *document.range(params)))
         program = document.read().model.source.program
@@ -331,7 +333,7 @@ class PolicyServer:
     # ---- the command
 
     def list_sites(self, params: Json) -> None:
-        """Starts the program of a policy to list its sites. Policies are read again when that is done."""
+        """Runs the program of a policy in a thread, to list its sites. All policies are read again when it ends."""
         source = self._get({"textDocument": {"uri": params["arguments"][0]}}).read().model.source
 
         def run() -> None:
@@ -344,7 +346,7 @@ class PolicyServer:
 
 
 def _path(uri: str) -> Path | None:
-    """The path of a file's URI."""
+    """The path of a file URI; None for other schemes."""
     parts = urlsplit(uri)
     if parts.scheme != "file":
         return None

@@ -12,7 +12,7 @@ LIST_SITES = "policyc.listSites"
 """The command that runs the program of a policy to list its sites. Its argument is the policy's URI."""
 
 _COLLECTED = (50_000, 20, 100)
-"""Thresholds of the garbage collector: a full collection takes as long as an answer, and there is little garbage."""
+"""Thresholds of the garbage collector. Full collections are rare: one takes as long as an answer and finds little."""
 _CAPABILITIES = {
     "textDocumentSync": {"openClose": True, "change": 1, "save": True},  # 1: each change sends the whole text
     "hoverProvider": True,
@@ -46,7 +46,7 @@ def serve() -> int:
 
 
 def initialize(connection: Connection) -> Json | None:
-    """Answers `initialize`. Returns the capabilities of the client; None if it is gone before."""
+    """Answers `initialize`. Returns the capabilities of the client; None if it exits or disconnects before."""
     while (message := connection.read()) is not None and message.get("method") != "exit":
         if message.get("method") == "initialize":
             connection.answer(message, lambda: _SERVER)

@@ -1,6 +1,6 @@
-"""The words of the policy language by what they are, for completion and for syntax highlighters.
+"""The words of the policy language by category, for completion and for syntax highlighters.
 
-The keywords are those of `grammars/policy.lark`. A test compares them, and the grammar for TextMate, with the tables.
+A test checks that the keywords are those of `grammars/policy.lark`, and that the TextMate grammar has the same words.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A process that lints, so that requests need not share an interpreter with it.
+"""A separate process for linting, so that requests do not compete with it for the interpreter.
 
-It ends when its standard input does: that is when the server has ended, in whichever way.
+It ends when its standard input closes, which happens however the server ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class WorkerError(Exception):
 
 
 class Worker:
-    """Calls functions in a process of their own, one at a time. It is started again if it is gone."""
+    """Calls functions in a separate process, one at a time. The process is restarted if it has died."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -34,7 +34,7 @@ class Worker:
         return self._process
 
     def call(self, function: Callable[..., Result], *arguments: object) -> Result:
-        """The result of a function of a module. If the process is gone, another one is asked. Raises WorkerError."""
+        """Calls a module-level function in the process. If that has died, tries a new one once. Raises WorkerError."""
         try:
             result, problem = self._ask(function, arguments)
         except _PROCESS_IS_GONE:
@@ -61,12 +61,12 @@ class Worker:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            with contextlib.suppress(OSError), process:  # what was not written is lost
+            with contextlib.suppress(OSError), process:  # unwritten data is lost
                 pass
 
 
 def serve() -> None:
-    """Answers the calls of standard input."""
+    """Answers calls from standard input until it closes."""
     from policyc.editor import findings  # noqa: F401  # before the first call
     from policyc.linter import engine  # noqa: F401
 
