@@ -2,10 +2,10 @@
 
     python -m benchmarks.calibration [--json FILE]
 
-There are twelve published throughputs, in pairs of FP8 and NVFP4. The pairs of the first trainer on GB200 are fitted.
+There are sixteen published throughputs, in pairs of FP8 and NVFP4. The pairs of the first trainer on GB200 are fitted.
 Those of the same trainer on GB300, and of another trainer on both GPUs, are held out. The measurements on an H200
-follow: the model was given the time of the copy, of the quantizers and of the forward fp8 product, and none of the
-lines that are printed. Needs no GPU.
+follow. The model's constants come from the times of the copy, of the quantizers and of the forward fp8 product there,
+and from none of the printed measurements. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm
 from policyc.numerics.targets import get_target
 
-SEQUENCES = 2  # per device at a time. How the published runs were divided is not known.
+SEQUENCES = 2  # per device at a time. How the published runs divided their batches is unknown.
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def load_policy(format: str) -> Policy:
 
 @cache
 def plan_step(config: str, devices: int, gpu: str, format: str) -> TrainingStep:
-    """The step with Transformer Engine's kernels for NVFP4, with which the published runs were made."""
+    """The step with Transformer Engine's kernels for NVFP4, as in the published runs."""
     step = trace_step(config, devices)
     execution = execution_options("te", gpu)
     return step.under(load_policy(format), execution)
@@ -98,7 +98,7 @@ def predict(
 
 
 def fit(cases: Sequence[Published] = FITTED) -> tuple[float, float]:
-    """Returns the constants with the least squared error of the logarithms, to two digits."""
+    """Returns the constants with the least squared error of the log throughputs, on a grid."""
     figures = [(case, f, getattr(case, f)) for case in cases for f in POLICIES]
 
     def error(constants: tuple[float, float]) -> float:
@@ -146,7 +146,7 @@ OTHER_FITS = {
     "GB300": tuple(case for case in PUBLISHED if case.gpu == "gb300"),
     "all": PUBLISHED,
 }
-"""Other choices of rows to fit, to see what the errors would have been."""
+"""Other choices of rows to fit, to see what errors they would give."""
 
 
 # ---- one linear of 16384 x 4096 x 14336 on an H200: docs/explanation/speed.md
@@ -172,7 +172,7 @@ def linear_seconds(text: str, products: frozenset[Gemm] = frozenset(Gemm)) -> fl
 
 
 def predict_h200() -> list[tuple[str, float, float]]:
-    """For each measurement: its name, the measured value and the model's, in milliseconds or as a ratio to bf16."""
+    """Name, measured value and predicted value of each measurement, in milliseconds or as a ratio to bf16."""
     forward, bf16 = frozenset({Gemm.FPROP}), linear_seconds("bf16")
     forward_only = "split(fprop=nvfp4(scale2d=weights), dgrad=bf16, wgrad=bf16)"
     full, no_rht = "nvfp4(rht=wgrad, sr=grad, scale2d=weights)", "nvfp4(sr=grad, scale2d=weights)"
@@ -200,7 +200,7 @@ _OPERAND_BYTES = {
     "mxfp8": (2 + 2 * 33 / 32, 2 + 33 / 32),
     "nvfp4": (4 + 2 * 9 / 16, 4 + 9 / 16),
 }
-"""Bytes that are moved for each element of the first and of the second operand of a GEMM.
+"""Bytes moved per element of the first and of the second operand of a GEMM.
 
 The tool calls the forward pass of a linear for each of the 12 GEMMs, so it quantizes 24 operands and not 12 tensors. It
 writes codes along rows, and for the first operand of the block formats also along columns, as a backward pass would
@@ -238,7 +238,7 @@ def profile_slowdown() -> float:
 
 
 def print_profile() -> None:
-    """Prints what Transformer Engine's profile says about the constants."""
+    """Prints the constants that follow from Transformer Engine's profile."""
     bandwidth = get_target("b300").memory_bandwidth
     print("\nB300, from Transformer Engine's profile of a layer:")
     for format in PROFILE:
@@ -251,7 +251,7 @@ def print_profile() -> None:
 
 
 def print_published() -> list[dict[str, Any]]:
-    """Prints the predictions beside the published figures, and returns them as data."""
+    """Prints the predictions next to the published figures, and returns them as data."""
     print(f"{'':42}{'fp8 TFLOP/s':>22}{'nvfp4 TFLOP/s':>22}{'speed-up':>22}")
     data = []
     for row in predict_all():
@@ -279,7 +279,7 @@ def print_other_fits() -> None:
 
 
 def print_h200() -> list[dict[str, Any]]:
-    """Prints the predictions beside the measurements on an H200, and returns them as data."""
+    """Prints the predictions next to the measurements on an H200, and returns them as data."""
     print()
     data = []
     for name, measured, predicted in predict_h200():

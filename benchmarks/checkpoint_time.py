@@ -2,9 +2,9 @@
 
     python -m benchmarks.checkpoint_time [--config 5m ...] [--folder DIR] [--json FILE]
 
-States have random numbers, as those of a run: zeros would be compressed. Restoring includes the hash of every bit.
-Times are those of this machine and its disk, the least of three. The estimate predicts their ratio: that of the bytes.
-Needs the extra train, and no GPU.
+States hold random numbers, because zeros would be compressed. Restoring includes hashing every bit. Times are the
+least of three on this machine and its disk. The estimate predicts only their ratio, which is that of the bytes. Needs
+the extra train, and no GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROUNDS = 3
 class Measurement:
     """Estimated bytes of a checkpoint, bytes of its files, and the seconds to write and to restore it.
 
-    `restore_cpu_seconds` is processor time of all threads, which other load on the machine hardly changes.
+    `restore_cpu_seconds` is the CPU time of all threads, which other load on the machine hardly changes.
     """
 
     config: str

@@ -4,7 +4,7 @@
         [--gather once] [--devices 1024 --batch 2048 --accumulate 4] [--backend te] [--reports FOLDER]
 
 Needs the extras cuda13 and train, and no GPU. Takes about a minute of processor time for each row. CPU time is that of
-the whole command. --reports keeps what `policyc compile --format json` says, for `policyc estimate --compiled`.
+the whole command. --reports keeps the output of `policyc compile --format json`, for `policyc estimate --compiled`.
 --backend te needs Transformer Engine: run it with the Python of `.venv-te`, which `make test-te` makes.
 """
 
@@ -49,13 +49,13 @@ WITH_TRANSFORMER_ENGINE = (
     "from tests.support import te_without_gpu; te_without_gpu.import_engine(); "
     "from policyc.cli.main import main; main()"
 )
-"""Loads Transformer Engine where there is no GPU, and runs a command of policyc."""
+"""Loads Transformer Engine on a machine without a GPU, and runs a command of policyc."""
 
 
 def compile_step(
     policy: str, case: Case, mesh: str, backend: str, settings: dict[str, str]
 ) -> dict[str, Any]:
-    """Compiles a step with other settings, if there are any, and measures the command."""
+    """Compiles a step in a process of its own. Returns the report, with the wall and CPU time of the command."""
     words = [
         "compile",
         policy,

@@ -3,8 +3,8 @@
     python -m benchmarks.compiled_block [--target gb200] [--json out.json] [POLICY ...]
 
 Needs the extras cuda13 and train, and no GPU. Takes under a minute per policy. The block runs 16384 tokens on one
-device, without rematerialization, and the vocabulary is cut to 256. Bytes are what kernels read and write, from the
-optimized HLO.
+device, without rematerialization, and the vocabulary is cut to 256. Bytes are those that kernels read and write,
+according to the optimized HLO.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SMALLEST_OPERAND = 4096 * 14336  # elements of a weight of the MLP, its smallest
 
 @dataclass(frozen=True)
 class KernelTotal:
-    """The kernels of one kind: their number, and the bytes that they read and write."""
+    """The number of kernels of one kind, and the bytes that they read and write."""
 
     kernels: int
     read: int
@@ -71,7 +71,7 @@ def compile_block(policy: str, target: str) -> CompileReport:
     assert execution.target is not None
     (device,) = deviceless.make_devices(execution.target, 1)
     config, _ = find_config("llama3_8b")
-    # All other sizes of the block are those of the model.
+    # The block keeps all other sizes of the model.
     model = replace(config, layers=1, scan=False, vocab=256, remat="none", loss_chunks=1, attention="cudnn")
 
     def loss(params: Any, batch: Any) -> Any:
@@ -113,7 +113,7 @@ def wide_arrays(kernel: hlo.Execution) -> Iterator[str]:
     if re.search(r"transpose\(.*_proj/convert_element_type$", op_name):
         return  # the gradient of a weight
     if op_name.endswith("/or") and kernel.bytes_written < kernel.bytes_read:
-        return  # four codes packed into a word: it writes fewer bytes than it reads, where a wide array needs more
+        return  # four codes packed into a word: fewer bytes written than read, unlike a wide array
     for element_type, count in hlo.shape_arrays(kernel.instruction.shape):
         if element_type in ("f32", "u32", "s32", "u64", "s64") and count >= SMALLEST_OPERAND:
             yield f"{count} x {element_type}: {op_name}"

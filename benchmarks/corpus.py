@@ -3,8 +3,8 @@
     python -m benchmarks.corpus OUT
 
 Downloads the packages below from PyPI once, and checks each against its digest. A document is a file of program text
-or documentation. Equal documents are kept once, and ordered by their hash, so that the ends of the data are like the
-rest. About one document in a hundred, chosen by its hash, is for validation: no document is in both parts.
+or documentation. Duplicates are removed, and documents are ordered by their hash, so that both ends of the data are
+like the rest. About one document in a hundred, chosen by its hash, is for validation. No document is in both parts.
 Writes OUT/tokenizer.json, OUT/train.bin, OUT/validation.bin (uint16) and OUT/corpus.json, and prints the hashes.
 """
 
@@ -52,13 +52,13 @@ PACKAGES = {
 
 SUFFIXES = (".py", ".pyi", ".pyx", ".rst", ".md", ".txt")
 SIZES = range(256, 200_001)
-"""Bytes of a document. Shorter files say little; longer ones are mostly tables or generated."""
+"""Bytes of a document. Shorter files have little content; longer ones are mostly tables or generated."""
 LEAST_LETTERS = 0.5
 """Fraction of a document's bytes that must be letters: a file with fewer is a table of numbers."""
 VALIDATION = 0.01
-"""Part of the documents that is for validation."""
+"""Fraction of the documents that is for validation."""
 SAMPLE = 0.125
-"""Part of the documents that the BPE is made from."""
+"""Fraction of the documents that the BPE is trained on."""
 VOCABULARY = 8192
 NAMES = {False: "train", True: "validation"}
 CORPUS_SHA256 = "6bd2970ccbf3f2586ad5f268371c352e40a369814945617c02bd223ce9e227cf"
@@ -67,7 +67,7 @@ TOKENS_SHA256 = "d75e93627171e736c3042e8479631fd6ec5aa55abc00b3b950baa5a57ab1d16
 
 
 def fetch_package(name: str, digest: str, cache: Path) -> Path:
-    """A package from the cache, downloaded if it is not there."""
+    """Returns a package from the cache, and downloads it first if necessary. Checks its digest."""
     path = cache / name
     if not path.exists():
         print(f"downloading {name}", file=sys.stderr)
@@ -94,7 +94,7 @@ def read_documents(package: Path) -> Iterator[bytes]:
 
 
 def is_text(contents: bytes) -> bool:
-    """Is this UTF-8, with enough letters?"""
+    """Whether the contents are UTF-8, with enough letters."""
     letters = np.frombuffer(contents, np.uint8) | 32  # lower case
     if np.mean((letters >= ord("a")) & (letters <= ord("z"))) < LEAST_LETTERS:
         return False
@@ -106,12 +106,12 @@ def is_text(contents: bytes) -> bool:
 
 
 def fraction(digest: bytes) -> float:
-    """A number from 0 to 1 that is as good as random: the first bytes of a digest."""
+    """A pseudorandom number from 0 to 1, from the first four bytes of a digest."""
     return int.from_bytes(digest[:4], "big") / 2**32
 
 
 def make_corpus(folder: Path, cache: Path, only: Sequence[str] = ()) -> dict[str, object]:
-    """Writes the tokenizer and the tokens of all packages, or of some, and returns what they are."""
+    """Writes the tokenizer and the tokens of all packages, or of `only` some. Returns the content of corpus.json."""
     packages = [
         fetch_package(name, digest, cache)
         for name, digest in PACKAGES.items()

@@ -1,11 +1,11 @@
-"""Time that kinds and blocks add to the analysis of a loss, beside JAX's own trace of that loss.
+"""Time that kinds and blocks add to the analysis of a loss, compared with JAX's own trace of that loss.
 
     python -m benchmarks.kinds_time [LAYERS]        default: 126
 
 In each of 11 turns it measures the processor time of JAX's trace, of the kinds and of the whole analysis, one after the
-other in one process, each with JAX's caches empty and the garbage collector off. The share of a turn is that of its own
-kinds in its own trace, so that other load on the machine affects both. For each program it prints the median
-milliseconds, the median share, and the range in which all but the two lowest and the two highest shares are.
+other in one process, each with JAX's caches empty and the garbage collector off. The share of a turn is the time of its
+kinds divided by the time of its trace, so that other load on the machine affects both. For each program it prints the
+median milliseconds, the median share, and the range of the shares without the two lowest and the two highest.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from policyc.compiler.paths import leaf_paths
 from policyc.compiler.sites import Sites
 
 TURNS = 11
-OUTLIERS = 2  # turns at either end that the range of shares leaves out
+OUTLIERS = 2  # turns left out at each end of the range of shares
 BATCH, WIDTH = 8, 64
 
 
@@ -42,7 +42,7 @@ def cross_entropy(logits: jax.Array) -> jax.Array:
 
 
 def recurrent(params: Any, inputs: jax.Array) -> jax.Array:
-    """An unrolled LSTM that skips what a mask says is padding."""
+    """An unrolled LSTM that skips masked padding."""
     h = c = jnp.zeros((BATCH, WIDTH))
     mask = inputs.mean(-1, keepdims=True) > 0
     for x, is_token in zip(inputs, mask, strict=True):
@@ -61,7 +61,7 @@ def plain_recurrent(params: Any, inputs: jax.Array) -> jax.Array:
 
 
 def small_transformer(params: Any, x: jax.Array) -> jax.Array:
-    """Blocks of as few operations as a block can have."""
+    """Blocks with as few operations as possible."""
     for w in params["layers"]:
         q, k, v = x @ w["q"], x @ w["k"], x @ w["v"]
         x = x + jax.nn.softmax(q @ k.T) @ v @ w["o"]
@@ -100,7 +100,7 @@ def programs(layers: int) -> dict[str, tuple[Callable[..., Any], Any, jax.ShapeD
 
 
 def milliseconds(function: Callable[[], Any]) -> float:
-    """The processor time of one call, without that of freeing its result."""
+    """The processor time of one call, without freeing its result."""
     jax.clear_caches()
     gc.collect()
     gc.disable()

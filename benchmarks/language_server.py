@@ -1,12 +1,12 @@
-"""Times of the language server's answers just after a key, on a policy of 500 lines and the sites of Llama 3 405B.
+"""Response times of the language server just after a keystroke, on a policy of 500 lines and the sites of Llama 3 405B.
 
     python -m benchmarks.language_server [--lines 500] [--rounds 40] [--out FILE]
 
-A client of its own speaks the protocol. Each round changes one letter of the policy and sends one request at once. In
-half of the rounds the server is at rest before the key; in the others it still checks the text of an earlier key.
-Prints the median, the 95th percentile and the worst of the times until the answer, and until the diagnostics of the
-new text. With `--out` also writes them as JSON. Half of the rounds wait for diagnostics, which take half a second and
-more: the whole takes several minutes.
+A minimal client speaks the protocol. For each kind of request, a round changes one letter of the policy and sends the
+request at once. In half of the rounds the server is idle before the keystroke; in the others it is still checking the
+text of an earlier one. Prints the median, the 95th percentile and the worst of the times until the answer, and until
+the diagnostics of the new text. With `--out` also writes them as JSON. Half of the rounds wait for diagnostics, which
+take half a second or more, so the benchmark takes several minutes.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ REQUESTS = (
     "completion", "definition", "references", "documentSymbol", "foldingRange", "formatting", "hover", "inlayHint",
     "codeAction",
 )  # fmt: skip
-SCREEN = 50  # lines that an editor shows, and asks for hints about
-READING = 2  # seconds between the opening of a policy and a first hover: a person looks at the text first
+SCREEN = 50  # lines that an editor shows and requests inlay hints for
+READING = 2  # seconds between opening a policy and the first hover: a person looks at the text first
 STARTS = 5
-LIMIT = 60  # seconds without a message: something is wrong then
-IN_LINT = 0.2  # seconds after a key: the server waits for the next one for less, and then checks for longer
+LIMIT = 60  # seconds without a message after which something is wrong
+IN_LINT = 0.2  # seconds after a keystroke: past the server's delay, and before the end of its check
 
 
 def write_policy(lines: int) -> list[str]:
-    """A policy with every kind of statement: most are rules about the products of single layers, as a search writes."""
+    """A policy with every kind of statement. Most are rules about products of single layers, as written by a search."""
     head = [
         "# A policy as long as a search over single layers writes.",
         "# sites: sites.json",
@@ -76,13 +76,13 @@ def write_policy(lines: int) -> list[str]:
 
 
 def make_environment(folder: Path) -> dict[str, str]:
-    """An environment that keeps compiled modules: those of an installed package are compiled."""
+    """An environment that caches bytecode, because the modules of an installed package are compiled."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return {**kept, "PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": str(folder / "compiled")}
 
 
 def time_python(folder: Path, code: str) -> float:
-    """Seconds that a Python process takes for some code: the speed of the machine."""
+    """Seconds that a Python process takes for some code, as a measure of the speed of the machine."""
     start = time.perf_counter()
     subprocess.run([sys.executable, "-c", code], check=True, env=make_environment(folder))
     return time.perf_counter() - start
@@ -107,7 +107,7 @@ class Client:
         self._process.stdin.flush()
 
     def _give_up(self, *_: object) -> None:
-        self._process.send_signal(signal.SIGABRT)  # prints what its threads do
+        self._process.send_signal(signal.SIGABRT)  # makes it print the stacks of its threads
         raise SystemExit(f"no message from the server for {LIMIT} seconds")
 
     def _read(self) -> dict[str, Any]:
@@ -196,13 +196,13 @@ def measure(client: Client, lines: list[str], rounds: int) -> Iterator[tuple[str
 
 
 def type_letter(line: str) -> str:
-    """Types a letter after the name of a projection, or takes it back."""
+    """Types a letter after the name of a projection, or deletes it again."""
     name, rest = line.split("_proj", 1)
     return f"{name}_proj{rest.removeprefix('x')}" if rest.startswith("x") else f"{name}_projx{rest}"
 
 
 def summarize(times: list[float]) -> dict[str, float]:
-    """The median, the 95th percentile and the worst of some times, in milliseconds."""
+    """The median, the 95th percentile and the worst of the times, in milliseconds."""
     ordered = sorted(1e3 * seconds for seconds in times)
     places = {"median": len(ordered) // 2, "p95": int(0.95 * (len(ordered) - 1)), "worst": len(ordered) - 1}
     return {name: round(ordered[place], 1) for name, place in places.items()}

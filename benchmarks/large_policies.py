@@ -1,10 +1,10 @@
-"""Processor time to parse, lint, fix and format policies of many statements: it should grow like their number.
+"""Processor time to parse, lint, fix and format policies of many statements. It should grow linearly with their number.
 
     python -m benchmarks.large_policies [STATEMENTS]        default: 2500
 
-For each kind of policy it prints the milliseconds for a tenth of the statements and for all of them, and how many times
-as long all of them take: 10 is linear, 100 is quadratic. Then it lints policies whose conditions, selectors and slices
-are compared in pairs: limits on these questions keep each below some seconds.
+For each kind of policy it prints the milliseconds for a tenth of the statements and for all of them, and the ratio of
+the two: 10 is linear, 100 is quadratic. Then it lints policies whose conditions, selectors and slices are compared in
+pairs. Limits on the number of comparisons keep each of these below a few seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from policyc.linter.fixes import apply_fixes
 
 
 def large_policies(count: int) -> dict[str, str]:
-    """Policies of many statements, each difficult for another part of the linter."""
+    """Policies of many statements, each one hard for a different part of the linter."""
     numbers = range(count)
     half = range(count // 2)
     return {

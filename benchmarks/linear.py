@@ -1,9 +1,9 @@
-"""Times of one linear layer in bf16, NVFP4 and FP8, of its quantizers beside a copy, and of alternative designs.
+"""Times of one linear layer in bf16, NVFP4 and FP8, of its quantizers compared with a copy, and of alternative designs.
 
     python -m benchmarks.linear --json linear.json [--kernels]
 
-With --kernels it times the layers alone, and lists the GPU kernels of one run of each. The designs are those of the
-random bits and of the Hadamard transform. On a GPU the layer is 16384 x 4096 x 14336; on a CPU it is small.
+With --kernels it times only the layers, and lists the GPU kernels of one run of each. The designs concern the random
+bits and the Hadamard transform. On a GPU the layer is 16384 x 4096 x 14336; on a CPU it is small.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def make_product(name: str) -> Callable[..., jax.Array]:
-    """The product under a recipe. fp8 runs natively where the GPU can; the others are emulated."""
+    """The product under a recipe. fp8 runs natively if the GPU supports it; other formats are emulated."""
     backend = "xla" if name.startswith("fp8") else "emulate"
     return partial(
         quantized_dot_general,
@@ -130,7 +130,7 @@ def time_quantizers(x: jax.Array, repeat: int) -> Any:
 
 @contextmanager
 def threefry() -> Iterator[None]:
-    """Replaces the hash by JAX's own random number generator."""
+    """Replaces the hash with JAX's own random number generator."""
     module: Any = blocks
     random_words = module.random_words
 
@@ -147,7 +147,7 @@ def threefry() -> Iterator[None]:
 
 
 def time_designs(x: jax.Array, repeat: int) -> dict[str, Any]:
-    """Times alternatives for the random bits and for the transform."""
+    """Times alternative designs of the random bits and of the transform."""
     sr, rotated = nvfp4(rounding="sr"), nvfp4(rht=16)
     rows = {"hash": time_median(partial(quantize, treatment=sr, key=make_key(1)), x, repeat=repeat)}
     with threefry():
@@ -192,7 +192,7 @@ def time_both_orders(x: jax.Array, repeat: int) -> Any:
 
 
 def measure_residuals(x: jax.Array, w: jax.Array) -> dict[str, int]:
-    """Bytes saved from the forward for the backward pass."""
+    """Bytes of residuals: what the forward pass saves for the backward pass."""
     sizes = {}
     products: dict[str, Callable[..., jax.Array]] = {
         "bf16": partial(lax.dot_general, dimension_numbers=DIMS),

@@ -2,10 +2,10 @@
 
     python -m benchmarks.llama_step --json llama_step.json
 
-On a GPU it is the 1b configuration at sequence 4096. Unless a layout of the step (batch, remat, scan) is given, several
-are tried in bf16 and the fastest is taken. On a CPU it is a tiny model, to try the script. The policies run one after
-the other on one training state, so that they need no more memory than one. It needs optax and
-grain, of the extra `train`.
+On a GPU it runs the 1b configuration at sequence 4096. Unless a layout of the step (batch, remat, scan) is given, it
+tries several in bf16 and takes the fastest. On a CPU it runs a tiny model, to try out the script. The policies run one
+after the other on one training state, so that they need no more memory than one policy. Needs optax and grain,
+from the extra `train`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from policyc.models.llama.configs import CONFIGS, ModelConfig, RunConfig
 POLICIES = {"bf16": None, "fp8, all block linears": "fp8", "nvfp4 emulated, llama_nvfp4": "llama_nvfp4"}
 
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")  # JAX reads it when it makes the first array
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")  # read by JAX when it creates the first array
 
 
 class Layout(NamedTuple):
@@ -66,7 +66,7 @@ class Benchmark:
         return jax.device_put(next(self.source), partition.sharding(self.mesh, ("batch", "sequence")))
 
     def compile_step(self, policy: str | None) -> Any:
-        """Compiles the step under a policy, or without policyc if there is none."""
+        """Compiles the step under a policy, or without policyc if `policy` is None."""
         step, start = train_step.make_train_step(self.config, self.run, self.mesh), time.perf_counter()
         if policy is None:
             compiled = step.lower(self.state_shapes, self.next_batch()).compile()
@@ -77,7 +77,7 @@ class Benchmark:
         return compiled
 
     def time_step(self, step: Any, count: int) -> float:
-        """Mean seconds of `count` steps on a batch that is loaded already."""
+        """Mean seconds of `count` steps on a batch that is already loaded."""
         batch = self.next_batch()
         self.state, step_metrics = step(self.state, batch)
         jax.block_until_ready(self.state)
@@ -112,7 +112,7 @@ class Benchmark:
 def find_fastest(
     config: ModelConfig, run: RunConfig, layouts: tuple[Layout, ...], deadline: float
 ) -> tuple[Benchmark, Any, dict[str, float]]:
-    """Finds the layout with the most tokens per second in bf16, of those that fit and are tried before the deadline.
+    """Finds the layout with the most tokens per second in bf16, among those that fit and are tried before the deadline.
 
     Returns its benchmark, its compiled step, and the tokens per second of each layout tried.
     """
@@ -145,7 +145,7 @@ def find_fastest(
 
 
 def time_policies(bench: Benchmark, bf16_step: Any, rounds: int, steps: int) -> dict[str, dict[str, Any]]:
-    """Times the step under each policy, in turn in every round, and prints and returns the medians."""
+    """Times the step under each policy in turn, in every round. Prints and returns the medians."""
     compiled = {
         name: bf16_step if policy is None else bench.compile_step(policy) for name, policy in POLICIES.items()
     }

@@ -1,10 +1,10 @@
-"""Time of the compiler beside JAX's own trace of the same loss: Llama 3.1 405B, unrolled, from shapes alone.
+"""Time of the compiler compared with JAX's own trace of the same loss: Llama 3.1 405B, unrolled, from shapes alone.
 
     python -m benchmarks.pass_time [LAYERS...]        default: 16 32 64 126
 
 For each depth it prints the CPU seconds of JAX's trace of the loss, of analysis and plan, and of the whole `apply`
-(trace, analyze, plan, rewrite, retrace), the last two also as multiples of the trace. Then those of JAX's trace of
-`jax.value_and_grad`, of the loss and of the loss under the policy: what a user waits for before JAX lowers the step.
+(trace, analyze, plan, rewrite, retrace), the last two also as multiples of the trace. Then it prints those of JAX's
+trace of `jax.value_and_grad`, of the plain loss and of the loss under the policy: the wait before JAX lowers the step.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def loss(params: Any, tokens: jax.Array) -> jax.Array:
 
 
 class Seconds(NamedTuple):
-    """Seconds of JAX's trace, of analysis and plan, and of the whole apply; of the gradient without and with it."""
+    """Seconds of JAX's trace, of analysis and plan, of the whole apply; of the gradient's trace without and with it."""
 
     trace: float
     plan: float
@@ -108,7 +108,7 @@ class Seconds(NamedTuple):
 
 
 def measure(layers: int) -> tuple[Seconds, int]:
-    """The times of a loss, and the number of its sites."""
+    """The times for a loss of this many layers, and the number of its sites."""
     params, tokens = parameters(layers), jax.ShapeDtypeStruct((1, SEQ), jnp.int32)
     policy = policyc.parse(POLICY)
 

@@ -1,19 +1,19 @@
-"""Time of one linear layer, forward and backward, beside other libraries that train in low precision.
+"""Time of one linear layer, forward and backward, compared with other libraries for low-precision training.
 
     pip install qwix flax torch torchao && python -m benchmarks.peers --json peers.json
 
-Those of JAX run in turn in one process, those of torch in a second one; each row is compared with the bf16 of its own
+JAX libraries run in turn in one process, torch libraries in a second one. Each row is compared with bf16 in its own
 framework. A library that is not installed is left out. For y = x @ w, the rows do the following:
 
-- policyc: `policyc.apply` on the backend that `auto` takes. All six operands of the three products are quantized, those
-  of nvfp4 and mxfp8 in blocks along the contraction, and saved in packed form for the backward pass. `full`: with the
-  random Hadamard transform, stochastic rounding and 2D scales.
+- policyc: `policyc.apply` on the backend that `auto` selects. All six operands of the three products are quantized. In
+  nvfp4 and mxfp8 they have blocks along the contracting dimension. They are saved in packed form for the backward pass.
+  `full`: with the random Hadamard transform, stochastic rounding and 2D scales.
 - qwix nvfp4, mxfp8, six operands: the same six operands, with casts to XLA's small floats, one element per byte. It has
-  as many block scales as NVIDIA's format, with other values (nvfp4: divided by 6 and cast; no tensor scale).
+  as many block scales as NVIDIA's format, but other values (nvfp4: divided by 6 and cast; no tensor scale).
 - qwix nvfp4, mxfp8, as it comes: four operands. In the backward products only dy is quantized; x and w stay bfloat16.
-- fp8: policyc scales each tensor, or each row with `outer=row`; qwix each row or column; flax each tensor, by maxima of
-  earlier steps; torchao by both recipes of this name. flax and torchao accumulate fprop in fewer bits than
-  fp32, policyc all three products with `sums=fast`.
+- fp8: policyc scales each tensor, or each row with `outer=row`; qwix each row or column; flax each tensor, by the
+  maxima of earlier steps; torchao each tensor or each row, depending on the recipe. flax and torchao accumulate fprop
+  in fewer bits than fp32; with `sums=fast`, policyc does so in all three products.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def step(product: Callable[..., jax.Array], x: jax.Array, w: jax.Array, dy: jax.
 def qwix_product(
     qtype: Any, backward: Any, tile: int | None = None, residual: Any = None
 ) -> Callable[..., jax.Array]:
-    """`residual` is the type of x and w in the backward products. None: bfloat16, or the forward codes."""
+    """`residual` is the type of x and w in the backward products; None: bfloat16, or the forward codes."""
     from qwix._src.core.dot_general_qt import DotGeneralQtConfig, dot_general_qt
 
     config = DotGeneralQtConfig(
@@ -81,7 +81,7 @@ def qwix_product(
 
 
 def flax_step(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
-    """With the maxima of earlier steps and their scales, which it returns as gradients."""
+    """The step of flax. It also returns new scales and maxima of earlier steps, as gradients."""
     fp8_ops: Any = importlib.import_module("flax.linen.fp8_ops")
 
     def product(x: jax.Array, w: jax.Array, scales: list[jax.Array], maxima: list[jax.Array]) -> jax.Array:
@@ -102,7 +102,7 @@ def make_steps() -> dict[str, Callable[..., Any]]:
         "bf16": partial(step, partial(lax.dot_general, dimension_numbers=DIMS))
     }
     for name, recipe in RECIPES.items():
-        # In a policy the parameters come first.
+        # `policyc.apply` expects the parameters first.
         product = policyc.apply(f"* -> {recipe}", lambda w, x: x @ w)
         steps[name] = partial(step, lambda x, w, product=product: product(w, x))
     if is_installed("qwix"):
@@ -120,7 +120,7 @@ def make_steps() -> dict[str, Callable[..., Any]]:
 
 
 def is_installed(module: str) -> bool:
-    """Says so if not."""
+    """Whether a module is installed. Prints a note if it is not."""
     installed = importlib.util.find_spec(module) is not None
     if not installed:
         print(f"{module} is not installed: left out")
@@ -131,7 +131,7 @@ def is_installed(module: str) -> bool:
 
 
 def time_torch(shape: str, rounds: int) -> dict[str, float]:
-    """The median seconds of each row of torch. On a GPU only."""
+    """The median seconds of each row of torch. Needs a GPU."""
     torch: Any = importlib.import_module("torch")
     float8: Any = importlib.import_module("torchao.float8")
     m, k, n = map(int, shape.split("x"))
@@ -145,12 +145,12 @@ def time_torch(shape: str, rounds: int) -> dict[str, float]:
             layer = float8.convert_to_float8_training(layer, config=config)
         layer = torch.compile(layer)
         times = []
-        for _ in range(rounds + 3):  # the first ones compile and warm up
+        for _ in range(rounds + 3):  # the first three compile and warm up
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             layer(x).backward(dy)
             end.record()
-            x.grad = None  # or the next ones would be added to them
+            x.grad = None  # otherwise gradients would accumulate
             layer.zero_grad(set_to_none=True)
             end.synchronize()
             times.append(start.elapsed_time(end) / 1e3)
@@ -159,7 +159,7 @@ def time_torch(shape: str, rounds: int) -> dict[str, float]:
 
 
 def run_torch(shape: str, rounds: int) -> dict[str, float]:
-    """`time_torch` in another process, in which JAX takes no memory of the GPU."""
+    """Runs `time_torch` in another process, where JAX takes no GPU memory."""
     words = [sys.executable, "-m", "benchmarks.peers", "--torch", shape, "--rounds", str(rounds)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     ran = subprocess.run(words, stdout=subprocess.PIPE, text=True, env=environment)

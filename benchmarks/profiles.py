@@ -13,7 +13,7 @@ import jax
 from jax.profiler import ProfileData
 
 Totals = dict[str, dict[str, float]]
-"""By name: how often, and the milliseconds of all together."""
+"""By name: the count, and the total milliseconds."""
 
 _NUMBERS = re.compile(r"[._]\d+(?=[._]|$)")
 
@@ -30,7 +30,7 @@ def record(run: Callable[[], Any]) -> tuple[Any, ProfileData]:
 
 
 def kernel_times(profile: ProfileData) -> Totals:
-    """The kernels of all streams of the GPU. Names that differ in numbers only are one kernel."""
+    """The kernels of all GPU streams. Names that differ only in numbers count as one kernel."""
     totals: Totals = {}
     for plane in profile.planes:
         if not plane.name.startswith("/device:GPU"):
@@ -43,7 +43,7 @@ def kernel_times(profile: ProfileData) -> Totals:
 
 
 def phase_times(profile: ProfileData, least_ms: float) -> tuple[Totals, Totals]:
-    """What the host did: by name, with and without the phases inside, over all threads. Short ones are left out."""
+    """The phases of all host threads by name, with and without nested phases. Leaves out those below `least_ms`."""
     with_inner: Totals = {}
     without: Totals = {}
     for plane in profile.planes:
@@ -51,7 +51,7 @@ def phase_times(profile: ProfileData, least_ms: float) -> tuple[Totals, Totals]:
             continue
         for line in plane.lines:
             events = sorted(line.events, key=lambda e: (e.start_ns, -e.duration_ns))
-            stack: list[tuple[str, float]] = []  # the name and the end of each phase that is open
+            stack: list[tuple[str, float]] = []  # the name and the end of each open phase
             own: dict[str, float] = defaultdict(float)
             counts: Counter[str] = Counter()
             for event in events:

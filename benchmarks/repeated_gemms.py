@@ -2,8 +2,8 @@
 
     python -m benchmarks.repeated_gemms --json repeated_gemms.json
 
-The fusion lets a GEMM of cuBLAS write its result into a stack of saved activations. Where the program also uses the
-result, JAX 0.11.2 runs such a GEMM twice. By default no GEMM is a call of cuBLAS yet when XLA makes these fusions;
+The fusion lets a cuBLAS GEMM write its result into a stack of saved activations. If the program also has another use of
+the result, JAX 0.11.2 runs such a GEMM twice. By default no GEMM is a cuBLAS call yet when XLA makes these fusions;
 without Triton GEMMs all are, as in `policyc compile`. The steps run in turn in one process, on one training state.
 """
 
@@ -28,7 +28,7 @@ STEPS = {
     "without the fusion": {"xla_gpu_enable_dynamic_slice_fusion": False},
     "without Triton GEMMs": {"xla_gpu_enable_triton_gemm": False},
 }
-"""Options of XLA for each step."""
+"""XLA options of each step."""
 
 
 def compile_step(bench: Benchmark, options: dict[str, Any]) -> Any:
@@ -37,7 +37,7 @@ def compile_step(bench: Benchmark, options: dict[str, Any]) -> Any:
 
 
 def count_gemms(compiled: Any) -> tuple[int, int]:
-    """The GEMMs of cuBLAS in a step, and how many of them repeat another one."""
+    """The number of cuBLAS GEMMs in a step, and how many of them repeat another one."""
     module = hlo.parse_module(compiled.as_text())
     gemms = sum(e.times for e in module.executions if e.is_kernel and kernel_kind(e) == "GEMMs")
     return gemms, sum(gemm.times for gemm in find_repeated_gemms(module))

@@ -1,10 +1,10 @@
-"""What the checksum in the keys of stochastic rounding costs: quantizers with and without it, in one run.
+"""Cost of the checksum in the keys of stochastic rounding: quantizers with and without it, in one run.
 
     python -m benchmarks.rounding_keys --json rounding_keys.json
 
-Without the checksum, only the maximum of the tensor is folded into the key. The last rows are the key of MS-EDEN's
-signs: a checksum of all elements, beside the maximum of their magnitudes. On a GPU the array is 16384 x 14336;
-on a CPU it is small.
+Without the checksum, only the maximum of the tensor is folded into the key. The last row is the key of MS-EDEN's signs:
+a checksum of all elements, compared with the maximum of their magnitudes. On a GPU the array is 16384 x 14336; on a
+CPU it is small.
 """
 
 from __future__ import annotations

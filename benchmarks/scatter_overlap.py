@@ -1,12 +1,12 @@
-"""How much of the time of reduce-scatters a compiled step can hide behind other kernels.
+"""How much reduce-scatter time a compiled step can hide behind other kernels.
 
-The figures of docs/explanation/compiled_steps.md.
+These are figures of docs/explanation/compiled_steps.md.
 
     policyc compile fp8 --config llama3_8b --target gb200 --devices 8 --dump-hlo DIR
     python -m benchmarks.scatter_overlap DIR/*.hlo.txt [--target gb200] [--devices 8]
 
-Kernels that are scheduled between the start and the end of a scatter can run beside it. Their time is that of their
-bytes, as the cost model has it, and that of a scatter comes from its bytes. A scatter is hidden as long as they run.
+Kernels scheduled between the start and the end of a scatter can run in parallel with it. The cost model gives the times
+of kernels and scatters from the bytes they move. A scatter is hidden for as long as the kernels run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from policyc.numerics.targets import Target, get_target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scatter:
-    """A reduce-scatter: its trips, its bytes, and the kernels between its start and its end with their bytes."""
+    """A reduce-scatter: its executions, its bytes, and the kernels between its start and its end with their bytes."""
 
     times: int
     bytes: int
@@ -46,7 +46,7 @@ def find_scatters(module: hlo.Module) -> Iterator[Scatter]:
 
 
 def _kernels_until_end(module: hlo.Module, start: hlo.Execution) -> Iterator[hlo.Execution]:
-    """The kernels after the start of a scatter, until its end. A scatter that is not asynchronous has none."""
+    """The kernels between the start and the end of a scatter. A synchronous scatter has none."""
     computation, name = module.computations[start.computation], start.instruction.name
     ends = [i.name for i in computation.values() if i.opcode == "reduce-scatter-done" and name in i.operands]
     if not ends:
@@ -62,7 +62,7 @@ def _kernels_until_end(module: hlo.Module, start: hlo.Execution) -> Iterator[hlo
 
 
 def hidden_seconds(scatter: Scatter, target: Target, devices: int) -> tuple[float, float]:
-    """The seconds that all trips of a scatter take, and how many of them are hidden."""
+    """The seconds that all executions of a scatter take, and how many of these seconds are hidden."""
     seconds = exchange_seconds(target, scatter.bytes, devices, 1)
     beside = gemm_cost.copy_seconds(target, scatter.kernel_bytes)
     return scatter.times * seconds, scatter.times * min(seconds, beside)

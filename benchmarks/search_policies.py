@@ -5,9 +5,9 @@
 Trains a small Llama in bf16, scores it at three checkpoints, and finds policies at the predicted time of `te_nvfp4` and
 of `llama_nvfp4`. Then trains these, random policies of the same time, "the last N blocks in bf16", the bundled ones,
 and `te_nvfp4` in one product each, all with the same seeds. Writes OUT/search.json: scores, predictions, validation
-losses by seed, and gaps. Speed is that of as many blocks with the widths of Llama 3 8B on 8 GB200: at the size of the
-model that is trained, no format is faster. What has not finished after --minutes is left out. With --policies, trains
-those of an earlier OUT, and scores nothing.
+losses by seed, and gaps. Speed is predicted for the same number of blocks with the widths of Llama 3 8B on 8 GB200: at
+the size of the trained model, no format is faster. Runs that have not finished after --minutes are left out. With
+--policies, trains the policies of an earlier OUT, and scores nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NV = "recipe nv = nvfp4(rht=wgrad, sr=grad, scale2d=weights)\n"
 BLOCKS = "* where block and (attention or mlp)"
 RANDOM_TRIES = 9000
 NEAR = 1.005
-"""How much slower than a policy counts as the same time."""
+"""Predicted times up to this factor longer count as the same time."""
 
 
 def main() -> None:
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 class Study:
-    """The runs and what is known about them."""
+    """The policies, their runs, and the results so far."""
 
     def __init__(self, options: Any) -> None:
         self.options, self.started = options, time.monotonic()
@@ -93,7 +93,7 @@ class Study:
         self.predicted: dict[str, dict[str, float]] = {}
         self.losses: dict[str, dict[str, float]] = {}
         self.plain: dict[str, dict[str, float | None]] = {}
-        """Losses evaluated in bf16, where the run measured them."""
+        """Losses evaluated in bf16; None if the run did not measure them."""
         self.scores: dict[str, Any] = {}
         self.notes: list[str] = []
         (self.out / "policies").mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ class Study:
         ]
 
     def train_reference(self) -> None:
-        """One seed in bf16, with the checkpoints that are scored."""
+        """Trains one seed in bf16, and saves the checkpoints that are scored."""
         words = [*self.trainer_words(), "--steps", str(self.checkpoints[-1]), "--out", str(self.runs / "reference"),
                  "--checkpoint-every", str(self.checkpoints[0]), "--keep", "4"]  # fmt: skip
         subprocess.run([sys.executable, TRAINER, *words], check=True)
@@ -138,7 +138,7 @@ class Study:
         return scores
 
     def read_policies(self, folder: Path) -> None:
-        """The policies of an earlier run, and what it predicted of them."""
+        """Reads the policies of an earlier run, and its predictions for them."""
         data = json.loads((folder / "search.json").read_text())
         self.predicted = data["predicted"]
         for name in self.predicted:
@@ -186,7 +186,7 @@ class Study:
         self.note(f"found policies: {json.dumps(self.predicted)}")
 
     def _random(self, seconds: float, count: int) -> list[Assignment]:
-        """Random formats by group and thirds of the layers, the ones whose time is nearest below the limit."""
+        """Random formats by group and third of the layers: the assignments just within the time limit."""
         problem = self.searched.problem
         generator = np.random.default_rng(0)
         layers = 1 + max(i.number for i in problem.items if i.number is not None)
@@ -216,7 +216,7 @@ class Study:
         return NV + "\n".join(write_rules(self.searched.problem, self.searched.plan, assignment)) + "\n"
 
     def _last_blocks(self, seconds: float) -> int:
-        """How many of the last blocks can stay in bf16 at this time, if all others are in NVFP4."""
+        """How many of the last blocks can stay in bf16 within this time, if all others are in NVFP4."""
         step, mesh = self.searched.step, self.searched.mesh
         target = step.plan.execution.target
         assert target is not None
@@ -230,7 +230,7 @@ class Study:
     # ---- training
 
     def train_all(self) -> None:
-        """Trains all policies, those of the main comparisons first. Kills what has not ended after --minutes."""
+        """Trains all policies, those of the main comparison first. Kills runs that have not ended after --minutes."""
         first = ("bf16", "found_te", "te_nvfp4", "found_llama", "llama_nvfp4")
         queue = sorted(("bf16", *self.policies), key=lambda n: (first.index(n) if n in first else 9, n))
         running: dict[str, subprocess.Popen[bytes]] = {}
@@ -268,7 +268,7 @@ class Study:
                                     stderr=log, env=environment, start_new_session=True)  # fmt: skip
 
     def _read(self, name: str) -> None:
-        """The last validation loss of each seed, and that in bf16."""
+        """Reads the last validation loss of each seed, under the policy and in bf16."""
         for seed in self.options.seeds.split(","):
             path = self.runs / name / f"seed{seed}" / "metrics.jsonl"
             lines = path.read_text().splitlines() if path.exists() else []

@@ -1,12 +1,12 @@
 """Predicted speed-ups over fp8 of the bundled policies, with both backends.
 
-The figures of docs/explanation/cost_model.md.
+These are figures of docs/explanation/cost_model.md.
 
     python -m benchmarks.speed_ups [--compiled FOLDER [--backend te]] [--json FILE]
 
 Needs no GPU. With --compiled, it compares the model with estimates whose bytes, kernels and collectives come from the
-reports that `benchmarks.compile_matrix --reports` wrote to the folder; a policy without a report is left out. --backend
-is the one they were compiled with.
+reports that `benchmarks.compile_matrix --reports` wrote to the folder. Policies without a report are left out.
+--backend is the one that the reports were compiled with.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ CASES = (
 
 
 REMAT = {"llama3_70b": "full"}
-"""What the backward pass recomputes, if the step does not fit into memory as it is configured."""
+"""Remat settings of configurations whose step does not fit into memory by default."""
 
 
 def report_name(policy: str, case: Case) -> str:
-    """The file of a compiled step."""
+    """The name of the report of a compiled step."""
     return f"{policy}-{case.config}-{case.target}x{case.devices}.json"
 
 
@@ -87,7 +87,7 @@ def model_seconds(policy: str, case: Case, backend: str) -> float:
 
 
 def compiled_seconds(policy: str, case: Case, backend: str, folder: Path) -> float | None:
-    """The predicted time of a compiled step. None if its report is missing."""
+    """The predicted time of a compiled step, or None if its report is missing."""
     path = folder / report_name(policy, case)
     if not path.exists():
         return None
@@ -114,7 +114,7 @@ def compare_backends() -> list[dict[str, Any]]:
 
 
 def compare_with_compiled(folder: Path, backend: str) -> list[dict[str, Any]]:
-    """Prints the times and speed-ups of the model beside those from compiled steps, and returns them as data."""
+    """Prints the times and speed-ups of the model next to those from compiled steps, and returns them as data."""
     titles = [
         "step",
         "policy",

@@ -1,4 +1,4 @@
-"""Signal to quantization noise of the formats, in dB, on three distributions. The figures of docs/reference/recipes.md.
+"""Signal-to-quantization-noise ratios of the formats in dB, on three distributions, for docs/reference/recipes.md.
 
     python -m benchmarks.sqnr [--samples 20]
 
@@ -27,11 +27,11 @@ TREATMENTS = {
     "`fp4`": Treatment(format="fp4", element="e2m1"),
 }
 SCALES = np.exp2(np.linspace(0, 1, 8, endpoint=False))
-"""Powers of two are rounded up by a factor between 1 and 2: the mean over these sizes of a tensor."""
+"""Power-of-two scales are rounded up by a factor of 1 to 2, so ratios are averaged over these sizes of a tensor."""
 
 
 def sqnr(x: np.ndarray, treatment: Treatment) -> float:
-    """The mean over tensors of all sizes, in dB."""
+    """The mean ratio over tensors of all `SCALES`, in dB."""
     run = jax.jit(lambda x: dequantize(quantize(x, treatment, Axes(axis=-1, tile=-2))))
     ratios = []
     for scale in SCALES:

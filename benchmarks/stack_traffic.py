@@ -1,13 +1,13 @@
 """Bytes that a compiled step moves to keep saved activations in stacks of all layers.
 
-A constant of docs/explanation/cost_model.md.
+This is a constant of docs/explanation/cost_model.md.
 
     policyc compile te_nvfp4 --config llama3_8b --target gb200 --devices 8 --backend te --dump-hlo DIR
     python -m benchmarks.stack_traffic DIR/*.hlo.txt [--layers 32]
 
-JAX fills a stack with zeros, or XLA copies the zeros of another one. A layer is copied into it, and some are copied out
-of it. Passes are the bytes of these kernels, as multiples of those of the stacks. Stacks that kernels write in place,
-to which no layers are copied, are left out.
+JAX fills a stack with zeros, or XLA copies the zeros of another stack. Layers are copied into the stack, and some are
+copied out again. Passes are the bytes of these kernels, as multiples of the size of the stacks. Stacks that kernels
+write in place, without copies of layers, are left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from policyc.hardware import hlo
 
 KINDS = ("fills", "copies of zeros", "layers copied in", "layers copied out")
 _LEAST_SHARE = 0.1
-"""Types with a smaller share of the stacks are not printed: sums of gradients, and statistics."""
+"""Element types with a smaller share of the stacks are not printed: they are sums of gradients and statistics."""
 
 
 def stack_kernel(execution: hlo.Execution, layers: int) -> tuple[str, str] | None:

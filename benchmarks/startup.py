@@ -1,4 +1,4 @@
-"""Start-up time of `policyc lint`, beside the time to import the libraries that it needs.
+"""Start-up time of `policyc lint`, compared with the time to import the libraries that it needs.
 
     python -m benchmarks.startup [ROUNDS]
 

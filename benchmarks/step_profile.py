@@ -3,10 +3,10 @@
     python -m benchmarks.step_profile --config 19m --batch 256 --sequence 512 --policy bf16 --policy te_nvfp4 \
         [--target h200] [--json step_profile.json] [--hlo FOLDER] [--seconds 400]
 
-Each policy is compiled in a process of its own, unrolled and scanned, so that no compilation finds what another one
-left. With --target, the step is compiled for a GPU that is not present, and does not run. `distinct` counts kernels
-that differ in more than their names; `but for constants` counts those that also differ in more than their constants:
-XLA compiles equal fusions once.
+Each policy is compiled in a process of its own, unrolled and scanned, so that no compilation benefits from another
+one. With --target, the step is compiled for a GPU that is not present, and does not run. `distinct` counts kernels
+that differ in more than their names; `but for constants` counts those that also differ in more than their constants.
+XLA compiles equal fusions only once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from policyc.models.llama.configs import CONFIGS
 
 _STEPS = 10
 _LEAST_MS = 20
-"""Phases of the compilation that take less are not listed."""
+"""Shorter phases of the compilation are not listed."""
 _NAME = re.compile(r"%[\w.\-]+")
 _CONSTANT = re.compile(r"constant\([^)]*\)")
 _METADATA = re.compile(r', (?:metadata|backend_config)=\{(?:[^{}"]|"[^"]*"|\{[^{}]*\})*\}')
@@ -44,7 +44,7 @@ _METADATA = re.compile(r', (?:metadata|backend_config)=\{(?:[^{}"]|"[^"]*"|\{[^{
 
 
 def describe_program(text: str) -> dict[str, Any]:
-    """Instructions of an optimized module, and its kernels: all, distinct ones, and those but for constants."""
+    """Counts the instructions and kernels of an optimized module: all, distinct, and distinct but for constants."""
     bodies: dict[str, str] = {}
     instructions, opcodes, targets = 0, Counter[str](), Counter[str]()
     for block in re.split(r"\n\n+", text):
@@ -75,7 +75,7 @@ def describe_program(text: str) -> dict[str, Any]:
 
 
 def _canonical(body: str) -> str:
-    """A computation with its names numbered in order, and without metadata."""
+    """The text of a computation, with names replaced by numbers in order of appearance, and without metadata."""
     numbers: dict[str, str] = {}
     body = _METADATA.sub("", body)
     return _NAME.sub(lambda m: numbers.setdefault(m[0], f"%{len(numbers)}"), body)
@@ -114,12 +114,12 @@ def profile_case(options: argparse.Namespace) -> dict[str, Any]:
     if not options.target:
         result.update(_time_steps(compiled, state, arguments[1], run.batch * run.sequence))
         peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
-        result["peak GiB"] = peak / 2**30  # with the state, of all that the device allocated
+        result["peak GiB"] = peak / 2**30  # of all device allocations, including the state
     return result
 
 
 def _prepare(config: Any, run: Any, target: str | None, policy: str | None) -> Any:
-    """How the step is made, its arguments, its first state (if it can run), and options of the compiler."""
+    """A function that makes the step, its arguments, its first state (if it can run), and compiler options."""
     from policyc.models.llama import data, partition, train_step
 
     def make_step(mesh: Any) -> Any:
@@ -157,7 +157,7 @@ class _UnderPolicy:
 
 
 def _time_steps(compiled: Any, state: Any, batch: Any, tokens: int) -> dict[str, Any]:
-    """Milliseconds of a step, tokens per second, and the kernels of one step."""
+    """Milliseconds per step, tokens per second, and the kernels of one step."""
 
     def run(count: int) -> None:
         nonlocal state

@@ -1,10 +1,10 @@
-"""Time of a training step under a policy that keeps everything, beside the same step without policyc.
+"""Time of a training step under a policy that keeps everything, compared with the same step without policyc.
 
     python -m benchmarks.step_time [--json step_time.json] [--pairs 30]
 
-The ratio must be 1, within noise. First the optimized HLO of both steps is compared: equal programs differ in time by
-noise only. Then the compiled steps run in pairs in one process, and each pair reverses the order of the one before. The
-result is the median of the ratios of the pairs, with its quartiles. The sizes depend on the platform.
+The ratio must be 1, within noise. First the optimized HLO of both steps is compared: equal programs differ in time only
+by noise. Then the compiled steps run in pairs in one process, in alternating order. The result is the median of the
+ratios of the pairs, with its quartiles. The sizes depend on the platform.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def time_step(step: Any, params: Any, x: jax.Array) -> float:
 
 
 def strip_hlo(compiled: Any) -> str:
-    """The optimized HLO, without the module's header and the metadata of its instructions."""
+    """The optimized HLO, without the module header and the metadata of instructions."""
     lines = itertools.dropwhile(
         lambda line: not line.startswith(("%", "ENTRY")), compiled.as_text().splitlines()
     )

@@ -1,4 +1,4 @@
-"""Timing for the benchmarks. Functions that are compared run in one process, so that their ratios are meaningful."""
+"""Timing for the benchmarks. Compared functions run in one process, so that their ratios are meaningful."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def time_interleaved(
 ) -> dict[str, dict[str, float]]:
     """Times compiled functions in turn, once each per round, so that other load on the machine affects all of them.
 
-    Returns, for each function, the least and the median wall time, and the least CPU time of all threads. Other load
-    hardly changes the CPU time.
+    Returns, for each function, the least and the median wall time, and the least CPU time of all threads, which other
+    load hardly changes.
     """
     compiled = {name: jax.jit(f).lower(*args).compile() for name, f in functions.items()}
     wall: dict[str, list[float]] = {name: [] for name in compiled}

@@ -1,4 +1,4 @@
-"""Exports, with a command that runs on each, and profiles."""
+"""Exports weights, runs the user's command on each export, and records profiles."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def export(params: model.Params, config: ModelConfig, run: RunConfig, folder: Pa
 
 
 def run_command(command: str, folder: Path, timeout: float) -> str | None:
-    """Runs a command on an export. Returns what went wrong."""
+    """Runs a command on an export. Returns why it failed, or None."""
     try:
         words = [word.replace("{path}", str(folder)) for word in shlex.split(command)]
         code = subprocess.run(words, check=False, timeout=timeout or None).returncode
@@ -43,7 +43,7 @@ def run_command(command: str, folder: Path, timeout: float) -> str | None:
 
 
 class Profiler(NamedTuple):
-    """Starts and stops a profile: of XProf, or a range for `nsys profile -c cudaProfilerApi`."""
+    """Starts and stops a profile: an XProf trace, or the capture range of `nsys profile -c cudaProfilerApi`."""
 
     start: Callable[[], Any]
     stop: Callable[[], Any]
@@ -60,7 +60,7 @@ def make_profiler(run: RunConfig, folder: Path) -> Profiler:
 
 
 def steps_to_profile(run: RunConfig, steps_done: int) -> tuple[int, int]:
-    """The first and last remaining step to profile; zeros if there are none."""
+    """The first and last of the remaining steps to profile; zeros if there are none."""
     if not run.profile:
         return 0, 0
     first, last = map(int, run.profile_steps.split(":"))

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: verified when they are read, and written by one run at a time."""
+"""Checkpoints of a run. They are verified on reading, and a lock lets only one run write to a folder."""
 
 import errno
 import fcntl
@@ -29,12 +29,12 @@ from policyc.models.llama.configs import ConfigError, name_file
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs every part of every save
 
 DISK_FULL = "is the disk full? Earlier checkpoints are intact"
-CONTENTS = "contents_of_the_data"  # what identifies the data, in the identity of a run
+CONTENTS = "contents_of_the_data"  # key of the data's fingerprint in the identity of a run
 NOT_WRITTEN = "its contents are not those that were written"
-STORE_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError)  # that orbax raises
+STORE_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError)  # raised by orbax
 HASH_MULTIPLIERS = np.array([0x9E3779B1, 0x85EBCA6B], np.uint32)  # odd, as in xxHash
 RESTART = "choose another folder with --out, or move this one away"
-# Why a whole checkpoint may be unreadable for now. TensorStore reports these as text only.
+# Why an intact checkpoint may be unreadable for now. TensorStore reports these as text only.
 PASSING_ERRORS = tuple(map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.EACCES, errno.ENOMEM)))
 
 
@@ -84,9 +84,9 @@ def _lock(file: Any, path: Path) -> None:
 
 @jax.jit
 def _hash_leaf(array: jax.Array) -> jax.Array:
-    """Two 32-bit sums over the words of an array. A word counts with its position, so that order matters.
+    """Two 32-bit sums over the words of an array. Each word is mixed with its position, so that order matters.
 
-    Sums of integers do not depend on their order: the hash is the same on any mesh.
+    Integer sums do not depend on the order of summation, so the hash is the same on any mesh.
     """
     width = min(array.dtype.itemsize, 4)
     words = jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * width}")).astype(jnp.uint32)
@@ -108,7 +108,7 @@ def hash_state(state: Any) -> str:
 
 
 class Restored(NamedTuple):
-    """The contents of a checkpoint. `positions` in the data, one per seed, is None if the data has changed."""
+    """The contents of a checkpoint. `positions` in the data, one per seed, are None if the data has changed."""
 
     state: Any
     positions: list[Any] | None
@@ -130,7 +130,7 @@ class Checkpoints:
         _silence_dropped_reads()
         with self._explain_errors("checkpoints cannot be written here", "is the folder writable?"):
             self._manager = ocp.CheckpointManager(self.folder, options=self._options)
-            tempfile.TemporaryFile(dir=self.folder).close()  # not when the first checkpoint is due
+            tempfile.TemporaryFile(dir=self.folder).close()  # fails now, not at the first checkpoint
 
     def save(self, step: int, state: Any, positions: list[Any]) -> None:
         """Stores a state, and positions in the data as JSON. Returns once the state is copied.
@@ -140,7 +140,7 @@ class Checkpoints:
         needed = sum(array.nbytes for array in jax.tree.leaves(state)) // jax.process_count()
         free = shutil.disk_usage(self.folder).free
         if free < needed:
-            self.wait()  # for the one before it, which the message names
+            self.wait()  # for the previous checkpoint, which the message names
             steps = saved_steps(self.folder)
             room = f"{filesize.decimal(needed)} needed, {filesize.decimal(free)} free in {self.folder}"
             last = f"The last one is at step {steps[0]}" if steps else "There is none yet"
@@ -161,7 +161,7 @@ class Checkpoints:
             self._manager.save(step, args=parts)
 
     def restore(self, abstract_state: Any, accept_changes: bool) -> Restored:
-        """The latest checkpoint that is whole. Damaged ones are moved where nothing reads or removes them."""
+        """Reads the latest intact checkpoint. Moves damaged ones to a folder where nothing reads or removes them."""
         for step in saved_steps(self.folder):
             reason, restored = "another process cannot read it", None
             try:
@@ -179,7 +179,7 @@ class Checkpoints:
         )
 
     def read(self, path: Path, abstract_state: Any, accept_changes: bool) -> Restored:
-        """One checkpoint. Raises DamagedCheckpointError, or ConfigError if it is of another run."""
+        """Reads one checkpoint. Raises DamagedCheckpointError, or ConfigError if it belongs to another run."""
         about = read_about(path)
         step, before = int(about["step"]), about["identity"]
         self._check_identity(path, about, _shapes(abstract_state), accept_changes)
@@ -188,7 +188,7 @@ class Checkpoints:
         return Restored(state, about["positions"] if is_same_data else None, step)
 
     def read_other(self, path: Path, abstract_state: Any, accept_changes: bool) -> Restored:
-        """A checkpoint of another folder."""
+        """Reads a checkpoint from the folder of another run. Raises ConfigError if it cannot be used."""
         if not (path.name.isdigit() and path.is_dir()):
             raise ConfigError(
                 f"cannot start from {path}: it is not the folder of a checkpoint, such as runs/a/checkpoints/300"
@@ -263,7 +263,7 @@ class Checkpoints:
 
 
 def check_new(folder: Path) -> None:
-    """Raises ConfigError if a folder without a checkpoint has traces of a run: starting there would bury them."""
+    """Raises ConfigError if a folder without a checkpoint has traces of a run: a new run would bury them."""
     damaged, metrics = folder / "damaged_checkpoints", folder / "metrics.jsonl"
     if damaged.is_dir() and any(damaged.iterdir()):
         raise ConfigError(
@@ -274,7 +274,7 @@ def check_new(folder: Path) -> None:
 
 
 def read_state(path: Path, abstract_state: Any, digest: str) -> Any:
-    """The state of a checkpoint. Raises DamagedCheckpointError if it does not have this hash."""
+    """The state of a checkpoint. Raises DamagedCheckpointError if its hash is not `digest`."""
     handler = ocp.Checkpointer(ocp.StandardCheckpointHandler())
     with _raise_damaged(path):
         state = handler.restore(path.resolve() / "state", args=ocp.args.StandardRestore(abstract_state))
@@ -294,7 +294,7 @@ def read_about(path: Path) -> dict[str, Any]:
 
 
 def _hash_json(value: Any) -> str:
-    as_read = json.loads(json.dumps(value))  # tuples and keys as they come back
+    as_read = json.loads(json.dumps(value))  # with tuples and keys as JSON returns them
     return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
@@ -305,7 +305,7 @@ def _raise_damaged(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # Where a file disappears, orbax raises `Exception` itself.
+        # If a file disappears, orbax raises a bare `Exception`.
         if type(error) is not Exception and not isinstance(error, STORE_ERRORS):
             raise
         if passing := [text for text in PASSING_ERRORS if text in str(error)]:
@@ -316,10 +316,10 @@ def _raise_damaged(path: Path) -> Iterator[None]:
 
 @functools.cache
 def _silence_dropped_reads() -> None:
-    """Hides tracebacks of reads that orbax starts and drops after another one failed. That one is reported.
+    """Hides the tracebacks of reads that orbax abandons after another read has failed. That failure is reported.
 
-    Python prints them whenever it collects the coroutines, so also much later; TensorStore, when a read ends and finds
-    no event loop.
+    Python prints them when it collects the coroutines, possibly much later. TensorStore prints them when a read ends
+    and finds no event loop.
     """
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     report = sys.unraisablehook
@@ -327,7 +327,7 @@ def _silence_dropped_reads() -> None:
     def report_others(error: Any) -> None:
         code = getattr(error.object, "cr_code", None)
         is_dropped = code is not None and "orbax" in code.co_filename
-        # A loop that could not be opened, because there are too many open files, cannot be closed.
+        # An event loop that could not be created, because of too many open files, cannot be closed either.
         is_loop = getattr(error.object, "__qualname__", "") == "BaseEventLoop.__del__"
         if not (is_dropped or is_loop or str(error.exc_value) == "Event loop is closed"):
             report(error)
@@ -340,7 +340,7 @@ def _shapes(state: Any) -> list[list[int]]:
 
 
 def _first_line(error: BaseException) -> str:
-    """The first line of an error; of its cause, where orbax prints a method of TensorStore instead of a reason."""
+    """The first line of an error, or of its cause if orbax printed a TensorStore method instead of a reason."""
     if "<bound method" in str(error) and error.__cause__ is not None:
         return _first_line(error.__cause__)
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

@@ -1,4 +1,4 @@
-"""The command line of the training program, and files of settings."""
+"""The command line of the training program, and its settings files."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ GROUPS: dict[str, str] = {
     "log_every": "metrics and profiles",
     "layers": "model",
 }
-"""The groups of options in the help, by the first setting of each."""
+"""The groups of options in the help, keyed by the first setting of each group."""
 
-# Options of other training programs, and what there is instead.
+# Options of other training programs, and what to use instead.
 OTHER_NAMES = {
     "lr": "did you mean --learning-rate?",
     "epochs": "a run has --steps, and its data repeats",
@@ -54,9 +54,9 @@ TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool}
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> tuple[str, ModelConfig, RunConfig]:
-    """The name of the configuration, the model and the run that a command line describes.
+    """Parses a command line. Returns the name of the configuration, the model and the run.
 
-    Options go before the file of settings, and the file before the configuration.
+    Options override the settings file, and the settings file overrides the configuration.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser(
@@ -97,7 +97,7 @@ def format_options(arguments: Sequence[str]) -> str:
 
 
 def _find_configuration(arguments: Sequence[str]) -> tuple[str, str | None, list[str]]:
-    """The configuration that a command line names, its file of settings, and that as options."""
+    """The name of the configuration, the settings file that a command line names, and its settings as options."""
     parser = _add_sources(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
     known, _ = parser.parse_known_args(arguments)
     settings = read_settings(Path(known.settings)) if known.settings else []
@@ -107,7 +107,7 @@ def _find_configuration(arguments: Sequence[str]) -> tuple[str, str | None, list
 
 
 def _explain_unknown(word: str) -> str:
-    """What to say about a word of the command line that is neither an option nor the value of one."""
+    """The error message for a word of the command line that is neither an option nor the value of one."""
     name = word.partition("=")[0].lstrip("-").replace("-", "_")
     if not word.startswith("-"):
         return f"'{word}' belongs to no option"
@@ -127,7 +127,7 @@ def _add_sources(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _add_options(parser: argparse.ArgumentParser, config: str) -> None:
-    """An option for each setting, in groups, with its default in a configuration."""
+    """Adds an option for each setting, in groups. The help shows its default in the configuration."""
     model, run = CONFIGS[config]
     defaults = {**vars(model), **vars(run)}
     group: Any = parser
@@ -154,7 +154,7 @@ def _type_name(setting: Field[Any]) -> str:
 
 
 def read_settings(path: Path) -> list[str]:
-    """The settings of a TOML or YAML file as options of the command line."""
+    """Reads the settings of a TOML or YAML file, as command-line options."""
     if path.suffix not in (".toml", ".yaml", ".yml"):
         raise ConfigError(f"--settings {path}: expected a file named .toml, .yaml or .yml")
     try:

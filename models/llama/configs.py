@@ -1,7 +1,7 @@
 """The settings of a run, and the table of configurations.
 
-Every field of `ModelConfig` and `RunConfig` is an option of the command line. The fields that decide the numbers of a
-run are its identity, which checkpoints store.
+Every field of `ModelConfig` and `RunConfig` is an option of the command line. The fields that affect the numbers
+of a run form its identity, which checkpoints store.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ACTIVITIES: dict[str, str] = {
     "lost": "lost steps",
     "down": "between restarts",
 }
-"""What the time of a run is spent on, and what it is called."""
+"""The activities that take up the time of a run, and their display names."""
 
 
 class ConfigError(ValueError):
@@ -53,7 +53,7 @@ def setting(
     choices: Any = None,
     in_identity: bool = True,
 ) -> Any:
-    """A dataclass field that is also an option of the command line. Its numbers are below `limit`."""
+    """A dataclass field that is also a command-line option. Numbers must be at least `least` and below `limit`."""
     metadata = {"help": help, "least": least, "limit": limit, "choices": choices, "in_identity": in_identity}
     return field(default=default, metadata=metadata)
 
@@ -293,14 +293,14 @@ def _invalid_seeds(run: RunConfig) -> list[str]:
 
 
 def runs_of_seeds(run: RunConfig) -> list[RunConfig]:
-    """The run that each seed is alone. Without `--seeds`, the run itself."""
+    """One run per seed, as if that seed ran alone. Without `--seeds`, only the run itself."""
     if run.seeds is None:
         return [run]
     return [replace(run, seed=int(seed), seeds=None) for seed in run.seeds.split(",")]
 
 
 def identity(model: ModelConfig, run: RunConfig, policy: str | None) -> dict[str, Any]:
-    """The settings that decide the numbers of a run. `policy` is the hash of the active policy."""
+    """The settings that affect the numbers of a run. `policy` is the hash of the active policy."""
     configs = (model, run)
     names = [f.name for config in configs for f in fields(config) if f.metadata["in_identity"]]
     values = {**vars(model), **vars(run)}
@@ -308,32 +308,32 @@ def identity(model: ModelConfig, run: RunConfig, policy: str | None) -> dict[str
 
 
 POLICY_NAME = "policy_name"
-"""In the identity that a checkpoint stores: for messages. Equal policies may have several names."""
+"""Key of the policy's name in a checkpoint's identity, for messages only: equal policies may have several names."""
 
 
 def describe_policy(identity_of_run: dict[str, Any]) -> str:
-    """The policy of a run in messages."""
+    """The name and the short hash of a run's policy, for messages."""
     sha256, name = identity_of_run["policy"], identity_of_run[POLICY_NAME]
     return "no policy" if sha256 is None else f"{name or 'a policy'} ({sha256[:8]})"
 
 
 @contextmanager
 def name_file(path: Path) -> Iterator[None]:
-    """Adds the name of a file to errors of writing it, which do not have it."""
+    """Adds the name of a file to write errors, which lack it."""
     try:
         yield
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-OPEN_FILES = 1024  # what most systems allow from the start
+OPEN_FILES = 1024  # the default limit of most systems
 MIN_OPEN_FILES = (
-    256  # a small model has 25, a large one more: the parts of a checkpoint are written in parallel
+    256  # a small model opens 25, a large one more: the parts of a checkpoint are written in parallel
 )
 
 
 def allow_open_files(count: int) -> None:
-    """Raises the limit of open files to `count` as far as the system allows. Raises ConfigError if that is too few."""
+    """Increases the limit of open files, up to `count`. Raises ConfigError if the system allows too few."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if allowed < MIN_OPEN_FILES:

@@ -19,8 +19,8 @@ class TextCount:
     documents: int = 0
     bytes: int = 0
     tokens: int = 0
-    is_cut: bool = False  # there is more, which was not read
-    not_utf8: int = 0  # documents
+    is_cut: bool = False  # the corpus has more documents, which were not read
+    not_utf8: int = 0  # documents that are not valid UTF-8
 
     @property
     def bytes_per_token(self) -> float:
@@ -29,7 +29,7 @@ class TextCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFileSummary:
-    """What is in a token file: its dtype, its end token, how much text it is from, and its hash."""
+    """The contents of a token file: its dtype, its end token, the amount of text it was made from, and its hash."""
 
     dtype: str
     end: int
@@ -38,7 +38,7 @@ class TokenFileSummary:
 
 
 def parse_source(spec: str) -> data.DataSpec:
-    """A spec of one source."""
+    """Parses the spec of a single source. Raises ConfigError for a blend."""
     sources = data.parse_blend(spec)
     if len(sources) > 1:
         raise ConfigError(f"'{spec}' is a blend: name its sources one by one, without weights")
@@ -54,7 +54,7 @@ def is_utf8(text: bytes) -> bool:
 
 
 def read_corpus(spec: str, limit: int | None, max_bad_rows: int, count: TextCount) -> Iterator[bytes]:
-    """The documents of a source of text, until they have `limit` bytes. Counts them."""
+    """Yields the documents of a text source until they add up to `limit` bytes. Updates `count`."""
     parsed = parse_source(spec)
     if parsed.kind in ("tokens", "synthetic"):
         raise ConfigError(f"'{spec}' holds tokens, not text: name the text that they were made from")
@@ -71,7 +71,7 @@ def read_corpus(spec: str, limit: int | None, max_bad_rows: int, count: TextCoun
 
 
 def train_tokenizer(documents: Iterable[bytes], vocab: int) -> Any:
-    """A byte-level BPE with an end token. The same documents give the same tokenizer."""
+    """Trains a byte-level BPE with an end token. The same documents give the same tokenizer."""
     library = import_library("tokenizers", "data")
     bpe = library.Tokenizer(library.models.BPE())
     bpe.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -87,15 +87,15 @@ def train_tokenizer(documents: Iterable[bytes], vocab: int) -> Any:
 
 
 def token_dtype(vocab: int) -> str:
-    """The dtype of the tokens in a file."""
+    """The dtype of a token file for this size of vocabulary."""
     return "uint16" if vocab <= 1 << 16 else "uint32"
 
 
 def write_tokens(documents: Iterable[bytes], tokenizer: str | None, stream: BinaryIO) -> TokenFileSummary:
-    """Writes the tokens of each document, with an end token."""
+    """Writes the tokens of each document, followed by an end token."""
     encode, vocab = data.make_encoder(tokenizer)
     dtype, count, digest = token_dtype(vocab), TextCount(), hashlib.sha256()
-    documents, ahead = itertools.tee(documents)  # some documents are encoded together
+    documents, ahead = itertools.tee(documents)  # the encoder reads ahead: it encodes documents in groups
     for document, tokens in zip(documents, encode(ahead), strict=True):
         content = tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes()
         stream.write(content)

@@ -18,11 +18,11 @@ from policyc.models.llama.configs import ModelConfig
 
 TOKENS: PartitionSpec = PartitionSpec(
     ("data", "fsdp", "expert"), "context"
-)  # how batch and sequence are divided
+)  # the sharding of batch and sequence
 
 
 class RouterSummary(NamedTuple):
-    """What the router of a layer did with the tokens: its loss, and the shares of the experts, which add up to 1."""
+    """Statistics of a layer's router: its balance loss, and the experts' shares of the tokens, which add up to 1."""
 
     balance_loss: jax.Array
     loads: jax.Array
@@ -35,7 +35,7 @@ def mix_experts(
     mesh: Mesh | None,
     is_padding: jax.Array | None = None,
 ) -> tuple[jax.Array, RouterSummary]:
-    """The sum of what the experts of each token compute, weighted by the router. Padding does not count for it."""
+    """The outputs of each token's experts, summed with the router's weights. The router's summary ignores padding."""
     experts, weights, summary = route(params["router"], x, config, is_padding)
     with jax.named_scope("experts"):
         if mesh is None or mesh.size == 1:
@@ -52,13 +52,13 @@ def mix_experts(
 def route(
     router: jax.Array, x: jax.Array, config: ModelConfig, is_padding: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, RouterSummary]:
-    """The experts of each token and their weights, which add up to 1, in float32."""
+    """The experts of each token, their weights in float32, which add up to 1, and a summary."""
     with jax.named_scope("router"):
         logits = jnp.dot(x.astype(jnp.float32), router, precision=lax.Precision.HIGHEST)
     probabilities = jax.nn.softmax(logits)
     largest, experts = lax.top_k(probabilities, config.experts_per_token)
     is_chosen = jnp.any(experts[..., None] == jnp.arange(config.experts), axis=-2)
-    fractions = _mean(is_chosen.astype(jnp.float32), is_padding)  # of the tokens, of each expert
+    fractions = _mean(is_chosen.astype(jnp.float32), is_padding)  # of the tokens, for each expert
     summary = RouterSummary(
         balance_loss=config.experts * jnp.sum(fractions * _mean(probabilities, is_padding)),
         loads=fractions / config.experts_per_token,
@@ -95,10 +95,10 @@ def _run_on_device(
 def run_experts(
     params: dict[str, jax.Array], x: jax.Array, experts: jax.Array, weights: jax.Array
 ) -> jax.Array:
-    """The weighted sums of the results of these experts. Other numbers in `experts` are experts of other devices."""
+    """The weighted sums of the outputs of these experts. Out-of-range numbers in `experts` belong to other devices."""
     count, per_token = params["gate_proj"].shape[0], experts.shape[-1]
     is_here = ((experts >= 0) & (experts < count)).reshape(-1)
-    group = jnp.where(is_here, experts.reshape(-1), count)  # those of other devices come last
+    group = jnp.where(is_here, experts.reshape(-1), count)  # experts of other devices come last
     order = jnp.argsort(group)
     sizes = jnp.sum(group[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
 
@@ -115,5 +115,5 @@ def run_experts(
 
 
 def _permute(rows: jax.Array, order: jax.Array) -> jax.Array:
-    """Rows in another order. JAX is told that the indices are unique, so that the gradient adds up nothing."""
+    """Permutes rows. The indices are declared unique, so that the gradient needs no accumulation."""
     return rows.at[order].get(unique_indices=True, mode="promise_in_bounds")

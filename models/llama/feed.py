@@ -1,4 +1,4 @@
-"""Batches on the devices: of one run, or of several seeds with their batches stacked."""
+"""Batches on the devices: those of one run, or those of several seeds, stacked."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class BatchFeed(Iterator[model.Batch]):
 
     @property
     def positions(self) -> list[Any]:
-        """Where the next batch of each run begins in the data, as JSON."""
+        """The position of each run's next batch in the data, as JSON."""
         return [source.state for source in self._sources]
 
     def restore(self, positions: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Continues texts with the model of a run. Keys and values of earlier tokens are kept: each step computes one token."""
+"""Continues texts with the model of a run. Keys and values are cached, so that each step computes one token."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -26,14 +26,14 @@ Cache = dict[str, jax.Array]  # keys and values: (layers, batch, positions, head
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedModel:
-    """A model that was trained.
+    """A trained model, loaded from its run.
 
     Attributes:
-      params: in the dtype of the computation; those of norms and routers in float32.
-      tokenizer: a tokenizer.json; None: tokens are bytes.
+      params: in the compute dtype, except norms and routers, which are float32.
+      tokenizer: the tokenizer; None: tokens are bytes.
       end: the token that ends a document.
       positions: the length of the sequences that it was trained on.
-      name: for people: where it is from, its step and its policy.
+      name: for display: the folder of its run, its step and its policy.
     """
 
     config: ModelConfig
@@ -44,21 +44,21 @@ class TrainedModel:
     name: str
 
     def encode(self, text: bytes) -> list[int]:
-        """The tokens of a text. An empty one begins a document."""
+        """The tokens of a text. An empty text gives the end token, after which a document begins."""
         if self.tokenizer is None:
             return list(text) or [self.end]
         ids = self.tokenizer.encode(text.decode("utf-8", "replace"), add_special_tokens=False).ids
         return list(ids) or [self.end]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens. Of bytes, those beyond them have none."""
+        """The text of tokens. If tokens are bytes, `END` and larger tokens have no text."""
         if self.tokenizer is None:
             return bytes(token for token in tokens if token < data.END).decode("utf-8", "replace")
         return str(self.tokenizer.decode(list(tokens)))
 
 
 def load_trained(folder: Path) -> TrainedModel:
-    """The model of a run, at its last checkpoint."""
+    """Loads the model of a run from its last checkpoint."""
     try:
         about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
         config = _from_settings(ModelConfig, about["settings"])
@@ -83,7 +83,7 @@ def load_trained(folder: Path) -> TrainedModel:
 
 
 def _from_settings(kind: type[Config], settings: dict[str, Any]) -> Config:
-    """A configuration from run.json. Settings that this version does not know are left out. Raises TypeError."""
+    """A configuration from run.json, without settings unknown to this version. Raises TypeError for a wrong type."""
     known = {name: hint for name, hint in get_type_hints(kind).items() if name in settings}
     for name, hint in known.items():
         if not isinstance(settings[name], int | float if hint is float else hint):
@@ -92,7 +92,7 @@ def _from_settings(kind: type[Config], settings: dict[str, Any]) -> Config:
 
 
 def _find_tokenizer(folder: Path, run: RunConfig) -> tuple[Any, int]:
-    """The tokenizer of a run, None for bytes; and the token that ends a document."""
+    """The tokenizer of a run (None: tokens are bytes), and the token that ends a document."""
     if run.tokenizer is not None:
         if not Path(run.tokenizer).is_file():
             raise ConfigError(f"{folder} was trained with the tokenizer {run.tokenizer}, which is not here")
@@ -123,7 +123,7 @@ def _read_params(checkpoints: Path, config: ModelConfig, run: RunConfig) -> tupl
 
 
 def _cast(params: llama.Params, config: ModelConfig) -> llama.Params:
-    """Weights in the dtype of the computation, as each use would cast them."""
+    """Casts weights to the compute dtype, as each use would."""
 
     def cast_leaf(path: Any, array: jax.Array) -> jax.Array:
         is_wide = any(word in str(path[-1]) for word in ("norm", "router"))  # used in float32
@@ -132,12 +132,12 @@ def _cast(params: llama.Params, config: ModelConfig) -> llama.Params:
     return cast(llama.Params, jax.tree.map_with_path(cast_leaf, params))
 
 
-# ---- its tokens
+# ---- generation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn: at most so many, by logits over the temperature. At 0 it is the most probable token."""
+    """How to sample: at most `tokens` tokens, with logits divided by the temperature; at 0, the most probable token."""
 
     tokens: int = 128
     temperature: float = 0.8
@@ -158,9 +158,9 @@ def forward(
     last: jax.Array,
     config: ModelConfig,
 ) -> tuple[jax.Array, Cache]:
-    """The logits after token number `last` of some tokens, which begin at position `start`; and the new cache.
+    """Runs the model on tokens that begin at position `start`. Returns the logits after token `last`, and the cache.
 
-    Tokens after number `last` are padding: logits do not depend on them, and later tokens replace them in the cache.
+    Tokens after index `last` are padding. The logits do not depend on them, and later tokens replace them in the cache.
     """
     with jax.named_scope("embed"):
         x = llama.embed(params["embed"], tokens, config.compute, None)
@@ -187,7 +187,7 @@ def _block(
     x: jax.Array, params: llama.Params, cache: Cache, *, rope: Any, start: jax.Array, is_visible: jax.Array,
     config: ModelConfig,
 ) -> tuple[jax.Array, Cache]:  # fmt: skip
-    """As `model.block`, for one row, with the keys and values of earlier tokens."""
+    """`model.block` for one row, with cached keys and values of earlier tokens."""
     with jax.named_scope("attention"):
         y = llama.rms_norm(x, params["attention_norm"], config.norm_eps)
         q, k, v = (
@@ -208,14 +208,14 @@ def _block(
 
 
 def sample(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
-    """Draws a token."""
+    """Samples a token."""
     if sampling.temperature == 0:
         return jnp.argmax(logits)
     return jax.random.categorical(key, logits / sampling.temperature)
 
 
 class Generator:
-    """Draws tokens after prompts. All prompts use the same two compiled functions: for a prompt, and for a token."""
+    """Samples tokens after prompts. All prompts share two compiled functions: for a prompt, and for a single token."""
 
     def __init__(self, params: llama.Params, config: ModelConfig, sampling: Sampling, longest: int) -> None:
         self._params, self._config, self._sampling, self._longest = params, config, sampling, longest
@@ -227,7 +227,7 @@ class Generator:
         self._advance = jax.jit(advance, donate_argnums=1)
 
     def generate(self, prompt: Sequence[int], number: int = 0) -> Iterator[int]:
-        """Draws tokens, one after the other. `number` is that of the prompt: each has its own random numbers."""
+        """Yields tokens one by one. `number` is the index of the prompt: each prompt has its own random numbers."""
         key = jax.random.fold_in(jax.random.key(self._sampling.seed), number)
         cache = make_cache(self._config, self._longest + self._sampling.tokens)
         padding = [0] * (self._longest - len(prompt))

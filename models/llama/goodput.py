@@ -1,6 +1,6 @@
-"""Where the time of a run goes, over all its processes.
+"""Where the time of a run goes, including the processes before a restart.
 
-Goodput is the fraction of a run's time that was spent in steps which count: steps that no restart had to repeat.
+Goodput is the fraction of a run's time spent in steps that no restart had to repeat.
 """
 
 import json
@@ -17,9 +17,9 @@ from policyc.models.llama.run_files import Row
 
 Clock = Callable[[], float]
 
-# Activities that come back during a run, as the progress line names them.
+# Activities that interrupt the steps, as the progress line names them.
 PAUSES = {"checkpoint": "the checkpoint", "eval": "validation", "export": "the export", "other": "telemetry"}
-# Lowering and XLA's compilation. Tracing is not among them: the durations of nested traces overlap.
+# Lowering and XLA's compilation. Tracing is excluded: the durations of nested traces overlap.
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 COMPILE_EVENTS = (LOWERED, "/jax/core/compile/backend_compile_duration")
 
@@ -28,9 +28,9 @@ class TimeAccount:
     """The seconds of a run by activity. Every moment of its processes belongs to one activity.
 
     Attributes:
-      seconds: by the names of ACTIVITIES.
-      restarts: how often the run was started again.
-      lost_steps: steps that were computed and had to be computed again, as far as their lines were written.
+      seconds: keyed by the names in ACTIVITIES.
+      restarts: how often the run was restarted.
+      lost_steps: steps that had to be computed again. Only steps whose metrics were written are counted.
       on_lowered: called when JAX has lowered a function, before XLA compiles it.
     """
 
@@ -42,11 +42,11 @@ class TimeAccount:
         self.lost_steps: int = 0
         self.on_lowered: Callable[[], None] | None = None
         self._activity, self._since, self._started_at = "start", clock(), wall_clock()
-        self._claims: list[tuple[float, float]] = []  # parts of the time since then, apart and in order
+        self._claims: list[tuple[float, float]] = []  # disjoint intervals after `_since`, in order
         self._thread = threading.get_ident()
 
     def switch(self, activity: str) -> str:
-        """From now on time is spent on this activity. Returns the activity until now."""
+        """Counts time from now on for this activity. Returns the previous one."""
         now, before = self.clock(), self._activity
         self.seconds[before] += now - self._since - sum(end - begin for begin, end in self._claims)
         self._activity, self._since, self._claims = activity, now, []
@@ -61,7 +61,7 @@ class TimeAccount:
             self.switch(before)
 
     def claim(self, activity: str, seconds: float) -> None:
-        """Counts the last seconds for another activity, except those before `switch` and those that were claimed."""
+        """Counts the last seconds for another activity, except time before the last `switch` or already claimed."""
         now = self.clock()
         begin = max(now - seconds, self._since)
         claimed = sum(max(0.0, end - max(start, begin)) for start, end in self._claims)
@@ -72,10 +72,10 @@ class TimeAccount:
 
     @contextmanager
     def watch_compilation(self) -> Iterator[None]:
-        """Counts what this thread compiles as such, whichever activity it happens in.
+        """Counts the compilation time of this thread as "compile", whatever the current activity is.
 
-        JAX reports the lowering of a function with all that is compiled for it, which it also reports by itself; and
-        what other threads compile takes no time of this one.
+        The lowering time that JAX reports may include compilations that it also reports separately: `claim` counts
+        them once. Compilation in other threads takes no time from this one.
         """
 
         def listen(event: str, duration_secs: float, **_: str | int) -> None:
@@ -91,7 +91,7 @@ class TimeAccount:
             jax.monitoring.unregister_event_duration_listener(listen)
 
     def as_row(self) -> Row:
-        """The account up to now, as fields of a line of metrics."""
+        """The account so far, as fields of a line of metrics."""
         self.switch(self._activity)
         total = sum(self.seconds.values())
         seconds = {name: round(value, 3) for name, value in self.seconds.items()}
@@ -104,7 +104,7 @@ class TimeAccount:
         }
 
     def resume(self, path: Path, start: int) -> None:
-        """Adds the time of the processes before this one, from their metrics. They are continued at step `start`."""
+        """Adds the time of the processes before this one, from their metrics. This one continues after step `start`."""
         rows = _read_last_rows(path, start)
         if not (rows and _is_account(rows[0], start)):
             return
@@ -120,7 +120,7 @@ class TimeAccount:
         self.seconds["step"] += steps - stall
         self.seconds["other"] += max(0.0, kept[-1]["time"] - account["time"] - steps)
         self.seconds["lost"] += max(0.0, rows[-1]["time"] - kept[-1]["time"])
-        if not rows[-1].get("is_complete"):  # a run that has ended waits for nothing
+        if not rows[-1].get("is_complete"):  # a complete run was not down: it had ended
             self.seconds["down"] += max(0.0, self._started_at - rows[-1]["time"])
 
     def __str__(self) -> str:
@@ -132,7 +132,7 @@ class TimeAccount:
 
 
 def _read_last_rows(path: Path, start: int) -> list[Row]:
-    """The lines of metrics from the last account that holds at step `start` on. Damaged lines are left out."""
+    """The lines of metrics from the last account at or before step `start` to the end, without damaged lines."""
     rows: list[Row] = []
     for line in reversed(path.read_bytes().splitlines() if path.exists() else []):
         with suppress(ValueError, TypeError, KeyError):

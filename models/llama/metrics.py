@@ -1,4 +1,4 @@
-"""The metrics of a run: what they are, when they stop it, and what is printed of them.
+"""The metrics of a run: computes, writes and prints them, and stops the run at a fault.
 
 The metrics of a step are read one step late, so that the device always has its next step before the host waits.
 """
@@ -28,13 +28,13 @@ from policyc.models.llama.preemption import PREEMPTED
 from policyc.models.llama.progress import ProgressLine
 from policyc.models.llama.run_files import Row, RunFiles
 
-INTERNAL = ("is_fine", "faults", "mean_loss", "padding")  # values of a step that its line does not have
+INTERNAL = ("is_fine", "faults", "mean_loss", "padding")  # values of a step that are not in its line
 # Dense bf16 TFLOP/s of a device, by a part of its name.
 PEAKS = {"GB300": 2450, "GB200": 2450, "B300": 2250, "B200": 2250, "H200": 989, "H100": 989, "A100": 312}
 
 
 def flops_per_token(config: ModelConfig, sequence: int) -> int:
-    """Forward and backward: 6 for each weight of a GEMM, and attention's two products, half of which are masked.
+    """FLOPs of forward and backward: 6 per weight of a GEMM, plus attention's two products, half of which are masked.
 
     Only the experts that a token is routed to count.
     """
@@ -64,7 +64,7 @@ class FaultError(ConfigError):
 
 
 def check_step(step: int, values: Row, run: RunConfig) -> str | None:
-    """What to print about a step, None if it is fine. Raises FaultError as `--on-fault` and `--max-skips` ask."""
+    """The message about a faulty step, or None. Raises FaultError if `--on-fault` or `--max-skips` ends the run."""
     if values["is_fine"]:
         return None
     loss, norm, mean, faults = (values[name] for name in ("loss", "grad_norm", "mean_loss", "faults"))
@@ -101,7 +101,7 @@ class MetricsLog:
     ):
         self._run, self._peak, self._writes = run, peak_tflops(), jax.process_index() == 0
         self._flops = flops_per_token(config, run.sequence)
-        self._tokens = run.batch * run.sequence  # of a step, of one seed
+        self._tokens = run.batch * run.sequence  # per step and seed
         self._names = ["" if run.seeds is None else f"seed {one.seed}, " for one in runs_of_seeds(run)]
         self._errors: dict[int, FaultError] = {}  # of the seeds that stopped
         self._pending: tuple[int, dict[str, Any]] | None = None
@@ -117,7 +117,7 @@ class MetricsLog:
         self._files: list[RunFiles] = []
         if self._writes:
             self._files = [RunFiles(stack, folder, config, run, start) for folder in folders]
-        # The padding of each seed so far. Only the first process writes, and needs to know.
+        # The padding of each seed so far. Only the first process, which writes, needs it.
         self._padding = [0] * len(self._names)
         if run.packing == "whole" and self._writes:
             self._padding = [start * self._tokens - files.tokens_at_start for files in self._files]
@@ -127,8 +127,8 @@ class MetricsLog:
     def record(self, step: int, metrics: dict[str, Any], stall: float) -> None:
         """Takes the metrics of a step that is still running, and writes those of the step before it.
 
-        `stall` is for how many seconds the devices waited for the data of this step. If the step before it is not
-        written yet, that was before its result was read, so it is a part of that step's time.
+        `stall` is how many seconds the devices waited for the data of this step. If the step before it is not written
+        yet, they waited before its result was read, so the wait is part of that step's time.
         """
         self._stall += stall
         self.flush()
@@ -141,16 +141,16 @@ class MetricsLog:
             self._write_step(*pending)
 
     def is_idle(self) -> bool:
-        """Have the devices finished the last step?"""
+        """Whether the devices have finished the last step."""
         arrays: Any = () if self._pending is None else jax.tree.leaves(self._pending[1])
         return all(array.is_ready() for array in arrays)
 
     def restart_clock(self) -> None:
-        """Starts the time of a step now: what happened before is not counted."""
+        """Starts the clock of a step now. Earlier time is not counted."""
         self._begin, self._compiled = self.account.clock(), self.account.seconds["compile"]
 
     def raise_errors(self) -> None:
-        """Raises if a seed stopped."""
+        """Raises FaultError if a seed has stopped."""
         if self._errors:
             raise FaultError("\n".join(map(str, self._errors.values())), list(self._errors.values())[-1].step)
 
@@ -187,7 +187,7 @@ class MetricsLog:
         return {"step": step, "tokens": step * self._tokens - self._padding[number]}
 
     def _speed(self, tokens: int, seconds: float) -> Row:
-        """Tokens per second and device, and what follows from it."""
+        """Tokens per second, TFLOP/s and MFU per device, and the peak memory. No MFU if the device is unknown."""
         rate = (
             tokens / jax.device_count() / max(seconds, 1e-9)
         )  # the device may have finished while the host compiled
@@ -221,11 +221,11 @@ class MetricsLog:
             self.progress.print(f"{name}{message}")
 
     def write_validation(self, step: int, losses: dict[str, Any]) -> None:
-        """Writes a line without a loss."""
+        """Writes a line of validation losses. It has no training loss."""
         self._write([self._counters(step, i) | each for i, each in enumerate(self._split_seeds(losses))])
 
     def write_account(self, step: int) -> None:
-        """Writes a line on where the time of the run went up to now. A restart continues from it."""
+        """Writes a line with the account of time so far. A restart continues from it."""
         row = {"time": self.account.wall_clock()} | self.account.as_row()
         row |= {"is_complete": True} if step == self._run.steps else {}
         for number, files in enumerate(self._files):
@@ -249,7 +249,7 @@ class MetricsLog:
             names = [name for name in first if name not in ("step", "tokens")]
             self.progress.print(f"step {step}  " + "  ".join(map(text, names)))
             return
-        # The mean since the last line: single steps differ by what the host happens to wait for.
+        # The mean since the last line: the time of a single step depends on what the host happens to wait for.
         mean = self._speed(*self._since_line)
         if self.progress.has_line(step):
             self._since_line = (0, 0.0)
@@ -261,7 +261,7 @@ class MetricsLog:
         self.progress.show_step(step, f"{text('loss')}  {eta}  {rate}  {speed}")
 
     def _time_left(self, step: int) -> str:
-        """The time of the steps after this one, from the mean of a step with its pauses. Compiling does not count."""
+        """The estimated time of the remaining steps: the mean of a step and its pauses, without compilation."""
         now = self.account.clock() - self.account.seconds["compile"]
         if self._first is None:
             self._first = step, now
@@ -272,7 +272,7 @@ class MetricsLog:
 
 @contextmanager
 def limit_step(step: int, seconds: float) -> Iterator[None]:
-    """Ends the process if it waits for the result of a step for longer; 0: never."""
+    """Ends the process if the result of a step takes longer than `seconds`; 0: never."""
 
     def end() -> None:
         print(f"step {step} has not finished after {seconds:g} s (--step-timeout), so this process ends: the same "
@@ -316,7 +316,7 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
 
 
 def describe_run(name: str, config: ModelConfig, run: RunConfig, data: str) -> Row:
-    """The content of run.json, without the policy: what was run, with which settings, on what."""
+    """The content of run.json, without the policy: the program, its settings and the machine."""
     versions = {package: version(package) for package in ("jax", "jaxlib", "numpy", "optax")}
     parameters, active_parameters = count_parameters(config)
     return {

@@ -1,7 +1,7 @@
 """A Llama: grouped-query attention, rotary positions, SwiGLU or experts, RMSNorm, an untied head.
 
-Parameters are float32. Norms, rotations, the softmax of the loss and the sums of gradients are float32 too; all else
-is computed in `config.compute`. A weight is cast where it is used, so that its gradient is float32.
+Parameters are float32. Norms, rotations, the softmax of the loss and the sums of gradients are float32 too; everything
+else is computed in `config.compute`. A weight is cast where it is used, so that its gradient is float32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LossSums = tuple[jax.Array, jax.Array]
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """A parameter: its shape, its logical axes, the deviation of its initial values (0: initialized to ones)."""
+    """A parameter: its shape, its logical axes, the standard deviation of its initial values (0: they are ones)."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
@@ -59,13 +59,13 @@ def param_specs(config: ModelConfig) -> Params:
 
 
 def _stack_specs(specs: Params, count: int, axis: str | None) -> Params:
-    """Parameters with one more axis, before the others."""
+    """Adds a leading axis to each parameter."""
     stack = lambda p: ParamSpec((count, *p.shape), (axis, *p.axes), p.deviation)  # noqa: E731
     return cast(Params, jax.tree.map(stack, specs))
 
 
 def init_params(key: jax.Array, config: ModelConfig) -> Params:
-    """Initial weights. They depend on the key only, not on the mesh nor on `config.scan`."""
+    """Initial weights. They depend only on the key, not on the mesh or `config.scan`."""
 
     def draw(path: Any, spec: ParamSpec) -> jax.Array:
         leaf_key = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
@@ -82,7 +82,7 @@ def init_params(key: jax.Array, config: ModelConfig) -> Params:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def gather_weight(weight: jax.Array, mesh: Mesh | None, axes: tuple[str | None, ...]) -> jax.Array:
-    """Gathers a sharded weight once, before it is read in parts. Its gradient stays sharded."""
+    """Gathers a sharded weight once, before it is used for several chunks. Its gradient stays sharded."""
     return constrain(weight, mesh, *axes)
 
 
@@ -106,7 +106,7 @@ def rotary(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Ar
     exponents = -jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
     frequency = config.rope_theta**exponents
     if config.rope_scaling:
-        turns = 8192 * frequency / (2 * jnp.pi)  # within the sequence length of the first training, 8192
+        turns = 8192 * frequency / (2 * jnp.pi)  # in the original training length, 8192
         keep = jnp.clip((turns - 1) / (4 - 1), 0, 1)
         frequency = frequency * (keep + (1 - keep) / config.rope_scaling)
     angles = positions.astype(jnp.float32)[..., None] * frequency
@@ -120,7 +120,7 @@ def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 def same_document(segments: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """Whether two tokens of a row are of one document: (batch, 1, queries, keys)."""
+    """Whether two tokens of a row belong to the same document: (batch, 1, queries, keys)."""
     rows = constrain(segments, mesh, "batch", None)
     return constrain(rows[:, None, :, None] == rows[:, None, None, :], mesh, "batch", None, None, None)
 
@@ -132,7 +132,7 @@ def attention(
     q, k, v = (linear(params, f"{n}_proj", x).reshape(batch, length, -1, config.head_dim) for n in "qkv")
     q, k = rotate(q, rope), rotate(k, rope)
     if mesh is not None and config.kv_heads % (mesh.shape["tensor"] * mesh.shape["context"]):
-        k, v = (jnp.repeat(t, config.heads // config.kv_heads, axis=2) for t in (k, v))  # fewer than devices
+        k, v = (jnp.repeat(t, config.heads // config.kv_heads, axis=2) for t in (k, v))  # not divisible
     q, k, v = (constrain(t, mesh, "batch", None, "heads", None) for t in (q, k, v))
     name = attention_implementation(config)
     with jax.named_scope("scores"):
@@ -144,7 +144,7 @@ def attention(
 def mlp(
     params: Params, x: jax.Array, config: ModelConfig, mesh: Mesh | None, is_padding: jax.Array | None = None
 ) -> tuple[jax.Array, RouterSummary | None]:
-    """The result of the MLP, or of the experts and what their router did."""
+    """The output of the MLP, or that of the experts and the summary of their router."""
     if config.experts:
         return mix_experts(params, x, config, mesh, is_padding)
     y = jax.nn.silu(linear(params, "gate_proj", x)) * linear(params, "up_proj", x)
@@ -152,7 +152,7 @@ def mlp(
 
 
 class Rows(NamedTuple):
-    """What blocks read about the rows of a batch: rotations, which tokens see each other, which are padding."""
+    """Inputs that all blocks share: the rotary embeddings, the attention mask, and which tokens are padding."""
 
     rope: tuple[jax.Array, jax.Array]
     mask: jax.Array | None
@@ -162,7 +162,7 @@ class Rows(NamedTuple):
 def block(
     x: jax.Array, params: Params, rows: Rows, config: ModelConfig, mesh: Mesh | None
 ) -> tuple[jax.Array, RouterSummary | None]:
-    """The residual stream after a block, and what its router did if it has experts."""
+    """The residual stream after a block, and the summary of its router if it has experts."""
     with jax.named_scope("attention"):
         y = rms_norm(x, params["attention_norm"], config.norm_eps)
         x = x + attention(params["attention"], y, rows.rope, rows.mask, config, mesh)
@@ -178,7 +178,7 @@ _save_quantized = jax.checkpoint_policies.save_only_these_names("quantization")
 REMAT_POLICIES: dict[str, Any] = {
     "full": None,
     "quantized": _save_quantized,
-    # Saves GEMMs and attention, also where attention is one kernel, and whichever library calls them.
+    # Saves GEMMs and attention, including fused attention kernels and the GEMMs of other libraries.
     "dots": lambda primitive, *args, **params: (
         "dot" in primitive.name or "gemm" in primitive.name or _save_quantized(primitive, *args, **params)
     ),
@@ -188,8 +188,8 @@ REMAT_POLICIES: dict[str, Any] = {
 def embed(table: jax.Array, tokens: jax.Array, compute: str, mesh: Mesh | None) -> jax.Array:
     """The embeddings of tokens.
 
-    Each device looks up its columns of the table for the tokens of all devices that share the table, and sends them on.
-    These are fewer bytes than the table, which would have to be gathered otherwise.
+    Each device looks up its columns of the table for the tokens of all devices that share the table, and sends the
+    results on. These are fewer bytes than the table, which would otherwise have to be gathered.
     """
     x = table[constrain(tokens, mesh, "rows", "sequence")]
     x = constrain(x, mesh, "rows", "sequence", "width").astype(compute)
@@ -203,7 +203,7 @@ def run_blocks(
     mesh: Mesh | None = None,
     documents: Batch | None = None,
 ) -> tuple[jax.Array, RouterSummary | None]:
-    """The input of the head, and what the routers did in each layer. `documents` has the segments and positions."""
+    """The input of the head, and the router summaries of all layers. `documents` has the segments and positions."""
     with jax.named_scope("embed"):
         x = embed(params["embed"], tokens, config.compute, mesh)
     if documents is None:
@@ -229,7 +229,7 @@ def run_blocks(
     return rms_norm(x, params["norm"], config.norm_eps), summaries
 
 
-# Saves the logits, in the compute dtype, and the reductions over the vocabulary: nothing of their size in float32.
+# Saves the logits in the compute dtype and the reductions over the vocabulary: no float32 array as large as the logits.
 @partial(jax.checkpoint, policy=lambda primitive, *_, **__: primitive.name.startswith("reduce_"))
 def _cross_entropy(logits: jax.Array, targets: jax.Array, mask: jax.Array, z_loss: float) -> LossSums:
     wide = logits.astype(jnp.float32)
@@ -249,12 +249,12 @@ def loss(
 def loss_and_loads(
     params: Params, batch: Batch, config: ModelConfig, mesh: Mesh | None = None, z_loss: float = 0.0
 ) -> tuple[LossSums, jax.Array | None]:
-    """The sums of `loss`, and the share of each expert of each layer. Without experts that is None."""
+    """The sums of `loss`, and the share of each expert in each layer (None without experts)."""
     x, routers = run_blocks(params, batch["tokens"], config, mesh, batch if "segments" in batch else None)
     nats, penalty = _head_loss(params, x, batch, config, mesh, z_loss)
     if routers is None:
         return (nats, penalty), None
-    # Means over tokens, so each unmasked token gets the same.
+    # Router losses are means over tokens, so each unmasked token counts the same.
     of_token = config.balance_loss * routers.balance_loss
     penalty = penalty + jnp.mean(of_token) * jnp.sum(batch["mask"].astype(jnp.float32))
     return (nats, penalty), routers.loads
@@ -263,7 +263,7 @@ def loss_and_loads(
 def _head_loss(
     params: Params, x: jax.Array, batch: Batch, config: ModelConfig, mesh: Mesh | None, z_loss: float
 ) -> LossSums:
-    """Cross entropy and z-loss of the logits, which may be computed in chunks."""
+    """Cross entropy and z-loss of the logits, computed in `config.loss_chunks` chunks."""
     whole = config.loss_chunks == 1
     head = params["lm_head"] if whole else gather_weight(params["lm_head"], mesh, (None, "inner"))
 

@@ -13,7 +13,7 @@ import optax
 from policyc.models.llama.configs import RunConfig, warmup_fraction
 from policyc.models.llama.model import Params
 
-MUON_RMS = 0.2  # root mean square of an update of Muon, about that of Adam's: arxiv.org/abs/2502.16982
+MUON_RMS = 0.2  # root mean square of Muon's update, about that of Adam's: arxiv.org/abs/2502.16982
 
 
 def learning_rate(run: RunConfig, step: jax.Array) -> jax.Array:
@@ -57,6 +57,6 @@ def _matrix_axes(params: Params) -> Params:
 
 
 def _scale_to_adam(update: jax.Array, _: Any) -> jax.Array:
-    """Gives an orthogonal update the root mean square of Adam's, so that both take one learning rate."""
+    """Scales an orthogonal update to the root mean square of Adam's, so that both use the same learning rate."""
     size = MUON_RMS * math.sqrt(max(update.shape[-2:]))
     return size * update

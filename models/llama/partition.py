@@ -1,4 +1,4 @@
-"""Which devices hold what: the mesh of a run, and the shardings of arrays by their logical axes."""
+"""The mesh of a run, and the shardings of arrays by their logical axes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def check_divisible(config: ModelConfig, run: RunConfig, axes: Mapping[str, int]
 
 
 def check_masked_attention(config: ModelConfig, run: RunConfig) -> None:
-    """Raises ConfigError for what cuDNN's attention cannot do under a document mask."""
+    """Raises ConfigError if cuDNN's attention cannot run these settings with a document mask."""
     if not run.document_mask or attention_implementation(config) == "xla":
         return
     if run.seeds is not None:
@@ -90,7 +90,7 @@ def check_masked_attention(config: ModelConfig, run: RunConfig) -> None:
 
 
 def attention_implementation(config: ModelConfig) -> Literal["cudnn", "xla"]:
-    """The implementation of attention that runs on the default devices."""
+    """The implementation of attention, with "auto" resolved for the default backend."""
     if config.attention == "auto":
         return "cudnn" if jax.default_backend() == "gpu" and config.compute == "bfloat16" else "xla"
     return cast(Literal["cudnn", "xla"], config.attention)
@@ -111,7 +111,7 @@ def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
 
 
 def split_interleaved(x: jax.Array, axis: int, count: int) -> jax.Array:
-    """Parts of every `count`-th entry of an axis, stacked. So each part lies on all devices that divide the axis."""
+    """Splits an axis into `count` stacked parts of every `count`-th entry. Each part is on all devices of the axis."""
     return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, count, *x.shape[axis + 1 :]), axis + 1, 0)
 
 
@@ -124,7 +124,7 @@ def abstract_batch(run: RunConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct
 
 
 def stack_abstract(tree: Any, count: int, mesh: Mesh) -> Any:
-    """The shapes of this many trees, stacked. They are not divided: several seeds run on one device."""
+    """The shapes of `count` stacked trees. They are not sharded: several seeds run on one device."""
 
     def stack(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return abstract_array((count, *array.shape), array.dtype, sharding(mesh, ()))

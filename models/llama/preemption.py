@@ -1,8 +1,8 @@
-"""How a run ends before its last step: a signal asks for it, or one of its processes fails.
+"""Ends a run before its last step, at a signal or when one of its processes fails.
 
 Signals: SIGTERM (Slurm, Kubernetes), SIGUSR1 and SIGUSR2 (`sbatch --signal`, submitit), SIGHUP (the terminal is
 closed), SIGINT (Ctrl-C). Several processes agree on one step through JAX's preemption service, which watches SIGTERM.
-This module loads no JAX, so that a program can handle signals before it does.
+Importing this module does not load JAX, so that a program can handle signals before JAX is loaded.
 """
 
 import os
@@ -20,7 +20,7 @@ from policyc.models.llama.configs import ConfigError
 
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: the same command continues the run
-HANDLER_SECONDS = 1.0  # after which a signal that Python has not handled finds the main thread in a long call
+HANDLER_SECONDS = 1.0  # if Python has not handled a signal by then, the main thread is in a long call
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -60,7 +60,7 @@ class StopRequest:
         self._is_deferring = True
 
     def is_due(self, step: int) -> bool:
-        """Whether the run stops after this step. The same in every process; each must ask at every step."""
+        """Whether the run stops after this step. The same in all processes; each must call this at every step."""
         if self._distributed:
             return _is_sync_point(step)
         return self._signal is not None
@@ -69,7 +69,7 @@ class StopRequest:
         number = number or self._signal
         if number == signal.SIGINT:
             return Stopped("interrupted", INTERRUPTED, step, self._saves)
-        # None: JAX's service had the signal, in this process or in another.
+        # None: JAX's service received the signal, in this process or in another.
         name = "a signal" if number is None else signal.Signals(number).name
         return Stopped(f"stopped by {name}", PREEMPTED, step, self._saves)
 
@@ -91,7 +91,7 @@ class StopRequest:
     def _end(self, number: int) -> NoReturn:
         """Ends the process at once.
 
-        An exception could come in the middle of a call of JAX, which may ignore it, or crash when Python then ends.
+        An exception could be raised in the middle of a call of JAX, which may ignore it or crash when Python exits.
         """
         stop = self.make_error(number=number)
         show_cursor = "\x1b[?25h" if self._terminals else ""
@@ -100,15 +100,15 @@ class StopRequest:
         os._exit(stop.exit_code)
 
     def _leave_terminal(self) -> None:
-        """Drops what is printed from now on: writing to a terminal that was closed is an error."""
+        """Discards all further output: writing to a closed terminal is an error."""
         with open(os.devnull, "wb") as nothing:
             for number in self._terminals:
                 os.dup2(nothing.fileno(), number)
 
     def end_at_once(self, signals: Iterator[int]) -> None:
-        """Ends the process at a signal that Python cannot handle, because its main thread compiles the first step.
+        """Ends the process at a signal that Python cannot handle, because its main thread is compiling the first step.
 
-        The handlers of Python run between two instructions of the main thread, and XLA compiles for a minute.
+        Python runs signal handlers between bytecode instructions of the main thread, and XLA compiles for a minute.
         """
         for number in signals:
             time.sleep(HANDLER_SECONDS)
@@ -134,7 +134,7 @@ def end_at_signals() -> Iterator[None]:
 
 @contextmanager
 def _set_handlers(handler: Callable[[int, Any], None], numbers: Collection[int]) -> Iterator[set[int]]:
-    """Handles signals until the `with` ends, and yields which. Handlers of others stay, and so do ignored signals."""
+    """Handles signals until the `with` ends, and yields which. Leaves ignored signals and other handlers alone."""
     is_main = threading.current_thread() is threading.main_thread()  # only it may set handlers
     before = {number: signal.getsignal(number) for number in numbers if is_main}
     ours = {number for number, other in before.items() if _is_replaceable(other)}
@@ -187,7 +187,7 @@ def _read_signals(numbers: Collection[int]) -> Iterator[Iterator[int]]:
 
 @contextmanager
 def end_together(distributed: bool) -> Iterator[None]:
-    """If one of several processes fails, ends it at once. JAX then ends the others.
+    """If this process is one of several and fails, ends it at once. JAX then ends the others.
 
     Python would first wait for the others, up to five minutes, while they wait for this process in a collective.
     """

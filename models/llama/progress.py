@@ -15,7 +15,7 @@ from policyc.models.llama.goodput import PAUSES, TimeAccount
 
 
 class _DescriptionColumn(ProgressColumn):
-    """The description of a task and, where that takes long, the seconds since then."""
+    """The description of a task and, if it is timed, the seconds since it began."""
 
     def render(self, task: Task) -> Text:
         seconds = f", {task.elapsed or 0:.0f} s" if task.fields["is_timed"] else ""
@@ -27,7 +27,7 @@ class ProgressLine:
 
     def __init__(self, stack: ExitStack, run: RunConfig, start: int, account: TimeAccount, writes: bool):
         self._run, self._step, self._account, self._writes = run, start, account, writes
-        rest = Column(no_wrap=True, overflow="ellipsis", ratio=1)  # one line, also where it does not fit
+        rest = Column(no_wrap=True, overflow="ellipsis", ratio=1)  # one line, even if it does not fit
         columns = MofNCompleteColumn(), BarColumn(20), _DescriptionColumn(rest)
         is_disabled = not (writes and sys.stdout.isatty())
         self._bar = stack.enter_context(Progress(*columns, expand=True, disable=is_disabled))
@@ -36,7 +36,7 @@ class ProgressLine:
 
     @contextmanager
     def watch_step(self, *, is_first: bool) -> Iterator[None]:
-        """Around the call of a step. The first call compiles it; so does one that begins a phase of a policy."""
+        """Wraps the call of a step. The first call compiles it, and so does the first call in a phase of a policy."""
         with self._watch_compilation("the step"):
             if is_first:
                 self._show_compiling("the step")
@@ -44,7 +44,7 @@ class ProgressLine:
 
     @contextmanager
     def during(self, pause: str) -> Iterator[None]:
-        """Shows and counts one of goodput's PAUSES."""
+        """Shows one of goodput's PAUSES, and counts its time."""
         what = PAUSES[pause]
         with self._account.during(pause), self._watch_compilation(what):
             self._show(what)
@@ -79,7 +79,7 @@ class ProgressLine:
         return step % self._run.log_every == 0 or step in (1, self._run.steps)
 
     def show_step(self, step: int, line: str) -> None:
-        """Shows the last step. Without a terminal, one line in `--log-every` steps is printed."""
+        """Shows the latest step. Without a terminal, prints one line every `--log-every` steps."""
         self._step, self._line = step, line
         self._bar.update(self._task, completed=step, description=line)
         if self._bar.disable and self.has_line(step):

@@ -44,7 +44,7 @@ class RunFiles:
 
 
 class TensorBoardFile:
-    """Numbers of steps for TensorBoard."""
+    """Writes the metrics of steps for TensorBoard."""
 
     def __init__(self, folder: Path, start: int) -> None:
         self._folder, self._library = folder, import_library("tensorboardX", "train")
@@ -53,12 +53,12 @@ class TensorBoardFile:
             self._writer = import_library("tensorboardX.event_file_writer", "train").EventsWriter(
                 str(folder / "events")
             )
-        # TensorBoard forgets what earlier files have of later steps: these run again.
+        # Makes TensorBoard discard later steps in earlier files: these steps run again.
         begin = self._library.proto.event_pb2.SessionLog(status=1)
         self._write(start + 1, session_log=begin)
 
     def write(self, numbers: Row, step: int) -> None:
-        """Writes numbers, without those that are not finite: TensorBoard cannot draw them."""
+        """Writes the finite numbers. TensorBoard cannot draw the others."""
         known = {name: float(value) for name, value in numbers.items() if isinstance(value, int | float)}
         for name, value in known.items():
             if math.isfinite(value):
@@ -79,7 +79,7 @@ class TensorBoardFile:
 
 
 def _wandb_id(folder: Path) -> str:
-    """The name under which Weights & Biases knows this run, the same after a restart."""
+    """The id of this run in Weights & Biases, the same after a restart."""
     path = folder / "wandb_id"
     if not path.exists():
         path.write_text(secrets.token_hex(8))
@@ -87,7 +87,7 @@ def _wandb_id(folder: Path) -> str:
 
 
 def _open_at_step(path: Path, start: int) -> tuple[TextIO, int]:
-    """Opens a file of metrics at its end, and returns the number of tokens up to step `start`.
+    """Opens a file of metrics for appending. Also returns the number of tokens up to step `start`.
 
     Lines after that step, which will run again, and damaged lines are moved to another file.
     """
@@ -103,7 +103,7 @@ def _open_at_step(path: Path, start: int) -> tuple[TextIO, int]:
         kept.append(line)
         tokens = row.get("tokens", 0)
     aside, new = path.with_suffix(".removed.jsonl"), path.with_suffix(".new")
-    if damaged and damaged != [len(lines)]:  # the last line is torn where a run was killed while it wrote
+    if damaged and damaged != [len(lines)]:  # the last line is torn if a run was killed while writing
         print(
             f"warning: {path}: line {damaged[0]} is damaged ({len(damaged)} in all): moved to {aside}",
             file=sys.stderr,
@@ -137,7 +137,7 @@ def _parse(line: bytes) -> Row | None:
 
 
 def _as_json(row: Row) -> str:
-    """A line of JSON, which has no NaN and no infinity: such a value is null, and `not_finite` has its name."""
+    """A line of JSON. NaN and infinities become null, and `not_finite` lists the names of those at the top level."""
     faulty = [name for name, value in row.items() if _is_not_finite(value)]
     nested = {name: value for name, value in row.items() if isinstance(value, dict)}
     for name, values in nested.items():

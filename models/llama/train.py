@@ -51,7 +51,7 @@ except ModuleNotFoundError as _error:
     sys.exit(f"error: training needs the package '{_error.name}': pip install 'policyc[train]'")
 
 
-# Errors of writing that the program did not cause, and what to do about them.
+# Write errors that the program did not cause, and what to do about them.
 MAKE_ROOM = "make room: the same command resumes from the last checkpoint"
 CHANGE_FOLDER = "choose another folder with --out"
 STORAGE_ERRORS = {
@@ -121,14 +121,14 @@ def join_processes(run: RunConfig) -> None:
         raise ConfigError(f"--distributed: {error}\n{remedy}") from None
 
 
-STARVED_SECONDS = 0.02  # a wait for data above the usual cost of placing a batch on the devices
+STARVED_SECONDS = 0.02  # a wait for data longer than it usually takes to place a batch on the devices
 
 
 class Trainer:
-    """One run, or several seeds of it. Nothing is written until settings, data, policy and initial weights are good.
+    """One run, or several seeds of it. Nothing is written until settings, data, policy and initial weights are checked.
 
-    With several seeds, the state and the batches have a leading axis of seeds, and each seed has a folder of a run.
-    Their checkpoints are common, in the folder of the first one.
+    With several seeds, the state and the batches have a leading axis of seeds, and each seed has its own run folder.
+    The seeds share checkpoints, which are in the folder of the first one.
     """
 
     state: train_step.State
@@ -152,7 +152,7 @@ class Trainer:
         self.folders: list[Path] = [
             out if run.seeds is None else out / f"seed{one.seed}" for one in self.runs
         ]
-        # What seeds have in common is in the folder of the first one, so that several processes may share `out`.
+        # The files that seeds share are in the folder of the first one, so that several processes may share `out`.
         self.folder: Path = self.folders[0]
         stop.announce(max(saved_steps(self.folder / "checkpoints"), default=0))
         self.batches: BatchFeed = BatchFeed(config, self.runs, self.mesh, "train")
@@ -180,7 +180,7 @@ class Trainer:
     # ---- the start
 
     def resume(self, abstract_state: train_step.State, stack: ExitStack) -> tuple[train_step.State, int]:
-        """The state of the last whole checkpoint, or the initial state; and its step. Opens `self.checkpoints`."""
+        """The state of the last intact checkpoint, or the initial state; and its step. Opens `self.checkpoints`."""
         run, folder = self.run, self.folder / "checkpoints"
         for other in self.folders[1:]:
             if saved_steps(other / "checkpoints"):
@@ -215,7 +215,7 @@ class Trainer:
         return restored.state, restored.step
 
     def make_state(self) -> train_step.State:
-        """The state before the first step, with the weights that `--init-from` names."""
+        """The state before the first step, with the weights of `--init-from` if it is given."""
         state = train_step.init_state(self.config, self.run, self.mesh)
         if self.run.init_from:
             params = weights.load_safetensors(Path(self.run.init_from), self.config, self.mesh)
@@ -250,7 +250,7 @@ class Trainer:
             stack.enter_context(self.save_at_faults(log))
             self.saved_at = account.clock()
             if self.is_new and run.checkpoint_every:
-                self.save(self.steps_done, log)  # is written while the first step compiles
+                self.save(self.steps_done, log)  # written while the first step compiles
             account.switch("step")
             for step in range(self.steps_done + 1, run.steps + 1):
                 batch, stall = self.next_batch(step, log)
@@ -262,7 +262,7 @@ class Trainer:
                 with annotation, log.progress.watch_step(is_first=step == self.steps_done + 1):
                     self.state, measured = self.train_step(self.state, batch)
                 if step == self.steps_done + 1:
-                    self.checkpoints.wait()  # before there are metrics of a step: they need a checkpoint
+                    self.checkpoints.wait()  # before any metrics: they need a checkpoint to resume from
                     self.stop.defer()
                 log.record(step, measured, stall)
                 if step == last:
@@ -278,10 +278,10 @@ class Trainer:
         return [float(loss) for loss in np.atleast_1d(jax.device_get(measured["loss"]))]
 
     def next_batch(self, step: int, log: metrics.MetricsLog) -> tuple[model.Batch, float]:
-        """The batch of a step, and for how many seconds the devices waited for it.
+        """The batch of a step, and how many seconds the devices waited for it.
 
-        A wait while the devices compute costs nothing. To tell how much of a wait is longer than that, a run that
-        waited before first lets the devices finish their step.
+        Waiting while the devices compute costs nothing. To measure only the rest of a wait, a run that waited for its
+        previous batch first lets the devices finish their step.
         """
         self.positions = {step - 2: self.positions.get(step - 2, []), step - 1: self.batches.positions}
         if self.is_starved:
@@ -296,7 +296,7 @@ class Trainer:
         return batch, stall
 
     def run_due_actions(self, step: int, batch: model.Batch, log: metrics.MetricsLog, stops: bool) -> None:
-        """Validates, exports, saves and observes, each if it is due after this step."""
+        """Validates, exports, saves and observes, as far as each is due after this step."""
         run, params, progress = self.run, self.state["params"], log.progress
 
         def is_due(every: int) -> bool:
@@ -329,7 +329,7 @@ class Trainer:
         log.restart_clock()
 
     def evaluate(self, params: model.Params) -> dict[str, np.ndarray]:
-        """The mean losses on the validation set, of each seed."""
+        """The mean losses of each seed on the validation set."""
         losses = [self.eval_step(params, batch) for batch in islice(self.validation, self.run.eval_batches)]
         self.validation.restart()  # every validation reads the same batches
         return train_step.average_losses(jax.device_get(losses))

@@ -74,9 +74,9 @@ def _shardings(abstract: State) -> State:
 def gradients(
     params: Params, batch: Batch, scale: jax.Array, config: ModelConfig, run: RunConfig, mesh: Mesh
 ) -> tuple[Params, Metrics]:
-    """The scaled gradient of the mean loss over all unmasked tokens, in `accumulate` parts; and that mean.
+    """The scaled gradient of the mean loss over all unmasked tokens, computed in `accumulate` parts, and that `loss`.
 
-    If there are experts, also `loads`: the share of each expert of each layer.
+    If there are experts, also `loads`: the share of each expert in each layer.
     """
     # If all tokens are end tokens, the count is 0 and the loss is NaN: a faulty step.
     count = jnp.sum(batch["mask"].astype(jnp.float32))
@@ -90,7 +90,7 @@ def gradients(
     def on_device(
         shards: Params, rows: Batch, scale_and_count: tuple[jax.Array, jax.Array]
     ) -> tuple[Params, Metrics]:
-        # The table of the embedding in float32, because its gradient adds the rows of equal tokens.
+        # The embedding table stays in float32, because its gradient adds up the rows of equal tokens.
         dtypes = {name: "float32" if name == "embed" else config.compute for name in specs}
         whole = {
             name: jax.tree.map(partial(_gather, dtype=dtype), specs[name], shards[name])
@@ -106,7 +106,7 @@ def gradients(
         mesh=mesh,
         in_specs=(axes_of_params, axes_of_rows, partition.sharding(mesh, ()).spec),
         out_specs=(axes_of_params, partition.sharding(mesh, ()).spec),
-        check_vma=False,  # with the check, the gradient of a norm would be added over devices in every part
+        check_vma=False,  # with the check, the gradient of a norm would be summed over devices in every part
     )
     return mapped(params, batch, (scale, count))
 
@@ -161,7 +161,7 @@ def _add_over_devices(spec: llama.ParamSpec, gradient: jax.Array) -> jax.Array:
 
 
 def _unscale_and_clip(grads: Params, scale: jax.Array, run: RunConfig) -> tuple[Params, jax.Array]:
-    """The gradient without the loss scale and not longer than `--clip`; and its norm before it was clipped."""
+    """The gradient without the loss scale, clipped to a norm of `--clip`, and its norm before clipping."""
     if run.loss_scale:
         grads = jax.tree.map(lambda g: g / scale, grads)
     norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
@@ -173,10 +173,10 @@ def _unscale_and_clip(grads: Params, scale: jax.Array, run: RunConfig) -> tuple[
 def _finish_step(
     state: State, new: State, nats: jax.Array, norm: jax.Array, run: RunConfig
 ) -> tuple[State, jax.Array]:
-    """The state after a step, and whether the step is fine. After a faulty one the weights are the old ones.
+    """The state after a step, and whether the step is fine. A faulty step keeps the old weights.
 
-    `new` has the parameters and the optimizer of the next state, if the step is fine. A fault that stops the run stops
-    it here: no later step, which the host may have started, changes anything but the number of faults in a row.
+    `new` has the parameters and the optimizer of the next state, used if the step is fine. A fault that stops the run
+    changes only the number of faults in a row. Later steps, which the host may already have started, change nothing.
     """
     mean, scale = state["mean"], state["scale"]
     finite = jnp.isfinite(nats) & jnp.isfinite(norm)
@@ -205,7 +205,7 @@ def _finish_step(
 
 
 def _norms(params: Params, grads: Params, state: State, run: RunConfig) -> Params:
-    """The norm of each parameter and of its gradient, of each layer by itself, every `--norms-every` steps."""
+    """The norms of each parameter and its gradient, per layer, every `--norms-every` steps; zeros at other steps."""
 
     def norm(path: Any, array: jax.Array) -> jax.Array:
         first = 1 if path[0].key == "layers" and hasattr(path[1], "key") else 0  # layers are stacked
@@ -244,7 +244,7 @@ def make_train_step(config: ModelConfig, run: RunConfig, mesh: Mesh) -> jax.stag
             metrics["largest_expert_load"] = jnp.max(measured["loads"])
         return state_after, metrics
 
-    # Without out_shardings, XLA may return the same shardings under other names, and the next call compiles again.
+    # Without out_shardings, XLA may return equivalent shardings in another form, and the next call would recompile.
     shardings = _shardings(abstract_state(config, run, mesh))
     step_of_run = partial(step, run.seed) if run.seeds is None else partial(jax.vmap(step), _seeds(run))
     return jax.jit(step_of_run, donate_argnums=0, out_shardings=(shardings, None))
@@ -263,14 +263,14 @@ def mean_loss(config: ModelConfig, mesh: Mesh, stride: int, params: Params, batc
 def make_eval_step(config: ModelConfig, run: RunConfig, mesh: Mesh, under_policy: bool) -> jax.stages.Wrapped:
     """The jitted function (params, batch) -> losses: as in training and, under a policy, also without the policy.
 
-    With a document mask, batches differ in the number of tokens that predict: `tokens`.
+    With a document mask, also `tokens`: the number of tokens that predict, which differs between batches.
 
     With several seeds, the parameters and the losses have a leading axis of seeds. The batch is the same for all.
     """
     loss = partial(mean_loss, config, mesh, 1)
 
     def evaluate(params: Params, batch: Batch) -> Metrics:
-        # A policy changes only what is differentiated. XLA removes the unused gradient.
+        # A policy applies only to functions that are differentiated. XLA removes the unused gradient.
         losses = {"validation_loss": jax.value_and_grad(loss)(params, batch)[0]}
         if under_policy:
             losses["validation_loss_plain"] = loss(params, batch)
@@ -283,7 +283,7 @@ def make_eval_step(config: ModelConfig, run: RunConfig, mesh: Mesh, under_policy
 
 
 def average_losses(losses: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """The mean of each loss over batches, which weigh as much as their `tokens` if these differ."""
+    """The mean of each loss over batches, weighted by their `tokens` if there are any."""
     names = [name for name in losses[0] if name != "tokens"]
     tokens = [each["tokens"] for each in losses] if "tokens" in losses[0] else None
     return {name: np.average([each[name] for each in losses], axis=0, weights=tokens) for name in names}

@@ -1,7 +1,7 @@
 """Weights as safetensors in the Hugging Face layout of Llama, or of Mixtral if there are experts, with a tokenizer.
 
 Hugging Face stores a linear as (out, in), one tensor per layer and expert. Here it is (in, out); experts are stacked,
-and layers may be.
+and so are layers that are scanned.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LLAMA3_ROPE: dict[str, float] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-# What this model computes. A config.json with another value is of another model.
+# Fixed properties of this model. A config.json with another value belongs to another model.
 FIXED_FIELDS: dict[str, Any] = {
     "model_type": "llama",
     "hidden_act": "silu",
@@ -62,7 +62,7 @@ MIXTRAL_FIELDS: dict[str, Any] = {
 
 
 def hf_tensors(path: tuple[Any, ...], config: ModelConfig) -> tuple[np.ndarray, bool]:
-    """The names of a parameter's tensors, with an axis for each axis of stacked ones; and are they transposed?"""
+    """The names of a parameter's tensors, in an array with its stacked axes, and whether they are stored transposed."""
     names = [str(entry.key) for entry in path if hasattr(entry, "key")]
     is_transposed = names[-1].endswith(("_proj", "lm_head", "router"))
     if names[0] != "layers":
@@ -121,7 +121,7 @@ def tokenizer_files(tokenizer: str | None) -> dict[str, str]:
 
 
 def _byte_tokenizer(end: str) -> dict[str, Any]:
-    """A tokenizer.json in which every byte is a token. Bytes that do not print have letters from 256 on."""
+    """A tokenizer.json in which every byte is a token. Unprintable bytes are written as characters from U+0100 on."""
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
@@ -145,7 +145,7 @@ def _byte_tokenizer(end: str) -> dict[str, Any]:
 def save_safetensors(
     params: Any, config: ModelConfig, folder: Path, files: Mapping[str, str], dtype: str = "bfloat16"
 ) -> None:
-    """Writes a folder with these further files. It gets its name when it is complete."""
+    """Writes weights and `files` to a folder, which gets its name only when it is complete."""
     unfinished = folder.with_name(folder.name + ".unfinished")
     total = sum(array.size for array in jax.tree.leaves(params)) * jax.numpy.dtype(dtype).itemsize
     count, written = total // SHARD_BYTES + 1, 0
@@ -233,7 +233,7 @@ def load_safetensors(folder: Path, config: ModelConfig, mesh: Mesh) -> Any:
 
 
 def _check_same_model(folder: Path, theirs: dict[str, Any], config: ModelConfig) -> None:
-    """Compares a config.json with a model."""
+    """Raises ConfigError if a config.json describes another model."""
     ours = {**hf_config(config, "", 0), "rope_type": "llama3" if config.rope_scaling else "default",
             "rope_factor": config.rope_scaling, **LLAMA3_ROPE}  # fmt: skip
     compared = [*_size_fields(config), *_fixed_fields(config), "rope_type", "rope_factor"]

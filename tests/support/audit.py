@@ -1,4 +1,4 @@
-"""Records the files that code opens, and the imports, processes, sockets and compilations that it starts."""
+"""Records the files that code opens, and its imports, processes, sockets and compilations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Audit:
-    """What the interpreter was asked to do during a `recording`."""
+    """The audit events of a `recording`."""
 
     opened: list[str] = field(default_factory=list)
     ran: list[str] = field(default_factory=list)
@@ -26,7 +26,7 @@ _RUN_EVENTS = (
 
 _current: Audit | None = None
 _other_threads: set[threading.Thread] = set()
-"""Threads of earlier tests, which may still end their work."""
+"""Threads of earlier tests, which may still be finishing their work."""
 
 
 def _hook(event: str, arguments: tuple[object, ...]) -> None:
@@ -45,7 +45,7 @@ sys.addaudithook(_hook)  # a hook cannot be removed, so there is one for all rec
 def recording() -> Iterator[Audit]:
     """Records what the code inside the `with` does.
 
-    Garbage of earlier tests is not collected meanwhile: its finalizers remove files.
+    Turns off garbage collection meanwhile: finalizers of objects from earlier tests remove files.
     """
     global _current, _other_threads
     _other_threads = {*threading.enumerate()} - {threading.current_thread()}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Show = Callable[..., "Page"]
 
 MAX_MILLISECONDS = (
-    120_000  # until something appears: a second is usual, so this means never, even on a busy machine
+    120_000  # until something appears. A second is usual, so this means never, even on a busy machine
 )
 
 
@@ -25,7 +25,7 @@ def browser() -> Iterator[Browser]:
 
     expect.set_options(timeout=MAX_MILLISECONDS)
     with sync_playwright() as playwright:
-        # Chromium's sandbox does not work in containers; the page is our own.
+        # Chromium's sandbox does not work in containers. The page is our own, so it is not needed.
         yield playwright.chromium.launch(
             executable_path=os.environ["CHROMIUM"], args=["--no-sandbox"], timeout=MAX_MILLISECONDS
         )
@@ -33,7 +33,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def browser_page(browser: Browser) -> Page:
-    """One page for all tests of a module: to open another one takes as long as a test."""
+    """One page for all tests of a module: opening a page takes as long as a test."""
     page = browser.new_page()
     page.set_default_timeout(MAX_MILLISECONDS)
     return page
@@ -41,7 +41,7 @@ def browser_page(browser: Browser) -> Page:
 
 @pytest.fixture
 def show(browser_page: Page, tmp_path: Path) -> Iterator[Show]:
-    """Shows a page. At the end of the test, nothing may be in the console, and nothing may have been requested."""
+    """Shows a page. At the end of the test, the console must be empty, and nothing may have been requested."""
     page, path, problems = browser_page, tmp_path / "page.html", list[str]()
     handlers: dict[Any, Callable[..., None]] = {
         "console": lambda message: problems.append(f"console: {message.text}"),

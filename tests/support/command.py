@@ -1,6 +1,6 @@
 """Runs `policyc` as a user would, in this process or in a new one.
 
-A new process costs a second or two of start-up, more if it loads JAX. Use one only where the process is what is tested.
+A new process costs a second or two of start-up, more if it loads JAX. Use one only to test the process itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """How a command ended, and what it printed; `both` is what `policyc` printed to both streams, in order."""
+    """The exit code of a command and its output; `both` is what `policyc` printed to both streams, in order."""
 
     code: int
     out: str
@@ -35,7 +35,7 @@ class CommandResult:
 
 
 def load_commands() -> dict[str, click.Command]:
-    """Every command by its name. A command of a group has a name of two words."""
+    """All commands by name. The name of a command in a group has two words."""
     commands: dict[str, click.Command] = {}
     for name in COMMANDS:
         command = cli.get_command(click.Context(cli), name)
@@ -81,7 +81,7 @@ def run_main(*arguments: str | Path, encoding: str) -> CommandResult:
     texts = []
     for stream in streams:
         stream.flush()
-        # Click writes UTF-8 for ASCII.
+        # Click writes UTF-8 if the encoding is ASCII.
         texts.append(stream.buffer.getvalue().decode(encoding, errors="replace"))
     assert isinstance(code, int)
     return CommandResult(code, texts[0], texts[1])
@@ -89,7 +89,7 @@ def run_main(*arguments: str | Path, encoding: str) -> CommandResult:
 
 @contextlib.contextmanager
 def _process_state(cwd: Path | None) -> Iterator[None]:
-    """Runs in a folder, and undoes what a command or a program does to the process."""
+    """Runs the `with` in a folder, and then undoes what a command or a program did to the process."""
     argv, path = sys.argv, sys.path
     sys.argv, sys.path = [*argv], [*path]
     try:
@@ -103,15 +103,15 @@ def _process_state(cwd: Path | None) -> Iterator[None]:
 
 
 def _forget_modules(folder: Path) -> None:
-    """Removes the modules that were imported from a folder: another test may have others of the same names."""
-    prefix = f"{folder}{os.sep}"  # thousands of modules are loaded: to make a `Path` of each would take 0.1 s
+    """Removes the modules imported from a folder: another test may have modules of the same names."""
+    prefix = f"{folder}{os.sep}"  # not a `Path` for each of thousands of modules: that takes 0.1 s
     for name, module in [*sys.modules.items()]:
         if (getattr(module, "__file__", None) or "").startswith(prefix):
             del sys.modules[name]
 
 
 def python_path() -> str:
-    """PYTHONPATH of a new process: it imports this checkout, wherever it starts."""
+    """The PYTHONPATH with which a new process imports this checkout, in whatever folder it starts."""
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
 
 

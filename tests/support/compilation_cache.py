@@ -9,7 +9,7 @@ from typing import Any
 
 
 def write_entries_whole() -> None:
-    """Makes JAX write an entry to another file and rename it, so that no process reads one that is half written.
+    """Makes JAX write an entry to a temporary file and rename it, so that no process reads a half-written entry.
 
     JAX locks its cache only if it has a maximum size; it then reads the whole folder whenever it writes an entry.
     """
@@ -21,7 +21,7 @@ def write_entries_whole() -> None:
             descriptor, temporary = tempfile.mkstemp(dir=path.parent)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(value)
-            os.chmod(temporary, 0o644)  # for the lane of another user
+            os.chmod(temporary, 0o644)  # readable for test runs of other users
             os.replace(temporary, path)
 
     lru_cache.LRUCache.put = put  # type: ignore[method-assign]

@@ -19,7 +19,7 @@ from tests.support.jaxpr_tools import without_dead_code
 
 
 def plain_gradient(plan: Plan) -> Any:
-    """The gradient of a plan's loss as `jax.vjp` alone makes it."""
+    """The jaxpr of the gradient of a plan's loss, by `jax.vjp` alone."""
     closed, inputs = plan.sites.jaxpr, plan.sites.differentiated_inputs
 
     def gradient(*values: Any) -> Any:
@@ -39,7 +39,7 @@ def plain_gradient(plan: Plan) -> Any:
 
 
 def match_plans(plan: Plan, policy: str = "") -> MatchedLoss:
-    """Matches the gradients of a loss under another policy and under that of a plan."""
+    """Matches the gradients of a plan's loss under `policy` (default: none) and under the plan."""
     before = make_plan(parse(policy) if policy else Policy(), plan.sites)
     sides = [tagged_gradient(p, p.decisions(p.phases[0])) for p in (before, plan)]
     matched = match_tagged(sides[0], sides[1], plan.sites)
@@ -48,7 +48,7 @@ def match_plans(plan: Plan, policy: str = "") -> MatchedLoss:
 
 
 def check_level(matches: tuple[Match, ...], before: Any, after: Any) -> None:
-    """Every equation of both jaxprs is in one match; so are those of the jaxprs inside."""
+    """Asserts that every equation of both jaxprs is in exactly one match, in nested jaxprs too."""
     for side, jaxpr in (("before", before), ("after", after)):
         matched = Counter(id(eqn) for match in matches for eqn in getattr(match, side))
         assert matched == Counter(id(eqn) for eqn in jaxprs.equations(jaxpr))
@@ -82,7 +82,7 @@ def check_gradient(plan: Plan) -> None:
 
 
 def unpaired_sites(plan: Plan, matched: MatchedLoss) -> Iterator[Any]:
-    """The sites in containers of which JAX makes different numbers: they are shown as removed and added."""
+    """The sites in containers of which JAX derives different numbers of copies: they are shown as removed and added."""
     for match in matched.all_matches():
         if match.reason is Reason.DERIVED and match.address:
             depth = len(match.address)

@@ -48,7 +48,7 @@ def hostile_diff() -> DiffData:
     """A diff with markup, quotes, escape sequences and placeholders in all names that a user chooses."""
     source = "def loss(p, x):\n    with jax.named_scope(HOSTILE):\n        return jnp.sum(x @ p[HOSTILE])\n"
     names: dict[str, Any] = {"jax": jax, "jnp": jnp, "HOSTILE": HOSTILE}
-    exec(compile(source, HOSTILE, "exec"), names)  # places name this file
+    exec(compile(source, HOSTILE, "exec"), names)  # source locations name this file
     policy = parse(f"* -> mxfp8  # {HOSTILE.splitlines()[0]}", path=HOSTILE)
     plan = policyc.plan(policy, names["loss"], {HOSTILE: W}, X, target="gb200")
     step = TrainingStep(plan=plan)
@@ -59,7 +59,7 @@ def hostile_diff() -> DiffData:
 def make_diff(
     loss: Any, params: Any, policy: str, before: str | None = None, *, target: str = "gb200", **options: Any
 ) -> DiffData:
-    """The diff of a policy with no policy, or with another one."""
+    """The diff between a policy and no policy, or between two policies."""
     plan = policyc.plan(policy, loss, params, X, target=target)
     return build_diff(
         TrainingStep(plan=plan),

@@ -2,8 +2,8 @@
 
     python distributed_program.py PROCESSES NUMBER PORT
 
-Each process has half the devices and loads its own rows. There are two devices in all: a sum of two numbers does not
-depend on their order, so the losses are equal to the bit.
+The processes share two devices, and each loads its own rows. A sum of two numbers does not depend on their order, so
+the losses are equal to the bit.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"localhost:{port}", processes, number)
     for value in train(processes, number):
-        print("loss", value)  # Gloo prints lines too
+        print("loss", value)  # marked, because Gloo prints lines too
 
 
 if __name__ == "__main__":

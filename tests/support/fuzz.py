@@ -1,8 +1,8 @@
 """A fuzzer of policies: mutated texts, and the properties that every text must have.
 
 `inputs(seed)` yields texts without end: pieces of the bundled policies and of the examples in docs/, cut, joined and
-repeated, with tokens and unusual characters inserted; and random sequences of tokens. `check(text)` asserts what must
-hold for any text. The texts are short, so that a hundred thousand take minutes. test_abuse.py tests large ones.
+repeated, with tokens and unusual characters inserted; and random sequences of tokens. `check(text)` asserts the
+properties. The texts are short, so that a hundred thousand take minutes. test_abuse.py tests large ones.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def inputs(seed: int) -> Iterator[str]:
 
 
 def _mutate(rng: random.Random, text: str) -> str:
-    """Deletes, repeats, reverses, replaces or wraps a part of the text, or cuts the rest off."""
+    """Deletes, repeats, reverses, replaces or wraps a part of the text, or truncates it."""
     start = rng.randint(0, len(text))
     end = min(len(text), start + rng.choice((0, 1, 1, 2, 3, 5, 8, 13, 40)))
     match rng.randrange(9):
@@ -92,7 +92,7 @@ def _mutate(rng: random.Random, text: str) -> str:
 def check(text: str, folder: Path) -> bool:
     """Asserts what must hold for every text. Returns whether it is a valid policy.
 
-    `folder` is where its imports are looked for.
+    Its imports are resolved in `folder`.
     """
     loaded = parse_with_diagnostics(text, path=folder / "fuzz_self.policy")
     file, is_valid = loaded.file, not loaded.diagnostics
@@ -108,7 +108,7 @@ def check(text: str, folder: Path) -> bool:
         assert format_text(file.source.text) is None
         return False
     file, diagnostics = read_statements(file.source)
-    if not diagnostics:  # it can be read and so formatted, although its names or its imports are wrong
+    if not diagnostics:  # it can be parsed, and so formatted, although names or imports in it are wrong
         _check_formatting(file)
     return False
 
@@ -132,7 +132,7 @@ def _check_diagnostics(error: PolicyError) -> None:
 
 
 def run(seed: int, count: int, folder: Path) -> int:
-    """Checks so many inputs. Returns how many of them are valid policies."""
+    """Checks `count` inputs. Returns how many of them are valid policies."""
     valid = 0
     for number, text in zip(range(count), inputs(seed), strict=False):
         try:

@@ -13,7 +13,7 @@ from policyc.hardware.selftest.subject import relative_error, three_products
 from policyc.language.recipes import OPERAND_GROUPS, Gemm, Recipe, make_recipe, make_split_recipe
 from tests.support.quick_options import known_quick_options
 
-__all__ = ["relative_error", "three_products"]  # others import them from here, beside the names below
+__all__ = ["relative_error", "three_products"]  # tests import these from here, along with the names below
 
 MATMUL = (((1,), (0,)), ((), ()))
 VENDOR = {"rht": OPERAND_GROUPS["wgrad"], "sr": OPERAND_GROUPS["grad"], "scale2d": OPERAND_GROUPS["weights"]}
@@ -46,22 +46,22 @@ RECIPES: dict[str, Recipe] = {
 
 
 def normal(*shape: int, seed: int = 0, dtype: Any = jnp.float32, divisor: int = 1) -> jax.Array:
-    """Normally distributed numbers. NumPy makes them: JAX would compile programs for every shape."""
+    """Normally distributed numbers, drawn by NumPy because JAX would compile programs for every shape."""
     values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
     return jax.device_put(values.astype(jnp.dtype(dtype)) / jnp.dtype(dtype).type(divisor))
 
 
 def quick_jit(f: Any) -> Any:
-    """`jax.jit` for programs that run a few small steps and are compared within a tolerance."""
+    """`jax.jit` with fast compilation, for programs that run few small steps and are compared within a tolerance."""
     return jax.jit(f, compiler_options=dict(known_quick_options()))
 
 
 def slow(*values: Any) -> Any:
-    """A row of a parametrized test that only the slow tests run."""
+    """A row of a parametrized test that runs only with the slow tests."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def assert_equal_arrays(one: Any, other: Any) -> None:
-    """Two trees hold the same arrays, to the bit."""
+    """Asserts that two trees hold the same arrays, to the bit."""
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))

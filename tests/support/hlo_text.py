@@ -39,4 +39,4 @@ backend_config={"known_trip_count":{"n":"4"}}
   ROOT %copy = f32[4,64,32]{2,1,0} copy(%out)
 }
 """
-"""A block-scaled product of the site `NUMBER` in a loop of four trips, an all-gather in it, and an all-reduce."""
+"""A loop of four trips with a block-scaled product of the site `NUMBER` and an all-gather; then an all-reduce."""

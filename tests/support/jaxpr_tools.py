@@ -18,7 +18,7 @@ from policyc.jaxcore.transform import Address
 
 
 def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-    """An array without values."""
+    """The shape and dtype of an array, without values."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
@@ -29,12 +29,12 @@ def find_sites(loss: Callable[..., Any], params: Any, *args: Any, **kwargs: Any)
 
 
 def primitive_counts(jaxpr: Any) -> Counter[str]:
-    """How many equations of each primitive a jaxpr has, with those of the jaxprs inside it."""
+    """The number of equations of each primitive in a jaxpr, including nested jaxprs."""
     return Counter(jaxprs.primitive_name(eqn) for eqn in jaxprs.all_equations(jaxpr))
 
 
 def addresses_of(jaxpr: Any, primitive: str, outer: Address = ()) -> Iterator[Address]:
-    """The addresses of the equations of a primitive, inside containers too."""
+    """Yields the addresses of the equations of a primitive, including those inside containers."""
     for number, eqn in enumerate(jaxprs.equations(jaxpr)):
         if jaxprs.primitive_name(eqn) == primitive:
             yield (*outer, number)
@@ -52,7 +52,7 @@ def without_dead_code(jaxpr: Any) -> Any:
 
 
 def lowered_text(lowered: jax.stages.Lowered) -> str:
-    """A lowered program without its first line, which has the name of the function."""
+    """The text of a lowered program without its first line, which has the name of the function."""
     return lowered.as_text().partition("\n")[2]
 
 
@@ -60,7 +60,7 @@ def lowered_text(lowered: jax.stages.Lowered) -> str:
 
 
 def equations_with_scopes(jaxpr: Any, outer: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """All equations of a jaxpr, with the name scopes around them."""
+    """Yields all equations of a jaxpr, including nested ones, with the name scopes around them."""
     for eqn in jaxprs.equations(jaxpr):
         scopes = (*outer, *jaxprs.name_scopes(eqn))
         yield scopes, eqn
@@ -69,7 +69,7 @@ def equations_with_scopes(jaxpr: Any, outer: tuple[str, ...]) -> Iterator[tuple[
 
 
 def is_gemm_scope(name: str) -> bool:
-    """Is it the name of a GEMM in a random program: g0, g1, ...?"""
+    """Whether a scope is that of a GEMM in a random program: g0, g1, ..."""
     return name.startswith("g") and name[1:].isdigit()
 
 
@@ -79,7 +79,7 @@ def gemm_scope(site: Site) -> str:
 
 
 def count_by_scope(jaxpr: Any, primitive: str) -> Counter[str]:
-    """How often a primitive is in a jaxpr, by the scope of the GEMM it belongs to."""
+    """How often a primitive occurs in a jaxpr, by the scope of the GEMM it belongs to."""
     counts: Counter[str] = Counter()
     for scopes, eqn in equations_with_scopes(jaxpr, ()):
         names = [s for s in scopes if is_gemm_scope(s)]

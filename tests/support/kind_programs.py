@@ -22,12 +22,12 @@ BATCH, TOKENS, WIDTH, HEADS, HIDDEN, VOCABULARY = 2, 8, 16, 2, 48, 40
 EXPERTS = 4
 
 Expected = tuple[str, tuple[int, ...]]
-"""The kind of a site, and the number of its block in each layer: (-1,) if not known; empty if it is in no block."""
+"""The kind of a site, and the number of its block in each layer: (-1,) if unknown; empty if it is in no block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindProgram:
-    """A loss, the shapes of its parameters, and what is expected of its sites in order."""
+    """A loss, the shapes of its parameters, and the expected kind and blocks of its sites in order."""
 
     name: str
     loss: Callable[..., Any]
@@ -41,7 +41,7 @@ PROGRAMS: list[KindProgram] = []
 def program(
     params: Any, *expected: Expected | Sequence[Expected]
 ) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
-    """Registers a loss under its name."""
+    """Registers a loss under its name, with the shapes of its parameters and its expected sites."""
     flat: list[Expected] = []
     for item in expected:
         flat += [item] if isinstance(item[0], str) else item  # type: ignore[list-item]
@@ -54,12 +54,12 @@ def program(
 
 
 def unrolled(count: int, *kinds: str, first: int = 0) -> list[Expected]:
-    """Blocks that follow each other, with the same kinds in each."""
+    """The sites of consecutive blocks, each with the same kinds."""
     return [(kind, (number,)) for number in range(first, first + count) for kind in kinds]
 
 
 def scanned(count: int, *kinds: str) -> list[Expected]:
-    """Blocks that share their sites."""
+    """The sites of a scan over blocks: the blocks share them."""
     return [(kind, tuple(range(count))) for kind in kinds]
 
 
@@ -189,7 +189,7 @@ SQUARE = weight(WIDTH, WIDTH)
     outside("head"),
 )
 def residual_blocks_of_one_shape(p: Any) -> Any:
-    """Only the additions tell which products belong together."""
+    """Only the residual additions show which products belong together."""
     x = SEQUENCE @ p["in"]
     for layer in p["l"]:
         x = x + jnp.tanh(x @ layer["w1"]) @ layer["w2"]
@@ -233,7 +233,7 @@ def llama_scanned_in_groups(p: Any) -> Any:
     outside("head"),
 )
 def llama_scanned_in_pairs(p: Any) -> Any:
-    """Two blocks in the body of one scan, as with alternating local and global attention."""
+    """Two blocks in the body of one scan, as in models that alternate local and global attention."""
 
     def pair(x: Any, layers: Any) -> Any:
         return llama_block(llama_block(x, layers[0]), layers[1]), None
@@ -336,7 +336,7 @@ MOE = {
 
 
 def ragged_experts(x: Any, p: Any) -> Any:
-    """Mixtral: the two best experts of each token, tokens sorted by expert. With `e3` they have gates."""
+    """Mixtral: the two best experts of each token, with tokens sorted by expert. With `e3`, experts have gates."""
     tokens = x.reshape(-1, WIDTH)
     probabilities, chosen = lax.top_k(jax.nn.softmax(tokens @ p["r"]), 2)
     order = jnp.argsort(chosen.ravel())
@@ -427,7 +427,7 @@ def two_different_blocks_of_square_matrices(p: Any) -> Any:
     outside("head"),
 )
 def dense_scan_then_mixture_scan_then_one_block(p: Any) -> Any:
-    """DeepSeek: the second scan goes on with the stream of the first, so that they count together."""
+    """DeepSeek: the second scan continues the residual stream of the first, so their blocks are numbered together."""
     x, _ = lax.scan(lambda x, layer: (llama_block(x, layer), None), p["table"][TOKEN_IDS], p["d"])
     x, _ = lax.scan(lambda x, layer: (deepseek_block(x, layer), None), x, p["l"])
     return cross_entropy(rms_norm(llama_block(x, p["f"])) @ p["out"])
@@ -490,7 +490,7 @@ def encoder_decoder_unrolled(p: Any) -> Any:
     outside("head"),
 )
 def decoder_that_reads_the_encoder_first(p: Any) -> Any:
-    """The first product of the decoder follows the encoder. The stream of the decoder does not."""
+    """The first product of the decoder depends on the encoder. The residual stream of the decoder does not."""
     memory, _ = lax.scan(lambda x, layer: (block(x, layer), None), p["table"][TOKEN_IDS], p["e"])
 
     def layer(x: Any, w: Any) -> Any:
@@ -516,7 +516,7 @@ def cross_attention(x: Any, memory: Any, p: Any) -> Any:
     outside("head"),
 )
 def decoder_with_keys_of_the_encoder_before_its_own_attention(p: Any) -> Any:
-    """After each addition follows a norm. The blocks of encoder and decoder begin with equal products."""
+    """A norm follows each addition. The blocks of encoder and decoder begin with equal products."""
     memory, x = rms_norm(p["table"][TOKEN_IDS]), rms_norm(p["table"][TOKEN_IDS + 1])
     for layer in p["e"]:
         memory = rms_norm(block(memory, layer))
@@ -581,7 +581,7 @@ def vision_transformer(p: Any) -> Any:
     outside("head"),
 )
 def vision_transformer_on_rotated_images(p: Any) -> Any:
-    """The products of the augmentation prepare the data, and are not part of the model."""
+    """The products of the augmentation prepare the data. They are not part of the model."""
     matrix = jnp.einsum("bij,bjk->bik", jnp.exp(TURNS), TURNS)
     positions = jnp.einsum("bij,bjn->bin", matrix, jnp.exp(PIXELS[..., :3].swapaxes(1, 2)))
     rows = jnp.clip(positions.sum(1), 0, TOKENS - 1).astype(int)
@@ -626,7 +626,7 @@ def mlp_mixer(p: Any) -> Any:
     outside("", ""),
 )  # fmt: skip
 def diffusion_transformer(p: Any) -> Any:
-    """DiT: each block is modulated by the time step. Its loss has no log-softmax, so that it has no head."""
+    """DiT: each block is modulated by the time step. The loss has no log-softmax, so no site is a head."""
     x = PIXELS @ p["patch"]
     time = np.ones((BATCH, 8), np.float32)
     condition = jax.nn.silu(jax.nn.silu(time @ p["t1"]) @ p["t2"])
@@ -722,7 +722,7 @@ def recurrent_network(p: Any) -> Any:
 
 @program({"a": weight(WIDTH, HIDDEN), "b": weight(HIDDEN, 4)}, unrolled(1, "mlp", "mlp"))
 def perceptron_with_one_hidden_layer(p: Any) -> Any:
-    """Nothing repeats, so all of it is one block. Its products follow each other."""
+    """Nothing repeats, so the whole network is one block of consecutive products."""
     return jnp.square(jax.nn.relu(SEQUENCE @ p["a"]) @ p["b"]).mean()
 
 
@@ -735,7 +735,7 @@ def classifier_with_one_hidden_layer(p: Any) -> Any:
     {"l": stack(3, {"a": SQUARE, "b": SQUARE}), "out": SQUARE}, scanned(3, "mlp", "mlp"), outside("head")
 )
 def perceptron_scanned_over_pairs(p: Any) -> Any:
-    """Without residual additions, an iteration is a block."""
+    """Without residual additions, each iteration is a block."""
     x, _ = lax.scan(lambda x, w: (jnp.tanh(jnp.tanh(x @ w["a"]) @ w["b"]), None), SEQUENCE, p["l"])
     return cross_entropy(x @ p["out"], TOKEN_IDS % WIDTH)
 
@@ -772,7 +772,7 @@ def pooling_by_attention(p: Any) -> Any:
     outside("head"),
 )
 def pipeline_of_two_stages(p: Any) -> Any:
-    """Each product runs in both stages at once, so that its block is not known."""
+    """Each product runs in both stages at once, so its block is unknown."""
 
     def stage(x: Any, layers: Any) -> Any:
         for number in range(2):
@@ -805,7 +805,7 @@ def pipeline_of_two_stages(p: Any) -> Any:
     outside("head", "head"),
 )
 def contrastive_pair(p: Any) -> Any:
-    """CLIP: the product of both towers reaches the log-softmax."""
+    """CLIP: the product of the outputs of both towers goes into the log-softmax."""
     image, text = PIXELS @ p["patch"], p["table"][TOKEN_IDS]
     for layer in p["v"]:
         image = block(image, layer)
@@ -872,7 +872,7 @@ def pipeline_in_shard_map_of_unrolled_stages(p: Any) -> Any:
     outside("embedding"), unrolled(6, *BLOCK), outside("head"),
 )  # fmt: skip
 def perceiver(p: Any) -> Any:
-    """Latents that read the data, and then each other, twice."""
+    """Latents attend to the data and then to each other, twice."""
     data = PIXELS @ p["patch"]
     x = jnp.broadcast_to(p["latents"], (BATCH, 4, WIDTH))
     for group in p["groups"]:
@@ -913,7 +913,7 @@ def shared_blocks_with_a_factorized_tied_head_in_chunks(p: Any) -> Any:
     unrolled(3, *["mlp"] * 4, "router", "experts", "experts", "", *BLOCK), outside("head"),
 )  # fmt: skip
 def gated_recurrence_with_dense_experts_and_attention(p: Any) -> Any:
-    """An elementwise recurrence has no products of activations: its projections are like those of an MLP."""
+    """An elementwise recurrence has no products of activations, so its projections look like those of an MLP."""
 
     def combine(one: Any, two: Any) -> Any:
         return one[0] * two[0], two[0] * one[1] + two[1]
@@ -958,5 +958,5 @@ BY_NAME = {program.name: program for program in PROGRAMS}
 
 @functools.cache
 def sites_of(name: str) -> Sites:
-    """The sites of a program, which is traced once."""
+    """The sites of a program. It is traced only once."""
     return find_sites(BY_NAME[name].loss, BY_NAME[name].params)

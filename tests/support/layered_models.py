@@ -52,7 +52,7 @@ def block(h: jax.Array, p: Any) -> jax.Array:
 
 
 def model(remat: str) -> Loss:
-    """Layers of two GEMMs, scanned or unrolled as the parameters say, and a head; in bfloat16."""
+    """Layers of two GEMMs and a head, in bfloat16. The layers are unrolled if the parameters hold them as a list."""
     layer = REMAT[remat](block)
 
     def loss(p: Any, x: jax.Array) -> jax.Array:
@@ -68,7 +68,7 @@ def model(remat: str) -> Loss:
 
 
 def gated_model(remat: str, unrolled: bool = False) -> Loss:
-    """Layers of three GEMMs, of which two read the same activation. Two layers, if unrolled."""
+    """Layers of three GEMMs, two of which share an activation. If unrolled, there are two layers."""
 
     def gated_block(h: jax.Array, p: Any) -> jax.Array:
         gate, up, down = (p[name].astype(h.dtype) for name in ("gate", "up", "down"))
@@ -89,7 +89,7 @@ def gated_model(remat: str, unrolled: bool = False) -> Loss:
 
 
 def accumulated(loss: Loss) -> Callable[[Any, jax.Array], Any]:
-    """A step that sums losses and gradients over the parts of a batch, as people write it."""
+    """A step that sums losses and gradients over the parts of a batch, in the usual way: with a scan."""
 
     def step(p: Any, parts: jax.Array) -> Any:
         def body(total: Any, part: jax.Array) -> tuple[Any, None]:

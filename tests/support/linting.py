@@ -11,7 +11,7 @@ from policyc.linter.fixes import apply_fixes
 from policyc.linter.rules import ALL_CODES
 
 TAIL = "layers[-4:] -> bf16"
-"""A rule without which a 4-bit policy is reported as `no-high-precision-tail`."""
+"""Without this rule, lint reports a 4-bit policy as `no-high-precision-tail`."""
 
 
 def lint_codes(text: str, codes: Collection[str] = ALL_CODES) -> list[str]:
@@ -20,12 +20,12 @@ def lint_codes(text: str, codes: Collection[str] = ALL_CODES) -> list[str]:
 
 
 def fix_text(text: str, *, unsafe: bool = False, codes: Collection[str] = ALL_CODES) -> str:
-    """The text after its fixes."""
+    """The text with its fixes applied."""
     return apply_fixes(text, parse_with_diagnostics, lambda loaded: lint(loaded, codes), unsafe=unsafe).text
 
 
 def follow_help(text: str, help: str) -> str | None:
-    """The text of a policy after the remedy that a help offers for its last rule. None: it cannot be copied."""
+    """Applies the remedy that a help offers to the last rule of a policy. None: the help has no text to copy."""
     text = text.rstrip("\n")
     if added := re.search(r"add a rule after it: (.*)", help):
         return f"{text}\n{added[1]}\n"

@@ -1,4 +1,4 @@
-"""Runs of the bundled Llama for tests: the smallest model, in this process or in one of its own."""
+"""Runs of the bundled Llama for tests: a tiny model, in this process or in a new one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def flags(**settings: Any) -> list[str]:
 
 
 def make_mesh(**axes: int) -> Mesh:
-    """A mesh of the first devices. An axis that is not named has size 1."""
+    """A mesh of the first devices. Axes that are not given have size 1."""
     names = ("data", "fsdp", "expert", "tensor", "context")
     shape = tuple(axes.get(name, 1) for name in names)
     devices = jax.devices()[: math.prod(shape)]
@@ -52,13 +52,13 @@ def make_mesh(**axes: int) -> Mesh:
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
-    """Step and loss of every line of a run that has a loss."""
+    """Step and loss of every line of a run's metrics that has a loss."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [(row["step"], row["loss"]) for row in rows if "loss" in row]
 
 
 def spawn(*arguments: str, program: tuple[str, ...], devices: int = 1) -> subprocess.Popen[str]:
-    """Starts a run in a process of its own. `program` is what Python is given before the arguments."""
+    """Starts a run in a new process. `program` are the arguments of Python before those of the run."""
     quick = quick_environment()
     quick["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={devices}"
     return processes.start(
@@ -69,7 +69,7 @@ def spawn(*arguments: str, program: tuple[str, ...], devices: int = 1) -> subpro
 
 
 def wait(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """The exit code and the output of a run."""
+    """Waits for a run to end. Returns its exit code and output."""
     output, _ = process.communicate(timeout=processes.MAX_SECONDS)
     return process.returncode, output
 
@@ -78,7 +78,7 @@ def wait(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 class Killed(BaseException):
-    """Ends a run as if its process was killed."""
+    """Ends a run as if its process were killed."""
 
 
 def kill() -> None:
@@ -86,7 +86,7 @@ def kill() -> None:
 
 
 def at_step(patch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) -> None:
-    """Runs an action after a step was started and before its metrics are recorded."""
+    """Runs an action after a step has started, before its metrics are recorded."""
     from policyc.models.llama.metrics import MetricsLog
 
     record = MetricsLog.record
@@ -107,7 +107,7 @@ def _make_step() -> Callable[..., Any]:
 
 
 def make_shared_step(config: Any, run: Any, mesh: Mesh) -> Any:
-    """The step of runs that differ only outside the step. Tracing it again would take half of a short run."""
+    """One step for all runs that differ only outside the step. Tracing it again would take half of a short run."""
     elsewhere = {"out": None, "checkpoint_every": 0, "checkpoint_minutes": 0.0, "keep": 1, "keep_every": 0,
                  "resume_from": None, "accept_changes": False, "profile": None, "profile_steps": "1:1", "data": "",
                  "eval_every": 0}  # fmt: skip
@@ -122,7 +122,7 @@ def train_here(**settings: Any) -> int:
     """
     from policyc.models.llama import partition, train, train_step
 
-    _make_step()  # of the module itself, before it is replaced
+    _make_step()  # keeps the module's own function, before it is replaced
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_step, "make_train_step", make_shared_step)
         if not any(name.endswith("_axis") for name in settings):

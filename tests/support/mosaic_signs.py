@@ -1,7 +1,7 @@
-"""Compares the signs of integers in Mosaic with the types of the jaxpr, while kernels are lowered for CUDA.
+"""Compares the signedness of integers in Mosaic with the types of the jaxpr, while kernels are lowered for CUDA.
 
-Mosaic keeps the sign of an array beside its registers, and decides by it how numbers are compared, divided and
-converted. Its rules sometimes take it from the wrong operand. The interpreter of kernels uses the types of the jaxpr.
+Mosaic stores the signedness of an array along with its registers. It determines how numbers are compared, divided and
+converted. Lowering rules sometimes take it from the wrong operand. The interpreter of kernels uses the jaxpr's types.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignRecord:
-    """What was compared.
+    """The arrays that were compared.
 
     Attributes:
       checked: how many integer arrays of each primitive were compared.
-      wrong: the primitives and types of those with another sign. The first is the origin of the others.
+      wrong: the primitive and type of each array with the wrong signedness. The first one causes the others.
     """
 
     checked: Counter[str] = field(default_factory=Counter)
@@ -42,10 +42,10 @@ class SignRecord:
 
 @contextmanager
 def record_signs() -> Iterator[SignRecord]:
-    """Compares the operands and results of each equation that Mosaic lowers meanwhile."""
+    """Compares the operands and results of each equation that Mosaic lowers inside the `with`."""
     from jax._src.pallas.mosaic_gpu import lowering
 
-    # It adds rules when it is imported. Added later, they would be lost.
+    # Importing this adds rules. If it happened inside the patch, they would be lost.
     import_module("jax.experimental.pallas.mosaic_gpu")
     record = SignRecord()
 

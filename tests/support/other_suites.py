@@ -1,11 +1,11 @@
-"""Runs the tests of JAX, optax, equinox and flax under policies that change nothing, and reports what only they fail.
+"""Runs the tests of JAX, optax, equinox and flax under policies that change nothing. Reports new failures.
 
     python tests/support/other_suites.py SUITE FOLDER [FILE ...]
 
 FOLDER has the sources of the installed version of SUITE. FILEs are files or folders of tests in it; by default those of
-the table below. What a suite imports and the environment lacks may be in a folder on PYTHONPATH.
+the table below. Packages that a suite needs and the environment lacks may be in a folder on PYTHONPATH.
 
-A suite runs under each policy, and only the tests that do not pass there run again without policyc: it takes hours.
+A suite runs under each policy. Only the tests that do not pass there run again without policyc. It takes hours.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ MAY_DIFFER = {
         "test_diff_state": "flax's function runs once only, and its custom rule closes over what was traced",
     },
 }
-"""Tests that may fail under a policy only, and why."""
+"""Tests that may fail only under a policy, and why."""
 
 SECONDS = 7200  # for one file: the longest takes a quarter of an hour on two cores
 NAMES = "python_files=*_test.py test_*.py"  # of files with tests
 
 
-# A plugin of pytest. Its report as JUnit's XML has the file of a decorator in place of that of a decorated test.
+# A pytest plugin. pytest's own JUnit report names the file of the decorator instead of that of a decorated test.
 PLUGIN = """
 import json, os
 
@@ -72,10 +72,10 @@ def pytest_sessionfinish():
 
 
 def run_tests(suite: str, folder: Path, policy: Path | None, tests: Sequence[str]) -> dict[str, str]:
-    """Runs tests, under a policy or plainly. Returns what became of each: "passed", "failed" or "skipped"."""
+    """Runs tests, with a policy or without policyc. Returns the outcome of each: "passed", "failed" or "skipped"."""
     without = "-p no:xdist -p no:asyncio -p no:cacheprovider"
     pytest = f"-m pytest {without} -p record_outcomes --continue-on-collection-errors -q --tb=no"
-    # Tests check that JAX has no compilation cache. A policy that keeps every GEMM turns none on by itself.
+    # Tests check that JAX has no compilation cache. A policy that keeps every GEMM does not turn it on.
     off = ("--compile-cache", "off") if policy is not None and policy.stem != "keep" else ()
     apply = () if policy is None else ("-m", "policyc", "apply", "--multiple-losses", *off, str(policy))
     command = [sys.executable, *apply, *pytest.split(), "-o", NAMES, *tests]
@@ -95,7 +95,7 @@ def run_tests(suite: str, folder: Path, policy: Path | None, tests: Sequence[str
 
 
 def compare(suite: str, folder: Path, policy: Path, file: str) -> list[str]:
-    """The tests of a file that pass plainly and not under a policy, without those that may. Prints the counts."""
+    """The tests of a file that pass without policyc but not under a policy, except `MAY_DIFFER`. Prints the counts."""
     under = run_tests(suite, folder, policy, [file])
     rest = [name for name, outcome in under.items() if outcome != "passed"]
     plainly = run_tests(suite, folder, None, rest) if rest else {}

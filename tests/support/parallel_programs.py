@@ -1,4 +1,4 @@
-"""Losses on eight host devices, which `tests/conftest.py` asks for: sharded arrays, shard_map, a pipeline."""
+"""Losses on eight host devices (set up by `tests/conftest.py`): sharded arrays, shard_map, a pipeline."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ShardedLoss:
     sites: int
     policy: str
     mesh: Mesh | None = None
-    """The mesh that must be set where it runs, if its axes are explicit."""
+    """The mesh to set while the loss runs, if its axes are explicit."""
 
 
 def auto_mesh() -> Mesh:
@@ -32,7 +32,7 @@ def auto_mesh() -> Mesh:
 
 
 def in_shard_map() -> ShardedLoss:
-    """Rows on several devices, a weight that is gathered, and a mean over devices."""
+    """Rows sharded over devices, a weight that is gathered, and a mean over devices."""
     mesh = auto_mesh()
 
     def local(w, x):
@@ -93,7 +93,7 @@ def sharded_arrays() -> ShardedLoss:
 
 
 def explicit_shardings() -> ShardedLoss:
-    """Shardings in the types."""
+    """Arrays with explicit shardings: they are part of the types."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
 
     def loss(p, x):
@@ -137,12 +137,12 @@ def residual_layers(h: jax.Array, layers: jax.Array) -> jax.Array:
 
 
 def unpipelined(p: Any, x: jax.Array) -> jax.Array:
-    """What the pipeline computes."""
+    """The loss of the pipeline, computed without one."""
     return jnp.mean((jax.vmap(residual_layers, (0, None))(x, p["layers"].reshape(-1, 16, 16)) - 1) ** 2)
 
 
 def pipelined_by_ppermute(p: Any, x: jax.Array) -> jax.Array:
-    """GPipe: a stage on each device. ppermute passes activations to the next stage, in a scan over time."""
+    """GPipe: each device has one stage. In a scan over time, ppermute passes activations to the next stage."""
     mesh = jax.make_mesh((STAGES,), ("stage",), axis_types=(AxisType.Auto,), devices=jax.devices()[:STAGES])
 
     def local(layers, x):

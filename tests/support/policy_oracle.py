@@ -1,9 +1,9 @@
-"""An independent, slow answer to which rule decides what: enumerates every point of a small universe.
+"""An independent, slow oracle of which rule decides what: enumerates every point of a small universe.
 
 A point is a site (with one or two names), a product, a moment of training and the sizes of a GEMM. The last rule that
 matches a point decides it. Nothing here uses the matching or the coverage of policyc: selectors are matched by regular
-expressions. A set of sites and products is an integer, one bit for each, so a set operation on the whole universe is
-one operation on integers.
+expressions. A set of sites and products is an integer with one bit per member, so a set operation on the whole universe
+is one operation on integers.
 
 The universe is finite. A claim about coverage that fails in it is wrong, but a claim that holds in it may still fail
 for deeper stacks or longer paths.
@@ -38,7 +38,7 @@ _STACK_DEPTHS = (("s", (1, 2, 3, 5, 6)), ("tt", (1, 3)))
 
 
 def _make_site_names() -> list[SiteName]:
-    """Names of one to three segments, of which at most one is in a stack."""
+    """Names of one to three segments, at most one of which is in a stack."""
     plain = [(name, None, None) for name in _PLAIN_NAMES]
     stacked = [
         (name, index, depth) for name, depths in _STACK_DEPTHS for depth in depths for index in range(depth)
@@ -54,7 +54,7 @@ def _make_site_names() -> list[SiteName]:
 
 SITE_NAMES = _make_site_names()
 _NAME_PAIRS = [tuple(random.Random(n).sample(range(len(SITE_NAMES)), 2)) for n in range(200)]
-"""Sites with two names, scope and parameter, as indices into `SITE_NAMES`."""
+"""Sites with two names, a scope and a parameter, as pairs of indices into `SITE_NAMES`."""
 
 _SITE_COUNT = len(SITE_NAMES) + len(_NAME_PAIRS)
 
@@ -68,7 +68,7 @@ _ROLES = (
     {"mlp", "weight"}, {"mlp", "experts", "weight"}, {"attention", "weight"}, {"scores"}, {"router", "weight"},
     {"embedding"}, {"embedding", "weight"}, {"head"}, {"head", "weight"}, set(), {"weight"},
 )  # fmt: skip
-"""The words of `where` that can be true of one site, without `block`. A convolution is not a site."""
+"""The flags of `where` that can hold together for one site, apart from `block`. A convolution is not a site."""
 
 FLAGS = ("weight", "attention", "scores", "mlp", "experts", "router", "embedding", "head", "conv", "block")
 
@@ -98,11 +98,11 @@ SIZES = (
         for k, place in itertools.product((1, 16, 17), _PLACES)
     ),
 )
-"""GEMMs of many sizes and no kind, and of a few sizes and every kind."""
+"""GEMMs of many sizes without a kind, and of a few sizes with every kind."""
 
 
 def selector_matches(selector: Selector, site: SiteName) -> bool:
-    """Whether the selector matches this site, or a scope that contains it."""
+    """Whether the selector matches this site or a scope that contains it."""
     starts = (0,) if selector.anchored else range(len(site) + 1)
     return any(_matches_here(selector.segments, site[start:]) for start in starts)
 
@@ -123,7 +123,7 @@ def _is_wildcard(segment: SelectorSegment) -> bool:
 
 @cache
 def _make_matcher(segment: SelectorSegment) -> Callable[[SegmentName], bool]:
-    """A function that says whether a segment matches a name."""
+    """Makes a function that returns whether a segment matches a name."""
     escaped = re.escape(segment.glob).replace(r"\*", ".*").replace(r"\?", ".")
     pattern = re.compile(re.sub(r"\\\{(.*?)\\\}", lambda m: f"(?:{m[1].replace(',', '|')})", escaped))
 
@@ -177,8 +177,8 @@ _WITH_LENGTH = tuple(
 def site_name_bits(selector: Selector) -> int:
     """The names in `SITE_NAMES` that a selector matches, one bit each.
 
-    The same as `selector_matches` for each name, for all names at once. `reached[n]` holds the names whose first n
-    segments are used up by the segments of the selector so far.
+    Equivalent to `selector_matches` for each name, but computed for all names at once. `reached[n]` holds the names
+    whose first n segments are consumed by the segments of the selector so far.
     """
     starts = 1 if selector.anchored else _LONGEST + 1
     reached = [_WITH_LENGTH[n] if n < starts else 0 for n in range(_LONGEST + 1)]
@@ -193,7 +193,7 @@ def site_name_bits(selector: Selector) -> int:
 
 @cache
 def _matched_at(segment: SelectorSegment, position: int) -> int:
-    """The site names whose segment at a position matches."""
+    """The site names whose segment at this position matches."""
     matches = _make_matcher(segment)
     return sum(
         1 << n for n, name in enumerate(SITE_NAMES) if len(name) > position and matches(name[position])
@@ -227,7 +227,7 @@ def _rule_bits(rule: Rule) -> int:
 
 
 def matched_bits(rules: tuple[Rule, ...]) -> list[tuple[int, ...]]:
-    """The sites and products that each rule matches, for each set of rules that can be active together."""
+    """The sites and products that each rule matches, for every set of rules that can be active together."""
     at_moments = set(zip(*map(_active_at_moments, rules), strict=True))
     for_sizes = set(zip(*map(_active_for_sizes, rules), strict=True))
     active = {tuple(a and b for a, b in zip(m, s, strict=True)) for m in at_moments for s in for_sizes}
@@ -257,12 +257,12 @@ def policies_differ(one: Policy, other: Policy) -> bool:
 
 
 def _signatures(answers: Iterable[tuple[bool, ...]], points: Sequence[object]) -> list[tuple[bool, ...]]:
-    """For each point, which of the conditions hold."""
+    """For each point, whether each of the conditions holds."""
     return list(zip(*answers, strict=True)) or [()] * len(points)
 
 
 def _treatments(policy: Policy) -> list[tuple[str, ...]]:
-    """For each rule, what it does to each product, as text."""
+    """For each rule, the treatment of each product, as text."""
     resolve = policy.resolver()
     return [tuple(repr(resolve(r.recipe).gemm_treatments(g)) for g in GEMMS) for r in policy.rules]
 
@@ -312,7 +312,7 @@ _RECIPES = ("fp8", "fp8", "bf16", "bf16", "keep", "split(fprop=fp8, bwd=bf16)", 
 def random_policy(rng: random.Random, rules: int = 7, recipes: tuple[str, ...] = _RECIPES) -> str:
     """The text of a random policy with selectors, conditions and phases that differ inside the universe."""
     head = f"recipe r1 = {rng.choice(('fp8', 'fp8', 'bf16', 'f32'))}\nrecipe r2 = r1\n"
-    conditions = rng.sample(_WHERE, 4)  # few, so that rules of one policy share some
+    conditions = rng.sample(_WHERE, 4)  # few, so that rules of a policy share some
     body = "\n".join(_random_rule(rng, recipes, conditions) for _ in range(rng.randint(2, rules)))
     tail = rng.choice(
         ("", "", "\nvariant v { recipe r1 = f32 }", "\nvariant v { a.* -> bf16; recipe r2 = keep }")

@@ -1,4 +1,4 @@
-"""A port of this machine for a server that another process starts."""
+"""A local port for a server that another process starts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def reserve_port() -> Iterator[int]:
-    """A free port, which nobody else gets before the server listens there.
+    """Reserves a free port, so that nobody else gets it before the server listens there.
 
-    The socket here is bound and does not listen. Servers of gRPC, such as JAX's coordinator, share a port like that.
+    This socket is bound but does not listen. gRPC servers, such as JAX's coordinator, can share a port with it.
     """
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

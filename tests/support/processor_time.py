@@ -8,17 +8,17 @@ from contextlib import contextmanager
 
 
 class TooSlow(BaseException):
-    """Something took too long. Not an `Exception`, so that no `except Exception` on the way catches it."""
+    """Code took too long. Not an `Exception`, so that no `except Exception` in that code catches it."""
 
 
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raises TooSlow after so many seconds of processor time, also out of an endless loop."""
+    """Raises TooSlow after `seconds` of processor time, even in an endless loop."""
 
     def raise_too_slow(number: int, frame: object) -> None:
         raise TooSlow(f"more than {seconds} s of processor time")
 
-    # Not SIGALRM, by which pytest limits the time of each test.
+    # Not SIGALRM: pytest uses it to limit the time of each test.
     before = signal.signal(signal.SIGPROF, raise_too_slow)
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:

@@ -1,6 +1,6 @@
 """Random programs for the compiler's property tests: nested scans, conds, remats, jits and dot_generals.
 
-Every GEMM is in a name scope of its own (`g0`, `g1`, ...), so that it can be found again in a gradient's jaxpr.
+Every GEMM has its own name scope (`g0`, `g1`, ...), so that tests can find it in a gradient's jaxpr.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from policyc.language.loader import parse
 WIDTH, ROWS = 8, 4
 Block = Callable[[Any, jax.Array], jax.Array]
 Maker = Callable[[int, tuple[int, ...]], tuple[Any, Block]]
-"""(how deep it may nest, the axes of the stacks around it) -> its parameters, and the block."""
+"""(maximum nesting depth, axes of the enclosing stacks) -> the parameters of a block, and the block."""
 
 
 @dataclass
 class Program:
-    """A loss of parameters and a batch."""
+    """A loss with its parameters and a batch."""
 
     loss: Callable[[Any, jax.Array], jax.Array]
     params: Any
@@ -40,7 +40,7 @@ class Program:
 
 @dataclass
 class Builder:
-    """Makes blocks: functions of parameters and an activation, which give an activation of the same shape."""
+    """Makes blocks: functions from parameters and an activation to an activation of the same shape."""
 
     random: np.random.Generator
     gemms: int = 0
@@ -102,7 +102,7 @@ class Builder:
         return {"w": self.weight(lead, WIDTH // 2, 2, 2, WIDTH // 2)}, f
 
     def pair(self, depth: int, lead: tuple[int, ...]) -> tuple[Any, Block]:
-        """Experts under vmap."""
+        """A weight per expert, applied under vmap."""
         name = self.name()
 
         def f(p: Any, h: jax.Array) -> jax.Array:
@@ -168,7 +168,7 @@ class Builder:
 
 
 class CutGradientBuilder(Builder):
-    """Blocks through which no gradient flows to some of their GEMMs. No remat, which would run products again."""
+    """Makes blocks in which no gradient reaches some GEMMs. They have no remat, which would run products again."""
 
     def leaves(self) -> list[Maker]:
         return [self.dense, self.left, self.cut, self.cut, self.cut, self.attention]
@@ -188,7 +188,7 @@ class CutGradientBuilder(Builder):
         return {"w": self.weight(lead, WIDTH, WIDTH)}, f
 
     def carried(self, depth: int, lead: tuple[int, ...]) -> tuple[Any, Block]:
-        """A scan whose results are used in part: two carries that exchange places, and a stack."""
+        """A scan with two carries that swap places and a stacked output, only one of which is used."""
         params, inner = self.block(depth - 1, lead)
         used = int(self.random.integers(3))
 
@@ -225,7 +225,7 @@ USES: list[Callable[[jax.Array, jax.Array], jax.Array]] = [
     lambda h, y: h + lax.top_k(y, WIDTH)[1],
     lambda h, y: h * jnp.sign(y),
 ]
-"""What becomes of the result `y` of a GEMM of `h`. A gradient flows to it through some of these."""
+"""Ways to use the result `y` of a GEMM of `h`. Only some of them let a gradient flow to `y`."""
 
 
 def program(seed: int, depth: int = 3, builder_type: type[Builder] = Builder) -> Program:
@@ -244,13 +244,13 @@ def program(seed: int, depth: int = 3, builder_type: type[Builder] = Builder) ->
 
 
 def applicable_rules(random_program: Program, policy: str) -> str:
-    """A policy of one or two rules, without the second one if it does not apply to the program."""
+    """A policy of one or two rules, without the second rule if it does not apply to the program."""
     first, _, rule = policy.partition("; ")
     return with_rule_if_applicable(random_program, first, rule) if rule else first
 
 
 def with_rule_if_applicable(random_program: Program, policy: str, rule: str) -> str:
-    """The policy with a further rule about layers, if the program has such layers and their indices are known."""
+    """The policy with an additional rule about layers, if the program has such layers and their indices are known."""
     extended = f"{policy}; {rule}"
     traced = policyc.plan("* -> keep", random_program.loss, *random_program.args)
     plan = make_plan(

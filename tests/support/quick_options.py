@@ -1,4 +1,4 @@
-"""Options of XLA with which tests compile fast: for one function, a module of tests, or another process."""
+"""XLA options for fast compilation in tests: for one function, a test module, or another process."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 QUICK_OPTIONS = {
     "xla_backend_optimization_level": 0,  # LLVM's optimizations take most of the time; those of HLO still run
     "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,  # the former emitters compile unoptimized programs in half the time
+    "xla_cpu_use_fusion_emitters": False,  # the older emitters compile unoptimized programs in half the time
     "xla_cpu_parallel_codegen_split_count": 1,  # the tests already use every core
 }
 
 
 @functools.cache
 def known_quick_options() -> tuple[tuple[str, Any], ...]:
-    """Those of `QUICK_OPTIONS` that the installed XLA has."""
+    """The entries of `QUICK_OPTIONS` that the installed XLA knows."""
     import jax
 
     known = []
@@ -34,7 +34,7 @@ def known_quick_options() -> tuple[tuple[str, Any], ...]:
 def quick_compilation(level: int = 0) -> Iterator[None]:
     """Compiles every program with `QUICK_OPTIONS`. The last bit of a result may differ from the optimized program's.
 
-    A program that runs many steps is faster in all with level 1 of the optimizations.
+    For a program that runs many steps, optimization level 1 is faster in total.
     """
     from jax._src import compiler
 
@@ -52,14 +52,14 @@ def quick_compilation(level: int = 0) -> Iterator[None]:
 
 
 class Compilation:
-    """How this process compiles: with or without `QUICK_OPTIONS`."""
+    """Switches this process between compilation with and without `QUICK_OPTIONS`."""
 
     def __init__(self) -> None:
         self._is_quick = False
         self._context = contextlib.ExitStack()
 
     def set_quick(self, is_quick: bool) -> None:
-        """Compiles quickly from now on, or in full. A change clears the in-memory caches: no program outlives it."""
+        """Sets how programs are compiled from now on. A change clears the in-memory caches of programs."""
         if is_quick == self._is_quick:
             return
         import jax
@@ -75,7 +75,7 @@ COMPILATION = Compilation()
 
 
 def quick_environment() -> dict[str, str]:
-    """The variables by which another process compiles like most tests, on one device."""
+    """Environment variables with which another process compiles as most tests do, on one device."""
     flags = (f"--{name}={str(value).lower()}" for name, value in known_quick_options())
     return {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
 

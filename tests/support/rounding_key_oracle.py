@@ -1,4 +1,4 @@
-"""An oracle for the tests: the keys and random bits of stochastic rounding, from their definition, in NumPy.
+"""Test oracle: the keys and random bits of stochastic rounding from their definition, in NumPy.
 
 It shares no code with policyc.
 """
@@ -49,7 +49,7 @@ def tensor_key(key: Key, block_maxima: np.ndarray) -> Key:
 
 
 def random_16(key: Key, shape: tuple[int, int], axis: int) -> np.ndarray:
-    """The 16 random bits of each element. Neighbours along the axis have the halves of one word, the low one first."""
+    """The 16 random bits of each element. Neighbours along the axis get the halves of one word, the low half first."""
     pairs = list(shape)
     pairs[axis] //= 2
     index = np.arange(np.prod(pairs), dtype=np.uint64).reshape(pairs)
@@ -59,7 +59,10 @@ def random_16(key: Key, shape: tuple[int, int], axis: int) -> np.ndarray:
 
 
 def round_up(magnitude: np.ndarray, random: np.ndarray) -> np.ndarray:
-    """E2M1 values of magnitudes up to 6: the next one up if the distance from the one below exceeds 1 - random."""
+    """Stochastically rounded E2M1 values of magnitudes up to 6.
+
+    Takes the grid value above if the relative distance from the one below is at least 1 - random.
+    """
     grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     low = np.clip(np.searchsorted(grid, magnitude, side="right") - 1, 0, 6)
     step = grid[low + 1] - grid[low]

@@ -1,4 +1,4 @@
-"""An oracle for the tests: the definitions of the formats in NumPy, with casts by ml_dtypes.
+"""Test oracle: the definitions of the formats in NumPy, with casts by ml_dtypes.
 
 It shares no code with policyc.
 """
@@ -14,7 +14,7 @@ f32 = np.float32
 
 
 def e4m3(x: np.ndarray) -> np.ndarray:
-    """Non-negative numbers as E4M3, saturating."""
+    """Casts non-negative numbers to E4M3, saturating."""
     return np.minimum(x, f32(448)).astype(ml_dtypes.float8_e4m3fn)
 
 
@@ -32,7 +32,7 @@ def nvfp4(
 ) -> dict[str, np.ndarray]:
     """Quantizes the rows of x in blocks of 16, or in 16x16 tiles if `tile` is 16. x has whole blocks.
 
-    `amax` is what the outer scale comes from, if that is not the largest magnitude of x.
+    `amax` determines the outer scale; by default it is the largest magnitude of x.
     """
     x = np.asarray(x).astype(f32)
     m, n = x.shape
@@ -85,7 +85,7 @@ def mx(x: np.ndarray, element: str, rounding: str) -> dict[str, np.ndarray]:
 
 
 def fp8(x: np.ndarray, element: str) -> dict[str, np.ndarray]:
-    """Quantizes a tensor under one fp32 scale."""
+    """Quantizes a tensor with one fp32 scale."""
     x = np.asarray(x).astype(f32)
     wide = element == "e5m2"
     top, dtype = (f32(57344), ml_dtypes.float8_e5m2) if wide else (f32(448), ml_dtypes.float8_e4m3fn)
@@ -96,9 +96,9 @@ def fp8(x: np.ndarray, element: str) -> dict[str, np.ndarray]:
 
 
 def fp4(x: np.ndarray) -> dict[str, np.ndarray]:
-    """Quantizes a tensor to E2M1 under one scale, 6 / amax.
+    """Quantizes a tensor to E2M1 with one scale, 6 / amax.
 
-    Scales are rounded to the 24 bits of fp32, but not to its range: tiny numbers have the codes of large ones.
+    Scales are rounded to the 24 bits of fp32, but not to its range: tiny numbers get the same codes as large ones.
     """
     x = np.asarray(x).astype(np.float64)
     mantissa, exponent = np.frexp(np.abs(x).max())
@@ -109,7 +109,7 @@ def fp4(x: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def four_over_six(x: np.ndarray, bound: float = 256, error: str = "mse") -> dict[str, np.ndarray]:
-    """NVFP4 with the better of two scales per block. `margin` is how much worse the scale for 4 is, relatively."""
+    """NVFP4 with the better of two scales per block. `margin` is the relative error increase of the scale for 4."""
     x = np.asarray(x).astype(f32)
     m, n = x.shape
     blocks = x.reshape(m, n // 16, 16)
@@ -134,7 +134,7 @@ def four_over_six(x: np.ndarray, bound: float = 256, error: str = "mse") -> dict
 
 
 def hadamard(size: int) -> np.ndarray:
-    """Sylvester's matrix by its definition: the parity of the bits that two indices share."""
+    """Sylvester's matrix from its definition: the sign is the parity of the bits that two indices share."""
     i = np.arange(size)
     return np.array([[(-1.0) ** int(a & b).bit_count() for b in i] for a in i])
 

@@ -1,9 +1,9 @@
 """Which slices of parameters each GEMM of a loss reads, found by running the loss.
 
-An interpreter of jaxprs evaluates the loss equation by equation and records the operands of every GEMM. It runs once as
-it is, once with other data and other results of GEMMs, and once for each slice with other numbers in this slice. The
-weight of a GEMM is the operand that does not change with the data, and it reads the slices with which it changes. That
-needs no rule for any operation, so it shares nothing with the analysis that it checks.
+An interpreter of jaxprs evaluates the loss equation by equation and records the operands of every GEMM. It runs once
+unchanged, once with other data and other GEMM results, and once for each slice with other numbers in this slice. The
+weight of a GEMM is the operand that does not change with the data. The slices it reads are those that change it. This
+needs no per-primitive rules about weights, so it shares nothing with the analysis that it checks.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from policyc.jaxcore import jaxprs
 from policyc.jaxcore.transform import Address
 
 Lanes = list[Any]
-"""One value for each device of the shard_map around an equation. Outside there is one."""
+"""One value for each device of the enclosing shard_map; outside of one, a single value."""
 
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 @dataclass(frozen=True)
 class Execution:
-    """One run of a GEMM: its equation, the iteration of each scan around it, and on which device."""
+    """One run of a GEMM: its equation, the iteration of each enclosing scan, and the device."""
 
     address: Address
     iterations: tuple[tuple[Address, int], ...]
@@ -39,7 +39,7 @@ class Execution:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The devices of a shard_map, as the coordinates of each."""
+    """The devices of a shard_map, with the coordinates of each."""
 
     names: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
@@ -58,7 +58,7 @@ class Mesh:
         return index
 
     def group(self, device: int, axes: Sequence[str]) -> list[int]:
-        """The devices that differ from this one along these axes only, in order."""
+        """The devices that differ from this one only along these axes, in order."""
         others = [name for name in self.names if name not in axes]
         here = self.places[device]
         group = [d for d, place in enumerate(self.places) if all(place[n] == here[n] for n in others)]
@@ -70,12 +70,12 @@ class Interpreter:
 
     def __init__(self, factor: float = 1.0) -> None:
         self._factor = factor
-        """What every product is multiplied by. With another factor, whatever comes from a product changes."""
+        """Multiplies the result of every product, so that another factor changes whatever comes from a product."""
         self.gemms: list[tuple[Execution, tuple[np.ndarray, np.ndarray]]] = []
         self._mesh = Mesh()
         self._iterations: dict[Address, int] = {}
         self._devices = [0]
-        """The devices that run the equations here: in a branch, those that take it."""
+        """The devices that run the current equations: inside a branch, only those that take it."""
         self._special = {
             "scan": self._scan,
             "while": self._while,
@@ -252,7 +252,7 @@ class Interpreter:
 
 
 def _evaluate(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """The results of an equation. NumPy evaluates the most frequent ones: JAX would compile each of them."""
+    """The results of an equation. NumPy evaluates common primitives, which JAX would have to compile."""
     has_keys = not all(isinstance(v.aval.dtype, np.dtype) for v in (*eqn.invars, *eqn.outvars))
     if eqn.primitive.name in _NUMPY and not has_keys:
         result = _NUMPY[eqn.primitive.name](eqn.params, *map(np.asarray, values))
@@ -351,13 +351,13 @@ def _axes_by_dim(spec: Any) -> Iterator[tuple[int, tuple[str, ...]]]:
 
 
 Slice = tuple[int, tuple[tuple[int, int], ...]]
-"""A slice of an input of the loss: the number of the input, and an index on each of some axes."""
+"""A slice of an input of the loss: the number of the input, and an (axis, index) pair for each sliced axis."""
 
 
 def read_slices(jaxpr: Any, slices: Collection[Slice]) -> dict[Execution, frozenset[Slice]]:
-    """Which of these slices the weight of each GEMM reads. Inputs without slices are data.
+    """The slices that the weight of each GEMM reads. Inputs without slices are data.
 
-    GEMMs that read none are left out, and so are those of two weights, either of which may give the name.
+    Leaves out GEMMs that read no slice, and GEMMs of two weights, since either weight may give the name.
     """
     params = {number for number, _ in slices}
     rng = np.random.default_rng(0)
@@ -395,7 +395,7 @@ def _operands(
 ) -> dict[Execution, tuple[np.ndarray, np.ndarray]]:
     interpreter = Interpreter(factor)
     interpreter.run(jaxpr, [[a] for a in inputs])
-    # A GEMM in a while loop runs several times. All are one execution: how often it runs is not known.
+    # The runs of a GEMM in a while loop count as one execution, because their number is unknown to the analysis.
     joined: dict[Execution, list[tuple[np.ndarray, np.ndarray]]] = {}
     for execution, operands in interpreter.gemms:
         joined.setdefault(execution, []).append(operands)

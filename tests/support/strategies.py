@@ -1,8 +1,8 @@
 """Hypothesis strategies: policies as data, and policies as text in every spelling that the language accepts.
 
 `policies()` draws `Policy` objects. `spelled(policy)` draws a text for one, with spaces, line breaks, comments and
-synonyms wherever the language allows them, and returns the comments it inserted. Neither uses the printers of policyc:
-the lists of words below are copied by hand from docs/.
+synonyms wherever the language allows them, and returns the comments it inserted. Neither uses the printers of policyc.
+The word lists below are copied by hand from docs/.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SYNONYMS = {
 }
 
 CHARACTERS = st.characters(exclude_categories=["Cs"])
-"""Those that UTF-8 encodes. By default, Hypothesis would encode every character to find them, which takes seconds."""
+"""All characters that UTF-8 can encode. Without this, Hypothesis takes seconds to find them by encoding every one."""
 
 # ---- names and selectors
 
@@ -71,7 +71,7 @@ globs = st.one_of(
     st.just("*"),
     st.just("layers"),
     st.lists(st.one_of(_plain, _braces), min_size=1, max_size=2).map("".join),
-).filter(lambda g: "**" not in g and not re.fullmatch(r"-\d+", g))  # the latter is an index without brackets
+).filter(lambda g: "**" not in g and not re.fullmatch(r"-\d+", g))  # -1 would be an index without brackets
 
 _percent = st.integers(0, 10_000).map(lambda n: Bound(Fraction(n, 100), True))
 _signed_percent = st.integers(-10_000, 10_000).map(lambda n: Bound(Fraction(n, 100), True))
@@ -96,13 +96,13 @@ selectors = st.builds(
 
 
 def _single_word(selector: Selector) -> str | None:
-    """The word, if a selector consists of one word only."""
+    """The word of a selector that consists of a single word, or None."""
     first, *rest = selector.segments
     return None if selector.anchored or rest or first.indices is not None else first.glob
 
 
 def _can_be_written(drawn: tuple[Selector, ...]) -> bool:
-    """Two cases have no spelling: a lone keyword at the start, and the name of a product after products."""
+    """Whether selectors have a spelling: no lone keyword at the start, and no lone product name after products."""
     if _single_word(drawn[0]) in KEYWORDS:
         return False
     return not any(a.products != ALL and _single_word(b) in PRODUCTS for a, b in pairwise(drawn))
@@ -218,7 +218,7 @@ def formats(draw: Callable[..., Any]) -> RecipeCall:
 
 
 def recipes(known: list[str], depth: int = 2) -> st.SearchStrategy[Any]:
-    """Recipes made of formats, of known names, and of splits of these."""
+    """Draws recipes: formats, known names, and splits of these."""
     leaf = (
         st.one_of(formats(), st.sampled_from(known).map(lambda n: RecipeCall(name=n))) if known else formats()
     )
@@ -258,7 +258,7 @@ def rules(known: list[str]) -> st.SearchStrategy[Rule]:
 
 @st.composite
 def policies(draw: Callable[..., Any]) -> Policy:
-    """A policy without errors. A recipe refers only to those before it in `base`, in variants too: no cycles."""
+    """A policy without errors. To avoid cycles, a recipe refers only to earlier ones in `base`, in variants too."""
     base = draw(st.lists(names, max_size=3, unique=True))
     defined = [RecipeDef(name=n, recipe=draw(recipes(base[:i]))) for i, n in enumerate(base)]
     variants = []
@@ -295,7 +295,7 @@ class _Writer:
     """Writes a policy in one of its many spellings, and collects the comments in order."""
 
     def __init__(self, choices: bytes, commented: bool) -> None:
-        self.choices = iter(choices)  # a byte for each choice; after the last one, the first choice is taken
+        self.choices = iter(choices)  # one byte per choice; when they run out, the first choice is taken
         self.commented = commented
         self.out: list[str] = []
         self.comments: list[str] = []
@@ -327,7 +327,7 @@ class _Writer:
             self.put(text)
 
     def line_continuation(self) -> None:
-        """Spaces, line breaks and comments, where a line break does not end the statement."""
+        """Spaces, line breaks and comments, in a place where a line break does not end the statement."""
         self.optional_space()
         for _ in range(self.one_of(0, 0, 0, 0, 0, 1, 2)):
             if self.one_of(True, False):
@@ -336,7 +336,7 @@ class _Writer:
             self.optional_space()
 
     def statement_end(self) -> None:
-        """What separates two statements: `;`, line breaks and comments."""
+        """The end of a statement: `;`, or line breaks and comments."""
         self.optional_space()
         if self.one_of(True, False, False):
             self.put(";")
@@ -350,7 +350,7 @@ class _Writer:
             self.optional_space()
 
     def optional_statement_end(self) -> None:
-        """What may stand at the start and at the end of a file or a block."""
+        """Optional separators at the start or the end of a file or a block."""
         if self.one_of(True, False):
             self.statement_end()
 
@@ -373,7 +373,7 @@ class _Writer:
         self.put(text)
 
     def number(self, value: int) -> None:
-        """A number in a predicate, which may have an exponent."""
+        """A number in a predicate, possibly with an exponent."""
         zeros = len(str(value)) - len(str(value).rstrip("0"))
         if value and zeros and self.one_of(True, False):
             self.put(f"{value // 10**zeros}{self.one_of('e', 'E')}{zeros}")
@@ -612,7 +612,7 @@ class _Writer:
         self.integer(node.value)
 
     def statements(self, seed: Any, recipes: Any, rules: Any, variants: Any) -> None:
-        """Seed, recipes, rules and variants, interleaved. Those of one kind keep their order."""
+        """Seed, recipes, rules and variants, interleaved. Statements of one kind keep their order."""
         queues: list[list[Callable[[], None]]] = [
             [] if seed is None else [lambda: self.seed(seed)],
             [lambda d=d: self.definition(d) for d in recipes],

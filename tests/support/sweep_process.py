@@ -1,4 +1,4 @@
-"""`policyc sweep` as a process."""
+"""Runs `policyc sweep` in a process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMBERS = itertools.count()
 
 
 class SweepProcess:
-    """A sweep with its output in a file."""
+    """A running sweep. Its output goes to a file."""
 
     def __init__(self, *words: str, cwd: Path) -> None:
         environment = {**os.environ, **quick_environment(), "PYTHONPATH": python_path()}
@@ -48,5 +48,5 @@ class SweepProcess:
         self._process.wait()
 
     def end(self) -> int:
-        """Waits for its end. Returns the exit code."""
+        """Waits for the sweep to end. Returns its exit code."""
         return self._process.wait(timeout=processes.MAX_SECONDS)

@@ -1,4 +1,4 @@
-"""Runs of sweeps without processes: an executor that writes the files of a run itself."""
+"""Sweeps without processes: an executor that writes the files of its runs itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from policyc.experiments.sweep.run import METRICS_FILE, Run, RunStatus, State
 
 Behaviour = Callable[[Run], tuple[State, list[float]]]
-"""What a run does: the state in which it ends, and the losses that it has by then."""
+"""The outcome of a run: the state in which it ends, and its losses until then."""
 
 
 def write_metrics(folder: Path, losses: Sequence[float], *, tokens: int | None = 100, **extra: float) -> Path:
@@ -29,14 +29,14 @@ def write_status(folder: Path, state: State, **values: object) -> None:
 
 
 class FakeExecutor:
-    """Ends every run one poll after it was started, as `behave` says. Runs of `lasting` end when they are stopped."""
+    """Ends every run one poll after its start, as `behave` says. Runs of variant `lasting` end when stopped."""
 
     def __init__(self, behave: Behaviour, slots: int = 1, lasting: str = "") -> None:
         self._lasting = lasting
         self.slots = slots
         self.started: list[str] = []
         self.stopped: list[str] = []
-        self.left = ""  # what stays behind after an interrupt
+        self.left = ""  # the work that is left running after an interrupt
         self.most_active = 0
         self._behave = behave
         self._active: dict[Path, Run] = {}
@@ -64,7 +64,7 @@ class FakeExecutor:
 
 
 class SilentDisplay:
-    """Records what it is told."""
+    """Records the lines that it is told to show."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []

@@ -1,4 +1,4 @@
-"""The te backend as it is lowered for CUDA, on any platform: for tests that replace its kernels."""
+"""The te backend with its CUDA lowering on every platform, for tests that replace its kernels."""
 
 from __future__ import annotations
 

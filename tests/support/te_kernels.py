@@ -1,8 +1,8 @@
-"""Substitutes for Transformer Engine's kernels on machines that cannot run them: the emulation of matrices.
+"""Emulated substitutes for Transformer Engine's kernels, for machines that cannot run them.
 
 The layouts follow its sources. Rows have blocks along the last dimension. Columns are the rows of the transpose,
-rotated first if requested. The scale of a 2D tile is repeated for each of its rows. Maxima are those that the caller
-gives: on several devices, those of the whole operand.
+rotated first if requested. The scale of a 2D tile is repeated for each of its rows. The caller gives the maxima: on
+several devices, those of the whole operand.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ SIGN_MASK = 0xD7E8
 def quantize_rows(
     x: jax.Array, amax: jax.Array, state: jax.Array | None = None, *, two_d: bool = False
 ) -> QuantizedMatrix:
-    """(rows, length) of float4, and a scale for each 16 of them."""
-    # The quantizer finds the maximum itself. So it gets more rows, one of which has it, and these are removed again.
+    """Returns (rows, length) float4 codes, and a scale for every 16 of them."""
+    # The quantizer finds the maximum itself, so it gets extra rows, one of which holds `amax`. They are removed below.
     more = jnp.zeros((16, x.shape[1]), jnp.float32).at[0, 0].set(amax.reshape(()))
     rounding = "rne" if state is None else "sr"
     treatment = Treatment(format="nvfp4", element="e2m1", tile2d=two_d, rounding=rounding)
@@ -43,7 +43,7 @@ def quantize_rows(
 
 
 def rotate_columns(x: jax.Array) -> jax.Array:
-    """The rows of the transpose, rotated by sums and differences: `custom_partitioning` takes no constant arrays."""
+    """The rotated rows of the transpose. Uses sums and differences: `custom_partitioning` takes no constant arrays."""
     groups = x.T.reshape(x.shape[1], -1, 16).astype(jnp.float32)
     ops = InterpreterOps()
     rotated = map(ops.round_bf16, rotate(ops, [groups[..., i] for i in range(16)]))
@@ -51,7 +51,7 @@ def rotate_columns(x: jax.Array) -> jax.Array:
 
 
 def multiply_rows(left: QuantizedMatrix, right: QuantizedMatrix, alpha: jax.Array, out: Any) -> jax.Array:
-    """The cuBLAS product: both operands contracted along the last dimension, times alpha."""
+    """The cuBLAS product: contracts the last dimension of both operands, and multiplies by alpha."""
 
     def values(operand: QuantizedMatrix) -> jax.Array:
         rows, length = operand.codes.shape

@@ -1,4 +1,4 @@
-"""Imports Transformer Engine on a machine without a GPU and lowers its calls for CUDA. No kernel can run."""
+"""Imports Transformer Engine on a machine without a GPU, and lowers its calls for CUDA. Its kernels cannot run."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ BLACKWELL = 100
 
 
 class CannotImport(Exception):
-    """Why Transformer Engine cannot be imported here."""
+    """Transformer Engine cannot be imported here. The message says why."""
 
 
 def import_engine() -> Any:
-    """Imports `transformer_engine.jax`, with a Blackwell GPU as its answer for the compute capability."""
+    """Imports `transformer_engine.jax`, and makes it report the compute capability of a Blackwell GPU."""
     try:
         _load_driver()
         import nvidia.nccl
@@ -41,7 +41,7 @@ def import_engine() -> Any:
 
 
 def _load_driver() -> None:
-    """Loads the CUDA driver, or a stub of it if there is none."""
+    """Loads the CUDA driver, or a stub if there is none."""
     try:
         ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
     except OSError:
@@ -68,7 +68,7 @@ class Call:
 
 
 def find_calls(lowered: Any) -> list[Call]:
-    """All calls in program order. A call in a function that is called twice counts twice, one in a loop body once."""
+    """All calls in program order. A call in a function that is called twice counts twice; in a loop body, once."""
     functions = {
         op.attributes["sym_name"].value: op for op in lowered.compiler_ir(dialect="stablehlo").body.operations
     }

@@ -1,7 +1,7 @@
 """Traces training programs one after the other, and plans bundled policies for each. No step is executed.
 
-`python trainer_plans.py PROGRAMS PLANS` reads the words of each program from one JSON file and writes what
-was planned to another. One process imports a trainer once for all its configurations.
+`python trainer_plans.py PROGRAMS PLANS` reads the words of each program from one JSON file and writes the plans to
+another. One process imports a trainer only once for all its configurations.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ ROOT = Path(__file__).resolve().parents[2]
 POLICIES = ("te_nvfp4", "llama_nvfp4", "llama3_8b_nvfp4", "fp8")
 
 Expected = tuple[str, tuple[int, ...]]
-"""The kind of a site, and the number of its block in each layer: -1 if not known; empty if it is in no block."""
+"""The kind of a site, and the number of its block in each layer: -1 if unknown; empty if it is in no block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedSite:
-    """A site of a trainer's loss. `bits` has the bits of fprop in each layer, by policy."""
+    """A site of a trainer's loss. `bits` has the number of bits of fprop in each layer, by policy."""
 
     name: str
     kind: str
@@ -104,7 +104,7 @@ def main() -> None:
         plans[name] = _plan(words)
         output.write_text(json.dumps(plans))
         print(name, len(plans[name]), flush=True)
-    # The threads of a trainer that was stopped may crash while Python ends. Commands of policyc end like this, too.
+    # The threads of a stopped trainer may crash while Python exits. Commands of policyc end in this way too.
     end_after_abandoned_work(0)
 
 

@@ -1,4 +1,4 @@
-"""Runs public trainers as their users do, in a process of their own, with and without a policy. Reads their losses."""
+"""Runs public trainers as their users do, in separate processes, with and without a policy. Reads their losses."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Trainer:
     """A trainer.
 
     `prepare` writes configuration and data into an empty folder. `read_losses` gets that folder and what the program
-    printed. The tuples are names of parameters. Where blocks are scanned, a name is that of all blocks, and
-    `scanned_blocks` is their number; else it is 1. `last_block` selects the last block's MLP.
+    printed. The tuples are names of parameters. If blocks are scanned, a name stands for all blocks, and
+    `scanned_blocks` is their number; otherwise it is 1. `last_block` selects the last block's MLP.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Trainer:
 
 @cache
 def train(trainer: Trainer, policy: str | None) -> Run:
-    """Runs a trainer."""
+    """Runs a trainer under a policy, or without policyc if `policy` is None."""
     scratch = Path(mkdtemp(prefix="policyc-trainers-"))
     command = trainer.prepare(scratch)
     plan = scratch / "plan.json"

@@ -1,4 +1,4 @@
-"""Text and tokens to batches, the same on every machine and for any number of hosts."""
+"""Turns text and tokens into batches, the same on every machine and for any number of hosts."""
 
 from policyc.models.llama.data.batches import BatchSource
 from policyc.models.llama.data.documents import read_documents

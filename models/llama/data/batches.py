@@ -1,4 +1,4 @@
-"""Batches of one source or of a blend, the same for any number of hosts, from any position that a checkpoint stores."""
+"""Batches from one source or a blend, the same for any number of hosts. Can resume at any checkpointed position."""
 
 import sys
 from collections import deque
@@ -29,8 +29,8 @@ State = dict[str, Any]
 def count_rows(number: int, weights: Sequence[int]) -> list[int]:
     """How many of the first `number` rows of a blend come from each part.
 
-    Each part takes its share of what the parts before it leave. So a part has its share of any prefix, up to a rounding
-    of one row for each part, and exactly of every `sum(weights)` rows.
+    Each part takes its share of the rows that the parts before it leave. So each part has its share of any prefix, up
+    to one row of rounding per part, and exactly its share of every `sum(weights)` rows.
     """
     counts, rest, left = [], sum(weights), number
     for weight in weights:
@@ -41,12 +41,13 @@ def count_rows(number: int, weights: Sequence[int]) -> list[int]:
 
 
 class BatchSource(Iterator[Batch]):
-    """Endless batches of `tokens`, `targets` and `mask`, int32: the rows of each batch that this host reads.
+    """Endless batches of `tokens`, `targets` and `mask`, int32. Each has only the rows that this host reads.
 
-    With `--document-mask` also `segments` and `positions`, see `documents_in_row`.
+    With `--document-mask` also `segments` and `positions`: see `documents_in_row`.
 
-    The split `validation` is what the options of a spec name, or else the end of the data: independent of batch,
-    sequence and seed. `state` is where the next batch begins, on all hosts, as JSON. A thread reads ahead of it.
+    The split `validation` is the data that the options of a spec name, or the end of the data if they name none. It
+    does not depend on batch, sequence or seed. `state` is the position of the next batch as JSON, the same on all
+    hosts. A thread reads ahead of it.
     """
 
     def __init__(self, run: RunConfig, vocab: int, rows: Sequence[int] = (), split: str = "train") -> None:
@@ -79,7 +80,7 @@ class BatchSource(Iterator[Batch]):
         return {"row": self._row, "streams": {i: stream.get_state() for i, stream in self._streams.items()}}
 
     def restore(self, state: Any) -> None:
-        """Goes to a state."""
+        """Continues from an earlier value of `state`."""
         if set(state["streams"]) != set(self.start["streams"]):
             raise ConfigError(
                 "the position is one in another blend of data: choose another folder with --out"
@@ -103,7 +104,7 @@ class BatchSource(Iterator[Batch]):
 
     @property
     def epochs(self) -> list[int]:
-        """How often each part of the data was begun anew before `state`."""
+        """How many times each part of the data has started over before `state`."""
         epochs = []
         counts = count_rows(self.state["row"], self._weights)
         for i, (source, count) in enumerate(zip(self._sources, counts, strict=True)):
@@ -132,7 +133,7 @@ class BatchSource(Iterator[Batch]):
             token = tokens.max() if tokens.max() >= self._vocab else tokens.min()
             has = f"'{self._run.data}' has token {token}, the model a vocabulary of {self._vocab}"
             raise ConfigError(has + VOCAB_HINT)
-        # Padding becomes token 0: what stands in its place makes no difference.
+        # Padding becomes token 0. Any token would do, because padding is masked.
         ids = np.maximum(tokens, 0).astype(np.int32)
         batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "mask": np.ones_like(ids[:, 1:])}
         if self._end is not None:
@@ -140,7 +141,7 @@ class BatchSource(Iterator[Batch]):
         return batch, self._position()
 
     def _next_row(self, is_wanted: bool) -> np.ndarray | None:
-        """The next row. A row that is not wanted is read only in a stream, which has no other way."""
+        """The next row, or None if it is not wanted. Only streams read unwanted rows, because they cannot skip them."""
         before, after = (count_rows(self._row + i, self._weights) for i in (0, 1))
         part = next(i for i, (b, a) in enumerate(zip(before, after, strict=True)) if a > b)
         self._row += 1

@@ -1,4 +1,4 @@
-"""Documents, epoch after epoch, shuffled in a buffer. Bad rows are named and skipped."""
+"""Documents, epoch after epoch, shuffled in a buffer. Bad rows are skipped with a warning."""
 
 import functools
 import hashlib
@@ -15,14 +15,14 @@ from policyc.models.llama.data.specs import DataSpec, list_files
 
 
 class Document(NamedTuple):
-    """The text of a document, in UTF-8, and the number of the epoch that it is read in."""
+    """The text of a document in UTF-8, and the number of its epoch."""
 
     text: bytes
     epoch: int
 
 
 class Documents:
-    """The documents of a corpus, epoch after epoch. Bad rows are named and skipped, up to a limit in each epoch."""
+    """The documents of a corpus, epoch after epoch. Up to a limit per epoch, bad rows are skipped with a warning."""
 
     def __init__(self, corpus: Corpus, spec: DataSpec, max_bad_rows: int) -> None:
         self._corpus, self._spec, self._max_bad_rows = corpus, spec, max_bad_rows
@@ -69,9 +69,10 @@ class Documents:
 
 
 class ShuffledDocuments:
-    """Documents in windows within an epoch, each shuffled with its own seed. To restore a window, it is read again.
+    """Documents shuffled in windows within an epoch, each with its own seed. Restoring a window reads it again.
 
-    A window of one document is not shuffled; then some are read together nevertheless, as they are tokenized together.
+    With windows of one document nothing is shuffled. Documents are then still read in groups, because they are
+    tokenized in groups.
     """
 
     def __init__(self, documents: Documents, size: int, seed: int) -> None:
@@ -112,7 +113,7 @@ class ShuffledDocuments:
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Prints a warning. A row is read several times: by several seeds, in several epochs, to restore a buffer."""
+    """Prints a warning once, although a row is read several times: by other seeds, in later epochs, on a restore."""
     print(text, file=sys.stderr)
 
 
@@ -153,7 +154,7 @@ def read_documents(spec: DataSpec, max_bad_rows: int = 10) -> Iterator[bytes]:
 
 
 def list_stdlib() -> list[Path]:
-    """The files of Python's standard library, ordered by a hash: the end, which is for validation, is like the rest."""
+    """The files of Python's standard library, ordered by hash: the end, used for validation, is then like the rest."""
     root = Path(sysconfig.get_paths()["stdlib"])
     # Some distributions omit the tests.
     omitted = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"}

@@ -1,4 +1,4 @@
-"""Rows of files and of Hugging Face datasets, from any place that a checkpoint stores."""
+"""Reads rows of files and of Hugging Face datasets, from any position that a checkpoint stores."""
 
 import gzip
 import hashlib
@@ -19,8 +19,8 @@ from policyc.models.llama.configs import ConfigError, import_library
 from policyc.models.llama.data.specs import DataSpec, list_files
 
 LONGEST_LINE = 1 << 28  # bytes of a JSON line
-ENDS = 1 << 16  # bytes at both ends of a file that identify it
-FIRST_ROWS = 10  # that are looked at before the first step
+ENDS = 1 << 16  # bytes hashed at each end of a file to identify it
+FIRST_ROWS = 10  # checked for the text column before the first step
 T = TypeVar("T")
 READ_ERRORS = (OSError, RuntimeError, ValueError, EOFError, zlib.error)
 
@@ -48,7 +48,7 @@ def explain_errors(name: str) -> Iterator[None]:
         raise ConfigError(f"'{name}' cannot be read; is it truncated, or of another kind? {reason}") from None
 
 
-# Readers of one file. Each yields the rows after `row`: content, number of the row from 1, and the byte after it.
+# Readers of one file. Each yields the rows after row number `row`: content, number from 1, and offset of the next row.
 
 FileRow = tuple[Any, int, int]
 
@@ -64,7 +64,7 @@ def _open_lines(path: Path) -> BinaryIO:
 
 def _read_jsonl(path: Path, row: int, offset: int, _column: str) -> Iterator[FileRow]:
     with _open_lines(path) as file:
-        if path.suffix == ".zst":  # such a stream only reads forwards
+        if path.suffix == ".zst":  # this stream cannot seek
             for begin in range(0, offset, 1 << 20):
                 file.read(min(1 << 20, offset - begin))
         else:
@@ -78,7 +78,7 @@ def _read_jsonl(path: Path, row: int, offset: int, _column: str) -> Iterator[Fil
             if not line.strip():
                 continue
             try:
-                # Of bytes, `json` would guess the encoding. A file may begin with a mark that it is UTF-8.
+                # Given bytes, `json` would guess the encoding. A file may begin with a UTF-8 byte order mark.
                 content = json.loads(line.decode("utf-8-sig" if row == 1 else "utf-8"))
             except (ValueError, RecursionError) as error:
                 content = BadRowError(f"it is not JSON: {error}")
@@ -123,7 +123,7 @@ READERS: dict[str, Callable[[Path, int, int, str], Iterator[FileRow]]] = {
 
 
 def describe_files(files: list[Path]) -> str:
-    """Sizes and ends of files: what identifies them without reading all of them. Not their paths: they may move."""
+    """Identifies files by their sizes and ends, without reading them whole. Paths do not count: files may move."""
     digest, total = hashlib.sha256(), 0
     for file in files:
         with explain_errors(str(file)), file.open("rb") as stream:
@@ -136,7 +136,7 @@ def describe_files(files: list[Path]) -> str:
 
 
 class FileCorpus:
-    """The rows of files. The seed determines the order of the files, another one in each epoch. None: by name."""
+    """The rows of files. The seed shuffles the files, anew in each epoch. Without a seed they are ordered by name."""
 
     def __init__(self, spec: DataSpec, seed: int | None) -> None:
         self._spec, self._files, self._seed = spec, list_files(spec.path), seed
@@ -147,7 +147,7 @@ class FileCorpus:
         self.contents: str = describe_files(self._files)
 
     def _check(self, file: Path) -> None:
-        """Raises an error if a file is not of its kind, as far as its metadata shows it."""
+        """Raises an error if the metadata of a file shows that it is not of the expected kind."""
         if self._spec.kind == "array_record":
             with grain.sources.ArrayRecordDataSource([str(file)]) as source:
                 len(source)
@@ -157,14 +157,14 @@ class FileCorpus:
                 there = ", ".join(schema.names)
                 raise ConfigError(f"'{file}' has no column '{column}': it has {there} (column=NAME)")
             kind = str(schema.field(column).type)
-            # By a part of the name: there are also large ones, views and dictionaries.
+            # Part of the name is enough: there are also large strings, string views and dictionaries of strings.
             if not any(name in kind for name in ("string", "binary")):
                 raise ConfigError(
                     f"'{file}': column '{column}' has values of type {kind}, not text (column=NAME)"
                 )
 
     def read(self, epoch: int, place: Any) -> Iterator[Record]:
-        """The rows of an epoch from a place on; from the first one if it is None."""
+        """Yields the rows of an epoch from `place` on, or from the first row if it is None."""
         begin, first_row, first_offset = place or (0, 0, 0)
         count, read = len(self._files), READERS[self._spec.kind]
         order = range(count) if self._seed is None else shuffle(range(count), f"{self._seed} files {epoch}")
@@ -186,7 +186,7 @@ class FileCorpus:
 
 
 class HubCorpus:
-    """The rows of a Hugging Face dataset, streamed: of the hub, or of a folder that `save_to_disk` wrote."""
+    """The rows of a Hugging Face dataset, streamed from the hub or from a folder that `save_to_disk` wrote."""
 
     def __init__(self, spec: DataSpec) -> None:
         self._spec, path, options = spec, spec.path, spec.options
@@ -237,6 +237,6 @@ def open_corpus(spec: DataSpec, seed: int | None) -> Corpus:
 
 
 def shuffle(items: Iterable[T], seed: str) -> list[T]:
-    """Items in a random order. Python guarantees `random()`, and no other method, to be the same in every version."""
+    """Shuffles items with `random()`, the only method whose results Python keeps the same in every version."""
     generator = random.Random(seed)
     return [item for _, _, item in sorted((generator.random(), i, item) for i, item in enumerate(items))]

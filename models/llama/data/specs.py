@@ -44,7 +44,7 @@ class DataSpec(NamedTuple):
 
     @property
     def is_stream(self) -> bool:
-        """Whether it is read while the model trains, instead of being tokenized before."""
+        """Whether the data is read during training, instead of being tokenized in advance."""
         return self.kind in STREAMS
 
     @property
@@ -56,7 +56,7 @@ class DataSpec(NamedTuple):
         return self.path or self.kind
 
     def of_validation(self) -> "DataSpec":
-        """The data that the options name for validation; this data if they name none."""
+        """The validation data that the options name, or this data if they name none."""
         options = dict(self.options)
         if "validation_split" in options:
             options["split"] = options["validation_split"]
@@ -84,7 +84,7 @@ def parse_spec(text: str) -> DataSpec:
 
 
 def _guess_kind(path: str) -> str:
-    """The kind of the files that a path without a kind names, by the ends of their names."""
+    """The kind of the files at a path, from their suffixes."""
     kinds = {
         next((kind for kind, suffixes in SUFFIXES.items() if name.endswith(suffixes)), "text")
         for name in glob.glob(path, recursive=True) or [path]
@@ -112,14 +112,14 @@ def _check_options(spec: DataSpec) -> None:
 
 
 class BlendPart(NamedTuple):
-    """A source of a blend, and how many of every `total` rows come from it."""
+    """A source of a blend. It supplies `weight` of every `sum(weights)` rows."""
 
     spec: DataSpec
     weight: int
 
 
 def parse_blend(text: str) -> list[BlendPart]:
-    """The sources of `--data`, with whole weights that have no common divisor. A single spec is a blend of one."""
+    """The sources of `--data`, with integer weights that have no common divisor. A single spec is a blend of one."""
     if not re.search(r"@[^@\s/,]*(\s|$)", text) or glob.glob(text):
         return [BlendPart(parse_spec(text), 1)]
     try:

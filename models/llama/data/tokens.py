@@ -20,17 +20,17 @@ from policyc.models.llama.data.specs import DataSpec, list_files
 LLM_C_DTYPES = {20240520: "uint16", 20240801: "uint32"}  # token files of llm.c: first word -> dtype
 LLM_C_HEADER = 1024  # bytes
 END_TOKENS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
-END = 256  # ends a document where tokens are bytes
+END = 256  # the end token if tokens are bytes
 VOCAB_HINT = ": use a larger vocabulary; for token files, check dtype=uint16 or dtype=uint32"
 CHUNK = 1 << 26  # bytes that one thread reads at a time, to check and to hash a file
-KEPT_SCAN = 1 << 28  # bytes of a file from which on its hash is kept; a smaller one is read again in a second
-SLOW_SCAN = 1 << 33  # bytes from which on a message says that a file is read
+KEPT_SCAN = 1 << 28  # bytes: the scan of a file at least this large is cached; a smaller one takes a second
+SLOW_SCAN = 1 << 33  # bytes: a message announces the scan of a file at least this large
 
 Encoder = Callable[[Iterator[bytes]], Iterator[np.ndarray]]
 
 
 def read_tokenizer(tokenizer: str) -> tuple[Any, int]:
-    """A tokenizer.json, and the id of its end token."""
+    """Reads a tokenizer.json. Returns the tokenizer and the id of its end token."""
     read = import_library("tokenizers", "data").Tokenizer.from_file
     try:
         bpe = read(tokenizer)
@@ -83,7 +83,7 @@ def cache_folder() -> Path:
 
 
 class TokenFile:
-    """Tokens in a file. They are read, not memory-mapped: a mapped file that is shortened would end the process."""
+    """Tokens in a file. They are read, not memory-mapped: truncating a mapped file would kill the process."""
 
     def __init__(self, path: Path, dtype: Any, offset: int, count: int) -> None:
         self.path: Path = path
@@ -115,7 +115,7 @@ class TokenFile:
         return np.frombuffer(content, self.dtype)
 
     def status(self) -> list[int]:
-        """Changes when the file changes."""
+        """Metadata that changes whenever the file changes."""
         status = os.fstat(self._descriptor)
         return [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
@@ -124,7 +124,7 @@ TokenArray = np.ndarray | TokenFile
 
 
 class TokenScan(NamedTuple):
-    """What a look at every token of an array shows."""
+    """The hash and the range of the tokens of an array."""
 
     digest: str
     smallest: int
@@ -164,17 +164,17 @@ def _scan(array: TokenArray) -> TokenScan:
         tokens = array[start : start + step]
         return hashlib.sha256(tokens.data).digest(), int(tokens.min()), int(tokens.max())
 
-    with ThreadPoolExecutor(8) as threads:  # hashlib and NumPy release the lock of Python
+    with ThreadPoolExecutor(8) as threads:  # hashlib and NumPy release the GIL
         digests, smallest, largest = zip(*threads.map(scan_chunk, range(0, len(array), step)), strict=True)
     digest = hashlib.sha256(array.dtype.str.encode() + b"".join(digests)).hexdigest()
     return TokenScan(digest, min(smallest), max(largest))
 
 
 def open_token_file(path: Path, dtype: str | None, vocab: int) -> TokenFile:
-    """A token file: .npy, llm.c's header and its tokens, or only tokens."""
+    """Opens a token file: .npy, llm.c's format (a header, then tokens), or raw tokens."""
     try:
         if path.suffix == ".npy":
-            mapped = np.load(path, mmap_mode="r")  # fails if the file is shorter than it says
+            mapped = np.load(path, mmap_mode="r")  # fails if the file is shorter than its header says
             if mapped.ndim != 1 or mapped.dtype.kind not in "ui":
                 raise ValueError(f"it holds {mapped.dtype}{list(mapped.shape)}, not a vector of integers")
             return TokenFile(path, mapped.dtype, mapped.offset, len(mapped))
@@ -195,7 +195,7 @@ def open_token_file(path: Path, dtype: str | None, vocab: int) -> TokenFile:
 
 def open_token_files(spec: DataSpec, vocab: int) -> list[TokenFile]:
     files = list_files(spec.path)
-    allow_open_files(2 * len(files) + OPEN_FILES)  # of training and of validation
+    allow_open_files(2 * len(files) + OPEN_FILES)  # for training and for validation
     return [open_token_file(file, spec.options.get("dtype"), vocab) for file in files]
 
 
@@ -210,7 +210,7 @@ def _open_llm_c(path: Path, header: list[int], size: int) -> TokenFile:
 
 
 def cache_tokens(key: Any, source: str, pieces: Iterable[np.ndarray]) -> TokenFile:
-    """The tokens as a file, which is written at its first use."""
+    """A cached file of the tokens, written at its first use."""
     home = cache_folder()
     path = home / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}.u32"
     if not path.exists():
@@ -230,11 +230,14 @@ def cache_tokens(key: Any, source: str, pieces: Iterable[np.ndarray]) -> TokenFi
 
 
 def load_tokens(spec: DataSpec, vocab: int, tokenizer: str | None) -> tuple[list[TokenArray], str]:
-    """All tokens of a source, in consecutive arrays, and what identifies them. Every token is in the vocabulary."""
+    """The tokens of a source in consecutive arrays, and a text that identifies them.
+
+    Raises ConfigError if a token is not in the vocabulary.
+    """
     encode, size = make_encoder(tokenizer)
     if spec.kind == "tokens" and tokenizer is None:
         size = 0
-    check_vocab(tokenizer or spec.name, size, vocab)  # before hours of tokenizing
+    check_vocab(tokenizer or spec.name, size, vocab)  # fails before hours of tokenizing
     arrays: list[TokenArray]
     if spec.kind == "tokens":
         arrays = [*open_token_files(spec, vocab)]
@@ -253,7 +256,7 @@ def load_tokens(spec: DataSpec, vocab: int, tokenizer: str | None) -> tuple[list
 
 
 def _encode_all(spec: DataSpec, encode: Encoder, tokenizer: str | None) -> TokenArray:
-    """The tokens of text. With a tokenizer they are kept in a file."""
+    """The tokens of a text source. With a tokenizer, they are cached in a file."""
     pieces = encode(read_documents(spec))
     if tokenizer is None:
         return np.concatenate(list(pieces))

@@ -1,4 +1,4 @@
-"""Rows of tokens: of an array, in an order that is computed, and of a stream of documents."""
+"""Rows of tokens, from an array in a computed random order, or from a stream of documents."""
 
 import hashlib
 from collections import deque
@@ -21,16 +21,16 @@ from policyc.models.llama.data.tokens import (
     make_encoder,
 )
 
-GROUP = 64  # documents that are tokenized together: the threads of the tokenizer share them
+GROUP = 64  # documents tokenized together, in parallel by the tokenizer's threads
 CHUNK = 1 << 24  # tokens that are searched at once
 
-PADDING = -1  # in the place of a token, after the last document of a row
+PADDING = -1  # fills a row after its last document
 
 Row = Callable[[int], np.ndarray]  # from the number of a window to its tokens
 
 
 class RowArray(NamedTuple):
-    """Rows that are found by their number. `epoch_rows` is the number of rows in an epoch; 0: they never repeat."""
+    """Rows with random access by number. `epoch_rows` is the number of rows in an epoch; 0: they never repeat."""
 
     row: Row
     epoch_rows: int
@@ -38,7 +38,7 @@ class RowArray(NamedTuple):
 
 
 def _split_span(arrays: list[TokenArray], span: range) -> list[range]:
-    """The part of a span of all tokens that each array holds."""
+    """The part of a span of all tokens that each array holds, in indices of that array."""
     begins = np.cumsum([0, *map(len, arrays)]).tolist()
     return [
         range(max(0, span.start - begin), max(0, min(len(array), span.stop - begin)))
@@ -47,7 +47,7 @@ def _split_span(arrays: list[TokenArray], span: range) -> list[range]:
 
 
 def shuffle_windows(arrays: list[TokenArray], span: range, sequence: int, seed: int) -> tuple[int, Row]:
-    """The number of windows in a span of tokens, and their endless order, shuffled anew in each epoch."""
+    """The number of windows in a span of tokens, and an endless sequence of them, reshuffled in each epoch."""
     spans = _split_span(arrays, span)
     ends = np.cumsum([max(0, len(span) - 1) // sequence for span in spans])
     order = grain.MapDataset.range(int(ends[-1])).shuffle(seed=seed)  # computed, not stored
@@ -68,7 +68,7 @@ def find_ends(array: TokenArray, span: range, end: int) -> Iterator[np.ndarray]:
 
 
 def check_end(arrays: list[TokenArray], name: str, end: int) -> None:
-    """Raises ConfigError if no document ends."""
+    """Raises ConfigError if the end token never occurs."""
     if not any(ends.size for array in arrays for ends in find_ends(array, range(len(array)), end)):
         raise ConfigError(f"--document-mask: no document of '{name}' ends: it has no token {end}; name the token that "
                           "ends documents with end=NUMBER in --data")  # fmt: skip
@@ -77,7 +77,7 @@ def check_end(arrays: list[TokenArray], name: str, end: int) -> None:
 def shuffle_whole_rows(
     arrays: list[TokenArray], span: range, sequence: int, seed: int, end: int
 ) -> tuple[int, Row]:
-    """The number of rows of whole documents in a span, and their endless order, shuffled anew in each epoch."""
+    """The number of rows of whole documents in a span, and an endless sequence of them, reshuffled in each epoch."""
     parts = [
         (part, np.concatenate([np.zeros(0, np.int64), *find_ends(array, piece, end)]), piece)
         for part, (array, piece) in enumerate(zip(arrays, _split_span(arrays, span), strict=True))
@@ -102,7 +102,7 @@ def synthetic_row(vocab: int, sequence: int, seed: int, number: int) -> np.ndarr
 
 
 def open_row_array(spec: DataSpec, run: RunConfig, vocab: int, split: str, end: int | None) -> RowArray:
-    """The rows of an array of tokens. `end` is the token that ends a document, if documents matter."""
+    """The rows of an array of tokens. `end` is the token that ends a document; None without --document-mask."""
     training = split == "train"
     if spec.kind == "synthetic":
         seed = 2 * run.seed if training else 1
@@ -132,9 +132,9 @@ def open_row_array(spec: DataSpec, run: RunConfig, vocab: int, split: str, end: 
 class RowStream:
     """The rows of a stream: its documents, shuffled in a buffer, tokenized, joined, and cut into windows.
 
-    As in an array of tokens, the last token of a row is also the first of the next one. The state is where the
-    documents of the next row begin, and the number of their tokens before it. To restore it, they are read again.
-    With the token `end`, rows are of whole documents. `contents` identifies the stream.
+    As in an array of tokens, the last token of a row is also the first of the next one. The state is the position of
+    the group of documents in which the next row begins, and the offset of that row in the group's tokens. Restoring
+    reads the group again. If `end` is given, rows consist of whole documents. `contents` identifies the stream.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class RowStream:
         return pad_row(tokens[:stop], self._sequence)
 
     def _peek(self, missing: int) -> np.ndarray:
-        """The next tokens."""
+        """The next `missing` tokens. They are not consumed."""
         pieces: list[np.ndarray] = []
         begin, number = self._offset, 0
         while missing:
@@ -184,7 +184,7 @@ class RowStream:
         return np.concatenate(pieces)
 
     def _advance(self, count: int) -> None:
-        """Leaves tokens behind, fewer than those that were read."""
+        """Consumes `count` tokens, fewer than have been read."""
         self._offset += count
         while self._offset >= len(self._groups[0].tokens):
             self._offset -= len(self._groups.popleft().tokens)
@@ -206,7 +206,7 @@ class Group(NamedTuple):
 
 
 def open_row_stream(spec: DataSpec, run: RunConfig, vocab: int, split: str, end: int | None) -> RowStream:
-    """The rows of a stream of documents, which the token `end` ends."""
+    """The rows of a stream of documents. `end` is the token that ends a document; None without --document-mask."""
     if split != "train" and not spec.has_validation:
         names = "validation=PATH" + (" or validation_split=NAME" if spec.kind == "hf" else "")
         raise ConfigError(f"'{spec.name}' is a stream, which has no end for validation: add {names}")
@@ -237,8 +237,8 @@ def documents_in_row(rows: np.ndarray, end: int) -> dict[str, np.ndarray]:
     - `segments`: the number of an input's document, from 0 in each row. An end token belongs to the document it ends.
     - `positions`: the number of inputs of the same document before it in the row. A row that begins within a document
       starts at 0: what was before is not visible.
-    - `mask`: 0 for end tokens, because the next token is of another document, which nothing before it determines. So
-      the loss of a row is the sum of the losses of its documents alone.
+    - `mask`: 0 for end tokens, because the next token belongs to another document and cannot be predicted. So the loss
+      of a row is the sum of the losses of its documents, each computed alone.
 
     Padding has the segment -1 and predicts nothing, and nothing predicts it.
     """
@@ -257,12 +257,12 @@ def documents_in_row(rows: np.ndarray, end: int) -> dict[str, np.ndarray]:
 
 
 def fit_documents(ends: np.ndarray, begin: int, sequence: int) -> tuple[int, int]:
-    """Where a row of whole documents ends that begins at a token, and where the next row begins.
+    """The end of the row of whole documents that begins at `begin`, and the beginning of the next row.
 
-    `ends` are the places of the end tokens, in order: at least all of the next `2 * sequence + 2` tokens. A row has at
-    most `sequence + 1` tokens, and takes all documents that fit. A document that does not fit into the rest of the row
-    begins the next row. One that fits into no row is cut where the row ends; its last token in this row is also the
-    first one of the next row, so that it predicts, too.
+    `ends` are the positions of the end tokens, in order: at least all among the next `2 * sequence + 2` tokens. A row
+    has at most `sequence + 1` tokens, and takes all documents that fit. A document that does not fit into the rest of
+    the row begins the next row. A document that fits into no row is cut at the end of the row. Its last token there is
+    also the first token of the next row, so that this token predicts too.
     """
     limit = begin + sequence + 1
     after = int(np.searchsorted(ends, limit))
@@ -274,7 +274,7 @@ def fit_documents(ends: np.ndarray, begin: int, sequence: int) -> tuple[int, int
 
 
 def whole_rows(ends: np.ndarray, span: range, sequence: int) -> Iterator[tuple[int, int]]:
-    """The begin and the end of each row of whole documents in a span of tokens. A row has at least two tokens."""
+    """Yields the start and stop of each row of whole documents in a span of tokens. A row has at least two tokens."""
     begin = span.start
     while begin < span.stop - 1:
         stop, next_begin = fit_documents(ends, begin, sequence)

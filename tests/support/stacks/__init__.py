@@ -1,4 +1,4 @@
-"""Small losses whose layers are stacked, chosen and run in unusual ways. They are to be traced, not compiled."""
+"""Small losses whose layers are stacked, chosen and run in unusual ways. Tests trace them and never compile them."""
 
 from tests.support.stacks import choices, devices, lists, loops, weights
 from tests.support.stacks.base import PROGRAMS, Program, X

@@ -1,4 +1,4 @@
-"""What losses over stacks have in common: their parameters, their layer, and the table that they are in."""
+"""Shared parts of the losses over stacks: parameters, the layer, and the table of programs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Program:
     """A loss of parameters and `X`.
 
     Attributes:
-      axes: the axes of layers, by the last name of a parameter. By default it is the first of three or more.
-      index_last: do selectors have the index at the last name? That is so where parameters differ in their axes.
+      axes: the axes of layers, by the last name of a parameter. The default is the first of three or more axes.
+      index_last: whether selectors have the index at the last name. They do if parameters differ in their axes.
     """
 
     params: Any

@@ -1,4 +1,4 @@
-"""Losses put together from ways to store layers, to rearrange them, to run over them and to apply one."""
+"""Losses composed of a way to store layers, ways to rearrange them, a way to loop over them and a way to apply one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def combine(seed: int) -> tuple[str, Program]:
 
 
 def cover() -> Iterator[tuple[str, Program, str]]:
-    """Programs in which every part occurs, and at most one that is not followed; and why it is not."""
+    """Programs that cover all parts, each with at most one part that is not followed, and the reason for that part."""
     stores, moves, loops, wrappers = (
         [name for name in parts if name not in NOT_FOLLOWED] for parts in (STORES, MOVES, LOOPS, WRAPPERS)
     )
@@ -63,7 +63,7 @@ def _program(store: str, moves: list[tuple[str, int]], loop: str, wrapper: str) 
     return name, Program(params, loss, axes)
 
 
-# ---- stores: parameters, their axes of layers where these are not the first, and how to load them as one stack
+# ---- stores: parameters, their layer axes if these are not the first, and how to load them as one stack
 
 Store = tuple[Tree, dict[str, Sequence[int]], Callable[[Tree], Tree]]
 _LAYER = {"up": w(), "down": w()}
@@ -132,7 +132,7 @@ STORES: dict[str, Store] = {
 }
 
 
-# ---- moves: another stack from a stack, with the help of a number
+# ---- moves: (stack, number) -> another stack
 
 Move = Callable[[Tree, int], Tree]
 
@@ -218,7 +218,7 @@ MOVES: dict[str, Move] = {
 }
 
 
-# ---- loops: apply a layer (parameters, activation) -> activation for each member of a stack
+# ---- loops: apply a layer, (parameters, activation) -> activation, for each member of a stack
 
 Layer = Callable[[Tree, Any], Any]
 Loop = Callable[[Layer, Tree, Any], Any]
@@ -306,7 +306,7 @@ def _members(apply: Layer, stack: Tree, x: Any) -> Any:
 
 
 def _results_of_all(apply: Layer, stack: Tree, x: Any) -> Any:
-    """A scan whose results are stacked and read by a second one."""
+    """A scan whose stacked outputs a second scan reads."""
     h, hs = lax.scan(lambda h, q: (apply(q, h), h), x, stack)
     return lax.scan(lambda c, pair: (c + apply(pair[0], pair[1]), None), h, (stack, hs), reverse=True)[0]
 
@@ -398,4 +398,4 @@ NOT_FOLLOWED = {
     "prefetching": "the loop around it carries it, and changes it in every iteration",
     "own backward": "it is inside a function with its own backward rule (jax.custom_vjp)",
 }
-"""Parts because of which rules for some layers are refused, and why."""
+"""Parts with which policyc rejects rules for some layers, and why."""

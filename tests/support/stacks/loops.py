@@ -53,7 +53,7 @@ def prefetched_weights_that_start_with_zeros(p, x):
 
 @program(STACK)
 def buffer_that_is_filled(p, x):
-    """A loop copies the layers into a buffer, another reads them."""
+    """One loop copies the layers into a buffer, and another reads them."""
 
     def body(i, buffer):
         return jax.tree.map(lambda b, a: b.at[L - 1 - i].set(a[i]), buffer, p["layers"])
@@ -96,7 +96,7 @@ def last_carry_of_a_scan_over_layers(p, x):
 
 @program(STACK)
 def accumulator_with_a_delay_line(p, x):
-    """No weight: what is added comes from the data after two iterations."""
+    """The accumulator is not a weight: after two iterations, data is added to it."""
 
     def body(carry, q):
         acc, b, c, h = carry

@@ -57,7 +57,7 @@ def segment_sum_of_layers(p, x):
 
 @program(STACK)
 def reshaped_across_layers(p, x):
-    """Each matrix has rows of every layer."""
+    """Each matrix contains rows of every layer."""
     return scan(each(lambda a: a.swapaxes(0, 1).reshape(L, D, D), p["layers"]), x).sum()
 
 
