@@ -36,7 +36,9 @@ pytestmark = [
     pytest.mark.te,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     # Most tests switch that kernel off: see `two_calls`.
-    pytest.mark.filterwarnings("ignore:Transformer Engine's kernel that quantizes rows and rotated columns:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:Transformer Engine's kernel that quantizes rows and rotated columns:UserWarning"
+    ),
 ]
 
 VENDOR = "* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)"
