@@ -351,7 +351,9 @@ class _Loader(DiagnosticCollector):
             self.report("bad-import-path", statement.span, message, help)
             return None
         relative = written if pure.suffix else written + bundled.POLICY_SUFFIX
-        folders = [*([folder] if folder is not None else []), bundled.data_folder("policies")]
+        folders = [] if folder is None else [folder]
+        if ".." not in pure.parts:  # the bundled policies are in one folder
+            folders.append(bundled.data_folder("policies"))
         for candidate in folders:
             try:
                 if (candidate / relative).is_file():

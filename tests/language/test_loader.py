@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
@@ -192,6 +193,14 @@ def test_an_import_does_not_follow_a_link_to_what_is_no_policy(write):
     (folder / "notes.txt").write_text("a -> bf16\n")
     (folder / "link.policy").symlink_to("notes.txt")
     assert load_errors(folder / "main.policy") == [("bad-import-path", "main.policy", 1)]
+
+
+def test_a_folder_above_that_of_the_bundled_policies_is_not_imported_from(write):
+    """There a link would not be checked."""
+    folder = write(main="a -> bf16")
+    above = os.path.relpath(folder / "main.policy", data_folder("policies"))
+    with pytest.raises(PolicyError, match="import-not-found"):
+        parse(f'import "{above}"')
 
 
 def test_an_import_follows_links_inside_its_folder_and_names_folders_above(write):
