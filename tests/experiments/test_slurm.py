@@ -146,6 +146,18 @@ def test_a_second_sweep_finds_the_job_of_the_first(cluster, tmp_path):
     assert len(cluster.calls("sbatch")) == 1
 
 
+def test_a_job_that_is_found_again_does_not_end_as_the_attempt_before_it(cluster, tmp_path):
+    """A status that says `failed` is from that attempt. One that says `running` is from this job."""
+    run = make_run(tmp_path)
+    SlurmExecutor(OPTIONS).start(run)
+    cluster.set_queue(f"7|RUNNING|None|{run.folder}")
+    for state, earlier in (("failed", 2), ("running", 1)):
+        make_status(state, attempt=2).write(run.folder)
+        (run.folder / "slurm.json").unlink()  # killed before it noted the number
+        assert SlurmExecutor(OPTIONS).is_active(run)
+        assert SlurmJob.read(run.folder) == SlurmJob(id="7", attempts=earlier)
+
+
 def test_a_refused_job_is_an_error_with_the_message_of_slurm(cluster, tmp_path):
     (cluster.folder / "sbatch").write_text(
         "#!/bin/sh\necho 'error: invalid partition specified: low' >&2; exit 1\n"

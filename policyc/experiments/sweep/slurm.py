@@ -314,7 +314,9 @@ class SlurmExecutor:
             comment = str(run.folder)
             active = [q for q in self._queue.jobs().values() if q.comment == comment and not q.has_ended]
             if active and (job is None or job.id != active[-1].id):
-                job = SlurmJob(id=active[-1].id, attempts=0)
+                status = RunStatus.read(run.folder)
+                earlier = status.attempt - (status.state == "running") if status else 0
+                job = SlurmJob(id=active[-1].id, attempts=earlier)
                 job.write(run.folder)
             if job is None:
                 return None
