@@ -135,7 +135,7 @@ class EquationLines:
             "shared": "quantized once for "
             + ", ".join(self._diff.linears[n].name for n in data.get("readers", ())),
             "hoisted": "quantized once per step, outside the loss",
-            "split": "one scan for each range of layers to which the same happens",
+            "split": "one scan for each range of layers that is treated alike",
             "entered": "takes inputs of the equations inside",
             "derived": "derived from equations that differ",
         }

@@ -69,9 +69,9 @@ def bisect(
 ) -> None:
     """Find the products whose return to high precision cures a policy.
 
-    Records a few batches, and evaluates them under the policy with more and more of its products as the program has
-    them, by binary search. Prints every trial, and the policy with rules that return what was found. Exits with 1 if
-    the policy does no harm, or no few products cure it.
+    Records a few batches, then searches for the products by bisection: it evaluates the batches under the policy with
+    some of its products left as they are in the program. Prints every trial, and the policy with rules that return
+    these products. Exits with 1 if the policy does no harm, or if no small set of products cures it.
     """
     from policyc.experiments.bisect import Bisection, NoCulprit, unit_name
 

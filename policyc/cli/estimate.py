@@ -48,8 +48,8 @@ slowly, as measured on an H200, and an NVFP4 GEMM writes fp32.
 If layers are in a scan, saved activations are moved four times more.
 A weight is quantized once per step, and each device quantizes its shard.
 Attention reaches half of the bf16 peak. A configuration counts causal FLOPs, a program all of them.
-fsdp gathers weights for fprop and for dgrad, as codes if they are quantized and else in bf16, and scatters gradients
-in bf16, for each microbatch.
+fsdp gathers weights for fprop and for dgrad, as codes if they are quantized and in bf16 otherwise, and scatters
+gradients in bf16, for each microbatch.
 "Everything else" is a fixed fraction of every step. This fraction, and how much communication overlaps with
 computation, are fitted to four published figures. They, and the errors on twelve others, are in
 docs/explanation/cost_model.md.

@@ -64,8 +64,8 @@ class LintOptions:
         help="With a program: the GPU on which speed is judged.",
     )
     fix: bool = switch(
-        "Apply the fixes that keep the meaning of the policy. Of '-', the text goes to standard output and "
-        "the findings to standard error."
+        "Apply the fixes that keep the meaning of the policy. With '-', the fixed text goes to standard output "
+        "and the findings go to standard error."
     )
     unsafe_fixes: bool = switch("With --fix or --diff: also apply fixes that change what the policy means.")
     diff: bool = switch("Write nothing. Print what --fix would change, and exit with 1 if anything.")

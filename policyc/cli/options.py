@@ -262,7 +262,7 @@ class RunOptions:
     rounding_seed: int | None = number(
         "Seed of stochastic rounding.", least=0, most=2**32 - 1, show_default="that of the policy"
     )
-    quiet: bool = switch("Print nothing beside the program's output, except warnings and errors.")
+    quiet: bool = switch("Print nothing but the program's output, warnings and errors.")
     multiple_losses: bool = False
     compile_cache: str | None = None
 
@@ -312,7 +312,7 @@ class StepOptions:
     batch: int | None = number("Sequences per step.", show_default=_FROM_CONFIG)
     sequence: int | None = number("Tokens per sequence.", show_default=_FROM_CONFIG)
     accumulate: int | None = number(
-        "Microbatches per step.", show_default="as few as leave a device two sequences at a time"
+        "Microbatches per step.", show_default="the fewest with at most two sequences per device at a time"
     )
     remat: str | None = option(
         type=click.Choice(["none", "dots", "full", "quantized"]),

@@ -34,7 +34,7 @@ def _read_backends(_ctx: click.Context, _option: click.Parameter, text: str) -> 
     default="te,xla,cudnn",
     show_default=True,
     callback=_read_backends,
-    help="Backends to test, beside the emulation.",
+    help="Backends to test, in addition to the emulation.",
 )
 @switch("Fewer recipes, no training and no timings.", "--quick")
 @path_option(

@@ -60,10 +60,9 @@ def sweep(
 
     Runs the policies, the edits and the baselines with the same seeds, so that differences are paired, and ends with a
     verdict on each. With several policies, a run of the bundled Llama validates ten times unless --eval-every says
-    otherwise. Every run is a
-    process with its own folder. The same command continues a sweep that was stopped or killed; finished runs are not
-    run again. A program learns its seed, steps and folder from {seed}, {steps} and {out} in its arguments, or from
-    POLICYC_SEED, POLICYC_STEPS and POLICYC_RUN_DIR, and writes metrics.jsonl into its folder.
+    otherwise. Every run is a process with its own folder. The same command continues a sweep that was stopped or
+    killed; finished runs are not run again. A program learns its seed, steps and folder from {seed}, {steps} and {out}
+    in its arguments, or from POLICYC_SEED, POLICYC_STEPS and POLICYC_RUN_DIR, and writes metrics.jsonl into its folder.
 
     Exits with 0 if all runs finished, 1 if some failed, 130 if the sweep was stopped.
     """

@@ -143,7 +143,7 @@ class _Solver:
             return limited if math.isinf(price) else objective + price * limited
 
         size = self._layers + 1
-        total, objective, limited = (np.zeros((size, size)) for _ in range(3))
+        objective, limited = np.zeros((size, size)), np.zeros((size, size))
         for group in self._groups:
             spans = (x[:, None, :] - x[:, :, None] for x in (group.objective, group.limited))
             values, limits = spans
