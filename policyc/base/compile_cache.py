@@ -38,7 +38,7 @@ def use_compile_cache(folder: str | None = None) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        sys.stderr.write(f"policyc: note: compiled programs are not kept: {error}\n")
+        sys.stderr.write(f"policyc: note: compiled programs will not be cached: {error}\n")
         return
     _set("jax_compilation_cache_dir", str(path))
     if is_limited:

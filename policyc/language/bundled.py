@@ -53,14 +53,14 @@ def read_policy_text(path: Path) -> str:
         with path.open("rb") as stream:
             data = stream.read(MAX_FILE_BYTES + 1)
     except IsADirectoryError:
-        help = f"name a policy: a file that ends in '{POLICY_SUFFIX}'"
-        raise unreadable_file_error(str(path), "this is a directory, and no policy is in it", help) from None
+        help = f"name a file that ends in '{POLICY_SUFFIX}'"
+        raise unreadable_file_error(str(path), "this is a directory, not a policy", help) from None
     except PermissionError:
         raise unreadable_file_error(str(path), "no permission to read this file") from None
     except (OSError, ValueError) as error:
         raise unreadable_file_error(str(path), getattr(error, "strerror", None) or str(error)) from None
     if len(data) > MAX_FILE_BYTES:
-        reason = f"larger than {MAX_FILE_BYTES >> 20} MiB, the largest size of a policy"
+        reason = f"larger than {MAX_FILE_BYTES >> 20} MiB, the maximum size of a policy"
         raise unreadable_file_error(str(path), reason)
     try:
         return data.decode("utf-8").replace("\r\n", "\n")

@@ -116,7 +116,7 @@ class _Checker:
     def _check_alternatives(self, rule: Rule) -> None:
         for selector in rule.selectors:
             if count_alternatives(selector) > _MAX_ALTERNATIVES:
-                message = f"these braces stand for more than {_MAX_ALTERNATIVES} selectors"
+                message = f"these braces expand to more than {_MAX_ALTERNATIVES} selectors"
                 help = "use '*' or '?' for some of them"
                 self._report("too-many-alternatives", selector.span, message, help)
 
@@ -129,8 +129,10 @@ class _Checker:
                 return
             self._check_chain(name, known, depths)
             if self._out_of_steps():
-                message = "the recipes of the variants go through too many other recipes"
-                self._report("nested-too-deep", known[name].span, message, "name the last ones directly")
+                message = "resolving the recipes of the variants takes too many steps"
+                self._report(
+                    "nested-too-deep", known[name].span, message, "refer to the last recipes directly"
+                )
 
     def _out_of_steps(self) -> bool:
         return self._max_steps is not None and self._steps > self._max_steps
@@ -159,13 +161,13 @@ class _Checker:
                 if call.name in path:
                     names = list(path)
                     cycle = " -> ".join([*names[names.index(call.name) :], call.name])
-                    help = "one of them must end in a format"
-                    self._report("recipe-cycle", call.span, f"this recipe is made of itself: {cycle}", help)
+                    help = "define one of them as a format"
+                    self._report("recipe-cycle", call.span, f"this recipe refers to itself: {cycle}", help)
                     return
                 stack.append((call.name, False))
         if depths[name] > _MAX_CHAIN:
-            message = f"'{name}' goes through more than {_MAX_CHAIN} other recipes"
-            self._report("nested-too-deep", known[name].span, message, "name the last one directly")
+            message = f"'{name}' starts a chain of more than {_MAX_CHAIN} recipes"
+            self._report("nested-too-deep", known[name].span, message, "refer to the last one directly")
 
     # ---- names and options of one recipe
 
@@ -189,7 +191,7 @@ class _Checker:
             self._report("unknown-format", name_span, f"no format named '{call.name}'", help)
             return
         if call.name in bundled.bundled_policies():
-            help = f'it is a bundled policy: import "{call.name}" has its rules and recipes'
+            help = f'it is a bundled policy: import "{call.name}" to use its rules and recipes'
             self._report("unknown-recipe", name_span, f"no recipe named '{call.name}'", help)
             return
         closest = OTHER_FORMAT_NAMES.get(other_name)
@@ -200,7 +202,7 @@ class _Checker:
             help = f"formats: {', '.join(FORMATS)}"
         if closest is not None:
             help = f"did you mean '{closest}'?"
-            fix = Fix(message=f"replace it by '{closest}'", edits=(Edit(name_span, closest),), safe=False)
+            fix = Fix(message=f"replace it with '{closest}'", edits=(Edit(name_span, closest),), safe=False)
         if call.settings or closest in FORMATS:
             self._report("unknown-format", name_span, f"no format named '{call.name}'", help, fix=fix)
         else:
@@ -219,7 +221,7 @@ class _Checker:
                 self._report_unknown_value(setting)
             first.setdefault(name, setting)
         for one, other, reason in _find_contradictions(call):
-            notes = (Note(first[one].span, "with this one"),) if one != other else ()
+            notes = (Note(first[one].span, "it conflicts with this one"),) if one != other else ()
             is_one_value = one == other and len(first[one].values) == 1
             help = "leave it out" if is_one_value else "drop one of the two"
             self._report("contradictory-options", first[other].span, reason, help, notes=notes)
@@ -287,18 +289,22 @@ def _find_contradictions(call: RecipeCall) -> Iterator[tuple[str, str, str]]:
         if values.get("rht"):
             yield "rounding", "rht", "MS-EDEN has its own Hadamard transform"
         if values.get("scale2d"):
-            yield "rounding", "scale2d", "MS-EDEN rotates its operands: a 2D-scaled weight is not rotated"
+            yield (
+                "rounding",
+                "scale2d",
+                "MS-EDEN rotates its operands: a rotated weight cannot have 2D scales",
+            )
         if values.get("scale") == "four_over_six":
             yield "rounding", "scale", "MS-EDEN corrects its own scales: four_over_six cannot choose them"
         if values.get("outer") == "bound":
             yield (
                 "rounding",
                 "outer",
-                "a bound is for operands that rht rotates: MS-EDEN has its own transform",
+                "outer=bound needs operands that rht rotates: MS-EDEN has its own transform",
             )
     if values.get("scale") == "four_over_six" and values.get("sr") == frozenset(OPERANDS):
-        yield "scale", "sr", "four_over_six needs operands that are rounded to nearest, and there are none"
+        yield "scale", "sr", "four_over_six needs operands that are rounded to nearest, but sr leaves none"
     if values.get("outer") == "bound" and "rht" not in FORMATS[call.name].options:
-        yield "outer", "outer", f"a bound is for operands that rht rotates: {call.name} has no rht"
+        yield "outer", "outer", f"outer=bound needs operands that rht rotates: {call.name} has no rht"
     if values.get("scale2d") and values.get("outer") == "row":
         yield "scale2d", "outer", "a 16x16 tile spans 16 rows: it cannot have a scale per row"

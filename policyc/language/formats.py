@@ -80,7 +80,7 @@ FORMATS: dict[str, Format] = {
             element="e2m1",
             tensor_scale=True,
             options=("rht", "rht_size", "sr"),
-            summary="E2M1, an fp32 scale per tensor: shows in an ablation what block scales are worth",
+            summary="E2M1, an fp32 scale per tensor: for ablations of block scales",
         ),
         Format(name="bf16", bits=16, element="bf16", summary="operands cast to bfloat16, fp32 accumulation"),
         Format(name="f32", bits=32, element="f32", summary="operands cast to float32, fp32 accumulation"),
@@ -99,7 +99,7 @@ OTHER_FORMAT_NAMES = {
 
 MISSING_FORMATS = {
     **dict.fromkeys(
-        ("fp16", "float16", "f16", "half"), "there is no fp16: bf16 has its size, but other numbers"
+        ("fp16", "float16", "f16", "half"), "there is no fp16: bf16 has the same size, but other values"
     ),
     **dict.fromkeys(("tf32", "fp24"), "there is no tf32: f32 is exact, bf16 is faster"),
     **dict.fromkeys(

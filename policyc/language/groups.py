@@ -57,7 +57,7 @@ def check_group_uses(rules: Sequence[Rule], groups: Mapping[str, GroupDef]) -> I
     """Yields an error for each large group, and for each name of a group in another group or in a longer selector."""
     for group in groups.values():
         if len(group.selectors) > MAX_SELECTORS:
-            message = f"a group of more than {MAX_SELECTORS} selectors"
+            message = f"this group has more than {MAX_SELECTORS} selectors"
             help = "use globs or kinds for some of them"
             yield Diagnostic(code="too-many-alternatives", message=message, span=group.span, help=help)
         for selector in group.selectors:
@@ -65,7 +65,7 @@ def check_group_uses(rules: Sequence[Rule], groups: Mapping[str, GroupDef]) -> I
             if other is not None and other.name != group.name:
                 yield Diagnostic(
                     code="group-in-selector",
-                    message=f"'{other.name}' is a group: a group contains no groups",
+                    message=f"'{other.name}' is a group: a group cannot contain groups",
                     span=selector.span,
                     help="write its selectors here, or give that group another name",
                 )
@@ -74,7 +74,7 @@ def check_group_uses(rules: Sequence[Rule], groups: Mapping[str, GroupDef]) -> I
         if names and named_group(selector, groups) is None:
             yield Diagnostic(
                 code="group-in-selector",
-                message=f"'{names[0]}' is a group: it cannot be a part of a selector",
+                message=f"'{names[0]}' is a group: it cannot be part of a longer selector",
                 span=selector.span,
                 help=f"write '{names[0]}' alone, or give the group another name",
             )

@@ -59,18 +59,18 @@ _KINDS = (
     _role("router", "a product whose result chooses experts", implies=("weight",)),
     _role(
         "embedding",
-        "a product whose weight is looked up by token, also as a one-hot product, or that multiplies the data before "
-        "the first block (patches)",
+        "a product whose weight is looked up by token (also as a one-hot product), or one that multiplies the input "
+        "data before the first block (patches)",
     ),
     _role("head", "a product whose result reaches the log-softmax of the loss"),
     _role(
         "conv",
-        "a convolution. It is true for no site: policyc leaves convolutions as they are",
+        "a convolution. It is never true: policyc leaves convolutions as they are",
         excludes=("conv",),
     ),
     Kind(
         word="block",
-        meaning="a site inside the repeated stack of the model. A model without one is a single block",
+        meaning="a site inside the repeated stack of the model. A model without a stack is a single block",
     ),
 )
 

@@ -227,7 +227,7 @@ class _Loader(DiagnosticCollector):
                     self._is_first("seed", "", statement.span, own)
                     target.seed, own["seed", ""] = statement, statement.span
                 case RecipeDef(name=name) if name in _RESERVED:
-                    message = f"'{name}' is a word of the language"
+                    message = f"'{name}' is a reserved word"
                     self.report("reserved-name", statement.span, message, f"choose another name: my_{name}")
                 case RecipeDef(name=name):
                     if self._is_first("recipe", name, statement.span, own):
@@ -251,7 +251,7 @@ class _Loader(DiagnosticCollector):
         """Returns whether a definition is the first in its file, and reports a second one. `own` are those so far."""
         first = own.setdefault((kind, name), span)
         if first is not span:
-            message = f"a second {kind} '{name}'" if name else f"a second {kind}"
+            message = f"the {kind} '{name}' is already defined" if name else f"the {kind} is already set"
             help = "choose another name, or remove one of the two" if name else "remove one of the two"
             self.report(f"duplicate-{kind}", span, message, help, notes=(Note(first, "first defined here"),))
         return first is span
@@ -262,7 +262,7 @@ class _Loader(DiagnosticCollector):
             for name, group in definitions.groups.items():
                 first = self._base.groups.get(name)
                 if first is not None and group.span.source is variant.source:
-                    message = f"a variant cannot change the group '{name}', which rules outside of it use"
+                    message = f"a variant cannot redefine the group '{name}' of its policy"
                     help = "give it another name, and add rules that use it"
                     notes = (Note(first.span, "first defined here"),)
                     self.report("duplicate-group", group.span, message, help, notes=notes)
@@ -276,7 +276,7 @@ class _Loader(DiagnosticCollector):
             elif kind == "recipe" and target.recipes[name].span is not span:
                 del own[kind, name]
                 note = Note(target.recipes[name].span, "defined again here")
-                message = f"the import replaces the recipe '{name}' that this file defines before it"
+                message = f"this import replaces the recipe '{name}', which this file defines above it"
                 help = "import first, then redefine"
                 self.report("duplicate-recipe", statement.span, message, help, notes=(note,))
 
@@ -294,7 +294,7 @@ class _Loader(DiagnosticCollector):
                     self._report_misplaced(statement, "a schedule")
 
     def _report_misplaced(self, statement: Statement, container: str) -> None:
-        message = f"{_NAMES[type(statement)]} cannot stand inside {container}"
+        message = f"{_NAMES[type(statement)]} is not allowed inside {container}"
         self.report("misplaced-statement", statement.span, message, "move it out of the braces")
 
     # ---- imports
@@ -358,15 +358,17 @@ class _Loader(DiagnosticCollector):
             try:
                 if (candidate / relative).is_file():
                     if candidate is folder and _leaves_folder(candidate, relative):
-                        message = f"'{relative}' is a link to a file outside the folder, or to no policy"
-                        help = "import the file that it leads to, or copy it"
+                        message = (
+                            f"'{relative}' is a link out of the folder, or to a file that is not a policy"
+                        )
+                        help = "import the file that it points to, or copy it"
                         self.report("bad-import-path", statement.span, message, help)
                         return None
                     return candidate / relative
             except OSError:  # a name that the file system cannot hold does not exist
                 continue
         name = pure.name.removesuffix(bundled.POLICY_SUFFIX)
-        places = "beside this file or among the bundled policies" if folder else "among the bundled policies"
+        places = "next to this file or among the bundled policies" if folder else "among the bundled policies"
         help = self.did_you_mean(name, bundled.bundled_policies()) or "check the path"
         self.report("import-not-found", statement.span, f"no '{relative}' {places}", help)
         return None
@@ -394,6 +396,6 @@ def withhold_lines(path: Path, diagnostics: Sequence[Diagnostic]) -> tuple[Diagn
     if first is None or resolve_links(path).suffix == bundled.POLICY_SUFFIX:
         return tuple(diagnostics)
     message = f"this file is not a policy: line {first.span.line} is not a statement"
-    help = f"the name of a policy ends in '{bundled.POLICY_SUFFIX}'; rename the file to see its lines in messages"
+    help = f"policies end in '{bundled.POLICY_SUFFIX}'; rename this file to see its lines in messages"
     span = Span(SourceText("", first.span.source.path), 0, 0)
     return (Diagnostic(code="syntax-error", message=message, span=span, help=help),)

@@ -68,7 +68,7 @@ _OTHER_GEMM_NAMES = {
 def suggest_gemm(word: str) -> str:
     """Returns the help for a word that is not a product."""
     if word.lower() in ("all", "any", "both"):
-        return "leave it out: without '@', a selector takes all three products"
+        return "leave it out: without '@', a selector selects all three products"
     other_name = _OTHER_GEMM_NAMES.get(word.lower())
     return f"did you mean '{other_name}'?" if other_name else did_you_mean(word, GEMM_GROUPS)
 
@@ -176,7 +176,7 @@ OPTIONS: dict[str, Option] = {
         Option("mean_split", "flag", (), False, "quantize the mean over tokens and the rest separately"),
         Option(
             "outer", "choice", ("tensor", "row", "pow2", "bound"), "tensor",
-            "one fp32 scale per tensor, or per row; or per tensor, a power of two or a bound after rht",
+            "one fp32 scale per tensor or per row. 'pow2' and 'bound': per tensor, a power of two or a bound after rht",
         ),
         Option("grad", "choice", ("e5m2", "e4m3"), "e5m2", "element type of gradients"),
         Option(
@@ -184,7 +184,7 @@ OPTIONS: dict[str, Option] = {
         ),
         Option(
             "sums", "choice", ("fp32", "fast"), "fp32",
-            "what the GEMM adds in: fp32, or the fewer bits of the matrix unit where that is faster",
+            "accumulation: fp32, or the fewer bits of the matrix unit where that is faster",
         ),
     )
 }  # fmt: skip

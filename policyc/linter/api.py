@@ -40,7 +40,7 @@ class Findings(tuple[Diagnostic, ...]):
             [str(d.span.line), d.severity, d.code, d.message, d.help or (d.fix.message if d.fix else "")]
             for d in self
         ]
-        header = ["line", "", "code", "what", "what to try"]
+        header = ["line", "", "code", "problem", "what to try"]
         return html_table(header, rows, self._summary) if rows else html_text(self._summary)
 
 

@@ -120,7 +120,7 @@ def test_a_folder_that_cannot_be_made_is_a_note(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     policyc.use_compile_cache()
-    assert "note: compiled programs are not kept" in capsys.readouterr().err
+    assert "note: compiled programs will not be cached" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

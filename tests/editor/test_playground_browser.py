@@ -99,7 +99,7 @@ def test_a_button_fixes_a_finding(page: Page) -> None:
 def test_errors_are_marked_in_the_text(page: Page) -> None:
     write(page, "* -> bf16\n* where mpl -> fp8\n")
     assert page.inner_text(".squiggle.error") == "mpl"
-    assert re.search(r"2: \S+ a site has no 'mpl'", page.inner_text("#findings"))
+    assert re.search(r"2: \S+ sites have no attribute 'mpl'", page.inner_text("#findings"))
     assert "stale" in (page.get_attribute("#right", "class") or "")
 
 

@@ -107,7 +107,7 @@ def test_only_the_first_fifty_unknown_names_get_a_suggestion():
 def test_a_cycle_is_reported_once_with_its_names(text, cycle):
     found = only(text)
     assert found.code == "recipe-cycle"
-    assert found.message == f"this recipe is made of itself: {cycle}"
+    assert found.message == f"this recipe refers to itself: {cycle}"
 
 
 def test_recipes_that_share_another_are_no_cycle():
@@ -128,7 +128,7 @@ def test_the_variants_share_a_limit_of_steps_from_recipe_to_recipe():
     assert diagnose(chain, *["recipe x = r0"] * 700) == []
     found = diagnose(chain, *["recipe x = r0"] * 4000)
     assert [d.code for d in found] == ["nested-too-deep"]
-    assert found[0].message == "the recipes of the variants go through too many other recipes"
+    assert found[0].message == "resolving the recipes of the variants takes too many steps"
 
 
 # ---- options

@@ -34,7 +34,7 @@ def test_a_whole_error_message():
         "<policy>:3:10: error[unknown-format]: no format named 'nvfp5'",
         "3 | mlp.* -> nvfp5",
         "  |          ^^^^^ did you mean 'nvfp4'?",
-        "unsafe fix: replace it by 'nvfp4'",
+        "unsafe fix: replace it with 'nvfp4'",
     ]
 
 

@@ -184,7 +184,7 @@ def test_only_a_product_with_the_highest_precision_is_noted_in_an_fp32_program()
     assert note.sites == ("narrow",)
     assert note.message == (
         "the program computes 'narrow' in fp32 with the highest precision, unlike most of its arithmetic, "
-        "and this rule lowers it"
+        "but this rule lowers it"
     )
     assert note.help == "add a rule after it: narrow -> keep"
 

@@ -75,7 +75,7 @@ class StatementBuilder(ConditionBuilder):
         selectors = tuple(map(self._selector, trees))
         for selector in (s for s in selectors if s.products != frozenset(Gemm)):
             help = f"write them where it is used: {name} @ fprop"
-            self._report("unknown-product", selector.span, "a group has no products", help)
+            self._report("unknown-product", selector.span, "a group cannot name products", help)
         for selector in (s for s in selectors if str(s) in GEMM_GROUPS):
             # After `@ fprop,` it would be read as another product.
             self._report("reserved-name", selector.span, f"'{selector}' is a product", f"write {selector}.*")
@@ -140,7 +140,7 @@ class StatementBuilder(ConditionBuilder):
             invalid = next((c for c in glob if not (c.isalnum() or c in "_?*~-{},")), None)
             if invalid is not None:
                 self._report(
-                    "syntax-error", token, f"'{invalid}' cannot stand between braces",
+                    "syntax-error", token, f"'{invalid}' is not allowed between braces",
                     "braces hold names: write several selectors, separated by commas",
                 )  # fmt: skip
         indices = self._indices(tree.children[1]) if len(tree.children) > 1 else None
@@ -166,7 +166,10 @@ class StatementBuilder(ConditionBuilder):
         start, stop, step = (*parts, None)[:3]
         if step is not None and (step.percent or step.value < 1):
             self._report(
-                "bad-slice", step.span, "the step of a slice is 1 or more", "write [::2] for every other one"
+                "bad-slice",
+                step.span,
+                "the step of a slice must be at least 1",
+                "write [::2] for every other layer",
             )
             step = None
         return Indices(start=start, stop=stop, step=None if step is None else int(step.value), span=span)
@@ -216,7 +219,7 @@ class StatementBuilder(ConditionBuilder):
                         self._report(
                             "duplicate-option",
                             argument,
-                            f"'{gemm}' has a recipe already",
+                            f"'{gemm}' already has a recipe",
                             "remove one of them",
                         )
                     parts[gemm] = node
@@ -236,7 +239,10 @@ class StatementBuilder(ConditionBuilder):
         if isinstance(value, Tree):
             if len(value.children) > 1:
                 self._report(
-                    "unknown-value", value, f"'{name}' takes no recipe", "recipes nest only in split()"
+                    "unknown-value",
+                    value,
+                    f"the value of '{name}' cannot be a recipe",
+                    "only split() can contain recipes",
                 )
             values = (canonical_operand_word(str(value.children[0])),)
         elif value is not None:

@@ -56,7 +56,7 @@ class NodeBuilder:
         percent = sign is not None or token.endswith("%")
         if "e" in text.lower():
             self._report(
-                "number-out-of-range", token, "a percentage with an exponent", "write it in full: 15%"
+                "number-out-of-range", token, "a percentage cannot have an exponent", "write it in full: 15%"
             )
             text = "0"
         if len(text) > MAX_DIGITS:
@@ -91,7 +91,7 @@ class NodeBuilder:
             return 0
         if value.denominator != 1:
             self._report(
-                "number-out-of-range", token, "not a whole number", "dimensions and counts are whole"
+                "number-out-of-range", token, "not a whole number", "dimensions and counts are whole numbers"
             )
         return int(value)
 
@@ -124,7 +124,10 @@ class ConditionBuilder(NodeBuilder):
         )
         if len(nots) > MAX_DEPTH:
             self._report(
-                "nested-too-deep", nots[0], f"more than {MAX_DEPTH} times 'not'", "two of them cancel out"
+                "nested-too-deep",
+                nots[0],
+                f"'not' more than {MAX_DEPTH} times in a row",
+                "each pair cancels out",
             )
             return predicate
         for token in reversed(nots):
@@ -158,14 +161,17 @@ class ConditionBuilder(NodeBuilder):
         name = str(term.value)
         if name in _TRUTH_VALUES:
             help = "leave 'where' out, or compare a size: k >= 1024"
-            self._report("bad-predicate", term.span, f"'{term}' is always the same", help)
+            self._report("bad-predicate", term.span, f"'{term}' does not depend on the site", help)
         elif name in FLAGS and term.modulus is not None:
             message = f"'{name}' is true or false, not a number"
             self._report("bad-predicate", term.span, message, f"write '{name}' or 'not {name}'")
         elif name not in FLAGS:
             bound = "== 0" if term.modulus is not None else ">= -4" if name == "layer" else ">= 1024"
             self._report(
-                "bad-predicate", term.span, f"'{term}' is not true or false", f"compare it: {term} {bound}"
+                "bad-predicate",
+                term.span,
+                f"'{term}' is a number, not true or false",
+                f"compare it: {term} {bound}",
             )
         return Flag(name=name, span=term.span)
 
@@ -186,7 +192,7 @@ class ConditionBuilder(NodeBuilder):
         for term in comparison.terms if comparison.reads_layer else ():
             if term.variables - {"layer"} or term.modulus == "layer":
                 help = "write a number or a percentage: layer >= -4, layer < 15%"
-                self._report("bad-predicate", term.span, "'layer' is compared with numbers only", help)
+                self._report("bad-predicate", term.span, "'layer' can only be compared with numbers", help)
                 return
         for operator, (left, right) in zip(comparison.operators, pairwise(comparison.terms), strict=True):
             self._check_bound(left, right, _MIRRORED[operator])
@@ -199,11 +205,11 @@ class ConditionBuilder(NodeBuilder):
         is_percentage = bound.value.percent
         if other.value != "layer" or other.modulus is not None or bound.modulus is not None:
             noun = "a percentage" if is_percentage else "a negative number"
-            message = f"only 'layer' is compared with {noun}"
-            self._report("bad-predicate", bound.span, message, "layer >= -4 takes the last four blocks")
+            message = f"only 'layer' can be compared with {noun}"
+            self._report("bad-predicate", bound.span, message, "layer >= -4 selects the last four blocks")
         elif is_percentage and operator not in ("<", ">="):
-            message = f"'layer {operator} {bound}': a percentage is compared by '<' or '>=' only"
-            help = f"layer < {bound} takes the blocks before it, layer >= {bound} the others"
+            message = f"'layer {operator} {bound}': percentages work only with '<' and '>='"
+            help = f"layer < {bound} selects the blocks before it, layer >= {bound} the others"
             self._report("bad-predicate", bound.span, message, help)
 
     def _term(self, tree: Any) -> Term:
@@ -215,7 +221,7 @@ class ConditionBuilder(NodeBuilder):
         value = self._operand(first)
         if modulus == 0 or isinstance(modulus, Bound):
             divisor = "zero" if modulus == 0 else "a negative number"
-            message = f"a remainder of division by {divisor}"
+            message = f"the divisor is {divisor}"
             self._report("bad-predicate", rest[1], message, "divide by 1 or more")
             modulus = 1
         return Term(value=value, modulus=modulus, span=span)
@@ -234,5 +240,5 @@ class ConditionBuilder(NodeBuilder):
             return bound if bound.value < 0 else int(bound.value)
         if token not in (*NUMERIC_ATTRIBUTES, *FLAGS, *_TRUTH_VALUES):
             help = suggest_word(token, NUMERIC_ATTRIBUTES)
-            self._report("unknown-variable", token, f"a site has no '{token}'", help)
+            self._report("unknown-variable", token, f"sites have no attribute '{token}'", help)
         return str(token)

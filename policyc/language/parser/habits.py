@@ -127,7 +127,7 @@ def _suggest_glob(site: SyntaxErrorSite, _: re.Match[str]) -> str:
         glob = "{" + glob.replace("|", ",") + "}"
     if re.fullmatch(r"\^?(?:[\w?*~-]|\{[\w,*?-]*\})+(?:\.(?:[\w?*~-]|\{[\w,*?-]*\})+)*", glob):
         return f"{_NOT_REGEX}: write {glob}"
-    return f"{_NOT_REGEX}: '*' is any characters, '?' one, {{a,b}} either"
+    return f"{_NOT_REGEX}: '*' matches any characters, '?' one, {{a,b}} either name"
 
 
 def _explain_keyword(_: SyntaxErrorSite, match: re.Match[str]) -> str:
@@ -158,9 +158,9 @@ _KEYWORDS = {
     "since": "'since' is written 'after'",
     **{word: f"'{word}' is written 'recipe'" for word in ("let", "def", "define", "set")},
     "between": "write after 10% { until 50% { ... } }",
-    "if": "a condition stands in its rule: SELECTOR where CONDITION -> RECIPE",
+    "if": "a condition goes inside its rule: SELECTOR where CONDITION -> RECIPE",
     "not": "a selector cannot be negated: write a rule for '*', then a later rule for the exception",
-    "-": "a statement has no '-' before it",
+    "-": "a statement does not start with '-'",
     "--": "a comment starts with '#'",
 }
 """Help for words that start a statement but are not keywords of the language."""
@@ -179,8 +179,8 @@ _RECIPE = r"(?:->|\brecipe\s+\w+\s*=)\s*"
 _HABITS: tuple[tuple[str, str, str | Callable[[SyntaxErrorSite, re.Match[str]], str]], ...] = (
     # `layers.[0]`, `layers[*]`, `p['layers']`, `layers[0..4]`, `layers[0-4]`, `layers[0,1,2]`
     ("selector", r"([^\s,;]*)\.¦(\[-?\d[^\s;]*)", r"an index follows its name directly: \1\2"),
-    ("", r"\[\s*¦\s*(?:\*|all)?\s*(?:\]|\Z)", "leave the brackets out: a name alone takes every layer"),
-    ("", r"\[\s*¦[\"']", "names are separated by dots, and only indices stand in brackets"),
+    ("", r"\[\s*¦\s*(?:\*|all)?\s*(?:\]|\Z)", "leave the brackets out: a name alone selects every layer"),
+    ("", r"\[\s*¦[\"']", "names are separated by dots, and brackets contain only indices"),
     ("RSQB", r"\[\s*(\d+)\s*¦(?:\.\.\.?|-)\s*=?\s*(\d+)\s*(?:\]|\Z)",
      r"a slice is written [\1:\2]; its end is not included"),
     ("RSQB", r"([^\s,\[]*)\[\s*(-?\d+)\s*¦((?:\s*,\s*-?\d+)+)\s*(?:\]|\Z)", _suggest_indices),
@@ -196,8 +196,8 @@ _HABITS: tuple[tuple[str, str, str | Callable[[SyntaxErrorSite, re.Match[str]], 
     # `mlp expect 96 -> fp8`, `mlp -> fp8 where k > 1`, `mlp -> fp8 @ fprop`
     ("head ARROW", r"¦expect\b\s*(\d+)", r"'expect' comes last: SELECTOR -> RECIPE expect \1"),
     ("head ARROW", r"¦expect\b", "'expect' comes last: SELECTOR -> RECIPE expect N"),
-    ("", r"->.*¦(?:where|if|when)\b", "'where' stands before the arrow: SELECTOR where CONDITION -> RECIPE"),
-    ("", r"->.*¦@", "'@' stands before the arrow: SELECTOR @ PRODUCT -> RECIPE"),
+    ("", r"->.*¦(?:where|if|when)\b", "'where' goes before the arrow: SELECTOR where CONDITION -> RECIPE"),
+    ("", r"->.*¦@", "'@' goes before the arrow: SELECTOR @ PRODUCT -> RECIPE"),
     # `/* ... */`, `// ...`. In `mlp/*`, the slash separates names.
     ("", r"(?:^|[ \t\r\f])¦/\*", f"{_COMMENT}: write '#' before each line of it"),
     ("", r"¦//", _COMMENT),
@@ -206,7 +206,7 @@ _HABITS: tuple[tuple[str, str, str | Callable[[SyntaxErrorSite, re.Match[str]], 
     ("STRING", rf"¦{_QUOTE}", "quotes are written \" or '"),
     ("", rf"^\s*(\S+).*¦{_QUOTE}", _explain_keyword),
     ("condition", rf"\bkind\s*(?:==|!=)\s*¦{_QUOTE}", _KIND_ALONE),
-    ("condition", rf"¦{_QUOTE}", "a condition compares sizes: names are matched by the selector"),
+    ("condition", rf"¦{_QUOTE}", "a condition cannot match names: the selector does that"),
     ("selector", rf"¦{_QUOTED}", r"a selector is written without quotes: \1"),
     ("selector", rf"¦{_QUOTE}", "a selector is written without quotes"),
     ("", rf"¦{_QUOTED}", r"a name is written without quotes: \1"),
@@ -220,30 +220,30 @@ _HABITS: tuple[tuple[str, str, str | Callable[[SyntaxErrorSite, re.Match[str]], 
     ("selector head", r"@\s*[\w,{}\s]*¦(?:[+|&/]|[^\W\d])", "products are separated by commas: @ fprop, dgrad"),
     ("selector head", r"¦(?:if|when|for)\b", "a condition starts with 'where'"),
     ("selector head", r"¦(?:(?:and|or)\b|&|[|+]\s)", "selectors are separated by commas"),
-    ("selector head", r"^\s*¦@", "a selector stands before '@': '*' takes every site"),
+    ("selector head", r"^\s*¦@", "a selector goes before '@': '*' selects every site"),
     ("selector head", r"¦\{\s*[\"']", "a policy is not JSON: a rule is written SELECTOR -> RECIPE"),
     ("selector head", r"¦\{[^}]*(?:->|\n|\Z)", "close the brace: {a,b}"),
     ("selector head", r"(?:^\s*|\.)¦\.[\w.]", _suggest_one_dot),
     # `-> {fprop: fp8}`, `-> fprop=fp8`, `nvfp4[sr=grad]`, `nvfp4 sr=grad`, `fp8 + bf16`, `fp8,`
-    ("", rf"{_RECIPE}¦[{{\[]", f"each product gets its recipe by {_SPLIT}"),
-    ("", rf"{_RECIPE}¦\(", "a recipe stands without parentheses"),
-    ("", rf"{_RECIPE}(fprop|dgrad|wgrad|bwd)\s*¦=", r"each product gets its recipe by split(\1=...)"),
-    ("", rf"{_RECIPE}(\w+)\s*¦(?:[\[{{]|\w+\s*=)", r"options stand in parentheses: \1(OPTION=VALUE)"),
+    ("", rf"{_RECIPE}¦[{{\[]", f"give each product its recipe with {_SPLIT}"),
+    ("", rf"{_RECIPE}¦\(", "a recipe is written without parentheses"),
+    ("", rf"{_RECIPE}(fprop|dgrad|wgrad|bwd)\s*¦=", r"give each product its recipe with split(\1=...)"),
+    ("", rf"{_RECIPE}(\w+)\s*¦(?:[\[{{]|\w+\s*=)", r"options go in parentheses: \1(OPTION=VALUE)"),
     ("", rf"{_RECIPE}\w+\s*¦[+/|&]", f"a rule has one recipe: {_SPLIT} has one for each product"),
     ("", rf"{_RECIPE}\w+\s*¦,", "the rule ends here: remove the comma"),
     # `import "a", "b"`, `recipe 4bit = ...`, `recipe my-nv = ...`
     ("", r"^\s*import\b.*¦,", "write one import for each file"),
     ("name", r"¦\d", "a name starts with a letter"),
     ("", r"(?:->|=|\brecipe\b|\bvariant\b)\s*(\w+)¦(?!-\d*\.?\d*%)(-[\w-]*\w)",
-     lambda _, match: f"a name has letters, digits and '_': {match[1]}{match[2].replace('-', '_')}"),
+     lambda _, match: f"a name consists of letters, digits and '_': {match[1]}{match[2].replace('-', '_')}"),
     # `where mlp = 1`, `where kind = mlp`, `where k > 1K`, `where k in (1, 2)`, `where k * n > 10`
     ("condition", rf"\b({'|'.join(FLAGS)})\s*¦(?:=|is\b|in\b)", r"write '\1' or 'not \1'"),
     ("condition", r"\bkind\s*¦(?:=|is\b|in\b)", _KIND_ALONE),
     ("condition", r"\d¦(?:[^\W\d]|\*\*|\^)", "write the number in full"),
     ("condition", r"¦(?:in|is)\b", "a comparison is written ==, !=, <, <=, > or >=, and several are joined by 'or'"),
-    ("condition", r"¦[*+/-](?!>)", "the only arithmetic is '%'"),
+    ("condition", r"¦[*+/-](?!>)", "the only arithmetic operator is '%'"),
     # regular expressions
-    ("selector", r"¦\$", f"{_NOT_REGEX}: it takes a scope and everything under it, and '$' is not needed"),
+    ("selector", r"¦\$", f"{_NOT_REGEX}: it matches a scope and everything under it, so '$' is not needed"),
     ("selector", r"¦[.(|\[\\+]", _suggest_glob),
     # `&&`, `||`, `=` in a condition, `nvfp4(sr=grad; rht=wgrad)`
     ("", r"¦&", "write 'and' in a condition, a comma between selectors"),
@@ -256,7 +256,7 @@ _HABITS: tuple[tuple[str, str, str | Callable[[SyntaxErrorSite, re.Match[str]], 
     ("", r"¦(?:=>|→|⟶|⇒|:=)", _ARROW),
     ("ARROW", r"^\s*(?i:default|all|everything|global)\s*¦[=:]\s*[\"']?([\w(=,{} )]*)",
      lambda _, match: f"the rule for every site is written * -> {match[1].strip() or 'RECIPE'}"),
-    ("ARROW", r"^\s*([^\W\d]\w*)\s*¦=", r"a recipe is named with 'recipe \1 = ...'; a rule has an arrow '->'"),
+    ("ARROW", r"^\s*([^\W\d]\w*)\s*¦=", r"a recipe is defined with 'recipe \1 = ...'; a rule needs an arrow '->'"),
     ("ARROW", r"¦[-–—−:=]", _ARROW),
     # `before 82% {`, `include "x"`, `not mlp`, `- mlp`
     ("ARROW", r"^\s*([^\W\d]\w*|--?)\s+¦", _explain_keyword),

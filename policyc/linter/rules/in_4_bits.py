@@ -118,7 +118,7 @@ def _check_everything(context: Context) -> Iterator[Diagnostic]:
         return
     yield Diagnostic(
         span=rule.span,
-        message="this rule puts everything in 4 bits, also embedding, head, routers, scores and last blocks",
+        message="this rule puts everything in 4 bits, including embedding, head, routers, scores and last blocks",
         help=f"add '{_CONDITION}' to match only the MLPs and projections of the other blocks",
         fix=_write_fix(context, applied[0]),
     )

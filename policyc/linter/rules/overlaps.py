@@ -24,7 +24,7 @@ def _check_redundant_rule(context: Context) -> Iterator[Diagnostic]:
                 span=rule.rule.span,
                 message="this rule changes nothing",
                 help="remove it",
-                notes=(Note(earlier.rule.span, "its sites have this recipe from here"),),
+                notes=(Note(earlier.rule.span, "this rule already gives these sites the same recipe"),),
                 fix=Fix(message="remove the rule", edits=edits, safe=is_safe),
             )
 

@@ -101,7 +101,7 @@ _FAULTS = (
         code="no-block-scales",
         is_at=lambda operand: operand.treatment.bits == 4 and not FORMATS[operand.treatment.format].block,
         message="{format} has one scale per tensor, which is too coarse for 4 bits",
-        help="write nvfp4; allow this in an ablation",
+        help="write nvfp4, or allow this finding in an ablation",
     ),
     _Fault(
         code="one-sided-hadamard",

@@ -27,7 +27,7 @@ def _check_ambiguous_products(context: Context) -> Iterator[Diagnostic]:
                 span=last.span,
                 message=f"the products apply to '{last}' only: the selectors before it match all three",
                 help="name the products of each selector",
-                fix=Fix(message="limit all selectors", edits=edits, safe=False),
+                fix=Fix(message="limit all selectors to these products", edits=edits, safe=False),
             )
         for before, selector in zip(rule.selectors, rule.selectors[1:], strict=False):
             product = closest_name(str(selector), GEMM_GROUPS) if len(selector.segments) == 1 else None
@@ -77,7 +77,7 @@ def _check_impossible_predicate(context: Context) -> Iterator[Diagnostic]:
             flags = {leaf.name for leaf in leaves(rule.where) if isinstance(leaf, Flag)}
             help = "check its numbers"
             if "conv" in flags:
-                help = "policyc leaves convolutions as they are: no site is one"
+                help = "policyc leaves convolutions as they are: no site is a conv"
             elif flags & KINDS.keys():
                 help = "check which kinds exclude each other"
             yield Diagnostic(span=rule.where.span, message="no GEMM satisfies this condition", help=help)
@@ -94,7 +94,7 @@ def _check_literal_default(context: Context) -> Iterator[Diagnostic]:
                 continue
             if context.matches_program(rule):  # the program has such a scope
                 continue
-            fix = Fix(message="replace it by '*'", edits=(Edit(segment.span, "*"),), safe=False)
+            fix = Fix(message="replace it with '*'", edits=(Edit(segment.span, "*"),), safe=False)
             yield Diagnostic(
                 span=segment.span,
                 message=f"'{segment.glob}' matches only scopes named '{segment.glob}'",
@@ -109,7 +109,7 @@ def _check_phase_never_holds(context: Context) -> Iterator[Diagnostic]:
         if rule.when and not any(all(w.holds(*moment) for w in rule.when) for moment in moments):
             yield Diagnostic(
                 span=rule.when[-1].span,
-                message=f"no step is {' and '.join(map(str, rule.when))}",
+                message=f"no step satisfies '{' and '.join(map(str, rule.when))}'",
                 help="'after' holds from its step on, 'until' holds before its step",
             )
 

@@ -19,7 +19,7 @@ def _check_empty_policy(context: Context) -> Iterator[Diagnostic]:
     if not (policy.rules or policy.recipes or policy.variants):
         span = Span(policy.source, 0, 0)
         yield Diagnostic(
-            span=span, message="this policy contains nothing", help="write '* -> keep' if it is meant"
+            span=span, message="this policy contains nothing", help="write '* -> keep' if this is intended"
         )
 
 
@@ -38,7 +38,7 @@ def _find_idle_options(call: RecipeCall, products: frozenset[Gemm]) -> Iterator[
             names = ", ".join(g for g in Gemm if g in products)
             yield Diagnostic(
                 span=setting.span,
-                message=f"'{setting}' has no effect in {names}, and the recipe is used for nothing else",
+                message=f"'{setting}' has no effect in {names}, and nothing else uses the recipe",
                 help="remove it, or use the recipe for the products that it was written for",
             )
 

@@ -31,7 +31,7 @@ def _check_lowered_fp32_product(context: Context) -> Iterator[Diagnostic]:
         if rule in rules_for_others:
             site, reason = next(iter(sites.items()))
             message = (
-                f"the program computes '{site.name}' {reason}, unlike most of its arithmetic, and this rule "
+                f"the program computes '{site.name}' {reason}, unlike most of its arithmetic, but this rule "
                 "lowers it"
             )
             yield report_rule(plan, rule, sites, message, suggest_recipe(plan, rule, sites, "keep"))
