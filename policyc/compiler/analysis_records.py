@@ -158,7 +158,7 @@ class PendingSite:
         """The site without the layers and repeats in which other branches are known to be taken."""
         taken = find_taken(self.branches, self.loops)
         if taken.unknown and not site.uncertain_repeats:
-            reason = f"in a branch that counts as always taken: {taken.unknown}"
+            reason = f"in a branch, counted as always taken: {taken.unknown}"
             site = replace(site, uncertain_repeats=reason)
         if len(taken.iterations) == taken.count:
             return site

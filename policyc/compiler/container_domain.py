@@ -31,7 +31,7 @@ from policyc.jaxcore.containers import container_of, shard_map_axes, shard_map_p
 from policyc.jaxcore.dataflow import unchanged_carries
 from policyc.jaxcore.jaxprs import AnyJaxpr
 
-_WHILE = "in a while loop that counts as one iteration: how many it runs depends on values"
+_WHILE = "in a while loop, counted as one iteration: how many it runs depends on values"
 
 
 class ContainerDomain:

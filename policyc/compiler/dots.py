@@ -21,9 +21,9 @@ GEMMS = frozenset({"dot_general", "ragged_dot_general", "ragged_dot"})
 """The products that the compiler rewrites."""
 
 OPAQUE_PRODUCTS = {
-    "scaled_dot": "jax.lax.scaled_dot, which quantizes by itself",
-    "scaled_matmul": "jax.nn.scaled_matmul, which quantizes by itself",
-    "scaled_matmul_wrapper": "jax.nn.scaled_matmul, which quantizes by itself",
+    "scaled_dot": "jax.lax.scaled_dot, which does its own quantization",
+    "scaled_matmul": "jax.nn.scaled_matmul, which does its own quantization",
+    "scaled_matmul_wrapper": "jax.nn.scaled_matmul, which does its own quantization",
 }
 """Matrix products that the compiler does not rewrite, described for messages. Their sites are opaque."""
 
@@ -69,7 +69,7 @@ def why_opaque(eqn: JaxprEqn, dtypes: Sequence[Any]) -> str:
     if _FLOAT64 in dtypes:
         return "a computation in float64, for which there is no recipe"
     if not _is_plain_ragged(eqn):
-        return "a ragged product of a form that has no quantized counterpart"
+        return "a ragged product in a form that has no quantized version"
     return ""
 
 

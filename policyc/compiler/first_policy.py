@@ -32,7 +32,7 @@ def write_first_policy(like: Policy, sites: SiteList, title: str) -> str:
     plan = ListPlan(like, sites)
     deciding = [rule for rule, share in zip(like.rules, plan.shares, strict=True) if share.decided]
     if not deciding:
-        raise NoRuleFits(f"no rule of '{like.name}' decides about a site of this model")
+        raise NoRuleFits(f"no rule of '{like.name}' decides about any site of this model")
     keeping = parse(_keep_opaque(plan)).rules
     rules = (*deciding, *keeping)
     policy = replace(like, rules=rules, recipes=tuple(_used_recipes(like, rules)), variants=())
@@ -45,7 +45,7 @@ def write_first_policy(like: Policy, sites: SiteList, title: str) -> str:
         *(f"# {line}" for line in _kind_table(sites)),
         "#",
         f"# Its rules are those of {like.name} that decide about these sites. A wrong `expect` stops a program",
-        "# before it computes: so this policy notices when the model changes.",
+        "# before it computes anything, so a change of the model does not go unnoticed.",
         "",
         *([str(like.seed_statement)] if like.seed_statement else []),
         *map(str, policy.recipes),
@@ -70,7 +70,7 @@ def allow(text: str, diagnostics: Iterable[Diagnostic]) -> str:
     for number, line in enumerate(text.splitlines(), start=1):
         if number in codes:
             indent = line[: len(line) - len(line.lstrip())]
-            lines.append(f"{indent}# allow: {', '.join(codes[number])} -- as found by policyc init")
+            lines.append(f"{indent}# allow: {', '.join(codes[number])} -- found by policyc init")
         lines.append(line)
     return "".join(f"{line}\n" for line in lines)
 

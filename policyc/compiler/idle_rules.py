@@ -36,7 +36,7 @@ _MAX_SUGGESTION = 160  # characters of a suggested rule: the patterns of bundled
 _TAIL = Fraction(15)  # percent of the layers, the share that bundled policies protect
 
 MULTIPLE_LOSSES_HINT = (
-    "or, if another loss of the program has these sites: --multiple-losses (in Python: multiple_losses=True)"
+    "if another loss of the program has these sites, use --multiple-losses (in Python: multiple_losses=True)"
 )
 """For a rule that matches nothing in the first loss of a running program."""
 
@@ -119,27 +119,27 @@ def _unmatched(plan: Plan, index: int, verb: str, hint: str) -> Diagnostic:
     )
     return Diagnostic(
         code="unmatched-rule",
-        message=f"this rule {verb}, and no site of this model matches it"
+        message=f"this rule {verb}, but no site of this model matches it"
         if verb
         else "no site of this model matches this rule",
         span=rule.span,
         severity=Severity.ERROR if verb else Severity.WARNING,
-        help=f"{suggestion}; {hint}; or write 'expect 0', if that is right" if verb else suggestion,
+        help=f"{suggestion}; {hint}; or write 'expect 0' if that is right" if verb else suggestion,
     )
 
 
 def _overridden(plan: Plan, index: int, later: list[int]) -> Diagnostic:
     rules, count = plan.policy.rules, plan.counts[index]
     depends_on_model = any(has_index(rules[i]) or rules[i].where is not None for i in later)
-    sites = f"all of its {count} sites" if count > 1 else "its only site"
+    sites = f"all {count} of its sites" if count > 1 else "its only site"
     suggestion = next(filter(None, (_suggest_share(plan, index, i) for i in later)), "")
     return Diagnostic(
         code="overridden-rule",
-        message=f"this rule quantizes, and later rules override it on {sites} in this model",
+        message=f"this rule quantizes, but later rules override it on {sites} in this model",
         span=rules[index].span,
         severity=Severity.ERROR if depends_on_model else Severity.WARNING,
         help=suggestion or _suggest_order(plan, index, later),
-        notes=tuple(Note(rules[i].span, "this rule is later") for i in later[:_MAX_NOTES]),
+        notes=tuple(Note(rules[i].span, "this rule overrides it") for i in later[:_MAX_NOTES]),
     )
 
 
@@ -221,7 +221,7 @@ def _suggest_share(plan: Plan, index: int, later: int) -> str:
         return ""
     if not {index, later} <= find_deciding_rules(_with_rule(plan, later, candidate))[0]:
         return ""
-    return f"write '{candidate}' in the rule that overrides it, which takes every layer of this model"
+    return f"the rule that overrides it takes every layer of this model: write '{candidate}' instead"
 
 
 def _compare_with_share(where: Predicate | None) -> Predicate | None:
@@ -238,7 +238,7 @@ def _suggest_order(plan: Plan, index: int, later: list[int]) -> str:
     """Suggests another order of the rules, unless that would take from a later rule what it protects."""
     rules = plan.policy.rules
     if any(_is_protecting(rules[i], plan.resolved[i]) for i in later):
-        return "let the rules that override it take fewer sites, or remove this rule"
+        return "make the rules that override it match fewer sites, or remove this rule"
     moved = [*rules[:index], *rules[index + 1 : later[-1] + 1], rules[index], *rules[later[-1] + 1 :]]
     policy = replace(plan.policy, rules=tuple(moved))
     deciding, _ = find_deciding_rules(make_plan(policy, plan.sites, plan.execution))
@@ -267,7 +267,7 @@ def suggest_selector(plan: Plan, rule: Rule) -> str:
     if not len(plan.sites):
         return "the loss has no GEMM at all"
     if any(isinstance(leaf, Flag) and leaf.name == "conv" for leaf in leaves(rule.where)):
-        return "policyc leaves convolutions as they are: no site is one"
+        return "policyc leaves convolutions as they are: no site is a conv"
     near = _suggest_kind(plan, rule)
     near = near or next(filter(None, (_suggest_names(plan, selector) for selector in rule.selectors)), "")
     if near:
@@ -277,15 +277,15 @@ def suggest_selector(plan: Plan, rule: Rule) -> str:
     ):
         unknown = ((s, t.unknown_index) for s in plan.sites for t in s.parameters if t.unknown_index)
         for site, reason in unknown:
-            return f"it is not known which layer of '{site.name}' this is: {reason}"
-        return "nothing in this model is a stack: no path has an index"
+            return f"policyc cannot tell which layer of '{site.name}' this is: {reason}"
+        return "this model has no stacks: no path has an index"
     paths = list(dict.fromkeys(_path_example(s) for s in plan.sites if s.template.path))
     paths = paths or list(dict.fromkeys(s.name for s in plan.sites))  # named by their place in the program
     more = f", ... ({len(paths)} in all)" if len(paths) > _MOST_PATHS else ""
     scopes = [s.scope.path for s in plan.sites if s.scope.path and s.template is not s.scope]
     names = list(dict.fromkeys(_as_selector(path) for path in scopes))[:_MOST_PATHS]
-    in_scopes = f"; scopes are like {', '.join(names)}" if names else ""
-    return f"paths here are like {', '.join(paths[:_MOST_PATHS])}{more}{in_scopes}"
+    in_scopes = f"; scopes look like {', '.join(names)}" if names else ""
+    return f"paths here look like {', '.join(paths[:_MOST_PATHS])}{more}{in_scopes}"
 
 
 def _suggest_names(plan: Plan, selector: Selector) -> str:
@@ -298,7 +298,7 @@ def _suggest_names(plan: Plan, selector: Selector) -> str:
         if s.glob != "*" and s.glob not in names and (name := closest_name(s.glob, names))
     }
     if near and _reaches(plan, [replace(s, glob=near.get(s.glob, s.glob)) for s in segments]):
-        return " and ".join(f"did you mean '{name}' for '{glob}'?" for glob, name in near.items())
+        return " and ".join(f"did you mean '{name}' instead of '{glob}'?" for glob, name in near.items())
     for start in range(1, len(segments)):
         rest = ".".join(map(str, selector.segments[start:]))
         if segments[start].glob != "*" and _reaches(plan, segments[start:]):

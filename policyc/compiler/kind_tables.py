@@ -37,7 +37,7 @@ def kind_notes(plan: Plan) -> Iterator[str]:
         return
     without = [site for site in plan.sites if not site.kind.name]
     if without:
-        yield f"no rule with a kind matches these sites, which have none: {_first_and_others(without)}"
+        yield f"rules that select a kind do not match these sites, which have none: {_first_and_others(without)}"
     contradicted = [site for site in plan.sites if contradicting_kind(site)]
     if contradicted:
         (site, *_) = contradicted
@@ -75,14 +75,14 @@ def _is_named(site: Site, text: str, pattern: Selector) -> Iterator[bool]:
 def _explain(site: Site) -> Iterator[str]:
     kind = site.kind
     place = f" ({site.place})" if site.place and site.place not in site.name else ""
-    reason = kind.reason if kind.name else "neither the graph nor its names tell"
+    reason = kind.reason if kind.name else "neither the graph nor its names show one"
     yield f"{site.name}{place}"
     yield f"  {kind.name or 'no kind'}: {reason}"
     if by_name := contradicting_kind(site):
-        yield f"  its names stand for {by_name}: the graph decides"
+        yield f"  its names suggest {by_name}, but the graph decides"
     if site.block is None:
         yield "  in no block"
     elif site.block.unknown:
-        yield f"  in one of {site.block.count} blocks, which is not known: {site.block.unknown}"
+        yield f"  in one of {site.block.count} blocks, but policyc cannot tell which: {site.block.unknown}"
     else:
         yield f"  block {block_text((site, layer) for layer in site.layers())}"

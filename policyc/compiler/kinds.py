@@ -28,8 +28,8 @@ _NONLINEAR = {
 """One bit per nonlinear function. The functions applied to its result help to tell products apart (`Product.key`)."""
 _NO_BRANCHES: frozenset[int] = frozenset()
 _SHARED = "all iterations of the loop around it share its weight"
-_STAGES = "the stages of a pipeline run it at once, each for other blocks"
-_NO_WEIGHT = "the loop around it may run another block in each iteration, and no weight tells which"
+_STAGES = "the stages of a pipeline run it at the same time, each for different blocks"
+_NO_WEIGHT = "the loop around it may run a different block in each iteration, and no weight shows which"
 
 
 def set_kinds(flow: Flow, looked_up: Collection[DottedPath]) -> None:
@@ -112,7 +112,7 @@ def _mark_rest(products: ProductFlow, in_blocks: Collection[int], undecided: Col
             products.mark(
                 node,
                 "mlp",
-                "it and another weight product follow each other in a model without a repeated stack",
+                "it feeds or reads another weight product, in a model without a repeated stack",
             )
 
 

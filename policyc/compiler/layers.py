@@ -224,7 +224,7 @@ class LayerIndices:
             elif not has_index and any(
                 not s.is_shard_map for s in LayerTable(stacks, firsts).simplify().stacks
             ):  # parts on devices (shard_map) are still one matrix, but parts in iterations may be layers
-                unknown = f"each iteration of a loop reads another part of axis {axis}, of size {size}"
+                unknown = f"each iteration of a loop reads a different part of axis {axis}, of size {size}"
         if not slots and not unknown and self._positions.looks_stacked(parameter):
             unknown = f"one product reads all {parameter.shape[0]} members of axis 0 at once"
         return PathTemplate(parameter.path, tuple(slots), unknown_index=unknown)
@@ -239,7 +239,7 @@ def _read_layers(
     """
     count = math.prod(stack.size for stack in stacks)
     if count > MAX_LAYERS:
-        raise Unknown(f"it has {count} layers, which are too many to follow")
+        raise Unknown(f"it has {count} layers, too many to follow")
     sizes = [(stack.address, stack.size) for stack in stacks]
     return [axis_indices(source, batch_dims, iterations) for iterations in iterations_of(sizes)]
 

@@ -76,11 +76,11 @@ def _mark_scores(products: ProductFlow, mixer: Mixer, after: dict[int, set[int]]
         other = nexts[0] if nexts else befores[-1]
         has_softmax = not exponentials.isdisjoint(after[min(node, other)])
         way = " through a softmax" if has_softmax else ""
-        verb = f"its result reaches{way}" if nexts else f"it reads{way}"
+        verb = "its result reaches" if nexts else "it reads the result of"
         products.mark(
             node,
             "scores",
-            f"it multiplies two activations, and {verb} another such product, at {{place}}",
+            f"it multiplies two activations, and {verb} another such product at {{place}}{way}",
             other,
         )
 
@@ -174,5 +174,5 @@ def _mark_second_factor(products: ProductFlow, mixer: Mixer, node: int) -> None:
     if len(reached) == 1 and not after & products.residuals:
         (other,) = reached
         if other in products.weighted and first.n < products.sites[other].n:
-            text = "it is the second factor of a product of low rank, whose first is at {place}"
+            text = "it is the second factor of a low-rank projection, whose first factor is at {place}"
             _mark_part(products, mixer, other, text, node)

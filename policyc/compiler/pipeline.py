@@ -132,7 +132,7 @@ def positive_argnums(param_argnums: int | Sequence[int], args: Sequence[Any]) ->
     argnums = (param_argnums,) if isinstance(param_argnums, int) else tuple(param_argnums)
     for argnum in argnums:
         if not -len(args) <= argnum < len(args):
-            raise TypeError(f"param_argnums has {argnum}, and the loss is called with {len(args)} arguments")
+            raise TypeError(f"param_argnums has {argnum}, but the loss is called with {len(args)} arguments")
     return tuple(argnum % len(args) for argnum in argnums)
 
 
@@ -267,7 +267,7 @@ def as_policy(policy: Any) -> Policy:
         return parse(policy)
     if not isinstance(policy, str | Path):
         kind = type(policy).__name__
-        raise TypeError(f"the first argument is the policy (a text, a path or a Policy), not a {kind}")
+        raise TypeError(f"the first argument must be a policy (a text, a path or a Policy), not a {kind}")
     return load(policy)
 
 

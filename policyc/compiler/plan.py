@@ -144,9 +144,9 @@ class Plan:
             diagnostics = [
                 Diagnostic(
                     code="schedule-without-step",
-                    message="this is a percentage of the training, and the program does not say how long that is",
+                    message="this is a percentage of the training, but the program does not say how long that is",
                     span=condition.span,
-                    help="call policyc.set_step(n, total=N): total is the number of all steps",
+                    help="call policyc.set_step(n, total=N), where N is the total number of steps",
                 )
                 for condition in self.policy.step_conditions
                 if condition.bound.percent

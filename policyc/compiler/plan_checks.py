@@ -73,10 +73,12 @@ def unmet_expectations(
     for rule, count in zip(plan.policy.rules, plan.counts, strict=True):
         if rule.expect is None or rule.expect == count or (may_miss and not count):
             continue
-        help = f"expect {count}, if that is right" if count else f"{suggest_selector(plan, rule)}; {hint}"
+        help = (
+            f"write 'expect {count}' if that is right" if count else f"{suggest_selector(plan, rule)}; {hint}"
+        )
         yield Diagnostic(
             code="expect-violated",
-            message=f"this rule expects {count_noun(rule.expect, 'site')} and matches {count}",
+            message=f"this rule expects {count_noun(rule.expect, 'site')} but matches {count}",
             span=rule.span,
             help=help,
         )
@@ -115,7 +117,7 @@ def opaque_indices(plan: Plan) -> Iterator[Diagnostic]:
         sites = [site for site in uncertain if _names_some(site, patterns)]
         if sites:
             names = [dotted(t.path) for t in sites[0].parameters if t.is_uncertain]
-            reason = f"its weight is one of {', '.join(map(repr, names))}, or several: "
+            reason = f"its weight is one of {', '.join(map(repr, names))}, or several of them: "
             reason += next(t.unknown_index for t in sites[0].parameters if t.is_uncertain)
             yield _opaque_index(rule, sites, reason, "name all of them, or none")
             continue
@@ -138,9 +140,7 @@ def opaque_indices(plan: Plan) -> Iterator[Diagnostic]:
         patterns = [pattern for selector in indexed for pattern in expand_selector(selector)]
         examples = [(site, text) for site in plan.sites if (text := _two_readings(site, patterns))]
         if examples:
-            reason = (
-                "it is in a stack in a stack, and the index can be that of one of them, or count all layers"
-            )
+            reason = "it is in a stack inside a stack, and the index could be that of either one, or count all layers"
             sites = [site for site, _ in examples]
             yield _opaque_index(rule, sites, reason, f"give both indices: {examples[0][1]}")
 
@@ -184,7 +184,7 @@ def _why_unknown(site: Site, template: PathTemplate) -> str:
         return template.unknown_index
     shape = shape_of(site.eqn.invars[0 if site.weight == "lhs" else 1])
     is_matrix = len(shape) - len(batch_dims(site.eqn, site.weight)) < 3
-    return "" if is_matrix else f"one product reads all of its {' x '.join(map(str, shape))} numbers at once"
+    return "" if is_matrix else f"one product reads all of its {' x '.join(map(str, shape))} elements at once"
 
 
 def _two_readings(site: Site, patterns: Sequence[Selector]) -> str:
@@ -210,7 +210,7 @@ def _opaque_index(rule: Rule, sites: Sequence[Site], reason: str, help: str) -> 
     more = f"; and {len(sites) - 1} more" if len(sites) > 1 else ""
     return Diagnostic(
         code="opaque-index",
-        message=f"it is not known which layer of '{first.name}'{place} this is: {reason}{more}",
+        message=f"policyc cannot tell which layer of '{first.name}'{place} this is: {reason}{more}",
         span=rule.span,
         help=help,
         sites=name_sites(sites),
@@ -228,10 +228,10 @@ def inseparable_layers(plan: Plan) -> Iterator[Diagnostic]:
         devices = max(s.size for s in site.stacks if s.is_shard_map)
         yield Diagnostic(
             code="opaque-site",
-            message=f"the layers of '{site.name}' are divided over {devices} devices, which run one program "
-            "(shard_map): they cannot be told apart by index",
+            message=f"the layers of '{site.name}' are divided over {devices} devices, which all run the same "
+            "program (shard_map): an index cannot tell them apart",
             span=plan.policy.rules[rule].span,
-            help="choose layers at the same place on every device, or all of them",
+            help="choose the layers at the same position on every device, or all layers",
         )
 
 
@@ -320,5 +320,5 @@ def missing_libraries(plan: Plan) -> Iterator[Diagnostic]:
                 code="missing-library",
                 message=missing,
                 span=plan.policy.rules[rule].span,
-                help="--backend auto runs it by XLA",
+                help="--backend auto does not need it",
             )

@@ -118,7 +118,7 @@ def _unknown_layers(plan: Plan) -> Iterator[str]:
         place = escape_controls(f" ({sites[0].place})" if sites[0].place else "")
         reason = sites[0].module.unknown_index if sites[0].module is not None else ""
         more = count_others(len(sites))
-        yield f"a product of activations{place} has no layer, so that no index matches it: {reason}{more}"
+        yield f"a product of activations{place} has no layer, so no index matches it: {reason}{more}"
 
 
 def uncertain_repeats(plan: Plan) -> Iterator[str]:
@@ -152,7 +152,7 @@ def other_products(plan: Plan) -> Iterator[str]:
         name = escape_controls(other.name)
         what = f"{count_noun(other.count, other.kind)} ({name}), left as {_they_are(other.count)}"
         if other.flops is None:
-            yield f"{what}: FLOPs not known, and not part of the shares"
+            yield f"{what}: FLOPs unknown, not included in the shares"
         else:
             yield f"{other.flops / total:.1%} of FLOPs are {what}"
 

@@ -266,7 +266,7 @@ def _lost(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
         ]
     if not sources or not all(i.is_constant for i in infos):
         return [None] * len(eqn.outvars)
-    reason = f"it is computed by '{jaxprs.primitive_name(eqn)}', which is not followed"
+    reason = f"it is computed by '{jaxprs.primitive_name(eqn)}', which policyc does not follow"
     return [LostSource(shape=shape_of(v), operands=tuple(sources), reason=reason) for v in eqn.outvars]
 
 

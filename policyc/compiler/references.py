@@ -21,7 +21,7 @@ from policyc.compiler.var_info import (
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.transform import Address
 
-_READ = "it is read from a reference, and policyc does not follow what is written there"
+_READ = "it is read from a reference, and policyc does not follow writes to references"
 _WRITES = frozenset({"swap", "addupdate"})
 _CREATES = frozenset({"new_ref", "empty_ref"})
 REFERENCE_PRIMITIVES = frozenset({"get", "freeze", *_WRITES, *_CREATES})

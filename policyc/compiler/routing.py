@@ -26,7 +26,7 @@ class Routing:
         self.routed: set[int] = flow.after(choices, self._ends) if choices else set()
         for node, operands in flow.operands.items():
             if products.sites[node].is_ragged and len(operands) > 2 and operands[2] >= 0:
-                text = "its result gives the group sizes of the product at {place}"
+                text = "its result determines the group sizes of the product at {place}"
                 self._add_routers([operands[2]], text, node)
 
     @cached_property
@@ -58,7 +58,7 @@ class Routing:
         is_used = not products.ends.isdisjoint(products.after([choice]))
         name = products.flow.operations[choice]
         return is_used and self._add_routers(
-            products.flow.inputs[choice], f"{name} chooses by its result at {{place}}", choice
+            products.flow.inputs[choice], f"{name} at {{place}} chooses based on its result", choice
         )
 
     def _add_routers(self, inputs: list[int], text: str, other: int) -> bool:

@@ -51,7 +51,7 @@ def rounding_step(step: Any, *, seed: Any = 0) -> Iterator[None]:
     for name, number in (("step", step), ("seed", seed)):
         if jnp.ndim(number) or not jnp.issubdtype(jnp.result_type(number), jnp.integer):
             kind = f"{jnp.result_type(number)} of shape {jnp.shape(number)}"
-            raise TypeError(f"a {name} is one integer, not {kind}")
+            raise TypeError(f"the {name} must be a single integer, not {kind}")
     seed = seed if autodiff.is_tracer(seed) else int(seed)
     token = _run_step.set(RunStep(seed=seed, step=step))
     has_compiler = "policyc.compiler.rounding" in sys.modules
@@ -73,7 +73,7 @@ def current_run_step() -> RunStep | None:
     run_step = _run_step.get()
     if run_step is not None and autodiff.is_staging() and not autodiff.is_tracer(run_step.step):
         raise TypeError(
-            "policyc.rounding_step was entered with a number, and the loss inside it is traced: jax.jit would compile "
+            "policyc.rounding_step was entered with a number, but the loss inside it is traced: jax.jit would compile "
             "that number into the step. Enter it inside the jitted function, with the step as one of its arguments."
         )
     return run_step

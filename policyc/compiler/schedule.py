@@ -96,7 +96,7 @@ class Schedule:
 
             diagnostic = Diagnostic(
                 code="schedule-without-step",
-                message="this policy has a schedule, and the program does not say which step it is at",
+                message="this policy has a schedule, but the program does not set the current step",
                 span=conditions[0].span,
                 help="call policyc.set_step(n, total=N) before each step",
             )
@@ -127,11 +127,11 @@ def set_step(number: int, *, total: int | None = None) -> None:
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(number, jax.core.Tracer):
         raise TypeError(
-            "policyc.set_step takes a number, and this step is a traced value: call it outside jax.jit, before each "
+            "policyc.set_step takes a number, but this step is a traced value: call it outside jax.jit, before each "
             "step. For stochastic rounding, use policyc.rounding_step inside."
         )
     if number < 0 or (total is not None and total <= 0):
-        raise ValueError(f"step {number} of {total}: a step is 0 or more, and the total is more than 0")
+        raise ValueError(f"step {number} of {total}: a step must be 0 or more, and the total more than 0")
     SCHEDULE.set_step(int(number), None if total is None else int(total))
 
 

@@ -268,9 +268,9 @@ class ListPlan:
             if rule.expect is not None and rule.expect != share.matched:
                 yield Diagnostic(
                     code="expect-violated",
-                    message=f"this rule expects {count_noun(rule.expect, 'site')} and matches {share.matched}",
+                    message=f"this rule expects {count_noun(rule.expect, 'site')} but matches {share.matched}",
                     span=rule.span,
-                    help=f"expect {share.matched}, if that is right",
+                    help=f"write 'expect {share.matched}' if that is right",
                     fix=_expect_fix(rule, share.matched),
                 )
             elif rule.expect is None and not share.matched:
@@ -279,7 +279,7 @@ class ListPlan:
                     message="no site of this model matches this rule",
                     span=rule.span,
                     severity=Severity.WARNING,
-                    help="'policyc sites' lists the names of its sites; or write 'expect 0', if that is right",
+                    help="'policyc sites' lists the names of its sites; or write 'expect 0' if that is right",
                 )
 
 

@@ -88,7 +88,7 @@ UNKNOWN = VarInfo()
 
 MANY_PROJECTIONS = frozenset({UnknownSource(shape=(), operands=(), reason="it comes from other iterations")})
 _CARRIED = "the loop around it carries it, and changes it in every iteration"
-_FILLED = "a loop carries it, and fills it with layers one after the other"
+_FILLED = "a loop carries it, and fills it one layer at a time"
 _OF_COND = "its index is the result of a 'cond', which policyc does not evaluate"
 MOST_PROJECTIONS = 16  # a residual stream depends on all previous layers; attention on a few projections
 
@@ -107,7 +107,7 @@ def frozen_info(var: Var, weight: FrozenWeight) -> VarInfo:
         source = ParameterSource(shape=shape_of(var), path=weight.path, is_frozen=True)
         return VarInfo(source=source, depends_on=Dependence.PARAMETERS)
     whole = ParameterSource(shape=weight.shape, path=weight.path, is_frozen=True)
-    reason = "NumPy takes a part of it, which JAX does not see"
+    reason = "NumPy takes a part of it, and JAX does not see which"
     part = unknown_source(shape_of(var), [whole], reason)
     return VarInfo(source=part, depends_on=Dependence.PARAMETERS)
 

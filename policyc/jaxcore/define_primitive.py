@@ -158,8 +158,8 @@ def bind(primitive: Primitive, *args: jax.Array, **params: Any) -> list[jax.Arra
 
 def _raise_not_differentiable(*_: Any, **__: Any) -> Any:
     raise NotImplementedError(
-        "a quantized GEMM has one derivative, in reverse mode: it has no forward-mode and no second derivative. "
-        "Keep the GEMMs of such a loss, or take its derivative outside the policy."
+        "a quantized GEMM can be differentiated once, in reverse mode: it has no forward-mode and no second "
+        "derivative. Keep the GEMMs of a loss that needs these, or take its derivative outside the policy."
     )
 
 

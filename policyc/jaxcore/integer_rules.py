@@ -145,5 +145,5 @@ def gather(eqn: JaxprEqn, x: np.ndarray, indices: np.ndarray) -> np.ndarray:
     if len(indexed) != 1 or form != (takes, indexed, offset_dims):
         raise Unknown("its index is gathered in a form that policyc does not evaluate")
     if not ((indices >= 0) & (indices < x.shape[indexed[0]])).all():
-        raise Unknown("its index is read outside of a table")
+        raise Unknown("its index is read from a table, out of bounds")
     return np.take(x, indices[..., 0], indexed[0])

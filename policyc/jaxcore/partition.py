@@ -316,8 +316,8 @@ def array_mesh_axes(array: Any, name: str) -> ArrayAxes:
     """The mesh axes of each dimension of an array. `name` is the function's name, for the error if there is no mesh."""
     if not isinstance(array.sharding, NamedSharding):
         raise NotImplementedError(
-            f"{name}: the program has devices but no mesh, or this is inside a shard_map over some axes of its mesh: "
-            "give the arguments of the jitted function a NamedSharding, and write a shard_map over all axes"
+            f"{name}: the program has several devices but no mesh, or this is in a shard_map over only some axes of "
+            "its mesh: give the arguments of the jitted function a NamedSharding, and write a shard_map over all axes"
         )
     spec = map(axis_names, array.sharding.spec.partitions)
     return (*spec, *((),) * (len(array.shape) - len(array.sharding.spec)))

@@ -162,14 +162,14 @@ PRIMITIVES: dict[str, PrimitiveRule] = {
     **dict(
         _rows(
             "scatter-add scatter-sub scatter-mul scatter-min scatter-max",
-            PrimitiveRule("written", "it is added to an array"),
+            PrimitiveRule("written", "a scatter combines it with an array"),
         )
     ),
     # ---- devices
-    "ppermute": _moves("devices pass it on to each other"),
+    "ppermute": _moves("devices send it to each other"),
     "all_to_all": _moves("devices exchange parts of it"),
-    "reduce_scatter": _moves("devices add it up and divide it"),
-    **dict(_rows("psum psum_invariant", _moves("devices add it up", "per operand"))),
+    "reduce_scatter": _moves("devices sum it, and each keeps a part"),
+    **dict(_rows("psum psum_invariant", _moves("devices sum it", "per operand"))),
     **dict(_rows("pmax pmin", PrimitiveRule(derivative="per operand"))),
     # ---- over whole dimensions
     "sort": PrimitiveRule(integers=integers.sort, derivative="per operand"),

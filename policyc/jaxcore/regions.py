@@ -158,7 +158,7 @@ def gather(move: Move, region: Region) -> Region:
     takes_whole_slices = all(sizes[d] == move.operand_shape[d] for d in range(rank) if d not in indexed)
     has_batching_dims = bool(getattr(numbers, "operand_batching_dims", ()))
     if not takes_single_indices or not takes_whole_slices or has_batching_dims:
-        raise Unknown("it is taken by 'gather' in a form that is not followed")
+        raise Unknown("it is read by 'gather' in a form that policyc does not follow")
     (dim,) = indexed
     values = np.clip(index()[..., 0], 0, move.operand_shape[dim] - 1)
     offset_dims = tuple(numbers.offset_dims)
@@ -194,7 +194,7 @@ def pad(move: Move, region: Region) -> Region:
 def reshape(move: Move, region: Region) -> Region:
     """Follows each group of dimensions that a reshape merges or splits."""
     if move.params.get("dimensions") is not None:
-        raise Unknown("it is reshaped in another order of dimensions")
+        raise Unknown("it is reshaped with its dimensions in another order")
     out: list[DimIndices] = []
     for before, after in _reshape_groups(move.operand_shape, move.shape):
         group = [region[d] for d in after]

@@ -157,7 +157,7 @@ def _batched(backend: str, primitive: Callable[[], Primitive]) -> BatchedPrimiti
     return BatchedPrimitive(
         primitive=primitive,
         params={"backend": _BATCHING_BACKEND},
-        reason=f"backend {backend} cannot run a GEMM under a vmap around the loss: {_BATCHING_BACKEND} runs it",
+        reason=f"backend {backend} cannot run a GEMM under a vmap around the loss: {_BATCHING_BACKEND} runs it instead",
     )
 
 

@@ -103,10 +103,10 @@ def test_emulated_products_are_marked() -> None:
     for lines in (text, render(diff, equations=False)):
         note = " ".join(lines.split())
         assert (
-            "note: <policy>:1:1: 'heed -> fp8': this rule quantizes, and no site of this model matches it: "
+            "note: <policy>:1:1: 'heed -> fp8': this rule quantizes, but no site of this model matches it: "
             in note
         )
-        assert "did you mean 'head' for 'heed'?" in note
+        assert "did you mean 'head' instead of 'heed'?" in note
     assert "layers.up  bf16 -> nvfp4, emulated  fprop dgrad wgrad  x6\n" in text
 
 

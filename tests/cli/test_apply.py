@@ -102,7 +102,7 @@ def test_a_module_runs_too(home: Path) -> None:
     ("code", "words", "message"),
     [
         (1, "typo.policy train.py", "did you mean 'mlp'"),
-        (1, "count.policy train.py", "expects 3 sites and matches 2"),
+        (1, "count.policy train.py", "expects 3 sites but matches 2"),
         (1, "broken.policy train.py", "syntax-error"),
         (1, "good.policy plain.py", "differentiated nothing"),
         (1, "good.policy forward.py --help", "took derivatives in forward mode only (jax.jvp, jacfwd)"),
@@ -237,7 +237,7 @@ def test_losses_that_cannot_be_differentiated_raise_the_errors_of_jax(home: Path
         "Python code in it cannot read the values",
         "losses.py",
         "got (16,) and (3,)",
-        "a quantized GEMM has one derivative, in reverse mode",
+        "a quantized GEMM can be differentiated once, in reverse mode",
     ):
         assert message in result.err, message
 
@@ -258,7 +258,7 @@ def test_a_program_cannot_catch_the_rejection_of_a_policy(home: Path) -> None:
     result = run(home, "apply", "seven.policy", "catching.py")
     assert result.code == 1
     assert result.out == ""
-    assert "expects 7 sites and matches 1" in result.err
+    assert "expects 7 sites but matches 1" in result.err
 
 
 GAN = """
@@ -291,7 +291,7 @@ def test_with_multiple_losses_any_of_them_may_meet_an_expect(home: Path) -> None
     result = run(home, "apply", "gan.policy", "--multiple-losses", "gan.py")
     assert "two steps" in result.out
     assert result.code == 1, "one of the three was never met"
-    assert "expects 2 sites and matches 0" in result.err
+    assert "expects 2 sites but matches 0" in result.err
     assert result.err.count("error") == 1
 
 
@@ -437,7 +437,7 @@ def test_a_quantizing_rule_without_sites_is_an_error_unless_it_is_expected(home:
     (home / "miss.policy").write_text("* -> bf16\nmlp -> fp8\nattention -> fp8\n")
     result = run(home, "apply", "miss.policy", "train.py")
     assert result.code == 1
-    assert "error[unmatched-rule]: this rule quantizes, and no site of this model matches it" in result.err
+    assert "error[unmatched-rule]: this rule quantizes, but no site of this model matches it" in result.err
     assert "attention -> fp8" in result.err
     assert "NO SITE MATCHES" in result.err, "the table marks the rule"
     assert "loss" not in result.out, "the error comes before the first step"
@@ -479,7 +479,7 @@ ENSEMBLE = (
             ONE_STACK,
             "up -> fp8\nlayers[-4:] -> bf16",
             1,
-            "error[overridden-rule]: this rule quantizes, and later",
+            "error[overridden-rule]: this rule quantizes, but later",
         ),
         (ONE_STACK, "up -> fp8\nblocks[-1:] -> bf16", 1, "^ write 'layers[-1:] -> bf16'; "),
         (ONE_STACK, "up -> fp8\nheads -> fp8", 1, "error[unmatched-rule]: this rule quantizes"),

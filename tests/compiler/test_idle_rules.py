@@ -92,18 +92,21 @@ def test_a_variant_may_override_a_rule_on_purpose() -> None:
     [
         ("* -> fp8; blocks[-2:].up -> bf16", "write 'layers[-2:].up -> bf16'; "),
         ("* -> fp8; blocks[-2:].other.* -> bf16", "write 'layers[-2:] -> bf16'; "),
-        ("* -> fp8; heed -> nvfp4", "did you mean 'head' for 'heed'?; "),
-        ("up -> fp8; layers[-4:] -> bf16", "write 'layers[-15%:] -> bf16' in the rule that overrides it, "),
+        ("* -> fp8; heed -> nvfp4", "did you mean 'head' instead of 'heed'?; "),
+        (
+            "up -> fp8; layers[-4:] -> bf16",
+            "the rule that overrides it takes every layer of this model: write 'layers[-15%:] -> bf16' instead",
+        ),
         ("up -> fp8; layers -> bf16", "move it below the rules that override it, or remove it"),
         ("up -> fp8; up -> bf16", "remove it, or the rules that override it"),
         # Not below what protects layers or sizes.
         (
             "up -> fp8; layers[:5].* -> bf16",
-            "let the rules that override it take fewer sites, or remove this rule",
+            "make the rules that override it match fewer sites, or remove this rule",
         ),
         (
             "up -> fp8; * where k <= 16 -> bf16",
-            "let the rules that override it take fewer sites, or remove this rule",
+            "make the rules that override it match fewer sites, or remove this rule",
         ),
     ],
 )
@@ -118,7 +121,9 @@ def test_the_policy_of_the_readme_in_a_small_model_gets_a_shorter_tail() -> None
     assert "layer >= -4" in lines[-1]
     (diagnostic,) = idle_rules(make_plan(parse("\n".join(lines)), sites, execution_options()))
     better = "* where mlp and layer >= -15% -> bf16"
-    assert diagnostic.help.startswith(f"write '{better}' in the rule that overrides it, ")
+    assert diagnostic.help.startswith(
+        f"the rule that overrides it takes every layer of this model: write '{better}' instead"
+    )
     counts = make_plan(parse("\n".join([*lines[:-1], better])), sites, execution_options()).counts
     assert counts[-2:] == (6, 2)
 
@@ -172,10 +177,10 @@ def help_of(policy: str, sites: Any = None) -> list[str]:
 
 def test_what_the_author_may_have_meant() -> None:
     assert help_of("something.quite.different -> bf16") == [
-        "paths here are like layers.up, layers.down, head"
+        "paths here look like layers.up, layers.down, head"
     ]
     flat = find_sites(lambda p, x: x @ p["a"] @ p["b"], {"a": struct(16, 16), "b": struct(16, 16)}, X)
-    assert help_of("a[0] -> bf16", flat) == ["nothing in this model is a stack: no path has an index"]
+    assert help_of("a[0] -> bf16", flat) == ["this model has no stacks: no path has an index"]
     none = find_sites(lambda p, x: (p * x).sum(), struct(8, 16), X)
     assert help_of("a -> bf16", none) == ["the loss has no GEMM at all"]
 
@@ -186,7 +191,7 @@ def test_scopes_are_listed_beside_parameters() -> None:
             return x @ p["a"]
 
     (help,) = help_of("something -> bf16", find_sites(loss, {"a": struct(16, 16)}, X))
-    assert help == "paths here are like a; scopes are like readout"
+    assert help == "paths here look like a; scopes look like readout"
 
 
 def test_a_kind_that_the_model_does_not_have() -> None:
@@ -204,7 +209,7 @@ def test_many_paths_are_cut() -> None:
         return x
 
     (help,) = help_of("something -> bf16", find_sites(loss, params, X))
-    assert help == "paths here are like a, b, c, ... (5 in all)"
+    assert help == "paths here look like a, b, c, ... (5 in all)"
 
 
 def test_paths_are_names_that_a_rule_can_match() -> None:
@@ -212,7 +217,7 @@ def test_paths_are_names_that_a_rule_can_match() -> None:
         return (x @ x.T) @ x @ p["a"]  # the first two have no weight: only a place in this file
 
     (help,) = help_of("something -> bf16", find_sites(loss, {"a": struct(16, 16)}, X))
-    assert help == "paths here are like a"
+    assert help == "paths here look like a"
 
 
 # ---- in Python

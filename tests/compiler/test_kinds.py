@@ -214,7 +214,7 @@ def test_layer_is_an_error_where_the_block_is_not_known(name: str) -> None:
     plan = plan_of(name, "* where mlp and layer >= -1 -> fp8")
     (diagnostic,) = unknown_blocks(plan)
     assert diagnostic.code == "opaque-index"
-    assert "the stages of a pipeline run it at once" in diagnostic.message
+    assert "the stages of a pipeline run it at the same time" in diagnostic.message
     assert not list(unknown_blocks(plan_of(name, "* where mlp -> fp8")))
 
 
@@ -224,7 +224,7 @@ def test_layer_is_no_error_where_the_block_is_known() -> None:
 
 def test_sites_without_a_kind_are_listed_if_a_rule_has_a_kind() -> None:
     (note,) = kind_notes(plan_of("diffusion_transformer", "* where mlp -> fp8"))
-    assert note == "no rule with a kind matches these sites, which have none: 'm', and 1 more"
+    assert note == "rules that select a kind do not match these sites, which have none: 'm', and 1 more"
     assert not list(kind_notes(plan_of("diffusion_transformer", "* where weight -> fp8")))
 
 
@@ -257,5 +257,5 @@ def test_a_loop_that_takes_its_layer_by_a_one_hot_product_is_no_pipeline() -> No
     sites = find_sites(loss, {"up": struct(4, 32, 64), "down": struct(4, 64, 32)})
     reasons = {site.block.unknown for site in sites if site.block is not None}
     assert reasons == {
-        "the loop around it may run another block in each iteration, and no weight tells which"
+        "the loop around it may run a different block in each iteration, and no weight shows which"
     }

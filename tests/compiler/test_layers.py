@@ -245,7 +245,7 @@ def test_a_branch_of_which_it_is_not_known_when_it_is_taken_is_reported(length, 
         return lax.scan(body, x @ p["c"], jnp.arange(length))[0].sum()
 
     plan = policyc.plan("* -> fp8", loss, {name: weights() for name in "abc"}, X)
-    line = f"2 GEMMs in a branch that counts as always taken: {note}\n"
+    line = f"2 GEMMs in a branch, counted as always taken: {note}\n"
     assert {site.repeats for site in plan.sites} == {1, length if note else length // 2}
     assert [line in table for table in (summary(plan), sites_table(plan))] == [bool(note)] * 2
 
@@ -258,7 +258,7 @@ def test_a_gemm_in_a_while_loop_is_reported_as_one_iteration():
         return (lax.while_loop(lambda state: state[0] < 9, body, (0, x))[1] @ p["b"]).sum()
 
     plan = policyc.plan("* -> fp8", loss, {name: weights() for name in "ab"}, X)
-    line = "33.3% of FLOPs are 1 GEMM in a while loop that counts as one iteration: how many it runs"
+    line = "33.3% of FLOPs are 1 GEMM in a while loop, counted as one iteration: how many it runs"
     assert all(table.count(line) == 1 for table in (summary(plan), sites_table(plan)))
 
 
@@ -449,7 +449,7 @@ def test_an_index_of_layers_that_one_product_reads_at_once_is_an_error(formula):
     params = {"enc": {"layers": weights(3)}, "dec": {"layers": weights(3)}}
     plan = policyc.plan("* -> fp8; layers[-1] -> bf16", loss, params, X)
     (diagnostic,) = opaque_indices(plan)
-    assert "one product reads all of its 3 x 4 x 4 numbers at once" in diagnostic.message
+    assert "one product reads all of its 3 x 4 x 4 elements at once" in diagnostic.message
     assert not list(opaque_indices(policyc.plan("* -> fp8; enc.layers[-1] -> bf16", loss, params, X)))
 
 
@@ -504,7 +504,7 @@ def test_a_layer_that_is_not_certain_is_not_claimed(loss, modules):
     plan = policyc.plan("layers[0] -> fp8", loss, {"layers": [block_params() for _ in range(3)]}, X)
     sites = [s for s in plan.sites if s.weight is None]
     assert [dotted(s.module.path) for s in sites if s.module is not None] == modules
-    assert ("has no layer, so that no index matches it" in summary(plan)) == ("" in modules)
+    assert ("has no layer, so no index matches it" in summary(plan)) == ("" in modules)
     assert (" ?  " in sites_table(plan)) == ("" in modules)
 
 

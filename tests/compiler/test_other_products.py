@@ -191,7 +191,7 @@ def test_tables_name_what_is_left_as_it_is() -> None:
     share = f"{convolution / (convolution + gemm):.1%}"
     lines = [
         f"{share} of FLOPs are 1 convolution (conv_general_dilated), left as it is",
-        "1 Pallas kernel (my_kernel), left as it is: FLOPs not known, and not part of the shares",
+        "1 Pallas kernel (my_kernel), left as it is: FLOPs unknown, not included in the shares",
     ]
     assert list(unchanged_products(plan)) == lines
     assert summary(plan).endswith("".join(f"policyc: {line}\n" for line in lines))

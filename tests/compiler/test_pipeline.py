@@ -54,12 +54,12 @@ def test_apply_keeps_the_signature_and_composes() -> None:
 
 
 def test_the_policy_comes_first() -> None:
-    with pytest.raises(TypeError, match=r"first argument is the policy .*, not a function"):
+    with pytest.raises(TypeError, match=r"first argument must be a policy .*, not a function"):
         policyc.apply(loss, "* -> bf16")
 
 
 def test_expectations_are_checked_before_anything_runs() -> None:
-    with pytest.raises(policyc.PolicyError, match="expects 3 sites and matches 2"):
+    with pytest.raises(policyc.PolicyError, match="expects 3 sites but matches 2"):
         policyc.apply("w -> nvfp4 expect 3", loss)(W, X)
     jax.eval_shape(policyc.apply("w -> mxfp8 expect 2", loss), W, X)
 
@@ -67,7 +67,7 @@ def test_expectations_are_checked_before_anything_runs() -> None:
 def test_a_quantizing_rule_without_sites_is_an_error() -> None:
     policy = "* -> bf16; decoder -> fp8"
     with pytest.raises(
-        policyc.PolicyError, match="this rule quantizes, and no site of this model matches it"
+        policyc.PolicyError, match="this rule quantizes, but no site of this model matches it"
     ):
         jax.eval_shape(policyc.apply(policy, loss), W, X)
     with pytest.raises(policyc.PolicyError, match="the loss has no GEMM at all"):

@@ -46,23 +46,23 @@ def test_a_plan_without_faults_passes() -> None:
 def test_an_expectation_that_is_not_met() -> None:
     (diagnostic,) = diagnostics_of(plan_model("* -> fp8 expect 9; layers.up -> mxfp8 expect 3"))
     assert diagnostic.code == "expect-violated"
-    assert diagnostic.message == "this rule expects 3 sites and matches 4"
+    assert diagnostic.message == "this rule expects 3 sites but matches 4"
     assert spanned(diagnostic) == "layers.up -> mxfp8 expect 3"
-    assert diagnostic.help == "expect 4, if that is right"
+    assert diagnostic.help == "write 'expect 4' if that is right"
 
 
 def test_one_site_is_singular() -> None:
     (diagnostic,) = diagnostics_of(plan_model("layers.up -> mxfp8 expect 1"))
-    assert diagnostic.message == "this rule expects 1 site and matches 4"
+    assert diagnostic.message == "this rule expects 1 site but matches 4"
 
 
 def test_a_rule_that_matches_nothing_may_be_about_another_loss() -> None:
     plan = plan_model("layer.up -> mxfp8 expect 4; head -> fp8 expect 1")
     (diagnostic,) = diagnostics_of(plan)
-    assert diagnostic.message == "this rule expects 4 sites and matches 0"
+    assert diagnostic.message == "this rule expects 4 sites but matches 0"
     assert diagnostic.help == (
-        "did you mean 'layers' for 'layer'?; or, if another loss of the program has these sites: --multiple-losses "
-        "(in Python: multiple_losses=True)"
+        "did you mean 'layers' instead of 'layer'?; if another loss of the program has these sites, use "
+        "--multiple-losses (in Python: multiple_losses=True)"
     )
     check_plan(plan, may_miss=True)
 
@@ -173,7 +173,7 @@ ROUTED = find_sites(routed, {"layers": {"w": struct(4, 16, 16), "v": struct(4, 1
 def test_a_rule_cannot_choose_layers_by_an_index_that_is_not_known() -> None:
     (diagnostic,) = diagnostics_of(make_plan(parse("layers -> fp8; layers[0] -> keep"), ROUTED))
     assert diagnostic.code == "opaque-index"
-    assert diagnostic.message.startswith("it is not known which layer of 'layers.w' (")
+    assert diagnostic.message.startswith("policyc cannot tell which layer of 'layers.w' (")
     assert spanned(diagnostic) == "layers[0] -> keep"
 
 
@@ -230,8 +230,8 @@ def test_a_machine_has_a_name() -> None:
     ("selector", "hint"),
     [
         ("transformer.Dense.kernel", "nothing here is in 'transformer': did you mean 'Dense.kernel'?"),
-        ("other", "paths here are like encoder?params.Dense[0].kernel, Transformer"),
-        ("transformer", "did you mean 'Transformer' for 'transformer'?"),
+        ("other", "paths here look like encoder?params.Dense[0].kernel, Transformer"),
+        ("transformer", "did you mean 'Transformer' instead of 'transformer'?"),
         (
             "encoder?params.kernel",
             "'kernel' is deeper in 'encoder?params' here: did you mean 'encoder?params.*.kernel'?",

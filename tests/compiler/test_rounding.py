@@ -133,9 +133,12 @@ def test_a_number_under_jit_is_an_error() -> None:
 
 @pytest.mark.parametrize("step", [1.5, np.arange(3), True])
 def test_a_step_is_one_integer(step: Any) -> None:
-    with pytest.raises(TypeError, match="a step is one integer"), policyc.rounding_step(step):
+    with pytest.raises(TypeError, match="the step must be a single integer"), policyc.rounding_step(step):
         pass
-    with pytest.raises(TypeError, match="a seed is one integer"), policyc.rounding_step(0, seed=step):
+    with (
+        pytest.raises(TypeError, match="the seed must be a single integer"),
+        policyc.rounding_step(0, seed=step),
+    ):
         pass
 
 

@@ -55,7 +55,7 @@ def test_a_policy_without_a_schedule_needs_no_step(schedule: Schedule) -> None:
 
 def test_a_policy_with_a_schedule_needs_a_step(schedule: Schedule) -> None:
     plan = plan_model("* -> fp8\nafter 10 { head -> keep }")
-    with pytest.raises(PolicyError, match="does not say which step it is at") as caught:
+    with pytest.raises(PolicyError, match="does not set the current step") as caught:
         schedule.phase(plan)
     (diagnostic,) = caught.value.diagnostics
     assert diagnostic.code == "schedule-without-step"
@@ -119,7 +119,7 @@ def test_a_percentage_does_not_matter_before_the_total_is_known(schedule: Schedu
 
 @pytest.mark.parametrize(("step", "total"), [(-1, None), (3, 0), (3, -5)])
 def test_a_step_is_a_number_of_the_training(step: int, total: int | None) -> None:
-    with pytest.raises(ValueError, match="a step is 0 or more"):
+    with pytest.raises(ValueError, match="a step must be 0 or more"):
         set_step(step, total=total)
 
 

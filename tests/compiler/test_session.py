@@ -226,7 +226,7 @@ def test_a_later_loss_may_be_about_other_things_but_not_about_half_of_them() -> 
         differentiate(other_loss)
         differentiate(lambda v, x: (v * v).sum())
         assert [sum(p.counts) for p in session.plans] == [2, 0, 0]
-        with pytest.raises(policyc.PolicyError, match="expects 2 sites and matches 1"):
+        with pytest.raises(policyc.PolicyError, match="expects 2 sites but matches 1"):
             differentiate(lambda w, x: (x @ w).sum())
 
 

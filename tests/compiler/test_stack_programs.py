@@ -80,28 +80,30 @@ def classify(program: Program) -> tuple[set[str], str]:
 
 
 _NOT_EVALUATED = "its index is computed from constants by operations that policyc does not evaluate"
-_GATHERED = "devices gather it in a form that is not followed"
+_GATHERED = "devices gather it in a form that policyc does not follow"
 _CARRIED = "the loop around it carries it, and changes it in every iteration"
-_FILLED = "a loop carries it, and fills it with layers one after the other"
+_FILLED = "a loop carries it, and fills it one layer at a time"
 _SEVERAL = "one product reads several of the 4 members of axis 0 at once"
 REFUSED = {
-    "reference that a loop fills": "it is read from a reference, and policyc does not follow what is written there",
+    "reference that a loop fills": "it is read from a reference, and policyc does not follow writes to references",
     "permuted rows in a carry": _CARRIED,
     "inverse": "it is inside 'custom_linear_solve', which the compiler does not know",
-    "rows of two layers in one matrix": "it is taken by 'gather' in a form that is not followed",
+    "rows of two layers in one matrix": "it is read by 'gather' in a form that policyc does not follow",
     "one hot selection": "one product reads all 4 members of axis 0 at once",
     "repeat by counts": "its index is computed by 'scatter', which policyc does not evaluate",
     "order by the data": "its index is computed from values that are not known before the program runs",
-    "index by a float": "its index is computed in float32, and policyc evaluates integers only",
+    "index by a float": "its index is computed in float32, but policyc evaluates only integers",
     "index from stacked results": _NOT_EVALUATED,
     "index from a cond": "its index is the result of a 'cond', which policyc does not evaluate",
-    "weights that devices pass on": "devices pass it on",
+    "weights that devices pass on": "devices send it to each other",
     "layers by device number": _NOT_EVALUATED,
-    "shards over two axes": "divided over 4 devices, which run one program (shard_map): they cannot be told apart",
+    "shards over two axes": "divided over 4 devices, which all run the same program (shard_map): "
+    "an index cannot tell them apart",
     "gathered in the wrong order": _GATHERED,
-    "gathered over the axis that does not divide": "a part of what devices gather is taken",
+    "gathered over the axis that does not divide": "only a part of the gathered array is read",
     "layers gathered as columns": _GATHERED,
-    "fused projections": "it is in a stack in a stack, and the index can be that of one of them, or count all layers",
+    "fused projections": "it is in a stack inside a stack, and the index could be that of either one, "
+    "or count all layers",
     "padded between": "it is padded between its elements",
     "scan over vmapped pairs": _SEVERAL,
     "associative scan of weights": _SEVERAL,
@@ -111,9 +113,9 @@ REFUSED = {
     "last carry of a scan over layers": _CARRIED,
     "difference of neighbours": _SEVERAL,
     "moving average in a carry": _FILLED,
-    "segment sum of layers": "it is added to an array",
+    "segment sum of layers": "a scatter combines it with an array",
     "reshaped across layers": "it is reshaped across the boundaries of layers",
-    "two layers in one product": "each iteration of a loop reads another part of axis 0, of size 4",
+    "two layers in one product": "each iteration of a loop reads a different part of axis 0, of size 4",
 }
 """Programs in which rules for some layers are refused, and why: policyc does not follow them, or one GEMM reads many
 layers."""
@@ -157,7 +159,9 @@ def test_a_rule_that_names_one_of_the_weights_that_a_gemm_may_read_is_refused():
     params = {"a": w(), "b": w()}
     call = LossCall(fn=loss, args=(params, X), kwargs={}, param_argnums=(0,)).trace()
     sites = analyze(call.jaxpr, call.paths, call.frozen)
-    with pytest.raises(PolicyError, match="its weight is one of 'a', 'b', or several: the loop around it"):
+    with pytest.raises(
+        PolicyError, match="its weight is one of 'a', 'b', or several of them: the loop around it"
+    ):
         check_plan(make_plan(parse("b -> fp8"), sites))
     check_plan(make_plan(parse("a, b -> fp8"), sites))
     check_plan(make_plan(parse("* -> fp8"), sites))

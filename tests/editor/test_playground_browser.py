@@ -83,7 +83,7 @@ def test_the_map_follows_the_text(page: Page) -> None:
     cells = page.locator(".row").filter(has_text="layers.mlp.up_proj").locator(".cell")
     assert cells.evaluate_all("cells => cells.map(c => c.dataset.format)") == ["bf16", "bf16", "bf16", "fp8"]
     page.select_option("#model", "vit_b16")
-    assert "expects 48 sites and matches 0" in page.inner_text("#findings")
+    assert "expects 48 sites but matches 0" in page.inner_text("#findings")
 
 
 def test_a_button_fixes_a_finding(page: Page) -> None:

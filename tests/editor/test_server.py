@@ -182,7 +182,7 @@ def apply(text: str, edits: list[Any]) -> str:
 def test_diagnostics_come_with_their_fixes(session: Session, uri: str) -> None:
     assert "expect-violated" in session.codes(uri)
     found = next(d for d in session.client.diagnostics[uri] if d.code == "expect-violated")
-    assert found.message.startswith("this rule expects 3 sites and matches 2")
+    assert found.message.startswith("this rule expects 3 sites but matches 2")
     context = lsp.CodeActionContext(diagnostics=[found])
     actions = session.run(
         session.client.text_document_code_action_async(

@@ -170,7 +170,7 @@ def test_only_the_branch_that_is_taken_is_measured() -> None:
 def test_a_quantizing_rule_without_sites_is_refused_unless_it_is_about_another_loss() -> None:
     policy = parse("layer.up -> mxfp8")
     arguments = _params(), _array(0, 48, 32)
-    with pytest.raises(PolicyError, match="this rule quantizes, and no site"):
+    with pytest.raises(PolicyError, match="this rule quantizes, but no site"):
         jax.eval_shape(StatsRecorder(policy, _loss)._trace_step, *arguments)
     jax.eval_shape(StatsRecorder(policy, _loss, multiple_losses=True)._trace_step, *arguments)
 

@@ -74,14 +74,14 @@ def test_nvfp4_is_native_on_blackwell(policy: str) -> None:
 def test_an_emulated_product_says_why(policy: str, tmp_path: Path) -> None:
     hopper = compile_report(policy, *BLOCK, "--target", "h200")["products"]
     assert hopper
-    assert {(p["native"], p["reason"]) for p in hopper} == {(False, "h200 does not multiply nvfp4")}
+    assert {(p["native"], p["reason"]) for p in hopper} == {(False, "h200 does not multiply nvfp4 natively")}
     assert all("run it on b200, gb200, b300, gb300" in p["remedy"] for p in hopper)
     (tmp_path / "mx.policy").write_text("mlp.* -> mxfp4")
     blackwell = compile_report(tmp_path / "mx.policy", *BLOCK, "--target", "gb200")["products"]
     assert {(p["native"], p["reason"]) for p in blackwell} == {
         (False, "XLA has no block-scaled GEMM of mxfp4")
     }
-    assert {p["remedy"] for p in blackwell} == {"nvfp4 or mxfp8"}
+    assert {p["remedy"] for p in blackwell} == {"use nvfp4 or mxfp8"}
 
 
 def test_fp8_is_native_on_hopper(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_experts_are_multiplied_by_kernels_of_cudnn(tmp_path: Path) -> None:
 def test_require_native_refuses_an_emulated_product(policy: str) -> None:
     ran = run_compile(policy, *BLOCK, "--target", "h200", "--require-native")
     assert ran.code == 1
-    assert "h200 does not multiply nvfp4" in ran.err
+    assert "h200 does not multiply nvfp4 natively" in ran.err
     assert "run it on b200, gb200, b300, gb300" in ran.err
 
 

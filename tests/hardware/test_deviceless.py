@@ -170,8 +170,8 @@ def test_a_quantizing_rule_without_sites_is_refused_as_by_apply(
     policy.write_text("mpl -> fp8\n", encoding="utf-8")
     ran = command("compile", str(policy), "--target", "gb200", "--devices", "1", program(LOSS, *rest))
     assert ran.code == 1
-    assert "error[unmatched-rule]: this rule quantizes, and no site of this model matches it" in ran.err
-    assert "did you mean 'mlp' for 'mpl'?" in ran.err
+    assert "error[unmatched-rule]: this rule quantizes, but no site of this model matches it" in ran.err
+    assert "did you mean 'mlp' instead of 'mpl'?" in ran.err
 
 
 def test_a_rule_without_sites_has_a_remedy_that_the_command_takes(
@@ -181,7 +181,7 @@ def test_a_rule_without_sites_has_a_remedy_that_the_command_takes(
     policy.write_text("mlp -> fp8\njudge -> fp8\n", encoding="utf-8")
     path = program(LOSS, "jax.grad(loss)(params, x)")
     ran = command("compile", str(policy), "--target", "gb200", path)
-    assert "if another loss of the program has these sites: --multiple-losses" in ran.err
+    assert "if another loss of the program has these sites, use --multiple-losses" in ran.err
 
     def compile_loss(*_: object) -> None:
         raise deviceless.CannotCompile("the compiler is reached")

@@ -65,7 +65,7 @@ def test_nvfp4_is_trained_in_on_sm_10_0_and_10_3_only(name, monkeypatch):
     for machine in (machine_of(target), machine_here()):
         lowering = choose("auto", query, machine)
         assert (lowering.backend, lowering.native) == ("emulate", False)
-        assert "for inference only: it is trained in on SM 10.0 and 10.3" in lowering.obstacle.reason
+        assert "for inference only: training in it needs SM 10.0 or 10.3" in lowering.obstacle.reason
         assert lowering.obstacle.remedy == "run it on b200, gb200, b300, gb300; or use fp8"
     fp8 = make_recipe("fp8").treatments[0]
     assert choose("auto", replace(query, left=fp8, right=fp8), machine_of(target)).native

@@ -82,12 +82,12 @@ def option(**options: Any) -> Recipe:
         (query(ragged=True), "Transformer Engine has no NVFP4 GEMM over ragged groups"),
         (query(types=("bfloat16", "float32")), "rotates only bfloat16, but this operand is float32"),
         (query(types=("int8", "bfloat16")), "does not quantize int8"),
-        (query(option(rht=OPERAND_GROUPS["wgrad"], rht_size=32)), "no rht_size=32"),
-        (query(option(rounding="ms_eden")), "no rht_size=128"),
-        (query(option(mean_split=True)), "no mean_split"),
-        (query(option(outer="row")), "no outer=row"),
+        (query(option(rht=OPERAND_GROUPS["wgrad"], rht_size=32)), "do not support rht_size=32"),
+        (query(option(rounding="ms_eden")), "do not support rht_size=128"),
+        (query(option(mean_split=True)), "do not support mean_split"),
+        (query(option(outer="row")), "do not support outer=row"),
         (query(option(rht=OPERAND_GROUPS["wgrad"], outer="bound")), None),
-        (query(option(scale="four_over_six"), Gemm.FPROP), "no scale=four_over_six"),
+        (query(option(scale="four_over_six"), Gemm.FPROP), "do not support scale=four_over_six"),
         (query(k=96), "requires contracted % 64 == 0 with rht, but wgrad has 96"),
         (query(m=192), "requires rows % 128 == 0 with rht, but wgrad has 192"),
         (query(n=64), "requires columns % 128 == 0 with rht, but wgrad has 64"),
@@ -119,7 +119,7 @@ def test_another_backend_runs_what_is_beyond_the_limits() -> None:
     emulated = choose("te", query(), Machine("h200", frozenset({"fp8"})))
     assert str(emulated) == "emulated"
     assert emulated.obstacle is not None
-    assert emulated.obstacle.reason == "h200 does not multiply nvfp4"
+    assert emulated.obstacle.reason == "h200 does not multiply nvfp4 natively"
 
 
 # ---- programs

@@ -37,6 +37,6 @@ def follow_help(text: str, help: str) -> str | None:
         return re.sub(r" (?=->[^;\n]*\Z)", f" {condition[1]} ", text)
     return (
         f"{text[: text.rindex('expect')]}{expected[1]}"
-        if (expected := re.match(r"(expect \d+)", help))
+        if (expected := re.match(r"write '(expect \d+)'", help))
         else None
     )

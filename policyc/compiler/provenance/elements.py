@@ -100,7 +100,7 @@ def _operand_region(source: LayoutSource, region: Region, iterations: Iterations
     if source.shape == source.operand.shape:
         return region  # element by element
     name = jaxprs.primitive_name(source.eqn)
-    raise Unknown(f"'{name}' changes its shape in a way that is not followed")
+    raise Unknown(f"'{name}' changes its shape in a way that policyc does not follow")
 
 
 def _values_in(array: np.ndarray, region: Region) -> list[int]:
@@ -128,7 +128,9 @@ def _shard_region(source: ShardSource, region: Region, iterations: Iterations) -
         elif ON_FIRST_DEVICE in iterations:
             out.append(indices)
         else:
-            raise Unknown(f"a shard_map divides its dimension {dim}, of which a part is taken")
+            raise Unknown(
+                f"a shard_map divides its dimension {dim}, and only a part of that dimension is read"
+            )
     return tuple(out)
 
 
@@ -159,12 +161,12 @@ def _read_gathered(
         operand = source.operand
         whole = tuple(range(operand.shape[d]) if d == dim and tiled else i for d, i in enumerate(region))
         if tiled and len(region[dim]) != source.shape[dim]:
-            raise Unknown("a part of what devices gather is taken")
+            raise Unknown("only a part of the gathered array is read")
         yield from read_elements(operand, whole if tiled else without_dim(region, dim), iterations)
         return
     shards = {a: parts for a, parts in shard_maps_of(source.operand).items() if parts > 1}
     if dim != 0 or not tiled or divided != {axes} or list(shards.values()) != [devices]:
-        raise Unknown("devices gather it in a form that is not followed")
+        raise Unknown("devices gather it in a form that policyc does not follow")
     (shard_map,) = shards
     size = source.operand.shape[0]
     indices = np.asarray(region[0])

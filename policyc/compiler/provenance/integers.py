@@ -91,7 +91,7 @@ def constant_value(value: Any, aval: Any) -> Integers | None:
 
 @cache  # formatting a NumPy dtype is slow
 def _in_type(dtype: np.dtype) -> str:
-    return f"its index is computed in {dtype}, and policyc evaluates integers only"
+    return f"its index is computed in {dtype}, but policyc evaluates only integers"
 
 
 def loop_slice(integers: Integers, loop: Address) -> Integers:

@@ -141,7 +141,7 @@ def _find_failure(backend: str, format: str, machine: Machine) -> Obstacle | Non
     reason = machine.failures.get(f"{backend} {format}")
     if reason is None:
         return None
-    remedy = f"--backend {backend} uses it nevertheless; 'policyc selftest' tests it again"
+    remedy = f"--backend {backend} uses it anyway; 'policyc selftest' tests it again"
     return Obstacle(f"backend {backend} failed the self-test on this machine ({reason})", remedy)
 
 
@@ -158,12 +158,12 @@ def _fastest(query: GemmQuery) -> tuple[str, ...]:
 def _missing_format(format: str, machine: Machine) -> Obstacle:
     able = [t.name for t in TARGETS.values() if t.is_native(format)]
     native = ", ".join(f for f in FORMATS if f in machine.formats and FORMATS[f].is_quantized)
-    remedy = f"run it on {', '.join(able)}" if able else "no target has it"
-    reason = f"{machine.name} does not multiply {format}"
+    remedy = f"run it on {', '.join(able)}" if able else "no target supports it"
+    reason = f"{machine.name} does not multiply {format} natively"
     if format in machine.inference:
-        capabilities = " and ".join("{}.{}".format(*c) for c in TRAINS_FP4)
+        capabilities = " or ".join("{}.{}".format(*c) for c in TRAINS_FP4)
         reason = (
-            f"{machine.name} multiplies {format} for inference only: it is trained in on SM {capabilities}"
+            f"{machine.name} multiplies {format} for inference only: training in it needs SM {capabilities}"
         )
     return Obstacle(reason, f"{remedy}{native and f'; or use {native}'}")
 

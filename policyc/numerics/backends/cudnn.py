@@ -70,11 +70,11 @@ def _load() -> Any:
 def obstacle(query: GemmQuery) -> Obstacle | None:
     """The first limit of this backend that a GEMM exceeds, if any."""
     if not query.ragged:
-        return Obstacle("backend cudnn multiplies groups of rows only", "other backends run it")
+        return Obstacle("backend cudnn runs only GEMMs over ragged groups", "other backends run it")
     if query.format != "nvfp4" or query.right.format != "nvfp4":
-        return Obstacle(f"backend cudnn runs only nvfp4, not {query.format}", "nvfp4, or keep it in bf16")
+        return Obstacle(f"backend cudnn runs only nvfp4, not {query.format}", "use nvfp4, or keep it in bf16")
     if any(t.outer == "row" for t in (query.left, query.right)):
-        return Obstacle("cuDNN's grouped GEMM has one outer scale for a group", "outer=tensor")
+        return Obstacle("cuDNN's grouped GEMM has one outer scale per group", "use outer=tensor")
     sizes = {"m": query.m, "n": query.n, "k": query.k}
     features = ("m", "n") if query.gemm == "wgrad" else ("n", "k")
     for name in features:
@@ -84,7 +84,7 @@ def obstacle(query: GemmQuery) -> Obstacle | None:
             )
             return Obstacle(reason, f"pad {sizes[name]} to {sizes[name] + -sizes[name] % _FEATURES}")
     if any(dtype != "bfloat16" for dtype in query.types[: 1 if query.gemm != "wgrad" else 2]):
-        return Obstacle("cuDNN's grouped GEMM gives bfloat16", "compute in bfloat16")
+        return Obstacle("cuDNN's grouped GEMM returns bfloat16", "compute in bfloat16")
     return None
 
 
@@ -118,8 +118,8 @@ def ragged_gemm(
 
 
 _EMULATED = (
-    "a product over ragged groups is emulated: cuDNN's grouped GEMM runs neither under a vmap around the loss nor in a "
-    "shard_map over some axes of the mesh, and does not give fp32"
+    "a product over ragged groups is emulated: cuDNN's grouped GEMM cannot run under a vmap around the loss or in a "
+    "shard_map over only some axes of the mesh, and cannot return fp32"
 )
 
 

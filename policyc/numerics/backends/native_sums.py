@@ -51,7 +51,8 @@ def obstacle(query: GemmQuery) -> Obstacle | None:
     if query.format == query.right.format == "nvfp4" and not query.ragged:
         return None
     kind = "ragged groups" if query.ragged else query.format
-    return Obstacle(f"how GPUs add products is modelled for nvfp4 only, not for {kind}", "ordinary fp32 sums")
+    reason = f"how GPUs add products is modelled for nvfp4 only, not for {kind}"
+    return Obstacle(reason, "it is emulated with ordinary fp32 sums")
 
 
 def gemm(

@@ -93,7 +93,8 @@ def _option_obstacle(t: Treatment) -> Obstacle | None:
     if option is None:
         return None
     return Obstacle(
-        f"Transformer Engine's quantizers have no {option}", f"leave the option out; {_FALLBACK_REMEDY}"
+        f"Transformer Engine's quantizers do not support {option}",
+        f"leave the option out; {_FALLBACK_REMEDY}",
     )
 
 

@@ -78,7 +78,7 @@ class TransformerEngine:
         self._modes, self._layouts = parts.ScalingMode, parts.QuantizeLayout
         self._split_accumulator = gemms._get_high_precision_accumulation_from_env
         if tuple(parts.get_wgrad_sign_vector()) != SIGNS:
-            raise ImportError("this Transformer Engine rotates by other signs than the recipe")
+            raise ImportError("this Transformer Engine rotates with different signs than the recipe")
         self._signs = parts.get_sign_from_vector(parts.get_wgrad_sign_vector())
         with jax.ensure_compile_time_eval():
             self._matrix = np.asarray(parts.get_rht_matrix())

@@ -58,8 +58,8 @@ __all__ = [
 ]
 
 _PARTLY_MANUAL = (
-    "a block-scaled GEMM inside a shard_map over some axes of the mesh is emulated: XLA does not say how it divides it "
-    "over the other axes; write a shard_map over all axes"
+    "a block-scaled GEMM in a shard_map over only some axes of the mesh is emulated: XLA does not say how the other "
+    "axes divide it; write a shard_map over all axes"
 )
 
 TRAITS = BackendTraits(needs_devices=True, can_batch=True, quantizes_stacks=False)
@@ -70,10 +70,10 @@ def obstacle(query: GemmQuery) -> Obstacle | None:
     if query.ragged:
         return Obstacle(
             "XLA has no block-scaled GEMM over ragged groups",
-            "nvfp4 on backend cudnn (pip install nvidia-cudnn-frontend), or keep it in bf16",
+            "use nvfp4 on backend cudnn (pip install nvidia-cudnn-frontend), or keep it in bf16",
         )
     if query.format not in (*DTYPES, "fp8"):
-        return Obstacle(f"XLA has no block-scaled GEMM of {query.format}", "nvfp4 or mxfp8")
+        return Obstacle(f"XLA has no block-scaled GEMM of {query.format}", "use nvfp4 or mxfp8")
     return None
 
 
@@ -95,9 +95,11 @@ def quantizer_obstacle(query: GemmQuery) -> Obstacle | None:
             reason = f"{kernel} require {limit}, but {query.gemm} has {size}"
             return Obstacle(reason, f"pad {size} to {max(least, size + -size % unit)}")
     if refines and any(t.outer == "bound" for t in treatments):
-        return Obstacle(f"{kernel} have no outer=bound", "leave the option out, or scale=four_over_six")
+        return Obstacle(
+            f"{kernel} do not support outer=bound", "leave the option out, or scale=four_over_six"
+        )
     if query.batch != 1:
-        return Obstacle(f"{kernel} take no batch dimensions", "XLA's code quantizes, in more passes")
+        return Obstacle(f"{kernel} take no batch dimensions", "XLA quantizes it instead, in more passes")
     for dtype in query.types:
         if dtype != "bfloat16":
             return Obstacle(f"{kernel} take bfloat16, not {dtype}", "compute in bfloat16")

@@ -388,12 +388,12 @@ WRAPPERS: dict[str, Callable[[Layer], Layer]] = {
 
 NOT_FOLLOWED = {
     "sorted table": "its index is computed by 'sort', which policyc does not evaluate",
-    "along an axis": "it is taken by 'gather' in a form that is not followed",
-    "in a reference": "it is read from a reference, and policyc does not follow what is written there",
-    "sums": "it is computed by 'cumsum', which is not followed",
+    "along an axis": "it is read by 'gather' in a form that policyc does not follow",
+    "in a reference": "it is read from a reference, and policyc does not follow writes to references",
+    "sums": "it is computed by 'cumsum', which policyc does not follow",
     "one replaced": "it is written into an array",
     "members": "one product reads all 4 members of axis 0 at once",
-    "one updated": "or several: it is written into an array",
+    "one updated": "or several of them: it is written into an array",
     "while": "its index is computed from constants by operations that policyc does not evaluate",
     "prefetching": "the loop around it carries it, and changes it in every iteration",
     "own backward": "it is inside a function with its own backward rule (jax.custom_vjp)",
