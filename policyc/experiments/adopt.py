@@ -24,12 +24,12 @@ from policyc.language.recipes import Gemm
 
 REFERENCE, BASELINE = "bf16", "fp8"
 CANDIDATES = {
-    REFERENCE: "the reference of every loss",
-    BASELINE: "the baseline of every speed, and the fallback",
+    REFERENCE: "the reference for losses",
+    BASELINE: "the baseline for speeds, and the fallback",
     "te_nvfp4": "every linear of the blocks in 4 bits",
-    "te_nvfp4_no_rht": "the same without the Hadamard transform, which costs two reads of each operand of wgrad",
+    "te_nvfp4_no_rht": "te_nvfp4 without the Hadamard transform, which costs two reads of each operand of wgrad",
     "nvfp4_late_switch": "te_nvfp4, but BF16 in the last 15% of the blocks, and in fprop for the last 18% of steps",
-    "llama_nvfp4": "4 bits in the MLPs alone, which costs the least loss",
+    "llama_nvfp4": "4 bits only in the MLPs, which raises the loss the least",
 }
 """The bundled policies to choose from, each with a description."""
 

@@ -57,9 +57,7 @@ def _facts(data: JsonObject) -> str:
     tokens = f"{data['tokens_per_step']:,} tokens per step"
     if data["tokens"] is not None:
         tokens += f", {format_figure('tokens', data['tokens'])} in all"
-    return (
-        f"{data['mesh']}, {tokens}, NVFP4 by the backend {data['backend']}. Times are predicted, not measured"
-    )
+    return f"{data['mesh']}, {tokens}, NVFP4 on backend {data['backend']}. Times are predicted, not measured"
 
 
 def _speeds(data: JsonObject) -> Section:
@@ -80,11 +78,13 @@ def _speeds(data: JsonObject) -> Section:
     sentences = [f"{c['policy']}: {c['about']}." for c in data["candidates"]]
     sentences += [f"{row['policy']} is left out: {row['reason']}." for row in data["left_out"]]
     sentences += [
-        f"In parentheses: the speed-up if the model errs as it did on eight published runs, where it was {-low:.0%} "
-        f"too low to {high:.0%} too high. Without parentheses, nothing was published to compare with.",
-        f"Memory: state, saved activations and logits, of {format_figure('memory_bytes', data['memory'])} on the GPU. "
-        "Steps that were compiled needed 3 to 22% more: 'policyc compile' counts every byte.",
-        f"Launches, gaps and waits are taken as {gemm_cost.OTHER_FRACTION:.0%} of every step, under all policies.",
+        f"In parentheses: the speed-up if the cost model is as far off as on eight published runs, where it was "
+        f"{-low:.0%} too low to {high:.0%} too high. No parentheses: no published run to compare with.",
+        "Memory: state, saved activations and logits. The GPU has "
+        f"{format_figure('memory_bytes', data['memory'])}. Compiled steps needed 3 to 22% more: 'policyc compile' "
+        "counts every byte.",
+        f"Launches, gaps and waits are assumed to take {gemm_cost.OTHER_FRACTION:.0%} of every step, under all "
+        "policies.",
     ]
     columns = [
         "policy",
@@ -130,8 +130,8 @@ def _savings(data: JsonObject) -> Section | None:
     columns = ["policy", "days", "GPU hours", *(["cost"] if price else [])]
     columns += [f"saved over {name}" for name in (REFERENCE, BASELINE)]
     sentences = [
-        "Steps only: restarts, validation and checkpoints come on top. A negative number is a loss.",
-        "If a policy costs loss, more tokens are needed for the same loss: the sweep's report says how many.",
+        "Steps only: restarts, validation and checkpoints are extra. A negative saving is an extra cost.",
+        "If a policy raises the loss, reaching the same loss takes more tokens: the sweep's report says how many.",
     ]
     return Section(title="What they save", columns=columns, rows=rows, sentences=sentences)
 
@@ -162,7 +162,7 @@ def _measured(data: JsonObject) -> Section | None:
     columns = ["variant", "verdict", "gap, nats", "interval", "detectable", *figures.values()]
     title = f"What the sweep found, against {measured['baseline']}, margin {measured['margin']}"
     sentences = [f"Left out: {problem}." for problem in measured["problems"]]
-    sentences.append("Step times of emulated formats say nothing about GPUs that multiply them.")
+    sentences.append("Step times of emulated formats say nothing about GPUs that multiply them natively.")
     return Section(title=title, columns=columns, rows=rows, sentences=sentences)
 
 
@@ -172,21 +172,23 @@ def _sweep(data: JsonObject) -> Section | None:
         return None
     sentences = [
         f"{sweep['runs']} runs: {sweep['seeds']} seeds of each policy and of each baseline, paired by seed.",
-        f"It finds a gap of {sweep['detectable']:.3f} nats in {sweep['power']:.0%} of cases, if paired seeds differ "
-        f"with a standard deviation of {sweep['spread']:g} nats, the largest found at 19M parameters. Parity is a gap "
-        f"inside {sweep['margin']} of the loss. The report says what the sweep itself could resolve.",
-        "Gaps grow during a run: give every run 20 tokens for each parameter at least.",
+        f"The sweep detects a gap of {sweep['detectable']:.3f} nats with {sweep['power']:.0%} power if the "
+        f"differences of paired seeds have a standard deviation of {sweep['spread']:g} nats, the largest found at 19M "
+        f"parameters. Parity is a gap within {sweep['margin']} of the loss. The report says what the sweep itself "
+        "could detect.",
+        "Gaps grow during a run: give every run at least 20 tokens per parameter.",
     ]
     if sweep["is_proxy"]:
         sentences.append(
-            f"{sweep['config']} stands in for {data['model']}, which nobody trains {sweep['runs']} times."
+            f"{sweep['config']} stands in for {data['model']}, which is too expensive to train {sweep['runs']} times."
         )
     if not sweep["config"]:
         sentences.append(
-            "The program learns its seed from {seed} in its arguments or from POLICYC_SEED. Set --steps to its length."
+            "The program gets its seed from {seed} in its arguments or from POLICYC_SEED. Set --steps to its "
+            "number of steps."
         )
     sentences.append(
-        "When it has ended: the same 'policyc adopt' with --sweep sweeps/adopt fills in the verdicts."
+        "When the sweep has ended, run this 'policyc adopt' again with --sweep sweeps/adopt to fill in the verdicts."
     )
     return Section(title="Find out what it costs", command=sweep["command"], sentences=sentences)
 
@@ -200,15 +202,15 @@ def _watch(data: JsonObject) -> Section:
     return Section(
         title="Watch during the run",
         sentences=[
-            "Gradient norm: compare with the same steps of the baseline. A norm that grows away from it, or more "
+            "Gradient norm: compare with the same steps of the baseline. A norm that drifts away from it, or more "
             "spikes, comes before divergence.",
             "Quantization noise: --stats-every 500 measures SQNR, flushed and saturated values of every operand. An "
             "operand that falls below 10 dB, or loses 1 dB from week to week, is the first candidate for BF16.",
             f"Stalls: at {fastest['policy']}'s step time the input must deliver {rate:,.0f} tokens per second.",
             f"Communication: {before}{fastest['communication']:.0%} under {fastest['policy']}, since only products "
-            "become faster. If it is more, look at overlap before you look at precision.",
-            "Validation in BF16 beside validation under the policy: the difference is what the forward pass alone "
-            "costs, and a late switch to BF16 gives it back.",
+            "become faster. If the share is larger, look at overlap before you look at precision.",
+            "Validation: run it in BF16 as well as under the policy. The difference is what the forward pass alone "
+            "costs, and a late switch to BF16 recovers it.",
         ],
     )
 
@@ -218,10 +220,11 @@ def _fallback(data: JsonObject) -> Section:
     fallback = " or ".join(names or [_compared_with(data)])
     sentences = [
         f"Fallback: continue from the last good checkpoint under {fallback}, with the same "
-        "seed and data. The rules stay, only the recipe changes.",
+        "seed and data. The rules stay; only the recipe changes.",
         "Set the limit before the run: for example, back to FP8 if validation is more than the margin above the "
         "baseline at two checkpoints in a row.",
-        "The gate: NVFP4 training is native on compute capability 10.0 and 10.3 (B200, GB200, B300, GB300). Anywhere "
-        "else it is emulated, which is exact and slow, and said at the start. --require-native makes it an error.",
+        "Hardware: NVFP4 training is native on compute capability 10.0 and 10.3 (B200, GB200, B300, GB300). Anywhere "
+        "else it is emulated, which is exact but slow; policyc says so at the start. --require-native makes it "
+        "an error.",
     ]
     return Section(title="If it goes wrong", sentences=sentences)

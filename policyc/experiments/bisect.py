@@ -89,7 +89,7 @@ class Bisection:
                 is_changed = recipe is not None and recipe.gemm_treatments(gemm)[0].format != "keep"
                 self.units += [(cell.key, gemm)] if is_changed and gemm in cell.site.products else []
         if not self.units:
-            raise NoCulprit("the policy changes no product of the program that could be switched")
+            raise NoCulprit("the policy changes no product that can be switched")
         self._switched = TappedLoss(self.plan, decisions, SwitchRewriter)
         self._evaluate = jax.jit(self._make_evaluate())
         self._limit = limit
@@ -187,7 +187,7 @@ class Bisection:
             raise NoCulprit(f"the policy does no harm by this metric: {self.trials[-1].harm:.3g}")
         if not self._try(self.units):
             raise NoCulprit(
-                "the policy does harm with all of its products in high precision too: "
+                "the policy does harm even with all of its products in high precision: "
                 + (
                     f"look at {', '.join(self.not_switched)}"
                     if self.not_switched
@@ -211,8 +211,8 @@ class Bisection:
             if self._try(culprits):
                 return Diagnosis(culprits=tuple(culprits), rules=tuple(self._write_rules(culprits)))
         raise NoCulprit(
-            f"no {MOST_CULPRITS} products cure it: the harm is spread over many. The {MOST_CULPRITS} that were found "
-            f"last are {', '.join(map(unit_name, culprits))}"
+            f"keeping {MOST_CULPRITS} products does not cure it: the harm is spread over many. Those kept were "
+            f"{', '.join(map(unit_name, culprits))}"
         )
 
     def _write_rules(self, culprits: Sequence[Unit]) -> list[str]:
@@ -255,7 +255,7 @@ class Bisection:
             ) from None
         if data["of"] != self.identity:
             raise ValueError(
-                f"'{path}' is of another policy, program, checkpoint or metric: name another file"
+                f"'{path}' belongs to another policy, program, checkpoint or metric: name another file"
             )
         by_name = {unit_name(unit): unit for unit in self.units}
         for row in data["trials"]:

@@ -138,7 +138,7 @@ def _run(
     result = ProgramResult(session=session, children=children.count)
     if program.help_word and not (session and session.plans) and not result.saw_forward_mode:
         sys.stderr.write(
-            f"policyc: note: the program got {program.help_word}, ended with 0 and differentiated nothing: no policy "
+            f"policyc: note: the program got {program.help_word}, exited with 0 and differentiated nothing: no policy "
             "was applied\n"
         )
         raise exit or SystemExit(0)

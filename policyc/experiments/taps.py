@@ -241,7 +241,7 @@ def first_loss(result: Any) -> jax.Array:
     """The loss: the first leaf of a loss function's result. Raises ValueError if it is no floating-point scalar."""
     loss = jnp.asarray(jax.tree.leaves(result)[0])
     if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise ValueError(f"a loss is one number, and this is {loss.dtype}{list(loss.shape)}")
+        raise ValueError(f"a loss must be one floating-point number, not {loss.dtype}{list(loss.shape)}")
     return loss
 
 

@@ -214,7 +214,7 @@ def _obstacles(baseline: SeedLosses, variant: SeedLosses) -> list[str]:
         waiting = [_list_seeds(variant.unfinished)] if variant.unfinished else []
         if baseline.unfinished:
             waiting.append(f"{baseline.name} seed {', '.join(map(str, sorted(baseline.unfinished)))}")
-        sentences.append(f"There is no verdict before all runs have ended. Waiting for {'; '.join(waiting)}.")
+        sentences.append(f"There is no verdict until all runs have ended. Waiting for {'; '.join(waiting)}.")
     sentences += [
         f"All seeds of {runs.name} have exactly the same loss: the program does not use its seed, so its runs are not "
         "independent."
@@ -231,7 +231,7 @@ def _describe_failures(variant: SeedLosses) -> str:
     )
 
 
-_RESTART = "The same command runs failed seeds again, except those that diverged, which is a result."
+_RESTART = "The same command runs failed seeds again, except those that diverged: divergence is a result."
 
 
 def _count_failures(runs: SeedLosses) -> str:
@@ -251,6 +251,6 @@ def _advise(needed: SeedsNeeded | None, pairs: int) -> str:
             "change the gap, and a wider margin changes the question"
         )
     return (
-        f". With the gap and spread measured, {needed.seeds} seeds (now {pairs}) would show "
+        f". With the measured gap and spread, {needed.seeds} seeds (now {pairs}) would show "
         f"{'parity' if needed.claim == 'parity' else 'the difference'} with {POWER:.0%} power"
     )

@@ -88,7 +88,7 @@ def make_devices(target: Target, count: int) -> list[jax.Device]:
     check_installed()
     if not gpus.has_description(target):
         raise CannotCompile(
-            f"there is no description of {target.name} to compile for it: 'policyc estimate' needs none"
+            f"policyc has no description of {target.name} to compile for: 'policyc estimate' needs none"
         )
     description = convert_gpu_description(_with_installed_cudnn(gpus.read_description(target)))
     topology = topologies.get_topology_desc(
@@ -225,7 +225,7 @@ def _compile(
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).strip().partition("\n")[0]
         raise CannotCompile(
-            f"XLA cannot compile the step: {reason}. If it compiles with --backend emulate, XLA does not take one of "
+            f"XLA cannot compile the step: {reason}. If it compiles with --backend emulate, XLA rejects one of "
             "the native products: keep its site in bf16, or use another backend"
         ) from None
     finally:

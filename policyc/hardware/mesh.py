@@ -40,8 +40,8 @@ class MeshShape:
 def check_modelled(mesh: MeshShape) -> None:
     """Raises ValueError for a mesh that the cost model does not cover."""
     if mesh.expert > 1:
-        raise ValueError("the cost model does not know the expert axis: 'policyc compile' shows what it sends; "
-                         "or estimate it with fsdp instead")  # fmt: skip
+        raise ValueError("the cost model does not know the expert axis: 'policyc compile' shows its traffic; "
+                         "or estimate with fsdp instead")  # fmt: skip
 
 
 def exchange_seconds(target: Target, bytes: float, size: int, stride: int) -> float:

@@ -167,7 +167,7 @@ def test_a_program_that_only_shows_its_help_is_no_error(
     words = ["helpful.py", *program.split()]
     result = command.policyc(*caller.split(), *words, cwd=tmp_path)
     assert result.code == code, result.err
-    note = "ended with 0 and differentiated nothing: no policy was applied"
+    note = "exited with 0 and differentiated nothing: no policy was applied"
     assert (note in result.err) == (code == 0)
     assert ("differentiated nothing (jax.grad, vjp, ...): give it the arguments" in result.err) == (code == 1)
 

@@ -231,4 +231,4 @@ def test_a_baseline_must_fit_the_program_unless_it_is_a_default(
     assert "of bf16" not in default.err
     named = policyc("sweep", "my.policy", "--baseline", "bf16,fp8", "--dry-run", "train.py", cwd=folder)
     assert named.code == 1
-    assert "the baseline 'fp8' cannot be applied to the program; --baseline names others" in named.err
+    assert "the baseline 'fp8' cannot be applied to the program; choose others with --baseline" in named.err

@@ -129,7 +129,10 @@ def test_unreadable_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as out:
         out.write('{"step": 41, "loss"\n[]\n')
-    assert any("2 lines could not be read" in text for text in texts_of(write_report(build_report([run]))))
+    assert any(
+        "2 lines of metrics.jsonl could not be read" in text
+        for text in texts_of(write_report(build_report([run])))
+    )
 
 
 def test_what_is_not_a_run_or_cannot_be_written_is_an_error(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def test_a_chart_says_that_its_axis_cuts_the_start_and_a_logarithmic_one_does_no
 ) -> None:
     page = show(timed_html)
     caption = page.locator("figure[data-chart='0'] figcaption")
-    assert "the axis cuts the start, where values reach 5.0" in caption.inner_text()
+    assert "the axis cuts off the start, where values reach 5.0" in caption.inner_text()
     page.get_by_label("scale").select_option("log")
     assert "cuts" not in caption.inner_text()
 

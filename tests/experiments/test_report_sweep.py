@@ -93,7 +93,7 @@ def test_a_margin_that_was_chosen_later_is_named(tmp_path: Path) -> None:
     assert not any("Chosen for this report" in rule for rule in report_of(sweep)["statistics"]["caveats"])
     rules = report_of(sweep, margin="5%", baselines=("te_nvfp4",))["statistics"]["caveats"]
     expected = "the margin (it was 0.5%) and the baselines (they were bf16)"
-    assert f"Chosen for this report, and not before the runs: {expected}." in rules[-1]
+    assert f"Chosen for this report, not before the runs: {expected}." in rules[-1]
 
 
 def test_a_sweep_that_has_grown_says_so(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_a_sweep_whose_files_are_damaged_is_not_taken_for_one_without_runs(tmp_p
     sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "te_nvfp4": 0.05}, seeds=2)
     (sweep / "te_nvfp4" / "seed0" / "metrics.jsonl").write_text("")
     data = report_of(sweep)
-    assert data["variants"][1]["runs"][0]["reason"] == "it has finished, and its metrics.jsonl has no step"
+    assert data["variants"][1]["runs"][0]["reason"] == "it has finished, but its metrics.jsonl has no steps"
     for text in ("[]", '{"format": 1}'):
         (sweep / "sweep.json").write_text(text)
         data = report_of(sweep)
@@ -333,7 +333,7 @@ def test_sweeps_of_other_lengths_and_margins_are_named(tmp_path: Path) -> None:
         "the runs that finished have different numbers of steps: 150, 200",
         "the runs that finished have different numbers of tokens: 15,000, 20,000",
     ]
-    assert "the margin of b, 2%: this report has that of bf16, 1%" in report.problems
+    assert "the margin of b, 2%: this report uses that of bf16, 1%" in report.problems
     assert (
         "not comparable: the runs that finished have different numbers of steps: 150, 200" in report.problems
     )

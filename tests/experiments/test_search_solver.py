@@ -82,7 +82,7 @@ def test_the_solver_finds_the_optimum_of_exhaustive_search(groups: int, layers: 
 def test_a_budget_that_cannot_be_met_says_what_could_be() -> None:
     problem = random_problem(random.Random(0), 2, 2)
     fastest = min(c.seconds for c in every_cost(problem, 2))
-    with pytest.raises(Infeasible, match=f"{fastest:.4g} s per step"):
+    with pytest.raises(Infeasible, match=f"these formats takes {fastest:.4g} s,"):
         minimize_damage(problem, fastest - 0.01, 2)
     with pytest.raises(Infeasible, match="below 0"):
         minimize_seconds(problem, -1, 2)

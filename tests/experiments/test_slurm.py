@@ -194,7 +194,7 @@ def test_a_controller_that_does_not_answer_ends_no_run(cluster, tmp_path, capsys
     assert executor.is_active(run)
     assert RunStatus.read(run.folder) is None
     assert capsys.readouterr().err == (
-        "policyc: warning: squeue: Unable to contact slurm controller; until Slurm answers, no run is taken as ended\n"
+        "policyc: warning: squeue: Unable to contact slurm controller; until Slurm answers, no run counts as ended\n"
     )
 
 
@@ -205,7 +205,7 @@ def test_a_job_that_vanished_is_failed(cluster, tmp_path):
     status = RunStatus.read(run.folder)
     assert (status.state, status.reason) == (
         "failed",
-        "Slurm job 7: it vanished: Slurm does not know it any more",
+        "Slurm job 7: it vanished: Slurm no longer knows it",
     )
 
 
@@ -237,7 +237,7 @@ def test_the_last_status_may_arrive_after_the_end_of_the_job(cluster, tmp_path, 
 def test_a_sweep_that_ends_leaves_its_jobs_in_the_queue(cluster, tmp_path):
     run, executor = make_run(tmp_path), SlurmExecutor(OPTIONS)
     executor.start(run)
-    text = "1 Slurm jobs stay in the queue: the same command finds them again, 'scancel 7' ends them"
+    text = "1 Slurm jobs stay in the queue: the same command finds them again; 'scancel 7' ends them"
     assert executor.stop([run]) == text
     assert cluster.calls("scancel") == []
 

@@ -97,7 +97,7 @@ def test_a_sweep_survives_what_happens_to_it_and_its_jobs(tmp_path):
     jobs = [job_of(folder) for folder in folders]
     sweep.kill()
     sweep = Sweep(tmp_path, *words)
-    sweep.wait_until(lambda: "2 runs of an earlier sweep still run: taken over" in sweep.output)
+    sweep.wait_until(lambda: "2 runs of an earlier sweep are still running: taken over" in sweep.output)
     slurm("scancel", jobs[0])
     slurm("scancel", "--signal=USR2", jobs[1])  # what Slurm sends before the time limit
     sweep.wait_until(lambda: all((folder / "saved").exists() for folder in folders))

@@ -104,7 +104,7 @@ def test_a_grid_sets_and_removes_options() -> None:
         ("nw.rht=wgrad", "no recipe 'nw': known: nv"),
         ("grad=e4m3", "takes grad; formats that take it: fp8"),
         (" ; ", "name options"),
-        ("rht=wgrad; rht=none", "rht is there twice"),
+        ("rht=wgrad; rht=none", "rht is given twice"),
     ],
 )
 def test_a_faulty_grid_is_explained(grid: str, message: str) -> None:
@@ -210,7 +210,10 @@ def test_a_default_baseline_that_does_not_fit_the_program_is_left_out() -> None:
     planned["fp8"] = PlannedPolicy(error="no block\n1 | blocks.* -> fp8")
     fitting = drop_equal_plans(listed, planned, optional=["fp8"])
     assert fitting.baselines == ("bf16",)
-    assert fitting.omitted[0].reason == "cannot be applied to the program: no block; --baseline names others"
+    assert (
+        fitting.omitted[0].reason
+        == "cannot be applied to the program: no block; choose others with --baseline"
+    )
     swept = collect(str(load("fp8")), baselines=("bf16", "fp8"))  # the default is also what the user sweeps
     with pytest.raises(ValueError, match="the baseline 'fp8' cannot be applied"):
         drop_equal_plans(swept, planned, optional=["fp8"])

@@ -115,7 +115,7 @@ def test_a_run_whose_wrapper_was_killed_has_failed(tmp_path: Path) -> None:
         (3, [{"step": 3, "validation_loss": 1.0}], "is not run again: its exit code is not known"),
         (3, [{"step": 2, "val_loss": 1.0}], "its last validation is of step 2 of 3"),
         (4, [], "the program ended at step 3 of 4"),
-        (None, [], "neither is its number of steps"),
+        (None, [], "its number of steps is not known either"),
     ],
 )
 def test_a_run_whose_end_could_not_be_written_is_judged_by_its_metrics(
@@ -157,7 +157,7 @@ def test_runs_of_an_earlier_sweep_that_still_run_are_taken_over(tmp_path: Path) 
     display = SilentDisplay()
     result = Engine(track_runs([run]), executor, display).run()
     assert executor.started == ["bf16 seed 0"]  # by the earlier sweep only
-    assert display.lines == ["1 runs of an earlier sweep still run: taken over"]
+    assert display.lines == ["1 runs of an earlier sweep are still running: taken over"]
     assert result.runs[0].progress == "finished"
 
 

@@ -191,7 +191,7 @@ def design(
         (design(words=()), "program is --batch 2 there, and not set here"),
         (design(seeds=(0,)), "it also has the seeds 1"),
         (design(margin="1%"), "margin is 0.5% there, and 1% here"),
-        (design("mlp.* -> mxfp8"), "the policy 'mine' was another one"),
+        (design("mlp.* -> mxfp8"), "the policy 'mine' was different"),
     ],
 )
 def test_a_changed_sweep_in_the_same_folder_is_refused(

@@ -176,7 +176,7 @@ def test_a_quantizing_rule_without_sites_is_refused_unless_it_is_about_another_l
 
 
 def test_a_loss_that_is_not_one_number_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"a loss is one number, and this is float32\[48, 64\]"):
+    with pytest.raises(ValueError, match=r"a loss must be one floating-point number, not float32\[48, 64\]"):
         policyc.stats("* -> nvfp4", lambda w, x: x @ w, _array(1, 32, 64), _array(0, 48, 32))
 
 

@@ -98,7 +98,7 @@ def test_nothing_is_claimed_before_all_runs_have_ended(side: str) -> None:
     (comparison,) = compare(variant, baseline=baseline)
     assert comparison.verdict is Verdict.INCONCLUSIVE
     waiting = "seed 4: step 10 of 100" if side == "variant" else "bf16 seed 4"
-    assert f"no verdict before all runs have ended. Waiting for {waiting}." in comparison.reason
+    assert f"no verdict until all runs have ended. Waiting for {waiting}." in comparison.reason
     assert comparison.gap == pytest.approx(0.03, abs=0.001)
 
 

@@ -67,7 +67,7 @@ def lost_nan_of_product(*args: Any) -> Any:
 
 FAULTS = {
     "wrong_scale": ("random", "mxfp8", {"quantize": wrong_scale}, "1 scales differ"),
-    "lost_nan": ("nan", "fp8", {"quantize": lost_nan}, "values lost the NaN"),
+    "lost_nan": ("nan", "fp8", {"quantize": lost_nan}, "values lost their NaN"),
     "biased": ("rounding", "mxfp4", {"quantize": biased_rounding}, "biased by -0."),
     "stale": (
         "rounding",
@@ -176,8 +176,8 @@ def test_a_fault_of_the_kernel_that_quantizes_in_one_pass_is_found(monkeypatch: 
 def test_native_products_are_compared_with_modelled_sums() -> None:
     """The sums of this data depend on the order of additions. Another order is not a fault."""
     findings = list(check_gemm(Subject(backend="native_sums", format="nvfp4", native=True, quick=True)))
-    (sums,) = (f.what for f in findings if "are those of" in f.what)
-    assert "100.0% of fp32 sums are those of native_sums" in sums
+    (sums,) = (f.what for f in findings if "equal those of" in f.what)
+    assert "100.0% of fp32 sums equal those of native_sums" in sums
     assert sums.count("100.0%") == 1
     assert all(not f.fault for f in findings)
 

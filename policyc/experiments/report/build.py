@@ -183,22 +183,22 @@ def _rules(sweep: SweepData) -> list[str]:
         f"the mean training loss of the last {TRAILING_FRACTION:.0%} of the steps (at least {LEAST_TRAILING})"
     )
     validation = "the validation loss after the last step"
-    losses = f"{validation}, which every run that finished has"
+    losses = f"{validation}, which every finished run has"
     if not uses_validation(sweep):
-        losses = f"{trailing}: not every run that finished has {validation}, which would be used instead"
+        losses = f"{trailing}; {validation} is used only if every finished run has it"
     return [
         f"Losses: {losses}.",
-        "Pairs: a variant and its baseline with the same seed, which have the same data order and first weights.",
+        "Pairs: a variant and its baseline with the same seed, and so the same data order and initial weights.",
         f"Interval: paired t interval at {1 - ALPHA:.0%}, for each variant alone.",
-        f"Parity: two one-sided t tests show that the gap is inside the margin of {sweep.margin}"
+        f"Parity: two one-sided t tests show that the gap is within the margin of {sweep.margin}"
         f"{' of the loss of the baseline' if sweep.margin.is_relative else ''}.",
         "Better or worse: a two-sided paired t test shows a gap, and parity is not shown.",
-        f"Correction: Holm's, over the variants of each baseline, failed ones included. The probability of one wrong "
-        f"claim of a difference among all variants is at most {ALPHA:g}, and so is that of one wrong claim of "
+        f"Correction: Holm's, over the variants of each baseline, failed ones included. The probability of any wrong "
+        f"claim of a difference among all variants is at most {ALPHA:g}, and so is that of any wrong claim of "
         "parity.",
         f"Smallest detectable gap: found with {POWER:.0%} power at Holm's strictest level.",
-        "Failed seeds: a variant that lost seeds cannot be at parity or better, because those that survived are no "
-        "fair sample. Before all runs have ended there is no verdict.",
+        "Failed seeds: a variant that lost seeds cannot be at parity or better, because those that survived are not "
+        "a fair sample. There is no verdict until all runs have ended.",
     ]
 
 
@@ -207,8 +207,8 @@ def _caveats(sweep: SweepData) -> list[str]:
     caveats = []
     if sweep.later_choices:
         caveats.append(
-            f"Chosen for this report, and not before the runs: {' and '.join(sweep.later_choices)}. If the results "
-            "were known, the error rates of the rules do not hold."
+            f"Chosen for this report, not before the runs: {' and '.join(sweep.later_choices)}. If the results were "
+            "already known, the error rates of the rules do not hold."
         )
     if began := _describe_begin(sweep):
         caveats.append(

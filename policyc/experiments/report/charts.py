@@ -195,7 +195,7 @@ def _metric_charts(sweep: SweepData, axis: Axis) -> Iterator[JsonObject]:
         ("step_seconds", "Step time", first_steps, "seconds"),
         ("tokens_per_second", "Speed", f"tokens per second, all devices; {first_steps}", "count"),
         ("memory_bytes", "Peak memory", "of a device, or of the process", "bytes"),
-        ("stall_fraction", "Input stalls", "part of the step that waits for data", "percent"),
+        ("stall_fraction", "Input stalls", "fraction of the step spent waiting for data", "percent"),
         ("learning_rate", "Learning rate", "", "number"),
     ):
         reduce = np.fmax if metric in ("grad_norm", "memory_bytes") else None
@@ -219,13 +219,13 @@ def _telemetry_charts(sweep: SweepData, axis: Axis) -> Iterator[JsonObject]:
         reduction = "mean over sites and layers, band: lowest and highest"
     for name, title, note, format in (
         ("sqnr_db", "SQNR of quantized operands", "dB", "number"),
-        ("flushed", "Flushed to zero", "fraction of what was not zero", "percent"),
-        ("saturated", "Saturated", "fraction that was cut to the largest value", "percent"),
+        ("flushed", "Flushed to zero", "fraction of nonzero values", "percent"),
+        ("saturated", "Saturated", "fraction clipped to the largest value", "percent"),
         ("cosine", "Gradients", "cosine with the gradient in plain bf16", "number"),
         (
             "gradient_to_noise",
             "Gradient over quantization noise",
-            "below √3 (1.73) training stalls",
+            "below √3 (1.73), training stalls",
             "number",
         ),
     ):

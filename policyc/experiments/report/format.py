@@ -26,8 +26,8 @@ FIGURES = (
 """The figures of runs and variants, with their labels."""
 
 TIME_NOTE = (
-    "Goodput: the part of a run's time in steps that count, which no restart had to repeat. Lost steps: computed after "
-    "the last checkpoint of a process that died."
+    "Goodput: the fraction of a run's time spent in steps that no restart had to repeat. Steps lost: those computed "
+    "after the last checkpoint of a process that died."
 )
 
 MISSING = "–"

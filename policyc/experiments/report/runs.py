@@ -182,7 +182,7 @@ def judge_run(run: RunData, longest: int) -> RunEnd:
         return RunEnd(state="unfinished", reason=f"{state}, {progress}")
     if not len(losses):
         if state == "finished":
-            return RunEnd(state="failed", reason=f"it has finished, and its {METRICS_FILE} has no step")
+            return RunEnd(state="failed", reason=f"it has finished, but its {METRICS_FILE} has no steps")
         return RunEnd(state="unfinished", reason="not started")
     if state == "finished" or run.last_step >= target:
         return RunEnd(state="finished")

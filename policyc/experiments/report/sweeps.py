@@ -263,7 +263,7 @@ def _rename_variants(part: SweepData, folder: Path, repeated: Set[str]) -> Sweep
 def _find_margins(parts: Sequence[SweepData], first: SweepData) -> tuple[str, ...]:
     """Notes about sweeps whose margin differs from the one that is used for all."""
     return tuple(
-        f"the margin of {part.title}, {part.margin}: this report has that of {first.title}, {first.margin}"
+        f"the margin of {part.title}, {part.margin}: this report uses that of {first.title}, {first.margin}"
         for part in parts
         if part.manifest and part.margin != first.margin
     )

@@ -37,7 +37,7 @@ def read_rows(path: Path, problems: list[str]) -> list[JsonObject]:
     rows = list(parse_rows(lines))
     if len(rows) < len(lines):
         unread = count_noun(len(lines) - len(rows), "line")
-        problems.append(f"{unread} could not be read in {path.name}")
+        problems.append(f"{unread} of {path.name} could not be read")
     elif text is not None and not rows:
         problems.append(f"{path.name} is empty")
     return rows

@@ -54,7 +54,7 @@ def parse_formats(text: str) -> tuple[Format, ...]:
         count = sum(f.name.rstrip("0123456789_") == name for f in formats)
         formats.append(Format(f"{name}_{count + 1}" if count else name, recipe_text, recipe))
     if not formats:
-        raise ValueError("name a format with fewer bits than the program has, such as nvfp4 or fp8")
+        raise ValueError("name a format with fewer bits than the program uses, such as nvfp4 or fp8")
     return tuple(formats)
 
 

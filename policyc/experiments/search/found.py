@@ -254,8 +254,8 @@ def _explain_options(options: Any, chosen: Choice, price: float) -> Iterator[str
         formats = ", ".join(f"{g} {f or 'kept'}" for g, f in zip(Gemm, choice, strict=True))
         word = "slower" if cost.seconds > 0 else "faster"
         yield (
-            f"{mark} {formats}: {abs(cost.seconds) * 1e6:.4g} us {word}, damage {cost.damage:.3g}; with time at the "
-            f"price of this budget {cost.damage + price * cost.seconds:.3g}"
+            f"{mark} {formats}: {abs(cost.seconds) * 1e6:.4g} us {word}, damage {cost.damage:.3g}; damage plus "
+            f"time at the price of this budget {cost.damage + price * cost.seconds:.3g}"
         )
 
 
@@ -267,11 +267,11 @@ def _explain_scores(searched: Searched, cell: Cell) -> Iterator[str]:
             if score is not None:
                 yield (
                     f"    {cell.key[0]} {gemm} in {format.name}: loss {score.loss:.2g}, gradient noise "
-                    f"{score.noise:.2g} of a batch's, error {score.error:.2g}, bias {score.bias:.2g}"
+                    f"{score.noise:.2g} times that of a batch, error {score.error:.2g}, bias {score.bias:.2g}"
                 )
         ratio = scores.gradient_to_noise.get((cell.key, format.name))
         if ratio is not None:
-            stalls = ": below 1.73 training stalls" if ratio < STALLS_BELOW else ""
+            stalls = ": below 1.73, training stalls" if ratio < STALLS_BELOW else ""
             yield f"    {cell.key[0]} wgrad in {format.name}: gradient over noise {ratio:.2g}{stalls}"
 
 

@@ -136,7 +136,7 @@ class _Painter:
             best = int(np.lexsort((lengths, -gains))[0])  # the largest gain, then the shortest text
             if gains[best] <= 0:
                 raise Unwritable(
-                    "no rule tells apart what the solver told apart: the program's sites share their names"
+                    "no rule can separate the sites that the solver separated: sites of the program share names"
                 )
             rules.append(self._paints[best])
             painted = self._repaint(rules)
@@ -203,7 +203,9 @@ def find_selectors(problem: Problem, plan: Plan) -> list[Selector]:
             found.setdefault(whole, Selector(text.names, text.where, whole))
     missing = [g for g in groups if not any(s.groups == {g} for s in found.values())]
     if missing and len(groups) > 1:
-        raise Unwritable(f"no selector takes {missing[0][0]} alone: name its scope or its parameter")
+        raise Unwritable(
+            f"no selector matches only {missing[0][0]}: give its scope or its parameter a name of its own"
+        )
     return list(found.values())
 
 

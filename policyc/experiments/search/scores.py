@@ -135,9 +135,9 @@ def _check_losses(
     }
     first = next((c for c in cells if counts.get((c.site.address, c.layer), 0)), None)
     where = (
-        f"the first result that is not finite is that of {first.name}"
+        f"the first non-finite result is that of {first.name}"
         if first is not None
-        else "no GEMM made it from finite operands: look at what is between them"
+        else "no GEMM has a non-finite result from finite operands: look at what runs between GEMMs"
     )
     raise BadLoss(f"the loss of batch {bad + 1} is {losses[bad]} without any policy: {where}")
 
@@ -223,8 +223,8 @@ class _Scorer:
                 raise
             self._probes = False
             self.notes.append(
-                "the program has a derivative rule of its own, so no tangent can be followed: what errors of fprop and "
-                "of dgrad do to gradients is measured for all sites together, and divided among them by their size"
+                "the program has a custom derivative rule without a forward mode: the effect of fprop and dgrad "
+                "errors on gradients is measured for all sites together, and divided among them by the size of errors"
             )
             sums, errors, rows = self._run(format, probes=False)
         weights = self._weight_errors(errors, rows)

@@ -63,7 +63,7 @@ def minimize_damage(problem: Problem, seconds: float, segments: int) -> Solution
 def minimize_seconds(problem: Problem, damage: float, segments: int) -> Solution:
     """Finds the fastest step with at most this damage. Raises Infeasible."""
     if damage < 0:
-        raise Infeasible("no damage is below 0: keep everything")
+        raise Infeasible("no damage is below 0: keeping everything has a damage of 0")
     return _Solver(problem, segments).solve(damage, "seconds")
 
 
@@ -130,7 +130,7 @@ class _Solver:
         if seconds >= self._problem.seconds:
             return "no format makes this step faster: its GEMMs are too small to pay for quantizing their operands"
         return (
-            f"the fastest that these formats can be is {seconds:.4g} s per step, {self._problem.seconds / seconds:.3g} "
+            f"the fastest step with these formats takes {seconds:.4g} s, {self._problem.seconds / seconds:.3g} "
             f"times as fast as without a policy, at a damage of {least.objective:.3g}"
         )
 

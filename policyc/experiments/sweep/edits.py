@@ -195,7 +195,7 @@ def parse_grid(text: str) -> list[GridAxis]:
             raise ValueError(f"--grid: '{part}' has no values; write {option}=VALUE,VALUE")
         axis = GridAxis(option=option, values=words, recipe=recipe or None)
         if str(axis) in map(str, axes):
-            raise ValueError(f"--grid: {axis} is there twice")
+            raise ValueError(f"--grid: {axis} is given twice")
         axes.append(axis)
     if not axes:
         raise ValueError("--grid: name options and their values, for example 'rht=wgrad,none; sr=grad,none'")

@@ -136,7 +136,7 @@ class Engine:
         for run in adopted:
             run.progress = "running"
         if adopted:
-            self._display.say(f"{len(adopted)} runs of an earlier sweep still run: taken over")
+            self._display.say(f"{len(adopted)} runs of an earlier sweep are still running: taken over")
         for run in self._select("waiting"):
             if run.status is not None and run.status.state == "running":
                 self._settle_lost(run)
@@ -187,7 +187,7 @@ class Engine:
             self._display.say(text)
             return
         stopping = count_noun(len(active), "run")
-        self._display.say(f"stopping {stopping}, with time to save; Ctrl-C again to leave at once")
+        self._display.say(f"stopping {stopping}, with time to save; Ctrl-C again to quit at once")
         with contextlib.suppress(KeyboardInterrupt):
             while self._select("running"):
                 self._watch()

@@ -37,7 +37,9 @@ def hold_lock(folder: Path, what: str, warn: Callable[[str], object]) -> Iterato
         try:
             while not _lock(descriptor, fcntl.LOCK_EX):
                 if time.monotonic() > deadline:
-                    raise FolderBusy(f"another process runs the {what} in {folder}: wait for it, or stop it")
+                    raise FolderBusy(
+                        f"another process is running the {what} in {folder}: wait for it, or stop it"
+                    )
                 time.sleep(_POLL_SECONDS)
         except OSError as error:
             remedy = f"two {what}s could work here at once; do not start another in this folder"

@@ -160,7 +160,7 @@ def _find_changes(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
     ]
     size = earlier["program"]["seeds_per_process"]
     if earlier["seeds"] != now["seeds"] and len(earlier["seeds"]) % size:
-        changes.append(f"its last process has fewer than {size} seeds, so that it cannot get more")
+        changes.append(f"its last process has fewer than {size} seeds, so no seeds can be added")
     if missing := [seed for seed in earlier["seeds"] if seed not in now["seeds"]]:
         changes.append(f"it also has the seeds {', '.join(map(str, missing))}")
     if missing := [name for name in earlier["baselines"] if name not in now["baselines"]]:
@@ -188,5 +188,5 @@ def _find_changed_policies(out: Path, design: SweepDesign) -> list[str]:
     for variant in design.policies.variants:
         path = out / variant.name / POLICY_FILE
         if path.exists() and without_title(path.read_text(encoding="utf-8")) != without_title(variant.text):
-            changed.append(f"the policy '{variant.name}' was another one: {path}")
+            changed.append(f"the policy '{variant.name}' was different: {path}")
     return changed

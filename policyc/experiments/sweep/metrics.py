@@ -149,7 +149,7 @@ def _read_maxtext(path: Path) -> list[Row]:
     converted, tokens = [], 0
     for step, row in sorted(rows.items()):
         if (weights := read_integer(row.get("learning/total_weights"))) is None:
-            raise ValueError(f"{path} has no number learning/total_weights, the tokens of step {step}")
+            raise ValueError(f"{path} has no number learning/total_weights (tokens) for step {step}")
         tokens += weights
         values = {name: row[theirs] for theirs, name in _MAXTEXT_NAMES.items() if theirs in row}
         converted.append({"step": step + 1, "tokens": tokens, **values})

@@ -38,7 +38,7 @@ _EXPLANATIONS = {
     "NODE_FAIL": "its node failed",
     "OUT_OF_MEMORY": "out of memory",
     "TIMEOUT": "it reached its time limit and could not be requeued",
-    "": "it vanished: Slurm does not know it any more",
+    "": "it vanished: Slurm no longer knows it",
 }
 
 _SCRIPT = """#!/bin/sh
@@ -64,7 +64,7 @@ _NUMBERS = {
     "gpus": "GPUs on each node",
     "tasks": "processes on each node; default: one per GPU if a run has several GPUs, as JAX expects under Slurm",
     "cpus": "CPUs of each process",
-    "time": "time limit in minutes; a run that is longer is requeued and goes on from its checkpoint",
+    "time": "time limit in minutes; a longer run is requeued and continues from its checkpoint",
     "grace": f"seconds that a run gets to save before it is requeued ({DEFAULT_GRACE})",
 }
 _TEXTS = ("partition", "account", "qos", "mem", "constraint", "nodelist", "exclude", "reservation")
@@ -205,7 +205,7 @@ class SlurmQueue:
                     raise
                 if self._answers:  # one warning per outage
                     sys.stderr.write(
-                        f"policyc: warning: {error}; until Slurm answers, no run is taken as ended\n"
+                        f"policyc: warning: {error}; until Slurm answers, no run counts as ended\n"
                     )
                 self._answers = False
         return self._jobs
@@ -285,7 +285,7 @@ class SlurmExecutor:
     def stop(self, runs: Sequence[Run]) -> str:
         ids = [job.id for run in runs if (job := self._find_job(run)) is not None]
         return (
-            f"{len(ids)} Slurm jobs stay in the queue: the same command finds them again, "
+            f"{len(ids)} Slurm jobs stay in the queue: the same command finds them again; "
             f"'scancel {' '.join(ids)}' ends them"
         )
 

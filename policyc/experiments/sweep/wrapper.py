@@ -250,7 +250,7 @@ def judge_without_exit_code(folder: Path, run: Run) -> RunEnd:
         return end
     lost = "its exit code is not known, because its wrapper was killed or could not write it (a full disk?)"
     if run.steps is None:
-        return RunEnd(state="failed", reason=f"{lost}, and neither is its number of steps (--steps)")
+        return RunEnd(state="failed", reason=f"{lost}; its number of steps is not known either (--steps)")
     if end.state != "finished":
         return RunEnd(state="failed", reason=f"{lost}; {end.reason}")
     validated = MetricsReader(folder / METRICS_FILE).validated

@@ -48,28 +48,28 @@ CHECKS = (
     # This check is the first: if it fails, the checks after it run without the faulty kernel.
     Check(
         name="pairs",
-        title="operands that are quantized for two GEMMs at once against the reference, to the bit",
+        title="operands quantized for two GEMMs at once, bit for bit against the reference",
         run=quantizers.check_pairs,
         formats=("nvfp4",),
         remedy=f"{te_one_pass.VARIABLE}=0, for backend te",
     ),
     Check(
         name="golden",
-        title="quantizers against NVIDIA's reference vectors, to the bit",
+        title="quantizers, bit for bit against NVIDIA's reference vectors",
         run=partial(quantizers.check_golden, is_extreme=False),
         formats=("nvfp4",),
     ),
     Check(
         name="extremes",
-        title="the same at the ends of the fp32 range",
+        title="quantizers at the ends of the fp32 range, bit for bit against NVIDIA's reference vectors",
         run=partial(quantizers.check_golden, is_extreme=True),
         formats=("nvfp4",),
-        remedy="keep operands between 1e-30 and 1e30, for instance by a smaller loss scale",
+        remedy="keep operands between 1e-30 and 1e30, for instance with a smaller loss scale",
         is_fatal=False,
     ),
     Check(
         name="random",
-        title="quantizers against the reference on random data, to the bit",
+        title="quantizers on random data, bit for bit against the reference",
         run=quantizers.check_random,
     ),
     Check(name="nan", title="NaN and infinities stay visible", run=quantizers.check_nan),

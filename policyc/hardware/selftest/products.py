@@ -116,7 +116,7 @@ def _compare_sums(backend: str) -> Finding:
 
     ours = run_on(jax.devices()[0], multiply(backend), x, w)
     shares = [
-        f"{np.mean(ours == run_on(reference_device(), multiply(name), x, w)):.1%} of fp32 sums are those of {name}"
+        f"{np.mean(ours == run_on(reference_device(), multiply(name), x, w)):.1%} of fp32 sums equal those of {name}"
         for name in ("native_sums", "emulate")
     ]
     return Finding(", ".join(shares))

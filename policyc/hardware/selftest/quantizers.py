@@ -204,7 +204,7 @@ def _compare_bits(ours: Quantized, theirs: Quantized, adjacent: bool) -> str:
 
 def _compare_nans(ours: Quantized, theirs: Quantized, _: bool) -> str:
     found, expected = (np.isnan(run_on(reference_device(), dequantize, q)) for q in (ours, theirs))
-    return f"{np.sum(expected & ~found)} values lost the NaN" if (expected != found).any() else ""
+    return f"{np.sum(expected & ~found)} values lost their NaN" if (expected != found).any() else ""
 
 
 def check_rounding(subject: Subject) -> Iterator[Finding]:
@@ -246,7 +246,7 @@ def _find_rounding_fault(subject: Subject, treatment: Treatment, axes: Axes) -> 
             low, high = _STEPS[step : step + 2]
             return f"biased by {chosen.mean():+.4f} of the step from {low:g} to {high:g}"
     if np.abs(errors).max() > 1 + 1e-3:
-        return "a value was rounded further than to the next code"
+        return "a value was rounded past the next code"
     other = x.copy()
     other[0] = other[0] / 2  # keeps the largest magnitude; after a rotation, 16 rows differ
     pairs = {

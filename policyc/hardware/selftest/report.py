@@ -95,7 +95,7 @@ def describe_result(result: Result) -> str:
     kind = "native" if result.native else "not native"
     name = f"{result.status:8}{result.check:10}{result.backend:8}{result.format:7}{kind:11}"
     if result.status == "failed":
-        return f"{name}{result.reason}; to avoid it: {result.remedy or 'nothing is known'}"
+        return f"{name}{result.reason}; to avoid it: {result.remedy or 'no way is known'}"
     if result.status == "not run":
         return f"{name}{result.reason.partition('. ')[0]}"  # how to install a library is on the page, once
     return f"{name}{len(result.details)} comparisons, {result.seconds:.1f} s"

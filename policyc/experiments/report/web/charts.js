@@ -272,7 +272,7 @@ function cutNote(chart) {
   const values = range ? chart.lines.flatMap((line) => line.values).filter((value) => value !== null) : [];
   const [low, high] = [values.reduce((a, b) => Math.min(a, b), Infinity), values.reduce((a, b) => Math.max(a, b), -Infinity)];
   if (!range || (low >= range[0] && high <= range[1])) return "";
-  return `the axis cuts the start, where values reach ${format(high > range[1] ? high : low)}`;
+  return `the axis cuts off the start, where values reach ${format(high > range[1] ? high : low)}`;
 }
 
 /** The range of the vertical axis. */
