@@ -136,7 +136,7 @@ class EquationLines:
             + ", ".join(self._diff.linears[n].name for n in data.get("readers", ())),
             "hoisted": "quantized once per step, outside the loss",
             "split": "one scan for each range of layers that is treated alike",
-            "entered": "takes inputs of the equations inside",
+            "entered": "passes extra inputs to the equations inside",
             "derived": "derived from equations that differ",
         }
         reason = data.get("reason", "")

@@ -53,7 +53,7 @@ class AdoptOptions:
     tokens: float | None = option(
         callback=parse_tokens,
         metavar="N",
-        help="Tokens of the training, such as 300B or 15T: days and GPU hours.",
+        help="Tokens to train on, such as 300B or 15T. Adds days and GPU hours.",
     )
     price_per_gpu_hour: float | None = option(
         type=FiniteRange(min=0, min_open=True),
@@ -90,7 +90,7 @@ def adopt(program: tuple[str, ...], step: StepOptions, options: AdoptOptions) ->
     """
     check_source(program, step.config)
     if options.price_per_gpu_hour is not None and options.tokens is None:
-        raise click.UsageError("--price-per-gpu-hour needs --tokens: the price is that of the whole training")
+        raise click.UsageError("--price-per-gpu-hour needs --tokens: the cost is for the whole training")
     execution = parse_execution(options.backend, step.target)
     from policyc.experiments.adopt import BASELINE, make_adoption
     from policyc.experiments.adopt_page import render_adoption

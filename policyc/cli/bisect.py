@@ -35,18 +35,19 @@ class BisectOptions:
     metric: Metric = option(
         type=click.Choice(["loss", "grad-cosine", "nan"]),
         default="loss",
-        help="What the policy harms: the loss, the direction of the gradient, or that both are finite.",
+        help="The harm to look for: a change of the loss, a change of the gradient's direction, or values in "
+        "either that are not finite.",
     )
     cured_at: float | None = option(
         type=FiniteRange(min=0),
         metavar="X",
         show_default="half of the policy's",
-        help="Harm that counts as cured: the change of the loss in nats, or 1 minus the cosine.",
+        help="Largest harm that counts as cured: the change of the loss in nats, or 1 minus the cosine.",
     )
     trials: str | None = path_option(
         metavar="FILE",
         type=click.Path(dir_okay=False),
-        help="Keep the trials in this file: a run that was stopped continues.",
+        help="Save the trials in this file, so that a stopped search can continue.",
     )
     out: str | None = out_option("Write the edited policy to this file instead of standard output.")
 
@@ -67,7 +68,7 @@ class BisectOptions:
 def bisect(
     policy: str, program: tuple[str, ...], config: str | None, record: RecordOptions, options: BisectOptions
 ) -> None:
-    """Find the products whose return to high precision cures a policy.
+    """Find which products must be in high precision to cure a policy.
 
     Records a few batches, then searches for the products by bisection: it evaluates the batches under the policy with
     some of its products left as they are in the program. Prints every trial, and the policy with rules that return
@@ -81,9 +82,9 @@ def bisect(
     with exit_on_error():
         bisection = Bisection(loaded, recorded, options.metric, options.cured_at)
         if options.trials is not None and Path(options.trials).exists():
-            print_note(f"{bisection.load(Path(options.trials))} trials are known from {options.trials}")
+            print_note(f"{bisection.load(Path(options.trials))} trials were read from {options.trials}")
         for name in bisection.not_switched:
-            print_note(f"always as the policy says, since it cannot be switched: {name}")
+            print_note(f"always under the policy, because it cannot be switched: {name}")
         print_note(f"{len(bisection.units)} products: at most {bisection.most_trials} trials")
         bisection.on_trial = lambda trial: _report(bisection, trial, options.trials)
         try:

@@ -71,13 +71,13 @@ class CompileOptions:
 def compile(policy: str, program: tuple[str, ...], step: StepOptions, options: CompileOptions) -> None:
     """Compile a training step for GPUs that need not be present.
 
-    With --config, the whole step of the bundled Llama is compiled: forward, backward and optimizer. With a program, it
-    is the first jitted function that differentiates a loss with a GEMM. The program builds its own mesh from
+    With --config, the whole step of the bundled Llama is compiled: forward, backward and optimizer. With a program,
+    the first jitted function that differentiates a loss with a GEMM is compiled. The program builds its own mesh from
     jax.devices(), and --devices says how many devices it sees.
 
     The report lists the quantized products, memory, collectives and kernels of the compiled program. The command fails
     if a product that the plan says is native is not in the program, or if the step does not fit into the memory of a
-    device. It needs the extra cuda13, and no GPU.
+    device. It needs the extra cuda13, but no GPU.
     """
     check_source(program, step.config)
     if program:
@@ -158,7 +158,7 @@ def _compile_program(
     options.reject_for_program("batch", "sequence", "accumulate", "remat", "gather")
     if options.mesh:
         raise ValueError(
-            "--mesh: a program makes its own mesh of jax.devices(); --devices says how many devices it sees"
+            "--mesh: a program makes its own mesh from jax.devices(); --devices says how many devices it sees"
         )
     deviceless.check_installed()
     if count > 1:
@@ -174,8 +174,8 @@ def _compile_program(
         return deviceless.compile_jitted(jitted, plans, execution, count), TrainingStep(plan=plans[0])
     if count > 1:
         raise ValueError(
-            "the program differentiates its loss outside jax.jit, which is compiled for one device only: put the step "
-            "into jax.jit, or use --devices 1"
+            "the program differentiates its loss outside jax.jit, and such a loss is compiled for one device only: put "
+            "the step into jax.jit, or use --devices 1"
         )
     check_plan(plans[0], may_miss=may_miss)
     report = deviceless.compile_loss(plans[0], *deviceless.make_devices(execution.target, 1))
@@ -230,8 +230,8 @@ def _as_json(report: CompileReport, title: str, policy: str) -> str:
 
 
 _REPEATED = (
-    "  with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false, {} more GEMMs would run, to save results that another GEMM "
-    "has computed; --xla_gpu_enable_dynamic_slice_fusion=false avoids it"
+    "  with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false, {} GEMMs would run again, only to save a result that "
+    "was already computed; --xla_gpu_enable_dynamic_slice_fusion=false avoids this"
 )
 
 
@@ -294,9 +294,9 @@ def _fail_if_wrong(report: CompileReport) -> None:
         product = missing[0]
         others = f"{count_others(len(missing))}," if len(missing) > 1 else ""
         exit_with_message(
-            f"{product.gemm} of '{product.site}'{others} should be native, but {product.call} is in the compiled "
-            f"program {product.calls_found} times, not {product.calls_expected}: --dump-hlo DIR shows what is there "
-            "instead"
+            f"{product.gemm} of '{product.site}'{others} should be native, but {product.call} occurs "
+            f"{product.calls_found} times in the compiled program, not {product.calls_expected}: --dump-hlo DIR shows "
+            "what is there instead"
         )
     if not report.fits_in_memory:
         exit_with_message(
@@ -313,7 +313,7 @@ def _warn_if_slower_than_fp8(step: TrainingStep, options: StepOptions) -> None:
     ratio = ratio_to_fp8(step, load("fp8"), options.mesh_shape())
     if ratio > 1:
         click.echo(
-            f"warning: by the cost model the step takes {ratio:.2f} times as long as under fp8, on {options.devices} x "
-            f"{options.target}: 'policyc estimate --vs fp8' shows why",
+            f"warning: the cost model predicts that the step takes {ratio:.2f} times as long as under fp8, on "
+            f"{options.devices} x {options.target}: 'policyc estimate --vs fp8' shows why",
             err=True,
         )

@@ -30,7 +30,7 @@ def data() -> None:
 
 
 _MAX_BAD_ROWS = number(
-    "Rows without readable text that are skipped; one more is an error.",
+    "Maximum number of rows without readable text to skip; one more is an error.",
     "--max-bad-rows",
     least=0,
     default=10,
@@ -42,7 +42,7 @@ _MAX_BAD_ROWS = number(
     cls=ExampleCommand,
     examples="""
     policyc data train-tokenizer 'text:books/*.txt'                           32,000 tokens, into tokenizer.json
-    policyc data train-tokenizer stdlib a.parquet --vocab 8192 --out bpe.json   of two corpora
+    policyc data train-tokenizer stdlib a.parquet --vocab 8192 --out bpe.json   from two corpora
     """,
 )
 @click.argument("corpora", nargs=-1, required=True, metavar="CORPUS...")
@@ -78,9 +78,7 @@ def train_tokenizer(
             stream.write(content)
     size = bpe.get_vocab_size()
     if size < vocab:
-        click.echo(
-            f"warning: the text is enough for {size:,} tokens only: add text, or lower --vocab", err=True
-        )
+        click.echo(f"warning: the text yields only {size:,} tokens: add text, or lower --vocab", err=True)
     click.echo(f"{out}: {size:,} tokens, sha256 {hashlib.sha256(content).hexdigest()}")
 
 
@@ -99,7 +97,10 @@ def train_tokenizer(
     help="A tokenizer.json.",
 )
 @click.option(
-    "--out", type=click.Path(dir_okay=False), required=True, help="Token file to write, named .bin."
+    "--out",
+    type=click.Path(dir_okay=False),
+    required=True,
+    help="Token file to write. Its name must end in .bin.",
 )
 @_MAX_BAD_ROWS
 def tokenize(corpora: tuple[str, ...], tokenizer: str | None, out: str, max_bad_rows: int) -> None:
@@ -108,7 +109,7 @@ def tokenize(corpora: tuple[str, ...], tokenizer: str | None, out: str, max_bad_
     Each document ends with the end token. Tokens are uint16, or uint32 if the vocabulary is larger.
     """
     if not out.endswith(".bin"):
-        raise click.UsageError(f"'{out}': a token file is named .bin")
+        raise click.UsageError(f"'{out}': the name of a token file must end in .bin")
     with _explain_errors():
         from policyc.models.llama import corpora as tools
 
@@ -143,9 +144,9 @@ def _read_corpora(
 def _describe_text(spec: str, count: TextCount) -> str:
     text = f"read {spec}: {count.documents:,} documents, {count.bytes / _MEGABYTE:,.1f} MB"
     if count.not_utf8:
-        text += f"; {count.not_utf8:,} are not UTF-8: to a tokenizer, their wrong bytes are U+FFFD"
+        text += f"; {count.not_utf8:,} are not UTF-8: a tokenizer sees their invalid bytes as U+FFFD"
     if count.is_cut:
-        text += "; the rest is not read (--megabytes)"
+        text += "; the rest was not read (--megabytes)"
     return text
 
 

@@ -50,14 +50,14 @@ class CompareOptions:
 
     unrolled: bool = switch("Unroll the layers of a configuration.")
     backend: str = backend_option
-    grad: bool = switch("Compare gradients, where dgrad and wgrad show.")
+    grad: bool = switch("Compare the gradients, which also contain dgrad and wgrad.")
     phase: int = number("The phase of the schedule, from 0.", least=0, default=0)
     vs: str | None = option(
         metavar="POLICY[:VARIANT]|PLAN.json",
-        help="Compare with this policy, or with that of an earlier plan (apply --plan-out).",
+        help="Compare with this policy, or with the policy of an earlier plan (apply --plan-out).",
     )
     stats: str | None = path_option(
-        metavar="RUN", help="Add the errors that a run measured (--stats-every): its folder."
+        metavar="RUN", help="Add the errors that the run in this folder measured (--stats-every)."
     )
     compiled: str | None = path_option(
         metavar="FILE", help="Add the calls found by 'policyc compile --format json'."
@@ -90,7 +90,7 @@ class OutputOptions:
     policyc diff llama.policy train.py --steps 100                what the policy changes, one line per linear
     policyc diff llama.policy --out diff.html train.py            a page: heat map, layers, equations
     policyc diff llama_nvfp4 --vs fp8 --config llama3_8b          what llama_nvfp4 does that fp8 does not
-    policyc diff llama.policy:no_rht --vs llama.policy train.py   a variant beside its policy
+    policyc diff llama.policy:no_rht --vs llama.policy train.py   a variant against its policy
     policyc diff llama.policy --vs plan.json train.py             against an earlier plan
     """,
 )
@@ -146,7 +146,7 @@ def diff(
             roots=roots,
         )
         if earlier_loss not in (None, traced.plan.sites.hash):
-            note = f"the program has changed since {compare.vs} was written: its policy is compared"
+            note = f"the program has changed since {compare.vs} was written: only the policy of that plan is used"
             data = dataclasses.replace(data, notes=(*data.notes, note))
         data = _add_overlays(data, compare)
     _write(data, output)

@@ -42,19 +42,19 @@ ASSUMPTIONS = """\
 A large GEMM reaches .73 (bf16), .72 (fp8; .60 on Hopper) or .60 (nvfp4) of the dense peak, or is bound by memory. On
 B300 and GB300 it reaches .66, .63 and .38.
 A copy reaches .62 of the memory bandwidth. Between GEMMs, each input is written and each output read once per pass.
-Maxima are found where a tensor is computed. te reads a tensor once for all of its codes, or three times if some are
-rotated, almost at the speed of a copy. xla reads it once for each kind of codes, or twice if some are rotated, more
-slowly, as measured on an H200, and an NVFP4 GEMM writes fp32.
-If layers are in a scan, saved activations are moved four times more.
+The maximum of a tensor is found where the tensor is computed. te reads a tensor once for all of its codes, or three
+times if some are rotated, almost at the speed of a copy. xla reads it once for each kind of codes, or twice if some
+are rotated, more slowly, as measured on an H200, and an NVFP4 GEMM writes fp32.
+If layers are in a scan, saved activations are read or written four more times.
 A weight is quantized once per step, and each device quantizes its shard.
-Attention reaches half of the bf16 peak. A configuration counts causal FLOPs, a program all of them.
+Attention reaches half of the bf16 peak. For a configuration, only causal FLOPs count; for a program, all of them.
 fsdp gathers weights for fprop and for dgrad, as codes if they are quantized and in bf16 otherwise, and scatters
 gradients in bf16, for each microbatch.
 "Everything else" is a fixed fraction of every step. This fraction, and how much communication overlaps with
-computation, are fitted to four published figures. They, and the errors on twelve others, are in
+computation, are fitted to four published figures. These figures, and the errors on twelve others, are in
 docs/explanation/cost_model.md.
-Speed-ups are better known than times.
-Memory is not checked: a step that does not fit has an estimate too.
+Speed-ups are more accurate than times.
+Memory is not checked: a step that does not fit still gets an estimate.
 """
 
 
@@ -72,18 +72,18 @@ class EstimateOptions:
     backend: str = option(
         type=click.Choice(["auto", "te", "xla"]),
         default="auto",
-        help="Backend for quantized GEMMs. 'auto' is what would run: the choice of 'apply' for this GPU.",
+        help="Backend for quantized GEMMs. 'auto' is what 'apply' would choose for this GPU.",
     )
     compiled: tuple[str, ...] = option(
         metavar="FILE",
         multiple=True,
-        help="Take bytes, kernels and collectives from a step that 'compile --format json' wrote. Once for each "
-        "policy.",
+        help="Take bytes, kernels and collectives from a step that 'compile --format json' wrote. May be given "
+        "once per policy.",
     )
     measured: str | None = path_option(
         metavar="FILE",
         type=click.Path(dir_okay=False),
-        help="Take the speeds of GEMMs, quantizers and copies from the selftest.json of such a GPU.",
+        help="Take the speeds of GEMMs, quantizers and copies from a selftest.json of the same GPU.",
     )
     store_bandwidth: float | None = option(
         type=FiniteRange(min=0, min_open=True),
@@ -115,8 +115,8 @@ class EstimateOptions:
 def estimate(policy: str, program: tuple[str, ...], step: StepOptions, options: EstimateOptions) -> None:
     """Estimate the time of a step on GPUs that need not be present.
 
-    The step is that of a configuration of the bundled Llama (--config) or of a program, whose loss is traced and not
-    run. The estimate comes from a cost model, not from a measurement: docs/explanation/cost_model.md says how
+    The step is that of a configuration of the bundled Llama (--config) or of a program. A program's loss is traced, but
+    not run. The estimate comes from a cost model, not from a measurement: docs/explanation/cost_model.md says how
     accurate it is.
     """
     check_source(program, step.config)
@@ -189,12 +189,12 @@ def _read_compiled(
         report = read_compiled_step(Path(path))
         if report.policy not in policies:
             raise ValueError(
-                f"'{path}' is a step under {report.policy}, not under {' or '.join(policies)}: compile one under it"
+                f"'{path}' was compiled under {report.policy}, not {' or '.join(policies)}: compile the step again"
             )
         if (report.target, report.devices) != (step.target, step.devices):
             raise ValueError(
                 f"'{path}' is for {report.devices} x {report.target}, not for {step.devices} x {step.target}: compile "
-                f"one for these, or use --target {report.target} --devices {report.devices}"
+                f"the step again for these, or use --target {report.target} --devices {report.devices}"
             )
         compiled[report.policy] = report
     return compiled
@@ -238,7 +238,7 @@ def _estimate_checkpoint(
     if gigabytes_per_second is None:
         return {}
     if not step.config:
-        raise ValueError("--store-bandwidth is for --config: what a program saves is not known")
+        raise ValueError("--store-bandwidth needs --config: it is not known what a program saves")
     target, bandwidth = get_target(step.target), 1e9 * gigabytes_per_second
     return {"checkpoint": llama_step.checkpoint_cost(step.config, mesh, step.sizes(), target, bandwidth)}
 
@@ -284,7 +284,7 @@ def _speed_up_range(estimates: NamedEstimates) -> tuple[float, float] | None:
 
 def _describe_range(limits: tuple[float, float] | None) -> str:
     if limits is None:
-        return "not known: published runs compare nvfp4 with fp8"
+        return "not known: published runs compare only nvfp4 with fp8"
     return f"{limits[0]:.2f}x to {limits[1]:.2f}x, by the errors on published runs"
 
 
@@ -302,8 +302,8 @@ def _describe_checkpoint(checkpoint: dict[str, Any], gigabytes_per_second: float
         f"checkpoint: {gb['bytes']}, {gb['bytes_per_device']} of it on each device; a host with "
         f"{checkpoint['devices_per_host']} devices needs {gb['host_memory']} of memory to write it\n"
         f"at {gigabytes_per_second:g} GB/s: written in {checkpoint['write_seconds']:.4g} s; restored in "
-        f"{checkpoint['restore_seconds']:.4g} s, as every device reads its shards, "
-        f"{checkpoint['restored_bytes'] / 1e9:.4g} GB together\n"
+        f"{checkpoint['restore_seconds']:.4g} s: every device reads its shards, "
+        f"{checkpoint['restored_bytes'] / 1e9:.4g} GB in all\n"
     )
 
 
@@ -342,7 +342,7 @@ def _as_table(named: NamedEstimates, title: str) -> str:
     add_values("step", (format_seconds(e.seconds) for e in estimates))
     add_values("TFLOP/s per device", (f"{e.tflops:.0f}" for e in estimates))
     add_values("backend", (n.backends or "-" for n in named))
-    add_values("bytes from", ("the compiled step" if n.is_compiled else "the model" for n in named))
+    add_values("bytes from", ("the compiled step" if n.is_compiled else "the cost model" for n in named))
     if len(named) == 2:
         add_values("step time", ("", format_change(estimates[1].seconds / estimates[0].seconds - 1)))
         add_values("speed-up", ("", f"{_speed_up(named):.2f}x"))

@@ -39,7 +39,7 @@ def fmt(files: tuple[str, ...], check: bool, diff: bool) -> None:
     """Format policies in place.
 
     Aligns arrows, indents blocks, and keeps comments. '-' reads standard input and writes standard output. A folder
-    stands for every file in it, or below it, that ends in '.policy'; without one, it is this folder.
+    stands for every '.policy' file in it or below it; the default is the current folder.
     """
     from policyc.base.text import escape_controls
     from policyc.language.diagnostics import PolicyError

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     multiple=True,
     required=True,
     metavar="TEXT",
-    help="Text to continue; may be repeated. An empty one begins a document.",
+    help="Text to continue; may be repeated. An empty text begins a document.",
 )
-@number("Most tokens to draw.", "--tokens", default=128)
+@number("Maximum number of tokens to draw.", "--tokens", default=128)
 @option(
     "--temperature",
     metavar="T",
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     default=0.8,
     help="Divide logits by this. 0: take the most probable token.",
 )
-@number("Seed of the drawing.", "--seed", least=0, most=2**32 - 1, default=0)
+@number("Seed of the random draws.", "--seed", least=0, most=2**32 - 1, default=0)
 def generate(folder: Path, prompts: tuple[str, ...], tokens: int, temperature: float, seed: int) -> None:
     """Continue texts with a trained model.
 
     RUN is the folder of a run of the bundled trainer: its last checkpoint is read. Each text is printed with its
-    continuation, which ends where the model ends the document, or after --tokens. What was used goes to standard
+    continuation, which ends where the model ends the document, or after --tokens. The settings go to standard
     error.
     """
     with explain_missing_package("train"):
@@ -68,13 +68,13 @@ def _continue_all(model: TrainedModel, prompts: list[bytes], sampling: Sampling)
     largest, longest = max(map(max, encoded)), max(map(len, encoded))
     if largest >= model.config.vocab:
         exit_with_message(
-            f"the tokenizer gives token {largest}, and the model has a vocabulary of {model.config.vocab}: it is of "
-            "another model"
+            f"the tokenizer gives token {largest}, but the model's vocabulary has {model.config.vocab} tokens: this "
+            "tokenizer belongs to another model"
         )
     if longest + sampling.tokens > model.positions:
         print_note(
             f"{longest} + {sampling.tokens} tokens: the model was trained on sequences of {model.positions}, and may "
-            "get worse after that",
+            "get worse beyond that length",
             "warning",
         )
     print_note(

@@ -46,7 +46,7 @@ def init(like: str, config: str | None, out: str | None, program: tuple[str, ...
     """Write a first policy for a program, from its real sites.
 
     It has the rules of another policy that decide about these sites, each with the number of sites that it must match
-    ('expect') and a comment on what it takes. The program runs until its first loss with a GEMM is traced.
+    ('expect') and a comment on what it decides. The program runs until its first loss with a GEMM is traced.
     """
     from policyc.compiler.first_policy import NoRuleFits, write_first_policy
     from policyc.compiler.plan_tables import as_json

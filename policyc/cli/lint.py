@@ -68,13 +68,16 @@ class LintOptions:
         "and the findings go to standard error."
     )
     unsafe_fixes: bool = switch("With --fix or --diff: also apply fixes that change what the policy means.")
-    diff: bool = switch("Write nothing. Print what --fix would change, and exit with 1 if anything.")
-    statistics: bool = switch(
-        "Print the number of findings per code; [*]: --fix repairs them. Formats: full, concise, json."
+    diff: bool = switch(
+        "Write nothing. Print what --fix would change, and exit with 1 if it would change anything."
     )
-    exit_zero: bool = switch("Exit with 0 also if there are findings.")
+    statistics: bool = switch(
+        "Print the number of findings per code. [*] marks those that --fix repairs. Formats: full, concise, json."
+    )
+    exit_zero: bool = switch("Exit with 0 even if there are findings.")
     stdin_filename: str | None = option(
-        metavar="FILE", help="The name of what is read from '-', for messages and for imports relative to it."
+        metavar="FILE",
+        help="The file name that '-' stands for: messages show it, and imports are relative to it.",
     )
 
 
@@ -113,17 +116,17 @@ class LintCommand(ProgramCommand):
     "json",
     "github",
     "sarif",
-    help="full: source line and notes. concise: one line per finding. The others are for programs.",
+    help="full: source line and notes. concise: one line per finding. The others are for tools.",
 )
 @out_option()
 @collect_options(LintOptions, "options")
 def lint(words: tuple[str, ...], output_format: str, out: str | None, options: LintOptions) -> None:
     """Check policies for errors and known risks.
 
-    A folder stands for every file in it, or below it, that ends in '.policy'; without one, it is this folder. The
-    table [tool.policyc] of pyproject.toml may set select, ignore, target and program. The comment
-    '# allow: CODE -- reason' suppresses a finding on its line. 'policyc explain CODE' describes a code. Exits with 0 if
-    there are no findings other than notes, 1 if there are some, 2 if a file could not be read.
+    A folder stands for every '.policy' file in it or below it; the default is the current folder. The table
+    [tool.policyc] of pyproject.toml may set select, ignore, target and program. The comment '# allow: CODE -- reason'
+    suppresses a finding on its line. 'policyc explain CODE' describes a code. Exits with 0 if there are no findings
+    other than notes, 1 if there are some, 2 if a file could not be read.
     """
     from policyc.language.diagnostics import Severity
     from policyc.linter.output import OUTPUT_FORMATS, STATISTICS_FORMATS, summarize
@@ -201,7 +204,7 @@ def _make_request(words: tuple[str, ...], options: LintOptions) -> _Request:
     if options.stdin_filename is not None and "-" not in files:
         raise click.UsageError("--stdin-filename names standard input: it needs the file '-'")
     if program and options.config is not None:
-        raise click.UsageError("name a program, or a configuration with --config; one of the two")
+        raise click.UsageError("name a program, or a configuration with --config, but not both")
     if options.target is not None and not (program or options.config):
         raise click.UsageError("--target requires a program or --config: speed depends on both")
     return _Request(

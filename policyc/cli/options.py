@@ -176,13 +176,14 @@ backend_option: Any = option(
     "--backend",
     default="auto",
     metavar="NAME",
-    help="Backend for quantized GEMMs: auto, emulate, native_sums, xla, te or cudnn. 'auto' chooses by the devices.",
+    help="Backend for quantized GEMMs: auto, emulate, native_sums, xla, te or cudnn. 'auto' picks one for the devices.",
 )
 
 priced_backend_option: Any = option(
     type=click.Choice(["te", "xla", "auto"]),
     default="te",
-    help="Backend whose speed is predicted. te: Transformer Engine; auto: the choice of 'apply' here.",
+    help="Backend whose speed is predicted. te: Transformer Engine; auto: what 'apply' would choose with the libraries "
+    "installed here.",
 )
 
 require_native_option: Any = switch("Fail if a product would be emulated.")
@@ -205,7 +206,7 @@ def format_by_ending_option(*formats: str, help: str = "Output format.") -> Any:
         by_ending = _FORMAT_OF_ENDING.get(ending)
         return format or (by_ending if by_ending in formats else None) or formats[0]
 
-    shown = f"by the ending of --out; {formats[0]} without it"
+    shown = f"from the ending of --out; otherwise {formats[0]}"
     return option(
         "--format",
         "output_format",
@@ -227,7 +228,9 @@ def policy_argument(*, required: bool = True) -> Decorator:
     return click.argument("policy", required=required, metavar=metavar)
 
 
-vs_option: Any = option(metavar="POLICY[:VARIANT]", help="Compare with this policy: it is what comes before.")
+vs_option: Any = option(
+    metavar="POLICY[:VARIANT]", help="Compare with this policy, and show the change from it."
+)
 
 config_option: Any = option(
     "--config", metavar="NAME", help="Configuration of the bundled Llama, instead of a program."
@@ -260,7 +263,7 @@ class RunOptions:
         "Measure the error of quantization every N steps, for the run's report. 0: never.", least=0, default=0
     )
     rounding_seed: int | None = number(
-        "Seed of stochastic rounding.", least=0, most=2**32 - 1, show_default="that of the policy"
+        "Seed of stochastic rounding.", least=0, most=2**32 - 1, show_default="the policy's"
     )
     quiet: bool = switch("Print nothing but the program's output, warnings and errors.")
     multiple_losses: bool = False
@@ -290,7 +293,7 @@ compile_cache_option: Any = option(
 def check_source(program: Sequence[str], config: str | None) -> None:
     """Raises a usage error unless exactly one of a program and `--config` is given."""
     if bool(program) == bool(config):
-        raise click.UsageError("name a program, or a configuration with --config; one of the two")
+        raise click.UsageError("name a program, or a configuration with --config, but not both")
 
 
 _FROM_CONFIG = "from the configuration"
@@ -306,8 +309,8 @@ class StepOptions:
     mesh: str | None = option(
         metavar="AXES",
         show_default="all devices on fsdp",
-        help="Sizes of the axes data, fsdp, context, tensor and (compile) expert, such as 'fsdp=32 tensor=4'. "
-        "A program has data and fsdp only; compiled, its own mesh.",
+        help="Sizes of the axes data, fsdp, context, tensor and (only in compile) expert, such as 'fsdp=32 "
+        "tensor=4'. A program can use data and fsdp only; 'compile' uses the program's own mesh.",
     )
     batch: int | None = number("Sequences per step.", show_default=_FROM_CONFIG)
     sequence: int | None = number("Tokens per sequence.", show_default=_FROM_CONFIG)
@@ -356,7 +359,7 @@ class StepOptions:
         options = [f"--{name}" for name in names if getattr(self, name) is not None]
         if options:
             raise ValueError(
-                f"{' and '.join(options)}: a program has its own sizes; give it its own arguments"
+                f"{' and '.join(options)}: a program has its own sizes: set them with its own arguments"
             )
 
 

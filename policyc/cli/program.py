@@ -112,7 +112,7 @@ def exit_on_error() -> Iterator[None]:
         exit_with_message(str(error), getattr(error, "exit_code", EXIT_FAILURE))
 
 
-_TRAIN_HINT = "give it the arguments with which it trains, and see that it trains without policyc"
+_TRAIN_HINT = "give it the arguments that it trains with, and check that it trains without policyc"
 
 
 @contextlib.contextmanager
@@ -159,7 +159,7 @@ def plan_program(policy: Policy, words: Sequence[str], execution: ExecutionOptio
         with exit_on_error(), explain_early_exit(program):
             plan = runner.trace_first_plan(program, policy, execution)
     except runner.NoLoss as error:
-        exit_with_message(f"the program ended and {explain_no_loss(error.saw_forward_mode)}")
+        exit_with_message(f"the program ended, but it {explain_no_loss(error.saw_forward_mode)}")
     if not len(plan.sites):
         exit_with_message("no loss of the program has a GEMM")
     return plan
@@ -257,7 +257,9 @@ def run_under_policy(program: Program, policy_name: str, options: RunOptions) ->
     if session.unmet:
         exit_with_diagnostics(PolicyError(session.unmet))
     if options.stats_every and not session.recorders:
-        print_note("--stats-every measured nothing: the program does not call policyc.observe at such a step")
+        print_note(
+            "--stats-every measured nothing: the program did not call policyc.observe at any of these steps"
+        )
     _write_report_of(session, options)
 
 
@@ -328,8 +330,8 @@ def explain_no_loss(saw_forward_mode: bool) -> str:
     """Completes the sentence "the program ..." for a program that differentiated nothing in reverse mode."""
     if saw_forward_mode:
         return (
-            "took derivatives in forward mode only (jax.jvp, jacfwd): policyc rewrites what is differentiated in "
-            "reverse mode (jax.grad, vjp, ...)"
+            "took derivatives in forward mode only (jax.jvp, jacfwd): policyc only rewrites what is differentiated "
+            "in reverse mode (jax.grad, vjp, ...)"
         )
     return f"differentiated nothing (jax.grad, vjp, ...): {_TRAIN_HINT}"
 

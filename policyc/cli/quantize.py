@@ -129,7 +129,7 @@ def _load_array(name: str) -> npt.NDArray[Any]:
     dtypes = (np.float32, np.float16, ml_dtypes.bfloat16, np.float64)
     if array.dtype not in dtypes or array.ndim == 0 or array.size == 0:
         raise click.UsageError(
-            f"'{name}' holds {array.dtype} {array.shape}: it must hold floats with one axis or more"
+            f"'{name}' holds {array.dtype} {array.shape}: it must be a non-empty array of floats with at least one axis"
         )
     return array.astype(np.float32) if array.dtype == np.float64 else array
 

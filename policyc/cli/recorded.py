@@ -30,7 +30,7 @@ class RecordOptions:
         help="Start from this checkpoint of the bundled trainer, such as runs/a/checkpoints/300. Needs --config.",
     )
     batches: int = number("Batches to record.", default=4)
-    after: int = number("Let the program run this many steps before.", least=0, default=0)
+    after: int = number("Let the program run this many steps before recording.", least=0, default=0)
 
 
 record_options: Decorator = collect_options(RecordOptions, "record")
@@ -52,7 +52,7 @@ def record(program: Sequence[str], config: str | None, options: RecordOptions) -
             with explained, contextlib.redirect_stdout(sys.stderr):
                 recorded = record_loss(source, options.batches, options.after)
         except runner.NoLoss as error:
-            exit_with_message(f"the program ended and {explain_no_loss(error.saw_forward_mode)}")
+            exit_with_message(f"the program ended, but it {explain_no_loss(error.saw_forward_mode)}")
     if len(recorded.calls) < options.batches:
         print_note(f"the program ended after {len(recorded.calls)} of {options.batches} batches")
     return recorded

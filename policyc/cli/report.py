@@ -27,15 +27,15 @@ class ReportCommand:
     )
     baseline: str | None = option(
         metavar="NAME,...",
-        show_default="those of the sweep, else bf16 and fp8, else the first",
+        show_default="those of the sweep; otherwise bf16 and fp8, or the first",
         help="Compare with these variants.",
     )
     margin: str | None = option(
-        metavar="NATS|PERCENT", show_default="that of the sweep, else 0.5%", help="Margin of parity."
+        metavar="NATS|PERCENT", show_default="that of the sweep, or 0.5%", help="Margin of parity."
     )
     config: str | None = option(
         metavar="NAME",
-        show_default="llama3_8b with the options below, else no prediction",
+        show_default="llama3_8b with the options below, otherwise no prediction",
         help="Predict the speed-up of each policy for this configuration of the bundled Llama.",
     )
     target: str | None = option(metavar="GPU", show_default="gb200", help="GPU of the prediction.")
@@ -69,7 +69,7 @@ class ReportCommand:
     cls=ExampleCommand,
     examples="""
     policyc report runs/tiny                              write runs/tiny/report.html
-    policyc report sweeps/nvfp4                           a sweep, also while it runs
+    policyc report sweeps/nvfp4                           a sweep, even while it runs
     policyc report runs/bf16 runs/fp8 --baseline bf16     compare runs: write comparison.html
     policyc report sweeps/nvfp4 --format markdown         print the verdicts and tables
     policyc report sweeps/nvfp4 --backend te              with gaps over predicted speed-ups
@@ -80,7 +80,7 @@ class ReportCommand:
 def report(folders: tuple[str, ...], command: ReportCommand) -> None:
     """Write a report of runs or of a sweep.
 
-    DIR is a sweep, or a folder with metrics.jsonl of any program. The page has curves with seed bands, gaps to the
+    DIR is a sweep, or a folder with the metrics.jsonl of any program. The page has curves with seed bands, gaps to the
     baselines with intervals, a verdict on each variant, speed, memory, quantization error, policies, settings and
     commands. It is one file that loads nothing else. A run that failed or has not ended is shown as such.
     """

@@ -46,24 +46,25 @@ class SearchOptions:
 
     speedup: str | None = option(
         metavar="X|POLICY",
-        help="The least damage at this speed, as a multiple of that without a policy, or at that of a policy.",
+        help="Find the least damage at this speed: a multiple of the speed without a policy, or the speed of a policy.",
     )
     max_damage: float | None = option(
-        type=FiniteRange(min=0), metavar="NATS", help="The fastest policy with at most this damage."
+        type=FiniteRange(min=0), metavar="NATS", help="Find the fastest policy with at most this damage."
     )
     frontier: bool = switch(
-        "All speeds: a table, a picture (--out x.svg), or a file for 'diff' and 'report' (--out x.json)."
+        "Find the least damage at every speed. Prints a table; --out also writes a picture (x.svg), or a file for "
+        "'diff' and 'report' (x.json)."
     )
     formats: str = option(
         default=DEFAULT_FORMATS,
         metavar="A,B",
         help="Formats to choose from, or recipes such as 'nvfp4(sr=grad)'. Keeping a product is always a choice.",
     )
-    segments: int = number("Most ranges of layers that differ: each one more splits a scan.", default=4)
-    backend: str = priced_backend_option
-    explain: str | None = option(
-        metavar="SITE", help="Also say why the sites of this name got what they got."
+    segments: int = number(
+        "Most ranges of layers with different formats. Each additional range splits a scan.", default=4
     )
+    backend: str = priced_backend_option
+    explain: str | None = option(metavar="SITE", help="Also explain the choice for the sites with this name.")
     sweep: str | None = option(
         type=click.Path(file_okay=False),
         metavar="DIR",
@@ -90,9 +91,9 @@ def search(
 ) -> None:
     """Find the policy that does the least damage at a speed.
 
-    Runs the program for a few steps, and measures what each format does in each product of each layer of each site, all
-    sites at once. Then chooses formats by layer range, and writes a policy. Damage and speed are predictions: 'policyc
-    sweep' measures the loss. Exits with 1 if the budget cannot be met.
+    Runs the program for a few steps, and measures the effect of each format on each product of each layer of each site,
+    all sites at once. Then chooses formats by layer range, and writes a policy. Damage and speed are predictions:
+    'policyc sweep' measures the loss. Exits with 1 if the budget cannot be met.
     """
     if sum((options.speedup is not None, options.max_damage is not None, options.frontier)) != 1:
         raise click.UsageError("say what to search for: one of --speedup, --max-damage and --frontier")
@@ -107,8 +108,8 @@ def search(
         print_or_write(searched.write_policy(solutions[0]), options.out)
         cost = solutions[0].cost
         print_note(
-            f"{searched.speed_up(cost):.3f}x the speed without a policy, damage {cost.damage:.3g} nats per token, at "
-            f"most {solutions[0].gap:.1%} from the best for {options.segments} ranges",
+            f"{searched.speed_up(cost):.3f}x the speed without a policy, damage {cost.damage:.3g} nats per token, "
+            f"within {solutions[0].gap:.1%} of the best for {options.segments} ranges",
             "predicted",
         )
         if stalls := find_stalls(searched, solutions[0]):
@@ -142,7 +143,7 @@ def _search(
         check_modelled(mesh)
         recorded = record(program, step.config, record_options)
         if step.config is not None and not record_options.checkpoint and not record_options.after:
-            print_note("without --from or --after, the scores are those of a model that has not been trained")
+            print_note("without --from or --after, the scores are for an untrained model")
         training_step = _step(recorded, step, options.backend)
         scores = score_formats(recorded, formats)
         return Searched(
@@ -201,7 +202,7 @@ def _seconds(searched: Searched, speedup: str) -> float:
         seconds = scheduled_seconds(step, step.target, searched.mesh)
         if seconds > searched.problem.seconds:
             slower = f"{speedup} is predicted at {searched.problem.seconds / seconds:.2f}x the speed without a policy"
-            print_note(f"{slower}, so nothing has to be faster", "warning")
+            print_note(f"{slower}, so keeping every product is fast enough", "warning")
         return seconds
     if not 0 < factor < float("inf"):
         raise click.BadParameter("expected a number such as 1.3, or a policy", param_hint="--speedup")

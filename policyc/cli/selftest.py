@@ -16,7 +16,7 @@ def _read_backends(_ctx: click.Context, _option: click.Parameter, text: str) -> 
     names = tuple(dict.fromkeys(filter(None, text.split(","))))
     unknown = [name for name in names if name not in ("te", "xla", "cudnn")]
     if unknown or not names:
-        raise click.BadParameter(f"'{text}': name some of te,xla,cudnn")
+        raise click.BadParameter(f"'{text}': name one or more of te,xla,cudnn")
     return names
 
 
@@ -46,9 +46,9 @@ def _read_backends(_ctx: click.Context, _option: click.Parameter, text: str) -> 
 def selftest(names: tuple[str, ...], quick: bool, out: str | None) -> None:
     """Test the backends on the GPUs of this machine.
 
-    Compares every quantizer, every GEMM, gradients and a short training with the emulation, and times them. 'auto' then
-    avoids on this machine what failed. Without a GPU it tests what runs, and says what else it would do. Exits with 1
-    if something failed.
+    Compares every quantizer, every GEMM, gradients and a short training with the emulation, and times them. From then
+    on, 'auto' avoids whatever failed on this machine. Without a GPU, it tests what can run, and lists the rest. Exits
+    with 1 if something failed.
     """
     from policyc.hardware.selftest.report import render_page, run_selftest
 
@@ -61,7 +61,7 @@ def selftest(names: tuple[str, ...], quick: bool, out: str | None) -> None:
     if data["no_speed"]:
         click.echo(f"not run speed: {data['no_speed']}")
     failed = len([r for r in data["results"] if r["status"] == "failed"])
-    click.echo(f"{failed or 'nothing'} failed of {len(data['results'])} checks: {page}, {file}")
+    click.echo(f"{failed} of {len(data['results'])} checks failed: {page}, {file}")
     for name in data["failures"]:
         click.echo(f"'auto' does not use {name} on this machine until a self-test passes")
     sys.exit(EXIT_FAILURE if failed else 0)

@@ -22,7 +22,7 @@ from policyc.cli.options import format_option, out_option, policy_argument
     "table",
     "text",
     "json",
-    help="text: a policy that parses to the same, with imports expanded and without comments. json: the treatment of "
+    help="text: an equivalent policy, with imports expanded and without comments. json: the treatment of "
     "each operand.",
 )
 @out_option()

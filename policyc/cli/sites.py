@@ -15,7 +15,7 @@ from policyc.cli.program import fail_if_refused, plan_source
     policyc sites train.py                              names, shapes, FLOPs and roles of its GEMMs
     policyc sites --explain up_proj train.py            why these GEMMs have their kind and block
     policyc sites --policy llama.policy -m trainer      also which rule decides, and which rules it overrides
-    policyc sites --policy llama_nvfp4 --config tiny    those of the bundled Llama
+    policyc sites --policy llama_nvfp4 --config tiny    the same for the bundled Llama
     """,
 )
 @click.option(

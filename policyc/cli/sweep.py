@@ -80,7 +80,7 @@ def sweep(
     ]
     if len(words) > 1:
         if edits != EditOptions():
-            raise click.UsageError("edits are made of one policy: name one, or leave out the edits")
+            raise click.UsageError("edits apply to one policy: name only one, or leave out the edits")
         program = _evaluate(config, program, options.steps) if config else program
     with exit_on_error():
         edited = _edit_policy(loaded[0], edits)

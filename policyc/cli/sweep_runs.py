@@ -79,10 +79,10 @@ class SweepOptions:
         show_default="bf16, and fp8 if it fits the program",
         help="Policies to compare with, by name or path; 'none' for none.",
     )
-    seeds: int = number("Number of seeds. All variants get the same.", default=5)
+    seeds: int = number("Number of seeds. All variants use the same seeds.", default=5)
     first_seed: int = number("The first seed; the others follow it.", least=0, default=0)
     steps: int | None = number(
-        "Steps of a run. A run that ends earlier has failed.", show_default="from the configuration"
+        "Steps of a run. A run that ends earlier counts as failed.", show_default="from the configuration"
     )
     out: str | None = option(
         type=click.Path(file_okay=False), show_default="sweeps/POLICY", help="Folder of the sweep."
@@ -93,7 +93,7 @@ class SweepOptions:
         help="Largest difference of loss that counts as parity, fixed before the sweep runs.",
     )
     jobs: int | None = number(
-        "Runs at a time. More than GPUs: they share them.",
+        "Runs at a time. If there are more runs than GPUs, they share the GPUs.",
         show_default="one per GPU; 1 without GPUs; 100 with --slurm",
     )
     gpus_per_run: int = number("GPUs of this machine that each run gets.", default=1)
@@ -101,7 +101,7 @@ class SweepOptions:
         multiple=True,
         metavar="NAME=VALUE,...",
         callback=_parse_slurm,
-        help="Run each run as a Slurm job with these resources, such as 'partition=long,gpus=8,nodes=16,time=1440' "
+        help="Submit each run as a Slurm job with these resources, such as 'partition=long,gpus=8,nodes=16,time=1440' "
         "(time in minutes).",
     )
     seeds_per_process: int = number(
@@ -113,7 +113,7 @@ class SweepOptions:
     )
     no_plan: bool = switch(
         "Do not trace the program before anything runs. By default it is traced once: policies that do not "
-        "fit are errors, and edits that do the same to it are run once."
+        "fit it are errors, and of several edits with the same effect only one is run."
     )
     dry_run: bool = switch("Print the runs and the edits as diffs. Start nothing.")
     stats_every: int = number(

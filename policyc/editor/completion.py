@@ -104,7 +104,7 @@ def _recipes(names: Names, reading: Reading) -> Iterator[Item]:
     )
     yield from (Item(name, _Kind.VARIABLE, recipe) for name, recipe in known.items())
     yield from (Item(f.name, _Kind.CLASS, f.summary) for f in FORMATS.values())
-    yield Item("split", _Kind.CLASS, "another recipe for each product")
+    yield Item("split", _Kind.CLASS, "a recipe for each product")
 
 
 def _named_recipes(reading: Reading) -> Iterator[tuple[str, str]]:

@@ -291,11 +291,13 @@ class PolicyServer:
         sources = self._sources(document)
         places = features.find_places(sources, document.offset(params))
         if not features.definitions(places):
-            raise RequestError("no recipe, group or variant that this file or its imports define is here")
+            raise RequestError(
+                "this is not the name of a recipe, group or variant that this file or its imports define"
+            )
         bundled = {path.resolve().as_uri(): name for name, path in bundled_policies().items()}
         for uri, place in places:
             if uri in bundled and uri != document.uri:
-                message = f"the bundled policy '{bundled[uri]}' has the {place.kind} '{place.text}' too"
+                message = f"the {place.kind} '{place.text}' is also in the bundled policy '{bundled[uri]}'"
                 raise RequestError(f"{message}: it cannot be renamed")
         return features.rename(sources, places, new_name)
 

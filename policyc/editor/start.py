@@ -56,4 +56,4 @@ def initialize(connection: Connection) -> Json | None:
 
 
 def _refuse() -> None:
-    raise RequestError("the first request is 'initialize'", NOT_INITIALIZED)
+    raise RequestError("the first request must be 'initialize'", NOT_INITIALIZED)

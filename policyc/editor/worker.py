@@ -43,7 +43,7 @@ class Worker:
                 result, problem = self._ask(function, arguments)
             except _PROCESS_IS_GONE as error:
                 self._stop()
-                raise WorkerError(f"the process that lints has ended: {error}") from None
+                raise WorkerError(f"the linting process has ended: {error}") from None
         if problem:
             raise WorkerError(problem)
         return result  # type: ignore[no-any-return]  # the type is that of the function

@@ -285,7 +285,7 @@ def test_search_opens_the_scopes_around_what_it_finds(show: Show, html: str) -> 
     openers.first.click()
     assert openers.evaluate_all("es => es.map(e => e.ariaExpanded)") == ["false", "true", "true"]
     page.locator("#q").fill("mlp")  # a scope of that name stays closed: all of it matches
-    assert openers.all_inner_texts()[0].endswith("layers[0-3] 12 of 12 equations left by the filters")
+    assert openers.all_inner_texts()[0].endswith("layers[0-3] 12 of 12 equations kept by the filters")
     assert openers.evaluate_all("es => es.map(e => e.ariaExpanded)") == ["false", "true", "false"]
 
 
@@ -347,7 +347,7 @@ def test_filters_leave_equations_of_their_linears_only(show: Show, html: str) ->
     button(page, "open changes").click()
     assert page.locator(".row.same").count() == 0
     assert {*page.locator(".equation .reason").all_inner_texts()} == {"replaced · down"}
-    assert "5 of 12 equations left by the filters" in page.locator(".scope", has_text="mlp").last.inner_text()
+    assert "5 of 12 equations kept by the filters" in page.locator(".scope", has_text="mlp").last.inner_text()
 
 
 def test_two_policies_open_on_a_class_that_changes(show: Show) -> None:

@@ -95,7 +95,7 @@ def test_a_module_runs_too(home: Path) -> None:
     assert result.code == 0, result.err
     assert "loss" in result.out
     assert "no policy was applied" not in result.err, "it trains, whatever --help means to it"
-    assert "--stats-every measured nothing: the program does not call policyc.observe" in result.err
+    assert "--stats-every measured nothing: the program did not call policyc.observe" in result.err
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_an_error_has_a_message_and_no_traceback(home: Path, code: int, words: s
 def test_sites_too_name_forward_mode_as_the_reason(home: Path) -> None:
     result = run(home, "sites", "forward.py")
     assert result.code == 1
-    assert "the program ended and took derivatives in forward mode only" in result.err
+    assert "the program ended, but it took derivatives in forward mode only" in result.err
 
 
 HELPFUL = """

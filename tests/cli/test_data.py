@@ -73,7 +73,7 @@ def test_text_that_is_too_little_for_the_vocabulary_is_a_warning(books: Path) ->
     assert result.code == 0
     size = tokenizers.Tokenizer.from_file("tokenizer.json").get_vocab_size()
     assert size < 5000
-    assert f"enough for {size} tokens only: add text, or lower --vocab" in result.err
+    assert f"the text yields only {size} tokens: add text, or lower --vocab" in result.err
 
 
 def test_only_the_first_megabytes_of_each_corpus_are_read(
@@ -83,7 +83,7 @@ def test_only_the_first_megabytes_of_each_corpus_are_read(
     result = policyc("data", "train-tokenizer", "text:books/*.txt", "books/00.txt", "--megabytes", "2")
     sizes = np.cumsum([len(text) for text in read_books(books)])
     assert sizes[1] < 2000 < sizes[2]
-    assert f"3 documents, {sizes[2] / 1000:.1f} MB; the rest is not read" in result.err
+    assert f"3 documents, {sizes[2] / 1000:.1f} MB; the rest was not read" in result.err
     assert re.search(r"books/00.txt: 1 documents, [\d.]+ MB\n", result.err)
 
 
@@ -159,7 +159,7 @@ FAULTS = {
         "no/folder/t.json cannot be written: No such file",
     ),
     "train-tokenizer": (2, "Missing argument 'CORPUS...'"),
-    "tokenize books/00.txt --out a.txt": (2, "'a.txt': a token file is named .bin"),
+    "tokenize books/00.txt --out a.txt": (2, "'a.txt': the name of a token file must end in .bin"),
     "tokenize books/00.txt --out a.bin --tokenizer empty.txt": (1, "is not a tokenizer.json"),
     "tokenize synthetic --out a.bin": (1, "holds tokens, not text"),
     "tokenize missing.txt --out a.bin": (1, "there is no file 'missing.txt'"),

@@ -70,12 +70,12 @@ def test_a_program_that_ends_before_its_first_loss(folder: Path, end: str, code:
     assert (result.code, result.out) == (code, "")
     assert result.err.count(prints) > 0
     what = (
-        "ended and differentiated nothing"
+        "ended, but it differentiated nothing"
         if end == "sys.exit()"
         else f"exited with {code} before it differentiated"
     )
     assert f"policyc: error: the program {what}" in result.err
-    assert "give it the arguments with which it trains" in result.err
+    assert "give it the arguments that it trains with" in result.err
 
 
 def test_two_variants_of_a_policy(folder: Path) -> None:

@@ -88,7 +88,7 @@ def test_a_module_keeps_its_words() -> None:
         ("apply fp8 --rounding-seed 4294967296 train.py", "4294967296 is not in the range 0<=x<=4294967295"),
         ("sites", "name a program, or a configuration with --config"),
         ("sites --format yaml train.py", "'yaml' is not one of 'table', 'json'"),
-        ("compile fp8 --target gb200 --config tiny train.py", "one of the two"),
+        ("compile fp8 --target gb200 --config tiny train.py", "but not both"),
     ],
 )
 def test_a_wrong_command_line_is_a_usage_error(words: str, message: str) -> None:

@@ -74,7 +74,7 @@ def test_the_file_holds_the_bits_of_the_reference(
     ("array", "options", "code", "message"),
     [
         (np.arange(4), ("--recipe", "nvfp4", *WEIGHT), 2, "int64"),
-        (np.float32(3), ("--recipe", "nvfp4", *WEIGHT), 2, "one axis or more"),
+        (np.float32(3), ("--recipe", "nvfp4", *WEIGHT), 2, "at least one axis"),
         (np.ones(16, "f4"), ("--recipe", "nvfp5", *WEIGHT), 1, "did you mean 'nvfp4'?"),
         (np.ones(16, "f4"), ("--recipe", "nvfp4", "--role", "gradient", "--gemm", "fprop"), 2, "has no gradient"),
         (np.ones(16, "f4"), ("--recipe", "nvfp4", *WEIGHT, "--axis", "1"), 2, "1 axes"),

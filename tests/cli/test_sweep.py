@@ -112,7 +112,7 @@ def test_options_of_the_trainer_may_stand_anywhere(tmp_path: Path) -> None:
     assert "2 runs: 2 policies x 1 seeds, 7 steps each" in result.out
     assert "--config tiny --steps 7 --seed 0" in result.out
     assert "--keep 1 --batch 4 --eval-every 1\n" in result.out
-    assert "edits are made of one policy" in policyc(*several, "--ablate", cwd=tmp_path).err
+    assert "edits apply to one policy" in policyc(*several, "--ablate", cwd=tmp_path).err
 
 
 def test_a_sweep_compares_several_policies_and_variants(folder: Path) -> None:

@@ -77,4 +77,4 @@ def test_what_a_program_saves_is_not_known(tmp_path: Path):
     )
     ran = policyc("estimate", "fp8", "--target", "gb200", "--store-bandwidth", "1", str(program))
     assert ran.code == 1
-    assert "what a program saves is not known" in ran.err
+    assert "it is not known what a program saves" in ran.err

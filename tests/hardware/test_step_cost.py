@@ -272,7 +272,7 @@ def test_estimate_prints_a_table_and_its_assumptions():
         "quantization",
         "communication",
         "TFLOP/s per device",
-        "Speed-ups are better known than times",
+        "Speed-ups are more accurate than times",
     ):
         assert words in ran.out
 

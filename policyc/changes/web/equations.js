@@ -223,7 +223,7 @@ function sameRows(numbers) {
 
 function describeScope(number) {
   const { changed, equations } = graph.nodes[number];
-  if (isFiltered()) return `${shownNodes.get(number)} of ${count(equations, "equation")} left by the filters`;
+  if (isFiltered()) return `${shownNodes.get(number)} of ${count(equations, "equation")} kept by the filters`;
   return changed ? `${changed} of ${count(equations, "equation")} on one side only` : count(equations, "unchanged equation");
 }
 

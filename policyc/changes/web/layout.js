@@ -131,7 +131,7 @@ function drawLayout(number) {
   layoutWorker ??= new Worker(URL.createObjectURL(new Blob([byId("worker").textContent], { type: "text/javascript" })));
   layoutRequest += 1;
   const request = layoutRequest;
-  layoutWorker.onerror = (event) => container.replaceChildren(h("p", { class: "warning" }, `The layout failed: ${event.message}. Use side by side.`));
+  layoutWorker.onerror = (event) => container.replaceChildren(h("p", { class: "warning" }, `The layout failed: ${event.message}. Use the side-by-side view.`));
   layoutWorker.onmessage = (event) => {
     if (request === layoutRequest && state.view === "graph") showLayout(container, groups, edges, event.data, all.length - groups.length);
   };
@@ -154,9 +154,9 @@ function showLayout(container, groups, edges, layout, left) {
     s("g", { class: `pane ${side}`, transform: `translate(${(width - layout.width) / 2} 0)` },
       edges.map((edge, number) => (edge.sides.has(side) ? drawEdge(edge, side, groups, places, layout.edges[number]) : null)),
       groups.map((group) => drawGroup(group, side, places.get(group.id), drawn.get(group.id)))))));
-  container.replaceChildren(sides.length > 1 ? sideHeads() : h("p", { class: "quiet" }, added.length ? `Before is the same without ${added.map((group) => group.after[0].text).join(", ")}.` : "The same before and after."),
+  container.replaceChildren(sides.length > 1 ? sideHeads() : h("p", { class: "quiet" }, added.length ? `The graph before is the same, but without ${added.map((group) => group.after[0].text).join(", ")}.` : "The graph is the same before and after."),
     h("div", { class: sides.length > 1 ? "graph" : "graph single" }, panes),
-    h("p", { class: "quiet" }, sides.length > 1 ? "Boxes beside each other stand for each other. " : "", "Click a scope or a run to open it.",
+    h("p", { class: "quiet" }, sides.length > 1 ? "Boxes next to each other correspond to each other. " : "", "Click a scope or a run to open it.",
       left ? ` ${left} of the groups are left out: open a smaller scope.` : ""));
   if (sides.length > 1) scrollTogether(panes);
   markCurrent();

@@ -34,7 +34,7 @@ function drawLine(text, keys, line) {
     .reduce((sum, cell) => sum + layerCount(cell), 0);
   const element = h("li", {
     value: line, class: "rule", tabindex: 0, role: "button", "aria-pressed": "false",
-    title: `${count(products, "product")}. Click to light them up.`, click: choose,
+    title: `${count(products, "product")}. Click to highlight them.`, click: choose,
     keydown: (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(); } },
   }, text, " ", h("span", { class: "count" }, products ? count(products, "product") : "decides nothing"));
   ruleLines.push([element, keys]);

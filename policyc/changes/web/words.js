@@ -21,7 +21,7 @@ const WORDS = [
   [/^outer=(.*)$/, "what the fp32 scale covers: $1"],
   [/^once for \d+ linears$/, "quantized once; all of these linears read the codes"],
   [/^once per step$/, "quantized once per step, outside the loss"],
-  [/^native$/, "the GPU multiplies this format"],
+  [/^native$/, "the GPU multiplies in this format"],
   [/^emulated$/, "same numbers, multiplied in a wider format: slower"],
   [/^opaque$/, "the compiler cannot change this product"],
 ];
