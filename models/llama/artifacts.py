@@ -36,7 +36,7 @@ def run_command(command: str, folder: Path, timeout: float) -> str | None:
         words = [word.replace("{path}", str(folder)) for word in shlex.split(command)]
         code = subprocess.run(words, check=False, timeout=timeout or None).returncode
     except subprocess.TimeoutExpired:
-        return f"took longer than {timeout:g} s (--export-timeout) and was ended"
+        return f"took longer than {timeout:g} s (--export-timeout) and was killed"
     except (OSError, ValueError) as error:
         return f"cannot be started: {error}"
     return f"exited with {code}" if code else None
@@ -56,7 +56,7 @@ def make_profiler(run: RunConfig, folder: Path) -> Profiler:
         with suppress(OSError):
             cuda = ctypes.CDLL(name)
             return Profiler(cuda.cudaProfilerStart, cuda.cudaProfilerStop)
-    raise ConfigError("--profile nsys needs CUDA, and there is no libcudart.so: use --profile xplane")
+    raise ConfigError("--profile nsys needs CUDA, but there is no libcudart.so: use --profile xplane")
 
 
 def steps_to_profile(run: RunConfig, steps_done: int) -> tuple[int, int]:

@@ -30,7 +30,7 @@ logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs every part of
 
 DISK_FULL = "is the disk full? Earlier checkpoints are intact"
 CONTENTS = "contents_of_the_data"  # key of the data's fingerprint in the identity of a run
-NOT_WRITTEN = "its contents are not those that were written"
+NOT_WRITTEN = "its contents do not match the stored hash"
 STORE_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError)  # raised by orbax
 HASH_MULTIPLIERS = np.array([0x9E3779B1, 0x85EBCA6B], np.uint32)  # odd, as in xxHash
 RESTART = "choose another folder with --out, or move this one away"
@@ -57,7 +57,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
                 folder.mkdir(parents=True, exist_ok=True)
                 file = stack.enter_context(path.open("a+"))
             except OSError as error:
-                raise ConfigError(f"a run cannot write to {folder}: {error}\nchoose another --out") from None
+                raise ConfigError(f"cannot write to {folder}: {error}\nchoose another --out") from None
             with name_file(path):
                 _lock(file, path)
         yield
@@ -143,7 +143,7 @@ class Checkpoints:
             self.wait()  # for the previous checkpoint, which the message names
             steps = saved_steps(self.folder)
             room = f"{filesize.decimal(needed)} needed, {filesize.decimal(free)} free in {self.folder}"
-            last = f"The last one is at step {steps[0]}" if steps else "There is none yet"
+            last = f"The last checkpoint is at step {steps[0]}" if steps else "There is no checkpoint yet"
             raise ConfigError(
                 f"no room for a checkpoint at step {step}: {room}. {last}: make room and run this again"
             )
@@ -175,7 +175,7 @@ class Checkpoints:
             self._set_aside(step, reason)
         damaged = self.folder.with_name("damaged_checkpoints")
         raise ConfigError(
-            f"no checkpoint of {self.folder.parent} can be read, and all are in {damaged} now: {RESTART}"
+            f"no checkpoint of {self.folder.parent} can be read, so all were moved to {damaged}: {RESTART}"
         )
 
     def read(self, path: Path, abstract_state: Any, accept_changes: bool) -> Restored:
@@ -212,7 +212,7 @@ class Checkpoints:
                 names.remove("steps")
                 what = "the end" if about["step"] == end else f"step {about['step']}"
                 print(
-                    f"{path} is {what} of a run of {end} steps, which is extended to {now['steps']}",
+                    f"{path} is {what} of a run of {end} steps; extending that run to {now['steps']}",
                     file=sys.stderr,
                 )
         others = sorted(names - {"policy", configs.POLICY_NAME})
@@ -221,13 +221,13 @@ class Checkpoints:
             policies = [configs.describe_policy(each) for each in (there, now)]
             changes.insert(0, f"\n  policy: {policies[0]} there, {policies[1]} now")
         if shapes != about["shapes"]:
-            what = "is of a model with other sizes, or of another optimizer"
+            what = "is from a model with other sizes, or from another optimizer"
             raise ConfigError(
                 f"checkpoint {path} {what}:{''.join(changes)}\nchoose another folder with --out"
             )
         if changes and not accept_changes:
             remedy = "choose another folder with --out, or resume from it with --accept-changes"
-            raise ConfigError(f"checkpoint {path} is of another run:{''.join(changes)}\n{remedy}")
+            raise ConfigError(f"checkpoint {path} is from another run:{''.join(changes)}\n{remedy}")
 
     def _set_aside(self, step: int, reason: str) -> None:
         source, target = self.folder / str(step), self.folder.with_name("damaged_checkpoints") / str(step)
@@ -267,10 +267,12 @@ def check_new(folder: Path) -> None:
     damaged, metrics = folder / "damaged_checkpoints", folder / "metrics.jsonl"
     if damaged.is_dir() and any(damaged.iterdir()):
         raise ConfigError(
-            f"{damaged} has checkpoints that cannot be read, and there is no other one: {RESTART}"
+            f"{damaged} has checkpoints that cannot be read, and there are no others: {RESTART}"
         )
     if metrics.exists() and b'"loss"' in metrics.read_bytes():
-        raise ConfigError(f"{metrics} has steps, and there is no checkpoint to resume from: {RESTART}")
+        raise ConfigError(
+            f"{metrics} has steps of a run, but there is no checkpoint to resume from: {RESTART}"
+        )
 
 
 def read_state(path: Path, abstract_state: Any, digest: str) -> Any:
@@ -309,7 +311,7 @@ def _raise_damaged(path: Path) -> Iterator[None]:
         if type(error) is not Exception and not isinstance(error, STORE_ERRORS):
             raise
         if passing := [text for text in PASSING_ERRORS if text in str(error)]:
-            remedy = "nothing was changed; mend it (ulimit -n?) and run this again"
+            remedy = "nothing was changed; fix the cause (ulimit -n?) and run this again"
             raise ConfigError(f"checkpoint {path} cannot be read now: {passing[0]}; {remedy}") from None
         raise DamagedCheckpointError(_first_line(error)) from error
 

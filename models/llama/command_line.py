@@ -45,8 +45,8 @@ GROUPS: dict[str, str] = {
 # Options of other training programs, and what to use instead.
 OTHER_NAMES = {
     "lr": "did you mean --learning-rate?",
-    "epochs": "a run has --steps, and its data repeats",
-    "resume": "the same command resumes a run by itself; --resume-from names a checkpoint of another run",
+    "epochs": "set --steps instead; the data repeats as needed",
+    "resume": "the same command resumes a run by itself; --resume-from starts from a checkpoint of another run",
 }
 
 FIELDS: dict[str, Field[Any]] = {f.name: f for config in (RunConfig, ModelConfig) for f in fields(config)}
@@ -110,7 +110,7 @@ def _explain_unknown(word: str) -> str:
     """The error message for a word of the command line that is neither an option nor the value of one."""
     name = word.partition("=")[0].lstrip("-").replace("-", "_")
     if not word.startswith("-"):
-        return f"'{word}' belongs to no option"
+        return f"'{word}' does not belong to any option"
     if name in OTHER_NAMES:
         return f"there is no option '{word}': {OTHER_NAMES[name]}"
     close = difflib.get_close_matches(name, [*FIELDS, "config", "settings"], n=1)
@@ -169,15 +169,15 @@ def read_settings(path: Path) -> list[str]:
     except Exception as error:  # noqa: BLE001  # YAML's errors share no base class with TOML's
         raise ConfigError(f"--settings {path}: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"--settings {path}: expected names and values")
+        raise ConfigError(f"--settings {path}: expected a mapping of names to values")
     return [_as_option(path, str(key), value) for key, value in content.items()]
 
 
 def _as_option(path: Path, key: str, value: Any) -> str:
     name = key.replace("_", "-")
     if name == "settings":
-        raise ConfigError(f"--settings {path}: a file of settings cannot name another one")
+        raise ConfigError(f"--settings {path}: a settings file cannot name another settings file")
     if not isinstance(value, str | int | float):
-        raise ConfigError(f"--settings {path}: {key} = {value!r}: expected a text, a number, true or false")
+        raise ConfigError(f"--settings {path}: {key} = {value!r}: expected a string, a number, true or false")
     is_flag = isinstance(value, bool) and getattr(FIELDS.get(name.replace("-", "_")), "type", "") == "bool"
     return f"--{'' if value else 'no-'}{name}" if is_flag else f"--{name}={value}"

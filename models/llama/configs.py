@@ -69,8 +69,8 @@ class ModelConfig:
     width: int = setting(128, "size of the residual stream", least=1)
     hidden: int = setting(384, "hidden size of the MLP, or of each expert", least=1)
     experts: int = setting(0, "number of experts in each block; 0: an MLP instead")
-    experts_per_token: int = setting(2, "number of experts that compute a token", least=1)
-    balance_loss: float = setting(0.02, "weight of the loss that balances the load of the experts")
+    experts_per_token: int = setting(2, "number of experts that process each token", least=1)
+    balance_loss: float = setting(0.02, "weight of the experts' load-balancing loss")
     heads: int = setting(4, "number of query heads", least=1)
     kv_heads: int = setting(2, "number of key and value heads", least=1)
     head_dim: int = setting(32, "size of one head", least=2)
@@ -80,9 +80,12 @@ class ModelConfig:
     norm_eps: float = setting(1e-5, "epsilon of RMSNorm")
     compute: str = setting("bfloat16", "dtype of the computation", choices=("bfloat16", "float32"))
     scan: bool = setting(True, "scan over the layers instead of unrolling them")
-    remat: str = setting("none", "what the backward pass recomputes: nothing; all; all but GEMMs and attention; all "
-                         "but quantized operands", choices=("none", "full", "dots", "quantized"))  # fmt: skip
-    loss_chunks: int = setting(1, "chunks of the logits, to save memory; each is computed twice", least=1)
+    remat: str = setting("none", "what the backward pass recomputes: nothing; everything; everything but GEMMs and "
+                         "attention; everything but quantized operands",
+                         choices=("none", "full", "dots", "quantized"))  # fmt: skip
+    loss_chunks: int = setting(
+        1, "compute the logits in this many chunks, twice each, to save memory", least=1
+    )
     attention: str = setting("auto", "implementation of attention", choices=("auto", "cudnn", "xla"))
 
 
@@ -96,36 +99,40 @@ class RunConfig:
     accumulate: int = setting(1, "compute the gradient of a batch in this many parts", least=1)
     seed: int = setting(0, "seed of the weights and of the order of the data", limit=2**32)
     seeds: str | None = setting(
-        None, "several seeds in one process, such as 0,1,2: a folder OUT/seedN for each"
+        None, "several seeds in one process, such as 0,1,2, each with its own folder OUT/seedN"
     )
-    out: str | None = operational(None, "output folder (default: runs/CONFIG, with the hash of the policy)")
+    out: str | None = operational(
+        None, "output folder (default: runs/CONFIG, or runs/CONFIG-HASH under a policy)"
+    )
     # The identity of a run has the contents of its data instead of these two paths.
     data: str = operational("stdlib", "source of the tokens: PATH or KIND:PATH,option=value; a blend of several: "
                             "'SPEC@0.7 SPEC@0.3'; see docs/reference/data.md")  # fmt: skip
     tokenizer: str | None = operational(None, "tokenizer.json of a BPE tokenizer (default: tokens are bytes)")
     max_bad_rows: int = operational(
         10,
-        "rows without readable text that are skipped in an epoch of a source, with a warning; one more stops",
+        "rows without readable text to skip per epoch of a source, each with a warning; one more ends the run",
     )
     document_mask: bool = setting(
-        False, "tokens attend only to their own document, and positions start again with each document"
+        False, "tokens attend only to their own document, and positions restart at each document"
     )
-    packing: str = setting("concat", "rows are windows of all documents in a row, or of whole documents with padding",
-                           choices=("concat", "whole"))  # fmt: skip
+    packing: str = setting("concat", "contents of a row: a window of the joined documents, or whole documents and "
+                           "padding", choices=("concat", "whole"))  # fmt: skip
     optimizer: str = setting("adamw", "AdamW for all parameters, or Muon for the matrices of the blocks and AdamW for "
-                             "the others", choices=("adamw", "muon"))  # fmt: skip
+                             "the rest", choices=("adamw", "muon"))  # fmt: skip
     learning_rate: float = setting(3e-3, "peak learning rate")
-    schedule: str = setting("cosine", "schedule after the warm-up", choices=("cosine", "wsd", "constant"))
-    warmup: float = setting(0.1, "fraction of the steps in which the learning rate rises")
-    warmup_steps: int = setting(0, "the same as a number of steps, instead of --warmup")
-    warmup_tokens: int = setting(0, "the same as a number of tokens, padding included, instead of --warmup")
-    decay: float = setting(0.2, "fraction of the steps, at the end, in which wsd decays")
+    schedule: str = setting(
+        "cosine", "learning-rate schedule after the warm-up", choices=("cosine", "wsd", "constant")
+    )
+    warmup: float = setting(0.1, "fraction of the steps in which the learning rate warms up")
+    warmup_steps: int = setting(0, "warm-up as a number of steps, instead of --warmup")
+    warmup_tokens: int = setting(0, "warm-up as a number of tokens, padding included, instead of --warmup")
+    decay: float = setting(0.2, "fraction of the steps at the end in which wsd lowers the learning rate")
     final: float = setting(0.1, "final learning rate, as a fraction of the peak")
     beta1: float = setting(0.9, "beta1 of AdamW", limit=1)
     beta2: float = setting(0.95, "beta2 of AdamW", limit=1)
     momentum: float = setting(0.95, "momentum of Muon", limit=1)
     weight_decay: float = setting(0.1, "weight decay; not applied to norms")
-    clip: float = setting(1.0, "largest gradient norm; 0: no clipping")
+    clip: float = setting(1.0, "clip the gradient to this norm; 0: no clipping")
     z_loss: float = setting(0.0, "weight of the squared log-partition in the loss")
     loss_scale: float = setting(0.0, "initial dynamic loss scale; 0: no scaling")
     spike: float = setting(0.0, "a loss this many nats above its running mean is a fault; 0: never")
@@ -133,18 +140,20 @@ class RunConfig:
     max_skips: int = operational(10, "faulty steps in a row after which --on-fault skip gives up", least=1)
     step_timeout: float = operational(0.0, "end the run if a step takes this many seconds, not counting compiling; "
                                       "0: never")  # fmt: skip
-    gather: str = setting("each", "gather weights and add gradients over devices for each part of a batch, or once per "
-                          "step: whole weights and gradients on every device", choices=("each", "once"))  # fmt: skip
-    data_axis: int = operational(-1, "devices that divide the batch; -1: all that are left", least=-1)
-    fsdp_axis: int = operational(1, "devices that divide the batch and the parameters", least=1)
-    expert_axis: int = operational(1, "devices that divide the batch and the experts", least=1)
-    tensor_axis: int = operational(1, "devices that divide heads, hidden and vocabulary", least=1)
-    context_axis: int = operational(1, "devices that divide the sequence", least=1)
+    gather: str = setting("each", "gather weights and sum gradients over devices for each part of a batch, or once per "
+                          "step, with whole weights and gradients on every device",
+                          choices=("each", "once"))  # fmt: skip
+    data_axis: int = operational(-1, "devices to split the batch over; -1: all remaining devices", least=-1)
+    fsdp_axis: int = operational(1, "devices to split the batch and the parameters over", least=1)
+    expert_axis: int = operational(1, "devices to split the batch and the experts over", least=1)
+    tensor_axis: int = operational(1, "devices to split heads, hidden and vocabulary over", least=1)
+    context_axis: int = operational(1, "devices to split the sequence over", least=1)
     distributed: bool = operational(False, "start jax.distributed, for several processes")
-    coordinator: str | None = operational(None, "host:port (Slurm, Open MPI and Kubernetes: found by JAX)")
-    processes: int | None = operational(None, "number of processes (the same)")
-    process_id: int | None = operational(None, "index of this process (the same)")
-    heartbeat: int = operational(15, "seconds without a sign of life after which a process is dead", least=2)
+    coordinator: str | None = operational(None, "host:port of process 0 (JAX finds it under Slurm, Open MPI and "
+                                          "Kubernetes)")  # fmt: skip
+    processes: int | None = operational(None, "number of processes (JAX finds it there too)")
+    process_id: int | None = operational(None, "index of this process (JAX finds it there too)")
+    heartbeat: int = operational(15, "seconds without a heartbeat before a process counts as dead", least=2)
     checkpoint_every: int = operational(100, "steps between checkpoints; also at the end; 0: never")
     checkpoint_minutes: float = operational(
         0.0, "also save this many minutes after the last checkpoint; 0: never"
@@ -158,15 +167,19 @@ class RunConfig:
     eval_every: int = operational(0, "steps between validations; also at the end; 0: never")
     eval_batches: int = operational(8, "number of batches in the fixed validation set", least=1)
     export_every: int = operational(0, "steps between exports to safetensors; also at the end; 0: never")
-    export_command: str | None = operational(None, "command to run after an export; {path} is its folder")
-    export_timeout: float = operational(3600.0, "seconds after which that command is ended; 0: never")
-    on_export_fault: str = operational("continue", "what to do if it fails", choices=("continue", "stop"))
-    log_every: int = operational(10, "steps between lines of output without a terminal", least=1)
-    norms_every: int = operational(0, "steps between the norms of each parameter and its gradient; 0: never")
+    export_command: str | None = operational(None, "command to run after each export; {path} is its folder")
+    export_timeout: float = operational(3600.0, "seconds after which --export-command is killed; 0: never")
+    on_export_fault: str = operational(
+        "continue", "what to do if --export-command fails", choices=("continue", "stop")
+    )
+    log_every: int = operational(10, "steps between lines of output if stdout is not a terminal", least=1)
+    norms_every: int = operational(
+        0, "steps between records of weight and gradient norms by parameter; 0: never"
+    )
     wandb: str | None = operational(None, "Weights & Biases project to report to")
     profile: str | None = operational(None, "record a profile", choices=("xplane", "nsys"))
     profile_steps: str = operational("10:13", "steps to record, first:last")
-    compile_cache: str | None = operational(None, "folder in which compiled programs are kept, or off (default: "
+    compile_cache: str | None = operational(None, "folder for compiled programs, or off (default: "
                                             "~/.cache/policyc/compiled)")  # fmt: skip
 
 
@@ -246,9 +259,13 @@ def invalid_settings(model: ModelConfig, run: RunConfig) -> list[str]:
         "--process-id": run.process_id,
     }
     if not run.distributed and (names := [name for name, value in of_processes.items() if value is not None]):
-        errors.append(f"{', '.join(names)}: without --distributed, this process would train alone; add it")
+        errors.append(
+            f"{', '.join(names)}: without --distributed, this process would train alone; add --distributed"
+        )
     if run.packing == "whole" and not run.document_mask:
-        errors.append("--packing whole needs --document-mask: without it, documents see those before them")
+        errors.append(
+            "--packing whole needs --document-mask: without it, a document attends to those before it"
+        )
     return errors + _invalid_warmup(run) + _invalid_checkpoints(run)
 
 
@@ -258,9 +275,9 @@ def _invalid_warmup(run: RunConfig) -> list[str]:
             f"--warmup {run.warmup:g} is a fraction of the steps: did you mean --warmup-steps {run.warmup:g}?"
         ]
     if run.warmup_steps and run.warmup_tokens:
-        return ["--warmup-steps and --warmup-tokens are two ways to say the same: leave one out"]
+        return ["--warmup-steps and --warmup-tokens both set the length of the warm-up: leave one out"]
     if warmup_fraction(run) + (run.decay if run.schedule == "wsd" else 0) > 1:
-        return ["the warm-up and --decay together are more than all steps"]
+        return ["the warm-up, plus --decay for wsd, is longer than the run: shorten it"]
     return []
 
 
@@ -285,10 +302,13 @@ def _invalid_seeds(run: RunConfig) -> list[str]:
     errors = []
     are_seeds = all(re.fullmatch(r"\d+", word) and int(word) < 2**32 for word in words)
     if not are_seeds or len(set(words)) < len(words):
-        errors.append(f"--seeds {run.seeds}: expected different whole numbers with commas, such as 0,1,2")
+        errors.append(f"--seeds {run.seeds}: expected distinct whole numbers below 2**32, separated by commas, "
+                      "such as 0,1,2")  # fmt: skip
     one_run = {"--seed": run.seed, "--distributed": run.distributed, "--wandb": run.wandb}
     return errors + [
-        f"{option} is for one run, --seeds for several" for option, value in one_run.items() if value
+        f"{option} does not work with --seeds, which trains several runs"
+        for option, value in one_run.items()
+        if value
     ]
 
 
@@ -338,8 +358,8 @@ def allow_open_files(count: int) -> None:
     allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if allowed < MIN_OPEN_FILES:
         raise ConfigError(
-            f"a run needs {MIN_OPEN_FILES} open files, and this process may have {hard}: start it from a shell with a "
-            f"higher limit (ulimit -n {OPEN_FILES})"
+            f"a run needs {MIN_OPEN_FILES} open files, but this process may open only {hard}: start it from a shell "
+            f"with a higher limit (ulimit -n {OPEN_FILES})"
         )
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))

@@ -95,11 +95,13 @@ def _find_tokenizer(folder: Path, run: RunConfig) -> tuple[Any, int]:
     """The tokenizer of a run (None: tokens are bytes), and the token that ends a document."""
     if run.tokenizer is not None:
         if not Path(run.tokenizer).is_file():
-            raise ConfigError(f"{folder} was trained with the tokenizer {run.tokenizer}, which is not here")
+            raise ConfigError(
+                f"{folder} was trained with the tokenizer {run.tokenizer}, which cannot be found"
+            )
         return data.read_tokenizer(run.tokenizer)
     if any(part.spec.kind in ("tokens", "synthetic") for part in data.parse_blend(run.data)):
         raise ConfigError(
-            f"{folder} was trained on tokens ({run.data}) without --tokenizer: they have no text"
+            f"{folder} was trained on tokens ({run.data}) without --tokenizer, so its tokens have no text"
         )
     return None, data.END
 
@@ -115,7 +117,7 @@ def _read_params(checkpoints: Path, config: ModelConfig, run: RunConfig) -> tupl
     try:
         about = read_about(path)
         if seeds := about["identity"].get("seeds"):
-            raise ConfigError(f"{path} is of several seeds, {seeds}: use a run of one seed")
+            raise ConfigError(f"{path} holds several seeds, {seeds}: use a run of one seed")
         state = read_state(path, train_step.abstract_state(config, run, mesh), about["state"])
     except DamagedCheckpointError as error:
         raise ConfigError(f"checkpoint {path} is damaged, or the run has just replaced it: {error}") from None

@@ -70,12 +70,12 @@ def check_step(step: int, values: Row, run: RunConfig) -> str | None:
     loss, norm, mean, faults = (values[name] for name in ("loss", "grad_norm", "mean_loss", "faults"))
     if not faults:
         scale = values["loss_scale"]
-        return f"step {step}: the scaled gradient overflows; skipped, and the loss scale is {scale:g} now"
+        return f"step {step}: the scaled gradient overflowed; skipped, and the loss scale is now {scale:g}"
     fault = f"step {step}: the loss is {loss}, the gradient norm {norm}"
     if math.isfinite(loss) and math.isfinite(norm):
         is_spike = run.spike and loss > mean + run.spike
         spike = f"the loss {loss:.4f} is more than {run.spike:g} (--spike) above its mean {mean:.4f}"
-        fault = f"step {step}: {spike if is_spike else 'stopped by a fault before'}"
+        fault = f"step {step}: {spike if is_spike else 'stopped by an earlier fault'}"
     if run.on_fault == "stop":
         raise FaultError(f"{fault}; --on-fault skip continues without this step", step)
     if faults >= run.max_skips:

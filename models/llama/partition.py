@@ -31,16 +31,18 @@ def make_mesh(config: ModelConfig, run: RunConfig) -> Mesh:
     }
     count, rest = jax.device_count(), math.prod(fixed.values())
     if run.seeds is not None and count > 1:
-        raise ConfigError(f"--seeds runs on one device, and there are {count}: choose one, such as by "
+        raise ConfigError(f"--seeds runs on one device, but there are {count}: choose one, for example with "
                           "CUDA_VISIBLE_DEVICES=0, or start a process per seed with --seed")  # fmt: skip
     if run.data_axis < 1 and count % rest:
         axes = " x ".join(f"--{name}-axis {size}" for name, size in fixed.items() if size > 1)
         there = "there is 1" if count == 1 else f"there are {count}"
-        raise ConfigError(f"{axes} needs a multiple of {rest} devices, and {there}: change the axes")
+        raise ConfigError(f"{axes} needs a multiple of {rest} devices, but {there}: change the axes")
     data = run.data_axis if run.data_axis > 0 else count // rest
     if data * rest != count:
         mesh = " x ".join(f"{size} {name}" for name, size in {"data": data, **fixed}.items())
-        raise ConfigError(f"a mesh of {mesh} is not {count} devices: change the axes, or omit --data-axis")
+        raise ConfigError(
+            f"a mesh of {mesh} does not fit {count} devices: change the axes, or omit --data-axis"
+        )
     check_masked_attention(config, run)
     check_divisible(config, run, {"data": data, **fixed})
     return jax.make_mesh((data, *fixed.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
@@ -54,7 +56,7 @@ def check_divisible(config: ModelConfig, run: RunConfig, axes: Mapping[str, int]
                           "and context must be 1")  # fmt: skip
     if expert > 1 and not config.experts:
         raise ConfigError(
-            f"an expert axis of {expert} divides experts, and the model has none: add --experts"
+            f"an expert axis of {expert} splits the experts, but the model has none: add --experts"
         )
     parts, by_expert = run.accumulate * data * fsdp * expert, " x expert" if expert > 1 else ""
     multiples = (

@@ -37,7 +37,7 @@ class Stopped(BaseException):
     def advice(self) -> str:
         if self._is_saved:
             return "the same command resumes from the last checkpoint"
-        return "nothing is saved (--checkpoint-every 0)"
+        return "nothing was saved (--checkpoint-every 0)"
 
 
 class StopRequest:

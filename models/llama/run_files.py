@@ -75,7 +75,7 @@ class TensorBoardFile:
         try:
             self._writer.close()
         except OSError as error:
-            print(f"warning: {self._folder} is not complete: {error}", file=sys.stderr)
+            print(f"warning: {self._folder} is incomplete: {error}", file=sys.stderr)
 
 
 def _wandb_id(folder: Path) -> str:

@@ -116,7 +116,7 @@ def join_processes(run: RunConfig) -> None:
         initialize(run.coordinator, run.processes, run.process_id, heartbeat_timeout_seconds=run.heartbeat)
     except (ValueError, RuntimeError) as error:
         remedy = (
-            "where JAX does not find the processes, add --coordinator HOST:PORT --processes N --process-id I"
+            "if JAX does not find the processes, add --coordinator HOST:PORT --processes N --process-id I"
         )
         raise ConfigError(f"--distributed: {error}\n{remedy}") from None
 
@@ -185,7 +185,9 @@ class Trainer:
         for other in self.folders[1:]:
             if saved_steps(other / "checkpoints"):
                 remedy = "choose another folder with --out, or name the seeds in the same order"
-                raise ConfigError(f"{other} is of another run, which has its checkpoints there: {remedy}")
+                raise ConfigError(
+                    f"{other} belongs to another run, which has its checkpoints there: {remedy}"
+                )
         self.is_new: bool = not saved_steps(folder)
         if self.is_new:
             for each in self.folders:
@@ -208,7 +210,8 @@ class Trainer:
             restored = self.checkpoints.restore(abstract_state, run.accept_changes)
         if restored.positions is None:
             print(
-                "warning: the data is another one than before: it is read from its beginning", file=sys.stderr
+                "warning: the data has changed since the checkpoint: reading it from the beginning",
+                file=sys.stderr,
             )
         else:
             self.batches.restore(restored.positions)
@@ -373,15 +376,15 @@ class Trainer:
         except metrics.FaultError as fault:
             before = fault.step - 1
             if not self.run.checkpoint_every:
-                raise ConfigError(f"{fault}. Nothing is saved (--checkpoint-every 0)") from None
+                raise ConfigError(f"{fault}. Nothing was saved (--checkpoint-every 0)") from None
             if self.run.seeds is not None:
-                raise ConfigError(f"{fault}\nthe last checkpoint is of step {self.saved_step}") from None
+                raise ConfigError(f"{fault}\nthe last checkpoint is at step {self.saved_step}") from None
             if before != self.saved_step:
                 state = self.state | {"faults": jnp.zeros_like(self.state["faults"])}
                 self.checkpoints.save(before, state, self.positions[before])
                 self.checkpoints.wait()
             log.write_account(before)
-            raise ConfigError(f"{fault}. The state before it is the checkpoint of step {before}") from None
+            raise ConfigError(f"{fault}. The state before it is in the checkpoint of step {before}") from None
 
 
 if __name__ == "__main__":

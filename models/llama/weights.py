@@ -204,7 +204,7 @@ def load_safetensors(folder: Path, config: ModelConfig, mesh: Mesh) -> Any:
     _check_same_model(folder, theirs, config)
     if HEAD not in slices and EMBED in slices:
         slices[HEAD] = slices[EMBED]
-        note = f"{folder} has no head: it starts as a copy of the embedding and is no longer tied to it"
+        note = f"{folder} has no head: the head starts as a copy of the embedding and is no longer tied to it"
         print(note, file=sys.stderr)
 
     specs = llama.param_specs(config)

@@ -110,7 +110,10 @@ def test_one_changed_digit_beside_the_state_is_damage(completed, tmp_path, capsy
         about["identity"]["beta1"] = 0.8
     path.write_text(json.dumps(about))
     assert train_here(out=folder, **RUN) == 0
-    assert f"checkpoint {path.parents[1]} is damaged: its contents are not those" in capsys.readouterr().err
+    assert (
+        f"checkpoint {path.parents[1]} is damaged: its contents do not match the stored hash"
+        in capsys.readouterr().err
+    )
     assert losses(folder) == losses(completed)
 
 
@@ -120,13 +123,20 @@ def test_without_a_whole_checkpoint_a_run_never_starts_again(completed, tmp_path
     shutil.copytree(completed, folder)
     before = (folder / "metrics.jsonl").read_bytes()
     truncate_files(folder / "checkpoints")
-    for message in ("can be read, and all are in", "has checkpoints that cannot be read", "cannot be read"):
+    for message in (
+        "can be read, so all were moved to",
+        "has checkpoints that cannot be read",
+        "cannot be read",
+    ):
         assert train_here(out=folder, **RUN) == 1
         assert message in capsys.readouterr().err
         assert (folder / "metrics.jsonl").read_bytes() == before
     shutil.rmtree(folder / "damaged_checkpoints")
     assert train_here(out=folder, **RUN) == 1
-    assert f"{folder / 'metrics.jsonl'} has steps, and there is no checkpoint" in capsys.readouterr().err
+    assert (
+        f"{folder / 'metrics.jsonl'} has steps of a run, but there is no checkpoint"
+        in capsys.readouterr().err
+    )
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
@@ -201,11 +211,11 @@ def test_a_finished_run_is_extended_by_steps_alone(completed, tmp_path, capsys):
     shutil.copytree(completed / "checkpoints" / "8", folder / "checkpoints" / "8")
     truncate_files(folder / "checkpoints" / "8")  # it has finished, though its end is lost
     assert train_here(out=folder, **RUN, steps=9) == 0
-    assert "is step 6 of a run of 8 steps, which is extended to 9" in capsys.readouterr().err
+    assert "is step 6 of a run of 8 steps; extending that run to 9" in capsys.readouterr().err
     shutil.rmtree(folder)
     shutil.copytree(completed, folder)
     assert train_here(out=folder, **RUN, steps=9) == 0
-    assert "is the end of a run of 8 steps, which is extended to 9" in capsys.readouterr().err
+    assert "is the end of a run of 8 steps; extending that run to 9" in capsys.readouterr().err
     assert losses(folder)[:8] == losses(completed)
     assert [step for step, _ in losses(folder)] == list(range(1, 10))
 
@@ -240,7 +250,7 @@ def test_checkpoints_by_wall_time_and_for_good(completed, tmp_path, monkeypatch)
 def test_a_checkpoint_of_other_sizes_does_not_invite_to_accept_changes(completed, capsys):
     assert train_here(out=completed, **RUN, steps=9, hidden=128, accept_changes=True) == 1
     message = capsys.readouterr().err
-    assert "is of a model with other sizes" in message
+    assert "is from a model with other sizes" in message
     assert "hidden: 64 there, 128 now" in message
     assert "--accept-changes" not in message
     assert (completed / "checkpoints" / "8").exists()
@@ -292,13 +302,13 @@ def test_a_checkpoint_without_room_is_refused_before_it_is_written(tmp_path, mon
     disk = SimpleNamespace(free=10)
     monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _: disk)
     with pytest.raises(
-        ConfigError, match=r"no room .* step 3: 400\.0 MB needed, 10 bytes free.* There is none yet"
+        ConfigError, match=r"no room .* step 3: 400\.0 MB needed, 10 bytes free.* There is no checkpoint yet"
     ):
         manager.save(3, {"x": np.zeros(10**8, np.float32)}, [])
     disk.free = 10**9
     manager.save(4, {"x": np.zeros(10**6, np.float32)}, [])  # is still being written at the next step
     disk.free = 10
-    with pytest.raises(ConfigError, match="The last one is at step 4: make room"):
+    with pytest.raises(ConfigError, match="The last checkpoint is at step 4: make room"):
         manager.save(5, {"x": np.zeros(10**8, np.float32)}, [])
     manager.close()
 

@@ -206,20 +206,20 @@ BAD = {
     "empty": (lambda p: _write_bytes(p / "a.bin", b""), "truncated, or not a token file"),
     "short of its header": (
         lambda p: _write_with_header(p / "a.bin", "uint16", 500, np.zeros(499)),
-        "truncated, or not a token file: its header says 500 tokens, and it has 499",
+        "truncated, or not a token file: its header says 500 tokens, but it has 499",
     ),
     "truncated npy": (lambda p: _write_truncated_npy(p / "a.npy"), "truncated, or not a token file"),
     "matrix": (lambda p: _write_npy(p / "a.npy", np.zeros((3, 3), np.int32)), "not a vector of integers"),
     "no such dtype": (lambda p: write_tokens(p / "a.bin", [1] * 99) + ",dtype=int8", "uint16 or uint32"),
     "binary text": (
         lambda p: _write_bytes(p / "a.txt", b"ab\0" * 1000),
-        "has zero bytes: it is not text",
+        "contains NUL bytes, so it is not text",
     ),
     "small text": (lambda p: _write_bytes(p / "a.txt", b"abc"), "has 4 tokens"),
     "no file": (lambda p: str(p / "none.txt"), "there is no file"),
     "header cut short": (
         lambda p: _write_bytes(p / "a.bin", np.int32(20240520).tobytes()),
-        "its header is not one of llm.c",
+        "its header is not an llm.c header",
     ),
     "empty header": (
         lambda p: _write_with_header(p / "a.bin", "uint16", 0, np.zeros(0)),
@@ -227,7 +227,7 @@ BAD = {
     ),
     "negative": (
         lambda p: _write_npy(p / "a.npy", np.full(999, -1, np.int32)),
-        "token -1: tokens are not negative",
+        "token -1: tokens cannot be negative",
     ),
     "beyond int32": (
         lambda p: _write_npy(p / "a.npy", np.full(999, 1 << 32, np.int64)),
@@ -246,7 +246,7 @@ BAD = {
         "files of several kinds: text, tokens",
     ),
     "json": (lambda p: _write_bytes(p / "a.json", b"{}"), "write jsonl:.* if each line is an object"),
-    "no kind": (lambda p: "parket:x", "no kind of data is named 'parket': there are stdlib"),
+    "no kind": (lambda p: "parket:x", "there is no kind of data 'parket': the kinds are stdlib"),
 }
 
 

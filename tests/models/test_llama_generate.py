@@ -145,7 +145,7 @@ def test_a_run_without_checkpoints_or_of_several_seeds_is_refused(tmp_path):
     manager = checkpoints.Checkpoints(folder / "checkpoints", 2, {"seeds": "0,1"})
     manager.save(3, {"params": jnp.ones(4)}, 0)
     manager.close()
-    with pytest.raises(ConfigError, match=r"checkpoints/3 is of several seeds, 0,1: use a run of one seed"):
+    with pytest.raises(ConfigError, match=r"checkpoints/3 holds several seeds, 0,1: use a run of one seed"):
         generate.load_trained(folder)
 
 
@@ -162,7 +162,7 @@ def test_what_is_no_run_is_refused(tmp_path):
     ("settings", "message"),
     [
         ({"data": "tokens:corpus.bin"}, r"was trained on tokens \(tokens:corpus\.bin\) without --tokenizer"),
-        ({"tokenizer": "gone.json"}, r"with the tokenizer gone\.json, which is not here"),
+        ({"tokenizer": "gone.json"}, r"with the tokenizer gone\.json, which cannot be found"),
     ],
 )
 def test_a_run_without_its_tokenizer_is_refused(tmp_path, settings, message):

@@ -77,11 +77,11 @@ def test_a_faulty_export_command_is_explained(words, message, tmp_path):
         ("--config tinny", "there is no configuration 'tinny': did you mean 'tiny'? choose from"),
         ("--warmup 100", "--warmup 100 is a fraction of the steps: did you mean --warmup-steps 100?"),
         ("--warmup-steps 3 --warmup-tokens 3", "leave one out"),
-        ("--warmup-steps 300", "together are more than all steps"),
-        ("--schedule wsd --warmup 0.9", "more than all steps"),
+        ("--warmup-steps 300", "the warm-up, plus --decay for wsd, is longer than the run"),
+        ("--schedule wsd --warmup 0.9", "is longer than the run"),
         ("--heads 3", "--heads 3: it must be a multiple of --kv-heads 2"),
         ("--checkpoint-minutes 3 --distributed", "--checkpoint-minutes is for one process"),
-        ("tiny", "'tiny' belongs to no option"),
+        ("tiny", "'tiny' does not belong to any option"),
         ("--steps 0", "--steps 0: it must be at least 1"),
         ("--learning-rate nan", "--learning-rate nan: it must be at least 0"),
         ("--learning-rate inf", "--learning-rate inf: it must be less than inf"),
@@ -101,7 +101,7 @@ def test_a_wrong_option_is_explained(words, message, capsys):
     assert end.value.code == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert message in error
-    assert "belongs to no option" not in error or words == "tiny"
+    assert "does not belong to any option" not in error or words == "tiny"
 
 
 def test_the_warm_up_is_a_fraction_steps_or_tokens():
@@ -114,7 +114,7 @@ def test_a_column_that_no_row_has_is_one_error(tmp_path, capsys):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a", "id": 1}\n' * 20)
     assert train.main(flags(data=f"{path},column=body")) == 1
-    message = f"error: no row of '{path}' has a column 'body': they have text, id (column=NAME)\n"
+    message = f"error: the first rows of '{path}' have no column 'body': they have text, id (column=NAME)\n"
     assert capsys.readouterr().err == message
 
 
@@ -128,7 +128,7 @@ def test_too_few_open_files_are_one_message_before_anything_starts(capsys, tmp_p
     monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 20))
     assert train.main(flags(out=tmp_path / "run")) == 1
     err = capsys.readouterr().err
-    assert err.startswith("error: a run needs 256 open files, and this process may have 20: ")
+    assert err.startswith("error: a run needs 256 open files, but this process may open only 20: ")
     assert "ulimit -n 1024" in err
     assert err.count("\n") == 1
     assert not (tmp_path / "run").exists()

@@ -73,7 +73,7 @@ def step_values(**values: float) -> dict[str, Any]:
             {"loss": 5.5},
             r"step 6: the loss 5.5000 is more than 3 \(--spike\) above its mean 2.0000; --on-fault",
         ),
-        ({"loss": 1.0}, "step 6: stopped by a fault before"),
+        ({"loss": 1.0}, "step 6: stopped by an earlier fault"),
     ],
 )
 def test_a_fault_is_explained(open_log, values, message):
@@ -98,7 +98,7 @@ def test_an_overflow_under_loss_scaling_is_normal(open_log, capsys):
     log = open_log(0, loss_scale=8.0)
     log.record(1, step_values(grad_norm=math.inf, loss_scale=4.0, faults=0), 0)
     log.flush()
-    assert "the loss scale is 4 now" in capsys.readouterr().out
+    assert "the loss scale is now 4" in capsys.readouterr().out
 
 
 def raise_disk_full(*_: Any) -> None:

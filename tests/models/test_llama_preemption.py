@@ -77,7 +77,7 @@ def test_a_second_ctrl_c_ends_the_run_at_once(exits, capfd):
 def test_a_run_without_checkpoints_says_that_nothing_is_saved():
     for saves, advice in (
         (True, "the same command resumes"),
-        (False, "nothing is saved (--checkpoint-every 0)"),
+        (False, "nothing was saved (--checkpoint-every 0)"),
     ):
         with preemption.watch_signals(distributed=False, saves=saves) as stop:
             stop.defer()

@@ -57,12 +57,12 @@ def test_a_seed_has_the_random_bits_and_the_scales_that_it_has_alone():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"seeds": "0,0"}, "expected different whole numbers"),
-        ({"seeds": "0,x"}, "expected different whole numbers"),
-        ({"seeds": "-1"}, "expected different whole numbers"),
-        ({"seeds": "0,1", "seed": 2}, "--seed is for one run"),
-        ({"seeds": "0,1", "wandb": "project"}, "--wandb is for one run"),
-        ({"seeds": "0,1", "distributed": True}, "--distributed is for one run"),
+        ({"seeds": "0,0"}, "expected distinct whole numbers"),
+        ({"seeds": "0,x"}, "expected distinct whole numbers"),
+        ({"seeds": "-1"}, "expected distinct whole numbers"),
+        ({"seeds": "0,1", "seed": 2}, "--seed does not work with --seeds"),
+        ({"seeds": "0,1", "wandb": "project"}, "--wandb does not work with --seeds"),
+        ({"seeds": "0,1", "distributed": True}, "--distributed does not work with --seeds"),
     ],
 )
 def test_settings_that_do_not_fit_several_seeds_are_errors(settings, message):
@@ -96,7 +96,7 @@ def test_a_seed_whose_folder_is_of_another_run_is_refused(tmp_path):
     folders = [tmp_path / "seed1", tmp_path / "seed0"]
     (folders[1] / "checkpoints" / "2").mkdir(parents=True)
     trainer: Any = SimpleNamespace(config=SMALL, run=RUN, folder=folders[0], folders=folders)
-    with pytest.raises(ConfigError, match="seed0 is of another run"), ExitStack() as stack:
+    with pytest.raises(ConfigError, match="seed0 belongs to another run"), ExitStack() as stack:
         train.Trainer.resume(trainer, {}, stack)
     assert not folders[0].exists()
 

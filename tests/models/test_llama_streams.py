@@ -260,7 +260,7 @@ def test_a_blend_of_a_stream_and_of_token_files(tmp_path: Path, capsys: pytest.C
     assert np.array_equal(take(resumed, 4), after.reshape(4, 10, 17)[:, 5:].reshape(20, 17))
     # 102 rows of the array, which has 56 in 900 tokens for training.
     assert source.epochs == [238 * 16 // sum(len(text.encode()) + 1 for text in TEXTS), 101 // 56]
-    assert "b.bin' starts again, for epoch 2" in capsys.readouterr().err
+    assert "b.bin' starts over: epoch 2" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="another blend"):
         open_source(f"{tmp_path}/b.bin").restore(state)
 
@@ -271,7 +271,7 @@ BAD_BLENDS = {
     "a.bin@0 b.bin@1": "'a.bin@0' has no positive weight",
     "a.bin@nan b.bin@1": "no positive weight",
     "a.bin@0.7 b.bin@1/0": "no positive weight",
-    "a.bin@0.7 parket:b@0.3": "no kind of data is named 'parket'",
+    "a.bin@0.7 parket:b@0.3": "there is no kind of data 'parket'",
     "a.bin@0.7 'b.bin@0.3": "No closing quotation",
 }
 
@@ -357,13 +357,13 @@ def test_undecodable_rows_of_parquet_and_array_records_are_skipped(tmp_path: Pat
 
 def test_bad_streams_are_refused_before_the_first_step(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    with pytest.raises(ConfigError, match="has a column 'body': they have id, text"):
+    with pytest.raises(ConfigError, match="have no column 'body': they have id, text"):
         open_source(f"{path},column=body")
     with pytest.raises(ConfigError, match="shuffle=many: expected a whole number"):
         open_source(f"{path},shuffle=many")
     with pytest.raises(ConfigError, match="add validation=PATH"):
         open_source(str(path), split="validation")
-    with pytest.raises(ConfigError, match="tokens up to 256, the model a vocabulary of 100"):
+    with pytest.raises(ConfigError, match="tokens up to 256, but the model has a vocabulary of 100"):
         open_source(str(path), vocab=100)
     table = write_parquet(tmp_path / "a.parquet", TEXTS)
     with pytest.raises(ConfigError, match="column 'id' has values of type int64, not text"):
@@ -414,5 +414,5 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_known_before_tokenizing(
     (tmp_path / "a.txt").write_text("".join(TEXTS))
     monkeypatch.setattr(tokens, "read_documents", lambda *_: pytest.fail("tokenized"))
     size = tokenizer.get_vocab_size()
-    with pytest.raises(ConfigError, match=f"tokens up to {size - 1}, the model a vocabulary of 200"):
+    with pytest.raises(ConfigError, match=f"tokens up to {size - 1}, but the model has a vocabulary of 200"):
         open_source(f"{tmp_path}/a.txt", vocab=200, tokenizer=str(tmp_path / "tokenizer.json"))

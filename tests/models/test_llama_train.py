@@ -133,9 +133,9 @@ def test_the_state_before_a_fault_is_saved(completed, tmp_path, capsys, monkeypa
         message = capsys.readouterr().err
         spent.clear()
         assert train.main(flags(out=tmp_path / "none", **RUN | {"checkpoint_every": 0})) == 1
-        assert "Nothing is saved (--checkpoint-every 0)" in capsys.readouterr().err
+        assert "Nothing was saved (--checkpoint-every 0)" in capsys.readouterr().err
     assert "step 5: the loss is nan, the gradient norm nan" in message
-    assert "The state before it is the checkpoint of step 4" in message
+    assert "The state before it is in the checkpoint of step 4" in message
     assert max(checkpoints.saved_steps(folder / "checkpoints")) == 4
     assert train_here(out=folder, **RUN) == 0
     assert losses(folder) == losses(completed)

@@ -83,7 +83,7 @@ class BatchSource(Iterator[Batch]):
         """Continues from an earlier value of `state`."""
         if set(state["streams"]) != set(self.start["streams"]):
             raise ConfigError(
-                "the position is one in another blend of data: choose another folder with --out"
+                "the position in the checkpoint is for another blend of data: choose another folder with --out"
             )
         self._drop_ahead()
         self._row = state["row"]
@@ -99,7 +99,7 @@ class BatchSource(Iterator[Batch]):
         if self._reports_epochs:
             for name, epoch, last in zip(self._names, self.epochs, before, strict=True):
                 if epoch > last:
-                    print(f"data: '{name}' starts again, for epoch {epoch + 1}", file=sys.stderr)
+                    print(f"data: '{name}' starts over: epoch {epoch + 1}", file=sys.stderr)
         return batch
 
     @property
@@ -131,7 +131,7 @@ class BatchSource(Iterator[Batch]):
         tokens = np.stack(rows, dtype=np.int64, casting="unsafe")
         if tokens.max() >= self._vocab or tokens.min() < (PADDING if self._run.packing == "whole" else 0):
             token = tokens.max() if tokens.max() >= self._vocab else tokens.min()
-            has = f"'{self._run.data}' has token {token}, the model a vocabulary of {self._vocab}"
+            has = f"'{self._run.data}' has token {token}, but the model has a vocabulary of {self._vocab}"
             raise ConfigError(has + VOCAB_HINT)
         # Padding becomes token 0. Any token would do, because padding is masked.
         ids = np.maximum(tokens, 0).astype(np.int32)

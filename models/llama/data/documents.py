@@ -124,7 +124,7 @@ def text_of(content: Any, column: str) -> bytes:
     if isinstance(content, dict):
         if column not in content:
             raise BadRowError(
-                f"it has no column '{column}', only {', '.join(content) or 'none'} (column=NAME)"
+                f"it has no column '{column}'; its columns: {', '.join(content) or 'none'} (column=NAME)"
             )
         content = content[column]
     try:
@@ -135,7 +135,7 @@ def text_of(content: Any, column: str) -> bytes:
     except UnicodeError as error:
         raise BadRowError(f"it is not UTF-8: {error}") from None
     if b"\0" in text[:65536]:
-        raise BadRowError("it has zero bytes: it is not text")
+        raise BadRowError("it contains NUL bytes, so it is not text")
     return text
 
 
@@ -149,7 +149,7 @@ def read_documents(spec: DataSpec, max_bad_rows: int = 10) -> Iterator[bytes]:
         with explain_errors(str(file)):
             text = file.read_bytes()
             if b"\0" in text[:65536]:
-                raise ConfigError(f"'{file}' has zero bytes: it is not text (tokens:PATH?)")
+                raise ConfigError(f"'{file}' contains NUL bytes, so it is not text (tokens:PATH?)")
         yield text
 
 

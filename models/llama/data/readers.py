@@ -231,7 +231,7 @@ def open_corpus(spec: DataSpec, seed: int | None) -> Corpus:
     if len(first) > 1 and all(isinstance(content, dict) and spec.column not in content for content in first):
         there = ", ".join(first[0]) or "none"
         raise ConfigError(
-            f"no row of '{spec.name}' has a column '{spec.column}': they have {there} (column=NAME)"
+            f"the first rows of '{spec.name}' have no column '{spec.column}': they have {there} (column=NAME)"
         )
     return corpus
 

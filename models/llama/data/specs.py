@@ -75,7 +75,7 @@ def parse_spec(text: str) -> DataSpec:
     if kind in OPTIONS and (colon or kind in ("stdlib", "synthetic")):
         path = rest
     elif colon and len(kind) > 1 and not glob.glob(path):
-        raise ConfigError(f"no kind of data is named '{kind}': there are {', '.join(OPTIONS)}")
+        raise ConfigError(f"there is no kind of data '{kind}': the kinds are {', '.join(OPTIONS)}")
     else:
         kind = _guess_kind(path)
     spec = DataSpec(kind, path, options)

@@ -47,7 +47,9 @@ def find_end_token(spec: DataSpec, tokenizer: str | None) -> int:
     if "end" in spec.options:
         return int(spec.options["end"])
     if spec.kind == "synthetic":
-        raise ConfigError("--document-mask: synthetic data has no documents: leave it out, or change --data")
+        raise ConfigError(
+            "--document-mask: synthetic data has no documents: leave out the option, or change --data"
+        )
     if tokenizer is not None:
         return read_tokenizer(tokenizer)[1]
     if spec.kind == "tokens":
@@ -74,7 +76,7 @@ def make_encoder(tokenizer: str | None) -> tuple[Encoder, int]:
 def check_vocab(name: str, size: int, vocab: int) -> None:
     if size > vocab:
         raise ConfigError(
-            f"'{name}' has tokens up to {size - 1}, the model a vocabulary of {vocab}{VOCAB_HINT}"
+            f"'{name}' has tokens up to {size - 1}, but the model has a vocabulary of {vocab}{VOCAB_HINT}"
         )
 
 
@@ -148,7 +150,7 @@ def scan_tokens(array: TokenArray) -> TokenScan:
             unfinished.write_text(json.dumps(scan))
             os.replace(unfinished, path)
         except OSError as error:
-            print(f"warning: the hash of '{array.path}' cannot be kept: {error}", file=sys.stderr)
+            print(f"warning: the hash of '{array.path}' cannot be cached: {error}", file=sys.stderr)
     return scan
 
 
@@ -156,7 +158,8 @@ def _scan(array: TokenArray) -> TokenScan:
     size = array.dtype.itemsize * len(array)
     if isinstance(array, TokenFile) and size >= SLOW_SCAN:
         print(
-            f"reading {size / 1e9:.0f} GB of '{array.path}' to check them; this is done once", file=sys.stderr
+            f"reading all {size / 1e9:.0f} GB of '{array.path}' to check it; this is done once",
+            file=sys.stderr,
         )
     step = CHUNK // array.dtype.itemsize
 
@@ -202,10 +205,10 @@ def open_token_files(spec: DataSpec, vocab: int) -> list[TokenFile]:
 def _open_llm_c(path: Path, header: list[int], size: int) -> TokenFile:
     dtype = np.dtype(LLM_C_DTYPES[header[0]])
     if size < LLM_C_HEADER or header[1] != 1:
-        raise ValueError("its header is not one of llm.c: 1024 bytes, version 1")
+        raise ValueError("its header is not an llm.c header of 1024 bytes, version 1")
     if header[2] < 1 or size != LLM_C_HEADER + header[2] * dtype.itemsize:
         there = (size - LLM_C_HEADER) / dtype.itemsize
-        raise ValueError(f"its header says {header[2]} tokens, and it has {there:g}")
+        raise ValueError(f"its header says {header[2]} tokens, but it has {there:g}")
     return TokenFile(path, dtype, LLM_C_HEADER, header[2])
 
 
@@ -218,7 +221,7 @@ def cache_tokens(key: Any, source: str, pieces: Iterable[np.ndarray]) -> TokenFi
             home.mkdir(parents=True, exist_ok=True)
             folder = tempfile.TemporaryDirectory(dir=home, prefix=".making.")
         except OSError as error:
-            raise ConfigError(f"the cache of tokens cannot be written: {error}; set XDG_CACHE_HOME") from None
+            raise ConfigError(f"the token cache cannot be written: {error}; set XDG_CACHE_HOME") from None
         print(f"tokenizing {source} into {path}; this is done once", file=sys.stderr)
         with folder:
             with Path(folder.name, "tokens").open("wb") as out:
@@ -249,7 +252,7 @@ def load_tokens(spec: DataSpec, vocab: int, tokenizer: str | None) -> tuple[list
         check_vocab(name, scan.largest + 1, vocab)
         if scan.smallest < 0:
             raise ConfigError(
-                f"'{name}' has the token {scan.smallest}: tokens are not negative; is it a token file?"
+                f"'{name}' has the token {scan.smallest}: tokens cannot be negative; is it a token file?"
             )
     digest = hashlib.sha256("".join(scan.digest for scan in scans).encode()).hexdigest()
     return arrays, f"{sum(map(len, arrays))} tokens, {digest[:16]}"

@@ -70,8 +70,8 @@ def find_ends(array: TokenArray, span: range, end: int) -> Iterator[np.ndarray]:
 def check_end(arrays: list[TokenArray], name: str, end: int) -> None:
     """Raises ConfigError if the end token never occurs."""
     if not any(ends.size for array in arrays for ends in find_ends(array, range(len(array)), end)):
-        raise ConfigError(f"--document-mask: no document of '{name}' ends: it has no token {end}; name the token that "
-                          "ends documents with end=NUMBER in --data")  # fmt: skip
+        raise ConfigError(f"--document-mask: '{name}' has no end token {end}, so none of its documents ends; set "
+                          "the end token with end=NUMBER in --data")  # fmt: skip
 
 
 def shuffle_whole_rows(
@@ -123,7 +123,7 @@ def open_row_array(spec: DataSpec, run: RunConfig, vocab: int, split: str, end: 
         count, row = shuffle_windows(arrays, span, run.sequence, seed)
     if not count:
         needed = 2 if run.packing == "whole" else run.sequence + 1
-        short = f"fewer than {needed} consecutive ones are for {split}"
+        short = f"{split} gets fewer than {needed} consecutive ones"
         raise ConfigError(f"'{spec.name}' has {total} tokens: {short}; add data, or lower --sequence")
     contents += ", all for training" if spec.has_validation else ""
     return RowArray(row, count, contents)
@@ -209,7 +209,7 @@ def open_row_stream(spec: DataSpec, run: RunConfig, vocab: int, split: str, end:
     """The rows of a stream of documents. `end` is the token that ends a document; None without --document-mask."""
     if split != "train" and not spec.has_validation:
         names = "validation=PATH" + (" or validation_split=NAME" if spec.kind == "hf" else "")
-        raise ConfigError(f"'{spec.name}' is a stream, which has no end for validation: add {names}")
+        raise ConfigError(f"'{spec.name}' is a stream, so it has no end to use for validation: add {names}")
     spec, seed = (spec, run.seed) if split == "train" else (spec.of_validation(), 0)
     encode, size = make_encoder(run.tokenizer)
     check_vocab(run.tokenizer or spec.name, size, vocab)
