@@ -11,6 +11,8 @@ import pytest
 
 from policyc.experiments.report.build import Report, build_report
 from policyc.experiments.report.page import write_report
+from policyc.experiments.report.runs import read_run
+from policyc.experiments.report.series import make_axis
 from policyc.experiments.report.sweeps import ReportError
 from tests.support.command import policyc
 
@@ -105,6 +107,13 @@ def test_page_loads_nothing_and_shows_what_was_measured(tmp_path: Path) -> None:
     assert {"NVIDIA H200", "0.11.2", "sequence", "128", "python 'a b'"} <= texts
     assert any("mine<1>, policy 0123456789ab" in text for text in texts)
     assert "Permission is hereby granted, free of charge" in "".join(page.scripts)  # the licence of uPlot
+
+
+def test_a_validation_after_the_last_logged_step_is_drawn_at_its_tokens(tmp_path: Path) -> None:
+    rows = [{"step": s, "tokens": 10 * s, "loss": 2.0} for s in (4, 8)] + [{"step": 9, "validation_loss": 1.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = read_run(tmp_path, variant="a")
+    assert make_axis([run]).positions(run, run.evaluations).tolist() == [90.0]
 
 
 def test_a_validation_before_the_last_step_is_not_the_final_one(tmp_path: Path) -> None:

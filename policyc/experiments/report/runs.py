@@ -98,11 +98,16 @@ class RunData:
         return count if isinstance(count, int) and is_count(count) and count > 0 else None
 
     def tokens_at(self, steps: Column) -> Column | None:
-        """The number of tokens seen after each of some steps, interpolated; None if it is not known."""
+        """The number of tokens seen after each of some steps; None if it is not known.
+
+        Interpolated between the logged steps. A validation after the last of them is placed at the mean rate.
+        """
         column = self.steps.column("tokens")
-        if column is None or not np.isfinite(column).all():
+        if column is None or not len(column) or not np.isfinite(column).all():
             return None
-        return np.asarray(np.interp(steps, [0, *self.steps.step], [0, *column]), float)
+        between = np.interp(steps, [0, *self.steps.step], [0, *column])
+        after = np.maximum(steps - self.last_step, 0) * (column[-1] / max(self.last_step, 1))
+        return np.asarray(between + after, float)
 
 
 def read_run(
