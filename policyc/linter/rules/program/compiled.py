@@ -30,7 +30,7 @@ def _check_overridden_rule(context: Context) -> Iterator[Diagnostic]:
             continue
         if not context.coverage.find_overriding_rules(context.coverage.rules[index]):  # else: shadowed-rule
             count = plan.counts[index]
-            sites = f"all of its {count} sites" if count > 1 else "its only site"
+            sites = f"all {count} of its sites" if count > 1 else "its only site"
             found = refused.get(rule.span) or Diagnostic(
                 span=rule.span,
                 message=f"later rules override this rule on {sites} in this model",
@@ -39,7 +39,7 @@ def _check_overridden_rule(context: Context) -> Iterator[Diagnostic]:
             later = sorted(overriding[index])[:_MAX_NOTES]
             yield replace(
                 found,
-                notes=tuple(Note(plan.policy.rules[i].span, "this rule is later") for i in later),
+                notes=tuple(Note(plan.policy.rules[i].span, "this rule overrides it") for i in later),
                 sites=name_sites(site for site, _ in plan.matched_layers(index)),
             )
 
