@@ -114,7 +114,7 @@ def test_the_graphs_before_and_after_are_aligned(show: Show, html: str) -> None:
     page.locator(".pane.after .box", has_text="layers[0-3]").click()
     page.locator(".pane.after .box", has_text="mlp").wait_for()
     assert page.locator(".pane").count() == 1
-    assert "The same before and after." in page.locator("#equations").inner_text()
+    assert "The graph is the same before and after." in page.locator("#equations").inner_text()
     page.locator(".pane.after .box", has_text="mlp").click()
     page.wait_for_selector(".pane.before .box.before")
     tops = {}

@@ -110,7 +110,9 @@ def test_page_loads_nothing_and_shows_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_a_validation_after_the_last_logged_step_is_drawn_at_its_tokens(tmp_path: Path) -> None:
-    rows = [{"step": s, "tokens": 10 * s, "loss": 2.0} for s in (4, 8)] + [{"step": 9, "validation_loss": 1.5}]
+    rows = [{"step": s, "tokens": 10 * s, "loss": 2.0} for s in (4, 8)] + [
+        {"step": 9, "validation_loss": 1.5}
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = read_run(tmp_path, variant="a")
     assert make_axis([run]).positions(run, run.evaluations).tolist() == [90.0]

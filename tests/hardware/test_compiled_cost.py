@@ -74,7 +74,7 @@ def test_the_command_says_what_is_compiled(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"policy": "mxfp8"}, "is a step under mxfp8, not under fp8"),
+        ({"policy": "mxfp8"}, "was compiled under mxfp8, not fp8"),
         ({"target": "gb300"}, "is for 8 x gb300, not for 8 x gb200"),
         ({"kernel_kinds": None}, "was not written by policyc compile"),
     ],
