@@ -45,9 +45,8 @@ class Bounds:
         """How many of the `count` consecutive bodies of `period` products from `start` on can be blocks."""
         other = start + period
         if 0 < self._distances[other] <= period and self._paths[other] != self._paths[start]:
-            return (
-                0  # shortcut: the second body has an index of the first body, but is not the same layer again
-            )
+            # A shortcut: the second body has an index of the first body, but is not the same layer again.
+            return 0
         if self._level == 0 and not self._group_products(start, start + period):
             return 0
         count = self._count_between_branches(start, period, count)

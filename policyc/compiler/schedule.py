@@ -26,9 +26,8 @@ class Schedule:
         self.step: int | None = None
         self.total: int | None = None
         self._policies: dict[str, Policy] = {}  # by hash, since a text may be parsed again in every step
-        self._sessions: Counter[str] = (
-            Counter()
-        )  # the number of open sessions, for policies that are watched only during sessions
+        # The number of open sessions, for policies that are watched only during sessions.
+        self._sessions: Counter[str] = Counter()
         # Phases that are left out of the key. `apply` may be called inside a jitted step, whose trace then has a key
         # without this policy. The key must stay the same afterwards.
         self._first_phases: dict[str, tuple[bool, ...] | None] = {}

@@ -153,9 +153,8 @@ class Site:
     @property
     def name(self) -> str:
         path = self.template.path
-        if (
-            len(self.parameters) > 1
-        ):  # a list of layers that the program stacks: leave out the index of the layer
+        if len(self.parameters) > 1:
+            # A list of layers that the program stacks: leave out the index of the layer.
             others = [parameter.path for parameter in self.parameters]
             path = tuple(
                 n if all(other[i : i + 1] == (n,) for other in others) else PathSegment(n.text)
