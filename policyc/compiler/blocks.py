@@ -115,9 +115,8 @@ def find_blocks(
     finder = _Finder(flow, lengths, continues)
     positions: dict[int, BlockPosition] = {}
     stacks = finder.stacks(finder.items(products, 0))
-    if any(
-        stack.has_attention for stack in stacks
-    ):  # one branch without attention is part of a head (pooling)
+    if any(stack.has_attention for stack in stacks):
+        # One branch without attention is part of a head (pooling).
         stacks = [stack for stack in stacks if stack.has_attention or stack.count(lengths) > 1]
     for number, stack in enumerate(stacks):
         first = BlockPosition(base=0, stack=number, size=stack.count(lengths))

@@ -223,7 +223,8 @@ class LayerIndices:
                 unknown = f"one product reads several of the {size} members of axis {axis} at once"
             elif not has_index and any(
                 not s.is_shard_map for s in LayerTable(stacks, firsts).simplify().stacks
-            ):  # parts on devices (shard_map) are still one matrix, but parts in iterations may be layers
+            ):
+                # Parts on devices (shard_map) are still one matrix, but parts in iterations may be layers.
                 unknown = f"each iteration of a loop reads a different part of axis {axis}, of size {size}"
         if not slots and not unknown and self._positions.looks_stacked(parameter):
             unknown = f"one product reads all {parameter.shape[0]} members of axis 0 at once"
