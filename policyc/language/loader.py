@@ -358,9 +358,7 @@ class _Loader(DiagnosticCollector):
             try:
                 if (candidate / relative).is_file():
                     if candidate is folder and _leaves_folder(candidate, relative):
-                        message = (
-                            f"'{relative}' is a link out of the folder, or to a file that is not a policy"
-                        )
+                        message = f"'{relative}' links out of the folder, or to a file that is not a policy"
                         help = "import the file that it points to, or copy it"
                         self.report("bad-import-path", statement.span, message, help)
                         return None

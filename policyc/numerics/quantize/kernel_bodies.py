@@ -45,6 +45,12 @@ from policyc.numerics.quantize.values import REACH, outer_scale
 _ROWS = 8
 """Rows of blocks that are written at once: the fewest that occupy 128 threads. More would take longer to compile."""
 
+
+def _zero_words(ops: KernelOps) -> jax.Array:
+    """Zeros in the layout `words`. They are computed, because a constant has no layout."""
+    return ops.iota((TILE_BLOCKS, WORDS), 0, "words") & word(0)
+
+
 # ---- the tile of one instance
 
 
@@ -273,7 +279,7 @@ class _Writer:
                 results.append((joined[half] >> word(8)) | (scale.astype(jnp.uint32) << word(24)))
             return tuple(results)
 
-        zeros = tile.ops.iota((TILE_BLOCKS, WORDS), 0, "words") & word(0)
+        zeros = _zero_words(tile.ops)
         codes, scales = self.results
         for half, scale in enumerate(lax.fori_loop(0, GROUPS, add_group, (zeros, zeros))):
             columns = tile.ops.load(stage, (half,), "columns")
@@ -327,6 +333,6 @@ def write_outer_factors(ops: KernelOps, *refs: Ref, bounds: tuple[float, ...]) -
         m, e = m * one, e + exponent
     product = (bits_of(m) >> 23) - 127 + e
     rest = jnp.maximum(jnp.minimum(product + REACH, 0), product - REACH)
-    zeros = (ops.iota((TILE_BLOCKS, WORDS), 0, "words") & word(0)).astype(jnp.float32)
+    zeros = _zero_words(ops).astype(jnp.float32)
     for k, factor in enumerate((m * power_of_two(e - rest), power_of_two(rest))):
         ops.store(factors, (i, k), zeros + factor)
