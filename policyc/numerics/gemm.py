@@ -27,6 +27,7 @@ from policyc.numerics.operands import (
     can_quantize_pair,
     quantize_operand,
     quantize_pair,
+    save_code_order,
     select_code_order,
     shares_codes,
 )
@@ -277,7 +278,7 @@ def _gemm_fwd(
         right = _as_parts(prequantized[1].backward) or _quantize(rhs, d_lhs.right, d_lhs, keys, save=True)
     if not shares_codes(fprop.left, d_rhs.left):
         left = _as_parts(prequantized[0].backward) or _quantize(lhs, d_rhs.left, d_rhs, keys, save=True)
-    saved_rhs, saved_lhs = select_code_order(right, d_lhs.right), select_code_order(left, d_rhs.left)
+    saved_rhs, saved_lhs = save_code_order(right, d_lhs.right), save_code_order(left, d_rhs.left)
     return y, _Residuals(saved_rhs, saved_lhs, keys)
 
 

@@ -7,6 +7,7 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from policyc.language.formats import FORMATS
@@ -165,13 +166,36 @@ def _save_in_memory_order(q: Quantized, axes: Axes) -> Quantized:
     return replace(q, codes=codes, scales=scales, amax=checkpoint_name(q.amax, CHECKPOINT_NAME))
 
 
+def save_code_order(parts: Parts, spec: OperandSpec) -> Parts:
+    """Keeps the codes that a GEMM of the backward pass reads, in the order in which the quantizer wrote them.
+
+    `select_code_order` moves their axes when the GEMM runs. If they were moved before they are saved, XLA would choose
+    different layouts for the stacks that the loops over layers write and read, and transpose the codes twice.
+    """
+
+    def save(part: Operand) -> Operand:
+        if not isinstance(part, Quantized) or part.transposed_codes is None:
+            return part
+        if part.layout.packed:
+            return part.select_packing(spec.axes.axis)
+        if spec.axes.axis == -1:
+            return replace(part, transposed_codes=None)
+        layout = replace(part.layout, last_axis_first=True)
+        return replace(part, codes=_as_words(part.transposed_codes), transposed_codes=None, layout=layout)
+
+    return tuple(map(save, parts))
+
+
 def select_code_order(parts: Parts, spec: OperandSpec) -> Parts:
-    """Keeps the codes in the order that a GEMM reads, if the quantizer wrote both. Also sets `Layout.fast_sums`."""
+    """Selects the codes in the order that a GEMM reads, with the axes of the operand. Also sets `Layout.fast_sums`."""
 
     def select(part: Operand) -> Operand:
         if not isinstance(part, Quantized):
             return part
-        part = replace(part, layout=replace(part.layout, fast_sums=spec.treatment.sums == "fast"))
+        layout = replace(part.layout, fast_sums=spec.treatment.sums == "fast", last_axis_first=False)
+        if part.layout.last_axis_first:
+            return replace(part, codes=jnp.moveaxis(_as_bytes(part.codes), 0, -1), layout=layout)
+        part = replace(part, layout=layout)
         if part.transposed_codes is None:
             return part
         if part.layout.packed:
@@ -180,3 +204,20 @@ def select_code_order(parts: Parts, spec: OperandSpec) -> Parts:
         return replace(part, codes=codes, transposed_codes=None)
 
     return tuple(map(select, parts))
+
+
+_WORD = 4
+
+
+def _as_words(codes: jax.Array) -> jax.Array:
+    """Codes as 32-bit words, if the last dimension has whole words. A GPU fills a stack of bytes with zeros slowly."""
+    if codes.shape[-1] % _WORD:
+        return codes
+    return lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], -1, _WORD), jnp.uint32)
+
+
+def _as_bytes(words: jax.Array) -> jax.Array:
+    """The codes in the result of `_as_words`."""
+    if words.dtype == jnp.uint8:
+        return words
+    return lax.bitcast_convert_type(words, jnp.uint8).reshape(*words.shape[:-1], -1)

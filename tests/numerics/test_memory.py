@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from policyc.numerics.gemm import quantized_dot_general
-from tests.support.gemms import FULL, MATMUL
+from policyc.numerics.gemm import GemmOptions, quantized_dot_general
+from tests.support.gemms import FULL, MATMUL, RECIPES
 
 LAYERS, TOKENS, D, FF = 8, 512, 256, 1024
 
@@ -74,3 +74,18 @@ def test_a_stack_of_layers_keeps_two_fifths_of_the_bytes() -> None:
 
     ours, theirs = kept_bytes(partial(quantized_dot_general, recipe=FULL)), kept_bytes(bf16_product)
     assert ours < 0.4 * theirs
+
+
+@pytest.mark.parametrize(("tokens", "saved"), [(128, (256, 3, 32, "uint32")), (130, (256, 3, 130, "uint8"))])
+def test_fp8_codes_are_saved_as_wgrad_reads_them(tokens: int, saved: tuple[Any, ...]) -> None:
+    """With the features first, as the quantizer wrote them, and as words if these are whole. The weight has no copy."""
+    x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((3, tokens, 256), (256, 1024)))
+    product = partial(
+        quantized_dot_general,
+        dimension_numbers=(((2,), (0,)), ((), ())),
+        recipe=RECIPES["fp8"],
+        options=GemmOptions(weight="rhs", backends=("xla", "xla", "xla")),
+    )
+    residuals = jax.eval_shape(lambda x, w: jax.vjp(product, x, w)[1], x, w)
+    kept = {(*a.shape, a.dtype.name) for a in jax.tree.leaves(residuals) if a.size > 2}
+    assert kept == {saved, (256, 1024, "uint8")}

@@ -36,6 +36,8 @@ class Layout:
       has_power_of_two: whether the outer scale is a power of two.
       fast_sums: whether the GEMM that reads it may accumulate in fewer bits than fp32.
       decoded: whether it has bfloat16 values (codes times block scales) in place of codes and scales.
+      last_axis_first: whether the codes have their last axis first, and may be 32-bit words. Only for operands that
+        are saved.
     """
 
     format: str
@@ -49,6 +51,7 @@ class Layout:
     has_power_of_two: bool = False
     fast_sums: bool = False
     decoded: bool = False
+    last_axis_first: bool = False
 
     @property
     def packed(self) -> bool:
