@@ -307,7 +307,7 @@ def _operand_spec(
         role=role,
         label=label,
         treatment=_treatment(spec.recipe, gemm, role),
-        axes=_operand_axes(dims, both_orders=_needs_both_orders(spec, role)),
+        axes=_operand_axes(dims, both_orders=_needs_both_orders(spec, role, dims)),
         tokens=tokens,
         backend=spec.options.backend(gemm),
     )
@@ -334,18 +334,21 @@ def _treatment(recipe: Recipe, gemm: Gemm, role: Role) -> Treatment:
     return recipe.treatment(gemm, role)
 
 
-def _needs_both_orders(spec: GemmSpec, role: Role) -> bool:
+def _needs_both_orders(spec: GemmSpec, role: Role, dims: _OperandDims) -> bool:
     """Whether to also write transposed codes.
 
-    8-bit GEMMs read both operands along the contracted dimension. Transformer Engine packs the codes of a 2D weight
-    along both axes in one pass, and fprop and dgrad each read one of the two packings.
+    8-bit GEMMs read both operands along the contracted dimension. The second order suits them if one of the two GEMMs
+    that read the operand contracts its last dimension, and the other one all others. Transformer Engine packs the codes
+    of a 2D weight along both axes in one pass, and fprop and dgrad each read one of the two packings.
     """
     fprop, dgrad, _ = spec.options.backends
-    if role is Role.WEIGHT:
-        weights = [_treatment(spec.recipe, gemm, role) for gemm in (Gemm.FPROP, Gemm.DGRAD)]
-        is_packed = all(t.tile2d and FORMATS[t.format].bits == 4 for t in weights)
-        return fprop == dgrad == "te" and is_packed and weights[0] == weights[1]
-    return all(t.format == "fp8" for t in spec.recipe.treatments) and set(spec.options.backends) == {"xla"}
+    if all(t.format == "fp8" for t in spec.recipe.treatments) and set(spec.options.backends) == {"xla"}:
+        return role is not Role.WEIGHT or (dims.ndim - 1,) in (dims.contract, dims.free)
+    if role is not Role.WEIGHT:
+        return False
+    weights = [_treatment(spec.recipe, gemm, role) for gemm in (Gemm.FPROP, Gemm.DGRAD)]
+    is_packed = all(t.tile2d and FORMATS[t.format].bits == 4 for t in weights)
+    return fprop == dgrad == "te" and is_packed and weights[0] == weights[1]
 
 
 def _operand_axes(dims: _OperandDims, *, both_orders: bool) -> Axes:
