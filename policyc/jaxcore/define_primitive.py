@@ -100,6 +100,8 @@ class PrimitiveRules:
         what one `vmap` over it would.
       needs_devices: whether lowering needs to know the devices. True if the body partitions itself.
       batched: what `vmap` turns an equation into, if it cannot batch the body.
+      prepare: called before an equation that is under no `vmap` is lowered, with XLA's client for the devices of the
+        program, or None if it is not known.
       reduced: what to run if only some results are used (one boolean per result); None to run the whole equation.
     """
 
@@ -109,6 +111,7 @@ class PrimitiveRules:
     takes_stack: Callable[..., bool] = lambda **_: False
     needs_devices: bool = False
     batched: BatchedPrimitive | None = None
+    prepare: Callable[..., None] | None = None
     reduced: Callable[..., ReducedEquation | None] | None = None
 
     def is_stack(self, mapped: Mapped, **params: Any) -> bool:
@@ -287,6 +290,8 @@ def _lower(
     with warnings.catch_warnings(), explicit_axes_as_auto(ctx.avals_in[0].sharding.mesh):
         # All supported versions of JAX have Pallas's Triton backend. Users need no warning that a later one drops it.
         warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
+        if rules.prepare is not None and not mapped:
+            rules.prepare(ctx.module_context.backend, plain, **params)
         return mlir.lower_fun(call, multiple_results=True)(ctx.replace(avals_in=plain), *args)
 
 

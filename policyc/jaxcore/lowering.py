@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import jax
 import jax.export
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.custom_batching import custom_vmap
 
 from policyc.jaxcore.define_primitive import LoweringContext, PrimitiveRules, Shape, bind, define
@@ -49,10 +51,47 @@ def _export(function: Function, shapes: tuple[Shape, ...], platform: str, x64: b
     return export(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
 
 
+def _compile_ahead(
+    client: Any, operands: Sequence[ShapedArray], *, function: Function, platform: str, **_: Any
+) -> None:
+    """Starts to compile a GPU kernel, for the devices that the program around it is lowered for.
+
+    XLA compiles the kernels of a program one after the other, and nothing else meanwhile. It compiles each kernel only
+    once per process, so it need not compile those that were compiled while the program was lowered.
+    """
+    if client is None or client.platform != "gpu":
+        return
+    # A client that only compiles has no local devices.
+    devices = client.local_devices() or client.devices()
+    # A process can compile Mosaic kernels for one architecture only.
+    if len({device.device_kind for device in devices}) == 1:
+        shapes = tuple((a.shape, a.dtype) for a in operands)
+        _start_compiling(function, shapes, platform, config.enable_x64.value, devices[0])
+
+
+@cache
+def _start_compiling(
+    function: Function, shapes: tuple[Shape, ...], platform: str, x64: bool, device: jax.Device
+) -> None:
+    exported = _export(function, shapes, platform, x64)
+    sharding = jax.sharding.SingleDeviceSharding(device)
+
+    def compile_alone() -> None:
+        # An error will be raised again when the program is compiled.
+        with contextlib.suppress(Exception):
+            operands = [jax.ShapeDtypeStruct(*shape, sharding=sharding) for shape in shapes]
+            jax.jit(exported.call).trace(*operands).lower(lowering_platforms=(platform,)).compile()
+
+    # A process that ends, or that has too many threads, cannot start one. Not an executor, whose idle threads remain.
+    with contextlib.suppress(RuntimeError):
+        threading.Thread(target=compile_alone, name="policyc-kernel").start()
+
+
 _LOWERED_ONCE = define(
     "lowered_once",
     PrimitiveRules(
         body=_call,
+        prepare=_compile_ahead,
         shapes=lambda *_, results, **__: results,
         dim_sources=lambda *_, results, **__: [(None,) * len(shape) for shape, _ in results],
     ),

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from benchmarks.profiles import phase_times, record
 from policyc.hardware import deviceless, gemm_cost, hlo, llama_step
 from policyc.language.recipes import Treatment, make_recipe
 from policyc.models.llama import configs
@@ -285,6 +287,28 @@ def test_the_kernels_that_refine_scales_are_compiled(axes: Axes) -> None:
     ]
     moved = sum(e.bytes_read + e.bytes_written for e in large) / elements
     assert moved == pytest.approx(sum(counted), rel=0.12)
+
+
+def test_kernels_are_compiled_while_the_program_is_lowered() -> None:
+    """And XLA does not compile them again: Mosaic's compilations are events named `Compile`."""
+    # The target of the other tests: a process can compile kernels for one architecture. No other test has this shape,
+    # because a kernel is compiled once per process.
+    device = deviceless.make_devices(TARGETS["gb200"], 1)[0]
+    x = jax.ShapeDtypeStruct((960, 1408), jnp.bfloat16, sharding=SingleDeviceSharding(device))
+    rotated = Treatment(format="nvfp4", element="e2m1", rht=16, rounding="sr")
+
+    def lower() -> Any:
+        quantize = partial(primitives.quantize, treatment=rotated, axes=Axes(axis=-2))
+        lowered = jax.jit(quantize).trace(x).lower(lowering_platforms=("cuda",))
+        for thread in threading.enumerate():
+            if thread.name == "policyc-kernel":
+                thread.join()
+        return lowered
+
+    lowered, ahead = record(lower)
+    _, later = record(lambda: lowered.compile({"xla_gpu_autotune_level": "0"}))
+    counts = [phase_times(profile, 0)[0].get("Compile", {"count": 0})["count"] for profile in (ahead, later)]
+    assert counts == [2, 0]
 
 
 def test_one_kernel_quantizes_the_operands_of_all_seeds() -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.core import ShapedArray
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from policyc.jaxcore import lowering
 from policyc.jaxcore.lowering import call_lowered_once, single_frame_locations
 from policyc.jaxcore.partition import PartitionRule, ShardIndex, partition
 
@@ -56,6 +60,47 @@ def test_other_functions_and_shapes_are_lowered_again() -> None:
         result = jax.jit(lambda x, factor=factor: multiply(index, x, factor)[0])(jnp.ones(size))
         np.testing.assert_array_equal(result, np.full(size, factor))
     assert Multiply.traced == [(5,), (6,), (6,)]
+
+
+@dataclass
+class Client:
+    """XLA's client, with devices of these kinds."""
+
+    platform: str
+    kinds: list[str]
+
+    def local_devices(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(device_kind=kind) for kind in self.kinds]
+
+
+@pytest.mark.parametrize(
+    ("client", "starts"),
+    [
+        (Client("gpu", ["H200", "H200"]), True),
+        (Client("gpu", ["H200", "B200"]), False),
+        (Client("cpu", ["cpu"]), False),
+        (None, False),
+    ],
+)
+def test_kernels_are_compiled_ahead_for_gpus_of_one_kind(
+    client: Client | None, starts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    monkeypatch.setattr(lowering, "_start_compiling", lambda *call: started.append(call))
+    operand = ShapedArray((2,), np.dtype("float32"))
+    lowering._compile_ahead(client, [operand], function=Multiply(2), platform="cuda", results=())
+    assert [call[1] for call in started] == [(((2,), operand.dtype),)] * starts
+
+
+def test_an_error_in_compiling_ahead_is_ignored(capfd: pytest.CaptureFixture[str]) -> None:
+    """It is raised where the program is compiled. Here no CUDA program can be compiled for a CPU."""
+    shapes = (((3,), np.dtype("float32")),)
+    lowering._start_compiling(Multiply(7), shapes, "cuda", False, jax.devices()[0])
+    for thread in threading.enumerate():
+        if thread.name == "policyc-kernel":
+            thread.join()
+    assert Multiply.traced == [(3,)]
+    assert not capfd.readouterr().err
 
 
 def test_locations_of_one_frame() -> None:
