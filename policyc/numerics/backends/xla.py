@@ -330,6 +330,11 @@ def _multiply_scaled_fp8(
     arrays = lhs.codes, rhs.codes, outer_product(scales)
     divided = partition(run, _fp8_rule(lhs, rhs, dimensions))
     (product,) = divided(*arrays) if context.can_partition else run(ShardIndex(factors={}), *arrays)
+    is_forward = lhs.layout.element == rhs.layout.element
+    if context.single_device and is_forward:
+        # Otherwise XLA lets the GEMM add to a copy of the residual stream, which takes longer than to add later. In the
+        # backward pass it adds to a gradient that nothing else needs, without a copy.
+        product = materialize(product)
     return product
 
 
