@@ -7,6 +7,7 @@ __all__ = [
     "dataflow",
     "define_primitive",
     "derivatives",
+    "inline_ptx",
     "integer_rules",
     "jaxprs",
     "lowering",

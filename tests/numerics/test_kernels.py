@@ -101,7 +101,7 @@ def requests(pair: str) -> list[OrderRequest]:
             treatment=treatment,
             axes=axes,
             key=make_key(7, i),
-            decoded=axes == ROWS and pair.endswith("values"),
+            decoded=pair.endswith("values") and (axes == ROWS or pair.startswith("stochastic")),
         )
         for i, (treatment, axes) in enumerate(zip(PAIRS[pair], (ROWS, COLUMNS), strict=True))
     ]
@@ -191,7 +191,7 @@ def assert_same_factors(find_factors: Any) -> None:
     maxima = outer_maxima()
     factors = np.asarray(
         jax.jit(jax.vmap(lambda a, b: find_factors([(a, bounds[0]), (b, bounds[1])])))(*maxima), np.float64
-    )
+    ).T
     exact = np.float64(1)
     for amax, bound in zip(maxima, bounds, strict=True):
         wide = np.asarray(amax).view(np.int32)
@@ -322,8 +322,10 @@ def test_mosaic_takes_the_same_integers_for_signed(orders: list[OrderRequest], i
     with record_signs() as signs:
         jax.jit(jax.vmap(run) if is_mapped else run).trace(x).lower(lowering_platforms=("cuda",))
     assert signs.wrong == []
-    # The residuals of the exact division, by which the reciprocal of a block scale is corrected.
-    assert signs.checked["gt"] >= 4
+    assert signs.checked
+    if orders[0].treatment.rounding == "ms_eden" or orders[0].treatment.scale == "four_over_six":
+        # The residuals of the exact division, by which the reciprocal of a block scale is corrected.
+        assert signs.checked["gt"] >= 4
 
 
 @pytest.mark.parametrize(

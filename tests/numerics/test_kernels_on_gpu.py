@@ -17,9 +17,11 @@ from policyc.numerics import primitives
 from policyc.numerics.quantize import Axes, codes_of, kernels, make_key, quantize
 from policyc.numerics.quantize.bits import INFINITY, Element, exact_div, kernel_div
 from policyc.numerics.quantize.kernel_encoder import Order
+from policyc.numerics.quantize.kernel_ops import KernelOps
 from policyc.numerics.quantize.kernel_tiles import RowLengths
 from policyc.numerics.quantize.orders import OrderRequest, order_scales, quantize_orders
 from policyc.numerics.quantize.values import write_outer_factors
+from policyc.numerics.quantize.words import divide, reciprocal
 from tests.numerics import test_quantize
 from tests.numerics.test_kernels import (
     COLUMNS,
@@ -48,16 +50,47 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("divide", [exact_div, kernel_div])
-def test_quotients_are_exact_where_those_of_the_gpu_are_not(divide: Callable[..., jax.Array]) -> None:
+@pytest.mark.parametrize("exact", [exact_div, kernel_div])
+def test_quotients_are_exact_where_those_of_the_gpu_are_not(exact: Callable[..., jax.Array]) -> None:
     """Against NumPy, whose division is correctly rounded, over all normal numbers."""
     bits = np.random.default_rng(0).integers(0x00800000, INFINITY, (2, 1 << 24)).astype(np.uint32)
     a, b = bits.view(np.float32)
     with np.errstate(over="ignore", under="ignore"):
         expected = np.minimum(a / b, np.finfo(np.float32).max)
     expected[expected < np.finfo(np.float32).tiny] = 0
-    np.testing.assert_array_equal(np.asarray(jax.jit(divide)(a, b)), expected)
+    np.testing.assert_array_equal(np.asarray(jax.jit(exact)(a, b)), expected)
     assert np.any(np.asarray(jax.jit(jnp.divide)(a, b)) != expected)
+
+
+def _write_quotients(ops: KernelOps, a: Any, b: Any, quotients: Any, reciprocals: Any) -> None:
+    i = ops.index(0)
+    one, other = (ops.load(ref, (i,), "words") for ref in (a, b))
+    results = ops.run(lambda a, b: [[divide(a[0], b[0])], [reciprocal(b[0])]], [one, other], [(16, 8)] * 2)
+    for ref, array in zip((quotients, reciprocals), results, strict=True):
+        ops.store(ref, (i,), array)
+
+
+def test_quotients_in_kernels_are_exact() -> None:
+    """Divisors with all mantissas, over all exponents."""
+    shape = (1 << 16, 16, 8)
+    a = np.random.default_rng(0).integers(0x00800000, INFINITY, shape).astype(np.uint32)
+    b = np.arange(1 << 23, dtype=np.uint32).reshape(shape) + np.uint32(0x00800000) * (a % 254 + 1)
+    b[0, 0] = 0
+    b[1, 0], b[1, 1] = (
+        0x7E800000,
+        0x7E800001,
+    )  # the largest divisor with a normal reciprocal, and the next one
+    out = (shape, jnp.uint32)
+    kernel = kernels._Kernel(
+        body=_write_quotients, options=(), outs=(out, out), grid=(shape[0], 1), scratch=()
+    )
+    results = jax.jit(lambda a, b: kernel.run(a, b, interpret=False))(a, b)
+    top = np.finfo(np.float32).max
+    with np.errstate(all="ignore"):
+        for dividend, result in zip((a.view(np.float32), np.float32(1)), results, strict=True):
+            expected = np.minimum(dividend / b.view(np.float32), top)
+            expected[expected < np.finfo(np.float32).tiny] = 0
+            np.testing.assert_array_equal(np.asarray(result).view(np.float32), expected)
 
 
 @pytest.mark.parametrize(("element", "dtype"), ELEMENT_DTYPES)

@@ -49,13 +49,20 @@ def tensor_key(key: Key, block_maxima: np.ndarray) -> Key:
 
 
 def random_16(key: Key, shape: tuple[int, int], axis: int) -> np.ndarray:
-    """The 16 random bits of each element. Neighbours along the axis get the halves of one word, the low half first."""
-    pairs = list(shape)
-    pairs[axis] //= 2
-    index = np.arange(np.prod(pairs), dtype=np.uint64).reshape(pairs)
+    """The 16 random bits of each element.
+
+    Four neighbours along the axis share one word, with bytes 0 to 3 from the lowest one. They get the bytes (0, 3),
+    (1, 0), (2, 1) and (3, 2), the more significant one first.
+    """
+    words = list(shape)
+    words[axis] = -(-words[axis] // 4)
+    index = np.arange(np.prod(words), dtype=np.uint64).reshape(words)
     word = mix(index ^ np.uint64(key[0]), key[1])
-    halves = np.stack([word & np.uint64(0xFFFF), word >> np.uint64(16)], axis + 1 if axis == 0 else -1)
-    return halves.reshape(shape).astype(np.int64)
+    byte = [(word >> np.uint64(8 * i)) & np.uint64(255) for i in range(4)]
+    numbers = [byte[i] * np.uint64(256) + byte[i - 1] for i in range(4)]
+    joined = np.stack(numbers, axis + 1 if axis == 0 else -1)
+    joined = joined.reshape([4 * n if i == axis % 2 else n for i, n in enumerate(words)])
+    return joined[: shape[0], : shape[1]].astype(np.int64)
 
 
 def round_up(magnitude: np.ndarray, random: np.ndarray) -> np.ndarray:

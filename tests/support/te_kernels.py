@@ -17,8 +17,7 @@ from jax import lax
 from policyc.language.recipes import Treatment
 from policyc.numerics.backends.te_calls import Maxima, QuantizedMatrix, QuantizedOrders, QuantizerOutput
 from policyc.numerics.quantize import Axes, Key, block_values, quantize
-from policyc.numerics.quantize.kernel_encoder import rotate
-from policyc.numerics.quantize.kernel_ops import InterpreterOps
+from policyc.numerics.quantize.block_programs import rotate
 from policyc.numerics.quantize.layout import Layout, Quantized, repeat_axis
 
 SIGN_MASK = 0xD7E8
@@ -45,9 +44,9 @@ def quantize_rows(
 def rotate_columns(x: jax.Array) -> jax.Array:
     """The rotated rows of the transpose. Uses sums and differences: `custom_partitioning` takes no constant arrays."""
     groups = x.T.reshape(x.shape[1], -1, 16).astype(jnp.float32)
-    ops = InterpreterOps()
-    rotated = map(ops.round_bf16, rotate(ops, [groups[..., i] for i in range(16)]))
-    return jnp.stack(list(rotated), -1).astype(jnp.bfloat16).reshape(x.T.shape)
+    words = lax.bitcast_convert_type(groups, jnp.uint32)
+    pairs = jnp.stack(rotate([words[..., i] for i in range(16)]), axis=-1)
+    return lax.bitcast_convert_type(pairs, jnp.bfloat16).reshape(x.T.shape)
 
 
 def multiply_rows(left: QuantizedMatrix, right: QuantizedMatrix, alpha: jax.Array, out: Any) -> jax.Array:

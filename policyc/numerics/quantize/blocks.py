@@ -44,6 +44,7 @@ from policyc.numerics.quantize.layout import (
     Layout,
     expand_per_block,
     pack,
+    repeat_axis,
     split_axis,
     split_blocks,
 )
@@ -53,13 +54,17 @@ E4M3_FULL, E4M3_REDUCED = 448.0, 256.0
 """Bounds of the E4M3 block scales. The smaller one leaves room for scales larger than the block maxima require."""
 
 RANDOM_BITS = 16
-"""Random bits per stochastic rounding: one 32-bit word serves two elements."""
+"""Random bits per stochastic rounding. One 32-bit word serves four elements: each has 8 bits of its own, and as less
+significant bits the 8 of a neighbour."""
 
 SCALE_KEY = "scale"
 """The word folded into the key with which MS-EDEN rounds scales."""
 
-_LIFT_EXPONENT = 64
-_TINY = (127 - 104) << 23  # the bits of 2**-104
+LIFT_EXPONENT = 64
+LIFT = 2.0**LIFT_EXPONENT
+"""The lift of tiny tensors. It avoids denormals."""
+TINY = (127 - 104) << 23
+"""The bits of 2**-104. Tensors with a smaller maximum are lifted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,16 +230,16 @@ def find_encoding_scale(
     The tensor times its lift times its encoding scale has the bound of the format as its maximum. The lift is a power
     of two that avoids denormals if amax is tiny, and 1 otherwise.
     """
-    top, lift = _lift(amax)
+    top, lift = lift_amax(amax)
     return jnp.where(amax == 0, jnp.float32(1), div(jnp.full_like(top, bound), top)), lift
 
 
-def _lift(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+def lift_amax(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The lifted amax as fp32, and the lift. NaN and infinity count as 1: the scales of such a tensor are NaN."""
-    lift = jnp.where(amax < _TINY, jnp.float32(2.0**_LIFT_EXPONENT), jnp.float32(1))
+    lift = jnp.where(amax < TINY, jnp.float32(LIFT), jnp.float32(1))
     finite = jnp.where(amax >= INFINITY, 0x3F800000, amax)
     # The bits of a denormal are its value in units of 2**-149.
-    denormal = amax.astype(jnp.float32) * jnp.float32(2.0 ** (_LIFT_EXPONENT - 149))
+    denormal = amax.astype(jnp.float32) * jnp.float32(2.0 ** (LIFT_EXPONENT - 149))
     return jnp.where(amax < 0x800000, denormal, from_bits(finite) * lift), lift
 
 
@@ -252,41 +257,51 @@ def encode_blocks(lifted: jax.Array, enc: jax.Array, context: QuantizeContext, k
     pairs = split_axis(lifted, layout.axis, length // layout.block, layout.block // 2, 2)
     axis = pairs.ndim + layout.axis
     pair_enc = expand_per_block(enc, layout)
-    word = None
+    bits = None
     if context.treatment.rounding == "sr":
-        word = random_words(_expand_key(key, layout), pairs.shape[:axis] + pairs.shape[axis + 1 :])
+        bits = _random_bits(key, lifted.shape, layout.axis).reshape(pairs.shape)
     encode = _encode_pairs_on_cpu if context.cpu else _encode_pairs
-    packed = encode(pairs, axis, pair_enc, word, element)
+    packed = encode(pairs, axis, pair_enc, bits, element)
     return packed.reshape(lifted.shape[: axis - 2] + (length // 2,) + lifted.shape[axis - 1 :])
 
 
 def _encode_pairs(
-    pairs: jax.Array, axis: int, enc: jax.Array, word: jax.Array | None, element: Element
+    pairs: jax.Array, axis: int, enc: jax.Array, bits: jax.Array | None, element: Element
 ) -> jax.Array:
     """Encodes all elements, then picks the two of each byte: a program half as long, compiled to the same kernel."""
-    codes = _encode_in_place(pairs, axis, enc, word, element)
+    codes = _encode_in_place(pairs, axis, enc, bits, element)
     return pack(*(lax.index_in_dim(codes, i, axis, keepdims=False) for i in range(2)))
 
 
 def _encode_pairs_on_cpu(
-    pairs: jax.Array, axis: int, enc: jax.Array, word: jax.Array | None, element: Element
+    pairs: jax.Array, axis: int, enc: jax.Array, bits: jax.Array | None, element: Element
 ) -> jax.Array:
     """Joins codes by a reduction, which lets a CPU vectorize over neighbours and avoid strided loads."""
     half = lax.broadcasted_iota(jnp.uint8, pairs.shape, axis)
-    nibbles = _encode_in_place(pairs, axis, enc, word, element) << (half * 4)
+    nibbles = _encode_in_place(pairs, axis, enc, bits, element) << (half * 4)
     packed: jax.Array = lax.reduce(nibbles, np.uint8(0), lax.bitwise_or, (axis,))
     return packed
 
 
 def _encode_in_place(
-    pairs: jax.Array, axis: int, enc: jax.Array, word: jax.Array | None, element: Element
+    pairs: jax.Array, axis: int, enc: jax.Array, bits: jax.Array | None, element: Element
 ) -> jax.Array:
-    """The codes of all elements. The two elements of a pair each use half of the same random word."""
-    bits = None
-    if word is not None:
-        half = lax.broadcasted_iota(jnp.uint32, pairs.shape, axis)
-        bits = jnp.expand_dims(word, axis) >> (half * RANDOM_BITS)
+    """The codes of all elements."""
     return _encode(pairs * jnp.expand_dims(enc, axis), bits, element)
+
+
+def _random_bits(key: Key, shape: tuple[int, ...], axis: int) -> jax.Array:
+    """`RANDOM_BITS` random bits for each element, in the lowest bits of a word, under higher bits of that word.
+
+    Of four elements along the axis, element k has byte k of their random word as its higher byte, and byte k - 1 as its
+    lower one.
+    """
+    quads = list(shape)
+    quads[axis] = -(-shape[axis] // 4)
+    words = lax.slice_in_dim(repeat_axis(random_words(key, tuple(quads)), axis, 4), 0, shape[axis], axis=axis)
+    index = lax.broadcasted_iota(jnp.uint32, shape, len(shape) + axis)
+    shift = ((index + 3) & 3) * 8
+    return (words >> shift) | (words << ((32 - shift) & 31))
 
 
 def _encode(scaled: jax.Array, bits: jax.Array | None, element: Element) -> jax.Array:
@@ -297,9 +312,3 @@ def _encode(scaled: jax.Array, bits: jax.Array | None, element: Element) -> jax.
         random = (bits & ((1 << RANDOM_BITS) - 1)).astype(jnp.int32)
         code = round_stochastic(jnp.abs(scaled), random, RANDOM_BITS, element)
     return (code | sign_bit(scaled, element)).astype(jnp.uint8)
-
-
-def _expand_key(key: Key, layout: Layout) -> Key:
-    """Shapes a key per outer scale to broadcast against pairs: the quantized axis, of size 1, becomes two axes."""
-    axis = key.a.ndim + layout.axis + 1
-    return Key(jnp.expand_dims(key.a, axis), jnp.expand_dims(key.b, axis))

@@ -1,47 +1,34 @@
-"""The arithmetic of the NVFP4 kernels: rotation, block scales, codes.
-
-Mosaic runs it on registers. On a GPU, integer operations, comparisons and maxima take twice as long as fp32 additions
-and multiplications. They limit the speed of these kernels, so there are as few of them as possible.
-"""
+"""The scalars with which the NVFP4 kernels quantize an operand in one order."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from policyc.language.recipes import Treatment
 from policyc.numerics.quantize import random
 from policyc.numerics.quantize.bits import (
-    E2M1,
     E4M3,
     INFINITY,
-    NEAREST_OFFSET,
     bits_of,
-    clamp,
     decode_magnitude,
     from_bits,
     kernel_div,
-    nearest_bits_e2m1,
     round_nearest,
-    stochastic_bits,
 )
 from policyc.numerics.quantize.blocks import (
-    RANDOM_BITS,
     SCALE_KEY,
     bound_of,
     find_encoding_scale,
     refinement_of,
 )
-from policyc.numerics.quantize.hadamard import SIGNS
-from policyc.numerics.quantize.kernel_ops import KernelOps, Ref
 from policyc.numerics.quantize.kernel_tiles import BLOCK
 from policyc.numerics.quantize.layout import Axes
+from policyc.numerics.quantize.words import Word, word
 
 WORDS = BLOCK // 2
 """The 32-bit words of a block of features."""
@@ -89,102 +76,14 @@ class Order:
         """How many arrays the kernel writes."""
         return 1 if self.decoded else 2
 
+    @property
+    def is_staged(self) -> bool:
+        """Whether the kernel collects codes in shared memory."""
+        return self.along_tokens and not self.decoded
+
     def add_headroom(self, bits: jax.Array) -> jax.Array:
         """The bits of maxima times the headroom."""
         return bits if self.headroom == 1 else bits_of(from_bits(bits) * jnp.float32(self.headroom))
-
-
-# ---- arithmetic on words
-
-
-def _even(words: jax.Array) -> jax.Array:
-    """The feature in the low half of each word, in fp32."""
-    return lax.bitcast_convert_type(words << word(16), jnp.float32)
-
-
-def _odd(words: jax.Array) -> jax.Array:
-    """The feature in the high half of each word, in fp32."""
-    return lax.bitcast_convert_type(words & word(0xFFFF0000), jnp.float32)
-
-
-HALVES = (_even, _odd)
-
-
-def word(number: int) -> jax.Array:
-    """A number as a word."""
-    unsigned: jax.Array = jnp.uint32(number)
-    return unsigned
-
-
-def _top_bits(x: jax.Array) -> jax.Array:
-    """The highest 4 bits of fp32 numbers, the sign first."""
-    return lax.bitcast_convert_type(x, jnp.uint32) >> word(28)
-
-
-def row_maxima(words: jax.Array) -> jax.Array:
-    """The bits of the largest magnitudes along the last axis, of both features of each word."""
-    return _largest_of_blocks(_larger_halves(words))
-
-
-def tile_maxima(rows: Sequence[jax.Array]) -> jax.Array:
-    """The bits of the largest magnitudes along the last axis and over all these arrays of words."""
-    return _largest_of_blocks(reduce(jnp.maximum, map(_larger_halves, rows)))
-
-
-def _larger_halves(words: jax.Array) -> jax.Array:
-    """The larger magnitude of the two features of each word, in its high half. The low half is arbitrary."""
-    magnitudes = words & word(0x7FFF7FFF)
-    return jnp.maximum(magnitudes, magnitudes << word(16)).astype(jnp.int32)
-
-
-def _largest_of_blocks(halves: jax.Array) -> jax.Array:
-    # Clears the low half, where an even feature may be left.
-    maxima: jax.Array = jnp.max(halves, axis=-1) & jnp.int32(0x7FFF0000)
-    return maxima
-
-
-def rotate(ops: KernelOps, values: Sequence[jax.Array]) -> list[jax.Array]:
-    """The Hadamard transform across 16 arrays, not rounded yet. Values are divided first, so that no sum overflows.
-
-    Negative zeros must add up to a positive zero, as in a matrix product, whose sums start with positive zero. So here
-    the first term of each sum is never a negative zero.
-    """
-    rotated = [v * jnp.float32(sign / 4) for v, sign in zip(values, SIGNS, strict=True)]
-    rotated[::2] = map(ops.add_zero, rotated[::2])
-    half = 1
-    while half < BLOCK:
-        for start in range(0, BLOCK, 2 * half):
-            for i in range(start, start + half):
-                low, high = rotated[i], rotated[i + half]
-                rotated[i], rotated[i + half] = low + high, low - high
-        half *= 2
-    return rotated
-
-
-def decode_bytes(codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """Decodes the two codes of each byte, stored as a word of its own, to a word of two bfloat16 numbers."""
-    signs = (codes & word(0x08)) << word(12) | (codes & word(0x80)) << word(24)
-    return _join_values([codes & word(7), codes >> word(4) & word(7)], scale, signs)
-
-
-def _join_values(
-    codes: Sequence[jax.Array], scale: jax.Array, signs: jax.Array, offset: int = 0
-) -> jax.Array:
-    """The values of two codes as a word of two bfloat16 numbers.
-
-    `codes` have no signs and are too large by `offset`. `signs` has the sign bits where the result has them.
-    """
-    rebias = (E2M1.rebias - offset << E2M1.shift) & 0xFFFFFFFF
-    values = []
-    for code in codes:
-        normal = lax.bitcast_convert_type((code << word(E2M1.shift)) + word(rebias), jnp.float32)
-        # The codes 0 and 1 have no leading one: read as normal numbers, they are 0.5 and 0.75 instead of 0 and 0.5.
-        # 2 * x - 1 corrects them, and is never less than x for the other codes.
-        magnitude = jnp.minimum(normal, normal * jnp.float32(2) - jnp.float32(1))
-        values.append(lax.bitcast_convert_type(magnitude * scale, jnp.uint32))
-    low, high = values
-    joined: jax.Array = (low >> word(16)) | (high & word(0xFFFF0000)) | (signs & word(0x80008000))
-    return joined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,8 +98,8 @@ class Encoder:
     scaled_key: jax.Array
 
     @classmethod
-    def from_words(cls, words: Ref, start: Any, order: Order) -> Encoder:
-        amax, maximum, content, a, b = (words[start + i] for i in range(SCALARS))
+    def from_words(cls, words: Sequence[jax.Array], order: Order) -> Encoder:
+        amax, maximum, content, a, b = words
         enc, lift = find_encoding_scale(amax.astype(jnp.int32), order.bound, divide)
         key = random.Key(a, b)
         if order.stochastic or order.refinement == "ms_eden":
@@ -236,50 +135,23 @@ class Encoder:
         """Replaces the codes of block scales by NaN if the tensor has a NaN or an infinity."""
         return jnp.where(self.is_finite, code, E4M3.nan or 0)
 
-    def row_values(
-        self, words: jax.Array, enc: jax.Array, scale: jax.Array, index: jax.Array | None
-    ) -> jax.Array:
-        """The values of both codes of each word, as a word of two bfloat16 numbers. For `index`, see `_round`."""
-        codes, offset = self._round([half(words) * self.lift * enc for half in HALVES], [index])
-        return _join_values(codes, scale, words, offset)
 
-    def encode_row(self, words: jax.Array, enc: jax.Array, index: jax.Array | None) -> jax.Array:
-        """Both codes of each word in a byte, uint8. For `index`, see `_round`."""
-        codes, offset = self._round([half(words) * self.lift * enc for half in HALVES], [index])
-        # Adds up the byte in the highest bits. The factor copies the even feature's sign from bit 15 to bit 27.
-        signs = (words & word(0x80008000)) * word(0x1001) - word(offset * 0x11000000 & 0xFFFFFFFF)
-        packed: jax.Array = (codes[1] << word(28)) + ((codes[0] << word(24)) + signs)
-        return (packed >> word(24)).astype(jnp.uint8)
+class Scalars(NamedTuple):
+    """The words that all threads need to quantize blocks of an operand in one order.
 
-    def encode_column(
-        self, values: Sequence[jax.Array], enc: jax.Array, indices: Sequence[jax.Array | None]
-    ) -> jax.Array:
-        """Eight codes in a word, the first one in the lowest bits. For `indices`, see `_round`."""
-        scaled = [v * self.lift * enc for v in values]
-        codes, offset = self._round(scaled, indices)
-        packed, signs = codes[-1], _top_bits(scaled[-1])
-        for code, x in zip(codes[-2::-1], scaled[-2::-1], strict=True):
-            packed = packed * word(16) + code
-            # A GPU shifts two words as one, in one instruction.
-            signs = (signs << word(4)) | _top_bits(x)
-        return (packed - word(offset * 0x11111111 & 0xFFFFFFFF)) | (signs & word(0x88888888))
+    Attributes:
+      lift: the lift in fp32.
+      unit: the lift times 2**-126.
+      sixth: a sixth of the encoding scale of the tensor.
+      dec: the decoding scale of the tensor.
+      nan: the bits of NaN if the operand has a NaN or an infinity, else zero.
+      key, scaled_key: the key of stochastic rounding, see `random.mix_scaled`.
+    """
 
-    def _round(
-        self, scaled: Sequence[jax.Array], indices: Sequence[jax.Array | None]
-    ) -> tuple[list[jax.Array], int]:
-        """Codes without signs, uint32, and the offset by which each is too large. It is subtracted in packing.
-
-        `indices` are the indices of the pairs in the whole operand; None rounds to nearest.
-        """
-        magnitudes = [clamp(jnp.abs(x), E2M1) for x in scaled]
-        codes = []
-        for i, index in enumerate(indices):
-            pair = magnitudes[2 * i : 2 * i + 2]
-            if index is None:
-                codes += [nearest_bits_e2m1(t).astype(jnp.uint32) for t in pair]
-                continue
-            mixed = random.mix_scaled(index ^ self.key.a, self.scaled_key)
-            for t, half in zip(pair, (mixed & word(0xFFFF), mixed >> word(16)), strict=True):
-                steps = (half << word(E2M1.shift - RANDOM_BITS)).astype(jnp.int32)
-                codes.append(stochastic_bits(t, steps, E2M1).astype(jnp.uint32) >> word(E2M1.shift))
-        return codes, NEAREST_OFFSET if indices[0] is None else E2M1.rebias
+    lift: Word
+    unit: Word
+    sixth: Word
+    dec: Word
+    nan: Word
+    key: Word
+    scaled_key: Word

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import reduce
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,14 +10,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from policyc.jaxcore.inline_ptx import run_on_registers
 from policyc.jaxcore.versions import MOSAIC_HAS_STORE, MOSAIC_LOAD_INDEX
-from policyc.numerics.quantize.bits import abs_bits, from_bits
 
 GRID = ("tokens", "features")
 """The axes of the grid of kernel instances."""
 
 Ref = Any
 """A Pallas reference to memory."""
+
+Program = Callable[..., Sequence[Sequence[Any]]]
+"""What one thread computes. It takes the words that the thread holds of each array, and each scalar as a word, and
+returns the words that it holds of each result. See `block_programs`."""
+
+_Shape = tuple[int, ...]
 
 
 class InterpreterOps:
@@ -44,32 +49,47 @@ class InterpreterOps:
         del layout
         return lax.broadcast_in_dim(x, shape, tuple(range(x.ndim)))
 
-    def largest(self, values: Sequence[jax.Array]) -> jax.Array:
-        """The largest magnitude of fp32 numbers, or NaN. Compared as integers: a CPU treats denormals as zero."""
-        return from_bits(reduce(jnp.maximum, map(abs_bits, values)))
+    def run(
+        self, program: Program, inputs: Sequence[jax.Array], results: Sequence[_Shape]
+    ) -> list[jax.Array]:
+        """Runs a program on all threads. Inputs and results are uint32."""
+        outputs = zip(program(*map(_split_words, inputs)), results, strict=True)
+        return [_swap_halves(jnp.stack(own, axis=-1)) if len(shape) > 2 else own[0] for own, shape in outputs]
 
-    def add_zero(self, x: jax.Array) -> jax.Array:
-        """Turns negative zeros into positive ones. XLA would drop an addition of zero."""
-        return jnp.where(x == jnp.float32(0), jnp.float32(0), x)
 
-    def round_bf16(self, x: jax.Array) -> jax.Array:
-        """Rounds fp32 numbers to bfloat16 precision; their dtype stays fp32. XLA would drop a cast and its inverse."""
-        return lax.reduce_precision(x, 8, 7)
+def _split_words(array: jax.Array) -> Any:
+    """The words that each thread holds of an array, see `MosaicOps`. A scalar is a word itself."""
+    if array.ndim > 2:
+        array = _swap_halves(array)
+        return [array[..., k] for k in range(array.shape[-1])]
+    return [array] if array.ndim else array
+
+
+def _swap_halves(array: jax.Array) -> jax.Array:
+    """Gives the first halves of each two neighbouring rows of 8 words to the first one. Its own inverse."""
+    *lead, rows, words = array.shape
+    if words < 8:
+        return array
+    halves = array.reshape(*lead, rows // 2, 2, 2, words // 2)
+    return halves.swapaxes(-3, -2).reshape(array.shape)
 
 
 class MosaicOps:
     """The operations in Mosaic, for a GPU. Layouts say which elements of an array each thread holds.
 
     - words: (16, 8), one word per thread
-    - rows: (8, 16), one word per thread
-    - blocks: (tokens, 16, 8), the 8 words of a block per thread
     - columns: (16, 8, 8), 8 words of a column per thread
+    - column halves: the same, but two neighbouring threads share two columns: the first one has the first halves
+    - rows: (8, 16), one word per thread
+    - blocks: (8, 16, 8), the 8 words of a block of features, shared in the same way
+    - codes: (8, 16, 2), the 2 words of a block's codes per thread
     """
 
     def __init__(self, mosaic_gpu: Any) -> None:
         self.mosaic_gpu = mosaic_gpu
         tiled, tiling = mosaic_gpu.Layout.TILED, mosaic_gpu.Tiling
         over_blocks = {"warp_dims": (-6,), "lane_dims": (-3, -2), "vector_dim": -1}
+        over_halves = {"warp_dims": (-8,), "lane_dims": (-5, -4, -3), "vector_dim": -1}
         self.layouts: dict[str, Any] = {
             "words": tiled(
                 tiling(((16, 8), (4, 8), (1,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
@@ -77,7 +97,9 @@ class MosaicOps:
             "rows": tiled(
                 tiling(((8, 16), (2, 16), (1,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
             ),
-            "blocks": tiled(tiling(((8, 16, 8), (2, 16, 8))), **over_blocks),
+            "blocks": tiled(tiling(((8, 16, 8), (2, 16, 8), (2, 4))), **over_halves),
+            "column halves": tiled(tiling(((16, 8, 8), (4, 8, 8), (2, 4))), **over_halves),
+            "codes": tiled(tiling(((8, 16, 2), (2, 16, 2))), **over_blocks),
             "columns": tiled(tiling(((16, 8, 8), (4, 8, 8))), **over_blocks),
         }
 
@@ -107,16 +129,23 @@ class MosaicOps:
         cast: jax.Array = self.mosaic_gpu.layout_cast(wide, self.layouts[layout])
         return cast
 
-    def largest(self, values: Sequence[jax.Array]) -> jax.Array:
-        largest: jax.Array = reduce(jnp.maximum, map(jnp.abs, values))
-        return largest
+    def run(
+        self, program: Program, inputs: Sequence[jax.Array], results: Sequence[_Shape]
+    ) -> list[jax.Array]:
+        """Runs a program on all threads. Inputs and results are uint32."""
+        layouts = [self._layout(array.shape) for array in inputs]
+        kinds = [(shape, self._layout(shape)) for shape in results]
+        return list(run_on_registers(program, inputs, layouts, kinds))
 
-    def add_zero(self, x: jax.Array) -> jax.Array:
-        total: jax.Array = x + jnp.float32(0)
-        return total
-
-    def round_bf16(self, x: jax.Array) -> jax.Array:
-        return x.astype(jnp.bfloat16).astype(jnp.float32)
+    def _layout(self, shape: _Shape) -> Any:
+        """The layout of all arrays of a shape in programs, None for scalars."""
+        if not shape:
+            return None
+        if len(shape) == 2:
+            return self.layouts["words" if shape[1] == 8 else "rows"]
+        if shape[2] == 2:
+            return self.layouts["codes"]
+        return self.layouts["column halves" if shape[1] == 8 else "blocks"]
 
 
 KernelOps = InterpreterOps | MosaicOps

@@ -59,31 +59,31 @@ class Operands:
     Attributes:
       count: the number of operands: more than one under `vmap`.
       tokens: the number of tokens per operand.
-      scalars: the number of scalar words per operand. The first two are its first token and its first feature in the
-        whole operand.
       rows: how tokens are numbered in the whole operand.
       features: the number of features of the whole operand.
     """
 
     count: int
     tokens: int
-    scalars: int
     rows: RowLengths
     features: int
 
-    def locate(self, tile: jax.Array, block: jax.Array, scalars: Ref) -> TileOffset:
-        """Locates a tile, given its number along tokens and its first block of features."""
-        first: Any = 0
+    def locate(self, tile: jax.Array, block: jax.Array, start: Ref) -> TileOffset:
+        """Locates a tile, given its number along tokens and its first block of features.
+
+        `start` has the first token and the first feature of each operand in the whole operand.
+        """
+        operand: Any = 0
         first_group: Any = 0
         if self.count > 1:
             operand = lax.div(tile, jnp.int32(self.tokens // TILE_TOKENS))
-            first, first_group = operand * self.scalars, operand * (self.tokens // BLOCK)
+            first_group = operand * (self.tokens // BLOCK)
         return TileOffset(
             operands=self,
-            scalars=first + 2,
+            operand=operand,
             first_group=first_group,
-            first_token=scalars[first],
-            first_feature=scalars[first + 1] + (block * BLOCK).astype(jnp.uint32),
+            first_token=start[operand, 0],
+            first_feature=start[operand, 1] + (block * BLOCK).astype(jnp.uint32),
         )
 
 
@@ -93,14 +93,14 @@ class TileOffset:
 
     Attributes:
       operands: all operands.
-      scalars: where the scale words of the tile's operand start among all scalars.
+      operand: the number of the tile's operand.
       first_group: the first group of tokens of the operand in the matrix.
       first_token: the first token of the operand in the whole operand.
       first_feature: the first feature of the tile in the whole operand.
     """
 
     operands: Operands
-    scalars: Any
+    operand: Any
     first_group: Any
     first_token: jax.Array
     first_feature: jax.Array

@@ -113,10 +113,10 @@ class OrderScales:
     content: jax.Array
     key: random.Key
 
-    def words(self) -> jax.Array:
-        """All fields, packed into one array of 32-bit words."""
-        numbers = (self.amax, self.maximum, self.content, self.key.a, self.key.b)
-        return jnp.stack([jnp.reshape(n, ()).astype(jnp.uint32) for n in numbers])
+    def words(self) -> list[jax.Array]:
+        """All fields, uint32. Each is an array of its own: XLA would run a kernel to join them."""
+        numbers = map(jnp.asarray, (self.amax, self.maximum, self.content, self.key.a, self.key.b))
+        return [lax.bitcast_convert_type(n, jnp.uint32).reshape(1) for n in numbers]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,10 +152,8 @@ class Kernels:
             replace(order, stochastic=False, headroom=1.0, decoded=False, operand="") for order in orders
         )
         run = merge_mapped_axes(partial(_find_statistics, orders=plain, interpret=self.interpret))
-        # A single reduction for all orders: XLA would run a kernel for each.
-        parts = run(_as_words(x)[None])
-        maxima, checksums = reduce_statistics(parts[0][0], parts[1][0], axes=(1,))
-        return [(maxima[i], checksums[i]) for i in range(len(orders))]
+        maxima, checksums = run(_as_words(x)[None])
+        return reduce_statistics([(maxima[0, i], checksums[0, i]) for i in range(len(orders))])
 
     def codes(
         self, x: jax.Array, orders: Sequence[Order], scales: Sequence[OrderScales], offset: ShardOffset
@@ -167,39 +165,41 @@ class Kernels:
         """
         options = {"orders": tuple(orders), "rows": offset.rows, "features": offset.features}
         run = merge_mapped_axes(partial(_write_codes, **options, interpret=self.interpret))
-        scalars = jnp.concatenate([offset.start, *(s.words() for s in scales)])
-        results = iter(run(_as_words(x)[None], scalars[None]))
+        scalars = [word for s in scales for word in s.words()]
+        results = iter(run(_as_words(x)[None], offset.start[None], *scalars))
         return [[_arrange(array[0], order) for array in islice(results, order.results)] for order in orders]
 
     def values(self, q: Quantized) -> Quantized:
         """Replaces codes and block scales by bfloat16 values. Requires `fits_decoding`."""
         assert q.scales is not None
         run = merge_mapped_axes(partial(_decode, interpret=self.interpret))
-        codes, scales = q.codes.reshape(-1, TILE_BLOCKS, WORDS), q.scales.reshape(-1, TILE_BLOCKS)
+        words = lax.bitcast_convert_type(q.codes.reshape(-1, TILE_BLOCKS, WORDS // 4, 4), jnp.uint32)
+        codes, scales = words, q.scales.reshape(-1, TILE_BLOCKS)
         values = lax.bitcast_convert_type(run(codes[None], scales[None])[0], jnp.bfloat16)
         shape = (*q.codes.shape[:-1], 2 * q.codes.shape[-1])
         layout = replace(q.layout, decoded=True)
         return replace(q, codes=values.reshape(shape), scales=None, layout=layout)
 
-    def outer_factors(self, scales: Sequence[Scale]) -> jax.Array:
+    def outer_factors(self, scales: Sequence[Scale]) -> Sequence[jax.Array]:
         """Like `values.write_outer_factors`, for scales of whole tensors. XLA needs some 50 instructions for it."""
         bounds = tuple(bound for _, bound in scales)
         run = merge_mapped_axes(partial(_find_outer_factors, bounds=bounds, interpret=self.interpret))
-        factors: jax.Array = run(*(amax.reshape(1) for amax, _ in scales))[0]
-        return factors
+        factors = run(*(amax.reshape(1) for amax, _ in scales))
+        return tuple(factor.reshape(()) for factor in factors)
 
 
-def reduce_statistics(
-    maxima: jax.Array, checksums: jax.Array, axes: tuple[int, ...] | None = None
-) -> Statistics:
-    """The largest maximum and the sum of the checksums, over these axes or all. One reduction, so one XLA kernel."""
-    largest, total = lax.reduce(
-        (maxima, checksums),
-        (jnp.int32(0), jnp.uint32(0)),
-        lambda a, b: (lax.max(a[0], b[0]), lax.add(a[1], b[1])),
-        tuple(range(maxima.ndim)) if axes is None else axes,
-    )
-    return largest, total
+def reduce_statistics(parts: Sequence[Statistics]) -> list[Statistics]:
+    """The largest maximum and the sum of the checksums of each order. One reduction, so one XLA kernel."""
+    maxima, checksums = zip(*parts, strict=True)
+    count = len(parts)
+
+    def combine(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
+        operations = [lax.max] * count + [lax.add] * count
+        return [operation(x, y) for operation, x, y in zip(operations, a, b, strict=True)]
+
+    starts = [jnp.int32(0)] * count + [jnp.uint32(0)] * count
+    reduced = lax.reduce((*maxima, *checksums), tuple(starts), combine, tuple(range(maxima[0].ndim)))
+    return list(zip(reduced[:count], reduced[count:], strict=True))
 
 
 # ---- calls of kernels, jitted so that equal kernels are traced once. All arrays have a leading dimension of operands,
@@ -226,21 +226,23 @@ def _find_statistics(words: jax.Array, *, orders: tuple[Order, ...], interpret: 
 @partial(jax.jit, static_argnames=("orders", "rows", "features", "interpret"))
 def _write_codes(
     words: jax.Array,
-    scalars: jax.Array,
-    *,
+    start: jax.Array,
+    *scalars: jax.Array,
     orders: tuple[Order, ...],
     rows: RowLengths,
     features: int,
     interpret: bool,
 ) -> Sequence[jax.Array]:
     count, tokens, blocks, _ = words.shape
-    operands = Operands(count=count, tokens=tokens, scalars=scalars.shape[1], rows=rows, features=features)
+    operands = Operands(count=count, tokens=tokens, rows=rows, features=features)
     all_tokens = count * tokens
     outs: list[_Shape] = []
     scratch: list[_Shape] = []
     for order in orders:
         columns = (blocks, WORDS, 2)
-        if order.decoded:
+        if order.decoded and order.along_tokens:
+            outs += [((*columns, all_tokens // 2), jnp.uint32)]
+        elif order.decoded:
             outs += [((all_tokens, blocks, WORDS), jnp.uint32)]
         elif order.along_tokens:
             outs += [
@@ -249,10 +251,7 @@ def _write_codes(
             ]
             scratch += [((2, TILE_BLOCKS, WORDS, 2 * GROUPS), jnp.uint32)]
         else:
-            codes: _Shape = ((all_tokens, blocks, WORDS), jnp.uint8)
-            if order.refinement:
-                codes = (all_tokens, blocks, WORDS // 4), jnp.uint32
-            outs += [codes, ((all_tokens, blocks), jnp.uint8)]
+            outs += [((all_tokens, blocks, WORDS // 4), jnp.uint32), ((all_tokens, blocks), jnp.uint8)]
     kernel = _Kernel(
         body=refined_kernels.write_codes if orders[0].refinement else kernel_bodies.write_codes,
         options=_items({"orders": orders, "operands": operands}),
@@ -260,7 +259,7 @@ def _write_codes(
         grid=(all_tokens // TILE_TOKENS, -(-blocks // TILE_BLOCKS)),
         scratch=tuple(scratch),
     )
-    results = kernel.run(_join_operands(words), scalars.reshape(-1), interpret=interpret)
+    results = kernel.run(_join_operands(words), start, *scalars, interpret=interpret)
     along_tokens = [order.along_tokens for order in orders for _ in range(order.results)]
     return [_split_operands(r, count, along) for r, along in zip(results, along_tokens, strict=True)]
 
@@ -276,21 +275,22 @@ def _decode(codes: jax.Array, scales: jax.Array, *, interpret: bool) -> jax.Arra
         scratch=(),
     )
     (values,) = kernel.run(_join_operands(codes), _join_operands(scales), interpret=interpret)
-    return values.reshape(codes.shape)
+    return values.reshape(count, rows, TILE_BLOCKS, WORDS)
 
 
 @partial(jax.jit, static_argnames=("bounds", "interpret"))
-def _find_outer_factors(*maxima: jax.Array, bounds: tuple[float, ...], interpret: bool) -> jax.Array:
+def _find_outer_factors(
+    *maxima: jax.Array, bounds: tuple[float, ...], interpret: bool
+) -> Sequence[jax.Array]:
     (count,) = maxima[0].shape
     kernel = _Kernel(
         body=kernel_bodies.write_outer_factors,
         options=_items({"bounds": bounds}),
-        outs=(((count, 2, TILE_BLOCKS, WORDS), jnp.float32),),
+        outs=(((count,), jnp.float32),) * 2,
         grid=(count, 1),
         scratch=(),
     )
-    (factors,) = kernel.run(*maxima, interpret=interpret)
-    return factors[:, :, 0, 0]
+    return kernel.run(*maxima, interpret=interpret)
 
 
 def _join_operands(words: jax.Array) -> jax.Array:
@@ -353,7 +353,8 @@ class _Kernel:
             grid=tuple(size for _, size in axes),
             grid_names=tuple(name for name, _ in axes),
             scratch_types=[mosaic_gpu.SMEM(*s) for s in self.scratch],
-            compiler_params=mosaic_gpu.CompilerParams(lowering_semantics=lane),
+            # No thread reads what another one wrote, so no barriers are needed.
+            compiler_params=mosaic_gpu.CompilerParams(lowering_semantics=lane, unsafe_no_auto_barriers=True),
         )
         arrays: Sequence[jax.Array] = run(*arguments)
         return arrays

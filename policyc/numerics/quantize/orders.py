@@ -100,7 +100,7 @@ def _find_statistics(x: jax.Array, request: OrderRequest) -> tuple[jax.Array, Se
     if request.treatment.rounding == "rne":
         # The key is not used.
         return x, [(maxima.max(), jnp.uint32(0))]
-    return x, [reduce_statistics(maxima, mix(maxima.astype(jnp.uint32), jnp.uint32(0)))]
+    return x, reduce_statistics([(maxima, mix(maxima.astype(jnp.uint32), jnp.uint32(0)))])
 
 
 def order_scales(statistics: Statistics, request: OrderRequest, order: Order) -> OrderScales:

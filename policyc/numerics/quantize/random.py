@@ -1,5 +1,7 @@
 """Random bits from a counter and a key: a few integer operations per word, which fuse into their consumer.
 
+The hash also runs on registers of a GPU kernel (`words.Word`).
+
 The key enters the hash twice. If it entered once, two keys would give the same words in a different order.
 """
 
@@ -19,7 +21,7 @@ from policyc.numerics.quantize.bits import materialize
 _WORD = 0xFFFFFFFF
 _GOLDEN_RATIO = 0x9E3779B9  # 2**32 / golden ratio, odd: its multiples are spread evenly
 # The multipliers of the hash lowbias32, chosen by its author for low bias.
-_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B
+_FIRST, _SECOND = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
 _PI = 0x243F6A88, 0x85A308D3  # the first 64 bits of the fraction of pi: a start without structure
 
 
@@ -37,7 +39,7 @@ class Key:
     def fold(self, word: Any) -> Key:
         """Folds a word into the key: text, an integer, or an array of integers or fp32 numbers (their bits)."""
         if isinstance(word, str):
-            word = crc32(word.encode())
+            word = word_of(word)
         if isinstance(word, int) and isinstance(self.a, np.uint32):
             a, b = int(self.a), int(self.b)
             return Key(
@@ -49,7 +51,22 @@ class Key:
         if isinstance(a, np.uint32):
             # Without the barrier, XLA compiles one kernel per constant key.
             a, b = materialize((jnp.uint32(a), jnp.uint32(b)))
-        return Key(mix(a ^ w, b), mix(b + w * jnp.uint32(_GOLDEN_RATIO), a))
+        return Key(*fold_words(a, b, w))
+
+
+def word_of(text: str) -> int:
+    """The word that is folded into a key for a text."""
+    return crc32(text.encode())
+
+
+def fold_words(a: Any, b: Any, word: Any) -> tuple[Any, Any]:
+    """The words of a key, with another word folded in: an array, or an integer."""
+    if isinstance(word, int):
+        multiple = np.uint32(word * _GOLDEN_RATIO & _WORD)  # NumPy would warn of the overflow
+        word = np.uint32(word)
+    else:
+        multiple = word * np.uint32(_GOLDEN_RATIO)
+    return mix(a ^ word, b), mix(b + multiple, a)
 
 
 def make_key(seed: Any = 0, *words: Any) -> Key:
@@ -63,9 +80,9 @@ def make_key(seed: Any = 0, *words: Any) -> Key:
 def _mix_on_host(x: int, key: int) -> int:
     """`mix` for Python integers."""
     x ^= x >> 16
-    x = x * _FIRST & _WORD
+    x = x * int(_FIRST) & _WORD
     x ^= x >> 15
-    x = (x + key) * _SECOND & _WORD
+    x = (x + key) * int(_SECOND) & _WORD
     return x ^ (x >> 16)
 
 
@@ -76,29 +93,28 @@ def _as_word(word: Any) -> jax.Array:
     return array.astype(jnp.uint32)
 
 
-def mix(x: jax.Array, key: jax.Array) -> jax.Array:
+def mix(x: Any, key: Any) -> Any:
     """Hashes 32-bit words, adding `key` halfway. Bijective in x; the bias of every output bit is under 1 %."""
-    return _finish_mix((_start_mix(x) + key) * jnp.uint32(_SECOND))
+    return _finish_mix((_start_mix(x) + key) * _SECOND)
 
 
-def mix_scaled(x: jax.Array, key: jax.Array) -> jax.Array:
+def mix_scaled(x: Any, key: Any) -> Any:
     """`mix` with a key from `scale_key`, which saves one operation per word."""
-    return _finish_mix(_start_mix(x) * jnp.uint32(_SECOND) + key)
+    return _finish_mix(_start_mix(x) * _SECOND + key)
 
 
-def scale_key(key: jax.Array) -> jax.Array:
+def scale_key(key: Any) -> Any:
     """Converts the key of `mix` to that of `mix_scaled`."""
-    scaled: jax.Array = key * jnp.uint32(_SECOND)
-    return scaled
+    return key * _SECOND
 
 
-def _start_mix(x: jax.Array) -> jax.Array:
+def _start_mix(x: Any) -> Any:
     x = x ^ (x >> 16)
-    x = x * jnp.uint32(_FIRST)
+    x = x * _FIRST
     return x ^ (x >> 15)
 
 
-def _finish_mix(x: jax.Array) -> jax.Array:
+def _finish_mix(x: Any) -> Any:
     return x ^ (x >> 16)
 
 
@@ -118,4 +134,5 @@ def random_words(key: Key, shape: tuple[int, ...]) -> jax.Array:
     for axis in reversed(range(len(shape))):
         index = index + lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride & _WORD)
         stride *= shape[axis]
-    return mix(index ^ key.a, key.b)
+    words: jax.Array = mix(index ^ key.a, key.b)
+    return words

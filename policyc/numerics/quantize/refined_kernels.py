@@ -30,7 +30,7 @@ from policyc.numerics.quantize.bits import (
     sign_bit,
 )
 from policyc.numerics.quantize.blocks import RANDOM_BITS
-from policyc.numerics.quantize.kernel_encoder import WORDS, Encoder, Order, divide
+from policyc.numerics.quantize.kernel_encoder import SCALARS, WORDS, Encoder, Order, divide
 from policyc.numerics.quantize.kernel_ops import KernelOps, Ref
 from policyc.numerics.quantize.kernel_tiles import (
     BLOCK,
@@ -197,28 +197,32 @@ def _finish(sums: tuple[Sums, ...]) -> Sums:
 def write_codes(
     ops: KernelOps,
     x: Ref,
-    scalars: Ref,
+    start: Ref,
     *refs: Ref,
     orders: tuple[Order, ...],
     operands: Operands,
 ) -> None:
-    """Writes codes and block scales in one order. Scratch memory follows the results in `refs`."""
+    """Writes codes and block scales in one order.
+
+    `refs` has the words of the order's `kernels.OrderScales`, then the results, then scratch memory.
+    """
     (order,) = orders
     i, j = ops.index(0), ops.index(1)
     block = first_block(j, x.shape[1])
-    offset = operands.locate(i, block, scalars)
+    offset = operands.locate(i, block, start)
+    scalars, (codes, scales, *scratch) = refs[:SCALARS], refs[SCALARS:]
     writer = _Writer(
         ops=ops,
         x=x,
         blocks=pl.ds(block, TILE_BLOCKS),
-        encoder=Encoder.from_words(scalars, offset.scalars, order),
+        encoder=Encoder.from_words([ref[offset.operand] for ref in scalars], order),
         refinement=order.refinement,
         index=_BlockIndex(ops=ops, offset=offset),
-        codes=refs[0],
-        scales=refs[1],
+        codes=codes,
+        scales=scales,
     )
     if order.along_tokens:
-        lax.fori_loop(0, 2, partial(writer.write_columns, i, refs[2]), ())
+        lax.fori_loop(0, 2, partial(writer.write_columns, i, *scratch), ())
     else:
         lax.fori_loop(0, GROUPS * BLOCK // ROW_TOKENS, partial(writer.write_rows, i), ())
 

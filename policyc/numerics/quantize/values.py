@@ -116,13 +116,13 @@ Scale = tuple[jax.Array, float]
 """The amax and the bound of an outer scale, which is amax / bound."""
 
 
-FindFactors = Callable[[Sequence[Scale]], jax.Array]
-"""Computes both `outer_factors` as one array in memory."""
+FindFactors = Callable[[Sequence[Scale]], Sequence[jax.Array]]
+"""Computes both `outer_factors`, in memory."""
 
 
-def write_outer_factors(scales: Sequence[Scale]) -> jax.Array:
-    """Both `outer_factors` as one array. Without the barrier, XLA would recompute them for every element."""
-    return materialize(jnp.stack(outer_factors(scales)))
+def write_outer_factors(scales: Sequence[Scale]) -> Sequence[jax.Array]:
+    """Both `outer_factors`. Without the barrier, XLA would recompute them for every element."""
+    return materialize(outer_factors(scales))
 
 
 def scale_outer(
