@@ -18,7 +18,7 @@ from policyc.jaxcore import autodiff
 from policyc.jaxcore.shardings import match_varying_axes, reshard_like, shape_dtype_struct
 from policyc.jaxcore.versions import INLINE_WHEN_TRACED
 from policyc.language.formats import FORMATS
-from policyc.language.recipes import Recipe
+from policyc.language.recipes import Gemm, Recipe
 from policyc.language.treatments import normalize_recipe
 from policyc.numerics import primitives
 from policyc.numerics.operands import (
@@ -329,10 +329,29 @@ def _gradients(spec: GemmSpec, residuals: _Residuals, dy: jax.Array) -> tuple[ja
     def quantize_for_rhs() -> Parts:
         return for_rhs or _quantize(dy, d_rhs.right, d_rhs, residuals.keys)
 
-    return (
-        _gradient(spec, d_lhs, dy, residuals.rhs, quantize_for_lhs, wrt="lhs"),
-        _gradient(spec, d_rhs, dy, residuals.lhs, quantize_for_rhs, wrt="rhs"),
-    )
+    def lhs_gradient() -> jax.Array:
+        return _gradient(spec, d_lhs, dy, residuals.rhs, quantize_for_lhs, wrt="lhs")
+
+    def rhs_gradient() -> jax.Array:
+        return _gradient(spec, d_rhs, dy, residuals.lhs, quantize_for_rhs, wrt="rhs")
+
+    # Values of dy for wgrad take much memory until wgrad has run, which XLA would put off.
+    if d_rhs.gemm == Gemm.WGRAD and _has_values(for_rhs):
+        rhs, for_lhs = _run_first(rhs_gradient(), for_lhs)
+        return lhs_gradient(), rhs
+    if d_lhs.gemm == Gemm.WGRAD and _has_values(for_lhs):
+        lhs, for_rhs = _run_first(lhs_gradient(), for_rhs)
+        return lhs, rhs_gradient()
+    return lhs_gradient(), rhs_gradient()
+
+
+def _has_values(parts: Parts) -> bool:
+    return any(isinstance(part, Quantized) and part.layout.decoded for part in parts)
+
+
+def _run_first(gradient: jax.Array, dy: Parts) -> tuple[jax.Array, Parts]:
+    gradient, operand = primitives.run_first(gradient, dy[0])
+    return gradient, (operand,)
 
 
 _traced_gradients = jax.jit(_gradients, static_argnums=0, inline=INLINE_WHEN_TRACED)

@@ -19,8 +19,12 @@ from policyc.numerics.quantize import Axes, Key, Operand, Quantized
 CHECKPOINT_NAME = "quantization"
 """The name of saved quantized tensors, for policies of `jax.checkpoint`."""
 
-_READ_AT_ONCE = ((Gemm.FPROP, Role.ACTIVATION), (Gemm.DGRAD, Role.GRADIENT))
-"""Operands that only the GEMM right after their quantizer reads: x in fprop, dy in dgrad."""
+_READ_AT_ONCE = (
+    (Gemm.FPROP, Role.ACTIVATION),
+    (Gemm.DGRAD, Role.GRADIENT),
+    (Gemm.WGRAD, Role.GRADIENT),
+)
+"""Operands that only the GEMM right after their quantizer reads: x in fprop, and dy."""
 
 CAST_DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
 """The dtype of the formats that only cast."""
@@ -132,7 +136,7 @@ def quantize_pair(
     """Quantizes an operand for two GEMMs at once. Requires `can_quantize_pair`.
 
     If the backend multiplies values, an operand that is read right away is written as values: codes would only be
-    decoded again. An operand that is kept longer has codes, including dy for wgrad, which XLA may run much later.
+    decoded again. An operand that is kept longer has codes.
     """
     multiplies_values = backends.load(one.backend).TRAITS.multiplies_values
     first, second = (

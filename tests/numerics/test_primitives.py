@@ -31,7 +31,7 @@ def test_the_jaxpr_is_readable() -> None:
     assert "nvfp4_quantize[" in text
     assert "specs=(1x16@-1 as values, 1x16,rht16@-2)" in text
     assert "operands=('fprop.lhs', 'wgrad.lhs')" in text
-    assert "specs=(1x16,sr@-1 as values, 1x16,rht16,sr@-2)" in text
+    assert "specs=(1x16,sr@-1 as values, 1x16,rht16,sr@-2 as values)" in text
     assert "operands=('dgrad.dy', 'wgrad.dy')" in text
     assert "scaled_gemm[" in text
     assert "shift_right" not in text
@@ -49,6 +49,20 @@ def test_saved_codes_are_decoded_when_dy_is_there(single_device: bool) -> None:
     joined = [v for e in barriers for v in e.invars if v.aval.dtype == jnp.uint8]
     assert len(joined) == (0 if single_device else 4), "codes and scales of both operands"
     assert ("decode_rows" in str(jaxpr)) == single_device
+
+
+@pytest.mark.parametrize("single_device", [False, True])
+def test_wgrad_runs_before_dgrad_on_one_device(single_device: bool) -> None:
+    """Its values of dy take four times the memory of codes. On several devices, dgrad would wait for a sum."""
+    context = LoweringContext(platform="cuda", single_device=single_device)
+    product = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=FULL)
+    x, w = normal(64, 256), normal(256, 64)
+    gradients = jax.grad(lambda x, w: jnp.sum(product(x, w)), argnums=(0, 1))
+    (equation,) = (e for e in jax.make_jaxpr(gradients)(x, w).eqns if e.primitive.name == "run_first")
+    wgrad, dy, amax = (v.aval for v in equation.invars)
+    assert (wgrad.shape, dy.shape, amax.shape) == (w.shape, x.shape[:1] + w.shape[1:], (1, 1))
+    ordered = jax.make_jaxpr(partial(primitives._run_first, context=context))(wgrad, dy, amax)
+    assert ("optimization_barrier" in str(ordered)) == single_device
 
 
 def test_abstract_shapes_are_those_of_the_implementation() -> None:

@@ -90,19 +90,13 @@ def can_join_orders(x: jax.Array, requests: Sequence[OrderRequest], context: Low
     """Whether the kernels that rotate can quantize this operand in all these orders at once."""
     has_kernels = context.platform == "cuda" and can_build_kernels("nvfp4")
     rotates = any(r.treatment.rht for r in requests)
-    return has_kernels and rotates and all(_fits(x, r) for r in requests)
+    return has_kernels and rotates and all(kernels.fits(x, r.treatment, r.axes) for r in requests)
 
 
 def _can_write_tiles(x: jax.Array, requests: Sequence[OrderRequest], context: LoweringContext) -> bool:
     """Whether a kernel can write the values of a weight with tiles."""
     has_kernels = context.platform == "cuda" and can_build_kernels("nvfp4")
     return has_kernels and all(r.decoded and kernels.fits_tiles(x, r.treatment, r.axes) for r in requests)
-
-
-def _fits(x: jax.Array, request: OrderRequest) -> bool:
-    """Whether the kernels can quantize this operand in this order. They can write values only along features."""
-    is_row = request.axes.axis == -1
-    return kernels.fits(x, request.treatment, request.axes) and (is_row or not request.decoded)
 
 
 def count_reads(treatments: Sequence[Treatment]) -> int:
