@@ -85,9 +85,11 @@ def _on_halves(compute: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 # ---- pairs
 
-low_halves = Instruction("prmt.b32 {0}, {1}, {2}, 0x5410;", lambda a, b: (a & word(0xFFFF)) | (b << word(16)))
+low_halves: Instruction = Instruction(
+    "prmt.b32 {0}, {1}, {2}, 0x5410;", lambda a, b: (a & word(0xFFFF)) | (b << word(16))
+)
 """The low halves of two words, as a pair."""
-high_halves = Instruction(
+high_halves: Instruction = Instruction(
     "prmt.b32 {0}, {1}, {2}, 0x7632;", lambda a, b: (a >> word(16)) | (b & word(0xFFFF0000))
 )
 
@@ -100,7 +102,7 @@ def two_bytes(a: Word, low: int, high: int) -> Word:
     )(a)
 
 
-exchange = Instruction(
+exchange: Instruction = Instruction(
     "shfl.sync.bfly.b32 {0}, {1}, 1, 0x1f, 0xffffffff;",
     lambda a: a.reshape(*a.shape[:-1], -1, 2)[..., ::-1].reshape(a.shape),
 )
@@ -112,18 +114,18 @@ def select(mask: Word, a: Word, b: Word) -> Word:
     return (mask & a) | ((mask ^ word(0xFFFFFFFF)) & b)
 
 
-larger_halves = Instruction("max.u16x2", _on_halves(jnp.maximum))
-smaller_halves = Instruction("min.u16x2", _on_halves(jnp.minimum))
+larger_halves: Instruction = Instruction("max.u16x2", _on_halves(jnp.maximum))
+smaller_halves: Instruction = Instruction("min.u16x2", _on_halves(jnp.minimum))
 
 
 def _multiply_bf16(a: jax.Array, b: jax.Array) -> jax.Array:
     return _bits(_float(a << word(16)) * _float(b << word(16))) >> word(16)
 
 
-multiply_pairs = Instruction("mul.rn.bf16x2", _on_halves(_multiply_bf16))
+multiply_pairs: Instruction = Instruction("mul.rn.bf16x2", _on_halves(_multiply_bf16))
 """The products of bfloat16 numbers. All products here are exact."""
 
-round_pair = Instruction(
+round_pair: Instruction = Instruction(
     "cvt.rn.bf16x2.f32 {0}, {2}, {1};",
     lambda a, b: high_halves(*(_bits(lax.reduce_precision(_float(x), 8, 7)) for x in (a, b))),
 )
@@ -153,10 +155,10 @@ def decode_pair(codes: Word) -> Word:
 
 # ---- fp32
 
-add = Instruction("add.rn.f32", _on_floats(jnp.add))
-subtract = Instruction("sub.rn.f32", _on_floats(jnp.subtract))
-multiply = Instruction("mul.rn.f32", _on_floats(jnp.multiply))
-multiply_add = Instruction("fma.rn.f32", _on_floats(lambda a, b, c: a * b + c))
+add: Instruction = Instruction("add.rn.f32", _on_floats(jnp.add))
+subtract: Instruction = Instruction("sub.rn.f32", _on_floats(jnp.subtract))
+multiply: Instruction = Instruction("mul.rn.f32", _on_floats(jnp.multiply))
+multiply_add: Instruction = Instruction("fma.rn.f32", _on_floats(lambda a, b, c: a * b + c))
 """a * b + c. Here b is always a power of two, so that a * b is exact."""
 
 
@@ -166,20 +168,24 @@ def _multiply_to_positive_zero(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.where(product == 0, jnp.float32(0), product)
 
 
-multiply_to_positive_zero = Instruction(
+multiply_to_positive_zero: Instruction = Instruction(
     "fma.rn.f32 {0}, {1}, {2}, 0f00000000;", _on_floats(_multiply_to_positive_zero)
 )
 """a * b + 0, which is never a negative zero."""
 
-less = Instruction("set.lt.u32.u32", lambda a, b: jnp.where(a < b, word(0xFFFFFFFF), word(0)))
+less: Instruction = Instruction("set.lt.u32.u32", lambda a, b: jnp.where(a < b, word(0xFFFFFFFF), word(0)))
 """A mask of all bits where a < b as integers, else of none."""
-smaller_bits = Instruction("min.u32", jnp.minimum)
+smaller_bits: Instruction = Instruction("min.u32", jnp.minimum)
 """The smaller of two words as integers: of positive numbers, the smaller one. NaN is larger than all numbers."""
 # PTX takes a number in place of a NaN.
-smaller = Instruction("min.f32", _on_floats(lambda a, b: jnp.where((a < b) | jnp.isnan(b), a, b)))
+smaller: Instruction = Instruction(
+    "min.f32", _on_floats(lambda a, b: jnp.where((a < b) | jnp.isnan(b), a, b))
+)
 
 
-lift_maximum = Instruction("mul.rn.f32", lambda amax, _: _bits(lift_amax(amax.astype(jnp.int32))[0]))
+lift_maximum: Instruction = Instruction(
+    "mul.rn.f32", lambda amax, _: _bits(lift_amax(amax.astype(jnp.int32))[0])
+)
 """A maximum times its lift. The maximum may be denormal."""
 
 
@@ -189,7 +195,7 @@ def _code_bits(t: jax.Array, unit: jax.Array) -> jax.Array:
     return bits - word(E2M1.rebias << E2M1.shift)
 
 
-code_bits = Instruction("mul.rn.f32", _code_bits)
+code_bits: Instruction = Instruction("mul.rn.f32", _code_bits)
 """The bits of t * unit, for t >= 0 and a unit of 2**-126 times a power of two, the lift of t. Below 1, the lifted t is
 denormal in this unit, and E2M1 is denormal too. So the magnitude of the code of t is in the bits from 22 up.
 """
