@@ -1,4 +1,6 @@
-"""Helpers for lowering: lower a function once for several modules, merge `vmap` axes, shorten source locations."""
+"""Helpers for lowering: lower a function once for several modules, order computations, merge `vmap` axes, shorten
+source locations.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from typing import Any
 import jax
 import jax.export
 import jax.numpy as jnp
+from jax import lax
 from jax.core import ShapedArray
 from jax.custom_batching import custom_vmap
 
@@ -94,6 +97,26 @@ _LOWERED_ONCE = define(
         prepare=_compile_ahead,
         shapes=lambda *_, results, **__: results,
         dim_sources=lambda *_, results, **__: [(None,) * len(shape) for shape, _ in results],
+    ),
+)
+
+
+def run_first(first: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+    """Returns all arrays as they are, but in a program on one device, `first` is computed before others are used."""
+    return bind(_RUN_FIRST, first, *arrays)
+
+
+def _run_first(*arrays: jax.Array, context: LoweringContext) -> Sequence[jax.Array]:
+    # On several devices, the others would also have to wait for a sum over devices.
+    return lax.optimization_barrier(arrays) if context.single_device else arrays
+
+
+_RUN_FIRST = define(
+    "run_first",
+    PrimitiveRules(
+        body=_run_first,
+        shapes=lambda *arrays: [(a.shape, a.dtype) for a in arrays],
+        dim_sources=lambda *arrays: [[(i, d) for d in range(a.ndim)] for i, a in enumerate(arrays)],
     ),
 )
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from policyc.jaxcore import autodiff
+from policyc.jaxcore.lowering import run_first
 from policyc.jaxcore.shardings import match_varying_axes, reshard_like, shape_dtype_struct
 from policyc.jaxcore.versions import INLINE_WHEN_TRACED
 from policyc.language.formats import FORMATS
@@ -323,17 +324,15 @@ def _gradients(spec: GemmSpec, residuals: _Residuals, dy: jax.Array) -> tuple[ja
     d_lhs, d_rhs = products.d_lhs, products.d_rhs
     for_lhs, for_rhs = _quantize_dy_once(spec, dy, residuals.keys)
 
-    def quantize_for_lhs() -> Parts:
-        return for_lhs or _quantize(dy, d_lhs.left, d_lhs, residuals.keys)
-
-    def quantize_for_rhs() -> Parts:
-        return for_rhs or _quantize(dy, d_rhs.right, d_rhs, residuals.keys)
-
     def lhs_gradient() -> jax.Array:
-        return _gradient(spec, d_lhs, dy, residuals.rhs, quantize_for_lhs, wrt="lhs")
+        saved, operand = residuals.rhs, d_lhs.left
+        quantize_dy = partial(_quantize, dy, operand, d_lhs, residuals.keys)
+        return _gradient(spec, d_lhs, dy, saved, lambda: for_lhs or quantize_dy(), wrt="lhs")
 
     def rhs_gradient() -> jax.Array:
-        return _gradient(spec, d_rhs, dy, residuals.lhs, quantize_for_rhs, wrt="rhs")
+        saved, operand = residuals.lhs, d_rhs.right
+        quantize_dy = partial(_quantize, dy, operand, d_rhs, residuals.keys)
+        return _gradient(spec, d_rhs, dy, saved, lambda: for_rhs or quantize_dy(), wrt="rhs")
 
     # Values of dy for wgrad take much memory until wgrad has run, which XLA would put off.
     if d_rhs.gemm == Gemm.WGRAD and _has_values(for_rhs):
@@ -350,8 +349,9 @@ def _has_values(parts: Parts) -> bool:
 
 
 def _run_first(gradient: jax.Array, dy: Parts) -> tuple[jax.Array, Parts]:
-    gradient, operand = primitives.run_first(gradient, dy[0])
-    return gradient, (operand,)
+    leaves, tree = jax.tree.flatten(dy)
+    gradient, *leaves = run_first(gradient, *leaves)
+    return gradient, jax.tree.unflatten(tree, leaves)
 
 
 _traced_gradients = jax.jit(_gradients, static_argnums=0, inline=INLINE_WHEN_TRACED)

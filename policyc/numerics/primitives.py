@@ -33,7 +33,6 @@ from policyc.numerics import backends
 from policyc.numerics import quantize as q
 from policyc.numerics.flatten import OperandLayout, flatten_operand, unflatten_operands, unflatten_quantized
 from policyc.numerics.products import DimensionNumbers, Product, free_dims
-from policyc.numerics.quantize.bits import materialize
 from policyc.numerics.quantize.blocks import layout_of, outer_scale_axes
 from policyc.numerics.quantize.layout import TILE, Axes, Layout, Operand, Quantized
 from policyc.numerics.quantize.orders import OrderRequest
@@ -271,31 +270,6 @@ def _swap_tile_axes(dims: Sequence[_Dim], axes: Axes) -> tuple[_Dim, ...]:
     swapped = list(dims)
     swapped[axes.axis], swapped[axes.tile] = dims[axes.tile], dims[axes.axis]
     return tuple(swapped)
-
-
-# ---- order of GEMMs
-
-
-def run_first(first: jax.Array, operand: Operand) -> tuple[jax.Array, Operand]:
-    """Returns both as they are, but in a program on one device, only `first` is computed before `operand` is used."""
-    leaves, tree = jax.tree.flatten(operand)
-    first, *leaves = bind(_RUN_FIRST, first, *leaves)
-    return first, jax.tree.unflatten(tree, leaves)
-
-
-def _run_first(*arrays: jax.Array, context: LoweringContext) -> Sequence[jax.Array]:
-    # On several devices, it would also have to wait for a sum over devices.
-    return materialize(arrays) if context.single_device else arrays
-
-
-_RUN_FIRST = define(
-    "run_first",
-    PrimitiveRules(
-        body=_run_first,
-        shapes=lambda *arrays: [(a.shape, a.dtype) for a in arrays],
-        dim_sources=lambda *arrays: [[(i, d) for d in range(a.ndim)] for i, a in enumerate(arrays)],
-    ),
-)
 
 
 # ---- scaled_gemm

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from policyc.jaxcore import lowering
 from policyc.jaxcore.define_primitive import LoweringContext
 from policyc.language.recipes import Treatment
 from policyc.language.treatments import normalize_recipe
@@ -61,7 +62,7 @@ def test_wgrad_runs_before_dgrad_on_one_device(single_device: bool) -> None:
     (equation,) = (e for e in jax.make_jaxpr(gradients)(x, w).eqns if e.primitive.name == "run_first")
     wgrad, dy, amax = (v.aval for v in equation.invars)
     assert (wgrad.shape, dy.shape, amax.shape) == (w.shape, x.shape[:1] + w.shape[1:], (1, 1))
-    ordered = jax.make_jaxpr(partial(primitives._run_first, context=context))(wgrad, dy, amax)
+    ordered = jax.make_jaxpr(partial(lowering._run_first, context=context))(wgrad, dy, amax)
     assert ("optimization_barrier" in str(ordered)) == single_device
 
 

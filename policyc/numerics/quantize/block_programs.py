@@ -15,7 +15,7 @@ from typing import Any
 
 from policyc.numerics.quantize import random
 from policyc.numerics.quantize.bits import E2M1, INFINITY, NEAREST_OFFSET
-from policyc.numerics.quantize.blocks import LIFT, RANDOM_BITS, TINY
+from policyc.numerics.quantize.blocks import LIFT, RANDOM_BITS, SCALE_KEY, TINY
 from policyc.numerics.quantize.hadamard import SIGNS
 from policyc.numerics.quantize.kernel_encoder import WORDS, Order, Scalars
 from policyc.numerics.quantize.kernel_tiles import BLOCK
@@ -68,15 +68,16 @@ def find_scalars(
     lift = select(less(amax, word(TINY)), float_word(LIFT), float_word(1))
     top = lift_maximum(select(is_finite, amax, float_word(1)), lift)
     enc = select(less(word(0), amax), divide(float_word(order.bound), top), float_word(1))
-    if order.stochastic:
-        if order.operand:
-            a, b = random.fold_words(a, b, random.word_of(order.operand))
+    if order.stochastic or order.refinement == "ms_eden":
         # As in `blocks.tensor_key`.
-        for folded in (maximum, content):
+        names = [random.word_of(order.operand)] if order.operand else []
+        last = [random.word_of(SCALE_KEY)] if order.refinement == "ms_eden" else []
+        for folded in (*names, maximum, content, *last):
             a, b = random.fold_words(a, b, folded)
     scalars = Scalars(
         lift=lift,
         unit=lift - word(126 << 23),
+        enc=enc,
         sixth=multiply(enc, float_word(1 / 6)),
         dec=reciprocal(enc),
         nan=(is_finite ^ word(0xFFFFFFFF)) & word(0x7FFFFFFF),

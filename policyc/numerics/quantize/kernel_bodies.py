@@ -156,7 +156,7 @@ def write_codes(
             tile=tile,
             index=_TileIndex(ops=ops, offset=offset),
             order=order,
-            scalars=_find_scalars(ops, [ref[offset.operand] for ref in scales[k]], order),
+            scalars=load_scalars(ops, scales[k], offset, order),
             results=results[k],
             stage=next(arrays) if order.is_staged else None,
         )
@@ -172,10 +172,10 @@ def write_codes(
         writer.finish(i, joined)
 
 
-def _find_scalars(ops: KernelOps, words: Sequence[jax.Array], order: Order) -> list[jax.Array]:
-    """The fields of `Scalars` of an order, from the words of its `kernels.OrderScales`."""
+def load_scalars(ops: KernelOps, refs: Sequence[Ref], offset: TileOffset, order: Order) -> Scalars:
+    """The scalars of an order and of a tile's operand, from the words of the order's `kernels.OrderScales`."""
     program = partial(block_programs.find_scalars, order=order)
-    return ops.run(program, words, [()] * len(Scalars._fields))
+    return Scalars(*ops.run(program, [ref[offset.operand] for ref in refs], [()] * len(Scalars._fields)))
 
 
 _Scales = tuple[tuple[jax.Array, ...], ...]
@@ -195,7 +195,7 @@ class _Writer:
     tile: _Tile
     index: _TileIndex
     order: Order
-    scalars: Sequence[jax.Array]
+    scalars: Scalars
     results: Sequence[Ref]
     stage: Ref | None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,25 +9,18 @@ import jax
 import jax.numpy as jnp
 
 from policyc.language.recipes import Treatment
-from policyc.numerics.quantize import random
 from policyc.numerics.quantize.bits import (
-    E4M3,
-    INFINITY,
     bits_of,
-    decode_magnitude,
     from_bits,
     kernel_div,
-    round_nearest,
 )
 from policyc.numerics.quantize.blocks import (
-    SCALE_KEY,
     bound_of,
-    find_encoding_scale,
     refinement_of,
 )
 from policyc.numerics.quantize.kernel_tiles import BLOCK
 from policyc.numerics.quantize.layout import Axes
-from policyc.numerics.quantize.words import Word, word
+from policyc.numerics.quantize.words import Word
 
 WORDS = BLOCK // 2
 """The 32-bit words of a block of features."""
@@ -86,70 +78,20 @@ class Order:
         return bits if self.headroom == 1 else bits_of(from_bits(bits) * jnp.float32(self.headroom))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Encoder:
-    """Computes block scales and codes of one order, from the words of its `kernels.OrderScales`."""
-
-    lift: jax.Array
-    enc: jax.Array
-    dec: jax.Array
-    is_finite: jax.Array
-    key: random.Key
-    scaled_key: jax.Array
-
-    @classmethod
-    def from_words(cls, words: Sequence[jax.Array], order: Order) -> Encoder:
-        amax, maximum, content, a, b = words
-        enc, lift = find_encoding_scale(amax.astype(jnp.int32), order.bound, divide)
-        key = random.Key(a, b)
-        if order.stochastic or order.refinement == "ms_eden":
-            if order.operand:
-                key = key.fold(order.operand)
-            # As in `blocks.tensor_key`.
-            key = key.fold(maximum).fold(content)
-        if order.refinement == "ms_eden":
-            key = key.fold(SCALE_KEY)
-        dec = divide(jnp.float32(1), enc)
-        return cls(
-            lift=lift,
-            enc=enc,
-            dec=dec,
-            is_finite=amax < word(INFINITY),
-            key=key,
-            scaled_key=random.scale_key(key.b),
-        )
-
-    def block_scales(self, maxima: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The codes of block scales, and the encoding scales. `maxima` has bits."""
-        code, enc = self.scale_candidates(maxima, jnp.float32(1 / 6))
-        return self.mark_not_finite(code), enc
-
-    def scale_candidates(self, maxima: jax.Array, fraction: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Like `block_scales`, for scales that map maxima to 1 / `fraction`. Never NaN, see `mark_not_finite`."""
-        ideal = (from_bits(maxima) * self.lift) * (self.enc * fraction)
-        code = round_nearest(ideal, E4M3)
-        scale = decode_magnitude(code, E4M3) * self.dec
-        return code, kernel_div(jnp.ones_like(scale), scale)
-
-    def mark_not_finite(self, code: jax.Array) -> jax.Array:
-        """Replaces the codes of block scales by NaN if the tensor has a NaN or an infinity."""
-        return jnp.where(self.is_finite, code, E4M3.nan or 0)
-
-
 class Scalars(NamedTuple):
     """The words that all threads need to quantize blocks of an operand in one order.
 
     Attributes:
       lift: the lift in fp32.
       unit: the lift times 2**-126.
-      sixth: a sixth of the encoding scale of the tensor.
-      dec: the decoding scale of the tensor.
+      enc, sixth, dec: the encoding scale of the tensor, a sixth of it, and the decoding scale.
       nan: the bits of NaN if the operand has a NaN or an infinity, else zero.
       key, scaled_key: the key of stochastic rounding, see `random.mix_scaled`.
     """
 
     lift: Word
     unit: Word
+    enc: Word
     sixth: Word
     dec: Word
     nan: Word

@@ -24,13 +24,15 @@ from policyc.numerics.quantize.bits import (
     bits_of,
     decode_magnitude,
     from_bits,
+    kernel_div,
     multiply_unfused,
     round_nearest,
     round_stochastic,
     sign_bit,
 )
 from policyc.numerics.quantize.blocks import RANDOM_BITS
-from policyc.numerics.quantize.kernel_encoder import SCALARS, WORDS, Encoder, Order, divide
+from policyc.numerics.quantize.kernel_bodies import load_scalars
+from policyc.numerics.quantize.kernel_encoder import SCALARS, WORDS, Order, Scalars
 from policyc.numerics.quantize.kernel_ops import KernelOps, Ref
 from policyc.numerics.quantize.kernel_tiles import (
     BLOCK,
@@ -46,15 +48,52 @@ ROW_TOKENS = 8
 
 _HALF_PAIRS = WORDS // 2
 
-# Jitted for the same reason as `kernel_encoder.divide`.
+# Jitted, so that they are traced once for all kernels. Tracing them is a good part of the time to compile a step.
+_divide = jax.jit(kernel_div)
 _round_nearest = jax.jit(round_nearest, static_argnums=1)
 _decode = jax.jit(decode_magnitude, static_argnums=1)
-_mix = jax.jit(random.mix)
+_mix = jax.jit(random.mix_scaled)
 
 Sums = tuple[jax.Array, ...]
 
 
 # ---- one block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Encoder:
+    """Computes block scales, from the `Scalars` of the operand as numbers."""
+
+    lift: jax.Array
+    enc: jax.Array
+    dec: jax.Array
+    nan: jax.Array
+    key: jax.Array
+    scaled_key: jax.Array
+
+    @classmethod
+    def from_scalars(cls, scalars: Scalars) -> _Encoder:
+        lift, enc, dec = (
+            lax.bitcast_convert_type(bits, jnp.float32) for bits in (scalars.lift, scalars.enc, scalars.dec)
+        )
+        return cls(
+            lift=lift, enc=enc, dec=dec, nan=scalars.nan, key=scalars.key, scaled_key=scalars.scaled_key
+        )
+
+    def scale_candidates(self, maxima: jax.Array, fraction: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The codes of block scales that map maxima to 1 / `fraction`, and the encoding scales. `maxima` has bits.
+
+        Codes are never NaN, see `mark_not_finite`.
+        """
+        ideal = (from_bits(maxima) * self.lift) * (self.enc * fraction)
+        code = _round_nearest(ideal, E4M3)
+        scale = _decode(code, E4M3) * self.dec
+        return code, _divide(jnp.ones_like(scale), scale)
+
+    def mark_not_finite(self, code: jax.Array) -> jax.Array:
+        """Replaces the codes of block scales by NaN if the tensor has a NaN or an infinity."""
+        marked: jax.Array = code | (self.nan & jnp.uint32(E4M3.nan or 0)).astype(jnp.int32)
+        return marked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +104,7 @@ class BlockQuantizer:
       load_pair: loads the elements 2p and 2p + 1 of the blocks, given p, as fp32.
     """
 
-    encoder: Encoder
+    encoder: _Encoder
     refinement: str
     load_pair: Callable[[Any], Sequence[jax.Array]]
 
@@ -75,7 +114,7 @@ class BlockQuantizer:
         if self.refinement == "ms_eden":
             scale, enc = self.encoder.scale_candidates(maxima, jnp.float32(1 / 6))
             words, (vv, vq) = self._encode(enc, has_sums=True)
-            scale = self._correct(scale, divide(vv, vq), index)
+            scale = self._correct(scale, _divide(vv, vq), index)
         else:
             scale, enc = self._choose(maxima)
             words, _ = self._encode(enc, has_sums=False)
@@ -162,7 +201,7 @@ class BlockQuantizer:
     def _correct(self, scale: jax.Array, gain: jax.Array, index: jax.Array) -> jax.Array:
         """The scale times its gain, rounded stochastically."""
         value = _decode(scale, E4M3) * jnp.where(scale == 0, jnp.float32(1), gain)
-        word = _mix(index ^ self.encoder.key.a, self.encoder.key.b)
+        word = _mix(index ^ self.encoder.key, self.encoder.scaled_key)
         bits = (word >> jnp.uint32(32 - RANDOM_BITS)).astype(jnp.int32)
         return round_stochastic(value, bits, RANDOM_BITS, E4M3)
 
@@ -215,7 +254,7 @@ def write_codes(
         ops=ops,
         x=x,
         blocks=pl.ds(block, TILE_BLOCKS),
-        encoder=Encoder.from_words([ref[offset.operand] for ref in scalars], order),
+        encoder=_Encoder.from_scalars(load_scalars(ops, scalars, offset, order)),
         refinement=order.refinement,
         index=_BlockIndex(ops=ops, offset=offset),
         codes=codes,
@@ -258,7 +297,7 @@ class _Writer:
     ops: KernelOps
     x: Ref
     blocks: Any
-    encoder: Encoder
+    encoder: _Encoder
     refinement: str
     index: _BlockIndex
     codes: Ref
