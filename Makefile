@@ -129,7 +129,7 @@ test-others: setup ## run the tests of JAX, optax, equinox or flax under policie
 test-cuda: ## compile for GPUs that need not be present, and check the result (4 GB of packages, some minutes)
 	@$(MAKE) -f "$(ROOT)/Makefile" VENV=.venv-cuda EXTRAS=dev,cuda13,train setup
 	@$(IN) .venv-cuda/bin/python -c 'import cudnn' 2>/dev/null || .venv-cuda/bin/python $(PIP) install -qq nvidia-cudnn-frontend
-	@$(IN) JAX_ENABLE_COMPILATION_CACHE=false JAX_PLATFORMS=cpu .venv-cuda/bin/python -m pytest -p no:xdist $(LONG) -m "cuda and not slow" tests/hardware/test_cuda.py $(ARGS)
+	@$(IN) JAX_ENABLE_COMPILATION_CACHE=false JAX_PLATFORMS=cpu .venv-cuda/bin/python -m pytest -p no:xdist $(LONG) -m "cuda and not slow" tests/hardware/test_cuda.py tests/hardware/test_kernel_ptx.py $(ARGS)
 
 # The JAX part of Transformer Engine is compiled against the installed JAX. These versions are known to work together.
 TE_JAX := 0.11.2
