@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from policyc.compiler.run_step import RunStep
 from policyc.compiler.sites import Site
@@ -35,14 +38,19 @@ class RandomSource:
             return words
         # Fold the step into all keys at once and materialize them. Otherwise XLA would repeat the work for each key.
         a, b = (np.concatenate([pair[i].ravel() for pair in words]) for i in (0, 1))
+        shapes = [pair[0].shape for pair in words]
+        ends = np.cumsum([0, *(prod(shape) for shape in shapes)]).tolist()
         with autodiff.trace_of(self.run_step.step):
             folded = Key(a, b).fold(self.run_step.seed).fold(self.run_step.step)
-            a, b = materialize((folded.a, folded.b))
-            starts = np.cumsum([0, *(pair[0].size for pair in words)])
-            return [
-                (a[start:stop].reshape(pair[0].shape), b[start:stop].reshape(pair[0].shape))
-                for pair, (start, stop) in zip(words, pairwise(starts.tolist()), strict=True)
+            # On a GPU, each slice would be a kernel. XLA merges slices of one array if a conversion follows.
+            signed = materialize(
+                [lax.bitcast_convert_type(array, jnp.int32) for array in (folded.a, folded.b)]
+            )
+            split = [
+                [lax.bitcast_convert_type(array[i:j].reshape(shape), jnp.uint32) for array in signed]
+                for (i, j), shape in zip(pairwise(ends), shapes, strict=True)
             ]
+        return [(a, b) for a, b in split]
 
     def _known_words(self, site: Site, ranges: Sequence[IterationRange]) -> tuple[np.ndarray, np.ndarray]:
         """Both words of the keys, before the step is folded into them."""

@@ -275,7 +275,7 @@ def test_the_kernels_that_refine_scales_are_compiled(axes: Axes) -> None:
         return [primitives.quantize(x, t, axes, backend="xla").codes for t in treatments]
 
     lowered = jax.jit(quantize).trace(x).lower(lowering_platforms=("cuda",))
-    executions = hlo.parse_module(lowered.compile({"xla_gpu_autotune_level": "0"}).as_text()).executions
+    executions = hlo.parse_module(lowered.compile(deviceless.COMPILER_OPTIONS).as_text()).executions
     elements = 1024 * 4096 // 8
     large = [e for e in executions if e.is_kernel and e.bytes_read >= 2 * elements]
     assert [e.instruction.call_target for e in large].count("mosaic_gpu_v2") == len(treatments)
@@ -321,7 +321,7 @@ def test_one_kernel_quantizes_the_operands_of_all_seeds() -> None:
         return primitives.quantize(x, rotated, Axes(axis=-2), backend="xla")
 
     lowered = jax.jit(jax.vmap(quantize)).trace(x).lower(lowering_platforms=("cuda",))
-    executions = hlo.parse_module(lowered.compile({"xla_gpu_autotune_level": "0"}).as_text()).executions
+    executions = hlo.parse_module(lowered.compile(deviceless.COMPILER_OPTIONS).as_text()).executions
     reads = [e for e in executions if e.is_kernel and e.bytes_read >= 3 * 512 * 1408 * 2]
     assert [e.instruction.call_target for e in reads] == ["mosaic_gpu_v2"] * 2
 

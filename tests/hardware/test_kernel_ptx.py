@@ -1,6 +1,7 @@
 """The NVFP4 kernels as PTX for an H200, run by an interpreter, against the jnp code that they replace: the same bits.
 
-Needs the extra cuda13, and no GPU: `make test-cuda`. `tests/numerics/test_kernels_on_gpu.py` runs them on a GPU.
+Needs the extra cuda13, and no GPU: `make test-cuda`. `tests/numerics/test_kernels_on_gpu.py` runs them on a GPU. This
+file needs a process of its own: a process can compile kernels for one GPU only, and `test_cuda.py` chooses a GB200.
 """
 
 from __future__ import annotations

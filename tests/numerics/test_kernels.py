@@ -21,7 +21,7 @@ from policyc.numerics.backends import emulate, xla
 from policyc.numerics.quantize import Axes, Quantized, fp8_kernel, kernels, make_key, quantize
 from policyc.numerics.quantize.blocks import layout_of
 from policyc.numerics.quantize.hadamard import Method
-from policyc.numerics.quantize.kernel_encoder import Order
+from policyc.numerics.quantize.kernel_orders import Order
 from policyc.numerics.quantize.orders import OrderRequest, quantize_orders
 from policyc.numerics.quantize.values import decode_values, write_outer_factors
 from tests.support.mosaic_signs import record_signs

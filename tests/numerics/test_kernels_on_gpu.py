@@ -16,8 +16,8 @@ from policyc.language.recipes import Treatment
 from policyc.numerics import primitives
 from policyc.numerics.quantize import Axes, codes_of, kernels, make_key, quantize
 from policyc.numerics.quantize.bits import INFINITY, Element, exact_div, kernel_div
-from policyc.numerics.quantize.kernel_encoder import Order
 from policyc.numerics.quantize.kernel_ops import KernelOps
+from policyc.numerics.quantize.kernel_orders import Order
 from policyc.numerics.quantize.kernel_tiles import RowLengths
 from policyc.numerics.quantize.orders import OrderRequest, order_scales, quantize_orders
 from policyc.numerics.quantize.values import write_outer_factors

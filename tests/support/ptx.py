@@ -1,7 +1,7 @@
 """An interpreter of PTX, for the instructions of our kernels: shows their bits where there is no GPU.
 
 All threads of all instances run in lockstep, so it finds no races. Approximate instructions are off by a random part of
-the error that they may have. ptxas may fuse a product and a sum that are not marked as rounded; the interpreter does not.
+the error that they may have. ptxas may fuse a product and a sum that are not marked as rounded; this does not.
 """
 
 from __future__ import annotations

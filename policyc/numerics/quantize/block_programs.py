@@ -17,7 +17,7 @@ from policyc.numerics.quantize import random
 from policyc.numerics.quantize.bits import E2M1, INFINITY, NEAREST_OFFSET
 from policyc.numerics.quantize.blocks import LIFT, RANDOM_BITS, SCALE_KEY, TINY
 from policyc.numerics.quantize.hadamard import SIGNS
-from policyc.numerics.quantize.kernel_encoder import WORDS, Order, Scalars
+from policyc.numerics.quantize.kernel_orders import WORDS, Order, Scalars
 from policyc.numerics.quantize.kernel_tiles import BLOCK
 from policyc.numerics.quantize.words import (
     Word,

@@ -18,8 +18,8 @@ from jax.experimental import pallas as pl
 
 from policyc.numerics.quantize import block_programs
 from policyc.numerics.quantize.bits import bits_of, power_of_two
-from policyc.numerics.quantize.kernel_encoder import SCALARS, WORDS, Order, Scalars
 from policyc.numerics.quantize.kernel_ops import KernelOps, Ref
+from policyc.numerics.quantize.kernel_orders import SCALARS, WORDS, Order, Scalars
 from policyc.numerics.quantize.kernel_tiles import (
     BLOCK,
     GROUPS,

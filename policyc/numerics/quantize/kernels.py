@@ -22,7 +22,7 @@ from policyc.jaxcore.lowering import call_lowered_once, merge_mapped_axes
 from policyc.language.recipes import Treatment
 from policyc.numerics.quantize import kernel_bodies, kernel_ops, random, refined_kernels
 from policyc.numerics.quantize.blocks import refinement_of
-from policyc.numerics.quantize.kernel_encoder import WORDS, Order
+from policyc.numerics.quantize.kernel_orders import WORDS, Order
 from policyc.numerics.quantize.kernel_tiles import (
     BLOCK,
     GROUPS,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from policyc.language.recipes import Treatment
 from policyc.numerics.quantize.bits import abs_bits, from_bits
 from policyc.numerics.quantize.blocks import QuantizeContext, find_maxima, layout_of, outer_maximum
-from policyc.numerics.quantize.kernel_encoder import Order
+from policyc.numerics.quantize.kernel_orders import Order
 from policyc.numerics.quantize.kernels import (
     Kernels,
     OrderScales,

@@ -32,8 +32,8 @@ from policyc.numerics.quantize.bits import (
 )
 from policyc.numerics.quantize.blocks import RANDOM_BITS
 from policyc.numerics.quantize.kernel_bodies import load_scalars
-from policyc.numerics.quantize.kernel_encoder import SCALARS, WORDS, Order, Scalars
 from policyc.numerics.quantize.kernel_ops import KernelOps, Ref
+from policyc.numerics.quantize.kernel_orders import SCALARS, WORDS, Order, Scalars
 from policyc.numerics.quantize.kernel_tiles import (
     BLOCK,
     GROUPS,

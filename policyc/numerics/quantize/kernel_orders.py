@@ -1,23 +1,16 @@
-"""The scalars with which the NVFP4 kernels quantize an operand in one order."""
+"""The orders in which the NVFP4 kernels quantize an operand, and the scalars of an order."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from policyc.language.recipes import Treatment
-from policyc.numerics.quantize.bits import (
-    bits_of,
-    from_bits,
-    kernel_div,
-)
-from policyc.numerics.quantize.blocks import (
-    bound_of,
-    refinement_of,
-)
+from policyc.numerics.quantize.bits import bits_of, from_bits
+from policyc.numerics.quantize.blocks import bound_of, refinement_of
 from policyc.numerics.quantize.kernel_tiles import BLOCK
 from policyc.numerics.quantize.layout import Axes
 from policyc.numerics.quantize.words import Word
@@ -27,16 +20,13 @@ WORDS = BLOCK // 2
 SCALARS = 5
 """The number of scalar words per order, see `kernels.OrderScales`."""
 
-# Jitted, so that it is traced once for all kernels. Tracing them is a good part of the time to compile a step.
-divide: Any = jax.jit(kernel_div)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
     """How a matrix is quantized in one order: along its features, along its tokens, or in tiles of 16 x 16 (`square`).
 
     `headroom` multiplies the maxima. Only an order along tokens can rotate, and not if block scales are refined. If
-    `decoded`, the kernel writes values in place of codes and scales: always for tiles, never along tokens. For
+    `decoded`, the kernel writes values in place of codes and scales, for tiles always. For
     `refinement`, `bound` and `operand`, see `blocks.refinement_of`, `blocks.bound_of` and `orders.OrderRequest`.
     """
 
