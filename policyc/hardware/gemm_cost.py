@@ -40,6 +40,12 @@ QUANTIZER_SLOWDOWNS = {"fp8": 1.0, "tile2d": 1.2, "plain": 1.4, "sr": 1.5, "rht"
 H200 (docs/explanation/speed.md). The one of Transformer Engine is from its own profile on a B300
 (benchmarks.calibration). The kernel that refines scales was not measured: it is assumed to be like the others."""
 
+GPU_QUANTIZER_SLOWDOWNS: Mapping[tuple[int, int], dict[str, float]] = {(9, 0): {"rht": 1.1}}
+"""Slowdowns that differ from `QUANTIZER_SLOWDOWNS`, by compute capability. Kernels that rotate: an H200 reads 67e6
+numbers and writes them as values of rows and codes of columns in 0.112 ms. Blackwell has more bandwidth for each
+multiprocessor, so there instructions limit these kernels. Their slowdown there is that of earlier kernels, which
+instructions limited on an H200 too."""
+
 ATTENTION_PEAK_FRACTION = 0.5
 """Fraction of the bf16 peak that attention reaches, forward and backward, counting causal FLOPs. Assumed."""
 
@@ -105,11 +111,17 @@ def gemm_bytes(target: Target, format: str, m: float, n: float, k: float, batch:
     return batch * ((m * k + n * k) * element_bytes + m * n * BF16_BYTES)
 
 
-def emulation_seconds(target: Target, operand_elements: float, result_elements: float) -> float:
-    """Extra time of an emulated product: it turns codes into bf16 operands, and reads its fp32 result once more."""
-    return copy_seconds(
-        target, operand_elements * (BF16_BYTES + code_bytes("nvfp4")) + result_elements * FP32_BYTES
-    )
+def emulation_seconds(
+    target: Target, gemm: Gemm, rows: float, columns: float, contracted: float, batch: float = 1
+) -> float:
+    """Extra time of an emulated product, which multiplies bf16 values, and reads its fp32 result once more.
+
+    Quantizers write values instead of codes. Only the saved activation that wgrad reads has codes, which are decoded.
+    """
+    left, right, codes = contracted * rows, contracted * columns, code_bytes("nvfp4")
+    bytes_of_left = BF16_BYTES + codes if gemm is Gemm.WGRAD else BF16_BYTES - codes
+    moved_bytes = left * bytes_of_left + right * (BF16_BYTES - codes) + rows * columns * FP32_BYTES
+    return copy_seconds(target, batch * moved_bytes)
 
 
 def writes_fp32(format: str) -> bool:
@@ -169,7 +181,8 @@ def rotation_bytes(treatment: Treatment) -> int:
 def quantizer_slowdown(target: Target, treatment: Treatment, backend: str) -> float:
     """Time of the code or kernel that quantizes an operand, as a multiple of the time to copy as many bytes."""
     kind = quantizer_kind(treatment, backend)
-    return target.measured.get(QUANTIZER.format(kind), QUANTIZER_SLOWDOWNS[kind])
+    slowdowns = QUANTIZER_SLOWDOWNS | GPU_QUANTIZER_SLOWDOWNS.get(target.compute_capability, {})
+    return target.measured.get(QUANTIZER.format(kind), slowdowns[kind])
 
 
 def quantizer_kind(treatment: Treatment, backend: str) -> str:
