@@ -131,9 +131,9 @@ test-cuda: ## compile for GPUs that need not be present, and check the result (4
 	@$(MAKE) -f "$(ROOT)/Makefile" VENV=.venv-cuda EXTRAS=dev,cuda13,train setup
 	@$(IN) .venv-cuda/bin/python -c 'import cudnn' 2>/dev/null || .venv-cuda/bin/python $(PIP) install -qq nvidia-cudnn-frontend
 	@$(IN) export JAX_ENABLE_COMPILATION_CACHE=false JAX_PLATFORMS=cpu; status=0; \
-	for file in test_cuda test_kernel_ptx; do \
-	  .venv-cuda/bin/python -m pytest -p no:xdist $(LONG) -m "cuda and not slow" tests/hardware/$$file.py $(ARGS); code=$$?; \
-	  case $$code in 0|5) ;; *) status=$$code;; esac; done; exit $$status
+	run() { .venv-cuda/bin/python -m pytest -p no:xdist $(LONG) -m "cuda and not slow" "$$@"; code=$$?; case $$code in 0|5) ;; *) status=$$code;; esac; }; \
+	run tests/hardware/test_cuda.py $(ARGS); \
+	for target in h200 gb200; do export PTX_TARGET=$$target; run tests/hardware/test_kernel_ptx.py $(ARGS); done; exit $$status
 
 # The JAX part of Transformer Engine is compiled against the installed JAX. These versions are known to work together.
 TE_JAX := 0.11.2

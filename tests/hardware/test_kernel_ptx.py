@@ -1,11 +1,12 @@
-"""The NVFP4 kernels as PTX for an H200, run by an interpreter, against the jnp code that they replace: the same bits.
+"""The NVFP4 kernels as PTX, run by an interpreter, against the jnp code that they replace: the same bits.
 
-Needs the extra cuda13, and no GPU: `make test-cuda`. `tests/numerics/test_kernels_on_gpu.py` runs them on a GPU. This
-file needs a process of its own: a process can compile kernels for one GPU only, and `test_cuda.py` chooses a GB200.
+Needs the extra cuda13, and no GPU: `make test-cuda`. `tests/numerics/test_kernels_on_gpu.py` runs them on a GPU. A
+process can compile kernels for one GPU only: $PTX_TARGET, which is an H200 by default.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -82,7 +83,7 @@ def _compile(kernel: Any, shapes: tuple[Any, ...], folder: Path) -> ptx.Program:
     """The PTX of a kernel. XLA compiles an equal kernel only once per process."""
     key = kernel, shapes
     if key not in _programs:
-        (device,) = deviceless.make_devices(TARGETS["h200"], 1)
+        (device,) = deviceless.make_devices(TARGETS[os.environ.get("PTX_TARGET", "h200")], 1)
         sharding = jax.sharding.SingleDeviceSharding(device)
         arguments = [jax.ShapeDtypeStruct(*s, sharding=sharding) for s in shapes]
         call = jax.jit(lambda *a: kernel(*a), keep_unused=True)
