@@ -40,7 +40,7 @@ class RandomSource:
         a, b = (np.concatenate([pair[i].ravel() for pair in words]) for i in (0, 1))
         shapes = [pair[0].shape for pair in words]
         ends = np.cumsum([0, *(prod(shape) for shape in shapes)]).tolist()
-        with autodiff.trace_of(self.run_step.step):
+        with autodiff.trace_of(self.run_step.seed, self.run_step.step):
             folded = Key(a, b).fold(self.run_step.seed).fold(self.run_step.step)
             # On a GPU, each slice would be a kernel. XLA merges slices of one array if a conversion follows.
             signed = materialize(

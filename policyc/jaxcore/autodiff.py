@@ -179,12 +179,19 @@ def is_from_outer_trace(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def trace_of(value: Any) -> Iterator[None]:
-    """While active, computations become part of the trace that `value` belongs to."""
-    if not is_from_outer_trace(value):
+def trace_of(*values: Any) -> Iterator[None]:
+    """While active, computations with these values become part of the innermost trace that one of them belongs to.
+
+    That is the current trace unless all of the values that are traced belong to enclosing traces.
+    """
+    tracers = [value for value in values if is_tracer(value)]
+    if not tracers or not all(map(is_from_outer_trace, tracers)):
         yield
         return
-    with set_current_trace(value._trace):
+    trace = core.trace_ctx.trace
+    while all(trace is not tracer._trace for tracer in tracers):
+        trace = trace.parent_trace
+    with set_current_trace(trace):
         yield
 
 

@@ -97,6 +97,22 @@ def test_the_step_is_a_value_of_the_compiled_program() -> None:
     assert (gradients[0] != gradients[1]).mean() > 0.5
 
 
+@pytest.mark.parametrize("batched", [("seed",), ("number",), ("number", "seed")], ids=" and ".join)
+def test_one_program_serves_several_seeds_or_steps(batched: tuple[str, ...]) -> None:
+    """The values that are not batched belong to the trace around that of `vmap`."""
+
+    def step(number: Any, seed: Any) -> Any:
+        with policyc.rounding_step(number, seed=seed):
+            return quantized()(W, X)
+
+    axes = tuple(0 if name in batched else None for name in ("number", "seed"))
+    numbers = [jnp.arange(5, 8) if axis == 0 else jnp.int32(5) for axis in axes]
+    together = quick_jit(jax.vmap(step, in_axes=axes))(*numbers)
+    alone = [quick_jit(step)(*(n[i] if n.ndim else n for n in numbers)) for i in range(3)]
+    np.testing.assert_array_equal(together, jnp.stack(alone))
+    assert (together[0] != together[1]).mean() > 0.5
+
+
 def test_the_step_reaches_microbatches_in_a_scan_and_is_hoisted_out_of_it() -> None:
     def step(w: Any, xs: Any, number: Any) -> Any:
         with policyc.rounding_step(number):
