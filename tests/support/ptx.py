@@ -36,7 +36,7 @@ class _Memory:
     """The arguments and results of a kernel, as bytes."""
 
     buffers: list[Array]
-    is_written: list[Array] = field(default_factory=list)
+    is_written: list[Array] = field(init=False)
 
     def __post_init__(self) -> None:
         self.is_written = [np.zeros(buffer.size, bool) for buffer in self.buffers]
