@@ -25,6 +25,7 @@ from policyc.compiler.run_step import current_run_step
 from policyc.compiler.schedule import SCHEDULE, current_phase
 from policyc.compiler.trace import TracedFunction, jaxpr_inputs, trace
 from policyc.jaxcore import autodiff, jaxprs
+from policyc.jaxcore.define_primitive import DIFFERENTIATED_ONCE
 from policyc.language.diagnostics import Diagnostic
 from policyc.language.loader import is_policy_text, load, parse
 from policyc.language.policy import Policy
@@ -217,10 +218,13 @@ class PlannedLoss:
         extra = rewritten.extra_inputs(inputs)
 
         def quantized(*args: Any) -> Any:
+            arrays = self.call.inputs(args)
             with no_reentry():
                 try:
-                    return self.traced.run(rewritten.jaxpr, [*self.call.inputs(args), *extra])
-                except Exception:
+                    return self.traced.run(rewritten.jaxpr, [*arrays, *extra])
+                except Exception as error:
+                    if isinstance(error, TypeError) and any(map(autodiff.is_forward_differentiated, arrays)):
+                        error.add_note(DIFFERENTIATED_ONCE)  # JAX's message does not name the cause
                     if rewritten.replacements or autodiff.is_staging():
                         raise
                 # No GEMM is replaced, and the loss does what a jaxpr cannot (see `LossCall.trace_or_run`).

@@ -159,11 +159,14 @@ def bind(primitive: Primitive, *args: jax.Array, **params: Any) -> list[jax.Arra
     return out
 
 
+DIFFERENTIATED_ONCE = (
+    "a quantized GEMM can be differentiated once, in reverse mode: it has no forward-mode and no second derivative. "
+    "Keep the GEMMs of a loss that needs these, or take its derivative outside the policy."
+)
+
+
 def _raise_not_differentiable(*_: Any, **__: Any) -> Any:
-    raise NotImplementedError(
-        "a quantized GEMM can be differentiated once, in reverse mode: it has no forward-mode and no second "
-        "derivative. Keep the GEMMs of a loss that needs these, or take its derivative outside the policy."
-    )
+    raise NotImplementedError(DIFFERENTIATED_ONCE)
 
 
 # ---- abstract evaluation

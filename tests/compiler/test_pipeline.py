@@ -53,6 +53,15 @@ def test_apply_keeps_the_signature_and_composes() -> None:
     assert losses[-1] < losses[0]
 
 
+def test_forward_mode_is_an_error_that_names_the_cause() -> None:
+    g = policyc.apply("* -> fp8", loss)
+    with pytest.raises(TypeError, match="forward-mode") as caught:
+        jax.jvp(lambda w: g(w, X), (W,), (W,))
+    assert any("a quantized GEMM can be differentiated once" in note for note in caught.value.__notes__)
+    with pytest.raises(NotImplementedError, match="a quantized GEMM can be differentiated once"):
+        jax.jvp(jax.grad(lambda w: g(w, X)), (W,), (W,))
+
+
 def test_the_policy_comes_first() -> None:
     with pytest.raises(TypeError, match=r"first argument must be a policy .*, not a function"):
         policyc.apply(loss, "* -> bf16")
