@@ -218,19 +218,25 @@ class PlannedLoss:
         extra = rewritten.extra_inputs(inputs)
 
         def quantized(*args: Any) -> Any:
-            arrays = self.call.inputs(args)
             with no_reentry():
+                arrays = self.call.inputs(args)
                 try:
                     return self.traced.run(rewritten.jaxpr, [*arrays, *extra])
                 except Exception as error:
-                    if isinstance(error, TypeError) and any(map(autodiff.is_forward_differentiated, arrays)):
-                        error.add_note(DIFFERENTIATED_ONCE)  # JAX's message does not name the cause
+                    if rewritten.replacements and isinstance(error, TypeError):
+                        _name_cause_in_forward_mode(error, arrays)
                     if rewritten.replacements or autodiff.is_staging():
                         raise
                 # No GEMM is replaced, and the loss does what a jaxpr cannot (see `LossCall.trace_or_run`).
                 return self.call.fn(*args, **self.call.kwargs)
 
         return update_wrapper(quantized, self.call.fn)
+
+
+def _name_cause_in_forward_mode(error: TypeError, arrays: Sequence[Any]) -> None:
+    """JAX's error for forward mode does not say which function has no such derivative."""
+    if any(map(autodiff.is_forward_differentiated, arrays)):
+        error.add_note(DIFFERENTIATED_ONCE)
 
 
 def plan_loss(policy: Policy, call: LossCall, execution: ExecutionOptions) -> PlannedLoss:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -39,18 +38,17 @@ class RandomSource:
         # Fold the step into all keys at once and materialize them. Otherwise XLA would repeat the work for each key.
         a, b = (np.concatenate([pair[i].ravel() for pair in words]) for i in (0, 1))
         shapes = [pair[0].shape for pair in words]
-        ends = np.cumsum([0, *(prod(shape) for shape in shapes)]).tolist()
+        ends = np.cumsum([prod(shape) for shape in shapes])
         with autodiff.trace_of(self.run_step.seed, self.run_step.step):
             folded = Key(a, b).fold(self.run_step.seed).fold(self.run_step.step)
-            # On a GPU, each slice would be a kernel. XLA merges slices of one array if a conversion follows.
-            signed = materialize(
-                [lax.bitcast_convert_type(array, jnp.int32) for array in (folded.a, folded.b)]
+            # On a GPU, each part would be a kernel. XLA merges parts of one array if a conversion follows.
+            signed = materialize([lax.bitcast_convert_type(w, jnp.int32) for w in (folded.a, folded.b)])
+            parts = [jnp.split(array, ends[:-1]) for array in signed]
+            first, second = (
+                [lax.bitcast_convert_type(p.reshape(s), jnp.uint32) for p, s in zip(own, shapes, strict=True)]
+                for own in parts
             )
-            split = [
-                [lax.bitcast_convert_type(array[i:j].reshape(shape), jnp.uint32) for array in signed]
-                for (i, j), shape in zip(pairwise(ends), shapes, strict=True)
-            ]
-        return [(a, b) for a, b in split]
+        return list(zip(first, second, strict=True))
 
     def _known_words(self, site: Site, ranges: Sequence[IterationRange]) -> tuple[np.ndarray, np.ndarray]:
         """Both words of the keys, before the step is folded into them."""

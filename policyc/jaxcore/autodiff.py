@@ -166,14 +166,21 @@ def is_forward_differentiated(value: Any) -> bool:
     return False
 
 
+def _current_traces() -> Iterator[Any]:
+    """The current trace, and those around it."""
+    trace: Any = core.trace_ctx.trace
+    while trace is not None:
+        yield trace
+        trace = getattr(trace, "parent_trace", None)
+
+
 def is_from_outer_trace(value: Any) -> bool:
     """Whether a value belongs to an enclosing trace, and so is the same in every call of the function being traced.
 
     Example: parameters in the body of a loop that accumulates gradients.
     """
-    current = core.trace_ctx.trace
-    while isinstance(current, ad.JVPTrace | ad.LinearizeTrace):
-        current = current.parent_trace
+    differentiating = ad.JVPTrace | ad.LinearizeTrace
+    current = next(trace for trace in _current_traces() if not isinstance(trace, differentiating))
     trace = getattr(value, "_trace", None)
     return isinstance(trace, partial_eval.DynamicJaxprTrace) and trace is not current
 
@@ -184,14 +191,10 @@ def trace_of(*values: Any) -> Iterator[None]:
 
     That is the current trace unless all of the values that are traced belong to enclosing traces.
     """
-    tracers = [value for value in values if is_tracer(value)]
-    if not tracers or not all(map(is_from_outer_trace, tracers)):
-        yield
-        return
-    trace = core.trace_ctx.trace
-    while all(trace is not tracer._trace for tracer in tracers):
-        trace = trace.parent_trace
-    with set_current_trace(trace):
+    traces = {id(value._trace) for value in values if is_tracer(value)}
+    is_outer = all(is_from_outer_trace(value) for value in values if is_tracer(value))
+    innermost = next((trace for trace in _current_traces() if id(trace) in traces), None)
+    with set_current_trace(innermost) if is_outer and innermost is not None else contextlib.nullcontext():
         yield
 
 
@@ -206,10 +209,7 @@ def is_tracing() -> bool:
 
 def is_staging() -> bool:
     """Whether the current computation is recorded in a jaxpr, to run later and perhaps several times."""
-    trace = core.trace_ctx.trace
-    while trace is not None and not isinstance(trace, partial_eval.DynamicJaxprTrace):
-        trace = getattr(trace, "parent_trace", None)
-    return trace is not None
+    return any(isinstance(trace, partial_eval.DynamicJaxprTrace) for trace in _current_traces())
 
 
 def is_staged_linearization() -> bool:

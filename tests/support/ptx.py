@@ -158,7 +158,7 @@ class _Machine:
             return
         target, *sources = step.operands
         if name == "ld":
-            values = self.load(parts, target, sources[0], active)
+            values = self.load(parts, sources[0], active)
         elif name in ("shfl", "elect"):
             values = self.across_threads(step.opcode, sources)
         else:
@@ -188,7 +188,7 @@ class _Machine:
         assert match is not None, operand
         return self.read(match[1]).astype(np.uint64) + np.uint64(int(match[2] or 0) & (1 << 64) - 1)
 
-    def load(self, parts: Sequence[str], target: str, source: str, active: Array) -> list[Array]:
+    def load(self, parts: Sequence[str], source: str, active: Array) -> list[Array]:
         if parts[0] == "param":
             number = self.parameters[source.strip("[]")]
             return [np.full(self.count, (number + 1) * _BUFFER, np.uint64)]
