@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import OPERANDS, Gemm, Recipe, Role, Treatment
 from policyc.numerics import backends
-from policyc.numerics.quantize.blocks import refinement_of, rotates_in_kernels
+from policyc.numerics.quantize.blocks import joins_in_kernels, refinement_of
 from policyc.numerics.targets import Target
 
 # ---- constants that are measured, published or assumed
@@ -35,13 +35,13 @@ layer, 12 GEMMs with 15872 tokens (benchmarks.calibration); mxfp4 is assumed to 
 COPY_BANDWIDTH_FRACTION = 0.62
 """Fraction of the memory bandwidth that a copy reaches: 2 x 134 MB in 0.09 ms on an H200."""
 
-QUANTIZER_SLOWDOWNS = {"fp8": 1.0, "tile2d": 1.2, "plain": 1.4, "sr": 1.5, "rht": 2.0, "te": 1.1}
+QUANTIZER_SLOWDOWNS = {"fp8": 1.0, "tile2d": 1.2, "plain": 1.4, "sr": 1.5, "kernels": 2.0, "te": 1.1}
 """Time of a quantizer, as a multiple of the time to copy as many bytes as it moves. Derived from times measured on an
 H200 (docs/explanation/speed.md). The one of Transformer Engine is from its own profile on a B300
 (benchmarks.calibration). The kernel that refines scales was not measured: it is assumed to be like the others."""
 
-GPU_QUANTIZER_SLOWDOWNS: Mapping[tuple[int, int], dict[str, float]] = {(9, 0): {"rht": 1.1}}
-"""Slowdowns that differ from `QUANTIZER_SLOWDOWNS`, by compute capability. Kernels that rotate: an H200 reads 67e6
+GPU_QUANTIZER_SLOWDOWNS: Mapping[tuple[int, int], dict[str, float]] = {(9, 0): {"kernels": 1.1}}
+"""Slowdowns that differ from `QUANTIZER_SLOWDOWNS`, by compute capability. Kernels: an H200 reads 67e6
 numbers and writes them as values of rows and codes of columns in 0.112 ms. Blackwell has more bandwidth for each
 multiprocessor, so there instructions limit these kernels. Their slowdown there is that of earlier kernels, which
 instructions limited on an H200 too."""
@@ -157,12 +157,13 @@ def quantize_seconds(
             tensor is read once more, if a format needs the magnitude.
     """
     reads = backends.load(backend).count_reads(treatments)
-    needs_maximum = any(
+    kinds = quantizer_kinds(treatments, backend)
+    needs_maximum = "kernels" not in kinds and any(
         FORMATS[t.format].tensor_scale and not t.rht and not refinement_of(t) for t in treatments
     )
     reads += needs_maximum and not is_computed
     moved_bytes = elements * (reads * BF16_BYTES + sum(code_bytes(t.format) for t in treatments))
-    slowdown = max(quantizer_slowdown(target, t, backend) for t in treatments)
+    slowdown = max(quantizer_slowdown(target, kind) for kind in kinds)
     rotation = copy_seconds(target, elements * sum(map(rotation_bytes, treatments)))
     return rotation + slowdown * copy_seconds(target, moved_bytes) + reads * LAUNCH_SECONDS
 
@@ -172,25 +173,33 @@ def rotation_bytes(treatment: Treatment) -> int:
 
     If the norm of the transform is not a power of two, the product writes fp32, which is read again to round it.
     """
-    if not treatment.rht or rotates_in_kernels(treatment):
+    if not treatment.rht or joins_in_kernels([treatment]):
         return 0
     rounds_itself = math.isqrt(treatment.rht) ** 2 == treatment.rht
     return 2 * BF16_BYTES + (0 if rounds_itself else 2 * FP32_BYTES)
 
 
-def quantizer_slowdown(target: Target, treatment: Treatment, backend: str) -> float:
+def quantizer_slowdown(target: Target, kind: str) -> float:
     """Time of the code or kernel that quantizes an operand, as a multiple of the time to copy as many bytes."""
-    kind = quantizer_kind(treatment, backend)
     slowdowns = QUANTIZER_SLOWDOWNS | GPU_QUANTIZER_SLOWDOWNS.get(target.compute_capability, {})
     return target.measured.get(QUANTIZER.format(kind), slowdowns[kind])
 
 
-def quantizer_kind(treatment: Treatment, backend: str) -> str:
-    """The name of a quantizer in `QUANTIZER_SLOWDOWNS`."""
-    if backend == "te" or treatment.format == "fp8":
-        return "te" if backend == "te" else "fp8"
-    stochastic, rotates = treatment.rounding != "rne", rotates_in_kernels(treatment)
-    return "rht" if rotates else "tile2d" if treatment.tile2d else "sr" if stochastic else "plain"
+def quantizer_kinds(treatments: Sequence[Treatment], backend: str) -> frozenset[str]:
+    """The names in `QUANTIZER_SLOWDOWNS` of what quantizes an operand with several treatments at once."""
+    if backend == "te":
+        return frozenset({"te"})
+    if joins_in_kernels(treatments):
+        return frozenset({"kernels"})
+    return frozenset(map(_kind_alone, treatments))
+
+
+def _kind_alone(treatment: Treatment) -> str:
+    if treatment.format == "fp8":
+        return "fp8"
+    if joins_in_kernels([treatment]):
+        return "kernels"
+    return "tile2d" if treatment.tile2d else "plain" if treatment.rounding == "rne" else "sr"
 
 
 def code_bytes(format: str) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -61,11 +61,20 @@ PLATFORMS = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """A GPU: its major compute capability, and the number of its multiprocessors."""
+
+    capability: int
+    multiprocessors: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoweringContext:
     """What is known about a program when one of its equations is lowered. All fields are unset outside `PLATFORMS`.
 
     Attributes:
       platform: JAX's name of the platform, or empty.
+      gpu: the GPU that the program is lowered for; None on other platforms, and if it is not known.
       single_device: the program runs on one device, so nothing has to be partitioned.
       is_mapped: the equation is batched by a `vmap`, on one device.
       can_partition: the body may divide its work over several devices itself: the equation is under no `vmap`, and not
@@ -75,6 +84,7 @@ class LoweringContext:
     """
 
     platform: str = ""
+    gpu: Gpu | None = None
     single_device: bool = False
     is_mapped: bool = False
     can_partition: bool = False
@@ -281,6 +291,7 @@ def _lower(
 ) -> Any:
     is_stack = bool(platform) and rules.is_stack(mapped, **params)
     context = _lowering_context(platform, ctx.module_context.axis_context, mapped, is_stack=is_stack)
+    context = replace(context, gpu=_find_gpu(platform, ctx.module_context.backend))
     mapped = () if context.is_stack else mapped
 
     def call(*args: jax.Array) -> Any:
@@ -296,6 +307,18 @@ def _lower(
         if rules.prepare is not None and not mapped:
             rules.prepare(ctx.module_context.backend, plain, **params)
         return mlir.lower_fun(call, multiple_results=True)(ctx.replace(avals_in=plain), *args)
+
+
+def _find_gpu(platform: str, client: Any) -> Gpu | None:
+    """The GPU of a client of XLA's. The client is None if it is not known."""
+    if platform != "cuda" or client is None or client.platform != "gpu":
+        return None
+    # A client that only compiles has no local devices.
+    device = (client.local_devices() or client.devices())[0]
+    capability = str(device.compute_capability).partition(".")[0]
+    return (
+        Gpu(capability=int(capability), multiprocessors=device.core_count) if capability.isdigit() else None
+    )
 
 
 def _lowering_context(platform: str, axis_context: Any, mapped: Mapped, *, is_stack: bool) -> LoweringContext:

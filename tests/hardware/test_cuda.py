@@ -23,7 +23,7 @@ from policyc.hardware import deviceless, gemm_cost, hlo, llama_step
 from policyc.language.recipes import Treatment, make_recipe
 from policyc.models.llama import configs
 from policyc.models.llama import model as llama
-from policyc.numerics import backends, primitives
+from policyc.numerics import backends, hopper_gemm, primitives
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
 from policyc.numerics.quantize import Axes
 from policyc.numerics.targets import TARGETS
@@ -256,6 +256,24 @@ def test_require_native_refuses_an_emulated_product(policy: str) -> None:
     assert ran.code == 1
     assert "h200 does not multiply nvfp4 natively" in ran.err
     assert "run it on b200, gb200, b300, gb300" in ran.err
+
+
+def test_emulated_gemms_on_hopper_apply_their_outer_scales(tmp_path: Path) -> None:
+    """All but those of keys and values, which have too few tiles."""
+    report = compile_report("te_nvfp4", *LARGE, "--remat", "none", "--target", "h200", "--dump-hlo", tmp_path)
+    (path,) = tmp_path.iterdir()
+    executions = hlo.parse_module(path.read_text()).executions
+    gemms = [e for e in executions if f"/{hopper_gemm.NAME}/" in e.instruction.op_name]
+    assert len(gemms) == 5 * 3
+    (kind,) = [k for k in report["kernel_kinds"] if k["kind"] == "GEMMs"]
+    assert kind["count"] >= 7 * 3 * 16, "seven linear layers in each of 16 blocks"
+
+
+def test_emulated_gemms_on_blackwell_are_left_to_xla(policy: str, tmp_path: Path) -> None:
+    words = policy, *LARGE, "--remat", "none", "--target", "gb200", "--backend", "emulate"
+    compile_report(*words, "--dump-hlo", tmp_path / "hlo")
+    (path,) = (tmp_path / "hlo").iterdir()
+    assert hopper_gemm.NAME not in path.read_text()
 
 
 @pytest.mark.parametrize("axes", [Axes(axis=-1), Axes(axis=-2)], ids=["rows", "columns"])

@@ -40,6 +40,7 @@ PAIRS = {
     ),
     "values": (PLAIN, STOCHASTIC),
     "stochastic values": (replace(PLAIN, rounding="sr"), NEAREST),
+    "without rotation": (PLAIN, replace(PLAIN, rounding="sr")),
 }
 """How an operand of fprop and wgrad is treated, and how dy is, in rows and in columns."""
 REFINED = {

@@ -14,6 +14,7 @@ import pytest
 
 from policyc.language.recipes import Treatment
 from policyc.numerics import primitives
+from policyc.numerics.hopper_gemm import HopperGemm
 from policyc.numerics.quantize import Axes, codes_of, kernels, make_key, quantize
 from policyc.numerics.quantize.bits import INFINITY, Element, exact_div, kernel_div
 from policyc.numerics.quantize.kernel_ops import KernelOps
@@ -43,11 +44,16 @@ from tests.numerics.test_kernels import (
 )
 from tests.numerics.test_quantize import ELEMENT_DTYPES, with_denormals
 from tests.support import rounding_oracle as oracle
+from tests.support.hopper_products import exact_product, integers
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU"),
 ]
+
+
+def _is_hopper() -> bool:
+    return str(getattr(jax.devices()[0], "compute_capability", "")).startswith("9.")
 
 
 @pytest.mark.parametrize("exact", [exact_div, kernel_div])
@@ -156,6 +162,23 @@ def test_compiled_kernels_with_refined_scales(name: str, axes: Axes) -> None:
         x = normal(*shape) * jnp.exp2(jnp.arange(shape[-1]) % 24 - 12).astype(jnp.bfloat16)
         for scale in (1, 0, 1e33, 1e-28):
             assert_equal(run(x * scale), reference(x * scale))
+
+
+@pytest.mark.skipif(not _is_hopper(), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("contracts_last", [False, True])
+@pytest.mark.parametrize("shape", [(8192, 512, 448), (8192, 1408, 64), (2048, 2048, 32768)])
+def test_the_gemm_of_hopper_gpus_is_exact(shape: tuple[int, int, int], contracts_last: bool) -> None:
+    """Sums of integers are exact in any order. Many runs: a race would not show each time."""
+    rows, columns, depth = shape
+    a, b = integers((rows, depth), seed=0), integers((columns, depth), seed=1)
+    maxima = jnp.float32([3.0]), jnp.float32([1 / 7])
+    kernel = HopperGemm(bounds=(2688.0, 2688.0), contracts_last=contracts_last, instances=132)
+    run = jax.jit(lambda *arrays: kernel(*arrays)[0])
+    arrays = a, b if contracts_last else b.T, *maxima
+    first = run(*arrays)
+    np.testing.assert_array_equal(np.asarray(first), exact_product(a, b, maxima, 2688))
+    for _ in range(100):
+        assert jnp.array_equal(run(*arrays), first)
 
 
 @pytest.mark.parametrize("name", ["stochastic", "ms_eden"])

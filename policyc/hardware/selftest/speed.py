@@ -141,7 +141,7 @@ def _time_quantizers(target: Target, backends: Sequence[str]) -> Iterator[Timing
         "plain": (full.treatment(Gemm.FPROP, Role.ACTIVATION), rows),
         "tile2d": (full.treatment(Gemm.FPROP, Role.WEIGHT), columns),
         "sr": (full.treatment(Gemm.DGRAD, Role.GRADIENT), rows),
-        "rht": (full.treatment(Gemm.WGRAD, Role.ACTIVATION), columns),
+        "kernels": (full.treatment(Gemm.WGRAD, Role.ACTIVATION), columns),
     }
     x = _random(SHAPE[0], SHAPE[1])
     runs = [("xla", name) for name in cases] + [("te", "plain")] * (
@@ -154,7 +154,8 @@ def _time_quantizers(target: Target, backends: Sequence[str]) -> Iterator[Timing
             primitives.quantize, treatment=treatment, axes=axes, keys=(key, key), backend=backend
         )
         seconds = time_median(quantize, x, repeat=_REPEAT)
-        constant = gemm_cost.QUANTIZER.format(gemm_cost.quantizer_kind(treatment, backend))
+        (kind,) = gemm_cost.quantizer_kinds([treatment], backend)
+        constant = gemm_cost.QUANTIZER.format(kind)
         predict = partial(
             gemm_cost.quantize_seconds,
             treatments=[treatment],

@@ -15,19 +15,21 @@ from jax import lax
 
 from policyc.jaxcore.define_primitive import LoweringContext
 from policyc.language.recipes import Treatment
+from policyc.numerics import hopper_gemm
 from policyc.numerics import quantize as q
 from policyc.numerics.backends import BackendTraits
 from policyc.numerics.backends.choice import GemmQuery, Obstacle
 from policyc.numerics.products import DimensionNumbers, free_dims
 from policyc.numerics.quantize import kernels
 from policyc.numerics.quantize.bits import materialize
-from policyc.numerics.quantize.blocks import refinement_of, rotates_in_kernels
+from policyc.numerics.quantize.blocks import joins_in_kernels, refinement_of
 from policyc.numerics.quantize.hadamard import Method
 from policyc.numerics.quantize.layout import Axes, Operand, Quantized
 from policyc.numerics.quantize.orders import OrderRequest
 from policyc.numerics.quantize.orders import quantize_orders as quantize_by_kernels
 from policyc.numerics.quantize.values import (
     FindFactors,
+    Scale,
     block_values,
     decode_values,
     scale_outer,
@@ -74,8 +76,8 @@ def quantize_orders(
 ) -> list[Quantized]:
     """Quantizes an operand for two GEMMs, with kernels that read it once for all maxima and once for all codes.
 
-    A weight with tiles has a single order, whose values a kernel writes. Otherwise, if the kernels do not fit or
-    nothing is rotated, each order is quantized separately.
+    A weight with tiles has a single order, whose values a kernel writes. Otherwise, if the kernels do not fit, each
+    order is quantized separately.
     """
     if context.single_device and (
         can_join_orders(x, requests, context) or _can_write_tiles(x, requests, context)
@@ -87,10 +89,10 @@ def quantize_orders(
 
 
 def can_join_orders(x: jax.Array, requests: Sequence[OrderRequest], context: LoweringContext) -> bool:
-    """Whether the kernels that rotate can quantize this operand in all these orders at once."""
+    """Whether kernels can quantize this operand in all these orders at once."""
     has_kernels = context.platform == "cuda" and can_build_kernels("nvfp4")
-    rotates = any(r.treatment.rht for r in requests)
-    return has_kernels and rotates and all(kernels.fits(x, r.treatment, r.axes) for r in requests)
+    joins = joins_in_kernels([r.treatment for r in requests])
+    return has_kernels and joins and all(kernels.fits(x, r.treatment, r.axes) for r in requests)
 
 
 def _can_write_tiles(x: jax.Array, requests: Sequence[OrderRequest], context: LoweringContext) -> bool:
@@ -100,12 +102,11 @@ def _can_write_tiles(x: jax.Array, requests: Sequence[OrderRequest], context: Lo
 
 
 def count_reads(treatments: Sequence[Treatment]) -> int:
-    """Two GPU reads if the kernels that rotate write all codes at once.
+    """Two GPU reads if kernels write all codes at once.
 
     Otherwise two for each treatment that rotates the operand or refines scales, one for any other.
     """
-    joins = all(rotates_in_kernels(t) or not (t.rht or refinement_of(t)) for t in treatments)
-    if joins and any(t.rht for t in treatments):
+    if joins_in_kernels(treatments):
         return 2
     return sum(2 if t.rht or refinement_of(t) else 1 for t in treatments)
 
@@ -131,21 +132,37 @@ def gemm(
     lhs: Operand, rhs: Operand, dimensions: DimensionNumbers, out: Any, context: LoweringContext
 ) -> jax.Array:
     """The product of two operands."""
-    find_factors = write_outer_factors
+    has_kernels = context.platform == "cuda" and context.single_device and can_build_kernels("nvfp4")
     if context.platform == "cuda":
         ((lc, rc), (lb, rb)) = dimensions
         is_wgrad = not (_contracts_last(lhs, lc) or _contracts_last(rhs, rc))
         lhs, lc, lb = _contract_last(lhs, lc, lb)
         rhs, rc, rb = _contract_last(rhs, rc, rb)
         dimensions = (lc, rc), (lb, rb)
-        if context.single_device and can_build_kernels("nvfp4"):
+        if has_kernels:
             lhs, rhs = _decode(lhs), _decode(rhs)
-            find_factors = kernels.Kernels().outer_factors
         if is_wgrad and any(isinstance(o, Quantized) and not o.layout.decoded for o in (lhs, rhs)):
             # Otherwise XLA could decode the saved codes of all layers at once, long before dy is available, and keep
             # the values in memory.
             lhs, rhs = materialize((lhs, rhs))
-    return scaled_gemm(lhs, rhs, dimensions, value_dtype(context), find_factors).astype(out)
+    (lc, rc), (lb, _) = dimensions
+    dtype = value_dtype(context)
+    a, b = _match_operands(_values(lhs, lc, dtype), _values(rhs, rc, dtype), dimensions)
+    scales = _tensor_scales(lhs, rhs)
+    if has_kernels and scales and hopper_gemm.fits(a, b, dimensions, out, context):
+        return hopper_gemm.multiply(a, b, dimensions, scales, context)
+    precision = lax.Precision.HIGHEST if jnp.float32 in (a.dtype, b.dtype) else None
+    product = lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
+    free = a.ndim - len(lc) - len(lb)
+    find_factors = kernels.Kernels().outer_factors if has_kernels else write_outer_factors
+    return apply_outer_scales(product, lhs, rhs, dimensions, free, find_factors).astype(out)
+
+
+def _tensor_scales(*operands: Operand) -> list[Scale]:
+    """The outer scales of the operands, if each of them is that of a whole tensor."""
+    quantized = [operand for operand in operands if isinstance(operand, Quantized)]
+    scales = [(q.amax, q.layout.bound) for q in quantized if q.amax is not None]
+    return scales if all(amax.size == 1 for amax, _ in scales) else []
 
 
 _Dims = tuple[int, ...]
@@ -191,22 +208,6 @@ def _values(operand: Operand, contract: tuple[int, ...], dtype: jax.typing.DType
         if axis is not None and values.ndim + axis not in contract:
             values = lax.slice_in_dim(values, 0, size, axis=values.ndim + axis)
     return values
-
-
-def scaled_gemm(
-    lhs: Operand,
-    rhs: Operand,
-    dimensions: DimensionNumbers,
-    dtype: jax.typing.DTypeLike,
-    find_factors: FindFactors = write_outer_factors,
-) -> jax.Array:
-    """The product in fp32. `dtype` is the dtype of the multiplied values: bfloat16, or float32 where that is faster."""
-    (lc, rc), (lb, _) = dimensions
-    a, b = _match_operands(_values(lhs, lc, dtype), _values(rhs, rc, dtype), dimensions)
-    precision = lax.Precision.HIGHEST if jnp.float32 in (a.dtype, b.dtype) else None
-    product = lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
-    free = a.ndim - len(lc) - len(lb)
-    return apply_outer_scales(product, lhs, rhs, dimensions, free, find_factors)
 
 
 def _match_operands(a: jax.Array, b: jax.Array, dimensions: DimensionNumbers) -> tuple[jax.Array, jax.Array]:

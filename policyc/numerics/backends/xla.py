@@ -158,7 +158,7 @@ def quantize_orders(
 ) -> list[Quantized]:
     """Quantizes an operand for two GEMMs, with kernels that read it once for all maxima and once for all codes.
 
-    Without a rotation, or if the kernels do not fit, each order is quantized separately.
+    If the kernels do not fit, each order is quantized separately.
     """
     if emulate.can_join_orders(x, requests, context):
         if context.single_device:

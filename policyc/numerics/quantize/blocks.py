@@ -10,7 +10,7 @@ thousand.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, log2
 from typing import Literal
@@ -127,10 +127,19 @@ def refinement_of(treatment: Treatment) -> Literal["", "four_over_six", "ms_eden
     return "four_over_six" if treatment.scale == "four_over_six" else ""
 
 
-def rotates_in_kernels(treatment: Treatment) -> bool:
-    """Whether kernels rotate the operand while they quantize it. Otherwise XLA rotates it first."""
-    is_nvfp4 = treatment.format == "nvfp4"
-    return is_nvfp4 and treatment.rht == FORMATS["nvfp4"].block and not refinement_of(treatment)
+def has_kernels(treatment: Treatment) -> bool:
+    """Whether there are kernels for NVFP4 in this variant: with scales from block maxima, and no rotation but of 16."""
+    if treatment.format != "nvfp4" or refinement_of(treatment) or treatment.rht not in (0, 16):
+        return False
+    return not (treatment.tile2d or treatment.mean_split or treatment.outer == "row")
+
+
+def joins_in_kernels(treatments: Sequence[Treatment]) -> bool:
+    """Whether kernels can quantize an operand with all these treatments at once, in two reads.
+
+    A single treatment that does not rotate is left to XLA, which finds block maxima where it computes the operand.
+    """
+    return all(map(has_kernels, treatments)) and (len(treatments) > 1 or any(t.rht for t in treatments))
 
 
 def outer_scale_axes(treatment: Treatment, axes: Axes, layout: Layout, ndim: int) -> tuple[int, ...]:

@@ -17,7 +17,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from policyc.numerics.quantize import block_programs
-from policyc.numerics.quantize.bits import bits_of, power_of_two
 from policyc.numerics.quantize.kernel_ops import KernelOps, Ref
 from policyc.numerics.quantize.kernel_orders import SCALARS, WORDS, Order, Scalars
 from policyc.numerics.quantize.kernel_tiles import (
@@ -29,7 +28,7 @@ from policyc.numerics.quantize.kernel_tiles import (
     TileOffset,
     first_block,
 )
-from policyc.numerics.quantize.values import REACH, outer_scale
+from policyc.numerics.quantize.values import find_factors_in_kernel
 from policyc.numerics.quantize.words import word
 
 _COLUMN_WORDS = (TILE_BLOCKS, WORDS)
@@ -301,17 +300,7 @@ def decode_rows(ops: KernelOps, codes: Ref, scales: Ref, values: Ref) -> None:
 
 
 def write_outer_factors(ops: KernelOps, *refs: Ref, bounds: tuple[float, ...]) -> None:
-    """Writes both factors of the product of some outer scales. `refs` has the maxima, then the factors.
-
-    Computes the same product as `values.outer_factors`, without fp64.
-    """
+    """Writes both factors of the product of some outer scales. `refs` has the maxima, then the factors."""
     *maxima, first, second = refs
     i = ops.index(0)
-    m, e = jnp.float32(1), jnp.int32(0)
-    for amax, bound in zip(maxima, bounds, strict=True):
-        one, exponent = outer_scale(amax[i], bound)
-        m, e = m * one, e + exponent
-    product = (bits_of(m) >> 23) - 127 + e
-    rest = jnp.maximum(jnp.minimum(product + REACH, 0), product - REACH)
-    first[i] = m * power_of_two(e - rest)
-    second[i] = power_of_two(rest)
+    first[i], second[i] = find_factors_in_kernel([amax[i] for amax in maxima], bounds)

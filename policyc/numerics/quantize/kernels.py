@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, update_wrapper
 from itertools import islice
 from math import prod
 from typing import Any
@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from policyc.jaxcore.lowering import call_lowered_once, merge_mapped_axes
 from policyc.language.recipes import Treatment
 from policyc.numerics.quantize import kernel_bodies, kernel_ops, random, refined_kernels
-from policyc.numerics.quantize.blocks import refinement_of
+from policyc.numerics.quantize.blocks import has_kernels, refinement_of
 from policyc.numerics.quantize.kernel_orders import WORDS, Order
 from policyc.numerics.quantize.kernel_tiles import (
     BLOCK,
@@ -43,9 +43,8 @@ Statistics = tuple[jax.Array, jax.Array]
 
 def fits(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
     """Whether the kernels can quantize this operand, including its rotation, with scales from block maxima."""
-    if refinement_of(treatment) or not _fits_operand(x, treatment, axes):
-        return False
-    return treatment.rht in (0, BLOCK) if axes.axis == -2 else not treatment.rht
+    rotates_rows = treatment.rht and axes.axis == -1
+    return has_kernels(treatment) and not rotates_rows and _fits_operand(x, axes)
 
 
 def fits_tiles(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
@@ -59,19 +58,17 @@ def fits_tiles(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
 
 def fits_refined(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
     """Whether the kernels can quantize this operand with refined block scales, after XLA has rotated it."""
-    if not refinement_of(treatment) or not _fits_operand(x, treatment, axes):
+    if not refinement_of(treatment) or treatment.format != "nvfp4" or not _fits_operand(x, axes):
         return False
-    is_plain = treatment.rounding != "sr" and treatment.headroom == 1 and treatment.outer != "bound"
+    if treatment.tile2d or treatment.mean_split or treatment.outer not in ("tensor", "pow2"):
+        return False
+    is_plain = treatment.rounding != "sr" and treatment.headroom == 1
     # Otherwise x would be padded.
     return is_plain and x.shape[axes.axis] % max(BLOCK, treatment.rht) == 0
 
 
-def _fits_operand(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
-    if treatment.format != "nvfp4" or treatment.outer == "row":
-        return False
-    if treatment.tile2d or treatment.mean_split or axes.batch:
-        return False
-    if x.dtype != jnp.bfloat16 or x.ndim not in (2, 3) or not fits_shape(x.shape):
+def _fits_operand(x: jax.Array, axes: Axes) -> bool:
+    if axes.batch or x.dtype != jnp.bfloat16 or x.ndim not in (2, 3) or not fits_shape(x.shape):
         return False
     return axes.axis == -1 or (axes.axis == -2 and x.shape[-2] % BLOCK == 0)
 
@@ -342,13 +339,15 @@ class _Kernel:
         """Calls the kernel on a GPU."""
         from jax.experimental.pallas import mosaic_gpu
 
+        body = partial(self.body, kernel_ops.MosaicOps(mosaic_gpu), **dict(self.options))
+        update_wrapper(body, self.body)  # its name in profiles
         lane = mosaic_gpu.LoweringSemantics.Lane
         # Instances find their offset by axis name, so the order of the axes does not affect the result.
         axes = list(zip(kernel_ops.GRID, self.grid, strict=True))
         if self.grid[0] > _MOST_INSTANCES:
             axes.reverse()
         run = mosaic_gpu.kernel(
-            partial(self.body, kernel_ops.MosaicOps(mosaic_gpu), **dict(self.options)),
+            body,
             out_type=self._results(),
             grid=tuple(size for _, size in axes),
             grid_names=tuple(name for name, _ in axes),

@@ -166,6 +166,19 @@ def outer_factors(scales: Sequence[Scale]) -> tuple[jax.Array, jax.Array]:
     return first, second
 
 
+def find_factors_in_kernel(
+    maxima: Sequence[jax.Array], bounds: Sequence[float]
+) -> tuple[jax.Array, jax.Array]:
+    """The same `outer_factors`, without fp64, which kernels do not have."""
+    m, e = jnp.float32(1), jnp.int32(0)
+    for scale in zip(maxima, bounds, strict=True):
+        one, exponent = outer_scale(*scale)
+        m, e = m * one, e + exponent
+    product = (bits_of(m) >> 23) - 127 + e
+    rest = jnp.maximum(jnp.minimum(product + REACH, 0), product - REACH)
+    return m * power_of_two(e - rest), power_of_two(rest)
+
+
 def outer_product(scales: Sequence[Scale]) -> jax.Array:
     """The product of outer scales as one fp32 number: denormal below 2**-126, infinite beyond 2**128.
 
