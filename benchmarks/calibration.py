@@ -178,11 +178,11 @@ def predict_h200() -> list[tuple[str, float, float]]:
     full, no_rht = "nvfp4(rht=wgrad, sr=grad, scale2d=weights)", "nvfp4(sr=grad, scale2d=weights)"
     return [
         ("bf16 forward, ms", 2.69, 1e3 * linear_seconds("bf16", forward)),
-        ("nvfp4 full recipe / bf16", 1.14, linear_seconds(full) / bf16),
-        ("nvfp4 without the transform / bf16", 1.19, linear_seconds(no_rht) / bf16),
-        ("nvfp4 forward only / bf16", 1.045, linear_seconds(forward_only) / bf16),
-        ("mxfp8, emulated / bf16", 1.165, linear_seconds("mxfp8") / bf16),
-        ("fp8 / bf16", 0.625, linear_seconds("fp8") / bf16),
+        ("nvfp4 full recipe / bf16", 1.035, linear_seconds(full) / bf16),
+        ("nvfp4 without the transform / bf16", 1.025, linear_seconds(no_rht) / bf16),
+        ("nvfp4 forward only / bf16", 1.015, linear_seconds(forward_only) / bf16),
+        ("mxfp8, emulated / bf16", 1.175, linear_seconds("mxfp8") / bf16),
+        ("fp8 / bf16", 0.62, linear_seconds("fp8") / bf16),
     ]
 
 

@@ -44,7 +44,9 @@ def _call(
 ) -> Any:
     del results, context
     shapes = tuple((a.shape, a.dtype) for a in arrays)
-    return _export(function, shapes, platform, config.enable_x64.value).call(*arrays)
+    called = _export(function, shapes, platform, config.enable_x64.value).call(*arrays)
+    # Otherwise XLA (JAX 0.11) may run a kernel once more, to write a result that is saved in a stack.
+    return [lax.optimization_barrier(result) for result in called]
 
 
 @cache
