@@ -24,7 +24,6 @@ from policyc.hardware.mesh import MeshShape, exchange_seconds
 from policyc.hardware.step_cost import Estimate
 from policyc.language.recipes import Gemm
 from policyc.numerics.backends.choice import Lowering
-from policyc.numerics.hopper_gemm import NAME as HOPPER_GEMM
 from policyc.numerics.targets import Target
 
 NATIVE_CALLS = {
@@ -265,8 +264,8 @@ def kernel_kind(execution: hlo.Execution) -> str:
         return "attention"
     if call in NATIVE_CALLS.values() or (call in _PLAIN_GEMMS and "jit(run)" not in instruction.op_name):
         return "GEMMs"
-    if f"/{HOPPER_GEMM}/" in instruction.op_name:
-        return "GEMMs"
+    if call == "mosaic_gpu_v2" and instruction.shape.startswith("bf16"):
+        return "GEMMs"  # of emulated operands: kernels that quantize write words
     if instruction.opcode == "copy" or (instruction.opcode in hlo.FUSIONS and not execution.bytes_read):
         return "copies and fills"  # a fusion that reads nothing writes a constant
     return "other kernels"

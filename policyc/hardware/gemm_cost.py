@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import OPERANDS, Gemm, Recipe, Role, Treatment
-from policyc.numerics import backends, hopper_gemm
+from policyc.numerics import backends
 from policyc.numerics.quantize.blocks import joins_in_kernels, refinement_of
 from policyc.numerics.targets import Target
 
@@ -111,23 +111,19 @@ def gemm_bytes(target: Target, format: str, m: float, n: float, k: float, batch:
     return batch * ((m * k + n * k) * element_bytes + m * n * BF16_BYTES)
 
 
+_HOPPER = 9
+"""The major compute capability of Hopper GPUs."""
+
+
 def emulation_seconds(
-    target: Target,
-    gemm: Gemm,
-    rows: float,
-    columns: float,
-    contracted: float,
-    batch: float = 1,
-    *,
-    devices: int = 1,
+    target: Target, gemm: Gemm, rows: float, columns: float, contracted: float, batch: float = 1
 ) -> float:
     """Extra time of an emulated product, which multiplies bf16 values, and reads its fp32 result once more.
 
     Quantizers write values instead of codes. Only the saved activation that wgrad reads has codes, which are decoded.
-    On a single Hopper GPU, a kernel multiplies, which writes bf16.
+    The kernel that multiplies on Hopper writes bf16.
     """
-    writes_bf16 = devices == 1 and target.compute_capability[0] == hopper_gemm.CAPABILITY
-    result_bytes = 0 if writes_bf16 else FP32_BYTES
+    result_bytes = 0 if target.compute_capability[0] == _HOPPER else FP32_BYTES
     left, right, codes = contracted * rows, contracted * columns, code_bytes("nvfp4")
     bytes_of_left = BF16_BYTES + codes if gemm is Gemm.WGRAD else BF16_BYTES - codes
     moved_bytes = left * bytes_of_left + right * (BF16_BYTES - codes) + rows * columns * result_bytes

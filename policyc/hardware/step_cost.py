@@ -181,9 +181,7 @@ def gemm_times(
         run_format = "bf16" if backend == "emulate" else format
         seconds = gemm_cost.gemm_seconds(target, run_format, rows, columns, contracted, batch)
         if is_emulated:
-            seconds += gemm_cost.emulation_seconds(
-                target, gemm, rows, columns, contracted, batch, devices=mesh.devices
-            )
+            seconds += gemm_cost.emulation_seconds(target, gemm, rows, columns, contracted, batch)
         yield format, seconds * (2 if remat in RECOMPUTES_GEMMS and gemm is Gemm.FPROP else 1)
 
 

@@ -23,7 +23,8 @@ from policyc.hardware import deviceless, gemm_cost, hlo, llama_step
 from policyc.language.recipes import Treatment, make_recipe
 from policyc.models.llama import configs
 from policyc.models.llama import model as llama
-from policyc.numerics import backends, hopper_gemm, primitives
+from policyc.numerics import backends, primitives
+from policyc.numerics.backends import hopper_gemm
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
 from policyc.numerics.quantize import Axes
 from policyc.numerics.targets import TARGETS
@@ -273,6 +274,18 @@ def test_emulated_gemms_on_hopper_apply_their_outer_scales(tmp_path: Path) -> No
     assert found == [product for product in expected if product not in (("k", "fprop"), ("v", "fprop"))]
     (kind,) = [k for k in report["kernel_kinds"] if k["kind"] == "GEMMs"]
     assert kind["count"] == (7 * 3 * 16 + 3) * 2, "seven linears in 16 blocks, and the head; two microbatches"
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=2 tensor=4"])
+def test_emulation_on_several_devices_moves_no_more_than_bf16(mesh: str) -> None:
+    """Weights are gathered, not activations, and kernels quantize and multiply the shards."""
+    words = *LARGE, "--batch", "32", "--remat", "none", "--target", "h200", "--devices", "8", "--mesh", mesh
+    plain, emulated = (compile_report(name, *words) for name in ("bf16", "te_nvfp4"))
+    moved = [sum(c["bytes"] for c in report["collectives"]) for report in (plain, emulated)]
+    assert moved[1] <= 1.1 * moved[0]
+    gemms = [next(k for k in r["kernel_kinds"] if k["kind"] == "GEMMs") for r in (plain, emulated)]
+    assert gemms[0]["count"] == gemms[1]["count"]
+    assert gemms[1]["bytes"] <= 1.1 * gemms[0]["bytes"]
 
 
 def test_emulated_gemms_on_blackwell_are_left_to_xla(policy: str, tmp_path: Path) -> None:

@@ -118,12 +118,12 @@ def test_kernels_move_bytes_as_fast_as_a_copy_on_hopper():
 @pytest.mark.parametrize(("gemm", "decoded"), [(Gemm.FPROP, 0), (Gemm.DGRAD, 0), (Gemm.WGRAD, 3e9)])
 def test_an_emulated_product_reads_values_and_its_result_again(gemm, decoded):
     """Values are written in place of codes, but those of a saved activation are decoded. The bandwidth is a copy's."""
-    h200, shape = get_target("h200"), {"rows": 3e4, "columns": 2e4, "contracted": 1e5}
+    shape = {"rows": 3e4, "columns": 2e4, "contracted": 1e5}
     values = 3e9 + 2e9 - decoded
     moved_bytes = values * (2 - CODES) + decoded * (2 + CODES)
-    alone, beside = (gemm_cost.emulation_seconds(h200, gemm, **shape, devices=n) for n in (1, 2))
-    assert alone == pytest.approx(moved_bytes / (0.62 * 4.8e12)), "the kernel for one GPU writes bf16"
-    assert beside == pytest.approx((moved_bytes + 4 * 3e4 * 2e4) / (0.62 * 4.8e12))
+    hopper, blackwell = (gemm_cost.emulation_seconds(get_target(t), gemm, **shape) for t in ("h200", "gb200"))
+    assert hopper == pytest.approx(moved_bytes / (0.62 * 4.8e12)), "the kernel for Hopper writes bf16"
+    assert blackwell == pytest.approx((moved_bytes + 4 * 3e4 * 2e4) / (0.62 * 8e12))
 
 
 def test_a_tensor_that_is_not_computed_is_read_for_its_maximum():

@@ -13,8 +13,7 @@ import pytest
 
 from policyc.jaxcore.define_primitive import Gpu, LoweringContext
 from policyc.language.recipes import Treatment
-from policyc.numerics import hopper_gemm
-from policyc.numerics.backends import emulate
+from policyc.numerics.backends import emulate, hopper_gemm
 from policyc.numerics.quantize import Axes, Quantized, quantize
 from tests.support.hopper_products import exact_product, integers
 
@@ -95,7 +94,6 @@ def test_other_products_are_left_to_xla() -> None:
         "a Blackwell GPU": replace(ON_H200, gpu=replace(H200, capability=10)),
         "a GPU that is not known": replace(ON_H200, gpu=None),
         "fewer multiprocessors": replace(ON_H200, gpu=replace(H200, multiprocessors=114)),
-        "several devices": replace(ON_H200, single_device=False, can_partition=True),
         "a vmap": replace(ON_H200, is_mapped=True),
     }
     for name, context in contexts.items():

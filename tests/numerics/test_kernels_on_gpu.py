@@ -14,7 +14,7 @@ import pytest
 
 from policyc.language.recipes import Treatment
 from policyc.numerics import primitives
-from policyc.numerics.hopper_gemm import HopperGemm
+from policyc.numerics.backends.hopper_gemm import HopperGemm
 from policyc.numerics.quantize import Axes, codes_of, kernels, make_key, quantize
 from policyc.numerics.quantize.bits import INFINITY, Element, exact_div, kernel_div
 from policyc.numerics.quantize.kernel_ops import KernelOps

@@ -77,9 +77,10 @@ def test_shards_without_whole_tiles_are_gathered() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error")
-def test_shards_by_interpreted_kernels_have_the_bits_of_the_whole() -> None:
-    reference = reference_quantizer("stochastic")
-    assert_sharding_changes_no_bit((4, 128, 512), P("a", "b", "c"), requests("stochastic"), reference)
+@pytest.mark.parametrize("pair", ["stochastic", "stochastic values"])
+def test_shards_by_interpreted_kernels_have_the_bits_of_the_whole(pair: str) -> None:
+    reference = reference_quantizer(pair)
+    assert_sharding_changes_no_bit((4, 128, 512), P("a", "b", "c"), requests(pair), reference)
 
 
 # Without a rotation, which comes before the kernels. It is ROWS and COLUMNS whose random words differ.

@@ -7,6 +7,8 @@ since applying them to the operands would not be exact.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,14 +17,16 @@ from jax import lax
 
 from policyc.jaxcore.define_primitive import LoweringContext
 from policyc.language.recipes import Treatment
-from policyc.numerics import hopper_gemm
 from policyc.numerics import quantize as q
-from policyc.numerics.backends import BackendTraits
+from policyc.numerics.backends import BackendTraits, hopper_gemm
 from policyc.numerics.backends.choice import GemmQuery, Obstacle
+from policyc.numerics.backends.sharded import quantize_sharded
+from policyc.numerics.backends.sharded_gemm import multiply_sharded
 from policyc.numerics.products import DimensionNumbers, free_dims
 from policyc.numerics.quantize import kernels
 from policyc.numerics.quantize.bits import materialize
 from policyc.numerics.quantize.blocks import joins_in_kernels, refinement_of
+from policyc.numerics.quantize.dispatch import rotate_operand
 from policyc.numerics.quantize.hadamard import Method
 from policyc.numerics.quantize.layout import Axes, Operand, Quantized
 from policyc.numerics.quantize.orders import OrderRequest
@@ -36,7 +40,7 @@ from policyc.numerics.quantize.values import (
     write_outer_factors,
 )
 
-TRAITS = BackendTraits(needs_devices=False, can_batch=True, quantizes_stacks=False, multiplies_values=True)
+TRAITS = BackendTraits(can_batch=True, quantizes_stacks=False, multiplies_values=True)
 
 
 def obstacle(query: GemmQuery) -> Obstacle | None:
@@ -59,6 +63,13 @@ def quantize(
     context: LoweringContext,
 ) -> Quantized:
     """Quantizes an operand by the method that is fastest on the platform."""
+    is_divided = context.platform == "cuda" and context.can_partition and can_build_kernels("nvfp4")
+    is_refined = kernels.fits_refined(x, treatment, axes)
+    if is_divided and (is_refined or kernels.fits_alone(x, treatment, axes)):
+        # The kernels that refine block scales do not rotate.
+        rotated = rotate_operand(x, treatment, axes, sign_key, "kernels") if is_refined else x
+        order = OrderRequest(treatment=treatment, axes=axes, key=key or q.make_key())
+        return quantize_sharded(rotated, [order])[0]
     method: Method = "cpu" if context.platform == "cpu" else "matmul"
     if context.platform == "cuda":
         # On CUDA, a product rounds its own result to bfloat16, which saves a pass over memory. Kernels save another.
@@ -74,25 +85,31 @@ def quantize(
 def quantize_orders(
     x: jax.Array, requests: Sequence[OrderRequest], context: LoweringContext
 ) -> list[Quantized]:
-    """Quantizes an operand for two GEMMs, with kernels that read it once for all maxima and once for all codes.
+    """Quantizes an operand for two GEMMs. Without kernels for it, each order is quantized separately.
 
-    A weight with tiles has a single order, whose values a kernel writes. Otherwise, if the kernels do not fit, each
-    order is quantized separately.
+    A weight with tiles has a single order, whose values a kernel writes.
     """
-    if context.single_device and (
-        can_join_orders(x, requests, context) or _can_write_tiles(x, requests, context)
-    ):
+    if context.single_device and _can_write_tiles(x, requests, context):
         return quantize_by_kernels(x, requests, kernels.Kernels())
+    joined = quantize_joined(x, requests, context)
+    if joined is not None:
+        return joined
     quantized = [quantize(x, r.treatment, r.axes, r.rounding_key, None, context) for r in requests]
     dtype = value_dtype(context)
     return [decode_values(q, dtype) if r.decoded else q for q, r in zip(quantized, requests, strict=True)]
 
 
-def can_join_orders(x: jax.Array, requests: Sequence[OrderRequest], context: LoweringContext) -> bool:
-    """Whether kernels can quantize this operand in all these orders at once."""
+def quantize_joined(
+    x: jax.Array, requests: Sequence[OrderRequest], context: LoweringContext
+) -> list[Quantized] | None:
+    """Quantizes with kernels that read the operand once for all maxima and once for all codes, if they can."""
     has_kernels = context.platform == "cuda" and can_build_kernels("nvfp4")
     joins = joins_in_kernels([r.treatment for r in requests])
-    return has_kernels and joins and all(kernels.fits(x, r.treatment, r.axes) for r in requests)
+    if not (has_kernels and joins and all(kernels.fits(x, r.treatment, r.axes) for r in requests)):
+        return None
+    if context.single_device:
+        return quantize_by_kernels(x, requests, kernels.Kernels())
+    return quantize_sharded(x, requests) if context.can_partition else None
 
 
 def _can_write_tiles(x: jax.Array, requests: Sequence[OrderRequest], context: LoweringContext) -> bool:
@@ -132,6 +149,11 @@ def gemm(
     lhs: Operand, rhs: Operand, dimensions: DimensionNumbers, out: Any, context: LoweringContext
 ) -> jax.Array:
     """The product of two operands."""
+    is_quantized = isinstance(lhs, Quantized) or isinstance(rhs, Quantized)
+    if context.platform == "cuda" and context.can_partition and is_quantized:
+        one_device = replace(context, single_device=True, can_partition=False)
+        multiply = partial(gemm, out=out, context=one_device)
+        return multiply_sharded(lhs, rhs, dimensions, multiply)
     has_kernels = context.platform == "cuda" and context.single_device and can_build_kernels("nvfp4")
     if context.platform == "cuda":
         ((lc, rc), (lb, rb)) = dimensions

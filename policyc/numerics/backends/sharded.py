@@ -5,8 +5,8 @@ Maxima are reduced over all shards and random words are indexed globally, so the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 import jax
@@ -17,7 +17,7 @@ from policyc.jaxcore.partition import Dims, PartitionRule, ShardIndex, partition
 from policyc.numerics.quantize.blocks import layout_of
 from policyc.numerics.quantize.kernel_tiles import BLOCK, TILE_FEATURES, TILE_TOKENS, RowLengths
 from policyc.numerics.quantize.kernels import Kernels, ShardOffset, Statistics, fits_shape
-from policyc.numerics.quantize.layout import Axes, Quantized
+from policyc.numerics.quantize.layout import Quantized
 from policyc.numerics.quantize.orders import OrderRequest, Shard, quantize_orders
 from policyc.numerics.quantize.random import Key
 
@@ -27,18 +27,15 @@ def quantize_sharded(
 ) -> list[Quantized]:
     """`quantize_orders` for an operand whose sharding XLA chooses."""
     kernels = kernels or Kernels()
-    treatments = [(r.treatment, r.axes) for r in requests]
 
     def run(index: ShardIndex, shard: jax.Array, words: jax.Array) -> list[jax.Array]:
-        keys = [Key(words[2 * i], words[2 * i + 1]) for i in range(len(treatments))]
-        shard_requests = [
-            OrderRequest(treatment=t, axes=a, key=key) for (t, a), key in zip(treatments, keys, strict=True)
-        ]
+        keys = [Key(words[2 * i], words[2 * i + 1]) for i in range(len(requests))]
+        shard_requests = [replace(r, key=key, operand="") for r, key in zip(requests, keys, strict=True)]
         divided = _DividedShard(index=index, whole=x.shape)
         quantized = quantize_orders(shard, shard_requests, kernels, divided)
-        return [array for q in quantized for array in (q.codes, _not_none(q.scales), _as_scalar(q.amax))]
+        return [array for q in quantized for array in _arrays(q)]
 
-    results = [d for r in requests for d in (*_result_dims(x.ndim, r.axes), ())]
+    results = [d for r in requests for d in _result_dims(x.ndim, r)]
     dims = _dims(x.ndim, {})
     rule = PartitionRule(
         name="NVFP4 quantizer",
@@ -48,8 +45,8 @@ def quantize_sharded(
     )
     keys = [r.rounding_key for r in requests]
     words = jnp.stack([jnp.asarray(word) for key in keys for word in (key.a, key.b)])
-    arrays = partition(run, rule)(x, words)
-    return [_unflatten(x.shape, r, arrays[3 * i : 3 * i + 3]) for i, r in enumerate(requests)]
+    arrays = iter(partition(run, rule)(x, words))
+    return [_unflatten(x.shape, r, arrays) for r in requests]
 
 
 def _find_limit(dims: Dims, sizes: Mapping[str, int]) -> str:
@@ -105,21 +102,22 @@ def _dims(ndim: int, units: dict[int, int]) -> Dims:
     return tuple((f"d{i}", sizes.get(i - ndim, 1)) for i in range(ndim))
 
 
-def _result_dims(ndim: int, axes: Axes) -> tuple[Dims, Dims]:
-    """The dimensions of codes and of scales."""
-    return _dims(ndim, {axes.axis: BLOCK // 2}), _dims(ndim, {axes.axis: 1})
+def _result_dims(ndim: int, request: OrderRequest) -> tuple[Dims, ...]:
+    """The dimensions of codes, of scales and of the maximum, or of values and of the maximum."""
+    if request.decoded:
+        return _dims(ndim, {}), ()
+    axis = request.axes.axis
+    return _dims(ndim, {axis: BLOCK // 2}), _dims(ndim, {axis: 1}), ()
 
 
-def _unflatten(shape: tuple[int, ...], request: OrderRequest, arrays: Sequence[jax.Array]) -> Quantized:
-    layout, _ = layout_of(shape, request.treatment, request.axes)
-    codes, scales, amax = arrays
-    return Quantized(codes=codes, scales=scales, amax=amax.reshape((1,) * len(shape)), layout=layout)
+def _arrays(q: Quantized) -> list[jax.Array]:
+    """The arrays of `_result_dims`."""
+    assert q.amax is not None
+    return [q.codes, *([] if q.scales is None else [q.scales]), q.amax.reshape(())]
 
 
-def _not_none(array: jax.Array | None) -> jax.Array:
-    assert array is not None
-    return array
-
-
-def _as_scalar(amax: jax.Array | None) -> jax.Array:
-    return _not_none(amax).reshape(())
+def _unflatten(shape: tuple[int, ...], request: OrderRequest, arrays: Iterator[jax.Array]) -> Quantized:
+    layout = replace(layout_of(shape, request.treatment, request.axes)[0], decoded=request.decoded)
+    codes = next(arrays)
+    scales = None if request.decoded else next(arrays)
+    return Quantized(codes=codes, scales=scales, amax=next(arrays).reshape((1,) * len(shape)), layout=layout)

@@ -26,12 +26,9 @@ from policyc.numerics.backends import BackendTraits, emulate
 from policyc.numerics.backends.block_scaled import DTYPES, BlockScaledSpec, Rows, multiply_rows
 from policyc.numerics.backends.choice import GemmQuery, Obstacle
 from policyc.numerics.backends.emulate import apply_outer_scales, count_reads, find_missing_library
-from policyc.numerics.backends.sharded import quantize_sharded
 from policyc.numerics.products import DimensionNumbers, free_dims
-from policyc.numerics.quantize import kernels
 from policyc.numerics.quantize.bits import FP8_DTYPES, materialize
 from policyc.numerics.quantize.blocks import refinement_of
-from policyc.numerics.quantize.dispatch import rotate_operand
 from policyc.numerics.quantize.kernel_tiles import BLOCK, TILE_FEATURES, TILE_TOKENS
 from policyc.numerics.quantize.layout import (
     TILE,
@@ -42,7 +39,6 @@ from policyc.numerics.quantize.layout import (
     repeat_axis,
 )
 from policyc.numerics.quantize.orders import OrderRequest
-from policyc.numerics.quantize.orders import quantize_orders as quantize_by_kernels
 from policyc.numerics.quantize.values import outer_product, outer_scale
 
 __all__ = [
@@ -62,7 +58,7 @@ _PARTLY_MANUAL = (
     "axes divide it; write a shard_map over all axes"
 )
 
-TRAITS = BackendTraits(needs_devices=True, can_batch=True, quantizes_stacks=False)
+TRAITS = BackendTraits(can_batch=True, quantizes_stacks=False)
 
 
 def obstacle(query: GemmQuery) -> Obstacle | None:
@@ -125,17 +121,10 @@ def quantize(
     sign_key: q.Key | None,
     context: LoweringContext,
 ) -> Quantized:
-    """Quantizes like the emulated backend, but uses kernels on several devices too.
+    """Quantizes like the emulated backend, but first transposes a weight with 2D tiles that the GEMM reads transposed.
 
-    A weight with 2D tiles is transposed first if the GEMM reads it transposed. XLA would transpose it anyway, but
-    later, as fp32 numbers that become codes.
+    XLA would transpose it anyway, but later, as fp32 numbers that become codes.
     """
-    if context.can_partition and _has_kernels(context) and _fits_kernels(x, treatment, axes):
-        # The kernels that refine block scales do not rotate.
-        is_refined = refinement_of(treatment)
-        rotated = rotate_operand(x, treatment, axes, sign_key, "kernels") if is_refined else x
-        order = OrderRequest(treatment=treatment, axes=axes, key=key or q.make_key())
-        return quantize_sharded(rotated, [order])[0]
     if not treatment.tile2d or (axes.axis, axes.tile) != (-2, -1):
         return emulate.quantize(x, treatment, axes, key, sign_key, context)
     swap = {-1: -2, -2: -1}
@@ -145,26 +134,13 @@ def quantize(
     return emulate.quantize(transposed, treatment, transposed_axes, key, sign_key, context).swap_last_axes()
 
 
-def _has_kernels(context: LoweringContext) -> bool:
-    return context.platform == "cuda" and emulate.can_build_kernels("nvfp4")
-
-
-def _fits_kernels(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
-    return kernels.fits_alone(x, treatment, axes) or kernels.fits_refined(x, treatment, axes)
-
-
 def quantize_orders(
     x: jax.Array, requests: Sequence[OrderRequest], context: LoweringContext
 ) -> list[Quantized]:
-    """Quantizes an operand for two GEMMs, with kernels that read it once for all maxima and once for all codes.
-
-    If the kernels do not fit, each order is quantized separately.
-    """
-    if emulate.can_join_orders(x, requests, context):
-        if context.single_device:
-            return quantize_by_kernels(x, requests, kernels.Kernels())
-        if context.can_partition:
-            return quantize_sharded(x, requests)
+    """Quantizes an operand for two GEMMs. Without kernels for it, each order is quantized separately."""
+    joined = emulate.quantize_joined(x, requests, context)
+    if joined is not None:
+        return joined
     return [quantize(x, r.treatment, r.axes, r.rounding_key, None, context) for r in requests]
 
 

@@ -1,0 +1,174 @@
+"""Emulated products on several devices: each device multiplies its shards."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from policyc.jaxcore.define_primitive import LoweringContext
+from policyc.language.recipes import Treatment
+from policyc.numerics.backends import emulate
+from policyc.numerics.backends.sharded_gemm import multiply_sharded
+from policyc.numerics.quantize import Axes, Quantized, quantize
+from policyc.numerics.quantize.values import decode_values
+from tests.support.gemms import quick_jit
+
+POW2 = Treatment(format="nvfp4", element="e2m1", outer="pow2")
+"""Sums of small integers under outer scales that are powers of two are exact, however they are divided."""
+ON_CPU = LoweringContext(platform="cpu", single_device=True)
+MATMUL = (((1,), (0,)), ((), ()))
+
+
+def integers(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(len(shape)).integers(-3, 4, shape), jnp.bfloat16)
+
+
+def rows(x: jax.Array, axis: int = -1, treatment: Treatment = POW2) -> Quantized:
+    return quantize(x, treatment, Axes(axis=axis))
+
+
+def tiles(w: jax.Array, *, decoded: bool = False) -> Quantized:
+    q = quantize(w, replace(POW2, tile2d=True), Axes(axis=-2, tile=-1))
+    return decode_values(q, jnp.float32) if decoded else q
+
+
+def collectives(text: str) -> list[str]:
+    """The kind and the type of each collective of a program. On CPU, XLA gathers bfloat16 as fp32."""
+    found = re.findall(r"= (\w+)\[[\d,]*\]\S* (all-gather|all-reduce|reduce-scatter|all-to-all)\(", text)
+    return sorted(f"{kind} {dtype}" for dtype, kind in found)
+
+
+def run_divided(
+    operands: tuple[Any, Any], specs: tuple[P, P], dimensions: Any, result: P
+) -> tuple[jax.Array, list[str]]:
+    """The product on eight devices, with operands and result sharded like this, and the collectives of its program."""
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:8])
+
+    def put(operand: Any, spec: P) -> Any:
+        def put_array(array: jax.Array) -> jax.Array:
+            # A dimension with one number for all is not sharded.
+            own = [
+                axes if size > 1 else None
+                for axes, size in zip((*spec, *(None,) * array.ndim), array.shape, strict=False)
+            ]
+            return jax.device_put(array, NamedSharding(mesh, P(*own)))
+
+        return jax.tree.map(put_array, operand)
+
+    multiply = partial(emulate.gemm, out=jnp.float32, context=ON_CPU)
+    run = jax.jit(
+        lambda a, b: multiply_sharded(a, b, dimensions, multiply), out_shardings=NamedSharding(mesh, result)
+    )
+    arguments = [put(operand, spec) for operand, spec in zip(operands, specs, strict=True)]
+    compiled = run.lower(*arguments).compile()
+    return compiled(*arguments), collectives(compiled.as_text())
+
+
+def check(
+    operands: tuple[Any, Any], specs: tuple[P, P], result: P, expected: list[str], dimensions: Any = MATMUL
+) -> None:
+    product, found = run_divided(operands, specs, dimensions, result)
+    multiply = partial(emulate.gemm, dimensions=dimensions, out=jnp.float32, context=ON_CPU)
+    np.testing.assert_array_equal(np.asarray(product), np.asarray(quick_jit(multiply)(*operands)))
+    assert found == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    ("weight", "gathered"),
+    [
+        pytest.param(tiles(integers(128, 64)), ["all-gather u8"] * 2, id="codes and scales"),
+        pytest.param(tiles(integers(128, 64), decoded=True), ["all-gather f32"], id="values"),
+        pytest.param(integers(128, 64), ["all-gather f32"], id="not quantized"),
+    ],
+)
+def test_fsdp_gathers_weights(weight: Any, gathered: list[str]) -> None:
+    """And no activation."""
+    check((rows(integers(256, 128)), weight), (P("a", None), P("a", None)), P("a", None), gathered)
+
+
+def test_fsdp_scatters_gradients_of_weights() -> None:
+    """Tokens are contracted. The result is scattered along its rows, or along its columns."""
+    x, dy = rows(integers(256, 128), -2), rows(integers(256, 64), -2)
+    contract = (((0,), (0,)), ((), ()))
+    for result in (P("a", None), P(None, "a")):
+        product, found = run_divided((x, dy), (P("a", None), P("a", None)), contract, result)
+        multiply = partial(emulate.gemm, dimensions=contract, out=jnp.float32, context=ON_CPU)
+        np.testing.assert_array_equal(np.asarray(product), np.asarray(quick_jit(multiply)(x, dy)))
+        assert [kind.split()[0] for kind in found] in (["reduce-scatter"], ["all-reduce"])
+
+
+def test_tensor_parallelism_gathers_nothing() -> None:
+    x, w = rows(integers(256, 128)), tiles(integers(128, 64))
+    check((x, w), (P("a", None), P(None, "b")), P("a", "b"), [])
+    check((x, w), (P("a", "b"), P("b", None)), P("a", None), ["all-reduce f32"])
+
+
+def test_batch_dimensions_are_divided() -> None:
+    a, b = rows(integers(8, 64, 128)), rows(integers(8, 32, 128))
+    dimensions = (((2,), (2,)), ((0,), (0,)))
+    spec = P("a", None, None)
+    check((a, b), (spec, spec), spec, [], dimensions)
+
+
+def test_three_dimensions_of_activations() -> None:
+    x = rows(integers(8, 32, 128))
+    check(
+        (x, tiles(integers(128, 64))),
+        (P("a", "b", None), P(None, None)),
+        P("a", "b", None),
+        [],
+        (((2,), (0,)), ((), ())),
+    )
+
+
+def test_padded_dimensions_are_not_divided() -> None:
+    """72 features are padded to 80, and 24 rows of tiles to 32."""
+    x, w = rows(integers(256, 72)), rows(integers(64, 72))
+    contract = (((1,), (1,)), ((), ()))
+    check((x, w), (P("a", None), P("b", None)), P("a", "b"), [], contract)
+    check((x, tiles(integers(72, 24))), (P("a", None), P(None, "b")), P("a", None), ["all-gather u8"] * 2)
+
+
+@pytest.mark.parametrize(
+    "treatment",
+    [
+        Treatment(format="mxfp8", element="e4m3"),
+        Treatment(format="fp8", element="e4m3", outer="pow2"),
+        replace(POW2, outer="row"),
+    ],
+    ids=["mxfp8", "fp8", "nvfp4, a scale per row"],
+)
+def test_other_formats_are_divided(treatment: Treatment) -> None:
+    x, w = (rows(integers(size, 128), treatment=treatment) for size in (256, 64))
+    contract = (((1,), (1,)), ((), ()))
+    product, found = run_divided((x, w), (P("a", None), P(None, None)), contract, P("a", None))
+    multiply = partial(emulate.gemm, dimensions=contract, out=jnp.float32, context=ON_CPU)
+    np.testing.assert_array_equal(np.asarray(product), np.asarray(quick_jit(multiply)(x, w)))
+    assert not found
+
+
+def test_only_products_on_several_gpus_are_divided() -> None:
+    x, w = (jax.eval_shape(rows, jax.ShapeDtypeStruct((size, 128), jnp.bfloat16)) for size in (256, 64))
+
+    def is_divided(context: LoweringContext) -> bool:
+        multiply = partial(
+            emulate.gemm, dimensions=(((1,), (1,)), ((), ())), out=jnp.bfloat16, context=context
+        )
+        return "custom_partitioning" in str(jax.make_jaxpr(multiply)(x, w))
+
+    several = LoweringContext(platform="cuda", can_partition=True)
+    assert is_divided(several)
+    for context in (
+        replace(several, platform="cpu"),
+        LoweringContext(platform="cuda", is_partly_manual=True),
+    ):
+        assert not is_divided(context)
