@@ -22,6 +22,7 @@ from benchmarks.profiles import Totals, kernel_times, print_totals, record
 from benchmarks.timing import print_times, save
 from policyc.hardware.selftest.speed import time_median
 from policyc.language.recipes import OPERAND_GROUPS, Gemm, Recipe, Treatment, make_recipe, make_split_recipe
+from policyc.numerics.backends.hopper_gemm import HopperGemm
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
 from policyc.numerics.quantize import Axes, Key, block_values, blocks, make_key, quantize
 from policyc.numerics.quantize.hadamard import Method
@@ -191,6 +192,37 @@ def time_both_orders(x: jax.Array, repeat: int) -> Any:
     return print_times("rows and columns of dy", rows, "both in one program, XLA")
 
 
+def time_products(repeat: int) -> Any:
+    """Times products of bfloat16 values, by shape: plain, in fp32, and scaled, by XLA and by the kernel for Hopper."""
+
+    def plain(a: jax.Array, b: jax.Array, _: jax.Array, out: Any = jnp.bfloat16) -> jax.Array:
+        return lax.dot_general(a, b, DIMS, preferred_element_type=out)
+
+    def scaled(a: jax.Array, b: jax.Array, amax: jax.Array) -> jax.Array:
+        return (plain(a, b, amax, jnp.float32) * (amax[0] / 6)).astype(jnp.bfloat16)
+
+    instances = jax.devices()[0].core_count
+    kernel = HopperGemm(bounds=(6.0,), contracts_last=False, instances=instances)
+    results = {}
+    for rows, depth, columns in (
+        (131072, 512, 512),
+        (131072, 512, 1408),
+        (32768, 2048, 8192),
+        (32768, 8192, 2048),
+    ):
+        a, b = (
+            jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
+            for i, shape in enumerate([(rows, depth), (depth, columns)])
+        )
+        products: dict[str, Callable[..., Any]] = {
+            "bf16": plain, "in fp32": partial(plain, out=jnp.float32), "scaled, XLA": scaled, "scaled, kernel": kernel
+        }  # fmt: skip
+        times = {name: time_median(f, a, b, jnp.ones(1), repeat=repeat) for name, f in products.items()}
+        name = f"{rows} x {depth} x {columns}"
+        results[name] = print_times(f"product of {name}", times, "bf16")
+    return results
+
+
 def measure_residuals(x: jax.Array, w: jax.Array) -> dict[str, int]:
     """Bytes of residuals: what the forward pass saves for the backward pass."""
     sizes = {}
@@ -237,6 +269,8 @@ def main() -> None:
         | {"rows and columns of dy": time_both_orders(dy, args.repeat)},
         "memory": measure_residuals(x, w),
     }
+    if getattr(jax.devices()[0], "compute_capability", "").startswith("9."):
+        results["products"] = time_products(args.repeat)
     save(args.json, results)
 
 

@@ -24,7 +24,7 @@ from policyc.numerics.quantize.values import Scale, find_factors_in_kernel
 NAME = "policyc_gemm"
 """The name of the kernel in profiles and compiled programs."""
 
-CAPABILITY = 9
+_CAPABILITY = 9
 """The major compute capability of Hopper GPUs. The instruction of the matrix unit exists only there."""
 
 _GROUPS = 2
@@ -48,7 +48,7 @@ def fits(
 ) -> bool:
     """Whether the kernel can multiply these values, and its tiles keep the multiprocessors busy."""
     gpu = context.gpu
-    if gpu is None or gpu.capability != CAPABILITY or not context.single_device or context.is_mapped:
+    if gpu is None or gpu.capability != _CAPABILITY or not context.single_device or context.is_mapped:
         return False
     ((lc, rc), (lb, rb)) = dimensions
     if lb or rb or lc != (a.ndim - 1,) or b.ndim != 2 or len(rc) != 1:
