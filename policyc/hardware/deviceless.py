@@ -30,6 +30,7 @@ from policyc.hardware.compile_report import (
     total_kernels,
 )
 from policyc.jaxcore import jaxprs, relocate
+from policyc.jaxcore.define_primitive import expect_gpus
 from policyc.jaxcore.lowering import single_frame_locations
 from policyc.jaxcore.relocate import JittedFunction
 from policyc.jaxcore.versions import convert_gpu_description
@@ -90,6 +91,7 @@ def make_devices(target: Target, count: int) -> list[jax.Device]:
         raise CannotCompile(
             f"policyc has no description of {target.name} to compile for: 'policyc estimate' needs none"
         )
+    expect_gpus()
     description = convert_gpu_description(_with_installed_cudnn(gpus.read_description(target)))
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=description, topology=f"1x1x{count}"

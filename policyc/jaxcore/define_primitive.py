@@ -139,13 +139,26 @@ def job_of(primitive: Primitive) -> Job | None:
     return _JOBS.get(primitive)
 
 
+_expects_gpus = False
+
+
+def expect_gpus() -> None:
+    """Has JAX look up the devices of every program with quantized GEMMs, as it does where there are GPUs.
+
+    Without its devices, a program cannot divide GEMMs over GPUs by a rule. With them, its mesh cannot be abstract.
+    """
+    global _expects_gpus
+    _expects_gpus = True
+    dispatch.prim_requires_devices_during_lowering.update(_JOBS)
+
+
 def define(name: str, rules: PrimitiveRules, job: Job | None = None) -> Primitive:
     """Defines a primitive. Apply it with `bind`."""
     primitive = Primitive(name)
     primitive.multiple_results = True
     if job is not None:
         _JOBS[primitive] = job
-    if rules.needs_devices:
+    if rules.needs_devices or (job is not None and (_expects_gpus or jax.default_backend() == "gpu")):
         dispatch.prim_requires_devices_during_lowering.add(primitive)
     ad.primitive_jvps[primitive] = _raise_not_differentiable
     primitive.def_abstract_eval(partial(_abstract_eval, rules))
@@ -326,7 +339,9 @@ def _lowering_context(platform: str, axis_context: Any, mapped: Mapped, *, is_st
         return LoweringContext(platform=platform, is_partly_manual=bool(platform))
     is_single = getattr(axis_context, "num_devices", None) == 1
     if not mapped:
-        return LoweringContext(platform=platform, single_device=is_single, can_partition=not is_single)
+        # The devices are not known if the mesh is abstract.
+        can_partition = not is_single and getattr(axis_context, "device_assignment", ()) is not None
+        return LoweringContext(platform=platform, single_device=is_single, can_partition=can_partition)
     if is_stack:
         return LoweringContext(platform=platform, is_stack=True)
     return LoweringContext(platform=platform, single_device=is_single, is_mapped=is_single)

@@ -215,7 +215,7 @@ def _ragged_primitive(backend: str) -> Primitive:
             body=_run_ragged,
             shapes=_ragged_shapes,
             dim_sources=_ragged_dim_sources,
-            needs_devices=True,
+            needs_devices=traits.needs_devices,
             batched=None if traits.can_batch else batched,
         ),
         job="ragged gemm",

@@ -8,24 +8,25 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from policyc.jaxcore.define_primitive import LoweringContext
 from policyc.language.recipes import Treatment
 from policyc.numerics.backends import emulate
 from policyc.numerics.backends.sharded_gemm import multiply_sharded
+from policyc.numerics.gemm import quantized_dot_general
 from policyc.numerics.quantize import Axes, Quantized, quantize
 from policyc.numerics.quantize.values import decode_values
-from tests.support.gemms import quick_jit
+from tests.support.gemms import FULL, MATMUL, quick_jit
 
 POW2 = Treatment(format="nvfp4", element="e2m1", outer="pow2")
 """Sums of small integers under outer scales that are powers of two are exact, however they are divided."""
 ON_CPU = LoweringContext(platform="cpu", single_device=True)
-MATMUL = (((1,), (0,)), ((), ()))
 
 
 def integers(*shape: int) -> jax.Array:
@@ -154,6 +155,23 @@ def test_other_formats_are_divided(treatment: Treatment) -> None:
     multiply = partial(emulate.gemm, dimensions=contract, out=jnp.float32, context=ON_CPU)
     np.testing.assert_array_equal(np.asarray(product), np.asarray(quick_jit(multiply)(x, w)))
     assert not found
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_without_gpus_a_program_is_lowered_for_an_abstract_mesh(platform: str) -> None:
+    """XLA then divides its products, because JAX tells no devices to a rule."""
+    mesh = AbstractMesh((8,), ("a",), axis_types=(AxisType.Auto,))
+    x, w = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in (((256, 128), P("a")), ((128, 64), P()))
+    )
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return quantized_dot_general(x, w, MATMUL, FULL).astype(jnp.float32).sum()
+
+    exported = jax.export.export(jax.jit(jax.grad(loss)), platforms=(platform,))(w, x)
+    assert exported.nr_devices == 8
+    assert "CustomSPMDPartitioning" not in exported.mlir_module()
 
 
 def test_only_products_on_several_gpus_are_divided() -> None:

@@ -41,12 +41,14 @@ class BackendTraits:
     """Static properties of a backend that the compiler depends on.
 
     Attributes:
+      needs_devices: whether lowering needs to know the devices, also where there are no GPUs.
       can_batch: whether `vmap` can batch its calls.
       quantizes_stacks: whether quantizing the weights of all layers at once, with `quantize_stack`, takes fewer
         kernels.
       multiplies_values: whether its GEMM multiplies the bfloat16 values of codes. Its quantizers can write these.
     """
 
+    needs_devices: bool
     can_batch: bool
     quantizes_stacks: bool
     multiplies_values: bool = False

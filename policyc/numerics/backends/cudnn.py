@@ -41,7 +41,7 @@ __all__ = [
 
 INSTALL = "pip install nvidia-cudnn-frontend"
 
-TRAITS = BackendTraits(can_batch=False, quantizes_stacks=False)
+TRAITS = BackendTraits(needs_devices=True, can_batch=False, quantizes_stacks=False)
 
 _BLOCK = 16
 _ROWS, _TOKENS = 256, 128

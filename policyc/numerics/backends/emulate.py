@@ -40,7 +40,7 @@ from policyc.numerics.quantize.values import (
     write_outer_factors,
 )
 
-TRAITS = BackendTraits(can_batch=True, quantizes_stacks=False, multiplies_values=True)
+TRAITS = BackendTraits(needs_devices=False, can_batch=True, quantizes_stacks=False, multiplies_values=True)
 
 
 def obstacle(query: GemmQuery) -> Obstacle | None:

@@ -42,7 +42,7 @@ from policyc.numerics.quantize.layout import Axes, Layout, Operand, Quantized
 from policyc.numerics.quantize.orders import OrderRequest
 from policyc.numerics.quantize.random import Key, make_key
 
-TRAITS = BackendTraits(can_batch=False, quantizes_stacks=True)
+TRAITS = BackendTraits(needs_devices=True, can_batch=False, quantizes_stacks=True)
 
 # cuBLAS needs a contracted size that is a multiple of this.
 _CONTRACTED = 32

@@ -58,7 +58,7 @@ _PARTLY_MANUAL = (
     "axes divide it; write a shard_map over all axes"
 )
 
-TRAITS = BackendTraits(can_batch=True, quantizes_stacks=False)
+TRAITS = BackendTraits(needs_devices=True, can_batch=True, quantizes_stacks=False)
 
 
 def obstacle(query: GemmQuery) -> Obstacle | None:
