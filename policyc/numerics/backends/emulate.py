@@ -63,9 +63,12 @@ def quantize(
     context: LoweringContext,
 ) -> Quantized:
     """Quantizes an operand by the method that is fastest on the platform."""
-    is_divided = context.platform == "cuda" and context.can_partition and can_build_kernels("nvfp4")
     is_refined = kernels.fits_refined(x, treatment, axes)
-    if is_divided and (is_refined or kernels.fits_alone(x, treatment, axes)):
+    if (
+        context.can_partition
+        and _has_kernels(context)
+        and (is_refined or kernels.fits_alone(x, treatment, axes))
+    ):
         # The kernels that refine block scales do not rotate.
         rotated = rotate_operand(x, treatment, axes, sign_key, "kernels") if is_refined else x
         order = OrderRequest(treatment=treatment, axes=axes, key=key or q.make_key())
@@ -103,9 +106,8 @@ def quantize_joined(
     x: jax.Array, requests: Sequence[OrderRequest], context: LoweringContext
 ) -> list[Quantized] | None:
     """Quantizes with kernels that read the operand once for all maxima and once for all codes, if they can."""
-    has_kernels = context.platform == "cuda" and can_build_kernels("nvfp4")
     joins = joins_in_kernels([r.treatment for r in requests])
-    if not (has_kernels and joins and all(kernels.fits(x, r.treatment, r.axes) for r in requests)):
+    if not (_has_kernels(context) and joins and all(kernels.fits(x, r.treatment, r.axes) for r in requests)):
         return None
     if context.single_device:
         return quantize_by_kernels(x, requests, kernels.Kernels())
@@ -114,8 +116,9 @@ def quantize_joined(
 
 def _can_write_tiles(x: jax.Array, requests: Sequence[OrderRequest], context: LoweringContext) -> bool:
     """Whether a kernel can write the values of a weight with tiles."""
-    has_kernels = context.platform == "cuda" and can_build_kernels("nvfp4")
-    return has_kernels and all(r.decoded and kernels.fits_tiles(x, r.treatment, r.axes) for r in requests)
+    return _has_kernels(context) and all(
+        r.decoded and kernels.fits_tiles(x, r.treatment, r.axes) for r in requests
+    )
 
 
 def count_reads(treatments: Sequence[Treatment]) -> int:
@@ -126,6 +129,11 @@ def count_reads(treatments: Sequence[Treatment]) -> int:
     if joins_in_kernels(treatments):
         return 2
     return sum(2 if t.rht or refinement_of(t) else 1 for t in treatments)
+
+
+def _has_kernels(context: LoweringContext) -> bool:
+    """Whether a program can use the NVFP4 kernels."""
+    return context.platform == "cuda" and can_build_kernels("nvfp4")
 
 
 def can_build_kernels(format: str) -> bool:
@@ -154,7 +162,7 @@ def gemm(
         one_device = replace(context, single_device=True, can_partition=False)
         multiply = partial(gemm, out=out, context=one_device)
         return multiply_sharded(lhs, rhs, dimensions, multiply)
-    has_kernels = context.platform == "cuda" and context.single_device and can_build_kernels("nvfp4")
+    has_kernels = context.single_device and _has_kernels(context)
     if context.platform == "cuda":
         ((lc, rc), (lb, rb)) = dimensions
         is_wgrad = not (_contracts_last(lhs, lc) or _contracts_last(rhs, rc))
