@@ -5,14 +5,16 @@
 For each depth it prints the CPU seconds of JAX's trace of the loss, of analysis and plan, and of the whole `apply`
 (trace, analyze, plan, rewrite, retrace), the last two also as multiples of the trace. Then it prints those of JAX's
 trace of `jax.value_and_grad`, of the plain loss and of the loss under the policy: the wait before JAX lowers the step.
+Each time is the median of several repetitions, in which all of them take turns.
 """
 
 from __future__ import annotations
 
-import sys
+import gc
+import statistics
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +23,7 @@ import policyc
 from benchmarks.command_line import make_parser
 from policyc.compiler.analysis import analyze
 from policyc.compiler.paths import leaf_paths
-from policyc.compiler.plan import make_plan
-from policyc.compiler.rewrite import rewrite
+from policyc.compiler.plan import Plan, make_plan
 
 D, FF, HEADS, KV, HEAD, VOCAB, SEQ = 16384, 53248, 128, 8, 128, 128256, 8192
 POLICY = """
@@ -32,6 +33,8 @@ attention.{q,k,v,o} -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)
 layers[-4:] -> bf16
 lm_head -> keep
 """
+REPETITIONS = 5
+_Result = TypeVar("_Result")
 
 
 def bf16_shape(*shape: int) -> jax.ShapeDtypeStruct:
@@ -107,31 +110,35 @@ class Seconds(NamedTuple):
     applied_gradient: float
 
 
+def timed(run: Callable[[], _Result]) -> tuple[float, _Result]:
+    """The CPU seconds of a function, and its result. It pays for collecting its own garbage, not that of others."""
+    gc.collect()
+    start = time.process_time()
+    result = run()
+    return time.process_time() - start, result
+
+
 def measure(layers: int) -> tuple[Seconds, int]:
-    """The times for a loss of this many layers, and the number of its sites."""
+    """The times of one repetition for a loss of this many layers, and the number of its sites."""
     params, tokens = parameters(layers), jax.ShapeDtypeStruct((1, SEQ), jnp.int32)
     policy = policyc.parse(POLICY)
+    paths = [*leaf_paths([("params", params)]), None]
 
-    def trace_seconds_of(function: Callable[..., Any]) -> float:
+    def trace(function: Callable[..., Any]) -> tuple[float, Any]:
         jax.clear_caches()
-        start = time.process_time()
-        jax.make_jaxpr(function)(params, tokens)
-        return time.process_time() - start
+        return timed(lambda: jax.make_jaxpr(function)(params, tokens))
 
-    start = time.process_time()
-    closed = jax.make_jaxpr(loss)(params, tokens)
-    trace_seconds = time.process_time() - start
-    start = time.process_time()
-    plan = make_plan(policy, analyze(closed, [*leaf_paths([("params", params)]), None]))
-    decisions = plan.decisions()
-    plan_seconds = time.process_time() - start
-    start = time.process_time()
-    rewrite(plan.sites, decisions)
-    rewrite_seconds = time.process_time() - start
-    print(f"    rewrite alone {rewrite_seconds:.2f} s", file=sys.stderr)
+    def make() -> Plan:
+        plan = make_plan(policy, analyze(closed, paths))
+        plan.decisions()
+        return plan
+
+    trace_seconds, closed = trace(loss)
+    plan_seconds, plan = timed(make)
     applied = policyc.apply(policy, loss)
     functions: list[Callable[..., Any]] = [applied, jax.value_and_grad(loss), jax.value_and_grad(applied)]
-    return Seconds(trace_seconds, plan_seconds, *map(trace_seconds_of, functions)), len(plan.sites)
+    others = [trace(function)[0] for function in functions]
+    return Seconds(trace_seconds, plan_seconds, *others), len(plan.sites)
 
 
 def main() -> None:
@@ -144,8 +151,9 @@ def main() -> None:
     print(f"JAX {jax.__version__}")
     print("layers  sites  trace s  plan s  x trace  apply s  x trace  gradient s  applied s  x gradient")
     for layers in depths:
-        jax.clear_caches()
-        s, sites = measure(layers)
+        repetitions = [measure(layers) for _ in range(REPETITIONS)]
+        s = Seconds(*map(statistics.median, zip(*(seconds for seconds, _ in repetitions), strict=True)))
+        sites = repetitions[0][1]
         print(
             f"{layers:6}  {sites:5}  {s.trace:7.2f}  {s.plan:6.2f}  {s.plan / s.trace:7.2f}  {s.apply:7.2f}  "
             f"{s.apply / s.trace:7.2f}  {s.gradient:10.2f}  {s.applied_gradient:9.2f}  "

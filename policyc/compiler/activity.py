@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.containers import CONTAINERS, container_of
-from policyc.jaxcore.derivatives import is_float, operands_with_cotangent
+from policyc.jaxcore.derivatives import differentiable_operands, is_float, operands_with_cotangent
 from policyc.jaxcore.jaxprs import AnyJaxpr
 from policyc.jaxcore.primitives import PRIMITIVES
 from policyc.jaxcore.transform import Address
@@ -68,14 +68,17 @@ class _BackwardActivity:
             rule = PRIMITIVES.get(eqn.primitive.name)
             if rule is not None and not everything and with_cotangent.isdisjoint(eqn.outvars):
                 continue
+            operands: list[Any] = eqn.invars
+            if rule is not None and rule.weight == "product":
+                self.addresses.add((*address, number))
+            if rule is not None and len(eqn.outvars) == 1:  # most equations
+                with_cotangent.update(itertools.compress(operands, differentiable_operands(eqn)))
+                continue
             eqn_results = [everything or v in with_cotangent for v in eqn.outvars]
             if rule is None:
-                add(eqn.invars, self._equation(eqn, eqn_results, (*address, number), everything))
-                continue
-            if rule.weight == "product":
-                self.addresses.add((*address, number))
-            operands: list[Any] = eqn.invars
-            with_cotangent.update(itertools.compress(operands, operands_with_cotangent(eqn, eqn_results)))
+                add(operands, self._equation(eqn, eqn_results, (*address, number), everything))
+            else:
+                with_cotangent.update(itertools.compress(operands, operands_with_cotangent(eqn, eqn_results)))
         return [everything or v in with_cotangent for v in opened.invars]
 
     def _equation(

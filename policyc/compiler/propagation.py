@@ -42,25 +42,25 @@ _OF_CONSTANTS = "its index is computed from constants by operations that policyc
 
 def propagate_equation(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
     """The infos of an equation's results, from those of its operands. The equation has no jaxpr that is entered."""
-    if not eqn.outvars:
+    outvars = eqn.outvars
+    if not outvars:
         return []
-    rule, name = rule_of(eqn), eqn.primitive.name
+    rule = rule_of(eqn)
     weight = rule.weight
-    active = [i.is_active for i in infos]
-    active = active_results(eqn, active) if True in active else [False] * len(eqn.outvars)
+    active = active_results(eqn, [i.is_active for i in infos])
     if weight == "identity":
-        if name == "device_put":  # the weight may be in host memory, where it cannot be quantized
+        if eqn.primitive.name == "device_put":  # a weight in host memory cannot be quantized
             infos = [info._replace(origin=None) for info in infos]
         return [info._replace(is_active=a) for info, a in zip(infos, active, strict=True)]
     if weight != "product" and not eqn.effects:
         data = _only_data(infos)
-        if data is not None and (data.integers is None or is_array(eqn.outvars[0].aval)):
+        if data is not None and (data.integers is None or is_array(outvars[0].aval)):
             return [data if a is data.is_active else data._replace(is_active=a) for a in active]
     joined = join_dependence(infos)
     moves = weight in ("layout", "gather")
     if not moves and joined > Dependence.CONSTANTS:
         infos = [i._replace(source=None, is_lookup=False) if i.is_lookup else i for i in infos]
-    first = infos[0] if infos else UNKNOWN
+    first, name = infos[0] if infos else UNKNOWN, eqn.primitive.name
     is_active = True in active
     result = VarInfo(
         is_active=is_active,
@@ -73,7 +73,7 @@ def propagate_equation(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
         else None,
         projections=join_projections(infos),
     )
-    if weight == "product" or all(i.source is None for i in infos):
+    if weight == "product" or [i.source for i in infos].count(None) == len(infos):
         return [result if a is is_active else result._replace(is_active=a) for a in active]
     is_modified = _is_modified(weight, infos)
     return [

@@ -34,21 +34,21 @@ def _is_complex(aval: AbstractValue) -> bool:
 
 def active_results(eqn: JaxprEqn, active: Sequence[bool]) -> list[bool]:
     """Which results have a derivative, given which operands do. Active operands must be of differentiable types."""
-    rules = _operand_rules(eqn)
-    flows = active if rules is None else list(map(and_, active, rules))
-    if True not in flows:
-        return [False] * len(eqn.outvars)
-    if len(eqn.outvars) > 1 and _is_one_to_one(eqn, "per operand"):
-        return [f and is_float(v.aval) for f, v in zip(flows, eqn.outvars, strict=True)]
-    return [is_float(v.aval) for v in eqn.outvars]
+    results = eqn.outvars
+    if True in active:
+        rules = _operand_rules(eqn)
+        flows = active if rules is None else list(map(and_, active, rules))
+        if True in flows:
+            if len(results) > 1 and _is_one_to_one(eqn, "per operand"):
+                return [f and is_float(v.aval) for f, v in zip(flows, results, strict=True)]
+            return [is_float(v.aval) for v in results]
+    return [False] * len(results)
 
 
 def operands_with_cotangent(eqn: JaxprEqn, results: Sequence[bool]) -> list[bool]:
     """Which operands get a cotangent, provided that they have a derivative, given which results get one."""
-    differentiable = _differentiable_operands(eqn)
-    if len(results) == 1:
-        return differentiable if results[0] else [False] * len(differentiable)
-    if _is_one_to_one(eqn, "per operand", "cotangent per operand"):
+    differentiable = differentiable_operands(eqn)
+    if len(results) > 1 and _is_one_to_one(eqn, "per operand", "cotangent per operand"):
         return [r and d for r, d in zip(results, differentiable, strict=True)]
     return differentiable if any(results) else [False] * len(differentiable)
 
@@ -58,17 +58,19 @@ def _is_one_to_one(eqn: JaxprEqn, *derivatives: str) -> bool:
     return len(eqn.invars) == len(eqn.outvars) and rule_of(eqn).derivative in derivatives
 
 
-def _differentiable_operands(eqn: JaxprEqn) -> list[bool]:
+def differentiable_operands(eqn: JaxprEqn) -> list[bool]:
     """Which operands are variables of a differentiable type and have a derivative rule."""
-    by_type = [type(a) is not Literal and is_float(a.aval) for a in eqn.invars]
+    by_type = [type(a) is not Literal and _is_inexact(getattr(a.aval, "dtype", None)) for a in eqn.invars]
     rules = _operand_rules(eqn)
     return by_type if rules is None else list(map(and_, by_type, rules))
 
 
 def _operand_rules(eqn: JaxprEqn) -> Sequence[bool] | None:
     """Which operands have a derivative rule; None if all do. Rounding, comparing and `stop_gradient` have none."""
-    has_rule = _has_rule(eqn.primitive)
-    if eqn.primitive.name in _CONSTANT and not _is_complex(eqn.invars[0].aval):
+    name, has_rule = eqn.primitive.name, _has_rule(eqn.primitive)
+    if has_rule is None and name not in _CONSTANT:  # most primitives
+        return None
+    if name in _CONSTANT and not _is_complex(eqn.invars[0].aval):
         has_rule = ()
     if has_rule == ():
         return [False] * len(eqn.invars)
