@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from typing import ClassVar
 
 from policyc.base.text import escape_lines
@@ -59,4 +58,6 @@ def html_policy(text: str) -> str:
 
 def escape_text(text: str) -> str:
     """Escapes a text for HTML or SVG, and its control characters except line breaks."""
+    from html import escape  # imported here: it loads all entities, and `lint` shows no HTML
+
     return escape(escape_lines(text))

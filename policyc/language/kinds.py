@@ -104,11 +104,16 @@ def possible_flags(words: frozenset[str]) -> tuple[Flags, ...]:
     """Returns the possible combinations of values of some flags, each as an example with a value for every flag."""
     examples: dict[tuple[bool, ...], Flags] = {}
     ordered = [word for word in FLAGS if word in words]
-    for values in itertools.product((True, False), repeat=len(FLAGS)):
-        flags = dict(zip(FLAGS, values, strict=True))
-        if _is_possible(flags):
-            examples.setdefault(tuple(flags[word] for word in ordered), flags)
+    for flags in _all_possible_flags():
+        examples.setdefault(tuple(flags[word] for word in ordered), flags)
     return tuple(examples.values())
+
+
+@cache
+def _all_possible_flags() -> tuple[Flags, ...]:
+    combinations = itertools.product((True, False), repeat=len(FLAGS))
+    every = (dict(zip(FLAGS, values, strict=True)) for values in combinations)
+    return tuple(filter(_is_possible, every))
 
 
 def _is_possible(flags: Flags) -> bool:

@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
-from importlib import import_module, resources
+from importlib import import_module
+from pathlib import Path
 from pkgutil import iter_modules
 
 from policyc.base.text import did_you_mean
@@ -37,7 +38,7 @@ def _load_checks(package: str, path: Iterable[str]) -> dict[str, Check]:
 def _read_rules() -> Iterator[LintRule]:
     """Yields the rules in the order of `pages.md`. `load_program_rules` adds the checks that need a program."""
     checks = _load_checks(__name__, __path__)
-    text = resources.files("policyc.linter").joinpath("pages.md").read_text(encoding="utf-8")
+    text = Path(__file__).parents[1].joinpath("pages.md").read_text(encoding="utf-8")
     _, of_policies, of_programs = text.split(_LINE)
     for pages, needs_program in ((of_policies, False), (of_programs, True)):
         for code, severity, page in _PAGE.findall(pages):
