@@ -66,7 +66,7 @@ def cast_operand(x: jax.Array, treatment: Treatment) -> jax.Array:
 def _quantize(
     x: jax.Array, spec: OperandSpec, keys: Keys, *, suffix: str = "", decode_tiles: bool = False
 ) -> Quantized:
-    treatment = replace(spec.treatment, sums="fp32")  # a GEMM option, which does not affect the codes
+    treatment = _of_codes(spec.treatment)
     multiplies_values = backends.load(spec.backend).TRAITS.multiplies_values
     return primitives.quantize(
         x,
@@ -77,6 +77,11 @@ def _quantize(
         backend=spec.backend,
         decoded=decode_tiles and multiplies_values and treatment.tile2d and treatment.rounding == "rne",
     )
+
+
+def _of_codes(treatment: Treatment) -> Treatment:
+    """The treatment without the option of a GEMM, which does not affect the codes."""
+    return replace(treatment, sums="fp32")
 
 
 def split_mean(x: jax.Array, tokens: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
@@ -112,8 +117,7 @@ def has_same_codes(one: Treatment, other: Treatment) -> bool:
     Scales per row depend on the contracted dimension.
     """
     is_square = one.tile2d or not (FORMATS[one.format].block or one.outer == "row")
-    # The codes do not depend on how the GEMM accumulates.
-    return replace(one, sums=other.sums) == other and is_square and not one.rht and not one.mean_split
+    return _of_codes(one) == _of_codes(other) and is_square and not one.rht and not one.mean_split
 
 
 def shares_codes(one: OperandSpec, other: OperandSpec) -> bool:
@@ -125,9 +129,13 @@ def can_quantize_pair(one: OperandSpec, other: OperandSpec) -> bool:
     """Whether one quantizer can write an operand for two GEMMs, so that the backend may read the operand less often."""
     if one.backend != other.backend:
         return False
+    if shares_codes(one, other):
+        return False
     treatments = (one.treatment, other.treatment)
+    if all(t.format == "fp8" and t.outer == "row" for t in treatments):
+        return one.backend == "xla"
     is_plain = all(t.rounding in ("rne", "sr") and not t.mean_split for t in treatments)
-    return is_plain and {t.format for t in treatments} == {"nvfp4"} and not shares_codes(one, other)
+    return is_plain and {t.format for t in treatments} == {"nvfp4"}
 
 
 def quantize_pair(
@@ -140,7 +148,9 @@ def quantize_pair(
     """
     multiplies_values = backends.load(one.backend).TRAITS.multiplies_values
     first, second = (
-        primitives.QuantizeSpec(o.treatment, o.axes, multiplies_values and (o.gemm, o.role) in _READ_AT_ONCE)
+        primitives.QuantizeSpec(
+            _of_codes(o.treatment), o.axes, multiplies_values and (o.gemm, o.role) in _READ_AT_ONCE
+        )
         for o in (one, other)
     )
     pair = primitives.quantize_pair(
@@ -164,9 +174,9 @@ def _save_in_memory_order(q: Quantized, axes: Axes) -> Quantized:
     ndim = q.codes.ndim
     contract = tuple(ndim + i for i in axes.contract)
     order = (*free_dims(ndim, contract), *contract)
-    arrays = (q.codes, q.scales)
-    named = checkpoint_name([a.transpose(order) for a in arrays if a is not None], CHECKPOINT_NAME)
-    codes, scales = (a.transpose(sorted(range(ndim), key=order.__getitem__)) for a in named)
+    original = sorted(range(ndim), key=order.__getitem__)
+    moved = jax.tree.map(lambda a: a.transpose(order), (q.codes, q.scales))
+    codes, scales = jax.tree.map(lambda a: a.transpose(original), checkpoint_name(moved, CHECKPOINT_NAME))
     return replace(q, codes=codes, scales=scales, amax=checkpoint_name(q.amax, CHECKPOINT_NAME))
 
 

@@ -200,8 +200,9 @@ def _quantize_one_of_pair(
     """The quantizer for one GEMM, if the results for the other are unused, as in a recomputed forward pass."""
     if len(specs) == 1:
         return None
-    # Codes, scales and amax, or values and amax.
-    first = 2 if specs[0].decoded else 3
+    # Codes, block scales and amax; or codes or values, and amax.
+    has_scales = bool(FORMATS[specs[0].treatment.format].block) and not specs[0].decoded
+    first = 3 if has_scales else 2
     if any(used[:first]) and any(used[first:]):
         return None
     index = int(any(used[first:]))

@@ -338,11 +338,13 @@ def _needs_both_orders(spec: GemmSpec, role: Role, dims: _OperandDims) -> bool:
     """Whether to also write transposed codes.
 
     8-bit GEMMs read both operands along the contracted dimension. The second order suits them if one of the two GEMMs
-    that read the operand contracts its last dimension, and the other one all others. Transformer Engine packs the codes
-    of a 2D weight along both axes in one pass, and fprop and dgrad each read one of the two packings.
+    that read the operand contracts its last dimension, and the other one all others. With a scale per row, the two need
+    different codes. Transformer Engine packs the codes of a 2D weight along both axes in one pass, and fprop and dgrad
+    each read one of the two packings.
     """
     fprop, dgrad, _ = spec.options.backends
-    if all(t.format == "fp8" for t in spec.recipe.treatments) and set(spec.options.backends) == {"xla"}:
+    is_fp8 = all(t.format == "fp8" and t.outer != "row" for t in spec.recipe.treatments)
+    if is_fp8 and set(spec.options.backends) == {"xla"}:
         return role is not Role.WEIGHT or (dims.ndim - 1,) in (dims.contract, dims.free)
     if role is not Role.WEIGHT:
         return False

@@ -20,6 +20,7 @@ from policyc.language.recipes import Treatment
 from policyc.numerics.backends import emulate, xla
 from policyc.numerics.quantize import Axes, Quantized, fp8_kernel, kernels, make_key, quantize
 from policyc.numerics.quantize.blocks import layout_of
+from policyc.numerics.quantize.fp8 import quantize_fp8_rows
 from policyc.numerics.quantize.hadamard import Method
 from policyc.numerics.quantize.kernel_orders import Order
 from policyc.numerics.quantize.orders import OrderRequest, quantize_orders
@@ -370,6 +371,26 @@ def test_codes_in_both_orders(case: str, element: str) -> None:
         np.testing.assert_array_equal(np.asarray(q.transposed_codes), transposed)
 
 
+@pytest.mark.any_jax
+@pytest.mark.parametrize("last", [0, 1])
+@pytest.mark.parametrize("case", ["normal", "huge", "tiny", "zeros", "nan"])
+def test_codes_with_a_scale_for_each_row_and_each_column(case: str, last: int) -> None:
+    """The kernel writes for each of two GEMMs what a quantizer of one order writes."""
+    x = normal(2, 128, 256) * jnp.exp2(jnp.arange(256) % 9).astype(jnp.bfloat16)
+    x = {"normal": x, "huge": x * 1e34, "tiny": x * 1e-38, "zeros": x * 0, "nan": x.at[0, 3, 5].set(jnp.nan)}[
+        case
+    ]
+    treatments = [Treatment(format="fp8", element=element, outer="row") for element in ("e4m3", "e5m2")]
+    axes = [Axes(axis=-1, contract=(-1,)), Axes(axis=-2, contract=(-3, -2))]
+    if last:
+        axes.reverse()
+    assert fp8_kernel.fits_rows(x, treatments, axes)
+    run = partial(quantize_fp8_rows, treatments=treatments, axes=axes)
+    both = jax.jit(lambda x: run(x, kernel=fp8_kernel.Fp8Kernel(interpret=True)))(x)
+    for quantized, treatment, a in zip(both, treatments, axes, strict=True):
+        assert_equal(quantized, quantizer(treatment, a, "matmul")(x))
+
+
 def test_which_operands_the_kernels_take() -> None:
     def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -382,6 +403,13 @@ def test_which_operands_the_kernels_take() -> None:
     assert not fits(array(64, 256), fp8, both)
     assert not fits(array(128, 200), fp8, both)
     assert not fits(array(128, 256), NEAREST, both)
+    row, fits_rows = replace(fp8, outer="row"), fp8_kernel.fits_rows
+    across, along = Axes(axis=-2, contract=(-2,)), Axes(axis=-1, contract=(-1,))
+    assert fits_rows(array(128, 256), [row, row], [across, along])
+    assert not fits_rows(array(128, 256), [row, fp8], [across, along])
+    assert not fits_rows(array(128, 256), [row, row], [along, along])
+    assert not fits_rows(array(2, 128, 256), [row, row], [across, along])
+    assert not fits_rows(array(128, 200), [row, row], [across, along])
     fits = kernels.fits
     assert fits(array(64, 256), NEAREST, COLUMNS)
     assert fits(array(4, 16, 256), NEAREST, COLUMNS)

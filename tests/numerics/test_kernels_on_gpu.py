@@ -225,6 +225,20 @@ def test_denormals_keep_their_codes() -> None:
     np.testing.assert_array_equal(np.asarray(codes_of(quantized)), oracle.nvfp4(x)["codes"])
 
 
+def test_compiled_codes_with_a_scale_for_each_row_and_each_column() -> None:
+    x, row = normal(8192, 4096), Treatment(format="fp8", element="e4m3", outer="row")
+    pair = tuple(primitives.QuantizeSpec(row, Axes(axis=i, contract=(i,))) for i in (-2, -1))
+    names = "wgrad.x", "fprop.x"
+    run = jax.jit(
+        lambda x: primitives.quantize_pair(x, pair, operands=names, rounding_key=make_key(), backend="xla")
+    )
+    assert "triton" in run.lower(x).as_text()
+    for quantized, spec in zip(run(x), pair, strict=True):
+        assert_equal(
+            quantized, jax.jit(lambda x, s=spec: quantize(x, s.treatment, s.axes, method="matmul"))(x)
+        )
+
+
 def test_compiled_codes_in_both_orders() -> None:
     x, fp8, both = normal(8192, 4096), Treatment(format="fp8", element="e5m2"), Axes(both_orders=True)
     run = jax.jit(lambda x: primitives.quantize(x, fp8, both, backend="xla"))

@@ -76,8 +76,9 @@ def quantize(
     method: Method = "cpu" if context.platform == "cpu" else "matmul"
     if context.platform == "cuda":
         # On CUDA, a product rounds its own result to bfloat16, which saves a pass over memory. Kernels save another.
-        is_batched_fp8 = context.is_mapped and treatment.format == "fp8"  # its kernel takes one operand
-        has_kernels = context.single_device and not is_batched_fp8 and can_build_kernels(treatment.format)
+        has_kernels = context.single_device and can_build_kernels(treatment.format)
+        if treatment.format == "fp8":
+            has_kernels = has_fp8_kernel(context)
         method = "kernels" if has_kernels else "matmul_bf16"
     quantized = q.quantize(x, treatment, axes, key=key, sign_key=sign_key, method=method)
     if axes.both_orders and quantized.layout.packed:
@@ -134,6 +135,12 @@ def count_reads(treatments: Sequence[Treatment]) -> int:
 def _has_kernels(context: LoweringContext) -> bool:
     """Whether a program can use the NVFP4 kernels."""
     return context.platform == "cuda" and can_build_kernels("nvfp4")
+
+
+def has_fp8_kernel(context: LoweringContext) -> bool:
+    """Whether a program can use the FP8 kernel, which takes one operand."""
+    is_single = context.single_device and not context.is_mapped
+    return context.platform == "cuda" and is_single and can_build_kernels("fp8")
 
 
 def can_build_kernels(format: str) -> bool:

@@ -27,8 +27,10 @@ from policyc.numerics.backends.block_scaled import DTYPES, BlockScaledSpec, Rows
 from policyc.numerics.backends.choice import GemmQuery, Obstacle
 from policyc.numerics.backends.emulate import apply_outer_scales, count_reads, find_missing_library
 from policyc.numerics.products import DimensionNumbers, free_dims
+from policyc.numerics.quantize import fp8_kernel
 from policyc.numerics.quantize.bits import FP8_DTYPES, materialize
 from policyc.numerics.quantize.blocks import refinement_of
+from policyc.numerics.quantize.fp8 import quantize_fp8_rows
 from policyc.numerics.quantize.kernel_tiles import BLOCK, TILE_FEATURES, TILE_TOKENS
 from policyc.numerics.quantize.layout import (
     TILE,
@@ -141,6 +143,9 @@ def quantize_orders(
     joined = emulate.quantize_joined(x, requests, context)
     if joined is not None:
         return joined
+    treatments, axes = [r.treatment for r in requests], [r.axes for r in requests]
+    if emulate.has_fp8_kernel(context) and fp8_kernel.fits_rows(x, treatments, axes):
+        return quantize_fp8_rows(x, treatments, axes, fp8_kernel.Fp8Kernel())
     return [quantize(x, r.treatment, r.axes, r.rounding_key, None, context) for r in requests]
 
 

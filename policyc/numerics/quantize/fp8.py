@@ -5,17 +5,20 @@ FP4 is an ablation: no GPU multiplies it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
+from policyc.language.recipes import Treatment
 from policyc.numerics.quantize.bits import (
     ELEMENTS,
     Element,
     abs_bits,
     encode_scaled,
+    exact_div,
     from_bits,
     kernel_div,
     materialize,
@@ -25,12 +28,15 @@ from policyc.numerics.quantize.blocks import (
     encode_blocks,
     find_encoding_scale,
     find_maxima,
+    layout_of,
+    lift_amax,
     materialize_encoding_scale,
     outer_maximum,
     outer_scale_axes,
     tensor_key,
 )
-from policyc.numerics.quantize.layout import Quantized
+from policyc.numerics.quantize.fp8_kernel import Fp8Kernel
+from policyc.numerics.quantize.layout import Axes, Quantized
 
 _GROUP = 16
 """The size of the groups whose maxima are found while x is written: that of an NVFP4 block."""
@@ -67,8 +73,38 @@ def quantize_fp8(x: jax.Array, context: QuantizeContext) -> Quantized:
     )
 
 
+def quantize_fp8_rows(
+    x: jax.Array, treatments: Sequence[Treatment], axes: Sequence[Axes], kernel: Fp8Kernel
+) -> list[Quantized]:
+    """Quantizes for two GEMMs, with a scale for each row that they contract. Requires `fp8_kernel.fits_rows`."""
+    x = materialize(x)
+    bits = abs_bits(x)
+    maxima = [bits.max(axis=a.contract, keepdims=True) for a in axes]
+
+    def encoder(index: int) -> tuple[Callable[..., jax.Array], tuple[jax.Array, jax.Array]]:
+        element, amax = ELEMENTS[treatments[index].element], maxima[index]
+        # Not in the kernel: many threads would repeat the exact division.
+        enc, _ = find_encoding_scale(amax, element.top, exact_div)
+        return partial(_encode_rows_in_kernel, element=element), (amax, enc)
+
+    last, other = (0, 1) if axes[0].contract == (-1,) else (1, 0)
+    by_row, by_column = kernel.rows_and_columns(x, encoder(last), encoder(other))
+    codes = {last: by_row, other: jnp.moveaxis(by_column, 0, -1)}
+    return [
+        Quantized(
+            codes=codes[i], scales=None, amax=from_bits(maxima[i]), layout=layout_of(x.shape, treatment, a)[0]
+        )
+        for i, (treatment, a) in enumerate(zip(treatments, axes, strict=True))
+    ]
+
+
 def _encode_in_kernel(values: jax.Array, amax: jax.Array, element: Element) -> jax.Array:
     enc, lift = find_encoding_scale(amax, element.top, kernel_div)
+    return encode_scaled(values, lift, enc, amax, element)
+
+
+def _encode_rows_in_kernel(values: jax.Array, amax: jax.Array, enc: jax.Array, element: Element) -> jax.Array:
+    _, lift = lift_amax(amax)
     return encode_scaled(values, lift, enc, amax, element)
 
 

@@ -6,7 +6,7 @@ transpose bytes yet, so this kernel stays on Triton.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -22,14 +22,30 @@ from policyc.numerics.quantize.layout import Axes
 _SQUARE, _WARPS = 128, 8
 """The side of the square that one kernel instance reads, and the number of warps of an instance."""
 
-Encode = Callable[[jax.Array, jax.Array], jax.Array]
-"""Encodes fp32 values, given the bits of the largest magnitude of the whole array."""
+Encode = Callable[..., jax.Array]
+"""Encodes fp32 values, given arrays about their scales: one number, or one for each row or each column."""
+Arrays = tuple[jax.Array, ...]
 
 
 def fits(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
     """Whether the kernel can quantize this operand."""
     is_plain = treatment.format == "fp8" and treatment.outer == "tensor" and not axes.batch
-    if not is_plain or not axes.both_orders or x.dtype != jnp.bfloat16 or x.ndim < 2:
+    return is_plain and axes.both_orders and _has_squares(x)
+
+
+def fits_rows(x: jax.Array, treatments: Sequence[Treatment], axes: Sequence[Axes]) -> bool:
+    """Whether the kernel can quantize this operand for two GEMMs with a scale for each row that they contract.
+
+    One GEMM contracts the last axis, and the other all axes before it.
+    """
+    if not all(t.format == "fp8" and t.outer == "row" for t in treatments) or any(a.batch for a in axes):
+        return False
+    contracted = {tuple(sorted(a.contract)) for a in axes}
+    return contracted == {(-1,), tuple(range(-x.ndim, -1))} and _has_squares(x)
+
+
+def _has_squares(x: jax.Array) -> bool:
+    if x.dtype != jnp.bfloat16 or x.ndim < 2:
         return False
     return prod(x.shape[:-1]) % _SQUARE == 0 and x.shape[-1] % _SQUARE == 0
 
@@ -42,19 +58,38 @@ class Fp8Kernel:
 
     def both_orders(self, x: jax.Array, amax: jax.Array, encode: Encode) -> tuple[jax.Array, jax.Array]:
         """The codes, and the codes with the last axis moved first. `amax` has the bits of one number."""
+        scalar = pl.BlockSpec((1, 1), lambda *_: (0, 0))
+        return self._run(partial(_both, encode=encode), x, [(amax.reshape(1, 1), scalar)])
+
+    def rows_and_columns(
+        self, x: jax.Array, rows: tuple[Encode, Arrays], columns: tuple[Encode, Arrays]
+    ) -> tuple[jax.Array, jax.Array]:
+        """The codes under a scale for each row of the last axis; those under one for each column, last axis first.
+
+        The arrays are those that `Encode` takes.
+        """
+        (encode_row, of_rows), (encode_column, of_columns) = rows, columns
+        row = pl.BlockSpec((_SQUARE, 1), lambda i, _: (i, 0))
+        column = pl.BlockSpec((1, _SQUARE), lambda _, j: (0, j))
+        scales = [(a.reshape(-1, 1), row) for a in of_rows] + [(a.reshape(1, -1), column) for a in of_columns]
+        body = partial(_rows_and_columns, len(of_rows), encode_row=encode_row, encode_column=encode_column)
+        return self._run(body, x, scales)
+
+    def _run(
+        self, body: Callable[..., None], x: jax.Array, scales: Sequence[tuple[jax.Array, pl.BlockSpec]]
+    ) -> tuple[jax.Array, jax.Array]:
         flat = x.reshape(-1, x.shape[-1])
         rows, columns = flat.shape
-        square = ((_SQUARE, _SQUARE), lambda i, j: (i, j))
-        transposed_square = ((_SQUARE, _SQUARE), lambda i, j: (j, i))
-        scalar = ((1, 1), lambda *_: (0, 0))
+        square = pl.BlockSpec((_SQUARE, _SQUARE), lambda i, j: (i, j))
+        transposed_square = pl.BlockSpec((_SQUARE, _SQUARE), lambda i, j: (j, i))
         codes, transposed = pl.pallas_call(
-            partial(_both, encode=encode),
+            body,
             [jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in ((rows, columns), (columns, rows))],
             grid=(rows // _SQUARE, columns // _SQUARE),
-            in_specs=[pl.BlockSpec(*s) for s in (square, scalar)],
-            out_specs=[pl.BlockSpec(*s) for s in (square, transposed_square)],
+            in_specs=[square, *(spec for _, spec in scales)],
+            out_specs=[square, transposed_square],
             **_compiler_options(self.interpret),
-        )(flat, amax.reshape(1, 1))
+        )(flat, *(array for array, _ in scales))
         return codes.reshape(x.shape), transposed.reshape(x.shape[-1], *x.shape[:-1])
 
 
@@ -70,3 +105,11 @@ def _both(x: Any, amax: Any, codes: Any, transposed: Any, *, encode: Encode) -> 
     encoded = encode(x[...].astype(jnp.float32), amax[...])
     codes[...] = encoded
     transposed[...] = encoded.T
+
+
+def _rows_and_columns(count: int, x: Any, *refs: Any, encode_row: Encode, encode_column: Encode) -> None:
+    """`refs` has the arrays of rows, `count` of them, then those of columns, and the results."""
+    *scales, codes, transposed = refs
+    values = x[...].astype(jnp.float32)
+    codes[...] = encode_row(values, *(ref[...] for ref in scales[:count]))
+    transposed[...] = encode_column(values, *(ref[...] for ref in scales[count:])).T
