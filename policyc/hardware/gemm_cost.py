@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import OPERANDS, Gemm, Recipe, Role, Treatment
 from policyc.numerics import backends
+from policyc.numerics.operands import has_same_codes
 from policyc.numerics.quantize.blocks import joins_in_kernels, refinement_of
 from policyc.numerics.targets import Target
 
@@ -130,9 +131,14 @@ def emulation_seconds(
     return copy_seconds(target, batch * moved_bytes)
 
 
-def writes_fp32(format: str) -> bool:
-    """Whether XLA's GEMM of this format writes fp32, to which the outer scales are applied."""
-    return FORMATS[format].block > 0 and FORMATS[format].tensor_scale
+def outer_scale_seconds(target: Target, treatments: Sequence[Treatment], results: float) -> float:
+    """Time to apply outer scales to the results of XLA's GEMM, if the GEMM does not: it writes fp32, read again.
+
+    A GEMM of fp8 applies one scale per tensor itself. A power of two is in the block scales.
+    """
+    scaled = [t for t in treatments if FORMATS[t.format].tensor_scale]
+    writes_fp32 = any((FORMATS[t.format].block or t.outer == "row") and t.outer != "pow2" for t in scaled)
+    return copy_seconds(target, FP32_RESULT_BYTES * results) if writes_fp32 else 0.0
 
 
 def weight_bytes(treatment: Treatment, plain: float) -> tuple[float, float]:
@@ -226,8 +232,7 @@ def collect_quantizations(
         if gemm not in products or not FORMATS[treatment.format].is_quantized:
             continue
         treatments = ways.setdefault(role, [])
-        undirected = treatment.tile2d or not FORMATS[treatment.format].block
-        if not (undirected and treatment in treatments):
+        if not any(has_same_codes(treatment, other) for other in treatments):
             treatments.append(treatment)
     quantizations: list[tuple[Role, tuple[Treatment, ...]]] = []
     for role, treatments in ways.items():

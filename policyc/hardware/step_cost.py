@@ -240,16 +240,13 @@ def _fprop_treatment(recipe: Recipe) -> Treatment | None:
 
 
 def _outer_scale_seconds(group: LayerGroup, target: Target, mesh: MeshShape, gemm: Gemm) -> float:
-    """Time to apply the outer scales to a result, if the GEMM does not: it then writes fp32, which is read again."""
+    """Time to apply the outer scales to a result, if the GEMM does not."""
     format = gemm_cost.product_format(group.recipe, gemm, unquantized_format(group.site))
-    if group.backend(gemm) != "xla" or not gemm_cost.writes_fp32(format) or not target.is_native(format):
-        return 0.0
-    assert group.recipe is not None  # a kept product never has such a format
-    if all(t.outer == "pow2" for t in group.recipe.gemm_treatments(gemm)):
+    if group.recipe is None or group.backend(gemm) != "xla" or not target.is_native(format):
         return 0.0
     m, n, k, batch = local_shape(group.site, mesh)
     rows, columns, _ = gemm_cost.product_shape(gemm, m, n, k)
-    return gemm_cost.copy_seconds(target, gemm_cost.FP32_RESULT_BYTES * batch * rows * columns)
+    return gemm_cost.outer_scale_seconds(target, group.recipe.gemm_treatments(gemm), batch * rows * columns)
 
 
 def _group_seconds(group: LayerGroup, target: Target, mesh: MeshShape, gemm: Gemm) -> float:

@@ -5,6 +5,7 @@ __all__ = [
     "gemm",
     "measure",
     "operand_stats",
+    "operands",
     "primitives",
     "products",
     "quantize",

@@ -45,6 +45,8 @@ def test_a_tensor_is_quantized_as_often_as_the_numerics_need_it():
         return [len(ways) for _, ways in gemm_cost.collect_quantizations(recipe, frozenset(Gemm))]
 
     assert counts(make_recipe("fp8")) == [1, 1, 1]  # both products of a tensor share its codes
+    assert counts(resolve("split(fprop=fp8(sums=fast), dgrad=fp8, wgrad=fp8)")) == [1, 1, 1]
+    assert counts(resolve("fp8(outer=row)")) == [2, 2, 2]  # rows of a product are columns of the other
     assert counts(make_recipe("mxfp8")) == [2, 2, 2]
     full = resolve("nvfp4(rht=wgrad, sr=grad, scale2d=weights)")
     assert counts(full) == [2, 1, 2]  # both products share 16x16 tiles
@@ -124,6 +126,22 @@ def test_an_emulated_product_reads_values_and_its_result_again(gemm, decoded):
     hopper, blackwell = (gemm_cost.emulation_seconds(get_target(t), gemm, **shape) for t in ("h200", "gb200"))
     assert hopper == pytest.approx(moved_bytes / (0.62 * 4.8e12)), "the kernel for Hopper writes bf16"
     assert blackwell == pytest.approx((moved_bytes + 4 * 3e4 * 2e4) / (0.62 * 8e12))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "writes_fp32"),
+    [
+        ("fp8", False),
+        ("fp8(outer=row)", True),
+        ("mxfp8", False),
+        ("nvfp4", True),
+        ("nvfp4(outer=pow2)", False),
+    ],
+)
+def test_results_to_scale_are_written_and_read_in_fp32(recipe, writes_fp32):
+    """Two more bytes are written for each, and two more are read."""
+    seconds = gemm_cost.outer_scale_seconds(get_target("h200"), resolve(recipe).treatments, 1e9)
+    assert seconds == pytest.approx(4e9 / (0.62 * 4.8e12) if writes_fp32 else 0)
 
 
 def test_a_tensor_that_is_not_computed_is_read_for_its_maximum():

@@ -121,9 +121,8 @@ def _time_gemms(target: Target, backends: Sequence[str]) -> Iterator[Timing]:
     for backend, format, run in runs:
         seconds = run()
         around = gemm_cost.LAUNCH_SECONDS
-        if backend == "xla" and gemm_cost.writes_fp32(format):
-            # The model has a part of its own for these bytes.
-            around += gemm_cost.copy_seconds(target, gemm_cost.FP32_RESULT_BYTES * m * n)
+        if backend == "xla":  # the model has a part of its own for outer scales
+            around += gemm_cost.outer_scale_seconds(target, read_recipe(format).treatments, m * n)
         yield Timing(
             what=f"GEMM, {backend} {format}",
             measured=seconds,
