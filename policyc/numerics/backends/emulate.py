@@ -76,9 +76,10 @@ def quantize(
     method: Method = "cpu" if context.platform == "cpu" else "matmul"
     if context.platform == "cuda":
         # On CUDA, a product rounds its own result to bfloat16, which saves a pass over memory. Kernels save another.
-        has_kernels = context.single_device and can_build_kernels(treatment.format)
         if treatment.format == "fp8":
             has_kernels = has_fp8_kernel(context)
+        else:
+            has_kernels = context.single_device and can_build_kernels(treatment.format)
         method = "kernels" if has_kernels else "matmul_bf16"
     quantized = q.quantize(x, treatment, axes, key=key, sign_key=sign_key, method=method)
     if axes.both_orders and quantized.layout.packed:

@@ -5,7 +5,7 @@ FP4 is an ablation: no GPU multiplies it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -35,7 +35,7 @@ from policyc.numerics.quantize.blocks import (
     outer_scale_axes,
     tensor_key,
 )
-from policyc.numerics.quantize.fp8_kernel import Fp8Kernel
+from policyc.numerics.quantize.fp8_kernel import Fp8Kernel, Scaled
 from policyc.numerics.quantize.layout import Axes, Quantized
 
 _GROUP = 16
@@ -81,14 +81,14 @@ def quantize_fp8_rows(
     bits = abs_bits(x)
     maxima = [bits.max(axis=a.contract, keepdims=True) for a in axes]
 
-    def encoder(index: int) -> tuple[Callable[..., jax.Array], tuple[jax.Array, jax.Array]]:
+    def scaled(index: int) -> Scaled:
         element, amax = ELEMENTS[treatments[index].element], maxima[index]
         # Not in the kernel: many threads would repeat the exact division.
         enc, _ = find_encoding_scale(amax, element.top, exact_div)
-        return partial(_encode_rows_in_kernel, element=element), (amax, enc)
+        return Scaled(partial(_encode_rows_in_kernel, element=element), amax, enc)
 
     last, other = (0, 1) if axes[0].contract == (-1,) else (1, 0)
-    by_row, by_column = kernel.rows_and_columns(x, encoder(last), encoder(other))
+    by_row, by_column = kernel.rows_and_columns(x, scaled(last), scaled(other))
     codes = {last: by_row, other: jnp.moveaxis(by_column, 0, -1)}
     return [
         Quantized(

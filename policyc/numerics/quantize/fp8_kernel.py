@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,22 @@ from policyc.numerics.quantize.layout import Axes
 _SQUARE, _WARPS = 128, 8
 """The side of the square that one kernel instance reads, and the number of warps of an instance."""
 
-Encode = Callable[..., jax.Array]
-"""Encodes fp32 values, given arrays about their scales: one number, or one for each row or each column."""
-Arrays = tuple[jax.Array, ...]
+Encode = Callable[[jax.Array, jax.Array], jax.Array]
+"""Encodes fp32 values, given the bits of the largest magnitude of the whole array."""
+
+
+class Scaled(NamedTuple):
+    """How to encode under a scale for each row, or for each column.
+
+    Attributes:
+      encode: encodes fp32 values, given the parts of the two arrays that belong to them.
+      amax: the bits of the largest magnitude of each row or column.
+      enc: the encoding scale of each row or column.
+    """
+
+    encode: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    amax: jax.Array
+    enc: jax.Array
 
 
 def fits(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
@@ -61,18 +74,13 @@ class Fp8Kernel:
         scalar = pl.BlockSpec((1, 1), lambda *_: (0, 0))
         return self._run(partial(_both, encode=encode), x, [(amax.reshape(1, 1), scalar)])
 
-    def rows_and_columns(
-        self, x: jax.Array, rows: tuple[Encode, Arrays], columns: tuple[Encode, Arrays]
-    ) -> tuple[jax.Array, jax.Array]:
-        """The codes under a scale for each row of the last axis; those under one for each column, last axis first.
-
-        The arrays are those that `Encode` takes.
-        """
-        (encode_row, of_rows), (encode_column, of_columns) = rows, columns
+    def rows_and_columns(self, x: jax.Array, rows: Scaled, columns: Scaled) -> tuple[jax.Array, jax.Array]:
+        """The codes under a scale for each row of the last axis; those under one for each column, last axis first."""
         row = pl.BlockSpec((_SQUARE, 1), lambda i, _: (i, 0))
         column = pl.BlockSpec((1, _SQUARE), lambda _, j: (0, j))
-        scales = [(a.reshape(-1, 1), row) for a in of_rows] + [(a.reshape(1, -1), column) for a in of_columns]
-        body = partial(_rows_and_columns, len(of_rows), encode_row=encode_row, encode_column=encode_column)
+        scales = [(a.reshape(-1, 1), row) for a in (rows.amax, rows.enc)]
+        scales += [(a.reshape(1, -1), column) for a in (columns.amax, columns.enc)]
+        body = partial(_rows_and_columns, encode_row=rows.encode, encode_column=columns.encode)
         return self._run(body, x, scales)
 
     def _run(
@@ -107,9 +115,18 @@ def _both(x: Any, amax: Any, codes: Any, transposed: Any, *, encode: Encode) -> 
     transposed[...] = encoded.T
 
 
-def _rows_and_columns(count: int, x: Any, *refs: Any, encode_row: Encode, encode_column: Encode) -> None:
-    """`refs` has the arrays of rows, `count` of them, then those of columns, and the results."""
-    *scales, codes, transposed = refs
+def _rows_and_columns(
+    x: Any,
+    row_amax: Any,
+    row_enc: Any,
+    column_amax: Any,
+    column_enc: Any,
+    codes: Any,
+    transposed: Any,
+    *,
+    encode_row: Callable[..., jax.Array],
+    encode_column: Callable[..., jax.Array],
+) -> None:
     values = x[...].astype(jnp.float32)
-    codes[...] = encode_row(values, *(ref[...] for ref in scales[:count]))
-    transposed[...] = encode_column(values, *(ref[...] for ref in scales[count:])).T
+    codes[...] = encode_row(values, row_amax[...], row_enc[...])
+    transposed[...] = encode_column(values, column_amax[...], column_enc[...]).T
