@@ -2,5 +2,5 @@
 
 __all__ = [
     "api", "build", "data", "gradient", "graph", "linears", "matching", "model",
-    "model_explorer", "overlays", "page", "scopes", "svg", "terminal",
+    "overlays", "page", "scopes", "svg", "terminal",
 ]  # fmt: skip

@@ -45,25 +45,12 @@ def use_color() -> bool | None:
     return True if os.environ.get("FORCE_COLOR") else None
 
 
-COMPLETE_VARIABLE = "_POLICYC_COMPLETE"
-"""If it is set, `policyc` prints completions for a shell, by click's protocol."""
-
-
 class ExampleCommand(click.Command):
-    """A command whose help ends with examples, printed exactly as written. A shell can complete its text parameters."""
+    """A command whose help ends with examples, printed exactly as written."""
 
     def __init__(self, *args: Any, examples: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.examples = examples
-
-    def make_context(
-        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
-    ) -> click.Context:
-        if extra.get("resilient_parsing"):  # a shell asks for completions
-            from policyc.cli.completion import complete_texts
-
-            complete_texts(self.params)
-        return super().make_context(info_name, args, parent, **extra)
 
     def format_epilog(self, _: click.Context, formatter: click.HelpFormatter) -> None:
         if self.examples:

@@ -13,8 +13,6 @@ import click
 
 from policyc.cli.common import (
     EXIT_FAILURE,
-    EXIT_USAGE,
-    exit_with_message,
     load_policy,
     paint,
     print_or_write,
@@ -76,10 +74,9 @@ class OutputOptions:
         "html",
         "svg",
         "json",
-        "model-explorer",
-        help="One line per change, a page, the heat map, JSON, or a folder for Google's Model Explorer.",
+        help="One line per change, a page, the heat map, or JSON.",
     )
-    out: str | None = path_option(metavar="FILE", help="Write to this file; for model-explorer, this folder.")
+    out: str | None = path_option(metavar="FILE", help="Write to this file.")
     equations: bool = switch("In the text, also show the equations that change.")
     exit_code: bool = switch("Exit with 1 if something differs.")
 
@@ -114,8 +111,6 @@ def diff(
     """
     check_order(policy, program)
     check_source(program, step.config)
-    if output.output_format == "model-explorer" and output.out in (None, "-"):
-        raise click.UsageError("--format model-explorer writes a folder: name it with --out")
     if output.output_format not in ("html", "json") and (
         compare.stats or compare.compiled or compare.frontier
     ):
@@ -149,7 +144,7 @@ def diff(
             note = f"the program has changed since {compare.vs} was written: only the policy of that plan is used"
             data = dataclasses.replace(data, notes=(*data.notes, note))
         data = _add_overlays(data, compare)
-    _write(data, output)
+    print_or_write(_render(data, output), output.out)
     policies = [policy for policy in (before, loaded) if policy is not None]
     fail_if_refused(*(make_plan(policy, traced.plan.sites, execution) for policy in policies))
     if output.exit_code and data.differs:
@@ -181,20 +176,6 @@ def _add_overlays(data: DiffData, compare: CompareOptions) -> DiffData:
     if compare.frontier:
         overlays["frontier"] = read_frontier(Path(compare.frontier))
     return dataclasses.replace(data, overlays=overlays)
-
-
-def _write(data: DiffData, output: OutputOptions) -> None:
-    """Prints the diff in its format, or writes it to a file."""
-    if output.output_format == "model-explorer":
-        from policyc.changes.model_explorer import write_model_explorer
-
-        assert output.out is not None
-        try:
-            write_model_explorer(data, Path(output.out))
-        except OSError as error:
-            exit_with_message(f"--out: '{output.out}' cannot be written: {error.strerror}", EXIT_USAGE)
-    else:
-        print_or_write(_render(data, output), output.out)
 
 
 def _render(data: DiffData, output: OutputOptions) -> str:

@@ -16,13 +16,12 @@ from typing import Any, cast
 import click
 
 from policyc import __version__
-from policyc.cli.common import COMPLETE_VARIABLE
 
 COMMAND_GROUPS: dict[str, tuple[str, ...]] = {
     "Policies": ("show", "lint", "fmt", "explain", "lsp"),
     "Programs": ("sites", "init", "diff", "apply", "estimate", "adopt", "compile"),
     "Experiments": ("train", "generate", "search", "bisect", "sweep", "report"),
-    "Tools": ("quantize", "selftest", "targets", "data", "completion"),
+    "Tools": ("quantize", "selftest", "targets", "data"),
 }
 """The commands, in the order of the help. Command NAME is the function of that name in `policyc.cli.NAME`."""
 
@@ -127,8 +126,6 @@ def run_command() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # print '?' where the encoding lacks a character
-    if COMPLETE_VARIABLE in os.environ:
-        from policyc.cli import completion  # noqa: F401
     cli.main(prog_name="policyc")
 
 

@@ -18,8 +18,6 @@ import click
 from policyc.cli.common import ExampleCommand
 
 if TYPE_CHECKING:
-    from click.shell_completion import CompletionItem
-
     from policyc.compiler.plan import Plan
     from policyc.hardware.llama_step import Sizes
     from policyc.hardware.mesh import MeshShape
@@ -54,10 +52,6 @@ class ProgramCommand(ExampleCommand):
         """Whether a word is an argument of the command. The program starts with the first word that is not."""
         del word
         return position < sum(isinstance(p, click.Argument) and p.nargs == 1 for p in self.params)
-
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Completes options of the command. Options after the program belong to it and are not completed."""
-        return [] if ctx.params.get("program") else super().shell_complete(ctx, incomplete)
 
     def _split(self, ctx: click.Context, args: list[str]) -> tuple[list[str], list[str]]:
         """Splits a command line into the options of the command, and its arguments followed by the program."""

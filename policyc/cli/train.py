@@ -7,7 +7,6 @@ import sys
 from dataclasses import fields
 
 import click
-from click.shell_completion import CompletionItem
 
 from policyc.cli.common import ExampleCommand
 from policyc.cli.options import RunOptions, run_options
@@ -21,15 +20,6 @@ class TrainCommand(ExampleCommand):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta["policyc.arguments"] = list(args)
         return super().parse_args(ctx, args)
-
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        from policyc.models.llama.command_line import FIELDS
-
-        options = (f"--{name.replace('_', '-')}" for name in ("config", "settings", *FIELDS))
-        return [
-            *super().shell_complete(ctx, incomplete),
-            *(CompletionItem(option) for option in options if option.startswith(incomplete)),
-        ]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         from policyc.models.llama.command_line import format_options

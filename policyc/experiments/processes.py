@@ -19,9 +19,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
-
-from policyc.base.text import escape_controls
+from typing import Any
 
 _PYTHON = re.compile(r"python[0-9.]*")
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh"})
@@ -111,60 +109,6 @@ class _CallWhenUnpickled:
 
     def __reduce__(self) -> tuple[Callable[..., None], tuple[object, ...]]:
         return self._reduced
-
-
-# ---- processes without the policy
-
-
-class _Watch:
-    """State of the audit hook: whether it is active, and the commands that it has warned about."""
-
-    is_on = False
-    is_installed = False
-    warned: ClassVar[set[str]] = set()
-
-
-@contextlib.contextmanager
-def warn_of_other_pythons() -> Iterator[None]:
-    """Prints a warning if this process starts another Python, once for each command.
-
-    Uses an audit hook, which sees every way to start a process. A hook cannot be removed, so it is only switched off.
-    """
-    if not _Watch.is_installed:
-        sys.addaudithook(_look_at_process)
-        _Watch.is_installed = True
-    _Watch.is_on, _Watch.warned = True, set()
-    try:
-        yield
-    finally:
-        _Watch.is_on = False
-
-
-def _look_at_process(event: str, args: tuple[Any, ...]) -> None:
-    if not _Watch.is_on:
-        return
-    if event in ("subprocess.Popen", "os.exec", "os.posix_spawn"):
-        _warn_if_python(args[0], args[1])
-    elif event == "os.system":
-        _warn_if_python(None, args[0])
-
-
-def _warn_if_python(executable: Any, words: Any) -> None:
-    """Warns if a command runs Python, because that process does not run under the policy."""
-    is_text = isinstance(words, str | bytes | os.PathLike)
-    texts: list[str] = [os.fsdecode(word) for word in ([words] if is_text else words)]
-    # A shell or a launcher may start it: `cd run && python train.py`, `mpirun -n 2 python train.py`.
-    is_shell = not is_text and len(texts) > 1 and Path(texts[0]).name in _SHELLS
-    commands = re.split(r"[\s;&|()]+", " ".join(texts)) if is_text or is_shell else list(texts)
-    commands += [] if executable is None else [os.fsdecode(executable)]
-    command = " ".join(texts)
-    is_python = any(_PYTHON.fullmatch(Path(c).name) or c == sys.executable for c in commands)
-    if is_python and command not in _Watch.warned:
-        _Watch.warned.add(command)
-        sys.stderr.write(
-            f"policyc: warning: the program starts another Python, which does not run under the policy: "
-            f"{escape_controls(command[:200])}\n"
-        )
 
 
 # ---- threads and children that a program leaves behind

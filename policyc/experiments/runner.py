@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from policyc.compiler.execution import ExecutionOptions
-from policyc.experiments.processes import ChildRefusals, SpawnedChildren, StartedWork, warn_of_other_pythons
+from policyc.experiments.processes import ChildRefusals, SpawnedChildren, StartedWork
 from policyc.experiments.program import BadProgram, Program, on_import, print_traceback, skip_hidden_frames
 from policyc.language.diagnostics import PolicyError
 from policyc.language.policy import Policy
@@ -224,7 +224,6 @@ def _start_with_jax(
         stack.enter_context(activate_in_process(sessions[0]))
 
     children = SpawnedChildren(_start_in_child, settings, refusals)
-    stack.enter_context(warn_of_other_pythons())
     stack.enter_context(children.follow())
     stack.enter_context(on_import("jax", start))
     return sessions, children

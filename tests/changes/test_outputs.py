@@ -1,9 +1,8 @@
-"""A diff as text, SVG, for Model Explorer, and as a Python object in a notebook."""
+"""A diff as text, SVG, and as a Python object in a notebook."""
 
 from __future__ import annotations
 
 import html
-import json
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 import policyc
 from policyc.changes.graph import build_graph
 from policyc.changes.model import DiffData
-from policyc.changes.model_explorer import model_explorer_data, write_model_explorer
 from policyc.changes.svg import FORMAT_COLORS, OTHER_COLOR, draw_heat_map
 from policyc.changes.terminal import WIDTH, render
 from tests.support.diff_models import (
@@ -172,46 +170,6 @@ def test_the_picture_and_the_page_have_the_same_colors() -> None:
 
 def test_the_picture_names_no_line_of_the_program(diff: DiffData) -> None:
     assert not re.search(r"\.py", draw_heat_map(diff))
-
-
-# ---- Model Explorer
-
-
-def test_model_explorer_has_two_graphs_and_their_mapping(diff: DiffData, tmp_path: Path) -> None:
-    write_model_explorer(diff, tmp_path / "out")
-    files = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "out").iterdir()}
-    assert {*files} == {"before", "after", "mapping", "changes"}
-    ids = {}
-    for side in ("before", "after"):
-        (graph,) = files[side]["graphs"]
-        ids[side] = {node["id"] for node in graph["nodes"]}
-        sources = {edge["sourceNodeId"] for node in graph["nodes"] for edge in node["incomingEdges"]}
-        assert sources <= ids[side]
-        # Each linear is read by an equation, on both sides.
-        assert {
-            n["id"] for n in graph["nodes"] if n["label"] in ("dot_general", "custom_vjp_call")
-        } <= sources
-        assert {*files["changes"][side]["results"]} <= ids[side]
-    left = [n for entry in files["mapping"]["mappingEntries"] for n in entry["leftNodeIds"]]
-    right = [n for entry in files["mapping"]["mappingEntries"] for n in entry["rightNodeIds"]]
-    assert {*left} == ids["before"]  # nothing is only before
-    assert {*right} <= ids["after"]
-    assert len({*left}) == len(left)
-
-
-@pytest.mark.peers
-def test_model_explorer_takes_the_files(diff: DiffData) -> None:
-    """With its own Python package: strict conversion to its records."""
-    import dacite
-    from model_explorer import graph_builder, node_data_builder
-
-    files = model_explorer_data(diff)
-    config = dacite.Config(strict=True)
-    for side in ("before", "after"):
-        collection = dacite.from_dict(graph_builder.GraphCollection, files[side], config)
-        assert len(collection.graphs[0].nodes) > 10
-    data = {"graphsData": files["changes"]}
-    assert dacite.from_dict(node_data_builder.ModelNodeData, data, config).graphsData["after"].results
 
 
 # ---- from Python

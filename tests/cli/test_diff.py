@@ -111,11 +111,7 @@ def test_files(folder: Path) -> None:
     assert write("--out", "heat.svg") == ""
     assert (folder / "heat.svg").read_text().startswith("<svg")
     write("--out", "diff.html")
-    write("--format", "model-explorer", "--out", "me")
     assert "<title>train.py 64: no policy / a.policy</title>" in (folder / "diff.html").read_text()
-    assert {path.name for path in (folder / "me").iterdir()} == {
-        "after.json", "before.json", "changes.json", "mapping.json"
-    }  # fmt: skip
 
 
 def test_against_an_earlier_plan(folder: Path) -> None:
@@ -181,7 +177,6 @@ def test_what_is_shared_does_not_name_folders_of_the_machine(
         ),
         (["a.policy", "--target", "gb2000", "train.py"], "gb2000"),
         (["a.policy", "--unrolled", "train.py", "64"], "--unrolled is for --config"),
-        (["a.policy", "--format", "model-explorer", "train.py", "64"], "name it with --out"),
         (["train.py", "a.policy"], "the policy comes first"),
         (["a.policy", "--out", "no/x.html", "train.py", "64"], "--out: "),
         (

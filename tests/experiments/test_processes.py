@@ -1,4 +1,4 @@
-"""Other processes of a program: what is said of those that do not run under the policy."""
+"""Child processes of a program: their refusals are counted."""
 
 from __future__ import annotations
 
@@ -7,68 +7,14 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from policyc.experiments.processes import ChildRefusals, warn_of_other_pythons
+from policyc.experiments.processes import ChildRefusals
 
 pytestmark = pytest.mark.any_jax
-
-STARTS_PYTHON = "the program starts another Python, which does not run under the policy"
-
-
-def by_system(command: str) -> None:
-    assert os.system(command) == 0
-
-
-def by_posix_spawn(command: str) -> None:
-    child = os.posix_spawn("/bin/sh", ["sh", "-c", command], os.environ)
-    assert os.waitpid(child, 0)[1] == 0
-
-
-def by_posix_spawnp(command: str) -> None:
-    child = os.posix_spawnp("sh", ["sh", "-c", command], {**os.environ})
-    assert os.waitpid(child, 0)[1] == 0
-
-
-def by_subprocess(command: str) -> None:
-    assert subprocess.run(["sh", "-c", command], check=False).returncode == 0
-
-
-def by_popen(command: str) -> None:
-    assert os.popen(command).close() is None
-
-
-STARTS: list[Callable[[str], Any]] = [by_system, by_posix_spawn, by_posix_spawnp, by_subprocess, by_popen]
-
-
-@pytest.mark.parametrize("start", STARTS)
-@pytest.mark.parametrize(
-    ("command", "is_python"),
-    [
-        ("true || python train.py", True),
-        ("true || (X=1 /usr/bin/python3.11 -m trainer)", True),
-        (f"true || {sys.executable} train.py", True),
-        ("echo pythonic > /dev/null", False),
-    ],
-)
-def test_another_python_is_named(start: Any, command: str, is_python: bool, capfd: Any) -> None:
-    with warn_of_other_pythons():
-        start(command)
-        start(command)
-    start(command)  # not while a program runs
-    err = capfd.readouterr().err
-    assert err.count(STARTS_PYTHON) == is_python, "once for each command"
-    assert (command in err) is is_python
-
-
-def test_a_python_that_a_launcher_starts_is_named(capfd: Any) -> None:
-    with warn_of_other_pythons():
-        subprocess.run(["true", "-n", "2", "python3", "train.py"], check=True)
-    assert f"{STARTS_PYTHON}: true -n 2 python3 train.py" in capfd.readouterr().err
 
 
 def test_refusals_of_children_are_counted(

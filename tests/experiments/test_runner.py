@@ -229,7 +229,7 @@ if __name__ == "__main__":
 
 @pytest.mark.any_jax
 @pytest.mark.slow
-def test_children_run_under_the_policy_or_the_run_says_that_they_do_not(home: Path) -> None:
+def test_children_run_under_the_policy(home: Path) -> None:
     import policyc
 
     (home / "program.py").write_text(CHILDREN)
@@ -239,7 +239,6 @@ def test_children_run_under_the_policy_or_the_run_says_that_they_do_not(home: Pa
     assert result.out.split("\n") == [
         "spawn", f"True {sha} fp8", "forkserver", f"True {sha} fp8", "None", "not python", "",
     ]  # fmt: skip
-    assert result.err.count("starts another Python, which does not run under the policy") == 1
     assert "this process differentiated nothing" in result.err
 
 
@@ -265,22 +264,6 @@ def test_a_refusal_in_a_child_is_one_of_the_run(home: Path) -> None:
     assert result.code == 1, result.err
     assert "this rule expects 7 sites but matches 1" in result.err
     assert "policyc: the policy could not be applied in 2 processes that the program started" in result.err
-
-
-REEXEC = """
-import os, sys
-from model import *
-jax.grad(loss)({"up": jnp.ones((16, 32)), "down": jnp.ones((32, 16))}, jnp.ones((4, 16)))
-os.execv(sys.executable, [sys.executable, "-c", "import policyc; print(policyc.current_policy())"])
-"""
-
-
-@pytest.mark.slow
-def test_a_program_that_replaces_its_process_leaves_the_policy_and_says_so(home: Path) -> None:
-    (home / "program.py").write_text(REEXEC)
-    result = apply(home, "fp8.policy", "program.py")
-    assert result.out == "None\n", result.err
-    assert "starts another Python" in result.err
 
 
 STEPS = """
