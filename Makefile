@@ -25,6 +25,11 @@ TWICE := sh -c '"$$0" "$$@" || { echo "this failed, and is tried once more: $$*"
 # What a test may take, in seconds, where one compiles or trains for many minutes: see timeout in pyproject.toml.
 LONG := --timeout=5400 -o faulthandler_timeout=6000
 
+# `tests PYTHON ARGUMENT...` runs pytest, several times in one target. ARGS may select no test of one run, where pytest ends
+# with 5, but not of all of them.
+PYTESTS := status=5; tests() { python=$$1; shift; "$$python" -m pytest "$$@"; code=$$?; \
+	case $$code in 5) ;; 0) [ $$status != 5 ] || status=0 ;; *) status=$$code ;; esac; }
+
 # The tests start many processes. Each would compile JAX's Python code again if none may keep the result.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -93,25 +98,27 @@ setup-browser: setup ## also install what test-browser needs, except Chromium
 	@$(IN) $(INSTALL_BROWSER)
 
 test-browser: setup ## open the pages of diffs and reports, and the playground, in Chromium, and use them
-	@$(IN) $(INSTALL_BROWSER); mkdir -p build/pyodide; \
-	if command -v npm >/dev/null; then $(INSTALL_PYODIDE) || echo "Pyodide could not be installed" >&2; fi; \
+	@$(IN) $(INSTALL_BROWSER); mkdir -p build/pyodide; playground=tests/editor/test_playground_browser.py; \
+	if ! command -v npm >/dev/null; then echo "there is no npm on PATH: the playground is not tested" >&2; playground=; \
+	else $(INSTALL_PYODIDE) || { echo "Pyodide could not be installed" >&2; exit 1; }; fi; \
 	CHROMIUM="$(CHROMIUM)" $(BIN)/python -m pytest -p no:xdist -m browser tests/changes/test_browser.py tests/changes/test_pictures.py tests/experiments/test_report_browser.py \
-	  tests/editor/test_playground_browser.py $(ARGS)
+	  $$playground $(ARGS)
 
-# A Slurm cluster of one node on this machine: the daemons are started without systemd, and all their files are in one
-# folder. It needs root, and installs Debian's packages slurm-wlm and munge if they are missing.
+# A Slurm cluster of one node on this machine, all of whose files are in one folder. It needs no root. If Slurm is not
+# installed, Debian's packages are downloaded and unpacked; they are not installed.
 SLURM_CLUSTER := tests/support/slurm_cluster.sh
 SLURM_FOLDER ?= /tmp/policyc-slurm
+export SLURM_PACKAGES := build/slurm
 
-test-slurm: setup ## run sweeps on a Slurm cluster that is started here (root; installs slurm-wlm)
-	@$(IN) $(SLURM_CLUSTER) install || exit 1; folder=$$(mktemp -d); \
+test-slurm: setup ## run sweeps on a Slurm cluster that is started here (Linux; Debian's packages if Slurm is not installed)
+	@$(IN) $(SLURM_CLUSTER) download "$$SLURM_PACKAGES" >&2 || exit 1; folder=$$(mktemp -d); \
 	trap '$(SLURM_CLUSTER) stop "$$folder"; rm -rf "$$folder"' EXIT; trap 'exit 1' INT TERM; \
-	$(SLURM_CLUSTER) start "$$folder" && \
-	SLURM_CONF="$$folder/slurm.conf" $(BIN)/python -m pytest -p no:xdist --timeout=1200 -m slurm tests/experiments/test_slurm_cluster.py $(ARGS)
+	$(SLURM_CLUSTER) start "$$folder" && . "$$folder/environment" && \
+	$(BIN)/python -m pytest -p no:xdist --timeout=1200 -m slurm tests/experiments/test_slurm_cluster.py $(ARGS)
 
 slurm-start: ## start that cluster and leave it running; SLURM_FOLDER=dir is the folder of its files
-	@$(IN) $(SLURM_CLUSTER) install && $(SLURM_CLUSTER) start "$(SLURM_FOLDER)" && \
-	echo 'Slurm runs: export SLURM_CONF="$(SLURM_FOLDER)/slurm.conf"'
+	@$(IN) $(SLURM_CLUSTER) download "$$SLURM_PACKAGES" >&2 && $(SLURM_CLUSTER) start "$(SLURM_FOLDER)" && \
+	echo 'Slurm runs: . "$(SLURM_FOLDER)/environment"'
 
 slurm-stop: ## stop it, with all its jobs
 	@$(IN) $(SLURM_CLUSTER) stop "$(SLURM_FOLDER)" && rm -rf "$(SLURM_FOLDER)"
@@ -126,14 +133,14 @@ test-others: setup ## run the tests of JAX, optax, equinox or flax under policie
 	$(BIN)/python tests/support/other_suites.py "$(SUITE)" "$(SOURCES)" $(ARGS)
 
 # XLA's CUDA compiler needs 4 GB of packages, so it has its own environment. A process can compile kernels for one GPU
-# only, so each file runs in its own. ARGS may select no test of a file: pytest ends with 5.
+# only, so each file runs in its own.
 test-cuda: ## compile for GPUs that need not be present, and check the result (4 GB of packages, some minutes)
 	@$(MAKE) -f "$(ROOT)/Makefile" VENV=.venv-cuda EXTRAS=dev,cuda13,train setup
 	@$(IN) .venv-cuda/bin/python -c 'import cudnn' 2>/dev/null || .venv-cuda/bin/python $(PIP) install -qq nvidia-cudnn-frontend
-	@$(IN) export JAX_ENABLE_COMPILATION_CACHE=false JAX_PLATFORMS=cpu; status=0; \
-	run() { .venv-cuda/bin/python -m pytest -p no:xdist $(LONG) -m "cuda and not slow" "$$@"; code=$$?; case $$code in 0|5) ;; *) status=$$code;; esac; }; \
-	run tests/hardware/test_cuda.py $(ARGS); \
-	for target in h200 gb200; do export PTX_TARGET=$$target; run tests/hardware/test_kernel_ptx.py $(ARGS); done; exit $$status
+	@$(IN) export JAX_ENABLE_COMPILATION_CACHE=false JAX_PLATFORMS=cpu; $(PYTESTS); \
+	pytest() { tests .venv-cuda/bin/python -p no:xdist $(LONG) -m "cuda and not slow" "$$@" $(ARGS); }; \
+	pytest tests/hardware/test_cuda.py; \
+	for target in h200 gb200; do export PTX_TARGET=$$target; pytest tests/hardware/test_kernel_ptx.py; done; exit $$status
 
 # The JAX part of Transformer Engine is compiled against the installed JAX. These versions are known to work together.
 TE_JAX := 0.11.2
@@ -188,11 +195,10 @@ test-trainers: ## run MaxText, Levanter, Tunix, Haiku's transformer and Hugging 
 	      echo "the source of Haiku could not be downloaded; see the output of pip above" >&2; exit 1; }; \
 	  fi; \
 	fi; \
-	export JAX_ENABLE_COMPILATION_CACHE=false TRAINERS_SOURCES="$$sources"; status=0; \
-	"$$venv/bin/python" -m pytest $(LONG) -m trainers tests/compiler/test_trainers.py tests/compiler/test_public_trainers.py \
-	  tests/compiler/test_trainer_kinds.py $(ARGS) || status=$$?; \
-	.venv-hf-flax/bin/python -m pytest $(LONG) -m trainers tests/compiler/test_trainer_kinds.py $(ARGS) || status=$$?; \
-	exit $$status
+	export JAX_ENABLE_COMPILATION_CACHE=false TRAINERS_SOURCES="$$sources"; $(PYTESTS); \
+	tests "$$venv/bin/python" $(LONG) -m trainers tests/compiler/test_trainers.py tests/compiler/test_public_trainers.py \
+	  tests/compiler/test_trainer_kinds.py $(ARGS); \
+	tests .venv-hf-flax/bin/python $(LONG) -m trainers tests/compiler/test_trainer_kinds.py $(ARGS); exit $$status
 
 check: setup ## check the code: linter, format, types, and the direction of imports
 	@$(IN) $(BIN)/ruff check .
