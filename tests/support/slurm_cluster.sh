@@ -56,7 +56,7 @@ print(*(s.getsockname()[1] for s in sockets))'
 
 start() {
   [ ! -e "$folder/slurmctld.pid" ] || { echo "$folder: a cluster runs there, or was not stopped"; exit 1; }
-  mkdir -p -m 700 "$folder"
+  mkdir -p "$folder"
   [ "$(stat -c %u "$folder")" = "$(id -u)" ] || { echo "$folder: this folder is another user's"; exit 1; }
   chmod 700 "$folder"
   mkdir -p "$folder/state" "$folder/spool"
