@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "filterwarnings", "ignore:Error (reading|writing) persistent compilation cache entry:UserWarning"
     )
+
+
+def pytest_report_header() -> str:
+    return ", ".join(f"{name} {version(name)}" for name in ("jax", "jaxlib", "numpy", "lark"))
 
 
 # Long tests and then short ones, twice. The other packages come after these.

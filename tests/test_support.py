@@ -113,30 +113,19 @@ def test_of_no_lane(): pass
 @pytest.mark.any_jax
 def test_a_lane_fails_if_its_subject_is_missing(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(LANES)
-    settings = (
-        *["-p", "no:xdist", "-p", "no:cacheprovider", "-p", "tests.conftest", "-c"],
-        ROOT / "pyproject.toml",
-    )
-    selected = "te or cuda or trainers or not slow"
-    words = [sys.executable, "-m", "pytest", *settings, "-m", selected, tmp_path]
-    process = processes.start(words, cwd=ROOT, env={**os.environ, "PYTHONPATH": python_path()})
+    plugins = [word for name in ("no:xdist", "no:cacheprovider", "tests.conftest") for word in ("-p", name)]
+    words = [*plugins, "-c", ROOT / "pyproject.toml", "-m", "te or cuda or trainers or not slow", tmp_path]
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    process = processes.start([sys.executable, "-m", "pytest", *words], cwd=ROOT, env=environment)
     printed = process.communicate()[0]
     assert process.returncode == 1
-    for reason in (
-        "-m te: Skipped: no engine",
-        "-m cuda: Skipped: no compiler",
-        "-m trainers: Skipped: no trainer",
-    ):
-        assert reason in printed
-    assert "1 failed, 1 skipped, 1 xfailed, 2 errors" in printed, (
-        "a fixture and a mark are errors of the set-up"
-    )
+    for lane, subject in ("te", "engine"), ("cuda", "compiler"), ("trainers", "trainer"):
+        assert f"-m {lane}: Skipped: no {subject}" in printed
+    assert "1 failed, 1 skipped, 1 xfailed, 2 errors" in printed, "two are skipped during their set-up"
 
 
 @pytest.mark.any_jax
-@pytest.mark.skipif(
-    shutil.which("slurmctld", path="/usr/sbin:/usr/bin:/bin") is not None, reason="Slurm is installed"
-)
+@pytest.mark.skipif(bool(shutil.which("slurmctld", path="/usr/sbin:/usr/bin")), reason="Slurm is installed")
 def test_slurm_is_downloaded_and_not_installed(tmp_path: Path) -> None:
     apt_get, record, folder = tmp_path / "apt-get", tmp_path / "record", tmp_path / "packages"
     apt_get.write_text(f'#!/bin/sh\necho "$@" >>"{record}"\nexit 1\n')
@@ -147,3 +136,17 @@ def test_slurm_is_downloaded_and_not_installed(tmp_path: Path) -> None:
     assert process.returncode == 3
     for line in record.read_text().splitlines():
         assert "--download-only" in line or f"Dir::State::lists={folder}" in line
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize(("limit", "difference"), [(3, "0 below"), (2, "1 above")])
+def test_lines_of_code_have_a_budget(limit: int, difference: str, tmp_path: Path) -> None:
+    for folder in (".ci", "code"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "code/module.py").write_text("a = 1\n\nb = 2\n")
+    (tmp_path / "code/link").symlink_to(tmp_path / "code")
+    shutil.copy(ROOT / ".ci/budget", tmp_path / ".ci")
+    (tmp_path / "pyproject.toml").write_text(f'tool.budget.x = {{ folders = ["code"], lines = {limit} }}\n')
+    process = processes.start([sys.executable, tmp_path / ".ci/budget"])
+    assert process.communicate()[0] == f"x: 3 lines, {difference} the budget of {limit}\n"
+    assert process.returncode == (limit < 3)
