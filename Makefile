@@ -215,30 +215,31 @@ test-trainers: ## run MaxText, Levanter, Tunix, Haiku's transformer and Hugging 
 	  tests/compiler/test_trainer_kinds.py $(ARGS); \
 	tests .venv-hf-flax/bin/python $(LONG) -m trainers tests/compiler/test_trainer_kinds.py $(ARGS); exit $$status
 
-check: check-lint check-format check-imports check-types check-api check-hooks check-budget ## all that needs no test: linter, format, imports, types, hooks, lines of code
+check: check-lint check-format check-imports check-types check-api check-hooks check-budget ## all of the following
 
-check-lint: setup
+check-lint: setup ## the linter
 	@$(IN) $(BIN)/ruff check .
 
-check-format: setup
+check-format: setup ## the format of the code
 	@$(IN) $(BIN)/ruff format --check .
 
-check-imports: setup
+check-imports: setup ## the direction of imports
 	@$(IN) $(BIN)/lint-imports
 
-check-types: setup # CI keeps no cache: to write one takes a sixth of the time
+# CI keeps no cache: to write one takes a sixth of the time.
+check-types: setup ## the types of the code
 	@$(IN) $(BIN)/mypy $(if $(CI),--no-incremental)
 
 # Every name that py.typed lets a user's type checker see has a type. Without PYTHONPATH, pyright does not find the
 # editable installation.
-check-api: setup
+check-api: setup ## the types that a user of the package sees (needs node)
 	@$(IN) if ! command -v node >/dev/null; then echo "no node on PATH: the types of the public API are not checked" >&2; exit; fi; \
 	PYTHONPATH="$(ROOT)" $(BIN)/pyright --verifytypes policyc --ignoreexternal --pythonpath $(BIN)/python
 
-check-hooks: setup
+check-hooks: setup ## the files of pre-commit
 	@$(IN) $(BIN)/pre-commit validate-manifest .pre-commit-hooks.yaml && $(BIN)/pre-commit validate-config
 
-check-budget: setup
+check-budget: setup ## the lines of source and of tests against their budget
 	@$(IN) $(BIN)/python .ci/budget
 
 format: setup ## format the code, and apply the linter's safe fixes

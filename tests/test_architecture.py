@@ -115,21 +115,6 @@ def test_the_map_of_the_packages_names_every_module(package: str) -> None:
 
 
 @needs_checkout
-def test_documents_and_lanes_name_targets_of_the_makefile() -> None:
-    folder = ROOT.parent
-    targets = set(re.findall(r"^([a-z-]+):", (folder / "Makefile").read_text(), re.MULTILINE))
-    files = [
-        DEVELOPMENT,
-        folder / ".ci/run",
-        folder / "CONTRIBUTING.md",
-        *folder.glob(".github/workflows/*.yml"),
-    ]
-    for path in files:
-        named = set(re.findall(r"(?:`|run: |^|\d )make (?:-\S+ )*([a-z-]+)", path.read_text(), re.MULTILINE))
-        assert named <= targets, path
-
-
-@needs_checkout
 def test_the_recipes_of_the_page_name_what_exists() -> None:
     text = DEVELOPMENT.read_text(encoding="utf-8").partition("## How to add")[2]
     paths = re.findall(r"`((?:policyc|tests|docs)/[\w/.]+)`", text)
