@@ -115,7 +115,7 @@ def test_a_lane_fails_if_its_subject_is_missing(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(LANES)
     plugins = [word for name in ("no:xdist", "no:cacheprovider", "tests.conftest") for word in ("-p", name)]
     words = [*plugins, "-c", ROOT / "pyproject.toml", "-m", "te or cuda or trainers or not slow", tmp_path]
-    environment = {**os.environ, "PYTHONPATH": python_path()}
+    environment = {**os.environ, "PYTHONPATH": python_path(), "PYTEST_ADDOPTS": ""}
     process = processes.start([sys.executable, "-m", "pytest", *words], cwd=ROOT, env=environment)
     printed = process.communicate()[0]
     assert process.returncode == 1
