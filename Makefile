@@ -5,6 +5,7 @@
 #   VENV=.venv-other    the environment to create and use (default: .venv)
 #   JOBS=4              number of test processes (default: one per core)
 #   ARGS='-k parser'    more arguments for pytest
+#   LOCK=.ci/requirements.txt  installs the versions that this file pins, with their hashes (default: the newest ones)
 #   STEPS=20            steps of the demo's training run (default: 100)
 
 PYTHON ?=
@@ -12,6 +13,7 @@ VENV ?= .venv
 JOBS ?=
 ARGS ?=
 EXTRAS ?= dev,train
+LOCK ?=
 
 # Through the shell instead of $(abspath), so that a path with a space works.
 ROOT := $(shell cd "$$(dirname '$(strip $(MAKEFILE_LIST))')" && pwd)
@@ -25,6 +27,11 @@ TWICE := sh -c '"$$0" "$$@" || { echo "this failed, and is tried once more: $$*"
 # What a test may take, in seconds, where one compiles or trains for many minutes: see timeout in pyproject.toml.
 LONG := --timeout=5400 -o faulthandler_timeout=6000
 
+# `tests PYTHON ARGUMENT...` runs pytest, several times in one target. ARGS may select no test of one run, where pytest ends
+# with 5, but not of all of them.
+PYTESTS := status=5; tests() { python=$$1; shift; "$$python" -m pytest "$$@"; code=$$?; \
+	case $$code in 5) ;; 0) [ $$status != 5 ] || status=0 ;; *) status=$$code ;; esac; }
+
 # The tests start many processes. Each would compile JAX's Python code again if none may keep the result.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -36,7 +43,9 @@ INSTALL_BROWSER = if [ -z "$(CHROMIUM)" ]; then echo "there is no chromium on PA
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-browser demo docs playground vscode pictures test test-slow test-browser test-slurm slurm-start slurm-stop test-cuda test-trainers test-others test-te check format wheel clean
+.PHONY: help setup setup-browser lock demo docs playground vscode pictures test test-slow test-newest test-nobody test-wheel test-browser \
+	test-slurm slurm-start slurm-stop test-cuda test-trainers test-others test-te check check-lint check-format check-imports check-types \
+	check-api check-hooks check-budget format wheel clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' "$(ROOT)/Makefile" | while IFS='|' read -r name text; do \
@@ -89,29 +98,42 @@ test: setup ## run the fast tests
 test-slow: setup ## run the slow tests: fuzzing, scaling
 	@$(IN) $(BIN)/python -m pytest -n $(or $(JOBS),auto) --dist worksteal --timeout=1200 -m slow $(ARGS)
 
+# Files without a test that depends on JAX are not even imported.
+test-newest: ## run the tests that depend on JAX with the newest Python (from PATH or pyenv) and JAX
+	@$(IN) python=$$(.ci/newest-python) && \
+	files=$$(grep -rL --include='test_*.py' '^pytestmark = .*any_jax' tests | tr '\n' ' ') && \
+	$(MAKE) --no-print-directory -f "$(ROOT)/Makefile" VENV=.venv-newest PYTHON="$$python" test ARGS="-m 'not any_jax' $$files $(ARGS)"
+
+# Only the files with such tests: to import all others takes longer than the tests.
+test-nobody: setup ## run the tests of permissions and processes as the user nobody (Linux, root only)
+	@$(IN) .ci/as-nobody $(BIN)/python -m pytest -p no:cacheprovider -p no:xdist -m ordinary_user \
+	  $$(grep -rl --include='test_*.py' 'mark\.ordinary_user' tests) $(ARGS)
+
 setup-browser: setup ## also install what test-browser needs, except Chromium
 	@$(IN) $(INSTALL_BROWSER)
 
 test-browser: setup ## open the pages of diffs and reports, and the playground, in Chromium, and use them
-	@$(IN) $(INSTALL_BROWSER); mkdir -p build/pyodide; \
-	if command -v npm >/dev/null; then $(INSTALL_PYODIDE) || echo "Pyodide could not be installed" >&2; fi; \
+	@$(IN) $(INSTALL_BROWSER); mkdir -p build/pyodide; playground=tests/editor/test_playground_browser.py; \
+	if ! command -v npm >/dev/null; then echo "there is no npm on PATH: the playground is not tested" >&2; playground=; \
+	else $(INSTALL_PYODIDE) || { echo "Pyodide could not be installed" >&2; exit 1; }; fi; \
 	CHROMIUM="$(CHROMIUM)" $(BIN)/python -m pytest -p no:xdist -m browser tests/changes/test_browser.py tests/changes/test_pictures.py tests/experiments/test_report_browser.py \
-	  tests/editor/test_playground_browser.py $(ARGS)
+	  $$playground $(ARGS)
 
-# A Slurm cluster of one node on this machine: the daemons are started without systemd, and all their files are in one
-# folder. It needs root, and installs Debian's packages slurm-wlm and munge if they are missing.
+# A Slurm cluster of one node on this machine, all of whose files are in one folder. It needs no root. If Slurm is not
+# installed, Debian's packages are downloaded and unpacked; they are not installed.
 SLURM_CLUSTER := tests/support/slurm_cluster.sh
 SLURM_FOLDER ?= /tmp/policyc-slurm
+export SLURM_PACKAGES := build/slurm
 
-test-slurm: setup ## run sweeps on a Slurm cluster that is started here (root; installs slurm-wlm)
-	@$(IN) $(SLURM_CLUSTER) install || exit 1; folder=$$(mktemp -d); \
+test-slurm: setup ## run sweeps on a Slurm cluster that is started here (Linux; Debian's packages if Slurm is not installed)
+	@$(IN) $(SLURM_CLUSTER) download "$$SLURM_PACKAGES" >&2 || exit 1; folder=$$(mktemp -d); \
 	trap '$(SLURM_CLUSTER) stop "$$folder"; rm -rf "$$folder"' EXIT; trap 'exit 1' INT TERM; \
-	$(SLURM_CLUSTER) start "$$folder" && \
-	SLURM_CONF="$$folder/slurm.conf" $(BIN)/python -m pytest -p no:xdist --timeout=1200 -m slurm tests/experiments/test_slurm_cluster.py $(ARGS)
+	$(SLURM_CLUSTER) start "$$folder" && . "$$folder/environment" && \
+	$(BIN)/python -m pytest -p no:xdist --timeout=1200 -m slurm tests/experiments/test_slurm_cluster.py $(ARGS)
 
 slurm-start: ## start that cluster and leave it running; SLURM_FOLDER=dir is the folder of its files
-	@$(IN) $(SLURM_CLUSTER) install && $(SLURM_CLUSTER) start "$(SLURM_FOLDER)" && \
-	echo 'Slurm runs: export SLURM_CONF="$(SLURM_FOLDER)/slurm.conf"'
+	@$(IN) $(SLURM_CLUSTER) download "$$SLURM_PACKAGES" >&2 && $(SLURM_CLUSTER) start "$(SLURM_FOLDER)" && \
+	echo 'Slurm runs: . "$(SLURM_FOLDER)/environment"'
 
 slurm-stop: ## stop it, with all its jobs
 	@$(IN) $(SLURM_CLUSTER) stop "$(SLURM_FOLDER)" && rm -rf "$(SLURM_FOLDER)"
@@ -126,14 +148,14 @@ test-others: setup ## run the tests of JAX, optax, equinox or flax under policie
 	$(BIN)/python tests/support/other_suites.py "$(SUITE)" "$(SOURCES)" $(ARGS)
 
 # XLA's CUDA compiler needs 4 GB of packages, so it has its own environment. A process can compile kernels for one GPU
-# only, so each file runs in its own. ARGS may select no test of a file: pytest ends with 5.
+# only, so each file runs in its own.
 test-cuda: ## compile for GPUs that need not be present, and check the result (4 GB of packages, some minutes)
-	@$(MAKE) -f "$(ROOT)/Makefile" VENV=.venv-cuda EXTRAS=dev,cuda13,train setup
+	@$(MAKE) -f "$(ROOT)/Makefile" VENV=.venv-cuda EXTRAS=dev,cuda13,train LOCK= setup
 	@$(IN) .venv-cuda/bin/python -c 'import cudnn' 2>/dev/null || .venv-cuda/bin/python $(PIP) install -qq nvidia-cudnn-frontend
-	@$(IN) export JAX_ENABLE_COMPILATION_CACHE=false JAX_PLATFORMS=cpu; status=0; \
-	run() { .venv-cuda/bin/python -m pytest -p no:xdist $(LONG) -m "cuda and not slow" "$$@"; code=$$?; case $$code in 0|5) ;; *) status=$$code;; esac; }; \
-	run tests/hardware/test_cuda.py $(ARGS); \
-	for target in h200 gb200; do export PTX_TARGET=$$target; run tests/hardware/test_kernel_ptx.py $(ARGS); done; exit $$status
+	@$(IN) export JAX_ENABLE_COMPILATION_CACHE=false JAX_PLATFORMS=cpu; $(PYTESTS); \
+	pytest() { tests .venv-cuda/bin/python -p no:xdist $(LONG) -m "cuda and not slow" "$$@" $(ARGS); }; \
+	pytest tests/hardware/test_cuda.py; \
+	for target in h200 gb200; do export PTX_TARGET=$$target; pytest tests/hardware/test_kernel_ptx.py; done; exit $$status
 
 # The JAX part of Transformer Engine is compiled against the installed JAX. These versions are known to work together.
 TE_JAX := 0.11.2
@@ -188,17 +210,37 @@ test-trainers: ## run MaxText, Levanter, Tunix, Haiku's transformer and Hugging 
 	      echo "the source of Haiku could not be downloaded; see the output of pip above" >&2; exit 1; }; \
 	  fi; \
 	fi; \
-	export JAX_ENABLE_COMPILATION_CACHE=false TRAINERS_SOURCES="$$sources"; status=0; \
-	"$$venv/bin/python" -m pytest $(LONG) -m trainers tests/compiler/test_trainers.py tests/compiler/test_public_trainers.py \
-	  tests/compiler/test_trainer_kinds.py $(ARGS) || status=$$?; \
-	.venv-hf-flax/bin/python -m pytest $(LONG) -m trainers tests/compiler/test_trainer_kinds.py $(ARGS) || status=$$?; \
-	exit $$status
+	export JAX_ENABLE_COMPILATION_CACHE=false TRAINERS_SOURCES="$$sources"; $(PYTESTS); \
+	tests "$$venv/bin/python" $(LONG) -m trainers tests/compiler/test_trainers.py tests/compiler/test_public_trainers.py \
+	  tests/compiler/test_trainer_kinds.py $(ARGS); \
+	tests .venv-hf-flax/bin/python $(LONG) -m trainers tests/compiler/test_trainer_kinds.py $(ARGS); exit $$status
 
-check: setup ## check the code: linter, format, types, and the direction of imports
+check: check-lint check-format check-imports check-types check-api check-hooks check-budget ## all of the following
+
+check-lint: setup ## the linter
 	@$(IN) $(BIN)/ruff check .
+
+check-format: setup ## the format of the code
 	@$(IN) $(BIN)/ruff format --check .
-	@$(IN) $(BIN)/mypy
+
+check-imports: setup ## the direction of imports
 	@$(IN) $(BIN)/lint-imports
+
+# CI keeps no cache: to write one takes a sixth of the time.
+check-types: setup ## the types of the code
+	@$(IN) $(BIN)/mypy $(if $(CI),--no-incremental)
+
+# Every name that py.typed lets a user's type checker see has a type. Without PYTHONPATH, pyright does not find the
+# editable installation.
+check-api: setup ## the types that a user of the package sees (needs node)
+	@$(IN) if ! command -v node >/dev/null; then echo "no node on PATH: the types of the public API are not checked" >&2; exit; fi; \
+	PYTHONPATH="$(ROOT)" $(BIN)/pyright --verifytypes policyc --ignoreexternal --pythonpath $(BIN)/python
+
+check-hooks: setup ## the files of pre-commit
+	@$(IN) $(BIN)/pre-commit validate-manifest .pre-commit-hooks.yaml && $(BIN)/pre-commit validate-config
+
+check-budget: setup ## the lines of source and of tests against their budget
+	@$(IN) $(BIN)/python .ci/budget
 
 format: setup ## format the code, and apply the linter's safe fixes
 	@$(IN) $(BIN)/ruff check --fix-only --quiet .
@@ -206,15 +248,17 @@ format: setup ## format the code, and apply the linter's safe fixes
 
 wheel: setup ## build the sdist, and the wheel from it, into dist/
 	@$(IN) rm -rf dist && echo "building into dist/" && \
-	{ $(BIN)/python -m build --installer uv --outdir dist . >/dev/null 2>&1 || \
-	  said=$$($(TWICE) $(BIN)/python -m build --outdir dist . 2>&1) || { echo "$$said" >&2; exit 1; }; } && ls dist
+	said=$$($(BIN)/python -m build --no-isolation --outdir dist . 2>&1) || { echo "$$said" >&2; exit 1; }; ls dist
+
+test-wheel: wheel ## build them, check what they contain, and use the wheel in an empty environment
+	@$(IN) $(BIN)/python .ci/test-wheel
 
 clean: ## remove the environments, caches and build outputs
 	@$(IN) rm -rf .venv .venv-newest .venv-cuda .venv-trainers .venv-hf-flax .venv-te dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@$(IN) find policyc tests models benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment is created again when the interpreter or the path of the checkout changes, and the packages are
-# installed again when pyproject.toml changes. Files in the environment record what it was made from. One that is a link
+# installed again when pyproject.toml or LOCK changes. Files in the environment record what it was made from. One that is a link
 # belongs to the checkout where it is, and serves its copies too.
 setup: ## create the environment in .venv; the other targets do it when needed
 	@$(IN) \
@@ -240,9 +284,15 @@ setup: ## create the environment in .venv; the other targets do it when needed
 	  fi; \
 	  echo "$$made_from" >"$$venv/.made-from"; \
 	fi; \
-	if ! cmp -s pyproject.toml "$$venv/.installed-from"; then \
-	  echo "installing policyc and its requirements into $$venv (a minute or two; only when pyproject.toml changes)"; \
-	  "$$venv/bin/python" .ci/install -e '.[$(EXTRAS)]' || { \
+	if ! cat pyproject.toml $(LOCK) | cmp -s - "$$venv/.installed-from"; then \
+	  echo "installing policyc and its requirements into $$venv (a minute or two; only when they change)"; \
+	  { if [ -n "$(LOCK)" ]; then \
+	    $(TWICE) "$$venv/bin/python" $(PIP) install --no-compile -qq --require-hashes -r "$(LOCK)" && \
+	    "$$venv/bin/python" $(PIP) install -qq --no-deps --no-build-isolation -e .; \
+	  else "$$venv/bin/python" .ci/install -e '.[$(EXTRAS)]'; fi; } || { \
 	    echo "the installation failed; make clean starts over" >&2; exit 1; }; \
-	  cp pyproject.toml "$$venv/.installed-from"; \
+	  cat pyproject.toml $(LOCK) >"$$venv/.installed-from"; \
 	fi
+
+lock: setup ## pin the newest versions for development, with the newest and with the oldest JAX
+	@$(IN) $(BIN)/python .ci/lock

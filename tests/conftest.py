@@ -9,7 +9,8 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -58,8 +59,10 @@ settings.register_profile(
 settings.load_profile("policyc")
 
 
-# Tests that take minutes, or need what `make setup` does not install. Each of them has a target of the Makefile.
-ON_REQUEST = ("slow", "trainers", "peers", "cuda", "browser", "te", "slurm")
+# Tests that need what `make setup` does not install, and tests that take minutes: they run only if `-m` names them.
+LANES = ("trainers", "peers", "cuda", "browser", "te", "slurm")
+ON_REQUEST = ("slow", *LANES)
+NAMED = set[str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -69,11 +72,16 @@ def pytest_configure(config: pytest.Config) -> None:
     cache too: one may still be writing an entry, or was killed while it did.
     """
     named = config.option.markexpr
-    left_out = [f"not {marker}" for marker in ON_REQUEST if marker not in re.findall(r"\w+", named)]
+    NAMED.update(re.findall(r"\w+", named))
+    left_out = [f"not {marker}" for marker in ON_REQUEST if marker not in NAMED]
     config.option.markexpr = " and ".join([f"({named})"] * bool(named) + left_out)
     config.addinivalue_line(
         "filterwarnings", "ignore:Error (reading|writing) persistent compilation cache entry:UserWarning"
     )
+
+
+def pytest_report_header() -> str:
+    return ", ".join(f"{name} {version(name)}" for name in ("jax", "jaxlib", "numpy", "lark"))
 
 
 # Long tests and then short ones, twice. The other packages come after these.
@@ -127,6 +135,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     the optimized program, and a test may compare two programs bit for bit: a change clears the in-memory caches.
     """
     COMPILATION.set_quick("jax" in sys.modules and _compiles_quickly(item))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test of a lane that `-m` names fails instead of being skipped: its subject is missing, and nothing ran."""
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail"):
+        for lane in NAMED.intersection(LANES, (marker.name for marker in item.iter_markers())):
+            report.outcome, report.longrepr = "failed", f"-m {lane}: {report.longrepr[-1]}"
+    return report
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,7 @@ import policyc
 pytestmark = pytest.mark.any_jax
 
 ROOT = Path(policyc.__file__).parent
+DEVELOPMENT = ROOT.parent / "docs" / "reference" / "development.md"
 DATA = {"grammars", "policies"}  # inside the package in a wheel, beside it in a checkout
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
 
@@ -79,9 +80,10 @@ def imports_of_others(package: str) -> Iterator[PackageImport]:
 
 
 def read_package_map() -> dict[str, set[str]]:
-    """The packages in the table of CONTRIBUTING.md, in its order, with the modules that it names."""
-    text = (ROOT.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    section = text.partition("## Map of the packages")[2].partition("\n## ")[0]
+    """The packages in the table of the page, in its order, with the modules that it names."""
+    section = (
+        DEVELOPMENT.read_text(encoding="utf-8").partition("## Map of the packages")[2].partition("\n## ")[0]
+    )
     rows = re.findall(r"^\| `(\w+)/` \| .*? \| (.*) \|$", section, re.MULTILINE)
     return {package: set(re.findall(r"`(\w+)/?`", modules)) for package, modules in rows}
 
@@ -92,9 +94,7 @@ def modules_of(package: str) -> set[str]:
     return modules | {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
 
 
-needs_checkout = pytest.mark.skipif(
-    not (ROOT.parent / "CONTRIBUTING.md").exists(), reason="an installed package has no CONTRIBUTING.md"
-)
+needs_checkout = pytest.mark.skipif(not DEVELOPMENT.exists(), reason="an installed package has no docs")
 
 
 @needs_checkout
@@ -115,8 +115,8 @@ def test_the_map_of_the_packages_names_every_module(package: str) -> None:
 
 
 @needs_checkout
-def test_the_recipes_of_contributing_name_what_exists() -> None:
-    text = (ROOT.parent / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## How to add")[2]
+def test_the_recipes_of_the_page_name_what_exists() -> None:
+    text = DEVELOPMENT.read_text(encoding="utf-8").partition("## How to add")[2]
     paths = re.findall(r"`((?:policyc|tests|docs)/[\w/.]+)`", text)
     assert paths
     assert not [p for p in paths if not re.search("NAME|CODE", p) and not (ROOT.parent / p).exists()]

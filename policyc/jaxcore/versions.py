@@ -1,4 +1,4 @@
-"""Differences between the supported versions of JAX (0.10 to 0.12), apart from its internals."""
+"""Differences between the supported versions of JAX (0.10.2 to 0.12), apart from its internals."""
 
 from __future__ import annotations
 

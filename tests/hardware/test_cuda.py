@@ -32,7 +32,6 @@ from tests.support.command import ROOT, CommandResult, spawn
 from tests.support.gemms import MATMUL
 
 pytestmark = pytest.mark.cuda
-pytest.importorskip("jax_plugins.xla_cuda13", reason="the extra cuda13 is not installed")
 
 BLOCK = ("--config", "tiny", "--batch", "8", "--sequence", "256")
 LARGE = ("--config", "1b", "--batch", "4", "--sequence", "2048")
@@ -54,6 +53,11 @@ def compile_report(*words: str | Path) -> Any:
     ran = run_compile("--format", "json", *words)
     assert ran.code == 0, ran.err[-3000:]
     return json.loads(ran.out)
+
+
+@pytest.fixture(autouse=True)
+def cuda_compiler() -> None:
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="the extra cuda13 is not installed")
 
 
 @pytest.fixture

@@ -41,7 +41,6 @@ from tests.numerics.test_kernels import (
 from tests.support import ptx
 
 pytestmark = pytest.mark.cuda
-pytest.importorskip("jax_plugins.xla_cuda13", reason="the extra cuda13 is not installed")
 
 CASES: dict[str, Callable[[jax.Array], jax.Array]] = {
     "normal": lambda x: x,
@@ -59,6 +58,7 @@ _NAN = 0x7F
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Kernels are compiled for an H200, and their PTX is interpreted."""
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="the extra cuda13 is not installed")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
 

@@ -94,8 +94,11 @@ def run_tests(suite: str, folder: Path, policy: Path | None, tests: Sequence[str
     return found
 
 
-def compare(suite: str, folder: Path, policy: Path, file: str) -> list[str]:
-    """The tests of a file that pass without policyc but not under a policy, except `MAY_DIFFER`. Prints the counts."""
+def compare(suite: str, folder: Path, policy: Path, file: str) -> tuple[list[str], int]:
+    """The tests of a file that pass without policyc but not under a policy, except `MAY_DIFFER`. Prints the counts.
+
+    Returns also how many tests pass, with or without the policy.
+    """
     under = run_tests(suite, folder, policy, [file])
     rest = [name for name, outcome in under.items() if outcome != "passed"]
     plainly = run_tests(suite, folder, None, rest) if rest else {}
@@ -108,17 +111,21 @@ def compare(suite: str, folder: Path, policy: Path, file: str) -> list[str]:
         flush=True,
     )
     print("".join(f"  {name}\n" for name in others), end="", flush=True)
-    return others
+    return others, len(under) - len(rest) + len(differing)
 
 
 def main(suite: str, folder: Path, files: Sequence[str]) -> int:
-    found: list[str] = []
+    found, passing = list[str](), 0
     with tempfile.TemporaryDirectory() as scratch:
         for name, text in POLICIES.items():
             (Path(scratch) / f"{name}.policy").write_text(text)
         for file in files:
             for name in POLICIES:
-                found += compare(suite, folder, Path(scratch) / f"{name}.policy", file)
+                differing, count = compare(suite, folder, Path(scratch) / f"{name}.policy", file)
+                found += differing
+                passing += count
+    if not passing:
+        sys.exit(f"no test of {suite} passes, with or without a policy: pytest says why in {folder}")
     return 1 if found else 0
 
 
