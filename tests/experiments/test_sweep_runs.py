@@ -118,7 +118,7 @@ def test_a_run_of_the_bundled_trainer(tmp_path: Path) -> None:
     run = program.make_run("fp8", (3,), tmp_path)
     assert run.folder == tmp_path / "fp8" / "seed3"
     words = run.command
-    assert words[:7] == (sys.executable, "-m", "policyc", "apply", str(tmp_path / "fp8" / "policy.policy"),
+    assert words[:8] == (sys.executable, "-P", "-m", "policyc", "apply", str(tmp_path / "fp8" / "policy.policy"),
                          "--stats-every", "5")  # fmt: skip
     assert words[8:] == ("--config", "tiny", "--steps", "7", "--seed", "3", "--out", str(run.folder), "--keep", "1",
                          "--batch", "2")  # fmt: skip
