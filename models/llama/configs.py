@@ -7,7 +7,6 @@ of a run form its identity, which checkpoints store.
 from __future__ import annotations
 
 import difflib
-import errno
 import importlib
 import json
 import math
@@ -342,10 +341,10 @@ def describe_policy(identity_of_run: dict[str, Any]) -> str:
 
 
 def read_file(path: Path) -> bytes:
-    """Reads a regular file. Raises OSError for anything else: a FIFO would wait for a writer for ever."""
+    """Reads a regular file. Raises ConfigError for anything else: a FIFO would wait for a writer for ever."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as stream:
         if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
+            raise ConfigError(f"'{path}' is not a regular file")
         return stream.read()
 
 
