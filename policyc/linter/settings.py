@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+_MAX_BYTES = 2**20  # of a pyproject.toml; a thousand times a usual one
+
 
 class BadSettings(ValueError):
     """The table cannot be read, or has a fault. The message names the file."""
@@ -39,11 +41,13 @@ def read_settings(folder: Path | None = None) -> Settings:
 def _parse(path: Path) -> Settings:
     import tomllib  # imported here: most folders have no such file, and it takes a thirtieth of lint's start-up
 
+    from policyc.base.files import read_file
     from policyc.base.text import did_you_mean
 
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8")).get("tool", {}).get("policyc", {})
-    except (OSError, ValueError) as error:
+        content = tomllib.loads(read_file(path, _MAX_BYTES).decode("utf-8"))
+        table = dict(content.get("tool", {}).get("policyc", {}))
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise BadSettings(f"'{path}' cannot be read: {error}") from None
     known = [field.name for field in fields(Settings) if field.name != "folder"]
     for name in table:
