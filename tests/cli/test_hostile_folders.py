@@ -22,7 +22,7 @@ from policyc.editor.server import PolicyServer
 from policyc.editor.worker import Worker
 from policyc.experiments.report.values import read_object, read_rows
 from policyc.experiments.sweep.executor import LocalExecutor
-from policyc.experiments.sweep.manifest import ChangedSweep, _read_manifest
+from policyc.experiments.sweep.manifest import _read_manifest
 from policyc.experiments.sweep.metrics import MetricsReader
 from policyc.experiments.sweep.run import Run, RunStatus
 from policyc.experiments.telemetry import _drop_rows
@@ -227,7 +227,7 @@ READERS: dict[str, Callable[[Path], str]] = {
     "model.json": found("# sites: {name}\n* -> bf16\n"),
     "metrics.jsonl": noted(read_rows),
     "run.json": noted(read_object),
-    "sweep.json": expect(ChangedSweep, _read_manifest),
+    "sweep.json": expect(OSError, _read_manifest),
     "status.json": expect(OSError, lambda path: RunStatus.read(path.parent)),
     "live.jsonl": expect(OSError, lambda path: MetricsReader(path).update()),
     "stats.jsonl": expect(OSError, lambda path: _drop_rows(path, 1)),

@@ -142,8 +142,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     """Reads `sweep.json`. Raises ChangedSweep if it is damaged, or from another version."""
     try:
         values = read_json(path)
-    except (OSError, ValueError) as error:
-        raise ChangedSweep(f"{path} cannot be read: {error}. Restore it, or choose another --out") from None
+    except ValueError as error:
+        raise ChangedSweep(f"{path} is damaged: {error}. Restore it, or choose another --out") from None
     if not isinstance(values, dict) or values.get("format") != _FORMAT:
         raise ChangedSweep(f"{path} is not a file of this version of policyc: choose another --out")
     return values
