@@ -65,14 +65,15 @@ docs: setup ## build the documentation as a site into build/docs, which needs no
 	  echo "mkdocs could not be installed; see the output above" >&2; exit 1; }
 	@$(IN) NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict && echo "open build/docs/index.html"
 
-# Python in the browser. This version is known to work; it comes from npm.
-PYODIDE := 314.0.7
+# What package-lock.json names, with its hashes. No package runs a script.
+NPM_CI = npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
 
-INSTALL_PYODIDE = npm install --prefix build/pyodide --no-audit --no-fund --no-package-lock --loglevel=error pyodide@$(PYODIDE)
+# Python in the browser.
+INSTALL_PYODIDE = { mkdir -p build/pyodide && cp docs/playground/package*.json build/pyodide && (cd build/pyodide && $(NPM_CI)); }
 
 playground: docs ## build the documentation with a playground in it, into build/docs (needs npm)
 	@$(IN) command -v npm >/dev/null || { echo "there is no npm on PATH: install Node.js 20 or later" >&2; exit 1; }; \
-	mkdir -p build/pyodide && $(INSTALL_PYODIDE) && \
+	$(INSTALL_PYODIDE) && \
 	$(BIN)/python docs/playground/build.py build/pyodide/node_modules/pyodide build/docs && \
 	echo "python -m http.server -d build/docs, then open http://localhost:8000/playground/index.html"
 
@@ -80,8 +81,8 @@ playground: docs ## build the documentation with a playground in it, into build/
 vscode: ## test the colors of the VS Code extension, and package it into build/policyc.vsix (needs Node.js 20 and npm)
 	@$(IN) command -v npm >/dev/null || { echo "there is no npm on PATH: install Node.js 20 or later" >&2; exit 1; }; \
 	mkdir -p build/vscode && cp -R grammars/vscode/. LICENSE build/vscode && cd build/vscode && \
-	npm install --no-audit --no-fund --no-package-lock --loglevel=error && node test.js && \
-	npx vsce package --allow-missing-repository --out ../policyc.vsix >/dev/null && \
+	$(NPM_CI) && node test.js && \
+	npx --no vsce package --allow-missing-repository --out ../policyc.vsix >/dev/null && \
 	echo "code --install-extension build/policyc.vsix"
 
 DRAW_DIFF := diff llama.policy --config llama3_8b --devices 8 --backend te --out
@@ -113,7 +114,7 @@ setup-browser: setup ## also install what test-browser needs, except Chromium
 	@$(IN) $(INSTALL_BROWSER)
 
 test-browser: setup ## open the pages of diffs and reports, and the playground, in Chromium, and use them
-	@$(IN) $(INSTALL_BROWSER); mkdir -p build/pyodide; playground=tests/editor/test_playground_browser.py; \
+	@$(IN) $(INSTALL_BROWSER); playground=tests/editor/test_playground_browser.py; \
 	if ! command -v npm >/dev/null; then echo "there is no npm on PATH: the playground is not tested" >&2; playground=; \
 	else $(INSTALL_PYODIDE) || { echo "Pyodide could not be installed" >&2; exit 1; }; fi; \
 	CHROMIUM="$(CHROMIUM)" $(BIN)/python -m pytest -p no:xdist -m browser tests/changes/test_browser.py tests/changes/test_pictures.py tests/experiments/test_report_browser.py \

@@ -269,7 +269,7 @@ def check_new(folder: Path) -> None:
         raise ConfigError(
             f"{damaged} has checkpoints that cannot be read, and there are no others: {RESTART}"
         )
-    if metrics.exists() and b'"loss"' in metrics.read_bytes():
+    if metrics.exists() and b'"loss"' in configs.read_file(metrics):
         raise ConfigError(
             f"{metrics} has steps of a run, but there is no checkpoint to resume from: {RESTART}"
         )
@@ -288,7 +288,7 @@ def read_state(path: Path, abstract_state: Any, digest: str) -> Any:
 def read_about(path: Path) -> dict[str, Any]:
     """The metadata of a checkpoint. Raises DamagedCheckpointError if its hash does not match."""
     with _raise_damaged(path):
-        about: dict[str, Any] = json.loads((path / "about" / "metadata").read_text(encoding="utf-8"))
+        about: dict[str, Any] = configs.parse_json(configs.read_file(path / "about" / "metadata"))
         is_whole = about.pop("hash") == _hash_json(about)
     if not is_whole:
         raise DamagedCheckpointError(NOT_WRITTEN)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from policyc.models.llama.configs import (
     find_config,
     import_library,
     invalid_settings,
+    read_file,
 )
 
 EXAMPLES = """examples:
@@ -99,11 +101,19 @@ def format_options(arguments: Sequence[str]) -> str:
 def _find_configuration(arguments: Sequence[str]) -> tuple[str, str | None, list[str]]:
     """The name of the configuration, the settings file that a command line names, and its settings as options."""
     parser = _add_sources(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+    _refuse_controls(arguments)
     known, _ = parser.parse_known_args(arguments)
     settings = read_settings(Path(known.settings)) if known.settings else []
+    _refuse_controls(settings)
     name = known.config or parser.parse_known_args(settings)[0].config or "tiny"
     find_config(name)
     return name, known.settings, settings
+
+
+def _refuse_controls(words: Sequence[str]) -> None:
+    """Raises ConfigError for control characters: a terminal would act on them in every message about a setting."""
+    if faulty := [word for word in words if re.search(r"[\x00-\x1f\x7f-\x9f]", word)]:
+        raise ConfigError(f"{faulty[0]!r} has control characters")
 
 
 def _explain_unknown(word: str) -> str:
@@ -158,7 +168,7 @@ def read_settings(path: Path) -> list[str]:
     if path.suffix not in (".toml", ".yaml", ".yml"):
         raise ConfigError(f"--settings {path}: expected a file named .toml, .yaml or .yml")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_file(path).decode("utf-8")
         content = (
             tomllib.loads(text) if path.suffix == ".toml" else import_library("yaml", "train").safe_load(text)
         )

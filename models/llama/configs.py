@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import json
 import math
+import os
 import re
 import resource
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -335,6 +338,22 @@ def describe_policy(identity_of_run: dict[str, Any]) -> str:
     """The name and the short hash of a run's policy, for messages."""
     sha256, name = identity_of_run["policy"], identity_of_run[POLICY_NAME]
     return "no policy" if sha256 is None else f"{name or 'a policy'} ({sha256[:8]})"
+
+
+def read_file(path: Path) -> bytes:
+    """Reads a regular file. Raises ConfigError for anything else: a FIFO would wait for a writer for ever."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as stream:
+        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            raise ConfigError(f"'{path}' is not a regular file")
+        return stream.read()
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parses JSON. Raises ValueError, also for what is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 @contextmanager

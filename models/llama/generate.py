@@ -1,6 +1,5 @@
 """Continues texts with the model of a run. Keys and values are cached, so that each step computes one token."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -60,7 +59,7 @@ class TrainedModel:
 def load_trained(folder: Path) -> TrainedModel:
     """Loads the model of a run from its last checkpoint."""
     try:
-        about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        about = configs.parse_json(configs.read_file(folder / "run.json"))
         config = _from_settings(ModelConfig, about["settings"])
         run = _from_settings(RunConfig, about["settings"])
     except FileNotFoundError:

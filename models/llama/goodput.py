@@ -3,7 +3,6 @@
 Goodput is the fraction of a run's time spent in steps that no restart had to repeat.
 """
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import jax
 
-from policyc.models.llama.configs import ACTIVITIES
+from policyc.models.llama.configs import ACTIVITIES, parse_json, read_file
 from policyc.models.llama.run_files import Row
 
 Clock = Callable[[], float]
@@ -134,9 +133,9 @@ class TimeAccount:
 def _read_last_rows(path: Path, start: int) -> list[Row]:
     """The lines of metrics from the last account at or before step `start` to the end, without damaged lines."""
     rows: list[Row] = []
-    for line in reversed(path.read_bytes().splitlines() if path.exists() else []):
+    for line in reversed(read_file(path).splitlines() if path.exists() else []):
         with suppress(ValueError, TypeError, KeyError):
-            row = json.loads(line)
+            row = parse_json(line)
             if isinstance(row["step"], int) and isinstance(row["time"], float):
                 rows.append(row)
                 if _is_account(row, start):

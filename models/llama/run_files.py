@@ -11,7 +11,14 @@ from typing import Any, TextIO
 
 import jax
 
-from policyc.models.llama.configs import ModelConfig, RunConfig, import_library, name_file
+from policyc.models.llama.configs import (
+    ModelConfig,
+    RunConfig,
+    import_library,
+    name_file,
+    parse_json,
+    read_file,
+)
 
 Row = dict[str, Any]  # one line of metrics
 
@@ -83,7 +90,7 @@ def _wandb_id(folder: Path) -> str:
     path = folder / "wandb_id"
     if not path.exists():
         path.write_text(secrets.token_hex(8))
-    return path.read_text().strip()
+    return read_file(path).decode().strip()
 
 
 def _open_at_step(path: Path, start: int) -> tuple[TextIO, int]:
@@ -92,7 +99,7 @@ def _open_at_step(path: Path, start: int) -> tuple[TextIO, int]:
     Lines after that step, which will run again, and damaged lines are moved to another file.
     """
     kept, removed, damaged, tokens = [], [], [], 0
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    lines = read_file(path).splitlines(keepends=True) if path.exists() else []
     for number, line in enumerate(lines, start=1):
         row = _parse(line)
         if row is None:
@@ -121,7 +128,7 @@ def copy_metrics(checkpoint: Path, folder: Path, step: int, is_one_of_seeds: boo
     run = checkpoint.resolve().parents[1]
     path = (run.parent / folder.name if is_one_of_seeds else run) / "metrics.jsonl"
     if jax.process_index() == 0 and path.exists():
-        rows = [(line, _parse(line)) for line in path.read_bytes().splitlines(keepends=True)]
+        rows = [(line, _parse(line)) for line in read_file(path).splitlines(keepends=True)]
         kept = [line for line, row in rows if row and row["step"] <= step and "seconds" not in row]
         with name_file(folder / "metrics.jsonl"):
             (folder / "metrics.jsonl").write_bytes(b"".join(kept))
@@ -130,7 +137,7 @@ def copy_metrics(checkpoint: Path, folder: Path, step: int, is_one_of_seeds: boo
 def _parse(line: bytes) -> Row | None:
     """A line of metrics; None if it is damaged: not UTF-8, not JSON, not an object, or without a step."""
     try:
-        row: Row = json.loads(line)
+        row: Row = parse_json(line)
         return row if row["step"] >= 0 else None
     except (ValueError, TypeError, KeyError):
         return None

@@ -21,8 +21,8 @@ from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from policyc.models.llama import configs, partition
 from policyc.models.llama import model as llama
-from policyc.models.llama import partition
 from policyc.models.llama.configs import ConfigError, ModelConfig
 from policyc.models.llama.data import END, END_TOKENS
 
@@ -111,7 +111,7 @@ def export_files(
 def tokenizer_files(tokenizer: str | None) -> dict[str, str]:
     """The files from which `AutoTokenizer` reads the tokenizer of a run. Without one, tokens are bytes."""
     if tokenizer is not None:
-        text = Path(tokenizer).read_text(encoding="utf-8")
+        text = configs.read_file(Path(tokenizer)).decode("utf-8")
         contents = {token["content"] for token in json.loads(text).get("added_tokens", ())}
         end = next((token for token in END_TOKENS if token in contents), None)
     else:
@@ -183,7 +183,7 @@ def _numpy_tensors(params: Any, config: ModelConfig, dtype: str) -> Iterator[tup
 
 def _read_hf_config(folder: Path) -> dict[str, Any]:
     """A config.json with the RoPE fields merged in. Transformers 4 calls them rope_scaling, 5 rope_parameters."""
-    theirs = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    theirs = configs.parse_json(configs.read_file(folder / "config.json"))
     rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     lengths = {name: rope.get(name) for name in LLAMA3_ROPE}

@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from policyc.base.files import user_cache_folder
+from policyc.base.files import cache_folder, make_private
 
 VARIABLE = "POLICYC_COMPILE_CACHE"
 OFF = "off"
@@ -23,7 +23,7 @@ def use_compile_cache(folder: str | None = None) -> None:
       folder: the folder, or "off" for no cache. The default is the value of POLICYC_COMPILE_CACHE. If that is not set,
         JAX's own setting (JAX_COMPILATION_CACHE_DIR) is left alone. If JAX has none either, the folder is
         `policyc/compiled` in the user's cache folder, or `policyc/compiled_without_limit` if `filelock` is not
-        installed.
+        installed. Without any cache if other users can write to the folder: compiled programs are code.
     """
     chosen = folder or os.environ.get(VARIABLE)
     if chosen is None and _get("jax_compilation_cache_dir"):
@@ -33,10 +33,9 @@ def use_compile_cache(folder: str | None = None) -> None:
         return
     is_limited = importlib.util.find_spec("filelock") is not None  # JAX needs it to count the bytes
     # Without a limit, JAX records no access times. With a limit, it fails in a folder whose programs have none.
-    default = user_cache_folder() / ("compiled" if is_limited else "compiled_without_limit")
-    path = Path(chosen).absolute() if chosen else default
+    default = "compiled" if is_limited else "compiled_without_limit"
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path = make_private(Path(chosen).absolute()) if chosen else cache_folder(default)
     except OSError as error:
         sys.stderr.write(f"policyc: note: compiled programs will not be cached: {error}\n")
         return

@@ -1,11 +1,12 @@
-"""Writes output files. A reader of a regular file sees the old text or the new one, never a part of it.
+"""Reads regular files, writes output files, and finds the user's cache folder.
 
-Only regular files are replaced. Devices, FIFOs and open descriptors (`/dev/stdout`) are written to, and symbolic links
-are followed.
+A reader of a regular file sees the old text or the new one, never a part of it. Only regular files are read and
+replaced. Devices, FIFOs and open descriptors (`/dev/stdout`) are written to, and symbolic links are followed.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -13,15 +14,56 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 STANDARD_OUTPUT = "-"
 """The file name that stands for standard output."""
 
 _DESCRIPTOR = re.compile(r"/dev/(?P<name>stdin|stdout|stderr)|/(?:dev|proc/self)/fd/(?P<number>\d+)")
 _STANDARD_DESCRIPTORS = {"stdin": 0, "stdout": 1, "stderr": 2}
+_NO_WAITING = getattr(os, "O_NONBLOCK", 0)  # Windows has neither the flag nor FIFOs in folders
 _MAX_LINKS = 40  # as many as the Linux kernel follows
 _MAX_PREFIX = 64  # characters of the file's name in its temporary name, which may have at most 255 bytes
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Opens a regular file for reading. Raises OSError for anything else: a FIFO would wait for a writer for ever."""
+    descriptor = os.open(path, os.O_RDONLY | _NO_WAITING)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+    raise OSError(number, "not a regular file", str(path))
+
+
+def read_file(path: Path, most: int = -1) -> bytes:
+    """Reads a regular file of at most this many bytes. Raises OSError."""
+    with open_file(path) as stream:
+        data = stream.read(most + 1 if most >= 0 else -1)
+    if 0 <= most < len(data):
+        raise OSError(errno.EFBIG, f"larger than {most >> 20} MiB", str(path))
+    return data
+
+
+def read_text(path: Path) -> str:
+    """Reads a regular file in UTF-8. Raises OSError or ValueError."""
+    return read_file(path).decode("utf-8")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parses JSON. Raises ValueError, also for what is nested too deeply."""
+    import json  # `policyc lint` starts without it
+
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def read_json(path: Path) -> Any:
+    """Reads a JSON file. Raises OSError or ValueError."""
+    return parse_json(read_text(path))
 
 
 @contextmanager
@@ -34,14 +76,31 @@ def explain_unreadable(path: Path, writer: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(f"'{path}' cannot be read: {error.strerror}") from None
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"'{path}' was not written by {writer}") from None
 
 
-def user_cache_folder() -> Path:
-    """The user's folder for files that policyc can regenerate."""
+def cache_folder(name: str = "") -> Path:
+    """Makes a folder for files that policyc can regenerate, in the user's cache folder. Raises OSError.
+
+    Some of the files are code, so it also raises OSError if other users could have written them.
+    """
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(home, "policyc").absolute()
+    folder = make_private(Path(home, "policyc").absolute())
+    return make_private(folder / name) if name else folder
+
+
+def make_private(folder: Path) -> Path:
+    """Makes a folder that only this user can write to. Raises OSError if it exists and another user can."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.stat()
+    if hasattr(os, "geteuid"):  # not on Windows
+        if status.st_uid not in (0, os.geteuid()):
+            raise OSError(errno.EPERM, "the folder belongs to another user", str(folder))
+        if status.st_mode & 0o022:
+            raise OSError(errno.EPERM, "other users can write to the folder: chmod go-w", str(folder))
+    return folder
 
 
 def is_standard_output(name: str) -> bool:

@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
-from policyc.base.files import explain_unreadable
+from policyc.base.files import explain_unreadable, read_json
 from policyc.base.web_page import render_template
 
 Frontier = dict[str, Any]
@@ -32,7 +31,7 @@ def read_frontier(path: Path) -> Frontier:
         return numbers
 
     with explain_unreadable(path, "policyc search --frontier --out FILE.json"):
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json(path)
         found = [point(values) for values in data["frontier"]]
         policies = {str(name): point(values) for name, values in data["policies"].items()}
         source = str(data["source"])

@@ -6,12 +6,11 @@ silently dropped.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
-from policyc.base.files import explain_unreadable
+from policyc.base.files import explain_unreadable, parse_json, read_json, read_text
 from policyc.changes.model import DiffData
 from policyc.language.loader import parse_with_diagnostics
 from policyc.language.policy import Policy
@@ -23,7 +22,7 @@ def read_stats(folder: Path, diff: DiffData) -> dict[str, Any]:
     """Reads the SQNR of operands and cosines of gradients at the last measured step of a run. Raises ValueError."""
     path = folder / "stats.jsonl"
     with explain_unreadable(path, "policyc apply --stats-every"):
-        rows = [row for row in map(_parse, path.read_text("utf-8").splitlines()) if "step" in row]
+        rows = [row for row in map(_parse, read_text(path).splitlines()) if "step" in row]
     if not rows:
         raise ValueError(f"'{path}' has no measurements: run the program with --stats-every")
     step = max(row["step"] for row in rows)
@@ -48,7 +47,7 @@ def read_stats(folder: Path, diff: DiffData) -> dict[str, Any]:
 def read_compiled(path: Path, diff: DiffData) -> dict[str, Any]:
     """Reads the calls that `policyc compile --format json` found. Raises ValueError."""
     with explain_unreadable(path, "policyc compile --format json"):
-        data = json.loads(path.read_text("utf-8"))
+        data = read_json(path)
         listed = [dict(product) for product in data["products"]]
     names = _linear_names(diff)
     products = []
@@ -84,7 +83,7 @@ def read_compiled(path: Path, diff: DiffData) -> dict[str, Any]:
 def read_plan(path: Path) -> tuple[Policy, str]:
     """Reads the policy of a plan that `policyc apply --plan-out` wrote, and the hash of its loss. Raises ValueError."""
     with explain_unreadable(path, "policyc apply --plan-out of this version"):
-        data = json.loads(path.read_text("utf-8"))
+        data = read_json(path)
         loaded = parse_with_diagnostics(data["policy"]["text"], shown=str(path))
         if loaded.diagnostics:
             raise ValueError("its policy has errors")
@@ -102,7 +101,7 @@ def _linear_names(diff: DiffData) -> dict[str, int]:
 def _parse(line: str) -> dict[str, Any]:
     """Parses a line of measurements. Empty if the line is damaged, like the last one of a run that was killed."""
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError:
+        row = parse_json(line)
+    except ValueError:
         row = None
     return row if isinstance(row, dict) else {}

@@ -124,9 +124,9 @@ def lint(words: tuple[str, ...], output_format: str, out: str | None, options: L
     """Check policies for errors and known risks.
 
     A folder stands for every '.policy' file in it or below it; the default is the current folder. The table
-    [tool.policyc] of pyproject.toml may set select, ignore, target and program. The comment '# allow: CODE -- reason'
-    suppresses a finding on its line. 'policyc explain CODE' describes a code. Exits with 0 if there are no findings
-    other than notes, 1 if there are some, 2 if a file could not be read.
+    [tool.policyc] of pyproject.toml may set select, ignore and target; only the command line names a program. The
+    comment '# allow: CODE -- reason' suppresses a finding on its line. 'policyc explain CODE' describes a code. Exits
+    with 0 if there are no findings other than notes, 1 if there are some, 2 if a file could not be read.
     """
     from policyc.language.diagnostics import Severity
     from policyc.linter.output import OUTPUT_FORMATS, STATISTICS_FORMATS, summarize
@@ -191,8 +191,6 @@ def _make_request(words: tuple[str, ...], options: LintOptions) -> _Request:
         target = get_target(options.target or settings.target or DEFAULT_TARGET)
     count = next((i for i, word in enumerate(words) if _starts_program(word)), len(words))
     files, program = words[:count] or (".",), words[count:]
-    if not program and options.config is None and len(files) == 1:
-        program = settings.program
     if options.unsafe_fixes and not (options.fix or options.diff):
         raise click.UsageError("--unsafe-fixes requires --fix or --diff")
     if options.fix and options.diff:

@@ -8,6 +8,7 @@ from dataclasses import fields
 
 import click
 
+from policyc.base.python import PYTHON
 from policyc.cli.common import ExampleCommand
 from policyc.cli.options import RunOptions, run_options
 from policyc.cli.program import parse_program, run_under_policy
@@ -55,4 +56,4 @@ def train(policy: str | None, arguments: tuple[str, ...], run: RunOptions) -> No
     if options:
         raise click.UsageError(f"--{options[0].replace('_', '-')} needs --policy")
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, script, *arguments])
+    os.execv(PYTHON[0], [*PYTHON, script, *arguments])

@@ -5,7 +5,6 @@ Does not load JAX, so that editors and the playground can use it. Decisions are 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
+from policyc.base.files import parse_json, read_file
 from policyc.base.text import count_noun
 from policyc.compiler.decisions import Phase, RuleDecisions
 from policyc.compiler.site_masks import Layer, ProductMasks, SiteMasks, union
@@ -140,27 +140,25 @@ class SiteList:
         """Parses the output of `policyc sites --format json`. Raises BadSiteList."""
         remedy = "write it with 'policyc sites --format json'"
         try:
-            data = json.loads(text)
+            data = parse_json(text)
             if data["schema"] != PLAN_SCHEMA:
                 raise BadSiteList(f"it has schema {data['schema']}, not {PLAN_SCHEMA}: {remedy}")
             sites = tuple(map(ListedSite.from_json, data["sites"]))
             other_flops = sum(other["flops"] or 0 for other in data["other_products"])
         except BadSiteList:
             raise
-        except (KeyError, TypeError, ValueError, RecursionError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadSiteList(f"it is not a list of sites ({type(error).__name__}): {remedy}") from None
         return cls(sites=sites, other_flops=other_flops)
 
     @classmethod
     def read(cls, path: Path) -> SiteList:
-        """Reads a file. Raises BadSiteList. A policy may name any path, so devices and huge files are refused."""
+        """Reads a file. Raises BadSiteList."""
         try:
-            if not path.is_file():
-                raise BadSiteList("there is no such file: write it with 'policyc sites --format json'")
-            if path.stat().st_size > _MAX_BYTES:
-                raise BadSiteList(f"it is larger than {_MAX_BYTES >> 20} MiB")
-            return cls.from_json(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
+            return cls.from_json(read_file(path, _MAX_BYTES).decode("utf-8"))
+        except FileNotFoundError:
+            raise BadSiteList("there is no such file: write it with 'policyc sites --format json'") from None
+        except (OSError, ValueError) as error:
             raise BadSiteList(f"it cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
     @cached_property

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 import sys
 import threading
 import traceback
@@ -15,10 +16,15 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, BinaryIO
 
+from policyc.base.files import parse_json
+
 Json = dict[str, Any]
 
 PARSE_ERROR, INVALID_REQUEST, METHOD_NOT_FOUND, INVALID_PARAMS = -32700, -32600, -32601, -32602
 INTERNAL_ERROR, NOT_INITIALIZED = -32603, -32002
+_LENGTH = re.compile(rb"content-length[ \t]*:[ \t]*(\d+)\s*\Z", re.IGNORECASE)
+_MAX_HEADER = 1024  # bytes of a line: a longer one is read in pieces
+_MAX_MESSAGE = 64 * 2**20  # four times the largest policy
 DEFERRED = object()
 """The result of a handler whose request is answered later."""
 
@@ -48,20 +54,21 @@ class Connection:
         """The next message; None at the end of the stream. Invalid messages are answered with an error."""
         while True:
             length = 0
-            while (line := self._reader.readline()).strip():
-                name, _, value = line.partition(b":")
-                if name.strip().lower() == b"content-length" and value.strip().isdigit():
-                    length = int(value)
+            while (line := self._reader.readline(_MAX_HEADER)).strip():
+                if header := _LENGTH.search(line):
+                    length = int(header[1])
             if not line:
                 return None
             try:
-                message = json.loads(self._reader.read(length))
+                if length > _MAX_MESSAGE:  # not read: the lines up to the next header are skipped
+                    raise ValueError(f"longer than {_MAX_MESSAGE >> 20} MiB")
+                message = parse_json(self._reader.read(length))
             except ValueError as error:
                 self._send({"id": None, "error": {"code": PARSE_ERROR, "message": str(error)}})
                 continue
-            if isinstance(message, dict):
+            if isinstance(message, dict) and isinstance(message.get("id"), str | int | None):
                 return message
-            self._send({"id": None, "error": {"code": INVALID_REQUEST, "message": "not an object"}})
+            self._send({"id": None, "error": {"code": INVALID_REQUEST, "message": "not a message"}})
 
     def notify(self, method: str, params: Json) -> None:
         self._send({"method": method, "params": params})

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from policyc.base.text import cache_by_text
 from policyc.editor.words import STATEMENTS
 from policyc.language.parser import find_pieces
 
@@ -204,12 +205,13 @@ def scan_text(text: str) -> Names:
     """The names and blocks of a text. After an edit only the pieces that changed are scanned."""
     names, blocks = list[Name](), list[Block]()
     for start, end, _ in find_pieces(text):
-        scan = _scan_piece(text[start:end])
-        names += (Name(n.kind, n.text, start + n.start, n.is_definition) for n in scan.names)
-        blocks += (Block(b.head, start + b.start, start + b.end) for b in scan.blocks)
+        found = _scan_piece(text[start:end])
+        names += (Name(n.kind, n.text, start + n.start, n.is_definition) for n in found.names)
+        blocks += (Block(b.head, start + b.start, start + b.end) for b in found.blocks)
     return Names(names, blocks)
 
 
-@lru_cache(maxsize=4096)
-def _scan_piece(text: str) -> Scan:
-    return Scan(text)
+@cache_by_text
+def _scan_piece(text: str) -> Names:
+    scan = Scan(text)
+    return Names(scan.names, scan.blocks)

@@ -2,7 +2,7 @@
 
 The main thread reads messages and answers requests from the current text. After a pause in typing, a second thread has
 the text linted by a separate process, and answers the code actions that wait for the result. Another thread reads a
-newly opened text before any request about it. The server runs a program only for the command `policyc.listSites`.
+newly opened text before any request about it. The server starts no programs.
 """
 
 from __future__ import annotations
@@ -24,15 +24,12 @@ from policyc.editor.completion import complete
 from policyc.editor.findings import find_all
 from policyc.editor.hover import hover
 from policyc.editor.json_rpc import DEFERRED, METHOD_NOT_FOUND, Connection, Json, RequestError
-from policyc.editor.model import list_sites
 from policyc.editor.reading import Reading, read
-from policyc.editor.start import LIST_SITES
 from policyc.editor.worker import Worker, WorkerError
 from policyc.language.bundled import bundled_policies
 from policyc.language.diagnostics import Diagnostic, SourceText, Span
 
 _PAUSE = 0.12  # seconds without a keystroke before a text is linted: less causes flicker, more feels slow
-_ERROR_MESSAGE = 1  # a type of window/showMessage
 _INVOKED = 1  # a trigger of code actions; 2 is for those that an editor asks for on its own
 
 
@@ -128,7 +125,6 @@ class PolicyServer:
             "textDocument/didChange": self.did_change,
             "textDocument/didSave": self.did_save,
             "textDocument/didClose": self.did_close,
-            "workspace/executeCommand": self.list_sites,
         }
         self._requests: dict[str, Callable[[_Document, Json], Any]] = {
             "textDocument/completion": self.complete,
@@ -243,11 +239,8 @@ class PolicyServer:
         self._wake()
 
     def did_save(self, params: Json) -> None:
-        del params
-        self._read_again()
-
-    def _read_again(self) -> None:
         """Schedules every policy to be read again: imports, settings or lists of sites may have changed."""
+        del params
         for document in tuple(self._documents.values()):
             document.forget()
         self._wake()
@@ -319,32 +312,12 @@ class PolicyServer:
         return features.hints(document.read(), document.source, *document.range(params))
 
     def code_actions(self, document: _Document, params: Json) -> list[Json]:
-        """The fixes of the diagnostics in a range, and the command that lists sites, if the policy has a program.
+        """The fixes of the diagnostics in a range.
 
-        There are no fixes until the current text is linted. The client asks again then.
+        There are none until the current text is linted. The client asks again then.
         """
         current = document.current_diagnostics
-        actions = list(features.fix_actions(current, document.uri, *document.range(params)))
-        program = document.read().model.source.program
-        if program:
-            title = f"policyc: list the sites of '{' '.join(program)}' (runs it)"
-            command = {"title": title, "command": LIST_SITES, "arguments": [document.uri]}
-            actions.append({"title": title, "kind": "source", "command": command})
-        return actions
-
-    # ---- the command
-
-    def list_sites(self, params: Json) -> None:
-        """Runs the program of a policy in a thread, to list its sites. All policies are read again when it ends."""
-        source = self._get({"textDocument": {"uri": params["arguments"][0]}}).read().model.source
-
-        def run() -> None:
-            problem = list_sites(source)
-            if problem:
-                self._connection.notify("window/showMessage", {"type": _ERROR_MESSAGE, "message": problem})
-            self._read_again()
-
-        threading.Thread(target=run, daemon=True).start()
+        return list(features.fix_actions(current, document.uri, *document.range(params)))
 
 
 def _path(uri: str) -> Path | None:

@@ -8,9 +8,6 @@ import sys
 from policyc import __version__
 from policyc.editor.json_rpc import NOT_INITIALIZED, Connection, Json, RequestError
 
-LIST_SITES = "policyc.listSites"
-"""The command that runs the program of a policy to list its sites. Its argument is the policy's URI."""
-
 _COLLECTED = (50_000, 20, 100)
 """Thresholds of the garbage collector. Full collections are rare: one takes as long as an answer and finds little."""
 _CAPABILITIES = {
@@ -19,12 +16,11 @@ _CAPABILITIES = {
     "completionProvider": {"triggerCharacters": [".", "@", "(", "=", ",", ">", " ", '"', "{"]},
     "definitionProvider": True,
     "renameProvider": {"prepareProvider": True},
-    "codeActionProvider": {"codeActionKinds": ["quickfix", "source"]},
+    "codeActionProvider": {"codeActionKinds": ["quickfix"]},
     "documentFormattingProvider": True,
     "documentSymbolProvider": True,
     "foldingRangeProvider": True,
     "inlayHintProvider": True,
-    "executeCommandProvider": {"commands": [LIST_SITES]},
 }
 _SERVER = {"capabilities": _CAPABILITIES, "serverInfo": {"name": "policyc", "version": __version__}}
 

@@ -13,6 +13,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO, TypeVar
 
+from policyc.base.python import PYTHON
+
 Result = TypeVar("Result")
 _PROCESS_IS_GONE = (OSError, EOFError, pickle.UnpicklingError)
 
@@ -29,7 +31,7 @@ class Worker:
 
     def start(self) -> subprocess.Popen[bytes]:
         if self._process is None:
-            words = [sys.executable, "-c", "from policyc.editor.worker import serve; serve()"]
+            words = [*PYTHON, "-c", "from policyc.editor.worker import serve; serve()"]
             self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         return self._process
 

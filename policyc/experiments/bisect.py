@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policyc.base.files import atomic_write
+from policyc.base.files import atomic_write, read_json
 from policyc.compiler.hoist import SiteRecipe
 from policyc.compiler.pipeline import no_reentry
 from policyc.compiler.plan import Plan, make_plan
@@ -248,7 +248,7 @@ class Bisection:
     def load(self, path: Path) -> int:
         """Reads the trials of an earlier run of the same policy, loss and batches. Returns their number."""
         try:
-            data = json.loads(path.read_text())
+            data = read_json(path)
         except ValueError:
             raise ValueError(
                 f"'{path}' was not written by policyc bisect --trials: name another file"

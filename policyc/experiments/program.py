@@ -110,8 +110,11 @@ class Program:
 
 
 def _prepend_to_path(folder: str) -> None:
-    """Puts the program's folder first in `sys.path`, as Python does, unless PYTHONSAFEPATH is set."""
-    if not sys.flags.safe_path:
+    """Puts the program's folder first in `sys.path`, as Python does, unless PYTHONSAFEPATH is set.
+
+    The flag `-P` does not count: sweeps set it for policyc's own imports.
+    """
+    if not os.environ.get("PYTHONSAFEPATH"):
         sys.path.insert(0, folder)
 
 

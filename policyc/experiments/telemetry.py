@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policyc.base.files import atomic_write
+from policyc.base.files import atomic_write, parse_json, read_file
 from policyc.compiler.decisions import Phase
 from policyc.compiler.execution import ExecutionOptions
 from policyc.compiler.pipeline import LossCall, as_policy, no_reentry, plan_loss
@@ -200,7 +200,7 @@ def _json_number(value: Any) -> float | None:
 def _drop_rows(path: Path, step: int) -> None:
     """Prepares a file for the rows of a session. Drops rows from this step on: the run is resumed here."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    lines = read_file(path).splitlines(keepends=True) if path.exists() else []
     with atomic_write(path) as stream:
         stream.writelines(line for line in lines if _read_step(line) < step)
 
@@ -208,6 +208,6 @@ def _drop_rows(path: Path, step: int) -> None:
 def _read_step(line: bytes) -> float:
     """The step of a line; infinity if the line is damaged, for example after a kill."""
     try:
-        return float(json.loads(line)["step"]) if line.endswith(b"\n") else math.inf
+        return float(parse_json(line)["step"]) if line.endswith(b"\n") else math.inf
     except (ValueError, KeyError, TypeError):
         return math.inf

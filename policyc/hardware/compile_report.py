@@ -6,7 +6,6 @@ the compiled program.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -15,7 +14,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from policyc.base.files import explain_unreadable
+from policyc.base.files import explain_unreadable, read_json
 from policyc.compiler.plan import Plan, PlannedProduct
 from policyc.compiler.schedule import current_phase
 from policyc.compiler.stacks import Layer
@@ -294,7 +293,7 @@ class CompiledStep:
 def read_compiled_step(path: Path) -> CompiledStep:
     """Reads the output of `policyc compile --format json`. Raises ValueError if it is something else."""
     with explain_unreadable(path, "policyc compile POLICY ... --format json"):
-        data: Any = json.loads(path.read_text(encoding="utf-8"))
+        data: Any = read_json(path)
         return CompiledStep(
             policy=data["policy"],
             target=data["target"],

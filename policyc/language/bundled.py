@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from policyc.base.files import read_file
 from policyc.base.text import closest_name
 from policyc.language.diagnostics import Diagnostic, PolicyError, SourceText, Span
 
@@ -50,8 +51,7 @@ def locate(policy: str | Path) -> Path:
 def read_policy_text(path: Path) -> str:
     """Reads the text of a policy file. Raises PolicyError if it is not a UTF-8 file of a sensible size."""
     try:
-        with path.open("rb") as stream:
-            data = stream.read(MAX_FILE_BYTES + 1)
+        data = read_file(path, MAX_FILE_BYTES)
     except IsADirectoryError:
         help = f"name a file that ends in '{POLICY_SUFFIX}'"
         raise unreadable_file_error(str(path), "this is a directory, not a policy", help) from None
@@ -59,9 +59,6 @@ def read_policy_text(path: Path) -> str:
         raise unreadable_file_error(str(path), "no permission to read this file") from None
     except (OSError, ValueError) as error:
         raise unreadable_file_error(str(path), getattr(error, "strerror", None) or str(error)) from None
-    if len(data) > MAX_FILE_BYTES:
-        reason = f"larger than {MAX_FILE_BYTES >> 20} MiB, the maximum size of a policy"
-        raise unreadable_file_error(str(path), reason)
     try:
         return data.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
+from policyc.base.text import cache_by_text
 from policyc.language.parser import BlockStatement, Statement, comment_ranges, find_pieces, read_piece
 from policyc.language.policy import Rule
 
 _INDENT = "    "
 _MAX_WIDTH = 100  # columns: a wider block is written on several lines, and a wider selector is not aligned
-_MAX_KEPT = 4096  # cached statements: enough for the policies that are open in an editor
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class _Part:
     end: int
 
 
-@lru_cache(maxsize=_MAX_KEPT)  # an editor formats a text again after one of its statements has changed
+@cache_by_text  # an editor formats a text again after one of its statements has changed
 def _print_part(before: str, piece: str) -> _Part | None:
     """Prints a piece of a text, and the comments before it. Returns None if the piece has errors."""
     statements = read_piece(piece)

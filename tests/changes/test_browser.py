@@ -445,6 +445,15 @@ def test_tables_and_paths_are_copied_and_saved(show: Show, html: str) -> None:
     page.wait_for_function("window.copied === 'layers[0].up'")
 
 
+def test_no_cell_of_the_table_is_a_formula(show: Show) -> None:
+    page = show(render_page(make_diff(lambda p, x: jnp.sum(x @ p["=1+1"]), {"=1+1": W}, "* -> mxfp8")))
+    with page.expect_download() as download:
+        button(page, "CSV").click()
+    cells = [*csv.reader(io.StringIO(Path(download.value.path()).read_text(encoding="utf-8")))]
+    assert {row[0] for row in cells[1:]} == {"'=1+1"}
+    assert not [cell for row in cells for cell in row if cell[:1] in tuple("=+-@")]
+
+
 # ---- appearance
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -194,6 +195,32 @@ from policyc.editor.reading import read
 assert "everything-in-4-bits" in hover(read("* -> nvfp4", None), find_all("* -> nvfp4", None)[1], 3)
 print(*sorted({"jax", "numpy", "scipy", "rich", "click", "asyncio"} & sys.modules.keys()))
 """
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["recipe r = nvfp4(sr={edit}\n{rules}", "variant v {{\n{edit} -> bf16\n{rules}}}\n"],
+    ids=["an open bracket", "a block"],
+)
+def test_edits_of_a_long_statement_take_no_memory(text: str) -> None:
+    """What is cached of an edit is as long as the rest of the file, so only the last few are kept."""
+    rules = "".join(f"blocks[{n}].mlp.up -> fp8\n" for n in range(30))
+
+    def edit(number: int) -> None:
+        source = SourceText(text.format(edit=f"a{number}", rules=rules), "")
+        read(source.text, None)
+        features.symbols(source)
+        features.format_edits(source)
+
+    tracemalloc.start()
+    try:
+        sizes = []
+        for number in range(60):
+            edit(number)
+            sizes.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert sizes[-1] - sizes[34] < 3e5  # scan_text keeps 32 texts
 
 
 def test_an_editor_loads_nothing_slow() -> None:

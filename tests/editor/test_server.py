@@ -516,32 +516,3 @@ def test_hints_count_the_sites_that_a_rule_decides(session: Session, uri: str) -
         (4, "3 of 5 sites, 22.2% of FLOPs"), (5, "2 sites, 66.7% of FLOPs"), (6, "3 sites, 11.1% of FLOPs"),
         (9, "2 sites, 44.4% of FLOPs"),
     ]  # fmt: skip
-
-
-PROGRAM = """
-import jax, jax.numpy as jnp
-def loss(params, x):
-    for w in params["blocks"]:
-        x = x + jnp.tanh(x @ w["up"]) @ w["down"]
-    return jnp.sum(x)
-params = {"blocks": [{"up": jnp.ones((32, 64)), "down": jnp.ones((64, 32))} for _ in range(3)]}
-jax.grad(loss)(params, jnp.ones((16, 32)))
-"""
-
-
-@pytest.mark.slow  # the program loads JAX
-def test_a_program_lists_its_sites_only_when_told_to(session: Session) -> None:
-    (session.folder / "train.py").write_text(PROGRAM)
-    uri = session.open("# program: train.py\n* -> bf16\nblocks[0].* -> fp8 expect 1\n", "program.policy")
-    assert session.codes(uri) == []
-    assert not list(session.folder.glob("cache/policyc/sites/*.json"))
-    context = lsp.CodeActionContext(diagnostics=[])
-    start = lsp.Range(lsp.Position(0, 0), lsp.Position(0, 0))
-    actions = session.run(
-        session.client.text_document_code_action_async(lsp.CodeActionParams(document(uri), start, context))
-    )
-    assert [action.title for action in actions] == ["policyc: list the sites of 'train.py' (runs it)"]
-    params = lsp.ExecuteCommandParams("policyc.listSites", [uri])
-    session.run(session.client.workspace_execute_command_async(params))
-    session.wait_for(lambda: "expect-violated" in session.codes(uri))
-    session.close(uri)

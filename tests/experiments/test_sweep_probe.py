@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -84,7 +83,7 @@ def test_a_signal_ends_the_program_and_removes_its_folder(
     python.chmod(0o755)
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr("policyc.experiments.sweep.probe.PYTHON", (str(python),))
     handler = signal.signal(number, lambda *_: None)  # so that a signal without effect does not end the tests
     try:
         with pytest.raises(KeyboardInterrupt):

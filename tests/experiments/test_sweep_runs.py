@@ -118,9 +118,9 @@ def test_a_run_of_the_bundled_trainer(tmp_path: Path) -> None:
     run = program.make_run("fp8", (3,), tmp_path)
     assert run.folder == tmp_path / "fp8" / "seed3"
     words = run.command
-    assert words[:7] == (sys.executable, "-m", "policyc", "apply", str(tmp_path / "fp8" / "policy.policy"),
+    assert words[:8] == (sys.executable, "-P", "-m", "policyc", "apply", str(tmp_path / "fp8" / "policy.policy"),
                          "--stats-every", "5")  # fmt: skip
-    assert words[8:] == ("--config", "tiny", "--steps", "7", "--seed", "3", "--out", str(run.folder), "--keep", "1",
+    assert words[9:] == ("--config", "tiny", "--steps", "7", "--seed", "3", "--out", str(run.folder), "--keep", "1",
                          "--batch", "2")  # fmt: skip
     assert replace(program, steps=None).total_steps == 200  # that of the configuration
 
@@ -146,8 +146,8 @@ def test_a_program_gets_its_seed_steps_and_folder(tmp_path: Path) -> None:
     program = SweepProgram(words=words, steps=9, metrics_source="maxtext={out}/m.txt")
     run = program.make_run("no_rht", (4,), tmp_path)
     folder = str(tmp_path / "no_rht" / "seed4")
-    assert run.command[5:7] == ("--plan-out", f"{folder}/plan.json")  # for the report
-    assert run.command[7:] == ("train.py", "--seed=4", "--out", f"{folder}/x", "no_rht", "9", "{other}")
+    assert run.command[6:8] == ("--plan-out", f"{folder}/plan.json")  # for the report
+    assert run.command[8:] == ("train.py", "--seed=4", "--out", f"{folder}/x", "no_rht", "9", "{other}")
     assert run.environment == {
         "POLICYC_SEED": "4", "POLICYC_STEPS": "9", "POLICYC_RUN_DIR": folder, "POLICYC_VARIANT": "no_rht",
     }  # fmt: skip

@@ -5,11 +5,13 @@ Every input must be answered with a policy or with diagnostics, in a short time.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from policyc import PolicyError, load, parse
+from policyc.base import files
 from policyc.language.bundled import bundled_policies, data_folder
 from policyc.language.loader import parse_with_diagnostics
 from tests.support import fuzz
@@ -58,7 +60,7 @@ def test_an_error_of_the_operating_system_is_reported(tmp_path, monkeypatch, err
     def refuse(*_, **__):
         raise error
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(files, "open_file", refuse)
     assert load_error(path) in ("no permission to read this file", "Input/output error")
 
 
@@ -68,9 +70,14 @@ def test_an_invalid_file_name_is_reported(name, tmp_path, monkeypatch):
     assert load_error(name)
 
 
-@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="no /dev/zero here")
-def test_a_file_without_end_is_not_read_completely():
-    assert "larger than 16 MiB" in load_error("/dev/zero")
+@pytest.mark.parametrize("name", ["fifo", "device", "huge"])
+def test_only_a_regular_file_of_a_sensible_size_is_read(name, tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    with (tmp_path / "huge").open("wb") as stream:
+        stream.truncate(2**40)
+    expected = "larger than 16 MiB" if name == "huge" else "not a regular file"
+    assert load_error(tmp_path / name) == expected
 
 
 def test_a_byte_order_mark_is_accepted_at_the_start_only(tmp_path):

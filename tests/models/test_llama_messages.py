@@ -90,6 +90,9 @@ def test_a_faulty_export_command_is_explained(words, message, tmp_path):
         ("--processes 2 --process-id 0", "without --distributed, this process would train alone"),
         ("--profile-steps 3", "such as 10:13"),
         ("--profile xplane --steps 12", "there are only 12 steps"),
+        ("--no-\x1b[31msuch", r"'--no-\x1b[31msuch' has control characters"),
+        ("--config \x1b]0;title\x07", "has control characters"),
+        ("--out \x9b31mred", "has control characters"),
         ("--schedule cosin", "invalid choice: 'cosin'"),
         ("--experts 4 --experts-per-token 1", "the loss would not teach the router which one to choose"),
         ("--experts 2 --experts-per-token 3", "--experts-per-token 3: there are only 2 experts"),
@@ -101,6 +104,7 @@ def test_a_wrong_option_is_explained(words, message, capsys):
     assert end.value.code == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert message in error
+    assert error.isprintable()
     assert "does not belong to any option" not in error or words == "tiny"
 
 

@@ -37,13 +37,21 @@ def open_log(tmp_path):
 def test_damaged_lines_of_metrics_are_kept_aside(open_log, tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     good = b'{"step": 1, "loss": 2.0}\n'
-    path.write_bytes(good + b'\xff\xfe\n[1]\n{"loss": 3}\n' + b'{"step": 5, "loss": 1.0}\n')
+    path.write_bytes(
+        good + b'\xff\xfe\n[1]\n{"loss": 3}\n' + b"[" * 100_000 + b"\n" + b'{"step": 5, "loss": 1.0}\n'
+    )
     damaged = path.read_bytes()
     open_log(2)
     assert path.read_bytes().startswith(good)
     assert path.read_bytes().count(b"\n") == 2  # and the account of this process
     assert good + (tmp_path / "metrics.removed.jsonl").read_bytes() == damaged
-    assert "line 2 is damaged (3 in all)" in capsys.readouterr().err
+    assert "line 2 is damaged (4 in all)" in capsys.readouterr().err
+
+
+def test_metrics_that_are_no_regular_file_are_an_error(open_log, tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl' is not a regular file"):
+        open_log(0)
 
 
 def test_a_value_that_is_not_finite_is_null_in_metrics(open_log, tmp_path):

@@ -1,5 +1,6 @@
 """Arrays of tokens: token files, and text that is tokenized once into a cache."""
 
+import errno
 import hashlib
 import itertools
 import json
@@ -81,7 +82,14 @@ def check_vocab(name: str, size: int, vocab: int) -> None:
 
 
 def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "llama-data")
+    """Makes the user's folder for tokens. Raises OSError if another user could have written what is in it."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "llama-data")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
+        raise OSError(errno.EPERM, "other users can write to the folder", str(folder))
+    return folder
 
 
 class TokenFile:
@@ -138,14 +146,15 @@ def scan_tokens(array: TokenArray) -> TokenScan:
     if isinstance(array, np.ndarray) or array.dtype.itemsize * len(array) < KEPT_SCAN:
         return _scan(array)
     about = [str(array.path.resolve()), array.dtype.str, array.offset, len(array), array.status()]
-    path = cache_folder() / "scans" / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]}.json"
+    name = f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]}.json"
     try:
-        return TokenScan(*json.loads(path.read_text()))
+        return TokenScan(*json.loads((cache_folder() / "scans" / name).read_text()))
     except (OSError, ValueError, TypeError):
         scan = _scan(array)
     if array.status() == about[-1]:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path = cache_folder() / "scans" / name
+            path.parent.mkdir(mode=0o700, exist_ok=True)
             unfinished = path.with_suffix(f".{os.getpid()}")
             unfinished.write_text(json.dumps(scan))
             os.replace(unfinished, path)
@@ -214,14 +223,14 @@ def _open_llm_c(path: Path, header: list[int], size: int) -> TokenFile:
 
 def cache_tokens(key: Any, source: str, pieces: Iterable[np.ndarray]) -> TokenFile:
     """A cached file of the tokens, written at its first use."""
-    home = cache_folder()
-    path = home / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}.u32"
-    if not path.exists():
-        try:
-            home.mkdir(parents=True, exist_ok=True)
-            folder = tempfile.TemporaryDirectory(dir=home, prefix=".making.")
-        except OSError as error:
-            raise ConfigError(f"the token cache cannot be written: {error}; set XDG_CACHE_HOME") from None
+    try:
+        path = cache_folder() / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}.u32"
+        folder = (
+            tempfile.TemporaryDirectory(dir=path.parent, prefix=".making.") if not path.exists() else None
+        )
+    except OSError as error:
+        raise ConfigError(f"the token cache cannot be used: {error}; set XDG_CACHE_HOME") from None
+    if folder is not None:
         print(f"tokenizing {source} into {path}; this is done once", file=sys.stderr)
         with folder:
             with Path(folder.name, "tokens").open("wb") as out:

@@ -65,7 +65,8 @@ function csvSide(cell, side) {
 
 /** The table of all products that the filters leave, one line for each run of layers. */
 function csvText() {
-  const quote = (value) => `"${String(value ?? "").replaceAll('"', '""')}"`;
+  const text = (value) => String(value ?? "").replace(/^[=+\-@\t\r]/, "'$&"); // a spreadsheet would take it for a formula
+  const quote = (value) => `"${text(value).replaceAll('"', '""')}"`;
   const rows = cells.filter(isShown).map((cell) => [fullName(cell.linear), cell.run.layers?.[0], cell.run.layers?.[1], cell.product, cell.change.changed,
     cell.run.batch, cell.run.m, cell.run.n, cell.run.k, cell.run.flops, ...SIDES.flatMap((side) => csvSide(cell, side)), cell.run.opaque, cell.run.place]);
   return [CSV_COLUMNS, ...rows].map((row) => row.map(quote).join(",")).join("\r\n") + "\r\n";

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from policyc.base.files import parse_json, read_file
 from policyc.base.text import count_noun, escape_controls
 from policyc.experiments.sweep.metrics import parse_rows
 
@@ -19,7 +19,7 @@ _MAX_TEXT = 400  # characters of a text from a file
 def read_text(path: Path, problems: list[str]) -> str | None:
     """Reads a file; None if it does not exist. A file that cannot be read is added to `problems`."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return read_file(path).decode("utf-8", errors="replace")
     except FileNotFoundError:
         return None
     except IsADirectoryError:
@@ -49,8 +49,8 @@ def read_object(path: Path, problems: list[str]) -> JsonObject | None:
     if text is None:
         return None
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):  # not JSON, or nested too deeply
+        value = parse_json(text)
+    except ValueError:
         value = None
     if not isinstance(value, dict):
         problems.append(f"{path.name} is not a JSON object")

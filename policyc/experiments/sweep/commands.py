@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from policyc.base.compile_cache import VARIABLE as COMPILE_CACHE_VARIABLE
+from policyc.base.python import PYTHON
 from policyc.experiments.sweep.metrics import parse_metrics_source
 from policyc.experiments.sweep.run import (
     POLICY_FILE,
@@ -109,7 +109,7 @@ class SweepProgram:
         policy = str(out / variant / POLICY_FILE)
         # The bundled trainer writes its plan itself, into the folder of each seed.
         plan_out = () if self.config else ("--plan-out", str(folders[0] / PLAN_FILE))
-        apply = (sys.executable, "-m", "policyc", "apply", policy, *self._apply_options(), *plan_out)
+        apply = (*PYTHON, "-m", "policyc", "apply", policy, *self._apply_options(), *plan_out)
         source = self.metrics_source
         return Run(
             variant=variant,

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from policyc.base.python import PYTHON
 from policyc.experiments.sweep.liveness import is_locked
 from policyc.experiments.sweep.run import LOG_FILE, STOP_FILE, Run, RunStatus
 
@@ -57,7 +57,7 @@ class LocalExecutor:
         # In its own session: Ctrl-C in the terminal reaches only the sweep, which then stops its runs cleanly.
         with (run.folder / LOG_FILE).open("ab") as log:  # for errors of the wrapper itself
             self._processes[run.folder] = subprocess.Popen(
-                [sys.executable, "-m", "policyc.experiments.sweep.wrapper", str(run.folder)],
+                [*PYTHON, "-m", "policyc.experiments.sweep.wrapper", str(run.folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -55,7 +55,7 @@ def is_locked(folder: Path) -> bool:
     The check holds a shared lock for a moment. `hold_lock` waits longer than that.
     """
     try:
-        descriptor = os.open(folder / LOCK_FILE, os.O_RDONLY)
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         return False
     try:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from policyc import __version__
+from policyc.base.files import read_json, read_text
 from policyc.experiments.sweep.commands import SweepProgram
 from policyc.experiments.sweep.run import LOCK_FILE, MANIFEST_FILE, POLICY_FILE, write_json
 from policyc.experiments.sweep.variants import VariantList, without_title
@@ -140,7 +141,7 @@ def _list_earlier(earlier: dict[str, Any], now: dict[str, Any]) -> list[dict[str
 def _read_manifest(path: Path) -> dict[str, Any]:
     """Reads `sweep.json`. Raises ChangedSweep if it is damaged, or from another version."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
     except ValueError as error:
         raise ChangedSweep(f"{path} is damaged: {error}. Restore it, or choose another --out") from None
     if not isinstance(values, dict) or values.get("format") != _FORMAT:
@@ -187,6 +188,6 @@ def _find_changed_policies(out: Path, design: SweepDesign) -> list[str]:
     changed = []
     for variant in design.policies.variants:
         path = out / variant.name / POLICY_FILE
-        if path.exists() and without_title(path.read_text(encoding="utf-8")) != without_title(variant.text):
+        if path.exists() and without_title(read_text(path)) != without_title(variant.text):
             changed.append(f"the policy '{variant.name}' was different: {path}")
     return changed

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from policyc.base.files import atomic_write
+from policyc.base.files import atomic_write, open_file, parse_json, read_file
 
 Row = dict[str, Any]
 
@@ -47,7 +47,7 @@ class MetricsReader:
     def update(self) -> None:
         """Reads the new lines. A file that was replaced or shortened, as after a resume, is read from its start."""
         try:
-            stream = self._path.open("rb")
+            stream = open_file(self._path)
         except FileNotFoundError:
             self._restart(None)
             return
@@ -76,8 +76,8 @@ def parse_rows(lines: Iterable[bytes | str]) -> Iterator[Row]:
     """Yields the rows of metrics lines. Skips other lines, such as one that a killed run did not finish."""
     for line in lines:
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
+            row = parse_json(line)
+        except ValueError:
             continue
         step = read_integer(row.get("step")) if isinstance(row, dict) else None
         if step is None:
@@ -141,7 +141,7 @@ def _read_maxtext(path: Path) -> list[Row]:
     MaxText empties the file when an evaluation begins, so evaluation must be off.
     """
     rows: dict[int, Row] = {}
-    for row in parse_rows(path.read_bytes().split(b"\n")):
+    for row in parse_rows(read_file(path).split(b"\n")):
         if "learning/loss" in row:  # after a resume, MaxText appends steps that it ran before
             rows[row["step"]] = row
     if sorted(rows) != list(range(len(rows))):

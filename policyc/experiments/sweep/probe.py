@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from policyc.base.python import PYTHON
 from policyc.experiments.program import Program
 from policyc.experiments.sweep.commands import SweepProgram
 from policyc.experiments.sweep.liveness import note_signals
@@ -67,7 +68,7 @@ def plan_policies(
         (folder / _REQUEST_FILE).write_bytes(pickle.dumps(request))
         with (folder / _LOG_FILE).open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "policyc.experiments.sweep.probe", name],
+                [*PYTHON, "-m", "policyc.experiments.sweep.probe", name],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from policyc.base.files import atomic_write
+from policyc.base.files import atomic_write, open_file, read_json
 
 LAUNCH_FILE = "launch.json"
 STATUS_FILE = "status.json"
@@ -84,7 +84,7 @@ class Run:
     @classmethod
     def read(cls, folder: Path) -> Run:
         """Reads `launch.json`."""
-        values = json.loads((folder / LAUNCH_FILE).read_text(encoding="utf-8"))
+        values = read_json(folder / LAUNCH_FILE)
         values |= {"folders": tuple(map(Path, values["folders"])), "cwd": Path(values["cwd"])}
         return cls(**values | {"seeds": tuple(values["seeds"]), "command": tuple(values["command"])})
 
@@ -137,7 +137,7 @@ class RunStatus:
         Also None if the file is damaged, for example by a power failure: such a run is run again.
         """
         try:
-            values = json.loads((folder / STATUS_FILE).read_text(encoding="utf-8"))
+            values = read_json(folder / STATUS_FILE)
             if values["state"] not in get_args(State):
                 return None
             known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
@@ -155,7 +155,7 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 def tail_lines(path: Path, count: int, most_bytes: int = 16_384, start: int = 0) -> list[str]:
     """The last lines of a file that are not empty, without reading all of it. Skips the bytes before `start`."""
     try:
-        with path.open("rb") as stream:
+        with open_file(path) as stream:
             size = stream.seek(0, os.SEEK_END)
             stream.seek(max(start, size - most_bytes))
             text = stream.read().decode("utf-8", errors="replace")

@@ -7,7 +7,6 @@ ended without writing that, this module writes it.
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 import subprocess
@@ -18,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from policyc.base.files import read_json
 from policyc.base.text import did_you_mean
 from policyc.experiments.sweep.liveness import is_locked
 from policyc.experiments.sweep.run import LOG_FILE, Run, RunStatus, write_json
@@ -44,7 +44,8 @@ _EXPLANATIONS = {
 _SCRIPT = """#!/bin/sh
 # Slurm's SIGTERM reaches the run, which saves. This script waits for it.
 trap : TERM
-srun --kill-on-bad-exit=1 sh -c 'exec "$0" -m policyc.experiments.sweep.wrapper "$1" "$SLURM_PROCID"' {python} {folder}
+srun --kill-on-bad-exit=1 \
+  sh -c 'exec "$0" -P -m policyc.experiments.sweep.wrapper "$1" "$SLURM_PROCID"' {python} {folder}
 code=$?
 # A job that ends in the grace time of its preemption is complete for Slurm, which would not requeue it. A job that
 # someone cancelled gets the same signal, and must not come back: its state is CANCELLED by then.
@@ -161,7 +162,7 @@ class SlurmJob:
     def read(cls, folder: Path) -> SlurmJob | None:
         """Reads `slurm.json`; None if it is missing or damaged. The job can still be found by its comment."""
         try:
-            return cls(**json.loads((folder / JOB_FILE).read_text(encoding="utf-8")))
+            return cls(**read_json(folder / JOB_FILE))
         except (FileNotFoundError, ValueError, TypeError):
             return None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import jax
 
 import policyc
-from policyc.base.files import explain_unreadable
+from policyc.base.files import explain_unreadable, read_json
 from policyc.base.web_page import read_assets, render_template
 from policyc.hardware.selftest import speed
 from policyc.hardware.selftest.checks import Result, collect_failures, run_checks
@@ -118,7 +117,7 @@ def render_page(data: Mapping[str, Any]) -> str:
 def read_constants(path: Path, target: str) -> dict[str, float]:
     """Reads the cost model's constants from a self-test's JSON file. Raises ValueError if it has none for `target`."""
     with explain_unreadable(path, "policyc selftest"):
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json(path)
         measured_on, constants = data["target"], data["constants"]
     if not constants:
         raise ValueError(f"'{path}' has no timings: {data.get('no_speed', 'run it without --quick')}")

@@ -6,15 +6,13 @@ are left out, so a `PolicyFile` that comes with diagnostics may be incomplete.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from lark.exceptions import UnexpectedInput
 
+from policyc.base.text import cache_by_text
 from policyc.language.diagnostics import Diagnostic, SourceText
 from policyc.language.parser.builder import StatementBuilder
 from policyc.language.parser.confusables import check_confusables
 from policyc.language.parser.grammar import (
-    MAX_KEPT,
     check_depth,
     explain_syntax_error,
     has_syntax_error,
@@ -60,7 +58,7 @@ def read_statements(source: SourceText) -> tuple[PolicyFile, tuple[Diagnostic, .
     return PolicyFile(source, tuple(statements)), (*check_confusables(source), *builder.diagnostics)
 
 
-@lru_cache(maxsize=MAX_KEPT)
+@cache_by_text
 def read_piece(text: str) -> tuple[Statement, ...] | None:
     """Returns the statements of a piece of a text; None if it has errors. Their spans count from its start.
 

@@ -5,18 +5,18 @@ When a piece of a file is parsed alone, lark counts offsets from the start of th
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from lark import Lark, Token
 from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 
-from policyc.base.files import user_cache_folder
+from policyc.base.files import cache_folder
+from policyc.base.text import cache_by_text
 from policyc.language import bundled
 from policyc.language.diagnostics import Diagnostic, SourceText, Span
 from policyc.language.parser.habits import explain_habit, find_error_site
@@ -25,7 +25,6 @@ from policyc.language.parser.statements import BRACKET_PATTERN
 MAX_DEPTH = 32
 """Maximum nesting depth of brackets. The builder recurses, so deeper nesting could overflow the stack."""
 
-MAX_KEPT = 4096  # cached trees of statements: enough for the policies that are open in an editor
 _MAX_QUOTED = 40  # characters of a token or a line in a message
 _MAX_EXPECTED = 5  # terminals listed in a message; more would not help
 
@@ -49,7 +48,7 @@ class _NewlineFilter:
             yield token
 
 
-@lru_cache(maxsize=MAX_KEPT)
+@cache_by_text
 def parse_tree(text: str) -> Any:
     """Returns the tree of a text. Raises lark's `UnexpectedInput`."""
     return _lark().parse(text)
@@ -66,18 +65,12 @@ def _lark() -> Lark:
 def _kept_tables() -> Path | None:
     """Path of lark's parser-table cache. Building the tables takes a third of the time of a lint.
 
-    lark rebuilds them if the file is damaged or belongs to another grammar or version. The file is a pickle, so it must
-    be in a folder of this user that others cannot write to. Returns None if there is no such folder.
+    lark rebuilds them if the file is damaged or belongs to another grammar or version. None without a cache folder.
     """
-    folder = user_cache_folder()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        status = folder.stat()
+        return cache_folder() / f"grammar_{sys.version_info.major}_{sys.version_info.minor}"
     except OSError:
         return None
-    has_no_users = not hasattr(os, "geteuid")  # Windows, and Python in a browser
-    is_own = has_no_users or (status.st_uid == os.geteuid() and not status.st_mode & 0o022)
-    return folder / f"grammar_{sys.version_info.major}_{sys.version_info.minor}" if is_own else None
 
 
 _TERMINAL_NAMES = {

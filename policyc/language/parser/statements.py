@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 
+from policyc.base.text import cache_by_text
 from policyc.language.diagnostics import SourceText, Span
 from policyc.language.groups import GroupDef
 from policyc.language.policy import RecipeDef, Rule, Seed
@@ -61,7 +61,6 @@ _CODE = re.compile(r"[ \t\r\f]*((?:[^#\"']+|\"[^\"]*\"|'[^']*'|[\"'])*)")
 _STRING = re.compile(STRING_PATTERN)
 _OPEN_END = re.compile(r"(?:,|->|=|@|%|<|>|\.|\b(and|or|not|where))\Z")
 _OPEN_END_WINDOW = 16  # characters: longer than any match of _OPEN_END; limited, so that long lines are cheap
-_MAX_KEPT = 4096  # cached lines: enough for the policies that are open in an editor
 
 
 def find_pieces(text: str) -> Iterator[tuple[int, int, bool]]:
@@ -86,7 +85,7 @@ def find_pieces(text: str) -> Iterator[tuple[int, int, bool]]:
         yield start, len(text), False
 
 
-@lru_cache(maxsize=_MAX_KEPT)  # an editor calls this after each key, which changes one line
+@cache_by_text  # an editor calls this after each key, which changes one line
 def _measure_line(line: str) -> tuple[bool, int, bool]:
     """Returns whether a line has code, its opening minus its closing brackets, and whether its statement continues."""
     code = _CODE.match(line)[1].rstrip(" \t\r\f")  # type: ignore[index]  # it matches every line

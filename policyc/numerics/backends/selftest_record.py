@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from policyc.base.files import atomic_write, user_cache_folder
+from policyc.base.files import atomic_write, cache_folder, read_json
 
 _PACKAGES = (
     r"(policyc|jax|jaxlib|jax-cuda\d+-(plugin|pjrt)|transformer-engine.*|"
@@ -38,22 +38,18 @@ def find_versions() -> Mapping[str, str]:
     return dict(sorted(versions.items())) | ({"driver": driver[1]} if driver else {})
 
 
-def _folder() -> Path:
-    return user_cache_folder() / "selftest"
-
-
 def record_path(gpu: str) -> Path:
-    """The record file for a GPU and the versions that are installed here."""
+    """The record file for a GPU and the versions that are installed here. May raise OSError."""
     versions = hashlib.sha256(json.dumps(find_versions()).encode()).hexdigest()[:16]
-    return _folder() / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower())}-{versions}.json"
+    return cache_folder() / "selftest" / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower())}-{versions}.json"
 
 
 def read_failures(gpu: str) -> dict[str, str]:
     """Why backends failed the last self-test on this GPU, by "backend format". Empty if it was not run."""
-    if not _folder().is_dir():  # the usual case; finding all versions takes 0.1 s
-        return {}
     try:
-        failures = json.loads(record_path(gpu).read_text())["failures"]
+        if not (cache_folder() / "selftest").is_dir():  # the usual case; finding all versions takes 0.1 s
+            return {}
+        failures = read_json(record_path(gpu))["failures"]
         return {str(name): str(reason) for name, reason in failures.items()}
     except (OSError, ValueError, LookupError, AttributeError, TypeError):
         return {}
@@ -61,7 +57,6 @@ def read_failures(gpu: str) -> dict[str, str]:
 
 def write_record(gpu: str, data: Mapping[str, Any]) -> None:
     """Stores the data of a self-test for `read_failures`. May raise OSError."""
-    path = record_path(gpu)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as stream:
+    cache_folder("selftest")
+    with atomic_write(record_path(gpu)) as stream:
         stream.write(json.dumps(data).encode())

@@ -10,6 +10,8 @@ import ctypes
 import hashlib
 import importlib.util
 import os
+import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -21,7 +23,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from policyc.base.files import user_cache_folder
+from policyc.base.files import cache_folder
 from policyc.numerics.backends.selftest_record import ONE_PASS, find_versions, read_failures
 
 TARGET = "policyc_te_quantize_ffi"
@@ -75,14 +77,12 @@ def _find_obstacle() -> str:
 
 def _build() -> Path:
     """The shared library of the call, compiled for the versions that are installed here."""
-    contents = _SOURCE.read_bytes() + repr(sorted(find_versions().items())).encode()
-    library = user_cache_folder() / "te" / f"one_pass-{hashlib.sha256(contents).hexdigest()[:16]}.so"
-    if library.exists():
-        return library
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if not compiler:
         raise CannotBuild("there is no C++ compiler (c++ or g++)")
-    library.parent.mkdir(parents=True, exist_ok=True)
+    library = cache_folder("te") / f"one_pass-{_find_key(compiler)}.so"
+    if library.exists():
+        return library
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         built = Path(folder) / library.name
         includes = [f"-I{path}" for path in _include_folders()]
@@ -95,6 +95,19 @@ def _build() -> Path:
             raise CannotBuild(f"{_SOURCE.name} does not compile: {errors[0][:300]}")
         built.replace(library)  # another process may have done the same
     return library
+
+
+def _find_key(compiler: str) -> str:
+    """A hash of the source and of what else the library depends on: packages, compiler, CUDA, libc."""
+    about = subprocess.run([compiler, "--version"], capture_output=True, text=True)
+    if about.returncode:
+        raise CannotBuild(f"'{compiler} --version' fails: {about.stderr.strip()[:300]}")
+    headers = (folder / "cuda.h" for folder in _include_folders())
+    cuda = next(
+        (re.findall(r"define CUDA_VERSION (\d+)", h.read_text()) for h in headers if h.exists()), None
+    )
+    versions = sorted(find_versions().items()), about.stdout, cuda, platform.libc_ver()
+    return hashlib.sha256(_SOURCE.read_bytes() + repr(versions).encode()).hexdigest()[:16]
 
 
 def _include_folders() -> Iterator[Path]:
