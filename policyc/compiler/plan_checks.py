@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from policyc.base.text import count_noun, count_others
+from policyc.base.text import count_noun, count_others, escape_controls
 from policyc.compiler.dots import batch_dims
 from policyc.compiler.idle_rules import MULTIPLE_LOSSES_HINT, as_glob, idle_rules, suggest_selector
 from policyc.compiler.plan import Decisions, Plan
@@ -51,7 +51,7 @@ def check_plan(
         diagnostics += not_native(plan)
     if diagnostics:
         raise PolicyError(diagnostics)
-    return tuple(d for d in idle if d.severity is not Severity.ERROR)
+    return (*(d for d in idle if d.severity is not Severity.ERROR), *unknown_layers(plan))
 
 
 def unexplained_idle_rules(plan: Plan, *, hint: str = MULTIPLE_LOSSES_HINT) -> tuple[Diagnostic, ...]:
@@ -145,6 +145,23 @@ def opaque_indices(plan: Plan) -> Iterator[Diagnostic]:
             yield _opaque_index(rule, sites, reason, f"give both indices: {examples[0][1]}")
 
 
+def unknown_layers(plan: Plan) -> Iterator[Diagnostic]:
+    """A warning for the first rule that chooses layers by index, if products of activations have an unknown layer."""
+    sites = [site for site in plan.sites if site.unknown_layer]
+    rules = (r for r in plan.policy.rules if any(s.indices for sel in r.selectors for s in sel.segments))
+    for rule in itertools.islice(rules, 1 if sites else 0):
+        place = escape_controls(f" ({sites[0].place})" if sites[0].place else "")
+        yield Diagnostic(
+            code="opaque-index",
+            message=f"a product of activations{place} has no layer, so no index matches it: {sites[0].unknown_layer}"
+            f"{count_others(len(sites))}",
+            span=rule.span,
+            severity=Severity.WARNING,
+            help="choose it by its sizes, with '* where not weight and ...'",
+            sites=name_sites(sites),
+        )
+
+
 def unknown_blocks(plan: Plan) -> Iterator[Diagnostic]:
     """Rules that compare `layer` where the block of a GEMM is unknown."""
     unknown = [site for site in plan.sites if site.block is not None and site.block.unknown]
@@ -189,7 +206,7 @@ def _why_unknown(site: Site, template: PathTemplate) -> str:
 
 def _two_readings(site: Site, patterns: Sequence[Selector]) -> str:
     """An example path with both indices, if the layers that match depend on where indices are placed; else empty."""
-    for template in (site.scope, *site.parameters, *((site.module,) if site.module else ())):
+    for template in (site.scope, *site.parameters, *site.modules):
         if len(template.slots) < 2:
             continue
         layers_of: dict[tuple[int | None, ...], list[Layer]] = {}
