@@ -35,7 +35,10 @@ def check_plan(
 
     A rule must do something (`idle_rules`), unless it has an `expect`. With `may_miss` any rule may do nothing,
     whatever it expects: it may be for another loss of the program. `hint` is for a rule that matches nothing.
+    A policy that changes nothing can be applied to any loss.
     """
+    if plan.policy.changes_nothing:
+        return ()
     idle = () if may_miss else unexplained_idle_rules(plan, hint=hint)
     diagnostics = [
         *unmet_expectations(plan, may_miss=may_miss, hint=hint),
