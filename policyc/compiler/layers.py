@@ -258,7 +258,6 @@ class LayerIndices:
         """The path of a parameter, given its indexed axes in each layer; None for a layer that does not read it."""
         slots: list[IndexSlot] = []
         unknown = ""
-        has_index = any(name.index is not None for name in parameter.path)
         for axis in sorted({a.axis for axes in axes_by_layer for a in axes or ()}):
             size = parameter.shape[axis]
             indices = _indices_along(axis, axes_by_layer)
@@ -272,7 +271,7 @@ class LayerIndices:
                 continue  # axes after the layer axis are those of experts or heads, which have no index
             elif (firsts := _first_indices(axis, axes_by_layer)) is None:
                 unknown = f"one product reads several of the {size} members of axis {axis} at once"
-            elif not has_index and any(
+            elif all(name.index is None for name in parameter.path) and any(
                 not s.is_shard_map for s in LayerTable(stacks, firsts).simplify().stacks
             ):
                 # Parts on devices (shard_map) are still one matrix, but parts in iterations may be layers.
@@ -328,7 +327,7 @@ def drop_divisions(stacks: tuple[Stack, ...], templates: Sequence[PathTemplate])
 
     The devices of the other shard_maps hold different layers: some index of a path depends on them.
     """
-    if not stacks or any(t.unknown_index or t.in_layer is not None for t in templates):
+    if not stacks or any(t.in_layer is not None or (t.unknown_index and not t.has_index) for t in templates):
         return stacks  # it is not known what the devices hold
     indexed = template_stacks(templates)
     return tuple(stack for stack in stacks if not stack.is_shard_map or stack in indexed)
@@ -364,21 +363,31 @@ def _common_module(templates: Sequence[PathTemplate]) -> PathTemplate:
     must not match a product of its results.
     """
     templates = list(_join_lists(templates))
-    tables = {tuple((s.size, s.index) for s in t.slots) for t in templates}
-    if len(tables) != 1 or any(t.unknown_index or t.in_layer is not None for t in templates):
+    if not templates or any(t.in_layer is not None for t in templates):
         return PathTemplate((), unknown_index=_NO_LAYER)
+    first, *others = templates
     paths = list(dict.fromkeys(t.path for t in templates))
+    shared = [s for s in first.slots if all(any(_same_index(s, o) for o in t.slots) for t in others)]
     indexed = [i for i, name in enumerate(paths[0]) if name.index is not None]
-    last_index = max((*indexed, *(s.positions[0] for s in templates[0].slots if s.positions)), default=-1)
+    last_index = max((*indexed, *(s.positions[0] for s in shared if s.positions)), default=-1)
     path = paths[0][: _module_length(paths, last_index)]
+    # Members that one layer has of a weight (the three of `qkv`) are inside the module; members of the module are not.
+    differing = (s for t in templates for s in t.slots if not any(_same_index(s, o) for o in shared))
+    is_one_layer = all(s.positions and s.positions[0] >= len(path) for s in differing)
     slots = tuple(
         replace(slot, positions=tuple(p for p in slot.positions if p < len(path)), axis=None)
-        for slot in templates[0].slots
+        for slot in shared
     )
-    has_all_indices = last_index < len(path) and all(slot.positions for slot in slots)
-    if path and has_all_indices:
-        return PathTemplate(path, slots)
+    unknown = next((t.unknown_index for t in templates if t.unknown_index), "")
+    if not is_one_layer or (unknown and not indexed):
+        return PathTemplate((), unknown_index=_NO_LAYER)
+    if path and last_index < len(path) and all(slot.positions for slot in slots):
+        return PathTemplate(path, slots, unknown_index=unknown)
     return PathTemplate((), unknown_index=_NO_MODULE if slots or indexed else "")
+
+
+def _same_index(one: IndexSlot, other: IndexSlot) -> bool:
+    return (one.size, one.index) == (other.size, other.index)
 
 
 def _join_lists(templates: Sequence[PathTemplate]) -> Iterator[PathTemplate]:

@@ -54,6 +54,11 @@ class PathTemplate:
     is_uncertain: bool = False
     """Whether this is one of several parameters, and it is unknown which of them are read."""
 
+    @property
+    def has_index(self) -> bool:
+        """Whether a name of the path as it is stored has an index, as those of a list have."""
+        return any(name.index is not None for name in self.path)
+
     def paths(self, indices: Mapping[Address, int]) -> Iterator[DottedPath]:
         """The paths of a layer: one for each way to place its indices."""
         if self.in_layer is not None and not self.in_layer[indices]:
@@ -177,10 +182,9 @@ class Site:
     def unknown_layer(self) -> str:
         """Why the layer of a product of activations is unknown; empty if it is known."""
         scope = self.scope
-        has_index = any(s.positions for s in scope.slots) or any(n.index is not None for n in scope.path)
-        if has_index and not scope.unknown_index:
+        if (scope.has_index or any(s.positions for s in scope.slots)) and not scope.unknown_index:
             return ""
-        return next((m.unknown_index for m in self.modules if m.unknown_index), "")
+        return next((m.unknown_index for m in self.modules if not m.path), "")
 
     def layer_path(self, indices: Mapping[Address, int]) -> DottedPath:
         """The path of a layer: of its parameter, else its scope.
