@@ -21,7 +21,7 @@ from policyc.compiler.site_lists import PLAN_SCHEMA, write_path
 from policyc.compiler.sites import Site, dotted
 from policyc.compiler.stacks import Layer
 from policyc.language.recipes import Gemm, Recipe
-from policyc.language.treatments import describe_options, normalize_if_valid
+from policyc.language.treatments import describe_options
 from policyc.numerics.backends.choice import Lowering, Obstacle
 
 _MAX_CELL_WIDTH = 60  # a table of five columns then fits in about 110 characters, the width of the help
@@ -256,7 +256,7 @@ def _describe_operands(recipe: Recipe | None, gemm: Gemm) -> list[list[str]]:
     """The options of both operands of a product, without their formats."""
     if recipe is None:
         return [[], []]
-    return [list(describe_options(t)) for t in normalize_if_valid(recipe).gemm_treatments(gemm)]
+    return [list(describe_options(t)) for t in recipe.gemm_treatments(gemm)]
 
 
 def _lowering_json(lowering: Lowering) -> dict[str, Any]:
