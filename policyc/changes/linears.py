@@ -20,7 +20,7 @@ from policyc.hardware.training_step import LayerGroup, TrainingStep
 from policyc.jaxcore.transform import Address
 from policyc.language.formats import FORMATS, OTHER_FORMAT_NAMES
 from policyc.language.recipes import OPERANDS, Gemm, Role, make_recipe
-from policyc.language.treatments import describe_options, normalize_if_valid
+from policyc.language.treatments import describe_options
 from policyc.numerics.targets import Target
 
 
@@ -147,7 +147,7 @@ def product_state(site: Site, decision: Decision, gemm: Gemm, seed: int | None =
     kept = kept_state(site, gemm)
     if decision.recipe is None or site.opaque:
         return kept
-    recipe = normalize_if_valid(decision.recipe)
+    recipe = decision.recipe
     treatments = recipe.gemm_treatments(gemm)
     if all(t.format == "keep" for t in treatments):
         return kept

@@ -22,6 +22,7 @@ from policyc.cli.program import check_order, parse_program, run_under_policy
     policyc apply llama.policy train.py --steps 100             a script, with its own arguments
     policyc apply llama_nvfp4 -m trainer.main                   a module
     policyc apply llama_nvfp4 -c 'import trainer; trainer.run()'    code
+    policyc apply llama_nvfp4 - --steps 100 < train.py          standard input
     policyc apply llama.policy --plan-out plan.json train.py    write the plan as JSON
     """,
 )

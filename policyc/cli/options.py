@@ -236,7 +236,7 @@ DEFAULT_TARGET = "gb200"
 
 def program_argument(*, required: bool) -> Decorator:
     """The words of a program. Goes with `ProgramCommand`."""
-    words = "SCRIPT|-m MODULE|-c CODE [ARGS]..."
+    words = "SCRIPT|-m MODULE|-c CODE|- [ARGS]..."
     metavar = words if required else f"[{words}]"
     return click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar=metavar)
 

@@ -175,6 +175,10 @@ def _make_program(words: Sequence[str], config: str | None, options: SweepOption
     from policyc.experiments.sweep.commands import SweepProgram
     from policyc.experiments.sweep.slurm import check_program
 
+    if config is None and words[:1] == ("-",):
+        raise click.UsageError(
+            "a sweep starts its program once for each run: give it a file, not standard input"
+        )
     if config is None and "--dry-run" in parse_program(words).args:
         raise click.UsageError(
             f"'--dry-run' comes after the program, so the sweep would start: write it before {program_name(words)}"

@@ -21,7 +21,7 @@ from policyc.compiler.layers import (
 from policyc.compiler.provenance.elements import iterations_of
 from policyc.compiler.provenance.graph import Source
 from policyc.compiler.provenance.integers import Integers, Iterations, known_integers
-from policyc.compiler.sites import Site
+from policyc.compiler.sites import PathTemplate, Site
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.jaxprs import AxisEnv
 from policyc.jaxcore.regions import Unknown
@@ -135,21 +135,19 @@ class PendingSite:
         loops = tuple(loop for loop in self.loops if layers.is_layered(loop))
         stacks = weight_stacks(self.sources, self.loops)
         parameters = layers.weight_templates(self.sources, self.batch_dims, stacks)
-        module = None
+        modules: tuple[PathTemplate, ...] = ()
         if parameters:
             stacks = drop_divisions(stacks, parameters)
             scope = layers.scope_template(self.site.scope.path, loops, stacks)
         else:
             scope = layers.scope_template(self.site.scope.path, loops, None)
-            module = layers.module_template(self.projections, self.loops)
-            if self.factors and (module is None or not module.path):
-                module = layers.module_template(self.factors, self.loops)
-            stacks = template_stacks((scope,) if module is None else (scope, module))
+            modules = layers.module_templates(self.projections, self.factors, self.loops)
+            stacks = template_stacks((scope, *modules))
         self.site.complete(
             scope=scope,
             parameters=parameters,
             stacks=stacks,
-            module=module,
+            modules=modules,
             loops=tuple(loop.stack for loop in loops),
         )
         return self._only_taken(self.site) if self.branches else self.site

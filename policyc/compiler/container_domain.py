@@ -11,6 +11,7 @@ from jax.extend.core import JaxprEqn
 from policyc.compiler.analysis_records import Branch, JaxprContext
 from policyc.compiler.layers import EnclosingLoop, LayerIndices
 from policyc.compiler.provenance.graph import (
+    CarriedSource,
     IterationSource,
     ShardSource,
     StackedResultSource,
@@ -19,7 +20,6 @@ from policyc.compiler.provenance.graph import (
 from policyc.compiler.provenance.integers import Integers, LoopIterations, carried_integers, loop_slice
 from policyc.compiler.stacks import Stack
 from policyc.compiler.var_info import (
-    MANY_PROJECTIONS,
     VarInfo,
     carry_info,
     join_branches,
@@ -92,10 +92,13 @@ class ContainerDomain:
             )
             of_consts, of_init, of_xs = ([i.integers for i in group] for group in (consts, init, xs))
             integers = carried_integers(body, of_consts, of_init, of_xs, loop)
-        return [
-            value if is_unchanged else carry_info(value, of_value)
-            for value, is_unchanged, of_value in zip(init, unchanged, integers, strict=True)
-        ]
+        carry = []
+        for value, is_unchanged, of_value in zip(init, unchanged, integers, strict=True):
+            carried = CarriedSource(shape=(), loop=self._context.address)
+            if not is_unchanged:
+                self._layers.note_carried(carried, value.projections)
+            carry.append(value if is_unchanged else carry_info(value, of_value, carried))
+        return carry
 
     def may_change(self, carry: Sequence[VarInfo], others: Sequence[VarInfo]) -> bool:
         if any(c.is_constant or isinstance(c.source, UnknownSource) for c in carry):
@@ -107,6 +110,9 @@ class ContainerDomain:
 
     def leave_loop(self, result: VarInfo, carry: VarInfo | None) -> VarInfo:
         if carry is not None:
+            for carried in carry.projections:
+                if isinstance(carried, CarriedSource) and carried.loop == self._context.address:
+                    self._layers.note_carried(carried, result.projections)
             return carry._replace(integers=None, is_active=carry.is_active or result.is_active)
         source = result.source
         if source is not None:
@@ -118,7 +124,7 @@ class ContainerDomain:
             is_lookup=result.is_lookup,
             is_active=result.is_active,
             depends_on=result.depends_on,
-            projections=MANY_PROJECTIONS,
+            projections=result.projections,
         )
 
     def slice_inputs(self, eqn: JaxprEqn, values: Sequence[VarInfo]) -> list[VarInfo]:

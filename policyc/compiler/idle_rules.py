@@ -27,6 +27,7 @@ from policyc.language.selectors import (
     SelectorSegment,
     expand_selector,
     matches,
+    takes_index,
 )
 
 _MOST_PATHS = 3  # examples of paths in one message
@@ -93,11 +94,9 @@ def find_deciding_rules(plan: Plan) -> tuple[set[int], dict[int, set[int]]]:
 
 
 def has_index(rule: Rule) -> bool:
-    """Whether a rule selects layers by index, in brackets or by a comparison with `layer`."""
+    """Whether a rule selects layers by index, or by a comparison with `layer`."""
     compared = (term for leaf in leaves(rule.where) if isinstance(leaf, Comparison) for term in leaf.terms)
-    return any(segment.indices for s in rule.selectors for segment in s.segments) or any(
-        "layer" in term.variables for term in compared
-    )
+    return any(map(takes_index, rule.selectors)) or any("layer" in term.variables for term in compared)
 
 
 def _rules(plan: Plan) -> Iterator[tuple[Rule, Recipe]]:

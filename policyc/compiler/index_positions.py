@@ -42,9 +42,9 @@ class IndexPositions:
         return tuple(sorted(positions or _without_index(path, range(len(path) - 1, len(path)))))
 
     def looks_stacked(self, parameter: ParameterSource) -> bool:
-        """Whether it looks like a stack of matrices: siblings share its first axis, and no name has an index."""
+        """Whether it looks like a stack of matrices: siblings under a name without an index share its first axis."""
         path, shape = parameter.path, parameter.shape
-        if len(shape) < 3 or any(name.index is not None for name in path):
+        if len(shape) < 3:
             return False
         positions = self._find_stacked_names(path, 0, shape[0])
         return bool(positions) and len(self._shapes_under(path[: positions[0] + 1])) > 1

@@ -257,8 +257,8 @@ def _is_on_stages(site: Site) -> bool:
     """Whether the devices of a shard_map hold different layers. If layers are named by index, they hold experts."""
     if not any(stack.is_shard_map for stack in site.stacks):
         return False
-    for template in (site.scope, site.module, *site.parameters):
-        if template is None or not template.slots or any(name.index is not None for name in template.path):
+    for template in (site.scope, *site.modules, *site.parameters):
+        if not template.slots or any(name.index is not None for name in template.path):
             continue
         if any(stack.is_shard_map for slot in template.slots for stack in slot.index.stacks):
             return True

@@ -21,14 +21,24 @@ from dataclasses import dataclass, field, replace
 
 from policyc.compiler.index_positions import IndexPositions, common_prefix
 from policyc.compiler.provenance.elements import AxisIndex, axis_indices, iterations_of
-from policyc.compiler.provenance.graph import ParameterSource, Source, loops_of, parameters_of, shard_maps_of
+from policyc.compiler.provenance.graph import (
+    CarriedSource,
+    ParameterSource,
+    Source,
+    loops_of,
+    parameters_of,
+    shard_maps_of,
+)
 from policyc.compiler.sites import IndexSlot, PathTemplate
 from policyc.compiler.stacks import LayerTable, Stack
+from policyc.compiler.var_info import MANY_PROJECTIONS
 from policyc.jaxcore.regions import Unknown
 from policyc.jaxcore.transform import Address
 from policyc.language.selectors import DottedPath, PathSegment
 
 MAX_LAYERS = 1 << 16  # combinations of iterations that are followed one by one
+_SEVERAL_LAYERS = "each iteration of the loop around it reads several layers"
+_NO_MODULE = "the weights of its layer have no name in common"
 _NO_LAYER = "its operands do not come from the weights of one layer"
 
 
@@ -49,6 +59,8 @@ class _LoopIndices:
     """
 
     slots: dict[tuple[tuple[int, LayerTable[int | None]], ...], None] = field(default_factory=dict)
+    templates: dict[PathTemplate, None] = field(default_factory=dict)
+    """The paths of these parameters."""
     unknown: str = ""
 
 
@@ -63,6 +75,8 @@ class LayerIndices:
         self._loops: dict[Address, _LoopIndices] = {}
         self._templates: dict[Hashable, tuple[PathTemplate, ...]] = {}
         """Cache of `weight_templates`: several sites may read the same weight, or values computed from it."""
+        self._modules: dict[Address, PathTemplate | None] = {}
+        self._carried: dict[CarriedSource, frozenset[Source]] = {}
 
     # ---- recording, during the analysis
 
@@ -78,6 +92,10 @@ class LayerIndices:
         if any(loops_of(source) for source in sources):
             self._note_indices(sources, loops)
 
+    def note_carried(self, carry: CarriedSource, projections: frozenset[Source]) -> None:
+        """Records the projections of a carry's initial value, or of its value after an iteration."""
+        self._carried[carry] = self._carried.get(carry, frozenset()) | projections
+
     def _note_indices(self, sources: Sequence[Source], loops: Sequence[EnclosingLoop]) -> None:
         """Records each parameter index that depends on loops with the innermost of these loops."""
         for source in sources:
@@ -89,6 +107,7 @@ class LayerIndices:
             innermost = stacks[-1]
             indices = self._loops[innermost.address]
             for template in self._templates_of(source, (), stacks):
+                indices.templates[template] = None
                 indices.unknown = indices.unknown or template.unknown_index
                 # An index that depends only on outer loops belongs to those.
                 slots = tuple((s.size, s.index) for s in template.slots if innermost in s.index.stacks)
@@ -130,7 +149,7 @@ class LayerIndices:
         for loop in loops:
             indices = self._loops[loop.stack.address]
             if len(indices.slots) > 1:
-                unknown = unknown or "each iteration of the loop around it reads several layers"
+                unknown = unknown or _SEVERAL_LAYERS
             unknown = unknown or indices.unknown
             if len(indices.slots) != 1:
                 continue
@@ -142,34 +161,66 @@ class LayerIndices:
                     slots.append(IndexSlot(positions, size, table))
         return PathTemplate(scope, tuple(slots), unknown_index=unknown)
 
-    def module_template(
-        self, projections: Collection[Source], loops: Sequence[EnclosingLoop]
-    ) -> PathTemplate | None:
-        """The module whose weights produced the operands of a product of activations; None if no weight did.
+    def module_templates(
+        self,
+        projections: Collection[Source],
+        factors: Collection[Source],
+        loops: Sequence[EnclosingLoop],
+    ) -> tuple[PathTemplate, ...]:
+        """The modules that a product of activations is in. One with an empty path says why it is unknown.
 
-        Its path is the common prefix of the weights' paths, but never the whole path of one weight: a rule for a
-        projection must not match a product of its results.
+        The first is that of the weights which produced its operands, or one operand (`factors`). Then come the modules
+        of the loops around it that do not index another one, the innermost first.
         """
-        if not projections:
-            return None
-        sources = sorted(projections, key=_first_path)
+        projected = [self._projected_module(sources, loops) for sources in (projections, factors) if sources]
+        modules = [module for module in projected if module.path][:1]
+        layered = [loop.stack for loop in reversed(loops) if self.is_layered(loop)]
+        for stack in layered:
+            module = self._loop_module(stack)
+            if module is not None and stack not in template_stacks(modules):
+                modules.append(module)
+        no_module = [PathTemplate((), unknown_index=_NO_MODULE) for _ in layered[:1]]
+        return tuple(modules or no_module or projected[:1])
+
+    def _projected_module(
+        self, projections: Collection[Source], loops: Sequence[EnclosingLoop]
+    ) -> PathTemplate:
+        sources = self._resolve_carries(projections)
+        around = {loop.stack.address for loop in loops}
+        if any(loops_of(s) - shard_maps_of(s).keys() - around for s in sources):
+            return PathTemplate((), unknown_index=_NO_LAYER)  # a loop that has ended sliced it
+        sources = sorted(sources, key=_first_path)
         stacks = weight_stacks(sources, loops)
-        templates = list(_join_lists(self.weight_templates(sources, (), stacks)))
-        if not templates or any(t.unknown_index or t.in_layer is not None for t in templates):
-            return PathTemplate((), unknown_index=_NO_LAYER)
-        paths = list(dict.fromkeys(t.path for t in templates))
-        indexed = [i for i, name in enumerate(paths[0]) if name.index is not None]
-        last_index = max((*indexed, *(s.positions[0] for s in templates[0].slots if s.positions)), default=-1)
-        path = paths[0][: _module_length(paths, last_index)]
-        slots = tuple(
-            replace(slot, positions=tuple(p for p in slot.positions if p < len(path)), axis=None)
-            for slot in templates[0].slots
-        )
-        have_same_indices = len({tuple((s.size, s.index) for s in t.slots) for t in templates}) == 1
-        has_all_indices = last_index < len(path) and all(slot.positions for slot in slots)
-        if not (path and have_same_indices and has_all_indices):
-            return PathTemplate((), unknown_index=_NO_LAYER)
-        return PathTemplate(path, slots)
+        return _common_module(self.weight_templates(sources, (), stacks))
+
+    def _resolve_carries(self, projections: Collection[Source]) -> Collection[Source]:
+        """The projections with those of carries in their place; empty if they may be from other iterations."""
+        carries = dict.fromkeys(s for s in projections if isinstance(s, CarriedSource))
+        if not carries:
+            return projections
+        carried: dict[Source, None] = {}
+        todo = list(carries)
+        while todo:
+            for source in self._carried[todo.pop()]:
+                if not isinstance(source, CarriedSource):
+                    carried[source] = None
+                elif source not in carries:
+                    carries[source] = None
+                    todo.append(source)
+        loops = {carry.loop for carry in carries}
+        resolved = {s for s in projections if not isinstance(s, CarriedSource)}.union(carried)
+        is_unknown = resolved >= MANY_PROJECTIONS or any(loops_of(source) & loops for source in carried)
+        return () if is_unknown else resolved
+
+    def _loop_module(self, stack: Stack) -> PathTemplate | None:
+        """The module whose layers the iterations of a loop read; None if it has no name."""
+        if stack.address not in self._modules:
+            indices = self._loops[stack.address]
+            unknown = _SEVERAL_LAYERS if len(indices.slots) > 1 else indices.unknown
+            indexed = [t for t in _join_lists(tuple(indices.templates)) if stack in template_stacks([t])]
+            module = PathTemplate((), unknown_index=unknown) if unknown else _common_module(indexed)
+            self._modules[stack.address] = module if unknown or module.path else None
+        return self._modules[stack.address]
 
     # ---- paths of parameters
 
@@ -207,7 +258,6 @@ class LayerIndices:
         """The path of a parameter, given its indexed axes in each layer; None for a layer that does not read it."""
         slots: list[IndexSlot] = []
         unknown = ""
-        has_index = any(name.index is not None for name in parameter.path)
         for axis in sorted({a.axis for axes in axes_by_layer for a in axes or ()}):
             size = parameter.shape[axis]
             indices = _indices_along(axis, axes_by_layer)
@@ -221,7 +271,7 @@ class LayerIndices:
                 continue  # axes after the layer axis are those of experts or heads, which have no index
             elif (firsts := _first_indices(axis, axes_by_layer)) is None:
                 unknown = f"one product reads several of the {size} members of axis {axis} at once"
-            elif not has_index and any(
+            elif all(name.index is None for name in parameter.path) and any(
                 not s.is_shard_map for s in LayerTable(stacks, firsts).simplify().stacks
             ):
                 # Parts on devices (shard_map) are still one matrix, but parts in iterations may be layers.
@@ -277,7 +327,7 @@ def drop_divisions(stacks: tuple[Stack, ...], templates: Sequence[PathTemplate])
 
     The devices of the other shard_maps hold different layers: some index of a path depends on them.
     """
-    if not stacks or any(t.unknown_index or t.in_layer is not None for t in templates):
+    if not stacks or any(t.in_layer is not None or (t.unknown_index and not t.has_index) for t in templates):
         return stacks  # it is not known what the devices hold
     indexed = template_stacks(templates)
     return tuple(stack for stack in stacks if not stack.is_shard_map or stack in indexed)
@@ -304,6 +354,40 @@ def _sort_stacks(stacks: Iterable[Stack]) -> tuple[Stack, ...]:
 
 
 # ---- modules
+
+
+def _common_module(templates: Sequence[PathTemplate]) -> PathTemplate:
+    """The module around the weights with these paths. If it has no name, its path is empty.
+
+    Its path is the common prefix of the weights' paths, but never the whole path of one weight: a rule for a projection
+    must not match a product of its results.
+    """
+    templates = list(_join_lists(templates))
+    if not templates or any(t.in_layer is not None for t in templates):
+        return PathTemplate((), unknown_index=_NO_LAYER)
+    first, *others = templates
+    paths = list(dict.fromkeys(t.path for t in templates))
+    shared = [s for s in first.slots if all(any(_same_index(s, o) for o in t.slots) for t in others)]
+    indexed = [i for i, name in enumerate(paths[0]) if name.index is not None]
+    last_index = max((*indexed, *(s.positions[0] for s in shared if s.positions)), default=-1)
+    path = paths[0][: _module_length(paths, last_index)]
+    # Members that one layer has of a weight (the three of `qkv`) are inside the module; members of the module are not.
+    differing = (s for t in templates for s in t.slots if not any(_same_index(s, o) for o in shared))
+    is_one_layer = all(s.positions and s.positions[0] >= len(path) for s in differing)
+    slots = tuple(
+        replace(slot, positions=tuple(p for p in slot.positions if p < len(path)), axis=None)
+        for slot in shared
+    )
+    unknown = next((t.unknown_index for t in templates if t.unknown_index), "")
+    if not is_one_layer or (unknown and not indexed):
+        return PathTemplate((), unknown_index=_NO_LAYER)
+    if path and last_index < len(path) and all(slot.positions for slot in slots):
+        return PathTemplate(path, slots, unknown_index=unknown)
+    return PathTemplate((), unknown_index=_NO_MODULE if slots or indexed else "")
+
+
+def _same_index(one: IndexSlot, other: IndexSlot) -> bool:
+    return (one.size, one.index) == (other.size, other.index)
 
 
 def _join_lists(templates: Sequence[PathTemplate]) -> Iterator[PathTemplate]:

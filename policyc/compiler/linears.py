@@ -89,8 +89,9 @@ def _place_of(site: Site, layer: Layer, stacks: Collection[str]) -> _Place:
     """
     place = _split_at_layer(_layer_path(site, layer, stacks))
     is_in_stack = place.layer is not None and place.stack in stacks
-    if not is_in_stack and not site.parameters and site.module is not None:
-        modules = map(_split_at_layer, site.module.paths(site.stack_indices(layer)))
+    if not is_in_stack and not site.parameters:
+        indices = site.stack_indices(layer)
+        modules = (_split_at_layer(path) for module in site.modules for path in module.paths(indices))
         module = next((m for m in modules if m.layer is not None and m.stack in stacks), None)
         if module is not None:
             name = ".".join(name.text for name in site.scope.path) or _short_name(site)

@@ -18,7 +18,7 @@ from policyc.compiler.dots import GEMMS
 from policyc.compiler.execution import ExecutionOptions, execution_options
 from policyc.compiler.hoist import RewrittenLoss
 from policyc.compiler.plan import Plan, make_plan
-from policyc.compiler.plan_checks import check_plan, unexplained_idle_rules
+from policyc.compiler.plan_checks import check_plan
 from policyc.compiler.rewrite import rewrite
 from policyc.compiler.rounding import RandomSource
 from policyc.compiler.run_step import current_run_step
@@ -100,17 +100,19 @@ def plan(
     has_aux: bool = False,
     backend: BackendName = "auto",
     target: TargetName | None = None,
+    require_native: bool = False,
+    multiple_losses: bool = False,
     **kwargs: Any,
 ) -> Plan:
     """Returns what a policy does to `fn` when called with these arguments. `print` shows it as a table.
 
-    Warns about rules that do nothing. `apply` raises a `PolicyError` for some of them.
+    Raises a `PolicyError`, and warns, where `apply` does.
 
     Args:
       policy: as in `apply`.
       fn: the loss. It is traced and not run.
       *args: its arguments. They may be `jax.ShapeDtypeStruct`s.
-      param_argnums, has_aux, backend, target: as in `apply`.
+      param_argnums, has_aux, backend, target, require_native, multiple_losses: as in `apply`.
       **kwargs: its keyword arguments.
 
     Returns:
@@ -118,8 +120,9 @@ def plan(
     """
     argnums = positive_argnums(param_argnums, args)
     call = LossCall(fn=fn, args=args, kwargs=kwargs, param_argnums=argnums, has_aux=has_aux)
-    planned = plan_loss(as_policy(policy), call, execution_options(backend, target)).plan
-    warn(unexplained_idle_rules(planned))
+    execution = execution_options(backend, target, require_native=require_native)
+    planned = plan_loss(as_policy(policy), call, execution).plan
+    warn(check_plan(planned, may_miss=multiple_losses))
     return planned
 
 

@@ -41,7 +41,7 @@ _GEMMS = tuple(Gemm)
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What happens to one layer of a site. If `recipe` is None, the layer is kept as it is."""
+    """What happens to one layer of a site. `recipe` is normalized; None if the layer is kept as it is."""
 
     choices: Choices
     recipe: Recipe | None
@@ -172,7 +172,9 @@ class Plan:
                 self.sites.masks.layers, self._rules.choices(phase), strict=True
             ):
                 site = self.sites.sites[number]
-                decisions[site.address, layer] = self._with_lowerings(site, self._decide(choices))
+                decisions[site.address, layer] = self._with_lowerings(
+                    site, self._decide(choices, has_weight=site.weight is not None)
+                )
             for site in (s for s in self.sites if s.running is not None):
                 decisions |= dict(self._decide_idle_layers(site, decisions))
             self._decisions[phase] = decisions
@@ -239,15 +241,16 @@ class Plan:
             lowered = self._lowered[key] = replace(decision, lowerings=(fprop, dgrad, wgrad))
         return lowered
 
-    def _decide(self, choices: Choices) -> Decision:
+    def _decide(self, choices: Choices, *, has_weight: bool) -> Decision:
         """The decision for these choices, without lowerings."""
-        if choices not in self._decided:
+        key = choices, has_weight
+        if key not in self._decided:
             pairs = zip(Gemm, choices, strict=True)
             parts = {gemm: self.resolved[c.rule] for gemm, c in pairs if c.rule is not None}
-            recipe = recipes.make_split_recipe(parts)
+            recipe = normalize_if_valid(recipes.make_split_recipe(parts), has_weight=has_weight)
             kept = all(t.format == "keep" for t in recipe.treatments)
-            self._decided[choices] = Decision(choices, None if kept else recipe)
-        return self._decided[choices]
+            self._decided[key] = Decision(choices, None if kept else recipe)
+        return self._decided[key]
 
     def _decide_idle_layers(
         self, site: Site, decisions: Decisions
@@ -270,8 +273,8 @@ class Plan:
         return RuleDecisions(self.policy, self.sites.masks)
 
     @cached_property
-    def _decided(self) -> dict[Choices, Decision]:
-        """Cache of decisions without lowerings, by choices. Many layers share one."""
+    def _decided(self) -> dict[tuple[Choices, bool], Decision]:
+        """Cache of decisions without lowerings, by choices and whether there is a weight. Many layers share one."""
         return {}
 
     @cached_property
@@ -285,8 +288,7 @@ def make_plan(policy: Policy, sites: Sites, execution: ExecutionOptions | None =
 
 
 def gemm_queries(site: Site, recipe: Recipe) -> tuple[GemmQuery, GemmQuery, GemmQuery]:
-    """The backend queries for the three products of a site."""
-    resolved = normalize_if_valid(recipe)
+    """The backend queries for the three products of a site. `recipe` is normalized."""
     m, n, k = site.m, site.n, site.k
     sizes = {Gemm.FPROP: (m, n, k), Gemm.DGRAD: (m, k, n), Gemm.WGRAD: (k, n, m)}
     operands: list[Any] = list(site.eqn.invars[:2])
@@ -297,8 +299,8 @@ def gemm_queries(site: Site, recipe: Recipe) -> tuple[GemmQuery, GemmQuery, Gemm
     fprop, dgrad, wgrad = (
         GemmQuery(
             gemm=gemm,
-            left=resolved.gemm_treatments(gemm)[0],
-            right=resolved.gemm_treatments(gemm)[1],
+            left=recipe.gemm_treatments(gemm)[0],
+            right=recipe.gemm_treatments(gemm)[1],
             m=rows,
             n=columns,
             k=contracted,

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from policyc.base.text import count_noun, count_others
+from policyc.base.text import count_noun, count_others, escape_controls
 from policyc.compiler.dots import batch_dims
 from policyc.compiler.idle_rules import MULTIPLE_LOSSES_HINT, as_glob, idle_rules, suggest_selector
 from policyc.compiler.plan import Decisions, Plan
@@ -16,7 +16,7 @@ from policyc.compiler.var_info import shape_of
 from policyc.language.diagnostics import Diagnostic, PolicyError, Severity
 from policyc.language.policy import Rule
 from policyc.language.recipes import Gemm
-from policyc.language.selectors import Selector, expand_selector, matches
+from policyc.language.selectors import Indices, PathSegment, Selector, expand_selector, matches, takes_index
 from policyc.language.treatments import find_recipe_problems
 from policyc.numerics import backends
 from policyc.numerics.backends.choice import Obstacle
@@ -35,7 +35,10 @@ def check_plan(
 
     A rule must do something (`idle_rules`), unless it has an `expect`. With `may_miss` any rule may do nothing,
     whatever it expects: it may be for another loss of the program. `hint` is for a rule that matches nothing.
+    A policy that changes nothing can be applied to any loss.
     """
+    if plan.policy.changes_nothing:
+        return ()
     idle = () if may_miss else unexplained_idle_rules(plan, hint=hint)
     diagnostics = [
         *unmet_expectations(plan, may_miss=may_miss, hint=hint),
@@ -51,7 +54,7 @@ def check_plan(
         diagnostics += not_native(plan)
     if diagnostics:
         raise PolicyError(diagnostics)
-    return tuple(d for d in idle if d.severity is not Severity.ERROR)
+    return (*(d for d in idle if d.severity is not Severity.ERROR), *unknown_layers(plan))
 
 
 def unexplained_idle_rules(plan: Plan, *, hint: str = MULTIPLE_LOSSES_HINT) -> tuple[Diagnostic, ...]:
@@ -121,28 +124,34 @@ def opaque_indices(plan: Plan) -> Iterator[Diagnostic]:
             reason += next(t.unknown_index for t in sites[0].parameters if t.is_uncertain)
             yield _opaque_index(rule, sites, reason, "name all of them, or none")
             continue
-        indexed = [s for s in rule.selectors if any(segment.indices for segment in s.segments)]
-        if not indexed:
-            continue
-        any_index = [
-            pattern
-            for selector in indexed
-            for pattern in expand_selector(
-                replace(selector, segments=tuple(replace(s, indices=None) for s in selector.segments))
-            )
-        ]
-        sites = [site for site in plan.sites if _has_opaque_index(site, any_index)]
+        indexed = [p for p in patterns if takes_index(p)]
+        sites = [site for site in plan.sites if _has_opaque_index(site, indexed)]
         if sites:
-            reasons = (_why_unknown(sites[0], t) for t in (*sites[0].parameters, sites[0].scope))
-            reason = next(filter(None, reasons))
+            reason = next(filter(None, (_why_unknown(sites[0], t) for t in _templates(sites[0]))))
             scan = "" if sites[0].loops else " scan over it, or"
             yield _opaque_index(rule, sites, reason, f"{_WHOLE_STACK}{scan} {_USE_INDICES}")
-        patterns = [pattern for selector in indexed for pattern in expand_selector(selector)]
-        examples = [(site, text) for site in plan.sites if (text := _two_readings(site, patterns))]
+        examples = [(site, text) for site in plan.sites if (text := _two_readings(site, indexed))]
         if examples:
             reason = "it is in a stack inside a stack, and the index could be that of either one, or count all layers"
             sites = [site for site, _ in examples]
             yield _opaque_index(rule, sites, reason, f"give both indices: {examples[0][1]}")
+
+
+def unknown_layers(plan: Plan) -> Iterator[Diagnostic]:
+    """A warning for the first rule that chooses layers by index, if products of activations have an unknown layer."""
+    sites = [site for site in plan.sites if site.unknown_layer]
+    rules = (rule for rule in plan.policy.rules if any(map(takes_index, rule.selectors)))
+    for rule in itertools.islice(rules, 1 if sites else 0):
+        place = escape_controls(f" ({sites[0].place})" if sites[0].place else "")
+        yield Diagnostic(
+            code="opaque-index",
+            message=f"a product of activations{place} has no layer, so no index matches it: {sites[0].unknown_layer}"
+            f"{count_others(len(sites))}",
+            span=rule.span,
+            severity=Severity.WARNING,
+            help="choose it by its sizes, with '* where not weight and ...'",
+            sites=name_sites(sites),
+        )
 
 
 def unknown_blocks(plan: Plan) -> Iterator[Diagnostic]:
@@ -168,19 +177,36 @@ def _names_some(site: Site, patterns: Sequence[Selector]) -> bool:
     return 0 < len(matching) < sum(t.is_uncertain for t in templates) and all(matching)
 
 
+def _templates(site: Site) -> tuple[PathTemplate, ...]:
+    return (*site.parameters, site.scope, *(module for module in site.modules if module.path))
+
+
 def _has_opaque_index(site: Site, patterns: Sequence[Selector]) -> bool:
-    """Whether these patterns, which ignore indices, match a site only by paths whose index is unknown."""
-    templates = (site.scope, *site.parameters)
-    if not any(_why_unknown(site, template) for template in templates):
+    """Whether these patterns name a site only by paths in which an index that they read is unknown."""
+    templates = _templates(site)
+    unknown = [t for t in templates if _why_unknown(site, t)]
+    if not unknown:
         return False  # most sites
-    matching = [t for t in templates if any(matches(pattern, t.path) for pattern in patterns)]
-    return bool(matching) and all(_why_unknown(site, template) for template in matching)
+    named = [t for t in templates if any(_reads(p, t, known) for p in patterns for known in (True, False))]
+    return bool(named) and all(t in unknown and any(_reads(p, t, False) for p in patterns) for t in named)
+
+
+def _reads(pattern: Selector, template: PathTemplate, known: bool) -> bool:
+    """Whether a pattern, whatever its indices are, matches a path by a name whose index is known, or is not."""
+    path = tuple(PathSegment(name.text, int(name.index is not None), 2) for name in template.path)
+    for reader in (number for number, segment in enumerate(pattern.segments) if segment.indices):
+        segments = (
+            replace(segment, indices=Indices(index=int(known)) if number == reader else None)
+            for number, segment in enumerate(pattern.segments)
+        )
+        if matches(replace(pattern, segments=tuple(segments)), path):
+            return True
+    return False
 
 
 def _why_unknown(site: Site, template: PathTemplate) -> str:
     """Why an index in a path of a site is unknown; empty if all are known. One product may also read several layers."""
-    has_index = bool(template.slots) or any(name.index is not None for name in template.path)
-    if template.unknown_index or has_index or template not in site.parameters:
+    if template.unknown_index or template.slots or template.has_index or template not in site.parameters:
         return template.unknown_index
     shape = shape_of(site.eqn.invars[0 if site.weight == "lhs" else 1])
     is_matrix = len(shape) - len(batch_dims(site.eqn, site.weight)) < 3
@@ -189,7 +215,7 @@ def _why_unknown(site: Site, template: PathTemplate) -> str:
 
 def _two_readings(site: Site, patterns: Sequence[Selector]) -> str:
     """An example path with both indices, if the layers that match depend on where indices are placed; else empty."""
-    for template in (site.scope, *site.parameters, *((site.module,) if site.module else ())):
+    for template in (site.scope, *site.parameters, *site.modules):
         if len(template.slots) < 2:
             continue
         layers_of: dict[tuple[int | None, ...], list[Layer]] = {}

@@ -12,15 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from policyc.base.text import count_noun, count_others, escape_controls
+from policyc.base.text import count_noun, escape_controls
 from policyc.compiler.decisions import Phase
 from policyc.compiler.kind_tables import kind_notes
 from policyc.compiler.plan import LayerRange, Plan
+from policyc.compiler.plan_checks import unknown_layers
 from policyc.compiler.site_lists import PLAN_SCHEMA, write_path
 from policyc.compiler.sites import Site, dotted
 from policyc.compiler.stacks import Layer
 from policyc.language.recipes import Gemm, Recipe
-from policyc.language.treatments import describe_options, normalize_if_valid
+from policyc.language.treatments import describe_options
 from policyc.numerics.backends.choice import Lowering, Obstacle
 
 _MAX_CELL_WIDTH = 60  # a table of five columns then fits in about 110 characters, the width of the help
@@ -38,7 +39,7 @@ def summary_lines(plan: Plan) -> Iterator[str]:
     """
     yield from align_columns(rule_rows(plan))
     yield from map(escape_controls, lowering_reasons(plan))
-    for notes in (_unknown_layers, kind_notes, uncertain_repeats, unchanged_products):
+    for notes in (_layer_notes, kind_notes, uncertain_repeats, unchanged_products):
         yield from notes(plan)
 
 
@@ -110,15 +111,9 @@ def lowering_reasons(plan: Plan) -> Iterator[str]:
         yield f"{label} ({names}): {obstacle.reason}; {obstacle.remedy}"
 
 
-def _unknown_layers(plan: Plan) -> Iterator[str]:
-    """If some rule chooses layers by index: a line on the sites whose layer is unknown."""
-    has_index = any(s.indices for r in plan.policy.rules for sel in r.selectors for s in sel.segments)
-    sites = [site for site in plan.sites if site.has_no_layer]
-    if has_index and sites:
-        place = escape_controls(f" ({sites[0].place})" if sites[0].place else "")
-        reason = sites[0].module.unknown_index if sites[0].module is not None else ""
-        more = count_others(len(sites))
-        yield f"a product of activations{place} has no layer, so no index matches it: {reason}{more}"
+def _layer_notes(plan: Plan) -> Iterator[str]:
+    """A line on the products of activations whose layer is unknown, if some rule chooses layers by index."""
+    return (diagnostic.message for diagnostic in unknown_layers(plan))
 
 
 def uncertain_repeats(plan: Plan) -> Iterator[str]:
@@ -205,7 +200,7 @@ def _site_json(plan: Plan, site: Site) -> dict[str, Any]:
         "address": list(site.address),
         "scope": dotted(site.scope.path),
         "parameters": [dotted(p.path) for p in site.parameters],
-        "module": None if site.module is None else dotted(site.module.path) or None,
+        "module": next((dotted(module.path) for module in site.modules if module.path), None),
         "place": site.place,
         "kind": site.kind.name or None,
         "ragged": site.is_ragged,
@@ -261,7 +256,7 @@ def _describe_operands(recipe: Recipe | None, gemm: Gemm) -> list[list[str]]:
     """The options of both operands of a product, without their formats."""
     if recipe is None:
         return [[], []]
-    return [list(describe_options(t)) for t in normalize_if_valid(recipe).gemm_treatments(gemm)]
+    return [list(describe_options(t)) for t in recipe.gemm_treatments(gemm)]
 
 
 def _lowering_json(lowering: Lowering) -> dict[str, Any]:

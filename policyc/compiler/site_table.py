@@ -91,7 +91,7 @@ def _cells(plan: Plan, site: Site, layer: Layer, phase: Phase) -> dict[str, str]
 
 def _layers_text(site: Site, indices: Sequence[int | None]) -> str:
     """The indices of layers, as a policy names them."""
-    if site.has_no_layer:
+    if site.unknown_layer:
         return "?"
     return format_ranges(as_ranges(index for index in indices if index is not None)) or "-"
 

@@ -54,6 +54,11 @@ class PathTemplate:
     is_uncertain: bool = False
     """Whether this is one of several parameters, and it is unknown which of them are read."""
 
+    @property
+    def has_index(self) -> bool:
+        """Whether a name of the path as it is stored has an index, as those of a list have."""
+        return any(name.index is not None for name in self.path)
+
     def paths(self, indices: Mapping[Address, int]) -> Iterator[DottedPath]:
         """The paths of a layer: one for each way to place its indices."""
         if self.in_layer is not None and not self.in_layer[indices]:
@@ -111,8 +116,9 @@ class Site:
     """The paths of its weight. Several, if the program stacks a list of layers."""
     stacks: tuple[Stack, ...] = ()
     """The stacks whose layers a policy can tell apart: those that index its weight or, without one, its other paths."""
-    module: PathTemplate | None = None
-    """The module whose weights produced the operands of a product of activations. Its path is empty if unknown."""
+    modules: tuple[PathTemplate, ...] = ()
+    """The modules that a product of activations is in: of the weights that produced its operands, and of the weights
+    that the loops around it slice. One with an empty path says why it is unknown."""
     loops: tuple[Stack, ...] = ()
     """All scans over layers around it. A scan whose iterations share the weight is here, but not in `stacks`."""
     weight: Weight
@@ -173,11 +179,12 @@ class Site:
         return bool(self.loops) or any(n.index is not None for n in self.template.path)
 
     @property
-    def has_no_layer(self) -> bool:
-        """Whether it is a product of activations whose layer is unknown."""
-        if self.module is None or self.module.path:
-            return False
-        return not self.scope.slots and all(name.index is None for name in self.scope.path)
+    def unknown_layer(self) -> str:
+        """Why the layer of a product of activations is unknown; empty if it is known."""
+        scope = self.scope
+        if (scope.has_index or any(s.positions for s in scope.slots)) and not scope.unknown_index:
+            return ""
+        return next((m.unknown_index for m in self.modules if not m.path), "")
 
     def layer_path(self, indices: Mapping[Address, int]) -> DottedPath:
         """The path of a layer: of its parameter, else its scope.
@@ -268,8 +275,7 @@ class Site:
     def paths(self, layer: Layer) -> tuple[DottedPath, ...]:
         """Every path by which a selector may name a layer of this site."""
         indices = self.stack_indices(layer)
-        module = (self.module,) if self.module is not None and self.module.path else ()
-        templates = (self.scope, *self.parameters, *module)
+        templates = (self.scope, *self.parameters, *(m for m in self.modules if m.path))
         return tuple(dict.fromkeys(path for template in templates for path in template.paths(indices)))
 
 

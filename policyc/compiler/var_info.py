@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import Var
 
 from policyc.compiler.provenance.graph import (
+    CarriedSource,
     EitherSource,
     OtherSource,
     ParameterSource,
@@ -86,7 +87,7 @@ def join_dependence(infos: Iterable[VarInfo]) -> Dependence:
 
 UNKNOWN = VarInfo()
 
-MANY_PROJECTIONS = frozenset({UnknownSource(shape=(), operands=(), reason="it comes from other iterations")})
+MANY_PROJECTIONS = frozenset({UnknownSource(shape=(), operands=(), reason="it comes from many weights")})
 _CARRIED = "the loop around it carries it, and changes it in every iteration"
 _FILLED = "a loop carries it, and fills it one layer at a time"
 _OF_COND = "its index is the result of a 'cond', which policyc does not evaluate"
@@ -135,7 +136,7 @@ def join_branches(values: Sequence[VarInfo], index: Integers | None) -> VarInfo:
     )
 
 
-def carry_info(value: VarInfo, integers: Integers | None) -> VarInfo:
+def carry_info(value: VarInfo, integers: Integers | None, carried: CarriedSource) -> VarInfo:
     """The info of a carry that a loop changes, given its initial value. `integers` is its value if it is a counter."""
     source = value.source
     if source is not None:
@@ -147,7 +148,7 @@ def carry_info(value: VarInfo, integers: Integers | None) -> VarInfo:
         is_modified=source is not None,
         is_active=value.is_active,
         integers=integers,
-        projections=MANY_PROJECTIONS,
+        projections=frozenset({carried}),
     )
 
 

@@ -120,7 +120,7 @@ def _rows(plan: ListPlan, phase: int) -> Iterator[dict[str, Any]]:
         products = {}
         for position, gemm in enumerate(Gemm):
             cells = [
-                (column, *_cell(plan, gemm, choices[site, layer][position]), site)
+                (column, *_cell(plan, site, gemm, choices[site, layer][position]), site)
                 for column, site, layer in layers
                 if gemm in plan.sites.sites[site].products
             ]
@@ -139,9 +139,10 @@ def _rows(plan: ListPlan, phase: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def _cell(plan: ListPlan, gemm: Gemm, rule: int | None) -> tuple[str, str, str]:
+def _cell(plan: ListPlan, site: int, gemm: Gemm, rule: int | None) -> tuple[str, str, str]:
     """The format of a product, what happens to both operands, and the rule that decides."""
-    recipe = _KEEP if rule is None else normalize_if_valid(plan.resolved[rule])
+    has_weight = plan.sites.sites[site].weight is not None
+    recipe = _KEEP if rule is None else normalize_if_valid(plan.resolved[rule], has_weight=has_weight)
     left, right = recipe.gemm_treatments(gemm)
     narrow = min((left, right), key=lambda treatment: treatment.bits)
     text = " · ".join(dict.fromkeys(map(describe_treatment, (left, right))))

@@ -31,21 +31,28 @@ class BadProgram(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A program and its arguments. `name` is the path of a script, the name of a module, or code."""
+    """A program and its arguments. `name` is the path of a script, the name of a module, or the code itself."""
 
     name: str
     args: tuple[str, ...] = ()
-    kind: Literal["script", "module", "code"] = "script"
+    kind: Literal["script", "module", "code", "stdin"] = "script"
 
     @classmethod
     def from_words(cls, words: Sequence[str]) -> Program:
-        """Reads a command line: `train.py --lr 1`, `-m pkg.train --lr 1`, or `-c CODE`."""
+        """Reads a command line: `train.py --lr 1`, `-m pkg.train --lr 1`, `-c CODE` or `- --lr 1`."""
         if not words:
-            raise BadProgram("name a script to run, or -m and a module, or -c and code")
+            raise BadProgram(
+                "name a script to run, or -m and a module, or -c and code, or - for standard input"
+            )
         if words[0] in ("-m", "-c"):
             if len(words) < 2:
                 raise BadProgram("-m needs the name of a module" if words[0] == "-m" else "-c needs code")
             return cls(words[1], tuple(words[2:]), "module" if words[0] == "-m" else "code")
+        if words[0] == "-":
+            try:
+                return cls(sys.stdin.read() if sys.stdin is not None else "", tuple(words[1:]), "stdin")
+            except UnicodeDecodeError as error:
+                raise BadProgram(f"standard input: byte {error.start} is not {error.encoding}") from None
         return cls(words[0], tuple(words[1:]))
 
     @property
@@ -90,6 +97,11 @@ class Program:
             sys.argv[0] = "-c"
             _prepend_to_path("")
             _run_as_main(self.name, "<string>", __loader__=BuiltinImporter)
+        elif self.kind == "stdin":
+            sys.argv[0] = "-"
+            _prepend_to_path("")
+            names = {"__file__": "<stdin>", "__cached__": None, "__loader__": BuiltinImporter}
+            _run_as_main(self.name, "<stdin>", **names)
         else:
             self._run_script()
 

@@ -18,7 +18,6 @@ from policyc.compiler.sites import Site
 from policyc.hardware.mesh import MeshShape
 from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm, Recipe
-from policyc.language.treatments import normalize_if_valid
 from policyc.models.llama.configs import ModelConfig
 from policyc.numerics.products import Backends
 from policyc.numerics.targets import Target
@@ -83,7 +82,7 @@ class LayerGroup:
 
     @classmethod
     def from_decision(cls, site: Site, decision: Decision, count: float = 1) -> LayerGroup:
-        recipe = None if site.opaque or decision.recipe is None else normalize_if_valid(decision.recipe)
+        recipe = None if site.opaque else decision.recipe
         bits = [0 if recipe is None else recipe.bits(gemm) for gemm in Gemm]
         rule = next((c.rule for c, b in zip(decision.choices, bits, strict=True) if 0 < b <= 8), None)
         fprop, dgrad, wgrad = (lowering.backend for lowering in decision.lowerings)

@@ -51,10 +51,12 @@ def match_varying_axes(*args: Any) -> list[jax.Array]:
 
 
 def shape_dtype_struct(x: jax.Array) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of an array, and its sharding if its type is sharded."""
+    """The shape and dtype of an array, and its sharding and manual axes if its type has any."""
     aval = jax.typeof(x)
-    sharding = aval.sharding if any(mesh_axes_of(aval)) else None
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    manual = aval.manual_axis_type
+    if not (any(mesh_axes_of(aval)) or manual.varying):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=aval.sharding, manual_axis_type=manual)
 
 
 def reshard_like(x: jax.Array, operand: jax.ShapeDtypeStruct) -> jax.Array:

@@ -153,6 +153,11 @@ def expand_selector(selector: Selector) -> tuple[Selector, ...]:
     return tuple(dict.fromkeys(expanded))
 
 
+def takes_index(selector: Selector) -> bool:
+    """Whether a selector takes layers by index, in brackets or in a name (`layers_3`)."""
+    return any(s.indices for pattern in expand_selector(selector) for s in pattern.segments)
+
+
 def count_alternatives(selector: Selector) -> int:
     """Returns the number of combinations of alternatives in the braces of a selector, without expanding them."""
     count = 1

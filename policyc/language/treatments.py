@@ -28,12 +28,14 @@ def find_recipe_problems(recipe: Recipe) -> tuple[str, ...]:
 
 
 @cache
-def normalize_recipe(recipe: Recipe) -> Recipe:
+def normalize_recipe(recipe: Recipe, *, has_weight: bool = True) -> Recipe:
     """Returns the recipe to carry out. Raises ValueError if it has problems.
 
     MS-EDEN applies only to dgrad and wgrad, four-over-six only to operands of fprop that are rounded to nearest. An
-    outer scale per row does not apply to 2D tiles. A 2D-scaled weight is treated in dgrad as it is in fprop.
+    outer scale per row does not apply to 2D tiles. A 2D-scaled weight is treated in dgrad as it is in fprop. In a
+    product of two activations, fprop treats both as its activation, and dgrad has no 2D scales.
     """
+    recipe = recipe if has_weight else _without_weight(recipe)
     problems = find_recipe_problems(recipe)
     if problems:
         raise ValueError("; ".join(problems))
@@ -41,9 +43,17 @@ def normalize_recipe(recipe: Recipe) -> Recipe:
 
 
 @cache
-def normalize_if_valid(recipe: Recipe) -> Recipe:
+def normalize_if_valid(recipe: Recipe, *, has_weight: bool = True) -> Recipe:
     """Returns the recipe to carry out, or the recipe as written if it has problems."""
-    return recipe if find_recipe_problems(recipe) else normalize_recipe(recipe)
+    return recipe if find_recipe_problems(recipe) else normalize_recipe(recipe, has_weight=has_weight)
+
+
+def _without_weight(recipe: Recipe) -> Recipe:
+    treatments = dict(zip(OPERANDS, recipe.treatments, strict=True))
+    treatments[Gemm.FPROP, Role.WEIGHT] = treatments[Gemm.FPROP, Role.ACTIVATION]
+    dgrad = treatments[Gemm.DGRAD, Role.WEIGHT]
+    treatments[Gemm.DGRAD, Role.WEIGHT] = replace(dgrad, tile2d=False)
+    return Recipe(tuple(treatments.values()))
 
 
 def _normalize_treatment(recipe: Recipe, gemm: Gemm, role: Role) -> Treatment:

@@ -111,7 +111,7 @@ def quantized_dot_general(
     if not is_float or not dims[0][0] or jnp.float64 in (lhs.dtype, rhs.dtype):
         return lax.dot_general(lhs, rhs, dims, precision=options.precision, preferred_element_type=preferred)
     out_dtype = jnp.dtype(preferred or jnp.result_type(lhs, rhs))
-    recipe = normalize_recipe(recipe)
+    recipe = normalize_recipe(recipe, has_weight=options.weight is not None)
     # Outside the custom_vjp: the transpose of this cast sums the gradient of a weight over the devices of a
     # `shard_map` that share it.
     lhs, rhs = match_varying_axes(lhs, rhs)
@@ -144,7 +144,7 @@ def prequantize(
     Operands that are rounded stochastically, or split into a mean and a residual, are left to the product. `backward`
     is skipped if its GEMM is not in `options.products`.
     """
-    recipe = normalize_recipe(recipe)
+    recipe = normalize_recipe(recipe, has_weight=options.weight is not None)
     is_lhs = operand == "lhs"
     lhs, rhs = (array, other) if is_lhs else (other, array)
     canonical = canonicalize(lhs.shape, rhs.shape, as_dimension_numbers(dimension_numbers), recipe)

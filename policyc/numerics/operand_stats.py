@@ -52,7 +52,7 @@ def quantize_operands(
     options: GemmOptions,
 ) -> list[QuantizedOperand]:
     """The six operands of the three GEMMs, quantized as `quantized_dot_general` does. Always emulated."""
-    recipe, key = normalize_recipe(recipe), make_key(0, options.site)
+    recipe, key = normalize_recipe(recipe, has_weight=options.weight is not None), make_key(0, options.site)
     canonical = canonicalize(lhs.shape, rhs.shape, as_dimension_numbers(dimension_numbers), recipe)
     a, b = canonical.convert_lhs(lhs), canonical.convert_rhs(rhs)
     spec = GemmSpec(

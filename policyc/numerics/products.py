@@ -330,7 +330,7 @@ def _treatment(recipe: Recipe, gemm: Gemm, role: Role) -> Treatment:
     if gemm is Gemm.DGRAD and role is Role.ACTIVATION:
         # A recipe says what dgrad does to dy and to the weight. If no operand is a weight, the other activation takes
         # its place.
-        return replace(recipe.treatment(gemm, Role.WEIGHT), tile2d=False)
+        return recipe.treatment(gemm, Role.WEIGHT)
     return recipe.treatment(gemm, role)
 
 

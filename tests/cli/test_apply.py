@@ -98,6 +98,19 @@ def test_a_module_runs_too(home: Path) -> None:
     assert "--stats-every measured nothing: the program did not call policyc.observe" in result.err
 
 
+def test_a_program_from_standard_input_runs_as_under_python(home: Path) -> None:
+    """Python reads all of it, so nothing is left for the program, and names the file `<stdin>`."""
+    source = TRAIN.replace('print("loss"', 'print(sys.argv, __file__, __name__, "loss"')
+    result = command.policyc("apply", "good.policy", "-", "--five", cwd=home, stdin=source)
+    assert result.code == 5, result.err
+    assert "args ['--five'] stdin \n['-', '--five'] <stdin> __main__ loss" in result.out
+    assert "mlp -> fp8 expect 2" in result.err
+    result = command.policyc("apply", "good.policy", "-", "--fail", cwd=home, stdin=source)
+    assert 'File "<stdin>", line' in result.err, "policyc hides its own frames alone"
+    result = command.policyc("apply", "good.policy", "-", cwd=home, stdin=b"x = '\xe9'")
+    assert (result.code, "byte 5 is not utf-8" in result.err) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("code", "words", "message"),
     [

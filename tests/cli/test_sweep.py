@@ -81,6 +81,7 @@ def test_what_a_sweep_prints_has_no_control_characters(folder: Path) -> None:
         ("my.policy --baseline bf17 train.py", "did you mean 'bf16'"),
         ("my.policy --config tiny --bach 3", "there is no option '--bach': did you mean --batch?"),
         ("my.policy nope.py", "no such script"),
+        ("my.policy -", "give it a file, not standard input"),
         ("my.policy --slurm time=9,gpus=2,tasks=1 --gpus-per-run 2 train.py", "with --slurm, give gpus=N"),
         ("my.policy --slurm tim=9 train.py", "did you mean 'time'"),
         ("my.policy train.py --dry-run", "the sweep would start: write it before train.py"),

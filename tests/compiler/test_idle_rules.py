@@ -234,12 +234,6 @@ def test_apply_and_plan_warn_alike() -> None:
             jax.eval_shape(policyc.apply(policy, loss), PARAMS, X)
 
 
-def test_plan_warns_where_apply_raises() -> None:
-    policy = "up -> fp8; layers[-4:] -> bf16"
-    with pytest.warns(UserWarning, match="overridden-rule"):
-        policyc.plan(policy, loss, PARAMS, X)
-
-
 def test_a_session_warns_unless_its_plans_are_reported() -> None:
     params = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), PARAMS)
     x = jnp.ones(X.shape, X.dtype)

@@ -87,6 +87,52 @@ def test_a_quantizing_rule_without_sites_is_an_error() -> None:
         jax.eval_shape(policyc.apply("* -> bf16; decoder -> bf16", loss), W, X)
 
 
+@jax.custom_vjp
+def opaque(w: Any, x: Any) -> Any:
+    return x @ w
+
+
+opaque.defvjp(lambda w, x: (x @ w, (w, x)), lambda kept, dy: (kept[1].T @ dy, dy @ kept[0].T))
+
+
+def by_tokens(w: Any, x: Any) -> Any:
+    return jnp.tanh(x @ w[jnp.argmax(x)]).sum()
+
+
+STACK = jax.ShapeDtypeStruct((2, 16, 16), "float32")
+
+
+@pytest.mark.parametrize(
+    ("policy", "fn", "w", "options"),
+    [
+        ("* -> fp8 expect 3", loss, W, {}),
+        ("* -> fp8; decoder -> fp8", loss, W, {}),
+        ("w -> fp8; * where k > 0 -> bf16", loss, W, {}),
+        ("* -> fp8; w[-1] -> keep", loss, W, {}),
+        ("* -> fp8", lambda w, x: opaque(w, x).sum(), W, {}),
+        ("* -> fp8; w[-1] -> keep", by_tokens, STACK, {}),
+        ("* -> split(fprop=nvfp4(rht=wgrad), wgrad=nvfp4(rht=wgrad.grad))", loss, W, {}),
+        ("* -> nvfp4", loss, W, {"require_native": True, "target": "h100"}),
+    ],
+)
+def test_plan_raises_what_apply_raises(policy: str, fn: Any, w: Any, options: Any) -> None:
+    raised = []
+    for call in (
+        policyc.plan,
+        lambda policy, fn, *args, **k: jax.eval_shape(policyc.apply(policy, fn, **k), *args),
+    ):
+        with pytest.raises(policyc.PolicyError) as caught:
+            call(policy, fn, w, X, **options)
+        raised.append([(d.code, d.span and d.span.start, d.sites) for d in caught.value.diagnostics])
+    assert raised[0] == raised[1]
+
+
+def test_plan_and_apply_let_a_policy_pass_that_changes_nothing() -> None:
+    policy = "w[-1] -> keep; decoder -> keep"
+    policyc.plan(policy, by_tokens, STACK, X)
+    jax.eval_shape(policyc.apply(policy, by_tokens), STACK, X)
+
+
 def test_a_schedule_switches_without_touching_anything_else() -> None:
     policy = policyc.parse("w -> fp8\nafter 3 { w -> bf16 }")
     step = jax.jit(jax.value_and_grad(policyc.apply(policy, loss)))

@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+import policyc
 from policyc.compiler.decisions import Choice
 from policyc.compiler.execution import execution_options
 from policyc.compiler.plan import Plan, gemm_queries, make_plan
+from policyc.compiler.plan_tables import as_json
+from policyc.jaxcore import jaxprs
 from policyc.language.diagnostics import PolicyError
 from policyc.language.loader import parse
 from policyc.language.recipes import Gemm
@@ -194,6 +197,39 @@ def test_the_types_of_a_query_follow_the_roles() -> None:
     fprop, dgrad, wgrad = gemm_queries(site, recipe)
     x, w, dy = "float16", "bfloat16", "float32"
     assert (fprop.types, dgrad.types, wgrad.types) == ((x, w), (dy, w), (x, dy))
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "nvfp4(scale2d=weights)",
+        "nvfp4(rht=wgrad, sr=grad, scale2d=weights)",
+        "nvfp4(scale=four_over_six, scale2d=weights)",
+        "nvfp4(rounding=ms_eden)",
+        "mxfp4(sr={grad,fprop.activations})",
+    ],
+)
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_operands_run_as_planned(recipe: str, has_weight: bool) -> None:
+    """Also in a product of two activations, which has no 2D scales."""
+
+    def loss(p: Any, x: Any) -> Any:
+        y = jnp.tanh(x @ p["w"])
+        return jnp.sum(y @ p["w"] if has_weight else jnp.tanh(y @ y.T) @ y)
+
+    policy = f"* where {'weight' if has_weight else 'not weight'} -> {recipe}"
+    args = {"w": struct(128, 128)}, struct(128, 128)
+    plan = policyc.plan(policy, loss, *args)
+    planned = {(p.gemm, t) for p in plan.products() if p.bits for t in p.treatments}
+    gradient = jax.make_jaxpr(jax.grad(policyc.apply(policy, loss)))(*args)
+    ran = set()
+    for eqn in jaxprs.all_equations(gradient):
+        if jaxprs.primitive_name(eqn).endswith("_quantize"):
+            pairs = zip(eqn.params["operands"], eqn.params["specs"], strict=False)
+            ran |= {(Gemm(operand.partition(".")[0]), spec.treatment) for operand, spec in pairs}
+    assert ran <= planned
+    assert {gemm for gemm, _ in ran} == {gemm for gemm, _ in planned}
+    assert ("16x16" in as_json(plan)) == any(t.tile2d for _, t in ran)
 
 
 def test_products_are_native_where_the_target_can_run_them() -> None:

@@ -398,6 +398,16 @@ def test_a_shorter_transform_is_suggested_only_if_it_fits():
     assert "hadamard-does-not-fit" not in codes
 
 
+def test_ms_eden_does_not_rotate_fprop():
+    found = lint_loss(
+        "w -> nvfp4(rounding=ms_eden)",
+        lambda p, x: jnp.sum(x @ p["w"]),
+        {"w": array(160, 256)},
+        array(256, 160),
+    )
+    assert "hadamard-does-not-fit" not in {d.code for d in found}
+
+
 @pytest.mark.parametrize(
     "name", ["recipe", "contract embed -> batch", "[bold]x", "a*b", "where", "k[0]", "größe", "!"]
 )

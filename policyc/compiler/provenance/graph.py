@@ -116,6 +116,13 @@ class LostSource(Source):
     reason: str
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class CarriedSource(Source):
+    """A carry of a loop, among the projections of a variable. `LayerIndices` knows the projections of the carry."""
+
+    loop: Address
+
+
 def unknown_source(shape: tuple[int, ...], sources: Iterable[Source], reason: str) -> UnknownSource:
     parameters = dict.fromkeys(parameter for source in sources for parameter in parameters_of(source))
     return UnknownSource(shape=shape, operands=tuple(parameters), reason=reason)

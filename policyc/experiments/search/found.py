@@ -22,7 +22,8 @@ from policyc.hardware.training_step import TrainingStep
 from policyc.language.formatter import format_text
 from policyc.language.loader import parse, parse_with_diagnostics
 from policyc.language.policy import Policy
-from policyc.language.recipes import Gemm
+from policyc.language.recipes import Gemm, Recipe
+from policyc.language.treatments import normalize_if_valid
 from policyc.linter import engine
 
 FRONTIER_POINTS = 12
@@ -131,10 +132,11 @@ class Searched:
         decisions = plan.decisions(plan.phases[0])
         cells = {(c.site.address, c.layer): c for i in self.problem.items for c in i.cells}
         assignment: dict[CellKey, Choice] = {}
+        has_weight = {site.address: site.weight is not None for site in plan.sites}
         for place, decision in decisions.items():
             formats: list[str | None] = []
             for gemm in Gemm:
-                name = self._format_of(decision.recipe, gemm)
+                name = self._format_of(decision.recipe, gemm, has_weight=has_weight[place[0]])
                 if name == "":
                     return None
                 formats.append(name)
@@ -148,14 +150,15 @@ class Searched:
                 return None
         return assignment
 
-    def _format_of(self, recipe: Any, gemm: Gemm) -> str | None:
+    def _format_of(self, recipe: Recipe | None, gemm: Gemm, *, has_weight: bool) -> str | None:
         """The name of the format of a product: None if it is kept, empty if it was not scored."""
         if recipe is None or all(t.format in ("keep", "bf16") for t in recipe.gemm_treatments(gemm)):
             return None
         names = [
             f.name
             for f in self.problem.formats
-            if f.recipe.gemm_treatments(gemm) == recipe.gemm_treatments(gemm)
+            if normalize_if_valid(f.recipe, has_weight=has_weight).gemm_treatments(gemm)
+            == recipe.gemm_treatments(gemm)
         ]
         return names[0] if names else ""
 
