@@ -53,6 +53,7 @@ class Product(NamedTuple):
       indices: two numbers that identify the names up to the innermost and up to the outermost index, in `parameter` or
         else in its modules; None if neither has an index.
       width: the size of its contracting dimensions.
+      network: a number for the network that it is in.
     """
 
     node: int
@@ -64,6 +65,7 @@ class Product(NamedTuple):
     parameter: Hashable
     indices: tuple[int, int] | None
     width: int
+    network: int = 0
 
 
 @dataclass(slots=True)
@@ -112,9 +114,12 @@ def find_blocks(
     `lengths` has the number of iterations of each loop over layers. `continues(node, products)` says whether the block
     of these products is the first to read the result of the blocks before it, whose last product is `node`.
     """
-    finder = _Finder(flow, lengths, continues)
+    finder = _Finder(flow, products, lengths, continues)
     positions: dict[int, BlockPosition] = {}
-    stacks = finder.stacks(finder.items(products, 0))
+    networks: dict[int, list[Product]] = {}
+    for product in products:
+        networks.setdefault(product.network, []).append(product)
+    stacks = [s for members in networks.values() for s in finder.stacks(finder.items(members, 0))]
     if any(stack.has_attention for stack in stacks):
         # One branch without attention is part of a head (pooling).
         stacks = [stack for stack in stacks if stack.has_attention or stack.count(lengths) > 1]
@@ -126,16 +131,18 @@ def find_blocks(
 
 class _Finder:
     def __init__(
-        self, flow: Flow, lengths: dict[Address, int], continues: Callable[[int, Sequence[int]], bool]
+        self,
+        flow: Flow,
+        products: Sequence[Product],
+        lengths: dict[Address, int],
+        continues: Callable[[int, Sequence[int]], bool],
     ) -> None:
         self._flow, self._lengths, self._continues = flow, lengths, continues
-        self._branch_sizes: Counter[int] = Counter()
+        self._branch_sizes = Counter([branch for p in products for branch in p.branches])
         """The number of products in each branch of the residual stream."""
 
     def items(self, products: Sequence[Product], depth: int) -> list[_Item]:
         """The products of a body in order. A loop over layers is one item."""
-        if depth == 0:
-            self._branch_sizes = Counter([branch for p in products for branch in p.branches])
         if not self._lengths:
             return [_Item([p], p.key) for p in products]
         items: list[_Item] = []

@@ -12,6 +12,7 @@ from policyc.compiler.flow import Flow
 from policyc.compiler.fused_attention import find_fused_attention
 from policyc.compiler.kind_names import kind_by_name
 from policyc.compiler.mixers import Mixer, find_mixers, mark_attention
+from policyc.compiler.networks import find_networks
 from policyc.compiler.product_flow import ProductFlow
 from policyc.compiler.routing import Routing
 from policyc.compiler.site_kinds import SiteBlock, SiteKind
@@ -164,6 +165,7 @@ class _Blocks:
         """The products that can be in blocks, in order: all except heads and embeddings."""
         products, flow, mixer_of, lengths = self._products, self._products.flow, self._mixer_of, self._lengths
         operations, users, kinds, branches_of = flow.operations, flow.users, products.kinds, products.branches
+        networks = find_networks(products)
         read = []
         for node, site in products.sites.items():
             kind = kinds[node].name if node in kinds else ""
@@ -180,7 +182,9 @@ class _Blocks:
             has_memory = mixer in self._memories
             key = (kind, site.weight is None, site.batch, site.m, site.n, k, nonlinear, has_memory)
             parameter, indices = self._names(site)
-            read.append(Product(node, key, mixer, loops, branches, in_branch, parameter, indices, k))
+            read.append(
+                Product(node, key, mixer, loops, branches, in_branch, parameter, indices, k, networks[node])
+            )
         return read
 
     def _names(self, site: Site) -> tuple[DottedPath, tuple[int, int] | None]:
