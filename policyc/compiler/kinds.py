@@ -12,7 +12,7 @@ from policyc.compiler.flow import Flow
 from policyc.compiler.fused_attention import find_fused_attention
 from policyc.compiler.kind_names import kind_by_name
 from policyc.compiler.mixers import Mixer, find_mixers, mark_attention
-from policyc.compiler.networks import find_networks
+from policyc.compiler.networks import find_places
 from policyc.compiler.product_flow import ProductFlow
 from policyc.compiler.routing import Routing
 from policyc.compiler.site_kinds import SiteBlock, SiteKind
@@ -165,7 +165,7 @@ class _Blocks:
         """The products that can be in blocks, in order: all except heads and embeddings."""
         products, flow, mixer_of, lengths = self._products, self._products.flow, self._mixer_of, self._lengths
         operations, users, kinds, branches_of = flow.operations, flow.users, products.kinds, products.branches
-        networks = find_networks(products)
+        places = find_places(products)
         read = []
         for node, site in products.sites.items():
             kind = kinds[node].name if node in kinds else ""
@@ -173,7 +173,7 @@ class _Blocks:
                 continue
             nonlinear = 0
             for user in users[node]:
-                if operations[user] in _NONLINEAR:
+                if operations[user] in _NONLINEAR and not _is_of_norm(flow, user):
                     nonlinear |= _NONLINEAR[operations[user]]
             mixer, k = mixer_of.get(node), site.k
             branches = branches_of.get(node, _NO_BRANCHES)
@@ -183,7 +183,7 @@ class _Blocks:
             key = (kind, site.weight is None, site.batch, site.m, site.n, k, nonlinear, has_memory)
             parameter, indices = self._names(site)
             read.append(
-                Product(node, key, mixer, loops, branches, in_branch, parameter, indices, k, networks[node])
+                Product(node, key, mixer, loops, branches, in_branch, parameter, indices, k, places[node])
             )
         return read
 
@@ -228,6 +228,12 @@ class _Blocks:
         left = [loop.first for loop in flow.loops.values() if loop.first <= last <= loop.last < block[0]]
         on_stream = {node for node in block if additions and node not in products.branches}
         return last in flow.before(starts, (products.products | ends) - on_stream, min([last, *left]))
+
+
+def _is_of_norm(flow: Flow, node: int) -> bool:
+    """Whether a node is a square that is only summed, as in a norm."""
+    is_square = flow.operations[node] in ("square", "integer_pow")
+    return is_square and all(flow.operations[user] == "reduce_sum" for user in flow.users[node])
 
 
 def _why_unknown(sites: Sequence[Site], loops: Collection[Address]) -> str:

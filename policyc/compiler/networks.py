@@ -8,7 +8,7 @@ does not join networks: a decoder is not a part of its encoder.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from policyc.compiler.product_flow import ProductFlow
@@ -29,19 +29,58 @@ class Near(NamedTuple):
 _NOTHING = Near()
 
 
-def find_networks(products: ProductFlow) -> dict[int, int]:
-    """A number for each product, equal for products in the same network."""
+class Place(NamedTuple):
+    """Where a product is among the others.
+
+    Attributes:
+      network: equal for products of one network.
+      reads: the products whose results it reads, not through a residual addition.
+      readers: the products and residual additions that read its result.
+      bit: stands for it in the `ancestors` of others.
+      ancestors: all products that it is computed from, in an iteration of the loops around it.
+    """
+
+    network: int
+    reads: frozenset[int]
+    readers: frozenset[int]
+    bit: int
+    ancestors: int
+
+
+def find_places(products: ProductFlow) -> dict[int, Place]:
+    """The place of each product."""
     near = _find_near(products)
+    bits = {node: 1 << number for number, node in enumerate(products.sites)}
+    ancestors: dict[int, int] = {}
+    readers: dict[int, list[int]] = defaultdict(list)
+    for node in sorted(products.ends):
+        read = near[node].additions | near[node].products
+        ancestors[node] = union(bits.get(n, 0) | ancestors[n] for n in read)
+        for product in near[node].products:
+            readers[product].append(node)
+    networks = _find_networks(products, near, readers)
+    return {
+        node: Place(
+            network=networks[node],
+            reads=near[node].products & products.sites.keys(),
+            readers=frozenset(readers[node]),
+            bit=bit,
+            ancestors=ancestors[node],
+        )
+        for node, bit in bits.items()
+    }
+
+
+def _find_networks(
+    products: ProductFlow, near: list[Near], readers: Mapping[int, Sequence[int]]
+) -> dict[int, int]:
+    """A number for each product, equal for products in the same network."""
     streams = _find_streams(products, near)
     network_of = {addition: streams.find(addition) for addition in products.residuals}
     network_of |= {node: network_of[min(branches)] for node, branches in products.branches.items()}
     rest = [node for node in products.sites if node not in network_of]
     if network_of:
         # Products outside branches belong to the stream that they feed, or else to the stream that they read.
-        readers: dict[int, list[int]] = defaultdict(list)
-        for node in products.ends:
-            for product in near[node].products:
-                readers[product].append(node)
         for node in reversed(rest):
             _join_only(network_of, node, readers[node])
         for node in rest:
@@ -49,7 +88,9 @@ def find_networks(products: ProductFlow) -> dict[int, int]:
     plain = _Groups()
     for node in rest:
         if node not in network_of:
-            plain.join([node, *(n for n in near[node].products & products.sites.keys() if n not in network_of)])
+            plain.join(
+                [node, *(n for n in near[node].products & products.sites.keys() if n not in network_of)]
+            )
     return {node: network_of[node] if node in network_of else plain.find(node) for node in products.sites}
 
 
