@@ -264,7 +264,7 @@ class _Finder:
         if any(p.branches for p in (*ones, *others)):
             return False
         body_of = {p.node: number for number, body in enumerate((ones, others)) for p in body}
-        groups = [*(p.place.readers for p in ones), *(p.place.reads for p in (*ones, *others))]
+        groups = [group for p in (*ones, *others) for group in (p.place.readers, p.place.reads)]
         return any(
             body_of.get(one) != body_of.get(other) and _are_parallel(self._by_node[one], self._by_node[other])
             for group in groups

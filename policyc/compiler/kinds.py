@@ -142,11 +142,17 @@ class _Blocks:
         self._index_numbers: dict[DottedPath, int] = {}
         self._indices: dict[DottedPath, tuple[int, int] | None] = {}
         self.positions = find_blocks(products.flow, self._read(), self._lengths, self._continues)
-        stacks: dict[int, list[Site]] = {}
+        stacks: dict[tuple[int, int], list[Site]] = {}
         for node, position in self.positions.items():
-            stacks.setdefault(position.stack, []).append(products.sites[node])
+            stacks.setdefault((position.stack, position.size), []).append(products.sites[node])
         other_loops = products.sequential - self._lengths.keys()
-        unknown = {stack: _why_unknown(sites, other_loops) for stack, sites in stacks.items()}
+        on_data = {address for address, loop in products.flow.loops.items() if loop.is_over_data}
+        unknown = {
+            stack: _why_unknown(sites, other_loops)
+            or _why_no_index(sites, products.sequential)
+            or (_SHARED if size == 1 and _is_around(other_loops - on_data, sites) else "")
+            for (stack, size), sites in stacks.items()
+        }
         self.of_site = dict(self._site_blocks(unknown))
 
     def _site_blocks(self, unknown: Mapping[int, str]) -> Iterator[tuple[int, SiteBlock]]:
@@ -157,7 +163,7 @@ class _Blocks:
             key = (id(position), stacks) if stacks else id(position)
             if key not in blocks:
                 is_shared = any(all(loop != s.address for s in stacks) for loop, _ in position.strides)
-                why = _SHARED if is_shared else unknown[position.stack]
+                why = unknown[position.stack] or (_SHARED if is_shared else "")
                 blocks[key] = SiteBlock(position.base, position.strides, position.size, why)
             yield node, blocks[key]
 
@@ -245,13 +251,30 @@ def _why_unknown(sites: Sequence[Site], loops: Collection[Address]) -> str:
     if any(_is_on_stages(site) for site in sites if site.stacks):
         return _STAGES
     weighted = [site for site in sites if site.weight is not None]
-    in_loop = any(all(site.address[: len(loop)] == loop for site in sites) for loop in loops)
+    in_loop = _is_around(loops, sites)
     if not weighted:
         return _NO_WEIGHT if in_loop else ""
     if all(site.batch > 1 for site in weighted) and (
         in_loop or len({site.parameters for site in weighted}) < len(weighted)
     ):
         return _STAGES
+    return ""
+
+
+def _is_around(loops: Collection[Address], sites: Sequence[Site]) -> bool:
+    """Whether one of these loops contains all of some sites."""
+    return any(all(site.address[: len(loop)] == loop for site in sites) for loop in loops)
+
+
+def _why_no_index(sites: Sequence[Site], loops: Collection[Address]) -> str:
+    """Why it is unknown which layers one of these loops reads; empty if all are known."""
+    for site in sites:
+        around = {loop for loop in loops if site.address[: len(loop)] == loop}
+        for template in site.parameters if around else ():
+            tables = (*(slot.index for slot in template.slots), template.in_layer)
+            indexed = {stack.address for table in tables if table is not None for stack in table.stacks}
+            if template.unknown_index and around - indexed:
+                return template.unknown_index
     return ""
 
 
