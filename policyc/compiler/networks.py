@@ -172,20 +172,45 @@ def _find_streams(products: ProductFlow, near: list[Near]) -> _Groups:
         older = union(ancestors[other] for other in reads)
         bits[addition], ancestors[addition] = 1 << number, older | union(bits[other] for other in reads)
         reads = frozenset(other for other in reads if not bits[other] & older)
-        origins = {before[other] for other in reads}
-        if len(reads) > 1 and len(origins) == 1 and all(origins):
+        operands = [set(products.flow.inputs[other]) for other in reads]
+        if len(reads) > 1 and set.intersection(*operands):
             streams.join([addition, *reads])
-            reads = origins.pop()
+            reads = frozenset[int]().union(*(before[other] for other in reads))
         before[addition] = reads
     after: dict[int, set[int]] = defaultdict(set)
     for addition, reads in before.items():
         for other in reads:
             after[other].add(streams.find(addition))
+    chains: dict[int, list[int]] = {}
     for addition, reads in before.items():
-        if len(reads) == 1 and len(after[next(iter(reads))]) == 1:
+        chain = chains[next(iter(reads))] if len(reads) == 1 else []
+        if chain and streams.find(addition) == _next(products, chain, after[next(iter(reads))]):
             streams.join([addition, *reads])
+        else:
+            chain = []
+        chain.append(addition)
+        chains[addition] = chain
     _join_inner(products, near, streams)
     return streams
+
+
+def _next(products: ProductFlow, chain: Sequence[int], additions: Collection[int]) -> int | None:
+    """Which of the additions that read the end of a chain continues it; None if the stream forks into equal networks.
+
+    After a fork, the addition continues that has the products which follow in the chain, as far as it is a repetition.
+    """
+    if len(additions) == 1:
+        return next(iter(additions))
+    members: dict[int, list[tuple[int, int]]] = {addition: [] for addition in (*chain, *additions)}
+    for node, branches in sorted(products.branches.items()):
+        for addition in branches & members.keys():
+            members[addition].append((products.sites[node].k, products.sites[node].n))
+    before = [
+        number for number, addition in enumerate(chain[:-1], 1) if members[addition] == members[chain[-1]]
+    ]
+    expected = members[chain[before[-1] if before else 0]]
+    equal = [addition for addition in additions if members[addition] == expected]
+    return equal[0] if len(equal) == 1 else None
 
 
 def _join_inner(products: ProductFlow, near: list[Near], streams: _Groups) -> None:
