@@ -5,9 +5,10 @@ Names decide only where the flow does not. docs/reference/language.md defines th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
-from policyc.compiler.blocks import Product, find_blocks
+from policyc.compiler.blocks import BlockPosition, Product, find_blocks
 from policyc.compiler.flow import Flow
 from policyc.compiler.fused_attention import find_fused_attention
 from policyc.compiler.kind_names import kind_by_name
@@ -16,7 +17,7 @@ from policyc.compiler.networks import find_places
 from policyc.compiler.product_flow import ProductFlow
 from policyc.compiler.routing import Routing
 from policyc.compiler.site_kinds import SiteBlock, SiteKind
-from policyc.compiler.sites import Site
+from policyc.compiler.sites import PathTemplate, Site
 from policyc.jaxcore.transform import Address
 from policyc.language.selectors import DottedPath
 
@@ -30,6 +31,7 @@ _NONLINEAR = {
 _NO_BRANCHES: frozenset[int] = frozenset()
 _SHARED = "all iterations of the loop around it share its weight"
 _STAGES = "the stages of a pipeline run it at the same time, each for different blocks"
+_OTHERWISE = "another pass of the program counts the same weights as other layers"
 _NO_WEIGHT = "the loop around it may run a different block in each iteration, and no weight shows which"
 
 
@@ -153,7 +155,25 @@ class _Blocks:
             or (_SHARED if size == 1 and _is_around(other_loops - on_data, sites) else "")
             for (stack, size), sites in stacks.items()
         }
+        unknown |= dict.fromkeys(self._contradictory_stacks(), _OTHERWISE)
         self.of_site = dict(self._site_blocks(unknown))
+
+    def _contradictory_stacks(self) -> set[int]:
+        """The stacks that count weights differently from another stack, which has all weights of one of them."""
+        layers: dict[int, dict[tuple[PathTemplate, ...], set[BlockPosition]]] = {}
+        for node, position in self.positions.items():
+            if parameters := self._products.sites[node].parameters:
+                place = position._replace(
+                    stack=0, strides=tuple(((), stride) for _, stride in position.strides)
+                )
+                layers.setdefault(position.stack, {}).setdefault(parameters, set()).add(place)
+        return {
+            stack
+            for one, other in itertools.permutations(layers, 2)
+            if layers[one].keys() <= layers[other].keys()
+            if any(layers[other][parameters] != places for parameters, places in layers[one].items())
+            for stack in (one, other)
+        }
 
     def _site_blocks(self, unknown: Mapping[int, str]) -> Iterator[tuple[int, SiteBlock]]:
         """Yields each site in a block, with its block. `unknown` says for each stack why its numbers are unknown."""
