@@ -1,4 +1,4 @@
-"""Losses of several networks: towers, passes, trunks with branches, prefetching. Each product is written with its layer.
+"""Losses of several networks: towers, passes, trunks with branches. Each product is written with its layer.
 
 The layer and the depth of its network are in a name scope around the product, which the analysis does not read.
 """
@@ -6,13 +6,12 @@ The layer and the depth of its network are in a name scope around the product, w
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from policyc.compiler.sites import Site
@@ -249,13 +248,92 @@ def score(p: Any, h: Any) -> Any:
     return jax.nn.log_softmax(norm(h) @ p["out"])[..., 0].mean()
 
 
+def cross(layer: Layer, x: Any, memory: Any, p: Any, numbers: Numbers, depth: int) -> Any:
+    """A layer of a network that also reads another network."""
+    with at(numbers, depth):
+        x = x + attend(norm(x), memory, p["cross"])
+    return layer(x, p, numbers, depth)
+
+
+def towers_that_read_each_other(layer: Layer, p: Any, x: Any) -> Any:
+    """LXMERT: each has layers of its own first, of different number."""
+    one, two = chain(layer, x[0], p["a"], depth=6), chain(layer, x[1], p["b"], depth=8)
+    for number, (q, r) in enumerate(zip(p["a"], p["c"], strict=False)):
+        one, two = cross(layer, one, two, q, [3 + number], 6), cross(layer, two, one, r, [5 + number], 8)
+    return score(p, one) * score(p, two)
+
+
+def towers_in_one_scan_that_read_each_other(layer: Layer, p: Any, x: Any) -> Any:
+    def body(carry: Any, q: Any) -> Any:
+        (one, two), numbers = carry, range(5)
+        return (cross(layer, one, two, q[0], numbers, 5), cross(layer, two, one, q[1], numbers, 5)), None
+
+    one, two = lax.scan(body, (x[0], x[1]), (stacked(p["b"]), stacked(p["c"])))[0]
+    return score(p, one) * score(p, two)
+
+
+def encoder_and_decoder_twice(layer: Layer, p: Any, x: Any) -> Any:
+    total = 0.0
+    for h in x:
+        memory, y = norm(chain(layer, h, p["a"])), h[:, ::-1]
+        for number, q in enumerate(p["b"]):
+            y = cross(layer, y, memory, q, [number], 5)
+        total += score(p, y)
+    return total
+
+
+def long_skips_twice(layer: Layer, p: Any, x: Any) -> Any:
+    total = 0.0
+    for h in x:
+        skips = []
+        for number, q in enumerate(p["a"]):
+            h = layer(h, q, [number], 8)
+            skips.append(h)
+        for number, q in enumerate(p["b"], 3):
+            h = layer(h + 0.5 * skips.pop() if skips else h, q, [number], 8)
+        total += score(p, h)
+    return total
+
+
+def exits_of_several_layers(layer: Layer, p: Any, x: Any) -> Any:
+    """A small network reads each layer but the last."""
+    h = chain(layer, x[0], p["b"][:1], depth=5)
+    total = score(p, h + mlp(norm(h), p["exit"]))
+    for number, q in enumerate(p["b"][1:], 1):
+        h = layer(h, q, [number], 5)
+        if number < 4:
+            total += score(p, h + mlp(norm(h), p["exit"]))
+    return total + score(p, h)
+
+
+def loop_over_all_layers(layer: Layer, p: Any, x: Any) -> Any:
+    return score(p, chain(layer, x[0], p["a"] * 3))
+
+
+def nested_scans_twice(layer: Layer, p: Any, x: Any) -> Any:
+    pairs = jax.tree.map(lambda *a: jnp.stack(a).reshape(2, 2, *a[0].shape), *p["b"][:4])
+
+    def outer(h: Any, q: Any) -> Any:
+        return lax.scan(lambda h, r: (layer(h, r, range(4), 4), None), h, q)[0], None
+
+    return score(p, lax.scan(outer, x[0], pairs)[0]) + score(p, lax.scan(outer, x[1], pairs)[0])
+
+
+def refinement_around_a_network_twice(layer: Layer, p: Any, x: Any) -> Any:
+    """EDM: the network is a branch itself."""
+    parts = (0.5 * h + 0.3 * (chain(layer, h * 0.7, p["a"]) @ p["out"])[..., :D] for h in x)
+    return sum(jnp.square(part - 1).mean() for part in parts)
+
+
 ARRANGEMENTS: dict[str, Callable[[Layer, Any, Any], Any]] = {
     f.__name__.replace("_", " "): f
     for f in (
         two_passes, passes_in_turn, microbatches, two_towers, towers_in_turn, contrast, actor_and_critic, teacher,
         trunk_and_branches, towers_that_join, siamese_then_joined, ensemble, shared_weights, scan_of_passes,
         ensemble_in_a_vmap, scanned_passes, passes_in_one_scan, towers_in_one_scan, scanned_then_unrolled_passes,
-        backwards_in_a_scan,
+        backwards_in_a_scan, towers_that_read_each_other, towers_in_one_scan_that_read_each_other,
+        encoder_and_decoder_twice, long_skips_twice, exits_of_several_layers, loop_over_all_layers, nested_scans_twice,
+        refinement_around_a_network_twice,
     )
 }  # fmt: skip
 
@@ -281,4 +359,20 @@ def make(layer_name: str, arrangement: str, wrapper: str = "plain") -> tuple[Cal
     depths = {"a": 3, "b": 5, "c": 5}
     if arrangement == "ensemble in a vmap":
         depths["b"] = 3
-    return loss, {"out": w(D, OUT), **{name: [params] * count for name, count in depths.items()}}
+    params = {**params, "cross": ATTENTION}
+    return loss, {"out": w(D, OUT), "exit": {"up": SQUARE, "down": SQUARE}, **{name: [params] * count for name, count in depths.items()}}
+
+
+WITHOUT_RESIDUALS = ("gated", "one product")
+_FOR_RESIDUALS = list(ARRANGEMENTS)[list(ARRANGEMENTS).index("towers that read each other") :]
+_NOT_REPEATED = ("ensemble in a vmap",)
+"""The first product differs from the others without residual additions: it reads data that the members share."""
+
+
+def cases() -> Iterator[tuple[str, str, str]]:
+    """Each arrangement with two layers and two wrappers: (layer, arrangement, wrapper)."""
+    layers, plain, wrappers = (itertools.cycle(x) for x in (list(LAYERS)[:-2], WITHOUT_RESIDUALS, WRAPPERS))
+    for arrangement in ARRANGEMENTS:
+        yield next(layers), arrangement, next(wrappers)
+        is_residual = arrangement in _FOR_RESIDUALS or arrangement in _NOT_REPEATED
+        yield next(layers if is_residual else plain), arrangement, next(wrappers)
