@@ -1,9 +1,9 @@
 """The blocks of a model: which sites are in its repeated stack, and the number of their block.
 
 Each network (see `networks`) counts its own blocks. In a loop over layers, a block is an iteration or a part of one. In
-an unrolled program, blocks are consecutive equal bodies, each of which reads the one before. A part of a branch of the residual stream is not a block, even
-if it is repeated. A body that is not repeated is a block if it is a branch. Stacks that continue each other on a stream
-of the same width count as one.
+an unrolled program, blocks are consecutive equal bodies, each of which reads the one before. A part of a branch of the
+residual stream is not a block, even if it is repeated. A body that is not repeated is a block if it is a branch. Stacks
+that continue each other on a stream of the same width count as one.
 """
 
 from __future__ import annotations
