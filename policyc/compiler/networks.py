@@ -214,7 +214,7 @@ def _next(products: ProductFlow, chain: Sequence[int], additions: Collection[int
 
 
 def _join_inner(products: ProductFlow, near: list[Near], streams: _Groups) -> None:
-    """Joins the additions inside a branch with its stream: they read its products, and its products read them."""
+    """Joins additions inside a branch with the stream around it: they read its products, and its products read them."""
     stream_of = {addition: streams.find(addition) for addition in products.residuals}
     members: dict[int, set[int]] = defaultdict(set)
     reads: dict[int, set[int]] = defaultdict(set)

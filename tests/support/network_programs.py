@@ -360,7 +360,11 @@ def make(layer_name: str, arrangement: str, wrapper: str = "plain") -> tuple[Cal
     if arrangement == "ensemble in a vmap":
         depths["b"] = 3
     params = {**params, "cross": ATTENTION}
-    return loss, {"out": w(D, OUT), "exit": {"up": SQUARE, "down": SQUARE}, **{name: [params] * count for name, count in depths.items()}}
+    return loss, {
+        "out": w(D, OUT),
+        "exit": {"up": SQUARE, "down": SQUARE},
+        **{name: [params] * count for name, count in depths.items()},
+    }
 
 
 WITHOUT_RESIDUALS = ("gated", "one product")
