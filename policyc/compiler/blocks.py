@@ -1,9 +1,9 @@
 """The blocks of a model: which sites are in its repeated stack, and the number of their block.
 
-In a loop over layers, a block is an iteration or a part of one. In an unrolled program, blocks are consecutive equal
-bodies, each of which uses the result of the one before. A part of a branch of the residual stream is not a block, even
-if it is repeated. A body that is not repeated is a block if it is a branch. Stacks that continue each other on a stream
-of the same width count as one.
+Each network (see `networks`) counts its own blocks. In a loop over layers, a block is an iteration or a part of one. In
+an unrolled program, blocks are consecutive equal bodies, each of which reads the one before. A part of a branch of the
+residual stream is not a block, even if it is repeated. A body that is not repeated is a block if it is a branch. Stacks
+that continue each other on a stream of the same width count as one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 from policyc.compiler.block_bounds import LEVELS, Bounds
 from policyc.compiler.flow import Flow
+from policyc.compiler.networks import Place
+from policyc.compiler.site_masks import union
 from policyc.jaxcore.transform import Address
 
 _MAX_CANDIDATES = 256  # periods to try from each position
@@ -53,6 +55,7 @@ class Product(NamedTuple):
       indices: two numbers that identify the names up to the innermost and up to the outermost index, in `parameter` or
         else in its modules; None if neither has an index.
       width: the size of its contracting dimensions.
+      place: where it is among the others.
     """
 
     node: int
@@ -64,6 +67,7 @@ class Product(NamedTuple):
     parameter: Hashable
     indices: tuple[int, int] | None
     width: int
+    place: Place
 
 
 @dataclass(slots=True)
@@ -112,9 +116,12 @@ def find_blocks(
     `lengths` has the number of iterations of each loop over layers. `continues(node, products)` says whether the block
     of these products is the first to read the result of the blocks before it, whose last product is `node`.
     """
-    finder = _Finder(flow, lengths, continues)
+    finder = _Finder(flow, products, lengths, continues)
     positions: dict[int, BlockPosition] = {}
-    stacks = finder.stacks(finder.items(products, 0))
+    networks: dict[int, list[Product]] = {}
+    for product in products:
+        networks.setdefault(product.place.network, []).append(product)
+    stacks = [s for members in networks.values() for s in finder.stacks(finder.items(members, 0))]
     if any(stack.has_attention for stack in stacks):
         # One branch without attention is part of a head (pooling).
         stacks = [stack for stack in stacks if stack.has_attention or stack.count(lengths) > 1]
@@ -126,16 +133,19 @@ def find_blocks(
 
 class _Finder:
     def __init__(
-        self, flow: Flow, lengths: dict[Address, int], continues: Callable[[int, Sequence[int]], bool]
+        self,
+        flow: Flow,
+        products: Sequence[Product],
+        lengths: dict[Address, int],
+        continues: Callable[[int, Sequence[int]], bool],
     ) -> None:
         self._flow, self._lengths, self._continues = flow, lengths, continues
-        self._branch_sizes: Counter[int] = Counter()
+        self._by_node = {p.node: p for p in products}
+        self._branch_sizes = Counter([branch for p in products for branch in p.branches])
         """The number of products in each branch of the residual stream."""
 
     def items(self, products: Sequence[Product], depth: int) -> list[_Item]:
         """The products of a body in order. A loop over layers is one item."""
-        if depth == 0:
-            self._branch_sizes = Counter([branch for p in products for branch in p.branches])
         if not self._lengths:
             return [_Item([p], p.key) for p in products]
         items: list[_Item] = []
@@ -214,20 +224,53 @@ class _Finder:
             count = bounds.count(position, period, count)
             if count < 2 or count * period <= covered:
                 continue
-            if self._is_stack(items[position:other], items[other : other + period]):
+            count = self._chain_length(
+                [items[i : i + period] for i in range(position, position + period * count, period)]
+            )
+            if count >= 2 and count * period > covered:
                 best_period, best_count = period, count
         return best_period, best_count
 
-    def _is_stack(self, body: list[_Item], next_body: list[_Item]) -> bool:
-        """Whether the second of two equal bodies is computed from the first, and neither is only a part of a block."""
-        if not self._is_whole(body) and not self._is_indexed(body, next_body):
+    def _chain_length(self, bodies: list[list[_Item]]) -> int:
+        """How many equal bodies are a chain, each computed from the one before; 1 if they are parts of a block."""
+        if not self._is_whole(bodies[0]) and not self._is_indexed(*bodies[:2]):
+            return 1
+        if not _is_connected([p for item in bodies[0] for p in item.products]):
+            return 1
+        return next(
+            (
+                n
+                for n, (one, other) in enumerate(itertools.pairwise(bodies), 1)
+                if not self._follows(one, other)
+            ),
+            len(bodies),
+        )
+
+    def _follows(self, body: list[_Item], next_body: list[_Item]) -> bool:
+        """Whether a body is a whole that is computed from the body before it."""
+        ones, others = ([p for item in items for p in item.products] for items in (body, next_body))
+        if {p.mixer for p in ones} & {p.mixer for p in others} - {None}:
             return False
-        mixers, next_mixers = ({i.products[0].mixer for i in items} - {None} for items in (body, next_body))
-        if mixers & next_mixers:
+        one = union(p.place.bit for p in ones)
+        is_after = any(p.place.ancestors & one for p in others)
+        return is_after and _is_connected(others) and not self._are_side_by_side(ones, others)
+
+    def _are_side_by_side(self, ones: Sequence[Product], others: Sequence[Product]) -> bool:
+        """Whether networks without residual streams fork or join in a body or after it.
+
+        Then equal products, neither of them computed from the other, read the same product or are read by one, and only
+        one of them is in the body or the next.
+        """
+        if any(p.branches for p in (*ones, *others)):
             return False
-        nodes = {p.node for item in body for p in item.products}
-        starts = [i for item in next_body for p in item.products for i in self._flow.inputs[p.node]]
-        return bool(nodes & self._flow.before(starts, nodes, min(nodes)))
+        body_of = {p.node: number for number, body in enumerate((ones, others)) for p in body}
+        groups = [group for p in (*ones, *others) for group in (p.place.readers, p.place.reads)]
+        return any(
+            body_of.get(one) != body_of.get(other) and _are_parallel(self._by_node[one], self._by_node[other])
+            for group in groups
+            for one in group & body_of.keys()
+            for other in group & self._by_node.keys()
+        )
 
     def _is_whole(self, body: list[_Item]) -> bool:
         """Whether a body has all products of some branch.
@@ -305,8 +348,10 @@ class _Finder:
     def _continue_each_other(self, one: _Layers, other: _Layers) -> bool:
         ones, others = ([p for item in layers.blocks[0] for p in item.products] for layers in (one, other))
         last = one.blocks[-1][-1].products[-1]
-        same_width = _stream_width(ones) == _stream_width(others)
-        return same_width and self._continues(last.node, [product.node for product in others])
+        lasts = [p for item in one.blocks[-1] for p in item.products]
+        if _stream_width(ones) != _stream_width(others) or self._are_side_by_side(lasts, others):
+            return False
+        return self._continues(last.node, [product.node for product in others])
 
     # ---- numbers
 
@@ -326,6 +371,28 @@ class _Finder:
                     inside = here._replace(base=start, strides=(*here.strides, (item.loop, stride)))
                     self.locate(item.body, inside, positions)
             base += _item_count(block, self._lengths)
+
+
+def _is_connected(body: Sequence[Product]) -> bool:
+    """Whether all products of a body are computed from each other, or read together."""
+    rest, pending = list(body[1:]), [body[0].place]
+    while rest and pending:
+        one = pending.pop()
+        near = [p for p in rest if _are_related(one, p.place)]
+        rest = [p for p in rest if p not in near]
+        pending += [p.place for p in near]
+    return not rest
+
+
+def _are_related(one: Place, other: Place) -> bool:
+    is_before = one.ancestors & other.bit or other.ancestors & one.bit
+    return bool(is_before) or one.readers == other.readers or not one.readers.isdisjoint(other.readers)
+
+
+def _are_parallel(one: Product, other: Product) -> bool:
+    """Whether two products are equal, and neither is computed from the other."""
+    reach_each_other = one.place.ancestors & other.place.bit or other.place.ancestors & one.place.bit
+    return one.key == other.key and not reach_each_other
 
 
 def _stream_width(products: Sequence[Product]) -> int:

@@ -58,12 +58,16 @@ INPUT = "input"
 
 @dataclass(slots=True)
 class LoopBody:
-    """The body of a loop: its nodes are `first` to `last`; `carries` pairs each carry with its next value."""
+    """The body of a loop: its nodes are `first` to `last`; `carries` pairs each carry with its next value.
+
+    It is over data if it scans an activation, as over the tokens of a sequence.
+    """
 
     first: int
     last: int = 0
     carries: list[tuple[int, int]] = field(default_factory=list)
     is_reverse: bool = False
+    is_over_data: bool = False
 
 
 class Flow:
@@ -348,7 +352,11 @@ class _Builder:
     ) -> Sequence[int]:
         consts, init, xs = parts
         opened = jaxprs.open_jaxpr(body)
-        loop = LoopBody(len(self.flow.operations), is_reverse=bool(eqn.params.get("reverse")))
+        loop = LoopBody(
+            len(self.flow.operations),
+            is_reverse=bool(eqn.params.get("reverse")),
+            is_over_data=max(xs, default=CONSTANT) >= 0,
+        )
         carry = [
             value
             if opened.outvars[number] is opened.invars[len(consts) + number]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from policyc.base.text import as_ranges, count_others, escape_controls, format_ranges
@@ -10,7 +11,7 @@ from policyc.compiler.plan import Plan
 from policyc.compiler.sites import Site, dotted
 from policyc.compiler.stacks import Layer
 from policyc.language.kinds import KINDS
-from policyc.language.predicates import Flag, leaves
+from policyc.language.predicates import Comparison, Flag, leaves
 from policyc.language.selectors import Selector, SelectorSegment, matches, parse_path
 
 
@@ -44,6 +45,34 @@ def kind_notes(plan: Plan) -> Iterator[str]:
         yield (
             f"the graph decides where names contradict it: '{escape_controls(site.name)}' is {site.kind.name}, "
             f"not {contradicting_kind(site)}{count_others(len(contradicted))} (see policyc sites --explain SITE)"
+        )
+
+
+def order_notes(plan: Plan) -> Iterator[str]:
+    """If a rule compares `layer`: a line on the sites whose blocks run in another order than they are stored in."""
+    comparisons = (leaf for rule in plan.policy.rules for leaf in leaves(rule.where))
+    if not any(isinstance(leaf, Comparison) and leaf.reads_layer for leaf in comparisons):
+        return
+    orders: dict[tuple[str, ...], dict[tuple[int, tuple[int, ...]], Site]] = {}
+    for site in plan.sites:
+        if not site.parameters or site.block is None or site.block.unknown:
+            continue
+        for layer in site.layers():
+            indices = site.stack_indices(layer)
+            path = site.layer_path(indices)
+            index = tuple(name.index for name in path if name.index is not None)
+            names = tuple(name.text for name in path)
+            orders.setdefault(names, {})[site.block.number(indices), index] = site
+    differ = [
+        site
+        for order in orders.values()
+        for site in itertools.islice(order.values(), 1)
+        if [index for _, index in sorted(order)] != sorted(index for _, index in order)
+    ]
+    if differ:
+        yield (
+            "'layer' counts blocks in the order of execution, and brackets in the order of the parameters: "
+            f"they differ for {_first_and_others(differ)}"
         )
 
 

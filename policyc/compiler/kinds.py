@@ -5,17 +5,19 @@ Names decide only where the flow does not. docs/reference/language.md defines th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
-from policyc.compiler.blocks import Product, find_blocks
+from policyc.compiler.blocks import BlockPosition, Product, find_blocks
 from policyc.compiler.flow import Flow
 from policyc.compiler.fused_attention import find_fused_attention
 from policyc.compiler.kind_names import kind_by_name
 from policyc.compiler.mixers import Mixer, find_mixers, mark_attention
+from policyc.compiler.networks import find_places
 from policyc.compiler.product_flow import ProductFlow
 from policyc.compiler.routing import Routing
 from policyc.compiler.site_kinds import SiteBlock, SiteKind
-from policyc.compiler.sites import Site
+from policyc.compiler.sites import PathTemplate, Site
 from policyc.jaxcore.transform import Address
 from policyc.language.selectors import DottedPath
 
@@ -29,6 +31,7 @@ _NONLINEAR = {
 _NO_BRANCHES: frozenset[int] = frozenset()
 _SHARED = "all iterations of the loop around it share its weight"
 _STAGES = "the stages of a pipeline run it at the same time, each for different blocks"
+_OTHERWISE = "another pass of the program counts the same weights as other layers"
 _NO_WEIGHT = "the loop around it may run a different block in each iteration, and no weight shows which"
 
 
@@ -141,12 +144,36 @@ class _Blocks:
         self._index_numbers: dict[DottedPath, int] = {}
         self._indices: dict[DottedPath, tuple[int, int] | None] = {}
         self.positions = find_blocks(products.flow, self._read(), self._lengths, self._continues)
-        stacks: dict[int, list[Site]] = {}
+        stacks: dict[tuple[int, int], list[Site]] = {}
         for node, position in self.positions.items():
-            stacks.setdefault(position.stack, []).append(products.sites[node])
+            stacks.setdefault((position.stack, position.size), []).append(products.sites[node])
         other_loops = products.sequential - self._lengths.keys()
-        unknown = {stack: _why_unknown(sites, other_loops) for stack, sites in stacks.items()}
+        on_data = {address for address, loop in products.flow.loops.items() if loop.is_over_data}
+        unknown = {
+            stack: _why_unknown(sites, other_loops)
+            or _why_no_index(sites, products.sequential)
+            or (_SHARED if size == 1 and _is_around(other_loops - on_data, sites) else "")
+            for (stack, size), sites in stacks.items()
+        }
+        unknown |= dict.fromkeys(self._contradictory_stacks(), _OTHERWISE)
         self.of_site = dict(self._site_blocks(unknown))
+
+    def _contradictory_stacks(self) -> set[int]:
+        """The stacks that count weights differently from another stack, which has all weights of one of them."""
+        layers: dict[int, dict[tuple[PathTemplate, ...], set[BlockPosition]]] = {}
+        for node, position in self.positions.items():
+            if parameters := self._products.sites[node].parameters:
+                place = position._replace(
+                    stack=0, strides=tuple(((), stride) for _, stride in position.strides)
+                )
+                layers.setdefault(position.stack, {}).setdefault(parameters, set()).add(place)
+        return {
+            stack
+            for one, other in itertools.permutations(layers, 2)
+            if layers[one].keys() <= layers[other].keys()
+            if any(layers[other][parameters] != places for parameters, places in layers[one].items())
+            for stack in (one, other)
+        }
 
     def _site_blocks(self, unknown: Mapping[int, str]) -> Iterator[tuple[int, SiteBlock]]:
         """Yields each site in a block, with its block. `unknown` says for each stack why its numbers are unknown."""
@@ -156,7 +183,7 @@ class _Blocks:
             key = (id(position), stacks) if stacks else id(position)
             if key not in blocks:
                 is_shared = any(all(loop != s.address for s in stacks) for loop, _ in position.strides)
-                why = _SHARED if is_shared else unknown[position.stack]
+                why = unknown[position.stack] or (_SHARED if is_shared else "")
                 blocks[key] = SiteBlock(position.base, position.strides, position.size, why)
             yield node, blocks[key]
 
@@ -164,6 +191,7 @@ class _Blocks:
         """The products that can be in blocks, in order: all except heads and embeddings."""
         products, flow, mixer_of, lengths = self._products, self._products.flow, self._mixer_of, self._lengths
         operations, users, kinds, branches_of = flow.operations, flow.users, products.kinds, products.branches
+        places = find_places(products)
         read = []
         for node, site in products.sites.items():
             kind = kinds[node].name if node in kinds else ""
@@ -171,7 +199,7 @@ class _Blocks:
                 continue
             nonlinear = 0
             for user in users[node]:
-                if operations[user] in _NONLINEAR:
+                if operations[user] in _NONLINEAR and not _is_of_norm(flow, user):
                     nonlinear |= _NONLINEAR[operations[user]]
             mixer, k = mixer_of.get(node), site.k
             branches = branches_of.get(node, _NO_BRANCHES)
@@ -180,7 +208,9 @@ class _Blocks:
             has_memory = mixer in self._memories
             key = (kind, site.weight is None, site.batch, site.m, site.n, k, nonlinear, has_memory)
             parameter, indices = self._names(site)
-            read.append(Product(node, key, mixer, loops, branches, in_branch, parameter, indices, k))
+            read.append(
+                Product(node, key, mixer, loops, branches, in_branch, parameter, indices, k, places[node])
+            )
         return read
 
     def _names(self, site: Site) -> tuple[DottedPath, tuple[int, int] | None]:
@@ -226,6 +256,12 @@ class _Blocks:
         return last in flow.before(starts, (products.products | ends) - on_stream, min([last, *left]))
 
 
+def _is_of_norm(flow: Flow, node: int) -> bool:
+    """Whether a node is a square that is only summed, as in a norm."""
+    is_square = flow.operations[node] in ("square", "integer_pow")
+    return is_square and all(flow.operations[user] == "reduce_sum" for user in flow.users[node])
+
+
 def _why_unknown(sites: Sequence[Site], loops: Collection[Address]) -> str:
     """The reason why the block numbers of a stack are unknown; empty if they are known. `loops` are not over layers.
 
@@ -235,13 +271,30 @@ def _why_unknown(sites: Sequence[Site], loops: Collection[Address]) -> str:
     if any(_is_on_stages(site) for site in sites if site.stacks):
         return _STAGES
     weighted = [site for site in sites if site.weight is not None]
-    in_loop = any(all(site.address[: len(loop)] == loop for site in sites) for loop in loops)
+    in_loop = _is_around(loops, sites)
     if not weighted:
         return _NO_WEIGHT if in_loop else ""
     if all(site.batch > 1 for site in weighted) and (
         in_loop or len({site.parameters for site in weighted}) < len(weighted)
     ):
         return _STAGES
+    return ""
+
+
+def _is_around(loops: Collection[Address], sites: Sequence[Site]) -> bool:
+    """Whether one of these loops contains all of some sites."""
+    return any(all(site.address[: len(loop)] == loop for site in sites) for loop in loops)
+
+
+def _why_no_index(sites: Sequence[Site], loops: Collection[Address]) -> str:
+    """Why it is unknown which layers one of these loops reads; empty if all are known."""
+    for site in sites:
+        around = {loop for loop in loops if site.address[: len(loop)] == loop}
+        for template in site.parameters if around else ():
+            tables = (*(slot.index for slot in template.slots), template.in_layer)
+            indexed = {stack.address for table in tables if table is not None for stack in table.stacks}
+            if template.unknown_index and around - indexed:
+                return template.unknown_index
     return ""
 
 

@@ -58,8 +58,8 @@ def check_plan(
 
 
 def unexplained_idle_rules(plan: Plan, *, hint: str = MULTIPLE_LOSSES_HINT) -> tuple[Diagnostic, ...]:
-    """Rules that do nothing, except where the cause is an unknown layer index, which is an error of its own."""
-    explained = {diagnostic.span for diagnostic in opaque_indices(plan)}
+    """Rules that do nothing, except where the cause is an unknown layer, which is an error of its own."""
+    explained = {diagnostic.span for diagnostic in (*opaque_indices(plan), *unknown_blocks(plan))}
     return tuple(
         d
         for d in idle_rules(plan, hint=hint)

@@ -14,7 +14,7 @@ from typing import Any
 
 from policyc.base.text import count_noun, escape_controls
 from policyc.compiler.decisions import Phase
-from policyc.compiler.kind_tables import kind_notes
+from policyc.compiler.kind_tables import kind_notes, order_notes
 from policyc.compiler.plan import LayerRange, Plan
 from policyc.compiler.plan_checks import unknown_layers
 from policyc.compiler.site_lists import PLAN_SCHEMA, write_path
@@ -39,7 +39,7 @@ def summary_lines(plan: Plan) -> Iterator[str]:
     """
     yield from align_columns(rule_rows(plan))
     yield from map(escape_controls, lowering_reasons(plan))
-    for notes in (_layer_notes, kind_notes, uncertain_repeats, unchanged_products):
+    for notes in (_layer_notes, kind_notes, order_notes, uncertain_repeats, unchanged_products):
         yield from notes(plan)
 
 

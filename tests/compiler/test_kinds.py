@@ -12,7 +12,7 @@ import pytest
 
 from policyc.compiler.analysis import analyze
 from policyc.compiler.flow import build_flow
-from policyc.compiler.kind_tables import explain_kinds, kind_notes
+from policyc.compiler.kind_tables import explain_kinds, kind_notes, order_notes
 from policyc.compiler.kinds import set_kinds
 from policyc.compiler.paths import leaf_paths
 from policyc.compiler.plan import Plan, make_plan
@@ -226,6 +226,17 @@ def test_sites_without_a_kind_are_listed_if_a_rule_has_a_kind() -> None:
     (note,) = kind_notes(plan_of("diffusion_transformer", "* where mlp -> fp8"))
     assert note == "rules that select a kind do not match these sites, which have none: 'm', and 1 more"
     assert not list(kind_notes(plan_of("diffusion_transformer", "* where weight -> fp8")))
+
+
+def test_the_plan_says_that_layer_is_the_order_of_execution_if_brackets_differ() -> None:
+    (note,) = order_notes(plan_of("llama_scanned_backwards", "* where layer == 0 -> fp8"))
+    assert note == (
+        "'layer' counts blocks in the order of execution, and brackets in the order of the parameters: "
+        "they differ for 'l.w1', and 6 more"
+    )
+    assert not list(order_notes(plan_of("llama_scanned_backwards", "l[0].* -> fp8")))
+    for name in ("llama_scanned_in_groups", "dense_scan_then_mixture_scan_then_one_block", "gpt_unrolled"):
+        assert not list(order_notes(plan_of(name, "* where layer == 0 -> fp8"))), name
 
 
 def test_the_plan_says_once_that_names_contradict_the_graph() -> None:
