@@ -18,9 +18,7 @@ from policyc.numerics.quantize.hadamard import rotate
 
 TREATMENTS = {
     "`outer=tensor`": Treatment(format="nvfp4", element="e2m1"),
-    "`outer=pow2`": Treatment(format="nvfp4", element="e2m1", outer="pow2"),
     "16x16, `outer=tensor`": Treatment(format="nvfp4", element="e2m1", tile2d=True),
-    "16x16, `outer=pow2`": Treatment(format="nvfp4", element="e2m1", tile2d=True, outer="pow2"),
     "rotated, `outer=tensor`": Treatment(format="nvfp4", element="e2m1", rht=16),
     "rotated, `outer=bound`": Treatment(format="nvfp4", element="e2m1", rht=16, outer="bound"),
     "`mxfp4`": Treatment(format="mxfp4", element="e2m1"),

@@ -7,7 +7,7 @@ const oniguruma = require("vscode-oniguruma");
 const { Registry, parseRawGrammar, INITIAL } = require("vscode-textmate");
 
 const CASES = {
-  "recipe nv = nvfp4(rht=wgrad, sr_headroom=17/16)  # recipe": [
+  "recipe nv = nvfp4(rht=wgrad, rht_size=32)  # recipe": [
     ["recipe", "keyword.control"], ["nv", "entity.name.function"], ["nvfp4", "support.type"], ["rht", "variable.parameter"],
     ["wgrad", "constant.language"], ["17/16", "constant.numeric"], ["# recipe", "comment.line"],
   ],

@@ -170,7 +170,7 @@ backend_option: Any = option(
     "--backend",
     default="auto",
     metavar="NAME",
-    help="Backend for quantized GEMMs: auto, emulate, native_sums, xla, te or cudnn. 'auto' picks one for the devices.",
+    help="Backend for quantized GEMMs: auto, emulate, xla, te or cudnn. 'auto' picks one for the devices.",
 )
 
 priced_backend_option: Any = option(

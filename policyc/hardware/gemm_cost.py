@@ -134,10 +134,10 @@ def emulation_seconds(
 def outer_scale_seconds(target: Target, treatments: Sequence[Treatment], results: float) -> float:
     """Time to apply outer scales to the results of XLA's GEMM, if the GEMM does not: it writes fp32, read again.
 
-    A GEMM of fp8 applies one scale per tensor itself. A power of two is in the block scales.
+    A GEMM of fp8 applies one scale per tensor itself.
     """
     scaled = [t for t in treatments if FORMATS[t.format].tensor_scale]
-    writes_fp32 = any((FORMATS[t.format].block or t.outer == "row") and t.outer != "pow2" for t in scaled)
+    writes_fp32 = any(FORMATS[t.format].block or t.outer == "row" for t in scaled)
     return copy_seconds(target, FP32_RESULT_BYTES * results) if writes_fp32 else 0.0
 
 

@@ -33,7 +33,7 @@ class Format:
 
 
 _NVFP4_OPTIONS = (
-    "rht", "rht_size", "sr", "sr_headroom", "scale2d", "scale", "rounding", "mean_split", "outer",
+    "rht", "rht_size", "sr", "scale2d", "scale", "rounding", "mean_split", "outer",
 )  # fmt: skip
 
 FORMATS: dict[str, Format] = {

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from fractions import Fraction
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -93,10 +92,8 @@ _ROLE_ALIASES = {
     "weight": "weights", "activation": "activations", "gradient": "grad", "gradients": "grad", "grads": "grad",
 }  # fmt: skip
 
-OptionValue = frozenset[OperandId] | str | int | Fraction | bool
-OptionKind = Literal["operands", "choice", "size", "ratio", "flag"]
-
-_MAX_RATIO_LENGTH = 24  # characters: more than any useful ratio has
+OptionValue = frozenset[OperandId] | str | int | bool
+OptionKind = Literal["operands", "choice", "size", "flag"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +116,6 @@ class Option:
             return frozenset().union(*(OPERAND_GROUPS[w] for w in values))
         if len(values) != 1:
             return None
-        if self.kind == "ratio":
-            return _parse_ratio(values[0])
         if values[0] not in self.choices:
             return None
         return int(values[0]) if self.kind == "size" else values[0]
@@ -128,8 +123,6 @@ class Option:
     @property
     def expected(self) -> str:
         """Describes the valid values, for messages."""
-        if self.kind == "ratio":
-            return "a ratio from 1 to 2, like 17/16"
         if self.kind == "flag":
             return "on or off"
         return "one of " + ", ".join(self.choices)
@@ -141,17 +134,6 @@ def canonical_operand_word(word: str) -> str:
     return gemm + dot + _ROLE_ALIASES.get(role, role)
 
 
-def _parse_ratio(word: str) -> Fraction | None:
-    """Returns a ratio from 1 to 2, or None. Rejects long words first, because `Fraction` is slow for them."""
-    if len(word) > _MAX_RATIO_LENGTH or word.count("/") > 1 or not all(c in "0123456789./" for c in word):
-        return None
-    try:
-        value = Fraction(word)
-    except (ValueError, ZeroDivisionError):
-        return None
-    return value if 1 <= value <= 2 else None
-
-
 _OPERAND_WORDS, _NONE = tuple(OPERAND_GROUPS), OPERAND_GROUPS["none"]
 
 OPTIONS: dict[str, Option] = {
@@ -160,10 +142,6 @@ OPTIONS: dict[str, Option] = {
         Option("rht", "operands", _OPERAND_WORDS, _NONE, "random Hadamard transform of these operands"),
         Option("rht_size", "size", ("16", "32", "64", "128"), 16, "length of the transform"),
         Option("sr", "operands", _OPERAND_WORDS, _NONE, "stochastic rounding of these operands"),
-        Option(
-            "sr_headroom", "ratio", (), Fraction(1),
-            "enlarges block scales so that stochastic rounding does not saturate",
-        ),
         Option(
             "scale2d", "operands", ("weights", "none"), _NONE,
             "one scale per 16x16 tile, so that a weight and its transpose share codes",
@@ -175,8 +153,8 @@ OPTIONS: dict[str, Option] = {
         ),
         Option("mean_split", "flag", (), False, "quantize the mean over tokens and the rest separately"),
         Option(
-            "outer", "choice", ("tensor", "row", "pow2", "bound"), "tensor",
-            "one fp32 scale per tensor or per row. 'pow2' and 'bound': per tensor, a power of two or a bound after rht",
+            "outer", "choice", ("tensor", "row", "bound"), "tensor",
+            "one fp32 scale per tensor or per row. 'bound': per tensor, from a bound of the maximum after rht",
         ),
         Option("grad", "choice", ("e5m2", "e4m3"), "e5m2", "element type of gradients"),
         Option(
@@ -216,7 +194,6 @@ class Treatment:
     tile2d: bool = False
     scale: str = "amax"
     scale_rounding: str = "floor"
-    headroom: Fraction = Fraction(1)
     mean_split: bool = False
     outer: str = "tensor"
     sums: str = "fp32"
@@ -277,7 +254,6 @@ def _make_treatment(format: str, values: Mapping[str, Any], operand: OperandId) 
         tile2d=operand in values.get("scale2d", ()),
         scale=values.get("scale", "amax"),
         scale_rounding=values.get("scale_rounding", "floor"),
-        headroom=values["sr_headroom"] if stochastic and "sr_headroom" in values else Fraction(1),
         mean_split=operand[1] is not Role.WEIGHT and values.get("mean_split", False),
         outer="tensor" if outer == "bound" and not rotated else outer,
         sums=values.get("sums", "fp32"),

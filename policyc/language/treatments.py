@@ -90,7 +90,6 @@ def describe_options(treatment: Treatment) -> tuple[str, ...]:
         treatment.element: "grad" in format.options,
         f"rht{treatment.rht}": treatment.rht > 0,
         treatment.rounding: treatment.rounding != "rne",
-        f"sr_headroom={treatment.headroom}": treatment.headroom != 1,
         treatment.scale: treatment.scale != "amax",
         f"scale_rounding={treatment.scale_rounding}": treatment.scale_rounding != "floor",
         "mean_split": treatment.mean_split,

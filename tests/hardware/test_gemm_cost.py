@@ -135,7 +135,6 @@ def test_an_emulated_product_reads_values_and_its_result_again(gemm, decoded):
         ("fp8(outer=row)", True),
         ("mxfp8", False),
         ("nvfp4", True),
-        ("nvfp4(outer=pow2)", False),
     ],
 )
 def test_results_to_scale_are_written_and_read_in_fp32(recipe, writes_fp32):

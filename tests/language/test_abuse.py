@@ -177,11 +177,6 @@ def test_numbers_that_are_too_large_are_rejected(text):
     assert timed_codes(text) == ["number-out-of-range"]
 
 
-@pytest.mark.parametrize("ratio", ["9" * 5000, "1/0", "1/" + "9" * 5000, "1" + "/1" * 50, "1.5.5", "1e5"])
-def test_invalid_ratios_are_rejected(ratio):
-    assert timed_codes(f"a -> nvfp4(sr_headroom={ratio})") == ["unknown-value"]
-
-
 def test_a_cycle_of_many_recipes_gives_a_short_message():
     text = "".join(f"recipe r{i} = r{(i + 1) % 3000}\n" for i in range(3000))
     assert timed_codes(text) == ["recipe-cycle"]

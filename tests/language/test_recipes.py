@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from fractions import Fraction
 
 import pytest
 
@@ -114,9 +113,6 @@ EFFECTS = [
     # a recipe, the operands that its options change, and the changed fields
     ("nvfp4(rht=wgrad, rht_size=64)", {"wgrad.activation", "wgrad.gradient"}, {"rht": 64}),
     ("nvfp4(rht_size=64)", set(), {}),
-    ("nvfp4(sr=grad, sr_headroom=17/16)", GRADIENTS, {"rounding": "sr", "headroom": Fraction(17, 16)}),
-    ("nvfp4(sr=grad, sr_headroom=1.0625)", GRADIENTS, {"rounding": "sr", "headroom": Fraction(17, 16)}),
-    ("nvfp4(sr_headroom=17/16)", set(), {}),
     ("nvfp4(scale2d=weights)", WEIGHTS, {"tile2d": True}),
     ("nvfp4(scale2d=none)", set(), {}),
     ("nvfp4(scale=four_over_six)", ALL_SIX, {"scale": "four_over_six"}),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from fractions import Fraction
 from functools import cache, partial
 from types import ModuleType
 from typing import Any
@@ -31,13 +30,12 @@ from tests.support.mosaic_signs import record_signs
 PLAIN = Treatment(format="nvfp4", element="e2m1")
 NEAREST = replace(PLAIN, rht=16)
 STOCHASTIC = replace(PLAIN, rht=16, rounding="sr")
-WITH_HEADROOM = replace(STOCHASTIC, headroom=Fraction(17, 16))
 ROWS, COLUMNS = Axes(axis=-1), Axes(axis=-2)
 PAIRS = {
     "nearest": (PLAIN, NEAREST),
     "stochastic": (
-        replace(PLAIN, rounding="sr", outer="pow2"),
-        replace(WITH_HEADROOM, outer="bound"),
+        replace(PLAIN, rounding="sr"),
+        replace(STOCHASTIC, outer="bound"),
     ),
     "values": (PLAIN, STOCHASTIC),
     "stochastic values": (replace(PLAIN, rounding="sr"), NEAREST),
@@ -46,21 +44,17 @@ PAIRS = {
 """How an operand of fprop and wgrad is treated, and how dy is, in rows and in columns."""
 REFINED = {
     "four_over_six": replace(PLAIN, scale="four_over_six"),
-    "four_over_six pow2": replace(PLAIN, scale="four_over_six", outer="pow2"),
     "ms_eden": replace(PLAIN, rounding="ms_eden", rht=128),
 }
 """Treatments whose block scales depend on every element."""
 TILES = {
     name: OrderRequest(
-        treatment=replace(PLAIN, tile2d=True, outer=outer, headroom=headroom),
+        treatment=replace(PLAIN, tile2d=True),
         axes=axes,
         key=make_key(),
         decoded=True,
     )
-    for name, outer, headroom, axes in (
-        ("tiles", "tensor", Fraction(1), Axes(axis=-2, tile=-1)),
-        ("tiles, pow2", "pow2", Fraction(17, 16), Axes(axis=-1, tile=-2)),
-    )
+    for name, axes in (("tiles", Axes(axis=-2, tile=-1)), ("transposed tiles", Axes(axis=-1, tile=-2)))
 }
 """How a weight is treated, as fprop reads it, and as dgrad does."""
 KERNELS = kernels.Kernels(interpret=True)
@@ -277,7 +271,7 @@ def test_both_backends_of_a_gpu_use_kernels(
 
 @pytest.mark.any_jax
 @pytest.mark.parametrize(
-    ("name", "axes"), [("four_over_six", ROWS), ("four_over_six pow2", COLUMNS), ("ms_eden", ROWS)]
+    ("name", "axes"), [("four_over_six", ROWS), ("four_over_six", COLUMNS), ("ms_eden", ROWS)]
 )
 @pytest.mark.slow
 def test_refined_scales_have_the_bits_of_the_jnp_code(name: str, axes: Axes) -> None:
@@ -303,7 +297,7 @@ class WithoutStatistics(kernels.Kernels):
         pytest.param(
             [OrderRequest(treatment=STOCHASTIC, axes=COLUMNS, key=make_key(7))], False, id="rotated"
         ),
-        pytest.param(refined_requests("four_over_six pow2", ROWS), False, id="refined"),
+        pytest.param(refined_requests("four_over_six", ROWS), False, id="refined"),
         pytest.param(requests("tiles"), True, marks=pytest.mark.slow, id="tiles, mapped"),
         pytest.param(requests("stochastic"), True, marks=pytest.mark.slow, id="both orders, mapped"),
         *(
@@ -414,7 +408,7 @@ def test_which_operands_the_kernels_take() -> None:
     assert fits(array(64, 256), NEAREST, COLUMNS)
     assert fits(array(4, 16, 256), NEAREST, COLUMNS)
     assert fits(array(64, 256), PLAIN, ROWS)
-    assert fits(array(64, 256), replace(NEAREST, outer="pow2"), COLUMNS)
+    assert fits(array(64, 256), NEAREST, COLUMNS)
     assert fits(array(64, 256), replace(NEAREST, outer="bound"), COLUMNS)
     assert kernels.fits_alone(array(64, 256), NEAREST, COLUMNS)
     assert not kernels.fits_alone(array(64, 256), PLAIN, ROWS)
@@ -446,7 +440,7 @@ def test_which_operands_the_kernels_take() -> None:
     assert not fits(array(128, 256), replace(PLAIN, scale="four_over_six", rounding="sr"), ROWS)
     fits, tiles, tile_axes = kernels.fits_tiles, replace(PLAIN, tile2d=True), Axes(axis=-2, tile=-1)
     assert fits(array(64, 272), tiles, tile_axes)
-    assert fits(array(64, 272), replace(tiles, outer="pow2"), Axes(axis=-1, tile=-2))
+    assert fits(array(64, 272), tiles, Axes(axis=-1, tile=-2))
     assert not fits(array(64, 256), PLAIN, ROWS)
     assert not fits(array(2, 64, 256), tiles, tile_axes)
     assert not fits(array(48, 256), tiles, tile_axes)

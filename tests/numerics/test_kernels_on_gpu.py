@@ -206,10 +206,10 @@ def test_compiled_kernels_of_a_shard() -> None:
         features=1024,
     )
     # An outer scale from a bound needs the maxima before the rotation.
-    request = [replace(r, treatment=replace(r.treatment, outer="pow2")) for r in requests("stochastic")]
+    request = [replace(r, treatment=replace(r.treatment, outer="tensor")) for r in requests("stochastic")]
     orders = [Order.from_treatment(r.treatment, r.axes) for r in request]
     statistics = kernels.Kernels().statistics(whole, orders)
-    scales = [order_scales(s, r, o) for s, r, o in zip(statistics, request, orders, strict=True)]
+    scales = [order_scales(s, r) for s, r in zip(statistics, request, strict=True)]
     codes = jax.jit(lambda x: kernels.Kernels().codes(x, orders, scales, offset))(shard)
     for one, r in zip(codes, request, strict=True):
         whole_quantized = quantize(whole, r.treatment, r.axes, key=r.key)

@@ -24,22 +24,25 @@ from policyc.numerics.quantize import Axes, Quantized, quantize
 from policyc.numerics.quantize.values import decode_values
 from tests.support.gemms import FULL, MATMUL, quick_jit
 
-POW2 = Treatment(format="nvfp4", element="e2m1", outer="pow2")
+NVFP4 = Treatment(format="nvfp4", element="e2m1")
 """Sums of small integers under outer scales that are powers of two are exact, however they are divided."""
 CONTRACT_LAST = (((1,), (1,)), ((), ()))
 ON_CPU = LoweringContext(platform="cpu", single_device=True)
 
 
 def integers(*shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(len(shape)).integers(-3, 4, shape), jnp.bfloat16)
+    """Small integers, and 5.25 = 2688 / 512: the outer scale is a power of two."""
+    x = np.random.default_rng(len(shape)).integers(-3, 4, shape).astype(np.float32)
+    x.flat[0] = 5.25
+    return jnp.asarray(x, jnp.bfloat16)
 
 
-def rows(x: jax.Array, axis: int = -1, treatment: Treatment = POW2) -> Quantized:
+def rows(x: jax.Array, axis: int = -1, treatment: Treatment = NVFP4) -> Quantized:
     return quantize(x, treatment, Axes(axis=axis))
 
 
 def tiles(w: jax.Array, *, decoded: bool = False) -> Quantized:
-    q = quantize(w, replace(POW2, tile2d=True), Axes(axis=-2, tile=-1))
+    q = quantize(w, replace(NVFP4, tile2d=True), Axes(axis=-2, tile=-1))
     return decode_values(q, jnp.float32) if decoded else q
 
 
@@ -136,8 +139,8 @@ def test_padded_dimensions_are_not_divided() -> None:
     "treatment",
     [
         Treatment(format="mxfp8", element="e4m3"),
-        Treatment(format="fp8", element="e4m3", outer="pow2"),
-        replace(POW2, outer="row"),
+        Treatment(format="fp8", element="e4m3"),
+        replace(NVFP4, outer="row"),
     ],
     ids=["mxfp8", "fp8", "nvfp4, a scale per row"],
 )

@@ -180,22 +180,20 @@ def _operands(name: str, words: tuple[str, ...] = OPERAND_WORDS) -> st.SearchStr
     return st.one_of(st.just(("none",)), several).map(lambda w: Setting(name=name, values=w))
 
 
-_headroom = _choice("sr_headroom", "1", "17/16", "1.0625", "2", "3/2")
 _size = _choice("rht_size", "16", "32", "64", "128")
 _mean = st.sampled_from([(), ("on",), ("off",)]).map(lambda w: Setting(name="mean_split", values=w))
 _FORMATS: dict[str, list[list[st.SearchStrategy[Setting]]]] = {
     # for each format, lists of options that do not exclude each other
     "nvfp4": [
-        [_operands("rht"), _size, _operands("sr"), _headroom, _choice("scale2d", "weights", "none"), _mean],
+        [_operands("rht"), _size, _operands("sr"), _choice("scale2d", "weights", "none"), _mean],
         [
             _operands("rht"),
             _operands("sr"),
-            _headroom,
             _choice("outer", "tensor", "row"),
             _choice("rounding", "rne"),
         ],
         [_operands("rht"), _operands("sr", ("grad", "dgrad")), _choice("scale", "amax", "four_over_six")],
-        [_choice("rounding", "ms_eden"), _size, _headroom, _mean, _choice("outer", "tensor", "row")],
+        [_choice("rounding", "ms_eden"), _size, _mean, _choice("outer", "tensor", "row")],
     ],
     "mxfp4": [
         [_operands("rht"), _size, _operands("sr"), _choice("scale_rounding", "floor", "rceil", "even")]

@@ -14,7 +14,6 @@ const WORDS = [
   [/^sr$/, "stochastic rounding; otherwise to nearest"],
   [/^ms_eden$/, "unbiased rounding by corrected scales"],
   [/^four_over_six$/, "each block takes the better of two scales"],
-  [/^sr_headroom=(.*)$/, "scales are larger by $1, so that stochastic rounding does not saturate"],
   [/^scale_rounding=(.*)$/, "how scales are rounded: $1"],
   [/^sums=fast$/, "the GEMM may add in fewer bits than fp32"],
   [/^mean_split$/, "the mean is multiplied on its own, in high precision"],

@@ -19,7 +19,7 @@ from policyc.language.formats import FORMATS
 from policyc.language.policy import Policy, RecipeCall, RecipeExpr, Setting, SplitRecipe, recipe_calls
 from policyc.language.recipes import OPTIONS
 
-_DEPENDENT_OPTIONS = {"rht": ("rht_size",), "sr": ("sr_headroom",)}
+_DEPENDENT_OPTIONS = {"rht": ("rht_size",)}
 """Options that have no effect without another one. They are removed and added together with it."""
 
 ABSENT = "none"

@@ -24,13 +24,12 @@ if TYPE_CHECKING:
 
 MODULES: dict[str, str] = {
     "emulate": "policyc.numerics.backends.emulate",
-    "native_sums": "policyc.numerics.backends.native_sums",
     "xla": "policyc.numerics.backends.xla",
     "te": "policyc.numerics.backends.te",
     "cudnn": "policyc.numerics.backends.cudnn",
 }
 
-BackendName = Literal["auto", "emulate", "native_sums", "xla", "te", "cudnn"]
+BackendName = Literal["auto", "emulate", "xla", "te", "cudnn"]
 
 NAMES = ("auto", *MODULES)
 """The values of `--backend`."""

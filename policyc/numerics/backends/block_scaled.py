@@ -45,15 +45,13 @@ class Rows(NamedTuple):
 class BlockScaledSpec:
     """Static parameters of a block-scaled GEMM.
 
-    `native` says whether to call XLA's block-scaled GEMM, which needs CUDA. `rounds_first` says that the GEMM may round
-    its result before the outer scales are applied: they are powers of two, so the order does not matter.
-    `divides_itself` says whether a partitioning rule divides it over devices. Without one, it cannot be native.
+    `native` says whether to call XLA's block-scaled GEMM, which needs CUDA. `divides_itself` says whether a
+    partitioning rule divides it over devices. Without one, it cannot be native.
     """
 
     format: str
     out: Any
     native: bool
-    rounds_first: bool = False
     divides_itself: bool = True
 
 
@@ -86,10 +84,9 @@ def row_scales(rows: Rows) -> jax.Array:
 
 def _multiply(a: Rows, b: Rows, spec: BlockScaledSpec) -> jax.Array:
     (left, left_scales), (right, right_scales) = as_values(a, spec.format), as_values(b, spec.format)
-    # The product stays fp32 if outer scales are applied to it afterwards, unless that is exact.
+    # The product stays fp32 if outer scales are applied to it afterwards.
     is_scaled = a.mantissa is not None or b.mantissa is not None
-    stays_wide = is_scaled and not spec.rounds_first
-    dtype = spec.out if not stays_wide and spec.out in (jnp.bfloat16, jnp.float32) else jnp.float32
+    dtype = spec.out if not is_scaled and spec.out in (jnp.bfloat16, jnp.float32) else jnp.float32
     multiply = jax.nn.scaled_matmul if spec.native else _multiply_values
     product = multiply(left, right, left_scales, right_scales, dtype)
     return _apply_outer_scales(product, a, b).astype(spec.out)

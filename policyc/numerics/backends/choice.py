@@ -111,10 +111,8 @@ def choose(backend: str, query: GemmQuery, machine: Machine) -> Lowering:
 def _choose(backend: str, query: GemmQuery, machine: Machine) -> Lowering:
     if not FORMATS[query.format].is_quantized:
         return PLAIN
-    if backend in ("emulate", "native_sums"):
-        obstacle = backends.load(backend).obstacle(query)
-        name = "emulate" if obstacle else backend
-        return Lowering(name, False, obstacle or Obstacle("emulation was requested", "--backend auto"))
+    if backend == "emulate":
+        return Lowering("emulate", False, Obstacle("emulation was requested", "--backend auto"))
     not_native = None if query.format in machine.formats else _missing_format(query.format, machine)
     if backend == "auto" and not_native is None:
         return _choose_native(query, machine)

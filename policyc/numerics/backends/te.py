@@ -85,7 +85,6 @@ def _option_obstacle(t: Treatment) -> Obstacle | None:
         f"rht_size={t.rht}": t.rht not in (0, len(SIGNS)),
         "rounding=ms_eden": t.rounding == "ms_eden",
         f"scale={t.scale}": t.scale != "amax",
-        f"sr_headroom={t.headroom}": t.headroom != 1,
         "mean_split": t.mean_split,
         f"outer={t.outer}": t.outer not in ("tensor", "bound"),
     }

@@ -166,7 +166,6 @@ def gemm(
         out=jnp.dtype(out),
         native=context.platform == "cuda" and not context.is_partly_manual,
         divides_itself=not context.is_partly_manual,
-        rounds_first=lhs.layout.has_power_of_two and rhs.layout.has_power_of_two,
     )
     if context.platform == "cuda" and context.is_partly_manual:
         warnings.warn(_PARTLY_MANUAL, stacklevel=2)

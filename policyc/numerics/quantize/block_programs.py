@@ -96,10 +96,6 @@ def _largest(pairs: Words) -> Word:
     return larger_halves(largest, largest << word(16)) & _HIGH
 
 
-def _add_headroom(bits: Word, order: Order) -> Word:
-    return bits if order.headroom == 1 else multiply(bits, float_word(order.headroom))
-
-
 def add_block(pairs: Words, lane: Words, largest: Words, checksum: Words) -> Sequence[Words]:
     """Adds the block of a thread to its running maximum and checksum. The thread has halves of two blocks."""
     return _add_maximum(_block_maximum(pairs, _odd(lane)), largest, checksum)
@@ -202,7 +198,7 @@ def encode_rows(pairs: Words, lane: Words, *inputs: Any, order: Order) -> Sequen
         first = inputs[0][0]
         indices = [first + word(k) for k in (0, 1, BLOCK // 4, BLOCK // 4 + 1)]
     scalars = Scalars(*inputs[order.stochastic :])
-    code, enc, unit = _block_scale(_add_headroom(_block_maximum(pairs, odd), order), scalars)
+    code, enc, unit = _block_scale(_block_maximum(pairs, odd), scalars)
     half = WORDS // 2
     encs = [e for e in _of_both(enc, odd) for _ in range(half)]
     codes = _encode(pairs, encs, indices, scalars)
@@ -223,7 +219,7 @@ def encode_columns(*inputs: Words, order: Order, features: int) -> Sequence[Word
     scalars = Scalars(*rest[order.stochastic :])
     results: list[Words] = []
     for half, pairs in enumerate(_column_pairs(inputs[:BLOCK], order.rotates)):
-        code, enc, unit = _block_scale(_add_headroom(_largest(pairs), order), scalars)
+        code, enc, unit = _block_scale(_largest(pairs), scalars)
         indices: Words = []
         if order.stochastic:
             indices = [rest[0][0] + word(half + k * features) for k in range(BLOCK // 4)]
@@ -236,10 +232,10 @@ def encode_columns(*inputs: Words, order: Order, features: int) -> Sequence[Word
     return results
 
 
-def encode_tile(*inputs: Words, order: Order) -> Sequence[Words]:
+def encode_tile(*inputs: Words) -> Sequence[Words]:
     """The values of the words of 16 tokens in a tile. They are followed by the tile's maximum and by the scalars."""
     scalars = Scalars(*inputs[BLOCK + 1 :])
-    _, enc, unit = _block_scale(_add_headroom(inputs[BLOCK][0], order), scalars)
+    _, enc, unit = _block_scale(inputs[BLOCK][0], scalars)
     pairs = [p for (p,) in inputs[:BLOCK]]
     codes = _encode(pairs, [enc] * BLOCK, [], scalars)
     return [[_values(p, c, unit)] for p, c in zip(pairs, codes, strict=True)]

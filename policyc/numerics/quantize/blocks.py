@@ -108,7 +108,6 @@ def layout_of(shape: tuple[int, ...], treatment: Treatment, axes: Axes) -> tuple
         tile_axis=tile,
         tile_size=shape[tile] if tile is not None else 0,
         bound=bound_of(treatment),
-        has_power_of_two=treatment.outer == "pow2",
     )
     return layout, tuple(padded)
 
@@ -195,22 +194,9 @@ def tensor_key(block_max: jax.Array, amax: jax.Array, context: QuantizeContext) 
 # ---- outer scales
 
 
-def outer_maximum(amax: jax.Array, treatment: Treatment, bound: float) -> jax.Array:
+def outer_maximum(amax: jax.Array, treatment: Treatment) -> jax.Array:
     """Bits of the magnitude that sets the outer scale: amax, adjusted as the option `outer` says."""
-    if treatment.outer == "pow2":
-        return round_up_to_bound(amax, bound)
     return bound_after_rotation(amax, treatment.rht) if treatment.outer == "bound" else amax
-
-
-def round_up_to_bound(amax: jax.Array, bound: float) -> jax.Array:
-    """The least bound * 2**k that is not below amax, as bits. It makes the outer scale 2**k.
-
-    amax stays as it is if it is zero, denormal, not finite, or if bound * 2**k would not be finite.
-    """
-    fraction = np.float32(bound).view(np.int32) & 0x7FFFFF
-    exponent = (amax >> 23) + ((amax & 0x7FFFFF) > fraction)
-    is_normal = (amax >= 0x800000) & (exponent < 255)
-    return jnp.where(is_normal, (exponent << 23) | fraction, amax)
 
 
 def bound_after_rotation(amax: jax.Array, size: int) -> jax.Array:

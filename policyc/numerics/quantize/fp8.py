@@ -56,7 +56,7 @@ def quantize_fp8(x: jax.Array, context: QuantizeContext) -> Quantized:
     else:
         x = materialize(x)
         amax = abs_bits(x).max(axis=spanned, keepdims=True)
-    amax = outer_maximum(amax, context.treatment, layout.bound)
+    amax = outer_maximum(amax, context.treatment)
     transposed: jax.Array | None = None
     if context.fp8_kernel is not None:
         codes, transposed = context.fp8_kernel.both_orders(

@@ -242,7 +242,7 @@ class _Writer:
         (maxima,) = ops.run(block_programs.find_maximum, rows, [_COLUMN_WORDS])
         largest = jnp.max(maxima.astype(jnp.int32), axis=-1).astype(jnp.uint32)
         inputs = [*rows, ops.expand(largest, _COLUMN_WORDS, "words"), *self.scalars]
-        program = partial(block_programs.encode_tile, order=self.order)
+        program = block_programs.encode_tile
         (values,) = self.results
         for k, array in enumerate(ops.run(program, inputs, [_COLUMN_WORDS] * BLOCK)):
             ops.store(values, (group * BLOCK + k, self.tile.blocks), array)

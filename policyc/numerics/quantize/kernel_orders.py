@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
-
 from policyc.language.recipes import Treatment
-from policyc.numerics.quantize.bits import bits_of, from_bits
 from policyc.numerics.quantize.blocks import bound_of, refinement_of
 from policyc.numerics.quantize.kernel_tiles import BLOCK
 from policyc.numerics.quantize.layout import Axes
@@ -25,7 +21,7 @@ SCALARS = 5
 class Order:
     """How a matrix is quantized in one order: along its features, along its tokens, or in tiles of 16 x 16 (`square`).
 
-    `headroom` multiplies the maxima. Only an order along tokens can rotate, and not if block scales are refined. If
+    Only an order along tokens can rotate, and not if block scales are refined. If
     `decoded`, the kernel writes values in place of codes and scales, for tiles always. For
     `refinement`, `bound` and `operand`, see `blocks.refinement_of`, `blocks.bound_of` and `orders.OrderRequest`.
     """
@@ -34,7 +30,6 @@ class Order:
     square: bool = False
     rotates: bool = False
     stochastic: bool = False
-    headroom: float = 1.0
     refinement: str = ""
     bound: float
     decoded: bool = False
@@ -48,7 +43,6 @@ class Order:
             square=treatment.tile2d,
             rotates=bool(treatment.rht) and not refinement,
             stochastic=treatment.rounding == "sr",
-            headroom=float(treatment.headroom),
             refinement=refinement,
             bound=bound_of(treatment),
         )
@@ -62,10 +56,6 @@ class Order:
     def is_staged(self) -> bool:
         """Whether the kernel collects codes in shared memory."""
         return self.along_tokens and not self.decoded
-
-    def add_headroom(self, bits: jax.Array) -> jax.Array:
-        """The bits of maxima times the headroom."""
-        return bits if self.headroom == 1 else bits_of(from_bits(bits) * jnp.float32(self.headroom))
 
 
 class Scalars(NamedTuple):

@@ -60,11 +60,10 @@ def fits_refined(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
     """Whether the kernels can quantize this operand with refined block scales, after XLA has rotated it."""
     if not refinement_of(treatment) or treatment.format != "nvfp4" or not _fits_operand(x, axes):
         return False
-    if treatment.tile2d or treatment.mean_split or treatment.outer not in ("tensor", "pow2"):
+    if treatment.tile2d or treatment.mean_split or treatment.outer != "tensor":
         return False
-    is_plain = treatment.rounding != "sr" and treatment.headroom == 1
     # Otherwise x would be padded.
-    return is_plain and x.shape[axes.axis] % max(BLOCK, treatment.rht) == 0
+    return treatment.rounding != "sr" and x.shape[axes.axis] % max(BLOCK, treatment.rht) == 0
 
 
 def _fits_operand(x: jax.Array, axes: Axes) -> bool:
@@ -145,9 +144,7 @@ class Kernels:
     def statistics(self, x: jax.Array, orders: Sequence[Order]) -> list[Statistics]:
         """The largest magnitude and the checksum of the block maxima, in each order."""
         # Maxima and checksums do not depend on how codes are rounded.
-        plain = tuple(
-            replace(order, stochastic=False, headroom=1.0, decoded=False, operand="") for order in orders
-        )
+        plain = tuple(replace(order, stochastic=False, decoded=False, operand="") for order in orders)
         run = merge_mapped_axes(partial(_find_statistics, orders=plain, interpret=self.interpret))
         maxima, checksums = run(_as_words(x)[None])
         return reduce_statistics([(maxima[0, i], checksums[0, i]) for i in range(len(orders))])

@@ -33,7 +33,6 @@ class Layout:
       tile_axis: the other axis of 2D tiles.
       tile_size: its length before padding.
       bound: the largest magnitude after division by the outer scale.
-      has_power_of_two: whether the outer scale is a power of two.
       fast_sums: whether the GEMM that reads it may accumulate in fewer bits than fp32.
       decoded: whether it has bfloat16 values (codes times block scales) in place of codes and scales.
       last_axis_first: whether the codes have their last axis first, and may be 32-bit words. Only for operands that
@@ -48,7 +47,6 @@ class Layout:
     tile_axis: int | None = None
     tile_size: int = 0
     bound: float = 1.0
-    has_power_of_two: bool = False
     fast_sums: bool = False
     decoded: bool = False
     last_axis_first: bool = False

@@ -6,12 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from policyc.language.recipes import Treatment
 from policyc.numerics.quantize.bits import (
     E2M1,
     E4M3,
     INFINITY,
-    bits_of,
     decode,
     exact_div,
     from_bits,
@@ -52,7 +50,7 @@ def quantize_nvfp4(x: jax.Array, context: QuantizeContext) -> Quantized:
     if context.unrotated is not None:
         _, content, amax = find_maxima(context.unrotated, context)
     key = context.key if t.rounding == "rne" else tensor_key(content, amax, context)
-    block_max, amax = _add_headroom(block_max, t), outer_maximum(_add_headroom(amax, t), t, layout.bound)
+    amax = outer_maximum(amax, t)
     tensor_enc, lift = materialize_encoding_scale(amax, context)
     tensor_dec = materialize(div(jnp.float32(1), tensor_enc))
     lifted_max = from_bits(block_max) * lift
@@ -80,14 +78,6 @@ def quantize_nvfp4(x: jax.Array, context: QuantizeContext) -> Quantized:
 def _scale_bytes(scale: jax.Array, amax: jax.Array) -> jax.Array:
     """The bytes of block scales: NaN if the tensor has a NaN or an infinity."""
     return jnp.where(amax >= INFINITY, E4M3.nan or 0, scale).astype(jnp.uint8)
-
-
-def _add_headroom(bits: jax.Array, treatment: Treatment) -> jax.Array:
-    """The bits of a maximum times the headroom of stochastic rounding."""
-    if treatment.headroom == 1:
-        return bits
-    # The product leaves infinity and NaN as they are.
-    return bits_of(from_bits(bits) * jnp.float32(float(treatment.headroom)))
 
 
 # ---- four over six

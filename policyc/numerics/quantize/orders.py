@@ -80,7 +80,7 @@ def quantize_orders(
             x, [_measured_order(o, r) for o, r in zip(orders, requests, strict=True)]
         )
     statistics = shard.reduce(statistics)
-    scales = [order_scales(s, r, o) for s, r, o in zip(statistics, requests, orders, strict=True)]
+    scales = [order_scales(s, r) for s, r in zip(statistics, requests, strict=True)]
     arrays = kernels.codes(x, orders, scales, shard.offset(x.shape))
     return [_as_quantized(x.shape, r, s, a) for r, s, a in zip(requests, scales, arrays, strict=True)]
 
@@ -103,10 +103,10 @@ def _find_statistics(x: jax.Array, request: OrderRequest) -> tuple[jax.Array, Se
     return x, reduce_statistics([(maxima, mix(maxima.astype(jnp.uint32), jnp.uint32(0)))])
 
 
-def order_scales(statistics: Statistics, request: OrderRequest, order: Order) -> OrderScales:
+def order_scales(statistics: Statistics, request: OrderRequest) -> OrderScales:
     """The scalars of one order, from the statistics of the whole operand."""
     maximum, content = statistics
-    amax = outer_maximum(order.add_headroom(maximum), request.treatment, order.bound)
+    amax = outer_maximum(maximum, request.treatment)
     return OrderScales(amax=amax, maximum=maximum, content=content, key=request.key)
 
 
