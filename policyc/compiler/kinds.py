@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
 from policyc.compiler.blocks import Product, find_blocks
-from policyc.compiler.flow import Flow
+from policyc.compiler.flow import CARRY, Flow
 from policyc.compiler.fused_attention import find_fused_attention
 from policyc.compiler.kind_names import kind_by_name
 from policyc.compiler.mixers import Mixer, find_mixers, mark_attention
@@ -16,7 +16,9 @@ from policyc.compiler.product_flow import ProductFlow
 from policyc.compiler.routing import Routing
 from policyc.compiler.site_kinds import SiteBlock, SiteKind
 from policyc.compiler.sites import Site
+from policyc.jaxcore.primitives import PRIMITIVES
 from policyc.jaxcore.transform import Address
+from policyc.language.kinds import KINDS
 from policyc.language.selectors import DottedPath
 
 _NONLINEAR = {
@@ -26,6 +28,16 @@ _NONLINEAR = {
     )
 }
 """One bit per nonlinear function. The functions applied to its result help to tell products apart (`Product.key`)."""
+_ELEMENTWISE = {
+    "cond", "sign", *(n for n, rule in PRIMITIVES.items() if rule.weight in ("modified", "function", "chosen")),
+}  # fmt: skip
+_REDUCTIONS = frozenset(name for name in PRIMITIVES if name.startswith("reduce_"))
+
+_OF_BRANCHES = ("attention", "mlp")
+_CLOSED_OVER = (
+    "it multiplies an array that the loss closes over: if that is a weight, pass it to the loss as (part of) an argument"
+)
+_COMPUTED = "its weight is computed by a product of parameters, so that policyc takes it for an activation"
 _NO_BRANCHES: frozenset[int] = frozenset()
 _SHARED = "all iterations of the loop around it share its weight"
 _STAGES = "the stages of a pipeline run it at the same time, each for different blocks"
@@ -46,11 +58,28 @@ def set_kinds(flow: Flow, looked_up: Collection[DottedPath]) -> None:
     for mixer in mixers:
         mark_attention(products, mixer)
     blocks = _Blocks(products, mixers)
-    around = products.weights_before([o for operands in undecided.values() for o in operands])
-    _mark_rest(products, blocks.positions, around | products.after(undecided) & products.weighted)
+    for call, operands in undecided.items():
+        around = products.weights_before(operands) | products.after([call]) & products.weighted
+        products.doubt(around, _OF_BRANCHES, "it is next to the call at {place}, which may be an attention", call)
+    _doubt_branches(products, mixers)
+    _mark_rest(products, blocks.positions)
     for node, site in products.sites.items():
-        kind = products.kinds.get(node) or _kind_by_names(site)
+        kind = _decide(products, node)
         site.set_kind(kind, blocks.of_site.get(node) if blocks.positions else _only_block(kind))
+
+
+def _decide(products: ProductFlow, node: int) -> SiteKind:
+    """The kind of a product: as marked, or by names if the flow does not decide."""
+    site = products.sites[node]
+    kind = products.kinds.get(node, SiteKind())
+    if site.weight is None and kind.name and "weight" in KINDS[kind.name].implies:
+        text = _CLOSED_OVER if products.flow.operands[node][products.matrices[node]] in products.from_data else _COMPUTED
+        kind = SiteKind("", text, possible=(kind.name,))
+    kind = kind if kind.name or kind.possible else products.uncertain.get(node, SiteKind())
+    by_name = "" if kind.name else kind_by_name(site)
+    if by_name and (not kind.possible or by_name in kind.possible and not site.weight is None):
+        return SiteKind(by_name, "its names say so")
+    return kind
 
 
 # ---- heads and embeddings
@@ -77,11 +106,10 @@ def _mark_lookups(products: ProductFlow, looked_up: Collection[DottedPath]) -> N
             products.mark(node, "embedding", "rows of its weight are also looked up by a gather")
 
 
-def _mark_rest(products: ProductFlow, in_blocks: Collection[int], undecided: Collection[int]) -> None:
+def _mark_rest(products: ProductFlow, in_blocks: Collection[int]) -> None:
     """Marks the other weight products: those in blocks, those before the first block, and those that only a head uses.
 
-    Without blocks, weight products that follow each other are an MLP. The products in `undecided` are not marked: they
-    are next to a call that may be an attention.
+    Without blocks, weight products that follow each other are an MLP. Uncertain products are not marked.
     """
     flow = products.flow
     stream = products.residuals.union(in_blocks)
@@ -93,9 +121,11 @@ def _mark_rest(products: ProductFlow, in_blocks: Collection[int], undecided: Col
     def leads_to_block(node: int) -> bool:
         return not flow.after([node], stream).isdisjoint(in_blocks)
 
-    rest = sorted(products.weighted - products.kinds.keys() - set(undecided))
+    rest = sorted(products.weighted - products.kinds.keys() - products.uncertain.keys())
     for node in rest:
-        if node in in_blocks:
+        if node in in_blocks and products.data(node) not in products.from_data:
+            continue  # its result is a weight
+        elif node in in_blocks:
             products.mark(node, "mlp", "it is a weight product of a block, and not part of an attention")
         elif products.data(node) is not None and not follows_block(node) and leads_to_block(node):
             products.mark(node, "embedding", "it multiplies the data before the first block")
@@ -119,6 +149,75 @@ def _mark_rest(products: ProductFlow, in_blocks: Collection[int], undecided: Col
 def _reads_products(products: ProductFlow, node: int) -> bool:
     data = products.data(node)
     return data is not None and bool(products.weights_before([data]))
+
+
+# ---- evidence against an MLP
+
+
+def _doubt_branches(products: ProductFlow, mixers: Sequence[Mixer]) -> None:
+    """Notes which products without a kind are next to something that no MLP has, together with those connected to them.
+
+    Between the products of an MLP there are elementwise operations and norms. A recurrence without products, a cumulative
+    sum, a convolution or a sum over rows mixes tokens, as attention does.
+    """
+    weighted = {node for node in products.weighted if products.data(node) in products.from_data}
+    rest = sorted((weighted | products.uncertain.keys()) - products.kinds.keys())
+    others = products.ends.difference(rest)  # products with a kind, and residual additions
+    around = {node: products.after([node]) for node in rest}
+    mixed = set[int]().union(*(mixer.own for mixer in mixers)) - products.ends
+    component: dict[int, set[int]] = {}
+    owner: dict[int, int] = {}
+    for node in rest:
+        own = component.setdefault(node, {node})
+        for other in {owner.setdefault(n, node) for n in (node, *around[node]) if n not in others} - {node}:
+            joined = component[other]
+            if joined is not own:
+                joined |= own
+                component.update(dict.fromkeys(own, joined))
+                own = joined
+    for node in rest:
+        if node not in products.uncertain and (doubt := _find_doubt(products, node, around[node], mixed)):
+            products.doubt(component[node], _OF_BRANCHES, *doubt)
+        elif node in products.uncertain:
+            reason = products.uncertain[node]
+            for other in component[node]:
+                products.uncertain.setdefault(other, reason)
+
+
+def _find_doubt(
+    products: ProductFlow, node: int, around: Collection[int], mixed: Collection[int]
+) -> tuple[str, int] | None:
+    """Why a product may be part of an attention or another mixer of tokens; None if nothing around it is."""
+    flow, data = products.flow, products.data(node) if node in products.weighted else None
+    if data in products.kinds and products.kinds[data].name == "attention" and data in products.sites:
+        return "it directly multiplies the result of the projection at {place}", data
+    for n in sorted(around - products.ends):
+        operation = flow.operations[n]
+        if n in mixed:
+            return "its result is combined with that of an attention at {place}", n
+        if operation == "div" and len(flow.inputs[n]) > 1:
+            above, below = (products.weights_before([i]) for i in flow.inputs[n][:2])
+            if not below <= above:
+                return "its result is normalized by that of another product at {place}", n
+        if not _is_pointwise(products, n) and products.after([n]) & products.ends - products.kinds.keys():
+            what = "a recurrence" if operation == CARRY else f"'{operation}'"
+            return f"its result passes through {what} at {{place}}, which may mix tokens as an attention does", n
+    return None
+
+
+def _is_pointwise(products: ProductFlow, node: int) -> bool:
+    """Whether an operation is elementwise or a reduction of the last dimensions, or a carry of a recurrent network."""
+    flow = products.flow
+    operation = flow.operations[node]
+    if operation in _ELEMENTWISE or node in flow.opaque:
+        return True
+    if operation == CARRY:
+        return node not in products.states
+    if operation in _REDUCTIONS:
+        eqn = flow.equation(node)
+        rank, axes = len(eqn.invars[0].aval.shape), sorted(eqn.params["axes"])
+        return axes == [*range(rank - len(axes), rank)] and len(axes) < rank
+    return operation in ("concatenate", "stack", "reference") and len(flow.inputs[node]) < 2
 
 
 # ---- blocks
@@ -263,8 +362,3 @@ def _is_on_stages(site: Site) -> bool:
         if any(stack.is_shard_map for slot in template.slots for stack in slot.index.stacks):
             return True
     return False
-
-
-def _kind_by_names(site: Site) -> SiteKind:
-    by_name = kind_by_name(site)
-    return SiteKind(by_name, "its names say so") if by_name else SiteKind()

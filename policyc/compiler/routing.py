@@ -42,7 +42,7 @@ class Routing:
         weighed = self.routed - self._ends
         for node in sorted(products.weighted):
             site = products.sites[node]
-            has_several_matrices = weight_rank(site) > 2
+            has_several_matrices = matrix_rank(site, products.matrices[node]) > 2
             if not has_several_matrices and not self._has_expert_dimension(node):
                 continue
             if site.is_ragged or products.data(node) in self.routed:
@@ -76,6 +76,6 @@ class Routing:
         return site.is_ragged or site.batch > 1 or is_sliced or bool(site.opaque)
 
 
-def weight_rank(site: Site) -> int:
-    """The number of dimensions of a site's weight: more than two if it holds a matrix for each expert or head."""
-    return len(shape_of(site.eqn.invars[0 if site.weight == "lhs" else 1]))
+def matrix_rank(site: Site, side: int) -> int:
+    """The number of dimensions of an operand: more than two if it holds a matrix for each expert or head."""
+    return len(shape_of(site.eqn.invars[side]))
