@@ -37,7 +37,10 @@ _OF_BRANCHES = ("attention", "mlp")
 _CLOSED_OVER = (
     "it multiplies an array that the loss closes over: if that is a weight, pass it to the loss as (part of) an argument"
 )
-_COMPUTED = "its weight is computed by a product of parameters, so that policyc takes it for an activation"
+_COMPUTED = "its weight is the result of a product, which policyc takes for an activation"
+_AFTER_PROJECTION = "it directly multiplies the result of the projection at {place}"
+_COMBINED = "its result is combined with that of an attention at {place}"
+_RECURRENCE = "the loop at {place} carries its result without a product, and may mix tokens as an attention does"
 _NO_BRANCHES: frozenset[int] = frozenset()
 _SHARED = "all iterations of the loop around it share its weight"
 _STAGES = "the stages of a pipeline run it at the same time, each for different blocks"
@@ -60,7 +63,8 @@ def set_kinds(flow: Flow, looked_up: Collection[DottedPath]) -> None:
     blocks = _Blocks(products, mixers)
     for call, operands in undecided.items():
         around = products.weights_before(operands) | products.after([call]) & products.weighted
-        products.doubt(around, _OF_BRANCHES, "it is next to the call at {place}, which may be an attention", call)
+        text = "it is next to the call at {place}, which may be an attention"
+        products.uncertain |= dict.fromkeys(around, products.doubtful(_OF_BRANCHES, text, call))
     _doubt_branches(products, mixers)
     _mark_rest(products, blocks.positions)
     for node, site in products.sites.items():
@@ -72,8 +76,10 @@ def _decide(products: ProductFlow, node: int) -> SiteKind:
     """The kind of a product: as marked, or by names if the flow does not decide."""
     site = products.sites[node]
     kind = products.kinds.get(node, SiteKind())
-    if site.weight is None and kind.name and "weight" in KINDS[kind.name].implies:
-        text = _CLOSED_OVER if products.flow.operands[node][products.matrices[node]] in products.from_data else _COMPUTED
+    if kind.name and node in products.weighted and not _is_weight(products, node) and "weight" in KINDS[kind.name].implies:
+        matrix = products.flow.operands[node][products.matrices[node]]
+        is_closed_over = matrix in products.from_data - products.activations
+        text = _CLOSED_OVER if is_closed_over else _COMPUTED
         kind = SiteKind("", text, possible=(kind.name,))
     kind = kind if kind.name or kind.possible else products.uncertain.get(node, SiteKind())
     by_name = "" if kind.name else kind_by_name(site)
@@ -102,8 +108,17 @@ def _mark_lookups(products: ProductFlow, looked_up: Collection[DottedPath]) -> N
         site = products.sites[node]
         if site.has_one_hot:
             products.mark(node, "embedding", "it looks up rows of its weight by a one-hot product")
-        elif looked_up and any(p.path in looked_up for p in site.parameters):
+        elif (
+            looked_up
+            and _is_weight(products, node)
+            and any(p.path in looked_up for p in site.parameters)
+        ):
             products.mark(node, "embedding", "rows of its weight are also looked up by a gather")
+
+
+def _is_weight(products: ProductFlow, node: int) -> bool:
+    """Whether the matrix of a product is what the site has as its weight, and not looked-up rows."""
+    return products.sites[node].weight == ("lhs", "rhs")[products.matrices[node]]
 
 
 def _mark_rest(products: ProductFlow, in_blocks: Collection[int]) -> None:
@@ -121,11 +136,10 @@ def _mark_rest(products: ProductFlow, in_blocks: Collection[int]) -> None:
     def leads_to_block(node: int) -> bool:
         return not flow.after([node], stream).isdisjoint(in_blocks)
 
-    rest = sorted(products.weighted - products.kinds.keys() - products.uncertain.keys())
+    rest = [n for n in sorted(products.weighted - products.kinds.keys()) if n not in products.uncertain]
+    rest = [node for node in rest if not products.makes_weight(node)]
     for node in rest:
-        if node in in_blocks and products.data(node) not in products.from_data:
-            continue  # its result is a weight
-        elif node in in_blocks:
+        if node in in_blocks:
             products.mark(node, "mlp", "it is a weight product of a block, and not part of an attention")
         elif products.data(node) is not None and not follows_block(node) and leads_to_block(node):
             products.mark(node, "embedding", "it multiplies the data before the first block")
@@ -155,69 +169,61 @@ def _reads_products(products: ProductFlow, node: int) -> bool:
 
 
 def _doubt_branches(products: ProductFlow, mixers: Sequence[Mixer]) -> None:
-    """Notes which products without a kind are next to something that no MLP has, together with those connected to them.
+    """Notes which products without a kind are connected to something that no MLP has.
 
     Between the products of an MLP there are elementwise operations and norms. A recurrence without products, a cumulative
     sum, a convolution or a sum over rows mixes tokens, as attention does.
     """
-    weighted = {node for node in products.weighted if products.data(node) in products.from_data}
-    rest = sorted((weighted | products.uncertain.keys()) - products.kinds.keys())
-    others = products.ends.difference(rest)  # products with a kind, and residual additions
-    around = {node: products.after([node]) for node in rest}
-    mixed = set[int]().union(*(mixer.own for mixer in mixers)) - products.ends
-    component: dict[int, set[int]] = {}
-    owner: dict[int, int] = {}
+    flow, ends = products.flow, products.ends
+    rest = {node for node in products.weighted if not products.makes_weight(node)}
+    rest = (rest | products.uncertain.keys()) - products.kinds.keys()
+    between = flow.after(rest, ends)
+    leading = flow.before((i for n in ends - products.kinds.keys() for i in flow.inputs[n]), ends)
+    between = (between & leading) - ends
+    mixed = set[int]().union(*(mixer.own for mixer in mixers))
+    root: dict[int, int] = {}
+
+    def find(node: int) -> int:
+        while (parent := root.get(node, node)) != node:
+            root[node] = node = root.get(parent, parent)
+        return node
+
+    for node in sorted(between | rest):
+        for operand in flow.inputs[node]:
+            if operand in between or operand in rest:
+                root[find(node)] = find(operand)
+    doubts: dict[int, SiteKind] = {}
+    for node in sorted(rest):
+        if node in products.uncertain:
+            doubts.setdefault(find(node), products.uncertain[node])
+        elif (data := products.data(node)) in products.kinds and products.kinds[data].name == "attention":
+            doubts.setdefault(find(node), products.doubtful(_OF_BRANCHES, _AFTER_PROJECTION, data))
+    for node in sorted(between):
+        if text := _COMBINED if node in mixed else _find_mixing(products, node):
+            doubts.setdefault(find(node), products.doubtful(_OF_BRANCHES, text, node))
     for node in rest:
-        own = component.setdefault(node, {node})
-        for other in {owner.setdefault(n, node) for n in (node, *around[node]) if n not in others} - {node}:
-            joined = component[other]
-            if joined is not own:
-                joined |= own
-                component.update(dict.fromkeys(own, joined))
-                own = joined
-    for node in rest:
-        if node not in products.uncertain and (doubt := _find_doubt(products, node, around[node], mixed)):
-            products.doubt(component[node], _OF_BRANCHES, *doubt)
-        elif node in products.uncertain:
-            reason = products.uncertain[node]
-            for other in component[node]:
-                products.uncertain.setdefault(other, reason)
+        if (kind := doubts.get(find(node))) is not None:
+            products.uncertain.setdefault(node, kind)
 
 
-def _find_doubt(
-    products: ProductFlow, node: int, around: Collection[int], mixed: Collection[int]
-) -> tuple[str, int] | None:
-    """Why a product may be part of an attention or another mixer of tokens; None if nothing around it is."""
-    flow, data = products.flow, products.data(node) if node in products.weighted else None
-    if data in products.kinds and products.kinds[data].name == "attention" and data in products.sites:
-        return "it directly multiplies the result of the projection at {place}", data
-    for n in sorted(around - products.ends):
-        operation = flow.operations[n]
-        if n in mixed:
-            return "its result is combined with that of an attention at {place}", n
-        if operation == "div" and len(flow.inputs[n]) > 1:
-            above, below = (products.weights_before([i]) for i in flow.inputs[n][:2])
-            if not below <= above:
-                return "its result is normalized by that of another product at {place}", n
-        if not _is_pointwise(products, n) and products.after([n]) & products.ends - products.kinds.keys():
-            what = "a recurrence" if operation == CARRY else f"'{operation}'"
-            return f"its result passes through {what} at {{place}}, which may mix tokens as an attention does", n
-    return None
-
-
-def _is_pointwise(products: ProductFlow, node: int) -> bool:
-    """Whether an operation is elementwise or a reduction of the last dimensions, or a carry of a recurrent network."""
+def _find_mixing(products: ProductFlow, node: int) -> str:
+    """Says why an operation may mix tokens; empty if it is elementwise or reduces the last dimensions."""
     flow = products.flow
     operation = flow.operations[node]
+    if operation == "div" and flow.exponentials and len(flow.inputs[node]) > 1:
+        above, below = (products.weights_before([i]) for i in flow.inputs[node][:2])
+        return "" if below <= above else "the result of another product normalizes its result at {place}"
     if operation in _ELEMENTWISE or node in flow.opaque:
-        return True
+        return ""
     if operation == CARRY:
-        return node not in products.states
+        return _RECURRENCE if node in products.states else ""
     if operation in _REDUCTIONS:
         eqn = flow.equation(node)
         rank, axes = len(eqn.invars[0].aval.shape), sorted(eqn.params["axes"])
-        return axes == [*range(rank - len(axes), rank)] and len(axes) < rank
-    return operation in ("concatenate", "stack", "reference") and len(flow.inputs[node]) < 2
+        is_norm = axes == [*range(rank - len(axes), rank)] and len(axes) < rank
+    else:
+        is_norm = operation in ("concatenate", "stack", "reference") and len(flow.inputs[node]) < 2
+    return "" if is_norm else f"'{operation}' at {{place}} may mix tokens, as an attention does"
 
 
 # ---- blocks
@@ -260,13 +266,13 @@ class _Blocks:
             yield node, blocks[key]
 
     def _read(self) -> list[Product]:
-        """The products that can be in blocks, in order: all except heads and embeddings."""
+        """The products that can be in blocks, in order: all except heads, embeddings, and those that make weights."""
         products, flow, mixer_of, lengths = self._products, self._products.flow, self._mixer_of, self._lengths
         operations, users, kinds, branches_of = flow.operations, flow.users, products.kinds, products.branches
         read = []
         for node, site in products.sites.items():
             kind = kinds[node].name if node in kinds else ""
-            if kind in ("head", "embedding"):
+            if kind in ("head", "embedding") or (not kind and products.makes_weight(node)):
                 continue
             nonlinear = 0
             for user in users[node]:

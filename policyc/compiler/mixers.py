@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from policyc.compiler.product_flow import ProductFlow
-from policyc.compiler.routing import matrix_rank
+from policyc.compiler.site_kinds import SiteKind
 
 _ALL_ROLES = 3  # both operands of the first product (queries and keys), and the values
 
@@ -49,7 +49,7 @@ def find_mixers(products: ProductFlow, routed: Collection[int]) -> list[Mixer]:
         if len(group) > 1 or own & products.weighted or own & products.residuals:
             certain = _find_scores(products, sorted(group), after)
             others = set(group) - certain - products.weighted
-            products.doubt(others, ("scores", "attention", "mlp"), _NO_EVIDENCE)
+            products.uncertain |= dict.fromkeys(others, _NO_EVIDENCE)
             products.weighted -= certain
             if certain:
                 own = certain.union(*(after[node] for node in certain))
@@ -59,8 +59,9 @@ def find_mixers(products: ProductFlow, routed: Collection[int]) -> list[Mixer]:
     return [*mixers, *fused]
 
 
-_NO_EVIDENCE = (
-    "it multiplies two activations, which may be the scores of an attention or a weight that the model computes"
+_NO_EVIDENCE = SiteKind(
+    text="one of the two activations that it multiplies may be a weight that the model computes",
+    possible=("scores", "attention", "mlp"),
 )
 
 
@@ -80,7 +81,7 @@ def _find_scores(products: ProductFlow, group: Sequence[int], after: dict[int, s
             all(not parts.isdisjoint(after[n]) for parts in softmax)
             for n in (*befores, *([node] if not after[node].isdisjoint(group) else ()))
         )
-        if not has_softmax and site.m > 1:
+        if not has_softmax and min(site.m, site.n) > 1:
             before = flow.before(flow.operands[node][:2], products.starts)
             has_softmax = all(not parts.isdisjoint(before) for parts in softmax)
         if has_softmax or (
@@ -96,7 +97,8 @@ def _is_projected(products: ProductFlow, node: int, number: int, certain: Collec
     flow, site, branches = products.flow, products.sites[node], products.branches
     before = flow.before([flow.operands[node][number]], products.ends) & products.sites.keys()
     free = site.m if number == 0 else site.n
-    if any(free > 1 and products.sites[n].n % (free * site.k) == 0 for n in before & products.weighted):
+    generated = (products.sites[n].n * products.sites[n].batch for n in before & products.weighted)
+    if free > 1 and any(size % (free * site.k) == 0 for size in generated):
         return False
     here = branches.get(node, frozenset())
     return any(n in certain or not here.isdisjoint(branches.get(n, ())) for n in before)
@@ -105,19 +107,16 @@ def _is_projected(products: ProductFlow, node: int, number: int, certain: Collec
 def _mixes(products: ProductFlow, node: int) -> bool:
     """Whether a site multiplies two activations, with a result of several elements. A sum of squares does not count.
 
-    A product with a matrix of a weight that a one-hot product selects (a layer of a stack) does not count either.
+    An operand must be computed from data, and both from parameters: not a frozen weight or a mask.
     """
     site = products.sites[node]
     is_square = site.eqn.invars[0] is site.eqn.invars[1]
-    operands = products.flow.operands[node][:2]
-    takes_matrix = any(
-        o in products.weighted
-        and products.sites[o].has_one_hot
-        and matrix_rank(products.sites[o], products.matrices[o]) > 2
-        for o in operands
+    are_activations = products.activations.issuperset(
+        operand
+        for operand in products.flow.operands[node][:2]
+        if operand in products.from_data or operand not in products.learned
     )
-    are_computed = not products.activations.isdisjoint(operands) and min(operands) >= 0
-    return are_computed and not is_square and not takes_matrix and not (site.m == 1 and site.n == 1)
+    return are_activations and not is_square and not (site.m == 1 and site.n == 1)
 
 
 def _mark_scores(products: ProductFlow, mixer: Mixer, after: dict[int, set[int]]) -> None:
@@ -215,7 +214,7 @@ def _mark_first_factors(products: ProductFlow, mixer: Mixer) -> None:
             roles = set[int]().union(*(mixer.roles.get(n, set()) for n in reached))
             if len(reached) > 1 and products.data(node) not in products.activations | {None}:
                 text = "it multiplies the data, and one attention reads its result through the product at {place}"
-                products.doubt([node], ("attention", "embedding"), text, site)
+                products.uncertain[node] = products.doubtful(("attention", "embedding"), text, site)
             elif len(roles) < _ALL_ROLES and products.sites[node].loops == products.sites[site].loops:
                 mixer.roles[node] = roles
                 text = "its result reaches the attention only through the product at {place}"

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Literal
 
 from policyc.compiler.flow import CARRY, CONSTANT, INPUT, Flow
 from policyc.compiler.residuals import find_residuals
 from policyc.compiler.site_kinds import SiteKind
 from policyc.compiler.sites import Site
+from policyc.compiler.var_info import shape_of
 from policyc.jaxcore.transform import Address
 
 
@@ -21,7 +23,8 @@ class ProductFlow:
       matrices: for each product with a weight, or with another operand that is no activation: the number of that operand.
       weighted: the nodes of `matrices`.
       activations: the nodes computed from both data and parameters by products and lookups.
-      from_data: the nodes computed from inputs and arrays that the loss closes over.
+      learned: the nodes computed from parameters.
+      from_data: the nodes computed from inputs, arrays that the loss closes over, and other constants.
       states: the nodes on the cycles of carries that pass through no weight product, such as the state of a linear
         recurrence. Sums over iterations do not count.
       residuals: the additions to the residual stream.
@@ -40,6 +43,7 @@ class ProductFlow:
     matrices: dict[int, int]
     weighted: set[int]
     activations: set[int]
+    learned: set[int]
     from_data: set[int]
     states: set[int]
     residuals: set[int]
@@ -55,7 +59,10 @@ class ProductFlow:
     @classmethod
     def of(cls, flow: Flow) -> ProductFlow:
         sites = flow.sites
-        from_data, activations = _find_activations(flow)
+        learned = flow.learned | flow.after(flow.learned)
+        from_data = _find_data(flow)
+        mixed = learned & from_data & {*sites, *flow.opaque, *flow.nodes_of(_MIXES)}
+        activations = mixed | flow.after(mixed)
         matrices = {node: side for node in sites if (side := _matrix(flow, node, activations)) is not None}
         states = _find_states(flow, matrices)
         residuals = find_residuals(flow, matrices, states)
@@ -73,6 +80,7 @@ class ProductFlow:
             matrices=matrices,
             weighted=set(matrices),
             activations=activations,
+            learned=learned,
             from_data=from_data,
             states=states,
             residuals=set(residuals),
@@ -92,6 +100,10 @@ class ProductFlow:
         """The node of the operand that a weight product multiplies with its weight; None if it is constant."""
         data = self.flow.operands[node][1 - self.matrices[node]]
         return data if data >= 0 else None
+
+    def makes_weight(self, node: int) -> bool:
+        """Whether a product multiplies parameters alone: its result is a weight, or learned queries of an attention."""
+        return node in self.weighted and min(self.flow.operands[node][:2]) != CONSTANT and node not in self.from_data
 
     def weights_before(self, nodes: Collection[int]) -> set[int]:
         """The nearest weight products that some nodes are computed from. They may be among these nodes."""
@@ -116,11 +128,9 @@ class ProductFlow:
         return True
 
 
-    def doubt(self, nodes: Iterable[int], possible: tuple[str, ...], text: str, other: int | None = None) -> None:
-        """Notes why the kinds of some products are uncertain. The first reason for a product counts."""
-        call = None if other is None else self.flow.calls[other]
-        for node in nodes:
-            self.uncertain.setdefault(node, SiteKind("", text, call, possible))
+    def doubtful(self, possible: tuple[str, ...], text: str, other: int) -> SiteKind:
+        """An uncertain kind. `{place}` in the text is that of the node `other`."""
+        return SiteKind("", text, self.flow.calls[other], possible)
 
 
 _same_kind = cache(SiteKind)
@@ -129,13 +139,10 @@ _MIXES = ("gather", "dynamic_slice", "conv_general_dilated")
 """Operations besides products by which a parameter and data make an activation."""
 
 
-def _find_activations(flow: Flow) -> tuple[set[int], set[int]]:
-    """The fields `from_data` and `activations` of a `ProductFlow`."""
-    inputs = flow.nodes_of([INPUT])
-    from_data = flow.after(inputs).union(inputs)
-    mixed = from_data & (flow.learned | flow.after(flow.learned))
-    mixed &= flow.sites.keys() | flow.opaque.keys() | set(flow.nodes_of(_MIXES))
-    return from_data, mixed | flow.after(mixed)
+def _find_data(flow: Flow) -> set[int]:
+    inputs = {*flow.nodes_of([INPUT]), *(n for n, operands in flow.operands.items() if CONSTANT in operands)}
+    inputs.update(node for node in flow.nodes_of([CARRY]) if len(flow.inputs[node]) < 2 and node not in flow.learned)
+    return flow.after(inputs) | inputs
 
 
 def _find_states(flow: Flow, weighted: Collection[int]) -> set[int]:
@@ -152,12 +159,26 @@ def _find_states(flow: Flow, weighted: Collection[int]) -> set[int]:
 
 
 def _matrix(flow: Flow, node: int, activations: Collection[int]) -> int | None:
-    """The number of the operand that is a weight, or the only one that is neither an activation nor a constant."""
-    weight = flow.sites[node].weight
-    if weight is not None:
-        return 0 if weight == "lhs" else 1
-    fixed = [number for number, operand in enumerate(flow.operands[node][:2]) if operand not in activations]
-    return fixed[0] if len(fixed) == 1 and flow.operands[node][fixed[0]] != CONSTANT else None
+    """The number of the operand that is a weight, or the only one that is neither an activation nor a constant.
+
+    A matrix that a one-hot product takes from a weight (a layer of a stack) is no activation.
+    """
+    site, operands = flow.sites[node], flow.operands[node][:2]
+    fixed = [number for number, operand in enumerate(operands) if operand not in activations]
+    if site.weight is not None and (len(fixed) != 1 or operands[fixed[0]] == CONSTANT):
+        return 0 if site.weight == "lhs" else 1
+    if not fixed:
+        fixed = [number for number, operand in enumerate(operands) if _takes_matrix(flow.sites.get(operand))]
+    return fixed[0] if len(fixed) == 1 and operands[fixed[0]] != CONSTANT else None
+
+
+def _takes_matrix(site: Site | None) -> bool:
+    return site is not None and site.has_one_hot and site.weight is not None and matrix_rank(site, site.weight) > 2
+
+
+def matrix_rank(site: Site, operand: Literal["lhs", "rhs"]) -> int:
+    """The number of dimensions of an operand: more than two if it holds a matrix for each expert or head."""
+    return len(shape_of(site.eqn.invars[0 if operand == "lhs" else 1]))
 
 
 def _is_operand_of_scores(flow: Flow, node: int, ends: Collection[int], matrices: Collection[int]) -> bool:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from policyc.compiler.product_flow import ProductFlow
+from policyc.compiler.product_flow import ProductFlow, matrix_rank
 from policyc.compiler.site_kinds import SiteKind
-from policyc.compiler.sites import Site
-from policyc.compiler.var_info import shape_of
 
 _CHOICES = frozenset({"top_k", "approx_top_k", "argmax", "sort"})
 
@@ -42,7 +40,7 @@ class Routing:
         weighed = self.routed - self._ends
         for node in sorted(products.weighted):
             site = products.sites[node]
-            has_several_matrices = matrix_rank(site, products.matrices[node]) > 2
+            has_several_matrices = matrix_rank(site, ("lhs", "rhs")[products.matrices[node]]) > 2
             if not has_several_matrices and not self._has_expert_dimension(node):
                 continue
             if site.is_ragged or products.data(node) in self.routed:
@@ -74,8 +72,3 @@ class Routing:
         loops = (stack.address for stack in site.stacks if not stack.is_shard_map)
         is_sliced = any(address not in self._products.sequential for address in loops)
         return site.is_ragged or site.batch > 1 or is_sliced or bool(site.opaque)
-
-
-def matrix_rank(site: Site, side: int) -> int:
-    """The number of dimensions of an operand: more than two if it holds a matrix for each expert or head."""
-    return len(shape_of(site.eqn.invars[side]))
