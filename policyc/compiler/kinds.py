@@ -6,6 +6,7 @@ Names decide only where the flow does not. docs/reference/language.md defines th
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from policyc.compiler.blocks import Product, find_blocks
 from policyc.compiler.flow import CARRY, Flow
@@ -35,12 +36,14 @@ _REDUCTIONS = frozenset(name for name in PRIMITIVES if name.startswith("reduce_"
 
 _OF_BRANCHES = ("attention", "mlp")
 _CLOSED_OVER = (
-    "it multiplies an array that the loss closes over: if that is a weight, pass it to the loss as (part of) an argument"
+    "it multiplies an array that the loss closes over; if that is a weight, make it an argument of the loss"
 )
 _COMPUTED = "its weight is the result of a product, which policyc takes for an activation"
 _AFTER_PROJECTION = "it directly multiplies the result of the projection at {place}"
 _COMBINED = "its result is combined with that of an attention at {place}"
-_RECURRENCE = "the loop at {place} carries its result without a product, and may mix tokens as an attention does"
+_RECURRENCE = (
+    "the loop at {place} carries its result without a product, and may mix tokens as an attention does"
+)
 _NO_BRANCHES: frozenset[int] = frozenset()
 _SHARED = "all iterations of the loop around it share its weight"
 _STAGES = "the stages of a pipeline run it at the same time, each for different blocks"
@@ -65,8 +68,7 @@ def set_kinds(flow: Flow, looked_up: Collection[DottedPath]) -> None:
         around = products.weights_before(operands) | products.after([call]) & products.weighted
         text = "it is next to the call at {place}, which may be an attention"
         products.uncertain |= dict.fromkeys(around, products.doubtful(_OF_BRANCHES, text, call))
-    _doubt_branches(products, mixers)
-    _mark_rest(products, blocks.positions)
+    _mark_rest(products, blocks.positions, _find_doubts(products, mixers))
     for node, site in products.sites.items():
         kind = _decide(products, node)
         site.set_kind(kind, blocks.of_site.get(node) if blocks.positions else _only_block(kind))
@@ -76,14 +78,18 @@ def _decide(products: ProductFlow, node: int) -> SiteKind:
     """The kind of a product: as marked, or by names if the flow does not decide."""
     site = products.sites[node]
     kind = products.kinds.get(node, SiteKind())
-    if kind.name and node in products.weighted and not _is_weight(products, node) and "weight" in KINDS[kind.name].implies:
+    needs_weight = bool(kind.name) and "weight" in KINDS[kind.name].implies
+    if needs_weight and not _is_weight(products, node):
         matrix = products.flow.operands[node][products.matrices[node]]
         is_closed_over = matrix in products.from_data - products.activations
         text = _CLOSED_OVER if is_closed_over else _COMPUTED
-        kind = SiteKind("", text, possible=(kind.name,))
-    kind = kind if kind.name or kind.possible else products.uncertain.get(node, SiteKind())
+        return SiteKind("", text, possible=(kind.name,))
+    if not kind.name:
+        kind = products.uncertain.get(node, kind)
+        if site.weight is not None and "scores" in kind.possible:
+            kind = replace(kind, possible=tuple(word for word in kind.possible if word != "scores"))
     by_name = "" if kind.name else kind_by_name(site)
-    if by_name and (not kind.possible or by_name in kind.possible and not site.weight is None):
+    if by_name and (not kind.possible or (by_name in kind.possible and site.weight is not None)):
         return SiteKind(by_name, "its names say so")
     return kind
 
@@ -108,11 +114,7 @@ def _mark_lookups(products: ProductFlow, looked_up: Collection[DottedPath]) -> N
         site = products.sites[node]
         if site.has_one_hot:
             products.mark(node, "embedding", "it looks up rows of its weight by a one-hot product")
-        elif (
-            looked_up
-            and _is_weight(products, node)
-            and any(p.path in looked_up for p in site.parameters)
-        ):
+        elif looked_up and _is_weight(products, node) and any(p.path in looked_up for p in site.parameters):
             products.mark(node, "embedding", "rows of its weight are also looked up by a gather")
 
 
@@ -121,13 +123,20 @@ def _is_weight(products: ProductFlow, node: int) -> bool:
     return products.sites[node].weight == ("lhs", "rhs")[products.matrices[node]]
 
 
-def _mark_rest(products: ProductFlow, in_blocks: Collection[int]) -> None:
+def _mark_rest(products: ProductFlow, in_blocks: Collection[int], doubts: Mapping[int, SiteKind]) -> None:
     """Marks the other weight products: those in blocks, those before the first block, and those that only a head uses.
 
-    Without blocks, weight products that follow each other are an MLP. Uncertain products are not marked.
+    Without blocks, weight products that follow each other are an MLP. Uncertain products are not marked. `doubts` has
+    products that may not be an MLP.
     """
     flow = products.flow
     stream = products.residuals.union(in_blocks)
+
+    def mark_mlp(node: int, text: str) -> None:
+        if node in doubts:
+            products.uncertain[node] = doubts[node]
+        else:
+            products.mark(node, "mlp", text)
 
     def follows_block(node: int) -> bool:
         data = products.data(node)
@@ -136,14 +145,13 @@ def _mark_rest(products: ProductFlow, in_blocks: Collection[int]) -> None:
     def leads_to_block(node: int) -> bool:
         return not flow.after([node], stream).isdisjoint(in_blocks)
 
-    rest = [n for n in sorted(products.weighted - products.kinds.keys()) if n not in products.uncertain]
-    rest = [node for node in rest if not products.makes_weight(node)]
+    rest = sorted(products.weighted - products.makers - products.kinds.keys() - products.uncertain.keys())
     for node in rest:
         if node in in_blocks:
-            products.mark(node, "mlp", "it is a weight product of a block, and not part of an attention")
+            mark_mlp(node, "it is a weight product of a block, and not part of an attention")
         elif products.data(node) is not None and not follows_block(node) and leads_to_block(node):
             products.mark(node, "embedding", "it multiplies the data before the first block")
-    others = [n for n in reversed(rest) if n not in products.kinds]
+    others = [n for n in reversed(rest) if n not in products.kinds and n not in in_blocks]
     of_blocks = {r for node in in_blocks for r in products.branches.get(node, ())} if others else set()
     for node in others:
         after = flow.after([node], products.products | of_blocks)
@@ -153,11 +161,7 @@ def _mark_rest(products: ProductFlow, in_blocks: Collection[int]) -> None:
             text = "its result reaches the loss only through the head at {place}"
             products.mark(node, "head", text, min(reached))
         elif not in_blocks and (reached & products.weighted or _reads_products(products, node)):
-            products.mark(
-                node,
-                "mlp",
-                "it feeds or reads another weight product, in a model without a repeated stack",
-            )
+            mark_mlp(node, "it feeds or reads another weight product, in a model without a repeated stack")
 
 
 def _reads_products(products: ProductFlow, node: int) -> bool:
@@ -168,15 +172,14 @@ def _reads_products(products: ProductFlow, node: int) -> bool:
 # ---- evidence against an MLP
 
 
-def _doubt_branches(products: ProductFlow, mixers: Sequence[Mixer]) -> None:
-    """Notes which products without a kind are connected to something that no MLP has.
+def _find_doubts(products: ProductFlow, mixers: Sequence[Mixer]) -> dict[int, SiteKind]:
+    """The products without a kind that are connected to something that no MLP has, with the reason.
 
-    Between the products of an MLP there are elementwise operations and norms. A recurrence without products, a cumulative
-    sum, a convolution or a sum over rows mixes tokens, as attention does.
+    Between the products of an MLP there are elementwise operations and norms. A recurrence without products, a
+    cumulative sum, a convolution or a sum over rows mixes tokens, as attention does.
     """
     flow, ends = products.flow, products.ends
-    rest = {node for node in products.weighted if not products.makes_weight(node)}
-    rest = (rest | products.uncertain.keys()) - products.kinds.keys()
+    rest = (products.weighted - products.makers | products.uncertain.keys()) - products.kinds.keys()
     between = flow.after(rest, ends)
     leading = flow.before((i for n in ends - products.kinds.keys() for i in flow.inputs[n]), ends)
     between = (between & leading) - ends
@@ -201,9 +204,7 @@ def _doubt_branches(products: ProductFlow, mixers: Sequence[Mixer]) -> None:
     for node in sorted(between):
         if text := _COMBINED if node in mixed else _find_mixing(products, node):
             doubts.setdefault(find(node), products.doubtful(_OF_BRANCHES, text, node))
-    for node in rest:
-        if (kind := doubts.get(find(node))) is not None:
-            products.uncertain.setdefault(node, kind)
+    return {node: doubts[find(node)] for node in rest if find(node) in doubts}
 
 
 def _find_mixing(products: ProductFlow, node: int) -> str:
@@ -272,7 +273,7 @@ class _Blocks:
         read = []
         for node, site in products.sites.items():
             kind = kinds[node].name if node in kinds else ""
-            if kind in ("head", "embedding") or (not kind and products.makes_weight(node)):
+            if kind in ("head", "embedding") or (not kind and node in products.makers):
                 continue
             nonlinear = 0
             for user in users[node]:

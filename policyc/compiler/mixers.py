@@ -61,7 +61,7 @@ def find_mixers(products: ProductFlow, routed: Collection[int]) -> list[Mixer]:
 
 _NO_EVIDENCE = SiteKind(
     text="one of the two activations that it multiplies may be a weight that the model computes",
-    possible=("scores", "attention", "mlp"),
+    possible=("scores", "attention", "mlp", "experts", "router"),
 )
 
 

@@ -208,6 +208,7 @@ def _site_json(plan: Plan, site: Site) -> dict[str, Any]:
         "module": None if site.module is None else dotted(site.module.path) or None,
         "place": site.place,
         "kind": site.kind.name or None,
+        "possible_kinds": list(site.kind.possible),
         "ragged": site.is_ragged,
         "weight": site.weight,
         "batch": site.batch,

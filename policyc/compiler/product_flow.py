@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Literal
 
 from policyc.compiler.flow import CARRY, CONSTANT, INPUT, Flow
@@ -15,7 +15,7 @@ from policyc.compiler.var_info import shape_of
 from policyc.jaxcore.transform import Address
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class ProductFlow:
     """A flow with its sites, by node.
 
@@ -55,6 +55,20 @@ class ProductFlow:
     fused: dict[int, tuple[int, ...]] = field(default_factory=dict)
     kinds: dict[int, SiteKind] = field(default_factory=dict)
     uncertain: dict[int, SiteKind] = field(default_factory=dict)
+
+    @cached_property
+    def makers(self) -> set[int]:
+        """The products whose results are used only to make a weight of another product."""
+        matrices = (self.flow.operands[node][side] for node, side in self.matrices.items())
+        makers = self.flow.before((m for m in matrices if m >= 0), self.ends) & self.weighted
+        pending = list(makers)
+        for node in pending:
+            data = self.data(node)
+            for other in self.weights_before([data]) - makers if data is not None else ():
+                if self.after([other]) & self.ends <= makers:
+                    makers.add(other)
+                    pending.append(other)
+        return makers
 
     @classmethod
     def of(cls, flow: Flow) -> ProductFlow:
@@ -101,10 +115,6 @@ class ProductFlow:
         data = self.flow.operands[node][1 - self.matrices[node]]
         return data if data >= 0 else None
 
-    def makes_weight(self, node: int) -> bool:
-        """Whether a product multiplies parameters alone: its result is a weight, or learned queries of an attention."""
-        return node in self.weighted and min(self.flow.operands[node][:2]) != CONSTANT and node not in self.from_data
-
     def weights_before(self, nodes: Collection[int]) -> set[int]:
         """The nearest weight products that some nodes are computed from. They may be among these nodes."""
         if self.starts.issuperset(nodes):  # usually a single node: a weight product or the residual stream
@@ -127,7 +137,6 @@ class ProductFlow:
         )
         return True
 
-
     def doubtful(self, possible: tuple[str, ...], text: str, other: int) -> SiteKind:
         """An uncertain kind. `{place}` in the text is that of the node `other`."""
         return SiteKind("", text, self.flow.calls[other], possible)
@@ -141,7 +150,9 @@ _MIXES = ("gather", "dynamic_slice", "conv_general_dilated")
 
 def _find_data(flow: Flow) -> set[int]:
     inputs = {*flow.nodes_of([INPUT]), *(n for n, operands in flow.operands.items() if CONSTANT in operands)}
-    inputs.update(node for node in flow.nodes_of([CARRY]) if len(flow.inputs[node]) < 2 and node not in flow.learned)
+    inputs.update(
+        node for node in flow.nodes_of([CARRY]) if len(flow.inputs[node]) < 2 and node not in flow.learned
+    )
     return flow.after(inputs) | inputs
 
 
@@ -173,7 +184,12 @@ def _matrix(flow: Flow, node: int, activations: Collection[int]) -> int | None:
 
 
 def _takes_matrix(site: Site | None) -> bool:
-    return site is not None and site.has_one_hot and site.weight is not None and matrix_rank(site, site.weight) > 2
+    return (
+        site is not None
+        and site.has_one_hot
+        and site.weight is not None
+        and matrix_rank(site, site.weight) > 2
+    )
 
 
 def matrix_rank(site: Site, operand: Literal["lhs", "rhs"]) -> int:
@@ -184,8 +200,11 @@ def matrix_rank(site: Site, operand: Literal["lhs", "rhs"]) -> int:
 def _is_operand_of_scores(flow: Flow, node: int, ends: Collection[int], matrices: Collection[int]) -> bool:
     """Whether only one product, of two activations, reads an addition: it adds rotary positions, not a branch."""
     reached = flow.after([node], ends) & ends
-    return len(reached) == 1 and reached.isdisjoint(matrices) and reached <= flow.sites.keys() and not (
-        ends.isdisjoint(flow.after(reached, ends))
+    return (
+        len(reached) == 1
+        and reached.isdisjoint(matrices)
+        and reached <= flow.sites.keys()
+        and not (ends.isdisjoint(flow.after(reached, ends)))
     )
 
 

@@ -124,7 +124,11 @@ LORA_MODEL = {**ENDS, "l": [LORA] * 2}
 
 def added(name: str, h: Any, w: Any, base: Any = BASE) -> Any:
     out = dot(name[0], "btk,kn->btn", h, base[name])
-    return out if w is None else out + dot(name[0], "btr,rn->btn", dot(name[0], "btk,kr->btr", h, w["a"]), w["b"])
+    return (
+        out
+        if w is None
+        else out + dot(name[0], "btr,rn->btn", dot(name[0], "btk,kr->btr", h, w["a"]), w["b"])
+    )
 
 
 @program(LORA_MODEL)
@@ -217,13 +221,22 @@ def bottleneck_adapters(p: Any) -> Any:
 # ---- weights that a network computes
 
 
-@language_model({**{n: BLOCK[n] for n in ("a1", "a2", "a3", "a4")}, "z": weight(1, 5), "n1": weight(5, D * F), "n2": weight(5, F * D)})
+@language_model(
+    {
+        **{n: BLOCK[n] for n in ("a1", "a2", "a3", "a4")},
+        "z": weight(1, 5),
+        "n1": weight(5, D * F),
+        "n2": weight(5, F * D),
+    }
+)
 def hypernetwork_of_an_embedding(p: Any) -> Any:
     up, down = (p["z"] @ p["n1"]).reshape(D, F), jnp.tanh(p["z"] @ p["n2"]).reshape(F, D)
     return attention(p), lambda h: dot("m", "btf,fd->btd", jax.nn.relu(dot("m", "btd,df->btf", h, up)), down)
 
 
-@language_model({**{n: BLOCK[n] for n in ("a1", "a2", "a3", "a4")}, "n1": weight(D, D * F), "n2": weight(D, F * D)})
+@language_model(
+    {**{n: BLOCK[n] for n in ("a1", "a2", "a3", "a4")}, "n1": weight(D, D * F), "n2": weight(D, F * D)}
+)
 def hypernetwork_of_the_sequence(p: Any) -> Any:
     def run(h: Any) -> Any:
         z = h.mean(1)
@@ -378,7 +391,16 @@ def long_convolution_by_fft(p: Any) -> Any:
     return run, mlp(p)
 
 
-@language_model({"a1": weight(D, 2 * F), "c": weight(4, 1, F), "a2": weight(F, 11), "a3": weight(3, F), "a": weight(F, 4), "a4": DOWN})
+@language_model(
+    {
+        "a1": weight(D, 2 * F),
+        "c": weight(4, 1, F),
+        "a2": weight(F, 11),
+        "a3": weight(3, F),
+        "a": weight(F, 4),
+        "a4": DOWN,
+    }
+)
 def mamba_with_an_elementwise_readout(p: Any) -> Any:
     def run(h: Any) -> Any:
         u, gate = jnp.split(h @ p["a1"], 2, -1)
@@ -491,17 +513,35 @@ def attention_free_transformer(p: Any) -> Any:
 # ---- attention
 
 
-@language_model({"a1": SQUARE, "a2": weight(D, 8), "a3": weight(8, D), "a4": SQUARE, "a5": weight(8, D), **MLP})
+@language_model(
+    {"a1": SQUARE, "a2": weight(D, 8), "a3": weight(8, D), "a4": SQUARE, "a5": weight(8, D), **MLP}
+)
 def latent_attention_with_an_added_rotary_part(p: Any) -> Any:
     def run(h: Any) -> Any:
         latent = h @ p["a2"]
         k = split_heads(latent @ p["a5"], H) + rotate(split_heads(jnp.tile(latent, 2), H))
-        return softmax_attention(rotate(split_heads(h @ p["a1"], H)).reshape(h.shape), k.reshape(h.shape), latent @ p["a3"]) @ p["a4"]
+        return (
+            softmax_attention(
+                rotate(split_heads(h @ p["a1"], H)).reshape(h.shape), k.reshape(h.shape), latent @ p["a3"]
+            )
+            @ p["a4"]
+        )
 
     return run, mlp(p)
 
 
-@language_model({"a1": SQUARE, "a2": weight(D, 8), "a3": weight(8, D), "a4": SQUARE, "a5": weight(8, D), "a6": weight(D, 4), "a7": weight(D, H * 4), **MLP})
+@language_model(
+    {
+        "a1": SQUARE,
+        "a2": weight(D, 8),
+        "a3": weight(8, D),
+        "a4": SQUARE,
+        "a5": weight(8, D),
+        "a6": weight(D, 4),
+        "a7": weight(D, H * 4),
+        **MLP,
+    }
+)
 def latent_attention_with_added_rotary_scores(p: Any) -> Any:
     def run(h: Any) -> Any:
         latent = rms_norm(h @ p["a2"])
@@ -513,7 +553,16 @@ def latent_attention_with_added_rotary_scores(p: Any) -> Any:
     return run, mlp(p)
 
 
-@language_model({"a1": weight(D, H, 8), "a2": weight(D, 8), "a3": weight(H, 8, 12), "a4": weight(H, 12, D), "a5": weight(H, 8, 8), **MLP})
+@language_model(
+    {
+        "a1": weight(D, H, 8),
+        "a2": weight(D, 8),
+        "a3": weight(H, 8, 12),
+        "a4": weight(H, 12, D),
+        "a5": weight(H, 8, 8),
+        **MLP,
+    }
+)
 def latent_attention_absorbed(p: Any) -> Any:
     """Scores between queries and the latents themselves; the values are computed from their result, for each head."""
 
@@ -527,7 +576,9 @@ def latent_attention_absorbed(p: Any) -> Any:
     return run, mlp(p)
 
 
-@language_model({"a1": SQUARE, "a2": weight(D, 16), "a3": weight(8, D), "a4": SQUARE, "a5": weight(8, D), **MLP})
+@language_model(
+    {"a1": SQUARE, "a2": weight(D, 16), "a3": weight(8, D), "a4": SQUARE, "a5": weight(8, D), **MLP}
+)
 def latent_attention_with_rotary_parts_of_one_projection(p: Any) -> Any:
     """The rotary part of the keys is the other half of the latents' projection, turned by a sum and added."""
 
@@ -546,13 +597,13 @@ def latent_attention_with_rotary_parts_of_one_projection(p: Any) -> Any:
     return run, mlp(p)
 
 
-@language_model({"a1": weight(D, 2 * D), "a2": weight(D, 2 * D), "a3": SQUARE, "a4": SQUARE, "z": weight(1), **MLP})
+@language_model(
+    {"a1": weight(D, 2 * D), "a2": weight(D, 2 * D), "a3": SQUARE, "a4": SQUARE, "z": weight(1), **MLP}
+)
 def differential_attention(p: Any) -> Any:
     def run(h: Any) -> Any:
         (q1, q2), (k1, k2) = (jnp.split(split_heads(h @ p[n], H), 2, -1) for n in ("a1", "a2"))
-        one, two = (
-            jax.nn.softmax(dot("s", "bqhd,bkhd->bhqk", q, k)) for q, k in ((q1, k1), (q2, k2))
-        )
+        one, two = (jax.nn.softmax(dot("s", "bqhd,bkhd->bhqk", q, k)) for q, k in ((q1, k1), (q2, k2)))
         out = dot("s", "bhqk,bkhd->bqhd", one - p["z"] * two, split_heads(h @ p["a3"], H))
         return rms_norm(out).reshape(h.shape) @ p["a4"]
 
@@ -617,7 +668,9 @@ def synthesized_attention(p: Any) -> Any:
     return run, mlp(p)
 
 
-@program({**ENDS, "e": [BLOCK] * 2, "d": [{"x": {n: BLOCK[n] for n in ("a1", "a2", "a3", "a4")}, **BLOCK}] * 2})
+@program(
+    {**ENDS, "e": [BLOCK] * 2, "d": [{"x": {n: BLOCK[n] for n in ("a1", "a2", "a3", "a4")}, **BLOCK}] * 2}
+)
 def encoder_and_decoder(p: Any) -> Any:
     memory = p["t"][TOKENS]
     for w in p["e"]:
@@ -663,7 +716,16 @@ def spatial_gating(p: Any) -> Any:
     return (run,)
 
 
-@language_model({**{n: BLOCK[n] for n in ("a1", "a2", "a3", "a4")}, "m1": UP, "m2": UP, "m3": DOWN, "g": weight(F), "b": weight(F)})
+@language_model(
+    {
+        **{n: BLOCK[n] for n in ("a1", "a2", "a3", "a4")},
+        "m1": UP,
+        "m2": UP,
+        "m3": DOWN,
+        "g": weight(F),
+        "b": weight(F),
+    }
+)
 def gated_mlp_with_norm_bias_and_dropout(p: Any) -> Any:
     def run(h: Any) -> Any:
         keep = jax.random.bernoulli(jax.random.key(0), 0.9, (B, T, F))
@@ -692,7 +754,15 @@ def convolutions_and_a_perceptron(p: Any) -> Any:
     return cross_entropy(x @ p["h"], np.zeros(B, int))
 
 
-@program({"i": weight(3, D, D), "c": [weight(3, D, D)] * 4, "l": [{n: BLOCK[n] for n in ("a1", "a2", "a3", "a4")}] * 2, "t1": weight(8, D), "t2": SQUARE})
+@program(
+    {
+        "i": weight(3, D, D),
+        "c": [weight(3, D, D)] * 4,
+        "l": [{n: BLOCK[n] for n in ("a1", "a2", "a3", "a4")}] * 2,
+        "t1": weight(8, D),
+        "t2": SQUARE,
+    }
+)
 def u_net(p: Any) -> Any:
     def conv(x: Any, w: Any) -> Any:
         return lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
@@ -773,7 +843,11 @@ def variational_autoencoder(p: Any) -> Any:
 
 # ---- experts
 
-MOE = {n: BLOCK[n] for n in ("a1", "a2", "a3", "a4")} | {"r": weight(D, 4), "e1": weight(4, D, F), "e2": weight(4, F, D)}
+MOE = {n: BLOCK[n] for n in ("a1", "a2", "a3", "a4")} | {
+    "r": weight(D, 4),
+    "e1": weight(4, D, F),
+    "e2": weight(4, F, D),
+}
 
 
 @language_model(MOE)
@@ -806,7 +880,9 @@ def soft_mixture(p: Any) -> Any:
 
     def run(h: Any) -> Any:
         hidden = jax.nn.silu(jnp.einsum("btd,edf->btef", h, p["e1"]))
-        return dot("n", "bted,bte->btd", jnp.einsum("btef,efd->bted", hidden, p["e2"]), jax.nn.softmax(h @ p["r"]))
+        return dot(
+            "n", "bted,bte->btd", jnp.einsum("btef,efd->bted", hidden, p["e2"]), jax.nn.softmax(h @ p["r"])
+        )
 
     return (run,)
 
@@ -855,12 +931,20 @@ def actor_and_critic(p: Any) -> Any:
     return cross_entropy(x @ p["h"], np.zeros(B, int)) + jnp.square(x @ p["n"]).mean()
 
 
-@program({"x": {"m1": UP, "m2": weight(F, F), "h": weight(F, 5)}, "y": {"m1": UP, "m2": weight(F, F), "m3": weight(F, 1)}})
+@program(
+    {
+        "x": {"m1": UP, "m2": weight(F, F), "h": weight(F, 5)},
+        "y": {"m1": UP, "m2": weight(F, F), "m3": weight(F, 1)},
+    }
+)
 def actor_beside_critic(p: Any) -> Any:
     def tower(w: Any) -> Any:
         return jnp.tanh(jnp.tanh(DATA[:, 0] @ w["m1"]) @ w["m2"])
 
-    return cross_entropy(tower(p["x"]) @ p["x"]["h"], np.zeros(B, int)) + jnp.square(tower(p["y"]) @ p["y"]["m3"]).mean()
+    return (
+        cross_entropy(tower(p["x"]) @ p["x"]["h"], np.zeros(B, int))
+        + jnp.square(tower(p["y"]) @ p["y"]["m3"]).mean()
+    )
 
 
 @program({"t": weight(V, D), "l": jax.tree.map(lambda w: weight(3, *w.shape), BLOCK), "n1": weight(D, 1)})
@@ -886,7 +970,9 @@ def two_towers_of_a_recommender(p: Any) -> Any:
 
 @program({**ENDS, "l": jax.tree.map(lambda w: weight(2, *w.shape), [BLOCK] * 2)})
 def ensemble(p: Any) -> Any:
-    return cross_entropy(jax.vmap(lambda layers: trunk({"l": layers}, p["t"][TOKENS]))(p["l"]).mean(0) @ p["h"], TOKENS)
+    return cross_entropy(
+        jax.vmap(lambda layers: trunk({"l": layers}, p["t"][TOKENS]))(p["l"]).mean(0) @ p["h"], TOKENS
+    )
 
 
 @program({**ENDS, "l": [BLOCK] * 2})
