@@ -9,7 +9,7 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from policyc.compiler.blocks import Product, find_blocks
-from policyc.compiler.flow import CARRY, Flow
+from policyc.compiler.flow import Flow
 from policyc.compiler.fused_attention import find_fused_attention
 from policyc.compiler.kind_names import kind_by_name
 from policyc.compiler.mixers import Mixer, find_mixers, mark_attention
@@ -17,7 +17,7 @@ from policyc.compiler.product_flow import ProductFlow
 from policyc.compiler.routing import Routing
 from policyc.compiler.site_kinds import SiteBlock, SiteKind
 from policyc.compiler.sites import Site
-from policyc.jaxcore.primitives import PRIMITIVES
+from policyc.compiler.token_mixing import OF_BRANCHES, find_doubts
 from policyc.jaxcore.transform import Address
 from policyc.language.kinds import KINDS
 from policyc.language.selectors import DottedPath
@@ -29,21 +29,11 @@ _NONLINEAR = {
     )
 }
 """One bit per nonlinear function. The functions applied to its result help to tell products apart (`Product.key`)."""
-_ELEMENTWISE = {
-    "cond", "sign", *(n for n, rule in PRIMITIVES.items() if rule.weight in ("modified", "function", "chosen")),
-}  # fmt: skip
-_REDUCTIONS = frozenset(name for name in PRIMITIVES if name.startswith("reduce_"))
 
-_OF_BRANCHES = ("attention", "mlp")
 _CLOSED_OVER = (
     "it multiplies an array that the loss closes over; if that is a weight, make it an argument of the loss"
 )
 _COMPUTED = "its weight is the result of a product, which policyc takes for an activation"
-_AFTER_PROJECTION = "it directly multiplies the result of the projection at {place}"
-_COMBINED = "its result is combined with that of an attention at {place}"
-_RECURRENCE = (
-    "the loop at {place} carries its result without a product, and may mix tokens as an attention does"
-)
 _NO_BRANCHES: frozenset[int] = frozenset()
 _SHARED = "all iterations of the loop around it share its weight"
 _STAGES = "the stages of a pipeline run it at the same time, each for different blocks"
@@ -52,7 +42,7 @@ _NO_WEIGHT = "the loop around it may run a different block in each iteration, an
 
 def set_kinds(flow: Flow, looked_up: Collection[DottedPath]) -> None:
     """Sets the kind and the block of every site in a flow. `looked_up` has the parameters whose rows are gathered."""
-    products = ProductFlow.of(flow)
+    products = ProductFlow.of(flow, looked_up)
     undecided = find_fused_attention(products)
     routing = Routing(products)
     mixers = find_mixers(products, routing.routed)
@@ -67,8 +57,10 @@ def set_kinds(flow: Flow, looked_up: Collection[DottedPath]) -> None:
     for call, operands in undecided.items():
         around = products.weights_before(operands) | products.after([call]) & products.weighted
         text = "it is next to the call at {place}, which may be an attention"
-        products.uncertain |= dict.fromkeys(around, products.doubtful(_OF_BRANCHES, text, call))
-    _mark_rest(products, blocks.positions, _find_doubts(products, mixers))
+        products.uncertain |= dict.fromkeys(around, products.doubtful(OF_BRANCHES, text, call))
+    _mark_rest(
+        products, blocks.positions, find_doubts(products, set[int]().union(*(mixer.own for mixer in mixers)))
+    )
     for node, site in products.sites.items():
         kind = _decide(products, node)
         site.set_kind(kind, blocks.of_site.get(node) if blocks.positions else _only_block(kind))
@@ -150,7 +142,12 @@ def _mark_rest(products: ProductFlow, in_blocks: Collection[int], doubts: Mappin
         if node in in_blocks:
             mark_mlp(node, "it is a weight product of a block, and not part of an attention")
         elif products.data(node) is not None and not follows_block(node) and leads_to_block(node):
-            products.mark(node, "embedding", "it multiplies the data before the first block")
+            if node in doubts and not products.uncertain.keys().isdisjoint(products.after([node])):
+                products.uncertain[node] = replace(
+                    doubts[node], possible=(*doubts[node].possible, "embedding")
+                )
+            else:
+                products.mark(node, "embedding", "it multiplies the data before the first block")
     others = [n for n in reversed(rest) if n not in products.kinds and n not in in_blocks]
     of_blocks = {r for node in in_blocks for r in products.branches.get(node, ())} if others else set()
     for node in others:
@@ -167,64 +164,6 @@ def _mark_rest(products: ProductFlow, in_blocks: Collection[int], doubts: Mappin
 def _reads_products(products: ProductFlow, node: int) -> bool:
     data = products.data(node)
     return data is not None and bool(products.weights_before([data]))
-
-
-# ---- evidence against an MLP
-
-
-def _find_doubts(products: ProductFlow, mixers: Sequence[Mixer]) -> dict[int, SiteKind]:
-    """The products without a kind that are connected to something that no MLP has, with the reason.
-
-    Between the products of an MLP there are elementwise operations and norms. A recurrence without products, a
-    cumulative sum, a convolution or a sum over rows mixes tokens, as attention does.
-    """
-    flow, ends = products.flow, products.ends
-    rest = (products.weighted - products.makers | products.uncertain.keys()) - products.kinds.keys()
-    between = flow.after(rest, ends)
-    leading = flow.before((i for n in ends - products.kinds.keys() for i in flow.inputs[n]), ends)
-    between = (between & leading) - ends
-    mixed = set[int]().union(*(mixer.own for mixer in mixers))
-    root: dict[int, int] = {}
-
-    def find(node: int) -> int:
-        while (parent := root.get(node, node)) != node:
-            root[node] = node = root.get(parent, parent)
-        return node
-
-    for node in sorted(between | rest):
-        for operand in flow.inputs[node]:
-            if operand in between or operand in rest:
-                root[find(node)] = find(operand)
-    doubts: dict[int, SiteKind] = {}
-    for node in sorted(rest):
-        if node in products.uncertain:
-            doubts.setdefault(find(node), products.uncertain[node])
-        elif (data := products.data(node)) in products.kinds and products.kinds[data].name == "attention":
-            doubts.setdefault(find(node), products.doubtful(_OF_BRANCHES, _AFTER_PROJECTION, data))
-    for node in sorted(between):
-        if text := _COMBINED if node in mixed else _find_mixing(products, node):
-            doubts.setdefault(find(node), products.doubtful(_OF_BRANCHES, text, node))
-    return {node: doubts[find(node)] for node in rest if find(node) in doubts}
-
-
-def _find_mixing(products: ProductFlow, node: int) -> str:
-    """Says why an operation may mix tokens; empty if it is elementwise or reduces the last dimensions."""
-    flow = products.flow
-    operation = flow.operations[node]
-    if operation == "div" and flow.exponentials and len(flow.inputs[node]) > 1:
-        above, below = (products.weights_before([i]) for i in flow.inputs[node][:2])
-        return "" if below <= above else "the result of another product normalizes its result at {place}"
-    if operation in _ELEMENTWISE or node in flow.opaque:
-        return ""
-    if operation == CARRY:
-        return _RECURRENCE if node in products.states else ""
-    if operation in _REDUCTIONS:
-        eqn = flow.equation(node)
-        rank, axes = len(eqn.invars[0].aval.shape), sorted(eqn.params["axes"])
-        is_norm = axes == [*range(rank - len(axes), rank)] and len(axes) < rank
-    else:
-        is_norm = operation in ("concatenate", "stack", "reference") and len(flow.inputs[node]) < 2
-    return "" if is_norm else f"'{operation}' at {{place}} may mix tokens, as an attention does"
 
 
 # ---- blocks

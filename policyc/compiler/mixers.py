@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from policyc.compiler.product_flow import ProductFlow
 from policyc.compiler.site_kinds import SiteKind
+from policyc.compiler.token_mixing import find_mixing
 
 _ALL_ROLES = 3  # both operands of the first product (queries and keys), and the values
 
@@ -32,7 +33,9 @@ class Mixer:
 
 def find_mixers(products: ProductFlow, routed: Collection[int]) -> list[Mixer]:
     """Finds the attentions of a loss, and marks their products of activations. Others of these are uncertain."""
-    unweighted = [node for node, site in products.sites.items() if site.weight is None]
+    unweighted = [
+        n for n, site in products.sites.items() if site.weight is None or n not in products.weighted
+    ]
     candidates = [node for node in unweighted if node not in routed and _mixes(products, node)]
     after = {node: products.after([node]) for node in candidates}
     groups: dict[int, list[int]] = {}
@@ -70,7 +73,7 @@ def _find_scores(products: ProductFlow, group: Sequence[int], after: dict[int, s
 
     A softmax is next to them. Or both operands come from other such products or from projections in the same branch of
     the residual stream, and neither has as many elements for each row as the result of its projection: such an operand
-    may be a matrix for each row.
+    may be a matrix for each row. A product for each token by itself also needs something before it that mixes tokens.
     """
     flow, certain = products.flow, set[int]()
     softmax = flow.exponentials, frozenset(flow.nodes_of(("reduce_sum",)))
@@ -87,9 +90,16 @@ def _find_scores(products: ProductFlow, group: Sequence[int], after: dict[int, s
         if has_softmax or (
             node not in products.weighted
             and all(_is_projected(products, node, number, certain) for number in range(2))
+            and (min(site.m, site.n) > 1 or _reads_mixed(products, node))
         ):
             certain.add(node)
     return certain
+
+
+def _reads_mixed(products: ProductFlow, node: int) -> bool:
+    """Whether something mixes tokens before a product that multiplies one vector of each token, as in Mamba."""
+    before = products.flow.before(products.flow.operands[node][:2], products.ends)
+    return any(find_mixing(products, n) for n in before - products.ends)
 
 
 def _is_projected(products: ProductFlow, node: int, number: int, certain: Collection[int]) -> bool:

@@ -173,13 +173,13 @@ def uncertain_kinds(plan: Plan) -> Iterator[Diagnostic]:
                 message=f"policyc cannot tell whether '{first.name}'{place} is {' or '.join(first.kind.possible)}: "
                 f"{first.kind.reason}{count_others(len(sites))}",
                 span=rule.span,
-                help=f"decide about them in a rule after it, such as: {write_rules(sites, 'keep')}",
+                help=f"add a rule after it: {write_rules(sites, 'keep')}",
                 sites=name_sites(sites),
             )
 
 
 def _match(rule: Rule, site: Site, products: Collection[Gemm] = ()) -> set[bool | None]:
-    """Whether a rule matches the layers of a site by selectors that take `products`; None: its condition is undecided."""
+    """Whether a rule matches layers of a site, by selectors that take all of `products`; None: undecided."""
     selectors = [selector for selector in rule.selectors if selector.products.issuperset(products)]
     patterns = [pattern for selector in selectors for pattern in expand_selector(selector)]
     return {

@@ -13,6 +13,7 @@ from policyc.compiler.site_kinds import SiteKind
 from policyc.compiler.sites import Site
 from policyc.compiler.var_info import shape_of
 from policyc.jaxcore.transform import Address
+from policyc.language.selectors import DottedPath
 
 
 @dataclass(kw_only=True)
@@ -20,7 +21,7 @@ class ProductFlow:
     """A flow with its sites, by node.
 
     Attributes:
-      matrices: for each product with a weight, or with another operand that is no activation: the number of that operand.
+      matrices: for each product with a weight, or one operand that is no activation: the number of that operand.
       weighted: the nodes of `matrices`.
       activations: the nodes computed from both data and parameters by products and lookups.
       learned: the nodes computed from parameters.
@@ -71,13 +72,16 @@ class ProductFlow:
         return makers
 
     @classmethod
-    def of(cls, flow: Flow) -> ProductFlow:
+    def of(cls, flow: Flow, looked_up: Collection[DottedPath]) -> ProductFlow:
+        """`looked_up` has the parameters whose rows are gathered."""
         sites = flow.sites
         learned = flow.learned | flow.after(flow.learned)
         from_data = _find_data(flow)
         mixed = learned & from_data & {*sites, *flow.opaque, *flow.nodes_of(_MIXES)}
         activations = mixed | flow.after(mixed)
-        matrices = {node: side for node in sites if (side := _matrix(flow, node, activations)) is not None}
+        rows = {n for n, s in sites.items() if looked_up and any(p.path in looked_up for p in s.parameters)}
+        sides = ((node, _matrix(flow, node, activations, may_look_up=node in rows)) for node in sites)
+        matrices = {node: side for node, side in sides if side is not None}
         states = _find_states(flow, matrices)
         residuals = find_residuals(flow, matrices, states)
         ends = sites.keys() | residuals.keys()
@@ -169,15 +173,16 @@ def _find_states(flow: Flow, weighted: Collection[int]) -> set[int]:
     return states
 
 
-def _matrix(flow: Flow, node: int, activations: Collection[int]) -> int | None:
+def _matrix(flow: Flow, node: int, activations: Collection[int], *, may_look_up: bool) -> int | None:
     """The number of the operand that is a weight, or the only one that is neither an activation nor a constant.
 
-    A matrix that a one-hot product takes from a weight (a layer of a stack) is no activation.
+    A matrix that a one-hot product takes from a weight (a layer of a stack) is no activation. Looked-up rows are one.
     """
     site, operands = flow.sites[node], flow.operands[node][:2]
     fixed = [number for number, operand in enumerate(operands) if operand not in activations]
     if site.weight is not None and (len(fixed) != 1 or operands[fixed[0]] == CONSTANT):
-        return 0 if site.weight == "lhs" else 1
+        side = 0 if site.weight == "lhs" else 1
+        return None if may_look_up and operands[side] in activations else side
     if not fixed:
         fixed = [number for number, operand in enumerate(operands) if _takes_matrix(flow.sites.get(operand))]
     return fixed[0] if len(fixed) == 1 and operands[fixed[0]] != CONSTANT else None

@@ -79,7 +79,7 @@ class ListedSite:
     address: tuple[int, ...]
     name: str
     kind: str
-    possible_kinds: tuple[str, ...]
+    possible_kinds: tuple[str, ...] = ()
     """If the kind is uncertain: the words that may be true."""
     weight: str | None
     sizes: Mapping[str, int]

@@ -116,9 +116,7 @@ def lora_loss(p: Any, matrix: Callable[..., Any], adapters: str = "am") -> Any:
     return cross_entropy(rms_norm(x) @ p["h"], TOKENS)
 
 
-BASE = {n: frozen(*(d[m].shape[0] for m in "ab" for d in [])) for n, d in {}.items()} or {
-    name: frozen(pair["a"].shape[0], pair["b"].shape[1]) for name, pair in LORA.items()
-}
+BASE = {name: frozen(pair["a"].shape[0], pair["b"].shape[1]) for name, pair in LORA.items()}
 LORA_MODEL = {**ENDS, "l": [LORA] * 2}
 
 
@@ -218,6 +216,16 @@ def bottleneck_adapters(p: Any) -> Any:
     return attention(p), mlp(p), lambda h: jax.nn.relu(h @ p["m3"]) @ p["m4"]
 
 
+@program({**ENDS, "l": [{name: {"b": pair["b"]} for name, pair in LORA.items()}] * 2})
+def merged_lora_with_closed_over_first_factors(p: Any) -> Any:
+    first = {name: frozen(*pair["a"].shape) for name, pair in LORA.items()}
+
+    def matrix(name: str, h: Any, w: Any) -> Any:
+        return dot(name[0], "btk,kn->btn", h, BASE[name] + dot("n", "kr,rn->kn", first[name], w["b"]))
+
+    return lora_loss(p, matrix)
+
+
 # ---- weights that a network computes
 
 
@@ -262,6 +270,18 @@ def experts_merged_by_a_soft_router(p: Any) -> Any:
         return dot("m", "btf,bfd->btd", jax.nn.relu(dot("m", "btd,bdf->btf", h, up)), down)
 
     return attention(p), run
+
+
+@language_model({**MLP, "n1": weight(D, 6), "n2": weight(D, 6)})
+def outer_products_of_each_token(p: Any) -> Any:
+    def run(h: Any) -> Any:
+        u, v = h @ p["n1"], h @ p["n2"]
+        return (
+            dot("n", "btr,btrs->bts", jnp.tanh(v), u[..., :, None] * v[..., None, :]).sum(-1, keepdims=True)
+            * h
+        )
+
+    return run, mlp(p)
 
 
 # ---- elementwise states
