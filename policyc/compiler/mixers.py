@@ -51,8 +51,8 @@ def find_mixers(products: ProductFlow, routed: Collection[int]) -> list[Mixer]:
         own = set(group).union(*(after[node] for node in group))
         if len(group) > 1 or own & products.weighted or own & products.residuals:
             certain = _find_scores(products, sorted(group), after)
-            others = set(group) - certain - products.weighted
-            products.uncertain |= dict.fromkeys(others, _NO_EVIDENCE)
+            uncertain = set(group) - certain - products.weighted
+            products.uncertain |= dict.fromkeys(uncertain, _NO_EVIDENCE)
             products.weighted -= certain
             if certain:
                 own = certain.union(*(after[node] for node in certain))

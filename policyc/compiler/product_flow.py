@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Literal
@@ -202,7 +202,7 @@ def matrix_rank(site: Site, operand: Literal["lhs", "rhs"]) -> int:
     return len(shape_of(site.eqn.invars[0 if operand == "lhs" else 1]))
 
 
-def _is_operand_of_scores(flow: Flow, node: int, ends: Collection[int], matrices: Collection[int]) -> bool:
+def _is_operand_of_scores(flow: Flow, node: int, ends: Set[int], matrices: Collection[int]) -> bool:
     """Whether only one product, of two activations, reads an addition: it adds rotary positions, not a branch."""
     reached = flow.after([node], ends) & ends
     return (

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from policyc.compiler.flow import CARRY
 from policyc.compiler.product_flow import ProductFlow
 from policyc.compiler.site_kinds import SiteKind
+from policyc.compiler.var_info import shape_of
 from policyc.jaxcore.primitives import PRIMITIVES
 
 _ELEMENTWISE = {
@@ -70,7 +71,7 @@ def find_mixing(products: ProductFlow, node: int) -> str:
         return _RECURRENCE if node in products.states else ""
     if operation in _REDUCTIONS:
         eqn = flow.equation(node)
-        rank, axes = len(eqn.invars[0].aval.shape), sorted(eqn.params["axes"])
+        rank, axes = len(shape_of(eqn.invars[0])), sorted(eqn.params["axes"])
         is_norm = axes == [*range(rank - len(axes), rank)] and len(axes) < rank
     else:
         is_norm = operation in ("concatenate", "stack", "reference") and len(flow.inputs[node]) < 2
