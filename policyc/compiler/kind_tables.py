@@ -32,13 +32,17 @@ def block_text(layers: Iterable[tuple[Site, Layer]]) -> str:
 
 
 def kind_notes(plan: Plan) -> Iterator[str]:
-    """If a rule uses a kind: one line on sites without a kind, and one on sites whose names contradict the graph."""
+    """If a rule uses a kind: a line on sites without a kind, with an open one, and with names against the graph."""
     words = {leaf.name for rule in plan.policy.rules for leaf in leaves(rule.where) if isinstance(leaf, Flag)}
     if not words & (KINDS.keys() - {"block"}):
         return
     without = [site for site in plan.sites if not site.kind.name and not site.kind.possible]
     if without:
         yield f"rules that select a kind do not match these sites, which have none: {_first_and_others(without)}"
+    uncertain = [site for site in plan.sites if site.kind.possible]
+    if uncertain:
+        sites = _first_and_others(uncertain)
+        yield f"the kinds of these sites are not certain (see policyc sites --explain SITE): {sites}"
     contradicted = [site for site in plan.sites if contradicting_kind(site)]
     if contradicted:
         (site, *_) = contradicted

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from policyc.compiler.product_flow import ProductFlow
 from policyc.compiler.site_kinds import SiteKind
-from policyc.compiler.token_mixing import find_mixing
+from policyc.compiler.token_mixing import OF_BRANCHES, find_mixing
 
 _ALL_ROLES = 3  # both operands of the first product (queries and keys), and the values
 
@@ -225,6 +225,11 @@ def _mark_first_factors(products: ProductFlow, mixer: Mixer) -> None:
             if len(reached) > 1 and products.data(node) not in products.activations | {None}:
                 text = "it multiplies the data, and one attention reads its result through the product at {place}"
                 products.uncertain[node] = products.doubtful(("attention", "embedding"), text, site)
+            elif len(roles) == _ALL_ROLES and not products.branches.get(node, frozenset()).isdisjoint(
+                products.branches.get(site, ())
+            ):
+                text = "only the projections of an attention read its result, such as the one at {place}"
+                products.uncertain[node] = products.doubtful(OF_BRANCHES, text, site)
             elif len(roles) < _ALL_ROLES and products.sites[node].loops == products.sites[site].loops:
                 mixer.roles[node] = roles
                 text = "its result reaches the attention only through the product at {place}"

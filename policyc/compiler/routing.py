@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cached_property
 
 from policyc.compiler.product_flow import ProductFlow, matrix_rank
@@ -53,10 +54,16 @@ class Routing:
     def _routes(self, choice: int) -> bool:
         """Whether a choice routes tokens; adds its routers. A choice that no product or residual uses is a metric."""
         products = self._products
-        is_used = not products.ends.isdisjoint(products.after([choice]))
-        name = products.flow.operations[choice]
-        return is_used and self._add_routers(
-            products.flow.inputs[choice], f"{name} at {{place}} chooses based on its result", choice
+        after = products.after([choice])
+        name, inputs = products.flow.operations[choice], products.flow.inputs[choice]
+        chosen_from = products.weights_before(inputs)
+        if any(self._reads_only(node, chosen_from) for node in after & products.weighted):
+            text = f"{name} at {{place}} chooses based on its result, and what it chooses is multiplied by a weight"
+            kind = products.doubtful(("router", "mlp"), text, choice)
+            products.uncertain |= dict.fromkeys(chosen_from, kind)
+            return False
+        return not products.ends.isdisjoint(after) and self._add_routers(
+            inputs, f"{name} at {{place}} chooses based on its result", choice
         )
 
     def _add_routers(self, inputs: list[int], text: str, other: int) -> bool:
@@ -65,6 +72,14 @@ class Routing:
         for site in sites:
             self.routers.setdefault(site, SiteKind("router", text, products.flow.calls[other]))
         return bool(sites)
+
+    def _reads_only(self, node: int, sources: Collection[int]) -> bool:
+        """Whether the data of a product with a plain weight come from `sources` alone: activations made sparse."""
+        products, data = self._products, self._products.data(node)
+        if data is None or self._has_expert_dimension(node):
+            return False
+        before, inputs = products.flow.before([data], products.starts), products.flow.inputs
+        return {n for n in before if n in products.starts or not inputs[n]} <= set(sources)
 
     def _has_expert_dimension(self, node: int) -> bool:
         """Whether a weight can hold several experts: as a batch, in groups, in a loop over experts, or in a kernel."""

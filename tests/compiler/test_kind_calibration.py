@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from policyc.compiler.kind_tables import explain_kinds
+from policyc.compiler.kind_tables import explain_kinds, kind_notes
 from policyc.compiler.plan import make_plan
 from policyc.compiler.plan_checks import uncertain_kinds, unexplained_idle_rules
 from policyc.compiler.plan_tables import as_json
@@ -89,6 +90,9 @@ def test_a_rule_that_depends_on_an_open_kind_is_refused(name: str, policy: str, 
 def test_an_open_kind_is_explained_and_listed() -> None:
     loss, arguments = PROGRAMS["rwkv_scanned"]
     plan = make_plan(parse(""), find_sites(loss, *arguments))
+    (note,) = kind_notes(replace(plan, policy=parse("* where mlp -> fp8")))
+    assert note.startswith("the kinds of these sites are not certain")
+    assert note.endswith("'l[0].a1', and 7 more")
     text = explain_kinds(plan, "l[0].a1")
     assert "no kind, but perhaps attention or mlp: the loop at " in text
     assert "a rule for attention or mlp is an error unless a later one decides, such as: l.a1 -> keep" in text

@@ -914,6 +914,25 @@ def pooling_of_instances(p: Any) -> Any:
     return cross_entropy(dot("s", "bt,btd->bd", shares, x) @ p["h"], np.zeros(B, int))
 
 
+@language_model(
+    {**MLP, "a1": weight(D, F), "a2": weight(F, 4), "a3": weight(F, 4), "a4": DOWN, "a5": weight(F, F)}
+)
+def sparse_mlp_and_dual_state_space(p: Any) -> Any:
+    """The largest hidden values alone are multiplied: a choice, but not of experts."""
+
+    def mix(h: Any) -> Any:
+        x = jax.nn.silu(h @ p["a1"])
+        decay = np.tril(0.9 ** np.abs(np.arange(T)[:, None] - np.arange(T))).astype(np.float32)
+        scores = dot("s", "btn,bsn->bts", x @ p["a2"], x @ p["a3"]) * decay
+        return dot("s", "bts,bsf->btf", scores, x @ p["a5"]) @ p["a4"]
+
+    def run(h: Any) -> Any:
+        hidden = h @ p["m1"]
+        return jnp.where(hidden >= lax.top_k(hidden, 8)[0][..., -1:], hidden, 0) @ p["m2"]
+
+    return mix, run
+
+
 # ---- towers, passes and heads
 
 
