@@ -43,9 +43,12 @@ def is_floating(dtype: Any) -> bool:
 def pick_weight(lhs: VarInfo, rhs: VarInfo) -> Weight:
     """Which operand is the weight; None if neither is. If both come from parameters, it is the one less likely data.
 
-    Rows that are looked up are a weight only if the other operand is an activation: a product of two lookups has none.
+    Rows that are looked up are a weight only if the other operand is an activation: a product of two lookups, or of
+    a lookup and a constant, has none.
     """
     if lhs.is_lookup and rhs.is_lookup:
+        return None
+    if any(a.is_lookup and b.source is None and b.is_constant for a, b in ((lhs, rhs), (rhs, lhs))):
         return None
     if lhs.source is not None and rhs.source is not None and lhs.is_lookup != rhs.is_lookup:
         return "rhs" if lhs.is_lookup else "lhs"

@@ -1,7 +1,7 @@
 """Writes a first policy for a model: the rules of a known policy that decide about its sites, with comments.
 
 The new policy decides about every product as the known one does, except that it keeps sites that the compiler cannot
-change.
+change, and sites whose kinds its rules need and are not certain.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from policyc.language.diagnostics import Diagnostic
 from policyc.language.formatter import format_text
 from policyc.language.loader import parse
 from policyc.language.policy import Policy, RecipeDef, RecipeExpr, Rule, recipe_calls
+from policyc.language.predicates import Flag, leaves
 from policyc.language.recipes import Gemm
 
 _ALLOW = re.compile(r"[ \t]*(#\s*allow:.*)")
@@ -33,7 +34,7 @@ def write_first_policy(like: Policy, sites: SiteList, title: str) -> str:
     deciding = [rule for rule, share in zip(like.rules, plan.shares, strict=True) if share.decided]
     if not deciding:
         raise NoRuleFits(f"no rule of '{like.name}' decides about any site of this model")
-    keeping = parse(_keep_opaque(plan)).rules
+    keeping = parse(_keep_undecidable(plan)).rules
     rules = (*deciding, *keeping)
     policy = replace(like, rules=rules, recipes=tuple(_used_recipes(like, rules)), variants=())
     plan = ListPlan(policy, sites)
@@ -151,9 +152,10 @@ def _describe(plan: ListPlan, number: int) -> str:
     return f"{count}{count_noun(share.matched, 'site')}, {share.flops:.1%} of FLOPs: {', '.join(kinds)}"
 
 
-def _keep_opaque(plan: ListPlan) -> str:
-    """Rules that keep the sites that the policy would quantize but the compiler cannot change."""
-    heads: dict[str, None] = {}
+def _keep_undecidable(plan: ListPlan) -> str:
+    """Rules that keep the sites that the policy would quantize but the compiler cannot change, or with open kinds."""
+    words = {x.name for rule in plan.policy.rules for x in leaves(rule.where) if isinstance(x, Flag)}
+    heads = {_selector(site): None for site in plan.sites.sites if not words.isdisjoint(site.possible_kinds)}
     for phase in plan.rules.phases:
         for number, _, choices in plan.choices(phase):
             site = plan.sites.sites[number]
@@ -164,7 +166,7 @@ def _keep_opaque(plan: ListPlan) -> str:
             ]
             if site.is_opaque and any(plan.resolved[rule].bits(gemm) for gemm, rule in rules):
                 heads[_selector(site)] = None
-    return "".join(f"{head} -> keep  # the compiler cannot change it\n" for head in heads)
+    return "".join(f"{head} -> keep\n" for head in heads)
 
 
 def _selector(site: ListedSite) -> str:

@@ -48,6 +48,12 @@ _KNOWN = {
 }  # fmt: skip
 """Primitives that are known not to call anything opaque to the compiler."""
 
+
+def _shifts(eqn: JaxprEqn) -> bool:
+    """Whether an equation pads before or between elements: a shift, or a part of an associative scan."""
+    return any(low > 0 or interior for low, _, interior in eqn.params.get("padding_config", ()))
+
+
 _MAX_SEEN = 2  # a kernel without sites that reads more activations is not followed through
 
 CARRY = "carry"
@@ -281,7 +287,7 @@ class _Builder:
             return [operands[0]] * count
         if address in self._with_sites:
             return [self._opaque_with_sites(eqn, operands, address)] * count
-        if name in _LAYOUT and operands[0] >= 0 > max(operands[1:]):
+        if name in _LAYOUT and operands[0] >= 0 > max(operands[1:]) and not _shifts(eqn):
             return operands[:1] * count
         node = self.flow.combine(name, operands, self._caller)
         is_collective = name.endswith(("_start", "_done"))

@@ -51,13 +51,9 @@ def _computed_operands(products: ProductFlow, node: int) -> Iterator[tuple[int, 
 
 
 def _keeps_shapes(products: ProductFlow, node: int, shapes: list[tuple[int, ...]]) -> bool:
-    """Whether the call may map each operand to a result of its own (a norm, rotary positions), or combine two operands
-    elementwise.
-    """
+    """Whether the call may map each operand to a result of its own: a norm, rotary positions."""
     eqn = products.flow.equation(node)
-    results = Counter(tuple(getattr(var.aval, "shape", ())) for var in eqn.outvars)
-    is_elementwise = len(shapes) < _OPERANDS and len(set(shapes)) == 1 and shapes[0] in results
-    return is_elementwise or Counter(shapes) <= results
+    return Counter(shapes) <= Counter(tuple(getattr(var.aval, "shape", ())) for var in eqn.outvars)
 
 
 def _may_be_elementwise(products: ProductFlow, node: int, shapes: list[tuple[int, ...]]) -> bool:

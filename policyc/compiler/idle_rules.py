@@ -165,7 +165,7 @@ def _missing_kinds(plan: Plan, rule: Rule) -> str:
     where = (as_rule_by_kind(rule) or rule).where
     kinds = {leaf.name for leaf in leaves(where) if isinstance(leaf, Flag)} & KINDS.keys()
     kinds -= {"block", "conv"}
-    if not kinds or any(site.kind.flags[kind] for kind in kinds for site in plan.sites):
+    if not kinds or any(site.kind.flags.get(kind) for kind in kinds for site in plan.sites):
         return ""
     counts: Counter[str] = Counter()
     for site in plan.sites:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from policyc.base.text import as_ranges, count_others, escape_controls, format_ranges
 from policyc.compiler.kind_names import contradicting_kind
 from policyc.compiler.plan import Plan
+from policyc.compiler.plan_checks import write_rules
 from policyc.compiler.sites import Site, dotted
 from policyc.compiler.stacks import Layer
 from policyc.language.kinds import KINDS
@@ -32,13 +33,17 @@ def block_text(layers: Iterable[tuple[Site, Layer]]) -> str:
 
 
 def kind_notes(plan: Plan) -> Iterator[str]:
-    """If a rule uses a kind: one line on sites without a kind, and one on sites whose names contradict the graph."""
+    """If a rule uses a kind: a line on sites without a kind, with an open one, and with names against the graph."""
     words = {leaf.name for rule in plan.policy.rules for leaf in leaves(rule.where) if isinstance(leaf, Flag)}
     if not words & (KINDS.keys() - {"block"}):
         return
-    without = [site for site in plan.sites if not site.kind.name]
+    without = [site for site in plan.sites if not site.kind.name and not site.kind.possible]
     if without:
         yield f"rules that select a kind do not match these sites, which have none: {_first_and_others(without)}"
+    uncertain = [site for site in plan.sites if site.kind.possible]
+    if uncertain:
+        sites = _first_and_others(uncertain)
+        yield f"the kinds of these sites are not certain (see policyc sites --explain SITE): {sites}"
     contradicted = [site for site in plan.sites if contradicting_kind(site)]
     if contradicted:
         (site, *_) = contradicted
@@ -104,9 +109,12 @@ def _is_named(site: Site, text: str, pattern: Selector) -> Iterator[bool]:
 def _explain(site: Site) -> Iterator[str]:
     kind = site.kind
     place = f" ({site.place})" if site.place and site.place not in site.name else ""
-    reason = kind.reason if kind.name else "neither the graph nor its names show one"
+    may_be = " or ".join(kind.possible)
+    reason = kind.reason or "neither the graph nor its names show one"
     yield f"{site.name}{place}"
-    yield f"  {kind.name or 'no kind'}: {reason}"
+    yield f"  {kind.name or (f'no kind, but perhaps {may_be}' if may_be else 'no kind')}: {reason}"
+    if may_be:
+        yield f"  a rule for {may_be} is an error unless a later one decides, such as: {write_rules([site], 'keep')}"
     if by_name := contradicting_kind(site):
         yield f"  its names suggest {by_name}, but the graph decides"
     if site.block is None:

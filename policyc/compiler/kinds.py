@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from policyc.compiler.blocks import BlockPosition, Product, find_blocks
 from policyc.compiler.flow import Flow
@@ -18,7 +19,9 @@ from policyc.compiler.product_flow import ProductFlow
 from policyc.compiler.routing import Routing
 from policyc.compiler.site_kinds import SiteBlock, SiteKind
 from policyc.compiler.sites import PathTemplate, Site
+from policyc.compiler.token_mixing import OF_BRANCHES, find_doubts
 from policyc.jaxcore.transform import Address
+from policyc.language.kinds import KINDS
 from policyc.language.selectors import DottedPath
 
 _NONLINEAR = {
@@ -28,6 +31,11 @@ _NONLINEAR = {
     )
 }
 """One bit per nonlinear function. The functions applied to its result help to tell products apart (`Product.key`)."""
+
+_CLOSED_OVER = (
+    "it multiplies an array that the loss closes over; if that is a weight, make it an argument of the loss"
+)
+_COMPUTED = "its weight is the result of a product, which policyc takes for an activation"
 _NO_BRANCHES: frozenset[int] = frozenset()
 _SHARED = "all iterations of the loop around it share its weight"
 _STAGES = "the stages of a pipeline run it at the same time, each for different blocks"
@@ -37,7 +45,7 @@ _NO_WEIGHT = "the loop around it may run a different block in each iteration, an
 
 def set_kinds(flow: Flow, looked_up: Collection[DottedPath]) -> None:
     """Sets the kind and the block of every site in a flow. `looked_up` has the parameters whose rows are gathered."""
-    products = ProductFlow.of(flow)
+    products = ProductFlow.of(flow, looked_up)
     undecided = find_fused_attention(products)
     routing = Routing(products)
     mixers = find_mixers(products, routing.routed)
@@ -49,11 +57,36 @@ def set_kinds(flow: Flow, looked_up: Collection[DottedPath]) -> None:
     for mixer in mixers:
         mark_attention(products, mixer)
     blocks = _Blocks(products, mixers)
-    around = products.weights_before([o for operands in undecided.values() for o in operands])
-    _mark_rest(products, blocks.positions, around | products.after(undecided) & products.weighted)
+    for call, operands in undecided.items():
+        around = products.weights_before(operands) | products.after([call]) & products.weighted
+        text = "it is next to the call at {place}, which may be an attention"
+        products.uncertain |= dict.fromkeys(around, products.doubtful(OF_BRANCHES, text, call))
+    _mark_rest(
+        products, blocks.positions, find_doubts(products, set[int]().union(*(mixer.own for mixer in mixers)))
+    )
     for node, site in products.sites.items():
-        kind = products.kinds.get(node) or _kind_by_names(site)
+        kind = _decide(products, node)
         site.set_kind(kind, blocks.of_site.get(node) if blocks.positions else _only_block(kind))
+
+
+def _decide(products: ProductFlow, node: int) -> SiteKind:
+    """The kind of a product: as marked, or by names if the flow does not decide."""
+    site = products.sites[node]
+    kind = products.kinds.get(node, SiteKind())
+    needs_weight = bool(kind.name) and "weight" in KINDS[kind.name].implies
+    if needs_weight and not _is_weight(products, node):
+        matrix = products.flow.operands[node][products.matrices[node]]
+        is_closed_over = matrix in products.from_data - products.activations
+        text = _CLOSED_OVER if is_closed_over else _COMPUTED
+        return SiteKind("", text, possible=(kind.name,))
+    if not kind.name:
+        kind = products.uncertain.get(node, kind)
+        if site.weight is not None and "scores" in kind.possible:
+            kind = replace(kind, possible=tuple(word for word in kind.possible if word != "scores"))
+    by_name = "" if kind.name else kind_by_name(site)
+    if by_name and (not kind.possible or (by_name in kind.possible and site.weight is not None)):
+        return SiteKind(by_name, "its names say so")
+    return kind
 
 
 # ---- heads and embeddings
@@ -76,18 +109,29 @@ def _mark_lookups(products: ProductFlow, looked_up: Collection[DottedPath]) -> N
         site = products.sites[node]
         if site.has_one_hot:
             products.mark(node, "embedding", "it looks up rows of its weight by a one-hot product")
-        elif looked_up and any(p.path in looked_up for p in site.parameters):
+        elif looked_up and _is_weight(products, node) and any(p.path in looked_up for p in site.parameters):
             products.mark(node, "embedding", "rows of its weight are also looked up by a gather")
 
 
-def _mark_rest(products: ProductFlow, in_blocks: Collection[int], undecided: Collection[int]) -> None:
+def _is_weight(products: ProductFlow, node: int) -> bool:
+    """Whether the matrix of a product is what the site has as its weight, and not looked-up rows."""
+    return products.sites[node].weight == ("lhs", "rhs")[products.matrices[node]]
+
+
+def _mark_rest(products: ProductFlow, in_blocks: Collection[int], doubts: Mapping[int, SiteKind]) -> None:
     """Marks the other weight products: those in blocks, those before the first block, and those that only a head uses.
 
-    Without blocks, weight products that follow each other are an MLP. The products in `undecided` are not marked: they
-    are next to a call that may be an attention.
+    Without blocks, weight products that follow each other are an MLP. Uncertain products are not marked. `doubts` has
+    products that may not be an MLP.
     """
     flow = products.flow
     stream = products.residuals.union(in_blocks)
+
+    def mark_mlp(node: int, text: str) -> None:
+        if node in doubts:
+            products.uncertain[node] = doubts[node]
+        else:
+            products.mark(node, "mlp", text)
 
     def follows_block(node: int) -> bool:
         data = products.data(node)
@@ -96,13 +140,18 @@ def _mark_rest(products: ProductFlow, in_blocks: Collection[int], undecided: Col
     def leads_to_block(node: int) -> bool:
         return not flow.after([node], stream).isdisjoint(in_blocks)
 
-    rest = sorted(products.weighted - products.kinds.keys() - set(undecided))
+    rest = sorted(products.weighted - products.makers - products.kinds.keys() - products.uncertain.keys())
     for node in rest:
         if node in in_blocks:
-            products.mark(node, "mlp", "it is a weight product of a block, and not part of an attention")
+            mark_mlp(node, "it is a weight product of a block, and not part of an attention")
         elif products.data(node) is not None and not follows_block(node) and leads_to_block(node):
-            products.mark(node, "embedding", "it multiplies the data before the first block")
-    others = [n for n in reversed(rest) if n not in products.kinds]
+            if node in doubts and not products.uncertain.keys().isdisjoint(products.after([node])):
+                products.uncertain[node] = replace(
+                    doubts[node], possible=(*doubts[node].possible, "embedding")
+                )
+            else:
+                products.mark(node, "embedding", "it multiplies the data before the first block")
+    others = [n for n in reversed(rest) if n not in products.kinds and n not in in_blocks]
     of_blocks = {r for node in in_blocks for r in products.branches.get(node, ())} if others else set()
     for node in others:
         after = flow.after([node], products.products | of_blocks)
@@ -112,11 +161,7 @@ def _mark_rest(products: ProductFlow, in_blocks: Collection[int], undecided: Col
             text = "its result reaches the loss only through the head at {place}"
             products.mark(node, "head", text, min(reached))
         elif not in_blocks and (reached & products.weighted or _reads_products(products, node)):
-            products.mark(
-                node,
-                "mlp",
-                "it feeds or reads another weight product, in a model without a repeated stack",
-            )
+            mark_mlp(node, "it feeds or reads another weight product, in a model without a repeated stack")
 
 
 def _reads_products(products: ProductFlow, node: int) -> bool:
@@ -188,14 +233,14 @@ class _Blocks:
             yield node, blocks[key]
 
     def _read(self) -> list[Product]:
-        """The products that can be in blocks, in order: all except heads and embeddings."""
+        """The products that can be in blocks, in order: all except heads, embeddings, and those that make weights."""
         products, flow, mixer_of, lengths = self._products, self._products.flow, self._mixer_of, self._lengths
         operations, users, kinds, branches_of = flow.operations, flow.users, products.kinds, products.branches
         places = find_places(products)
         read = []
         for node, site in products.sites.items():
             kind = kinds[node].name if node in kinds else ""
-            if kind in ("head", "embedding"):
+            if kind in ("head", "embedding") or (not kind and node in products.makers):
                 continue
             nonlinear = 0
             for user in users[node]:
@@ -316,8 +361,3 @@ def _is_on_stages(site: Site) -> bool:
         if any(stack.is_shard_map for slot in template.slots for stack in slot.index.stacks):
             return True
     return False
-
-
-def _kind_by_names(site: Site) -> SiteKind:
-    by_name = kind_by_name(site)
-    return SiteKind(by_name, "its names say so") if by_name else SiteKind()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from policyc.compiler.product_flow import ProductFlow
-from policyc.compiler.routing import weight_rank
+from policyc.compiler.site_kinds import SiteKind
+from policyc.compiler.token_mixing import OF_BRANCHES, find_mixing
 
 _ALL_ROLES = 3  # both operands of the first product (queries and keys), and the values
 
@@ -31,8 +32,10 @@ class Mixer:
 
 
 def find_mixers(products: ProductFlow, routed: Collection[int]) -> list[Mixer]:
-    """Finds the attentions of a loss, and marks their products of activations."""
-    unweighted = [node for node in products.sites if node not in products.weighted]
+    """Finds the attentions of a loss, and marks their products of activations. Others of these are uncertain."""
+    unweighted = [
+        n for n, site in products.sites.items() if site.weight is None or n not in products.weighted
+    ]
     candidates = [node for node in unweighted if node not in routed and _mixes(products, node)]
     after = {node: products.after([node]) for node in candidates}
     groups: dict[int, list[int]] = {}
@@ -47,22 +50,83 @@ def find_mixers(products: ProductFlow, routed: Collection[int]) -> list[Mixer]:
     for group in {id(group): group for group in groups.values()}.values():
         own = set(group).union(*(after[node] for node in group))
         if len(group) > 1 or own & products.weighted or own & products.residuals:
-            mixers.append(Mixer(scores=sorted(group), own=own, parts=set(group)))
-            _mark_scores(products, mixers[-1], after)
+            certain = _find_scores(products, sorted(group), after)
+            uncertain = set(group) - certain - products.weighted
+            products.uncertain |= dict.fromkeys(uncertain, _NO_EVIDENCE)
+            products.weighted -= certain
+            if certain:
+                own = certain.union(*(after[node] for node in certain))
+                mixers.append(Mixer(scores=sorted(certain), own=own, parts=set(certain)))
+                _mark_scores(products, mixers[-1], after)
     fused = (Mixer(scores=[n], own={n, *products.after([n])}, parts={n}) for n in products.fused)
     return [*mixers, *fused]
+
+
+_NO_EVIDENCE = SiteKind(
+    text="one of the two activations that it multiplies may be a weight that the model computes",
+    possible=("scores", "attention", "mlp", "experts", "router"),
+)
+
+
+def _find_scores(products: ProductFlow, group: Sequence[int], after: dict[int, set[int]]) -> set[int]:
+    """The products of a group that cannot multiply a computed weight.
+
+    A softmax is next to them. Or both operands come from other such products or from projections in the same branch of
+    the residual stream, and neither has as many elements for each row as the result of its projection: such an operand
+    may be a matrix for each row. A product for each token by itself also needs something before it that mixes tokens.
+    """
+    flow, certain = products.flow, set[int]()
+    softmax = flow.exponentials, frozenset(flow.nodes_of(("reduce_sum",)))
+    for node in group:
+        site = products.sites[node]
+        befores = [n for n in group if n != node and node in after[n]]
+        has_softmax = any(
+            all(not parts.isdisjoint(after[n]) for parts in softmax)
+            for n in (*befores, *([node] if not after[node].isdisjoint(group) else ()))
+        )
+        if not has_softmax and min(site.m, site.n) > 1:
+            before = flow.before(flow.operands[node][:2], products.starts)
+            has_softmax = all(not parts.isdisjoint(before) for parts in softmax)
+        if has_softmax or (
+            node not in products.weighted
+            and all(_is_projected(products, node, number, certain) for number in range(2))
+            and (min(site.m, site.n) > 1 or _reads_mixed(products, node))
+        ):
+            certain.add(node)
+    return certain
+
+
+def _reads_mixed(products: ProductFlow, node: int) -> bool:
+    """Whether something mixes tokens before a product that multiplies one vector of each token, as in Mamba."""
+    before = products.flow.before(products.flow.operands[node][:2], products.ends)
+    return any(find_mixing(products, n) for n in before - products.ends)
+
+
+def _is_projected(products: ProductFlow, node: int, number: int, certain: Collection[int]) -> bool:
+    """Whether an operand of a product comes from projections in the same branch, or from `certain` products."""
+    flow, site, branches = products.flow, products.sites[node], products.branches
+    before = flow.before([flow.operands[node][number]], products.ends) & products.sites.keys()
+    free = site.m if number == 0 else site.n
+    generated = (products.sites[n].n * products.sites[n].batch for n in before & products.weighted)
+    if free > 1 and any(size % (free * site.k) == 0 for size in generated):
+        return False
+    here = branches.get(node, frozenset())
+    return any(n in certain or not here.isdisjoint(branches.get(n, ())) for n in before)
 
 
 def _mixes(products: ProductFlow, node: int) -> bool:
     """Whether a site multiplies two activations, with a result of several elements. A sum of squares does not count.
 
-    A product with a matrix of a weight that a one-hot product selects (a layer of a stack) does not count either.
+    An operand must be computed from data, and both from parameters: not a frozen weight or a mask.
     """
     site = products.sites[node]
     is_square = site.eqn.invars[0] is site.eqn.invars[1]
-    operands = [products.sites.get(operand) for operand in products.flow.operands[node][:2]]
-    takes_matrix = any(o is not None and o.has_one_hot and weight_rank(o) > 2 for o in operands)
-    return not is_square and not takes_matrix and not (site.m == 1 and site.n == 1)
+    are_activations = products.activations.issuperset(
+        operand
+        for operand in products.flow.operands[node][:2]
+        if operand in products.from_data or operand not in products.learned
+    )
+    return are_activations and not is_square and not (site.m == 1 and site.n == 1)
 
 
 def _mark_scores(products: ProductFlow, mixer: Mixer, after: dict[int, set[int]]) -> None:
@@ -158,21 +222,32 @@ def _mark_first_factors(products: ProductFlow, mixer: Mixer) -> None:
             if after & products.residuals or not reached <= mixer.roles.keys() | set(mixer.scores):
                 continue
             roles = set[int]().union(*(mixer.roles.get(n, set()) for n in reached))
-            if len(roles) < _ALL_ROLES and products.sites[node].loops == products.sites[site].loops:
+            if len(reached) > 1 and products.data(node) not in products.activations | {None}:
+                text = "it multiplies the data, and one attention reads its result through the product at {place}"
+                products.uncertain[node] = products.doubtful(("attention", "embedding"), text, site)
+            elif len(roles) == _ALL_ROLES and not products.branches.get(node, frozenset()).isdisjoint(
+                products.branches.get(site, ())
+            ):
+                text = "only the projections of an attention read its result, such as the one at {place}"
+                products.uncertain[node] = products.doubtful(OF_BRANCHES, text, site)
+            elif len(roles) < _ALL_ROLES and products.sites[node].loops == products.sites[site].loops:
                 mixer.roles[node] = roles
                 text = "its result reaches the attention only through the product at {place}"
                 _mark_part(products, mixer, node, text, site)
 
 
 def _mark_second_factor(products: ProductFlow, mixer: Mixer, node: int) -> None:
-    """Marks the second factor of a low-rank output projection, whose first factor is `node`."""
+    """Marks the second factor of an output projection, whose first factor is `node`.
+
+    The first factor has a low rank, or a matrix for each head (absorbed values).
+    """
     first = products.sites[node]
-    if first.n >= first.k:
-        return
     after = products.after([node])
     reached = after & products.sites.keys()
     if len(reached) == 1 and not after & products.residuals:
         (other,) = reached
-        if other in products.weighted and first.n < products.sites[other].n:
-            text = "it is the second factor of a low-rank projection, whose first factor is at {place}"
+        second = products.sites[other]
+        is_low_rank = first.n < min(first.k, second.n)
+        if other in products.weighted and (is_low_rank or second.batch < first.batch):
+            text = "it is the second factor of a projection, whose first factor is at {place}"
             _mark_part(products, mixer, other, text, node)

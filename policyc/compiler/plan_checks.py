@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -46,6 +45,7 @@ def check_plan(
         *opaque_sites(plan),
         *opaque_indices(plan),
         *unknown_blocks(plan),
+        *uncertain_kinds(plan),
         *inseparable_layers(plan),
         *contradictory_recipes(plan),
         *missing_libraries(plan),
@@ -58,8 +58,8 @@ def check_plan(
 
 
 def unexplained_idle_rules(plan: Plan, *, hint: str = MULTIPLE_LOSSES_HINT) -> tuple[Diagnostic, ...]:
-    """Rules that do nothing, except where the cause is an unknown layer, which is an error of its own."""
-    explained = {diagnostic.span for diagnostic in (*opaque_indices(plan), *unknown_blocks(plan))}
+    """Rules that do nothing, except where the cause is an unknown layer or kind, which is an error of its own."""
+    explained = {d.span for check in (opaque_indices, unknown_blocks, uncertain_kinds) for d in check(plan)}
     return tuple(
         d
         for d in idle_rules(plan, hint=hint)
@@ -156,18 +156,46 @@ def unknown_layers(plan: Plan) -> Iterator[Diagnostic]:
 
 def unknown_blocks(plan: Plan) -> Iterator[Diagnostic]:
     """Rules that compare `layer` where the block of a GEMM is unknown."""
-    unknown = [site for site in plan.sites if site.block is not None and site.block.unknown]
-    for rule in (r for r in plan.policy.rules if r.where is not None and unknown):
-        patterns = [pattern for selector in rule.selectors for pattern in expand_selector(selector)]
-        sites = [
-            site
-            for site in unknown
-            for layer in itertools.islice(site.layers(), 1)
-            if rule.where is not None and rule.where.holds(site.attributes(layer)) is None
-            if any(matches(pattern, path) for path in site.paths(layer) for pattern in patterns)
-        ]
+    unknown = [s for s in plan.sites if s.block is not None and s.block.unknown and not s.kind.possible]
+    for rule in plan.policy.rules:
+        sites = [site for site in unknown if None in _match(rule, site)]
         if sites and sites[0].block is not None:
             yield _opaque_index(rule, sites, sites[0].block.unknown, "choose all blocks: leave out 'layer'")
+
+
+def uncertain_kinds(plan: Plan) -> Iterator[Diagnostic]:
+    """Rules whose condition depends on the uncertain kind of a GEMM, unless a later rule decides about it anyway."""
+    uncertain = [site for site in plan.sites if site.kind.possible]
+    for index, rule in enumerate(plan.policy.rules):
+        later = [r for r in plan.policy.rules[index + 1 :] if not r.when]
+        sites = [
+            site
+            for site in uncertain
+            if None in _match(rule, site)
+            if not any(_match(other, site, rule.products) == {True} for other in later)
+        ]
+        if sites:
+            first = sites[0]
+            place = f" ({first.place})" if first.place and first.place not in first.name else ""
+            yield Diagnostic(
+                code="opaque-kind",
+                message=f"policyc cannot tell whether '{first.name}'{place} is {' or '.join(first.kind.possible)}: "
+                f"{first.kind.reason}{count_others(len(sites))}",
+                span=rule.span,
+                help=f"add a rule after it: {write_rules(sites, 'keep')}",
+                sites=name_sites(sites),
+            )
+
+
+def _match(rule: Rule, site: Site, products: Collection[Gemm] = ()) -> set[bool | None]:
+    """Whether a rule matches layers of a site, by selectors that take all of `products`; None: undecided."""
+    selectors = [selector for selector in rule.selectors if selector.products.issuperset(products)]
+    patterns = [pattern for selector in selectors for pattern in expand_selector(selector)]
+    return {
+        any(matches(pattern, path) for path in site.paths(layer) for pattern in patterns)
+        and (rule.where is None or rule.where.holds(site.attributes(layer)))
+        for layer in site.layers()
+    }
 
 
 def _names_some(site: Site, patterns: Sequence[Selector]) -> bool:

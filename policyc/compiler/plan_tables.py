@@ -203,6 +203,7 @@ def _site_json(plan: Plan, site: Site) -> dict[str, Any]:
         "module": next((dotted(module.path) for module in site.modules if module.path), None),
         "place": site.place,
         "kind": site.kind.name or None,
+        "possible_kinds": list(site.kind.possible),
         "ragged": site.is_ragged,
         "weight": site.weight,
         "batch": site.batch,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Collection
 
 from policyc.compiler.flow import CARRY, Flow
 
@@ -14,14 +15,18 @@ _SCALING = frozenset({"mul", "div", "select_n"})
 _MAX_SCALINGS = 3  # operations between the stream and the addition: a scale, dropout, a gate
 
 
-def find_residuals(flow: Flow) -> dict[int, set[int]]:
-    """The nodes of residual additions, each with the nodes of the sites in the branches that it adds."""
+def find_residuals(flow: Flow, weighted: Collection[int], states: Collection[int]) -> dict[int, set[int]]:
+    """The nodes of residual additions, each with the nodes of the sites in the branches that it adds.
+
+    One of these sites must be in `weighted`. An addition in `states` is part of a recurrence.
+    """
     residuals: dict[int, set[int]] = {}
     ancestors = _Ancestors(flow)
     for node in flow.nodes_of(_SUMS):
-        if len(flow.inputs[node]) > 1:
+        if len(flow.inputs[node]) > 1 and node not in states:
             ancestors.extend(node)
-            if members := _branch_members(flow, node, ancestors):
+            members = _branch_members(flow, node, ancestors)
+            if not members.isdisjoint(weighted):
                 residuals[node] = members
                 ancestors.ends.add(node)
     return residuals

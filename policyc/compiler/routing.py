@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cached_property
 
-from policyc.compiler.product_flow import ProductFlow
+from policyc.compiler.product_flow import ProductFlow, matrix_rank
 from policyc.compiler.site_kinds import SiteKind
-from policyc.compiler.sites import Site
-from policyc.compiler.var_info import shape_of
 
 _CHOICES = frozenset({"top_k", "approx_top_k", "argmax", "sort"})
 
@@ -42,7 +41,7 @@ class Routing:
         weighed = self.routed - self._ends
         for node in sorted(products.weighted):
             site = products.sites[node]
-            has_several_matrices = weight_rank(site) > 2
+            has_several_matrices = matrix_rank(site, ("lhs", "rhs")[products.matrices[node]]) > 2
             if not has_several_matrices and not self._has_expert_dimension(node):
                 continue
             if site.is_ragged or products.data(node) in self.routed:
@@ -55,10 +54,16 @@ class Routing:
     def _routes(self, choice: int) -> bool:
         """Whether a choice routes tokens; adds its routers. A choice that no product or residual uses is a metric."""
         products = self._products
-        is_used = not products.ends.isdisjoint(products.after([choice]))
-        name = products.flow.operations[choice]
-        return is_used and self._add_routers(
-            products.flow.inputs[choice], f"{name} at {{place}} chooses based on its result", choice
+        after = products.after([choice])
+        name, inputs = products.flow.operations[choice], products.flow.inputs[choice]
+        chosen_from = products.weights_before(inputs)
+        if any(self._reads_only(node, chosen_from) for node in after & products.weighted):
+            text = f"{name} at {{place}} chooses based on its result, and what it chooses is multiplied by a weight"
+            kind = products.doubtful(("router", "mlp"), text, choice)
+            products.uncertain |= dict.fromkeys(chosen_from, kind)
+            return False
+        return not products.ends.isdisjoint(after) and self._add_routers(
+            inputs, f"{name} at {{place}} chooses based on its result", choice
         )
 
     def _add_routers(self, inputs: list[int], text: str, other: int) -> bool:
@@ -68,14 +73,17 @@ class Routing:
             self.routers.setdefault(site, SiteKind("router", text, products.flow.calls[other]))
         return bool(sites)
 
+    def _reads_only(self, node: int, sources: Collection[int]) -> bool:
+        """Whether the data of a product with a plain weight come from `sources` alone: activations made sparse."""
+        products, data = self._products, self._products.data(node)
+        if data is None or self._has_expert_dimension(node):
+            return False
+        before, inputs = products.flow.before([data], products.starts), products.flow.inputs
+        return {n for n in before if n in products.starts or not inputs[n]} <= set(sources)
+
     def _has_expert_dimension(self, node: int) -> bool:
         """Whether a weight can hold several experts: as a batch, in groups, in a loop over experts, or in a kernel."""
         site = self._products.sites[node]
         loops = (stack.address for stack in site.stacks if not stack.is_shard_map)
         is_sliced = any(address not in self._products.sequential for address in loops)
         return site.is_ragged or site.batch > 1 or is_sliced or bool(site.opaque)
-
-
-def weight_rank(site: Site) -> int:
-    """The number of dimensions of a site's weight: more than two if it holds a matrix for each expert or head."""
-    return len(shape_of(site.eqn.invars[0 if site.weight == "lhs" else 1]))

@@ -19,12 +19,14 @@ Call: TypeAlias = "tuple[JaxprEqn, Call | None]"
 # Not frozen: most sites have one, and creating a frozen one takes three times as long.
 @dataclass(slots=True, unsafe_hash=True)
 class SiteKind:
-    """The purpose of a product. `name` is a word of `where`; empty if the product has no kind."""
+    """The purpose of a product. `name` is a word of `where`; empty if the product has no kind, or an uncertain one."""
 
     name: str = ""
     text: str = ""
     """Why. `{place}` is the file and line of the equation `other`, or of the innermost container that has them."""
     other: Call | None = field(default=None, compare=False, repr=False)
+    possible: tuple[str, ...] = ()
+    """If the kind is uncertain: the words that may be true."""
 
     @property
     def reason(self) -> str:
@@ -36,9 +38,10 @@ class SiteKind:
 
     @property
     def flags(self) -> dict[str, bool]:
-        """For each kind, whether the product has it or its kind implies it."""
+        """For each kind that is not uncertain, whether the product has it or its kind implies it."""
         implied = KINDS[self.name].implies if self.name else ()
-        return {word: word == self.name or word in implied for word in KINDS if word != "block"}
+        words = KINDS.keys() - {"block", *self.possible}
+        return {word: word == self.name or word in implied for word in KINDS if word in words}
 
 
 @dataclass(frozen=True, slots=True)

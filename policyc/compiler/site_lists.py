@@ -79,6 +79,8 @@ class ListedSite:
     address: tuple[int, ...]
     name: str
     kind: str
+    possible_kinds: tuple[str, ...] = ()
+    """If the kind is uncertain: the words that may be true."""
     weight: str | None
     sizes: Mapping[str, int]
     """`batch`, `m`, `n`, `k`, and the FLOPs of one product in one layer."""
@@ -95,6 +97,7 @@ class ListedSite:
             address=tuple(data["address"]),
             name=next(filter(None, (*data["parameters"], data["scope"])), f"({data['place'] or 'unnamed'})"),
             kind=data["kind"] or "",
+            possible_kinds=tuple(data.get("possible_kinds", ())),
             weight=data["weight"],
             sizes={name: data[name] for name in ("batch", "m", "n", "k", "flops")},
             repeats=data["repeats"],
@@ -117,7 +120,8 @@ class ListedSite:
 
     def attributes(self, layer: Layer) -> SiteAttributes:
         """The variables of `where`. `layer` is missing if it is not known."""
-        flags = flags_of(self.kind) if self.kind else flags_of()
+        flags = flags_of(*filter(None, (self.kind,)))
+        flags = {word: truth for word, truth in flags.items() if word not in self.possible_kinds}
         truths = {"weight": self.weight is not None, "block": self.is_in_block}
         return {**self.sizes, **flags, **truths, **self.layers[layer[0]].block}
 

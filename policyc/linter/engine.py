@@ -67,6 +67,7 @@ _EXPLAINED = {
     "impossible-predicate": {"unmatched-rule"},
     "literal-default": {"unmatched-rule"},
     "opaque-index": {"unmatched-rule"},
+    "opaque-kind": {"unmatched-rule"},
     "everything-in-4-bits": {
         "attention-scores-in-4-bits",
         "embedding-in-4-bits",

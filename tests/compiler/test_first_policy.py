@@ -117,3 +117,9 @@ def test_comments_name_no_folder(tmp_path: Any) -> None:
     assert result.code == 0, result.err
     assert "(train.py:3)" in result.out
     assert str(tmp_path) not in result.out
+
+
+def test_it_keeps_sites_whose_kinds_are_open() -> None:
+    sites = sites_of("gated_recurrence_with_dense_experts_and_attention")
+    text = first_policy(load("llama_nvfp4"), sites)
+    check_plan(make_plan(parse(text), sites))  # raises if a rule needs an open kind

@@ -197,7 +197,7 @@ def foreign_norm(x: Any) -> Any:
 
 
 def test_other_foreign_functions_are_no_attention() -> None:
-    """A norm, rotary positions of queries and keys and values at once, an activation of two operands."""
+    """A norm, and rotary positions of queries and keys and values at once."""
 
     def rotated(*operands: Any) -> Any:
         return foreign(*jax.ffi.ffi_call("attn_rope", [like(a) for a in operands])(*operands))
@@ -206,23 +206,22 @@ def test_other_foreign_functions_are_no_attention() -> None:
         x = p["table"][TOKEN_IDS]
         for layer in p["l"]:
             x = x + self_attention(foreign_norm(x), layer, rotated)
-            gate, up = x @ layer["w5"], x @ layer["w7"]
-            x = x + foreign_norm(jax.ffi.ffi_call("f", like(up))(gate, up) @ layer["w6"])
+            x = x + foreign_norm(foreign_norm(x @ layer["w5"]) @ layer["w6"])
         return cross_entropy(x @ p["out"])
 
-    layer = {**BLOCK_PARAMS, "w7": weight(WIDTH, HIDDEN)}
-    expected = [*unrolled(3, *PROJECTIONS, "mlp", "mlp", "mlp"), *outside("head")]
-    assert kinds_of(loss, {**UNROLLED, "l": [layer] * 3}) == expected
+    expected = [*unrolled(3, *PROJECTIONS, "mlp", "mlp"), *outside("head")]
+    assert kinds_of(loss, {**UNROLLED, "l": [BLOCK_PARAMS] * 3}) == expected
 
 
-def test_a_call_that_may_combine_three_operands_elementwise_is_not_known() -> None:
-    """Three arrays of one shape without heads: the products around it have no kind."""
+@pytest.mark.parametrize("names", [("w5", "w7"), ("w5", "w7", "w8")])
+def test_a_call_that_may_combine_its_operands_elementwise_is_not_known(names: tuple[str, ...]) -> None:
+    """Arrays of one shape without heads may also be keys and values: the products around the call have no kind."""
 
     def loss(p: Any) -> Any:
         x = p["table"][TOKEN_IDS]
         for layer in p["l"]:
-            a, b, c = (x @ layer[name] for name in ("w5", "w7", "w8"))
-            x = x + jax.ffi.ffi_call("f", like(a))(a, b, c) @ layer["w6"]
+            operands = [x @ layer[name] for name in names]
+            x = x + jax.ffi.ffi_call("f", like(operands[0]))(*operands) @ layer["w6"]
         return cross_entropy(x @ p["out"])
 
     layer = {
@@ -230,7 +229,7 @@ def test_a_call_that_may_combine_three_operands_elementwise_is_not_known() -> No
         "w6": weight(HIDDEN, WIDTH),
         **dict.fromkeys(("w7", "w8"), weight(WIDTH, HIDDEN)),
     }
-    expected = [*unrolled(3, "", "", "", ""), *outside("head")]
+    expected = [*unrolled(3, *[""] * len(names), ""), *outside("head")]
     assert kinds_of(loss, {**UNROLLED, "l": [layer] * 3}) == expected
 
 

@@ -68,6 +68,7 @@ FAULTY_POLICIES = {
     "expect-violated": "mlp -> fp8 expect 97",
     "opaque-site": "loss -> fp8",
     "opaque-index": "stages[-1] -> fp8",
+    "opaque-kind": "* where mlp -> fp8",
     "quantized-embedding": "table -> fp8",
     "quantized-head": "lm_head -> fp8",
     "padded-gemm": "narrow -> mxfp8",

@@ -910,10 +910,10 @@ def shared_blocks_with_a_factorized_tied_head_in_chunks(p: Any) -> Any:
             }
         ] * 3,
     },
-    unrolled(3, *["mlp"] * 4, "router", "experts", "experts", "", *BLOCK), outside("head"),
+    unrolled(3, *[""] * 4, "router", "experts", "experts", "", *BLOCK), outside("head"),
 )  # fmt: skip
 def gated_recurrence_with_dense_experts_and_attention(p: Any) -> Any:
-    """An elementwise recurrence has no products of activations, so its projections look like those of an MLP."""
+    """An elementwise recurrence mixes tokens without products of activations: its projections have no kind."""
 
     def combine(one: Any, two: Any) -> Any:
         return one[0] * two[0], two[0] * one[1] + two[1]

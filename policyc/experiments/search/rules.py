@@ -8,7 +8,7 @@ policy is exactly the solution.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -192,7 +192,10 @@ def find_selectors(problem: Problem, plan: Plan) -> list[Selector]:
     groups = list(dict.fromkeys(group_of.values()))
     members = {g: {k for k, other in group_of.items() if other == g} for g in groups}
 
-    texts = [Selector(tuple(names), where, frozenset()) for names, where in _texts(problem, groups)]
+    uncertain = {word for site in plan.sites for word in site.kind.possible}
+    texts = [
+        Selector(tuple(names), where, frozenset()) for names, where in _texts(problem, groups, uncertain)
+    ]
     trial = make_plan(parse("\n".join(t.rule("", "", "bf16") for t in texts)), plan.sites)
     found: dict[frozenset[GroupKey], Selector] = {}
     for number, text in enumerate(texts):
@@ -209,9 +212,12 @@ def find_selectors(problem: Problem, plan: Plan) -> list[Selector]:
     return list(found.values())
 
 
-def _texts(problem: Problem, groups: Sequence[GroupKey]) -> Iterator[tuple[list[str], str]]:
-    """Selectors to try: by kinds, then for each group by name and by shape, last all weights."""
-    kinds = {c.key[0]: c.site.kind.name for item in problem.items for c in item.cells}
+def _texts(
+    problem: Problem, groups: Sequence[GroupKey], uncertain: Collection[str]
+) -> Iterator[tuple[list[str], str]]:
+    """Selectors to try: by kinds that no site leaves open, then each group by name and by shape, last all weights."""
+    names = {c.key[0]: c.site.kind.name for item in problem.items for c in item.cells}
+    kinds = {key: "" if kind in uncertain else kind for key, kind in names.items()}
     words = list(dict.fromkeys(k for k in kinds.values() if k))
     for size in range(len(words), 0, -1):
         for chosen in itertools.combinations(words, size):

@@ -12,6 +12,8 @@ from policyc.compiler.plan_checks import (
     name_sites,
     opaque_indices,
     opaque_sites,
+    uncertain_kinds,
+    unknown_blocks,
     unmet_expectations,
 )
 from policyc.language.diagnostics import Diagnostic, Note
@@ -51,7 +53,10 @@ def _check_unmatched_rule(context: Context) -> Iterator[Diagnostic]:
 
 CHECKS: dict[str, Check] = {
     "expect-violated": lambda context: unmet_expectations(context.program_plan, hint=FIRST_LOSS_HINT),
-    "opaque-index": lambda context: opaque_indices(context.program_plan),
+    "opaque-index": lambda context: chain(
+        opaque_indices(context.program_plan), unknown_blocks(context.program_plan)
+    ),
+    "opaque-kind": lambda context: uncertain_kinds(context.program_plan),
     "opaque-site": lambda context: chain(
         opaque_sites(context.program_plan), inseparable_layers(context.program_plan)
     ),
