@@ -329,6 +329,7 @@ def describe_run(name: str, config: ModelConfig, run: RunConfig, data: str) -> R
         "config": name,
         "seed": run.seed,
         "data": data,
+        "metrics_every": 1,
         "settings": vars(config) | vars(run),
         "parameters": parameters,
         "active_parameters": active_parameters,

@@ -6,6 +6,13 @@ under a policy. The calls of `policyc` below tell the policy about the run; with
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # while modules are imported, Ctrl-C ends the process silently
+
 import errno
 import json
 import sys
@@ -22,6 +29,7 @@ from policyc.models.llama import preemption
 _signals = ExitStack()
 if __name__ == "__main__":
     _signals.enter_context(preemption.end_at_signals())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # `policyc train` blocks it until here
 try:
     import jax
     import jax.numpy as jnp

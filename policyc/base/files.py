@@ -34,14 +34,19 @@ def explain_unreadable(path: Path, writer: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(f"'{path}' cannot be read: {error.strerror}") from None
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"'{path}' was not written by {writer}") from None
 
 
 def user_cache_folder() -> Path:
-    """The user's folder for files that policyc can regenerate."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(home, "policyc").absolute()
+    """The user's folder for files that policyc can regenerate.
+
+    A user without a home folder, as in some containers, has none that can be made: the path is below /dev/null.
+    """
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(home):  # which the XDG specification says to ignore
+        home = os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(home if os.path.isabs(home) else os.devnull, "policyc")
 
 
 def is_standard_output(name: str) -> bool:

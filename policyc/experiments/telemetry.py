@@ -209,5 +209,5 @@ def _read_step(line: bytes) -> float:
     """The step of a line; infinity if the line is damaged, for example after a kill."""
     try:
         return float(json.loads(line)["step"]) if line.endswith(b"\n") else math.inf
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return math.inf

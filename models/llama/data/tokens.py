@@ -81,7 +81,10 @@ def check_vocab(name: str, size: int, vocab: int) -> None:
 
 
 def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "llama-data")
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "llama-data")
+    except RuntimeError:
+        raise ConfigError("there is no home folder for the token cache: set HOME or XDG_CACHE_HOME") from None
 
 
 class TokenFile:
