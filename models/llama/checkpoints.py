@@ -332,7 +332,8 @@ def read_checkpoint(
         except (DamagedCheckpointError, UnreadableError) as error:
             fault = error
         faults = np.asarray([fault is not None, isinstance(fault, UnreadableError)])
-        is_faulty, is_unreadable = np.atleast_2d(multihost_utils.process_allgather(faults)).any(axis=0)
+        gathered = np.atleast_2d(multihost_utils.process_allgather(faults))
+        is_faulty, is_unreadable = bool(gathered[:, 0].any()), bool(gathered[:, 1].any())
         if not is_faulty and hash_state(state) == about["state"]:
             return about, state
         if is_last and is_unreadable and not isinstance(fault, UnreadableError):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from policyc.experiments.report.runs import Column, RunData, Table, read_run
 from policyc.experiments.report.series import (
@@ -48,9 +49,9 @@ def thin(table: Table) -> Table:
     return Table(step=table.step[ends], columns=columns)
 
 
-def _reduce(name: str, column: Column, starts: Column) -> Column:
+def _reduce(name: str, column: Column, starts: NDArray[np.intp]) -> Column:
     if name in _MAXIMA:
-        return np.asarray(np.fmax.reduceat(column, starts), float)
+        return np.asarray(np.fmax.reduceat(column, starts), np.float64)
     is_known = np.isfinite(column)
     counts = np.add.reduceat(is_known.astype(float), starts)
     sums = np.add.reduceat(np.where(is_known, column, 0.0), starts)
