@@ -77,7 +77,7 @@ def measure(name: str, folder: Path) -> Measurement:
         checkpoints.save(step, state, [])
         checkpoints.wait()
         written, cpu = time.perf_counter(), time.process_time()
-        restored, _, _ = checkpoints.restore(abstract, accept_changes=True)
+        restored = checkpoints.restore(abstract, accept_changes=True).state
         jax.block_until_ready(restored)
         times.append((written - start, time.perf_counter() - written, time.process_time() - cpu))
     checkpoints.close()

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # without `typing`, most of the time before Ctrl-C is handled
 if TYPE_CHECKING:
+    from typing import Any
+
     from policyc.base.compile_cache import use_compile_cache
     from policyc.changes.api import Diff, diff
     from policyc.compiler.pipeline import apply, plan

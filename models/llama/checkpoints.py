@@ -4,17 +4,21 @@ import errno
 import fcntl
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import os
+import re
 import shutil
 import socket
+import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -28,23 +32,45 @@ from policyc.models.llama.configs import ConfigError, name_file
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs every part of every save
 
-DISK_FULL = "is the disk full? Earlier checkpoints are intact"
+INTACT = "earlier checkpoints are intact: the same command resumes from the last one"
 CONTENTS = "contents_of_the_data"  # key of the data's fingerprint in the identity of a run
 NOT_WRITTEN = "its contents do not match the stored hash"
 STORE_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError)  # raised by orbax
 HASH_MULTIPLIERS = np.array([0x9E3779B1, 0x85EBCA6B], np.uint32)  # odd, as in xxHash
 RESTART = "choose another folder with --out, or move this one away"
-# Why an intact checkpoint may be unreadable for now. TensorStore reports these as text only.
-PASSING_ERRORS = tuple(map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.EACCES, errno.ENOMEM)))
+RETRY_SECONDS = (1.0, 5.0)  # pauses between attempts to read: errors of network file systems may pass
+DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)  # of a file that is missing, or is not what it was
 
 
 class DamagedCheckpointError(Exception):
-    """A checkpoint cannot be read, or its contents are not those that were written."""
+    """The contents of a checkpoint are not those that were written."""
+
+
+class UnreadableError(ConfigError):
+    """A checkpoint may be intact, but the system cannot read it now."""
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """The steps of the complete checkpoints in a folder, the latest first."""
-    return sorted(ocp.utils.checkpoint_steps(folder), reverse=True)
+    """The steps of the complete checkpoints in a folder, the latest first. Orbax ignores errors of the file system."""
+    for is_last in _attempts():
+        try:
+            return sorted(
+                (int(n) for n in os.listdir(folder) if re.fullmatch("0|[1-9][0-9]*", n)), reverse=True
+            )
+        except OSError as error:
+            if error.errno in DAMAGE:
+                break
+            if is_last:
+                raise
+    return []
+
+
+def _attempts() -> Iterator[bool]:
+    """Yields for each attempt to read whether it is the last one, with pauses between them."""
+    for seconds in RETRY_SECONDS:
+        yield False
+        time.sleep(seconds)
+    yield True
 
 
 @contextmanager
@@ -108,11 +134,15 @@ def hash_state(state: Any) -> str:
 
 
 class Restored(NamedTuple):
-    """The contents of a checkpoint. `positions` in the data, one per seed, are None if the data has changed."""
+    """The contents of a checkpoint. `positions` in the data, one per seed, are None if the data has changed.
+
+    `metrics` are the marks of metrics.jsonl, one per seed; empty in a checkpoint of an earlier version.
+    """
 
     state: Any
     positions: list[Any] | None
     step: int
+    metrics: list[Any]
 
 
 class Checkpoints:
@@ -121,6 +151,7 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, identity: dict[str, Any], keep_every: int = 0) -> None:
         self.folder: Path = folder.resolve()
         self._identity = identity
+        self._damaged: dict[int, str] = {}  # steps of checkpoints that are to be set aside, and why
         self._options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, keep_period=keep_every or None, cleanup_tmp_directories=True
         )
@@ -132,8 +163,8 @@ class Checkpoints:
             self._manager = ocp.CheckpointManager(self.folder, options=self._options)
             tempfile.TemporaryFile(dir=self.folder).close()  # fails now, not at the first checkpoint
 
-    def save(self, step: int, state: Any, positions: list[Any]) -> None:
-        """Stores a state, and positions in the data as JSON. Returns once the state is copied.
+    def save(self, step: int, state: Any, positions: list[Any], metrics: Sequence[Any] = ()) -> None:
+        """Stores a state, and positions in the data and marks of the metrics as JSON. Returns once the state is copied.
 
         A checkpoint appears only when it is completely written.
         """
@@ -150,6 +181,7 @@ class Checkpoints:
         about = {
             "identity": self._identity,
             "positions": positions,
+            "metrics": metrics,
             "step": step,
             "shapes": _shapes(state),
             "state": hash_state(state),
@@ -157,35 +189,30 @@ class Checkpoints:
         parts = ocp.args.Composite(
             state=ocp.args.StandardSave(state), about=ocp.args.JsonSave({**about, "hash": _hash_json(about)})
         )
-        with self._explain_errors(f"writing a checkpoint at step {step} failed", DISK_FULL):
+        with self._explain_errors(f"writing a checkpoint at step {step} failed", INTACT):
             self._manager.save(step, args=parts)
 
     def restore(self, abstract_state: Any, accept_changes: bool) -> Restored:
-        """Reads the latest intact checkpoint. Moves damaged ones to a folder where nothing reads or removes them."""
+        """Reads the latest intact checkpoint. Later ones are damaged, and stay until `set_damaged_aside`."""
         for step in saved_steps(self.folder):
-            reason, restored = "another process cannot read it", None
             try:
-                restored = self.read(self.folder / str(step), abstract_state, accept_changes)
+                return self._read(self.folder / str(step), abstract_state, accept_changes)
             except DamagedCheckpointError as error:
-                reason = str(error)
-            # All processes must go on from the same checkpoint.
-            whole = np.asarray(multihost_utils.process_allgather(np.asarray(restored is not None)))
-            if whole.all() and restored is not None:
-                return restored
-            self._set_aside(step, reason)
-        damaged = self.folder.with_name("damaged_checkpoints")
+                self._damaged[step] = str(error)
+        reasons = "".join(f"\n  {step}: {reason}" for step, reason in self._damaged.items())
         raise ConfigError(
-            f"no checkpoint of {self.folder.parent} can be read, so all were moved to {damaged}: {RESTART}"
+            f"no checkpoint of {self.folder.parent} can be read:{reasons}\nnothing was moved: restore one, or {RESTART}"
         )
 
-    def read(self, path: Path, abstract_state: Any, accept_changes: bool) -> Restored:
+    def _read(self, path: Path, abstract_state: Any, accept_changes: bool) -> Restored:
         """Reads one checkpoint. Raises DamagedCheckpointError, or ConfigError if it belongs to another run."""
-        about = read_about(path)
-        step, before = int(about["step"]), about["identity"]
-        self._check_identity(path, about, _shapes(abstract_state), accept_changes)
-        state = read_state(path, abstract_state, about["state"])
-        is_same_data = before.get(CONTENTS) == self._identity.get(CONTENTS)
-        return Restored(state, about["positions"] if is_same_data else None, step)
+        shapes = _shapes(abstract_state)
+        about, state = read_checkpoint(
+            path, abstract_state, lambda about: self._check_identity(path, about, shapes, accept_changes)
+        )
+        is_same_data = about["identity"].get(CONTENTS) == self._identity.get(CONTENTS)
+        positions = about["positions"] if is_same_data else None
+        return Restored(state, positions, int(about["step"]), about.get("metrics", []))
 
     def read_other(self, path: Path, abstract_state: Any, accept_changes: bool) -> Restored:
         """Reads a checkpoint from the folder of another run. Raises ConfigError if it cannot be used."""
@@ -194,7 +221,7 @@ class Checkpoints:
                 f"cannot start from {path}: it is not the folder of a checkpoint, such as runs/a/checkpoints/300"
             )
         try:
-            return self.read(path.resolve(), abstract_state, accept_changes)
+            return self._read(path.resolve(), abstract_state, accept_changes)
         except DamagedCheckpointError as error:
             raise ConfigError(
                 f"cannot start from {path}: it is damaged: {error}; choose another one"
@@ -207,7 +234,7 @@ class Checkpoints:
         names = {name for name in {*now, *there} if there.get(name) != now.get(name)}
         if "steps" in names and now.get("steps", 0) > there.get("steps"):
             end = there["steps"]
-            is_damaged = (path.parent.with_name("damaged_checkpoints") / str(end)).is_dir()
+            is_damaged = end in self._damaged or self._damaged_folder(end).is_dir()
             if about["step"] == end or is_damaged:  # the run has finished
                 names.remove("steps")
                 what = "the end" if about["step"] == end else f"step {about['step']}"
@@ -229,29 +256,36 @@ class Checkpoints:
             remedy = "choose another folder with --out, or resume from it with --accept-changes"
             raise ConfigError(f"checkpoint {path} is from another run:{''.join(changes)}\n{remedy}")
 
-    def _set_aside(self, step: int, reason: str) -> None:
-        source, target = self.folder / str(step), self.folder.with_name("damaged_checkpoints") / str(step)
+    def set_damaged_aside(self) -> None:
+        """Moves the damaged checkpoints that `restore` found to a folder where nothing reads or removes them."""
+        if not self._damaged:
+            return
         self._manager.close()
-        if jax.process_index() == 0:
+        for step, reason in self._damaged.items() if jax.process_index() == 0 else ():
+            source, target = self.folder / str(step), self._damaged_folder(step)
             with self._explain_errors(
                 f"moving the damaged checkpoint {source} failed", "is the folder writable?"
             ):
                 target.parent.mkdir(exist_ok=True)
-                shutil.rmtree(target, ignore_errors=True)
+                number = itertools.count(2)
+                while target.exists():  # damaged before, and written again since
+                    target = self._damaged_folder(f"{step}.{next(number)}")
                 source.rename(target)
-            print(f"warning: checkpoint {source} is damaged: {reason}", file=sys.stderr)
-            print(f"  moved to {target}; trying the one before it", file=sys.stderr)
-        multihost_utils.sync_global_devices(f"set aside {step}")
+            print(f"warning: checkpoint {source} is damaged: {reason}\n  moved to {target}", file=sys.stderr)
+        multihost_utils.sync_global_devices("set damaged checkpoints aside")
         self._open()
+
+    def _damaged_folder(self, step: int | str) -> Path:
+        return self.folder.with_name("damaged_checkpoints") / str(step)
 
     def wait(self) -> None:
         """Waits for checkpoints that are being written."""
-        with self._explain_errors("writing a checkpoint failed", DISK_FULL):
+        with self._explain_errors("writing a checkpoint failed", INTACT):
             self._manager.wait_until_finished()
 
     def close(self) -> None:
         self.wait()
-        with self._explain_errors("writing a checkpoint failed", DISK_FULL):
+        with self._explain_errors("writing a checkpoint failed", INTACT):
             self._manager.close()
 
     @contextmanager
@@ -259,7 +293,8 @@ class Checkpoints:
         try:
             yield
         except STORE_ERRORS as error:
-            raise ConfigError(f"{what} ({self.folder}): {_first_line(error)}\n{remedy}") from error
+            reason = _system_error(error) or _first_line(error)
+            raise ConfigError(f"{what} ({self.folder}): {reason}\n{remedy}") from error
 
 
 def check_new(folder: Path) -> None:
@@ -275,24 +310,51 @@ def check_new(folder: Path) -> None:
         )
 
 
-def read_state(path: Path, abstract_state: Any, digest: str) -> Any:
-    """The state of a checkpoint. Raises DamagedCheckpointError if its hash is not `digest`."""
-    handler = ocp.Checkpointer(ocp.StandardCheckpointHandler())
-    with _raise_damaged(path):
-        state = handler.restore(path.resolve() / "state", args=ocp.args.StandardRestore(abstract_state))
-    if hash_state(state) != digest:
-        raise DamagedCheckpointError(NOT_WRITTEN)
-    return state
+def read_checkpoint(
+    path: Path, abstract_state: Any, check: Callable[[dict[str, Any]], None]
+) -> tuple[dict[str, Any], Any]:
+    """The metadata and the state of a checkpoint, after several attempts if needed.
+
+    `check` may refuse the metadata before the state is read. Raises DamagedCheckpointError or UnreadableError, in all
+    processes alike: they must go on from the same checkpoint.
+    """
+    fault: Exception | None = None
+    for is_last in _attempts():
+        fault, about, state = None, {}, None
+        try:
+            with _classify_errors(path):
+                about = _read_about(path)
+            check(about)
+            with _classify_errors(path):
+                state = ocp.StandardCheckpointHandler().restore(
+                    path.resolve() / "state", args=ocp.args.StandardRestore(abstract_state)
+                )
+        except (DamagedCheckpointError, UnreadableError) as error:
+            fault = error
+        faults = np.asarray([fault is not None, isinstance(fault, UnreadableError)])
+        gathered = np.atleast_2d(multihost_utils.process_allgather(faults))
+        is_faulty, is_unreadable = bool(gathered[:, 0].any()), bool(gathered[:, 1].any())
+        if not is_faulty and hash_state(state) == about["state"]:
+            return about, state
+        if is_last and is_unreadable and not isinstance(fault, UnreadableError):
+            raise UnreadableError(f"checkpoint {path} cannot be read now by another process")
+    raise fault or DamagedCheckpointError(NOT_WRITTEN if not is_faulty else "another process cannot read it")
 
 
-def read_about(path: Path) -> dict[str, Any]:
-    """The metadata of a checkpoint. Raises DamagedCheckpointError if its hash does not match."""
-    with _raise_damaged(path):
-        about: dict[str, Any] = configs.parse_json(configs.read_file(path / "about" / "metadata"))
-        is_whole = about.pop("hash") == _hash_json(about)
-    if not is_whole:
-        raise DamagedCheckpointError(NOT_WRITTEN)
+def _read_about(path: Path) -> dict[str, Any]:
+    """The metadata of a checkpoint, whose files must be regular: a FIFO would never end."""
+    for folder, _, names in os.walk(path, onerror=_reraise):
+        for name in names:
+            if not stat.S_ISREG(os.stat(os.path.join(folder, name)).st_mode):
+                raise ValueError(f"{name} is not a regular file")
+    about: dict[str, Any] = json.loads((path / "about" / "metadata").read_text(encoding="utf-8"))
+    if about.pop("hash") != _hash_json(about):
+        raise ValueError(NOT_WRITTEN)
     return about
+
+
+def _reraise(error: OSError) -> NoReturn:
+    raise error
 
 
 def _hash_json(value: Any) -> str:
@@ -301,19 +363,33 @@ def _hash_json(value: Any) -> str:
 
 
 @contextmanager
-def _raise_damaged(path: Path) -> Iterator[None]:
-    """Turns read errors into DamagedCheckpointError, or into ConfigError if the checkpoint itself may be intact."""
+def _classify_errors(path: Path) -> Iterator[None]:
+    """Turns read errors into UnreadableError if the system caused them, otherwise into DamagedCheckpointError."""
     _silence_dropped_reads()
     try:
         yield
     except Exception as error:
         # If a file disappears, orbax raises a bare `Exception`.
-        if type(error) is not Exception and not isinstance(error, STORE_ERRORS):
+        if type(error) is not Exception and not isinstance(error, (*STORE_ERRORS, MemoryError)):
             raise
-        if passing := [text for text in PASSING_ERRORS if text in str(error)]:
-            remedy = "nothing was changed; fix the cause (ulimit -n?) and run this again"
-            raise ConfigError(f"checkpoint {path} cannot be read now: {passing[0]}; {remedy}") from None
-        raise DamagedCheckpointError(_first_line(error)) from error
+        if (reason := _system_error(error)) is None:
+            raise DamagedCheckpointError(_first_line(error)) from error
+        remedy = "nothing was changed; fix the cause and run this again"
+        raise UnreadableError(f"checkpoint {path} cannot be read now: {reason}; {remedy}") from None
+
+
+def _system_error(error: BaseException | None) -> str | None:
+    """Why the system could not read a file, if that says nothing about its contents. TensorStore reports it as text."""
+    if isinstance(error, MemoryError):
+        return os.strerror(errno.ENOMEM)
+    while error is not None:
+        codes = [error.errno] if isinstance(error, OSError) else []
+        codes += map(int, re.findall(r"os_error_code='(\d+)'", str(error)))
+        for code in codes:
+            if code is not None and code not in DAMAGE:
+                return os.strerror(code)
+        error = error.__cause__ or error.__context__
+    return None
 
 
 @functools.cache

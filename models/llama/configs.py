@@ -165,7 +165,9 @@ class RunConfig:
     keep_every: int = operational(0, "keep the checkpoints of every N-th step for good; 0: none")
     resume_from: str | None = operational(None, "start in a new folder from this checkpoint of another run, such as "
                                           "runs/a/checkpoints/300")  # fmt: skip
-    accept_changes: bool = operational(False, "resume from a checkpoint of another policy or run")
+    accept_changes: bool = operational(
+        False, "resume although the policy, settings or metrics.jsonl have changed"
+    )
     init_from: str | None = setting(None, "start from safetensors in this folder (Hugging Face layout)")
     eval_every: int = operational(0, "steps between validations; also at the end; 0: never")
     eval_batches: int = operational(8, "number of batches in the fixed validation set", least=1)
@@ -363,6 +365,17 @@ def name_file(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def check_encoding(folder: Path) -> None:
+    """Raises ConfigError if a checkpoint cannot be written to a folder: TensorStore takes only UTF-8."""
+    try:
+        str(folder.resolve()).encode()
+    except UnicodeEncodeError:
+        name = ascii(str(folder.resolve()))
+        raise ConfigError(
+            f"--out {name} is not UTF-8, or not in this locale: choose another folder, or set LC_ALL=C.UTF-8"
+        ) from None
 
 
 OPEN_FILES = 1024  # the default limit of most systems

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 
 from policyc.models.llama import configs, data, partition, train_step
 from policyc.models.llama import model as llama
-from policyc.models.llama.checkpoints import DamagedCheckpointError, read_about, read_state, saved_steps
+from policyc.models.llama.checkpoints import DamagedCheckpointError, read_checkpoint, saved_steps
 from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig
 
 Config = TypeVar("Config", ModelConfig, RunConfig)
@@ -113,11 +113,13 @@ def _read_params(checkpoints: Path, config: ModelConfig, run: RunConfig) -> tupl
     path = checkpoints / str(steps[0])
     sizes, kinds = (1,) * len(partition.AXES), (AxisType.Auto,) * len(partition.AXES)
     mesh = jax.make_mesh(sizes, partition.AXES, devices=jax.devices()[:1], axis_types=kinds)
-    try:
-        about = read_about(path)
+
+    def check(about: dict[str, Any]) -> None:
         if seeds := about["identity"].get("seeds"):
             raise ConfigError(f"{path} holds several seeds, {seeds}: use a run of one seed")
-        state = read_state(path, train_step.abstract_state(config, run, mesh), about["state"])
+
+    try:
+        _, state = read_checkpoint(path, train_step.abstract_state(config, run, mesh), check)
     except DamagedCheckpointError as error:
         raise ConfigError(f"checkpoint {path} is damaged, or the run has just replaced it: {error}") from None
     return steps[0], cast(llama.Params, state["params"])

@@ -136,7 +136,8 @@ def _read_last_rows(path: Path, start: int) -> list[Row]:
     for line in reversed(read_file(path).splitlines() if path.exists() else []):
         with suppress(ValueError, TypeError, KeyError):
             row = parse_json(line)
-            if isinstance(row["step"], int) and isinstance(row["time"], float):
+            numbers = [row["time"], *(row.get(f"{name}_seconds", 0.0) for name in ("stall", "step"))]
+            if isinstance(row["step"], int) and all(isinstance(each, int | float) for each in numbers):
                 rows.append(row)
                 if _is_account(row, start):
                     break
@@ -144,4 +145,11 @@ def _read_last_rows(path: Path, start: int) -> list[Row]:
 
 
 def _is_account(row: Row, start: int) -> bool:
-    return row["step"] <= start and isinstance(row.get("seconds"), dict)
+    """Whether a line is an account at or before step `start`, of which no value is damaged."""
+    seconds, counts = row.get("seconds"), [row.get(name) for name in ("restarts", "lost_steps")]
+    return (
+        row["step"] <= start
+        and isinstance(seconds, dict)
+        and all(isinstance(each, int | float) for each in seconds.values())
+        and all(isinstance(each, int) for each in counts)
+    )

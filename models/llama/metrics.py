@@ -224,6 +224,10 @@ class MetricsLog:
         """Writes a line of validation losses. It has no training loss."""
         self._write([self._counters(step, i) | each for i, each in enumerate(self._split_seeds(losses))])
 
+    def marks(self, step: int) -> list[Row]:
+        """The marks of the metrics up to a step, for its checkpoint: one per seed, none if another process writes."""
+        return [files.mark(step) for files in self._files]
+
     def write_account(self, step: int) -> None:
         """Writes a line with the account of time so far. A restart continues from it."""
         row = {"time": self.account.wall_clock()} | self.account.as_row()
@@ -325,6 +329,7 @@ def describe_run(name: str, config: ModelConfig, run: RunConfig, data: str) -> R
         "config": name,
         "seed": run.seed,
         "data": data,
+        "metrics_every": 1,
         "settings": vars(config) | vars(run),
         "parameters": parameters,
         "active_parameters": active_parameters,

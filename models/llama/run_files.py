@@ -1,17 +1,19 @@
 """Writes metrics to metrics.jsonl, TensorBoard and Weights & Biases."""
 
+import hashlib
 import json
 import math
+import os
 import secrets
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
-import jax
-
 from policyc.models.llama.configs import (
+    ConfigError,
     ModelConfig,
     RunConfig,
     import_library,
@@ -29,8 +31,13 @@ class RunFiles:
     tokens_at_start: int
 
     def __init__(self, stack: ExitStack, folder: Path, config: ModelConfig, run: RunConfig, start: int):
-        lines, self.tokens_at_start = _open_at_step(folder / "metrics.jsonl", start)
+        lines, kept, self.tokens_at_start = _open_at_step(folder / "metrics.jsonl", start)
         self._lines = stack.enter_context(lines)
+        self._size, self._hash = len(kept), hashlib.sha256(kept)
+        self._step, self._mark_before = (
+            start,
+            self._mark(),
+        )  # the step of the last line, and the mark before its lines
         self._board = TensorBoardFile(folder / "tensorboard", start)
         stack.callback(self._board.close)
         self._wandb = None
@@ -40,14 +47,28 @@ class RunFiles:
             self._wandb = stack.enter_context(import_library("wandb", "wandb").init(**options))
 
     def write(self, row: Row) -> None:
+        line = _as_json(row) + "\n"
         with name_file(Path(self._lines.name)):
-            self._lines.write(_as_json(row) + "\n")
+            self._lines.write(line)
+        if row["step"] > self._step:
+            self._step, self._mark_before = row["step"], self._mark()
+        self._size += len(line)  # ASCII
+        self._hash.update(line.encode())
         nested = {name: value for name, value in row.items() if isinstance(value, dict)}
         numbers = {name: value for name, value in row.items() if name not in ("step", "time", *nested)}
         numbers |= {f"{name}/{key}": number for name, each in nested.items() for key, number in each.items()}
         self._board.write(numbers, row["step"])
         if self._wandb:
             self._wandb.log(numbers, step=row["step"])
+
+    def mark(self, step: int) -> Row:
+        """The mark of the lines up to a step, the last one or the one before it, once they are on disk."""
+        with name_file(Path(self._lines.name)):
+            os.fsync(self._lines.fileno())
+        return self._mark() if self._step <= step else self._mark_before
+
+    def _mark(self) -> Row:
+        return {"bytes": self._size, "sha256": self._hash.hexdigest()}
 
 
 class TensorBoardFile:
@@ -93,15 +114,36 @@ def _wandb_id(folder: Path) -> str:
     return read_file(path).decode().strip()
 
 
-def _open_at_step(path: Path, start: int) -> tuple[TextIO, int]:
-    """Opens a file of metrics for appending. Also returns the number of tokens up to step `start`.
+def check_metrics(folder: Path, step: int, mark: Row) -> None:
+    """Raises ConfigError if metrics lack lines that they had when the checkpoint of a step was written."""
+    path = folder / "metrics.jsonl"
+    rows = [(line, row) for line, row in _read_lines(path) if row and row["step"] <= step]
+    kept = b"".join(line for line, _ in rows)
+    if hashlib.sha256(kept[: mark["bytes"]]).hexdigest() != mark["sha256"]:
+        lost = sorted(set(range(1, step + 1)) - {row["step"] for _, row in rows if "loss" in row})
+        change = (
+            f"{len(lost)} steps are missing, the first is step {lost[0]}" if lost else "lines have changed"
+        )
+        raise ConfigError(f"{path} is not what it was at the checkpoint of step {step}: {change}")
+
+
+def _read_lines(path: Path) -> Iterator[tuple[bytes, Row | None]]:
+    """The lines of a file of metrics, each also as a row."""
+    try:
+        lines = read_file(path).splitlines(keepends=True)
+    except FileNotFoundError:
+        return
+    yield from ((line, _parse(line)) for line in lines)
+
+
+def _open_at_step(path: Path, start: int) -> tuple[TextIO, bytes, int]:
+    """Opens a file of metrics for appending. Also returns its content, and the number of tokens up to step `start`.
 
     Lines after that step, which will run again, and damaged lines are moved to another file.
     """
     kept, removed, damaged, tokens = [], [], [], 0
-    lines = read_file(path).splitlines(keepends=True) if path.exists() else []
-    for number, line in enumerate(lines, start=1):
-        row = _parse(line)
+    number = 0
+    for number, (line, row) in enumerate(_read_lines(path), start=1):
         if row is None:
             damaged.append(number)
         if row is None or row["step"] > start:
@@ -110,7 +152,7 @@ def _open_at_step(path: Path, start: int) -> tuple[TextIO, int]:
         kept.append(line)
         tokens = row.get("tokens", 0)
     aside, new = path.with_suffix(".removed.jsonl"), path.with_suffix(".new")
-    if damaged and damaged != [len(lines)]:  # the last line is torn if a run was killed while writing
+    if damaged and damaged != [number]:  # the last line is torn if a run was killed while writing
         print(
             f"warning: {path}: line {damaged[0]} is damaged ({len(damaged)} in all): moved to {aside}",
             file=sys.stderr,
@@ -119,19 +161,16 @@ def _open_at_step(path: Path, start: int) -> tuple[TextIO, int]:
         with name_file(aside), aside.open("ab") as file:
             file.writelines(line if line.endswith(b"\n") else line + b"\n" for line in removed)
     with name_file(new):
-        new.write_bytes(b"".join(kept))
-        return new.replace(path).open("a", buffering=1), tokens  # line-buffered
+        new.write_bytes(content := b"".join(kept))
+        return new.replace(path).open("a", buffering=1), content, tokens  # line-buffered
 
 
-def copy_metrics(checkpoint: Path, folder: Path, step: int, is_one_of_seeds: bool) -> None:
-    """Copies the metrics up to a checkpoint of another run, but not its account of time."""
-    run = checkpoint.resolve().parents[1]
-    path = (run.parent / folder.name if is_one_of_seeds else run) / "metrics.jsonl"
-    if jax.process_index() == 0 and path.exists():
-        rows = [(line, _parse(line)) for line in read_file(path).splitlines(keepends=True)]
-        kept = [line for line, row in rows if row and row["step"] <= step and "seconds" not in row]
-        with name_file(folder / "metrics.jsonl"):
-            (folder / "metrics.jsonl").write_bytes(b"".join(kept))
+def copy_metrics(source: Path, folder: Path, step: int) -> None:
+    """Copies the metrics up to a step of another run, but not its account of time."""
+    rows = _read_lines(source / "metrics.jsonl")
+    kept = [line for line, row in rows if row and row["step"] <= step and "seconds" not in row]
+    with name_file(folder / "metrics.jsonl"):
+        (folder / "metrics.jsonl").write_bytes(b"".join(kept))
 
 
 def _parse(line: bytes) -> Row | None:

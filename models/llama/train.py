@@ -6,6 +6,13 @@ under a policy. The calls of `policyc` below tell the policy about the run; with
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # while modules are imported, Ctrl-C ends the process silently
+
 import errno
 import json
 import sys
@@ -22,6 +29,7 @@ from policyc.models.llama import preemption
 _signals = ExitStack()
 if __name__ == "__main__":
     _signals.enter_context(preemption.end_at_signals())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # `policyc train` blocks it until here
 try:
     import jax
     import jax.numpy as jnp
@@ -39,20 +47,28 @@ try:
         train_step,
         weights,
     )
-    from policyc.models.llama.checkpoints import CONTENTS, Checkpoints, check_new, lock_folder, saved_steps
+    from policyc.models.llama.checkpoints import (
+        CONTENTS,
+        Checkpoints,
+        Restored,
+        check_new,
+        lock_folder,
+        saved_steps,
+    )
     from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig
     from policyc.models.llama.feed import BatchFeed
     from policyc.models.llama.goodput import TimeAccount
     from policyc.models.llama.preemption import Stopped, StopRequest, end_together, watch_signals
-    from policyc.models.llama.run_files import copy_metrics
+    from policyc.models.llama.run_files import check_metrics, copy_metrics
 except ModuleNotFoundError as _error:
     if _error.name is None or _error.name.startswith("policyc."):
         raise
     sys.exit(f"error: training needs the package '{_error.name}': pip install 'policyc[train]'")
 
 
-# Write errors that the program did not cause, and what to do about them.
-MAKE_ROOM = "make room: the same command resumes from the last checkpoint"
+# What to do about errors of the file system.
+RESUME = "the same command resumes from the last checkpoint"
+MAKE_ROOM = f"make room: {RESUME}"
 CHANGE_FOLDER = "choose another folder with --out"
 STORAGE_ERRORS = {
     errno.ENOSPC: MAKE_ROOM,
@@ -62,6 +78,8 @@ STORAGE_ERRORS = {
     errno.EACCES: CHANGE_FOLDER,
     errno.EISDIR: CHANGE_FOLDER,
     errno.ENOTDIR: CHANGE_FOLDER,
+    errno.EEXIST: CHANGE_FOLDER,
+    errno.ENAMETOOLONG: CHANGE_FOLDER,
 }
 
 
@@ -72,9 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        if error.errno not in STORAGE_ERRORS:
+        if error.errno is None:
             raise
-        print(f"error: writing failed: {error}\n{STORAGE_ERRORS[error.errno]}", file=sys.stderr)
+        print(f"error: {error}\n{STORAGE_ERRORS.get(error.errno, RESUME)}", file=sys.stderr)
         return 1
     except Stopped as stop:
         print(f"{stop}: {stop.advice}", file=sys.stderr)
@@ -152,6 +170,7 @@ class Trainer:
         self.folders: list[Path] = [
             out if run.seeds is None else out / f"seed{one.seed}" for one in self.runs
         ]
+        configs.check_encoding(out)
         # The files that seeds share are in the folder of the first one, so that several processes may share `out`.
         self.folder: Path = self.folders[0]
         stop.announce(max(saved_steps(self.folder / "checkpoints"), default=0))
@@ -204,10 +223,15 @@ class Trainer:
             return state, 0
         if self.is_new and run.resume_from:
             restored = self.checkpoints.read_other(Path(run.resume_from), abstract_state, run.accept_changes)
-            for each in self.folders:
-                copy_metrics(Path(run.resume_from), each, restored.step, run.seeds is not None)
+            source = Path(run.resume_from).resolve().parents[1]
+            sources = [source] if run.seeds is None else [source.parent / each.name for each in self.folders]
+            self.check_metrics(sources, restored, may_lack=True)
+            for other, each in zip(sources, self.folders, strict=True) if jax.process_index() == 0 else ():
+                copy_metrics(other, each, restored.step)
         else:
             restored = self.checkpoints.restore(abstract_state, run.accept_changes)
+            self.check_metrics(self.folders, restored, may_lack=run.accept_changes)
+            self.checkpoints.set_damaged_aside()
         if restored.positions is None:
             print(
                 "warning: the data has changed since the checkpoint: reading it from the beginning",
@@ -216,6 +240,18 @@ class Trainer:
         else:
             self.batches.restore(restored.positions)
         return restored.state, restored.step
+
+    def check_metrics(self, folders: Sequence[Path], restored: Restored, *, may_lack: bool) -> None:
+        """Raises ConfigError if metrics have been lost since a checkpoint was written; a warning if they may lack."""
+        for folder, mark in zip(folders, restored.metrics, strict=False) if jax.process_index() == 0 else ():
+            try:
+                check_metrics(folder, restored.step, mark)
+            except ConfigError as error:
+                if not may_lack:
+                    raise ConfigError(
+                        f"{error}\nrestore it, or go on without them with --accept-changes"
+                    ) from None
+                print(f"warning: {error}", file=sys.stderr)
 
     def make_state(self) -> train_step.State:
         """The state before the first step, with the weights of `--init-from` if it is given."""
@@ -353,7 +389,7 @@ class Trainer:
 
     def save(self, step: int, log: metrics.MetricsLog) -> None:
         with log.progress.during("checkpoint"):
-            self.checkpoints.save(step, self.state, self.batches.positions)
+            self.checkpoints.save(step, self.state, self.batches.positions, log.marks(step))
         self.saved_step, self.saved_at = step, log.account.clock()
 
     @contextmanager
@@ -365,7 +401,7 @@ class Trainer:
         except ConfigError:
             if self.run.checkpoint_every and step != self.saved_step and jax.process_count() == 1:
                 log.flush()
-                self.checkpoints.save(step, self.state, positions)
+                self.checkpoints.save(step, self.state, positions, log.marks(step))
             raise
 
     @contextmanager
@@ -381,7 +417,7 @@ class Trainer:
                 raise ConfigError(f"{fault}\nthe last checkpoint is at step {self.saved_step}") from None
             if before != self.saved_step:
                 state = self.state | {"faults": jnp.zeros_like(self.state["faults"])}
-                self.checkpoints.save(before, state, self.positions[before])
+                self.checkpoints.save(before, state, self.positions[before], log.marks(before))
                 self.checkpoints.wait()
             log.write_account(before)
             raise ConfigError(f"{fault}. The state before it is in the checkpoint of step {before}") from None

@@ -83,10 +83,15 @@ def explain_unreadable(path: Path, writer: str) -> Iterator[None]:
 def cache_folder(name: str = "") -> Path:
     """Makes a folder for files that policyc can regenerate, in the user's cache folder. Raises OSError.
 
-    Some of the files are code, so it also raises OSError if other users could have written them.
+    Some of the files are code, so it also raises OSError if other users could have written them. A user without a home
+    folder, as in some containers, has none.
     """
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    folder = make_private(Path(home, "policyc").absolute())
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(home):  # which the XDG specification says to ignore
+        home = os.path.join(os.path.expanduser("~"), ".cache")
+    if not os.path.isabs(home):
+        raise OSError(errno.ENOENT, "there is no home folder: set HOME or XDG_CACHE_HOME")
+    folder = make_private(Path(home, "policyc"))
     return make_private(folder / name) if name else folder
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,7 +57,7 @@ def init(like: str, config: str | None, out: str | None, program: tuple[str, ...
 
     if program and is_policy(program[0]):
         raise click.UsageError(f"'{program[0]}' is a policy: name it with --like {program[0]}")
-    if out is not None and out != "-" and Path(out).exists():
+    if out is not None and out != "-" and os.path.exists(out):
         raise click.UsageError(f"--out: '{out}' exists: remove it, or choose another name")
     policy = load_policy(like)
     plan = plan_source(Policy(), program, config)

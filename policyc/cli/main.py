@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -121,6 +122,8 @@ def main() -> None:
 
 def run_command() -> None:
     """Runs the command that `sys.argv` names. Raises SystemExit."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.path[0] in ("", os.getcwd(), os.path.dirname(os.path.realpath(sys.argv[0]))):
         del sys.path[0]  # Python put it there for this command. A program brings its own folder.
     for stream in (sys.stdout, sys.stderr):

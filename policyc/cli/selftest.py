@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from policyc.cli.common import EXIT_FAILURE, ExampleCommand, write_output
+from policyc.cli.common import EXIT_FAILURE, EXIT_USAGE, ExampleCommand, exit_with_message, write_output
 from policyc.cli.options import path_option, switch
 
 
@@ -53,7 +53,10 @@ def selftest(names: tuple[str, ...], quick: bool, out: str | None) -> None:
     from policyc.hardware.selftest.report import render_page, run_selftest
 
     folder = Path(out or ".")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        exit_with_message(f"--out: {error}", EXIT_USAGE)
     data = run_selftest(names, quick=quick, say=click.echo)
     page, file = folder / "selftest.html", folder / "selftest.json"
     write_output("--out", str(file), json.dumps(data, indent=1) + "\n")

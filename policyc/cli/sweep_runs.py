@@ -241,6 +241,8 @@ def _design_sweep(
     except ProbeFailed as error:
         hint = misplaced_hint(program.words)
         exit_with_message(f"{error}\n  {hint}" if hint else str(error))
+    except OSError as error:
+        exit_with_message(f"{out}: {error}", EXIT_USAGE)
     except ValueError as error:
         exit_with_message(str(error))
     except KeyboardInterrupt:

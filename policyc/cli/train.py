@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from dataclasses import fields
 
@@ -56,4 +57,5 @@ def train(policy: str | None, arguments: tuple[str, ...], run: RunOptions) -> No
     if options:
         raise click.UsageError(f"--{options[0].replace('_', '-')} needs --policy")
     sys.stdout.flush()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until the program handles it
     os.execv(PYTHON[0], [*PYTHON, script, *arguments])

@@ -72,7 +72,7 @@ class Program:
 
         Only the top-level package of a module is looked up: finding a submodule would import its parents.
         """
-        if self.kind == "script" and not Path(self.name).exists():
+        if self.kind == "script" and not os.path.exists(self.name):
             raise BadProgram(f"no such script: '{self.name}'")
         if self.kind != "module":
             return

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from policyc.base import files
 from policyc.base.files import atomic_write, open_output
 from tests.support.command import ROOT
 
@@ -135,3 +136,14 @@ def test_a_dash_is_standard_output(capsysbinary):
     with open_output("-") as stream:
         stream.write(b"text")
     assert capsysbinary.readouterr().out == b"text"
+
+
+def test_a_user_without_a_home_folder_has_no_cache(tmp_path, monkeypatch):
+    """No folder named `~` is made. A relative XDG_CACHE_HOME is ignored, as its specification says."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    with pytest.raises(NotADirectoryError):
+        files.user_cache_folder().mkdir(parents=True)
+    assert not list(tmp_path.iterdir())

@@ -622,6 +622,12 @@ jax.grad(lambda p: (jnp.ones((2, 4)) @ p["w"]).sum())({"w": jnp.ones((4, 2))})
         (0, "lint shadowed.policy --diff --exit-zero"),
         (0, "lint shadowed.policy --fix"),
         (0, "report run"),
+        *(
+            (2, f"{words} {'x' * 300}")
+            for words in ("report", "report run --out", "apply fp8", "selftest --out")
+        ),
+        (2, f"init --out {'x' * 300} train.py"),
+        (2, f"sweep --out {'x' * 300} fp8 train.py"),
         (2, f"quantize absent.npy --recipe fp8 {OPERAND}"),
         (1, f"quantize absent.npy --recipe fp9 {OPERAND}"),
         (2, "lint good.policy absent.py"),

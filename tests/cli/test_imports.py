@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -108,3 +109,10 @@ def test_a_program_that_calls_policyc_without_a_policy_loads_next_to_nothing() -
         "policyc policyc.compiler policyc.compiler.schedule policyc.experiments policyc.experiments.hooks"
     )
     assert after_hooks == modules
+
+
+def test_ctrl_c_while_modules_are_imported_prints_no_traceback() -> None:
+    """`policyc train` blocks the signal until its program handles it."""
+    code = "import os, signal, policyc.__main__; os.kill(os.getpid(), signal.SIGINT)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT)
+    assert (ran.returncode, ran.stderr) == (-signal.SIGINT, b"")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from policyc.experiments.report import figures
 from policyc.experiments.report.build import Report, build_report
 from policyc.experiments.report.page import write_report
 from policyc.experiments.report.runs import read_run
@@ -144,6 +145,39 @@ def test_unreadable_lines_are_skipped_and_counted(tmp_path: Path) -> None:
         "2 lines of metrics.jsonl could not be read" in text
         for text in texts_of(write_report(build_report([run])))
     )
+
+
+def test_a_long_run_is_thinned_while_its_figures_are_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = build_report([write_run(tmp_path / "run", steps=1200)]).data
+    monkeypatch.setattr(figures, "MOST_ROWS", 400)
+    run = figures.read_figures(tmp_path / "run", variant="x")
+    assert run.steps.step.tolist() == list(range(3, 1201, 3))
+    thinned = build_report([tmp_path / "run"]).data
+    assert thinned["variants"] == whole["variants"]
+    (line,), (whole_line,) = (data["charts"][0]["lines"] for data in (thinned, whole))
+    assert line == whole_line  # also the lowest and the highest step of each point
+
+
+@pytest.mark.parametrize(
+    ("kept", "status", "reason"),
+    [
+        (slice(28, None), {}, "its metrics lack 28 steps"),
+        (slice(10, 20), {"state": "finished"}, "its metrics end at step 20 of 40"),
+        (slice(0, 40, 2), {"state": "finished"}, "its metrics end at step 39 of 40"),
+    ],
+)
+def test_a_run_whose_metrics_are_cut_has_not_finished(
+    tmp_path: Path, kept: slice, status: dict[str, str], reason: str
+) -> None:
+    run = write_run(tmp_path / "run")
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)[:40]
+    (run / "metrics.jsonl").write_text("".join(lines[kept]))
+    (run / "run.json").write_text('{"metrics_every": 1, "settings": {"steps": 40}}')
+    (run / "status.json").write_text(json.dumps(status))
+    (row,) = build_report([run]).data["variants"][0]["runs"]
+    assert (row["state"], row["reason"]) == ("unfinished", reason)
 
 
 def test_what_is_not_a_run_or_cannot_be_written_is_an_error(tmp_path: Path) -> None:

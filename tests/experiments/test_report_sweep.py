@@ -328,6 +328,8 @@ def test_sweeps_of_other_lengths_and_margins_are_named(tmp_path: Path) -> None:
     ]
     for path in sweeps[1].rglob("metrics.jsonl"):
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:150]))
+    manifest = sweeps[1] / "sweep.json"
+    manifest.write_text(manifest.read_text().replace('"steps": 200', '"steps": 150'))
     report = build_report(sweeps)
     assert report.data["inequalities"] == [
         "the runs that finished have different numbers of steps: 150, 200",

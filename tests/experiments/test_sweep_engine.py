@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from policyc.experiments.report.runs import read_run
-from policyc.experiments.report.sweeps import trailing_loss as trailing_loss_of_report
+from policyc.experiments.report.figures import read_figures
 from policyc.experiments.sweep import engine, liveness
 from policyc.experiments.sweep.engine import Engine, SweepResult, track_runs
 from policyc.experiments.sweep.live import (
@@ -68,6 +67,7 @@ def test_a_sweep_that_is_continued_runs_what_failed_or_was_stopped_but_not_what_
         name: make_run(tmp_path, name)
         for name in ("finished", "failed", "preempted", "diverged", "new", "killed")
     }
+    write_metrics(runs["finished"].folder, [3.0, 2.0, 1.0])
     write_status(runs["finished"].folder, "finished")
     write_status(runs["failed"].folder, "failed", reason="out of memory")
     write_status(runs["preempted"].folder, "preempted")
@@ -94,10 +94,38 @@ def test_a_run_of_several_seeds_is_run_again_if_one_needs_it(
 ) -> None:
     run = make_run(tmp_path, seeds=(0, 1))
     for folder, (state, diverged) in zip(run.folders, states, strict=False):
+        write_metrics(folder, [3.0, 2.0, 1.0])
         write_status(folder, state, diverged=diverged)
     executor = FakeExecutor(finish)
     run_all([run], executor)
     assert bool(executor.started) == is_run_again
+
+
+@pytest.mark.parametrize("losses", [None, [], [3.0, 2.0]])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_finished_run_whose_metrics_are_lost_is_run_again(
+    tmp_path: Path, losses: list[float] | None, nested: bool
+) -> None:
+    """They are deleted, emptied or cut. Lines that are too deeply nested to be read count for nothing."""
+    run, executor = make_run(tmp_path), FakeExecutor(finish)
+    write_status(run.folder, "finished")
+    if losses is not None:
+        write_metrics(run.folder, losses)
+        with (run.folder / "metrics.jsonl").open("a") as stream:
+            stream.write("[" * 100_000 * nested)
+    run_all([run], executor)
+    assert executor.started == [run.name]
+
+
+def test_a_run_that_lacks_lines_before_its_end_is_run_again(tmp_path: Path) -> None:
+    """Its run.json says that it writes every step."""
+    run, executor = make_run(tmp_path), FakeExecutor(finish)
+    write_status(run.folder, "finished")
+    (run.folder / "metrics.jsonl").write_text('{"step": 3, "loss": 1.0}\n')
+    assert track_runs([run])[0].progress == "finished"
+    (run.folder / "run.json").write_text('{"metrics_every": 1}')
+    run_all([run], executor)
+    assert executor.started == [run.name]
 
 
 def test_a_run_whose_wrapper_was_killed_has_failed(tmp_path: Path) -> None:
@@ -322,7 +350,7 @@ def test_the_loss_of_a_program_that_writes_every_tenth_step_is_that_of_the_repor
     (run.folder / "metrics.jsonl").write_text("".join(rows))
     (tracked,) = track_runs([run])
     assert trailing_loss(tracked.readers[0]) == 15.5  # the last ten lines
-    assert trailing_loss_of_report(read_run(run.folder, variant="x")) == 15.5
+    assert read_figures(run.folder, variant="x").figures["trailing_loss"] == 15.5
 
 
 def test_the_lines_and_the_table_name_every_failure(

@@ -91,7 +91,7 @@ def test_a_damaged_status_is_that_of_a_run_to_be_run_again(tmp_path: Path) -> No
     status.write(tmp_path)
     assert RunStatus.read(tmp_path) == status
     unknown = (tmp_path / "status.json").read_text().replace("finished", "done")
-    for text in ("", "{", "[]", "{}", '{"state": "finished"}', unknown):
+    for text in ("", "{", "[]", "{}", '{"state": "finished"}', unknown, "[" * 100_000):
         (tmp_path / "status.json").write_text(text)
         assert RunStatus.read(tmp_path) is None
 
@@ -274,7 +274,9 @@ def test_a_policy_may_be_named_by_another_path(tmp_path: Path) -> None:
     assert text == "# the policy ./mine\\x0ax.policy\n\nmlp.* -> fp8\n"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 1, "seeds": [0]}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"format": 1, "seeds": [0]}', '{"format": 2}', "[" * 100_000]
+)
 def test_a_damaged_sweep_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "sweep.json").write_text(text)
     with pytest.raises(ChangedSweep, match=r"sweep[.]json is"):

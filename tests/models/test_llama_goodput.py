@@ -224,9 +224,12 @@ def test_a_complete_run_that_is_continued_has_not_waited(start_process, tmp_path
     [
         '{"step": 4, "time": 1.0, "loss": 1.0, "step_seconds": 2.0}\n',
         '{"step": 4, "time": 1.0, "seconds": 3}\n\xff\n[]\n',
+        '{"step": 4, "time": 1.0, "seconds": {"step": 1.0}, "restartr": 0, "lost_steps": 0}\n',
+        '{"step": 4, "time": 1.0, "seconds": {"step": "1"}, "restarts": 0, "lost_steps": 0}\n'
+        + "[" * 100_000,
         "",
     ],
-    ids=["copied", "damaged", "empty"],
+    ids=["copied", "damaged", "flipped", "nested", "empty"],
 )
 def test_the_account_begins_now_where_there_was_none(start_process, tmp_path, lines):
     (tmp_path / "metrics.jsonl").write_bytes(lines.encode("latin-1"))

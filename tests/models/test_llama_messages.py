@@ -128,6 +128,24 @@ def test_data_that_does_not_fit_leaves_no_folder(capsys, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "file", "message"),
+    [
+        ("x" * 300, None, "File name too long"),
+        ("run", "tensorboard", "File exists: '{out}/tensorboard'"),
+        (os.fsdecode(b"\xff"), None, "is not UTF-8"),
+    ],
+)
+def test_a_folder_that_cannot_be_used_is_one_message(capsys, tmp_path, name, file, message):
+    out = tmp_path / name
+    if file:
+        out.mkdir()
+        (out / file).touch()
+    assert train_here(out=out, **RUN) == 1
+    assert message.format(out=out) in (error := capsys.readouterr().err)
+    assert "choose another folder" in error
+
+
 def test_too_few_open_files_are_one_message_before_anything_starts(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 20))
     assert train.main(flags(out=tmp_path / "run")) == 1

@@ -57,6 +57,12 @@ def losses(folder: Path) -> list[tuple[int, float]]:
     return [(row["step"], row["loss"]) for row in rows if "loss" in row]
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files below a folder, except the lock, which names the last process."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "run.lock")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
 def spawn(*arguments: str, program: tuple[str, ...], devices: int = 1) -> subprocess.Popen[str]:
     """Starts a run in a new process. `program` are the arguments of Python before those of the run."""
     quick = quick_environment()
@@ -120,11 +126,12 @@ def train_here(**settings: Any) -> int:
     A run that names no axis of the mesh has one device: it compiles faster, and writes checkpoints in a third of the
     time.
     """
-    from policyc.models.llama import partition, train, train_step
+    from policyc.models.llama import checkpoints, partition, train, train_step
 
     _make_step()  # keeps the module's own function, before it is replaced
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_step, "make_train_step", make_shared_step)
+        patch.setattr(checkpoints, "RETRY_SECONDS", (0.0, 0.0))
         if not any(name.endswith("_axis") for name in settings):
             patch.setattr(partition, "make_mesh", lambda *_: make_mesh())
         return train.main(flags(**settings))

@@ -83,7 +83,10 @@ def check_vocab(name: str, size: int, vocab: int) -> None:
 
 def cache_folder() -> Path:
     """Makes the user's folder for tokens. Raises OSError if another user could have written what is in it."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "llama-data")
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "llama-data")
+    except RuntimeError:
+        raise ConfigError("there is no home folder for the token cache: set HOME or XDG_CACHE_HOME") from None
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.stat()

@@ -5,6 +5,9 @@ Unreadable parts are left out, and listed in `problems`.
 
 from __future__ import annotations
 
+import math
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from numpy.typing import NDArray
 from policyc.experiments.report.values import (
     JsonObject,
     as_number,
+    as_numbers,
     as_object,
     as_objects,
     as_text,
@@ -21,7 +25,6 @@ from policyc.experiments.report.values import (
     read_object,
     read_rows,
 )
-from policyc.experiments.sweep.metrics import describe_divergence
 from policyc.experiments.sweep.run import LOG_FILE, METRICS_FILE, STATUS_FILE, RunEnd, tail_lines
 
 Column = NDArray[np.float64]
@@ -58,7 +61,8 @@ class RunData:
     """The files of a run, as far as they could be read.
 
     Attributes:
-      steps: one row per training step; the last line of a step counts.
+      steps: one row per training step; the last line of a step counts. Of a long run, a row stands for several steps.
+      figures: what was computed from all steps.
       evaluations: one row per validation.
       account: the last metrics line that says where the time of the run went; empty if there is none.
       stats: rows of `stats.jsonl`.
@@ -73,6 +77,7 @@ class RunData:
     seed: int | None
     steps: Table
     evaluations: Table
+    figures: JsonObject = field(default_factory=dict)
     account: JsonObject = field(default_factory=dict)
     stats: tuple[JsonObject, ...] = ()
     plan: JsonObject | None = None
@@ -115,8 +120,14 @@ def read_run(
 ) -> RunData:
     """Reads what a run has written so far. A folder without metrics is a run without steps."""
     problems: list[str] = []
-    rows = read_rows(folder / METRICS_FILE, problems)
-    rows = [{_ALIASES.get(name, name): value for name, value in row.items()} for row in rows]
+    steps, evaluations = _Columns(STEP_METRICS, "loss"), _Columns(EVALUATION_METRICS, "validation_loss")
+    account: JsonObject = {}
+    for row in read_rows(folder / METRICS_FILE, problems):
+        row.update({name: row.pop(alias) for alias, name in _ALIASES.items() if alias in row})
+        steps.append(row)
+        evaluations.append(row)
+        if as_object(row.get("seconds")):
+            account = row
     about = read_object(folder / "run.json", problems) or {}
     status = read_object(folder / STATUS_FILE, problems) or {}
     settings = as_object(about.get("settings"))
@@ -127,9 +138,9 @@ def read_run(
         folder=folder,
         variant=variant,
         seed=seed,
-        steps=_make_table([r for r in rows if "loss" in r], STEP_METRICS),
-        evaluations=_make_table([r for r in rows if "validation_loss" in r], EVALUATION_METRICS),
-        account=next((r for r in reversed(rows) if as_object(r.get("seconds"))), {}),
+        steps=steps.table(),
+        evaluations=evaluations.table(),
+        account=account,
         stats=tuple(read_rows(folder / "stats.jsonl", problems)),
         plan=_read_plan(folder / "plan.json", problems),
         about=about,
@@ -140,16 +151,31 @@ def read_run(
     )
 
 
-def _make_table(rows: list[JsonObject], names: tuple[str, ...]) -> Table:
-    """The columns of some rows, sorted by step. If a step was run again, the last row counts."""
-    by_step = {row["step"]: row for row in rows}
-    steps = sorted(by_step)
-    columns = {}
-    for name in names:
-        numbers = [as_number(by_step[step].get(name)) for step in steps]
-        if any(number is not None for number in numbers) or name in ("loss", "validation_loss"):
-            columns[name] = np.array([np.nan if number is None else number for number in numbers], float)
-    return Table(step=np.array(steps, float), columns=columns)
+class _Columns:
+    """Collects the rows that have one metric, as columns: 8 bytes a number."""
+
+    def __init__(self, names: Sequence[str], required: str) -> None:
+        self._required = required
+        self._columns = {name: array("d") for name in ("step", *names)}
+
+    def append(self, row: JsonObject) -> None:
+        if self._required in row:
+            for name, column in self._columns.items():
+                value = row.get(name)
+                if type(value) is not float:  # the usual case
+                    number = as_number(value)
+                    value = math.nan if number is None else number
+                column.append(value)
+
+    def table(self) -> Table:
+        """The rows, sorted by step. If a step was run again, the last row counts."""
+        columns = {name: as_numbers(np.array(column)) for name, column in self._columns.items()}
+        steps = columns.pop("step")
+        unique, last = np.unique(steps[::-1], return_index=True)
+        if len(unique) < len(steps) or (np.diff(steps) < 0).any():
+            columns = {name: column[::-1][last] for name, column in columns.items()}
+        known = {n: c for n, c in columns.items() if n == self._required or not np.isnan(c).all()}
+        return Table(step=unique, columns=known)
 
 
 def _read_plan(path: Path, problems: list[str]) -> JsonObject | None:
@@ -173,22 +199,21 @@ def judge_run(run: RunData, longest: int) -> RunEnd:
 
     A run without a status and without a known number of steps is taken as finished if no other run went further.
     """
-    losses = run.steps.columns["loss"]
     target = run.planned_steps or longest
     progress = f"step {run.last_step:,} of {target:,}"
-    if reason := describe_divergence(
-        dict(zip(run.steps.step.astype(int).tolist(), losses.tolist(), strict=True))
-    ):
+    if reason := run.figures["divergence"]:
         return RunEnd(state="failed", reason=reason, diverged=True)
     state, reason = run.status.get("state"), as_text(run.status.get("reason"))
     if state == "failed":
         return RunEnd(state="failed", reason=reason or "no reason is known")
     if state in ("running", "preempted"):
         return RunEnd(state="unfinished", reason=f"{state}, {progress}")
-    if not len(losses):
+    if not len(run.steps):
         if state == "finished":
             return RunEnd(state="failed", reason=f"it has finished, but its {METRICS_FILE} has no steps")
         return RunEnd(state="unfinished", reason="not started")
+    if run.figures["lost_lines"]:
+        return RunEnd(state="unfinished", reason=run.figures["lost_lines"])
     if state == "finished" or run.last_step >= target:
         return RunEnd(state="finished")
     return RunEnd(state="unfinished", reason=progress)

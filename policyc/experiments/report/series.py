@@ -99,7 +99,10 @@ def range_of_run(run: RunData, metric: str, axis: Axis) -> Curve:
     mean = bin_run(run, metric, axis)
     if column is None or len(run.steps) <= len(axis.values):
         return Curve(values=mean)
-    low, high = (bin_run(run, metric, axis, reduce) for reduce in (np.fmin, np.fmax))
+    names = [f"{metric}{end}" for end in ("_low", "_high") if f"{metric}_low" in run.steps.columns] or [
+        metric
+    ] * 2
+    low, high = (bin_run(run, *each) for each in zip(names, [axis] * 2, (np.fmin, np.fmax), strict=True))
     return Curve(values=mean, low=low, high=high)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -14,17 +13,13 @@ from policyc.experiments.report.charts import by_seed
 from policyc.experiments.report.runs import Column, RunData
 from policyc.experiments.report.series import (
     Axis,
-    count_gradient_spikes,
-    count_loss_spikes,
     first_crossing,
-    with_derived_metrics,
 )
 from policyc.experiments.report.sweeps import (
     SweepData,
     VariantData,
     final_validation_loss,
     seed_losses,
-    trailing_loss,
 )
 from policyc.experiments.report.values import JsonObject, as_list, as_number, as_object, as_objects, as_text
 from policyc.experiments.sweep.metrics import trailing_steps
@@ -36,16 +31,9 @@ FREE_SETTINGS = frozenset({"seed", "seeds", "out", "coordinator", "process_id", 
 
 def summarize_run(run: RunData) -> JsonObject:
     """The figures of a run; None for what it did not measure."""
-    derived = with_derived_metrics(run).steps
     tokens = run.tokens_at(run.steps.step)
-    grad_norm = run.steps.column("grad_norm")
     # Without a sweep, take the command that the program recorded.
     command = as_list(run.status.get("command")) or as_list(run.about.get("command"))
-
-    def figure(name: str, reduce: Callable[[Column], Any]) -> float | None:
-        column = derived.column(name)
-        values = np.empty(0) if column is None else column[np.isfinite(column)]
-        return float(reduce(values)) if len(values) else None
 
     return {
         "name": run.name,
@@ -56,17 +44,13 @@ def summarize_run(run: RunData) -> JsonObject:
         "last_step": run.last_step,
         "planned_steps": run.planned_steps,
         "tokens": float(tokens[-1]) if tokens is not None and len(tokens) else None,
-        "trailing_loss": trailing_loss(run),
+        **{
+            name: value
+            for name, value in run.figures.items()
+            if name not in ("divergence", "lost_lines", "rows")
+        },
         "validation_loss": final_validation_loss(run),
         "validation_loss_plain": final_validation_loss(run, "validation_loss_plain"),
-        "loss_spikes": count_loss_spikes(run.steps.columns["loss"]),
-        "gradient_spikes": None if grad_norm is None else count_gradient_spikes(grad_norm),
-        "skipped_steps": figure("skipped", np.max),
-        "step_seconds": figure("step_seconds", np.median),
-        "tokens_per_second": figure("tokens_per_second", np.median),
-        "mfu": figure("mfu", np.median),
-        "memory_bytes": figure("memory_bytes", np.max),
-        "stall_fraction": _stall_fraction(run),
         **_account(run),
         "command": [as_text(word) for word in command],
         "log_tail": list(run.log_tail),
@@ -83,16 +67,6 @@ def _account(run: RunData) -> JsonObject:
         "restarts": as_number(run.account.get("restarts")),
         "lost_steps": as_number(run.account.get("lost_steps")),
     }
-
-
-def _stall_fraction(run: RunData) -> float | None:
-    """The fraction of the time spent waiting for data. The first step compiles, so it does not count."""
-    stall, step = run.steps.column("stall_seconds"), run.steps.column("step_seconds")
-    if stall is None or step is None:
-        return None
-    is_known = np.isfinite(stall[1:]) & np.isfinite(step[1:])
-    total = float(step[1:][is_known].sum())
-    return float(stall[1:][is_known].sum()) / total if total > 0 else None
 
 
 _LOSSES = ("trailing_loss", "validation_loss", "validation_loss_plain")
@@ -205,7 +179,7 @@ def _trailing_curve(variant: VariantData, columns: Sequence[Column], axis: Axis)
     if not columns:
         return np.full(len(axis.values), np.nan)
     mean = np.mean(columns, axis=0)
-    steps = max(len(run.steps) for run in variant.runs)
+    steps = max(run.figures["rows"] for run in variant.runs)
     window = max(1, round(min(1.0, trailing_steps(steps) / steps) * len(mean)))
     means = np.lib.stride_tricks.sliding_window_view(mean, window).mean(-1)
     return np.concatenate([np.full(window - 1, np.nan), means])

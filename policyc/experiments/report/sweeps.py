@@ -6,15 +6,15 @@ A folder is a sweep (`sweep.json`), a run (`metrics.jsonl`), or holds runs as `V
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
-from policyc.experiments.report.runs import RunData, judge_run, read_run
+from policyc.experiments.report.figures import read_figures
+from policyc.experiments.report.runs import RunData, judge_run
 from policyc.experiments.report.values import (
     JsonObject,
     as_list,
@@ -25,7 +25,6 @@ from policyc.experiments.report.values import (
     read_text,
 )
 from policyc.experiments.statistics import DEFAULT_MARGIN, Margin, parse_margin
-from policyc.experiments.sweep.metrics import trailing_steps
 from policyc.experiments.sweep.run import MANIFEST_FILE, METRICS_FILE
 from policyc.experiments.verdicts import SeedLosses
 
@@ -117,7 +116,7 @@ def read_sweep(
 
 
 def _read_folder(folder: Path) -> SweepData:
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise ReportError(f"'{folder}' is not a folder")
     if (folder / MANIFEST_FILE).exists():
         return _read_manifest(folder)
@@ -155,7 +154,7 @@ def _read_single_run(folder: Path) -> SweepData:
     path = folder.resolve()
     match = _SEED_FOLDER.fullmatch(path.name)
     name, seed = (path.parent.name, int(match[1])) if match else (path.name, None)
-    run = read_run(folder, variant=name, seed=seed)
+    run = read_figures(folder, variant=name, seed=seed)
     policy = read_text(folder / "policy.policy", []) or read_text(folder.parent / "policy.policy", [])
     variant = VariantData(name=name, runs=(run,), policy_text=policy if match else None)
     return SweepData(title=run.name, variants=(variant,), baselines=(), margin=DEFAULT_MARGIN, manifest={})
@@ -177,7 +176,9 @@ def _read_manifest(folder: Path) -> SweepData:
             VariantData(
                 name=name,
                 runs=tuple(
-                    read_run(folder / name / f"seed{seed}", variant=name, seed=seed, planned_steps=planned)
+                    read_figures(
+                        folder / name / f"seed{seed}", variant=name, seed=seed, planned_steps=planned
+                    )
                     for seed in seeds
                 ),
                 role=as_text(entry.get("role")),
@@ -217,7 +218,7 @@ def _find_variants(folder: Path) -> tuple[VariantData, ...]:
         matches = (_SEED_FOLDER.fullmatch(seed.name) for seed in path.iterdir() if seed.is_dir())
         seeds = sorted(int(match[1]) for match in matches if match)
         if any((path / f"seed{seed}" / METRICS_FILE).exists() for seed in seeds):
-            runs = tuple(read_run(path / f"seed{seed}", variant=path.name, seed=seed) for seed in seeds)
+            runs = tuple(read_figures(path / f"seed{seed}", variant=path.name, seed=seed) for seed in seeds)
             text = read_text(path / "policy.policy", [])
             variants.append(VariantData(name=path.name, runs=runs, policy_text=text))
     return tuple(variants)
@@ -272,13 +273,6 @@ def _find_margins(parts: Sequence[SweepData], first: SweepData) -> tuple[str, ..
 # ---- losses
 
 
-def trailing_loss(run: RunData) -> float | None:
-    """The mean loss of the last steps; None without steps, or if a loss is not finite."""
-    losses = run.steps.columns["loss"]
-    mean = float(np.mean(losses[-trailing_steps(len(losses)) :])) if len(losses) else math.nan
-    return mean if math.isfinite(mean) else None
-
-
 def final_validation_loss(run: RunData, metric: str = "validation_loss") -> float | None:
     """The validation loss after the last step; None if that step was not validated, or its loss is not finite."""
     column = run.evaluations.column(metric)
@@ -301,11 +295,12 @@ def uses_validation(sweep: SweepData) -> bool:
 def seed_losses(sweep: SweepData, variant: VariantData) -> SeedLosses:
     """The final losses of a variant, and the runs that have none."""
     is_validation = uses_validation(sweep)
-    measure, kind = (final_validation_loss, "validation") if is_validation else (trailing_loss, "trailing")
+    kind = "validation" if is_validation else "trailing"
     losses, failed, unfinished = {}, {}, {}
     for number, run in enumerate(variant.runs):
         seed = number if run.seed is None else run.seed
-        end, loss = run.end, measure(run)
+        end = run.end
+        loss = final_validation_loss(run) if is_validation else run.figures["trailing_loss"]
         if end.state == "unfinished":
             unfinished[seed] = end.reason
         elif end.state == "failed" or loss is None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from policyc.base.files import parse_json, read_file
 from policyc.base.text import count_noun, escape_controls
@@ -29,18 +34,33 @@ def read_text(path: Path, problems: list[str]) -> str | None:
     return None
 
 
-def read_rows(path: Path, problems: list[str]) -> list[JsonObject]:
-    """Reads the rows of a file, one per line. The number of lines that are left out is added to `problems`."""
-    text = read_text(path, problems)
-    # Not splitlines: a JSON string may contain U+2028.
-    lines = [line for line in (text or "").split("\n") if line]
-    rows = list(parse_rows(lines))
-    if len(rows) < len(lines):
-        unread = count_noun(len(lines) - len(rows), "line")
-        problems.append(f"{unread} of {path.name} could not be read")
-    elif text is not None and not rows:
-        problems.append(f"{path.name} is empty")
-    return rows
+def read_rows(path: Path, problems: list[str]) -> Iterator[JsonObject]:
+    """Reads the rows of a file line by line. In the end, `problems` gets the number of lines that are left out."""
+    lines = rows = 0
+
+    def read_lines() -> Iterator[str]:
+        nonlocal lines
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise IsADirectoryError
+        with path.open(encoding="utf-8", errors="replace", newline="\n") as stream:
+            for line in stream:
+                lines += line != "\n"
+                yield line
+
+    try:
+        for row in parse_rows(read_lines()):
+            rows += 1
+            yield row
+        if rows < lines:
+            problems.append(f"{count_noun(lines - rows, 'line')} of {path.name} could not be read")
+        elif not rows:
+            problems.append(f"{path.name} is empty")
+    except FileNotFoundError:
+        return
+    except IsADirectoryError:
+        problems.append(f"{path.name} is not a file")
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {error.strerror}")
 
 
 def read_object(path: Path, problems: list[str]) -> JsonObject | None:
@@ -70,6 +90,12 @@ def as_number(value: object) -> float | None:
     if not -_MAX_NUMBER < value < _MAX_NUMBER:  # also false for nan
         return None
     return float(value) if abs(value) > 1 / _MAX_NUMBER else 0.0
+
+
+def as_numbers(column: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The numbers of a column as by `as_number`; NaN for None."""
+    sizes = np.abs(column)
+    return np.where(sizes < _MAX_NUMBER, np.where(sizes > 1 / _MAX_NUMBER, column, 0.0), np.nan)
 
 
 def as_object(value: object) -> JsonObject:

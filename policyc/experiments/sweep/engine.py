@@ -16,7 +16,7 @@ from policyc.experiments.sweep.executor import Executor
 from policyc.experiments.sweep.liveness import note_signals
 from policyc.experiments.sweep.metrics import MetricsReader
 from policyc.experiments.sweep.run import LOG_FILE, METRICS_FILE, Run, RunStatus
-from policyc.experiments.sweep.wrapper import judge_without_exit_code
+from policyc.experiments.sweep.wrapper import describe_lost_metrics, judge_without_exit_code
 
 if TYPE_CHECKING:
     from policyc.experiments.sweep.live import SweepDisplay
@@ -69,7 +69,8 @@ def track_runs(runs: Sequence[Run]) -> list[TrackedRun]:
         status = _read_status(run)
         progress: Progress = "waiting"
         if status is not None and (status.state == "finished" or status.diverged):
-            progress = status.state
+            lost = status.state == "finished" and any(describe_lost_metrics(f, run) for f in run.folders)
+            progress = "waiting" if lost else status.state
         readers = tuple(MetricsReader(folder / METRICS_FILE) for folder in run.folders)
         tracked.append(TrackedRun(run=run, progress=progress, readers=readers, status=status))
     return tracked

@@ -17,6 +17,19 @@ from policyc.experiments.sweep.run import LOCK_FILE, MANIFEST_FILE, POLICY_FILE,
 from policyc.experiments.sweep.variants import VariantList, without_title
 
 _FORMAT = 2
+_KEYS = (
+    "command",
+    "cwd",
+    "program",
+    "program_sha256",
+    "seeds",
+    "margin",
+    "baselines",
+    "policy",
+    "variants",
+    "not_run",
+)
+"""What a sweep that is continued is compared with."""
 
 
 class ChangedSweep(Exception):
@@ -146,6 +159,10 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise ChangedSweep(f"{path} is damaged: {error}. Restore it, or choose another --out") from None
     if not isinstance(values, dict) or values.get("format") != _FORMAT:
         raise ChangedSweep(f"{path} is not a file of this version of policyc: choose another --out")
+    if missing := [name for name in _KEYS if name not in values]:
+        raise ChangedSweep(
+            f"{path} is damaged: it has no '{missing[0]}'. Restore it, or choose another --out"
+        )
     return values
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,6 +30,7 @@ class MetricsReader:
     Attributes:
       losses: the loss of every step so far, in the order in which they were written.
       step: the last step with a loss; 0 before the first.
+      last_step: the last step with a line.
       validated: the last step that was validated; None if none was.
     """
 
@@ -42,6 +43,7 @@ class MetricsReader:
         self._identity, self._offset, self._rest = identity, 0, b""
         self.losses: dict[int, float] = {}
         self.step: int = 0
+        self.last_step: int = 0
         self.validated: int | None = None
 
     def update(self) -> None:
@@ -64,12 +66,21 @@ class MetricsReader:
         self._rest = lines[-1]  # may be the start of a line that is still being written
         for row in parse_rows(lines):
             step = row["step"]
+            self.last_step = max(step, self.last_step)
             if "loss" in row:
                 self.losses.pop(step, None)  # a run that was resumed runs some steps again
                 self.losses[step] = row["loss"]
                 self.step = step
             if "validation_loss" in row or "val_loss" in row:
                 self.validated = max(step, self.validated or step)
+
+    def describe_lost_lines(self, planned: int | None) -> str:
+        """Describes what the metrics lack if the run has finished; empty if nothing is known to be missing."""
+        try:
+            about = json.loads(self._path.with_name("run.json").read_bytes())
+        except (OSError, ValueError, RecursionError):
+            about = None  # not every program writes one
+        return describe_lost_lines(self.losses, self.last_step, about, planned)
 
 
 def parse_rows(lines: Iterable[bytes | str]) -> Iterator[Row]:
@@ -120,6 +131,19 @@ def describe_divergence(losses: dict[int, float]) -> str:
             break
         first = step
     return "" if first is None else f"diverged: the loss is not finite from step {first:,} on"
+
+
+def describe_lost_lines(steps: Collection[int], last: int, about: object, planned: int | None) -> str:
+    """Describes what the metrics of a run that has finished lack; empty if nothing is known to be missing.
+
+    `steps` have a loss, and `last` has the last line. `planned` should be the last step. `about` is run.json, whose
+    `metrics_every` is the number of steps between two lines.
+    """
+    if planned is not None and last < planned:
+        return f"its metrics end at step {last:,} of {planned:,}"
+    every = read_integer(about.get("metrics_every")) if isinstance(about, dict) else None
+    lost = last // every - sum(step % every == 0 for step in steps) if every and every > 0 else 0
+    return f"its metrics lack {lost:,} steps" if lost > 0 else ""
 
 
 # ---- other trainers

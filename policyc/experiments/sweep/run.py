@@ -142,7 +142,7 @@ class RunStatus:
                 return None
             known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
             return cls(**known | {"command": tuple(values["command"])})
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+        except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
 

@@ -64,7 +64,8 @@ def main() -> int:
     folder = Path(sys.argv[1]).absolute()
     run = Run.read(folder)
     statuses = [RunStatus.read(folder) for folder in run.folders]
-    if all(status is not None and status.state == "finished" for status in statuses):
+    has_finished = all(status is not None and status.state == "finished" for status in statuses)
+    if has_finished and not any(describe_lost_metrics(folder, run) for folder in run.folders):
         return 0  # Slurm restarts a job whose node failed
     if len(sys.argv) == 3 and int(sys.argv[2]) > 0:
         return _Wrapper(run).run_rank(int(sys.argv[2]))
@@ -226,7 +227,8 @@ def judge_end(folder: Path, run: Run, code: int, stop_signal: int | None, log_st
     if reason := describe_divergence(losses):
         return RunEnd(state="failed", reason=reason, diverged=True)
     is_complete = bool(losses) and (run.steps is None or step >= run.steps)
-    if code == 0 and is_complete:
+    lost = metrics.describe_lost_lines(run.steps) if is_complete else ""
+    if code == 0 and is_complete and not lost:
         return RunEnd(state="finished")
     if stop_signal is not None or code == EXIT_PREEMPTED:
         name = "a signal" if stop_signal is None else signal.Signals(stop_signal).name
@@ -237,7 +239,13 @@ def judge_end(folder: Path, run: Run, code: int, stop_signal: int | None, log_st
     if not losses:
         reason = f"the program wrote no line with 'step' and 'loss' to {folder / METRICS_FILE}"
         return RunEnd(state="failed", reason=reason)
-    return RunEnd(state="failed", reason=f"the program ended at step {step} of {run.steps}")
+    return RunEnd(state="failed", reason=lost or f"the program ended at step {step} of {run.steps}")
+
+
+def describe_lost_metrics(folder: Path, run: Run) -> str:
+    """Describes what the metrics of a finished run have lost since it ended; empty if nothing."""
+    metrics = MetricsReader(folder / METRICS_FILE)
+    return metrics.describe_lost_lines(run.steps) if metrics.losses else "its metrics are lost"
 
 
 def judge_without_exit_code(folder: Path, run: Run) -> RunEnd:
