@@ -20,6 +20,7 @@ from policyc.compiler.pipeline import as_policy, plan
 from policyc.hardware.training_step import TrainingStep
 from policyc.language.loader import is_policy_text
 from policyc.language.policy import Policy
+from policyc.numerics.backends import PRICED
 from policyc.numerics.targets import TargetName, get_target
 
 FILE_WRITERS: Mapping[str, Callable[[DiffData], str]] = {
@@ -95,7 +96,16 @@ def diff(
       A `Diff`, which is true if anything differs. `print` shows a line per change. `save` writes a page, a picture or a
       text with the equations.
     """
-    planned = plan(policy, fn, *args, param_argnums=param_argnums, has_aux=has_aux, target=target, **kwargs)
+    planned = plan(
+        policy,
+        fn,
+        *args,
+        param_argnums=param_argnums,
+        has_aux=has_aux,
+        backend=PRICED,
+        target=target,
+        **kwargs,
+    )
     labels = ("no policy" if before is None else _label(before), _label(policy))
     data = build_diff(
         TrainingStep(plan=planned),

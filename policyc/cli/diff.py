@@ -22,7 +22,6 @@ from policyc.cli.common import (
 from policyc.cli.options import (
     ProgramCommand,
     StepOptions,
-    backend_option,
     check_source,
     collect_options,
     format_by_ending_option,
@@ -31,6 +30,7 @@ from policyc.cli.options import (
     option_class,
     path_option,
     policy_argument,
+    priced_backend_option,
     program_argument,
     step_options,
     switch,
@@ -49,7 +49,7 @@ class CompareOptions:
     """What is compared."""
 
     unrolled: bool = switch("Unroll the layers of a configuration.")
-    backend: str = backend_option
+    backend: str = priced_backend_option
     grad: bool = switch("Compare the gradients, which also contain dgrad and wgrad.")
     phase: int = number("The phase of the schedule, from 0.", least=0, default=0)
     vs: str | None = option(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, dataclass_transform
 import click
 
 from policyc.cli.common import ExampleCommand
+from policyc.numerics import backends
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -172,19 +173,27 @@ def path_option(*flags: str, **settings: Any) -> Any:
     return option(*flags, callback=make_absolute, **settings)
 
 
+_BACKENDS = f"{', '.join(backends.NAMES[:-1])} or {backends.NAMES[-1]}"
+
 backend_option: Any = option(
     "--backend",
     default="auto",
     metavar="NAME",
-    help="Backend for quantized GEMMs: auto, emulate, native_sums, xla, te or cudnn. 'auto' picks one for the devices.",
+    help=f"Backend for quantized GEMMs: {_BACKENDS}. 'auto' picks one for the devices and the libraries installed here.",
 )
 
-priced_backend_option: Any = option(
-    type=click.Choice(["te", "xla", "auto"]),
-    default="te",
-    help="Backend whose speed is predicted. te: Transformer Engine; auto: what 'apply' would choose with the libraries "
-    "installed here.",
-)
+
+
+def priced_backend(**settings: Any) -> Any:
+    """`--backend` of a prediction."""
+    help = (
+        f"Backend whose speed is predicted: {_BACKENDS}. It need not be installed. 'te' is Transformer Engine, and "
+        "leaves to xla what it cannot run; 'auto' is what 'apply' would choose with the libraries installed here."
+    )
+    return option("--backend", metavar="NAME", help=help, **settings)
+
+
+priced_backend_option: Any = priced_backend(default=backends.PRICED)
 
 require_native_option: Any = switch("Fail if a product would be emulated.")
 
@@ -312,7 +321,9 @@ class StepOptions:
         help="Sizes of the axes data, fsdp, context, tensor and (only in compile) expert, such as 'fsdp=32 "
         "tensor=4'. A program can use data and fsdp only; 'compile' uses the program's own mesh.",
     )
-    batch: int | None = number("Sequences per step.", show_default=_FROM_CONFIG)
+    batch: int | None = number(
+        "Sequences per step.", show_default=f"{_FROM_CONFIG}, but at most 16,384 tokens per device"
+    )
     sequence: int | None = number("Tokens per sequence.", show_default=_FROM_CONFIG)
     accumulate: int | None = number(
         "Microbatches per step.", show_default="the fewest with at most two sequences per device at a time"

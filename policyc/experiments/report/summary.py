@@ -159,12 +159,18 @@ def compare_all(sweep: SweepData) -> list[Comparison]:
 
 
 def time_to_equal_loss(
-    sweep: SweepData, axis: Axis, speeds: dict[str, float | None], speed_ups: dict[str, float]
+    sweep: SweepData,
+    axis: Axis,
+    speeds: dict[str, float | None],
+    speed_ups: dict[str, float],
+    comparisons: Sequence[Comparison],
 ) -> list[JsonObject]:
     """For each variant and baseline: how many tokens each needs to reach the same loss, and the speed-up.
 
-    Uses only the seeds that finished in both, because seeds differ more than variants do.
+    Uses only the seeds that finished in both, because seeds differ more than variants do. A row is resolved if the
+    interval of the gap excludes 0.
     """
+    resolved = {(c.variant, c.baseline) for c in comparisons if c.interval and c.interval[0] * c.interval[1] > 0}
     finished = {v.name: by_seed(v, axis, ("finished",)) for v in sweep.variants}
     rows = []
     for number, baseline in enumerate(sweep.baselines):
@@ -189,6 +195,7 @@ def time_to_equal_loss(
                 {
                     "variant": name,
                     "baseline": baseline,
+                    "resolved": (name, baseline) in resolved,
                     "loss": loss,  # the larger of the two final trailing means, which both reach
                     "tokens": tokens,
                     "baseline_tokens": base_tokens,
