@@ -179,9 +179,8 @@ backend_option: Any = option(
     "--backend",
     default="auto",
     metavar="NAME",
-    help=f"Backend for quantized GEMMs: {_BACKENDS}. 'auto' picks one for the devices and the libraries installed here.",
+    help=f"Backend for quantized GEMMs: {_BACKENDS}. 'auto' picks one for the devices and the installed libraries.",
 )
-
 
 
 def priced_backend(**settings: Any) -> Any:

@@ -28,7 +28,9 @@ from policyc.numerics.targets import Target
 _DEVICES_PER_HOST = {"gb200": 4, "gb300": 4}
 _USUAL_DEVICES_PER_HOST = 8
 _SEQUENCES_PER_DEVICE = 2  # computed at once, unless --accumulate says otherwise
-_TOKENS_PER_DEVICE = 2 * 8192  # of a step, unless --batch says otherwise: as in published runs, without microbatches
+_TOKENS_PER_DEVICE = (
+    2 * 8192
+)  # of a step, unless --batch says otherwise: as in published runs, without microbatches
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

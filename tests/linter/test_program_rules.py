@@ -240,7 +240,9 @@ def test_four_bits_are_compared_with_fp8_on_gpus_that_have_both():
     findings = findings_about_speed("slower-than-fp8", width=16384, narrow=1024, tokens=65536)
     (narrow,) = findings["gb200"]
     assert "'narrow' (m = 65536, n = 1024, k = 16384) takes" in narrow
-    assert re.search(r"takes 1\.\d times as long as in fp8 on gb200 with backend te \(\d\.\d with xla\)", narrow)
+    assert re.search(
+        r"takes 1\.\d times as long as in fp8 on gb200 with backend te \(\d\.\d with xla\)", narrow
+    )
     assert "more" not in narrow
     assert "add a rule after it: narrow -> fp8" in narrow
     assert not findings["h200"]  # emulated, which is another finding

@@ -170,7 +170,9 @@ def time_to_equal_loss(
     Uses only the seeds that finished in both, because seeds differ more than variants do. A row is resolved if the
     interval of the gap excludes 0.
     """
-    resolved = {(c.variant, c.baseline) for c in comparisons if c.interval and c.interval[0] * c.interval[1] > 0}
+    resolved = {
+        (c.variant, c.baseline) for c in comparisons if c.interval and c.interval[0] * c.interval[1] > 0
+    }
     finished = {v.name: by_seed(v, axis, ("finished",)) for v in sweep.variants}
     rows = []
     for number, baseline in enumerate(sweep.baselines):
