@@ -32,7 +32,7 @@ from policyc.experiments.program import Program
 from policyc.experiments.record import KEEP, record_loss
 from policyc.experiments.search.candidates import parse_formats
 from policyc.experiments.search.found import Searched
-from policyc.experiments.search.problem import Assignment, expand, make_problem
+from policyc.experiments.search.problem import Assignment, Pricer, expand, make_problem
 from policyc.experiments.search.scores import Scores, score_formats
 from policyc.experiments.search.solve import minimize_damage
 from policyc.hardware import llama_step
@@ -155,7 +155,7 @@ class Study:
         execution, mesh = execution_options("te", "gb200"), parse_mesh("fsdp=8", 8)
         step = llama_step.plan_step(parse(KEEP), "wide", mesh, llama_step.Sizes(), execution)
         formats = parse_formats(FORMATS)
-        problem = make_problem(step, mesh, scores, formats)
+        problem = make_problem(Pricer(step, mesh, formats), scores)
         searched = Searched(problem=problem, scores=scores, step=step, mesh=mesh, segments=4,
                             source=self.options.config, command="benchmarks.search_policies")  # fmt: skip
         self.searched = searched

@@ -132,7 +132,7 @@ def check_writable(name: str, path: Path) -> Path:
 
     if not path.exists() or Path(name).exists():
         return path
-    help = f"copy it: policyc show {name} --format text > my_{name}.policy"
+    help = f"copy it: policyc show {name} --out my_{name}.policy"
     raise unreadable_file_error(name, "this is a bundled policy, which cannot be changed", help)
 
 

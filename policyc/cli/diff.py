@@ -24,7 +24,7 @@ from policyc.cli.options import (
     StepOptions,
     check_source,
     collect_options,
-    format_by_ending_option,
+    format_option,
     number,
     option,
     option_class,
@@ -71,7 +71,7 @@ class CompareOptions:
 class OutputOptions:
     """What is printed or written."""
 
-    output_format: str = format_by_ending_option(
+    output_format: str = format_option(
         "text",
         "html",
         "svg",

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     help="Take the rules of this policy that decide about sites of the program.",
 )
 @config_option
-@out_option("Write to this file, which must not exist, instead of standard output.")
+@out_option("Write to this file, which must not exist, instead of standard output.", ("policy",))
 @program_argument(required=False)
 def init(like: str, config: str | None, out: str | None, program: tuple[str, ...]) -> None:
     """Write a first policy for a program, from its real sites.

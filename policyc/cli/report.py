@@ -10,7 +10,7 @@ import click
 from policyc.cli.common import ExampleCommand, print_note
 from policyc.cli.options import (
     collect_options,
-    format_by_ending_option,
+    format_option,
     option,
     option_class,
     path_option,
@@ -30,9 +30,7 @@ class ReportCommand:
         show_default="report.html in the folder; comparison.html here for several folders",
         help="File to write; '-' is standard output.",
     )
-    output_format: str = format_by_ending_option(
-        "html", "markdown", "json", help="A page; tables; everything as JSON."
-    )
+    output_format: str = format_option("html", "markdown", "json", help="A page; tables; everything as JSON.")
     baseline: str | None = option(
         metavar="NAME,...",
         show_default="those of the sweep; otherwise bf16 and fp8, or the first",
