@@ -224,5 +224,5 @@ def explain_missing_package(extras: str) -> Iterator[None]:
 
 def exit_with_diagnostics(error: PolicyError) -> NoReturn:
     print_diagnostics(error)
-    is_unreadable = any(d.code == "unreadable-file" for d in error.diagnostics)
-    sys.exit(EXIT_USAGE if is_unreadable else EXIT_FAILURE)
+    names_nothing = any(d.code in ("unreadable-file", "unknown-variant") for d in error.diagnostics)
+    sys.exit(EXIT_USAGE if names_nothing else EXIT_FAILURE)
