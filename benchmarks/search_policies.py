@@ -277,7 +277,7 @@ class Study:
                 self.note(f"{name} has no result: {(self.out / f'{name}.log').read_text()[-800:]}")
                 return
             self.losses.setdefault(name, {})[seed] = rows[-1]["validation_loss"]
-            self.plain.setdefault(name, {})[seed] = rows[-1].get("validation_loss_plain")
+            self.plain.setdefault(name, {})[seed] = rows[-1].get("validation_loss_evaluated_in_bf16")
         self.note(f"{name}: {self.losses[name]}")
 
     # ---- the result

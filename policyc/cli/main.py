@@ -16,7 +16,7 @@ from typing import Any, cast
 import click
 
 from policyc import __version__
-from policyc.cli.common import COMPLETE_VARIABLE
+from policyc.cli.common import COMPLETE_VARIABLE, exit_with_message
 
 COMMAND_GROUPS: dict[str, tuple[str, ...]] = {
     "Policies": ("show", "lint", "fmt", "explain", "lsp"),
@@ -129,7 +129,12 @@ def run_command() -> None:
             stream.reconfigure(errors="replace")  # print '?' where the encoding lacks a character
     if COMPLETE_VARIABLE in os.environ:
         from policyc.cli import completion  # noqa: F401
-    cli.main(prog_name="policyc")
+    try:
+        cli.main(prog_name="policyc")
+    except ImportError as error:
+        if error.name != "jax":
+            raise
+        exit_with_message(str(error))  # JAX is missing, or its version is not supported
 
 
 if __name__ == "__main__":

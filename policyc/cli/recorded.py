@@ -20,22 +20,12 @@ if TYPE_CHECKING:
     from policyc.experiments.record import RecordedLoss
 
 
-def _check_checkpoint(_ctx: click.Context, _option: click.Parameter, path: str | None) -> str | None:
-    """Raises a usage error if this is not the folder of a checkpoint, whose name is its step."""
-    if path is not None and not (Path(path).name.isdigit() and Path(path).is_dir()):
-        raise click.UsageError(
-            f"--from {path}: this is not the folder of a checkpoint, such as runs/a/checkpoints/300"
-        )
-    return path
-
-
 @option_class
 class RecordOptions:
     """Which calls of a loss are recorded."""
 
     checkpoint: str | None = option(
         "--from",
-        callback=_check_checkpoint,
         metavar="CHECKPOINT",
         help="Start from this checkpoint of the bundled trainer, such as runs/a/checkpoints/300. Needs --config.",
     )
@@ -44,6 +34,16 @@ class RecordOptions:
 
 
 record_options: Decorator = collect_options(RecordOptions, "record")
+
+
+def parse_step(checkpoint: str) -> int:
+    """The step of a checkpoint. Raises a usage error if this is not the folder of a checkpoint."""
+    path = Path(checkpoint)
+    if not (path.name.isdigit() and path.is_dir()):
+        raise click.UsageError(
+            f"--from {checkpoint}: this is not the folder of a checkpoint, such as runs/a/checkpoints/300"
+        )
+    return int(path.name)
 
 
 def record(program: Sequence[str], config: str | None, options: RecordOptions) -> RecordedLoss:
@@ -80,7 +80,7 @@ def _program(words: Sequence[str], config: str | None, options: RecordOptions) -
     start = 0
     resume: tuple[str, ...] = ()
     if options.checkpoint is not None:
-        start = int(Path(options.checkpoint).name)
+        start = parse_step(options.checkpoint)
         resume = ("--resume-from", options.checkpoint, "--accept-changes")
     steps = start + options.after + options.batches + 1
     with tempfile.TemporaryDirectory(prefix="policyc-") as folder:

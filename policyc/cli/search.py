@@ -27,7 +27,7 @@ from policyc.cli.options import (
     switch,
 )
 from policyc.cli.program import exit_on_error, parse_execution, program_name, trace_step
-from policyc.cli.recorded import RecordOptions, record, record_options
+from policyc.cli.recorded import RecordOptions, parse_step, record, record_options
 from policyc.cli.sweep_runs import SweepCommand
 
 if TYPE_CHECKING:
@@ -149,6 +149,8 @@ def _search(
     # Read before the program changes sys.argv. Folders of this machine are left out.
     words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
     command = shlex.join(["policyc", *words])
+    if record_options.checkpoint is not None:
+        parse_step(record_options.checkpoint)  # fails at once
     with exit_on_error():
         formats = parse_formats(options.formats)
         mesh = step.mesh_shape()

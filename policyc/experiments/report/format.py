@@ -11,7 +11,7 @@ from policyc.models.llama.configs import ACTIVITIES
 
 FIGURES = (
     ("validation_loss", "validation loss"),
-    ("validation_loss_plain", "in plain bf16"),
+    ("validation_loss_evaluated_in_bf16", "its weights, evaluated in bf16"),
     ("trailing_loss", "trailing loss"),
     ("loss_spikes", "loss spikes"),
     ("gradient_spikes", "gradient spikes"),
@@ -47,7 +47,7 @@ def format_figure(name: str, value: float | None) -> str:
     """A figure of a run by its name: `step_seconds`, `memory_bytes`, and so on."""
     if value is None:
         return MISSING
-    if name.endswith("_loss") or name == "validation_loss_plain":
+    if name.endswith("_loss") or name == "validation_loss_evaluated_in_bf16":
         return f"{value:.4f}"
     if name.endswith(("_spikes", "_steps")) or name == "restarts":
         return f"{value:,.0f}"

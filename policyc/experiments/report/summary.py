@@ -58,7 +58,7 @@ def summarize_run(run: RunData) -> JsonObject:
         "tokens": float(tokens[-1]) if tokens is not None and len(tokens) else None,
         "trailing_loss": trailing_loss(run),
         "validation_loss": final_validation_loss(run),
-        "validation_loss_plain": final_validation_loss(run, "validation_loss_plain"),
+        "validation_loss_evaluated_in_bf16": final_validation_loss(run, "validation_loss_evaluated_in_bf16"),
         "loss_spikes": count_loss_spikes(run.steps.columns["loss"]),
         "gradient_spikes": None if grad_norm is None else count_gradient_spikes(grad_norm),
         "skipped_steps": figure("skipped", np.max),
@@ -95,7 +95,7 @@ def _stall_fraction(run: RunData) -> float | None:
     return float(stall[1:][is_known].sum()) / total if total > 0 else None
 
 
-_LOSSES = ("trailing_loss", "validation_loss", "validation_loss_plain")
+_LOSSES = ("trailing_loss", "validation_loss", "validation_loss_evaluated_in_bf16")
 _MEANS = ("step_seconds", "tokens_per_second", "mfu", "stall_fraction", "goodput")
 _MAXIMA = ("memory_bytes",)
 _SUMS = ("loss_spikes", "gradient_spikes", "skipped_steps")
