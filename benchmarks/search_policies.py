@@ -153,7 +153,7 @@ class Study:
         wide = dataclasses.replace(whole, layers=layers, vocab=whole.vocab * layers // whole.layers // 8 * 8)
         CONFIGS["wide"] = (wide, CONFIGS["llama3_8b"][1])
         execution, mesh = execution_options("te", "gb200"), parse_mesh("fsdp=8", 8)
-        step = llama_step.plan_step(parse(KEEP), "wide", mesh, llama_step.Sizes(), execution)
+        step = llama_step.plan_step(parse(KEEP), "wide", mesh, llama_step.Sizes(batch=1024), execution)
         formats = parse_formats(FORMATS)
         problem = make_problem(Pricer(step, mesh, formats), scores)
         searched = Searched(problem=problem, scores=scores, step=step, mesh=mesh, segments=4,

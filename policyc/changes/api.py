@@ -10,7 +10,7 @@ from typing import Any
 import networkx as nx
 
 from policyc.changes.build import build_diff
-from policyc.changes.data import as_data, as_json, sentence
+from policyc.changes.data import as_data, as_json, summary
 from policyc.changes.graph import build_graph
 from policyc.changes.model import DiffData
 from policyc.changes.page import render_page
@@ -43,7 +43,7 @@ class Diff:
         return self.data.differs
 
     def __repr__(self) -> str:
-        return f"<Diff: {sentence(self.data)}>"
+        return f"<Diff: {summary(self.data)}>"
 
     def __str__(self) -> str:
         return render(self.data, equations=False)

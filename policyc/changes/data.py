@@ -47,7 +47,7 @@ def as_data(diff: DiffData) -> dict[str, Any]:
         "batch": diff.batch and {"sequences": diff.batch[0], "length": diff.batch[1]},
         "before": writer.side(diff.before),
         "after": writer.side(diff.after),
-        "sentence": sentence(diff),
+        "sentence": summary(diff),
         "totals": {
             "products": diff.totals.products,
             "changed": diff.totals.changed,
@@ -69,9 +69,14 @@ def as_data(diff: DiffData) -> dict[str, Any]:
     }
 
 
+def summary(diff: DiffData) -> str:
+    """The sentence, and what another backend predicts."""
+    return " ".join(filter(None, (sentence(diff), other_sentence(diff))))
+
+
 def sentence(diff: DiffData) -> str:
     """The diff in one sentence: "84 of 378 mlp products change; predicted step time -18 to -27 % on 8 GB200 (backend
-    te; with xla: -12 to -18 %)."."""
+    te)."."""
     totals = diff.totals
     group = f"{totals.group} " if totals.group else ""
     parts = [
@@ -88,26 +93,28 @@ def sentence(diff: DiffData) -> str:
     return "; ".join(parts) + "."
 
 
+def other_sentence(diff: DiffData) -> str:
+    """What another backend predicts: "With xla -12 to -18 %."; empty if it is the same."""
+    if diff.other_backend is None:
+        return ""
+    name, speed_up = diff.other_backend
+    return f"With {name} {_describe_change(speed_up)}."
+
+
 def _describe_change(speed_up: float) -> str:
     """The bounds of the change of a step's time: "-17 to -25 %"."""
     return format_change(*(1 / bound - 1 for bound in speed_up_bounds(speed_up)))
 
 
 def describe_machine(diff: DiffData) -> str:
-    """The hardware and the batch that a prediction is for, and what another backend predicts: "8 GB200 (backend te, 16
-    x 8,192 tokens; with xla: -12 to -18 %)".
-    """
+    """The hardware and the batch that a prediction is for: "8 GB200 (backend te, 16 x 8,192 tokens)"."""
     words = []
     if diff.backends:
         words.append(f"backend{'s' if len(diff.backends) > 1 else ''} {' and '.join(diff.backends)}")
     if diff.batch:
         words.append(f"{diff.batch[0]:,} x {diff.batch[1]:,} tokens")
-    facts = [", ".join(words)] if words else []
-    if diff.other_backend:
-        name, speed_up = diff.other_backend
-        facts.append(f"with {name}: {_describe_change(speed_up)}")
     machine = f"{diff.devices} {diff.target.upper()}"
-    return f"{machine} ({'; '.join(facts)})" if facts else machine
+    return f"{machine} ({', '.join(words)})" if words else machine
 
 
 class _Writer:

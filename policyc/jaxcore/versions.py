@@ -16,7 +16,8 @@ SUPPORTED = ((0, 10), (0, 12))
 if not SUPPORTED[0] <= jax.__version_info__[:2] <= SUPPORTED[1]:
     _oldest, _newest = (".".join(map(str, version)) for version in SUPPORTED)
     raise ImportError(
-        f"policyc supports JAX {_oldest} to {_newest}, but {jax.__version__} is installed: pip install 'jax=={_newest}.*'",
+        f"policyc supports JAX {_oldest} to {_newest}, but {jax.__version__} is installed: "
+        f"pip install 'jax=={_newest}.*'",
         name="jax",
     )
 

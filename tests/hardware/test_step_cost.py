@@ -287,7 +287,7 @@ def test_a_speed_up_has_two_bounds_and_the_other_backend():
     assert f"step time -{1 - 1 / low:.0%} to -{1 - 1 / high:.0%}".replace("%", "", 1) in diff.replace(
         " %", "%"
     )
-    assert "(backend te, 16 x 8,192 tokens; with xla: -" in " ".join(diff.split())
+    assert "(backend te, 16 x 8,192 tokens). With xla -" in " ".join(diff.split())
 
 
 @pytest.mark.parametrize(
