@@ -35,7 +35,7 @@ BackendName = Literal["auto", "emulate", "native_sums", "xla", "te", "cudnn"]
 NAMES = ("auto", *MODULES)
 """The values of `--backend`."""
 
-PRICED = "te"
+PRICED: BackendName = "te"
 """The default backend of predictions: what a user of Blackwell would run, whatever is installed here."""
 
 
