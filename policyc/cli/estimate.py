@@ -388,8 +388,8 @@ def _as_table(named: NamedEstimates, title: str) -> str:
             console.print(f"error of the speed-up: {_describe_range(_speed_up_range(named))}")
         console.print(EVERYTHING_ELSE, style="dim")
         if len(named) == 2:
-            bounds = (
+            note = (
                 f"of two figures, the first is for its time under {named[0].policy}, the second for its share"
             )
-            console.print(literal(bounds), style="dim")
+            console.print(literal(note), style="dim")
     return capture.get()
