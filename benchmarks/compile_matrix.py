@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command_line import make_parser, print_header, print_row
-from benchmarks.speed_ups import REMAT, Case, report_name
+from benchmarks.speed_ups import COMPILED_BATCH, REMAT, Case, report_name
 
 DEVICES = {"llama3_8b": 8, "llama3_70b": 64, "llama3_405b": 128}
 SETTINGS = ("batch", "accumulate", "gather")
@@ -132,7 +132,8 @@ def main() -> None:
         "--devices", type=int, metavar="N", help="number of devices (default: as in the docs)"
     )
     for name in SETTINGS:
-        parser.add_argument(f"--{name}", help="as in policyc compile")
+        default = str(COMPILED_BATCH) if name == "batch" else None
+        parser.add_argument(f"--{name}", default=default, help="as in policyc compile")
     parser.add_argument("--backend", default="auto", help="the backend (default: auto)")
     parser.add_argument(
         "--reports", type=Path, metavar="FOLDER", help="also write the reports to this folder"

@@ -32,7 +32,7 @@ from policyc.experiments.program import Program
 from policyc.experiments.record import KEEP, record_loss
 from policyc.experiments.search.candidates import parse_formats
 from policyc.experiments.search.found import Searched
-from policyc.experiments.search.problem import Assignment, expand, make_problem
+from policyc.experiments.search.problem import Assignment, Pricer, expand, make_problem
 from policyc.experiments.search.scores import Scores, score_formats
 from policyc.experiments.search.solve import minimize_damage
 from policyc.hardware import llama_step
@@ -153,9 +153,9 @@ class Study:
         wide = dataclasses.replace(whole, layers=layers, vocab=whole.vocab * layers // whole.layers // 8 * 8)
         CONFIGS["wide"] = (wide, CONFIGS["llama3_8b"][1])
         execution, mesh = execution_options("te", "gb200"), parse_mesh("fsdp=8", 8)
-        step = llama_step.plan_step(parse(KEEP), "wide", mesh, llama_step.Sizes(), execution)
+        step = llama_step.plan_step(parse(KEEP), "wide", mesh, llama_step.Sizes(batch=1024), execution)
         formats = parse_formats(FORMATS)
-        problem = make_problem(step, mesh, scores, formats)
+        problem = make_problem(Pricer(step, mesh, formats), scores)
         searched = Searched(problem=problem, scores=scores, step=step, mesh=mesh, segments=4,
                             source=self.options.config, command="benchmarks.search_policies")  # fmt: skip
         self.searched = searched
@@ -277,7 +277,7 @@ class Study:
                 self.note(f"{name} has no result: {(self.out / f'{name}.log').read_text()[-800:]}")
                 return
             self.losses.setdefault(name, {})[seed] = rows[-1]["validation_loss"]
-            self.plain.setdefault(name, {})[seed] = rows[-1].get("validation_loss_plain")
+            self.plain.setdefault(name, {})[seed] = rows[-1].get("validation_loss_evaluated_in_bf16")
         self.note(f"{name}: {self.losses[name]}")
 
     # ---- the result

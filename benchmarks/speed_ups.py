@@ -19,9 +19,10 @@ from typing import Any
 
 from benchmarks.command_line import make_parser, print_header, print_row
 from policyc import load
+from policyc.base.text import format_ratio
 from policyc.compiler.execution import execution_options
 from policyc.compiler.plan import make_plan
-from policyc.hardware import llama_step
+from policyc.hardware import gemm_cost, llama_step
 from policyc.hardware.compile_report import read_compiled_step, with_compiled
 from policyc.hardware.mesh import MeshShape
 from policyc.hardware.step_cost import Estimate, estimate
@@ -67,23 +68,27 @@ def report_name(policy: str, case: Case) -> str:
     return f"{policy}-{case.config}-{case.target}x{case.devices}.json"
 
 
+COMPILED_BATCH = 1024
+"""The batch of the compiled steps in docs/explanation/compiled_steps.md."""
+
+
 @cache
-def trace_step(config: str, devices: int) -> TrainingStep:
+def trace_step(config: str, devices: int, batch: int | None) -> TrainingStep:
     execution = execution_options()
-    sizes = llama_step.Sizes(remat=REMAT.get(config))
+    sizes = llama_step.Sizes(remat=REMAT.get(config), batch=batch)
     return llama_step.plan_step(Policy(), config, MeshShape(fsdp=devices), sizes, execution)
 
 
 @cache
-def step_parts(policy: str, case: Case, backend: str) -> Estimate:
-    traced = trace_step(case.config, case.devices)
+def step_parts(policy: str, case: Case, backend: str, batch: int | None = None) -> Estimate:
+    traced = trace_step(case.config, case.devices, batch)
     plan = make_plan(load(policy), traced.plan.sites, execution_options(backend, case.target))
     return estimate(replace(traced, plan=plan), get_target(case.target), MeshShape(fsdp=case.devices))
 
 
-def model_seconds(policy: str, case: Case, backend: str) -> float:
+def model_seconds(policy: str, case: Case, backend: str, batch: int | None = None) -> float:
     """The predicted time of a step."""
-    return step_parts(policy, case, backend).seconds
+    return step_parts(policy, case, backend, batch).seconds
 
 
 def compiled_seconds(policy: str, case: Case, backend: str, folder: Path) -> float | None:
@@ -92,7 +97,9 @@ def compiled_seconds(policy: str, case: Case, backend: str, folder: Path) -> flo
     if not path.exists():
         return None
     mesh, target = MeshShape(fsdp=case.devices), get_target(case.target)
-    parts = with_compiled(step_parts(policy, case, backend), read_compiled_step(path), target, mesh)
+    parts = with_compiled(
+        step_parts(policy, case, backend, COMPILED_BATCH), read_compiled_step(path), target, mesh
+    )
     return parts.seconds
 
 
@@ -106,7 +113,7 @@ def compare_backends() -> list[dict[str, Any]]:
         cells = []
         for case, backend in columns:
             before, after = (model_seconds(name, case, backend) for name in ("fp8", policy))
-            cells.append(f"{before / after:.2f}")
+            cells.append(format_ratio(*gemm_cost.speed_up_bounds(before / after), sign=""))
             row = {"policy": policy, "backend": backend, "fp8_seconds": before, "seconds": after}
             results.append(row | asdict(case))
         print_row([f"`{policy}`", *cells])
@@ -128,12 +135,15 @@ def compare_with_compiled(folder: Path, backend: str) -> list[dict[str, Any]]:
     print_header(titles)
     results = []
     for case in CASES:
-        fp8 = model_seconds("fp8", case, backend), compiled_seconds("fp8", case, backend, folder)
+        fp8 = (
+            model_seconds("fp8", case, backend, COMPILED_BATCH),
+            compiled_seconds("fp8", case, backend, folder),
+        )
         for policy in ("fp8", *POLICIES):
             compiled = compiled_seconds(policy, case, backend, folder)
             if compiled is None or fp8[1] is None:
                 continue
-            model = model_seconds(policy, case, backend)
+            model = model_seconds(policy, case, backend, COMPILED_BATCH)
             cells = [f"{case.config}, {case.devices} {case.target.upper()}", f"`{policy}`", f"`{backend}`"]
             cells += [f"{model:.1f}", f"{compiled:.1f}", f"{model / compiled - 1:+.0%}"]
             cells += [f"{fp8[0] / model:.2f}", f"{fp8[1] / compiled:.2f}"] if policy != "fp8" else ["", ""]

@@ -227,10 +227,24 @@ CONFIGS: dict[str, tuple[ModelConfig, RunConfig]] = {
 def find_config(name: str) -> tuple[ModelConfig, RunConfig]:
     """The configuration of that name. Raises ConfigError if there is none."""
     if name not in CONFIGS:
-        close = difflib.get_close_matches(name, CONFIGS, n=1)
-        hint = f"did you mean '{close[0]}'? " if close else ""
+        close = _nearest_size(name) or next(iter(difflib.get_close_matches(name, CONFIGS, n=1)), "")
+        hint = f"did you mean '{close}'? " if close else ""
         raise ConfigError(f"there is no configuration '{name}': {hint}choose from {', '.join(CONFIGS)}")
     return CONFIGS[name]
+
+
+_SIZE = re.compile(r"(.*?)(\d+)([bm])")
+
+
+def _nearest_size(name: str) -> str:
+    """The configuration that differs only in its size, and the least; empty if there is none."""
+    match = _SIZE.fullmatch(name.lower())
+    if match is None or not int(match[2]):
+        return ""
+    sizes = {
+        each: m for each in CONFIGS if (m := _SIZE.fullmatch(each)) and m.group(1, 3) == match.group(1, 3)
+    }
+    return min(sizes, key=lambda each: abs(math.log(int(sizes[each][2]) / int(match[2]))), default="")
 
 
 def invalid_settings(model: ModelConfig, run: RunConfig) -> list[str]:

@@ -273,7 +273,7 @@ def make_eval_step(config: ModelConfig, run: RunConfig, mesh: Mesh, under_policy
         # A policy applies only to functions that are differentiated. XLA removes the unused gradient.
         losses = {"validation_loss": jax.value_and_grad(loss)(params, batch)[0]}
         if under_policy:
-            losses["validation_loss_plain"] = loss(params, batch)
+            losses["validation_loss_evaluated_in_bf16"] = loss(params, batch)
         return losses | ({"tokens": batch["mask"].sum()} if run.document_mask else {})
 
     def evaluate_seeds(params: Params, batch: Batch) -> Metrics:

@@ -74,11 +74,16 @@ def format_seconds(seconds: float) -> str:
     return f"{f'{seconds / size:#.3g}'.rstrip('.')} {unit}"
 
 
-def format_change(fraction: float) -> str:
-    """Formats a relative change in percent: `-27 %`, `+6.3 %`."""
-    percent = 100 * fraction
-    digits = 0 if abs(percent) >= 10 or not percent else 1
-    return f"{percent:+.{digits}f} %"
+def format_change(*fractions: float) -> str:
+    """Formats a relative change, or its two bounds, in percent: `-27 %`, `+6.3 %`, `-17 to -25 %`."""
+    percents = [100 * fraction for fraction in fractions]
+    ends = [f"{percent:+.{0 if abs(percent) >= 10 or not percent else 1}f}" for percent in percents]
+    return f"{' to '.join(dict.fromkeys(ends))} %"
+
+
+def format_ratio(*ratios: float, sign: str = "x") -> str:
+    """Formats a ratio, or its two bounds: `1.37x`, `1.23 to 1.37x`."""
+    return f"{' to '.join(dict.fromkeys(f'{ratio:.2f}' for ratio in ratios))}{sign}"
 
 
 def closest_name(name: str, known: Iterable[str]) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import re
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,9 @@ from policyc.base.text import escape_controls, escape_lines
 if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
+
+_MARKUP = re.compile(r"[\\`*\[\]<>|#]|(?<![^\W_])_|_(?![^\W_])")
+"""Characters that Markdown reads as markup. An underscore inside a word is none."""
 
 _FOLDER = "web"  # in each package: its templates, scripts and styles
 
@@ -61,7 +65,7 @@ def _finalize_markdown(value: Any) -> Any:
     if not _is_plain_text(value):
         return value
     text = escape_controls(value.replace("\n", " "))
-    return "".join(f"\\{character}" if character in "\\`*_[]<>|#" else character for character in text)
+    return _MARKUP.sub(r"\\\g<0>", text)
 
 
 def _is_plain_text(value: Any) -> bool:

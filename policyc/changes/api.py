@@ -10,7 +10,7 @@ from typing import Any
 import networkx as nx
 
 from policyc.changes.build import build_diff
-from policyc.changes.data import as_data, as_json, sentence
+from policyc.changes.data import as_data, as_json, summary
 from policyc.changes.graph import build_graph
 from policyc.changes.model import DiffData
 from policyc.changes.page import render_page
@@ -20,6 +20,7 @@ from policyc.compiler.pipeline import as_policy, plan
 from policyc.hardware.training_step import TrainingStep
 from policyc.language.loader import is_policy_text
 from policyc.language.policy import Policy
+from policyc.numerics.backends import PRICED
 from policyc.numerics.targets import TargetName, get_target
 
 FILE_WRITERS: Mapping[str, Callable[[DiffData], str]] = {
@@ -42,7 +43,7 @@ class Diff:
         return self.data.differs
 
     def __repr__(self) -> str:
-        return f"<Diff: {sentence(self.data)}>"
+        return f"<Diff: {summary(self.data)}>"
 
     def __str__(self) -> str:
         return render(self.data, equations=False)
@@ -95,7 +96,16 @@ def diff(
       A `Diff`, which is true if anything differs. `print` shows a line per change. `save` writes a page, a picture or a
       text with the equations.
     """
-    planned = plan(policy, fn, *args, param_argnums=param_argnums, has_aux=has_aux, target=target, **kwargs)
+    planned = plan(
+        policy,
+        fn,
+        *args,
+        param_argnums=param_argnums,
+        has_aux=has_aux,
+        backend=PRICED,
+        target=target,
+        **kwargs,
+    )
     labels = ("no policy" if before is None else _label(before), _label(policy))
     data = build_diff(
         TrainingStep(plan=planned),

@@ -28,6 +28,7 @@ from policyc.compiler.plan import Decisions, Plan, make_plan
 from policyc.compiler.plan_tables import other_products, uncertain_repeats
 from policyc.compiler.rewrite import rewrite
 from policyc.compiler.rounding import RandomSource
+from policyc.hardware import step_cost
 from policyc.hardware.mesh import MeshShape
 from policyc.hardware.training_step import TrainingStep
 from policyc.language.diagnostics import Severity
@@ -81,6 +82,14 @@ def build_diff(
         DiffSide(label=shorten_path(label, roots), policy=policy, seconds=prediction.step_seconds)
         for label, policy, prediction in zip(labels, (before, after.policy), predictions, strict=True)
     ]
+    other = replace(step, phase=None).with_other_backend()
+    other_seconds = [
+        step_cost.estimate(
+            replace(under, phase=under.plan.phases[min(phase, len(under.plan.phases) - 1)]), target, mesh
+        ).seconds
+        for under in (other.under(before or Policy()), other)
+    ]
+    seconds = [side.seconds for side in sides]
     return DiffData(
         program=program,
         before=sides[0],
@@ -94,6 +103,9 @@ def build_diff(
         target=target.name,
         devices=mesh.devices,
         backends=tuple(sorted(_backends(linears))),
+        other_backend=None
+        if other_seconds == seconds
+        else (other.plan.execution.backend, other_seconds[0] / other_seconds[1]),
         batch=(step.sequences, step.sequence) if step.sequences and step.sequence else None,
         is_gradient=is_gradient,
         matched=match(plans, decisions),

@@ -19,6 +19,7 @@ from policyc.changes.model import (
     Stack,
     short_name,
 )
+from policyc.hardware.gemm_cost import speed_up_bounds
 from policyc.language.diagnostics import SourceText
 from policyc.language.policy import Policy
 
@@ -41,10 +42,12 @@ def as_data(diff: DiffData) -> dict[str, Any]:
         "target": diff.target,
         "devices": diff.devices,
         "backends": list(diff.backends),
+        "other_backend": diff.other_backend
+        and {"backend": diff.other_backend[0], "speed_up": diff.other_backend[1]},
         "batch": diff.batch and {"sequences": diff.batch[0], "length": diff.batch[1]},
         "before": writer.side(diff.before),
         "after": writer.side(diff.after),
-        "sentence": sentence(diff),
+        "sentence": summary(diff),
         "totals": {
             "products": diff.totals.products,
             "changed": diff.totals.changed,
@@ -52,6 +55,9 @@ def as_data(diff: DiffData) -> dict[str, Any]:
             "opaque": diff.totals.opaque,
             "group": diff.totals.group,
             "time_change": diff.time_change,
+            "time_change_bounds": [
+                1 / bound - 1 for bound in speed_up_bounds(diff.before.seconds / diff.after.seconds)
+            ],
         },
         "sources": writer.sources,
         "states": writer.states,
@@ -63,8 +69,14 @@ def as_data(diff: DiffData) -> dict[str, Any]:
     }
 
 
+def summary(diff: DiffData) -> str:
+    """The sentence, and what another backend predicts."""
+    return " ".join(filter(None, (sentence(diff), other_sentence(diff))))
+
+
 def sentence(diff: DiffData) -> str:
-    """The diff in one sentence: "84 of 378 mlp products change; predicted step time -27 % on 8 GB200 (backend te)."."""
+    """The diff in one sentence: "84 of 378 mlp products change; predicted step time -18 to -27 % on 8 GB200 (backend
+    te)."."""
     totals = diff.totals
     group = f"{totals.group} " if totals.group else ""
     parts = [
@@ -72,7 +84,8 @@ def sentence(diff: DiffData) -> str:
         if totals.changed
         else f"none of {totals.products} products change"
     ]
-    parts.append(f"predicted step time {format_change(diff.time_change)} on {describe_machine(diff)}")
+    change = _describe_change(diff.before.seconds / diff.after.seconds)
+    parts.append(f"predicted step time {change} on {describe_machine(diff)}")
     if totals.emulated:
         parts.append(f"{totals.emulated} emulated")
     if totals.opaque:
@@ -80,8 +93,21 @@ def sentence(diff: DiffData) -> str:
     return "; ".join(parts) + "."
 
 
+def other_sentence(diff: DiffData) -> str:
+    """What another backend predicts: "With xla -12 to -18 %."; empty if it is the same."""
+    if diff.other_backend is None:
+        return ""
+    name, speed_up = diff.other_backend
+    return f"With {name} {_describe_change(speed_up)}."
+
+
+def _describe_change(speed_up: float) -> str:
+    """The bounds of the change of a step's time: "-17 to -25 %"."""
+    return format_change(*(1 / bound - 1 for bound in speed_up_bounds(speed_up)))
+
+
 def describe_machine(diff: DiffData) -> str:
-    """The hardware and the batch that a prediction is for: "8 GB200 (backend te, 1,024 x 8,192 tokens)"."""
+    """The hardware and the batch that a prediction is for: "8 GB200 (backend te, 16 x 8,192 tokens)"."""
     words = []
     if diff.backends:
         words.append(f"backend{'s' if len(diff.backends) > 1 else ''} {' and '.join(diff.backends)}")

@@ -208,6 +208,8 @@ class DiffData:
     devices: int = 1
     backends: tuple[str, ...] = ()
     """The backends that run products natively after the change."""
+    other_backend: tuple[str, float] | None = None
+    """Another backend, and the speed-up with it; None if it is the same."""
     batch: tuple[int, int] | None = None
     """The number of sequences per step and their length, if they are known."""
     is_gradient: bool = False
@@ -231,7 +233,7 @@ class DiffData:
 
     @property
     def time_change(self) -> float:
-        """The change of the predicted step time, as a fraction of the time before."""
+        """The change of the predicted step time, as a fraction of the time before, for a fixed share of other time."""
         return self.after.seconds / self.before.seconds - 1
 
 

@@ -10,7 +10,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from policyc.base.web_page import render_template
-from policyc.changes.data import sentence
+from policyc.changes.data import other_sentence, sentence
 from policyc.changes.model import DiffData, Linear, LinearRange, ProductChange, ProductSide, Stack
 from policyc.language.recipes import Gemm
 
@@ -55,7 +55,9 @@ class _Drawing:
 
 def draw_heat_map(diff: DiffData) -> str:
     """The heat map as one SVG element."""
-    subject = f"{diff.program}: {diff.before.label} → {diff.after.label}"
+    subject = (
+        f"{diff.program}: {diff.before.label} → {diff.after.label}. {other_sentence(diff)}".removesuffix(". ")
+    )
     drawing = _Drawing(_MARGIN + 40.0)
     drawing.texts = [
         _Text(_MARGIN, _MARGIN + 11, sentence(diff), "font-weight:600;font-size:13px"),

@@ -13,7 +13,7 @@ from typing import Any
 import networkx as nx
 
 from policyc.base.text import as_ranges, count_noun, escape_controls, format_ranges
-from policyc.changes.data import sentence
+from policyc.changes.data import summary
 from policyc.changes.graph import children_of, graph_of
 from policyc.changes.model import DiffData, Linear, LinearRange, ProductChange
 from policyc.language.diagnostics import Paint, plain
@@ -29,7 +29,7 @@ def render(diff: DiffData, paint: Paint = plain, width: int = WIDTH, *, equation
 
     `paint` is called with the kinds `added`, `removed`, `header`, `rule` and `dim`.
     """
-    lines = [paint("header", line) for line in _wrap(sentence(diff), width)]
+    lines = [paint("header", line) for line in _wrap(summary(diff), width)]
     for note in (*diff.refused, *diff.notes):
         lines += [paint("dim", line) for line in _wrap(f"note: {note}", width)]
     lines += _rows(diff, paint, width)

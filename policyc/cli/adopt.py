@@ -16,7 +16,7 @@ from policyc.cli.options import (
     StepOptions,
     check_source,
     collect_options,
-    format_by_ending_option,
+    format_option,
     option,
     option_class,
     out_option,
@@ -66,7 +66,7 @@ class AdoptOptions:
         metavar="DIR",
         help="Fill in the verdicts, times, memory and stalls of this sweep.",
     )
-    output_format: str = format_by_ending_option("markdown", "html", "json")
+    output_format: str = format_option("markdown", "html", "json")
     out: str | None = out_option()
 
 

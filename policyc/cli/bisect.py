@@ -49,7 +49,9 @@ class BisectOptions:
         type=click.Path(dir_okay=False),
         help="Save the trials in this file, so that a stopped search can continue.",
     )
-    out: str | None = out_option("Write the edited policy to this file instead of standard output.")
+    out: str | None = out_option(
+        "Write the edited policy to this file instead of standard output.", ("policy",)
+    )
 
 
 @click.command(

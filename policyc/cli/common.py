@@ -119,7 +119,7 @@ def check_writable(name: str, path: Path) -> Path:
 
     if not path.exists() or Path(name).exists():
         return path
-    help = f"copy it: policyc show {name} --format text > my_{name}.policy"
+    help = f"copy it: policyc show {name} --out my_{name}.policy"
     raise unreadable_file_error(name, "this is a bundled policy, which cannot be changed", help)
 
 
@@ -211,5 +211,5 @@ def explain_missing_package(extras: str) -> Iterator[None]:
 
 def exit_with_diagnostics(error: PolicyError) -> NoReturn:
     print_diagnostics(error)
-    is_unreadable = any(d.code == "unreadable-file" for d in error.diagnostics)
-    sys.exit(EXIT_USAGE if is_unreadable else EXIT_FAILURE)
+    names_nothing = any(d.code in ("unreadable-file", "unknown-variant") for d in error.diagnostics)
+    sys.exit(EXIT_USAGE if names_nothing else EXIT_FAILURE)

@@ -308,12 +308,14 @@ def _fail_if_wrong(report: CompileReport) -> None:
 def _warn_if_slower_than_fp8(step: TrainingStep, options: StepOptions) -> None:
     """Prints a warning if a 4-bit policy is slower than fp8 according to the cost model."""
     from policyc.hardware.step_cost import ratio_to_fp8
+    from policyc.hardware.training_step import count_backends
     from policyc.language.loader import load
 
     ratio = ratio_to_fp8(step, load("fp8"), options.mesh_shape())
     if ratio > 1:
+        backends = " and ".join(sorted(count_backends(step.plan)))
         click.echo(
             f"warning: the cost model predicts that the step takes {ratio:.2f} times as long as under fp8, on "
-            f"{options.devices} x {options.target}: 'policyc estimate --vs fp8' shows why",
+            f"{options.devices} x {options.target} with backend {backends}: 'policyc estimate --vs fp8' shows why",
             err=True,
         )

@@ -20,15 +20,15 @@ from policyc.cli.common import (
 from policyc.cli.options import (
     ProgramCommand,
     StepOptions,
-    backend_option,
     check_source,
     collect_options,
-    format_by_ending_option,
+    format_option,
     number,
     option,
     option_class,
     path_option,
     policy_argument,
+    priced_backend_option,
     program_argument,
     step_options,
     switch,
@@ -47,7 +47,7 @@ class CompareOptions:
     """What is compared."""
 
     unrolled: bool = switch("Unroll the layers of a configuration.")
-    backend: str = backend_option
+    backend: str = priced_backend_option
     grad: bool = switch("Compare the gradients, which also contain dgrad and wgrad.")
     phase: int = number("The phase of the schedule, from 0.", least=0, default=0)
     vs: str | None = option(
@@ -69,7 +69,7 @@ class CompareOptions:
 class OutputOptions:
     """What is printed or written."""
 
-    output_format: str = format_by_ending_option(
+    output_format: str = format_option(
         "text",
         "html",
         "svg",

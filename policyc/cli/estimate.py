@@ -23,6 +23,7 @@ from policyc.cli.options import (
     out_option,
     path_option,
     policy_argument,
+    priced_backend_option,
     program_argument,
     step_options,
     switch,
@@ -50,17 +51,16 @@ A weight is quantized once per step, and each device quantizes its shard.
 Attention reaches half of the bf16 peak. For a configuration, only causal FLOPs count; for a program, all of them.
 fsdp gathers weights for fprop and for dgrad, as codes if they are quantized and in bf16 otherwise, and scatters
 gradients in bf16, for each microbatch.
-"Everything else" is a fixed fraction of every step. This fraction, and how much communication overlaps with
-computation, are fitted to four published figures. These figures, and the errors on twelve others, are in
-docs/explanation/cost_model.md.
+"Everything else" is .31 of every step. This fraction, and how much communication overlaps with computation, are
+fitted to four published figures. These figures, and the errors on twelve others, are in docs/explanation/cost_model.md.
 Speed-ups are more accurate than times.
 Memory is not checked: a step that does not fit still gets an estimate.
 """
 
 
 EVERYTHING_ELSE = (
-    "everything else: launches, gaps and stalls, a fixed fraction of every step, fitted to published "
-    "runs (docs/explanation/cost_model.md)"
+    "everything else: waits, gaps and low clocks, a fixed share of the step, fitted to published runs "
+    "(docs/explanation/cost_model.md)"
 )
 
 
@@ -69,11 +69,7 @@ class EstimateOptions:
     """What is estimated and printed."""
 
     vs: str | None = vs_option
-    backend: str = option(
-        type=click.Choice(["auto", "te", "xla"]),
-        default="auto",
-        help="Backend for quantized GEMMs. 'auto' is what 'apply' would choose for this GPU.",
-    )
+    backend: str = priced_backend_option
     compiled: tuple[str, ...] = option(
         metavar="FILE",
         multiple=True,
@@ -145,12 +141,14 @@ def estimate(policy: str, program: tuple[str, ...], step: StepOptions, options: 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NamedEstimate:
-    """The estimate of a policy, and the backends of its quantized products, in words."""
+    """The estimate of a policy, the backends of its quantized products, in words, and the other backend's seconds."""
 
     policy: str
     backends: str
     estimate: Estimate
     is_compiled: bool
+    other_backend: str
+    other_seconds: float
 
 
 def _estimate(name: str, step: TrainingStep, mesh: MeshShape, compiled: CompiledStep | None) -> NamedEstimate:
@@ -159,13 +157,23 @@ def _estimate(name: str, step: TrainingStep, mesh: MeshShape, compiled: Compiled
     from policyc.hardware.training_step import count_backends
 
     estimate = step_cost.estimate(step, step.target, mesh)
-    if compiled is not None:
+    other = step.with_other_backend()
+    other_seconds = step_cost.estimate(other, step.target, mesh).seconds
+    if compiled is not None:  # its program has one backend
         estimate = with_compiled(estimate, compiled, step.target, mesh)
+        other_seconds = estimate.seconds
     counts = count_backends(step.plan)
     backends = ", ".join(
         backend if len(counts) == 1 else f"{backend} ({count} products)" for backend, count in counts.items()
     )
-    return NamedEstimate(policy=name, backends=backends, estimate=estimate, is_compiled=compiled is not None)
+    return NamedEstimate(
+        policy=name,
+        backends=backends,
+        estimate=estimate,
+        is_compiled=compiled is not None,
+        other_backend="" if other_seconds == estimate.seconds else other.plan.execution.backend,
+        other_seconds=other_seconds,
+    )
 
 
 def _use_measured(execution: ExecutionOptions, path: str | None) -> ExecutionOptions:
@@ -258,17 +266,36 @@ def _as_data(estimates: NamedEstimates, target: str, mesh: MeshShape) -> dict[st
             "tflops_per_device": named.estimate.tflops,
             "parts": dict(named.estimate.parts),
             "gemms": dict(named.estimate.gemms),
+            "other_backend": {named.other_backend: named.other_seconds} if named.other_backend else {},
         }
         for named in estimates
     ]
     data: dict[str, Any] = {"target": target, "devices": mesh.devices, "mesh": str(mesh), "estimates": rows}
     if len(estimates) == 1:
         return data
-    return data | {"speed_up": _speed_up(estimates), "speed_up_range": _speed_up_range(estimates)}
+    from policyc.hardware.gemm_cost import speed_up_bounds
+
+    return data | {
+        "speed_up": _speed_up(estimates),
+        "speed_up_bounds": speed_up_bounds(_speed_up(estimates)),
+        "speed_up_range": _speed_up_range(estimates),
+        "other_speed_up": _other_speed_up(estimates) if _other_backends(estimates) else None,
+    }
 
 
 def _speed_up(estimates: NamedEstimates) -> float:
     before, after = (named.estimate.seconds for named in estimates)
+    return before / after
+
+
+def _other_backends(estimates: NamedEstimates) -> str:
+    """The other backends that change an estimate; empty if none does."""
+    return " or ".join(dict.fromkeys(named.other_backend for named in estimates if named.other_backend))
+
+
+def _other_speed_up(estimates: NamedEstimates) -> float:
+    """The speed-up with the other backends."""
+    before, after = (named.other_seconds for named in estimates)
     return before / after
 
 
@@ -311,7 +338,8 @@ def _as_table(named: NamedEstimates, title: str) -> str:
     from rich.console import Console
     from rich.table import Table
 
-    from policyc.base.text import format_change, format_seconds
+    from policyc.base.text import format_change, format_ratio, format_seconds
+    from policyc.hardware.gemm_cost import speed_up_bounds
     from policyc.language.policy_tables import literal
 
     estimates = [n.estimate for n in named]
@@ -340,12 +368,18 @@ def _as_table(named: NamedEstimates, title: str) -> str:
         table.add_row(label, *(cell for value in values for cell in (value, "")))
 
     add_values("step", (format_seconds(e.seconds) for e in estimates))
+    others = _other_backends(named)
+    if others:
+        add_values(f"  with {others}", (format_seconds(n.other_seconds) for n in named))
     add_values("TFLOP/s per device", (f"{e.tflops:.0f}" for e in estimates))
     add_values("backend", (n.backends or "-" for n in named))
     add_values("bytes from", ("the compiled step" if n.is_compiled else "the cost model" for n in named))
     if len(named) == 2:
-        add_values("step time", ("", format_change(estimates[1].seconds / estimates[0].seconds - 1)))
-        add_values("speed-up", ("", f"{_speed_up(named):.2f}x"))
+        bounds = speed_up_bounds(_speed_up(named))
+        add_values("step time", ("", format_change(*(1 / bound - 1 for bound in bounds))))
+        add_values("speed-up", ("", format_ratio(*bounds)))
+        if others:
+            add_values(f"  with {others}", ("", format_ratio(*speed_up_bounds(_other_speed_up(named)))))
     console = Console(force_terminal=use_color())
     with console.capture() as capture:
         console.print(literal(title), style="bold")
@@ -353,4 +387,9 @@ def _as_table(named: NamedEstimates, title: str) -> str:
         if len(named) == 2:
             console.print(f"error of the speed-up: {_describe_range(_speed_up_range(named))}")
         console.print(EVERYTHING_ELSE, style="dim")
+        if len(named) == 2:
+            note = (
+                f"of two figures, the first is for its time under {named[0].policy}, the second for its share"
+            )
+            console.print(literal(note), style="dim")
     return capture.get()

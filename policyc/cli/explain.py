@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     """,
 )
 @click.argument("codes", nargs=-1, metavar="[CODE]...")
-@format_option("text", "json", help="json: code, severity, title, needs_program and page of each.")
+@format_option(
+    "text", "json", has_out=False, help="json: code, severity, title, needs_program and page of each."
+)
 def explain(codes: tuple[str, ...], output_format: str) -> None:
     """Print the page of a lint code."""
     from policyc.linter.rules import ALL_RULES, check_code

@@ -35,21 +35,20 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--like",
-    default="llama_nvfp4",
-    show_default=True,
     metavar="POLICY[:VARIANT]",
+    show_default="MLPs in NVFP4 except in the last blocks, everything else in BF16",
     help="Take the rules of this policy that decide about sites of the program.",
 )
 @config_option
-@out_option("Write to this file, which must not exist, instead of standard output.")
+@out_option("Write to this file, which must not exist, instead of standard output.", ("policy",))
 @program_argument(required=False)
-def init(like: str, config: str | None, out: str | None, program: tuple[str, ...]) -> None:
+def init(like: str | None, config: str | None, out: str | None, program: tuple[str, ...]) -> None:
     """Write a first policy for a program, from its real sites.
 
-    It has the rules of another policy that decide about these sites, each with the number of sites that it must match
-    ('expect') and a comment on what it decides. The program runs until its first loss with a GEMM is traced.
+    Each rule has the number of sites that it must match ('expect') and a comment on what it decides. The program runs
+    until its first loss with a GEMM is traced.
     """
-    from policyc.compiler.first_policy import NoRuleFits, write_first_policy
+    from policyc.compiler.first_policy import NoRuleFits, choose_start, write_first_policy
     from policyc.compiler.plan_tables import as_json
     from policyc.compiler.site_lists import SiteList
     from policyc.language.diagnostics import PolicyError
@@ -59,11 +58,12 @@ def init(like: str, config: str | None, out: str | None, program: tuple[str, ...
         raise click.UsageError(f"'{program[0]}' is a policy: name it with --like {program[0]}")
     if out is not None and out != "-" and os.path.exists(out):
         raise click.UsageError(f"--out: '{out}' exists: remove it, or choose another name")
-    policy = load_policy(like)
+    known = None if like is None else load_policy(like)
     plan = plan_source(Policy(), program, config)
     title = f"the bundled Llama {config}" if config is not None else f"'{Path(program_name(program)).name}'"
+    sites = SiteList.from_json(as_json(plan))
     try:
-        text = write_first_policy(policy, SiteList.from_json(as_json(plan)), title)
+        text = write_first_policy(known or choose_start(sites), sites, title, is_start=known is None)
     except NoRuleFits as error:
         exit_with_message(f"{error}: choose another with --like, or see 'policyc sites'", EXIT_USAGE)
     text, allowed, errors = _lint(text, plan)

@@ -17,6 +17,7 @@ from typing import Any, cast
 import click
 
 from policyc import __version__
+from policyc.cli.common import exit_with_message
 
 COMMAND_GROUPS: dict[str, tuple[str, ...]] = {
     "Policies": ("show", "lint", "fmt", "explain", "lsp"),
@@ -129,7 +130,12 @@ def run_command() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # print '?' where the encoding lacks a character
-    cli.main(prog_name="policyc")
+    try:
+        cli.main(prog_name="policyc")
+    except ImportError as error:
+        if error.name != "jax":
+            raise
+        exit_with_message(str(error))  # JAX is missing, or its version is not supported
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, dataclass_transform
 import click
 
 from policyc.cli.common import ExampleCommand
+from policyc.numerics import backends
 
 if TYPE_CHECKING:
     from policyc.compiler.plan import Plan
@@ -160,60 +161,87 @@ def collect_options(kind: type, name: str) -> Decorator:
 def path_option(*flags: str, **settings: Any) -> Any:
     """A path, made absolute because a program may change the working directory. `-` is standard output."""
 
-    def make_absolute(_ctx: click.Context, _option: click.Parameter, path: str | None) -> str | None:
-        return os.path.abspath(path) if path and path != "-" else path
+    return option(*flags, callback=lambda _ctx, _option, path: _make_absolute(path), **settings)
 
-    return option(*flags, callback=make_absolute, **settings)
 
+def _make_absolute(path: str | None) -> str | None:
+    return os.path.abspath(path) if path and path != "-" else path
+
+
+_BACKENDS = f"{', '.join(backends.NAMES[:-1])} or {backends.NAMES[-1]}"
 
 backend_option: Any = option(
     "--backend",
     default="auto",
     metavar="NAME",
-    help="Backend for quantized GEMMs: auto, emulate, xla, te or cudnn. 'auto' picks one for the devices.",
+    help=f"Backend for quantized GEMMs: {_BACKENDS}. 'auto' picks one for the devices and the installed libraries.",
 )
 
-priced_backend_option: Any = option(
-    type=click.Choice(["te", "xla", "auto"]),
-    default="te",
-    help="Backend whose speed is predicted. te: Transformer Engine; auto: what 'apply' would choose with the libraries "
-    "installed here.",
-)
+
+def priced_backend(**settings: Any) -> Any:
+    """`--backend` of a prediction."""
+    help = (
+        f"Backend whose speed is predicted: {_BACKENDS}. It need not be installed. 'te' is Transformer Engine, and "
+        "leaves to xla what it cannot run; 'auto' is what 'apply' would choose with the libraries installed here."
+    )
+    return option("--backend", metavar="NAME", help=help, **settings)
+
+
+priced_backend_option: Any = priced_backend(default=backends.PRICED)
 
 require_native_option: Any = switch("Fail if a product would be emulated.")
 
 
-def format_option(*formats: str, help: str = "Output format.") -> Any:
-    """`--format`, passed as `output_format`. The first format is the default."""
-    return option("--format", "output_format", type=click.Choice(formats), default=formats[0], help=help)
+_FORMATS = {
+    ".html": "html",
+    ".md": "markdown",
+    ".json": "json",
+    ".svg": "svg",
+    ".sarif": "sarif",
+    ".policy": "policy",
+}
+"""The formats that the ending of a file's name asks for."""
 
 
-_FORMAT_OF_ENDING = {".html": "html", ".md": "markdown", ".json": "json", ".svg": "svg"}
+def format_of_file(path: str | None, formats: Sequence[str]) -> str | None:
+    """The format that the name of an output asks for; None if none. Raises a usage error if it is not in `formats`."""
+    format = _FORMATS.get(os.path.splitext(path or "")[1])
+    if format is not None and format not in formats:
+        endings = [ending for ending, each in _FORMATS.items() if each in formats]
+        known = f": this output can be {' or '.join(endings)}" if endings else ""
+        raise click.UsageError(f"--out: '{os.path.basename(path or '')}' names another format{known}")
+    return format
 
 
-def format_by_ending_option(*formats: str, help: str = "Output format.") -> Any:
+def format_option(*formats: str, help: str = "Output format.", has_out: bool = True) -> Any:
     """`--format`, passed as `output_format`. The ending of `--out` sets the default, or else it is the first format."""
 
     def choose(ctx: click.Context, _option: click.Parameter, format: str | None) -> str:
         # click processes the given options before the absent ones, so `out` is known here if `--format` is absent.
-        ending = os.path.splitext(ctx.params.get("out") or "")[1]
-        by_ending = _FORMAT_OF_ENDING.get(ending)
-        return format or (by_ending if by_ending in formats else None) or formats[0]
+        return format or format_of_file(ctx.params.get("out"), formats) or formats[0]
 
-    shown = f"from the ending of --out; otherwise {formats[0]}"
     return option(
         "--format",
         "output_format",
         type=click.Choice(formats),
         callback=choose,
-        show_default=shown,
+        show_default=f"{'from the ending of --out; otherwise ' if has_out else ''}{formats[0]}",
         help=help,
     )
 
 
-def out_option(help: str = "Write to this file instead of standard output.") -> Any:
-    """`--out`, passed as `out`."""
-    return path_option("--out", metavar="FILE", type=click.Path(dir_okay=False, allow_dash=True), help=help)
+def out_option(
+    help: str = "Write to this file instead of standard output.", formats: Sequence[str] = ()
+) -> Any:
+    """`--out`, passed as `out`. `formats` are those of an output without `--format`."""
+
+    def check(_ctx: click.Context, _option: click.Parameter, path: str | None) -> str | None:
+        if formats:
+            format_of_file(path, formats)
+        return _make_absolute(path)
+
+    type = click.Path(dir_okay=False, allow_dash=True)
+    return option("--out", metavar="FILE", type=type, help=help, callback=check)
 
 
 def policy_argument(*, required: bool = True) -> Decorator:
@@ -306,7 +334,9 @@ class StepOptions:
         help="Sizes of the axes data, fsdp, context, tensor and (only in compile) expert, such as 'fsdp=32 "
         "tensor=4'. A program can use data and fsdp only; 'compile' uses the program's own mesh.",
     )
-    batch: int | None = number("Sequences per step.", show_default=_FROM_CONFIG)
+    batch: int | None = number(
+        "Sequences per step.", show_default=f"{_FROM_CONFIG}, but at most 16,384 tokens per device"
+    )
     sequence: int | None = number("Tokens per sequence.", show_default=_FROM_CONFIG)
     accumulate: int | None = number(
         "Microbatches per step.", show_default="the fewest with at most two sequences per device at a time"

@@ -46,8 +46,10 @@ _RULE_START = "* -> "  # turns a recipe into a policy
 )
 @click.option("--axis", type=int, default=-1, show_default=True, help="The contracted axis.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of stochastic rounding.")
-@click.option("--out", required=True, metavar="OUT.npz", help="File to write; '-' is standard output.")
-def quantize(array: str, recipe: str, role_name: str, gemm_name: str, out: str, **options: int) -> None:
+@click.option("--out", metavar="OUT.npz", help="Also write the codes to this file; '-' is standard output.")
+def quantize(
+    array: str, recipe: str, role_name: str, gemm_name: str, out: str | None, **options: int
+) -> None:
     """Quantize an array exactly as a policy would.
 
     Prints the error. OUT.npz holds codes (one per byte), packed (two codes per byte, the even one in the low half),
@@ -73,8 +75,9 @@ def quantize(array: str, recipe: str, role_name: str, gemm_name: str, out: str, 
         operand = measure_operand(values, parsed_recipe, gemm, role, **options)
     except ValueError as error:
         raise click.UsageError(f"--recipe: {error}") from None
-    _save_arrays(out, operand.arrays())
-    click.echo(str(operand.stats), err=is_standard_output(out))
+    if out is not None:
+        _save_arrays(out, operand.arrays())
+    click.echo(str(operand.stats), err=out is not None and is_standard_output(out))
 
 
 def _check_operand(gemm: Gemm, role: Role) -> None:

@@ -36,6 +36,16 @@ class RecordOptions:
 record_options: Decorator = collect_options(RecordOptions, "record")
 
 
+def parse_step(checkpoint: str) -> int:
+    """The step of a checkpoint. Raises a usage error if this is not the folder of a checkpoint."""
+    path = Path(checkpoint)
+    if not (path.name.isdigit() and path.is_dir()):
+        raise click.UsageError(
+            f"--from {checkpoint}: this is not the folder of a checkpoint, such as runs/a/checkpoints/300"
+        )
+    return int(path.name)
+
+
 def record(program: Sequence[str], config: str | None, options: RecordOptions) -> RecordedLoss:
     """Runs a program, or the bundled trainer, until it has recorded enough batches. Exits if there is no loss."""
     if config is None:
@@ -58,16 +68,6 @@ def record(program: Sequence[str], config: str | None, options: RecordOptions) -
     return recorded
 
 
-def _parse_step(checkpoint: str) -> int:
-    """The step of a checkpoint. Raises a usage error if this is not the folder of a checkpoint."""
-    path = Path(checkpoint)
-    if not (path.name.isdigit() and path.is_dir()):
-        raise click.UsageError(
-            f"--from {checkpoint}: this is not the folder of a checkpoint, such as runs/a/checkpoints/300"
-        )
-    return int(path.name)
-
-
 @contextlib.contextmanager
 def _program(words: Sequence[str], config: str | None, options: RecordOptions) -> Iterator[Program]:
     """The program to record. The bundled trainer gets a folder that is removed afterwards."""
@@ -80,7 +80,7 @@ def _program(words: Sequence[str], config: str | None, options: RecordOptions) -
     start = 0
     resume: tuple[str, ...] = ()
     if options.checkpoint is not None:
-        start = _parse_step(options.checkpoint)
+        start = parse_step(options.checkpoint)
         resume = ("--resume-from", options.checkpoint, "--accept-changes")
     steps = start + options.after + options.batches + 1
     with tempfile.TemporaryDirectory(prefix="policyc-") as folder:

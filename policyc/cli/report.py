@@ -8,9 +8,17 @@ from typing import Any
 import click
 
 from policyc.cli.common import ExampleCommand, print_note
-from policyc.cli.options import collect_options, format_by_ending_option, option, option_class, path_option
+from policyc.cli.options import (
+    collect_options,
+    format_option,
+    option,
+    option_class,
+    path_option,
+    priced_backend,
+)
 from policyc.cli.program import exit_on_error
 from policyc.cli.sweep_runs import split_names
+from policyc.numerics import backends
 
 
 @option_class
@@ -22,9 +30,7 @@ class ReportCommand:
         show_default="report.html in the folder; comparison.html here for several folders",
         help="File to write; '-' is standard output.",
     )
-    output_format: str = format_by_ending_option(
-        "html", "markdown", "json", help="A page; tables; everything as JSON."
-    )
+    output_format: str = format_option("html", "markdown", "json", help="A page; tables; everything as JSON.")
     baseline: str | None = option(
         metavar="NAME,...",
         show_default="those of the sweep; otherwise bf16 and fp8, or the first",
@@ -42,11 +48,7 @@ class ReportCommand:
     devices: int | None = option(
         metavar="N", type=click.IntRange(1), show_default="8", help="GPUs of the prediction."
     )
-    backend: str | None = option(
-        metavar="NAME",
-        show_default="auto",
-        help="Backend of the prediction: auto, xla or te. It need not be installed.",
-    )
+    backend: str | None = priced_backend(show_default=backends.PRICED)
     frontier: str | None = path_option(
         metavar="FILE", help="Also show this frontier (search --frontier --out x.json)."
     )
@@ -72,7 +74,7 @@ class ReportCommand:
     policyc report sweeps/nvfp4                           a sweep, even while it runs
     policyc report runs/bf16 runs/fp8 --baseline bf16     compare runs: write comparison.html
     policyc report sweeps/nvfp4 --format markdown         print the verdicts and tables
-    policyc report sweeps/nvfp4 --backend te              with gaps over predicted speed-ups
+    policyc report sweeps/nvfp4 --config llama3_8b        with gaps over predicted speed-ups
     """,
 )
 @collect_options(ReportCommand, "command")

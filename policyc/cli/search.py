@@ -16,6 +16,7 @@ from policyc.cli.options import (
     FiniteRange,
     StepOptions,
     collect_options,
+    format_of_file,
     number,
     option,
     option_class,
@@ -26,15 +27,14 @@ from policyc.cli.options import (
     switch,
 )
 from policyc.cli.program import exit_on_error, parse_execution, program_name, trace_step
-from policyc.cli.recorded import RecordOptions, record, record_options
+from policyc.cli.recorded import RecordOptions, parse_step, record, record_options
 from policyc.cli.sweep_runs import SweepCommand
 
 if TYPE_CHECKING:
-    from policyc.experiments.record import RecordedLoss
     from policyc.experiments.search.found import Searched
-    from policyc.experiments.search.problem import Cost
+    from policyc.experiments.search.problem import Cost, Pricer
     from policyc.experiments.search.solve import Solution
-    from policyc.hardware.training_step import TrainingStep
+    from policyc.hardware.mesh import MeshShape
 
 DEFAULT_FORMATS = "nvfp4,mxfp8,fp8"
 BUNDLED = ("fp8", "mxfp8", "llama_nvfp4", "te_nvfp4")
@@ -70,7 +70,7 @@ class SearchOptions:
         metavar="DIR",
         help="Also write the knees of the frontier to DIR, as variants of a policy for 'policyc sweep'.",
     )
-    out: str | None = out_option()
+    out: str | None = out_option(formats=("policy", "svg", "json"))
 
 
 @click.command(
@@ -97,19 +97,25 @@ def search(
     """
     if sum((options.speedup is not None, options.max_damage is not None, options.frontier)) != 1:
         raise click.UsageError("say what to search for: one of --speedup, --max-damage and --frontier")
-    searched = _search(program, step, record, options)
+    written = format_of_file(options.out, ("svg", "json") if options.frontier else ("policy",))
+    if options.frontier and written is None and options.out is not None:
+        raise click.UsageError(
+            "--out: a frontier is written to x.svg, a picture, or x.json, a file for 'diff'"
+        )
+    searched, seconds = _search(program, step, record, options)
     _print_notes(searched)
     from policyc.experiments.search.found import explain_site, find_stalls
+    from policyc.language.loader import parse
 
-    solutions = _solve(searched, options)
+    solutions = _solve(searched, options, seconds)
     if options.frontier:
         _write_frontier(searched, solutions, options.out)
     else:
-        print_or_write(searched.write_policy(solutions[0]), options.out)
-        cost = solutions[0].cost
+        text, cost = searched.write_policy(solutions[0]), solutions[0].cost
+        print_or_write(text, options.out)
         print_note(
-            f"{searched.speed_up(cost):.3f}x the speed without a policy, damage {cost.damage:.3g} nats per token, "
-            f"within {solutions[0].gap:.1%} of the best for {options.segments} ranges",
+            f"{searched.describe_speed(parse(text), cost)}, damage {cost.damage:.3g} nats per token, within "
+            f"{solutions[0].gap:.1%} of the best for {options.segments} ranges",
             "predicted",
         )
         if stalls := find_stalls(searched, solutions[0]):
@@ -126,28 +132,46 @@ def search(
 
 def _search(
     program: tuple[str, ...], step: StepOptions, record_options: RecordOptions, options: SearchOptions
-) -> Searched:
-    """Records and scores a loss, and prices its options."""
+) -> tuple[Searched, float]:
+    """Records and scores a loss, and prices its options. Also returns the seconds of the step that is asked for.
+
+    Exits before it measures anything if no format is fast enough.
+    """
+    from policyc.compiler.plan import make_plan
+    from policyc.experiments.record import KEEP
     from policyc.experiments.search.candidates import parse_formats
     from policyc.experiments.search.found import Searched
-    from policyc.experiments.search.problem import make_problem
+    from policyc.experiments.search.problem import Pricer, make_problem
     from policyc.experiments.search.scores import score_formats
     from policyc.hardware.mesh import check_modelled
+    from policyc.language.loader import parse
 
     # Read before the program changes sys.argv. Folders of this machine are left out.
     words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
     command = shlex.join(["policyc", *words])
+    if record_options.checkpoint is not None:
+        parse_step(record_options.checkpoint)  # fails at once
     with exit_on_error():
         formats = parse_formats(options.formats)
         mesh = step.mesh_shape()
         check_modelled(mesh)
-        recorded = record(program, step.config, record_options)
-        if step.config is not None and not record_options.checkpoint and not record_options.after:
-            print_note("without --from or --after, the scores are for an untrained model")
-        training_step = _step(recorded, step, options.backend)
-        scores = score_formats(recorded, formats)
-        return Searched(
-            problem=make_problem(training_step, mesh, scores, formats),
+        execution = parse_execution(options.backend, step.target)
+        if step.config is None:
+            step.reject_for_program("batch", "sequence", "gather")
+            recorded = record(program, None, record_options)
+            training_step = step.of_program(make_plan(parse(KEEP), recorded.sites, execution))
+            pricer = Pricer(training_step, mesh, formats)
+            seconds = _seconds(pricer, mesh, options.speedup)
+        else:
+            training_step = trace_step(parse(KEEP), (), step, execution)
+            pricer = Pricer(training_step, mesh, formats)
+            seconds = _seconds(pricer, mesh, options.speedup)
+            recorded = record(program, step.config, record_options)
+            if not record_options.checkpoint and not record_options.after:
+                print_note("without --from or --after, the scores are for an untrained model")
+        scores = score_formats(recorded, formats, lambda line: print_note(line, "scoring"))
+        searched = Searched(
+            problem=make_problem(pricer, scores),
             scores=scores,
             step=training_step,
             mesh=mesh,
@@ -155,19 +179,7 @@ def _search(
             source=step.config or Path(program_name(program)).name,
             command=command,
         )
-
-
-def _step(recorded: RecordedLoss, step: StepOptions, backend: str) -> TrainingStep:
-    """The step whose speed is predicted: that of the configuration, or the recorded one."""
-    from policyc.compiler.plan import make_plan
-    from policyc.experiments.record import KEEP
-    from policyc.language.loader import parse
-
-    execution = parse_execution(backend, step.target)
-    if step.config is not None:
-        return trace_step(parse(KEEP), (), step, execution)
-    step.reject_for_program("batch", "sequence", "gather")
-    return step.of_program(make_plan(parse(KEEP), recorded.sites, execution))
+    return searched, seconds
 
 
 def _print_notes(searched: Searched) -> None:
@@ -177,7 +189,7 @@ def _print_notes(searched: Searched) -> None:
         print_note(f"left alone: {name}: {reason}")
 
 
-def _solve(searched: Searched, options: SearchOptions) -> list[Solution]:
+def _solve(searched: Searched, options: SearchOptions, seconds: float) -> list[Solution]:
     from policyc.experiments.search.solve import Infeasible, minimize_damage, minimize_seconds
 
     problem = searched.problem
@@ -186,27 +198,34 @@ def _solve(searched: Searched, options: SearchOptions) -> list[Solution]:
             return searched.frontier()
         if options.max_damage is not None:
             return [minimize_seconds(problem, options.max_damage, options.segments)]
-        return [minimize_damage(problem, _seconds(searched, options.speedup or ""), options.segments)]
+        return [minimize_damage(problem, seconds, options.segments)]
     except Infeasible as error:
         exit_with_message(str(error))
 
 
-def _seconds(searched: Searched, speedup: str) -> float:
-    """The seconds of a step at a speed-up, given as a factor or as a policy."""
+def _seconds(pricer: Pricer, mesh: MeshShape, speedup: str | None) -> float:
+    """The seconds of a step at a speed-up, given as a factor or as a policy. Exits if no format is fast enough."""
+    from policyc.experiments.search.solve import explain_fastest
     from policyc.hardware.step_cost import scheduled_seconds
 
+    if speedup is None:
+        return pricer.base
     try:
-        factor = float(speedup)
+        seconds = pricer.base / float(speedup)
     except ValueError:
-        step = searched.step.under(load_policy(speedup))
-        seconds = scheduled_seconds(step, step.target, searched.mesh)
-        if seconds > searched.problem.seconds:
-            slower = f"{speedup} is predicted at {searched.problem.seconds / seconds:.2f}x the speed without a policy"
+        step = pricer.step.under(load_policy(speedup))
+        seconds = scheduled_seconds(step, step.target, mesh)
+        if seconds > pricer.base:
+            slower = f"{speedup} is predicted at {pricer.base / seconds:.2f}x the speed without a policy"
             print_note(f"{slower}, so keeping every product is fast enough", "warning")
-        return seconds
-    if not 0 < factor < float("inf"):
+    except ZeroDivisionError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
         raise click.BadParameter("expected a number such as 1.3, or a policy", param_hint="--speedup")
-    return searched.problem.seconds / factor
+    fastest = pricer.fastest()
+    if fastest > seconds * (1 + 1e-9):  # the sums of two orders differ by less
+        exit_with_message(explain_fastest(pricer.base, fastest))
+    return seconds
 
 
 def _write_frontier(searched: Searched, solutions: list[Solution], out: str | None) -> None:
@@ -222,10 +241,9 @@ def _write_frontier(searched: Searched, solutions: list[Solution], out: str | No
         "frontier": [point(s.cost) for s in solutions],
         "policies": policies,
     }
-    if out is not None and out.endswith(".json"):
-        print_or_write(json.dumps(frontier, indent=1) + "\n", out)
-    elif out is not None:
-        print_or_write(draw_frontier(frontier), out)
+    if out is not None:
+        is_json = out.endswith(".json")
+        print_or_write(json.dumps(frontier, indent=1) + "\n" if is_json else draw_frontier(frontier), out)
     rows = [*((point(s.cost), "") for s in solutions), *((p, f"  {name}") for name, p in policies.items())]
     lines = [f"{p['speed_up']:.3f}x  damage {p['damage']:.3g}{name}" for p, name in rows]
     click.echo("\n".join(lines), err=out is not None)

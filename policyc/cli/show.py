@@ -14,15 +14,15 @@ from policyc.cli.options import format_option, out_option, policy_argument
     policyc show                                list the bundled policies
     policyc show llama_nvfp4                    what each rule does to each operand
     policyc show llama_nvfp4:no_rht             the same, under a variant
-    policyc show te_nvfp4_no_rht --format text  one policy, with its imports expanded
+    policyc show te_nvfp4_no_rht --format policy  one policy, with its imports expanded
     """,
 )
 @policy_argument(required=False)
 @format_option(
     "table",
-    "text",
+    "policy",
     "json",
-    help="text: an equivalent policy, with imports expanded and without comments. json: the treatment of "
+    help="policy: an equivalent policy, with imports expanded and without comments. json: the treatment of "
     "each operand.",
 )
 @out_option()
@@ -42,7 +42,7 @@ def show(policy: str | None, output_format: str, out: str | None) -> None:
         )
     else:
         loaded = load_policy(policy)
-        if output_format == "text":
+        if output_format == "policy":
             text = str(loaded)
         elif output_format == "json":
             text = policy_tables.to_json(loaded)

@@ -25,7 +25,7 @@ _FORMATS = ("bf16", "fp8", "mxfp8", "nvfp4")
     """,
 )
 @click.argument("gpu", required=False, metavar="[GPU]")
-@format_option("table", "json")
+@format_option("table", "json", has_out=False)
 def targets(gpu: str | None, output_format: str) -> None:
     """List the GPUs that policyc knows.
 

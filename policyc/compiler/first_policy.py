@@ -20,7 +20,7 @@ from policyc.language.policy import Policy, RecipeDef, RecipeExpr, Rule, recipe_
 from policyc.language.predicates import Flag, leaves
 from policyc.language.recipes import Gemm
 
-_ALLOW = re.compile(r"[ \t]*(#\s*allow:.*)")
+_ALLOW = re.compile(r"[ \t]*(#\s*allow:.*?)(?:\s+--.*)?\n")
 _MAX_NAMES = 4  # in one comment
 
 
@@ -28,7 +28,24 @@ class NoRuleFits(ValueError):
     """No rule of the known policy decides about a site of the model."""
 
 
-def write_first_policy(like: Policy, sites: SiteList, title: str) -> str:
+START = """\
+*                           -> bf16
+* where mlp                 -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)
+* where mlp and layer >= -4 -> bf16
+"""
+"""The rules to begin with: those of README.md."""
+
+
+def choose_start(sites: SiteList) -> Policy:
+    """`START`, with one block in BF16 if the model has no more than four. Raises NoRuleFits if nothing is quantized."""
+    for text in (START, START.replace("-4", "-1")):
+        policy = parse(text)
+        if ListPlan(policy, sites).shares[1].decided:
+            return policy
+    raise NoRuleFits("no site outside of the last block has the kind mlp, so nothing would be in 4 bits")
+
+
+def write_first_policy(like: Policy, sites: SiteList, title: str, *, is_start: bool = False) -> str:
     """The text of the policy, formatted. `title` names the model in its first line. Raises NoRuleFits."""
     plan = ListPlan(like, sites)
     deciding = [rule for rule, share in zip(like.rules, plan.shares, strict=True) if share.decided]
@@ -45,8 +62,10 @@ def write_first_policy(like: Policy, sites: SiteList, title: str) -> str:
         "#",
         *(f"# {line}" for line in _kind_table(sites)),
         "#",
-        f"# Its rules are those of {like.name} that decide about these sites. A wrong `expect` stops a program",
-        "# before it computes anything, so a change of the model does not go unnoticed.",
+        "# The MLPs are in NVFP4 except in the last blocks, everything else in BF16."
+        if is_start
+        else f"# Its rules are those of {like.name} that decide about these sites.",
+        "# A wrong `expect` stops a program before it computes anything, so a change of the model is noticed.",
         "",
         *([str(like.seed_statement)] if like.seed_statement else []),
         *map(str, policy.recipes),
@@ -57,7 +76,9 @@ def write_first_policy(like: Policy, sites: SiteList, title: str) -> str:
         lines += [f"{condition} {{" for condition in conditions]
         for number, rule in group:
             lines.append(f"# {_describe(plan, number)}")
-            lines.append(f"{replace(rule, expect=plan.shares[number].matched)}{_allow_comment(rule)}")
+            lines.append(
+                f"{replace(rule, expect=plan.shares[number].matched)}{_allow_comment(rule, like.name)}"
+            )
         lines += ["}"] * len(conditions)
     return _format("\n".join(lines) + "\n")
 
@@ -94,10 +115,10 @@ def _used_recipes(policy: Policy, rules: Iterable[Rule]) -> Iterator[RecipeDef]:
     return (definition for definition in policy.recipes if definition.name in needed)
 
 
-def _allow_comment(rule: Rule) -> str:
-    """The `allow` comment that follows a rule in its source; empty if there is none."""
+def _allow_comment(rule: Rule, name: str) -> str:
+    """The `allow` comment that follows a rule in its source, with the policy `name` as reason; or nothing."""
     match = _ALLOW.match(rule.span.source.text, rule.span.end)
-    return f"  {match[1]}" if match else ""
+    return f"  {match[1]} -- as in {name}" if match else ""
 
 
 def _kind_table(sites: SiteList) -> Iterator[str]:

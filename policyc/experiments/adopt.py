@@ -25,13 +25,17 @@ from policyc.language.recipes import Gemm
 REFERENCE, BASELINE = "bf16", "fp8"
 CANDIDATES = {
     REFERENCE: "the reference for losses",
-    BASELINE: "the baseline for speeds, and the fallback",
+    BASELINE: "the baseline for speeds",
     "te_nvfp4": "every linear of the blocks in 4 bits",
     "te_nvfp4_no_rht": "te_nvfp4 without the Hadamard transform, which costs two reads of each operand of wgrad",
     "nvfp4_late_switch": "te_nvfp4, but BF16 in the last 15% of the blocks, and in fprop for the last 18% of steps",
     "llama_nvfp4": "4 bits only in the MLPs, which raises the loss the least",
 }
 """The bundled policies to choose from, each with a description."""
+
+NEEDS_LONG_RUN = "te_nvfp4_no_rht"
+"""Its loss shows only in long runs of large models (docs/explanation/recipes.md), so no sweep recommends it."""
+LONG_RUN_ADVICE = "not by a sweep: its loss shows in long runs"
 
 FALLBACKS = {"te_nvfp4": "te_nvfp4:fp8", "llama_nvfp4": "llama_nvfp4:fp8"}
 SEEDS = 5
@@ -67,7 +71,7 @@ def make_adoption(
     """
     step_tokens = microbatch_tokens(step.plan) * step.accumulate
     steps = None if tokens is None else tokens / step_tokens
-    candidates, left_out = _judge_all(step, mesh, steps)
+    candidates, left_out, other_backend = _judge_all(step, mesh, steps)
     return {
         # A program is named without its folder, which means nothing to others.
         "model": config or shlex.join([Path(words[0]).name, *words[1:]]),
@@ -75,6 +79,7 @@ def make_adoption(
         "devices": mesh.devices,
         "mesh": str(mesh),
         "backend": step.plan.execution.backend,
+        "other_backend": other_backend,
         "memory": step.target.memory_bytes,
         "tokens_per_step": step_tokens,
         "tokens": tokens,
@@ -92,8 +97,11 @@ def make_adoption(
 
 def _judge_all(
     step: TrainingStep, mesh: MeshShape, steps: float | None
-) -> tuple[list[JsonObject], list[JsonObject]]:
-    """Returns the figures of the policies that fit the model, and the other policies with the reason why not."""
+) -> tuple[list[JsonObject], list[JsonObject], str | None]:
+    """Returns the figures of the policies that fit the model, and the other policies with the reason why not.
+
+    Also returns the name of the other backend; None if no time depends on it.
+    """
     planned, left_out = {}, []
     for name in CANDIDATES:
         under = step.under(load(name))
@@ -104,7 +112,11 @@ def _judge_all(
     if REFERENCE not in planned:
         raise ValueError(f"no policy can be applied here: {left_out[0]['reason']}")
     seconds = {name: step_cost.scheduled_seconds(under, step.target, mesh) for name, under in planned.items()}
-    return [_judge(name, planned[name], mesh, seconds, steps) for name in planned], left_out
+    on_other = {name: under.with_other_backend() for name, under in planned.items()}
+    others = {name: step_cost.scheduled_seconds(under, step.target, mesh) for name, under in on_other.items()}
+    backends = [on_other[name].plan.execution.backend for name in planned if others[name] != seconds[name]]
+    judged = [_judge(name, planned[name], mesh, seconds, others, steps) for name in planned]
+    return judged, left_out, backends[0] if backends else None
 
 
 def _refusal(step: TrainingStep) -> str:
@@ -119,13 +131,18 @@ def _refusal(step: TrainingStep) -> str:
 
 
 def _judge(
-    name: str, step: TrainingStep, mesh: MeshShape, seconds: dict[str, float], steps: float | None
+    name: str,
+    step: TrainingStep,
+    mesh: MeshShape,
+    seconds: dict[str, float],
+    others: dict[str, float],
+    steps: float | None,
 ) -> JsonObject:
     """Returns the cost of a policy on this model, what it saves, and whether to try it.
 
     `seconds` is the time of a step, and `memory` the bytes on one device. `four_bits` and `emulated` are fractions of
     all GEMM FLOPs. `speed_up` is over the baseline; None if the baseline does not fit the model. `least` and `most`
-    bound it by the errors of the cost model; None if these are unknown.
+    bound it by the errors of the cost model; None if these are unknown. `others` are the times with the other backend.
     """
     target = step.target
     four_bits, emulated = _shares(step)
@@ -142,8 +159,10 @@ def _judge(
         advice = f"emulated on {target.name}: to study the loss, not for speed"
     elif memory > target.memory_bytes:
         advice = "does not fit into memory"
+    elif seconds[name] >= min(seconds[each] for each in (REFERENCE, BASELINE) if each in seconds):
+        advice = "no gain is predicted"
     else:
-        advice = "try" if (speed_up or over_reference) > 1 else "no gain is predicted"
+        advice = LONG_RUN_ADVICE if name == NEEDS_LONG_RUN else "try"
     return {
         "policy": name,
         "about": CANDIDATES[name],
@@ -155,6 +174,8 @@ def _judge(
         "memory": memory,
         "over_reference": over_reference,
         "speed_up": speed_up,
+        "other_over_reference": others[REFERENCE] / others[name],
+        "other_speed_up": others[BASELINE] / others[name] if BASELINE in others else None,
         "least": least,
         "most": most,
         "gpu_hours": None if steps is None else steps * seconds[name] * mesh.devices / 3600,
@@ -181,10 +202,10 @@ def _shares(step: TrainingStep) -> tuple[float, float]:
 def _advise_sweep(
     model: str | None, program: Sequence[str], candidates: Sequence[JsonObject]
 ) -> JsonObject | None:
-    """The command of the sweep, and what it can resolve; None if there is nothing to compare."""
+    """The command of the sweep, and what it can resolve; None if there is nothing to try or, emulated, to study."""
     baselines = [c["policy"] for c in candidates if c["policy"] in (REFERENCE, BASELINE)]
-    in_four_bits = [c["policy"] for c in candidates if c["four_bits"]]
-    policies = [c["policy"] for c in candidates if c["advice"] == "try"] or in_four_bits[:1]
+    emulated = [c["policy"] for c in candidates if c["emulated"]]
+    policies = [c["policy"] for c in candidates if c["advice"] == "try"] or emulated[:1]
     if not policies:
         return None
     config = model and (model if model in _SMALL_CONFIGS else PROXY)

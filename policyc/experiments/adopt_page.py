@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from policyc.base.web_page import as_markup, read_assets, render_template
-from policyc.experiments.adopt import BASELINE, FALLBACKS, REFERENCE
-from policyc.experiments.report.format import MISSING, format_figure, format_gap, format_interval
+from policyc.experiments.adopt import BASELINE, FALLBACKS, LONG_RUN_ADVICE, REFERENCE
+from policyc.experiments.report.format import (
+    MISSING,
+    format_bounds,
+    format_figure,
+    format_gap,
+    format_interval,
+)
 from policyc.experiments.report.values import JsonObject
 from policyc.hardware import gemm_cost
 
@@ -39,18 +46,31 @@ def render_adoption(data: JsonObject, format: str) -> str:
 
 def _headline(data: JsonObject) -> str:
     """The answer in one sentence."""
-    tried = [c for c in data["candidates"] if c["advice"] == "try"]
+    tried = _tried(data)
     where = f"{data['devices']} {data['target'].upper()}"
+    rival = _compared_with(data)
     if not tried:
-        return f"On {where}, no policy with 4 bits is predicted to be faster than {_compared_with(data)}"
+        faster = [c["policy"] for c in data["candidates"] if c["advice"] == LONG_RUN_ADVICE]
+        exception = f", except {faster[0]}, whose loss a sweep cannot show" if faster else ""
+        return (
+            f"On {where}, no policy with 4 bits is predicted to be faster than {rival['policy']}{exception}"
+        )
     best = min(tried, key=lambda c: c["seconds"])
-    ratio = format_figure("ratio", best["over_reference"]) if best["speed_up"] is None else _with_range(best)
-    return f"Try {best['policy']}: on {where} it is predicted to train at {ratio} the speed of {_compared_with(data)}"
+    ratio = format_bounds(best["over_reference"]) if rival["policy"] == REFERENCE else _with_range(best)
+    return (
+        f"Try {best['policy']}: on {where} it is predicted to train at {ratio} the speed of {rival['policy']}"
+    )
 
 
-def _compared_with(data: JsonObject) -> str:
-    """The policy to compare speeds with: the baseline, or the reference if the baseline does not fit the model."""
-    return BASELINE if any(c["policy"] == BASELINE for c in data["candidates"]) else REFERENCE
+def _tried(data: JsonObject) -> list[JsonObject]:
+    return [c for c in data["candidates"] if c["advice"] == "try"]
+
+
+def _compared_with(data: JsonObject) -> JsonObject:
+    """What to compare speeds with, and to fall back to: the faster of the reference and the baseline."""
+    plain = [c for c in data["candidates"] if c["policy"] in (REFERENCE, BASELINE)]
+    fastest: JsonObject = min(plain, key=lambda c: c["seconds"])
+    return fastest
 
 
 def _facts(data: JsonObject) -> str:
@@ -62,12 +82,14 @@ def _facts(data: JsonObject) -> str:
 
 def _speeds(data: JsonObject) -> Section:
     low, high = data["errors"]
+    other = data["other_backend"]
     rows = [
         [
             c["policy"],
             format_figure("step_seconds", c["seconds"]),
-            format_figure("ratio", c["over_reference"]),
+            format_bounds(c["over_reference"]),
             _with_range(c),
+            *([format_bounds(c["other_speed_up"])] if other else []),
             f"{c['four_bits']:.0%}",
             format_figure("memory_bytes", c["memory"]),
             f"{c['communication']:.0%}",
@@ -83,14 +105,15 @@ def _speeds(data: JsonObject) -> Section:
         "Memory: state, saved activations and logits. The GPU has "
         f"{format_figure('memory_bytes', data['memory'])}. Compiled steps needed 3 to 22% more: 'policyc compile' "
         "counts every byte.",
-        f"Launches, gaps and waits are assumed to take {gemm_cost.OTHER_FRACTION:.0%} of every step, under all "
-        "policies.",
+        f"Waits, gaps and low clocks take {gemm_cost.OTHER_FRACTION:.0%} of a step. Of two figures, the first is for "
+        "a policy that does not shorten them, the second for one that leaves their share as it is.",
     ]
     columns = [
         "policy",
         "step",
         f"over {REFERENCE}",
         f"over {BASELINE}",
+        *([f"with {other}"] if other else []),
         "in 4 bits",
         "memory",
         "communication",
@@ -99,7 +122,7 @@ def _speeds(data: JsonObject) -> Section:
 
 
 def _with_range(candidate: JsonObject) -> str:
-    text = format_figure("ratio", candidate["speed_up"])
+    text = format_bounds(candidate["speed_up"])
     if candidate["least"] is None:
         return text
     return f"{text} ({candidate['least']:.2f} to {candidate['most']:.2f})"
@@ -118,13 +141,18 @@ def _savings(data: JsonObject) -> Section | None:
     rows = []
     for c in data["candidates"]:
         own = c["gpu_hours"]
+
+        def saved_over(name: str, ratios: Iterable[float]) -> str:
+            return " to ".join(dict.fromkeys(amount(hours[name] * (1 - 1 / ratio)) for ratio in ratios))
+
         saved = [
-            MISSING if name == c["policy"] or name not in hours else amount(hours[name] - own)
+            MISSING
+            if name == c["policy"] or name not in hours
+            else saved_over(name, gemm_cost.speed_up_bounds(hours[name] / own))
             for name in (REFERENCE, BASELINE)
         ]
         if c["least"] is not None and BASELINE in hours:
-            ends = (hours[BASELINE] * (1 - 1 / ratio) for ratio in (c["least"], c["most"]))
-            saved[1] += f" ({' to '.join(map(amount, ends))})"
+            saved[1] += f" ({saved_over(BASELINE, (c['least'], c['most']))})"
         cost = [f"{own * price:,.0f}"] if price else []
         rows.append([c["policy"], _days(own / devices), f"{own:,.0f}", *cost, *saved])
     columns = ["policy", "days", "GPU hours", *(["cost"] if price else [])]
@@ -194,7 +222,7 @@ def _sweep(data: JsonObject) -> Section | None:
 
 
 def _watch(data: JsonObject) -> Section:
-    tried = [c for c in data["candidates"] if c["advice"] == "try"] or data["candidates"]
+    tried = _tried(data) or [_compared_with(data)]
     fastest = min(tried, key=lambda c: c["seconds"])
     shares = {c["policy"]: c["communication"] for c in data["candidates"]}
     rate = data["tokens_per_step"] / fastest["seconds"]
@@ -216,12 +244,13 @@ def _watch(data: JsonObject) -> Section:
 
 
 def _fallback(data: JsonObject) -> Section:
-    names = [FALLBACKS[c["policy"]] for c in data["candidates"] if c["policy"] in FALLBACKS]
-    fallback = " or ".join(names or [_compared_with(data)])
+    rival = _compared_with(data)["policy"]
+    names = [FALLBACKS[c["policy"]] for c in _tried(data) if c["policy"] in FALLBACKS and rival == BASELINE]
+    fallback = " or ".join(names or [rival])
+    rules = " The rules stay; only the recipe changes." if names else ""
     sentences = [
-        f"Fallback: continue from the last good checkpoint under {fallback}, with the same "
-        "seed and data. The rules stay; only the recipe changes.",
-        "Set the limit before the run: for example, back to FP8 if validation is more than the margin above the "
+        f"Fallback: continue from the last good checkpoint under {fallback}, with the same seed and data.{rules}",
+        f"Set the limit before the run: for example, back to {rival} if validation is more than the margin above the "
         "baseline at two checkpoints in a row.",
         "Hardware: NVFP4 training is native on compute capability 10.0 and 10.3 (B200, GB200, B300, GB300). Anywhere "
         "else it is emulated, which is exact but slow; policyc says so at the start. --require-native makes it "

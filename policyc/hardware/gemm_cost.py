@@ -67,7 +67,8 @@ HIDDEN_FRACTION = 0.0
 """Fraction of the communication that overlaps with computation."""
 
 OTHER_FRACTION = 0.31
-"""Fraction of a step that no part of the model covers: bubbles, launches, waits, clocks below their peak."""
+"""Fraction of a step that no part of the model covers: bubbles, waits, clocks below their peak. Published runs do not
+say whether a faster GEMM shortens it, so a speed-up has two bounds: `speed_up_bounds`."""
 
 SPEED_UP_ERRORS = (-0.16, 0.11)
 """Errors of predicted speed-ups of NVFP4 over FP8 on eight published runs: the lowest and the highest."""
@@ -93,6 +94,15 @@ def speed_up_range(speed_up: float) -> tuple[float, float]:
     """The range of the actual speed-up of NVFP4 over FP8, if the model errs as it does on published runs."""
     low, high = SPEED_UP_ERRORS
     return speed_up / (1 + high), speed_up / (1 + low)
+
+
+def speed_up_bounds(speed_up: float) -> tuple[float, float]:
+    """The least and the largest change of speed: the time outside of the model stays, or keeps its share of the step.
+
+    `speed_up` is the ratio of two predicted times, in which that share is fixed.
+    """
+    held = 1 / (OTHER_FRACTION + (1 - OTHER_FRACTION) / speed_up)
+    return held, speed_up
 
 
 def copy_seconds(target: Target, bytes: float) -> float:

@@ -28,6 +28,9 @@ from policyc.numerics.targets import Target
 _DEVICES_PER_HOST = {"gb200": 4, "gb300": 4}
 _USUAL_DEVICES_PER_HOST = 8
 _SEQUENCES_PER_DEVICE = 2  # computed at once, unless --accumulate says otherwise
+_TOKENS_PER_DEVICE = (
+    2 * 8192
+)  # of a step, unless --batch says otherwise: as in published runs, without microbatches
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +134,8 @@ def abstract_arguments(config: ModelConfig, rows: int, sequence: int) -> tuple[A
 def _configure(name: str, mesh: MeshShape, sizes: Sizes, **options: Any) -> tuple[ModelConfig, RunConfig]:
     """A configuration with these sizes and options. Raises ConfigError if the mesh does not divide it."""
     config, run = find_config(name)
-    batch, sequence = sizes.batch or run.batch, sizes.sequence or run.sequence
+    sequence = sizes.sequence or run.sequence
+    batch = sizes.batch or _fit_batch(run.batch, sequence, mesh)
     accumulate = sizes.accumulate or _accumulate(batch, mesh)
     if sizes.unrolled:
         options["scan"] = False
@@ -147,8 +151,16 @@ def _axes(mesh: MeshShape) -> dict[str, int]:
     return {axis: getattr(mesh, axis) for axis in partition.AXES}
 
 
+def _fit_batch(batch: int, sequence: int, mesh: MeshShape) -> int:
+    """The batch of a configuration, cut to what some devices train on in a step, and a multiple of their number."""
+    share = min(batch // mesh.batch_shards, _TOKENS_PER_DEVICE // sequence)
+    return max(1, share) * mesh.batch_shards
+
+
 def _accumulate(batch: int, mesh: MeshShape) -> int:
     """The smallest number of microbatches with at most `_SEQUENCES_PER_DEVICE` sequences per device."""
+    if batch % mesh.batch_shards:
+        return 1  # refused, for any number of microbatches
     share = batch // mesh.batch_shards
     counts = (n for n in range(1, share + 1) if share % n == 0 and share // n <= _SEQUENCES_PER_DEVICE)
     return next(counts, 1)

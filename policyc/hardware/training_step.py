@@ -62,6 +62,11 @@ class TrainingStep:
         plan = make_plan(policy, self.plan.sites, execution or self.plan.execution)
         return replace(self, plan=plan, phase=None)
 
+    def with_other_backend(self) -> TrainingStep:
+        """The same step on the other backend that predictions name: xla if te runs a product, otherwise te."""
+        other = "xla" if "te" in count_backends(self.plan) else "te"
+        return self.under(self.plan.policy, replace(self.plan.execution, backend=other))
+
     def groups(self) -> Iterator[LayerGroup]:
         """Yields the layers of every site, grouped by recipe."""
         return group_layers(self.plan, self.phase or self.plan.phases[0])

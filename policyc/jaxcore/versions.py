@@ -10,6 +10,17 @@ from typing import Any
 import jax
 from jax import lax
 
+SUPPORTED = ((0, 10), (0, 12))
+"""The oldest and the newest version of JAX that policyc supports."""
+
+if not SUPPORTED[0] <= jax.__version_info__[:2] <= SUPPORTED[1]:
+    _oldest, _newest = (".".join(map(str, version)) for version in SUPPORTED)
+    raise ImportError(
+        f"policyc supports JAX {_oldest} to {_newest}, but {jax.__version__} is installed: "
+        f"pip install 'jax=={_newest}.*'",
+        name="jax",
+    )
+
 FP8_PRECISION: Any = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
 """The `precision` of an 8-bit `dot_general` that accumulates in fp32 throughout."""
 FAST_FP8_PRECISION: Any = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM

@@ -14,8 +14,8 @@ from pathlib import PurePath
 
 from policyc.base.notebook import html_policy
 from policyc.base.text import closest_name, count_noun
-from policyc.language.bundled import POLICY_SUFFIX, unreadable_file_error
-from policyc.language.diagnostics import NO_SPAN, SourceText, Span, span_field
+from policyc.language.bundled import POLICY_SUFFIX
+from policyc.language.diagnostics import NO_SPAN, Diagnostic, PolicyError, SourceText, Span, span_field
 from policyc.language.predicates import Predicate
 from policyc.language.recipes import OPTIONS, Gemm, OptionValue, Recipe, make_recipe, make_split_recipe
 from policyc.language.schedule import StepCondition
@@ -231,7 +231,8 @@ class Policy:
             closest = closest_name(name, names)
             help = f"did you mean '{closest}'? " if closest else ""
             help += f"variants: {', '.join(names) or 'none'}"
-            raise unreadable_file_error(self.name, f"no variant named '{name}'", help)
+            message, span = f"no variant named '{name}'", Span(SourceText("", self.source.path), 0, 0)
+            raise PolicyError([Diagnostic(code="unknown-variant", message=message, span=span, help=help)])
         redefined = {d.name: d for d in self.recipes} | {d.name: d for d in variant.recipes}
         return replace(
             self,

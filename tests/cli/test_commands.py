@@ -176,7 +176,7 @@ class TestWriting:
         result = policyc(*command, "fp8", "some.policy")
         assert result.code == 2
         assert "a bundled policy" in result.out + result.err
-        assert "policyc show fp8 --format text" in result.out + result.err
+        assert "policyc show fp8 --out my_fp8.policy" in result.out + result.err
         assert (folder / "some.policy").read_text() != self.TEXT
         assert {name: path.read_bytes() for name, path in bundled.bundled_policies().items()} == before
 
@@ -388,9 +388,9 @@ def test_show_prints_schedules_expects_and_products(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", bundled.bundled_policies())
 def test_show_as_text_parses_to_the_same_policy(name: str) -> None:
-    assert parse(policyc("show", name, "--format", "text").out) == load(name)
+    assert parse(policyc("show", name, "--format", "policy").out) == load(name)
     for variant in load(name).variants:
-        text = policyc("show", f"{name}:{variant.name}", "--format", "text").out
+        text = policyc("show", f"{name}:{variant.name}", "--format", "policy").out
         assert parse(text) == load(name).variant(variant.name)
 
 
@@ -531,7 +531,7 @@ def test_names_are_printed_as_they_are_and_escaped(folder: Path, arguments: tupl
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a shell with pipes")
 @pytest.mark.parametrize(
-    "arguments", ["lint many.policy", "explain --format json", "show many.policy --format text"]
+    "arguments", ["lint many.policy", "explain --format json", "show many.policy --format policy"]
 )
 def test_a_closed_pipe_is_not_an_error(folder: Path, arguments: str) -> None:
     """The output is longer than the buffer of a pipe, so the command writes after its reader is gone."""

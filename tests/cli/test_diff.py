@@ -42,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_before_against_after(folder: Path) -> None:
-    assert policyc("diff", "a.policy", "train.py", "64").out.splitlines()[1:] == [
+    assert policyc("diff", "a.policy", "train.py", "64", env={"COLUMNS": "200"}).out.splitlines()[1:] == [
         "layers  f32 -> nvfp4  fprop dgrad wgrad  x3 layers 0-2"
     ]
     result = policyc("diff", "a.policy", "--equations", "train.py", "64")

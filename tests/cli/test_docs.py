@@ -86,6 +86,22 @@ def test_every_command_and_option_is_documented(name: str) -> None:
         assert not isinstance(parameter, click.Option) or parameter.help, parameter.name
 
 
+def test_the_table_of_commands_is_that_of_the_help() -> None:
+    rows = re.findall(r"^\| \[`policyc ([\w -]+)`\]\(#[\w-]+\) \|", read_doc("cli.md"), re.MULTILINE)
+    assert sorted(rows) == sorted(COMMANDS)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    sentences = re.findall(r"\bextras? (`\w+`(?: and `\w+`)?)", read_doc("cli.md"))
+    assert set(re.findall(r"`(\w+)`", " ".join(sentences))) <= set(extras)
+
+
+def test_the_range_of_jax_is_said_where_one_installs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (low, above) = re.findall(r"jax>=([\d.]+),<([\d.]+)", " ".join(project["dependencies"]))[0]
+    major, _, minor = above.partition(".")
+    for path in (ROOT / "README.md", ROOT / "docs" / "tutorial.md", ROOT / "docs" / "reference" / "cli.md"):
+        assert f"JAX {low} to {major}.{int(minor) - 1}" in path.read_text(encoding="utf-8"), path
+
+
 def test_no_option_is_documented_that_does_not_exist() -> None:
     known = {flag for command in COMMANDS.values() for p in command.params for flag in p.opts}
     named = set(re.findall(r"`(--[\w-]+)", read_doc("cli.md")))

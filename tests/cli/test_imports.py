@@ -55,6 +55,26 @@ print(json.dumps(loaded))
 """
 
 
+ANOTHER_JAX = """
+import sys
+from policyc.cli.main import main
+import jax
+jax.__version__, jax.__version_info__ = "{0}", tuple(map(int, "{0}".split(".")))
+sys.argv = ["policyc", "estimate", "fp8", "--config", "tiny"]
+main()
+"""
+
+
+@pytest.mark.parametrize("version", ["0.9.2", "0.13.0"])
+def test_another_version_of_jax_is_named(version: str) -> None:
+    words = [sys.executable, "-c", ANOTHER_JAX.format(version)]
+    ran = subprocess.run(words, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert ran.returncode == 1
+    assert ran.stderr == (
+        f"policyc: error: policyc supports JAX 0.10 to 0.12, but {version} is installed: pip install 'jax==0.12.*'\n"
+    )
+
+
 def run_python(code: str, *arguments: str, cwd: Path | None = None) -> str:
     """What a new interpreter prints."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from policyc.cli.options import (
     program_argument,
     run_options,
 )
+from policyc.language.loader import load
 from policyc.language.loader import parse as parse_policy
 from tests.support.command import policyc
 
@@ -89,12 +92,51 @@ def test_a_module_keeps_its_words() -> None:
         ("sites", "name a program, or a configuration with --config"),
         ("sites --format yaml train.py", "'yaml' is not one of 'table', 'json'"),
         ("compile fp8 --target gb200 --config tiny train.py", "but not both"),
+        # The kind of an output follows its name.
+        (
+            "search --frontier --config tiny --out x.policy",
+            "'x.policy' names another format: this output can be .json",
+        ),
+        ("search --frontier --config tiny --out x", "a frontier is written to x.svg, a picture, or x.json"),
+        (
+            "search --speedup 1.1 --config tiny --out x.svg",
+            "'x.svg' names another format: this output can be .policy",
+        ),
+        ("init --config tiny --out x.json", "'x.json' names another format: this output can be .policy"),
+        ("bisect fp8 --config tiny --out x.json", "'x.json' names another format"),
+        ("diff fp8 --config tiny --out x.policy", "'x.policy' names another format"),
+        (
+            "estimate fp8 --config tiny --out x.html",
+            "'x.html' names another format: this output can be .json",
+        ),
+        ("adopt --config tiny --out x.svg", "this output can be .html or .md or .json"),
+        ("show fp8 --out x.md", "this output can be .json or .policy"),
+        ("show llama_nvfp4:no_rth", "error[unknown-variant]: no variant named 'no_rth'"),
     ],
 )
 def test_a_wrong_command_line_is_a_usage_error(words: str, message: str) -> None:
     result = policyc(*words.split())
     assert result.code == 2
     assert message in result.err
+
+
+def test_a_json_file_is_json_without_an_option(tmp_path: Path) -> None:
+    for words in ("show fp8", "lint te_nvfp4", "estimate fp8 --config tiny", "sites --config tiny"):
+        out = tmp_path / f"{words.split()[0]}.json"
+        assert policyc(*words.split(), "--out", out).code == 0
+        json.loads(out.read_text())
+    assert policyc("show", "te_nvfp4", "--out", tmp_path / "my.policy").code == 0
+    assert load(tmp_path / "my.policy") == load("te_nvfp4")
+
+
+def test_a_speed_that_cannot_be_had_is_refused_before_anything_is_measured() -> None:
+    """A step of this model could not be recorded here."""
+    result = policyc("search", "--config", "1b", "--devices", "8", "--speedup", "9")
+    assert result.code == 1
+    assert re.fullmatch(
+        r"policyc: error: the fastest step with these formats takes \S+ s, 1\.\d+ times as fast as without a policy\n",
+        result.err,
+    )
 
 
 @pytest.mark.parametrize("words", ["apply fp8 --help", "apply --help", "sites -h", "estimate fp8 -h"])

@@ -33,6 +33,14 @@ def run(folder: Path, array: np.ndarray, *options: str) -> tuple[CommandResult, 
     return result, arrays
 
 
+def test_without_a_file_the_error_is_printed(tmp_path: Path) -> None:
+    np.save(tmp_path / "in.npy", np.ones((4, 32), np.float32))
+    result = policyc("quantize", tmp_path / "in.npy", "--recipe", "nvfp4", *TOKENS)
+    assert result.code == 0, result.err
+    assert "SQNR" in result.out or "dB" in result.out
+    assert [path.name for path in tmp_path.iterdir()] == ["in.npy"]
+
+
 def reference_input(case: str) -> np.ndarray:
     """The input of a reference vector. numpy saves bfloat16 as two-byte voids."""
     x = REFERENCE[f"{case}/x"]

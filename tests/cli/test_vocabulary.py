@@ -10,6 +10,7 @@ import pytest
 from policyc.cli.main import COMMAND_GROUPS, COMMANDS, QUESTIONS, cli
 from policyc.cli.options import DEFAULT_TARGET, ProgramCommand
 from policyc.linter import context
+from policyc.numerics import backends
 from tests.support.command import policyc
 
 pytestmark = pytest.mark.any_jax
@@ -77,6 +78,18 @@ def test_a_command_speaks_the_vocabulary(name: str) -> None:
     if name in HAS_TARGET:
         target = options["--target"]
         assert DEFAULT_TARGET in (target.default, target.show_default)
+
+
+PREDICTS = {"estimate", "adopt", "search", "diff", "report"}
+
+
+@pytest.mark.parametrize("name", sorted(PREDICTS | {"apply", "compile", "sweep"}))
+def test_a_backend_has_one_set_of_values_and_one_default(name: str) -> None:
+    """A prediction does not depend on what is installed here."""
+    option = options_of(name)["--backend"]
+    assert ("te" if name in PREDICTS else "auto") in (option.default, option.show_default)
+    assert ", ".join(backends.NAMES[:-1]) in (option.help or "")
+    assert not isinstance(option.type, click.Choice)
 
 
 def test_the_linter_has_the_same_default_target() -> None:

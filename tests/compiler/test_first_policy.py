@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from policyc.compiler.first_policy import NoRuleFits, write_first_policy
+from policyc.compiler.first_policy import START, NoRuleFits, choose_start, write_first_policy
 from policyc.compiler.plan import make_plan
 from policyc.compiler.plan_checks import check_plan
 from policyc.compiler.plan_tables import as_json
@@ -20,7 +20,7 @@ from policyc.language.loader import load, parse, parse_with_diagnostics
 from policyc.language.parser import read_statements
 from policyc.language.policy import Policy
 from policyc.linter import engine
-from tests.support.command import policyc
+from tests.support.command import ROOT, policyc
 from tests.support.jaxpr_tools import find_sites, struct
 from tests.support.kind_programs import sites_of
 
@@ -98,11 +98,35 @@ def test_the_command_writes_a_file_once(tmp_path: Any) -> None:
     assert "the policy allows slower-than-bf16, slower-than-fp8: see 'policyc explain" in result.err
     assert policyc("lint", "--config", "tiny", str(path)).code == 0
     assert "# A first policy for the bundled Llama tiny: " in text
-    assert "* where mlp -> nv expect 12" in " ".join(text.split())
+    rules = [" ".join(line.split()) for line in text.splitlines() if "->" in line]
+    assert rules == [
+        "* -> bf16 expect 37",
+        "* where mlp -> nvfp4(rht=wgrad, sr=grad, scale2d=weights) expect 12",
+        "* where mlp and layer >= -1 -> bf16 expect 3",
+    ]
     again = policyc("init", "--config", "tiny", "--out", str(path))
     assert again.code == 2
     assert "exists" in again.err
     assert path.read_text() == text
+
+
+@pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="an installed package has no README")
+def test_it_starts_with_the_rules_of_the_readme() -> None:
+    assert START in (ROOT / "README.md").read_text(encoding="utf-8")
+    result = policyc("init", "--config", "llama3_8b")
+    assert result.code == 0
+    assert result.err == ""  # nothing that lint warns about
+    assert [line.rpartition(" expect ")[0].split() for line in result.out.splitlines() if "->" in line] == [
+        line.split() for line in START.splitlines()
+    ]
+    without_mlp = find_sites(opaque_loss, {"up": struct(32, 64), "inside": struct(64, 32)}, struct(16, 32))
+    with pytest.raises(NoRuleFits, match="nothing would be in 4 bits"):
+        choose_start(SiteList.from_json(as_json(make_plan(Policy(), without_mlp))))
+
+
+def test_a_suppression_does_not_have_the_reason_of_another_policy() -> None:
+    text = first_policy(load("llama_nvfp4"), sites_of("gpt_scanned_tied"))
+    assert "# allow: no-high-precision-tail -- as in llama_nvfp4" in text
 
 
 def test_comments_name_no_folder(tmp_path: Any) -> None:

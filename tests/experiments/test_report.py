@@ -52,7 +52,7 @@ def write_run(path: Path, *, steps: int = 40, stats: bool = True) -> Path:
         {"step": i, "tokens": 1000 * i, "loss": 6 / i + 2, "grad_norm": 1.0, "step_seconds": 0.1,
          "stall_seconds": 0.0004, "tokens_per_second_per_device": 1000.0 + i} for i in range(1, steps + 1)
     ]  # fmt: skip
-    metrics.append({"step": steps, "validation_loss": 2.345, "validation_loss_plain": 2.111})
+    metrics.append({"step": steps, "validation_loss": 2.345, "validation_loss_evaluated_in_bf16": 2.111})
     (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in metrics))
     if stats:
         measurements = [
@@ -124,7 +124,7 @@ def test_a_validation_before_the_last_step_is_not_the_final_one(tmp_path: Path) 
     with (run / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 41, "loss": 2.0}\n')
     (figures,) = build_report([run]).data["variants"][0]["runs"]
-    assert (figures["validation_loss"], figures["validation_loss_plain"]) == (None, None)
+    assert (figures["validation_loss"], figures["validation_loss_evaluated_in_bf16"]) == (None, None)
 
 
 def test_several_runs_never_replace_the_page_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from policyc.experiments.report.build import PredictedStep, build_report, predict_speed_ups
+from policyc.experiments.report.format import MISSING, equal_loss_table
 from policyc.experiments.report.page import render_report, write_report
 from policyc.experiments.report.series import count_gradient_spikes, count_loss_spikes
 from policyc.experiments.report.sweeps import ReportError
@@ -297,6 +298,23 @@ def test_time_to_equal_loss_is_about_the_trailing_losses_of_short_runs(tmp_path:
         assert "extra tokens" not in text
 
 
+def test_a_gap_that_is_not_resolved_has_no_cost_in_tokens(tmp_path: Path) -> None:
+    """A speed-up has two bounds: the second is the ratio of the predicted times."""
+    for name, gaps in {"bf16": (0, 0, 0), "mixed": (0.02, -0.02, 0.03), "worse": (0.2, 0.21, 0.2)}.items():
+        for seed, gap in enumerate(gaps):
+            write_metrics(tmp_path / name / f"seed{seed}", (decay(gap) + 0.1 * seed).tolist())
+    data = report_of(tmp_path)
+    rows = {row["variant"]: row for row in data["equal_loss"]}
+    assert (rows["mixed"]["resolved"], rows["worse"]["resolved"]) == (False, True)
+    for row in rows.values():
+        row["predicted_speed_up"] = 1.5
+    titles, cells = equal_loss_table(data)
+    shown = {cell[0]: dict(zip(titles, cell, strict=True)) for cell in cells}
+    assert (shown["mixed"]["extra tokens"], shown["mixed"]["to that loss"]) == ("not resolved", MISSING)
+    assert shown["worse"]["extra tokens"].startswith("+")
+    assert shown["mixed"]["predicted speed-up"] == "1.30 to 1.50×"  # 1 / (.31 + .69 / 1.5)
+
+
 def test_spikes_are_counted() -> None:
     generator = np.random.default_rng(2)
     losses = 3 + 0.05 * generator.standard_normal(500)
@@ -410,7 +428,7 @@ def test_json_has_the_documented_fields_and_markdown_the_verdicts(tmp_path: Path
     for name in {name for fields in (*objects, chart, chart["lines"][0]) for name in fields}:
         assert re.search(rf"`{name}`", docs), f"docs/reference/reports.md does not describe {name}"
     text = policyc("report", sweep, "--format", "markdown").out
-    assert re.search(r"^\| a\\\|b\\_c \| \*\*\w+\*\* \| \+0\.0\d+ \|", text, re.MULTILINE)
+    assert re.search(r"^\| a\\\|b_c \| \*\*\w+\*\* \| \+0\.0\d+ \|", text, re.MULTILINE)
     assert not (sweep / "report.html").exists()
 
 
@@ -421,13 +439,15 @@ def test_predicted_speed_ups_are_those_of_estimate() -> None:
     folder = data_folder("policies")
     policies = {name: (folder / f"{name}.policy").read_text() for name in ("bf16", "te_nvfp4")}
     policies |= {"mxfp8": "* -> mxfp8\n", "switch": "* -> mxfp8\nafter 25% {\n    * -> bf16\n}\n"}
-    speed_ups = predict_speed_ups(policies, "bf16", PredictedStep(config="tiny", devices=1))
+    predicted = predict_speed_ups(policies, "bf16", PredictedStep(config="tiny", devices=1))
+    assert predicted["step"] == "tiny on 1 × GB200, backend te"
     arguments = ("--config", "tiny", "--target", "gb200", "--format", "json")
     estimate = json.loads(policyc("estimate", "te_nvfp4", "--vs", "bf16", *arguments).out)
+    speed_ups, on_xla = predicted["values"], predicted["other"]["values"]
     assert speed_ups["te_nvfp4"] == pytest.approx(estimate["speed_up"])
-    by_te = predict_speed_ups(policies, "bf16", PredictedStep(config="tiny", devices=1, backend="te"))
-    estimate = json.loads(policyc("estimate", "te_nvfp4", "--vs", "bf16", *arguments, "--backend", "te").out)
-    assert by_te["te_nvfp4"] == pytest.approx(estimate["speed_up"])
-    assert by_te["te_nvfp4"] != pytest.approx(speed_ups["te_nvfp4"])
+    assert on_xla["te_nvfp4"] == pytest.approx(estimate["other_speed_up"])
+    assert predicted["other"]["backend"] == "xla"
+    assert speed_ups["te_nvfp4"] != pytest.approx(on_xla["te_nvfp4"])
+    assert speed_ups["mxfp8"] == on_xla["mxfp8"]
     # A quarter of the steps has the time of mxfp8, the others that of bf16.
     assert 1 / speed_ups["switch"] == pytest.approx(0.25 / speed_ups["mxfp8"] + 0.75)

@@ -17,7 +17,7 @@ from policyc.experiments.record import KEEP
 from policyc.experiments.search import solve
 from policyc.experiments.search.candidates import Format, find_cells, parse_formats
 from policyc.experiments.search.found import Searched, explain_site, knees
-from policyc.experiments.search.problem import KEPT, Choice, Cost, Item, Problem, expand, make_problem
+from policyc.experiments.search.problem import KEPT, Choice, Cost, Item, Pricer, Problem, expand, make_problem
 from policyc.experiments.search.scores import Score, Scores
 from policyc.experiments.search.solve import Infeasible, minimize_damage, minimize_seconds
 from policyc.hardware import llama_step
@@ -110,7 +110,7 @@ def make_searched(config: str, devices: int, formats: str = FORMATS) -> Searched
     step = llama_step.plan_step(parse(KEEP), config, mesh, llama_step.Sizes(), execution)
     scores = made_up_scores(step.plan.sites, parsed)
     return Searched(
-        problem=make_problem(step, mesh, scores, parsed),
+        problem=make_problem(Pricer(step, mesh, parsed), scores),
         scores=scores,
         step=step,
         mesh=mesh,

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
+import re
 
 import pytest
 
+from policyc.base.text import format_ratio
+from policyc.experiments.report.build import PredictedStep, predict_speed_ups
 from policyc.hardware import gemm_cost
+from policyc.language.bundled import data_folder
 from policyc.numerics.targets import get_target
 from tests.support.command import ROOT
 
@@ -71,3 +76,48 @@ def test_the_constants_of_a_b300_are_those_of_transformer_engines_profile(calibr
 def test_a_benchmark_imports_what_exists(name):
     """Most benchmarks need minutes or a GPU, so tests do not run them."""
     importlib.import_module(f"benchmarks.{name}")
+
+
+@pytest.mark.slow
+def test_the_speed_ups_of_the_readme_are_what_the_model_predicts():
+    """Both bounds, for Llama 3 8B on 8 GB200, and the sentences below the table."""
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    names = ("bf16", "fp8", "llama_nvfp4", "te_nvfp4")
+    files = {name: data_folder("policies") / f"{name}.policy" for name in names}
+    files["late_switch"] = ROOT / "docs" / "results" / "policies" / "late_switch.policy"
+    files["llama"] = ROOT / "docs" / "pictures" / "llama.policy"
+    texts = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    predicted = predict_speed_ups(texts, "bf16", PredictedStep())
+
+    def bounds(ratio: float, sign: str = "") -> str:
+        return format_ratio(*gemm_cost.speed_up_bounds(ratio), sign=sign)
+
+    for name in ("fp8", "llama_nvfp4", "late_switch", "te_nvfp4"):
+        assert re.search(rf"`{name}`[^|]*\|[^|]*\|[^|]*\| {bounds(predicted['values'][name])} \|", readme), (
+            name
+        )
+    over_fp8 = {
+        (name, side): bounds(values[name] / values["fp8"], "x")
+        for side, values in (("te", predicted["values"]), ("xla", predicted["other"]["values"]))
+        for name in ("te_nvfp4", "llama")
+    }
+    te_nvfp4, llama = ([over_fp8[name, side] for side in ("te", "xla")] for name in ("te_nvfp4", "llama"))
+    assert f"predicted to be {te_nvfp4[0]} as fast there, and {te_nvfp4[1]} with XLA's kernels" in readme
+    assert f"in BF16, {llama[0]} and {llama[1]}." in readme
+
+
+@pytest.mark.slow
+def test_the_errors_of_both_bounds_are_those_of_the_page(calibration):
+    page = (ROOT / "docs" / "explanation" / "cost_model.md").read_text(encoding="utf-8")
+    rows = calibration.predict_all()
+    published = [row.case.nvfp4 / row.case.fp8 for row in rows]
+    held, fixed = zip(*(gemm_cost.speed_up_bounds(row.speed_up) for row in rows), strict=True)
+    for speed_ups in (held, fixed, [1.39] * len(rows)):
+        errors = [predicted / actual - 1 for predicted, actual in zip(speed_ups, published, strict=True)]
+        rms = math.sqrt(sum(e * e for e in errors) / len(errors))
+        assert (
+            f"| {rms:.1%} | {min(errors):.0%} to {max(errors):+.0%} |".replace("%", " %").replace(
+                " % to", " to"
+            )
+            in page
+        )

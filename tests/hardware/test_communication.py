@@ -24,7 +24,9 @@ MICROBATCHES = 64
 
 @cache
 def traced() -> TrainingStep:
-    return llama_step.plan_step(Policy(), "llama3_8b", MESH, llama_step.Sizes(), execution_options())
+    return llama_step.plan_step(
+        Policy(), "llama3_8b", MESH, llama_step.Sizes(batch=1024), execution_options()
+    )
 
 
 def step_under(policy: str, backend: str = "xla") -> TrainingStep:

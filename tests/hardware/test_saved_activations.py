@@ -87,7 +87,7 @@ def test_layers_that_are_not_in_a_scan_have_no_stacks():
 @cache
 def traced() -> TrainingStep:
     return llama_step.plan_step(
-        Policy(), "llama3_8b", MeshShape(fsdp=8), llama_step.Sizes(), execution_options()
+        Policy(), "llama3_8b", MeshShape(fsdp=8), llama_step.Sizes(batch=1024), execution_options()
     )
 
 

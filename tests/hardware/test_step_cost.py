@@ -259,10 +259,57 @@ def test_estimate_and_diff_predict_in_the_same_units():
     estimated, diff = policyc("estimate", *words), policyc("diff", *words)
     assert estimated.code == diff.code == 0, estimated.err + diff.err
     assert estimated.out.startswith("1 GB300 (one device), 8 x 128 = 1,024 tokens per step\n"), estimated.out
-    (change,) = re.findall(r"step time +│ +│ +│ +(\S+ %) ", estimated.out)
+    (change,) = re.findall(r"step time +│ +│ +│ +(\S+ to \S+ %) ", estimated.out)
     assert f"step time {change} on 1 GB300" in diff.out.replace("\n", " ")
     (times,) = re.findall(r"step +│ +(\S+ µs|\S+ ms) │ +│ +(\S+ µs|\S+ ms) ", estimated.out)
     assert len({time.split()[1] for time in times}) == 1
+
+
+def test_a_speed_up_has_two_bounds_and_the_other_backend():
+    """The first bound keeps the time of "everything else" as it is before the change."""
+    words = ("te_nvfp4", "--vs", "bf16", "--config", "llama3_8b", "--devices", "8")
+    data = json.loads(policyc("estimate", *words, "--format", "json").out)
+    before, after = data["estimates"]
+    seconds = before["seconds"], after["seconds"]
+    gaps = [each["parts"]["everything else"] for each in (before, after)]
+    assert data["speed_up_bounds"] == pytest.approx(
+        [seconds[0] / (seconds[1] - gaps[1] + gaps[0]), seconds[0] / seconds[1]]
+    )
+    assert (before["backends"], after["backends"]) == ("", "te")
+    assert before["other_backend"] == {}
+    assert data["other_speed_up"] == pytest.approx(seconds[0] / after["other_backend"]["xla"])
+    on_xla = json.loads(policyc("estimate", *words, "--backend", "xla", "--format", "json").out)
+    assert (on_xla["speed_up"], on_xla["other_speed_up"]) == (data["other_speed_up"], data["speed_up"])
+    table, diff = policyc("estimate", *words).out, policyc("diff", *words).out
+    low, high = data["speed_up_bounds"]
+    assert re.search(rf"speed-up .* {low:.2f} to {high:.2f}x ", table)
+    assert "with xla" in table
+    assert f"step time -{1 - 1 / low:.0%} to -{1 - 1 / high:.0%}".replace("%", "", 1) in diff.replace(
+        " %", "%"
+    )
+    assert "(backend te, 16 x 8,192 tokens). With xla -" in " ".join(diff.split())
+
+
+@pytest.mark.parametrize(
+    ("devices", "config", "batch"),
+    [
+        ("8", "llama3_8b", 16),
+        ("64", "llama3_8b", 128),
+        ("1", "tiny", 8),
+        ("16", "tiny", 16),
+        ("3", "30m", 96),
+    ],
+)
+def test_the_batch_follows_the_devices(devices, config, batch):
+    """At most 16,384 tokens on a device: 32 sequences of the 30m, whose own batch is 512."""
+    mesh, execution = MeshShape(data=int(devices)), execution_options("te", "gb200")
+    step = llama_step.plan_step(load("bf16"), config, mesh, llama_step.Sizes(), execution)
+    assert step.sequences == batch
+
+
+def test_a_batch_that_the_devices_do_not_divide_is_refused_by_their_number():
+    ran = policyc("estimate", "fp8", "--config", "tiny", "--devices", "8", "--batch", "1001")
+    assert "batch 1001 is not a multiple of 8" in ran.err
 
 
 def test_estimate_prints_a_table_and_its_assumptions():
@@ -283,7 +330,7 @@ def test_estimate_prints_a_table_and_its_assumptions():
         (["--config", "llama3_8B", "--target", "gb200"], "did you mean 'llama3_8b'"),
         (["--config", "tiny", "--target", "gb20"], "did you mean 'gb200'"),
         (["--target", "gb200"], "name a program, or a configuration"),
-        (["--config", "tiny", "--target", "gb200", "--devices", "16"], "batch 8 is not a multiple of 16"),
+        (["--config", "tiny", "--devices", "16", "--batch", "8"], "batch 8 is not a multiple of 16"),
         (["--config", "tiny", "--target", "gb200", "--devices", "8", "--mesh", "tensor=2"], "add fsdp=4"),
         (["--config", "tiny", "--target", "gb200", "--mesh", "rows=2"], "not an axis of a mesh"),
         (["--config", "tiny", "--target", "gb200", "--devices", "8", "--mesh", "tensor=8"], "heads 4"),

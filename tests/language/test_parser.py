@@ -465,6 +465,8 @@ INVALID = [
     ("a where k % 16 -> bf16", "bad-predicate", 1, 9, "k % 16 == 0"),
     ('a where name == "x" -> bf16', "syntax-error", 1, 17, "the selector does that"),
     ("recipe my-nv = fp8", "syntax-error", 1, 10, "my_nv"),
+    ("* -> bf-16", "syntax-error", 1, 8, "did you mean 'bf16'?"),
+    ("* -> nvfp-4(sr=grad)", "syntax-error", 1, 10, "did you mean 'nvfp4'?"),
     ("recipe 4bit = fp8", "syntax-error", 1, 8, "starts with a letter"),
     ('import "fp8", "bf16"', "syntax-error", 1, 13, "one import for each file"),
     ("between 1% and 5% { a -> bf16 }", "syntax-error", 1, 9, "after 10% { until 50%"),

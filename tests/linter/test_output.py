@@ -173,7 +173,8 @@ def test_github_escapes_characters_that_end_a_value_or_the_command() -> None:
 
 def test_sarif_of_every_fixture_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(FIXTURES)
-    run = parse_sarif(policyc("lint", *(f"{code}.policy" for code in LINT_RULES), "--format", "sarif").out)
+    names = [f"{code}.policy" for code in LINT_RULES if code != "unknown-variant"]
+    run = parse_sarif(policyc("lint", *names, "unknown-variant.policy:no_rth", "--format", "sarif").out)
     assert {r["ruleId"] for r in run["results"]} == set(LINT_RULES)
     for result in run["results"]:
         assert run["tool"]["driver"]["rules"][result["ruleIndex"]]["id"] == result["ruleId"]

@@ -241,12 +241,11 @@ def test_four_bits_are_compared_with_fp8_on_gpus_that_have_both():
     findings = findings_about_speed("slower-than-fp8", width=16384, narrow=1024, tokens=65536)
     (narrow,) = findings["gb200"]
     assert "'narrow' (m = 65536, n = 1024, k = 16384) takes" in narrow
-    assert "times as long as in fp8 on gb200 with backend xla" in narrow
-    assert "more" not in narrow
-    assert (
-        "install Transformer Engine, whose quantizers read less; or add a rule after it: narrow -> fp8"
-        in narrow
+    assert re.search(
+        r"takes 1\.\d times as long as in fp8 on gb200 with backend te \(\d\.\d with xla\)", narrow
     )
+    assert "more" not in narrow
+    assert "add a rule after it: narrow -> fp8" in narrow
     assert not findings["h200"]  # emulated, which is another finding
 
 

@@ -31,7 +31,7 @@ FOUND_WHILE_READING = {code for code, rule in LINT_RULES.items() if rule.check i
     "unused-suppression",
     "unknown-suppression",
 }
-NEEDS_FILES = {"unreadable-file", "import-cycle", "too-many-imports"}
+NEEDS_FILES = {"unreadable-file", "unknown-variant", "import-cycle", "too-many-imports"}
 """The codes that a text alone cannot have."""
 
 
@@ -108,7 +108,8 @@ def test_the_bad_examples_that_need_files(tmp_path: Path) -> None:
 def lint_fixture(code: str) -> CommandResult:
     """What `policyc lint` prints for a fixture. Each is linted once for all tests."""
     with contextlib.chdir(FIXTURES):
-        return policyc("lint", f"{code}.policy")
+        variant = ":no_rth" if code == "unknown-variant" else ""
+        return policyc("lint", f"{code}.policy{variant}")
 
 
 @pytest.mark.parametrize("code", LINT_RULES)
@@ -120,7 +121,7 @@ def test_the_fixture_prints_its_snapshot(code: str) -> None:
     assert ran.out == snapshot.read_text(encoding="utf-8")
     assert set(re.findall(r": (?:error|warning)\[([\w-]+)\]: ", ran.out)) == {code}
     assert not re.search(r"^/", ran.out, re.MULTILINE), "a snapshot must not contain an absolute path"
-    assert ran.code == (2 if code == "unreadable-file" else 1)
+    assert ran.code == (2 if code in ("unreadable-file", "unknown-variant") else 1)
 
 
 def test_every_fixture_belongs_to_a_rule() -> None:

@@ -74,6 +74,8 @@ def test_a_faulty_export_command_is_explained(words, message, tmp_path):
         ("--learning_rate=1", "there is no option '--learning_rate=1': did you mean --learning-rate?"),
         ("--layer 3", "there is no option '--layer': did you mean --layers?"),
         ("--resume", "the same command resumes a run by itself"),
+        ("--config llama3_7b", "did you mean 'llama3_8b'? choose from"),
+        ("--config llama3_300b", "did you mean 'llama3_405b'? choose from"),
         ("--config tinny", "there is no configuration 'tinny': did you mean 'tiny'? choose from"),
         ("--warmup 100", "--warmup 100 is a fraction of the steps: did you mean --warmup-steps 100?"),
         ("--warmup-steps 3 --warmup-tokens 3", "leave one out"),

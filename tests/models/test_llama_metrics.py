@@ -56,12 +56,12 @@ def test_metrics_that_are_no_regular_file_are_an_error(open_log, tmp_path):
 
 def test_a_value_that_is_not_finite_is_null_in_metrics(open_log, tmp_path):
     log = open_log(0)
-    log.write_validation(1, {"validation_loss": float("nan"), "validation_loss_plain": 1.0})
+    log.write_validation(1, {"validation_loss": float("nan"), "validation_loss_evaluated_in_bf16": 1.0})
     _, line = (tmp_path / "metrics.jsonl").read_text().splitlines()
     row = json.loads(line, parse_constant=pytest.fail)
     assert row.pop("time") > 0
     assert row == {
-        "step": 1, "tokens": 1024, "validation_loss": None, "validation_loss_plain": 1.0,
+        "step": 1, "tokens": 1024, "validation_loss": None, "validation_loss_evaluated_in_bf16": 1.0,
         "not_finite": ["validation_loss"],
     }  # fmt: skip
 
@@ -132,7 +132,7 @@ def test_tensorboard_has_the_numbers_that_are_finite(open_log, tmp_path, caplog)
     from tensorboardX.proto.event_pb2 import Event
 
     log = open_log(3)
-    log.write_validation(4, {"validation_loss": math.nan, "validation_loss_plain": 1.5})
+    log.write_validation(4, {"validation_loss": math.nan, "validation_loss_evaluated_in_bf16": 1.5})
     (file,) = (tmp_path / "tensorboard").iterdir()
     content, events = file.read_bytes(), []
     while content:
@@ -145,7 +145,7 @@ def test_tensorboard_has_the_numbers_that_are_finite(open_log, tmp_path, caplog)
     values = {
         value.tag: value.simple_value for event in events if event.step == 4 for value in event.summary.value
     }
-    assert values.pop("validation_loss_plain") == 1.5
+    assert values.pop("validation_loss_evaluated_in_bf16") == 1.5
     assert "validation_loss" not in values
     assert not caplog.records
 

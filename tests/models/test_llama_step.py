@@ -261,7 +261,7 @@ def test_validation_runs_under_the_policy_and_without_it():
     params, batch = train_step.abstract_state(SMALL, RUN, mesh)["params"], partition.abstract_batch(RUN, mesh)
     with policyc.active("mlp.down_proj -> mxfp8"):
         traced = train_step.make_eval_step(SMALL, RUN, mesh, under_policy=True).trace(params, batch)
-    names = {"validation_loss", "validation_loss_plain"}
+    names = {"validation_loss", "validation_loss_evaluated_in_bf16"}
     assert set(traced.out_info) == names
     with_one_output = {
         name: jaxprs.eliminate_dead_code(
@@ -270,7 +270,7 @@ def test_validation_runs_under_the_policy_and_without_it():
         for name, variable in zip(sorted(names), traced.jaxpr.jaxpr.outvars, strict=True)
     }
     quantizers = {name: primitive_counts(each)["mxfp8_quantize"] for name, each in with_one_output.items()}
-    assert quantizers == {"validation_loss": 2, "validation_loss_plain": 0}
+    assert quantizers == {"validation_loss": 2, "validation_loss_evaluated_in_bf16": 0}
 
 
 def test_the_learning_rate_follows_its_schedule():

@@ -35,6 +35,7 @@ from policyc.experiments.report.sweeps import (
 from policyc.experiments.report.values import JsonObject, as_list, as_object, as_objects, as_text
 from policyc.experiments.statistics import ALPHA, POWER
 from policyc.experiments.sweep.metrics import LEAST_TRAILING, TRAILING_FRACTION
+from policyc.numerics.backends import PRICED
 
 FORMAT = 1
 """The version of the data. It changes when a field is removed or changes its meaning."""
@@ -47,11 +48,10 @@ class PredictedStep:
     config: str = "llama3_8b"
     target: str = "gb200"
     devices: int = 8
-    backend: str = "auto"
+    backend: str = PRICED
 
     def __str__(self) -> str:
-        backend = "" if self.backend == "auto" else f", backend {self.backend}"
-        return f"{self.config} on {self.devices} × {self.target.upper()}{backend}"
+        return f"{self.config} on {self.devices} × {self.target.upper()}, backend {self.backend}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ def build_report(
     comparisons = compare_all(sweep)
     margins = {c.baseline: c.margin for c in comparisons if c.margin is not None}
     speeds = {variant["name"]: variant["figures"]["tokens_per_second"] for variant in variants}
-    speed_ups = _predict(sweep, step, problems) if step else {}
+    predicted = _predict(sweep, step, problems) if step else None
     data: JsonObject = {
         "format": FORMAT,
         "policyc": __version__,
@@ -107,8 +107,10 @@ def build_report(
         "statistics": _statistics(sweep),
         "comparisons": [asdict(comparison) for comparison in comparisons],
         "variants": variants,
-        "equal_loss": time_to_equal_loss(sweep, axis, speeds, speed_ups),
-        "speed_ups": {"step": str(step), "values": speed_ups} if speed_ups else None,
+        "equal_loss": time_to_equal_loss(
+            sweep, axis, speeds, predicted["values"] if predicted else {}, comparisons
+        ),
+        "speed_ups": predicted,
         "frontier": read_frontier(frontier) if frontier else None,
         "charts": make_charts(sweep, axis, margins),
         "diffs": _policy_diffs(sweep),
@@ -123,7 +125,7 @@ def build_report(
     return Report(data=data, sweep=sweep)
 
 
-def _predict(sweep: SweepData, step: PredictedStep, problems: list[str]) -> dict[str, float]:
+def _predict(sweep: SweepData, step: PredictedStep, problems: list[str]) -> JsonObject | None:
     """Predicts speed-ups over the first baseline with a policy text. Variants without one are added to `problems`."""
     texts = {v.name: v.policy_text for v in sweep.variants if v.policy_text is not None}
     problems += [
@@ -134,15 +136,15 @@ def _predict(sweep: SweepData, step: PredictedStep, problems: list[str]) -> dict
     baseline = next((name for name in sweep.baselines if name in texts), None)
     if baseline is None:
         problems.append("no baseline has a policy.policy, so no speed-up is predicted")
-        return {}
+        return None
     return predict_speed_ups(texts, baseline, step)
 
 
-def predict_speed_ups(policies: Mapping[str, str], baseline: str, step: PredictedStep) -> dict[str, float]:
+def predict_speed_ups(policies: Mapping[str, str], baseline: str, step: PredictedStep) -> JsonObject:
     """Predicts the speed-up of each policy over the baseline. Raises ValueError if the step is not possible.
 
     The time of a policy with a schedule is the mean over all steps of a training run. `policies` maps names to policy
-    texts, including the baseline's.
+    texts, including the baseline's. `other` has the speed-ups of xla beside those of te, or the other way round.
     """
     from policyc.compiler.execution import execution_options  # loads JAX
     from policyc.hardware import llama_step, step_cost
@@ -153,11 +155,21 @@ def predict_speed_ups(policies: Mapping[str, str], baseline: str, step: Predicte
     mesh = parse_mesh(f"fsdp={step.devices}", step.devices)
     first = parse(policies[baseline])
     traced = llama_step.plan_step(first, step.config, mesh, llama_step.Sizes(), execution)
-    seconds = {
-        name: step_cost.scheduled_seconds(traced.under(parse(text)), traced.target, mesh)
-        for name, text in policies.items()
+    steps = {name: traced.under(parse(text)) for name, text in policies.items()}
+    others = {name: under.with_other_backend() for name, under in steps.items()}
+    values, other = (
+        {name: seconds[baseline] / each for name, each in seconds.items()}
+        for seconds in (
+            {name: step_cost.scheduled_seconds(under, traced.target, mesh) for name, under in side.items()}
+            for side in (steps, others)
+        )
+    )
+    named = {under.plan.execution.backend for name, under in others.items() if other[name] != values[name]}
+    return {
+        "step": str(step),
+        "values": values,
+        "other": {"backend": " or ".join(sorted(named)), "values": other} if named else None,
     }
-    return {name: seconds[baseline] / each for name, each in seconds.items()}
 
 
 def _statistics(sweep: SweepData) -> JsonObject:

@@ -162,7 +162,7 @@ def _gap_chart(sweep: SweepData, axis: Axis, baseline: str, margin: float | None
 def _validation_charts(sweep: SweepData, axis: Axis) -> Iterator[JsonObject]:
     for metric, title in (
         ("validation_loss", "Validation loss"),
-        ("validation_loss_plain", "Validation loss, computed in bf16"),
+        ("validation_loss_evaluated_in_bf16", "Validation loss, computed in bf16"),
     ):
         measured = [
             (color, variant, [_evaluations(run, metric, axis) for run in variant.runs])

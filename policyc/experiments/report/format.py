@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from policyc.base.text import count_noun
+from policyc.base.text import count_noun, format_ratio
 from policyc.experiments.report.values import JsonObject
 from policyc.models.llama.configs import ACTIVITIES
 
 FIGURES = (
     ("validation_loss", "validation loss"),
-    ("validation_loss_plain", "in plain bf16"),
+    ("validation_loss_evaluated_in_bf16", "its weights, evaluated in bf16"),
     ("trailing_loss", "trailing loss"),
     ("loss_spikes", "loss spikes"),
     ("gradient_spikes", "gradient spikes"),
@@ -47,7 +47,7 @@ def format_figure(name: str, value: float | None) -> str:
     """A figure of a run by its name: `step_seconds`, `memory_bytes`, and so on."""
     if value is None:
         return MISSING
-    if name.endswith("_loss") or name == "validation_loss_plain":
+    if name.endswith("_loss") or name == "validation_loss_evaluated_in_bf16":
         return f"{value:.4f}"
     if name.endswith(("_spikes", "_steps")) or name == "restarts":
         return f"{value:,.0f}"
@@ -62,6 +62,26 @@ def format_figure(name: str, value: float | None) -> str:
     if name == "memory_bytes":
         return f"{_with_prefix(value)}B"
     return _with_prefix(value).strip()
+
+
+def format_bounds(ratio: float | None, *, divisor: float = 1) -> str:
+    """The two bounds of a predicted speed-up, over `divisor`."""
+    if ratio is None:
+        return MISSING
+    from policyc.hardware.gemm_cost import speed_up_bounds  # loads JAX, as every prediction does
+
+    return format_ratio(*(bound / divisor for bound in speed_up_bounds(ratio)), sign="×")
+
+
+def speed_up_columns(data: JsonObject) -> dict[str, JsonObject]:
+    """The predicted speed-ups of the variants by the title of their column: one for each backend."""
+    predicted = data["speed_ups"]
+    if predicted is None:
+        return {}
+    columns = {"predicted speed-up": predicted["values"]}
+    if other := predicted["other"]:
+        columns[f"with {other['backend']}"] = other["values"]
+    return columns
 
 
 def _format_duration(seconds: float) -> str:
@@ -138,24 +158,27 @@ def time_table(data: JsonObject) -> tuple[list[str], list[list[str]]]:
 
 
 def equal_loss_table(data: JsonObject) -> tuple[list[str], list[list[str]]]:
-    """The extra tokens and the speed-ups of each variant: column titles, and rows. Empty columns are left out."""
+    """The extra tokens and the speed-ups of each variant: column titles, and rows. Empty columns are left out.
+
+    A gap that is not resolved has no cost in tokens. A predicted speed-up has two bounds.
+    """
     rows = data["equal_loss"]
     kinds = [
         kind for kind in ("measured", "predicted") if any(row[f"{kind}_speed_up"] is not None for row in rows)
     ]
     cells = []
     for row in rows:
-        ratios = [row[f"{kind}_speed_up"] for kind in kinds]
-        gains = [(ratio, None if ratio is None else ratio / row["token_ratio"]) for ratio in ratios]
-        cells.append(
-            [
-                row["variant"],
-                row["baseline"],
-                f"{row['loss']:.4f}",
-                f"{row['token_ratio'] - 1:+.1%}",
-                *(format_figure("ratio", value) for pair in gains for value in pair),
-            ]
-        )
+        speeds = []
+        for kind in kinds:
+            ratio, tokens = row[f"{kind}_speed_up"], row["token_ratio"]
+            if kind == "predicted":
+                speeds += [format_bounds(ratio), format_bounds(ratio, divisor=tokens)]
+            else:
+                speeds += [format_figure("ratio", each) for each in (ratio, ratio and ratio / tokens)]
+            if not row["resolved"]:
+                speeds[-1] = MISSING
+        extra = f"{row['token_ratio'] - 1:+.1%}" if row["resolved"] else "not resolved"
+        cells.append([row["variant"], row["baseline"], f"{row['loss']:.4f}", extra, *speeds])
     titles = ["variant", "baseline", "loss", f"extra {data['axis']}"]
     return [*titles, *(title for kind in kinds for title in (f"{kind} speed-up", "to that loss"))], cells
 

@@ -38,7 +38,7 @@ STEP_METRICS = (
     "loss", "grad_norm", "learning_rate", "step_seconds", "stall_seconds", "tokens_per_second_per_device",
     "tokens_per_second_total", "tflops_per_device", "mfu", "memory_bytes", "skipped", "tokens",
 )  # fmt: skip
-EVALUATION_METRICS = ("validation_loss", "validation_loss_plain")
+EVALUATION_METRICS = ("validation_loss", "validation_loss_evaluated_in_bf16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

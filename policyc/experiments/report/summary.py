@@ -50,7 +50,7 @@ def summarize_run(run: RunData) -> JsonObject:
             if name not in ("divergence", "lost_lines", "rows")
         },
         "validation_loss": final_validation_loss(run),
-        "validation_loss_plain": final_validation_loss(run, "validation_loss_plain"),
+        "validation_loss_evaluated_in_bf16": final_validation_loss(run, "validation_loss_evaluated_in_bf16"),
         **_account(run),
         "command": [as_text(word) for word in command],
         "log_tail": list(run.log_tail),
@@ -69,7 +69,7 @@ def _account(run: RunData) -> JsonObject:
     }
 
 
-_LOSSES = ("trailing_loss", "validation_loss", "validation_loss_plain")
+_LOSSES = ("trailing_loss", "validation_loss", "validation_loss_evaluated_in_bf16")
 _MEANS = ("step_seconds", "tokens_per_second", "mfu", "stall_fraction", "goodput")
 _MAXIMA = ("memory_bytes",)
 _SUMS = ("loss_spikes", "gradient_spikes", "skipped_steps")
@@ -133,12 +133,20 @@ def compare_all(sweep: SweepData) -> list[Comparison]:
 
 
 def time_to_equal_loss(
-    sweep: SweepData, axis: Axis, speeds: dict[str, float | None], speed_ups: dict[str, float]
+    sweep: SweepData,
+    axis: Axis,
+    speeds: dict[str, float | None],
+    speed_ups: dict[str, float],
+    comparisons: Sequence[Comparison],
 ) -> list[JsonObject]:
     """For each variant and baseline: how many tokens each needs to reach the same loss, and the speed-up.
 
-    Uses only the seeds that finished in both, because seeds differ more than variants do.
+    Uses only the seeds that finished in both, because seeds differ more than variants do. A row is resolved if the
+    interval of the gap excludes 0.
     """
+    resolved = {
+        (c.variant, c.baseline) for c in comparisons if c.interval and c.interval[0] * c.interval[1] > 0
+    }
     finished = {v.name: by_seed(v, axis, ("finished",)) for v in sweep.variants}
     rows = []
     for number, baseline in enumerate(sweep.baselines):
@@ -163,6 +171,7 @@ def time_to_equal_loss(
                 {
                     "variant": name,
                     "baseline": baseline,
+                    "resolved": (name, baseline) in resolved,
                     "loss": loss,  # the larger of the two final trailing means, which both reach
                     "tokens": tokens,
                     "baseline_tokens": base_tokens,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import stat
 from collections.abc import Iterator
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from policyc.base.files import parse_json, read_file
+from policyc.base.files import open_file, parse_json, read_file
 from policyc.base.text import count_noun, escape_controls
 from policyc.experiments.sweep.metrics import parse_rows
 
@@ -40,9 +40,7 @@ def read_rows(path: Path, problems: list[str]) -> Iterator[JsonObject]:
 
     def read_lines() -> Iterator[str]:
         nonlocal lines
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise IsADirectoryError
-        with path.open(encoding="utf-8", errors="replace", newline="\n") as stream:
+        with TextIOWrapper(open_file(path), encoding="utf-8", errors="replace", newline="\n") as stream:
             for line in stream:
                 lines += line != "\n"
                 yield line

@@ -10,15 +10,17 @@ from typing import Any
 
 import numpy as np
 
+from policyc.base.text import format_ratio
 from policyc.compiler.plan import Plan
 from policyc.experiments.search.candidates import Cell, CellKey
 from policyc.experiments.search.problem import Choice, Cost, Problem
 from policyc.experiments.search.rules import write_rules
 from policyc.experiments.search.scores import STALLS_BELOW, Scores
 from policyc.experiments.search.solve import Infeasible, Solution, minimize_damage
+from policyc.hardware.gemm_cost import speed_up_bounds
 from policyc.hardware.mesh import MeshShape
 from policyc.hardware.step_cost import scheduled_seconds
-from policyc.hardware.training_step import TrainingStep
+from policyc.hardware.training_step import TrainingStep, count_backends
 from policyc.language.formatter import format_text
 from policyc.language.loader import parse, parse_with_diagnostics
 from policyc.language.policy import Policy
@@ -51,6 +53,21 @@ class Searched:
 
     def speed_up(self, cost: Cost) -> float:
         return self.problem.seconds / cost.seconds
+
+    def describe_speed(self, policy: Policy, cost: Cost) -> str:
+        """The bounds of the predicted speed-up over a step without a policy, with this backend and with the other."""
+        planned = self.step.under(policy)
+        other = planned.with_other_backend()
+        seconds = [
+            scheduled_seconds(other.under(each), self.step.target, self.mesh)
+            for each in (self.plan.policy, policy)
+        ]
+        speed = format_ratio(*speed_up_bounds(self.speed_up(cost)))
+        on_other = format_ratio(*speed_up_bounds(seconds[0] / seconds[1]))
+        backends = " and ".join(sorted(count_backends(planned.plan)))
+        beside = f" ({other.plan.execution.backend}: {on_other})" if on_other != speed else ""
+        where = f", on backend {backends}{beside}" if backends else ""
+        return f"{speed} the speed without a policy{where}"
 
     # ---- policies
 
@@ -89,8 +106,8 @@ class Searched:
         entries = {
             "Intent": f"the least predicted damage at this speed for {self.source}, found by policyc search.",
             "Source": f"{self.command}; scores from {count} batches at a loss of {np.mean(self.scores.losses):.4f}.",
-            "Expect": f"{self.speed_up(cost):.3f}x the speed without a policy on {where}, and a damage of "
-            f"{cost.damage:.2g} nats per token; both are predictions.",
+            "Expect": f"{self.speed_up(cost):.3f}x the speed without a policy on {where}, backend "
+            f"{self.plan.execution.backend}, and a damage of {cost.damage:.2g} nats per token; both are predictions.",
         }
         lines = [f"# Found by search: {self.speed_up(cost):.2f}x.", "#"]
         for word, text in entries.items():

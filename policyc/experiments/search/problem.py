@@ -69,15 +69,15 @@ class Problem:
         return total
 
 
-def make_problem(step: TrainingStep, mesh: MeshShape, scores: Scores, formats: Sequence[Format]) -> Problem:
-    """The problem of a step whose plan keeps everything, for its target."""
-    cells, skipped = find_cells(step.plan.sites)
+def make_problem(pricer: Pricer, scores: Scores) -> Problem:
+    """The problem of a step, for its target."""
+    cells, skipped = find_cells(pricer.step.plan.sites)
+    formats = pricer.formats
     scored = {key for key, _, _ in scores.by_product}
     skipped |= {c.key[0]: "it did not run in the recorded batches" for c in cells if c.key not in scored}
     cells = tuple(c for c in cells if c.key in scored)
     if not cells:
         raise ValueError("no site of the program can be quantized")
-    pricer = _Pricer(step, mesh, formats)
     items = []
     for group in _group_cells(cells):
         choices = _choices(group, formats)
@@ -91,7 +91,7 @@ def make_problem(step: TrainingStep, mesh: MeshShape, scores: Scores, formats: S
         }
         names = tuple(c.key[0] for c in group)
         items.append(Item(group=names, number=group[0].number, cells=group, options=options))
-    return Problem(items=tuple(items), formats=tuple(formats), seconds=pricer.base, skipped=skipped)
+    return Problem(items=tuple(items), formats=formats, seconds=pricer.base, skipped=skipped)
 
 
 def _group_cells(cells: Iterable[Cell]) -> list[tuple[Cell, ...]]:
@@ -115,29 +115,36 @@ def _choices(group: Sequence[Cell], formats: Sequence[Format]) -> list[Choice]:
     ]
 
 
-class _Pricer:
+class Pricer:
     """Prices the options of items with the cost model, as the difference between two steps."""
 
     def __init__(self, step: TrainingStep, mesh: MeshShape, formats: Sequence[Format]) -> None:
-        self._step, self._mesh = step.under(parse("* -> keep")), mesh
+        self.step, self._mesh, self.formats = step.under(parse("* -> keep")), mesh, tuple(formats)
         self._recipes = {f.name: f.text for f in formats}
         self._decisions: dict[Choice, Decisions] = {}
         self._priced: dict[Hashable, dict[Choice, float]] = {}
         self._kept = self._decide(KEPT)
         self.base = self._estimate(self._kept)
 
+    def fastest(self) -> float:
+        """The seconds of the fastest step with these formats, whatever damage they do."""
+        groups = _group_cells(find_cells(self.step.plan.sites)[0])
+        return self.base + sum(
+            min(self.seconds(group, _choices(group, self.formats)).values()) for group in groups
+        )
+
     def _decide(self, choice: Choice) -> Decisions:
         """The decisions of a policy that makes this choice for every site."""
         if choice not in self._decisions:
             parts = [f"{g}={self._recipes[f]}" for g, f in zip(Gemm, choice, strict=True) if f is not None]
             policy = parse(f"* -> split({', '.join(parts)})" if parts else "* -> keep")
-            plan = make_plan(policy, self._step.plan.sites, self._step.plan.execution)
+            plan = make_plan(policy, self.step.plan.sites, self.step.plan.execution)
             self._decisions[choice] = plan.decisions(plan.phases[0])
         return self._decisions[choice]
 
     def _estimate(self, decisions: Decisions) -> float:
-        plan = self._step.plan.with_decisions(decisions)
-        return estimate(replace(self._step, plan=plan), self._step.target, self._mesh).seconds
+        plan = self.step.plan.with_decisions(decisions)
+        return estimate(replace(self.step, plan=plan), self.step.target, self._mesh).seconds
 
     def seconds(self, group: Sequence[Cell], choices: Sequence[Choice]) -> dict[Choice, float]:
         """The seconds that each choice adds to a step. Layers with equal shapes are priced only once."""

@@ -95,8 +95,13 @@ class Scores:
         return 0.0 if score is None else score.damage
 
 
-def score_formats(recorded: RecordedLoss, formats: Sequence[Format]) -> Scores:
-    """Scores formats on the recorded batches. Raises BadLoss if the loss is not finite, or not deterministic."""
+def score_formats(
+    recorded: RecordedLoss, formats: Sequence[Format], progress: Callable[[str], None] = lambda _: None
+) -> Scores:
+    """Scores formats on the recorded batches. Raises BadLoss if the loss is not finite, or not deterministic.
+
+    `progress` gets a line before each format.
+    """
     cells, _ = find_cells(recorded.sites)
     with no_reentry():
         gradients = measure_gradients(recorded)
@@ -104,7 +109,8 @@ def score_formats(recorded: RecordedLoss, formats: Sequence[Format]) -> Scores:
         scorer = _Scorer(recorded, gradients, cells)
         by_product: dict[tuple[CellKey, Gemm, str], Score] = {}
         ratios: dict[tuple[CellKey, str], float] = {}
-        for format in formats:
+        for number, format in enumerate(formats, start=1):
+            progress(f"{format.name}, {number} of {len(formats)} formats, {len(cells)} linears")
             for key, gemm, score in scorer.score(format):
                 by_product[key, gemm, format.name] = score
             ratios |= {(key, format.name): ratio for key, ratio in scorer.ratios.items()}

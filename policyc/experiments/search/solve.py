@@ -55,6 +55,18 @@ class Infeasible(ValueError):
     """No assignment meets the budget. The message says what is possible."""
 
 
+def explain_fastest(base: float, seconds: float) -> str:
+    """Says how fast a step can be, if it takes `base` seconds without a policy."""
+    if seconds >= base:
+        return (
+            "no format makes this step faster: its GEMMs are too small to pay for quantizing their operands"
+        )
+    return (
+        f"the fastest step with these formats takes {seconds:.4g} s, {base / seconds:.3g} times as fast as without a "
+        "policy"
+    )
+
+
 def minimize_damage(problem: Problem, seconds: float, segments: int) -> Solution:
     """Finds the least damage for a step of at most this many seconds. Raises Infeasible."""
     return _Solver(problem, segments).solve(seconds - problem.seconds, "damage")
@@ -126,13 +138,8 @@ class _Solver:
 
     def _explain(self, least: _Relaxed) -> str:
         """Explains what is possible. Only a budget of seconds can be too small: keeping everything does no damage."""
-        seconds = self._problem.seconds + least.limited
-        if seconds >= self._problem.seconds:
-            return "no format makes this step faster: its GEMMs are too small to pay for quantizing their operands"
-        return (
-            f"the fastest step with these formats takes {seconds:.4g} s, {self._problem.seconds / seconds:.3g} "
-            f"times as fast as without a policy, at a damage of {least.objective:.3g}"
-        )
+        fastest = explain_fastest(self._problem.seconds, self._problem.seconds + least.limited)
+        return f"{fastest}, at a damage of {least.objective:.3g}" if least.limited < 0 else fastest
 
     # ---- the relaxation
 

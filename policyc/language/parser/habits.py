@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from functools import cache
 
+from policyc.language.formats import FORMATS
 from policyc.language.kinds import FLAGS
 
 _WINDOW = 200  # characters before and after an error that are looked at
@@ -114,6 +115,14 @@ def _suggest_dots(site: SyntaxErrorSite, _: re.Match[str]) -> str:
 def _suggest_one_dot(site: SyntaxErrorSite, _: re.Match[str]) -> str:
     dotted = re.sub(r"\.+", ".", site.written).strip(".")
     return f"names are separated by one dot: {dotted}"
+
+
+def _suggest_name(_: SyntaxErrorSite, match: re.Match[str]) -> str:
+    """`bf-16`, `my-recipe`: the format that is spelled so without hyphens, or the name with underscores."""
+    joined = re.sub(r"[-_]", "", match[1] + match[2]).lower()
+    if joined in FORMATS:
+        return f"did you mean '{joined}'?"
+    return f"a name consists of letters, digits and '_': {match[1]}{match[2].replace('-', '_')}"
 
 
 def _suggest_glob(site: SyntaxErrorSite, _: re.Match[str]) -> str:
@@ -235,7 +244,7 @@ _HABITS: tuple[tuple[str, str, str | Callable[[SyntaxErrorSite, re.Match[str]], 
     ("", r"^\s*import\b.*¦,", "write one import for each file"),
     ("name", r"¦\d", "a name starts with a letter"),
     ("", r"(?:->|=|\brecipe\b|\bvariant\b)\s*(\w+)¦(?!-\d*\.?\d*%)(-[\w-]*\w)",
-     lambda _, match: f"a name consists of letters, digits and '_': {match[1]}{match[2].replace('-', '_')}"),
+     _suggest_name),
     # `where mlp = 1`, `where kind = mlp`, `where k > 1K`, `where k in (1, 2)`, `where k * n > 10`
     ("condition", rf"\b({'|'.join(FLAGS)})\s*¦(?:=|is\b|in\b)", r"write '\1' or 'not \1'"),
     ("condition", r"\bkind\s*¦(?:=|is\b|in\b)", _KIND_ALONE),

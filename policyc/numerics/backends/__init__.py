@@ -34,6 +34,9 @@ BackendName = Literal["auto", "emulate", "xla", "te", "cudnn"]
 NAMES = ("auto", *MODULES)
 """The values of `--backend`."""
 
+PRICED: BackendName = "te"
+"""The default backend of predictions: what a user of Blackwell would run, whatever is installed here."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendTraits:

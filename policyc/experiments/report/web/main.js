@@ -24,7 +24,7 @@ function speedUpChart(element) {
   const speeds = points.map((point) => point.x), room = (Math.max(...speeds) - Math.min(...speeds)) * 0.12 || 0.1;
   const margin = rows.find((row) => row.margin !== null)?.margin;
   return pointChart(element, points, {
-    title: "Gap against predicted speed-up", note: "nats against " + baseline + "; speed-up of " + data.speed_ups.step + ", from the cost model", height: 330,
+    title: "Gap against predicted speed-up", note: "nats against " + baseline + "; speed-up of " + data.speed_ups.step + ", from the cost model: the larger of its two bounds", height: 330,
     range: [Math.min(...speeds) - room, Math.max(...speeds) + 1.6 * room], zone: margin ? [-margin, margin] : null, zoneLabel: "margin " + data.margin, hasKey: true,
     xAxis: { values: (u, splits) => splits.map((v) => v.toFixed(2) + "×"), label: "predicted speed-up", labelSize: 18, labelFont: "11.5px system-ui, sans-serif", size: 34 },
   });

@@ -16,6 +16,7 @@ from policyc.language.diagnostics import Diagnostic
 from policyc.language.recipes import Recipe, make_recipe
 from policyc.linter.context import Check, Context
 from policyc.linter.products import report_rule
+from policyc.numerics.backends import PRICED
 from policyc.numerics.products import Backends
 from policyc.numerics.targets import Target
 
@@ -79,7 +80,8 @@ def _check_slower_than_fp8(context: Context) -> Iterator[Diagnostic]:
     target = context.target
     if not target.is_native("fp8"):
         return
-    plan = make_plan(context.policy, context.program_plan.sites, ExecutionOptions(target=target))
+    execution = ExecutionOptions(backend=PRICED, target=target)
+    plan = make_plan(context.policy, context.program_plan.sites, execution)
 
     def ratio_to_fp8(group: LayerGroup, recipe: Recipe, readers: ReaderCounts) -> float:
         """Returns 0 for a site that is not in 4 bits or that is emulated."""
@@ -88,11 +90,15 @@ def _check_slower_than_fp8(context: Context) -> Iterator[Diagnostic]:
         seconds = _layer_seconds(group, recipe, group.backends, target, readers)
         return seconds / _layer_seconds(group, _FP8, _XLA, target, readers)
 
+    readers = count_readers(plan)
     for rule, slow in _find_slow(plan, ratio_to_fp8):
         _, slowest = max(slow.values(), key=lambda each: each[0])
+        assert slowest.recipe is not None
         backend = next(b for b in slowest.backends if b)
-        remedy = "install Transformer Engine, whose quantizers read less; or " if backend == "xla" else ""
-        help = remedy + suggest_recipe(plan, rule, tuple(slow), "fp8")
+        if backend == "te":
+            on_xla = ratio_to_fp8(replace(slowest, backends=_XLA), slowest.recipe, readers)
+            backend += f" ({on_xla:.1f} with xla)"
+        help = suggest_recipe(plan, rule, tuple(slow), "fp8")
         yield _report(context, rule, slow, f"in fp8 on {target.name} with backend {backend}", help)
 
 
