@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.command_line import make_parser
 from policyc import load, parse
-from policyc.compiler.execution import ExecutionOptions, execution_options
+from policyc.compiler.matching.execution import ExecutionOptions, execution_options
 from policyc.hardware import gemm_cost, llama_step
 from policyc.hardware.mesh import MeshShape
 from policyc.hardware.step_cost import Estimate, estimate

@@ -62,7 +62,7 @@ def compile_block(policy: str, target: str) -> CompileReport:
     import jax
 
     from policyc.compiler import pipeline
-    from policyc.compiler.execution import execution_options
+    from policyc.compiler.matching.execution import execution_options
     from policyc.hardware import deviceless, llama_step
     from policyc.models.llama import model as llama
     from policyc.models.llama.configs import find_config

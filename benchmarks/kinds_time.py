@@ -22,11 +22,11 @@ import jax.numpy as jnp
 
 from benchmarks import pass_time
 from benchmarks.command_line import make_parser
-from policyc.compiler.analysis import analyze
-from policyc.compiler.flow import build_flow
-from policyc.compiler.kinds import set_kinds
-from policyc.compiler.paths import leaf_paths
-from policyc.compiler.sites import Sites
+from policyc.compiler.finding.analysis import analyze
+from policyc.compiler.kinds.flow import build_flow
+from policyc.compiler.kinds.site_purpose import set_kinds
+from policyc.compiler.sites.paths import leaf_paths
+from policyc.compiler.sites.site import Sites
 
 TURNS = 11
 OUTLIERS = 2  # turns left out at each end of the range of shares

@@ -24,10 +24,11 @@ from policyc.hardware.selftest.speed import time_median
 from policyc.language.recipes import OPERAND_GROUPS, Gemm, Recipe, Treatment, make_recipe, make_split_recipe
 from policyc.numerics.backends.hopper_gemm import HopperGemm
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
-from policyc.numerics.quantize import Axes, Key, block_values, blocks, make_key, quantize
-from policyc.numerics.quantize.hadamard import Method
-from policyc.numerics.quantize.kernels import Kernels
+from policyc.numerics.quantize import Axes, Key, block_values, make_key, quantize
+from policyc.numerics.quantize.kernels.fused_kernels import Kernels
 from policyc.numerics.quantize.orders import OrderRequest, quantize_orders
+from policyc.numerics.quantize.reference import blocks
+from policyc.numerics.quantize.reference.hadamard import Method
 
 DIMS = (((1,), (0,)), ((), ()))
 nvfp4 = partial(Treatment, format="nvfp4", element="e2m1")

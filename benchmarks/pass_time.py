@@ -21,9 +21,9 @@ import jax.numpy as jnp
 
 import policyc
 from benchmarks.command_line import make_parser
-from policyc.compiler.analysis import analyze
-from policyc.compiler.paths import leaf_paths
-from policyc.compiler.plan import Plan, make_plan
+from policyc.compiler.finding.analysis import analyze
+from policyc.compiler.planning.plan import Plan, make_plan
+from policyc.compiler.sites.paths import leaf_paths
 
 D, FF, HEADS, KV, HEAD, VOCAB, SEQ = 16384, 53248, 128, 8, 128, 128256, 8192
 POLICY = """

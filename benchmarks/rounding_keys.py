@@ -19,11 +19,12 @@ import jax.numpy as jnp
 from benchmarks.command_line import make_parser
 from benchmarks.timing import save, time_interleaved
 from policyc.language.recipes import Treatment
-from policyc.numerics.quantize import Axes, Quantized, make_key, mx, nvfp4, quantize
-from policyc.numerics.quantize.bits import abs_bits
-from policyc.numerics.quantize.blocks import QuantizeContext
-from policyc.numerics.quantize.hadamard import Method
-from policyc.numerics.quantize.random import Key, checksum
+from policyc.numerics.quantize import Axes, Quantized, make_key, quantize
+from policyc.numerics.quantize.reference import mx, nvfp4
+from policyc.numerics.quantize.reference.bits import abs_bits
+from policyc.numerics.quantize.reference.blocks import QuantizeContext
+from policyc.numerics.quantize.reference.hadamard import Method
+from policyc.numerics.quantize.reference.random import Key, checksum
 
 ROWS, COLUMNS = Axes(axis=-1), Axes(axis=-2)
 QUANTIZERS: dict[str, tuple[Treatment, Axes]] = {

@@ -27,7 +27,7 @@ import numpy as np
 from scipy.stats import spearmanr
 
 from benchmarks.command_line import make_parser
-from policyc.compiler.execution import execution_options
+from policyc.compiler.matching.execution import execution_options
 from policyc.experiments.program import Program
 from policyc.experiments.record import KEEP, record_loss
 from policyc.experiments.search.candidates import parse_formats

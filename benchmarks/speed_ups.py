@@ -20,8 +20,8 @@ from typing import Any
 from benchmarks.command_line import make_parser, print_header, print_row
 from policyc import load
 from policyc.base.text import format_ratio
-from policyc.compiler.execution import execution_options
-from policyc.compiler.plan import make_plan
+from policyc.compiler.matching.execution import execution_options
+from policyc.compiler.planning.plan import make_plan
 from policyc.hardware import gemm_cost, llama_step
 from policyc.hardware.compile_report import read_compiled_step, with_compiled
 from policyc.hardware.mesh import MeshShape

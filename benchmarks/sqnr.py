@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.command_line import make_parser, print_header, print_row
 from policyc.language.recipes import Treatment
 from policyc.numerics.quantize import Axes, dequantize, quantize
-from policyc.numerics.quantize.hadamard import rotate
+from policyc.numerics.quantize.reference.hadamard import rotate
 
 TREATMENTS = {
     "`outer=tensor`": Treatment(format="nvfp4", element="e2m1"),

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from policyc.base.compile_cache import use_compile_cache
     from policyc.changes.api import Diff, diff
     from policyc.compiler.pipeline import apply, plan
-    from policyc.compiler.plan import Plan
-    from policyc.compiler.run_step import rounding_step
+    from policyc.compiler.planning.plan import Plan
+    from policyc.compiler.rewriting.run_step import rounding_step
     from policyc.compiler.schedule import set_step
     from policyc.compiler.session import Session, active
     from policyc.experiments.hooks import current_policy, observe, set_output_dir, should_observe
@@ -32,7 +32,7 @@ _MODULES = {
     "Diagnostic": "language.diagnostics",
     "Diff": "changes.api",
     "Findings": "linter.api",
-    "Plan": "compiler.plan",
+    "Plan": "compiler.planning.plan",
     "Policy": "language.policy",
     "PolicyError": "language.diagnostics",
     "Rule": "language.policy",
@@ -47,7 +47,7 @@ _MODULES = {
     "observe": "experiments.hooks",
     "parse": "language.loader",
     "plan": "compiler.pipeline",
-    "rounding_step": "compiler.run_step",
+    "rounding_step": "compiler.rewriting.run_step",
     "set_output_dir": "experiments.hooks",
     "set_step": "compiler.schedule",
     "should_observe": "experiments.hooks",
@@ -63,13 +63,13 @@ __all__ = [
 
 
 if "jax" in sys.modules:  # before the program traces anything; the module says why
-    import_module("policyc.jaxcore.cache_keys")
+    import_module("policyc.jaxcore.hooks.cache_keys")
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'policyc' has no attribute '{name}'")
-    if _MODULES[name] in ("compiler.pipeline", "compiler.plan", "compiler.session"):
+    if _MODULES[name] in ("compiler.pipeline", "compiler.planning.plan", "compiler.session"):
         import_module("jax")  # first: 'policyc apply' imports the compiler as soon as a program imports JAX
     return getattr(import_module(f"policyc.{_MODULES[name]}"), name)
 

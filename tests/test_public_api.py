@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import policyc
-from policyc.compiler.plan_tables import summary
+from policyc.compiler.tables.plan_tables import summary
 from policyc.language.bundled import bundled_policies
 from policyc.numerics.backends import NAMES, BackendName
 from policyc.numerics.targets import TARGETS, TargetName

@@ -19,8 +19,9 @@ from policyc.language.bundled import data_folder
 
 PACKAGES = ("base", "language", "linter", "editor")
 MODULES = (
-    "__init__.py", "numerics/__init__.py", "numerics/targets.py", "compiler/__init__.py", "compiler/decisions.py",
-    "compiler/site_lists.py", "compiler/site_masks.py",
+    "__init__.py", "numerics/__init__.py", "numerics/targets.py", "compiler/__init__.py",
+    "compiler/matching/__init__.py", "compiler/matching/decisions.py", "compiler/matching/site_lists.py",
+    "compiler/matching/site_masks.py",
 )  # fmt: skip
 PYODIDE_FILES = (
     "pyodide.mjs",

@@ -222,7 +222,7 @@ async function startPython() {
   pyodide.runPython(`
 import json, sys
 sys.path.insert(0, "/policyc")
-from policyc.compiler.site_lists import SiteList
+from policyc.compiler.matching.site_lists import SiteList
 from policyc.editor import playground
 sites = {name: SiteList.from_json(text) for name, text in site_lists.items()}
 def run(text, model, variant, phase):

@@ -23,11 +23,11 @@ from policyc.changes.model import (
     name_parts,
     shorten_path,
 )
-from policyc.compiler.idle_rules import idle_rules
-from policyc.compiler.plan import Decisions, Plan, make_plan
-from policyc.compiler.plan_tables import other_products, uncertain_repeats
-from policyc.compiler.rewrite import rewrite
-from policyc.compiler.rounding import RandomSource
+from policyc.compiler.planning.idle_rules import idle_rules
+from policyc.compiler.planning.plan import Decisions, Plan, make_plan
+from policyc.compiler.rewriting.rewrite import rewrite
+from policyc.compiler.rewriting.rounding import RandomSource
+from policyc.compiler.tables.plan_tables import other_products, uncertain_repeats
 from policyc.hardware import step_cost
 from policyc.hardware.mesh import MeshShape
 from policyc.hardware.training_step import TrainingStep

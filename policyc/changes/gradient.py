@@ -22,16 +22,17 @@ from policyc.changes.matching import (
     Reason,
     StructureTexts,
 )
-from policyc.compiler.hoist import ROUNDING_KEY
-from policyc.compiler.plan import Decisions, Plan
-from policyc.compiler.rewrite import rewrite
-from policyc.compiler.rounding import RandomSource
-from policyc.compiler.sites import Site, Sites
-from policyc.jaxcore import jaxprs, product_tags
-from policyc.jaxcore.containers import IterationRange, container_of
-from policyc.jaxcore.jaxprs import AnyJaxpr
-from policyc.jaxcore.product_tags import Tag, TaggedLoss
-from policyc.jaxcore.transform import Address
+from policyc.compiler.planning.plan import Decisions, Plan
+from policyc.compiler.rewriting.hoist import ROUNDING_KEY
+from policyc.compiler.rewriting.rewrite import rewrite
+from policyc.compiler.rewriting.rounding import RandomSource
+from policyc.compiler.sites.site import Site, Sites
+from policyc.jaxcore.hooks import product_tags
+from policyc.jaxcore.hooks.product_tags import Tag, TaggedLoss
+from policyc.jaxcore.jaxprs import reading as jaxprs
+from policyc.jaxcore.jaxprs.containers import IterationRange, container_of
+from policyc.jaxcore.jaxprs.reading import AnyJaxpr
+from policyc.jaxcore.jaxprs.transform import Address
 from policyc.language.recipes import Gemm
 
 

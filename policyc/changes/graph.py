@@ -20,7 +20,7 @@ from policyc.base.text import as_ranges
 from policyc.changes.matching import Match, MatchedJaxpr
 from policyc.changes.model import DiffData
 from policyc.changes.scopes import Nesting, ScopeTree, SiteIndex, renamed_results, scope_results
-from policyc.jaxcore import jaxprs
+from policyc.jaxcore.jaxprs import reading as jaxprs
 
 _MAX_LITERAL = 24  # characters of a literal in the text of an equation
 _CONTAINER_PARAMETERS = ("name", "length", "reverse", "unroll")

@@ -8,16 +8,16 @@ from dataclasses import replace
 from functools import cache, cached_property
 
 from policyc.changes.model import Linear, LinearRange, ProductChange, ProductSide, ProductState
-from policyc.compiler.decisions import Phase
-from policyc.compiler.linears import LinearLayers, sort_into_linears
-from policyc.compiler.plan import Decision, Decisions, Plan, gemm_queries
-from policyc.compiler.sites import Site
-from policyc.compiler.stacks import Layer
+from policyc.compiler.matching.decisions import Phase
+from policyc.compiler.planning.plan import Decision, Decisions, Plan, gemm_queries
+from policyc.compiler.sites.linears import LinearLayers, sort_into_linears
+from policyc.compiler.sites.site import Site
+from policyc.compiler.sites.stacks import Layer
 from policyc.hardware import gemm_cost, step_cost, training_step
 from policyc.hardware.gemm_cost import product_format
 from policyc.hardware.mesh import MeshShape
 from policyc.hardware.training_step import LayerGroup, TrainingStep
-from policyc.jaxcore.transform import Address
+from policyc.jaxcore.jaxprs.transform import Address
 from policyc.language.formats import FORMATS, OTHER_FORMAT_NAMES
 from policyc.language.recipes import OPERANDS, Gemm, Role, make_recipe
 from policyc.language.treatments import describe_options

@@ -15,11 +15,11 @@ from typing import Any
 from jax.core import AbstractValue
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from policyc.compiler.hoist import ROUNDING_KEY, Quantizer, RewrittenLoss
-from policyc.jaxcore import jaxprs
-from policyc.jaxcore.containers import IterationRange
-from policyc.jaxcore.jaxprs import AnyJaxpr
-from policyc.jaxcore.transform import Address, Replacement, TransformedBody
+from policyc.compiler.rewriting.hoist import ROUNDING_KEY, Quantizer, RewrittenLoss
+from policyc.jaxcore.jaxprs import reading as jaxprs
+from policyc.jaxcore.jaxprs.containers import IterationRange
+from policyc.jaxcore.jaxprs.reading import AnyJaxpr
+from policyc.jaxcore.jaxprs.transform import Address, Replacement, TransformedBody
 
 PRODUCT_SCOPE = re.compile(r"(fprop|dgrad|wgrad)\.\d+")
 """The name scope around the equations of a quantized product: `Product.scope`."""

@@ -10,10 +10,10 @@ from typing import Any
 
 from policyc.base.text import format_ranges
 from policyc.changes.matching import MatchedLoss
-from policyc.compiler.linears import full_name
-from policyc.compiler.sites import Site
-from policyc.compiler.stacks import Layer
-from policyc.jaxcore.transform import Address
+from policyc.compiler.sites.linears import full_name
+from policyc.compiler.sites.site import Site
+from policyc.compiler.sites.stacks import Layer
+from policyc.jaxcore.jaxprs.transform import Address
 from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm
 from policyc.numerics.backends.choice import PLAIN, Lowering

@@ -12,9 +12,9 @@ from jax.extend.core import JaxprEqn, Var
 
 from policyc.changes.matching import PRODUCT_SCOPE, Match, StructureTexts
 from policyc.changes.model import DiffData
-from policyc.jaxcore import jaxprs
-from policyc.jaxcore.product_tags import is_tag
-from policyc.jaxcore.transform import Address
+from policyc.jaxcore.hooks.product_tags import is_tag
+from policyc.jaxcore.jaxprs import reading as jaxprs
+from policyc.jaxcore.jaxprs.transform import Address
 from policyc.language.selectors import PathSegment, read_segments
 
 

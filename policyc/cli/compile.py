@@ -37,7 +37,7 @@ from policyc.cli.program import (
 )
 
 if TYPE_CHECKING:
-    from policyc.compiler.execution import ExecutionOptions
+    from policyc.compiler.matching.execution import ExecutionOptions
     from policyc.hardware.compile_report import CompileReport, ProductCheck
     from policyc.hardware.training_step import TrainingStep
     from policyc.language.policy import Policy
@@ -116,7 +116,7 @@ def _compile_config(
     policy: Policy, config: str, execution: ExecutionOptions, options: StepOptions
 ) -> tuple[CompileReport, TrainingStep]:
     """Compiles the step of a configuration of the bundled Llama. Returns the report and the planned step."""
-    from policyc.compiler.plan_checks import check_plan
+    from policyc.compiler.planning.plan_checks import check_plan
     from policyc.compiler.schedule import set_step
     from policyc.hardware import deviceless, llama_step
 
@@ -147,7 +147,7 @@ def _compile_program(
     With `may_miss`, a rule may match nothing, because it may be about another loss. Returns the report, and the planned
     loss as a step without microbatches.
     """
-    from policyc.compiler.plan_checks import check_plan
+    from policyc.compiler.planning.plan_checks import check_plan
     from policyc.experiments import runner
     from policyc.hardware import deviceless
     from policyc.hardware.training_step import TrainingStep
@@ -236,7 +236,7 @@ _REPEATED = (
 
 
 def _as_table(report: CompileReport, title: str) -> str:
-    from policyc.compiler.plan_tables import align_columns
+    from policyc.compiler.tables.plan_tables import align_columns
 
     rows = [["site", "layers", "product", "format", "runs", "found"]]
     for product in report.products:

@@ -123,7 +123,7 @@ def diff(
     roots = (os.getcwd(), *(os.path.dirname(os.path.abspath(word)) for word in program[:1]), *sys.path)
     from policyc.changes.build import build_diff
     from policyc.changes.model import shorten_path
-    from policyc.compiler.plan import make_plan
+    from policyc.compiler.planning.plan import make_plan
     from policyc.numerics.targets import get_target
 
     with exit_on_error():

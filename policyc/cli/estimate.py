@@ -32,7 +32,7 @@ from policyc.cli.options import (
 from policyc.cli.program import exit_on_error, fail_if_refused, parse_execution, trace_step
 
 if TYPE_CHECKING:
-    from policyc.compiler.execution import ExecutionOptions
+    from policyc.compiler.matching.execution import ExecutionOptions
     from policyc.hardware.compile_report import CompiledStep
     from policyc.hardware.mesh import MeshShape
     from policyc.hardware.step_cost import Estimate
@@ -212,7 +212,7 @@ def trace_modelled_step(
     policy: Policy, program: tuple[str, ...], mesh: MeshShape, step: StepOptions, execution: ExecutionOptions
 ) -> TrainingStep:
     """Plans a step for the cost model, and prints what that leaves out. Raises ValueError if it cannot be priced."""
-    from policyc.compiler.plan_tables import other_products, uncertain_repeats
+    from policyc.compiler.tables.plan_tables import other_products, uncertain_repeats
     from policyc.hardware.mesh import check_modelled
 
     check_modelled(mesh)

@@ -20,7 +20,7 @@ from policyc.cli.options import ProgramCommand, config_option, out_option, progr
 from policyc.cli.program import plan_source, program_name
 
 if TYPE_CHECKING:
-    from policyc.compiler.plan import Plan
+    from policyc.compiler.planning.plan import Plan
     from policyc.language.diagnostics import Diagnostic
     from policyc.language.loader import LoadedPolicy
 
@@ -48,9 +48,9 @@ def init(like: str | None, config: str | None, out: str | None, program: tuple[s
     Each rule has the number of sites that it must match ('expect') and a comment on what it decides. The program runs
     until its first loss with a GEMM is traced.
     """
-    from policyc.compiler.first_policy import NoRuleFits, choose_start, write_first_policy
-    from policyc.compiler.plan_tables import as_json
-    from policyc.compiler.site_lists import SiteList
+    from policyc.compiler.matching.first_policy import NoRuleFits, choose_start, write_first_policy
+    from policyc.compiler.matching.site_lists import SiteList
+    from policyc.compiler.tables.plan_tables import as_json
     from policyc.language.diagnostics import PolicyError
     from policyc.language.policy import Policy
 
@@ -80,8 +80,8 @@ def _lint(text: str, plan: Plan) -> tuple[str, tuple[str, ...], tuple[Diagnostic
     The remaining warnings are about the sizes of the model or the GPU, not about the text. The fixes also remove
     suppressions that suppress nothing here.
     """
-    from policyc.compiler.first_policy import allow
-    from policyc.compiler.plan import make_plan
+    from policyc.compiler.matching.first_policy import allow
+    from policyc.compiler.planning.plan import make_plan
     from policyc.language.diagnostics import Severity
     from policyc.language.loader import parse_with_diagnostics
     from policyc.linter import engine

@@ -39,7 +39,7 @@ from policyc.cli.options import (
 from policyc.cli.program import plan_source
 
 if TYPE_CHECKING:
-    from policyc.compiler.plan import Plan
+    from policyc.compiler.planning.plan import Plan
     from policyc.language.diagnostics import Diagnostic
     from policyc.language.loader import LoadedPolicy
     from policyc.linter.fixes import FixedText
@@ -256,7 +256,7 @@ def _lint_file(name: str, request: _Request) -> _FileResult:
 def _describe_unchanged_products(plan: Plan | None) -> tuple[str, ...]:
     if plan is None:
         return ()
-    from policyc.compiler.plan_tables import unchanged_products
+    from policyc.compiler.tables.plan_tables import unchanged_products
 
     return tuple(unchanged_products(plan))
 

@@ -19,7 +19,7 @@ from policyc.cli.common import ExampleCommand
 from policyc.numerics import backends
 
 if TYPE_CHECKING:
-    from policyc.compiler.plan import Plan
+    from policyc.compiler.planning.plan import Plan
     from policyc.hardware.llama_step import Sizes
     from policyc.hardware.mesh import MeshShape
     from policyc.hardware.training_step import TrainingStep

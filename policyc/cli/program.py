@@ -27,8 +27,8 @@ from policyc.cli.options import ProgramCommand, StepOptions, check_source
 
 if TYPE_CHECKING:
     from policyc.cli.options import RunOptions
-    from policyc.compiler.execution import ExecutionOptions
-    from policyc.compiler.plan import Plan
+    from policyc.compiler.matching.execution import ExecutionOptions
+    from policyc.compiler.planning.plan import Plan
     from policyc.compiler.session import Session
     from policyc.experiments.program import Program
     from policyc.hardware.training_step import TrainingStep
@@ -144,7 +144,7 @@ def parse_execution(
     backend: str, target: str | None = None, *, require_native: bool = False
 ) -> ExecutionOptions:
     """Parses how quantized products run. Raises a usage error if there is no such backend or target."""
-    from policyc.compiler.execution import execution_options
+    from policyc.compiler.matching.execution import execution_options
 
     with usage_errors():
         return execution_options(backend, target, require_native=require_native)
@@ -187,7 +187,7 @@ def trace_step(
 
 def fail_if_refused(*plans: Plan) -> None:
     """Prints what `apply` would say about plans that are only shown, and exits if it would refuse one of them."""
-    from policyc.compiler.plan_checks import check_plan
+    from policyc.compiler.planning.plan_checks import check_plan
     from policyc.language.diagnostics import PolicyError
 
     diagnostics: list[Diagnostic] = []
@@ -277,7 +277,7 @@ class _PlanPrinter:
         self.losses = 0
 
     def __call__(self, plan: Plan) -> None:
-        from policyc.compiler.plan_tables import as_json, summary
+        from policyc.compiler.tables.plan_tables import as_json, summary
         from policyc.experiments.runner import is_first_process
 
         if not len(plan.sites):
@@ -301,7 +301,7 @@ class _PlanPrinter:
 
     def _print_warnings(self, plan: Plan) -> None:
         """Prints warnings about rules that do nothing in the first loss. The session reports those that are errors."""
-        from policyc.compiler.idle_rules import idle_rules
+        from policyc.compiler.planning.idle_rules import idle_rules
         from policyc.language.diagnostics import PolicyError
 
         idle = () if self.options.multiple_losses else [d for d in idle_rules(plan) if d.severity != "error"]
@@ -338,8 +338,8 @@ def explain_no_loss(saw_forward_mode: bool) -> str:
 
 def _explain_no_match(plans: Sequence[Plan], policy_name: str) -> str:
     """Explains why a policy matched nothing in any loss of a run."""
-    from policyc.compiler.idle_rules import suggest_selector
-    from policyc.compiler.plan_tables import other_products
+    from policyc.compiler.planning.idle_rules import suggest_selector
+    from policyc.compiler.tables.plan_tables import other_products
 
     plan = next((plan for plan in plans if len(plan.sites)), None)
     if plan is None:

@@ -137,7 +137,7 @@ def _search(
 
     Exits before it measures anything if no format is fast enough.
     """
-    from policyc.compiler.plan import make_plan
+    from policyc.compiler.planning.plan import make_plan
     from policyc.experiments.record import KEEP
     from policyc.experiments.search.candidates import parse_formats
     from policyc.experiments.search.found import Searched

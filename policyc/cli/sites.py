@@ -46,9 +46,9 @@ def sites(
     The program runs until its first loss with a GEMM is traced, and stops there. No step is executed. Exits with 1 if
     'policyc apply' would refuse the policy.
     """
-    from policyc.compiler.kind_tables import explain_kinds
-    from policyc.compiler.plan_tables import as_json
-    from policyc.compiler.site_table import sites_table
+    from policyc.compiler.tables.kind_tables import explain_kinds
+    from policyc.compiler.tables.plan_tables import as_json
+    from policyc.compiler.tables.site_table import sites_table
     from policyc.language.policy import Policy
 
     if program and is_policy(program[0]):

@@ -13,19 +13,23 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 
-from policyc.compiler.analysis import analyze
-from policyc.compiler.dots import GEMMS
-from policyc.compiler.execution import ExecutionOptions, execution_options
-from policyc.compiler.hoist import RewrittenLoss
-from policyc.compiler.plan import Plan, make_plan
-from policyc.compiler.plan_checks import check_plan
-from policyc.compiler.rewrite import rewrite
-from policyc.compiler.rounding import RandomSource
-from policyc.compiler.run_step import current_run_step
+from policyc.compiler.finding.analysis import analyze
+from policyc.compiler.finding.dots import GEMMS
+from policyc.compiler.kinds.site_purpose import find_kinds
+from policyc.compiler.matching.execution import ExecutionOptions, execution_options
+from policyc.compiler.planning.plan import Plan, make_plan
+from policyc.compiler.planning.plan_checks import check_plan
+from policyc.compiler.rewriting.hoist import RewrittenLoss
+from policyc.compiler.rewriting.rewrite import rewrite
+from policyc.compiler.rewriting.rounding import RandomSource
+from policyc.compiler.rewriting.run_step import current_run_step
 from policyc.compiler.schedule import SCHEDULE, current_phase
-from policyc.compiler.trace import TracedFunction, jaxpr_inputs, trace
-from policyc.jaxcore import autodiff, jaxprs
-from policyc.jaxcore.define_primitive import DIFFERENTIATED_ONCE
+from policyc.compiler.sites.site import Sites
+from policyc.compiler.sites.trace import TracedFunction, jaxpr_inputs, trace
+from policyc.compiler.tables.printed import PrintedPlan, as_printed
+from policyc.jaxcore.hooks import autodiff
+from policyc.jaxcore.jaxprs import reading as jaxprs
+from policyc.jaxcore.primitives.define_primitive import DIFFERENTIATED_ONCE
 from policyc.language.diagnostics import Diagnostic
 from policyc.language.loader import is_policy_text, load, parse
 from policyc.language.policy import Policy
@@ -212,7 +216,7 @@ class PlannedLoss:
 
     call: LossCall
     traced: TracedFunction
-    plan: Plan
+    plan: PrintedPlan
 
     def compile(self) -> Callable[..., Any]:
         """The loss as a function of its positional arguments, with its GEMMs run as planned in the current phase."""
@@ -251,9 +255,16 @@ def plan_traced(
     policy: Policy, call: LossCall, traced: TracedFunction, execution: ExecutionOptions
 ) -> PlannedLoss:
     """Finds the sites of a traced loss, and plans them."""
-    differentiated = traced.differentiated_results(has_aux=call.has_aux)
-    plan = make_plan(policy, analyze(traced.jaxpr, traced.paths, traced.frozen, differentiated), execution)
+    sites = find_sites(traced, traced.differentiated_results(has_aux=call.has_aux))
+    plan = as_printed(make_plan(policy, sites, execution))
     return PlannedLoss(call, traced, replace(plan, constant_inputs=_constant_inputs(call.inputs(call.args))))
+
+
+def find_sites(traced: TracedFunction, differentiated: Sequence[bool] | None = None) -> Sites:
+    """The sites of a traced loss with their kinds. `differentiated` says which results are; by default all are."""
+    sites = analyze(traced.jaxpr, traced.paths, traced.frozen, differentiated)
+    find_kinds(sites, traced.paths, traced.frozen)
+    return sites
 
 
 def _constant_inputs(inputs: Sequence[Any]) -> frozenset[int]:

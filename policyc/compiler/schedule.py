@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from policyc.compiler.decisions import Phase
-    from policyc.compiler.plan import Plan
+    from policyc.compiler.matching.decisions import Phase
+    from policyc.compiler.planning.plan import Plan
     from policyc.language.policy import Policy
 
 
@@ -80,7 +80,7 @@ class Schedule:
         phases = ((key, self._known_phase(policy)) for key, policy in self._policies.items())
         new = frozenset((k, p) for k, p in phases if p is not None and p != self._first_phases.get(k))
         if new != self._key:
-            from policyc.jaxcore import cache_keys
+            from policyc.jaxcore.hooks import cache_keys
 
             cache_keys.PHASES.set_global(new or None)
             self._key = new

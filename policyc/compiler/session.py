@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from policyc.base.notebook import html_text
-from policyc.compiler.execution import ExecutionOptions, execution_options
-from policyc.compiler.idle_rules import find_deciding_rules, idle_rules
+from policyc.compiler.matching.execution import ExecutionOptions, execution_options
 from policyc.compiler.pipeline import LossCall, PlannedLoss, as_policy, is_compiling, plan_traced, warn
-from policyc.compiler.plan import Plan
-from policyc.compiler.plan_checks import check_plan, unmet_expectations
+from policyc.compiler.planning.idle_rules import find_deciding_rules, idle_rules
+from policyc.compiler.planning.plan import Plan
+from policyc.compiler.planning.plan_checks import check_plan, unmet_expectations
 from policyc.compiler.schedule import SCHEDULE
-from policyc.compiler.trace import TracedFunction
-from policyc.jaxcore import autodiff, cache_keys
+from policyc.compiler.sites.trace import TracedFunction
+from policyc.compiler.tables.printed import PrintedPlan
+from policyc.jaxcore.hooks import autodiff, cache_keys
 from policyc.language.diagnostics import Diagnostic, PolicyError, Severity
 from policyc.language.policy import Policy
 from policyc.numerics.backends import BackendName
@@ -56,7 +57,7 @@ class Session:
     """The interval, in steps, at which programs that call `policyc.observe` measure their numerics; 0: never."""
     output_dir: Path | None = None
     """Where the program writes its results."""
-    plans: list[Plan] = field(default_factory=list)
+    plans: list[PrintedPlan] = field(default_factory=list)
     recorders: dict[Any, Any] = field(default_factory=dict)
     """Telemetry recorders, one per measured loss."""
     refusal: PolicyError | None = None
@@ -102,7 +103,7 @@ class Session:
         quantized._policyc = True  # type: ignore[attr-defined]  # so that an outer policy leaves it alone
         return quantized
 
-    def _record(self, plan: Plan) -> None:
+    def _record(self, plan: PrintedPlan) -> None:
         """Records a plan once. Outside `jit` a loss is traced at every step.
 
         Sites without names compare equal. Their `name` tells them apart by their line in the program.

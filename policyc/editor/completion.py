@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
-from policyc.compiler.site_lists import SiteList
+from policyc.compiler.matching.site_lists import SiteList
 from policyc.editor import words
 from policyc.editor.reading import Reading
 from policyc.editor.scan import Names, Scan, scan_text

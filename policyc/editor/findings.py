@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from policyc.compiler.site_lists import ListPlan
+from policyc.compiler.matching.site_lists import ListPlan
 from policyc.editor.model import find_model
 from policyc.language.diagnostics import Diagnostic, PolicyError, Severity, SourceText, Span
 from policyc.language.loader import parse_with_diagnostics

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from policyc.compiler.site_lists import BadSiteList, SiteList
+from policyc.compiler.matching.site_lists import BadSiteList, SiteList
 from policyc.linter.settings import BadSettings, Settings, read_settings
 
 _COMMENT = re.compile(r"^[ \t]*#[ \t]*(sites:[ \t]*(\S.*?))[ \t\r]*$", re.MULTILINE)

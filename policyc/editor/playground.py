@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from policyc.compiler.site_lists import ListedSite, ListPlan, SiteList
+from policyc.compiler.matching.site_lists import ListedSite, ListPlan, SiteList
 from policyc.editor import words
 from policyc.language.bundled import bundled_policies
 from policyc.language.diagnostics import Diagnostic, SourceText

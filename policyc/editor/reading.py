@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from policyc.compiler.site_lists import ListPlan, RuleShare, SiteList
+from policyc.compiler.matching.site_lists import ListPlan, RuleShare, SiteList
 from policyc.editor.model import Model, find_model
 from policyc.language.loader import LoadedPolicy, load_statements
 from policyc.language.parser import BlockStatement, Statement, find_pieces, read_piece

@@ -9,8 +9,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from policyc.compiler.idle_rules import find_deciding_rules
-from policyc.compiler.plan_checks import check_plan
+from policyc.compiler.planning.idle_rules import find_deciding_rules
+from policyc.compiler.planning.plan_checks import check_plan
 from policyc.experiments.report.build import build_report
 from policyc.experiments.report.values import JsonObject
 from policyc.experiments.statistics import ALPHA, DEFAULT_MARGIN, POWER, smallest_detectable_effect

@@ -19,17 +19,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from policyc.base.files import atomic_write, read_json
-from policyc.compiler.hoist import SiteRecipe
 from policyc.compiler.pipeline import no_reentry
-from policyc.compiler.plan import Plan, make_plan
-from policyc.compiler.rewrite import SiteInputs, SiteTemplate, quantized_gemm
-from policyc.compiler.sites import Site
+from policyc.compiler.planning.plan import Plan, make_plan
+from policyc.compiler.rewriting.hoist import SiteRecipe
+from policyc.compiler.rewriting.rewrite import SiteInputs, SiteTemplate, quantized_gemm
+from policyc.compiler.sites.site import Site
 from policyc.experiments.record import RecordedLoss
 from policyc.experiments.search.candidates import CellKey, Format, find_cells
 from policyc.experiments.search.problem import Choice, Item, Problem
 from policyc.experiments.search.rules import Unwritable, write_rules
 from policyc.experiments.taps import TappedLoss, TapRewriter
-from policyc.jaxcore import jaxprs
+from policyc.jaxcore.jaxprs import reading as jaxprs
 from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm, make_recipe
 

@@ -17,14 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policyc.compiler.execution import ExecutionOptions
+from policyc.compiler.matching.execution import ExecutionOptions
 from policyc.compiler.pipeline import PlannedLoss
-from policyc.compiler.plan import Plan
-from policyc.compiler.sites import Sites
+from policyc.compiler.planning.plan import Plan
+from policyc.compiler.sites.site import Sites
 from policyc.experiments import runner
 from policyc.experiments.program import Program
 from policyc.experiments.taps import first_loss
-from policyc.jaxcore import jaxprs
+from policyc.jaxcore.jaxprs import reading as jaxprs
 from policyc.language.loader import parse
 
 KEEP = "* -> keep"

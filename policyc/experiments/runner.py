@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from policyc.compiler.execution import ExecutionOptions
+from policyc.compiler.matching.execution import ExecutionOptions
 from policyc.experiments.processes import ChildRefusals, SpawnedChildren, StartedWork
 from policyc.experiments.program import BadProgram, Program, on_import, print_traceback, skip_hidden_frames
 from policyc.language.diagnostics import PolicyError
@@ -24,9 +24,9 @@ from policyc.language.policy import Policy
 
 if TYPE_CHECKING:
     from policyc.compiler.pipeline import PlannedLoss
-    from policyc.compiler.plan import Plan
+    from policyc.compiler.planning.plan import Plan
     from policyc.compiler.session import Session
-    from policyc.jaxcore.relocate import JittedFunction
+    from policyc.jaxcore.hooks.relocate import JittedFunction
 
 
 class PolicyRejected(BaseException):
@@ -252,7 +252,7 @@ def _start_in_child(settings: dict[str, Any], refusals: ChildRefusals) -> None:
     """Runs a spawned child of the program under the policy, until the child ends."""
 
     def print_plan(plan: Plan) -> None:
-        from policyc.compiler.plan_tables import summary
+        from policyc.compiler.tables.plan_tables import summary
 
         if len(plan.sites):
             sys.stderr.write(
@@ -300,8 +300,8 @@ def trace_first_step(
     Returns that function and the plans of its losses. The function is None if the loss is differentiated outside
     `jax.jit`. There are no plans if no loss has a GEMM.
     """
-    from policyc.jaxcore import autodiff
-    from policyc.jaxcore.relocate import intercept_lowering
+    from policyc.jaxcore.hooks import autodiff
+    from policyc.jaxcore.hooks.relocate import intercept_lowering
 
     plans: list[Plan] = []
     steps: list[JittedFunction] = []
@@ -325,8 +325,8 @@ def trace_first_step(
 def _runs_plans(jitted: JittedFunction, plans: Sequence[Plan]) -> bool:
     """Whether a jitted function contains the GEMMs of the plans. A program also jits other functions, such as init."""
     from policyc.compiler.schedule import current_phase
-    from policyc.jaxcore import jaxprs
-    from policyc.jaxcore.define_primitive import job_of
+    from policyc.jaxcore.jaxprs import reading as jaxprs
+    from policyc.jaxcore.primitives.define_primitive import job_of
 
     decisions = [decision for plan in plans for decision in plan.decisions(current_phase(plan)).values()]
     is_quantized = any(one.backend for decision in decisions for one in decision.lowerings)

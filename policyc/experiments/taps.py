@@ -17,16 +17,22 @@ import numpy as np
 from jax.core import AbstractValue
 from jax.extend.core import ClosedJaxpr
 
-from policyc.compiler.hoist import ROUNDING_KEY, SiteRecipe
-from policyc.compiler.plan import Decisions, Plan
-from policyc.compiler.rewrite import SharedActivation, SiteInputs, SiteRewriter, SiteTemplate, quantized_gemm
-from policyc.compiler.rounding import RandomSource
-from policyc.compiler.sites import Site
-from policyc.compiler.stacks import Layer
-from policyc.jaxcore import jaxprs
-from policyc.jaxcore.containers import SCAN, container_of
-from policyc.jaxcore.jaxprs import AnyJaxpr
-from policyc.jaxcore.transform import Address, ExtraInput, Position
+from policyc.compiler.planning.plan import Decisions, Plan
+from policyc.compiler.rewriting.hoist import ROUNDING_KEY, SiteRecipe
+from policyc.compiler.rewriting.rewrite import (
+    SharedActivation,
+    SiteInputs,
+    SiteRewriter,
+    SiteTemplate,
+    quantized_gemm,
+)
+from policyc.compiler.rewriting.rounding import RandomSource
+from policyc.compiler.sites.site import Site
+from policyc.compiler.sites.stacks import Layer
+from policyc.jaxcore.jaxprs import reading as jaxprs
+from policyc.jaxcore.jaxprs.containers import SCAN, container_of
+from policyc.jaxcore.jaxprs.reading import AnyJaxpr
+from policyc.jaxcore.jaxprs.transform import Address, ExtraInput, Position
 from policyc.language.formats import FORMATS
 from policyc.numerics.gemm import GemmOptions
 from policyc.numerics.operand_stats import ERROR_SUMS, QuantizedOperand, quantize_operands, sum_errors

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from policyc.base.files import atomic_write, parse_json, read_file
-from policyc.compiler.decisions import Phase
-from policyc.compiler.execution import ExecutionOptions
+from policyc.compiler.matching.decisions import Phase
+from policyc.compiler.matching.execution import ExecutionOptions
 from policyc.compiler.pipeline import LossCall, as_policy, no_reentry, plan_loss
-from policyc.compiler.plan import Plan
-from policyc.compiler.plan_checks import check_plan
+from policyc.compiler.planning.plan import Plan
+from policyc.compiler.planning.plan_checks import check_plan
 from policyc.compiler.schedule import current_phase
 from policyc.compiler.session import Session
 from policyc.experiments.taps import TappedLoss, first_loss

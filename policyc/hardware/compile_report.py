@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from policyc.base.files import explain_unreadable, read_json
-from policyc.compiler.plan import Plan, PlannedProduct
+from policyc.compiler.planning.plan import Plan, PlannedProduct
 from policyc.compiler.schedule import current_phase
-from policyc.compiler.stacks import Layer
+from policyc.compiler.sites.stacks import Layer
 from policyc.hardware import gemm_cost, hlo
 from policyc.hardware.mesh import MeshShape, exchange_seconds
 from policyc.hardware.step_cost import Estimate

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.stages import Lowered, Wrapped
 
-from policyc.compiler.execution import ExecutionOptions
+from policyc.compiler.matching.execution import ExecutionOptions
 from policyc.compiler.pipeline import compile_plan
-from policyc.compiler.plan import Plan
+from policyc.compiler.planning.plan import Plan
 from policyc.compiler.session import Session, activate
 from policyc.hardware import gemm_cost, gpus, hlo
 from policyc.hardware.compile_report import (
@@ -29,10 +29,11 @@ from policyc.hardware.compile_report import (
     total_collectives,
     total_kernels,
 )
-from policyc.jaxcore import jaxprs, relocate
-from policyc.jaxcore.define_primitive import expect_gpus
-from policyc.jaxcore.lowering import single_frame_locations
-from policyc.jaxcore.relocate import JittedFunction
+from policyc.jaxcore.hooks import relocate
+from policyc.jaxcore.hooks.relocate import JittedFunction
+from policyc.jaxcore.jaxprs import reading as jaxprs
+from policyc.jaxcore.primitives.define_primitive import expect_gpus
+from policyc.jaxcore.primitives.lowering import single_frame_locations
 from policyc.jaxcore.versions import convert_gpu_description
 from policyc.language.policy import Policy
 from policyc.numerics.backends import cudnn

@@ -14,7 +14,7 @@ from policyc.language.formats import FORMATS
 from policyc.language.recipes import OPERANDS, Gemm, Recipe, Role, Treatment
 from policyc.numerics import backends
 from policyc.numerics.operands import has_same_codes
-from policyc.numerics.quantize.blocks import joins_in_kernels, refinement_of
+from policyc.numerics.quantize.reference.blocks import joins_in_kernels, refinement_of
 from policyc.numerics.targets import Target
 
 # ---- constants that are measured, published or assumed

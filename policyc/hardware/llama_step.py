@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from policyc.compiler import pipeline
-from policyc.compiler.execution import ExecutionOptions
+from policyc.compiler.matching.execution import ExecutionOptions
 from policyc.hardware.mesh import MeshShape
 from policyc.hardware.training_step import TrainingStep
 from policyc.language.policy import Policy

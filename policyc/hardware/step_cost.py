@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from policyc.compiler.sites import Site
+from policyc.compiler.sites.site import Site
 from policyc.hardware import gemm_cost
 from policyc.hardware.communication import communication_seconds
 from policyc.hardware.gemm_cost import BF16_BYTES

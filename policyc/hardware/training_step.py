@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from policyc.compiler.decisions import Phase
-from policyc.compiler.execution import ExecutionOptions
-from policyc.compiler.plan import Decision, Plan, make_plan
-from policyc.compiler.sites import Site
+from policyc.compiler.matching.decisions import Phase
+from policyc.compiler.matching.execution import ExecutionOptions
+from policyc.compiler.planning.plan import Decision, Plan, make_plan
+from policyc.compiler.sites.site import Site
 from policyc.hardware.mesh import MeshShape
 from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm, Recipe

@@ -2,24 +2,4 @@
 
 from policyc.jaxcore import versions as versions  # the first import: it checks the version of JAX
 
-__all__ = [
-    "autodiff",
-    "cache_keys",
-    "containers",
-    "dataflow",
-    "define_primitive",
-    "derivatives",
-    "inline_ptx",
-    "integer_rules",
-    "jaxprs",
-    "lowering",
-    "partition",
-    "primitives",
-    "product_tags",
-    "regions",
-    "relocate",
-    "replay",
-    "shardings",
-    "transform",
-    "versions",
-]
+__all__ = ["hooks", "jaxprs", "primitives", "shardings", "versions"]

@@ -76,7 +76,7 @@ def lint(
     loaded = _read(policy)
     plan = None
     if fn is not None and not loaded.diagnostics:
-        from policyc.compiler.execution import ExecutionOptions
+        from policyc.compiler.matching.execution import ExecutionOptions
         from policyc.compiler.pipeline import LossCall, plan_loss, positive_argnums
 
         call = LossCall(

@@ -30,7 +30,7 @@ from policyc.linter.examples import Budget, SearchTooLarge
 from policyc.numerics.targets import TARGETS, Target
 
 if TYPE_CHECKING:
-    from policyc.compiler.plan import Plan
+    from policyc.compiler.planning.plan import Plan
 
 _MAX_STEPS = 200_000  # for all lookups of single sites in one policy
 

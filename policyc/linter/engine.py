@@ -14,7 +14,7 @@ from policyc.linter.suppressions import Suppressions
 from policyc.numerics.targets import Target
 
 if TYPE_CHECKING:
-    from policyc.compiler.plan import Plan
+    from policyc.compiler.planning.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

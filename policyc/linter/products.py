@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from policyc.base.text import count_others
-from policyc.compiler.plan import Plan, PlannedProduct
-from policyc.compiler.plan_checks import name_sites, suggest_recipe
-from policyc.compiler.sites import Site
-from policyc.jaxcore.transform import Address
+from policyc.compiler.planning.plan import Plan, PlannedProduct
+from policyc.compiler.planning.plan_checks import name_sites, suggest_recipe
+from policyc.compiler.sites.site import Site
+from policyc.jaxcore.jaxprs.transform import Address
 from policyc.language.diagnostics import Diagnostic
 from policyc.language.recipes import Gemm
 from policyc.linter.context import Context

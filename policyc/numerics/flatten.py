@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from policyc.language.formats import FORMATS
-from policyc.numerics.quantize.layout import Layout, Operand, Quantized
+from policyc.numerics.quantize.reference.layout import Layout, Operand, Quantized
 
 
 def unflatten_quantized(layout: Layout, arrays: Sequence[jax.Array]) -> Quantized:

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from policyc.jaxcore import autodiff
-from policyc.jaxcore.lowering import run_first
+from policyc.jaxcore.hooks import autodiff
+from policyc.jaxcore.primitives.lowering import run_first
 from policyc.jaxcore.shardings import match_varying_axes, reshard_like, shape_dtype_struct
 from policyc.jaxcore.versions import INLINE_WHEN_TRACED
 from policyc.language.formats import FORMATS
@@ -45,8 +45,8 @@ from policyc.numerics.products import (
     gemm_products,
 )
 from policyc.numerics.quantize import Key, Quantized, dequantize, make_key
-from policyc.numerics.quantize.bits import abs_bits, materialize
-from policyc.numerics.quantize.random import checksum
+from policyc.numerics.quantize.reference.bits import abs_bits, materialize
+from policyc.numerics.quantize.reference.random import checksum
 
 __all__ = [
     "Backends",

@@ -20,9 +20,9 @@ from policyc.language.treatments import normalize_recipe
 from policyc.numerics.operands import cast_operand, quantize_operand, split_mean
 from policyc.numerics.products import OperandSpec
 from policyc.numerics.quantize import Axes, Key, Quantized, codes_of, dequantize, make_key
-from policyc.numerics.quantize.bits import ELEMENTS
-from policyc.numerics.quantize.hadamard import random_signs, rotate
-from policyc.numerics.quantize.layout import TILE
+from policyc.numerics.quantize.reference.bits import ELEMENTS
+from policyc.numerics.quantize.reference.hadamard import random_signs, rotate
+from policyc.numerics.quantize.reference.layout import TILE
 
 Array = npt.NDArray[Any]
 

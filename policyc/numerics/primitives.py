@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 
-from policyc.jaxcore.define_primitive import (
+from policyc.jaxcore.primitives.define_primitive import (
     BatchedPrimitive,
     DimSource,
     LoweringContext,
@@ -33,9 +33,9 @@ from policyc.numerics import backends
 from policyc.numerics import quantize as q
 from policyc.numerics.flatten import OperandLayout, flatten_operand, unflatten_operands, unflatten_quantized
 from policyc.numerics.products import DimensionNumbers, Product, free_dims
-from policyc.numerics.quantize.blocks import layout_of, outer_scale_axes
-from policyc.numerics.quantize.layout import TILE, Axes, Layout, Operand, Quantized
 from policyc.numerics.quantize.orders import OrderRequest
+from policyc.numerics.quantize.reference.blocks import layout_of, outer_scale_axes
+from policyc.numerics.quantize.reference.layout import TILE, Axes, Layout, Operand, Quantized
 
 _Dim = TypeVar("_Dim")
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Gemm, Recipe, Role, Treatment
-from policyc.numerics.quantize.layout import Axes
+from policyc.numerics.quantize.reference.layout import Axes
 
 DimensionNumbers = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 """As in `lax.dot_general`: the contracted dimensions of lhs and rhs, then their batch dimensions."""

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 
-from policyc.jaxcore.define_primitive import (
+from policyc.jaxcore.primitives.define_primitive import (
     BatchedPrimitive,
     DimSource,
     LoweringContext,

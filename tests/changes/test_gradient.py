@@ -14,8 +14,8 @@ from jax import lax
 import policyc
 from policyc.changes.graph import children_of
 from policyc.changes.matching import MatchedLoss, Reason
-from policyc.compiler.plan import Plan
-from policyc.jaxcore import jaxprs
+from policyc.compiler.planning.plan import Plan
+from policyc.jaxcore.jaxprs import reading as jaxprs
 from tests.support.diff_checks import check_gradient, match_plans
 from tests.support.jaxpr_tools import struct
 from tests.support.programs import applicable_rules, program

@@ -18,14 +18,14 @@ import policyc
 from policyc.changes.build import build_diff
 from policyc.changes.graph import build_graph, children_of
 from policyc.changes.matching import Match, MatchedLoss, Reason, match_losses
-from policyc.compiler.execution import ExecutionOptions
-from policyc.compiler.hoist import RewrittenLoss
-from policyc.compiler.plan import Plan, make_plan
-from policyc.compiler.rewrite import rewrite
+from policyc.compiler.matching.execution import ExecutionOptions
+from policyc.compiler.planning.plan import Plan, make_plan
+from policyc.compiler.rewriting.hoist import RewrittenLoss
+from policyc.compiler.rewriting.rewrite import rewrite
 from policyc.hardware.llama_step import Sizes, plan_step
 from policyc.hardware.mesh import MeshShape
 from policyc.hardware.training_step import TrainingStep
-from policyc.jaxcore import jaxprs
+from policyc.jaxcore.jaxprs import reading as jaxprs
 from policyc.language.loader import parse
 from policyc.language.policy import Policy
 from tests.support.diff_checks import check_gradient

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import policyc
-from policyc.compiler.plan_tables import summary
+from policyc.compiler.tables.plan_tables import summary
 
 T, D, L, E = 8, 16, 4, 4
 X = jax.ShapeDtypeStruct((T, D), "float32")

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import policyc
 from policyc.compiler.pipeline import compile_plan
-from policyc.jaxcore import derivatives
+from policyc.jaxcore.primitives import derivatives
 from policyc.language.recipes import Gemm
 from tests.support.jaxpr_tools import count_by_scope, gemm_scope, struct, without_dead_code
 from tests.support.programs import USES, CutGradientBuilder, program

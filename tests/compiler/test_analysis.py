@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from policyc.compiler.sites import Site, dotted
+from policyc.compiler.sites.site import Site, dotted
 from policyc.language.kinds import KINDS
 from policyc.language.recipes import Gemm
 from tests.support.jaxpr_tools import find_sites, struct

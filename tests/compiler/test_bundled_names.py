@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import policyc
-from policyc.compiler.plan import make_plan
+from policyc.compiler.planning.plan import make_plan
 from policyc.language.recipes import Gemm
 from tests.support.jaxpr_tools import find_sites, struct
 from tests.support.kind_programs import BY_NAME, WIDTH, sites_of, weight

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from policyc.compiler.first_policy import START, NoRuleFits, choose_start, write_first_policy
-from policyc.compiler.plan import make_plan
-from policyc.compiler.plan_checks import check_plan
-from policyc.compiler.plan_tables import as_json
-from policyc.compiler.site_lists import SiteList
-from policyc.compiler.sites import Sites
+from policyc.compiler.matching.first_policy import START, NoRuleFits, choose_start, write_first_policy
+from policyc.compiler.matching.site_lists import SiteList
+from policyc.compiler.planning.plan import make_plan
+from policyc.compiler.planning.plan_checks import check_plan
+from policyc.compiler.sites.site import Sites
+from policyc.compiler.tables.plan_tables import as_json
 from policyc.language.diagnostics import SourceText
 from policyc.language.formatter import format_text
 from policyc.language.loader import load, parse, parse_with_diagnostics

@@ -11,7 +11,7 @@ import pytest
 
 from models.llama import model
 from models.llama.configs import ModelConfig
-from policyc.compiler.kind_names import contradicting_kind
+from policyc.compiler.kinds.kind_names import contradicting_kind
 from tests.compiler.test_kinds import kind_and_blocks
 from tests.support.jaxpr_tools import find_sites
 from tests.support.kind_programs import (

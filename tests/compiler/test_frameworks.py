@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import policyc
-from policyc.compiler.plan_checks import check_plan
+from policyc.compiler.planning.plan_checks import check_plan
 from tests.support.gemms import normal
 
 X = normal(8, 16)

@@ -11,8 +11,8 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 
-from policyc.compiler.kind_tables import explain_kinds
-from policyc.compiler.plan import make_plan
+from policyc.compiler.planning.plan import make_plan
+from policyc.compiler.tables.kind_tables import explain_kinds
 from policyc.language.loader import parse
 from tests.compiler.test_kinds import kind_and_blocks
 from tests.support.jaxpr_tools import find_sites

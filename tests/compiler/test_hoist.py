@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 import policyc
 from policyc.compiler import pipeline
-from policyc.jaxcore import jaxprs, transform
+from policyc.jaxcore.jaxprs import reading as jaxprs
+from policyc.jaxcore.jaxprs import transform
 from tests.support.jaxpr_tools import without_dead_code
 from tests.support.layered_models import (
     LAYERS,

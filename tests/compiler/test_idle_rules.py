@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import pytest
 
 import policyc
-from policyc.compiler.execution import execution_options
-from policyc.compiler.idle_rules import idle_rules
-from policyc.compiler.plan import make_plan
-from policyc.compiler.plan_checks import check_plan
+from policyc.compiler.matching.execution import execution_options
+from policyc.compiler.planning.idle_rules import idle_rules
+from policyc.compiler.planning.plan import make_plan
+from policyc.compiler.planning.plan_checks import check_plan
 from policyc.language.diagnostics import PolicyError, Severity
 from policyc.language.loader import parse
 from tests.support.command import ROOT

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from policyc.compiler.kind_tables import explain_kinds, kind_notes
-from policyc.compiler.plan import make_plan
-from policyc.compiler.plan_checks import uncertain_kinds, unexplained_idle_rules
-from policyc.compiler.plan_tables import as_json
-from policyc.compiler.site_lists import SiteList
-from policyc.compiler.sites import Site
+from policyc.compiler.matching.site_lists import SiteList
+from policyc.compiler.planning.plan import make_plan
+from policyc.compiler.planning.plan_checks import uncertain_kinds, unexplained_idle_rules
+from policyc.compiler.sites.site import Site
+from policyc.compiler.tables.kind_tables import explain_kinds, kind_notes
+from policyc.compiler.tables.plan_tables import as_json
 from policyc.language.loader import parse
 from tests.support import kind_programs
 from tests.support.calibration_programs import PROGRAMS, truth

@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from policyc.compiler.analysis import analyze
-from policyc.compiler.flow import build_flow
-from policyc.compiler.kind_tables import explain_kinds, kind_notes, order_notes
-from policyc.compiler.kinds import set_kinds
-from policyc.compiler.paths import leaf_paths
-from policyc.compiler.plan import Plan, make_plan
-from policyc.compiler.plan_checks import unknown_blocks
-from policyc.compiler.sites import Site
+from policyc.compiler.finding.analysis import analyze
+from policyc.compiler.kinds.flow import build_flow
+from policyc.compiler.kinds.site_purpose import set_kinds
+from policyc.compiler.planning.plan import Plan, make_plan
+from policyc.compiler.planning.plan_checks import unknown_blocks
+from policyc.compiler.sites.paths import leaf_paths
+from policyc.compiler.sites.site import Site
+from policyc.compiler.tables.kind_tables import explain_kinds, kind_notes, order_notes
 from policyc.language.loader import parse
 from tests.support import kind_programs
 from tests.support.jaxpr_tools import find_sites, struct

@@ -14,15 +14,15 @@ import pytest
 from jax import lax
 
 import policyc
-from policyc.compiler.plan_tables import summary
-from policyc.compiler.provenance.integers import (
+from policyc.compiler.sites.site import dotted
+from policyc.compiler.tables.plan_tables import summary
+from policyc.compiler.tables.site_table import sites_table
+from policyc.compiler.weights.provenance.integers import (
     Integers,
     LoopIterations,
     carried_integers,
     propagate_integers,
 )
-from policyc.compiler.site_table import sites_table
-from policyc.compiler.sites import dotted
 from policyc.language.recipes import Gemm
 from tests.support.gemms import quick_jit
 from tests.support.stacks.base import each, stacked, take

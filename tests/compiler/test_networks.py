@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from policyc.compiler.plan import make_plan
-from policyc.compiler.plan_checks import check_plan
+from policyc.compiler.planning.plan import make_plan
+from policyc.compiler.planning.plan_checks import check_plan
 from policyc.language.diagnostics import PolicyError
 from policyc.language.loader import parse
 from tests.support.jaxpr_tools import find_sites

@@ -15,10 +15,10 @@ from jax import lax
 from jax.extend.core import Primitive
 
 import policyc
-from policyc.compiler.other_products import convolution_flops
-from policyc.compiler.plan_tables import as_json, summary, unchanged_products
-from policyc.compiler.site_table import sites_table
-from policyc.compiler.sites import OtherProduct
+from policyc.compiler.finding.other_products import convolution_flops
+from policyc.compiler.sites.site import OtherProduct
+from policyc.compiler.tables.plan_tables import as_json, summary, unchanged_products
+from policyc.compiler.tables.site_table import sites_table
 from tests.support.jaxpr_tools import find_sites, struct
 
 IMAGES, KERNEL = struct(2, 9, 10, 4), struct(3, 3, 4, 6)

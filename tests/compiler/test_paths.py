@@ -9,7 +9,7 @@ import jax
 import pytest
 from jax.tree_util import GetAttrKey
 
-from policyc.compiler.paths import add_stack_sizes, leaf_paths
+from policyc.compiler.sites.paths import add_stack_sizes, leaf_paths
 from policyc.language.selectors import PathSegment, parse_path
 
 

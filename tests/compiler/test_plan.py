@@ -10,11 +10,11 @@ import pytest
 from jax import lax
 
 import policyc
-from policyc.compiler.decisions import Choice
-from policyc.compiler.execution import execution_options
-from policyc.compiler.plan import Plan, gemm_queries, make_plan
-from policyc.compiler.plan_tables import as_json
-from policyc.jaxcore import jaxprs
+from policyc.compiler.matching.decisions import Choice
+from policyc.compiler.matching.execution import execution_options
+from policyc.compiler.planning.plan import Plan, gemm_queries, make_plan
+from policyc.compiler.tables.plan_tables import as_json
+from policyc.jaxcore.jaxprs import reading as jaxprs
 from policyc.language.diagnostics import PolicyError
 from policyc.language.loader import parse
 from policyc.language.recipes import Gemm

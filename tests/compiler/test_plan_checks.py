@@ -11,10 +11,10 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from policyc.compiler import plan_checks
-from policyc.compiler.idle_rules import suggest_selector
-from policyc.compiler.plan import Plan, make_plan
-from policyc.compiler.plan_checks import check_plan
+from policyc.compiler.planning import plan_checks
+from policyc.compiler.planning.idle_rules import suggest_selector
+from policyc.compiler.planning.plan import Plan, make_plan
+from policyc.compiler.planning.plan_checks import check_plan
 from policyc.language.diagnostics import Diagnostic, PolicyError, Severity
 from policyc.language.loader import parse
 from policyc.numerics.backends.choice import Machine

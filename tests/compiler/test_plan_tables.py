@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import pytest
 
-from policyc.compiler.execution import execution_options
-from policyc.compiler.plan import make_plan
-from policyc.compiler.plan_tables import align_columns, as_json, lowering_reasons, summary
-from policyc.compiler.site_table import sites_table
+from policyc.compiler.matching.execution import execution_options
+from policyc.compiler.planning.plan import make_plan
+from policyc.compiler.tables.plan_tables import align_columns, as_json, lowering_reasons, summary
+from policyc.compiler.tables.site_table import sites_table
 from policyc.language.loader import parse
 from tests.support.jaxpr_tools import find_sites, struct
 from tests.support.planned_model import HEAD, plan_model

@@ -10,7 +10,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis.strategies import integers
 
 import policyc
-from policyc.jaxcore import jaxprs
+from policyc.jaxcore.jaxprs import reading as jaxprs
 from policyc.language.recipes import Gemm
 from tests.support.jaxpr_tools import (
     count_by_scope,

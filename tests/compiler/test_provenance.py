@@ -13,10 +13,10 @@ from jax import lax
 
 import policyc
 from policyc.compiler.pipeline import compile_plan
-from policyc.compiler.plan import Plan
-from policyc.jaxcore import jaxprs
-from policyc.jaxcore.containers import container_of
-from policyc.jaxcore.transform import Address, Replacement
+from policyc.compiler.planning.plan import Plan
+from policyc.jaxcore.jaxprs import reading as jaxprs
+from policyc.jaxcore.jaxprs.containers import container_of
+from policyc.jaxcore.jaxprs.transform import Address, Replacement
 from tests.support.jaxpr_tools import struct
 from tests.support.programs import applicable_rules, program
 

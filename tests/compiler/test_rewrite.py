@@ -17,12 +17,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 import policyc
-from policyc.compiler.plan import make_plan
-from policyc.compiler.plan_checks import check_plan
-from policyc.compiler.rewrite import rewrite
+from policyc.compiler.planning.plan import make_plan
+from policyc.compiler.planning.plan_checks import check_plan
+from policyc.compiler.rewriting.rewrite import rewrite
 from policyc.experiments.taps import TAP, TappedLoss
-from policyc.jaxcore import jaxprs
-from policyc.jaxcore.containers import CONTAINERS, Container
+from policyc.jaxcore.jaxprs import reading as jaxprs
+from policyc.jaxcore.jaxprs.containers import CONTAINERS, Container
 from policyc.language.loader import parse
 from policyc.numerics import gemm
 from policyc.numerics.products import gemm_products

@@ -14,10 +14,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import policyc
-from policyc.compiler.rounding import RandomSource
-from policyc.compiler.run_step import RunStep, current_run_step
-from policyc.jaxcore import jaxprs
-from policyc.jaxcore.containers import IterationRange
+from policyc.compiler.rewriting.rounding import RandomSource
+from policyc.compiler.rewriting.run_step import RunStep, current_run_step
+from policyc.jaxcore.jaxprs import reading as jaxprs
+from policyc.jaxcore.jaxprs.containers import IterationRange
 from tests.support import rounding_key_oracle as oracle
 from tests.support.gemms import normal, quick_jit
 from tests.support.planned_model import plan_model

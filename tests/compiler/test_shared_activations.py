@@ -9,8 +9,9 @@ import jax
 import pytest
 
 import policyc
-from policyc.compiler.rewrite import SiteRewriter
-from policyc.jaxcore import jaxprs, transform
+from policyc.compiler.rewriting.rewrite import SiteRewriter
+from policyc.jaxcore.jaxprs import reading as jaxprs
+from policyc.jaxcore.jaxprs import transform
 from tests.support.jaxpr_tools import without_dead_code
 from tests.support.layered_models import GATED, X, assert_same_bits, gated_model
 

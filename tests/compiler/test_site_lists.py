@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policyc.compiler.plan import make_plan
-from policyc.compiler.plan_tables import as_json
-from policyc.compiler.site_lists import (
+from policyc.compiler.matching.site_lists import (
     BadSiteList,
     ListedLayer,
     ListedSite,
@@ -21,7 +19,9 @@ from policyc.compiler.site_lists import (
     read_path,
     write_path,
 )
-from policyc.compiler.site_masks import SiteMasks
+from policyc.compiler.matching.site_masks import SiteMasks
+from policyc.compiler.planning.plan import make_plan
+from policyc.compiler.tables.plan_tables import as_json
 from policyc.language.loader import parse
 from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm

@@ -13,9 +13,9 @@ import pytest
 from jax import lax
 
 import policyc
-from policyc.compiler.plan import Plan, make_plan
-from policyc.compiler.plan_tables import as_json
-from policyc.compiler.site_table import sites_table
+from policyc.compiler.planning.plan import Plan, make_plan
+from policyc.compiler.tables.plan_tables import as_json
+from policyc.compiler.tables.site_table import sites_table
 from policyc.language.loader import parse
 from tests.support.jaxpr_tools import find_sites, struct
 from tests.support.planned_model import SCHEDULE, X, plan_model

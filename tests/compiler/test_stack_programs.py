@@ -11,10 +11,9 @@ import pytest
 from jax import lax
 from jax.tree_util import DictKey
 
-from policyc.compiler.analysis import analyze
-from policyc.compiler.pipeline import LossCall
-from policyc.compiler.plan import Plan, make_plan
-from policyc.compiler.plan_checks import check_plan
+from policyc.compiler.pipeline import LossCall, find_sites
+from policyc.compiler.planning.plan import Plan, make_plan
+from policyc.compiler.planning.plan_checks import check_plan
 from policyc.language.diagnostics import PolicyError
 from policyc.language.loader import parse
 from tests.support.stack_oracle import Execution, Slice, read_slices
@@ -58,7 +57,7 @@ def decided(plan: Plan, executions: set[Execution]) -> set[Execution]:
 def classify(program: Program) -> tuple[set[str], str]:
     """What rules do for each layer of each parameter, and for each parameter: exact, refused, ...; and why refused."""
     call = LossCall(fn=program.loss, args=(program.params, X), kwargs={}, param_argnums=(0,)).trace()
-    sites = analyze(call.jaxpr, call.paths, call.frozen)
+    sites = find_sites(call)
     slices = selectors(program)
     reads = read_slices(call.jaxpr, slices.values())
     chosen = {selector: {place} for selector, place in slices.items()}
@@ -158,7 +157,7 @@ def test_a_rule_that_names_one_of_the_weights_that_a_gemm_may_read_is_refused():
 
     params = {"a": w(), "b": w()}
     call = LossCall(fn=loss, args=(params, X), kwargs={}, param_argnums=(0,)).trace()
-    sites = analyze(call.jaxpr, call.paths, call.frozen)
+    sites = find_sites(call)
     with pytest.raises(
         PolicyError, match="its weight is one of 'a', 'b', or several of them: the loop around it"
     ):

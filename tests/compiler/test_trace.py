@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from policyc.compiler.pipeline import LossCall
-from policyc.compiler.sites import dotted
-from policyc.compiler.trace import TracedFunction, jaxpr_inputs, paths_by_argument, trace
-from policyc.jaxcore import jaxprs
+from policyc.compiler.sites.site import dotted
+from policyc.compiler.sites.trace import TracedFunction, jaxpr_inputs, paths_by_argument, trace
+from policyc.jaxcore.jaxprs import reading as jaxprs
 from tests.support.jaxpr_tools import primitive_counts, struct
 
 W, X = np.ones((16, 32), np.float32), np.ones((8, 16), np.float32)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from policyc.compiler.site_lists import SiteList
+from policyc.compiler.matching.site_lists import SiteList
 from policyc.editor.playground import check, list_examples, list_words
 from tests.support.command import ROOT
 
@@ -71,7 +71,7 @@ def test_a_list_is_what_its_script_writes(tmp_path: Path) -> None:
 FROM_ARCHIVE = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from policyc.compiler.site_lists import SiteList
+from policyc.compiler.matching.site_lists import SiteList
 from policyc.editor import playground
 playground.list_words()
 text = playground.list_examples()["llama_nvfp4"] + "* -> nvfp4"

@@ -12,14 +12,14 @@ import jax
 import numpy as np
 import pytest
 
-from policyc.compiler.plan import make_plan
-from policyc.compiler.rewrite import rewrite
+from policyc.compiler.planning.plan import make_plan
+from policyc.compiler.rewriting.rewrite import rewrite
 from policyc.experiments.bisect import Bisection, NoCulprit
 from policyc.experiments.program import Program
 from policyc.experiments.record import RecordedLoss, record_loss
 from policyc.experiments.search.candidates import parse_formats
 from policyc.experiments.search.scores import BadLoss, Scores, score_formats
-from policyc.jaxcore import jaxprs
+from policyc.jaxcore.jaxprs import reading as jaxprs
 from policyc.language.loader import parse
 from policyc.language.recipes import Gemm
 from tests.support.command import policyc

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from scipy.optimize import milp
 
-from policyc.compiler.execution import execution_options
+from policyc.compiler.matching.execution import execution_options
 from policyc.experiments.record import KEEP
 from policyc.experiments.search import solve
 from policyc.experiments.search.candidates import Format, find_cells, parse_formats

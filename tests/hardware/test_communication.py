@@ -7,8 +7,8 @@ from functools import cache
 
 import pytest
 
-from policyc.compiler.execution import execution_options
-from policyc.compiler.plan import make_plan
+from policyc.compiler.matching.execution import execution_options
+from policyc.compiler.planning.plan import make_plan
 from policyc.hardware import llama_step
 from policyc.hardware.communication import activation_traffic, communication_seconds, weight_traffic
 from policyc.hardware.mesh import MeshShape, exchange_seconds

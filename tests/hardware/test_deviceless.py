@@ -11,10 +11,10 @@ import pytest
 
 import policyc
 from policyc.compiler import pipeline
-from policyc.compiler.execution import execution_options
+from policyc.compiler.matching.execution import execution_options
 from policyc.experiments import runner
 from policyc.hardware import deviceless
-from policyc.jaxcore import relocate
+from policyc.jaxcore.hooks import relocate
 from policyc.language.loader import load
 from tests.support.command import policyc as command
 

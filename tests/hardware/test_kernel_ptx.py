@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 
 from policyc.hardware import deviceless
-from policyc.numerics.quantize import Axes, kernels, make_key, quantize
+from policyc.numerics.quantize import Axes, make_key, quantize
+from policyc.numerics.quantize.kernels import fused_kernels as kernels
 from policyc.numerics.quantize.orders import quantize_orders
 from policyc.numerics.targets import TARGETS
 from tests.numerics.test_kernels import (

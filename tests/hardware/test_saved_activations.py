@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 import policyc
-from policyc.compiler.execution import execution_options
-from policyc.compiler.plan import make_plan
+from policyc.compiler.matching.execution import execution_options
+from policyc.compiler.planning.plan import make_plan
 from policyc.hardware import llama_step
 from policyc.hardware.mesh import MeshShape
 from policyc.hardware.saved_activations import device_memory, stacked_bytes

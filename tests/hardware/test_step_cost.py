@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 import policyc as compiler
-from policyc.compiler.execution import execution_options
-from policyc.compiler.plan import make_plan
+from policyc.compiler.matching.execution import execution_options
+from policyc.compiler.planning.plan import make_plan
 from policyc.hardware import gemm_cost, llama_step, step_cost
 from policyc.hardware.communication import weight_traffic
 from policyc.hardware.mesh import MeshShape, check_modelled, exchange_seconds, parse_mesh

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from policyc.jaxcore import jaxprs
-from policyc.jaxcore.containers import CONTAINERS, OPAQUE, NewBody, container_of, shard_map_parts
+from policyc.jaxcore.jaxprs import reading as jaxprs
+from policyc.jaxcore.jaxprs.containers import CONTAINERS, OPAQUE, NewBody, container_of, shard_map_parts
 from tests.support.jaxpr_tools import struct
 
 X = struct(3)

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from policyc.jaxcore.define_primitive import LoweringContext, PrimitiveRules, bind, define
+from policyc.jaxcore.primitives.define_primitive import LoweringContext, PrimitiveRules, bind, define
 
 OPERATIONS = {"any": "sine", "one device": "cosine", "partitioned": "tanh"}
 

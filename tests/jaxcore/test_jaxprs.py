@@ -13,8 +13,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from policyc.jaxcore import jaxprs
-from policyc.jaxcore.jaxprs import AxisEnv
+from policyc.jaxcore.jaxprs import reading as jaxprs
+from policyc.jaxcore.jaxprs.reading import AxisEnv
 from tests.support.jaxpr_tools import primitive_counts, struct
 
 X = struct(4, 4)

@@ -16,9 +16,9 @@ from jax.core import ShapedArray
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from policyc.jaxcore import lowering
-from policyc.jaxcore.lowering import call_lowered_once, single_frame_locations
-from policyc.jaxcore.partition import PartitionRule, ShardIndex, partition
+from policyc.jaxcore.primitives import lowering
+from policyc.jaxcore.primitives.lowering import call_lowered_once, single_frame_locations
+from policyc.jaxcore.primitives.partition import PartitionRule, ShardIndex, partition
 
 RULE = PartitionRule(
     name="rows", operands=((("rows", 1), ("columns", 1)),), results=((("rows", 1), ("columns", 1)),)

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from policyc.jaxcore.partition import PartitionRule, ShardIndex, divide, partition
+from policyc.jaxcore.primitives.partition import PartitionRule, ShardIndex, divide, partition
 
 MESH = {"data": 2, "fsdp": 4, "tensor": 2}
 SIZES = {"m": 64, "k": 32, "n": 16}

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from policyc.jaxcore import relocate
+from policyc.jaxcore.hooks import relocate
 
 
 class LoweringStopped(BaseException):

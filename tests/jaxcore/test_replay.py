@@ -16,7 +16,8 @@ from jax.interpreters import ad
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from policyc.jaxcore import jaxprs, replay
+from policyc.jaxcore.hooks import replay
+from policyc.jaxcore.jaxprs import reading as jaxprs
 from tests.support.gemms import normal
 
 X, W = normal(4, 8), normal(8, 8)

@@ -16,9 +16,9 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from policyc.jaxcore import jaxprs
-from policyc.jaxcore.jaxprs import AxisEnv
-from policyc.jaxcore.transform import (
+from policyc.jaxcore.jaxprs import reading as jaxprs
+from policyc.jaxcore.jaxprs.reading import AxisEnv
+from policyc.jaxcore.jaxprs.transform import (
     Address,
     BoundInput,
     ExtraInput,

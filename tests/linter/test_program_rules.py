@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import policyc
-from policyc.compiler.plan import Plan, make_plan
+from policyc.compiler.planning.plan import Plan, make_plan
 from policyc.language.diagnostics import Diagnostic, plain
 from policyc.language.loader import parse_with_diagnostics
 from policyc.linter.engine import lint

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import policyc
-from policyc.compiler.site_table import sites_table
+from policyc.compiler.tables.site_table import sites_table
 from policyc.models.llama import configs, partition
 from policyc.models.llama import model as llama
 from policyc.models.llama.configs import ConfigError, RunConfig

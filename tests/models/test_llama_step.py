@@ -16,8 +16,8 @@ import pytest
 
 import policyc
 from policyc.compiler import pipeline
-from policyc.compiler.run_step import current_run_step
-from policyc.jaxcore import jaxprs
+from policyc.compiler.rewriting.run_step import current_run_step
+from policyc.jaxcore.jaxprs import reading as jaxprs
 from tests.support import llama_runs
 from tests.support.jaxpr_tools import primitive_counts
 

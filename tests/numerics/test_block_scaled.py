@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from policyc.jaxcore.partition import divide, factor_sizes
+from policyc.jaxcore.primitives.partition import divide, factor_sizes
 from policyc.language.recipes import OPERAND_GROUPS, make_recipe
 from policyc.numerics.backends.block_scaled import Rows, gemm_rule
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from policyc.jaxcore.define_primitive import LoweringContext
+from policyc.jaxcore.primitives.define_primitive import LoweringContext
 from policyc.language.recipes import OPERAND_GROUPS, Gemm, Treatment, make_recipe
 from policyc.numerics.backends import cudnn, emulate
 from policyc.numerics.backends.choice import GemmQuery, Machine, choose

@@ -14,7 +14,7 @@ import pytest
 from policyc.language.recipes import OPERAND_GROUPS, Treatment, make_recipe
 from policyc.numerics.gemm import quantized_dot_general
 from policyc.numerics.quantize import Axes, codes_of, dequantize, make_key, quantize
-from policyc.numerics.quantize.hadamard import Method
+from policyc.numerics.quantize.reference.hadamard import Method
 from tests.support import rounding_key_oracle as key_oracle
 from tests.support import rounding_oracle as oracle
 from tests.support.gemms import MATMUL, quick_jit, slow, three_products

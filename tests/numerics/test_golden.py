@@ -29,8 +29,8 @@ from policyc.hardware.selftest.golden import (
 )
 from policyc.language.recipes import Treatment
 from policyc.numerics.quantize import Axes, Quantized, quantize
-from policyc.numerics.quantize.bits import E2M1, E4M3, round_nearest, round_stochastic, sign_bit
-from policyc.numerics.quantize.hadamard import Method, rotate
+from policyc.numerics.quantize.reference.bits import E2M1, E4M3, round_nearest, round_stochastic, sign_bit
+from policyc.numerics.quantize.reference.hadamard import Method, rotate
 from tests.support.gemms import slow
 from tests.support.quick_options import quick_compilation
 

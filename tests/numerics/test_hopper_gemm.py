@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from policyc.jaxcore.define_primitive import Gpu, LoweringContext
+from policyc.jaxcore.primitives.define_primitive import Gpu, LoweringContext
 from policyc.language.recipes import Treatment
 from policyc.numerics.backends import emulate, hopper_gemm
 from policyc.numerics.quantize import Axes, Quantized, quantize

@@ -14,16 +14,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from policyc.jaxcore.define_primitive import LoweringContext
+from policyc.jaxcore.primitives.define_primitive import LoweringContext
 from policyc.language.recipes import Treatment
 from policyc.numerics.backends import emulate, xla
-from policyc.numerics.quantize import Axes, Quantized, fp8_kernel, kernels, make_key, quantize
-from policyc.numerics.quantize.blocks import layout_of
-from policyc.numerics.quantize.fp8 import quantize_fp8_rows
-from policyc.numerics.quantize.hadamard import Method
-from policyc.numerics.quantize.kernel_orders import Order
+from policyc.numerics.quantize import Axes, Quantized, make_key, quantize
+from policyc.numerics.quantize.kernels import fp8_kernel
+from policyc.numerics.quantize.kernels import fused_kernels as kernels
+from policyc.numerics.quantize.kernels.fp8_rows import quantize_fp8_rows
+from policyc.numerics.quantize.kernels.kernel_orders import Order
 from policyc.numerics.quantize.orders import OrderRequest, quantize_orders
-from policyc.numerics.quantize.values import decode_values, write_outer_factors
+from policyc.numerics.quantize.reference.blocks import layout_of
+from policyc.numerics.quantize.reference.hadamard import Method
+from policyc.numerics.quantize.reference.values import decode_values, write_outer_factors
 from tests.support.mosaic_signs import record_signs
 
 # Both sides are compiled the same way. That the jnp code is exact when compiled in full is in test_quantize.py.

@@ -15,14 +15,15 @@ import pytest
 from policyc.language.recipes import Treatment
 from policyc.numerics import primitives
 from policyc.numerics.backends.hopper_gemm import HopperGemm
-from policyc.numerics.quantize import Axes, codes_of, kernels, make_key, quantize
-from policyc.numerics.quantize.bits import INFINITY, Element, exact_div, kernel_div
-from policyc.numerics.quantize.kernel_ops import KernelOps
-from policyc.numerics.quantize.kernel_orders import Order
-from policyc.numerics.quantize.kernel_tiles import RowLengths
+from policyc.numerics.quantize import Axes, codes_of, make_key, quantize
+from policyc.numerics.quantize.kernels import fused_kernels as kernels
+from policyc.numerics.quantize.kernels.kernel_ops import KernelOps
+from policyc.numerics.quantize.kernels.kernel_orders import Order
+from policyc.numerics.quantize.kernels.kernel_tiles import RowLengths
+from policyc.numerics.quantize.kernels.words import divide, reciprocal
 from policyc.numerics.quantize.orders import OrderRequest, order_scales, quantize_orders
-from policyc.numerics.quantize.values import write_outer_factors
-from policyc.numerics.quantize.words import divide, reciprocal
+from policyc.numerics.quantize.reference.bits import INFINITY, Element, exact_div, kernel_div
+from policyc.numerics.quantize.reference.values import write_outer_factors
 from tests.numerics import test_quantize
 from tests.numerics.test_kernels import (
     COLUMNS,

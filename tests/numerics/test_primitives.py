@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from policyc.jaxcore import lowering
-from policyc.jaxcore.define_primitive import LoweringContext
+from policyc.jaxcore.primitives import lowering
+from policyc.jaxcore.primitives.define_primitive import LoweringContext
 from policyc.language.recipes import Treatment
 from policyc.language.treatments import normalize_recipe
 from policyc.numerics import primitives, quantize

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import policyc.numerics.quantize
 from policyc.language.recipes import Treatment
 from policyc.numerics.quantize import Axes, make_key, pack, quantize, unpack
-from policyc.numerics.quantize.bits import (
+from policyc.numerics.quantize.reference.bits import (
     E2M1,
     E4M3,
     E5M2,
@@ -30,10 +30,10 @@ from policyc.numerics.quantize.bits import (
     round_nearest,
     round_stochastic,
 )
-from policyc.numerics.quantize.blocks import bound_after_rotation, layout_of
-from policyc.numerics.quantize.hadamard import SIGNS, Method, random_signs, rotate, sylvester
-from policyc.numerics.quantize.layout import Quantized
-from policyc.numerics.quantize.random import random_words
+from policyc.numerics.quantize.reference.blocks import bound_after_rotation, layout_of
+from policyc.numerics.quantize.reference.hadamard import SIGNS, Method, random_signs, rotate, sylvester
+from policyc.numerics.quantize.reference.layout import Quantized
+from policyc.numerics.quantize.reference.random import random_words
 from tests.support import rounding_oracle as oracle
 from tests.support.gemms import assert_equal_arrays, quick_jit, slow
 
@@ -111,7 +111,7 @@ def test_division_corrects_an_inexact_quotient(monkeypatch: pytest.MonkeyPatch) 
             q = jax.lax.bitcast_convert_type(x / y, jnp.int32) + ulps
             return jax.lax.bitcast_convert_type(q, jnp.float32)
 
-        monkeypatch.setattr("policyc.numerics.quantize.bits.machine_div", inexact_div)
+        monkeypatch.setattr("policyc.numerics.quantize.reference.bits.machine_div", inexact_div)
         divide = jax.jit(lambda a, b: kernel_div(a, b))  # a new function, which JAX traces again
         np.testing.assert_array_equal(np.asarray(divide(a, b)), a / b)
 

@@ -15,13 +15,13 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from policyc.jaxcore.define_primitive import LoweringContext
+from policyc.jaxcore.primitives.define_primitive import LoweringContext
 from policyc.language.recipes import Treatment
 from policyc.numerics.backends import emulate
 from policyc.numerics.backends.sharded_gemm import multiply_sharded
 from policyc.numerics.gemm import quantized_dot_general
 from policyc.numerics.quantize import Axes, Quantized, quantize
-from policyc.numerics.quantize.values import decode_values
+from policyc.numerics.quantize.reference.values import decode_values
 from tests.support.gemms import FULL, MATMUL, quick_jit
 
 NVFP4 = Treatment(format="nvfp4", element="e2m1")

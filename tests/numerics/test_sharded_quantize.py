@@ -15,15 +15,16 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import policyc
-from policyc.compiler.plan_tables import lowering_reasons
-from policyc.jaxcore import jaxprs
+from policyc.compiler.tables.plan_tables import lowering_reasons
+from policyc.jaxcore.jaxprs import reading as jaxprs
 from policyc.language.recipes import Gemm
 from policyc.numerics import backends, primitives
 from policyc.numerics.backends.choice import GemmQuery, Machine, choose
 from policyc.numerics.backends.sharded import quantize_sharded
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
 from policyc.numerics.primitives import QuantizeSpec
-from policyc.numerics.quantize import Axes, kernels, make_key, quantize
+from policyc.numerics.quantize import Axes, make_key, quantize
+from policyc.numerics.quantize.kernels import fused_kernels as kernels
 from policyc.numerics.quantize.orders import OrderRequest
 from tests.numerics.test_kernels import (
     COLUMNS,

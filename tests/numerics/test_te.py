@@ -25,10 +25,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import policyc
-from policyc.compiler import plan as planner
-from policyc.compiler.plan_tables import lowering_reasons
-from policyc.jaxcore import jaxprs
-from policyc.jaxcore.define_primitive import LoweringContext
+from policyc.compiler.planning import plan as planner
+from policyc.compiler.tables.plan_tables import lowering_reasons
+from policyc.jaxcore.jaxprs import reading as jaxprs
+from policyc.jaxcore.primitives.define_primitive import LoweringContext
 from policyc.language.recipes import OPERAND_GROUPS, Gemm, Recipe, Treatment, make_recipe
 from policyc.numerics import backends, primitives
 from policyc.numerics.backends import te, te_calls, te_one_pass, te_quantize

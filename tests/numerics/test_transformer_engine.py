@@ -27,7 +27,7 @@ from policyc.hardware import deviceless, hlo
 from policyc.numerics import backends, targets
 from policyc.numerics.backends import te_one_pass
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
-from policyc.numerics.quantize.hadamard import SIGNS
+from policyc.numerics.quantize.reference.hadamard import SIGNS
 from tests.support import te_kernels, te_without_gpu
 from tests.support.gemms import NEAREST, normal, relative_error, three_products
 from tests.support.te_without_gpu import Call, find_calls, lower_for_cuda

@@ -7,8 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from policyc.jaxcore.inline_ptx import Program
-from policyc.numerics.quantize import words
+from policyc.jaxcore.primitives.inline_ptx import Program
+from policyc.numerics.quantize.kernels import words
 
 pytestmark = pytest.mark.any_jax
 

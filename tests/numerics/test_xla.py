@@ -18,10 +18,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import policyc
-from policyc.compiler.plan import gemm_queries
+from policyc.compiler.planning.plan import gemm_queries
 from policyc.hardware import hlo
-from policyc.jaxcore import jaxprs
-from policyc.jaxcore.define_primitive import LoweringContext
+from policyc.jaxcore.jaxprs import reading as jaxprs
+from policyc.jaxcore.primitives.define_primitive import LoweringContext
 from policyc.jaxcore.versions import FAST_FP8_PRECISION, FP8_PRECISION
 from policyc.language.recipes import Gemm, Treatment, make_recipe, make_split_recipe
 from policyc.numerics.backends import xla
@@ -29,8 +29,8 @@ from policyc.numerics.backends.choice import Machine, choose
 from policyc.numerics.backends.emulate import apply_outer_scales
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
 from policyc.numerics.quantize import Axes, Quantized, quantize
-from policyc.numerics.quantize.blocks import layout_of
-from policyc.numerics.quantize.values import block_values
+from policyc.numerics.quantize.reference.blocks import layout_of
+from policyc.numerics.quantize.reference.values import block_values
 from tests.support.gemms import MATMUL, RECIPES, normal, quick_jit, relative_error, slow, three_products
 from tests.support.jaxpr_tools import primitive_counts
 

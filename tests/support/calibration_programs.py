@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from policyc.compiler.sites import Site
+from policyc.compiler.sites.site import Site
 from tests.support.kind_programs import cross_entropy, rms_norm, rotate, split_heads, weight
 
 TRUTHS = {

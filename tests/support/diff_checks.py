@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from policyc.changes.gradient import match_tagged, tagged_gradient
 from policyc.changes.matching import Match, MatchedLoss, Reason
-from policyc.compiler.plan import Plan, make_plan
-from policyc.jaxcore import jaxprs
+from policyc.compiler.planning.plan import Plan, make_plan
+from policyc.jaxcore.jaxprs import reading as jaxprs
 from policyc.language.loader import parse
 from policyc.language.policy import Policy
 from tests.support.jaxpr_tools import without_dead_code

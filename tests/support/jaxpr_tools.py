@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from policyc.compiler.analysis import analyze
+from policyc.compiler import pipeline
 from policyc.compiler.pipeline import LossCall
-from policyc.compiler.sites import Site, Sites
-from policyc.jaxcore import jaxprs
-from policyc.jaxcore.containers import container_of
-from policyc.jaxcore.transform import Address
+from policyc.compiler.sites.site import Site, Sites
+from policyc.jaxcore.jaxprs import reading as jaxprs
+from policyc.jaxcore.jaxprs.containers import container_of
+from policyc.jaxcore.jaxprs.transform import Address
 
 
 def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -25,7 +25,7 @@ def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
 def find_sites(loss: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Sites:
     """The sites of a loss whose first argument holds its parameters."""
     traced = LossCall(fn=loss, args=(params, *args), kwargs=kwargs, param_argnums=(0,)).trace()
-    return analyze(traced.jaxpr, traced.paths, traced.frozen)
+    return pipeline.find_sites(traced)
 
 
 def primitive_counts(jaxpr: Any) -> Counter[str]:

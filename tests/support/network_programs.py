@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from policyc.compiler.sites import Site
+from policyc.compiler.sites.site import Site
 
 BATCH, TOKENS, D, HIDDEN, OUT = 2, 4, 8, 24, 10
 X = jax.ShapeDtypeStruct((2, BATCH, TOKENS, D), "float32")

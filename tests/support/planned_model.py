@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from policyc.compiler.execution import execution_options
-from policyc.compiler.plan import Plan, make_plan
+from policyc.compiler.matching.execution import execution_options
+from policyc.compiler.planning.plan import Plan, make_plan
 from policyc.language.loader import parse
 from tests.support.jaxpr_tools import find_sites, struct
 

@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 
 import policyc
-from policyc.compiler.plan import make_plan
-from policyc.compiler.plan_checks import opaque_indices
+from policyc.compiler.planning.plan import make_plan
+from policyc.compiler.planning.plan_checks import opaque_indices
 from policyc.language.loader import parse
 
 WIDTH, ROWS = 8, 4

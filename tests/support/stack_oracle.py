@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from policyc.jaxcore import jaxprs
-from policyc.jaxcore.transform import Address
+from policyc.jaxcore.jaxprs import reading as jaxprs
+from policyc.jaxcore.jaxprs.transform import Address
 
 Lanes = list[Any]
 """One value for each device of the enclosing shard_map; outside of one, a single value."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from policyc.jaxcore.define_primitive import LoweringContext
+from policyc.jaxcore.primitives.define_primitive import LoweringContext
 from policyc.numerics.backends import te
 
 TRAITS = replace(te.TRAITS, can_batch=True)

@@ -17,8 +17,8 @@ from jax import lax
 from policyc.language.recipes import Treatment
 from policyc.numerics.backends.te_calls import Maxima, QuantizedMatrix, QuantizedOrders, QuantizerOutput
 from policyc.numerics.quantize import Axes, Key, block_values, quantize
-from policyc.numerics.quantize.block_programs import rotate
-from policyc.numerics.quantize.layout import Layout, Quantized, repeat_axis
+from policyc.numerics.quantize.kernels.block_programs import rotate
+from policyc.numerics.quantize.reference.layout import Layout, Quantized, repeat_axis
 
 SIGN_MASK = 0xD7E8
 """The signs of the rotation: bit i is set if sign i is negative."""

@@ -69,7 +69,7 @@ def plan_trainers(
 
 def _plan(words: Sequence[str]) -> list[dict[str, Any]]:
     """The sites of a program's first loss, as the fields of `PlannedSite`."""
-    from policyc.compiler.plan import make_plan
+    from policyc.compiler.planning.plan import make_plan
     from policyc.experiments import runner
     from policyc.experiments.program import Program
     from policyc.language import loader

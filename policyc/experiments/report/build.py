@@ -146,7 +146,7 @@ def predict_speed_ups(policies: Mapping[str, str], baseline: str, step: Predicte
     The time of a policy with a schedule is the mean over all steps of a training run. `policies` maps names to policy
     texts, including the baseline's. `other` has the speed-ups of xla beside those of te, or the other way round.
     """
-    from policyc.compiler.execution import execution_options  # loads JAX
+    from policyc.compiler.matching.execution import execution_options  # loads JAX
     from policyc.hardware import llama_step, step_cost
     from policyc.hardware.mesh import parse_mesh
     from policyc.language.loader import parse

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from policyc.compiler.linears import full_name, sort_into_linears
-from policyc.compiler.sites import Site, Sites
-from policyc.compiler.stacks import Layer
+from policyc.compiler.sites.linears import full_name, sort_into_linears
+from policyc.compiler.sites.site import Site, Sites
+from policyc.compiler.sites.stacks import Layer
 from policyc.language.loader import parse
 from policyc.language.recipes import Gemm, Recipe
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from policyc.base.text import format_ratio
-from policyc.compiler.plan import Plan
+from policyc.compiler.planning.plan import Plan
 from policyc.experiments.search.candidates import Cell, CellKey
 from policyc.experiments.search.problem import Choice, Cost, Problem
 from policyc.experiments.search.rules import write_rules

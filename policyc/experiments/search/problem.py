@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from policyc.compiler.plan import Decisions, make_plan
+from policyc.compiler.planning.plan import Decisions, make_plan
 from policyc.experiments.search.candidates import Cell, CellKey, Format, allowed, find_cells
 from policyc.experiments.search.scores import Scores
 from policyc.hardware.mesh import MeshShape

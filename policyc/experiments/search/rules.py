@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from policyc.compiler.plan import Plan, make_plan
+from policyc.compiler.planning.plan import Plan, make_plan
 from policyc.experiments.search.candidates import CellKey, Format
 from policyc.experiments.search.problem import Assignment, Choice, GroupKey, Problem
 from policyc.language.loader import parse

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from policyc.compiler.pipeline import no_reentry
-from policyc.compiler.plan import Decision, Decisions, make_plan
-from policyc.compiler.sites import Site
-from policyc.compiler.stacks import Layer
+from policyc.compiler.planning.plan import Decision, Decisions, make_plan
+from policyc.compiler.sites.site import Site
+from policyc.compiler.sites.stacks import Layer
 from policyc.experiments.record import RecordedLoss
 from policyc.experiments.search.candidates import Cell, CellKey, Format, find_cells
 from policyc.experiments.search.gradients import Arrays, BadLoss, Gradients, as_float, measure_gradients

@@ -21,11 +21,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from policyc.compiler.hoist import SiteRecipe
-from policyc.compiler.rewrite import SiteInputs, SiteTemplate
-from policyc.compiler.sites import Site
+from policyc.compiler.rewriting.hoist import SiteRecipe
+from policyc.compiler.rewriting.rewrite import SiteInputs, SiteTemplate
+from policyc.compiler.sites.site import Site
 from policyc.experiments.taps import TapRewriter
-from policyc.jaxcore import jaxprs
+from policyc.jaxcore.jaxprs import reading as jaxprs
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
 from policyc.numerics.products import as_dimension_numbers, free_dims
 

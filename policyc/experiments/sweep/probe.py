@@ -29,7 +29,7 @@ from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm
 
 if TYPE_CHECKING:
-    from policyc.compiler.plan import Plan
+    from policyc.compiler.planning.plan import Plan
 
 _REQUEST_FILE, _RESULT_FILE, _LOG_FILE = "request.pickle", "result.json", "log.txt"
 _LOG_LINES = 12
@@ -98,7 +98,7 @@ def _wait_for(process: subprocess.Popen[bytes], signals: Sequence[int]) -> int:
 def main() -> None:
     folder = Path(sys.argv[1])
     request = pickle.loads((folder / _REQUEST_FILE).read_bytes())
-    from policyc.compiler.execution import ExecutionOptions
+    from policyc.compiler.matching.execution import ExecutionOptions
     from policyc.experiments import runner
 
     program: SweepProgram = request["program"]
@@ -117,8 +117,8 @@ def main() -> None:
 
 def describe_plans(traced: Plan, policies: Mapping[str, Policy], *, may_miss: bool = False) -> dict[str, Any]:
     """The fields of a `PlannedPolicy` for each policy."""
-    from policyc.compiler.plan import make_plan
-    from policyc.compiler.plan_checks import check_plan
+    from policyc.compiler.planning.plan import make_plan
+    from policyc.compiler.planning.plan_checks import check_plan
 
     described = {}
     for name, policy in policies.items():

@@ -25,7 +25,7 @@ from policyc.language.recipes import OPERANDS, Gemm, Role, Treatment
 from policyc.language.treatments import describe_options
 from policyc.numerics import primitives
 from policyc.numerics.quantize import Axes, Key, Quantized, codes_of, dequantize, make_key, quantize
-from policyc.numerics.quantize.hadamard import rotate
+from policyc.numerics.quantize.reference.hadamard import rotate
 
 RECIPES: dict[str, tuple[str, ...]] = {
     "nvfp4": (

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policyc.compiler.execution import execution_options
+from policyc.compiler.matching.execution import execution_options
 from policyc.compiler.pipeline import apply, as_policy, plan
 from policyc.hardware import gemm_cost, step_cost
 from policyc.hardware.mesh import MeshShape

@@ -20,8 +20,8 @@ from policyc.linter.context import AppliedRecipe, Check, Context
 from policyc.linter.examples import example_path
 
 if TYPE_CHECKING:
-    from policyc.compiler.plan import Plan
-    from policyc.compiler.sites import Site
+    from policyc.compiler.planning.plan import Plan
+    from policyc.compiler.sites.site import Site
 
 # Names that models commonly give to the sites that low precision harms most. Without a program, a rule has only names.
 # Names that harmless layers also have, such as `gate` or `output` inside attention, are left out; with a program, these
@@ -62,7 +62,7 @@ def _check(kind: str, context: Context) -> Iterator[Diagnostic]:
 
 def _check_program(kind: str, context: Context, plan: Plan) -> Iterator[Diagnostic]:
     """Checks the sites of the program instead of common names."""
-    from policyc.compiler.plan_checks import suggest_recipe  # loads JAX
+    from policyc.compiler.planning.plan_checks import suggest_recipe  # loads JAX
     from policyc.linter import products
 
     def is_sensitive(site: Site) -> bool:

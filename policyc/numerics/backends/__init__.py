@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import jax
 
-    from policyc.jaxcore.define_primitive import LoweringContext
+    from policyc.jaxcore.primitives.define_primitive import LoweringContext
     from policyc.language.recipes import Treatment
     from policyc.numerics.backends.choice import GemmQuery, Obstacle
     from policyc.numerics.products import DimensionNumbers

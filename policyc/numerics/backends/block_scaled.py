@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from policyc.jaxcore.lowering import merge_mapped_axes
-from policyc.jaxcore.partition import Dim, Dims, PartitionRule, ShardIndex, partition
-from policyc.numerics.quantize.layout import repeat_axis
-from policyc.numerics.quantize.values import apply_outer_scale
+from policyc.jaxcore.primitives.lowering import merge_mapped_axes
+from policyc.jaxcore.primitives.partition import Dim, Dims, PartitionRule, ShardIndex, partition
+from policyc.numerics.quantize.reference.layout import repeat_axis
+from policyc.numerics.quantize.reference.values import apply_outer_scale
 
 DTYPES = {
     "nvfp4": (jnp.float4_e2m1fn, jnp.float8_e4m3fn),

@@ -18,15 +18,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from policyc.jaxcore.define_primitive import LoweringContext
-from policyc.jaxcore.partition import Dims, PartitionRule, ShardIndex, partition
+from policyc.jaxcore.primitives.define_primitive import LoweringContext
+from policyc.jaxcore.primitives.partition import Dims, PartitionRule, ShardIndex, partition
 from policyc.numerics.backends import BackendTraits, emulate, xla
 from policyc.numerics.backends.block_scaled import Rows, row_scales
 from policyc.numerics.backends.choice import GemmQuery, Obstacle
 from policyc.numerics.backends.xla import count_reads, quantize, quantize_orders
 from policyc.numerics.groups import align_groups, pad_sizes, restore_groups
-from policyc.numerics.quantize.layout import Operand, Quantized
-from policyc.numerics.quantize.values import apply_outer_scale
+from policyc.numerics.quantize.reference.layout import Operand, Quantized
+from policyc.numerics.quantize.reference.values import apply_outer_scale
 
 __all__ = [
     "TRAITS",

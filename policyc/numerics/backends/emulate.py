@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from policyc.jaxcore.define_primitive import LoweringContext
+from policyc.jaxcore.primitives.define_primitive import LoweringContext
 from policyc.language.recipes import Treatment
 from policyc.numerics import quantize as q
 from policyc.numerics.backends import BackendTraits, hopper_gemm
@@ -23,15 +23,15 @@ from policyc.numerics.backends.choice import GemmQuery, Obstacle
 from policyc.numerics.backends.sharded import quantize_sharded
 from policyc.numerics.backends.sharded_gemm import multiply_sharded
 from policyc.numerics.products import DimensionNumbers, free_dims
-from policyc.numerics.quantize import kernels
-from policyc.numerics.quantize.bits import materialize
-from policyc.numerics.quantize.blocks import joins_in_kernels, refinement_of
 from policyc.numerics.quantize.dispatch import rotate_operand
-from policyc.numerics.quantize.hadamard import Method
-from policyc.numerics.quantize.layout import Axes, Operand, Quantized
+from policyc.numerics.quantize.kernels import fused_kernels as kernels
 from policyc.numerics.quantize.orders import OrderRequest
 from policyc.numerics.quantize.orders import quantize_orders as quantize_by_kernels
-from policyc.numerics.quantize.values import (
+from policyc.numerics.quantize.reference.bits import materialize
+from policyc.numerics.quantize.reference.blocks import joins_in_kernels, refinement_of
+from policyc.numerics.quantize.reference.hadamard import Method
+from policyc.numerics.quantize.reference.layout import Axes, Operand, Quantized
+from policyc.numerics.quantize.reference.values import (
     FindFactors,
     Scale,
     block_values,

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from policyc.jaxcore.define_primitive import LoweringContext
-from policyc.jaxcore.lowering import call_lowered_once
+from policyc.jaxcore.primitives.define_primitive import LoweringContext
+from policyc.jaxcore.primitives.lowering import call_lowered_once
 from policyc.numerics.products import DimensionNumbers
-from policyc.numerics.quantize.values import Scale, find_factors_in_kernel
+from policyc.numerics.quantize.reference.values import Scale, find_factors_in_kernel
 
 NAME = "policyc_gemm"
 """The name of the kernel in profiles and compiled programs."""

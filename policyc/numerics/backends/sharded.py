@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from policyc.jaxcore.partition import Dims, PartitionRule, ShardIndex, partition
-from policyc.numerics.quantize.blocks import layout_of
-from policyc.numerics.quantize.kernel_tiles import BLOCK, TILE_FEATURES, TILE_TOKENS, RowLengths
-from policyc.numerics.quantize.kernels import Kernels, ShardOffset, Statistics, fits_shape
-from policyc.numerics.quantize.layout import Quantized
+from policyc.jaxcore.primitives.partition import Dims, PartitionRule, ShardIndex, partition
+from policyc.numerics.quantize.kernels.fused_kernels import Kernels, ShardOffset, Statistics, fits_shape
+from policyc.numerics.quantize.kernels.kernel_tiles import BLOCK, TILE_FEATURES, TILE_TOKENS, RowLengths
 from policyc.numerics.quantize.orders import OrderRequest, Shard, quantize_orders
-from policyc.numerics.quantize.random import Key
+from policyc.numerics.quantize.reference.blocks import layout_of
+from policyc.numerics.quantize.reference.layout import Quantized
+from policyc.numerics.quantize.reference.random import Key
 
 
 def quantize_sharded(

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from policyc.jaxcore.partition import Dims, PartitionRule, ShardIndex, partition
+from policyc.jaxcore.primitives.partition import Dims, PartitionRule, ShardIndex, partition
 from policyc.numerics.flatten import OperandLayout, flatten_operand
 from policyc.numerics.products import DimensionNumbers, free_dims
-from policyc.numerics.quantize.layout import Layout, Operand
+from policyc.numerics.quantize.reference.layout import Layout, Operand
 
 Multiply = Callable[[Operand, Operand, DimensionNumbers], jax.Array]
 """Multiplies two operands on one device."""

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from policyc.jaxcore.define_primitive import LoweringContext
-from policyc.jaxcore.partition import Dim, Dims, PartitionRule, ShardIndex, partition
+from policyc.jaxcore.primitives.define_primitive import LoweringContext
+from policyc.jaxcore.primitives.partition import Dim, Dims, PartitionRule, ShardIndex, partition
 from policyc.language.recipes import Treatment
 from policyc.numerics.backends import BackendTraits, emulate, te_calls, te_quantize, xla
 from policyc.numerics.backends.block_scaled import as_values
@@ -35,12 +35,12 @@ from policyc.numerics.backends.te_matrix import (
     undivided_factors,
 )
 from policyc.numerics.products import DimensionNumbers, free_dims
-from policyc.numerics.quantize.bits import materialize
-from policyc.numerics.quantize.hadamard import SIGNS
-from policyc.numerics.quantize.kernel_tiles import BLOCK
-from policyc.numerics.quantize.layout import Axes, Layout, Operand, Quantized
+from policyc.numerics.quantize.kernels.kernel_tiles import BLOCK
 from policyc.numerics.quantize.orders import OrderRequest
-from policyc.numerics.quantize.random import Key, make_key
+from policyc.numerics.quantize.reference.bits import materialize
+from policyc.numerics.quantize.reference.hadamard import SIGNS
+from policyc.numerics.quantize.reference.layout import Axes, Layout, Operand, Quantized
+from policyc.numerics.quantize.reference.random import Key, make_key
 
 TRAITS = BackendTraits(needs_devices=True, can_batch=False, quantizes_stacks=True)
 

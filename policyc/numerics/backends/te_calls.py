@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from policyc.numerics.backends import te_one_pass
-from policyc.numerics.quantize.hadamard import SIGNS
+from policyc.numerics.quantize.reference.hadamard import SIGNS
 
 INSTALL = (
     'pip install "jax[cuda13]" nvidia-nvtx nvidia-curand nvidia-cudnn-frontend pybind11 && NVTE_FRAMEWORK=jax '

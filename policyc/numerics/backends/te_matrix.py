@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from policyc.jaxcore.partition import Dims, ShardIndex
+from policyc.jaxcore.primitives.partition import Dims, ShardIndex
 from policyc.language.recipes import Treatment
 from policyc.numerics.backends.te_calls import QuantizedOrders
 from policyc.numerics.products import free_dims
-from policyc.numerics.quantize.blocks import layout_of
-from policyc.numerics.quantize.kernel_tiles import BLOCK
-from policyc.numerics.quantize.layout import TILE, Axes, Layout
+from policyc.numerics.quantize.kernels.kernel_tiles import BLOCK
+from policyc.numerics.quantize.reference.blocks import layout_of
+from policyc.numerics.quantize.reference.layout import TILE, Axes, Layout
 
 ROTATED_TOKENS, ROTATED_FEATURES = 64, 128
 """The sizes of a rotated matrix must be multiples of these."""

@@ -15,16 +15,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from policyc.jaxcore.partition import Dims, PartitionRule, ShardIndex, partition
+from policyc.jaxcore.primitives.partition import Dims, PartitionRule, ShardIndex, partition
 from policyc.language.recipes import Treatment
 from policyc.numerics.backends import te_calls
 from policyc.numerics.backends.te_matrix import Matrix, matrices_of, undivided_factors
-from policyc.numerics.quantize.bits import INFINITY, abs_bits, abs_bits_bf16, bits_of, from_bits
-from policyc.numerics.quantize.blocks import bound_after_rotation
-from policyc.numerics.quantize.hadamard import SIGNS
-from policyc.numerics.quantize.layout import Axes, Quantized
 from policyc.numerics.quantize.orders import OrderRequest
-from policyc.numerics.quantize.random import Key
+from policyc.numerics.quantize.reference.bits import INFINITY, abs_bits, abs_bits_bf16, bits_of, from_bits
+from policyc.numerics.quantize.reference.blocks import bound_after_rotation
+from policyc.numerics.quantize.reference.hadamard import SIGNS
+from policyc.numerics.quantize.reference.layout import Axes, Quantized
+from policyc.numerics.quantize.reference.random import Key
 
 _QUIET_NAN = 0x7FC00000
 _STATE_WORDS = 4

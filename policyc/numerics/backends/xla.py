@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from policyc.jaxcore.define_primitive import LoweringContext
-from policyc.jaxcore.partition import Dims, PartitionRule, ShardIndex, partition
+from policyc.jaxcore.primitives.define_primitive import LoweringContext
+from policyc.jaxcore.primitives.partition import Dims, PartitionRule, ShardIndex, partition
 from policyc.jaxcore.versions import FAST_FP8_PRECISION, FP8_PRECISION
 from policyc.language.recipes import MS_EDEN_RHT_SIZE, Gemm, Treatment
 from policyc.numerics import quantize as q
@@ -27,12 +27,13 @@ from policyc.numerics.backends.block_scaled import DTYPES, BlockScaledSpec, Rows
 from policyc.numerics.backends.choice import GemmQuery, Obstacle
 from policyc.numerics.backends.emulate import apply_outer_scales, count_reads, find_missing_library
 from policyc.numerics.products import DimensionNumbers, free_dims
-from policyc.numerics.quantize import fp8_kernel
-from policyc.numerics.quantize.bits import FP8_DTYPES, materialize
-from policyc.numerics.quantize.blocks import refinement_of
-from policyc.numerics.quantize.fp8 import quantize_fp8_rows
-from policyc.numerics.quantize.kernel_tiles import BLOCK, TILE_FEATURES, TILE_TOKENS
-from policyc.numerics.quantize.layout import (
+from policyc.numerics.quantize.kernels import fp8_kernel
+from policyc.numerics.quantize.kernels.fp8_rows import quantize_fp8_rows
+from policyc.numerics.quantize.kernels.kernel_tiles import BLOCK, TILE_FEATURES, TILE_TOKENS
+from policyc.numerics.quantize.orders import OrderRequest
+from policyc.numerics.quantize.reference.bits import FP8_DTYPES, materialize
+from policyc.numerics.quantize.reference.blocks import refinement_of
+from policyc.numerics.quantize.reference.layout import (
     TILE,
     Axes,
     Layout,
@@ -40,8 +41,7 @@ from policyc.numerics.quantize.layout import (
     Quantized,
     repeat_axis,
 )
-from policyc.numerics.quantize.orders import OrderRequest
-from policyc.numerics.quantize.values import outer_product, outer_scale
+from policyc.numerics.quantize.reference.values import outer_product, outer_scale
 
 __all__ = [
     "TRAITS",

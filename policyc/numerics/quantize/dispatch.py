@@ -9,16 +9,17 @@ import jax
 import jax.numpy as jnp
 
 from policyc.language.recipes import Treatment
-from policyc.numerics.quantize import fp8_kernel, kernels
-from policyc.numerics.quantize.bits import materialize
-from policyc.numerics.quantize.blocks import QuantizeContext, layout_of
-from policyc.numerics.quantize.fp8 import quantize_fp4, quantize_fp8
-from policyc.numerics.quantize.hadamard import Method, random_signs, rotate
-from policyc.numerics.quantize.layout import Axes, Quantized
-from policyc.numerics.quantize.mx import quantize_mx
-from policyc.numerics.quantize.nvfp4 import quantize_nvfp4
+from policyc.numerics.quantize.kernels import fp8_kernel
+from policyc.numerics.quantize.kernels import fused_kernels as kernels
 from policyc.numerics.quantize.orders import OrderRequest, quantize_orders
-from policyc.numerics.quantize.random import Key, make_key
+from policyc.numerics.quantize.reference.bits import materialize
+from policyc.numerics.quantize.reference.blocks import QuantizeContext, layout_of
+from policyc.numerics.quantize.reference.fp8 import quantize_fp4, quantize_fp8
+from policyc.numerics.quantize.reference.hadamard import Method, random_signs, rotate
+from policyc.numerics.quantize.reference.layout import Axes, Quantized
+from policyc.numerics.quantize.reference.mx import quantize_mx
+from policyc.numerics.quantize.reference.nvfp4 import quantize_nvfp4
+from policyc.numerics.quantize.reference.random import Key, make_key
 
 QUANTIZERS: dict[str, Callable[[jax.Array, QuantizeContext], Quantized]] = {
     "nvfp4": quantize_nvfp4,

@@ -12,18 +12,18 @@ import jax
 import jax.numpy as jnp
 
 from policyc.language.recipes import Treatment
-from policyc.numerics.quantize.bits import abs_bits, from_bits
-from policyc.numerics.quantize.blocks import QuantizeContext, find_maxima, layout_of, outer_maximum
-from policyc.numerics.quantize.kernel_orders import Order
-from policyc.numerics.quantize.kernels import (
+from policyc.numerics.quantize.kernels.fused_kernels import (
     Kernels,
     OrderScales,
     ShardOffset,
     Statistics,
     reduce_statistics,
 )
-from policyc.numerics.quantize.layout import Axes, Quantized
-from policyc.numerics.quantize.random import Key, mix
+from policyc.numerics.quantize.kernels.kernel_orders import Order
+from policyc.numerics.quantize.reference.bits import abs_bits, from_bits
+from policyc.numerics.quantize.reference.blocks import QuantizeContext, find_maxima, layout_of, outer_maximum
+from policyc.numerics.quantize.reference.layout import Axes, Quantized
+from policyc.numerics.quantize.reference.random import Key, mix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

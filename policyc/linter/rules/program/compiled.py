@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 
-from policyc.compiler.idle_rules import find_deciding_rules, idle_rules
-from policyc.compiler.plan_checks import (
+from policyc.compiler.planning.idle_rules import find_deciding_rules, idle_rules
+from policyc.compiler.planning.plan_checks import (
     inseparable_layers,
     name_sites,
     opaque_indices,

@@ -8,9 +8,9 @@ from typing import Any
 
 from jax.lax import Precision
 
-from policyc.compiler.plan import Plan, PlannedProduct
-from policyc.compiler.plan_checks import suggest_recipe
-from policyc.compiler.sites import Site
+from policyc.compiler.planning.plan import Plan, PlannedProduct
+from policyc.compiler.planning.plan_checks import suggest_recipe
+from policyc.compiler.sites.site import Site
 from policyc.language.diagnostics import Diagnostic
 from policyc.linter.context import Check, Context
 from policyc.linter.products import EIGHT_BITS, find_quantizing_rules, quantized_products, report_rule

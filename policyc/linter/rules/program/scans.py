@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from policyc.compiler.plan import Plan
-from policyc.compiler.plan_checks import name_sites
-from policyc.compiler.sites import Site
-from policyc.jaxcore.transform import Address
+from policyc.compiler.planning.plan import Plan
+from policyc.compiler.planning.plan_checks import name_sites
+from policyc.compiler.sites.site import Site
+from policyc.jaxcore.jaxprs.transform import Address
 from policyc.language.diagnostics import Diagnostic
 from policyc.linter.context import Check, Context
 

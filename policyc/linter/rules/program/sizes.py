@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from policyc.compiler.plan import Plan, PlannedProduct, gemm_queries
+from policyc.compiler.planning.plan import Plan, PlannedProduct, gemm_queries
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import OPTIONS
 from policyc.linter.context import Check

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from policyc.compiler.execution import ExecutionOptions
-from policyc.compiler.plan import Plan, make_plan
-from policyc.compiler.plan_checks import suggest_recipe
-from policyc.compiler.sites import Site
+from policyc.compiler.matching.execution import ExecutionOptions
+from policyc.compiler.planning.plan import Plan, make_plan
+from policyc.compiler.planning.plan_checks import suggest_recipe
+from policyc.compiler.sites.site import Site
 from policyc.hardware import step_cost
 from policyc.hardware.mesh import MeshShape
 from policyc.hardware.training_step import LayerGroup, ReaderCounts, count_readers, group_layers, is_quantized

@@ -1,0 +1,1 @@
+"""A jaxpr to its sites."""

@@ -1,0 +1,1 @@
+"""What a site is for: its kind, and its block."""

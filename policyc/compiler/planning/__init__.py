@@ -1,0 +1,1 @@
+"""Sites and a policy to a plan, and the warnings about it."""

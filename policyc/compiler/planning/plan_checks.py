@@ -1,0 +1,377 @@
+"""Checks a plan, and reports problems as diagnostics: unmet expectations, opaque sites, missing libraries, ..."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from policyc.base.text import count_noun, count_others, escape_controls
+from policyc.compiler.planning.idle_rules import MULTIPLE_LOSSES_HINT, as_glob, idle_rules, suggest_selector
+from policyc.compiler.planning.plan import Decisions, Plan
+from policyc.compiler.sites.site import PathTemplate, Site, dotted
+from policyc.compiler.sites.stacks import Layer
+from policyc.language.diagnostics import Diagnostic, PolicyError, Severity
+from policyc.language.policy import Rule
+from policyc.language.recipes import Gemm
+from policyc.language.selectors import Indices, PathSegment, Selector, expand_selector, matches, takes_index
+from policyc.language.treatments import find_recipe_problems
+from policyc.numerics import backends
+from policyc.numerics.backends.choice import Obstacle
+
+_KEYWORDS = {"import", "recipe", "after", "until", "variant"}
+"""Words that start a statement. A selector that equals one of them needs a wildcard before it."""
+
+_WHOLE_STACK = "choose the whole stack, or"
+_USE_INDICES = "index it with constants or a loop counter"
+
+
+def check_plan(
+    plan: Plan, *, may_miss: bool = False, hint: str = MULTIPLE_LOSSES_HINT
+) -> tuple[Diagnostic, ...]:
+    """Raises a `PolicyError` with every reason why the policy cannot be applied to this loss. Returns the warnings.
+
+    A rule must do something (`idle_rules`), unless it has an `expect`. With `may_miss` any rule may do nothing,
+    whatever it expects: it may be for another loss of the program. `hint` is for a rule that matches nothing.
+    A policy that changes nothing can be applied to any loss.
+    """
+    if plan.policy.changes_nothing:
+        return ()
+    idle = () if may_miss else unexplained_idle_rules(plan, hint=hint)
+    diagnostics = [
+        *unmet_expectations(plan, may_miss=may_miss, hint=hint),
+        *(d for d in idle if d.severity is Severity.ERROR),
+        *opaque_sites(plan),
+        *opaque_indices(plan),
+        *unknown_blocks(plan),
+        *uncertain_kinds(plan),
+        *inseparable_layers(plan),
+        *contradictory_recipes(plan),
+        *missing_libraries(plan),
+    ]
+    if plan.execution.require_native:
+        diagnostics += not_native(plan)
+    if diagnostics:
+        raise PolicyError(diagnostics)
+    return (*(d for d in idle if d.severity is not Severity.ERROR), *unknown_layers(plan))
+
+
+def unexplained_idle_rules(plan: Plan, *, hint: str = MULTIPLE_LOSSES_HINT) -> tuple[Diagnostic, ...]:
+    """Rules that do nothing, except where the cause is an unknown layer or kind, which is an error of its own."""
+    explained = {d.span for check in (opaque_indices, unknown_blocks, uncertain_kinds) for d in check(plan)}
+    return tuple(
+        d
+        for d in idle_rules(plan, hint=hint)
+        if explained.isdisjoint(
+            (d.span, *(note.span for note in d.notes))
+        )  # notes: the rules that override it
+    )
+
+
+def unmet_expectations(
+    plan: Plan, *, may_miss: bool = False, hint: str = MULTIPLE_LOSSES_HINT
+) -> Iterator[Diagnostic]:
+    """Rules that match a different number of sites than they expect. `hint` ends the help if a rule matches none."""
+    for rule, count in zip(plan.policy.rules, plan.counts, strict=True):
+        if rule.expect is None or rule.expect == count or (may_miss and not count):
+            continue
+        help = (
+            f"write 'expect {count}' if that is right" if count else f"{suggest_selector(plan, rule)}; {hint}"
+        )
+        yield Diagnostic(
+            code="expect-violated",
+            message=f"this rule expects {count_noun(rule.expect, 'site')} but matches {count}",
+            span=rule.span,
+            help=help,
+        )
+
+
+def opaque_sites(plan: Plan) -> Iterator[Diagnostic]:
+    """Rules that quantize a GEMM which the compiler cannot change."""
+    sites_of: dict[int, dict[Site, None]] = {}
+    if not any(site.opaque for site in plan.sites):
+        return
+    for product in plan.all_products():
+        rule = product.choice.rule
+        if product.site.opaque and rule is not None and product.bits:
+            sites_of.setdefault(rule, {})[product.site] = None
+    for index, sites in sites_of.items():
+        first = next(iter(sites))
+        place = f" ({first.place})" if first.place else ""
+        more = count_others(len(sites))
+        yield Diagnostic(
+            code="opaque-site",
+            message=f"the GEMM '{first.name}'{place} cannot be changed: it is inside {first.opaque}{more}",
+            span=plan.policy.rules[index].span,
+            help=suggest_recipe(plan, index, sites, "keep"),
+            sites=name_sites(sites),
+        )
+
+
+def opaque_indices(plan: Plan) -> Iterator[Diagnostic]:
+    """Rules that choose layers by index where it is unknown which layer a GEMM reads, or which index is meant.
+
+    Also rules that name only some of the parameters that a GEMM may read, if it is unknown which of them it reads.
+    """
+    uncertain = [site for site in plan.sites if any(t.is_uncertain for t in site.parameters)]
+    for rule in plan.policy.rules:
+        patterns = [pattern for selector in rule.selectors for pattern in expand_selector(selector)]
+        sites = [site for site in uncertain if _names_some(site, patterns)]
+        if sites:
+            names = [dotted(t.path) for t in sites[0].parameters if t.is_uncertain]
+            reason = f"its weight is one of {', '.join(map(repr, names))}, or several of them: "
+            reason += next(t.unknown_index for t in sites[0].parameters if t.is_uncertain)
+            yield _opaque_index(rule, sites, reason, "name all of them, or none")
+            continue
+        indexed = [p for p in patterns if takes_index(p)]
+        sites = [site for site in plan.sites if _has_opaque_index(site, indexed)]
+        if sites:
+            reason = next(filter(None, (_why_unknown(sites[0], t) for t in _templates(sites[0]))))
+            scan = "" if sites[0].loops else " scan over it, or"
+            yield _opaque_index(rule, sites, reason, f"{_WHOLE_STACK}{scan} {_USE_INDICES}")
+        examples = [(site, text) for site in plan.sites if (text := _two_readings(site, indexed))]
+        if examples:
+            reason = "it is in a stack inside a stack, and the index could be that of either one, or count all layers"
+            sites = [site for site, _ in examples]
+            yield _opaque_index(rule, sites, reason, f"give both indices: {examples[0][1]}")
+
+
+def unknown_layers(plan: Plan) -> Iterator[Diagnostic]:
+    """A warning for the first rule that chooses layers by index, if products of activations have an unknown layer."""
+    sites = [site for site in plan.sites if site.unknown_layer]
+    rules = (rule for rule in plan.policy.rules if any(map(takes_index, rule.selectors)))
+    for rule in itertools.islice(rules, 1 if sites else 0):
+        place = escape_controls(f" ({sites[0].place})" if sites[0].place else "")
+        yield Diagnostic(
+            code="opaque-index",
+            message=f"a product of activations{place} has no layer, so no index matches it: {sites[0].unknown_layer}"
+            f"{count_others(len(sites))}",
+            span=rule.span,
+            severity=Severity.WARNING,
+            help="choose it by its sizes, with '* where not weight and ...'",
+            sites=name_sites(sites),
+        )
+
+
+def unknown_blocks(plan: Plan) -> Iterator[Diagnostic]:
+    """Rules that compare `layer` where the block of a GEMM is unknown."""
+    unknown = [s for s in plan.sites if s.block is not None and s.block.unknown and not s.kind.possible]
+    for rule in plan.policy.rules:
+        sites = [site for site in unknown if None in _match(rule, site)]
+        if sites and sites[0].block is not None:
+            yield _opaque_index(rule, sites, sites[0].block.unknown, "choose all blocks: leave out 'layer'")
+
+
+def uncertain_kinds(plan: Plan) -> Iterator[Diagnostic]:
+    """Rules whose condition depends on the uncertain kind of a GEMM, unless a later rule decides about it anyway."""
+    uncertain = [site for site in plan.sites if site.kind.possible]
+    for index, rule in enumerate(plan.policy.rules):
+        later = [r for r in plan.policy.rules[index + 1 :] if not r.when]
+        sites = [
+            site
+            for site in uncertain
+            if None in _match(rule, site)
+            if not any(_match(other, site, rule.products) == {True} for other in later)
+        ]
+        if sites:
+            first = sites[0]
+            place = f" ({first.place})" if first.place and first.place not in first.name else ""
+            yield Diagnostic(
+                code="opaque-kind",
+                message=f"policyc cannot tell whether '{first.name}'{place} is {' or '.join(first.kind.possible)}: "
+                f"{first.kind.reason}{count_others(len(sites))}",
+                span=rule.span,
+                help=f"add a rule after it: {write_rules(sites, 'keep')}",
+                sites=name_sites(sites),
+            )
+
+
+def _match(rule: Rule, site: Site, products: Collection[Gemm] = ()) -> set[bool | None]:
+    """Whether a rule matches layers of a site, by selectors that take all of `products`; None: undecided."""
+    selectors = [selector for selector in rule.selectors if selector.products.issuperset(products)]
+    patterns = [pattern for selector in selectors for pattern in expand_selector(selector)]
+    return {
+        any(matches(pattern, path) for path in site.paths(layer) for pattern in patterns)
+        and (rule.where is None or rule.where.holds(site.attributes(layer)))
+        for layer in site.layers()
+    }
+
+
+def _names_some(site: Site, patterns: Sequence[Selector]) -> bool:
+    """Whether these patterns match a site only by some of the parameters that it may read, and not by all of them."""
+    templates = (site.scope, *site.parameters)
+    matching = [t.is_uncertain for t in templates if any(matches(pattern, t.path) for pattern in patterns)]
+    return 0 < len(matching) < sum(t.is_uncertain for t in templates) and all(matching)
+
+
+def _templates(site: Site) -> tuple[PathTemplate, ...]:
+    return (*site.parameters, site.scope, *(module for module in site.modules if module.path))
+
+
+def _has_opaque_index(site: Site, patterns: Sequence[Selector]) -> bool:
+    """Whether these patterns name a site only by paths in which an index that they read is unknown."""
+    templates = _templates(site)
+    unknown = [t for t in templates if _why_unknown(site, t)]
+    if not unknown:
+        return False  # most sites
+    named = [t for t in templates if any(_reads(p, t, known) for p in patterns for known in (True, False))]
+    return bool(named) and all(t in unknown and any(_reads(p, t, False) for p in patterns) for t in named)
+
+
+def _reads(pattern: Selector, template: PathTemplate, known: bool) -> bool:
+    """Whether a pattern, whatever its indices are, matches a path by a name whose index is known, or is not."""
+    path = tuple(PathSegment(name.text, int(name.index is not None), 2) for name in template.path)
+    for reader in (number for number, segment in enumerate(pattern.segments) if segment.indices):
+        segments = (
+            replace(segment, indices=Indices(index=int(known)) if number == reader else None)
+            for number, segment in enumerate(pattern.segments)
+        )
+        if matches(replace(pattern, segments=tuple(segments)), path):
+            return True
+    return False
+
+
+def _why_unknown(site: Site, template: PathTemplate) -> str:
+    """Why an index in a path of a site is unknown; empty if all are known. One product may also read several layers."""
+    if template.unknown_index or template.slots or template.has_index or template not in site.parameters:
+        return template.unknown_index
+    if len(site.weight_shape) - len(site.batch_dims) < 3:
+        return ""
+    return f"one product reads all of its {' x '.join(map(str, site.weight_shape))} elements at once"
+
+
+def _two_readings(site: Site, patterns: Sequence[Selector]) -> str:
+    """An example path with both indices, if the layers that match depend on where indices are placed; else empty."""
+    for template in (site.scope, *site.parameters, *site.modules):
+        if len(template.slots) < 2:
+            continue
+        layers_of: dict[tuple[int | None, ...], list[Layer]] = {}
+        for positions in template.placements():
+            for layer in site.layers():
+                path = template.path_with(positions, site.stack_indices(layer))
+                if any(matches(pattern, path) for pattern in patterns):
+                    layers_of.setdefault(positions, []).append(layer)
+        if len(set(map(tuple, layers_of.values()))) > 1:
+            positions = max(layers_of, key=lambda p: len(set(p)))
+            return dotted(template.path_with(positions, site.stack_indices(layers_of[positions][0])))
+    return ""
+
+
+def _opaque_index(rule: Rule, sites: Sequence[Site], reason: str, help: str) -> Diagnostic:
+    first = sites[0]
+    place = f" ({first.place})" if first.place else ""
+    more = f"; and {len(sites) - 1} more" if len(sites) > 1 else ""
+    return Diagnostic(
+        code="opaque-index",
+        message=f"policyc cannot tell which layer of '{first.name}'{place} this is: {reason}{more}",
+        span=rule.span,
+        help=help,
+        sites=name_sites(sites),
+    )
+
+
+def inseparable_layers(plan: Plan) -> Iterator[Diagnostic]:
+    """Rules that treat the layers of two devices differently, although both devices run the same program."""
+    site_of: dict[int, Site] = {}
+    for site in (s for s in plan.sites if any(stack.is_shard_map for stack in s.stacks)):
+        for phase in plan.phases:
+            for rule in _rules_that_differ(plan.decisions(phase), site):
+                site_of.setdefault(rule, site)
+    for rule, site in sorted(site_of.items()):
+        devices = max(s.size for s in site.stacks if s.is_shard_map)
+        yield Diagnostic(
+            code="opaque-site",
+            message=f"the layers of '{site.name}' are divided over {devices} devices, which all run the same "
+            "program (shard_map): an index cannot tell them apart",
+            span=plan.policy.rules[rule].span,
+            help="choose the layers at the same position on every device, or all layers",
+        )
+
+
+def _rules_that_differ(decisions: Decisions, site: Site) -> Iterator[int]:
+    """For each layer whose recipe differs from its counterpart on the first device: the last rule deciding on them."""
+    for layer in site.layers():
+        first = tuple(0 if s.is_shard_map else i for s, i in zip(site.stacks, layer, strict=True))
+        one, other = decisions[site.address, first], decisions[site.address, layer]
+        if one.recipe != other.recipe:
+            yield max(c.rule for d in (one, other) for c in d.choices if c.rule is not None)
+
+
+def name_sites(sites: Iterable[Site]) -> tuple[str, ...]:
+    """The names of sites, each once."""
+    return tuple(dict.fromkeys(site.name for site in sites))
+
+
+def suggest_recipe(plan: Plan, rule: int, sites: Collection[Site], recipe: str, exception: str = "") -> str:
+    """The help on how to give another recipe to some of the sites that a rule decides about.
+
+    `exception` is the rule to add. Without it, the added rule names the sites.
+    """
+    decided = {product.site for product in plan.all_products() if product.choice.rule == rule}
+    selectors = {_selector_of(site) for site in sites}
+    others = [s for s in decided if s not in sites and not s.opaque]  # opaque sites stay as they are
+    if (exception and others) or any(_selector_of(site) not in selectors for site in others):
+        return f"add a rule after it: {exception or write_rules(sites, recipe)}"
+    scope = "its other sites have the same names" if others else "it decides about no other site"
+    return f"write '-> {recipe}' in this rule: {scope}"
+
+
+def write_rules(sites: Iterable[Site], recipe: str) -> str:
+    """The text of rules that give all these sites a recipe: one rule for all paths, one per shape for unnamed sites."""
+    sites = tuple(sites)
+    paths = dict.fromkeys(_selector_of(site) for site in sites if site.template.path)
+    shapes = dict.fromkeys((site.k, site.n) for site in sites if not site.template.path)
+    heads = [", ".join(paths)] if paths else []
+    heads += [f"* where k == {k} and n == {n}" for k, n in shapes]
+    return "; ".join(f"{head} -> {recipe}" for head in heads)
+
+
+def _selector_of(site: Site) -> str:
+    """A selector for the path of a site. Characters that a selector cannot contain, as in einsums, become '?'."""
+    selector = ".".join(as_glob(name.text) for name in site.template.path)
+    return f"*.{selector}" if selector in _KEYWORDS else selector
+
+
+def contradictory_recipes(plan: Plan) -> Iterator[Diagnostic]:
+    """Recipes whose options contradict each other on some product."""
+    for rule, recipe in zip(plan.policy.rules, plan.resolved, strict=True):
+        for problem in find_recipe_problems(recipe):
+            yield Diagnostic(code="contradictory-options", message=problem, span=rule.recipe.span)
+
+
+def not_native(plan: Plan) -> Iterator[Diagnostic]:
+    """Rules with a product that would be emulated."""
+    products_of: dict[tuple[int, Obstacle], dict[tuple[str, Gemm], None]] = {}
+    for product in plan.all_products():
+        rule, lowering = product.choice.rule, product.lowering
+        if rule is not None and not lowering.native and lowering.obstacle is not None:
+            named = (product.site.name, product.gemm)
+            products_of.setdefault((rule, lowering.obstacle), {})[named] = None
+    for (rule, obstacle), products in products_of.items():
+        name, gemm = next(iter(products))
+        more = count_others(len(products))
+        yield Diagnostic(
+            code="not-native",
+            message=f"{gemm} of '{name}' would be emulated{more}: {obstacle.reason}",
+            span=plan.policy.rules[rule].span,
+            help=obstacle.remedy,
+        )
+
+
+def missing_libraries(plan: Plan) -> Iterator[Diagnostic]:
+    """Backends that would run products here, but whose library is not installed."""
+    if plan.execution.target is not None:
+        return
+    rule_of: dict[str, int] = {}
+    for product in plan.all_products():
+        if product.choice.rule is not None and product.lowering.backend:
+            rule_of.setdefault(product.lowering.backend, product.choice.rule)
+    for backend, rule in rule_of.items():
+        missing = backends.load(backend).find_missing_library()
+        if missing:
+            yield Diagnostic(
+                code="missing-library",
+                message=missing,
+                span=plan.policy.rules[rule].span,
+                help="--backend auto does not need it",
+            )

@@ -1,0 +1,397 @@
+"""jaxpr + Plan -> jaxpr: replaces sites by quantized GEMMs, and touches no other equation.
+
+The result has the inputs of the original, followed by the extra inputs of `hoist`. If several sites of one jaxpr
+quantize an activation in the same way, it is quantized once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.core import AbstractValue
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
+from jax.extend.core.primitives import dot_general_p
+
+from policyc.base.garbage import paused_collection
+from policyc.compiler.planning.plan import Decisions
+from policyc.compiler.rewriting.hoist import (
+    ROUNDING_KEY,
+    Quantizer,
+    RewrittenLoss,
+    SiteRecipe,
+    make_quantizer,
+)
+from policyc.compiler.rewriting.rounding import NO_SEED, RandomSource
+from policyc.compiler.sites.site import Site, Sites
+from policyc.compiler.sites.stacks import Layer
+from policyc.jaxcore.jaxprs import reading as jaxprs
+from policyc.jaxcore.jaxprs.containers import container_of
+from policyc.jaxcore.jaxprs.transform import Address, BoundInput, ExtraInput, Position, Replacement, Transform
+from policyc.jaxcore.primitives.define_primitive import job_of
+from policyc.numerics.gemm import GemmOptions, Precomputed, Prequantized, quantized_dot_general
+from policyc.numerics.quantize import Key
+from policyc.numerics.ragged import quantized_ragged_dot
+
+
+@paused_collection()
+def rewrite(
+    sites: Sites,
+    decisions: Decisions,
+    constant_inputs: Collection[int] = (),
+    source: RandomSource = NO_SEED,
+) -> RewrittenLoss:
+    """Rewrites the loss so that every site runs as decided.
+
+    `constant_inputs` are the inputs that stay the same from call to call. Rounding keys are derived from `source`.
+    """
+    hoisted = {s.address for s in sites if s.origin and (s.is_reused or s.origin.input in constant_inputs)}
+    rewriter = SiteRewriter(sites, decisions, hoisted, source)
+    result = rewriter.transform(sites.jaxpr)
+    return RewrittenLoss(
+        jaxpr=result.jaxpr,
+        hoisted=result.inputs,
+        sites={i.address: rewriter.sites[i.address] for i in result.inputs},
+        replacements=result.replacements,
+        source=source,
+    )
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class _QuantizedDotsAreDots:
+    """A policy of `jax.checkpoint` that treats a quantized GEMM as the `dot_general` that it replaces.
+
+    Policies such as `dots_saveable` would otherwise recompute it. JAX holds a weak reference to the policy.
+    """
+
+    policy: Callable[..., Any]
+
+    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
+        if job_of(primitive) != "gemm":
+            return self.policy(primitive, *avals, **params)
+        dims, out = params["dimension_numbers"], params["out"]
+        return self.policy(
+            dot_general_p, *avals, dimension_numbers=dims, precision=None, preferred_element_type=out
+        )
+
+
+@dataclass(slots=True)
+class SharedActivation:
+    """An activation that several sites of a jaxpr quantize in the same way. The first site defines `variables`."""
+
+    activation: Var
+    quantizer: Quantizer
+    readers: list[Address] = field(default_factory=list)
+    variables: tuple[Var, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SiteInputs:
+    """Extra inputs of a quantized GEMM, in the order in which they follow the operands of its equation.
+
+    `constant_key` is the rounding key of a GEMM that takes no key as input.
+    """
+
+    weight: Quantizer | None = None
+    has_rounding_key: bool = False
+    activation: Quantizer | None = None
+    constant_key: Key | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SiteTemplate:
+    """The equations that replace a site, and the content and types of its extra inputs."""
+
+    jaxpr: ClosedJaxpr
+    extra: tuple[tuple[Any, tuple[AbstractValue, ...]], ...]
+
+
+class SiteRewriter(Transform):
+    """Replaces the sites of a loss as decided. The weights of the `hoisted` sites are quantized outside the loss."""
+
+    def __init__(
+        self,
+        sites: Sites,
+        decisions: Decisions,
+        hoisted: Collection[Address] = (),
+        source: RandomSource = NO_SEED,
+    ) -> None:
+        self._decisions = decisions
+        self._recipes: dict[int, SiteRecipe] = {}
+        self._source = source
+        self._hoisted = hoisted
+        self.sites: dict[Address, Site] = {s.address: s for s in sites if self._is_changed(s)}
+        self._sites_under: dict[Address, list[Site]] = {}
+        for address, site in self.sites.items():
+            for end in range(len(address) + 1):
+                self._sites_under.setdefault(address[:end], []).append(site)
+        self._templates: dict[tuple[int, bool], SiteTemplate] = {}
+        self._activation_quantizers: dict[int, Quantizer] = {}
+        self._equation_numbers: dict[Hashable, int] = {}
+        self._number_at: dict[Hashable, int] = {}
+
+    def _is_changed(self, site: Site) -> bool:
+        if site.opaque:
+            return False
+        return any(self._decisions[site.address, layer].recipe is not None for layer in site.layers())
+
+    def site_recipe(self, address: Address, layer: Layer) -> SiteRecipe | None:
+        """The recipe and backends of a layer of a site; None if it is kept."""
+        decision = self._decisions[address, layer]
+        if decision.recipe is None:
+            return None
+        recipe = self._recipes.get(id(decision))  # many layers share a decision
+        if recipe is None:
+            fprop, dgrad, wgrad = (lowering.backend or "emulate" for lowering in decision.lowerings)
+            recipe = self._recipes[id(decision)] = SiteRecipe(decision.recipe, (fprop, dgrad, wgrad))
+        return recipe
+
+    def _recipe_at(self, site: Site, position: Position) -> SiteRecipe | None:
+        """The recipe of a site at a position that fixes the iterations of all its stacks; None if it is kept."""
+        return self.site_recipe(site.address, tuple(position.iterations[s.address] for s in site.stacks))
+
+    # ---- methods of Transform
+
+    def key(self, position: Position) -> Hashable | None:
+        """Everything that determines the rewrite below a position, except the equations there; None if all are kept.
+
+        The keys of single sites add their equation to this one (`_equation_number`).
+        """
+        sites = self._sites_under.get(position.address)
+        if sites is None:
+            return None
+        depth = len(position.address)
+
+        def below(addresses: Iterable[Address]) -> Hashable:
+            return tuple(a[depth:] for a in addresses if len(a) > depth)
+
+        recipes = [self._open_recipes(site, position) for site in sites]
+        if not any(recipe is not None for by_layer in recipes for recipe in by_layer):
+            return None
+        parts = tuple(
+            (
+                site.address[depth:],
+                site.weight,
+                site.axis_env,
+                site.id,
+                site.products,
+                site.takes_extra_inputs,
+                below(s.address for s in site.stacks),
+                below(s.address for s in site.loops) if self._takes_rounding_key(site) else None,
+                below(site.origin.scans) if site.origin and site.address in self._hoisted else None,
+                by_layer,
+            )
+            for site, by_layer in zip(sites, recipes, strict=True)
+        )
+        return self._source.seed, parts
+
+    def _equation_number(self, site: Site, position: Position) -> int:
+        """A number that is equal for sites that become the same equations. Hashing the whole key each time is slow."""
+        place = position.address, tuple(position.iterations.items())
+        number = self._number_at.get(place)
+        if number is None:
+            params = sorted(
+                (k, v if isinstance(v, tuple | int | np.dtype | type(None)) else repr(v))
+                for k, v in site.eqn.params.items()
+            )
+            avals = tuple(a.aval for a in site.eqn.invars)
+            key = self.key(position), avals, tuple(params), site.eqn.ctx
+            number = self._equation_numbers.setdefault(key, len(self._equation_numbers))
+            self._number_at[place] = number
+        return number
+
+    def _open_recipes(self, site: Site, position: Position) -> tuple[SiteRecipe | None, ...]:
+        """The recipes of the layers of a site that a position leaves open."""
+        ranges = [
+            (position.iterations[s.address],) if s.address in position.iterations else range(s.size)
+            for s in site.stacks
+        ]
+        return tuple(self.site_recipe(site.address, layer) for layer in itertools.product(*ranges))
+
+    def _takes_rounding_key(self, site: Site) -> bool:
+        """Whether a site takes its rounding key as an extra input, because the key depends on the layer or the step."""
+        return site.takes_extra_inputs and (site.is_layered or self._source.run_step is not None)
+
+    def is_stack(self, address: Address) -> bool:
+        return any(s.address == address for site in self._sites_under[address] for s in site.stacks)
+
+    def slices(self, scan: Address, extra: ExtraInput) -> bool:
+        site = self.sites[extra.address]
+        if extra.content is ROUNDING_KEY:
+            return any(s.address == scan for s in site.loops)
+        return site.origin is not None and scan in site.origin.scans
+
+    def change_container(self, eqn: JaxprEqn) -> JaxprEqn:
+        container = container_of(eqn)
+        if container is None or not container.is_remat or eqn.params.get("policy") is None:
+            return eqn
+        return jaxprs.replace_eqn(
+            eqn, params={**eqn.params, "policy": _QuantizedDotsAreDots(eqn.params["policy"])}
+        )
+
+    def replace_equation(
+        self, eqn: JaxprEqn, position: Position, shared: SharedActivation | None
+    ) -> Replacement | None:
+        site = self.sites.get(position.address)
+        if site is None:
+            return None
+        site_recipe = self._recipe_at(site, position)
+        if site_recipe is None:
+            return None
+        template = self._template(site, site_recipe, position, shared)
+        inputs = tuple(
+            BoundInput.new(ExtraInput(site.address, content, avals)) for content, avals in template.extra
+        )
+        eqns: list[JaxprEqn] = []
+        readers: tuple[int, ...] = ()
+        operands = [*eqn.invars, *(v for i in inputs for v in i.variables)]
+        if shared is not None:
+            quantizer = shared.quantizer
+            if not shared.variables:  # this is the first site that reads it
+                shared.variables = tuple(jaxprs.new_var(a) for a in quantizer.avals)
+                eqns = jaxprs.inline(quantizer.jaxpr, [shared.activation], eqn, shared.variables)
+                readers = tuple(address[-1] for address in shared.readers)
+            operands += shared.variables
+        new = jaxprs.inline(template.jaxpr, operands, eqn)
+        return Replacement((*eqns, *new), inputs, added=len(eqns), readers=readers)
+
+    # ---- sites
+
+    def _template(
+        self, site: Site, site_recipe: SiteRecipe, position: Position, shared: SharedActivation | None
+    ) -> SiteTemplate:
+        key = (self._equation_number(site, position), shared is not None)
+        template = self._templates.get(key)
+        if template is None:
+            hoisted = site.address in self._hoisted
+            weight = make_quantizer(site, site_recipe, site.weight) if hoisted and site.weight else None
+            is_random = any(t.rounding != "rne" for t in site_recipe.recipe.treatments)
+            inputs = SiteInputs(
+                weight=weight if weight is not None and weight.avals else None,
+                has_rounding_key=is_random and self._takes_rounding_key(site),
+                activation=None if shared is None else shared.quantizer,
+                constant_key=self._source.site_key(site),
+            )
+            template = self._templates[key] = self.make_template(site, site_recipe, inputs)
+        return template
+
+    def make_template(self, site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> SiteTemplate:
+        extra: list[tuple[Any, tuple[AbstractValue, ...]]] = []
+        if inputs.weight is not None:
+            extra.append((inputs.weight, inputs.weight.avals))
+        if inputs.has_rounding_key:
+            extra.append((ROUNDING_KEY, (jaxprs.array_aval((), "uint32", site.eqn, site.axis_env),) * 2))
+        shared_avals = () if inputs.activation is None else inputs.activation.avals
+        avals = [*(a.aval for a in site.eqn.invars), *(a for _, group in extra for a in group), *shared_avals]
+        gemm = quantized_gemm(site, site_recipe, inputs)
+        return SiteTemplate(jaxprs.trace_at(gemm, avals, site.eqn, site.axis_env), tuple(extra))
+
+    def share(self, position: Position) -> Mapping[Address, SharedActivation]:
+        """The activations that several sites of a jaxpr quantize in the same way, by the addresses of these sites."""
+        groups: dict[tuple[Var, Hashable], SharedActivation] = {}
+        for activation, positions in self._positions_by_activation(position).items():
+            for here in positions if len(positions) > 1 else ():
+                quantizer = self._activation_quantizer(here)
+                if quantizer.avals:
+                    key = (activation, quantizer.structural_key)
+                    group = groups.setdefault(key, SharedActivation(activation, quantizer))
+                    group.readers.append(here.address)
+        return {a: group for group in groups.values() if len(group.readers) > 1 for a in group.readers}
+
+    def _positions_by_activation(self, position: Position) -> dict[Var, list[Position]]:
+        """The positions of the quantized sites directly inside a jaxpr, grouped by the activation they read."""
+        readers: dict[Var, list[Position]] = {}
+        depth = len(position.address)
+        for site in self._sites_under.get(position.address, ()):
+            if len(site.address) != depth + 1 or (activation := _activation(site)) is None:
+                continue
+            here = position.enter(site.address[-1])
+            if self._recipe_at(site, here) is not None:
+                readers.setdefault(activation, []).append(here)
+        return readers
+
+    def _activation_quantizer(self, position: Position) -> Quantizer:
+        site = self.sites[position.address]
+        site_recipe = self._recipe_at(site, position)
+        assert site_recipe is not None, "a site that is kept quantizes nothing"
+        number = self._equation_number(site, position)
+        quantizer = self._activation_quantizers.get(number)
+        if quantizer is None:
+            operand: Literal["lhs", "rhs"] = "rhs" if site.weight == "lhs" else "lhs"
+            quantizer = self._activation_quantizers[number] = make_quantizer(site, site_recipe, operand)
+        return quantizer
+
+
+def _activation(site: Site) -> Var | None:
+    """The variable that a site multiplies with its weight; None without a weight, and for ragged sites and literals."""
+    if site.is_ragged or site.weight is None:
+        return None
+    operand = site.eqn.invars[1 if site.weight == "lhs" else 0]
+    return operand if isinstance(operand, Var) else None
+
+
+def quantized_gemm(site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> Callable[..., Any]:
+    """The function that replaces a site. Takes the operands of its equation, then the arrays of `inputs`."""
+    if site.is_ragged:
+        assert inputs.weight is None
+        return _quantized_ragged_gemm(site, site_recipe, inputs)
+    params = site.eqn.params
+
+    def gemm(lhs: Any, rhs: Any, *extra: Any) -> Any:
+        arrays = iter(extra)  # in the order of `SiteInputs`
+        weight = _rebuild(inputs.weight, arrays)
+        key = Key(next(arrays), next(arrays)) if inputs.has_rounding_key else inputs.constant_key
+        activation = _rebuild(inputs.activation, arrays)
+        return quantized_dot_general(
+            lhs,
+            rhs,
+            params["dimension_numbers"],
+            site_recipe.recipe,
+            GemmOptions(
+                weight=site.weight,
+                backends=site_recipe.backends,
+                site=site.id,
+                precision=params["precision"],
+                preferred_element_type=params["preferred_element_type"],
+            ),
+            Precomputed(
+                lhs=weight if site.weight == "lhs" else activation,
+                rhs=activation if site.weight == "lhs" else weight,
+                rounding_key=key,
+            ),
+        )
+
+    sharding = jaxprs.explicit_sharding(site.eqn)
+    return gemm if sharding is None else jax.sharding.auto_axes(gemm, out_sharding=sharding)
+
+
+def _rebuild(quantizer: Quantizer | None, arrays: Iterator[Any]) -> Prequantized:
+    """Builds a quantized operand from the next arrays. It is empty if there is no quantizer."""
+    if quantizer is None:
+        return Prequantized()
+    return quantizer.rebuild([next(arrays) for _ in quantizer.avals])
+
+
+def _quantized_ragged_gemm(site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> Callable[..., Any]:
+    params = site.eqn.params
+
+    def gemm(lhs: Any, rhs: Any, group_sizes: Any, *key_words: Any) -> Any:
+        return quantized_ragged_dot(
+            lhs,
+            rhs,
+            group_sizes,
+            site_recipe.recipe,
+            GemmOptions(
+                backends=site_recipe.backends,
+                site=site.id,
+                precision=params["precision"],
+                preferred_element_type=params["preferred_element_type"],
+            ),
+            Key(*key_words) if inputs.has_rounding_key else inputs.constant_key,
+        )
+
+    return gemm

@@ -1,0 +1,1 @@
+"""What a GEMM of the loss is, and what it is called."""

@@ -1,0 +1,1 @@
+"""Plans and sites as text."""

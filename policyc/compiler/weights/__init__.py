@@ -1,0 +1,1 @@
+"""Which parameter, and which layer of it, an operand comes from."""

@@ -1,0 +1,1 @@
+"""Hooks into JAX's transformations and caches."""

@@ -1,0 +1,1 @@
+"""Reading, following and rewriting jaxprs."""

@@ -1,0 +1,1 @@
+"""What the primitives of JAX do, and the definition of new ones."""

@@ -1,0 +1,1 @@
+"""GPU kernels with the bits of the reference."""

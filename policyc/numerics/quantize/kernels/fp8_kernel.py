@@ -1,0 +1,132 @@
+"""A GPU kernel (Pallas, Triton) that writes FP8 codes in both orders in one pass.
+
+XLA cannot partition it, so it runs only in programs on one device. Pallas's Mosaic backend has no faster way to
+transpose bytes yet, so this kernel stays on Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from policyc.language.recipes import Treatment
+from policyc.numerics.quantize.reference.layout import Axes
+
+_SQUARE, _WARPS = 128, 8
+"""The side of the square that one kernel instance reads, and the number of warps of an instance."""
+
+Encode = Callable[[jax.Array, jax.Array], jax.Array]
+"""Encodes fp32 values, given the bits of the largest magnitude of the whole array."""
+
+
+class Scaled(NamedTuple):
+    """How to encode under a scale for each row, or for each column.
+
+    Attributes:
+      encode: encodes fp32 values, given the parts of the two arrays that belong to them.
+      amax: the bits of the largest magnitude of each row or column.
+      enc: the encoding scale of each row or column.
+    """
+
+    encode: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    amax: jax.Array
+    enc: jax.Array
+
+
+def fits(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
+    """Whether the kernel can quantize this operand."""
+    is_plain = treatment.format == "fp8" and treatment.outer == "tensor" and not axes.batch
+    return is_plain and axes.both_orders and _has_squares(x)
+
+
+def fits_rows(x: jax.Array, treatments: Sequence[Treatment], axes: Sequence[Axes]) -> bool:
+    """Whether the kernel can quantize this operand for two GEMMs with a scale for each row that they contract.
+
+    One GEMM contracts the last axis, and the other all axes before it.
+    """
+    if not all(t.format == "fp8" and t.outer == "row" for t in treatments) or any(a.batch for a in axes):
+        return False
+    contracted = {tuple(sorted(a.contract)) for a in axes}
+    return contracted == {(-1,), tuple(range(-x.ndim, -1))} and _has_squares(x)
+
+
+def _has_squares(x: jax.Array) -> bool:
+    if x.dtype != jnp.bfloat16 or x.ndim < 2:
+        return False
+    return prod(x.shape[:-1]) % _SQUARE == 0 and x.shape[-1] % _SQUARE == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Kernel:
+    """The kernel. `interpret` runs it without a GPU, slowly."""
+
+    interpret: bool = False
+
+    def both_orders(self, x: jax.Array, amax: jax.Array, encode: Encode) -> tuple[jax.Array, jax.Array]:
+        """The codes, and the codes with the last axis moved first. `amax` has the bits of one number."""
+        scalar = pl.BlockSpec((1, 1), lambda *_: (0, 0))
+        return self._run(partial(_both, encode=encode), x, [(amax.reshape(1, 1), scalar)])
+
+    def rows_and_columns(self, x: jax.Array, rows: Scaled, columns: Scaled) -> tuple[jax.Array, jax.Array]:
+        """The codes under a scale for each row of the last axis; those under one for each column, last axis first."""
+        row = pl.BlockSpec((_SQUARE, 1), lambda i, _: (i, 0))
+        column = pl.BlockSpec((1, _SQUARE), lambda _, j: (0, j))
+        scales = [(a.reshape(-1, 1), row) for a in (rows.amax, rows.enc)]
+        scales += [(a.reshape(1, -1), column) for a in (columns.amax, columns.enc)]
+        body = partial(_rows_and_columns, encode_row=rows.encode, encode_column=columns.encode)
+        return self._run(body, x, scales)
+
+    def _run(
+        self, body: Callable[..., None], x: jax.Array, scales: Sequence[tuple[jax.Array, pl.BlockSpec]]
+    ) -> tuple[jax.Array, jax.Array]:
+        flat = x.reshape(-1, x.shape[-1])
+        rows, columns = flat.shape
+        square = pl.BlockSpec((_SQUARE, _SQUARE), lambda i, j: (i, j))
+        transposed_square = pl.BlockSpec((_SQUARE, _SQUARE), lambda i, j: (j, i))
+        codes, transposed = pl.pallas_call(
+            body,
+            [jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in ((rows, columns), (columns, rows))],
+            grid=(rows // _SQUARE, columns // _SQUARE),
+            in_specs=[square, *(spec for _, spec in scales)],
+            out_specs=[square, transposed_square],
+            **_compiler_options(self.interpret),
+        )(flat, *(array for array, _ in scales))
+        return codes.reshape(x.shape), transposed.reshape(x.shape[-1], *x.shape[:-1])
+
+
+def _compiler_options(interpret: bool) -> dict[str, Any]:
+    if interpret:
+        return {"interpret": True}
+    from jax.experimental.pallas import triton  # cannot be imported without a GPU build of JAX
+
+    return {"compiler_params": triton.CompilerParams(num_warps=_WARPS)}
+
+
+def _both(x: Any, amax: Any, codes: Any, transposed: Any, *, encode: Encode) -> None:
+    encoded = encode(x[...].astype(jnp.float32), amax[...])
+    codes[...] = encoded
+    transposed[...] = encoded.T
+
+
+def _rows_and_columns(
+    x: Any,
+    row_amax: Any,
+    row_enc: Any,
+    column_amax: Any,
+    column_enc: Any,
+    codes: Any,
+    transposed: Any,
+    *,
+    encode_row: Callable[..., jax.Array],
+    encode_column: Callable[..., jax.Array],
+) -> None:
+    values = x[...].astype(jnp.float32)
+    codes[...] = encode_row(values, row_amax[...], row_enc[...])
+    transposed[...] = encode_column(values, column_amax[...], column_enc[...]).T

@@ -1,0 +1,1 @@
+"""The quantizers of every format in plain jnp: the specification, bit by bit."""

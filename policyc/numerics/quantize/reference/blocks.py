@@ -1,0 +1,311 @@
+"""Shared by the quantizers of all formats: layouts, block maxima, encoding scales and codes.
+
+Terms: `amax` is the largest magnitude among elements that share an outer scale. It is scaled to `bound`, the largest
+element times the largest block scale, so the outer scale is amax / bound. Elements are multiplied by the encoding scale
+`enc`, the reciprocal of their scales. Tiny tensors are multiplied by `lift`, a power of two, first.
+
+The order of the fp32 operations is part of a format: a division where the format multiplies changes one code in a
+thousand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil, log2
+from typing import TYPE_CHECKING, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from policyc.language.formats import FORMATS
+from policyc.language.recipes import Treatment
+from policyc.numerics.quantize.reference.bits import (
+    E2M1,
+    ELEMENTS,
+    INFINITY,
+    Element,
+    abs_bits,
+    abs_bits_bf16,
+    cpu_div,
+    exact_div,
+    from_bits,
+    materialize,
+    round_nearest,
+    round_stochastic,
+    sign_bit,
+)
+from policyc.numerics.quantize.reference.layout import (
+    TILE,
+    Axes,
+    Layout,
+    expand_per_block,
+    pack,
+    repeat_axis,
+    split_axis,
+    split_blocks,
+)
+from policyc.numerics.quantize.reference.random import Key, checksum, random_words
+
+if TYPE_CHECKING:
+    from policyc.numerics.quantize.kernels.fp8_kernel import Fp8Kernel
+
+E4M3_FULL, E4M3_REDUCED = 448.0, 256.0
+"""Bounds of the E4M3 block scales. The smaller one leaves room for scales larger than the block maxima require."""
+
+RANDOM_BITS = 16
+"""Random bits per stochastic rounding. One 32-bit word serves four elements: each has 8 bits of its own, and as less
+significant bits the 8 of a neighbour."""
+
+SCALE_KEY = "scale"
+"""The word folded into the key with which MS-EDEN rounds scales."""
+
+LIFT_EXPONENT = 64
+LIFT = 2.0**LIFT_EXPONENT
+"""The lift of tiny tensors. It avoids denormals."""
+TINY = (127 - 104) << 23
+"""The bits of 2**-104. Tensors with a smaller maximum are lifted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeContext:
+    """Inputs of a format's quantizer besides the array.
+
+    `unrotated` is the array before its rotation, if the outer scale is computed from it. `fp8_kernel` is the GPU kernel
+    to use, if any, and `cpu` selects operations that suit a CPU. Neither changes the result.
+    """
+
+    treatment: Treatment
+    axes: Axes
+    layout: Layout
+    key: Key
+    unrotated: jax.Array | None = None
+    fp8_kernel: Fp8Kernel | None = None
+    cpu: bool = False
+
+    @property
+    def div(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        return cpu_div if self.cpu else exact_div
+
+
+# ---- layouts
+
+
+def layout_of(shape: tuple[int, ...], treatment: Treatment, axes: Axes) -> tuple[Layout, tuple[int, ...]]:
+    """The layout of an operand of this shape once quantized, and its shape padded to whole blocks."""
+    element, block = ELEMENTS[treatment.element], FORMATS[treatment.format].block
+    tile = axes.tile if treatment.tile2d else None
+    padded = list(shape)
+    padded[axes.axis] += -shape[axes.axis] % max(block, treatment.rht, 2 if element.bits == 4 else 1)
+    if tile is not None:
+        padded[tile] += -shape[tile] % TILE
+    layout = Layout(
+        format=treatment.format,
+        element=treatment.element,
+        axis=axes.axis,
+        block=block,
+        size=shape[axes.axis],
+        tile_axis=tile,
+        tile_size=shape[tile] if tile is not None else 0,
+        bound=bound_of(treatment),
+    )
+    return layout, tuple(padded)
+
+
+def bound_of(treatment: Treatment) -> float:
+    """The largest magnitude of an element times its block scale."""
+    if treatment.format == "nvfp4":
+        return E2M1.top * (E4M3_REDUCED if refinement_of(treatment) else E4M3_FULL)
+    return ELEMENTS[treatment.element].top
+
+
+def refinement_of(treatment: Treatment) -> Literal["", "four_over_six", "ms_eden"]:
+    """The option that makes NVFP4's block scales depend on more than block maxima; empty if there is none."""
+    if treatment.rounding == "ms_eden":
+        return "ms_eden"
+    return "four_over_six" if treatment.scale == "four_over_six" else ""
+
+
+def has_kernels(treatment: Treatment) -> bool:
+    """Whether there are kernels for NVFP4 in this variant: with scales from block maxima, and no rotation but of 16."""
+    if treatment.format != "nvfp4" or refinement_of(treatment) or treatment.rht not in (0, 16):
+        return False
+    return not (treatment.tile2d or treatment.mean_split or treatment.outer == "row")
+
+
+def joins_in_kernels(treatments: Sequence[Treatment]) -> bool:
+    """Whether kernels can quantize an operand with all these treatments at once, in two reads.
+
+    A single treatment that does not rotate is left to XLA, which finds block maxima where it computes the operand.
+    """
+    return all(map(has_kernels, treatments)) and (len(treatments) > 1 or any(t.rht for t in treatments))
+
+
+def outer_scale_axes(treatment: Treatment, axes: Axes, layout: Layout, ndim: int) -> tuple[int, ...]:
+    """The axes (from the end) that an outer scale spans. 2D tiles always have one per tensor."""
+    if treatment.outer == "row" and layout.tile_axis is None:
+        return tuple(sorted(axes.contract or (axes.axis,)))
+    return tuple(i for i in range(-ndim, 0) if i not in axes.batch)
+
+
+# ---- maxima
+
+
+def find_maxima(x: jax.Array, context: QuantizeContext) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """x, the bits of the maximum of each block, and those of the amax of each outer scale (reduced axes have size 1).
+
+    The operation that computes x writes it to memory together with the maxima. Without the barrier, XLA fuses later
+    operations into it: it then keeps x in fp32, without its rounding to bfloat16, and recomputes half of it.
+    """
+    layout, axes = context.layout, context.axes
+    if layout.tile_axis is not None:
+        # A weight, which is just the result of a cast: it is written first, so that later reads take half the bytes.
+        x = materialize(x)
+        maxima = materialize(_block_maxima(x, axes, layout))
+    else:
+        x, maxima = materialize((x, _block_maxima(x, axes, layout)))
+    if maxima.dtype == jnp.uint16:
+        maxima = maxima.astype(jnp.int32) << 16
+    spanned = outer_scale_axes(context.treatment, axes, layout, x.ndim)
+    return x, maxima, maxima.max(axis=spanned, keepdims=True)
+
+
+def _block_maxima(x: jax.Array, axes: Axes, layout: Layout) -> jax.Array:
+    """The bits of the maximum of each block or tile: 16 bits for bfloat16, which halves the memory traffic."""
+    bits = abs_bits_bf16(x) if x.dtype == jnp.bfloat16 else abs_bits(x)
+    blocks = split_axis(bits, axes.axis, x.shape[axes.axis] // layout.block, layout.block)
+    maxima = blocks.max(axis=blocks.ndim + axes.axis)
+    if layout.tile_axis is not None:
+        tiles = split_axis(maxima, layout.tile_axis, maxima.shape[layout.tile_axis] // TILE, TILE)
+        maxima = tiles.max(axis=tiles.ndim + layout.tile_axis)
+    return maxima
+
+
+def tensor_key(block_max: jax.Array, amax: jax.Array, context: QuantizeContext) -> Key:
+    """The rounding key of each outer scale: the key of the operand, with its content folded in.
+
+    The content is the bits of the maximum and a checksum of the block maxima. XLA finds both in one pass over the block
+    maxima. The maximum alone is not enough: in bfloat16 it takes few values.
+    """
+    spanned = outer_scale_axes(context.treatment, context.axes, context.layout, block_max.ndim)
+    return context.key.fold(amax).fold(checksum(block_max, spanned))
+
+
+# ---- outer scales
+
+
+def outer_maximum(amax: jax.Array, treatment: Treatment) -> jax.Array:
+    """Bits of the magnitude that sets the outer scale: amax, adjusted as the option `outer` says."""
+    return bound_after_rotation(amax, treatment.rht) if treatment.outer == "bound" else amax
+
+
+def bound_after_rotation(amax: jax.Array, size: int) -> jax.Array:
+    """A bound of the magnitudes after a rotation of this size, as bits, from the bits of the largest one before it.
+
+    An element becomes a signed sum of `size` elements divided by sqrt(size), so sqrt(size) * amax is a bound. Here that
+    factor is rounded up to a power of two, which changes only the exponent. An out-of-range bound is infinite.
+    """
+    bound = amax
+    for _ in range(ceil(log2(size) / 2)):
+        # Doubles it: adds 1 to the exponent, which starts at bit 23, or shifts a denormal, which has no exponent.
+        bound = jnp.where(bound < 0x800000, bound << 1, jnp.minimum(bound, INFINITY - 0x800000) + 0x800000)
+    return jnp.where(amax < INFINITY, bound, amax)
+
+
+def materialize_encoding_scale(amax: jax.Array, context: QuantizeContext) -> tuple[jax.Array, jax.Array]:
+    """`find_encoding_scale`, with a barrier so that XLA does not recompute it for every consumer."""
+    return materialize(find_encoding_scale(amax, context.layout.bound, context.div))
+
+
+def find_encoding_scale(
+    amax: jax.Array, bound: float, div: Callable[[jax.Array, jax.Array], jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """The encoding scale of a tensor, and its lift. `amax` has the bits of the maximum.
+
+    The tensor times its lift times its encoding scale has the bound of the format as its maximum. The lift is a power
+    of two that avoids denormals if amax is tiny, and 1 otherwise.
+    """
+    top, lift = lift_amax(amax)
+    return jnp.where(amax == 0, jnp.float32(1), div(jnp.full_like(top, bound), top)), lift
+
+
+def lift_amax(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The lifted amax as fp32, and the lift. NaN and infinity count as 1: the scales of such a tensor are NaN."""
+    lift = jnp.where(amax < TINY, jnp.float32(LIFT), jnp.float32(1))
+    finite = jnp.where(amax >= INFINITY, 0x3F800000, amax)
+    # The bits of a denormal are its value in units of 2**-149.
+    denormal = amax.astype(jnp.float32) * jnp.float32(2.0 ** (LIFT_EXPONENT - 149))
+    return jnp.where(amax < 0x800000, denormal, from_bits(finite) * lift), lift
+
+
+# ---- codes
+
+
+def encode_blocks(lifted: jax.Array, enc: jax.Array, context: QuantizeContext, key: Key) -> jax.Array:
+    """The codes of lifted * enc, with one `enc` per block. Packed if they have four bits."""
+    layout = context.layout
+    element = ELEMENTS[layout.element]
+    if element.bits == 8:
+        scaled = split_blocks(lifted, layout) * expand_per_block(enc, layout)
+        return _encode(scaled, None, element).reshape(lifted.shape)
+    length = lifted.shape[layout.axis]
+    pairs = split_axis(lifted, layout.axis, length // layout.block, layout.block // 2, 2)
+    axis = pairs.ndim + layout.axis
+    pair_enc = expand_per_block(enc, layout)
+    bits = None
+    if context.treatment.rounding == "sr":
+        bits = _random_bits(key, lifted.shape, layout.axis).reshape(pairs.shape)
+    encode = _encode_pairs_on_cpu if context.cpu else _encode_pairs
+    packed = encode(pairs, axis, pair_enc, bits, element)
+    return packed.reshape(lifted.shape[: axis - 2] + (length // 2,) + lifted.shape[axis - 1 :])
+
+
+def _encode_pairs(
+    pairs: jax.Array, axis: int, enc: jax.Array, bits: jax.Array | None, element: Element
+) -> jax.Array:
+    """Encodes all elements, then picks the two of each byte: a program half as long, compiled to the same kernel."""
+    codes = _encode_in_place(pairs, axis, enc, bits, element)
+    return pack(*(lax.index_in_dim(codes, i, axis, keepdims=False) for i in range(2)))
+
+
+def _encode_pairs_on_cpu(
+    pairs: jax.Array, axis: int, enc: jax.Array, bits: jax.Array | None, element: Element
+) -> jax.Array:
+    """Joins codes by a reduction, which lets a CPU vectorize over neighbours and avoid strided loads."""
+    half = lax.broadcasted_iota(jnp.uint8, pairs.shape, axis)
+    nibbles = _encode_in_place(pairs, axis, enc, bits, element) << (half * 4)
+    packed: jax.Array = lax.reduce(nibbles, np.uint8(0), lax.bitwise_or, (axis,))
+    return packed
+
+
+def _encode_in_place(
+    pairs: jax.Array, axis: int, enc: jax.Array, bits: jax.Array | None, element: Element
+) -> jax.Array:
+    """The codes of all elements."""
+    return _encode(pairs * jnp.expand_dims(enc, axis), bits, element)
+
+
+def _random_bits(key: Key, shape: tuple[int, ...], axis: int) -> jax.Array:
+    """`RANDOM_BITS` random bits for each element, in the lowest bits of a word, under higher bits of that word.
+
+    Of four elements along the axis, element k has byte k of their random word as its higher byte, and byte k - 1 as its
+    lower one.
+    """
+    quads = list(shape)
+    quads[axis] = -(-shape[axis] // 4)
+    words = lax.slice_in_dim(repeat_axis(random_words(key, tuple(quads)), axis, 4), 0, shape[axis], axis=axis)
+    index = lax.broadcasted_iota(jnp.uint32, shape, len(shape) + axis)
+    shift = ((index + 3) & 3) * 8
+    return (words >> shift) | (words << ((32 - shift) & 31))
+
+
+def _encode(scaled: jax.Array, bits: jax.Array | None, element: Element) -> jax.Array:
+    """Signed codes, rounded to nearest, or stochastically by the low random bits."""
+    if bits is None:
+        code = round_nearest(jnp.abs(scaled), element)
+    else:
+        random = (bits & ((1 << RANDOM_BITS) - 1)).astype(jnp.int32)
+        code = round_stochastic(jnp.abs(scaled), random, RANDOM_BITS, element)
+    return (code | sign_bit(scaled, element)).astype(jnp.uint8)

@@ -1,0 +1,89 @@
+"""Elements under one outer scale, without block scales: FP8 (E4M3 or E5M2), and FP4 (E2M1).
+
+FP4 is an ablation: no GPU multiplies it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from policyc.numerics.quantize.reference.bits import (
+    ELEMENTS,
+    Element,
+    abs_bits,
+    encode_scaled,
+    from_bits,
+    kernel_div,
+    materialize,
+)
+from policyc.numerics.quantize.reference.blocks import (
+    QuantizeContext,
+    encode_blocks,
+    find_encoding_scale,
+    find_maxima,
+    materialize_encoding_scale,
+    outer_maximum,
+    outer_scale_axes,
+    tensor_key,
+)
+from policyc.numerics.quantize.reference.layout import Quantized
+
+_GROUP = 16
+"""The size of the groups whose maxima are found while x is written: that of an NVFP4 block."""
+
+
+def quantize_fp8(x: jax.Array, context: QuantizeContext) -> Quantized:
+    """Quantizes to FP8. The kernel, if there is one, writes both orders of the codes in one pass."""
+    axes, layout = context.axes, context.layout
+    element = ELEMENTS[layout.element]
+    spanned = outer_scale_axes(context.treatment, axes, layout, x.ndim)
+    # An 8-bit GEMM reads one operand transposed. Unless x is in memory first, XLA fuses that transpose into whatever
+    # computes x, and computes x three times. The operation that writes x also finds the maxima of groups.
+    if x.dtype == jnp.bfloat16 and x.shape[-1] % _GROUP == 0 and -1 in spanned and not context.cpu:
+        groups = replace(layout, axis=-1, block=_GROUP)
+        along = replace(axes, axis=-1, contract=axes.contract or (axes.axis,))
+        x, _, amax = find_maxima(x, replace(context, axes=along, layout=groups))
+    else:
+        x = materialize(x)
+        amax = abs_bits(x).max(axis=spanned, keepdims=True)
+    amax = outer_maximum(amax, context.treatment)
+    transposed: jax.Array | None = None
+    if context.fp8_kernel is not None:
+        codes, transposed = context.fp8_kernel.both_orders(
+            x, amax, partial(_encode_in_kernel, element=element)
+        )
+    else:
+        enc, lift = materialize_encoding_scale(amax, context)
+        # Without the barrier XLA might drop the cast, if a GEMM reads the codes as wider numbers.
+        codes = materialize(encode_scaled(x.astype(jnp.float32), lift, enc, amax, element))
+        if axes.both_orders:
+            transposed = jnp.moveaxis(codes, -1, 0)
+    return Quantized(
+        codes=codes, scales=None, amax=from_bits(amax), transposed_codes=transposed, layout=layout
+    )
+
+
+def _encode_in_kernel(values: jax.Array, amax: jax.Array, element: Element) -> jax.Array:
+    enc, lift = find_encoding_scale(amax, element.top, kernel_div)
+    return encode_scaled(values, lift, enc, amax, element)
+
+
+# ---- FP4
+
+
+def quantize_fp4(x: jax.Array, context: QuantizeContext) -> Quantized:
+    """Quantizes to FP4, with a scale as in FP8. In the rounding key, each element counts as a block."""
+    treatment, layout = context.treatment, context.layout
+    x = materialize(x)
+    magnitudes = abs_bits(x)
+    amax = magnitudes.max(axis=outer_scale_axes(treatment, context.axes, layout, x.ndim), keepdims=True)
+    key = context.key if treatment.rounding == "rne" else tensor_key(magnitudes, amax, context)
+    enc, lift = materialize_encoding_scale(amax, context)
+    # Two codes fill a byte. Each pair gets the encoding scale of the tensor.
+    pairs = replace(context, layout=replace(layout, block=2))
+    codes = encode_blocks(x.astype(jnp.float32) * lift, enc, pairs, key)
+    return Quantized(codes=codes, scales=None, amax=from_bits(amax), layout=layout)
