@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -83,7 +82,7 @@ def train_all(options: Any, extra: list[str]) -> None:
         time.sleep(0.5)
     for name, process in running.items():
         note(f"{name} is stopped")
-        process.send_signal(signal.SIGTERM)
+        process.kill()  # its metrics are written line by line
     for process in running.values():
         process.wait()
     note(f"not run: {', '.join(waiting) or 'none'}")
