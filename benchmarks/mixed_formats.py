@@ -1,4 +1,4 @@
-"""Trains the policies of docs/results/19m_mixed with the same seeds, and keeps thinned metrics.
+"""Trains the policies of docs/results/19m_mixed_formats with the same seeds, and keeps thinned metrics.
 
     python -m benchmarks.corpus corpus
     python -m benchmarks.mixed_formats --corpus corpus --seeds 100,101,102 --out OUT
@@ -31,6 +31,8 @@ TABLE = (
     "mlp_nvfp4_late_bf16", "mxfp4_all_blocks", "fitted_llama",
 )  # fmt: skip
 """In the order in which they run: what matters most comes first. The late switches continue MIXED."""
+BASELINES = ("bf16", "fp8")
+MARGIN = "0.5%"
 LATE = tuple(name for name in TABLE if "late" in name)
 SWITCH = 82  # percent of the steps
 MEANS = 100
@@ -114,31 +116,41 @@ def start(name: str, options: Any, extra: list[str]) -> subprocess.Popen[bytes]:
 def is_finished(folder: Path) -> bool:
     """Whether the run of the first seed reached its last step."""
     metrics = sorted(folder.glob("seed*/metrics.jsonl"))
-    return bool(metrics) and '"is_complete": true' in metrics[0].read_text().rsplit("\n", 2)[-2]
+    return bool(metrics) and '"is_complete": true' in metrics[0].read_text()
 
 
 # ---- thinned metrics
 
 
 def collect(out: Path) -> dict[str, dict[str, float | None]]:
-    """Writes OUT/results. Returns the last validation loss of each run that has one."""
+    """Writes OUT/results. Returns the last validation loss of each run, None without one.
+
+    `sweep.json` names the whole table: Holm's correction counts the policies that have not run, too.
+    """
     last: dict[str, dict[str, float | None]] = {}
+    steps = 0
     for metrics in sorted(out.glob("*/seed*/metrics.jsonl")):
         rows = [json.loads(line) for line in metrics.read_text().splitlines() if line.endswith("}")]
         about = json.loads((metrics.parent / "run.json").read_text())
         policy, seed = metrics.parts[-3:-1]
         folder = out / "results" / policy / seed
         folder.mkdir(parents=True, exist_ok=True)
-        thinned = thin(rows, about["settings"]["steps"] // MEANS or 1)
+        steps = about["settings"]["steps"]
+        thinned = thin(rows, steps // MEANS or 1)
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in thinned))
         settings = {name: about["settings"][name] for name in SETTINGS}
         settings["data"] = "tokens:train.bin,validation=validation.bin"
         shown = {name: about[name] for name in ABOUT} | {"settings": settings}
         (folder / "run.json").write_text(json.dumps(shown) + "\n")
-        text = policy_text(policy)
-        (folder.parent / "policy.policy").write_text(text)
         losses = [row["validation_loss"] for row in thinned if "validation_loss" in row]
         last.setdefault(policy, {})[seed] = losses[-1] if losses else None
+    for name in TABLE:
+        (out / "results" / name).mkdir(parents=True, exist_ok=True)
+        (out / "results" / name / "policy.policy").write_text(policy_text(name))
+    seeds = sorted({int(seed.removeprefix("seed")) for by_seed in last.values() for seed in by_seed})
+    variants = [{"name": name} for name in TABLE]
+    design = {"baselines": BASELINES, "margin": MARGIN, "seeds": seeds, "steps": steps, "variants": variants}
+    (out / "results" / "sweep.json").write_text(json.dumps(design) + "\n")
     return last
 
 
