@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import compare_formats, mixed_formats
 from policyc.experiments.report.build import build_report
 from policyc.language.loader import load
 
@@ -31,17 +32,37 @@ def gaps_to_bf16(folder: str) -> dict[str, tuple[float, float, float]]:
 
 @pytest.mark.parametrize(
     ("folder", "count"),
-    [("19m", 4), ("19m_200m_tokens", 3), ("5m_50m_tokens", 13), ("5m_batch16", 13), ("5m_batch64", 9)],
-)
+    [("19m", 4), ("19m_200m_tokens", 3), ("5m_50m_tokens", 13), ("5m_batch16", 13), ("5m_batch64", 9),
+     ("19m_mixed_formats", 5)],
+)  # fmt: skip
 def test_the_tables_of_the_results_are_those_of_the_report(folder, count):
-    text = (RESULTS / "README.md").read_text().replace("−", "-")
-    section = next(part for part in text.split("\n## ") if f"--out {folder}/" in part)
+    section = (RESULTS / "mixed_formats.md").read_text().partition("### Verdicts")[2]
+    if folder != "19m_mixed_formats":
+        sections = (RESULTS / "README.md").read_text().split("\n## ")
+        section = next(part for part in sections if f"--out {folder}/" in part)
     gaps = gaps_to_bf16(folder)
     assert len(gaps) == count
     for variant, values in gaps.items():
         gap, low, high = (f"{value:+.4f}" for value in values)
-        (line,) = re.findall(rf"^\| (?:\[)?`{variant}`.*\| {re.escape(gap)} \|.*$", section, re.MULTILINE)[:1]
-        assert f"{low} to {high}" in line
+        lines = re.findall(
+            rf"^\| (?:\[)?`{variant}`.*\| {re.escape(gap)} \|.*$", section.replace("−", "-"), re.MULTILINE
+        )
+        assert f"{low} to {high}" in lines[0]
+
+
+def test_the_comparisons_of_mixed_formats_are_those_of_the_runs():
+    page = (RESULTS / "mixed_formats.md").read_text(encoding="utf-8").replace("−", "-")
+    rows = compare_formats.describe(RESULTS / "19m_mixed_formats")
+    assert len(rows) == 3 + 2
+    assert set(rows) <= set(page.splitlines())
+
+
+def test_a_run_that_has_logged_nothing_has_not_finished(tmp_path):
+    metrics = tmp_path / "seed100" / "metrics.jsonl"
+    metrics.parent.mkdir()
+    for text, is_finished in (("", False), ('{"step": 1}\n', False), ('{"is_complete": true}\n', True)):
+        metrics.write_text(text)
+        assert mixed_formats.is_finished(tmp_path) == is_finished
 
 
 def test_the_tables_of_found_policies_are_those_of_their_losses():
