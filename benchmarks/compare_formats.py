@@ -36,7 +36,9 @@ def main() -> int:
 
 def describe(folder: Path) -> list[str]:
     """The rows of the comparisons, then those of the noise."""
-    own, plain = (read_losses(folder, figure) for figure in ("validation_loss", "validation_loss_plain"))
+    own, plain = (
+        read_losses(folder, figure) for figure in ("validation_loss", "validation_loss_evaluated_in_bf16")
+    )
     tests, pooled, paired = [], [], []
     for number, (one, other) in enumerate(COMPARISONS, 1):
         losses = plain if "late" in one else own

@@ -171,7 +171,7 @@ def thin(rows: list[dict[str, Any]], every: int) -> list[dict[str, Any]]:
         line = {"step": step, "tokens": block[-1]["tokens"]}
         lines.append(line | {"loss": round(means["loss"], 5), "grad_norm": round(means["grad_norm"], 4)})
     validation = {row["step"]: row for row in rows if "validation_loss" in row}
-    names = ("step", "tokens", "validation_loss", "validation_loss_plain")
+    names = ("step", "tokens", "validation_loss", "validation_loss_evaluated_in_bf16")
     return lines + [{k: row[k] for k in names if k in row} for row in validation.values()]
 
 
