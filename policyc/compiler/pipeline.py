@@ -7,14 +7,13 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import partial, update_wrapper, wraps
+from functools import update_wrapper, wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 
 from policyc.compiler.finding.analysis import analyze
-from policyc.compiler.finding.dots import GEMMS
 from policyc.compiler.kinds.site_purpose import find_kinds
 from policyc.compiler.matching.execution import ExecutionOptions, execution_options
 from policyc.compiler.planning.plan import Plan, make_plan
@@ -28,8 +27,6 @@ from policyc.compiler.sites.site import Sites
 from policyc.compiler.sites.trace import TracedFunction, jaxpr_inputs, trace
 from policyc.compiler.tables.printed import PrintedPlan, as_printed
 from policyc.jaxcore.hooks import autodiff
-from policyc.jaxcore.jaxprs import reading as jaxprs
-from policyc.jaxcore.primitives.define_primitive import DIFFERENTIATED_ONCE
 from policyc.language.diagnostics import Diagnostic
 from policyc.language.loader import is_policy_text, load, parse
 from policyc.language.policy import Policy
@@ -86,10 +83,7 @@ def apply(
             with no_reentry():
                 return fn(*args, **kwargs)
         call = LossCall(fn=fn, args=args, kwargs=kwargs, param_argnums=argnums, has_aux=has_aux)
-        traced = call.trace_or_run()
-        if not isinstance(traced, TracedFunction):
-            return cast(_Result, traced(*args))
-        planned = plan_traced(parsed_policy, call, traced, execution)
+        planned = plan_loss(parsed_policy, call, execution)
         warn(check_plan(planned.plan, may_miss=multiple_losses))
         return cast(_Result, planned.compile()(*args))
 
@@ -176,35 +170,6 @@ class LossCall:
                 fixed,
             )
 
-    def trace_or_run(self) -> TracedFunction | Callable[..., Any]:
-        """Traces the loss. If that fails outside of `jax.jit`, returns a function that runs the loss untraced.
-
-        Outside of `jax.jit`, a function may do what cannot be traced, such as reading values or catching XLA's errors.
-        The returned function raises the error of the trace if the loss has a GEMM. Otherwise it runs as it does without
-        a policy.
-        """
-        try:
-            return self.trace()
-        except Exception as error:
-            if autodiff.is_staging():
-                raise
-            return partial(self._run_without_gemms, error)
-
-    def _run_without_gemms(self, error: Exception, *args: Any) -> Any:
-        """Runs the loss untraced. Raises `error`, with which the trace failed, if the loss has a GEMM."""
-        gemms: list[str] = []
-
-        def see(primitive: Any, params: Mapping[str, Any]) -> None:
-            names = {primitive.name, *map(jaxprs.primitive_name, jaxprs.equations_inside(params.values()))}
-            # Equations inside a `shard_map` are not visible outside of `jax.jit`. Assume that there is a GEMM.
-            gemms.extend(names & GEMMS or {primitive.name} & {"shard_map"})
-
-        with no_reentry(), autodiff.watch_evaluation(see):
-            result = self.fn(*args, **self.kwargs)
-        if gemms:
-            raise error
-        return result
-
     def inputs(self, args: Sequence[Any]) -> list[Any]:
         """The inputs of the loss's jaxpr for these arguments."""
         return jaxpr_inputs(args, self.param_argnums)
@@ -227,34 +192,14 @@ class PlannedLoss:
         def quantized(*args: Any) -> Any:
             with no_reentry():
                 arrays = self.call.inputs(args)
-                try:
-                    return self.traced.run(rewritten.jaxpr, [*arrays, *extra])
-                except Exception as error:
-                    if rewritten.replacements and isinstance(error, TypeError):
-                        _name_cause_in_forward_mode(error, arrays)
-                    if rewritten.replacements or autodiff.is_staging():
-                        raise
-                # No GEMM is replaced, and the loss does what a jaxpr cannot (see `LossCall.trace_or_run`).
-                return self.call.fn(*args, **self.call.kwargs)
+                return self.traced.run(rewritten.jaxpr, [*arrays, *extra])
 
         return update_wrapper(quantized, self.call.fn)
 
 
-def _name_cause_in_forward_mode(error: TypeError, arrays: Sequence[Any]) -> None:
-    """JAX's error for forward mode does not say which function has no such derivative."""
-    if any(map(autodiff.is_forward_differentiated, arrays)):
-        error.add_note(DIFFERENTIATED_ONCE)
-
-
 def plan_loss(policy: Policy, call: LossCall, execution: ExecutionOptions) -> PlannedLoss:
     """Traces a loss, finds its sites, and plans them."""
-    return plan_traced(policy, call, call.trace(), execution)
-
-
-def plan_traced(
-    policy: Policy, call: LossCall, traced: TracedFunction, execution: ExecutionOptions
-) -> PlannedLoss:
-    """Finds the sites of a traced loss, and plans them."""
+    traced = call.trace()
     sites = find_sites(traced, traced.differentiated_results(has_aux=call.has_aux))
     plan = as_printed(make_plan(policy, sites, execution))
     return PlannedLoss(call, traced, replace(plan, constant_inputs=_constant_inputs(call.inputs(call.args))))

@@ -15,12 +15,11 @@ from typing import Any
 
 from policyc.base.notebook import html_text
 from policyc.compiler.matching.execution import ExecutionOptions, execution_options
-from policyc.compiler.pipeline import LossCall, PlannedLoss, as_policy, is_compiling, plan_traced, warn
+from policyc.compiler.pipeline import LossCall, PlannedLoss, as_policy, is_compiling, plan_loss, warn
 from policyc.compiler.planning.idle_rules import find_deciding_rules, idle_rules
 from policyc.compiler.planning.plan import Plan
 from policyc.compiler.planning.plan_checks import check_plan, unmet_expectations
 from policyc.compiler.schedule import SCHEDULE
-from policyc.compiler.sites.trace import TracedFunction
 from policyc.compiler.tables.printed import PrintedPlan
 from policyc.jaxcore.hooks import autodiff, cache_keys
 from policyc.language.diagnostics import Diagnostic, PolicyError, Severity
@@ -84,11 +83,8 @@ class Session:
             return fun
         argnums = tuple(range(len(primals)))  # all primals are differentiated
         call = LossCall(fn=fun, args=primals, param_argnums=argnums, has_aux=has_aux)
-        traced = call.trace_or_run()
-        if not isinstance(traced, TracedFunction):
-            return traced
         try:
-            planned = plan_traced(self.policy, call, traced, self.execution)
+            planned = plan_loss(self.policy, call, self.execution)
             with self._lock:
                 self._record(planned.plan)
                 if len(planned.plan.sites):

@@ -94,7 +94,7 @@ def test_every_interpreter_is_started_alike() -> None:
     """With `base.python.PYTHON`; `processes` only compares, and the script of a Slurm job says `-P` itself."""
     sources = (ROOT / name for name in ("policyc", "models"))
     users = {p.name for s in sources for p in s.rglob("*.py") if "sys.executable" in p.read_text("utf-8")}
-    assert users == {"python.py", "processes.py", "slurm.py"}
+    assert users == {"python.py", "slurm.py"}
     assert 'exec "$0" -P -m' in (ROOT / "policyc/experiments/sweep/slurm.py").read_text("utf-8")
 
 
@@ -225,7 +225,7 @@ READERS: dict[str, Callable[[Path], str]] = {
     "b.policy": lambda path: policyc("lint", path.parent).out,
     "c.policy": lambda path: policyc("fmt", path.parent).err,
     "model.json": found("# sites: {name}\n* -> bf16\n"),
-    "metrics.jsonl": noted(read_rows),
+    "metrics.jsonl": noted(lambda path, problems: list(read_rows(path, problems))),
     "run.json": noted(read_object),
     "sweep.json": expect(OSError, _read_manifest),
     "status.json": expect(OSError, lambda path: RunStatus.read(path.parent)),

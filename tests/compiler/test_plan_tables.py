@@ -109,6 +109,7 @@ def test_a_plan_as_json() -> None:
         "parameters": ["layers.up"],
         "module": None,
         "kind": "mlp",
+        "possible_kinds": [],
         "ragged": False,
         "weight": "rhs",
         "batch": 1,

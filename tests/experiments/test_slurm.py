@@ -308,6 +308,8 @@ def test_the_other_processes_of_a_mesh_write_no_status(tmp_path, monkeypatch):
 def test_a_finished_run_is_not_run_again(tmp_path, monkeypatch):
     run = make_run(tmp_path, ("false",))
     run.write()
+    lines = [f'{{"step": {step}, "loss": 1.0}}\n' for step in range(1, 10)]
+    (run.folder / "metrics.jsonl").write_text("".join(lines))
     make_status("finished").write(run.folder)
     assert run_wrapper(monkeypatch, run, 0) == 0
     assert not (run.folder / "log.txt").exists()

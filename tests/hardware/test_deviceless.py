@@ -38,7 +38,7 @@ def test_the_limit_on_memory_is_that_of_the_environment():
         (("fp8", "--target", "gb200"), "name a program, or a configuration"),
         (("fp8", "--config", "tiney", "--target", "gb200"), "there is no configuration 'tiney'"),
         (
-            ("fp8", *CONFIG, "--target", "gb200", "--devices", "16"),
+            ("fp8", *CONFIG, "--target", "gb200", "--devices", "16", "--batch", "8"),
             "batch 8 is not a multiple of 16 (accumulate x data x fsdp): --batch 16 fits; or change the axes",
         ),
         (

@@ -29,7 +29,7 @@ def test_only_one_module_imports_private_modules_of_jax():
 
 def test_the_page_lists_every_private_name_that_is_used():
     page = PAGE.read_text(encoding="utf-8")
-    used = {name for path in (PACKAGE / "jaxcore").glob("*.py") for name in private_names(path)}
+    used = {name for path in (PACKAGE / "jaxcore").rglob("*.py") for name in private_names(path)}
     assert used
     assert sorted(name for name in used if name not in page) == []
 
@@ -49,7 +49,7 @@ def test_the_page_lists_every_private_import() -> None:
 def test_the_page_lists_every_patch() -> None:
     """A patch assigns to an attribute of a private module, which the code calls `module`."""
     patched = set()
-    for path in (PACKAGE / "jaxcore").glob("*.py"):
+    for path in (PACKAGE / "jaxcore").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             targets = node.targets if isinstance(node, ast.Assign) else []
             patched |= {

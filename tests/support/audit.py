@@ -32,7 +32,7 @@ _other_threads: set[threading.Thread] = set()
 def _hook(event: str, arguments: tuple[object, ...]) -> None:
     if _current is None or threading.current_thread() in _other_threads:
         return
-    if event == "open":
+    if event == "open" and not isinstance(arguments[0], int):  # a descriptor was opened before
         _current.opened.append(str(arguments[0]))
     elif event.startswith(_RUN_EVENTS):
         _current.ran.append(f"{event} {arguments[:1]}")

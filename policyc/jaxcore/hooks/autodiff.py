@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -220,55 +220,3 @@ def is_staged_linearization() -> bool:
 def is_linearized(value: Any) -> bool:
     """Whether a value depends on an input of the current reverse-mode derivative."""
     return isinstance(value, ad.LinearizeTracer)
-
-
-_EvalTrace: Any = core.EvalTrace
-
-
-class _WatchedEvaluation(_EvalTrace):  # type: ignore[misc]  # JAX's methods have no types
-    """Evaluates like JAX's `EvalTrace`, but passes every primitive to `see` first."""
-
-    def __init__(self, see: Callable[[Any, Mapping[str, Any]], None]) -> None:
-        super().__init__()
-        self._see = see
-
-    def process_primitive(self, primitive: Any, args: Any, params: Any, /) -> Any:
-        self._see(primitive, params)
-        return super().process_primitive(primitive, args, params)
-
-    def process_shard_map(self, primitive: Any, *args: Any, **params: Any) -> Any:
-        self._see(primitive, params)
-        return super().process_shard_map(primitive, *args, **params)
-
-    # JAX 0.10 evaluates these functions outside of any trace.
-
-    def process_call(self, *args: Any, **params: Any) -> Any:
-        with set_current_trace(self):
-            return super().process_call(*args, **params)
-
-    def process_custom_jvp_call(self, *args: Any, **params: Any) -> Any:
-        with set_current_trace(self):
-            return super().process_custom_jvp_call(*args, **params)
-
-    def process_custom_vjp_call(self, *args: Any, **params: Any) -> Any:
-        with set_current_trace(self):
-            return super().process_custom_vjp_call(*args, **params)
-
-
-@contextlib.contextmanager
-def watch_evaluation(see: Callable[[Any, Mapping[str, Any]], None]) -> Iterator[None]:
-    """While active, calls `see` with each evaluated primitive and its parameters. Not for use where JAX stages."""
-    watched = _WatchedEvaluation(see)
-    inner: Any = core.trace_ctx.trace
-    if isinstance(inner, core.EvalTrace):
-        with set_current_trace(watched):
-            yield
-        return
-    while not isinstance(inner.parent_trace, core.EvalTrace):
-        inner = inner.parent_trace
-    evaluation = inner.parent_trace
-    inner.parent_trace = watched
-    try:
-        yield
-    finally:
-        inner.parent_trace = evaluation

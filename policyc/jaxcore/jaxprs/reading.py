@@ -27,7 +27,7 @@ from policyc.jaxcore.internals import config, core, sources, tracebacks
 # JAX leaves these folders out of tracebacks and of the source locations that it gives to XLA.
 for _folder in ("jaxcore", "compiler"):
     for _registry in (tracebacks, source_info_util):
-        _registry.register_exclusion(f"{Path(__file__).parent.parent / _folder}{os.sep}")
+        _registry.register_exclusion(f"{Path(__file__).parents[2] / _folder}{os.sep}")
 
 AnyJaxpr: TypeAlias = (
     "Jaxpr | ClosedJaxpr"  # as text: other type checkers do not follow JAX's lazy names in `|`
