@@ -9,12 +9,15 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
 import os
 import sys
 
+
+def main() -> None:
+    """The entry point of the `policyc` command."""
+    from policyc.cli.main import main as run_command
+
+    run_command()
+
+
 if __name__ == "__main__":
-    if sys.path[:1] == [
-        os.getcwd()
-    ]:  # `-m` puts the current folder first, where a json.py would replace Python's
+    if sys.path[:1] == [os.getcwd()]:  # where a json.py would replace Python's
         del sys.path[0]
-
-    from policyc.cli.main import main
-
     main()
