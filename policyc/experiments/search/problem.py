@@ -119,12 +119,14 @@ class Pricer:
     """Prices the options of items with the cost model, as the difference between two steps."""
 
     def __init__(self, step: TrainingStep, mesh: MeshShape, formats: Sequence[Format]) -> None:
-        self.step, self._mesh, self.formats = step.under(parse("* -> keep")), mesh, tuple(formats)
+        self.step: TrainingStep = step.under(parse("* -> keep"))
+        self.formats: tuple[Format, ...] = tuple(formats)
+        self._mesh = mesh
         self._recipes = {f.name: f.text for f in formats}
         self._decisions: dict[Choice, Decisions] = {}
         self._priced: dict[Hashable, dict[Choice, float]] = {}
         self._kept = self._decide(KEPT)
-        self.base = self._estimate(self._kept)
+        self.base: float = self._estimate(self._kept)
 
     def fastest(self) -> float:
         """The seconds of the fastest step with these formats, whatever damage they do."""
