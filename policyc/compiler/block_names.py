@@ -15,7 +15,9 @@ from policyc.language.selectors import DottedPath
 
 _SPLIT = "the layers of a list of weights are in several networks, or two passes count them differently"
 _ODD = "a weight in one block of its stack is not of the list of the others, as that of an exit or a stem"
-_FORK = "a network that it reads, or that reads it, has equal blocks, and no names tell which of them continue it"
+_FORK = (
+    "a network that it reads, or that reads it, has equal blocks, and no names tell which of them continue it"
+)
 _MIXED = "only some of the blocks of its stack are branches of the residual stream"
 _STEPS = "several blocks multiply data of their own by the same weights, so that they may be time steps"
 _UNCOUNTED = "the products of a list of equal weights are not counted as layers"

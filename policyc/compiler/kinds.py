@@ -66,7 +66,9 @@ def set_kinds(flow: Flow, looked_up: Collection[DottedPath]) -> None:
     )
     for node, site in products.sites.items():
         kind = _decide(products, node)
-        site.set_kind(kind, blocks.of_site.get(node) if blocks.positions else _only_block(kind, blocks.of_others))
+        site.set_kind(
+            kind, blocks.of_site.get(node) if blocks.positions else _only_block(kind, blocks.of_others)
+        )
 
 
 def _decide(products: ProductFlow, node: int) -> SiteKind:
@@ -230,7 +232,9 @@ class _Blocks:
         nearest = products.flow.before([data], products.ends) if data is not None else ()
         return any(
             products.flow.operations[n] == INPUT
-            or (n in products.products and (n not in positions or positions[n].stack != positions[node].stack))
+            or (
+                n in products.products and (n not in positions or positions[n].stack != positions[node].stack)
+            )
             for n in nearest
         )
 
