@@ -315,16 +315,13 @@ def exits_equal_to_a_layer(layer: Layer, p: Any, x: Any) -> Any:
     h, total = x[0], 0.0
     for number, q in enumerate(p["b"]):
         h = layer(h, q, [number], 5)
-        total += score(p, layer(h, p["last"], [0], 1))
+        total += score(p, layer(h, p["last"], [0], 1) if number < 4 else h)
     return total
 
 
-def exits_of_two_layers_every_two_layers(layer: Layer, p: Any, x: Any) -> Any:
-    h, total = x[0], 0.0
-    for number, q in enumerate(p["b"][:4]):
-        h = layer(h, q, [number], 4)
-        total += score(p, chain(layer, h, p["a"][:2])) if number % 2 else 0.0
-    return total
+def exit_of_two_layers(layer: Layer, p: Any, x: Any) -> Any:
+    h = chain(layer, x[0], p["b"][:2], depth=5)
+    return score(p, chain(layer, h, p["a"][:2])) + score(p, chain(layer, h, p["b"][2:], 2, 5))
 
 
 def exits_without_a_list(layer: Layer, p: Any, x: Any) -> Any:
@@ -354,10 +351,6 @@ def two_slices_of_the_data_joined(layer: Layer, p: Any, x: Any) -> Any:
 def one_list_for_a_trunk_and_two_passes(layer: Layer, p: Any, x: Any) -> Any:
     trunk = chain(layer, x[0], p["b"][:2], depth=5)
     return sum(score(p, chain(layer, h, p["b"][2:], 2, 5)) for h in (trunk, 2 * trunk))
-
-
-def draft_of_the_first_layers(layer: Layer, p: Any, x: Any) -> Any:
-    return score(p, chain(layer, x[0], p["b"])) + score(p, chain(layer, x[1], p["b"][:2], depth=2))
 
 
 def hourglass(layer: Layer, p: Any, x: Any) -> Any:
@@ -403,9 +396,8 @@ ARRANGEMENTS: dict[str, Callable[[Layer, Any, Any], Any]] = {
 MISREAD: dict[str, Callable[[Layer, Any, Any], Any]] = {
     f.__name__.replace("_", " "): f
     for f in (
-        exits_equal_to_a_layer, exits_of_two_layers_every_two_layers, exits_without_a_list, exit_of_the_last_layer,
+        exits_equal_to_a_layer, exit_of_two_layers, exits_without_a_list, exit_of_the_last_layer,
         exit_of_a_scan, stem_before_the_layers, two_slices_of_the_data_joined, one_list_for_a_trunk_and_two_passes,
-        draft_of_the_first_layers,
     )
 }  # fmt: skip
 """Arrangements whose networks the flow alone cannot tell apart."""
