@@ -11,18 +11,26 @@ import pytest
 from jax import lax
 
 from policyc.compiler.planning.plan import make_plan
-from policyc.compiler.planning.plan_checks import check_plan
+from policyc.compiler.planning.plan_checks import check_plan, unknown_blocks
+from policyc.compiler.tables.kind_tables import block_text, explain_kinds
 from policyc.language.diagnostics import PolicyError
 from policyc.language.loader import parse
 from tests.support.jaxpr_tools import find_sites
 from tests.support.network_programs import (
     ATTENTION,
+    FOR_RESIDUALS,
+    MISREAD,
     MLP,
     OUT,
+    TOKENS,
+    WITHOUT_RESIDUALS,
     D,
     X,
+    attend,
     cases,
     make,
+    mlp,
+    norm,
     pre_norm,
     score,
     true_layers,
@@ -112,18 +120,93 @@ def test_a_loop_whose_index_is_unknown_has_no_layers(model: Callable[[Any, Any],
     check_plan(make_plan(parse("* where mlp -> fp8"), sites))
 
 
-def test_passes_that_count_the_same_weights_differently_have_no_layers() -> None:
-    """A generator and its discriminator look like one network. The pass over other data shows that they are two."""
+def refusals(loss: Callable[..., Any], params: Any) -> list[str]:
+    """Why a rule for a layer is refused; empty if it is not."""
+    plan = make_plan(parse("* where layer >= -1 -> fp8"), find_sites(loss, params, X))
+    return [d.message for d in unknown_blocks(plan)]
+
+
+@pytest.mark.parametrize("arrangement", MISREAD)
+@pytest.mark.parametrize("layer", ["pre-norm", "residual mlp", "gated"])
+def test_networks_that_the_flow_cannot_tell_apart_have_no_layers(arrangement: str, layer: str) -> None:
+    if (arrangement, layer) != (
+        "exits without a list",
+        "gated",
+    ):  # this model has no repeated stack: layer 0 of 1
+        assert refusals(*make(layer, arrangement))
+
+
+@pytest.mark.parametrize("arrangement", FOR_RESIDUALS)
+@pytest.mark.parametrize("layer", WITHOUT_RESIDUALS)
+def test_layers_without_residuals_are_counted_right_or_not_at_all(arrangement: str, layer: str) -> None:
+    loss, params = make(layer, arrangement)
+    sites = [(site, true_layers(site)) for site in find_sites(loss, params, X)]
+    assert refusals(loss, params) or all(
+        site.block is not None
+        and (tuple(site.attributes(la)["layer"] for la in site.layers()), site.block.count) == truth
+        for site, truth in sites
+        if truth is not None
+    )
+
+
+def generator_and_discriminator(p: Any, x: Any) -> Any:
+    """They look like one network. The pass over other data shows that they are two."""
 
     def run(x: Any, weights: Any) -> Any:
         for weight in weights:
             x = jnp.tanh(x @ weight)
         return x
 
-    def loss(p: Any, x: Any) -> Any:
-        return run(run(x[0], p["g"]), p["d"]).sum() + run(x[1], p["d"]).sum()
+    return run(run(x[0], p["a"]), p["b"]).sum() + run(x[1], p["b"]).sum()
 
-    sites = find_sites(loss, {"g": [w(D, D)] * 3, "d": [w(D, D)] * 4}, X)
-    assert {site.block.unknown for site in sites if site.block is not None} == {
-        "another pass of the program counts the same weights as other layers"
-    }
+
+def recurrence(p: Any, x: Any) -> Any:
+    h = jnp.zeros_like(x[0, :, 0])
+    for step in range(TOKENS):
+        h = jnp.tanh(x[0, :, step] @ p["a"][0] + h @ p["a"][1])
+    return h.sum()
+
+
+def recurrence_of_several_layers(p: Any, x: Any) -> Any:
+    states = [jnp.zeros_like(x[0, :, 0])] * 3
+    for step in range(TOKENS):
+        h = x[0, :, step]
+        for number in range(3):
+            h = states[number] = jnp.tanh(h @ p["a"][number] + states[number] @ p["b"][number])
+    return h.sum()
+
+
+def modulated_by_its_input(p: Any, x: Any) -> Any:
+    """FiLM: the shift of the first layer looks like a branch of the stream."""
+    h, condition = x[0], jnp.tanh(x[0] @ p["one"])
+    for q in p["l"]:
+        modulated = norm(h) * (1 + condition @ q["scale"]) + condition @ q["shift"]
+        h = h + attend(modulated, modulated, q)
+        h = h + mlp(norm(h), q)
+    return h.sum()
+
+
+_LISTS = {"a": [w(D, D)] * 3, "b": [w(D, D)] * 4}
+_MODULATED = {"one": w(D, D), "l": [{**ATTENTION, **MLP, "scale": w(D, D), "shift": w(D, D)}] * 3}
+
+
+@pytest.mark.parametrize(
+    ("loss", "params", "reason"),
+    [
+        (generator_and_discriminator, _LISTS, "two passes count them differently"),
+        (recurrence, _LISTS, "they may be time steps"),
+        (recurrence_of_several_layers, _LISTS, "the layers of a list of weights are in several networks"),
+        (modulated_by_its_input, _MODULATED, "the layers of a list of weights are in several networks"),
+    ],
+)
+def test_blocks_that_contradict_the_names_of_their_weights_have_no_layers(
+    loss: Callable[..., Any], params: Any, reason: str
+) -> None:
+    (message,) = refusals(loss, params)
+    assert reason in message
+
+
+def test_a_block_whose_number_is_unknown_has_no_count() -> None:
+    plan = make_plan(parse(""), find_sites(recurrence, _LISTS, X))
+    assert {block_text([(site, ())]) for site in plan.sites if site.block is not None} == {"?"}
+    assert "in a block, but policyc cannot tell which: several blocks" in explain_kinds(plan, "a[1]")

@@ -310,6 +310,62 @@ def loop_over_all_layers(layer: Layer, p: Any, x: Any) -> Any:
     return score(p, chain(layer, x[0], p["a"] * 3))
 
 
+def exits_equal_to_a_layer(layer: Layer, p: Any, x: Any) -> Any:
+    """Deep supervision. By their form, the exits are a stack as well as the layers after them."""
+    h, total = x[0], 0.0
+    for number, q in enumerate(p["b"]):
+        h = layer(h, q, [number], 5)
+        total += score(p, layer(h, p["last"], [0], 1) if number < 4 else h)
+    return total
+
+
+def exit_of_two_layers(layer: Layer, p: Any, x: Any) -> Any:
+    h = chain(layer, x[0], p["b"][:2], depth=5)
+    return score(p, chain(layer, h, p["a"][:2])) + score(p, chain(layer, h, p["b"][2:], 2, 5))
+
+
+def exits_without_a_list(layer: Layer, p: Any, x: Any) -> Any:
+    return exits_equal_to_a_layer(layer, {**p, "b": list(p["named"].values())}, x)
+
+
+def exit_of_the_last_layer(layer: Layer, p: Any, x: Any) -> Any:
+    h = chain(layer, x[0], p["b"])
+    return score(p, h + mlp(norm(h), p["exit"]))
+
+
+def exit_of_a_scan(layer: Layer, p: Any, x: Any) -> Any:
+    h = scan(layer, x[0], p["b"])
+    return score(p, h + mlp(norm(h), p["exit"]))
+
+
+def stem_before_the_layers(layer: Layer, p: Any, x: Any) -> Any:
+    return score(p, chain(layer, x[0] + mlp(norm(x[0]), p["exit"]), p["b"]))
+
+
+def two_slices_of_the_data_joined(layer: Layer, p: Any, x: Any) -> Any:
+    """ControlNet: the sum of one slice and a projection of the other looks like a residual addition."""
+    joined = chain(layer, x[0] + x[1] @ p["exit"]["up"], p["b"])
+    return score(p, chain(layer, x[0], p["a"])) * score(p, joined)
+
+
+def one_list_for_a_trunk_and_two_passes(layer: Layer, p: Any, x: Any) -> Any:
+    trunk = chain(layer, x[0], p["b"][:2], depth=5)
+    return sum(score(p, chain(layer, h, p["b"][2:], 2, 5)) for h in (trunk, 2 * trunk))
+
+
+def hourglass(layer: Layer, p: Any, x: Any) -> Any:
+    """A network that is a branch in the middle of another is a network of its own, and so is the one after it."""
+    h = chain(layer, x[0], p["a"])
+    inner = chain(layer, jnp.tanh(h[:, ::2] @ p["exit"]["down"]), p["b"]) @ p["exit"]["up"]
+    return score(p, chain(layer, h + jnp.repeat(inner, 2, 1), p["c"]))
+
+
+def pooled_hourglass(layer: Layer, p: Any, x: Any) -> Any:
+    h = chain(layer, x[0], p["a"])
+    inner = chain(layer, h.reshape(BATCH, -1, 2, D).mean(2), p["b"])
+    return score(p, chain(layer, h + jnp.repeat(inner, 2, 1), p["c"]))
+
+
 def nested_scans_twice(layer: Layer, p: Any, x: Any) -> Any:
     pairs = jax.tree.map(lambda *a: jnp.stack(a).reshape(2, 2, *a[0].shape), *p["b"][:4])
 
@@ -333,9 +389,18 @@ ARRANGEMENTS: dict[str, Callable[[Layer, Any, Any], Any]] = {
         ensemble_in_a_vmap, scanned_passes, passes_in_one_scan, towers_in_one_scan, scanned_then_unrolled_passes,
         backwards_in_a_scan, towers_that_read_each_other, towers_in_one_scan_that_read_each_other,
         encoder_and_decoder_twice, long_skips_twice, exits_of_several_layers, loop_over_all_layers, nested_scans_twice,
-        refinement_around_a_network_twice,
+        refinement_around_a_network_twice, hourglass, pooled_hourglass,
     )
 }  # fmt: skip
+
+MISREAD: dict[str, Callable[[Layer, Any, Any], Any]] = {
+    f.__name__.replace("_", " "): f
+    for f in (
+        exits_equal_to_a_layer, exit_of_two_layers, exits_without_a_list, exit_of_the_last_layer,
+        exit_of_a_scan, stem_before_the_layers, two_slices_of_the_data_joined, one_list_for_a_trunk_and_two_passes,
+    )
+}  # fmt: skip
+"""Arrangements whose networks the flow alone cannot tell apart."""
 
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "plain": lambda f: f,
@@ -354,7 +419,7 @@ def make(layer_name: str, arrangement: str, wrapper: str = "plain") -> tuple[Cal
             return wrapped(h, p)
 
     def loss(p: Any, x: Any) -> Any:
-        return ARRANGEMENTS[arrangement](layer, p, x)
+        return (ARRANGEMENTS | MISREAD)[arrangement](layer, p, x)
 
     depths = {"a": 3, "b": 5, "c": 5}
     if arrangement == "ensemble in a vmap":
@@ -363,14 +428,14 @@ def make(layer_name: str, arrangement: str, wrapper: str = "plain") -> tuple[Cal
     return loss, {
         "out": w(D, OUT),
         "exit": {"up": SQUARE, "down": SQUARE},
+        "last": params,
+        "named": dict.fromkeys(("one", "two", "three", "four", "five"), params),
         **{name: [params] * count for name, count in depths.items()},
     }
 
 
 WITHOUT_RESIDUALS = ("gated", "one product")
-_FOR_RESIDUALS = list(ARRANGEMENTS)[list(ARRANGEMENTS).index("towers that read each other") :]
-_NOT_REPEATED = ("ensemble in a vmap",)
-"""The first product differs from the others without residual additions: it reads data that the members share."""
+FOR_RESIDUALS = list(ARRANGEMENTS)[list(ARRANGEMENTS).index("towers that read each other") :]
 
 
 def cases() -> Iterator[tuple[str, str, str]]:
@@ -378,5 +443,4 @@ def cases() -> Iterator[tuple[str, str, str]]:
     layers, plain, wrappers = (itertools.cycle(x) for x in (list(LAYERS)[:-2], WITHOUT_RESIDUALS, WRAPPERS))
     for arrangement in ARRANGEMENTS:
         yield next(layers), arrangement, next(wrappers)
-        is_residual = arrangement in _FOR_RESIDUALS or arrangement in _NOT_REPEATED
-        yield next(layers if is_residual else plain), arrangement, next(wrappers)
+        yield next(layers if arrangement in FOR_RESIDUALS else plain), arrangement, next(wrappers)

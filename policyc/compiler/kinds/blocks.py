@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -40,6 +40,10 @@ class BlockPosition(NamedTuple):
     stack: int
     size: int
     strides: tuple[tuple[Address, int], ...] = ()
+
+    def number(self, indices: Mapping[Address, int]) -> int:
+        """The number of the block, given the iteration of each loop; that of the loop's first block without one."""
+        return self.base + sum(stride * indices.get(loop, 0) for loop, stride in self.strides)
 
 
 class Product(NamedTuple):

@@ -5,14 +5,15 @@ Names decide only where the flow does not. docs/reference/language.md defines th
 
 from __future__ import annotations
 
-import itertools
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from jax.extend.core import Var
 
-from policyc.compiler.kinds.blocks import BlockPosition, Product, find_blocks
-from policyc.compiler.kinds.flow import Flow, build_flow
+from policyc.compiler.kinds.block_names import Place, Use, contradicted_stacks
+from policyc.compiler.kinds.blocks import Product, find_blocks
+from policyc.compiler.kinds.flow import INPUT, Flow, build_flow
 from policyc.compiler.kinds.fused_attention import find_fused_attention
 from policyc.compiler.kinds.kind_names import kind_by_name
 from policyc.compiler.kinds.mixers import Mixer, find_mixers, mark_attention
@@ -20,7 +21,7 @@ from policyc.compiler.kinds.networks import find_places
 from policyc.compiler.kinds.product_flow import ProductFlow
 from policyc.compiler.kinds.routing import Routing
 from policyc.compiler.kinds.token_mixing import OF_BRANCHES, find_doubts
-from policyc.compiler.sites.site import PathTemplate, Site, Sites
+from policyc.compiler.sites.site import Site, Sites
 from policyc.compiler.sites.site_kinds import SiteBlock, SiteKind
 from policyc.jaxcore.jaxprs.transform import Address
 from policyc.language.kinds import KINDS
@@ -41,7 +42,6 @@ _COMPUTED = "its weight is the result of a product, which policyc takes for an a
 _NO_BRANCHES: frozenset[int] = frozenset()
 _SHARED = "all iterations of the loop around it share its weight"
 _STAGES = "the stages of a pipeline run it at the same time, each for different blocks"
-_OTHERWISE = "another pass of the program counts the same weights as other layers"
 _NO_WEIGHT = "the loop around it may run a different block in each iteration, and no weight shows which"
 
 
@@ -74,7 +74,9 @@ def set_kinds(flow: Flow, looked_up: Collection[DottedPath]) -> None:
     )
     for node, site in products.sites.items():
         kind = _decide(products, node)
-        site.set_kind(kind, blocks.of_site.get(node) if blocks.positions else _only_block(kind))
+        site.set_kind(
+            kind, blocks.of_site.get(node) if blocks.positions else _only_block(kind, blocks.of_others)
+        )
 
 
 def _decide(products: ProductFlow, node: int) -> SiteKind:
@@ -196,7 +198,8 @@ class _Blocks:
         }
         self._index_numbers: dict[DottedPath, int] = {}
         self._indices: dict[DottedPath, tuple[int, int] | None] = {}
-        self.positions = find_blocks(products.flow, self._read(), self._lengths, self._continues)
+        read = self._read()
+        self.positions = find_blocks(products.flow, read, self._lengths, self._continues)
         stacks: dict[tuple[int, int], list[Site]] = {}
         for node, position in self.positions.items():
             stacks.setdefault((position.stack, position.size), []).append(products.sites[node])
@@ -208,25 +211,40 @@ class _Blocks:
             or (_SHARED if size == 1 and _is_around(other_loops - on_data, sites) else "")
             for (stack, size), sites in stacks.items()
         }
-        unknown |= dict.fromkeys(self._contradictory_stacks(), _OTHERWISE)
+        doubts = contradicted_stacks(self._uses(read))
+        self.of_others = doubts.pop(None, "")
+        unknown = {stack: why or doubts.get(stack, "") for stack, why in unknown.items()}
         self.of_site = dict(self._site_blocks(unknown))
 
-    def _contradictory_stacks(self) -> set[int]:
-        """The stacks that count weights differently from another stack, which has all weights of one of them."""
-        layers: dict[int, dict[tuple[PathTemplate, ...], set[BlockPosition]]] = {}
-        for node, position in self.positions.items():
-            if parameters := self._products.sites[node].parameters:
-                place = position._replace(
-                    stack=0, strides=tuple(((), stride) for _, stride in position.strides)
-                )
-                layers.setdefault(position.stack, {}).setdefault(parameters, set()).add(place)
-        return {
-            stack
-            for one, other in itertools.permutations(layers, 2)
-            if layers[one].keys() <= layers[other].keys()
-            if any(layers[other][parameters] != places for parameters, places in layers[one].items())
-            for stack in (one, other)
-        }
+    def _uses(self, read: Sequence[Product]) -> dict[DottedPath, set[Use]]:
+        """The uses of each weight, by its path with the index of its layer."""
+        weights: dict[DottedPath, set[Use]] = {}
+        counts = Counter(self._products.sites[product.node].parameters for product in read)
+        for node, place in ((product.node, product.place) for product in read):
+            site, position = self._products.sites[node], self.positions.get(node)
+            if site.weight is None or any(p.unknown_index or p.is_uncertain for p in site.parameters):
+                continue
+            for layer in site.layers() if site.parameters else ():
+                indices = site.stack_indices(layer)
+                block = position and Place(position.stack, position.number(indices), position.size)
+                has_own_data = counts[site.parameters] > 1 and self._has_own_data(node)
+                in_branch = node in self._products.branches
+                use = Use(block, (site.k, site.n), in_branch, has_own_data, place.bit, place.ancestors)
+                weights.setdefault(site.layer_path(indices), set()).add(use)
+        return weights
+
+    def _has_own_data(self, node: int) -> bool:
+        """Whether a product reads an input of the loss, or the result of a product that is not in its stack."""
+        products, positions = self._products, self.positions
+        data = products.data(node) if node in positions and node in products.weighted else None
+        nearest = products.flow.before([data], products.ends) if data is not None else ()
+        return any(
+            products.flow.operations[n] == INPUT
+            or (
+                n in products.products and (n not in positions or positions[n].stack != positions[node].stack)
+            )
+            for n in nearest
+        )
 
     def _site_blocks(self, unknown: Mapping[int, str]) -> Iterator[tuple[int, SiteBlock]]:
         """Yields each site in a block, with its block. `unknown` says for each stack why its numbers are unknown."""
@@ -259,7 +277,8 @@ class _Blocks:
             in_branch = bool(branches) or mixer in self._branch_mixers
             loops = tuple([s.address for s in site.loops if s.address in lengths]) if site.loops else ()
             has_memory = mixer in self._memories
-            key = (kind, site.weight is None, site.batch, site.m, site.n, k, nonlinear, has_memory)
+            batch, n = (1, site.batch * site.n) if node in products.weighted else (site.batch, site.n)
+            key = (kind, site.weight is None, batch, site.m, n, k, nonlinear, has_memory)
             parameter, indices = self._names(site)
             read.append(
                 Product(node, key, mixer, loops, branches, in_branch, parameter, indices, k, places[node])
@@ -351,12 +370,9 @@ def _why_no_index(sites: Sequence[Site], loops: Collection[Address]) -> str:
     return ""
 
 
-_ONLY_BLOCK = SiteBlock(0, (), 1)
-
-
-def _only_block(kind: SiteKind) -> SiteBlock | None:
+def _only_block(kind: SiteKind, unknown: str) -> SiteBlock | None:
     """The block of a site in a model without a repeated stack: all but the embedding and the head are one block."""
-    return None if kind.name in ("", "head", "embedding") else _ONLY_BLOCK
+    return None if kind.name in ("", "head", "embedding") else SiteBlock(0, (), 1, unknown)
 
 
 def _is_on_stages(site: Site) -> bool:

@@ -17,19 +17,19 @@ from policyc.language.selectors import Selector, SelectorSegment, matches, parse
 
 
 def block_text(layers: Iterable[tuple[Site, Layer]]) -> str:
-    """The block numbers of some layers, and the number of blocks: `3/12`, `0-2,5/12`; `?/12` if they are not known.
+    """The block numbers of some layers, and the number of blocks: `3/12`, `0-2,5/12`; `?` if they are not known.
 
     The layers may belong to several sites, but all must be in the same stack of blocks, or all in none (`-`).
     """
     numbers: set[int] = set()
-    count = None
+    block = None
     for site, layer in layers:
-        if site.block is not None:
-            count = site.block.count
-            numbers |= set() if site.block.unknown else {site.block.number(site.stack_indices(layer))}
-    if count is None:
+        block = site.block
+        if block is not None and not block.unknown:
+            numbers.add(block.number(site.stack_indices(layer)))
+    if block is None:
         return "-"
-    return f"{format_ranges(as_ranges(sorted(numbers))) or '?'}/{count}"
+    return "?" if block.unknown else f"{format_ranges(as_ranges(sorted(numbers)))}/{block.count}"
 
 
 def kind_notes(plan: Plan) -> Iterator[str]:
@@ -120,6 +120,6 @@ def _explain(site: Site) -> Iterator[str]:
     if site.block is None:
         yield "  in no block"
     elif site.block.unknown:
-        yield f"  in one of {site.block.count} blocks, but policyc cannot tell which: {site.block.unknown}"
+        yield f"  in a block, but policyc cannot tell which: {site.block.unknown}"
     else:
         yield f"  block {block_text((site, layer) for layer in site.layers())}"
