@@ -85,7 +85,9 @@ class ProductFlow:
         states = _find_states(flow, matrices)
         residuals = find_residuals(flow, matrices, states)
         ends = sites.keys() | residuals.keys()
-        ends |= {n for n, operands in flow.opaque.items() if len({o for o in operands if o >= 0}) >= _OPERANDS}
+        ends |= {
+            n for n, operands in flow.opaque.items() if len({o for o in operands if o >= 0}) >= _OPERANDS
+        }
         for node in [n for n in residuals if _is_operand_of_scores(flow, n, ends, matrices)]:
             del residuals[node]
         branches: dict[int, frozenset[int]] = {}
