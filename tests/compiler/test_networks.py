@@ -18,6 +18,7 @@ from policyc.language.loader import parse
 from tests.support.jaxpr_tools import find_sites
 from tests.support.network_programs import (
     ATTENTION,
+    BATCH,
     FOR_RESIDUALS,
     MISREAD,
     MLP,
@@ -210,3 +211,46 @@ def test_a_block_whose_number_is_unknown_has_no_count() -> None:
     plan = make_plan(parse(""), find_sites(recurrence, _LISTS, X))
     assert {block_text([(site, ())]) for site in plan.sites if site.block is not None} == {"?"}
     assert "in a block, but policyc cannot tell which: several blocks" in explain_kinds(plan, "a[1]")
+
+
+def fused(q: Any, k: Any, v: Any) -> Any:
+    result = jax.ShapeDtypeStruct((BATCH, TOKENS, 1, D), q.dtype)
+    return jax.ffi.ffi_call("f", result)(*(a[:, :, None] for a in (q, k, v)))
+
+
+def dense(q: Any, k: Any, v: Any) -> Any:
+    return jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k)), v)
+
+
+@pytest.mark.parametrize("hoisted", [False, True])
+@pytest.mark.parametrize("memory", ["constant", "prefix"])
+@pytest.mark.parametrize("attention", [fused, dense])
+def test_what_feeds_one_block_has_its_layer(attention: Any, memory: str, hoisted: bool) -> None:
+    """Keys, values and a scale, computed in their layer or for all layers before the first."""
+    layer = {**ATTENTION, **MLP, "scale": w(D, D)}
+    params = {"l": [layer] * 3, "prefix": w(TOKENS, D), "out": w(D, OUT)}
+
+    def loss(p: Any, x: Any) -> Any:
+        constant = jnp.ones((BATCH, TOKENS, D))
+        side = {
+            "constant": constant,
+            "prefix": jnp.broadcast_to(p["prefix"], constant.shape),
+        }[memory]
+
+        def inputs(q: Any) -> list[Any]:
+            return [side @ q["k"], side @ q["v"], constant @ q["scale"]]
+
+        before = [inputs(q) if hoisted else None for q in p["l"]]
+        h = x[0]
+        for q, given in zip(p["l"], before, strict=True):
+            k, v, scale = given or inputs(q)
+            h = h + attention(norm(h) @ q["q"], k, v).reshape(h.shape) @ q["o"]
+            h = h + scale * mlp(norm(h), q)
+        return score(p, h)
+
+    for site in find_sites(loss, params, X):
+        if site.name.startswith("l["):
+            assert site.block is not None, site.name
+            assert (site.block.base, site.block.count, site.block.unknown) == (int(site.name[2]), 3, ""), (
+                site.name
+            )

@@ -123,7 +123,7 @@ def find_blocks(
     finder = _Finder(flow, products, lengths, continues)
     positions: dict[int, BlockPosition] = {}
     networks: dict[int, list[Product]] = {}
-    for product in products:
+    for product in sorted(products, key=lambda p: (p.place.use, p.node)):
         networks.setdefault(product.place.network, []).append(product)
     stacks = [s for members in networks.values() for s in finder.stacks(finder.items(members, 0))]
     if any(stack.has_attention for stack in stacks):

@@ -7,6 +7,7 @@ does not join networks: a decoder is not a part of its encoder.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -34,6 +35,8 @@ class Place(NamedTuple):
 
     Attributes:
       network: equal for products of one network.
+      use: the node before which it is needed: its own, or that of its first reader if it is computed earlier, before
+        products of other branches.
       reads: the products whose results it reads, not through a residual addition.
       readers: the products and residual additions that read its result.
       bit: stands for it in the `ancestors` of others.
@@ -41,6 +44,7 @@ class Place(NamedTuple):
     """
 
     network: int
+    use: int
     reads: frozenset[int]
     readers: frozenset[int]
     bit: int
@@ -58,10 +62,11 @@ def find_places(products: ProductFlow) -> dict[int, Place]:
         ancestors[node] = union(bits.get(n, 0) | ancestors[n] for n in read)
         for product in near[node].products:
             readers[product].append(node)
-    networks = _find_networks(products, near, readers)
+    networks, uses = _find_networks(products, near, readers), _find_uses(products, readers)
     return {
         node: Place(
             network=networks[node],
+            use=uses[node],
             reads=near[node].products & products.sites.keys(),
             readers=frozenset(readers[node]),
             bit=bit,
@@ -71,6 +76,35 @@ def find_places(products: ProductFlow) -> dict[int, Place]:
     }
 
 
+def _find_uses(products: ProductFlow, readers: Mapping[int, Sequence[int]]) -> dict[int, int]:
+    """Where each product is needed.
+
+    A product that feeds one branch only, such as the keys of a constant memory, may be computed long before it: for all
+    layers before the first one.
+    """
+    loops, nowhere = products.flow.loops.values(), frozenset[int]()
+    fed = products.branches | {addition: frozenset((addition,)) for addition in products.residuals}
+    uses: dict[int, int] = {}
+    nodes = sorted(products.ends)
+    for number, node in reversed([*enumerate(nodes, 1)]):
+        uses[node] = node
+        later = [reader for reader in readers[node] if reader > node] if node not in fed else ()
+        if not later:
+            continue
+        branches = [fed.get(reader, nowhere) for reader in later]
+        fed[node] = nowhere.union(*branches)
+        use = min(uses[reader] for reader in later)
+        between = nodes[number : bisect_left(nodes, use)]
+        if (
+            node in products.sites
+            and frozenset.intersection(*branches)
+            and any(n in fed and fed[n].isdisjoint(fed[node]) for n in between)
+            and all((lo.first <= node <= lo.last) == (lo.first <= use <= lo.last) for lo in loops)
+        ):
+            uses[node] = use
+    return uses
+
+
 def _find_networks(
     products: ProductFlow, near: list[Near], readers: Mapping[int, Sequence[int]]
 ) -> dict[int, int]:
@@ -78,7 +112,7 @@ def _find_networks(
     streams = _find_streams(products, near)
     network_of = {addition: streams.find(addition) for addition in products.residuals}
     network_of |= {node: network_of[min(branches)] for node, branches in products.branches.items()}
-    rest = [node for node in products.sites if node not in network_of]
+    rest = [node for node in sorted(products.products) if node not in network_of]
     if network_of:
         # Products outside branches belong to the stream that they feed, or else to the stream that they read.
         for node in reversed(rest):
@@ -88,9 +122,7 @@ def _find_networks(
     plain = _Groups()
     for node in rest:
         if node not in network_of:
-            plain.join(
-                [node, *(n for n in near[node].products & products.sites.keys() if n not in network_of)]
-            )
+            plain.join([node, *(near[node].products - network_of.keys())])
     return {node: network_of[node] if node in network_of else plain.find(node) for node in products.sites}
 
 

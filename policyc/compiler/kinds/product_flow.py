@@ -85,6 +85,9 @@ class ProductFlow:
         states = _find_states(flow, matrices)
         residuals = find_residuals(flow, matrices, states)
         ends = sites.keys() | residuals.keys()
+        ends |= {
+            n for n, operands in flow.opaque.items() if len({o for o in operands if o >= 0}) >= _OPERANDS
+        }
         for node in [n for n in residuals if _is_operand_of_scores(flow, n, ends, matrices)]:
             del residuals[node]
         branches: dict[int, frozenset[int]] = {}
@@ -202,13 +205,16 @@ def matrix_rank(site: Site, operand: Literal["lhs", "rhs"]) -> int:
     return len(shape_of(site.eqn.invars[0 if operand == "lhs" else 1]))
 
 
+_OPERANDS = 3  # of a fused attention: queries, keys and values
+
+
 def _is_operand_of_scores(flow: Flow, node: int, ends: Set[int], matrices: Collection[int]) -> bool:
-    """Whether only one product, of two activations, reads an addition: it adds rotary positions, not a branch."""
+    """Whether only one product, of two activations, or a fused attention reads an addition: it adds no branch."""
     reached = flow.after([node], ends) & ends
     return (
         len(reached) == 1
         and reached.isdisjoint(matrices)
-        and reached <= flow.sites.keys()
+        and reached <= flow.sites.keys() | flow.opaque.keys()
         and not (ends.isdisjoint(flow.after(reached, ends)))
     )
 

@@ -18,7 +18,8 @@ _MAX_SCALINGS = 3  # operations between the stream and the addition: a scale, dr
 def find_residuals(flow: Flow, weighted: Collection[int], states: Collection[int]) -> dict[int, set[int]]:
     """The nodes of residual additions, each with the nodes of the sites in the branches that it adds.
 
-    One of these sites must be in `weighted`. An addition in `states` is part of a recurrence.
+    One of these sites must be in `weighted`, or there must be two: an attention without projections.
+    An addition in `states` is part of a recurrence.
     """
     residuals: dict[int, set[int]] = {}
     ancestors = _Ancestors(flow)
@@ -26,7 +27,7 @@ def find_residuals(flow: Flow, weighted: Collection[int], states: Collection[int
         if len(flow.inputs[node]) > 1 and node not in states:
             ancestors.extend(node)
             members = _branch_members(flow, node, ancestors)
-            if not members.isdisjoint(weighted):
+            if len(members) > 1 or not members.isdisjoint(weighted):
                 residuals[node] = members
                 ancestors.ends.add(node)
     return residuals

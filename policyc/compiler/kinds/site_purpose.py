@@ -323,7 +323,7 @@ class _Blocks:
                 carries = flow.loops[stack.address].carries
                 starts = [n for carry, _ in carries for n in flow.inputs[carry][:-1]]
                 break
-        left = [loop.first for loop in flow.loops.values() if loop.first <= last <= loop.last < block[0]]
+        left = [loop.first for loop in flow.loops.values() if loop.first <= last <= loop.last < max(block)]
         on_stream = {node for node in block if additions and node not in products.branches}
         return last in flow.before(starts, (products.products | ends) - on_stream, min([last, *left]))
 
