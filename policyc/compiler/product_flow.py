@@ -80,7 +80,9 @@ class ProductFlow:
         mixed = learned & from_data & {*sites, *flow.opaque, *flow.nodes_of(_MIXES)}
         activations = mixed | flow.after(mixed)
         rows = {n for n, s in sites.items() if looked_up and any(p.path in looked_up for p in s.parameters)}
-        sides = ((node, _matrix(flow, node, learned, activations, may_look_up=node in rows)) for node in sites)
+        sides = (
+            (node, _matrix(flow, node, learned, activations, may_look_up=node in rows)) for node in sites
+        )
         matrices = {node: side for node, side in sides if side is not None}
         states = _find_states(flow, matrices)
         residuals = find_residuals(flow, matrices, states)

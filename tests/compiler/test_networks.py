@@ -13,7 +13,8 @@ from jax import lax
 from policyc.compiler.plan import make_plan
 from policyc.compiler.plan_checks import check_plan
 from policyc.language.diagnostics import PolicyError
-from policyc.language.loader import parse
+from policyc.language.loader import load, parse
+from policyc.language.recipes import Gemm
 from tests.support.jaxpr_tools import find_sites
 from tests.support.network_programs import (
     ATTENTION,
@@ -21,7 +22,9 @@ from tests.support.network_programs import (
     OUT,
     D,
     X,
+    at,
     cases,
+    chain,
     make,
     pre_norm,
     score,
@@ -110,6 +113,37 @@ def test_a_loop_whose_index_is_unknown_has_no_layers(model: Callable[[Any, Any],
         assert diagnostic.code == "opaque-index"
         assert UNKNOWN[model] in diagnostic.message
     check_plan(make_plan(parse("* where mlp -> fp8"), sites))
+
+
+def test_dpo_keeps_the_last_four_blocks_of_each_pass() -> None:
+    """Six unrolled blocks: the chosen and the rejected answer, and the passes of a reference, an argument."""
+
+    def log_likelihood(p: Any, h: Any) -> Any:
+        return score(p, chain(layer, h, p["l"]))
+
+    def layer(h: Any, p: Any, numbers: Any, depth: int) -> Any:
+        with at(numbers, depth):
+            return pre_norm(h, p)
+
+    def loss(p: Any, reference: Any, x: Any) -> Any:
+        margins = [log_likelihood(q, x[0]) - log_likelihood(q, x[1]) for q in (p, reference)]
+        return -jax.nn.log_sigmoid(margins[0] - lax.stop_gradient(margins[1]))
+
+    def params() -> Any:
+        return {
+            "l": [{n: w(*a.shape) for n, a in {**ATTENTION, **MLP}.items()} for _ in range(6)],
+            "out": w(D, OUT),
+        }
+
+    plan = make_plan(load("llama3_8b_nvfp4"), find_sites(loss, params(), params(), X))
+    check_plan(plan)
+    bits: dict[int, set[int]] = {}
+    for site in plan.sites:
+        if (truth := true_layers(site)) is not None and site.weight is not None:
+            (layers,) = plan.site_layer_ranges(site, plan.phases[0])
+            assert layers.decision.recipe is not None
+            bits.setdefault(truth[0][0], set()).add(layers.decision.recipe.bits(Gemm.FPROP))
+    assert bits == {0: {4}, 1: {4}, **dict.fromkeys(range(2, 6), {16})}
 
 
 def test_passes_that_count_the_same_weights_differently_have_no_layers() -> None:
