@@ -23,7 +23,8 @@ _MATRICES = frozenset({"fc1", "fc2", "qkv", "query"})
 """Words of `_WORDS` that name a single matrix, not a module with several."""
 
 _PAIRS = {
-    ("multi", "head"): "attention", ("feed", "forward"): "mlp", ("up", "proj"): "mlp", ("down", "proj"): "mlp", ("gate", "proj"): "mlp",
+    ("multi", "head"): "attention",
+    ("feed", "forward"): "mlp", ("up", "proj"): "mlp", ("down", "proj"): "mlp", ("gate", "proj"): "mlp",
     ("q", "proj"): "attention", ("k", "proj"): "attention", ("v", "proj"): "attention", ("o", "proj"): "attention",
 }  # fmt: skip
 """Pairs of consecutive words in a name, with the kind that each implies."""

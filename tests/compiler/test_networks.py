@@ -143,7 +143,7 @@ def test_dpo_keeps_the_last_four_blocks_of_each_pass() -> None:
             (layers,) = plan.site_layer_ranges(site, plan.phases[0])
             assert layers.decision.recipe is not None
             bits.setdefault(truth[0][0], set()).add(layers.decision.recipe.bits(Gemm.FPROP))
-    assert bits == {0: {4}, 1: {4}, **dict.fromkeys(range(2, 6), {16})}
+    assert bits == {0: {4}, 1: {4}, **{number: {16} for number in range(2, 6)}}
 
 
 def test_passes_that_count_the_same_weights_differently_have_no_layers() -> None:
