@@ -12,11 +12,13 @@ import pytest
 
 from policyc.compiler.finding.analysis import analyze
 from policyc.compiler.kinds.flow import build_flow
+from policyc.compiler.kinds.kind_names import contradicting_kind, kind_by_name
 from policyc.compiler.kinds.site_purpose import set_kinds
 from policyc.compiler.planning.plan import Plan, make_plan
 from policyc.compiler.planning.plan_checks import unknown_blocks
 from policyc.compiler.sites.paths import leaf_paths
 from policyc.compiler.sites.site import Site
+from policyc.compiler.sites.site_kinds import SiteKind
 from policyc.compiler.tables.kind_tables import explain_kinds, kind_notes, order_notes
 from policyc.language.loader import parse
 from tests.support import kind_programs
@@ -271,3 +273,15 @@ def test_a_loop_that_takes_its_layer_by_a_one_hot_product_is_no_pipeline() -> No
     assert reasons == {
         "the loop around it may run a different block in each iteration, and no weight shows which"
     }
+
+
+def test_a_multi_head_module_is_attention_and_a_product_without_a_kind_contradicts_nothing() -> None:
+    def loss(p: Any, x: Any) -> Any:
+        with jax.named_scope("MultiHeadAttention"):
+            return (x @ p["MultiHeadDotProductAttention"]["w"]).sum()
+
+    params = {"MultiHeadDotProductAttention": {"w": struct(4, 4)}}
+    (site,) = find_sites(loss, params, struct(2, 4))
+    assert kind_by_name(site) == "attention"
+    site.set_kind(SiteKind(), None)
+    assert not contradicting_kind(site)

@@ -14,7 +14,8 @@ from policyc.compiler.planning.plan import make_plan
 from policyc.compiler.planning.plan_checks import check_plan, unknown_blocks
 from policyc.compiler.tables.kind_tables import block_text, explain_kinds
 from policyc.language.diagnostics import PolicyError
-from policyc.language.loader import parse
+from policyc.language.loader import load, parse
+from policyc.language.recipes import Gemm
 from tests.support.jaxpr_tools import find_sites
 from tests.support.network_programs import (
     ATTENTION,
@@ -27,8 +28,10 @@ from tests.support.network_programs import (
     WITHOUT_RESIDUALS,
     D,
     X,
+    at,
     attend,
     cases,
+    chain,
     make,
     mlp,
     norm,
@@ -254,3 +257,34 @@ def test_what_feeds_one_block_has_its_layer(attention: Any, memory: str, hoisted
             assert (site.block.base, site.block.count, site.block.unknown) == (int(site.name[2]), 3, ""), (
                 site.name
             )
+
+
+def test_dpo_keeps_the_last_four_blocks_of_each_pass() -> None:
+    """Six unrolled blocks: the chosen and the rejected answer, and the passes of a reference, an argument."""
+
+    def log_likelihood(p: Any, h: Any) -> Any:
+        return score(p, chain(layer, h, p["l"]))
+
+    def layer(h: Any, p: Any, numbers: Any, depth: int) -> Any:
+        with at(numbers, depth):
+            return pre_norm(h, p)
+
+    def loss(p: Any, reference: Any, x: Any) -> Any:
+        margins = [log_likelihood(q, x[0]) - log_likelihood(q, x[1]) for q in (p, reference)]
+        return -jax.nn.log_sigmoid(margins[0] - lax.stop_gradient(margins[1]))
+
+    def params() -> Any:
+        return {
+            "l": [{n: w(*a.shape) for n, a in {**ATTENTION, **MLP}.items()} for _ in range(6)],
+            "out": w(D, OUT),
+        }
+
+    plan = make_plan(load("llama3_8b_nvfp4"), find_sites(loss, params(), params(), X))
+    check_plan(plan)
+    bits: dict[int, set[int]] = {}
+    for site in plan.sites:
+        if (truth := true_layers(site)) is not None and site.weight is not None:
+            (layers,) = plan.site_layer_ranges(site, plan.phases[0])
+            assert layers.decision.recipe is not None
+            bits.setdefault(truth[0][0], set()).add(layers.decision.recipe.bits(Gemm.FPROP))
+    assert bits == {0: {4}, 1: {4}, **{number: {16} for number in range(2, 6)}}

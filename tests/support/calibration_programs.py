@@ -177,6 +177,21 @@ def merged_lora_over_closed_over_weights(p: Any) -> Any:
     return lora_loss(p, matrix)
 
 
+@program({"l": [LORA] * 2})
+def merged_lora_that_is_all_that_is_learned(p: Any) -> Any:
+    """The first block multiplies data by weights; the names of a module say nothing about the products in it."""
+    table, head = frozen(V, D), frozen(D, V)
+
+    def matrix(name: str, h: Any, w: Any) -> Any:
+        with jax.named_scope("attn"):
+            return dot(name[0], "btk,kn->btn", h, BASE[name] + dot("n", "kr,rn->kn", w["a"], w["b"]))
+
+    x = table[TOKENS]
+    for layer in p["l"]:
+        x = lora_block(x, lambda name, h, layer=layer: matrix(name, h, layer[name]))
+    return cross_entropy(dot("h", "btk,kn->btn", rms_norm(x), head), TOKENS)
+
+
 @program({**LORA_MODEL, "w": {name: weight(*w.shape) for name, w in BASE.items()}})
 def dora(p: Any) -> Any:
     def matrix(name: str, h: Any, w: Any) -> Any:

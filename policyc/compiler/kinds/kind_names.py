@@ -23,6 +23,7 @@ _MATRICES = frozenset({"fc1", "fc2", "qkv", "query"})
 """Words of `_WORDS` that name a single matrix, not a module with several."""
 
 _PAIRS = {
+    ("multi", "head"): "attention",
     ("feed", "forward"): "mlp", ("up", "proj"): "mlp", ("down", "proj"): "mlp", ("gate", "proj"): "mlp",
     ("q", "proj"): "attention", ("k", "proj"): "attention", ("v", "proj"): "attention", ("o", "proj"): "attention",
 }  # fmt: skip
@@ -55,9 +56,9 @@ def kind_of_module(glob: str) -> str:
 
 
 def contradicting_kind(site: Site) -> str:
-    """The kind that the names of a site imply, if it contradicts the site's own kind; else empty."""
+    """The kind that the names of a site imply, if it contradicts the kind that the site has; else empty."""
     kind, by_name = site.kind.name, kind_by_name(site)
-    return "" if kind == by_name or {kind, by_name} in _RELATED else by_name
+    return "" if not kind or kind == by_name or {kind, by_name} in _RELATED else by_name
 
 
 @cache

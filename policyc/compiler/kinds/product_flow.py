@@ -80,7 +80,9 @@ class ProductFlow:
         mixed = learned & from_data & {*sites, *flow.opaque, *flow.nodes_of(_MIXES)}
         activations = mixed | flow.after(mixed)
         rows = {n for n, s in sites.items() if looked_up and any(p.path in looked_up for p in s.parameters)}
-        sides = ((node, _matrix(flow, node, activations, may_look_up=node in rows)) for node in sites)
+        sides = (
+            (node, _matrix(flow, node, learned, activations, may_look_up=node in rows)) for node in sites
+        )
         matrices = {node: side for node, side in sides if side is not None}
         states = _find_states(flow, matrices)
         residuals = find_residuals(flow, matrices, states)
@@ -176,10 +178,13 @@ def _find_states(flow: Flow, weighted: Collection[int]) -> set[int]:
     return states
 
 
-def _matrix(flow: Flow, node: int, activations: Collection[int], *, may_look_up: bool) -> int | None:
+def _matrix(
+    flow: Flow, node: int, learned: Collection[int], activations: Collection[int], *, may_look_up: bool
+) -> int | None:
     """The number of the operand that is a weight, or the only one that is neither an activation nor a constant.
 
-    A matrix that a one-hot product takes from a weight (a layer of a stack) is no activation. Looked-up rows are one.
+    Of two such operands, it is the one that depends on a parameter: the other is data. A matrix that a one-hot product
+    takes from a weight (a layer of a stack) is no activation. Looked-up rows are one.
     """
     site, operands = flow.sites[node], flow.operands[node][:2]
     fixed = [number for number, operand in enumerate(operands) if operand not in activations]
@@ -188,6 +193,8 @@ def _matrix(flow: Flow, node: int, activations: Collection[int], *, may_look_up:
         return None if may_look_up and operands[side] in activations else side
     if not fixed:
         fixed = [number for number, operand in enumerate(operands) if _takes_matrix(flow.sites.get(operand))]
+    if len(fixed) > 1:
+        fixed = [number for number in fixed if operands[number] in learned]
     return fixed[0] if len(fixed) == 1 and operands[fixed[0]] != CONSTANT else None
 
 

@@ -39,6 +39,7 @@ _CLOSED_OVER = (
     "it multiplies an array that the loss closes over; if that is a weight, make it an argument of the loss"
 )
 _COMPUTED = "its weight is the result of a product, which policyc takes for an activation"
+_MAKES_WEIGHT = "its result is only used to make a weight"
 _NO_BRANCHES: frozenset[int] = frozenset()
 _SHARED = "all iterations of the loop around it share its weight"
 _STAGES = "the stages of a pipeline run it at the same time, each for different blocks"
@@ -83,6 +84,8 @@ def _decide(products: ProductFlow, node: int) -> SiteKind:
     """The kind of a product: as marked, or by names if the flow does not decide."""
     site = products.sites[node]
     kind = products.kinds.get(node, SiteKind())
+    if not kind.name and node in products.makers:
+        return SiteKind("", _MAKES_WEIGHT)
     needs_weight = bool(kind.name) and "weight" in KINDS[kind.name].implies
     if needs_weight and not _is_weight(products, node):
         matrix = products.flow.operands[node][products.matrices[node]]
