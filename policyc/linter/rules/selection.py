@@ -63,7 +63,7 @@ def _check_empty_slice(context: Context) -> Iterator[Diagnostic]:
 def _is_empty(indices: Indices) -> bool:
     """Whether a slice is known to select nothing in any stack: its bounds count from one end, and do not ascend."""
     start, stop = (None if bound is None else _place(bound) for bound in (indices.start, indices.stop))
-    if start == ("%", 100) or stop in (("%", 0), ("first", 0)):
+    if start == ("%", Fraction(100)) or stop in (("%", Fraction(0)), ("first", Fraction(0))):
         return True
     return start is not None and stop is not None and start[0] == stop[0] and start[1] >= stop[1]
 
