@@ -64,15 +64,15 @@ def are_equal(one: Recipe, other: Recipe, products: Iterable[Gemm]) -> bool:
 
 def is_wider(wide: ResolvedRule, narrow: ResolvedRule) -> bool:
     """Whether a rule is known to match whatever another one matches."""
-    return _holds_whenever(wide, narrow) and all(
-        any(covers(pattern, other) for pattern in wide.patterns) for other in narrow.patterns
+    return (
+        wide.terms <= narrow.terms
+        and _is_active_whenever(wide, narrow)
+        and all(any(covers(pattern, other) for pattern in wide.patterns) for other in narrow.patterns)
     )
 
 
-def _holds_whenever(wide: ResolvedRule, narrow: ResolvedRule) -> bool:
-    return wide.terms <= narrow.terms and all(
-        any(_implies(other, condition) for other in narrow.rule.when) for condition in wide.rule.when
-    )
+def _is_active_whenever(wide: ResolvedRule, narrow: ResolvedRule) -> bool:
+    return all(any(_implies(other, condition) for other in narrow.rule.when) for condition in wide.rule.when)
 
 
 def _implies(one: StepCondition, other: StepCondition) -> bool:
@@ -142,10 +142,10 @@ class WiderRules:
         if rule.patterns not in self._covering:
             self._covering[rule.patterns] = sorted(set.intersection(*map(self._find_covering, rule.patterns)))
         indices = self._covering[rule.patterns]
-        for position in reversed(range(bisect_left(indices, start), bisect_left(indices, stop))):
-            if _holds_whenever(other := self._rules[indices[position]], rule):
-                return other
-        return None
+        later_first = reversed(indices[bisect_left(indices, start) : bisect_left(indices, stop)])
+        rules = (self._rules[index] for index in later_first)
+        possible = (other for other in rules if other.terms <= rule.terms)
+        return next((other for other in possible if _is_active_whenever(other, rule)), None)
 
     def _find_covering(self, pattern: Selector) -> set[int]:
         """Returns the indices of the rules with a pattern that covers a pattern."""
