@@ -4,7 +4,7 @@
 
 For each kind of policy it prints the milliseconds for a tenth of the statements and for all of them, and the ratio of
 the two: 10 is linear, 100 is quadratic. Then it lints policies whose conditions, selectors and slices are compared in
-pairs. Limits on the number of comparisons keep each of these below a few seconds.
+pairs.
 """
 
 from __future__ import annotations

@@ -153,9 +153,6 @@ def lint(words: tuple[str, ...], output_format: str, out: str | None, options: L
         click.echo(summarize(diagnostics, len(results)), err=True)
     for line in (line for result in results for line in result.unchanged_products):
         click.echo(f"note: {line}", err=True)
-    if undecided := sum(result.undecided for result in results):
-        note = f"gave up {undecided} checks for overlapping rules (too complex): some findings may be missing"
-        click.echo(f"note: {note}", err=True)
     if any(result.is_unreadable for result in results):
         sys.exit(EXIT_USAGE)
     has_findings = any(d.severity is not Severity.NOTE for d in diagnostics)
@@ -219,7 +216,6 @@ def _make_request(words: tuple[str, ...], options: LintOptions) -> _Request:
 class _FileResult:
     diagnostics: tuple[Diagnostic, ...]
     fix_count: int = 0
-    undecided: int = 0
     is_unreadable: bool = False
     unchanged_products: tuple[str, ...] = ()
 
@@ -247,7 +243,6 @@ def _lint_file(name: str, request: _Request) -> _FileResult:
     return _FileResult(
         diagnostics=result.diagnostics,
         fix_count=fix_count,
-        undecided=result.undecided,
         is_unreadable=any(d.code == "unreadable-file" for d in result.diagnostics),  # an imported file
         unchanged_products=_describe_unchanged_products(plan),
     )

@@ -174,7 +174,7 @@ def matches(pattern: Selector, path: DottedPath) -> bool:
     Runs the pattern as a nondeterministic automaton: `active` holds the pattern segments that may match next.
     """
     segments, end = pattern.segments, len(pattern.segments)
-    active = _skip_wildcards(segments, {0})
+    active = skip_wildcards(segments, {0})
     for name in path:
         if end in active:
             return True
@@ -184,11 +184,11 @@ def matches(pattern: Selector, path: DottedPath) -> bool:
                 following.add(position)
             elif _segment_matches(segments[position], name):
                 following.add(position + 1)
-        active = _skip_wildcards(segments, following)
+        active = skip_wildcards(segments, following)
     return end in active
 
 
-def _skip_wildcards(segments: tuple[SelectorSegment, ...], active: set[int]) -> set[int]:
+def skip_wildcards(segments: tuple[SelectorSegment, ...], active: set[int]) -> set[int]:
     """Adds the positions reached when wildcards match no path segment."""
     reached = set(active)
     for position in active:

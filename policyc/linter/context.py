@@ -24,15 +24,12 @@ from policyc.language.policy import (
     recipe_calls,
 )
 from policyc.language.recipes import Gemm, Recipe
-from policyc.language.selectors import DottedPath
-from policyc.linter.coverage import Coverage, Point, ResolvedRule
-from policyc.linter.examples import Budget, SearchTooLarge
+from policyc.language.selectors import DottedPath, matches
+from policyc.linter.wider import ResolvedRule, WiderRules, resolve_rule, treats_alike
 from policyc.numerics.targets import TARGETS, Target
 
 if TYPE_CHECKING:
     from policyc.compiler.planning.plan import Plan
-
-_MAX_STEPS = 200_000  # for all lookups of single sites in one policy
 
 DEFAULT_TARGET = TARGETS["gb200"]
 """The GPU for which speed is predicted by default: the basic one with native 4-bit GEMMs."""
@@ -83,7 +80,6 @@ class Context:
     """The policy that is linted, and what its checks share.
 
     `plan` is what the policy does to a program, or None. `target` is the GPU for which the plan's speed is predicted.
-    `undecided` counts the questions that rules gave up on because a search exceeded its limits.
     """
 
     def __init__(
@@ -93,7 +89,7 @@ class Context:
         self.target = target
         self.policy: Policy = loaded.policy
         self.file: PolicyFile = loaded.file
-        self.undecided: int = 0
+        self._deciding: dict[object, ResolvedRule | None] = {}
 
     @property
     def program_plan(self) -> Plan:
@@ -106,22 +102,43 @@ class Context:
         return span.source is self.policy.source
 
     @cached_property
-    def coverage(self) -> Coverage:
-        rules, resolve = self.policy.rules, self.policy.resolver()
-        variant_recipes: dict[int, dict[str, Recipe]] = {}
-        for variant, scope, affected in self._variants(self.policy.variants):
+    def resolved_rules(self) -> tuple[ResolvedRule, ...]:
+        """The rules of the policy itself, with their recipes under every variant."""
+        resolve = self.policy.resolver()
+        recipes: list[dict[str | None, Recipe]] = [{None: resolve(r.recipe)} for r in self.policy.rules]
+        for variant, scope, affected in self.variants(self.policy.variants):
             for index in affected:
-                variant_recipes.setdefault(index, {})[variant.name] = scope.resolve(rules[index].recipe)
-        return Coverage(rules, lambda rule: resolve(rule.recipe), variant_recipes)
+                recipes[index][variant.name] = scope.resolve(self.policy.rules[index].recipe)
+        return tuple(map(resolve_rule, self.policy.rules, itertools.count(), recipes))
+
+    @cached_property
+    def _wider(self) -> WiderRules:
+        return WiderRules(self.resolved_rules)
+
+    def find_overriding(self, rule: ResolvedRule) -> ResolvedRule | None:
+        """Returns the last later rule that is wider than a rule, if any."""
+        return self._wider.find_last(rule, rule.index + 1, len(self.resolved_rules))
+
+    def find_repeated(self, rule: ResolvedRule) -> ResolvedRule | None:
+        """Returns an earlier wider rule, if it and all rules in between have one recipe, which does the same."""
+        start = self._runs[rule.index - 1] if rule.index else 0
+        if start == rule.index or not treats_alike(self.resolved_rules[start], rule):
+            return None
+        return self._wider.find_last(rule, start, rule.index)
+
+    @cached_property
+    def _runs(self) -> list[int]:
+        """For each rule: the first of the neighbouring rules that have its recipe, under every variant."""
+        runs: list[int] = []
+        for index, rule in enumerate(self.resolved_rules):
+            is_same = index > 0 and self.resolved_rules[index - 1].recipes == rule.recipes
+            runs.append(runs[-1] if is_same else index)
+        return runs
 
     def matches_program(self, rule: Rule) -> bool:
         """Returns whether a rule of the policy itself, not of a variant, matches a site of the program."""
         counts = () if self.plan is None else zip(self.policy.rules, self.plan.counts, strict=True)
         return any(other is rule and count > 0 for other, count in counts)
-
-    @cached_property
-    def _budget(self) -> Budget:
-        return Budget(_MAX_STEPS)
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
@@ -134,7 +151,7 @@ class Context:
         """The recipe of every rule, and again under each variant of this file that changes it."""
         applied = list(_apply(self.policy.rules, RecipeScope(self.policy.named_recipes, {})))
         variants = [v for v in self.policy.variants if self.in_this_file(v.span)]
-        for variant, scope, affected in self._variants(variants):
+        for variant, scope, affected in self.variants(variants):
             applied += _apply((self.policy.rules[index] for index in affected), scope)
             applied += _apply(variant.rules, scope)
         return tuple(applied)
@@ -157,24 +174,27 @@ class Context:
         """Returns the rule that decides a product of a site of common size at the start of training.
 
         `layer` is the index of the site's block and the number of blocks; None outside blocks. Returns None if no rule
-        matches, or if the lookups exceed their limit.
+        matches.
         """
-        index, layers = layer or (None, None)
-        attributes = {**_COMMON_SIZE, **flags, "block": layer is not None, "layer": index, "layers": layers}
-        point = Point(path=path, gemm=gemm, moment=_START_OF_TRAINING, attributes=attributes)
-        try:
-            return self.coverage.find_deciding_rule(point, self._budget)
-        except SearchTooLarge:
-            self.undecided += 1
-            return None
+        key = (path, gemm, tuple(flags.items()), layer)
+        if key not in self._deciding:
+            index, layers = layer or (None, None)
+            attributes = {
+                **_COMMON_SIZE, **flags, "block": layer is not None, "layer": index, "layers": layers
+            }  # fmt: skip
+            self._deciding[key] = next(
+                (
+                    resolved
+                    for resolved in reversed(self.resolved_rules)
+                    if any(gemm in p.products and matches(p, path) for p in resolved.patterns)
+                    and all(w.holds(*_START_OF_TRAINING) for w in resolved.rule.when)
+                    and (resolved.rule.where is None or resolved.rule.where.holds(attributes))
+                ),
+                None,
+            )
+        return self._deciding[key]
 
-    def count_undecided(self) -> int:
-        """Returns the number of questions that rules gave up on, including those about coverage."""
-        return self.undecided + (self.coverage.undecided if "coverage" in vars(self) else 0)
-
-    def _variants(
-        self, variants: Iterable[Variant]
-    ) -> Iterator[tuple[Variant, RecipeScope, tuple[int, ...]]]:
+    def variants(self, variants: Iterable[Variant]) -> Iterator[tuple[Variant, RecipeScope, tuple[int, ...]]]:
         """Yields each variant with its recipes and the indices of the rules that these change."""
         named = self.policy.named_recipes
         for variant in variants:

@@ -19,10 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LintResult:
-    """The diagnostics of one policy, and the number of questions that exceeded their limits."""
+    """The diagnostics of one policy."""
 
     diagnostics: tuple[Diagnostic, ...]
-    undecided: int = 0
 
 
 def lint(
@@ -57,9 +56,7 @@ def lint(
         if (rule.check is None or code in codes) and not rule.guesses_without_program
     }
     reported += [d for d in suppressions.check(ALL_CODES, checked) if d.code in codes]
-    return LintResult(
-        diagnostics=tuple(sorted(reported, key=lambda d: d.sort_key)), undecided=context.count_undecided()
-    )
+    return LintResult(diagnostics=tuple(sorted(reported, key=lambda d: d.sort_key)))
 
 
 _EXPLAINED = {

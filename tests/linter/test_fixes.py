@@ -80,10 +80,10 @@ def test_safe_fixes_write_this_text_and_are_then_complete(before: str, after: st
         ("c -> bf16\na.b -> bf16\n* -> fp8\n", "* -> fp8\nc -> bf16\na.b -> bf16\n"),
         # in its block, or below the block that overrides it, but not out of its own
         ("after 50% { a.b -> bf16; a -> fp8 }\n", "after 50% {  a -> fp8; a.b -> bf16 }\n"),
-        ("a.b -> bf16\nafter 0 {\n  a -> fp8\n}\n", "after 0 {\n  a -> fp8\n}\na.b -> bf16\n"),
+        ("after 9 { a.b -> bf16\n  after 5 { a -> fp8 }\n}\n", "after 9 { \n  after 5 { a -> fp8 }\na.b -> bf16\n}\n"),
         # moved, it would leave the other rule without effect
         ("a -> bf16\na -> fp8\n", "a -> fp8\n"),
-        ("a.b -> bf16\na.c -> bf16\na.{b,c} -> fp8\n", "a.{b,c} -> fp8\na.c -> bf16\n"),
+        ("a.b -> bf16\na.c -> bf16\na.{b,c} -> fp8\n", "a.{b,c} -> fp8\na.b -> bf16\na.c -> bf16\n"),
         ("q, k @ wgrad -> fp8\n", "q @ wgrad, k @ wgrad -> fp8\n"),
         (f"a -> nvfp4\n{TAIL}\n", f"a -> nvfp4(sr=grad)\n{TAIL}\n"),
         (f"a -> nvfp4()\n{TAIL}\n", f"a -> nvfp4(sr=grad)\n{TAIL}\n"),

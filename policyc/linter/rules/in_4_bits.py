@@ -17,7 +17,6 @@ from policyc.language.predicates import Flag
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import DottedPath, PathSegment, Selector, expand_selector, parse_path
 from policyc.linter.context import AppliedRecipe, Check, Context
-from policyc.linter.examples import example_path
 
 if TYPE_CHECKING:
     from policyc.compiler.planning.plan import Plan
@@ -76,9 +75,18 @@ def _check_program(kind: str, context: Context, plan: Plan) -> Iterator[Diagnost
         yield products.report_rule(plan, index, sites, message, help)
 
 
+def _example_path(pattern: Selector) -> DottedPath:
+    """Returns a short path that the pattern matches if its indices are in the slices."""
+    named = [segment for segment in pattern.segments if not segment.is_wildcard]
+    return tuple(
+        PathSegment(s.glob.replace("*", "").replace("?", "x") or "x", None if s.indices is None else 0)
+        for s in named
+    ) or (PathSegment("x"),)
+
+
 def _suggest(kind: str, rule: Rule) -> str:
     patterns = [pattern for selector in rule.selectors for pattern in expand_selector(selector)]
-    is_named = all(".".join(map(str, example_path(pattern))) in _NAMES[kind] for pattern in patterns)
+    is_named = all(".".join(map(str, _example_path(pattern))) in _NAMES[kind] for pattern in patterns)
     if rule.where == Flag(name=kind) or (is_named and kind != "scores"):
         return "write '-> bf16' in this rule"  # the rule matches nothing else
     return _suggest_weight(rule) if kind == "scores" else f"add a rule after it: * where {kind} -> bf16"
@@ -91,7 +99,7 @@ def _suggest_weight(rule: Rule) -> str:
 
 def _find_rules_in_4_bits(kind: str, context: Context) -> Iterator[tuple[Rule, str]]:
     """Yields each rule that puts a site of a kind in 4 bits, with the first name for which it does."""
-    rules = context.coverage.rules
+    rules = context.resolved_rules
     if not any(rule.recipe.bits(gemm) == 4 for rule in rules for gemm in Gemm):
         return
     flags = flags_of(kind, *(() if kind == "scores" else ("weight",)))
@@ -155,12 +163,12 @@ def _check_tail(context: Context) -> Iterator[Diagnostic]:
 def _check_tail_by_name(context: Context) -> Iterator[Diagnostic]:
     """Checks stacks by the names in the policy, which are all that is known without a program."""
     last_layers = [PathSegment(name, _DEPTH - 1, _DEPTH) for name in _find_stack_names(context.policy)]
-    for rule in context.coverage.rules:
+    for rule in context.resolved_rules:
         if rule.recipe.bits(Gemm.FPROP) != 4 or not context.in_this_file(rule.rule.span):
             continue
         for pattern in rule.patterns:
             # Sensitive modules have codes of their own.
-            is_sensitive = ".".join(map(str, example_path(pattern))) in _SENSITIVE_NAMES
+            is_sensitive = ".".join(map(str, _example_path(pattern))) in _SENSITIVE_NAMES
             if Gemm.FPROP not in pattern.products or is_sensitive:
                 continue
             paths = [_locate_in_layer(pattern, layer) for layer in last_layers]
@@ -192,7 +200,7 @@ def _find_stack_names(policy: Policy) -> tuple[str, ...]:
 
 def _locate_in_layer(pattern: Selector, layer: PathSegment) -> DottedPath:
     """Returns a path that the pattern matches, in the given layer of a stack."""
-    path = example_path(pattern)
+    path = _example_path(pattern)
     if any(p.indices is not None for p in pattern.segments):
         return tuple(PathSegment(n.text, layer.index, layer.size) if n.index is not None else n for n in path)
     if any(n.text == layer.text for n in path):

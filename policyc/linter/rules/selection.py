@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from fractions import Fraction
 
 from policyc.base.text import closest_name
+from policyc.language.bounds import Bound
 from policyc.language.diagnostics import Diagnostic, Edit, Fix, Span
-from policyc.language.kinds import KINDS
-from policyc.language.predicates import Flag, leaves
+from policyc.language.kinds import KINDS, possible_flags
+from policyc.language.predicates import Comparison, Flag, Predicate, SiteAttributes, Term, leaves
 from policyc.language.recipes import GEMM_GROUPS, Gemm
 from policyc.language.schedule import representative_steps
-from policyc.language.selectors import Selector
+from policyc.language.selectors import Indices, Selector
 from policyc.linter.context import Check, Context
-from policyc.linter.examples import Budget, SearchTooLarge, example_index
-from policyc.linter.samples import sample_attributes
 
 _ALL_PRODUCTS = frozenset(Gemm)
 
@@ -51,7 +52,7 @@ def _limit_products(selector: Selector, last: Selector) -> Edit:
 def _check_empty_slice(context: Context) -> Iterator[Diagnostic]:
     for rule in context.rules:
         for segment in (s for selector in rule.selectors for s in selector.segments):
-            if segment.indices is not None and example_index(segment.indices) is None:
+            if segment.indices is not None and _is_empty(segment.indices):
                 yield Diagnostic(
                     span=segment.indices.span,
                     message=f"{segment.indices} selects no layer of any stack",
@@ -59,21 +60,24 @@ def _check_empty_slice(context: Context) -> Iterator[Diagnostic]:
                 )
 
 
-_MAX_STEPS = 200_000  # for the conditions of all rules
+def _is_empty(indices: Indices) -> bool:
+    """Whether a slice is known to select nothing in any stack: its bounds count from one end, and do not ascend."""
+    start, stop = (None if bound is None else _place(bound) for bound in (indices.start, indices.stop))
+    if start == ("%", Fraction(100)) or stop in (("%", Fraction(0)), ("first", Fraction(0))):
+        return True
+    return start is not None and stop is not None and start[0] == stop[0] and start[1] >= stop[1]
+
+
+def _place(bound: Bound) -> tuple[str, Fraction]:
+    """Returns from where a bound counts, and its value."""
+    if bound.percent:
+        return "%", bound.value if bound.value >= 0 else 100 + bound.value
+    return "first" if bound.value >= 0 else "last", bound.value
 
 
 def _check_impossible_predicate(context: Context) -> Iterator[Diagnostic]:
-    budget = Budget(_MAX_STEPS)
     for rule in context.rules:
-        if rule.where is None:
-            continue
-        try:
-            samples = sample_attributes((rule.where,), budget)
-        except SearchTooLarge:
-            context.undecided += 1
-            continue
-        is_possible = any(rule.where.holds(sample) for sample in samples)
-        if not is_possible:
+        if rule.where is not None and _is_impossible(rule.where):
             flags = {leaf.name for leaf in leaves(rule.where) if isinstance(leaf, Flag)}
             help = "check its numbers"
             if "conv" in flags:
@@ -81,6 +85,38 @@ def _check_impossible_predicate(context: Context) -> Iterator[Diagnostic]:
             elif flags & KINDS.keys():
                 help = "check which kinds exclude each other"
             yield Diagnostic(span=rule.where.span, message="no GEMM satisfies this condition", help=help)
+
+
+def _is_impossible(condition: Predicate) -> bool:
+    """Whether a condition is known to be false for every kind of site, or for every value of one attribute."""
+    terms = [t for leaf in leaves(condition) if isinstance(leaf, Comparison) for t in leaf.terms]
+    words = {"block", *(leaf.name for leaf in leaves(condition) if isinstance(leaf, Flag))}
+
+    def is_false(known: SiteAttributes) -> bool:
+        outside = {"layer": None, "layers": None}
+        samples = (
+            {**known, **flags, **({} if flags["block"] else outside)}
+            for flags in possible_flags(frozenset(words))
+        )
+        return all(condition.holds(sample) is False for sample in samples)
+
+    def is_never(name: str) -> bool:
+        values = _values_near_bounds(terms, least=0 if name == "layer" else 1)
+        return bool(values) and all(is_false({name: value}) for value in values)
+
+    return is_false({}) or any(map(is_never, sorted({name for term in terms for name in term.variables})))
+
+
+_MAX_WORK = 20_000  # numbers tried for one attribute, times terms
+
+
+def _values_near_bounds(terms: list[Term], *, least: int) -> set[int]:
+    """Returns numbers on both sides of every number in some terms, with every remainder; none if they are too many."""
+    numbers = {least, *(t.value for t in terms if isinstance(t.value, int))}
+    period = math.lcm(*(t.modulus for t in terms if isinstance(t.modulus, int)))
+    if len(numbers) * (period + 2) * len(terms) > _MAX_WORK:
+        return set()
+    return {v for n in numbers for v in range(n - 1, n + period + 1) if v >= least}
 
 
 _WORDS = frozenset({"default", "all", "any", "everything", "else", "otherwise"})

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from policyc.language.diagnostics import Diagnostic, Edit, Fix, Span
 from policyc.language.groups import GroupDef, named_group
 from policyc.language.parser import BlockStatement, Statement
 from policyc.language.policy import RecipeCall, Rule, SplitRecipe, Variant, option_values, recipe_calls
 from policyc.language.recipes import OPTIONS, Gemm, make_recipe
-from policyc.linter.context import Check, Context
-from policyc.linter.coverage import Coverage
+from policyc.linter.context import Check, Context, RecipeScope
 from policyc.linter.edits import remove_statement
+from policyc.linter.wider import ResolvedRule, are_equal, is_wider, resolve_rule
 
 
 def _check_empty_policy(context: Context) -> Iterator[Diagnostic]:
@@ -43,18 +43,12 @@ def _find_idle_options(call: RecipeCall, products: frozenset[Gemm]) -> Iterator[
             )
 
 
-_MAX_WORK = 200_000  # rules times variants
-
-
 def _check_idle_variant(context: Context) -> Iterator[Diagnostic]:
     policy = context.policy
     if policy.applied_variant is not None:
         return  # a variant edits the policy, not another variant
-    if len(policy.rules) * len(policy.variants) > _MAX_WORK:
-        context.undecided += len(policy.variants)
-        return
-    for variant in policy.variants:
-        if context.in_this_file(variant.span) and not _changes_policy(context, variant):
+    for variant, scope, affected in context.variants(policy.variants):
+        if context.in_this_file(variant.span) and not _changes_policy(context, variant, scope, affected):
             yield Diagnostic(
                 span=variant.span,
                 message=f"the variant '{variant.name}' does not change the policy",
@@ -62,18 +56,29 @@ def _check_idle_variant(context: Context) -> Iterator[Diagnostic]:
             )
 
 
-def _changes_policy(context: Context, variant: Variant) -> bool:
-    before, after = context.policy, context.policy.variant(variant.name)
-    resolve_before, resolve_after = before.resolver(), after.resolver()
-    if before.seed != after.seed:
+def _changes_policy(context: Context, variant: Variant, scope: RecipeScope, affected: Iterable[int]) -> bool:
+    """Whether a variant changes the seed, the recipe of a rule, or adds a rule that does not repeat those before it."""
+    seed, rules = variant.seed_statement, list(context.resolved_rules)
+    if seed is not None and seed.value != context.policy.seed:
         return True
-    if any(resolve_before(r.recipe) != resolve_after(r.recipe) for r in before.rules):
+    if any(rules[index].recipes[variant.name] != rules[index].recipe for index in affected):
         return True
-    coverage = Coverage(after.rules, lambda rule: resolve_after(rule.recipe))
-    added_rules = coverage.rules[len(before.rules) :]
-    changes = any(coverage.find_equivalent_earlier_rule(rule) is None for rule in added_rules)
-    context.undecided += coverage.undecided
-    return changes
+    for rule in variant.rules:
+        added = resolve_rule(rule, len(rules), {None: scope.resolve(rule.recipe)})
+        if not _repeats(added, rules):
+            return True
+        rules.append(added)
+    return False
+
+
+def _repeats(added: ResolvedRule, rules: list[ResolvedRule]) -> bool:
+    """Whether one of the last rules, which all have the recipe of an added rule, is wider."""
+    for rule in reversed(rules):
+        if not are_equal(rule.recipe, added.recipe, added.rule.products):
+            return False
+        if is_wider(rule, added):
+            return True
+    return False
 
 
 def _check_incomplete_split(context: Context) -> Iterator[Diagnostic]:

@@ -30,7 +30,7 @@ def _check_overridden_rule(context: Context) -> Iterator[Diagnostic]:
     for index, rule in enumerate(plan.policy.rules):
         if index in deciding or index not in overriding:  # a rule active in no phase is not overridden
             continue
-        if not context.coverage.find_overriding_rules(context.coverage.rules[index]):  # else: shadowed-rule
+        if context.find_overriding(context.resolved_rules[index]) is None:  # else: shadowed-rule
             count = plan.counts[index]
             sites = f"all {count} of its sites" if count > 1 else "its only site"
             found = refused.get(rule.span) or Diagnostic(
