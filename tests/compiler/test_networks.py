@@ -288,3 +288,22 @@ def test_dpo_keeps_the_last_four_blocks_of_each_pass() -> None:
             assert layers.decision.recipe is not None
             bits.setdefault(truth[0][0], set()).add(layers.decision.recipe.bits(Gemm.FPROP))
     assert bits == {0: {4}, 1: {4}, **{number: {16} for number in range(2, 6)}}
+
+
+def test_a_reference_that_the_loss_closes_over_has_no_layers_and_the_plan_says_so() -> None:
+    layers = [{name: w(*array.shape) for name, array in {**ATTENTION, **MLP}.items()} for _ in range(2)]
+    closed_over = jax.tree.map(lambda a: jnp.ones(a.shape, a.dtype), {"l": layers, "out": w(D, OUT)})
+
+    def loss(p: Any, x: Any) -> Any:
+        def run(q: Any) -> Any:
+            h = x[0]
+            for layer in q["l"]:
+                h = pre_norm(h, layer)
+            return score(q, h)
+
+        return run(p) - lax.stop_gradient(run(closed_over))
+
+    sites = find_sites(loss, {"l": layers, "out": w(D, OUT)}, X)
+    (warning,) = check_plan(make_plan(parse("* -> mxfp8; * where layer >= -1 -> keep"), sites))
+    assert "arrays that the loss closes over" in warning.message
+    assert not check_plan(make_plan(parse("* -> mxfp8"), sites))

@@ -7,7 +7,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from policyc.base.text import count_noun, count_others, escape_controls
-from policyc.compiler.planning.idle_rules import MULTIPLE_LOSSES_HINT, as_glob, idle_rules, suggest_selector
+from policyc.compiler.planning.idle_rules import (
+    MULTIPLE_LOSSES_HINT,
+    as_glob,
+    has_index,
+    idle_rules,
+    suggest_selector,
+)
 from policyc.compiler.planning.plan import Decisions, Plan
 from policyc.compiler.sites.site import PathTemplate, Site, dotted
 from policyc.compiler.sites.stacks import Layer
@@ -151,6 +157,36 @@ def unknown_layers(plan: Plan) -> Iterator[Diagnostic]:
             help="choose it by its sizes, with '* where not weight and ...'",
             sites=name_sites(sites),
         )
+    yield from _constant_networks(plan)
+
+
+def _constant_networks(plan: Plan) -> Iterator[Diagnostic]:
+    """A warning if a rule chooses layers, but another one quantizes products of arrays that the loss closes over."""
+    rule = next(filter(has_index, plan.policy.rules), None)
+    if rule is None:
+        return
+    sites = [site for site in plan.sites if _is_of_constants(site) and _is_quantized(plan, site)]
+    if sites:
+        place = escape_controls(f" ({sites[0].place})" if sites[0].place else "")
+        yield Diagnostic(
+            code="opaque-index",
+            message=f"a product of arrays that the loss closes over{place} has no layer, so no rule for a layer "
+            f"matches it{count_others(len(sites))}",
+            span=rule.span,
+            severity=Severity.WARNING,
+            help="pass the arrays to the loss as an argument, as a model: their layers are then known",
+            sites=name_sites(sites),
+        )
+
+
+def _is_of_constants(site: Site) -> bool:
+    is_named = site.parameters or site.modules or site.scope.has_index
+    return not is_named and site.block is None and site.products == {Gemm.FPROP}
+
+
+def _is_quantized(plan: Plan, site: Site) -> bool:
+    runs = (run for phase in plan.phases for run in plan.site_layer_ranges(site, phase))
+    return any(0 < product.bits < 16 for run in runs for product in run.products())
 
 
 def unknown_blocks(plan: Plan) -> Iterator[Diagnostic]:
