@@ -28,7 +28,7 @@ def html(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A sweep of three variants, with predicted speed-ups."""
     report = build_report([write_sweep(tmp_path_factory.mktemp("sweep") / "s", GAPS)])
     values = {name: 1.0 + 0.1 * number for number, name in enumerate(GAPS)}
-    report.data["speed_ups"] = {"step": "llama3_8b on 8 × GB200", "values": values}
+    report.data["speed_ups"] = {"step": "llama3_8b on 8 × GB200", "values": values, "other": None}
     return render_page(report)
 
 
