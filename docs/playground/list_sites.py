@@ -19,6 +19,7 @@ from policyc.compiler.tables.plan_tables import as_json
 from policyc.language.policy import Policy
 
 CONFIGS = ("llama3_8b", "llama3_405b", "mixtral_8x7b")
+# What the playground does not read.
 LEFT_OUT = (
     "decisions",
     "module",
@@ -26,7 +27,7 @@ LEFT_OUT = (
     "ragged",
     "stacks",
     "weight_followed",
-)  # what the playground does not read
+)
 IMAGES, PATCHES, PATCH, WIDTH, HIDDEN, HEADS, BLOCKS, CLASSES = 256, 196, 768, 768, 3072, 12, 12, 1000
 
 
