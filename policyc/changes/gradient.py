@@ -26,7 +26,9 @@ from policyc.compiler.planning.plan import Decisions, Plan
 from policyc.compiler.rewriting.hoist import ROUNDING_KEY
 from policyc.compiler.rewriting.rewrite import rewrite
 from policyc.compiler.rewriting.rounding import RandomSource
-from policyc.compiler.sites.site import Site, Sites
+from policyc.compiler.sites.equations import SiteEquation
+from policyc.compiler.sites.site import Site
+from policyc.compiler.sites.site_list import Sites
 from policyc.jaxcore.hooks import product_tags
 from policyc.jaxcore.hooks.product_tags import Tag, TaggedLoss
 from policyc.jaxcore.jaxprs import reading as jaxprs
@@ -53,14 +55,14 @@ def tag_loss(sites: Sites) -> TaggedLoss:
     return TaggedLoss(sites.jaxpr, {site.address for site in sites if not site.opaque})
 
 
-def _tag_sites(sites: Sites, tags: TaggedLoss) -> Iterator[Site]:
-    """Tags the sites, and adds the name scopes of their containers to the equations that derive their weights.
+def _tag_equations(sites: Sites, tags: TaggedLoss) -> Iterator[tuple[Address, SiteEquation]]:
+    """Tags the equations of sites, and adds the name scopes of their containers to those that derive their weights.
 
     Sites that share a weight also share its equations, so that they are hoisted out of the loss only once.
     """
     moved: dict[tuple[int, int], JaxprEqn] = {}
-    for site in sites:
-        origin = site.origin
+    for address, equation in sites.loss.equations.items():
+        origin = equation.origin
         if origin is not None:
             steps: list[JaxprEqn | Address] = []
             for step in origin.steps:
@@ -68,20 +70,17 @@ def _tag_sites(sites: Sites, tags: TaggedLoss) -> Iterator[Site]:
                     steps.append(step)
                 else:
                     key = (origin.input, id(step))
-                    steps.append(moved.setdefault(key, tags.scope_equation(step, site.address)))
+                    steps.append(moved.setdefault(key, tags.scope_equation(step, address)))
             origin = replace(origin, steps=tuple(steps))
-        yield replace(site, eqn=tags.tag_site(site.eqn, site.address), origin=origin)
+        yield address, replace(equation, eqn=tags.tag_site(equation.eqn, address), origin=origin)
 
 
 def tagged_gradient(plan: Plan, decisions: Decisions) -> AnyJaxpr:
     """Traces the gradient of a plan's loss under these decisions, with a tag on every equation."""
     sites = plan.sites
     loss_with_tags = tag_loss(sites)
-    tagged = replace(
-        sites,
-        jaxpr=loss_with_tags.jaxpr,
-        sites=tuple(_tag_sites(sites, loss_with_tags)),
-    )
+    equations = dict(_tag_equations(sites, loss_with_tags))
+    tagged = replace(sites, traced=replace(sites.loss, jaxpr=loss_with_tags.jaxpr, equations=equations))
     source = RandomSource(seed=plan.policy.seed)
     rewritten = rewrite(tagged, decisions, plan.constant_inputs, source)
     keys = [
@@ -99,7 +98,7 @@ def tagged_gradient(plan: Plan, decisions: Decisions) -> AnyJaxpr:
             extra += [next(key_words) for _ in values] if hoisted.content is ROUNDING_KEY else values
         return jaxprs.evaluate_with_consts(rewritten.jaxpr, consts, *inputs, *extra)
 
-    differentiated = sites.differentiated_inputs, sites.differentiated_results
+    differentiated = sites.loss.differentiated_inputs, sites.loss.differentiated_results
     others = [v.aval for v in tagged.jaxpr.jaxpr.constvars] + keys
     return product_tags.trace_gradient(loss, tagged.jaxpr, others, differentiated)
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from policyc.base.files import atomic_write, read_json
 from policyc.compiler.pipeline import no_reentry
@@ -291,10 +292,11 @@ class _SwitchedSite:
     """A site whose products are switched one by one between the policy's precision and the program's own."""
 
     site: Site
+    eqn: JaxprEqn
     quantized: Callable[..., Any]
 
     def plain(self, lhs: Any, rhs: Any) -> Any:
-        return jaxprs.bind(self.site.eqn, lhs, rhs)[0]
+        return jaxprs.bind(self.eqn, lhs, rhs)[0]
 
     def gemms(self) -> Iterator[Gemm]:
         """Yields the products that compute the gradients of lhs and rhs, in this order."""
@@ -334,5 +336,6 @@ class SwitchRewriter(TapRewriter):
     def make_template(self, site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> SiteTemplate:
         if not self.is_measured(site):
             return super().make_template(site, site_recipe, inputs)
-        gemm = quantized_gemm(site, site_recipe, SiteInputs(constant_key=inputs.constant_key))
-        return self.tap(site, partial(_run_switched, _SwitchedSite(site, gemm)))
+        eqn = self.equations[site.address].eqn
+        gemm = quantized_gemm(site, eqn, site_recipe, SiteInputs(constant_key=inputs.constant_key))
+        return self.tap(site, partial(_run_switched, _SwitchedSite(site, eqn, gemm)))

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import AbstractValue
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from policyc.compiler.planning.plan import Decisions, Plan
 from policyc.compiler.rewriting.hoist import ROUNDING_KEY, SiteRecipe
@@ -53,11 +53,12 @@ class MeasuredGemm:
     """A site, the function that runs it, and the recipe that its measurements follow."""
 
     site: Site
+    eqn: JaxprEqn
     site_recipe: SiteRecipe
     gemm: Callable[..., Any]
 
     def _operands(self, lhs: jax.Array, rhs: jax.Array, dy: jax.Array) -> list[QuantizedOperand]:
-        dims = self.site.eqn.params["dimension_numbers"]
+        dims = self.eqn.params["dimension_numbers"]
         options = GemmOptions(weight=self.site.weight, site=self.site.id)
         return quantize_operands(lhs, rhs, dy, dims, self.site_recipe.recipe, options)
 
@@ -83,7 +84,7 @@ class MeasuredGemm:
                 for o in self._operands(lhs, rhs, dy)
             )
 
-        avals: list[Any] = [v.aval for v in (*self.site.eqn.invars[:2], self.site.eqn.outvars[0])]
+        avals: list[Any] = [v.aval for v in (*self.eqn.invars[:2], self.eqn.outvars[0])]
         jax.eval_shape(record, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
         return names
 
@@ -133,8 +134,9 @@ class TapRewriter(SiteRewriter):
         quantizes = any(FORMATS[t.format].is_quantized for t in site_recipe.recipe.treatments)
         if not self.is_measured(site) or not quantizes:
             return super().make_template(site, site_recipe, inputs)
-        measured = MeasuredGemm(site, site_recipe, quantized_gemm(site, site_recipe, inputs))
-        key = jaxprs.array_aval((), "uint32", site.eqn, site.axis_env)
+        eqn, axis_env = self.equations[site.address].eqn, self.equations[site.address].axis_env
+        measured = MeasuredGemm(site, eqn, site_recipe, quantized_gemm(site, eqn, site_recipe, inputs))
+        key = jaxprs.array_aval((), "uint32", eqn, axis_env)
         keys = ((ROUNDING_KEY, (key, key)),) if inputs.has_rounding_key else ()
 
         def tapped(lhs: Any, rhs: Any, *rest: Any) -> Any:
@@ -150,9 +152,10 @@ class TapRewriter(SiteRewriter):
         keys: tuple[tuple[Any, tuple[AbstractValue, ...]], ...] = (),
     ) -> SiteTemplate:
         """The template of a site that runs a function of its operands, further inputs, and its tap."""
-        extra = (*keys, (TAP, (jaxprs.array_aval(self.tap_shape, "float32", site.eqn, site.axis_env),)))
-        avals = [*(a.aval for a in site.eqn.invars), *(a for _, group in extra for a in group)]
-        return SiteTemplate(jaxprs.trace_at(run, avals, site.eqn, site.axis_env), extra)
+        eqn, axis_env = self.equations[site.address].eqn, self.equations[site.address].axis_env
+        extra = (*keys, (TAP, (jaxprs.array_aval(self.tap_shape, "float32", eqn, axis_env),)))
+        avals = [*(a.aval for a in eqn.invars), *(a for _, group in extra for a in group)]
+        return SiteTemplate(jaxprs.trace_at(run, avals, eqn, axis_env), extra)
 
 
 class TappedLoss:
@@ -216,7 +219,8 @@ class TappedLoss:
             assert site_recipe is not None, "only what is quantized is measured"
             key = (site.address, site_recipe)
             if key not in names:
-                names[key] = MeasuredGemm(site, site_recipe, _not_run).operand_names()
+                eqn = self.plan.sites.equation(site).eqn
+                names[key] = MeasuredGemm(site, eqn, site_recipe, _not_run).operand_names()
             yield site, layer, names[key], figures
 
     def figures(self, taps: Sequence[np.ndarray]) -> Iterator[tuple[Site, Layer, np.ndarray]]:

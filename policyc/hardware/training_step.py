@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from policyc.compiler.matching.decisions import Phase
 from policyc.compiler.matching.execution import ExecutionOptions
@@ -118,8 +117,7 @@ def count_readers(plan: Plan) -> ReaderCounts:
 
 def activation_key(site: Site) -> OperandKey:
     """A key for the variable that is the activation of a site."""
-    variable = site.eqn.invars[0 if site.weight != "lhs" else 1]
-    return (*site.address[:-1], id(variable))
+    return (*site.address[:-1], site.activation)
 
 
 def microbatch_tokens(plan: Plan) -> int:
@@ -143,8 +141,7 @@ def is_quantized(recipe: Recipe | None) -> bool:
 
 def unquantized_format(site: Site) -> str:
     """The format that the products of a site have without a policy."""
-    operand: Any = site.eqn.invars[0]
-    return "f32" if str(operand.aval.dtype) == "float32" else "bf16"
+    return "f32" if site.types[0] == "float32" else "bf16"
 
 
 def local_shape(site: Site, mesh: MeshShape) -> tuple[float, float, float, float]:
@@ -155,8 +152,7 @@ def local_shape(site: Site, mesh: MeshShape) -> tuple[float, float, float, float
 
 def weight_elements(site: Site) -> int:
     """The elements of the weights that one product reads. A ragged product reads a matrix for each group of rows."""
-    weights: Any = site.eqn.invars[1].aval
-    groups = weights.shape[0] if site.is_ragged else 1
+    groups = site.shapes[1][0] if site.is_ragged else 1
     return int(site.batch * site.n * site.k * groups)
 
 

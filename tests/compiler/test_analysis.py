@@ -238,11 +238,12 @@ def in_shard_map(f: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 )
 def test_a_weight_is_followed_into_a_container(container: Any) -> None:
     f = container(lambda w, x: x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16))
-    site = only_site(lambda p, x: f(p["mlp"]["w"], x), {"mlp": {"w": W}})
+    sites = find_sites(lambda p, x: f(p["mlp"]["w"], x), {"mlp": {"w": W}}, X)
+    (site,) = sites
     assert (site.name, site.weight, site.opaque) == ("mlp.w", "rhs", "")
     assert (site.m, site.n, site.k) == (4 if container is in_shard_map else 8, 32, 16)
     assert site.takes_extra_inputs is (container is not in_shard_map)
-    assert site.axis_env.axes == ((("data", 2),) if container is in_shard_map else ())
+    assert sites.equation(site).axis_env.axes == ((("data", 2),) if container is in_shard_map else ())
     assert site.is_reused is (container in (jax.checkpoint, in_scan, in_while, in_condition))
 
 
@@ -374,10 +375,13 @@ def in_unknown_container(x: Any, w: Any) -> Any:
 )
 def test_a_product_in_a_container_that_is_not_entered_is_opaque(product: Any, reason: str) -> None:
     """The weight has its name all the same, so that a rule matches it and an error can say so."""
-    site = only_site(lambda p, x: jax.jit(product)(x, p["w"].astype(jnp.bfloat16).astype(jnp.float32)))
+    sites = find_sites(
+        lambda p, x: jax.jit(product)(x, p["w"].astype(jnp.bfloat16).astype(jnp.float32)), PARAMS, X
+    )
+    (site,) = sites
     assert (site.name, site.weight) == ("w", "rhs")
     assert reason in site.opaque
-    assert site.origin is None
+    assert sites.equation(site).origin is None
 
 
 def test_what_is_inside_an_opaque_container_is_opaque() -> None:
@@ -407,11 +411,12 @@ GROUPS = struct(2, dtype=jnp.int32)
 
 
 def test_a_ragged_product() -> None:
-    site = only_site(
+    sites = find_sites(
         lambda p, x, sizes: lax.ragged_dot(x, p["w"], sizes), {"w": struct(2, 16, 32)}, X, GROUPS
     )
+    (site,) = sites
     assert (site.is_ragged, site.weight, site.m, site.n, site.k, site.opaque) == (True, "rhs", 8, 32, 16, "")
-    assert site.origin is None
+    assert sites.equation(site).origin is None
 
 
 def test_a_ragged_product_of_another_form_is_opaque() -> None:
@@ -468,9 +473,10 @@ def test_lax_scaled_dot_is_opaque() -> None:
     ids=["becomes larger", "depends on the data", "padded"],
 )
 def test_a_weight_that_is_better_quantized_where_it_is_used(derive: Any) -> None:
-    site = only_site(lambda p, x: x @ derive(p["w"], x))
+    sites = find_sites(lambda p, x: x @ derive(p["w"], x), PARAMS, X)
+    (site,) = sites
     assert site.weight == "rhs"
-    assert site.origin is None
+    assert sites.equation(site).origin is None
 
 
 # ---- all sites

@@ -13,7 +13,7 @@ import policyc
 from policyc.compiler.matching.decisions import Choice
 from policyc.compiler.matching.execution import execution_options
 from policyc.compiler.planning.plan import Plan, gemm_queries, make_plan
-from policyc.compiler.tables.plan_tables import as_json
+from policyc.compiler.tables.plan_json import as_json
 from policyc.jaxcore.jaxprs import reading as jaxprs
 from policyc.language.diagnostics import PolicyError
 from policyc.language.loader import parse

@@ -11,7 +11,8 @@ import pytest
 
 from policyc.compiler.matching.execution import execution_options
 from policyc.compiler.planning.plan import make_plan
-from policyc.compiler.tables.plan_tables import align_columns, as_json, lowering_reasons, summary
+from policyc.compiler.tables.plan_json import as_json
+from policyc.compiler.tables.plan_tables import align_columns, lowering_reasons, summary
 from policyc.compiler.tables.site_table import sites_table
 from policyc.language.loader import parse
 from tests.support.jaxpr_tools import find_sites, struct

@@ -14,7 +14,7 @@ from jax import lax
 
 import policyc
 from policyc.compiler.planning.plan import Plan, make_plan
-from policyc.compiler.tables.plan_tables import as_json
+from policyc.compiler.tables.plan_json import as_json
 from policyc.compiler.tables.site_table import sites_table
 from policyc.language.loader import parse
 from tests.support.jaxpr_tools import find_sites, struct

@@ -20,7 +20,7 @@ from tests.support.jaxpr_tools import without_dead_code
 
 def plain_gradient(plan: Plan) -> Any:
     """The jaxpr of the gradient of a plan's loss, by `jax.vjp` alone."""
-    closed, inputs = plan.sites.jaxpr, plan.sites.differentiated_inputs
+    closed, inputs = plan.sites.jaxpr, plan.sites.loss.differentiated_inputs
 
     def gradient(*values: Any) -> Any:
         constants = values[len(closed.jaxpr.invars) :]

@@ -10,16 +10,15 @@ import itertools
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from operator import and_
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from policyc.base.text import count_noun
 from policyc.compiler.matching.decisions import Choice, Choices, Phase, RuleDecisions
 from policyc.compiler.matching.execution import ExecutionOptions
-from policyc.compiler.matching.site_masks import find_bits, union
-from policyc.compiler.sites.site import Site, Sites
+from policyc.compiler.sites.site import Site
+from policyc.compiler.sites.site_list import Sites
+from policyc.compiler.sites.site_masks import find_bits, union
 from policyc.compiler.sites.stacks import Layer
-from policyc.jaxcore.jaxprs.transform import Address
 from policyc.language import recipes
 from policyc.language.diagnostics import Diagnostic, PolicyError
 from policyc.language.policy import Policy
@@ -34,6 +33,9 @@ from policyc.numerics.backends.choice import (
     machine_here,
     machine_of,
 )
+
+if TYPE_CHECKING:
+    from policyc.jaxcore.jaxprs.transform import Address
 
 _GEMMS = tuple(Gemm)
 
@@ -53,7 +55,7 @@ class Decision:
         return self.lowerings[_GEMMS.index(gemm)]
 
 
-Decisions = Mapping[tuple[Address, Layer], Decision]
+Decisions: TypeAlias = "Mapping[tuple[Address, Layer], Decision]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ class Plan:
     @property
     def phases(self) -> tuple[Phase, ...]:
         """All phases of the schedule, the earliest first."""
-        return self._rules.phases
+        return self.rules.phases
 
     def phase(self, step: int, total: int | None) -> Phase:
         """The phase at a step. A condition in percent needs the total number of steps."""
@@ -142,11 +144,11 @@ class Plan:
         return tuple(c.holds(step, total or 1) for c in self.policy.step_conditions)
 
     def label(self, phase: Phase) -> str:
-        return self._rules.label(phase)
+        return self.rules.label(phase)
 
     def in_force(self, rule: int, phase: Phase) -> bool:
         """Whether a rule applies in a phase."""
-        return self._rules.in_force(rule, phase)
+        return self.rules.in_force(rule, phase)
 
     # ---- decisions
 
@@ -155,7 +157,7 @@ class Plan:
         if phase not in self._decisions:
             decisions: dict[tuple[Address, Layer], Decision] = {}
             for (number, layer), choices in zip(
-                self.sites.masks.layers, self._rules.choices(phase), strict=True
+                self.sites.masks.layers, self.rules.choices(phase), strict=True
             ):
                 site = self.sites.sites[number]
                 decisions[site.address, layer] = self._with_lowerings(
@@ -191,14 +193,14 @@ class Plan:
 
     def matched_layers(self, rule: int) -> Iterator[tuple[Site, Layer]]:
         """Yields the layers with a product that a rule matches, in any phase. Layers that do not run are left out."""
-        for bit in find_bits(union(self._rules.matched[rule]) & self.sites.running):
+        for bit in find_bits(union(self.rules.matched[rule]) & self.sites.running):
             number, layer = self.sites.masks.layers[bit]
             yield self.sites.sites[number], layer
 
-    @cached_property
+    @property
     def counts(self) -> tuple[int, ...]:
         """For each rule: the number of sites with a product that it matches. Every layer counts as a site."""
-        return tuple(union(map(and_, m, self.sites.existing)).bit_count() for m in self._rules.matched)
+        return self.rules.counts
 
     @cached_property
     def resolved(self) -> tuple[Recipe, ...]:
@@ -212,14 +214,12 @@ class Plan:
         return machine_here() if self.execution.target is None else machine_of(self.execution.target)
 
     def _with_lowerings(self, site: Site, decision: Decision) -> Decision:
-        """Adds to a decision how each product runs."""
-        if decision.recipe is None:
+        """Adds to a decision how each product runs, which is not known of sites that were read from a file."""
+        if decision.recipe is None or not site.types:
             return decision
-        operands: list[Any] = [*site.eqn.invars[:2], *site.eqn.outvars[:1]]
-        dtypes = tuple(a.aval.dtype for a in operands)
         sizes = (site.batch, site.m, site.n, site.k)
         # Everything that the queries depend on. The id is unique: `_decided` keeps decisions without lowerings alive.
-        key = (id(decision), sizes, dtypes, site.weight, site.is_ragged)
+        key = (id(decision), sizes, site.types, site.weight, site.is_ragged)
         lowered = self._lowered.get(key)
         if lowered is None:
             queries = gemm_queries(site, decision.recipe)
@@ -255,8 +255,9 @@ class Plan:
                 yield (site.address, layer), last
 
     @cached_property
-    def _rules(self) -> RuleDecisions:
-        return RuleDecisions(self.policy, self.sites.masks)
+    def rules(self) -> RuleDecisions:
+        """The rules that match and decide about each layer."""
+        return RuleDecisions(self.policy, self.sites)
 
     @cached_property
     def _decided(self) -> dict[tuple[Choices, bool], Decision]:
@@ -277,10 +278,8 @@ def gemm_queries(site: Site, recipe: Recipe) -> tuple[GemmQuery, GemmQuery, Gemm
     """The backend queries for the three products of a site. `recipe` is normalized."""
     m, n, k = site.m, site.n, site.k
     sizes = {Gemm.FPROP: (m, n, k), Gemm.DGRAD: (m, k, n), Gemm.WGRAD: (k, n, m)}
-    operands: list[Any] = list(site.eqn.invars[:2])
-    x, w = (str(v.aval.dtype) for v in (operands[::-1] if site.weight == "lhs" else operands))
-    result: Any = site.eqn.outvars[0]
-    dy = str(result.aval.dtype)
+    lhs, rhs, dy = site.types
+    x, w = (rhs, lhs) if site.weight == "lhs" else (lhs, rhs)
     types = {Gemm.FPROP: (x, w), Gemm.DGRAD: (dy, w), Gemm.WGRAD: (x, dy)}
     fprop, dgrad, wgrad = (
         GemmQuery(

@@ -27,7 +27,9 @@ from policyc.compiler.rewriting.hoist import (
     make_quantizer,
 )
 from policyc.compiler.rewriting.rounding import NO_SEED, RandomSource
-from policyc.compiler.sites.site import Site, Sites
+from policyc.compiler.sites.equations import SiteEquation
+from policyc.compiler.sites.site import Site
+from policyc.compiler.sites.site_list import Sites
 from policyc.compiler.sites.stacks import Layer
 from policyc.jaxcore.jaxprs import reading as jaxprs
 from policyc.jaxcore.jaxprs.containers import container_of
@@ -49,13 +51,14 @@ def rewrite(
 
     `constant_inputs` are the inputs that stay the same from call to call. Rounding keys are derived from `source`.
     """
-    hoisted = {s.address for s in sites if s.origin and (s.is_reused or s.origin.input in constant_inputs)}
+    origins = ((site, sites.equation(site).origin) for site in sites)
+    hoisted = {s.address for s, o in origins if o and (s.is_reused or o.input in constant_inputs)}
     rewriter = SiteRewriter(sites, decisions, hoisted, source)
     result = rewriter.transform(sites.jaxpr)
     return RewrittenLoss(
         jaxpr=result.jaxpr,
         hoisted=result.inputs,
-        sites={i.address: rewriter.sites[i.address] for i in result.inputs},
+        sites={i.address: (rewriter.sites[i.address], rewriter.equations[i.address]) for i in result.inputs},
         replacements=result.replacements,
         source=source,
     )
@@ -125,6 +128,7 @@ class SiteRewriter(Transform):
         self._source = source
         self._hoisted = hoisted
         self.sites: dict[Address, Site] = {s.address: s for s in sites if self._is_changed(s)}
+        self.equations: Mapping[Address, SiteEquation] = sites.loss.equations
         self._sites_under: dict[Address, list[Site]] = {}
         for address, site in self.sites.items():
             for end in range(len(address) + 1):
@@ -169,6 +173,7 @@ class SiteRewriter(Transform):
         def below(addresses: Iterable[Address]) -> Hashable:
             return tuple(a[depth:] for a in addresses if len(a) > depth)
 
+        equations = [self.equations[site.address] for site in sites]
         recipes = [self._open_recipes(site, position) for site in sites]
         if not any(recipe is not None for by_layer in recipes for recipe in by_layer):
             return None
@@ -176,16 +181,16 @@ class SiteRewriter(Transform):
             (
                 site.address[depth:],
                 site.weight,
-                site.axis_env,
+                equation.axis_env,
                 site.id,
                 site.products,
                 site.takes_extra_inputs,
                 below(s.address for s in site.stacks),
                 below(s.address for s in site.loops) if self._takes_rounding_key(site) else None,
-                below(site.origin.scans) if site.origin and site.address in self._hoisted else None,
+                below(equation.origin.scans) if equation.origin and site.address in self._hoisted else None,
                 by_layer,
             )
-            for site, by_layer in zip(sites, recipes, strict=True)
+            for site, equation, by_layer in zip(sites, equations, recipes, strict=True)
         )
         return self._source.seed, parts
 
@@ -194,12 +199,13 @@ class SiteRewriter(Transform):
         place = position.address, tuple(position.iterations.items())
         number = self._number_at.get(place)
         if number is None:
+            eqn = self.equations[site.address].eqn
             params = sorted(
                 (k, v if isinstance(v, tuple | int | np.dtype | type(None)) else repr(v))
-                for k, v in site.eqn.params.items()
+                for k, v in eqn.params.items()
             )
-            avals = tuple(a.aval for a in site.eqn.invars)
-            key = self.key(position), avals, tuple(params), site.eqn.ctx
+            avals = tuple(a.aval for a in eqn.invars)
+            key = self.key(position), avals, tuple(params), eqn.ctx
             number = self._equation_numbers.setdefault(key, len(self._equation_numbers))
             self._number_at[place] = number
         return number
@@ -223,7 +229,8 @@ class SiteRewriter(Transform):
         site = self.sites[extra.address]
         if extra.content is ROUNDING_KEY:
             return any(s.address == scan for s in site.loops)
-        return site.origin is not None and scan in site.origin.scans
+        origin = self.equations[extra.address].origin
+        return origin is not None and scan in origin.scans
 
     def change_container(self, eqn: JaxprEqn) -> JaxprEqn:
         container = container_of(eqn)
@@ -268,7 +275,11 @@ class SiteRewriter(Transform):
         template = self._templates.get(key)
         if template is None:
             hoisted = site.address in self._hoisted
-            weight = make_quantizer(site, site_recipe, site.weight) if hoisted and site.weight else None
+            weight = (
+                make_quantizer(site, self.equations[site.address], site_recipe, site.weight)
+                if hoisted and site.weight
+                else None
+            )
             is_random = any(t.rounding != "rne" for t in site_recipe.recipe.treatments)
             inputs = SiteInputs(
                 weight=weight if weight is not None and weight.avals else None,
@@ -280,15 +291,16 @@ class SiteRewriter(Transform):
         return template
 
     def make_template(self, site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> SiteTemplate:
+        eqn, axis_env = self.equations[site.address].eqn, self.equations[site.address].axis_env
         extra: list[tuple[Any, tuple[AbstractValue, ...]]] = []
         if inputs.weight is not None:
             extra.append((inputs.weight, inputs.weight.avals))
         if inputs.has_rounding_key:
-            extra.append((ROUNDING_KEY, (jaxprs.array_aval((), "uint32", site.eqn, site.axis_env),) * 2))
+            extra.append((ROUNDING_KEY, (jaxprs.array_aval((), "uint32", eqn, axis_env),) * 2))
         shared_avals = () if inputs.activation is None else inputs.activation.avals
-        avals = [*(a.aval for a in site.eqn.invars), *(a for _, group in extra for a in group), *shared_avals]
-        gemm = quantized_gemm(site, site_recipe, inputs)
-        return SiteTemplate(jaxprs.trace_at(gemm, avals, site.eqn, site.axis_env), tuple(extra))
+        avals = [*(a.aval for a in eqn.invars), *(a for _, group in extra for a in group), *shared_avals]
+        gemm = quantized_gemm(site, eqn, site_recipe, inputs)
+        return SiteTemplate(jaxprs.trace_at(gemm, avals, eqn, axis_env), tuple(extra))
 
     def share(self, position: Position) -> Mapping[Address, SharedActivation]:
         """The activations that several sites of a jaxpr quantize in the same way, by the addresses of these sites."""
@@ -307,7 +319,10 @@ class SiteRewriter(Transform):
         readers: dict[Var, list[Position]] = {}
         depth = len(position.address)
         for site in self._sites_under.get(position.address, ()):
-            if len(site.address) != depth + 1 or (activation := _activation(site)) is None:
+            if len(site.address) != depth + 1:
+                continue
+            activation = _activation(site, self.equations[site.address].eqn)
+            if activation is None:
                 continue
             here = position.enter(site.address[-1])
             if self._recipe_at(site, here) is not None:
@@ -322,24 +337,28 @@ class SiteRewriter(Transform):
         quantizer = self._activation_quantizers.get(number)
         if quantizer is None:
             operand: Literal["lhs", "rhs"] = "rhs" if site.weight == "lhs" else "lhs"
-            quantizer = self._activation_quantizers[number] = make_quantizer(site, site_recipe, operand)
+            quantizer = self._activation_quantizers[number] = make_quantizer(
+                site, self.equations[site.address], site_recipe, operand
+            )
         return quantizer
 
 
-def _activation(site: Site) -> Var | None:
+def _activation(site: Site, eqn: JaxprEqn) -> Var | None:
     """The variable that a site multiplies with its weight; None without a weight, and for ragged sites and literals."""
     if site.is_ragged or site.weight is None:
         return None
-    operand = site.eqn.invars[1 if site.weight == "lhs" else 0]
+    operand = eqn.invars[1 if site.weight == "lhs" else 0]
     return operand if isinstance(operand, Var) else None
 
 
-def quantized_gemm(site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> Callable[..., Any]:
+def quantized_gemm(
+    site: Site, eqn: JaxprEqn, site_recipe: SiteRecipe, inputs: SiteInputs
+) -> Callable[..., Any]:
     """The function that replaces a site. Takes the operands of its equation, then the arrays of `inputs`."""
     if site.is_ragged:
         assert inputs.weight is None
-        return _quantized_ragged_gemm(site, site_recipe, inputs)
-    params = site.eqn.params
+        return _quantized_ragged_gemm(site, eqn, site_recipe, inputs)
+    params = eqn.params
 
     def gemm(lhs: Any, rhs: Any, *extra: Any) -> Any:
         arrays = iter(extra)  # in the order of `SiteInputs`
@@ -365,7 +384,7 @@ def quantized_gemm(site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> C
             ),
         )
 
-    sharding = jaxprs.explicit_sharding(site.eqn)
+    sharding = jaxprs.explicit_sharding(eqn)
     return gemm if sharding is None else jax.sharding.auto_axes(gemm, out_sharding=sharding)
 
 
@@ -376,8 +395,10 @@ def _rebuild(quantizer: Quantizer | None, arrays: Iterator[Any]) -> Prequantized
     return quantizer.rebuild([next(arrays) for _ in quantizer.avals])
 
 
-def _quantized_ragged_gemm(site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> Callable[..., Any]:
-    params = site.eqn.params
+def _quantized_ragged_gemm(
+    site: Site, eqn: JaxprEqn, site_recipe: SiteRecipe, inputs: SiteInputs
+) -> Callable[..., Any]:
+    params = eqn.params
 
     def gemm(lhs: Any, rhs: Any, group_sizes: Any, *key_words: Any) -> Any:
         return quantized_ragged_dot(

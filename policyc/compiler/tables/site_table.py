@@ -8,7 +8,8 @@ from policyc.base.text import as_ranges, count_noun, format_ranges
 from policyc.compiler.matching.decisions import Phase
 from policyc.compiler.planning.plan import Plan, make_plan
 from policyc.compiler.sites.linears import LinearLayers, full_name, sort_into_linears
-from policyc.compiler.sites.site import Site, Sites
+from policyc.compiler.sites.site import Site
+from policyc.compiler.sites.site_list import Sites
 from policyc.compiler.sites.stacks import Layer
 from policyc.compiler.tables.kind_tables import block_text
 from policyc.compiler.tables.plan_tables import align_columns, uncertain_repeats, unchanged_products

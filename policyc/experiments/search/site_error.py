@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import JaxprEqn
 
 from policyc.compiler.rewriting.hoist import SiteRecipe
 from policyc.compiler.rewriting.rewrite import SiteInputs, SiteTemplate
@@ -44,18 +45,19 @@ class ScoredSite:
     """A site and the recipe whose error is measured."""
 
     site: Site
+    eqn: JaxprEqn
     site_recipe: SiteRecipe
 
     @property
     def dims(self) -> Any:
-        return as_dimension_numbers(self.site.eqn.params["dimension_numbers"])
+        return as_dimension_numbers(self.eqn.params["dimension_numbers"])
 
     def plain(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return jnp.asarray(jaxprs.bind(self.site.eqn, lhs, rhs)[0])
+        return jnp.asarray(jaxprs.bind(self.eqn, lhs, rhs)[0])
 
     def exact(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         """The plain product with its result in fp32, not rounded to the output type."""
-        precision = self.site.eqn.params["precision"]
+        precision = self.eqn.params["precision"]
         return lax.dot_general(lhs, rhs, self.dims, precision=precision, preferred_element_type=jnp.float32)
 
     def quantized(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -184,7 +186,7 @@ class ScoreRewriter(TapRewriter):
         if not self.is_measured(site):
             raise AssertionError("only sites that can be measured are decided about")
         del inputs
-        scored = ScoredSite(site, site_recipe)
+        scored = ScoredSite(site, self.equations[site.address].eqn, site_recipe)
         return self.tap(site, partial(_run_probed if self.probes else _run_unprobed, scored))
 
 
