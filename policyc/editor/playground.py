@@ -142,7 +142,7 @@ def _rows(plan: Plan, phase: int) -> Iterator[dict[str, Any]]:
 
 def _cell(plan: Plan, decision: Decision, gemm: Gemm) -> tuple[str, str, str]:
     """The format of a product, what happens to both operands, and the rule that decides."""
-    rule = decision.choice(gemm).rule
+    rule = decision.rule(gemm)
     left, right = (decision.recipe or _KEEP).gemm_treatments(gemm)
     narrow = min((left, right), key=lambda treatment: treatment.bits)
     text = " · ".join(dict.fromkeys(map(describe_treatment, (left, right))))

@@ -21,8 +21,7 @@ from jax.extend.core import JaxprEqn
 
 from policyc.base.files import atomic_write, read_json
 from policyc.compiler.pipeline import no_reentry
-from policyc.compiler.planning.plan import Plan, make_plan
-from policyc.compiler.rewriting.hoist import SiteRecipe
+from policyc.compiler.planning.plan import Decision, Plan, make_plan
 from policyc.compiler.rewriting.rewrite import SiteInputs, SiteTemplate, quantized_gemm
 from policyc.compiler.sites.site import Site
 from policyc.experiments.record import RecordedLoss
@@ -333,9 +332,9 @@ class SwitchRewriter(TapRewriter):
 
     tap_shape: tuple[int, ...] = (len(Gemm),)
 
-    def make_template(self, site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> SiteTemplate:
+    def make_template(self, site: Site, decision: Decision, inputs: SiteInputs) -> SiteTemplate:
         if not self.is_measured(site):
-            return super().make_template(site, site_recipe, inputs)
+            return super().make_template(site, decision, inputs)
         eqn = self.equations[site.address].eqn
-        gemm = quantized_gemm(site, eqn, site_recipe, SiteInputs(constant_key=inputs.constant_key))
+        gemm = quantized_gemm(site, eqn, decision, SiteInputs(constant_key=inputs.constant_key))
         return self.tap(site, partial(_run_switched, _SwitchedSite(site, eqn, gemm)))

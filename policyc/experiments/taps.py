@@ -17,8 +17,8 @@ import numpy as np
 from jax.core import AbstractValue
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from policyc.compiler.planning.plan import Decisions, Plan
-from policyc.compiler.rewriting.hoist import ROUNDING_KEY, SiteRecipe
+from policyc.compiler.planning.plan import Decision, Decisions, Plan
+from policyc.compiler.rewriting.hoist import ROUNDING_KEY
 from policyc.compiler.rewriting.rewrite import (
     SharedActivation,
     SiteInputs,
@@ -54,13 +54,13 @@ class MeasuredGemm:
 
     site: Site
     eqn: JaxprEqn
-    site_recipe: SiteRecipe
+    decision: Decision
     gemm: Callable[..., Any]
 
     def _operands(self, lhs: jax.Array, rhs: jax.Array, dy: jax.Array) -> list[QuantizedOperand]:
         dims = self.eqn.params["dimension_numbers"]
         options = GemmOptions(weight=self.site.weight, site=self.site.id)
-        return quantize_operands(lhs, rhs, dy, dims, self.site_recipe.recipe, options)
+        return quantize_operands(lhs, rhs, dy, dims, self.decision.applied_recipe, options)
 
     def measure(self, lhs: jax.Array, rhs: jax.Array, dy: jax.Array) -> jax.Array:
         """The `ERROR_SUMS` of the six operands; zeros for an operand that is not quantized or not read."""
@@ -130,12 +130,12 @@ class TapRewriter(SiteRewriter):
         del position
         return {}
 
-    def make_template(self, site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> SiteTemplate:
-        quantizes = any(FORMATS[t.format].is_quantized for t in site_recipe.recipe.treatments)
+    def make_template(self, site: Site, decision: Decision, inputs: SiteInputs) -> SiteTemplate:
+        quantizes = any(FORMATS[t.format].is_quantized for t in decision.applied_recipe.treatments)
         if not self.is_measured(site) or not quantizes:
-            return super().make_template(site, site_recipe, inputs)
+            return super().make_template(site, decision, inputs)
         eqn, axis_env = self.equations[site.address].eqn, self.equations[site.address].axis_env
-        measured = MeasuredGemm(site, eqn, site_recipe, quantized_gemm(site, eqn, site_recipe, inputs))
+        measured = MeasuredGemm(site, eqn, decision, quantized_gemm(site, eqn, decision, inputs))
         key = jaxprs.array_aval((), "uint32", eqn, axis_env)
         keys = ((ROUNDING_KEY, (key, key)),) if inputs.has_rounding_key else ()
 
@@ -215,12 +215,12 @@ class TappedLoss:
         """
         names: dict[Hashable, list[tuple[str, str]]] = {}
         for site, layer, figures in self.figures(taps):
-            site_recipe = self._rewriter.site_recipe(site.address, layer)
-            assert site_recipe is not None, "only what is quantized is measured"
-            key = (site.address, site_recipe)
+            decision = self._rewriter.decision(site.address, layer)
+            assert decision is not None, "only what is quantized is measured"
+            key = (site.address, id(decision))  # layers share decisions
             if key not in names:
                 eqn = self.plan.sites.equation(site).eqn
-                names[key] = MeasuredGemm(site, eqn, site_recipe, _not_run).operand_names()
+                names[key] = MeasuredGemm(site, eqn, decision, _not_run).operand_names()
             yield site, layer, names[key], figures
 
     def figures(self, taps: Sequence[np.ndarray]) -> Iterator[tuple[Site, Layer, np.ndarray]]:

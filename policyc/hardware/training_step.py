@@ -88,7 +88,7 @@ class LayerGroup:
     def from_decision(cls, site: Site, decision: Decision, count: float = 1) -> LayerGroup:
         recipe = None if site.opaque else decision.recipe
         bits = [0 if recipe is None else recipe.bits(gemm) for gemm in Gemm]
-        rule = next((c.rule for c, b in zip(decision.choices, bits, strict=True) if 0 < b <= 8), None)
+        rule = next((decision.rule(gemm) for gemm, b in zip(Gemm, bits, strict=True) if 0 < b <= 8), None)
         fprop, dgrad, wgrad = (lowering.backend for lowering in decision.lowerings)
         return cls(site=site, recipe=recipe, rule=rule, count=count, backends=(fprop, dgrad, wgrad))
 

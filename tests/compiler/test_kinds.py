@@ -129,8 +129,8 @@ def plan_of(name: str, policy: str) -> Plan:
 def test_layer_splits_a_scan_as_an_index_does() -> None:
     by_kind = plan_of("gpt_scanned_tied", "* where mlp -> fp8; * where mlp and layer >= -1 -> bf16")
     by_name = plan_of("gpt_scanned_tied", "l.{w5,w6} -> fp8; l[-1:].{w5,w6} -> bf16")
-    assert [(r.site.name, r.layers, r.decision.recipe) for r in by_kind.layer_ranges()] == [
-        (r.site.name, r.layers, r.decision.recipe) for r in by_name.layer_ranges()
+    assert [(r.site.name, r.layers, r.decision.recipe) for r in by_kind.runs()] == [
+        (r.site.name, r.layers, r.decision.recipe) for r in by_name.runs()
     ]
     assert by_kind.counts == (8, 2)
 

@@ -284,7 +284,7 @@ def test_dpo_keeps_the_last_four_blocks_of_each_pass() -> None:
     bits: dict[int, set[int]] = {}
     for site in plan.sites:
         if (truth := true_layers(site)) is not None and site.weight is not None:
-            (layers,) = plan.site_layer_ranges(site, plan.phases[0])
+            (layers,) = plan.site_runs(site, plan.phases[0])
             assert layers.decision.recipe is not None
             bits.setdefault(truth[0][0], set()).add(layers.decision.recipe.bits(Gemm.FPROP))
     assert bits == {0: {4}, 1: {4}, **{number: {16} for number in range(2, 6)}}

@@ -10,7 +10,6 @@ import pytest
 from jax import lax
 
 import policyc
-from policyc.compiler.matching.decisions import Choice
 from policyc.compiler.matching.execution import execution_options
 from policyc.compiler.planning.plan import Plan, gemm_queries, make_plan
 from policyc.compiler.tables.plan_json import as_json
@@ -27,7 +26,7 @@ FPROP, DGRAD, WGRAD = Gemm
 def rules(plan: Plan, site: Any, gemm: Gemm = FPROP, phase: Any = ()) -> list[int | None]:
     """The rule that decides about a product of each layer."""
     decisions = plan.decisions(phase)
-    return [decisions[site.address, layer].choice(gemm).rule for layer in site.layers()]
+    return [decisions[site.address, layer].rule(gemm) for layer in site.layers()]
 
 
 # ---- which rule decides
@@ -42,15 +41,15 @@ def test_a_later_rule_wins() -> None:
 
 def test_the_rules_that_lost_are_listed_nearest_first() -> None:
     plan = plan_model("* -> fp8; layers -> mxfp8; head -> keep; up -> bf16")
-    assert plan.decisions()[UP.address, (0,)].choice(FPROP) == Choice(3, (1, 0))
-    assert plan.decisions()[HEAD.address, ()].choice(WGRAD) == Choice(2, (0,))
+    assert plan.decisions()[UP.address, (0,)].rules[0] == (3, 1, 0)
+    assert plan.decisions()[HEAD.address, ()].rules[2] == (2, 0)
 
 
 def test_what_no_rule_matches_is_kept() -> None:
     plan = plan_model("head -> fp8")
     decision = plan.decisions()[UP.address, (0,)]
     assert decision.recipe is None
-    assert decision.choices == (Choice(None),) * 3
+    assert decision.rules == ((), (), ())
 
 
 def test_a_rule_about_some_products_leaves_the_others() -> None:
@@ -150,10 +149,10 @@ def test_a_percentage_needs_the_number_of_all_steps() -> None:
 
 def test_consecutive_layers_with_one_decision_are_one_run() -> None:
     plan = plan_model("* -> fp8; layers[1:3].up -> bf16; head -> keep")
-    runs = list(plan.site_layer_ranges(UP))
+    runs = list(plan.site_runs(UP))
     assert [run.layers for run in runs] == [((0,),), ((1,), (2,)), ((3,),)]
     assert runs[0].decision == runs[2].decision != runs[1].decision
-    assert [(run.site.name, len(run.layers)) for run in plan.layer_ranges()] == [
+    assert [(run.site.name, len(run.layers)) for run in plan.runs()] == [
         ("layers.up", 1), ("layers.up", 2), ("layers.up", 1), ("layers.down", 4), ("head", 1),
     ]  # fmt: skip
 
@@ -164,10 +163,10 @@ def test_the_products_of_a_run_are_those_of_its_site() -> None:
 
     sites = find_sites(first, {"a": struct(16, 16), "b": struct(16, 16)}, X)
     plan = make_plan(parse("* -> fp8; b @ dgrad -> keep"), sites)
-    assert [(p.site.name, p.gemm, p.choice.rule) for p in plan.products()] == [
+    assert [(p.site.name, p.gemm, p.rule) for p in plan.products()] == [
         ("a", FPROP, 0), ("a", WGRAD, 0), ("b", FPROP, 0), ("b", DGRAD, 1), ("b", WGRAD, 0),
     ]  # fmt: skip
-    assert all(p.lowering.backend for p in plan.products() if p.choice.rule == 0)
+    assert all(p.lowering.backend for p in plan.products() if p.rule == 0)
 
 
 # ---- how products run

@@ -73,7 +73,7 @@ def test_a_list_is_decided_about_like_its_loss(name: str) -> None:
     for phase in plan.phases:
         expected, found = (
             [
-                (decision.choices, decision.recipe)
+                (decision.rules, decision.recipe)
                 for site in planned.sites
                 for decision in (planned.decisions(phase)[site.address, layer] for layer in site.layers())
             ]

@@ -160,7 +160,7 @@ def test_the_decisions_of_a_stack_as_json() -> None:
 
 def test_json_says_why_a_product_is_emulated() -> None:
     plan = plan_model("head -> nvfp4", target="h100")
-    (decision,) = plan.site_layer_ranges(HEAD)
+    (decision,) = plan.site_runs(HEAD)
     obstacle = decision.decision.lowerings[0].obstacle
     assert obstacle is not None
     *_, head = json.loads(as_json(plan))["sites"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from operator import and_
 
 from policyc.base.text import count_noun
@@ -21,19 +21,8 @@ Phase = tuple[bool, ...]
 _EXPECT = re.compile(r"expect\s+([0-9][0-9_]*)$")
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The rule that decides about a product, None if none does, and the rules that it overrides, nearest first.
-
-    Rules are given by their index in the policy.
-    """
-
-    rule: int | None
-    overridden: tuple[int, ...] = ()
-
-
-Choices = tuple[Choice, Choice, Choice]
-"""One for each product, in the order of `Gemm`."""
+Rules = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""For each product, in the order of `Gemm`: the rules that match it, as indices into the policy. The first decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,23 +80,22 @@ class RuleDecisions:
     def _numbers(self) -> dict[StepCondition, int]:
         return {condition: number for number, condition in enumerate(self.policy.step_conditions)}
 
-    def choices(self, phase: Phase) -> Iterator[Choices]:
-        """The choices for each layer, in the order of the masks. The last matching rule that is in force decides."""
+    def by_layer(self, phase: Phase) -> Iterator[Rules]:
+        """The rules of each layer, in the order of the masks. The last matching rule that is in force decides."""
         matching: list[tuple[list[int], ...]] = [([], [], []) for _ in self._sites.masks.layers]
         for rule in reversed(range(len(self.policy.rules))):
             if self.in_force(rule, phase):
                 for product, mask in enumerate(self.matched[rule]):
                     for bit in find_bits(mask):
                         matching[bit][product].append(rule)
-        for by_product in matching:
-            fprop, dgrad, wgrad = map(_choose, map(tuple, by_product))
-            yield fprop, dgrad, wgrad
+        for fprop, dgrad, wgrad in matching:
+            yield tuple(fprop), tuple(dgrad), tuple(wgrad)
 
     # ---- totals of rules
 
     @cached_property
     def _decided(self) -> Sequence[Sequence[ProductMasks]]:
-        """For each phase and rule: the layers where it decides about each product. Faster than `choices`."""
+        """For each phase and rule: the layers where it decides about each product. Faster than `by_layer`."""
         return [self._decide(phase) for phase in self.phases]
 
     def _decide(self, phase: Phase) -> Sequence[ProductMasks]:
@@ -160,11 +148,6 @@ class RuleDecisions:
                     severity=Severity.WARNING,
                     help="'policyc sites' lists the names of its sites; or write 'expect 0' if that is right",
                 )
-
-
-@lru_cache(maxsize=4096)  # many layers match the same rules
-def _choose(rules: tuple[int, ...]) -> Choice:
-    return Choice(rules[0], rules[1:]) if rules else Choice(None)
 
 
 def _expect_fix(rule: Rule, count: int) -> Fix | None:

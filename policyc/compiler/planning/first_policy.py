@@ -158,7 +158,7 @@ def _fold(names: Iterable[str]) -> list[str]:
 
 def _describe(plan: Plan, number: int) -> str:
     """How many of the sites that a rule matches it decides about, their share of the FLOPs, and their kinds."""
-    decided = {product.site.address for product in plan.all_products() if product.choice.rule == number}
+    decided = {product.site.address for product in plan.all_products() if product.rule == number}
     kinds = dict.fromkeys(
         site.kind.name or "sites without a kind" for site in plan.sites if site.address in decided
     )

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
 from policyc.base.text import count_noun
-from policyc.compiler.matching.decisions import Choice, Choices, Phase, RuleDecisions
+from policyc.compiler.matching.decisions import Phase, RuleDecisions, Rules
 from policyc.compiler.matching.execution import ExecutionOptions
 from policyc.compiler.sites.site import Site
 from policyc.compiler.sites.site_list import Sites
@@ -36,20 +36,49 @@ from policyc.numerics.backends.choice import (
 
 if TYPE_CHECKING:
     from policyc.jaxcore.jaxprs.transform import Address
+    from policyc.numerics.products import Backends
 
 _GEMMS = tuple(Gemm)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What happens to one layer of a site. `recipe` is normalized; None if the layer is kept as it is."""
+    """What decides about one layer of a site, and what happens to it.
 
-    choices: Choices
+    Attributes:
+      rules: for each product, the rules that match it. The first decides.
+      recipe: normalized; None if the layer is kept as it is.
+      lowerings: how each product runs.
+    """
+
+    rules: Rules
     recipe: Recipe | None
     lowerings: tuple[Lowering, Lowering, Lowering] = (PLAIN, PLAIN, PLAIN)
 
-    def choice(self, gemm: Gemm) -> Choice:
-        return self.choices[_GEMMS.index(gemm)]
+    def rule(self, gemm: Gemm) -> int | None:
+        """The rule that decides about a product; None if none matches it."""
+        return next(iter(self.rules[_GEMMS.index(gemm)]), None)
+
+    def overridden(self, gemm: Gemm) -> tuple[int, ...]:
+        """The rules that match a product too, nearest first."""
+        return self.rules[_GEMMS.index(gemm)][1:]
+
+    @property
+    def applied_recipe(self) -> Recipe:
+        """The recipe of a layer that is not kept."""
+        assert self.recipe is not None
+        return self.recipe
+
+    @property
+    def deciding(self) -> tuple[int, ...]:
+        """The rules that decide about some product."""
+        return tuple(rules[0] for rules in self.rules if rules)
+
+    @property
+    def backends(self) -> Backends:
+        """The backends of a quantized layer. `emulate` stands for products that are kept."""
+        fprop, dgrad, wgrad = (lowering.backend or "emulate" for lowering in self.lowerings)
+        return fprop, dgrad, wgrad
 
     def lowering(self, gemm: Gemm) -> Lowering:
         return self.lowerings[_GEMMS.index(gemm)]
@@ -59,7 +88,7 @@ Decisions: TypeAlias = "Mapping[tuple[Address, Layer], Decision]"
 
 
 @dataclass(frozen=True, slots=True)
-class LayerRange:
+class LayerRun:
     """Consecutive layers of a site with the same decision. A site that is not in a stack has one layer."""
 
     site: Site
@@ -83,8 +112,9 @@ class PlannedProduct:
     decision: Decision
 
     @property
-    def choice(self) -> Choice:
-        return self.decision.choice(self.gemm)
+    def rule(self) -> int | None:
+        """The rule that decides about it; None if none matches it."""
+        return self.decision.rule(self.gemm)
 
     @property
     def lowering(self) -> Lowering:
@@ -156,12 +186,12 @@ class Plan:
         """The decision for every layer of every site in a phase."""
         if phase not in self._decisions:
             decisions: dict[tuple[Address, Layer], Decision] = {}
-            for (number, layer), choices in zip(
-                self.sites.masks.layers, self.rules.choices(phase), strict=True
+            for (number, layer), rules in zip(
+                self.sites.masks.layers, self.rules.by_layer(phase), strict=True
             ):
                 site = self.sites.sites[number]
                 decisions[site.address, layer] = self._with_lowerings(
-                    site, self._decide(choices, has_weight=site.weight is not None)
+                    site, self._decide(rules, has_weight=site.weight is not None)
                 )
             for site in (s for s in self.sites if s.running is not None):
                 decisions |= dict(self._decide_idle_layers(site, decisions))
@@ -172,20 +202,20 @@ class Plan:
         """A copy of the plan with these decisions in every phase, instead of those of the policy."""
         return replace(self, _decisions=dict.fromkeys(self.phases, decisions))
 
-    def layer_ranges(self, phase: Phase = ()) -> Iterator[LayerRange]:
+    def runs(self, phase: Phase = ()) -> Iterator[LayerRun]:
         """The decisions of a phase. Consecutive layers of a site with the same decision form one range."""
         for site in self.sites:
-            yield from self.site_layer_ranges(site, phase)
+            yield from self.site_runs(site, phase)
 
-    def site_layer_ranges(self, site: Site, phase: Phase = ()) -> Iterator[LayerRange]:
+    def site_runs(self, site: Site, phase: Phase = ()) -> Iterator[LayerRun]:
         decisions = self.decisions(phase)
         for decision, layers in itertools.groupby(site.layers(), lambda la: decisions[site.address, la]):
-            yield LayerRange(site, tuple(layers), decision)
+            yield LayerRun(site, tuple(layers), decision)
 
     def products(self, phase: Phase = ()) -> Iterator[PlannedProduct]:
         """All products that run in a phase."""
-        for layer_range in self.layer_ranges(phase):
-            yield from layer_range.products()
+        for run in self.runs(phase):
+            yield from run.products()
 
     def all_products(self) -> Iterator[PlannedProduct]:
         """The products of every phase, one phase after the other."""
@@ -227,15 +257,14 @@ class Plan:
             lowered = self._lowered[key] = replace(decision, lowerings=(fprop, dgrad, wgrad))
         return lowered
 
-    def _decide(self, choices: Choices, *, has_weight: bool) -> Decision:
-        """The decision for these choices, without lowerings."""
-        key = choices, has_weight
+    def _decide(self, rules: Rules, *, has_weight: bool) -> Decision:
+        """The decision of these rules, without lowerings."""
+        key = rules, has_weight
         if key not in self._decided:
-            pairs = zip(Gemm, choices, strict=True)
-            parts = {gemm: self.resolved[c.rule] for gemm, c in pairs if c.rule is not None}
+            parts = {g: self.resolved[own[0]] for g, own in zip(Gemm, rules, strict=True) if own}
             recipe = normalize_if_valid(recipes.make_split_recipe(parts), has_weight=has_weight)
             kept = all(t.format == "keep" for t in recipe.treatments)
-            self._decided[key] = Decision(choices, None if kept else recipe)
+            self._decided[key] = Decision(rules, None if kept else recipe)
         return self._decided[key]
 
     def _decide_idle_layers(
@@ -260,8 +289,8 @@ class Plan:
         return RuleDecisions(self.policy, self.sites)
 
     @cached_property
-    def _decided(self) -> dict[tuple[Choices, bool], Decision]:
-        """Cache of decisions without lowerings, by choices and whether there is a weight. Many layers share one."""
+    def _decided(self) -> dict[tuple[Rules, bool], Decision]:
+        """Cache of decisions without lowerings, by rules and whether there is a weight. Many layers share one."""
         return {}
 
     @cached_property

@@ -16,6 +16,7 @@ from jax import lax
 from jax.core import AbstractValue
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from policyc.compiler.planning.plan import Decision
 from policyc.compiler.rewriting.rounding import NO_SEED, RandomSource
 from policyc.compiler.sites.equations import SiteEquation
 from policyc.compiler.sites.site import Site
@@ -23,24 +24,7 @@ from policyc.jaxcore.hooks import autodiff
 from policyc.jaxcore.jaxprs import reading as jaxprs
 from policyc.jaxcore.jaxprs.containers import IterationRange
 from policyc.jaxcore.jaxprs.transform import Address, ExtraInput, Replacement
-from policyc.language.recipes import Recipe
-from policyc.numerics.gemm import Backends, GemmOptions, Prequantized, prequantize, takes_stack
-
-
-@dataclass(frozen=True, slots=True)
-class SiteRecipe:
-    """How one layer of a site is quantized: its recipe, and the backend of each product."""
-
-    recipe: Recipe
-    backends: Backends
-    _hash: int = field(init=False, compare=False, repr=False)
-    """Cached: hashing a recipe is slow, and it is done for each layer."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.recipe, self.backends)))
-
-    def __hash__(self) -> int:
-        return self._hash
+from policyc.numerics.gemm import GemmOptions, Prequantized, prequantize, takes_stack
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +56,7 @@ class Quantizer:
 
 
 def make_quantizer(
-    site: Site, equation: SiteEquation, site_recipe: SiteRecipe, operand: Literal["lhs", "rhs"]
+    site: Site, equation: SiteEquation, decision: Decision, operand: Literal["lhs", "rhs"]
 ) -> Quantizer:
     """A quantizer that does what the site would do with this operand."""
     eqn = equation.eqn
@@ -86,11 +70,11 @@ def make_quantizer(
             array if operand == site.weight else lax.stop_gradient(array),
             jax.ShapeDtypeStruct(other.shape, other.dtype),
             eqn.params["dimension_numbers"],
-            site_recipe.recipe,
+            decision.applied_recipe,
             GemmOptions(
                 weight=site.weight,
                 products=site.products,
-                backends=site_recipe.backends,
+                backends=decision.backends,
                 site=site.id,
             ),
             operand=operand,

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from policyc.base.files import parse_json, read_file
-from policyc.compiler.planning.plan import LayerRange, Plan
+from policyc.compiler.planning.plan import LayerRun, Plan
 from policyc.compiler.sites.site import IndexSlot, OtherProduct, PathTemplate, Site, dotted
 from policyc.compiler.sites.site_kinds import SiteBlock, SiteKind
 from policyc.compiler.sites.site_list import Sites
@@ -85,9 +85,7 @@ def _site_json(plan: Plan, site: Site) -> dict[str, Any]:
         "blocks": None if site.block is None else site.block.count,
         "layers": [_layer_json(site, layer) for layer in site.layers()],
         "decisions": {
-            plan.label(phase): [
-                _layer_range_json(layer_range) for layer_range in plan.site_layer_ranges(site, phase)
-            ]
+            plan.label(phase): [_run_json(run) for run in plan.site_runs(site, phase)]
             for phase in plan.phases
         },
     }
@@ -100,22 +98,17 @@ def _layer_json(site: Site, layer: Layer) -> dict[str, Any]:
     return {"paths": [write_path(path) for path in site.paths(layer)], **block}
 
 
-def _layer_range_json(layer_range: LayerRange) -> dict[str, Any]:
+def _run_json(run: LayerRun) -> dict[str, Any]:
     products = {}
-    for product in layer_range.products():
-        choice = product.choice
+    for product in run.products():
         products[product.gemm] = {
-            "rule": choice.rule,
-            "overridden": list(choice.overridden),
+            "rule": product.rule,
+            "overridden": list(run.decision.overridden(product.gemm)),
             "formats": [t.format for t in product.treatments] or ["keep", "keep"],
-            "options": _describe_operands(layer_range.decision.recipe, product.gemm),
+            "options": _describe_operands(run.decision.recipe, product.gemm),
             **_lowering_json(product.lowering),
         }
-    layers = (
-        {"layers": [list(layer_range.layers[0]), list(layer_range.layers[-1])]}
-        if layer_range.site.stacks
-        else {}
-    )
+    layers = {"layers": [list(run.layers[0]), list(run.layers[-1])]} if run.site.stacks else {}
     return {**layers, "products": products}
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from policyc.base.text import count_noun, escape_controls
 from policyc.compiler.matching.decisions import Phase
-from policyc.compiler.planning.plan import LayerRange, Plan
+from policyc.compiler.planning.plan import LayerRun, Plan
 from policyc.compiler.planning.plan_checks import unknown_layers
 from policyc.compiler.sites.site import Site
 from policyc.compiler.tables.kind_tables import kind_notes, order_notes
@@ -56,24 +56,24 @@ class _RuleShare:
     products: set[Gemm] = field(default_factory=set)
     lowerings: dict[str, None] = field(default_factory=dict)
 
-    def add(self, layer_range: LayerRange, products: set[Gemm]) -> None:
-        site, layers = layer_range.site, len(layer_range.layers)
+    def add(self, run: LayerRun, products: set[Gemm]) -> None:
+        site, layers = run.site, len(run.layers)
         self.sites += layers
         self.flops += site.flops * site.repeats / site.count * layers * len(products)
         self.products |= products
-        lowerings = (layer_range.decision.lowering(g) for g in Gemm if g in products)
+        lowerings = (run.decision.lowering(g) for g in Gemm if g in products)
         self.lowerings.update(dict.fromkeys(str(lowering) for lowering in lowerings if lowering.backend))
 
 
 def _rule_rows(plan: Plan, phase: Phase) -> Iterator[list[str]]:
     total = plan.sites.total_flops or 1
     shares: dict[int | None, _RuleShare] = {}
-    for layer_range in plan.layer_ranges(phase):
+    for run in plan.runs(phase):
         products_of: dict[int | None, set[Gemm]] = {}
-        for product in layer_range.products():
-            products_of.setdefault(product.choice.rule, set()).add(product.gemm)
+        for product in run.products():
+            products_of.setdefault(product.rule, set()).add(product.gemm)
         for rule, products in products_of.items():
-            shares.setdefault(rule, _RuleShare()).add(layer_range, products)
+            shares.setdefault(rule, _RuleShare()).add(run, products)
     for index in (*range(len(plan.policy.rules)), None):
         share = shares.get(index, _RuleShare())
         if not (share.sites if index is None else plan.in_force(index, phase)):

@@ -109,10 +109,10 @@ def _rule_cells(plan: Plan, site: Site, layer: Layer, phase: Phase) -> dict[str,
     products_of: dict[str, list[str]] = {}
     overridden: dict[int, None] = {}
     for gemm in (g for g in Gemm if g in site.products):
-        choice = decision.choice(gemm)
-        text = "kept" if choice.rule is None else str(rules[choice.rule])
+        rule = decision.rule(gemm)
+        text = "kept" if rule is None else str(rules[rule])
         products_of.setdefault(text, []).append(gemm)
-        overridden.update(dict.fromkeys(choice.overridden))
+        overridden.update(dict.fromkeys(decision.overridden(gemm)))
     one_rule = len(products_of) == 1
     decided = (text if one_rule else f"{text} @ {', '.join(gemms)}" for text, gemms in products_of.items())
     return {

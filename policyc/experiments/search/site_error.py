@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from policyc.compiler.rewriting.hoist import SiteRecipe
+from policyc.compiler.planning.plan import Decision
 from policyc.compiler.rewriting.rewrite import SiteInputs, SiteTemplate
 from policyc.compiler.sites.site import Site
 from policyc.experiments.taps import TapRewriter
@@ -46,7 +46,7 @@ class ScoredSite:
 
     site: Site
     eqn: JaxprEqn
-    site_recipe: SiteRecipe
+    decision: Decision
 
     @property
     def dims(self) -> Any:
@@ -62,7 +62,7 @@ class ScoredSite:
 
     def quantized(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         options = GemmOptions(weight=self.site.weight, site=self.site.id, preferred_element_type=jnp.float32)
-        return quantized_dot_general(lhs, rhs, self.dims, self.site_recipe.recipe, options)
+        return quantized_dot_general(lhs, rhs, self.dims, self.decision.applied_recipe, options)
 
     def with_tangent(self, lhs: Any, rhs: Any, d_lhs: Any, d_rhs: Any) -> tuple[Any, Any]:
         """The plain result and its tangent."""
@@ -182,11 +182,11 @@ class ScoreRewriter(TapRewriter):
     tap_shape: tuple[int, ...] = (len(ERROR_SUMS),)
     probes = True
 
-    def make_template(self, site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> SiteTemplate:
+    def make_template(self, site: Site, decision: Decision, inputs: SiteInputs) -> SiteTemplate:
         if not self.is_measured(site):
             raise AssertionError("only sites that can be measured are decided about")
         del inputs
-        scored = ScoredSite(site, self.equations[site.address].eqn, site_recipe)
+        scored = ScoredSite(site, self.equations[site.address].eqn, decision)
         return self.tap(site, partial(_run_probed if self.probes else _run_unprobed, scored))
 
 
