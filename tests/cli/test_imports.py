@@ -133,6 +133,9 @@ def test_a_program_that_calls_policyc_without_a_policy_loads_next_to_nothing() -
 
 def test_ctrl_c_while_modules_are_imported_prints_no_traceback() -> None:
     """`policyc train` blocks the signal until its program handles it."""
-    code = "import os, signal, policyc.__main__; os.kill(os.getpid(), signal.SIGINT)"
+    set_default = (
+        "signal.signal(signal.SIGINT, signal.default_int_handler)"  # background jobs of a shell ignore it
+    )
+    code = f"import os, signal; {set_default}; import policyc.__main__; os.kill(os.getpid(), signal.SIGINT)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT)
     assert (ran.returncode, ran.stderr) == (-signal.SIGINT, b"")
