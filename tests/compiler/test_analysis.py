@@ -39,24 +39,31 @@ def names(loss: Callable[..., Any], params: Any, *args: Any) -> list[str]:
 # ---- which operand is the weight
 
 
-def test_a_weight_on_the_right() -> None:
-    site = only_site(lambda p, x: x @ p["w"])
-    assert (site.name, site.weight) == ("w", "rhs")
-    assert (site.batch, site.m, site.n, site.k) == (1, 8, 32, 16)
+Loss = Callable[..., Any]
+SIZES: dict[str, tuple[Loss, Any, Any, tuple[str, str | None, int, int, int, int]]] = {
+    "on the right": (lambda p, x: x @ p["w"], PARAMS, X, ("w", "rhs", 1, 8, 32, 16)),
+    "on the left": (lambda p, x: p["w"].T @ x.T, PARAMS, X, ("w", "lhs", 1, 8, 32, 16)),
+    "the right one of two parameters": (
+        lambda p, x: (p["a"] @ p["b"]).sum() + x.sum(), {"a": X, "b": W}, X, ("b", "rhs", 1, 8, 32, 16),
+    ),
+    "a batch": (
+        lambda p, x: jnp.einsum("ebd,edf->ebf", x, p["w"]),
+        {"w": struct(3, 16, 32)}, struct(3, 8, 16), ("w", "rhs", 3, 8, 32, 16),
+    ),
+    "several contracted dimensions": (
+        lambda p, x: jnp.einsum("bhd,hdf->bf", x, p["w"]),
+        {"w": struct(2, 8, 32)}, struct(4, 2, 8), ("w", "rhs", 1, 4, 32, 16),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("loss", "params", "x", "expected"), SIZES.values(), ids=SIZES.keys())
+def test_the_weight_and_the_sizes_of_a_site(loss: Loss, params: Any, x: Any, expected: Any) -> None:
+    """The sizes are those of `y = x W`, wherever the weight is."""
+    site = only_site(loss, params, x)
+    assert (site.name, site.weight, site.batch, site.m, site.n, site.k) == expected
+    assert site.flops == 2 * site.batch * site.m * site.n * site.k
     assert (site.is_ragged, site.repeats, site.count) == (False, 1, 1)
-    assert site.flops == 2 * 8 * 32 * 16
-
-
-def test_a_weight_on_the_left() -> None:
-    """The sizes are those of `y = x W` all the same."""
-    site = only_site(lambda p, x: p["w"].T @ x.T)
-    assert (site.name, site.weight) == ("w", "lhs")
-    assert (site.m, site.n, site.k) == (8, 32, 16)
-
-
-def test_of_two_parameters_the_right_one_is_the_weight() -> None:
-    site = only_site(lambda p, x: (p["a"] @ p["b"]).sum() + x.sum(), {"a": X, "b": W})
-    assert (site.name, site.weight) == ("b", "rhs")
 
 
 def test_a_product_of_activations_has_no_weight() -> None:
@@ -65,22 +72,10 @@ def test_a_product_of_activations_has_no_weight() -> None:
     assert site.name.startswith("("), "named by its place in the program"
 
 
-def test_a_batch_of_weights() -> None:
+def test_a_vmap_over_weights_is_three_times_the_work() -> None:
+    """The experts become columns, or a batch."""
     site = only_site(lambda p, x: jax.vmap(lambda w: x @ w)(p["experts"]), {"experts": struct(3, 16, 32)})
-    # vmap makes the experts columns, or a batch: three times the same work in any case.
-    assert site.weight == "rhs"
-    assert site.flops == 3 * 2 * 8 * 32 * 16
-    site = only_site(
-        lambda p, x: jnp.einsum("ebd,edf->ebf", x, p["w"]), {"w": struct(3, 16, 32)}, struct(3, 8, 16)
-    )
-    assert (site.batch, site.m, site.n, site.k) == (3, 8, 32, 16)
-
-
-def test_several_dimensions_are_contracted() -> None:
-    site = only_site(
-        lambda p, x: jnp.einsum("bhd,hdf->bf", x, p["w"]), {"w": struct(2, 8, 32)}, struct(4, 2, 8)
-    )
-    assert (site.batch, site.m, site.n, site.k) == (1, 4, 32, 16)
+    assert (site.weight, site.flops) == ("rhs", 3 * 2 * 8 * 32 * 16)
 
 
 # ---- what leaves a parameter a parameter
@@ -278,14 +273,6 @@ def stacked_loss(p: Any, x: Any) -> Any:
 
 def stack(*lead: int) -> Any:
     return {"decoder": {"layers": {"up": struct(*lead, 16, 32), "down": struct(*lead, 32, 16)}}}
-
-
-def test_a_scan_over_parameters_is_one_site_with_many_layers() -> None:
-    up, down = find_sites(stacked_loss, stack(3), X)
-    assert (up.name, down.name) == ("decoder.layers.up", "decoder.layers.down")
-    assert (up.count, up.repeats, list(up.layers())) == (3, 3, [(0,), (1,), (2,)])
-    paths = [[dotted(path) for path in up.paths(layer)] for layer in up.layers()]
-    assert all(f"decoder.layers[{i}].up" in paths[i] for i in range(3))
 
 
 # ---- repeats

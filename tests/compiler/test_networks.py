@@ -254,7 +254,7 @@ def test_what_feeds_one_block_has_its_layer(attention: Any, memory: str, hoisted
     for site in find_sites(loss, params, X):
         if site.name.startswith("l["):
             assert site.block is not None, site.name
-            assert (site.block.base, site.block.count, site.block.unknown) == (int(site.name[2]), 3, ""), (
+            assert (site.block.number[{}], site.block.count, site.block.unknown) == (int(site.name[2]), 3, ""), (
                 site.name
             )
 

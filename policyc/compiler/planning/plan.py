@@ -147,7 +147,7 @@ class Plan:
 
     @property
     def caption(self) -> str:
-        return f"{count_noun(sum(site.count for site in self.sites), 'GEMM')} on {self.machine.name}"
+        return f"{count_noun(self.sites.count, 'GEMM')} on {self.machine.name}"
 
     # ---- phases of the schedule
 
@@ -186,17 +186,31 @@ class Plan:
         """The decision for every layer of every site in a phase."""
         if phase not in self._decisions:
             decisions: dict[tuple[Address, Layer], Decision] = {}
-            for (number, layer), rules in zip(
-                self.sites.masks.layers, self.rules.by_layer(phase), strict=True
-            ):
+            decided: dict[
+                Hashable, Decision
+            ] = {}  # by everything that a decision depends on: many layers share one
+            by_layer = zip(self.sites.masks.layers, self.rules.by_layer(phase), strict=True)
+            for (number, layer), rules in by_layer:
                 site = self.sites.sites[number]
-                decisions[site.address, layer] = self._with_lowerings(
-                    site, self._decide(rules, has_weight=site.weight is not None)
-                )
+                key = rules, site.weight, site.is_ragged, site.types, (site.batch, site.m, site.n, site.k)
+                if key not in decided:
+                    decided[key] = self._decide(site, rules)
+                decisions[site.address, layer] = decided[key]
             for site in (s for s in self.sites if s.running is not None):
-                decisions |= dict(self._decide_idle_layers(site, decisions))
+                decisions |= dict(_decide_idle_layers(site, decisions))
             self._decisions[phase] = decisions
         return self._decisions[phase]
+
+    def _decide(self, site: Site, rules: Rules) -> Decision:
+        parts = {g: self.resolved[own[0]] for g, own in zip(Gemm, rules, strict=True) if own}
+        recipe = normalize_if_valid(recipes.make_split_recipe(parts), has_weight=site.weight is not None)
+        if all(t.format == "keep" for t in recipe.treatments):
+            return Decision(rules, None)
+        if not site.types:  # it was read from a file, which does not say what its products need
+            return Decision(rules, recipe)
+        queries = gemm_queries(site, recipe)
+        fprop, dgrad, wgrad = (choose(self.execution.backend, q, self.machine) for q in queries)
+        return Decision(rules, recipe, (fprop, dgrad, wgrad))
 
     def with_decisions(self, decisions: Decisions) -> Plan:
         """A copy of the plan with these decisions in every phase, instead of those of the policy."""
@@ -243,74 +257,42 @@ class Plan:
         """The machine that the products run on."""
         return machine_here() if self.execution.target is None else machine_of(self.execution.target)
 
-    def _with_lowerings(self, site: Site, decision: Decision) -> Decision:
-        """Adds to a decision how each product runs, which is not known of sites that were read from a file."""
-        if decision.recipe is None or not site.types:
-            return decision
-        sizes = (site.batch, site.m, site.n, site.k)
-        # Everything that the queries depend on. The id is unique: `_decided` keeps decisions without lowerings alive.
-        key = (id(decision), sizes, site.types, site.weight, site.is_ragged)
-        lowered = self._lowered.get(key)
-        if lowered is None:
-            queries = gemm_queries(site, decision.recipe)
-            fprop, dgrad, wgrad = (choose(self.execution.backend, q, self.machine) for q in queries)
-            lowered = self._lowered[key] = replace(decision, lowerings=(fprop, dgrad, wgrad))
-        return lowered
-
-    def _decide(self, rules: Rules, *, has_weight: bool) -> Decision:
-        """The decision of these rules, without lowerings."""
-        key = rules, has_weight
-        if key not in self._decided:
-            parts = {g: self.resolved[own[0]] for g, own in zip(Gemm, rules, strict=True) if own}
-            recipe = normalize_if_valid(recipes.make_split_recipe(parts), has_weight=has_weight)
-            kept = all(t.format == "keep" for t in recipe.treatments)
-            self._decided[key] = Decision(rules, None if kept else recipe)
-        return self._decided[key]
-
-    def _decide_idle_layers(
-        self, site: Site, decisions: Decisions
-    ) -> Iterator[tuple[tuple[Address, Layer], Decision]]:
-        """Yields other decisions for layers in which a site does not run, so that loops are not split because of them.
-
-        A layer gets the decision of the last running layer before it, if some running layer has the same path.
-        """
-        running = set(site.layers())
-        last = decisions[site.address, next(site.layers())]
-        paths = {site.paths(layer) for layer in running}
-        for layer in site.all_layers():
-            if layer in running:
-                last = decisions[site.address, layer]
-            elif site.paths(layer) in paths:
-                yield (site.address, layer), last
-
     @cached_property
     def rules(self) -> RuleDecisions:
         """The rules that match and decide about each layer."""
         return RuleDecisions(self.policy, self.sites)
-
-    @cached_property
-    def _decided(self) -> dict[tuple[Rules, bool], Decision]:
-        """Cache of decisions without lowerings, by rules and whether there is a weight. Many layers share one."""
-        return {}
-
-    @cached_property
-    def _lowered(self) -> dict[Hashable, Decision]:
-        """Cache of decisions with lowerings, by everything that the queries depend on. Many sites share one."""
-        return {}
 
 
 def make_plan(policy: Policy, sites: Sites, execution: ExecutionOptions | None = None) -> Plan:
     return Plan(policy=policy, sites=sites, execution=execution or ExecutionOptions())
 
 
-def gemm_queries(site: Site, recipe: Recipe) -> tuple[GemmQuery, GemmQuery, GemmQuery]:
+def _decide_idle_layers(site: Site, decisions: Decisions) -> Iterator[tuple[tuple[Address, Layer], Decision]]:
+    """Layers where the site never runs borrow a neighbour's decision, so that they do not force a scan split.
+
+    The neighbour is the last running layer before it, if some running layer has the same path.
+    """
+    running = set(site.layers())
+    last = decisions[site.address, next(site.layers())]
+    paths = {site.paths(layer) for layer in running}
+    for layer in site.all_layers():
+        if layer in running:
+            last = decisions[site.address, layer]
+        elif site.paths(layer) in paths:
+            yield (site.address, layer), last
+
+
+def gemm_queries(site: Site, recipe: Recipe) -> tuple[GemmQuery, ...]:
     """The backend queries for the three products of a site. `recipe` is normalized."""
     m, n, k = site.m, site.n, site.k
-    sizes = {Gemm.FPROP: (m, n, k), Gemm.DGRAD: (m, k, n), Gemm.WGRAD: (k, n, m)}
     lhs, rhs, dy = site.types
     x, w = (rhs, lhs) if site.weight == "lhs" else (lhs, rhs)
-    types = {Gemm.FPROP: (x, w), Gemm.DGRAD: (dy, w), Gemm.WGRAD: (x, dy)}
-    fprop, dgrad, wgrad = (
+    products = {
+        Gemm.FPROP: ((m, n, k), (x, w)),
+        Gemm.DGRAD: ((m, k, n), (dy, w)),
+        Gemm.WGRAD: ((k, n, m), (x, dy)),
+    }
+    return tuple(
         GemmQuery(
             gemm=gemm,
             left=recipe.gemm_treatments(gemm)[0],
@@ -320,8 +302,7 @@ def gemm_queries(site: Site, recipe: Recipe) -> tuple[GemmQuery, GemmQuery, Gemm
             k=contracted,
             batch=site.batch,
             ragged=site.is_ragged,
-            types=types[gemm],
+            types=types,
         )
-        for gemm, (rows, columns, contracted) in sizes.items()
+        for gemm, ((rows, columns, contracted), types) in products.items()
     )
-    return fprop, dgrad, wgrad
