@@ -29,11 +29,15 @@ POLICYC = re.compile(
 )
 WRITTEN = {r"\e": "\x1b", r"\a": "\a", "{long}": "x" * 300}  # what a transcript writes instead
 USAGE = re.compile(r"^Usage: policyc .*\n(?: +.*\n)*Try 'policyc .*' for help.\n\n", re.MULTILINE)
-PYTHONS = re.compile(r"^(?: +[~^]+|-{20}|For simplicity, JAX .*)\n", re.MULTILINE)  # tracebacks of other versions differ
+PYTHONS = re.compile(
+    r"^(?: +[~^]+|-{20}|For simplicity, JAX .*)\n", re.MULTILINE
+)  # tracebacks of other versions differ
 
 
 def run_shell(line: str, folder: Path, stdin: str = "") -> str:
-    ran = subprocess.run(["sh", "-c", line], cwd=folder, input=stdin.encode(), capture_output=True, check=False)
+    ran = subprocess.run(
+        ["sh", "-c", line], cwd=folder, input=stdin.encode(), capture_output=True, check=False
+    )
     return (ran.stdout + ran.stderr).decode()
 
 
@@ -59,7 +63,9 @@ def unescape(text: str) -> str:
 
 def normalize(text: str, folder: Path) -> str:
     """Leaves out the usage before an error and what depends on the machine or a version; escapes control characters."""
-    text = PYTHONS.sub("", USAGE.sub("", text)).replace(f"{folder}{os.sep}", "").replace(f"{ROOT}{os.sep}", "")
+    text = (
+        PYTHONS.sub("", USAGE.sub("", text)).replace(f"{folder}{os.sep}", "").replace(f"{ROOT}{os.sep}", "")
+    )
     text = text.replace(__version__, "VERSION")
     for written, meant in WRITTEN.items():
         text = text.replace(meant, written)
@@ -72,8 +78,9 @@ def transcribe(text: str, folder: Path) -> str:
     sections = dict(zip(parts[::2], parts[1::2], strict=True))
     commands = COMMAND.findall(sections.pop("commands"))
     for name, content in sections.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(unescape(content).rstrip("\n") + "\n", encoding="utf-8")
+        path = folder / unescape(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(unescape(content).rstrip("\n") + "\n", encoding="utf-8")
     head = text[: text.index("=== commands\n")]
     return f"{head}=== commands\n" + "\n".join(
         f"$ {line}\n{normalize(run(line, folder), folder)}" for line in commands
