@@ -42,8 +42,6 @@ class Sizes:
     accumulate: int | None = None
     remat: str | None = None
     gather: str | None = None
-    unrolled: bool = False
-    """Unrolls the layers instead of scanning over them."""
 
 
 def plan_step(
@@ -137,8 +135,6 @@ def _configure(name: str, mesh: MeshShape, sizes: Sizes, **options: Any) -> tupl
     sequence = sizes.sequence or run.sequence
     batch = sizes.batch or _fit_batch(run.batch, sequence, mesh)
     accumulate = sizes.accumulate or _accumulate(batch, mesh)
-    if sizes.unrolled:
-        options["scan"] = False
     config = dataclasses.replace(config, remat=sizes.remat or config.remat, **options)
     run = dataclasses.replace(
         run, batch=batch, sequence=sequence, accumulate=accumulate, gather=sizes.gather or run.gather
