@@ -42,6 +42,8 @@ class Sizes:
     accumulate: int | None = None
     remat: str | None = None
     gather: str | None = None
+    unrolled: bool = False
+    """Unrolls the layers instead of scanning over them, as in the published runs that the cost model is fitted to."""
 
 
 def plan_step(
@@ -135,6 +137,8 @@ def _configure(name: str, mesh: MeshShape, sizes: Sizes, **options: Any) -> tupl
     sequence = sizes.sequence or run.sequence
     batch = sizes.batch or _fit_batch(run.batch, sequence, mesh)
     accumulate = sizes.accumulate or _accumulate(batch, mesh)
+    if sizes.unrolled:
+        options["scan"] = False
     config = dataclasses.replace(config, remat=sizes.remat or config.remat, **options)
     run = dataclasses.replace(
         run, batch=batch, sequence=sequence, accumulate=accumulate, gather=sizes.gather or run.gather

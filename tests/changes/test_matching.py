@@ -176,8 +176,9 @@ def test_the_diff_of_a_layered_program_is_exact(make: Any, params: Any, remat: s
 
 
 @pytest.mark.any_jax
-def test_the_diff_of_the_bundled_llama_is_exact() -> None:
-    plan = plan_step(Policy(), "tiny", MeshShape(), Sizes(), ExecutionOptions()).plan
+@pytest.mark.parametrize("unrolled", [False, True], ids=["scan", "unrolled"])
+def test_the_diff_of_the_bundled_llama_is_exact(unrolled: bool) -> None:
+    plan = plan_step(Policy(), "tiny", MeshShape(), Sizes(unrolled=unrolled), ExecutionOptions()).plan
     check_diff(plan, "* -> keep", "mlp.* -> mxfp8; layers[-1] -> nvfp4(sr=grad); lm_head -> bf16")
 
 
