@@ -254,9 +254,11 @@ def test_what_feeds_one_block_has_its_layer(attention: Any, memory: str, hoisted
     for site in find_sites(loss, params, X):
         if site.name.startswith("l["):
             assert site.block is not None, site.name
-            assert (site.block.number[{}], site.block.count, site.block.unknown) == (int(site.name[2]), 3, ""), (
-                site.name
-            )
+            assert (site.block.number[{}], site.block.count, site.block.unknown) == (
+                int(site.name[2]),
+                3,
+                "",
+            ), site.name
 
 
 def test_dpo_keeps_the_last_four_blocks_of_each_pass() -> None:

@@ -108,18 +108,7 @@ def analyze(
         sites=tuple(gemm.make_site(scope) for gemm, scope in zip(gemms, scopes, strict=True)),
         parameters=tuple(p for p in parameters if p is not None),
         looked_up=frozenset(analyzer.looked_up),
-        traced=Loss(
-            jaxpr=jaxpr,
-            equations={gemm.fields["address"]: gemm.equation for gemm in gemms},
-            differentiated_inputs=tuple(
-                number
-                for number, (path, var) in enumerate(zip(parameters, invars, strict=True))
-                if path is not None and is_float(var.aval)
-            ),
-            differentiated_results=tuple(
-                number for number, is_differentiated in enumerate(results) if is_differentiated
-            ),
-        ),
+        traced=Loss(jaxpr, {gemm.fields["address"]: gemm.equation for gemm in gemms}),
         others=sum_by_kind(other for other in analyzer.others.values() if other.count),
     )
 

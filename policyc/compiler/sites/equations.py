@@ -36,11 +36,9 @@ class SiteEquation:
     """How the weight derives from an input of the loss; None if unknown."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Loss:
     """The jaxpr of a loss, and the equations of its sites by address."""
 
     jaxpr: ClosedJaxpr
     equations: Mapping[Address, SiteEquation]
-    differentiated_inputs: tuple[int, ...] = ()
-    differentiated_results: tuple[int, ...] = ()
