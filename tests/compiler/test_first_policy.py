@@ -71,16 +71,6 @@ def test_a_name_of_a_program_cannot_leave_its_comment() -> None:
     assert str(rule) == "* -> bf16 expect 1"
 
 
-def test_names_that_differ_in_one_part_share_an_entry_of_the_comment() -> None:
-    names = ("part.one.w", "part.two.w", "part.one.v", "x", "y")
-
-    def loss(params: Any, x: Any) -> Any:
-        return sum(jnp.sum(x @ params[name]) for name in names)
-
-    sites = find_sites(loss, {name: struct(32, 32) for name in names}, struct(16, 32))
-    assert "part.{one,two}.w, part.one.v, x, y\n" in first_policy(parse("* -> bf16"), sites)
-
-
 def test_a_policy_that_does_not_fit_is_refused() -> None:
     sites = sites_of("gpt_scanned_tied")
     with pytest.raises(NoRuleFits, match="decides about any site"):

@@ -32,33 +32,33 @@ def rules(plan: Plan, site: Any, gemm: Gemm = FPROP, phase: Any = ()) -> list[in
 # ---- which rule decides
 
 
-def test_a_later_rule_wins() -> None:
-    plan = plan_model("* -> fp8; layers[-2:] -> mxfp8; layers.up -> bf16")
-    assert rules(plan, UP) == [2, 2, 2, 2]
-    assert rules(plan, DOWN) == [0, 0, 1, 1]
-    assert rules(plan, HEAD) == [0]
+DECIDING: list[tuple[str, dict[str, tuple[list[Any], list[Any], list[Any]]]]] = [
+    ("* -> fp8; layers[-2:] -> mxfp8; layers.up -> bf16", {
+        "layers.up": ([2] * 4, [2] * 4, [2] * 4), "layers.down": ([0, 0, 1, 1],) * 3, "head": ([0], [0], [0]),
+    }),
+    ("* -> mxfp8; head @ wgrad -> bf16; layers @ dgrad, wgrad -> keep", {
+        "layers.up": ([0] * 4, [2] * 4, [2] * 4), "layers.down": ([0] * 4, [2] * 4, [2] * 4), "head": ([0], [0], [1]),
+    }),
+    ("head -> fp8", {
+        "layers.up": ([None] * 4,) * 3, "layers.down": ([None] * 4,) * 3, "head": ([0], [0], [0]),
+    }),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("policy", "expected"), DECIDING, ids=[policy for policy, _ in DECIDING])
+def test_the_last_matching_rule_decides_about_each_product(policy: str, expected: Any) -> None:
+    plan = plan_model(policy)
+    decided = {site.name: tuple(rules(plan, site, gemm) for gemm in Gemm) for site in SITES}
+    assert decided == expected
 
 
 def test_the_rules_that_lost_are_listed_nearest_first() -> None:
     plan = plan_model("* -> fp8; layers -> mxfp8; head -> keep; up -> bf16")
-    assert plan.decisions()[UP.address, (0,)].rules[0] == (3, 1, 0)
-    assert plan.decisions()[HEAD.address, ()].rules[2] == (2, 0)
-
-
-def test_what_no_rule_matches_is_kept() -> None:
-    plan = plan_model("head -> fp8")
     decision = plan.decisions()[UP.address, (0,)]
-    assert decision.recipe is None
-    assert decision.rules == ((), (), ())
-
-
-def test_a_rule_about_some_products_leaves_the_others() -> None:
-    plan = plan_model("* -> mxfp8; head @ wgrad -> bf16; layers @ dgrad, wgrad -> keep")
-    assert [rules(plan, HEAD, gemm) for gemm in Gemm] == [[0], [0], [1]]
-    assert [rules(plan, UP, gemm) for gemm in Gemm] == [[0] * 4, [2] * 4, [2] * 4]
-    recipe = plan.decisions()[HEAD.address, ()].recipe
-    assert recipe is not None
-    assert [recipe.gemm_treatments(gemm)[0].format for gemm in Gemm] == ["mxfp8", "mxfp8", "bf16"]
+    assert (decision.rules[0], decision.rule(FPROP), decision.overridden(FPROP)) == ((3, 1, 0), 3, (1, 0))
+    assert plan.decisions()[HEAD.address, ()].rules[2] == (2, 0)
+    nothing = plan_model("head -> fp8").decisions()[UP.address, (0,)]
+    assert (nothing.rules, nothing.rule(FPROP), nothing.recipe) == (((), (), ()), None, None)
 
 
 def test_a_recipe_that_keeps_every_product_changes_nothing() -> None:
@@ -103,13 +103,6 @@ def test_counts_are_of_layers_whichever_rule_decides() -> None:
 # ---- phases
 
 
-def test_a_policy_without_a_schedule_has_one_phase() -> None:
-    plan = plan_model("* -> fp8")
-    assert plan.phases == ((),)
-    assert plan.label(()) == "always"
-    assert plan.phase(7, None) == ()
-
-
 def test_each_phase_has_its_own_decisions() -> None:
     """In a training of less than 20 steps, half of them are done before step 10."""
     plan = plan_model(SCHEDULE)
@@ -142,6 +135,7 @@ def test_a_percentage_needs_the_number_of_all_steps() -> None:
         plan_model(SCHEDULE).phase(3, None)
     assert [d.code for d in caught.value.diagnostics] == ["schedule-without-step"]
     assert plan_model("* -> fp8\nuntil 10 { head -> keep }").phase(3, None) == (True,)
+    assert plan_model("* -> fp8").phase(7, None) == ()
 
 
 # ---- runs and products

@@ -137,23 +137,8 @@ def _flops(sites: Iterable[Site]) -> int:
 
 def _names(sites: Sequence[Site]) -> str:
     """The first few names of sites, without layer indices and the folders of files."""
-    names = _fold(dict.fromkeys(re.sub(r"\[\d+\]|(?<=\()[^()]*/", "", site.name) for site in sites))
+    names = list(dict.fromkeys(re.sub(r"\[\d+\]|(?<=\()[^()]*/", "", site.name) for site in sites))
     return escape_controls(", ".join(names[:_MAX_NAMES])) + count_others(len(names) - _MAX_NAMES + 1)
-
-
-def _fold(names: Iterable[str]) -> list[str]:
-    """Merges names that differ in only one part: `attention.{query,key}.kernel`."""
-    folded: list[list[list[str]]] = []  # for each merged name: the choices of each part
-    for name in names:
-        parts = [name] if name.startswith("(") else name.split(".")
-        for choices in (c for c in folded if len(c) == len(parts) > 1):
-            different = [i for i, part in enumerate(parts) if choices[i] != [part]]
-            if len(different) == 1 and all(len(c) == 1 or i in different for i, c in enumerate(choices)):
-                choices[different[0]].append(parts[different[0]])
-                break
-        else:
-            folded.append([[part] for part in parts])
-    return [".".join(c[0] if len(c) == 1 else f"{{{','.join(c)}}}" for c in choices) for choices in folded]
 
 
 def _describe(plan: Plan, number: int) -> str:

@@ -124,11 +124,18 @@ class SiteRewriter(Transform):
         hoisted: Collection[Address] = (),
         source: RandomSource = NO_SEED,
     ) -> None:
-        self._decisions = decisions
-        self._numbers: dict[int, int | None] = {}
+        self._decisions = {key: d for key, d in decisions.items() if d.recipe is not None}
+        different = {id(d): d for d in self._decisions.values()}  # many layers share a decision
+        numbers = {number: _number(d.applied_recipe, d.backends) for number, d in different.items()}
+        self._numbers = {key: numbers[id(d)] for key, d in self._decisions.items()}
+        """Equal for decisions with the same effect, whatever rules decided."""
         self._source = source
         self._hoisted = hoisted
-        self.sites: dict[Address, Site] = {s.address: s for s in sites if self._is_changed(s)}
+        self.sites: dict[Address, Site] = {
+            s.address: s
+            for s in sites
+            if not s.opaque and any((s.address, layer) in self._decisions for layer in s.layers())
+        }
         self.equations: Mapping[Address, SiteEquation] = sites.loss.equations
         self._sites_under: dict[Address, list[Site]] = {}
         for address, site in self.sites.items():
@@ -137,26 +144,13 @@ class SiteRewriter(Transform):
         self._templates: dict[Hashable, SiteTemplate] = {}
         self._activation_quantizers: dict[Hashable, Quantizer] = {}
 
-    def _is_changed(self, site: Site) -> bool:
-        if site.opaque:
-            return False
-        return any(self._decisions[site.address, layer].recipe is not None for layer in site.layers())
-
     def decision(self, address: Address, layer: Layer) -> Decision | None:
         """The decision of a layer of a site; None if it is kept."""
-        decision = self._decisions[address, layer]
-        return None if decision.recipe is None else decision
+        return self._decisions.get((address, layer))
 
     def _decision_at(self, site: Site, position: Position) -> Decision | None:
         """The decision of a site at a position that fixes the iterations of all its stacks; None if it is kept."""
         return self.decision(site.address, tuple(position.iterations[s.address] for s in site.stacks))
-
-    def _number(self, decision: Decision) -> int | None:
-        """Equal for decisions with the same effect, whatever rules decided; None if the layer is kept."""
-        if id(decision) not in self._numbers:  # many layers share a decision
-            recipe = decision.recipe
-            self._numbers[id(decision)] = None if recipe is None else _number(recipe, decision.backends)
-        return self._numbers[id(decision)]
 
     # ---- methods of Transform
 
@@ -204,13 +198,13 @@ class SiteRewriter(Transform):
         return self.key(position), tuple(a.aval for a in eqn.invars), tuple(params), eqn.ctx
 
     def _open_decisions(self, site: Site, position: Position) -> tuple[int | None, ...]:
-        """The numbers of the decisions of those layers of a site that a position leaves open."""
+        """The numbers of the decisions of those layers of a site that a position leaves open; None where it is kept."""
         ranges = [
             (position.iterations[s.address],) if s.address in position.iterations else range(s.size)
             for s in site.stacks
         ]
         layers = itertools.product(*ranges)
-        return tuple(self._number(self._decisions[site.address, layer]) for layer in layers)
+        return tuple(self._numbers.get((site.address, layer)) for layer in layers)
 
     def _takes_rounding_key(self, site: Site) -> bool:
         """Whether a site takes its rounding key as an extra input, because the key depends on the layer or the step."""
