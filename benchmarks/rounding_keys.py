@@ -19,11 +19,11 @@ import jax.numpy as jnp
 from benchmarks.command_line import make_parser
 from benchmarks.timing import save, time_interleaved
 from policyc.language.recipes import Treatment
-from policyc.numerics.quantize import Axes, Quantized, make_key, quantize
+from policyc.numerics.quantize import Axes, Quantized, Request, make_key, quantize
 from policyc.numerics.quantize.reference import mx, nvfp4
 from policyc.numerics.quantize.reference.bits import abs_bits
-from policyc.numerics.quantize.reference.blocks import QuantizeContext
 from policyc.numerics.quantize.reference.hadamard import Method
+from policyc.numerics.quantize.reference.layout import Layout
 from policyc.numerics.quantize.reference.random import Key, checksum
 
 ROWS, COLUMNS = Axes(axis=-1), Axes(axis=-2)
@@ -35,9 +35,9 @@ QUANTIZERS: dict[str, tuple[Treatment, Axes]] = {
 }  # fmt: skip
 
 
-def _key_of_maximum(block_max: jax.Array, amax: jax.Array, context: QuantizeContext) -> Key:
-    del block_max
-    return context.key.fold(amax)
+def _key_of_maximum(block_max: jax.Array, amax: jax.Array, request: Request, layout: Layout) -> Key:
+    del block_max, layout
+    return request.rounding_key.fold(amax)
 
 
 @contextmanager

@@ -18,8 +18,8 @@ from jax import lax
 
 from policyc.jaxcore.primitives.define_primitive import LoweringContext
 from policyc.language.recipes import OPERAND_GROUPS, Gemm, Treatment, make_recipe
-from policyc.numerics.backends import cudnn, emulate
-from policyc.numerics.backends.choice import GemmQuery, Machine, choose
+from policyc.numerics.backends import GemmQuery, cudnn, emulate
+from policyc.numerics.backends.choice import Machine, choose
 from policyc.numerics.products import GemmOptions
 from policyc.numerics.quantize import Axes, Quantized, quantize
 from policyc.numerics.ragged import quantized_ragged_dot
@@ -125,8 +125,8 @@ def test_groups_of_tokens_are_contracted() -> None:
 def check(a: Quantized, b: Quantized, sizes: jax.Array, *, contracting: bool, out: Any) -> None:
     ours, emulated = quick_jit(
         lambda a, b, sizes: (
-            cudnn.ragged_gemm(a, b, sizes, contracting, out, ON_GPU),
-            emulate.ragged_gemm(a, b, sizes, contracting, out, LoweringContext(platform="cpu")),
+            cudnn.BACKEND.ragged_gemm(a, b, sizes, contracting, out, ON_GPU),
+            emulate.BACKEND.ragged_gemm(a, b, sizes, contracting, out, LoweringContext(platform="cpu")),
         )
     )(a, b, sizes)
     assert ours.shape == emulated.shape
@@ -151,7 +151,7 @@ BLACKWELL = Machine("gb200", frozenset({"nvfp4", "fp8"}))
 
 
 def test_auto_takes_it_for_ragged_products_if_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cudnn, "find_missing_library", lambda: "")
+    monkeypatch.setattr(cudnn.BACKEND, "find_missing_library", lambda: "")
     assert str(choose("auto", query(Gemm.FPROP), BLACKWELL)) == "cudnn, native"
     assert str(choose("auto", query(Gemm.WGRAD, m=128, n=256, k=64), BLACKWELL)) == "cudnn, native"
     narrow = choose("auto", query(Gemm.FPROP, k=96), BLACKWELL)
@@ -160,7 +160,7 @@ def test_auto_takes_it_for_ragged_products_if_it_is_installed(monkeypatch: pytes
     assert "requires k % 128 == 0, but fprop has 96" in narrow.obstacle.reason
     failed = Machine("gb200", frozenset({"nvfp4"}), failures={"cudnn nvfp4": "wrong"})
     assert str(choose("auto", query(Gemm.FPROP), failed)) == "emulated"
-    monkeypatch.setattr(cudnn, "find_missing_library", lambda: "not here")
+    monkeypatch.setattr(cudnn.BACKEND, "find_missing_library", lambda: "not here")
     assert str(choose("auto", query(Gemm.FPROP), BLACKWELL)) == "emulated"
 
 

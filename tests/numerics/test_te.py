@@ -31,12 +31,11 @@ from policyc.jaxcore.jaxprs import reading as jaxprs
 from policyc.jaxcore.primitives.define_primitive import LoweringContext
 from policyc.language.recipes import OPERAND_GROUPS, Gemm, Recipe, Treatment, make_recipe
 from policyc.numerics import backends, primitives
-from policyc.numerics.backends import te, te_calls, te_one_pass, te_quantize
-from policyc.numerics.backends.choice import GemmQuery, Lowering, Machine, choose
+from policyc.numerics.backends import GemmQuery, te, te_calls, te_one_pass, te_quantize
+from policyc.numerics.backends.choice import Lowering, Machine, choose
 from policyc.numerics.backends.selftest_record import ONE_PASS, write_record
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
-from policyc.numerics.quantize import Axes, make_key
-from policyc.numerics.quantize.orders import OrderRequest
+from policyc.numerics.quantize import Axes, Request, make_key
 from tests.support import te_kernels
 from tests.support.gemms import (
     MATMUL,
@@ -96,26 +95,26 @@ def option(**options: Any) -> Recipe:
     ],
 )
 def test_limits(gemm: GemmQuery, reason: str | None) -> None:
-    obstacle = te.obstacle(gemm)
+    obstacle = te.BACKEND.obstacle(gemm)
     assert (obstacle is None) if reason is None else (obstacle is not None and reason in obstacle.reason)
     assert obstacle is None or obstacle.remedy
 
 
 def test_auto_prefers_it_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(te, "find_missing_library", lambda: "")
+    monkeypatch.setattr(te.BACKEND, "find_missing_library", lambda: "")
     assert choose("auto", query(), BLACKWELL) == Lowering("te", True, None)
     batched = choose("auto", query(batch=2), BLACKWELL)
-    assert (str(batched), batched.obstacle) == ("xla, native", te.obstacle(query(batch=2)))
+    assert (str(batched), batched.obstacle) == ("xla, native", te.BACKEND.obstacle(query(batch=2)))
     assert choose("auto", query(RECIPES["fp8"]), BLACKWELL) == Lowering("xla", True, None)
     assert str(choose("auto", query(), Machine("h200", frozenset({"fp8"})))) == "emulated"
-    monkeypatch.setattr(te, "find_missing_library", lambda: "not installed")
+    monkeypatch.setattr(te.BACKEND, "find_missing_library", lambda: "not installed")
     assert choose("auto", query(m=256), BLACKWELL) == Lowering("xla", True, None)
 
 
 def test_another_backend_runs_what_is_beyond_the_limits() -> None:
     assert choose("te", query(), BLACKWELL) == Lowering("te", True, None)
     batched = choose("te", query(batch=2), BLACKWELL)
-    assert (str(batched), batched.obstacle) == ("xla, native", te.obstacle(query(batch=2)))
+    assert (str(batched), batched.obstacle) == ("xla, native", te.BACKEND.obstacle(query(batch=2)))
     emulated = choose("te", query(), Machine("h200", frozenset({"fp8"})))
     assert str(emulated) == "emulated"
     assert emulated.obstacle is not None
@@ -295,7 +294,7 @@ def test_a_weight_is_packed_along_both_axes(backend: str, axis: int) -> None:
 
     def quantize(axis: int, **options: Any) -> Any:
         axes = Axes(axis=axis, contract=(axis,), tile=-3 - axis, **options)
-        return primitives.quantize(w, treatment, axes, backend=backend)
+        return primitives.quantize(w, Request(treatment, axes), backend=backend)
 
     both = quick_jit(lambda: quantize(axis, both_orders=True))()
     for one in (-1, -2):
@@ -328,12 +327,10 @@ def count_reads(treatments: list[Treatment], *, joins: bool, monkeypatch: pytest
     monkeypatch.setattr(te_calls, "load", CountingEngine)
     monkeypatch.setattr(CountingEngine, "reads", 0)
     monkeypatch.setattr(CountingEngine, "joins", joins)
-    axes = [Axes(axis=axis, contract=(axis,)) for axis in (-1, -2)]
-    requests = [
-        OrderRequest(treatment=t, axes=a, key=make_key()) for t, a in zip(treatments, axes, strict=True)
-    ]
+    pairs = zip(treatments, (-1, -2), strict=True)
+    requests = [Request(t, Axes(axis=axis, contract=(axis,)), key=make_key()) for t, axis in pairs]
     operand = jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)
-    jax.eval_shape(partial(te.quantize_orders, requests=requests, context=CUDA), operand)
+    jax.eval_shape(partial(te.BACKEND.quantize, requests=requests, context=CUDA), operand)
     return CountingEngine.reads
 
 
@@ -344,7 +341,7 @@ def test_reads_are_counted_as_the_kernels_make_them(
     """Columns are rotated or not. One read fewer if one call writes rows and rotated columns."""
     treatments = [ROWS, replace(ROWS, rht=rht, outer=outer)]
     made = count_reads(treatments, joins=False, monkeypatch=monkeypatch)
-    assert made == te.count_reads(treatments) == reads
+    assert made == te.BACKEND.count_reads(treatments) == reads
     assert count_reads(treatments, joins=True, monkeypatch=monkeypatch) == reads - bool(rht)
 
 
@@ -448,7 +445,7 @@ def test_scales_of_tiles_are_gathered_by_the_quantizer() -> None:
     axes = Axes(axis=-2, contract=(-2,), tile=-1, both_orders=True)
 
     def quantize(w: Any, *stacks: Any, backend: str) -> Any:
-        f = partial(primitives.quantize, treatment=treatment, axes=axes, backend=backend)
+        f = partial(primitives.quantize, request=Request(treatment, axes), backend=backend)
         return f(w), *map(jax.vmap(f), stacks)
 
     specs = [("fsdp", "tensor"), (None, "fsdp", "tensor"), ("fsdp", "tensor")]
@@ -469,9 +466,8 @@ def test_shards_round_by_different_random_bits() -> None:
     key = make_key(1)
 
     def quantize(x: Any) -> Any:
-        codes = primitives.quantize(
-            x, treatment, Axes(axis=-1, contract=(-1,)), keys=(key, key), backend="te_here"
-        ).codes
+        request = Request(treatment, Axes(axis=-1, contract=(-1,)), key=key)
+        codes = primitives.quantize(x, request, backend="te_here").codes
         return codes[:32] == codes[32:]
 
     x = jax.device_put(jnp.concatenate([half, half]), place(mesh, "data"))
@@ -488,8 +484,8 @@ def test_the_random_bits_depend_on_more_than_the_maximum() -> None:
 
     @quick_jit
     def quantize(x: Any) -> Any:
-        axes = Axes(axis=-1, contract=(-1,))
-        return primitives.quantize(x, treatment, axes, keys=(key, key), backend="te_here").codes
+        request = Request(treatment, Axes(axis=-1, contract=(-1,)), key=key)
+        return primitives.quantize(x, request, backend="te_here").codes
 
     same, other = (np.asarray(quantize(a))[6:] for a in (x, x.at[5].multiply(1.5)))
     assert 0.3 < np.mean(same == other) < 0.9

@@ -268,7 +268,7 @@ def test_an_fp8_gemm_writes_fp32_if_it_cannot_apply_its_scales(
     context: LoweringContext, rows: int, expected: Any
 ) -> None:
     x, w, _ = quantize_and_multiply(normal(rows, 32), normal(32, 2048, seed=1))
-    multiply = partial(xla.gemm, dimensions=MATMUL, out=jnp.dtype(jnp.bfloat16), context=context)
+    multiply = partial(xla.BACKEND.gemm, dimensions=MATMUL, out=jnp.dtype(jnp.bfloat16), context=context)
     (dot,) = (e for e in jax.make_jaxpr(multiply)(x, w).eqns if e.primitive.name == "dot_general")
     assert dot.outvars[0].aval.dtype == expected
 
@@ -294,7 +294,7 @@ def test_fast_sums_are_a_precision_of_the_product(is_fast: bool, precision: Any)
     x, w, _ = quantize_and_multiply(normal(2048, 32), normal(32, 2048, seed=1))
     x, w = (replace(o, layout=replace(o.layout, fast_sums=is_fast)) for o in (x, w))
     context = LoweringContext(platform="cuda", single_device=True)
-    multiply = partial(xla.gemm, dimensions=MATMUL, out=jnp.dtype(jnp.bfloat16), context=context)
+    multiply = partial(xla.BACKEND.gemm, dimensions=MATMUL, out=jnp.dtype(jnp.bfloat16), context=context)
     (dot,) = (e for e in jax.make_jaxpr(multiply)(x, w).eqns if e.primitive.name == "dot_general")
     given = dot.params["precision"]
     assert given in (precision, (precision, precision))
@@ -325,7 +325,7 @@ def test_devices_scale_their_parts_of_an_fp8_sum_before_they_add_them(
     def multiply(x: Quantized, dy: Quantized) -> list[jax.Array]:
         wgrad, batched = (((0, 1), (0, 1)), ((), ())), (((0,), (0,)), ((1,), (1,)))
         gemms = wgrad, wgrad, batched
-        return [xla.gemm(x, dy, dimensions, jnp.dtype(jnp.bfloat16), CUDA) for dimensions in gemms]
+        return [xla.BACKEND.gemm(x, dy, dimensions, jnp.dtype(jnp.bfloat16), CUDA) for dimensions in gemms]
 
     operands = make_operand(left, scales[0]), make_operand(right, scales[1])
     compiled = jax.jit(multiply, out_shardings=[tokens, whole, columns]).lower(*operands).compile()
