@@ -150,8 +150,9 @@ def test_a_kernel_decodes_saved_codes() -> None:
     decoded = jax.jit(KERNELS.values)(q)
     assert_decoded(q, decoded.codes)
     assert decoded.layout == decode_values(q, jnp.float32).layout
-    mapped = jax.jit(jax.vmap(KERNELS.values))(jax.tree.map(lambda a: jnp.stack([a, a[::-1]]), q))
-    np.testing.assert_array_equal(comparable(mapped.codes[1]), comparable(decoded.codes[::-1]))
+    two = replace(q, codes=q.codes[:2], scales=q.scales[:2])
+    mapped = jax.jit(jax.vmap(KERNELS.values))(jax.tree.map(lambda a: jnp.stack([a, a[::-1]]), two))
+    np.testing.assert_array_equal(comparable(mapped.codes[1]), comparable(decoded.codes[:2][::-1]))
 
 
 def outer_maxima() -> tuple[jax.Array, jax.Array]:

@@ -37,10 +37,13 @@ def integers(*shape: int) -> jax.Array:
     return jnp.asarray(x, jnp.bfloat16)
 
 
+# Compiled: op by op, they would take longer than the test.
+@partial(jax.jit, static_argnums=(1, 2))
 def rows(x: jax.Array, axis: int = -1, treatment: Treatment = NVFP4) -> Quantized:
     return quantize(x, treatment, Axes(axis=axis))
 
 
+@partial(jax.jit, static_argnames="decoded")
 def tiles(w: jax.Array, *, decoded: bool = False) -> Quantized:
     q = quantize(w, replace(NVFP4, tile2d=True), Axes(axis=-2, tile=-1))
     return decode_values(q, jnp.float32) if decoded else q
