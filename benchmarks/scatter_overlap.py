@@ -1,6 +1,6 @@
 """How much reduce-scatter time a compiled step can hide behind other kernels.
 
-These are figures of docs/explanation/compiled_steps.md.
+These are figures of docs/reference/status.md.
 
     policyc compile fp8 --config llama3_8b --target gb200 --devices 8 --dump-hlo DIR
     python -m benchmarks.scatter_overlap DIR/*.hlo.txt [--target gb200] [--devices 8]

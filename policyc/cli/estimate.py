@@ -52,7 +52,7 @@ Attention reaches half of the bf16 peak. For a configuration, only causal FLOPs 
 fsdp gathers weights for fprop and for dgrad, as codes if they are quantized and in bf16 otherwise, and scatters
 gradients in bf16, for each microbatch.
 "Everything else" is .31 of every step. This fraction, and how much communication overlaps with computation, are
-fitted to four published figures. These figures, and the errors on twelve others, are in docs/explanation/cost_model.md.
+fitted to four published figures. These figures, and the errors on twelve others, are in docs/explanation/speed.md.
 Speed-ups are more accurate than times.
 Memory is not checked: a step that does not fit still gets an estimate.
 """
@@ -60,7 +60,7 @@ Memory is not checked: a step that does not fit still gets an estimate.
 
 EVERYTHING_ELSE = (
     "everything else: waits, gaps and low clocks, a fixed share of the step, fitted to published runs "
-    "(docs/explanation/cost_model.md)"
+    "(docs/explanation/speed.md)"
 )
 
 
@@ -112,7 +112,7 @@ def estimate(policy: str, program: tuple[str, ...], step: StepOptions, options: 
     """Estimate the time of a step on GPUs that need not be present.
 
     The step is that of a configuration of the bundled Llama (--config) or of a program. A program's loss is traced, but
-    not run. The estimate comes from a cost model, not from a measurement: docs/explanation/cost_model.md says how
+    not run. The estimate comes from a cost model, not from a measurement: docs/explanation/speed.md says how
     accurate it is.
     """
     check_source(program, step.config)
