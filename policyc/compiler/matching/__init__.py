@@ -1,1 +1,1 @@
-"""Which rule decides a site. Loads without JAX, as do sites, plans and their JSON: editors and the playground use them."""
+"""Which rule decides a site. Loads without JAX, as do sites, plans and plan JSON, which editors import too."""

@@ -17,7 +17,7 @@ from policyc.compiler.planning.plan_checks import unknown_layers
 from policyc.compiler.sites.site import Site
 from policyc.compiler.tables.kind_tables import kind_notes, order_notes
 from policyc.language.recipes import Gemm
-from policyc.numerics.backends.choice import Obstacle
+from policyc.numerics.backends import Obstacle
 
 _MAX_CELL_WIDTH = 60  # a table of five columns then fits in about 110 characters, the width of the help
 
