@@ -242,39 +242,6 @@ def test_a_weight_is_followed_into_a_container(container: Any) -> None:
     assert site.is_reused is (container in (jax.checkpoint, in_scan, in_while, in_condition))
 
 
-def test_the_scopes_of_all_containers_make_the_scope_of_a_site() -> None:
-    def dense(w: Any, x: Any) -> Any:
-        with jax.named_scope("dense"):
-            return x @ w
-
-    def loss(p: Any, x: Any) -> Any:
-        with jax.named_scope("model"):
-
-            def body(h: Any, _: Any) -> Any:
-                with jax.named_scope("block"):
-                    return h + jax.checkpoint(jax.jit(dense))(p["w"], x).sum(), None
-
-            with jax.named_scope("loop"):
-                return lax.scan(body, 0.0, None, length=2)[0]
-
-    site = only_site(loss)
-    assert dotted(site.scope.path) == "model.loop.block.dense"
-
-
-# ---- stacks of layers
-
-
-def stacked_loss(p: Any, x: Any) -> Any:
-    def layer(h: Any, w: Any) -> Any:
-        return h + jnp.tanh(h @ w["up"]) @ w["down"], None
-
-    return lax.scan(layer, x, p["decoder"]["layers"])[0].sum()
-
-
-def stack(*lead: int) -> Any:
-    return {"decoder": {"layers": {"up": struct(*lead, 16, 32), "down": struct(*lead, 32, 16)}}}
-
-
 # ---- repeats
 
 
@@ -285,14 +252,6 @@ def test_a_loop_repeats_what_it_does_not_slice() -> None:
     site = only_site(loss, {"w": struct(16, 16)})
     assert (site.count, site.repeats, site.is_reused) == (1, 8, True)
     assert site.total_flops == 3 * 8 * site.flops
-
-
-def test_repeats_multiply() -> None:
-    def loss(p: Any, x: Any) -> Any:
-        return lax.fori_loop(0, 5, lambda _, h: stacked_loss(p, h) + h, x).sum()
-
-    up, _ = find_sites(loss, stack(3), X)
-    assert (up.count, up.repeats) == (3, 15)
 
 
 def test_how_often_a_while_runs_is_not_known() -> None:
@@ -467,19 +426,6 @@ def test_a_weight_that_is_better_quantized_where_it_is_used(derive: Any) -> None
 
 
 # ---- all sites
-
-
-def test_sites_are_in_the_order_in_which_they_run() -> None:
-    params = {name: struct(16, 16) for name in "abcd"}
-
-    def loss(p: Any, x: Any) -> Any:
-        h = jax.jit(lambda h: h @ p["d"])(x @ p["b"])
-        return lax.cond(h[0, 0] > 0, lambda: h @ p["a"], lambda: h @ p["c"])
-
-    sites = find_sites(loss, params, X)
-    # lax.cond puts the false branch first.
-    assert [s.name for s in sites] == ["b", "d", "c", "a"]
-    assert [dotted(p) for p in sites.parameters] == ["a", "b", "c", "d"]
 
 
 def test_the_hash_is_that_of_the_computation() -> None:

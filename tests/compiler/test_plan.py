@@ -18,7 +18,7 @@ from policyc.language.diagnostics import PolicyError
 from policyc.language.loader import parse
 from policyc.language.recipes import Gemm
 from tests.support.jaxpr_tools import find_sites, struct
-from tests.support.planned_model import DOWN, HEAD, SCHEDULE, SITES, UP, X, plan_model
+from tests.support.planned_model import HEAD, SCHEDULE, SITES, UP, X, plan_model
 
 FPROP, DGRAD, WGRAD = Gemm
 
@@ -66,22 +66,6 @@ def test_a_recipe_that_keeps_every_product_changes_nothing() -> None:
     assert all(decision.recipe is None for decision in plan.decisions().values())
     partly_kept = plan_model("* -> nvfp4; * @ fprop -> keep")
     assert any(decision.recipe is not None for decision in partly_kept.decisions().values())
-
-
-@pytest.mark.parametrize(
-    ("condition", "matched"),
-    [
-        ("k >= 32", [DOWN]),
-        ("n == 64 and weight", [HEAD]),
-        ("n <= 32 and k <= 16", [UP]),
-        ("not weight", []),
-        ("batch == 1", [UP, DOWN, HEAD]),
-        ("flops > 10000", [HEAD]),
-    ],
-)
-def test_where_chooses_sites_by_their_sizes(condition: str, matched: list[Any]) -> None:
-    plan = plan_model(f"* where {condition} -> fp8")
-    assert [site for site in SITES if rules(plan, site)[0] is not None] == matched
 
 
 def test_a_weight_is_matched_by_its_scope_too() -> None:
