@@ -13,6 +13,7 @@ from itertools import groupby
 
 from policyc.base.text import count_noun, count_others, escape_controls
 from policyc.compiler.planning.plan import Plan, make_plan
+from policyc.compiler.planning.plan_checks import write_rules
 from policyc.compiler.sites.site import Site
 from policyc.compiler.sites.site_list import Sites
 from policyc.language.diagnostics import Diagnostic
@@ -155,15 +156,6 @@ def _describe(plan: Plan, number: int) -> str:
 def _keep_undecidable(plan: Plan) -> str:
     """Rules that keep the sites that the policy would quantize but the compiler cannot change, or with open kinds."""
     words = {x.name for rule in plan.policy.rules for x in leaves(rule.where) if isinstance(x, Flag)}
-    heads = {_selector(site): None for site in plan.sites if not words.isdisjoint(site.kind.possible)}
-    opaque = (product.site for product in plan.all_products() if product.site.opaque and product.bits)
-    heads |= {_selector(site): None for site in opaque}
-    return "".join(f"{head} -> keep\n" for head in heads)
-
-
-def _selector(site: Site) -> str:
-    """A selector that matches a site: by its name if a selector can contain that, otherwise by its sizes."""
-    name = re.sub(r"\[\d+\]", "", site.name)
-    if re.fullmatch(r"[\w~-]+(\.[\w~-]+)*", name):
-        return name if "." in name else f"*.{name}"
-    return f"* where k == {site.k} and n == {site.n}"
+    sites = [site for site in plan.sites if not words.isdisjoint(site.kind.possible)]
+    sites += (product.site for product in plan.all_products() if product.site.opaque and product.bits)
+    return write_rules(sites, "keep")

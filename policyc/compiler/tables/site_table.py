@@ -24,8 +24,7 @@ def sites_table(plan: Plan | Sites) -> str:
     """Every site with its shapes and, if there are rules, the rule that decides and the rules it overrides."""
     plan = _as_plan(plan)
     total = sum(s.total_flops for s in plan.sites)
-    sites = sum(s.count for s in plan.sites)
-    end = f"{count_noun(sites, 'GEMM')}, {total / 1e9:.4g} GFLOP a step in their products"
+    end = f"{count_noun(plan.sites.count, 'GEMM')}, {total / 1e9:.4g} GFLOP a step in their products"
     lines = (*align_columns(site_rows(plan)), end, *uncertain_repeats(plan), *unchanged_products(plan))
     return "".join(f"{line}\n" for line in lines)
 
