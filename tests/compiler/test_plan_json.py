@@ -8,9 +8,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax import lax
 
 from policyc.compiler.matching.decisions import RuleDecisions
 from policyc.compiler.planning.plan import make_plan
@@ -31,6 +33,7 @@ from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import PathSegment
 from tests.support import policy_oracle as oracle
+from tests.support.jaxpr_tools import find_sites, struct
 from tests.support.kind_programs import sites_of
 from tests.support.strategies import CHARACTERS
 
@@ -82,9 +85,22 @@ def test_a_list_is_decided_about_like_its_loss(name: str) -> None:
         assert found == expected
 
 
-@pytest.mark.parametrize("name", NAMES)
+def in_some_iterations(p: Any, x: Any) -> Any:
+    def body(h: Any, layer: Any) -> Any:
+        w, i = layer
+        return lax.cond(i % 3 == 1, lambda: jnp.tanh(h @ w), lambda: h), None
+
+    return lax.scan(body, x, (p["layers"], jnp.arange(6)))[0].sum()
+
+
+@pytest.mark.parametrize("name", [*NAMES, "pipeline_of_two_stages", "in_some_iterations"])
 def test_a_site_that_is_read_has_the_paths_and_attributes_of_its_layers(name: str) -> None:
-    sites = sites_of(name)
+    """Also if its block is unknown, or if it runs in some layers only."""
+    if name == "in_some_iterations":
+        sites = find_sites(in_some_iterations, {"layers": struct(6, 16, 16)}, struct(8, 16))
+        assert [site.count for site in sites] == [2]
+    else:
+        sites = sites_of(name)
     for site, other in zip(sites, write_and_read(sites), strict=True):
         for layer, number in zip(site.layers(), other.layers(), strict=True):
             assert {*other.paths(number), ()} == {*site.paths(layer), ()}
