@@ -222,6 +222,17 @@ def test_products_are_native_where_the_target_can_run_them() -> None:
     assert native("* -> fp8; b -> bf16", target="gb200", backend="emulate") == {("a", False), ("b", True)}
 
 
+def test_sites_of_equal_sizes_are_decided_apart_if_only_one_has_a_weight() -> None:
+    def two(p: Any, x: Any) -> Any:
+        h = x @ p["w"]
+        return jnp.tanh(h) @ h
+
+    sites = find_sites(two, {"w": struct(16, 16)}, struct(16, 16))
+    plan = make_plan(parse("* -> nvfp4(scale2d=weights)"), sites)
+    tiled = [any(t.tile2d for t in run.decision.applied_recipe.treatments) for run in plan.runs()]
+    assert tiled == [True, False]
+
+
 def test_decisions_are_computed_once() -> None:
     plan = plan_model(SCHEDULE)
     assert plan.decisions(plan.phases[0]) is plan.decisions(plan.phases[0])
