@@ -15,8 +15,8 @@ import click
 from policyc.cli.common import print_note, unified_diff, use_color
 
 if TYPE_CHECKING:
-    from policyc.experiments.sweep.engine import TrackedRun
     from policyc.experiments.sweep.manifest import SweepDesign
+    from policyc.experiments.sweep.progress import TrackedRun
     from policyc.experiments.sweep.variants import VariantList
 
 _EDIT_WIDTH = 80  # characters of an edit in a message: rules can be long

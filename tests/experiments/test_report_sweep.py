@@ -15,8 +15,8 @@ from policyc.experiments.report.format import MISSING, equal_loss_table
 from policyc.experiments.report.page import render_report, write_report
 from policyc.experiments.report.series import count_gradient_spikes, count_loss_spikes
 from policyc.experiments.report.sweeps import ReportError
+from policyc.experiments.sweep.judge import judge_end
 from policyc.experiments.sweep.run import Run
-from policyc.experiments.sweep.wrapper import judge_end
 from policyc.language.bundled import data_folder
 from tests.experiments.test_report import check_page
 from tests.support.command import policyc

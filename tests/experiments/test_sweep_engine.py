@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -13,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from policyc.experiments.report.figures import read_figures
-from policyc.experiments.sweep import engine, liveness
-from policyc.experiments.sweep.engine import Engine, SweepResult, track_runs
+from policyc.experiments.sweep import engine
+from policyc.experiments.sweep.engine import Engine
 from policyc.experiments.sweep.live import (
     SweepDisplay,
     compute_gaps,
@@ -22,6 +21,7 @@ from policyc.experiments.sweep.live import (
     format_gaps,
     trailing_loss,
 )
+from policyc.experiments.sweep.progress import SweepResult, TrackedRun, track_runs
 from policyc.experiments.sweep.run import Run, State
 from tests.support.sweep_runs import (
     FakeExecutor,
@@ -185,7 +185,7 @@ def test_runs_of_an_earlier_sweep_that_still_run_are_taken_over(tmp_path: Path) 
     display = SilentDisplay()
     result = Engine(track_runs([run]), executor, display).run()
     assert executor.started == ["bf16 seed 0"]  # by the earlier sweep only
-    assert display.lines == ["1 runs of an earlier sweep are still running: taken over"]
+    assert display.lines == ["1 run of an earlier sweep taken over"]
     assert result.runs[0].progress == "finished"
 
 
@@ -271,43 +271,10 @@ def test_an_interrupt_leaves_jobs_in_a_queue(tmp_path: Path) -> None:
     assert [run.progress for run in result.runs] == ["finished", "running"]
 
 
-def test_a_folder_has_one_sweep_at_a_time(tmp_path: Path) -> None:
-    warnings: list[str] = []
-    with liveness.hold_lock(tmp_path, "sweep", warnings.append):
-        assert liveness.is_locked(tmp_path)
-        with (
-            pytest.raises(liveness.FolderBusy, match="another process"),
-            liveness.hold_lock(tmp_path, "sweep", warnings.append),
-        ):
-            pass
-    assert not liveness.is_locked(tmp_path)
-    with liveness.hold_lock(tmp_path, "sweep", warnings.append):
-        pass
-    assert not warnings
-
-
-def test_a_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(liveness.fcntl, "flock", fail)
-    warnings: list[str] = []
-    with liveness.hold_lock(tmp_path, "sweep", warnings.append):
-        assert not liveness.is_locked(tmp_path)
-    (warning,) = warnings
-    assert f"{tmp_path} cannot be locked ([Errno {errno.ENOLCK}] No locks available)" in warning
-    assert "two sweeps could work here at once" in warning
-
-
-def test_a_folder_without_a_lock_file_is_not_locked(tmp_path: Path) -> None:
-    assert not liveness.is_locked(tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
 # ---- numbers and texts
 
 
-def tracked_pair(tmp_path: Path) -> list[engine.TrackedRun]:
+def tracked_pair(tmp_path: Path) -> list[TrackedRun]:
     """Two variants and two seeds, with 20 steps; the second seed of fp8 has only 12."""
     for variant, seed, shift, steps in (
         ("bf16", 0, 0, 20),

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from policyc.experiments.report.runs import read_run
+from policyc.experiments.sweep.judge import judge_end
 from policyc.experiments.sweep.metrics import (
     MetricsReader,
     convert_metrics,
     parse_metrics_source,
 )
-from policyc.experiments.sweep.wrapper import judge_end
 from tests.support.sweep_runs import make_run
 
 pytestmark = pytest.mark.any_jax

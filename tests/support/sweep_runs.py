@@ -34,6 +34,7 @@ class FakeExecutor:
     def __init__(self, behave: Behaviour, slots: int = 1, lasting: str = "") -> None:
         self._lasting = lasting
         self.slots = slots
+        self.folder = Path("jobs")
         self.started: list[str] = []
         self.stopped: list[str] = []
         self.left = ""  # the work that is left running after an interrupt
@@ -42,7 +43,7 @@ class FakeExecutor:
         self._active: dict[Path, Run] = {}
 
     def start(self, run: Run) -> None:
-        run.write()
+        run.folder.mkdir(parents=True, exist_ok=True)
         self.started.append(run.name)
         self._active[run.folder] = run
         self.most_active = max(self.most_active, len(self._active))

@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from policyc.base.text import escape_controls, format_seconds
-from policyc.experiments.sweep.engine import SweepResult, TrackedRun
 from policyc.experiments.sweep.metrics import MetricsReader, trailing_steps
+from policyc.experiments.sweep.progress import SweepResult, TrackedRun
 from policyc.experiments.sweep.run import LOG_FILE, tail_lines
 
 _REFRESH_SECONDS = 2.0  # gaps are computed again this often
