@@ -103,9 +103,6 @@ class SweepOptions:
         help="Submit each run as a Slurm job with these resources, such as 'partition=long,gpus=8,nodes=16,time=1440' "
         "(time in minutes).",
     )
-    seeds_per_process: int = number(
-        "Seeds of a variant that run in one process. Bundled trainer only.", default=1
-    )
     metrics: str | None = option(
         metavar="KIND=PATH",
         help="Read the metrics of a trainer that does not write metrics.jsonl: 'maxtext={out}/metrics.txt'.",
@@ -191,7 +188,6 @@ def _make_program(words: Sequence[str], config: str | None, options: SweepOption
         multiple_losses=options.multiple_losses,
         stats_every=options.stats_every,
         metrics_source=options.metrics,
-        seeds_per_process=options.seeds_per_process,
     )
     with usage_errors():
         program.check()

@@ -59,9 +59,7 @@ def start_command(folder: Path) -> None:
 
 
 def start_run(folder: Path) -> None:
-    run = Run(
-        variant="a", seeds=(0,), folders=(folder / "run",), command=("true",), environment={}, cwd=folder
-    )
+    run = Run(variant="a", seed=0, folder=folder / "run", command=("true",), environment={}, cwd=folder)
     executor = LocalExecutor(folder / "out", 1)
     executor.start(run)
     wait_until(lambda: not executor.is_active(run))

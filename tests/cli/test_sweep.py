@@ -132,7 +132,7 @@ def test_a_sweep_is_run_fails_and_is_continued(folder: Path, monkeypatch: pytest
 
     def behave(run: Run) -> tuple[State, list[float]]:
         (run.folder / "log.txt").write_text("the end of the log\n")
-        return ("failed", [2.0]) if run.name in broken else ("finished", [3.0, 2.0 + run.seeds[0]])
+        return ("failed", [2.0]) if run.name in broken else ("finished", [3.0, 2.0 + run.seed])
 
     class Executor(FakeExecutor):
         def __init__(self, out: Path, jobs: int, groups: object) -> None:

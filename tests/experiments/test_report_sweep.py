@@ -148,8 +148,8 @@ def test_a_sweep_and_its_report_say_the_same_of_a_run_that_diverged(tmp_path: Pa
     sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "fp8": 0.0})
     folder = sweep / "fp8/seed1"
     write_metrics(folder, [3.0, float("nan"), 2.5, float("nan"), float("inf")])
-    run = Run(variant="fp8", seeds=(1,), folders=(folder,), command=(), environment={}, cwd=tmp_path, steps=9)
-    end = judge_end(folder, run, 0, None)
+    run = Run(variant="fp8", seed=1, folder=folder, command=(), environment={}, cwd=tmp_path, steps=9)
+    end = judge_end(run, 0, None)
     assert end.reason == "diverged: the loss is not finite from step 4 on"
     (row,) = report_of(sweep)["comparisons"]
     assert f"seed 1: {end.reason}" in row["reason"]

@@ -18,7 +18,6 @@ from policyc.experiments.sweep.slurm import (
     SlurmExecutor,
     SlurmOptions,
     check_program,
-    has_end,
     parse_slurm_options,
 )
 from tests.support.command import policyc, python_path
@@ -66,9 +65,7 @@ def cluster(tmp_path, monkeypatch) -> FakeSlurm:
 def make_run(tmp_path: Path, command: tuple[str, ...] = ("true",)) -> Run:
     folder = tmp_path / "sweep" / "fp8" / "seed3"
     folder.mkdir(parents=True, exist_ok=True)
-    return Run(
-        variant="fp8", seeds=(3,), folders=(folder,), command=command, environment={}, cwd=tmp_path, steps=9
-    )
+    return Run(variant="fp8", seed=3, folder=folder, command=command, environment={}, cwd=tmp_path, steps=9)
 
 
 def make_status(state: str, attempt: int = 1) -> RunStatus:
@@ -134,7 +131,8 @@ def test_a_job_has_the_resources_and_can_be_requeued(cluster, tmp_path):
         assert f"#SBATCH --{words}\n" in script
     assert "trap : TERM\n" in script
     assert (
-        f"--kill-on-bad-exit=1 {sys.executable} -P -u -m submitit.core._submit {executor.folder}\n" in script
+        f"--kill-on-bad-exit=1 {sys.executable} -P -u -m submitit.core._submit {tmp_path / '.jobs'}\n"
+        in script
     )
 
 
@@ -148,21 +146,6 @@ def test_a_second_sweep_finds_the_job_of_the_first(cluster, tmp_path):
     (tmp_path / ".jobs" / "7_submitted.pkl").unlink()
     assert not SlurmExecutor(tmp_path, OPTIONS).is_active(run)
     assert cluster.calls("scancel") == ["scancel 7"]
-
-
-@pytest.mark.parametrize(("state", "is_seen"), [("failed", False), ("running", True)])
-def test_a_job_that_is_found_again_does_not_end_as_the_attempt_before_it(state, is_seen, cluster, tmp_path):
-    """A status that says `failed` is from that attempt. One that says `running` is from this job."""
-    run = make_run(tmp_path)
-    SlurmExecutor(tmp_path, OPTIONS).start(run)
-    cluster.set_queue(f"7|RUNNING|None|{run.folder}")
-    make_status(state, attempt=2).write(run.folder)
-    executor = SlurmExecutor(tmp_path, OPTIONS)
-    assert executor.is_active(run)
-    make_status("failed", attempt=2).write(run.folder)
-    cluster.set_queue(f"7|CANCELLED|None|{run.folder}")
-    assert not executor.is_active(run)
-    assert (RunStatus.read(run.folder).reason == "") == is_seen
 
 
 def test_a_refused_job_is_an_error_with_the_message_of_slurm(cluster, tmp_path):
@@ -205,24 +188,23 @@ def test_a_controller_that_does_not_answer_ends_no_run(cluster, tmp_path, capsys
     )
 
 
-def test_a_job_that_vanished_is_failed(cluster, tmp_path):
+@pytest.mark.parametrize(
+    ("line", "explanation"),
+    [
+        ("", "Slurm no longer knows its job"),
+        ("7|PENDING|BadConstraints|", "Slurm job 7 will never start: BadConstraints"),
+        ("7|CANCELLED|None|", "Slurm job 7 was cancelled; see {folder}/.jobs/7_0_log.out"),
+        ("7|NODE_FAIL|None|", "Slurm job 7 ended: its node failed; see {folder}/.jobs/7_0_log.out"),
+        ("7|REVOKED|None|", "Slurm job 7 ended as REVOKED; see {folder}/.jobs/7_0_log.out"),
+    ],
+)
+def test_slurm_says_why_a_run_has_no_end(line, explanation, cluster, tmp_path):
     run, executor = make_run(tmp_path), SlurmExecutor(tmp_path, OPTIONS)
     executor.start(run)
+    cluster.set_queue(*([f"{line}{run.folder}"] if line else []))
     assert not executor.is_active(run)
-    status = RunStatus.read(run.folder)
-    assert (status.state, status.reason) == (
-        "failed",
-        "Slurm job 7: it vanished: Slurm no longer knows it",
-    )
-
-
-def test_a_job_that_can_never_start_is_cancelled_and_failed(cluster, tmp_path):
-    run, executor = make_run(tmp_path), SlurmExecutor(tmp_path, OPTIONS)
-    executor.start(run)
-    cluster.set_queue(f"7|PENDING|BadConstraints|{run.folder}")
-    assert not executor.is_active(run)
-    assert RunStatus.read(run.folder).reason == "Slurm job 7: it will never start: BadConstraints"
-    assert cluster.calls("scancel") == ["scancel 7"]
+    assert executor.explain(run) == explanation.format(folder=tmp_path)
+    assert cluster.calls("scancel") == ["scancel 7"] * ("PENDING" in line)
 
 
 def test_the_last_status_may_arrive_after_the_end_of_the_job(cluster, tmp_path, monkeypatch):
@@ -234,37 +216,19 @@ def test_the_last_status_may_arrive_after_the_end_of_the_job(cluster, tmp_path, 
     assert executor.is_active(run)
     make_status("finished").write(run.folder)
     assert not executor.is_active(run)
-    assert RunStatus.read(run.folder).state == "finished"
     make_status("running").write(run.folder)
     monkeypatch.setattr(slurm, "_FILE_SYSTEM_SECONDS", 0.0)
     assert not executor.is_active(run)
-    assert RunStatus.read(run.folder).reason == "Slurm job 7: it ended as COMPLETED"
+    assert executor.explain(run).startswith("Slurm job 7 ended as COMPLETED")
 
 
 def test_a_sweep_that_ends_leaves_its_jobs_in_the_queue(cluster, tmp_path):
     run, executor = make_run(tmp_path), SlurmExecutor(tmp_path, OPTIONS)
     executor.start(run)
+    cluster.set_queue(f"7|RUNNING|None|{run.folder}")
     text = "1 Slurm jobs stay in the queue: the same command finds them again; 'scancel 7' ends them"
     assert executor.stop([run]) == text
     assert cluster.calls("scancel") == []
-
-
-@pytest.mark.parametrize(
-    ("status", "state", "is_known"),
-    [
-        (make_status("finished", 2), "COMPLETED", True),
-        (make_status("failed", 2), "FAILED", True),
-        (make_status("failed", 2), "CANCELLED", True),
-        (make_status("preempted", 2), "PREEMPTED", True),
-        (make_status("preempted", 2), "", True),
-        (make_status("preempted", 2), "CANCELLED", False),
-        (make_status("running", 2), "NODE_FAIL", False),
-        (make_status("failed", 1), "CANCELLED", False),  # the status is of an attempt before this job
-        (None, "CANCELLED", False),
-    ],
-)
-def test_the_status_may_say_how_a_run_ended(status, state, is_known):
-    assert has_end(status, 1, state) == is_known
 
 
 # ---- inside a job

@@ -41,7 +41,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def finish(run: Run) -> tuple[State, list[float]]:
-    return "finished", [3.0, 2.0, 1.0 + run.seeds[0]]
+    return "finished", [3.0, 2.0, 1.0 + run.seed]
 
 
 def run_all(runs: list[Run], executor: FakeExecutor) -> SweepResult:
@@ -49,7 +49,7 @@ def run_all(runs: list[Run], executor: FakeExecutor) -> SweepResult:
 
 
 def test_every_run_is_run_once_and_no_more_at_a_time_than_there_are_slots(tmp_path: Path) -> None:
-    runs = [make_run(tmp_path, variant, (seed,)) for seed in (0, 1) for variant in ("bf16", "fp8")]
+    runs = [make_run(tmp_path, variant, seed) for seed in (0, 1) for variant in ("bf16", "fp8")]
     executor = FakeExecutor(finish, slots=3)
     result = run_all(runs, executor)
     assert executor.started == ["bf16 seed 0", "fp8 seed 0", "bf16 seed 1", "fp8 seed 1"]
@@ -77,28 +77,6 @@ def test_a_sweep_that_is_continued_runs_what_failed_or_was_stopped_but_not_what_
     result = run_all(list(runs.values()), executor)
     assert executor.started == [f"{name} seed 0" for name in ("failed", "preempted", "new", "killed")]
     assert [run.run.variant for run in result.failed] == ["diverged"]
-
-
-@pytest.mark.parametrize(
-    ("states", "is_run_again"),
-    [
-        ([("finished", False), ("finished", False)], False),
-        ([("finished", False), ("failed", True)], False),
-        ([("failed", True), ("failed", False)], True),
-        ([("finished", False), ("preempted", False)], True),
-        ([("finished", False)], True),  # the other one has not started
-    ],
-)
-def test_a_run_of_several_seeds_is_run_again_if_one_needs_it(
-    tmp_path: Path, states: list[tuple[State, bool]], is_run_again: bool
-) -> None:
-    run = make_run(tmp_path, seeds=(0, 1))
-    for folder, (state, diverged) in zip(run.folders, states, strict=False):
-        write_metrics(folder, [3.0, 2.0, 1.0])
-        write_status(folder, state, diverged=diverged)
-    executor = FakeExecutor(finish)
-    run_all([run], executor)
-    assert bool(executor.started) == is_run_again
 
 
 @pytest.mark.parametrize("losses", [None, [], [3.0, 2.0]])
@@ -133,7 +111,7 @@ def test_a_run_whose_wrapper_was_killed_has_failed(tmp_path: Path) -> None:
     result = run_all([run], FakeExecutor(lambda _: ("running", [3.0])))
     assert read_state(run.folder) == "failed"
     assert result.failed[0].status is not None
-    assert "killed" in result.failed[0].status.reason
+    assert "its exit code is not known: see the jobs of bf16 seed 0" in result.failed[0].status.reason
 
 
 @pytest.mark.parametrize(
@@ -289,7 +267,7 @@ def tracked_pair(tmp_path: Path) -> list[TrackedRun]:
             reason="r",
             seconds=2.0,
         )
-    return track_runs([make_run(tmp_path, v, (s,), steps=20) for s in (0, 1) for v in ("bf16", "fp8")])
+    return track_runs([make_run(tmp_path, v, s, steps=20) for s in (0, 1) for v in ("bf16", "fp8")])
 
 
 def test_gaps_are_paired_by_seed_and_step(tmp_path: Path) -> None:
@@ -304,10 +282,8 @@ def test_gaps_are_paired_by_seed_and_step(tmp_path: Path) -> None:
     runs[3].progress = "failed"  # an unfinished run says nothing about the end
     assert compute_gaps(runs, "fp8", "bf16") == pytest.approx([0.25], abs=1e-12)
     # The mean of 4/step over the last ten steps.
-    assert trailing_loss(runs[0].readers[0]) == pytest.approx(
-        sum(4 / s for s in range(11, 21)) / 10, rel=1e-12
-    )
-    assert math.isnan(trailing_loss(track_runs([make_run(tmp_path, "empty")])[0].readers[0]))
+    assert trailing_loss(runs[0].metrics) == pytest.approx(sum(4 / s for s in range(11, 21)) / 10, rel=1e-12)
+    assert math.isnan(trailing_loss(track_runs([make_run(tmp_path, "empty")])[0].metrics))
 
 
 def test_the_loss_of_a_program_that_writes_every_tenth_step_is_that_of_the_report(tmp_path: Path) -> None:
@@ -316,7 +292,7 @@ def test_the_loss_of_a_program_that_writes_every_tenth_step_is_that_of_the_repor
     rows = (f'{{"step": {10 * n}, "loss": {n}}}\n' for n in range(1, 21))
     (run.folder / "metrics.jsonl").write_text("".join(rows))
     (tracked,) = track_runs([run])
-    assert trailing_loss(tracked.readers[0]) == 15.5  # the last ten lines
+    assert trailing_loss(tracked.metrics) == 15.5  # the last ten lines
     assert read_figures(run.folder, variant="x").figures["trailing_loss"] == 15.5
 
 
@@ -360,5 +336,5 @@ def test_the_time_left_comes_from_the_steps_of_this_sweep(
     display = SweepDisplay(Console(), runs, ())
     assert display.seconds_left() is None  # nothing is known before the first step
     write_metrics(tmp_path / "bf16" / "seed0", [1.0] * 10)
-    runs[0].update()
+    runs[0].metrics.update()
     assert display.seconds_left() == 30.0  # 10 steps in 10 s, 10 + 20 to go

@@ -13,8 +13,8 @@ from policyc.base.text import count_noun
 from policyc.experiments.sweep.live import SweepDisplay
 from policyc.experiments.sweep.local import Executor
 from policyc.experiments.sweep.locks import note_signals
-from policyc.experiments.sweep.progress import SweepResult, TrackedRun, read_status
-from policyc.experiments.sweep.run import LOG_FILE, RunStatus
+from policyc.experiments.sweep.progress import SweepResult, TrackedRun, settle_lost
+from policyc.experiments.sweep.run import RunStatus
 
 _POLL_SECONDS = 0.5
 _MOST_EARLY_FAILURES = 3  # runs in a row that fail before their first step: the others would fail too
@@ -62,12 +62,11 @@ class Engine:
             self._display.say(f"{count_noun(len(adopted), 'run')} of an earlier sweep taken over")
         for run in self._select("waiting"):
             if run.status is not None and run.status.state == "running":
-                self._settle_lost(run)
+                self._settle_earlier(run, run.status)
 
-    def _settle_lost(self, run: TrackedRun) -> None:
+    def _settle_earlier(self, run: TrackedRun, status: RunStatus) -> None:
         """Settles a run of an earlier sweep whose end is unknown: it runs again, unless it is complete or diverged."""
-        run.status = read_status(run.run, has_ended=True)
-        assert run.status is not None
+        run.status = settle_lost(run.run, status)
         if run.status.state == "finished" or run.status.diverged:
             run.progress = run.status.state
             self._display.say(f"{run.run.name} is not run again: {run.status.reason}")
@@ -84,17 +83,19 @@ class Engine:
     def _watch(self) -> None:
         for run in self._select("running"):
             is_active = self._executor.is_active(run.run)  # before its metrics are read for the last time
-            run.update()
+            run.metrics.update()
             if not is_active:
                 self._settle(run)
                 self._display.end(run)
 
     def _settle(self, run: TrackedRun) -> None:
         """Reads how a run ended. If its status is still `running`, judges from its metrics."""
-        status = read_status(run.run, has_ended=True)
+        status = RunStatus.read(run.run.folder)
         if status is None or status == run.status:  # left by an earlier attempt
-            reason = f"it did not start: see {run.run.folder / LOG_FILE} and {self._executor.folder}; is the disk full?"
+            reason = f"it did not start: {self._executor.explain(run.run)}"
             status = RunStatus(state="failed", command=run.run.command, reason=reason)
+        elif status.state == "running":
+            status = settle_lost(run.run, status, self._executor.explain(run.run))
         run.status, run.progress = status, status.state
         is_early = status.state == "failed" and run.step == 0
         self._early_failures = self._early_failures + 1 if is_early else 0

@@ -16,21 +16,13 @@ _DIAGNOSTIC = ": error["
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory", "MemoryError", "OUT_OF_MEMORY")
 
 
-def judge_seeds(run: Run, code: int, stop_signal: int | None, log_start: int = 0) -> list[RunEnd]:
-    """How each seed of a run ended. If one diverged, that explains the exit code, which then counts as 0 for all."""
-    ends = [judge_end(folder, run, code, stop_signal, log_start) for folder in run.folders]
-    if not any(end.diverged for end in ends):
-        return ends
-    return [judge_end(folder, run, 0, stop_signal, log_start) for folder in run.folders]
-
-
-def judge_end(folder: Path, run: Run, code: int, stop_signal: int | None, log_start: int = 0) -> RunEnd:
-    """How a seed ended.
+def judge_end(run: Run, code: int, stop_signal: int | None, log_start: int = 0) -> RunEnd:
+    """How a run ended.
 
     A program that exits with 0 has finished only if its metrics reach the last step with a finite loss. The log before
     `log_start` is from earlier attempts, which may have failed for another reason.
     """
-    metrics = MetricsReader(folder / METRICS_FILE)
+    metrics = MetricsReader(run.folder / METRICS_FILE)
     losses, step = metrics.losses, metrics.step
     if reason := describe_divergence(losses):
         return RunEnd(state="failed", reason=reason, diverged=True)
@@ -44,31 +36,32 @@ def judge_end(folder: Path, run: Run, code: int, stop_signal: int | None, log_st
     if code != 0:
         return RunEnd(state="failed", reason=_explain_exit(code, run.folder / LOG_FILE, log_start))
     if not losses:
-        reason = f"the program wrote no line with 'step' and 'loss' to {folder / METRICS_FILE}"
+        reason = f"the program wrote no line with 'step' and 'loss' to {run.folder / METRICS_FILE}"
         return RunEnd(state="failed", reason=reason)
     return RunEnd(state="failed", reason=lost or f"the program ended at step {step} of {run.steps}")
 
 
-def describe_lost_metrics(folder: Path, run: Run) -> str:
+def describe_lost_metrics(run: Run) -> str:
     """Describes what the metrics of a finished run have lost since it ended; empty if nothing."""
-    metrics = MetricsReader(folder / METRICS_FILE)
+    metrics = MetricsReader(run.folder / METRICS_FILE)
     return metrics.describe_lost_lines(run.steps) if metrics.losses else "its metrics are lost"
 
 
-def judge_without_exit_code(folder: Path, run: Run) -> RunEnd:
+def judge_without_exit_code(run: Run, explanation: str = "") -> RunEnd:
     """How a run ended whose exit code is lost. It has finished if its metrics are complete.
 
     A run that validates must also have validated its last step, because it may have been killed before that.
     """
-    end = judge_end(folder, run, 0, None)
+    end = judge_end(run, 0, None)
     if end.diverged:
         return end
-    lost = "its exit code is not known, because its job was killed or could not write it (a full disk?)"
+    cause = explanation or "its job was killed or could not write it (a full disk?)"
+    lost = f"its exit code is not known: {cause}"
     if run.steps is None:
         return RunEnd(state="failed", reason=f"{lost}; its number of steps is not known either (--steps)")
     if end.state != "finished":
         return RunEnd(state="failed", reason=f"{lost}; {end.reason}")
-    validated = MetricsReader(folder / METRICS_FILE).validated
+    validated = MetricsReader(run.folder / METRICS_FILE).validated
     if validated is not None and validated < run.steps:
         reason = f"{lost}; its last validation is of step {validated} of {run.steps}"
         return RunEnd(state="failed", reason=reason)

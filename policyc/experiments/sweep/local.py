@@ -33,15 +33,14 @@ class Executor(Protocol):
     def slots(self) -> int:
         """How many runs may be active at a time."""
 
-    @property
-    def folder(self) -> Path:
-        """The folder of submitit's files, with what a job prints beside its program."""
-
     def start(self, run: Run) -> None:
         """Starts a run, or puts it into a queue. Raises OSError if that fails."""
 
     def is_active(self, run: Run) -> bool:
         """Whether the run is queued or running. An earlier executor may have started it."""
+
+    def explain(self, run: Run) -> str:
+        """What is known of the end of a run that did not write it."""
 
     def stop(self, runs: Sequence[Run]) -> str:
         """Asks all active runs to stop, and returns at once. The runs save what they can, and become `preempted`.
@@ -79,7 +78,7 @@ class LocalExecutor:
     """
 
     def __init__(self, out: Path, jobs: int, gpu_groups: Sequence[str] = ()) -> None:
-        self.slots, self.folder = jobs, out / JOBS_FOLDER
+        self.slots, self._folder = jobs, out / JOBS_FOLDER
         self._gpu_groups = tuple(gpu_groups)
         self._jobs: dict[Path, submitit.Job[Any]] = {}
         self._gpus: dict[Path, str] = {}
@@ -88,11 +87,11 @@ class LocalExecutor:
 
     def start(self, run: Run) -> None:
         if self._lifeline is None:
-            shutil.rmtree(self.folder, ignore_errors=True)  # an earlier sweep's
+            shutil.rmtree(self._folder, ignore_errors=True)  # an earlier sweep's
             self._lifeline = Lifeline()
         environment = {**original_environment(), **self._choose_gpus(run)}
         job = RunJob(run, environment, self._grace, ends_with_sweep=True)
-        self._jobs[run.folder] = submit_local(self.folder, job)
+        self._jobs[run.folder] = submit_local(self._folder, job)
 
     def is_active(self, run: Run) -> bool:
         job = self._jobs.get(run.folder)
@@ -100,6 +99,9 @@ class LocalExecutor:
             return True
         self._gpus.pop(run.folder, None)
         return False
+
+    def explain(self, run: Run) -> str:
+        return f"see {self._jobs[run.folder].paths.stdout}; is the disk full?"
 
     def stop(self, runs: Sequence[Run]) -> str:
         del runs

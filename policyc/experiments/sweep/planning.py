@@ -65,7 +65,7 @@ def plan_policies(
     try:
         with note_signals() as signals, tempfile.TemporaryDirectory(prefix="policyc-plan-") as name:
             folder = Path(name)
-            run = program.make_run("plan", (seed,), folder)
+            run = program.make_run("plan", seed, folder)
             run.folder.mkdir(parents=True)
             job = submit_local(folder, PlanningJob(program, run, policies, folder, original_environment()))
             while not job.done() and not signals:
@@ -135,7 +135,7 @@ class PlanningJob:
 
         program = self.program
         execution = ExecutionOptions(backend=program.backend, require_native=program.require_native)
-        words = program.program_words(self.run.environment, self.run.seeds, self.run.folders)
+        words = program.program_words(self.run)
         any_policy = next(iter(self.policies.values()))
         try:
             plan = runner.trace_first_plan(Program.from_words(words), any_policy, execution)

@@ -15,21 +15,17 @@ Progress = Literal["waiting", "running", "finished", "failed", "preempted"]
 
 @dataclass(slots=True, kw_only=True)
 class TrackedRun:
-    """A run, its progress, and the metrics of its seeds."""
+    """A run, its progress and its metrics."""
 
     run: Run
     progress: Progress
-    readers: tuple[MetricsReader, ...]
+    metrics: MetricsReader
     status: RunStatus | None = None
 
     @property
     def step(self) -> int:
-        """The step that all seeds of the run have reached."""
-        return min(reader.step for reader in self.readers)
-
-    def update(self) -> None:
-        for reader in self.readers:
-            reader.update()
+        """The last step with a loss."""
+        return self.metrics.step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,33 +48,21 @@ def track_runs(runs: Sequence[Run]) -> list[TrackedRun]:
     """Reads the state of runs from their folders. A run that failed without diverging is waiting again."""
     tracked = []
     for run in runs:
-        status = read_status(run)
+        status = RunStatus.read(run.folder)
         progress: Progress = "waiting"
         if status is not None and (status.state == "finished" or status.diverged):
-            lost = status.state == "finished" and any(describe_lost_metrics(f, run) for f in run.folders)
+            lost = status.state == "finished" and describe_lost_metrics(run)
             progress = "waiting" if lost else status.state
-        readers = tuple(MetricsReader(folder / METRICS_FILE) for folder in run.folders)
-        tracked.append(TrackedRun(run=run, progress=progress, readers=readers, status=status))
+        metrics = MetricsReader(run.folder / METRICS_FILE)
+        tracked.append(TrackedRun(run=run, progress=progress, metrics=metrics, status=status))
     return tracked
 
 
-def read_status(run: Run, *, has_ended: bool = False) -> RunStatus | None:
-    """The status of a run. If it has several seeds, that of the seed furthest from its end.
+def settle_lost(run: Run, status: RunStatus, explanation: str = "") -> RunStatus:
+    """Judges a run from its metrics: its job has ended, but its status still says `running`.
 
-    If the status of a run that has ended is still `running`, its job was killed, or could not write the end because of
-    a full disk, for example. The end is then judged from the metrics.
+    The job was killed, or could not write the end because of a full disk, for example.
     """
-    statuses = []
-    for folder in run.folders:
-        status = RunStatus.read(folder)
-        if has_ended and status is not None and status.state == "running":
-            status = replace(status, **asdict(judge_without_exit_code(folder, run)))
-            status.write(folder)
-        statuses.append(status)
-    return max(statuses, key=_distance_from_end)
-
-
-def _distance_from_end(status: RunStatus | None) -> int:
-    if status is None:
-        return 4
-    return {"finished": 0, "failed": 1 if status.diverged else 2, "preempted": 3, "running": 3}[status.state]
+    settled = replace(status, **asdict(judge_without_exit_code(run, explanation)))
+    settled.write(run.folder)
+    return settled

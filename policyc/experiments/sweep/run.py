@@ -32,12 +32,11 @@ State = Literal["running", "finished", "failed", "preempted"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One process of a sweep: a variant with one seed, or with several if the program takes several.
+    """One process of a sweep: a variant with one seed.
 
     Attributes:
       variant: the name of the edited policy.
-      seeds: the seeds of this process.
-      folders: one folder per seed, absolute. The first is the folder of the process.
+      folder: the folder of its files, absolute.
       command: the command line of the process.
       environment: variables to set, on top of the environment of the job.
       cwd: the folder in which the process starts.
@@ -46,8 +45,8 @@ class Run:
     """
 
     variant: str
-    seeds: tuple[int, ...]
-    folders: tuple[Path, ...]
+    seed: int
+    folder: Path
     command: tuple[str, ...]
     environment: Mapping[str, str]
     cwd: Path
@@ -55,16 +54,9 @@ class Run:
     metrics_source: str | None = None
 
     @property
-    def folder(self) -> Path:
-        """The folder with `log.txt` and the lock."""
-        return self.folders[0]
-
-    @property
     def name(self) -> str:
         """The name in messages, such as `te_nvfp4 seed 3`."""
-        if len(self.seeds) == 1:
-            return f"{self.variant} seed {self.seeds[0]}"
-        return f"{self.variant} seeds {', '.join(map(str, self.seeds))}"
+        return f"{self.variant} seed {self.seed}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from typing import TextIO
 from submitit.core.job_environment import JobEnvironment
 from submitit.core.utils import DelayedSubmission
 
-from policyc.experiments.sweep.judge import EXIT_PREEMPTED, describe_lost_metrics, judge_seeds
+from policyc.experiments.sweep.judge import EXIT_PREEMPTED, describe_lost_metrics, judge_end
 from policyc.experiments.sweep.locks import hold_lock
 from policyc.experiments.sweep.metrics import convert_metrics
 from policyc.experiments.sweep.run import LOG_FILE, METRICS_FILE, Run, RunEnd, RunStatus
@@ -71,11 +71,9 @@ class RunJob:
         run, requeue = self.run, signal.getsignal(signal.SIGUSR2)
         if self.ends_with_sweep and sys.platform == "linux":
             _die_with_parent()
-        for folder in run.folders:
-            folder.mkdir(parents=True, exist_ok=True)
-        statuses = [RunStatus.read(folder) for folder in run.folders]
-        has_finished = all(status is not None and status.state == "finished" for status in statuses)
-        if has_finished and not any(describe_lost_metrics(folder, run) for folder in run.folders):
+        run.folder.mkdir(parents=True, exist_ok=True)
+        status = RunStatus.read(run.folder)
+        if status is not None and status.state == "finished" and not describe_lost_metrics(run):
             return
         for number in _STOP_SIGNALS:
             signal.signal(number, self._note_signal)
@@ -84,8 +82,8 @@ class RunJob:
             self._run_rank(rank)
             return
         with hold_lock(run.folder, "run", sys.stderr.write, self.grace + _LOCK_SECONDS) as lock:
-            ends = self._run(lock)
-        if callable(requeue) and not self.ends_with_sweep and any(end.state == "preempted" for end in ends):
+            end = self._run(lock)
+        if callable(requeue) and not self.ends_with_sweep and end.state == "preempted":
             requeue(signal.SIGUSR2, None)  # submitit's handler, which calls `checkpoint`
 
     def checkpoint(self) -> DelayedSubmission | None:
@@ -95,11 +93,10 @@ class RunJob:
         again = RunJob(self.run, self.environment, self.grace)
         return DelayedSubmission(again) if state == "RUNNING" else None
 
-    def _run(self, lock: int) -> list[RunEnd]:
-        """Runs the program, which inherits the lock. Returns how each seed ended."""
+    def _run(self, lock: int) -> RunEnd:
+        """Runs the program, which inherits the lock. Returns how it ended."""
         begin, status = time.monotonic(), self._first_status()
-        for folder in self.run.folders:
-            status.write(folder)
+        status.write(self.run.folder)
         with (self.run.folder / LOG_FILE).open("a", encoding="utf-8") as log:
             if status.attempt > 1:
                 log.write(f"--- attempt {status.attempt}, {status.started}\n")
@@ -108,12 +105,11 @@ class RunJob:
             code = self._run_program(log, (lock,))
         seconds = status.seconds + time.monotonic() - begin
         status = replace(status, exit=code, ended=_now(), seconds=seconds)
-        ends = judge_seeds(self.run, code, self._signal, log_start)
+        end = judge_end(self.run, code, self._signal, log_start)
         if code == 0 and self._metrics_fault:
-            ends = [RunEnd(state="failed", reason=self._metrics_fault)]  # such a program has one seed
-        for folder, end in zip(self.run.folders, ends, strict=True):
-            replace(status, **asdict(end)).write(folder)
-        return ends
+            end = RunEnd(state="failed", reason=self._metrics_fault)
+        replace(status, **asdict(end)).write(self.run.folder)
+        return end
 
     def _run_rank(self, rank: int) -> None:
         """Runs a process with a rank above 0, which writes no status. Raises RankFailed."""

@@ -2,7 +2,7 @@
 
 The comment of a job is the folder of its run, so a sweep finds the jobs of an earlier one. submitit writes, submits and
 requeues the jobs. It asks `sacct` for their states, which needs an accounting database: `squeue` is asked here instead.
-How a run ended is in its `status.json`; if a job ended without writing that, this module writes it.
+How a run ended is in its `status.json`; if a job ended without writing that, Slurm's reason is shown.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,11 @@ _ENDED = frozenset({"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED",
                     "PREEMPTED", "REVOKED", "TIMEOUT"})  # fmt: skip
 _NEVER_STARTS = ("launch failed requeued held", "BadConstraints", "DependencyNeverSatisfied")
 _EXPLANATIONS = {
-    "BOOT_FAIL": "its node did not boot",
-    "CANCELLED": "it was cancelled",
-    "NODE_FAIL": "its node failed",
-    "OUT_OF_MEMORY": "out of memory",
-    "TIMEOUT": "it reached its time limit and could not be requeued",
-    "": "it vanished: Slurm no longer knows it",
+    "BOOT_FAIL": "did not start: its node did not boot",
+    "CANCELLED": "was cancelled",
+    "NODE_FAIL": "ended: its node failed",
+    "OUT_OF_MEMORY": "ran out of memory",
+    "TIMEOUT": "reached its time limit and could not be requeued",
 }
 
 
@@ -206,82 +205,65 @@ class SlurmExecutor:
                 f"--slurm: Slurm replaces '%' in the names of files: choose another --out than {out}"
             )
         self.slots: int = jobs or _DEFAULT_JOBS
-        self.folder = out / JOBS_FOLDER
+        self._folder = out / JOBS_FOLDER
         self._grace = options.grace
         self._executor = submitit.SlurmExecutor(
-            self.folder, max_num_timeout=_ANY_NUMBER, python=shlex.join(PYTHON)
+            self._folder, max_num_timeout=_ANY_NUMBER, python=shlex.join(PYTHON)
         )
         self._executor.update_parameters(**{k: v for k, v in options.parameters().items() if v is not None})
         self._queue = SlurmQueue()  # fails now if Slurm does not answer
-        self._jobs: dict[
-            Path, tuple[str, int]
-        ] = {}  # the id of a run's job, and how many attempts were before it
+        self._started: set[str] = set()  # the jobs that this sweep started or took over
         self._ends: dict[str, float] = {}  # when a job was first seen to have ended without a last status
 
     def start(self, run: Run) -> None:
-        name = f"policyc-{run.variant}-{'-'.join(map(str, run.seeds))}"
+        name = f"policyc-{run.variant}-{run.seed}"
         self._executor.update_parameters(job_name=name, comment=str(run.folder))
         try:
             job = self._executor.submit(RunJob(run, {}, self._grace))
         except FailedJobError as error:
             raise OSError(f"{run.name} could not be submitted: {str(error).strip()}") from None
-        self._note(run, job.job_id)
+        self._started.add(job.job_id)
         self._queue.add(run, QueuedJob(id=job.job_id, state="PENDING"))
 
     def is_active(self, run: Run) -> bool:
-        queued = self._queue.find(run)
-        if run.folder not in self._jobs:
-            if queued is None or queued.has_ended:
-                return False
-            if not JobPaths(self.folder, queued.id).submitted_pickle.exists():
-                _run_slurm("scancel", queued.id)  # the sweep was killed in the moment after `sbatch`
-                return False
-            self._note(run, queued.id)
-        id, attempts = self._jobs[run.folder]
-        if queued is not None and queued.never_starts:
-            _run_slurm("scancel", id)
-            self._settle(run, queued.state, f"it will never start: {queued.reason}")
+        job = self._queue.find(run)
+        if job is None:
             return False
-        if queued is not None and not queued.has_ended:
-            return True
-        state = queued.state if queued is not None else ""
-        lacks_end = not has_end(RunStatus.read(run.folder), attempts, state)
-        if state in ("COMPLETED", "FAILED") and lacks_end:
-            # It may still arrive: network file systems show new files with a delay.
-            first_seen = self._ends.setdefault(id, time.monotonic())
-            if time.monotonic() - first_seen < _FILE_SYSTEM_SECONDS:
-                return True
-        self._settle(run, state, _EXPLANATIONS.get(state, f"it ended as {state}"))
-        return False
+        if job.never_starts:
+            _run_slurm("scancel", job.id)
+            return False
+        if job.has_ended:
+            return self._may_see_end(run, job)
+        if job.id not in self._started and not JobPaths(self._folder, job.id).submitted_pickle.exists():
+            _run_slurm("scancel", job.id)  # the sweep was killed in the moment after `sbatch`
+            return False
+        self._started.add(job.id)
+        return True
+
+    def _may_see_end(self, run: Run, job: QueuedJob) -> bool:
+        """Whether the last status of a job may still arrive: network file systems show new files with a delay."""
+        status = RunStatus.read(run.folder)
+        if job.id not in self._started or job.state not in ("COMPLETED", "FAILED"):
+            return False
+        if status is not None and status.state != "running":
+            return False
+        first_seen = self._ends.setdefault(job.id, time.monotonic())
+        return time.monotonic() - first_seen < _FILE_SYSTEM_SECONDS
+
+    def explain(self, run: Run) -> str:
+        job = self._queue.find(run)
+        if job is None:
+            return "Slurm no longer knows its job"
+        if job.never_starts:
+            return f"Slurm job {job.id} will never start: {job.reason}"
+        reason = _EXPLANATIONS.get(job.state, f"ended as {job.state}")
+        return f"Slurm job {job.id} {reason}; see {JobPaths(self._folder, job.id).stdout}"
 
     def stop(self, runs: Sequence[Run]) -> str:
         if not runs:
             return ""
-        ids = [self._jobs[run.folder][0] for run in runs]
+        ids = [job.id for run in runs if (job := self._queue.find(run)) is not None]
         return (
             f"{len(ids)} Slurm jobs stay in the queue: the same command finds them again; "
             f"'scancel {' '.join(ids)}' ends them"
         )
-
-    def _note(self, run: Run, id: str) -> None:
-        """Notes the job of a run. A status that says `running` is from this job."""
-        status = RunStatus.read(run.folder)
-        self._jobs[run.folder] = id, status.attempt - (status.state == "running") if status else 0
-
-    def _settle(self, run: Run, state: str, reason: str) -> None:
-        """Writes how a run ended if its job could not, or did not know that it was cancelled."""
-        id, attempts = self._jobs[run.folder]
-        status = RunStatus.read(run.folder)
-        if has_end(status, attempts, state):
-            return
-        status = status or RunStatus(state="failed", command=run.command)
-        for folder in run.folders:
-            folder.mkdir(parents=True, exist_ok=True)
-            replace(status, state="failed", reason=f"Slurm job {id}: {reason}").write(folder)
-
-
-def has_end(status: RunStatus | None, attempts: int, state: str) -> bool:
-    """Whether a status says how a job ended that had some attempts before it. `state` is its last one in the queue."""
-    if status is None or status.attempt <= attempts:
-        return False
-    return status.state in ("finished", "failed") or (status.state == "preempted" and state != "CANCELLED")
