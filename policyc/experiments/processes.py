@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 
-
 class ChildRefusals:
     """Records the children that refused the policy, in a file that the first process reads and removes.
 
