@@ -7,10 +7,7 @@ from dataclasses import replace
 import pytest
 
 from policyc import parse
-from policyc.experiments.sweep.edits import (
-    ablate,
-    apply_variants,
-)
+from policyc.experiments.sweep.edits import _edit_calls, ablate, apply_variants
 from policyc.experiments.sweep.planning import PlannedPolicy
 from policyc.experiments.sweep.variants import (
     SweepVariant,
@@ -24,6 +21,7 @@ from policyc.experiments.sweep.variants import (
 from policyc.language.bundled import bundled_policies
 from policyc.language.formatter import format_text
 from policyc.language.loader import load, parse_with_diagnostics
+from policyc.language.policy import Setting
 
 pytestmark = pytest.mark.any_jax
 
@@ -179,8 +177,12 @@ def test_a_variant_with_the_name_of_a_baseline_gets_another_name() -> None:
 def test_an_invalid_edit_is_not_run() -> None:
     policy = parse("* -> bf16\nmlp.* -> nvfp4(sr=grad, scale2d=weights)")
     base = SweepVariant(name="mine", policy=policy, edit="the policy mine")
+    rounding = Setting(name="rounding", values=("ms_eden",))
     edits = [
-        replace(base, policy=parse("mlp.* -> nvfp4(sr=grad, scale2d=weights, rounding=ms_eden)")),
+        replace(
+            base,
+            policy=_edit_calls(policy, lambda _, call: replace(call, settings=(*call.settings, rounding))),
+        ),
         *ablate(policy),
     ]
     listed = collect_variants([], [base], edits)
