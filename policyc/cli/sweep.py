@@ -27,6 +27,11 @@ class EditOptions:
     ablate: bool = switch(
         "Remove one ingredient at a time: an option of a recipe, or a rule that protects sites in bf16."
     )
+    grid: str | None = option(
+        metavar="AXES",
+        help="All combinations of option values, such as 'rht=wgrad,none; sr=grad,none'. 'none' removes the "
+        "option; 'nv.rht=...' changes the recipe nv only.",
+    )
 
 
 _EVALUATIONS = 10  # per run, if policies are compared
@@ -39,7 +44,7 @@ _EVALUATIONS = 10  # per run, if policies are compared
     policyc sweep llama_nvfp4 --config tiny --ablate --seeds 3        the bundled Llama
     policyc sweep te_nvfp4,llama_nvfp4 --config 30m --data corpus.bin    is one of these at parity with bf16?
     policyc sweep my.policy --variants all --steps 2000 train.py --seed {seed} --steps {steps} --out {out}
-    policyc sweep te_nvfp4 --ablate --jobs 4 -m trainer.main
+    policyc sweep te_nvfp4 --grid 'rht=wgrad,none; sr=grad,none' --jobs 4 -m trainer.main
     """,
 )
 @click.argument("policies", metavar="POLICY[:VARIANT][,...]")
@@ -94,7 +99,7 @@ def _evaluate(config: str, words: tuple[str, ...], steps: int | None) -> tuple[s
 
 def _edit_policy(policy: Policy, options: EditOptions) -> list[SweepVariant]:
     """The edits that the options ask for. Raises a usage error."""
-    from policyc.experiments.sweep.edits import ablate, apply_variants
+    from policyc.experiments.sweep.edits import ablate, apply_variants, make_grid, parse_grid
 
     edited: list[SweepVariant] = []
     with usage_errors():
@@ -102,4 +107,6 @@ def _edit_policy(policy: Policy, options: EditOptions) -> list[SweepVariant]:
             edited += apply_variants(policy, split_names(options.variants))
         if options.ablate:
             edited += ablate(policy)
+        if options.grid is not None:
+            edited += make_grid(policy, parse_grid(options.grid))
     return edited

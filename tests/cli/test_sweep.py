@@ -76,6 +76,7 @@ def test_what_a_sweep_prints_has_no_control_characters(folder: Path) -> None:
     [
         ("my.policy", "name a program, or a configuration with --config"),
         ("my.policy --variants nope train.py", "no variant named 'nope'"),
+        ("my.policy --grid rth=wgrad train.py", "did you mean 'rht'"),
         ("my.policy --margin wide train.py", "'wide' is not a margin"),
         ("my.policy --baseline bf17 train.py", "did you mean 'bf16'"),
         ("my.policy --config tiny --bach 3", "there is no option '--bach': did you mean --batch?"),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from policyc import parse
-from policyc.experiments.sweep.edits import _edit_calls, ablate, apply_variants
+from policyc.experiments.sweep.edits import ablate, apply_variants, make_grid, parse_grid
 from policyc.experiments.sweep.planning import PlannedPolicy
 from policyc.experiments.sweep.variants import (
     SweepVariant,
@@ -21,7 +19,6 @@ from policyc.experiments.sweep.variants import (
 from policyc.language.bundled import bundled_policies
 from policyc.language.formatter import format_text
 from policyc.language.loader import load, parse_with_diagnostics
-from policyc.language.policy import Setting
 
 pytestmark = pytest.mark.any_jax
 
@@ -63,6 +60,39 @@ def test_ablations_remove_one_option_or_one_protecting_rule() -> None:
     assert without_switch.edit == "without rule 5: mlp.* @ fprop -> f32"
     assert len(without_switch.policy.rules) == 4
     assert all(not e.policy.variants for e in edited)
+
+
+def test_a_grid_sets_and_removes_options() -> None:
+    policy = parse(TWO_RECIPES)
+    edited = recipes(make_grid(policy, parse_grid("nv.sr = grad, {grad,weights}; rht=none, fprop")))
+    size = "rht_size=32"
+    assert edited == {
+        "nv_sr_grad-rht_none": ["nvfp4(sr=grad)", "mxfp4(sr=grad)"],
+        "nv_sr_grad-rht_fprop": [f"nvfp4(rht=fprop, {size}, sr=grad)", "mxfp4(sr=grad, rht=fprop)"],
+        "nv_sr_grad_weights-rht_none": ["nvfp4(sr={grad,weights})", "mxfp4(sr=grad)"],
+        "nv_sr_grad_weights-rht_fprop": [
+            f"nvfp4(rht=fprop, {size}, sr={{grad,weights}})",
+            "mxfp4(sr=grad, rht=fprop)",
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        ("rth=wgrad", "no recipe option 'rth'.*'rht'"),
+        ("rht", "no values"),
+        ("rht=wgrad,", "no values"),
+        ("rht=sideways", "'sideways' is not a value of rht"),
+        ("nw.rht=wgrad", "no recipe 'nw': known: nv"),
+        ("grad=e4m3", "takes grad; formats that take it: fp8"),
+        (" ; ", "name options"),
+        ("rht=wgrad; rht=none", "rht is given twice"),
+    ],
+)
+def test_a_faulty_grid_is_explained(grid: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_grid(parse(TWO_RECIPES), parse_grid(grid))
 
 
 def test_edits_of_a_policy_that_has_none_are_refused() -> None:
@@ -177,14 +207,7 @@ def test_a_variant_with_the_name_of_a_baseline_gets_another_name() -> None:
 def test_an_invalid_edit_is_not_run() -> None:
     policy = parse("* -> bf16\nmlp.* -> nvfp4(sr=grad, scale2d=weights)")
     base = SweepVariant(name="mine", policy=policy, edit="the policy mine")
-    rounding = Setting(name="rounding", values=("ms_eden",))
-    edits = [
-        replace(
-            base,
-            policy=_edit_calls(policy, lambda _, call: replace(call, settings=(*call.settings, rounding))),
-        ),
-        *ablate(policy),
-    ]
+    edits = [*make_grid(policy, parse_grid("rounding=ms_eden")), *ablate(policy)]
     listed = collect_variants([], [base], edits)
     assert [v.name for v in listed.variants] == ["mine", "no_sr", "no_scale2d"]
     assert "contradictory-options" in listed.omitted[0].reason

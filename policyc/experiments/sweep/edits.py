@@ -1,4 +1,4 @@
-"""Edits of a policy for a sweep: its variants, or the policy without one ingredient.
+"""Edits of a policy for a sweep: its variants, one ingredient less, or a grid of options.
 
 An ingredient is an option of a quantizing recipe, or a rule that protects sites in high precision. Edits work on the
 policy with its imports expanded, so an edited text needs no other file.
@@ -6,17 +6,24 @@ policy with its imports expanded, so an edited text needs no other file.
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+from policyc.base.text import did_you_mean
 from policyc.experiments.sweep.variants import SweepVariant, expand
 from policyc.language.formats import FORMATS
-from policyc.language.policy import Policy, RecipeCall, RecipeExpr, SplitRecipe, recipe_calls
+from policyc.language.policy import Policy, RecipeCall, RecipeExpr, Setting, SplitRecipe, recipe_calls
+from policyc.language.recipes import OPTIONS
 
 _DEPENDENT_OPTIONS = {"rht": ("rht_size",)}
 """Options that have no effect without another one. They are removed together with it."""
+
+ABSENT = "none"
+"""The grid value that removes an option."""
 
 Owner = str | int
 """Where a recipe is written: the name of a recipe, or the index of a rule."""
@@ -128,6 +135,99 @@ def _setting_text(policy: Policy, ingredient: _Ingredient) -> str:
     expr = policy.named_recipes[owner] if isinstance(owner, str) else policy.rules[owner].recipe
     texts = (str(s) for c in _quantizing_calls(expr) for s in c.settings if s.name == ingredient.option)
     return " and ".join(dict.fromkeys(texts))
+
+
+# ---- a grid
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridAxis:
+    """An option and its values. `recipe` limits it to one recipe; None means every one whose format takes it."""
+
+    option: str
+    values: tuple[str, ...]
+    recipe: str | None = None
+
+    def __str__(self) -> str:
+        return self.option if self.recipe is None else f"{self.recipe}.{self.option}"
+
+
+def parse_grid(text: str) -> list[GridAxis]:
+    """Reads `rht=wgrad,none; nv.sr=grad,{grad,weights}`. Raises ValueError."""
+    axes: list[GridAxis] = []
+    for part in filter(None, (part.strip() for part in text.split(";"))):
+        target, equals, values = (word.strip() for word in part.partition("="))
+        recipe, _, option = target.rpartition(".")
+        if option not in OPTIONS:
+            raise ValueError(f"--grid: no recipe option '{option}': {did_you_mean(option, OPTIONS)}")
+        words = tuple(word.strip() for word in re.split(r",(?![^{]*\})", values))
+        if not equals or not all(words):
+            raise ValueError(f"--grid: '{part}' has no values; write {option}=VALUE,VALUE")
+        axis = GridAxis(option=option, values=words, recipe=recipe or None)
+        if str(axis) in map(str, axes):
+            raise ValueError(f"--grid: {axis} is given twice")
+        axes.append(axis)
+    if not axes:
+        raise ValueError("--grid: name options and their values, for example 'rht=wgrad,none; sr=grad,none'")
+    return axes
+
+
+def make_grid(policy: Policy, axes: list[GridAxis]) -> list[SweepVariant]:
+    """The policy under every combination of values. Raises ValueError if an axis changes nothing."""
+    policy = expand(policy)
+    for axis in axes:
+        _check_axis(policy, axis)
+    edited = []
+    for values in itertools.product(*(axis.values for axis in axes)):
+        point = policy
+        for axis, value in zip(axes, values, strict=True):
+            point = _set_option(point, axis, value)
+        pairs = list(zip(axes, values, strict=True))
+        name = "-".join(f"{str(axis).replace('.', '_')}_{value}" for axis, value in pairs)
+        edited.append(
+            SweepVariant(
+                name=re.sub(r"[^\w.-]+", "_", name.replace("{", "").replace("}", "")),
+                policy=point,
+                edit="with " + ", ".join(f"{axis}={value}" for axis, value in pairs),
+            )
+        )
+    return edited
+
+
+def _check_axis(policy: Policy, axis: GridAxis) -> None:
+    if axis.recipe is not None and axis.recipe not in policy.named_recipes:
+        help = did_you_mean(axis.recipe, policy.named_recipes)
+        raise ValueError(f"--grid: the policy has no recipe '{axis.recipe}': {help}")
+    for value in axis.values:
+        if value != ABSENT and OPTIONS[axis.option].read(_make_setting(axis.option, value).values) is None:
+            expected = OPTIONS[axis.option].expected
+            raise ValueError(f"--grid: '{value}' is not a value of {axis.option}: expected {expected}")
+    taking = {name for name, format in FORMATS.items() if axis.option in format.options}
+    expressions = [d.recipe for d in policy.recipes if axis.recipe in (None, d.name)]
+    expressions += [] if axis.recipe else [rule.recipe for rule in policy.rules]
+    if not any(call.name in taking for expr in expressions for call in recipe_calls(expr)):
+        raise ValueError(f"--grid: no recipe of the policy takes {axis.option}; formats that take it: "
+                         f"{', '.join(sorted(taking))}")  # fmt: skip
+
+
+def _set_option(policy: Policy, axis: GridAxis, value: str) -> Policy:
+    removed = (axis.option, *_DEPENDENT_OPTIONS.get(axis.option, ())) if value == ABSENT else ()
+    new = _make_setting(axis.option, value)
+
+    def edit(owner: Owner, call: RecipeCall) -> RecipeCall:
+        if axis.recipe not in (None, owner) or axis.option not in FORMATS[call.name].options:
+            return call
+        settings = [new if s.name == axis.option else s for s in call.settings if s.name not in removed]
+        if new not in settings and not removed:
+            settings.append(new)
+        return replace(call, settings=tuple(settings))
+
+    return _edit_calls(policy, edit)
+
+
+def _make_setting(option: str, value: str) -> Setting:
+    """A setting as the parser would read it: `{grad,weights}` is two values."""
+    return Setting(name=option, values=tuple(word.strip() for word in value.strip("{}").split(",")))
 
 
 # ---- recipes inside a policy
