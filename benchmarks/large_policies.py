@@ -15,7 +15,7 @@ from collections.abc import Callable
 from benchmarks.command_line import make_parser, print_header, print_row
 from policyc.language.formatter import format_text
 from policyc.language.loader import parse_with_diagnostics
-from policyc.linter.engine import lint
+from policyc.linter.api import lint_loaded
 from policyc.linter.fixes import apply_fixes
 
 
@@ -60,11 +60,11 @@ def pairwise_policies() -> dict[str, str]:
 
 
 def lint_text(text: str) -> object:
-    return lint(parse_with_diagnostics(text))
+    return lint_loaded(parse_with_diagnostics(text))
 
 
 def fix_text(text: str) -> object:
-    return apply_fixes(text, parse_with_diagnostics, lint)
+    return apply_fixes(text, parse_with_diagnostics, lint_loaded)
 
 
 WORK: dict[str, Callable[[str], object]] = {

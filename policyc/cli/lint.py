@@ -222,7 +222,7 @@ class _FileResult:
 
 def _lint_file(name: str, request: _Request) -> _FileResult:
     from policyc.language.diagnostics import PolicyError
-    from policyc.linter.engine import lint as run_lint
+    from policyc.linter.api import lint_loaded
 
     fix_count = 0
     name, variant = _split_variant(name)
@@ -237,13 +237,13 @@ def _lint_file(name: str, request: _Request) -> _FileResult:
         plan = None
         if request.has_program and not loaded.diagnostics:
             plan = plan_source(loaded.policy, request.program, request.config)
-        result = run_lint(loaded, request.codes, plan, request.target)
+        found = lint_loaded(loaded, request.codes, plan, request.target)
     except PolicyError as error:
         return _FileResult(diagnostics=error.diagnostics, fix_count=fix_count, is_unreadable=True)
     return _FileResult(
-        diagnostics=result.diagnostics,
+        diagnostics=found,
         fix_count=fix_count,
-        is_unreadable=any(d.code == "unreadable-file" for d in result.diagnostics),  # an imported file
+        is_unreadable=any(d.code == "unreadable-file" for d in found),  # an imported file
         unchanged_products=_describe_unchanged_products(plan),
     )
 
@@ -289,13 +289,13 @@ def _read_source(name: str, request: _Request) -> _Source:
 
 
 def _compute_fixes(source: _Source, request: _Request) -> FixedText:
-    from policyc.linter.engine import lint as run_lint
+    from policyc.linter.api import lint_loaded
     from policyc.linter.fixes import apply_fixes
 
     return apply_fixes(
         source.text,
         source.parse,
-        lambda loaded: run_lint(loaded, request.codes),
+        lambda loaded: lint_loaded(loaded, request.codes),
         unsafe=request.options.unsafe_fixes,
     )
 

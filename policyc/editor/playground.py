@@ -18,7 +18,7 @@ from policyc.language.diagnostics import Diagnostic, SourceText
 from policyc.language.loader import parse_with_diagnostics
 from policyc.language.recipes import Gemm, make_recipe
 from policyc.language.treatments import describe_treatment, normalize_if_valid
-from policyc.linter import engine
+from policyc.linter.api import lint_loaded
 from policyc.linter.rules import ALL_RULES
 
 _KEEP = make_recipe("keep")
@@ -50,7 +50,7 @@ def check(text: str, sites: SiteList, variant: str = "", phase: int = 0) -> dict
         found: list[Diagnostic] = list(loaded.diagnostics)
         return {"diagnostics": [_diagnostic(d, place) for d in found], "variants": variants, "plan": None}
     plan = ListPlan(policy.variant(variant) if variant in variants else policy, sites)
-    found = sorted((*engine.lint(loaded).diagnostics, *plan.check()), key=lambda d: d.sort_key)
+    found = sorted((*lint_loaded(loaded), *plan.check()), key=lambda d: d.sort_key)
     return {
         "diagnostics": [_diagnostic(d, place) for d in found if d.span.source is place.source],
         "variants": variants,

@@ -16,8 +16,7 @@ from urllib.parse import quote
 from policyc import __version__
 from policyc.base.text import count_noun, escape_controls
 from policyc.language.diagnostics import Diagnostic, Fix, Paint, Severity, Span, render, render_headline
-from policyc.linter.context import LintRule
-from policyc.linter.rules import ALL_RULES
+from policyc.linter.rules import ALL_RULES, LintRule
 
 _SARIF_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 

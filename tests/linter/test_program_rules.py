@@ -15,7 +15,7 @@ import policyc
 from policyc.compiler.planning.plan import Plan, make_plan
 from policyc.language.diagnostics import Diagnostic, plain
 from policyc.language.loader import parse_with_diagnostics
-from policyc.linter.engine import lint
+from policyc.linter.api import lint_loaded
 from policyc.linter.output import format_json
 from policyc.linter.rules import ALL_CODES, LINT_RULES, PROGRAM_RULES, load_program_rules
 from policyc.numerics.targets import get_target
@@ -95,13 +95,13 @@ def model_plan() -> Plan:
 def lint_model(text: str, codes: Collection[str] = PROGRAM_CODES) -> tuple[Diagnostic, ...]:
     loaded = parse_with_diagnostics(text)
     assert not loaded.diagnostics
-    return lint(loaded, codes, make_plan(loaded.policy, model_plan().sites)).diagnostics
+    return lint_loaded(loaded, codes, make_plan(loaded.policy, model_plan().sites))
 
 
 def lint_loss(text: str, loss, *arguments) -> tuple[Diagnostic, ...]:
     loaded = parse_with_diagnostics(text)
     assert not loaded.diagnostics
-    return lint(loaded, ALL_BUT_SPEED, policyc.plan(loaded.policy, loss, *arguments)).diagnostics
+    return lint_loaded(loaded, ALL_BUT_SPEED, policyc.plan(loaded.policy, loss, *arguments))
 
 
 @pytest.mark.parametrize("code", FAULTY_POLICIES)
@@ -222,7 +222,7 @@ def findings_about_speed(code: str, width: int, narrow: int, tokens: int) -> dic
     loaded = parse_with_diagnostics("* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)")
     plan = policyc.plan(loaded.policy, loss, params, array(tokens, width, dtype="bfloat16"))
     return {
-        target: [str(d) for d in lint(loaded, {code}, plan, get_target(target)).diagnostics]
+        target: [str(d) for d in lint_loaded(loaded, {code}, plan, get_target(target))]
         for target in ("b200", "gb200", "h200")
     }
 
@@ -302,7 +302,7 @@ def test_one_fault_has_one_finding(text, code, absent):
 def test_a_suppression_may_be_needed_only_without_a_program():
     text = "narrow -> nvfp4(sr=grad)  # allow: no-high-precision-tail, embedding-in-4-bits -- without a program\n"
     assert "unused-suppression" not in {d.code for d in lint_all(text)}
-    assert "unused-suppression" not in {d.code for d in lint(parse_with_diagnostics(text)).diagnostics}
+    assert "unused-suppression" not in {d.code for d in lint_loaded(parse_with_diagnostics(text))}
 
 
 def test_with_a_program_names_are_not_guessed():
@@ -334,7 +334,7 @@ def test_sensitive_sites_are_found_by_their_kind_and_not_by_their_names():
     params = {"net": [layer] * 3, "gate": array(64, 99)}
     loaded = parse_with_diagnostics("* where k > 1 -> nvfp4(sr=grad)")
     plan = policyc.plan(loaded.policy, loss, params, array(64, 64))
-    found = lint(loaded, {*ALL_CODES} - SPEED, plan).diagnostics
+    found = lint_loaded(loaded, {*ALL_CODES} - SPEED, plan)
     messages = {d.code: f"{d.message}: {d.help}" for d in found}
     assert "('net[0].head') in 4 bits, and 2 more" in messages["router-in-4-bits"]
     assert "add a rule after it: * where router -> bf16" in messages["router-in-4-bits"]
@@ -419,10 +419,10 @@ def test_suggested_rules_match_whatever_a_program_calls_its_parameters(name):
         policyc.parse(""), loss, {name: array(16, 16), "other": array(16, 16)}, array(8, 16)
     ).sites
     loaded = parse_with_diagnostics("* -> fp8")
-    (finding,) = lint(loaded, {"opaque-site"}, make_plan(loaded.policy, sites)).diagnostics
+    (finding,) = lint_loaded(loaded, {"opaque-site"}, make_plan(loaded.policy, sites))
     remedied = parse_with_diagnostics(follow_help("* -> fp8", finding.help) or "")
     assert not remedied.diagnostics
-    assert not lint(remedied, {"opaque-site"}, make_plan(remedied.policy, sites)).diagnostics
+    assert not lint_loaded(remedied, {"opaque-site"}, make_plan(remedied.policy, sites))
 
 
 # ---- rules that match nothing
@@ -456,8 +456,8 @@ def test_every_rule_has_a_page_and_a_test():
 
 def test_without_a_program_these_rules_do_not_run():
     loaded = parse_with_diagnostics("mpl -> fp8  # allow: unmatched-rule -- another model\n")
-    assert not lint(loaded, PROGRAM_CODES).diagnostics
-    assert not [d for d in lint(loaded).diagnostics if "suppression" in d.code]
+    assert not lint_loaded(loaded, PROGRAM_CODES)
+    assert not [d for d in lint_loaded(loaded) if "suppression" in d.code]
 
 
 PROGRAM = """

@@ -19,8 +19,8 @@ import pytest
 from policyc.language.diagnostics import Severity
 from policyc.language.loader import parse_with_diagnostics
 from policyc.linter import rules
-from policyc.linter.engine import lint
-from policyc.linter.rules import ALL_CODES, ALL_RULES, LINT_RULES, program
+from policyc.linter.api import lint_loaded
+from policyc.linter.rules import ALL_CODES, ALL_RULES, program
 from tests.support.command import CommandResult, policyc
 from tests.support.linting import fix_text, follow_help, lint_codes
 
@@ -139,7 +139,7 @@ def test_a_diagnostic_has_the_severity_of_its_rule(code: str) -> None:
 def test_every_finding_says_what_to_try(code: str) -> None:
     with contextlib.chdir(FIXTURES):
         text = Path(f"{code}.policy").read_text(encoding="utf-8")
-        for diagnostic in lint(parse_with_diagnostics(text, path=f"{code}.policy")).diagnostics:
+        for diagnostic in lint_loaded(parse_with_diagnostics(text, path=f"{code}.policy")):
             assert diagnostic.help, diagnostic
 
 
@@ -224,13 +224,13 @@ def test_findings_beyond_the_fixtures(text: str, codes: list[str]) -> None:
     ],
 )
 def test_a_policy_in_4_bits_has_no_findings_after_what_they_suggest(text: str) -> None:
-    findings = lint(parse_with_diagnostics(text)).diagnostics
+    findings = lint_loaded(parse_with_diagnostics(text))
     assert findings
     for _ in range(6):
         if not findings:
             break
         text = follow_help(text, findings[0].help)
-        findings = lint(parse_with_diagnostics(text)).diagnostics
+        findings = lint_loaded(parse_with_diagnostics(text))
     assert not findings, text
 
 
