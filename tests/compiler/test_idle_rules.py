@@ -85,7 +85,8 @@ def test_a_variant_may_override_a_rule_on_purpose() -> None:
         ("layer.upp -> fp8", "did you mean 'layers' instead of 'layer'? and did you mean 'up' instead of 'upp'?; "),
         ("layers.head -> fp8", "'policyc sites' lists the names and kinds of its sites; "),
         ("* where router -> fp8", "'policyc sites' lists the names and kinds of its sites; "),
-        ("up -> fp8; layers[-4:] -> bf16", "make the rules that override it match fewer sites, or remove this rule"),
+        ("up -> fp8; layers[-4:] -> bf16",
+         "make the rules that override it match fewer sites, for instance a share of the layers ('-15%'), or"),
     ],
 )  # fmt: skip
 def test_the_help_names_the_nearest_names(policy: str, help: str) -> None:

@@ -100,12 +100,13 @@ def _overridden(plan: Plan, index: int, later: list[int]) -> Diagnostic:
     rules, count = plan.policy.rules, plan.counts[index]
     depends_on_model = any(has_index(rules[i]) or rules[i].where is not None for i in later)
     sites = f"all {count} of its sites" if count > 1 else "its only site"
+    share = ", for instance a share of the layers ('-15%')" if any(has_index(rules[i]) for i in later) else ""
     return Diagnostic(
         code="overridden-rule",
         message=f"this rule quantizes, but later rules override it on {sites} in this model",
         span=rules[index].span,
         severity=Severity.ERROR if depends_on_model else Severity.WARNING,
-        help="make the rules that override it match fewer sites, or remove this rule",
+        help=f"make the rules that override it match fewer sites{share}, or remove this rule",
         notes=tuple(Note(rules[i].span, "this rule overrides it") for i in later[:_MAX_NOTES]),
     )
 
