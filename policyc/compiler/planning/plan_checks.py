@@ -8,10 +8,11 @@ from dataclasses import replace
 from policyc.base.text import count_noun, count_others, escape_controls
 from policyc.compiler.planning.idle_rules import (
     MULTIPLE_LOSSES_HINT,
+    all_names,
     as_glob,
     has_index,
     idle_rules,
-    suggest_selector,
+    suggest_names,
 )
 from policyc.compiler.planning.plan import Decisions, Plan
 from policyc.compiler.sites.site import PathTemplate, Site, dotted
@@ -77,11 +78,12 @@ def unmet_expectations(
     plan: Plan, *, may_miss: bool = False, hint: str = MULTIPLE_LOSSES_HINT
 ) -> Iterator[Diagnostic]:
     """Rules that match a different number of sites than they expect. `hint` ends the help if a rule matches none."""
+    names = all_names(plan)
     for rule, count in zip(plan.policy.rules, plan.counts, strict=True):
         if rule.expect is None or rule.expect == count or (may_miss and not count):
             continue
         help = (
-            f"write 'expect {count}' if that is right" if count else f"{suggest_selector(plan, rule)}; {hint}"
+            f"write 'expect {count}' if that is right" if count else f"{suggest_names(rule, names)}; {hint}"
         )
         yield Diagnostic(
             code="expect-violated",
