@@ -226,7 +226,7 @@ class AxisEnv:
 
     def enter_shard_map(self, eqn: JaxprEqn) -> AxisEnv:
         params = eqn.params
-        manual = params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]
+        manual = params["newly_manual_axes"]
         axes = tuple((name, size) for name, size in params["mesh"].shape.items() if name in manual)
         return AxisEnv((*self.axes, *axes), bool(params["check_vma"]))
 
