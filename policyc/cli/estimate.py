@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 EVERYTHING_ELSE = (
     "everything else: waits, gaps and low clocks, a fixed share of the step, fitted to published runs "
-    "(docs/explanation/cost_model.md)"
+    "(docs/explanation/speed.md)"
 )
 
 
@@ -91,7 +91,7 @@ def estimate(policy: str, program: tuple[str, ...], step: StepOptions, options: 
     """Estimate the time of a step on GPUs that need not be present.
 
     The step is that of a configuration of the bundled Llama (--config) or of a program. A program's loss is traced, but
-    not run. The estimate comes from a cost model, not from a measurement: docs/explanation/cost_model.md says how
+    not run. The estimate comes from a cost model, not from a measurement: docs/explanation/speed.md says how
     accurate it is.
     """
     check_source(program, step.config)

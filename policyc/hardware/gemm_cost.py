@@ -1,7 +1,7 @@
 """The cost of one product on one GPU: the time of its GEMM, and the time to quantize its operands.
 
 All constants of the cost model are in this file, each with its source. `python -m benchmarks.calibration` shows how
-the two fitted ones are found, and docs/explanation/cost_model.md how accurate the model is. Times are those of an
+the two fitted ones are found, and docs/explanation/speed.md how accurate the model is. Times are those of an
 otherwise idle GPU; `step_cost` adds what surrounds the products in a training step.
 """
 

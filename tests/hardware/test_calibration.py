@@ -29,7 +29,7 @@ def calibration():
     return importlib.import_module("benchmarks.calibration")
 
 
-# Errors of speed-ups, as docs/explanation/cost_model.md claims them.
+# Errors of speed-ups, as docs/explanation/speed.md claims them.
 CLAIMED = {
     ("first", "llama3_8b", "gb200"): -0.16,
     ("first", "llama3_405b", "gb200"): -0.03,
@@ -108,7 +108,7 @@ def test_the_speed_ups_of_the_readme_are_what_the_model_predicts():
 
 @pytest.mark.slow
 def test_the_errors_of_both_bounds_are_those_of_the_page(calibration):
-    page = (ROOT / "docs" / "explanation" / "cost_model.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "explanation" / "speed.md").read_text(encoding="utf-8")
     rows = calibration.predict_all()
     published = [row.case.nvfp4 / row.case.fp8 for row in rows]
     held, fixed = zip(*(gemm_cost.speed_up_bounds(row.speed_up) for row in rows), strict=True)

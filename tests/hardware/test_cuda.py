@@ -371,7 +371,7 @@ def test_one_kernel_quantizes_the_operands_of_all_seeds() -> None:
 def test_the_kernels_and_bytes_of_a_llama_block_stay_within_limits(policy_name: str, tmp_path: Path) -> None:
     """No operand is written in fp32, no random array is in memory, and quantizers stay fused.
 
-    The limits are a tenth above the figures in docs/explanation/compiled_steps.md at the time they were written.
+    The limits are a tenth above the figures in docs/reference/status.md at the time they were written.
     """
     most_kernels, most_bytes = {"llama_nvfp4": (227, 32.5e9), "fp8": (197, 25.5e9)}[policy_name]
     words = [sys.executable, "-m", "benchmarks.compiled_block", policy_name, "--json", str(tmp_path / "out")]
