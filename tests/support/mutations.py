@@ -1,9 +1,9 @@
-"""Plants faults into a copy of the checkout, one at a time, and runs the tests that must catch each.
+"""Mutation tests: plants a fault into a copy of the checkout, and runs the tests that must catch it; one after another.
 
-    python -m tests.support.planted_faults [WORD ...]      only faults whose file or name contains a word
+    python -m tests.support.mutations [WORD ...]      only the faults whose file or name contains a word
 
-`tests/data/planted_faults.toml` has the faults: a file, the line as it is and with the fault, and the tests. Exits with 1
-if a fault is not caught, or if its line is not in the file exactly once.
+`tests/data/mutations.toml` has the faults: a file, a text in it, what replaces the text, and the tests. Exits with 1
+if a fault is not caught, or if its text is not in the file exactly once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLE = ROOT / "tests" / "data" / "planted_faults.toml"
+TABLE = ROOT / "tests" / "data" / "mutations.toml"
 NO_TEST_RAN = 5  # pytest's exit code
 
 
