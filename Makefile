@@ -218,7 +218,6 @@ test-trainers: ## run MaxText, Levanter, Tunix, Haiku's transformer and Hugging 
 	  tests/compiler/test_trainer_kinds.py $(ARGS); \
 	tests .venv-hf-flax/bin/python $(LONG) -m trainers tests/compiler/test_trainer_kinds.py $(ARGS); exit $$status
 
-
 test-mutations: setup ## plant faults into a copy, and check that the tests catch each (20 minutes); ARGS='compiler' takes some of them
 	@$(IN) $(BIN)/python -m tests.support.mutations $(ARGS)
 
