@@ -124,6 +124,7 @@ class NamedEstimate:
     backends: str
     estimate: Estimate
     is_compiled: bool
+    is_emulated: bool
     other_backend: str
     other_seconds: float
 
@@ -132,6 +133,7 @@ def _estimate(name: str, step: TrainingStep, mesh: MeshShape, compiled: Compiled
     from policyc.hardware import step_cost
     from policyc.hardware.compile_report import with_compiled
     from policyc.hardware.training_step import count_backends
+    from policyc.numerics.backends import load
 
     estimate = step_cost.estimate(step, step.target, mesh)
     other = step.with_other_backend()
@@ -146,6 +148,7 @@ def _estimate(name: str, step: TrainingStep, mesh: MeshShape, compiled: Compiled
     return NamedEstimate(
         policy=name,
         backends=backends,
+        is_emulated=any(load(backend).emulates for backend in counts),
         estimate=estimate,
         is_compiled=compiled is not None,
         other_backend="" if other_seconds == estimate.seconds else other.plan.execution.backend,
@@ -281,7 +284,7 @@ def _speed_up_range(estimates: NamedEstimates) -> tuple[float, float] | None:
     from policyc.hardware.gemm_cost import speed_up_range
 
     before, after = (named.estimate.gemms for named in estimates)
-    is_emulated = any("emulate" in named.backends for named in estimates)
+    is_emulated = any(named.is_emulated for named in estimates)
     compares = "fp8" in before and "nvfp4" in after and "nvfp4" not in before and not is_emulated
     return speed_up_range(_speed_up(estimates)) if compares else None
 

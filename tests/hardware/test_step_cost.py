@@ -189,7 +189,7 @@ def test_an_emulated_product_is_no_faster_than_in_bf16():
 
 def test_groups_of_rows_are_moved_for_native_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mixtral's experts run on cuDNN. To move codes, and results of fprop and dgrad, costs less than it gains."""
-    monkeypatch.setattr(cudnn, "find_missing_library", lambda: "")
+    monkeypatch.setattr(cudnn.BACKEND, "find_missing_library", lambda: "")
     step, target, mesh = plan_experts("te_nvfp4", "mixtral_8x7b"), get_target("gb200"), MeshShape()
     group = next(g for g in step.groups() if g.site.is_ragged and g.backends == ("cudnn",) * 3)
     m, n, k = group.site.m, group.site.n, group.site.k

@@ -23,7 +23,7 @@ from policyc.language.recipes import Gemm
 from policyc.language.selectors import Indices, PathSegment, Selector, expand_selector, matches, takes_index
 from policyc.language.treatments import find_recipe_problems
 from policyc.numerics import backends
-from policyc.numerics.backends.choice import Obstacle
+from policyc.numerics.backends import Obstacle
 
 _KEYWORDS = {"import", "recipe", "after", "until", "variant"}
 """Words that start a statement. A selector that equals one of them needs a wildcard before it."""
