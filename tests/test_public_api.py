@@ -102,7 +102,8 @@ def test_a_notebook_counts_sites_as_the_command_line_does() -> None:
 )
 def test_a_wildcard_matches_any_number_of_names(selector: str, count: int) -> None:
     params = {"a": {"x": {"y": {"c": struct(8, 8)}}}}
-    plan = policyc.plan(f"{selector} -> fp8", lambda p, x: (x @ p["a"]["x"]["y"]["c"]).sum(), params, X)
+    rule = f"{selector} -> fp8 expect {count}"
+    plan = policyc.plan(rule, lambda p, x: (x @ p["a"]["x"]["y"]["c"]).sum(), params, X)
     assert plan.counts == (count,)
 
 
