@@ -128,27 +128,6 @@ def test_no_file_names_a_program_to_run(place: str, tmp_path: Path, monkeypatch:
     assert not mark.exists()
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "tool = 3",
-        "tool.policyc = 3",
-        "a = " + "[" * 100_000,
-        "x" * 2**21,
-        "\udcff",
-        "tool.policyc.select = [[1]]",
-    ],
-    ids=lambda content: content[:12],
-)
-def test_a_hostile_table_of_settings_is_an_error(
-    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "pyproject.toml").write_text(content, encoding="utf-8", errors="surrogateescape")
-    assert policyc("lint", "llama_nvfp4").code == 2
-    assert "pyproject.toml" in find_all("* -> bf16\n", tmp_path / "a.policy")[1][0].message
-
-
 def test_an_editor_takes_the_command_of_the_server_from_its_user() -> None:
     package = json.loads((ROOT / "grammars/vscode/package.json").read_text())
     assert package["contributes"]["configuration"]["properties"]["policyc.command"]["scope"] == "machine"

@@ -25,7 +25,7 @@ from policyc.language.loader import parse, parse_with_diagnostics
 from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm, Recipe
 from policyc.language.treatments import normalize_if_valid
-from policyc.linter import engine
+from policyc.linter.api import lint_loaded
 
 FRONTIER_POINTS = 12
 TAIL_RULE = "no-high-precision-tail"
@@ -117,8 +117,8 @@ class Searched:
             loaded = parse_with_diagnostics(text)
             plan = self.step.under(loaded.policy).plan
             found = [
-                *engine.lint(loaded).diagnostics,
-                *engine.lint(loaded, plan=plan, target=self.step.target).diagnostics,
+                *lint_loaded(loaded),
+                *lint_loaded(loaded, plan=plan, target=self.step.target),
             ]
             mended = text
             for diagnostic in found:
