@@ -272,7 +272,8 @@ class _PlanPrinter:
         self.losses = 0
 
     def __call__(self, plan: Plan) -> None:
-        from policyc.compiler.tables.plan_tables import as_json, summary
+        from policyc.compiler.tables.plan_json import as_json
+        from policyc.compiler.tables.plan_tables import summary
         from policyc.experiments.runner import is_first_process
 
         if not len(plan.sites):

@@ -192,7 +192,7 @@ def test_a_recipe_that_contradicts_itself(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_emulation_is_a_fault_where_native_products_are_required() -> None:
     plan = plan_model("layers -> fp8; head -> nvfp4", target="h100", require_native=True)
-    (decision,) = [run.decision for run in plan.layer_ranges() if run.site.name == "head"]
+    (decision,) = [run.decision for run in plan.runs() if run.site.name == "head"]
     obstacle = decision.lowerings[0].obstacle
     assert obstacle is not None
     diagnostics = [d for d in diagnostics_of(plan) if spanned(d) == "head -> nvfp4"]

@@ -83,7 +83,9 @@ def test_json_of_a_diagnostic_without_fix_and_notes() -> None:
 def test_the_edits_in_json_give_the_same_text_as_fix(tmp_path: Path) -> None:
     """A program can apply them by their lines and columns."""
     path = tmp_path / "a.policy"
-    path.write_text("é.b -> fp8\né -> fp8\nü -> split(\n    fprop=fp8,  # über\n    dgrad=fp8)\n", encoding="utf-8")
+    path.write_text(
+        "é.b -> fp8\né -> fp8\nü -> split(\n    fprop=fp8,  # über\n    dgrad=fp8)\n", encoding="utf-8"
+    )
     text = path.read_text(encoding="utf-8")
     starts = [0]
     for line in text.splitlines(keepends=True):

@@ -21,7 +21,9 @@ def lint_codes(text: str, codes: Collection[str] = ALL_CODES) -> list[str]:
 
 def fix_text(text: str, *, unsafe: bool = False, codes: Collection[str] = ALL_CODES) -> str:
     """The text with its fixes applied."""
-    return apply_fixes(text, parse_with_diagnostics, lambda loaded: lint_loaded(loaded, codes), unsafe=unsafe).text
+    return apply_fixes(
+        text, parse_with_diagnostics, lambda loaded: lint_loaded(loaded, codes), unsafe=unsafe
+    ).text
 
 
 def follow_help(text: str, help: str) -> str | None:

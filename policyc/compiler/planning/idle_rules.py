@@ -53,24 +53,22 @@ def find_deciding_rules(plan: Plan) -> tuple[set[int], dict[int, set[int]]]:
     variant = next((v for v in plan.policy.variants if v.name == plan.policy.applied_variant), None)
     first_added = len(rules) - (len(variant.rules) if variant else 0)
     deciding, overriding = set[int](), dict[int, set[int]]()
-    ranges = itertools.chain.from_iterable(map(plan.layer_ranges, plan.phases))
+    ranges = itertools.chain.from_iterable(map(plan.runs, plan.phases))
     # Layers share decisions: each is examined once.
-    decided = {(id(r.decision), r.site.products): r.decision.choices for r in ranges}
-    choices = {
-        choice
+    decided = {(id(r.decision), r.site.products): r.decision.rules for r in ranges}
+    matching = {
+        own
         for (_, run), by_gemm in decided.items()
-        for gemm, choice in zip(Gemm, by_gemm, strict=True)
+        for gemm, own in zip(Gemm, by_gemm, strict=True)
         if gemm in run
     }
-    for choice in choices:
-        if choice.rule is None:
-            continue
-        for index in (choice.rule, *choice.overridden):
+    for own in matching:
+        for index in own:
             deciding.add(index)
             if index < first_added or has_index(rules[index]):
                 break
-        for index in choice.overridden:
-            overriding.setdefault(index, set()).add(choice.rule)
+        for index in own[1:]:
+            overriding.setdefault(index, set()).add(own[0])
     return deciding, overriding
 
 

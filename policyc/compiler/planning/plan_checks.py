@@ -94,7 +94,7 @@ def opaque_sites(plan: Plan) -> Iterator[Diagnostic]:
     if not any(site.opaque for site in plan.sites):
         return
     for product in plan.all_products():
-        rule = product.choice.rule
+        rule = product.rule
         if product.site.opaque and rule is not None and product.bits:
             sites_of.setdefault(rule, {})[product.site] = None
     for index, sites in sites_of.items():
@@ -171,7 +171,7 @@ def _is_of_constants(site: Site) -> bool:
 
 
 def _is_quantized(plan: Plan, site: Site) -> bool:
-    runs = (run for phase in plan.phases for run in plan.site_layer_ranges(site, phase))
+    runs = (run for phase in plan.phases for run in plan.site_runs(site, phase))
     return any(0 < product.bits < 16 for run in runs for product in run.products())
 
 
@@ -324,7 +324,7 @@ def _rules_that_differ(decisions: Decisions, site: Site) -> Iterator[int]:
         first = tuple(0 if s.is_shard_map else i for s, i in zip(site.stacks, layer, strict=True))
         one, other = decisions[site.address, first], decisions[site.address, layer]
         if one.recipe != other.recipe:
-            yield max(c.rule for d in (one, other) for c in d.choices if c.rule is not None)
+            yield max(rule for d in (one, other) for rule in d.deciding)
 
 
 def name_sites(sites: Iterable[Site]) -> tuple[str, ...]:
@@ -337,7 +337,7 @@ def suggest_recipe(plan: Plan, rule: int, sites: Collection[Site], recipe: str, 
 
     `exception` is the rule to add. Without it, the added rule names the sites.
     """
-    decided = {product.site for product in plan.all_products() if product.choice.rule == rule}
+    decided = {product.site for product in plan.all_products() if product.rule == rule}
     selectors = {_selector_of(site) for site in sites}
     others = [s for s in decided if s not in sites and not s.opaque]  # opaque sites stay as they are
     if (exception and others) or any(_selector_of(site) not in selectors for site in others):
@@ -373,7 +373,7 @@ def not_native(plan: Plan) -> Iterator[Diagnostic]:
     """Rules with a product that would be emulated."""
     products_of: dict[tuple[int, Obstacle], dict[tuple[str, Gemm], None]] = {}
     for product in plan.all_products():
-        rule, lowering = product.choice.rule, product.lowering
+        rule, lowering = product.rule, product.lowering
         if rule is not None and not lowering.native and lowering.obstacle is not None:
             named = (product.site.name, product.gemm)
             products_of.setdefault((rule, lowering.obstacle), {})[named] = None
@@ -394,8 +394,8 @@ def missing_libraries(plan: Plan) -> Iterator[Diagnostic]:
         return
     rule_of: dict[str, int] = {}
     for product in plan.all_products():
-        if product.choice.rule is not None and product.lowering.backend:
-            rule_of.setdefault(product.lowering.backend, product.choice.rule)
+        if product.rule is not None and product.lowering.backend:
+            rule_of.setdefault(product.lowering.backend, product.rule)
     for backend, rule in rule_of.items():
         missing = backends.load(backend).find_missing_library()
         if missing:

@@ -317,7 +317,7 @@ def _check_tail_of_program(plan: Plan) -> Iterator[Diagnostic]:
         for layer in site.layers():
             decision, attributes = decisions[site.address, layer], site.attributes(layer)
             rule, number, count = (
-                decision.choice(Gemm.FPROP).rule,
+                decision.rule(Gemm.FPROP),
                 attributes.get("layer"),
                 attributes.get("layers"),
             )

@@ -46,9 +46,9 @@ def shadowed_rule(context: Context) -> Iterable[Diagnostic]:
     Later rules override earlier ones. A rule that is overridden everywhere is often an exception that was written too
     early. Move it below the rule that overrides it, or remove it.
 
-    The later rule has the same selector or a wider one, whose names occur in a row in the selector of this rule. Its
-    slices, condition and phase are the same, or absent. Only single rules are compared: several later rules may
-    override a rule together. With a program, `overridden-rule` finds every rule that decides nothing.
+    The later rule has the same selector or a wider one, whose names occur in a row in the selector of this rule. This
+    rule has its slices and all terms of its condition and phase. Only single rules are compared: several later rules
+    may override a rule together. With a program, `overridden-rule` finds every rule that decides nothing.
 
     `--fix` removes the rule if the later rule names the same recipe. If it also has an `expect`, which still counts
     sites, `--unsafe-fixes` does.

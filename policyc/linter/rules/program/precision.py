@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
+import jax.numpy as jnp
 from jax.lax import Precision
 
 from policyc.compiler.planning.plan import Plan, PlannedProduct
@@ -66,7 +66,7 @@ def _find_sites_in_fp32(plan: Plan) -> dict[Site, str]:
     "Most" counts the FLOPs of the sites with a weight, because a layer may have more fp32 products of activations than
     weights. If the program has no weights, all sites count.
     """
-    precisions = {site: _precision(site) for site in plan.sites if not site.opaque}
+    precisions = {site: _precision(plan, site) for site in plan.sites if not site.opaque}
     deciding = [site for site in precisions if site.weight is not None] or list(precisions)
     total = sum(site.total_flops for site in deciding)
     reasons = {1: "in fp32", 2: "in fp32 with the highest precision"}
@@ -74,10 +74,9 @@ def _find_sites_in_fp32(plan: Plan) -> dict[Site, str]:
     return {site: reasons[p] for site, p in precisions.items() if p in reasons and 2 * below[p] > total}
 
 
-def _precision(site: Site) -> int:
+def _precision(plan: Plan, site: Site) -> int:
     """Returns 0 if an operand has fewer than 32 bits, 2 if the product has `HIGHEST` precision, else 1."""
-    operands: list[Any] = list(site.eqn.invars[:2])
-    if any(operand.aval.dtype.itemsize < 4 for operand in operands):
+    if any(jnp.dtype(name).itemsize < 4 for name in site.types[:2]):
         return 0
-    precision = site.eqn.params.get("precision")
+    precision = plan.sites.equation(site).eqn.params.get("precision")
     return 2 if precision in (Precision.HIGHEST, (Precision.HIGHEST, Precision.HIGHEST)) else 1

@@ -35,7 +35,7 @@ def _find_splits(plan: Plan) -> Iterator[_Split]:
                     before = (*layer[:depth], layer[depth] - 1, *layer[depth + 1 :])
                     pair = decisions[site.address, before], decisions[site.address, layer]
                     if pair[0].recipe != pair[1].recipe:
-                        rule = max(c.rule for d in pair for c in d.choices if c.rule is not None)
+                        rule = max(rule for d in pair for rule in d.deciding)
                         cuts.setdefault((stack.address, stack.size), []).append((layer[depth], site, rule))
         for (address, size), found in cuts.items():
             layers, sites, rules = zip(*found, strict=True)

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Protocol
 
+from policyc.compiler.sites.site import Site
+from policyc.compiler.sites.stacks import Layer
 from policyc.language.policy import Rule
-from policyc.language.predicates import Comparison, Predicate, SiteAttributes, leaves
+from policyc.language.predicates import Comparison, Predicate, leaves
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import (
     DottedPath,
@@ -24,19 +25,6 @@ from policyc.language.selectors import (
 
 ProductMasks = tuple[int, int, int]
 """For each product, in the order of `Gemm`: a set of layers."""
-
-Layer = tuple[int, ...]
-
-
-class MatchableSite(Protocol):
-    """The part of a site's interface that matching needs."""
-
-    def all_layers(self) -> Iterable[Layer]: ...
-
-    def paths(self, layer: Layer) -> tuple[DottedPath, ...]: ...
-
-    def attributes(self, layer: Layer) -> SiteAttributes: ...
-
 
 _MAX_KEPT = 4096  # rules whose matches are cached: an edit of a policy usually changes only one of them
 
@@ -92,7 +80,7 @@ def _skip_wildcards(segments: tuple[SelectorSegment, ...], active: dict[int, int
 class SiteMasks:
     """Numbers the layers of a list of sites, and finds those that rules match. Results are cached."""
 
-    def __init__(self, sites: Sequence[MatchableSite]) -> None:
+    def __init__(self, sites: Sequence[Site]) -> None:
         self._sites = sites
         self.layers: list[tuple[int, Layer]] = []
         """For each bit of a mask: the number of the site, and its layer."""

@@ -1,7 +1,4 @@
-"""Folder locks, which show whether a run or a sweep is alive, and signal handling.
-
-The process that works in a folder holds its lock until that process ends, however it ends.
-"""
+"""Folder locks, the lifeline of local jobs, and signal handling."""
 
 from __future__ import annotations
 
@@ -16,8 +13,7 @@ from types import FrameType
 
 from policyc.experiments.sweep.run import LOCK_FILE
 
-_LOCK_SECONDS = 0.5  # `is_locked` of another process holds a lock for far less
-_POLL_SECONDS = 0.01
+_POLL_SECONDS = 0.05
 
 
 class FolderBusy(Exception):
@@ -25,18 +21,18 @@ class FolderBusy(Exception):
 
 
 @contextlib.contextmanager
-def hold_lock(folder: Path, what: str, warn: Callable[[str], object]) -> Iterator[int]:
-    """Locks a folder for a sweep or a run until the block ends.
+def hold_lock(folder: Path, what: str, warn: Callable[[str], object], seconds: float = 0) -> Iterator[int]:
+    """Locks a folder for a sweep or a run until the block ends, or this process, however it ends.
 
     Yields the descriptor of the lock: a process that inherits it holds the lock too. Raises FolderBusy if another
-    process holds it. Warns on a file system without locks.
+    process still holds it after some seconds. Warns on a file system without locks.
     """
     descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
-    deadline = time.monotonic() + _LOCK_SECONDS
+    deadline = time.monotonic() + seconds
     try:
         try:
-            while not _lock(descriptor, fcntl.LOCK_EX):
-                if time.monotonic() > deadline:
+            while not _lock(descriptor):
+                if time.monotonic() >= deadline:
                     raise FolderBusy(
                         f"another process is running the {what} in {folder}: wait for it, or stop it"
                     )
@@ -49,30 +45,36 @@ def hold_lock(folder: Path, what: str, warn: Callable[[str], object]) -> Iterato
         os.close(descriptor)
 
 
-def is_locked(folder: Path) -> bool:
-    """Whether a process of this run is alive. False on a file system without locks, where that is not known.
-
-    The check holds a shared lock for a moment. `hold_lock` waits longer than that.
-    """
-    try:
-        descriptor = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return False
-    try:
-        return not _lock(descriptor, fcntl.LOCK_SH)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-
-
-def _lock(descriptor: int, kind: int) -> bool:
+def _lock(descriptor: int) -> bool:
     """Tries to take a lock. Returns False if another process has it. Raises OSError on a file system without locks."""
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
+
+
+class Lifeline:
+    """Makes the standard input of this process a pipe that nothing is written to, for the processes it starts.
+
+    They read its end when `cut` is called or when this process ends, however it ends.
+    """
+
+    def __init__(self) -> None:
+        reading, self._writing = os.pipe()
+        try:
+            self._before = os.dup(0)
+        except OSError:  # this process has no standard input
+            self._before = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(reading, 0)
+        os.close(reading)
+
+    def cut(self) -> None:
+        if self._writing >= 0:
+            os.close(self._writing)
+            os.dup2(self._before, 0)
+            os.close(self._before)
+            self._writing = -1
 
 
 @contextlib.contextmanager

@@ -1,20 +1,29 @@
-"""Executors, which start runs: their interface, and an executor for processes on this machine.
+"""Executors start runs as submitit jobs. This module has their interface, and the jobs of this machine.
 
-An executor starts `python -m policyc.experiments.sweep.wrapper FOLDER` somewhere. That process writes `status.json`.
-So a run outlives the sweep that started it, and the next sweep in the same folder takes it over.
+A local job ends with the process that started it, so a sweep that is killed leaves no process. submitit starts its
+processes with no GPUs, in the terminal's session and with the working folder first in `sys.path`: what it passes on is
+set here.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
+import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import submitit
 
 from policyc.base.python import PYTHON
-from policyc.experiments.sweep.liveness import is_locked
-from policyc.experiments.sweep.run import LOG_FILE, STOP_FILE, Run, RunStatus
+from policyc.experiments.sweep.locks import Lifeline
+from policyc.experiments.sweep.run import JOBS_FOLDER, Run
+from policyc.experiments.sweep.run_job import RunJob, original_environment, read_grace
+
+_NO_TIME_LIMIT = 10 * 365 * 24 * 60  # minutes. submitit ends a local job after 2 by default
 
 
 class Executor(Protocol):
@@ -25,59 +34,79 @@ class Executor(Protocol):
         """How many runs may be active at a time."""
 
     def start(self, run: Run) -> None:
-        """Starts a run, or puts it into a queue. Writes `launch.json`. Raises OSError if that fails."""
+        """Starts a run, or puts it into a queue. Raises OSError if that fails."""
 
     def is_active(self, run: Run) -> bool:
         """Whether the run is queued or running. An earlier executor may have started it."""
 
+    def explain(self, run: Run) -> str:
+        """What is known of the end of a run that did not write it."""
+
     def stop(self, runs: Sequence[Run]) -> str:
-        """Asks runs to stop, and returns at once. The runs save what they can, and become `preempted`.
+        """Asks all active runs to stop, and returns at once. The runs save what they can, and become `preempted`.
 
         Returns an empty string, or a message if the runs go on without the sweep instead.
         """
+
+
+def submit_local(folder: Path, function: Callable[[], Any]) -> submitit.Job[Any]:
+    """Starts a job on this machine. Ctrl-C in the terminal does not reach it, and no code of the working folder."""
+    executor = submitit.LocalExecutor(folder, python=shlex.join(PYTHON))
+    executor.update_parameters(timeout_min=_NO_TIME_LIMIT, stderr_to_stdout=True)
+    terminal = {signal.SIGINT, signal.SIGHUP}
+    safe_path = os.environ.get("PYTHONSAFEPATH")
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, terminal)  # processes inherit what is blocked
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        return executor.submit(function)
+    finally:
+        if safe_path is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = safe_path
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class LocalExecutor:
     """Runs processes on this machine, each with its own GPUs if the machine has some.
 
     Args:
+      out: the folder of the sweep.
       jobs: how many runs at a time.
       gpu_groups: the GPUs of each run, as values of CUDA_VISIBLE_DEVICES; empty on a machine without GPUs. With more
         jobs than groups, runs share GPUs.
     """
 
-    def __init__(self, jobs: int, gpu_groups: Sequence[str] = ()) -> None:
-        self.slots = jobs
+    def __init__(self, out: Path, jobs: int, gpu_groups: Sequence[str] = ()) -> None:
+        self.slots, self._folder = jobs, out / JOBS_FOLDER
         self._gpu_groups = tuple(gpu_groups)
-        self._processes: dict[Path, subprocess.Popen[bytes]] = {}
+        self._jobs: dict[Path, submitit.Job[Any]] = {}
         self._gpus: dict[Path, str] = {}
+        self._grace = read_grace(os.environ)
+        self._lifeline: Lifeline | None = None
 
     def start(self, run: Run) -> None:
-        run.write(self._choose_gpus(run))
-        # In its own session: Ctrl-C in the terminal reaches only the sweep, which then stops its runs cleanly.
-        with (run.folder / LOG_FILE).open("ab") as log:  # for errors of the wrapper itself
-            self._processes[run.folder] = subprocess.Popen(
-                [*PYTHON, "-m", "policyc.experiments.sweep.wrapper", str(run.folder)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        if self._lifeline is None:
+            shutil.rmtree(self._folder, ignore_errors=True)  # an earlier sweep's
+            self._lifeline = Lifeline()
+        environment = {**original_environment(), **self._choose_gpus(run)}
+        job = RunJob(run, environment, self._grace, ends_with_sweep=True)
+        self._jobs[run.folder] = submit_local(self._folder, job)
 
     def is_active(self, run: Run) -> bool:
-        process = self._processes.get(run.folder)
-        if process is not None and process.poll() is None:
-            return True
-        status = RunStatus.read(run.folder)
-        if status is not None and status.state == "running" and is_locked(run.folder):  # of an earlier sweep
-            self._note_gpus(run)
+        job = self._jobs.get(run.folder)
+        if job is not None and not job.done():
             return True
         self._gpus.pop(run.folder, None)
         return False
 
+    def explain(self, run: Run) -> str:
+        return f"see {self._jobs[run.folder].paths.stdout}; is the disk full?"
+
     def stop(self, runs: Sequence[Run]) -> str:
-        for run in runs:
-            (run.folder / STOP_FILE).touch()
+        del runs
+        if self._lifeline is not None:
+            self._lifeline.cut()
         return ""
 
     def _choose_gpus(self, run: Run) -> dict[str, str]:
@@ -91,11 +120,6 @@ class LocalExecutor:
         # JAX takes 75 % of a GPU's memory when it starts; runs that share a GPU divide 90 %.
         shared = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / sharing:.3f}"} if sharing > 1 else {}
         return {"CUDA_VISIBLE_DEVICES": group, **shared}
-
-    def _note_gpus(self, run: Run) -> None:
-        """Marks the GPUs of a run that an earlier sweep started as used."""
-        if run.folder not in self._gpus and self._gpu_groups:
-            self._gpus[run.folder] = Run.read(run.folder).environment.get("CUDA_VISIBLE_DEVICES", "")
 
 
 # ---- GPUs

@@ -12,13 +12,14 @@ from dataclasses import replace
 from itertools import groupby
 
 from policyc.base.text import count_noun, count_others, escape_controls
-from policyc.compiler.matching.site_lists import ListedSite, ListPlan, SiteList
+from policyc.compiler.planning.plan import Plan, make_plan
+from policyc.compiler.sites.site import Site
+from policyc.compiler.sites.site_list import Sites
 from policyc.language.diagnostics import Diagnostic
 from policyc.language.formatter import format_text
 from policyc.language.loader import parse
 from policyc.language.policy import Policy, RecipeDef, RecipeExpr, Rule, recipe_calls
 from policyc.language.predicates import Flag, leaves
-from policyc.language.recipes import Gemm
 
 _ALLOW = re.compile(r"[ \t]*(#\s*allow:.*?)(?:\s+--.*)?\n")
 _MAX_NAMES = 4  # in one comment
@@ -36,25 +37,25 @@ START = """\
 """The rules to begin with: those of README.md."""
 
 
-def choose_start(sites: SiteList) -> Policy:
+def choose_start(sites: Sites) -> Policy:
     """`START`, with one block in BF16 if the model has no more than four. Raises NoRuleFits if nothing is quantized."""
     for text in (START, START.replace("-4", "-1")):
         policy = parse(text)
-        if ListPlan(policy, sites).shares[1].decided:
+        if make_plan(policy, sites).rules.shares[1].decided:
             return policy
     raise NoRuleFits("no site outside of the last block has the kind mlp, so nothing would be in 4 bits")
 
 
-def write_first_policy(like: Policy, sites: SiteList, title: str, *, is_start: bool = False) -> str:
+def write_first_policy(like: Policy, sites: Sites, title: str, *, is_start: bool = False) -> str:
     """The text of the policy, formatted. `title` names the model in its first line. Raises NoRuleFits."""
-    plan = ListPlan(like, sites)
-    deciding = [rule for rule, share in zip(like.rules, plan.shares, strict=True) if share.decided]
+    plan = make_plan(like, sites)
+    deciding = [rule for rule, share in zip(like.rules, plan.rules.shares, strict=True) if share.decided]
     if not deciding:
         raise NoRuleFits(f"no rule of '{like.name}' decides about any site of this model")
     keeping = parse(_keep_undecidable(plan)).rules
     rules = (*deciding, *keeping)
     policy = replace(like, rules=rules, recipes=tuple(_used_recipes(like, rules)), variants=())
-    plan = ListPlan(policy, sites)
+    plan = make_plan(policy, sites)
     gflops = sites.total_flops / 1e9
     size = f"{count_noun(sites.count, 'GEMM')}, {gflops:{',.0f' if gflops >= 1000 else '.3g'}} GFLOP a step"
     lines = [
@@ -76,9 +77,7 @@ def write_first_policy(like: Policy, sites: SiteList, title: str, *, is_start: b
         lines += [f"{condition} {{" for condition in conditions]
         for number, rule in group:
             lines.append(f"# {_describe(plan, number)}")
-            lines.append(
-                f"{replace(rule, expect=plan.shares[number].matched)}{_allow_comment(rule, like.name)}"
-            )
+            lines.append(f"{replace(rule, expect=plan.counts[number])}{_allow_comment(rule, like.name)}")
         lines += ["}"] * len(conditions)
     return _format("\n".join(lines) + "\n")
 
@@ -121,78 +120,50 @@ def _allow_comment(rule: Rule, name: str) -> str:
     return f"  {match[1]} -- as in {name}" if match else ""
 
 
-def _kind_table(sites: SiteList) -> Iterator[str]:
+def _kind_table(sites: Sites) -> Iterator[str]:
     """A line for each kind: its sites, their share of the FLOPs, and their names."""
-    kinds: dict[str, list[ListedSite]] = {}
-    for site in sites.sites:
-        kinds.setdefault(site.kind or "(no kind)", []).append(site)
+    kinds: dict[str, list[Site]] = {}
+    for site in sites:
+        kinds.setdefault(site.kind.name or "(no kind)", []).append(site)
     total = sites.total_flops or 1
     for kind, members in sorted(kinds.items(), key=lambda item: -_flops(item[1])):
-        count = sum(len(site.layers) for site in members)
+        count = sum(site.count for site in members)
         yield f"{kind:<10} {count_noun(count, 'site'):>10} {_flops(members) / total:>6.1%}  {_names(members)}"
 
 
-def _flops(sites: Iterable[ListedSite]) -> int:
-    return sum(site.flops * len(site.products) for site in sites)
+def _flops(sites: Iterable[Site]) -> int:
+    return sum(site.total_flops for site in sites)
 
 
-def _names(sites: Sequence[ListedSite]) -> str:
+def _names(sites: Sequence[Site]) -> str:
     """The first few names of sites, without layer indices and the folders of files."""
-    names = _fold(dict.fromkeys(re.sub(r"\[\d+\]|(?<=\()[^()]*/", "", site.name) for site in sites))
+    names = list(dict.fromkeys(re.sub(r"\[\d+\]|(?<=\()[^()]*/", "", site.name) for site in sites))
     return escape_controls(", ".join(names[:_MAX_NAMES])) + count_others(len(names) - _MAX_NAMES + 1)
 
 
-def _fold(names: Iterable[str]) -> list[str]:
-    """Merges names that differ in only one part: `attention.{query,key}.kernel`."""
-    folded: list[list[list[str]]] = []  # for each merged name: the choices of each part
-    for name in names:
-        parts = [name] if name.startswith("(") else name.split(".")
-        for choices in (c for c in folded if len(c) == len(parts) > 1):
-            different = [i for i, part in enumerate(parts) if choices[i] != [part]]
-            if len(different) == 1 and all(len(c) == 1 or i in different for i, c in enumerate(choices)):
-                choices[different[0]].append(parts[different[0]])
-                break
-        else:
-            folded.append([[part] for part in parts])
-    return [".".join(c[0] if len(c) == 1 else f"{{{','.join(c)}}}" for c in choices) for choices in folded]
-
-
-def _describe(plan: ListPlan, number: int) -> str:
+def _describe(plan: Plan, number: int) -> str:
     """How many of the sites that a rule matches it decides about, their share of the FLOPs, and their kinds."""
-    sites = plan.sites.sites
-    decided = {
-        site
-        for phase in plan.rules.phases
-        for site, _, choices in plan.choices(phase)
-        for gemm, rule in zip(Gemm, choices, strict=True)
-        if rule == number and gemm in sites[site].products
-    }
-    kinds = dict.fromkeys(sites[site].kind or "sites without a kind" for site in sorted(decided))
-    share = plan.shares[number]
+    decided = {product.site.address for product in plan.all_products() if product.rule == number}
+    kinds = dict.fromkeys(
+        site.kind.name or "sites without a kind" for site in plan.sites if site.address in decided
+    )
+    share = plan.rules.shares[number]
     count = f"{share.decided} of " if share.decided != share.matched else ""
     return f"{count}{count_noun(share.matched, 'site')}, {share.flops:.1%} of FLOPs: {', '.join(kinds)}"
 
 
-def _keep_undecidable(plan: ListPlan) -> str:
+def _keep_undecidable(plan: Plan) -> str:
     """Rules that keep the sites that the policy would quantize but the compiler cannot change, or with open kinds."""
     words = {x.name for rule in plan.policy.rules for x in leaves(rule.where) if isinstance(x, Flag)}
-    heads = {_selector(site): None for site in plan.sites.sites if not words.isdisjoint(site.possible_kinds)}
-    for phase in plan.rules.phases:
-        for number, _, choices in plan.choices(phase):
-            site = plan.sites.sites[number]
-            rules = [
-                (gemm, rule)
-                for gemm, rule in zip(Gemm, choices, strict=True)
-                if rule is not None and gemm in site.products
-            ]
-            if site.is_opaque and any(plan.resolved[rule].bits(gemm) for gemm, rule in rules):
-                heads[_selector(site)] = None
+    heads = {_selector(site): None for site in plan.sites if not words.isdisjoint(site.kind.possible)}
+    opaque = (product.site for product in plan.all_products() if product.site.opaque and product.bits)
+    heads |= {_selector(site): None for site in opaque}
     return "".join(f"{head} -> keep\n" for head in heads)
 
 
-def _selector(site: ListedSite) -> str:
+def _selector(site: Site) -> str:
     """A selector that matches a site: by its name if a selector can contain that, otherwise by its sizes."""
     name = re.sub(r"\[\d+\]", "", site.name)
     if re.fullmatch(r"[\w~-]+(\.[\w~-]+)*", name):
         return name if "." in name else f"*.{name}"
-    return f"* where k == {site.sizes['k']} and n == {site.sizes['n']}"
+    return f"* where k == {site.k} and n == {site.n}"
