@@ -82,14 +82,14 @@ def _lint(text: str, plan: Plan) -> tuple[str, tuple[str, ...], tuple[Diagnostic
     from policyc.compiler.planning.plan import make_plan
     from policyc.language.diagnostics import Severity
     from policyc.language.loader import parse_with_diagnostics
-    from policyc.linter import engine
+    from policyc.linter.api import Findings, lint_loaded
     from policyc.linter.fixes import apply_fixes
 
-    def check(loaded: LoadedPolicy) -> engine.LintResult:
-        return engine.lint(loaded, plan=make_plan(loaded.policy, plan.sites))
+    def check(loaded: LoadedPolicy) -> Findings:
+        return lint_loaded(loaded, plan=make_plan(loaded.policy, plan.sites))
 
     fixed = apply_fixes(text, parse_with_diagnostics, check).text
-    found = check(parse_with_diagnostics(fixed)).diagnostics
+    found = check(parse_with_diagnostics(fixed))
     warnings = [d for d in found if d.severity is Severity.WARNING]
     errors = tuple(d for d in found if d.severity is Severity.ERROR)
     return allow(fixed, warnings), tuple(dict.fromkeys(d.code for d in warnings)), errors

@@ -12,7 +12,7 @@ from policyc.language.loader import parse_with_diagnostics
 
 def find_all(text: str, path: Path | None) -> tuple[SourceText, tuple[Diagnostic, ...]]:
     """Lints a text. Returns the source that the diagnostics refer to, and the diagnostics."""
-    from policyc.linter import engine
+    from policyc.linter.api import lint_loaded
     from policyc.linter.rules import choose_codes
 
     loaded, model = parse_with_diagnostics(text, path=path), find_model(text, path)
@@ -31,7 +31,7 @@ def find_all(text: str, path: Path | None) -> tuple[SourceText, tuple[Diagnostic
         checked = RuleDecisions(loaded.policy, model.sites).check()
         found += (d for d in checked if d.span.source is source and d.code in codes)
     try:
-        found += engine.lint(loaded, codes).diagnostics
+        found += lint_loaded(loaded, codes)
     except PolicyError as error:
         found += error.diagnostics
     return source, tuple(sorted(found, key=lambda d: d.sort_key))

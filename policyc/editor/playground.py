@@ -21,7 +21,7 @@ from policyc.language.diagnostics import Diagnostic, SourceText
 from policyc.language.loader import parse_with_diagnostics
 from policyc.language.recipes import Gemm, make_recipe
 from policyc.language.treatments import describe_treatment
-from policyc.linter import engine
+from policyc.linter.api import lint_loaded
 from policyc.linter.rules import ALL_RULES
 
 _KEEP = make_recipe("keep")
@@ -53,7 +53,7 @@ def check(text: str, sites: Sites, variant: str = "", phase: int = 0) -> dict[st
         found: list[Diagnostic] = list(loaded.diagnostics)
         return {"diagnostics": [_diagnostic(d, place) for d in found], "variants": variants, "plan": None}
     plan = make_plan(policy.variant(variant) if variant in variants else policy, sites)
-    found = sorted((*engine.lint(loaded).diagnostics, *plan.rules.check()), key=lambda d: d.sort_key)
+    found = sorted((*lint_loaded(loaded), *plan.rules.check()), key=lambda d: d.sort_key)
     return {
         "diagnostics": [_diagnostic(d, place) for d in found if d.span.source is place.source],
         "variants": variants,

@@ -17,7 +17,7 @@ from policyc.language.formatter import format_text
 from policyc.language.loader import load, parse, parse_with_diagnostics
 from policyc.language.parser import read_statements
 from policyc.language.policy import Policy
-from policyc.linter import engine
+from policyc.linter.api import lint_loaded
 from tests.support.command import ROOT, policyc
 from tests.support.jaxpr_tools import find_sites, struct
 from tests.support.kind_programs import sites_of
@@ -42,7 +42,7 @@ def test_it_decides_as_the_policy_that_it_is_like(name: str, like: str) -> None:
     check_plan(plan)  # every `expect` holds, and no rule is idle
     file, _ = read_statements(SourceText(text))
     assert format_text(file.source.text) == text
-    assert not engine.lint(parse_with_diagnostics(text)).diagnostics
+    assert not lint_loaded(parse_with_diagnostics(text))
 
 
 def opaque_loss(params: Any, x: Any) -> Any:

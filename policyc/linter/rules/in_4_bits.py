@@ -1,4 +1,4 @@
-"""Rules against 4 bits at the sites that 4 bits harm most: attention scores, embedding, head, router, last blocks.
+"""Rules against few bits at the sites that they harm most: attention scores, embedding, head, router, last blocks.
 
 Without a program, they look up which rule of the policy decides a site with one of the names that models commonly give
 to each kind. With a program, they look at the kinds of its sites.
@@ -6,8 +6,8 @@ to each kind. With a program, they look at the kinds of its sites.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from policyc.language.diagnostics import Diagnostic, Edit, Fix, Span
@@ -16,7 +16,7 @@ from policyc.language.policy import Policy, Rule
 from policyc.language.predicates import Flag
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import DottedPath, PathSegment, Selector, expand_selector, parse_path
-from policyc.linter.context import AppliedRecipe, Check, Context
+from policyc.linter.context import AppliedRecipe, Context
 
 if TYPE_CHECKING:
     from policyc.compiler.planning.plan import Plan
@@ -48,10 +48,72 @@ _BLOCKS = {"scores": _MIDDLE_BLOCK, "router": _MIDDLE_BLOCK}
 """For the kinds that are in blocks: the index of an example block, and the number of blocks."""
 
 
-def _check(kind: str, context: Context) -> Iterator[Diagnostic]:
-    """Looks for rules that put sites of a kind in 4 bits. Scores are products without a weight."""
+def attention_scores_in_4_bits(context: Context) -> Iterable[Diagnostic]:
+    """Warning: The score products of attention are in 4 bits.
+
+    `softmax(q k) v` contains two GEMMs without a parameter. A rule for all of attention, or for all sites, matches
+    them together with the projections. Their error passes through an exponential. Add `where weight` to the rule to
+    match the projections only.
+
+    Bad:  attention.* -> nvfp4(sr=grad)
+          layers[-4:] -> bf16
+    Good: attention.* where weight -> nvfp4(sr=grad)
+          layers[-4:] -> bf16
+    Without a program: this check relies on kinds in `where` and on common names.
+    """
+    return _check("scores", context)
+
+
+def quantized_embedding(context: Context) -> Iterable[Diagnostic]:
+    """Warning: A rule quantizes the embedding.
+
+    Some models look up tokens by a GEMM with one-hot rows. A rule for all sites matches this GEMM too. The GEMM takes
+    almost no time, and every token passes through it. Add a rule that keeps the embedding in high precision. It is
+    recognized by its one-hot operand or by its name.
+
+    Bad:  embed_tokens -> nvfp4(sr=grad)
+          layers[-4:] -> bf16
+    Good: embed_tokens -> bf16
+    Without a program: this check is for 4 bits only, and relies on kinds in `where` and on common names.
+    """
+    return _check("embedding", context, max_bits=8)
+
+
+def quantized_head(context: Context) -> Iterable[Diagnostic]:
+    """Warning: A rule quantizes the output head.
+
+    The head computes the logits, and its errors go directly into the loss. It is a few percent of the FLOPs. All
+    published recipes keep it in high precision. Add a rule that does the same. It is recognized by its name, by a
+    weight that it shares with the embedding, or as the last and widest GEMM of the loss.
+
+    Bad:  lm_head -> nvfp4(sr=grad)
+          layers[-4:] -> bf16
+    Good: lm_head -> bf16
+    Without a program: this check is for 4 bits only, and relies on kinds in `where` and on common names.
+    """
+    return _check("head", context, max_bits=8)
+
+
+def router_in_4_bits(context: Context) -> Iterable[Diagnostic]:
+    """Warning: The router of a mixture of experts is in 4 bits.
+
+    A router is small, so 4 bits save almost no time, and an error in it sends tokens to other experts. Add a rule
+    that keeps the router in high precision.
+
+    Bad:  moe.* -> nvfp4(sr=grad)
+          layers[-4:] -> bf16
+    Good: moe.* -> nvfp4(sr=grad)
+          * where router -> bf16
+          * where layer >= -4 -> bf16
+    Without a program: this check relies on kinds in `where` and on common names.
+    """
+    return _check("router", context)
+
+
+def _check(kind: str, context: Context, max_bits: int = 4) -> Iterator[Diagnostic]:
+    """Looks for rules that quantize sites of a kind. Scores are products without a weight."""
     if context.plan is not None:
-        yield from _check_program(kind, context, context.plan)
+        yield from _check_program(kind, context, context.plan, max_bits)
         return
     noun = "score products of attention" if kind == "scores" else kind
     for rule, name in _find_rules_in_4_bits(kind, context):
@@ -59,7 +121,7 @@ def _check(kind: str, context: Context) -> Iterator[Diagnostic]:
         yield Diagnostic(span=rule.span, message=message, help=_suggest(kind, rule))
 
 
-def _check_program(kind: str, context: Context, plan: Plan) -> Iterator[Diagnostic]:
+def _check_program(kind: str, context: Context, plan: Plan, max_bits: int) -> Iterator[Diagnostic]:
     """Checks the sites of the program instead of common names."""
     from policyc.compiler.planning.plan_checks import suggest_recipe  # loads JAX
     from policyc.linter import products
@@ -67,11 +129,11 @@ def _check_program(kind: str, context: Context, plan: Plan) -> Iterator[Diagnost
     def is_sensitive(site: Site) -> bool:
         return site.weight is None if kind == "scores" else site.kind.name == kind
 
-    for index, sites in products.find_quantizing_rules(context, is_sensitive, products.FOUR_BITS):
+    for index, sites in products.find_quantizing_rules(context, is_sensitive, max_bits):
         noun, help = "products without a parameter", _suggest_weight(plan.policy.rules[index])
         if kind != "scores":
             noun, help = kind, suggest_recipe(plan, index, sites, "bf16", f"* where {kind} -> bf16")
-        message = f"this rule puts the {noun} ('{sites[0].name}') in 4 bits"
+        message = f"this rule quantizes the {noun} ('{sites[0].name}')"
         yield products.report_rule(plan, index, sites, message, help)
 
 
@@ -117,7 +179,21 @@ _CONDITION = "where (mlp or attention) and layer < -4"
 _PUBLISHED = {"nvfp4": "nvfp4(rht=wgrad, sr=grad, scale2d=weights)", "mxfp4": "mxfp4(rht=wgrad, sr=grad)"}
 
 
-def _check_everything(context: Context) -> Iterator[Diagnostic]:
+def everything_in_4_bits(context: Context) -> Iterable[Diagnostic]:
+    """Warning: The last rule puts every product in 4 bits.
+
+    No published recipe does this. Attention scores, the embedding, the head, routers and the last blocks stay in high
+    precision, and gradients are rounded stochastically. Restrict the rule to the projections and MLPs of all blocks
+    but the last four, and use the options of a published recipe. The unsafe fix does both, but it does not change a
+    recipe that already has options.
+
+    Bad:  * -> nvfp4
+    Good: * where (mlp or attention) and layer < -4 -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)
+    Instead of: attention-scores-in-4-bits, quantized-embedding, quantized-head, nearest-rounded-gradient,
+          no-high-precision-tail, router-in-4-bits
+    Without a program: this is one finding. With one, or if other rules follow, each kind that is still in 4 bits has
+          a finding of its own.
+    """
     applied = [a for a in context.applied_recipes if a.rule in context.policy.rules[-1:]]
     if not applied or context.plan is not None:
         return
@@ -152,34 +228,46 @@ def _write_fix(context: Context, applied: AppliedRecipe) -> Fix | None:
 
 _DEPTH = 32  # of the example stack; the answer does not depend on it
 _MAX_STACKS = 8
+_MAX_RULES = 50  # to check: each is compared with all others, and one of them is enough
 _KINDS = tuple(map(flags_of, ("mlp", "experts", "attention")))  # of the sites that make up a block
 _BLOCKS_PER_KEPT_BLOCK = 8  # as in the published runs: 4 of 32 and 8 of 62
 
 
-def _check_tail(context: Context) -> Iterator[Diagnostic]:
+def no_high_precision_tail(context: Context) -> Iterable[Diagnostic]:
+    """Warning: The last blocks run in 4 bits like all others.
+
+    The last blocks are the most sensitive to 4 bits. Published runs keep the last 4 of 32 blocks (Llama 3 8B) or the
+    last 8 of 62 (12B) in BF16. Add a rule for them after the others. `layer` counts the blocks of any stack, scanned
+    or not, and whatever its name.
+
+    Bad:  mlp.* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)
+    Good: mlp.* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)
+          * where layer >= -4 -> bf16
+    Without a program: this check looks at the stacks that the policy slices, or at `layers`. A rule for all names is
+          checked for each kind of site that it can match.
+    """
     return _check_tail_by_name(context) if context.plan is None else _check_tail_of_program(context.plan)
 
 
 def _check_tail_by_name(context: Context) -> Iterator[Diagnostic]:
     """Checks stacks by the names in the policy, which are all that is known without a program."""
     last_layers = [PathSegment(name, _DEPTH - 1, _DEPTH) for name in _find_stack_names(context.policy)]
-    for rule in context.resolved_rules:
-        if rule.recipe.bits(Gemm.FPROP) != 4 or not context.in_this_file(rule.rule.span):
-            continue
+    in_4_bits = (r for r in context.resolved_rules if r.recipe.bits(Gemm.FPROP) == 4)
+    for rule in itertools.islice((r for r in in_4_bits if context.in_this_file(r.rule.span)), _MAX_RULES):
         for pattern in rule.patterns:
             # Sensitive modules have codes of their own.
             is_sensitive = ".".join(map(str, _example_path(pattern))) in _SENSITIVE_NAMES
             if Gemm.FPROP not in pattern.products or is_sensitive:
                 continue
             paths = [_locate_in_layer(pattern, layer) for layer in last_layers]
-            in_4_bits = [
+            are_in_4_bits = [
                 all(_is_in_4_bits(context, path, flags) for path in paths)
                 for flags in _KINDS
                 if _matches_tail(rule.rule, flags)
             ]
             # A name stands for one kind, but which one is not known.
             is_any_kind = all(segment.is_wildcard for segment in pattern.segments)
-            if in_4_bits and (any if is_any_kind else all)(in_4_bits):
+            if are_in_4_bits and (any if is_any_kind else all)(are_in_4_bits):
                 yield Diagnostic(
                     span=rule.rule.span,
                     message="the last blocks run in 4 bits too",
@@ -241,13 +329,3 @@ def _check_tail_of_program(plan: Plan) -> Iterator[Diagnostic]:
         message = f"the last blocks run in 4 bits too ('{next(iter(counts)).name}')"
         help = f"add a rule after it: * where layer >= -{kept} -> bf16"
         yield report_rule(plan, index, counts, message, help)
-
-
-CHECKS: dict[str, Check] = {
-    "attention-scores-in-4-bits": partial(_check, "scores"),
-    "embedding-in-4-bits": partial(_check, "embedding"),
-    "everything-in-4-bits": _check_everything,
-    "head-in-4-bits": partial(_check, "head"),
-    "no-high-precision-tail": _check_tail,
-    "router-in-4-bits": partial(_check, "router"),
-}

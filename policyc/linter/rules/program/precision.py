@@ -1,9 +1,8 @@
-"""Sites whose precision a rule for many sites should not lower: fp32 products, the embedding, the output head."""
+"""Products that a program computes in fp32 on purpose."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterable
 
 import jax.numpy as jnp
 from jax.lax import Precision
@@ -12,11 +11,27 @@ from policyc.compiler.planning.plan import Plan, PlannedProduct
 from policyc.compiler.planning.plan_checks import suggest_recipe
 from policyc.compiler.sites.site import Site
 from policyc.language.diagnostics import Diagnostic
-from policyc.linter.context import Check, Context
-from policyc.linter.products import EIGHT_BITS, find_quantizing_rules, quantized_products, report_rule
+from policyc.linter.context import Context
+from policyc.linter.products import quantized_products, report_rule
 
 
-def _check_lowered_fp32_product(context: Context) -> Iterator[Diagnostic]:
+def lowered_fp32_product(context: Context) -> Iterable[Diagnostic]:
+    """Note: A rule for many sites also lowers a product that the program computes in fp32 on purpose.
+
+    A program that computes in bfloat16 often has a few products in fp32: a router, the logits, the sum over
+    log-softmax. A program in fp32 may ask for more precision in a few products (`precision=HIGHEST`). A rule means
+    what it says: `* -> bf16` matches these products too, and casts their operands. If you do not want that, add a
+    rule that keeps them, or write `* where weight` if they are products of two activations.
+
+    A product counts as fp32 on purpose if both operands are fp32 and the program computes in 16 bits: more than half
+    of the FLOPs of products with a weight have a 16-bit operand. In an fp32 program, a product counts if it asks for
+    the highest precision and more than half of those FLOPs do not. So a rule that takes a program from fp32 to bf16
+    is not reported, and neither is a rule that matches only such products.
+
+    Bad:  * -> bf16
+    Good: * -> bf16
+          router -> keep
+    """
     plan = context.program_plan
     kept = _find_sites_in_fp32(plan)
     lowered: dict[int, dict[Site, str]] = {}
@@ -65,18 +80,3 @@ def _precision(plan: Plan, site: Site) -> int:
         return 0
     precision = plan.sites.equation(site).eqn.params.get("precision")
     return 2 if precision in (Precision.HIGHEST, (Precision.HIGHEST, Precision.HIGHEST)) else 1
-
-
-def _check_in_8_bits(kind: str, noun: str, context: Context) -> Iterator[Diagnostic]:
-    """Yields a finding for each rule that quantizes sites of a kind to 5 to 8 bits. 4 bits have codes of their own."""
-    for rule, sites in find_quantizing_rules(context, lambda site: site.kind.name == kind, EIGHT_BITS):
-        message = f"this rule quantizes the {noun} ('{sites[0].name}')"
-        plan = context.program_plan
-        yield report_rule(plan, rule, sites, message, suggest_recipe(plan, rule, sites, "keep"))
-
-
-CHECKS: dict[str, Check] = {
-    "lowered-fp32-product": _check_lowered_fp32_product,
-    "quantized-embedding": partial(_check_in_8_bits, "embedding", "embedding"),
-    "quantized-head": partial(_check_in_8_bits, "head", "output head"),
-}
