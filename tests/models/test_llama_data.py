@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import sysconfig
@@ -153,7 +154,7 @@ def test_the_dtype_of_a_token_file_is_found(dtype: str, tmp_path: Path) -> None:
     tokens = np.arange(4000) % 500
     raw = write_tokens(tmp_path / "raw.bin", tokens, dtype)
     np.save(tmp_path / "saved.npy", tokens.astype(dtype))
-    headed = _write_with_header(tmp_path / "headed.bin", dtype, len(tokens), tokens)
+    headed = write_headed(tmp_path / "headed.bin", dtype, len(tokens), tokens)
     specs = (raw, f"tokens:{raw},dtype={dtype}", headed, str(tmp_path / "saved.npy"))
     batches = [take(open_source(spec)) for spec in specs]
     assert all(equal(batches[0], other) for other in batches[1:])
@@ -166,92 +167,61 @@ def test_several_files_are_read_as_one(tmp_path: Path) -> None:
     assert {int(t) for batch in batches for t in np.ravel(batch["tokens"])} == {1, 2, 3}
 
 
-BAD = {
-    "another dtype": (
-        lambda p: write_tokens(p / "a.bin", [70000] * 99, "uint32") + ",dtype=uint16",
-        "tokens up to",
-    ),
-    "large tokens": (
-        lambda p: write_tokens(p / "a.bin", np.arange(600)),
-        "tokens up to 599, .* vocabulary of 512",
-    ),
-    "odd size": (
-        lambda p: _write_bytes(p / "a.bin", b"x" * 1001),
-        "truncated, or not a token file: it has 1001 bytes",
-    ),
-    "empty": (lambda p: _write_bytes(p / "a.bin", b""), "truncated, or not a token file"),
-    "short of its header": (
-        lambda p: _write_with_header(p / "a.bin", "uint16", 500, np.zeros(499)),
-        "truncated, or not a token file: its header says 500 tokens, but it has 499",
-    ),
-    "truncated npy": (lambda p: _write_truncated_npy(p / "a.npy"), "truncated, or not a token file"),
-    "matrix": (lambda p: _write_npy(p / "a.npy", np.zeros((3, 3), np.int32)), "not a vector of integers"),
-    "no such dtype": (lambda p: write_tokens(p / "a.bin", [1] * 99) + ",dtype=int8", "uint16 or uint32"),
-    "binary text": (
-        lambda p: _write_bytes(p / "a.txt", b"ab\0" * 1000),
-        "contains NUL bytes, so it is not text",
-    ),
-    "small text": (lambda p: _write_bytes(p / "a.txt", b"abc"), "has 4 tokens"),
-    "no file": (lambda p: str(p / "none.txt"), "there is no file"),
-    "header cut short": (
-        lambda p: _write_bytes(p / "a.bin", np.int32(20240520).tobytes()),
-        "its header is not an llm.c header",
-    ),
-    "empty header": (
-        lambda p: _write_with_header(p / "a.bin", "uint16", 0, np.zeros(0)),
-        "its header says 0 tokens",
-    ),
-    "negative": (
-        lambda p: _write_npy(p / "a.npy", np.full(999, -1, np.int32)),
-        "token -1: tokens cannot be negative",
-    ),
-    "beyond int32": (
-        lambda p: _write_npy(p / "a.npy", np.full(999, 1 << 32, np.int64)),
-        "tokens up to 4294967296",
-    ),
-    "unknown option": (
-        lambda p: write_tokens(p / "a.bin", [1] * 99) + ",dtyp=uint16",
-        "kind tokens has no option 'dtyp': did you mean dtype",
-    ),
-    "option of another kind": (
-        lambda p: write_text(p / "a.txt") + ",column=text",
-        "kind text has no option 'column': its options are validation",
-    ),
-    "several kinds": (
-        lambda p: (write_text(p / "a.txt"), write_tokens(p / "a.bin", [1]), str(p / "a.*"))[-1],
-        "files of several kinds: text, tokens",
-    ),
-    "json": (lambda p: _write_bytes(p / "a.json", b"{}"), "write jsonl:.* if each line is an object"),
-    "no kind": (lambda p: "parket:x", "there is no kind of data 'parket': the kinds are stdlib"),
-}
-
-
-def _write_bytes(path: Path, content: bytes) -> str:
-    path.write_bytes(content)
-    return str(path)
-
-
-def _write_with_header(path: Path, dtype: str, count: int, tokens: np.ndarray) -> str:
+def write_headed(path: Path, dtype: str, count: int, tokens: np.ndarray) -> str:
+    """A token file of llm.c, whose header says `count` tokens."""
     header = np.zeros(256, np.int32)
     header[:3] = {"uint16": 20240520, "uint32": 20240801}[dtype], 1, count
-    return _write_bytes(path, header.tobytes() + tokens.astype(dtype).tobytes())
-
-
-def _write_npy(path: Path, array: np.ndarray) -> str:
-    np.save(path, array)
+    path.write_bytes(header.tobytes() + tokens.astype(dtype).tobytes())
     return str(path)
 
 
-def _write_truncated_npy(path: Path) -> str:
-    _write_npy(path, np.zeros(1000, np.int32))
-    return _write_bytes(path, path.read_bytes()[:-100])
+def npy(array: np.ndarray, size: int | None = None) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()[:size]
+
+
+HEADER = np.array([20240520, 1, 0], np.int32).tobytes()
+# The name of a file and what follows it in the spec, its content, and the message.
+BAD: dict[str, tuple[str, bytes, str]] = {
+    "another dtype": ("a.bin,dtype=uint16", np.full(99, 70000, np.uint32).tobytes(), "tokens up to"),
+    "large": ("a.bin", np.arange(600, dtype=np.uint16).tobytes(), "tokens up to 599, .* vocabulary of 512"),
+    "odd size": ("a.bin", b"x" * 1001, "truncated, or not a token file: it has 1001 bytes"),
+    "empty": ("a.bin", b"", "truncated, or not a token file"),
+    "cut header": ("a.bin", HEADER[:4], "its header is not an llm.c header"),
+    "empty header": ("a.bin", HEADER.ljust(1024, b"\0"), "its header says 0 tokens"),
+    "short of its header": ("a.bin", HEADER.ljust(1026, b"\0"), "its header says 0 tokens, but it has 1"),
+    "truncated npy": ("a.npy", npy(np.zeros(1000), -100), "truncated, or not a token file"),
+    "matrix": ("a.npy", npy(np.zeros((3, 3), np.int32)), "not a vector of integers"),
+    "negative": ("a.npy", npy(np.full(999, -1, np.int32)), "token -1: tokens cannot be negative"),
+    "beyond int32": ("a.npy", npy(np.full(999, 1 << 32)), "tokens up to 4294967296"),
+    "no such dtype": ("a.bin,dtype=int8", b"ab", "uint16 or uint32"),
+    "no such option": ("a.bin,dtyp=uint16", b"ab", "kind tokens has no option 'dtyp': did you mean dtype"),
+    "option of another kind": ("a.txt,column=text", b"ab", "no option 'column': its options are validation"),
+    "binary text": ("a.txt", b"ab\0" * 1000, "contains NUL bytes, so it is not text"),
+    "small text": ("a.txt", b"abc", "has 4 tokens"),
+    "json": ("a.json", b"{}", "write jsonl:.* if each line is an object"),
+}
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_data_is_refused_before_the_first_step(case: str, tmp_path: Path) -> None:
-    make, message = BAD[case]
+    spec, content, message = BAD[case]
+    (tmp_path / spec.split(",")[0]).write_bytes(content)
     with pytest.raises(ConfigError, match=message):
-        open_source(make(tmp_path))
+        open_source(f"{tmp_path}/{spec}")
+
+
+def test_specs_without_files_of_one_kind_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").touch()
+    (tmp_path / "a.bin").touch()
+    for spec, message in (
+        (f"{tmp_path}/none.txt", "there is no file"),
+        (f"{tmp_path}/a.*", "files of several kinds: text, tokens"),
+        ("parket:x", "there is no kind of data 'parket': the kinds are stdlib"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            open_source(spec)
 
 
 def test_a_token_that_changes_during_a_run_is_found(tmp_path: Path) -> None:
@@ -287,7 +257,8 @@ def test_a_tokenizer_is_read_from_a_file(tmp_path: Path) -> None:
     tokenizer.train_from_iterator(_documents(), vocab_size=400, special_tokens=["<|endoftext|>"])
     path = str(tmp_path / "tokenizer.json")
     tokenizer.save(path)
-    text = _write_bytes(tmp_path / "a.txt", "".join(_documents()).encode())
+    text = str(tmp_path / "a.txt")
+    Path(text).write_text("".join(_documents()))
     source = open_source(text, tokenizer=path, batch=1, sequence=8)
     assert tokenizer.decode(next(source)["tokens"][0].tolist()) in "".join(_documents())
     size = tokenizer.get_vocab_size()

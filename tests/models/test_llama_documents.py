@@ -31,21 +31,7 @@ CONFIG = configs.ModelConfig(**llama_runs.SMALL, compute="float32")
 END = 7
 # Windows of 13 tokens: 12 inputs, and the target of the last one.
 ROWS = {
-    "a document of one token between two others, and one cut off": [
-        1,
-        2,
-        3,
-        4,
-        END,
-        END,
-        5,
-        6,
-        8,
-        9,
-        1,
-        2,
-        3,
-    ],
+    "a short document between two others": [1, 2, 3, 4, END, END, 5, 6, 8, 9, 1, 2, 3],
     "no end token": [1, 2, 3, 4, 5, 6, 8, 9, 1, 2, 3, 4, 5],
     "begins with the end of a document": [END, 1, 2, 3, 4, 5, 6, END, 8, 9, 1, 2, END],
     "only end tokens": [END] * 13,
