@@ -50,7 +50,8 @@ class RunFiles:
         self._size += len(line)  # ASCII
         self._hash.update(line.encode())
         if self._wandb:
-            self._wandb.log({name: value for name, value in row.items() if name not in ("step", "time")}, step=row["step"])
+            measured = {name: value for name, value in row.items() if name not in ("step", "time")}
+            self._wandb.log(measured, step=row["step"])
 
     def mark(self, step: int) -> Row:
         """The mark of the lines up to a step, the last one or the one before it, once they are on disk."""

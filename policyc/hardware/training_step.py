@@ -19,6 +19,8 @@ from policyc.hardware.mesh import MeshShape
 from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm, Recipe
 from policyc.models.llama.configs import ModelConfig
+from policyc.numerics import backends
+from policyc.numerics.backends import Backend
 from policyc.numerics.products import Backends
 from policyc.numerics.targets import Target
 
@@ -63,8 +65,9 @@ class TrainingStep:
         return replace(self, plan=plan, phase=None)
 
     def with_other_backend(self) -> TrainingStep:
-        """The same step on the other backend that predictions name: xla if te runs a product, otherwise te."""
-        other = "xla" if "te" in count_backends(self.plan) else "te"
+        """The same step on the other backend of predictions: `PRICED`, or its fallback if that runs a product."""
+        priced = backends.PRICED
+        other = backends.load(priced).fallback if priced in count_backends(self.plan) else priced
         return self.under(self.plan.policy, replace(self.plan.execution, backend=other))
 
     def groups(self) -> Iterator[LayerGroup]:
@@ -93,9 +96,16 @@ class LayerGroup:
         fprop, dgrad, wgrad = (lowering.backend for lowering in decision.lowerings)
         return cls(site=site, recipe=recipe, rule=rule, count=count, backends=(fprop, dgrad, wgrad))
 
-    def backend(self, gemm: Gemm) -> str:
-        """The backend that runs a product. Empty if nothing is quantized."""
-        return dict(zip(Gemm, self.backends, strict=True))[gemm]
+    def backend(self, gemm: Gemm) -> Backend | None:
+        """The backend that runs a product; None if nothing is quantized."""
+        name = dict(zip(Gemm, self.backends, strict=True))[gemm]
+        return backends.load(name) if name else None
+
+    @property
+    def quantizer(self) -> str:
+        """The backend that quantizes the operands of these layers."""
+        able = (name for name in backends.preferred() if not backends.load(name).only_ragged)
+        return next((name for name in able if name in self.backends), "emulate")
 
 
 def group_layers(plan: Plan, phase: Phase) -> Iterator[LayerGroup]:

@@ -189,7 +189,7 @@ def test_an_emulated_product_is_no_faster_than_in_bf16():
 
 def test_groups_of_rows_are_moved_for_native_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mixtral's experts run on cuDNN. To move codes, and results of fprop and dgrad, costs less than it gains."""
-    monkeypatch.setattr(cudnn, "find_missing_library", lambda: "")
+    monkeypatch.setattr(cudnn.BACKEND, "find_missing_library", lambda: "")
     step, target, mesh = plan_experts("te_nvfp4", "mixtral_8x7b"), get_target("gb200"), MeshShape()
     group = next(g for g in step.groups() if g.site.is_ragged and g.backends == ("cudnn",) * 3)
     m, n, k = group.site.m, group.site.n, group.site.k
@@ -312,14 +312,13 @@ def test_a_batch_that_the_devices_do_not_divide_is_refused_by_their_number():
     assert "batch 1001 is not a multiple of 8" in ran.err
 
 
-def test_estimate_prints_a_table_and_its_assumptions():
-    ran = policyc("estimate", "--assumptions", "bf16", "--config", "tiny", "--target", "b200")
+def test_estimate_prints_a_table():
+    ran = policyc("estimate", "bf16", "--config", "tiny", "--target", "b200")
     assert ran.code == 0, ran.err
     for words in (
         "quantization",
         "communication",
         "TFLOP/s per device",
-        "Speed-ups are more accurate than times",
     ):
         assert words in ran.out
 

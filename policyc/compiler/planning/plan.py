@@ -25,9 +25,9 @@ from policyc.language.diagnostics import Diagnostic, PolicyError
 from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm, Recipe, Treatment
 from policyc.language.treatments import normalize_if_valid
+from policyc.numerics.backends import GemmQuery
 from policyc.numerics.backends.choice import (
     PLAIN,
-    GemmQuery,
     Lowering,
     Machine,
     choose,

@@ -22,7 +22,8 @@ from policyc.compiler.sites.stacks import Layer
 from policyc.compiler.tables.kind_tables import kind_notes, order_notes
 from policyc.language.recipes import Gemm, Recipe
 from policyc.language.treatments import describe_options
-from policyc.numerics.backends.choice import Lowering, Obstacle
+from policyc.numerics.backends import Obstacle
+from policyc.numerics.backends.choice import Lowering
 
 _MAX_CELL_WIDTH = 60  # a table of five columns then fits in about 110 characters, the width of the help
 

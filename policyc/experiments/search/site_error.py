@@ -26,8 +26,8 @@ from policyc.compiler.rewriting.rewrite import SiteInputs, SiteTemplate
 from policyc.compiler.sites.site import Site
 from policyc.experiments.taps import TapRewriter
 from policyc.jaxcore.jaxprs import reading as jaxprs
+from policyc.numerics.dimensions import as_dimension_numbers, free_dims
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
-from policyc.numerics.products import as_dimension_numbers, free_dims
 
 ERROR_SUMS = (
     "not_finite", "loss_squared", "loss_probe", "output_error", "output", "output_signal",

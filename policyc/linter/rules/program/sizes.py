@@ -10,8 +10,7 @@ from policyc.language.formats import FORMATS
 from policyc.language.recipes import OPTIONS
 from policyc.linter.context import Check
 from policyc.linter.products import contracted, report_sites, suggest_keeping
-from policyc.numerics.backends import te
-from policyc.numerics.backends.choice import Obstacle
+from policyc.numerics.backends import Obstacle, te
 
 
 def _describe_rotated(product: PlannedProduct) -> str | None:

@@ -16,14 +16,14 @@ from policyc.language.diagnostics import Diagnostic
 from policyc.language.recipes import Recipe, make_recipe
 from policyc.linter.context import Check, Context
 from policyc.linter.products import report_rule
-from policyc.numerics.backends import PRICED
+from policyc.numerics.backends import PRICED, load
 from policyc.numerics.products import Backends
 from policyc.numerics.targets import Target
 
 _SINGLE_DEVICE = MeshShape()
 _BF16, _FP8 = make_recipe("bf16"), make_recipe("fp8")
-_TE: Backends = ("te", "te", "te")
-_XLA: Backends = ("xla", "xla", "xla")
+_PRICED: Backends = (PRICED, PRICED, PRICED)
+_FALLBACK: Backends = (load(PRICED).fallback,) * 3
 SlowGroups = dict[Site, tuple[float, LayerGroup]]
 """For each slow site: its time as a multiple of the time with another recipe, and the layers with that time."""
 
@@ -64,8 +64,8 @@ def _check_slower_than_bf16(context: Context) -> Iterator[Diagnostic]:
     plan, target = context.program_plan, context.target
 
     def ratio_to_bf16(group: LayerGroup, recipe: Recipe, readers: ReaderCounts) -> float:
-        seconds = _layer_seconds(group, recipe, _TE, target, readers)
-        return seconds / _layer_seconds(group, _BF16, _TE, target, readers)
+        seconds = _layer_seconds(group, recipe, _PRICED, target, readers)
+        return seconds / _layer_seconds(group, _BF16, _PRICED, target, readers)
 
     for rule, slow in _find_slow(plan, ratio_to_bf16):
         recipes = [group.recipe for _, group in slow.values() if group.recipe is not None]
@@ -85,19 +85,19 @@ def _check_slower_than_fp8(context: Context) -> Iterator[Diagnostic]:
 
     def ratio_to_fp8(group: LayerGroup, recipe: Recipe, readers: ReaderCounts) -> float:
         """Returns 0 for a site that is not in 4 bits or that is emulated."""
-        if all(t.bits != 4 for t in recipe.treatments) or "emulate" in group.backends:
+        if all(t.bits != 4 for t in recipe.treatments) or any(b and load(b).emulates for b in group.backends):
             return 0
         seconds = _layer_seconds(group, recipe, group.backends, target, readers)
-        return seconds / _layer_seconds(group, _FP8, _XLA, target, readers)
+        return seconds / _layer_seconds(group, _FP8, _FALLBACK, target, readers)
 
     readers = count_readers(plan)
     for rule, slow in _find_slow(plan, ratio_to_fp8):
         _, slowest = max(slow.values(), key=lambda each: each[0])
         assert slowest.recipe is not None
         backend = next(b for b in slowest.backends if b)
-        if backend == "te":
-            on_xla = ratio_to_fp8(replace(slowest, backends=_XLA), slowest.recipe, readers)
-            backend += f" ({on_xla:.1f} with xla)"
+        if backend == PRICED:
+            on_other = ratio_to_fp8(replace(slowest, backends=_FALLBACK), slowest.recipe, readers)
+            backend += f" ({on_other:.1f} with {_FALLBACK[0]})"
         help = suggest_recipe(plan, rule, tuple(slow), "fp8")
         yield _report(context, rule, slow, f"in fp8 on {target.name} with backend {backend}", help)
 
