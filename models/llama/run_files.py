@@ -1,4 +1,4 @@
-"""Writes metrics to metrics.jsonl and Weights & Biases, and reads them at a restart."""
+"""Writes metrics to metrics.jsonl, TensorBoard and Weights & Biases, and reads them at a restart."""
 
 import hashlib
 import json
@@ -6,6 +6,7 @@ import math
 import os
 import secrets
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,7 +26,7 @@ Row = dict[str, Any]  # one line of metrics
 
 
 class RunFiles:
-    """The metrics of one run: metrics.jsonl, and the same for Weights & Biases."""
+    """The metrics of one run: metrics.jsonl, and the same for TensorBoard and Weights & Biases."""
 
     tokens_at_start: int
 
@@ -35,6 +36,8 @@ class RunFiles:
         self._size, self._hash = len(kept), hashlib.sha256(kept)
         self._step = start  # of the last line
         self._mark_before = self._mark()  # the mark before the lines of that step
+        self._board = TensorBoardFile(folder / "tensorboard", start)
+        stack.callback(self._board.close)
         self._wandb = None
         if run.wandb:
             options = {"project": run.wandb, "name": folder.name, "dir": folder, "id": _wandb_id(folder),
@@ -49,9 +52,12 @@ class RunFiles:
             self._step, self._mark_before = row["step"], self._mark()
         self._size += len(line)  # ASCII
         self._hash.update(line.encode())
+        nested = {name: value for name, value in row.items() if isinstance(value, dict)}
+        numbers = {name: value for name, value in row.items() if name not in ("step", "time", *nested)}
+        numbers |= {f"{name}/{key}": number for name, each in nested.items() for key, number in each.items()}
+        self._board.write(numbers, row["step"])
         if self._wandb:
-            measured = {name: value for name, value in row.items() if name not in ("step", "time")}
-            self._wandb.log(measured, step=row["step"])
+            self._wandb.log(numbers, step=row["step"])
 
     def mark(self, step: int) -> Row:
         """The mark of the lines up to a step, the last one or the one before it, once they are on disk."""
@@ -61,6 +67,41 @@ class RunFiles:
 
     def _mark(self) -> Row:
         return {"bytes": self._size, "sha256": self._hash.hexdigest()}
+
+
+class TensorBoardFile:
+    """Writes the metrics of steps for TensorBoard."""
+
+    def __init__(self, folder: Path, start: int) -> None:
+        self._folder, self._library = folder, import_library("tensorboardX", "train")
+        with name_file(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._writer = import_library("tensorboardX.event_file_writer", "train").EventsWriter(
+                str(folder / "events")
+            )
+        # Makes TensorBoard discard later steps in earlier files: these steps run again.
+        begin = self._library.proto.event_pb2.SessionLog(status=1)
+        self._write(start + 1, session_log=begin)
+
+    def write(self, numbers: Row, step: int) -> None:
+        """Writes the finite numbers. TensorBoard cannot draw the others."""
+        known = {name: float(value) for name, value in numbers.items() if isinstance(value, int | float)}
+        for name, value in known.items():
+            if math.isfinite(value):
+                self._write(step, summary=self._library.summary.scalar(name, value))
+        with name_file(self._folder):
+            self._writer.flush()
+
+    def _write(self, step: int, **content: Any) -> None:
+        event = self._library.proto.event_pb2.Event(wall_time=time.time(), step=step, **content)
+        with name_file(self._folder):
+            self._writer.write_event(event)
+
+    def close(self) -> None:
+        try:
+            self._writer.close()
+        except OSError as error:
+            print(f"warning: {self._folder} is incomplete: {error}", file=sys.stderr)
 
 
 def _wandb_id(folder: Path) -> str:

@@ -32,7 +32,7 @@ def test_train_is_the_run_of_apply_and_neither_measuring_nor_a_restart_changes_i
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Random bits depend on the step in the checkpoint, and not on where a run was interrupted."""
-    for package in ("optax", "orbax.checkpoint"):
+    for package in ("optax", "orbax.checkpoint", "tensorboardX"):
         pytest.importorskip(package)
     (tmp_path / "p.policy").write_text("mlp.down_proj -> mxfp4(sr=grad)\n")
     # A batch of two rows is not divided over all devices of the tests.

@@ -27,6 +27,7 @@ from tests.support.llama_runs import RUN, Killed, at_step, contents, kill, losse
 pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
 pytest.importorskip("grain", reason="grain is not installed: pip install 'policyc[train]'")
 pytest.importorskip("orbax.checkpoint", reason="orbax is not installed: pip install 'policyc[train]'")
+pytest.importorskip("tensorboardX", reason="tensorboardX is not installed: pip install 'policyc[train]'")
 from policyc.models.llama import checkpoints, configs, train
 from policyc.models.llama.configs import ConfigError
 

@@ -23,6 +23,7 @@ from tests.support.llama_runs import RUN, flags, train_here
 pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
 pytest.importorskip("grain", reason="grain is not installed: pip install 'policyc[train]'")
 pytest.importorskip("orbax.checkpoint", reason="orbax is not installed: pip install 'policyc[train]'")
+pytest.importorskip("tensorboardX", reason="tensorboardX is not installed: pip install 'policyc[train]'")
 from policyc.models.llama import artifacts, command_line, configs, train
 
 pytestmark = pytest.mark.any_jax
@@ -116,14 +117,15 @@ def test_data_that_does_not_fit_leaves_no_folder(capsys, tmp_path):
     ("name", "file", "message"),
     [
         ("x" * 300, None, "File name too long"),
-        ("run", "run.json", "Is a directory: '{out}/run.json'"),
+        ("run", "tensorboard", "File exists: '{out}/tensorboard'"),
         (os.fsdecode(b"\xff"), None, "is not UTF-8"),
     ],
 )
 def test_a_folder_that_cannot_be_used_is_one_message(capsys, tmp_path, name, file, message):
     out = tmp_path / name
     if file:
-        (out / file).mkdir(parents=True)
+        out.mkdir()
+        (out / file).touch()
     assert train_here(out=out, **RUN) == 1
     assert message.format(out=out) in (error := capsys.readouterr().err)
     assert "choose another folder" in error

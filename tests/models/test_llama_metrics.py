@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import pytest
 
+pytest.importorskip("tensorboardX", reason="tensorboardX is not installed: pip install 'policyc[train]'")
 from policyc.models.llama import configs, metrics
 from policyc.models.llama.configs import ConfigError
 from policyc.models.llama.goodput import TimeAccount
@@ -111,14 +112,41 @@ def raise_disk_full(*_: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_full_disk_names_the_file(open_log, tmp_path):
+def test_a_full_disk_names_the_file(open_log, tmp_path, monkeypatch):
     log = open_log(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(log._files[0]._board._writer, "flush", raise_disk_full)
+        with pytest.raises(OSError, match=r"No space left on device: '.*tensorboard'"):
+            log.write_validation(1, {"validation_loss": 1.0})
     log._files[0]._lines = SimpleNamespace(write=raise_disk_full, name="run/metrics.jsonl")
     with pytest.raises(OSError, match=r"No space left on device: 'run/metrics\.jsonl'"):
         log.write_validation(1, {"validation_loss": 1.0})
     path = tmp_path / "run.json"
     with pytest.raises(OSError, match=r"No space left on device: '.*run\.json'"), configs.name_file(path):
         raise_disk_full()
+
+
+def test_tensorboard_has_the_numbers_that_are_finite(open_log, tmp_path, caplog):
+    """Read back by the format's definition: length, checksum, event, checksum. A restart forgets later steps."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    log = open_log(3)
+    log.write_validation(4, {"validation_loss": math.nan, "validation_loss_evaluated_in_bf16": 1.5})
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    content, events = file.read_bytes(), []
+    while content:
+        size = int.from_bytes(content[:8], "little")
+        events.append(Event.FromString(content[12 : 12 + size]))
+        content = content[16 + size :]
+    assert [(event.step, event.session_log.status) for event in events if event.HasField("session_log")] == [
+        (4, 1)
+    ]
+    values = {
+        value.tag: value.simple_value for event in events if event.step == 4 for value in event.summary.value
+    }
+    assert values.pop("validation_loss_evaluated_in_bf16") == 1.5
+    assert "validation_loss" not in values
+    assert not caplog.records
 
 
 def test_padding_does_not_count_as_tokens_also_after_a_restart(open_log, tmp_path):
