@@ -225,7 +225,7 @@ class Checkpoints:
                 fault = error
             faults = np.asarray([fault is not None, isinstance(fault, UnreadableError)])
             gathered = np.atleast_2d(multihost_utils.process_allgather(faults))
-            is_faulty, is_unreadable = gathered.any(axis=0).tolist()
+            is_faulty, is_unreadable = (bool(column.any()) for column in gathered.T)
             if not is_faulty and hash_state(state) == about["state"]:
                 is_same_data = about["identity"].get(CONTENTS) == self._identity.get(CONTENTS)
                 positions = about["positions"] if is_same_data else None
