@@ -85,7 +85,7 @@ def pytest_report_header() -> str:
 
 
 # Long tests and then short ones, twice. The other packages come after these.
-ORDER = ("models", "cli", "compiler", "language", "numerics", "experiments", "hardware", "editor")
+ORDER = ("models", "cli", "ui", "compiler", "language", "numerics", "experiments", "hardware", "editor")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

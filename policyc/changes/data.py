@@ -23,7 +23,7 @@ from policyc.hardware.gemm_cost import speed_up_bounds
 from policyc.language.diagnostics import SourceText
 from policyc.language.policy import Policy
 
-SCHEMA = 3
+SCHEMA = 4
 
 
 def as_json(diff: DiffData) -> str:
@@ -37,7 +37,6 @@ def as_data(diff: DiffData) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "program": diff.program,
-        "mode": "gradient" if diff.is_gradient else "loss",
         "phase": diff.phase,
         "target": diff.target,
         "devices": diff.devices,

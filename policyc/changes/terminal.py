@@ -137,7 +137,6 @@ class EquationLines:
             "hoisted": "quantized once per step, outside the loss",
             "split": "one scan for each range of layers that is treated alike",
             "entered": "passes extra inputs to the equations inside",
-            "derived": "derived from equations that differ",
         }
         reason = data.get("reason", "")
         lines = _wrap(texts[reason], self._width, _COMMENT) if reason in texts else []
@@ -152,8 +151,6 @@ class EquationLines:
         run = self._diff.linears[data["linear"]].run_at(data.get("layer"))
         gemms_of: dict[tuple[int, int], list[str]] = {}
         for product in run.products:
-            if data.get("product") and str(product.gemm) != data["product"]:
-                continue
             for side, value in enumerate((product.before, product.after)):
                 if value.rule is not None and not value.state.is_kept and product.is_changed:
                     gemms_of.setdefault((side, value.rule), []).append(product.gemm)

@@ -26,7 +26,6 @@ from policyc.cli.options import (
     priced_backend_option,
     program_argument,
     step_options,
-    switch,
     vs_option,
 )
 from policyc.cli.program import exit_on_error, fail_if_refused, parse_execution, trace_step
@@ -38,25 +37,6 @@ if TYPE_CHECKING:
     from policyc.hardware.step_cost import Estimate
     from policyc.hardware.training_step import TrainingStep
     from policyc.language.policy import Policy
-
-ASSUMPTIONS = """\
-A large GEMM reaches .73 (bf16), .72 (fp8; .60 on Hopper) or .60 (nvfp4) of the dense peak, or is bound by memory. On
-B300 and GB300 it reaches .66, .63 and .38.
-A copy reaches .62 of the memory bandwidth. Between GEMMs, each input is written and each output read once per pass.
-The maximum of a tensor is found where the tensor is computed. te reads a tensor once for all of its codes, or three
-times if some are rotated, almost at the speed of a copy. xla reads it once for each kind of codes, or twice if some
-are rotated, more slowly, as measured on an H200, and an NVFP4 GEMM writes fp32.
-If layers are in a scan, saved activations are read or written four more times.
-A weight is quantized once per step, and each device quantizes its shard.
-Attention reaches half of the bf16 peak. For a configuration, only causal FLOPs count; for a program, all of them.
-fsdp gathers weights for fprop and for dgrad, as codes if they are quantized and in bf16 otherwise, and scatters
-gradients in bf16, for each microbatch.
-"Everything else" is .31 of every step. This fraction, and how much communication overlaps with computation, are
-fitted to four published figures. These figures, and the errors on twelve others, are in docs/explanation/speed.md.
-Speed-ups are more accurate than times.
-Memory is not checked: a step that does not fit still gets an estimate.
-"""
-
 
 EVERYTHING_ELSE = (
     "everything else: waits, gaps and low clocks, a fixed share of the step, fitted to published runs "
@@ -89,7 +69,6 @@ class EstimateOptions:
     )
     output_format: str = format_option("table", "json")
     out: str | None = out_option()
-    assumptions: bool = switch("Also print the assumptions of the cost model.")
 
 
 @click.command(
@@ -133,8 +112,6 @@ def estimate(policy: str, program: tuple[str, ...], step: StepOptions, options: 
         text = _as_table(estimates, f"{step.devices} {step.target.upper()} ({mesh}){_describe_batch(traced)}")
         if options.store_bandwidth is not None:
             text += _describe_checkpoint(checkpoint["checkpoint"], options.store_bandwidth)
-        if options.assumptions:
-            text += ASSUMPTIONS
     print_or_write(text, options.out)
     fail_if_refused(*(under.plan for under in steps.values()))
 

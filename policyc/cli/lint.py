@@ -71,9 +71,6 @@ class LintOptions:
     diff: bool = switch(
         "Write nothing. Print what --fix would change, and exit with 1 if it would change anything."
     )
-    statistics: bool = switch(
-        "Print the number of findings per code. [*] marks those that --fix repairs. Formats: full, concise, json."
-    )
     exit_zero: bool = switch("Exit with 0 even if there are findings.")
     stdin_filename: str | None = option(
         metavar="FILE",
@@ -129,20 +126,17 @@ def lint(words: tuple[str, ...], output_format: str, out: str | None, options: L
     with 0 if there are no findings other than notes, 1 if there are some, 2 if a file could not be read.
     """
     from policyc.language.diagnostics import Severity
-    from policyc.linter.output import OUTPUT_FORMATS, STATISTICS_FORMATS, summarize
+    from policyc.linter.output import OUTPUT_FORMATS, summarize
 
     request = _make_request(words, options)
     if not request.has_program:  # a program needs the collector
         gc.disable()  # a short process has no garbage worth collecting, and collecting takes a third of the time
     if options.diff:
         sys.exit(_print_diffs(request, EXIT_OK if options.exit_zero else EXIT_FAILURE))
-    formats = STATISTICS_FORMATS if options.statistics else OUTPUT_FORMATS
-    if output_format not in formats:
-        raise click.UsageError(f"--statistics has no format '{output_format}': use {' or '.join(formats)}")
     results = [_lint_file(name, request) for name in request.files]
     diagnostics = [d for result in results for d in result.diagnostics]
     fixes_stdin = options.fix and "-" in request.files  # standard output is then the fixed text
-    text = formats[output_format](diagnostics, paint)
+    text = OUTPUT_FORMATS[output_format](diagnostics, paint)
     if fixes_stdin:
         click.echo(text, nl=False, err=True, color=use_color())
     else:
@@ -192,8 +186,6 @@ def _make_request(words: tuple[str, ...], options: LintOptions) -> _Request:
         raise click.UsageError("--unsafe-fixes requires --fix or --diff")
     if options.fix and options.diff:
         raise click.UsageError("--diff writes nothing: leave out --fix")
-    if options.statistics and options.diff:
-        raise click.UsageError("choose one of --statistics and --diff")
     if options.fix and "-" in files and len(files) > 1:
         raise click.UsageError("--fix writes the text from '-' to standard output: name no other file")
     if options.stdin_filename is not None and "-" not in files:

@@ -170,18 +170,13 @@ def trace_step(
     words: Sequence[str],
     step: StepOptions,
     execution: ExecutionOptions,
-    *,
-    unrolled: bool = False,
 ) -> TrainingStep:
     """Plans the step of a configuration or of a program. Raises ValueError if the options do not fit it."""
     from policyc.hardware import llama_step
 
     if step.config:
-        sizes = step.sizes(unrolled=unrolled)
-        return llama_step.plan_step(policy, step.config, step.mesh_shape(), sizes, execution)
+        return llama_step.plan_step(policy, step.config, step.mesh_shape(), step.sizes(), execution)
     step.reject_for_program("batch", "sequence", "gather")
-    if unrolled:
-        raise ValueError("--unrolled is for --config: a program has its own layers")
     return step.of_program(plan_program(policy, words, execution))
 
 

@@ -100,7 +100,7 @@ def search(
     written = format_of_file(options.out, ("svg", "json") if options.frontier else ("policy",))
     if options.frontier and written is None and options.out is not None:
         raise click.UsageError(
-            "--out: a frontier is written to x.svg, a picture, or x.json, a file for 'diff'"
+            "--out: a frontier is written to x.svg, a picture, or x.json, a file for 'report'"
         )
     searched, seconds = _search(program, step, record, options)
     _print_notes(searched)

@@ -65,48 +65,6 @@ OUTPUT_FORMATS: dict[str, Callable[[Sequence[Diagnostic], Paint], str]] = {
 }
 
 
-def format_statistics(diagnostics: Sequence[Diagnostic], paint: Paint) -> str:
-    """One line per code: the number of findings, the code, whether it has safe fixes, and its title."""
-    rows = _count_findings(diagnostics)
-    widths = [max((len(str(row[field])) for row in rows), default=0) for field in ("count", "code")]
-    return "".join(
-        f"{row['count']:>{widths[0]}}  {paint(row['severity'], row['code'])}{'':{widths[1] - len(row['code'])}}  "
-        f"{'[*]' if row['fixable'] else '[ ]'}  {row['title']}\n"
-        for row in rows
-    )
-
-
-def format_statistics_json(diagnostics: Sequence[Diagnostic], _: Paint) -> str:
-    """A JSON list with one object per code."""
-    return json.dumps(_count_findings(diagnostics), indent=2) + "\n"
-
-
-STATISTICS_FORMATS: dict[str, Callable[[Sequence[Diagnostic], Paint], str]] = {
-    "full": format_statistics,
-    "concise": format_statistics,
-    "json": format_statistics_json,
-}
-
-
-def _count_findings(diagnostics: Sequence[Diagnostic]) -> list[dict[str, Any]]:
-    """Returns the number of findings of each code, the most frequent first."""
-    severities: dict[str, set[Severity]] = {}
-    for diagnostic in diagnostics:
-        severities.setdefault(diagnostic.code, set()).add(diagnostic.severity)
-    fixable = Counter(d.code for d in diagnostics if d.fix is not None and d.fix.safe)
-    counts = sorted(Counter(d.code for d in diagnostics).items(), key=lambda item: (-item[1], item[0]))
-    return [
-        {
-            "code": code,
-            "severity": str(next(s for s in Severity if s in severities[code])),  # the most severe one
-            "count": count,
-            "fixable": fixable[code],
-            "title": ALL_RULES[code].title,
-        }
-        for code, count in counts
-    ]
-
-
 def _location(span: Span) -> dict[str, Any]:
     return {
         "path": span.source.path,

@@ -1,6 +1,6 @@
 """What `policyc` loads when it starts: a linter in a pre-commit hook must not wait for JAX.
 
-`benchmarks/startup.py` measures the time. What is loaded does not depend on the machine.
+The time depends on the machine; what is loaded does not.
 """
 
 from __future__ import annotations

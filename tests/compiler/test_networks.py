@@ -190,6 +190,14 @@ def modulated_by_its_input(p: Any, x: Any) -> Any:
     return h.sum()
 
 
+def stages_of_layers(p: Any, x: Any) -> Any:
+    h = x[0]
+    for layers in p["stages"]:
+        for weight in layers:
+            h = jnp.tanh(h @ weight)
+    return h.sum()
+
+
 _LISTS = {"a": [w(D, D)] * 3, "b": [w(D, D)] * 4}
 _MODULATED = {"one": w(D, D), "l": [{**ATTENTION, **MLP, "scale": w(D, D), "shift": w(D, D)}] * 3}
 
@@ -199,6 +207,7 @@ _MODULATED = {"one": w(D, D), "l": [{**ATTENTION, **MLP, "scale": w(D, D), "shif
     [
         (generator_and_discriminator, _LISTS, "two passes count them differently"),
         (recurrence, _LISTS, "they may be time steps"),
+        (stages_of_layers, {"stages": [[w(D, D)] * 2] * 3}, "equal products of an inner list"),
         (recurrence_of_several_layers, _LISTS, "the layers of a list of weights are in several networks"),
         (modulated_by_its_input, _MODULATED, "the layers of a list of weights are in several networks"),
     ],
@@ -216,6 +225,30 @@ def test_a_block_whose_number_is_unknown_has_no_count() -> None:
     assert "in a block, but policyc cannot tell which: several blocks" in explain_kinds(plan, "a[1]")
 
 
+def masks_on_operands(p: Any, tables: Any, x: Any) -> Any:
+    """The masks and shifts are slices of one table, so that a shifted operand looks like the sum of a branch."""
+
+    def linear(h: Any, weight: Any, table: Any) -> tuple[Any, Any]:
+        drop, shift, drop_result, pull = table
+        out = (h * (1 - drop) + shift) @ weight
+        return out * (1 - drop_result), (out * pull).sum()
+
+    def body(h: Any, layer: Any) -> tuple[Any, Any]:
+        (up, down), tables = layer
+        hidden, first = linear(h, up, tables[0])
+        out, second = linear(jax.nn.silu(hidden), down, tables[1])
+        return h + out, first + second
+
+    h, pulls = lax.scan(body, x[0, 0], ((p["up"], p["down"]), tables))
+    return h.sum() + pulls.sum()
+
+
+def test_a_part_of_a_branch_is_no_block() -> None:
+    sites = find_sites(masks_on_operands, {"up": w(3, D, D), "down": w(3, D, D)}, w(3, 2, 4, TOKENS, D), X)
+    numbers = [[site.attributes(layer)["layer"] for layer in site.layers()] for site in sites]
+    assert numbers == [[0, 1, 2]] * 2
+
+
 def fused(q: Any, k: Any, v: Any) -> Any:
     result = jax.ShapeDtypeStruct((BATCH, TOKENS, 1, D), q.dtype)
     return jax.ffi.ffi_call("f", result)(*(a[:, :, None] for a in (q, k, v)))
@@ -226,7 +259,7 @@ def dense(q: Any, k: Any, v: Any) -> Any:
 
 
 @pytest.mark.parametrize("hoisted", [False, True])
-@pytest.mark.parametrize("memory", ["constant", "prefix"])
+@pytest.mark.parametrize("memory", ["constant", "prefix", "data"])
 @pytest.mark.parametrize("attention", [fused, dense])
 def test_what_feeds_one_block_has_its_layer(attention: Any, memory: str, hoisted: bool) -> None:
     """Keys, values and a scale, computed in their layer or for all layers before the first."""
@@ -237,6 +270,7 @@ def test_what_feeds_one_block_has_its_layer(attention: Any, memory: str, hoisted
         constant = jnp.ones((BATCH, TOKENS, D))
         side = {
             "constant": constant,
+            "data": x[1],  # of the input that the stream is a slice of
             "prefix": jnp.broadcast_to(p["prefix"], constant.shape),
         }[memory]
 

@@ -312,14 +312,13 @@ def test_a_batch_that_the_devices_do_not_divide_is_refused_by_their_number():
     assert "batch 1001 is not a multiple of 8" in ran.err
 
 
-def test_estimate_prints_a_table_and_its_assumptions():
-    ran = policyc("estimate", "--assumptions", "bf16", "--config", "tiny", "--target", "b200")
+def test_estimate_prints_a_table():
+    ran = policyc("estimate", "bf16", "--config", "tiny", "--target", "b200")
     assert ran.code == 0, ran.err
     for words in (
         "quantization",
         "communication",
         "TFLOP/s per device",
-        "Speed-ups are more accurate than times",
     ):
         assert words in ran.out
 

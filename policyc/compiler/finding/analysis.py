@@ -80,7 +80,7 @@ def analyze(
     results = [True] * len(jaxpr.jaxpr.outvars) if differentiated is None else differentiated
     invars = jaxpr.jaxpr.invars
     shapes = {path: shape_of(v) for v, path in zip(invars, parameters, strict=True) if path is not None}
-    shapes |= {w.path: w.shape for w in (frozen or {}).values()}
+    shapes |= {path: w.shape for w in (frozen or {}).values() for path in w.paths}
     infos = [
         UNKNOWN
         if path is None

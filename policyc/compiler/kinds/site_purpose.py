@@ -231,8 +231,8 @@ class _Blocks:
                 indices = site.stack_indices(layer)
                 block = position and Place(position.stack, position.number(indices), position.size)
                 has_own_data = counts[site.parameters] > 1 and self._has_own_data(node)
-                in_branch = node in self._products.branches
-                use = Use(block, (site.k, site.n), in_branch, has_own_data, place.bit, place.ancestors)
+                branches = self._products.branches.get(node, _NO_BRANCHES)
+                use = Use(block, (site.k, site.n), branches, has_own_data, place.bit, place.ancestors)
                 weights.setdefault(site.layer_path(indices), set()).add(use)
         return weights
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -143,40 +142,37 @@ def opaque_indices(plan: Plan) -> Iterator[Diagnostic]:
 
 
 def unknown_layers(plan: Plan) -> Iterator[Diagnostic]:
-    """A warning for the first rule that chooses layers by index, if products of activations have an unknown layer."""
-    sites = [site for site in plan.sites if site.unknown_layer]
-    rules = (rule for rule in plan.policy.rules if any(map(takes_index, rule.selectors)))
-    for rule in itertools.islice(rules, 1 if sites else 0):
-        place = escape_controls(f" ({sites[0].place})" if sites[0].place else "")
-        yield Diagnostic(
-            code="opaque-index",
-            message=f"a product of activations{place} has no layer, so no index matches it: {sites[0].unknown_layer}"
-            f"{count_others(len(sites))}",
-            span=rule.span,
-            severity=Severity.WARNING,
-            help="choose it by its sizes, with '* where not weight and ...'",
-            sites=name_sites(sites),
-        )
-    yield from _constant_networks(plan)
-
-
-def _constant_networks(plan: Plan) -> Iterator[Diagnostic]:
-    """A warning if a rule chooses layers, but another one quantizes products of arrays that the loss closes over."""
-    rule = next(filter(has_index, plan.policy.rules), None)
-    if rule is None:
-        return
-    sites = [site for site in plan.sites if _is_of_constants(site) and _is_quantized(plan, site)]
-    if sites:
-        place = escape_controls(f" ({sites[0].place})" if sites[0].place else "")
-        yield Diagnostic(
-            code="opaque-index",
-            message=f"a product of arrays that the loss closes over{place} has no layer, so no rule for a layer "
-            f"matches it{count_others(len(sites))}",
-            span=rule.span,
-            severity=Severity.WARNING,
-            help="pass the arrays to the loss as an argument, as a model: their layers are then known",
-            sites=name_sites(sites),
-        )
+    """Warnings for the first rule that chooses layers, if GEMMs have no layer by which it could choose them."""
+    indexed = [rule for rule in plan.policy.rules if any(map(takes_index, rule.selectors))]
+    layered = [rule for rule in plan.policy.rules if has_index(rule)]
+    unknown = [site for site in plan.sites if indexed and site.unknown_layer]
+    constant = [s for s in plan.sites if layered and _is_of_constants(s) and _is_quantized(plan, s)]
+    for rules, sites, what, effect, help in (
+        (
+            indexed,
+            unknown,
+            "a product of activations",
+            f"index matches it: {unknown[0].unknown_layer}" if unknown else "",
+            "choose it by its sizes, with '* where not weight and ...'",
+        ),
+        (
+            layered,
+            constant,
+            "a product of arrays that the loss closes over",
+            "rule for a layer matches it",
+            "pass the arrays to the loss as an argument, as a model: their layers are then known",
+        ),
+    ):
+        for site in sites[:1]:
+            place = escape_controls(f" ({site.place})" if site.place else "")
+            yield Diagnostic(
+                code="opaque-index",
+                message=f"{what}{place} has no layer, so no {effect}{count_others(len(sites))}",
+                span=rules[0].span,
+                severity=Severity.WARNING,
+                help=help,
+                sites=name_sites(sites),
+            )
 
 
 def _is_of_constants(site: Site) -> bool:

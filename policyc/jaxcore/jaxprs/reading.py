@@ -19,7 +19,6 @@ import numpy as np
 from jax.core import AbstractValue, ShapedArray
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
-from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, Mesh
 
 from policyc.jaxcore.internals import config, core, sources, tracebacks
@@ -149,12 +148,6 @@ def map_equations(jaxpr: J, change: Callable[[JaxprEqn], JaxprEqn | None]) -> J:
             subs = [(sub, map_equations(sub.jaxpr, change)) for sub in sub_jaxprs(eqn)]
             eqns.append(replace_sub_jaxprs(changed, subs) if subs else changed)
     return replace_equations(jaxpr, eqns)
-
-
-def eliminate_dead_code(jaxpr: AnyJaxpr) -> Jaxpr:
-    """The jaxpr without the equations whose results nothing uses."""
-    opened: Any = open_jaxpr(jaxpr)
-    return partial_eval.dce_jaxpr(opened, [True] * len(opened.outvars), instantiate=True)[0]
 
 
 # ---- equations
