@@ -146,7 +146,10 @@ class BackendTests:
         if self.name != "emulate":
             reference = partial(f, options=replace(options, backends=DEFAULT_OPTIONS.backends))
             emulated = quick_jit(partial(three_products, reference))(x, w, dy)
-            for ours, theirs in zip(results, emulated, strict=True):
+            # Gradients that are rounded by other random bits are compared with the exact ones only.
+            is_random = any(t.rounding != "rne" for t in RECIPES[name].treatments)
+            count = 1 if is_random and backends.load(self.name).has_own_stream else 3
+            for ours, theirs in zip(results[:count], emulated[:count], strict=True):
                 # One result in a thousand may round to bfloat16 in the other direction.
                 rounding = 2**-8 * 1e-3 if ours.dtype == jnp.bfloat16 else 0
                 assert relative_error(ours, theirs) < self.error + rounding
