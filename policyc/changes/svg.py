@@ -12,13 +12,10 @@ from dataclasses import dataclass, field
 from policyc.base.web_page import render_template
 from policyc.changes.data import other_sentence, sentence
 from policyc.changes.model import DiffData, Linear, LinearRange, ProductChange, ProductSide, Stack
+from policyc.language.formats import FORMATS
 from policyc.language.recipes import Gemm
 
-# Colors that are distinct with red-green color blindness (Okabe and Ito), and two grays, as on the page.
-FORMAT_COLORS = {
-    "nvfp4": "#d55e00", "mxfp4": "#e69f00", "mxfp8": "#0072b2", "fp8": "#56b4e9", "fp4": "#f0e442",
-    "bf16": "#c3c9d2", "f32": "#5f6875",
-}  # fmt: skip
+FORMAT_COLORS = {f.name: f.color for f in FORMATS.values() if f.color}
 OTHER_COLOR = "#cc79a7"
 
 _ROW, _GAP = 11, 5  # height of a row, and the space between linears

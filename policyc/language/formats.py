@@ -15,6 +15,7 @@ class Format:
       scale: the type of the block scale; None if there are no block scales.
       tensor_scale: whether there is an fp32 scale for the whole tensor, alone or in addition to the block scales.
       options: the names of the recipe options that the format takes.
+      color: its color in pictures. Okabe and Ito's are distinct with red-green color blindness.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Format:
     scale: str | None = None
     tensor_scale: bool = False
     options: tuple[str, ...] = ()
+    color: str = ""
     summary: str
 
     @property
@@ -41,6 +43,7 @@ FORMATS: dict[str, Format] = {
     for f in (
         Format(
             name="nvfp4",
+            color="#d55e00",
             bits=4,
             element="e2m1",
             block=16,
@@ -51,6 +54,7 @@ FORMATS: dict[str, Format] = {
         ),
         Format(
             name="mxfp4",
+            color="#e69f00",
             bits=4,
             element="e2m1",
             block=32,
@@ -60,6 +64,7 @@ FORMATS: dict[str, Format] = {
         ),
         Format(
             name="mxfp8",
+            color="#0072b2",
             bits=8,
             element="e4m3",
             block=32,
@@ -68,6 +73,7 @@ FORMATS: dict[str, Format] = {
         ),
         Format(
             name="fp8",
+            color="#56b4e9",
             bits=8,
             element="e4m3",
             tensor_scale=True,
@@ -76,14 +82,27 @@ FORMATS: dict[str, Format] = {
         ),
         Format(
             name="fp4",
+            color="#f0e442",
             bits=4,
             element="e2m1",
             tensor_scale=True,
             options=("rht", "rht_size", "sr"),
             summary="E2M1, an fp32 scale per tensor: for ablations of block scales",
         ),
-        Format(name="bf16", bits=16, element="bf16", summary="operands cast to bfloat16, fp32 accumulation"),
-        Format(name="f32", bits=32, element="f32", summary="operands cast to float32, fp32 accumulation"),
+        Format(
+            name="bf16",
+            color="#c3c9d2",
+            bits=16,
+            element="bf16",
+            summary="operands cast to bfloat16, fp32 accumulation",
+        ),
+        Format(
+            name="f32",
+            color="#5f6875",
+            bits=32,
+            element="f32",
+            summary="operands cast to float32, fp32 accumulation",
+        ),
         Format(name="keep", bits=0, element="", summary="the equation exactly as it is"),
     )
 }

@@ -104,6 +104,7 @@ class BackendTests:
     name: str
     runs_as: str
     recipe = "mxfp8"
+    batched_by = ""
     error = SUM_ORDER
     """The largest difference from the emulation, relative to the norm."""
 
@@ -145,7 +146,10 @@ class BackendTests:
         if self.name != "emulate":
             reference = partial(f, options=replace(options, backends=DEFAULT_OPTIONS.backends))
             emulated = quick_jit(partial(three_products, reference))(x, w, dy)
-            for ours, theirs in zip(results, emulated, strict=True):
+            # Gradients that are rounded by other random bits are compared with the exact ones only.
+            is_random = any(t.rounding != "rne" for t in RECIPES[name].treatments)
+            count = 1 if is_random and backends.load(self.name).has_own_stream else 3
+            for ours, theirs in zip(results[:count], emulated[:count], strict=True):
                 # One result in a thousand may round to bfloat16 in the other direction.
                 rounding = 2**-8 * 1e-3 if ours.dtype == jnp.bfloat16 else 0
                 assert relative_error(ours, theirs) < self.error + rounding
@@ -200,16 +204,16 @@ class BackendTests:
 
     def test_a_vmap_around_the_loss(self) -> None:
         """Equations that `vmap` cannot batch are those of another backend, with a warning."""
-        other = backends.load(self.name).batched_by
-        if not other or backends.load(self.name).only_ragged:
-            pytest.skip("vmap batches its equations" if not other else "it runs only ragged groups")
+        assert backends.load(self.name).batched_by == self.batched_by
+        if not self.batched_by or backends.load(self.name).only_ragged:
+            pytest.skip("vmap batches its equations" if not self.batched_by else "it runs only ragged groups")
         f = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=NEAREST)
         options = GemmOptions(backends=(self.name,) * 3)
         x, w = normal(2, 64, 128, dtype=jnp.bfloat16), normal(128, 128, dtype=jnp.bfloat16)
         with pytest.warns(UserWarning, match=f"backend {self.name} cannot run a GEMM under a vmap"):
             jaxpr = jax.make_jaxpr(jax.vmap(partial(f, options=options), (0, None)))(x, w)
         products = [e for e in jaxprs.all_equations(jaxpr) if jaxprs.primitive_name(e) == "scaled_gemm"]
-        assert {e.params["backend"] for e in products} == {other}
+        assert {e.params["backend"] for e in products} == {self.batched_by}
 
     def test_operands_are_treated_as_by_the_emulation(self) -> None:
         """Sites, GEMMs and operands of a step are the same for every backend."""
@@ -240,7 +244,7 @@ class TestTransformerEngine(BackendTests):
     """With substitutes for its kernels, which write the documented layouts."""
 
     name, runs_as = "te", "te_here"
-    recipe = "nearest"
+    recipe, batched_by = "nearest", "xla"
 
     @pytest.fixture(autouse=True)
     def kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,6 +269,7 @@ class TestTransformerEngine(BackendTests):
 
 class TestCudnn(BackendTests):
     name = runs_as = "cudnn"
+    batched_by = "emulate"
 
     def test_elsewhere_it_is_the_emulation(self) -> None:
         """The same program is compiled, and its results have the shapes of the exact gradients."""

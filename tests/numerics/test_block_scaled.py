@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from policyc.jaxcore.primitives.partition import divide, factor_sizes
 from policyc.language.recipes import OPERAND_GROUPS, make_recipe
-from policyc.numerics.backends.block_scaled import Rows, gemm_rule
+from policyc.numerics.backends.xla import Rows, gemm_rule
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
 from policyc.numerics.quantize import Axes, dequantize, quantize
 from tests.support.gemms import normal, quick_jit, three_products

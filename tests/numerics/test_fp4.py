@@ -15,7 +15,6 @@ from policyc.language.recipes import OPERAND_GROUPS, Treatment, make_recipe
 from policyc.numerics.gemm import quantized_dot_general
 from policyc.numerics.quantize import Axes, codes_of, dequantize, make_key, quantize
 from policyc.numerics.quantize.reference.hadamard import Method
-from tests.support import rounding_key_oracle as key_oracle
 from tests.support import rounding_oracle as oracle
 from tests.support.gemms import MATMUL, quick_jit, slow, three_products
 
@@ -85,20 +84,6 @@ def test_a_tensor_with_a_nonfinite_number_is_nan(bad: float) -> None:
     x = tensors()["normal"]
     x[3, 5] = bad
     assert np.isnan(np.asarray(quantizer(NEAREST)(x, 0)[1])).all()
-
-
-# ---- stochastic rounding
-
-
-@pytest.mark.parametrize("axis", [-1, slow(0)])
-def test_stochastic_codes_are_those_of_the_documented_key(axis: int) -> None:
-    """The scale is 8, a power of two: the oracle of the rounding needs no scale. Each element is a block of the key."""
-    x = np.random.default_rng(2).uniform(-6, 6, SHAPE).astype(ml_dtypes.bfloat16).astype(np.float32)
-    x[2, 3] = 6
-    key = key_oracle.tensor_key(key_oracle.make_key(5, 7), key_oracle.magnitude_bits(x / 8))
-    expected = key_oracle.round_up(np.abs(x), key_oracle.random_16(key, SHAPE, axis)) * np.sign(x) / 8
-    axes = Axes(axis=axis - (2 if axis == 0 else 0))
-    np.testing.assert_array_equal(np.asarray(quantizer(STOCHASTIC, axes)(x / 8, 7)[1]), expected)
 
 
 # ---- products

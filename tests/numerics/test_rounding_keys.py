@@ -66,40 +66,34 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float:
 
 # ---- the definition
 
+FP4 = Treatment(format="fp4", element="e2m1", rounding="sr")
+BLOCKS = {SR: 16, MX: 32, FP4: 1}
+
 
 @pytest.mark.any_jax
-@pytest.mark.parametrize("axis", [-1, 0])
-def test_codes_are_those_of_the_documented_key(axis: int) -> None:
-    """The oracle computes key, random bits and rounding. Every scale is 1 here, so it needs no scales."""
-    x = np.random.default_rng(0).uniform(-6, 6, (32, 64)).astype(np.float32)
-    blocks = x.reshape(32, 4, 16) if axis == -1 else x.reshape(2, 16, 64)
-    blocks[(..., 0) if axis == -1 else (slice(None), 0)] = 6
-    maxima = oracle.magnitude_bits(np.abs(blocks).max(-1 if axis == -1 else 1))
-    x[0, 0] = (
-        2688  # the tensor's scale is 1, and the scale of this block 448: its other elements are left out below
-    )
-    maxima.ravel()[0] = oracle.magnitude_bits(x[0, 0])
-    key = oracle.make_key(5, 17, "dgrad.dy")
-    random = oracle.random_16(oracle.tensor_key(key, maxima), x.shape, axis)
-    expected = oracle.round_up(np.abs(x), random) * np.sign(x)
+@pytest.mark.parametrize(
+    ("treatment", "axis"), [(SR, 1), (SR, 0), (MX, 1), (FP4, 1), pytest.param(FP4, 0, marks=pytest.mark.slow)]
+)
+def test_codes_are_those_of_the_documented_key(treatment: Treatment, axis: int) -> None:
+    """The oracle computes key, random bits and rounding. It needs no scales: each is a power of two.
+
+    The maximum of each block is 6. The first block of NVFP4 sets the scale of the tensor to 1, and is left out.
+    """
+    x = np.random.default_rng(0).uniform(-6, 6, (32, 64)).astype(ml_dtypes.bfloat16).astype(np.float32)
+    block = BLOCKS[treatment]
+    np.moveaxis(x, axis, -1)[:, :: max(block, 2)] = 6
+    mask, size = np.ones(x.shape, bool), 8 if treatment == FP4 else 1
+    if treatment == SR:
+        x[0, 0] = 2688
+        mask[:16, :16] = False
+    maxima = np.abs(np.moveaxis(x, axis, -1)).reshape(x.shape[1 - axis], -1, block).max(-1)
+    maxima = np.moveaxis(maxima, -1, axis) / size
+    key = oracle.tensor_key(oracle.make_key(5, 17, "dgrad.dy"), oracle.magnitude_bits(maxima))
+    random = oracle.random_16(key, x.shape, -1 if axis else 0)
+    expected = oracle.round_up(np.abs(x), random) * np.sign(x) / size
     known = make_key(5, 17)
-    actual = np.asarray(dequantize(quantizer(axis - (2 if axis == 0 else 0))(x, known.a, known.b)))
-    mask = np.ones(x.shape, bool)
-    mask[:16, :16] = False
+    actual = np.asarray(dequantize(quantizer(axis - 2, treatment=treatment)(x / size, known.a, known.b)))
     np.testing.assert_array_equal(actual[mask], expected[mask])
-
-
-@pytest.mark.any_jax
-def test_mx_codes_depend_on_the_documented_key() -> None:
-    """Blocks of 32, no outer scale: a block whose maximum is 6 has the scale 1."""
-    x = np.random.default_rng(1).uniform(-6, 6, (16, 64)).astype(np.float32)
-    x[:, ::32] = 6
-    maxima = oracle.magnitude_bits(np.full((16, 2), 6.0))
-    key = oracle.tensor_key(oracle.make_key(5, "wgrad.dy"), maxima)
-    expected = oracle.round_up(np.abs(x), oracle.random_16(key, x.shape, -1)) * np.sign(x)
-    known = make_key(5)
-    actual = dequantize(quantizer(-1, "wgrad.dy", MX)(x, known.a, known.b))
-    np.testing.assert_array_equal(np.asarray(actual), expected)
 
 
 # ---- freshness

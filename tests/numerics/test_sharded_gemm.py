@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from policyc.jaxcore.primitives.define_primitive import LoweringContext
 from policyc.language.recipes import Treatment
 from policyc.numerics.backends import emulate
-from policyc.numerics.backends.sharded_gemm import multiply_sharded
+from policyc.numerics.backends.emulate import multiply_sharded
 from policyc.numerics.gemm import quantized_dot_general
 from policyc.numerics.quantize import Axes, Quantized, quantize
 from policyc.numerics.quantize.reference.values import decode_values

@@ -29,10 +29,10 @@ from policyc.jaxcore.primitives.define_primitive import LoweringContext
 from policyc.language.recipes import Treatment
 from policyc.numerics import backends, primitives
 from policyc.numerics.backends import te, te_calls, te_one_pass, te_quantize
-from policyc.numerics.backends.choice import Machine
 from policyc.numerics.backends.selftest_record import ONE_PASS, write_record
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
 from policyc.numerics.quantize import Axes, Request, make_key
+from tests.numerics.test_backends import SUM_ORDER, VENDOR, arguments, loss
 from tests.support import te_kernels
 from tests.support.gemms import (
     RECIPES,
@@ -46,40 +46,17 @@ from tests.support.jaxpr_tools import without_dead_code
 
 pytestmark = pytest.mark.any_jax
 
-VENDOR = "* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)"
-BLACKWELL = Machine("gb200", frozenset({"nvfp4", "mxfp8", "fp8"}))
 HERE = ("te_here", "te_here", "te_here")
 CUDA = LoweringContext(platform="cuda", single_device=True)
-SUM_ORDER = 1e-6
-"""The effect of the order of fp32 sums of at most 256 products, relative to the norm."""
 
 
 # ---- programs
 
 
-def loss(p: Any, x: Any) -> Any:
-    with jax.named_scope("up"):
-        h = jax.nn.relu(x @ p["up"])
-    with jax.named_scope("down"):
-        y = h @ p["down"]
-    with jax.named_scope("narrow"):
-        z = y @ p["narrow"]
-    return jnp.sum(z.astype(jnp.float32) ** 2)
-
-
-def arguments(dtype: Any = jnp.bfloat16) -> Any:
-    shapes = {"up": (128, 256), "down": (256, 128), "narrow": (128, 48)}
-    p = {name: normal(*shape, seed=i, dtype=dtype) / 8 for i, (name, shape) in enumerate(shapes.items())}
-    return p, normal(2, 64, 128, seed=9, dtype=dtype)
-
-
-def apply(backend: str, **execution: Any) -> Any:
-    return policyc.apply(VENDOR, loss, backend=backend, target="gb200", **execution)
-
-
 def test_an_operand_is_quantized_once_for_two_gemms() -> None:
     """One equation for x, one for the weight and one for dy, if the same backend runs both GEMMs that read them."""
-    jaxpr = jax.make_jaxpr(jax.grad(apply("te"), argnums=(0, 1)))(*arguments())
+    f = policyc.apply(VENDOR, loss, backend="te", target="gb200")
+    jaxpr = jax.make_jaxpr(jax.grad(f, argnums=(0, 1)))(*arguments())
     quantizers = [e for e in jaxpr.jaxpr.eqns if e.primitive.name == "nvfp4_quantize"]
     assert collections.Counter(len(e.params["specs"]) for e in quantizers) == {2: 5, 1: 3 + 2}
 

@@ -50,6 +50,17 @@ def test_one_quantizer_serves_all_gemms_of_an_fp8_array(shape: str, backend: str
     assert str(jaxpr).count("fp8_quantize[") == 3
 
 
+def test_one_quantizer_writes_fp8_rows_for_both_gemms() -> None:
+    """Of x, of the weight and of dy, each of which has other codes in its other GEMM."""
+    f = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=RECIPES["fp8 row"])
+    x, w, dy = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((128, 256), (256, 128), (128, 128)))
+    for backend, specs in (("xla", [2] * 3), ("emulate", [1] * 6)):
+        options = GemmOptions(backends=(backend,) * 3)
+        jaxpr = jax.make_jaxpr(partial(three_products, partial(f, options=options)))(x, w, dy)
+        equations = [e for e in jaxprs.all_equations(jaxpr) if jaxprs.primitive_name(e) == "fp8_quantize"]
+        assert [len(e.params["specs"]) for e in equations] == specs
+
+
 @pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("x_size", "w_size"),

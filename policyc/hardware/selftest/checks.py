@@ -12,6 +12,7 @@ import jax
 
 from policyc.hardware.selftest import products, quantizers
 from policyc.hardware.selftest.subject import CheckFunction, Subject
+from policyc.language.formats import FORMATS
 from policyc.language.recipes import make_recipe
 from policyc.numerics import backends
 from policyc.numerics.backends import te_one_pass
@@ -77,7 +78,7 @@ CHECKS = (
         name="rounding",
         title="stochastic rounding is unbiased and fresh",
         run=quantizers.check_rounding,
-        formats=("nvfp4", "mxfp4", "fp4"),
+        formats=tuple(name for name in quantizers.RECIPES if "sr" in FORMATS[name].options),
         remedy="sr=none in the recipe",
     ),
     Check(

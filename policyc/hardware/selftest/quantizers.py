@@ -20,13 +20,14 @@ from policyc.hardware.selftest.subject import (
     reference_device,
     run_on,
 )
+from policyc.language.formats import FORMATS
 from policyc.language.recipes import OPERANDS, Gemm, Role, Treatment
 from policyc.language.treatments import describe_options
 from policyc.numerics import primitives
 from policyc.numerics.quantize import Axes, Key, Quantized, Request, codes_of, dequantize, make_key, quantize
 from policyc.numerics.quantize.reference.hadamard import rotate
 
-RECIPES: dict[str, tuple[str, ...]] = {
+RECIPES: dict[str, tuple[str, ...]] = {f.name: (f.name,) for f in FORMATS.values() if f.is_quantized} | {
     "nvfp4": (
         "nvfp4(rht=wgrad, sr=grad, scale2d=weights)",
         "nvfp4(outer=row)",
@@ -35,8 +36,6 @@ RECIPES: dict[str, tuple[str, ...]] = {
         "nvfp4(rounding=ms_eden)",
     ),
     "mxfp4": ("mxfp4(sr=grad)",),
-    "mxfp8": ("mxfp8",),
-    "fp8": ("fp8",),
     "fp4": ("fp4(sr=grad)",),
 }
 """Recipes whose treatments are compared. A quick test takes the first of each format."""

@@ -22,9 +22,8 @@ from jax import lax
 from policyc.jaxcore.primitives.define_primitive import LoweringContext
 from policyc.jaxcore.primitives.partition import Dims, PartitionRule, ShardIndex, partition
 from policyc.numerics.backends.backend import GemmQuery, Obstacle
-from policyc.numerics.backends.block_scaled import Rows, row_scales
 from policyc.numerics.backends.emulate import Emulation
-from policyc.numerics.backends.xla import as_rows
+from policyc.numerics.backends.xla import Rows, as_rows, row_scales
 from policyc.numerics.groups import align_groups, pad_sizes, restore_groups
 from policyc.numerics.quantize.reference.layout import Operand, Quantized
 from policyc.numerics.quantize.reference.values import apply_outer_scale

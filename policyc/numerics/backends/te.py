@@ -23,11 +23,10 @@ from jax import lax
 from policyc.jaxcore.primitives.define_primitive import LoweringContext
 from policyc.jaxcore.primitives.partition import Dim, Dims, PartitionRule, ShardIndex, partition
 from policyc.language.recipes import Gemm, Recipe, Role, Treatment
-from policyc.numerics.backends import te_calls, te_quantize, xla
+from policyc.numerics.backends import te_calls, te_quantize
 from policyc.numerics.backends.backend import GemmQuery, Obstacle
-from policyc.numerics.backends.block_scaled import as_values
 from policyc.numerics.backends.emulate import Emulation, quantize_alone
-from policyc.numerics.backends.te_matrix import (
+from policyc.numerics.backends.te_quantize import (
     ROTATED_FEATURES,
     ROTATED_TOKENS,
     array_dims,
@@ -36,6 +35,7 @@ from policyc.numerics.backends.te_matrix import (
     select_own_scales,
     undivided_factors,
 )
+from policyc.numerics.backends.xla import as_rows, as_values
 from policyc.numerics.dimensions import DimensionNumbers, free_dims
 from policyc.numerics.quantize import Request
 from policyc.numerics.quantize.kernels.kernel_tiles import BLOCK
@@ -232,7 +232,7 @@ def _as_matrix(
     tile_size = 0 if layout.tile_axis is None else codes.shape[layout.tile_axis]
     layout = replace(layout, size=2 * codes.shape[layout.axis], tile_size=tile_size)
     shard = Quantized(codes=codes, scales=scales, amax=None, layout=layout)
-    rows, free = xla.as_rows(shard, contract, ())
+    rows, free = as_rows(shard, contract, ())
     values, row_scales = as_values(rows, layout.format)
     return te_calls.QuantizedMatrix(values[0], row_scales[0]), free
 

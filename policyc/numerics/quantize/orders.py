@@ -80,10 +80,10 @@ def quantize_orders(
         statistics = kernels.statistics(
             x, [_measured_order(o, r) for o, r in zip(orders, requests, strict=True)]
         )
-    offset = ShardOffset.whole(x.shape)
     if shard is not None:
-        statistics, offset = shard.reduce(statistics), shard.offset(x.shape)
+        statistics = shard.reduce(statistics)
     scales = [order_scales(s, r) for s, r in zip(statistics, requests, strict=True)]
+    offset = ShardOffset.whole(x.shape) if shard is None else shard.offset(x.shape)
     arrays = kernels.codes(x, orders, scales, offset)
     return [_as_quantized(x.shape, r, s, a) for r, s, a in zip(requests, scales, arrays, strict=True)]
 

@@ -23,7 +23,6 @@ from policyc.numerics.targets import Target
 _SINGLE_DEVICE = MeshShape()
 _BF16, _FP8 = make_recipe("bf16"), make_recipe("fp8")
 _PRICED: Backends = (PRICED, PRICED, PRICED)
-_FALLBACK: Backends = (load(PRICED).fallback,) * 3
 SlowGroups = dict[Site, tuple[float, LayerGroup]]
 """For each slow site: its time as a multiple of the time with another recipe, and the layers with that time."""
 
@@ -109,13 +108,14 @@ def slower_than_fp8(context: Context) -> Iterable[Diagnostic]:
         return
     execution = ExecutionOptions(backend=PRICED, target=target)
     plan = make_plan(context.policy, context.program_plan.sites, execution)
+    other: Backends = (load(PRICED).fallback,) * 3
 
     def ratio_to_fp8(group: LayerGroup, recipe: Recipe, readers: ReaderCounts) -> float:
         """Returns 0 for a site that is not in 4 bits or that is emulated."""
         if all(t.bits != 4 for t in recipe.treatments) or any(b and load(b).emulates for b in group.backends):
             return 0
         seconds = _layer_seconds(group, recipe, group.backends, target, readers)
-        return seconds / _layer_seconds(group, _FP8, _FALLBACK, target, readers)
+        return seconds / _layer_seconds(group, _FP8, other, target, readers)
 
     readers = count_readers(plan)
     for rule, slow in _find_slow(plan, ratio_to_fp8):
@@ -123,7 +123,7 @@ def slower_than_fp8(context: Context) -> Iterable[Diagnostic]:
         assert slowest.recipe is not None
         backend = next(b for b in slowest.backends if b)
         if backend == PRICED:
-            on_other = ratio_to_fp8(replace(slowest, backends=_FALLBACK), slowest.recipe, readers)
-            backend += f" ({on_other:.1f} with {_FALLBACK[0]})"
+            on_other = ratio_to_fp8(replace(slowest, backends=other), slowest.recipe, readers)
+            backend += f" ({on_other:.1f} with {other[0]})"
         help = suggest_recipe(plan, rule, tuple(slow), "fp8")
         yield _report(context, rule, slow, f"in fp8 on {target.name} with backend {backend}", help)
