@@ -219,9 +219,9 @@ class _Blocks:
         unknown = {stack: why or doubts.get(stack, "") for stack, why in unknown.items()}
         self.of_site = dict(self._site_blocks(unknown))
 
-    def _uses(self, read: Sequence[Product]) -> dict[DottedPath, set[Use]]:
-        """The uses of each weight, by its path with the index of its layer."""
-        weights: dict[DottedPath, set[Use]] = {}
+    def _uses(self, read: Sequence[Product]) -> set[Use]:
+        """The products with a weight, in each layer."""
+        uses: set[Use] = set()
         counts = Counter(self._products.sites[product.node].parameters for product in read)
         for node, place in ((product.node, product.place) for product in read):
             site, position = self._products.sites[node], self.positions.get(node)
@@ -229,12 +229,17 @@ class _Blocks:
                 continue
             for layer in site.layers() if site.parameters else ():
                 indices = site.stack_indices(layer)
-                block = position and Place(position.stack, position.number(indices), position.size)
-                has_own_data = counts[site.parameters] > 1 and self._has_own_data(node)
-                branches = self._products.branches.get(node, _NO_BRANCHES)
-                use = Use(block, (site.k, site.n), branches, has_own_data, place.bit, place.ancestors)
-                weights.setdefault(site.layer_path(indices), set()).add(use)
-        return weights
+                use = Use(
+                    weight=site.layer_path(indices),
+                    block=position and Place(position.stack, position.number(indices), position.size),
+                    form=(site.k, site.n),
+                    branches=self._products.branches.get(node, _NO_BRANCHES),
+                    has_own_data=counts[site.parameters] > 1 and self._has_own_data(node),
+                    bit=place.bit,
+                    ancestors=place.ancestors,
+                )
+                uses.add(use)
+        return uses
 
     def _has_own_data(self, node: int) -> bool:
         """Whether a product reads an input of the loss, or the result of a product that is not in its stack."""
