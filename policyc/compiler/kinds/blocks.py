@@ -16,7 +16,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from policyc.compiler.kinds.block_bounds import LEVELS, Bounds
+from policyc.compiler.kinds.block_bounds import Bounds
 from policyc.compiler.kinds.flow import Flow
 from policyc.compiler.kinds.networks import Place
 from policyc.compiler.matching.site_masks import union
@@ -56,8 +56,8 @@ class Product(NamedTuple):
       branches: the branches of the residual stream that it is in.
       in_branch: whether it is in a branch, or part of an attention in one.
       parameter: the names of its parameter, or of its modules if it has none.
-      indices: two numbers that identify the names up to the innermost and up to the outermost index, in `parameter` or
-        else in its modules; None if neither has an index.
+      index: a number that identifies the names up to the outermost index, in `parameter` or else in its modules; None
+        if neither has an index.
       width: the size of its contracting dimensions.
       place: where it is among the others.
     """
@@ -69,7 +69,7 @@ class Product(NamedTuple):
     branches: AbstractSet[int]
     in_branch: bool
     parameter: Hashable
-    indices: tuple[int, int] | None
+    index: int | None
     width: int
     place: Place
 
@@ -166,27 +166,28 @@ class _Finder:
 
     # ---- repetition
 
-    def _segments(self, items: list[_Item], *, in_loop: bool, level: int = 0) -> list[_Layers]:
+    def _segments(self, items: list[_Item], *, in_loop: bool, by_index: bool | None = True) -> list[_Layers]:
         """The stacks in a sequence of items. Items that are in no block become a stack without blocks.
 
-        Items that do not repeat at one of `LEVELS` are tried at the next one.
+        Items that do not repeat as their indices do are tried without indices.
         """
         if not items:
             return []
-        if level == len(LEVELS):
+        if by_index is None:
             return self._leftover(items, in_loop)
+        then = False if by_index else None
         numbers: dict[Hashable, int] = {}
         keys = [numbers.setdefault(item.key, len(numbers)) for item in items]
         following: dict[int, list[int]] = {}
         for position, key in enumerate(keys):
             following.setdefault(key, []).append(position)
-        bounds = _bounds(items, LEVELS[level])
+        bounds = _bounds(items, by_index)
         found: list[_Layers] = []
         rest: list[_Item] = []
         position = 0
         while position < len(items):
             if items[position].is_loop:
-                found += self._segments(rest, in_loop=in_loop, level=level + 1)
+                found += self._segments(rest, in_loop=in_loop, by_index=then)
                 found.append(_Layers([[items[position]]]))
                 rest, position = [], position + 1
                 continue
@@ -195,13 +196,13 @@ class _Finder:
                 rest.append(items[position])
                 position += 1
                 continue
-            found += self._segments(rest, in_loop=in_loop, level=level + 1)
+            found += self._segments(rest, in_loop=in_loop, by_index=then)
             rest = []
             end = position + period * count
             bodies = [items[start : start + period] for start in range(position, end, period)]
             found.append(_Layers([block for body in bodies for block in _divide(body)]))
             position = end
-        return [*found, *self._segments(rest, in_loop=in_loop, level=level + 1)]
+        return [*found, *self._segments(rest, in_loop=in_loop, by_index=then)]
 
     def _best_period(
         self,
@@ -289,10 +290,7 @@ class _Finder:
 
     def _is_indexed(self, body: list[_Item], next_body: list[_Item]) -> bool:
         """Whether two bodies have different indices, in a network that is itself the only branch: `x + network(x)`."""
-        one, other = (
-            {p.indices and p.indices[1] for item in items for p in item.products}
-            for items in (body, next_body)
-        )
+        one, other = ({p.index for item in items for p in item.products} for items in (body, next_body))
         is_scanned = bool(body[0].products[0].loops)
         return len(self._branch_sizes) == 1 and not is_scanned and None not in one and one.isdisjoint(other)
 
@@ -427,25 +425,24 @@ def _divide(body: list[_Item]) -> list[list[_Item]]:
     return blocks
 
 
-def _bounds(items: Sequence[_Item], level: int | None) -> Bounds:
+def _bounds(items: Sequence[_Item], by_index: bool) -> Bounds:
     firsts: dict[int, int] = {}
     lasts: dict[int, int] = {}
-    paths, indices = [], []
+    paths: list[Hashable] = []
+    indices: list[int | None] = []
     for position, item in enumerate(items):
         for product in item.products:
             for branch in product.branches:
                 firsts.setdefault(branch, position)
                 lasts[branch] = position
         paths.append(item.products[0].parameter)
-        indices.append(item.products[0].indices)
-    return Bounds([(first, lasts[branch]) for branch, first in firsts.items()], paths, indices, level)
+        indices.append(item.products[0].index if by_index else None)
+    return Bounds([(first, lasts[branch]) for branch, first in firsts.items()], paths, indices)
 
 
 def _common(keys: list[int], one: int, other: int) -> int:
     """How many consecutive keys from two positions on are equal. `other` is the later position."""
-    low, high = 0, len(keys) - other
-    while low < high:
-        middle = (low + high + 1) // 2
-        equal = keys[one + low : one + middle] == keys[other + low : other + middle]
-        low, high = (middle, high) if equal else (low, middle - 1)
-    return low
+    return next(
+        (n for n, (a, b) in enumerate(zip(keys[one:], keys[other:], strict=False)) if a != b),
+        len(keys) - other,
+    )

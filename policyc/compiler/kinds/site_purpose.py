@@ -200,7 +200,6 @@ class _Blocks:
             if stack.address in products.sequential
         }
         self._index_numbers: dict[DottedPath, int] = {}
-        self._indices: dict[DottedPath, tuple[int, int] | None] = {}
         read = self._read()
         self.positions = find_blocks(products.flow, read, self._lengths, self._continues)
         stacks: dict[tuple[int, int], list[Site]] = {}
@@ -287,33 +286,20 @@ class _Blocks:
             has_memory = mixer in self._memories
             batch, n = (1, site.batch * site.n) if node in products.weighted else (site.batch, site.n)
             key = (kind, site.weight is None, batch, site.m, n, k, nonlinear, has_memory)
-            parameter, indices = self._names(site)
-            read.append(
-                Product(node, key, mixer, loops, branches, in_branch, parameter, indices, k, places[node])
-            )
+            name, index = self._name(site)
+            read.append(Product(node, key, mixer, loops, branches, in_branch, name, index, k, places[node]))
         return read
 
-    def _names(self, site: Site) -> tuple[DottedPath, tuple[int, int] | None]:
-        """The fields `parameter` and `indices` of the site's `Product`."""
+    def _name(self, site: Site) -> tuple[DottedPath, int | None]:
+        """The fields `parameter` and `index` of the site's `Product`."""
         scope = site.scope.path
         name = site.parameters[0].path if site.parameters else scope
         for path in (name, scope):
-            # The products of one module have the same indices.
-            module = path[:-1] if path and path[-1].index is None else path
-            if module not in self._indices:
-                self._indices[module] = self._number(module)
-            if (indices := self._indices[module]) is not None:
-                return name, indices
+            # The products of one module have the same index.
+            end = next((n for n, segment in enumerate(path, 1) if segment.index is not None), None)
+            if end is not None:
+                return name, self._index_numbers.setdefault(path[:end], len(self._index_numbers))
         return name, None
-
-    def _number(self, path: DottedPath) -> tuple[int, int] | None:
-        """Two numbers that identify the path up to its innermost and its outermost index; None without an index."""
-        numbers = self._index_numbers
-        indexed = [position for position, segment in enumerate(path, 1) if segment.index is not None]
-        if not indexed:
-            return None
-        inner = numbers.setdefault(path[: indexed[-1]], len(numbers))
-        return inner, numbers.setdefault(path[: indexed[0]], len(numbers))
 
     def _continues(self, last: int, block: Sequence[int]) -> bool:
         """Whether a block, or the loop over layers around it, starts from the result of the product `last`.
