@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import networkx as nx
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
@@ -36,16 +35,6 @@ def build_graph(diff: DiffData) -> nx.DiGraph[int]:
     builder.add_jaxpr(root, diff.matched.loss)
     builder.count_changes(root)
     return builder.graph
-
-
-_GRAPHS: WeakKeyDictionary[DiffData, nx.DiGraph[int]] = WeakKeyDictionary()
-
-
-def graph_of(diff: DiffData) -> nx.DiGraph[int]:
-    """The graph of a diff, built once and shared by all outputs. They must not change it."""
-    if diff not in _GRAPHS:
-        _GRAPHS[diff] = build_graph(diff)
-    return _GRAPHS[diff]
 
 
 # ---- nodes
@@ -119,8 +108,6 @@ class _GraphBuilder:
     def add_jaxpr(self, parent: int, matched: MatchedJaxpr) -> None:
         """Adds the equations of a jaxpr in their name scopes."""
         names = _Names()
-        for old, new in matched.inputs:
-            names.same(old, new)
         self.add_children(parent, self.nest(matched.matches), names)
         self._add_data_edges(names)
 

@@ -78,13 +78,11 @@ class MatchedJaxpr:
 
     Attributes:
       iterations: for the body of a scan, the iterations that the matches are about.
-      inputs: pairs of variables, before and after, that are the same input.
     """
 
     label: str
     matches: tuple[Match, ...]
     iterations: IterationRange | None = None
-    inputs: tuple[tuple[Var, Var], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

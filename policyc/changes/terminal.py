@@ -14,7 +14,7 @@ import networkx as nx
 
 from policyc.base.text import as_ranges, count_noun, escape_controls, format_ranges
 from policyc.changes.data import summary
-from policyc.changes.graph import children_of, graph_of
+from policyc.changes.graph import build_graph, children_of
 from policyc.changes.model import DiffData, Linear, LinearRange, ProductChange
 from policyc.language.diagnostics import Paint, plain
 from policyc.language.recipes import Gemm
@@ -85,7 +85,7 @@ class EquationLines:
 
     def __init__(self, diff: DiffData, paint: Paint = plain, width: int = WIDTH) -> None:
         self._diff, self._paint, self._width = diff, paint, width
-        self._graph: nx.DiGraph[int] = graph_of(diff)
+        self._graph: nx.DiGraph[int] = build_graph(diff)
 
     def lines(self) -> Iterator[str]:
         """Yields the lines. Consecutive unchanged equations become one line with their number."""

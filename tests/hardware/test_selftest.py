@@ -121,7 +121,11 @@ def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("check", "format"), sorted({(check, format) for check, format, *_ in FAULTS.values()})
+    ("check", "format"),
+    [
+        pytest.param(check, format, marks=[pytest.mark.slow] * (check in ("nan", "rounding")))
+        for check, format in sorted({(check, format) for check, format, *_ in FAULTS.values()})
+    ],
 )
 def test_nothing_is_found_where_nothing_is_wrong(
     check: str, format: str, monkeypatch: pytest.MonkeyPatch
