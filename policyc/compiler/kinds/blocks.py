@@ -4,6 +4,9 @@ Each network (see `networks`) counts its own blocks. In a loop over layers, a bl
 an unrolled program, blocks are consecutive equal bodies, each of which reads the one before. A part of a branch of the
 residual stream is not a block, even if it is repeated. A body that is not repeated is a block if it is a branch. Stacks
 that continue each other on a stream of the same width count as one.
+
+If that leaves several possibilities, for example because all matrices have the same shape, the outermost indices in the
+names of modules and parameters decide: the products of `layers[3]` are in one block.
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from policyc.compiler.kinds.block_bounds import Bounds
 from policyc.compiler.kinds.flow import Flow
 from policyc.compiler.kinds.networks import Place
 from policyc.compiler.sites.site_masks import union
@@ -181,7 +183,7 @@ class _Finder:
         following: dict[int, list[int]] = {}
         for position, key in enumerate(keys):
             following.setdefault(key, []).append(position)
-        bounds = _bounds(items, by_index)
+        bounds = _Bounds(items, by_index)
         found: list[_Layers] = []
         rest: list[_Item] = []
         position = 0
@@ -209,7 +211,7 @@ class _Finder:
         items: list[_Item],
         keys: list[int],
         following: dict[int, list[int]],
-        bounds: Bounds,
+        bounds: _Bounds,
         position: int,
     ) -> tuple[int, int]:
         """The period that covers most items from `position` on by repetition, and its number of repetitions."""
@@ -425,19 +427,61 @@ def _divide(body: list[_Item]) -> list[list[_Item]]:
     return blocks
 
 
-def _bounds(items: Sequence[_Item], by_index: bool) -> Bounds:
-    firsts: dict[int, int] = {}
-    lasts: dict[int, int] = {}
-    paths: list[Hashable] = []
-    indices: list[int | None] = []
-    for position, item in enumerate(items):
-        for product in item.products:
-            for branch in product.branches:
+class _Bounds:
+    """Where a block may begin and end in an unrolled program: not inside a branch, and perhaps where indices change."""
+
+    def __init__(self, items: Sequence[_Item], by_index: bool) -> None:
+        firsts: dict[int, int] = {}
+        lasts: dict[int, int] = {}
+        for position, item in enumerate(items):
+            for branch in (branch for product in item.products for branch in product.branches):
                 firsts.setdefault(branch, position)
                 lasts[branch] = position
-        paths.append(item.products[0].parameter)
-        indices.append(item.products[0].index if by_index else None)
-    return Bounds([(first, lasts[branch]) for branch, first in firsts.items()], paths, indices)
+        self._crossing: dict[int, list[tuple[int, int]]] = {}
+        """For each position where a bound would divide branches: the first and last positions of these branches."""
+        for branch, first in firsts.items():
+            for bound in range(first + 1, lasts[branch] + 1):
+                self._crossing.setdefault(bound, []).append((first, lasts[branch]))
+        self._paths = [item.products[0].parameter for item in items]
+        self._indices = [item.products[0].index if by_index else None for item in items]
+        self._previous: list[int | None] = []
+        """For each product: the position of the previous one with the same index."""
+        positions: dict[int, int] = {}
+        for position, index in enumerate(self._indices):
+            self._previous.append(None if index is None else positions.get(index))
+            if index is not None:
+                positions[index] = position
+
+    def count(self, start: int, period: int, count: int) -> int:
+        """How many of the `count` consecutive bodies of `period` products from `start` on can be blocks."""
+        other = start + period
+        previous = self._previous[other]
+        if previous is not None and previous >= start and self._paths[other] != self._paths[start]:
+            # A shortcut: the second body has an index of the first body, but is not the same layer again.
+            return 0
+        count = self._count_between_branches(start, period, count)
+        seen: dict[int, Sequence[Hashable]] = {}
+        for number in range(count):
+            begin, end = start + number * period, start + (number + 1) * period
+            # Each body must have different indices at the same places, unless it is the same layer again.
+            paths, indices = self._paths[begin:end], self._indices[begin:end]
+            firsts = self._indices[start : start + period]
+            if any((a is None) != (b is None) for a, b in zip(firsts, indices, strict=True)):
+                return number
+            if any(i is not None and seen.setdefault(i, paths) != paths for i in indices):
+                return number
+        return count
+
+    def _count_between_branches(self, start: int, period: int, count: int) -> int:
+        """How many of the bodies begin and end outside branches. A branch may contain all of them."""
+        limit = len(self._paths)
+        for number in range(count + 1 if self._crossing else 0):
+            bound = start + number * period
+            for low, high in self._crossing.get(bound, ()):
+                limit = min(limit, high + 1 if low <= start else start)
+            if bound > limit:
+                return number - 1
+        return count
 
 
 def _common(keys: list[int], one: int, other: int) -> int:
