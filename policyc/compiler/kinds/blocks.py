@@ -58,7 +58,7 @@ class Product(NamedTuple):
       branches: the branches of the residual stream that it is in.
       in_branch: whether it is in a branch, or part of an attention in one.
       parameter: the names of its parameter, or of its modules if it has none.
-      index: a number that identifies the names up to the outermost index, in `parameter` or else in its modules; None
+      module: a number for the names up to the outermost index, in `parameter` or else in its modules; None
         if neither has an index.
       width: the size of its contracting dimensions.
       place: where it is among the others.
@@ -71,7 +71,7 @@ class Product(NamedTuple):
     branches: AbstractSet[int]
     in_branch: bool
     parameter: Hashable
-    index: int | None
+    module: int | None
     width: int
     place: Place
 
@@ -292,7 +292,7 @@ class _Finder:
 
     def _is_indexed(self, body: list[_Item], next_body: list[_Item]) -> bool:
         """Whether two bodies have different indices, in a network that is itself the only branch: `x + network(x)`."""
-        one, other = ({p.index for item in items for p in item.products} for items in (body, next_body))
+        one, other = ({p.module for item in items for p in item.products} for items in (body, next_body))
         is_scanned = bool(body[0].products[0].loops)
         return len(self._branch_sizes) == 1 and not is_scanned and None not in one and one.isdisjoint(other)
 
@@ -443,7 +443,7 @@ class _Bounds:
             for bound in range(first + 1, lasts[branch] + 1):
                 self._crossing.setdefault(bound, []).append((first, lasts[branch]))
         self._paths = [item.products[0].parameter for item in items]
-        self._indices = [item.products[0].index if by_index else None for item in items]
+        self._indices = [item.products[0].module if by_index else None for item in items]
         self._previous: list[int | None] = []
         """For each product: the position of the previous one with the same index."""
         positions: dict[int, int] = {}
