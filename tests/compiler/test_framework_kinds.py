@@ -172,10 +172,11 @@ LLAMA_KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("changes", [{}, {"loss_chunks": 4}, {"remat": "full"}, {"experts": 4}], ids=str)
-@pytest.mark.parametrize("scan", [True, False])
-def test_the_bundled_llama(scan: bool, changes: dict[str, Any]) -> None:
-    config = ModelConfig(layers=3, scan=scan, **changes)
+@pytest.mark.parametrize(
+    "changes", [{"loss_chunks": 4, "scan": False}, {"remat": "full"}, {"experts": 4}], ids=str
+)
+def test_the_bundled_llama(changes: dict[str, Any]) -> None:
+    config = ModelConfig(layers=3, **changes)
     params = jax.eval_shape(lambda: model.init_params(jax.random.key(0), config))
     batch = {name: jax.ShapeDtypeStruct((2, 16), jnp.int32) for name in ("tokens", "targets", "mask")}
     sites = find_sites(lambda p, b: model.loss(p, b, config)[0], params, batch)

@@ -184,14 +184,15 @@ def test_indices_of_scopes_tell_blocks_too() -> None:
     assert blocks_of(loss, params) == [(0,), (0,), (1,), (1,), (2,), (2,), (3,), (3,)]
 
 
-def test_an_inner_index_tells_blocks_if_the_outer_one_is_about_something_else() -> None:
+def test_no_index_tells_the_blocks_of_a_list_in_a_list() -> None:
+    """The layers of a stage are equal, and no residual stream shows what they are parts of."""
     params = {"stages": [{"layers": [{"a": SQUARE, "b": SQUARE}] * 2}] * 2}
 
     def loss(p: Any, x: Any) -> Any:
         layers = (layer for stage in p["stages"] for layer in stage["layers"])
         return chain(x, (w for layer in layers for w in (layer["a"], layer["b"])))
 
-    assert blocks_of(loss, params) == [(0,), (0,), (1,), (1,), (2,), (2,), (3,), (3,)]
+    assert blocks_of(loss, params) == [(-1,)] * 8
 
 
 def test_a_layer_that_is_used_again_is_another_block() -> None:

@@ -140,7 +140,7 @@ def check_rules(program: Program, reason: str) -> None:
 
 
 @pytest.mark.any_jax
-@pytest.mark.parametrize("seed", range(8))  # seeds 0 to 399 were tried: 0 wrong, 0 lost
+@pytest.mark.parametrize("seed", range(4))  # seeds 0 to 399 were tried: 0 wrong, 0 lost
 def test_a_rule_for_a_layer_of_a_random_program_decides_about_the_gemms_that_read_it(seed):
     name, program = combine(seed)
     verdicts, messages = classify(program)

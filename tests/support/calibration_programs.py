@@ -27,7 +27,8 @@ DATA = np.ones((B, T, D), np.float32)
 SQUARE, UP, DOWN = weight(D, D), weight(D, F), weight(F, D)
 MLP = {"m1": UP, "m2": DOWN}
 QKV = {"a1": SQUARE, "a2": SQUARE, "a3": SQUARE}
-BLOCK = {**QKV, "a4": SQUARE, **MLP}
+ATTENTION = {**QKV, "a4": SQUARE}
+BLOCK = {**ATTENTION, **MLP}
 ENDS = {"t": weight(V, D), "h": weight(D, V)}
 
 PROGRAMS: dict[str, tuple[Callable[..., Any], Any]] = {}
@@ -244,22 +245,13 @@ def merged_lora_with_closed_over_first_factors(p: Any) -> Any:
 # ---- weights that a network computes
 
 
-@language_model(
-    {
-        **{n: BLOCK[n] for n in ("a1", "a2", "a3", "a4")},
-        "z": weight(1, 5),
-        "n1": weight(5, D * F),
-        "n2": weight(5, F * D),
-    }
-)
+@language_model({**ATTENTION, "z": weight(1, 5), "n1": weight(5, D * F), "n2": weight(5, F * D)})
 def hypernetwork_of_an_embedding(p: Any) -> Any:
     up, down = (p["z"] @ p["n1"]).reshape(D, F), jnp.tanh(p["z"] @ p["n2"]).reshape(F, D)
     return attention(p), lambda h: dot("m", "btf,fd->btd", jax.nn.relu(dot("m", "btd,df->btf", h, up)), down)
 
 
-@language_model(
-    {**{n: BLOCK[n] for n in ("a1", "a2", "a3", "a4")}, "n1": weight(D, D * F), "n2": weight(D, F * D)}
-)
+@language_model({**ATTENTION, "n1": weight(D, D * F), "n2": weight(D, F * D)})
 def hypernetwork_of_the_sequence(p: Any) -> Any:
     def run(h: Any) -> Any:
         z = h.mean(1)
@@ -301,7 +293,7 @@ def outer_products_of_each_token(p: Any) -> Any:
 
 # ---- elementwise states
 
-RWKV = {**QKV, "a4": SQUARE, "u": weight(D), "d": weight(D), "m1": UP, "m2": DOWN, "m3": SQUARE}
+RWKV = {**ATTENTION, "u": weight(D), "d": weight(D), "m1": UP, "m2": DOWN, "m3": SQUARE}
 
 
 def shifted(h: Any) -> Any:
@@ -406,7 +398,7 @@ def average_of_the_past(p: Any) -> Any:
     return run, mlp(p)
 
 
-@language_model({"a1": SQUARE, "a2": SQUARE, "a3": SQUARE, "a4": SQUARE, **MLP})
+@language_model(BLOCK)
 def gated_linear_recurrence(p: Any) -> Any:
     def run(h: Any) -> Any:
         decay = jax.nn.sigmoid(h @ p["a1"])
@@ -534,7 +526,7 @@ def random_features(p: Any) -> Any:
     return run, mlp(p)
 
 
-@language_model({**QKV, "a4": SQUARE, "n5": weight(T, T), **MLP})
+@language_model({**ATTENTION, "n5": weight(T, T), **MLP})
 def attention_free_transformer(p: Any) -> Any:
     def run(h: Any) -> Any:
         q, k, v = jax.nn.sigmoid(h @ p["a1"]), jnp.exp(h @ p["a2"]), h @ p["a3"]
@@ -703,9 +695,7 @@ def synthesized_attention(p: Any) -> Any:
     return run, mlp(p)
 
 
-@program(
-    {**ENDS, "e": [BLOCK] * 2, "d": [{"x": {n: BLOCK[n] for n in ("a1", "a2", "a3", "a4")}, **BLOCK}] * 2}
-)
+@program({**ENDS, "e": [BLOCK] * 2, "d": [{"x": ATTENTION, **BLOCK}] * 2})
 def encoder_and_decoder(p: Any) -> Any:
     memory = p["t"][TOKENS]
     for w in p["e"]:
@@ -751,16 +741,7 @@ def spatial_gating(p: Any) -> Any:
     return (run,)
 
 
-@language_model(
-    {
-        **{n: BLOCK[n] for n in ("a1", "a2", "a3", "a4")},
-        "m1": UP,
-        "m2": UP,
-        "m3": DOWN,
-        "g": weight(F),
-        "b": weight(F),
-    }
-)
+@language_model({**ATTENTION, "m1": UP, "m2": UP, "m3": DOWN, "g": weight(F), "b": weight(F)})
 def gated_mlp_with_norm_bias_and_dropout(p: Any) -> Any:
     def run(h: Any) -> Any:
         keep = jax.random.bernoulli(jax.random.key(0), 0.9, (B, T, F))
@@ -793,7 +774,7 @@ def convolutions_and_a_perceptron(p: Any) -> Any:
     {
         "i": weight(3, D, D),
         "c": [weight(3, D, D)] * 4,
-        "l": [{n: BLOCK[n] for n in ("a1", "a2", "a3", "a4")}] * 2,
+        "l": [ATTENTION] * 2,
         "t1": weight(8, D),
         "t2": SQUARE,
     }
@@ -878,7 +859,7 @@ def variational_autoencoder(p: Any) -> Any:
 
 # ---- experts
 
-MOE = {n: BLOCK[n] for n in ("a1", "a2", "a3", "a4")} | {
+MOE = ATTENTION | {
     "r": weight(D, 4),
     "e1": weight(4, D, F),
     "e2": weight(4, F, D),

@@ -7,8 +7,8 @@ layer. Where the names show that it was misread, the numbers are unknown.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from policyc.compiler.sites.site_masks import union
@@ -42,6 +42,7 @@ class Use(NamedTuple):
     """A product with a weight.
 
     Attributes:
+      weight: the path of the weight, with the index of its layer.
       block: the block that it is in, if any.
       form: equal for products of equal sizes.
       branches: the branches of the residual stream that it is in.
@@ -50,6 +51,7 @@ class Use(NamedTuple):
       ancestors: all products that it is computed from.
     """
 
+    weight: DottedPath
     block: Place | None
     form: Hashable
     branches: frozenset[int]
@@ -57,148 +59,137 @@ class Use(NamedTuple):
     bit: int
     ancestors: int
 
+    @property
+    def stack(self) -> int | None:
+        return self.block and self.block.stack
 
-def contradicted_stacks(weights: Mapping[DottedPath, Collection[Use]]) -> dict[int | None, str]:
-    """The stacks whose numbers contradict the names of their weights, and why. None stands for no stack.
 
-    `weights` has the uses of each weight.
-    """
-    places = {path: frozenset(use.block for use in uses) for path, uses in weights.items()}
-    lists, inner = _find_lists(places, {path: {use.form for use in uses} for path, uses in weights.items()})
-    if inner and all(place is None or place.size == 1 for found in places.values() for place in found):
-        return dict.fromkeys({p and p.stack for found in places.values() for p in found}, _UNCOUNTED)
-    doubts: dict[int | None, str] = dict(_odd_stacks(weights, lists))
-    doubts |= _joined_stacks(weights, lists)
-    doubts |= _nested_stacks(weights, inner)
-    members: dict[DottedPath, list[DottedPath]] = defaultdict(list)
-    for path, found in places.items():
-        if len({p and p.stack for p in found}) == len(found):
-            members[lists.get(path, path)].append(path)
-    for paths in members.values():
-        views: dict[int | None, set[tuple[DottedPath, Place | None]]] = defaultdict(set)
-        for path in paths:
-            for place in places[path]:
-                views[place and place.stack].add((path, place and place._replace(stack=0)))
-        if any(view != next(iter(views.values())) for view in views.values()):
-            doubts |= dict.fromkeys(views, _SPLIT)
+_Lists = Mapping[DottedPath, DottedPath]
+"""For each weight of a list of layers: the path of the list, which is that of its members without the index."""
+
+
+def contradicted_stacks(uses: Collection[Use]) -> dict[int | None, str]:
+    """The stacks whose numbers contradict the names of their weights, and why. None stands for no stack."""
+    lists, inner = _find_lists(uses)
+    if inner and all(use.block is None or use.block.size == 1 for use in uses):
+        return dict.fromkeys({use.stack for use in uses}, _UNCOUNTED)
+    stacks: dict[int, dict[int, list[Use]]] = defaultdict(lambda: defaultdict(list))
+    for use in uses:
+        if use.block is not None:
+            stacks[use.block.stack][use.block.number].append(use)
+    blocks = {stack: [numbered[n] for n in sorted(numbered)] for stack, numbered in stacks.items()}
+    doubts: dict[int | None, str] = dict(_forked_stacks(blocks, lists))
+    for stack, members in blocks.items():
+        if reason := _why_doubtful(members, [use for use in uses if use.stack != stack], lists, inner):
+            doubts[stack] = reason
+    doubts |= dict.fromkeys(_split_stacks(uses, lists), _SPLIT)
     doubts.pop(None, None)
     return doubts
 
 
-def _odd_stacks(
-    weights: Mapping[DottedPath, Collection[Use]], lists: Collection[DottedPath]
-) -> Iterator[tuple[int, str]]:
-    """The stacks that have a block of no list beside others, or equal blocks of no list in another stack."""
-    blocks: dict[Place, list[tuple[DottedPath, Use]]] = defaultdict(list)
-    for path, uses in weights.items():
-        for use in uses:
-            if use.block is not None:
-                blocks[use.block].append((path, use))
-    forms: dict[int, set[frozenset[Hashable]]] = defaultdict(set)
-    """For each stack: the forms of its blocks that are of a list."""
-    others: dict[int, set[frozenset[Hashable]]] = defaultdict(set)
-    branches: dict[int, set[bool]] = defaultdict(set)
-    bits: dict[int, int] = defaultdict(int)
-    ancestors: dict[int, int] = defaultdict(int)
-    for (stack, number, _), members in blocks.items():
-        unlisted = {path for path, _ in members if path not in lists}
-        is_listed = len(unlisted) < len({path for path, _ in members})
-        (forms if is_listed else others)[stack].add(frozenset(use.form for _, use in members))
-        branches[stack].add(any(use.branches for _, use in members))
-        bits[stack] |= union(use.bit for _, use in members)
-        ancestors[stack] |= union(use.ancestors for _, use in members)
-        for path, use in members:
-            stacks = [other.block.stack for other in weights[path] if other.block is not None]
-            if stacks.count(stack) > 1 and use.has_own_data and number:
-                yield stack, _STEPS
-        if is_listed and any(len(weights[path]) == 1 for path in unlisted):
-            yield stack, _ODD
-    for stack, kinds in branches.items():
-        if len(kinds) > 1:
-            yield stack, _MIXED
-    for stack, odd in others.items():
-        if forms[stack] and not odd <= forms[stack]:
-            yield stack, _ODD
-        for other in bits.keys() - {stack}:
-            is_related = ancestors[stack] & bits[other] or ancestors[other] & bits[stack]
-            if is_related and not odd.isdisjoint(forms[other] | others.get(other, set())):
-                yield from ((stack, _FORK), (other, _FORK))
-
-
-def _nested_stacks(
-    weights: Mapping[DottedPath, Collection[Use]], inner: Collection[Collection[DottedPath]]
-) -> Iterator[tuple[int, str]]:
-    """The stacks with a block of nothing but several equal members of inner lists, one after the other."""
-    blocks: dict[Place, list[tuple[DottedPath, Use]]] = defaultdict(list)
-    for path, uses in weights.items():
-        for use in uses:
-            if use.block is not None:
-                blocks[use.block].append((path, use))
-    list_of = {path: number for number, paths in enumerate(inner) for path in paths}
-    for block, members in blocks.items():
-        pairs = itertools.permutations(members, 2) if all(path in list_of for path, _ in members) else ()
-        if any(
-            list_of[path] == list_of[other]
-            and two.ancestors & one.bit
-            and one.form == two.form
-            and one.branches.isdisjoint(two.branches)
-            for (path, one), (other, two) in pairs
+def _why_doubtful(
+    blocks: Sequence[Sequence[Use]], others: Collection[Use], lists: _Lists, inner: _Lists
+) -> str:
+    """Why the numbers of the blocks of a stack are doubtful; empty if they are not. `others` are not in the stack."""
+    if len({any(use.branches for use in block) for block in blocks}) > 1:
+        return _MIXED
+    counts = Counter(use.weight for use in itertools.chain(*blocks))
+    elsewhere = {use.weight for use in others}
+    of_lists = {_forms(block) for block in blocks if _is_listed(block, lists)}
+    for block in blocks:
+        if any(counts[u.weight] > 1 and u.has_own_data and u.block and u.block.number for u in block):
+            return _STEPS
+        alone = (u.weight not in lists and counts[u.weight] == 1 and u.weight not in elsewhere for u in block)
+        if any(alone) if _is_listed(block, lists) else of_lists and _forms(block) not in of_lists:
+            return _ODD
+        if all(use.weight in inner for use in block) and any(
+            inner[one.weight] == inner[other.weight]
+            and one.form == other.form
+            and other.ancestors & one.bit
+            and one.branches.isdisjoint(other.branches)
+            for one, other in itertools.permutations(block, 2)
         ):
-            yield block.stack, _NESTED
+            return _NESTED
+    for number, (one, other) in enumerate(itertools.pairwise(blocks), 1):
+        before, after = ({lists.get(use.weight, use.weight) for use in block} for block in (one, other))
+        if before.isdisjoint(after) and _is_listed(one, lists):
+            end, (bits, read) = union(use.bit for use in one), _extent(itertools.chain(*blocks[number:]))
+            if any(u.ancestors & end and not u.ancestors & bits | u.bit & read for u in others):
+                return _JOINED
+    return ""
 
 
-def _joined_stacks(
-    weights: Mapping[DottedPath, Collection[Use]], lists: Mapping[DottedPath, DottedPath]
-) -> Iterator[tuple[int, str]]:
-    """The stacks of several lists that may be a trunk and one of its branches: a product outside reads the trunk."""
-    every = [(path, use) for path, uses in weights.items() for use in uses]
-    blocks: dict[int, dict[int, list[tuple[DottedPath, Use]]]] = defaultdict(lambda: defaultdict(list))
-    for path, use in every:
-        if use.block is not None:
-            blocks[use.block.stack][use.block.number].append((path, use))
-    for stack, numbered in blocks.items():
-        members = [numbered[number] for number in sorted(numbered)]
-        others = [use for _, use in every if use.block is None or use.block.stack != stack]
-        for number, (one, other) in enumerate(itertools.pairwise(members), 1):
-            before, after = ({lists.get(path, path) for path, _ in block} for block in (one, other))
-            later = [use for block in members[number:] for _, use in block]
-            trunk, branch = union(use.bit for _, use in one), union(use.bit for use in later)
-            read = union(use.ancestors for use in later)
-            forks = (u.ancestors & trunk and not u.ancestors & branch | u.bit & read for u in others)
-            if not before.isdisjoint(lists.values()) and before.isdisjoint(after) and any(forks):
-                yield stack, _JOINED
+def _forked_stacks(stacks: Mapping[int, Sequence[Sequence[Use]]], lists: _Lists) -> Iterator[tuple[int, str]]:
+    """The stacks of blocks without lists, beside an equal block of another stack that reads them or is read."""
+    extents = {stack: _extent(itertools.chain(*blocks)) for stack, blocks in stacks.items()}
+    for one, other in itertools.permutations(stacks, 2):
+        (bits, read), (other_bits, other_read) = extents[one], extents[other]
+        unlisted = {_forms(block) for block in stacks[one] if not _is_listed(block, lists)}
+        if (read & other_bits or other_read & bits) and not unlisted.isdisjoint(map(_forms, stacks[other])):
+            yield from ((one, _FORK), (other, _FORK))
 
 
-def _find_lists(
-    places: Mapping[DottedPath, frozenset[Place | None]], forms: Mapping[DottedPath, set[Hashable]]
-) -> tuple[dict[DottedPath, DottedPath], list[list[DottedPath]]]:
-    """For each weight of a list of layers, the path of the list: that of its members without the index.
+def _split_stacks(uses: Collection[Use], lists: _Lists) -> Iterator[int | None]:
+    """The stacks in which the members of a list are not all, or have other numbers than in another stack."""
+    places: dict[DottedPath, set[Place | None]] = defaultdict(set)
+    for use in uses:
+        places[use.weight].add(use.block)
+    views: dict[DottedPath, dict[int | None, set[tuple[DottedPath, Place | None]]]]
+    views = defaultdict(lambda: defaultdict(set))
+    for path, found in places.items():
+        if len({place and place.stack for place in found}) == len(found):  # else it is shared by layers
+            for place in found:
+                view = views[lists.get(path, path)][place and place.stack]
+                view.add((path, place and place._replace(stack=0)))
+    for by_stack in views.values():
+        if any(view != next(iter(by_stack.values())) for view in by_stack.values()):
+            yield from by_stack
 
-    It is the innermost list whose members are in different blocks, and not a list of experts, or of networks. A list of
-    one member is one. Also returns the members of the other lists that have several of equal form.
+
+def _is_listed(block: Iterable[Use], lists: _Lists) -> bool:
+    return any(use.weight in lists for use in block)
+
+
+def _forms(block: Iterable[Use]) -> frozenset[Hashable]:
+    return frozenset(use.form for use in block)
+
+
+def _extent(uses: Iterable[Use]) -> tuple[int, int]:
+    """The bits of some products, and those of all that they are computed from."""
+    every = list(uses)
+    return union(use.bit for use in every), union(use.ancestors for use in every)
+
+
+def _find_lists(uses: Collection[Use]) -> tuple[_Lists, _Lists]:
+    """The lists of layers, and other lists that have several members of equal form.
+
+    A list of layers is the innermost one whose members are in different blocks, and not a list of experts, or of
+    networks. A list of one member is one.
     """
-    members: dict[DottedPath, list[DottedPath]] = defaultdict(list)
-    levels = {path: list(_without_index(path)) for path in places}
-    for path, names in levels.items():
-        for name in names:
-            members[name].append(path)
-    is_list = {
-        name: len(paths) == 1 or len({places[path] for path in paths}) > 1 for name, paths in members.items()
-    }
-    lists = {path: name for path, names in levels.items() for name in names[::-1] if is_list[name]}
-    inner = [
-        paths
-        for name, paths in members.items()
-        if not is_list[name] and len({frozenset(forms[path]) for path in paths}) < len(paths)
-    ]
+    places: dict[DottedPath, set[Place | None]] = defaultdict(set)
+    forms: dict[DottedPath, set[Hashable]] = defaultdict(set)
+    members: dict[DottedPath, set[DottedPath]] = defaultdict(set)
+    for use in uses:
+        places[use.weight].add(use.block)
+        forms[use.weight].add(use.form)
+        for name in _without_index(use.weight):
+            members[name].add(use.weight)
+    lists: dict[DottedPath, DottedPath] = {}
+    inner: dict[DottedPath, DottedPath] = {}
+    for path in places:
+        for name in _without_index(path):
+            paths = members[name]
+            if len(paths) == 1 or len({frozenset(places[other]) for other in paths}) > 1:
+                lists.setdefault(path, name)
+            elif len({frozenset(forms[other]) for other in paths}) < len(paths):
+                inner[path] = name
     return lists, inner
 
 
 def _without_index(path: DottedPath) -> Iterator[DottedPath]:
     """The path without one of its indices, the innermost first."""
     for position in range(len(path) - 1, -1, -1):
-        if path[position].index is not None or path[position].text.isdigit():
-            segment = path[position]._replace(
-                text=path[position].text.rstrip("0123456789"), index=-1, size=None
-            )
-            yield (*path[:position], segment, *path[position + 1 :])
+        segment = path[position]
+        if segment.index is not None or segment.text.isdigit():
+            name = segment.text.rstrip("0123456789")
+            yield (*path[:position], segment._replace(text=name, index=-1, size=None), *path[position + 1 :])

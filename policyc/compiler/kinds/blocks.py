@@ -4,6 +4,9 @@ Each network (see `networks`) counts its own blocks. In a loop over layers, a bl
 an unrolled program, blocks are consecutive equal bodies, each of which reads the one before. A part of a branch of the
 residual stream is not a block, even if it is repeated. A body that is not repeated is a block if it is a branch. Stacks
 that continue each other on a stream of the same width count as one.
+
+If that leaves several possibilities, for example because all matrices have the same shape, the outermost indices in the
+names of modules and parameters decide: the products of `layers[3]` are in one block.
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from policyc.compiler.kinds.block_bounds import LEVELS, Bounds
 from policyc.compiler.kinds.flow import Flow
 from policyc.compiler.kinds.networks import Place
 from policyc.compiler.sites.site_masks import union
@@ -56,8 +58,8 @@ class Product(NamedTuple):
       branches: the branches of the residual stream that it is in.
       in_branch: whether it is in a branch, or part of an attention in one.
       parameter: the names of its parameter, or of its modules if it has none.
-      indices: two numbers that identify the names up to the innermost and up to the outermost index, in `parameter` or
-        else in its modules; None if neither has an index.
+      module: a number for the names up to the outermost index, in `parameter` or else in its modules; None
+        if neither has an index.
       width: the size of its contracting dimensions.
       place: where it is among the others.
     """
@@ -69,7 +71,7 @@ class Product(NamedTuple):
     branches: AbstractSet[int]
     in_branch: bool
     parameter: Hashable
-    indices: tuple[int, int] | None
+    module: int | None
     width: int
     place: Place
 
@@ -166,27 +168,28 @@ class _Finder:
 
     # ---- repetition
 
-    def _segments(self, items: list[_Item], *, in_loop: bool, level: int = 0) -> list[_Layers]:
+    def _segments(self, items: list[_Item], *, in_loop: bool, by_index: bool | None = True) -> list[_Layers]:
         """The stacks in a sequence of items. Items that are in no block become a stack without blocks.
 
-        Items that do not repeat at one of `LEVELS` are tried at the next one.
+        Items that do not repeat as their indices do are tried without indices.
         """
         if not items:
             return []
-        if level == len(LEVELS):
+        if by_index is None:
             return self._leftover(items, in_loop)
+        then = False if by_index else None
         numbers: dict[Hashable, int] = {}
         keys = [numbers.setdefault(item.key, len(numbers)) for item in items]
         following: dict[int, list[int]] = {}
         for position, key in enumerate(keys):
             following.setdefault(key, []).append(position)
-        bounds = _bounds(items, LEVELS[level])
+        bounds = _Bounds(items, by_index)
         found: list[_Layers] = []
         rest: list[_Item] = []
         position = 0
         while position < len(items):
             if items[position].is_loop:
-                found += self._segments(rest, in_loop=in_loop, level=level + 1)
+                found += self._segments(rest, in_loop=in_loop, by_index=then)
                 found.append(_Layers([[items[position]]]))
                 rest, position = [], position + 1
                 continue
@@ -195,20 +198,20 @@ class _Finder:
                 rest.append(items[position])
                 position += 1
                 continue
-            found += self._segments(rest, in_loop=in_loop, level=level + 1)
+            found += self._segments(rest, in_loop=in_loop, by_index=then)
             rest = []
             end = position + period * count
             bodies = [items[start : start + period] for start in range(position, end, period)]
             found.append(_Layers([block for body in bodies for block in _divide(body)]))
             position = end
-        return [*found, *self._segments(rest, in_loop=in_loop, level=level + 1)]
+        return [*found, *self._segments(rest, in_loop=in_loop, by_index=then)]
 
     def _best_period(
         self,
         items: list[_Item],
         keys: list[int],
         following: dict[int, list[int]],
-        bounds: Bounds,
+        bounds: _Bounds,
         position: int,
     ) -> tuple[int, int]:
         """The period that covers most items from `position` on by repetition, and its number of repetitions."""
@@ -289,10 +292,7 @@ class _Finder:
 
     def _is_indexed(self, body: list[_Item], next_body: list[_Item]) -> bool:
         """Whether two bodies have different indices, in a network that is itself the only branch: `x + network(x)`."""
-        one, other = (
-            {p.indices and p.indices[1] for item in items for p in item.products}
-            for items in (body, next_body)
-        )
+        one, other = ({p.module for item in items for p in item.products} for items in (body, next_body))
         is_scanned = bool(body[0].products[0].loops)
         return len(self._branch_sizes) == 1 and not is_scanned and None not in one and one.isdisjoint(other)
 
@@ -427,25 +427,66 @@ def _divide(body: list[_Item]) -> list[list[_Item]]:
     return blocks
 
 
-def _bounds(items: Sequence[_Item], level: int | None) -> Bounds:
-    firsts: dict[int, int] = {}
-    lasts: dict[int, int] = {}
-    paths, indices = [], []
-    for position, item in enumerate(items):
-        for product in item.products:
-            for branch in product.branches:
+class _Bounds:
+    """Where a block may begin and end in an unrolled program: not inside a branch, and perhaps where indices change."""
+
+    def __init__(self, items: Sequence[_Item], by_index: bool) -> None:
+        firsts: dict[int, int] = {}
+        lasts: dict[int, int] = {}
+        for position, item in enumerate(items):
+            for branch in (branch for product in item.products for branch in product.branches):
                 firsts.setdefault(branch, position)
                 lasts[branch] = position
-        paths.append(item.products[0].parameter)
-        indices.append(item.products[0].indices)
-    return Bounds([(first, lasts[branch]) for branch, first in firsts.items()], paths, indices, level)
+        self._crossing: dict[int, list[tuple[int, int]]] = {}
+        """For each position where a bound would divide branches: the first and last positions of these branches."""
+        for branch, first in firsts.items():
+            for bound in range(first + 1, lasts[branch] + 1):
+                self._crossing.setdefault(bound, []).append((first, lasts[branch]))
+        self._paths = [item.products[0].parameter for item in items]
+        self._indices = [item.products[0].module if by_index else None for item in items]
+        self._previous: list[int | None] = []
+        """For each product: the position of the previous one with the same index."""
+        positions: dict[int, int] = {}
+        for position, index in enumerate(self._indices):
+            self._previous.append(None if index is None else positions.get(index))
+            if index is not None:
+                positions[index] = position
+
+    def count(self, start: int, period: int, count: int) -> int:
+        """How many of the `count` consecutive bodies of `period` products from `start` on can be blocks."""
+        other = start + period
+        previous = self._previous[other]
+        if previous is not None and previous >= start and self._paths[other] != self._paths[start]:
+            # A shortcut: the second body has an index of the first body, but is not the same layer again.
+            return 0
+        count = self._count_between_branches(start, period, count)
+        seen: dict[int, Sequence[Hashable]] = {}
+        for number in range(count):
+            begin, end = start + number * period, start + (number + 1) * period
+            # Each body must have different indices at the same places, unless it is the same layer again.
+            paths, indices = self._paths[begin:end], self._indices[begin:end]
+            firsts = self._indices[start : start + period]
+            if any((a is None) != (b is None) for a, b in zip(firsts, indices, strict=True)):
+                return number
+            if any(i is not None and seen.setdefault(i, paths) != paths for i in indices):
+                return number
+        return count
+
+    def _count_between_branches(self, start: int, period: int, count: int) -> int:
+        """How many of the bodies begin and end outside branches. A branch may contain all of them."""
+        limit = len(self._paths)
+        for number in range(count + 1 if self._crossing else 0):
+            bound = start + number * period
+            for low, high in self._crossing.get(bound, ()):
+                limit = min(limit, high + 1 if low <= start else start)
+            if bound > limit:
+                return number - 1
+        return count
 
 
 def _common(keys: list[int], one: int, other: int) -> int:
     """How many consecutive keys from two positions on are equal. `other` is the later position."""
-    low, high = 0, len(keys) - other
-    while low < high:
-        middle = (low + high + 1) // 2
-        equal = keys[one + low : one + middle] == keys[other + low : other + middle]
-        low, high = (middle, high) if equal else (low, middle - 1)
-    return low
+    return next(
+        (n for n, (a, b) in enumerate(zip(keys[one:], keys[other:], strict=False)) if a != b),
+        len(keys) - other,
+    )

@@ -204,7 +204,6 @@ class _Blocks:
             if stack.address in products.sequential
         }
         self._index_numbers: dict[DottedPath, int] = {}
-        self._indices: dict[DottedPath, tuple[int, int] | None] = {}
         read = self._read()
         self.positions = find_blocks(products.flow, read, self._lengths, self._continues)
         stacks: dict[tuple[int, int], list[Site]] = {}
@@ -223,9 +222,9 @@ class _Blocks:
         unknown = {stack: why or doubts.get(stack, "") for stack, why in unknown.items()}
         self.of_site = dict(self._site_blocks(unknown))
 
-    def _uses(self, read: Sequence[Product]) -> dict[DottedPath, set[Use]]:
-        """The uses of each weight, by its path with the index of its layer."""
-        weights: dict[DottedPath, set[Use]] = {}
+    def _uses(self, read: Sequence[Product]) -> set[Use]:
+        """The products with a weight, in each layer."""
+        uses: set[Use] = set()
         counts = Counter(self._products.sites[product.node].parameters for product in read)
         for node, place in ((product.node, product.place) for product in read):
             site, position = self._products.sites[node], self.positions.get(node)
@@ -233,12 +232,17 @@ class _Blocks:
                 continue
             for layer in site.layers() if site.parameters else ():
                 indices = site.stack_indices(layer)
-                block = position and Place(position.stack, position.number(indices), position.size)
-                has_own_data = counts[site.parameters] > 1 and self._has_own_data(node)
-                branches = self._products.branches.get(node, _NO_BRANCHES)
-                use = Use(block, (site.k, site.n), branches, has_own_data, place.bit, place.ancestors)
-                weights.setdefault(site.layer_path(indices), set()).add(use)
-        return weights
+                use = Use(
+                    weight=site.layer_path(indices),
+                    block=position and Place(position.stack, position.number(indices), position.size),
+                    form=(site.k, site.n),
+                    branches=self._products.branches.get(node, _NO_BRANCHES),
+                    has_own_data=counts[site.parameters] > 1 and self._has_own_data(node),
+                    bit=place.bit,
+                    ancestors=place.ancestors,
+                )
+                uses.add(use)
+        return uses
 
     def _has_own_data(self, node: int) -> bool:
         """Whether a product reads an input of the loss, or the result of a product that is not in its stack."""
@@ -287,33 +291,20 @@ class _Blocks:
             has_memory = mixer in self._memories
             batch, n = (1, site.batch * site.n) if node in products.weighted else (site.batch, site.n)
             key = (kind, site.weight is None, batch, site.m, n, k, nonlinear, has_memory)
-            parameter, indices = self._names(site)
-            read.append(
-                Product(node, key, mixer, loops, branches, in_branch, parameter, indices, k, places[node])
-            )
+            name, index = self._name(site)
+            read.append(Product(node, key, mixer, loops, branches, in_branch, name, index, k, places[node]))
         return read
 
-    def _names(self, site: Site) -> tuple[DottedPath, tuple[int, int] | None]:
-        """The fields `parameter` and `indices` of the site's `Product`."""
+    def _name(self, site: Site) -> tuple[DottedPath, int | None]:
+        """The fields `parameter` and `index` of the site's `Product`."""
         scope = site.scope.path
         name = site.parameters[0].path if site.parameters else scope
         for path in (name, scope):
-            # The products of one module have the same indices.
-            module = path[:-1] if path and path[-1].index is None else path
-            if module not in self._indices:
-                self._indices[module] = self._number(module)
-            if (indices := self._indices[module]) is not None:
-                return name, indices
+            # The products of one module have the same index.
+            end = next((n for n, segment in enumerate(path, 1) if segment.index is not None), None)
+            if end is not None:
+                return name, self._index_numbers.setdefault(path[:end], len(self._index_numbers))
         return name, None
-
-    def _number(self, path: DottedPath) -> tuple[int, int] | None:
-        """Two numbers that identify the path up to its innermost and its outermost index; None without an index."""
-        numbers = self._index_numbers
-        indexed = [position for position, segment in enumerate(path, 1) if segment.index is not None]
-        if not indexed:
-            return None
-        inner = numbers.setdefault(path[: indexed[-1]], len(numbers))
-        return inner, numbers.setdefault(path[: indexed[0]], len(numbers))
 
     def _continues(self, last: int, block: Sequence[int]) -> bool:
         """Whether a block, or the loop over layers around it, starts from the result of the product `last`.
