@@ -1,20 +1,15 @@
-"""Builds spans, numbers and the predicates of `where` from lark's trees.
-
-When a piece of a file is parsed alone, `offset` is the start of the piece in the file.
-"""
+"""Parses the condition after `where`: comparisons and flags, joined by `and`, `or` and `not`."""
 
 from __future__ import annotations
 
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any, cast
+from typing import cast
 
-from lark import Token, Tree
-
-from policyc.language.bounds import MAX_DIGITS, Bound
-from policyc.language.diagnostics import Diagnostic, SourceText, Span
+from policyc.language.bounds import Bound
+from policyc.language.diagnostics import Span
 from policyc.language.kinds import FLAGS, suggest_word
-from policyc.language.parser.grammar import MAX_DEPTH
+from policyc.language.parser.cursor import MAX_DEPTH, Cursor, SyntaxFault, too_deep
 from policyc.language.predicates import (
     NUMERIC_ATTRIBUTES,
     AllOf,
@@ -27,172 +22,81 @@ from policyc.language.predicates import (
     Term,
 )
 
-
-class NodeBuilder:
-    """Builds nodes from trees. Collects diagnostics instead of raising them."""
-
-    def __init__(self, source: SourceText) -> None:
-        self.source = source
-        self.offset = 0
-        self.diagnostics: list[Diagnostic] = []
-
-    def span(self, node: Any) -> Span:
-        """Returns the span of a tree or a token."""
-        first = last = node
-        while isinstance(first, Tree):
-            first = first.children[0]
-        while isinstance(last, Tree):
-            last = last.children[-1] or last.children[-2]  # an optional part that is absent is None
-        return Span(self.source, self.offset + first.start_pos, self.offset + last.end_pos)
-
-    def _report(self, code: str, place: Any, message: str, help: str = "") -> None:
-        """`place` is a span, a tree or a token."""
-        span = place if isinstance(place, Span) else self.span(place)
-        self.diagnostics.append(Diagnostic(code=code, message=message, span=span, help=help))
-
-    def _bound(self, token: Any, sign: Any = None) -> Bound:
-        """Builds a number or a percentage. `sign` is the `%` after it, if that is a token of its own."""
-        text = token.replace("_", "").rstrip("%")
-        percent = sign is not None or token.endswith("%")
-        if "e" in text.lower():
-            self._report(
-                "number-out-of-range", token, "a percentage cannot have an exponent", "write it in full: 15%"
-            )
-            text = "0"
-        if len(text) > MAX_DIGITS:
-            self._report(
-                "number-out-of-range", token, "this number is too long", f"{MAX_DIGITS} digits at most"
-            )
-            text = "0"
-        value = Fraction(text)
-        if percent and abs(value) > 100:
-            self._report("number-out-of-range", token, "more than 100%", "percentages go up to 100%")
-        if not percent and value.denominator != 1:
-            self._report(
-                "number-out-of-range",
-                token,
-                "not a whole number",
-                f"write a whole number, or a percentage: {_as_percentage(value)}",
-            )
-        return Bound(
-            value, percent, self.span(token) if sign is None else self.span(token).to(self.span(sign))
-        )
-
-    def _integer(self, token: Any) -> int:
-        text = token.replace("_", "").lower()
-        if text.isdecimal() and len(text) <= MAX_DIGITS:
-            return int(text)
-        mantissa, _, exponent = text.partition("e")
-        is_too_large = len(mantissa) > MAX_DIGITS or len(exponent) > 2 or int(exponent or 0) > MAX_DIGITS
-        value = Fraction(0) if is_too_large else Fraction(mantissa) * 10 ** int(exponent or 0)
-        if is_too_large or value >= 10**MAX_DIGITS:  # it would print as a number that the parser rejects
-            help = f"{MAX_DIGITS} digits at most"
-            self._report("number-out-of-range", token, "this number is too large", help)
-            return 0
-        if value.denominator != 1:
-            self._report(
-                "number-out-of-range", token, "not a whole number", "dimensions and counts are whole numbers"
-            )
-        return int(value)
-
-
-def _as_percentage(value: Fraction) -> str:
-    """Returns the percentage that a number stands for. A number below 1 is a fraction: 0.82 is 82%."""
-    return str(Bound(value * 100 if abs(value) < 1 else value, True))
-
-
 _TRUTH_VALUES = ("true", "false")
 _MIRRORED: dict[Operator, Operator] = {"==": "==", "!=": "!=", "<": ">", "<=": ">=", ">": "<", ">=": "<="}
-_WORDS_FOR_KIND = ("kind", "type", "role")  # `kind == mlp` is written `mlp`
 
 
-class ConditionBuilder(NodeBuilder):
-    """Builds predicates."""
+class ConditionParser(Cursor):
+    """Parses predicates. Each method reads what the rule of the grammar with its name describes."""
 
-    def _any_of(self, tree: Any) -> Predicate:
-        operands = tuple(self._all_of(c) for c in tree.children if isinstance(c, Tree))
-        return operands[0] if len(operands) == 1 else AnyOf(operands=operands, span=self.span(tree))
+    def any_of(self) -> Predicate:
+        start, operands = self.token.start, [self._all_of()]
+        while self.accept("or", shown=""):
+            operands.append(self._all_of())
+        return operands[0] if len(operands) == 1 else AnyOf(operands=tuple(operands), span=self.since(start))
 
-    def _all_of(self, tree: Any) -> Predicate:
-        operands = tuple(self._negation(c) for c in tree.children if isinstance(c, Tree))
-        return operands[0] if len(operands) == 1 else AllOf(operands=operands, span=self.span(tree))
+    def _all_of(self) -> Predicate:
+        start, operands = self.token.start, [self._negation()]
+        while self.accept("and", shown=""):
+            operands.append(self._negation())
+        return operands[0] if len(operands) == 1 else AllOf(operands=tuple(operands), span=self.since(start))
 
-    def _negation(self, tree: Any) -> Predicate:
-        *nots, operand = tree.children
-        predicate = (
-            self._any_of(operand.children[1]) if operand.data == "parentheses" else self._compare(operand)
-        )
-        if len(nots) > MAX_DEPTH:
-            self._report(
-                "nested-too-deep",
-                nots[0],
-                f"'not' more than {MAX_DEPTH} times in a row",
-                "each pair cancels out",
-            )
-            return predicate
-        for token in reversed(nots):
-            predicate = Not(operand=predicate, span=self.span(token).to(self.span(operand)))
+    def _negation(self) -> Predicate:
+        starts = []
+        while token := self.accept("not", shown=""):
+            starts.append(token.start)
+            if len(starts) > MAX_DEPTH:
+                raise SyntaxFault(too_deep(self.span(token)))
+        if self.open("("):
+            predicate = self.any_of()
+            self.close(")")
+        else:
+            predicate = self._compare()
+        for start in reversed(starts):
+            predicate = Not(operand=predicate, span=self.since(start))
         return predicate
 
-    def _compare(self, tree: Any) -> Predicate:
-        if self._is_reported_as_kind(tree):
-            return Flag(name="mlp", span=self.span(tree))
-        before = len(self.diagnostics)
-        terms = tuple(self._term(c) for c in tree.children if isinstance(c, Tree))
-        # The grammar accepts only operators here.
-        operators = tuple(cast(Operator, str(c)) for c in tree.children if isinstance(c, Token))
-        comparison = Comparison(terms=terms, operators=operators, span=self.span(tree))
+    def _compare(self) -> Predicate:
+        start, before = self.token.start, len(self.diagnostics)
+        terms, operators = [self._term()], list[Operator]()
+        while operator := self.accept(*_MIRRORED, shown=""):
+            operators.append(cast(Operator, operator.text))
+            terms.append(self._term())
+        comparison = Comparison(terms=tuple(terms), operators=tuple(operators), span=self.since(start))
         if len(self.diagnostics) > before:
             return comparison
-        if len(terms) == 1:
+        if not operators:
             return self._flag(terms[0])
         flags = [t for t in terms if t.variables & {*FLAGS, *_TRUTH_VALUES}]
         if flags:
             words = [v for t in terms for v in sorted(t.variables) if v in FLAGS]
             help = f"write '{words[0]}' or 'not {words[0]}'" if words else "leave the comparison out"
-            message = f"'{flags[0]}' is true or false, not a number"
-            self._report("bad-predicate", flags[0].span, message, help)
+            self.report("bad-predicate", flags[0].span, f"'{flags[0]}' is true or false, not a number", help)
         else:
             self._check_layer(comparison)
         return comparison
 
     def _flag(self, term: Term) -> Predicate:
-        """Builds a flag from a term without a comparison. Reports a term that is not a flag."""
+        """A term without a comparison. Reports one that is not a flag."""
         name = str(term.value)
         if name in _TRUTH_VALUES:
             help = "leave 'where' out, or compare a size: k >= 1024"
-            self._report("bad-predicate", term.span, f"'{term}' does not depend on the site", help)
+            self.report("bad-predicate", term.span, f"'{term}' does not depend on the site", help)
         elif name in FLAGS and term.modulus is not None:
-            message = f"'{name}' is true or false, not a number"
-            self._report("bad-predicate", term.span, message, f"write '{name}' or 'not {name}'")
+            help = f"write '{name}' or 'not {name}'"
+            self.report("bad-predicate", term.span, f"'{name}' is true or false, not a number", help)
         elif name not in FLAGS:
             bound = "== 0" if term.modulus is not None else ">= -4" if name == "layer" else ">= 1024"
-            self._report(
-                "bad-predicate",
-                term.span,
-                f"'{term}' is a number, not true or false",
-                f"compare it: {term} {bound}",
-            )
+            message = f"'{term}' is a number, not true or false"
+            self.report("bad-predicate", term.span, message, f"compare it: {term} {bound}")
         return Flag(name=name, span=term.span)
-
-    def _is_reported_as_kind(self, tree: Any) -> bool:
-        """Reports `kind == mlp`, which is written `mlp`."""
-        words = [str(c.children[0]) for c in tree.children if isinstance(c, Tree)]
-        kinds = [word for word in words if word in FLAGS]
-        if len(words) != 2 or len(kinds) != 1 or not {*words} & {*_WORDS_FOR_KIND}:
-            return False
-        negation = "not " if tree.children[1] == "!=" else ""
-        self._report(
-            "bad-predicate", tree, "a kind is a condition by itself", f"write 'where {negation}{kinds[0]}'"
-        )
-        return True
 
     def _check_layer(self, comparison: Comparison) -> None:
         """Checks that `layer` is compared only with numbers, and nothing else with bounds such as `-4` and `15%`."""
         for term in comparison.terms if comparison.reads_layer else ():
             if term.variables - {"layer"} or term.modulus == "layer":
                 help = "write a number or a percentage: layer >= -4, layer < 15%"
-                self._report("bad-predicate", term.span, "'layer' can only be compared with numbers", help)
+                self.report("bad-predicate", term.span, "'layer' can only be compared with numbers", help)
                 return
         for operator, (left, right) in zip(comparison.operators, pairwise(comparison.terms), strict=True):
             self._check_bound(left, right, _MIRRORED[operator])
@@ -206,39 +110,45 @@ class ConditionBuilder(NodeBuilder):
         if other.value != "layer" or other.modulus is not None or bound.modulus is not None:
             noun = "a percentage" if is_percentage else "a negative number"
             message = f"only 'layer' can be compared with {noun}"
-            self._report("bad-predicate", bound.span, message, "layer >= -4 selects the last four blocks")
+            self.report("bad-predicate", bound.span, message, "layer >= -4 selects the last four blocks")
         elif is_percentage and operator not in ("<", ">="):
             message = f"'layer {operator} {bound}': percentages work only with '<' and '>='"
             help = f"layer < {bound} selects the blocks before it, layer >= {bound} the others"
-            self._report("bad-predicate", bound.span, message, help)
+            self.report("bad-predicate", bound.span, message, help)
 
-    def _term(self, tree: Any) -> Term:
-        first, *rest = tree.children
-        span = self.span(tree)
-        if len(rest) == 1:
-            return Term(value=self._percentage(first, rest[0]), span=span)
-        modulus = self._operand(rest[1]) if rest else None
-        value = self._operand(first)
+    def _term(self) -> Term:
+        start = self.token.start
+        value, span = self._operand()
+        sign = self.accept("%", shown="")
+        if sign is None:
+            return Term(value=self._number_value(value, span), span=span)
+        if self.token.kind != "name" or self.token.text in ("and", "or"):  # `15%`, not `15 % k`
+            if isinstance(value, str):
+                self.report("bad-predicate", sign, "a remainder needs a divisor", f"write {value} % 16")
+                return Term(value=value, span=span)
+            bound = self.make_bound(value, span.to(self.span(sign)), True)
+            return Term(value=bound, span=bound.span)
+        divisor, divisor_span = self._operand()
+        modulus = self._number_value(divisor, divisor_span)
         if modulus == 0 or isinstance(modulus, Bound):
-            divisor = "zero" if modulus == 0 else "a negative number"
-            message = f"the divisor is {divisor}"
-            self._report("bad-predicate", rest[1], message, "divide by 1 or more")
+            message = f"the divisor is {'zero' if modulus == 0 else 'a negative number'}"
+            self.report("bad-predicate", divisor_span, message, "divide by 1 or more")
             modulus = 1
-        return Term(value=value, modulus=modulus, span=span)
+        return Term(value=self._number_value(value, span), modulus=modulus, span=self.since(start))
 
-    def _percentage(self, token: Any, sign: Any) -> str | Bound:
-        if token.type == "WORD":
-            self._report("bad-predicate", sign, "a remainder needs a divisor", f"write {token} % 16")
-            return str(token)
-        return self._bound(token, sign)
+    def _operand(self) -> tuple[str | Fraction, Span]:
+        if self.at_number:
+            return self.number(signed=True)
+        token = self.word()
+        if token.text not in (*NUMERIC_ATTRIBUTES, *FLAGS, *_TRUTH_VALUES):
+            help = suggest_word(token.text, NUMERIC_ATTRIBUTES)
+            self.report("unknown-variable", token, f"sites have no attribute '{token.text}'", help)
+        return token.text, self.span(token)
 
-    def _operand(self, token: Any) -> str | int | Bound:
-        if token.type == "NUMBER":
-            return self._integer(token)
-        if token.type == "NEGATIVE":
-            bound = self._bound(token)
-            return bound if bound.value < 0 else int(bound.value)
-        if token not in (*NUMERIC_ATTRIBUTES, *FLAGS, *_TRUTH_VALUES):
-            help = suggest_word(token, NUMERIC_ATTRIBUTES)
-            self._report("unknown-variable", token, f"sites have no attribute '{token}'", help)
-        return str(token)
+    def _number_value(self, value: str | Fraction, span: Span) -> str | int | Bound:
+        """A negative number is a bound that counts from the last layer."""
+        if isinstance(value, str):
+            return value
+        if value < 0:
+            return self.make_bound(value, span, False)
+        return self.require_whole(value, span, "dimensions and counts are whole numbers")
