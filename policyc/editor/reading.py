@@ -1,13 +1,7 @@
-"""Reads a policy text, fast enough for every keystroke: its rules, its policy, and what they do to a model.
-
-The text is read in pieces, and only the pieces that changed since the last text are read again. Diagnostics need
-positions in the whole text, so `findings` computes them later.
-"""
+"""A policy text as an editor sees it: its rules, its policy, and what they do to a model. Nothing is linted."""
 
 from __future__ import annotations
 
-import re
-from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,19 +10,14 @@ from typing import NamedTuple
 
 from policyc.compiler.matching.site_lists import ListPlan, RuleShare, SiteList
 from policyc.editor.model import Model, find_model
-from policyc.language.loader import LoadedPolicy, load_statements
-from policyc.language.parser import BlockStatement, Statement, find_pieces, read_piece
+from policyc.language.loader import LoadedPolicy, parse_with_diagnostics
+from policyc.language.parser import BlockStatement, PolicyFile, Statement
 from policyc.language.policy import Policy, Rule
-
-_BLOCK_HEAD = re.compile(r"[ \t\r\f]*(?:after|until|variant)\b[^\n;#{}]*\{[ \t\r\f]*(?:#[^\n]*)?\n")
-_BLOCK_END = re.compile(r"[ \t\r\f]*\}[ \t\r\f]*(?:#[^\n]*)?\n?\Z")
 
 
 class PlacedRule(NamedTuple):
-    """A rule, its position in the text, and the enclosing variant, which is empty if there is none."""
+    """A rule of the text, and the enclosing variant, which is empty if there is none."""
 
-    start: int
-    end: int
     variant: str
     rule: Rule
 
@@ -37,13 +26,20 @@ class PlacedRule(NamedTuple):
 class Reading:
     """The result of reading a text. The policy has what could be read; `is_valid` says whether that is all of it."""
 
-    text: str
     model: Model
-    is_valid: bool
-    rules: tuple[PlacedRule, ...]
     loaded: LoadedPolicy
-    statement_starts: tuple[int, ...]
-    """Offsets at which statements start, in ascending order. Not every statement is listed."""
+
+    @property
+    def file(self) -> PolicyFile:
+        return self.loaded.file
+
+    @property
+    def is_valid(self) -> bool:
+        return not self.loaded.diagnostics
+
+    @cached_property
+    def rules(self) -> tuple[PlacedRule, ...]:
+        return tuple(_place_rules(self.file.statements, ""))
 
     @cached_property
     def planned(self) -> dict[int, tuple[ListPlan, int]]:
@@ -52,13 +48,13 @@ class Reading:
         Empty without a list of sites, or if the text has errors.
         """
         sites = self.model.sites if self.is_valid else None
-        return {} if sites is None else dict(_plan_rules(self.loaded.policy, self.rules, sites))
+        return {} if sites is None else dict(_plan_rules(self.loaded, sites))
 
     def rule_at(self, offset: int) -> PlacedRule | None:
-        return next((r for r in self.rules if r.start <= offset <= r.end), None)
+        return next((r for r in self.rules if r.rule.span.start <= offset <= r.rule.span.end), None)
 
     def share(self, placed: PlacedRule) -> RuleShare | None:
-        plan, number = self.planned.get(placed.start, (None, 0))
+        plan, number = self.planned.get(placed.rule.span.start, (None, 0))
         return plan.share(number) if plan else None
 
     def policy_for(self, placed: PlacedRule | None) -> Policy:
@@ -66,80 +62,28 @@ class Reading:
         policy = self.loaded.policy
         return policy.variant(placed.variant) if placed and placed.variant else policy
 
-    def statement_start(self, offset: int) -> int:
-        """The last known start of a statement at or before an offset."""
-        return self.statement_starts[bisect_right(self.statement_starts, offset) - 1]
-
 
 def read(text: str, path: Path | None) -> Reading:
-    """Reads a text, with the files that it imports and the list of sites of its model. Does not lint."""
-    reader = _Reader()
-    statements = tuple(reader.read(text, 0, ""))
-    loaded = load_statements(statements, path=path)
-    return Reading(
-        text=text,
-        model=find_model(text, path),
-        is_valid=reader.is_valid and not loaded.diagnostics,
-        rules=tuple(reader.rules),
-        loaded=loaded,
-        statement_starts=tuple(reader.starts),
-    )
+    """Reads a text, with the files that it imports and the list of sites of its model."""
+    return Reading(model=find_model(text, path), loaded=parse_with_diagnostics(text, path=path))
 
 
-class _Reader:
-    """Reads the pieces of a text. If a block has its braces on separate lines, its body is read in pieces too."""
-
-    def __init__(self) -> None:
-        self.rules: list[PlacedRule] = []
-        self.starts: list[int] = [0]
-        self.is_valid = True
-
-    def read(self, text: str, offset: int, variant: str) -> Iterator[Statement]:
-        """Yields the statements of a part of the text, except those with errors. `variant` is the enclosing variant."""
-        for start, end, is_closed in find_pieces(text):
-            piece, place = text[start:end], offset + start
-            self.starts.append(place)
-            if is_closed and (head := _BLOCK_HEAD.match(piece)):
-                last_line = piece.rstrip("\n").rfind("\n") + 1
-                if head.end() <= last_line and _BLOCK_END.match(piece, last_line):
-                    yield from self._read_block(piece, place, variant, head.end(), last_line)
-                    continue
-            statements = read_piece(piece) if is_closed else None
-            self.is_valid &= statements is not None
-            self._place(statements or (), place, variant)
-            yield from statements or ()
-
-    def _read_block(
-        self, piece: str, place: int, variant: str, head_end: int, body_end: int
-    ) -> Iterator[Statement]:
-        head = read_piece(piece[:head_end] + "}")
-        block = head[0] if head else None
-        if not isinstance(block, BlockStatement):
-            self.is_valid = False
-            return
-        name = block.header if isinstance(block.header, str) else variant
-        body = tuple(self.read(piece[head_end:body_end], place + head_end, name))
-        yield replace(block, body=body)
-
-    def _place(self, statements: tuple[Statement, ...], offset: int, variant: str) -> None:
-        for statement in statements:
-            if isinstance(statement, Rule):
-                start, end = offset + statement.span.start, offset + statement.span.end
-                self.rules.append(PlacedRule(start, end, variant, statement))
-            elif isinstance(statement, BlockStatement):
-                name = statement.header if isinstance(statement.header, str) else variant
-                self._place(statement.body, offset, name)
+def _place_rules(statements: tuple[Statement, ...], variant: str) -> Iterator[PlacedRule]:
+    for statement in statements:
+        if isinstance(statement, Rule):
+            yield PlacedRule(variant, statement)
+        elif isinstance(statement, BlockStatement):
+            name = statement.header if isinstance(statement.header, str) else variant
+            yield from _place_rules(statement.body, name)
 
 
-def _plan_rules(
-    policy: Policy, rules: tuple[PlacedRule, ...], sites: SiteList
-) -> Iterator[tuple[int, tuple[ListPlan, int]]]:
+def _plan_rules(loaded: LoadedPolicy, sites: SiteList) -> Iterator[tuple[int, tuple[ListPlan, int]]]:
     """Plans the rules of the text. Those of a variant are planned with the variant applied."""
+    policy = loaded.policy
     # The rules of a variant come last, and the last matching rule decides: rules before them do not affect them.
-    variants = {v.name: replace(policy.variant(v.name), rules=v.rules) for v in policy.variants}
-    for name, applied in {"": policy, **variants}.items():
+    variants = [replace(policy.variant(v.name), rules=v.rules) for v in policy.variants]
+    for applied in (policy, *variants):
         plan = ListPlan(applied, sites)
-        # Imported rules have the path of their file. The rules of the text are from its pieces, which have no path.
-        numbers = (n for n, rule in enumerate(applied.rules) if not rule.span.source.path)
-        placed = (rule for rule in rules if rule.variant == name)
-        yield from ((rule.start, (plan, n)) for rule, n in zip(placed, numbers, strict=True))
+        for number, rule in enumerate(applied.rules):
+            if rule.span.source is loaded.file.source:
+                yield rule.span.start, (plan, number)

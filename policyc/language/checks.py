@@ -136,7 +136,7 @@ class _Checker:
                     self._report("recipe-cycle", call.span, f"this recipe refers to itself: {cycle}", help)
                     return
                 stack.append((call.name, False))
-        if depths[name] > MAX_DEPTH:
+        if depths[name] == MAX_DEPTH + 1:
             message = f"'{name}' starts a chain of more than {MAX_DEPTH} recipes"
             self._report("nested-too-deep", known[name].span, message, "refer to the last one directly")
 

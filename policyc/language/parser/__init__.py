@@ -21,6 +21,7 @@ __all__ = [
     "PolicyFile",
     "Statement",
     "Token",
+    "find_keyword",
     "lex",
     "read_statements",
     "split_statements",

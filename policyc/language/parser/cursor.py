@@ -15,8 +15,6 @@ MAX_DEPTH = 16
 """Nesting of brackets, blocks and imports, and length of a chain of recipes."""
 
 _NUMBER = re.compile(r"-?[0-9][0-9_]*(\.[0-9]+)?([eE][0-9]+)?")
-_MAX_QUOTED = 40  # characters of a token in a message
-_MAX_EXPECTED = 5  # alternatives in a message; more would not help
 
 
 class SyntaxFault(Exception):
@@ -33,6 +31,8 @@ class Cursor:
     def __init__(self, source: SourceText) -> None:
         self.source = source
         self.diagnostics: list[Diagnostic] = []
+        self.token = Token("end", "", 0)
+        """The next token."""
         self._tokens: list[Token] = []
         self._at = 0
         self._expected: set[str] = set()
@@ -41,17 +41,14 @@ class Cursor:
     def start(self, statement: Sequence[Token]) -> None:
         """Moves to the start of a statement."""
         self._tokens = [*statement, Token("end", "", statement[-1].end)]
+        self.token = self._tokens[0]
         self._at, self._depth, self._expected = 0, 0, set()
 
     # ---- tokens
 
     @property
-    def token(self) -> Token:
-        return self._tokens[self._at]
-
-    @property
     def following(self) -> Token:
-        """The token after this one."""
+        """The token after the next one."""
         return self._tokens[min(self._at + 1, len(self._tokens) - 1)]
 
     @property
@@ -62,6 +59,7 @@ class Cursor:
     def take(self) -> Token:
         token = self.token
         self._at += 1
+        self.token = self._tokens[self._at]
         self._expected = set()
         return token
 
@@ -133,15 +131,12 @@ class Cursor:
         after = text[token.start : self._tokens[-1].start]
         if token.kind == "end":
             message = message or "this statement ends too early"
-        quoted = token.text if len(token.text) <= _MAX_QUOTED else f"{token.text[: _MAX_QUOTED - 1]}…"
         help = help or explain_habit(before, after, self._expected) or self._list_expected()
-        message = message or f"unexpected '{quoted}'"
+        message = message or f"unexpected '{token.text}'"
         return SyntaxFault(syntax_error(self.span(token), message, help))
 
     def _list_expected(self) -> str:
         names = ["'->'"] if "'->'" in self._expected else sorted(self._expected)
-        if len(names) > _MAX_EXPECTED:
-            names = ["end of line"] if "end of line" in names else [*names[:_MAX_EXPECTED], "..."]
         return f"expected {' or '.join(names)}" if names else ""
 
     # ---- numbers
@@ -155,9 +150,11 @@ class Cursor:
         start, first = self.token.start, self._at
         text = self.glue(".") if self.at_number else ""
         if not _NUMBER.fullmatch(text) or (text.startswith("-") and not signed):
-            self._at = first
+            self._at, self.token = first, self._tokens[first]
             raise self.fail_expecting(shown)
         span = self.since(start)
+        if text.isdecimal() and len(text) <= MAX_DIGITS:
+            return Fraction(int(text)), span
         mantissa, _, exponent = text.replace("_", "").lower().partition("e")
         is_too_large = len(mantissa.lstrip("-")) > MAX_DIGITS or int(exponent[:4] or 0) > MAX_DIGITS
         value = Fraction(0) if is_too_large else Fraction(mantissa) * 10 ** int(exponent or 0)
@@ -186,7 +183,7 @@ class Cursor:
     def make_bound(self, value: Fraction, span: Span, percent: bool) -> Bound:
         if percent and abs(value) > 100:
             self.report("number-out-of-range", span, "more than 100%", "percentages go up to 100%")
-        if not percent:
+        if not percent and value.denominator != 1:
             share = Bound(value * 100 if abs(value) < 1 else value, True)  # 0.82 is meant as 82%
             self.require_whole(value, span, f"write a whole number, or a percentage: {share}")
         return Bound(value, percent, span)

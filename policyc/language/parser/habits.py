@@ -157,7 +157,8 @@ _HABITS: tuple[tuple[str, str, str | Callable[[re.Match[str]], str]], ...] = (
     # `!mlp`, a backslash at a line's end, `@ fprop+dgrad`, `mlp if k > 1`, `mlp and attn`, `{"mlp": "fp8"}`
     ("selector", r"¦!", _KEYWORDS["not"]),
     ("", r"¦!", "write 'not'"),
-    ("selector", r"¦\\[ \t\r]*(?:\n|\Z)", "a line continues after a comma, an arrow or an operator, without a backslash"),
+    ("selector", r"¦\\[ \t\r]*(?:\n|\Z)",
+     "a line continues after a comma, an arrow or an operator, without a backslash"),
     ("selector", r"@\s*[\w,{}\s]*¦(?:[+|&/]|[^\W\d])", "products are separated by commas: @ fprop, dgrad"),
     ("selector", r"¦(?:if|when|for)\b", "a condition starts with 'where'"),
     ("selector", r"¦(?:(?:and|or)\b|&|[|+]\s)", "selectors are separated by commas"),

@@ -134,8 +134,10 @@ class StatementParser(ConditionParser):
             parts.append(self._braces() if self.token.text == "{" else self.take().text)
         if not parts:
             raise self.fail_expecting("a selector")
-        glob = re.sub(r"\*+", "*", "".join(parts))
-        if re.fullmatch(r"-\d+", glob):
+        glob = "".join(parts)
+        if "**" in glob:
+            glob = re.sub(r"\*+", "*", glob)
+        if glob.startswith("-") and glob[1:].isdecimal():
             message = f"'{glob}' is read as a name, not as an index"
             self.report("bad-slice", self.since(start), message, f"write it in brackets: [{glob}]")
         indices = self._indices() if self.token.text == "[" else None
