@@ -10,10 +10,12 @@ from enum import IntEnum
 from policyc.compiler.matching.site_lists import SiteList
 from policyc.editor import words
 from policyc.editor.reading import Reading
-from policyc.editor.scan import Context, Name, context_at, find_names
+from policyc.editor.scan import Context, context_at
 from policyc.language.bundled import bundled_policies
 from policyc.language.formats import FORMATS
+from policyc.language.groups import GroupDef
 from policyc.language.kinds import KINDS
+from policyc.language.policy import RecipeDef
 from policyc.language.recipes import OPTIONS
 
 _TYPED_PATH = re.compile(r"(?:[\w*?~]+(?:\[[^\]\n]*\])?\.)*$")
@@ -63,15 +65,14 @@ def complete(reading: Reading, offset: int) -> list[Item]:
     line = text[text.rfind("\n", 0, offset) + 1 : offset]
     if context is None:
         return list(_codes()) if _ALLOW.search(line) else []
-    names = [name for name in find_names(file.tokens) if name.is_definition]
-    return list(dict.fromkeys(_items(context, names, line, reading)))
+    return list(dict.fromkeys(_items(context, line, reading)))
 
 
-def _items(context: Context, names: list[Name], line: str, reading: Reading) -> Iterator[Item]:
+def _items(context: Context, line: str, reading: Reading) -> Iterator[Item]:
     if context.first == "import":
         yield from (Item(name, _Kind.FILE, "bundled policy") for name in bundled_policies())
     elif context.takes_recipe:
-        yield from _recipes(names, reading)
+        yield from _recipes(reading)
     elif context.calls and context.calls[-1] != "where":
         yield from _arguments(context)
     elif context.has_arrow:
@@ -85,13 +86,13 @@ def _items(context: Context, names: list[Name], line: str, reading: Reading) -> 
     elif context.tokens and context.first in ("recipe", "group") and not context.defines:
         return
     else:
-        yield from _selectors(context, names, line, reading)
+        yield from _selectors(context, line, reading)
 
 
-def _recipes(names: list[Name], reading: Reading) -> Iterator[Item]:
+def _recipes(reading: Reading) -> Iterator[Item]:
     known = {name: str(recipe) for name, recipe in reading.loaded.policy.named_recipes.items()}
-    defined = [name.text for name in names if name.kind == "recipe"]
-    yield from (Item(name, _Kind.VARIABLE, known.get(name, "recipe")) for name in (*defined, *known))
+    in_variants = {s.name: "recipe" for s in reading.statements if isinstance(s, RecipeDef)}
+    yield from (Item(name, _Kind.VARIABLE, detail) for name, detail in {**in_variants, **known}.items())
     yield from (Item(f.name, _Kind.CLASS, f.summary) for f in FORMATS.values())
     yield Item("split", _Kind.CLASS, "a recipe for each product")
 
@@ -120,14 +121,14 @@ def _predicates() -> Iterator[Item]:
     yield from (Item(word, _Kind.OPERATOR) for word in words.OPERATORS)
 
 
-def _selectors(context: Context, names: list[Name], line: str, reading: Reading) -> Iterator[Item]:
+def _selectors(context: Context, line: str, reading: Reading) -> Iterator[Item]:
     typed = _TYPED_PATH.search(re.sub(r"\w*$", "", line))
     path = [re.sub(r"\[.*", "", part) for part in typed[0].split(".")[:-1]] if typed else []
     if reading.model.sites is not None:
         yield from _site_names(reading.model.sites, path)
     if path:
         return
-    yield from (Item(n.text, _Kind.MODULE, "group") for n in names if n.kind == "group")
+    yield from (Item(s.name, _Kind.MODULE, "group") for s in reading.statements if isinstance(s, GroupDef))
     if not context.tokens:
         yield from (Item(_SNIPPETS.get(w, f"{w} "), _Kind.KEYWORD) for w in words.STATEMENTS)
     elif context.last not in (",", "="):

@@ -16,7 +16,7 @@ from policyc.editor.json_rpc import Json
 from policyc.editor.reading import Reading
 from policyc.editor.scan import Name, find_names, name_at
 from policyc.language.diagnostics import Diagnostic, Severity, SourceText, Span
-from policyc.language.formatter import format_text
+from policyc.language.formatter import format_file
 from policyc.language.groups import GroupDef
 from policyc.language.parser import BlockStatement, PolicyFile, Statement
 from policyc.language.policy import RecipeDef
@@ -114,14 +114,16 @@ def fix_actions(diagnostics: Sequence[Diagnostic], uri: str, start: int, end: in
             }
 
 
-def format_edits(source: SourceText) -> list[Json]:
+def format_edits(reading: Reading) -> list[Json]:
     """The edit that formats a text and keeps its line endings; none if nothing changes, or the text has errors."""
-    formatted = format_text(source.text)
-    if formatted is not None and "\r\n" in source.text:
-        formatted = formatted.replace("\n", "\r\n")
-    if formatted in (None, source.text):
+    source = reading.file.source
+    if not reading.parses:
         return []
-    return [{"range": to_range(Span(source, 0, len(source.text))), "newText": formatted}]
+    formatted = format_file(reading.file)
+    if "\r\n" in source.text:
+        formatted = formatted.replace("\n", "\r\n")
+    whole = Span(source, 0, len(source.text))
+    return [] if formatted == source.text else [{"range": to_range(whole), "newText": formatted}]
 
 
 Place = tuple[str, Name]

@@ -108,7 +108,7 @@ def find_names(tokens: Sequence[Token]) -> Iterator[Name]:
             yield from _find_groups(statement)
         context = Context()
         for token in statement:
-            if token.is_word and token.text != "split" and context.takes_recipe:
+            if context.takes_recipe and token.is_word and token.text != "split":
                 yield Name("recipe", token.text, token.start, False)
             context.add(token)
 

@@ -134,7 +134,7 @@ class PolicyServer:
                 document.read().file.statements
             ),
             "textDocument/foldingRange": lambda document, _: features.folding(document.read().file),
-            "textDocument/formatting": lambda document, _: features.format_edits(document.source),
+            "textDocument/formatting": lambda document, _: features.format_edits(document.read()),
             "textDocument/hover": self.hover,
             "textDocument/codeAction": self.code_actions,
             "textDocument/inlayHint": self.hints,

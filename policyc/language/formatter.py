@@ -30,10 +30,13 @@ class _Line:
 def format_text(text: str) -> str | None:
     """Returns the formatted text; None if it has errors. Its meaning and its comments do not change."""
     file, diagnostics = read_statements(SourceText(text))
-    if diagnostics:
-        return None
+    return None if diagnostics else format_file(file)
+
+
+def format_file(file: PolicyFile) -> str:
+    """Returns the formatted text of a file that has no errors."""
     printer = _Printer(file)
-    printer.print_items(file.statements, len(text), 0)
+    printer.print_items(file.statements, len(file.source.text), 0)
     return _join_lines(printer.lines)
 
 

@@ -113,12 +113,19 @@ def parse_with_diagnostics(
     `shown` is the path to print in messages, if it differs from `path`.
     """
     source = SourceText(text.removeprefix("\ufeff"), shown or (str(path) if path is not None else "<policy>"))
+    return load_file(*read_statements(source), path=path)
+
+
+def load_file(
+    file: PolicyFile, diagnostics: tuple[Diagnostic, ...] = (), *, path: str | Path | None = None
+) -> LoadedPolicy:
+    """Builds the policy of a file that has been read, with these diagnostics."""
     loader = _Loader()
-    file = loader.read(source)
+    loader.diagnostics += diagnostics
     loader.expand(file.statements, None if path is None else Path(path))
-    policy = loader.build_policy(source)
-    diagnostics = sorted(dict.fromkeys(loader.diagnostics), key=lambda d: d.sort_key)
-    return LoadedPolicy(policy, file, tuple(diagnostics), loader.imports)
+    policy = loader.build_policy(file.source)
+    found = sorted(dict.fromkeys(loader.diagnostics), key=lambda d: d.sort_key)
+    return LoadedPolicy(policy, file, tuple(found), loader.imports)
 
 
 def _require_valid(loaded: LoadedPolicy) -> Policy:
@@ -159,11 +166,6 @@ class _Loader(DiagnosticCollector):
     @property
     def imports(self) -> tuple[PolicyFile, ...]:
         return tuple(file for file in self._files.values() if file is not None)
-
-    def read(self, source: SourceText) -> PolicyFile:
-        file, diagnostics = read_statements(source)
-        self.diagnostics += diagnostics
-        return file
 
     def expand(self, statements: tuple[Statement, ...], path: Path | None) -> None:
         """Collects the statements of the main file, and of the files it imports."""

@@ -5,21 +5,25 @@ Statements with errors are left out, so a `PolicyFile` that comes with diagnosti
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from policyc.language.diagnostics import Diagnostic, SourceText, Span
 from policyc.language.parser.cursor import MAX_DEPTH, syntax_error, too_deep
-from policyc.language.parser.lexer import BLOCKS, Token, find_keyword, lex, split_statements
+from policyc.language.parser.lexer import BLOCKS, KEYWORDS, Token, find_keyword, lex, split_statements
 from policyc.language.parser.parser import StatementParser
 from policyc.language.parser.statements import BlockStatement, ImportStatement, PolicyFile, Statement
 from policyc.language.schedule import StepCondition
 
 __all__ = [
+    "KEYWORDS",
     "MAX_DEPTH",
     "BlockStatement",
     "ImportStatement",
     "PolicyFile",
     "Statement",
+    "StatementParser",
     "Token",
     "find_keyword",
     "lex",
@@ -37,10 +41,21 @@ class _OpenBlock:
     body: list[Statement]
 
 
-def read_statements(source: SourceText) -> tuple[PolicyFile, tuple[Diagnostic, ...]]:
+class Parser(Protocol):
+    """What `read_statements` needs of a parser."""
+
+    diagnostics: list[Diagnostic]
+
+    def statement(self, tokens: Sequence[Token]) -> Statement | None: ...
+    def header(self, tokens: Sequence[Token]) -> StepCondition | str | None: ...
+
+
+def read_statements(
+    source: SourceText, parser: Parser | None = None
+) -> tuple[PolicyFile, tuple[Diagnostic, ...]]:
     """Returns the statements of a text that could be read, and the diagnostics of the others."""
     tokens = tuple(lex(source.text))
-    parser = StatementParser(source)
+    parser = parser or StatementParser(source)
     blocks = [_OpenBlock(None, Span(source, 0, 0), [])]
     for statement in split_statements(tokens):
         first, last = statement[0], statement[-1]
@@ -48,13 +63,12 @@ def read_statements(source: SourceText) -> tuple[PolicyFile, tuple[Diagnostic, .
             if len(blocks) > 1:
                 _close(blocks, last.end)
             else:
-                parser.diagnostics.append(
-                    syntax_error(parser.span(first), "unexpected '}'", "no block is open here")
-                )
+                span = Span(source, first.start, first.end)
+                parser.diagnostics.append(syntax_error(span, "unexpected '}'", "no block is open here"))
         elif find_keyword(statement) in BLOCKS:
             header = parser.header(statement)
             if last.text == "{":
-                blocks.append(_OpenBlock(header, parser.span(first, last), []))
+                blocks.append(_OpenBlock(header, Span(source, first.start, last.end), []))
             if len(blocks) > MAX_DEPTH + 1:
                 parser.diagnostics.append(too_deep(blocks[-1].head))
                 break

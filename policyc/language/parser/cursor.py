@@ -14,6 +14,7 @@ from policyc.language.parser.lexer import Token
 MAX_DEPTH = 16
 """Nesting of brackets, blocks and imports, and length of a chain of recipes."""
 
+_WINDOW = 200  # characters around an error in which habits are looked for
 _NUMBER = re.compile(r"-?[0-9][0-9_]*(\.[0-9]+)?([eE][0-9]+)?")
 
 
@@ -127,8 +128,8 @@ class Cursor:
     def fail(self, *, message: str = "", help: str = "") -> SyntaxFault:
         """The error that this token is not expected here."""
         token, text = self.token, self.source.text
-        before = text[self._tokens[0].start : token.start]
-        after = text[token.start : self._tokens[-1].start]
+        before = text[max(self._tokens[0].start, token.start - _WINDOW) : token.start]
+        after = text[token.start : min(self._tokens[-1].start, token.start + _WINDOW)]
         if token.kind == "end":
             message = message or "this statement ends too early"
         help = help or explain_habit(before, after, self._expected) or self._list_expected()

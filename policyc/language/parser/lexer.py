@@ -53,9 +53,9 @@ def lex(text: str) -> list[Token]:
 
 def find_keyword(statement: Sequence[Token]) -> str:
     """Returns the keyword that a statement starts with; empty for a rule. A rule may start with a scope named so."""
-    first, second, third = (*(token.text for token in statement[:3]), "", "", "")[:3]
-    if first not in KEYWORDS:
+    if not statement or statement[0].text not in KEYWORDS:
         return ""
+    first, second, third = (*(token.text for token in statement[:3]), "", "")[:3]
     if first == "seed":
         return first if second == "=" else ""
     if first == "group":
@@ -76,6 +76,9 @@ def split_statements(tokens: Sequence[Token]) -> Iterator[list[Token]]:
     has_arrow = False
     for number, token in enumerate(tokens):
         text, ends = token.text, False
+        if token.kind == "name":
+            statement.append(token)
+            continue
         if token.kind == "comment":
             continue
         if token.kind == "newline":
@@ -110,14 +113,16 @@ def _continues(
     """Whether a statement continues after a newline. `next` is the number of the first token of the next line."""
     if not statement:
         return False
-    keyword = find_keyword(statement)
-    following = tokens[next] if next < len(tokens) else None
-    if following is not None and following.text == "->" and not has_arrow and not keyword:
-        return True
     last = statement[-1].text
     is_open = last in _CONTINUE or (
         last in _CONTINUE_CONDITION and len(statement) > 1 and statement[-2].text not in _BEFORE_NAMES
     )
+    is_before_arrow = next < len(tokens) and tokens[next].text == "->" and not has_arrow
+    if not (brackets or is_open or is_before_arrow):
+        return False
+    keyword = find_keyword(statement)
+    if is_before_arrow and not keyword:
+        return True
     if keyword in BLOCKS or "{" in brackets[-1:] or not (brackets or is_open):
         return False
     return not _starts_statement(tokens, next, has_arrow or keyword != "")
@@ -139,4 +144,4 @@ def _starts_statement(tokens: Sequence[Token], first: int, has_arrow: bool) -> b
         return second.text[0] in "\"'"
     if keyword in ("after", "until"):
         return second.text[0].isdecimal()
-    return keyword == "group" or (second.is_word and len(line) > 2 and line[2].text in ("=", "{"))
+    return keyword in ("group", "seed") or (second.is_word and len(line) > 2 and line[2].text in ("=", "{"))

@@ -232,7 +232,9 @@ class StatementParser(ConditionParser):
         count = 0
         for word, part in self._arguments(self._part):
             count += 1
-            for gemm in (g for g in Gemm if g in GEMM_GROUPS.get(word.text, ()) and part is not None):
+            if part is None:
+                continue
+            for gemm in (g for g in Gemm if g in GEMM_GROUPS.get(word.text, ())):
                 if gemm in parts:
                     message = f"'{gemm}' already has a recipe"
                     self.report("duplicate-option", self.since(word.start), message, "remove one of them")
