@@ -3,7 +3,7 @@
     python -m benchmarks.startup [ROUNDS]
 
 Runs each command in its own process, in turn, so that other load on the machine slows all of them alike. Prints the
-best time of each and its ratio to importing rich and click. `lint` also reads and checks a policy; its ratio
+best time of each and its ratio to importing lark, rich and click. `lint` also reads and checks a policy; its ratio
 should stay below 2. The time to import JAX is printed for comparison: `lint` avoids it.
 """
 
@@ -20,9 +20,9 @@ from benchmarks.command_line import make_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 
-BASE = "import rich, click"
+BASE = "import lark, rich, click"
 COMMANDS = {
-    BASE: ["-c", "import rich.console, click"],
+    BASE: ["-c", "import lark, rich.console, click"],
     "python alone": ["-c", "pass"],
     "policyc --help": ["-m", "policyc.cli.main", "--help"],
     "policyc lint bf16": ["-m", "policyc.cli.main", "lint", "bf16"],

@@ -81,7 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header() -> str:
-    return ", ".join(f"{name} {version(name)}" for name in ("jax", "jaxlib", "numpy"))
+    return ", ".join(f"{name} {version(name)}" for name in ("jax", "jaxlib", "numpy", "lark"))
 
 
 # Long tests and then short ones, twice. The other packages come after these.

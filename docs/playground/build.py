@@ -1,6 +1,6 @@
 """Adds Python to the playground of a built site: `python docs/playground/build.py PYODIDE SITE`.
 
-PYODIDE is the npm package, and SITE the folder of the site. policyc goes into a zip, without what needs
+PYODIDE is the npm package, and SITE the folder of the site. policyc goes into a zip, with lark and without what needs
 JAX. `make playground` runs it.
 """
 
@@ -11,6 +11,8 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+
+import lark
 
 import policyc
 from policyc.language.bundled import data_folder
@@ -33,12 +35,14 @@ A_DATE = (2020, 1, 1, 0, 0, 0)  # of every file in the zip: the same sources mak
 
 def archived() -> Iterator[tuple[str, Path]]:
     """The files of the zip, with their names in it."""
-    package = Path(policyc.__file__).parent
+    package, library = Path(policyc.__file__).parent, Path(lark.__file__).parent
     own = [package / name for name in MODULES]
     own += [p for name in PACKAGES for p in (package / name).rglob("*") if p.suffix in (".py", ".md")]
     yield from ((f"policyc/{path.relative_to(package).as_posix()}", path) for path in own)
-    for path in data_folder("policies").glob("*.policy"):
-        yield f"policyc/policies/{path.name}", path
+    for folder, suffix in (("grammars", "*.lark"), ("policies", "*.policy")):
+        yield from ((f"policyc/{folder}/{path.name}", path) for path in data_folder(folder).glob(suffix))
+    for path in (*library.rglob("*.py"), *library.rglob("*.lark")):
+        yield f"lark/{path.relative_to(library).as_posix()}", path
 
 
 def write_archive(file: Path) -> None:

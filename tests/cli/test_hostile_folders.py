@@ -68,7 +68,7 @@ def start_run(folder: Path) -> None:
     assert status.exit == 0
 
 
-MODULES = ("json.py", "pickle.py", "click/__init__.py")
+MODULES = ("json.py", "pickle.py", "click/__init__.py", "lark/__init__.py")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tests.support.command import ROOT
 pytestmark = pytest.mark.any_jax
 
 HEAVY = {"jax", "jaxlib", "numpy", "networkx", "ml_dtypes", "scipy"}
-PARSING = {"rich", "policyc.language.parser", "policyc.linter.engine"}
+PARSING = {"lark", "rich", "policyc.language.parser", "policyc.linter.engine"}
 PRINTING = {"rich", "policyc.language.tables", "policyc.language.formatter"}
 OTHER_COMMANDS = {f"policyc.cli.{name}" for name in ("apply", "compile", "explain", "fmt", "show", "train")}
 

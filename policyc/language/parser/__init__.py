@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from policyc.language.diagnostics import Diagnostic, SourceText, Span
-from policyc.language.parser.cursor import MAX_DEPTH, syntax_error, too_deep
+from policyc.language.parser.builder import StatementParser
+from policyc.language.parser.grammar import MAX_DEPTH, syntax_error, too_deep
 from policyc.language.parser.lexer import BLOCKS, KEYWORDS, Token, find_keyword, lex, split_statements
-from policyc.language.parser.parser import StatementParser
 from policyc.language.parser.statements import BlockStatement, ImportStatement, PolicyFile, Statement
 from policyc.language.schedule import StepCondition
 

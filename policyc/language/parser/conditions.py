@@ -1,15 +1,17 @@
-"""Parses the condition after `where`: comparisons and flags, joined by `and`, `or` and `not`."""
+"""Builds spans, numbers and the predicates of `where` from lark's trees."""
 
 from __future__ import annotations
 
 from fractions import Fraction
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 
-from policyc.language.bounds import Bound
-from policyc.language.diagnostics import Span
+from lark import Token, Tree
+
+from policyc.language.bounds import MAX_DIGITS, Bound
+from policyc.language.diagnostics import Diagnostic, SourceText, Span
 from policyc.language.kinds import FLAGS, suggest_word
-from policyc.language.parser.cursor import MAX_DEPTH, Cursor, SyntaxFault, too_deep
+from policyc.language.parser.grammar import MAX_DEPTH
 from policyc.language.predicates import (
     NUMERIC_ATTRIBUTES,
     AllOf,
@@ -22,73 +24,132 @@ from policyc.language.predicates import (
     Term,
 )
 
+
+class NodeBuilder:
+    """Builds nodes from trees. Collects diagnostics instead of raising them."""
+
+    def __init__(self, source: SourceText) -> None:
+        self.source = source
+        self.diagnostics: list[Diagnostic] = []
+
+    def span(self, node: Any) -> Span:
+        """Returns the span of a tree or a token."""
+        first = last = node
+        while isinstance(first, Tree):
+            first = first.children[0]
+        while isinstance(last, Tree):
+            last = last.children[-1] or last.children[-2]  # an optional part that is absent is None
+        return Span(self.source, first.start_pos, last.end_pos)
+
+    def _report(self, code: str, place: Any, message: str, help: str = "") -> None:
+        """`place` is a span, a tree or a token."""
+        span = place if isinstance(place, Span) else self.span(place)
+        self.diagnostics.append(Diagnostic(code=code, message=message, span=span, help=help))
+
+    def _number(self, token: Any) -> Fraction:
+        """Reads a number: `4_096`, `1e9`, `2.5`, `-4`. Reports one that is too large, and returns 0 for it."""
+        text = token.replace("_", "").lower()
+        if text.isdecimal() and len(text) <= MAX_DIGITS:
+            return Fraction(int(text))
+        mantissa, _, exponent = text.partition("e")
+        is_too_large = len(mantissa.lstrip("-")) > MAX_DIGITS or int(exponent[:4] or 0) > MAX_DIGITS
+        value = Fraction(0) if is_too_large else Fraction(mantissa) * 10 ** int(exponent or 0)
+        if is_too_large or abs(value) >= 10**MAX_DIGITS:  # it would print as a number that is rejected
+            help = f"{MAX_DIGITS} digits at most"
+            self._report("number-out-of-range", token, "this number is too large", help)
+            return Fraction(0)
+        return value
+
+    def _integer(self, token: Any) -> int:
+        value = self._number(token)
+        if value.denominator != 1:
+            help = "dimensions and counts are whole numbers"
+            self._report("number-out-of-range", token, "not a whole number", help)
+        return int(value)
+
+    def _bound(self, token: Any, sign: Any = None) -> Bound:
+        """Builds a number, or a percentage if there is a `sign` after it."""
+        value, span = self._number(token), self.span(token)
+        if sign is not None:
+            span = span.to(self.span(sign))
+            if abs(value) > 100:
+                self._report("number-out-of-range", span, "more than 100%", "percentages go up to 100%")
+        elif value.denominator != 1:
+            share = Bound(value * 100 if abs(value) < 1 else value, True)  # 0.82 is meant as 82%
+            help = f"write a whole number, or a percentage: {share}"
+            self._report("number-out-of-range", span, "not a whole number", help)
+        return Bound(value, sign is not None, span)
+
+
 _TRUTH_VALUES = ("true", "false")
 _MIRRORED: dict[Operator, Operator] = {"==": "==", "!=": "!=", "<": ">", "<=": ">=", ">": "<", ">=": "<="}
 
 
-class ConditionParser(Cursor):
-    """Parses predicates. Each method reads what the rule of the grammar with its name describes."""
+class ConditionBuilder(NodeBuilder):
+    """Builds predicates."""
 
-    def any_of(self) -> Predicate:
-        start, operands = self.token.start, [self._all_of()]
-        while self.accept("or", shown=""):
-            operands.append(self._all_of())
-        return operands[0] if len(operands) == 1 else AnyOf(operands=tuple(operands), span=self.since(start))
+    def _any_of(self, tree: Any) -> Predicate:
+        operands = tuple(self._all_of(c) for c in tree.children if isinstance(c, Tree))
+        return operands[0] if len(operands) == 1 else AnyOf(operands=operands, span=self.span(tree))
 
-    def _all_of(self) -> Predicate:
-        start, operands = self.token.start, [self._negation()]
-        while self.accept("and", shown=""):
-            operands.append(self._negation())
-        return operands[0] if len(operands) == 1 else AllOf(operands=tuple(operands), span=self.since(start))
+    def _all_of(self, tree: Any) -> Predicate:
+        operands = tuple(self._negation(c) for c in tree.children if isinstance(c, Tree))
+        return operands[0] if len(operands) == 1 else AllOf(operands=operands, span=self.span(tree))
 
-    def _negation(self) -> Predicate:
-        starts = []
-        while token := self.accept("not", shown=""):
-            starts.append(token.start)
-            if len(starts) > MAX_DEPTH:
-                raise SyntaxFault(too_deep(self.span(token)))
-        if self.open("("):
-            predicate = self.any_of()
-            self.close(")")
-        else:
-            predicate = self._compare()
-        for start in reversed(starts):
-            predicate = Not(operand=predicate, span=self.since(start))
+    def _negation(self, tree: Any) -> Predicate:
+        *nots, operand = tree.children
+        predicate = (
+            self._any_of(operand.children[1]) if operand.data == "parentheses" else self._compare(operand)
+        )
+        if len(nots) > MAX_DEPTH:
+            self._report(
+                "nested-too-deep",
+                nots[0],
+                f"'not' more than {MAX_DEPTH} times in a row",
+                "each pair cancels out",
+            )
+            return predicate
+        for token in reversed(nots):
+            predicate = Not(operand=predicate, span=self.span(token).to(self.span(operand)))
         return predicate
 
-    def _compare(self) -> Predicate:
-        start, before = self.token.start, len(self.diagnostics)
-        terms, operators = [self._term()], list[Operator]()
-        while operator := self.accept(*_MIRRORED, shown=""):
-            operators.append(cast(Operator, operator.text))
-            terms.append(self._term())
-        comparison = Comparison(terms=tuple(terms), operators=tuple(operators), span=self.since(start))
+    def _compare(self, tree: Any) -> Predicate:
+        before = len(self.diagnostics)
+        terms = tuple(self._term(c) for c in tree.children if isinstance(c, Tree))
+        # The grammar accepts only operators here.
+        operators = tuple(cast(Operator, str(c)) for c in tree.children if isinstance(c, Token))
+        comparison = Comparison(terms=terms, operators=operators, span=self.span(tree))
         if len(self.diagnostics) > before:
             return comparison
-        if not operators:
+        if len(terms) == 1:
             return self._flag(terms[0])
         flags = [t for t in terms if t.variables & {*FLAGS, *_TRUTH_VALUES}]
         if flags:
             words = [v for t in terms for v in sorted(t.variables) if v in FLAGS]
             help = f"write '{words[0]}' or 'not {words[0]}'" if words else "leave the comparison out"
-            self.report("bad-predicate", flags[0].span, f"'{flags[0]}' is true or false, not a number", help)
+            message = f"'{flags[0]}' is true or false, not a number"
+            self._report("bad-predicate", flags[0].span, message, help)
         else:
             self._check_layer(comparison)
         return comparison
 
     def _flag(self, term: Term) -> Predicate:
-        """A term without a comparison. Reports one that is not a flag."""
+        """Builds a flag from a term without a comparison. Reports a term that is not a flag."""
         name = str(term.value)
         if name in _TRUTH_VALUES:
             help = "leave 'where' out, or compare a size: k >= 1024"
-            self.report("bad-predicate", term.span, f"'{term}' does not depend on the site", help)
+            self._report("bad-predicate", term.span, f"'{term}' does not depend on the site", help)
         elif name in FLAGS and term.modulus is not None:
-            help = f"write '{name}' or 'not {name}'"
-            self.report("bad-predicate", term.span, f"'{name}' is true or false, not a number", help)
+            message = f"'{name}' is true or false, not a number"
+            self._report("bad-predicate", term.span, message, f"write '{name}' or 'not {name}'")
         elif name not in FLAGS:
             bound = "== 0" if term.modulus is not None else ">= -4" if name == "layer" else ">= 1024"
-            message = f"'{term}' is a number, not true or false"
-            self.report("bad-predicate", term.span, message, f"compare it: {term} {bound}")
+            self._report(
+                "bad-predicate",
+                term.span,
+                f"'{term}' is a number, not true or false",
+                f"compare it: {term} {bound}",
+            )
         return Flag(name=name, span=term.span)
 
     def _check_layer(self, comparison: Comparison) -> None:
@@ -96,7 +157,7 @@ class ConditionParser(Cursor):
         for term in comparison.terms if comparison.reads_layer else ():
             if term.variables - {"layer"} or term.modulus == "layer":
                 help = "write a number or a percentage: layer >= -4, layer < 15%"
-                self.report("bad-predicate", term.span, "'layer' can only be compared with numbers", help)
+                self._report("bad-predicate", term.span, "'layer' can only be compared with numbers", help)
                 return
         for operator, (left, right) in zip(comparison.operators, pairwise(comparison.terms), strict=True):
             self._check_bound(left, right, _MIRRORED[operator])
@@ -110,45 +171,39 @@ class ConditionParser(Cursor):
         if other.value != "layer" or other.modulus is not None or bound.modulus is not None:
             noun = "a percentage" if is_percentage else "a negative number"
             message = f"only 'layer' can be compared with {noun}"
-            self.report("bad-predicate", bound.span, message, "layer >= -4 selects the last four blocks")
+            self._report("bad-predicate", bound.span, message, "layer >= -4 selects the last four blocks")
         elif is_percentage and operator not in ("<", ">="):
             message = f"'layer {operator} {bound}': percentages work only with '<' and '>='"
             help = f"layer < {bound} selects the blocks before it, layer >= {bound} the others"
-            self.report("bad-predicate", bound.span, message, help)
+            self._report("bad-predicate", bound.span, message, help)
 
-    def _term(self) -> Term:
-        start = self.token.start
-        value, span = self._operand()
-        sign = self.accept("%", shown="")
-        if sign is None:
-            return Term(value=self._number_value(value, span), span=span)
-        if self.token.kind != "name" or self.token.text in ("and", "or"):  # `15%`, not `15 % k`
-            if isinstance(value, str):
-                self.report("bad-predicate", sign, "a remainder needs a divisor", f"write {value} % 16")
-                return Term(value=value, span=span)
-            bound = self.make_bound(value, span.to(self.span(sign)), True)
-            return Term(value=bound, span=bound.span)
-        divisor, divisor_span = self._operand()
-        modulus = self._number_value(divisor, divisor_span)
+    def _term(self, tree: Any) -> Term:
+        first, *rest = tree.children
+        span = self.span(tree)
+        if len(rest) == 1:
+            return Term(value=self._percentage(first, rest[0]), span=span)
+        modulus = self._operand(rest[1]) if rest else None
+        value = self._operand(first)
         if modulus == 0 or isinstance(modulus, Bound):
-            message = f"the divisor is {'zero' if modulus == 0 else 'a negative number'}"
-            self.report("bad-predicate", divisor_span, message, "divide by 1 or more")
+            divisor = "zero" if modulus == 0 else "a negative number"
+            message = f"the divisor is {divisor}"
+            self._report("bad-predicate", rest[1], message, "divide by 1 or more")
             modulus = 1
-        return Term(value=self._number_value(value, span), modulus=modulus, span=self.since(start))
+        return Term(value=value, modulus=modulus, span=span)
 
-    def _operand(self) -> tuple[str | Fraction, Span]:
-        if self.at_number:
-            return self.number(signed=True)
-        token = self.word()
-        if token.text not in (*NUMERIC_ATTRIBUTES, *FLAGS, *_TRUTH_VALUES):
-            help = suggest_word(token.text, NUMERIC_ATTRIBUTES)
-            self.report("unknown-variable", token, f"sites have no attribute '{token.text}'", help)
-        return token.text, self.span(token)
+    def _percentage(self, token: Any, sign: Any) -> str | Bound:
+        if token.type == "WORD":
+            self._report("bad-predicate", sign, "a remainder needs a divisor", f"write {token} % 16")
+            return str(token)
+        return self._bound(token, sign)
 
-    def _number_value(self, value: str | Fraction, span: Span) -> str | int | Bound:
-        """A negative number is a bound that counts from the last layer."""
-        if isinstance(value, str):
-            return value
-        if value < 0:
-            return self.make_bound(value, span, False)
-        return self.require_whole(value, span, "dimensions and counts are whole numbers")
+    def _operand(self, token: Any) -> str | int | Bound:
+        if token.type == "NUMBER":
+            return self._integer(token)
+        if token.type == "NEGATIVE":
+            bound = self._bound(token)
+            return bound if bound.value < 0 else int(bound.value)
+        if token not in (*NUMERIC_ATTRIBUTES, *FLAGS, *_TRUTH_VALUES):
+            help = suggest_word(token, NUMERIC_ATTRIBUTES)
+            self._report("unknown-variable", token, f"sites have no attribute '{token}'", help)
+        return str(token)

@@ -162,7 +162,8 @@ _HABITS: tuple[tuple[str, str, str | Callable[[re.Match[str]], str]], ...] = (
     ("selector", r"@\s*[\w,{}\s]*¦(?:[+|&/]|[^\W\d])", "products are separated by commas: @ fprop, dgrad"),
     ("selector", r"¦(?:if|when|for)\b", "a condition starts with 'where'"),
     ("selector", r"¦(?:(?:and|or)\b|&|[|+]\s)", "selectors are separated by commas"),
-    ("", r"^\{\s*¦(?:[\"']|\Z)", "a policy is not JSON: a rule is written SELECTOR -> RECIPE"),
+    ("selector", r"¦\{\s*(?:[\"']|\Z)", "a policy is not JSON: a rule is written SELECTOR -> RECIPE"),
+    ("selector", r"¦\{[^}]*(?:->|\n|\Z)", "close the brace: {a,b}"),
     # `-> {fprop: fp8}`, `-> fprop=fp8`, `nvfp4[sr=grad]`, `nvfp4 sr=grad`, `fp8,`
     ("", rf"{_RECIPE}¦[{{\[]", f"give each product its recipe with {_SPLIT}"),
     ("", rf"{_RECIPE}(fprop|dgrad|wgrad|bwd)\s*¦=", r"give each product its recipe with split(\1=...)"),
