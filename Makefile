@@ -43,7 +43,7 @@ INSTALL_BROWSER = if [ -z "$(CHROMIUM)" ]; then echo "there is no chromium on PA
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-browser lock demo docs playground vscode pictures test test-slow test-newest test-nobody test-wheel test-browser \
+.PHONY: help setup setup-browser lock demo docs playground vscode pictures test test-slow test-newest test-mutations test-nobody test-wheel test-browser \
 	test-slurm slurm-start slurm-stop test-cuda test-trainers test-others test-te check check-lint check-format check-imports check-types \
 	check-api check-hooks check-budget format wheel clean
 
@@ -217,6 +217,9 @@ test-trainers: ## run MaxText, Levanter, Tunix, Haiku's transformer and Hugging 
 	tests "$$venv/bin/python" $(LONG) -m trainers tests/compiler/test_trainers.py tests/compiler/test_public_trainers.py \
 	  tests/compiler/test_trainer_kinds.py $(ARGS); \
 	tests .venv-hf-flax/bin/python $(LONG) -m trainers tests/compiler/test_trainer_kinds.py $(ARGS); exit $$status
+
+test-mutations: setup ## plant faults into a copy, and check that the tests catch each (20 minutes); ARGS='compiler' takes some of them
+	@$(IN) $(BIN)/python -m tests.support.mutations $(ARGS)
 
 check: check-lint check-format check-imports check-types check-api check-hooks check-budget ## all of the following
 

@@ -24,9 +24,9 @@ from policyc.hardware.selftest.speed import time_median
 from policyc.language.recipes import OPERAND_GROUPS, Gemm, Recipe, Treatment, make_recipe, make_split_recipe
 from policyc.numerics.backends.hopper_gemm import HopperGemm
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
-from policyc.numerics.quantize import Axes, Key, block_values, make_key, quantize
+from policyc.numerics.quantize import Axes, Key, Request, block_values, make_key, quantize
 from policyc.numerics.quantize.kernels.fused_kernels import Kernels
-from policyc.numerics.quantize.orders import OrderRequest, quantize_orders
+from policyc.numerics.quantize.orders import quantize_orders
 from policyc.numerics.quantize.reference import blocks
 from policyc.numerics.quantize.reference.hadamard import Method
 
@@ -167,7 +167,7 @@ def time_designs(x: jax.Array, repeat: int) -> dict[str, Any]:
 def time_both_orders(x: jax.Array, repeat: int) -> Any:
     """Times the two operands that come from dy. The columns are returned as the GEMM reads them, tokens last."""
     treatments = (nvfp4(rounding="sr"), Axes()), (nvfp4(rounding="sr", rht=16), Axes(axis=-2))
-    requests = [OrderRequest(treatment=t, axes=axes, key=make_key(1)) for t, axes in treatments]
+    requests = [Request(t, axes, key=make_key(1)) for t, axes in treatments]
     is_gpu = jax.default_backend() == "gpu"
 
     def row(x: jax.Array, method: Any) -> Any:

@@ -1,6 +1,6 @@
 """Predicted speed-ups over fp8 of the bundled policies, with both backends.
 
-These are figures of docs/explanation/cost_model.md.
+These are figures of docs/explanation/speed.md.
 
     python -m benchmarks.speed_ups [--compiled FOLDER [--backend te]] [--json FILE]
 
@@ -69,7 +69,7 @@ def report_name(policy: str, case: Case) -> str:
 
 
 COMPILED_BATCH = 1024
-"""The batch of the compiled steps in docs/explanation/compiled_steps.md."""
+"""The batch of the compiled steps in docs/reference/status.md."""
 
 
 @cache

@@ -1,6 +1,6 @@
 """Bytes that a compiled step moves to keep saved activations in stacks of all layers.
 
-This is a constant of docs/explanation/cost_model.md.
+This is a constant of docs/explanation/speed.md.
 
     policyc compile te_nvfp4 --config llama3_8b --target gb200 --devices 8 --backend te --dump-hlo DIR
     python -m benchmarks.stack_traffic DIR/*.hlo.txt [--layers 32]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from policyc.language.policy import Policy, Rule
     from policyc.linter.api import Findings, lint
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {
     "Diagnostic": "language.diagnostics",

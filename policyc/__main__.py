@@ -1,10 +1,10 @@
 """The `policyc` command, also as `python -m policyc`."""
 
-import signal
+import _signal  # type: ignore[import-not-found]  # `signal` imports enum, most of the time until SIGINT is handled
 
-if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
     # While modules are imported, Ctrl-C ends the process without a traceback. `run_command` takes it over.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
 import os
 import sys

@@ -5,18 +5,17 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support import processes
+from tests.support import lanes, processes
 from tests.support.compilation_cache import write_entries_whole
 from tests.support.quick_options import COMPILATION
 
@@ -59,25 +58,19 @@ settings.register_profile(
 settings.load_profile("policyc")
 
 
-# Tests that need what `make setup` does not install, and tests that take minutes: they run only if `-m` names them.
-LANES = ("trainers", "peers", "cuda", "browser", "te", "slurm")
-ON_REQUEST = ("slow", *LANES)
-NAMED = set[str]()
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    """Leaves out the tests on request that `-m` does not name, and ignores what JAX says about its cache.
+    """Leaves out the lanes that `-m` does not name, and ignores what JAX says about its cache.
 
     A damaged entry of the cache is no fault of a test: JAX warns and compiles. The processes that tests start use the
     cache too: one may still be writing an entry, or was killed while it did.
     """
-    named = config.option.markexpr
-    NAMED.update(re.findall(r"\w+", named))
-    left_out = [f"not {marker}" for marker in ON_REQUEST if marker not in NAMED]
-    config.option.markexpr = " and ".join([f"({named})"] * bool(named) + left_out)
+    lanes.pytest_configure(config)
     config.addinivalue_line(
         "filterwarnings", "ignore:Error (reading|writing) persistent compilation cache entry:UserWarning"
     )
+
+
+pytest_runtest_makereport = lanes.pytest_runtest_makereport
 
 
 def pytest_report_header() -> str:
@@ -85,7 +78,7 @@ def pytest_report_header() -> str:
 
 
 # Long tests and then short ones, twice. The other packages come after these.
-ORDER = ("models", "cli", "compiler", "language", "numerics", "experiments", "hardware", "editor")
+ORDER = ("models", "cli", "ui", "compiler", "language", "numerics", "experiments", "hardware", "editor")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -135,18 +128,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     the optimized program, and a test may compare two programs bit for bit: a change clears the in-memory caches.
     """
     COMPILATION.set_quick("jax" in sys.modules and _compiles_quickly(item))
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A test of a lane that `-m` names fails instead of being skipped: its subject is missing, and nothing ran."""
-    report = yield
-    if report.skipped and not hasattr(report, "wasxfail"):
-        for lane in NAMED.intersection(LANES, (marker.name for marker in item.iter_markers())):
-            report.outcome, report.longrepr = "failed", f"-m {lane}: {report.longrepr[-1]}"
-    return report
 
 
 @pytest.fixture(autouse=True)

@@ -131,37 +131,26 @@ def test_a_package_says_what_it_is_for_and_lists_its_modules(package: str) -> No
     assert list(module.__all__) == sorted(module.__all__)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_package_imports_only_modules_that_others_list(package: str) -> None:
-    unlisted = [
-        str(found)
-        for found in imports_of_others(package)
-        if not found.parts or found.parts[0] not in import_module(f"policyc.{found.package}").__all__
-    ]
-    assert not unlisted
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_package_imports_no_private_name_of_another(package: str) -> None:
-    private = [
-        str(found) for found in imports_of_others(package) if any(p.startswith("_") for p in found.parts)
-    ]
-    assert not private
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_package_uses_no_private_attribute_of_an_imported_module(package: str) -> None:
-    """`from policyc.compiler import pipeline` and then `pipeline._name` is as private as importing `_name`."""
-    imported = {(found.file, found.parts[-1]) for found in imports_of_others(package) if found.parts}
-    private = [
-        f"{file}:{node.lineno}: {node.value.id}.{node.attr}"
-        for path in module_files(package)
-        for file in [path.relative_to(ROOT).as_posix()]
-        for node in syntax_nodes(path)
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and node.attr.startswith("_")
-        and not node.attr.startswith("__")
-        and (file, node.value.id) in imported
-    ]
-    assert not private
+def test_packages_import_only_what_others_offer() -> None:
+    """Modules that the other package lists, and no private name of it or of its modules."""
+    for package in PACKAGES:
+        imports = list(imports_of_others(package))
+        assert not [
+            str(found)
+            for found in imports
+            if not found.parts or found.parts[0] not in import_module(f"policyc.{found.package}").__all__
+        ]
+        assert not [str(found) for found in imports if any(part.startswith("_") for part in found.parts)]
+        # `from policyc.compiler import pipeline` and then `pipeline._name` is as private as importing `_name`.
+        modules = {(found.file, found.parts[-1]) for found in imports if found.parts}
+        assert not [
+            f"{file}:{node.lineno}: {node.value.id}.{node.attr}"
+            for path in module_files(package)
+            for file in [path.relative_to(ROOT).as_posix()]
+            for node in syntax_nodes(path)
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.attr.startswith("_")
+            and not node.attr.startswith("__")
+            and (file, node.value.id) in modules
+        ]

@@ -96,6 +96,17 @@ def test_a_notebook_counts_sites_as_the_command_line_does() -> None:
     assert "<td>head -&gt; bf16</td><td>1</td>" in html
 
 
+@pytest.mark.parametrize(
+    ("selector", "count"),
+    [("a.*.c", 1), ("a.*.y.*.c", 1), ("*.c", 1), ("^a.*.c", 1), ("^x.*", 0), ("a.c", 0), ("*.x.c", 0)],
+)
+def test_a_wildcard_matches_any_number_of_names(selector: str, count: int) -> None:
+    params = {"a": {"x": {"y": {"c": struct(8, 8)}}}}
+    rule = f"{selector} -> fp8 expect {count}"
+    plan = policyc.plan(rule, lambda p, x: (x @ p["a"]["x"]["y"]["c"]).sum(), params, X)
+    assert plan.counts == (count,)
+
+
 # ---- apply, lint, variants
 
 

@@ -113,9 +113,18 @@ def test_of_no_lane(): pass
 @pytest.mark.any_jax
 def test_a_lane_fails_if_its_subject_is_missing(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(LANES)
-    plugins = [word for name in ("no:xdist", "no:cacheprovider", "tests.conftest") for word in ("-p", name)]
+    plugins = [
+        word
+        for name in ("no:cacheprovider", "pytest_timeout", "tests.support.lanes")
+        for word in ("-p", name)
+    ]
     words = [*plugins, "-c", ROOT / "pyproject.toml", "-m", "te or cuda or trainers or not slow", tmp_path]
-    environment = {**os.environ, "PYTHONPATH": python_path(), "PYTEST_ADDOPTS": ""}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": python_path(),
+        "PYTEST_ADDOPTS": "",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
     process = processes.start([sys.executable, "-m", "pytest", *words], cwd=ROOT, env=environment)
     printed = process.communicate()[0]
     assert process.returncode == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -22,28 +23,29 @@ LOADED = re.compile(
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Adds the options to the sections of commands, and the pages of the lint codes."""
+    """Adds the help of the commands, and the pages of the lint codes."""
     if page.file.src_uri == "reference/cli.md":
-        return "\n".join(add_options(section) for section in re.split(r"\n(?=## )", markdown))
+        return markdown + "\n".join(command_sections())
     if page.file.src_uri == "reference/lint.md":
         return markdown + "\n".join(code_pages())
     return markdown
 
 
-def add_options(section: str) -> str:
-    """A section of the reference of commands; if its title is a command, with a table of its options."""
-    words = section.partition("\n")[0].removeprefix("## ").split()
-    if not words or words[0] not in COMMANDS:
-        return section
-    command = cli.get_command(click.Context(cli), words[0])
-    if isinstance(command, click.Group):
-        command = command.commands[words[1]]
-    assert command is not None
-    rows = [describe_option(p) for p in command.params if isinstance(p, click.Option) and not p.hidden]
-    if not rows:
-        return section
-    introduction, example, rest = re.split(r"(```text\n.*?\n```\n)", section, maxsplit=1, flags=re.DOTALL)
-    return "\n".join([introduction + example, "| option | meaning |", "|---|---|", *rows, rest])
+def command_sections() -> Iterator[str]:
+    """The help of every command, as sections with a table of options."""
+    yield "\n## Options\n"
+    for name in COMMANDS:
+        command = cli.get_command(click.Context(cli), name)
+        assert command is not None
+        leaves = command.commands if isinstance(command, click.Group) else {"": command}
+        for sub, leaf in leaves.items():
+            yield (
+                f"### policyc {name} {sub}\n\n"
+                + inspect.cleandoc(leaf.help or "").partition("\n\n")[0]
+                + "\n"
+            )
+            rows = [describe_option(p) for p in leaf.params if isinstance(p, click.Option) and not p.hidden]
+            yield "\n".join(["| option | meaning |", "|---|---|", *rows, ""] if rows else [])
 
 
 def describe_option(option: click.Option) -> str:

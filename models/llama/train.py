@@ -6,15 +6,15 @@ under a policy. The calls of `policyc` below tell the policy about the run; with
 
 from __future__ import annotations
 
-import signal
+import _signal  # type: ignore[import-not-found]  # `signal` takes longer to import than everything before it
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(
-        signal.SIGINT, signal.SIG_DFL
-    )  # while modules are imported, Ctrl-C ends the process silently
+if __name__ == "__main__" and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+    # While modules are imported, Ctrl-C ends the process silently.
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
 import errno
 import json
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,6 +1,6 @@
 """Reads the frontier of a search (damage over predicted speed-up) from its file, and draws it as SVG.
 
-`policyc search --frontier` writes either. The pages of `policyc diff` and `policyc report` show the drawing of a file.
+`policyc search --frontier` writes either. The page of `policyc report` shows the drawing of a file.
 """
 
 from __future__ import annotations

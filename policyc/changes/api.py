@@ -73,7 +73,6 @@ def diff(
     fn: Callable[..., Any],
     *args: Any,
     before: Policy | str | Path | None = None,
-    grad: bool = False,
     target: TargetName = "gb200",
     param_argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
@@ -86,7 +85,6 @@ def diff(
       fn: the loss. It is traced and not run.
       *args: its arguments, which may be `jax.ShapeDtypeStruct`s.
       before: another policy to compare with. By default `fn` without a policy.
-      grad: compare the gradients, so that dgrad and wgrad appear.
       target: the GPU for which times are predicted. It also decides which products are native.
       param_argnums: which positional arguments hold parameters.
       has_aux: as in `jax.grad`.
@@ -113,7 +111,6 @@ def diff(
         labels=labels,
         program=getattr(fn, "__name__", type(fn).__name__),
         target=get_target(target),
-        is_gradient=grad,
     )
     return Diff(data)
 

@@ -10,7 +10,6 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 
 from policyc.base.text import as_ranges, escape_controls
-from policyc.changes.gradient import match_gradients
 from policyc.changes.linears import Prediction, compare_linears, decisions_that_matter
 from policyc.changes.matching import MatchedLoss, match_losses
 from policyc.changes.model import (
@@ -48,7 +47,6 @@ def build_diff(
     target: Target = DEFAULT_TARGET,
     mesh: MeshShape = _ONE_DEVICE,
     phase: int = 0,
-    is_gradient: bool = False,
     roots: tuple[str, ...] | None = None,
 ) -> DiffData:
     """Compares a policy with no policy, or with another one, in one phase of their schedules.
@@ -61,7 +59,6 @@ def build_diff(
       target: the GPU for which times are predicted.
       mesh: the device mesh for which times are predicted.
       phase: index of the phase. A schedule with fewer phases uses its last one.
-      is_gradient: compare the gradients of the loss, so that dgrad and wgrad appear.
       roots: folders that file paths are shown relative to, so that a shared page does not reveal local folders.
     """
     roots = (os.getcwd(), *sys.path) if roots is None else roots
@@ -76,7 +73,6 @@ def build_diff(
         for plan, phase in zip(plans, phases, strict=True)
     ]
     linears, cells = compare_linears(plans, phases, predictions)
-    match = match_gradients if is_gradient else _match_losses
     decisions = [decisions_that_matter(plan, phase) for plan, phase in zip(plans, phases, strict=True)]
     sides = [
         DiffSide(label=shorten_path(label, roots), policy=policy, seconds=prediction.step_seconds)
@@ -107,8 +103,7 @@ def build_diff(
         if other_seconds == seconds
         else (other.plan.execution.backend, other_seconds[0] / other_seconds[1]),
         batch=(step.sequences, step.sequence) if step.sequences and step.sequence else None,
-        is_gradient=is_gradient,
-        matched=match(plans, decisions),
+        matched=_match_losses(plans, decisions),
         refused=tuple(note for plan in plans for note in _refused_rules(plan, roots)),
         notes=(
             *uncertain_repeats(after),

@@ -9,7 +9,7 @@ from typing import Any
 import networkx as nx
 
 from policyc.base.text import format_change
-from policyc.changes.graph import children_of, graph_of
+from policyc.changes.graph import build_graph, children_of
 from policyc.changes.model import (
     DiffData,
     DiffSide,
@@ -23,7 +23,7 @@ from policyc.hardware.gemm_cost import speed_up_bounds
 from policyc.language.diagnostics import SourceText
 from policyc.language.policy import Policy
 
-SCHEMA = 3
+SCHEMA = 4
 
 
 def as_json(diff: DiffData) -> str:
@@ -37,7 +37,6 @@ def as_data(diff: DiffData) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "program": diff.program,
-        "mode": "gradient" if diff.is_gradient else "loss",
         "phase": diff.phase,
         "target": diff.target,
         "devices": diff.devices,
@@ -63,7 +62,7 @@ def as_data(diff: DiffData) -> dict[str, Any]:
         "states": writer.states,
         "linears": linears,
         "stacks": [_stack(stack) for stack in diff.stacks],
-        "graph": graph_data(graph_of(diff)),
+        "graph": graph_data(build_graph(diff)),
         "overlays": dict(diff.overlays),
         "notes": [*diff.refused, *diff.notes],
     }

@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import networkx as nx
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
@@ -28,25 +27,14 @@ _MAX_PARAMETER = 80  # characters of one parameter: a sharding or a mesh has hun
 
 
 def build_graph(diff: DiffData) -> nx.DiGraph[int]:
-    """Builds the graph of a diff. Node 0 is the root: the loss, or its gradient."""
+    """Builds the graph of a diff. Node 0 is the root, the loss."""
     builder = _GraphBuilder(diff)
-    kind = "gradient" if diff.is_gradient else "loss"
-    root = builder.add_scope(None, name=kind, kind=kind)
+    root = builder.add_scope(None, name="loss", kind="loss")
     if diff.matched.hoisted:
         builder.add_hoisted(root, diff.matched.hoisted)
     builder.add_jaxpr(root, diff.matched.loss)
     builder.count_changes(root)
     return builder.graph
-
-
-_GRAPHS: WeakKeyDictionary[DiffData, nx.DiGraph[int]] = WeakKeyDictionary()
-
-
-def graph_of(diff: DiffData) -> nx.DiGraph[int]:
-    """The graph of a diff, built once and shared by all outputs. They must not change it."""
-    if diff not in _GRAPHS:
-        _GRAPHS[diff] = build_graph(diff)
-    return _GRAPHS[diff]
 
 
 # ---- nodes
@@ -118,17 +106,9 @@ class _GraphBuilder:
                 self._add_match(parent, child, names)
 
     def add_jaxpr(self, parent: int, matched: MatchedJaxpr) -> None:
-        """Adds the equations of a jaxpr in their name scopes. At the top of a gradient, each pass is a scope."""
+        """Adds the equations of a jaxpr in their name scopes."""
         names = _Names()
-        for old, new in matched.inputs:
-            names.same(old, new)
-        is_gradient = self.graph.nodes[parent]["kind"] == "gradient"
-        for backward, group in itertools.groupby(matched.matches, lambda m: m.is_backward and is_gradient):
-            matches = list(group)
-            scope = parent
-            if is_gradient:
-                scope = self.add_scope(parent, name="backward" if backward else "forward", kind="pass")
-            self.add_children(scope, self.nest(matches), names)
+        self.add_children(parent, self.nest(matched.matches), names)
         self._add_data_edges(names)
 
     def add_hoisted(self, parent: int, hoisted: Sequence[Match]) -> None:

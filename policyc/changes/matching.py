@@ -38,8 +38,6 @@ class Reason(StrEnum):
     """A scan runs as several scans, because its layers differ."""
     ENTERED = "entered"
     """A container holds equations that differ."""
-    DERIVED = "derived"
-    """An equation of the gradient that comes from one that differs."""
 
 
 Iterations = Mapping[Address, int]
@@ -55,8 +53,6 @@ class Match:
       reason: None if nothing changed.
       inside: the jaxprs of a container that holds changes.
       readers: the addresses of the sites that read a shared quantization.
-      product: in the gradient of a site: fprop, dgrad or wgrad.
-      is_backward: in a gradient: whether the equations belong to the backward pass.
       iterations: see `Iterations`.
       ranges: for a hoisted quantization: its iterations of each scan over layers around the site, the outermost first.
     """
@@ -67,8 +63,6 @@ class Match:
     reason: Reason | None = None
     inside: tuple[MatchedJaxpr, ...] = ()
     readers: tuple[Address, ...] = ()
-    product: str = ""
-    is_backward: bool = False
     iterations: Iterations = field(default_factory=dict)
     ranges: tuple[IterationRange, ...] = ()
 
@@ -84,13 +78,11 @@ class MatchedJaxpr:
 
     Attributes:
       iterations: for the body of a scan, the iterations that the matches are about.
-      inputs: pairs of variables, before and after, that are the same input.
     """
 
     label: str
     matches: tuple[Match, ...]
     iterations: IterationRange | None = None
-    inputs: tuple[tuple[Var, Var], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -212,7 +212,6 @@ class DiffData:
     """Another backend, and the speed-up with it; None if it is the same."""
     batch: tuple[int, int] | None = None
     """The number of sequences per step and their length, if they are known."""
-    is_gradient: bool = False
     matched: MatchedLoss
     overlays: Mapping[str, Any] = field(default_factory=dict)
     refused: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
-"""Reads files that `policyc` wrote: the measurements of a run, the calls in a compiled program, the policy of a plan.
+"""Reads files that `policyc` wrote: the measurements of a run, and the policy of a plan.
 
-Measurements and calls are assigned to the linears and layers of a diff. Those that match no linear are counted, not
-silently dropped.
+Measurements are assigned to the linears and layers of a diff. Those that match no linear are counted, not silently
+dropped.
 """
 
 from __future__ import annotations
@@ -42,42 +42,6 @@ def read_stats(folder: Path, diff: DiffData) -> dict[str, Any]:
             cosines.append({"linear": number, "layer": row.get("layer"), "cosine": row.get("cosine")})
     measured = {"operands": operands, "cosines": cosines, "unknown": unknown}
     return {"run": diff.short_path(str(folder)), "step": step, **measured}
-
-
-def read_compiled(path: Path, diff: DiffData) -> dict[str, Any]:
-    """Reads the calls that `policyc compile --format json` found. Raises ValueError."""
-    with explain_unreadable(path, "policyc compile --format json"):
-        data = read_json(path)
-        listed = [dict(product) for product in data["products"]]
-    names = _linear_names(diff)
-    products = []
-    unknown = 0
-    for product in listed:
-        site = str(product.get("site", ""))
-        number = names.get(_INDEX.sub("", site))
-        if number is None:
-            unknown += 1
-            continue
-        index = re.search(r"\[(\d+)\]", site)
-        layers = product.get("layers")
-        first = [layer[0] for layer in layers] if layers else ([int(index[1])] * 2 if index else None)
-        products.append(
-            {
-                "linear": number,
-                "layers": first,
-                "product": product.get("gemm"),
-                "call": product.get("call"),
-                "found": product.get("found"),
-                "native": product.get("native"),
-            }
-        )
-    return {
-        "file": diff.short_path(str(path)),
-        "target": data.get("target"),
-        "devices": data.get("devices"),
-        "products": products,
-        "unknown": unknown,
-    }
 
 
 def read_plan(path: Path) -> tuple[Policy, str]:

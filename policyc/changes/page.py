@@ -9,8 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from policyc.base.frontier import draw_frontier
-from policyc.base.web_page import as_markup, compress_json, embed_json, read_assets, render_template
+from policyc.base.web_page import compress_json, embed_json, read_assets, render_template
 from policyc.changes.data import as_data
 from policyc.changes.model import DiffData
 
@@ -32,11 +31,9 @@ def fill_page(data: dict[str, Any]) -> str:
 
     The tables of linears and equations are compressed, because many layers repeat the same text.
     """
-    frontier = data["overlays"].get("frontier")
     return render_template(
         "policyc.changes",
         "page.html",
-        frontier=as_markup(draw_frontier(frontier)) if frontier else "",
         title=f"{data['program']}: {data['before']['label']} / {data['after']['label']}",
         style=_read("page.css"),
         data=embed_json({key: value for key, value in data.items() if key not in _TABLES}),

@@ -12,7 +12,6 @@ from jax.extend.core import JaxprEqn, Var
 
 from policyc.changes.matching import PRODUCT_SCOPE, Match, StructureTexts
 from policyc.changes.model import DiffData
-from policyc.jaxcore.hooks.product_tags import is_tag
 from policyc.jaxcore.jaxprs import reading as jaxprs
 from policyc.jaxcore.jaxprs.transform import Address
 from policyc.language.selectors import PathSegment, read_segments
@@ -33,10 +32,7 @@ class ScopeTree:
 
 def scope_segments(eqn: JaxprEqn) -> tuple[PathSegment, ...]:
     """The name scopes of the program around an equation, without those that policyc adds."""
-    names = [n for n in jaxprs.name_scopes(eqn) if not is_tag(n) and not PRODUCT_SCOPE.fullmatch(n)]
-    half = len(names) // 2
-    if half and names[:half] == names[half:]:  # JAX repeats the scopes of a remat in its backward pass
-        names = names[:half]
+    names = [n for n in jaxprs.name_scopes(eqn) if not PRODUCT_SCOPE.fullmatch(n)]
     return read_segments(names)
 
 
@@ -116,7 +112,7 @@ class Nesting:
         def write(matches: Sequence[Match]) -> None:
             for match in matches:
                 names = ".".join(s.text for s in scope_segments(match.equation))
-                digest.update(f"{names} {match.reason} {match.product} {self._sites.rules(match)}".encode())
+                digest.update(f"{names} {match.reason} {self._sites.rules(match)}".encode())
                 for eqns in (match.before, match.after) if match.reason else (match.before,):
                     for eqn in eqns:
                         line = self.texts.line(eqn, numbers, with_bodies=not match.inside)
@@ -180,15 +176,13 @@ class SiteIndex:
         return self._diff.cells.get((address, layer))
 
     def attributes(self, match: Match) -> dict[str, Any]:
-        """Node attributes of a match: its linear, layer, place and product, and the linears that share it."""
+        """Node attributes of a match: its linear, layer and place, and the linears that share it."""
         attributes: dict[str, Any] = {}
         cell = self._locate(match.address, match)
         if cell is not None:
             # Equations that the rewrite added have no source location of their own.
             place = self._diff.linears[cell[0]].run_at(cell[1]).site.place
             attributes |= {"linear": cell[0], "layer": cell[1], "place": self._diff.short_path(place)}
-        if match.product:
-            attributes["product"] = match.product
         if match.readers:
             readers = (self._locate(address, match) for address in match.readers)
             attributes["readers"] = tuple(reader[0] for reader in readers if reader is not None)

@@ -14,7 +14,7 @@ import networkx as nx
 
 from policyc.base.text import as_ranges, count_noun, escape_controls, format_ranges
 from policyc.changes.data import summary
-from policyc.changes.graph import children_of, graph_of
+from policyc.changes.graph import build_graph, children_of
 from policyc.changes.model import DiffData, Linear, LinearRange, ProductChange
 from policyc.language.diagnostics import Paint, plain
 from policyc.language.recipes import Gemm
@@ -85,7 +85,7 @@ class EquationLines:
 
     def __init__(self, diff: DiffData, paint: Paint = plain, width: int = WIDTH) -> None:
         self._diff, self._paint, self._width = diff, paint, width
-        self._graph: nx.DiGraph[int] = graph_of(diff)
+        self._graph: nx.DiGraph[int] = build_graph(diff)
 
     def lines(self) -> Iterator[str]:
         """Yields the lines. Consecutive unchanged equations become one line with their number."""
@@ -137,7 +137,6 @@ class EquationLines:
             "hoisted": "quantized once per step, outside the loss",
             "split": "one scan for each range of layers that is treated alike",
             "entered": "passes extra inputs to the equations inside",
-            "derived": "derived from equations that differ",
         }
         reason = data.get("reason", "")
         lines = _wrap(texts[reason], self._width, _COMMENT) if reason in texts else []
@@ -152,8 +151,6 @@ class EquationLines:
         run = self._diff.linears[data["linear"]].run_at(data.get("layer"))
         gemms_of: dict[tuple[int, int], list[str]] = {}
         for product in run.products:
-            if data.get("product") and str(product.gemm) != data["product"]:
-                continue
             for side, value in enumerate((product.before, product.after)):
                 if value.rule is not None and not value.state.is_kept and product.is_changed:
                     gemms_of.setdefault((side, value.rule), []).append(product.gemm)

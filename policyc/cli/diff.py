@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -46,9 +46,7 @@ _MIN_WIDTH = 60  # of the text, in columns: names and figures need that many
 class CompareOptions:
     """What is compared."""
 
-    unrolled: bool = switch("Unroll the layers of a configuration.")
     backend: str = priced_backend_option
-    grad: bool = switch("Compare the gradients, which also contain dgrad and wgrad.")
     phase: int = number("The phase of the schedule, from 0.", least=0, default=0)
     vs: str | None = option(
         metavar="POLICY[:VARIANT]|PLAN.json",
@@ -56,12 +54,6 @@ class CompareOptions:
     )
     stats: str | None = path_option(
         metavar="RUN", help="Add the errors that the run in this folder measured (--stats-every)."
-    )
-    compiled: str | None = path_option(
-        metavar="FILE", help="Add the calls found by 'policyc compile --format json'."
-    )
-    frontier: str | None = path_option(
-        metavar="FILE", help="Add a frontier to the page (search --frontier --out x.json)."
     )
 
 
@@ -111,24 +103,21 @@ def diff(
     """
     check_order(policy, program)
     check_source(program, step.config)
-    if output.output_format not in ("html", "json") and (
-        compare.stats or compare.compiled or compare.frontier
-    ):
-        raise click.UsageError(
-            "--stats, --compiled and --frontier are for a page or JSON: add --out diff.html"
-        )
+    if compare.stats and output.output_format not in ("html", "json"):
+        raise click.UsageError("--stats is for a page or JSON: add --out diff.html")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is executed, so JAX need not look for a GPU
     loaded = load_policy(policy)
     before, earlier_loss = _load_before(compare.vs)
     roots = (os.getcwd(), *(os.path.dirname(os.path.abspath(word)) for word in program[:1]), *sys.path)
     from policyc.changes.build import build_diff
     from policyc.changes.model import shorten_path
+    from policyc.changes.overlays import read_stats
     from policyc.compiler.planning.plan import make_plan
     from policyc.numerics.targets import get_target
 
     with exit_on_error():
         execution = parse_execution(compare.backend, step.target)
-        traced = trace_step(loaded, program, step, execution, unrolled=compare.unrolled)
+        traced = trace_step(loaded, program, step, execution)
         data = build_diff(
             traced,
             before=before,
@@ -137,13 +126,13 @@ def diff(
             target=get_target(step.target),
             mesh=step.mesh_shape(),
             phase=compare.phase,
-            is_gradient=compare.grad,
             roots=roots,
         )
         if earlier_loss not in (None, traced.plan.sites.hash):
             note = f"the program has changed since {compare.vs} was written: only the policy of that plan is used"
             data = dataclasses.replace(data, notes=(*data.notes, note))
-        data = _add_overlays(data, compare)
+        if compare.stats:
+            data = dataclasses.replace(data, overlays={"stats": read_stats(Path(compare.stats), data)})
     print_or_write(_render(data, output), output.out)
     policies = [policy for policy in (before, loaded) if policy is not None]
     fail_if_refused(*(make_plan(policy, traced.plan.sites, execution) for policy in policies))
@@ -161,21 +150,6 @@ def _load_before(name: str | None) -> tuple[Policy | None, str | None]:
 
     with exit_on_error():
         return read_plan(Path(name))
-
-
-def _add_overlays(data: DiffData, compare: CompareOptions) -> DiffData:
-    """Adds to the diff what the options name: a run's measurements, a compiled step's calls, and a frontier."""
-    from policyc.base.frontier import read_frontier
-    from policyc.changes.overlays import read_compiled, read_stats
-
-    overlays: dict[str, Any] = {}
-    if compare.stats:
-        overlays["stats"] = read_stats(Path(compare.stats), data)
-    if compare.compiled:
-        overlays["compiled"] = read_compiled(Path(compare.compiled), data)
-    if compare.frontier:
-        overlays["frontier"] = read_frontier(Path(compare.frontier))
-    return dataclasses.replace(data, overlays=overlays)
 
 
 def _render(data: DiffData, output: OutputOptions) -> str:

@@ -26,7 +26,6 @@ from policyc.cli.options import (
     priced_backend_option,
     program_argument,
     step_options,
-    switch,
     vs_option,
 )
 from policyc.cli.program import exit_on_error, fail_if_refused, parse_execution, trace_step
@@ -39,28 +38,9 @@ if TYPE_CHECKING:
     from policyc.hardware.training_step import TrainingStep
     from policyc.language.policy import Policy
 
-ASSUMPTIONS = """\
-A large GEMM reaches .73 (bf16), .72 (fp8; .60 on Hopper) or .60 (nvfp4) of the dense peak, or is bound by memory. On
-B300 and GB300 it reaches .66, .63 and .38.
-A copy reaches .62 of the memory bandwidth. Between GEMMs, each input is written and each output read once per pass.
-The maximum of a tensor is found where the tensor is computed. te reads a tensor once for all of its codes, or three
-times if some are rotated, almost at the speed of a copy. xla reads it once for each kind of codes, or twice if some
-are rotated, more slowly, as measured on an H200, and an NVFP4 GEMM writes fp32.
-If layers are in a scan, saved activations are read or written four more times.
-A weight is quantized once per step, and each device quantizes its shard.
-Attention reaches half of the bf16 peak. For a configuration, only causal FLOPs count; for a program, all of them.
-fsdp gathers weights for fprop and for dgrad, as codes if they are quantized and in bf16 otherwise, and scatters
-gradients in bf16, for each microbatch.
-"Everything else" is .31 of every step. This fraction, and how much communication overlaps with computation, are
-fitted to four published figures. These figures, and the errors on twelve others, are in docs/explanation/cost_model.md.
-Speed-ups are more accurate than times.
-Memory is not checked: a step that does not fit still gets an estimate.
-"""
-
-
 EVERYTHING_ELSE = (
     "everything else: waits, gaps and low clocks, a fixed share of the step, fitted to published runs "
-    "(docs/explanation/cost_model.md)"
+    "(docs/explanation/speed.md)"
 )
 
 
@@ -89,7 +69,6 @@ class EstimateOptions:
     )
     output_format: str = format_option("table", "json")
     out: str | None = out_option()
-    assumptions: bool = switch("Also print the assumptions of the cost model.")
 
 
 @click.command(
@@ -112,7 +91,7 @@ def estimate(policy: str, program: tuple[str, ...], step: StepOptions, options: 
     """Estimate the time of a step on GPUs that need not be present.
 
     The step is that of a configuration of the bundled Llama (--config) or of a program. A program's loss is traced, but
-    not run. The estimate comes from a cost model, not from a measurement: docs/explanation/cost_model.md says how
+    not run. The estimate comes from a cost model, not from a measurement: docs/explanation/speed.md says how
     accurate it is.
     """
     check_source(program, step.config)
@@ -133,8 +112,6 @@ def estimate(policy: str, program: tuple[str, ...], step: StepOptions, options: 
         text = _as_table(estimates, f"{step.devices} {step.target.upper()} ({mesh}){_describe_batch(traced)}")
         if options.store_bandwidth is not None:
             text += _describe_checkpoint(checkpoint["checkpoint"], options.store_bandwidth)
-        if options.assumptions:
-            text += ASSUMPTIONS
     print_or_write(text, options.out)
     fail_if_refused(*(under.plan for under in steps.values()))
 
@@ -147,6 +124,7 @@ class NamedEstimate:
     backends: str
     estimate: Estimate
     is_compiled: bool
+    is_emulated: bool
     other_backend: str
     other_seconds: float
 
@@ -155,6 +133,7 @@ def _estimate(name: str, step: TrainingStep, mesh: MeshShape, compiled: Compiled
     from policyc.hardware import step_cost
     from policyc.hardware.compile_report import with_compiled
     from policyc.hardware.training_step import count_backends
+    from policyc.numerics.backends import load
 
     estimate = step_cost.estimate(step, step.target, mesh)
     other = step.with_other_backend()
@@ -169,6 +148,7 @@ def _estimate(name: str, step: TrainingStep, mesh: MeshShape, compiled: Compiled
     return NamedEstimate(
         policy=name,
         backends=backends,
+        is_emulated=any(load(backend).emulates for backend in counts),
         estimate=estimate,
         is_compiled=compiled is not None,
         other_backend="" if other_seconds == estimate.seconds else other.plan.execution.backend,
@@ -304,7 +284,7 @@ def _speed_up_range(estimates: NamedEstimates) -> tuple[float, float] | None:
     from policyc.hardware.gemm_cost import speed_up_range
 
     before, after = (named.estimate.gemms for named in estimates)
-    is_emulated = any("emulate" in named.backends for named in estimates)
+    is_emulated = any(named.is_emulated for named in estimates)
     compares = "fp8" in before and "nvfp4" in after and "nvfp4" not in before and not is_emulated
     return speed_up_range(_speed_up(estimates)) if compares else None
 

@@ -71,9 +71,6 @@ class LintOptions:
     diff: bool = switch(
         "Write nothing. Print what --fix would change, and exit with 1 if it would change anything."
     )
-    statistics: bool = switch(
-        "Print the number of findings per code. [*] marks those that --fix repairs. Formats: full, concise, json."
-    )
     exit_zero: bool = switch("Exit with 0 even if there are findings.")
     stdin_filename: str | None = option(
         metavar="FILE",
@@ -101,7 +98,7 @@ class LintCommand(ProgramCommand):
     policyc lint llama.policy --fix                    apply the fixes that keep the meaning of the policy
     policyc lint llama.policy train.py --steps 1       also check what it does to a program
     policyc lint llama_nvfp4 --config llama3_8b        the same for the bundled Llama
-    policyc lint policies --format sarif --out lint.sarif
+    policyc lint policies --format json --out lint.json
     """,
 )
 @click.argument(
@@ -115,7 +112,6 @@ class LintCommand(ProgramCommand):
     "concise",
     "json",
     "github",
-    "sarif",
     help="full: source line and notes. concise: one line per finding. The others are for tools.",
 )
 @out_option()
@@ -129,20 +125,17 @@ def lint(words: tuple[str, ...], output_format: str, out: str | None, options: L
     with 0 if there are no findings other than notes, 1 if there are some, 2 if a file could not be read.
     """
     from policyc.language.diagnostics import Severity
-    from policyc.linter.output import OUTPUT_FORMATS, STATISTICS_FORMATS, summarize
+    from policyc.linter.output import OUTPUT_FORMATS, summarize
 
     request = _make_request(words, options)
     if not request.has_program:  # a program needs the collector
         gc.disable()  # a short process has no garbage worth collecting, and collecting takes a third of the time
     if options.diff:
         sys.exit(_print_diffs(request, EXIT_OK if options.exit_zero else EXIT_FAILURE))
-    formats = STATISTICS_FORMATS if options.statistics else OUTPUT_FORMATS
-    if output_format not in formats:
-        raise click.UsageError(f"--statistics has no format '{output_format}': use {' or '.join(formats)}")
     results = [_lint_file(name, request) for name in request.files]
     diagnostics = [d for result in results for d in result.diagnostics]
     fixes_stdin = options.fix and "-" in request.files  # standard output is then the fixed text
-    text = formats[output_format](diagnostics, paint)
+    text = OUTPUT_FORMATS[output_format](diagnostics, paint)
     if fixes_stdin:
         click.echo(text, nl=False, err=True, color=use_color())
     else:
@@ -192,8 +185,6 @@ def _make_request(words: tuple[str, ...], options: LintOptions) -> _Request:
         raise click.UsageError("--unsafe-fixes requires --fix or --diff")
     if options.fix and options.diff:
         raise click.UsageError("--diff writes nothing: leave out --fix")
-    if options.statistics and options.diff:
-        raise click.UsageError("choose one of --statistics and --diff")
     if options.fix and "-" in files and len(files) > 1:
         raise click.UsageError("--fix writes the text from '-' to standard output: name no other file")
     if options.stdin_filename is not None and "-" not in files:
@@ -222,7 +213,7 @@ class _FileResult:
 
 def _lint_file(name: str, request: _Request) -> _FileResult:
     from policyc.language.diagnostics import PolicyError
-    from policyc.linter.engine import lint as run_lint
+    from policyc.linter.api import lint_loaded
 
     fix_count = 0
     name, variant = _split_variant(name)
@@ -237,13 +228,13 @@ def _lint_file(name: str, request: _Request) -> _FileResult:
         plan = None
         if request.has_program and not loaded.diagnostics:
             plan = plan_source(loaded.policy, request.program, request.config)
-        result = run_lint(loaded, request.codes, plan, request.target)
+        found = lint_loaded(loaded, request.codes, plan, request.target)
     except PolicyError as error:
         return _FileResult(diagnostics=error.diagnostics, fix_count=fix_count, is_unreadable=True)
     return _FileResult(
-        diagnostics=result.diagnostics,
+        diagnostics=found,
         fix_count=fix_count,
-        is_unreadable=any(d.code == "unreadable-file" for d in result.diagnostics),  # an imported file
+        is_unreadable=any(d.code == "unreadable-file" for d in found),  # an imported file
         unchanged_products=_describe_unchanged_products(plan),
     )
 
@@ -289,13 +280,13 @@ def _read_source(name: str, request: _Request) -> _Source:
 
 
 def _compute_fixes(source: _Source, request: _Request) -> FixedText:
-    from policyc.linter.engine import lint as run_lint
+    from policyc.linter.api import lint_loaded
     from policyc.linter.fixes import apply_fixes
 
     return apply_fixes(
         source.text,
         source.parse,
-        lambda loaded: run_lint(loaded, request.codes),
+        lambda loaded: lint_loaded(loaded, request.codes),
         unsafe=request.options.unsafe_fixes,
     )
 

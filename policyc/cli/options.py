@@ -197,7 +197,6 @@ _FORMATS = {
     ".md": "markdown",
     ".json": "json",
     ".svg": "svg",
-    ".sarif": "sarif",
     ".policy": "policy",
 }
 """The formats that the ending of a file's name asks for."""
@@ -353,7 +352,7 @@ class StepOptions:
         "Configurations only.",
     )
 
-    def sizes(self, *, unrolled: bool = False) -> Sizes:
+    def sizes(self) -> Sizes:
         """The settings that replace those of a configuration."""
         from policyc.hardware.llama_step import Sizes
 
@@ -363,7 +362,6 @@ class StepOptions:
             accumulate=self.accumulate,
             remat=self.remat,
             gather=self.gather,
-            unrolled=unrolled,
         )
 
     def mesh_shape(self) -> MeshShape:

@@ -170,18 +170,13 @@ def trace_step(
     words: Sequence[str],
     step: StepOptions,
     execution: ExecutionOptions,
-    *,
-    unrolled: bool = False,
 ) -> TrainingStep:
     """Plans the step of a configuration or of a program. Raises ValueError if the options do not fit it."""
     from policyc.hardware import llama_step
 
     if step.config:
-        sizes = step.sizes(unrolled=unrolled)
-        return llama_step.plan_step(policy, step.config, step.mesh_shape(), sizes, execution)
+        return llama_step.plan_step(policy, step.config, step.mesh_shape(), step.sizes(), execution)
     step.reject_for_program("batch", "sequence", "gather")
-    if unrolled:
-        raise ValueError("--unrolled is for --config: a program has its own layers")
     return step.of_program(plan_program(policy, words, execution))
 
 
@@ -277,7 +272,8 @@ class _PlanPrinter:
         self.losses = 0
 
     def __call__(self, plan: Plan) -> None:
-        from policyc.compiler.tables.plan_tables import as_json, summary
+        from policyc.compiler.tables.plan_json import as_json
+        from policyc.compiler.tables.plan_tables import summary
         from policyc.experiments.runner import is_first_process
 
         if not len(plan.sites):
@@ -338,7 +334,7 @@ def explain_no_loss(saw_forward_mode: bool) -> str:
 
 def _explain_no_match(plans: Sequence[Plan], policy_name: str) -> str:
     """Explains why a policy matched nothing in any loss of a run."""
-    from policyc.compiler.planning.idle_rules import suggest_selector
+    from policyc.compiler.planning.idle_rules import all_names, suggest_names
     from policyc.compiler.tables.plan_tables import other_products
 
     plan = next((plan for plan in plans if len(plan.sites)), None)
@@ -348,5 +344,5 @@ def _explain_no_match(plans: Sequence[Plan], policy_name: str) -> str:
         return "; ".join(lines)
     if not plan.policy.rules:
         return f"'{policy_name}' has no rules"
-    help = suggest_selector(plan, plan.policy.rules[-1])
+    help = suggest_names(plan.policy.rules[-1], all_names(plan))
     return f"'{policy_name}' matched none of the {len(plan.sites)} sites: {help}"

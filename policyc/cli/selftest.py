@@ -10,13 +10,16 @@ import click
 
 from policyc.cli.common import EXIT_FAILURE, EXIT_USAGE, ExampleCommand, exit_with_message, write_output
 from policyc.cli.options import path_option, switch
+from policyc.numerics import backends
+
+_TESTED = backends.NAMES[2:]
+"""All backends but the emulation, which they are compared with."""
 
 
 def _read_backends(_ctx: click.Context, _option: click.Parameter, text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(filter(None, text.split(","))))
-    unknown = [name for name in names if name not in ("te", "xla", "cudnn")]
-    if unknown or not names:
-        raise click.BadParameter(f"'{text}': name one or more of te,xla,cudnn")
+    if not names or not set(names) <= set(_TESTED):
+        raise click.BadParameter(f"'{text}': name one or more of {','.join(_TESTED)}")
     return names
 
 
@@ -31,7 +34,7 @@ def _read_backends(_ctx: click.Context, _option: click.Parameter, text: str) -> 
     "--backend",
     "names",
     metavar="NAMES",
-    default="te,xla,cudnn",
+    default=",".join(_TESTED),
     show_default=True,
     callback=_read_backends,
     help="Backends to test, in addition to the emulation.",

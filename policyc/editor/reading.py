@@ -12,7 +12,8 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from policyc.compiler.matching.site_lists import ListPlan, RuleShare, SiteList
+from policyc.compiler.matching.decisions import RuleDecisions, RuleShare
+from policyc.compiler.sites.site_list import Sites
 from policyc.editor.model import Model, find_model
 from policyc.language.diagnostics import Diagnostic, SourceText, Span
 from policyc.language.loader import LoadedPolicy, load_file
@@ -65,7 +66,7 @@ class Reading:
         return tuple(_place_rules(self.file.statements, ""))
 
     @cached_property
-    def planned(self) -> dict[int, tuple[ListPlan, int]]:
+    def planned(self) -> dict[int, tuple[RuleDecisions, int]]:
         """For each rule, by its start: the plan that contains it, and its number there.
 
         Empty without a list of sites, or if the text has errors.
@@ -147,13 +148,13 @@ def _place_rules(statements: tuple[Statement, ...], variant: str) -> Iterator[Pl
             yield from _place_rules(statement.body, name)
 
 
-def _plan_rules(loaded: LoadedPolicy, sites: SiteList) -> Iterator[tuple[int, tuple[ListPlan, int]]]:
+def _plan_rules(loaded: LoadedPolicy, sites: Sites) -> Iterator[tuple[int, tuple[RuleDecisions, int]]]:
     """Plans the rules of the text. Those of a variant are planned with the variant applied."""
     policy = loaded.policy
     # The rules of a variant come last, and the last matching rule decides: rules before them do not affect them.
     variants = [replace(policy.variant(v.name), rules=v.rules) for v in policy.variants]
     for applied in (policy, *variants):
-        plan = ListPlan(applied, sites)
+        plan = RuleDecisions(applied, sites)
         for number, rule in enumerate(applied.rules):
             if rule.span.source is loaded.file.source:
                 yield rule.span.start, (plan, number)

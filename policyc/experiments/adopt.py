@@ -186,13 +186,14 @@ def _shares(step: TrainingStep) -> tuple[float, float]:
     """Returns the fractions of all GEMM FLOPs that are in 4 bits and that are emulated, in the first phase."""
     total = four_bits = emulated = 0.0
     for group in step.groups():
-        for gemm, backend in zip(Gemm, group.backends, strict=True):
+        for gemm in Gemm:
             if gemm not in group.site.products:
                 continue
+            backend = group.backend(gemm)
             flops = group.count * group.site.flops
             total += flops
             four_bits += flops if group.recipe is not None and group.recipe.bits(gemm) == 4 else 0
-            emulated += flops if backend == "emulate" else 0
+            emulated += flops if backend is not None and backend.emulates else 0
     return four_bits / total, emulated / total
 
 

@@ -55,7 +55,8 @@ def _gathered_bytes(group: LayerGroup, step: TrainingStep) -> float:
     for gemm in gemms:
         treatment = recipe.treatment(gemm, Role.WEIGHT)
         codes, scales = gemm_cost.weight_bytes(treatment, plain)
-        if group.backend(gemm) == "te" and treatment.tile2d:
+        backend = group.backend(gemm)
+        if backend is not None and backend.gathers_tile_scales and treatment.tile2d:
             scales, scales_of_step = 0.0, scales
         total += codes + scales
     return total + scales_of_step / step.accumulate

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,9 @@ from policyc.hardware import gemm_cost, hlo
 from policyc.hardware.mesh import MeshShape, exchange_seconds
 from policyc.hardware.step_cost import Estimate
 from policyc.language.recipes import Gemm
+from policyc.numerics import backends
 from policyc.numerics.backends.choice import Lowering
 from policyc.numerics.targets import Target
-
-NATIVE_CALLS = {
-    ("xla", "nvfp4"): "__cudnn$blockScaledDot",
-    ("xla", "mxfp8"): "__cudnn$blockScaledDot",
-    ("xla", "fp8"): "__cublas$lt$matmul$f8",
-    ("te", "nvfp4"): "te_gemm_v2_ffi",
-    ("cudnn", "nvfp4"): "CuteDSLRT_NvJaxCutlassCall_v2",
-}
-"""The custom call that multiplies natively, by backend and format."""
 
 _PLAIN_GEMMS = ("__cublas$lt$matmul", "__cublas$gemm")
 
@@ -166,7 +159,7 @@ def _planned_check(product: PlannedProduct, microbatches: int) -> ProductCheck:
         gemm=product.gemm,
         format=format,
         lowering=lowering,
-        call=NATIVE_CALLS[lowering.backend, format] if lowering.native else "",
+        call=backends.load(lowering.backend).calls[format] if lowering.native else "",
         calls_expected=microbatches * len(layers),
     )
 
@@ -253,6 +246,11 @@ def find_repeated_gemms(module: hlo.Module) -> Iterator[hlo.Execution]:
             yield gemm
 
 
+@cache
+def _native_calls() -> frozenset[str]:
+    return frozenset(call for name in backends.MODULES for call in backends.load(name).calls.values())
+
+
 def kernel_kind(execution: hlo.Execution) -> str:
     """One of `KERNEL_KINDS`. A product that rotates an operand inside a quantizer does not count as a GEMM."""
     instruction = execution.instruction
@@ -261,7 +259,7 @@ def kernel_kind(execution: hlo.Execution) -> str:
         return "collectives"
     if "fmha" in call:
         return "attention"
-    if call in NATIVE_CALLS.values() or (call in _PLAIN_GEMMS and "jit(run)" not in instruction.op_name):
+    if call in _native_calls() or (call in _PLAIN_GEMMS and "jit(run)" not in instruction.op_name):
         return "GEMMs"
     if call == "mosaic_gpu_v2" and instruction.shape.startswith("bf16"):
         return "GEMMs"  # of emulated operands: kernels that quantize write words

@@ -1,7 +1,7 @@
 """The cost of one product on one GPU: the time of its GEMM, and the time to quantize its operands.
 
 All constants of the cost model are in this file, each with its source. `python -m benchmarks.calibration` shows how
-the two fitted ones are found, and docs/explanation/cost_model.md how accurate the model is. Times are those of an
+the two fitted ones are found, and docs/explanation/speed.md how accurate the model is. Times are those of an
 otherwise idle GPU; `step_cost` adds what surrounds the products in a training step.
 """
 
@@ -36,10 +36,9 @@ layer, 12 GEMMs with 15872 tokens (benchmarks.calibration); mxfp4 is assumed to 
 COPY_BANDWIDTH_FRACTION = 0.62
 """Fraction of the memory bandwidth that a copy reaches: 2 x 134 MB in 0.09 ms on an H200."""
 
-QUANTIZER_SLOWDOWNS = {"fp8": 1.0, "tile2d": 1.2, "plain": 1.4, "sr": 1.5, "kernels": 2.0, "te": 1.1}
-"""Time of a quantizer, as a multiple of the time to copy as many bytes as it moves. Derived from times measured on an
-H200 (docs/explanation/speed.md). The one of Transformer Engine is from its own profile on a B300
-(benchmarks.calibration). The kernel that refines scales was not measured: it is assumed to be like the others."""
+QUANTIZER_SLOWDOWNS = {"fp8": 1.0, "tile2d": 1.2, "plain": 1.4, "sr": 1.5, "kernels": 2.0}
+"""Time of a quantizer of XLA or policyc, as a multiple of the time to copy as many bytes as it moves. Derived from
+times measured on an H200 (docs/explanation/speed.md). Backends with quantizers of their own name their slowdown."""
 
 GPU_QUANTIZER_SLOWDOWNS: Mapping[tuple[int, int], dict[str, float]] = {(9, 0): {"kernels": 1.1}}
 """Slowdowns that differ from `QUANTIZER_SLOWDOWNS`, by compute capability. Kernels: an H200 reads 67e6
@@ -185,7 +184,7 @@ def quantize_seconds(
     )
     reads += needs_maximum and not is_computed
     moved_bytes = elements * (reads * BF16_BYTES + sum(code_bytes(t.format) for t in treatments))
-    slowdown = max(quantizer_slowdown(target, kind) for kind in kinds)
+    slowdown = max(quantizer_slowdown(target, kind, backend) for kind in kinds)
     rotation = copy_seconds(target, elements * sum(map(rotation_bytes, treatments)))
     return rotation + slowdown * copy_seconds(target, moved_bytes) + reads * LAUNCH_SECONDS
 
@@ -201,16 +200,20 @@ def rotation_bytes(treatment: Treatment) -> int:
     return 2 * BF16_BYTES + (0 if rounds_itself else 2 * FP32_BYTES)
 
 
-def quantizer_slowdown(target: Target, kind: str) -> float:
+def quantizer_slowdown(target: Target, kind: str, backend: str) -> float:
     """Time of the code or kernel that quantizes an operand, as a multiple of the time to copy as many bytes."""
+    own = backends.load(backend).quantizer_slowdown
     slowdowns = QUANTIZER_SLOWDOWNS | GPU_QUANTIZER_SLOWDOWNS.get(target.compute_capability, {})
-    return target.measured.get(QUANTIZER.format(kind), slowdowns[kind])
+    return target.measured.get(QUANTIZER.format(kind), slowdowns[kind] if own is None else own)
 
 
 def quantizer_kinds(treatments: Sequence[Treatment], backend: str) -> frozenset[str]:
-    """The names in `QUANTIZER_SLOWDOWNS` of what quantizes an operand with several treatments at once."""
-    if backend == "te":
-        return frozenset({"te"})
+    """The names in `QUANTIZER_SLOWDOWNS` of what quantizes an operand with several treatments at once.
+
+    A backend with quantizers of its own is named itself.
+    """
+    if backends.load(backend).quantizer_slowdown is not None:
+        return frozenset({backend})
     if joins_in_kernels(treatments):
         return frozenset({"kernels"})
     return frozenset(map(_kind_alone, treatments))

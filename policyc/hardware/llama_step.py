@@ -43,7 +43,7 @@ class Sizes:
     remat: str | None = None
     gather: str | None = None
     unrolled: bool = False
-    """Unrolls the layers instead of scanning over them."""
+    """Unrolls the layers instead of scanning over them, as in the published runs that the cost model is fitted to."""
 
 
 def plan_step(

@@ -172,13 +172,15 @@ def gemm_times(
 ) -> Iterator[tuple[str, float]]:
     """Yields the format and the seconds of each product of one layer on one device, emulation included."""
     m, n, k, batch = local_shape(group.site, mesh)
-    for gemm, backend in zip(Gemm, group.backends, strict=True):
+    for gemm in Gemm:
         if gemm not in group.site.products:
             continue
+        backend = group.backend(gemm)
+        emulates = backend is not None and backend.emulates
         format = gemm_cost.product_format(group.recipe, gemm, unquantized_format(group.site))
         rows, columns, contracted = gemm_cost.product_shape(gemm, m, n, k)
-        is_emulated = backend == "emulate" or not target.is_native(format)
-        run_format = "bf16" if backend == "emulate" else format
+        is_emulated = emulates or not target.is_native(format)
+        run_format = "bf16" if emulates else format
         seconds = gemm_cost.gemm_seconds(target, run_format, rows, columns, contracted, batch)
         if is_emulated:
             seconds += gemm_cost.emulation_seconds(target, gemm, rows, columns, contracted, batch)
@@ -209,7 +211,6 @@ def quantization_seconds(
     if group.recipe is None:
         return 0.0
     m, n, k, batch = local_shape(group.site, mesh)
-    backend = next((name for name in ("te", "xla") if name in group.backends), "emulate")
     total = sum(
         seconds(group, target, mesh, gemm)
         for gemm in group.site.products
@@ -223,11 +224,13 @@ def quantization_seconds(
         is_fixed = all(t.rounding == "rne" for t in treatments)
         if role is Role.WEIGHT:
             elements = weight_elements(group.site) / mesh.tensor
-            seconds = gemm_cost.quantize_seconds(target, treatments, elements, backend, is_computed=False)
+            seconds = gemm_cost.quantize_seconds(
+                target, treatments, elements, group.quantizer, is_computed=False
+            )
             shards = 1 if group.site.is_ragged else mesh.fsdp * (accumulate if is_fixed else 1)
             total += seconds / shards
             continue
-        seconds = gemm_cost.quantize_seconds(target, treatments, elements, backend)
+        seconds = gemm_cost.quantize_seconds(target, treatments, elements, group.quantizer)
         is_shared = role is Role.ACTIVATION and is_fixed
         total += seconds / (readers[activation_key(group.site)] if is_shared else 1)
     return total
@@ -242,7 +245,8 @@ def _fprop_treatment(recipe: Recipe) -> Treatment | None:
 def _outer_scale_seconds(group: LayerGroup, target: Target, mesh: MeshShape, gemm: Gemm) -> float:
     """Time to apply the outer scales to a result, if the GEMM does not."""
     format = gemm_cost.product_format(group.recipe, gemm, unquantized_format(group.site))
-    if group.recipe is None or group.backend(gemm) != "xla" or not target.is_native(format):
+    backend = group.backend(gemm)
+    if group.recipe is None or backend is None or not backend.scales_results or not target.is_native(format):
         return 0.0
     m, n, k, batch = local_shape(group.site, mesh)
     rows, columns, _ = gemm_cost.product_shape(gemm, m, n, k)
@@ -250,13 +254,15 @@ def _outer_scale_seconds(group: LayerGroup, target: Target, mesh: MeshShape, gem
 
 
 def _group_seconds(group: LayerGroup, target: Target, mesh: MeshShape, gemm: Gemm) -> float:
-    """Time to copy groups of rows, as codes, to where cuDNN's kernels read them, and to copy their results back."""
-    if group.backend(gemm) != "cudnn":
+    """Time to copy groups of rows, as codes, to where kernels read them, and to copy their results back."""
+    backend = group.backend(gemm)
+    if group.recipe is None or backend is None or not backend.moves_groups:
         return 0.0
     m, n, k, batch = local_shape(group.site, mesh)
     rows, columns, contracted = gemm_cost.product_shape(gemm, m, n, k)
     is_wgrad = gemm is Gemm.WGRAD
     codes = contracted * (rows + columns if is_wgrad else rows)
     results = 0 if is_wgrad else rows * columns
-    moved = gemm_cost.code_bytes("nvfp4") * codes + BF16_BYTES * results
+    format, _ = (t.format for t in group.recipe.gemm_treatments(gemm))
+    moved = gemm_cost.code_bytes(format) * codes + BF16_BYTES * results
     return gemm_cost.copy_seconds(target, 2 * batch * moved)

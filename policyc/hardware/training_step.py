@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from policyc.compiler.matching.decisions import Phase
 from policyc.compiler.matching.execution import ExecutionOptions
@@ -19,6 +18,8 @@ from policyc.hardware.mesh import MeshShape
 from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm, Recipe
 from policyc.models.llama.configs import ModelConfig
+from policyc.numerics import backends
+from policyc.numerics.backends import Backend
 from policyc.numerics.products import Backends
 from policyc.numerics.targets import Target
 
@@ -63,8 +64,9 @@ class TrainingStep:
         return replace(self, plan=plan, phase=None)
 
     def with_other_backend(self) -> TrainingStep:
-        """The same step on the other backend that predictions name: xla if te runs a product, otherwise te."""
-        other = "xla" if "te" in count_backends(self.plan) else "te"
+        """The same step on the other backend of predictions: `PRICED`, or its fallback if that runs a product."""
+        priced = backends.PRICED
+        other = backends.load(priced).fallback if priced in count_backends(self.plan) else priced
         return self.under(self.plan.policy, replace(self.plan.execution, backend=other))
 
     def groups(self) -> Iterator[LayerGroup]:
@@ -89,13 +91,20 @@ class LayerGroup:
     def from_decision(cls, site: Site, decision: Decision, count: float = 1) -> LayerGroup:
         recipe = None if site.opaque else decision.recipe
         bits = [0 if recipe is None else recipe.bits(gemm) for gemm in Gemm]
-        rule = next((c.rule for c, b in zip(decision.choices, bits, strict=True) if 0 < b <= 8), None)
+        rule = next((decision.rule(gemm) for gemm, b in zip(Gemm, bits, strict=True) if 0 < b <= 8), None)
         fprop, dgrad, wgrad = (lowering.backend for lowering in decision.lowerings)
         return cls(site=site, recipe=recipe, rule=rule, count=count, backends=(fprop, dgrad, wgrad))
 
-    def backend(self, gemm: Gemm) -> str:
-        """The backend that runs a product. Empty if nothing is quantized."""
-        return dict(zip(Gemm, self.backends, strict=True))[gemm]
+    def backend(self, gemm: Gemm) -> Backend | None:
+        """The backend that runs a product; None if nothing is quantized."""
+        name = dict(zip(Gemm, self.backends, strict=True))[gemm]
+        return backends.load(name) if name else None
+
+    @property
+    def quantizer(self) -> str:
+        """The backend that quantizes the operands of these layers."""
+        able = (name for name in backends.preferred() if not backends.load(name).only_ragged)
+        return next((name for name in able if name in self.backends), "emulate")
 
 
 def group_layers(plan: Plan, phase: Phase) -> Iterator[LayerGroup]:
@@ -118,8 +127,7 @@ def count_readers(plan: Plan) -> ReaderCounts:
 
 def activation_key(site: Site) -> OperandKey:
     """A key for the variable that is the activation of a site."""
-    variable = site.eqn.invars[0 if site.weight != "lhs" else 1]
-    return (*site.address[:-1], id(variable))
+    return (*site.address[:-1], site.activation)
 
 
 def microbatch_tokens(plan: Plan) -> int:
@@ -143,8 +151,7 @@ def is_quantized(recipe: Recipe | None) -> bool:
 
 def unquantized_format(site: Site) -> str:
     """The format that the products of a site have without a policy."""
-    operand: Any = site.eqn.invars[0]
-    return "f32" if str(operand.aval.dtype) == "float32" else "bf16"
+    return "f32" if site.types[0] == "float32" else "bf16"
 
 
 def local_shape(site: Site, mesh: MeshShape) -> tuple[float, float, float, float]:
@@ -155,8 +162,7 @@ def local_shape(site: Site, mesh: MeshShape) -> tuple[float, float, float, float
 
 def weight_elements(site: Site) -> int:
     """The elements of the weights that one product reads. A ragged product reads a matrix for each group of rows."""
-    weights: Any = site.eqn.invars[1].aval
-    groups = weights.shape[0] if site.is_ragged else 1
+    groups = site.shapes[1][0] if site.is_ragged else 1
     return int(site.batch * site.n * site.k * groups)
 
 

@@ -2,6 +2,7 @@
 
 __all__ = [
     "backends",
+    "dimensions",
     "gemm",
     "measure",
     "operand_stats",

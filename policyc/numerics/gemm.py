@@ -22,6 +22,7 @@ from policyc.language.formats import FORMATS
 from policyc.language.recipes import Gemm, Recipe
 from policyc.language.treatments import normalize_recipe
 from policyc.numerics import primitives
+from policyc.numerics.dimensions import as_dimension_numbers, canonicalize
 from policyc.numerics.operands import (
     Keys,
     Parts,
@@ -40,8 +41,6 @@ from policyc.numerics.products import (
     GemmSpec,
     OperandSpec,
     Product,
-    as_dimension_numbers,
-    canonicalize,
     gemm_products,
 )
 from policyc.numerics.quantize import Key, Quantized, dequantize, make_key

@@ -13,6 +13,7 @@ from jax import lax
 from policyc.jaxcore.shardings import shape_dtype_struct
 from policyc.language.recipes import Recipe, Role
 from policyc.language.treatments import normalize_recipe
+from policyc.numerics.dimensions import as_dimension_numbers, canonicalize
 from policyc.numerics.gemm import make_sign_key
 from policyc.numerics.measure import Array, is_saturated, keep_padding, rotate_reference, sqnr_db
 from policyc.numerics.operands import Parts, quantize_operand
@@ -21,8 +22,6 @@ from policyc.numerics.products import (
     GemmOptions,
     GemmSpec,
     OperandSpec,
-    as_dimension_numbers,
-    canonicalize,
     gemm_products,
     operand_roles,
 )

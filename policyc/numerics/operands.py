@@ -13,8 +13,9 @@ from jax.ad_checkpoint import checkpoint_name
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Gemm, Role, Treatment
 from policyc.numerics import backends, primitives
-from policyc.numerics.products import OperandSpec, free_dims
-from policyc.numerics.quantize import Axes, Key, Operand, Quantized
+from policyc.numerics.dimensions import free_dims
+from policyc.numerics.products import OperandSpec
+from policyc.numerics.quantize import Axes, Key, Operand, Quantized, Request
 
 CHECKPOINT_NAME = "quantization"
 """The name of saved quantized tensors, for policies of `jax.checkpoint`."""
@@ -67,16 +68,10 @@ def _quantize(
     x: jax.Array, spec: OperandSpec, keys: Keys, *, suffix: str = "", decode_tiles: bool = False
 ) -> Quantized:
     treatment = _of_codes(spec.treatment)
-    multiplies_values = backends.load(spec.backend).TRAITS.multiplies_values
-    return primitives.quantize(
-        x,
-        treatment,
-        spec.axes,
-        operand=spec.name + suffix,
-        keys=keys,
-        backend=spec.backend,
-        decoded=decode_tiles and multiplies_values and treatment.tile2d and treatment.rounding == "rne",
-    )
+    is_fixed_tile = treatment.tile2d and treatment.rounding == "rne"
+    decoded = decode_tiles and is_fixed_tile and backends.load(spec.backend).multiplies_values
+    request = Request(treatment, spec.axes, decoded, spec.name + suffix, *keys)
+    return primitives.quantize(x, request, backend=spec.backend)
 
 
 def _of_codes(treatment: Treatment) -> Treatment:
@@ -133,7 +128,7 @@ def can_quantize_pair(one: OperandSpec, other: OperandSpec) -> bool:
         return False
     treatments = (one.treatment, other.treatment)
     if all(t.format == "fp8" and t.outer == "row" for t in treatments):
-        return one.backend == "xla"
+        return backends.load(one.backend).pairs_rows
     is_plain = all(t.rounding in ("rne", "sr") and not t.mean_split for t in treatments)
     return is_plain and {t.format for t in treatments} == {"nvfp4"}
 
@@ -146,24 +141,22 @@ def quantize_pair(
     If the backend multiplies values, an operand that is read right away is written as values: codes would only be
     decoded again. An operand that is kept longer has codes.
     """
-    multiplies_values = backends.load(one.backend).TRAITS.multiplies_values
+    multiplies_values = backends.load(one.backend).multiplies_values
     first, second = (
-        primitives.QuantizeSpec(
-            _of_codes(o.treatment), o.axes, multiplies_values and (o.gemm, o.role) in _READ_AT_ONCE
+        Request(
+            _of_codes(o.treatment),
+            o.axes,
+            multiplies_values and (o.gemm, o.role) in _READ_AT_ONCE,
+            o.name,
+            keys[0],
         )
         for o in (one, other)
     )
-    pair = primitives.quantize_pair(
-        x,
-        (first, second),
-        operands=(one.name, other.name),
-        rounding_key=keys[0],
-        backend=one.backend,
-    )
+    now, later = primitives.quantize_pair(x, (first, second), backend=one.backend)
     if not save:
-        return pair
-    read_at_once = pair[0] if first.decoded else _name_for_checkpoint(pair[0])
-    return read_at_once, _save_in_memory_order(pair[1], other.axes)
+        return now, later
+    now = now if first.decoded else _name_for_checkpoint(now)
+    return now, _save_in_memory_order(later, other.axes)
 
 
 def _save_in_memory_order(q: Quantized, axes: Axes) -> Quantized:

@@ -6,7 +6,7 @@ They have no differentiation rules: code that is differentiated must use them in
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from itertools import islice
 from typing import Any, TypeVar, cast
@@ -27,15 +27,13 @@ from policyc.jaxcore.primitives.define_primitive import (
     define,
 )
 from policyc.language.formats import FORMATS
-from policyc.language.recipes import Treatment
-from policyc.language.treatments import describe_options
 from policyc.numerics import backends
 from policyc.numerics import quantize as q
+from policyc.numerics.dimensions import DimensionNumbers, free_dims
 from policyc.numerics.flatten import OperandLayout, flatten_operand, unflatten_operands, unflatten_quantized
-from policyc.numerics.products import DimensionNumbers, Product, free_dims
-from policyc.numerics.quantize.orders import OrderRequest
+from policyc.numerics.products import Product
 from policyc.numerics.quantize.reference.blocks import layout_of, outer_scale_axes
-from policyc.numerics.quantize.reference.layout import TILE, Axes, Layout, Operand, Quantized
+from policyc.numerics.quantize.reference.layout import TILE, Axes, Operand, Quantized
 
 _Dim = TypeVar("_Dim")
 
@@ -43,79 +41,35 @@ _Dim = TypeVar("_Dim")
 # ---- quantize
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizeSpec:
-    """How an operand is quantized for one GEMM. Prints as briefly as possible."""
-
-    treatment: Treatment
-    axes: Axes
-    decoded: bool = False
-
-    def layout(self, shape: tuple[int, ...]) -> tuple[Layout, tuple[int, ...]]:
-        """The layout of an operand of this shape, and its padded shape."""
-        layout, padded = layout_of(shape, self.treatment, self.axes)
-        return replace(layout, decoded=self.decoded), padded
-
-    def __repr__(self) -> str:
-        # The mean is split off before the equation, which gets either the residual or the mean.
-        treatment = replace(self.treatment, mean_split=False)
-        values = " as values" if self.decoded else ""
-        return f"{','.join(describe_options(treatment))}@{self.axes.axis}{values}"
+Specs = tuple[q.Request, ...]
+"""The parameter `specs` of a quantize equation: how each GEMM reads the operand, without keys and names."""
 
 
-Specs = tuple[QuantizeSpec, ...]
-"""The parameter `specs` of a quantize equation: one for each GEMM that reads the operand."""
+def quantize(x: jax.Array, request: q.Request, *, backend: str = "emulate") -> Quantized:
+    """`policyc.numerics.quantize.quantize_request` as one equation, run by a backend.
 
-
-def quantize(
-    x: jax.Array,
-    treatment: Treatment,
-    axes: Axes,
-    *,
-    operand: str = "",
-    keys: tuple[q.Key, q.Key] | None = None,
-    backend: str = "emulate",
-    decoded: bool = False,
-) -> Quantized:
-    """`policyc.numerics.quantize.quantize` as one equation.
-
-    Args:
-      operand: the name `gemm.operand`. It is part of the rounding key, and its first half is part of the sign key.
-      keys: the keys of stochastic rounding and of fresh signs.
-      backend: the backend that runs it.
-      decoded: whether the result has values in place of codes and block scales; only if rounded to nearest.
+    The first half of the operand's name, `gemm.operand`, is folded into the sign key: both operands of a GEMM must have
+    the same signs.
     """
-    rounding_key, sign_key = keys or (q.make_key(), q.make_key())
-    used_keys = {"rne": (), "sr": (rounding_key,), "ms_eden": (rounding_key, sign_key)}[treatment.rounding]
-    return _bind_quantize(x, (QuantizeSpec(treatment, axes, decoded),), (operand,), used_keys, backend)[0]
+    keys = {"rne": (), "sr": (request.key,), "ms_eden": (request.key, request.sign_key)}
+    used = keys[request.treatment.rounding]
+    return _bind_quantize(x, (request,), [key or q.make_key() for key in used], backend)[0]
 
 
-def quantize_pair(
-    x: jax.Array,
-    specs: tuple[QuantizeSpec, QuantizeSpec],
-    *,
-    operands: tuple[str, str],
-    rounding_key: q.Key,
-    backend: str,
-) -> tuple[Quantized, Quantized]:
+def quantize_pair(x: jax.Array, requests: tuple[q.Request, q.Request], *, backend: str) -> list[Quantized]:
     """Quantizes an operand for two GEMMs that contract different dimensions of it, as one equation.
 
-    Args:
-      specs: how each GEMM reads the operand, both in the same format.
-      operands: the names `gemm.operand`. They are part of the rounding keys.
-      rounding_key: the key of stochastic rounding.
-      backend: the backend that runs it.
+    Both requests have the same format and the same key.
     """
-    used_keys = (rounding_key,) if any(s.treatment.rounding == "sr" for s in specs) else ()
-    first, second = _bind_quantize(x, specs, operands, used_keys, backend)
-    return first, second
+    is_random = any(r.treatment.rounding == "sr" for r in requests)
+    return _bind_quantize(x, requests, [requests[0].key or q.make_key()] if is_random else [], backend)
 
 
-def _bind_quantize(
-    x: jax.Array, specs: Specs, operands: tuple[str, ...], keys: Sequence[q.Key], backend: str
-) -> list[Quantized]:
+def _bind_quantize(x: jax.Array, requests: Specs, keys: Sequence[q.Key], backend: str) -> list[Quantized]:
     words = [word for k in keys for word in (k.a, k.b)]
-    primitive = _quantize_primitive(specs[0].treatment.format, backend)
+    primitive = _quantize_primitive(requests[0].treatment.format, backend)
+    specs = tuple(q.Request(r.treatment, r.axes, r.decoded) for r in requests)
+    operands = tuple(r.operand for r in requests)
     arrays = iter(bind(primitive, x, *words, specs=specs, operands=operands, backend=backend))
     return [
         unflatten_quantized(spec.layout(x.shape)[0], list(islice(arrays, len(_shapes(x, spec)))))
@@ -132,8 +86,8 @@ def _quantize_primitive(format: str, backend: str) -> Primitive:
             shapes=_quantize_shapes,
             dim_sources=_quantize_dim_sources,
             takes_stack=takes_stack,
-            needs_devices=backends.load(backend).TRAITS.needs_devices,
-            batched=_batched(backend, partial(_quantize_primitive, format, _BATCHING_BACKEND)),
+            needs_devices=backends.load(backend).needs_devices,
+            batched=batched_by(backend, partial(_quantize_primitive, format)),
             reduced=_quantize_one_of_pair,
         ),
         job="quantize",
@@ -142,22 +96,20 @@ def _quantize_primitive(format: str, backend: str) -> Primitive:
 
 def takes_stack(*, backend: str, specs: Specs = (), **_: Any) -> bool:
     """Whether an equation with these parameters quantizes the layers of a stack at once, under a `vmap` over layers."""
-    if len(specs) != 1 or not backends.load(backend).TRAITS.quantizes_stacks:
+    if len(specs) != 1 or not backends.load(backend).quantizes_stacks:
         return False
     return specs[0].treatment.rounding == "rne" and not specs[0].treatment.rht
 
 
-_BATCHING_BACKEND = "xla"
-"""Replaces a backend that `vmap` cannot batch."""
-
-
-def _batched(backend: str, primitive: Callable[[], Primitive]) -> BatchedPrimitive | None:
-    if backends.load(backend).TRAITS.can_batch:
+def batched_by(backend: str, primitive: Callable[[str], Primitive]) -> BatchedPrimitive | None:
+    """What `vmap` turns equations of a backend into that it cannot batch: those of another backend."""
+    other = backends.load(backend).batched_by
+    if not other:
         return None
     return BatchedPrimitive(
-        primitive=primitive,
-        params={"backend": _BATCHING_BACKEND},
-        reason=f"backend {backend} cannot run a GEMM under a vmap around the loss: {_BATCHING_BACKEND} runs it instead",
+        primitive=partial(primitive, other),
+        params={"backend": other},
+        reason=f"backend {backend} cannot run a GEMM under a vmap around the loss: {other} runs it instead",
     )
 
 
@@ -171,26 +123,13 @@ def _quantize(
 ) -> Sequence[jax.Array]:
     # `words` has the words of the rounding key and of the sign key, for treatments that use them. The name of the GEMM
     # alone is folded into the sign key, since both operands of a GEMM must have the same signs.
-    module, spec = backends.load(backend), specs[0]
-    key = q.Key(*words[:2]) if words else q.make_key()
+    key = q.Key(*words[:2]) if words else None
+    sign_key = q.Key(*words[2:]).fold(operands[0].partition(".")[0] + ".signs") if words[2:] else None
     requests = [
-        OrderRequest(
-            treatment=s.treatment,
-            axes=s.axes,
-            key=key,
-            operand="" if s.treatment.rounding == "rne" else operand,
-            decoded=s.decoded,
-        )
+        replace(s, operand="" if s.treatment.rounding == "rne" else operand, key=key, sign_key=sign_key)
         for s, operand in zip(specs, operands, strict=True)
     ]
-    if context.is_stack:
-        quantized = [module.quantize_stack(x, spec.treatment, spec.axes, context)]
-    elif len(specs) == 1 and not spec.decoded:
-        sign_key = q.Key(*words[2:]).fold(operands[0].partition(".")[0] + ".signs") if words[2:] else None
-        rounding_key = requests[0].rounding_key
-        quantized = [module.quantize(x, spec.treatment, spec.axes, rounding_key, sign_key, context)]
-    else:
-        quantized = module.quantize_orders(x, requests, context)
+    quantized = backends.load(backend).quantize(x, requests, context)
     return [array for out in quantized for array in jax.tree.leaves(out)]
 
 
@@ -221,7 +160,7 @@ def _quantize_shapes(
     return [shape for spec in specs for shape in _shapes(x, spec)]
 
 
-def _shapes(x: Any, spec: QuantizeSpec) -> list[Shape]:
+def _shapes(x: Any, spec: q.Request) -> list[Shape]:
     axes = spec.axes
     layout, padded = spec.layout(x.shape)
     codes, scales = list(padded), list(padded)
@@ -293,8 +232,8 @@ def _scaled_gemm_primitive(backend: str) -> Primitive:
             body=_gemm,
             shapes=_gemm_shapes,
             dim_sources=_gemm_dim_sources,
-            needs_devices=backends.load(backend).TRAITS.needs_devices,
-            batched=_batched(backend, partial(_scaled_gemm_primitive, _BATCHING_BACKEND)),
+            needs_devices=backends.load(backend).needs_devices,
+            batched=batched_by(backend, _scaled_gemm_primitive),
         ),
         job="gemm",
     )

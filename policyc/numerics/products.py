@@ -7,18 +7,15 @@ gradient of lhs is dgrad and the gradient of rhs is wgrad.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from policyc.language.formats import FORMATS
-from policyc.language.recipes import Gemm, Recipe, Role, Treatment
+from policyc.language.recipes import OPERANDS, Gemm, Recipe, Role, Treatment
+from policyc.numerics import backends
+from policyc.numerics.dimensions import DimensionNumbers, free_dims
 from policyc.numerics.quantize.reference.layout import Axes
-
-DimensionNumbers = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
-"""As in `lax.dot_general`: the contracted dimensions of lhs and rhs, then their batch dimensions."""
 
 Weight = Literal["lhs", "rhs"] | None
 """The operand that is a parameter."""
@@ -55,82 +52,6 @@ class GemmOptions:
 
 
 DEFAULT_OPTIONS = GemmOptions()
-
-
-# ---- canonical form
-
-
-def as_dimension_numbers(numbers: Any) -> DimensionNumbers:
-    """Dimension numbers as tuples of integers."""
-    (lc, rc), (lb, rb) = numbers
-    return (tuple(map(int, lc)), tuple(map(int, rc))), (tuple(map(int, lb)), tuple(map(int, rb)))
-
-
-def free_dims(ndim: int, *taken: tuple[int, ...]) -> tuple[int, ...]:
-    """The dimensions that are in none of the groups."""
-    return tuple(i for i in range(ndim) if all(i not in group for group in taken))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CanonicalDot:
-    """An equivalent product in which every block runs along a single dimension.
-
-    Attributes:
-      dims: its dimension numbers.
-      result_shape: the shape of the result of the original product.
-      lhs_groups, rhs_groups: the dimensions of each original operand in three groups. The batch dimensions come first
-        and stay separate. The other two groups are each merged into one dimension. None if nothing is merged.
-    """
-
-    dims: DimensionNumbers
-    result_shape: tuple[int, ...]
-    lhs_groups: tuple[tuple[int, ...], ...] | None = None
-    rhs_groups: tuple[tuple[int, ...], ...] | None = None
-
-    def convert_lhs(self, x: jax.Array) -> jax.Array:
-        return _merge_dims(x, self.lhs_groups)
-
-    def convert_rhs(self, x: jax.Array) -> jax.Array:
-        return _merge_dims(x, self.rhs_groups)
-
-
-def _merge_dims(x: jax.Array, groups: tuple[tuple[int, ...], ...] | None) -> jax.Array:
-    if groups is None:
-        return x
-    batch, *merged = groups
-    sizes = [prod(x.shape[i] for i in group) for group in merged]
-    order = [i for group in groups for i in group]
-    return x.transpose(order).reshape(*(x.shape[i] for i in batch), *sizes)
-
-
-def canonicalize(
-    lhs: tuple[int, ...], rhs: tuple[int, ...], dims: DimensionNumbers, recipe: Recipe
-) -> CanonicalDot:
-    """The canonical form of a product of operands of these shapes.
-
-    In each GEMM, blocks run along the contracted dimensions as if these were a single one. If the last of them consists
-    of whole blocks, no reshape is needed, which matters if the dimensions are sharded. Otherwise they are merged. A
-    missing free dimension is added.
-    """
-    (lc, rc), (lb, rb) = dims
-    lf, rf = free_dims(len(lhs), lc, lb), free_dims(len(rhs), rc, rb)
-    result_shape = tuple(lhs[i] for i in (*lb, *lf)) + tuple(rhs[i] for i in rf)
-    unit = max(max(FORMATS[t.format].block, t.rht, 1) for t in recipe.treatments)
-
-    def must_merge(shape: tuple[int, ...], group: tuple[int, ...]) -> bool:
-        sizes = [shape[i] for i in group]
-        return not sizes or (any(s > 1 for s in sizes[:-1]) and sizes[-1] % unit != 0)
-
-    if not (must_merge(lhs, lc) or must_merge(lhs, lf) or must_merge(rhs, rf)):
-        return CanonicalDot(dims=dims, result_shape=result_shape)
-    n = len(lb)
-    batch = tuple(range(n))
-    return CanonicalDot(
-        dims=(((n + 1,), (n,)), (batch, batch)),
-        result_shape=result_shape,
-        lhs_groups=(lb, lf, lc),
-        rhs_groups=(rb, rc, rf),
-    )
 
 
 # ---- the three GEMMs
@@ -335,22 +256,12 @@ def _treatment(recipe: Recipe, gemm: Gemm, role: Role) -> Treatment:
 
 
 def _needs_both_orders(spec: GemmSpec, role: Role, dims: _OperandDims) -> bool:
-    """Whether to also write transposed codes.
-
-    8-bit GEMMs read both operands along the contracted dimension. The second order suits them if one of the two GEMMs
-    that read the operand contracts its last dimension, and the other one all others. With a scale per row, the two need
-    different codes. Transformer Engine packs the codes of a 2D weight along both axes in one pass, and fprop and dgrad
-    each read one of the two packings.
-    """
-    fprop, dgrad, _ = spec.options.backends
-    is_fp8 = all(t.format == "fp8" and t.outer != "row" for t in spec.recipe.treatments)
-    if is_fp8 and set(spec.options.backends) == {"xla"}:
-        return role is not Role.WEIGHT or (dims.ndim - 1,) in (dims.contract, dims.free)
-    if role is not Role.WEIGHT:
+    """Whether to also write transposed codes, because the backend of all GEMMs that read the operand wants them."""
+    readers = {spec.options.backend(gemm) for gemm, reader in OPERANDS if reader is role}
+    if len(readers) != 1:
         return False
-    weights = [_treatment(spec.recipe, gemm, role) for gemm in (Gemm.FPROP, Gemm.DGRAD)]
-    is_packed = all(t.tile2d and FORMATS[t.format].bits == 4 for t in weights)
-    return fprop == dgrad == "te" and is_packed and weights[0] == weights[1]
+    splits_last = role is not Role.WEIGHT or (dims.ndim - 1,) in (dims.contract, dims.free)
+    return backends.load(readers.pop()).writes_both_orders(spec.recipe, role, splits_last=splits_last)
 
 
 def _operand_axes(dims: _OperandDims, *, both_orders: bool) -> Axes:

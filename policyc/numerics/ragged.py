@@ -19,7 +19,6 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from policyc.jaxcore.primitives.define_primitive import (
-    BatchedPrimitive,
     DimSource,
     LoweringContext,
     PrimitiveRules,
@@ -36,6 +35,7 @@ from policyc.numerics.flatten import OperandLayout, flatten_operand, unflatten_o
 from policyc.numerics.gemm import make_sign_key
 from policyc.numerics.groups import align_groups, pad_sizes
 from policyc.numerics.operands import Keys, has_same_codes, quantize_operand
+from policyc.numerics.primitives import batched_by
 from policyc.numerics.products import DEFAULT_OPTIONS, GemmOptions, GemmSpec, OperandSpec
 from policyc.numerics.quantize import Axes, Key, Operand, Quantized, make_key
 
@@ -203,20 +203,14 @@ def scaled_ragged_gemm(
 
 @cache
 def _ragged_primitive(backend: str) -> Primitive:
-    traits = backends.load(backend).TRAITS
-    batched = BatchedPrimitive(
-        primitive=partial(_ragged_primitive, "emulate"),
-        params={"backend": "emulate"},
-        reason=f"backend {backend} cannot run a GEMM under a vmap around the loss: it is emulated",
-    )
     return define(
         "scaled_ragged_gemm",
         PrimitiveRules(
             body=_run_ragged,
             shapes=_ragged_shapes,
             dim_sources=_ragged_dim_sources,
-            needs_devices=traits.needs_devices,
-            batched=None if traits.can_batch else batched,
+            needs_devices=backends.load(backend).needs_devices,
+            batched=batched_by(backend, _ragged_primitive),
         ),
         job="ragged gemm",
     )

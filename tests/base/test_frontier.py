@@ -1,4 +1,4 @@
-"""The frontier of a search: its file, its picture, and the two pages that show it."""
+"""The frontier of a search: its file, its picture, and the page that shows it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ from xml.etree import ElementTree
 import pytest
 
 from policyc.base.frontier import draw_frontier, read_frontier
-from policyc.changes.data import as_data
-from policyc.changes.page import fill_page
 from policyc.experiments.report.build import build_report
 from policyc.experiments.report.page import write_report
 from tests.experiments.test_report import check_page, write_run
-from tests.support.diff_models import KEEP_LAST, UNROLLED, make_diff, unrolled
 
 pytestmark = pytest.mark.any_jax
 
@@ -59,12 +56,7 @@ def test_another_file_is_an_error(tmp_path: Path, content: str) -> None:
         read_frontier(tmp_path / "missing.json")
 
 
-def test_both_pages_show_it(tmp_path: Path, file: Path) -> None:
-    data = as_data(make_diff(unrolled, UNROLLED, KEEP_LAST))
-    assert 'class="frontier"' not in fill_page(data)
-    picture = draw_frontier(FRONTIER)
-    assert picture in fill_page({**data, "overlays": {"frontier": FRONTIER}})
-    report = build_report([write_run(tmp_path / "run")], frontier=file)
-    path = write_report(report)
-    assert picture in path.read_text()
+def test_a_report_shows_it(tmp_path: Path, file: Path) -> None:
+    path = write_report(build_report([write_run(tmp_path / "run")], frontier=file))
+    assert draw_frontier(FRONTIER) in path.read_text()
     check_page(path)

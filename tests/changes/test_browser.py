@@ -26,14 +26,12 @@ pytest_plugins = ["tests.support.browser"]
 
 @pytest.fixture(scope="module")
 def html() -> str:
-    """Four linears, six layers, of which the last two are kept; with measurements, and calls that were found."""
+    """Four linears, six layers, of which the last two are kept; with measurements."""
     diff = make_diff(unrolled, UNROLLED, KEEP_LAST)
     up = next(number for number, linear in enumerate(diff.linears) if linear.name == "up")
     operand = {"linear": up, "layer": None, "operand": "fprop.lhs", "format": "nvfp4", "sqnr_db": 18.5}
     stats = {"run": "r", "step": 10, "operands": [operand], "cosines": [], "unknown": 0}
-    call = {"linear": up, "layers": [0, 3], "product": "fprop", "call": "__cudnn$blockScaledDot"}
-    compiled = {"file": "f", "products": [call], "unknown": 0}
-    return render_page(replace(diff, overlays={"stats": stats, "compiled": compiled}))
+    return render_page(replace(diff, overlays={"stats": stats}))
 
 
 def loop(p: Any, x: jax.Array) -> jax.Array:
@@ -366,7 +364,7 @@ def test_overlays_show_their_values_on_all_levels(show: Show, html: str) -> None
     page = show(html)
     button(page, "open changes").click()
     texts = {}
-    for overlay in ("", "flops", "time", "bytes", "native", "sqnr", "call"):
+    for overlay in ("", "flops", "time", "bytes", "native", "sqnr"):
         page.locator("#overlay").select_option(overlay)
         figure = page.locator(".equation.after .figure").first.inner_text()
         card = page.locator(".flow", has_text="up").locator(".output").first.text_content()
@@ -374,7 +372,6 @@ def test_overlays_show_their_values_on_all_levels(show: Show, html: str) -> None
     assert texts["sqnr"][0] == "fprop 18.5 dB"
     assert "18.5 dB" in texts["sqnr"][1]
     assert "18.5 dB" in (texts["sqnr"][2] or "")
-    assert texts["call"][0] == "fprop __cudnn$blockScaledDot"
     assert texts["flops"][0] == "fprop 524 kFLOP"  # 2 * 64 ** 3
     assert texts["native"][0] == "fprop native"
     assert texts[""][0].startswith("fprop nvfp4 · ")

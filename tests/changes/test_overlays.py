@@ -1,4 +1,4 @@
-"""What a diff reads from files: measurements of a run, compiled programs, and the policies of earlier plans."""
+"""What a diff reads from files: measurements of a run, and the policies of earlier plans."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import policyc
 from policyc.base.text import format_seconds
 from policyc.changes.model import DiffData, name_parts, short_name
-from policyc.changes.overlays import read_compiled, read_plan, read_stats
-from policyc.compiler.tables.plan_tables import as_json as plan_json
+from policyc.changes.overlays import read_plan, read_stats
+from policyc.compiler.tables.plan_json import as_json as plan_json
 from tests.support.diff_models import KEEP_LAST, SCANNED, UNROLLED, X, make_diff, scanned, unrolled
 
 
@@ -51,28 +51,6 @@ def test_a_run_without_measurements_is_an_error(diff: DiffData, tmp_path: Path, 
         (tmp_path / "stats.jsonl").write_text(content)
     with pytest.raises(ValueError, match=r"stats\.jsonl"):
         read_stats(tmp_path, diff)
-
-
-def test_calls_of_a_compiled_program(diff: DiffData, tmp_path: Path) -> None:
-    path = tmp_path / "compiled.json"
-    call = {"gemm": "fprop", "native": True, "call": "__cudnn$blockScaledDot", "found": 1}
-    products = [
-        {"site": "layers[2].up", "layers": None, **call},
-        {"site": "layers.down", "layers": [[0], [3]], **call},
-        {"site": "unknown", "layers": None, **call},
-    ]
-    path.write_text(json.dumps({"target": "gb200", "devices": 8, "products": products}))
-    compiled = read_compiled(path, diff)
-    names = [linear.full_name for linear in diff.linears]
-    found = [(names[p["linear"]], p["layers"], p["call"]) for p in compiled["products"]]
-    assert found == [
-        ("layers.up", [2, 2], "__cudnn$blockScaledDot"),
-        ("layers.down", [0, 3], "__cudnn$blockScaledDot"),
-    ]
-    assert compiled["unknown"] == 1
-    path.write_text("[]")
-    with pytest.raises(ValueError, match="was not written by policyc compile"):
-        read_compiled(path, diff)
 
 
 def test_the_number_of_a_repeated_name_is_part_of_its_last_part(diff: DiffData) -> None:

@@ -100,20 +100,6 @@ def test_bad_input_is_an_error_and_writes_no_file(
     assert os.listdir(tmp_path) == ["in.npy"]
 
 
-def test_an_error_in_the_recipe_quotes_what_was_typed(tmp_path: Path) -> None:
-    result, _ = run(tmp_path, np.ones(16, "f4"), "--recipe", "nvfp4(sr=grad, sr=all)", *WEIGHT)
-    assert result.err.splitlines() == [
-        "--recipe:1:16: error[duplicate-option]: 'sr' is given twice, with different values",
-        "1 | nvfp4(sr=grad, sr=all)",
-        "  |                ^^^^^^ keep one",
-        "--recipe:1:7: note: first given here",
-        "1 | nvfp4(sr=grad, sr=all)",
-        "  |       ^^^^^^^",
-    ]
-    result, _ = run(tmp_path, np.ones(16, "f4"), "--recipe", "nvpf4", *WEIGHT)
-    assert result.err.splitlines()[1:] == ["1 | nvpf4", "  | ^^^^^ did you mean 'nvfp4'?"]
-
-
 def test_a_file_that_is_not_an_array_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "x.npy").write_text("hello")
     options = ("--recipe", "fp8", *WEIGHT, "--out", tmp_path / "o.npz")

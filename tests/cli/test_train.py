@@ -59,27 +59,3 @@ def test_train_is_the_run_of_apply_and_neither_measuring_nor_a_restart_changes_i
     }
     assert (tmp_path / "measured" / "plan.json").exists()
     assert (tmp_path / "measured" / "report.html").exists()
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        "--stats-every 5",
-        "--backend xla",
-        "--require-native",
-        "--plan-out p.json",
-        "--rounding-seed 0",
-    ],
-)
-def test_an_option_that_needs_a_policy_is_a_usage_error_without_one(option: str) -> None:
-    result = policyc("train", *option.split())
-    assert result.code == 2
-    assert f"{option.split()[0]} needs --policy" in result.err
-
-
-def test_the_help_has_the_options_of_training_with_the_defaults_of_a_configuration():
-    for words, steps in (((), 200), (("--config", "19m"), 24400)):
-        ran = policyc("train", *words, "--help")
-        assert ran.code == 0
-        assert "--policy POLICY" in ran.out
-        assert f"--steps N             number of optimizer steps (default: {steps})" in ran.out

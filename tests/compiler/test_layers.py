@@ -69,7 +69,7 @@ def quantized_layers(policy: str, loss: Callable[..., Any], params: Any) -> list
     plan = policyc.plan(policy, loss, params, X)
     return sorted(
         ".".join(map(str, run.site.layer_path(run.site.stack_indices(la))))
-        for run in plan.layer_ranges()
+        for run in plan.runs()
         if run.decision.recipe is not None and run.decision.recipe.bits(Gemm.FPROP) == 8
         for la in run.layers
     )
@@ -610,6 +610,16 @@ def test_frozen_weights_have_names_in_a_program_that_differentiates_something_el
     with policyc.active("base.layers[-1] -> fp8 expect 1; lora -> keep") as session:
         jax.jit(jax.grad(adapted)).trace(LORA, FROZEN, jnp.ones((3, D)))
     assert session.plans[0].counts == (1, 4)
+
+
+def test_a_frozen_array_in_all_layers_has_no_layer():
+    base = {"layers": [{"up": FROZEN["layers"][0]["up"]}] * 2}
+    plan = policyc.plan(
+        "base -> fp8 expect 2; * where layer == 1 -> bf16", adapted, LORA, base, jnp.ones((3, D))
+    )
+    assert [s.name for s in plan.sites if s.name.startswith("base")] == ["base.layers.up"] * 2
+    with pytest.raises(policyc.PolicyError, match="or several of them: one array is in all these places"):
+        policyc.plan("base.layers[-1] -> fp8", adapted, LORA, base, jnp.ones((3, D)))
 
 
 def as_numpy(tree: Any, dtype: str = "float32") -> Any:

@@ -190,6 +190,14 @@ def modulated_by_its_input(p: Any, x: Any) -> Any:
     return h.sum()
 
 
+def stages_of_layers(p: Any, x: Any) -> Any:
+    h = x[0]
+    for layers in p["stages"]:
+        for weight in layers:
+            h = jnp.tanh(h @ weight)
+    return h.sum()
+
+
 _LISTS = {"a": [w(D, D)] * 3, "b": [w(D, D)] * 4}
 _MODULATED = {"one": w(D, D), "l": [{**ATTENTION, **MLP, "scale": w(D, D), "shift": w(D, D)}] * 3}
 
@@ -199,6 +207,7 @@ _MODULATED = {"one": w(D, D), "l": [{**ATTENTION, **MLP, "scale": w(D, D), "shif
     [
         (generator_and_discriminator, _LISTS, "two passes count them differently"),
         (recurrence, _LISTS, "they may be time steps"),
+        (stages_of_layers, {"stages": [[w(D, D)] * 2] * 3}, "equal products of an inner list"),
         (recurrence_of_several_layers, _LISTS, "the layers of a list of weights are in several networks"),
         (modulated_by_its_input, _MODULATED, "the layers of a list of weights are in several networks"),
     ],
@@ -216,6 +225,30 @@ def test_a_block_whose_number_is_unknown_has_no_count() -> None:
     assert "in a block, but policyc cannot tell which: several blocks" in explain_kinds(plan, "a[1]")
 
 
+def masks_on_operands(p: Any, tables: Any, x: Any) -> Any:
+    """The masks and shifts are slices of one table, so that a shifted operand looks like the sum of a branch."""
+
+    def linear(h: Any, weight: Any, table: Any) -> tuple[Any, Any]:
+        drop, shift, drop_result, pull = table
+        out = (h * (1 - drop) + shift) @ weight
+        return out * (1 - drop_result), (out * pull).sum()
+
+    def body(h: Any, layer: Any) -> tuple[Any, Any]:
+        (up, down), tables = layer
+        hidden, first = linear(h, up, tables[0])
+        out, second = linear(jax.nn.silu(hidden), down, tables[1])
+        return h + out, first + second
+
+    h, pulls = lax.scan(body, x[0, 0], ((p["up"], p["down"]), tables))
+    return h.sum() + pulls.sum()
+
+
+def test_a_part_of_a_branch_is_no_block() -> None:
+    sites = find_sites(masks_on_operands, {"up": w(3, D, D), "down": w(3, D, D)}, w(3, 2, 4, TOKENS, D), X)
+    numbers = [[site.attributes(layer)["layer"] for layer in site.layers()] for site in sites]
+    assert numbers == [[0, 1, 2]] * 2
+
+
 def fused(q: Any, k: Any, v: Any) -> Any:
     result = jax.ShapeDtypeStruct((BATCH, TOKENS, 1, D), q.dtype)
     return jax.ffi.ffi_call("f", result)(*(a[:, :, None] for a in (q, k, v)))
@@ -226,7 +259,7 @@ def dense(q: Any, k: Any, v: Any) -> Any:
 
 
 @pytest.mark.parametrize("hoisted", [False, True])
-@pytest.mark.parametrize("memory", ["constant", "prefix"])
+@pytest.mark.parametrize("memory", ["constant", "prefix", "data"])
 @pytest.mark.parametrize("attention", [fused, dense])
 def test_what_feeds_one_block_has_its_layer(attention: Any, memory: str, hoisted: bool) -> None:
     """Keys, values and a scale, computed in their layer or for all layers before the first."""
@@ -237,6 +270,7 @@ def test_what_feeds_one_block_has_its_layer(attention: Any, memory: str, hoisted
         constant = jnp.ones((BATCH, TOKENS, D))
         side = {
             "constant": constant,
+            "data": x[1],  # of the input that the stream is a slice of
             "prefix": jnp.broadcast_to(p["prefix"], constant.shape),
         }[memory]
 
@@ -254,9 +288,11 @@ def test_what_feeds_one_block_has_its_layer(attention: Any, memory: str, hoisted
     for site in find_sites(loss, params, X):
         if site.name.startswith("l["):
             assert site.block is not None, site.name
-            assert (site.block.base, site.block.count, site.block.unknown) == (int(site.name[2]), 3, ""), (
-                site.name
-            )
+            assert (site.block.number[{}], site.block.count, site.block.unknown) == (
+                int(site.name[2]),
+                3,
+                "",
+            ), site.name
 
 
 def test_dpo_keeps_the_last_four_blocks_of_each_pass() -> None:
@@ -284,7 +320,7 @@ def test_dpo_keeps_the_last_four_blocks_of_each_pass() -> None:
     bits: dict[int, set[int]] = {}
     for site in plan.sites:
         if (truth := true_layers(site)) is not None and site.weight is not None:
-            (layers,) = plan.site_layer_ranges(site, plan.phases[0])
+            (layers,) = plan.site_runs(site, plan.phases[0])
             assert layers.decision.recipe is not None
             bits.setdefault(truth[0][0], set()).add(layers.decision.recipe.bits(Gemm.FPROP))
     assert bits == {0: {4}, 1: {4}, **{number: {16} for number in range(2, 6)}}

@@ -1,7 +1,7 @@
 """Kinds, blocks and decisions of bundled policies in public trainers. Programs are traced; no step is executed.
 
 `make test-trainers` runs this in environments of its own: Hugging Face's models in Flax need an older version of
-Transformers than Levanter. `UPDATE_SNAPSHOTS=1 make test-trainers` writes the table of `docs/howto/trainers.md`.
+Transformers than Levanter. `UPDATE_SNAPSHOTS=1 make test-trainers` writes the table of `docs/results/trainers.md`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.trainer_runs import ROOT, Command
 
 pytestmark = pytest.mark.trainers
 
-PAGE = ROOT / "docs" / "howto" / "trainers.md"
+PAGE = ROOT / "docs" / "results" / "trainers.md"
 MAX_WITHOUT_KIND = 0.05
 LINEARS = {"attention", "mlp", "experts"}
 

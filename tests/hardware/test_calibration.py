@@ -13,6 +13,7 @@ from policyc.base.text import format_ratio
 from policyc.experiments.report.build import PredictedStep, predict_speed_ups
 from policyc.hardware import gemm_cost
 from policyc.language.bundled import data_folder
+from policyc.numerics.backends import load
 from policyc.numerics.targets import get_target
 from tests.support.command import ROOT
 
@@ -29,7 +30,7 @@ def calibration():
     return importlib.import_module("benchmarks.calibration")
 
 
-# Errors of speed-ups, as docs/explanation/cost_model.md claims them.
+# Errors of speed-ups, as docs/explanation/speed.md claims them.
 CLAIMED = {
     ("first", "llama3_8b", "gb200"): -0.16,
     ("first", "llama3_405b", "gb200"): -0.03,
@@ -66,7 +67,7 @@ def test_the_constants_of_a_b300_are_those_of_transformer_engines_profile(calibr
     fractions = {format: round(calibration.profile_fraction(format), 2) for format in calibration.PROFILE}
     assert fractions.items() <= gemm_cost.GPU_PEAK_FRACTIONS[10, 3].items()
     assert gemm_cost.peak_fraction(get_target("gb300"), "nvfp4") == fractions["nvfp4"]
-    assert round(calibration.profile_slowdown(), 1) == gemm_cost.QUANTIZER_SLOWDOWNS["te"]
+    assert round(calibration.profile_slowdown(), 1) == load("te").quantizer_slowdown
     # By hand: 12 GEMMs of 2 x 15872 tokens x 4096 x (12288 + 4096 + 2 x 16384) weights take 3.764 ms.
     by_hand = 3 * 2 * 15872 * 4096 * 49152 / 3.764e-3 / 13.5e15
     assert fractions["nvfp4"] == pytest.approx(by_hand, abs=0.005)
@@ -108,7 +109,7 @@ def test_the_speed_ups_of_the_readme_are_what_the_model_predicts():
 
 @pytest.mark.slow
 def test_the_errors_of_both_bounds_are_those_of_the_page(calibration):
-    page = (ROOT / "docs" / "explanation" / "cost_model.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "explanation" / "speed.md").read_text(encoding="utf-8")
     rows = calibration.predict_all()
     published = [row.case.nvfp4 / row.case.fp8 for row in rows]
     held, fixed = zip(*(gemm_cost.speed_up_bounds(row.speed_up) for row in rows), strict=True)

@@ -19,14 +19,14 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from benchmarks.profiles import phase_times, record
-from policyc.hardware import deviceless, gemm_cost, hlo, llama_step
+from policyc.hardware import deviceless, hlo, llama_step
 from policyc.language.recipes import Treatment, make_recipe
 from policyc.models.llama import configs
 from policyc.models.llama import model as llama
-from policyc.numerics import backends, primitives
+from policyc.numerics import primitives
 from policyc.numerics.backends import hopper_gemm
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
-from policyc.numerics.quantize import Axes
+from policyc.numerics.quantize import Axes, Request
 from policyc.numerics.targets import TARGETS
 from tests.support.command import ROOT, CommandResult, spawn
 from tests.support.gemms import MATMUL
@@ -299,37 +299,6 @@ def test_emulated_gemms_on_blackwell_are_left_to_xla(policy: str, tmp_path: Path
     assert hopper_gemm.NAME not in path.read_text()
 
 
-@pytest.mark.parametrize("axes", [Axes(axis=-1), Axes(axis=-2)], ids=["rows", "columns"])
-def test_the_kernels_that_refine_scales_are_compiled(axes: Axes) -> None:
-    """One kernel for each operand on each device, and what the cost model counts: reads, and a rotation through fp32.
-
-    The bytes are up to 12 % more: maxima are written, and here XLA finds those of rotated rows from fp32.
-    """
-    treatments = [
-        Treatment(format="nvfp4", element="e2m1", scale="four_over_six"),
-        Treatment(format="nvfp4", element="e2m1", rounding="ms_eden", rht=128),
-    ]
-    mesh = Mesh(deviceless.make_devices(TARGETS["gb200"], 8), ("fsdp",))
-    x = jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
-
-    def quantize(x: jax.Array) -> Any:
-        return [primitives.quantize(x, t, axes, backend="xla").codes for t in treatments]
-
-    lowered = jax.jit(quantize).trace(x).lower(lowering_platforms=("cuda",))
-    executions = hlo.parse_module(lowered.compile(deviceless.COMPILER_OPTIONS).as_text()).executions
-    elements = 1024 * 4096 // 8
-    large = [e for e in executions if e.is_kernel and e.bytes_read >= 2 * elements]
-    assert [e.instruction.call_target for e in large].count("mosaic_gpu_v2") == len(treatments)
-    counted = [
-        2 * backends.load("xla").count_reads([t])
-        + gemm_cost.rotation_bytes(t)
-        + gemm_cost.code_bytes(t.format)
-        for t in treatments
-    ]
-    moved = sum(e.bytes_read + e.bytes_written for e in large) / elements
-    assert moved == pytest.approx(sum(counted), rel=0.12)
-
-
 def test_kernels_are_compiled_while_the_program_is_lowered() -> None:
     """And XLA does not compile them again: Mosaic's compilations are events named `Compile`."""
     # The target of the other tests: a process can compile kernels for one architecture. No other test has this shape,
@@ -339,7 +308,7 @@ def test_kernels_are_compiled_while_the_program_is_lowered() -> None:
     rotated = Treatment(format="nvfp4", element="e2m1", rht=16, rounding="sr")
 
     def lower() -> Any:
-        quantize = partial(primitives.quantize, treatment=rotated, axes=Axes(axis=-2))
+        quantize = partial(primitives.quantize, request=Request(rotated, Axes(axis=-2)))
         lowered = jax.jit(quantize).trace(x).lower(lowering_platforms=("cuda",))
         for thread in threading.enumerate():
             if thread.name == "policyc-kernel":
@@ -359,7 +328,7 @@ def test_one_kernel_quantizes_the_operands_of_all_seeds() -> None:
     rotated = Treatment(format="nvfp4", element="e2m1", rht=16, rounding="sr")
 
     def quantize(x: jax.Array) -> Any:
-        return primitives.quantize(x, rotated, Axes(axis=-2), backend="xla")
+        return primitives.quantize(x, Request(rotated, Axes(axis=-2)), backend="xla")
 
     lowered = jax.jit(jax.vmap(quantize)).trace(x).lower(lowering_platforms=("cuda",))
     executions = hlo.parse_module(lowered.compile(deviceless.COMPILER_OPTIONS).as_text()).executions
@@ -371,7 +340,7 @@ def test_one_kernel_quantizes_the_operands_of_all_seeds() -> None:
 def test_the_kernels_and_bytes_of_a_llama_block_stay_within_limits(policy_name: str, tmp_path: Path) -> None:
     """No operand is written in fp32, no random array is in memory, and quantizers stay fused.
 
-    The limits are a tenth above the figures in docs/explanation/compiled_steps.md at the time they were written.
+    The limits are a tenth above the figures in docs/reference/status.md at the time they were written.
     """
     most_kernels, most_bytes = {"llama_nvfp4": (227, 32.5e9), "fp8": (197, 25.5e9)}[policy_name]
     words = [sys.executable, "-m", "benchmarks.compiled_block", policy_name, "--json", str(tmp_path / "out")]

@@ -31,34 +31,6 @@ def test_the_limit_on_memory_is_that_of_the_environment():
             deviceless.memory_options({variable: text})
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("fp8", *CONFIG, "--target", "gb20"), "no target named 'gb20': did you mean 'gb200'"),
-        (("fp8", "--target", "gb200"), "name a program, or a configuration"),
-        (("fp8", "--config", "tiney", "--target", "gb200"), "there is no configuration 'tiney'"),
-        (
-            ("fp8", *CONFIG, "--target", "gb200", "--devices", "16", "--batch", "8"),
-            "batch 8 is not a multiple of 16 (accumulate x data x fsdp): --batch 16 fits; or change the axes",
-        ),
-        (
-            ("fp8", *CONFIG, "--target", "gb200", "--devices", "17"),
-            "width 128 is not a multiple of 17 (fsdp): change the sizes; or change the axes of the mesh",
-        ),
-        (("fp8", *CONFIG, "--target", "gb200", "--devices", "2", "--mesh", "fsdp=4"), "has 4 devices, not 2"),
-        (("fp8", *CONFIG, "--target", "gb200", "--devices", "0"), "0 is not in the range x>=1"),
-        (("fp8", *CONFIG, "--target", "gb200", "--backend", "abacus"), "no backend named 'abacus'"),
-        (("fp8", "--target", "gb200", "--mesh", "fsdp=8", "train.py"), "a program makes its own mesh"),
-        (("fp8", "--target", "gb200", "--batch", "2", "train.py"), "a program has its own sizes"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(words: tuple[str, ...], message: str) -> None:
-    ran = command("compile", *words)
-    assert ran.code != 0
-    assert message in ran.err
-    assert "Traceback" not in ran.err
-
-
 def test_without_the_extra_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deviceless, "_has_cuda_plugin", lambda: False)
     ran = command("compile", "fp8", *CONFIG, "--target", "gb200")

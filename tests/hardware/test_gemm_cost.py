@@ -113,8 +113,8 @@ def test_kernels_move_bytes_as_fast_as_a_copy_on_hopper():
     measured = 0.112e-3 / gemm_cost.copy_seconds(h200, 131072 * 512 * (4 + CODES))
     for treatments in ([ROTATED], [ROWS, ROWS]):
         (kind,) = gemm_cost.quantizer_kinds(treatments, "emulate")
-        assert gemm_cost.quantizer_slowdown(h200, kind) == pytest.approx(measured, abs=0.05)
-        assert gemm_cost.quantizer_slowdown(get_target("gb200"), kind) == 2
+        assert gemm_cost.quantizer_slowdown(h200, kind, "emulate") == pytest.approx(measured, abs=0.05)
+        assert gemm_cost.quantizer_slowdown(get_target("gb200"), kind, "emulate") == 2
 
 
 @pytest.mark.parametrize(("gemm", "decoded"), [(Gemm.FPROP, 0), (Gemm.DGRAD, 0), (Gemm.WGRAD, 3e9)])

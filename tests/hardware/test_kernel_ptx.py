@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +18,11 @@ import numpy as np
 import pytest
 
 from policyc.hardware import deviceless
-from policyc.numerics.quantize import Axes, make_key, quantize
 from policyc.numerics.quantize.kernels import fused_kernels as kernels
 from policyc.numerics.quantize.orders import quantize_orders
 from policyc.numerics.targets import TARGETS
 from tests.numerics.test_kernels import (
-    COLUMNS,
     PAIRS,
-    REFINED,
-    ROWS,
     TILES,
     all_codes,
     assert_decoded,
@@ -36,7 +30,6 @@ from tests.numerics.test_kernels import (
     assert_same_factors,
     normal,
     reference_quantizer,
-    refined_requests,
     requests,
 )
 from tests.support import ptx
@@ -109,12 +102,6 @@ def _buffers(log: str) -> list[int]:
     return [int(offsets.get(loads[name], 0)) for name in re.findall(r"(%\w+) :", match[1])]
 
 
-@cache
-def _reference(name: str, axes: Axes) -> Any:
-    treatment = replace(REFINED[name], rht=0)  # a rotation is XLA's
-    return jax.jit(lambda x: quantize(x, treatment, axes, key=make_key(7), method="matmul"))
-
-
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("pair", [*PAIRS, *TILES])
 def test_kernels_of_all_orders(pair: str, case: str) -> None:
@@ -129,15 +116,6 @@ def test_kernels_of_all_orders(pair: str, case: str) -> None:
             assert np.all(np.asarray(one.scales) == _NAN)
         else:
             assert_equal(one, other)
-
-
-@pytest.mark.parametrize("case", ["normal", "spread", "zeros", "huge", "tiny"])
-@pytest.mark.parametrize("axes", [ROWS, COLUMNS], ids=["rows", "columns"])
-@pytest.mark.parametrize("name", REFINED)
-def test_kernels_with_refined_scales(name: str, axes: Axes, case: str) -> None:
-    x = CASES[case](normal(128, 336))
-    (found,) = quantize_orders(x, refined_requests(name, axes), kernels.Kernels())
-    assert_equal(found, _reference(name, axes)(x))
 
 
 def test_a_kernel_decodes_saved_codes() -> None:

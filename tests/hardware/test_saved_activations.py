@@ -110,7 +110,7 @@ def test_a_step_takes_as_long_as_the_compiled_one(policy: str) -> None:
     assert parts.seconds == pytest.approx(compiled.seconds, rel=0.1)
 
 
-# Memory per device of compiled steps, in GB, from XLA's own analysis: docs/explanation/compiled_steps.md.
+# Memory per device of compiled steps, in GB, from XLA's own analysis: docs/reference/status.md.
 COMPILED_MEMORY = [
     ("llama3_8b", MeshShape(fsdp=8), None, "fp8", 94.7),
     ("llama3_8b", MeshShape(fsdp=8), None, "llama_nvfp4", 84.8),

@@ -22,8 +22,11 @@ from policyc.hardware.selftest.products import check_groups
 from policyc.hardware.selftest.subject import Finding, Subject
 from policyc.language.recipes import Gemm, make_recipe
 from policyc.numerics import backends
-from policyc.numerics.backends import cudnn, emulate, te, te_calls
-from policyc.numerics.backends.choice import GemmQuery, Machine, Obstacle, choose, machine_here
+from policyc.numerics.backends import GemmQuery, Obstacle, cudnn, te, te_calls
+from policyc.numerics.backends.choice import Machine, choose, machine_here
+from policyc.numerics.backends.cudnn import CudnnGroups
+from policyc.numerics.backends.emulate import BACKEND as EMULATION
+from policyc.numerics.backends.emulate import Emulation
 from policyc.numerics.backends.selftest_record import ONE_PASS, read_failures, record_path, write_record
 from policyc.numerics.quantize import make_key
 from policyc.numerics.targets import get_target
@@ -36,33 +39,35 @@ pytestmark = pytest.mark.any_jax
 
 
 def wrong_scale(*args: Any) -> Any:
-    q = emulate.quantize(*args)
+    (q,) = EMULATION.quantize(*args)
     assert q.scales is not None
-    return replace(q, scales=q.scales.at[3, 5].add(1))
+    return [replace(q, scales=q.scales.at[3, 5].add(1))]
 
 
 def lost_nan(x: jax.Array, *rest: Any) -> Any:
-    return emulate.quantize(jnp.nan_to_num(x, posinf=1.0, neginf=-1.0), *rest)
+    return EMULATION.quantize(jnp.nan_to_num(x, posinf=1.0, neginf=-1.0), *rest)
 
 
-def biased_rounding(x: jax.Array, treatment: Any, axes: Any, key: Any, *rest: Any) -> Any:
+def biased_rounding(x: jax.Array, requests: Any, context: Any) -> Any:
     """Draws twice and takes the smaller magnitude: halfway between two codes, three of four are rounded down."""
-    one, other = (emulate.quantize(x, treatment, axes, key.fold(i), *rest) for i in (1, 2))
+    keys = [requests[0].rounding_key.fold(i) for i in (1, 2)]
+    draws = [EMULATION.quantize(x, [replace(requests[0], key=k)], context) for k in keys]
+    (one,), (other,) = draws
     pairs = [(q.codes & 7, (q.codes >> 4) & 7) for q in (one, other)]
     low, high = (jnp.minimum(a, b) for a, b in zip(*pairs, strict=True))
-    return replace(one, codes=(one.codes & 0x88) | low | (high << 4))
+    return [replace(one, codes=(one.codes & 0x88) | low | (high << 4))]
 
 
-def stale_rounding(x: jax.Array, treatment: Any, axes: Any, _key: Any, *rest: Any) -> Any:
-    return emulate.quantize(x, treatment, axes, make_key(0), *rest)
+def stale_rounding(x: jax.Array, requests: Any, context: Any) -> Any:
+    return EMULATION.quantize(x, [replace(requests[0], key=make_key(0))], context)
 
 
 def wrong_product(*args: Any) -> Any:
-    return emulate.gemm(*args) * jnp.bfloat16(1.0078125)
+    return EMULATION.gemm(*args) * jnp.bfloat16(1.0078125)
 
 
 def lost_nan_of_product(*args: Any) -> Any:
-    return jnp.nan_to_num(emulate.gemm(*args))
+    return jnp.nan_to_num(EMULATION.gemm(*args))
 
 
 FAULTS = {
@@ -88,12 +93,10 @@ def plant(
     def refuse(query: GemmQuery) -> Obstacle | None:
         return None if query.format == format else Obstacle("another format", "")
 
-    whole = {part: getattr(emulate, part) for part in ("TRAITS", "find_missing_library", "quantize", "gemm")}
-    module, load = SimpleNamespace(**(whole | {"obstacle": refuse} | dict(parts))), backends.load
-    module.quantize_orders = lambda x, requests, context: [
-        module.quantize(x, r.treatment, r.axes, r.key, None, context) for r in requests
-    ]
-    monkeypatch.setattr(backends, "load", lambda other: module if other == name else load(other))
+    planted, load = Emulation(), backends.load
+    for part, replacement in ({"obstacle": refuse} | dict(parts)).items():
+        setattr(planted, part, replacement)
+    monkeypatch.setattr(backends, "load", lambda other: planted if other == name else load(other))
 
 
 def run_one(check: str, backend: str) -> Result:
@@ -118,7 +121,11 @@ def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("check", "format"), sorted({(check, format) for check, format, *_ in FAULTS.values()})
+    ("check", "format"),
+    [
+        pytest.param(check, format, marks=[pytest.mark.slow] * (check in ("nan", "rounding")))
+        for check, format in sorted({(check, format) for check, format, *_ in FAULTS.values()})
+    ],
 )
 def test_nothing_is_found_where_nothing_is_wrong(
     check: str, format: str, monkeypatch: pytest.MonkeyPatch
@@ -176,7 +183,8 @@ def test_a_fault_of_the_kernel_that_quantizes_in_one_pass_is_found(monkeypatch: 
 def test_a_wrong_scale_of_a_group_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = Subject(backend="cudnn", format="nvfp4", native=False, quick=True)
     assert [f.fault for f in check_groups(subject)] == [""] * 3
-    wrong = SimpleNamespace(**vars(cudnn) | {"ragged_gemm": lambda *args: cudnn.ragged_gemm(*args) * 1.01})
+    wrong, right = CudnnGroups(), cudnn.BACKEND
+    monkeypatch.setattr(wrong, "ragged_gemm", lambda *args: right.ragged_gemm(*args) * 1.01)
     load = backends.load
     monkeypatch.setattr(backends, "load", lambda name: wrong if name == "wrong" else load(name))
     faults = [f.fault for f in check_groups(replace(subject, backend="wrong"))]
@@ -228,7 +236,7 @@ def nvfp4_query() -> GemmQuery:
 
 
 def test_auto_avoids_what_failed_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(te, "find_missing_library", lambda: "")
+    monkeypatch.setattr(te.BACKEND, "find_missing_library", lambda: "")
     query, formats = nvfp4_query(), frozenset({"nvfp4"})
     assert choose("auto", query, Machine("b200", formats)).backend == "te"
     failed = Machine("b200", formats, failures={"te nvfp4": "random: 3 codes differ"})

@@ -54,7 +54,7 @@ def test_what_is_opaque_is_not_entered() -> None:
 
 def test_loops_and_remats_are_known() -> None:
     assert {name for name, c in CONTAINERS.items() if c.is_loop} == {"scan", "while"}
-    assert {"checkpoint", "remat2"} <= {name for name, c in CONTAINERS.items() if c.is_remat}
+    assert {name for name, c in CONTAINERS.items() if c.is_remat} == {"remat2"}
 
 
 def test_how_a_shard_map_divides_its_operands() -> None:

@@ -40,14 +40,21 @@ class Exited(BaseException):
 
 @pytest.fixture
 def exits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends of the process raise `Exited`. Only the main thread ends it, however busy the machine is."""
+
     def exit_at_once(status: int) -> None:
         raise Exited(status)
 
     monkeypatch.setattr(os, "_exit", exit_at_once)
+    monkeypatch.setattr(preemption, "HANDLER_SECONDS", 3600.0)
 
 
 def send(number: int) -> None:
-    os.kill(os.getpid(), number)
+    """Sends a signal to this thread, whose handler then runs before this returns.
+
+    A signal to the process (`os.kill`) may be delivered to any of its threads, and then Python's handler runs later.
+    """
+    signal.pthread_kill(threading.get_ident(), number)
 
 
 @pytest.mark.parametrize("number", SCHEDULER_SIGNALS)

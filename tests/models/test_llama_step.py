@@ -19,7 +19,7 @@ from policyc.compiler import pipeline
 from policyc.compiler.rewriting.run_step import current_run_step
 from policyc.jaxcore.jaxprs import reading as jaxprs
 from tests.support import llama_runs
-from tests.support.jaxpr_tools import primitive_counts
+from tests.support.jaxpr_tools import primitive_counts, without_dead_code
 
 pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
 pytest.importorskip("grain", reason="grain is not installed: pip install 'policyc[train]'")
@@ -264,9 +264,7 @@ def test_validation_runs_under_the_policy_and_without_it():
     names = {"validation_loss", "validation_loss_evaluated_in_bf16"}
     assert set(traced.out_info) == names
     with_one_output = {
-        name: jaxprs.eliminate_dead_code(
-            traced.jaxpr.replace(jaxpr=traced.jaxpr.jaxpr.replace(outvars=[variable]))
-        )
+        name: without_dead_code(traced.jaxpr.replace(jaxpr=traced.jaxpr.jaxpr.replace(outvars=[variable])))
         for name, variable in zip(sorted(names), traced.jaxpr.jaxpr.outvars, strict=True)
     }
     quantizers = {name: primitive_counts(each)["mxfp8_quantize"] for name, each in with_one_output.items()}

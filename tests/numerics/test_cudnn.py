@@ -14,15 +14,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax import lax
 
 from policyc.jaxcore.primitives.define_primitive import LoweringContext
-from policyc.language.recipes import OPERAND_GROUPS, Gemm, Treatment, make_recipe
+from policyc.language.recipes import Treatment
 from policyc.numerics.backends import cudnn, emulate
-from policyc.numerics.backends.choice import GemmQuery, Machine, choose
-from policyc.numerics.products import GemmOptions
 from policyc.numerics.quantize import Axes, Quantized, quantize
-from policyc.numerics.ragged import quantized_ragged_dot
 from tests.support.gemms import normal, quick_jit
 
 pytestmark = pytest.mark.any_jax
@@ -125,8 +121,8 @@ def test_groups_of_tokens_are_contracted() -> None:
 def check(a: Quantized, b: Quantized, sizes: jax.Array, *, contracting: bool, out: Any) -> None:
     ours, emulated = quick_jit(
         lambda a, b, sizes: (
-            cudnn.ragged_gemm(a, b, sizes, contracting, out, ON_GPU),
-            emulate.ragged_gemm(a, b, sizes, contracting, out, LoweringContext(platform="cpu")),
+            cudnn.BACKEND.ragged_gemm(a, b, sizes, contracting, out, ON_GPU),
+            emulate.BACKEND.ragged_gemm(a, b, sizes, contracting, out, LoweringContext(platform="cpu")),
         )
     )(a, b, sizes)
     assert ours.shape == emulated.shape
@@ -139,42 +135,3 @@ def check(a: Quantized, b: Quantized, sizes: jax.Array, *, contracting: bool, ou
     )
     if not contracting:
         assert (np.asarray(ours, np.float32)[int(sizes.sum()) :] == 0).all()
-
-
-def query(gemm: Gemm, **changes: Any) -> GemmQuery:
-    return GemmQuery(
-        gemm=gemm, left=NVFP4, right=NVFP4, **{"m": 64, "n": 256, "k": 128, "ragged": True} | changes
-    )
-
-
-BLACKWELL = Machine("gb200", frozenset({"nvfp4", "fp8"}))
-
-
-def test_auto_takes_it_for_ragged_products_if_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cudnn, "find_missing_library", lambda: "")
-    assert str(choose("auto", query(Gemm.FPROP), BLACKWELL)) == "cudnn, native"
-    assert str(choose("auto", query(Gemm.WGRAD, m=128, n=256, k=64), BLACKWELL)) == "cudnn, native"
-    narrow = choose("auto", query(Gemm.FPROP, k=96), BLACKWELL)
-    assert str(narrow) == "emulated"
-    assert narrow.obstacle is not None
-    assert "requires k % 128 == 0, but fprop has 96" in narrow.obstacle.reason
-    failed = Machine("gb200", frozenset({"nvfp4"}), failures={"cudnn nvfp4": "wrong"})
-    assert str(choose("auto", query(Gemm.FPROP), failed)) == "emulated"
-    monkeypatch.setattr(cudnn, "find_missing_library", lambda: "not here")
-    assert str(choose("auto", query(Gemm.FPROP), BLACKWELL)) == "emulated"
-
-
-def test_elsewhere_it_is_the_emulation() -> None:
-    """The same program is compiled, and its results have the shapes of the exact gradients."""
-    recipe = make_recipe("nvfp4", {"scale2d": OPERAND_GROUPS["weights"]})
-    x, w, sizes = normal(64, 128), normal(4, 128, 128, seed=1), jnp.asarray(SIZES, jnp.int32)
-
-    def gradient(multiply: Any) -> Any:
-        return jax.grad(lambda x, w: (multiply(x, w, sizes) ** 2).sum(), (0, 1))
-
-    ours, emulated = (
-        gradient(partial(quantized_ragged_dot, recipe=recipe, options=GemmOptions(backends=(backend,) * 3)))
-        for backend in ("cudnn", "emulate")
-    )
-    assert jax.jit(ours).lower(x, w).as_text() == jax.jit(emulated).lower(x, w).as_text()
-    assert jax.eval_shape(ours, x, w) == jax.eval_shape(gradient(lax.ragged_dot), x, w)

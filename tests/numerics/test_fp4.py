@@ -87,20 +87,6 @@ def test_a_tensor_with_a_nonfinite_number_is_nan(bad: float) -> None:
     assert np.isnan(np.asarray(quantizer(NEAREST)(x, 0)[1])).all()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("axis", [-1, -2])
-def test_each_index_of_a_batch_is_a_tensor_and_odd_lengths_are_padded(axis: int) -> None:
-    x = np.random.default_rng(1).standard_normal((3, 5, 7)).astype(np.float32) * np.float32(
-        [[[1]], [[9]], [[1e-3]]]
-    )
-    codes = np.asarray(quantizer(NEAREST, Axes(axis=axis, batch=(-3,)))(x, 0)[0])
-    mapped = np.asarray(jax.vmap(quantizer(NEAREST, Axes(axis=axis)), (0, None))(x, 0)[0])
-    for i in range(3):
-        expected = oracle.fp4(x[i])["codes"]
-        np.testing.assert_array_equal(codes[i], expected)
-        np.testing.assert_array_equal(mapped[i], expected)
-
-
 # ---- stochastic rounding
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 from typing import Any
 
@@ -28,17 +27,12 @@ from tests.support.gemms import (
     normal,
     quick_jit,
     relative_error,
-    slow,
     three_products,
 )
 
 # The order of sums may differ, and each comparison here says by how much. So these programs may be compiled quickly.
 # What must be equal to the bit when compiled in full is in test_quantize.py and test_golden.py.
 GOLDEN = read_arrays()
-TOLERANCE = {"mxfp8": 0.06, "fp8": 0.08, "fp8 row": 0.08, "bf16": 0.01, "f32": 0.01, "keep": 0.01}
-"""The largest relative error of a product. It is 0.3 with four bits in both operands (the error of each is 0.1 to 0.14,
-or 0.2 with stochastic rounding), and less for these recipes.
-"""
 
 
 def test_small_bf16_products_run_on_cpu() -> None:
@@ -119,63 +113,7 @@ def test_products_are_those_of_the_oracles_values() -> None:
         np.testing.assert_allclose(np.asarray(a), b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
 
 
-# --- any dot_general, any recipe ------------------------------------------------------------------
-
-SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], Any, Any]] = {
-    "linear": ((4, 32, 128), (128, 64), (((2,), (0,)), ((), ())), "rhs"),
-    "odd": ((3, 7, 37), (37, 23), (((2,), (0,)), ((), ())), "rhs"),
-    "weight first": ((48, 64), (4, 16, 64), (((1,), (2,)), ((), ())), "lhs"),
-    "heads": ((2, 16, 64), (64, 4, 16), (((2,), (0,)), ((), ())), "rhs"),
-    "out": ((2, 16, 4, 16), (4, 16, 64), (((2, 3), (0, 1)), ((), ())), "rhs"),
-    "swapped contraction": ((2, 16, 5, 6), (6, 5, 24), (((2, 3), (1, 0)), ((), ())), "rhs"),
-    "attention": ((2, 16, 4, 32), (2, 16, 4, 32), (((3,), (3,)), ((0, 2), (0, 2))), None),
-    "experts": ((3, 32, 48), (3, 48, 16), (((2,), (1,)), ((0,), (0,))), "rhs"),
-    "vector": ((64,), (64, 32), (((0,), (0,)), ((), ())), "rhs"),
-    "dot": ((64,), (64,), (((0,), (0,)), ((), ())), "rhs"),
-}
-
-# Every shape, and every recipe that the tests above and below do not multiply with. Shapes that interact with the
-# options of the default recipe run with all of them.
-PAIRS = [
-    *(("linear", name) for name in ("mixed", "keep")),
-    *(("odd", "mxfp8"), ("weight first", "mxfp8"), ("experts", "bf16"), ("attention", "fp8")),
-    *(slow("linear", name) for name in ("row", "bound", "mean", "four_over_six", "ms_eden")),
-    *(slow(shape, "full") for shape in ("odd", "experts", "weight first")),
-    *(slow("heads", "mxfp8"), slow("out", "fp8 row"), slow("swapped contraction", "mxfp4")),
-    *(slow("attention", "fp4"), slow("vector", "f32"), slow("dot", "fp8")),
-]
-
-
-@pytest.mark.any_jax
-@pytest.mark.parametrize(("shape", "name"), PAIRS)
-def test_any_dot_general_and_any_recipe(shape: str, name: str) -> None:
-    """Results and gradients have the shapes and dtypes of the original, and are near it. What is not finite in the
-    original is not finite here, and zeros give zeros.
-    """
-    a, b, dims, weight = SHAPES[shape]
-    x, w = normal(*a, dtype=jnp.bfloat16), normal(*b, seed=1)
-    options = GemmOptions(weight=weight)
-    f = partial(quantized_dot_general, dimension_numbers=dims, recipe=RECIPES[name], options=options)
-    plain = partial(lax.dot_general, dimension_numbers=dims)
-    dy = normal(*jax.eval_shape(plain, x.astype(jnp.float32), w).shape, seed=2)
-    quantized, exact_products = (quick_jit(partial(three_products, g)) for g in (f, plain))
-    results, expected = quantized(x, w, dy), exact_products(x.astype(jnp.float32), w, dy)
-    four_bits = 0.3 if shape == "linear" else 0.4
-    for ours, exact, dtype in zip(results, expected, (jnp.float32, x.dtype, w.dtype), strict=True):
-        assert ours.shape == exact.shape
-        assert ours.dtype == dtype
-        # The error of a single number does not average out.
-        assert relative_error(ours, exact) < (1 if exact.size == 1 else TOLERANCE.get(name, four_bits))
-    assert relative_error(results[0], expected[0]) > 0 or name in ("f32", "keep")
-    for bad, operand in itertools.product((np.nan, np.inf, -np.inf), range(3)):
-        arrays = [x, w, dy]
-        arrays[operand] = arrays[operand].at[(0,) * arrays[operand].ndim].set(bad)
-        expected = exact_products(arrays[0].astype(jnp.float32), *arrays[1:])
-        for ours, exact in zip(quantized(*arrays), expected, strict=True):
-            assert not np.isfinite(np.asarray(ours)[~np.isfinite(np.asarray(exact))]).any()
-    for result in quantized(*map(jnp.zeros_like, (x, w, dy))):
-        assert (np.asarray(result) == 0).all()
-
+# --- other formats ----------------------------------------------------------------------------------
 
 ROWS = (((2,), (0,)), ((), ()))
 
@@ -286,7 +224,7 @@ def test_gradients_are_unbiased() -> None:
         f = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=recipe, precomputed=keyed)
         return three_products(f, x, w, dy)[1:]
 
-    draws = quick_jit(jax.vmap(draw))(jnp.arange(2048))
+    draws = quick_jit(jax.vmap(draw))(jnp.arange(1024))
     q = {n: oracle.nvfp4(np.asarray(v))["dequantized"] for n, v in {"w": w, "xt": x.T}.items()}
     expected = (np.asarray(dy, np.float64) @ q["w"].T, q["xt"] @ np.asarray(dy, np.float64))
     for results, exact in zip(draws, expected, strict=True):
@@ -332,25 +270,3 @@ def test_problems_of_a_recipe_are_named() -> None:
     with pytest.raises(ValueError, match="both or neither"):
         normalize_recipe(one_sided)
     assert not any(find_recipe_problems(r) for r in RECIPES.values())
-
-
-# --- transformations ------------------------------------------------------------------------------
-
-
-@pytest.mark.any_jax
-@pytest.mark.parametrize("name", ["mxfp8", slow("full")])
-def test_vmap_is_a_loop(name: str) -> None:
-    """Over x, with gradients; and twice, over x and over weights."""
-    linear = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=RECIPES[name])
-    x, w, dy = normal(3, 16, 32), normal(32, 16, seed=1), normal(3, 16, 16, seed=2)
-    run = quick_jit(partial(three_products, linear))
-    mapped = quick_jit(jax.vmap(partial(three_products, linear), in_axes=(0, None, 0)))(x, w, dy)
-    for i in range(3):
-        for a, b in zip(mapped, run(x[i], w, dy[i]), strict=True):
-            np.testing.assert_allclose(np.asarray(a)[i], np.asarray(b), rtol=1e-5, atol=1e-5)
-    x, w = normal(2, 3, 16, 32), normal(3, 32, 16, seed=1)
-    mapped = quick_jit(jax.vmap(jax.vmap(linear), in_axes=(0, None)))(x, w)
-    for i in range(2):
-        for j in range(3):
-            expected = run(x[i, j], w[j], dy[0])[0]
-            np.testing.assert_allclose(np.asarray(mapped)[i, j], np.asarray(expected), rtol=1e-5, atol=1e-5)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from policyc.language.treatments import normalize_recipe
 from policyc.numerics import primitives
 from policyc.numerics.gemm import quantized_dot_general
-from policyc.numerics.quantize import Axes
+from policyc.numerics.quantize import Axes, Request
 from tests.support.gemms import (
     FULL,
     MATMUL,
@@ -54,7 +54,7 @@ def test_sharded_results_are_those_of_one_device() -> None:
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-4)
     for t in set(normalize_recipe(RECIPES["mxfp8"]).treatments):
         axes = Axes(axis=-2, contract=(-3, -2), tile=-1)
-        f = quick_jit(partial(primitives.quantize, treatment=replace(t, tile2d=False), axes=axes))
+        f = quick_jit(partial(primitives.quantize, request=Request(replace(t, tile2d=False), axes)))
         assert_equal_arrays(f(shards[0]), f(x))
 
 

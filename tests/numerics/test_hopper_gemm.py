@@ -70,7 +70,7 @@ def uses_kernel(
     lhs: Any, rhs: Any, dimensions: Any, out: Any = jnp.bfloat16, context: LoweringContext = ON_H200
 ) -> bool:
     def multiply(lhs: Quantized, rhs: Quantized) -> jax.Array:
-        return emulate.gemm(lhs, rhs, dimensions, out, context)
+        return emulate.BACKEND.gemm(lhs, rhs, dimensions, out, context)
 
     return "HopperGemm(" in str(jax.make_jaxpr(multiply)(lhs, rhs))
 

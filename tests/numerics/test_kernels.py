@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -16,13 +15,12 @@ import pytest
 
 from policyc.jaxcore.primitives.define_primitive import LoweringContext
 from policyc.language.recipes import Treatment
-from policyc.numerics.backends import emulate, xla
-from policyc.numerics.quantize import Axes, Quantized, make_key, quantize
+from policyc.numerics import backends
+from policyc.numerics.quantize import Axes, Quantized, Request, make_key, quantize
 from policyc.numerics.quantize.kernels import fp8_kernel
 from policyc.numerics.quantize.kernels import fused_kernels as kernels
-from policyc.numerics.quantize.kernels.fp8_rows import quantize_fp8_rows
 from policyc.numerics.quantize.kernels.kernel_orders import Order
-from policyc.numerics.quantize.orders import OrderRequest, quantize_orders
+from policyc.numerics.quantize.orders import quantize_orders
 from policyc.numerics.quantize.reference.blocks import layout_of
 from policyc.numerics.quantize.reference.hadamard import Method
 from policyc.numerics.quantize.reference.values import decode_values, write_outer_factors
@@ -44,18 +42,8 @@ PAIRS = {
     "without rotation": (PLAIN, replace(PLAIN, rounding="sr")),
 }
 """How an operand of fprop and wgrad is treated, and how dy is, in rows and in columns."""
-REFINED = {
-    "four_over_six": replace(PLAIN, scale="four_over_six"),
-    "ms_eden": replace(PLAIN, rounding="ms_eden", rht=128),
-}
-"""Treatments whose block scales depend on every element."""
 TILES = {
-    name: OrderRequest(
-        treatment=replace(PLAIN, tile2d=True),
-        axes=axes,
-        key=make_key(),
-        decoded=True,
-    )
+    name: Request(replace(PLAIN, tile2d=True), axes, decoded=True)
     for name, axes in (("tiles", Axes(axis=-2, tile=-1)), ("transposed tiles", Axes(axis=-1, tile=-2)))
 }
 """How a weight is treated, as fprop reads it, and as dgrad does."""
@@ -83,21 +71,13 @@ def quantizer(treatment: Treatment, axes: Axes, method: Method) -> Any:
     return jax.jit(lambda x: quantize(x, treatment, axes, key=make_key(7), method=method))
 
 
-def refined_requests(name: str, axes: Axes) -> list[OrderRequest]:
-    return [OrderRequest(treatment=REFINED[name], axes=axes, key=make_key(7))]
-
-
-def quantize_refined(x: jax.Array, name: str, axes: Axes, method: Method) -> Quantized:
-    return quantize(x, REFINED[name], axes, key=make_key(7), sign_key=make_key(8), method=method)
-
-
-def requests(pair: str) -> list[OrderRequest]:
+def requests(pair: str) -> list[Request]:
     if pair in TILES:
         return [TILES[pair]]
     return [
-        OrderRequest(
-            treatment=treatment,
-            axes=axes,
+        Request(
+            treatment,
+            axes,
             key=make_key(7, i),
             decoded=pair.endswith("values") and (axes == ROWS or pair.startswith("stochastic")),
         )
@@ -112,7 +92,7 @@ def orders_quantizer(pair: str) -> Any:
 
 @cache
 def reference_quantizer(pair: str) -> Any:
-    def quantize_order(x: jax.Array, r: OrderRequest) -> Quantized:
+    def quantize_order(x: jax.Array, r: Request) -> Quantized:
         quantized = quantize(x, r.treatment, r.axes, key=r.key, method="matmul")
         return decode_values(quantized, jnp.float32) if r.decoded else quantized
 
@@ -170,8 +150,9 @@ def test_a_kernel_decodes_saved_codes() -> None:
     decoded = jax.jit(KERNELS.values)(q)
     assert_decoded(q, decoded.codes)
     assert decoded.layout == decode_values(q, jnp.float32).layout
-    mapped = jax.jit(jax.vmap(KERNELS.values))(jax.tree.map(lambda a: jnp.stack([a, a[::-1]]), q))
-    np.testing.assert_array_equal(comparable(mapped.codes[1]), comparable(decoded.codes[::-1]))
+    two = replace(q, codes=q.codes[:2], scales=q.scales[:2])
+    mapped = jax.jit(jax.vmap(KERNELS.values))(jax.tree.map(lambda a: jnp.stack([a, a[::-1]]), two))
+    np.testing.assert_array_equal(comparable(mapped.codes[1]), comparable(decoded.codes[:2][::-1]))
 
 
 def outer_maxima() -> tuple[jax.Array, jax.Array]:
@@ -212,23 +193,12 @@ def test_a_kernel_computes_the_factors_of_outer_scales() -> None:
     assert_same_factors(write_outer_factors)
 
 
-@pytest.mark.parametrize(
-    "orders",
-    [
-        pytest.param("rows and columns", marks=pytest.mark.slow),
-        pytest.param("refined", marks=pytest.mark.slow),
-    ],
-)
-def test_under_vmap_each_index_has_the_bits_of_its_own_operand(orders: str) -> None:
+@pytest.mark.slow
+def test_under_vmap_each_index_has_the_bits_of_its_own_operand() -> None:
     """Two `vmap`s around the quantizer, with three rows of tiles in an operand, and a key for each index."""
     x = normal(2, 1, 192, 256) * jnp.asarray([1, 1e-3], jnp.bfloat16).reshape(2, 1, 1, 1)
     seeds = jnp.asarray([7, 9], jnp.uint32)
-
-    rows, columns = requests("stochastic")
-    chosen = {
-        "rows and columns": [rows, columns],
-        "refined": [replace(columns, treatment=replace(REFINED["ms_eden"], rht=0))],
-    }[orders]
+    chosen = requests("stochastic")
 
     def by_kernels(x: jax.Array, seed: jax.Array) -> list[Quantized]:
         return quantize_orders(x, [replace(r, key=make_key(seed)) for r in chosen], KERNELS)
@@ -243,47 +213,15 @@ def test_under_vmap_each_index_has_the_bits_of_its_own_operand(orders: str) -> N
             assert_equal(jax.tree.map(lambda a, i=i: a[i, 0], one), other)
 
 
-def refined_inputs() -> list[jax.Array]:
-    """Normal, tiny, with one huge number, half of it zeros, with a NaN, and with magnitudes of 24 binades."""
-    x = normal(128, 384)
-    return [
-        x,
-        x * 1e-38,
-        x.at[5, 3].set(1e37),
-        x.at[:, :128].set(0),
-        x.at[3, 5].set(jnp.nan),
-        x * jnp.exp2(jnp.arange(384) % 24 - 12).astype(jnp.bfloat16),
-    ]
-
-
-@pytest.mark.parametrize("backend", [emulate, xla], ids=["emulate", "xla"])
+@pytest.mark.parametrize("backend", ["emulate", "xla"])
 @pytest.mark.parametrize(
-    ("treatment", "is_mapped", "features"),
-    [(REFINED["ms_eden"], False, 512), (STOCHASTIC, True, 512), (STOCHASTIC, False, 528)],
-    ids=["refined scales", "several operands", "tiles that overlap"],
+    ("is_mapped", "features"), [(True, 512), (False, 528)], ids=["several operands", "tiles that overlap"]
 )
-def test_both_backends_of_a_gpu_use_kernels(
-    backend: ModuleType, treatment: Treatment, is_mapped: bool, features: int
-) -> None:
+def test_both_backends_of_a_gpu_use_kernels(backend: str, is_mapped: bool, features: int) -> None:
     context = LoweringContext(platform="cuda", single_device=True, is_mapped=is_mapped)
-    x = jax.ShapeDtypeStruct((128, features), jnp.bfloat16)
-    jaxpr = jax.make_jaxpr(lambda x: backend.quantize(x, treatment, COLUMNS, None, None, context).codes)(x)
+    x, request = jax.ShapeDtypeStruct((128, features), jnp.bfloat16), Request(STOCHASTIC, COLUMNS)
+    jaxpr = jax.make_jaxpr(lambda x: backends.load(backend).quantize(x, [request], context)[0].codes)(x)
     assert "function=_Kernel(" in str(jaxpr)
-
-
-@pytest.mark.any_jax
-@pytest.mark.parametrize(
-    ("name", "axes"), [("four_over_six", ROWS), ("four_over_six", COLUMNS), ("ms_eden", ROWS)]
-)
-@pytest.mark.slow
-def test_refined_scales_have_the_bits_of_the_jnp_code(name: str, axes: Axes) -> None:
-    """MS-EDEN along columns: `test_under_vmap` and test_sharded_quantize.py."""
-    by_kernels, reference = (
-        jax.jit(lambda x, m=method: quantize_refined(x, name, axes, m))
-        for method in ("interpreted", "matmul")
-    )
-    for x in refined_inputs():
-        assert_equal(by_kernels(x), reference(x))
 
 
 class WithoutStatistics(kernels.Kernels):
@@ -296,19 +234,12 @@ class WithoutStatistics(kernels.Kernels):
 @pytest.mark.parametrize(
     ("orders", "is_mapped"),
     [
-        pytest.param(
-            [OrderRequest(treatment=STOCHASTIC, axes=COLUMNS, key=make_key(7))], False, id="rotated"
-        ),
-        pytest.param(refined_requests("four_over_six", ROWS), False, id="refined"),
+        pytest.param([Request(STOCHASTIC, COLUMNS, key=make_key(7))], False, id="rotated"),
         pytest.param(requests("tiles"), True, marks=pytest.mark.slow, id="tiles, mapped"),
         pytest.param(requests("stochastic"), True, marks=pytest.mark.slow, id="both orders, mapped"),
-        *(
-            pytest.param(refined_requests(name, axes), True, marks=pytest.mark.slow, id=f"{name} {axes.axis}")
-            for name, axes in (("four_over_six", COLUMNS), ("ms_eden", ROWS))
-        ),
     ],
 )
-def test_mosaic_takes_the_same_integers_for_signed(orders: list[OrderRequest], is_mapped: bool) -> None:
+def test_mosaic_takes_the_same_integers_for_signed(orders: list[Request], is_mapped: bool) -> None:
     """As the interpreter does. Otherwise compiled kernels compare, divide or convert negative numbers as large ones.
 
     No other test lowers kernels for this shape: those that are lowered already would not be compared. Tiles overlap.
@@ -321,9 +252,6 @@ def test_mosaic_takes_the_same_integers_for_signed(orders: list[OrderRequest], i
         jax.jit(jax.vmap(run) if is_mapped else run).trace(x).lower(lowering_platforms=("cuda",))
     assert signs.wrong == []
     assert signs.checked
-    if orders[0].treatment.rounding == "ms_eden" or orders[0].treatment.scale == "four_over_six":
-        # The residuals of the exact division, by which the reciprocal of a block scale is corrected.
-        assert signs.checked["gt"] >= 4
 
 
 @pytest.mark.parametrize(
@@ -338,13 +266,6 @@ def test_cuda_can_start_the_instances_for_many_tokens(tiles: int, grid: str) -> 
     kernel = kernels._Kernel(body=lambda ops, *_: None, options=(), outs=(), grid=(tiles, 2), scratch=())
     jaxpr = jax.make_jaxpr(kernel)(jax.ShapeDtypeStruct((64 * tiles, 32, 8), jnp.uint32))
     assert grid in str(jaxpr)
-
-
-def test_one_kernel_refines_scales() -> None:
-    """XLA finds the maxima."""
-    x = jax.ShapeDtypeStruct((128, 256), jnp.bfloat16)
-    jaxpr = str(jax.make_jaxpr(lambda x: quantize_refined(x, "ms_eden", COLUMNS, "kernels"))(x))
-    assert jaxpr.count("function=_Kernel(") == 1
 
 
 @pytest.mark.any_jax
@@ -380,9 +301,10 @@ def test_codes_with_a_scale_for_each_row_and_each_column(case: str, last: int) -
     axes = [Axes(axis=-1, contract=(-1,)), Axes(axis=-2, contract=(-3, -2))]
     if last:
         axes.reverse()
-    assert fp8_kernel.fits_rows(x, treatments, axes)
-    run = partial(quantize_fp8_rows, treatments=treatments, axes=axes)
-    both = jax.jit(lambda x: run(x, kernel=fp8_kernel.Fp8Kernel(interpret=True)))(x)
+    pair = [Request(t, a) for t, a in zip(treatments, axes, strict=True)]
+    assert fp8_kernel.fits_rows(x, pair)
+    kernel = fp8_kernel.Fp8Kernel(interpret=True)
+    both = jax.jit(lambda x: fp8_kernel.quantize_fp8_rows(x, pair, kernel))(x)
     for quantized, treatment, a in zip(both, treatments, axes, strict=True):
         assert_equal(quantized, quantizer(treatment, a, "matmul")(x))
 
@@ -401,11 +323,12 @@ def test_which_operands_the_kernels_take() -> None:
     assert not fits(array(128, 256), NEAREST, both)
     row, fits_rows = replace(fp8, outer="row"), fp8_kernel.fits_rows
     across, along = Axes(axis=-2, contract=(-2,)), Axes(axis=-1, contract=(-1,))
-    assert fits_rows(array(128, 256), [row, row], [across, along])
-    assert not fits_rows(array(128, 256), [row, fp8], [across, along])
-    assert not fits_rows(array(128, 256), [row, row], [along, along])
-    assert not fits_rows(array(2, 128, 256), [row, row], [across, along])
-    assert not fits_rows(array(128, 200), [row, row], [across, along])
+    pair = [Request(row, across), Request(row, along)]
+    assert fits_rows(array(128, 256), pair)
+    assert not fits_rows(array(128, 256), [pair[0], Request(fp8, along)])
+    assert not fits_rows(array(128, 256), [pair[1], pair[1]])
+    assert not fits_rows(array(2, 128, 256), pair)
+    assert not fits_rows(array(128, 200), pair)
     fits = kernels.fits
     assert fits(array(64, 256), NEAREST, COLUMNS)
     assert fits(array(4, 16, 256), NEAREST, COLUMNS)
@@ -426,20 +349,6 @@ def test_which_operands_the_kernels_take() -> None:
     assert not fits(array(2, 2, 64, 256), NEAREST, COLUMNS)
     assert not fits(array(64, 256), replace(NEAREST, outer="row"), COLUMNS)
     assert not fits(array(64, 256), replace(NEAREST, scale="four_over_six"), COLUMNS)
-    fits, eden = kernels.fits_refined, REFINED["ms_eden"]
-    assert not fits(array(64, 256), NEAREST, COLUMNS)
-    for axes in (ROWS, COLUMNS):
-        assert fits(array(128, 256), eden, axes)
-        assert fits(array(64, 256), REFINED["four_over_six"], axes)
-        assert fits(array(64, 256), replace(NEAREST, scale="four_over_six"), axes)
-    assert not fits(array(64, 256), eden, COLUMNS)
-    assert not fits(array(128, 128), eden, ROWS)
-    assert not fits(array(128, 256), replace(eden, outer="row"), ROWS)
-    assert not fits(array(64, 256), replace(NEAREST, scale="four_over_six", outer="bound"), ROWS)
-    assert not fits(array(128, 256), replace(eden, tile2d=True), Axes(axis=-1, tile=-2))
-    assert not fits(array(128, 256), replace(eden, mean_split=True), ROWS)
-    assert not fits(array(128, 256, dtype=jnp.float32), eden, ROWS)
-    assert not fits(array(128, 256), replace(PLAIN, scale="four_over_six", rounding="sr"), ROWS)
     fits, tiles, tile_axes = kernels.fits_tiles, replace(PLAIN, tile2d=True), Axes(axis=-2, tile=-1)
     assert fits(array(64, 272), tiles, tile_axes)
     assert fits(array(64, 272), tiles, Axes(axis=-1, tile=-2))

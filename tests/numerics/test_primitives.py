@@ -17,7 +17,7 @@ from policyc.jaxcore.primitives.define_primitive import LoweringContext
 from policyc.language.recipes import Treatment
 from policyc.language.treatments import normalize_recipe
 from policyc.numerics import primitives, quantize
-from policyc.numerics.backends import emulate
+from policyc.numerics.backends.emulate import BACKEND as EMULATION
 from policyc.numerics.gemm import quantized_dot_general
 from tests.support.gemms import FULL, MATMUL, RECIPES, assert_equal_arrays, normal
 
@@ -44,7 +44,7 @@ def test_saved_codes_are_decoded_when_dy_is_there(single_device: bool) -> None:
     context = LoweringContext(platform="cuda", single_device=single_device)
     axes = quantize.Axes(axis=-2, contract=(-2,))
     x = quantize.quantize(normal(256, 1024), Treatment(format="nvfp4", element="e2m1"), axes)
-    wgrad = partial(emulate.gemm, dimensions=(((0,), (0,)), ((), ())), out=jnp.float32, context=context)
+    wgrad = partial(EMULATION.gemm, dimensions=(((0,), (0,)), ((), ())), out=jnp.float32, context=context)
     jaxpr = jax.make_jaxpr(wgrad)(x, x)
     barriers = [e for e in jaxpr.eqns if e.primitive.name == "optimization_barrier"]
     joined = [v for e in barriers for v in e.invars if v.aval.dtype == jnp.uint8]
@@ -74,7 +74,7 @@ def test_abstract_shapes_are_those_of_the_implementation() -> None:
         for shape in ((5, 30), (3, 16, 64)):
             axes = quantize.Axes(axis=-1, tile=-2, batch=(-3,) if len(shape) == 3 else ())
             x = jax.ShapeDtypeStruct(shape, jnp.float32)
-            abstract = jax.eval_shape(partial(primitives.quantize, treatment=t, axes=axes), x)
+            abstract = jax.eval_shape(partial(primitives.quantize, request=quantize.Request(t, axes)), x)
             traced = jax.eval_shape(partial(quantize.quantize, treatment=t, axes=axes), x)
             assert shapes(abstract) == shapes(traced)
             assert abstract.layout == traced.layout
@@ -85,7 +85,7 @@ def test_abstract_shapes_are_those_of_the_implementation() -> None:
 def test_shardings_in_types(compiled: bool) -> None:
     """Codes and scales are sharded like their operand and equal those of one device. Nothing is gathered for them."""
     treatment = Treatment(format="nvfp4", element="e2m1")
-    f = partial(primitives.quantize, treatment=treatment, axes=quantize.Axes())
+    f = partial(primitives.quantize, request=quantize.Request(treatment))
 
     def quantize_and_multiply(x: jax.Array) -> tuple[Any, jax.Array]:
         q = jax.vmap(f)(x)
@@ -112,7 +112,7 @@ def test_shardings_in_types(compiled: bool) -> None:
 def test_shardings_in_types_of_codes_in_both_orders() -> None:
     treatment, x = Treatment(format="fp8", element="e4m3"), normal(4, 32, 64)
     axes = quantize.Axes(both_orders=True)
-    f = jax.jit(partial(primitives.quantize, treatment=treatment, axes=axes, backend="xla"))
+    f = jax.jit(partial(primitives.quantize, request=quantize.Request(treatment, axes), backend="xla"))
     expected = f(x)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     tiles = Treatment(format="nvfp4", element="e2m1", tile2d=True)
@@ -120,7 +120,9 @@ def test_shardings_in_types_of_codes_in_both_orders() -> None:
     with jax.set_mesh(mesh):
         shards = jax.device_put(x, NamedSharding(mesh, P("data", None, "model")))
         q = f(shards)
-        packed = jax.eval_shape(partial(primitives.quantize, treatment=tiles, axes=tile_axes), shards)
+        packed = jax.eval_shape(
+            partial(primitives.quantize, request=quantize.Request(tiles, tile_axes)), shards
+        )
     assert packed.transposed_codes.sharding.spec == P("data", None, "model")
     assert packed.transposed_scales.sharding.spec == P("data", "model", None)
     assert jax.typeof(q.codes).sharding.spec == P("data", None, "model")

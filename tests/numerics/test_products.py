@@ -11,12 +11,12 @@ from jax import lax
 
 from policyc.language.recipes import Gemm, make_recipe
 from policyc.language.treatments import normalize_recipe
+from policyc.numerics.dimensions import canonicalize
 from policyc.numerics.products import (
     GemmOptions,
     GemmSpec,
     Products,
     Weight,
-    canonicalize,
     gemm_products,
 )
 from tests.support.gemms import FULL, MATMUL

@@ -16,7 +16,7 @@ from policyc.language.recipes import Treatment, make_recipe
 from policyc.numerics import primitives
 from policyc.numerics.gemm import make_sign_key
 from policyc.numerics.products import DEFAULT_OPTIONS, GemmSpec
-from policyc.numerics.quantize import Axes, Key, Quantized, make_key
+from policyc.numerics.quantize import Axes, Key, Quantized, Request, make_key
 from tests.support import rounding_key_oracle as oracle
 
 # Compiled, since it would take longer than the test if it ran op by op.
@@ -49,7 +49,7 @@ def quantizer(axis: int = -1, operand: str = "dgrad.dy", treatment: Treatment = 
 
     def run(x: jax.Array, a: jax.Array, b: jax.Array) -> Quantized:
         key = Key(a, b)
-        return primitives.quantize(x, treatment, Axes(axis=axis), operand=operand, keys=(key, key))
+        return primitives.quantize(x, Request(treatment, Axes(axis=axis), operand=operand, key=key))
 
     return jax.jit(run)
 

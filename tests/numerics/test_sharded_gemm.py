@@ -37,10 +37,13 @@ def integers(*shape: int) -> jax.Array:
     return jnp.asarray(x, jnp.bfloat16)
 
 
+# Compiled: op by op, they would take longer than the test.
+@partial(jax.jit, static_argnums=(1, 2))
 def rows(x: jax.Array, axis: int = -1, treatment: Treatment = NVFP4) -> Quantized:
     return quantize(x, treatment, Axes(axis=axis))
 
 
+@partial(jax.jit, static_argnames="decoded")
 def tiles(w: jax.Array, *, decoded: bool = False) -> Quantized:
     q = quantize(w, replace(NVFP4, tile2d=True), Axes(axis=-2, tile=-1))
     return decode_values(q, jnp.float32) if decoded else q
@@ -69,7 +72,7 @@ def run_divided(
 
         return jax.tree.map(put_array, operand)
 
-    multiply = partial(emulate.gemm, out=jnp.float32, context=ON_CPU)
+    multiply = partial(emulate.BACKEND.gemm, out=jnp.float32, context=ON_CPU)
     run = jax.jit(
         lambda a, b: multiply_sharded(a, b, dimensions, multiply), out_shardings=NamedSharding(mesh, result)
     )
@@ -81,7 +84,7 @@ def run_divided(
 def divide(operands: tuple[Any, Any], specs: tuple[P, P], result: P, dimensions: Any = MATMUL) -> list[str]:
     """Asserts that the divided product equals the whole one, and returns the collectives of its program."""
     product, found = run_divided(operands, specs, dimensions, result)
-    multiply = partial(emulate.gemm, dimensions=dimensions, out=jnp.float32, context=ON_CPU)
+    multiply = partial(emulate.BACKEND.gemm, dimensions=dimensions, out=jnp.float32, context=ON_CPU)
     np.testing.assert_array_equal(np.asarray(product), np.asarray(quick_jit(multiply)(*operands)))
     return found
 
@@ -170,7 +173,7 @@ def test_only_products_on_several_gpus_are_divided() -> None:
     x, w = (jax.eval_shape(rows, jax.ShapeDtypeStruct((size, 128), jnp.bfloat16)) for size in (256, 64))
 
     def is_divided(context: LoweringContext) -> bool:
-        multiply = partial(emulate.gemm, dimensions=CONTRACT_LAST, out=jnp.bfloat16, context=context)
+        multiply = partial(emulate.BACKEND.gemm, dimensions=CONTRACT_LAST, out=jnp.bfloat16, context=context)
         return "custom_partitioning" in str(jax.make_jaxpr(multiply)(x, w))
 
     several = LoweringContext(platform="cuda", can_partition=True)

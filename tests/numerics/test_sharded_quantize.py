@@ -19,17 +19,15 @@ from policyc.compiler.tables.plan_tables import lowering_reasons
 from policyc.jaxcore.jaxprs import reading as jaxprs
 from policyc.language.recipes import Gemm
 from policyc.numerics import backends, primitives
-from policyc.numerics.backends.choice import GemmQuery, Machine, choose
-from policyc.numerics.backends.sharded import quantize_sharded
+from policyc.numerics.backends import GemmQuery
+from policyc.numerics.backends.choice import Machine, choose
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
-from policyc.numerics.primitives import QuantizeSpec
-from policyc.numerics.quantize import Axes, make_key, quantize
+from policyc.numerics.quantize import Request, make_key
 from policyc.numerics.quantize.kernels import fused_kernels as kernels
-from policyc.numerics.quantize.orders import OrderRequest
+from policyc.numerics.quantize.orders import quantize_sharded
 from tests.numerics.test_kernels import (
     COLUMNS,
     NEAREST,
-    REFINED,
     ROWS,
     STOCHASTIC,
     assert_equal,
@@ -45,7 +43,7 @@ BLACKWELL = Machine("gb200", frozenset({"nvfp4", "fp8"}))
 # ---- shards
 
 
-def run_sharded(shape: tuple[int, ...], spec: P, orders: list[OrderRequest], reference: Any) -> list[str]:
+def run_sharded(shape: tuple[int, ...], spec: P, orders: list[Request], reference: Any) -> list[str]:
     """Checks that the sharding changes no bit. Returns the types of what is gathered."""
     axes = (AxisType.Auto,) * 3
     mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=axes, devices=jax.devices()[:8])
@@ -59,7 +57,7 @@ def run_sharded(shape: tuple[int, ...], spec: P, orders: list[OrderRequest], ref
 
 
 def assert_sharding_changes_no_bit(
-    shape: tuple[int, ...], spec: P, orders: list[OrderRequest], reference: Any
+    shape: tuple[int, ...], spec: P, orders: list[Request], reference: Any
 ) -> None:
     # Two words of each device for each order, and nothing else, are gathered.
     assert run_sharded(shape, spec, orders, reference) == [f"u32[8,{2 * len(orders)}]{{1,0}}"]
@@ -84,53 +82,23 @@ def test_shards_by_interpreted_kernels_have_the_bits_of_the_whole(pair: str) -> 
     assert_sharding_changes_no_bit((4, 128, 512), P("a", "b", "c"), requests(pair), reference)
 
 
-# Without a rotation, which comes before the kernels. It is ROWS and COLUMNS whose random words differ.
-EDEN = replace(REFINED["ms_eden"], rht=0)
-
-
-def assert_sharding_changes_no_refined_scale(shape: tuple[int, ...], axes: Axes) -> None:
-    def reference(x: jax.Array) -> Any:
-        return [quantize(x, EDEN, axes, key=make_key(7))]
-
-    orders = [OrderRequest(treatment=EDEN, axes=axes, key=make_key(7))]
-    assert_sharding_changes_no_bit(shape, P("a", "b", "c"), orders, quick_jit(reference))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("axes", [ROWS, COLUMNS])
-def test_shards_by_interpreted_kernels_have_the_refined_scales_of_the_whole(axes: Axes) -> None:
-    assert_sharding_changes_no_refined_scale((4, 128, 512), axes)
-
-
 # ---- two GEMMs at once
 
+KEY = make_key(3)
 DY = (
-    QuantizeSpec(replace(STOCHASTIC, rht=0), ROWS),
-    QuantizeSpec(STOCHASTIC, replace(COLUMNS, contract=(-2,))),
+    Request(replace(STOCHASTIC, rht=0), ROWS, operand="dgrad.dy", key=KEY),
+    Request(STOCHASTIC, replace(COLUMNS, contract=(-2,)), operand="wgrad.dy", key=KEY),
 )
 """How the GEMMs of dgrad and wgrad read dy."""
-NAMES = ("dgrad.dy", "wgrad.dy")
-KEY = make_key(3)
-
-
-def quantize_pair(x: jax.Array, backend: str) -> Any:
-    return primitives.quantize_pair(x, DY, operands=NAMES, rounding_key=KEY, backend=backend)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["emulate", "xla"])
 def test_an_operand_of_two_gemms_has_the_codes_of_each(backend: str) -> None:
     x = normal(64, 256)
-
-    def alone(x: jax.Array) -> Any:
-        return [
-            primitives.quantize(x, s.treatment, s.axes, operand=name, keys=(KEY, KEY), backend=backend)
-            for s, name in zip(DY, NAMES, strict=True)
-        ]
-
-    pair = quick_jit(partial(quantize_pair, backend=backend))(x)
-    for one, other in zip(pair, quick_jit(alone)(x), strict=True):
+    pair = quick_jit(partial(primitives.quantize_pair, requests=DY, backend=backend))(x)
+    alone = quick_jit(lambda x: [primitives.quantize(x, r, backend=backend) for r in DY])(x)
+    for one, other in zip(pair, alone, strict=True):
         assert one.layout == other.layout
         assert_equal(one, other)
 
@@ -163,7 +131,7 @@ def test_kernels_in_programs_for_cuda() -> None:
     x = normal(2, 64, 256)
 
     def quantize(x: jax.Array) -> Any:
-        return primitives.quantize(x, NEAREST, COLUMNS).codes
+        return primitives.quantize(x, Request(NEAREST, COLUMNS)).codes
 
     assert count_kernels(quantize, x) == 2
     assert count_kernels(jax.vmap(quantize), x) == 2
@@ -173,7 +141,7 @@ def test_kernels_in_programs_for_cuda() -> None:
 @pytest.mark.slow
 def test_two_kernels_quantize_for_both_gemms() -> None:
     """None where the operand does not fit: XLA quantizes it. The cost model counts as many reads."""
-    run = partial(quantize_pair, backend="xla")
+    run = partial(primitives.quantize_pair, requests=DY, backend="xla")
     assert count_kernels(run, normal(64, 256)) == 2
     assert {backends.load(name).count_reads([s.treatment for s in DY]) for name in ("emulate", "xla")} == {2}
     assert count_kernels(run, normal(64, 128)) == 0
@@ -201,25 +169,6 @@ def test_why_no_kernel_quantizes(fields: dict[str, Any], reason: str | None) -> 
     )
     obstacle = choose("xla", query, BLACKWELL).quantizer_obstacle
     assert (obstacle and obstacle.reason) == (reason and f"the kernels that rotate {reason}")
-
-
-@pytest.mark.parametrize(
-    ("gemm", "sizes", "reason"),
-    [
-        (Gemm.FPROP, {"k": 256, "m": 64, "n": 256}, None),
-        (Gemm.FPROP, {"k": 256, "m": 96, "n": 256}, "rows % 64 == 0, but fprop has 96"),
-        (Gemm.DGRAD, {"k": 256, "m": 64, "n": 64}, None),
-        (Gemm.DGRAD, {"k": 128, "m": 64, "n": 64}, "contracted >= 256, but dgrad has 128"),
-        (Gemm.DGRAD, {"k": 272, "m": 64, "n": 64}, None),
-        (Gemm.WGRAD, {"k": 128, "m": 256, "n": 256}, None),
-        (Gemm.WGRAD, {"k": 64, "m": 256, "n": 256}, "contracted % 128 == 0, but wgrad has 64"),
-    ],
-)
-def test_why_no_kernel_refines_scales(gemm: Gemm, sizes: dict[str, int], reason: str | None) -> None:
-    treatment = REFINED["four_over_six" if gemm is Gemm.FPROP else "ms_eden"]
-    query = GemmQuery(gemm=gemm, left=treatment, right=treatment, **sizes)
-    obstacle = choose("xla", query, BLACKWELL).quantizer_obstacle
-    assert (obstacle and obstacle.reason) == (reason and f"the kernels that refine scales require {reason}")
 
 
 def test_the_plan_says_where_no_kernel_quantizes() -> None:

@@ -12,7 +12,8 @@ import pytest
 from policyc.hardware import gpus
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Gemm, make_recipe
-from policyc.numerics.backends.choice import GemmQuery, choose, machine_here, machine_of
+from policyc.numerics.backends import GemmQuery
+from policyc.numerics.backends.choice import choose, machine_here, machine_of
 from policyc.numerics.targets import TARGETS, find_by_device_kind, get_target
 from tests.support.command import policyc
 

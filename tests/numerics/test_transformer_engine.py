@@ -43,7 +43,7 @@ pytestmark = [
 
 VENDOR = "* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)"
 MASK = sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0)
-TABLE = Path(__file__).parents[2] / "docs" / "reference" / "transformer_engine.md"
+TABLE = Path(__file__).parents[2] / "docs" / "howto" / "blackwell.md"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,7 +1,4 @@
-"""XLA's GEMMs of small formats against the emulation. On CPU, XLA multiplies values by scales first.
-
-The quantizers are the same, so only the order of fp32 sums of at most 128 products may differ: 1e-6 of the norm.
-"""
+"""XLA's GEMMs of FP8: their scales, the precision of their sums, and several devices."""
 
 from __future__ import annotations
 
@@ -18,36 +15,23 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import policyc
-from policyc.compiler.planning.plan import gemm_queries
 from policyc.hardware import hlo
 from policyc.jaxcore.jaxprs import reading as jaxprs
 from policyc.jaxcore.primitives.define_primitive import LoweringContext
 from policyc.jaxcore.versions import FAST_FP8_PRECISION, FP8_PRECISION
 from policyc.language.recipes import Gemm, Treatment, make_recipe, make_split_recipe
 from policyc.numerics.backends import xla
-from policyc.numerics.backends.choice import Machine, choose
 from policyc.numerics.backends.emulate import apply_outer_scales
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
 from policyc.numerics.quantize import Axes, Quantized, quantize
 from policyc.numerics.quantize.reference.blocks import layout_of
 from policyc.numerics.quantize.reference.values import block_values
-from tests.support.gemms import MATMUL, RECIPES, normal, quick_jit, relative_error, slow, three_products
+from tests.numerics.test_backends import SHAPES
+from tests.support.gemms import MATMUL, RECIPES, normal, quick_jit, relative_error, three_products
 from tests.support.jaxpr_tools import primitive_counts
 
 XLA = ("xla", "xla", "xla")
 SUM_ORDER = 1e-6
-
-
-def products(name: str, dims: Any, weight: Any = "rhs") -> tuple[Any, Any]:
-    """The product as the emulation runs it, and as XLA does."""
-    f = partial(quantized_dot_general, dimension_numbers=dims, recipe=RECIPES[name])
-    emulated, ours = GemmOptions(weight=weight), GemmOptions(weight=weight, backends=XLA)
-    return partial(f, options=emulated), partial(f, options=ours)
-
-
-def tolerance(name: str) -> float:
-    """Hopper's 8-bit matrix units keep some 14 bits of a sum inside a chunk of the contraction."""
-    return 2**-12 if name.startswith("fp8") and jax.default_backend() == "gpu" else SUM_ORDER
 
 
 def assert_close(results: Any, expected: Any, most: float = SUM_ORDER) -> None:
@@ -55,170 +39,15 @@ def assert_close(results: Any, expected: Any, most: float = SUM_ORDER) -> None:
         assert relative_error(a, b) < most
 
 
-def compare_three_products(emulated: Any, ours: Any, arrays: Any, most: float = SUM_ORDER) -> None:
-    """Both run in one program: its compilation shares what is the same."""
-    run = quick_jit(lambda *arrays: [three_products(f, *arrays) for f in (ours, emulated)])
-    assert_close(*run(*arrays), most)
-
-
-@pytest.mark.parametrize("name", ["full", *(slow(n) for n in ("fp8 row", "row", "mean"))])
-def test_three_products(name: str) -> None:
-    """The sizes are not multiples of a block or tile in any of the three GEMMs."""
-    arrays = normal(40, 72), normal(72, 24, seed=1), normal(40, 24, seed=2)
-    compare_three_products(*products(name, MATMUL), arrays, tolerance(name))
-
-
-SHAPES = {
-    "several free": ((2, 24, 32), (32, 4, 16), (((2,), (0,)), ((), ())), "rhs"),
-    "several contracted": ((24, 2, 16), (2, 16, 48), (((1, 2), (0, 1)), ((), ())), "rhs"),
-    "batch, weight left": ((16, 3, 32), (32, 16, 3), (((0,), (1,)), ((1,), (2,))), "lhs"),
-    "no weight": ((4, 20, 16), (4, 12, 16), (((2,), (2,)), ((0,), (0,))), None),
-}
-
-
-@pytest.mark.any_jax
-@pytest.mark.parametrize(
-    ("shape", "format"),
-    [
-        ("several contracted", "mxfp8"),
-        ("no weight", "fp8"),
-        *(
-            slow(*case)
-            for case in (
-                ("several free", "fp8"),
-                ("batch, weight left", "fp8"),
-                ("batch, weight left", "mxfp8"),
-            )
-        ),
-    ],
-)
-def test_any_dot_general(shape: str, format: str) -> None:
-    """One quantizer of fp8 serves all three GEMMs, and both orders of its codes give the same results."""
+@pytest.mark.parametrize("backend", ["emulate", "xla"])
+@pytest.mark.parametrize("shape", ["several free", "attention", "batch, weight left"])
+def test_one_quantizer_serves_all_gemms_of_an_fp8_array(shape: str, backend: str) -> None:
     left, right, dims, weight = SHAPES[shape]
-    x, w = normal(*left), normal(*right, seed=1)
-    emulated, ours = products(format, dims, weight)
-    dy = normal(*jax.eval_shape(ours, x, w).shape, seed=2)
-    for f in (emulated, ours) if format == "fp8" else ():
-        assert str(jax.make_jaxpr(partial(three_products, f))(x, w, dy)).count("fp8_quantize[") == 3
-    compare_three_products(emulated, ours, (x, w, dy), tolerance(format))
-
-
-@pytest.mark.parametrize("name", ["fp8", slow("plain")])
-def test_under_transformations(name: str) -> None:
-    """vmap over both operands or one, inside a scan, under remat: values and gradients."""
-
-    def losses(f: Any) -> Any:
-        def scanned(w: Any, x: Any) -> Any:
-            body = jax.checkpoint(lambda h, w: (f(h, w), None))
-            return jnp.sum(jax.lax.scan(body, x, w)[0] ** 2)
-
-        return [
-            lambda w, x: jnp.sum(jax.vmap(f)(x, w) ** 2),
-            lambda w, x: jnp.sum(jax.vmap(f, (0, None))(x, w[0]) ** 2),
-            lambda w, x: scanned(w[:1], x[0]),
-        ]
-
-    x, w = normal(3, 16, 32), normal(3, 32, 32, seed=1)
-    for emulated, ours in zip(*(losses(f) for f in products(name, MATMUL)), strict=True):
-        run = quick_jit(lambda w, x, pair=(ours, emulated): [jax.value_and_grad(f)(w, x) for f in pair])
-        assert_close(*run(w, x), tolerance(name))
-
-
-@pytest.mark.any_jax
-def test_nonfinite_operands_give_nonfinite_results() -> None:
-    """A NaN or an infinity in an operand leaves no result of the product finite."""
-    run = quick_jit(lambda x, w: [f(x, w) for f in products("plain", MATMUL)])
-    for bad in (jnp.nan, jnp.inf):
-        for result in run(normal(16, 32).at[3, 5].set(bad), normal(32, 16)):
-            assert not np.isfinite(result).any()
-
-
-# ---- the choice of a backend
-
-
-def plan(policy: str, **execution: Any) -> policyc.Plan:
-    def loss(p: Any, x: Any) -> Any:
-        return jnp.sum(x @ p["mlp"])
-
-    shapes = {"mlp": jax.ShapeDtypeStruct((64, 32), jnp.float32)}, jax.ShapeDtypeStruct((48, 64), jnp.float32)
-    return policyc.plan(policy, loss, *shapes, **execution)
-
-
-def lowerings(policy: str, **execution: Any) -> list[str]:
-    (decision,) = plan(policy, **execution).decisions().values()
-    return [str(lowering) for lowering in decision.lowerings]
-
-
-@pytest.mark.any_jax
-@pytest.mark.parametrize(
-    ("format", "backend", "target", "expected"),
-    [
-        ("nvfp4", "auto", "gb200", "xla, native"),
-        ("nvfp4", "auto", "h200", "emulated"),
-        ("nvfp4", "auto", None, "emulated"),
-        ("nvfp4", "xla", None, "xla, emulated"),
-        ("nvfp4", "emulate", "gb200", "emulated"),
-        ("mxfp8", "auto", "b300", "xla, native"),
-        ("mxfp4", "auto", "gb300", "emulated"),
-        ("fp4", "auto", "gb300", "emulated"),
-        ("fp4", "xla", "gb300", "emulated"),
-        ("fp8", "auto", "h100", "xla, native"),
-        ("bf16", "auto", "gb200", "-"),
-    ],
-)
-def test_what_runs_where(format: str, backend: str, target: str | None, expected: str) -> None:
-    products = lowerings(f"* -> {format}", backend=backend, target=target)
-    assert [product.removesuffix(", unproven") for product in products] == [expected] * 3
-
-
-@pytest.mark.any_jax
-def test_each_gemm_has_its_own_backend() -> None:
-    mixed = "* -> split(fprop=nvfp4, dgrad=mxfp4, wgrad=bf16)"
-    assert lowerings(mixed, target="gb200") == ["xla, native", "emulated", "-"]
-
-
-@pytest.mark.any_jax
-def test_an_emulated_gemm_has_a_reason() -> None:
-    query = gemm_queries(plan("* -> nvfp4").sites.sites[0], make_recipe("mxfp4"))[0]
-    assert (query.gemm, query.m, query.n, query.k) == (Gemm.FPROP, 48, 32, 64)
-    obstacle = choose("auto", query, Machine("gb200", frozenset({"mxfp4"}))).obstacle
-    assert obstacle is not None
-    assert obstacle.reason == "XLA has no block-scaled GEMM of mxfp4"
-    obstacle = choose("auto", query, Machine("cpu")).obstacle
-    assert obstacle is not None
-    assert obstacle.reason == "cpu does not multiply mxfp4 natively"
-
-
-@pytest.mark.any_jax
-def test_a_contraction_for_which_no_kernel_is_documented_is_unproven() -> None:
-    """Of 48 rows, 64 inputs and 32 outputs, wgrad contracts the rows."""
-    assert lowerings("* -> nvfp4", target="gb200") == ["xla, native"] * 2 + ["xla, native, unproven"]
-    assert lowerings("* -> mxfp8", target="gb200") == ["xla, native"] * 3
-    assert lowerings("* -> nvfp4", target="h200") == ["emulated"] * 3
-    (decision,) = plan("* -> nvfp4", target="gb200").decisions().values()
-    assert "a contracted size of 48, but" in decision.lowering(Gemm.WGRAD).doubt
-
-
-@pytest.mark.any_jax
-def test_require_native_rejects_emulation() -> None:
-    def loss(p: Any, x: Any) -> Any:
-        return jnp.sum(x @ p["mlp"])
-
-    f = policyc.apply("mlp @ fprop -> nvfp4", loss, require_native=True)
-    with pytest.raises(policyc.PolicyError, match="fprop of 'mlp' would be emulated: cpu does not") as caught:
-        jax.grad(f)({"mlp": normal(16, 16)}, normal(16, 16))
-    assert caught.value.diagnostics[0].code == "not-native"
-
-
-@pytest.mark.any_jax
-def test_unknown_names_are_errors_with_a_suggestion() -> None:
-    with pytest.raises(ValueError, match="no backend named 'xlaa': did you mean 'xla'"):
-        lowerings("* -> nvfp4", backend="xlaa")
-    with pytest.raises(ValueError, match="no target named 'gb20': did you mean 'gb200'"):
-        lowerings("* -> nvfp4", target="gb20")
-
-
-# ---- FP8
+    options = GemmOptions(weight=weight, backends=(backend,) * 3)
+    f = partial(quantized_dot_general, dimension_numbers=dims, recipe=RECIPES["fp8"], options=options)
+    x, w = (jax.ShapeDtypeStruct(s, jnp.float32) for s in (left, right))
+    jaxpr = jax.make_jaxpr(partial(three_products, f))(x, w, jax.eval_shape(f, x, w))
+    assert str(jaxpr).count("fp8_quantize[") == 3
 
 
 @pytest.mark.any_jax
@@ -268,7 +97,7 @@ def test_an_fp8_gemm_writes_fp32_if_it_cannot_apply_its_scales(
     context: LoweringContext, rows: int, expected: Any
 ) -> None:
     x, w, _ = quantize_and_multiply(normal(rows, 32), normal(32, 2048, seed=1))
-    multiply = partial(xla.gemm, dimensions=MATMUL, out=jnp.dtype(jnp.bfloat16), context=context)
+    multiply = partial(xla.BACKEND.gemm, dimensions=MATMUL, out=jnp.dtype(jnp.bfloat16), context=context)
     (dot,) = (e for e in jax.make_jaxpr(multiply)(x, w).eqns if e.primitive.name == "dot_general")
     assert dot.outvars[0].aval.dtype == expected
 
@@ -294,7 +123,7 @@ def test_fast_sums_are_a_precision_of_the_product(is_fast: bool, precision: Any)
     x, w, _ = quantize_and_multiply(normal(2048, 32), normal(32, 2048, seed=1))
     x, w = (replace(o, layout=replace(o.layout, fast_sums=is_fast)) for o in (x, w))
     context = LoweringContext(platform="cuda", single_device=True)
-    multiply = partial(xla.gemm, dimensions=MATMUL, out=jnp.dtype(jnp.bfloat16), context=context)
+    multiply = partial(xla.BACKEND.gemm, dimensions=MATMUL, out=jnp.dtype(jnp.bfloat16), context=context)
     (dot,) = (e for e in jax.make_jaxpr(multiply)(x, w).eqns if e.primitive.name == "dot_general")
     given = dot.params["precision"]
     assert given in (precision, (precision, precision))
@@ -325,7 +154,7 @@ def test_devices_scale_their_parts_of_an_fp8_sum_before_they_add_them(
     def multiply(x: Quantized, dy: Quantized) -> list[jax.Array]:
         wgrad, batched = (((0, 1), (0, 1)), ((), ())), (((0,), (0,)), ((1,), (1,)))
         gemms = wgrad, wgrad, batched
-        return [xla.gemm(x, dy, dimensions, jnp.dtype(jnp.bfloat16), CUDA) for dimensions in gemms]
+        return [xla.BACKEND.gemm(x, dy, dimensions, jnp.dtype(jnp.bfloat16), CUDA) for dimensions in gemms]
 
     operands = make_operand(left, scales[0]), make_operand(right, scales[1])
     compiled = jax.jit(multiply, out_shardings=[tokens, whole, columns]).lower(*operands).compile()

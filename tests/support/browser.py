@@ -19,7 +19,7 @@ MAX_MILLISECONDS = (
 )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     from playwright.sync_api import expect, sync_playwright
 
@@ -31,9 +31,9 @@ def browser() -> Iterator[Browser]:
         )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser_page(browser: Browser) -> Page:
-    """One page for all tests of a module: opening a page takes as long as a test."""
+    """One page for all tests: opening a page takes as long as a test."""
     page = browser.new_page()
     page.set_default_timeout(MAX_MILLISECONDS)
     return page

@@ -342,15 +342,22 @@ def stem_before_the_layers(layer: Layer, p: Any, x: Any) -> Any:
     return score(p, chain(layer, x[0] + mlp(norm(x[0]), p["exit"]), p["b"]))
 
 
-def two_slices_of_the_data_joined(layer: Layer, p: Any, x: Any) -> Any:
-    """ControlNet: the sum of one slice and a projection of the other looks like a residual addition."""
-    joined = chain(layer, x[0] + x[1] @ p["exit"]["up"], p["b"])
-    return score(p, chain(layer, x[0], p["a"])) * score(p, joined)
+def trunk_with_one_equal_branch(layer: Layer, p: Any, x: Any) -> Any:
+    """By their form, the layers of the trunk and of the first branch are one network."""
+    trunk = chain(layer, x[0], p["c"])
+    total = score(p, chain(layer, trunk, p["a"]))
+    return total + jnp.square(jnp.tanh(trunk @ p["exit"]["up"]) @ p["exit"]["down"]).mean()
 
 
 def one_list_for_a_trunk_and_two_passes(layer: Layer, p: Any, x: Any) -> Any:
     trunk = chain(layer, x[0], p["b"][:2], depth=5)
     return sum(score(p, chain(layer, h, p["b"][2:], 2, 5)) for h in (trunk, 2 * trunk))
+
+
+def two_slices_of_the_data_joined(layer: Layer, p: Any, x: Any) -> Any:
+    """ControlNet: the sum of one slice and a projection of the other is no residual addition."""
+    joined = chain(layer, x[0] + x[1] @ p["exit"]["up"], p["b"])
+    return score(p, chain(layer, x[0], p["a"])) * score(p, joined)
 
 
 def hourglass(layer: Layer, p: Any, x: Any) -> Any:
@@ -389,7 +396,7 @@ ARRANGEMENTS: dict[str, Callable[[Layer, Any, Any], Any]] = {
         ensemble_in_a_vmap, scanned_passes, passes_in_one_scan, towers_in_one_scan, scanned_then_unrolled_passes,
         backwards_in_a_scan, towers_that_read_each_other, towers_in_one_scan_that_read_each_other,
         encoder_and_decoder_twice, long_skips_twice, exits_of_several_layers, loop_over_all_layers, nested_scans_twice,
-        refinement_around_a_network_twice, hourglass, pooled_hourglass,
+        refinement_around_a_network_twice, hourglass, pooled_hourglass, two_slices_of_the_data_joined,
     )
 }  # fmt: skip
 
@@ -397,7 +404,7 @@ MISREAD: dict[str, Callable[[Layer, Any, Any], Any]] = {
     f.__name__.replace("_", " "): f
     for f in (
         exits_equal_to_a_layer, exit_of_two_layers, exits_without_a_list, exit_of_the_last_layer,
-        exit_of_a_scan, stem_before_the_layers, two_slices_of_the_data_joined, one_list_for_a_trunk_and_two_passes,
+        exit_of_a_scan, stem_before_the_layers, trunk_with_one_equal_branch, one_list_for_a_trunk_and_two_passes,
     )
 }  # fmt: skip
 """Arrangements whose networks the flow alone cannot tell apart."""

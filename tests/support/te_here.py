@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from policyc.jaxcore.primitives.define_primitive import LoweringContext
-from policyc.numerics.backends import te
-
-TRAITS = replace(te.TRAITS, can_batch=True)
-obstacle, find_missing_library = te.obstacle, te.find_missing_library
+from policyc.numerics.backends.te import TransformerEngineBackend
+from policyc.numerics.quantize import Quantized, Request
 
 
-def quantize(*args: Any) -> Any:
-    *rest, context = args
-    return te.quantize(*rest, _as_cuda(context))
+class TransformerEngineHere(TransformerEngineBackend):
+    batched_by = ""
+
+    def quantize(self, x: Any, requests: Sequence[Request], context: LoweringContext) -> list[Quantized]:
+        return super().quantize(x, requests, replace(context, platform="cuda"))
+
+    def gemm(self, lhs: Any, rhs: Any, dimensions: Any, out: Any, context: LoweringContext) -> Any:
+        return super().gemm(lhs, rhs, dimensions, out, replace(context, platform="cuda"))
 
 
-def quantize_orders(*args: Any) -> Any:
-    *rest, context = args
-    return te.quantize_orders(*rest, _as_cuda(context))
-
-
-def quantize_stack(*args: Any) -> Any:
-    *rest, context = args
-    return te.quantize_stack(*rest, _as_cuda(context))
-
-
-def gemm(*args: Any) -> Any:
-    *rest, context = args
-    return te.gemm(*rest, _as_cuda(context))
-
-
-def _as_cuda(context: LoweringContext) -> LoweringContext:
-    return replace(context, platform="cuda")
+BACKEND = TransformerEngineHere()

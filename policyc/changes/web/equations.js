@@ -12,7 +12,7 @@ const ranges = (list) => list.map(([first, last]) => (first === last ? `${first}
 function scopeName(node) {
   const layers = node.members ? `[${ranges(node.members)}]` : "";
   const pieces = node.iterations ? ` iterations ${ranges([node.iterations])}` : "";
-  const isBody = !["scope", "layers", "hoisted", "pass", "loss", "gradient"].includes(node.kind); // what a container runs
+  const isBody = !["scope", "layers", "hoisted", "loss"].includes(node.kind); // what a container runs
   const name = isBody ? [node.kind, /^(call_)?jaxpr$/.test(node.name) ? null : node.name].filter(Boolean).join(" ") : node.name || node.kind;
   return `${name}${layers}${pieces}`;
 }
@@ -48,8 +48,7 @@ let shownNodes = new Map(); // the scopes and equations that the filters leave, 
 function isEquationShown(node, isNamed) {
   if (state.changed && node.side === "both") return false;
   const linears = [node.linear, ...(node.readers ?? [])].filter((each) => each !== undefined);
-  const products = node.product ? [node.product] : GEMMS;
-  const own = linears.flatMap((linear) => products.map((product) => cellAt(linear, product, node.layer ?? 0))).filter(Boolean);
+  const own = linears.flatMap((linear) => GEMMS.map((product) => cellAt(linear, product, node.layer ?? 0))).filter(Boolean);
   const selected = own.filter(isSelected);
   if ((state.rule || state.format || state.product) && !selected.length) return false;
   return isNamed || isSearched([node.op, node.place, ...selected.flatMap(searchTexts)]);
@@ -124,15 +123,14 @@ function findResults() {
 /** The product that an equation gives, with the value of the current overlay; null if it gives none. */
 function figureOf(number) {
   const node = graph.nodes[number];
-  const product = data.mode === "gradient" ? node.product : "fprop";
-  const cell = resultNodes.has(number) && product ? cellAt(node.linear, product, node.layer ?? 0) : undefined;
+  const cell = resultNodes.has(number) ? cellAt(node.linear, "fprop", node.layer ?? 0) : undefined;
   if (!cell) return quantizationFigure(node);
   const side = node.side === "both" ? "after" : node.side;
   const run = stateOf(cell.change[side]);
   const value = measure(cell, node.layer ?? 0, side);
   const overlay = currentOverlay();
   const text = [overlay.kind === "format" ? run.format : null, value].filter((each) => each !== null).join(" · ");
-  return { cell, layer: node.layer ?? 0, text: `${data.mode === "gradient" ? "" : product + " "}${text || "not measured"}`, color: heat.scale.color(cell, side, node.layer ?? 0) };
+  return { cell, layer: node.layer ?? 0, text: `fprop ${text || "not measured"}`, color: heat.scale.color(cell, side, node.layer ?? 0) };
 }
 
 /** The measured error of a quantization, where the overlay asks for it. */
@@ -180,15 +178,14 @@ function gradientChanges(node) {
 /** Is it only replaced because of others: a container with changes inside, or a product that stays while its gradients change? */
 function isNeutral(node) {
   if (node.reason !== "replaced" || node.linear === undefined) return node.reason === "entered";
-  const product = data.mode === "gradient" ? node.product : "fprop";
-  return Boolean(product) && cellAt(node.linear, product, node.layer ?? 0)?.change.changed === false;
+  return cellAt(node.linear, "fprop", node.layer ?? 0)?.change.changed === false;
 }
 
 function equationCell(number, mark) {
   if (number === undefined) return h("div", { class: "equation none" });
   const node = graph.nodes[number];
   const linear = node.linear === undefined ? null : data.linears[node.linear];
-  const facts = [node.reason, linear ? linear.name : null, node.product,
+  const facts = [node.reason, linear ? linear.name : null,
     node.readers ? `read by ${node.readers.map((reader) => data.linears[reader].name).join(", ")}` : null].filter(Boolean);
   const isQuiet = isNeutral(node);
   if (isQuiet) facts.unshift(node.reason === "entered" ? "changes inside" : gradientChanges(node));

@@ -1,7 +1,7 @@
 // Starts the page: header, tools, and the three levels.
 
 function drawHeader() {
-  byId("subject").replaceChildren(h("bdi", {}, data.before.label), " → ", h("b", {}, data.after.label), `, ${data.mode} of `, h("b", { title: visible(data.program) }, data.program));
+  byId("subject").replaceChildren(h("bdi", {}, data.before.label), " → ", h("b", {}, data.after.label), ", loss of ", h("b", { title: visible(data.program) }, data.program));
   byId("sentence").replaceChildren(visible(data.sentence).replaceAll(" %", "\u00a0%"));
   const seconds = SIDES.map((side) => data[side].seconds);
   const hashes = SIDES.filter((side) => data[side].policy).map((side) => `${data[side].label} ${data[side].policy.sha256.slice(0, 12)}`);

@@ -1,16 +1,12 @@
 // Overlays: what the colors of the heat map stand for. Each has a value for a product of a layer, before or after.
 
 const stats = data.overlays.stats ?? null;
-const compiled = data.overlays.compiled ?? null;
 
 const isLayer = (entry, layer) => entry.layer === null || entry.layer === undefined || entry.layer === layer;
 const operandsOf = (cell, layer) => (stats ? stats.operands : []).filter((entry) => entry.linear === cell.number
   && isLayer(entry, layer) && String(entry.operand).startsWith(cell.product));
 const cosineOf = (cell, layer) => (stats && cell.product === "wgrad" ? stats.cosines : [])
   .find((entry) => entry.linear === cell.number && isLayer(entry, layer))?.cosine ?? null;
-const callOf = (cell, layer) => (compiled ? compiled.products : []).find((entry) => entry.linear === cell.number
-  && entry.product === cell.product
-  && (!entry.layers || (entry.layers[0] <= layer && layer <= entry.layers[1]))) ?? null;
 
 function lowestSqnr(cell, layer) {
   const values = operandsOf(cell, layer).map((entry) => entry.sqnr_db).filter((value) => typeof value === "number");
@@ -37,10 +33,6 @@ if (stats) {
   OVERLAYS.cosine = { name: "gradient cosine", kind: "number", perLayer: true, print: (v) => v.toFixed(4),
     value: (cell, side, layer) => (side === "after" ? cosineOf(cell, layer) : null) };
 }
-if (compiled) {
-  OVERLAYS.call = { name: "compiled call", kind: "word", perLayer: true,
-    value: (cell, side, layer) => (side === "after" ? callOf(cell, layer)?.call ?? "none found" : null) };
-}
 
 const currentOverlay = () => OVERLAYS[state.overlay] ?? OVERLAYS[""];
 
@@ -50,8 +42,6 @@ function overlayTexts(cell, layer) {
     .map((entry) => `${entry.operand}: SQNR ${entry.sqnr_db.toFixed(1)} dB`);
   const cosine = cosineOf(cell, layer);
   if (typeof cosine === "number") texts.push(`gradient cosine ${cosine.toFixed(4)}`);
-  const call = callOf(cell, layer);
-  if (call) texts.push(`compiled: ${call.call ?? "no call found"}`);
   return texts;
 }
 

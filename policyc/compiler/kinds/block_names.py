@@ -6,17 +6,24 @@ layer. Where the names show that it was misread, the numbers are unknown.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import NamedTuple
 
-from policyc.compiler.matching.site_masks import union
+from policyc.compiler.sites.site_masks import union
 from policyc.language.selectors import DottedPath
 
 _SPLIT = "the layers of a list of weights are in several networks, or two passes count them differently"
 _ODD = "a weight in one block of its stack is not of the list of the others, as that of an exit or a stem"
 _FORK = (
     "a network that it reads, or that reads it, has equal blocks, and no names tell which of them continue it"
+)
+_JOINED = (
+    "another network reads the last block of a list of weights, so that the next list may be a branch too"
+)
+_NESTED = (
+    "its blocks hold equal products of an inner list, one after the other, which may be layers themselves"
 )
 _MIXED = "only some of the blocks of its stack are branches of the residual stream"
 _STEPS = "several blocks multiply data of their own by the same weights, so that they may be time steps"
@@ -37,7 +44,7 @@ class Use(NamedTuple):
     Attributes:
       block: the block that it is in, if any.
       form: equal for products of equal sizes.
-      in_branch: whether it is in a branch of the residual stream.
+      branches: the branches of the residual stream that it is in.
       has_own_data: whether it reads data that is not computed by its stack.
       bit: stands for it in the `ancestors` of others.
       ancestors: all products that it is computed from.
@@ -45,7 +52,7 @@ class Use(NamedTuple):
 
     block: Place | None
     form: Hashable
-    in_branch: bool
+    branches: frozenset[int]
     has_own_data: bool
     bit: int
     ancestors: int
@@ -57,10 +64,12 @@ def contradicted_stacks(weights: Mapping[DottedPath, Collection[Use]]) -> dict[i
     `weights` has the uses of each weight.
     """
     places = {path: frozenset(use.block for use in uses) for path, uses in weights.items()}
-    lists, equal = _find_lists(places, {path: {use.form for use in uses} for path, uses in weights.items()})
-    if equal and all(place is None or place.size == 1 for found in places.values() for place in found):
+    lists, inner = _find_lists(places, {path: {use.form for use in uses} for path, uses in weights.items()})
+    if inner and all(place is None or place.size == 1 for found in places.values() for place in found):
         return dict.fromkeys({p and p.stack for found in places.values() for p in found}, _UNCOUNTED)
     doubts: dict[int | None, str] = dict(_odd_stacks(weights, lists))
+    doubts |= _joined_stacks(weights, lists)
+    doubts |= _nested_stacks(weights, inner)
     members: dict[DottedPath, list[DottedPath]] = defaultdict(list)
     for path, found in places.items():
         if len({p and p.stack for p in found}) == len(found):
@@ -95,7 +104,7 @@ def _odd_stacks(
         unlisted = {path for path, _ in members if path not in lists}
         is_listed = len(unlisted) < len({path for path, _ in members})
         (forms if is_listed else others)[stack].add(frozenset(use.form for _, use in members))
-        branches[stack].add(any(use.in_branch for _, use in members))
+        branches[stack].add(any(use.branches for _, use in members))
         bits[stack] |= union(use.bit for _, use in members)
         ancestors[stack] |= union(use.ancestors for _, use in members)
         for path, use in members:
@@ -116,13 +125,57 @@ def _odd_stacks(
                 yield from ((stack, _FORK), (other, _FORK))
 
 
+def _nested_stacks(
+    weights: Mapping[DottedPath, Collection[Use]], inner: Collection[Collection[DottedPath]]
+) -> Iterator[tuple[int, str]]:
+    """The stacks with a block of nothing but several equal members of inner lists, one after the other."""
+    blocks: dict[Place, list[tuple[DottedPath, Use]]] = defaultdict(list)
+    for path, uses in weights.items():
+        for use in uses:
+            if use.block is not None:
+                blocks[use.block].append((path, use))
+    list_of = {path: number for number, paths in enumerate(inner) for path in paths}
+    for block, members in blocks.items():
+        pairs = itertools.permutations(members, 2) if all(path in list_of for path, _ in members) else ()
+        if any(
+            list_of[path] == list_of[other]
+            and two.ancestors & one.bit
+            and one.form == two.form
+            and one.branches.isdisjoint(two.branches)
+            for (path, one), (other, two) in pairs
+        ):
+            yield block.stack, _NESTED
+
+
+def _joined_stacks(
+    weights: Mapping[DottedPath, Collection[Use]], lists: Mapping[DottedPath, DottedPath]
+) -> Iterator[tuple[int, str]]:
+    """The stacks of several lists that may be a trunk and one of its branches: a product outside reads the trunk."""
+    every = [(path, use) for path, uses in weights.items() for use in uses]
+    blocks: dict[int, dict[int, list[tuple[DottedPath, Use]]]] = defaultdict(lambda: defaultdict(list))
+    for path, use in every:
+        if use.block is not None:
+            blocks[use.block.stack][use.block.number].append((path, use))
+    for stack, numbered in blocks.items():
+        members = [numbered[number] for number in sorted(numbered)]
+        others = [use for _, use in every if use.block is None or use.block.stack != stack]
+        for number, (one, other) in enumerate(itertools.pairwise(members), 1):
+            before, after = ({lists.get(path, path) for path, _ in block} for block in (one, other))
+            later = [use for block in members[number:] for _, use in block]
+            trunk, branch = union(use.bit for _, use in one), union(use.bit for use in later)
+            read = union(use.ancestors for use in later)
+            forks = (u.ancestors & trunk and not u.ancestors & branch | u.bit & read for u in others)
+            if not before.isdisjoint(lists.values()) and before.isdisjoint(after) and any(forks):
+                yield stack, _JOINED
+
+
 def _find_lists(
     places: Mapping[DottedPath, frozenset[Place | None]], forms: Mapping[DottedPath, set[Hashable]]
-) -> tuple[dict[DottedPath, DottedPath], bool]:
+) -> tuple[dict[DottedPath, DottedPath], list[list[DottedPath]]]:
     """For each weight of a list of layers, the path of the list: that of its members without the index.
 
     It is the innermost list whose members are in different blocks, and not a list of experts, or of networks. A list of
-    one member is one. Also returns whether another list has several members of equal form.
+    one member is one. Also returns the members of the other lists that have several of equal form.
     """
     members: dict[DottedPath, list[DottedPath]] = defaultdict(list)
     levels = {path: list(_without_index(path)) for path in places}
@@ -133,16 +186,19 @@ def _find_lists(
         name: len(paths) == 1 or len({places[path] for path in paths}) > 1 for name, paths in members.items()
     }
     lists = {path: name for path, names in levels.items() for name in names[::-1] if is_list[name]}
-    equal = any(
-        not is_list[name] and len({frozenset(forms[path]) for path in paths}) < len(paths)
+    inner = [
+        paths
         for name, paths in members.items()
-    )
-    return lists, equal
+        if not is_list[name] and len({frozenset(forms[path]) for path in paths}) < len(paths)
+    ]
+    return lists, inner
 
 
 def _without_index(path: DottedPath) -> Iterator[DottedPath]:
     """The path without one of its indices, the innermost first."""
     for position in range(len(path) - 1, -1, -1):
-        if path[position].index is not None:
-            segment = path[position]._replace(index=-1, size=None)
+        if path[position].index is not None or path[position].text.isdigit():
+            segment = path[position]._replace(
+                text=path[position].text.rstrip("0123456789"), index=-1, size=None
+            )
             yield (*path[:position], segment, *path[position + 1 :])

@@ -1,26 +1,29 @@
 """The flow of activations through a loss, as one graph: every call is inlined, and loops are cycles.
 
 Kinds and blocks are read off this graph. Parameters and constants are not part of it, and an operation that only
-changes the layout of its operand shares the operand's node.
+changes the layout of its operand shares the operand's node. Different parts of an input are different data, as a batch
+of two views is, and have nodes of their own.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, primitives
 
 from policyc.compiler.sites.site import Site
-from policyc.compiler.sites.site_kinds import Call
 from policyc.jaxcore.jaxprs import reading as jaxprs
 from policyc.jaxcore.jaxprs.containers import CONTAINERS, OPAQUE, SCAN
 from policyc.jaxcore.jaxprs.reading import AnyJaxpr
 from policyc.jaxcore.jaxprs.transform import Address
 from policyc.jaxcore.primitives.primitive_table import PRIMITIVES
+
+Call: TypeAlias = "tuple[JaxprEqn, Call | None]"
+"""An equation, and the container around it; None at the top level."""
 
 CONSTANT, PARAMETER = -1, -2
 """Used in place of a node for variables that are computed from constants alone, or from parameters and constants."""
@@ -38,6 +41,8 @@ _ONE_FOR_ONE = frozenset(
     for name in _LAYOUT
     if PRIMITIVES[name].weight == "identity" or PRIMITIVES[name].derivative == "per operand"
 )
+
+_PARTS = frozenset({"slice", "dynamic_slice", "split", "unstack"})
 
 _PLAIN = frozenset(name for name, rule in PRIMITIVES.items() if rule.weight != "product") - _LAYOUT
 """Primitives without jaxprs and references, most of them elementwise, whose results depend on all operands alike."""
@@ -60,6 +65,8 @@ CARRY = "carry"
 """The operation of a node that stands for a carry of a loop. Its inputs are the initial value and the next one."""
 
 INPUT = "input"
+
+_PART = "part of an input"
 
 
 @dataclass(slots=True)
@@ -140,6 +147,14 @@ class Flow:
         call = self.calls[node]
         assert call is not None, "the inputs of a loss have no equation"
         return call[0]
+
+    def place(self, node: int) -> str:
+        """The file and line of a node's equation, or of the innermost container that has them."""
+        place, call = "", self.calls[node]
+        while call is not None and not place:
+            eqn, call = call
+            place = jaxprs.source_place(eqn)
+        return place or "an unknown place"
 
     def before(self, starts: Iterable[int], stops: Container[int] = (), first: int = 0) -> set[int]:
         """The nodes from `first` on that `starts` are computed from, including `starts`.
@@ -222,6 +237,8 @@ class _Builder:
             self._sites[site.address[:-1]][site.address[-1]] = site
         self._with_sites = {outer[:depth] for outer in self._sites for depth in range(1, len(outer) + 1)}
         """The addresses of equations with a site inside."""
+        self._parts: dict[Hashable, int] = {}
+        """The nodes of the parts of inputs, by what is taken of which node."""
         self._caller: Call | None = None
 
     def run(
@@ -265,7 +282,7 @@ class _Builder:
                         flow.operands[value] = tuple(operands)
                 else:
                     value = least or CONSTANT
-            elif name not in _LAYOUT or len(operands) != 1:
+            elif name not in _LAYOUT or len(operands) != 1 or name in _PARTS:
                 self._caller = (eqn, caller)
                 enter = _CONTAINERS.get(name, _Builder.other)
                 results = enter(self, eqn, operands, (*address, number))
@@ -287,13 +304,21 @@ class _Builder:
             return [operands[0]] * count
         if address in self._with_sites:
             return [self._opaque_with_sites(eqn, operands, address)] * count
-        if name in _LAYOUT and operands[0] >= 0 > max(operands[1:]) and not _shifts(eqn):
-            return operands[:1] * count
+        if name in _LAYOUT and operands[0] >= 0 > max(operands[1:], default=CONSTANT) and not _shifts(eqn):
+            is_part = name in _PARTS and self.flow.operations[operands[0]] in (INPUT, _PART)
+            return [self._part(eqn, operands[0], n) if is_part else operands[0] for n in range(count)]
         node = self.flow.combine(name, operands, self._caller)
         is_collective = name.endswith(("_start", "_done"))
         if node >= 0 and name not in _KNOWN and not is_collective:
             self.flow.opaque[node] = tuple(operands)
         return [node] * count
+
+    def _part(self, eqn: JaxprEqn, data: int, output: int) -> int:
+        indices = (str(a) if type(a) is Literal else a for a in eqn.invars[1:])
+        key = (data, eqn.primitive.name, str(eqn.params), output, *indices)
+        if key not in self._parts:
+            self._parts[key] = self.flow.add(_PART, [data], self._caller)
+        return self._parts[key]
 
     def _opaque_with_sites(self, eqn: JaxprEqn, operands: list[int], address: Address) -> int:
         """An opaque equation with sites: inputs of its jaxprs may be any operand, its results any of their results."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from policyc.base.text import count_noun, count_others, escape_controls
 from policyc.compiler.planning.idle_rules import (
     MULTIPLE_LOSSES_HINT,
+    all_names,
     as_glob,
     has_index,
     idle_rules,
-    suggest_selector,
+    suggest_names,
 )
 from policyc.compiler.planning.plan import Decisions, Plan
 from policyc.compiler.sites.site import PathTemplate, Site, dotted
@@ -23,7 +23,7 @@ from policyc.language.recipes import Gemm
 from policyc.language.selectors import Indices, PathSegment, Selector, expand_selector, matches, takes_index
 from policyc.language.treatments import find_recipe_problems
 from policyc.numerics import backends
-from policyc.numerics.backends.choice import Obstacle
+from policyc.numerics.backends import Obstacle
 
 _KEYWORDS = {"import", "recipe", "after", "until", "variant"}
 """Words that start a statement. A selector that equals one of them needs a wildcard before it."""
@@ -78,11 +78,12 @@ def unmet_expectations(
     plan: Plan, *, may_miss: bool = False, hint: str = MULTIPLE_LOSSES_HINT
 ) -> Iterator[Diagnostic]:
     """Rules that match a different number of sites than they expect. `hint` ends the help if a rule matches none."""
+    names = all_names(plan)
     for rule, count in zip(plan.policy.rules, plan.counts, strict=True):
         if rule.expect is None or rule.expect == count or (may_miss and not count):
             continue
         help = (
-            f"write 'expect {count}' if that is right" if count else f"{suggest_selector(plan, rule)}; {hint}"
+            f"write 'expect {count}' if that is right" if count else f"{suggest_names(rule, names)}; {hint}"
         )
         yield Diagnostic(
             code="expect-violated",
@@ -98,7 +99,7 @@ def opaque_sites(plan: Plan) -> Iterator[Diagnostic]:
     if not any(site.opaque for site in plan.sites):
         return
     for product in plan.all_products():
-        rule = product.choice.rule
+        rule = product.rule
         if product.site.opaque and rule is not None and product.bits:
             sites_of.setdefault(rule, {})[product.site] = None
     for index, sites in sites_of.items():
@@ -143,40 +144,37 @@ def opaque_indices(plan: Plan) -> Iterator[Diagnostic]:
 
 
 def unknown_layers(plan: Plan) -> Iterator[Diagnostic]:
-    """A warning for the first rule that chooses layers by index, if products of activations have an unknown layer."""
-    sites = [site for site in plan.sites if site.unknown_layer]
-    rules = (rule for rule in plan.policy.rules if any(map(takes_index, rule.selectors)))
-    for rule in itertools.islice(rules, 1 if sites else 0):
-        place = escape_controls(f" ({sites[0].place})" if sites[0].place else "")
-        yield Diagnostic(
-            code="opaque-index",
-            message=f"a product of activations{place} has no layer, so no index matches it: {sites[0].unknown_layer}"
-            f"{count_others(len(sites))}",
-            span=rule.span,
-            severity=Severity.WARNING,
-            help="choose it by its sizes, with '* where not weight and ...'",
-            sites=name_sites(sites),
-        )
-    yield from _constant_networks(plan)
-
-
-def _constant_networks(plan: Plan) -> Iterator[Diagnostic]:
-    """A warning if a rule chooses layers, but another one quantizes products of arrays that the loss closes over."""
-    rule = next(filter(has_index, plan.policy.rules), None)
-    if rule is None:
-        return
-    sites = [site for site in plan.sites if _is_of_constants(site) and _is_quantized(plan, site)]
-    if sites:
-        place = escape_controls(f" ({sites[0].place})" if sites[0].place else "")
-        yield Diagnostic(
-            code="opaque-index",
-            message=f"a product of arrays that the loss closes over{place} has no layer, so no rule for a layer "
-            f"matches it{count_others(len(sites))}",
-            span=rule.span,
-            severity=Severity.WARNING,
-            help="pass the arrays to the loss as an argument, as a model: their layers are then known",
-            sites=name_sites(sites),
-        )
+    """Warnings for the first rule that chooses layers, if GEMMs have no layer by which it could choose them."""
+    indexed = [rule for rule in plan.policy.rules if any(map(takes_index, rule.selectors))]
+    layered = [rule for rule in plan.policy.rules if has_index(rule)]
+    unknown = [site for site in plan.sites if indexed and site.unknown_layer]
+    constant = [s for s in plan.sites if layered and _is_of_constants(s) and _is_quantized(plan, s)]
+    for rules, sites, what, effect, help in (
+        (
+            indexed,
+            unknown,
+            "a product of activations",
+            f"index matches it: {unknown[0].unknown_layer}" if unknown else "",
+            "choose it by its sizes, with '* where not weight and ...'",
+        ),
+        (
+            layered,
+            constant,
+            "a product of arrays that the loss closes over",
+            "rule for a layer matches it",
+            "pass the arrays to the loss as an argument, as a model: their layers are then known",
+        ),
+    ):
+        for site in sites[:1]:
+            place = escape_controls(f" ({site.place})" if site.place else "")
+            yield Diagnostic(
+                code="opaque-index",
+                message=f"{what}{place} has no layer, so no {effect}{count_others(len(sites))}",
+                span=rules[0].span,
+                severity=Severity.WARNING,
+                help=help,
+                sites=name_sites(sites),
+            )
 
 
 def _is_of_constants(site: Site) -> bool:
@@ -185,7 +183,7 @@ def _is_of_constants(site: Site) -> bool:
 
 
 def _is_quantized(plan: Plan, site: Site) -> bool:
-    runs = (run for phase in plan.phases for run in plan.site_layer_ranges(site, phase))
+    runs = (run for phase in plan.phases for run in plan.site_runs(site, phase))
     return any(0 < product.bits < 16 for run in runs for product in run.products())
 
 
@@ -330,7 +328,7 @@ def _rules_that_differ(decisions: Decisions, site: Site) -> Iterator[int]:
         first = tuple(0 if s.is_shard_map else i for s, i in zip(site.stacks, layer, strict=True))
         one, other = decisions[site.address, first], decisions[site.address, layer]
         if one.recipe != other.recipe:
-            yield max(c.rule for d in (one, other) for c in d.choices if c.rule is not None)
+            yield max(rule for d in (one, other) for rule in d.deciding)
 
 
 def name_sites(sites: Iterable[Site]) -> tuple[str, ...]:
@@ -343,7 +341,7 @@ def suggest_recipe(plan: Plan, rule: int, sites: Collection[Site], recipe: str, 
 
     `exception` is the rule to add. Without it, the added rule names the sites.
     """
-    decided = {product.site for product in plan.all_products() if product.choice.rule == rule}
+    decided = {product.site for product in plan.all_products() if product.rule == rule}
     selectors = {_selector_of(site) for site in sites}
     others = [s for s in decided if s not in sites and not s.opaque]  # opaque sites stay as they are
     if (exception and others) or any(_selector_of(site) not in selectors for site in others):
@@ -379,7 +377,7 @@ def not_native(plan: Plan) -> Iterator[Diagnostic]:
     """Rules with a product that would be emulated."""
     products_of: dict[tuple[int, Obstacle], dict[tuple[str, Gemm], None]] = {}
     for product in plan.all_products():
-        rule, lowering = product.choice.rule, product.lowering
+        rule, lowering = product.rule, product.lowering
         if rule is not None and not lowering.native and lowering.obstacle is not None:
             named = (product.site.name, product.gemm)
             products_of.setdefault((rule, lowering.obstacle), {})[named] = None
@@ -400,8 +398,8 @@ def missing_libraries(plan: Plan) -> Iterator[Diagnostic]:
         return
     rule_of: dict[str, int] = {}
     for product in plan.all_products():
-        if product.choice.rule is not None and product.lowering.backend:
-            rule_of.setdefault(product.lowering.backend, product.choice.rule)
+        if product.rule is not None and product.lowering.backend:
+            rule_of.setdefault(product.lowering.backend, product.rule)
     for backend, rule in rule_of.items():
         missing = backends.load(backend).find_missing_library()
         if missing:

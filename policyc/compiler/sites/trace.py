@@ -28,9 +28,12 @@ _ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, float, complex, jax.ShapeDtyp
 
 @dataclass(frozen=True, slots=True)
 class FrozenWeight:
-    """A weight that is not differentiated. `is_part`: the variable is only a part of it, taken by NumPy."""
+    """A weight that is not differentiated. `is_part`: the variable is only a part of it, taken by NumPy.
 
-    path: DottedPath
+    It has several paths if one array is in several places.
+    """
+
+    paths: tuple[DottedPath, ...]
     shape: tuple[int, ...]
     is_part: bool = False
 
@@ -154,7 +157,9 @@ def _frozen_weights(
         return {}
     leaves = [leaf for _, tree in trees for leaf in jax.tree.leaves(tree)]
     paths = leaf_paths(trees, always_named=True)
-    path_of = {id(leaf): path for leaf, path in zip(leaves, paths, strict=True)}
+    paths_of: dict[int, tuple[DottedPath, ...]] = {}
+    for leaf, path in zip(leaves, paths, strict=True):
+        paths_of[id(leaf)] = (*paths_of.get(id(leaf), ()), path)
     in_numpy = [
         (leaf, path)
         for leaf, path in zip(leaves, paths, strict=True)
@@ -168,8 +173,8 @@ def _frozen_weights(
     for var, value in values:
         if len(np.shape(value)) < 2:
             continue
-        if id(value) in path_of:
-            weights[var] = FrozenWeight(path_of[id(value)], np.shape(value))
+        if id(value) in paths_of:
+            weights[var] = FrozenWeight(paths_of[id(value)], np.shape(value))
         elif not isinstance(value, jax.core.Tracer | jax.ShapeDtypeStruct | jax.Array):
             weight = _numpy_weight(np.asarray(value), in_numpy)
             weights |= {} if weight is None else {var: weight}
@@ -193,7 +198,7 @@ def _numpy_weight(
     if len(matching) != 1:
         return None
     ((leaf, path),) = matching
-    return FrozenWeight(path, leaf.shape, is_part=constant.size != leaf.size)
+    return FrozenWeight((path,), leaf.shape, is_part=constant.size != leaf.size)
 
 
 def _is_leaf(tree: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from jax.extend.core import Var
 
-from policyc.compiler.sites.site import Origin
+from policyc.compiler.sites.equations import Origin
 from policyc.compiler.sites.trace import FrozenWeight
 from policyc.compiler.weights.provenance.graph import (
     CarriedSource,
@@ -91,6 +91,8 @@ UNKNOWN = VarInfo()
 MANY_PROJECTIONS = frozenset({UnknownSource(shape=(), operands=(), reason="it comes from many weights")})
 _CARRIED = "the loop around it carries it, and changes it in every iteration"
 _FILLED = "a loop carries it, and fills it one layer at a time"
+_PART = "NumPy takes a part of it, and JAX does not see which"
+_SAME_ARRAY = "one array is in all these places"
 _OF_COND = "its index is the result of a 'cond', which policyc does not evaluate"
 MOST_PROJECTIONS = 16  # a residual stream depends on all previous layers; attention on a few projections
 
@@ -105,13 +107,11 @@ def join_projections(infos: Iterable[VarInfo]) -> frozenset[Source]:
 
 
 def frozen_info(var: Var, weight: FrozenWeight) -> VarInfo:
-    if not weight.is_part:
-        source = ParameterSource(shape=shape_of(var), path=weight.path, is_frozen=True)
-        return VarInfo(source=source, depends_on=Dependence.PARAMETERS)
-    whole = ParameterSource(shape=weight.shape, path=weight.path, is_frozen=True)
-    reason = "NumPy takes a part of it, and JAX does not see which"
-    part = unknown_source(shape_of(var), [whole], reason)
-    return VarInfo(source=part, depends_on=Dependence.PARAMETERS)
+    wholes = [ParameterSource(shape=weight.shape, path=path, is_frozen=True) for path in weight.paths]
+    source: Source = wholes[0]
+    if weight.is_part or len(wholes) > 1:
+        source = unknown_source(shape_of(var), wholes, _PART if weight.is_part else _SAME_ARRAY)
+    return VarInfo(source=source, depends_on=Dependence.PARAMETERS)
 
 
 def join_branches(values: Sequence[VarInfo], index: Integers | None) -> VarInfo:

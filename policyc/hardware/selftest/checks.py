@@ -116,7 +116,6 @@ CHECKS = (
     ),
 )
 
-_OTHER_BACKENDS = {"te": "--backend xla", "xla": "--backend emulate", "cudnn": "--backend xla"}
 _MISSING = {"devices": "needs two devices", "time": "left out by --quick"}
 
 
@@ -145,14 +144,15 @@ def find_subjects(names: Sequence[str], *, quick: bool) -> Iterator[tuple[Subjec
     machine = machine_here()
     is_gpu = jax.default_backend() == "gpu"
     for name in names:
-        missing = backends.load(name).find_missing_library()
+        backend = backends.load(name)
+        missing = backend.find_missing_library()
         for format in quantizers.RECIPES:
-            native = format in machine.formats and name != "emulate"
+            native = format in machine.formats and not backend.emulates
             subject = Subject(backend=name, format=format, native=native, quick=quick)
             if not subject.takes(make_recipe(format).treatments[0]):
                 continue
             reason = missing
-            if name in ("te", "cudnn") and not missing and not (is_gpu and native):
+            if not backend.runs_anywhere and not missing and not (is_gpu and native):
                 reason = f"needs a GPU that multiplies {format}, which {machine.name} does not"
             yield subject, reason
 
@@ -162,7 +162,7 @@ def run_checks(names: Sequence[str], *, quick: bool = False, only: Sequence[str]
     subjects = list(find_subjects(names, quick=quick))
     for check in CHECKS:
         for subject, reason in subjects:
-            is_for = check.is_ragged == subject.is_ragged and subject.format in check.formats
+            is_for = check.is_ragged == subject.implementation.only_ragged and subject.format in check.formats
             if is_for and (not only or check.name in only):
                 yield _run_check(check, subject, reason or _find_missing(check, quick=quick))
 
@@ -183,7 +183,8 @@ def _run_check(check: Check, subject: Subject, missing: str) -> Result:
             faults.append(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
     if faults and check.name == "pairs" and subject.backend == "te":
         te_one_pass.avoid()
-    remedies = [check.remedy, _OTHER_BACKENDS.get(subject.backend, "")]
+    backend = subject.implementation
+    remedies = [check.remedy, "" if backend.emulates else f"--backend {backend.fallback}"]
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     return Result(
         check=check.name,

@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 
 from policyc.compiler.pipeline import apply
-from policyc.hardware.compile_report import NATIVE_CALLS
 from policyc.hardware.selftest.subject import (
     Finding,
     Subject,
@@ -84,7 +83,7 @@ def _compare_products(
     subject: Subject, run: Compiled, emulated: Callable[..., Any], arrays: Sequence[np.ndarray], limit: float
 ) -> Iterator[Finding]:
     """Checks that compiled products are native calls, and close to those of the emulation on the CPU."""
-    call = NATIVE_CALLS.get((subject.backend, subject.format), "")
+    call = subject.implementation.calls.get(subject.format, "")
     if subject.native and call:
         count = str(run.as_text()).count(f'custom_call_target="{call}"')
         yield Finding(f"{call} is called", "" if count >= 3 else f"{count} of 3 products call it")
@@ -203,7 +202,7 @@ def _compare_runs(subject: Subject, policy: str, steps: int) -> tuple[Any, Any, 
     The emulation runs on the same device, or on the CPU if the emulation itself is tested.
     """
     here = jax.devices()[0]
-    device = reference_device() if subject.backend == "emulate" else here
+    device = reference_device() if subject.implementation.emulates else here
     emulated = partial(_run, policy, "emulate", device, steps)
     return _run(policy, subject.backend, here, steps), emulated(), emulated(disturbed=True)
 

@@ -13,7 +13,6 @@ import numpy as np
 
 from policyc.hardware.selftest.golden import GoldenTensor, golden_tensors
 from policyc.hardware.selftest.subject import (
-    SHARED_STREAM,
     Finding,
     Subject,
     make_tensor,
@@ -24,7 +23,7 @@ from policyc.hardware.selftest.subject import (
 from policyc.language.recipes import OPERANDS, Gemm, Role, Treatment
 from policyc.language.treatments import describe_options
 from policyc.numerics import primitives
-from policyc.numerics.quantize import Axes, Key, Quantized, codes_of, dequantize, make_key, quantize
+from policyc.numerics.quantize import Axes, Key, Quantized, Request, codes_of, dequantize, make_key, quantize
 from policyc.numerics.quantize.reference.hadamard import rotate
 
 RECIPES: dict[str, tuple[str, ...]] = {
@@ -71,7 +70,8 @@ def _treatments(subject: Subject) -> Iterator[tuple[Treatment, Axes]]:
 
 
 def _quantize(subject: Subject, treatment: Treatment, axes: Axes, x: jax.Array, key: Key) -> Quantized:
-    return primitives.quantize(x, treatment, axes, operand=_OPERAND, keys=(key, key), backend=subject.backend)
+    request = Request(treatment, axes, operand=_OPERAND, key=key, sign_key=key)
+    return primitives.quantize(x, request, backend=subject.backend)
 
 
 @cache
@@ -135,24 +135,18 @@ def check_pairs(subject: Subject) -> Iterator[Finding]:
     for text in texts[:1] if subject.quick else texts:
         treatments = dict(zip(OPERANDS, read_recipe(text).treatments, strict=True))
         for first_name, first, second_name, second in _PAIRS:
-            names = first_name, second_name
-            specs = (
-                primitives.QuantizeSpec(treatments[first], along_features),
-                primitives.QuantizeSpec(treatments[second], along_tokens),
+            pair = (
+                Request(treatments[first], along_features, operand=first_name, key=_KEY),
+                Request(treatments[second], along_tokens, operand=second_name, key=_KEY),
             )
-            run = partial(
-                primitives.quantize_pair,
-                specs=specs,
-                operands=names,
-                rounding_key=_KEY,
-                backend=subject.backend,
-            )
-            pair = jax.device_get(jax.jit(run)(jnp.asarray(x)))
-            for name, spec, ours in zip(names, specs, pair, strict=True):
-                has_own_stream = spec.treatment.rounding != "rne" and subject.backend not in SHARED_STREAM
-                nearest = replace(spec.treatment, rounding="rne") if has_own_stream else spec.treatment
-                theirs = run_on(reference_device(), _reference(nearest, spec.axes, name), x, _KEY)
-                what = f"{name}: {_name(spec.treatment, spec.axes)}"
+            run = partial(primitives.quantize_pair, requests=pair, backend=subject.backend)
+            quantized = jax.device_get(jax.jit(run)(jnp.asarray(x)))
+            for request, ours in zip(pair, quantized, strict=True):
+                treatment, axes, name = request.treatment, request.axes, request.operand
+                has_own_stream = treatment.rounding != "rne" and subject.implementation.has_own_stream
+                nearest = replace(treatment, rounding="rne") if has_own_stream else treatment
+                theirs = run_on(reference_device(), _reference(nearest, axes, name), x, _KEY)
+                what = f"{name}: {_name(treatment, axes)}"
                 yield Finding(what, _compare_bits(ours, theirs, has_own_stream))
 
 
@@ -174,7 +168,7 @@ def _compare_with_reference(
     device = reference_device()
     for treatment, axes in _treatments(subject):
         run = jax.jit(partial(_quantize, subject, treatment, axes))
-        has_own_stream = treatment.rounding != "rne" and subject.backend not in SHARED_STREAM
+        has_own_stream = treatment.rounding != "rne" and subject.implementation.has_own_stream
         nearest = replace(treatment, rounding="rne") if has_own_stream else treatment
         reference = _reference(nearest, axes)
         fault = ""

@@ -23,7 +23,8 @@ from policyc.language.recipes import Gemm, Role, Treatment
 from policyc.models.llama import model as llama
 from policyc.models.llama.configs import ModelConfig
 from policyc.numerics import primitives
-from policyc.numerics.quantize import Axes, make_key
+from policyc.numerics.backends import MODULES, load
+from policyc.numerics.quantize import Axes, Request, make_key
 from policyc.numerics.targets import Target
 
 SHAPE = (16384, 4096, 14336)
@@ -94,9 +95,8 @@ def _time_copy(target: Target, _: Sequence[str]) -> Iterator[Timing]:
 
 def _native(target: Target, backends: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yields backends and formats that they run natively. Those that `auto` prefers come last."""
-    for backend, formats in (("xla", ("fp8", "mxfp8", "nvfp4")), ("te", ("nvfp4",))):
-        if backend in backends:
-            yield from ((backend, format) for format in formats if target.is_native(format))
+    for name in (name for name in MODULES if name in backends and not load(name).only_ragged):
+        yield from ((name, format) for format in load(name).calls if target.is_native(format))
 
 
 def _time_gemms(target: Target, backends: Sequence[str]) -> Iterator[Timing]:
@@ -109,11 +109,8 @@ def _time_gemms(target: Target, backends: Sequence[str]) -> Iterator[Timing]:
 
     def time_native(backend: str, format: str) -> float:
         treatment = read_recipe(format).treatments[0]
-        quantize = jax.jit(
-            partial(
-                primitives.quantize, treatment=treatment, axes=Axes(axis=-1, contract=(-1,)), backend=backend
-            )
-        )
+        request = Request(treatment, Axes(axis=-1, contract=(-1,)))
+        quantize = jax.jit(partial(primitives.quantize, request=request, backend=backend))
         multiply = partial(primitives.scaled_gemm, dimension_numbers=dims, out=jnp.bfloat16, backend=backend)
         return time_median(multiply, quantize(x), quantize(w), repeat=_REPEAT)
 
@@ -121,7 +118,7 @@ def _time_gemms(target: Target, backends: Sequence[str]) -> Iterator[Timing]:
     for backend, format, run in runs:
         seconds = run()
         around = gemm_cost.LAUNCH_SECONDS
-        if backend == "xla":  # the model has a part of its own for outer scales
+        if load(backend).scales_results:  # the model has a part of its own for outer scales
             around += gemm_cost.outer_scale_seconds(target, read_recipe(format).treatments, m * n)
         yield Timing(
             what=f"GEMM, {backend} {format}",
@@ -143,15 +140,13 @@ def _time_quantizers(target: Target, backends: Sequence[str]) -> Iterator[Timing
         "kernels": (full.treatment(Gemm.WGRAD, Role.ACTIVATION), columns),
     }
     x = _random(SHAPE[0], SHAPE[1])
-    runs = [("xla", name) for name in cases] + [("te", "plain")] * (
-        ("te", "nvfp4") in _native(target, backends)
-    )
+    runs = [("xla", name) for name in cases]
+    runs += [(b, "plain") for b, _ in _native(target, backends) if load(b).quantizer_slowdown is not None]
     for backend, name in runs:
         treatment, axes = cases[name]
         key = make_key(1)
-        quantize = partial(
-            primitives.quantize, treatment=treatment, axes=axes, keys=(key, key), backend=backend
-        )
+        request = Request(treatment, axes, key=key, sign_key=key)
+        quantize = partial(primitives.quantize, request=request, backend=backend)
         seconds = time_median(quantize, x, repeat=_REPEAT)
         (kind,) = gemm_cost.quantizer_kinds([treatment], backend)
         constant = gemm_cost.QUANTIZER.format(kind)

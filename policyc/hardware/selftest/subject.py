@@ -12,10 +12,7 @@ import numpy as np
 from policyc.language.loader import parse
 from policyc.language.recipes import Gemm, Recipe, Treatment
 from policyc.numerics import backends
-from policyc.numerics.backends.choice import GemmQuery
-
-SHARED_STREAM = ("emulate", "xla")
-"""The backends whose stochastic rounding uses the random bits of the emulation."""
+from policyc.numerics.backends import Backend, GemmQuery
 
 SIZE = 512
 """Rows, columns and contracted size of the GEMM that backends are asked about: all kernels take it."""
@@ -31,16 +28,14 @@ class Subject:
     quick: bool
 
     @property
-    def is_ragged(self) -> bool:
-        """Whether the backend multiplies groups of rows, and nothing else."""
-        return self.backend == "cudnn"
+    def implementation(self) -> Backend:
+        return backends.load(self.backend)
 
     def takes(self, treatment: Treatment, gemm: Gemm = Gemm.WGRAD) -> bool:
         """Whether the backend runs a GEMM whose operands are treated like this."""
-        query = GemmQuery(
-            gemm=gemm, left=treatment, right=treatment, m=SIZE, n=SIZE, k=SIZE, ragged=self.is_ragged
-        )
-        return backends.load(self.backend).obstacle(query) is None
+        ragged = self.implementation.only_ragged
+        query = GemmQuery(gemm=gemm, left=treatment, right=treatment, m=SIZE, n=SIZE, k=SIZE, ragged=ragged)
+        return self.implementation.obstacle(query) is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -308,15 +308,9 @@ SCAN = _Scan()
 
 CONTAINERS: dict[str, Container] = {
     "jit": _Jit(),
-    "pjit": _Jit(),
-    "closed_call": Container(),
-    "core_call": Container(),
-    "core_closed_call": Container(),
+    "closed_call": Container(),  # in JAX 0.10
     "custom_lin": Container(),
-    "checkpoint": _Remat(),
-    "remat": _Remat(),
-    "remat2": _Remat(),
-    "remat_call": _Remat(),
+    "remat2": _Remat(),  # jax.checkpoint
     "shard_map": _ShardMap(),
     "cond": _Cond(),
     "while": _While(),
@@ -326,7 +320,6 @@ CONTAINERS: dict[str, Container] = {
 
 OPAQUE = {
     "custom_vjp_call": "a function with its own backward rule (jax.custom_vjp)",
-    "custom_vjp_call_jaxpr": "a function with its own backward rule (jax.custom_vjp)",
     "custom_jvp_call": "a function with its own derivative rule (jax.custom_jvp)",
     "pallas_call": "a Pallas kernel",
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
@@ -19,7 +19,6 @@ import numpy as np
 from jax.core import AbstractValue, ShapedArray
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
-from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, Mesh
 
 from policyc.jaxcore.internals import config, core, sources, tracebacks
@@ -74,12 +73,6 @@ def all_equations(jaxpr: AnyJaxpr) -> Iterator[JaxprEqn]:
             yield from all_equations(sub.jaxpr)
 
 
-def equations_inside(params: Iterable[Any]) -> Iterator[JaxprEqn]:
-    """The equations of all jaxprs among the parameters of a primitive."""
-    for jaxpr in filter(_is_jaxpr, jax.tree.leaves(list(params), is_leaf=_is_jaxpr)):
-        yield from all_equations(jaxpr)
-
-
 def sub_jaxprs(eqn: JaxprEqn) -> tuple[SubJaxpr, ...]:
     """The jaxprs in the parameters of an equation, in the order of the parameters."""
     subs: list[SubJaxpr] = []
@@ -101,10 +94,6 @@ def sub_jaxprs(eqn: JaxprEqn) -> tuple[SubJaxpr, ...]:
 _JAXPRS = Jaxpr, ClosedJaxpr
 _PLAIN_PARAMS = str, int, Mesh, AbstractMesh
 """Types of parameters that hold no jaxpr. They are checked first: looking up a missing attribute is slow."""
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return isinstance(value, _JAXPRS)
 
 
 def replace_sub_jaxprs(eqn: JaxprEqn, replacements: Sequence[tuple[SubJaxpr, Any]]) -> JaxprEqn:
@@ -149,12 +138,6 @@ def map_equations(jaxpr: J, change: Callable[[JaxprEqn], JaxprEqn | None]) -> J:
             subs = [(sub, map_equations(sub.jaxpr, change)) for sub in sub_jaxprs(eqn)]
             eqns.append(replace_sub_jaxprs(changed, subs) if subs else changed)
     return replace_equations(jaxpr, eqns)
-
-
-def eliminate_dead_code(jaxpr: AnyJaxpr) -> Jaxpr:
-    """The jaxpr without the equations whose results nothing uses."""
-    opened: Any = open_jaxpr(jaxpr)
-    return partial_eval.dce_jaxpr(opened, [True] * len(opened.outvars), instantiate=True)[0]
 
 
 # ---- equations
@@ -233,7 +216,7 @@ class AxisEnv:
 
     def enter_shard_map(self, eqn: JaxprEqn) -> AxisEnv:
         params = eqn.params
-        manual = params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]
+        manual = params["newly_manual_axes"]
         axes = tuple((name, size) for name, size in params["mesh"].shape.items() if name in manual)
         return AxisEnv((*self.axes, *axes), bool(params["check_vma"]))
 

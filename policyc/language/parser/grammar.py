@@ -120,7 +120,7 @@ def _lark() -> Lark:
 
 def parse_tree(tokens: Sequence[lexer.Token], start: Literal["statement", "header"]) -> Any:
     """Returns the tree of a statement, or of the header of a block. Raises lark's `UnexpectedToken`."""
-    return _lark().parse(tokens, start)  # type: ignore[arg-type]  # what `_Terminals` takes
+    return _lark().parse(tokens, start)
 
 
 def explain_syntax_error(

@@ -10,40 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from policyc.language.formats import FORMATS
-from policyc.language.recipes import Gemm, Treatment
 from policyc.numerics import backends
+from policyc.numerics.backends.backend import GemmQuery, Obstacle
 from policyc.numerics.backends.selftest_record import read_failures
 from policyc.numerics.targets import TARGETS, TRAINS_FP4, Target, find_by_device_kind
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GemmQuery:
-    """A GEMM that a backend is asked to run: `batch` products of (m, k) and (n, k).
-
-    `left` and `right` are the treatments of its operands, `types` their dtypes before treatment.
-    """
-
-    gemm: Gemm
-    left: Treatment
-    right: Treatment
-    m: int
-    n: int
-    k: int
-    batch: int = 1
-    ragged: bool = False
-    types: tuple[str, str] = ("bfloat16", "bfloat16")
-
-    @property
-    def format(self) -> str:
-        return self.left.format
-
-
-@dataclass(frozen=True, slots=True)
-class Obstacle:
-    """Why a GEMM cannot run in a certain way, and what would help."""
-
-    reason: str
-    remedy: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +48,7 @@ class Lowering:
     def __str__(self) -> str:
         if not self.backend:
             return "-"
-        if self.backend == "emulate":
+        if backends.load(self.backend).emulates:
             return "emulated"
         doubt = ", unproven" if self.doubt else ""
         return f"{self.backend}, {'native' if self.native else 'emulated'}{doubt}"
@@ -86,51 +56,43 @@ class Lowering:
 
 PLAIN = Lowering()
 
-_PROVEN_CONTRACTION = 32
-"""XLA calls cuDNN for NVFP4 if the contracted size is a multiple of 16. Documented kernels need a multiple of 32."""
-
 
 def choose(backend: str, query: GemmQuery, machine: Machine) -> Lowering:
     """How a GEMM runs on a machine, if this backend was requested."""
+    if not FORMATS[query.format].is_quantized:
+        return PLAIN
     lowering = _choose(backend, query, machine)
-    if lowering.backend == "xla" and query.format == "nvfp4":
-        from policyc.numerics.backends import xla  # imports this module
-
-        lowering = replace(lowering, quantizer_obstacle=xla.quantizer_obstacle(query))
-    padded = query.k + -query.k % (FORMATS[query.format].block or 1)
-    is_cudnn_call = lowering.backend == "xla" and lowering.native and query.format == "nvfp4"
-    if not is_cudnn_call or padded % _PROVEN_CONTRACTION == 0:
-        return lowering
-    doubt = (
-        f"XLA calls cuDNN for a contracted size of {padded}, but kernels are only documented for multiples of "
-        f"{_PROVEN_CONTRACTION}"
-    )
-    return replace(lowering, doubt=doubt)
+    chosen = backends.load(lowering.backend)
+    doubt = chosen.find_doubt(query) if lowering.native else ""
+    return replace(lowering, doubt=doubt, quantizer_obstacle=chosen.quantizer_obstacle(query))
 
 
 def _choose(backend: str, query: GemmQuery, machine: Machine) -> Lowering:
-    if not FORMATS[query.format].is_quantized:
-        return PLAIN
-    if backend == "emulate":
-        return Lowering("emulate", False, Obstacle("emulation was requested", "--backend auto"))
     not_native = None if query.format in machine.formats else _missing_format(query.format, machine)
-    if backend == "auto" and not_native is None:
-        return _choose_native(query, machine)
-    obstacle = backends.load("xla" if backend == "auto" else backend).obstacle(query)
-    if obstacle is None and (not_native is None or backend == "xla"):
+    if backend == "auto":
+        return Lowering("emulate", False, not_native) if not_native else _choose_native(query, machine)
+    requested = backends.load(backend)
+    if requested.emulates:
+        return Lowering(backend, False, Obstacle("emulation was requested", "--backend auto"))
+    obstacle = requested.obstacle(query)
+    if obstacle is None and (not_native is None or requested.runs_anywhere):
         return Lowering(backend, not_native is None, not_native)
-    if backend in ("te", "cudnn") and not_native is None and backends.load("xla").obstacle(query) is None:
-        return Lowering("xla", True, obstacle)
+    fallback = backends.load(requested.fallback)
+    if not_native is None and fallback.obstacle(query) is None:
+        return Lowering(requested.fallback, not fallback.emulates, obstacle)
     return Lowering("emulate", False, not_native or obstacle)
 
 
 def _choose_native(query: GemmQuery, machine: Machine) -> Lowering:
     """The first backend that can run a GEMM natively and did not fail the self-test, and why no earlier one can."""
     first = None
-    for name in _fastest(query):
-        obstacle = backends.load(name).obstacle(query) or _find_failure(name, query.format, machine)
+    for name in backends.preferred():
+        backend = backends.load(name)
+        if not backend.is_candidate(query) or backend.find_missing_library():
+            continue
+        obstacle = backend.obstacle(query) or _find_failure(name, query.format, machine)
         if obstacle is None:
-            return Lowering(name, True, first)
+            return Lowering(name, not backend.emulates, first)
         first = first or obstacle
     return Lowering("emulate", False, first)
 
@@ -141,16 +103,6 @@ def _find_failure(backend: str, format: str, machine: Machine) -> Obstacle | Non
         return None
     remedy = f"--backend {backend} uses it anyway; 'policyc selftest' tests it again"
     return Obstacle(f"backend {backend} failed the self-test on this machine ({reason})", remedy)
-
-
-def _fastest(query: GemmQuery) -> tuple[str, ...]:
-    """The backends that `auto` tries, in order. If installed, cuDNN runs ragged groups, and Transformer Engine, whose
-    kernels read less, comes before XLA for nvfp4.
-    """
-    if query.ragged:
-        return ("xla",) if backends.load("cudnn").find_missing_library() else ("cudnn",)
-    is_candidate = query.format == query.right.format == "nvfp4"
-    return ("te", "xla") if is_candidate and not backends.load("te").find_missing_library() else ("xla",)
 
 
 def _missing_format(format: str, machine: Machine) -> Obstacle:

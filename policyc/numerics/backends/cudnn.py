@@ -11,6 +11,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -20,28 +21,15 @@ from jax import lax
 
 from policyc.jaxcore.primitives.define_primitive import LoweringContext
 from policyc.jaxcore.primitives.partition import Dims, PartitionRule, ShardIndex, partition
-from policyc.numerics.backends import BackendTraits, emulate, xla
+from policyc.numerics.backends.backend import GemmQuery, Obstacle
 from policyc.numerics.backends.block_scaled import Rows, row_scales
-from policyc.numerics.backends.choice import GemmQuery, Obstacle
-from policyc.numerics.backends.xla import count_reads, quantize, quantize_orders
+from policyc.numerics.backends.emulate import Emulation
+from policyc.numerics.backends.xla import as_rows
 from policyc.numerics.groups import align_groups, pad_sizes, restore_groups
 from policyc.numerics.quantize.reference.layout import Operand, Quantized
 from policyc.numerics.quantize.reference.values import apply_outer_scale
 
-__all__ = [
-    "TRAITS",
-    "compiling_for",
-    "count_reads",
-    "find_missing_library",
-    "obstacle",
-    "quantize",
-    "quantize_orders",
-    "ragged_gemm",
-]
-
 INSTALL = "pip install nvidia-cudnn-frontend"
-
-TRAITS = BackendTraits(needs_devices=True, can_batch=False, quantizes_stacks=False)
 
 _BLOCK = 16
 _ROWS, _TOKENS = 256, 128
@@ -50,13 +38,81 @@ _FEATURES = 128
 _ATOM_ROWS, _ATOM_BLOCKS = 128, 4
 
 
-def find_missing_library() -> str:
-    """Why cuDNN's kernels cannot be used here; empty if they can."""
-    try:
-        _load()
-    except ImportError as error:
-        return f"cuDNN's grouped GEMMs are not installed ({error}). To install them: {INSTALL}"
-    return ""
+class CudnnGroups(Emulation):
+    """cuDNN's GEMMs over groups of rows. Operands are quantized by the emulation."""
+
+    multiplies_values, runs_anywhere, only_ragged = False, False, True
+    fallback, batched_by = "xla", "emulate"
+    needs_devices = True
+    moves_groups = True
+    calls = MappingProxyType({"nvfp4": "CuteDSLRT_NvJaxCutlassCall_v2"})
+
+    def is_candidate(self, query: GemmQuery) -> bool:
+        return query.ragged
+
+    def find_missing_library(self) -> str:
+        """Why cuDNN's kernels cannot be used here; empty if they can."""
+        try:
+            _load()
+        except ImportError as error:
+            return f"cuDNN's grouped GEMMs are not installed ({error}). To install them: {INSTALL}"
+        return ""
+
+    def obstacle(self, query: GemmQuery) -> Obstacle | None:
+        """The first limit of this backend that a GEMM exceeds, if any."""
+        if not query.ragged:
+            return Obstacle("backend cudnn runs only GEMMs over ragged groups", "other backends run it")
+        if query.format != "nvfp4" or query.right.format != "nvfp4":
+            return Obstacle(
+                f"backend cudnn runs only nvfp4, not {query.format}", "use nvfp4, or keep it in bf16"
+            )
+        if any(t.outer == "row" for t in (query.left, query.right)):
+            return Obstacle("cuDNN's grouped GEMM has one outer scale per group", "use outer=tensor")
+        sizes = {"m": query.m, "n": query.n, "k": query.k}
+        features = ("m", "n") if query.gemm == "wgrad" else ("n", "k")
+        for name in features:
+            size = sizes[name]
+            if size % _FEATURES:
+                limit = f"{name} % {_FEATURES} == 0"
+                reason = f"cuDNN's grouped GEMM requires {limit}, but {query.gemm} has {size}"
+                return Obstacle(reason, f"pad {size} to {size + -size % _FEATURES}")
+        if any(dtype != "bfloat16" for dtype in query.types[: 1 if query.gemm != "wgrad" else 2]):
+            return Obstacle("cuDNN's grouped GEMM returns bfloat16", "compute in bfloat16")
+        return None
+
+    def ragged_gemm(
+        self,
+        lhs: Operand,
+        rhs: Operand,
+        sizes: jax.Array,
+        contracting: bool,
+        out: Any,
+        context: LoweringContext,
+    ) -> jax.Array:
+        """Products of groups of rows, by cuDNN on GPUs."""
+        assert isinstance(lhs, Quantized)
+        assert isinstance(rhs, Quantized)
+        is_exact = contracting or out in (jnp.bfloat16, jnp.float16)
+        if context.platform != "cuda" or not context.knows_division or not is_exact:
+            if context.platform == "cuda":
+                warnings.warn(_EMULATED, stacklevel=2)
+            return super().ragged_gemm(lhs, rhs, sizes, contracting, out, context)
+        left, _ = as_rows(lhs, (0,) if contracting else (1,), ())
+        right, _ = as_rows(rhs, *(((0,), ()) if contracting else ((1,), (0,))))
+        arrays, structure = jax.tree.flatten((left, right))
+        multiply = contract_groups if contracting else multiply_groups
+
+        def run(index: ShardIndex, sizes: jax.Array, *shards: jax.Array) -> tuple[jax.Array]:
+            del index
+            left, right = jax.tree.unflatten(structure, shards)
+            return (multiply(left, right, sizes, out),)
+
+        if context.single_device:
+            return run(ShardIndex(factors={}), sizes, *arrays)[0]
+        return partition(run, _rule(left, right, contracting))(sizes, *arrays)[0]
+
+
+BACKEND = CudnnGroups()
 
 
 def _load() -> Any:
@@ -67,54 +123,7 @@ def _load() -> Any:
     return cudnn
 
 
-def obstacle(query: GemmQuery) -> Obstacle | None:
-    """The first limit of this backend that a GEMM exceeds, if any."""
-    if not query.ragged:
-        return Obstacle("backend cudnn runs only GEMMs over ragged groups", "other backends run it")
-    if query.format != "nvfp4" or query.right.format != "nvfp4":
-        return Obstacle(f"backend cudnn runs only nvfp4, not {query.format}", "use nvfp4, or keep it in bf16")
-    if any(t.outer == "row" for t in (query.left, query.right)):
-        return Obstacle("cuDNN's grouped GEMM has one outer scale per group", "use outer=tensor")
-    sizes = {"m": query.m, "n": query.n, "k": query.k}
-    features = ("m", "n") if query.gemm == "wgrad" else ("n", "k")
-    for name in features:
-        if sizes[name] % _FEATURES:
-            reason = (
-                f"cuDNN's grouped GEMM requires {name} % {_FEATURES} == 0, but {query.gemm} has {sizes[name]}"
-            )
-            return Obstacle(reason, f"pad {sizes[name]} to {sizes[name] + -sizes[name] % _FEATURES}")
-    if any(dtype != "bfloat16" for dtype in query.types[: 1 if query.gemm != "wgrad" else 2]):
-        return Obstacle("cuDNN's grouped GEMM returns bfloat16", "compute in bfloat16")
-    return None
-
-
 # ---- products of groups
-
-
-def ragged_gemm(
-    lhs: Operand, rhs: Operand, sizes: jax.Array, contracting: bool, out: Any, context: LoweringContext
-) -> jax.Array:
-    """Products of groups of rows, by cuDNN on GPUs."""
-    assert isinstance(lhs, Quantized)
-    assert isinstance(rhs, Quantized)
-    is_exact = contracting or out in (jnp.bfloat16, jnp.float16)
-    if context.platform != "cuda" or not context.knows_division or not is_exact:
-        if context.platform == "cuda":
-            warnings.warn(_EMULATED, stacklevel=2)
-        return emulate.ragged_gemm(lhs, rhs, sizes, contracting, out, context)
-    left, _ = xla.as_rows(lhs, (0,) if contracting else (1,), ())
-    right, _ = xla.as_rows(rhs, *(((0,), ()) if contracting else ((1,), (0,))))
-    arrays, structure = jax.tree.flatten((left, right))
-    multiply = contract_groups if contracting else multiply_groups
-
-    def run(index: ShardIndex, sizes: jax.Array, *shards: jax.Array) -> tuple[jax.Array]:
-        del index
-        left, right = jax.tree.unflatten(structure, shards)
-        return (multiply(left, right, sizes, out),)
-
-    if context.single_device:
-        return run(ShardIndex(factors={}), sizes, *arrays)[0]
-    return partition(run, _rule(left, right, contracting))(sizes, *arrays)[0]
 
 
 _EMULATED = (
@@ -268,7 +277,7 @@ def _set_variable(name: str, value: str | None) -> None:
 @contextlib.contextmanager
 def compiling_for(capability: tuple[int, int], processors: int) -> Iterator[None]:
     """Compiles the kernels for a GPU that is not present, by answering the library's questions about the GPU."""
-    if find_missing_library():
+    if BACKEND.find_missing_library():
         yield
         return
     import cutlass.utils

@@ -17,20 +17,18 @@ from jax import lax
 
 from policyc.jaxcore.primitives.define_primitive import LoweringContext
 from policyc.language.recipes import Treatment
-from policyc.numerics import quantize as q
-from policyc.numerics.backends import BackendTraits, hopper_gemm
-from policyc.numerics.backends.choice import GemmQuery, Obstacle
-from policyc.numerics.backends.sharded import quantize_sharded
+from policyc.numerics.backends import hopper_gemm
+from policyc.numerics.backends.backend import Backend, GemmQuery
 from policyc.numerics.backends.sharded_gemm import multiply_sharded
-from policyc.numerics.products import DimensionNumbers, free_dims
-from policyc.numerics.quantize.dispatch import rotate_operand
+from policyc.numerics.dimensions import DimensionNumbers, free_dims
+from policyc.numerics.quantize import Request
+from policyc.numerics.quantize.dispatch import quantize_request
 from policyc.numerics.quantize.kernels import fused_kernels as kernels
-from policyc.numerics.quantize.orders import OrderRequest
-from policyc.numerics.quantize.orders import quantize_orders as quantize_by_kernels
+from policyc.numerics.quantize.orders import quantize_orders, quantize_sharded
 from policyc.numerics.quantize.reference.bits import materialize
 from policyc.numerics.quantize.reference.blocks import joins_in_kernels, refinement_of
 from policyc.numerics.quantize.reference.hadamard import Method
-from policyc.numerics.quantize.reference.layout import Axes, Operand, Quantized
+from policyc.numerics.quantize.reference.layout import Operand, Quantized
 from policyc.numerics.quantize.reference.values import (
     FindFactors,
     Scale,
@@ -40,39 +38,79 @@ from policyc.numerics.quantize.reference.values import (
     write_outer_factors,
 )
 
-TRAITS = BackendTraits(needs_devices=False, can_batch=True, quantizes_stacks=False, multiplies_values=True)
+
+class Emulation(Backend):
+    """The emulation, which runs every GEMM."""
+
+    runs_anywhere, multiplies_values = True, True
+
+    def is_candidate(self, query: GemmQuery) -> bool:
+        del query
+        return False  # it runs what no other backend does
+
+    def count_reads(self, treatments: Sequence[Treatment]) -> int:
+        """Two GPU reads if kernels write all codes at once.
+
+        Otherwise two for each treatment that rotates the operand or refines scales, one for any other.
+        """
+        if joins_in_kernels(treatments):
+            return 2
+        return sum(2 if t.rht or refinement_of(t) else 1 for t in treatments)
+
+    def quantize(
+        self, x: jax.Array, requests: Sequence[Request], context: LoweringContext
+    ) -> list[Quantized]:
+        """Quantizes an operand by kernels, or by the method that is fastest on the platform.
+
+        A weight with tiles has a single order, whose values a kernel writes.
+        """
+        if len(requests) == 1 and not requests[0].decoded:
+            return [quantize_alone(x, requests[0], context)]
+        if context.single_device and _can_write_tiles(x, requests, context):
+            return quantize_orders(x, requests, kernels.Kernels())
+        joined = quantize_joined(x, requests, context)
+        if joined is not None:
+            return joined
+        quantized = [quantize_alone(x, r, context) for r in requests]
+        dtype = value_dtype(context)
+        return [decode_values(q, dtype) if r.decoded else q for q, r in zip(quantized, requests, strict=True)]
+
+    def gemm(
+        self, lhs: Operand, rhs: Operand, dimensions: DimensionNumbers, out: Any, context: LoweringContext
+    ) -> jax.Array:
+        """The product of two operands."""
+        is_quantized = isinstance(lhs, Quantized) or isinstance(rhs, Quantized)
+        if context.platform == "cuda" and context.can_partition and is_quantized:
+            one_device = replace(context, single_device=True, can_partition=False)
+            multiply = partial(_multiply, out=out, context=one_device)
+            return multiply_sharded(lhs, rhs, dimensions, multiply)
+        return _multiply(lhs, rhs, dimensions, out, context)
+
+    def ragged_gemm(
+        self,
+        lhs: Operand,
+        rhs: Operand,
+        sizes: jax.Array,
+        contracting: bool,
+        out: Any,
+        context: LoweringContext,
+    ) -> jax.Array:
+        """Products of groups of rows."""
+        return _multiply_groups(lhs, rhs, sizes, contracting, value_dtype(context)).astype(out)
 
 
-def obstacle(query: GemmQuery) -> Obstacle | None:
-    """Always None; this backend supports every GEMM."""
-    del query
-    return None
+BACKEND = Emulation()
 
 
-def find_missing_library() -> str:
-    """Always empty; this backend needs only JAX."""
-    return ""
+# ---- quantizers
 
 
-def quantize(
-    x: jax.Array,
-    treatment: Treatment,
-    axes: Axes,
-    key: q.Key | None,
-    sign_key: q.Key | None,
-    context: LoweringContext,
-) -> Quantized:
-    """Quantizes an operand by the method that is fastest on the platform."""
-    is_refined = kernels.fits_refined(x, treatment, axes)
-    if (
-        context.can_partition
-        and _has_kernels(context)
-        and (is_refined or kernels.fits_alone(x, treatment, axes))
-    ):
-        # The kernels that refine block scales do not rotate.
-        rotated = rotate_operand(x, treatment, axes, sign_key, "kernels") if is_refined else x
-        order = OrderRequest(treatment=treatment, axes=axes, key=key or q.make_key())
-        return quantize_sharded(rotated, [order])[0]
+def quantize_alone(x: jax.Array, request: Request, context: LoweringContext) -> Quantized:
+    """Quantizes an operand for one GEMM, to codes, by the method that is fastest on the platform."""
+    treatment, axes = request.treatment, request.axes
+    request = replace(request, key=request.rounding_key, operand="", decoded=False)
+    if context.can_partition and _has_kernels(context) and kernels.fits_alone(x, treatment, axes):
+        return quantize_sharded(x, [request])[0]
     method: Method = "cpu" if context.platform == "cpu" else "matmul"
     if context.platform == "cuda":
         # On CUDA, a product rounds its own result to bfloat16, which saves a pass over memory. Kernels save another.
@@ -81,56 +119,29 @@ def quantize(
         else:
             has_kernels = context.single_device and can_build_kernels(treatment.format)
         method = "kernels" if has_kernels else "matmul_bf16"
-    quantized = q.quantize(x, treatment, axes, key=key, sign_key=sign_key, method=method)
+    quantized = quantize_request(x, request, method)
     if axes.both_orders and quantized.layout.packed:
         return quantized.add_other_packing(quantized.pack_along_tile_axis())
     return quantized
 
 
-def quantize_orders(
-    x: jax.Array, requests: Sequence[OrderRequest], context: LoweringContext
-) -> list[Quantized]:
-    """Quantizes an operand for two GEMMs. Without kernels for it, each order is quantized separately.
-
-    A weight with tiles has a single order, whose values a kernel writes.
-    """
-    if context.single_device and _can_write_tiles(x, requests, context):
-        return quantize_by_kernels(x, requests, kernels.Kernels())
-    joined = quantize_joined(x, requests, context)
-    if joined is not None:
-        return joined
-    quantized = [quantize(x, r.treatment, r.axes, r.rounding_key, None, context) for r in requests]
-    dtype = value_dtype(context)
-    return [decode_values(q, dtype) if r.decoded else q for q, r in zip(quantized, requests, strict=True)]
-
-
 def quantize_joined(
-    x: jax.Array, requests: Sequence[OrderRequest], context: LoweringContext
+    x: jax.Array, requests: Sequence[Request], context: LoweringContext
 ) -> list[Quantized] | None:
     """Quantizes with kernels that read the operand once for all maxima and once for all codes, if they can."""
     joins = joins_in_kernels([r.treatment for r in requests])
     if not (_has_kernels(context) and joins and all(kernels.fits(x, r.treatment, r.axes) for r in requests)):
         return None
     if context.single_device:
-        return quantize_by_kernels(x, requests, kernels.Kernels())
+        return quantize_orders(x, requests, kernels.Kernels())
     return quantize_sharded(x, requests) if context.can_partition else None
 
 
-def _can_write_tiles(x: jax.Array, requests: Sequence[OrderRequest], context: LoweringContext) -> bool:
+def _can_write_tiles(x: jax.Array, requests: Sequence[Request], context: LoweringContext) -> bool:
     """Whether a kernel can write the values of a weight with tiles."""
     return _has_kernels(context) and all(
         r.decoded and kernels.fits_tiles(x, r.treatment, r.axes) for r in requests
     )
-
-
-def count_reads(treatments: Sequence[Treatment]) -> int:
-    """Two GPU reads if kernels write all codes at once.
-
-    Otherwise two for each treatment that rotates the operand or refines scales, one for any other.
-    """
-    if joins_in_kernels(treatments):
-        return 2
-    return sum(2 if t.rht or refinement_of(t) else 1 for t in treatments)
 
 
 def _has_kernels(context: LoweringContext) -> bool:
@@ -161,15 +172,13 @@ _MOSAIC_CAPABILITY = 9
 """The lowest major compute capability for which Pallas's Mosaic backend compiles kernels."""
 
 
-def gemm(
+# ---- products
+
+
+def _multiply(
     lhs: Operand, rhs: Operand, dimensions: DimensionNumbers, out: Any, context: LoweringContext
 ) -> jax.Array:
-    """The product of two operands."""
-    is_quantized = isinstance(lhs, Quantized) or isinstance(rhs, Quantized)
-    if context.platform == "cuda" and context.can_partition and is_quantized:
-        one_device = replace(context, single_device=True, can_partition=False)
-        multiply = partial(gemm, out=out, context=one_device)
-        return multiply_sharded(lhs, rhs, dimensions, multiply)
+    """The product of two operands, on one device or divided by XLA."""
     has_kernels = context.single_device and _has_kernels(context)
     if context.platform == "cuda":
         ((lc, rc), (lb, rb)) = dimensions
@@ -293,13 +302,6 @@ def _place_scale(
 
 _CONTRACT_ROWS: DimensionNumbers = (((0,), (0,)), ((), ()))
 _CONTRACT_COLUMNS: DimensionNumbers = (((1,), (1,)), ((), ()))
-
-
-def ragged_gemm(
-    lhs: Operand, rhs: Operand, sizes: jax.Array, contracting: bool, out: Any, context: LoweringContext
-) -> jax.Array:
-    """Products of groups of rows."""
-    return _multiply_groups(lhs, rhs, sizes, contracting, value_dtype(context)).astype(out)
 
 
 def _multiply_groups(

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from policyc.jaxcore.primitives.define_primitive import LoweringContext
 from policyc.jaxcore.primitives.lowering import call_lowered_once
-from policyc.numerics.products import DimensionNumbers
+from policyc.numerics.dimensions import DimensionNumbers
 from policyc.numerics.quantize.reference.values import Scale, find_factors_in_kernel
 
 NAME = "policyc_gemm"

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from policyc.jaxcore.primitives.partition import Dims, PartitionRule, ShardIndex, partition
+from policyc.numerics.dimensions import DimensionNumbers, free_dims
 from policyc.numerics.flatten import OperandLayout, flatten_operand
-from policyc.numerics.products import DimensionNumbers, free_dims
 from policyc.numerics.quantize.reference.layout import Layout, Operand
 
 Multiply = Callable[[Operand, Operand, DimensionNumbers], jax.Array]

@@ -10,9 +10,10 @@ above 240. So this module always lays out operands in a way that a kernel suppor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -21,10 +22,11 @@ from jax import lax
 
 from policyc.jaxcore.primitives.define_primitive import LoweringContext
 from policyc.jaxcore.primitives.partition import Dim, Dims, PartitionRule, ShardIndex, partition
-from policyc.language.recipes import Treatment
-from policyc.numerics.backends import BackendTraits, emulate, te_calls, te_quantize, xla
+from policyc.language.recipes import Gemm, Recipe, Role, Treatment
+from policyc.numerics.backends import te_calls, te_quantize, xla
+from policyc.numerics.backends.backend import GemmQuery, Obstacle
 from policyc.numerics.backends.block_scaled import as_values
-from policyc.numerics.backends.choice import GemmQuery, Obstacle
+from policyc.numerics.backends.emulate import Emulation, quantize_alone
 from policyc.numerics.backends.te_matrix import (
     ROTATED_FEATURES,
     ROTATED_TOKENS,
@@ -34,15 +36,12 @@ from policyc.numerics.backends.te_matrix import (
     select_own_scales,
     undivided_factors,
 )
-from policyc.numerics.products import DimensionNumbers, free_dims
+from policyc.numerics.dimensions import DimensionNumbers, free_dims
+from policyc.numerics.quantize import Request
 from policyc.numerics.quantize.kernels.kernel_tiles import BLOCK
-from policyc.numerics.quantize.orders import OrderRequest
 from policyc.numerics.quantize.reference.bits import materialize
 from policyc.numerics.quantize.reference.hadamard import SIGNS
-from policyc.numerics.quantize.reference.layout import Axes, Layout, Operand, Quantized
-from policyc.numerics.quantize.reference.random import Key, make_key
-
-TRAITS = BackendTraits(needs_devices=True, can_batch=False, quantizes_stacks=True)
+from policyc.numerics.quantize.reference.layout import Layout, Operand, Quantized
 
 # cuBLAS needs a contracted size that is a multiple of this.
 _CONTRACTED = 32
@@ -50,14 +49,79 @@ _TYPES = ("bfloat16", "float16", "float32")
 _FALLBACK_REMEDY = "other backends run it"
 
 
+class TransformerEngineBackend(Emulation):
+    """Transformer Engine. Where there is no CUDA, it is the emulation."""
+
+    runs_anywhere, multiplies_values = False, False
+    fallback, batched_by = "xla", "xla"
+    needs_devices = True
+    quantizes_stacks = True
+    has_own_stream = True
+    gathers_tile_scales = True
+    calls = MappingProxyType({"nvfp4": "te_gemm_v2_ffi"})
+    # From Transformer Engine's own profile on a B300 (benchmarks.calibration).
+    quantizer_slowdown = 1.1
+
+    def is_candidate(self, query: GemmQuery) -> bool:
+        """Its kernels read less than XLA's."""
+        return not query.ragged and query.format == query.right.format == "nvfp4"
+
+    def obstacle(self, query: GemmQuery) -> Obstacle | None:
+        """The first limit of this backend that a GEMM exceeds, if any."""
+        if query.format != "nvfp4" or query.right.format != "nvfp4":
+            return Obstacle(f"backend te runs only nvfp4, not {query.format}", _FALLBACK_REMEDY)
+        return shape_obstacle(query) or _option_obstacle(query.left) or _option_obstacle(query.right)
+
+    def find_missing_library(self) -> str:
+        """Why Transformer Engine cannot be used here; empty if it can."""
+        try:
+            te_calls.load()
+        except ImportError as error:
+            return str(error)
+        return ""
+
+    def writes_both_orders(self, recipe: Recipe, role: Role, *, splits_last: bool) -> bool:
+        """One pass packs the codes of a 2D weight along both axes. Fprop and dgrad each read one of the packings."""
+        del splits_last
+        if role is not Role.WEIGHT:
+            return False
+        weights = [recipe.treatment(gemm, role) for gemm in (Gemm.FPROP, Gemm.DGRAD)]
+        return all(t.tile2d and t.bits == 4 for t in weights) and weights[0] == weights[1]
+
+    def count_reads(self, treatments: Sequence[Treatment]) -> int:
+        return te_quantize.count_reads(treatments)
+
+    def quantize(
+        self, x: jax.Array, requests: Sequence[Request], context: LoweringContext
+    ) -> list[Quantized]:
+        """Quantizes an operand with Transformer Engine's kernels. Each device quantizes its own shard."""
+        if context.platform == "cuda":
+            if context.is_stack:
+                return [te_quantize.quantize_stack(x, requests[0])]
+            return te_quantize.quantize_orders(x, requests)
+        if context.is_stack:
+            layers: Quantized = lax.map(lambda layer: quantize_alone(layer, requests[0], context), x)
+            return [layers]
+        return [quantize_alone(x, r, context) for r in requests]
+
+    def gemm(
+        self, lhs: Operand, rhs: Operand, dimensions: DimensionNumbers, out: Any, context: LoweringContext
+    ) -> jax.Array:
+        """The product of two operands by Transformer Engine's cuBLAS GEMM. Each device computes its own part.
+
+        If operands must be gathered before the product, it is their codes and scales that are gathered.
+        """
+        if context.platform != "cuda":
+            return super().gemm(lhs, rhs, dimensions, out, context)
+        assert isinstance(lhs, Quantized)
+        assert isinstance(rhs, Quantized)
+        return _multiply(lhs, rhs, dimensions, out)
+
+
+BACKEND = TransformerEngineBackend()
+
+
 # ---- limits
-
-
-def obstacle(query: GemmQuery) -> Obstacle | None:
-    """The first limit of this backend that a GEMM exceeds, if any."""
-    if query.format != "nvfp4" or query.right.format != "nvfp4":
-        return Obstacle(f"backend te runs only nvfp4, not {query.format}", _FALLBACK_REMEDY)
-    return shape_obstacle(query) or _option_obstacle(query.left) or _option_obstacle(query.right)
 
 
 def shape_obstacle(query: GemmQuery) -> Obstacle | None:
@@ -114,66 +178,10 @@ def _size_obstacle(query: GemmQuery) -> Obstacle | None:
     return None
 
 
-# ---- running
+# ---- the product
 
 
-def find_missing_library() -> str:
-    """Why Transformer Engine cannot be used here; empty if it can."""
-    try:
-        te_calls.load()
-    except ImportError as error:
-        return str(error)
-    return ""
-
-
-def quantize(
-    x: jax.Array,
-    treatment: Treatment,
-    axes: Axes,
-    key: Key | None,
-    sign_key: Key | None,
-    context: LoweringContext,
-) -> Quantized:
-    """Quantizes an operand with Transformer Engine's kernels. Each device quantizes its own shard."""
-    if context.platform != "cuda":
-        return emulate.quantize(x, treatment, axes, key, sign_key, context)
-    request = OrderRequest(treatment=treatment, axes=axes, key=key or make_key())
-    return te_quantize.quantize_orders(x, [request])[0]
-
-
-def quantize_orders(
-    x: jax.Array, requests: Sequence[OrderRequest], context: LoweringContext
-) -> list[Quantized]:
-    """Quantizes an operand for several GEMMs."""
-    if context.platform != "cuda":
-        return [emulate.quantize(x, r.treatment, r.axes, r.rounding_key, None, context) for r in requests]
-    return te_quantize.quantize_orders(x, requests)
-
-
-def quantize_stack(x: jax.Array, treatment: Treatment, axes: Axes, context: LoweringContext) -> Quantized:
-    """Quantizes each layer of a stack."""
-    if context.platform == "cuda":
-        return te_quantize.quantize_stack(x, treatment, axes)
-    layers: Quantized = lax.map(
-        lambda layer: emulate.quantize(layer, treatment, axes, None, None, context), x
-    )
-    return layers
-
-
-count_reads: Callable[[Sequence[Treatment]], int] = te_quantize.count_reads
-
-
-def gemm(
-    lhs: Operand, rhs: Operand, dimensions: DimensionNumbers, out: Any, context: LoweringContext
-) -> jax.Array:
-    """The product of two operands by Transformer Engine's cuBLAS GEMM. Each device computes its own part.
-
-    If operands must be gathered before the product, it is their codes and scales that are gathered.
-    """
-    if context.platform != "cuda":
-        return emulate.gemm(lhs, rhs, dimensions, out, context)
-    assert isinstance(lhs, Quantized)
-    assert isinstance(rhs, Quantized)
+def _multiply(lhs: Quantized, rhs: Quantized, dimensions: DimensionNumbers, out: Any) -> jax.Array:
     engine = te_calls.load()
 
     def run(index: ShardIndex, *arrays: jax.Array) -> tuple[jax.Array]:

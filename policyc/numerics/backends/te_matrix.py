@@ -12,12 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from policyc.jaxcore.primitives.partition import Dims, ShardIndex
-from policyc.language.recipes import Treatment
 from policyc.numerics.backends.te_calls import QuantizedOrders
-from policyc.numerics.products import free_dims
+from policyc.numerics.dimensions import free_dims
+from policyc.numerics.quantize import Request
 from policyc.numerics.quantize.kernels.kernel_tiles import BLOCK
-from policyc.numerics.quantize.reference.blocks import layout_of
-from policyc.numerics.quantize.reference.layout import TILE, Axes, Layout
+from policyc.numerics.quantize.reference.layout import TILE, Layout
 
 ROTATED_TOKENS, ROTATED_FEATURES = 64, 128
 """The sizes of a rotated matrix must be multiples of these."""
@@ -50,10 +49,10 @@ class Matrix:
     blocked: tuple[int, ...] = ()
 
     @classmethod
-    def from_treatment(cls, shape: tuple[int, ...], treatment: Treatment, axes: Axes) -> Matrix:
-        ndim = len(shape)
+    def from_request(cls, shape: tuple[int, ...], request: Request) -> Matrix:
+        ndim, treatment, axes = len(shape), request.treatment, request.axes
         return cls(
-            layout=layout_of(shape, treatment, axes)[0],
+            layout=request.layout(shape)[0],
             ndim=ndim,
             contract=tuple(ndim + i for i in (axes.contract or (axes.axis,))),
             rotates=bool(treatment.rht),
@@ -138,11 +137,9 @@ class Matrix:
         return find_remainder({"rows": (rows, features), "contracted": (columns, tokens)})
 
 
-def matrices_of(
-    shape: tuple[int, ...], treatments: Sequence[Treatment], axes: Sequence[Axes]
-) -> tuple[Matrix, ...]:
+def matrices_of(shape: tuple[int, ...], requests: Sequence[Request]) -> tuple[Matrix, ...]:
     """One `Matrix` per order in which the operand is quantized."""
-    matrices = [Matrix.from_treatment(shape, t, a) for t, a in zip(treatments, axes, strict=True)]
+    matrices = [Matrix.from_request(shape, r) for r in requests]
     block_axes = {len(shape) + m.layout.axis for m in matrices}
     return tuple(
         replace(m, blocked=tuple(sorted(block_axes - {len(shape) + m.layout.axis}))) for m in matrices

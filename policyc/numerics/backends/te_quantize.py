@@ -19,11 +19,11 @@ from policyc.jaxcore.primitives.partition import Dims, PartitionRule, ShardIndex
 from policyc.language.recipes import Treatment
 from policyc.numerics.backends import te_calls
 from policyc.numerics.backends.te_matrix import Matrix, matrices_of, undivided_factors
-from policyc.numerics.quantize.orders import OrderRequest
+from policyc.numerics.quantize import Request
 from policyc.numerics.quantize.reference.bits import INFINITY, abs_bits, abs_bits_bf16, bits_of, from_bits
 from policyc.numerics.quantize.reference.blocks import bound_after_rotation
 from policyc.numerics.quantize.reference.hadamard import SIGNS
-from policyc.numerics.quantize.reference.layout import Axes, Quantized
+from policyc.numerics.quantize.reference.layout import Quantized
 from policyc.numerics.quantize.reference.random import Key
 
 _QUIET_NAN = 0x7FC00000
@@ -35,13 +35,13 @@ _LAYER = ("layer", 1)
 """The first dimension of a stack, in a `PartitionRule`."""
 
 
-def quantize_orders(x: jax.Array, requests: Sequence[OrderRequest]) -> list[Quantized]:
+def quantize_orders(x: jax.Array, requests: Sequence[Request]) -> list[Quantized]:
     """Quantizes an operand for several GEMMs.
 
     One call writes both rows and columns. If Transformer Engine's JAX extension must rotate the columns, the rows need
     a separate call.
     """
-    matrices = matrices_of(x.shape, [r.treatment for r in requests], [r.axes for r in requests])
+    matrices = matrices_of(x.shape, requests)
     keys = [r.rounding_key if r.treatment.rounding == "sr" else None for r in requests]
     results = iter(_quantize_matrices(x, matrices, keys))
     return [
@@ -50,14 +50,14 @@ def quantize_orders(x: jax.Array, requests: Sequence[OrderRequest]) -> list[Quan
     ]
 
 
-def quantize_stack(x: jax.Array, treatment: Treatment, axes: Axes) -> Quantized:
+def quantize_stack(x: jax.Array, request: Request) -> Quantized:
     """Quantizes each layer of a stack separately, without rotation or random numbers.
 
     The maxima of all layers are computed and exchanged at once, and all scales are gathered at once. Only the call is
     repeated for each layer. It reads the layer in place in the stack, and writes codes and scales in place in theirs.
     """
     engine = te_calls.load()
-    (matrix,) = matrices_of(x.shape[1:], [treatment], [axes])
+    (matrix,) = matrices_of(x.shape[1:], [request])
 
     def run(index: ShardIndex, shard: jax.Array) -> list[jax.Array]:
         maxima = _layer_maxima(shard, index)

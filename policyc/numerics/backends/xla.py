@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -20,22 +21,24 @@ from jax import lax
 from policyc.jaxcore.primitives.define_primitive import LoweringContext
 from policyc.jaxcore.primitives.partition import Dims, PartitionRule, ShardIndex, partition
 from policyc.jaxcore.versions import FAST_FP8_PRECISION, FP8_PRECISION
-from policyc.language.recipes import MS_EDEN_RHT_SIZE, Gemm, Treatment
-from policyc.numerics import quantize as q
-from policyc.numerics.backends import BackendTraits, emulate
-from policyc.numerics.backends.block_scaled import DTYPES, BlockScaledSpec, Rows, multiply_rows
-from policyc.numerics.backends.choice import GemmQuery, Obstacle
-from policyc.numerics.backends.emulate import apply_outer_scales, count_reads, find_missing_library
-from policyc.numerics.products import DimensionNumbers, free_dims
+from policyc.language.recipes import Recipe, Role
+from policyc.numerics.backends.backend import GemmQuery, Obstacle
+from policyc.numerics.backends.block_scaled import BlockScaledSpec, Rows, multiply_rows
+from policyc.numerics.backends.emulate import (
+    Emulation,
+    apply_outer_scales,
+    has_fp8_kernel,
+    quantize_alone,
+    quantize_joined,
+)
+from policyc.numerics.dimensions import DimensionNumbers, free_dims
+from policyc.numerics.quantize import Request
 from policyc.numerics.quantize.kernels import fp8_kernel
-from policyc.numerics.quantize.kernels.fp8_rows import quantize_fp8_rows
 from policyc.numerics.quantize.kernels.kernel_tiles import BLOCK, TILE_FEATURES, TILE_TOKENS
-from policyc.numerics.quantize.orders import OrderRequest
 from policyc.numerics.quantize.reference.bits import FP8_DTYPES, materialize
 from policyc.numerics.quantize.reference.blocks import refinement_of
 from policyc.numerics.quantize.reference.layout import (
     TILE,
-    Axes,
     Layout,
     Operand,
     Quantized,
@@ -43,59 +46,115 @@ from policyc.numerics.quantize.reference.layout import (
 )
 from policyc.numerics.quantize.reference.values import outer_product, outer_scale
 
-__all__ = [
-    "TRAITS",
-    "as_rows",
-    "count_reads",
-    "find_missing_library",
-    "gemm",
-    "obstacle",
-    "quantize",
-    "quantize_orders",
-    "quantizer_obstacle",
-]
-
 _PARTLY_MANUAL = (
     "a block-scaled GEMM in a shard_map over only some axes of the mesh is emulated: XLA does not say how the other "
     "axes divide it; write a shard_map over all axes"
 )
 
-TRAITS = BackendTraits(needs_devices=True, can_batch=True, quantizes_stacks=False)
+_PROVEN_CONTRACTION = 32
+"""XLA calls cuDNN for NVFP4 if the contracted size is a multiple of 16. Documented kernels need a multiple of 32."""
 
 
-def obstacle(query: GemmQuery) -> Obstacle | None:
-    """Why XLA cannot run this GEMM."""
-    if query.ragged:
-        return Obstacle(
-            "XLA has no block-scaled GEMM over ragged groups",
-            "use nvfp4 on backend cudnn (pip install nvidia-cudnn-frontend), or keep it in bf16",
-        )
-    if query.format not in (*DTYPES, "fp8"):
-        return Obstacle(f"XLA has no block-scaled GEMM of {query.format}", "use nvfp4 or mxfp8")
-    return None
+class Xla(Emulation):
+    """XLA. It quantizes as the emulation does."""
 
+    multiplies_values = False
+    needs_devices = True
+    pairs_rows = True
+    scales_results = True
+    calls = MappingProxyType(
+        {
+            "fp8": "__cublas$lt$matmul$f8",
+            "mxfp8": "__cudnn$blockScaledDot",
+            "nvfp4": "__cudnn$blockScaledDot",
+        }
+    )
 
-def quantizer_obstacle(query: GemmQuery) -> Obstacle | None:
-    """Why no kernel quantizes operands of an nvfp4 GEMM that are rotated or have refined block scales.
+    def is_candidate(self, query: GemmQuery) -> bool:
+        del query
+        return True
 
-    XLA then quantizes them in more passes.
-    """
-    treatments = (query.left, query.right)
-    refines = any(map(refinement_of, treatments))
-    if not refines and not any(t.rht for t in treatments):
+    def obstacle(self, query: GemmQuery) -> Obstacle | None:
+        """Why XLA cannot run this GEMM."""
+        if query.ragged:
+            return Obstacle(
+                "XLA has no block-scaled GEMM over ragged groups",
+                "use nvfp4 on backend cudnn (pip install nvidia-cudnn-frontend), or keep it in bf16",
+            )
+        if query.format not in self.calls:
+            return Obstacle(f"XLA has no block-scaled GEMM of {query.format}", "use nvfp4 or mxfp8")
         return None
-    kernel = "the kernels that refine scales" if refines else "the kernels that rotate"
-    limits = _REFINED_SIZES[query.gemm] if refines else _ROTATED_SIZES
+
+    def find_doubt(self, query: GemmQuery) -> str:
+        padded = query.k + -query.k % BLOCK
+        if query.format != "nvfp4" or padded % _PROVEN_CONTRACTION == 0:
+            return ""
+        return (
+            f"XLA calls cuDNN for a contracted size of {padded}, but kernels are only documented for multiples of "
+            f"{_PROVEN_CONTRACTION}"
+        )
+
+    def quantizer_obstacle(self, query: GemmQuery) -> Obstacle | None:
+        return _rotation_obstacle(query) if query.format == "nvfp4" else None
+
+    def writes_both_orders(self, recipe: Recipe, role: Role, *, splits_last: bool) -> bool:
+        """8-bit GEMMs read both operands along the contracted dimension. With a scale per row, the two GEMMs that read
+        an operand need different codes.
+        """
+        del role
+        return splits_last and all(t.format == "fp8" and t.outer != "row" for t in recipe.treatments)
+
+    def quantize(
+        self, x: jax.Array, requests: Sequence[Request], context: LoweringContext
+    ) -> list[Quantized]:
+        """Quantizes an operand. Without kernels for two GEMMs, each order is quantized separately."""
+        if len(requests) > 1:
+            joined = quantize_joined(x, requests, context)
+            if joined is not None:
+                return joined
+            if has_fp8_kernel(context) and fp8_kernel.fits_rows(x, requests):
+                return fp8_kernel.quantize_fp8_rows(x, requests, fp8_kernel.Fp8Kernel())
+        return [_quantize_alone(x, request, context) for request in requests]
+
+    def gemm(
+        self, lhs: Operand, rhs: Operand, dimensions: DimensionNumbers, out: Any, context: LoweringContext
+    ) -> jax.Array:
+        """The product of two quantized operands."""
+        if not isinstance(lhs, Quantized) or not isinstance(rhs, Quantized):
+            raise TypeError("both operands of a GEMM of small formats must be quantized")
+        if lhs.layout.format == "fp8":
+            if context.platform == "cpu":
+                return super().gemm(lhs, rhs, dimensions, out, context)
+            return _multiply_fp8(lhs, rhs, dimensions, out, context)
+        (lc, rc), (lb, rb) = dimensions
+        (left, left_free), (right, right_free) = as_rows(lhs, lc, lb), as_rows(rhs, rc, rb)
+        spec = BlockScaledSpec(
+            format=lhs.layout.format,
+            out=jnp.dtype(out),
+            native=context.platform == "cuda" and not context.is_partly_manual,
+            divides_itself=not context.is_partly_manual,
+        )
+        if context.platform == "cuda" and context.is_partly_manual:
+            warnings.warn(_PARTLY_MANUAL, stacklevel=2)
+        batch = tuple(lhs.codes.shape[i] for i in lb)
+        return multiply_rows(left, right, spec).reshape(*batch, *left_free, *right_free)
+
+
+BACKEND = Xla()
+
+
+def _rotation_obstacle(query: GemmQuery) -> Obstacle | None:
+    """Why no kernel quantizes the rotated operands of an nvfp4 GEMM. XLA then quantizes them in more passes."""
+    treatments = (query.left, query.right)
+    if any(map(refinement_of, treatments)) or not any(t.rht for t in treatments):
+        return None
+    kernel = "the kernels that rotate"
     sizes = {"contracted": query.k, "rows": query.m, "columns": query.n}
-    for (name, size), (unit, least) in zip(sizes.items(), limits, strict=True):
+    for (name, size), (unit, least) in zip(sizes.items(), _ROTATED_SIZES, strict=True):
         if size % unit or size < least:
             limit = f"{name} % {unit} == 0" if size % unit else f"{name} >= {least}"
             reason = f"{kernel} require {limit}, but {query.gemm} has {size}"
             return Obstacle(reason, f"pad {size} to {max(least, size + -size % unit)}")
-    if refines and any(t.outer == "bound" for t in treatments):
-        return Obstacle(
-            f"{kernel} do not support outer=bound", "leave the option out, or scale=four_over_six"
-        )
     if query.batch != 1:
         return Obstacle(f"{kernel} take no batch dimensions", "XLA quantizes it instead, in more passes")
     for dtype in query.types:
@@ -108,69 +167,20 @@ _TOKENS, _FEATURES = (TILE_TOKENS, TILE_TOKENS), (BLOCK, TILE_FEATURES)
 """The unit and the minimum of an operand's tokens and features. One dimension of a weight counts as tokens."""
 _ROTATED_SIZES = (_TOKENS, _FEATURES, _FEATURES)
 """The limits of the contracted dimension, of rows and of columns. Rotated operands contract tokens."""
-_REFINED_SIZES = {
-    Gemm.FPROP: ((TILE_TOKENS, TILE_FEATURES), _TOKENS, _FEATURES),
-    Gemm.DGRAD: (_FEATURES, _TOKENS, _TOKENS),
-    Gemm.WGRAD: ((MS_EDEN_RHT_SIZE, MS_EDEN_RHT_SIZE), _FEATURES, _FEATURES),
-}
 
 
-def quantize(
-    x: jax.Array,
-    treatment: Treatment,
-    axes: Axes,
-    key: q.Key | None,
-    sign_key: q.Key | None,
-    context: LoweringContext,
-) -> Quantized:
-    """Quantizes like the emulated backend, but first transposes a weight with 2D tiles that the GEMM reads transposed.
+def _quantize_alone(x: jax.Array, request: Request, context: LoweringContext) -> Quantized:
+    """Quantizes like the emulation, but first transposes a weight with 2D tiles that the GEMM reads transposed.
 
     XLA would transpose it anyway, but later, as fp32 numbers that become codes.
     """
-    if not treatment.tile2d or (axes.axis, axes.tile) != (-2, -1):
-        return emulate.quantize(x, treatment, axes, key, sign_key, context)
+    axes = request.axes
+    if not request.treatment.tile2d or (axes.axis, axes.tile) != (-2, -1):
+        return quantize_alone(x, request, context)
     swap = {-1: -2, -2: -1}
     contract = tuple(swap.get(i, i) for i in axes.contract)
-    transposed_axes = replace(axes, axis=-1, tile=-2, contract=contract)
-    transposed = materialize(x.swapaxes(-1, -2))
-    return emulate.quantize(transposed, treatment, transposed_axes, key, sign_key, context).swap_last_axes()
-
-
-def quantize_orders(
-    x: jax.Array, requests: Sequence[OrderRequest], context: LoweringContext
-) -> list[Quantized]:
-    """Quantizes an operand for two GEMMs. Without kernels for it, each order is quantized separately."""
-    joined = emulate.quantize_joined(x, requests, context)
-    if joined is not None:
-        return joined
-    treatments, axes = [r.treatment for r in requests], [r.axes for r in requests]
-    if emulate.has_fp8_kernel(context) and fp8_kernel.fits_rows(x, treatments, axes):
-        return quantize_fp8_rows(x, treatments, axes, fp8_kernel.Fp8Kernel())
-    return [quantize(x, r.treatment, r.axes, r.rounding_key, None, context) for r in requests]
-
-
-def gemm(
-    lhs: Operand, rhs: Operand, dimensions: DimensionNumbers, out: Any, context: LoweringContext
-) -> jax.Array:
-    """The product of two quantized operands."""
-    if not isinstance(lhs, Quantized) or not isinstance(rhs, Quantized):
-        raise TypeError("both operands of a GEMM of small formats must be quantized")
-    if lhs.layout.format == "fp8":
-        if context.platform == "cpu":
-            return emulate.gemm(lhs, rhs, dimensions, out, context)
-        return _multiply_fp8(lhs, rhs, dimensions, out, context)
-    (lc, rc), (lb, rb) = dimensions
-    (left, left_free), (right, right_free) = as_rows(lhs, lc, lb), as_rows(rhs, rc, rb)
-    spec = BlockScaledSpec(
-        format=lhs.layout.format,
-        out=jnp.dtype(out),
-        native=context.platform == "cuda" and not context.is_partly_manual,
-        divides_itself=not context.is_partly_manual,
-    )
-    if context.platform == "cuda" and context.is_partly_manual:
-        warnings.warn(_PARTLY_MANUAL, stacklevel=2)
-    batch = tuple(lhs.codes.shape[i] for i in lb)
-    return multiply_rows(left, right, spec).reshape(*batch, *left_free, *right_free)
+    transposed = replace(request, axes=replace(axes, axis=-1, tile=-2, contract=contract))
+    return quantize_alone(materialize(x.swapaxes(-1, -2)), transposed, context).swap_last_axes()
 
 
 def as_rows(

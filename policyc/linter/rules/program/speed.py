@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from policyc.compiler.matching.execution import ExecutionOptions
@@ -14,16 +14,16 @@ from policyc.hardware.mesh import MeshShape
 from policyc.hardware.training_step import LayerGroup, ReaderCounts, count_readers, group_layers, is_quantized
 from policyc.language.diagnostics import Diagnostic
 from policyc.language.recipes import Recipe, make_recipe
-from policyc.linter.context import Check, Context
+from policyc.linter.context import Context
 from policyc.linter.products import report_rule
-from policyc.numerics.backends import PRICED
+from policyc.numerics.backends import PRICED, load
 from policyc.numerics.products import Backends
 from policyc.numerics.targets import Target
 
 _SINGLE_DEVICE = MeshShape()
 _BF16, _FP8 = make_recipe("bf16"), make_recipe("fp8")
-_TE: Backends = ("te", "te", "te")
-_XLA: Backends = ("xla", "xla", "xla")
+_PRICED: Backends = (PRICED, PRICED, PRICED)
+_FALLBACK: Backends = (load(PRICED).fallback,) * 3
 SlowGroups = dict[Site, tuple[float, LayerGroup]]
 """For each slow site: its time as a multiple of the time with another recipe, and the layers with that time."""
 
@@ -60,12 +60,25 @@ def _report(context: Context, rule: int, slow: SlowGroups, than: str, help: str)
     return report_rule(context.program_plan, rule, (site, *slow), message, help)
 
 
-def _check_slower_than_bf16(context: Context) -> Iterator[Diagnostic]:
+def slower_than_bf16(context: Context) -> Iterable[Diagnostic]:
+    """Warning: A quantized GEMM is slower than in bf16.
+
+    Quantizing an operand reads and writes all of it. If one of the three sizes of a product is small, this costs more
+    than the faster product saves. A format that the GPU does not multiply natively is emulated, which is never
+    faster. Leave such GEMMs in bf16.
+
+    The cost model decides this for all products of a site together, with the cheapest quantizers that it knows; see
+    `policyc estimate`. It assumes a GB200, or the GPU of `--target`.
+
+    Bad:  * -> nvfp4
+    Good: * -> nvfp4
+          * where n < 1024 -> bf16
+    """
     plan, target = context.program_plan, context.target
 
     def ratio_to_bf16(group: LayerGroup, recipe: Recipe, readers: ReaderCounts) -> float:
-        seconds = _layer_seconds(group, recipe, _TE, target, readers)
-        return seconds / _layer_seconds(group, _BF16, _TE, target, readers)
+        seconds = _layer_seconds(group, recipe, _PRICED, target, readers)
+        return seconds / _layer_seconds(group, _BF16, _PRICED, target, readers)
 
     for rule, slow in _find_slow(plan, ratio_to_bf16):
         recipes = [group.recipe for _, group in slow.values() if group.recipe is not None]
@@ -76,7 +89,21 @@ def _check_slower_than_bf16(context: Context) -> Iterator[Diagnostic]:
         yield _report(context, rule, slow, f"in bf16 on {target.name}", help)
 
 
-def _check_slower_than_fp8(context: Context) -> Iterator[Diagnostic]:
+def slower_than_fp8(context: Context) -> Iterable[Diagnostic]:
+    """Warning: A GEMM in four bits is slower than in fp8.
+
+    A 4-bit GEMM has at least twice the rate of an fp8 one. Its quantizers cost more than those of fp8: more passes
+    over memory, and with XLA a result in fp32. If a product is small, the step gets slower than in fp8, which is also
+    more accurate. Use fp8 for such GEMMs.
+
+    The cost model decides this for all products of a site together, on one device, with Transformer Engine where it
+    can run them, whether it is installed or not; see `policyc estimate`. It assumes a GB200, or the GPU of
+    `--target`. Checked only with a program, for GPUs that multiply both formats.
+
+    Bad:  * -> nvfp4
+    Good: * -> nvfp4
+          * where n < 2048 -> fp8
+    """
     target = context.target
     if not target.is_native("fp8"):
         return
@@ -85,24 +112,18 @@ def _check_slower_than_fp8(context: Context) -> Iterator[Diagnostic]:
 
     def ratio_to_fp8(group: LayerGroup, recipe: Recipe, readers: ReaderCounts) -> float:
         """Returns 0 for a site that is not in 4 bits or that is emulated."""
-        if all(t.bits != 4 for t in recipe.treatments) or "emulate" in group.backends:
+        if all(t.bits != 4 for t in recipe.treatments) or any(b and load(b).emulates for b in group.backends):
             return 0
         seconds = _layer_seconds(group, recipe, group.backends, target, readers)
-        return seconds / _layer_seconds(group, _FP8, _XLA, target, readers)
+        return seconds / _layer_seconds(group, _FP8, _FALLBACK, target, readers)
 
     readers = count_readers(plan)
     for rule, slow in _find_slow(plan, ratio_to_fp8):
         _, slowest = max(slow.values(), key=lambda each: each[0])
         assert slowest.recipe is not None
         backend = next(b for b in slowest.backends if b)
-        if backend == "te":
-            on_xla = ratio_to_fp8(replace(slowest, backends=_XLA), slowest.recipe, readers)
-            backend += f" ({on_xla:.1f} with xla)"
+        if backend == PRICED:
+            on_other = ratio_to_fp8(replace(slowest, backends=_FALLBACK), slowest.recipe, readers)
+            backend += f" ({on_other:.1f} with {_FALLBACK[0]})"
         help = suggest_recipe(plan, rule, tuple(slow), "fp8")
         yield _report(context, rule, slow, f"in fp8 on {target.name} with backend {backend}", help)
-
-
-CHECKS: dict[str, Check] = {
-    "slower-than-bf16": _check_slower_than_bf16,
-    "slower-than-fp8": _check_slower_than_fp8,
-}

@@ -46,7 +46,7 @@ from policyc.numerics.quantize.kernels.words import (
 )
 from policyc.numerics.quantize.reference import random
 from policyc.numerics.quantize.reference.bits import E2M1, INFINITY, NEAREST_OFFSET
-from policyc.numerics.quantize.reference.blocks import LIFT, RANDOM_BITS, SCALE_KEY, TINY
+from policyc.numerics.quantize.reference.blocks import LIFT, RANDOM_BITS, TINY
 from policyc.numerics.quantize.reference.hadamard import SIGNS
 
 _MAGNITUDES, _SIGNS, _HIGH = pair(0x7FFF), pair(0x8000), word(0xFFFF0000)
@@ -68,11 +68,10 @@ def find_scalars(
     lift = select(less(amax, word(TINY)), float_word(LIFT), float_word(1))
     top = lift_maximum(select(is_finite, amax, float_word(1)), lift)
     enc = select(less(word(0), amax), divide(float_word(order.bound), top), float_word(1))
-    if order.stochastic or order.refinement == "ms_eden":
+    if order.stochastic:
         # As in `blocks.tensor_key`.
         names = [random.word_of(order.operand)] if order.operand else []
-        last = [random.word_of(SCALE_KEY)] if order.refinement == "ms_eden" else []
-        for folded in (*names, maximum, content, *last):
+        for folded in (*names, maximum, content):
             a, b = random.fold_words(a, b, folded)
     scalars = Scalars(
         lift=lift,

@@ -17,13 +17,21 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from policyc.language.recipes import Treatment
-from policyc.numerics.quantize.reference.layout import Axes
+from policyc.numerics.quantize.reference.bits import (
+    ELEMENTS,
+    Element,
+    abs_bits,
+    encode_scaled,
+    exact_div,
+    from_bits,
+    materialize,
+)
+from policyc.numerics.quantize.reference.blocks import Request, find_encoding_scale, lift_amax
+from policyc.numerics.quantize.reference.fp8 import Encode
+from policyc.numerics.quantize.reference.layout import Axes, Quantized
 
 _SQUARE, _WARPS = 128, 8
 """The side of the square that one kernel instance reads, and the number of warps of an instance."""
-
-Encode = Callable[[jax.Array, jax.Array], jax.Array]
-"""Encodes fp32 values, given the bits of the largest magnitude of the whole array."""
 
 
 class Scaled(NamedTuple):
@@ -46,14 +54,15 @@ def fits(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
     return is_plain and axes.both_orders and _has_squares(x)
 
 
-def fits_rows(x: jax.Array, treatments: Sequence[Treatment], axes: Sequence[Axes]) -> bool:
+def fits_rows(x: jax.Array, requests: Sequence[Request]) -> bool:
     """Whether the kernel can quantize this operand for two GEMMs with a scale for each row that they contract.
 
     One GEMM contracts the last axis, and the other all axes before it.
     """
-    if not all(t.format == "fp8" and t.outer == "row" for t in treatments) or any(a.batch for a in axes):
+    is_per_row = all(r.treatment.format == "fp8" and r.treatment.outer == "row" for r in requests)
+    if not is_per_row or any(r.axes.batch for r in requests):
         return False
-    contracted = {tuple(sorted(a.contract)) for a in axes}
+    contracted = {tuple(sorted(r.axes.contract)) for r in requests}
     return contracted == {(-1,), tuple(range(-x.ndim, -1))} and _has_squares(x)
 
 
@@ -130,3 +139,32 @@ def _rows_and_columns(
     values = x[...].astype(jnp.float32)
     codes[...] = encode_row(values, row_amax[...], row_enc[...])
     transposed[...] = encode_column(values, column_amax[...], column_enc[...]).T
+
+
+# ---- a scale per row
+
+
+def quantize_fp8_rows(x: jax.Array, requests: Sequence[Request], kernel: Fp8Kernel) -> list[Quantized]:
+    """Quantizes for two GEMMs, with a scale for each row that they contract. Requires `fits_rows`."""
+    x = materialize(x)
+    bits = abs_bits(x)
+    maxima = [bits.max(axis=r.axes.contract, keepdims=True) for r in requests]
+
+    def scaled(index: int) -> Scaled:
+        element, amax = ELEMENTS[requests[index].treatment.element], maxima[index]
+        # Not in the kernel: many threads would repeat the exact division.
+        enc, _ = find_encoding_scale(amax, element.top, exact_div)
+        return Scaled(partial(_encode_rows_in_kernel, element=element), amax, enc)
+
+    last, other = (0, 1) if requests[0].axes.contract == (-1,) else (1, 0)
+    by_row, by_column = kernel.rows_and_columns(x, scaled(last), scaled(other))
+    codes = {last: by_row, other: jnp.moveaxis(by_column, 0, -1)}
+    return [
+        Quantized(codes=codes[i], scales=None, amax=from_bits(maxima[i]), layout=r.layout(x.shape)[0])
+        for i, r in enumerate(requests)
+    ]
+
+
+def _encode_rows_in_kernel(values: jax.Array, amax: jax.Array, enc: jax.Array, element: Element) -> jax.Array:
+    _, lift = lift_amax(amax)
+    return encode_scaled(values, lift, enc, amax, element)

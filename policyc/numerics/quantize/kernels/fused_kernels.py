@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 
 from policyc.jaxcore.primitives.lowering import call_lowered_once, merge_mapped_axes
 from policyc.language.recipes import Treatment
-from policyc.numerics.quantize.kernels import kernel_bodies, kernel_ops, refined_kernels
+from policyc.numerics.quantize.kernels import kernel_bodies, kernel_ops
 from policyc.numerics.quantize.kernels.kernel_orders import WORDS, Order
 from policyc.numerics.quantize.kernels.kernel_tiles import (
     BLOCK,
@@ -55,16 +55,6 @@ def fits_tiles(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
     is_plain = treatment.rounding == "rne" and treatment.outer != "row" and not treatment.mean_split
     is_matrix = x.dtype == jnp.bfloat16 and x.ndim == 2 and axes.tile is not None and not axes.batch
     return is_plain and is_matrix and fits_shape(x.shape)
-
-
-def fits_refined(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
-    """Whether the kernels can quantize this operand with refined block scales, after XLA has rotated it."""
-    if not refinement_of(treatment) or treatment.format != "nvfp4" or not _fits_operand(x, axes):
-        return False
-    if treatment.tile2d or treatment.mean_split or treatment.outer != "tensor":
-        return False
-    # Otherwise x would be padded.
-    return treatment.rounding != "sr" and x.shape[axes.axis] % max(BLOCK, treatment.rht) == 0
 
 
 def _fits_operand(x: jax.Array, axes: Axes) -> bool:
@@ -153,7 +143,7 @@ class Kernels:
     def codes(
         self, x: jax.Array, orders: Sequence[Order], scales: Sequence[OrderScales], offset: ShardOffset
     ) -> list[list[jax.Array]]:
-        """Packed codes and block scales, or values, for each order. An order with refined scales must be the only one.
+        """Packed codes and block scales, or values, for each order.
 
         In an order along tokens, they have the shapes (tokens / 2, features) and (tokens / 16, features), with tokens
         last in memory, as GEMMs read them.
@@ -248,7 +238,7 @@ def _write_codes(
         else:
             outs += [((all_tokens, blocks, WORDS // 4), jnp.uint32), ((all_tokens, blocks), jnp.uint8)]
     kernel = _Kernel(
-        body=refined_kernels.write_codes if orders[0].refinement else kernel_bodies.write_codes,
+        body=kernel_bodies.write_codes,
         options=_items({"orders": orders, "operands": operands}),
         outs=tuple(outs),
         grid=(all_tokens // TILE_TOKENS, -(-blocks // TILE_BLOCKS)),

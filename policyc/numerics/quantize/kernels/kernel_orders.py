@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from policyc.language.recipes import Treatment
 from policyc.numerics.quantize.kernels.kernel_tiles import BLOCK
 from policyc.numerics.quantize.kernels.words import Word
-from policyc.numerics.quantize.reference.blocks import bound_of, refinement_of
-from policyc.numerics.quantize.reference.layout import Axes
+from policyc.numerics.quantize.reference.blocks import Request, bound_of
 
 WORDS = BLOCK // 2
 """The 32-bit words of a block of features."""
@@ -19,32 +17,32 @@ SCALARS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """How a matrix is quantized in one order: along its features, along its tokens, or in tiles of 16 x 16 (`square`).
+    """What kernels depend on in a request: a matrix is quantized along its features, along its tokens, or in tiles of
+    16 x 16 (`square`).
 
-    Only an order along tokens can rotate, and not if block scales are refined. If
-    `decoded`, the kernel writes values in place of codes and scales, for tiles always. For
-    `refinement`, `bound` and `operand`, see `blocks.refinement_of`, `blocks.bound_of` and `orders.OrderRequest`.
+    Only an order along tokens can rotate. If `decoded`, the kernel writes values in place of codes and scales, for
+    tiles always. For `bound` and `operand`, see `blocks.bound_of` and `blocks.Request`.
     """
 
     along_tokens: bool
     square: bool = False
     rotates: bool = False
     stochastic: bool = False
-    refinement: str = ""
     bound: float
     decoded: bool = False
     operand: str = ""
 
     @classmethod
-    def from_treatment(cls, treatment: Treatment, axes: Axes) -> Order:
-        refinement = refinement_of(treatment)
+    def from_request(cls, request: Request) -> Order:
+        treatment = request.treatment
         return cls(
-            along_tokens=axes.axis == -2 and not treatment.tile2d,
+            along_tokens=request.axes.axis == -2 and not treatment.tile2d,
             square=treatment.tile2d,
-            rotates=bool(treatment.rht) and not refinement,
+            rotates=bool(treatment.rht),
             stochastic=treatment.rounding == "sr",
-            refinement=refinement,
             bound=bound_of(treatment),
+            decoded=request.decoded,
+            operand=request.operand,
         )
 
     @property

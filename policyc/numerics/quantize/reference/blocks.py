@@ -11,9 +11,9 @@ thousand.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import ceil, log2
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jax import lax
 
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Treatment
+from policyc.language.treatments import describe_options
 from policyc.numerics.quantize.reference.bits import (
     E2M1,
     ELEMENTS,
@@ -37,6 +38,7 @@ from policyc.numerics.quantize.reference.bits import (
     round_stochastic,
     sign_bit,
 )
+from policyc.numerics.quantize.reference.hadamard import Method
 from policyc.numerics.quantize.reference.layout import (
     TILE,
     Axes,
@@ -47,10 +49,7 @@ from policyc.numerics.quantize.reference.layout import (
     split_axis,
     split_blocks,
 )
-from policyc.numerics.quantize.reference.random import Key, checksum, random_words
-
-if TYPE_CHECKING:
-    from policyc.numerics.quantize.kernels.fp8_kernel import Fp8Kernel
+from policyc.numerics.quantize.reference.random import Key, checksum, make_key, random_words
 
 E4M3_FULL, E4M3_REDUCED = 448.0, 256.0
 """Bounds of the E4M3 block scales. The smaller one leaves room for scales larger than the block maxima require."""
@@ -69,25 +68,39 @@ TINY = (127 - 104) << 23
 """The bits of 2**-104. Tensors with a smaller maximum are lifted."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizeContext:
-    """Inputs of a format's quantizer besides the array.
+@dataclass(frozen=True, slots=True)
+class Request:
+    """How one GEMM reads an operand. Without its keys and its name, it is a parameter of equations.
 
-    `unrotated` is the array before its rotation, if the outer scale is computed from it. `fp8_kernel` is the GPU kernel
-    to use, if any, and `cpu` selects operations that suit a CPU. Neither changes the result.
+    Attributes:
+      decoded: whether the GEMM wants values in place of codes and block scales.
+      operand: a name, `gemm.operand`, to fold into the rounding key; or empty. Kernels fold it in themselves.
+      key: the key of stochastic rounding. A treatment that rounds to nearest does not use it.
+      sign_key: the key of the fresh signs of MS-EDEN, the same for both operands of a GEMM.
     """
 
     treatment: Treatment
-    axes: Axes
-    layout: Layout
-    key: Key
-    unrotated: jax.Array | None = None
-    fp8_kernel: Fp8Kernel | None = None
-    cpu: bool = False
+    axes: Axes = Axes()
+    decoded: bool = False
+    operand: str = ""
+    key: Key | None = field(default=None, compare=False)
+    sign_key: Key | None = field(default=None, compare=False)
 
     @property
-    def div(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
-        return cpu_div if self.cpu else exact_div
+    def rounding_key(self) -> Key:
+        key = self.key or make_key()
+        return key.fold(self.operand) if self.operand else key
+
+    def layout(self, shape: tuple[int, ...]) -> tuple[Layout, tuple[int, ...]]:
+        """The layout of an operand of this shape once quantized, and its shape padded to whole blocks."""
+        layout, padded = layout_of(shape, self.treatment, self.axes)
+        return replace(layout, decoded=self.decoded), padded
+
+    def __repr__(self) -> str:
+        # The mean is split off before the equation, which gets either the residual or the mean.
+        treatment = replace(self.treatment, mean_split=False)
+        values = " as values" if self.decoded else ""
+        return f"{','.join(describe_options(treatment))}@{self.axes.axis}{values}"
 
 
 # ---- layouts
@@ -153,13 +166,13 @@ def outer_scale_axes(treatment: Treatment, axes: Axes, layout: Layout, ndim: int
 # ---- maxima
 
 
-def find_maxima(x: jax.Array, context: QuantizeContext) -> tuple[jax.Array, jax.Array, jax.Array]:
+def find_maxima(x: jax.Array, request: Request, layout: Layout) -> tuple[jax.Array, jax.Array, jax.Array]:
     """x, the bits of the maximum of each block, and those of the amax of each outer scale (reduced axes have size 1).
 
     The operation that computes x writes it to memory together with the maxima. Without the barrier, XLA fuses later
     operations into it: it then keeps x in fp32, without its rounding to bfloat16, and recomputes half of it.
     """
-    layout, axes = context.layout, context.axes
+    axes = request.axes
     if layout.tile_axis is not None:
         # A weight, which is just the result of a cast: it is written first, so that later reads take half the bytes.
         x = materialize(x)
@@ -168,7 +181,7 @@ def find_maxima(x: jax.Array, context: QuantizeContext) -> tuple[jax.Array, jax.
         x, maxima = materialize((x, _block_maxima(x, axes, layout)))
     if maxima.dtype == jnp.uint16:
         maxima = maxima.astype(jnp.int32) << 16
-    spanned = outer_scale_axes(context.treatment, axes, layout, x.ndim)
+    spanned = outer_scale_axes(request.treatment, axes, layout, x.ndim)
     return x, maxima, maxima.max(axis=spanned, keepdims=True)
 
 
@@ -183,14 +196,14 @@ def _block_maxima(x: jax.Array, axes: Axes, layout: Layout) -> jax.Array:
     return maxima
 
 
-def tensor_key(block_max: jax.Array, amax: jax.Array, context: QuantizeContext) -> Key:
+def tensor_key(block_max: jax.Array, amax: jax.Array, request: Request, layout: Layout) -> Key:
     """The rounding key of each outer scale: the key of the operand, with its content folded in.
 
     The content is the bits of the maximum and a checksum of the block maxima. XLA finds both in one pass over the block
     maxima. The maximum alone is not enough: in bfloat16 it takes few values.
     """
-    spanned = outer_scale_axes(context.treatment, context.axes, context.layout, block_max.ndim)
-    return context.key.fold(amax).fold(checksum(block_max, spanned))
+    spanned = outer_scale_axes(request.treatment, request.axes, layout, block_max.ndim)
+    return request.rounding_key.fold(amax).fold(checksum(block_max, spanned))
 
 
 # ---- outer scales
@@ -214,9 +227,14 @@ def bound_after_rotation(amax: jax.Array, size: int) -> jax.Array:
     return jnp.where(amax < INFINITY, bound, amax)
 
 
-def materialize_encoding_scale(amax: jax.Array, context: QuantizeContext) -> tuple[jax.Array, jax.Array]:
+def divider(method: Method) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """The exact division that suits a method."""
+    return cpu_div if method == "cpu" else exact_div
+
+
+def materialize_encoding_scale(amax: jax.Array, bound: float, method: Method) -> tuple[jax.Array, jax.Array]:
     """`find_encoding_scale`, with a barrier so that XLA does not recompute it for every consumer."""
-    return materialize(find_encoding_scale(amax, context.layout.bound, context.div))
+    return materialize(find_encoding_scale(amax, bound, divider(method)))
 
 
 def find_encoding_scale(
@@ -243,9 +261,13 @@ def lift_amax(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
 # ---- codes
 
 
-def encode_blocks(lifted: jax.Array, enc: jax.Array, context: QuantizeContext, key: Key) -> jax.Array:
-    """The codes of lifted * enc, with one `enc` per block. Packed if they have four bits."""
-    layout = context.layout
+def encode_blocks(
+    lifted: jax.Array, enc: jax.Array, layout: Layout, method: Method, key: Key | None = None
+) -> jax.Array:
+    """The codes of lifted * enc, with one `enc` per block. Packed if they have four bits.
+
+    With a key, they are rounded stochastically.
+    """
     element = ELEMENTS[layout.element]
     if element.bits == 8:
         scaled = split_blocks(lifted, layout) * expand_per_block(enc, layout)
@@ -255,9 +277,9 @@ def encode_blocks(lifted: jax.Array, enc: jax.Array, context: QuantizeContext, k
     axis = pairs.ndim + layout.axis
     pair_enc = expand_per_block(enc, layout)
     bits = None
-    if context.treatment.rounding == "sr":
+    if key is not None:
         bits = _random_bits(key, lifted.shape, layout.axis).reshape(pairs.shape)
-    encode = _encode_pairs_on_cpu if context.cpu else _encode_pairs
+    encode = _encode_pairs_on_cpu if method == "cpu" else _encode_pairs
     packed = encode(pairs, axis, pair_enc, bits, element)
     return packed.reshape(lifted.shape[: axis - 2] + (length // 2,) + lifted.shape[axis - 1 :])
 

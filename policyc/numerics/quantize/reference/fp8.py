@@ -5,6 +5,7 @@ FP4 is an ablation: no GPU multiplies it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -21,7 +22,7 @@ from policyc.numerics.quantize.reference.bits import (
     materialize,
 )
 from policyc.numerics.quantize.reference.blocks import (
-    QuantizeContext,
+    Request,
     encode_blocks,
     find_encoding_scale,
     find_maxima,
@@ -30,34 +31,40 @@ from policyc.numerics.quantize.reference.blocks import (
     outer_scale_axes,
     tensor_key,
 )
-from policyc.numerics.quantize.reference.layout import Quantized
+from policyc.numerics.quantize.reference.hadamard import Method, rotate_operand
+from policyc.numerics.quantize.reference.layout import Layout, Quantized
 
 _GROUP = 16
 """The size of the groups whose maxima are found while x is written: that of an NVFP4 block."""
 
 
-def quantize_fp8(x: jax.Array, context: QuantizeContext) -> Quantized:
+Encode = Callable[[jax.Array, jax.Array], jax.Array]
+"""Encodes fp32 values, given the bits of the largest magnitude of the whole array."""
+WriteBothOrders = Callable[[jax.Array, jax.Array, Encode], tuple[jax.Array, jax.Array]]
+"""A kernel that writes the codes, and the codes with the last axis moved first."""
+
+
+def quantize_fp8(
+    x: jax.Array, request: Request, layout: Layout, method: Method, kernel: WriteBothOrders | None = None
+) -> Quantized:
     """Quantizes to FP8. The kernel, if there is one, writes both orders of the codes in one pass."""
-    axes, layout = context.axes, context.layout
-    element = ELEMENTS[layout.element]
-    spanned = outer_scale_axes(context.treatment, axes, layout, x.ndim)
+    axes, element = request.axes, ELEMENTS[layout.element]
+    spanned = outer_scale_axes(request.treatment, axes, layout, x.ndim)
     # An 8-bit GEMM reads one operand transposed. Unless x is in memory first, XLA fuses that transpose into whatever
     # computes x, and computes x three times. The operation that writes x also finds the maxima of groups.
-    if x.dtype == jnp.bfloat16 and x.shape[-1] % _GROUP == 0 and -1 in spanned and not context.cpu:
+    if x.dtype == jnp.bfloat16 and x.shape[-1] % _GROUP == 0 and -1 in spanned and method != "cpu":
         groups = replace(layout, axis=-1, block=_GROUP)
         along = replace(axes, axis=-1, contract=axes.contract or (axes.axis,))
-        x, _, amax = find_maxima(x, replace(context, axes=along, layout=groups))
+        x, _, amax = find_maxima(x, replace(request, axes=along), groups)
     else:
         x = materialize(x)
         amax = abs_bits(x).max(axis=spanned, keepdims=True)
-    amax = outer_maximum(amax, context.treatment)
+    amax = outer_maximum(amax, request.treatment)
     transposed: jax.Array | None = None
-    if context.fp8_kernel is not None:
-        codes, transposed = context.fp8_kernel.both_orders(
-            x, amax, partial(_encode_in_kernel, element=element)
-        )
+    if kernel is not None:
+        codes, transposed = kernel(x, amax, partial(_encode_in_kernel, element=element))
     else:
-        enc, lift = materialize_encoding_scale(amax, context)
+        enc, lift = materialize_encoding_scale(amax, layout.bound, method)
         # Without the barrier XLA might drop the cast, if a GEMM reads the codes as wider numbers.
         codes = materialize(encode_scaled(x.astype(jnp.float32), lift, enc, amax, element))
         if axes.both_orders:
@@ -75,15 +82,14 @@ def _encode_in_kernel(values: jax.Array, amax: jax.Array, element: Element) -> j
 # ---- FP4
 
 
-def quantize_fp4(x: jax.Array, context: QuantizeContext) -> Quantized:
+def quantize_fp4(x: jax.Array, request: Request, layout: Layout, method: Method) -> Quantized:
     """Quantizes to FP4, with a scale as in FP8. In the rounding key, each element counts as a block."""
-    treatment, layout = context.treatment, context.layout
-    x = materialize(x)
+    t, axes = request.treatment, request.axes
+    x = materialize(rotate_operand(x, t, axes.axis, request.sign_key, method))
     magnitudes = abs_bits(x)
-    amax = magnitudes.max(axis=outer_scale_axes(treatment, context.axes, layout, x.ndim), keepdims=True)
-    key = context.key if treatment.rounding == "rne" else tensor_key(magnitudes, amax, context)
-    enc, lift = materialize_encoding_scale(amax, context)
+    amax = magnitudes.max(axis=outer_scale_axes(t, axes, layout, x.ndim), keepdims=True)
+    key = None if t.rounding == "rne" else tensor_key(magnitudes, amax, request, layout)
+    enc, lift = materialize_encoding_scale(amax, layout.bound, method)
     # Two codes fill a byte. Each pair gets the encoding scale of the tensor.
-    pairs = replace(context, layout=replace(layout, block=2))
-    codes = encode_blocks(x.astype(jnp.float32) * lift, enc, pairs, key)
+    codes = encode_blocks(x.astype(jnp.float32) * lift, enc, replace(layout, block=2), method, key)
     return Quantized(codes=codes, scales=None, amax=from_bits(amax), layout=layout)

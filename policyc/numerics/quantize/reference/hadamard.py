@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from policyc.numerics.quantize.reference.bits import abs_bits, round_bf16
-from policyc.numerics.quantize.reference.random import Key, random_words
+from policyc.language.recipes import Treatment
+from policyc.numerics.quantize.reference.bits import abs_bits, materialize, round_bf16
+from policyc.numerics.quantize.reference.random import Key, make_key, random_words
 
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The fixed signs. A longer transform repeats them."""
@@ -81,6 +82,19 @@ def rotate(
     is_large = abs_bits(groups).max(axis=axis + 1, keepdims=True) >= _LARGE
     rotated = _matmul(groups * jnp.where(is_large, jnp.float32(power), 1), axis + 1, signs)
     return round_bf16(rotated * jnp.where(is_large, norm / power, norm)).reshape(x.shape)
+
+
+def rotate_operand(
+    x: jax.Array, treatment: Treatment, axis: int, sign_key: Key | None, method: Method
+) -> jax.Array:
+    """Rotates an operand if its treatment asks for it, and writes it to memory."""
+    if not treatment.rht:
+        return x
+    if method in ("kernels", "interpreted"):
+        method = "matmul_bf16" if method == "kernels" else "matmul"
+    has_fresh_signs = treatment.rounding == "ms_eden"
+    signs = random_signs(sign_key or make_key(), treatment.rht) if has_fresh_signs else None
+    return materialize(rotate(x, axis, treatment.rht, signs, method=method))
 
 
 def _matmul(

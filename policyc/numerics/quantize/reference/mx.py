@@ -13,20 +13,22 @@ from policyc.numerics.quantize.reference.bits import (
     from_bits,
     materialize,
 )
-from policyc.numerics.quantize.reference.blocks import QuantizeContext, encode_blocks, find_maxima, tensor_key
-from policyc.numerics.quantize.reference.layout import Quantized
+from policyc.numerics.quantize.reference.blocks import Request, encode_blocks, find_maxima, tensor_key
+from policyc.numerics.quantize.reference.hadamard import Method, rotate_operand
+from policyc.numerics.quantize.reference.layout import Layout, Quantized
 
 
-def quantize_mx(x: jax.Array, context: QuantizeContext) -> Quantized:
+def quantize_mx(x: jax.Array, request: Request, layout: Layout, method: Method) -> Quantized:
     """Quantizes to MXFP4 or MXFP8."""
-    layout = context.layout
-    x, block_max, amax = find_maxima(x, context)
+    t = request.treatment
+    x = rotate_operand(x, t, request.axes.axis, request.sign_key, method)
+    x, block_max, amax = find_maxima(x, request, layout)
     # `scale_rounding` is an option of mxfp4 only. Scales of mxfp8 are rounded up, so that nothing saturates.
-    rounding = "rceil" if layout.format == "mxfp8" else context.treatment.scale_rounding
+    rounding = "rceil" if layout.format == "mxfp8" else t.scale_rounding
     byte = e8m0_scales(block_max, ELEMENTS[layout.element], rounding)
     enc = materialize(from_bits((254 - byte) << 23))
-    key = context.key if context.treatment.rounding == "rne" else tensor_key(block_max, amax, context)
-    codes = encode_blocks(x.astype(jnp.float32), enc, context, key)
+    key = None if t.rounding == "rne" else tensor_key(block_max, amax, request, layout)
+    codes = encode_blocks(x.astype(jnp.float32), enc, layout, method, key)
     byte = jnp.where(block_max >= INFINITY, 255, byte)
     return Quantized(codes=codes, scales=byte.astype(jnp.uint8), amax=None, layout=layout)
 

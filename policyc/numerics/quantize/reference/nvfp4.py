@@ -21,13 +21,15 @@ from policyc.numerics.quantize.reference.bits import (
 from policyc.numerics.quantize.reference.blocks import (
     RANDOM_BITS,
     SCALE_KEY,
-    QuantizeContext,
+    Request,
+    divider,
     encode_blocks,
     find_maxima,
     materialize_encoding_scale,
     outer_maximum,
     tensor_key,
 )
+from policyc.numerics.quantize.reference.hadamard import Method, rotate_operand
 from policyc.numerics.quantize.reference.layout import (
     TILE,
     Layout,
@@ -42,16 +44,17 @@ ScaleCandidate = tuple[jax.Array, jax.Array]
 """The codes of block scales, and the encoding scales."""
 
 
-def quantize_nvfp4(x: jax.Array, context: QuantizeContext) -> Quantized:
+def quantize_nvfp4(x: jax.Array, request: Request, layout: Layout, method: Method) -> Quantized:
     """Quantizes to NVFP4. `orders.quantize_orders` does the same with kernels."""
-    t, layout, div = context.treatment, context.layout, context.div
-    x, block_max, amax = find_maxima(x, context)
+    t, div, unrotated = request.treatment, divider(method), x
+    x = rotate_operand(x, t, request.axes.axis, request.sign_key, method)
+    x, block_max, amax = find_maxima(x, request, layout)
     content = block_max
-    if context.unrotated is not None:
-        _, content, amax = find_maxima(context.unrotated, context)
-    key = context.key if t.rounding == "rne" else tensor_key(content, amax, context)
+    if t.outer == "bound":
+        _, content, amax = find_maxima(unrotated, request, layout)
+    key = None if t.rounding == "rne" else tensor_key(content, amax, request, layout)
     amax = outer_maximum(amax, t)
-    tensor_enc, lift = materialize_encoding_scale(amax, context)
+    tensor_enc, lift = materialize_encoding_scale(amax, layout.bound, method)
     tensor_dec = materialize(div(jnp.float32(1), tensor_enc))
     lifted_max = from_bits(block_max) * lift
 
@@ -68,8 +71,8 @@ def quantize_nvfp4(x: jax.Array, context: QuantizeContext) -> Quantized:
         scale, enc = _choose_four_or_six(lifted, target, (scale, enc), block_scales(1 / 4), layout)
     # Convert to bytes before the barrier: they take a quarter of the memory, and no later pass has to convert.
     byte, enc = materialize((_scale_bytes(scale, amax), enc))
-    codes = encode_blocks(lifted, enc, context, key)
-    if t.rounding == "ms_eden":
+    codes = encode_blocks(lifted, enc, layout, method, key if t.rounding == "sr" else None)
+    if t.rounding == "ms_eden" and key is not None:
         scale = _correct_scales(lifted, enc, byte.astype(jnp.int32), layout, key.fold(SCALE_KEY))
         byte = _scale_bytes(scale, amax)
     return Quantized(codes=codes, scales=byte, amax=from_bits(amax), layout=layout)
