@@ -81,7 +81,7 @@ def test_names_are_those_that_the_parser_finds(text: str) -> None:
     assert [n.text for n in names if n.is_definition and n.kind != "variant"] == defined
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(damaged_texts(), st.data())
 def test_any_text_is_survived(text: str, data: st.DataObject) -> None:
     offset = data.draw(st.integers(0, len(text)))
