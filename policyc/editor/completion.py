@@ -19,6 +19,7 @@ from policyc.language.policy import RecipeDef
 from policyc.language.recipes import OPTIONS
 
 _TYPED_PATH = re.compile(r"(?:[\w*?~]+(?:\[[^\]\n]*\])?\.)*$")
+_LOOKED_AT = 300  # characters before the cursor: a line may be as long as a file
 _ALLOW = re.compile(r"#\s*allow:[\w\s,-]*$")
 _ATTRIBUTES = {
     "m": "rows of the activations",
@@ -62,7 +63,7 @@ def complete(reading: Reading, offset: int) -> list[Item]:
     file = reading.file
     context = context_at(file.tokens, offset)
     text = file.source.text
-    line = text[text.rfind("\n", 0, offset) + 1 : offset]
+    line = text[max(text.rfind("\n", 0, offset) + 1, offset - _LOOKED_AT) : offset]
     if context is None:
         return list(_codes()) if _ALLOW.search(line) else []
     return list(dict.fromkeys(_items(context, line, reading)))
