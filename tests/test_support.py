@@ -1,11 +1,10 @@
-"""What the tests rely on: their compilation cache, the record of what code opens, lanes whose subject is missing."""
+"""What the tests rely on: their compilation cache, lanes whose subject is missing."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import jax
 import pytest
 
 from tests.support import other_suites, processes
-from tests.support.audit import recording
 from tests.support.command import ROOT, python_path
 from tests.support.other_suites import compare
 
@@ -36,27 +34,6 @@ def test_a_damaged_entry_of_the_compilation_cache_is_no_failure() -> None:
     for entry in entries:  # also that of an earlier lane with another JAX
         entry.write_bytes(entry.read_bytes()[:20])
     assert compile_again()(3.0) == 18.5
-
-
-@pytest.mark.any_jax
-def test_the_record_leaves_out_threads_that_are_older(tmp_path: Path) -> None:
-    begin, end = threading.Event(), threading.Event()
-
-    def write_later() -> None:
-        begin.wait()
-        (tmp_path / "of another test").write_text("")
-        end.set()
-
-    older = threading.Thread(target=write_later)
-    older.start()
-    with recording() as audit:
-        begin.set()
-        end.wait()
-        newer = threading.Thread(target=(tmp_path / "of this test").write_text, args=("",))
-        newer.start()
-        newer.join()
-    older.join()
-    assert audit.opened == [str(tmp_path / "of this test")]
 
 
 SUITE = """

@@ -3,30 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
-from functools import lru_cache, wraps
-from typing import ParamSpec, TypeVar
+from collections.abc import Iterable
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
-
-_SHORT = 500  # characters: most statements are one line
 _TIMES = ((3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _MAX_NAME_FOR_SUGGESTION = 64  # characters: a longer unknown name gets no suggestion, to save time
-
-
-def cache_by_text(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Caches results for 4,096 short texts, as many as an editor has open, and for a few long ones.
-
-    While a bracket is open, or in a block, every edit makes another long piece of text.
-    """
-    short, long = lru_cache(4096)(function), lru_cache(16)(function)
-
-    @wraps(function)
-    def cached(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        return (short if sum(map(len, args)) < _SHORT else long)(*args, **kwargs)  # type: ignore[arg-type]
-
-    return cached
 
 
 def escape_controls(text: str) -> str:

@@ -71,7 +71,6 @@ def _read_and_format(name: str, shown: str) -> tuple[str, str]:
     from policyc.language.bundled import locate, read_policy_text
     from policyc.language.diagnostics import PolicyError, SourceText
     from policyc.language.formatter import format_text
-    from policyc.language.loader import withhold_lines
     from policyc.language.parser import read_statements
 
     text = read_stdin() if name == "-" else read_policy_text(check_writable(name, locate(name)))
@@ -79,5 +78,5 @@ def _read_and_format(name: str, shown: str) -> tuple[str, str]:
     formatted = format_text(source.text)
     if formatted is None:
         _, diagnostics = read_statements(source)
-        raise PolicyError(diagnostics if name == "-" else withhold_lines(Path(name), diagnostics))
+        raise PolicyError(diagnostics)
     return text, formatted

@@ -10,14 +10,16 @@ from enum import IntEnum
 from policyc.compiler.sites.site_list import Sites
 from policyc.editor import words
 from policyc.editor.reading import Reading
-from policyc.editor.scan import Names, Scan, scan_text
+from policyc.editor.scan import Context, context_at
 from policyc.language.bundled import bundled_policies
 from policyc.language.formats import FORMATS
+from policyc.language.groups import GroupDef
 from policyc.language.kinds import KINDS
+from policyc.language.policy import RecipeDef
 from policyc.language.recipes import OPTIONS
 
 _TYPED_PATH = re.compile(r"(?:[\w*?~]+(?:\[[^\]\n]*\])?\.)*$")
-_MAX_TYPED = 300  # characters of a line to look at: a line may be as long as a file
+_LOOKED_AT = 300  # characters before the cursor: a line may be as long as a file
 _ALLOW = re.compile(r"#\s*allow:[\w\s,-]*$")
 _ATTRIBUTES = {
     "m": "rows of the activations",
@@ -58,71 +60,54 @@ class Item:
 
 def complete(reading: Reading, offset: int) -> list[Item]:
     """The completions at an offset."""
-    text, start = reading.text, reading.statement_start(offset)
-    scan = Scan(text[start:offset])
-    line = text[max(text.rfind("\n", 0, offset) + 1, offset - _MAX_TYPED) : offset]
-    if scan.in_comment:
+    file = reading.file
+    context = context_at(file.tokens, offset)
+    text = file.source.text
+    line = text[max(text.rfind("\n", 0, offset) + 1, offset - _LOOKED_AT) : offset]
+    if context is None:
         return list(_codes()) if _ALLOW.search(line) else []
-    _drop_typed_word(scan, text[start:offset])
-    items = dict.fromkeys(_items(scan, scan_text(text), line, reading))
-    return list(items)
+    return list(dict.fromkeys(_items(context, line, reading)))
 
 
-def _drop_typed_word(scan: Scan, text: str) -> None:
-    """Drops the word at the end of the text from the scan. It is still being typed, so it is no context."""
-    tokens = scan.statement.tokens
-    if tokens and tokens[-1][1] + len(tokens[-1][0]) == len(text) and re.match(r"\w", text[-1]):
-        tokens.pop()
-
-
-def _items(scan: Scan, names: Names, line: str, reading: Reading) -> Iterator[Item]:
-    statement = scan.statement
-    if statement.first == "import":
+def _items(context: Context, line: str, reading: Reading) -> Iterator[Item]:
+    if context.first == "import":
         yield from (Item(name, _Kind.FILE, "bundled policy") for name in bundled_policies())
-    elif scan.is_recipe_place():
-        yield from _recipes(names, reading)
-    elif statement.calls and statement.calls[-1] != "where":
-        yield from _arguments(scan)
-    elif statement.has_arrow:
+    elif context.takes_recipe:
+        yield from _recipes(reading)
+    elif context.calls and context.calls[-1] != "where":
+        yield from _arguments(context)
+    elif context.has_arrow:
         yield Item("expect", _Kind.KEYWORD, "the number of sites that the rule must match")
-    elif statement.defines in ("recipe", "seed") or statement.first in ("after", "until", "variant"):
+    elif context.defines in ("recipe", "seed") or context.first in ("after", "until", "variant"):
         return
-    elif statement.clause() == "where":
+    elif context.clause == "where":
         yield from _predicates()
-    elif statement.clause() == "@" and statement.last in ("@", ","):
+    elif context.clause == "@" and context.last in ("@", ","):
         yield from (Item(word, _Kind.ENUM_MEMBER, "product") for word in words.PRODUCTS)
-    elif statement.tokens and statement.first in ("recipe", "group") and not statement.defines:
+    elif context.tokens and context.first in ("recipe", "group") and not context.defines:
         return
     else:
-        yield from _selectors(scan, names, line, reading)
+        yield from _selectors(context, line, reading)
 
 
-def _recipes(names: Names, reading: Reading) -> Iterator[Item]:
-    known = dict(_named_recipes(reading))
-    yield from (
-        Item(n.text, _Kind.VARIABLE, known.get(n.text, "recipe")) for n in names.definitions("recipe")
-    )
-    yield from (Item(name, _Kind.VARIABLE, recipe) for name, recipe in known.items())
+def _recipes(reading: Reading) -> Iterator[Item]:
+    known = {name: str(recipe) for name, recipe in reading.loaded.policy.named_recipes.items()}
+    in_variants = {s.name: "recipe" for s in reading.statements if isinstance(s, RecipeDef)}
+    yield from (Item(name, _Kind.VARIABLE, detail) for name, detail in {**in_variants, **known}.items())
     yield from (Item(f.name, _Kind.CLASS, f.summary) for f in FORMATS.values())
     yield Item("split", _Kind.CLASS, "a recipe for each product")
 
 
-def _named_recipes(reading: Reading) -> Iterator[tuple[str, str]]:
-    for name, recipe in reading.loaded.policy.named_recipes.items():
-        yield name, str(recipe)
-
-
-def _arguments(scan: Scan) -> Iterator[Item]:
-    statement = scan.statement
-    callee = statement.calls[-1]
-    if statement.option in OPTIONS:
-        option = OPTIONS[statement.option]
+def _arguments(context: Context) -> Iterator[Item]:
+    callee = context.calls[-1]
+    if context.option in OPTIONS:
+        option = OPTIONS[context.option]
         values = ("on", "off") if option.kind == "flag" else option.choices
         yield from (Item(value, _Kind.ENUM_MEMBER, option.summary) for value in values)
     elif callee == "split":
         yield from (Item(f"{word}=", _Kind.FIELD, "product") for word in words.PRODUCTS)
     elif callee in FORMATS:
-        used = {text for text, _ in statement.tokens}
+        used = {token.text for token in context.tokens}
         for name in FORMATS[callee].options:
             if name not in used:
                 end = "" if OPTIONS[name].kind == "flag" else "="
@@ -137,18 +122,17 @@ def _predicates() -> Iterator[Item]:
     yield from (Item(word, _Kind.OPERATOR) for word in words.OPERATORS)
 
 
-def _selectors(scan: Scan, names: Names, line: str, reading: Reading) -> Iterator[Item]:
-    statement = scan.statement
+def _selectors(context: Context, line: str, reading: Reading) -> Iterator[Item]:
     typed = _TYPED_PATH.search(re.sub(r"\w*$", "", line))
     path = [re.sub(r"\[.*", "", part) for part in typed[0].split(".")[:-1]] if typed else []
     if reading.model.sites is not None:
         yield from _site_names(reading.model.sites, path)
     if path:
         return
-    yield from (Item(n.text, _Kind.MODULE, "group") for n in names.definitions("group"))
-    if not statement.tokens:
+    yield from (Item(s.name, _Kind.MODULE, "group") for s in reading.statements if isinstance(s, GroupDef))
+    if not context.tokens:
         yield from (Item(_SNIPPETS.get(w, f"{w} "), _Kind.KEYWORD) for w in words.STATEMENTS)
-    elif statement.last not in (",", "="):
+    elif context.last not in (",", "="):
         yield Item("where", _Kind.KEYWORD, "a condition on the sites")
 
 

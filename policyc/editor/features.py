@@ -1,6 +1,6 @@
 """Computes the answers of the language server, as JSON of its protocol, from a text and what is known about it.
 
-`sources` maps URIs to the texts that share their names: the text of the request first, then its imports. A position
+`files` maps URIs to the policies that share their names: that of the request first, then its imports. A position
 has a line number, from 0, and a column in UTF-16 code units.
 """
 
@@ -10,17 +10,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from policyc.base.text import as_ranges
 from policyc.editor.hover import describe_hint
 from policyc.editor.json_rpc import Json
 from policyc.editor.reading import Reading
-from policyc.editor.scan import Name, scan_text
+from policyc.editor.scan import Name, find_names, name_at
 from policyc.language.diagnostics import Diagnostic, Severity, SourceText, Span
-from policyc.language.formatter import format_text
+from policyc.language.formatter import format_file
+from policyc.language.groups import GroupDef
+from policyc.language.parser import BlockStatement, PolicyFile, Statement
+from policyc.language.policy import RecipeDef
 
 # Numbers that the protocol defines.
 _SEVERITIES = {Severity.ERROR: 1, Severity.WARNING: 2, Severity.NOTE: 3}
-_SYMBOLS = {"recipe": 13, "group": 18, "variant": 2}  # a variable, an array, a module
-_SCHEDULE_SYMBOL = 24  # an event
+_SYMBOLS = {
+    "recipe": 13,
+    "group": 18,
+    "variant": 2,
+    "schedule": 24,
+}  # a variable, an array, a module, an event
 
 
 def to_position(source: SourceText, offset: int) -> Json:
@@ -106,26 +114,29 @@ def fix_actions(diagnostics: Sequence[Diagnostic], uri: str, start: int, end: in
             }
 
 
-def format_edits(source: SourceText) -> list[Json]:
+def format_edits(reading: Reading) -> list[Json]:
     """The edit that formats a text and keeps its line endings; none if nothing changes, or the text has errors."""
-    formatted = format_text(source.text.replace("\r\n", "\n"))
-    if formatted is not None and "\r\n" in source.text:
-        formatted = formatted.replace("\n", "\r\n")
-    if formatted in (None, source.text):
+    source = reading.file.source
+    if not reading.parses:
         return []
-    return [{"range": to_range(Span(source, 0, len(source.text))), "newText": formatted}]
+    formatted = format_file(reading.file)
+    if "\r\n" in source.text:
+        formatted = formatted.replace("\n", "\r\n")
+    whole = Span(source, 0, len(source.text))
+    return [] if formatted == source.text else [{"range": to_range(whole), "newText": formatted}]
 
 
 Place = tuple[str, Name]
 """The URI of a text, and a name in it."""
 
 
-def find_places(sources: Mapping[str, SourceText], offset: int) -> list[Place]:
+def find_places(files: Mapping[str, PolicyFile], offset: int) -> list[Place]:
     """Every occurrence of the name at an offset of the first text."""
-    scans = {uri: scan_text(source.text) for uri, source in sources.items()}
-    groups = {name.text for scan in scans.values() for name in scan.definitions("group")}
-    name = next(iter(scans.values())).name_at(offset, groups)
-    return [(uri, place) for uri, scan in scans.items() for place in scan.occurrences(name)] if name else []
+    places = [(uri, name) for uri, file in files.items() for name in find_names(file.tokens)]
+    groups = {name.text for _, name in places if name.kind == "group" and name.is_definition}
+    first = next(iter(files))
+    at = name_at([name for uri, name in places if uri == first], offset, groups)
+    return [(uri, name) for uri, name in places if at and (name.kind, name.text) == (at.kind, at.text)]
 
 
 def definitions(places: Sequence[Place]) -> list[Place]:
@@ -134,14 +145,15 @@ def definitions(places: Sequence[Place]) -> list[Place]:
     return [place for place in found if place[0] == places[0][0]] or found
 
 
-def locations(sources: Mapping[str, SourceText], places: Sequence[Place]) -> list[Json]:
-    return [{"uri": uri, "range": name_range(sources[uri], name)} for uri, name in places]
+def locations(files: Mapping[str, PolicyFile], places: Sequence[Place]) -> list[Json]:
+    return [{"uri": uri, "range": name_range(files[uri].source, name)} for uri, name in places]
 
 
-def rename(sources: Mapping[str, SourceText], places: Sequence[Place], new_name: str) -> Json:
+def rename(files: Mapping[str, PolicyFile], places: Sequence[Place], new_name: str) -> Json:
     changes: dict[str, list[Json]] = {}
     for uri, name in places:
-        changes.setdefault(uri, []).append({"range": name_range(sources[uri], name), "newText": new_name})
+        edit = {"range": name_range(files[uri].source, name), "newText": new_name}
+        changes.setdefault(uri, []).append(edit)
     return {"changes": changes}
 
 
@@ -149,54 +161,58 @@ def name_range(source: SourceText, name: Name) -> Json:
     return to_range(Span(source, name.start, name.end))
 
 
-def symbols(source: SourceText) -> list[Json]:
+def symbols(statements: Sequence[Statement]) -> list[Json]:
     """The recipes, groups and variants that a text defines, and its schedule. Symbols in a block are its children."""
-    scan = scan_text(source.text)
-    names = {source.text.rfind(name.kind, 0, name.start): name for name in scan.definitions()}
-    blocks = {block.start: block for block in scan.blocks}
-    roots: list[Json] = []
-    parents: list[tuple[int, list[Json]]] = []  # the ends of open blocks, and their children
-    for start in sorted({*names, *blocks}):
-        while parents and parents[-1][0] <= start:
-            parents.pop()
-        name, block, children = names.get(start), blocks.get(start), list[Json]()
-        head_end = name.end if name else start + len(block.head) if block else start
-        end = max(head_end, block.end if block else 0)
-        symbol = {
-            "name": name.text if name else block.head if block else "",
-            "kind": _SYMBOLS[name.kind] if name else _SCHEDULE_SYMBOL,
-            "range": to_range(Span(source, start, end)),
-            "selectionRange": name_range(source, name) if name else to_range(Span(source, start, head_end)),
-            "children": children,
-        }
-        (parents[-1][1] if parents else roots).append(symbol)
-        if block:
-            parents.append((end, children))
-    return roots
+    return [_symbol(s) for s in statements if isinstance(s, RecipeDef | GroupDef | BlockStatement)]
 
 
-def folding(source: SourceText) -> list[Json]:
+def _symbol(statement: RecipeDef | GroupDef | BlockStatement) -> Json:
+    span, children = statement.span, list[Json]()
+    if isinstance(statement, BlockStatement):
+        is_variant = isinstance(statement.header, str)
+        name, kind = (statement.header, "variant") if is_variant else (statement.head, "schedule")
+        children = symbols(statement.body)
+    else:
+        name, kind = statement.name, "recipe" if isinstance(statement, RecipeDef) else "group"
+    start = span.start if kind == "schedule" else span.source.text.index(str(name), span.start + len(kind))
+    return {
+        "name": name,
+        "kind": _SYMBOLS[kind],
+        "range": to_range(span),
+        "selectionRange": to_range(Span(span.source, start, min(start + len(str(name)), span.end))),
+        "children": children,
+    }
+
+
+def folding(file: PolicyFile) -> list[Json]:
     """Folding ranges: blocks and comments of several lines."""
-    ranges = []
-    for block in scan_text(source.text).blocks:
-        first, last = source.position(block.start)[0], source.position(block.end)[0]
+    ranges = list(_fold_blocks(file.statements))
+    alone = [line for c in file.comments if (line := _line_alone(file.source, c.start)) is not None]
+    for first, last in as_ranges(alone):
         if last > first:
-            ranges.append({"startLine": first - 1, "endLine": last - 1, "kind": "region"})
-    comment_start = None
-    for number, line in enumerate([*source.text.split("\n"), ""]):
-        if line.lstrip().startswith("#"):
-            comment_start = number if comment_start is None else comment_start
-        elif comment_start is not None:
-            if number - 1 > comment_start:
-                ranges.append({"startLine": comment_start, "endLine": number - 1, "kind": "comment"})
-            comment_start = None
+            ranges.append({"startLine": first, "endLine": last, "kind": "comment"})
     return ranges
 
 
-def hints(reading: Reading, source: SourceText, start: int, end: int) -> list[Json]:
+def _fold_blocks(statements: Sequence[Statement]) -> Iterator[Json]:
+    for block in (s for s in statements if isinstance(s, BlockStatement)):
+        first, last = block.span.line, block.span.last_line
+        if last > first:
+            yield {"startLine": first - 1, "endLine": last - 1, "kind": "region"}
+        yield from _fold_blocks(block.body)
+
+
+def _line_alone(source: SourceText, offset: int) -> int | None:
+    """The number of a line, from 0, if only blanks are before an offset in it."""
+    line = source.position(offset)[0] - 1
+    return None if source.text[source.line_starts[line] : offset].strip() else line
+
+
+def hints(reading: Reading, start: int, end: int) -> list[Json]:
     """Inlay hints after the rules in a range: how many sites a rule decides about, and their share of the FLOPs."""
     return [
-        {"position": to_position(source, placed.end), "label": label, "paddingLeft": True}
+        {"position": to_position(span.source, span.end), "label": label, "paddingLeft": True}
         for placed in reading.rules
-        if start <= placed.end <= end and (label := describe_hint(reading, placed))
+        for span in [placed.rule.span]
+        if start <= span.end <= end and (label := describe_hint(reading, placed))
     ]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from policyc.base.text import count_noun
 from policyc.editor.reading import PlacedRule, Reading
-from policyc.editor.scan import Scan
+from policyc.editor.scan import Context, context_at
 from policyc.language.diagnostics import Diagnostic
 from policyc.language.formats import FORMATS
 from policyc.language.kinds import KINDS
@@ -21,17 +21,16 @@ _ALLOW = re.compile(r"#\s*allow:")
 
 def hover(reading: Reading, diagnostics: Iterable[Diagnostic], offset: int) -> str:
     """The text for an offset: what its word means, what its rule does, and the pages of the lint codes found there."""
-    text = reading.text
-    line_start = text.rfind("\n", 0, offset) + 1
-    line_end = text.find("\n", offset)
+    text = reading.file.source.text
+    line_start, line_end = text.rfind("\n", 0, offset) + 1, text.find("\n", offset)
     words = _WORD.finditer(text, line_start, len(text) if line_end < 0 else line_end)
     word = next((m[0] for m in words if m.start() <= offset <= m.end()), "")
-    if "#" in text[line_start:offset]:
+    context = context_at(reading.file.tokens, offset)
+    if context is None:
         return _page(word) if _ALLOW.search(text[line_start:offset]) else ""
     placed = reading.rule_at(offset)
     policy = reading.policy_for(placed)
-    scan = Scan(text[reading.statement_start(offset) : offset])
-    parts = [_explain_word(policy, word, scan)]
+    parts = [_explain_word(policy, word, context)]
     if placed is not None and reading.is_valid:
         parts += [_describe_rule(policy, placed.rule), _describe_share(reading, placed)]
     codes = dict.fromkeys(d.code for d in diagnostics if d.span.start <= offset <= d.span.end)
@@ -39,17 +38,16 @@ def hover(reading: Reading, diagnostics: Iterable[Diagnostic], offset: int) -> s
     return "\n\n---\n\n".join(filter(None, parts))
 
 
-def _explain_word(policy: Policy, word: str, scan: Scan) -> str:
-    statement = scan.statement
+def _explain_word(policy: Policy, word: str, context: Context) -> str:
     recipes = policy.named_recipes
-    if statement.calls and word in OPTIONS:
+    if context.calls and word in OPTIONS:
         option = OPTIONS[word]
         return f"**{word}**: {option.summary}; {option.expected}"
-    if statement.clause() == "where" and not statement.has_arrow:
+    if context.clause == "where" and not context.has_arrow:
         return f"**{word}**: {KINDS[word].meaning}" if word in KINDS else ""
     if word in recipes:
         return f"```policy\nrecipe {word} = {recipes[word]}\n```"
-    if word in FORMATS and (statement.has_arrow or statement.defines == "recipe"):
+    if word in FORMATS and (context.has_arrow or context.defines == "recipe"):
         return f"**{word}**: {FORMATS[word].summary}"
     return ""
 

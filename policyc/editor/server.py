@@ -28,6 +28,7 @@ from policyc.editor.reading import Reading, read
 from policyc.editor.worker import Worker, WorkerError
 from policyc.language.bundled import bundled_policies
 from policyc.language.diagnostics import Diagnostic, SourceText, Span
+from policyc.language.parser import PolicyFile
 
 _PAUSE = 0.12  # seconds without a keystroke before a text is linted: less causes flicker, more feels slow
 _INVOKED = 1  # a trigger of code actions; 2 is for those that an editor asks for on its own
@@ -91,8 +92,6 @@ class _Document:
             reading = self.read()
             for placed in reading.rules[:1]:
                 reading.share(placed)
-        features.symbols(self.source)
-        features.format_edits(self.source)
         from policyc.linter import rules  # noqa: F401
 
     def forget(self) -> None:
@@ -131,9 +130,11 @@ class PolicyServer:
             "textDocument/definition": self.definition,
             "textDocument/prepareRename": self.prepare_rename,
             "textDocument/rename": self.rename,
-            "textDocument/documentSymbol": lambda document, _: features.symbols(document.source),
-            "textDocument/foldingRange": lambda document, _: features.folding(document.source),
-            "textDocument/formatting": lambda document, _: features.format_edits(document.source),
+            "textDocument/documentSymbol": lambda document, _: features.symbols(
+                document.read().file.statements
+            ),
+            "textDocument/foldingRange": lambda document, _: features.folding(document.read().file),
+            "textDocument/formatting": lambda document, _: features.format_edits(document.read()),
             "textDocument/hover": self.hover,
             "textDocument/codeAction": self.code_actions,
             "textDocument/inlayHint": self.hints,
@@ -266,14 +267,14 @@ class PolicyServer:
         ]
 
     def definition(self, document: _Document, params: Json) -> list[Json]:
-        sources = self._sources(document)
+        files = self._files(document)
         return features.locations(
-            sources, features.definitions(features.find_places(sources, document.offset(params)))
+            files, features.definitions(features.find_places(files, document.offset(params)))
         )
 
     def prepare_rename(self, document: _Document, params: Json) -> Json | None:
         offset = document.offset(params)
-        places = features.find_places(self._sources(document), offset)
+        places = features.find_places(self._files(document), offset)
         here = (n for uri, n in places if uri == document.uri and n.start <= offset <= n.end)
         return features.name_range(document.source, next(here)) if features.definitions(places) else None
 
@@ -281,8 +282,8 @@ class PolicyServer:
         new_name = params["newName"]
         if not new_name.isidentifier():
             raise RequestError(f"'{new_name}' is not a name: use letters, digits and '_'")
-        sources = self._sources(document)
-        places = features.find_places(sources, document.offset(params))
+        files = self._files(document)
+        places = features.find_places(files, document.offset(params))
         if not features.definitions(places):
             raise RequestError(
                 "this is not the name of a recipe, group or variant that this file or its imports define"
@@ -292,24 +293,25 @@ class PolicyServer:
             if uri in bundled and uri != document.uri:
                 message = f"the {place.kind} '{place.text}' is also in the bundled policy '{bundled[uri]}'"
                 raise RequestError(f"{message}: it cannot be renamed")
-        return features.rename(sources, places, new_name)
+        return features.rename(files, places, new_name)
 
-    def _sources(self, document: _Document) -> dict[str, SourceText]:
-        """The texts of a document and of its imports, by URI. For an open file, it is the text in the editor."""
+    def _files(self, document: _Document) -> dict[str, PolicyFile]:
+        """A document and its imports, by URI. An open file is as it is in the editor."""
         documents = {d.path.resolve(): d for d in tuple(self._documents.values()) if d.path is not None}
-        sources = {document.uri: document.source}
-        for source in (file.source for file in document.read().loaded.imports):
-            opened = documents.get(Path(source.path).resolve())
-            uri = opened.uri if opened else features.file_uri(source)
-            sources[uri] = opened.source if opened else source
-        return sources
+        reading = document.read()
+        files = {document.uri: reading.file}
+        for file in reading.loaded.imports:
+            opened = documents.get(Path(file.source.path).resolve())
+            uri = opened.uri if opened else features.file_uri(file.source)
+            files[uri] = opened.read().file if opened else file
+        return files
 
     def hover(self, document: _Document, params: Json) -> Json | None:
         text = hover(document.read(), document.current_diagnostics, document.offset(params))
         return {"contents": {"kind": "markdown", "value": text}} if text else None
 
     def hints(self, document: _Document, params: Json) -> list[Json]:
-        return features.hints(document.read(), document.source, *document.range(params))
+        return features.hints(document.read(), *document.range(params))
 
     def code_actions(self, document: _Document, params: Json) -> list[Json]:
         """The fixes of the diagnostics in a range.

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from policyc.language.formats import FORMATS
 from policyc.language.kinds import FLAGS
+from policyc.language.parser import KEYWORDS
 from policyc.language.predicates import NUMERIC_ATTRIBUTES
 from policyc.language.recipes import GEMM_GROUPS, OPTIONS
 
-STATEMENTS = ("import", "seed", "recipe", "group", "after", "until", "variant")
+STATEMENTS = KEYWORDS
 """Words that start a statement."""
 
 CLAUSES = ("where", "expect")

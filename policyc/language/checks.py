@@ -6,7 +6,7 @@ The checks run after all imports are expanded, so that a file can redefine the r
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from policyc.base.text import closest_name, did_you_mean
@@ -14,6 +14,7 @@ from policyc.language import bundled
 from policyc.language.diagnostics import Diagnostic, Edit, Fix, Note, Span
 from policyc.language.formats import FORMATS, MISSING_FORMATS, OTHER_FORMAT_NAMES
 from policyc.language.groups import GroupDef, check_group_uses, expand_groups
+from policyc.language.parser import MAX_DEPTH
 from policyc.language.policy import (
     RecipeCall,
     RecipeDef,
@@ -27,11 +28,7 @@ from policyc.language.policy import (
 from policyc.language.recipes import OPERANDS, OPTIONS, OTHER_OPTION_NAMES
 from policyc.language.selectors import count_alternatives
 
-# Limits that keep the time to check a text proportional to its length.
-_MAX_CHAIN = 32  # recipes in a chain, each of which names the next
-_MAX_STEPS = 100_000  # from recipe to recipe, in all variants: each is checked against the whole policy
-_MAX_ALTERNATIVES = 1024  # selectors that one selector with braces expands to
-_MAX_SUGGESTIONS = 50  # searches for a similar name in one policy: they are the most expensive check
+_MAX_ALTERNATIVES = 1024  # selectors that the braces of one selector expand to
 
 
 @dataclass(slots=True)
@@ -49,11 +46,10 @@ class Definitions:
 
 
 class DiagnosticCollector:
-    """Collects diagnostics, and limits the number of searches for a similar name."""
+    """Collects diagnostics."""
 
     def __init__(self) -> None:
         self.diagnostics: list[Diagnostic] = []
-        self._suggestions = 0
 
     def report(
         self,
@@ -69,18 +65,6 @@ class DiagnosticCollector:
             Diagnostic(code=code, message=message, span=span, help=help, notes=notes, fix=fix)
         )
 
-    def did_you_mean(self, name: str, known: Iterable[str]) -> str:
-        """Returns the help for an unknown name; empty after too many searches."""
-        return did_you_mean(name, known) if self._may_suggest() else ""
-
-    def closest_name(self, name: str, known: Iterable[str]) -> str | None:
-        """Returns the most similar known name; None after too many searches."""
-        return closest_name(name, known) if self._may_suggest() else None
-
-    def _may_suggest(self) -> bool:
-        self._suggestions += 1
-        return self._suggestions <= _MAX_SUGGESTIONS
-
 
 def check_definitions(
     collector: DiagnosticCollector, base: Definitions, variants: Sequence[Definitions]
@@ -91,19 +75,17 @@ def check_definitions(
         collector.diagnostics += check_group_uses(definitions.rules, groups)
         definitions.rules = expand_groups(definitions.rules, groups)
     known = base.named_recipes
-    _Checker(collector).check(base, known)
-    checker = _Checker(collector, max_steps=_MAX_STEPS)
+    checker = _Checker(collector)
+    checker.check(base, known)
     for variant in variants:
         checker.check(variant, ChainMap(variant.named_recipes, known))
 
 
 class _Checker:
-    """Reports wrong names and options. `max_steps` limits the steps from recipe to recipe, over all checks."""
+    """Reports wrong names and options."""
 
-    def __init__(self, collector: DiagnosticCollector, max_steps: int | None = None) -> None:
-        self._collector = collector
+    def __init__(self, collector: DiagnosticCollector) -> None:
         self._report = collector.report
-        self._max_steps, self._steps = max_steps, 0
 
     def check(self, definitions: Definitions, known: Mapping[str, RecipeExpr]) -> None:
         for definition in definitions.recipes.values():
@@ -125,17 +107,7 @@ class _Checker:
     def _check_chains(self, definitions: Definitions, known: Mapping[str, RecipeExpr]) -> None:
         depths: dict[str, int] = {}
         for name in definitions.recipes:
-            if self._out_of_steps():
-                return
             self._check_chain(name, known, depths)
-            if self._out_of_steps():
-                message = "resolving the recipes of the variants takes too many steps"
-                self._report(
-                    "nested-too-deep", known[name].span, message, "refer to the last recipes directly"
-                )
-
-    def _out_of_steps(self) -> bool:
-        return self._max_steps is not None and self._steps > self._max_steps
 
     def _check_chain(self, name: str, known: Mapping[str, RecipeExpr], depths: dict[str, int]) -> None:
         """Follows a recipe through the recipes it names, depth first. Reports a cycle, or a chain that is too long.
@@ -146,7 +118,6 @@ class _Checker:
         path: dict[str, None] = {}  # the names from `name` to the current recipe, in order
         while stack:
             current, is_visited = stack.pop()
-            self._steps += 1
             inner = [call for call in recipe_calls(known[current]) if call.name in known]
             if is_visited:
                 path.popitem()
@@ -165,8 +136,8 @@ class _Checker:
                     self._report("recipe-cycle", call.span, f"this recipe refers to itself: {cycle}", help)
                     return
                 stack.append((call.name, False))
-        if depths[name] > _MAX_CHAIN:
-            message = f"'{name}' starts a chain of more than {_MAX_CHAIN} recipes"
+        if depths[name] == MAX_DEPTH + 1:
+            message = f"'{name}' starts a chain of more than {MAX_DEPTH} recipes"
             self._report("nested-too-deep", known[name].span, message, "refer to the last one directly")
 
     # ---- names and options of one recipe
@@ -196,7 +167,7 @@ class _Checker:
             return
         closest = OTHER_FORMAT_NAMES.get(other_name)
         if closest is None:
-            closest = self._collector.closest_name(call.name, [*known, *FORMATS])
+            closest = closest_name(call.name, [*known, *FORMATS])
         help, fix = f"define it ('recipe {call.name} = ...'), or write a format: {', '.join(FORMATS)}", None
         if call.settings:
             help = f"formats: {', '.join(FORMATS)}"
@@ -238,7 +209,7 @@ class _Checker:
         elif takes_value:
             help = f"write {takes_value[0]}={name}"
         elif format.options:
-            help = self._collector.did_you_mean(name, format.options)
+            help = did_you_mean(name, format.options)
         else:
             help = f"'{format.name}' takes no options"
         start = setting.span.start

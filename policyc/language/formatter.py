@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, replace
 
-from policyc.base.text import cache_by_text
-from policyc.language.parser import BlockStatement, Statement, comment_ranges, find_pieces, read_piece
+from policyc.language.diagnostics import SourceText
+from policyc.language.parser import BlockStatement, PolicyFile, Statement, read_statements
 from policyc.language.policy import Rule
 
 _INDENT = "    "
@@ -29,67 +29,38 @@ class _Line:
 
 def format_text(text: str) -> str | None:
     """Returns the formatted text; None if it has errors. Its meaning and its comments do not change."""
-    lines: list[_Line] = []
-    part_start = item_end = 0
-    pieces = [*find_pieces(text), (len(text), len(text), True)]
-    for start, end, is_closed in pieces:
-        printed = _print_part(text[part_start:start], text[start:end]) if is_closed else None
-        if printed is None:
-            return None
-        if printed.lines:
-            if lines and text.count("\n", item_end, part_start + printed.start) > 1:
-                lines.append(_Line(0, ""))
-            lines += printed.lines
-            item_end = part_start + printed.end
-        part_start = end
-    return _join_lines(lines)
+    file, diagnostics = read_statements(SourceText(text))
+    return None if diagnostics else format_file(file)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """The lines of a piece and of the comments before it, and where the first item starts and the last one ends."""
-
-    lines: tuple[_Line, ...]
-    start: int
-    end: int
-
-
-@cache_by_text  # an editor formats a text again after one of its statements has changed
-def _print_part(before: str, piece: str) -> _Part | None:
-    """Prints a piece of a text, and the comments before it. Returns None if the piece has errors."""
-    statements = read_piece(piece)
-    if statements is None:
-        return None
-    printer = _Printer(before + piece, len(before))
-    printer.print_items(statements, len(before + piece), 0)
-    return _Part(tuple(printer.lines), printer.start, printer.end)
+def format_file(file: PolicyFile) -> str:
+    """Returns the formatted text of a file that has no errors."""
+    printer = _Printer(file)
+    printer.print_items(file.statements, len(file.source.text), 0)
+    return _join_lines(printer.lines)
 
 
 class _Printer:
-    """Collects the lines to print. `start` and `end` are where the first printed item starts and the last one ends.
+    """Collects the lines to print. `end` is where the last printed item ends."""
 
-    Spans of statements are relative to the offset `piece`.
-    """
-
-    def __init__(self, text: str, piece: int) -> None:
+    def __init__(self, file: PolicyFile) -> None:
         self.lines: list[_Line] = []
-        self.start = self.end = 0
-        self._text = text
-        self._comments = deque(comment_ranges(text))  # not printed yet
-        self._piece = piece
+        self.end = 0
+        self._text = file.source.text
+        self._comments = deque((comment.start, comment.end) for comment in file.comments)  # not printed yet
 
     def print_items(self, statements: tuple[Statement, ...], end: int, depth: int) -> None:
-        """Prints the statements and comments of the piece or of a block, up to an offset."""
+        """Prints the statements and comments of the file or of a block, up to an offset."""
         first_line = len(self.lines)
         for statement in statements:
-            start = self._piece + statement.span.start
+            start = statement.span.start
             self._print_own_line_comments(start, depth, first_line)
             self._print_gap(start, depth, first_line)
             self._print_statement(statement, depth)
         self._print_own_line_comments(end, depth, first_line)
 
     def _print_statement(self, statement: Statement, depth: int) -> None:
-        start, end = self._piece + statement.span.start, self._piece + statement.span.end
+        start, end = statement.span.start, statement.span.end
         has_comment = bool(self._comments) and self._comments[0][0] < end
         if isinstance(statement, BlockStatement):
             self._print_block(statement, start, end, depth, has_comment)
@@ -139,8 +110,6 @@ class _Printer:
 
     def _print_gap(self, start: int, depth: int, first_line: int) -> None:
         """Collapses the empty lines before an item into one. Drops those before the first item and atop a block."""
-        if not self.lines:
-            self.start = start
         if len(self.lines) > first_line and self._text.count("\n", self.end, start) > 1:
             self.lines.append(_Line(depth, ""))
 

@@ -9,9 +9,6 @@ from policyc.language.diagnostics import Diagnostic, Span, span_field
 from policyc.language.policy import Rule
 from policyc.language.selectors import Selector
 
-MAX_SELECTORS = 64
-"""Maximum number of selectors in a group, because each use of its name expands to all of them."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupDef:
@@ -54,12 +51,8 @@ def _expand(selectors: Sequence[Selector], groups: Mapping[str, GroupDef]) -> It
 
 
 def check_group_uses(rules: Sequence[Rule], groups: Mapping[str, GroupDef]) -> Iterator[Diagnostic]:
-    """Yields an error for each large group, and for each name of a group in another group or in a longer selector."""
+    """Yields an error for each name of a group in another group or in a longer selector."""
     for group in groups.values():
-        if len(group.selectors) > MAX_SELECTORS:
-            message = f"this group has more than {MAX_SELECTORS} selectors"
-            help = "use globs or kinds for some of them"
-            yield Diagnostic(code="too-many-alternatives", message=message, span=group.span, help=help)
         for selector in group.selectors:
             other = named_group(selector, groups)
             if other is not None and other.name != group.name:

@@ -1,18 +1,15 @@
 """Loads policies: reads files, expands imports, separates variants, checks names.
 
-An import is looked up next to the importing file, then among the bundled policies. Its path must be relative, only
-`.policy` files are read, and links next to the importing file must not lead out of its folder. This keeps imports from
-reading other files.
+An import is looked up next to the importing file, then among the bundled policies.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 
+from policyc.base.text import did_you_mean
 from policyc.language import bundled
 from policyc.language.bundled import locate, read_policy_text, resolve_links
 from policyc.language.checks import Definitions, DiagnosticCollector, check_definitions
@@ -20,6 +17,7 @@ from policyc.language.diagnostics import Diagnostic, Note, PolicyError, SourceTe
 from policyc.language.formats import FORMATS
 from policyc.language.groups import GroupDef
 from policyc.language.parser import (
+    MAX_DEPTH,
     BlockStatement,
     ImportStatement,
     PolicyFile,
@@ -29,7 +27,6 @@ from policyc.language.parser import (
 from policyc.language.policy import Policy, RecipeDef, Rule, Seed, Variant
 from policyc.language.schedule import StepCondition
 
-_MAX_IMPORTS = 256
 _RESERVED = frozenset(FORMATS) | {"split"}
 _NAMES: dict[type, str] = {
     ImportStatement: "an import",
@@ -116,22 +113,19 @@ def parse_with_diagnostics(
     `shown` is the path to print in messages, if it differs from `path`.
     """
     source = SourceText(text.removeprefix("\ufeff"), shown or (str(path) if path is not None else "<policy>"))
+    return load_file(*read_statements(source), path=path)
+
+
+def load_file(
+    file: PolicyFile, diagnostics: tuple[Diagnostic, ...] = (), *, path: str | Path | None = None
+) -> LoadedPolicy:
+    """Builds the policy of a file that has been read, with these diagnostics."""
     loader = _Loader()
-    file = loader.read(source)
+    loader.diagnostics += diagnostics
     loader.expand(file.statements, None if path is None else Path(path))
-    policy = loader.build_policy(source)
-    diagnostics = sorted(dict.fromkeys(loader.diagnostics), key=lambda d: d.sort_key)
-    shown_diagnostics = withhold_lines(Path(path), diagnostics) if path else tuple(diagnostics)
-    return LoadedPolicy(policy, file, shown_diagnostics, loader.imports)
-
-
-def load_statements(statements: tuple[Statement, ...], *, path: Path | None = None) -> LoadedPolicy:
-    """Builds the policy from statements that are parsed already. Its diagnostics have the spans of the statements."""
-    loader = _Loader()
-    loader.expand(statements, path)
-    source = SourceText("", "<policy>" if path is None else str(path))
-    policy = loader.build_policy(source)
-    return LoadedPolicy(policy, PolicyFile(source, statements), tuple(loader.diagnostics), loader.imports)
+    policy = loader.build_policy(file.source)
+    found = sorted(dict.fromkeys(loader.diagnostics), key=lambda d: d.sort_key)
+    return LoadedPolicy(policy, file, tuple(found), loader.imports)
 
 
 def _require_valid(loaded: LoadedPolicy) -> Policy:
@@ -168,16 +162,10 @@ class _Loader(DiagnosticCollector):
         self._base = Definitions()
         self._variants: dict[str, tuple[Span, Definitions]] = {}
         self._files: dict[Path, PolicyFile | None] = {}
-        self._import_count = 0
 
     @property
     def imports(self) -> tuple[PolicyFile, ...]:
         return tuple(file for file in self._files.values() if file is not None)
-
-    def read(self, source: SourceText) -> PolicyFile:
-        file, diagnostics = read_statements(source)
-        self.diagnostics += diagnostics
-        return file
 
     def expand(self, statements: tuple[Statement, ...], path: Path | None) -> None:
         """Collects the statements of the main file, and of the files it imports."""
@@ -304,15 +292,13 @@ class _Loader(DiagnosticCollector):
         if path is None:
             return
         resolved, chain = resolve_links(path), context.import_chain
-        self._import_count += 1
         if resolved in chain:
             cycle = " -> ".join(p.name for p in (*chain[chain.index(resolved) :], resolved))
             message = f"this file imports itself: {cycle}"
             self.report("import-cycle", statement.span, message, "remove one of these imports")
-        elif self._import_count > _MAX_IMPORTS:
-            if self._import_count == _MAX_IMPORTS + 1:
-                message = f"more than {_MAX_IMPORTS} imports in all"
-                self.report("too-many-imports", statement.span, message, "import each file once")
+        elif len(chain) > MAX_DEPTH:
+            message = f"imports are nested more than {MAX_DEPTH} deep"
+            self.report("nested-too-deep", statement.span, message, "import the last file directly")
         else:
             file = self._read_import(path, statement)
             if file is not None:
@@ -351,49 +337,15 @@ class _Loader(DiagnosticCollector):
             self.report("bad-import-path", statement.span, message, help)
             return None
         relative = written if pure.suffix else written + bundled.POLICY_SUFFIX
-        folders = [] if folder is None else [folder]
-        if ".." not in pure.parts:  # the bundled policies are in one folder
-            folders.append(bundled.data_folder("policies"))
-        for candidate in folders:
+        bundled_folder = bundled.data_folder("policies")
+        for candidate in (bundled_folder,) if folder is None else (folder, bundled_folder):
             try:
                 if (candidate / relative).is_file():
-                    if candidate is folder and _leaves_folder(candidate, relative):
-                        message = f"'{relative}' links out of the folder, or to a file that is not a policy"
-                        help = "import the file that it points to, or copy it"
-                        self.report("bad-import-path", statement.span, message, help)
-                        return None
                     return candidate / relative
             except OSError:  # a name that the file system cannot hold does not exist
                 continue
         name = pure.name.removesuffix(bundled.POLICY_SUFFIX)
         places = "next to this file or among the bundled policies" if folder else "among the bundled policies"
-        help = self.did_you_mean(name, bundled.bundled_policies()) or "check the path"
+        help = did_you_mean(name, bundled.bundled_policies()) or "check the path"
         self.report("import-not-found", statement.span, f"no '{relative}' {places}", help)
         return None
-
-
-def _leaves_folder(folder: Path, relative: str) -> bool:
-    """Whether links lead from a relative path to a file outside the folder, or to a file that is not a policy.
-
-    A path with `..` may name a file in a parent folder. In that case links may lead anywhere below the common folder.
-    """
-    base, resolved = resolve_links(folder), resolve_links(folder / relative)
-    written = Path(os.path.normpath(base / relative))
-    if resolved == written:
-        return False
-    allowed = Path(os.path.commonpath([base, written]))
-    return resolved.suffix != bundled.POLICY_SUFFIX or not resolved.is_relative_to(allowed)
-
-
-def withhold_lines(path: Path, diagnostics: Sequence[Diagnostic]) -> tuple[Diagnostic, ...]:
-    """Replaces the diagnostics of a file that is not a policy by one that quotes nothing: the file may hold secrets.
-
-    A file is a policy if it has no syntax errors, or if its name, with links resolved, ends in `.policy`.
-    """
-    first = next((d for d in diagnostics if d.code == "syntax-error"), None)
-    if first is None or resolve_links(path).suffix == bundled.POLICY_SUFFIX:
-        return tuple(diagnostics)
-    message = f"this file is not a policy: line {first.span.line} is not a statement"
-    help = f"policies end in '{bundled.POLICY_SUFFIX}'; rename this file to see its lines in messages"
-    span = Span(SourceText("", first.span.source.path), 0, 0)
-    return (Diagnostic(code="syntax-error", message=message, span=span, help=help),)

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from policyc.language.diagnostics import Diagnostic, Span
-from policyc.language.parser import BlockStatement, PolicyFile, Statement, comment_ranges
+from policyc.language.parser import BlockStatement, PolicyFile, Statement
 
 _ALLOW = re.compile(r"#\s*allow:\s*(?P<codes>[\w-]+(?:\s*,\s*[\w-]+)*)")
 
@@ -33,9 +33,9 @@ class Suppressions:
         self._by_line: dict[int, list[Suppression]] = {}
         source = file.source
         allow_comments = [
-            (end, m)
-            for start, end in comment_ranges(source.text)
-            if (m := _ALLOW.search(source.text, start, end))
+            (comment.end, m)
+            for comment in file.comments
+            if (m := _ALLOW.search(source.text, comment.start, comment.end))
         ]
         lines = _statement_lines(file.statements) if allow_comments else []
         first_lines = [first for first, _ in lines]

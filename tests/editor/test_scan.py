@@ -21,7 +21,7 @@ from policyc.editor.findings import find_all
 from policyc.editor.hover import hover
 from policyc.editor.json_rpc import Json
 from policyc.editor.reading import Reading, read
-from policyc.editor.scan import scan_text
+from policyc.editor.scan import find_names
 from policyc.language.bundled import bundled_policies
 from policyc.language.diagnostics import SourceText
 from policyc.language.groups import GroupDef, named_group
@@ -29,7 +29,7 @@ from policyc.language.loader import LoadedPolicy, parse_with_diagnostics
 from policyc.language.parser import BlockStatement, Statement, read_statements
 from policyc.language.policy import Policy, RecipeDef, Rule, recipe_calls
 from tests.support.command import ROOT, policyc
-from tests.support.strategies import CHARACTERS, texts
+from tests.support.strategies import CHARACTERS, damaged_texts, texts
 
 pytestmark = pytest.mark.any_jax
 
@@ -74,42 +74,29 @@ def test_names_are_those_that_the_parser_finds(text: str) -> None:
             }
         if isinstance(statement, Rule | RecipeDef):
             used |= {("recipe", call.name, call.span.start) for call in recipe_calls(statement.recipe)}
-    scan = scan_text(text)
-    known = [n for n in scan.names if n.kind != "group" or n.text in groups]
+    names = list(find_names(file.tokens))
+    known = [n for n in names if n.kind != "group" or n.text in groups]
     assert {(n.kind, n.text, n.start) for n in known if not n.is_definition} == used
     defined = [(s.name) for s in statements if isinstance(s, RecipeDef | GroupDef)]
-    assert [n.text for n in scan.definitions() if n.kind != "variant"] == defined
-    blocks = [s.span for s in statements if isinstance(s, BlockStatement)]
-    assert {(b.start, b.end) for b in scan.blocks} == {(span.start, span.end) for span in blocks}
+    assert [n.text for n in names if n.is_definition and n.kind != "variant"] == defined
 
 
-PIECES = st.sampled_from(
-    [*"{}()[]->=@#;,.*\n\"'%^\\\u2028\x00\r", "->", "recipe ", "after 5% {", "where ", "split(", "é𝔘"]
-)
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    st.sampled_from(TEXTS),
-    st.lists(st.tuples(st.integers(0, 900), st.integers(0, 9), PIECES), max_size=4),
-    st.data(),
-)
-def test_any_text_is_survived(text: str, edits: list[tuple[int, int, str]], data: st.DataObject) -> None:
-    for start, removed, piece in edits:
-        text = text[:start] + piece + text[start + removed :]
+@settings(max_examples=25, deadline=None)
+@given(damaged_texts(), st.data())
+def test_any_text_is_survived(text: str, data: st.DataObject) -> None:
     offset = data.draw(st.integers(0, len(text)))
-    source, path = SourceText(text), Path("a.policy")
+    path = Path("a.policy")
     reading, (linted, found) = read(text, path), find_all(text, path)
     assert complete(reading, offset) is not None
     assert isinstance(hover(reading, found, offset), str)
-    features.symbols(source)
-    features.folding(source)
-    features.format_edits(source)
-    features.hints(reading, source, 0, len(text))
+    features.symbols(reading.file.statements)
+    features.folding(reading.file)
+    features.format_edits(reading)
+    features.hints(reading, 0, len(text))
     uri = "file:///a.policy"
-    sources = {uri: source}
-    places = features.find_places(sources, offset)
-    assert not features.definitions(places) or features.rename(sources, places, "other")["changes"][uri]
+    files = {uri: reading.file}
+    places = features.find_places(files, offset)
+    assert not features.definitions(places) or features.rename(files, places, "other")["changes"][uri]
     list(features.fix_actions(found, uri, 0, len(text)))
     for diagnostic in features.publishable(found, linted):
         features.to_lsp_diagnostic(diagnostic, uri)
@@ -117,18 +104,19 @@ def test_any_text_is_survived(text: str, edits: list[tuple[int, int, str]], data
 
 
 def compare(reading: Reading, loaded: LoadedPolicy) -> None:
-    """What was read by pieces is what the parser reads as a whole."""
+    """Cached statements are what the parser reads."""
     assert reading.is_valid == (not loaded.diagnostics)
+    assert reading.file.statements == loaded.file.statements
     if reading.is_valid:
         assert reading.loaded.policy == loaded.policy
-        rules = [s for s in flatten(loaded.file.statements) if isinstance(s, Rule)]
-        assert [placed.rule for placed in reading.rules] == rules
-        assert [placed[:2] for placed in reading.rules] == [(r.span.start, r.span.end) for r in rules]
+    placed = list(reading.statements)
+    assert [s.span.start for s in placed] == [s.span.start for s in flatten(loaded.file.statements)]
+    assert [s.span.end for s in placed] == [s.span.end for s in flatten(loaded.file.statements)]
 
 
 @settings(max_examples=15)
 @given(texts())
-def test_a_text_is_read_by_pieces_as_it_is_as_a_whole(drawn: tuple[Policy, str, list[str]]) -> None:
+def test_a_text_is_read_from_the_cache_as_it_is_without(drawn: tuple[Policy, str, list[str]]) -> None:
     compare(read(drawn[1], None), parse_with_diagnostics(drawn[1]))
 
 
@@ -177,11 +165,11 @@ def test_formatting_is_that_of_fmt(
         place = int(share * len(text))
         text = text[:place] + key + text[place:]
         formatted = policyc("fmt", "-", stdin=text)
-        source = SourceText(text.replace("\n", line_end))
+        reading = read(text.replace("\n", line_end), None)
         expected = formatted.out if formatted.code == 0 else text
         if "\n" in text:
             expected = expected.replace("\n", line_end)
-        assert apply_edits(source, features.format_edits(source)) == expected
+        assert apply_edits(reading.file.source, features.format_edits(reading)) == expected
 
 
 WITHOUT_JAX = """
@@ -197,30 +185,20 @@ print(*sorted({"jax", "numpy", "scipy", "rich", "click", "asyncio"} & sys.module
 """
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["recipe r = nvfp4(sr={edit}\n{rules}", "variant v {{\n{edit} -> bf16\n{rules}}}\n"],
-    ids=["an open bracket", "a block"],
-)
+@pytest.mark.parametrize("text", ["recipe r = nvfp4(sr={edit}\n{rules}", "group g = a{edit},\n{names} -> x"])
 def test_edits_of_a_long_statement_take_no_memory(text: str) -> None:
-    """What is cached of an edit is as long as the rest of the file, so only the last few are kept."""
+    """An open bracket ends where the next rule starts, and a long statement is not cached."""
     rules = "".join(f"blocks[{n}].mlp.up -> fp8\n" for n in range(30))
-
-    def edit(number: int) -> None:
-        source = SourceText(text.format(edit=f"a{number}", rules=rules), "")
-        read(source.text, None)
-        features.symbols(source)
-        features.format_edits(source)
-
+    names = ",\n".join(f"blocks[{n}].mlp.up" for n in range(100))
     tracemalloc.start()
     try:
         sizes = []
         for number in range(60):
-            edit(number)
+            features.format_edits(read(text.format(edit=f"a{number}", rules=rules, names=names), None))
             sizes.append(tracemalloc.get_traced_memory()[0])
     finally:
         tracemalloc.stop()
-    assert sizes[-1] - sizes[34] < 3e5  # scan_text keeps 32 texts
+    assert sizes[-1] - sizes[34] < 1e5
 
 
 def test_an_editor_loads_nothing_slow() -> None:

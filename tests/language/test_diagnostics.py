@@ -29,15 +29,6 @@ def render_at(text: str, part: str) -> list[str]:
     return render(Diagnostic(code="c", message="m", span=span)).split("\n")
 
 
-def test_a_whole_error_message():
-    assert parse_error_lines("\n\nmlp.* -> nvfp5") == [
-        "<policy>:3:10: error[unknown-format]: no format named 'nvfp5'",
-        "3 | mlp.* -> nvfp5",
-        "  |          ^^^^^ did you mean 'nvfp4'?",
-        "unsafe fix: replace it with 'nvfp4'",
-    ]
-
-
 @pytest.mark.parametrize(
     ("text", "line", "caret"),
     [
@@ -64,11 +55,6 @@ def test_a_span_of_several_lines_is_marked_to_the_end_of_the_first():
 
 def test_the_gutter_is_as_wide_as_the_number():
     assert render_at("\n" * 99 + "bad", "bad")[1:] == ["100 | bad", "    | ^^^"]
-
-
-def test_an_error_at_the_end_of_the_text_is_marked_after_the_last_token():
-    assert parse_error_lines("mlp.* ->")[1:] == ["1 | mlp.* ->", "  |         ^ expected a name"]
-    assert parse_error_lines("mlp.* ->\n\n")[1:] == ["1 | mlp.* ->", "  |         ^ expected a name"]
 
 
 @pytest.mark.parametrize("offset", [0, 37, 500_000, 999_990])

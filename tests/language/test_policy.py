@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 
 import pytest
 
@@ -86,6 +84,35 @@ def test_the_sha256_depends_on_the_meaning_and_not_on_the_text():
     assert len(bytes.fromhex(policy.sha256)) == 32
 
 
-def test_policy_and_selectors_do_not_import_the_parser():
-    code = "import sys, policyc.language.policy, policyc.language.selectors; sys.exit('lark' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+# ---- seeds
+
+
+@pytest.mark.parametrize("text", ["seed = 7", "seed=7", "seed =\n7", "seed = 0_7;", "seed = 7  # why"])
+def test_the_seed_is_read_and_printed(text):
+    policy = parse(f"{text}\n* -> nvfp4(sr=grad)")
+    assert policy.seed == 7
+    assert str(policy) == "seed = 7\n* -> nvfp4(sr=grad)\n"
+
+
+@pytest.mark.parametrize("text", ["seed -> bf16", "seed.mlp -> bf16", "seed, x -> bf16", "*.seed[0] -> bf16"])
+def test_a_scope_may_be_called_seed(text):
+    policy = parse(text)
+    assert (len(policy.rules), policy.seed) == (1, 0)
+
+
+def test_a_variant_and_the_importing_file_override_the_seed(write):
+    policy = parse("seed = 1\n* -> bf16\nvariant b { seed = 2 }\nvariant c { * -> fp8 }")
+    assert (policy.variant("b").seed, policy.variant("c").seed) == (2, 1)
+    folder = write(base="seed = 1\n* -> bf16", main='import "base"', other='import "base"; seed = 2')
+    assert load(folder / "main.policy").seed == 1
+    assert load(folder / "other.policy").seed == 2
+
+
+def test_a_seed_has_32_bits_and_is_part_of_the_hash():
+    assert parse("seed = 4294967295").seed == 2**32 - 1
+    policy = parse("* -> bf16")
+    assert policy.with_seed(3) == parse("seed = 3\n* -> bf16")
+    assert policy.with_seed(3).sha256 != policy.sha256
+    for seed in (-1, 2**32):
+        with pytest.raises(ValueError, match="not a number from 0 to 4294967295"):
+            policy.with_seed(seed)

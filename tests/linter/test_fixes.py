@@ -11,7 +11,7 @@ import pytest
 from policyc import Policy, parse
 from policyc.language.diagnostics import Diagnostic, Edit, Fix
 from policyc.language.loader import LoadedPolicy, parse_with_diagnostics
-from policyc.language.parser import comment_ranges
+from policyc.language.parser import lex
 from policyc.linter.api import Findings, lint_loaded
 from policyc.linter.fixes import FixedText, apply_fixes
 from tests.support.command import ROOT
@@ -150,7 +150,7 @@ def random_untidy_policy(rng: random.Random) -> str:
 
 
 def comments_on_own_lines(text: str) -> list[str]:
-    comments = [text[start:end] for start, end in comment_ranges(text)]
+    comments = [token.text for token in lex(text) if token.kind == "comment"]
     return [comment for comment in comments if comment.startswith("# own line")]
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from policyc.language.bounds import Bound
+from policyc.language.bundled import bundled_policies
 from policyc.language.policy import (
     MAX_SEED,
     Policy,
@@ -646,3 +647,25 @@ def texts(draw: Callable[..., Any], commented: bool = True) -> tuple[Policy, str
     policy = draw(policies())
     text, comments = draw(spelled(policy, commented))
     return policy, text, comments
+
+
+# ---- texts with errors
+
+_INSERTED = (
+    *"{}()[]->=@#;,.*\n\"'%^\\:?~_!$/\x00\r\u2028é", "->", "=>", "recipe ", "after 5% {", "variant v {", "where ",
+    "expect ", "and ", "not ", "split(", "nvfp4(sr=", "-15%", "1e9", "1.5", "fprop", "{a,b}", "[0]", "a -> bf16\n",
+    "# c\n", "seed = 1", "import ",
+)  # fmt: skip
+
+
+@st.composite
+def damaged_texts(draw: Callable[..., Any]) -> str:
+    """A text of a policy, or a bundled one, after a few edits: a piece is deleted, repeated or inserted."""
+    bundled = [path.read_text(encoding="utf-8") for path in bundled_policies().values()]
+    text = draw(st.one_of(texts().map(lambda drawn: drawn[1]), st.sampled_from(bundled)))
+    for _ in range(draw(st.integers(0, 4))):
+        start = draw(st.integers(0, len(text)))
+        end = min(len(text), start + draw(st.sampled_from([0, 0, 1, 1, 3, 9, 40])))
+        inserted = draw(st.sampled_from(["", text[start:end] * 2, *_INSERTED]))
+        text = text[:start] + inserted + text[end:]
+    return text

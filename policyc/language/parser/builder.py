@@ -1,17 +1,21 @@
-"""Builds statements from lark's trees. Statements with errors are reported and left out."""
+"""Parses statements, and builds them from lark's trees. A statement with an error is reported and left out."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 from lark import Tree
+from lark.exceptions import UnexpectedToken
 
 from policyc.language.bounds import Bound
-from policyc.language.diagnostics import SourceText
+from policyc.language.diagnostics import Span
 from policyc.language.groups import GroupDef
 from policyc.language.parser.conditions import ConditionBuilder
-from policyc.language.parser.statements import BlockStatement, ImportStatement, Statement
+from policyc.language.parser.grammar import explain_syntax_error, find_deepest, parse_tree, too_deep
+from policyc.language.parser.lexer import Token
+from policyc.language.parser.statements import ImportStatement, Statement
 from policyc.language.policy import (
     MAX_SEED,
     RecipeCall,
@@ -26,32 +30,33 @@ from policyc.language.recipes import GEMM_GROUPS, Gemm, canonical_operand_word, 
 from policyc.language.schedule import StepCondition
 from policyc.language.selectors import Indices, Selector, SelectorSegment
 
-_MAX_SPLIT_DEPTH = 4  # splits in splits: `bwd=` stands for two products, so each level may double the recipe
 _VALUE = re.compile(r"[^\W\d]\w*(\.\w+)*|[0-9][\w./]*")
 """A value that the grammar accepts without braces. A single value is printed without them, so it must match."""
 
 
-class StatementBuilder(ConditionBuilder):
-    """Builds statements. One with an error is left out; a block is kept without its faulty statements."""
+class StatementParser(ConditionBuilder):
+    """Parses statements, and collects the diagnostics of all of them."""
 
-    def __init__(self, source: SourceText) -> None:
-        super().__init__(source)
-        self._split_depth = 0
+    def statement(self, tokens: Sequence[Token]) -> Statement | None:
+        """The statement that these tokens are; None if it has errors."""
+        return self._read(tokens, "statement")  # type: ignore[no-any-return]
 
-    def read(self, tree: Any, offset: int) -> tuple[Statement, ...]:
-        """Builds the statements of a piece of the file that begins at an offset."""
-        self.offset = offset
-        return self.statements(tree.children)
+    def header(self, tokens: Sequence[Token]) -> StepCondition | str | None:
+        """What a block starts with: a condition, or the name of a variant. None if it has errors."""
+        return self._read(tokens, "header")  # type: ignore[no-any-return]
 
-    def statements(self, trees: list[Any]) -> tuple[Statement, ...]:
-        """Builds the statements of a piece or a block."""
-        built = (self._statement(t) for t in trees if isinstance(t, Tree))
-        return tuple(s for s in built if s is not None)
-
-    def _statement(self, tree: Any) -> Statement | None:
-        before = len(self.diagnostics)
-        statement: Statement = getattr(self, f"_{tree.data}")(tree)
-        return statement if len(self.diagnostics) == before or isinstance(statement, BlockStatement) else None
+    def _read(self, tokens: Sequence[Token], start: Literal["statement", "header"]) -> Any:
+        before, deepest = len(self.diagnostics), find_deepest(tokens)
+        if deepest is not None:
+            self.diagnostics.append(too_deep(Span(self.source, deepest.start, deepest.end)))
+            return None
+        try:
+            tree = parse_tree(tokens, start)
+        except UnexpectedToken as error:
+            self.diagnostics.append(explain_syntax_error(self.source, tokens, error))
+            return None
+        built = getattr(self, f"_{tree.data}")(tree)
+        return built if len(self.diagnostics) == before else None
 
     # ---- statements: one method for each rule of the grammar, called by name
 
@@ -81,16 +86,14 @@ class StatementBuilder(ConditionBuilder):
             self._report("reserved-name", selector.span, f"'{selector}' is a product", f"write {selector}.*")
         return GroupDef(name=str(name), selectors=selectors, span=self.span(tree))
 
-    def _schedule(self, tree: Any) -> BlockStatement:
-        kind, point, block = tree.children
-        bound = self._bound(point)
+    def _schedule(self, tree: Any) -> StepCondition:
+        kind, number, *sign, _ = tree.children
+        bound = self._bound(number, *sign)
         word = cast(Literal["after", "until"], str(kind))  # the grammar accepts only these two
-        condition = StepCondition(kind=word, bound=bound, span=self.span(kind).to(bound.span))
-        return BlockStatement(condition, self.statements(block.children), self.span(tree))
+        return StepCondition(kind=word, bound=bound, span=self.span(kind).to(bound.span))
 
-    def _variant(self, tree: Any) -> BlockStatement:
-        _, name, block = tree.children
-        return BlockStatement(str(name), self.statements(block.children), self.span(tree))
+    def _variant(self, tree: Any) -> str:
+        return str(tree.children[1])
 
     def _rule(self, tree: Any) -> Rule:
         selectors, where, recipe, expect = [], None, None, None
@@ -133,23 +136,16 @@ class StatementBuilder(ConditionBuilder):
                 f"'{token}' is read as a name, not as an index",
                 f"write it in brackets: [{token}]",
             )
-        if "{" in glob:
-            glob = re.sub(
-                r"\{[^}]*\}", lambda m: "{" + ",".join(w.strip() for w in m[0][1:-1].split(",")) + "}", glob
-            )
-            invalid = next((c for c in glob if not (c.isalnum() or c in "_?*~-{},")), None)
-            if invalid is not None:
-                self._report(
-                    "syntax-error", token, f"'{invalid}' is not allowed between braces",
-                    "braces hold names: write several selectors, separated by commas",
-                )  # fmt: skip
+        if "." in glob:
+            message, help = "'.' is not allowed between braces", "braces hold names: write several selectors"
+            self._report("syntax-error", token, message, f"{help}, separated by commas")
         indices = self._indices(tree.children[1]) if len(tree.children) > 1 else None
         return SelectorSegment(glob=glob, indices=indices, span=self.span(tree))
 
     def _indices(self, tree: Any) -> Indices:
         tokens, span = tree.children[1:-1], self.span(tree)
-        if all(t.type == "BOUND" for t in tokens):
-            bound = self._bound(tokens[0])
+        if all(isinstance(t, Tree) for t in tokens):
+            bound = self._bound(*tokens[0].children)
             if bound.percent:
                 share = str(bound).removeprefix("-")
                 help = (
@@ -159,10 +155,10 @@ class StatementBuilder(ConditionBuilder):
             return Indices(index=int(bound.value), span=span)
         parts: list[Bound | None] = [None]
         for token in tokens:
-            if token.type == "COLON":
-                parts.append(None)
+            if isinstance(token, Tree):
+                parts[-1] = self._bound(*token.children)
             else:
-                parts[-1] = self._bound(token)
+                parts.append(None)
         start, stop, step = (*parts, None)[:3]
         if step is not None and (step.percent or step.value < 1):
             self._report(
@@ -177,7 +173,7 @@ class StatementBuilder(ConditionBuilder):
     def _products(self, tree: Any) -> frozenset[Gemm]:
         gemms: set[Gemm] = set()
         for token in tree.children:
-            for word in re.findall(r"[^\s,{}]+", re.sub("#[^\n]*", "", token)):
+            for word in re.findall(r"[^,{}]+", token):
                 if word not in GEMM_GROUPS:
                     help = suggest_gemm(word)
                     self._report("unknown-product", token, f"no product named '{word}'", help)
@@ -200,11 +196,6 @@ class StatementBuilder(ConditionBuilder):
 
     def _split(self, tree: Any, arguments: list[Any]) -> SplitRecipe:
         parts: dict[Gemm, RecipeExpr] = {}
-        if self._split_depth == _MAX_SPLIT_DEPTH:
-            message = f"splits are nested more than {_MAX_SPLIT_DEPTH} deep"
-            self._report("nested-too-deep", tree, message, "name the recipe of each product directly")
-            return SplitRecipe(parts=(), span=self.span(tree))
-        self._split_depth += 1
         for argument in arguments:
             name, value = argument.children
             if name not in GEMM_GROUPS:
@@ -230,7 +221,6 @@ class StatementBuilder(ConditionBuilder):
                 "split() names no product",
                 "write split(fprop=..., dgrad=..., wgrad=...)",
             )
-        self._split_depth -= 1
         return SplitRecipe(parts=tuple((g, parts[g]) for g in Gemm if g in parts), span=self.span(tree))
 
     def _setting(self, tree: Any) -> Setting:
@@ -246,7 +236,7 @@ class StatementBuilder(ConditionBuilder):
                 )
             values = (canonical_operand_word(str(value.children[0])),)
         elif value is not None:
-            values = tuple(canonical_operand_word(w) for w in re.findall(r"[^\s,{}]+", value))
+            values = tuple(canonical_operand_word(w) for w in re.findall(r"[^,{}]+", value))
             invalid = next((w for w in values if not _VALUE.fullmatch(w)), None)
             if not values:
                 self._report("unknown-value", value, f"no value for '{name}' between the braces")

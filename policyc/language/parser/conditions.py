@@ -1,7 +1,4 @@
-"""Builds spans, numbers and the predicates of `where` from lark's trees.
-
-When a piece of a file is parsed alone, `offset` is the start of the piece in the file.
-"""
+"""Builds spans, numbers and the predicates of `where` from lark's trees."""
 
 from __future__ import annotations
 
@@ -33,7 +30,6 @@ class NodeBuilder:
 
     def __init__(self, source: SourceText) -> None:
         self.source = source
-        self.offset = 0
         self.diagnostics: list[Diagnostic] = []
 
     def span(self, node: Any) -> Span:
@@ -43,67 +39,50 @@ class NodeBuilder:
             first = first.children[0]
         while isinstance(last, Tree):
             last = last.children[-1] or last.children[-2]  # an optional part that is absent is None
-        return Span(self.source, self.offset + first.start_pos, self.offset + last.end_pos)
+        return Span(self.source, first.start_pos, last.end_pos)
 
     def _report(self, code: str, place: Any, message: str, help: str = "") -> None:
         """`place` is a span, a tree or a token."""
         span = place if isinstance(place, Span) else self.span(place)
         self.diagnostics.append(Diagnostic(code=code, message=message, span=span, help=help))
 
-    def _bound(self, token: Any, sign: Any = None) -> Bound:
-        """Builds a number or a percentage. `sign` is the `%` after it, if that is a token of its own."""
-        text = token.replace("_", "").rstrip("%")
-        percent = sign is not None or token.endswith("%")
-        if "e" in text.lower():
-            self._report(
-                "number-out-of-range", token, "a percentage cannot have an exponent", "write it in full: 15%"
-            )
-            text = "0"
-        if len(text) > MAX_DIGITS:
-            self._report(
-                "number-out-of-range", token, "this number is too long", f"{MAX_DIGITS} digits at most"
-            )
-            text = "0"
-        value = Fraction(text)
-        if percent and abs(value) > 100:
-            self._report("number-out-of-range", token, "more than 100%", "percentages go up to 100%")
-        if not percent and value.denominator != 1:
-            self._report(
-                "number-out-of-range",
-                token,
-                "not a whole number",
-                f"write a whole number, or a percentage: {_as_percentage(value)}",
-            )
-        return Bound(
-            value, percent, self.span(token) if sign is None else self.span(token).to(self.span(sign))
-        )
-
-    def _integer(self, token: Any) -> int:
+    def _number(self, token: Any) -> Fraction:
+        """Reads a number: `4_096`, `1e9`, `2.5`, `-4`. Reports one that is too large, and returns 0 for it."""
         text = token.replace("_", "").lower()
         if text.isdecimal() and len(text) <= MAX_DIGITS:
-            return int(text)
+            return Fraction(int(text))
         mantissa, _, exponent = text.partition("e")
-        is_too_large = len(mantissa) > MAX_DIGITS or len(exponent) > 2 or int(exponent or 0) > MAX_DIGITS
+        is_too_large = len(mantissa.lstrip("-")) > MAX_DIGITS or int(exponent[:4] or 0) > MAX_DIGITS
         value = Fraction(0) if is_too_large else Fraction(mantissa) * 10 ** int(exponent or 0)
-        if is_too_large or value >= 10**MAX_DIGITS:  # it would print as a number that the parser rejects
+        if is_too_large or abs(value) >= 10**MAX_DIGITS:  # it would print as a number that is rejected
             help = f"{MAX_DIGITS} digits at most"
             self._report("number-out-of-range", token, "this number is too large", help)
-            return 0
+            return Fraction(0)
+        return value
+
+    def _integer(self, token: Any) -> int:
+        value = self._number(token)
         if value.denominator != 1:
-            self._report(
-                "number-out-of-range", token, "not a whole number", "dimensions and counts are whole numbers"
-            )
+            help = "dimensions and counts are whole numbers"
+            self._report("number-out-of-range", token, "not a whole number", help)
         return int(value)
 
-
-def _as_percentage(value: Fraction) -> str:
-    """Returns the percentage that a number stands for. A number below 1 is a fraction: 0.82 is 82%."""
-    return str(Bound(value * 100 if abs(value) < 1 else value, True))
+    def _bound(self, token: Any, sign: Any = None) -> Bound:
+        """Builds a number, or a percentage if there is a `sign` after it."""
+        value, span = self._number(token), self.span(token)
+        if sign is not None:
+            span = span.to(self.span(sign))
+            if abs(value) > 100:
+                self._report("number-out-of-range", span, "more than 100%", "percentages go up to 100%")
+        elif value.denominator != 1:
+            share = Bound(value * 100 if abs(value) < 1 else value, True)  # 0.82 is meant as 82%
+            help = f"write a whole number, or a percentage: {share}"
+            self._report("number-out-of-range", span, "not a whole number", help)
+        return Bound(value, sign is not None, span)
 
 
 _TRUTH_VALUES = ("true", "false")
 _MIRRORED: dict[Operator, Operator] = {"==": "==", "!=": "!=", "<": ">", "<=": ">=", ">": "<", ">=": "<="}
-_WORDS_FOR_KIND = ("kind", "type", "role")  # `kind == mlp` is written `mlp`
 
 
 class ConditionBuilder(NodeBuilder):
@@ -135,8 +114,6 @@ class ConditionBuilder(NodeBuilder):
         return predicate
 
     def _compare(self, tree: Any) -> Predicate:
-        if self._is_reported_as_kind(tree):
-            return Flag(name="mlp", span=self.span(tree))
         before = len(self.diagnostics)
         terms = tuple(self._term(c) for c in tree.children if isinstance(c, Tree))
         # The grammar accepts only operators here.
@@ -174,18 +151,6 @@ class ConditionBuilder(NodeBuilder):
                 f"compare it: {term} {bound}",
             )
         return Flag(name=name, span=term.span)
-
-    def _is_reported_as_kind(self, tree: Any) -> bool:
-        """Reports `kind == mlp`, which is written `mlp`."""
-        words = [str(c.children[0]) for c in tree.children if isinstance(c, Tree)]
-        kinds = [word for word in words if word in FLAGS]
-        if len(words) != 2 or len(kinds) != 1 or not {*words} & {*_WORDS_FOR_KIND}:
-            return False
-        negation = "not " if tree.children[1] == "!=" else ""
-        self._report(
-            "bad-predicate", tree, "a kind is a condition by itself", f"write 'where {negation}{kinds[0]}'"
-        )
-        return True
 
     def _check_layer(self, comparison: Comparison) -> None:
         """Checks that `layer` is compared only with numbers, and nothing else with bounds such as `-4` and `15%`."""

@@ -1,150 +1,165 @@
-"""Runs the grammar: parses text into lark trees, and explains syntax errors.
-
-When a piece of a file is parsed alone, lark counts offsets from the start of the piece.
-"""
+"""Runs the grammar: parses the tokens of a statement into a tree of lark, and explains syntax errors."""
 
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lark import Lark, Token
-from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
+from lark.exceptions import UnexpectedToken
+from lark.lexer import Lexer
 
-from policyc.base.files import cache_folder
-from policyc.base.text import cache_by_text
 from policyc.language import bundled
 from policyc.language.diagnostics import Diagnostic, SourceText, Span
-from policyc.language.parser.habits import explain_habit, find_error_site
-from policyc.language.parser.statements import BRACKET_PATTERN
+from policyc.language.parser import lexer
+from policyc.language.parser.habits import explain_habit
+from policyc.language.recipes import GEMM_GROUPS
 
-MAX_DEPTH = 32
-"""Maximum nesting depth of brackets. The builder recurses, so deeper nesting could overflow the stack."""
+MAX_DEPTH = 16
+"""Nesting of brackets, blocks and imports, and length of a chain of recipes."""
 
-_MAX_QUOTED = 40  # characters of a token or a line in a message
-_MAX_EXPECTED = 5  # terminals listed in a message; more would not help
-
-
-class _NewlineFilter:
-    """Drops newlines that cannot end a statement. Runs between the lexer and the parser."""
-
-    always_accept = ("_SEP",)
-    _CONTINUES = frozenset(
-        {"COMMA", "ARROW", "EQUAL", "AT", "AND", "OR", "NOT", "WHERE", "COMPARE", "PERCENT", "DOT"}
-    )
-
-    def process(self, stream: Iterator[Token]) -> Iterator[Token]:
-        depth, before = 0, ""
-        for token in stream:
-            continues = depth > 0 or before in self._CONTINUES
-            if token.type == "_SEP" and continues and ";" not in re.sub("#[^\n]*", "", token):
-                continue
-            depth += {"LPAR": 1, "LSQB": 1, "RPAR": -1, "RSQB": -1}.get(token.type, 0)
-            before = token.type
-            yield token
+_WINDOW = 200  # characters around an error in which habits are looked for
+_NUMBER = re.compile(r"-?[0-9][0-9_]*(\.[0-9]+)?([eE][0-9]+)?")
+_WORDS = {word: word.upper() for word in ("where", "expect", "and", "or", "not")}
+_SIGNS = {
+    "->": "ARROW", "^": "ANCHOR", "{": "LBRACE", "}": "RBRACE", "[": "LSQB", "]": "RSQB", "(": "LPAR", ")": "RPAR",
+    ":": "COLON", "%": "PERCENT", "=": "EQUAL", ",": "COMMA", ".": "DOT", "@": "AT",
+    **dict.fromkeys(("==", "!=", "<=", ">=", "<", ">"), "COMPARE"),
+}  # fmt: skip
+_SHOWN = {
+    **{terminal: f"'{sign}'" for sign, terminal in _SIGNS.items()}, **{t: f"'{word}'" for word, t in _WORDS.items()},
+    "COMPARE": "a comparison", "SEGMENT": "a selector", "WORD": "a name", "NUMBER": "a number", "NEGATIVE": "a number",
+    "STRING": "a file name in quotes", "SET": "'{...}'", "VALUE": "a value", "$END": "end of line",
+    "MORE_PRODUCTS": "','",
+}  # fmt: skip
+_OPTIONAL = {"PERCENT", "ANCHOR", "AND", "OR", "NOT", "COMPARE"}
+"""Terminals that a message lists only if there are no others."""
 
 
-@cache_by_text
-def parse_tree(text: str) -> Any:
-    """Returns the tree of a text. Raises lark's `UnexpectedInput`."""
-    return _lark().parse(text)
+class _Terminals(Lexer):
+    """Names the terminals that the tokens of a statement are, which depends on what the grammar accepts there."""
+
+    __future_interface__ = 2
+
+    def __init__(self, lexer_conf: object) -> None:
+        del lexer_conf  # the terminals' patterns: the text is split into tokens already
+
+    def lex(self, lexer_state: Any, parser_state: Any) -> Iterator[Token]:
+        tokens: Sequence[lexer.Token] = lexer_state.text
+        states, position = parser_state.parse_conf.parse_table.states, 0
+        while position < len(tokens):
+            terminal, end = _name_terminal(tokens, position, states[parser_state.position])
+            used = tokens[position:end]
+            text = used[0].text if len(used) == 1 else "".join(token.text for token in used)
+            yield Token(terminal, text, start_pos=used[0].start, end_pos=used[-1].end)
+            position = end
+
+
+def _name_terminal(tokens: Sequence[lexer.Token], first: int, accepted: Collection[str]) -> tuple[str, int]:
+    """Returns the terminal that starts at a token, and the number of the token after it."""
+    token, text = tokens[first], tokens[first].text
+    if token.kind == "string":
+        return "STRING", first + 1
+    if first == 0 and (keyword := lexer.find_keyword(tokens)):
+        return keyword.upper(), 1
+    if "SEGMENT" in accepted and (end := _glue(tokens, first, "", "{")) > first:
+        return "SEGMENT", end
+    if text == "{" and "SET" in accepted and (end := _skip_braces(tokens, first, ",./")) > first:
+        return "SET", end
+    if token.kind == "name":
+        if _WORDS.get(text) in accepted:
+            return _WORDS[text], first + 1
+        end = _glue(tokens, first, "./" if "VALUE" in accepted else ".", "")
+        glued = "".join(token.text for token in tokens[first:end])
+        if "NUMBER" in accepted and _NUMBER.fullmatch(glued):
+            return "NEGATIVE" if glued.startswith("-") else "NUMBER", end
+        if "VALUE" in accepted and (end > first + 1 or text[0].isdecimal()):
+            return "VALUE", end
+        return "WORD" if token.is_word else "NAME", first + 1
+    if text == "," and "MORE_PRODUCTS" in accepted and first + 1 < len(tokens):
+        end = _glue(tokens, first + 1, ".", "{[")
+        if tokens[first + 1].text in GEMM_GROUPS and end == first + 2:
+            return "MORE_PRODUCTS", end
+    return _SIGNS.get(text, "SIGN"), first + 1
+
+
+def _glue(tokens: Sequence[lexer.Token], first: int, signs: str, braces: str) -> int:
+    """Returns the end of the names, signs and `{...}` that start at a token and have nothing between them."""
+    end = first
+    while end < len(tokens) and (end == first or tokens[end].start == tokens[end - 1].end):
+        token = tokens[end]
+        if token.kind == "name" or (end > first and token.text and token.text in signs):
+            end += 1
+        elif token.text and token.text in braces:
+            after = _skip_braces(tokens, end, ",.") if token.text == "{" else end + 1
+            if after == end:
+                break
+            end = after
+        else:
+            break
+    return end
+
+
+def _skip_braces(tokens: Sequence[lexer.Token], first: int, signs: str) -> int:
+    """Returns the end of a list of names in braces; its start if there is something else in them."""
+    for number in range(first + 1, len(tokens)):
+        if tokens[number].text == "}":
+            return number + 1
+        if tokens[number].kind != "name" and tokens[number].text not in signs:
+            break
+    return first
 
 
 @cache
 def _lark() -> Lark:
     grammar = (bundled.data_folder("grammars") / "policy.lark").read_text(encoding="utf-8")
-    options: dict[str, Any] = {"parser": "lalr", "start": "policy", "postlex": _NewlineFilter()}
-    kept = _kept_tables()
-    return Lark(grammar, **options) if kept is None else Lark(grammar, **options, cache=str(kept))
+    return Lark(grammar, parser="lalr", lexer=_Terminals, start=["statement", "header"])
 
 
-def _kept_tables() -> Path | None:
-    """Path of lark's parser-table cache. Building the tables takes a third of the time of a lint.
-
-    lark rebuilds them if the file is damaged or belongs to another grammar or version. None without a cache folder.
-    """
-    try:
-        return cache_folder() / f"grammar_{sys.version_info.major}_{sys.version_info.minor}"
-    except OSError:
-        return None
+def parse_tree(tokens: Sequence[lexer.Token], start: Literal["statement", "header"]) -> Any:
+    """Returns the tree of a statement, or of the header of a block. Raises lark's `UnexpectedToken`."""
+    return _lark().parse(tokens, start)
 
 
-_TERMINAL_NAMES = {
-    "ARROW": "'->'", "_SEP": "end of line", "SEGMENT": "a selector", "WORD": "a name", "COMMA": "','", "DOT": "'.'",
-    "LPAR": "'('", "RPAR": "')'", "LSQB": "'['", "RSQB": "']'", "LBRACE": "'{'", "RBRACE": "'}'", "EQUAL": "'='",
-    "AT": "'@'", "WHERE": "'where'", "EXPECT": "'expect'", "INT": "a number", "NUMBER": "a number", "SET": "'{...}'",
-    "NEGATIVE": "a number",
-    "POINT": "a step or a percentage", "BOUND": "an index", "COLON": "':'", "STRING": "a file name in quotes",
-    "COMPARE": "a comparison", "AND": "'and'", "OR": "'or'", "NOT": "'not'", "PERCENT": "'%'", "VALUE": "a value",
-    "ANCHOR": "'^'", "$END": "end of file", "MORE_PRODUCTS": "', PRODUCT'",
-    "IMPORT": "a statement", "RECIPE": "a statement", "AFTER": "a statement", "UNTIL": "a statement",
-    "VARIANT": "a statement", "SEED": "a statement", "GROUP": "a statement",
-}  # fmt: skip
+def explain_syntax_error(
+    source: SourceText, tokens: Sequence[lexer.Token], error: UnexpectedToken
+) -> Diagnostic:
+    """Returns the diagnostic for an error of lark in a statement."""
+    accepts: Any = error.accepts  # what the parser really accepts; `expected` has more
+    end, token = tokens[-1].end, error.token
+    is_at_end = token.type == "$END"
+    start = end if is_at_end else token.start_pos
+    before = source.text[max(tokens[0].start, start - _WINDOW) : start]
+    after = source.text[start : min(end, start + _WINDOW)]
+    shown = {_SHOWN.get(terminal, terminal.lower()) for terminal in accepts}
+    help = explain_habit(before, after, shown) or _list_expected(accepts)
+    message = "this statement ends too early" if is_at_end else f"unexpected '{token}'"
+    return syntax_error(Span(source, start, end if is_at_end else token.end_pos), message, help)
 
 
-def explain_syntax_error(source: SourceText, error: UnexpectedInput, offset: int) -> Diagnostic:
-    """Returns the diagnostic for an error of lark. `offset` is the start of the parsed piece in the source."""
-    position: Any = error.pos_in_stream
-    start = offset + max(position or 0, 0)
-    if isinstance(error, UnexpectedToken):
-        accepts: Any = error.accepts  # what the parser really accepts; lark sometimes leaves it out
-        expected, token = set(accepts or error.expected), error.token
-        if token.type == "$END":
-            end = offset + (token.end_pos or 0) if token.end_pos else len(source.text.rstrip())
-            return syntax_diagnostic(source, end, end, "the text ends too early", _list_expected(expected))
-        is_newline = token.type == "_SEP" and "#" not in token and ";" not in token
-        end, unexpected = start + max(1, len(token.rstrip())), "end of line" if is_newline else token.strip()
-    else:
-        assert isinstance(error, UnexpectedCharacters)
-        expected, unexpected, end = set(error.allowed or ()), source.text[start : start + 1], start + 1
-    quoted = unexpected if unexpected == "end of line" else f"'{shorten(unexpected)}'"
-    help = explain_habit(find_error_site(source.text, start, expected)) or _list_expected(expected)
-    return syntax_diagnostic(source, start, end, f"unexpected {quoted}", help)
+def _list_expected(accepts: set[str]) -> str:
+    names = {_SHOWN.get(terminal, "a statement") for terminal in accepts - _OPTIONAL or accepts}
+    listed = ["'->'"] if "'->'" in names else ["a selector"] if "a statement" in names else sorted(names)
+    return f"expected {' or '.join(listed)}" if listed else ""
 
 
-def _list_expected(expected: set[str]) -> str:
-    """Lists the expected terminals. If there are many, lists only the end of the line, or the first few."""
-    names = sorted({_TERMINAL_NAMES.get(name, name) for name in expected - {"MORE_PRODUCTS"}})
-    if "'->'" in names:
-        names = ["'->'"]
-    if "a statement" in names:
-        names = ["a statement", *(n for n in names if n == "'}'")]
-    if len(names) > _MAX_EXPECTED:
-        names = ["end of line"] if "_SEP" in expected else [*names[:_MAX_EXPECTED], "..."]
-    return f"expected {' or '.join(names)}" if names else ""
+def syntax_error(span: Span, message: str, help: str = "") -> Diagnostic:
+    return Diagnostic(code="syntax-error", message=message, span=span, help=help)
 
 
-def shorten(text: str) -> str:
-    """Returns the first line of a text, cut to the longest length quoted in a message."""
-    first = text.partition("\n")[0]
-    return first if len(first) <= _MAX_QUOTED else first[: _MAX_QUOTED - 1] + "…"
+def too_deep(span: Span) -> Diagnostic:
+    help = "name the inner recipes, or write several rules"
+    message = f"nested more than {MAX_DEPTH} deep"
+    return Diagnostic(code="nested-too-deep", message=message, span=span, help=help)
 
 
-def syntax_diagnostic(source: SourceText, start: int, end: int, message: str, help: str = "") -> Diagnostic:
-    return Diagnostic(code="syntax-error", message=message, span=Span(source, start, end), help=help)
-
-
-def has_syntax_error(diagnostics: Sequence[Diagnostic]) -> bool:
-    """Whether one of the diagnostics explains why the grammar did not accept the file."""
-    return any(d.code in ("syntax-error", "nested-too-deep") for d in diagnostics)
-
-
-def check_depth(source: SourceText, start: int, end: int, depth: int = 0) -> Diagnostic | None:
-    """Returns a diagnostic if brackets nest too deep between two offsets. `depth` is the nesting at the start."""
-    for match in BRACKET_PATTERN.finditer(source.text, start, end):
-        if match.group() in ("(", "[", "{"):
-            depth += 1
-        elif match.group() in (")", "]", "}"):
-            depth = max(0, depth - 1)
+def find_deepest(tokens: Sequence[lexer.Token]) -> lexer.Token | None:
+    """Returns the first bracket that nests deeper than `MAX_DEPTH`."""
+    depth = 0
+    for token in tokens:
+        depth += (token.text in lexer.OPENING) - (token.text in lexer.CLOSING)
         if depth > MAX_DEPTH:
-            return Diagnostic(
-                code="nested-too-deep",
-                message=f"brackets are nested more than {MAX_DEPTH} deep",
-                span=Span(source, match.start(), match.end()),
-                help="name the inner recipes, or write several rules",
-            )
+            return token
     return None
