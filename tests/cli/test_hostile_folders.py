@@ -74,7 +74,7 @@ MODULES = ("json.py", "pickle.py", "click/__init__.py", "lark/__init__.py")
     ("start", "modules"),
     [
         (start_linter, ("policyc/__init__.py", *MODULES)),
-        (start_run, ("policyc/__init__.py", *MODULES)),
+        (start_run, ("policyc/__init__.py", "submitit/__init__.py", "numpy.py", *MODULES)),
         (start_command, MODULES),  # `-m policyc` itself means the folder's
     ],
 )

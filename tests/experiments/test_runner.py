@@ -280,6 +280,7 @@ print(jax.value_and_grad(scanned)(w, x)[0])
 """
 
 
+@pytest.mark.slow
 def test_a_policy_works_without_jit(home: Path) -> None:
     (home / "program.py").write_text(STEPS)
     jitted = apply_here(home, "fp8.policy", "program.py")

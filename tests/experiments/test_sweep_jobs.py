@@ -89,6 +89,7 @@ def test_runs_are_spread_over_the_gpus(
 
 PROGRAM = """
 import json, os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(float(os.environ["SAVE_SECONDS"])), os._exit(1)))
 folder = os.environ["POLICYC_RUN_DIR"]
 changed = [name for name in os.environ if "SUBMITIT" in name or "SAFEPATH" in name or "CUDA_VISIBLE" in name]
 print("seed", os.environ["POLICYC_SEED"], changed, flush=True)
@@ -104,9 +105,11 @@ if not os.fork():
 """
 
 
-def make_job(tmp_path: Path) -> Run:
+def make_job(tmp_path: Path, save_seconds: float = 0) -> Run:
     run = make_run(tmp_path)
-    environment = {"POLICYC_RUN_DIR": str(run.folder), "POLICYC_SEED": "0"}
+    environment = {
+        "POLICYC_RUN_DIR": str(run.folder), "POLICYC_SEED": "0", "SAVE_SECONDS": str(save_seconds)
+    }  # fmt: skip
     return replace(run, command=(sys.executable, "-c", PROGRAM), environment=environment)
 
 
@@ -165,28 +168,33 @@ def test_a_run_is_stopped_killed_and_continued(tmp_path: Path, executor: LocalEx
 
 
 SWEEP = """
-import sys
+import os, sys
+os.setsid()  # as in a terminal of its own
 from pathlib import Path
 from policyc.experiments.sweep.local import LocalExecutor
 from tests.experiments.test_sweep_jobs import make_job
 out = Path(sys.argv[1])
 executor = LocalExecutor(out, 1)
-executor.start(make_job(out))
+executor.start(make_job(out, save_seconds=2))  # submitit kills a job one second after Ctrl-C
 print("started", flush=True)
 while True:
     executor.is_active(make_job(out))
 """
 
 
-def test_nothing_is_left_of_a_sweep_that_is_killed(tmp_path: Path) -> None:
-    """Its run saves, and a new sweep waits for that."""
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_is_left_of_a_sweep_that_is_killed(tmp_path: Path, number: signal.Signals) -> None:
+    """Its run gets time to save, also after Ctrl-C, which the terminal sends to all of its processes."""
     run = make_job(tmp_path)
     sweep = start(
         [sys.executable, "-c", SWEEP, str(tmp_path)], env={**os.environ, "PYTHONPATH": python_path()}
     )
     wait_until(lambda: reaches_step_2(run))
     assert not is_free(run.folder)
-    sweep.kill()
+    if number == signal.SIGKILL:
+        sweep.kill()
+    else:
+        os.killpg(sweep.pid, number)
     wait_until(lambda: is_free(run.folder))
     assert read_state(run.folder) == "preempted"
 

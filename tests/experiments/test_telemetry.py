@@ -180,49 +180,34 @@ def test_a_loss_that_is_not_one_number_is_refused() -> None:
         policyc.stats("* -> nvfp4", lambda w, x: x @ w, _array(1, 32, 64), _array(0, 48, 32))
 
 
-def test_observe_writes_every_nth_step_and_resumes_a_run(tmp_path: Path) -> None:
+def test_observe_appends_every_nth_step_and_resumes_a_run(tmp_path: Path) -> None:
+    """A file that is written again as a whole is another file, and takes longer with every observation."""
+
     def loss(p: Any, x: jax.Array) -> jax.Array:
         return jnp.mean((x @ p["head"]) ** 2)
 
-    out, args = tmp_path / "run" / "stats.jsonl", ({"head": _array(0, 8, 8)}, _array(1, 8, 8))
-    policyc.observe(0, loss, *args)
-    assert not out.exists()
-    for steps in ((1, 2, 3, 4, 5), (4,)):
-        with policyc.active("head -> fp8", stats_every=2):
+    def observe(*steps: int) -> list[int]:
+        with policyc.active("head -> mxfp8", stats_every=2):
             policyc.set_output_dir(out.parent)
             for step in steps:
                 policyc.observe(step, loss, *args)
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    steps = [r["step"] for r in rows]
+                states.append((out.stat().st_ino, out.read_text()) if out.exists() else (0, ""))
+        return [json.loads(line)["step"] for line in out.read_text().splitlines()]
+
+    out, args = tmp_path / "run" / "stats.jsonl", ({"head": _array(0, 8, 8)}, _array(1, 8, 8))
+    states: list[tuple[int, str]] = []
+    policyc.observe(0, loss, *args)
+    assert not out.exists()
+    steps = observe(1, 2, 3, 4, 5)
+    (_, before), (second, first_rows), _, (fourth, rows), _ = states
+    assert not before
+    assert second == fourth
+    assert rows.startswith(first_rows)
     assert steps == sorted(steps)
-    assert set(steps) == {2, 4}
-    assert steps.count(2) == steps.count(4)
-
-
-def test_observations_are_appended_and_a_broken_line_is_not(tmp_path: Path) -> None:
-    """A file that is written again as a whole is another file, and takes longer with every observation."""
-    path, args = tmp_path / "stats.jsonl", ({"head": _array(0, 8, 8)}, _array(1, 8, 8))
-
-    def steps() -> list[int]:
-        return list(dict.fromkeys(json.loads(line)["step"] for line in path.read_text().splitlines()))
-
-    def loss(params: Any, x: Any) -> Any:
-        return (x @ params["head"]).sum()
-
-    with policyc.active("* -> mxfp8", stats_every=1):
-        policyc.set_output_dir(tmp_path)
-        policyc.observe(0, loss, *args)
-        file = path.stat().st_ino
-        whole = path.read_text()
-        policyc.observe(1, loss, *args)
-        assert path.stat().st_ino == file
-        assert path.read_text().startswith(whole)
-        assert steps() == [0, 1]
-    path.write_text(whole + '{}\n{"step": 1, "loss": ')  # the process was killed while it wrote
-    with policyc.active("* -> mxfp8", stats_every=1):
-        policyc.set_output_dir(tmp_path)
-        policyc.observe(2, loss, *args)
-    assert steps() == [0, 2]
+    assert (set(steps), steps.count(2)) == ({2, 4}, steps.count(4))
+    assert observe(4) == steps
+    out.write_text(first_rows + '{}\n{"step": 4, "loss": ')  # the process was killed while it wrote
+    assert observe(4) == steps
 
 
 @pytest.mark.slow
