@@ -77,7 +77,8 @@ class Documents(grain.IterDataset):  # type: ignore[misc]
         details = [
             f"{name} {spec.options[name]}" for name in ("name", "revision", "split") if name in spec.options
         ]
-        self.contents: str = ", ".join([self.describe(), *details, f"column {spec.column}"])
+        self.description: str = self.describe()  # of the files at the start of the run
+        self.contents: str = ", ".join([self.description, *details, f"column {spec.column}"])
         _check_columns(self)
 
     def describe(self) -> str:
@@ -134,7 +135,7 @@ class _DocumentIterator(grain.DatasetIterator):  # type: ignore[misc]
 
     def _end_epoch(self) -> None:
         source = self._source
-        if (now := source.describe()) not in source.contents:
+        if (now := source.describe()) != source.description:
             changed = f"'{source.spec.path}' was changed during the run: now {now}"
             raise ConfigError(f"{changed}; restore the files, and the same command resumes the run")
         if not self._good:
