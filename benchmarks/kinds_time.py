@@ -24,9 +24,9 @@ from benchmarks import pass_time
 from benchmarks.command_line import make_parser
 from policyc.compiler.finding.analysis import analyze
 from policyc.compiler.kinds.flow import build_flow
-from policyc.compiler.kinds.site_purpose import set_kinds
+from policyc.compiler.kinds.site_purpose import sites_with_kinds
 from policyc.compiler.sites.paths import leaf_paths
-from policyc.compiler.sites.site import Sites
+from policyc.compiler.sites.site_list import Sites
 
 TURNS = 11
 OUTLIERS = 2  # turns left out at each end of the range of shares
@@ -113,7 +113,7 @@ def milliseconds(function: Callable[[], Any]) -> float:
 
 
 def find_kinds(sites: Sites, is_parameter: list[bool]) -> None:
-    set_kinds(build_flow(sites.jaxpr, is_parameter, (), sites.sites), sites.looked_up)
+    list(sites_with_kinds(build_flow(sites.jaxpr, is_parameter, (), sites.sites), sites.looked_up))
 
 
 def main() -> None:

@@ -20,8 +20,13 @@ from policyc.language.bundled import data_folder
 PACKAGES = ("base", "language", "linter", "editor")
 MODULES = (
     "__init__.py", "numerics/__init__.py", "numerics/targets.py", "compiler/__init__.py",
-    "compiler/matching/__init__.py", "compiler/matching/decisions.py", "compiler/matching/site_lists.py",
-    "compiler/matching/site_masks.py",
+    "numerics/backends/__init__.py", "numerics/backends/backend.py", "numerics/backends/choice.py",
+    "numerics/backends/selftest_record.py",
+    "compiler/sites/__init__.py", "compiler/sites/site.py", "compiler/sites/site_kinds.py",
+    "compiler/sites/site_list.py", "compiler/sites/site_masks.py", "compiler/sites/stacks.py",
+    "compiler/matching/__init__.py", "compiler/matching/decisions.py", "compiler/matching/execution.py",
+    "compiler/planning/__init__.py", "compiler/planning/plan.py",
+    "compiler/tables/__init__.py", "compiler/tables/plan_json.py",
 )  # fmt: skip
 PYODIDE_FILES = (
     "pyodide.mjs",

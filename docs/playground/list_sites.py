@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import policyc
 from policyc.cli.program import plan_source
 from policyc.compiler.planning.plan import Plan
-from policyc.compiler.tables.plan_tables import as_json
+from policyc.compiler.tables.plan_json import as_json
 from policyc.language.policy import Policy
 
 CONFIGS = ("llama3_8b", "llama3_405b", "mixtral_8x7b")

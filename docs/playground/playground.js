@@ -222,9 +222,9 @@ async function startPython() {
   pyodide.runPython(`
 import json, sys
 sys.path.insert(0, "/policyc")
-from policyc.compiler.matching.site_lists import SiteList
+from policyc.compiler.tables.plan_json import parse_sites
 from policyc.editor import playground
-sites = {name: SiteList.from_json(text) for name, text in site_lists.items()}
+sites = {name: parse_sites(text) for name, text in site_lists.items()}
 def run(text, model, variant, phase):
     return json.dumps(playground.check(text, sites[model], variant, phase))
 start = json.dumps({"words": playground.list_words(), "examples": playground.list_examples()})

@@ -130,8 +130,8 @@ class _Comparison:
             before, after = (
                 ProductSide(
                     state=product_state(site, decision, gemm, seed),
-                    rule=decision.choice(gemm).rule,
-                    overridden=decision.choice(gemm).overridden,
+                    rule=decision.rule(gemm),
+                    overridden=decision.overridden(gemm),
                     seconds=times[gemm],
                     moved_bytes=prediction.moved_bytes(site, decision, gemm),
                 )

@@ -12,7 +12,7 @@ from policyc.cli.common import ExampleCommand, paint, usage_errors, use_color
 from policyc.cli.options import format_option
 
 if TYPE_CHECKING:
-    from policyc.linter.context import LintRule
+    from policyc.linter.rules import LintRule
 
 
 @click.command(

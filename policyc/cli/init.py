@@ -48,9 +48,7 @@ def init(like: str | None, config: str | None, out: str | None, program: tuple[s
     Each rule has the number of sites that it must match ('expect') and a comment on what it decides. The program runs
     until its first loss with a GEMM is traced.
     """
-    from policyc.compiler.matching.first_policy import NoRuleFits, choose_start, write_first_policy
-    from policyc.compiler.matching.site_lists import SiteList
-    from policyc.compiler.tables.plan_tables import as_json
+    from policyc.compiler.planning.first_policy import NoRuleFits, choose_start, write_first_policy
     from policyc.language.diagnostics import PolicyError
     from policyc.language.policy import Policy
 
@@ -61,9 +59,9 @@ def init(like: str | None, config: str | None, out: str | None, program: tuple[s
     known = None if like is None else load_policy(like)
     plan = plan_source(Policy(), program, config)
     title = f"the bundled Llama {config}" if config is not None else f"'{Path(program_name(program)).name}'"
-    sites = SiteList.from_json(as_json(plan))
     try:
-        text = write_first_policy(known or choose_start(sites), sites, title, is_start=known is None)
+        like_policy = known or choose_start(plan.sites)
+        text = write_first_policy(like_policy, plan.sites, title, is_start=known is None)
     except NoRuleFits as error:
         exit_with_message(f"{error}: choose another with --like, or see 'policyc sites'", EXIT_USAGE)
     text, allowed, errors = _lint(text, plan)
@@ -80,18 +78,18 @@ def _lint(text: str, plan: Plan) -> tuple[str, tuple[str, ...], tuple[Diagnostic
     The remaining warnings are about the sizes of the model or the GPU, not about the text. The fixes also remove
     suppressions that suppress nothing here.
     """
-    from policyc.compiler.matching.first_policy import allow
+    from policyc.compiler.planning.first_policy import allow
     from policyc.compiler.planning.plan import make_plan
     from policyc.language.diagnostics import Severity
     from policyc.language.loader import parse_with_diagnostics
-    from policyc.linter import engine
+    from policyc.linter.api import Findings, lint_loaded
     from policyc.linter.fixes import apply_fixes
 
-    def check(loaded: LoadedPolicy) -> engine.LintResult:
-        return engine.lint(loaded, plan=make_plan(loaded.policy, plan.sites))
+    def check(loaded: LoadedPolicy) -> Findings:
+        return lint_loaded(loaded, plan=make_plan(loaded.policy, plan.sites))
 
     fixed = apply_fixes(text, parse_with_diagnostics, check).text
-    found = check(parse_with_diagnostics(fixed)).diagnostics
+    found = check(parse_with_diagnostics(fixed))
     warnings = [d for d in found if d.severity is Severity.WARNING]
     errors = tuple(d for d in found if d.severity is Severity.ERROR)
     return allow(fixed, warnings), tuple(dict.fromkeys(d.code for d in warnings)), errors

@@ -98,7 +98,7 @@ class LintCommand(ProgramCommand):
     policyc lint llama.policy --fix                    apply the fixes that keep the meaning of the policy
     policyc lint llama.policy train.py --steps 1       also check what it does to a program
     policyc lint llama_nvfp4 --config llama3_8b        the same for the bundled Llama
-    policyc lint policies --format sarif --out lint.sarif
+    policyc lint policies --format json --out lint.json
     """,
 )
 @click.argument(
@@ -112,7 +112,6 @@ class LintCommand(ProgramCommand):
     "concise",
     "json",
     "github",
-    "sarif",
     help="full: source line and notes. concise: one line per finding. The others are for tools.",
 )
 @out_option()
@@ -214,7 +213,7 @@ class _FileResult:
 
 def _lint_file(name: str, request: _Request) -> _FileResult:
     from policyc.language.diagnostics import PolicyError
-    from policyc.linter.engine import lint as run_lint
+    from policyc.linter.api import lint_loaded
 
     fix_count = 0
     name, variant = _split_variant(name)
@@ -229,13 +228,13 @@ def _lint_file(name: str, request: _Request) -> _FileResult:
         plan = None
         if request.has_program and not loaded.diagnostics:
             plan = plan_source(loaded.policy, request.program, request.config)
-        result = run_lint(loaded, request.codes, plan, request.target)
+        found = lint_loaded(loaded, request.codes, plan, request.target)
     except PolicyError as error:
         return _FileResult(diagnostics=error.diagnostics, fix_count=fix_count, is_unreadable=True)
     return _FileResult(
-        diagnostics=result.diagnostics,
+        diagnostics=found,
         fix_count=fix_count,
-        is_unreadable=any(d.code == "unreadable-file" for d in result.diagnostics),  # an imported file
+        is_unreadable=any(d.code == "unreadable-file" for d in found),  # an imported file
         unchanged_products=_describe_unchanged_products(plan),
     )
 
@@ -281,13 +280,13 @@ def _read_source(name: str, request: _Request) -> _Source:
 
 
 def _compute_fixes(source: _Source, request: _Request) -> FixedText:
-    from policyc.linter.engine import lint as run_lint
+    from policyc.linter.api import lint_loaded
     from policyc.linter.fixes import apply_fixes
 
     return apply_fixes(
         source.text,
         source.parse,
-        lambda loaded: run_lint(loaded, request.codes),
+        lambda loaded: lint_loaded(loaded, request.codes),
         unsafe=request.options.unsafe_fixes,
     )
 

@@ -197,7 +197,6 @@ _FORMATS = {
     ".md": "markdown",
     ".json": "json",
     ".svg": "svg",
-    ".sarif": "sarif",
     ".policy": "policy",
 }
 """The formats that the ending of a file's name asks for."""

@@ -301,7 +301,8 @@ class _PlanPrinter:
         self.losses = 0
 
     def __call__(self, plan: Plan) -> None:
-        from policyc.compiler.tables.plan_tables import as_json, summary
+        from policyc.compiler.tables.plan_json import as_json
+        from policyc.compiler.tables.plan_tables import summary
         from policyc.experiments.runner import is_first_process
 
         if not len(plan.sites):
@@ -362,7 +363,7 @@ def explain_no_loss(saw_forward_mode: bool) -> str:
 
 def _explain_no_match(plans: Sequence[Plan], policy_name: str) -> str:
     """Explains why a policy matched nothing in any loss of a run."""
-    from policyc.compiler.planning.idle_rules import suggest_selector
+    from policyc.compiler.planning.idle_rules import all_names, suggest_names
     from policyc.compiler.tables.plan_tables import other_products
 
     plan = next((plan for plan in plans if len(plan.sites)), None)
@@ -372,5 +373,5 @@ def _explain_no_match(plans: Sequence[Plan], policy_name: str) -> str:
         return "; ".join(lines)
     if not plan.policy.rules:
         return f"'{policy_name}' has no rules"
-    help = suggest_selector(plan, plan.policy.rules[-1])
+    help = suggest_names(plan.policy.rules[-1], all_names(plan))
     return f"'{policy_name}' matched none of the {len(plan.sites)} sites: {help}"

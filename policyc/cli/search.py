@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from policyc.base.text import count_others
-from policyc.cli.common import exit_with_message, load_policy, print_note, print_or_write, write_output
+from policyc.cli.common import exit_with_message, load_policy, print_note, print_or_write
 from policyc.cli.options import (
     FiniteRange,
     StepOptions,
@@ -64,12 +64,6 @@ class SearchOptions:
         "Most ranges of layers with different formats. Each additional range splits a scan.", default=4
     )
     backend: str = priced_backend_option
-    explain: str | None = option(metavar="SITE", help="Also explain the choice for the sites with this name.")
-    sweep: str | None = option(
-        type=click.Path(file_okay=False),
-        metavar="DIR",
-        help="Also write the knees of the frontier to DIR, as variants of a policy for 'policyc sweep'.",
-    )
     out: str | None = out_option(formats=("policy", "svg", "json"))
 
 
@@ -79,7 +73,7 @@ class SearchOptions:
     policyc search --speedup 1.3 --devices 8 --out found.policy train.py --steps 100
     policyc search --config 5m --from runs/5m/checkpoints/500 --speedup te_nvfp4 --out found.policy
     policyc search --config 5m --after 200 --frontier --out frontier.svg
-    policyc search --max-damage 0.01 --formats nvfp4,fp8 --explain down_proj train.py
+    policyc search --max-damage 0.01 --formats nvfp4,fp8 train.py
     """,
 )
 @step_options
@@ -104,7 +98,7 @@ def search(
         )
     searched, seconds = _search(program, step, record, options)
     _print_notes(searched)
-    from policyc.experiments.search.found import explain_site, find_stalls
+    from policyc.experiments.search.found import find_stalls
     from policyc.language.loader import parse
 
     solutions = _solve(searched, options, seconds)
@@ -123,11 +117,6 @@ def search(
             print_note(
                 f"gradient over noise of wgrad is below √3, where training stalls: {places}", "warning"
             )
-    if options.explain is not None:
-        text = explain_site(searched, solutions[len(solutions) // 2], options.explain)
-        click.echo(text or f"no site is named '{options.explain}'", err=True)
-    if options.sweep is not None:
-        _write_sweep(searched, options.sweep)
 
 
 def _search(
@@ -247,12 +236,3 @@ def _write_frontier(searched: Searched, solutions: list[Solution], out: str | No
     rows = [*((point(s.cost), "") for s in solutions), *((p, f"  {name}") for name, p in policies.items())]
     lines = [f"{p['speed_up']:.3f}x  damage {p['damage']:.3g}{name}" for p, name in rows]
     click.echo("\n".join(lines), err=out is not None)
-
-
-def _write_sweep(searched: Searched, folder: str) -> None:
-    from policyc.experiments.search.found import knees
-
-    path = Path(folder) / "frontier.policy"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_output("--sweep", str(path), searched.write_variants(knees(searched.frontier())))
-    print_note(f"policyc sweep {shlex.quote(str(path))} --variants all ...", "measure the loss")

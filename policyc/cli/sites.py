@@ -47,7 +47,7 @@ def sites(
     'policyc apply' would refuse the policy.
     """
     from policyc.compiler.tables.kind_tables import explain_kinds
-    from policyc.compiler.tables.plan_tables import as_json
+    from policyc.compiler.tables.plan_json import as_json
     from policyc.compiler.tables.site_table import sites_table
     from policyc.language.policy import Policy
 

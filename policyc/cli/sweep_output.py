@@ -15,8 +15,8 @@ import click
 from policyc.cli.common import print_note, unified_diff, use_color
 
 if TYPE_CHECKING:
-    from policyc.experiments.sweep.engine import TrackedRun
     from policyc.experiments.sweep.manifest import SweepDesign
+    from policyc.experiments.sweep.progress import TrackedRun
     from policyc.experiments.sweep.variants import VariantList
 
 _EDIT_WIDTH = 80  # characters of an edit in a message: rules can be long
@@ -98,6 +98,6 @@ def print_dry_run(design: SweepDesign, tracked: Sequence[TrackedRun]) -> None:
     click.echo(f"\n{counts}" + ("" if steps is None else f", {steps} steps each"))
     for variant in variants:
         runs = [run for run in tracked if run.run.variant == variant.name]
-        states = ", ".join(f"{' and '.join(map(str, run.run.seeds))} ({run.progress})" for run in runs)
+        states = ", ".join(f"{run.run.seed} ({run.progress})" for run in runs)
         command = escape_controls(shlex.join(runs[0].run.command))
         click.echo(f"{escape_controls(variant.name)}: seeds {states}\n    {command}")

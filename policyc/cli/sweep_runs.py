@@ -5,7 +5,6 @@ Import slow modules inside functions: `--help` loads this module.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from errno import ENOSPC
@@ -38,9 +37,9 @@ from policyc.cli.sweep_output import print_dry_run, print_omitted, write_page
 
 if TYPE_CHECKING:
     from policyc.experiments.sweep.commands import SweepProgram
-    from policyc.experiments.sweep.engine import SweepResult, TrackedRun
-    from policyc.experiments.sweep.executor import Executor
+    from policyc.experiments.sweep.local import Executor
     from policyc.experiments.sweep.manifest import SweepDesign
+    from policyc.experiments.sweep.progress import SweepResult, TrackedRun
     from policyc.experiments.sweep.slurm import SlurmOptions
     from policyc.experiments.sweep.variants import SweepVariant
 
@@ -104,9 +103,6 @@ class SweepOptions:
         help="Submit each run as a Slurm job with these resources, such as 'partition=long,gpus=8,nodes=16,time=1440' "
         "(time in minutes).",
     )
-    seeds_per_process: int = number(
-        "Seeds of a variant that run in one process. Bundled trainer only.", default=1
-    )
     metrics: str | None = option(
         metavar="KIND=PATH",
         help="Read the metrics of a trainer that does not write metrics.jsonl: 'maxtext={out}/metrics.txt'.",
@@ -140,9 +136,9 @@ def run_sweep(
 ) -> None:
     """Runs a sweep to its end, or prints what it would run. Exits unless all runs finished."""
     from policyc.experiments.sweep.commands import make_runs
-    from policyc.experiments.sweep.engine import track_runs
-    from policyc.experiments.sweep.liveness import FolderBusy, hold_lock
+    from policyc.experiments.sweep.locks import FolderBusy, hold_lock
     from policyc.experiments.sweep.manifest import ChangedSweep, check_sweep, open_sweep
+    from policyc.experiments.sweep.progress import track_runs
 
     out = out.absolute()
     design = _design_sweep(policies, edits, _make_program(program, config, options), options, out)
@@ -155,7 +151,7 @@ def run_sweep(
                 print_note(note)
             print_dry_run(design, track_runs(runs))
             return
-        executor = _make_executor(options)
+        executor = _make_executor(options, out)
         out.mkdir(parents=True, exist_ok=True)
         with hold_lock(out, "sweep", lambda text: print_note(text, "warning")):
             for note in open_sweep(out, design):
@@ -192,7 +188,6 @@ def _make_program(words: Sequence[str], config: str | None, options: SweepOption
         multiple_losses=options.multiple_losses,
         stats_every=options.stats_every,
         metrics_source=options.metrics,
-        seeds_per_process=options.seeds_per_process,
     )
     with usage_errors():
         program.check()
@@ -213,7 +208,7 @@ def _design_sweep(
     """Chooses the policies to run. Of policies that do the same, only one runs. Exits if one cannot be used."""
     from policyc.experiments.statistics import parse_margin
     from policyc.experiments.sweep.manifest import ChangedSweep, SweepDesign, reuse_plans
-    from policyc.experiments.sweep.probe import ProbeFailed, plan_policies
+    from policyc.experiments.sweep.planning import PlanningFailed, plan_policies
     from policyc.experiments.sweep.variants import collect_variants, drop_equal_plans, load_baseline
     from policyc.language.diagnostics import PolicyError
 
@@ -238,7 +233,7 @@ def _design_sweep(
         exit_with_diagnostics(error)
     except ChangedSweep as error:
         exit_with_message(str(error), EXIT_USAGE)
-    except ProbeFailed as error:
+    except PlanningFailed as error:
         hint = misplaced_hint(program.words)
         exit_with_message(f"{error}\n  {hint}" if hint else str(error))
     except OSError as error:
@@ -265,18 +260,16 @@ def _has_several_processes(options: SweepOptions) -> bool:
     return True
 
 
-def _make_executor(options: SweepOptions) -> Executor:
+def _make_executor(options: SweepOptions, out: Path) -> Executor:
     """Makes the executor of the runs, for Slurm or this machine. Raises ValueError or OSError."""
     if options.slurm:
         from policyc.experiments.sweep.slurm import SlurmExecutor
 
-        return SlurmExecutor(options.slurm, options.jobs)
-    from policyc.experiments.sweep.executor import LocalExecutor, find_gpus, group_gpus
-    from policyc.experiments.sweep.wrapper import read_grace
+        return SlurmExecutor(out, options.slurm, options.jobs)
+    from policyc.experiments.sweep.local import LocalExecutor, find_gpus, group_gpus
 
-    read_grace(os.environ)  # checks it before anything runs, since a run reads it only when it is stopped
     groups = group_gpus(find_gpus(), options.gpus_per_run)
-    return LocalExecutor(options.jobs or max(1, len(groups)), groups)
+    return LocalExecutor(out, options.jobs or max(1, len(groups)), groups)
 
 
 def _run(design: SweepDesign, tracked: Sequence[TrackedRun], executor: Executor) -> SweepResult:

@@ -23,7 +23,7 @@ from policyc.compiler.rewriting.rewrite import rewrite
 from policyc.compiler.rewriting.rounding import RandomSource
 from policyc.compiler.rewriting.run_step import current_run_step
 from policyc.compiler.schedule import SCHEDULE, current_phase
-from policyc.compiler.sites.site import Sites
+from policyc.compiler.sites.site_list import Sites
 from policyc.compiler.sites.trace import TracedFunction, jaxpr_inputs, trace
 from policyc.compiler.tables.printed import PrintedPlan, as_printed
 from policyc.jaxcore.hooks import autodiff
@@ -208,8 +208,7 @@ def plan_loss(policy: Policy, call: LossCall, execution: ExecutionOptions) -> Pl
 def find_sites(traced: TracedFunction, differentiated: Sequence[bool] | None = None) -> Sites:
     """The sites of a traced loss with their kinds. `differentiated` says which results are; by default all are."""
     sites = analyze(traced.jaxpr, traced.paths, traced.frozen, differentiated)
-    find_kinds(sites, traced.paths, traced.frozen)
-    return sites
+    return find_kinds(sites, traced.paths, traced.frozen)
 
 
 def _constant_inputs(inputs: Sequence[Any]) -> frozenset[int]:

@@ -100,11 +100,8 @@ class Session:
         return quantized
 
     def _record(self, plan: PrintedPlan) -> None:
-        """Records a plan once. Outside `jit` a loss is traced at every step.
-
-        Sites without names compare equal. Their `name` tells them apart by their line in the program.
-        """
-        identity = plan.sites.sites, plan.sites.others, tuple(site.name for site in plan.sites)
+        """Records a plan once. Outside `jit` a loss is traced at every step."""
+        identity = plan.sites.sites, plan.sites.others
         if identity in self._seen:
             return
         self._seen.add(identity)

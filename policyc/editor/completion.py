@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from policyc.compiler.matching.site_lists import SiteList
+from policyc.compiler.sites.site_list import Sites
 from policyc.editor import words
 from policyc.editor.reading import Reading
 from policyc.editor.scan import Names, Scan, scan_text
@@ -152,19 +152,20 @@ def _selectors(scan: Scan, names: Names, line: str, reading: Reading) -> Iterato
         yield Item("where", _Kind.KEYWORD, "a condition on the sites")
 
 
-def _site_names(sites: SiteList, before: list[str]) -> Iterator[Item]:
+def _site_names(sites: Sites, before: list[str]) -> Iterator[Item]:
     """The names that may follow those in `before` in the paths of sites, in descending order of FLOPs."""
     flops: dict[str, float] = {}
-    for site, paths in zip(sites.sites, sites.names, strict=True):
+    for site in sites:
+        paths = [[name.text for name in module.path] for module in site.modules]
         for name in {name for path in paths for name in _following(path, before)}:
-            flops[name] = flops.get(name, 0.0) + site.flops * len(site.products)
+            flops[name] = flops.get(name, 0.0) + site.total_flops
     total = sites.total_flops or 1
     for name, share in sorted(flops.items(), key=lambda item: -item[1]):
         if re.fullmatch(r"[\w~-]+", name):  # other names cannot be written in a selector
             yield Item(name, _Kind.MODULE, f"{share / total:.1%} of FLOPs")
 
 
-def _following(texts: tuple[str, ...], before: list[str]) -> Iterator[str]:
+def _following(texts: Sequence[str], before: list[str]) -> Iterator[str]:
     last = before[-1] if before and before[-1] != "*" else None
     for number, text in enumerate(texts):
         if last is None or (number and texts[number - 1] == last):

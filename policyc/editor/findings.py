@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from policyc.compiler.matching.site_lists import ListPlan
+from policyc.compiler.matching.decisions import RuleDecisions
 from policyc.editor.model import find_model
 from policyc.language.diagnostics import Diagnostic, PolicyError, Severity, SourceText, Span
 from policyc.language.loader import parse_with_diagnostics
@@ -12,7 +12,7 @@ from policyc.language.loader import parse_with_diagnostics
 
 def find_all(text: str, path: Path | None) -> tuple[SourceText, tuple[Diagnostic, ...]]:
     """Lints a text. Returns the source that the diagnostics refer to, and the diagnostics."""
-    from policyc.linter import engine
+    from policyc.linter.api import lint_loaded
     from policyc.linter.rules import choose_codes
 
     loaded, model = parse_with_diagnostics(text, path=path), find_model(text, path)
@@ -28,10 +28,10 @@ def find_all(text: str, path: Path | None) -> tuple[SourceText, tuple[Diagnostic
         for place, message in problems
     ]
     if model.sites is not None and not loaded.diagnostics:
-        checked = ListPlan(loaded.policy, model.sites).check()
+        checked = RuleDecisions(loaded.policy, model.sites).check()
         found += (d for d in checked if d.span.source is source and d.code in codes)
     try:
-        found += engine.lint(loaded, codes).diagnostics
+        found += lint_loaded(loaded, codes)
     except PolicyError as error:
         found += error.diagnostics
     return source, tuple(sorted(found, key=lambda d: d.sort_key))

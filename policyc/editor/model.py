@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from policyc.compiler.matching.site_lists import BadSiteList, SiteList
+from policyc.compiler.sites.site_list import Sites
+from policyc.compiler.tables.plan_json import BadSiteList, read_sites
 from policyc.linter.settings import BadSettings, Settings, read_settings
 
 _COMMENT = re.compile(r"^[ \t]*#[ \t]*(sites:[ \t]*(\S.*?))[ \t\r]*$", re.MULTILINE)
@@ -18,7 +19,7 @@ class Model:
     """The project's settings and the model's sites. `sites` is None if there is no valid list of them."""
 
     settings: Settings
-    sites: SiteList | None = None
+    sites: Sites | None = None
     problems: tuple[tuple[tuple[int, int], str], ...] = ()
     """Errors in the settings or the list, each with the start and the end of the text to report it at."""
 
@@ -44,15 +45,15 @@ def find_model(text: str, path: Path | None) -> Model:
     return Model(settings=settings, sites=sites, problems=tuple(problems))
 
 
-def _read_sites(path: Path) -> SiteList:
+def _read_sites(path: Path) -> Sites:
     try:
         changed = path.stat().st_mtime_ns
-    except (OSError, ValueError):  # no such file, or not a valid path: `read` raises BadSiteList
-        return SiteList.read(path)
+    except (OSError, ValueError):  # no such file, or not a valid path: `read_sites` raises BadSiteList
+        return read_sites(path)
     return _read_version(path, changed)
 
 
 @lru_cache(maxsize=8)
-def _read_version(path: Path, changed: int) -> SiteList:
+def _read_version(path: Path, changed: int) -> Sites:
     del changed  # only tells versions of the file apart
-    return SiteList.read(path)
+    return read_sites(path)

@@ -11,14 +11,17 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from policyc.compiler.matching.site_lists import ListedSite, ListPlan, SiteList
+from policyc.compiler.planning.plan import Decision, Plan, make_plan
+from policyc.compiler.sites.site import Site
+from policyc.compiler.sites.site_list import Sites
+from policyc.compiler.sites.stacks import Layer
 from policyc.editor import words
 from policyc.language.bundled import bundled_policies
 from policyc.language.diagnostics import Diagnostic, SourceText
 from policyc.language.loader import parse_with_diagnostics
 from policyc.language.recipes import Gemm, make_recipe
-from policyc.language.treatments import describe_treatment, normalize_if_valid
-from policyc.linter import engine
+from policyc.language.treatments import describe_treatment
+from policyc.linter.api import lint_loaded
 from policyc.linter.rules import ALL_RULES
 
 _KEEP = make_recipe("keep")
@@ -40,7 +43,7 @@ def list_examples() -> dict[str, str]:
     return {name: path.read_text(encoding="utf-8") for name, path in bundled_policies().items()}
 
 
-def check(text: str, sites: SiteList, variant: str = "", phase: int = 0) -> dict[str, Any]:
+def check(text: str, sites: Sites, variant: str = "", phase: int = 0) -> dict[str, Any]:
     """Lints a text, and plans its policy for a list of sites in one phase of the schedule."""
     loaded = parse_with_diagnostics(text)
     place = _Places(loaded.file.source)
@@ -49,12 +52,12 @@ def check(text: str, sites: SiteList, variant: str = "", phase: int = 0) -> dict
     if loaded.diagnostics:
         found: list[Diagnostic] = list(loaded.diagnostics)
         return {"diagnostics": [_diagnostic(d, place) for d in found], "variants": variants, "plan": None}
-    plan = ListPlan(policy.variant(variant) if variant in variants else policy, sites)
-    found = sorted((*engine.lint(loaded).diagnostics, *plan.check()), key=lambda d: d.sort_key)
+    plan = make_plan(policy.variant(variant) if variant in variants else policy, sites)
+    found = sorted((*lint_loaded(loaded), *plan.rules.check()), key=lambda d: d.sort_key)
     return {
         "diagnostics": [_diagnostic(d, place) for d in found if d.span.source is place.source],
         "variants": variants,
-        "plan": _plan_data(plan, min(phase, len(plan.rules.phases) - 1), place),
+        "plan": _plan_data(plan, min(phase, len(plan.phases) - 1), place),
     }
 
 
@@ -90,7 +93,7 @@ def _diagnostic(diagnostic: Diagnostic, place: _Places) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _plan_data(plan: ListPlan, phase: int, place: _Places) -> dict[str, Any]:
+def _plan_data(plan: Plan, phase: int, place: _Places) -> dict[str, Any]:
     rows = list(_rows(plan, phase))
     shares: dict[str, float] = {}
     total = plan.sites.total_flops or 1
@@ -99,39 +102,37 @@ def _plan_data(plan: ListPlan, phase: int, place: _Places) -> dict[str, Any]:
             for run in runs:
                 shares[run["format"]] = shares.get(run["format"], 0.0) + run["flops"] / total
     return {
-        "phases": [plan.rules.label(p) for p in plan.rules.phases],
+        "phases": [plan.label(p) for p in plan.phases],
         "phase": phase,
         "formats": dict(sorted(shares.items(), key=lambda item: -item[1])),
         "rows": rows,
         "rules": [
             {"end": place(rule.span.end), "matched": s.matched, "decided": s.decided, "flops": s.flops}
-            for rule, s in zip(plan.policy.rules, plan.shares, strict=True)
+            for rule, s in zip(plan.policy.rules, plan.rules.shares, strict=True)
             if rule.span.source is place.source
         ],
     }
 
 
-def _rows(plan: ListPlan, phase: int) -> Iterator[dict[str, Any]]:
+def _rows(plan: Plan, phase: int) -> Iterator[dict[str, Any]]:
     """A row for each linear, with runs of layers that are treated alike for each product."""
-    choices = {(s, i): c for s, i, c in plan.choices(plan.rules.phases[phase])}
+    decisions = plan.decisions(plan.phases[phase])
     total = plan.sites.total_flops or 1
     for name, layers in _linears(plan.sites).items():
-        first = plan.sites.sites[layers[0][1]]
+        first = layers[0][1]
         products = {}
-        for position, gemm in enumerate(Gemm):
+        for gemm in Gemm:
             cells = [
-                (column, *_cell(plan, site, gemm, choices[site, layer][position]), site)
+                (column, *_cell(plan, decisions[site.address, layer], gemm), site)
                 for column, site, layer in layers
-                if gemm in plan.sites.sites[site].products
+                if gemm in site.products
             ]
-            products[gemm.value] = [
-                _run(plan, list(run)) for _, run in groupby(cells, key=lambda cell: cell[1:4])
-            ]
+            products[gemm.value] = [_run(list(run)) for _, run in groupby(cells, key=lambda cell: cell[1:4])]
         flops = sum(run["flops"] for runs in products.values() for run in runs)
-        size = f"{first.sizes['m']} × {first.sizes['n']} × {first.sizes['k']}"
+        size = f"{first.m} × {first.n} × {first.k}"
         yield {
             "name": name,
-            "kind": first.kind,
+            "kind": first.kind.name,
             "size": size,
             "share": flops / total,
             "columns": max(column for column, _, _ in layers) + 1,
@@ -139,40 +140,38 @@ def _rows(plan: ListPlan, phase: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def _cell(plan: ListPlan, site: int, gemm: Gemm, rule: int | None) -> tuple[str, str, str]:
+def _cell(plan: Plan, decision: Decision, gemm: Gemm) -> tuple[str, str, str]:
     """The format of a product, what happens to both operands, and the rule that decides."""
-    has_weight = plan.sites.sites[site].weight is not None
-    recipe = _KEEP if rule is None else normalize_if_valid(plan.resolved[rule], has_weight=has_weight)
-    left, right = recipe.gemm_treatments(gemm)
+    rule = decision.rule(gemm)
+    left, right = (decision.recipe or _KEEP).gemm_treatments(gemm)
     narrow = min((left, right), key=lambda treatment: treatment.bits)
     text = " · ".join(dict.fromkeys(map(describe_treatment, (left, right))))
     return narrow.format, text, "no rule" if rule is None else str(plan.policy.rules[rule])
 
 
-def _run(plan: ListPlan, cells: list[tuple[int, str, str, str, int]]) -> dict[str, Any]:
+def _run(cells: list[tuple[int, str, str, str, Site]]) -> dict[str, Any]:
     """A run of layers in which one product is treated alike."""
     _, format, text, rule, _ = cells[0]
-    sites = [plan.sites.sites[site] for *_, site in cells]
     return {
         "first": cells[0][0],
         "last": cells[-1][0],
         "format": format,
         "text": text,
         "rule": rule,
-        "flops": sum(site.flops / len(site.layers) for site in sites),
+        "flops": sum(site.layer_flops for *_, site in cells),
     }
 
 
-def _linears(sites: SiteList) -> dict[str, list[tuple[int, int, int]]]:
+def _linears(sites: Sites) -> dict[str, list[tuple[int, Site, Layer]]]:
     """Column, site and layer of each cell of each linear, in ascending columns. Layers may be scanned or unrolled."""
-    linears: dict[str, dict[int, tuple[int, int]]] = {}
-    for number, site in enumerate(sites.sites):
-        for layer in range(len(site.layers)):
+    linears: dict[str, dict[int, tuple[Site, Layer]]] = {}
+    for site in sites:
+        for layer in site.layers():
             column, name = _column(site, layer), _short_name(site)
             occurrence = 1
             while column in linears.get(_numbered(name, occurrence), {}):
                 occurrence += 1
-            linears.setdefault(_numbered(name, occurrence), {})[column] = number, layer
+            linears.setdefault(_numbered(name, occurrence), {})[column] = site, layer
     return {name: [(c, *columns[c]) for c in sorted(columns)] for name, columns in linears.items()}
 
 
@@ -180,14 +179,14 @@ def _numbered(name: str, occurrence: int) -> str:
     return name if occurrence == 1 else f"{name} ({occurrence})"
 
 
-def _short_name(site: ListedSite) -> str:
+def _short_name(site: Site) -> str:
     return re.sub(r"\[\d+\]", "", site.name)
 
 
-def _column(site: ListedSite, layer: int) -> int:
+def _column(site: Site, layer: Layer) -> int:
     """The number of a layer's block, or else its index in a stack, or else 0."""
-    block = site.layers[layer].block.get("layer")
+    block = site.attributes(layer).get("layer")
     if block is not None:
-        return block
-    indices = [n.index for path in site.layers[layer].paths for n in path if n.index is not None]
+        return int(block)
+    indices = [n.index for path in site.paths(layer) for n in path if n.index is not None]
     return indices[0] if indices else 0

@@ -14,7 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from policyc.compiler.matching.site_lists import ListPlan, RuleShare, SiteList
+from policyc.compiler.matching.decisions import RuleDecisions, RuleShare
+from policyc.compiler.sites.site_list import Sites
 from policyc.editor.model import Model, find_model
 from policyc.language.loader import LoadedPolicy, load_statements
 from policyc.language.parser import BlockStatement, Statement, find_pieces, read_piece
@@ -46,7 +47,7 @@ class Reading:
     """Offsets at which statements start, in ascending order. Not every statement is listed."""
 
     @cached_property
-    def planned(self) -> dict[int, tuple[ListPlan, int]]:
+    def planned(self) -> dict[int, tuple[RuleDecisions, int]]:
         """For each rule, by its start: the plan that contains it, and its number there.
 
         Empty without a list of sites, or if the text has errors.
@@ -132,13 +133,13 @@ class _Reader:
 
 
 def _plan_rules(
-    policy: Policy, rules: tuple[PlacedRule, ...], sites: SiteList
-) -> Iterator[tuple[int, tuple[ListPlan, int]]]:
+    policy: Policy, rules: tuple[PlacedRule, ...], sites: Sites
+) -> Iterator[tuple[int, tuple[RuleDecisions, int]]]:
     """Plans the rules of the text. Those of a variant are planned with the variant applied."""
     # The rules of a variant come last, and the last matching rule decides: rules before them do not affect them.
     variants = {v.name: replace(policy.variant(v.name), rules=v.rules) for v in policy.variants}
     for name, applied in {"": policy, **variants}.items():
-        plan = ListPlan(applied, sites)
+        plan = RuleDecisions(applied, sites)
         # Imported rules have the path of their file. The rules of the text are from its pieces, which have no path.
         numbers = (n for n, rule in enumerate(applied.rules) if not rule.span.source.path)
         placed = (rule for rule in rules if rule.variant == name)

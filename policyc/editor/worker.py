@@ -70,7 +70,7 @@ class Worker:
 def serve() -> None:
     """Answers calls from standard input until it closes."""
     from policyc.editor import findings  # noqa: F401  # before the first call
-    from policyc.linter import engine  # noqa: F401
+    from policyc.linter import api  # noqa: F401
 
     calls, results = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr  # nothing else may print between results

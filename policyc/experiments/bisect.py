@@ -17,11 +17,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from policyc.base.files import atomic_write, read_json
 from policyc.compiler.pipeline import no_reentry
-from policyc.compiler.planning.plan import Plan, make_plan
-from policyc.compiler.rewriting.hoist import SiteRecipe
+from policyc.compiler.planning.plan import Decision, Plan, make_plan
 from policyc.compiler.rewriting.rewrite import SiteInputs, SiteTemplate, quantized_gemm
 from policyc.compiler.sites.site import Site
 from policyc.experiments.record import RecordedLoss
@@ -291,10 +291,11 @@ class _SwitchedSite:
     """A site whose products are switched one by one between the policy's precision and the program's own."""
 
     site: Site
+    eqn: JaxprEqn
     quantized: Callable[..., Any]
 
     def plain(self, lhs: Any, rhs: Any) -> Any:
-        return jaxprs.bind(self.site.eqn, lhs, rhs)[0]
+        return jaxprs.bind(self.eqn, lhs, rhs)[0]
 
     def gemms(self) -> Iterator[Gemm]:
         """Yields the products that compute the gradients of lhs and rhs, in this order."""
@@ -331,8 +332,9 @@ class SwitchRewriter(TapRewriter):
 
     tap_shape: tuple[int, ...] = (len(Gemm),)
 
-    def make_template(self, site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> SiteTemplate:
+    def make_template(self, site: Site, decision: Decision, inputs: SiteInputs) -> SiteTemplate:
         if not self.is_measured(site):
-            return super().make_template(site, site_recipe, inputs)
-        gemm = quantized_gemm(site, site_recipe, SiteInputs(constant_key=inputs.constant_key))
-        return self.tap(site, partial(_run_switched, _SwitchedSite(site, gemm)))
+            return super().make_template(site, decision, inputs)
+        eqn = self.equations[site.address].eqn
+        gemm = quantized_gemm(site, eqn, decision, SiteInputs(constant_key=inputs.constant_key))
+        return self.tap(site, partial(_run_switched, _SwitchedSite(site, eqn, gemm)))

@@ -48,7 +48,7 @@ def set_output_dir(folder: Path | str) -> None:
     import jax
 
     from policyc.base.files import atomic_write
-    from policyc.compiler.tables.plan_tables import as_json
+    from policyc.compiler.tables.plan_json import as_json
 
     session.output_dir = Path(folder).absolute()  # the program may change its working directory later
     if session.plans and jax.process_index() == 0:

@@ -2,7 +2,7 @@
 
 Children of `multiprocessing` and `os.fork` run under the policy, with any start method. A child in which the policy
 cannot be applied reports that to the first process. Processes of `subprocess`, `os.system`, `os.posix_spawn*` and
-`os.exec*` do not run under the policy: a warning is printed if they run Python.
+`os.exec*` do not run under the policy.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import contextlib
 import multiprocessing
 import multiprocessing.spawn
 import os
-import re
 import secrets
 import sys
 import tempfile
@@ -20,9 +19,6 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
-_PYTHON = re.compile(r"python[0-9.]*")
-_SHELLS = frozenset({"sh", "bash", "dash", "zsh"})
 
 
 class ChildRefusals:

@@ -20,7 +20,7 @@ import numpy as np
 from policyc.compiler.matching.execution import ExecutionOptions
 from policyc.compiler.pipeline import PlannedLoss
 from policyc.compiler.planning.plan import Plan
-from policyc.compiler.sites.site import Sites
+from policyc.compiler.sites.site_list import Sites
 from policyc.experiments import runner
 from policyc.experiments.program import Program
 from policyc.experiments.taps import first_loss

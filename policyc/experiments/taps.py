@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import AbstractValue
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from policyc.compiler.planning.plan import Decisions, Plan
-from policyc.compiler.rewriting.hoist import ROUNDING_KEY, SiteRecipe
+from policyc.compiler.planning.plan import Decision, Decisions, Plan
+from policyc.compiler.rewriting.hoist import ROUNDING_KEY
 from policyc.compiler.rewriting.rewrite import (
     SharedActivation,
     SiteInputs,
@@ -53,13 +53,14 @@ class MeasuredGemm:
     """A site, the function that runs it, and the recipe that its measurements follow."""
 
     site: Site
-    site_recipe: SiteRecipe
+    eqn: JaxprEqn
+    decision: Decision
     gemm: Callable[..., Any]
 
     def _operands(self, lhs: jax.Array, rhs: jax.Array, dy: jax.Array) -> list[QuantizedOperand]:
-        dims = self.site.eqn.params["dimension_numbers"]
+        dims = self.eqn.params["dimension_numbers"]
         options = GemmOptions(weight=self.site.weight, site=self.site.id)
-        return quantize_operands(lhs, rhs, dy, dims, self.site_recipe.recipe, options)
+        return quantize_operands(lhs, rhs, dy, dims, self.decision.applied_recipe, options)
 
     def measure(self, lhs: jax.Array, rhs: jax.Array, dy: jax.Array) -> jax.Array:
         """The `ERROR_SUMS` of the six operands; zeros for an operand that is not quantized or not read."""
@@ -83,7 +84,7 @@ class MeasuredGemm:
                 for o in self._operands(lhs, rhs, dy)
             )
 
-        avals: list[Any] = [v.aval for v in (*self.site.eqn.invars[:2], self.site.eqn.outvars[0])]
+        avals: list[Any] = [v.aval for v in (*self.eqn.invars[:2], self.eqn.outvars[0])]
         jax.eval_shape(record, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
         return names
 
@@ -129,12 +130,13 @@ class TapRewriter(SiteRewriter):
         del position
         return {}
 
-    def make_template(self, site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> SiteTemplate:
-        quantizes = any(FORMATS[t.format].is_quantized for t in site_recipe.recipe.treatments)
+    def make_template(self, site: Site, decision: Decision, inputs: SiteInputs) -> SiteTemplate:
+        quantizes = any(FORMATS[t.format].is_quantized for t in decision.applied_recipe.treatments)
         if not self.is_measured(site) or not quantizes:
-            return super().make_template(site, site_recipe, inputs)
-        measured = MeasuredGemm(site, site_recipe, quantized_gemm(site, site_recipe, inputs))
-        key = jaxprs.array_aval((), "uint32", site.eqn, site.axis_env)
+            return super().make_template(site, decision, inputs)
+        eqn, axis_env = self.equations[site.address].eqn, self.equations[site.address].axis_env
+        measured = MeasuredGemm(site, eqn, decision, quantized_gemm(site, eqn, decision, inputs))
+        key = jaxprs.array_aval((), "uint32", eqn, axis_env)
         keys = ((ROUNDING_KEY, (key, key)),) if inputs.has_rounding_key else ()
 
         def tapped(lhs: Any, rhs: Any, *rest: Any) -> Any:
@@ -150,9 +152,10 @@ class TapRewriter(SiteRewriter):
         keys: tuple[tuple[Any, tuple[AbstractValue, ...]], ...] = (),
     ) -> SiteTemplate:
         """The template of a site that runs a function of its operands, further inputs, and its tap."""
-        extra = (*keys, (TAP, (jaxprs.array_aval(self.tap_shape, "float32", site.eqn, site.axis_env),)))
-        avals = [*(a.aval for a in site.eqn.invars), *(a for _, group in extra for a in group)]
-        return SiteTemplate(jaxprs.trace_at(run, avals, site.eqn, site.axis_env), extra)
+        eqn, axis_env = self.equations[site.address].eqn, self.equations[site.address].axis_env
+        extra = (*keys, (TAP, (jaxprs.array_aval(self.tap_shape, "float32", eqn, axis_env),)))
+        avals = [*(a.aval for a in eqn.invars), *(a for _, group in extra for a in group)]
+        return SiteTemplate(jaxprs.trace_at(run, avals, eqn, axis_env), extra)
 
 
 class TappedLoss:
@@ -212,11 +215,12 @@ class TappedLoss:
         """
         names: dict[Hashable, list[tuple[str, str]]] = {}
         for site, layer, figures in self.figures(taps):
-            site_recipe = self._rewriter.site_recipe(site.address, layer)
-            assert site_recipe is not None, "only what is quantized is measured"
-            key = (site.address, site_recipe)
+            decision = self._rewriter.decision(site.address, layer)
+            assert decision is not None, "only what is quantized is measured"
+            key = (site.address, id(decision))  # layers share decisions
             if key not in names:
-                names[key] = MeasuredGemm(site, site_recipe, _not_run).operand_names()
+                eqn = self.plan.sites.equation(site).eqn
+                names[key] = MeasuredGemm(site, eqn, decision, _not_run).operand_names()
             yield site, layer, names[key], figures
 
     def figures(self, taps: Sequence[np.ndarray]) -> Iterator[tuple[Site, Layer, np.ndarray]]:

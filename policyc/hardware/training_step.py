@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from policyc.compiler.matching.decisions import Phase
 from policyc.compiler.matching.execution import ExecutionOptions
@@ -92,7 +91,7 @@ class LayerGroup:
     def from_decision(cls, site: Site, decision: Decision, count: float = 1) -> LayerGroup:
         recipe = None if site.opaque else decision.recipe
         bits = [0 if recipe is None else recipe.bits(gemm) for gemm in Gemm]
-        rule = next((c.rule for c, b in zip(decision.choices, bits, strict=True) if 0 < b <= 8), None)
+        rule = next((decision.rule(gemm) for gemm, b in zip(Gemm, bits, strict=True) if 0 < b <= 8), None)
         fprop, dgrad, wgrad = (lowering.backend for lowering in decision.lowerings)
         return cls(site=site, recipe=recipe, rule=rule, count=count, backends=(fprop, dgrad, wgrad))
 
@@ -128,8 +127,7 @@ def count_readers(plan: Plan) -> ReaderCounts:
 
 def activation_key(site: Site) -> OperandKey:
     """A key for the variable that is the activation of a site."""
-    variable = site.eqn.invars[0 if site.weight != "lhs" else 1]
-    return (*site.address[:-1], id(variable))
+    return (*site.address[:-1], site.activation)
 
 
 def microbatch_tokens(plan: Plan) -> int:
@@ -153,8 +151,7 @@ def is_quantized(recipe: Recipe | None) -> bool:
 
 def unquantized_format(site: Site) -> str:
     """The format that the products of a site have without a policy."""
-    operand: Any = site.eqn.invars[0]
-    return "f32" if str(operand.aval.dtype) == "float32" else "bf16"
+    return "f32" if site.types[0] == "float32" else "bf16"
 
 
 def local_shape(site: Site, mesh: MeshShape) -> tuple[float, float, float, float]:
@@ -165,8 +162,7 @@ def local_shape(site: Site, mesh: MeshShape) -> tuple[float, float, float, float
 
 def weight_elements(site: Site) -> int:
     """The elements of the weights that one product reads. A ragged product reads a matrix for each group of rows."""
-    weights: Any = site.eqn.invars[1].aval
-    groups = weights.shape[0] if site.is_ragged else 1
+    groups = site.shapes[1][0] if site.is_ragged else 1
     return int(site.batch * site.n * site.k * groups)
 
 

@@ -1,3 +1,3 @@
-"""The linter: an engine, modules of related rules, and output formats."""
+"""The linter: the rules, how they run, and output formats."""
 
-__all__ = ["api", "context", "engine", "fixes", "output", "rules", "settings"]
+__all__ = ["api", "context", "fixes", "output", "rules", "settings"]

@@ -1,22 +1,25 @@
-"""`policyc.lint`: checks a policy, alone or together with a loss."""
+"""`policyc.lint`: runs the lint rules on a policy, alone or together with a loss, and applies its suppressions."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from policyc.base.notebook import html_table, html_text
 from policyc.base.text import count_noun
 from policyc.language.bundled import locate, read_policy_text
-from policyc.language.diagnostics import Diagnostic, Severity
+from policyc.language.diagnostics import Diagnostic, Severity, Span
 from policyc.language.loader import LoadedPolicy, is_policy_text, parse_with_diagnostics, split_variant
 from policyc.language.policy import Policy
-from policyc.linter import engine
-from policyc.linter.rules import choose_codes
-from policyc.numerics.targets import TargetName, get_target
+from policyc.linter.context import DEFAULT_TARGET, Context
+from policyc.linter.rules import ALL_CODES, ALL_RULES, choose_codes
+from policyc.numerics.targets import Target, TargetName, get_target
+
+if TYPE_CHECKING:
+    from policyc.compiler.planning.plan import Plan
 
 
 class Findings(tuple[Diagnostic, ...]):
@@ -87,7 +90,51 @@ def lint(
             has_aux=has_aux,
         )
         plan = plan_loss(loaded.policy, call, ExecutionOptions()).plan
-    return Findings(engine.lint(loaded, codes, plan, get_target(target)).diagnostics)
+    return lint_loaded(loaded, codes, plan, get_target(target))
+
+
+def lint_loaded(
+    loaded: LoadedPolicy,
+    codes: Collection[str] = ALL_CODES,
+    plan: Plan | None = None,
+    target: Target = DEFAULT_TARGET,
+) -> Findings:
+    """Checks a policy that has been read, and what it does to a program if a plan is given.
+
+    Errors found while reading the policy are always reported. If there are any, no rule runs. Without a plan, the rules
+    that need a program do not run. `target` is the GPU for which the plan's speed is predicted.
+    """
+    if loaded.diagnostics:
+        return Findings(loaded.diagnostics)
+    context = Context(loaded, plan, target, codes)
+    diagnostics: dict[object, Diagnostic] = {}  # a rule may find the same fault twice, under two variants
+    rules = [rule for rule in ALL_RULES.values() if rule.code in codes and rule.module]
+    about_suppressions = [rule for rule in rules if rule.module.endswith(".suppressions")]
+    for rule in rules:
+        if rule not in about_suppressions and (plan is not None or not rule.needs_program):
+            for diagnostic in rule.run(context):
+                diagnostics.setdefault((diagnostic.sort_key, diagnostic.sites), diagnostic)
+    reported = [d for d in _drop_explained(diagnostics.values()) if not context.suppressions.suppress(d)]
+    for rule in about_suppressions:
+        reported += rule.run(context)
+    return Findings(sorted(reported, key=lambda d: d.sort_key))
+
+
+def _drop_explained(diagnostics: Collection[Diagnostic]) -> Iterator[Diagnostic]:
+    """Drops findings about the same text as their reason."""
+    reasons: dict[str, list[Diagnostic]] = {}
+    for diagnostic in diagnostics:
+        for effect in ALL_RULES[diagnostic.code].explains:
+            reasons.setdefault(effect, []).append(diagnostic)
+    for diagnostic in diagnostics:
+        if not any(_covers(reason, diagnostic.span) for reason in reasons.get(diagnostic.code, ())):
+            yield diagnostic
+
+
+def _covers(reason: Diagnostic, span: Span) -> bool:
+    """Whether the reason starts inside a span, or its fix rewrites that span."""
+    edits = () if reason.fix is None else reason.fix.edits
+    return span.start <= reason.span.start < span.end or any(edit.span == span for edit in edits)
 
 
 def _read(policy: Policy | str | Path) -> LoadedPolicy:

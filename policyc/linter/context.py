@@ -1,15 +1,15 @@
-"""Lint rules, and the context of their checks: the policy, the plan of a program if there is one, shared lookups."""
+"""What the checks of lint rules share: the policy, the plan of a program if there is one, lookups."""
 
 from __future__ import annotations
 
 import itertools
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from policyc.language.diagnostics import Diagnostic, Severity, Span
+from policyc.language.diagnostics import Span
 from policyc.language.kinds import Flags
 from policyc.language.loader import LoadedPolicy
 from policyc.language.parser import PolicyFile
@@ -24,7 +24,8 @@ from policyc.language.policy import (
     recipe_calls,
 )
 from policyc.language.recipes import Gemm, Recipe
-from policyc.language.selectors import DottedPath, matches
+from policyc.language.selectors import DottedPath, Selector, matches
+from policyc.linter.suppressions import Suppressions
 from policyc.linter.wider import ResolvedRule, WiderRules, resolve_rule, treats_alike
 from policyc.numerics.targets import TARGETS, Target
 
@@ -80,15 +81,22 @@ class Context:
     """The policy that is linted, and what its checks share.
 
     `plan` is what the policy does to a program, or None. `target` is the GPU for which the plan's speed is predicted.
+    `codes` are the codes to check.
     """
 
     def __init__(
-        self, loaded: LoadedPolicy, plan: Plan | None = None, target: Target = DEFAULT_TARGET
+        self,
+        loaded: LoadedPolicy,
+        plan: Plan | None = None,
+        target: Target = DEFAULT_TARGET,
+        codes: Collection[str] = (),
     ) -> None:
         self.plan = plan
         self.target = target
+        self.codes = codes
         self.policy: Policy = loaded.policy
         self.file: PolicyFile = loaded.file
+        self.suppressions = Suppressions(loaded.file)
         self._deciding: dict[object, ResolvedRule | None] = {}
 
     @property
@@ -126,6 +134,10 @@ class Context:
             return None
         return self._wider.find_last(rule, start, rule.index)
 
+    def is_wider(self, rule: ResolvedRule, other: ResolvedRule) -> bool:
+        """Returns whether a rule is known to match whatever another one matches."""
+        return self._wider.find_last(other, rule.index, rule.index + 1) is not None
+
     @cached_property
     def _runs(self) -> list[int]:
         """For each rule: the first of the neighbouring rules that have its recipe, under every variant."""
@@ -157,16 +169,26 @@ class Context:
         return tuple(applied)
 
     @cached_property
-    def recipe_calls(self) -> tuple[tuple[RecipeCall, frozenset[Gemm]], ...]:
-        """Every format in the text that a rule applies, with the products that it treats under any rule or variant."""
-        calls: dict[int, RecipeCall] = {}  # by identity: equal texts in different places are different calls
-        products: dict[int, set[Gemm]] = {}
+    def recipe_calls(self) -> dict[int, tuple[RecipeCall, set[Gemm]]]:
+        """Every format in the text that a rule applies, with the products that it treats under any rule or variant.
+
+        By identity: equal texts in different places are different calls.
+        """
+        calls: dict[int, tuple[RecipeCall, set[Gemm]]] = {}
         for applied in self.applied_recipes:
             for gemm in applied.products:
                 call = applied.find_recipe_call(gemm)
-                calls[id(call)] = call
-                products.setdefault(id(call), set()).add(gemm)
-        return tuple((call, frozenset(products[key])) for key, call in calls.items())
+                calls.setdefault(id(call), (call, set()))[1].add(gemm)
+        return calls
+
+    @cached_property
+    def _patterns(self) -> list[tuple[ResolvedRule, Selector, frozenset[str]]]:
+        """The patterns of all rules, the last first, with the names that a path must contain to match."""
+        return [
+            (rule, pattern, frozenset(s.glob for s in pattern.segments if s.is_literal))
+            for rule in reversed(self.resolved_rules)
+            for pattern in rule.patterns
+        ]
 
     def find_deciding_rule(
         self, path: DottedPath, gemm: Gemm, flags: Flags, layer: tuple[int, int] | None = None
@@ -179,14 +201,17 @@ class Context:
         key = (path, gemm, tuple(flags.items()), layer)
         if key not in self._deciding:
             index, layers = layer or (None, None)
+            texts = [name.text for name in path]
             attributes = {
                 **_COMMON_SIZE, **flags, "block": layer is not None, "layer": index, "layers": layers
             }  # fmt: skip
             self._deciding[key] = next(
                 (
                     resolved
-                    for resolved in reversed(self.resolved_rules)
-                    if any(gemm in p.products and matches(p, path) for p in resolved.patterns)
+                    for resolved, pattern, names in self._patterns
+                    if gemm in pattern.products
+                    and names.issubset(texts)
+                    and matches(pattern, path)
                     and all(w.holds(*_START_OF_TRAINING) for w in resolved.rule.when)
                     and (resolved.rule.where is None or resolved.rule.where.holds(attributes))
                 ),
@@ -232,37 +257,3 @@ def _apply(rules: Iterable[Rule], scope: RecipeScope) -> Iterator[AppliedRecipe]
             rule=rule,
             scope=scope,
         )
-
-
-Check = Callable[[Context], Iterable[Diagnostic]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LintRule:
-    """A code, its page in Markdown, and its check.
-
-    A rule without a check is reported by other code: the loader, the suppressions or the compiler. A rule that needs a
-    program runs only when `lint` has a plan. A rule that guesses without a program looks at the sites of the program if
-    there is one, so its findings may differ between the two cases.
-    """
-
-    code: str
-    page: str
-    severity: Severity
-    check: Check | None = None
-    needs_program: bool = False
-    guesses_without_program: bool = False
-
-    @property
-    def title(self) -> str:
-        """The first line of the page."""
-        return self.page.partition("\n")[0]
-
-    def run(self, context: Context) -> Iterator[Diagnostic]:
-        """Yields the findings of the check in the linted file, with the rule's code and severity.
-
-        Findings in imported files are dropped: a shared library is linted by itself, not in every file that imports it.
-        """
-        for found in self.check(context) if self.check is not None else ():
-            if context.in_this_file(found.span):
-                yield found if found.code else replace(found, code=self.code, severity=self.severity)

@@ -1,4 +1,4 @@
-"""Applies the fixes of diagnostics to the text of a policy.
+"""Edits of a policy's text that rules suggest, and their application.
 
 If two fixes touch the same place, only the one that is later in the text is applied, so that rules which are moved to
 the same place keep their order. The other fix is applied when the fixed text is linted again.
@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from policyc.language.diagnostics import Diagnostic, Edit
+from policyc.language.diagnostics import Diagnostic, Edit, Span
 from policyc.language.loader import LoadedPolicy
-from policyc.linter.engine import LintResult
+from policyc.language.parser import BlockStatement, Statement
+from policyc.language.policy import RecipeCall
 
 _MAX_ROUNDS = 40  # more than the longest chain of recipes: each round removes one unused recipe from it
 
@@ -29,7 +30,7 @@ class FixedText:
 def apply_fixes(
     text: str,
     load: Callable[[str], LoadedPolicy],
-    check: Callable[[LoadedPolicy], LintResult],
+    check: Callable[[LoadedPolicy], Sequence[Diagnostic]],
     *,
     unsafe: bool = False,
 ) -> FixedText:
@@ -42,7 +43,7 @@ def apply_fixes(
     loaded = load(text)
     seen = {text}
     for _ in range(_MAX_ROUNDS):
-        edits, applied = _select_edits(check(loaded).diagnostics, loaded, unsafe)
+        edits, applied = _select_edits(check(loaded), loaded, unsafe)
         if not applied:
             break
         fixed_text = _apply_edits(text, edits)
@@ -94,3 +95,62 @@ def _apply_edits(text: str, edits: list[Edit]) -> str:
 
 def _count_codes(loaded: LoadedPolicy) -> Counter[str]:
     return Counter(d.code for d in loaded.diagnostics)
+
+
+# ---- edits
+
+
+def set_option(call: RecipeCall, option: str, text: str) -> Edit:
+    """Returns the edit that sets an option of a format."""
+    setting = next((s for s in call.settings if s.name == option), None)
+    if setting is not None:
+        return Edit(setting.span, text)
+    source, end = call.span.source, call.span.end
+    if call.settings:
+        last = call.settings[-1].span
+        return Edit(Span(source, last.end, last.end), f", {text}")
+    return Edit(Span(source, call.span.start + len(call.name), end), f"({text})")
+
+
+def remove_statement(span: Span) -> Edit:
+    """Returns the edit that removes a statement, together with its line if nothing else is on it."""
+    text, source = span.source.text, span.source
+    start, end = span.start, span.end
+    left = start
+    while left > 0 and text[left - 1] in " \t":
+        left -= 1
+    right = end
+    while right < len(text) and text[right] in " \t\r":
+        right += 1
+    starts_line = left == 0 or text[left - 1] == "\n"
+    if right < len(text) and text[right] == ";":
+        return Edit(Span(source, start, right + 1), "")
+    if starts_line and (right >= len(text) or text[right] in "#\n"):
+        newline = text.find("\n", right)
+        return Edit(Span(source, left, len(text) if newline < 0 else newline + 1), "")
+    if left > 0 and text[left - 1] == ";":
+        return Edit(Span(source, left - 1, end), "")
+    return Edit(span, "")
+
+
+def move_statement(span: Span, after: Span) -> tuple[Edit, Edit]:
+    """Returns the edits that move a statement below another one, together with the comment after it."""
+    text, removal = span.source.text, remove_statement(span)
+    right = after.end
+    while right < len(text) and text[right] in " \t\r":
+        right += 1
+    if right < len(text) and text[right] not in "#\n":  # something else follows on the line
+        return removal, Edit(Span(span.source, after.end, after.end), f"; {span.text}")
+    newline = text.find("\n", right)
+    line_end = len(text) if newline < 0 else newline
+    moved = removal.span.text.rstrip("\n") if removal.span.text.endswith("\n") else span.text
+    return removal, Edit(Span(span.source, line_end, line_end), f"\n{moved}")
+
+
+def find_sibling(statements: Sequence[Statement], span: Span, other: Span) -> Span | None:
+    """Returns the span of the statement at `other`, or of the one around it that is in the same block as `span`."""
+    if any(s.span == span for s in statements):
+        containing = (s.span for s in statements if s.span.start <= other.start and other.end <= s.span.end)
+        return next(containing, None) if other.source is span.source else None
+    blocks = (s for s in statements if isinstance(s, BlockStatement))
+    return next((found for block in blocks if (found := find_sibling(block.body, span, other))), None)

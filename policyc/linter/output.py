@@ -1,7 +1,7 @@
-"""The output formats of the linter: full, concise, json, github and sarif.
+"""The output formats of the linter: full, concise, json and github.
 
 In every format, columns count Unicode characters from 1, and the end column is exclusive. The codes and the field names
-of json, github and sarif are a stable interface.
+of json and github are a stable interface.
 """
 
 from __future__ import annotations
@@ -9,17 +9,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import PurePath
 from typing import Any
-from urllib.parse import quote
 
-from policyc import __version__
 from policyc.base.text import count_noun, escape_controls
-from policyc.language.diagnostics import Diagnostic, Fix, Paint, Severity, Span, render, render_headline
-from policyc.linter.context import LintRule
-from policyc.linter.rules import ALL_RULES
-
-_SARIF_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+from policyc.language.diagnostics import Diagnostic, Paint, Severity, Span, render, render_headline
 
 
 def format_full(diagnostics: Sequence[Diagnostic], paint: Paint) -> str:
@@ -42,26 +35,11 @@ def format_github(diagnostics: Sequence[Diagnostic], _: Paint) -> str:
     return "".join(_github_command(d) for d in diagnostics)
 
 
-def format_sarif(diagnostics: Sequence[Diagnostic], _: Paint) -> str:
-    """A SARIF 2.1.0 log."""
-    codes = list(ALL_RULES)
-    driver = {
-        "name": "policyc",
-        "version": __version__,
-        "rules": [_sarif_rule(rule) for rule in ALL_RULES.values()],
-    }
-    results = [_sarif_result(d, codes) for d in diagnostics]
-    run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": results}
-    log = {"$schema": _SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}
-    return json.dumps(log, indent=2) + "\n"
-
-
 OUTPUT_FORMATS: dict[str, Callable[[Sequence[Diagnostic], Paint], str]] = {
     "full": format_full,
     "concise": format_concise,
     "json": format_json,
     "github": format_github,
-    "sarif": format_sarif,
 }
 
 
@@ -114,65 +92,6 @@ def _escape(text: str, extra: str = "") -> str:
     for character in ("%", "\r", "\n", *extra):
         text = text.replace(character, f"%{ord(character):02X}")
     return escape_controls(text)
-
-
-def _sarif_rule(rule: LintRule) -> dict[str, Any]:
-    return {
-        "id": rule.code,
-        "name": "".join(word.title() for word in rule.code.split("-")),
-        "shortDescription": {"text": rule.title},
-        "fullDescription": {"text": rule.title},
-        "help": {"text": rule.page, "markdown": rule.page},
-        "defaultConfiguration": {"level": str(rule.severity)},
-    }
-
-
-def _sarif_result(diagnostic: Diagnostic, codes: Sequence[str]) -> dict[str, Any]:
-    message = diagnostic.message + (f" ({diagnostic.help})" if diagnostic.help else "")
-    result: dict[str, Any] = {
-        "ruleId": diagnostic.code,
-        "ruleIndex": codes.index(diagnostic.code),
-        "level": str(diagnostic.severity),
-        "message": {"text": message},
-        "locations": [{"physicalLocation": _sarif_location(diagnostic.span)}],
-    }
-    if diagnostic.sites:
-        result["properties"] = {"sites": list(diagnostic.sites)}
-    if diagnostic.notes:
-        result["relatedLocations"] = [
-            {"id": i, "physicalLocation": _sarif_location(n.span), "message": {"text": n.message}}
-            for i, n in enumerate(diagnostic.notes)
-        ]
-    if diagnostic.fix is not None:
-        result["fixes"] = [_sarif_fix(diagnostic.fix, diagnostic.span.source.path)]
-    return result
-
-
-def _sarif_fix(fix: Fix, path: str) -> dict[str, Any]:
-    replacements = [
-        {"deletedRegion": _sarif_region(e.span), "insertedContent": {"text": e.text}} for e in fix.edits
-    ]
-    return {
-        "description": {"text": fix.message + ("" if fix.safe else " (unsafe)")},
-        "artifactChanges": [{"artifactLocation": {"uri": _uri(path)}, "replacements": replacements}],
-    }
-
-
-def _sarif_location(span: Span) -> dict[str, Any]:
-    return {"artifactLocation": {"uri": _uri(span.source.path)}, "region": _sarif_region(span)}
-
-
-def _sarif_region(span: Span) -> dict[str, int]:
-    return {
-        "startLine": span.line,
-        "startColumn": span.column,
-        "endLine": span.last_line,
-        "endColumn": span.end_column,
-    }
-
-
-def _uri(path: str) -> str:
-    return quote(PurePath(path).as_posix(), errors="surrogateescape")  # a file name need not be UTF-8
 
 
 def summarize(diagnostics: Sequence[Diagnostic], files: int) -> str:

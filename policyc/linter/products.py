@@ -38,7 +38,7 @@ def quantized_products(context: Context, max_bits: int = _MAX_BITS) -> Iterator[
     products: dict[Address, dict[tuple[int, Gemm], PlannedProduct]]
     products = {site.address: {} for site in context.program_plan.sites if not site.opaque}
     for product in context.program_plan.all_products():
-        rule = product.choice.rule
+        rule = product.rule
         if rule is not None and product.treatments and product.site.address in products:
             products[product.site.address].setdefault((rule, product.gemm), product)
     for by_rule in products.values():

@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import cache
 
-from policyc.base.text import did_you_mean
-from policyc.language.diagnostics import Diagnostic, Edit, Fix, Severity, Span
+from policyc.language.diagnostics import Diagnostic, Span
 from policyc.language.parser import BlockStatement, PolicyFile, Statement, comment_ranges
 
 _ALLOW = re.compile(r"#\s*allow:\s*(?P<codes>[\w-]+(?:\s*,\s*[\w-]+)*)")
 
 
 @dataclass(slots=True)
-class _Suppression:
+class Suppression:
     """One code in a suppression comment."""
 
     code: Span
@@ -33,8 +29,8 @@ class Suppressions:
 
     def __init__(self, file: PolicyFile) -> None:
         self._file = file
-        self._suppressions: list[_Suppression] = []
-        self._by_line: dict[int, list[_Suppression]] = {}
+        self.all: list[Suppression] = []
+        self._by_line: dict[int, list[Suppression]] = {}
         source = file.source
         allow_comments = [
             (end, m)
@@ -51,8 +47,8 @@ class Suppressions:
             for code in re.finditer(r"[\w-]+", match["codes"]):
                 offset = match.start("codes")
                 span = Span(source, offset + code.start(), offset + code.end())
-                suppression = _Suppression(span, comment)
-                self._suppressions.append(suppression)
+                suppression = Suppression(span, comment)
+                self.all.append(suppression)
                 for covered_line in covered_lines:
                     self._by_line.setdefault(covered_line, []).append(suppression)
 
@@ -67,54 +63,6 @@ class Suppressions:
                 if suppression.code.text == diagnostic.code:
                     suppression.is_used = is_suppressed = True
         return is_suppressed
-
-    def check(self, known: Collection[str], checked: Collection[str]) -> Iterator[Diagnostic]:
-        """Yields a diagnostic for each unknown code, and for each checked code that suppresses nothing.
-
-        An unused code is not reported if it was not checked: its rule did not run, or has other findings if there is a
-        program.
-        """
-        suggest = cache(lambda name: did_you_mean(name, known))
-        codes_in_comment = Counter(s.comment.start for s in self._suppressions)
-        for suppression in self._suppressions:
-            code, comment = suppression.code, suppression.comment
-            if code.text not in known:
-                yield Diagnostic(
-                    code="unknown-suppression",
-                    message=f"no rule has the code '{code.text}'",
-                    span=code,
-                    severity=Severity.WARNING,
-                    help=suggest(code.text) or "'policyc explain' lists the codes",
-                )
-            elif not suppression.is_used and code.text in checked:
-                edit = _remove_code(code) if codes_in_comment[comment.start] > 1 else _remove_comment(comment)
-                yield Diagnostic(
-                    code="unused-suppression",
-                    message=f"there is no '{code.text}' here to suppress",
-                    span=code,
-                    severity=Severity.WARNING,
-                    help="remove it",
-                    fix=Fix(message="remove the suppression", edits=(edit,), safe=True),
-                )
-
-
-def _remove_code(code: Span) -> Edit:
-    """Removes one of several codes of a comment, with the comma after or before it."""
-    text = code.source.text
-    comma = re.compile(r"\s*,\s*").match(text, code.end)
-    if comma:
-        return Edit(Span(code.source, code.start, comma.end()), "")
-    return Edit(Span(code.source, text.rindex(",", 0, code.start), code.end), "")
-
-
-def _remove_comment(comment: Span) -> Edit:
-    """Removes a whole comment, with its line if nothing else is on it."""
-    text, start, end = comment.source.text, comment.start, comment.end
-    while start > 0 and text[start - 1] in " \t":
-        start -= 1
-    if (start == 0 or text[start - 1] == "\n") and text[end : end + 1] == "\n":
-        end += 1
-    return Edit(Span(comment.source, start, end), "")
 
 
 def _statement_lines(statements: tuple[Statement, ...]) -> list[tuple[int, int]]:

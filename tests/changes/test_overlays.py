@@ -13,7 +13,7 @@ import policyc
 from policyc.base.text import format_seconds
 from policyc.changes.model import DiffData, name_parts, short_name
 from policyc.changes.overlays import read_plan, read_stats
-from policyc.compiler.tables.plan_tables import as_json as plan_json
+from policyc.compiler.tables.plan_json import as_json as plan_json
 from tests.support.diff_models import KEEP_LAST, SCANNED, UNROLLED, X, make_diff, scanned, unrolled
 
 

@@ -21,7 +21,7 @@ from policyc.editor.json_rpc import Connection
 from policyc.editor.server import PolicyServer
 from policyc.editor.worker import Worker
 from policyc.experiments.report.values import read_object, read_rows
-from policyc.experiments.sweep.executor import LocalExecutor
+from policyc.experiments.sweep.local import LocalExecutor
 from policyc.experiments.sweep.manifest import _read_manifest
 from policyc.experiments.sweep.metrics import MetricsReader
 from policyc.experiments.sweep.run import Run, RunStatus
@@ -59,12 +59,11 @@ def start_command(folder: Path) -> None:
 
 
 def start_run(folder: Path) -> None:
-    run = Run(
-        variant="a", seeds=(0,), folders=(folder / "run",), command=("true",), environment={}, cwd=folder
-    )
-    executor = LocalExecutor(1)
+    run = Run(variant="a", seed=0, folder=folder / "run", command=("true",), environment={}, cwd=folder)
+    executor = LocalExecutor(folder / "out", 1)
     executor.start(run)
     wait_until(lambda: not executor.is_active(run))
+    executor.stop([])
     assert (status := RunStatus.read(run.folder))
     assert status.exit == 0
 
@@ -91,11 +90,10 @@ def test_no_module_is_imported_from_the_folder(
 
 
 def test_every_interpreter_is_started_alike() -> None:
-    """With `base.python.PYTHON`; `processes` only compares, and the script of a Slurm job says `-P` itself."""
+    """With `base.python.PYTHON`."""
     sources = (ROOT / name for name in ("policyc", "models"))
     users = {p.name for s in sources for p in s.rglob("*.py") if "sys.executable" in p.read_text("utf-8")}
-    assert users == {"python.py", "slurm.py"}
-    assert 'exec "$0" -P -m' in (ROOT / "policyc/experiments/sweep/slurm.py").read_text("utf-8")
+    assert users == {"python.py"}
 
 
 @pytest.mark.parametrize("place", [".", ".."])

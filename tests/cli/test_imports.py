@@ -20,7 +20,7 @@ from tests.support.command import ROOT, run_main
 pytestmark = pytest.mark.any_jax
 
 HEAVY = {"jax", "jaxlib", "numpy", "networkx", "ml_dtypes", "scipy"}
-PARSING = {"lark", "rich", "policyc.language.parser", "policyc.linter.engine"}
+PARSING = {"lark", "rich", "policyc.language.parser", "policyc.linter.api"}
 PRINTING = {"rich", "policyc.language.tables", "policyc.language.formatter"}
 OTHER_COMMANDS = {f"policyc.cli.{name}" for name in ("apply", "compile", "explain", "fmt", "show", "train")}
 
@@ -32,7 +32,7 @@ COMMANDS = {
     "lint a.policy": HEAVY | PRINTING,
     "lint a.policy --format full": HEAVY | PRINTING,
     "lint a.policy --fix": HEAVY | PRINTING,
-    "lint llama_nvfp4 --format sarif": HEAVY | PRINTING,
+    "lint llama_nvfp4 --format json": HEAVY | PRINTING,
     "explain shadowed-rule": HEAVY | {"rich", "policyc.language.tables"},
     "explain opaque-site": HEAVY,
     "fmt --check a.policy": HEAVY,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from policyc.experiments.sweep import engine, executor, probe
-from policyc.experiments.sweep.probe import PlannedPolicy
+from policyc.experiments.sweep import engine, local, planning
+from policyc.experiments.sweep.planning import PlannedPolicy
 from policyc.experiments.sweep.run import Run, RunStatus, State
 from policyc.language.policy import Policy
 from tests.support.command import policyc
@@ -132,14 +132,14 @@ def test_a_sweep_is_run_fails_and_is_continued(folder: Path, monkeypatch: pytest
 
     def behave(run: Run) -> tuple[State, list[float]]:
         (run.folder / "log.txt").write_text("the end of the log\n")
-        return ("failed", [2.0]) if run.name in broken else ("finished", [3.0, 2.0 + run.seeds[0]])
+        return ("failed", [2.0]) if run.name in broken else ("finished", [3.0, 2.0 + run.seed])
 
     class Executor(FakeExecutor):
-        def __init__(self, jobs: int, groups: object) -> None:
+        def __init__(self, out: Path, jobs: int, groups: object) -> None:
             super().__init__(behave, jobs)
             self.started = started
 
-    monkeypatch.setattr(executor, "LocalExecutor", Executor)
+    monkeypatch.setattr(local, "LocalExecutor", Executor)
     monkeypatch.setattr(engine, "_POLL_SECONDS", 0)
     words = (
         "sweep",
@@ -192,25 +192,33 @@ with (folder / "metrics.jsonl").open("a") as metrics:
 
 @pytest.mark.slow
 def test_a_killed_sweep_is_continued(tmp_path: Path) -> None:
-    """Kills the sweep and leaves its run alone; then continues."""
+    """Its run ends with it, and runs again."""
     (tmp_path / "train.py").write_text(PROGRAM)
     (tmp_path / "p.policy").write_text("* -> mxfp8\n")
-    words = ["p.policy", "--no-plan", "--baseline", "bf16", "--seeds", "1", "--out", "out", "train.py"]
+    words = [
+        "p.policy",
+        "--no-plan",
+        "--baseline",
+        "none",
+        "--seeds",
+        "1",
+        "--steps",
+        "6",
+        "--out",
+        "out",
+        "train.py",
+    ]
     sweep = SweepProcess(*words, cwd=tmp_path)
-    status = tmp_path / "out" / "bf16" / "seed0" / "status.json"
-    try:
-        sweep.wait_until(status.exists)
-        sweep.kill()
-        second = SweepProcess(*words, cwd=tmp_path)
-        second.wait_until(lambda: "taken over" in second.output)
-    finally:
-        (tmp_path / "go").touch()  # the run does not end before the second sweep sees it
+    status = tmp_path / "out" / "p" / "seed0" / "status.json"
+    sweep.wait_until(status.exists)
+    sweep.kill()
+    second = SweepProcess(*words, cwd=tmp_path)
+    (tmp_path / "go").touch()
     assert second.end() == 0, second.output
-    assert "2 of 2 runs finished" in second.output
-    assert "bf16 seed 0: started" not in second.output
+    assert "1 of 1 runs finished" in second.output
     run = RunStatus.read(status.parent)
     assert run is not None
-    assert run.attempt == 1
+    assert run.attempt == 2
     third = policyc("sweep", *words, cwd=tmp_path)
     assert (third.code, "started" in third.out + third.err) == (0, False)
     rows = [json.loads(line) for line in (status.parent / "metrics.jsonl").read_text().splitlines()]
@@ -224,7 +232,7 @@ def test_a_baseline_must_fit_the_program_unless_it_is_a_default(
         plans = {name: PlannedPolicy(digest=name, warnings=f"of {name}") for name in policies}
         return plans | {"fp8": PlannedPolicy(error="no block")}
 
-    monkeypatch.setattr(probe, "plan_policies", plan)
+    monkeypatch.setattr(planning, "plan_policies", plan)
     default = policyc("sweep", "my.policy", "--dry-run", "train.py", cwd=folder)
     assert (default.code, "10 runs: 2 policies x 5 seeds" in default.out) == (0, True)
     assert "fp8 (baseline fp8) is not run: cannot be applied to the program: no block" in default.err

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from policyc import parse
-from policyc.experiments.sweep import executor
+from policyc.experiments.sweep import local
 from policyc.experiments.sweep.run import METRICS_FILE, Run, State
 from tests.support.command import ROOT, policyc
 from tests.support.quick_options import COMPILATION, quick_compilation
@@ -37,7 +37,7 @@ pytestmark = [
 class RunsHere(FakeExecutor):
     """Runs of a sweep in this process, which saves their start."""
 
-    def __init__(self, jobs: int, groups: object) -> None:
+    def __init__(self, out: Path, jobs: int, groups: object) -> None:
         super().__init__(self.train)
 
     def train(self, run: Run) -> tuple[State, list[float]]:
@@ -106,7 +106,7 @@ def test_the_files_of_a_page_can_be_read(path: Path) -> None:
 def test_a_page_is_what_its_commands_print(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executor, "LocalExecutor", RunsHere)
+    monkeypatch.setattr(local, "LocalExecutor", RunsHere)
     COMPILATION.set_quick(False)
     page = path.read_text(encoding="utf-8")
     for name, text in FILES.findall(page):

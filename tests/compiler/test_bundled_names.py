@@ -26,11 +26,7 @@ MLPS = {"mlp", "experts"}
 def bits_of_plan(plan: policyc.Plan) -> list[list[int]]:
     (phase,) = plan.phases
     return [
-        [
-            run.decision.recipe.bits(Gemm.FPROP)
-            for run in plan.site_layer_ranges(site, phase)
-            for _ in run.layers
-        ]
+        [run.decision.recipe.bits(Gemm.FPROP) for run in plan.site_runs(site, phase) for _ in run.layers]
         for site in plan.sites
     ]
 

@@ -8,25 +8,23 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from policyc.compiler.matching.first_policy import START, NoRuleFits, choose_start, write_first_policy
-from policyc.compiler.matching.site_lists import SiteList
+from policyc.compiler.planning.first_policy import START, NoRuleFits, choose_start, write_first_policy
 from policyc.compiler.planning.plan import make_plan
 from policyc.compiler.planning.plan_checks import check_plan
-from policyc.compiler.sites.site import Sites
-from policyc.compiler.tables.plan_tables import as_json
+from policyc.compiler.sites.site_list import Sites
 from policyc.language.diagnostics import SourceText
 from policyc.language.formatter import format_text
 from policyc.language.loader import load, parse, parse_with_diagnostics
 from policyc.language.parser import read_statements
 from policyc.language.policy import Policy
-from policyc.linter import engine
+from policyc.linter.api import lint_loaded
 from tests.support.command import ROOT, policyc
 from tests.support.jaxpr_tools import find_sites, struct
 from tests.support.kind_programs import sites_of
 
 
 def first_policy(like: Policy, sites: Sites) -> str:
-    return write_first_policy(like, SiteList.from_json(as_json(make_plan(Policy(), sites))), "a test")
+    return write_first_policy(like, sites, "a test")
 
 
 @pytest.mark.parametrize("like", ["llama_nvfp4", "nvfp4_late_switch", "quartet2", "fp8"])
@@ -44,7 +42,7 @@ def test_it_decides_as_the_policy_that_it_is_like(name: str, like: str) -> None:
     check_plan(plan)  # every `expect` holds, and no rule is idle
     file, _ = read_statements(SourceText(text))
     assert format_text(file.source.text) == text
-    assert not engine.lint(parse_with_diagnostics(text)).diagnostics
+    assert not lint_loaded(parse_with_diagnostics(text))
 
 
 def opaque_loss(params: Any, x: Any) -> Any:
@@ -71,16 +69,6 @@ def test_a_name_of_a_program_cannot_leave_its_comment() -> None:
     sites = find_sites(loss, {"a\n* -> nvfp4": struct(32, 64)}, struct(16, 32))
     (rule,) = parse(first_policy(parse("* -> bf16"), sites)).rules
     assert str(rule) == "* -> bf16 expect 1"
-
-
-def test_names_that_differ_in_one_part_share_an_entry_of_the_comment() -> None:
-    names = ("part.one.w", "part.two.w", "part.one.v", "x", "y")
-
-    def loss(params: Any, x: Any) -> Any:
-        return sum(jnp.sum(x @ params[name]) for name in names)
-
-    sites = find_sites(loss, {name: struct(32, 32) for name in names}, struct(16, 32))
-    assert "part.{one,two}.w, part.one.v, x, y\n" in first_policy(parse("* -> bf16"), sites)
 
 
 def test_a_policy_that_does_not_fit_is_refused() -> None:
@@ -121,7 +109,7 @@ def test_it_starts_with_the_rules_of_the_readme() -> None:
     ]
     without_mlp = find_sites(opaque_loss, {"up": struct(32, 64), "inside": struct(64, 32)}, struct(16, 32))
     with pytest.raises(NoRuleFits, match="nothing would be in 4 bits"):
-        choose_start(SiteList.from_json(as_json(make_plan(Policy(), without_mlp))))
+        choose_start(without_mlp)
 
 
 def test_a_suppression_does_not_have_the_reason_of_another_policy() -> None:

@@ -21,7 +21,7 @@ import pytest
 
 import policyc
 from policyc.compiler.planning.plan import make_plan
-from policyc.compiler.tables.plan_tables import as_json
+from policyc.compiler.tables.plan_json import as_json
 from policyc.language.bundled import bundled_policies
 from policyc.language.loader import parse
 from policyc.models.llama import model as llama

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from policyc.compiler.matching.site_lists import SiteList
 from policyc.compiler.planning.plan import make_plan
 from policyc.compiler.planning.plan_checks import uncertain_kinds, unexplained_idle_rules
 from policyc.compiler.sites.site import Site
 from policyc.compiler.tables.kind_tables import explain_kinds, kind_notes
-from policyc.compiler.tables.plan_tables import as_json
+from policyc.compiler.tables.plan_json import as_json, parse_sites
 from policyc.language.loader import parse
 from tests.support import kind_programs
 from tests.support.calibration_programs import PROGRAMS, truth
@@ -96,7 +95,7 @@ def test_an_open_kind_is_explained_and_listed() -> None:
     text = explain_kinds(plan, "l[0].a1")
     assert "no kind, but perhaps attention or mlp: the loop at " in text
     assert "a rule for attention or mlp is an error unless a later one decides, such as: l.a1 -> keep" in text
-    listed = SiteList.from_json(as_json(plan)).sites[0]
+    listed = parse_sites(as_json(plan)).sites[0]
     attributes = listed.attributes((0,))
     assert {"mlp", "attention"}.isdisjoint(attributes)
     assert attributes["head"] is False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 from policyc.compiler.finding.analysis import analyze
 from policyc.compiler.kinds.flow import build_flow
 from policyc.compiler.kinds.kind_names import contradicting_kind, kind_by_name
-from policyc.compiler.kinds.site_purpose import set_kinds
+from policyc.compiler.kinds.site_purpose import sites_with_kinds
 from policyc.compiler.planning.plan import Plan, make_plan
 from policyc.compiler.planning.plan_checks import unknown_blocks
 from policyc.compiler.sites.paths import leaf_paths
@@ -106,7 +107,7 @@ def kind_visits(loss: Any, params: Any, data: Any) -> int:
     is_parameter = [*(True for _ in jax.tree.leaves(params)), False]
     sites = analyze(closed, [*leaf_paths([("params", params)]), None])
     flow = build_flow(closed, is_parameter, (), sites.sites)
-    set_kinds(flow, sites.looked_up)
+    list(sites_with_kinds(flow, sites.looked_up))
     return flow.visits
 
 
@@ -128,8 +129,8 @@ def plan_of(name: str, policy: str) -> Plan:
 def test_layer_splits_a_scan_as_an_index_does() -> None:
     by_kind = plan_of("gpt_scanned_tied", "* where mlp -> fp8; * where mlp and layer >= -1 -> bf16")
     by_name = plan_of("gpt_scanned_tied", "l.{w5,w6} -> fp8; l[-1:].{w5,w6} -> bf16")
-    assert [(r.site.name, r.layers, r.decision.recipe) for r in by_kind.layer_ranges()] == [
-        (r.site.name, r.layers, r.decision.recipe) for r in by_name.layer_ranges()
+    assert [(r.site.name, r.layers, r.decision.recipe) for r in by_kind.runs()] == [
+        (r.site.name, r.layers, r.decision.recipe) for r in by_name.runs()
     ]
     assert by_kind.counts == (8, 2)
 
@@ -283,5 +284,4 @@ def test_a_multi_head_module_is_attention_and_a_product_without_a_kind_contradic
     params = {"MultiHeadDotProductAttention": {"w": struct(4, 4)}}
     (site,) = find_sites(loss, params, struct(2, 4))
     assert kind_by_name(site) == "attention"
-    site.set_kind(SiteKind(), None)
-    assert not contradicting_kind(site)
+    assert not contradicting_kind(replace(site, kind=SiteKind(), block=None))

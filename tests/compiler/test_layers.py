@@ -69,7 +69,7 @@ def quantized_layers(policy: str, loss: Callable[..., Any], params: Any) -> list
     plan = policyc.plan(policy, loss, params, X)
     return sorted(
         ".".join(map(str, run.site.layer_path(run.site.stack_indices(la))))
-        for run in plan.layer_ranges()
+        for run in plan.runs()
         if run.decision.recipe is not None and run.decision.recipe.bits(Gemm.FPROP) == 8
         for la in run.layers
     )

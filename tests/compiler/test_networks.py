@@ -288,9 +288,11 @@ def test_what_feeds_one_block_has_its_layer(attention: Any, memory: str, hoisted
     for site in find_sites(loss, params, X):
         if site.name.startswith("l["):
             assert site.block is not None, site.name
-            assert (site.block.base, site.block.count, site.block.unknown) == (int(site.name[2]), 3, ""), (
-                site.name
-            )
+            assert (site.block.number[{}], site.block.count, site.block.unknown) == (
+                int(site.name[2]),
+                3,
+                "",
+            ), site.name
 
 
 def test_dpo_keeps_the_last_four_blocks_of_each_pass() -> None:
@@ -318,7 +320,7 @@ def test_dpo_keeps_the_last_four_blocks_of_each_pass() -> None:
     bits: dict[int, set[int]] = {}
     for site in plan.sites:
         if (truth := true_layers(site)) is not None and site.weight is not None:
-            (layers,) = plan.site_layer_ranges(site, plan.phases[0])
+            (layers,) = plan.site_runs(site, plan.phases[0])
             assert layers.decision.recipe is not None
             bits.setdefault(truth[0][0], set()).add(layers.decision.recipe.bits(Gemm.FPROP))
     assert bits == {0: {4}, 1: {4}, **{number: {16} for number in range(2, 6)}}

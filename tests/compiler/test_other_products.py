@@ -17,7 +17,8 @@ from jax.extend.core import Primitive
 import policyc
 from policyc.compiler.finding.other_products import convolution_flops
 from policyc.compiler.sites.site import OtherProduct
-from policyc.compiler.tables.plan_tables import as_json, summary, unchanged_products
+from policyc.compiler.tables.plan_json import as_json
+from policyc.compiler.tables.plan_tables import summary, unchanged_products
 from policyc.compiler.tables.site_table import sites_table
 from tests.support.jaxpr_tools import find_sites, struct
 

@@ -18,7 +18,7 @@ import pytest
 
 import policyc
 from policyc.compiler.planning.plan_checks import check_plan
-from policyc.compiler.tables.plan_tables import as_json
+from policyc.compiler.tables.plan_json import as_json
 from tests.support import distributed_program, processes
 from tests.support.command import python_path
 from tests.support.jaxpr_tools import lowered_text, primitive_counts

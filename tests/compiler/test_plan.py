@@ -10,16 +10,15 @@ import pytest
 from jax import lax
 
 import policyc
-from policyc.compiler.matching.decisions import Choice
 from policyc.compiler.matching.execution import execution_options
 from policyc.compiler.planning.plan import Plan, gemm_queries, make_plan
-from policyc.compiler.tables.plan_tables import as_json
+from policyc.compiler.tables.plan_json import as_json
 from policyc.jaxcore.jaxprs import reading as jaxprs
 from policyc.language.diagnostics import PolicyError
 from policyc.language.loader import parse
 from policyc.language.recipes import Gemm
 from tests.support.jaxpr_tools import find_sites, struct
-from tests.support.planned_model import DOWN, HEAD, SCHEDULE, SITES, UP, X, plan_model
+from tests.support.planned_model import HEAD, SCHEDULE, SITES, UP, X, plan_model
 
 FPROP, DGRAD, WGRAD = Gemm
 
@@ -27,39 +26,39 @@ FPROP, DGRAD, WGRAD = Gemm
 def rules(plan: Plan, site: Any, gemm: Gemm = FPROP, phase: Any = ()) -> list[int | None]:
     """The rule that decides about a product of each layer."""
     decisions = plan.decisions(phase)
-    return [decisions[site.address, layer].choice(gemm).rule for layer in site.layers()]
+    return [decisions[site.address, layer].rule(gemm) for layer in site.layers()]
 
 
 # ---- which rule decides
 
 
-def test_a_later_rule_wins() -> None:
-    plan = plan_model("* -> fp8; layers[-2:] -> mxfp8; layers.up -> bf16")
-    assert rules(plan, UP) == [2, 2, 2, 2]
-    assert rules(plan, DOWN) == [0, 0, 1, 1]
-    assert rules(plan, HEAD) == [0]
+DECIDING: list[tuple[str, dict[str, tuple[list[Any], list[Any], list[Any]]]]] = [
+    ("* -> fp8; layers[-2:] -> mxfp8; layers.up -> bf16", {
+        "layers.up": ([2] * 4, [2] * 4, [2] * 4), "layers.down": ([0, 0, 1, 1],) * 3, "head": ([0], [0], [0]),
+    }),
+    ("* -> mxfp8; head @ wgrad -> bf16; layers @ dgrad, wgrad -> keep", {
+        "layers.up": ([0] * 4, [2] * 4, [2] * 4), "layers.down": ([0] * 4, [2] * 4, [2] * 4), "head": ([0], [0], [1]),
+    }),
+    ("head -> fp8", {
+        "layers.up": ([None] * 4,) * 3, "layers.down": ([None] * 4,) * 3, "head": ([0], [0], [0]),
+    }),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("policy", "expected"), DECIDING, ids=[policy for policy, _ in DECIDING])
+def test_the_last_matching_rule_decides_about_each_product(policy: str, expected: Any) -> None:
+    plan = plan_model(policy)
+    decided = {site.name: tuple(rules(plan, site, gemm) for gemm in Gemm) for site in SITES}
+    assert decided == expected
 
 
 def test_the_rules_that_lost_are_listed_nearest_first() -> None:
     plan = plan_model("* -> fp8; layers -> mxfp8; head -> keep; up -> bf16")
-    assert plan.decisions()[UP.address, (0,)].choice(FPROP) == Choice(3, (1, 0))
-    assert plan.decisions()[HEAD.address, ()].choice(WGRAD) == Choice(2, (0,))
-
-
-def test_what_no_rule_matches_is_kept() -> None:
-    plan = plan_model("head -> fp8")
     decision = plan.decisions()[UP.address, (0,)]
-    assert decision.recipe is None
-    assert decision.choices == (Choice(None),) * 3
-
-
-def test_a_rule_about_some_products_leaves_the_others() -> None:
-    plan = plan_model("* -> mxfp8; head @ wgrad -> bf16; layers @ dgrad, wgrad -> keep")
-    assert [rules(plan, HEAD, gemm) for gemm in Gemm] == [[0], [0], [1]]
-    assert [rules(plan, UP, gemm) for gemm in Gemm] == [[0] * 4, [2] * 4, [2] * 4]
-    recipe = plan.decisions()[HEAD.address, ()].recipe
-    assert recipe is not None
-    assert [recipe.gemm_treatments(gemm)[0].format for gemm in Gemm] == ["mxfp8", "mxfp8", "bf16"]
+    assert (decision.rules[0], decision.rule(FPROP), decision.overridden(FPROP)) == ((3, 1, 0), 3, (1, 0))
+    assert plan.decisions()[HEAD.address, ()].rules[2] == (2, 0)
+    nothing = plan_model("head -> fp8").decisions()[UP.address, (0,)]
+    assert (nothing.rules, nothing.rule(FPROP), nothing.recipe) == (((), (), ()), None, None)
 
 
 def test_a_recipe_that_keeps_every_product_changes_nothing() -> None:
@@ -67,22 +66,6 @@ def test_a_recipe_that_keeps_every_product_changes_nothing() -> None:
     assert all(decision.recipe is None for decision in plan.decisions().values())
     partly_kept = plan_model("* -> nvfp4; * @ fprop -> keep")
     assert any(decision.recipe is not None for decision in partly_kept.decisions().values())
-
-
-@pytest.mark.parametrize(
-    ("condition", "matched"),
-    [
-        ("k >= 32", [DOWN]),
-        ("n == 64 and weight", [HEAD]),
-        ("n <= 32 and k <= 16", [UP]),
-        ("not weight", []),
-        ("batch == 1", [UP, DOWN, HEAD]),
-        ("flops > 10000", [HEAD]),
-    ],
-)
-def test_where_chooses_sites_by_their_sizes(condition: str, matched: list[Any]) -> None:
-    plan = plan_model(f"* where {condition} -> fp8")
-    assert [site for site in SITES if rules(plan, site)[0] is not None] == matched
 
 
 def test_a_weight_is_matched_by_its_scope_too() -> None:
@@ -102,13 +85,6 @@ def test_counts_are_of_layers_whichever_rule_decides() -> None:
 
 
 # ---- phases
-
-
-def test_a_policy_without_a_schedule_has_one_phase() -> None:
-    plan = plan_model("* -> fp8")
-    assert plan.phases == ((),)
-    assert plan.label(()) == "always"
-    assert plan.phase(7, None) == ()
 
 
 def test_each_phase_has_its_own_decisions() -> None:
@@ -143,6 +119,7 @@ def test_a_percentage_needs_the_number_of_all_steps() -> None:
         plan_model(SCHEDULE).phase(3, None)
     assert [d.code for d in caught.value.diagnostics] == ["schedule-without-step"]
     assert plan_model("* -> fp8\nuntil 10 { head -> keep }").phase(3, None) == (True,)
+    assert plan_model("* -> fp8").phase(7, None) == ()
 
 
 # ---- runs and products
@@ -150,10 +127,10 @@ def test_a_percentage_needs_the_number_of_all_steps() -> None:
 
 def test_consecutive_layers_with_one_decision_are_one_run() -> None:
     plan = plan_model("* -> fp8; layers[1:3].up -> bf16; head -> keep")
-    runs = list(plan.site_layer_ranges(UP))
+    runs = list(plan.site_runs(UP))
     assert [run.layers for run in runs] == [((0,),), ((1,), (2,)), ((3,),)]
     assert runs[0].decision == runs[2].decision != runs[1].decision
-    assert [(run.site.name, len(run.layers)) for run in plan.layer_ranges()] == [
+    assert [(run.site.name, len(run.layers)) for run in plan.runs()] == [
         ("layers.up", 1), ("layers.up", 2), ("layers.up", 1), ("layers.down", 4), ("head", 1),
     ]  # fmt: skip
 
@@ -164,10 +141,10 @@ def test_the_products_of_a_run_are_those_of_its_site() -> None:
 
     sites = find_sites(first, {"a": struct(16, 16), "b": struct(16, 16)}, X)
     plan = make_plan(parse("* -> fp8; b @ dgrad -> keep"), sites)
-    assert [(p.site.name, p.gemm, p.choice.rule) for p in plan.products()] == [
+    assert [(p.site.name, p.gemm, p.rule) for p in plan.products()] == [
         ("a", FPROP, 0), ("a", WGRAD, 0), ("b", FPROP, 0), ("b", DGRAD, 1), ("b", WGRAD, 0),
     ]  # fmt: skip
-    assert all(p.lowering.backend for p in plan.products() if p.choice.rule == 0)
+    assert all(p.lowering.backend for p in plan.products() if p.rule == 0)
 
 
 # ---- how products run

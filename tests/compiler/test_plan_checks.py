@@ -12,7 +12,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from policyc.compiler.planning import plan_checks
-from policyc.compiler.planning.idle_rules import suggest_selector
 from policyc.compiler.planning.plan import Plan, make_plan
 from policyc.compiler.planning.plan_checks import check_plan
 from policyc.language.diagnostics import Diagnostic, PolicyError, Severity
@@ -193,7 +192,7 @@ def test_a_recipe_that_contradicts_itself(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_emulation_is_a_fault_where_native_products_are_required() -> None:
     plan = plan_model("layers -> fp8; head -> nvfp4", target="h100", require_native=True)
-    (decision,) = [run.decision for run in plan.layer_ranges() if run.site.name == "head"]
+    (decision,) = [run.decision for run in plan.runs() if run.site.name == "head"]
     obstacle = decision.lowerings[0].obstacle
     assert obstacle is not None
     diagnostics = [d for d in diagnostics_of(plan) if spanned(d) == "head -> nvfp4"]
@@ -224,28 +223,3 @@ def test_a_backend_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_machine_has_a_name() -> None:
     """Plans for the devices here are plans for the first of them."""
     assert plan_model("* -> fp8").machine == Machine(jax.devices()[0].platform)
-
-
-@pytest.mark.parametrize(
-    ("selector", "hint"),
-    [
-        ("transformer.Dense.kernel", "nothing here is in 'transformer': did you mean 'Dense.kernel'?"),
-        ("other", "paths here look like encoder?params.Dense[0].kernel, Transformer"),
-        ("transformer", "did you mean 'Transformer' instead of 'transformer'?"),
-        (
-            "encoder?params.kernel",
-            "'kernel' is deeper in 'encoder?params' here: did you mean 'encoder?params.*.kernel'?",
-        ),
-        (
-            "Transformer.Dense.kernel",
-            "'Dense.kernel' is not in 'Transformer' here: did you mean 'Dense.kernel'?",
-        ),
-    ],
-)
-def test_a_hint_names_what_matches_and_what_parses(selector: str, hint: str) -> None:
-    params = {"encoder$params": {"Dense": [{"kernel": struct(16, 16)}]}, "Transformer": struct(16, 16)}
-    sites = find_sites(
-        lambda p, x: x @ p["encoder$params"]["Dense"][0]["kernel"] @ p["Transformer"], params, X
-    )
-    plan = make_plan(parse(f"{selector} -> bf16"), sites)
-    assert suggest_selector(plan, plan.policy.rules[0]) == hint

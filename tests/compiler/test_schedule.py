@@ -84,34 +84,27 @@ def test_reset_forgets_the_step(schedule: Schedule) -> None:
 # ---- JAX's caches
 
 
-def test_steps_without_a_schedule_trace_nothing_again(schedule: Schedule) -> None:
-    calls: list[int] = []
-    step = jax.jit(lambda x: calls.append(1) or x)
-    jax.eval_shape(step, 1.0)
-    schedule.set_step(0, 10)
-    jax.eval_shape(step, 1.0)
-    assert calls == [1]
+UNTIL_3, UNTIL_HALF = "* -> fp8\nafter 3 { * -> keep }", "* -> fp8\nafter 50% { * -> keep }"
 
 
-def test_a_new_phase_traces_again(schedule: Schedule) -> None:
-    schedule.watch(parse("* -> fp8\nafter 3 { * -> keep }"))
-    assert traces(schedule, [0, 1, 2, 3, 4]) == [1, 1, 1, 2, 2]
-
-
-def test_a_step_back_to_an_earlier_phase_uses_its_trace(schedule: Schedule) -> None:
-    schedule.watch(parse("* -> fp8\nafter 3 { * -> keep }"))
-    assert traces(schedule, [0, 5, 0, 5]) == [1, 2, 2, 2]
-
-
-def test_without_a_schedule_nothing_is_traced_again(schedule: Schedule) -> None:
-    schedule.watch(parse("* -> fp8"))
-    assert traces(schedule, [0, 100]) == [1, 1]
-
-
-def test_a_percentage_does_not_matter_before_the_total_is_known(schedule: Schedule) -> None:
-    schedule.watch(parse("* -> fp8\nafter 50% { * -> keep }"))
-    assert traces(schedule, [0, 99]) == [1, 1]
-    assert traces(schedule, [0, 99], 100) == [1, 2]
+@pytest.mark.parametrize(
+    ("policy", "steps", "total", "expected"),
+    [
+        (UNTIL_3, [0, 1, 2, 3, 4], None, [1, 1, 1, 2, 2]),
+        (UNTIL_3, [0, 5, 0, 5], None, [1, 2, 2, 2]),
+        ("* -> fp8", [0, 100], None, [1, 1]),
+        (UNTIL_HALF, [0, 99], None, [1, 1]),
+        (UNTIL_HALF, [0, 99], 100, [1, 2]),
+        (None, [0, 100], 100, [1, 1]),
+    ],
+    ids=["a new phase", "back and forth", "no schedule", "no total", "percent", "no policy"],
+)
+def test_only_a_new_phase_traces_again(
+    schedule: Schedule, policy: str | None, steps: list[int], total: int | None, expected: list[int]
+) -> None:
+    if policy is not None:
+        schedule.watch(parse(policy))
+    assert traces(schedule, steps, total) == expected
 
 
 # ---- for programs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from typing import Any
 
@@ -14,7 +13,6 @@ from jax import lax
 
 import policyc
 from policyc.compiler.planning.plan import Plan, make_plan
-from policyc.compiler.tables.plan_tables import as_json
 from policyc.compiler.tables.site_table import sites_table
 from policyc.language.loader import parse
 from tests.support.jaxpr_tools import find_sites, struct
@@ -144,9 +142,3 @@ def test_layers_of_different_shapes_have_different_rows() -> None:
     layers = [struct(a, b) for a, b in itertools.pairwise(sizes)]
     table = sites_table(policyc.plan("* -> fp8", loss, {"layers": layers}, struct(16, 8)))
     assert [line.split()[1] for line in table.splitlines()[1:-1]] == ["0", "1-2", "3"]
-
-
-def test_json_keeps_every_site() -> None:
-    plan = plan_layers("layers -> fp8", is_scanned=False)
-    names = [site["parameters"] for site in json.loads(as_json(plan))["sites"]]
-    assert names == [[f"layers[{i}].{name}"] for i in range(LAYERS) for name in ("up", "down")] + [["head"]]

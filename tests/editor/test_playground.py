@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from policyc.compiler.matching.site_lists import SiteList
+from policyc.compiler.sites.site_list import Sites
+from policyc.compiler.tables.plan_json import parse_sites
 from policyc.editor.playground import check, list_examples, list_words
 from tests.support.command import ROOT
 
@@ -24,8 +25,8 @@ pytestmark = [
 ]
 
 
-def sites_of(model: str) -> SiteList:
-    return SiteList.from_json((LISTS / f"{model}.json").read_text(encoding="utf-8"))
+def sites_of(model: str) -> Sites:
+    return parse_sites((LISTS / f"{model}.json").read_text(encoding="utf-8"))
 
 
 def runs(plan: dict[str, Any], name: str, product: str) -> list[tuple[int, int, str]]:
@@ -71,11 +72,11 @@ def test_a_list_is_what_its_script_writes(tmp_path: Path) -> None:
 FROM_ARCHIVE = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from policyc.compiler.matching.site_lists import SiteList
+from policyc.compiler.tables.plan_json import parse_sites
 from policyc.editor import playground
 playground.list_words()
 text = playground.list_examples()["llama_nvfp4"] + "* -> nvfp4"
-print(*(d["code"] for d in playground.check(text, SiteList.from_json(open(sys.argv[2]).read()))["diagnostics"]))
+print(*(d["code"] for d in playground.check(text, parse_sites(open(sys.argv[2]).read()))["diagnostics"]))
 """
 
 

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import pytest
 from lsprotocol import types as lsp
 
-from policyc.compiler.matching.site_lists import PLAN_SCHEMA
+from policyc.compiler.tables.plan_json import PLAN_SCHEMA
 from policyc.editor.json_rpc import Connection
 from policyc.editor.server import PolicyServer
 from policyc.editor.start import initialize

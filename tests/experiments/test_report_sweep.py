@@ -15,8 +15,8 @@ from policyc.experiments.report.format import MISSING, equal_loss_table
 from policyc.experiments.report.page import render_report, write_report
 from policyc.experiments.report.series import count_gradient_spikes, count_loss_spikes
 from policyc.experiments.report.sweeps import ReportError
+from policyc.experiments.sweep.judge import judge_end
 from policyc.experiments.sweep.run import Run
-from policyc.experiments.sweep.wrapper import judge_end
 from policyc.language.bundled import data_folder
 from tests.experiments.test_report import check_page
 from tests.support.command import policyc
@@ -148,8 +148,8 @@ def test_a_sweep_and_its_report_say_the_same_of_a_run_that_diverged(tmp_path: Pa
     sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "fp8": 0.0})
     folder = sweep / "fp8/seed1"
     write_metrics(folder, [3.0, float("nan"), 2.5, float("nan"), float("inf")])
-    run = Run(variant="fp8", seeds=(1,), folders=(folder,), command=(), environment={}, cwd=tmp_path, steps=9)
-    end = judge_end(folder, run, 0, None)
+    run = Run(variant="fp8", seed=1, folder=folder, command=(), environment={}, cwd=tmp_path, steps=9)
+    end = judge_end(run, 0, None)
     assert end.reason == "diverged: the loss is not finite from step 4 on"
     (row,) = report_of(sweep)["comparisons"]
     assert f"seed 1: {end.reason}" in row["reason"]

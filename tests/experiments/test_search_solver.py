@@ -16,7 +16,7 @@ from policyc.compiler.matching.execution import execution_options
 from policyc.experiments.record import KEEP
 from policyc.experiments.search import solve
 from policyc.experiments.search.candidates import Format, find_cells, parse_formats
-from policyc.experiments.search.found import Searched, explain_site, knees
+from policyc.experiments.search.found import Searched
 from policyc.experiments.search.problem import KEPT, Choice, Cost, Item, Pricer, Problem, expand, make_problem
 from policyc.experiments.search.scores import Score, Scores
 from policyc.experiments.search.solve import Infeasible, minimize_damage, minimize_seconds
@@ -165,23 +165,9 @@ def test_the_frontier_is_monotone_and_below_a_bundled_policy(llama: Searched) ->
     costs = [s.cost for s in frontier]
     assert len(costs) == 3
     assert all(a.damage < b.damage and a.seconds > b.seconds for a, b in itertools.pairwise(costs))
-    variants = parse(llama.write_variants(knees(frontier)))
-    assert len(variants.variants) == len(knees(frontier))
     placed = llama.place_policy(load("te_nvfp4"))
     assert placed is not None
     assert minimize_damage(llama.problem, placed.seconds, 4).cost.damage <= placed.damage
-
-
-def test_a_slower_option_is_called_slower() -> None:
-    cell: Any = SimpleNamespace(name="up", key=("up", None))
-    options = {KEPT: Cost(-1e-6, 0.0), ("fp8", None, None): Cost(2e-6, 0.5)}
-    item = Item(group=("up",), number=None, cells=(cell,), options=options)
-    problem = Problem(items=(item,), formats=(), seconds=1.0)
-    searched: Any = SimpleNamespace(problem=problem, scores=None)
-    solution: Any = SimpleNamespace(assignment={cell.key: KEPT}, price=1.0)
-    text = explain_site(searched, solution, "up")
-    assert "1 us faster" in text
-    assert "2 us slower" in text
 
 
 @pytest.mark.slow

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from policyc.experiments.sweep import slurm, wrapper
+from policyc.base.python import PYTHON
+from policyc.experiments.sweep import run_job, slurm
 from policyc.experiments.sweep.run import Run, RunStatus
+from policyc.experiments.sweep.run_job import RankFailed, RunJob
 from policyc.experiments.sweep.slurm import (
     SlurmExecutor,
-    SlurmJob,
     SlurmOptions,
     check_program,
-    has_end,
     parse_slurm_options,
 )
-from tests.support.command import policyc
+from tests.support.command import policyc, python_path
 
 pytestmark = pytest.mark.any_jax
 
 # Each notes its words in calls.txt. sbatch counts jobs from 7, squeue prints queue.txt or fails if it is missing.
 COMMANDS = {
-    "sbatch": 'grep -c "^sbatch" calls.txt | { read n; echo "$((n + 6));a_cluster"; }; cat >script.sh',
+    "sbatch": 'grep -c "^sbatch" calls.txt | { read n; echo "Submitted batch job $((n + 6))"; }; cp "$1" script.sh',
     "squeue": 'cat queue.txt 2>/dev/null || { echo "Unable to contact slurm controller" >&2; exit 1; }',
     "scancel": ":",
     "scontrol": ":",
@@ -61,9 +64,8 @@ def cluster(tmp_path, monkeypatch) -> FakeSlurm:
 
 def make_run(tmp_path: Path, command: tuple[str, ...] = ("true",)) -> Run:
     folder = tmp_path / "sweep" / "fp8" / "seed3"
-    return Run(
-        variant="fp8", seeds=(3,), folders=(folder,), command=command, environment={}, cwd=tmp_path, steps=9
-    )
+    folder.mkdir(parents=True, exist_ok=True)
+    return Run(variant="fp8", seed=3, folder=folder, command=command, environment={}, cwd=tmp_path, steps=9)
 
 
 def make_status(state: str, attempt: int = 1) -> RunStatus:
@@ -120,42 +122,30 @@ def test_the_command_line_refuses_bad_resources_before_anything_runs(tmp_path):
 
 def test_a_job_has_the_resources_and_can_be_requeued(cluster, tmp_path):
     run = make_run(tmp_path)
-    executor = SlurmExecutor(OPTIONS, 4)
+    executor = SlurmExecutor(tmp_path, OPTIONS, 4)
     executor.start(run)
     assert executor.slots == 4
-    assert SlurmJob.read(run.folder) == SlurmJob(id="7")
-    (call,) = cluster.calls("sbatch")
-    for words in ("--partition=low", "--gpus-per-node=1", "--ntasks-per-node=1", "--time=30", "--mem=4G", "--requeue",
-                  "--signal=USR2@90", f"--comment={run.folder}", "--job-name=policyc-fp8-3",
-                  f"--output={run.folder}/log.txt", "--open-mode=append"):  # fmt: skip
-        assert f" {words} " in f"{call} "
-    assert Run.read(run.folder).environment == {"POLICYC_STOP_GRACE": "60"}
+    script = (cluster.folder / "script.sh").read_text()
+    for words in ("partition=low", "gpus-per-node=1", "ntasks-per-node=1", "time=30", "mem=4G", "requeue",
+                  "signal=USR2@90", f"comment={run.folder}", "job-name=policyc-fp8-3", "open-mode=append"):  # fmt: skip
+        assert f"#SBATCH --{words}\n" in script
+    assert "trap : TERM\n" in script
+    assert (
+        f"--kill-on-bad-exit=1 {sys.executable} -P -u -m submitit.core._submit {tmp_path / '.jobs'}\n"
+        in script
+    )
 
 
 def test_a_second_sweep_finds_the_job_of_the_first(cluster, tmp_path):
     run = make_run(tmp_path)
-    SlurmExecutor(OPTIONS).start(run)
-    cluster.set_queue(f"7|RUNNING|None|{run.folder}")
-    assert SlurmExecutor(OPTIONS).is_active(run)
-    (run.folder / "slurm.json").unlink()  # the sweep was killed after sbatch and before it noted the number
-    assert SlurmExecutor(OPTIONS).is_active(run)
-    assert SlurmJob.read(run.folder) == SlurmJob(id="7")
-    (run.folder / "slurm.json").write_text("")  # after a loss of power
-    assert SlurmExecutor(OPTIONS).is_active(run)
-    assert SlurmJob.read(run.folder) == SlurmJob(id="7")
+    SlurmExecutor(tmp_path, OPTIONS).start(run)
+    cluster.set_queue(f"7|RUNNING|None|{run.folder}", f"6|CANCELLED|None|{run.folder}")
+    assert SlurmExecutor(tmp_path, OPTIONS).is_active(run)
     assert len(cluster.calls("sbatch")) == 1
-
-
-def test_a_job_that_is_found_again_does_not_end_as_the_attempt_before_it(cluster, tmp_path):
-    """A status that says `failed` is from that attempt. One that says `running` is from this job."""
-    run = make_run(tmp_path)
-    SlurmExecutor(OPTIONS).start(run)
-    cluster.set_queue(f"7|RUNNING|None|{run.folder}")
-    for state, earlier in (("failed", 2), ("running", 1)):
-        make_status(state, attempt=2).write(run.folder)
-        (run.folder / "slurm.json").unlink()  # killed before it noted the number
-        assert SlurmExecutor(OPTIONS).is_active(run)
-        assert SlurmJob.read(run.folder) == SlurmJob(id="7", attempts=earlier)
+    # The sweep was killed after sbatch and before submitit wrote what the job runs.
+    (tmp_path / ".jobs" / "7_submitted.pkl").unlink()
+    assert not SlurmExecutor(tmp_path, OPTIONS).is_active(run)
+    assert cluster.calls("scancel") == ["scancel 7"]
 
 
 def test_a_refused_job_is_an_error_with_the_message_of_slurm(cluster, tmp_path):
@@ -163,16 +153,16 @@ def test_a_refused_job_is_an_error_with_the_message_of_slurm(cluster, tmp_path):
         "#!/bin/sh\necho 'error: invalid partition specified: low' >&2; exit 1\n"
     )
     with pytest.raises(OSError, match=r"fp8 seed 3 could not be submitted: .*invalid partition specified"):
-        SlurmExecutor(OPTIONS).start(make_run(tmp_path))
+        SlurmExecutor(tmp_path, OPTIONS).start(make_run(tmp_path))
 
 
-def test_without_slurm_a_sweep_does_not_begin(cluster, monkeypatch):
+def test_without_slurm_a_sweep_does_not_begin(cluster, tmp_path, monkeypatch):
     (cluster.folder / "queue.txt").unlink()
     with pytest.raises(OSError, match="squeue: Unable to contact slurm controller"):
-        SlurmExecutor(OPTIONS)
+        SlurmExecutor(tmp_path, OPTIONS)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ValueError, match="there is no sbatch on this machine"):
-        SlurmExecutor(OPTIONS)
+        SlurmExecutor(tmp_path, OPTIONS)
 
 
 # ---- watching
@@ -180,14 +170,14 @@ def test_without_slurm_a_sweep_does_not_begin(cluster, monkeypatch):
 
 @pytest.mark.parametrize("state", ["PENDING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED"])
 def test_a_job_in_the_queue_is_active(state, cluster, tmp_path):
-    run, executor = make_run(tmp_path), SlurmExecutor(OPTIONS)
+    run, executor = make_run(tmp_path), SlurmExecutor(tmp_path, OPTIONS)
     executor.start(run)
     cluster.set_queue(f"7|{state}|Priority|{run.folder}")
     assert executor.is_active(run)
 
 
 def test_a_controller_that_does_not_answer_ends_no_run(cluster, tmp_path, capsys):
-    run, executor = make_run(tmp_path), SlurmExecutor(OPTIONS)
+    run, executor = make_run(tmp_path), SlurmExecutor(tmp_path, OPTIONS)
     executor.start(run)
     (cluster.folder / "queue.txt").unlink()
     assert executor.is_active(run)
@@ -198,118 +188,79 @@ def test_a_controller_that_does_not_answer_ends_no_run(cluster, tmp_path, capsys
     )
 
 
-def test_a_job_that_vanished_is_failed(cluster, tmp_path):
-    run, executor = make_run(tmp_path), SlurmExecutor(OPTIONS)
+@pytest.mark.parametrize(
+    ("line", "explanation"),
+    [
+        ("", "Slurm no longer knows its job"),
+        ("7|PENDING|BadConstraints|", "Slurm job 7 will never start: BadConstraints"),
+        ("7|CANCELLED|None|", "Slurm job 7 was cancelled; see {folder}/.jobs/7_0_log.out"),
+        ("7|NODE_FAIL|None|", "Slurm job 7 ended: its node failed; see {folder}/.jobs/7_0_log.out"),
+        ("7|REVOKED|None|", "Slurm job 7 ended as REVOKED; see {folder}/.jobs/7_0_log.out"),
+    ],
+)
+def test_slurm_says_why_a_run_has_no_end(line, explanation, cluster, tmp_path):
+    run, executor = make_run(tmp_path), SlurmExecutor(tmp_path, OPTIONS)
     executor.start(run)
+    cluster.set_queue(*([f"{line}{run.folder}"] if line else []))
     assert not executor.is_active(run)
-    status = RunStatus.read(run.folder)
-    assert (status.state, status.reason) == (
-        "failed",
-        "Slurm job 7: it vanished: Slurm no longer knows it",
-    )
-
-
-def test_a_job_that_can_never_start_is_cancelled_and_failed(cluster, tmp_path):
-    run, executor = make_run(tmp_path), SlurmExecutor(OPTIONS)
-    executor.start(run)
-    cluster.set_queue(f"7|PENDING|BadConstraints|{run.folder}")
-    assert not executor.is_active(run)
-    assert RunStatus.read(run.folder).reason == "Slurm job 7: it will never start: BadConstraints"
-    assert cluster.calls("scancel") == ["scancel 7"]
+    assert executor.explain(run) == explanation.format(folder=tmp_path)
+    assert cluster.calls("scancel") == ["scancel 7"] * ("PENDING" in line)
 
 
 def test_the_last_status_may_arrive_after_the_end_of_the_job(cluster, tmp_path, monkeypatch):
     """A network file system shows it later. If it never arrives, the run is failed."""
-    run, executor = make_run(tmp_path), SlurmExecutor(OPTIONS)
+    run, executor = make_run(tmp_path), SlurmExecutor(tmp_path, OPTIONS)
     executor.start(run)
     make_status("running").write(run.folder)
     cluster.set_queue(f"7|COMPLETED|None|{run.folder}")
     assert executor.is_active(run)
     make_status("finished").write(run.folder)
     assert not executor.is_active(run)
-    assert RunStatus.read(run.folder).state == "finished"
     make_status("running").write(run.folder)
     monkeypatch.setattr(slurm, "_FILE_SYSTEM_SECONDS", 0.0)
     assert not executor.is_active(run)
-    assert RunStatus.read(run.folder).reason == "Slurm job 7: it ended as COMPLETED"
+    assert executor.explain(run).startswith("Slurm job 7 ended as COMPLETED")
 
 
 def test_a_sweep_that_ends_leaves_its_jobs_in_the_queue(cluster, tmp_path):
-    run, executor = make_run(tmp_path), SlurmExecutor(OPTIONS)
+    run, executor = make_run(tmp_path), SlurmExecutor(tmp_path, OPTIONS)
     executor.start(run)
+    cluster.set_queue(f"7|RUNNING|None|{run.folder}")
     text = "1 Slurm jobs stay in the queue: the same command finds them again; 'scancel 7' ends them"
     assert executor.stop([run]) == text
     assert cluster.calls("scancel") == []
 
 
-JOB = SlurmJob(id="7", attempts=1)
-
-
-@pytest.mark.parametrize(
-    ("status", "state", "is_known"),
-    [
-        (make_status("finished", 2), "COMPLETED", True),
-        (make_status("failed", 2), "FAILED", True),
-        (make_status("failed", 2), "CANCELLED", True),
-        (make_status("preempted", 2), "PREEMPTED", True),
-        (make_status("preempted", 2), "", True),
-        (make_status("preempted", 2), "CANCELLED", False),
-        (make_status("running", 2), "NODE_FAIL", False),
-        (make_status("failed", 1), "CANCELLED", False),  # the status is of an attempt before this job
-        (None, "CANCELLED", False),
-    ],
-)
-def test_the_status_may_say_how_a_run_ended(status, state, is_known):
-    assert has_end(status, JOB, state) == is_known
-
-
 # ---- inside a job
 
 
-@pytest.mark.parametrize(
-    ("status", "state", "requeues"),
-    [
-        ("preempted", "RUNNING", True),
-        ("preempted", "CANCELLED", False),
-        ("preempted", "TIMEOUT", False),
-        ("failed", "RUNNING", False),
-    ],
-)
-def test_a_preempted_run_requeues_its_job_unless_it_was_cancelled(status, state, requeues, cluster, tmp_path):
-    run = make_run(tmp_path)
-    SlurmExecutor(OPTIONS).start(run)
-    make_status(status).write(run.folder)
+@pytest.mark.parametrize(("state", "requeues"), [("RUNNING", True), ("CANCELLED", False), ("TIMEOUT", False)])
+def test_a_preempted_run_requeues_its_job_unless_it_was_cancelled(state, requeues, cluster, tmp_path):
+    """In a process of its own, as Slurm starts it: it changes signal handlers."""
+    run = make_run(tmp_path, ("sh", "-c", "exit 75"))
+    SlurmExecutor(tmp_path, OPTIONS).start(run)
     cluster.set_queue(state)
-    (cluster.folder / "srun").write_text("#!/bin/sh\nkill -TERM $PPID; exit 3\n")  # as in a preemption
-    words = ["env", "SLURM_JOB_ID=7", "sh", str(cluster.folder / "script.sh")]
-    assert subprocess.run(words, check=False).returncode == 3
-    assert cluster.calls("squeue")[1:] == ["squeue --noheader --jobs=7 --format=%T"] * (status == "preempted")
+    words = [*PYTHON, "-m", "submitit.core._submit", str(tmp_path / ".jobs")]
+    environment = {
+        **os.environ,
+        "SLURM_JOB_ID": "7",
+        "SUBMITIT_EXECUTOR": "slurm",
+        "PYTHONPATH": python_path(),
+    }
+    ended = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode != 0
+    assert RunStatus.read(run.folder).state == "preempted", ended.stderr
+    assert cluster.calls("squeue")[1:] == ["squeue --noheader --jobs=7 --format=%T"]
     assert cluster.calls("scontrol") == ["scontrol requeue 7"] * requeues
 
 
-def run_wrapper(monkeypatch: pytest.MonkeyPatch, run: Run, rank: int) -> int:
-    run.write()
-    monkeypatch.setattr("sys.argv", ["wrapper", str(run.folder), str(rank)])
-    monkeypatch.setattr(wrapper.signal, "signal", lambda *_: None)
-    return wrapper.main()
-
-
-# A wrapper has no JAX, and may fork. This process has it if another test needed it.
+# A job has no JAX, and may fork. This process has it if another test needed it.
 @pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")
 def test_the_other_processes_of_a_mesh_write_no_status(tmp_path, monkeypatch):
-    monkeypatch.setattr(wrapper, "_LAST_WORDS_SECONDS", 0)
-    for exit, code in ((75, 0), (3, 1)):  # one that was stopped must not end the others
+    monkeypatch.setattr(run_job, "_LAST_WORDS_SECONDS", 0)
+    for exit in (75, 3):  # one that was stopped must not end the others
         run = make_run(tmp_path, ("sh", "-c", f"echo exits with {exit}; exit {exit}"))
-        assert run_wrapper(monkeypatch, run, 1) == code
+        with pytest.raises(RankFailed) if exit == 3 else nullcontext():
+            RunJob(run, {})._run_rank(1)
         assert (run.folder / "log.1.txt").read_text().endswith(f"exits with {exit}\n")
         assert RunStatus.read(run.folder) is None
-
-
-def test_a_finished_run_is_not_run_again(tmp_path, monkeypatch):
-    run = make_run(tmp_path, ("false",))
-    run.write()
-    lines = [f'{{"step": {step}, "loss": 1.0}}\n' for step in range(1, 10)]
-    (run.folder / "metrics.jsonl").write_text("".join(lines))
-    make_status("finished").write(run.folder)
-    assert run_wrapper(monkeypatch, run, 0) == 0
-    assert not (run.folder / "log.txt").exists()

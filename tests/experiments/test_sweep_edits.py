@@ -12,7 +12,7 @@ from policyc.experiments.sweep.edits import (
     make_grid,
     parse_grid,
 )
-from policyc.experiments.sweep.probe import PlannedPolicy
+from policyc.experiments.sweep.planning import PlannedPolicy
 from policyc.experiments.sweep.variants import (
     SweepVariant,
     VariantList,

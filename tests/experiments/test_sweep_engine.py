@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -13,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from policyc.experiments.report.figures import read_figures
-from policyc.experiments.sweep import engine, liveness
-from policyc.experiments.sweep.engine import Engine, SweepResult, track_runs
+from policyc.experiments.sweep import engine
+from policyc.experiments.sweep.engine import Engine
 from policyc.experiments.sweep.live import (
     SweepDisplay,
     compute_gaps,
@@ -22,6 +21,7 @@ from policyc.experiments.sweep.live import (
     format_gaps,
     trailing_loss,
 )
+from policyc.experiments.sweep.progress import SweepResult, TrackedRun, track_runs
 from policyc.experiments.sweep.run import Run, State
 from tests.support.sweep_runs import (
     FakeExecutor,
@@ -41,7 +41,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def finish(run: Run) -> tuple[State, list[float]]:
-    return "finished", [3.0, 2.0, 1.0 + run.seeds[0]]
+    return "finished", [3.0, 2.0, 1.0 + run.seed]
 
 
 def run_all(runs: list[Run], executor: FakeExecutor) -> SweepResult:
@@ -49,7 +49,7 @@ def run_all(runs: list[Run], executor: FakeExecutor) -> SweepResult:
 
 
 def test_every_run_is_run_once_and_no_more_at_a_time_than_there_are_slots(tmp_path: Path) -> None:
-    runs = [make_run(tmp_path, variant, (seed,)) for seed in (0, 1) for variant in ("bf16", "fp8")]
+    runs = [make_run(tmp_path, variant, seed) for seed in (0, 1) for variant in ("bf16", "fp8")]
     executor = FakeExecutor(finish, slots=3)
     result = run_all(runs, executor)
     assert executor.started == ["bf16 seed 0", "fp8 seed 0", "bf16 seed 1", "fp8 seed 1"]
@@ -77,28 +77,6 @@ def test_a_sweep_that_is_continued_runs_what_failed_or_was_stopped_but_not_what_
     result = run_all(list(runs.values()), executor)
     assert executor.started == [f"{name} seed 0" for name in ("failed", "preempted", "new", "killed")]
     assert [run.run.variant for run in result.failed] == ["diverged"]
-
-
-@pytest.mark.parametrize(
-    ("states", "is_run_again"),
-    [
-        ([("finished", False), ("finished", False)], False),
-        ([("finished", False), ("failed", True)], False),
-        ([("failed", True), ("failed", False)], True),
-        ([("finished", False), ("preempted", False)], True),
-        ([("finished", False)], True),  # the other one has not started
-    ],
-)
-def test_a_run_of_several_seeds_is_run_again_if_one_needs_it(
-    tmp_path: Path, states: list[tuple[State, bool]], is_run_again: bool
-) -> None:
-    run = make_run(tmp_path, seeds=(0, 1))
-    for folder, (state, diverged) in zip(run.folders, states, strict=False):
-        write_metrics(folder, [3.0, 2.0, 1.0])
-        write_status(folder, state, diverged=diverged)
-    executor = FakeExecutor(finish)
-    run_all([run], executor)
-    assert bool(executor.started) == is_run_again
 
 
 @pytest.mark.parametrize("losses", [None, [], [3.0, 2.0]])
@@ -133,7 +111,7 @@ def test_a_run_whose_wrapper_was_killed_has_failed(tmp_path: Path) -> None:
     result = run_all([run], FakeExecutor(lambda _: ("running", [3.0])))
     assert read_state(run.folder) == "failed"
     assert result.failed[0].status is not None
-    assert "killed" in result.failed[0].status.reason
+    assert "its exit code is not known: see the jobs of bf16 seed 0" in result.failed[0].status.reason
 
 
 @pytest.mark.parametrize(
@@ -185,7 +163,7 @@ def test_runs_of_an_earlier_sweep_that_still_run_are_taken_over(tmp_path: Path) 
     display = SilentDisplay()
     result = Engine(track_runs([run]), executor, display).run()
     assert executor.started == ["bf16 seed 0"]  # by the earlier sweep only
-    assert display.lines == ["1 runs of an earlier sweep are still running: taken over"]
+    assert display.lines == ["1 run of an earlier sweep taken over"]
     assert result.runs[0].progress == "finished"
 
 
@@ -271,43 +249,10 @@ def test_an_interrupt_leaves_jobs_in_a_queue(tmp_path: Path) -> None:
     assert [run.progress for run in result.runs] == ["finished", "running"]
 
 
-def test_a_folder_has_one_sweep_at_a_time(tmp_path: Path) -> None:
-    warnings: list[str] = []
-    with liveness.hold_lock(tmp_path, "sweep", warnings.append):
-        assert liveness.is_locked(tmp_path)
-        with (
-            pytest.raises(liveness.FolderBusy, match="another process"),
-            liveness.hold_lock(tmp_path, "sweep", warnings.append),
-        ):
-            pass
-    assert not liveness.is_locked(tmp_path)
-    with liveness.hold_lock(tmp_path, "sweep", warnings.append):
-        pass
-    assert not warnings
-
-
-def test_a_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(liveness.fcntl, "flock", fail)
-    warnings: list[str] = []
-    with liveness.hold_lock(tmp_path, "sweep", warnings.append):
-        assert not liveness.is_locked(tmp_path)
-    (warning,) = warnings
-    assert f"{tmp_path} cannot be locked ([Errno {errno.ENOLCK}] No locks available)" in warning
-    assert "two sweeps could work here at once" in warning
-
-
-def test_a_folder_without_a_lock_file_is_not_locked(tmp_path: Path) -> None:
-    assert not liveness.is_locked(tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
 # ---- numbers and texts
 
 
-def tracked_pair(tmp_path: Path) -> list[engine.TrackedRun]:
+def tracked_pair(tmp_path: Path) -> list[TrackedRun]:
     """Two variants and two seeds, with 20 steps; the second seed of fp8 has only 12."""
     for variant, seed, shift, steps in (
         ("bf16", 0, 0, 20),
@@ -322,7 +267,7 @@ def tracked_pair(tmp_path: Path) -> list[engine.TrackedRun]:
             reason="r",
             seconds=2.0,
         )
-    return track_runs([make_run(tmp_path, v, (s,), steps=20) for s in (0, 1) for v in ("bf16", "fp8")])
+    return track_runs([make_run(tmp_path, v, s, steps=20) for s in (0, 1) for v in ("bf16", "fp8")])
 
 
 def test_gaps_are_paired_by_seed_and_step(tmp_path: Path) -> None:
@@ -337,10 +282,8 @@ def test_gaps_are_paired_by_seed_and_step(tmp_path: Path) -> None:
     runs[3].progress = "failed"  # an unfinished run says nothing about the end
     assert compute_gaps(runs, "fp8", "bf16") == pytest.approx([0.25], abs=1e-12)
     # The mean of 4/step over the last ten steps.
-    assert trailing_loss(runs[0].readers[0]) == pytest.approx(
-        sum(4 / s for s in range(11, 21)) / 10, rel=1e-12
-    )
-    assert math.isnan(trailing_loss(track_runs([make_run(tmp_path, "empty")])[0].readers[0]))
+    assert trailing_loss(runs[0].metrics) == pytest.approx(sum(4 / s for s in range(11, 21)) / 10, rel=1e-12)
+    assert math.isnan(trailing_loss(track_runs([make_run(tmp_path, "empty")])[0].metrics))
 
 
 def test_the_loss_of_a_program_that_writes_every_tenth_step_is_that_of_the_report(tmp_path: Path) -> None:
@@ -349,7 +292,7 @@ def test_the_loss_of_a_program_that_writes_every_tenth_step_is_that_of_the_repor
     rows = (f'{{"step": {10 * n}, "loss": {n}}}\n' for n in range(1, 21))
     (run.folder / "metrics.jsonl").write_text("".join(rows))
     (tracked,) = track_runs([run])
-    assert trailing_loss(tracked.readers[0]) == 15.5  # the last ten lines
+    assert trailing_loss(tracked.metrics) == 15.5  # the last ten lines
     assert read_figures(run.folder, variant="x").figures["trailing_loss"] == 15.5
 
 
@@ -393,5 +336,5 @@ def test_the_time_left_comes_from_the_steps_of_this_sweep(
     display = SweepDisplay(Console(), runs, ())
     assert display.seconds_left() is None  # nothing is known before the first step
     write_metrics(tmp_path / "bf16" / "seed0", [1.0] * 10)
-    runs[0].update()
+    runs[0].metrics.update()
     assert display.seconds_left() == 30.0  # 10 steps in 10 s, 10 + 20 to go

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from policyc.experiments.report.runs import read_run
+from policyc.experiments.sweep.judge import judge_end
 from policyc.experiments.sweep.metrics import (
     MetricsReader,
     convert_metrics,
     parse_metrics_source,
 )
-from policyc.experiments.sweep.wrapper import judge_end
 from tests.support.sweep_runs import make_run
 
 pytestmark = pytest.mark.any_jax
@@ -68,7 +68,7 @@ def test_a_loss_beyond_all_floats_is_a_divergence(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     run.folder.mkdir(parents=True)
     (run.folder / "metrics.jsonl").write_text('{"step": 1, "loss": 1' + "0" * 400 + "}\n")
-    assert judge_end(run.folder, run, 0, None).diverged
+    assert judge_end(run, 0, None).diverged
 
 
 def test_the_last_step_is_found_before_long_lines(tmp_path: Path) -> None:

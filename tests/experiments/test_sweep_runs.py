@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from policyc.experiments.sweep.commands import SweepProgram, make_runs
+from policyc.experiments.sweep.judge import judge_end
 from policyc.experiments.sweep.manifest import ChangedSweep, SweepDesign, open_sweep, reuse_plans
-from policyc.experiments.sweep.probe import PlannedPolicy
-from policyc.experiments.sweep.run import Run, RunStatus, tail_lines
+from policyc.experiments.sweep.planning import PlannedPolicy
+from policyc.experiments.sweep.run import RunStatus, tail_lines
+from policyc.experiments.sweep.run_job import read_grace
 from policyc.experiments.sweep.variants import SweepVariant, VariantList, collect_variants, drop_equal_plans
-from policyc.experiments.sweep.wrapper import judge_end, judge_seeds, read_grace
 from policyc.language.loader import parse
 from tests.support.sweep_runs import make_run, write_metrics
 
@@ -54,7 +55,7 @@ def test_how_a_run_ended(
     run = make_run(tmp_path)
     write_metrics(run.folder, losses)
     (run.folder / "log.txt").write_text(log)
-    end = judge_end(run.folder, run, code, stop)
+    end = judge_end(run, code, stop)
     assert end.state == state
     assert end.reason.startswith(reason)
     assert end.reason == reason or reason.startswith("the program wrote")
@@ -67,23 +68,9 @@ def test_the_reason_of_a_failure_is_that_of_the_last_attempt(tmp_path: Path) -> 
     earlier = "RESOURCE_EXHAUSTED: Out of memory\n--- attempt 2\n"
     log = run.folder / "log.txt"
     log.write_text(earlier + "KeyError: 'x'\n")
-    assert judge_end(run.folder, run, 1, None, len(earlier)).reason == "exit code 1: KeyError: 'x'"
+    assert judge_end(run, 1, None, len(earlier)).reason == "exit code 1: KeyError: 'x'"
     log.write_text(earlier)
-    assert judge_end(run.folder, run, 1, None, len(earlier)).reason == "exit code 1"
-
-
-def test_one_seed_that_diverged_leaves_the_others_as_they_are(tmp_path: Path) -> None:
-    run = make_run(tmp_path, seeds=(0, 1, 2))
-    for folder, losses in zip(run.folders, ([3.0, 2.0, 1.0], [3.0, float("nan")], [3.0]), strict=True):
-        write_metrics(folder, losses)
-    ends = judge_seeds(run, 1, None)
-    assert [(end.state, end.diverged) for end in ends] == [
-        ("finished", False),
-        ("failed", True),
-        ("failed", False),
-    ]
-    write_metrics(run.folders[1], [3.0, 2.0])
-    assert {end.state for end in judge_seeds(run, 1, None)} == {"failed"}
+    assert judge_end(run, 1, None, len(earlier)).reason == "exit code 1"
 
 
 def test_a_damaged_status_is_that_of_a_run_to_be_run_again(tmp_path: Path) -> None:
@@ -115,7 +102,7 @@ def test_the_last_lines_of_a_log_are_those_that_a_terminal_would_show(tmp_path: 
 def test_a_run_of_the_bundled_trainer(tmp_path: Path) -> None:
     program = SweepProgram(words=("--batch", "2"), config="tiny", steps=7, stats_every=5)
     program.check()
-    run = program.make_run("fp8", (3,), tmp_path)
+    run = program.make_run("fp8", 3, tmp_path)
     assert run.folder == tmp_path / "fp8" / "seed3"
     words = run.command
     assert words[:8] == (sys.executable, "-P", "-m", "policyc", "apply", str(tmp_path / "fp8" / "policy.policy"),
@@ -123,14 +110,6 @@ def test_a_run_of_the_bundled_trainer(tmp_path: Path) -> None:
     assert words[9:] == ("--config", "tiny", "--steps", "7", "--seed", "3", "--out", str(run.folder), "--keep", "1",
                          "--batch", "2")  # fmt: skip
     assert replace(program, steps=None).total_steps == 200  # that of the configuration
-
-
-def test_several_seeds_in_one_process(tmp_path: Path) -> None:
-    program = SweepProgram(words=("--keep", "2"), config="tiny", seeds_per_process=2)
-    runs = make_runs(program, ["bf16", "fp8"], [0, 1, 2], tmp_path)
-    assert [run.name for run in runs] == ["bf16 seeds 0, 1", "fp8 seeds 0, 1", "bf16 seed 2", "fp8 seed 2"]
-    assert runs[0].folders == (tmp_path / "bf16" / "seed0", tmp_path / "bf16" / "seed1")
-    assert runs[0].command[-6:] == ("--seeds", "0,1", "--out", str(tmp_path / "bf16"), "--keep", "2")
 
 
 def test_another_folder_of_compiled_programs_makes_no_other_sweep(tmp_path: Path) -> None:
@@ -144,7 +123,7 @@ def test_another_folder_of_compiled_programs_makes_no_other_sweep(tmp_path: Path
 def test_a_program_gets_its_seed_steps_and_folder(tmp_path: Path) -> None:
     words = ("train.py", "--seed={seed}", "--out", "{out}/x", "{variant}", "{steps}", "{other}")
     program = SweepProgram(words=words, steps=9, metrics_source="maxtext={out}/m.txt")
-    run = program.make_run("no_rht", (4,), tmp_path)
+    run = program.make_run("no_rht", 4, tmp_path)
     folder = str(tmp_path / "no_rht" / "seed4")
     assert run.command[6:8] == ("--plan-out", f"{folder}/plan.json")  # for the report
     assert run.command[8:] == ("train.py", "--seed=4", "--out", f"{folder}/x", "no_rht", "9", "{other}")
@@ -152,15 +131,11 @@ def test_a_program_gets_its_seed_steps_and_folder(tmp_path: Path) -> None:
         "POLICYC_SEED": "4", "POLICYC_STEPS": "9", "POLICYC_RUN_DIR": folder, "POLICYC_VARIANT": "no_rht",
     }  # fmt: skip
     assert run.metrics_source == f"maxtext={folder}/m.txt"
-    run.write({"CUDA_VISIBLE_DEVICES": "1"})
-    read = Run.read(run.folder)
-    assert read == replace(run, environment={**run.environment, "CUDA_VISIBLE_DEVICES": "1"})
 
 
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        (SweepProgram(words=("train.py",), seeds_per_process=2), "only the bundled trainer"),
         (SweepProgram(words=("train.py", "{steps}")), "give --steps"),
         (SweepProgram(words=("--seed=3",), config="tiny"), "--seed is set by the sweep"),
         (SweepProgram(words=("train.py",), metrics_source="x"), "KIND=PATH"),
@@ -207,11 +182,6 @@ def test_a_changed_sweep_in_the_same_folder_is_refused(
 def test_a_sweep_may_grow(tmp_path: Path) -> None:
     open_sweep(tmp_path, design())
     assert open_sweep(tmp_path, design(seeds=(0, 1, 2))) == []
-    grown = tmp_path / "grown"
-    grown.mkdir()
-    open_sweep(grown, design(seeds=(0, 1, 2), seeds_per_process=2))
-    with pytest.raises(ChangedSweep, match="its last process has fewer than 2 seeds"):
-        open_sweep(grown, design(seeds=(0, 1, 2, 3), seeds_per_process=2))
     assert open_sweep(tmp_path, design(seeds=(0, 1, 2))) == []  # continued, and not larger
     manifest = json.loads((tmp_path / "sweep.json").read_text())
     assert manifest["seeds"] == [0, 1, 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from policyc import Policy, parse
 from policyc.language.diagnostics import Diagnostic, Edit, Fix
 from policyc.language.loader import LoadedPolicy, parse_with_diagnostics
 from policyc.language.parser import comment_ranges
-from policyc.linter.engine import LintResult, lint
+from policyc.linter.api import Findings, lint_loaded
 from policyc.linter.fixes import FixedText, apply_fixes
 from tests.support.linting import TAIL, fix_text, follow_help, lint_codes
 from tests.support.policy_oracle import policies_differ, random_policy
@@ -80,7 +81,7 @@ def test_safe_fixes_write_this_text_and_are_then_complete(before: str, after: st
         ("c -> bf16\na.b -> bf16\n* -> fp8\n", "* -> fp8\nc -> bf16\na.b -> bf16\n"),
         # in its block, or below the block that overrides it, but not out of its own
         ("after 50% { a.b -> bf16; a -> fp8 }\n", "after 50% {  a -> fp8; a.b -> bf16 }\n"),
-        ("after 9 { a.b -> bf16\n  after 5 { a -> fp8 }\n}\n", "after 9 { \n  after 5 { a -> fp8 }\na.b -> bf16\n}\n"),
+        ("after 9 { a.b -> bf16\n  after 9 { a -> fp8 }\n}\n", "after 9 { \n  after 9 { a -> fp8 }\na.b -> bf16\n}\n"),
         # moved, it would leave the other rule without effect
         ("a -> bf16\na -> fp8\n", "a -> fp8\n"),
         ("a.b -> bf16\na.c -> bf16\na.{b,c} -> fp8\n", "a.{b,c} -> fp8\na.b -> bf16\na.c -> bf16\n"),
@@ -120,9 +121,9 @@ FIXED = [
 @pytest.mark.parametrize("before", FIXED, ids=lambda text: text.partition("\n")[0][:40])
 def test_a_fix_removes_its_finding_and_adds_none(before: str) -> None:
     """With one exception: a policy that could not be read may have findings when it can."""
-    findings = lint(parse_with_diagnostics(before)).diagnostics
-    fixed = apply_fixes(before, parse_with_diagnostics, lint, unsafe=True)
-    remaining = lint(parse_with_diagnostics(fixed.text)).diagnostics
+    findings = lint_loaded(parse_with_diagnostics(before))
+    fixed = apply_fixes(before, parse_with_diagnostics, lint_loaded, unsafe=True)
+    remaining = lint_loaded(parse_with_diagnostics(fixed.text))
     assert (fixed.count > 0) == any(d.fix is not None for d in findings)
     assert not [d for d in remaining if d.fix is not None], fixed.text
     was_readable = not parse_with_diagnostics(before).diagnostics
@@ -142,7 +143,7 @@ def test_a_fix_removes_its_finding_and_adds_none(before: str) -> None:
     ],
 )
 def test_following_a_remedy_removes_the_finding_and_adds_none(text: str) -> None:
-    before = lint(parse_with_diagnostics(text)).diagnostics
+    before = lint_loaded(parse_with_diagnostics(text))
     assert before
     for finding in before:
         remedied = follow_help(text, finding.help)
@@ -162,10 +163,10 @@ def test_only_selected_codes_are_fixed() -> None:
 def test_a_fix_that_would_break_the_file_is_not_applied(replacement: str) -> None:
     """No rule has such a fix. If one ever has, the file must stay valid."""
 
-    def check(loaded: LoadedPolicy) -> LintResult:
+    def check(loaded: LoadedPolicy) -> Sequence[Diagnostic]:
         span = loaded.file.statements[0].span
         fix = Fix(message="break it", edits=(Edit(span, replacement),), safe=True)
-        return LintResult(diagnostics=(Diagnostic(code="shadowed-rule", message="m", span=span, fix=fix),))
+        return (Diagnostic(code="shadowed-rule", message="m", span=span, fix=fix),)
 
     assert apply_fixes("mlp -> fp8\n", parse_with_diagnostics, check).text == "mlp -> fp8\n"
 
@@ -206,11 +207,11 @@ class CachedLinter:
 
     def __init__(self) -> None:
         self.load = cache(parse_with_diagnostics)
-        self._results: dict[int, LintResult] = {}  # by identity: `load` keeps the policies alive
+        self._results: dict[int, Findings] = {}  # by identity: `load` keeps the policies alive
 
-    def lint(self, loaded: LoadedPolicy) -> LintResult:
+    def lint(self, loaded: LoadedPolicy) -> Findings:
         if id(loaded) not in self._results:
-            self._results[id(loaded)] = lint(loaded)
+            self._results[id(loaded)] = lint_loaded(loaded)
         return self._results[id(loaded)]
 
     def fix(self, text: str) -> FixedText:
@@ -231,7 +232,7 @@ def test_safe_fixes_keep_the_meaning_and_the_comments(seeds: range) -> None:
         hint = f"seed {seed}\n{before}\n->\n{after}"
         loaded = linter.load(after)
         assert not loaded.diagnostics, hint
-        remaining = [d for d in linter.lint(loaded).diagnostics if d.fix is not None and d.fix.safe]
+        remaining = [d for d in linter.lint(loaded) if d.fix is not None and d.fix.safe]
         assert not remaining, hint
         assert linter.fix(after).text == after, hint
         original = parse(before.replace("grad=e4m3, grad=e4m3", "grad=e4m3"))

@@ -1,26 +1,17 @@
-"""The five output formats: what people read, and what programs parse."""
+"""The output formats: what people read, and what programs parse."""
 
 from __future__ import annotations
 
 import json
-import os
-from functools import cache
 from pathlib import Path
-from typing import Any
 
-import jsonschema
 import pytest
 
-from policyc import __version__
 from policyc.language.diagnostics import Diagnostic, Edit, Fix, Note, Severity, SourceText, Span, plain
 from policyc.linter import output
-from policyc.linter.rules import ALL_CODES, LINT_RULES
 from tests.support.command import policyc
 
 pytestmark = pytest.mark.any_jax
-
-TESTS = Path(__file__).parents[1]
-FIXTURES = Path(__file__).parent / "fixtures"
 
 SOURCE = SourceText("première -> fp9\nmlp.* ->\n  fp8(grad=e4m3,\n  grad=e4m3)\n", "dir/a b.policy")
 DIAGNOSTIC = Diagnostic(
@@ -37,21 +28,6 @@ NOTE_LOCATION = {"path": "dir/a b.policy", "line": 2, "column": 1, "end_line": 4
 
 def format_diagnostics(output_format: str, *diagnostics: Diagnostic) -> str:
     return output.OUTPUT_FORMATS[output_format](diagnostics, plain)
-
-
-@cache
-def sarif_validator() -> Any:
-    """A validator for the official schema of SARIF 2.1.0."""
-    schema = json.loads((TESTS / "data" / "sarif-2.1.0.json").read_text(encoding="utf-8"))
-    return jsonschema.validators.validator_for(schema)(schema, format_checker=jsonschema.FormatChecker())
-
-
-def parse_sarif(text: str) -> dict[str, Any]:
-    """The only run of a SARIF log, which must be valid."""
-    log = json.loads(text)
-    sarif_validator().validate(log)
-    (run,) = log["runs"]
-    return run
 
 
 # ---- for people
@@ -136,11 +112,10 @@ def test_the_edits_in_json_give_the_same_text_as_fix(tmp_path: Path) -> None:
     assert path.read_text(encoding="utf-8") == text
 
 
-def test_json_and_sarif_are_ascii() -> None:
-    """So they are valid in every encoding of the output."""
+def test_json_is_ascii() -> None:
+    """So it is valid in every encoding of the output."""
     odd = Diagnostic(code="unknown-format", message="深層", span=Span(SourceText("深", "深.policy"), 0, 1))
     assert format_diagnostics("json", odd).isascii()
-    assert format_diagnostics("sarif", odd).isascii()
 
 
 # ---- github
@@ -166,60 +141,3 @@ def test_github_escapes_characters_that_end_a_value_or_the_command() -> None:
     assert text.count("\n") == 1
     assert text.startswith("::warning file=a%3Ab%2Cc%25d%0Ae.policy,line=1,")
     assert text.endswith("::100%25 wrong::error%0D%0A::set-output\\x1b[31m\n")
-
-
-# ---- sarif
-
-
-def test_sarif_of_every_fixture_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(FIXTURES)
-    names = [f"{code}.policy" for code in LINT_RULES if code != "unknown-variant"]
-    run = parse_sarif(policyc("lint", *names, "unknown-variant.policy:no_rth", "--format", "sarif").out)
-    assert {r["ruleId"] for r in run["results"]} == set(LINT_RULES)
-    for result in run["results"]:
-        assert run["tool"]["driver"]["rules"][result["ruleIndex"]]["id"] == result["ruleId"]
-        assert result["level"] == str(LINT_RULES[result["ruleId"]].severity)
-
-
-def test_sarif_names_the_tool_its_rules_and_its_column_kind() -> None:
-    run = parse_sarif(format_diagnostics("sarif"))
-    assert run["tool"]["driver"]["name"] == "policyc"
-    assert run["tool"]["driver"]["version"] == __version__
-    assert run["columnKind"] == "unicodeCodePoints"
-    assert [r["id"] for r in run["tool"]["driver"]["rules"]] == list(ALL_CODES)
-    assert all(
-        r["help"]["markdown"] and r["shortDescription"]["text"] for r in run["tool"]["driver"]["rules"]
-    )
-
-
-def test_sarif_of_a_finding() -> None:
-    (result,) = parse_sarif(format_diagnostics("sarif", DIAGNOSTIC))["results"]
-    region = {"startLine": 1, "startColumn": 13, "endLine": 1, "endColumn": 16}
-    location = {"artifactLocation": {"uri": "dir/a%20b.policy"}, "region": region}
-    assert result["message"] == {"text": "no format named 'fp9' (did you mean 'fp8'?)"}
-    assert result["locations"] == [{"physicalLocation": location}]
-    assert result["relatedLocations"][0]["message"] == {"text": "elsewhere"}
-    assert result["relatedLocations"][0]["physicalLocation"]["region"]["endLine"] == 4
-    (fix,) = result["fixes"]
-    assert fix["description"] == {"text": "replace it (unsafe)"}
-    (change,) = fix["artifactChanges"]
-    assert change["artifactLocation"] == {"uri": "dir/a%20b.policy"}
-    assert change["replacements"] == [{"deletedRegion": region, "insertedContent": {"text": "fp8"}}]
-
-
-@pytest.mark.parametrize(
-    ("path", "uri"),
-    [
-        ("a.policy", "a.policy"),
-        ("/x/y.policy", "/x/y.policy"),
-        ("<stdin>", "%3Cstdin%3E"),
-        ("a b#c?d%e.policy", "a%20b%23c%3Fd%25e.policy"),
-        ("a:b.policy", "a%3Ab.policy"),
-        ("深.policy", "%E6%B7%B1.policy"),
-        (os.fsdecode(b"caf\xe9.policy"), "caf%E9.policy"),
-    ],
-)
-def test_sarif_of_odd_paths(path: str, uri: str) -> None:
-    diagnostic = Diagnostic(code="unreadable-file", message="m", span=Span(SourceText("", path), 0, 0))
-    (result,) = parse_sarif(format_diagnostics("sarif", diagnostic))["results"]
-    assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == uri

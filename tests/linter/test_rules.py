@@ -1,149 +1,98 @@
-"""The lint rules: each has a page with a bad and a good example, and a fixture.
+"""The lint rules: each has a page with a bad and a good example, a policy with its fault, and one that is near.
 
-A fixture is a policy with the faults of one rule, and the text that `policyc lint` prints for it. After an intended
-change, `UPDATE_SNAPSHOTS=1 pytest tests/linter/test_rules.py` writes the texts again. Read the diff.
+The policies are in `tests/ui/policies/lint` and, for rules that need a program, in `programs`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
+import inspect
 import re
-from functools import cache
-from importlib import import_module, resources
+from importlib import import_module
 from pathlib import Path
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 
 import pytest
 
-from policyc.language.diagnostics import Severity
 from policyc.language.loader import parse_with_diagnostics
 from policyc.linter import rules
-from policyc.linter.engine import lint
-from policyc.linter.rules import ALL_CODES, ALL_RULES, LINT_RULES, program
-from tests.support.command import CommandResult, policyc
+from policyc.linter.api import lint_loaded
+from policyc.linter.rules import ALL_RULES, LintRule
+from tests.support.command import ROOT, policyc
 from tests.support.linting import fix_text, follow_help, lint_codes
 
 pytestmark = pytest.mark.any_jax
 
-FIXTURES = Path(__file__).parent / "fixtures"
-FOUND_WHILE_READING = {code for code, rule in LINT_RULES.items() if rule.check is None} - {
-    "unused-suppression",
-    "unknown-suppression",
-}
+TEXTS = ROOT / "tests" / "ui" / "policies" / "lint"
+PROGRAMS = Path(__file__).parent / "programs"
 NEEDS_FILES = {"unreadable-file", "unknown-variant", "import-cycle", "too-many-imports"}
 """The codes that a text alone cannot have."""
 
+each_rule = pytest.mark.parametrize("rule", ALL_RULES.values(), ids=list(ALL_RULES))
 
-# ---- the registry
 
-
-def test_every_check_has_a_page() -> None:
+def test_every_public_function_of_the_folder_is_a_rule() -> None:
     modules = [
-        import_module(f"{package.__name__}.{module.name}")
-        for package in (rules, program)
-        for module in iter_modules(package.__path__)
+        import_module(module.name)
+        for module in walk_packages(rules.__path__, f"{rules.__name__}.")
         if not module.ispkg
     ]
-    codes = [code for module in modules for code in module.CHECKS]
-    assert len(codes) == len(set(codes)) > 30
-    assert set(codes) <= set(ALL_CODES)
+    functions = {
+        (module.__name__, name.replace("_", "-"))
+        for module in modules
+        for name, function in inspect.getmembers(module, inspect.isfunction)
+        if function.__module__ == module.__name__ and not name.startswith("_")
+    }
+    assert functions == {(rule.module, rule.code) for rule in ALL_RULES.values() if rule.module}
 
 
-def test_every_heading_of_the_document_is_a_code() -> None:
-    """A page whose heading is misspelt would be lost."""
-    document = resources.files("policyc.linter").joinpath("pages.md").read_text(encoding="utf-8")
-    headings = re.findall(
-        r"^# (.*)$", re.sub(r"^```.*?^```$", "", document, flags=re.DOTALL | re.MULTILINE), re.MULTILINE
-    )
-    assert headings == [f"{rule.code} ({rule.severity})" for rule in ALL_RULES.values()]
+def test_every_reported_code_has_a_page() -> None:
+    """Also those that the parser and the compiler report."""
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "policyc").rglob("*.py"))
+    assert set(re.findall(r'code="([a-z-]+)"', source)) - {"internal-error"} <= ALL_RULES.keys()
 
 
-# ---- pages
+def example(rule: LintRule, kind: str) -> str:
+    (block,) = re.findall(rf"^## {kind}\n\n```policy\n(.*?)^```$", rule.page, re.DOTALL | re.MULTILINE)
+    return block
 
 
-def example(code: str, kind: str) -> str:
-    blocks = re.findall(
-        rf"^## {kind}\n\n```policy\n(.*?)^```$", LINT_RULES[code].page, re.DOTALL | re.MULTILINE
-    )
-    assert len(blocks) == 1, f"{code} needs one example under '## {kind}'"
-    return blocks[0]
-
-
-@pytest.mark.parametrize("code", LINT_RULES)
-def test_a_page_has_a_title_and_an_explanation(code: str) -> None:
-    title, empty, explanation, *_ = LINT_RULES[code].page.splitlines()
+@each_rule
+def test_a_page_has_a_title_an_explanation_and_examples(rule: LintRule) -> None:
+    title, empty, explanation, *_ = rule.page.splitlines()
     assert re.fullmatch(r"[A-Za-z].*\.", title)
     assert not empty
     assert explanation
-    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", code)
-
-
-@pytest.mark.parametrize("code", [c for c in LINT_RULES if c not in NEEDS_FILES])
-def test_the_bad_example_has_this_fault_and_no_other(code: str) -> None:
-    assert set(lint_codes(example(code, "Bad"))) == {code}
-
-
-@pytest.mark.parametrize("code", LINT_RULES)
-def test_the_good_example_is_clean(code: str) -> None:
-    assert lint_codes(example(code, "Good")) == []
+    assert rule.explains <= ALL_RULES.keys()
+    if not rule.needs_program:
+        assert set(lint_codes(example(rule, "Bad"))) == {rule.code} or rule.code in NEEDS_FILES
+        assert lint_codes(example(rule, "Good")) == []
 
 
 def test_the_bad_examples_that_need_files(tmp_path: Path) -> None:
     cycle = tmp_path / "a.policy"
-    cycle.write_text(example("import-cycle", "Bad"))
+    cycle.write_text(example(ALL_RULES["import-cycle"], "Bad"))
     diagnostics = parse_with_diagnostics(cycle.read_text(), path=cycle).diagnostics
     assert {d.code for d in diagnostics} == {"import-cycle"}
-    assert lint_codes(example("too-many-imports", "Bad") * 257) == ["too-many-imports"]
+    assert lint_codes(example(ALL_RULES["too-many-imports"], "Bad") * 257) == ["too-many-imports"]
     unreadable = tmp_path / "b.policy"
-    unreadable.write_bytes(example("unreadable-file", "Bad").encode("utf-16"))
+    unreadable.write_bytes(example(ALL_RULES["unreadable-file"], "Bad").encode("utf-16"))
     ran = policyc("lint", unreadable, "--format", "concise")
     assert (ran.code, ran.out.count("unreadable-file")) == (2, 1)
 
 
-# ---- fixtures
+@each_rule
+def test_a_rule_has_a_text_with_its_fault_and_a_near_one_without(rule: LintRule) -> None:
+    if not rule.module:
+        return  # reported by the parser, whose texts are elsewhere, or by the compiler
+    folder = PROGRAMS if rule.needs_program else TEXTS
+    found = (folder / f"{rule.code}.txt").read_text(encoding="utf-8")
+    findings = set(re.findall(r"^\S+: (\w+)\[([\w-]+)\]: ", found, re.MULTILINE))
+    assert {code for _, code in findings} == {rule.code}
+    assert str(rule.severity) in {severity for severity, _ in findings} or rule.code == "unmatched-rule"
+    assert (folder / f"{rule.code}-near.txt").read_text(encoding="utf-8") == ""
 
 
-@cache
-def lint_fixture(code: str) -> CommandResult:
-    """What `policyc lint` prints for a fixture. Each is linted once for all tests."""
-    with contextlib.chdir(FIXTURES):
-        variant = ":no_rth" if code == "unknown-variant" else ""
-        return policyc("lint", f"{code}.policy{variant}")
-
-
-@pytest.mark.parametrize("code", LINT_RULES)
-def test_the_fixture_prints_its_snapshot(code: str) -> None:
-    ran = lint_fixture(code)
-    snapshot = FIXTURES / f"{code}.txt"
-    if os.environ.get("UPDATE_SNAPSHOTS"):
-        snapshot.write_text(ran.out, encoding="utf-8")
-    assert ran.out == snapshot.read_text(encoding="utf-8")
-    assert set(re.findall(r": (?:error|warning)\[([\w-]+)\]: ", ran.out)) == {code}
-    assert not re.search(r"^/", ran.out, re.MULTILINE), "a snapshot must not contain an absolute path"
-    assert ran.code == (2 if code in ("unreadable-file", "unknown-variant") else 1)
-
-
-def test_every_fixture_belongs_to_a_rule() -> None:
-    assert {p.stem for p in FIXTURES.glob("*.*")} == set(LINT_RULES)
-
-
-@pytest.mark.parametrize("code", LINT_RULES)
-def test_a_diagnostic_has_the_severity_of_its_rule(code: str) -> None:
-    severities = set(re.findall(r": (error|warning)\[", lint_fixture(code).out))
-    assert severities == {str(LINT_RULES[code].severity)}
-    assert code not in FOUND_WHILE_READING or LINT_RULES[code].severity is Severity.ERROR
-
-
-@pytest.mark.parametrize("code", [c for c in LINT_RULES if c != "unreadable-file"])
-def test_every_finding_says_what_to_try(code: str) -> None:
-    with contextlib.chdir(FIXTURES):
-        text = Path(f"{code}.policy").read_text(encoding="utf-8")
-        for diagnostic in lint(parse_with_diagnostics(text, path=f"{code}.policy")).diagnostics:
-            assert diagnostic.help, diagnostic
-
-
-# ---- beyond the fixtures
+# ---- beyond the texts
 
 
 @pytest.mark.parametrize(
@@ -208,7 +157,7 @@ def test_every_finding_says_what_to_try(code: str) -> None:
         ("", ["empty-policy"]),
     ],
 )  # fmt: skip
-def test_findings_beyond_the_fixtures(text: str, codes: list[str]) -> None:
+def test_findings_beyond_the_texts(text: str, codes: list[str]) -> None:
     assert lint_codes(text) == codes
 
 
@@ -224,13 +173,13 @@ def test_findings_beyond_the_fixtures(text: str, codes: list[str]) -> None:
     ],
 )
 def test_a_policy_in_4_bits_has_no_findings_after_what_they_suggest(text: str) -> None:
-    findings = lint(parse_with_diagnostics(text)).diagnostics
+    findings = lint_loaded(parse_with_diagnostics(text))
     assert findings
     for _ in range(6):
         if not findings:
             break
         text = follow_help(text, findings[0].help)
-        findings = lint(parse_with_diagnostics(text)).diagnostics
+        findings = lint_loaded(parse_with_diagnostics(text))
     assert not findings, text
 
 

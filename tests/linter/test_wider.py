@@ -5,8 +5,8 @@ A rule that is called overridden or redundant must be so at every point: `--fix`
 
 from __future__ import annotations
 
-import itertools
 import random
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 
@@ -16,10 +16,7 @@ from policyc import parse
 from policyc.language.loader import parse_with_diagnostics
 from policyc.language.policy import Policy
 from policyc.language.predicates import Predicate
-from policyc.language.selectors import expand_selector, matches, parse_path
 from policyc.linter.context import Context
-from policyc.linter.engine import lint
-from policyc.linter.wider import covers
 from tests.support.linting import lint_codes
 from tests.support.policy_oracle import (
     FLAGS,
@@ -92,46 +89,6 @@ def test_the_random_policies_contain_overridden_and_redundant_rules() -> None:
     assert sum(len(redundant_rules(text)) for text in alike) > 5
 
 
-SEGMENTS = (
-    "a",
-    "b",
-    "ab",
-    "a*",
-    "*b",
-    "?",
-    "?b",
-    "a?*",
-    "*a*",
-    "*",
-    "*",
-    "s",
-    "s_?",
-    "s_*",
-    "s[1]",
-    "*[1]",
-    "s[:2]",
-)
-PATHS = [
-    parse_path(".".join(names), 3)
-    for length in (1, 2, 3)
-    for names in itertools.product(("a", "b", "ab", "aab", "s", "s_x", "s[1]", "s[2]"), repeat=length)
-]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_pattern_that_covers_another_matches_all_of_its_paths(seed: int) -> None:
-    rng, covered = random.Random(seed), 0
-    for _ in range(600):
-        texts = [
-            rng.choice(("", "", "^")) + ".".join(rng.choices(SEGMENTS, k=rng.randint(1, 3))) for _ in range(2)
-        ]
-        wide, narrow = (expand_selector(parse(f"{text} -> bf16").rules[0].selectors[0])[0] for text in texts)
-        if covers(wide, narrow):
-            covered += 1
-            assert all(matches(wide, path) for path in PATHS if matches(narrow, path)), texts
-    assert covered > 30
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_the_oracle_matches_all_names_at_once_as_it_matches_each(seed: int) -> None:
     selectors = [s for rule in parse(random_policy(random.Random(seed))).rules for s in rule.selectors]
@@ -200,7 +157,11 @@ def test_a_slice_that_is_called_empty_selects_nothing(text: str, empty: bool) ->
         ("mlp -> fp8; mlp.up -> bf16", []),
         ("mlp -> fp8; ^mlp -> bf16", []),
         ("^mlp -> fp8; mlp -> bf16", [0]),
-        ("up_proj -> fp8; *_proj -> bf16", [0]),
+        ("up_proj -> fp8; *_proj -> bf16", []),  # globs are names
+        ("a.b.c -> fp8; b -> bf16", [0]),
+        ("^a.b.c -> fp8; ^a.b -> bf16", [0]),
+        ("^a.b.c -> fp8; ^b.c -> bf16", []),
+        ("a.b -> fp8; a.*.b -> bf16", []),
         ("a.*.b -> fp8; a -> bf16", [0]),
         ("{a,b} -> fp8; a -> bf16", []),
         ("{a,b} -> fp8; b, a -> bf16", [0]),
@@ -211,17 +172,15 @@ def test_a_slice_that_is_called_empty_selects_nothing(text: str, empty: bool) ->
         ("layers[-4:] -> fp8; layers[-8:] -> bf16", []),  # slices must be equal
         ("layers[3] -> fp8; layers_3 -> bf16", [0]),
         ("layers[3] -> fp8; layers -> bf16", [0]),
-        ("x_?[:2] -> fp8; x_* -> bf16", [0]),
-        ("a* -> fp8; ? -> bf16", []),
+        ("x_?[:2] -> fp8; x_? -> bf16", [0]),
+        ("layers -> fp8; layers[:] -> bf16", []),
         ("a where k >= 16 -> fp8; a -> bf16", [0]),
-        ("a where k >= 16 and weight -> fp8; a where weight -> bf16", [0]),
-        ("a where k >= 16 or weight -> fp8; a where weight -> bf16", []),
-        ("* where experts -> fp8; * where mlp -> bf16", []),  # terms must be equal
-        ("after 50% { a -> fp8 }; after 40% { a -> bf16 }", [0]),
-        ("until 50 { a -> fp8 }; until 40 { a -> bf16 }", []),
-        ("after 50% { until 90 { a -> fp8 } }; until 90 { a -> bf16 }", [0]),
-        ("after 1000 { a -> fp8 }; after 50% { a -> bf16 }", []),
-        ("*a*b*c*d*e*f*g*h*i*j*k*.??? -> fp8; ????? -> bf16; * -> keep", [0, 1]),
+        ("a where k >= 16 and weight -> fp8; a where weight -> bf16", []),
+        ("a.b where k >= 16 -> fp8; a where k >= 16 -> bf16", [0]),
+        ("* where experts -> fp8; * where mlp -> bf16", []),  # conditions must be the same
+        ("after 50% { a -> fp8 }; after 40% { a -> bf16 }", []),
+        ("after 50% { a.b -> fp8 }; after 50% { a -> bf16 }; a -> keep", [0, 1]),
+        ("*a*b.??? -> fp8; ????? -> bf16; * -> keep", [0, 1]),
     ],
 )  # fmt: skip
 def test_which_rules_are_overridden(text: str, indices: list[int]) -> None:
@@ -255,16 +214,21 @@ def test_which_rules_are_redundant(text: str, indices: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("line", "overridden", "redundant"),
     [
-        "layers[{i}].mlp.up{i}x -> fp8",
-        "mlp.up, q -> fp8",
-        "*a{i}x*.b* -> fp8",
-        "x where k % 16 == {m} and n > {i} -> fp8",
+        ("layers[{i}].mlp.up{i}x -> fp8", 0, 0),
+        ("mlp.up, q -> fp8", 4_999, 4_999),
+        ("*a{i}x*.b* -> fp8", 0, 0),
+        ("x where k % 16 == {m} and n > {i} -> fp8", 0, 0),
+        ("x.y where k > {i} -> fp8; x where k > {i} -> fp8", 5_000, 0),
+        ("after {i} {{ mlp -> fp8 }}; mlp.up{i}x -> bf16", 0, 0),
+        ("a{i}x where k == 3 -> nvfp4(sr=grad)", 0, 0),
     ],
 )
-@pytest.mark.slow
-def test_five_thousand_rules_are_linted_in_seconds(line: str) -> None:
-    loaded = parse_with_diagnostics("\n".join(line.format(i=i, m=i % 16) for i in range(5_000)))
-    with at_most(60):
-        lint(loaded)
+def test_five_thousand_rules_are_compared_in_seconds(line: str, overridden: int, redundant: int) -> None:
+    text = "\n".join(line.format(i=i, m=i % 16) for i in range(5_000))
+    with at_most(30):
+        codes = Counter(lint_codes(text))
+    assert codes["shadowed-rule"] == overridden
+    _, context = make_context(text)
+    assert sum(context.find_repeated(rule) is not None for rule in context.resolved_rules) == redundant

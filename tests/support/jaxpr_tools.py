@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from policyc.compiler import pipeline
 from policyc.compiler.pipeline import LossCall
-from policyc.compiler.sites.site import Site, Sites
+from policyc.compiler.sites.site import Site
+from policyc.compiler.sites.site_list import Sites
 from policyc.jaxcore.jaxprs import reading as jaxprs
 from policyc.jaxcore.jaxprs.containers import container_of
 from policyc.jaxcore.jaxprs.transform import Address

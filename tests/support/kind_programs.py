@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from policyc.compiler.sites.site import Sites
+from policyc.compiler.sites.site_list import Sites
 from tests.support.jaxpr_tools import find_sites
 
 BATCH, TOKENS, WIDTH, HEADS, HIDDEN, VOCABULARY = 2, 8, 16, 2, 48, 40

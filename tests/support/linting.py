@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 
 from policyc.language.loader import parse_with_diagnostics
-from policyc.linter.engine import lint
+from policyc.linter.api import lint_loaded
 from policyc.linter.fixes import apply_fixes
 from policyc.linter.rules import ALL_CODES
 
@@ -16,12 +16,14 @@ TAIL = "layers[-4:] -> bf16"
 
 def lint_codes(text: str, codes: Collection[str] = ALL_CODES) -> list[str]:
     """The codes of the findings in a text, in the order of the text."""
-    return [d.code for d in lint(parse_with_diagnostics(text), codes).diagnostics]
+    return [d.code for d in lint_loaded(parse_with_diagnostics(text), codes)]
 
 
 def fix_text(text: str, *, unsafe: bool = False, codes: Collection[str] = ALL_CODES) -> str:
     """The text with its fixes applied."""
-    return apply_fixes(text, parse_with_diagnostics, lambda loaded: lint(loaded, codes), unsafe=unsafe).text
+    return apply_fixes(
+        text, parse_with_diagnostics, lambda loaded: lint_loaded(loaded, codes), unsafe=unsafe
+    ).text
 
 
 def follow_help(text: str, help: str) -> str | None:

@@ -13,6 +13,13 @@ from tests.support import processes
 from tests.support.command import python_path
 from tests.support.quick_options import quick_environment
 
+_START = """
+from policyc.__main__ import main
+from policyc.experiments.sweep import engine, slurm
+engine._POLL_SECONDS, slurm._POLL_SECONDS = 0.1, 0.3
+main()
+"""
+
 _NUMBERS = itertools.count()
 
 
@@ -21,7 +28,7 @@ class SweepProcess:
 
     def __init__(self, *words: str, cwd: Path) -> None:
         environment = {**os.environ, **quick_environment(), "PYTHONPATH": python_path()}
-        command = [sys.executable, "-m", "policyc", "sweep", *words]
+        command = [sys.executable, "-c", _START, "sweep", *words]
         self._output = cwd / f"output-{next(_NUMBERS)}.txt"
         with self._output.open("w") as file:
             self._process = processes.start(
@@ -46,6 +53,9 @@ class SweepProcess:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
 
     def end(self) -> int:
         """Waits for the sweep to end. Returns its exit code."""

@@ -42,7 +42,7 @@ class FakeExecutor:
         self._active: dict[Path, Run] = {}
 
     def start(self, run: Run) -> None:
-        run.write()
+        run.folder.mkdir(parents=True, exist_ok=True)
         self.started.append(run.name)
         self._active[run.folder] = run
         self.most_active = max(self.most_active, len(self._active))
@@ -53,10 +53,12 @@ class FakeExecutor:
         if self._active.pop(run.folder, None) is None:
             return False
         state, losses = self._behave(run)
-        for folder in run.folders:
-            write_metrics(folder, losses)
-            write_status(folder, state, reason="a reason", diverged=False, seconds=1.0)
+        write_metrics(run.folder, losses)
+        write_status(run.folder, state, reason="a reason", diverged=False, seconds=1.0)
         return False
+
+    def explain(self, run: Run) -> str:
+        return f"see the jobs of {run.name}"
 
     def stop(self, runs: Sequence[Run]) -> str:
         self.stopped += [] if self.left else [run.name for run in runs]
@@ -79,10 +81,10 @@ class SilentDisplay:
         self.lines.append(text)
 
 
-def make_run(out: Path, variant: str = "bf16", seeds: tuple[int, ...] = (0,), steps: int | None = 3) -> Run:
-    folders = tuple(out / variant / f"seed{seed}" for seed in seeds)
+def make_run(out: Path, variant: str = "bf16", seed: int = 0, steps: int | None = 3) -> Run:
+    folder = out / variant / f"seed{seed}"
     return Run(
-        variant=variant, seeds=seeds, folders=folders, command=("true",), environment={}, cwd=out, steps=steps
+        variant=variant, seed=seed, folder=folder, command=("true",), environment={}, cwd=out, steps=steps
     )
 
 

@@ -83,9 +83,9 @@ def _plan(words: Sequence[str]) -> list[dict[str, Any]]:
         attributes = [site.attributes(layer) for layer in site.layers()]
         bits = {
             name: [
-                layer_range.decision.recipe.bits(Gemm.FPROP)
-                for layer_range in plan.site_layer_ranges(site, plan.phases[0])
-                for _ in layer_range.layers
+                run.decision.recipe.bits(Gemm.FPROP)
+                for run in plan.site_runs(site, plan.phases[0])
+                for _ in run.layers
             ]
             for name, plan in plans.items()
         }

@@ -15,7 +15,7 @@ import pytest
 from policyc.language.bundled import read_policy_text
 from policyc.language.diagnostics import render
 from policyc.language.loader import parse_with_diagnostics
-from policyc.linter.engine import lint
+from policyc.linter.api import lint_loaded
 
 pytestmark = pytest.mark.any_jax
 
@@ -30,7 +30,7 @@ def test_diagnostics(name: str) -> None:
     path = FOLDER / name
     with contextlib.chdir(path.parent):
         loaded = parse_with_diagnostics(read_policy_text(path), path=path.name)
-        found = sorted(lint(loaded).diagnostics, key=lambda d: d.sort_key)
+        found = sorted(lint_loaded(loaded), key=lambda d: d.sort_key)
     text = "".join(f"{render(diagnostic)}\n\n" for diagnostic in found)
     expected = path.with_suffix(".txt")
     if os.environ.get("UPDATE_SNAPSHOTS"):

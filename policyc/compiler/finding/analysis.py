@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from policyc.base.garbage import paused_collection
 from policyc.compiler.finding.activity import products_with_cotangent
-from policyc.compiler.finding.analysis_records import JaxprContext, PendingSite, find_taken
+from policyc.compiler.finding.analysis_records import FoundGemm, JaxprContext, find_taken
 from policyc.compiler.finding.container_domain import ContainerDomain
 from policyc.compiler.finding.dots import (
     GEMMS,
@@ -31,8 +31,10 @@ from policyc.compiler.finding.dots import (
     why_opaque,
 )
 from policyc.compiler.finding.other_products import kind_and_name, product_flops, sum_by_kind
+from policyc.compiler.sites.equations import Loss, Origin, SiteEquation
 from policyc.compiler.sites.paths import add_stack_sizes
-from policyc.compiler.sites.site import Origin, OtherProduct, PathTemplate, Site, Sites
+from policyc.compiler.sites.site import OtherProduct
+from policyc.compiler.sites.site_list import Sites
 from policyc.compiler.sites.trace import FrozenWeight
 from policyc.compiler.weights.layer_indices import LayerIndices
 from policyc.compiler.weights.propagation import propagate_equation, propagate_opaque
@@ -100,24 +102,13 @@ def analyze(
         if not references.has_grown:
             break
         references.has_grown = False
-    with_layers = (site.with_layers(analyzer.layers) for site in analyzer.sites.values())
-    sites = [site for site in with_layers if site.count]  # sites without a count are in branches never taken
-    for site, path in zip(sites, add_stack_sizes([s.scope.path for s in sites]), strict=True):
-        if path != site.scope.path:
-            site.complete(scope=replace(site.scope, path=path))
+    gemms = [gemm for gemm in analyzer.gemms.values() if gemm.add_layers(analyzer.layers)]
+    scopes = add_stack_sizes([gemm.scope for gemm in gemms])
     return Sites(
-        sites=tuple(sites),
+        sites=tuple(gemm.make_site(scope) for gemm, scope in zip(gemms, scopes, strict=True)),
         parameters=tuple(p for p in parameters if p is not None),
-        jaxpr=jaxpr,
         looked_up=frozenset(analyzer.looked_up),
-        differentiated_inputs=tuple(
-            number
-            for number, (path, var) in enumerate(zip(parameters, invars, strict=True))
-            if path is not None and is_float(var.aval)
-        ),
-        differentiated_results=tuple(
-            number for number, is_differentiated in enumerate(results) if is_differentiated
-        ),
+        traced=Loss(jaxpr, {gemm.fields["address"]: gemm.equation for gemm in gemms}),
         others=sum_by_kind(other for other in analyzer.others.values() if other.count),
     )
 
@@ -136,11 +127,12 @@ class _Analyzer:
     ) -> None:
         self._with_cotangent = with_cotangent
         self._references = references
-        self.sites: dict[Address, PendingSite] = {}
+        self.gemms: dict[Address, FoundGemm] = {}
         self.others: dict[Address, OtherProduct] = {}
         self.looked_up: set[DottedPath] = set()
         self.layers = LayerIndices(shapes)
         self._is_quantized: dict[int, bool] = {}
+        self._activations: dict[tuple[Address, int], int] = {}
 
     def run(
         self,
@@ -283,32 +275,33 @@ class _Analyzer:
         weight_info = None if weight is None else lhs if weight == "lhs" else rhs
         opaque = context.opaque or why_opaque(eqn, dtypes)
         origin = None if weight_info is None or opaque else _hoistable_origin(eqn, weight_info, context)
-        site = Site(
-            address=address,
-            scope=_read_scope((*context.scope, *jaxprs.name_scopes(eqn))),
-            weight=weight,
-            is_ragged=jaxprs.primitive_name(eqn).startswith("ragged"),
-            batch=batch,
-            m=m,
-            n=n,
-            k=k,
-            batch_dims=batch_dims(eqn, weight),
-            repeats=context.repeats,
-            uncertain_repeats=context.uncertain_repeats,
-            products=self._products(infos, weight, address),
-            opaque=opaque,
-            has_one_hot=(lhs if weight == "rhs" else rhs).is_one_hot,
-            axis_env=context.axis_env,
-            origin=origin,
-            is_reused=context.in_remat or (origin is not None and context.loop_depth > len(origin.scans)),
-            takes_extra_inputs=context.takes_extra_inputs,
-            eqn=eqn,
-        )
+        fields = {
+            "address": address,
+            "weight": weight,
+            "is_ragged": jaxprs.primitive_name(eqn).startswith("ragged"),
+            "batch": batch,
+            "m": m,
+            "n": n,
+            "k": k,
+            "shapes": tuple(shape_of(a) for a in eqn.invars[:2]),
+            "types": tuple(map(_dtype_name, (*dtypes, operand_dtype(eqn.outvars[0])))),
+            "activation": self._number_activation(eqn, weight, address),
+            "batch_dims": batch_dims(eqn, weight),
+            "repeats": context.repeats,
+            "uncertain_repeats": context.uncertain_repeats,
+            "products": self._products(infos, weight, address),
+            "opaque": opaque,
+            "has_one_hot": (lhs if weight == "rhs" else rhs).is_one_hot,
+            "is_reused": context.in_remat or (origin is not None and context.loop_depth > len(origin.scans)),
+            "takes_extra_inputs": context.takes_extra_inputs,
+        }
         sources: tuple[Source, ...] = ()
         if weight_info is not None:
             sources = context.opaque_parameters if weight_info.source is None else (weight_info.source,)
-        self.sites[address] = PendingSite(
-            site=site,
+        self.gemms[address] = FoundGemm(
+            equation=SiteEquation(eqn, context.axis_env, origin),
+            scope=_read_scope((*context.scope, *jaxprs.name_scopes(eqn))),
+            fields=fields,
             loops=context.loops,
             branches=context.branches,
             sources=sources,
@@ -317,6 +310,11 @@ class _Analyzer:
         )
         self.layers.note_weight(sources, context.loops)
         return sources
+
+    def _number_activation(self, eqn: JaxprEqn, weight: Weight, address: Address) -> int:
+        """Equal for GEMMs of one jaxpr that multiply the same variable with their weights."""
+        variable = eqn.invars[0 if weight != "lhs" else 1]
+        return self._activations.setdefault((address[:-1], id(variable)), len(self._activations))
 
     def _products(self, infos: list[VarInfo], weight: Weight, address: Address) -> frozenset[Gemm]:
         """fprop, plus a backward product for each operand with a derivative if the result gets a cotangent."""
@@ -331,8 +329,11 @@ def _products_with(dgrad: bool, wgrad: bool) -> frozenset[Gemm]:
 
 
 @lru_cache(maxsize=8)  # the sites of a scope are consecutive
-def _read_scope(scopes: tuple[str, ...]) -> PathTemplate:
-    return PathTemplate(read_segments(scopes))
+def _read_scope(scopes: tuple[str, ...]) -> DottedPath:
+    return read_segments(scopes)
+
+
+_dtype_name = cache(str)  # NumPy's own is slow
 
 
 def _factors(infos: Sequence[VarInfo]) -> frozenset[Source]:

@@ -1,7 +1,8 @@
-"""Records of the analysis: the containers around a jaxpr, and sites whose layers are not known yet."""
+"""Records of the analysis: the containers around a jaxpr, and GEMMs whose layers are not known yet."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,9 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from policyc.compiler.sites.site import PathTemplate, Site
+from policyc.compiler.sites.equations import SiteEquation
+from policyc.compiler.sites.site import PathTemplate, Site, site_name
+from policyc.compiler.sites.stacks import Stack
 from policyc.compiler.weights.layer_indices import (
     MAX_LAYERS,
     EnclosingLoop,
@@ -26,6 +29,7 @@ from policyc.jaxcore.jaxprs import reading as jaxprs
 from policyc.jaxcore.jaxprs.reading import AxisEnv
 from policyc.jaxcore.jaxprs.transform import Address
 from policyc.jaxcore.primitives.regions import Unknown
+from policyc.language.selectors import DottedPath
 
 _DEPENDS_ON_VALUES = "which branch is taken depends on values"
 
@@ -109,11 +113,13 @@ class JaxprContext:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PendingSite:
-    """A GEMM that becomes a site. Its layers are known once the whole loss is analyzed.
+class FoundGemm:
+    """A GEMM that becomes a site once the whole loss is analyzed: its layers are known then.
 
     Attributes:
-      site: the site without layers: it has a scope, but no parameters, stacks or loops yet.
+      equation: its equation.
+      scope: its name scope, without stack sizes.
+      fields: the fields of the site that do not depend on its layers.
       loops: the scans around it, outermost first.
       branches: the branches that it is in.
       sources: how its weight is laid out from parameters.
@@ -121,48 +127,60 @@ class PendingSite:
       factors: the weights of an operand that is a product of weights (`h @ (a @ b)`). A subset of `projections`.
     """
 
-    site: Site
+    equation: SiteEquation
+    scope: DottedPath
+    fields: dict[str, Any]
     loops: tuple[EnclosingLoop, ...]
-    branches: tuple[Branch, ...] = ()
-    sources: tuple[Source, ...] = ()
-    projections: frozenset[Source] = frozenset()
-    factors: frozenset[Source] = frozenset()
+    branches: tuple[Branch, ...]
+    sources: tuple[Source, ...]
+    projections: frozenset[Source]
+    factors: frozenset[Source]
 
-    def with_layers(self, layers: LayerIndices) -> Site:
-        """The site with its parameters and the indices of its layers."""
+    def add_layers(self, layers: LayerIndices) -> bool:
+        """Adds the fields that depend on its layers. Returns whether it runs: not in a branch that is never taken."""
         loops = tuple(loop for loop in self.loops if layers.is_layered(loop))
         stacks = weight_stacks(self.sources, self.loops)
-        parameters = layers.weight_templates(self.sources, self.site.batch_dims, stacks)
+        parameters = layers.weight_templates(self.sources, self.fields["batch_dims"], stacks)
         modules: tuple[PathTemplate, ...] = ()
         if parameters:
             stacks = drop_divisions(stacks, parameters)
-            scope = layers.scope_template(self.site.scope.path, loops, stacks)
+            scope = layers.scope_template(self.scope, loops, stacks)
         else:
-            scope = layers.scope_template(self.site.scope.path, loops, None)
+            scope = layers.scope_template(self.scope, loops, None)
             modules = layers.module_templates(self.projections, self.factors, self.loops)
             stacks = template_stacks((scope, *modules))
-        self.site.complete(
+        self.fields.update(
             scope=scope,
             parameters=parameters,
             stacks=stacks,
             modules=modules,
             loops=tuple(loop.stack for loop in loops),
         )
-        return self._only_taken(self.site) if self.branches else self.site
+        if self.branches:
+            self._take_branches(find_taken(self.branches, self.loops), stacks)
+        return all(stack.size for stack in stacks) and self.fields.get("running") != frozenset()
 
-    def _only_taken(self, site: Site) -> Site:
-        """The site without the layers and repeats in which other branches are known to be taken."""
-        taken = find_taken(self.branches, self.loops)
-        if taken.unknown and not site.uncertain_repeats:
+    def _take_branches(self, taken: TakenIterations, stacks: Sequence[Stack]) -> None:
+        """Leaves out the layers and repeats in which other branches are known to be taken."""
+        if taken.unknown and not self.fields["uncertain_repeats"]:
             reason = f"in a branch, counted as always taken: {taken.unknown}"
-            site = replace(site, uncertain_repeats=reason)
+            self.fields["uncertain_repeats"] = reason
         if len(taken.iterations) == taken.count:
-            return site
-        shared = [s.address for s in site.stacks if s.address in taken.loops]
-        members = {tuple(iterations[address] for address in shared) for iterations in taken.iterations}
-        running = frozenset(
+            return
+        shared = [(number, s.address) for number, s in enumerate(stacks) if s.address in taken.loops]
+        members = {tuple(iterations[address] for _, address in shared) for iterations in taken.iterations}
+        self.fields["running"] = frozenset(
             layer
-            for layer in site.all_layers()
-            if tuple(site.stack_indices(layer)[address] for address in shared) in members
+            for layer in itertools.product(*(range(s.size) for s in stacks))
+            if tuple(layer[number] for number, _ in shared) in members
         )
-        return replace(site, running=running, repeats=taken.repeats(site.repeats))
+        self.fields["repeats"] = taken.repeats(self.fields["repeats"])
+
+    def make_site(self, scope: DottedPath) -> Site:
+        """The site. `scope` is its scope with stack sizes."""
+        fields = self.fields
+        if fields["scope"].path != scope:
+            fields["scope"] = replace(fields["scope"], path=scope)
+        place = jaxprs.source_place(self.equation.eqn)
+        name = site_name(fields["parameters"] or (fields["scope"],), place)
+        return Site(name=name, place=place, **fields)

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import NamedTuple
 
-from policyc.compiler.matching.site_masks import union
+from policyc.compiler.sites.site_masks import union
 from policyc.language.selectors import DottedPath
 
 _SPLIT = "the layers of a list of weights are in several networks, or two passes count them differently"

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from policyc.compiler.kinds.block_bounds import LEVELS, Bounds
 from policyc.compiler.kinds.flow import Flow
 from policyc.compiler.kinds.networks import Place
-from policyc.compiler.matching.site_masks import union
+from policyc.compiler.sites.site_masks import union
 from policyc.jaxcore.jaxprs.transform import Address
 
 _MAX_CANDIDATES = 256  # periods to try from each position

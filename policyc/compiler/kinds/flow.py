@@ -11,17 +11,19 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, primitives
 
 from policyc.compiler.sites.site import Site
-from policyc.compiler.sites.site_kinds import Call
 from policyc.jaxcore.jaxprs import reading as jaxprs
 from policyc.jaxcore.jaxprs.containers import CONTAINERS, OPAQUE, SCAN
 from policyc.jaxcore.jaxprs.reading import AnyJaxpr
 from policyc.jaxcore.jaxprs.transform import Address
 from policyc.jaxcore.primitives.primitive_table import PRIMITIVES
+
+Call: TypeAlias = "tuple[JaxprEqn, Call | None]"
+"""An equation, and the container around it; None at the top level."""
 
 CONSTANT, PARAMETER = -1, -2
 """Used in place of a node for variables that are computed from constants alone, or from parameters and constants."""
@@ -145,6 +147,14 @@ class Flow:
         call = self.calls[node]
         assert call is not None, "the inputs of a loss have no equation"
         return call[0]
+
+    def place(self, node: int) -> str:
+        """The file and line of a node's equation, or of the innermost container that has them."""
+        place, call = "", self.calls[node]
+        while call is not None and not place:
+            eqn, call = call
+            place = jaxprs.source_place(eqn)
+        return place or "an unknown place"
 
     def before(self, starts: Iterable[int], stops: Container[int] = (), first: int = 0) -> set[int]:
         """The nodes from `first` on that `starts` are computed from, including `starts`.

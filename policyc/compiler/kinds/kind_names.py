@@ -19,9 +19,6 @@ _WORDS = {
 }  # fmt: skip
 """Words in the names of modules and parameters, with the kind that each implies."""
 
-_MATRICES = frozenset({"fc1", "fc2", "qkv", "query"})
-"""Words of `_WORDS` that name a single matrix, not a module with several."""
-
 _PAIRS = {
     ("multi", "head"): "attention",
     ("feed", "forward"): "mlp", ("up", "proj"): "mlp", ("down", "proj"): "mlp", ("gate", "proj"): "mlp",
@@ -45,14 +42,6 @@ def kind_by_name(site: Site) -> str:
             if kind:
                 return kind
     return ""
-
-
-def kind_of_module(glob: str) -> str:
-    """The kind of all products in a module named `glob`, which may begin or end with wildcards; empty if unknown."""
-    words = tuple(word.lower() for word in _WORD.findall(glob))
-    if len(words) == 1 and words[0] not in _MATRICES:
-        return _WORDS.get(words[0], "")
-    return "mlp" if words == ("feed", "forward") else ""
 
 
 def contradicting_kind(site: Site) -> str:

@@ -63,7 +63,7 @@ def find_mixers(products: ProductFlow, routed: Collection[int]) -> list[Mixer]:
 
 
 _NO_EVIDENCE = SiteKind(
-    text="one of the two activations that it multiplies may be a weight that the model computes",
+    reason="one of the two activations that it multiplies may be a weight that the model computes",
     possible=("scores", "attention", "mlp", "experts", "router"),
 )
 
@@ -120,13 +120,13 @@ def _mixes(products: ProductFlow, node: int) -> bool:
     An operand must be computed from data, and both from parameters: not a frozen weight or a mask.
     """
     site = products.sites[node]
-    is_square = site.eqn.invars[0] is site.eqn.invars[1]
+    lhs, rhs = products.flow.equation(node).invars[:2]
     are_activations = products.activations.issuperset(
         operand
         for operand in products.flow.operands[node][:2]
         if operand in products.from_data or operand not in products.learned
     )
-    return are_activations and not is_square and not (site.m == 1 and site.n == 1)
+    return are_activations and lhs is not rhs and not (site.m == 1 and site.n == 1)
 
 
 def _mark_scores(products: ProductFlow, mixer: Mixer, after: dict[int, set[int]]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from policyc.compiler.kinds.product_flow import ProductFlow
-from policyc.compiler.matching.site_masks import union
+from policyc.compiler.sites.site_masks import union
 
 _MAX_NEAR = 16  # additions, and products, that a node is said to read; older ones are shortcuts
 _BARRIERS = ("conv_general_dilated", "reduce_sum", "reduce_max")

@@ -11,7 +11,6 @@ from policyc.compiler.kinds.flow import CARRY, CONSTANT, INPUT, Flow
 from policyc.compiler.kinds.residuals import find_residuals
 from policyc.compiler.sites.site import Site
 from policyc.compiler.sites.site_kinds import SiteKind
-from policyc.jaxcore.jaxprs.reading import shape_of
 from policyc.jaxcore.jaxprs.transform import Address
 from policyc.language.selectors import DottedPath
 
@@ -141,14 +140,16 @@ class ProductFlow:
         """
         if node in self.kinds:
             return False
-        self.kinds[node] = (
-            _same_kind(kind, text) if other is None else SiteKind(kind, text, self.flow.calls[other])
-        )
+        self.kinds[node] = _same_kind(kind, text) if other is None else self.kind_at(kind, text, other)
         return True
+
+    def kind_at(self, kind: str, text: str, other: int, possible: tuple[str, ...] = ()) -> SiteKind:
+        """A kind for a reason. `{place}` in the text stands for the file and line of the node `other`."""
+        return SiteKind(kind, text.format(place=self.flow.place(other)), possible)
 
     def doubtful(self, possible: tuple[str, ...], text: str, other: int) -> SiteKind:
         """An uncertain kind. `{place}` in the text is that of the node `other`."""
-        return SiteKind("", text, self.flow.calls[other], possible)
+        return self.kind_at("", text, other, possible)
 
 
 _same_kind = cache(SiteKind)
@@ -209,7 +210,7 @@ def _takes_matrix(site: Site | None) -> bool:
 
 def matrix_rank(site: Site, operand: Literal["lhs", "rhs"]) -> int:
     """The number of dimensions of an operand: more than two if it holds a matrix for each expert or head."""
-    return len(shape_of(site.eqn.invars[0 if operand == "lhs" else 1]))
+    return len(site.shapes[0 if operand == "lhs" else 1])
 
 
 _OPERANDS = 3  # of a fused attention: queries, keys and values

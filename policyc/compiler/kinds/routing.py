@@ -70,7 +70,7 @@ class Routing:
         products = self._products
         sites = products.weights_before(inputs)
         for site in sites:
-            self.routers.setdefault(site, SiteKind("router", text, products.flow.calls[other]))
+            self.routers.setdefault(site, products.kind_at("router", text, other))
         return bool(sites)
 
     def _reads_only(self, node: int, sources: Collection[int]) -> bool:

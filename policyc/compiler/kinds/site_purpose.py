@@ -21,8 +21,10 @@ from policyc.compiler.kinds.networks import find_places
 from policyc.compiler.kinds.product_flow import ProductFlow
 from policyc.compiler.kinds.routing import Routing
 from policyc.compiler.kinds.token_mixing import OF_BRANCHES, find_doubts
-from policyc.compiler.sites.site import Site, Sites
+from policyc.compiler.sites.site import Site
 from policyc.compiler.sites.site_kinds import SiteBlock, SiteKind
+from policyc.compiler.sites.site_list import Sites
+from policyc.compiler.sites.stacks import LayerTable
 from policyc.jaxcore.jaxprs.transform import Address
 from policyc.language.kinds import KINDS
 from policyc.language.selectors import DottedPath
@@ -40,20 +42,23 @@ _CLOSED_OVER = (
 )
 _COMPUTED = "its weight is the result of a product, which policyc takes for an activation"
 _MAKES_WEIGHT = "its result is only used to make a weight"
+_ONLY = LayerTable((), (0,))
 _NO_BRANCHES: frozenset[int] = frozenset()
 _SHARED = "all iterations of the loop around it share its weight"
 _STAGES = "the stages of a pipeline run it at the same time, each for different blocks"
 _NO_WEIGHT = "the loop around it may run a different block in each iteration, and no weight shows which"
 
 
-def find_kinds(sites: Sites, parameters: Sequence[DottedPath | None], frozen: Collection[Var]) -> None:
-    """Sets the kind and the block of every site of a loss. The parameters and `frozen` are those of its analysis."""
+def find_kinds(sites: Sites, parameters: Sequence[DottedPath | None], frozen: Collection[Var]) -> Sites:
+    """The sites of a loss with their kinds and blocks. The parameters and `frozen` are those of its analysis."""
     is_parameter = [path is not None for path in parameters]
-    set_kinds(build_flow(sites.jaxpr, is_parameter, frozen, sites.sites), sites.looked_up)
+    flow = build_flow(sites.jaxpr, is_parameter, frozen, sites.sites)
+    found = {site.address: site for site in sites_with_kinds(flow, sites.looked_up)}
+    return replace(sites, sites=tuple(found.get(site.address, site) for site in sites))
 
 
-def set_kinds(flow: Flow, looked_up: Collection[DottedPath]) -> None:
-    """Sets the kind and the block of every site in a flow. `looked_up` has the parameters whose rows are gathered."""
+def sites_with_kinds(flow: Flow, looked_up: Collection[DottedPath]) -> Iterator[Site]:
+    """The sites of a flow with their kinds and blocks. `looked_up` has the parameters whose rows are gathered."""
     products = ProductFlow.of(flow, looked_up)
     undecided = find_fused_attention(products)
     routing = Routing(products)
@@ -75,9 +80,8 @@ def set_kinds(flow: Flow, looked_up: Collection[DottedPath]) -> None:
     )
     for node, site in products.sites.items():
         kind = _decide(products, node)
-        site.set_kind(
-            kind, blocks.of_site.get(node) if blocks.positions else _only_block(kind, blocks.of_others)
-        )
+        block = blocks.of_site.get(node) if blocks.positions else _only_block(kind, blocks.of_others)
+        yield replace(site, kind=kind, block=block)
 
 
 def _decide(products: ProductFlow, node: int) -> SiteKind:
@@ -258,7 +262,8 @@ class _Blocks:
             if key not in blocks:
                 is_shared = any(all(loop != s.address for s in stacks) for loop, _ in position.strides)
                 why = unknown[position.stack] or (_SHARED if is_shared else "")
-                blocks[key] = SiteBlock(position.base, position.strides, position.size, why)
+                own = [s for s in stacks if any(loop == s.address for loop, _ in position.strides)]
+                blocks[key] = SiteBlock(LayerTable.of(own, position.number), position.size, why)
             yield node, blocks[key]
 
     def _read(self) -> list[Product]:
@@ -375,7 +380,7 @@ def _why_no_index(sites: Sequence[Site], loops: Collection[Address]) -> str:
 
 def _only_block(kind: SiteKind, unknown: str) -> SiteBlock | None:
     """The block of a site in a model without a repeated stack: all but the embedding and the head are one block."""
-    return None if kind.name in ("", "head", "embedding") else SiteBlock(0, (), 1, unknown)
+    return None if kind.name in ("", "head", "embedding") else SiteBlock(_ONLY, 1, unknown)
 
 
 def _is_on_stages(site: Site) -> bool:

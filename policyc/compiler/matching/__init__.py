@@ -1,1 +1,1 @@
-"""Which rule decides a site. Loads without JAX: editors and the playground import nothing else of the compiler."""
+"""Which rule decides a site. Loads without JAX, as do sites, plans and plan JSON, which editors import too."""

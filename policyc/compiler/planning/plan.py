@@ -10,16 +10,15 @@ import itertools
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from operator import and_
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from policyc.base.text import count_noun
-from policyc.compiler.matching.decisions import Choice, Choices, Phase, RuleDecisions
+from policyc.compiler.matching.decisions import Phase, RuleDecisions, Rules
 from policyc.compiler.matching.execution import ExecutionOptions
-from policyc.compiler.matching.site_masks import find_bits, union
-from policyc.compiler.sites.site import Site, Sites
+from policyc.compiler.sites.site import Site
+from policyc.compiler.sites.site_list import Sites
+from policyc.compiler.sites.site_masks import find_bits, union
 from policyc.compiler.sites.stacks import Layer
-from policyc.jaxcore.jaxprs.transform import Address
 from policyc.language import recipes
 from policyc.language.diagnostics import Diagnostic, PolicyError
 from policyc.language.policy import Policy
@@ -35,29 +34,61 @@ from policyc.numerics.backends.choice import (
     machine_of,
 )
 
+if TYPE_CHECKING:
+    from policyc.jaxcore.jaxprs.transform import Address
+    from policyc.numerics.products import Backends
+
 _GEMMS = tuple(Gemm)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What happens to one layer of a site. `recipe` is normalized; None if the layer is kept as it is."""
+    """What decides about one layer of a site, and what happens to it.
 
-    choices: Choices
+    Attributes:
+      rules: for each product, the rules that match it. The first decides.
+      recipe: normalized; None if the layer is kept as it is.
+      lowerings: how each product runs.
+    """
+
+    rules: Rules
     recipe: Recipe | None
     lowerings: tuple[Lowering, Lowering, Lowering] = (PLAIN, PLAIN, PLAIN)
 
-    def choice(self, gemm: Gemm) -> Choice:
-        return self.choices[_GEMMS.index(gemm)]
+    def rule(self, gemm: Gemm) -> int | None:
+        """The rule that decides about a product; None if none matches it."""
+        return next(iter(self.rules[_GEMMS.index(gemm)]), None)
+
+    def overridden(self, gemm: Gemm) -> tuple[int, ...]:
+        """The rules that match a product too, nearest first."""
+        return self.rules[_GEMMS.index(gemm)][1:]
+
+    @property
+    def applied_recipe(self) -> Recipe:
+        """The recipe of a layer that is not kept."""
+        assert self.recipe is not None
+        return self.recipe
+
+    @property
+    def deciding(self) -> tuple[int, ...]:
+        """The rules that decide about some product."""
+        return tuple(rules[0] for rules in self.rules if rules)
+
+    @property
+    def backends(self) -> Backends:
+        """The backends of a quantized layer. `emulate` stands for products that are kept."""
+        fprop, dgrad, wgrad = (lowering.backend or "emulate" for lowering in self.lowerings)
+        return fprop, dgrad, wgrad
 
     def lowering(self, gemm: Gemm) -> Lowering:
         return self.lowerings[_GEMMS.index(gemm)]
 
 
-Decisions = Mapping[tuple[Address, Layer], Decision]
+Decisions: TypeAlias = "Mapping[tuple[Address, Layer], Decision]"
 
 
 @dataclass(frozen=True, slots=True)
-class LayerRange:
+class LayerRun:
     """Consecutive layers of a site with the same decision. A site that is not in a stack has one layer."""
 
     site: Site
@@ -81,8 +112,9 @@ class PlannedProduct:
     decision: Decision
 
     @property
-    def choice(self) -> Choice:
-        return self.decision.choice(self.gemm)
+    def rule(self) -> int | None:
+        """The rule that decides about it; None if none matches it."""
+        return self.decision.rule(self.gemm)
 
     @property
     def lowering(self) -> Lowering:
@@ -115,14 +147,14 @@ class Plan:
 
     @property
     def caption(self) -> str:
-        return f"{count_noun(sum(site.count for site in self.sites), 'GEMM')} on {self.machine.name}"
+        return f"{count_noun(self.sites.count, 'GEMM')} on {self.machine.name}"
 
     # ---- phases of the schedule
 
     @property
     def phases(self) -> tuple[Phase, ...]:
         """All phases of the schedule, the earliest first."""
-        return self._rules.phases
+        return self.rules.phases
 
     def phase(self, step: int, total: int | None) -> Phase:
         """The phase at a step. A condition in percent needs the total number of steps."""
@@ -142,11 +174,11 @@ class Plan:
         return tuple(c.holds(step, total or 1) for c in self.policy.step_conditions)
 
     def label(self, phase: Phase) -> str:
-        return self._rules.label(phase)
+        return self.rules.label(phase)
 
     def in_force(self, rule: int, phase: Phase) -> bool:
         """Whether a rule applies in a phase."""
-        return self._rules.in_force(rule, phase)
+        return self.rules.in_force(rule, phase)
 
     # ---- decisions
 
@@ -154,36 +186,50 @@ class Plan:
         """The decision for every layer of every site in a phase."""
         if phase not in self._decisions:
             decisions: dict[tuple[Address, Layer], Decision] = {}
-            for (number, layer), choices in zip(
-                self.sites.masks.layers, self._rules.choices(phase), strict=True
-            ):
+            decided: dict[
+                Hashable, Decision
+            ] = {}  # by everything that a decision depends on: many layers share one
+            by_layer = zip(self.sites.masks.layers, self.rules.by_layer(phase), strict=True)
+            for (number, layer), rules in by_layer:
                 site = self.sites.sites[number]
-                decisions[site.address, layer] = self._with_lowerings(
-                    site, self._decide(choices, has_weight=site.weight is not None)
-                )
+                key = rules, site.weight, site.is_ragged, site.types, (site.batch, site.m, site.n, site.k)
+                if key not in decided:
+                    decided[key] = self._decide(site, rules)
+                decisions[site.address, layer] = decided[key]
             for site in (s for s in self.sites if s.running is not None):
-                decisions |= dict(self._decide_idle_layers(site, decisions))
+                decisions |= dict(_decide_idle_layers(site, decisions))
             self._decisions[phase] = decisions
         return self._decisions[phase]
+
+    def _decide(self, site: Site, rules: Rules) -> Decision:
+        parts = {g: self.resolved[own[0]] for g, own in zip(Gemm, rules, strict=True) if own}
+        recipe = normalize_if_valid(recipes.make_split_recipe(parts), has_weight=site.weight is not None)
+        if all(t.format == "keep" for t in recipe.treatments):
+            return Decision(rules, None)
+        if not site.types:  # it was read from a file, which does not say what its products need
+            return Decision(rules, recipe)
+        queries = gemm_queries(site, recipe)
+        fprop, dgrad, wgrad = (choose(self.execution.backend, q, self.machine) for q in queries)
+        return Decision(rules, recipe, (fprop, dgrad, wgrad))
 
     def with_decisions(self, decisions: Decisions) -> Plan:
         """A copy of the plan with these decisions in every phase, instead of those of the policy."""
         return replace(self, _decisions=dict.fromkeys(self.phases, decisions))
 
-    def layer_ranges(self, phase: Phase = ()) -> Iterator[LayerRange]:
+    def runs(self, phase: Phase = ()) -> Iterator[LayerRun]:
         """The decisions of a phase. Consecutive layers of a site with the same decision form one range."""
         for site in self.sites:
-            yield from self.site_layer_ranges(site, phase)
+            yield from self.site_runs(site, phase)
 
-    def site_layer_ranges(self, site: Site, phase: Phase = ()) -> Iterator[LayerRange]:
+    def site_runs(self, site: Site, phase: Phase = ()) -> Iterator[LayerRun]:
         decisions = self.decisions(phase)
         for decision, layers in itertools.groupby(site.layers(), lambda la: decisions[site.address, la]):
-            yield LayerRange(site, tuple(layers), decision)
+            yield LayerRun(site, tuple(layers), decision)
 
     def products(self, phase: Phase = ()) -> Iterator[PlannedProduct]:
         """All products that run in a phase."""
-        for layer_range in self.layer_ranges(phase):
-            yield from layer_range.products()
+        for run in self.runs(phase):
+            yield from run.products()
 
     def all_products(self) -> Iterator[PlannedProduct]:
         """The products of every phase, one phase after the other."""
@@ -191,14 +237,14 @@ class Plan:
 
     def matched_layers(self, rule: int) -> Iterator[tuple[Site, Layer]]:
         """Yields the layers with a product that a rule matches, in any phase. Layers that do not run are left out."""
-        for bit in find_bits(union(self._rules.matched[rule]) & self.sites.running):
+        for bit in find_bits(union(self.rules.matched[rule]) & self.sites.running):
             number, layer = self.sites.masks.layers[bit]
             yield self.sites.sites[number], layer
 
-    @cached_property
+    @property
     def counts(self) -> tuple[int, ...]:
         """For each rule: the number of sites with a product that it matches. Every layer counts as a site."""
-        return tuple(union(map(and_, m, self.sites.existing)).bit_count() for m in self._rules.matched)
+        return self.rules.counts
 
     @cached_property
     def resolved(self) -> tuple[Recipe, ...]:
@@ -211,78 +257,42 @@ class Plan:
         """The machine that the products run on."""
         return machine_here() if self.execution.target is None else machine_of(self.execution.target)
 
-    def _with_lowerings(self, site: Site, decision: Decision) -> Decision:
-        """Adds to a decision how each product runs."""
-        if decision.recipe is None:
-            return decision
-        operands: list[Any] = [*site.eqn.invars[:2], *site.eqn.outvars[:1]]
-        dtypes = tuple(a.aval.dtype for a in operands)
-        sizes = (site.batch, site.m, site.n, site.k)
-        # Everything that the queries depend on. The id is unique: `_decided` keeps decisions without lowerings alive.
-        key = (id(decision), sizes, dtypes, site.weight, site.is_ragged)
-        lowered = self._lowered.get(key)
-        if lowered is None:
-            queries = gemm_queries(site, decision.recipe)
-            fprop, dgrad, wgrad = (choose(self.execution.backend, q, self.machine) for q in queries)
-            lowered = self._lowered[key] = replace(decision, lowerings=(fprop, dgrad, wgrad))
-        return lowered
-
-    def _decide(self, choices: Choices, *, has_weight: bool) -> Decision:
-        """The decision for these choices, without lowerings."""
-        key = choices, has_weight
-        if key not in self._decided:
-            pairs = zip(Gemm, choices, strict=True)
-            parts = {gemm: self.resolved[c.rule] for gemm, c in pairs if c.rule is not None}
-            recipe = normalize_if_valid(recipes.make_split_recipe(parts), has_weight=has_weight)
-            kept = all(t.format == "keep" for t in recipe.treatments)
-            self._decided[key] = Decision(choices, None if kept else recipe)
-        return self._decided[key]
-
-    def _decide_idle_layers(
-        self, site: Site, decisions: Decisions
-    ) -> Iterator[tuple[tuple[Address, Layer], Decision]]:
-        """Yields other decisions for layers in which a site does not run, so that loops are not split because of them.
-
-        A layer gets the decision of the last running layer before it, if some running layer has the same path.
-        """
-        running = set(site.layers())
-        last = decisions[site.address, next(site.layers())]
-        paths = {site.paths(layer) for layer in running}
-        for layer in site.all_layers():
-            if layer in running:
-                last = decisions[site.address, layer]
-            elif site.paths(layer) in paths:
-                yield (site.address, layer), last
-
     @cached_property
-    def _rules(self) -> RuleDecisions:
-        return RuleDecisions(self.policy, self.sites.masks)
-
-    @cached_property
-    def _decided(self) -> dict[tuple[Choices, bool], Decision]:
-        """Cache of decisions without lowerings, by choices and whether there is a weight. Many layers share one."""
-        return {}
-
-    @cached_property
-    def _lowered(self) -> dict[Hashable, Decision]:
-        """Cache of decisions with lowerings, by everything that the queries depend on. Many sites share one."""
-        return {}
+    def rules(self) -> RuleDecisions:
+        """The rules that match and decide about each layer."""
+        return RuleDecisions(self.policy, self.sites)
 
 
 def make_plan(policy: Policy, sites: Sites, execution: ExecutionOptions | None = None) -> Plan:
     return Plan(policy=policy, sites=sites, execution=execution or ExecutionOptions())
 
 
-def gemm_queries(site: Site, recipe: Recipe) -> tuple[GemmQuery, GemmQuery, GemmQuery]:
+def _decide_idle_layers(site: Site, decisions: Decisions) -> Iterator[tuple[tuple[Address, Layer], Decision]]:
+    """Layers where the site never runs borrow a neighbour's decision, so that they do not force a scan split.
+
+    The neighbour is the last running layer before it, if some running layer has the same path.
+    """
+    running = set(site.layers())
+    last = decisions[site.address, next(site.layers())]
+    paths = {site.paths(layer) for layer in running}
+    for layer in site.all_layers():
+        if layer in running:
+            last = decisions[site.address, layer]
+        elif site.paths(layer) in paths:
+            yield (site.address, layer), last
+
+
+def gemm_queries(site: Site, recipe: Recipe) -> tuple[GemmQuery, ...]:
     """The backend queries for the three products of a site. `recipe` is normalized."""
     m, n, k = site.m, site.n, site.k
-    sizes = {Gemm.FPROP: (m, n, k), Gemm.DGRAD: (m, k, n), Gemm.WGRAD: (k, n, m)}
-    operands: list[Any] = list(site.eqn.invars[:2])
-    x, w = (str(v.aval.dtype) for v in (operands[::-1] if site.weight == "lhs" else operands))
-    result: Any = site.eqn.outvars[0]
-    dy = str(result.aval.dtype)
-    types = {Gemm.FPROP: (x, w), Gemm.DGRAD: (dy, w), Gemm.WGRAD: (x, dy)}
-    fprop, dgrad, wgrad = (
+    lhs, rhs, dy = site.types
+    x, w = (rhs, lhs) if site.weight == "lhs" else (lhs, rhs)
+    products = {
+        Gemm.FPROP: ((m, n, k), (x, w)),
+        Gemm.DGRAD: ((m, k, n), (dy, w)),
+        Gemm.WGRAD: ((k, n, m), (x, dy)),
+    }
+    return tuple(
         GemmQuery(
             gemm=gemm,
             left=recipe.gemm_treatments(gemm)[0],
@@ -292,8 +302,7 @@ def gemm_queries(site: Site, recipe: Recipe) -> tuple[GemmQuery, GemmQuery, Gemm
             k=contracted,
             batch=site.batch,
             ragged=site.is_ragged,
-            types=types[gemm],
+            types=types,
         )
-        for gemm, (rows, columns, contracted) in sizes.items()
+        for gemm, ((rows, columns, contracted), types) in products.items()
     )
-    return fprop, dgrad, wgrad

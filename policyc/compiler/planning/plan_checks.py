@@ -8,10 +8,11 @@ from dataclasses import replace
 from policyc.base.text import count_noun, count_others, escape_controls
 from policyc.compiler.planning.idle_rules import (
     MULTIPLE_LOSSES_HINT,
+    all_names,
     as_glob,
     has_index,
     idle_rules,
-    suggest_selector,
+    suggest_names,
 )
 from policyc.compiler.planning.plan import Decisions, Plan
 from policyc.compiler.sites.site import PathTemplate, Site, dotted
@@ -77,11 +78,12 @@ def unmet_expectations(
     plan: Plan, *, may_miss: bool = False, hint: str = MULTIPLE_LOSSES_HINT
 ) -> Iterator[Diagnostic]:
     """Rules that match a different number of sites than they expect. `hint` ends the help if a rule matches none."""
+    names = all_names(plan)
     for rule, count in zip(plan.policy.rules, plan.counts, strict=True):
         if rule.expect is None or rule.expect == count or (may_miss and not count):
             continue
         help = (
-            f"write 'expect {count}' if that is right" if count else f"{suggest_selector(plan, rule)}; {hint}"
+            f"write 'expect {count}' if that is right" if count else f"{suggest_names(rule, names)}; {hint}"
         )
         yield Diagnostic(
             code="expect-violated",
@@ -97,7 +99,7 @@ def opaque_sites(plan: Plan) -> Iterator[Diagnostic]:
     if not any(site.opaque for site in plan.sites):
         return
     for product in plan.all_products():
-        rule = product.choice.rule
+        rule = product.rule
         if product.site.opaque and rule is not None and product.bits:
             sites_of.setdefault(rule, {})[product.site] = None
     for index, sites in sites_of.items():
@@ -181,7 +183,7 @@ def _is_of_constants(site: Site) -> bool:
 
 
 def _is_quantized(plan: Plan, site: Site) -> bool:
-    runs = (run for phase in plan.phases for run in plan.site_layer_ranges(site, phase))
+    runs = (run for phase in plan.phases for run in plan.site_runs(site, phase))
     return any(0 < product.bits < 16 for run in runs for product in run.products())
 
 
@@ -326,7 +328,7 @@ def _rules_that_differ(decisions: Decisions, site: Site) -> Iterator[int]:
         first = tuple(0 if s.is_shard_map else i for s, i in zip(site.stacks, layer, strict=True))
         one, other = decisions[site.address, first], decisions[site.address, layer]
         if one.recipe != other.recipe:
-            yield max(c.rule for d in (one, other) for c in d.choices if c.rule is not None)
+            yield max(rule for d in (one, other) for rule in d.deciding)
 
 
 def name_sites(sites: Iterable[Site]) -> tuple[str, ...]:
@@ -339,7 +341,7 @@ def suggest_recipe(plan: Plan, rule: int, sites: Collection[Site], recipe: str, 
 
     `exception` is the rule to add. Without it, the added rule names the sites.
     """
-    decided = {product.site for product in plan.all_products() if product.choice.rule == rule}
+    decided = {product.site for product in plan.all_products() if product.rule == rule}
     selectors = {_selector_of(site) for site in sites}
     others = [s for s in decided if s not in sites and not s.opaque]  # opaque sites stay as they are
     if (exception and others) or any(_selector_of(site) not in selectors for site in others):
@@ -375,7 +377,7 @@ def not_native(plan: Plan) -> Iterator[Diagnostic]:
     """Rules with a product that would be emulated."""
     products_of: dict[tuple[int, Obstacle], dict[tuple[str, Gemm], None]] = {}
     for product in plan.all_products():
-        rule, lowering = product.choice.rule, product.lowering
+        rule, lowering = product.rule, product.lowering
         if rule is not None and not lowering.native and lowering.obstacle is not None:
             named = (product.site.name, product.gemm)
             products_of.setdefault((rule, lowering.obstacle), {})[named] = None
@@ -396,8 +398,8 @@ def missing_libraries(plan: Plan) -> Iterator[Diagnostic]:
         return
     rule_of: dict[str, int] = {}
     for product in plan.all_products():
-        if product.choice.rule is not None and product.lowering.backend:
-            rule_of.setdefault(product.lowering.backend, product.choice.rule)
+        if product.rule is not None and product.lowering.backend:
+            rule_of.setdefault(product.lowering.backend, product.rule)
     for backend, rule in rule_of.items():
         missing = backends.load(backend).find_missing_library()
         if missing:

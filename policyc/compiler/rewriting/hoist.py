@@ -16,30 +16,15 @@ from jax import lax
 from jax.core import AbstractValue
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from policyc.compiler.planning.plan import Decision
 from policyc.compiler.rewriting.rounding import NO_SEED, RandomSource
+from policyc.compiler.sites.equations import SiteEquation
 from policyc.compiler.sites.site import Site
 from policyc.jaxcore.hooks import autodiff
 from policyc.jaxcore.jaxprs import reading as jaxprs
 from policyc.jaxcore.jaxprs.containers import IterationRange
 from policyc.jaxcore.jaxprs.transform import Address, ExtraInput, Replacement
-from policyc.language.recipes import Recipe
-from policyc.numerics.gemm import Backends, GemmOptions, Prequantized, prequantize, takes_stack
-
-
-@dataclass(frozen=True, slots=True)
-class SiteRecipe:
-    """How one layer of a site is quantized: its recipe, and the backend of each product."""
-
-    recipe: Recipe
-    backends: Backends
-    _hash: int = field(init=False, compare=False, repr=False)
-    """Cached: hashing a recipe is slow, and it is done for each layer."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.recipe, self.backends)))
-
-    def __hash__(self) -> int:
-        return self._hash
+from policyc.numerics.gemm import GemmOptions, Prequantized, prequantize, takes_stack
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,9 +55,11 @@ class Quantizer:
         return prequantized
 
 
-def make_quantizer(site: Site, site_recipe: SiteRecipe, operand: Literal["lhs", "rhs"]) -> Quantizer:
+def make_quantizer(
+    site: Site, equation: SiteEquation, decision: Decision, operand: Literal["lhs", "rhs"]
+) -> Quantizer:
     """A quantizer that does what the site would do with this operand."""
-    eqn = site.eqn
+    eqn = equation.eqn
     avals: list[Any] = [a.aval for a in eqn.invars[:2]]
     operand_aval, other = avals if operand == "lhs" else avals[::-1]
     trees: list[Any] = []
@@ -83,11 +70,11 @@ def make_quantizer(site: Site, site_recipe: SiteRecipe, operand: Literal["lhs", 
             array if operand == site.weight else lax.stop_gradient(array),
             jax.ShapeDtypeStruct(other.shape, other.dtype),
             eqn.params["dimension_numbers"],
-            site_recipe.recipe,
+            decision.applied_recipe,
             GemmOptions(
                 weight=site.weight,
                 products=site.products,
-                backends=site_recipe.backends,
+                backends=decision.backends,
                 site=site.id,
             ),
             operand=operand,
@@ -96,7 +83,7 @@ def make_quantizer(site: Site, site_recipe: SiteRecipe, operand: Literal["lhs", 
         trees.append(tree)
         return leaves
 
-    jaxpr = jaxprs.trace_at(run, [operand_aval], eqn, site.axis_env)
+    jaxpr = jaxprs.trace_at(run, [operand_aval], eqn, equation.axis_env)
     return Quantizer(jaxpr, trees[-1])
 
 
@@ -113,14 +100,14 @@ class RewrittenLoss:
 
     Attributes:
       hoisted: the additional inputs.
-      sites: the sites that take them, by address.
+      sites: the sites that take them, by address, with their equations.
       replacements: the replacement of each equation of the original; empty if nothing changed.
       source: the source of rounding keys.
     """
 
     jaxpr: ClosedJaxpr
     hoisted: tuple[ExtraInput, ...] = ()
-    sites: dict[Address, Site] = field(default_factory=dict)
+    sites: dict[Address, tuple[Site, SiteEquation]] = field(default_factory=dict)
     replacements: tuple[Replacement, ...] = ()
     source: RandomSource = NO_SEED
 
@@ -132,21 +119,21 @@ class RewrittenLoss:
         quantized: dict[Any, list[Any]] = {}
         arrays: list[Any] = []
         with_keys = [h for h in self.hoisted if h.content is ROUNDING_KEY]
-        keys = iter(self.source.layer_keys([(self.sites[h.address], h.ranges) for h in with_keys]))
+        keys = iter(self.source.layer_keys([(self.sites[h.address][0], h.ranges) for h in with_keys]))
         for hoisted in self.hoisted:
-            site = self.sites[hoisted.address]
+            _, equation = self.sites[hoisted.address]
             if hoisted.content is ROUNDING_KEY:
                 # As JAX arrays: for its backward pass, a scan would save the slices of other constants a second time.
                 arrays += map(jnp.asarray, next(keys))
                 continue
-            origin = site.origin
+            origin = equation.origin
             assert origin is not None
             identity = (origin.input, *map(id, origin.steps), hoisted.ranges, hoisted.content)
             if identity not in quantized:
                 value = autodiff.primal_value(inputs[origin.input])
                 with autodiff.trace_of(value):
                     quantized[identity] = _quantize(
-                        value, site, hoisted.content, origin.steps, hoisted.ranges
+                        value, equation.eqn, hoisted.content, origin.steps, hoisted.ranges
                     )
             arrays += quantized[identity]
         return arrays
@@ -154,28 +141,28 @@ class RewrittenLoss:
 
 def _quantize(
     value: Any,
-    site: Site,
+    eqn: JaxprEqn,
     quantizer: Quantizer,
     steps: Sequence[JaxprEqn | Address],
     ranges: Sequence[IterationRange],
 ) -> list[Any]:
-    """Derives the operand of a site from an input of the loss by `steps`, and quantizes it.
+    """Derives the operand of a site's equation from an input of the loss by `steps`, and quantizes it.
 
     A step that is the address of a scan slices the value. Each layer in the scan's range is quantized by itself.
     """
     if not steps:
-        with jaxprs.source_context(site.eqn):
+        with jaxprs.source_context(eqn):
             return jaxprs.evaluate(quantizer.jaxpr, value)
     step, remaining = steps[0], steps[1:]
     if not isinstance(step, tuple):
         (derived,) = jaxprs.bind_at(step, value)
-        return _quantize(derived, site, quantizer, remaining, ranges)
+        return _quantize(derived, eqn, quantizer, remaining, ranges)
     layers, inner = ranges[0], ranges[1:]
     if (layers.start, layers.stop) != (0, value.shape[0]):
         value = lax.slice_in_dim(value, layers.start, layers.stop)
 
     def quantize_layer(layer: Any) -> list[Any]:
-        return _quantize(layer, site, quantizer, remaining, inner)
+        return _quantize(layer, eqn, quantizer, remaining, inner)
 
     if quantizer.takes_stack and not inner:
         return jax.vmap(quantize_layer)(value)

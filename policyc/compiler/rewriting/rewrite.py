@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 import jax
@@ -18,22 +19,24 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import dot_general_p
 
 from policyc.base.garbage import paused_collection
-from policyc.compiler.planning.plan import Decisions
+from policyc.compiler.planning.plan import Decision, Decisions
 from policyc.compiler.rewriting.hoist import (
     ROUNDING_KEY,
     Quantizer,
     RewrittenLoss,
-    SiteRecipe,
     make_quantizer,
 )
 from policyc.compiler.rewriting.rounding import NO_SEED, RandomSource
-from policyc.compiler.sites.site import Site, Sites
+from policyc.compiler.sites.equations import SiteEquation
+from policyc.compiler.sites.site import Site
+from policyc.compiler.sites.site_list import Sites
 from policyc.compiler.sites.stacks import Layer
 from policyc.jaxcore.jaxprs import reading as jaxprs
 from policyc.jaxcore.jaxprs.containers import container_of
 from policyc.jaxcore.jaxprs.transform import Address, BoundInput, ExtraInput, Position, Replacement, Transform
 from policyc.jaxcore.primitives.define_primitive import job_of
-from policyc.numerics.gemm import GemmOptions, Precomputed, Prequantized, quantized_dot_general
+from policyc.language.recipes import Recipe
+from policyc.numerics.gemm import Backends, GemmOptions, Precomputed, Prequantized, quantized_dot_general
 from policyc.numerics.quantize import Key
 from policyc.numerics.ragged import quantized_ragged_dot
 
@@ -49,13 +52,14 @@ def rewrite(
 
     `constant_inputs` are the inputs that stay the same from call to call. Rounding keys are derived from `source`.
     """
-    hoisted = {s.address for s in sites if s.origin and (s.is_reused or s.origin.input in constant_inputs)}
+    origins = ((site, sites.equation(site).origin) for site in sites)
+    hoisted = {s.address for s, o in origins if o and (s.is_reused or o.input in constant_inputs)}
     rewriter = SiteRewriter(sites, decisions, hoisted, source)
     result = rewriter.transform(sites.jaxpr)
     return RewrittenLoss(
         jaxpr=result.jaxpr,
         hoisted=result.inputs,
-        sites={i.address: rewriter.sites[i.address] for i in result.inputs},
+        sites={i.address: (rewriter.sites[i.address], rewriter.equations[i.address]) for i in result.inputs},
         replacements=result.replacements,
         source=source,
     )
@@ -120,46 +124,40 @@ class SiteRewriter(Transform):
         hoisted: Collection[Address] = (),
         source: RandomSource = NO_SEED,
     ) -> None:
-        self._decisions = decisions
-        self._recipes: dict[int, SiteRecipe] = {}
+        self._decisions = {key: d for key, d in decisions.items() if d.recipe is not None}
+        different = {id(d): d for d in self._decisions.values()}  # many layers share a decision
+        numbers = {number: _number(d.applied_recipe, d.backends) for number, d in different.items()}
+        self._numbers = {key: numbers[id(d)] for key, d in self._decisions.items()}
+        """Equal for decisions with the same effect, whatever rules decided."""
         self._source = source
         self._hoisted = hoisted
-        self.sites: dict[Address, Site] = {s.address: s for s in sites if self._is_changed(s)}
+        self.sites: dict[Address, Site] = {
+            s.address: s
+            for s in sites
+            if not s.opaque and any((s.address, layer) in self._decisions for layer in s.layers())
+        }
+        self.equations: Mapping[Address, SiteEquation] = sites.loss.equations
         self._sites_under: dict[Address, list[Site]] = {}
         for address, site in self.sites.items():
             for end in range(len(address) + 1):
                 self._sites_under.setdefault(address[:end], []).append(site)
-        self._templates: dict[tuple[int, bool], SiteTemplate] = {}
-        self._activation_quantizers: dict[int, Quantizer] = {}
-        self._equation_numbers: dict[Hashable, int] = {}
-        self._number_at: dict[Hashable, int] = {}
+        self._templates: dict[Hashable, SiteTemplate] = {}
+        self._activation_quantizers: dict[Hashable, Quantizer] = {}
 
-    def _is_changed(self, site: Site) -> bool:
-        if site.opaque:
-            return False
-        return any(self._decisions[site.address, layer].recipe is not None for layer in site.layers())
+    def decision(self, address: Address, layer: Layer) -> Decision | None:
+        """The decision of a layer of a site; None if it is kept."""
+        return self._decisions.get((address, layer))
 
-    def site_recipe(self, address: Address, layer: Layer) -> SiteRecipe | None:
-        """The recipe and backends of a layer of a site; None if it is kept."""
-        decision = self._decisions[address, layer]
-        if decision.recipe is None:
-            return None
-        recipe = self._recipes.get(id(decision))  # many layers share a decision
-        if recipe is None:
-            fprop, dgrad, wgrad = (lowering.backend or "emulate" for lowering in decision.lowerings)
-            recipe = self._recipes[id(decision)] = SiteRecipe(decision.recipe, (fprop, dgrad, wgrad))
-        return recipe
-
-    def _recipe_at(self, site: Site, position: Position) -> SiteRecipe | None:
-        """The recipe of a site at a position that fixes the iterations of all its stacks; None if it is kept."""
-        return self.site_recipe(site.address, tuple(position.iterations[s.address] for s in site.stacks))
+    def _decision_at(self, site: Site, position: Position) -> Decision | None:
+        """The decision of a site at a position that fixes the iterations of all its stacks; None if it is kept."""
+        return self.decision(site.address, tuple(position.iterations[s.address] for s in site.stacks))
 
     # ---- methods of Transform
 
     def key(self, position: Position) -> Hashable | None:
-        """Everything that determines the rewrite below a position, except the equations there; None if all are kept.
+        """Cache key for rewriting the subtree at a position; None if it is unchanged.
 
-        The keys of single sites add their equation to this one (`_equation_number`).
+        The equations there are not part of it. The keys of single sites add theirs (`_template_key`).
         """
         sites = self._sites_under.get(position.address)
         if sites is None:
@@ -169,48 +167,44 @@ class SiteRewriter(Transform):
         def below(addresses: Iterable[Address]) -> Hashable:
             return tuple(a[depth:] for a in addresses if len(a) > depth)
 
-        recipes = [self._open_recipes(site, position) for site in sites]
-        if not any(recipe is not None for by_layer in recipes for recipe in by_layer):
+        equations = [self.equations[site.address] for site in sites]
+        numbers = [self._open_decisions(site, position) for site in sites]
+        if not any(number is not None for by_layer in numbers for number in by_layer):
             return None
         parts = tuple(
             (
                 site.address[depth:],
                 site.weight,
-                site.axis_env,
+                equation.axis_env,
                 site.id,
                 site.products,
                 site.takes_extra_inputs,
                 below(s.address for s in site.stacks),
                 below(s.address for s in site.loops) if self._takes_rounding_key(site) else None,
-                below(site.origin.scans) if site.origin and site.address in self._hoisted else None,
+                below(equation.origin.scans) if equation.origin and site.address in self._hoisted else None,
                 by_layer,
             )
-            for site, by_layer in zip(sites, recipes, strict=True)
+            for site, equation, by_layer in zip(sites, equations, numbers, strict=True)
         )
         return self._source.seed, parts
 
-    def _equation_number(self, site: Site, position: Position) -> int:
-        """A number that is equal for sites that become the same equations. Hashing the whole key each time is slow."""
-        place = position.address, tuple(position.iterations.items())
-        number = self._number_at.get(place)
-        if number is None:
-            params = sorted(
-                (k, v if isinstance(v, tuple | int | np.dtype | type(None)) else repr(v))
-                for k, v in site.eqn.params.items()
-            )
-            avals = tuple(a.aval for a in site.eqn.invars)
-            key = self.key(position), avals, tuple(params), site.eqn.ctx
-            number = self._equation_numbers.setdefault(key, len(self._equation_numbers))
-            self._number_at[place] = number
-        return number
+    def _template_key(self, site: Site, position: Position) -> Hashable:
+        """Equal for sites that become the same equations."""
+        eqn = self.equations[site.address].eqn
+        params = sorted(
+            (k, v if isinstance(v, tuple | int | np.dtype | type(None)) else repr(v))
+            for k, v in eqn.params.items()
+        )
+        return self.key(position), tuple(a.aval for a in eqn.invars), tuple(params), eqn.ctx
 
-    def _open_recipes(self, site: Site, position: Position) -> tuple[SiteRecipe | None, ...]:
-        """The recipes of the layers of a site that a position leaves open."""
+    def _open_decisions(self, site: Site, position: Position) -> tuple[int | None, ...]:
+        """The numbers of the decisions of those layers of a site that a position leaves open; None where it is kept."""
         ranges = [
             (position.iterations[s.address],) if s.address in position.iterations else range(s.size)
             for s in site.stacks
         ]
-        return tuple(self.site_recipe(site.address, layer) for layer in itertools.product(*ranges))
+        layers = itertools.product(*ranges)
+        return tuple(self._numbers.get((site.address, layer)) for layer in layers)
 
     def _takes_rounding_key(self, site: Site) -> bool:
         """Whether a site takes its rounding key as an extra input, because the key depends on the layer or the step."""
@@ -223,7 +217,8 @@ class SiteRewriter(Transform):
         site = self.sites[extra.address]
         if extra.content is ROUNDING_KEY:
             return any(s.address == scan for s in site.loops)
-        return site.origin is not None and scan in site.origin.scans
+        origin = self.equations[extra.address].origin
+        return origin is not None and scan in origin.scans
 
     def change_container(self, eqn: JaxprEqn) -> JaxprEqn:
         container = container_of(eqn)
@@ -239,10 +234,10 @@ class SiteRewriter(Transform):
         site = self.sites.get(position.address)
         if site is None:
             return None
-        site_recipe = self._recipe_at(site, position)
-        if site_recipe is None:
+        decision = self._decision_at(site, position)
+        if decision is None:
             return None
-        template = self._template(site, site_recipe, position, shared)
+        template = self._template(site, decision, position, shared)
         inputs = tuple(
             BoundInput.new(ExtraInput(site.address, content, avals)) for content, avals in template.extra
         )
@@ -262,33 +257,38 @@ class SiteRewriter(Transform):
     # ---- sites
 
     def _template(
-        self, site: Site, site_recipe: SiteRecipe, position: Position, shared: SharedActivation | None
+        self, site: Site, decision: Decision, position: Position, shared: SharedActivation | None
     ) -> SiteTemplate:
-        key = (self._equation_number(site, position), shared is not None)
+        key = (self._template_key(site, position), shared is not None)
         template = self._templates.get(key)
         if template is None:
             hoisted = site.address in self._hoisted
-            weight = make_quantizer(site, site_recipe, site.weight) if hoisted and site.weight else None
-            is_random = any(t.rounding != "rne" for t in site_recipe.recipe.treatments)
+            weight = (
+                make_quantizer(site, self.equations[site.address], decision, site.weight)
+                if hoisted and site.weight
+                else None
+            )
+            is_random = any(t.rounding != "rne" for t in decision.applied_recipe.treatments)
             inputs = SiteInputs(
                 weight=weight if weight is not None and weight.avals else None,
                 has_rounding_key=is_random and self._takes_rounding_key(site),
                 activation=None if shared is None else shared.quantizer,
                 constant_key=self._source.site_key(site),
             )
-            template = self._templates[key] = self.make_template(site, site_recipe, inputs)
+            template = self._templates[key] = self.make_template(site, decision, inputs)
         return template
 
-    def make_template(self, site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> SiteTemplate:
+    def make_template(self, site: Site, decision: Decision, inputs: SiteInputs) -> SiteTemplate:
+        eqn, axis_env = self.equations[site.address].eqn, self.equations[site.address].axis_env
         extra: list[tuple[Any, tuple[AbstractValue, ...]]] = []
         if inputs.weight is not None:
             extra.append((inputs.weight, inputs.weight.avals))
         if inputs.has_rounding_key:
-            extra.append((ROUNDING_KEY, (jaxprs.array_aval((), "uint32", site.eqn, site.axis_env),) * 2))
+            extra.append((ROUNDING_KEY, (jaxprs.array_aval((), "uint32", eqn, axis_env),) * 2))
         shared_avals = () if inputs.activation is None else inputs.activation.avals
-        avals = [*(a.aval for a in site.eqn.invars), *(a for _, group in extra for a in group), *shared_avals]
-        gemm = quantized_gemm(site, site_recipe, inputs)
-        return SiteTemplate(jaxprs.trace_at(gemm, avals, site.eqn, site.axis_env), tuple(extra))
+        avals = [*(a.aval for a in eqn.invars), *(a for _, group in extra for a in group), *shared_avals]
+        gemm = quantized_gemm(site, eqn, decision, inputs)
+        return SiteTemplate(jaxprs.trace_at(gemm, avals, eqn, axis_env), tuple(extra))
 
     def share(self, position: Position) -> Mapping[Address, SharedActivation]:
         """The activations that several sites of a jaxpr quantize in the same way, by the addresses of these sites."""
@@ -307,39 +307,54 @@ class SiteRewriter(Transform):
         readers: dict[Var, list[Position]] = {}
         depth = len(position.address)
         for site in self._sites_under.get(position.address, ()):
-            if len(site.address) != depth + 1 or (activation := _activation(site)) is None:
+            if len(site.address) != depth + 1:
+                continue
+            activation = _activation(site, self.equations[site.address].eqn)
+            if activation is None:
                 continue
             here = position.enter(site.address[-1])
-            if self._recipe_at(site, here) is not None:
+            if self._decision_at(site, here) is not None:
                 readers.setdefault(activation, []).append(here)
         return readers
 
     def _activation_quantizer(self, position: Position) -> Quantizer:
         site = self.sites[position.address]
-        site_recipe = self._recipe_at(site, position)
-        assert site_recipe is not None, "a site that is kept quantizes nothing"
-        number = self._equation_number(site, position)
-        quantizer = self._activation_quantizers.get(number)
+        decision = self._decision_at(site, position)
+        assert decision is not None, "a site that is kept quantizes nothing"
+        key = self._template_key(site, position)
+        quantizer = self._activation_quantizers.get(key)
         if quantizer is None:
             operand: Literal["lhs", "rhs"] = "rhs" if site.weight == "lhs" else "lhs"
-            quantizer = self._activation_quantizers[number] = make_quantizer(site, site_recipe, operand)
+            quantizer = self._activation_quantizers[key] = make_quantizer(
+                site, self.equations[site.address], decision, operand
+            )
         return quantizer
 
 
-def _activation(site: Site) -> Var | None:
+_numbers = itertools.count()
+
+
+@cache
+def _number(recipe: Recipe, backends: Backends) -> int:
+    """A number for each recipe and backends. Hashing a recipe is slow, and would be done for each layer."""
+    del recipe, backends
+    return next(_numbers)
+
+
+def _activation(site: Site, eqn: JaxprEqn) -> Var | None:
     """The variable that a site multiplies with its weight; None without a weight, and for ragged sites and literals."""
     if site.is_ragged or site.weight is None:
         return None
-    operand = site.eqn.invars[1 if site.weight == "lhs" else 0]
+    operand = eqn.invars[1 if site.weight == "lhs" else 0]
     return operand if isinstance(operand, Var) else None
 
 
-def quantized_gemm(site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> Callable[..., Any]:
+def quantized_gemm(site: Site, eqn: JaxprEqn, decision: Decision, inputs: SiteInputs) -> Callable[..., Any]:
     """The function that replaces a site. Takes the operands of its equation, then the arrays of `inputs`."""
     if site.is_ragged:
         assert inputs.weight is None
-        return _quantized_ragged_gemm(site, site_recipe, inputs)
-    params = site.eqn.params
+        return _quantized_ragged_gemm(site, eqn, decision, inputs)
+    params = eqn.params
 
     def gemm(lhs: Any, rhs: Any, *extra: Any) -> Any:
         arrays = iter(extra)  # in the order of `SiteInputs`
@@ -350,10 +365,10 @@ def quantized_gemm(site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> C
             lhs,
             rhs,
             params["dimension_numbers"],
-            site_recipe.recipe,
+            decision.applied_recipe,
             GemmOptions(
                 weight=site.weight,
-                backends=site_recipe.backends,
+                backends=decision.backends,
                 site=site.id,
                 precision=params["precision"],
                 preferred_element_type=params["preferred_element_type"],
@@ -365,7 +380,7 @@ def quantized_gemm(site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> C
             ),
         )
 
-    sharding = jaxprs.explicit_sharding(site.eqn)
+    sharding = jaxprs.explicit_sharding(eqn)
     return gemm if sharding is None else jax.sharding.auto_axes(gemm, out_sharding=sharding)
 
 
@@ -376,17 +391,19 @@ def _rebuild(quantizer: Quantizer | None, arrays: Iterator[Any]) -> Prequantized
     return quantizer.rebuild([next(arrays) for _ in quantizer.avals])
 
 
-def _quantized_ragged_gemm(site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> Callable[..., Any]:
-    params = site.eqn.params
+def _quantized_ragged_gemm(
+    site: Site, eqn: JaxprEqn, decision: Decision, inputs: SiteInputs
+) -> Callable[..., Any]:
+    params = eqn.params
 
     def gemm(lhs: Any, rhs: Any, group_sizes: Any, *key_words: Any) -> Any:
         return quantized_ragged_dot(
             lhs,
             rhs,
             group_sizes,
-            site_recipe.recipe,
+            decision.applied_recipe,
             GemmOptions(
-                backends=site_recipe.backends,
+                backends=decision.backends,
                 site=site.id,
                 precision=params["precision"],
                 preferred_element_type=params["preferred_element_type"],

@@ -1,1 +1,1 @@
-"""What a GEMM of the loss is, and what it is called."""
+"""What a GEMM of the loss is, what it is called, and which layers a rule matches."""

@@ -1,6 +1,7 @@
 """Sites: the forward GEMMs of a loss, each with its names, shapes, roles and products.
 
 A GEMM in a scan over stacked parameters is one site with many layers. Its paths have an index once a layer is chosen.
+Does not load JAX: editors read the sites of a model from a file. The equations of a program's sites are beside them.
 """
 
 from __future__ import annotations
@@ -10,22 +11,17 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
-from jax.extend.core import ClosedJaxpr, JaxprEqn
-
-from policyc.base.text import count_noun
-from policyc.compiler.matching.site_masks import SiteMasks, union
 from policyc.compiler.sites.site_kinds import SiteBlock, SiteKind
 from policyc.compiler.sites.stacks import Layer, LayerTable, Stack
-from policyc.jaxcore.jaxprs import reading as jaxprs
-from policyc.jaxcore.jaxprs.reading import AxisEnv
-from policyc.jaxcore.jaxprs.transform import Address
 from policyc.language.predicates import SiteAttributes
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import DottedPath, PathSegment
-from policyc.numerics.products import Weight
+
+if TYPE_CHECKING:
+    from policyc.jaxcore.jaxprs.transform import Address
+    from policyc.numerics.products import Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,26 +86,15 @@ class PathTemplate:
         return tuple(names)
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """How an operand derives from one input of the loss: through equations, and scans (as addresses) that slice it."""
-
-    input: int
-    steps: tuple[JaxprEqn | Address, ...] = ()
-
-    def then(self, step: JaxprEqn | Address) -> Origin:
-        return Origin(self.input, (*self.steps, step))
-
-    @property
-    def scans(self) -> tuple[Address, ...]:
-        return tuple(s for s in self.steps if isinstance(s, tuple))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
     """One forward GEMM, seen as `y = x W`: x has m rows, W has n columns, k is contracted, `batch` times."""
 
     address: Address
+    name: str
+    """The path of its parameter, else of its scope, else the place."""
+    place: str = field(default="", compare=False)
+    """The file and line of the program that created it."""
     scope: PathTemplate
     parameters: tuple[PathTemplate, ...] = ()
     """The paths of its weight. Several, if the program stacks a list of layers."""
@@ -132,6 +117,12 @@ class Site:
     m: int
     n: int
     k: int
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """The shapes of its operands."""
+    types: tuple[str, ...] = ()
+    """The dtypes of its operands and of its result. Empty if the site was read from a file."""
+    activation: int = 0
+    """Equal for sites that multiply the same variable with their weights."""
     running: frozenset[Layer] | None = None
     """The layers in which it runs, if it is in a branch that only some iterations take. None: all layers."""
     repeats: int
@@ -143,31 +134,15 @@ class Site:
     """Why the compiler cannot change it; empty if it can."""
     has_one_hot: bool = False
     """Whether its other operand is one-hot, so that it looks up rows of its weight."""
-    axis_env: AxisEnv = AxisEnv()
-    origin: Origin | None = field(default=None, compare=False, repr=False)
-    """How the weight derives from an input of the loss; None if unknown."""
     is_reused: bool = False
     """Whether the same weight is read more than once: in a remat, or in several iterations of a loop."""
     takes_extra_inputs: bool = True
     """Whether the rewrite can pass additional inputs to it."""
-    eqn: JaxprEqn = field(compare=False, repr=False)
 
     @property
     def template(self) -> PathTemplate:
         """The path of its parameter, else its scope."""
         return self.parameters[0] if self.parameters else self.scope
-
-    @property
-    def name(self) -> str:
-        path = self.template.path
-        if len(self.parameters) > 1:
-            # A list of layers that the program stacks: leave out the index of the layer.
-            others = [parameter.path for parameter in self.parameters]
-            path = tuple(
-                n if all(other[i : i + 1] == (n,) for other in others) else PathSegment(n.text)
-                for i, n in enumerate(path)
-            )
-        return dotted(path) or f"({self.place or 'unnamed'})"
 
     @property
     def id(self) -> int:
@@ -214,12 +189,7 @@ class Site:
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        return jaxprs.shape_of(self.eqn.invars[0 if self.weight == "lhs" else 1])
-
-    @property
-    def place(self) -> str:
-        """The file and line of the program that created it."""
-        return jaxprs.source_place(self.eqn)
+        return self.shapes[0 if self.weight == "lhs" else 1]
 
     @property
     def count(self) -> int:
@@ -230,6 +200,11 @@ class Site:
     def flops(self) -> int:
         """FLOPs of one product in one layer, for one execution."""
         return 2 * self.batch * self.m * self.n * self.k
+
+    @property
+    def layer_flops(self) -> float:
+        """FLOPs of one product in a step, in one layer."""
+        return self.flops * self.repeats / self.count
 
     @property
     def total_flops(self) -> int:
@@ -252,18 +227,8 @@ class Site:
             return {**attributes, "layer": None, "layers": None}
         if self.block.unknown:
             return attributes
-        number = self.block.number(self.stack_indices(layer))
+        number = self.block.number[self.stack_indices(layer)]
         return {**attributes, "layer": number, "layers": self.block.count}
-
-    def complete(self, **fields: Any) -> None:
-        """Sets fields of a site that the analysis has just created. A copy would take longer than finding them."""
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
-
-    def set_kind(self, kind: SiteKind, block: SiteBlock | None) -> None:
-        """Like `complete`, but faster."""
-        object.__setattr__(self, "kind", kind)
-        object.__setattr__(self, "block", block)
 
     def layers(self) -> Iterator[Layer]:
         """The layers in which it runs."""
@@ -296,59 +261,17 @@ class OtherProduct:
     flops: int | None
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Sites:
-    """All GEMMs of a loss, in the order in which they run."""
-
-    sites: tuple[Site, ...]
-    parameters: tuple[DottedPath, ...]
-    jaxpr: ClosedJaxpr = field(compare=False, repr=False)
-    looked_up: frozenset[DottedPath] = frozenset()
-    """The parameters from which rows are gathered: embeddings."""
-    others: tuple[OtherProduct, ...] = ()
-    """Products that are not GEMMs. They are left as they are."""
-    differentiated_inputs: tuple[int, ...] = field(default=(), compare=False, repr=False)
-    differentiated_results: tuple[int, ...] = field(default=(), compare=False, repr=False)
-
-    def __repr__(self) -> str:
-        return f"<Sites: {count_noun(sum(site.count for site in self.sites), 'GEMM')}>"
-
-    def __iter__(self) -> Iterator[Site]:
-        return iter(self.sites)
-
-    def __len__(self) -> int:
-        return len(self.sites)
-
-    @property
-    def total_flops(self) -> int:
-        """FLOPs of all products in a step, as far as they are known."""
-        return sum(s.total_flops for s in self.sites) + sum(o.flops or 0 for o in self.others)
-
-    @cached_property
-    def masks(self) -> SiteMasks:
-        """Numbers all layers, including those in which a site does not run."""
-        return SiteMasks(self.sites)
-
-    @cached_property
-    def running(self) -> int:
-        """The layers in which their site runs."""
-        idle = (
-            1 << bit
-            for bit, (number, layer) in enumerate(self.masks.layers)
-            if (running := self.sites[number].running) is not None and layer not in running
+def site_name(templates: Sequence[PathTemplate], place: str) -> str:
+    """The path of the first template; without a path, the place."""
+    path = templates[0].path
+    if len(templates) > 1:
+        # A list of layers that the program stacks: leave out the index of the layer.
+        others = [template.path for template in templates]
+        path = tuple(
+            n if all(other[i : i + 1] == (n,) for other in others) else PathSegment(n.text)
+            for i, n in enumerate(path)
         )
-        return self.masks.all & ~union(idle)
-
-    @cached_property
-    def existing(self) -> tuple[int, ...]:
-        """For each of fprop, dgrad and wgrad: the layers that run it."""
-        masks = (self.masks.of_sites(gemm in site.products for site in self.sites) for gemm in Gemm)
-        return tuple(mask & self.running for mask in masks)
-
-    @cached_property
-    def hash(self) -> str:
-        """A hash of the loss: equal for equal computations, whatever their variables are called."""
-        return jaxprs.fingerprint(self.jaxpr)
+    return dotted(path) or f"({place or 'unnamed'})"
 
 
 def dotted(path: DottedPath) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from policyc.jaxcore.jaxprs.transform import Address
+if TYPE_CHECKING:
+    from policyc.jaxcore.jaxprs.transform import Address
 
 T = TypeVar("T")
 
@@ -30,6 +32,13 @@ class LayerTable(Generic[T]):
 
     stacks: tuple[Stack, ...]
     values: tuple[T, ...]
+
+    @classmethod
+    def of(cls, stacks: Sequence[Stack], value: Callable[[Mapping[Address, int]], T]) -> LayerTable[T]:
+        """The table of a function of the index in each stack."""
+        layers = itertools.product(*(range(s.size) for s in stacks))
+        indices = ({s.address: i for s, i in zip(stacks, layer, strict=True)} for layer in layers)
+        return cls(tuple(stacks), tuple(map(value, indices)))
 
     def __getitem__(self, indices: Mapping[Address, int]) -> T:
         """The value, given the index in each stack."""

@@ -26,7 +26,7 @@ def block_text(layers: Iterable[tuple[Site, Layer]]) -> str:
     for site, layer in layers:
         block = site.block
         if block is not None and not block.unknown:
-            numbers.add(block.number(site.stack_indices(layer)))
+            numbers.add(block.number[site.stack_indices(layer)])
     if block is None:
         return "-"
     return "?" if block.unknown else f"{format_ranges(as_ranges(sorted(numbers)))}/{block.count}"
@@ -67,7 +67,7 @@ def order_notes(plan: Plan) -> Iterator[str]:
             path = site.layer_path(indices)
             index = tuple(name.index for name in path if name.index is not None)
             names = tuple(name.text for name in path)
-            orders.setdefault(names, {})[site.block.number(indices), index] = site
+            orders.setdefault(names, {})[site.block.number[indices], index] = site
     differ = [
         site
         for order in orders.values()

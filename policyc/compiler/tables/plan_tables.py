@@ -1,4 +1,4 @@
-"""Writes plans as a table of rules, or as JSON.
+"""Writes plans as a table of rules.
 
 Shares of FLOPs count all products that the differentiated loss runs for a site, in all its layers.
 """
@@ -6,24 +6,18 @@ Shares of FLOPs count all products that the differentiated loss runs for a site,
 from __future__ import annotations
 
 import itertools
-import json
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from policyc.base.text import count_noun, escape_controls
 from policyc.compiler.matching.decisions import Phase
-from policyc.compiler.matching.site_lists import PLAN_SCHEMA, write_path
-from policyc.compiler.planning.plan import LayerRange, Plan
+from policyc.compiler.planning.plan import LayerRun, Plan
 from policyc.compiler.planning.plan_checks import unknown_layers
-from policyc.compiler.sites.site import Site, dotted
-from policyc.compiler.sites.stacks import Layer
+from policyc.compiler.sites.site import Site
 from policyc.compiler.tables.kind_tables import kind_notes, order_notes
-from policyc.language.recipes import Gemm, Recipe
-from policyc.language.treatments import describe_options
+from policyc.language.recipes import Gemm
 from policyc.numerics.backends import Obstacle
-from policyc.numerics.backends.choice import Lowering
 
 _MAX_CELL_WIDTH = 60  # a table of five columns then fits in about 110 characters, the width of the help
 
@@ -62,24 +56,24 @@ class _RuleShare:
     products: set[Gemm] = field(default_factory=set)
     lowerings: dict[str, None] = field(default_factory=dict)
 
-    def add(self, layer_range: LayerRange, products: set[Gemm]) -> None:
-        site, layers = layer_range.site, len(layer_range.layers)
+    def add(self, run: LayerRun, products: set[Gemm]) -> None:
+        site, layers = run.site, len(run.layers)
         self.sites += layers
         self.flops += site.flops * site.repeats / site.count * layers * len(products)
         self.products |= products
-        lowerings = (layer_range.decision.lowering(g) for g in Gemm if g in products)
+        lowerings = (run.decision.lowering(g) for g in Gemm if g in products)
         self.lowerings.update(dict.fromkeys(str(lowering) for lowering in lowerings if lowering.backend))
 
 
 def _rule_rows(plan: Plan, phase: Phase) -> Iterator[list[str]]:
     total = plan.sites.total_flops or 1
     shares: dict[int | None, _RuleShare] = {}
-    for layer_range in plan.layer_ranges(phase):
+    for run in plan.runs(phase):
         products_of: dict[int | None, set[Gemm]] = {}
-        for product in layer_range.products():
-            products_of.setdefault(product.choice.rule, set()).add(product.gemm)
+        for product in run.products():
+            products_of.setdefault(product.rule, set()).add(product.gemm)
         for rule, products in products_of.items():
-            shares.setdefault(rule, _RuleShare()).add(layer_range, products)
+            shares.setdefault(rule, _RuleShare()).add(run, products)
     for index in (*range(len(plan.policy.rules)), None):
         share = shares.get(index, _RuleShare())
         if not (share.sites if index is None else plan.in_force(index, phase)):
@@ -171,102 +165,3 @@ def align_columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 def _wrap_cell(text: str) -> list[str]:
     return textwrap.wrap(text, _MAX_CELL_WIDTH, break_long_words=False, break_on_hyphens=False) or [""]
-
-
-# ---- JSON
-
-
-def as_json(plan: Plan) -> str:
-    """The whole plan: for every site and phase, ranges of layers with the same decision."""
-    data = {
-        "schema": PLAN_SCHEMA,
-        "policy": {
-            "path": plan.policy.source.path,
-            "sha256": plan.policy.sha256,
-            "text": str(plan.policy),
-        },
-        "jaxpr": {"sha256": plan.sites.hash},
-        "backend": plan.execution.backend,
-        "machine": plan.machine.name,
-        "rules": [str(rule) for rule in plan.policy.rules],
-        "phases": [plan.label(phase) for phase in plan.phases],
-        "sites": [_site_json(plan, site) for site in plan.sites],
-        "other_products": [asdict(other) for other in plan.sites.others],
-    }
-    return json.dumps(data, indent=1) + "\n"
-
-
-def _site_json(plan: Plan, site: Site) -> dict[str, Any]:
-    return {
-        "address": list(site.address),
-        "scope": dotted(site.scope.path),
-        "parameters": [dotted(p.path) for p in site.parameters],
-        "module": next((dotted(module.path) for module in site.modules if module.path), None),
-        "place": site.place,
-        "kind": site.kind.name or None,
-        "possible_kinds": list(site.kind.possible),
-        "ragged": site.is_ragged,
-        "weight": site.weight,
-        "batch": site.batch,
-        "m": site.m,
-        "n": site.n,
-        "k": site.k,
-        "stacks": [s.size for s in site.stacks],
-        "repeats": site.repeats,
-        "flops": site.flops,
-        "products": [g for g in Gemm if g in site.products],
-        "opaque": site.opaque or None,
-        "weight_followed": site.origin is not None,
-        "blocks": None if site.block is None else site.block.count,
-        "layers": [_layer_json(site, layer) for layer in site.layers()],
-        "decisions": {
-            plan.label(phase): [
-                _layer_range_json(layer_range) for layer_range in plan.site_layer_ranges(site, phase)
-            ]
-            for phase in plan.phases
-        },
-    }
-
-
-def _layer_json(site: Site, layer: Layer) -> dict[str, Any]:
-    """The paths of a layer, and its block if that is known."""
-    attributes = site.attributes(layer)
-    block = {"layer": attributes["layer"]} if "layer" in attributes else {}
-    return {"paths": [write_path(path) for path in site.paths(layer)], **block}
-
-
-def _layer_range_json(layer_range: LayerRange) -> dict[str, Any]:
-    products = {}
-    for product in layer_range.products():
-        choice = product.choice
-        products[product.gemm] = {
-            "rule": choice.rule,
-            "overridden": list(choice.overridden),
-            "formats": [t.format for t in product.treatments] or ["keep", "keep"],
-            "options": _describe_operands(layer_range.decision.recipe, product.gemm),
-            **_lowering_json(product.lowering),
-        }
-    layers = (
-        {"layers": [list(layer_range.layers[0]), list(layer_range.layers[-1])]}
-        if layer_range.site.stacks
-        else {}
-    )
-    return {**layers, "products": products}
-
-
-def _describe_operands(recipe: Recipe | None, gemm: Gemm) -> list[list[str]]:
-    """The options of both operands of a product, without their formats."""
-    if recipe is None:
-        return [[], []]
-    return [list(describe_options(t)) for t in recipe.gemm_treatments(gemm)]
-
-
-def _lowering_json(lowering: Lowering) -> dict[str, Any]:
-    if not lowering.backend:
-        return {"backend": None}
-    data: dict[str, Any] = {"backend": lowering.backend, "native": lowering.native}
-    if lowering.obstacle is not None:
-        data |= {"reason": lowering.obstacle.reason, "remedy": lowering.obstacle.remedy}
-    if lowering.native and lowering.quantizer_obstacle is not None:
-        data["quantizer"] = f"{lowering.quantizer_obstacle.reason}; {lowering.quantizer_obstacle.remedy}"
-    return data

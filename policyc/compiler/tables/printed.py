@@ -7,7 +7,7 @@ from typing import Any
 
 from policyc.base.notebook import html_table
 from policyc.compiler.planning.plan import Plan
-from policyc.compiler.sites.site import Sites
+from policyc.compiler.sites.site_list import Sites
 from policyc.compiler.tables.plan_tables import rule_rows, summary_lines
 from policyc.compiler.tables.site_table import site_rows, sites_table
 

@@ -8,7 +8,8 @@ from policyc.base.text import as_ranges, count_noun, format_ranges
 from policyc.compiler.matching.decisions import Phase
 from policyc.compiler.planning.plan import Plan, make_plan
 from policyc.compiler.sites.linears import LinearLayers, full_name, sort_into_linears
-from policyc.compiler.sites.site import Site, Sites
+from policyc.compiler.sites.site import Site
+from policyc.compiler.sites.site_list import Sites
 from policyc.compiler.sites.stacks import Layer
 from policyc.compiler.tables.kind_tables import block_text
 from policyc.compiler.tables.plan_tables import align_columns, uncertain_repeats, unchanged_products
@@ -108,10 +109,10 @@ def _rule_cells(plan: Plan, site: Site, layer: Layer, phase: Phase) -> dict[str,
     products_of: dict[str, list[str]] = {}
     overridden: dict[int, None] = {}
     for gemm in (g for g in Gemm if g in site.products):
-        choice = decision.choice(gemm)
-        text = "kept" if choice.rule is None else str(rules[choice.rule])
+        rule = decision.rule(gemm)
+        text = "kept" if rule is None else str(rules[rule])
         products_of.setdefault(text, []).append(gemm)
-        overridden.update(dict.fromkeys(choice.overridden))
+        overridden.update(dict.fromkeys(decision.overridden(gemm)))
     one_rule = len(products_of) == 1
     decided = (text if one_rule else f"{text} @ {', '.join(gemms)}" for text, gemms in products_of.items())
     return {

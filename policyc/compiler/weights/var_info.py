@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from jax.extend.core import Var
 
-from policyc.compiler.sites.site import Origin
+from policyc.compiler.sites.equations import Origin
 from policyc.compiler.sites.trace import FrozenWeight
 from policyc.compiler.weights.provenance.graph import (
     CarriedSource,

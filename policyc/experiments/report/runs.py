@@ -123,7 +123,9 @@ def read_run(
     steps, evaluations = _Columns(STEP_METRICS, "loss"), _Columns(EVALUATION_METRICS, "validation_loss")
     account: JsonObject = {}
     for row in read_rows(folder / METRICS_FILE, problems):
-        row.update({name: row.pop(alias) for alias, name in _ALIASES.items() if alias in row})
+        for alias, name in _ALIASES.items():
+            if alias in row:
+                row[name] = row.pop(alias)
         steps.append(row)
         evaluations.append(row)
         if as_object(row.get("seconds")):
@@ -157,15 +159,16 @@ class _Columns:
     def __init__(self, names: Sequence[str], required: str) -> None:
         self._required = required
         self._columns = {name: array("d") for name in ("step", *names)}
+        self._appends = [(name, column.append) for name, column in self._columns.items()]
 
     def append(self, row: JsonObject) -> None:
         if self._required in row:
-            for name, column in self._columns.items():
-                value = row.get(name)
+            for name, append in self._appends:
+                value = row.get(name, math.nan)
                 if type(value) is not float:  # the usual case
                     number = as_number(value)
                     value = math.nan if number is None else number
-                column.append(value)
+                append(value)
 
     def table(self) -> Table:
         """The rows, sorted by step. If a step was run again, the last row counts."""

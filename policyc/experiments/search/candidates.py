@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from policyc.compiler.sites.linears import full_name, sort_into_linears
-from policyc.compiler.sites.site import Site, Sites
+from policyc.compiler.sites.site import Site
+from policyc.compiler.sites.site_list import Sites
 from policyc.compiler.sites.stacks import Layer
 from policyc.language.loader import parse
 from policyc.language.recipes import Gemm, Recipe
@@ -121,7 +122,7 @@ def _refusal(site: Site) -> str:
         return "a ragged product, whose error is not measured"
     if not site.takes_extra_inputs:
         return "inside a shard_map, where its error is not measured"
-    dtypes = {str(v.aval.dtype) for v in site.eqn.invars[:2]}  # type: ignore[attr-defined]
+    dtypes = set(site.types[:2])
     if not dtypes <= {"float32", "bfloat16", "float16"}:
         return f"its operands are {' and '.join(sorted(dtypes))}"
     return ""

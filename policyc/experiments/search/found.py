@@ -1,18 +1,17 @@
-"""The results of a search: policies with their headers, the frontier, and reasons."""
+"""The results of a search: policies with their headers, and the frontier."""
 
 from __future__ import annotations
 
 import contextlib
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from policyc.base.text import format_ratio
 from policyc.compiler.planning.plan import Plan
-from policyc.experiments.search.candidates import Cell, CellKey
+from policyc.experiments.search.candidates import CellKey
 from policyc.experiments.search.problem import Choice, Cost, Problem
 from policyc.experiments.search.rules import write_rules
 from policyc.experiments.search.scores import STALLS_BELOW, Scores
@@ -26,7 +25,7 @@ from policyc.language.loader import parse, parse_with_diagnostics
 from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm, Recipe
 from policyc.language.treatments import normalize_if_valid
-from policyc.linter import engine
+from policyc.linter.api import lint_loaded
 
 FRONTIER_POINTS = 12
 TAIL_RULE = "no-high-precision-tail"
@@ -80,18 +79,6 @@ class Searched:
         )
         return text
 
-    def write_variants(self, solutions: Sequence[Solution]) -> str:
-        """One policy that keeps everything, with a variant for each solution."""
-        variants = []
-        every: list[str] = []
-        for solution in solutions:
-            rules = write_rules(self.problem, self.plan, solution.assignment)
-            every += rules
-            name = f"x{self.speed_up(solution.cost):.2f}".replace(".", "_")
-            variants.append(f"variant {name} {{\n{textwrap.indent(chr(10).join(rules), '  ')}\n}}")
-        about = f"# Points of the frontier of {self.source}, as variants for a sweep.\n#\n# Source:  {self.command}"
-        return self._format([about, "", *self._recipes(every), "* -> keep", "", *variants])
-
     def _recipes(self, rules: Sequence[str]) -> list[str]:
         """Definitions of the recipes that have options and that the rules use."""
         used = {rule.rpartition("-> ")[2] for rule in rules}
@@ -130,8 +117,8 @@ class Searched:
             loaded = parse_with_diagnostics(text)
             plan = self.step.under(loaded.policy).plan
             found = [
-                *engine.lint(loaded).diagnostics,
-                *engine.lint(loaded, plan=plan, target=self.step.target).diagnostics,
+                *lint_loaded(loaded),
+                *lint_loaded(loaded, plan=plan, target=self.step.target),
             ]
             mended = text
             for diagnostic in found:
@@ -225,74 +212,6 @@ def _monotone(solutions: Sequence[Solution]) -> list[Solution]:
         if not best or solution.cost.seconds < best[-1].cost.seconds:
             best.append(solution)
     return best
-
-
-def knees(solutions: Sequence[Solution], count: int = 4) -> list[Solution]:
-    """The points of a frontier farthest below the lines between their neighbours on its convex hull."""
-    hull: list[Solution] = []
-    for s in sorted(solutions, key=lambda s: s.cost.seconds):
-        while len(hull) > 1 and _turn(hull[-2].cost, hull[-1].cost, s.cost) <= 0:
-            hull.pop()
-        hull.append(s)
-    inner = sorted(
-        range(1, len(hull) - 1), key=lambda i: -_turn(hull[i - 1].cost, hull[i].cost, hull[i + 1].cost)
-    )
-    return [hull[i] for i in sorted(inner[:count])] or hull[:1]
-
-
-def _turn(a: Cost, b: Cost, c: Cost) -> float:
-    """Twice the area of a triangle; positive if b is below the line from a to c."""
-    return (b.seconds - a.seconds) * (c.damage - a.damage) - (c.seconds - a.seconds) * (b.damage - a.damage)
-
-
-# ---- reasons
-
-
-def explain_site(searched: Searched, solution: Solution, name: str) -> str:
-    """Explains the formats of the linears that match a name; empty if none match."""
-    lines: list[str] = []
-    for item in searched.problem.items:
-        cells = [c for c in item.cells if name == c.name or name in c.key[0]]
-        if not cells:
-            continue
-        chosen = solution.assignment[cells[0].key]
-        lines += [", ".join(c.name for c in cells)]
-        lines += _explain_options(item.options, chosen, solution.price)
-        lines += [line for cell in cells for line in _explain_scores(searched, cell)]
-    lines += [
-        f"{skipped}: left alone: {reason}"
-        for skipped, reason in searched.problem.skipped.items()
-        if name in skipped
-    ]
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _explain_options(options: Any, chosen: Choice, price: float) -> Iterator[str]:
-    ranked = sorted(options.items(), key=lambda option: option[1].damage + price * option[1].seconds)
-    for choice, cost in ranked[:4] + [o for o in ranked[4:] if o[0] == chosen]:
-        mark = ">" if choice == chosen else " "
-        formats = ", ".join(f"{g} {f or 'kept'}" for g, f in zip(Gemm, choice, strict=True))
-        word = "slower" if cost.seconds > 0 else "faster"
-        yield (
-            f"{mark} {formats}: {abs(cost.seconds) * 1e6:.4g} us {word}, damage {cost.damage:.3g}; damage plus "
-            f"time at the price of this budget {cost.damage + price * cost.seconds:.3g}"
-        )
-
-
-def _explain_scores(searched: Searched, cell: Cell) -> Iterator[str]:
-    scores = searched.scores
-    for format in searched.problem.formats:
-        for gemm in Gemm:
-            score = scores.by_product.get((cell.key, gemm, format.name))
-            if score is not None:
-                yield (
-                    f"    {cell.key[0]} {gemm} in {format.name}: loss {score.loss:.2g}, gradient noise "
-                    f"{score.noise:.2g} times that of a batch, error {score.error:.2g}, bias {score.bias:.2g}"
-                )
-        ratio = scores.gradient_to_noise.get((cell.key, format.name))
-        if ratio is not None:
-            stalls = ": below 1.73, training stalls" if ratio < STALLS_BELOW else ""
-            yield f"    {cell.key[0]} wgrad in {format.name}: gradient over noise {ratio:.2g}{stalls}"
 
 
 def find_stalls(searched: Searched, solution: Solution) -> list[str]:

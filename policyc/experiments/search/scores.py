@@ -155,7 +155,7 @@ def _tap(
     plan = make_plan(parse(policy), recorded.sites, recorded.plan.execution)
     scored = {(c.site.address, c.layer) for c in cells}
     decisions: Decisions = {
-        key: decision if key in scored else Decision(decision.choices, None)
+        key: decision if key in scored else Decision(decision.rules, None)
         for key, decision in plan.decisions(plan.phases[0]).items()
     }
     return TappedLoss(plan, decisions, rewriter)

@@ -20,8 +20,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import JaxprEqn
 
-from policyc.compiler.rewriting.hoist import SiteRecipe
+from policyc.compiler.planning.plan import Decision
 from policyc.compiler.rewriting.rewrite import SiteInputs, SiteTemplate
 from policyc.compiler.sites.site import Site
 from policyc.experiments.taps import TapRewriter
@@ -44,23 +45,24 @@ class ScoredSite:
     """A site and the recipe whose error is measured."""
 
     site: Site
-    site_recipe: SiteRecipe
+    eqn: JaxprEqn
+    decision: Decision
 
     @property
     def dims(self) -> Any:
-        return as_dimension_numbers(self.site.eqn.params["dimension_numbers"])
+        return as_dimension_numbers(self.eqn.params["dimension_numbers"])
 
     def plain(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return jnp.asarray(jaxprs.bind(self.site.eqn, lhs, rhs)[0])
+        return jnp.asarray(jaxprs.bind(self.eqn, lhs, rhs)[0])
 
     def exact(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         """The plain product with its result in fp32, not rounded to the output type."""
-        precision = self.site.eqn.params["precision"]
+        precision = self.eqn.params["precision"]
         return lax.dot_general(lhs, rhs, self.dims, precision=precision, preferred_element_type=jnp.float32)
 
     def quantized(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         options = GemmOptions(weight=self.site.weight, site=self.site.id, preferred_element_type=jnp.float32)
-        return quantized_dot_general(lhs, rhs, self.dims, self.site_recipe.recipe, options)
+        return quantized_dot_general(lhs, rhs, self.dims, self.decision.applied_recipe, options)
 
     def with_tangent(self, lhs: Any, rhs: Any, d_lhs: Any, d_rhs: Any) -> tuple[Any, Any]:
         """The plain result and its tangent."""
@@ -180,11 +182,11 @@ class ScoreRewriter(TapRewriter):
     tap_shape: tuple[int, ...] = (len(ERROR_SUMS),)
     probes = True
 
-    def make_template(self, site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> SiteTemplate:
+    def make_template(self, site: Site, decision: Decision, inputs: SiteInputs) -> SiteTemplate:
         if not self.is_measured(site):
             raise AssertionError("only sites that can be measured are decided about")
         del inputs
-        scored = ScoredSite(site, site_recipe)
+        scored = ScoredSite(site, self.equations[site.address].eqn, decision)
         return self.tap(site, partial(_run_probed if self.probes else _run_unprobed, scored))
 
 

@@ -47,8 +47,6 @@ class Solution:
     cost: Cost
     cuts: Cuts
     gap: float
-    price: float
-    """About how much one unit of the limited cost is worth, in units of the objective."""
 
 
 class Infeasible(ValueError):
@@ -125,16 +123,14 @@ class _Solver:
         least = self._relax(math.inf, limit)
         if least.limited > limit + _rounding(limit):
             raise Infeasible(self._explain(least))
-        cuts, bound, price = self._choose_cuts(limit)
+        cuts, bound = self._choose_cuts(limit)
         best = min((s for c in cuts if (s := self._solve_cuts(c, limit))), key=lambda s: s[0], default=None)
         if best is None:
             raise Infeasible("no ranges of layers meet the budget: allow more --segments")
         value, chosen, cut = best
         assignment = expand(self._problem, lambda item: _choice_of(item, chosen, cut))
         gap = max(0.0, value - bound) / (abs(value) or 1.0)
-        return Solution(
-            assignment=assignment, cost=self._problem.total(assignment), cuts=cut, gap=gap, price=price
-        )
+        return Solution(assignment=assignment, cost=self._problem.total(assignment), cuts=cut, gap=gap)
 
     def _explain(self, least: _Relaxed) -> str:
         """Explains what is possible. Only a budget of seconds can be too small: keeping everything does no damage."""
@@ -172,8 +168,8 @@ class _Solver:
         bound = sums[0] + price * (sums[1] - limit) if math.isfinite(price) else -math.inf
         return _Relaxed(cuts, sums[0], sums[1], bound, total)
 
-    def _choose_cuts(self, limit: float) -> tuple[list[Cuts], float, float]:
-        """Returns the cuts to try, a lower bound on the objective of all cuts, and the price."""
+    def _choose_cuts(self, limit: float) -> tuple[list[Cuts], float]:
+        """Returns the cuts to try, and a lower bound on the objective of all cuts."""
         relaxed = [self._relax(0.0, limit)]
         low, high = 0.0, self._first_price()
         while relaxed[-1].limited > limit and high < _HIGHEST_PRICE:
@@ -185,14 +181,14 @@ class _Solver:
             low, high = (price, high) if relaxed[-1].limited > limit else (low, price)
         bound = max(r.bound for r in relaxed)
         if not self._groups:
-            return [(0, self._layers)], bound, high
+            return [(0, self._layers)], bound
         if math.comb(self._layers - 1, min(self._segments, self._layers) - 1) <= MOST_CUTS:
-            return list(_all_cuts(self._layers, self._segments)), bound, high
+            return list(_all_cuts(self._layers, self._segments)), bound
         best = max(relaxed, key=lambda r: r.bound)
         candidates = {r.cuts for r in relaxed}
         candidates |= {moved for cuts in list(candidates) for moved in _neighbours(cuts)}
         ranked = sorted(candidates, key=lambda c: sum(best.total[a, b] for a, b in itertools.pairwise(c)))
-        return ranked[:TRIED_CUTS], bound, high
+        return ranked[:TRIED_CUTS], bound
 
     def _first_price(self) -> float:
         """A price of the right magnitude: the total range of the objective over that of the limited cost."""

@@ -1,7 +1,7 @@
-"""Sweeps: edited policies, their runs as processes, and the live table.
+"""Sweeps: edited policies, their runs as submitit jobs, and the live table.
 
-`edits` and `variants` choose the policies, `probe` plans them for the program, and `manifest` records the design of the
-sweep. `commands` builds the runs. The `engine` starts them through `executor` or `slurm`, watches them, and updates
-`live`. Each run has a `wrapper` process, which holds the lock of its folder (`liveness`), writes the files of `run`,
-and uses the `metrics` to judge how it ended. Nothing here imports JAX, because runs are other processes.
+`edits` and `variants` choose the policies, `planning` plans them for the program, and `manifest` records the design of
+the sweep. `commands` builds the runs. The `engine` starts them through `local` or `slurm`, reads their `progress`, and
+updates `live`. A `run_job` executes a run inside its job, and `judge` says how it ended. Nothing here imports JAX,
+because runs are other processes.
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from policyc.base.compile_cache import VARIABLE as COMPILE_CACHE_VARIABLE
@@ -51,7 +51,6 @@ class SweepProgram:
       steps: the number of steps; None if the program decides.
       backend, require_native, multiple_losses, stats_every: how the program runs under its policy.
       metrics_source: KIND=PATH of another trainer's metrics; None if the program writes our lines.
-      seeds_per_process: how many seeds one process runs.
     """
 
     words: tuple[str, ...]
@@ -62,7 +61,6 @@ class SweepProgram:
     multiple_losses: bool = False
     stats_every: int = 0
     metrics_source: str | None = None
-    seeds_per_process: int = 1
 
     def check(self) -> None:
         """Raises ValueError if this program cannot be swept."""
@@ -71,9 +69,6 @@ class SweepProgram:
         if self.steps is None and any("{steps}" in word for word in self.words):
             raise ValueError("the program's arguments have {steps}: give --steps")
         if self.config is None:
-            if self.seeds_per_process > 1:
-                raise ValueError("--seeds-per-process: only the bundled trainer runs several seeds in one process; "
-                                 "a program gets one seed")  # fmt: skip
             return
         if self.metrics_source is not None:
             raise ValueError("--metrics: the bundled trainer writes metrics.jsonl itself")
@@ -92,14 +87,12 @@ class SweepProgram:
             return self.steps
         return CONFIGS[self.config][1].steps
 
-    def make_run(
-        self, variant: str, seeds: tuple[int, ...], out: Path, compile_cache: str | None = None
-    ) -> Run:
-        """Builds the run of some seeds of a variant."""
-        folders = tuple(out / variant / f"seed{seed}" for seed in seeds)
+    def make_run(self, variant: str, seed: int, out: Path, compile_cache: str | None = None) -> Run:
+        """Builds the run of a variant with a seed."""
+        folder = out / variant / f"seed{seed}"
         environment = {
-            SEED_VARIABLE: ",".join(map(str, seeds)),
-            RUN_DIR_VARIABLE: str(folders[0]),
+            SEED_VARIABLE: str(seed),
+            RUN_DIR_VARIABLE: str(folder),
             VARIANT_VARIABLE: variant,
         }
         if self.total_steps is not None:
@@ -107,20 +100,21 @@ class SweepProgram:
         if compile_cache is not None:  # a variable, because an option would make this another sweep
             environment[COMPILE_CACHE_VARIABLE] = compile_cache
         policy = str(out / variant / POLICY_FILE)
-        # The bundled trainer writes its plan itself, into the folder of each seed.
-        plan_out = () if self.config else ("--plan-out", str(folders[0] / PLAN_FILE))
+        # The bundled trainer writes its plan itself.
+        plan_out = () if self.config else ("--plan-out", str(folder / PLAN_FILE))
         apply = (*PYTHON, "-m", "policyc", "apply", policy, *self._apply_options(), *plan_out)
         source = self.metrics_source
-        return Run(
+        run = Run(
             variant=variant,
-            seeds=seeds,
-            folders=folders,
-            command=(*apply, *self.program_words(environment, seeds, folders)),
+            seed=seed,
+            folder=folder,
+            command=(),
             environment=environment,
             cwd=Path.cwd(),
             steps=self.total_steps,
             metrics_source=None if source is None else _fill((source,), environment)[0],
         )
+        return replace(run, command=(*apply, *self.program_words(run)))
 
     def _apply_options(self) -> tuple[str, ...]:
         """The options of `policyc apply` that are not at their defaults."""
@@ -131,25 +125,15 @@ class SweepProgram:
             *(("--stats-every", str(self.stats_every)) if self.stats_every else ()),
         )
 
-    def program_words(
-        self, environment: Mapping[str, str], seeds: tuple[int, ...], folders: tuple[Path, ...]
-    ) -> tuple[str, ...]:
+    def program_words(self, run: Run) -> tuple[str, ...]:
         """The command line of the program for one run, without `policyc apply`."""
         if self.config is None:
-            return _fill(self.words, environment)
-        return self._trainer_words(seeds, folders)
-
-    def _trainer_words(self, seeds: tuple[int, ...], folders: tuple[Path, ...]) -> tuple[str, ...]:
-        """The bundled trainer and its options."""
+            return _fill(self.words, run.environment)
         script = str(data_folder("models") / "llama" / "train.py")
-        if len(seeds) == 1:
-            seed_options = ("--seed", str(seeds[0]), "--out", str(folders[0]))
-        else:  # the trainer makes a folder seedN for each seed
-            seed_options = ("--seeds", ",".join(map(str, seeds)), "--out", str(folders[0].parent))
+        settings = ("--steps", str(self.total_steps), "--seed", str(run.seed), "--out", str(run.folder))
         # A sweep has many runs: each keeps the one checkpoint that it needs to continue.
         keep = () if any(w.partition("=")[0] == "--keep" for w in self.words) else ("--keep", "1")
-        steps = ("--steps", str(self.total_steps))
-        return (script, "--config", str(self.config), *steps, *seed_options, *keep, *self.words)
+        return (script, "--config", self.config, *settings, *keep, *self.words)
 
     def source_hash(self) -> str | None:
         """The hash of a script, to tell whether it changed between two sweeps; None for other programs."""
@@ -165,13 +149,11 @@ def make_runs(
     out: Path,
     compile_cache: str | None = None,
 ) -> list[Run]:
-    """The runs of a sweep in order: all variants with the first seeds, then all variants with the next ones.
+    """The runs of a sweep in order: all variants with the first seed, then all variants with the next one.
 
     So a sweep that is stopped early has the same seeds for all variants.
     """
-    size = program.seeds_per_process
-    groups = [tuple(seeds[start : start + size]) for start in range(0, len(seeds), size)]
-    return [program.make_run(variant, group, out, compile_cache) for group in groups for variant in variants]
+    return [program.make_run(variant, seed, out, compile_cache) for seed in seeds for variant in variants]
 
 
 def _fill(words: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:

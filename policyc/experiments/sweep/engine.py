@@ -8,94 +8,16 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Literal
 
 from policyc.base.text import count_noun
-from policyc.experiments.sweep.executor import Executor
-from policyc.experiments.sweep.liveness import note_signals
-from policyc.experiments.sweep.metrics import MetricsReader
-from policyc.experiments.sweep.run import LOG_FILE, METRICS_FILE, Run, RunStatus
-from policyc.experiments.sweep.wrapper import describe_lost_metrics, judge_without_exit_code
-
-if TYPE_CHECKING:
-    from policyc.experiments.sweep.live import SweepDisplay
+from policyc.experiments.sweep.live import SweepDisplay
+from policyc.experiments.sweep.local import Executor
+from policyc.experiments.sweep.locks import note_signals
+from policyc.experiments.sweep.progress import SweepResult, TrackedRun, settle_lost
+from policyc.experiments.sweep.run import RunStatus
 
 _POLL_SECONDS = 0.5
 _MOST_EARLY_FAILURES = 3  # runs in a row that fail before their first step: the others would fail too
-
-Progress = Literal["waiting", "running", "finished", "failed", "preempted"]
-
-
-@dataclass(slots=True, kw_only=True)
-class TrackedRun:
-    """A run, its progress, and the metrics of its seeds."""
-
-    run: Run
-    progress: Progress
-    readers: tuple[MetricsReader, ...]
-    status: RunStatus | None = None
-
-    @property
-    def step(self) -> int:
-        """The step that all seeds of the run have reached."""
-        return min(reader.step for reader in self.readers)
-
-    def update(self) -> None:
-        for reader in self.readers:
-            reader.update()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepResult:
-    """How a sweep ended. `stopped` says why it ended before all runs did; empty if all ended."""
-
-    runs: tuple[TrackedRun, ...]
-    stopped: Literal["", "interrupted", "early failures"] = ""
-
-    @property
-    def failed(self) -> list[TrackedRun]:
-        return [run for run in self.runs if run.progress == "failed"]
-
-    @property
-    def unfinished(self) -> list[TrackedRun]:
-        return [run for run in self.runs if run.progress not in ("finished", "failed")]
-
-
-def track_runs(runs: Sequence[Run]) -> list[TrackedRun]:
-    """Reads the state of runs from their folders. A run that failed without diverging is waiting again."""
-    tracked = []
-    for run in runs:
-        status = _read_status(run)
-        progress: Progress = "waiting"
-        if status is not None and (status.state == "finished" or status.diverged):
-            lost = status.state == "finished" and any(describe_lost_metrics(f, run) for f in run.folders)
-            progress = "waiting" if lost else status.state
-        readers = tuple(MetricsReader(folder / METRICS_FILE) for folder in run.folders)
-        tracked.append(TrackedRun(run=run, progress=progress, readers=readers, status=status))
-    return tracked
-
-
-def _read_status(run: Run, *, has_ended: bool = False) -> RunStatus | None:
-    """The status of a run. If it has several seeds, that of the seed furthest from its end.
-
-    If the status of a run that has ended is still `running`, its wrapper was killed, or could not write the end because
-    of a full disk, for example. The end is then judged from the metrics.
-    """
-    statuses = []
-    for folder in run.folders:
-        status = RunStatus.read(folder)
-        if has_ended and status is not None and status.state == "running":
-            status = replace(status, **asdict(judge_without_exit_code(folder, run)))
-            status.write(folder)
-        statuses.append(status)
-    return max(statuses, key=_distance_from_end)
-
-
-def _distance_from_end(status: RunStatus | None) -> int:
-    if status is None:
-        return 4
-    return {"finished": 0, "failed": 1 if status.diverged else 2, "preempted": 3, "running": 3}[status.state]
 
 
 class Engine:
@@ -128,24 +50,23 @@ class Engine:
         has_progress = any(run.step for run in self._select("running"))
         return has_progress or self._early_failures < _MOST_EARLY_FAILURES
 
-    def _select(self, progress: Progress) -> list[TrackedRun]:
+    def _select(self, progress: str) -> list[TrackedRun]:
         return [run for run in self._tracked if run.progress == progress]
 
     def _adopt_active(self) -> None:
-        """Takes over the runs of an earlier sweep that are still running."""
+        """Takes over the jobs of an earlier sweep that are still in Slurm's queue."""
         adopted = [run for run in self._select("waiting") if self._executor.is_active(run.run)]
         for run in adopted:
             run.progress = "running"
         if adopted:
-            self._display.say(f"{len(adopted)} runs of an earlier sweep are still running: taken over")
+            self._display.say(f"{count_noun(len(adopted), 'run')} of an earlier sweep taken over")
         for run in self._select("waiting"):
             if run.status is not None and run.status.state == "running":
-                self._settle_lost(run)
+                self._settle_earlier(run, run.status)
 
-    def _settle_lost(self, run: TrackedRun) -> None:
+    def _settle_earlier(self, run: TrackedRun, status: RunStatus) -> None:
         """Settles a run of an earlier sweep whose end is unknown: it runs again, unless it is complete or diverged."""
-        run.status = _read_status(run.run, has_ended=True)
-        assert run.status is not None
+        run.status = settle_lost(run.run, status)
         if run.status.state == "finished" or run.status.diverged:
             run.progress = run.status.state
             self._display.say(f"{run.run.name} is not run again: {run.status.reason}")
@@ -162,17 +83,19 @@ class Engine:
     def _watch(self) -> None:
         for run in self._select("running"):
             is_active = self._executor.is_active(run.run)  # before its metrics are read for the last time
-            run.update()
+            run.metrics.update()
             if not is_active:
                 self._settle(run)
                 self._display.end(run)
 
     def _settle(self, run: TrackedRun) -> None:
         """Reads how a run ended. If its status is still `running`, judges from its metrics."""
-        status = _read_status(run.run, has_ended=True)
+        status = RunStatus.read(run.run.folder)
         if status is None or status == run.status:  # left by an earlier attempt
-            reason = f"it did not start: see {run.run.folder / LOG_FILE}; is the disk full?"
+            reason = f"it did not start: {self._executor.explain(run.run)}"
             status = RunStatus(state="failed", command=run.run.command, reason=reason)
+        elif status.state == "running":
+            status = settle_lost(run.run, status, self._executor.explain(run.run))
         run.status, run.progress = status, status.state
         is_early = status.state == "failed" and run.step == 0
         self._early_failures = self._early_failures + 1 if is_early else 0
@@ -180,15 +103,14 @@ class Engine:
     # ---- stopping
 
     def _stop_all(self) -> None:
-        """Stops the runs, and waits while they finish a step and save. Some executors leave them running instead."""
+        """Stops the runs, and waits while they finish a step and save. Jobs of Slurm go on instead."""
         active = self._select("running")
-        if not active:
-            return
         if text := self._executor.stop([run.run for run in active]):
             self._display.say(text)
             return
-        stopping = count_noun(len(active), "run")
-        self._display.say(f"stopping {stopping}, with time to save; Ctrl-C again to quit at once")
+        if active:
+            stopping = count_noun(len(active), "run")
+            self._display.say(f"stopping {stopping}, with time to save; Ctrl-C again to quit at once")
         with contextlib.suppress(KeyboardInterrupt):
             while self._select("running"):
                 self._watch()

@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from policyc.base.text import escape_controls, format_seconds
-from policyc.experiments.sweep.engine import SweepResult, TrackedRun
 from policyc.experiments.sweep.metrics import MetricsReader, trailing_steps
+from policyc.experiments.sweep.progress import SweepResult, TrackedRun
 from policyc.experiments.sweep.run import LOG_FILE, tail_lines
 
 _REFRESH_SECONDS = 2.0  # gaps are computed again this often
@@ -25,14 +25,9 @@ _LOG_LINES = 8  # lines of a failed run that are shown
 # ---- losses, and gaps to a baseline paired by seed and step
 
 
-def seed_readers(runs: Sequence[TrackedRun], variant: str) -> dict[int, MetricsReader]:
+def metrics_by_seed(runs: Sequence[TrackedRun], variant: str) -> dict[int, MetricsReader]:
     """The metrics of a variant by seed."""
-    return {
-        seed: reader
-        for run in runs
-        if run.run.variant == variant
-        for seed, reader in zip(run.run.seeds, run.readers, strict=True)
-    }
+    return {run.run.seed: run.metrics for run in runs if run.run.variant == variant}
 
 
 def trailing_loss(reader: MetricsReader) -> float:
@@ -47,9 +42,9 @@ def compute_gaps(runs: Sequence[TrackedRun], variant: str, baseline: str) -> lis
     Failed runs have no gap.
     """
     runs = [run for run in runs if run.progress != "failed"]
-    base = seed_readers(runs, baseline)
+    base = metrics_by_seed(runs, baseline)
     differences = []
-    for seed, reader in seed_readers(runs, variant).items():
+    for seed, reader in metrics_by_seed(runs, variant).items():
         steps = _last_steps(reader, base[seed]) if seed in base else []
         if steps:
             pairs = (reader.losses[step] - base[seed].losses[step] for step in steps)
@@ -169,7 +164,9 @@ class SweepDisplay:
         if failed:
             counts.append(f" {failed} failed", style="bold red")
         alive = [run for run in runs if run.progress != "failed"]
-        losses = [trailing_loss(reader) for reader in seed_readers(alive, variant).values() if reader.losses]
+        losses = [
+            trailing_loss(reader) for reader in metrics_by_seed(alive, variant).values() if reader.losses
+        ]
         loss = f"{math.fsum(losses) / len(losses):.4f}" if losses else "-"
         gaps = [compute_gaps(self._runs, variant, b) if b != variant else [] for b in self._baselines]
         return [counts, _step_text(runs), loss, *map(format_gaps, gaps)]
@@ -207,5 +204,4 @@ def describe_end(run: TrackedRun) -> str:
         return f"{text}, {status.reason}"
     if run.progress != "finished":
         return f"{text} at step {run.step}: {status.reason}"
-    losses = [trailing_loss(reader) for reader in run.readers]
-    return f"{text}, loss {math.fsum(losses) / len(losses):.4f}, {format_seconds(status.seconds)}"
+    return f"{text}, loss {trailing_loss(run.metrics):.4f}, {format_seconds(status.seconds)}"

@@ -176,9 +176,6 @@ def _find_changes(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
         for name in dict.fromkeys([*before, *after])
         if before.get(name) != after.get(name)
     ]
-    size = earlier["program"]["seeds_per_process"]
-    if earlier["seeds"] != now["seeds"] and len(earlier["seeds"]) % size:
-        changes.append(f"its last process has fewer than {size} seeds, so no seeds can be added")
     if missing := [seed for seed in earlier["seeds"] if seed not in now["seeds"]]:
         changes.append(f"it also has the seeds {', '.join(map(str, missing))}")
     if missing := [name for name in earlier["baselines"] if name not in now["baselines"]]:

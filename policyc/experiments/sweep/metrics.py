@@ -86,16 +86,34 @@ class MetricsReader:
 def parse_rows(lines: Iterable[bytes | str]) -> Iterator[Row]:
     """Yields the rows of metrics lines. Skips other lines, such as one that a killed run did not finish."""
     for line in lines:
+        row = _parse_object(line if isinstance(line, str) else line.decode(errors="replace"))
+        step = row.get("step")
+        if type(step) is not int:  # the usual case
+            row["step"] = step = read_integer(step)
+        for name in _LOSSES:
+            if name in row and type(row[name]) is not float:  # the usual case
+                row[name] = loss = _read_loss(row[name])
+                step = None if loss is None else step
+        if step is not None and abs(step) < _MOST_STEPS:
+            yield row
+
+
+_scan: Callable[[str, int], tuple[Any, int]] = json.scanner.make_scanner(json.JSONDecoder())  # type: ignore[attr-defined]  # typeshed lacks it
+"""Parses the JSON at a position of a text, in half of the time of `json.loads`, which looks for spaces first."""
+
+
+def _parse_object(line: str) -> Row:
+    """The JSON object that a line consists of; an empty one for any other line."""
+    try:
+        value, end = _scan(line, 0)
+        if line[end:].strip():
+            return {}
+    except (ValueError, StopIteration, RecursionError):
         try:
-            row = parse_json(line)
+            value = parse_json(line)  # spaces before it
         except ValueError:
-            continue
-        step = read_integer(row.get("step")) if isinstance(row, dict) else None
-        if step is None:
-            continue
-        losses = {name: _read_loss(row[name]) for name in _LOSSES if name in row}
-        if None not in losses.values():
-            yield {**row, **losses, "step": step}
+            return {}
+    return value if isinstance(value, dict) else {}
 
 
 def read_integer(value: object) -> int | None:

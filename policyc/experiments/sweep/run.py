@@ -1,8 +1,4 @@
-"""A run of a sweep, and the files in its folder that describe it.
-
-`launch.json` says what to start. The engine writes it and the wrapper reads it. `status.json` says how far the run is.
-The wrapper writes it, and everyone else reads it.
-"""
+"""A run of a sweep, and `status.json` in its folder, which says how far it is. The job of the run writes that."""
 
 from __future__ import annotations
 
@@ -15,18 +11,16 @@ from typing import Any, Literal, get_args
 
 from policyc.base.files import atomic_write, open_file, read_json
 
-LAUNCH_FILE = "launch.json"
 STATUS_FILE = "status.json"
 METRICS_FILE = "metrics.jsonl"
 LOG_FILE = "log.txt"
 LOCK_FILE = ".lock"
-STOP_FILE = "stop"
-"""A file that asks a run to stop. Unlike SIGTERM, it also works from another sweep and from another machine."""
 
 POLICY_FILE = "policy.policy"  # in the folder of a variant
 MANIFEST_FILE = "sweep.json"
 PAGE_FILE = "report.html"
-SWEEP_FILES = (MANIFEST_FILE, PAGE_FILE, LOCK_FILE)  # in the folder of a sweep
+JOBS_FOLDER = ".jobs"  # submitit's files
+SWEEP_FILES = (MANIFEST_FILE, PAGE_FILE, LOCK_FILE, JOBS_FOLDER)  # in the folder of a sweep
 
 SEED_VARIABLE = "POLICYC_SEED"
 STEPS_VARIABLE = "POLICYC_STEPS"
@@ -38,22 +32,21 @@ State = Literal["running", "finished", "failed", "preempted"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One process of a sweep: a variant with one seed, or with several if the program takes several.
+    """One process of a sweep: a variant with one seed.
 
     Attributes:
       variant: the name of the edited policy.
-      seeds: the seeds of this process.
-      folders: one folder per seed, absolute. The first is the folder of the process.
+      folder: the folder of its files, absolute.
       command: the command line of the process.
-      environment: variables to set, on top of the environment that the wrapper inherits.
+      environment: variables to set, on top of the environment of the job.
       cwd: the folder in which the process starts.
       steps: the step at which the run is complete; None if it is not known.
       metrics_source: the metrics file of another trainer, as KIND=PATH; None for a program that writes our lines.
     """
 
     variant: str
-    seeds: tuple[int, ...]
-    folders: tuple[Path, ...]
+    seed: int
+    folder: Path
     command: tuple[str, ...]
     environment: Mapping[str, str]
     cwd: Path
@@ -61,32 +54,9 @@ class Run:
     metrics_source: str | None = None
 
     @property
-    def folder(self) -> Path:
-        """The folder with `launch.json`, `log.txt` and the lock."""
-        return self.folders[0]
-
-    @property
     def name(self) -> str:
         """The name in messages, such as `te_nvfp4 seed 3`."""
-        if len(self.seeds) == 1:
-            return f"{self.variant} seed {self.seeds[0]}"
-        return f"{self.variant} seeds {', '.join(map(str, self.seeds))}"
-
-    def write(self, environment: Mapping[str, str] | None = None) -> None:
-        """Writes `launch.json`, with further variables of an executor. Removes a request to stop."""
-        values = asdict(self) | {"environment": {**self.environment, **(environment or {})}}
-        values |= {"folders": [str(folder) for folder in self.folders], "cwd": str(self.cwd)}
-        for folder in self.folders:
-            folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / STOP_FILE).unlink(missing_ok=True)
-        write_json(self.folder / LAUNCH_FILE, values)
-
-    @classmethod
-    def read(cls, folder: Path) -> Run:
-        """Reads `launch.json`."""
-        values = read_json(folder / LAUNCH_FILE)
-        values |= {"folders": tuple(map(Path, values["folders"])), "cwd": Path(values["cwd"])}
-        return cls(**values | {"seeds": tuple(values["seeds"]), "command": tuple(values["command"])})
+        return f"{self.variant} seed {self.seed}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Executes the runs of a sweep as Slurm jobs.
 
-The job id of a run is kept in `slurm.json` in its folder, and the comment of the job is that folder. So a sweep finds
-the jobs of an earlier one. Slurm's queue tells which jobs are active. How a run ended is in its `status.json`; if a job
-ended without writing that, this module writes it.
+The comment of a job is the folder of its run, so a sweep finds the jobs of an earlier one. submitit writes, submits and
+requeues the jobs. It asks `sacct` for their states, which needs an accounting database: `squeue` is asked here instead.
+How a run ended is in its `status.json`; if a job ended without writing that, Slurm's reason is shown.
 """
 
 from __future__ import annotations
@@ -13,49 +13,33 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from policyc.base.files import read_json
-from policyc.base.text import did_you_mean
-from policyc.experiments.sweep.liveness import is_locked
-from policyc.experiments.sweep.run import LOG_FILE, Run, RunStatus, write_json
-from policyc.experiments.sweep.wrapper import DEFAULT_GRACE, GRACE_VARIABLE
+import submitit
+from submitit.core.utils import FailedJobError, JobPaths
 
-JOB_FILE = "slurm.json"
+from policyc.base.python import PYTHON
+from policyc.base.text import did_you_mean
+from policyc.experiments.sweep.run import JOBS_FOLDER, Run, RunStatus
+from policyc.experiments.sweep.run_job import DEFAULT_GRACE, RunJob
 
 _DEFAULT_JOBS = 100  # clusters limit how many jobs of a user may wait
 _POLL_SECONDS = 5.0  # for all runs together; administrators ask users not to query every second
 _SLURM_TIMEOUT = 60.0  # a restarting controller takes some seconds to answer
 _FILE_SYSTEM_SECONDS = 60.0  # NFS caches a folder for up to a minute
+_ANY_NUMBER = 10**6  # of time limits that a run may reach
 _ENDED = frozenset({"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
                     "PREEMPTED", "REVOKED", "TIMEOUT"})  # fmt: skip
 _NEVER_STARTS = ("launch failed requeued held", "BadConstraints", "DependencyNeverSatisfied")
 _EXPLANATIONS = {
-    "BOOT_FAIL": "its node did not boot",
-    "CANCELLED": "it was cancelled",
-    "NODE_FAIL": "its node failed",
-    "OUT_OF_MEMORY": "out of memory",
-    "TIMEOUT": "it reached its time limit and could not be requeued",
-    "": "it vanished: Slurm no longer knows it",
+    "BOOT_FAIL": "did not start: its node did not boot",
+    "CANCELLED": "was cancelled",
+    "NODE_FAIL": "ended: its node failed",
+    "OUT_OF_MEMORY": "ran out of memory",
+    "TIMEOUT": "reached its time limit and could not be requeued",
 }
-
-_SCRIPT = """#!/bin/sh
-# Slurm's SIGTERM reaches the run, which saves. This script waits for it.
-trap : TERM
-srun --kill-on-bad-exit=1 \
-  sh -c 'exec "$0" -P -m policyc.experiments.sweep.wrapper "$1" "$SLURM_PROCID"' {python} {folder}
-code=$?
-# A job that ends in the grace time of its preemption is complete for Slurm, which would not requeue it. A job that
-# someone cancelled gets the same signal, and must not come back: its state is CANCELLED by then.
-if grep -q '"state": "preempted"' {folder}/status.json &&
-  [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
-  scontrol requeue "$SLURM_JOB_ID"
-fi
-exit $code
-"""
-"""The script of a job. With `--kill-on-bad-exit`, a process that fails ends the others."""
 
 
 # ---- options
@@ -89,20 +73,22 @@ class SlurmOptions:
         """How many processes one run has."""
         return self.nodes * self.tasks
 
-    def sbatch_words(self) -> list[str]:
-        """The options of `sbatch`."""
-        values = {
+    def parameters(self) -> dict[str, Any]:
+        """The parameters of submitit's executor."""
+        return {
             "time": self.time,
             "nodes": self.nodes,
-            "ntasks-per-node": self.tasks,
-            "cpus-per-task": self.cpus,
+            "ntasks_per_node": self.tasks,
+            "cpus_per_task": self.cpus,
             # Not gpus-per-task: JAX selects the GPU by the number of its process, so it must see all GPUs of a node.
-            "gpus-per-node": self.gpus or None,
-            # The wrapper kills a program that does not stop within `grace` seconds, and then writes the status.
-            "signal": f"USR2@{self.grace + 30}",
-            **dict(self.sbatch),
+            "gpus_per_node": self.gpus or None,
+            # The job kills a program that does not stop within `grace` seconds, and then writes the status.
+            "signal_delay_s": self.grace + 30,
+            "setup": ["trap : TERM"],  # SIGTERM reaches the run, which saves; the script waits for it
+            "srun_args": ["--kill-on-bad-exit=1"],  # a process that fails ends the others
+            "additional_parameters": {"requeue": True, **dict(self.sbatch)},
+            "stderr_to_stdout": True,
         }
-        return ["--requeue", *(f"--{name}={value}" for name, value in values.items() if value is not None)]
 
 
 def parse_slurm_options(texts: Sequence[str]) -> SlurmOptions:
@@ -144,37 +130,12 @@ def check_program(options: SlurmOptions, config: str | None, words: Sequence[str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlurmJob:
-    """The content of `slurm.json`.
-
-    Attributes:
-      id: the id of the job.
-      attempts: how often the run was started before this job, to recognize a status that is from an earlier attempt.
-    """
-
-    id: str
-    attempts: int = 0
-
-    def write(self, folder: Path) -> None:
-        write_json(folder / JOB_FILE, asdict(self))
-
-    @classmethod
-    def read(cls, folder: Path) -> SlurmJob | None:
-        """Reads `slurm.json`; None if it is missing or damaged. The job can still be found by its comment."""
-        try:
-            return cls(**read_json(folder / JOB_FILE))
-        except (FileNotFoundError, ValueError, TypeError):
-            return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedJob:
     """One line of the queue. Slurm keeps a job in it for some minutes after its end."""
 
     id: str
     state: str
-    reason: str
-    comment: str
+    reason: str = ""
 
     @property
     def has_ended(self) -> bool:
@@ -189,47 +150,43 @@ class SlurmQueue:
     """The jobs of this user. Queries Slurm at most every few seconds."""
 
     def __init__(self) -> None:
-        self._jobs: dict[str, QueuedJob] | None = None
-        self._asked = 0.0
+        self._asked = time.monotonic()
         self._answers = True
+        self._jobs = _ask_queue()
 
-    def jobs(self) -> dict[str, QueuedJob]:
-        """The jobs by id. If Slurm does not answer, returns its last answer; raises OSError if there is none."""
+    def find(self, run: Run) -> QueuedJob | None:
+        """The last job of a run. If Slurm does not answer, its last answer counts."""
         now = time.monotonic()
-        if self._jobs is None or now - self._asked > _POLL_SECONDS:
+        if now - self._asked > _POLL_SECONDS:
             self._asked = now
             try:
                 self._jobs = _ask_queue()
                 self._answers = True
             except OSError as error:
-                if self._jobs is None:
-                    raise
                 if self._answers:  # one warning per outage
                     sys.stderr.write(
                         f"policyc: warning: {error}; until Slurm answers, no run counts as ended\n"
                     )
                 self._answers = False
-        return self._jobs
+        return self._jobs.get(str(run.folder))
 
-    def add(self, job: QueuedJob) -> None:
+    def add(self, run: Run, job: QueuedJob) -> None:
         """Adds a job that was submitted after the last query."""
-        self._jobs = {**(self._jobs or {}), job.id: job}
+        self._jobs[str(run.folder)] = job
 
 
 def _ask_queue() -> dict[str, QueuedJob]:
+    """The jobs by their comment, the folder of a run; the newest of each. Raises OSError."""
     # The comment comes last: it is a path, which may hold the separator.
     answer = _run_slurm("squeue", "--noheader", "--me", "--states=all", "--format=%A|%T|%r|%k")
-    lines = (line.split("|", 3) for line in answer.splitlines())
-    jobs = (QueuedJob(id=id, state=state, reason=reason, comment=text) for id, state, reason, text in lines)
-    return {job.id: job for job in jobs}
+    lines = sorted((line.split("|", 3) for line in answer.splitlines()), key=lambda line: int(line[0]))
+    return {text: QueuedJob(id=id, state=state, reason=reason) for id, state, reason, text in lines}
 
 
-def _run_slurm(*words: str, script: str = "") -> str:
-    """Runs a Slurm command with `script` as its input, and returns its output. Raises OSError with Slurm's message."""
+def _run_slurm(*words: str) -> str:
+    """Runs a Slurm command, and returns its output. Raises OSError with Slurm's message."""
     try:
-        answer = subprocess.run(
-            words, input=script, capture_output=True, text=True, timeout=_SLURM_TIMEOUT, check=True
-        )
+        answer = subprocess.run(words, capture_output=True, text=True, timeout=_SLURM_TIMEOUT, check=True)
     except subprocess.CalledProcessError as error:
         raise OSError(f"{words[0]}: {error.stderr.strip() or error}") from None
     except subprocess.TimeoutExpired:
@@ -240,102 +197,73 @@ def _run_slurm(*words: str, script: str = "") -> str:
 class SlurmExecutor:
     """Submits runs as Slurm jobs. Raises ValueError without Slurm, OSError if Slurm does not answer."""
 
-    def __init__(self, options: SlurmOptions, jobs: int | None = None) -> None:
+    def __init__(self, out: Path, options: SlurmOptions, jobs: int | None = None) -> None:
         if shutil.which("sbatch") is None:
             raise ValueError("--slurm: there is no sbatch on this machine: run the sweep on a login node")
+        if {"%", "\n"} & set(str(out)):
+            raise ValueError(
+                f"--slurm: Slurm replaces '%' in the names of files: choose another --out than {out}"
+            )
         self.slots: int = jobs or _DEFAULT_JOBS
-        self._options = options
-        self._queue = SlurmQueue()
-        self._jobs: dict[Path, SlurmJob] = {}
+        self._folder = out / JOBS_FOLDER
+        self._grace = options.grace
+        self._executor = submitit.SlurmExecutor(
+            self._folder, max_num_timeout=_ANY_NUMBER, python=shlex.join(PYTHON)
+        )
+        self._executor.update_parameters(**{k: v for k, v in options.parameters().items() if v is not None})
+        self._queue = SlurmQueue()  # fails now if Slurm does not answer
+        self._started: set[str] = set()  # the jobs that this sweep started or took over
         self._ends: dict[str, float] = {}  # when a job was first seen to have ended without a last status
-        self._queue.jobs()  # fails now if Slurm does not answer
 
     def start(self, run: Run) -> None:
-        run.write({GRACE_VARIABLE: str(self._options.grace)})
-        status = RunStatus.read(run.folder)
-        job = SlurmJob(id=self._submit(run), attempts=status.attempt if status else 0)
-        job.write(run.folder)
-        self._jobs[run.folder] = job
-        self._queue.add(QueuedJob(id=job.id, state="PENDING", reason="", comment=str(run.folder)))
+        name = f"policyc-{run.variant}-{run.seed}"
+        self._executor.update_parameters(job_name=name, comment=str(run.folder))
+        try:
+            job = self._executor.submit(RunJob(run, {}, self._grace))
+        except FailedJobError as error:
+            raise OSError(f"{run.name} could not be submitted: {str(error).strip()}") from None
+        self._started.add(job.job_id)
+        self._queue.add(run, QueuedJob(id=job.job_id, state="PENDING"))
 
     def is_active(self, run: Run) -> bool:
-        job = self._find_job(run)
+        job = self._queue.find(run)
         if job is None:
-            return is_locked(run.folder)  # a sweep without Slurm started it
-        queued = self._queue.jobs().get(job.id)
-        if queued is not None and queued.never_starts:
-            _run_slurm("scancel", job.id)
-            self._settle(run, job, queued.state, f"it will never start: {queued.reason}")
             return False
-        if queued is not None and not queued.has_ended:
-            return True
-        state = queued.state if queued is not None else ""
-        if state in ("COMPLETED", "FAILED") and self._may_see_end(run, job):
-            return True
-        self._settle(run, job, state, _EXPLANATIONS.get(state, f"it ended as {state}"))
-        return False
+        if job.never_starts:
+            _run_slurm("scancel", job.id)
+            return False
+        if job.has_ended:
+            return self._may_see_end(run, job)
+        if job.id not in self._started and not JobPaths(self._folder, job.id).submitted_pickle.exists():
+            _run_slurm("scancel", job.id)  # the sweep was killed in the moment after `sbatch`
+            return False
+        self._started.add(job.id)
+        return True
 
-    def _may_see_end(self, run: Run, job: SlurmJob) -> bool:
-        """Whether the wrapper's last status may still arrive: network file systems show new files with a delay."""
+    def _may_see_end(self, run: Run, job: QueuedJob) -> bool:
+        """Whether the last status of a job may still arrive: network file systems show new files with a delay."""
         status = RunStatus.read(run.folder)
-        if status is not None and status.attempt > job.attempts and status.state != "running":
+        if job.id not in self._started or job.state not in ("COMPLETED", "FAILED"):
+            return False
+        if status is not None and status.state != "running":
             return False
         first_seen = self._ends.setdefault(job.id, time.monotonic())
         return time.monotonic() - first_seen < _FILE_SYSTEM_SECONDS
 
+    def explain(self, run: Run) -> str:
+        job = self._queue.find(run)
+        if job is None:
+            return "Slurm no longer knows its job"
+        if job.never_starts:
+            return f"Slurm job {job.id} will never start: {job.reason}"
+        reason = _EXPLANATIONS.get(job.state, f"ended as {job.state}")
+        return f"Slurm job {job.id} {reason}; see {JobPaths(self._folder, job.id).stdout}"
+
     def stop(self, runs: Sequence[Run]) -> str:
-        ids = [job.id for run in runs if (job := self._find_job(run)) is not None]
+        if not runs:
+            return ""
+        ids = [job.id for run in runs if (job := self._queue.find(run)) is not None]
         return (
             f"{len(ids)} Slurm jobs stay in the queue: the same command finds them again; "
             f"'scancel {' '.join(ids)}' ends them"
         )
-
-    def _submit(self, run: Run) -> str:
-        """Submits a run. Returns the id of its job."""
-        words = [
-            "sbatch",
-            "--parsable",
-            f"--job-name=policyc-{run.variant}-{'-'.join(map(str, run.seeds))}",
-            f"--comment={run.folder}",
-            f"--output={str(run.folder / LOG_FILE).replace('%', '%%')}",  # what the job prints itself, not the program
-            "--open-mode=append",
-            *self._options.sbatch_words(),
-        ]
-        script = _SCRIPT.format(python=shlex.quote(sys.executable), folder=shlex.quote(str(run.folder)))
-        try:
-            answer = _run_slurm(*words, script=script)
-        except OSError as error:
-            raise OSError(f"{run.name} could not be submitted: {error}") from None
-        return answer.strip().partition(";")[0]  # the name of a cluster may follow
-
-    def _find_job(self, run: Run) -> SlurmJob | None:
-        """The last job of a run, or None. If a sweep was killed before it noted the id, the comment finds the job."""
-        if run.folder not in self._jobs:
-            job = SlurmJob.read(run.folder)
-            comment = str(run.folder)
-            active = [q for q in self._queue.jobs().values() if q.comment == comment and not q.has_ended]
-            if active and (job is None or job.id != active[-1].id):
-                status = RunStatus.read(run.folder)
-                earlier = status.attempt - (status.state == "running") if status else 0
-                job = SlurmJob(id=active[-1].id, attempts=earlier)
-                job.write(run.folder)
-            if job is None:
-                return None
-            self._jobs[run.folder] = job
-        return self._jobs[run.folder]
-
-    def _settle(self, run: Run, job: SlurmJob, state: str, reason: str) -> None:
-        """Writes how a run ended if its wrapper could not, or did not know that its job was cancelled."""
-        status = RunStatus.read(run.folder)
-        if has_end(status, job, state):
-            return
-        status = status or RunStatus(state="failed", command=run.command)
-        for folder in run.folders:
-            replace(status, state="failed", reason=f"Slurm job {job.id}: {reason}").write(folder)
-
-
-def has_end(status: RunStatus | None, job: SlurmJob, state: str) -> bool:
-    """Whether a status says how the run ended. `state` is the last one of its job in the queue."""
-    if status is None or status.attempt <= job.attempts:
-        return False
-    return status.state in ("finished", "failed") or (status.state == "preempted" and state != "CANCELLED")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from policyc.base.text import escape_controls
-from policyc.experiments.sweep.probe import PlannedPolicy
+from policyc.experiments.sweep.planning import PlannedPolicy
 from policyc.experiments.sweep.run import SWEEP_FILES
 from policyc.language.formatter import format_text
 from policyc.language.loader import load, parse_with_diagnostics, split_variant

@@ -127,7 +127,7 @@ class TransformedJaxpr:
 
 _transformed: WeakKeyDictionary[Any, dict[Hashable, TransformedJaxpr]] = WeakKeyDictionary()
 """Transformed jaxprs by original and key. A jaxpr that is called from several places stays one jaxpr if the results are
-equal. Otherwise XLA would compile it once per call."""
+equal. Otherwise XLA would compile it once per call, and a step outside `jit` would compile its loops every time."""
 
 
 class Transform(ABC):

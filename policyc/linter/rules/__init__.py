@@ -1,73 +1,106 @@
-"""The lint rules. Each module has checks by code in `CHECKS`; `linter/pages.md` has the page of every code.
+"""The lint rules. Every public function of a module in this folder is one; nothing else lists it.
 
-The modules of `program` check what a policy does to a program. They import JAX, so they are loaded only on request.
-Codes without a check are reported when a policy is read, when its suppressions are checked, or when a loss is compiled.
+The name of the function is the code, with hyphens. Its docstring is the page: severity and title, an explanation, and
+these fields: a `Bad` and a `Good` policy; `Instead of`, the codes of effects that it explains, which are not reported
+about the same text; `Without a program`, how its findings differ without one.
+
+The modules of `program` check what a policy does to a program. The text of the modules is read, because importing
+them would import JAX. The texts are the pages of codes that are reported elsewhere: when a policy is read, when its
+suppressions are checked, or when a loss is compiled.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from pkgutil import iter_modules
+from textwrap import dedent
 
 from policyc.base.text import did_you_mean
-from policyc.language.diagnostics import Severity
-from policyc.linter.context import Check, LintRule
-from policyc.linter.rules import program
+from policyc.language.diagnostics import Diagnostic, Severity
+from policyc.linter.context import Context
+
+Check = Callable[[Context], Iterable[Diagnostic]]
 
 _PAGE = re.compile(r"^# ([\w-]+) \((\w+)\)\n\n(.*?)(?=\n+(?:# [\w-]+ \(|\Z))", re.DOTALL | re.MULTILINE)
-_LINE = "\n---\n"
-"""Separates the parts of `pages.md`: an introduction, pages of codes, and pages of codes that need a program."""
-
-_GUESSES_WITHOUT_PROGRAM = frozenset({
-    "attention-scores-in-4-bits", "embedding-in-4-bits", "everything-in-4-bits", "head-in-4-bits", "literal-default",
-    "no-high-precision-tail", "router-in-4-bits",
-})  # fmt: skip
+_RULE = re.compile(
+    r'^def ([a-z]\w*)\(context: Context\) -> Iterable\[Diagnostic\]:\n    """(.*?)\n    """',
+    re.DOTALL | re.MULTILINE,
+)
+_FIELD = re.compile(r"^(Bad|Good|Instead of|Without a program): +(.*(?:\n .*|\n(?= ))*)\n?", re.MULTILINE)
 
 
-def _load_checks(package: str, path: Iterable[str]) -> dict[str, Check]:
-    names = sorted(module.name for module in iter_modules(path) if not module.ispkg)
-    modules = (import_module(f"{package}.{name}") for name in names)
-    return {code: check for module in modules for code, check in module.CHECKS.items()}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LintRule:
+    """A code, its page in Markdown, and where its check is.
+
+    A rule without a module is reported by other code. One that needs a program runs only when `lint` has a plan. One
+    that guesses without a program looks at the sites of the program if there is one: its findings then differ.
+    """
+
+    code: str
+    severity: Severity
+    page: str
+    needs_program: bool = False
+    module: str = ""
+    explains: frozenset[str] = frozenset()
+    guesses_without_program: bool = False
+
+    @property
+    def title(self) -> str:
+        """The first line of the page."""
+        return self.page.partition("\n")[0]
+
+    def run(self, context: Context) -> Iterator[Diagnostic]:
+        """Yields the findings of the check in the linted file, with the rule's code and severity.
+
+        Findings in imported files are dropped: a shared library is linted by itself, not in every file that imports it.
+        """
+        check: Check = getattr(import_module(self.module), self.code.replace("-", "_"))
+        for found in check(context):
+            if context.in_this_file(found.span):
+                yield found if found.code else replace(found, code=self.code, severity=self.severity)
 
 
 def _read_rules() -> Iterator[LintRule]:
-    """Yields the rules in the order of `pages.md`. `load_program_rules` adds the checks that need a program."""
-    checks = _load_checks(__name__, __path__)
-    text = Path(__file__).parents[1].joinpath("pages.md").read_text(encoding="utf-8")
-    _, of_policies, of_programs = text.split(_LINE)
-    for pages, needs_program in ((of_policies, False), (of_programs, True)):
-        for code, severity, page in _PAGE.findall(pages):
-            yield LintRule(
-                code=code,
-                page=page,
-                severity=Severity(severity),
-                check=checks.get(code),
-                needs_program=needs_program,
-                guesses_without_program=code in _GUESSES_WITHOUT_PROGRAM,
-            )
+    folder = Path(__file__).parent
+    for path in folder.rglob("[!_]*.*"):
+        needs_program = path.parent != folder
+        if path.suffix == ".md":
+            for code, severity, page in _PAGE.findall(path.read_text(encoding="utf-8")):
+                yield LintRule(code=code, severity=Severity(severity), page=page, needs_program=needs_program)
+        elif path.suffix == ".py":
+            module = ".".join((__name__, *path.relative_to(folder).with_suffix("").parts))
+            for name, docstring in _RULE.findall(path.read_text(encoding="utf-8")):
+                rule = _read_docstring(name.replace("_", "-"), dedent(f"    {docstring}"))
+                yield replace(rule, module=module, needs_program=needs_program)
 
 
-ALL_RULES: dict[str, LintRule] = {rule.code: rule for rule in _read_rules()}
+def _read_docstring(code: str, docstring: str) -> LintRule:
+    severity, text = docstring.split(": ", 1)
+    fields = {name: re.sub(r"^ {6}", "", value, flags=re.MULTILINE) for name, value in _FIELD.findall(text)}
+    effects = re.findall(r"[\w-]+", fields.get("Instead of", ""))
+    parts = [_FIELD.sub("", text).strip()]
+    if "Without a program" in fields:
+        parts.append(f"Without a program, {fields['Without a program']}")
+    if effects:
+        parts.append(f"Reported instead of {', '.join(f'`{effect}`' for effect in effects)}.")
+    parts += [f"## {name}\n\n```policy\n{fields[name].rstrip()}\n```" for name in ("Bad", "Good")]
+    return LintRule(
+        code=code,
+        severity=Severity(severity.lower()),
+        page="\n\n".join(parts),
+        explains=frozenset(effects),
+        guesses_without_program="Without a program" in fields,
+    )
+
+
+ALL_RULES: dict[str, LintRule] = {
+    rule.code: rule for rule in sorted(_read_rules(), key=lambda rule: rule.code)
+}
 ALL_CODES = tuple(ALL_RULES)
-
-LINT_RULES = {code: rule for code, rule in ALL_RULES.items() if not rule.needs_program}
-"""The rules that need only a policy."""
-
-PROGRAM_RULES = {code: rule for code, rule in ALL_RULES.items() if rule.needs_program}
-"""The rules that need a program, without their checks."""
-
-
-@cache
-def load_program_rules() -> dict[str, LintRule]:
-    """Returns `PROGRAM_RULES` with their checks. Imports JAX. The compiler reports the codes that have no check."""
-    checks = _load_checks(program.__name__, program.__path__)
-    return {code: replace(rule, check=checks.get(code)) for code, rule in PROGRAM_RULES.items()}
-
 
 _MAX_SIMILAR = 4  # names in one suggestion
 

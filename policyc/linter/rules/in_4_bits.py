@@ -6,8 +6,8 @@ to each kind. With a program, they look at the kinds of its sites.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from policyc.language.diagnostics import Diagnostic, Edit, Fix, Span
@@ -16,7 +16,7 @@ from policyc.language.policy import Policy, Rule
 from policyc.language.predicates import Flag
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import DottedPath, PathSegment, Selector, expand_selector, parse_path
-from policyc.linter.context import AppliedRecipe, Check, Context
+from policyc.linter.context import AppliedRecipe, Context
 
 if TYPE_CHECKING:
     from policyc.compiler.planning.plan import Plan
@@ -46,6 +46,66 @@ _SENSITIVE_NAMES = frozenset(name for names in _NAMES.values() for name in names
 _MIDDLE_BLOCK = (16, 32)
 _BLOCKS = {"scores": _MIDDLE_BLOCK, "router": _MIDDLE_BLOCK}
 """For the kinds that are in blocks: the index of an example block, and the number of blocks."""
+
+
+def attention_scores_in_4_bits(context: Context) -> Iterable[Diagnostic]:
+    """Warning: The score products of attention are in 4 bits.
+
+    `softmax(q k) v` contains two GEMMs without a parameter. A rule for all of attention, or for all sites, matches
+    them together with the projections. Their error passes through an exponential. Add `where weight` to the rule to
+    match the projections only.
+
+    Bad:  attention.* -> nvfp4(sr=grad)
+          layers[-4:] -> bf16
+    Good: attention.* where weight -> nvfp4(sr=grad)
+          layers[-4:] -> bf16
+    Without a program: this check relies on kinds in `where` and on common names, which your model may not use.
+    """
+    return _check("scores", context)
+
+
+def embedding_in_4_bits(context: Context) -> Iterable[Diagnostic]:
+    """Warning: The embedding is in 4 bits.
+
+    Some models look up tokens by a GEMM with one-hot rows. A rule for all sites matches this GEMM too. The GEMM takes
+    almost no time, and every token passes through it. Add a rule that keeps the embedding in high precision.
+
+    Bad:  embed_tokens -> nvfp4(sr=grad)
+          layers[-4:] -> bf16
+    Good: embed_tokens -> bf16
+    Without a program: this check relies on kinds in `where` and on common names, which your model may not use.
+    """
+    return _check("embedding", context)
+
+
+def head_in_4_bits(context: Context) -> Iterable[Diagnostic]:
+    """Warning: The output head is in 4 bits.
+
+    The logits feed the loss directly. All published recipes keep the head in high precision. Add a rule that does the
+    same.
+
+    Bad:  lm_head -> nvfp4(sr=grad)
+          layers[-4:] -> bf16
+    Good: lm_head -> bf16
+    Without a program: this check relies on kinds in `where` and on common names, which your model may not use.
+    """
+    return _check("head", context)
+
+
+def router_in_4_bits(context: Context) -> Iterable[Diagnostic]:
+    """Warning: The router of a mixture of experts is in 4 bits.
+
+    A router is small, so 4 bits save almost no time, and an error in it sends tokens to other experts. Add a rule
+    that keeps the router in high precision.
+
+    Bad:  moe.* -> nvfp4(sr=grad)
+          layers[-4:] -> bf16
+    Good: moe.* -> nvfp4(sr=grad)
+          * where router -> bf16
+          * where layer >= -4 -> bf16
+    Without a program: this check relies on kinds in `where` and on common names, which your model may not use.
+    """
+    return _check("router", context)
 
 
 def _check(kind: str, context: Context) -> Iterator[Diagnostic]:
@@ -117,7 +177,21 @@ _CONDITION = "where (mlp or attention) and layer < -4"
 _PUBLISHED = {"nvfp4": "nvfp4(rht=wgrad, sr=grad, scale2d=weights)", "mxfp4": "mxfp4(rht=wgrad, sr=grad)"}
 
 
-def _check_everything(context: Context) -> Iterator[Diagnostic]:
+def everything_in_4_bits(context: Context) -> Iterable[Diagnostic]:
+    """Warning: The last rule puts every product in 4 bits.
+
+    No published recipe does this. Attention scores, the embedding, the head, routers and the last blocks stay in high
+    precision, and gradients are rounded stochastically. Restrict the rule to the projections and MLPs of all blocks
+    but the last four, and use the options of a published recipe. The unsafe fix does both, but it does not change a
+    recipe that already has options.
+
+    Bad:  * -> nvfp4
+    Good: * where (mlp or attention) and layer < -4 -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)
+    Instead of: attention-scores-in-4-bits, embedding-in-4-bits, head-in-4-bits, nearest-rounded-gradient,
+          no-high-precision-tail, router-in-4-bits
+    Without a program: this is one finding. With one, or if other rules follow, each kind that is still in 4 bits has
+          a finding of its own.
+    """
     applied = [a for a in context.applied_recipes if a.rule in context.policy.rules[-1:]]
     if not applied or context.plan is not None:
         return
@@ -152,34 +226,46 @@ def _write_fix(context: Context, applied: AppliedRecipe) -> Fix | None:
 
 _DEPTH = 32  # of the example stack; the answer does not depend on it
 _MAX_STACKS = 8
+_MAX_RULES = 50  # to check: each is compared with all others, and one of them is enough
 _KINDS = tuple(map(flags_of, ("mlp", "experts", "attention")))  # of the sites that make up a block
 _BLOCKS_PER_KEPT_BLOCK = 8  # as in the published runs: 4 of 32 and 8 of 62
 
 
-def _check_tail(context: Context) -> Iterator[Diagnostic]:
+def no_high_precision_tail(context: Context) -> Iterable[Diagnostic]:
+    """Warning: The last blocks run in 4 bits like all others.
+
+    The last blocks are the most sensitive to 4 bits. Published runs keep the last 4 of 32 blocks (Llama 3 8B) or the
+    last 8 of 62 (12B) in BF16. Add a rule for them after the others. `layer` counts the blocks of any stack, scanned
+    or not, and whatever its name.
+
+    Bad:  mlp.* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)
+    Good: mlp.* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)
+          * where layer >= -4 -> bf16
+    Without a program: this check looks at the stacks that the policy slices, or at `layers`. A rule for all names is
+          checked for each kind of site that it can match.
+    """
     return _check_tail_by_name(context) if context.plan is None else _check_tail_of_program(context.plan)
 
 
 def _check_tail_by_name(context: Context) -> Iterator[Diagnostic]:
     """Checks stacks by the names in the policy, which are all that is known without a program."""
     last_layers = [PathSegment(name, _DEPTH - 1, _DEPTH) for name in _find_stack_names(context.policy)]
-    for rule in context.resolved_rules:
-        if rule.recipe.bits(Gemm.FPROP) != 4 or not context.in_this_file(rule.rule.span):
-            continue
+    in_4_bits = (r for r in context.resolved_rules if r.recipe.bits(Gemm.FPROP) == 4)
+    for rule in itertools.islice((r for r in in_4_bits if context.in_this_file(r.rule.span)), _MAX_RULES):
         for pattern in rule.patterns:
             # Sensitive modules have codes of their own.
             is_sensitive = ".".join(map(str, _example_path(pattern))) in _SENSITIVE_NAMES
             if Gemm.FPROP not in pattern.products or is_sensitive:
                 continue
             paths = [_locate_in_layer(pattern, layer) for layer in last_layers]
-            in_4_bits = [
+            are_in_4_bits = [
                 all(_is_in_4_bits(context, path, flags) for path in paths)
                 for flags in _KINDS
                 if _matches_tail(rule.rule, flags)
             ]
             # A name stands for one kind, but which one is not known.
             is_any_kind = all(segment.is_wildcard for segment in pattern.segments)
-            if in_4_bits and (any if is_any_kind else all)(in_4_bits):
+            if are_in_4_bits and (any if is_any_kind else all)(are_in_4_bits):
                 yield Diagnostic(
                     span=rule.rule.span,
                     message="the last blocks run in 4 bits too",
@@ -229,7 +315,7 @@ def _check_tail_of_program(plan: Plan) -> Iterator[Diagnostic]:
         for layer in site.layers():
             decision, attributes = decisions[site.address, layer], site.attributes(layer)
             rule, number, count = (
-                decision.choice(Gemm.FPROP).rule,
+                decision.rule(Gemm.FPROP),
                 attributes.get("layer"),
                 attributes.get("layers"),
             )
@@ -241,13 +327,3 @@ def _check_tail_of_program(plan: Plan) -> Iterator[Diagnostic]:
         message = f"the last blocks run in 4 bits too ('{next(iter(counts)).name}')"
         help = f"add a rule after it: * where layer >= -{kept} -> bf16"
         yield report_rule(plan, index, counts, message, help)
-
-
-CHECKS: dict[str, Check] = {
-    "attention-scores-in-4-bits": partial(_check, "scores"),
-    "embedding-in-4-bits": partial(_check, "embedding"),
-    "everything-in-4-bits": _check_everything,
-    "head-in-4-bits": partial(_check, "head"),
-    "no-high-precision-tail": _check_tail,
-    "router-in-4-bits": partial(_check, "router"),
-}

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 from policyc.language.diagnostics import Diagnostic, Fix, Note
-from policyc.linter.context import Check, Context
-from policyc.linter.edits import find_sibling, move_statement, remove_statement
-from policyc.linter.wider import ResolvedRule, is_wider
+from policyc.linter.context import Context
+from policyc.linter.fixes import find_sibling, move_statement, remove_statement
+from policyc.linter.wider import ResolvedRule
 
 
-def _check_redundant_rule(context: Context) -> Iterator[Diagnostic]:
+def redundant_rule(context: Context) -> Iterable[Diagnostic]:
+    """Warning: A rule gives its sites the recipe that they already have.
+
+    An earlier rule has the same or a wider selector (as for `shadowed-rule`), its recipe does the same to every
+    product, and all rules in between have its recipe. The policy and its variants mean the same without this rule.
+    Remove it.
+
+    `--fix` removes the rule if both rules name the same recipe. If they name recipes that are equal today, or if the
+    rule has an `expect`, which still counts sites, `--unsafe-fixes` removes it.
+
+    Bad:  mlp.* -> fp8
+          mlp.up -> fp8
+    Good: mlp.* -> fp8
+    """
     for rule in (r for r in context.resolved_rules if context.in_this_file(r.rule.span)):
         earlier = context.find_repeated(rule)
         if earlier is None or context.find_overriding(rule) is not None:
@@ -30,7 +43,25 @@ def _check_redundant_rule(context: Context) -> Iterator[Diagnostic]:
 _MOVE = "move it below the rule that overrides it"
 
 
-def _check_shadowed_rule(context: Context) -> Iterator[Diagnostic]:
+def shadowed_rule(context: Context) -> Iterable[Diagnostic]:
+    """Warning: A later rule overrides a rule on every site, so it has no effect.
+
+    Later rules override earlier ones. A rule that is overridden everywhere is often an exception that was written too
+    early. Move it below the rule that overrides it, or remove it.
+
+    The later rule has the same selector or a wider one, whose names occur in a row in the selector of this rule. Its
+    slices, condition and phase are the same, or absent. Only single rules are compared: several later rules may
+    override a rule together. With a program, `overridden-rule` finds every rule that decides nothing.
+
+    `--fix` removes the rule only if the later rule names the same recipe, and if it has no `expect`, which still
+    counts sites. Otherwise the rule may be there for a reason: `--unsafe-fixes` moves it below the later rule. If
+    that would leave the later rule without effect, it removes the rule.
+
+    Bad:  layers[-4:].mlp.* -> bf16
+          mlp.* -> fp8
+    Good: mlp.* -> fp8
+          layers[-4:].mlp.* -> bf16
+    """
     for rule in (r for r in context.resolved_rules if context.in_this_file(r.rule.span)):
         later = context.find_overriding(rule)
         if later is not None:
@@ -55,14 +86,8 @@ def _move_or_remove(context: Context, rule: ResolvedRule, later: ResolvedRule) -
 
     None if the rule cannot be moved without its block.
     """
-    if is_wider(rule, later):
+    if context.is_wider(rule, later):
         return _removal(rule, safe=False)
     after = find_sibling(context.file.statements, rule.rule.span, later.rule.span)
     edits = () if after is None else move_statement(rule.rule.span, after)
     return Fix(message=_MOVE, edits=edits, safe=False) if edits else None
-
-
-CHECKS: dict[str, Check] = {
-    "redundant-rule": _check_redundant_rule,
-    "shadowed-rule": _check_shadowed_rule,
-}

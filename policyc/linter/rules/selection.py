@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 from fractions import Fraction
 
 from policyc.base.text import closest_name
@@ -14,12 +14,22 @@ from policyc.language.predicates import Comparison, Flag, Predicate, SiteAttribu
 from policyc.language.recipes import GEMM_GROUPS, Gemm
 from policyc.language.schedule import representative_steps
 from policyc.language.selectors import Indices, Selector
-from policyc.linter.context import Check, Context
+from policyc.linter.context import Context
 
 _ALL_PRODUCTS = frozenset(Gemm)
 
 
-def _check_ambiguous_products(context: Context) -> Iterator[Diagnostic]:
+def ambiguous_products(context: Context) -> Iterable[Diagnostic]:
+    """Warning: Only the last of several selectors names products.
+
+    `@` belongs to the selector before it: `a, b @ wgrad` matches all three products of `a`. This is easily read as if
+    `@` applied to both selectors. Name the products of each selector, or write two rules.
+
+    A selector after a comma that looks like a misspelled product is reported too.
+
+    Bad:  q_proj, k_proj @ wgrad -> fp8
+    Good: q_proj @ wgrad, k_proj @ wgrad -> fp8
+    """
     for rule in context.rules:
         *others, last = rule.selectors
         if others and last.products != _ALL_PRODUCTS and all(s.products == _ALL_PRODUCTS for s in others):
@@ -49,7 +59,16 @@ def _limit_products(selector: Selector, last: Selector) -> Edit:
     return Edit(Span(selector.span.source, end, end), f" @ {str(last).partition(' @ ')[2]}")
 
 
-def _check_empty_slice(context: Context) -> Iterator[Diagnostic]:
+def empty_slice(context: Context) -> Iterable[Diagnostic]:
+    """Warning: A slice selects no layer of any stack.
+
+    Its start is not before its end, and both count from the same end of the stack, so the rule matches nothing. Swap
+    the two numbers, or remove the rule.
+
+    Bad:  layers[8:4].mlp -> bf16
+    Good: layers[4:8].mlp -> bf16
+    Instead of: unmatched-rule
+    """
     for rule in context.rules:
         for segment in (s for selector in rule.selectors for s in selector.segments):
             if segment.indices is not None and _is_empty(segment.indices):
@@ -75,7 +94,19 @@ def _place(bound: Bound) -> tuple[str, Fraction]:
     return "first" if bound.value >= 0 else "last", bound.value
 
 
-def _check_impossible_predicate(context: Context) -> Iterator[Diagnostic]:
+def impossible_predicate(context: Context) -> Iterable[Diagnostic]:
+    """Warning: A condition can never hold.
+
+    No GEMM satisfies it, so the rule matches nothing. `m`, `n`, `k`, `batch` and `flops` are at least 1. A site is at
+    most one of `mlp`, `attention`, `scores`, `router`, `embedding` and `head`: to match both `mlp` and `head`, write
+    `mlp or head`. No site is a `conv`: policyc leaves convolutions as they are. Kinds are checked together, and each
+    size or layer is compared with numbers alone: `m < n and n < m` is not reported. Correct the condition, or remove
+    the rule.
+
+    Bad:  mlp.* where k > 4096 and k < 1024 -> bf16
+    Good: mlp.* where k > 1024 and k < 4096 -> bf16
+    Instead of: unmatched-rule
+    """
     for rule in context.rules:
         if rule.where is not None and _is_impossible(rule.where):
             flags = {leaf.name for leaf in leaves(rule.where) if isinstance(leaf, Flag)}
@@ -122,7 +153,22 @@ def _values_near_bounds(terms: list[Term], *, least: int) -> set[int]:
 _WORDS = frozenset({"default", "all", "any", "everything", "else", "otherwise"})
 
 
-def _check_literal_default(context: Context) -> Iterator[Diagnostic]:
+def literal_default(context: Context) -> Iterable[Diagnostic]:
+    """Warning: A selector is a word such as `default`, which matches only scopes of that name.
+
+    Other configuration languages use `default` for everything that no other rule matches. Here it is the name of a
+    scope, and the rule matches nothing in most models. Write `*` for every site, as the first rule: later rules
+    override it.
+
+    If a scope has this name, write `*.default`.
+
+    Bad:  default -> bf16
+          mlp.* -> fp8
+    Good: * -> bf16
+          mlp.* -> fp8
+    Instead of: unmatched-rule
+    Without a program: it is also reported if your model has a scope of this name.
+    """
     for rule in context.rules:
         for selector in rule.selectors:
             segment, *others = selector.segments
@@ -139,7 +185,17 @@ def _check_literal_default(context: Context) -> Iterator[Diagnostic]:
             )
 
 
-def _check_phase_never_holds(context: Context) -> Iterator[Diagnostic]:
+def phase_never_holds(context: Context) -> Iterable[Diagnostic]:
+    """Warning: A phase of the schedule contains no step.
+
+    `after` holds from its step on, `until` holds before its step. `until 0`, `after 100%`, or an `until` inside a
+    later `after` contain no step, so their rules never apply. Correct the bounds, or remove the block.
+
+    Bad:  mlp.* -> fp8
+          after 90% { until 50% { mlp.* -> bf16 } }
+    Good: mlp.* -> fp8
+          after 50% { until 90% { mlp.* -> bf16 } }
+    """
     for rule in context.rules:
         moments = representative_steps(rule.when)
         if rule.when and not any(all(w.holds(*moment) for w in rule.when) for moment in moments):
@@ -148,12 +204,3 @@ def _check_phase_never_holds(context: Context) -> Iterator[Diagnostic]:
                 message=f"no step satisfies '{' and '.join(map(str, rule.when))}'",
                 help="'after' holds from its step on, 'until' holds before its step",
             )
-
-
-CHECKS: dict[str, Check] = {
-    "ambiguous-products": _check_ambiguous_products,
-    "empty-slice": _check_empty_slice,
-    "impossible-predicate": _check_impossible_predicate,
-    "literal-default": _check_literal_default,
-    "phase-never-holds": _check_phase_never_holds,
-}

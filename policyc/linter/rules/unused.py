@@ -9,12 +9,20 @@ from policyc.language.groups import GroupDef, named_group
 from policyc.language.parser import BlockStatement, Statement
 from policyc.language.policy import RecipeCall, Rule, SplitRecipe, Variant, option_values, recipe_calls
 from policyc.language.recipes import OPTIONS, Gemm, make_recipe
-from policyc.linter.context import Check, Context, RecipeScope
-from policyc.linter.edits import remove_statement
-from policyc.linter.wider import ResolvedRule, are_equal, is_wider, resolve_rule
+from policyc.linter.context import Context, RecipeScope
+from policyc.linter.fixes import remove_statement
+from policyc.linter.wider import resolve_rule
 
 
-def _check_empty_policy(context: Context) -> Iterator[Diagnostic]:
+def empty_policy(context: Context) -> Iterable[Diagnostic]:
+    """Warning: A policy contains nothing.
+
+    It has no rule, no recipe and no variant, so every GEMM stays as it is. The file may have been cut off, or its
+    rules are all comments. To keep every GEMM on purpose, write `* -> keep`.
+
+    Bad:  # mlp.* -> fp8
+    Good: * -> keep
+    """
     policy = context.policy
     if not (policy.rules or policy.recipes or policy.variants):
         span = Span(policy.source, 0, 0)
@@ -23,12 +31,24 @@ def _check_empty_policy(context: Context) -> Iterator[Diagnostic]:
         )
 
 
-def _check_idle_option(context: Context) -> Iterator[Diagnostic]:
-    for call, products in context.recipe_calls:
+def idle_option(context: Context) -> Iterable[Diagnostic]:
+    """Warning: An option of a recipe has no effect where the recipe is used.
+
+    `rht=wgrad` does nothing in a rule for `@ fprop`, and `rht_size` does nothing without `rht`. Readers of the policy
+    will assume that the option works. Remove it, or use the recipe for the products that it was written for.
+
+    An option that is set to its default value is not reported.
+
+    Bad:  attention.wo @ fprop -> nvfp4(rht=wgrad)
+          layers[-4:] -> bf16
+    Good: attention.wo @ fprop -> nvfp4
+          layers[-4:] -> bf16
+    """
+    for call, products in context.recipe_calls.values():
         yield from _find_idle_options(call, products)
 
 
-def _find_idle_options(call: RecipeCall, products: frozenset[Gemm]) -> Iterator[Diagnostic]:
+def _find_idle_options(call: RecipeCall, products: set[Gemm]) -> Iterator[Diagnostic]:
     options = option_values(call)
     for setting in call.settings:
         others = {name: value for name, value in options.items() if name != setting.name}
@@ -43,7 +63,19 @@ def _find_idle_options(call: RecipeCall, products: frozenset[Gemm]) -> Iterator[
             )
 
 
-def _check_idle_variant(context: Context) -> Iterator[Diagnostic]:
+def idle_variant(context: Context) -> Iterable[Diagnostic]:
+    """Warning: A variant does not change the policy.
+
+    Its seed and its recipes are equal to those that they replace, and its rules are redundant (`redundant-rule`). A
+    sweep would train the same policy twice. Remove the variant, or correct it.
+
+    Bad:  recipe nv = fp8
+          mlp.* -> nv
+          variant e5m2 { recipe nv = fp8(grad=e5m2) }
+    Good: recipe nv = fp8
+          mlp.* -> nv
+          variant e4m3 { recipe nv = fp8(grad=e4m3) }
+    """
     policy = context.policy
     if policy.applied_variant is not None:
         return  # a variant edits the policy, not another variant
@@ -57,31 +89,25 @@ def _check_idle_variant(context: Context) -> Iterator[Diagnostic]:
 
 
 def _changes_policy(context: Context, variant: Variant, scope: RecipeScope, affected: Iterable[int]) -> bool:
-    """Whether a variant changes the seed, the recipe of a rule, or adds a rule that does not repeat those before it."""
-    seed, rules = variant.seed_statement, list(context.resolved_rules)
+    """Whether a variant changes the seed, the recipe of a rule, or adds a rule that does not repeat an earlier one."""
+    seed, rules = variant.seed_statement, context.resolved_rules
     if seed is not None and seed.value != context.policy.seed:
         return True
     if any(rules[index].recipes[variant.name] != rules[index].recipe for index in affected):
         return True
-    for rule in variant.rules:
-        added = resolve_rule(rule, len(rules), {None: scope.resolve(rule.recipe)})
-        if not _repeats(added, rules):
-            return True
-        rules.append(added)
-    return False
+    added = (resolve_rule(rule, len(rules), {None: scope.resolve(rule.recipe)}) for rule in variant.rules)
+    return any(context.find_repeated(rule) is None for rule in added)
 
 
-def _repeats(added: ResolvedRule, rules: list[ResolvedRule]) -> bool:
-    """Whether one of the last rules, which all have the recipe of an added rule, is wider."""
-    for rule in reversed(rules):
-        if not are_equal(rule.recipe, added.recipe, added.rule.products):
-            return False
-        if is_wider(rule, added):
-            return True
-    return False
+def incomplete_split(context: Context) -> Iterable[Diagnostic]:
+    """Warning: A split leaves out a product.
 
+    A product that `split` does not name runs as the program wrote it, in the program's own type. The reader cannot
+    see whether this is intended. Write `keep` for that product; `--fix` does this.
 
-def _check_incomplete_split(context: Context) -> Iterator[Diagnostic]:
+    Bad:  mlp.* -> split(fprop=fp8, dgrad=fp8)
+    Good: mlp.* -> split(fprop=fp8, dgrad=fp8, wgrad=keep)
+    """
     for applied in context.applied_recipes:
         node = applied.scope.follow(applied.node)
         if not isinstance(node, SplitRecipe):
@@ -104,7 +130,20 @@ def _append_parts(node: SplitRecipe, parts: str) -> Edit:
     return Edit(Span(node.span.source, end, end), f", {parts}")
 
 
-def _check_unused_group(context: Context) -> Iterator[Diagnostic]:
+def unused_group(context: Context) -> Iterable[Diagnostic]:
+    """Warning: A group is defined but never used.
+
+    No rule of the file names it. Perhaps a rule was meant to use it, but its name is misspelled: a name that is not a
+    group's is read as a scope. Use the group, or remove it. A policy that imports this file may use it too, so only
+    `--unsafe-fixes` removes it.
+
+    A file without rules is a library and is not checked.
+
+    Bad:  group projections = {q,k,v,o}_proj
+          projection -> fp8
+    Good: group projections = {q,k,v,o}_proj
+          projections -> fp8
+    """
     statements = tuple(_walk(context.file.statements))
     groups = [s for s in statements if isinstance(s, GroupDef)]
     by_name = {group.name: group for group in groups}
@@ -127,7 +166,19 @@ def _walk(statements: tuple[Statement, ...]) -> Iterator[Statement]:
             yield from _walk(statement.body)
 
 
-def _check_unused_recipe(context: Context) -> Iterator[Diagnostic]:
+def unused_recipe(context: Context) -> Iterable[Diagnostic]:
+    """Warning: A recipe is defined but never used.
+
+    No rule, recipe or variant names it. Perhaps a rule was meant to use it. Use the recipe, or remove it. A policy
+    that imports this file may use it too, so only `--unsafe-fixes` removes it.
+
+    A file without rules is a library of recipes and is not checked.
+
+    Bad:  recipe nv = fp8(grad=e4m3)
+          mlp.* -> fp8
+    Good: recipe nv = fp8(grad=e4m3)
+          mlp.* -> nv
+    """
     policy = context.policy
     rules = [*policy.rules, *(r for v in policy.variants for r in v.rules)]
     definitions = [*policy.recipes, *(d for v in policy.variants for d in v.recipes)]
@@ -141,13 +192,3 @@ def _check_unused_recipe(context: Context) -> Iterator[Diagnostic]:
                 help="use it or remove it",
                 fix=Fix(message="remove the recipe", edits=(remove_statement(definition.span),), safe=False),
             )
-
-
-CHECKS: dict[str, Check] = {
-    "empty-policy": _check_empty_policy,
-    "idle-option": _check_idle_option,
-    "idle-variant": _check_idle_variant,
-    "incomplete-split": _check_incomplete_split,
-    "unused-group": _check_unused_group,
-    "unused-recipe": _check_unused_recipe,
-}

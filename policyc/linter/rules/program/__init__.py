@@ -1,1 +1,1 @@
-"""Checks of what a policy does to a program. Each module lists its checks by code in `CHECKS`."""
+"""Rules about what a policy does to a program."""

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-from typing import Any
+from collections.abc import Iterable, Iterator
 
+import jax.numpy as jnp
 from jax.lax import Precision
 
 from policyc.compiler.planning.plan import Plan, PlannedProduct
 from policyc.compiler.planning.plan_checks import suggest_recipe
 from policyc.compiler.sites.site import Site
 from policyc.language.diagnostics import Diagnostic
-from policyc.linter.context import Check, Context
+from policyc.linter.context import Context
 from policyc.linter.products import EIGHT_BITS, find_quantizing_rules, quantized_products, report_rule
 
 
-def _check_lowered_fp32_product(context: Context) -> Iterator[Diagnostic]:
+def lowered_fp32_product(context: Context) -> Iterable[Diagnostic]:
+    """Note: A rule for many sites also lowers a product that the program computes in fp32 on purpose.
+
+    A program that computes in bfloat16 often has a few products in fp32: a router, the logits, the sum over
+    log-softmax. A program in fp32 may ask for more precision in a few products (`precision=HIGHEST`). A rule means
+    what it says: `* -> bf16` matches these products too, and casts their operands. If you do not want that, add a
+    rule that keeps them, or write `* where weight` if they are products of two activations.
+
+    A product counts as fp32 on purpose if both operands are fp32 and the program computes in 16 bits: more than half
+    of the FLOPs of products with a weight have a 16-bit operand. In an fp32 program, a product counts if it asks for
+    the highest precision and more than half of those FLOPs do not. So a rule that takes a program from fp32 to bf16
+    is not reported, and neither is a rule that matches only such products.
+
+    Bad:  * -> bf16
+    Good: * -> bf16
+          router -> keep
+    """
     plan = context.program_plan
     kept = _find_sites_in_fp32(plan)
     lowered: dict[int, dict[Site, str]] = {}
@@ -51,7 +66,7 @@ def _find_sites_in_fp32(plan: Plan) -> dict[Site, str]:
     "Most" counts the FLOPs of the sites with a weight, because a layer may have more fp32 products of activations than
     weights. If the program has no weights, all sites count.
     """
-    precisions = {site: _precision(site) for site in plan.sites if not site.opaque}
+    precisions = {site: _precision(plan, site) for site in plan.sites if not site.opaque}
     deciding = [site for site in precisions if site.weight is not None] or list(precisions)
     total = sum(site.total_flops for site in deciding)
     reasons = {1: "in fp32", 2: "in fp32 with the highest precision"}
@@ -59,13 +74,44 @@ def _find_sites_in_fp32(plan: Plan) -> dict[Site, str]:
     return {site: reasons[p] for site, p in precisions.items() if p in reasons and 2 * below[p] > total}
 
 
-def _precision(site: Site) -> int:
+def _precision(plan: Plan, site: Site) -> int:
     """Returns 0 if an operand has fewer than 32 bits, 2 if the product has `HIGHEST` precision, else 1."""
-    operands: list[Any] = list(site.eqn.invars[:2])
-    if any(operand.aval.dtype.itemsize < 4 for operand in operands):
+    if any(jnp.dtype(name).itemsize < 4 for name in site.types[:2]):
         return 0
-    precision = site.eqn.params.get("precision")
+    precision = plan.sites.equation(site).eqn.params.get("precision")
     return 2 if precision in (Precision.HIGHEST, (Precision.HIGHEST, Precision.HIGHEST)) else 1
+
+
+def quantized_embedding(context: Context) -> Iterable[Diagnostic]:
+    """Warning: A rule quantizes the embedding of this model to 8 bits.
+
+    Some models look up tokens by a GEMM with one-hot rows. A broad rule matches this GEMM too. The GEMM takes almost
+    no time, and every token passes through it. Add a rule that keeps it.
+
+    The embedding is recognized by its one-hot operand or by its name. In 4 bits, the finding is
+    `embedding-in-4-bits`.
+
+    Bad:  * -> fp8
+    Good: * -> fp8
+          *embed* -> keep
+    """
+    return _check_in_8_bits("embedding", "embedding", context)
+
+
+def quantized_head(context: Context) -> Iterable[Diagnostic]:
+    """Warning: A rule quantizes the output head of this model to 8 bits.
+
+    The head computes the logits from the last hidden state. It is a few percent of the FLOPs, and its errors go
+    directly into the loss. Published recipes keep it in high precision. Add a rule that keeps it.
+
+    The head is recognized by its name, by a weight that it shares with the embedding, or as the last and widest GEMM
+    of the loss. In 4 bits, the finding is `head-in-4-bits`.
+
+    Bad:  * -> fp8
+    Good: * -> fp8
+          lm_head -> keep
+    """
+    return _check_in_8_bits("head", "output head", context)
 
 
 def _check_in_8_bits(kind: str, noun: str, context: Context) -> Iterator[Diagnostic]:
@@ -74,10 +120,3 @@ def _check_in_8_bits(kind: str, noun: str, context: Context) -> Iterator[Diagnos
         message = f"this rule quantizes the {noun} ('{sites[0].name}')"
         plan = context.program_plan
         yield report_rule(plan, rule, sites, message, suggest_recipe(plan, rule, sites, "keep"))
-
-
-CHECKS: dict[str, Check] = {
-    "lowered-fp32-product": _check_lowered_fp32_product,
-    "quantized-embedding": partial(_check_in_8_bits, "embedding", "embedding"),
-    "quantized-head": partial(_check_in_8_bits, "head", "output head"),
-}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from policyc.compiler.planning.plan import Plan
@@ -11,7 +11,7 @@ from policyc.compiler.planning.plan_checks import name_sites
 from policyc.compiler.sites.site import Site
 from policyc.jaxcore.jaxprs.transform import Address
 from policyc.language.diagnostics import Diagnostic
-from policyc.linter.context import Check, Context
+from policyc.linter.context import Context
 
 
 class _Split(NamedTuple):
@@ -35,7 +35,7 @@ def _find_splits(plan: Plan) -> Iterator[_Split]:
                     before = (*layer[:depth], layer[depth] - 1, *layer[depth + 1 :])
                     pair = decisions[site.address, before], decisions[site.address, layer]
                     if pair[0].recipe != pair[1].recipe:
-                        rule = max(c.rule for d in pair for c in d.choices if c.rule is not None)
+                        rule = max(rule for d in pair for rule in d.deciding)
                         cuts.setdefault((stack.address, stack.size), []).append((layer[depth], site, rule))
         for (address, size), found in cuts.items():
             layers, sites, rules = zip(*found, strict=True)
@@ -45,7 +45,17 @@ def _find_splits(plan: Plan) -> Iterator[_Split]:
     yield from splits.values()
 
 
-def _check_split_scan(context: Context) -> Iterator[Diagnostic]:
+def split_scan(context: Context) -> Iterable[Diagnostic]:
+    """Note: A rule splits a scanned stack into several scans.
+
+    A scan has one body for all its layers. If a policy treats layers differently, the scan becomes consecutive scans,
+    each with its own body. The results are the same, but each body is compiled, so many of them take long to compile.
+    This is not a fault: the note makes a split at an unexpected layer visible. If you did not intend it, correct the
+    slice.
+
+    Bad:  layers[3:-4].mlp -> fp8  # three parts, although the first three layers were not meant to differ
+    Good: layers[:-4].mlp -> fp8
+    """
     for split in _find_splits(context.program_plan):
         parts = [f"{p.start}-{p.stop - 1}" if len(p) > 1 else str(p.start) for p in split.parts]
         phase = f" ({split.phase})" if split.phase != "always" else ""
@@ -54,8 +64,3 @@ def _check_split_scan(context: Context) -> Iterator[Diagnostic]:
             message=f"the stack of '{split.names[0]}' becomes {len(parts)} scans: iterations {', '.join(parts)}{phase}",
             sites=split.names,
         )
-
-
-CHECKS: dict[str, Check] = {
-    "split-scan": _check_split_scan,
-}

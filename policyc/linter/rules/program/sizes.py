@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 
 from policyc.compiler.planning.plan import Plan, PlannedProduct, gemm_queries
+from policyc.language.diagnostics import Diagnostic
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import OPTIONS
-from policyc.linter.context import Check
+from policyc.linter.context import Context
 from policyc.linter.products import contracted, report_sites, suggest_keeping
 from policyc.numerics.backends import Obstacle, te
+
+
+def hadamard_does_not_fit(context: Context) -> Iterable[Diagnostic]:
+    """Warning: The contracted size is not a multiple of the Hadamard transform's length.
+
+    The transform runs over whole groups along the contracted size, which is m in wgrad. If that size is not a
+    multiple of the length, zeros are added. Transformer Engine does not accept such shapes at all: it needs rows in
+    multiples of 64 and columns in multiples of 128. Use a shorter transform, or keep such sites.
+
+    A transform that is no longer than a block of the format is not reported: `padded-gemm` reports the same sizes.
+
+    Bad:  * -> nvfp4(rht=wgrad, rht_size=128, sr=grad)
+    Good: * -> nvfp4(rht=wgrad, sr=grad)
+    """
+    return report_sites(context, _describe_rotated, _suggest_length)
 
 
 def _describe_rotated(product: PlannedProduct) -> str | None:
@@ -41,6 +56,20 @@ def _length(product: PlannedProduct) -> int:
     return max(t.rht for t in product.treatments)
 
 
+def padded_gemm(context: Context) -> Iterable[Diagnostic]:
+    """Warning: The contracted size of a quantized GEMM is not a multiple of the block.
+
+    Blocks of 16 (NVFP4) or 32 (MX formats) run along the contracted size: k in fprop, n in dgrad, m in wgrad. If that
+    size is not a multiple of the block, zeros are added. The result is exact, but the GPU does the work of the larger
+    size. Keep such GEMMs, or change the size.
+
+    Bad:  * -> mxfp8
+    Good: * -> mxfp8
+          * where k % 32 != 0 -> keep
+    """
+    return report_sites(context, _describe_padding, _suggest_size)
+
+
 def _describe_padding(product: PlannedProduct) -> str | None:
     block, (dimension, size) = _block_size(product), contracted(product)
     if not block or size % block == 0:
@@ -59,6 +88,23 @@ def _suggest_size(plan: Plan, rule: int, products: Sequence[PlannedProduct]) -> 
 
 def _block_size(product: PlannedProduct) -> int:
     return max(FORMATS[t.format].block for t in product.treatments)
+
+
+def transformer_engine_shape(context: Context) -> Iterable[Diagnostic]:
+    """Note: Transformer Engine does not support the shape of a GEMM.
+
+    Its NVFP4 GEMMs need a contracted size in multiples of 32, other sizes in multiples of 16, and no batch dimension
+    (so nothing under `vmap`). Its Hadamard transform needs bfloat16, contracted sizes in multiples of 64 and other
+    sizes in multiples of 128. Other shapes run on another backend, with the same result. Change the sizes, or keep
+    such GEMMs.
+
+    Only 4-bit rules are checked, with the limits that `--backend te` uses.
+
+    Bad:  * -> nvfp4(rht=wgrad, sr=grad)
+    Good: * -> nvfp4(rht=wgrad, sr=grad)
+          * where k % 32 != 0 -> keep
+    """
+    return report_sites(context, _describe_shape, _suggest_for_te)
 
 
 def _describe_shape(product: PlannedProduct) -> str | None:
@@ -81,10 +127,3 @@ def _find_obstacle(product: PlannedProduct) -> Obstacle | None:
     if any(t.format != "nvfp4" for t in (query.left, query.right)):
         return None
     return te.shape_obstacle(query)
-
-
-CHECKS: dict[str, Check] = {
-    "hadamard-does-not-fit": partial(report_sites, describe=_describe_rotated, suggest=_suggest_length),
-    "padded-gemm": partial(report_sites, describe=_describe_padding, suggest=_suggest_size),
-    "transformer-engine-shape": partial(report_sites, describe=_describe_shape, suggest=_suggest_for_te),
-}

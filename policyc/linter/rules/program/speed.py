@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from policyc.compiler.matching.execution import ExecutionOptions
@@ -14,7 +14,7 @@ from policyc.hardware.mesh import MeshShape
 from policyc.hardware.training_step import LayerGroup, ReaderCounts, count_readers, group_layers, is_quantized
 from policyc.language.diagnostics import Diagnostic
 from policyc.language.recipes import Recipe, make_recipe
-from policyc.linter.context import Check, Context
+from policyc.linter.context import Context
 from policyc.linter.products import report_rule
 from policyc.numerics.backends import PRICED, load
 from policyc.numerics.products import Backends
@@ -60,7 +60,20 @@ def _report(context: Context, rule: int, slow: SlowGroups, than: str, help: str)
     return report_rule(context.program_plan, rule, (site, *slow), message, help)
 
 
-def _check_slower_than_bf16(context: Context) -> Iterator[Diagnostic]:
+def slower_than_bf16(context: Context) -> Iterable[Diagnostic]:
+    """Warning: A quantized GEMM is slower than in bf16.
+
+    Quantizing an operand reads and writes all of it. If one of the three sizes of a product is small, this costs more
+    than the faster product saves. A format that the GPU does not multiply natively is emulated, which is never
+    faster. Leave such GEMMs in bf16.
+
+    The cost model decides this for all products of a site together, with the cheapest quantizers that it knows; see
+    `policyc estimate`. It assumes a GB200, or the GPU of `--target`.
+
+    Bad:  * -> nvfp4
+    Good: * -> nvfp4
+          * where n < 1024 -> bf16
+    """
     plan, target = context.program_plan, context.target
 
     def ratio_to_bf16(group: LayerGroup, recipe: Recipe, readers: ReaderCounts) -> float:
@@ -76,7 +89,21 @@ def _check_slower_than_bf16(context: Context) -> Iterator[Diagnostic]:
         yield _report(context, rule, slow, f"in bf16 on {target.name}", help)
 
 
-def _check_slower_than_fp8(context: Context) -> Iterator[Diagnostic]:
+def slower_than_fp8(context: Context) -> Iterable[Diagnostic]:
+    """Warning: A GEMM in four bits is slower than in fp8.
+
+    A 4-bit GEMM has at least twice the rate of an fp8 one. Its quantizers cost more than those of fp8: more passes
+    over memory, and with XLA a result in fp32. If a product is small, the step gets slower than in fp8, which is also
+    more accurate. Use fp8 for such GEMMs.
+
+    The cost model decides this for all products of a site together, on one device, with Transformer Engine where it
+    can run them, whether it is installed or not; see `policyc estimate`. It assumes a GB200, or the GPU of
+    `--target`. Checked only with a program, for GPUs that multiply both formats.
+
+    Bad:  * -> nvfp4
+    Good: * -> nvfp4
+          * where n < 2048 -> fp8
+    """
     target = context.target
     if not target.is_native("fp8"):
         return
@@ -100,9 +127,3 @@ def _check_slower_than_fp8(context: Context) -> Iterator[Diagnostic]:
             backend += f" ({on_other:.1f} with {_FALLBACK[0]})"
         help = suggest_recipe(plan, rule, tuple(slow), "fp8")
         yield _report(context, rule, slow, f"in fp8 on {target.name} with backend {backend}", help)
-
-
-CHECKS: dict[str, Check] = {
-    "slower-than-bf16": _check_slower_than_bf16,
-    "slower-than-fp8": _check_slower_than_fp8,
-}
