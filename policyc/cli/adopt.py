@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import click
 
@@ -60,12 +59,7 @@ class AdoptOptions:
         help="Also print what the training costs. Needs --tokens.",
     )
     backend: str = priced_backend_option
-    sweep: str | None = option(
-        type=click.Path(file_okay=False),
-        metavar="DIR",
-        help="Fill in the verdicts, times, memory and stalls of this sweep.",
-    )
-    output_format: str = format_option("markdown", "html", "json")
+    output_format: str = format_option("markdown", "json")
     out: str | None = out_option()
 
 
@@ -74,7 +68,7 @@ class AdoptOptions:
     examples="""
     policyc adopt --config llama3_8b --target gb200 --devices 8
     policyc adopt --config llama3_405b --target gb300 --devices 1024 --batch 2048 --tokens 15T --price-per-gpu-hour 4
-    policyc adopt --config llama3_8b --devices 8 --sweep sweeps/adopt --out adopt.html
+    policyc adopt --config llama3_8b --devices 8 --out adopt.md
     policyc adopt --target gb200 --devices 64 train.py --steps 100         any program, from its traced loss
     """,
 )
@@ -85,7 +79,7 @@ def adopt(program: tuple[str, ...], step: StepOptions, options: AdoptOptions) ->
     """Say which policies to try on a model, and what each saves.
 
     Compares the bundled policies on the step of a configuration or of a program with the cost model, then says which
-    sweep decides, what to watch, and what to fall back to. Nothing is trained.
+    sweep decides, and what to fall back to. Nothing is trained.
     """
     check_source(program, step.config)
     if options.price_per_gpu_hour is not None and options.tokens is None:
@@ -106,8 +100,7 @@ def adopt(program: tuple[str, ...], step: StepOptions, options: AdoptOptions) ->
             words=program,
             tokens=options.tokens,
             price=options.price_per_gpu_hour,
-            sweep=Path(options.sweep) if options.sweep else None,
         )
-    format = options.output_format
-    text = json.dumps(data, indent=2) + "\n" if format == "json" else render_adoption(data, format)
+    is_json = options.output_format == "json"
+    text = json.dumps(data, indent=2) + "\n" if is_json else render_adoption(data)
     print_or_write(text, options.out)

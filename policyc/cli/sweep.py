@@ -27,7 +27,6 @@ class EditOptions:
     ablate: bool = switch(
         "Remove one ingredient at a time: an option of a recipe, or a rule that protects sites in bf16."
     )
-    add_one: bool = switch("Start from recipes without options ('plain'), and add one option at a time.")
     grid: str | None = option(
         metavar="AXES",
         help="All combinations of option values, such as 'rht=wgrad,none; sr=grad,none'. 'none' removes the "
@@ -100,7 +99,7 @@ def _evaluate(config: str, words: tuple[str, ...], steps: int | None) -> tuple[s
 
 def _edit_policy(policy: Policy, options: EditOptions) -> list[SweepVariant]:
     """The edits that the options ask for. Raises a usage error."""
-    from policyc.experiments.sweep.edits import ablate, add_one, apply_variants, make_grid, parse_grid
+    from policyc.experiments.sweep.edits import ablate, apply_variants, make_grid, parse_grid
 
     edited: list[SweepVariant] = []
     with usage_errors():
@@ -108,8 +107,6 @@ def _edit_policy(policy: Policy, options: EditOptions) -> list[SweepVariant]:
             edited += apply_variants(policy, split_names(options.variants))
         if options.ablate:
             edited += ablate(policy)
-        if options.add_one:
-            edited += add_one(policy)
         if options.grid is not None:
             edited += make_grid(policy, parse_grid(options.grid))
     return edited

@@ -1,6 +1,6 @@
 """Plan for adopting lower precision: which policies to try, what they save, and which sweep measures the cost in loss.
 
-Speeds are predictions of the cost model, with its errors on published runs. A finished sweep adds measurements.
+Speeds are predictions of the cost model, with its errors on published runs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from pathlib import Path
 
 from policyc.compiler.planning.idle_rules import find_deciding_rules
 from policyc.compiler.planning.plan_checks import check_plan
-from policyc.experiments.report.build import build_report
 from policyc.experiments.report.values import JsonObject
 from policyc.experiments.statistics import ALPHA, DEFAULT_MARGIN, POWER, smallest_detectable_effect
 from policyc.hardware import gemm_cost, step_cost
@@ -54,11 +53,10 @@ def make_adoption(
     words: Sequence[str] = (),
     tokens: float | None = None,
     price: float | None = None,
-    sweep: Path | None = None,
 ) -> JsonObject:
     """Returns the data of the adoption page.
 
-    Raises ReportError if the sweep cannot be read, and ValueError if the reference policy does not apply.
+    Raises ValueError if the reference policy does not apply.
 
     Args:
       step: the training step, planned for the target under any policy.
@@ -67,7 +65,6 @@ def make_adoption(
       words: the command line of the user's program.
       tokens: tokens in the whole training run.
       price: price of one GPU-hour.
-      sweep: the folder of a finished sweep.
     """
     step_tokens = microbatch_tokens(step.plan) * step.accumulate
     steps = None if tokens is None else tokens / step_tokens
@@ -88,7 +85,6 @@ def make_adoption(
         "candidates": candidates,
         "left_out": left_out,
         "sweep": _advise_sweep(config, words, candidates),
-        "measured": None if sweep is None else _read_sweep(sweep),
     }
 
 
@@ -225,33 +221,4 @@ def _advise_sweep(
         "spread": SPREAD,
         "detectable": float(detectable),
         "power": POWER,
-    }
-
-
-def _read_sweep(folder: Path) -> JsonObject:
-    """Reads the verdict and the figures of each variant of a finished sweep. Raises ReportError if there is no run."""
-    data = build_report([folder]).data
-    figures = {variant["name"]: variant["figures"] for variant in data["variants"]}
-    verdicts: dict[str, JsonObject] = {}
-    for row in data["comparisons"]:
-        verdicts.setdefault(row["variant"], row)  # against the first baseline
-    return {
-        "title": data["title"],
-        "baseline": (data["statistics"]["baselines"] or [None])[0],
-        "margin": data["statistics"]["margin"],
-        "problems": [*data["problems"], *data["inequalities"]],
-        "variants": [
-            {
-                "variant": name,
-                **{
-                    key: verdicts.get(name, {}).get(key)
-                    for key in ("verdict", "gap", "interval", "detectable")
-                },
-                **{
-                    key: each[key]
-                    for key in ("step_seconds", "memory_bytes", "stall_fraction", "gradient_spikes")
-                },
-            }
-            for name, each in figures.items()
-        ],
     }

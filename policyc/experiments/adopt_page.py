@@ -1,18 +1,16 @@
-"""The page of `policyc adopt`, as HTML and as Markdown."""
+"""The page of `policyc adopt`, in Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from policyc.base.web_page import as_markup, read_assets, render_template
+from policyc.base.web_page import as_markup, render_template
 from policyc.experiments.adopt import BASELINE, FALLBACKS, LONG_RUN_ADVICE, REFERENCE
 from policyc.experiments.report.format import (
     MISSING,
     format_bounds,
     format_figure,
-    format_gap,
-    format_interval,
 )
 from policyc.experiments.report.values import JsonObject
 from policyc.hardware import gemm_cost
@@ -29,19 +27,18 @@ class Section:
     sentences: list[str] = field(default_factory=list)
 
 
-def render_adoption(data: JsonObject, format: str) -> str:
-    """The page as `html` or `markdown`."""
-    sections = [_speeds(data), _savings(data), _measured(data), _sweep(data), _watch(data), _fallback(data)]
-    values: JsonObject = {
-        "title": f"{data['model']} on {data['devices']} {data['target'].upper()}",
-        "headline": _headline(data),
-        "facts": _facts(data),
-        "sections": [section for section in sections if section is not None],
-    }
-    package = "policyc.experiments.report"
-    if format == "markdown":
-        return render_template(package, "adopt.md", **values, verbatim=as_markup)
-    return render_template(package, "adopt.html", **values, style=read_assets(package, "page.css"))
+def render_adoption(data: JsonObject) -> str:
+    """The page as Markdown."""
+    sections = [_speeds(data), _savings(data), _sweep(data), _fallback(data)]
+    return render_template(
+        "policyc.experiments.report",
+        "adopt.md",
+        title=f"{data['model']} on {data['devices']} {data['target'].upper()}",
+        headline=_headline(data),
+        facts=_facts(data),
+        sections=[section for section in sections if section is not None],
+        verbatim=as_markup,
+    )
 
 
 def _headline(data: JsonObject) -> str:
@@ -169,31 +166,6 @@ def _days(hours: float) -> str:
     return f"{days:,.0f}" if abs(days) >= 100 else f"{days:.3g}"
 
 
-def _measured(data: JsonObject) -> Section | None:
-    """The verdict and the figures of each variant in the sweep; None without a sweep."""
-    measured = data["measured"]
-    if measured is None:
-        return None
-    figures = {"step_seconds": "step", "memory_bytes": "memory", "stall_fraction": "stalls"}
-    figures["gradient_spikes"] = "gradient spikes"
-    rows = [
-        [
-            row["variant"],
-            row["verdict"] or MISSING,
-            format_gap(row["gap"]),
-            format_interval(row["interval"]),
-            format_figure("detectable_loss", row["detectable"]),
-            *(format_figure(name, row[name]) for name in figures),
-        ]
-        for row in measured["variants"]
-    ]
-    columns = ["variant", "verdict", "gap, nats", "interval", "detectable", *figures.values()]
-    title = f"What the sweep found, against {measured['baseline']}, margin {measured['margin']}"
-    sentences = [f"Left out: {problem}." for problem in measured["problems"]]
-    sentences.append("Step times of emulated formats say nothing about GPUs that multiply them natively.")
-    return Section(title=title, columns=columns, rows=rows, sentences=sentences)
-
-
 def _sweep(data: JsonObject) -> Section | None:
     sweep = data["sweep"]
     if sweep is None:
@@ -216,31 +188,9 @@ def _sweep(data: JsonObject) -> Section | None:
             "number of steps."
         )
     sentences.append(
-        "When the sweep has ended, run this 'policyc adopt' again with --sweep sweeps/adopt to fill in the verdicts."
+        "'policyc report sweeps/adopt' has the verdicts, and the measured times, memory and stalls."
     )
     return Section(title="Find out what it costs", command=sweep["command"], sentences=sentences)
-
-
-def _watch(data: JsonObject) -> Section:
-    tried = _tried(data) or [_compared_with(data)]
-    fastest = min(tried, key=lambda c: c["seconds"])
-    shares = {c["policy"]: c["communication"] for c in data["candidates"]}
-    rate = data["tokens_per_step"] / fastest["seconds"]
-    before = f"{shares[BASELINE]:.0%} under {BASELINE}, " if BASELINE in shares else ""
-    return Section(
-        title="Watch during the run",
-        sentences=[
-            "Gradient norm: compare with the same steps of the baseline. A norm that drifts away from it, or more "
-            "spikes, comes before divergence.",
-            "Quantization noise: --stats-every 500 measures SQNR, flushed and saturated values of every operand. An "
-            "operand that falls below 10 dB, or loses 1 dB from week to week, is the first candidate for BF16.",
-            f"Stalls: at {fastest['policy']}'s step time the input must deliver {rate:,.0f} tokens per second.",
-            f"Communication: {before}{fastest['communication']:.0%} under {fastest['policy']}, since only products "
-            "become faster. If the share is larger, look at overlap before you look at precision.",
-            "Validation: run it in BF16 as well as under the policy. The difference is what the forward pass alone "
-            "costs, and a late switch to BF16 recovers it.",
-        ],
-    )
 
 
 def _fallback(data: JsonObject) -> Section:

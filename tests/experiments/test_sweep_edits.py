@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 
 from policyc import parse
-from policyc.experiments.sweep.edits import (
-    ablate,
-    add_one,
-    apply_variants,
-    make_grid,
-    parse_grid,
-)
+from policyc.experiments.sweep.edits import ablate, apply_variants, make_grid, parse_grid
 from policyc.experiments.sweep.planning import PlannedPolicy
 from policyc.experiments.sweep.variants import (
     SweepVariant,
@@ -68,17 +62,6 @@ def test_ablations_remove_one_option_or_one_protecting_rule() -> None:
     assert all(not e.policy.variants for e in edited)
 
 
-def test_add_one_starts_from_plain_recipes() -> None:
-    assert recipes(add_one(parse(TWO_RECIPES))) == {
-        "plain": ["nvfp4", "mxfp4"],
-        "plus_rht": ["nvfp4(rht=wgrad, rht_size=32)", "mxfp4"],
-        "plus_sr_nv": ["nvfp4(sr=grad)", "mxfp4"],
-        "plus_sr_rule_3": ["nvfp4", "mxfp4(sr=grad)"],
-    }
-    with pytest.raises(ValueError, match="plain already"):
-        add_one(parse("mlp.* -> fp8"))
-
-
 def test_a_grid_sets_and_removes_options() -> None:
     policy = parse(TWO_RECIPES)
     edited = recipes(make_grid(policy, parse_grid("nv.sr = grad, {grad,weights}; rht=none, fprop")))
@@ -114,12 +97,8 @@ def test_a_faulty_grid_is_explained(grid: str, message: str) -> None:
 
 def test_edits_of_a_policy_that_has_none_are_refused() -> None:
     policy = parse("mlp.* -> fp8")
-    for edits, message in (
-        (ablate, "leave out --ablate to compare the policy itself"),
-        (add_one, "--add-one: no quantizing recipe"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            edits(policy)
+    with pytest.raises(ValueError, match="leave out --ablate to compare the policy itself"):
+        ablate(policy)
     with pytest.raises(ValueError, match="--variants: the policy defines no variant"):
         apply_variants(policy, ("all",))
 

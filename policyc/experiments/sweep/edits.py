@@ -1,4 +1,4 @@
-"""Edits of a policy for a sweep: its variants, one ingredient less, one ingredient more, or a grid of options.
+"""Edits of a policy for a sweep: its variants, one ingredient less, or a grid of options.
 
 An ingredient is an option of a quantizing recipe, or a rule that protects sites in high precision. Edits work on the
 policy with its imports expanded, so an edited text needs no other file.
@@ -20,7 +20,7 @@ from policyc.language.policy import Policy, RecipeCall, RecipeExpr, Setting, Spl
 from policyc.language.recipes import OPTIONS
 
 _DEPENDENT_OPTIONS = {"rht": ("rht_size",)}
-"""Options that have no effect without another one. They are removed and added together with it."""
+"""Options that have no effect without another one. They are removed together with it."""
 
 ABSENT = "none"
 """The grid value that removes an option."""
@@ -135,36 +135,6 @@ def _setting_text(policy: Policy, ingredient: _Ingredient) -> str:
     expr = policy.named_recipes[owner] if isinstance(owner, str) else policy.rules[owner].recipe
     texts = (str(s) for c in _quantizing_calls(expr) for s in c.settings if s.name == ingredient.option)
     return " and ".join(dict.fromkeys(texts))
-
-
-# ---- one ingredient more
-
-
-def add_one(policy: Policy) -> list[SweepVariant]:
-    """Returns the policy without options in its recipes (`plain`), then `plain` with one option, for each option.
-
-    Raises ValueError if no recipe has an option.
-    """
-    policy = expand(policy)
-    ingredients = list(_find_ingredients(policy))
-    if not ingredients:
-        raise ValueError(
-            "--add-one: no quantizing recipe of this policy has an option, so it is plain already"
-        )
-    dependents = {name for names in _DEPENDENT_OPTIONS.values() for name in names}
-    plain = _select_settings(policy, lambda _owner, _option: False)
-    edited = [SweepVariant(name="plain", policy=plain, edit="without any option in its recipes")]
-    for ingredient in ingredients:
-        if ingredient.option in dependents:
-            continue
-        edited.append(
-            SweepVariant(
-                name=f"plus_{_label(ingredient, ingredients)}",
-                policy=_select_settings(policy, ingredient.holds),
-                edit=f"plain, with {_setting_text(policy, ingredient)}{_location(ingredient)}",
-            )
-        )
-    return edited
 
 
 # ---- a grid
