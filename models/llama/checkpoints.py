@@ -15,7 +15,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -136,7 +136,7 @@ def hash_state(state: Any) -> str:
 class Restored(NamedTuple):
     """The contents of a checkpoint. `positions` in the data, one per seed, are None if the data has changed.
 
-    `metrics` are the marks of metrics.jsonl, one per seed; empty in a checkpoint of an earlier version.
+    `metrics` are the marks of metrics.jsonl, one per seed.
     """
 
     state: Any
@@ -205,14 +205,34 @@ class Checkpoints:
         )
 
     def _read(self, path: Path, abstract_state: Any, accept_changes: bool) -> Restored:
-        """Reads one checkpoint. Raises DamagedCheckpointError, or ConfigError if it belongs to another run."""
-        shapes = _shapes(abstract_state)
-        about, state = read_checkpoint(
-            path, abstract_state, lambda about: self._check_identity(path, about, shapes, accept_changes)
-        )
-        is_same_data = about["identity"].get(CONTENTS) == self._identity.get(CONTENTS)
-        positions = about["positions"] if is_same_data else None
-        return Restored(state, positions, int(about["step"]), about.get("metrics", []))
+        """Reads one checkpoint, after several attempts if needed. Raises ConfigError if it belongs to another run.
+
+        Raises DamagedCheckpointError or UnreadableError, in all processes alike: they must go on from the same
+        checkpoint.
+        """
+        fault: Exception | None = None
+        for is_last in _attempts():
+            fault, about, state = None, {}, None
+            try:
+                with _classify_errors(path):
+                    about = _read_about(path)
+                self._check_identity(path, about, _shapes(abstract_state), accept_changes)
+                with _classify_errors(path):
+                    state = ocp.StandardCheckpointHandler().restore(
+                        path.resolve() / "state", args=ocp.args.StandardRestore(abstract_state)
+                    )
+            except (DamagedCheckpointError, UnreadableError) as error:
+                fault = error
+            faults = np.asarray([fault is not None, isinstance(fault, UnreadableError)])
+            gathered = np.atleast_2d(multihost_utils.process_allgather(faults))
+            is_faulty, is_unreadable = (bool(column.any()) for column in gathered.T)
+            if not is_faulty and hash_state(state) == about["state"]:
+                is_same_data = about["identity"].get(CONTENTS) == self._identity.get(CONTENTS)
+                positions = about["positions"] if is_same_data else None
+                return Restored(state, positions, int(about["step"]), about["metrics"])
+            if is_last and is_unreadable and not isinstance(fault, UnreadableError):
+                raise UnreadableError(f"checkpoint {path} cannot be read now by another process")
+        raise fault or DamagedCheckpointError("another process cannot read it" if is_faulty else NOT_WRITTEN)
 
     def read_other(self, path: Path, abstract_state: Any, accept_changes: bool) -> Restored:
         """Reads a checkpoint from the folder of another run. Raises ConfigError if it cannot be used."""
@@ -308,37 +328,6 @@ def check_new(folder: Path) -> None:
         raise ConfigError(
             f"{metrics} has steps of a run, but there is no checkpoint to resume from: {RESTART}"
         )
-
-
-def read_checkpoint(
-    path: Path, abstract_state: Any, check: Callable[[dict[str, Any]], None]
-) -> tuple[dict[str, Any], Any]:
-    """The metadata and the state of a checkpoint, after several attempts if needed.
-
-    `check` may refuse the metadata before the state is read. Raises DamagedCheckpointError or UnreadableError, in all
-    processes alike: they must go on from the same checkpoint.
-    """
-    fault: Exception | None = None
-    for is_last in _attempts():
-        fault, about, state = None, {}, None
-        try:
-            with _classify_errors(path):
-                about = _read_about(path)
-            check(about)
-            with _classify_errors(path):
-                state = ocp.StandardCheckpointHandler().restore(
-                    path.resolve() / "state", args=ocp.args.StandardRestore(abstract_state)
-                )
-        except (DamagedCheckpointError, UnreadableError) as error:
-            fault = error
-        faults = np.asarray([fault is not None, isinstance(fault, UnreadableError)])
-        gathered = np.atleast_2d(multihost_utils.process_allgather(faults))
-        is_faulty, is_unreadable = bool(gathered[:, 0].any()), bool(gathered[:, 1].any())
-        if not is_faulty and hash_state(state) == about["state"]:
-            return about, state
-        if is_last and is_unreadable and not isinstance(fault, UnreadableError):
-            raise UnreadableError(f"checkpoint {path} cannot be read now by another process")
-    raise fault or DamagedCheckpointError(NOT_WRITTEN if not is_faulty else "another process cannot read it")
 
 
 def _read_about(path: Path) -> dict[str, Any]:

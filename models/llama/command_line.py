@@ -18,7 +18,6 @@ from policyc.models.llama.configs import (
     ModelConfig,
     RunConfig,
     find_config,
-    import_library,
     invalid_settings,
     read_file,
 )
@@ -131,7 +130,7 @@ def _explain_unknown(word: str) -> str:
 def _add_sources(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument("--config", metavar="NAME", help=f"one of {', '.join(CONFIGS)} (default: tiny)")
     parser.add_argument(
-        "--settings", metavar="FILE", help="TOML or YAML file of settings, such as `learning_rate = 1e-3`"
+        "--settings", metavar="FILE", help="TOML file of settings, such as `learning_rate = 1e-3`"
     )
     return parser
 
@@ -164,23 +163,13 @@ def _type_name(setting: Field[Any]) -> str:
 
 
 def read_settings(path: Path) -> list[str]:
-    """Reads the settings of a TOML or YAML file, as command-line options."""
-    if path.suffix not in (".toml", ".yaml", ".yml"):
-        raise ConfigError(f"--settings {path}: expected a file named .toml, .yaml or .yml")
+    """Reads the settings of a TOML file, as command-line options."""
     try:
-        text = read_file(path).decode("utf-8")
-        content = (
-            tomllib.loads(text) if path.suffix == ".toml" else import_library("yaml", "train").safe_load(text)
-        )
-    except OSError as error:
-        raise ConfigError(f"--settings {path}: {error.strerror}") from None
-    except ConfigError:
-        raise
-    except Exception as error:  # noqa: BLE001  # YAML's errors share no base class with TOML's
-        raise ConfigError(f"--settings {path}: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"--settings {path}: expected a mapping of names to values")
-    return [_as_option(path, str(key), value) for key, value in content.items()]
+        content = tomllib.loads(read_file(path).decode("utf-8"))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise ConfigError(f"--settings {path}: {reason}") from None
+    return [_as_option(path, key, value) for key, value in content.items()]
 
 
 def _as_option(path: Path, key: str, value: Any) -> str:

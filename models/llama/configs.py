@@ -128,7 +128,6 @@ class RunConfig:
     )
     warmup: float = setting(0.1, "fraction of the steps in which the learning rate warms up")
     warmup_steps: int = setting(0, "warm-up as a number of steps, instead of --warmup")
-    warmup_tokens: int = setting(0, "warm-up as a number of tokens, padding included, instead of --warmup")
     decay: float = setting(0.2, "fraction of the steps at the end in which wsd lowers the learning rate")
     final: float = setting(0.1, "final learning rate, as a fraction of the peak")
     beta1: float = setting(0.9, "beta1 of AdamW", limit=1)
@@ -158,9 +157,6 @@ class RunConfig:
     process_id: int | None = operational(None, "index of this process (JAX finds it there too)")
     heartbeat: int = operational(15, "seconds without a heartbeat before a process counts as dead", least=2)
     checkpoint_every: int = operational(100, "steps between checkpoints; also at the end; 0: never")
-    checkpoint_minutes: float = operational(
-        0.0, "also save this many minutes after the last checkpoint; 0: never"
-    )
     keep: int = operational(3, "number of checkpoints to keep", least=1)
     keep_every: int = operational(0, "keep the checkpoints of every N-th step for good; 0: none")
     resume_from: str | None = operational(None, "start in a new folder from this checkpoint of another run, such as "
@@ -285,7 +281,7 @@ def invalid_settings(model: ModelConfig, run: RunConfig) -> list[str]:
         errors.append(
             "--packing whole needs --document-mask: without it, a document attends to those before it"
         )
-    return errors + _invalid_warmup(run) + _invalid_checkpoints(run)
+    return errors + _invalid_warmup(run)
 
 
 def _invalid_warmup(run: RunConfig) -> list[str]:
@@ -293,8 +289,6 @@ def _invalid_warmup(run: RunConfig) -> list[str]:
         return [
             f"--warmup {run.warmup:g} is a fraction of the steps: did you mean --warmup-steps {run.warmup:g}?"
         ]
-    if run.warmup_steps and run.warmup_tokens:
-        return ["--warmup-steps and --warmup-tokens both set the length of the warm-up: leave one out"]
     if warmup_fraction(run) + (run.decay if run.schedule == "wsd" else 0) > 1:
         return ["the warm-up, plus --decay for wsd, is longer than the run: shorten it"]
     return []
@@ -302,18 +296,7 @@ def _invalid_warmup(run: RunConfig) -> list[str]:
 
 def warmup_fraction(run: RunConfig) -> float:
     """The fraction of the steps in which the learning rate rises."""
-    steps = run.warmup_steps or run.warmup_tokens / (run.batch * run.sequence)
-    return steps / run.steps if steps else run.warmup
-
-
-def _invalid_checkpoints(run: RunConfig) -> list[str]:
-    if run.checkpoint_minutes and not run.checkpoint_every:
-        return ["--checkpoint-minutes: --checkpoint-every 0 saves nothing; give both, or neither"]
-    if run.checkpoint_minutes and run.distributed:
-        return [
-            "--checkpoint-minutes is for one process: several have no common clock; use --checkpoint-every"
-        ]
-    return []
+    return run.warmup_steps / run.steps if run.warmup_steps else run.warmup
 
 
 def _invalid_seeds(run: RunConfig) -> list[str]:

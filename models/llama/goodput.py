@@ -6,13 +6,13 @@ Goodput is the fraction of a run's time spent in steps that no restart had to re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
 
-from policyc.models.llama.configs import ACTIVITIES, parse_json, read_file
-from policyc.models.llama.run_files import Row
+from policyc.models.llama.configs import ACTIVITIES
+from policyc.models.llama.run_files import Row, read_lines
 
 Clock = Callable[[], float]
 
@@ -105,7 +105,7 @@ class TimeAccount:
     def resume(self, path: Path, start: int) -> None:
         """Adds the time of the processes before this one, from their metrics. This one continues after step `start`."""
         rows = _read_last_rows(path, start)
-        if not (rows and _is_account(rows[0], start)):
+        if not rows:
             return
         account, kept = rows[0], [row for row in rows if row["step"] <= start]
         self.restarts += 1
@@ -132,16 +132,14 @@ class TimeAccount:
 
 def _read_last_rows(path: Path, start: int) -> list[Row]:
     """The lines of metrics from the last account at or before step `start` to the end, without damaged lines."""
-    rows: list[Row] = []
-    for line in reversed(read_file(path).splitlines() if path.exists() else []):
-        with suppress(ValueError, TypeError, KeyError):
-            row = parse_json(line)
-            numbers = [row["time"], *(row.get(f"{name}_seconds", 0.0) for name in ("stall", "step"))]
-            if isinstance(row["step"], int) and all(isinstance(each, int | float) for each in numbers):
-                rows.append(row)
-                if _is_account(row, start):
-                    break
-    return rows[::-1]
+    rows = [row for _, row in read_lines(path) if row and _has_numbers(row)]
+    accounts = [number for number, row in enumerate(rows) if _is_account(row, start)]
+    return rows[accounts[-1] :] if accounts else []
+
+
+def _has_numbers(row: Row) -> bool:
+    numbers = [row.get("time"), *(row.get(f"{name}_seconds", 0.0) for name in ("stall", "step"))]
+    return all(isinstance(each, int | float) for each in numbers)
 
 
 def _is_account(row: Row, start: int) -> bool:

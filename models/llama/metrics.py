@@ -25,7 +25,7 @@ from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig, ru
 from policyc.models.llama.goodput import TimeAccount
 from policyc.models.llama.model import param_specs
 from policyc.models.llama.preemption import PREEMPTED
-from policyc.models.llama.progress import ProgressLine
+from policyc.models.llama.progress import ProgressLines
 from policyc.models.llama.run_files import Row, RunFiles
 
 INTERNAL = ("is_fine", "faults", "mean_loss", "padding")  # values of a step that are not in its line
@@ -108,7 +108,7 @@ class MetricsLog:
         self._stall = 0.0  # seconds since the last line of a step
         self._since_line = (0, 0.0)  # tokens and seconds
         self.account = account
-        self.progress: ProgressLine = ProgressLine(stack, run, start, account, self._writes)
+        self.progress: ProgressLines = ProgressLines(run, account, self._writes)
         account.switch("start")
         seconds = [account.seconds[name] for name in ("start", "compile")]
         self.progress.print(f"started in {sum(seconds):.1f} s, {seconds[1]:.1f} s of it compiling")

@@ -94,9 +94,8 @@ class StopRequest:
         An exception could be raised in the middle of a call of JAX, which may ignore it or crash when Python exits.
         """
         stop = self.make_error(number=number)
-        show_cursor = "\x1b[?25h" if self._terminals else ""
         with suppress(OSError):
-            os.write(2, f"{show_cursor}{stop}: {stop.advice}\n".encode())
+            os.write(2, f"{stop}: {stop.advice}\n".encode())
         os._exit(stop.exit_code)
 
     def _leave_terminal(self) -> None:

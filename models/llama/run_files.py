@@ -1,4 +1,4 @@
-"""Writes metrics to metrics.jsonl, TensorBoard and Weights & Biases."""
+"""Writes metrics to metrics.jsonl, TensorBoard and Weights & Biases, and reads them at a restart."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ Row = dict[str, Any]  # one line of metrics
 
 
 class RunFiles:
-    """The files of one run: metrics.jsonl, and the same for TensorBoard and Weights & Biases."""
+    """The metrics of one run: metrics.jsonl, and the same for TensorBoard and Weights & Biases."""
 
     tokens_at_start: int
 
@@ -34,10 +34,8 @@ class RunFiles:
         lines, kept, self.tokens_at_start = _open_at_step(folder / "metrics.jsonl", start)
         self._lines = stack.enter_context(lines)
         self._size, self._hash = len(kept), hashlib.sha256(kept)
-        self._step, self._mark_before = (
-            start,
-            self._mark(),
-        )  # the step of the last line, and the mark before its lines
+        self._step = start  # of the last line
+        self._mark_before = self._mark()  # the mark before the lines of that step
         self._board = TensorBoardFile(folder / "tensorboard", start)
         stack.callback(self._board.close)
         self._wandb = None
@@ -117,7 +115,7 @@ def _wandb_id(folder: Path) -> str:
 def check_metrics(folder: Path, step: int, mark: Row) -> None:
     """Raises ConfigError if metrics lack lines that they had when the checkpoint of a step was written."""
     path = folder / "metrics.jsonl"
-    rows = [(line, row) for line, row in _read_lines(path) if row and row["step"] <= step]
+    rows = [(line, row) for line, row in read_lines(path) if row and row["step"] <= step]
     kept = b"".join(line for line, _ in rows)
     if hashlib.sha256(kept[: mark["bytes"]]).hexdigest() != mark["sha256"]:
         lost = sorted(set(range(1, step + 1)) - {row["step"] for _, row in rows if "loss" in row})
@@ -127,7 +125,7 @@ def check_metrics(folder: Path, step: int, mark: Row) -> None:
         raise ConfigError(f"{path} is not what it was at the checkpoint of step {step}: {change}")
 
 
-def _read_lines(path: Path) -> Iterator[tuple[bytes, Row | None]]:
+def read_lines(path: Path) -> Iterator[tuple[bytes, Row | None]]:
     """The lines of a file of metrics, each also as a row."""
     try:
         lines = read_file(path).splitlines(keepends=True)
@@ -143,7 +141,7 @@ def _open_at_step(path: Path, start: int) -> tuple[TextIO, bytes, int]:
     """
     kept, removed, damaged, tokens = [], [], [], 0
     number = 0
-    for number, (line, row) in enumerate(_read_lines(path), start=1):
+    for number, (line, row) in enumerate(read_lines(path), start=1):
         if row is None:
             damaged.append(number)
         if row is None or row["step"] > start:
@@ -167,7 +165,7 @@ def _open_at_step(path: Path, start: int) -> tuple[TextIO, bytes, int]:
 
 def copy_metrics(source: Path, folder: Path, step: int) -> None:
     """Copies the metrics up to a step of another run, but not its account of time."""
-    rows = _read_lines(source / "metrics.jsonl")
+    rows = read_lines(source / "metrics.jsonl")
     kept = [line for line, row in rows if row and row["step"] <= step and "seconds" not in row]
     with name_file(folder / "metrics.jsonl"):
         (folder / "metrics.jsonl").write_bytes(b"".join(kept))
@@ -177,7 +175,7 @@ def _parse(line: bytes) -> Row | None:
     """A line of metrics; None if it is damaged: not UTF-8, not JSON, not an object, or without a step."""
     try:
         row: Row = parse_json(line)
-        return row if row["step"] >= 0 else None
+        return row if isinstance(row["step"], int) and row["step"] >= 0 else None
     except (ValueError, TypeError, KeyError):
         return None
 

@@ -194,7 +194,6 @@ class Trainer:
         self.is_starved: bool = False
         self.positions: dict[int, list[Any]] = {self.steps_done: self.batches.positions}  # after recent steps
         self.saved_step: int = self.steps_done
-        self.saved_at: float = 0.0
 
     # ---- the start
 
@@ -287,7 +286,6 @@ class Trainer:
             profile = stack.enter_context(ExitStack())  # an interrupted run keeps what it recorded
             stack.enter_context(end_together(run.distributed))
             stack.enter_context(self.save_at_faults(log))
-            self.saved_at = account.clock()
             if self.is_new and run.checkpoint_every:
                 self.save(self.steps_done, log)  # written while the first step compiles
             account.switch("step")
@@ -298,7 +296,7 @@ class Trainer:
                     self.profiler.start()
                     profile.callback(self.profiler.stop)
                 annotation = jax.profiler.StepTraceAnnotation("train", step_num=step)
-                with annotation, log.progress.watch_step(is_first=step == self.steps_done + 1):
+                with annotation, log.progress.watch("the step", compiles=step == self.steps_done + 1):
                     self.state, measured = self.train_step(self.state, batch)
                 if step == self.steps_done + 1:
                     self.checkpoints.wait()  # before any metrics: they need a checkpoint to resume from
@@ -342,9 +340,7 @@ class Trainer:
             return every > 0 and (step % every == 0 or step == run.steps)
 
         evaluate, export = is_due(run.eval_every), is_due(run.export_every)
-        passed = log.account.clock() - self.saved_at
-        is_late = 0 < 60 * run.checkpoint_minutes <= passed
-        save = is_due(run.checkpoint_every) or ((stops or is_late) and run.checkpoint_every > 0)
+        save = is_due(run.checkpoint_every) or (stops and run.checkpoint_every > 0)
         observe = policyc.should_observe(step)
         if not (evaluate or export or save or observe or stops):
             return
@@ -390,7 +386,7 @@ class Trainer:
     def save(self, step: int, log: metrics.MetricsLog) -> None:
         with log.progress.during("checkpoint"):
             self.checkpoints.save(step, self.state, self.batches.positions, log.marks(step))
-        self.saved_step, self.saved_at = step, log.account.clock()
+        self.saved_step = step
 
     @contextmanager
     def save_if_data_fails(self, step: int, log: metrics.MetricsLog) -> Iterator[None]:

@@ -22,7 +22,7 @@ from policyc.cli.common import exit_with_message
 COMMAND_GROUPS: dict[str, tuple[str, ...]] = {
     "Policies": ("show", "lint", "fmt", "explain", "lsp"),
     "Programs": ("sites", "init", "diff", "apply", "estimate", "adopt", "compile"),
-    "Experiments": ("train", "generate", "search", "bisect", "sweep", "report"),
+    "Experiments": ("train", "search", "bisect", "sweep", "report"),
     "Tools": ("quantize", "selftest", "targets", "data"),
 }
 """The commands, in the order of the help. Command NAME is the function of that name in `policyc.cli.NAME`."""

@@ -134,10 +134,6 @@ class Context:
             return None
         return self._wider.find_last(rule, start, rule.index)
 
-    def is_wider(self, rule: ResolvedRule, other: ResolvedRule) -> bool:
-        """Returns whether a rule is known to match whatever another one matches."""
-        return self._wider.find_last(other, rule.index, rule.index + 1) is not None
-
     @cached_property
     def _runs(self) -> list[int]:
         """For each rule: the first of the neighbouring rules that have its recipe, under every variant."""

@@ -1,7 +1,7 @@
 """Edits of a policy's text that rules suggest, and their application.
 
-If two fixes touch the same place, only the one that is later in the text is applied, so that rules which are moved to
-the same place keep their order. The other fix is applied when the fixed text is linted again.
+If two fixes touch the same place, only the one that is later in the text is applied. The other one is applied when the
+fixed text is linted again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from policyc.language.diagnostics import Diagnostic, Edit, Span
 from policyc.language.loader import LoadedPolicy
-from policyc.language.parser import BlockStatement, Statement
 from policyc.language.policy import RecipeCall
 
 _MAX_ROUNDS = 40  # more than the longest chain of recipes: each round removes one unused recipe from it
@@ -131,26 +130,3 @@ def remove_statement(span: Span) -> Edit:
     if left > 0 and text[left - 1] == ";":
         return Edit(Span(source, left - 1, end), "")
     return Edit(span, "")
-
-
-def move_statement(span: Span, after: Span) -> tuple[Edit, Edit]:
-    """Returns the edits that move a statement below another one, together with the comment after it."""
-    text, removal = span.source.text, remove_statement(span)
-    right = after.end
-    while right < len(text) and text[right] in " \t\r":
-        right += 1
-    if right < len(text) and text[right] not in "#\n":  # something else follows on the line
-        return removal, Edit(Span(span.source, after.end, after.end), f"; {span.text}")
-    newline = text.find("\n", right)
-    line_end = len(text) if newline < 0 else newline
-    moved = removal.span.text.rstrip("\n") if removal.span.text.endswith("\n") else span.text
-    return removal, Edit(Span(span.source, line_end, line_end), f"\n{moved}")
-
-
-def find_sibling(statements: Sequence[Statement], span: Span, other: Span) -> Span | None:
-    """Returns the span of the statement at `other`, or of the one around it that is in the same block as `span`."""
-    if any(s.span == span for s in statements):
-        containing = (s.span for s in statements if s.span.start <= other.start and other.end <= s.span.end)
-        return next(containing, None) if other.source is span.source else None
-    blocks = (s for s in statements if isinstance(s, BlockStatement))
-    return next((found for block in blocks if (found := find_sibling(block.body, span, other))), None)

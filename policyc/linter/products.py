@@ -19,10 +19,6 @@ from policyc.linter.context import Context
 _MAX_BITS = 8  # a product counts as quantized if its narrower operand has at most this many bits
 _MAX_SELECTORS = 80  # characters of selectors that a suggested rule repeats
 
-FOUR_BITS = range(4, 5)
-EIGHT_BITS = range(5, _MAX_BITS + 1)
-"""Without 4 bits, which have codes of their own that the linter also reports without a program."""
-
 FIRST_LOSS_HINT = "only the first loss of the program is checked"
 """For a rule that matches nothing: another loss may have its sites."""
 
@@ -90,18 +86,11 @@ def suggest_keeping(plan: Plan, index: int, products: Sequence[PlannedProduct], 
 
 
 def find_quantizing_rules(
-    context: Context, is_sensitive: Callable[[Site], bool], bits: range
+    context: Context, is_sensitive: Callable[[Site], bool], max_bits: int
 ) -> Iterator[tuple[int, tuple[Site, ...]]]:
-    """Yields the index of each rule that quantizes sensitive sites, with those sites.
-
-    A site is included if its narrowest product under the rule has a number of bits in `bits`.
-    """
-    narrowest: dict[int, dict[Site, int]] = {}
-    for rule, product in quantized_products(context):
+    """Yields the index of each rule that quantizes sensitive sites to at most `max_bits`, with those sites."""
+    sites: dict[int, dict[Site, None]] = {}
+    for rule, product in quantized_products(context, max_bits):
         if is_sensitive(product.site):
-            sites = narrowest.setdefault(rule, {})
-            sites[product.site] = min(product.bits, sites.get(product.site, _MAX_BITS))
-    for index, sites in sorted(narrowest.items()):
-        selected = tuple(site for site, site_bits in sites.items() if site_bits in bits)
-        if selected:
-            yield index, selected
+            sites.setdefault(rule, {})[product.site] = None
+    yield from ((rule, tuple(sites[rule])) for rule in sorted(sites))

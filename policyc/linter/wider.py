@@ -1,8 +1,8 @@
 """Finds rules with the same or a wider selector than another rule: they match whatever it matches, in every program.
 
-A pattern is wider than another if the other one contains its names in a row. Slices, conditions and phases must be the
-same, or absent from the wider rule. The comparison is textual: globs are names, and two rules together are not compared
-with a third. With a program, the plan says which rules decide nothing.
+A pattern is wider than another if the other one contains its names in a row. The slices of the wider rule, the terms of
+its condition and those of its phase are all in the other one. The comparison is textual: globs are names, and two rules
+together are not compared with a third. With a program, the plan says which rules decide nothing.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import combinations
 
 from policyc.language.policy import Rule
+from policyc.language.predicates import AllOf
 from policyc.language.recipes import Gemm, Recipe
 from policyc.language.selectors import Selector, expand_selector
 
 _Key = tuple[str, frozenset[Gemm]]
 """A pattern as text, without its products, and these."""
+
+_MAX_TERMS = 4  # of a condition whose subsets are all looked up; of longer ones, single terms and the whole
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,20 +61,22 @@ class WiderRules:
 
     def __init__(self, rules: Sequence[ResolvedRule]) -> None:
         self._rules = rules
-        self._indices: dict[frozenset[_Key], dict[object, list[int]]] = {}
+        self._indices: dict[frozenset[_Key], dict[frozenset[object], list[int]]] = {}
         self._lengths = sorted({len(pattern.segments) for rule in rules for pattern in rule.patterns})
         self._wider: dict[Selector, set[_Key]] = {}
         for rule in rules:
             keys = frozenset(map(_as_key, rule.patterns))
             for patterns in {keys, *(frozenset((key,)) for key in keys)}:
                 by_condition = self._indices.setdefault(patterns, {})
-                by_condition.setdefault((rule.rule.where, frozenset(rule.rule.when)), []).append(rule.index)
+                by_condition.setdefault(frozenset(_terms(rule.rule)), []).append(rule.index)
 
     def find_last(self, rule: ResolvedRule, start: int, stop: int) -> ResolvedRule | None:
         """Returns the last rule from index `start` to `stop` that is wider than a rule, if any."""
         keys = frozenset(map(_as_key, rule.patterns))
         wider = set.intersection(*map(self._wider_keys, rule.patterns))
-        conditions = tuple(product({rule.rule.where, None}, {frozenset(rule.rule.when), frozenset()}))
+        terms = _terms(rule.rule)
+        sizes = range(len(terms) + 1) if len(terms) <= _MAX_TERMS else (0, 1, len(terms))
+        conditions = [frozenset(subset) for size in sizes for subset in combinations(terms, size)]
         last = -1
         for patterns in (keys, *(frozenset((key,)) for key in wider)):
             by_condition = self._indices.get(patterns, {})
@@ -96,6 +101,12 @@ class WiderRules:
             more = [frozenset(m) for count in range(len(others) + 1) for m in combinations(others, count)]
             self._wider[pattern] = {(part, pattern.products | extra) for part in parts for extra in more}
         return self._wider[pattern]
+
+
+def _terms(rule: Rule) -> tuple[object, ...]:
+    """The terms of which all must hold for a rule to apply."""
+    where = rule.where.operands if isinstance(rule.where, AllOf) else (rule.where,)
+    return tuple({*(term for term in where if term is not None), *rule.when})
 
 
 def _as_key(pattern: Selector) -> _Key:

@@ -127,7 +127,7 @@ def test_a_rule_has_a_text_with_its_fault_and_a_near_one_without(rule: LintRule)
         ("* -> nvfp4(sr=grad)\n* where not mlp or layer >= -4 -> bf16", []),
         ("* -> nvfp4(sr=grad)\n* where not mlp -> bf16\n* where mlp and layer >= -2 -> bf16", []),
         # sensitive sites, by kind
-        ("* where head -> nvfp4(sr=grad)", ["head-in-4-bits"]),
+        ("* where head -> nvfp4(sr=grad)", ["quantized-head"]),
         ("* where scores -> mxfp4(sr=grad)", ["attention-scores-in-4-bits"]),
         ("* where weight and not (head or embedding or router) -> nvfp4(sr=grad)\n* where layer >= -4 -> bf16", []),
         ("* where block and weight -> nvfp4(sr=grad)\n* where layer >= -4 -> bf16", ["router-in-4-bits"]),
@@ -142,8 +142,8 @@ def test_a_rule_has_a_text_with_its_fault_and_a_near_one_without(rule: LintRule)
         ("mlp -> fp8  # allow: shadowed-rule -- a test\n* -> mxfp4", ["everything-in-4-bits"]),
         ("* -> nvfp4(rht=wgrad)", ["everything-in-4-bits", "nearest-rounded-gradient"]),
         ("* -> nvfp4 # allow: everything-in-4-bits -- an ablation", []),
-        ("* @ fprop -> nvfp4\n* where block or head or scores -> bf16", ["embedding-in-4-bits"]),
-        ("* -> nvfp4(sr=grad)\n* where layer >= -4 or not weight or head or router -> bf16", ["embedding-in-4-bits"]),
+        ("* @ fprop -> nvfp4\n* where block or head or scores -> bf16", ["quantized-embedding"]),
+        ("* -> nvfp4(sr=grad)\n* where layer >= -4 or not weight or head or router -> bf16", ["quantized-embedding"]),
         # conditions between sizes
         ("* where m < n and n < k -> bf16", []),
         ("* where m < n and n < k and k < m -> bf16", []),
@@ -170,6 +170,10 @@ def test_findings_beyond_the_texts(text: str, codes: list[str]) -> None:
         "* where scores -> nvfp4(sr=grad)",
         "* where block -> nvfp4(sr=grad)",
         "{mlp,moe}.* -> nvfp4(sr=grad)",
+        "* where k > 1 -> nvfp4(sr=grad)",
+        "lm_head -> mxfp4(sr=grad)",
+        "embed*, wte -> nvfp4(sr=grad)",
+        "attention where k > 1 -> nvfp4(sr=grad)",
     ],
 )
 def test_a_policy_in_4_bits_has_no_findings_after_what_they_suggest(text: str) -> None:

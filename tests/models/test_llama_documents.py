@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ from policyc.compiler.tables.site_table import sites_table
 from policyc.models.llama import configs, partition
 from policyc.models.llama import model as llama
 from policyc.models.llama.configs import ConfigError, RunConfig
-from policyc.models.llama.data.windows import PADDING, documents_in_row, pad_row, whole_rows
+from policyc.models.llama.data.rows import PADDING, documents_in_row
 from tests.support import llama_runs
 
 pytestmark = pytest.mark.any_jax
@@ -28,21 +31,7 @@ CONFIG = configs.ModelConfig(**llama_runs.SMALL, compute="float32")
 END = 7
 # Windows of 13 tokens: 12 inputs, and the target of the last one.
 ROWS = {
-    "a document of one token between two others, and one cut off": [
-        1,
-        2,
-        3,
-        4,
-        END,
-        END,
-        5,
-        6,
-        8,
-        9,
-        1,
-        2,
-        3,
-    ],
+    "a short document between two others": [1, 2, 3, 4, END, END, 5, 6, 8, 9, 1, 2, 3],
     "no end token": [1, 2, 3, 4, 5, 6, 8, 9, 1, 2, 3, 4, 5],
     "begins with the end of a document": [END, 1, 2, 3, 4, 5, 6, END, 8, 9, 1, 2, END],
     "only end tokens": [END] * 13,
@@ -242,74 +231,52 @@ def test_the_end_of_a_document_must_be_known(tmp_path: Path) -> None:
 # ---- rows of whole documents
 
 
-def pack_plainly(documents: list[list[int]], sequence: int) -> list[list[int]]:
-    """Rows of whole documents, in plain Python: one document after the other, into the row that is being filled."""
-    rows: list[list[int]] = [[]]
-    for document in documents:
-        size = sequence + 1
-        if len(rows[-1]) + len(document) > size and (len(document) <= size or len(rows[-1]) == size):
-            rows.append([])
-        rest = document
-        # Fits into no row: it continues with the last token of this one.
-        while len(rows[-1]) + len(rest) > size:
-            space = size - len(rows[-1])
-            rows[-1] += rest[:space]
-            rest = rest[space - 1 :]
-            rows.append([])
-        rows[-1] += rest
-    return [row for row in rows if len(row) > 1]
-
-
-@hypothesis.settings(max_examples=40)
-@given(st.lists(st.integers(1, 14), min_size=1, max_size=12), st.integers(1, 6))
-def test_rows_of_whole_documents_are_those_of_plain_python(lengths: list[int], sequence: int) -> None:
-    documents = [[number + 1] * (length - 1) + [0] for number, length in enumerate(lengths)]
-    tokens = np.concatenate([np.array(each) for each in documents])
-    spans = whole_rows(np.flatnonzero(tokens == 0), range(len(tokens)), sequence)
-    rows = [pad_row(tokens[begin:stop], sequence) for begin, stop in spans]
-    assert [row[row != PADDING].tolist() for row in rows] == pack_plainly(documents, sequence)
-    for number, length in enumerate(lengths):
-        if 1 < length <= sequence + 1:  # it fits into a row, so it is in one row
-            assert sum((row == number + 1).any() for row in rows) == 1
-    if rows:  # every token but the first of a document is predicted once
-        assert documents_in_row(np.stack(rows), 0)["mask"].sum() == sum(lengths) - len(lengths)
-
-
 def test_padding_has_no_segment_and_no_loss() -> None:
-    row = pad_row(np.array([1, 2, END, 3, 4]), sequence=8)
-    arrays = documents_in_row(row[None], END)
+    arrays = documents_in_row(np.array([[1, 2, END, 3, 4, *[PADDING] * 4]]), END)
     assert arrays["segments"].tolist() == [[0, 0, 0, 1, 1, -1, -1, -1]]
     assert arrays["mask"].tolist() == [[1, 1, 0, 1, 0, 0, 0, 0]]
     assert arrays["positions"][0, :5].tolist() == [0, 1, 2, 0, 1]
 
 
-def test_whole_documents_of_arrays_and_streams_resume_where_they_were(tmp_path: Path) -> None:
-    """Both have the rows of plain Python, the array in another order."""
-    texts = ["abcdefghijklmnopqrstuvwxyz"[: 3 + 7 * i % 22] for i in range(40)]
+def parts_of_document(text: str) -> list[str]:
+    """What a row may hold of a document: the whole, or parts of 9 tokens that share a token, and the rest."""
+    return [text[i : i + 9] for i in range(0, len(text) - 1, 8)]
+
+
+def test_rows_of_whole_documents_have_each_document_and_resume_where_they_were(tmp_path: Path) -> None:
+    """Of arrays and of streams. A document is in one row, unless it fits into none."""
+    texts = ["abcdefghijklmnopqrstuvwxyz"[i % 20 : i % 20 + 3 + 7 * i % 22] for i in range(40)]
     documents = [[*text.encode(), 256] for text in texts]
+    expected = Counter(part for text in texts for part in parts_of_document(text + "|"))
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
     np.array([token for each in documents for token in each], np.uint16).tofile(tmp_path / "a.bin")
-    # A row has one token more than inputs: its last token is only a target.
-    expected = [(row + [PADDING] * 9)[:8] for row in pack_plainly(documents, sequence=8)]
     for spec in (
         f"jsonl:{tmp_path}/a.jsonl,shuffle=1",
         f"{tmp_path}/a.bin,end=256,validation={tmp_path}/a.bin",
     ):
-        source, other = (open_source(spec, packing="whole") for _ in range(2))
-        batches = [next(source) for _ in range(5)]
-        rows = [row for b in batches for row in np.where(b["segments"] < 0, PADDING, b["tokens"]).tolist()]
-        if spec.startswith("jsonl"):
-            assert rows == expected[:10]
-        else:
-            assert all(row in expected for row in rows)
-            assert rows != expected[:10]
-        for _ in range(2):
-            next(other)
+        source = open_source(spec, packing="whole")
+        states, batches = [], []
+        for _ in range(64):
+            states.append(json.dumps(source.state))
+            batches.append(next(source))
+        found: Counter[str] = Counter()
+        for batch in batches:
+            rows = np.hstack([batch["tokens"], batch["targets"][:, -1:]])
+            for row, segments, mask in zip(rows, batch["segments"], batch["mask"], strict=True):
+                size = (segments >= 0).sum() + mask[-1]  # the last token of a full row is only a target
+                text = "".join("|" if token == 256 else chr(token) for token in row[:size])
+                found.update(piece for piece in re.findall(r"[^|]*\|?", text) if len(piece) > 1)
+        epochs = min(found[part] for part in expected)
+        assert epochs >= 1
+        assert set(found) <= set(expected) | {part[:-1] for part in expected}
         again = open_source(spec, packing="whole")
-        again.restore(other.state)
-        for batch in batches[2:]:
-            resumed = next(again)
-            assert all(np.array_equal(batch[name], resumed[name]) for name in batch)
+        for number in (2, 40):
+            again.restore(json.loads(states[number]))
+            for batch in batches[number : number + 3]:
+                resumed = next(again)
+                assert all(np.array_equal(batch[name], resumed[name]) for name in batch)
+        source.close()
+        again.close()
 
 
 def test_whole_documents_need_a_document_mask() -> None:

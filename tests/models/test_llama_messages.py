@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import errno
 import os
 import re
@@ -78,11 +77,9 @@ def test_a_faulty_export_command_is_explained(words, message, tmp_path):
         ("--config llama3_300b", "did you mean 'llama3_405b'? choose from"),
         ("--config tinny", "there is no configuration 'tinny': did you mean 'tiny'? choose from"),
         ("--warmup 100", "--warmup 100 is a fraction of the steps: did you mean --warmup-steps 100?"),
-        ("--warmup-steps 3 --warmup-tokens 3", "leave one out"),
         ("--warmup-steps 300", "the warm-up, plus --decay for wsd, is longer than the run"),
         ("--schedule wsd --warmup 0.9", "is longer than the run"),
         ("--heads 3", "--heads 3: it must be a multiple of --kv-heads 2"),
-        ("--checkpoint-minutes 3 --distributed", "--checkpoint-minutes is for one process"),
         ("tiny", "'tiny' does not belong to any option"),
         ("--steps 0", "--steps 0: it must be at least 1"),
         ("--learning-rate nan", "--learning-rate nan: it must be at least 0"),
@@ -108,20 +105,6 @@ def test_a_wrong_option_is_explained(words, message, capsys):
     assert message in error
     assert error.isprintable()
     assert "does not belong to any option" not in error or words == "tiny"
-
-
-def test_the_warm_up_is_a_fraction_steps_or_tokens():
-    run = configs.RunConfig(steps=200, batch=8, sequence=16)
-    settings = [{"warmup": 0.25}, {"warmup_steps": 50}, {"warmup_tokens": 50 * 8 * 16}]
-    assert [configs.warmup_fraction(dataclasses.replace(run, **each)) for each in settings] == [0.25] * 3
-
-
-def test_a_column_that_no_row_has_is_one_error(tmp_path, capsys):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a", "id": 1}\n' * 20)
-    assert train.main(flags(data=f"{path},column=body")) == 1
-    message = f"error: the first rows of '{path}' have no column 'body': they have text, id (column=NAME)\n"
-    assert capsys.readouterr().err == message
 
 
 def test_data_that_does_not_fit_leaves_no_folder(capsys, tmp_path):

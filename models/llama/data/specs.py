@@ -2,7 +2,6 @@
 
 import difflib
 import glob
-import math
 import os
 import re
 import shlex
@@ -19,19 +18,17 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "tokens": ("dtype", "end", "validation"),
     "jsonl": ("column", "shuffle", "validation"),
     "parquet": ("column", "shuffle", "validation"),
-    "array_record": ("shuffle", "validation"),
     "hf": ("column", "name", "split", "revision", "shuffle", "validation", "validation_split"),
 }
 """The kinds of data, and the options of each."""
 
-STREAMS = ("jsonl", "parquet", "array_record", "hf")
+STREAMS = ("jsonl", "parquet", "hf")
 SUFFIXES: dict[str, tuple[str, ...]] = {
     "tokens": (".bin", ".npy"),
     "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".json.gz", ".json.zst"),
     "parquet": (".parquet",),
-    "array_record": (".array_record",),
 }
-SHUFFLE = 1000  # documents in the shuffling buffer of a stream, as in Hugging Face datasets
+SHUFFLE = 1000  # documents in the window in which a stream is shuffled
 VALUES = {"dtype": r"uint16|uint32", "end": r"\d{1,9}", "shuffle": r"\d{1,9}"}
 
 
@@ -112,26 +109,23 @@ def _check_options(spec: DataSpec) -> None:
 
 
 class BlendPart(NamedTuple):
-    """A source of a blend. It supplies `weight` of every `sum(weights)` rows."""
+    """A source of a blend, and its share of the rows relative to the other weights."""
 
     spec: DataSpec
-    weight: int
+    weight: Fraction
 
 
 def parse_blend(text: str) -> list[BlendPart]:
-    """The sources of `--data`, with integer weights that have no common divisor. A single spec is a blend of one."""
+    """The sources of `--data`. A single spec is a blend of one."""
     if not re.search(r"@[^@\s/,]*(\s|$)", text) or glob.glob(text):
-        return [BlendPart(parse_spec(text), 1)]
+        return [BlendPart(parse_spec(text), Fraction(1))]
     try:
         words = shlex.split(text)
     except ValueError as error:
         raise ConfigError(f"--data {text}: {error}") from None
     names, _, weights = zip(*(word.rpartition("@") for word in words), strict=True)
     shares = [_parse_weight(*pair) for pair in zip(words, weights, strict=True)]
-    scale = math.lcm(*(share.denominator for share in shares))
-    counts = [int(share * scale) for share in shares]
-    divisor = math.gcd(*counts)
-    return [BlendPart(parse_spec(n), count // divisor) for n, count in zip(names, counts, strict=True)]
+    return [BlendPart(parse_spec(name), share) for name, share in zip(names, shares, strict=True)]
 
 
 def _parse_weight(word: str, weight: str) -> Fraction:

@@ -65,13 +65,8 @@ def check_plan(
 def unexplained_idle_rules(plan: Plan, *, hint: str = MULTIPLE_LOSSES_HINT) -> tuple[Diagnostic, ...]:
     """Rules that do nothing, except where the cause is an unknown layer or kind, which is an error of its own."""
     explained = {d.span for check in (opaque_indices, unknown_blocks, uncertain_kinds) for d in check(plan)}
-    return tuple(
-        d
-        for d in idle_rules(plan, hint=hint)
-        if explained.isdisjoint(
-            (d.span, *(note.span for note in d.notes))
-        )  # notes: the rules that override it
-    )
+    idle = ((d, {d.span, *(note.span for note in d.notes)}) for d in idle_rules(plan, hint=hint))
+    return tuple(d for d, spans in idle if spans.isdisjoint(explained))  # notes: the rules that override it
 
 
 def unmet_expectations(
@@ -103,16 +98,9 @@ def opaque_sites(plan: Plan) -> Iterator[Diagnostic]:
         if product.site.opaque and rule is not None and product.bits:
             sites_of.setdefault(rule, {})[product.site] = None
     for index, sites in sites_of.items():
-        first = next(iter(sites))
-        place = f" ({first.place})" if first.place else ""
-        more = count_others(len(sites))
-        yield Diagnostic(
-            code="opaque-site",
-            message=f"the GEMM '{first.name}'{place} cannot be changed: it is inside {first.opaque}{more}",
-            span=plan.policy.rules[index].span,
-            help=suggest_recipe(plan, index, sites, "keep"),
-            sites=name_sites(sites),
-        )
+        first, help = next(iter(sites)), suggest_recipe(plan, index, sites, "keep")
+        message = f"the GEMM {_name(first)} cannot be changed: it is inside {first.opaque}"
+        yield _report("opaque-site", plan.policy.rules[index], sites, message, help)
 
 
 def opaque_indices(plan: Plan) -> Iterator[Diagnostic]:
@@ -199,25 +187,29 @@ def unknown_blocks(plan: Plan) -> Iterator[Diagnostic]:
 def uncertain_kinds(plan: Plan) -> Iterator[Diagnostic]:
     """Rules whose condition depends on the uncertain kind of a GEMM, unless a later rule decides about it anyway."""
     uncertain = [site for site in plan.sites if site.kind.possible]
+    decided = {site.address: _last_certain_rules(plan, site) for site in uncertain}
     for index, rule in enumerate(plan.policy.rules):
-        later = [r for r in plan.policy.rules[index + 1 :] if not r.when]
         sites = [
             site
             for site in uncertain
-            if None in _match(rule, site)
-            if not any(_match(other, site, rule.products) == {True} for other in later)
+            if any(index > decided[site.address][gemm] for gemm in rule.products)
+            and None in _match(rule, site)
         ]
         if sites:
-            first = sites[0]
-            place = f" ({first.place})" if first.place and first.place not in first.name else ""
-            yield Diagnostic(
-                code="opaque-kind",
-                message=f"policyc cannot tell whether '{first.name}'{place} is {' or '.join(first.kind.possible)}: "
-                f"{first.kind.reason}{count_others(len(sites))}",
-                span=rule.span,
-                help=f"add a rule after it: {write_rules(sites, 'keep')}",
-                sites=name_sites(sites),
+            message = (
+                f"policyc cannot tell whether {_name(sites[0])} is {' or '.join(sites[0].kind.possible)}: "
             )
+            help = f"add a rule after it: {write_rules(sites, 'keep')}"
+            yield _report("opaque-kind", rule, sites, message + sites[0].kind.reason, help)
+
+
+def _last_certain_rules(plan: Plan, site: Site) -> dict[Gemm, int]:
+    """For each product of a site: the last rule that certainly matches it in every layer and step; -1 if none."""
+    rules = [(index, rule) for index, rule in enumerate(plan.policy.rules) if not rule.when]
+    return {
+        gemm: max((index for index, rule in rules if _match(rule, site, {gemm}) == {True}), default=-1)
+        for gemm in Gemm
+    }
 
 
 def _match(rule: Rule, site: Site, products: Collection[Gemm] = ()) -> set[bool | None]:
@@ -292,16 +284,20 @@ def _two_readings(site: Site, patterns: Sequence[Selector]) -> str:
 
 
 def _opaque_index(rule: Rule, sites: Sequence[Site], reason: str, help: str) -> Diagnostic:
-    first = sites[0]
-    place = f" ({first.place})" if first.place else ""
-    more = f"; and {len(sites) - 1} more" if len(sites) > 1 else ""
-    return Diagnostic(
-        code="opaque-index",
-        message=f"policyc cannot tell which layer of '{first.name}'{place} this is: {reason}{more}",
-        span=rule.span,
-        help=help,
-        sites=name_sites(sites),
-    )
+    message = f"policyc cannot tell which layer of {_name(sites[0])} this is: {reason}"
+    return _report("opaque-index", rule, sites, message, help)
+
+
+def _name(site: Site) -> str:
+    """The name of a site, and its place in the program unless the name has it."""
+    place = f" ({site.place})" if site.place and site.place not in site.name else ""
+    return f"'{site.name}'{place}"
+
+
+def _report(code: str, rule: Rule, sites: Collection[Site], message: str, help: str) -> Diagnostic:
+    """A finding about sites of a rule. The message is about the first of them."""
+    more = count_others(len(sites))
+    return Diagnostic(code=code, message=message + more, span=rule.span, help=help, sites=name_sites(sites))
 
 
 def inseparable_layers(plan: Plan) -> Iterator[Diagnostic]:

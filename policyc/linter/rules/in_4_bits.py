@@ -1,4 +1,4 @@
-"""Rules against 4 bits at the sites that 4 bits harm most: attention scores, embedding, head, router, last blocks.
+"""Rules against few bits at the sites that they harm most: attention scores, embedding, head, router, last blocks.
 
 Without a program, they look up which rule of the policy decides a site with one of the names that models commonly give
 to each kind. With a program, they look at the kinds of its sites.
@@ -59,37 +59,39 @@ def attention_scores_in_4_bits(context: Context) -> Iterable[Diagnostic]:
           layers[-4:] -> bf16
     Good: attention.* where weight -> nvfp4(sr=grad)
           layers[-4:] -> bf16
-    Without a program: this check relies on kinds in `where` and on common names, which your model may not use.
+    Without a program: this check relies on kinds in `where` and on common names.
     """
     return _check("scores", context)
 
 
-def embedding_in_4_bits(context: Context) -> Iterable[Diagnostic]:
-    """Warning: The embedding is in 4 bits.
+def quantized_embedding(context: Context) -> Iterable[Diagnostic]:
+    """Warning: A rule quantizes the embedding.
 
     Some models look up tokens by a GEMM with one-hot rows. A rule for all sites matches this GEMM too. The GEMM takes
-    almost no time, and every token passes through it. Add a rule that keeps the embedding in high precision.
+    almost no time, and every token passes through it. Add a rule that keeps the embedding in high precision. It is
+    recognized by its one-hot operand or by its name.
 
     Bad:  embed_tokens -> nvfp4(sr=grad)
           layers[-4:] -> bf16
     Good: embed_tokens -> bf16
-    Without a program: this check relies on kinds in `where` and on common names, which your model may not use.
+    Without a program: this check is for 4 bits only, and relies on kinds in `where` and on common names.
     """
-    return _check("embedding", context)
+    return _check("embedding", context, max_bits=8)
 
 
-def head_in_4_bits(context: Context) -> Iterable[Diagnostic]:
-    """Warning: The output head is in 4 bits.
+def quantized_head(context: Context) -> Iterable[Diagnostic]:
+    """Warning: A rule quantizes the output head.
 
-    The logits feed the loss directly. All published recipes keep the head in high precision. Add a rule that does the
-    same.
+    The head computes the logits, and its errors go directly into the loss. It is a few percent of the FLOPs. All
+    published recipes keep it in high precision. Add a rule that does the same. It is recognized by its name, by a
+    weight that it shares with the embedding, or as the last and widest GEMM of the loss.
 
     Bad:  lm_head -> nvfp4(sr=grad)
           layers[-4:] -> bf16
     Good: lm_head -> bf16
-    Without a program: this check relies on kinds in `where` and on common names, which your model may not use.
+    Without a program: this check is for 4 bits only, and relies on kinds in `where` and on common names.
     """
-    return _check("head", context)
+    return _check("head", context, max_bits=8)
 
 
 def router_in_4_bits(context: Context) -> Iterable[Diagnostic]:
@@ -103,15 +105,15 @@ def router_in_4_bits(context: Context) -> Iterable[Diagnostic]:
     Good: moe.* -> nvfp4(sr=grad)
           * where router -> bf16
           * where layer >= -4 -> bf16
-    Without a program: this check relies on kinds in `where` and on common names, which your model may not use.
+    Without a program: this check relies on kinds in `where` and on common names.
     """
     return _check("router", context)
 
 
-def _check(kind: str, context: Context) -> Iterator[Diagnostic]:
-    """Looks for rules that put sites of a kind in 4 bits. Scores are products without a weight."""
+def _check(kind: str, context: Context, max_bits: int = 4) -> Iterator[Diagnostic]:
+    """Looks for rules that quantize sites of a kind. Scores are products without a weight."""
     if context.plan is not None:
-        yield from _check_program(kind, context, context.plan)
+        yield from _check_program(kind, context, context.plan, max_bits)
         return
     noun = "score products of attention" if kind == "scores" else kind
     for rule, name in _find_rules_in_4_bits(kind, context):
@@ -119,7 +121,7 @@ def _check(kind: str, context: Context) -> Iterator[Diagnostic]:
         yield Diagnostic(span=rule.span, message=message, help=_suggest(kind, rule))
 
 
-def _check_program(kind: str, context: Context, plan: Plan) -> Iterator[Diagnostic]:
+def _check_program(kind: str, context: Context, plan: Plan, max_bits: int) -> Iterator[Diagnostic]:
     """Checks the sites of the program instead of common names."""
     from policyc.compiler.planning.plan_checks import suggest_recipe  # loads JAX
     from policyc.linter import products
@@ -127,11 +129,11 @@ def _check_program(kind: str, context: Context, plan: Plan) -> Iterator[Diagnost
     def is_sensitive(site: Site) -> bool:
         return site.weight is None if kind == "scores" else site.kind.name == kind
 
-    for index, sites in products.find_quantizing_rules(context, is_sensitive, products.FOUR_BITS):
+    for index, sites in products.find_quantizing_rules(context, is_sensitive, max_bits):
         noun, help = "products without a parameter", _suggest_weight(plan.policy.rules[index])
         if kind != "scores":
             noun, help = kind, suggest_recipe(plan, index, sites, "bf16", f"* where {kind} -> bf16")
-        message = f"this rule puts the {noun} ('{sites[0].name}') in 4 bits"
+        message = f"this rule quantizes the {noun} ('{sites[0].name}')"
         yield products.report_rule(plan, index, sites, message, help)
 
 
@@ -187,7 +189,7 @@ def everything_in_4_bits(context: Context) -> Iterable[Diagnostic]:
 
     Bad:  * -> nvfp4
     Good: * where (mlp or attention) and layer < -4 -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)
-    Instead of: attention-scores-in-4-bits, embedding-in-4-bits, head-in-4-bits, nearest-rounded-gradient,
+    Instead of: attention-scores-in-4-bits, quantized-embedding, quantized-head, nearest-rounded-gradient,
           no-high-precision-tail, router-in-4-bits
     Without a program: this is one finding. With one, or if other rules follow, each kind that is still in 4 bits has
           a finding of its own.

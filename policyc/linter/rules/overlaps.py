@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from policyc.language.diagnostics import Diagnostic, Fix, Note
 from policyc.linter.context import Context
-from policyc.linter.fixes import find_sibling, move_statement, remove_statement
+from policyc.linter.fixes import remove_statement
 from policyc.linter.wider import ResolvedRule
 
 
@@ -40,22 +40,18 @@ def redundant_rule(context: Context) -> Iterable[Diagnostic]:
         )
 
 
-_MOVE = "move it below the rule that overrides it"
-
-
 def shadowed_rule(context: Context) -> Iterable[Diagnostic]:
     """Warning: A later rule overrides a rule on every site, so it has no effect.
 
     Later rules override earlier ones. A rule that is overridden everywhere is often an exception that was written too
     early. Move it below the rule that overrides it, or remove it.
 
-    The later rule has the same selector or a wider one, whose names occur in a row in the selector of this rule. Its
-    slices, condition and phase are the same, or absent. Only single rules are compared: several later rules may
-    override a rule together. With a program, `overridden-rule` finds every rule that decides nothing.
+    The later rule has the same selector or a wider one, whose names occur in a row in the selector of this rule. This
+    rule has its slices and all terms of its condition and phase. Only single rules are compared: several later rules
+    may override a rule together. With a program, `overridden-rule` finds every rule that decides nothing.
 
-    `--fix` removes the rule only if the later rule names the same recipe, and if it has no `expect`, which still
-    counts sites. Otherwise the rule may be there for a reason: `--unsafe-fixes` moves it below the later rule. If
-    that would leave the later rule without effect, it removes the rule.
+    `--fix` removes the rule if the later rule names the same recipe. If it also has an `expect`, which still counts
+    sites, `--unsafe-fixes` does.
 
     Bad:  layers[-4:].mlp.* -> bf16
           mlp.* -> fp8
@@ -69,25 +65,13 @@ def shadowed_rule(context: Context) -> Iterable[Diagnostic]:
             yield Diagnostic(
                 span=rule.rule.span,
                 message="this rule has no effect: a later rule overrides it on every site",
-                help="remove it" if says_the_same else f"{_MOVE}, or remove it",
-                notes=(Note(later.rule.span, f"this rule sets {later.rule.recipe}"),),
-                fix=_removal(rule, safe=rule.rule.expect is None)
+                help="remove it"
                 if says_the_same
-                else _move_or_remove(context, rule, later),
+                else "move it below the rule that overrides it, or remove it",
+                notes=(Note(later.rule.span, f"this rule sets {later.rule.recipe}"),),
+                fix=_removal(rule, safe=rule.rule.expect is None) if says_the_same else None,
             )
 
 
 def _removal(rule: ResolvedRule, *, safe: bool) -> Fix:
     return Fix(message="remove the rule", edits=(remove_statement(rule.rule.span),), safe=safe)
-
-
-def _move_or_remove(context: Context, rule: ResolvedRule, later: ResolvedRule) -> Fix | None:
-    """Returns the fix that moves a rule, or removes it if it would override the later one entirely.
-
-    None if the rule cannot be moved without its block.
-    """
-    if context.is_wider(rule, later):
-        return _removal(rule, safe=False)
-    after = find_sibling(context.file.statements, rule.rule.span, later.rule.span)
-    edits = () if after is None else move_statement(rule.rule.span, after)
-    return Fix(message=_MOVE, edits=edits, safe=False) if edits else None

@@ -132,8 +132,8 @@ def unmatched_rule(context: Context) -> Iterable[Diagnostic]:
     """Warning: A rule matches no site of the model.
 
     A misspelled name, or a name that another framework uses, matches nothing, and the sites that the rule was written
-    for stay as they are. Correct the name: the message suggests real paths of the program. If a rule is meant for
-    other models, write `expect 0`.
+    for stay as they are. Correct the name: the message suggests the nearest ones, and `policyc sites` lists all. If a
+    rule is meant for other models, write `expect 0`.
 
     A rule that quantizes to 8 bits or fewer is an error, and so is one that protects layers by index from rules that
     quantize, such as `layers[-4:].* -> bf16`: `policyc apply` refuses to run them. Any other rule is a warning. The

@@ -1,8 +1,8 @@
-"""Sites whose precision a rule for many sites should not lower: fp32 products, the embedding, the output head."""
+"""Products that a program computes in fp32 on purpose."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import jax.numpy as jnp
 from jax.lax import Precision
@@ -12,7 +12,7 @@ from policyc.compiler.planning.plan_checks import suggest_recipe
 from policyc.compiler.sites.site import Site
 from policyc.language.diagnostics import Diagnostic
 from policyc.linter.context import Context
-from policyc.linter.products import EIGHT_BITS, find_quantizing_rules, quantized_products, report_rule
+from policyc.linter.products import quantized_products, report_rule
 
 
 def lowered_fp32_product(context: Context) -> Iterable[Diagnostic]:
@@ -80,43 +80,3 @@ def _precision(plan: Plan, site: Site) -> int:
         return 0
     precision = plan.sites.equation(site).eqn.params.get("precision")
     return 2 if precision in (Precision.HIGHEST, (Precision.HIGHEST, Precision.HIGHEST)) else 1
-
-
-def quantized_embedding(context: Context) -> Iterable[Diagnostic]:
-    """Warning: A rule quantizes the embedding of this model to 8 bits.
-
-    Some models look up tokens by a GEMM with one-hot rows. A broad rule matches this GEMM too. The GEMM takes almost
-    no time, and every token passes through it. Add a rule that keeps it.
-
-    The embedding is recognized by its one-hot operand or by its name. In 4 bits, the finding is
-    `embedding-in-4-bits`.
-
-    Bad:  * -> fp8
-    Good: * -> fp8
-          *embed* -> keep
-    """
-    return _check_in_8_bits("embedding", "embedding", context)
-
-
-def quantized_head(context: Context) -> Iterable[Diagnostic]:
-    """Warning: A rule quantizes the output head of this model to 8 bits.
-
-    The head computes the logits from the last hidden state. It is a few percent of the FLOPs, and its errors go
-    directly into the loss. Published recipes keep it in high precision. Add a rule that keeps it.
-
-    The head is recognized by its name, by a weight that it shares with the embedding, or as the last and widest GEMM
-    of the loss. In 4 bits, the finding is `head-in-4-bits`.
-
-    Bad:  * -> fp8
-    Good: * -> fp8
-          lm_head -> keep
-    """
-    return _check_in_8_bits("head", "output head", context)
-
-
-def _check_in_8_bits(kind: str, noun: str, context: Context) -> Iterator[Diagnostic]:
-    """Yields a finding for each rule that quantizes sites of a kind to 5 to 8 bits. 4 bits have codes of their own."""
-    for rule, sites in find_quantizing_rules(context, lambda site: site.kind.name == kind, EIGHT_BITS):
-        message = f"this rule quantizes the {noun} ('{sites[0].name}')"
-        plan = context.program_plan
-        yield report_rule(plan, rule, sites, message, suggest_recipe(plan, rule, sites, "keep"))
