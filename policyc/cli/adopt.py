@@ -8,7 +8,6 @@ import re
 import click
 
 from policyc.cli.common import print_or_write
-from policyc.cli.estimate import trace_modelled_step
 from policyc.cli.options import (
     FiniteRange,
     ProgramCommand,
@@ -23,7 +22,7 @@ from policyc.cli.options import (
     program_argument,
     step_options,
 )
-from policyc.cli.program import exit_on_error, parse_execution
+from policyc.cli.program import exit_on_error, parse_execution, trace_modelled_step
 
 _COUNT = re.compile(r"([0-9.]+(?:e[0-9]+)?)([kmbt]?)", re.IGNORECASE)
 _MULTIPLES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}

@@ -28,7 +28,7 @@ from policyc.cli.options import (
     step_options,
     vs_option,
 )
-from policyc.cli.program import exit_on_error, fail_if_refused, parse_execution, trace_step
+from policyc.cli.program import exit_on_error, fail_if_refused, parse_execution, trace_modelled_step
 
 if TYPE_CHECKING:
     from policyc.compiler.matching.execution import ExecutionOptions
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from policyc.hardware.mesh import MeshShape
     from policyc.hardware.step_cost import Estimate
     from policyc.hardware.training_step import TrainingStep
-    from policyc.language.policy import Policy
 
 EVERYTHING_ELSE = (
     "everything else: waits, gaps and low clocks, a fixed share of the step, fitted to published runs "
@@ -186,34 +185,6 @@ def _read_compiled(
             )
         compiled[report.policy] = report
     return compiled
-
-
-def trace_modelled_step(
-    policy: Policy, program: tuple[str, ...], mesh: MeshShape, step: StepOptions, execution: ExecutionOptions
-) -> TrainingStep:
-    """Plans a step for the cost model, and prints what that leaves out. Raises ValueError if it cannot be priced."""
-    from policyc.compiler.tables.plan_tables import other_products, uncertain_repeats
-    from policyc.hardware.mesh import check_modelled
-
-    check_modelled(mesh)
-    if not step.config and mesh.tensor * mesh.context > 1:
-        raise ValueError(
-            f"a program can use the axes data and fsdp only, not {mesh}: the traffic of other axes is not known"
-        )
-    traced = trace_step(policy, program, step, execution)
-    if step.config:
-        return traced
-    for line in uncertain_repeats(traced.plan):
-        click.echo(f"note: {line}", err=True)
-    for line in other_products(traced.plan):
-        click.echo(f"note: not in the estimate: {line}", err=True)
-    rows = max(site.batch * site.m for site in traced.plan.sites)
-    if rows < mesh.batch_shards:
-        raise ValueError(
-            f"{mesh.batch_shards} devices are too many for the {rows} rows of the largest GEMM: use at most "
-            f"--devices {rows}"
-        )
-    return traced
 
 
 def _estimate_checkpoint(

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from policyc.compiler.planning.plan import Plan
     from policyc.compiler.session import Session
     from policyc.experiments.program import Program
+    from policyc.hardware.mesh import MeshShape
     from policyc.hardware.training_step import TrainingStep
     from policyc.language.diagnostics import Diagnostic
     from policyc.language.policy import Policy
@@ -178,6 +179,34 @@ def trace_step(
         return llama_step.plan_step(policy, step.config, step.mesh_shape(), step.sizes(), execution)
     step.reject_for_program("batch", "sequence", "gather")
     return step.of_program(plan_program(policy, words, execution))
+
+
+def trace_modelled_step(
+    policy: Policy, program: tuple[str, ...], mesh: MeshShape, step: StepOptions, execution: ExecutionOptions
+) -> TrainingStep:
+    """Plans a step for the cost model, and prints what that leaves out. Raises ValueError if it cannot be priced."""
+    from policyc.compiler.tables.plan_tables import other_products, uncertain_repeats
+    from policyc.hardware.mesh import check_modelled
+
+    check_modelled(mesh)
+    if not step.config and mesh.tensor * mesh.context > 1:
+        raise ValueError(
+            f"a program can use the axes data and fsdp only, not {mesh}: the traffic of other axes is not known"
+        )
+    traced = trace_step(policy, program, step, execution)
+    if step.config:
+        return traced
+    for line in uncertain_repeats(traced.plan):
+        click.echo(f"note: {line}", err=True)
+    for line in other_products(traced.plan):
+        click.echo(f"note: not in the estimate: {line}", err=True)
+    rows = max(site.batch * site.m for site in traced.plan.sites)
+    if rows < mesh.batch_shards:
+        raise ValueError(
+            f"{mesh.batch_shards} devices are too many for the {rows} rows of the largest GEMM: use at most "
+            f"--devices {rows}"
+        )
+    return traced
 
 
 def fail_if_refused(*plans: Plan) -> None:

@@ -309,3 +309,15 @@ def test_what_cudnn_cannot_do_under_a_mask_is_refused(settings: dict[str, Any], 
         partition.check_masked_attention(config, run)
     partition.check_masked_attention(dataclasses.replace(config, attention="xla"), run)
     partition.check_masked_attention(config, dataclasses.replace(run, document_mask=False))
+
+
+def test_a_head_is_rotated_as_complex_numbers_are() -> None:
+    """Counterclockwise: its first half are the real parts, as in the published weights."""
+    x = np.random.default_rng(0).standard_normal((1, 5, 2, CONFIG.head_dim)).astype(np.float32)
+    positions = np.arange(5)[None]
+    a, b = np.split(x, 2, axis=-1)
+    frequency = CONFIG.rope_theta ** -(np.arange(CONFIG.head_dim // 2) / (CONFIG.head_dim // 2))
+    turned = (a + 1j * b) * np.exp(1j * positions[..., None, None] * frequency)
+    rotated = llama.rotate(jnp.asarray(x), llama.rotary(CONFIG, jnp.asarray(positions)))
+    expected = np.concatenate([turned.real, turned.imag], axis=-1)
+    np.testing.assert_allclose(rotated, expected, rtol=1e-5, atol=1e-5)  # float32
