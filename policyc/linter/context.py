@@ -96,7 +96,7 @@ class Context:
         self.codes = codes
         self.policy: Policy = loaded.policy
         self.file: PolicyFile = loaded.file
-        self.suppressions = Suppressions(loaded.file)
+        self.suppressions: Suppressions = Suppressions(loaded.file)
         self._deciding: dict[object, ResolvedRule | None] = {}
 
     @property

@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from policyc.compiler.planning.plan import make_plan
@@ -109,3 +111,18 @@ def test_no_kind_is_wrong_and_the_documentation_says_how_many_are_certain() -> N
         f"The kinds of the other {counts['left open']} are left open"
     )
     assert sentence in " ".join(PAGE.read_text(encoding="utf-8").split())
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize(("kept", "is_refused"), [("p[0]", True), ("p where layer < 1", True), ("p", False)])
+def test_a_rule_decides_an_open_kind_only_in_the_layers_that_it_matches(kept: str, is_refused: bool) -> None:
+    def loss(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        def block(h: jax.Array, p: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+            return h + jax.nn.silu(jnp.cumsum(h @ p["p"], 0)) @ p["q"], None
+
+        return jax.lax.scan(block, x, params)[0].sum()
+
+    weights = {name: jax.ShapeDtypeStruct((3, 16, 16), "float32") for name in "pq"}
+    policy = f"* where mlp -> fp8; q -> keep; {kept} -> keep"
+    plan = make_plan(parse(policy), find_sites(loss, weights, jax.ShapeDtypeStruct((8, 16), "float32")))
+    assert bool(list(uncertain_kinds(plan))) == is_refused

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grain
 import numpy as np
@@ -51,7 +51,16 @@ def describe_files(files: list[Path]) -> str:
     return f"{len(files)} files of {total} bytes, ends {digest.hexdigest()[:16]}"
 
 
-class Documents(grain.IterDataset):  # type: ignore[misc]
+if TYPE_CHECKING:  # grain has no types
+
+    class _Dataset: ...
+
+    class _Iterator(Iterator[Any]): ...
+else:
+    _Dataset, _Iterator = grain.IterDataset, grain.DatasetIterator
+
+
+class Documents(_Dataset):
     """The texts of a stream in UTF-8, epoch after epoch. Rows without text are skipped, up to a limit per epoch.
 
     The seed shuffles the files. Without a seed they are ordered by name.
@@ -88,7 +97,7 @@ class Documents(grain.IterDataset):  # type: ignore[misc]
         return _DocumentIterator(self)
 
 
-class _DocumentIterator(grain.DatasetIterator):  # type: ignore[misc]
+class _DocumentIterator(_Iterator):
     def __init__(self, source: Documents) -> None:
         super().__init__()
         self._source, self._dataset = source, open_dataset(source.spec, source.files)

@@ -78,7 +78,8 @@ class LocalExecutor:
     """
 
     def __init__(self, out: Path, jobs: int, gpu_groups: Sequence[str] = ()) -> None:
-        self.slots, self._folder = jobs, out / JOBS_FOLDER
+        self.slots: int = jobs
+        self._folder = out / JOBS_FOLDER
         self._gpu_groups = tuple(gpu_groups)
         self._jobs: dict[Path, submitit.Job[Any]] = {}
         self._gpus: dict[Path, str] = {}

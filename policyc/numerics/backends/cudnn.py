@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 from unittest import mock
@@ -40,11 +40,14 @@ _ATOM_ROWS, _ATOM_BLOCKS = 128, 4
 class CudnnGroups(Emulation):
     """cuDNN's GEMMs over groups of rows. Operands are quantized by the emulation."""
 
-    multiplies_values, runs_anywhere, only_ragged = False, False, True
-    fallback, batched_by = "xla", "emulate"
-    needs_devices = True
-    moves_groups = True
-    calls = MappingProxyType({"nvfp4": "CuteDSLRT_NvJaxCutlassCall_v2"})
+    multiplies_values: bool = False
+    runs_anywhere: bool = False
+    only_ragged: bool = True
+    fallback: str = "xla"
+    batched_by: str = "emulate"
+    needs_devices: bool = True
+    moves_groups: bool = True
+    calls: Mapping[str, str] = MappingProxyType({"nvfp4": "CuteDSLRT_NvJaxCutlassCall_v2"})
 
     def is_candidate(self, query: GemmQuery) -> bool:
         return query.ragged

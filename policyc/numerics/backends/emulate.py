@@ -47,7 +47,8 @@ from policyc.numerics.quantize.reference.values import (
 class Emulation(Backend):
     """The emulation, which runs every GEMM."""
 
-    runs_anywhere, multiplies_values = True, True
+    runs_anywhere: bool = True
+    multiplies_values: bool = True
 
     def is_candidate(self, query: GemmQuery) -> bool:
         del query

@@ -52,15 +52,17 @@ _FALLBACK_REMEDY = "other backends run it"
 class TransformerEngineBackend(Emulation):
     """Transformer Engine. Where there is no CUDA, it is the emulation."""
 
-    runs_anywhere, multiplies_values = False, False
-    fallback, batched_by = "xla", "xla"
-    needs_devices = True
-    quantizes_stacks = True
-    has_own_stream = True
-    gathers_tile_scales = True
-    calls = MappingProxyType({"nvfp4": "te_gemm_v2_ffi"})
+    runs_anywhere: bool = False
+    multiplies_values: bool = False
+    fallback: str = "xla"
+    batched_by: str = "xla"
+    needs_devices: bool = True
+    quantizes_stacks: bool = True
+    has_own_stream: bool = True
+    gathers_tile_scales: bool = True
+    calls: Mapping[str, str] = MappingProxyType({"nvfp4": "te_gemm_v2_ffi"})
     # From Transformer Engine's own profile on a B300 (benchmarks.calibration).
-    quantizer_slowdown = 1.1
+    quantizer_slowdown: float | None = 1.1
 
     def is_candidate(self, query: GemmQuery) -> bool:
         """Its kernels read less than XLA's."""

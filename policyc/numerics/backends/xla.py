@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
@@ -203,11 +203,11 @@ _PROVEN_CONTRACTION = 32
 class Xla(Emulation):
     """XLA. It quantizes as the emulation does."""
 
-    multiplies_values = False
-    needs_devices = True
-    pairs_rows = True
-    scales_results = True
-    calls = MappingProxyType(
+    multiplies_values: bool = False
+    needs_devices: bool = True
+    pairs_rows: bool = True
+    scales_results: bool = True
+    calls: Mapping[str, str] = MappingProxyType(
         {
             "fp8": "__cublas$lt$matmul$f8",
             "mxfp8": "__cudnn$blockScaledDot",
