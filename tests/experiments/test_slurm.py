@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -131,7 +132,7 @@ def test_a_job_has_the_resources_and_can_be_requeued(cluster, tmp_path):
         assert f"#SBATCH --{words}\n" in script
     assert "trap : TERM\n" in script
     assert (
-        f"--kill-on-bad-exit=1 {sys.executable} -P -u -m submitit.core._submit {tmp_path / '.jobs'}\n"
+        f"--kill-on-bad-exit=1 {shlex.quote(sys.executable)} -P -u -m submitit.core._submit {tmp_path / '.jobs'}\n"
         in script
     )
 

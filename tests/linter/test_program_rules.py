@@ -100,6 +100,7 @@ def test_findings_in_the_model(name):
     plan = make_plan(loaded.policy, model_plan().sites)
     found = lint_loaded(loaded, {name.removesuffix("-near")}, plan)
     text = "".join(f"{render(diagnostic)}\n\n" for diagnostic in found)
+    text = text.replace(f"{Path(__file__).parent}{os.sep}", "")
     text = re.sub(r"[^\s(]*test_program_rules\.py:\d+", "model.py:N", text)
     expected = TEXTS / f"{name}.txt"
     if os.environ.get("UPDATE_SNAPSHOTS"):

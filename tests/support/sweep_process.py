@@ -14,6 +14,8 @@ from tests.support.command import python_path
 from tests.support.quick_options import quick_environment
 
 _START = """
+import signal
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 from policyc.__main__ import main
 from policyc.experiments.sweep import engine, slurm
 engine._POLL_SECONDS, slurm._POLL_SECONDS = 0.1, 0.3

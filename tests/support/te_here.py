@@ -13,6 +13,7 @@ from policyc.numerics.quantize import Quantized, Request
 
 class TransformerEngineHere(TransformerEngineBackend):
     batched_by = ""
+    runs_anywhere = True
 
     def quantize(self, x: Any, requests: Sequence[Request], context: LoweringContext) -> list[Quantized]:
         return super().quantize(x, requests, replace(context, platform="cuda"))
