@@ -103,7 +103,7 @@ def find_names(tokens: Sequence[Token]) -> Iterator[Name]:
     for statement in split_statements(tokens):
         keyword = find_keyword(statement)
         if keyword in ("recipe", "group", "variant") and len(statement) > 1 and statement[1].is_word:
-            yield Name(keyword, statement[1].text, statement[1].start, True)  # type: ignore[arg-type]
+            yield Name(keyword, statement[1].text, statement[1].start, True)  # type: ignore[arg-type]  # one of three
         elif not keyword:
             yield from _find_groups(statement)
         context = Context()

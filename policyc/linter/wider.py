@@ -25,7 +25,7 @@ _MAX_TERMS = 4  # of a condition whose subsets are all looked up; of longer ones
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResolvedRule:
-    """A rule with its patterns, and its recipe under each variant; `None` is no variant."""
+    """A rule with its patterns, and its recipe by variant. The key None is the policy without a variant."""
 
     rule: Rule
     index: int

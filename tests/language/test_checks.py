@@ -39,7 +39,7 @@ def fixed(diagnostic: Diagnostic) -> str:
         # a variant is checked against the recipes it redefines
         ("recipe a = b; recipe b = bf16; variant v { recipe b = fp8 }", []),
         ("recipe a = b; recipe b = bf16; variant v { recipe b = a }", [("recipe-cycle", "b")]),
-        # recipes that share another are no cycle
+        # a diamond of references is not a cycle
         ("recipe a = split(fprop=b, dgrad=c); recipe b = d; recipe c = d; recipe d = bf16", []),
     ],
 )

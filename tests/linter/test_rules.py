@@ -82,7 +82,7 @@ def test_the_bad_examples_that_need_files(tmp_path: Path) -> None:
 @each_rule
 def test_a_rule_has_a_text_with_its_fault_and_a_near_one_without(rule: LintRule) -> None:
     if not rule.module:
-        return  # reported by the parser, whose texts are elsewhere, or by the compiler
+        return  # reported by the parser or the compiler, which have their own tests
     folder = PROGRAMS if rule.needs_program else TEXTS
     found = (folder / f"{rule.code}.txt").read_text(encoding="utf-8")
     findings = set(re.findall(r"^\S+: (\w+)\[([\w-]+)\]: ", found, re.MULTILINE))

@@ -244,7 +244,7 @@ def parts_of_document(text: str) -> list[str]:
 
 
 def test_rows_of_whole_documents_have_each_document_and_resume_where_they_were(tmp_path: Path) -> None:
-    """Of arrays and of streams. A document is in one row, unless it fits into none."""
+    """For arrays and streams: a document is split only if it is longer than a row."""
     texts = ["abcdefghijklmnopqrstuvwxyz"[i % 20 : i % 20 + 3 + 7 * i % 22] for i in range(40)]
     documents = [[*text.encode(), 256] for text in texts]
     expected = Counter(part for text in texts for part in parts_of_document(text + "|"))

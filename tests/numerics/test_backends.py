@@ -475,6 +475,6 @@ def test_require_native_rejects_emulation() -> None:
 
 def test_unknown_names_are_errors_with_a_suggestion() -> None:
     with pytest.raises(ValueError, match="no backend named 'xlaa': did you mean 'xla'"):
-        policyc.plan(VENDOR, loss, *arguments(), backend="xlaa")  # type: ignore[arg-type]
+        policyc.plan(VENDOR, loss, *arguments(), backend="xlaa")  # type: ignore[arg-type]  # not a backend
     with pytest.raises(ValueError, match="no target named 'gb20': did you mean 'gb200'"):
         policyc.plan(VENDOR, loss, *arguments(), target="gb20")  # type: ignore[arg-type]

@@ -94,12 +94,12 @@ def _why_doubtful(
     if len({any(use.branches for use in block) for block in blocks}) > 1:
         return _MIXED
     counts = Counter(use.weight for use in itertools.chain(*blocks))
-    elsewhere = {use.weight for use in others}
+    outside = {use.weight for use in others}
     of_lists = {_forms(block) for block in blocks if _is_listed(block, lists)}
     for block in blocks:
         if any(counts[u.weight] > 1 and u.has_own_data and u.block and u.block.number for u in block):
             return _STEPS
-        alone = (u.weight not in lists and counts[u.weight] == 1 and u.weight not in elsewhere for u in block)
+        alone = (u.weight not in lists and counts[u.weight] == 1 and u.weight not in outside for u in block)
         if any(alone) if _is_listed(block, lists) else of_lists and _forms(block) not in of_lists:
             return _ODD
         if all(use.weight in inner for use in block) and any(

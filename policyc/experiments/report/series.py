@@ -156,7 +156,7 @@ def elapsed_seconds(runs: Sequence[RunData], axis: Axis) -> Column:
 def count_loss_spikes(losses: Column) -> int:
     """Steps more than LOSS_SPIKE robust standard deviations above the median of the steps before them."""
     values, windows, medians = _windows_before(losses)
-    is_above = values > medians  # the others are no spikes, whatever their spread
+    is_above = values > medians  # a spike is above the median, whatever the spread
     values, windows, medians = values[is_above], windows[is_above], medians[is_above]
     spread = _MAD_TO_DEVIATION * np.median(np.abs(windows - medians[:, None]), axis=1)
     return int(np.sum(values > medians + LOSS_SPIKE * spread))

@@ -41,10 +41,9 @@ def judge_end(run: Run, code: int, stop_signal: int | None, log_start: int = 0) 
     return RunEnd(state="failed", reason=lost or f"the program ended at step {step} of {run.steps}")
 
 
-def describe_lost_metrics(run: Run) -> str:
+def describe_lost_metrics(metrics: MetricsReader, steps: int | None) -> str:
     """Describes what the metrics of a finished run have lost since it ended; empty if nothing."""
-    metrics = MetricsReader(run.folder / METRICS_FILE)
-    return metrics.describe_lost_lines(run.steps) if metrics.losses else "its metrics are lost"
+    return metrics.describe_lost_lines(steps) if metrics.losses else "its metrics are lost"
 
 
 def judge_without_exit_code(run: Run, explanation: str = "") -> RunEnd:

@@ -113,7 +113,7 @@ class PlanningJob:
             print_traceback(error)
             code = 1
         for stream in (1, 2):
-            os.dup2(0, stream)  # what submitit says is no output of the program
+            os.dup2(0, stream)  # submitit's messages do not belong in the log
         return f"ended with code {code}"
 
     def _prepare(self) -> None:

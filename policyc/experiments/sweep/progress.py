@@ -49,11 +49,11 @@ def track_runs(runs: Sequence[Run]) -> list[TrackedRun]:
     tracked = []
     for run in runs:
         status = RunStatus.read(run.folder)
+        metrics = MetricsReader(run.folder / METRICS_FILE)
         progress: Progress = "waiting"
         if status is not None and (status.state == "finished" or status.diverged):
-            lost = status.state == "finished" and describe_lost_metrics(run)
+            lost = status.state == "finished" and describe_lost_metrics(metrics, run.steps)
             progress = "waiting" if lost else status.state
-        metrics = MetricsReader(run.folder / METRICS_FILE)
         tracked.append(TrackedRun(run=run, progress=progress, metrics=metrics, status=status))
     return tracked
 

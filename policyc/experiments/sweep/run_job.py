@@ -28,7 +28,7 @@ from submitit.core.utils import DelayedSubmission
 
 from policyc.experiments.sweep.judge import EXIT_PREEMPTED, describe_lost_metrics, judge_end
 from policyc.experiments.sweep.locks import hold_lock
-from policyc.experiments.sweep.metrics import convert_metrics
+from policyc.experiments.sweep.metrics import MetricsReader, convert_metrics
 from policyc.experiments.sweep.run import LOG_FILE, METRICS_FILE, Run, RunEnd, RunStatus
 
 GRACE_VARIABLE = "POLICYC_STOP_GRACE"
@@ -73,8 +73,10 @@ class RunJob:
             _die_with_parent()
         run.folder.mkdir(parents=True, exist_ok=True)
         status = RunStatus.read(run.folder)
-        if status is not None and status.state == "finished" and not describe_lost_metrics(run):
-            return
+        if status is not None and status.state == "finished":
+            metrics = MetricsReader(run.folder / METRICS_FILE)
+            if not describe_lost_metrics(metrics, run.steps):
+                return
         for number in _STOP_SIGNALS:
             signal.signal(number, self._note_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)

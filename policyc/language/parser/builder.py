@@ -39,11 +39,11 @@ class StatementParser(ConditionBuilder):
 
     def statement(self, tokens: Sequence[Token]) -> Statement | None:
         """The statement that these tokens are; None if it has errors."""
-        return self._read(tokens, "statement")  # type: ignore[no-any-return]
+        return self._read(tokens, "statement")  # type: ignore[no-any-return]  # lark returns Any
 
     def header(self, tokens: Sequence[Token]) -> StepCondition | str | None:
         """What a block starts with: a condition, or the name of a variant. None if it has errors."""
-        return self._read(tokens, "header")  # type: ignore[no-any-return]
+        return self._read(tokens, "header")  # type: ignore[no-any-return]  # lark returns Any
 
     def _read(self, tokens: Sequence[Token], start: Literal["statement", "header"]) -> Any:
         before, deepest = len(self.diagnostics), find_deepest(tokens)

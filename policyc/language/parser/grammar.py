@@ -35,7 +35,7 @@ _SHOWN = {
     "MORE_PRODUCTS": "','",
 }  # fmt: skip
 _OPTIONAL = {"PERCENT", "ANCHOR", "AND", "OR", "NOT", "COMPARE"}
-"""Terminals that a message lists only if there are no others."""
+"""Terminals that a message lists only as a last resort."""
 
 
 class _Terminals(Lexer):

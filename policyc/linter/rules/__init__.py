@@ -5,8 +5,7 @@ these fields: a `Bad` and a `Good` policy; `Instead of`, the codes of effects th
 about the same text; `Without a program`, how its findings differ without one.
 
 The modules of `program` check what a policy does to a program. The text of the modules is read, because importing
-them would import JAX. The texts are the pages of codes that are reported elsewhere: when a policy is read, when its
-suppressions are checked, or when a loss is compiled.
+them would import JAX. The Markdown files have the pages of codes that the parser, `lint` and the compiler report.
 """
 
 from __future__ import annotations
