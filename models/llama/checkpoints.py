@@ -317,6 +317,20 @@ class Checkpoints:
             raise ConfigError(f"{what} ({self.folder}): {reason}\n{remedy}") from error
 
 
+def read_checkpoint(path: Path, abstract_state: Any) -> tuple[dict[str, Any], Any]:
+    """What a checkpoint says of its run, and its state. Writes nothing. Raises ConfigError if it cannot be read."""
+    try:
+        with _classify_errors(path):
+            about = _read_about(path)
+            handler = ocp.StandardCheckpointHandler()
+            state = handler.restore(path.resolve() / "state", args=ocp.args.StandardRestore(abstract_state))
+    except DamagedCheckpointError as error:
+        raise ConfigError(f"checkpoint {path} is damaged: {error}; choose another one") from None
+    if hash_state(state) != about["state"]:
+        raise ConfigError(f"checkpoint {path} is damaged: {NOT_WRITTEN}; choose another one")
+    return about, state
+
+
 def check_new(folder: Path) -> None:
     """Raises ConfigError if a folder without a checkpoint has traces of a run: a new run would bury them."""
     damaged, metrics = folder / "damaged_checkpoints", folder / "metrics.jsonl"

@@ -1,0 +1,212 @@
+"""The linears of a model as a server stores them: each layer of each weight GEMM, derived from the parameters."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from policyc.compiler.matching.decisions import Phase
+from policyc.compiler.planning.plan import Decision, Plan
+from policyc.compiler.sites.site import Site
+from policyc.compiler.sites.stacks import Layer
+from policyc.jaxcore.jaxprs import reading as jaxprs
+from policyc.language.recipes import Gemm, Recipe, Role
+from policyc.language.selectors import DottedPath
+from policyc.numerics.measure import measure_operand
+from policyc.numerics.quantize.reference.blocks import bound_of
+from policyc.serving.formats import BLOCK, BOUNDS, Array, StoredLinear, group_names
+from policyc.serving.servable import find_obstacle, served_format
+
+Names: TypeAlias = Mapping[str, str]
+"""The name of the tensor in the file for each parameter: `model.layers.{layer}.mlp.up_proj.weight` for
+`layers.mlp.up_proj`, the path without indices. `{layer}` is the index of the layer, `{expert}` that of the expert."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """A weight GEMM in one layer and, if it has experts, of one expert.
+
+    Attributes:
+      module: its name in the file, without `.weight`.
+      path: the parameter without indices, as in `stats.jsonl`.
+      layer: the index of the layer; None if there is none.
+      load: returns the weight, [N, K], as the GEMM reads it in training.
+    """
+
+    module: str
+    path: str
+    layer: int | None
+    site: Site
+    decision: Decision
+    load: Callable[[], Array]
+
+    @property
+    def format(self) -> str:
+        """The format of its codes; empty if it is stored as it is."""
+        return served_format(self.decision.recipe)
+
+
+def find_linears(params: Any, plan: Plan, phase: Phase, names: Names) -> list[Linear]:
+    """The linears of a plan in a phase of its schedule.
+
+    `params` are the parameters that the loss was traced with: arrays, or their shapes if no weight is loaded. Raises
+    ValueError for everything that cannot be exported, with the edit of the policy that would do.
+    """
+    leaves = jax.tree.leaves(params)
+    check_names(plan, leaves, names)
+    faults: dict[str, list[str]] = {}
+    found: dict[str, Linear] = {}
+    decisions = plan.decisions(phase)
+    for site in (s for s in plan.sites if s.weight is not None and not s.has_one_hot):
+        for layer in site.layers():
+            decision = decisions[site.address, layer]
+            for linear in _linears_of(site, layer, decision, plan, leaves, names, faults):
+                other = found.setdefault(linear.module, linear)
+                if other.decision.recipe != decision.recipe:
+                    faults.setdefault("it is used twice, under different recipes: give both the same", []).append(linear.module)
+            if obstacle := find_obstacle(decision.recipe, site.k):
+                faults.setdefault(obstacle, []).append(_label(site, layer))
+    for site in (s for s in plan.sites if s.weight is None):
+        for layer in site.layers():
+            if served_format(decisions[site.address, layer].recipe):
+                text = "a product of two activations is quantized, and servers compute it in bf16: write keep"
+                faults.setdefault(text, []).append(_label(site, layer))
+    if faults:
+        lines = (f"{group_names(dict.fromkeys(where))}: {what}" for what, where in faults.items())
+        raise ValueError("this cannot be exported:\n  " + "\n  ".join(lines))
+    return list(found.values())
+
+
+def _label(site: Site, layer: Layer) -> str:
+    return ".".join(map(str, site.layer_path(site.stack_indices(layer)))) or site.name
+
+
+def check_names(plan: Plan, leaves: Sequence[Any], names: Names) -> None:
+    """Raises ValueError if the parameters are not those of the plan, or if `names` does not name each."""
+    paths = plan.sites.parameters
+    if len(paths) != len(leaves):
+        raise ValueError(f"the plan has {len(paths)} parameters, and {len(leaves)} were given: use those that the loss "
+                         "was traced with")  # fmt: skip
+    known = {key_of(path) for path in paths}
+    if missing := sorted(known - set(names)):
+        raise ValueError(f"names has no tensor for {group_names(missing)}")
+    if unknown := sorted(set(names) - known):
+        raise ValueError(f"names has {group_names(unknown)}, which no parameter is called: "
+                         f"there are {group_names(sorted(known))}")  # fmt: skip
+
+
+def key_of(path: DottedPath) -> str:
+    """The key of a parameter in `names`."""
+    return ".".join(segment.text for segment in path)
+
+
+def _linears_of(
+    site: Site, layer: Layer, decision: Decision, plan: Plan, leaves: Sequence[Any], names: Names, faults: dict[str, list[str]]
+) -> Iterator[Linear]:  # fmt: skip
+    path = site.layer_path(site.stack_indices(layer))
+    equation = plan.sites.equation(site)
+    key = key_of(path)
+    if equation.origin is None or key not in names:
+        if served_format(decision.recipe):
+            text = "the weight is computed from parameters, not one of them: keep it, or export the merged weights"
+            faults.setdefault(text, []).append(_label(site, layer))
+        return
+    if key in map(key_of, plan.sites.looked_up):
+        if served_format(decision.recipe):
+            text = "the embedding has the same weight, and servers store it once, in bf16: keep the head"
+            faults.setdefault(text, []).append(_label(site, layer))
+        return
+    indices = [segment.index for segment in path if segment.index is not None]
+    experts = site.weight_shape[0] if site.is_ragged or site.batch_dims else 0
+    fields = {name for _, name, _, _ in string.Formatter().parse(names[key]) if name}
+    if ("expert" in fields) != bool(experts) or ("layer" in fields) > bool(indices):
+        raise ValueError(f"names: '{names[key]}' for {key} must have {{expert}} if its GEMM has experts, which it "
+                         f"{'has' if experts else 'has not'}, and {{layer}} only in a stack of layers")  # fmt: skip
+    index = indices[0] if indices else None
+    for expert in range(experts or 1):
+        tensor = names[key].format(layer=index, expert=expert)
+
+        def load(expert: int | None = expert if experts else None) -> Array:
+            weight = derive_weight(plan, site, layer, leaves)
+            return weight if expert is None else np.asarray(weight[expert])
+
+        yield Linear(
+            module=tensor.removesuffix(".weight"), path=key, layer=index, site=site, decision=decision, load=load
+        )
+
+
+def derive_weight(plan: Plan, site: Site, layer: Layer, leaves: Sequence[Any]) -> Array:
+    """The weight of a site in a layer as its GEMM reads it, [N, K], or [experts, N, K]: casts and slices included."""
+    equation = plan.sites.equation(site)
+    assert equation.origin is not None
+    indices = site.stack_indices(layer)
+    value: Any = jnp.asarray(leaves[equation.origin.input])
+    for step in equation.origin.steps:
+        if isinstance(step, tuple):
+            value = value[indices[step]]
+        else:
+            (value,) = jaxprs.bind_at(step, value)
+    if site.is_ragged:
+        return np.asarray(value).swapaxes(-1, -2)
+    side = 0 if site.weight == "lhs" else 1
+    contracted, batch = (dims[side] for dims in equation.eqn.params["dimension_numbers"])
+    free = [i for i in range(value.ndim) if i not in (*contracted, *batch)]
+    ordered = np.asarray(value).transpose([*batch, *free, *contracted])
+    lead = [value.shape[i] for i in batch]
+    return ordered.reshape(*lead, -1, int(np.prod([value.shape[i] for i in contracted])))
+
+
+# ---- quantizing
+
+
+def quantize_linears(weights: Sequence[Array], decision: Decision) -> list[StoredLinear]:
+    """Quantizes weights under one outer scale, as their forward GEMM does.
+
+    Weights that share a scale are quantized as one tensor, with whole tiles between them.
+    """
+    recipe = decision.applied_recipe
+    treatment = recipe.treatment(Gemm.FPROP, Role.WEIGHT)
+    padded = [np.pad(w, [(0, -len(w) % BLOCK if treatment.tile2d else 0), (0, 0)]) for w in weights]
+    measured = measure_operand(np.concatenate(padded), _unshared(recipe), Gemm.FPROP, Role.WEIGHT)
+    amax = np.float32(measured.amax.reshape(-1)[0])
+    if not np.isfinite(amax):
+        raise ValueError("the weights are not finite: export an earlier checkpoint")
+    bound = np.float32(bound_of(treatment))
+    outer = amax / bound if amax else 1 / bound  # a scale of 0 has no reciprocal
+    stored, start = [], 0
+    for weight, block in zip(weights, padded, strict=True):
+        rows = slice(start, start + len(weight))
+        stored.append(
+            StoredLinear(
+                format=treatment.format,
+                codes=measured.packed[rows],
+                scales=measured.scales[rows] if measured.scales.size else None,
+                outer=outer,
+            )
+        )
+        start += len(block)
+    return stored
+
+
+def _unshared(recipe: Recipe) -> Recipe:
+    return Recipe(tuple(replace(t, outer="tensor") if t.outer == "shared" else t for t in recipe.treatments))
+
+
+def input_scale(format: str, amax: float) -> np.float32:
+    """The outer scale of an activation whose largest magnitude is known."""
+    return np.float32(np.float32(amax) / np.float32(BOUNDS[format]))
+
+
+def plain_tensor(leaf: Any, dtype: str) -> Array:
+    """A parameter that is not quantized, as it is stored."""
+    return np.ascontiguousarray(np.asarray(leaf).astype(_DTYPES[dtype]))
+
+
+_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
