@@ -22,7 +22,9 @@ class ExportOptions:
     """What is exported, and how."""
 
     policy: str | None = option(
-        metavar="POLICY[:VARIANT]", show_default="that of the run", help="The policy that the model was trained under."
+        metavar="POLICY[:VARIANT]",
+        show_default="that of the run",
+        help="The policy that the model was trained under.",
     )
     file_format: str = option(
         "--format",
@@ -77,7 +79,9 @@ def export(source: str, options: ExportOptions) -> None:
             stats=options.stats,
             phase=read.phase(plan),
             exact=options.exact,
-            about={"source": source, "step": read.step, "steps": read.run.steps} if read.step else {"source": source},
+            about={"source": source, "step": read.step, "steps": read.run.steps}
+            if read.step
+            else {"source": source},
         )
     if written.changes:
         print_note(f"{len(written.changes)} linears have other codes than in training, because servers give fused "
@@ -93,7 +97,9 @@ def choose_policy(source: LlamaSource, name: str | None) -> Policy:
     """The named policy, or that of the run. Prints a note if they differ. Raises ValueError if there is neither."""
     if name is None:
         if source.policy is None:
-            raise ValueError(f"'{source.folder}' does not say under which policy it was trained: name it with --policy")
+            raise ValueError(
+                f"'{source.folder}' does not say under which policy it was trained: name it with --policy"
+            )
         return source.policy
     policy = load_policy(name)
     if source.policy is not None and source.policy.sha256 != policy.sha256:

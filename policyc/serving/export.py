@@ -50,21 +50,17 @@ FormatName = Literal["compressed-tensors", "modelopt"]
 class Change:
     """A linear whose stored codes are not those of training, because a server runs it with others as one.
 
-    `codes` and `scales` are the fractions that differ. `difference` is the norm of the difference of the values over
-    the norm of those of training.
+    `codes` is the fraction of codes that differ. `difference` is the norm of the difference of the values over the norm
+    of those of training.
     """
 
     module: str
     served: str
     codes: float
-    scales: float
     difference: float
 
     def __str__(self) -> str:
-        return (
-            f"{self.module}: {100 * self.codes:.2f} % of the codes and {100 * self.scales:.1f} % of the scales differ, "
-            f"{100 * self.difference:.2f} % of the norm"
-        )
+        return f"{self.module}: {100 * self.codes:.2f} % of the codes differ, the values by {100 * self.difference:.2f} %"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,15 +212,14 @@ def _quantize_all(
 def _compare(module: str, served: str, trained: StoredLinear, stored: StoredLinear) -> Change | None:
     is_fp4 = trained.scales is not None and stored.scales is not None
     codes = [x.nibbles() if is_fp4 else x.codes for x in (trained, stored)]
-    scales = float(np.mean(trained.scales != stored.scales)) if is_fp4 else 0.0
-    if trained.outer == stored.outer and not scales and (codes[0] == codes[1]).all():
+    same_scales = not is_fp4 or np.array_equal(trained.scales, stored.scales)  # type: ignore[arg-type]
+    if trained.outer == stored.outer and same_scales and np.array_equal(codes[0], codes[1]):
         return None
     a, b = trained.values().astype(np.float64), stored.values().astype(np.float64)
     return Change(
         module=module,
         served=served,
         codes=float(np.mean(codes[0] != codes[1])),
-        scales=scales,
         difference=float(np.linalg.norm(a - b) / (np.linalg.norm(a) or 1)),
     )
 
@@ -285,7 +280,9 @@ def _plain_tensors(
                 continue
             axes = [axis for axis, size in stacks if axis < leaf.ndim and leaf.shape[axis] == size]
             if not axes:
-                raise ValueError(f"names: {key} has no axis with the layers of the model's GEMMs: leave out {{layer}}")
+                raise ValueError(
+                    f"names: {key} has no axis with the layers of the model's GEMMs: leave out {{layer}}"
+                )
             for layer in range(leaf.shape[axes[0]]):
                 yield names[key].format(layer=layer), plain_tensor(np.take(leaf, layer, axes[0]), dtype)
 

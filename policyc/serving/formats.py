@@ -50,11 +50,13 @@ class StoredLinear:
         """Codes times block scales, which fp32 holds exactly."""
         if self.scales is None:
             return self.codes.view(E4M3).astype(np.float32)
-        scales = self.scales.view(E4M3).astype(np.float32)
-        return E2M1_VALUES[self.nibbles()] * np.repeat(scales, BLOCK, axis=1)
+        values: npt.NDArray[np.float32] = E2M1_VALUES[self.nibbles()]
+        values *= np.repeat(self.scales.view(E4M3).astype(np.float32), BLOCK, axis=1)
+        return values
 
     def values(self) -> npt.NDArray[np.float32]:
-        return self.block_values() * self.outer
+        values: npt.NDArray[np.float32] = self.block_values() * self.outer
+        return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +79,12 @@ class FileFormat:
         """The tensors of a linear by name."""
         codes, outer, input_outer = self.suffixes(linear.format)
         is_fp4 = linear.scales is not None
-        scale = lambda s: np.full(  # noqa: E731
-            self.scale_shape, np.float32(1) / s if is_fp4 and self.is_reciprocal else s, np.float32
-        )
+
+        def scale(outer: np.float32) -> Array:
+            return np.full(
+                self.scale_shape, 1 / outer if is_fp4 and self.is_reciprocal else outer, np.float32
+            )
+
         tensors: dict[str, Array] = {codes: linear.codes if is_fp4 else linear.codes.view(E4M3)}
         if linear.scales is not None:
             tensors["weight_scale"] = linear.scales.view(E4M3)
@@ -99,7 +104,9 @@ class FileFormat:
             return None
         scales = f"{module}.weight_scale" if format == "nvfp4" else None
         if missing := [name for name in (scales, outer) if name and name not in names]:
-            raise ValueError(f"it has {codes.removeprefix(module + '.')} but no {missing[0].rpartition('.')[2]}")
+            raise ValueError(
+                f"it has {codes.removeprefix(module + '.')} but no {missing[0].rpartition('.')[2]}"
+            )
 
         def outer_scale(name: str) -> np.float32:
             value = load(name)
@@ -162,9 +169,11 @@ def describe_quantization(
     file_format: FileFormat, linears: Mapping[str, Scheme], ignored: Iterable[str], version: str
 ) -> dict[str, Any]:
     """The `quantization_config` of config.json. `ignored` are the modules that are linears and not quantized."""
-    schemes = {scheme: [m for m, s in linears.items() if s == scheme] for scheme in sorted(set(linears.values()))}
+    schemes = {
+        scheme: [m for m, s in linears.items() if s == scheme] for scheme in sorted(set(linears.values()))
+    }
     is_mixed = len(schemes) > 1
-    groups = {
+    groups: dict[str, dict[str, Any]] = {
         f"group_{number}": {
             "targets": modules if is_mixed else ["Linear"],
             "weights": _WEIGHTS[scheme[0]],
@@ -173,7 +182,11 @@ def describe_quantization(
         }
         for number, (scheme, modules) in enumerate(schemes.items())
     }
-    about: dict[str, Any] = {"quant_method": file_format.name, "config_groups": groups, "ignore": sorted(ignored)}
+    about: dict[str, Any] = {
+        "quant_method": file_format.name,
+        "config_groups": groups,
+        "ignore": sorted(ignored),
+    }
     if file_format is COMPRESSED_TENSORS:
         for group, (format, _) in zip(groups.values(), schemes, strict=True):
             group["format"] = _LAYOUTS[format]
@@ -181,7 +194,11 @@ def describe_quantization(
         return {**about, "format": layout, "quantization_status": "compressed", "kv_cache_scheme": None}
     names = {scheme: name for name, scheme in ALGORITHMS.items()}
     about |= {"quant_algo": "MIXED_PRECISION" if is_mixed else names[next(iter(schemes))]}
-    about |= {"group_size": BLOCK, "kv_cache_scheme": None, "producer": {"name": "policyc", "version": version}}
+    about |= {
+        "group_size": BLOCK,
+        "kv_cache_scheme": None,
+        "producer": {"name": "policyc", "version": version},
+    }
     if is_mixed:
         about["quantized_layers"] = {
             module: {"quant_algo": names[scheme]} | ({"group_size": BLOCK} if scheme[0] == "nvfp4" else {})

@@ -69,8 +69,11 @@ def find_linears(params: Any, plan: Plan, phase: Phase, names: Names) -> list[Li
             decision = decisions[site.address, layer]
             for linear in _linears_of(site, layer, decision, plan, leaves, names, faults):
                 other = found.setdefault(linear.module, linear)
+                if other.path != linear.path:
+                    raise ValueError(f"names gives {other.path} and {linear.path} the tensor {linear.module}.weight")
                 if other.decision.recipe != decision.recipe:
-                    faults.setdefault("it is used twice, under different recipes: give both the same", []).append(linear.module)
+                    text = "it is used twice, under different recipes: give both the same"
+                    faults.setdefault(text, []).append(linear.module)
             if obstacle := find_obstacle(decision.recipe, site.k):
                 faults.setdefault(obstacle, []).append(_label(site, layer))
     for site in (s for s in plan.sites if s.weight is None):
@@ -114,9 +117,9 @@ def _linears_of(
     equation = plan.sites.equation(site)
     key = key_of(path)
     if equation.origin is None or key not in names:
-        if served_format(decision.recipe):
-            text = "the weight is computed from parameters, not one of them: keep it, or export the merged weights"
-            faults.setdefault(text, []).append(_label(site, layer))
+        ragged = "its ragged product reads the weights of all experts, which export cannot derive yet"
+        merged = "the weight is computed from parameters, not one of them: export the merged weights"
+        faults.setdefault(ragged if site.is_ragged else merged, []).append(_label(site, layer))
         return
     if key in map(key_of, plan.sites.looked_up):
         if served_format(decision.recipe):
@@ -124,7 +127,7 @@ def _linears_of(
             faults.setdefault(text, []).append(_label(site, layer))
         return
     indices = [segment.index for segment in path if segment.index is not None]
-    experts = site.weight_shape[0] if site.is_ragged or site.batch_dims else 0
+    experts = site.weight_shape[site.batch_dims[0]] if site.batch_dims else 0
     fields = {name for _, name, _, _ in string.Formatter().parse(names[key]) if name}
     if ("expert" in fields) != bool(experts) or ("layer" in fields) > bool(indices):
         raise ValueError(f"names: '{names[key]}' for {key} must have {{expert}} if its GEMM has experts, which it "
@@ -138,7 +141,12 @@ def _linears_of(
             return weight if expert is None else np.asarray(weight[expert])
 
         yield Linear(
-            module=tensor.removesuffix(".weight"), path=key, layer=index, site=site, decision=decision, load=load
+            module=tensor.removesuffix(".weight"),
+            path=key,
+            layer=index,
+            site=site,
+            decision=decision,
+            load=load,
         )
 
 
@@ -153,8 +161,6 @@ def derive_weight(plan: Plan, site: Site, layer: Layer, leaves: Sequence[Any]) -
             value = value[indices[step]]
         else:
             (value,) = jaxprs.bind_at(step, value)
-    if site.is_ragged:
-        return np.asarray(value).swapaxes(-1, -2)
     side = 0 if site.weight == "lhs" else 1
     contracted, batch = (dims[side] for dims in equation.eqn.params["dimension_numbers"])
     free = [i for i in range(value.ndim) if i not in (*contracted, *batch)]

@@ -14,8 +14,8 @@ import numpy as np
 
 from policyc.base.files import explain_unreadable, read_json
 from policyc.compiler.matching.decisions import Phase
-from policyc.compiler.pipeline import LossCall, plan_loss
 from policyc.compiler.matching.execution import ExecutionOptions
+from policyc.compiler.pipeline import LossCall, plan_loss
 from policyc.compiler.planning.plan import Plan
 from policyc.compiler.planning.plan_checks import check_plan
 from policyc.hardware.llama_step import abstract_arguments
@@ -53,7 +53,9 @@ class LlamaSource:
         config = dataclasses.replace(self.model, attention="xla", loss_chunks=1, remat="none")
         rows = max(1, self.run.batch // self.run.accumulate)
         arguments = abstract_arguments(config, rows, self.run.sequence)
-        call = LossCall(fn=lambda params, batch: llama.loss(params, batch, config), args=arguments, param_argnums=(0,))
+        call = LossCall(
+            fn=lambda params, batch: llama.loss(params, batch, config), args=arguments, param_argnums=(0,)
+        )
         plan = plan_loss(policy, call, ExecutionOptions(backend="emulate")).plan
         list(check_plan(plan))  # raises if the policy cannot be applied
         return plan
@@ -62,9 +64,16 @@ class LlamaSource:
         """The phase of the schedule at the checkpoint; the last one for a Hugging Face folder."""
         return plan.phase(self.step - 1, self.run.steps) if self.step else plan.phases[-1]
 
+    def abstract_params(self) -> Any:
+        """The shapes of the parameters."""
+        return abstract_arguments(self.model, 1, 1)[0]
+
     def load(self) -> Any:
         """The parameters, on the first device."""
-        mesh = partition.make_mesh(self.model, dataclasses.replace(RunConfig(), data_axis=1))
+        shape = (1,) * len(partition.AXES)
+        axis_types = (jax.sharding.AxisType.Auto,) * len(shape)
+        device = np.array(jax.devices()[:1]).reshape(shape)
+        mesh = jax.sharding.Mesh(device, partition.AXES, axis_types=axis_types)
         if not self.step:
             from policyc.models.llama.weights import load_safetensors
 
@@ -118,13 +127,15 @@ def read_source(folder: Path, step: int | None = None) -> LlamaSource:
 def _read_run(folder: Path, step: int | None) -> LlamaSource:
     with explain_unreadable(folder / "run.json", "policyc train"):
         settings = read_json(folder / "run.json")["settings"]
-        model, run = (
-            kind(**{f.name: settings[f.name] for f in dataclasses.fields(kind) if f.name in settings})
-            for kind in (ModelConfig, RunConfig)
-        )
+        model = ModelConfig(**{f.name: settings[f.name] for f in dataclasses.fields(ModelConfig)})
+        run = RunConfig(**{f.name: settings[f.name] for f in dataclasses.fields(RunConfig)})
     if run.seeds is not None:
-        raise ValueError(f"'{folder}' was trained with --seeds: export its weights with --export-every, and name that folder")
-    steps = sorted(int(p.name) for p in (folder / "checkpoints").glob("*") if p.name.isdigit() and p.name != "0")
+        raise ValueError(
+            f"'{folder}' was trained with --seeds: export its weights with --export-every, and name that folder"
+        )
+    steps = sorted(
+        int(p.name) for p in (folder / "checkpoints").glob("*") if p.name.isdigit() and p.name != "0"
+    )
     if not steps:
         raise ValueError(f"'{folder}' has no checkpoint: train with --checkpoint-every")
     if step is not None and step not in steps:

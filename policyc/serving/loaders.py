@@ -77,7 +77,9 @@ def _find_for_modelopt(config: Mapping[str, Any], modules: Sequence[str]) -> dic
         elif algorithm == "MIXED_PRECISION":
             names = {layers.get(part, {}).get("quant_algo", "").upper() for part in parts}
         if len(names) > 1:
-            raise LoadError(f"{served} would have several formats: {', '.join(sorted(n or 'none' for n in names))}")
+            raise LoadError(
+                f"{served} would have several formats: {', '.join(sorted(n or 'none' for n in names))}"
+            )
         found |= dict.fromkeys(parts, ALGORITHMS[name][0] if (name := names.pop()) in ALGORITHMS else "")
     return found
 
@@ -92,7 +94,9 @@ def excludes(ignore: Sequence[str], served: str, parts: Sequence[str]) -> bool:
     """
     listed = [part in ignore for part in parts]
     if any(listed) and not all(listed):
-        raise LoadError(f"the list of excluded modules has a part of {served} only: all of it must have one format")
+        raise LoadError(
+            f"the list of excluded modules has a part of {served} only: all of it must have one format"
+        )
     return all(listed) or any(entry in served or fnmatchcase(served, entry) for entry in ignore)
 
 
@@ -111,6 +115,9 @@ def _find_for_compressed_tensors(config: Mapping[str, Any], modules: Sequence[st
     return found
 
 
+_FORMATS = {("float", 4): "nvfp4", ("float", 8): "fp8"}
+
+
 def _format_of(config: Mapping[str, Any], module: str) -> str:
     """The format of the first group that names a linear, by its name or as a `Linear`."""
     groups: Iterable[Mapping[str, Any]] = config.get("config_groups", {}).values()
@@ -119,7 +126,7 @@ def _format_of(config: Mapping[str, Any], module: str) -> str:
             targets = group.get("targets", ())
             if "Linear" in targets if is_class else _matches(module, targets):
                 weights = group.get("weights") or {}
-                return {4: "nvfp4", 8: "fp8"}.get(weights.get("num_bits"), "") if weights.get("type") == "float" else "?"
+                return _FORMATS.get((str(weights.get("type")), weights.get("num_bits", 0)), "another format")
     return ""
 
 
