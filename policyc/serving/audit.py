@@ -142,8 +142,10 @@ def _open_tensors(folder: Path) -> tuple[list[str], Callable[[str], Array]]:
     for file in sorted(folder.glob("*.safetensors")):
         with explain_unreadable(file, "safetensors"), file.open("rb") as stream:
             start = 8 + int.from_bytes(stream.read(8), "little")
-            header = parse_json(stream.read(start - 8))
             size = file.stat().st_size
+            if start > size:
+                raise ValueError("truncated")
+            header = parse_json(stream.read(start - 8))
             for name, about in header.items():
                 if name != "__metadata__":
                     shape, (first, last) = about["shape"], about["data_offsets"]

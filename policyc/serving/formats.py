@@ -48,9 +48,11 @@ class StoredLinear:
 
     def block_values(self) -> npt.NDArray[np.float32]:
         """Codes times block scales, which fp32 holds exactly."""
+        values: npt.NDArray[np.float32]
         if self.scales is None:
-            return self.codes.view(E4M3).astype(np.float32)
-        values: npt.NDArray[np.float32] = E2M1_VALUES[self.nibbles()]
+            values = self.codes.view(E4M3).astype(np.float32)
+            return values
+        values = E2M1_VALUES[self.nibbles()]
         values *= np.repeat(self.scales.view(E4M3).astype(np.float32), BLOCK, axis=1)
         return values
 

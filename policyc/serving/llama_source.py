@@ -106,17 +106,12 @@ def read_source(folder: Path, step: int | None = None) -> LlamaSource:
         raise ValueError(f"'{folder}' is neither a run (run.json) nor a Hugging Face folder (config.json)")
     if step is not None:
         raise ValueError("--step is for a run, which has several checkpoints")
-    from policyc.models.llama.configs import ConfigError
     from policyc.models.llama.weights import read_config
 
-    try:
-        model = read_config(folder)
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
     return LlamaSource(
         folder=folder,
         checkpoint=folder,
-        model=model,
+        model=read_config(folder),
         run=RunConfig(batch=1, sequence=_HF_SEQUENCE),
         policy=None,
         step=0,
