@@ -11,7 +11,9 @@ import click
 
 from policyc.cli.common import (
     EXIT_FAILURE,
+    EXIT_USAGE,
     ExampleCommand,
+    exit_with_message,
     explain_missing_package,
     load_policy,
     print_or_write,
@@ -46,7 +48,7 @@ class AuditOptions:
     cls=ExampleCommand,
     examples="""
     policyc audit served                                   any ModelOpt or compressed-tensors checkpoint
-    policyc audit served --policy llama_nvfp4              and whether it follows the policy (Llama and Mixtral)
+    policyc audit served --policy llama_nvfp4              and whether it follows the policy (Llama)
     policyc audit served --run runs/a                      and how its weights differ from those of the run
     policyc audit served --run Llama-3-8B --policy te_nvfp4 --format json
     """,
@@ -65,7 +67,11 @@ def audit(checkpoint: str, options: AuditOptions) -> None:
     with exit_on_error(), explain_missing_package("train"):
         from policyc.serving import audit as auditing
 
-        result = auditing.audit(Path(checkpoint), _reference(checkpoint, options))
+        reference = _reference(checkpoint, options)
+        try:
+            result = auditing.audit(Path(checkpoint), reference)
+        except ValueError as error:
+            exit_with_message(str(error), EXIT_USAGE)
     render = auditing.as_json if options.output_format == "json" else auditing.as_text
     print_or_write(render(result), options.out)
     if result.findings:

@@ -53,12 +53,12 @@ class ExportOptions:
 @click.argument("source", metavar="RUN|HF_FOLDER", type=click.Path(exists=True, file_okay=False))
 @collect_options(ExportOptions, "options")
 def export(source: str, options: ExportOptions) -> None:
-    """Write a Llama as inference servers read it, with the codes that it was trained with.
+    """Write a Llama as inference servers read it.
 
-    Servers run q, k, v and gate, up as one linear each, with one outer scale. Where the policy does not train with it
-    (outer=shared), these weights are quantized again, and the change of each is printed. A recipe that no server has
-    is an error that names the edit of the policy. The folder appears once it is complete. It has policyc.json, which
-    says how it was made.
+    The codes are those of training, to the bit. But servers run q, k, v and gate, up as one linear each, with one outer
+    scale: where training used several, these weights are quantized again, and what that changes is printed. A recipe
+    that no server has is an error that names the edit of the policy. The folder appears once it is complete. It has
+    policyc.json, which says how it was made.
     """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     with exit_on_error(), explain_missing_package("train"):

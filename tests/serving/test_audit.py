@@ -193,8 +193,9 @@ def test_the_exit_code_is_for_ci(folders: dict[str, Path], tmp_path: Path) -> No
     other = run_policyc("audit", served, "--policy", "te_nvfp4", "--format", "json")
     assert other.code == 1
     assert {f["code"] for f in json.loads(other.out)["findings"]} == {"policy-disagrees"}
+    result = run_policyc("audit", run)
+    assert result.code == 2 and "is not quantized" in result.err
     for arguments, message in (
-        (["audit", run], "is not quantized"),
         (["audit", served, "--run", run], "name it with --policy"),
         (["export", run, "--out", tmp_path / "a"], "name it with --policy"),
         (["export", served, "--policy", "fp8", "--out", tmp_path / "a"], "does not use: is it a Llama?"),
