@@ -59,8 +59,8 @@ _MODULES = {
 
 __all__ = [
     "Diagnostic", "Diff", "Findings", "Plan", "Policy", "PolicyError", "Rule", "Session", "Span", "active", "apply",
-    "current_policy", "diff", "export", "lint", "load", "observe", "parse", "plan", "rounding_step", "set_output_dir", "set_step",
-    "should_observe", "stats", "use_compile_cache",
+    "current_policy", "diff", "export", "lint", "load", "observe", "parse", "plan", "rounding_step", "set_output_dir",
+    "set_step", "should_observe", "stats", "use_compile_cache",
 ]  # fmt: skip
 
 

@@ -36,7 +36,7 @@ class AuditOptions:
     )
     run: str | None = option(
         metavar="RUN|HF_FOLDER",
-        type=click.Path(exists=True, file_okay=False),
+        type=click.Path(file_okay=False),
         help="The master weights: a run of the bundled trainer, or a folder in the Hugging Face layout.",
     )
     step: int | None = number("Step of the checkpoint of --run.", show_default="the last one")
@@ -53,15 +53,16 @@ class AuditOptions:
     policyc audit served --run Llama-3-8B --policy te_nvfp4 --format json
     """,
 )
-@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False))
+@click.argument("checkpoint", type=click.Path(file_okay=False))
 @collect_options(AuditOptions, "options")
 def audit(checkpoint: str, options: AuditOptions) -> None:
     """Say what a served checkpoint really holds.
 
-    For each linear: its format, its blocks, what the loaders of servers take it for, blocks that are lost (dead) or have
-    the largest scale (saturated). With --run, also the difference to the weights (error) and the share of codes that
-    are not those of training (changed). Reads ModelOpt and compressed-tensors files of any quantizer. Exits with 1 if
-    there are findings, 2 if the checkpoint cannot be read.
+    For each linear: its format, its blocks, what the loaders of servers take it for, blocks that are lost (dead) or
+    have the largest scale (saturated). With --run, also the difference to the weights (error) and the share of codes
+    that are not those of training (changed). Reads ModelOpt and compressed-tensors files of any quantizer.
+
+    Exits with 1 if there are findings, 2 if the checkpoint cannot be read.
     """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     with exit_on_error(), explain_missing_package("train"):

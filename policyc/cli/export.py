@@ -35,8 +35,8 @@ class ExportOptions:
     out: str = path_option(metavar="DIR", required=True, help="Folder to create.")
     stats: str | None = path_option(
         metavar="FILE",
-        help="stats.jsonl of the run (train --stats-every): static scales for activations. Without it, NVFP4 weights are "
-        "served with BF16 activations.",
+        help="stats.jsonl of the run (train --stats-every): static scales for activations. Without it, NVFP4 weights "
+        "are served with BF16 activations.",
     )
     step: int | None = number("Step of the checkpoint of a run.", show_default="the last one")
     exact: bool = switch("Fail if a code would differ from training.")
@@ -50,7 +50,7 @@ class ExportOptions:
     policyc export Llama-3-8B --policy te_nvfp4 --format modelopt --out served
     """,
 )
-@click.argument("source", metavar="RUN|HF_FOLDER", type=click.Path(exists=True, file_okay=False))
+@click.argument("source", metavar="RUN|HF_FOLDER", type=click.Path(file_okay=False))
 @collect_options(ExportOptions, "options")
 def export(source: str, options: ExportOptions) -> None:
     """Write a Llama as inference servers read it.
@@ -85,7 +85,7 @@ def export(source: str, options: ExportOptions) -> None:
         )
     if written.changes:
         print_note(f"{len(written.changes)} linears have other codes than in training, because servers give fused "
-                   "linears one outer scale; outer=shared trains what is served")  # fmt: skip
+                   "linears one outer scale")  # fmt: skip
         for change in written.changes:
             click.echo(f"  {change}", err=True)
     for label, count in written.counts.items():

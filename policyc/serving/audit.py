@@ -339,13 +339,13 @@ def _compare_all(
 ) -> Iterator[AuditedLinear]:
     """The rows with differences to the policy and the weights. Appends what disagrees."""
     by_name = {linear.module: linear for linear in reference.linears}
-    for missing in sorted(set(by_name) - set(stored)):
-        faults.append(("missing-linear", missing, "the policy has it, and the file does not"))
     found = {row.module: row for row in rows}
-    for module in sorted(set(found) - set(by_name)):
-        faults.append(("unknown-linear", module, "the file has it, and the model does not"))
-    for served, modules in fuse(m for m in by_name if m in found).items():
-        del served
+    missing, unknown = sorted(set(by_name) - set(stored)), sorted(set(found) - set(by_name))
+    faults.extend(
+        ("missing-linear", module, "the policy has it, and the file does not") for module in missing
+    )
+    faults.extend(("unknown-linear", module, "the file has it, and the model does not") for module in unknown)
+    for modules in fuse(m for m in by_name if m in found).values():
         group = [by_name[module] for module in modules]
         weights = [linear.load().astype(np.float32) for linear in group] if reference.has_weights else []
         expected: Sequence[StoredLinear | None] = [None] * len(group)
@@ -366,7 +366,11 @@ def _compare_all(
 
 
 def _compare(
-    row: AuditedLinear, actual: StoredLinear, expected: StoredLinear | None, weight: npt.NDArray[np.float32], amax: float
+    row: AuditedLinear,
+    actual: StoredLinear,
+    expected: StoredLinear | None,
+    weight: npt.NDArray[np.float32],
+    amax: float,
 ) -> tuple[AuditedLinear, tuple[str, str] | None]:  # fmt: skip
     """The row with its difference to training, and what explains it if it is not rounding."""
     if (
@@ -400,7 +404,8 @@ def _explain(
             hypotheses["swizzled-scales", text] = replace(actual, scales=unswizzle(actual.scales)).values
     factor = float(np.vdot(values, weight) / (np.vdot(values, values) or 1))
     if factor > 0 and abs(np.log(factor)) > 0.02:  # more than rounding does
-        text = f"its values are {1 / factor:.3g} times the weights: block scales and outer scale belong to different maxima"
+        times = f"its values are {1 / factor:.3g} times the weights"
+        text = f"{times}: block scales and outer scale belong to different maxima"
         hypotheses["wrong-outer-scale", text] = partial(np.multiply, values, np.float32(factor))
     with np.errstate(all="ignore"):
         for fault, decode in hypotheses.items():

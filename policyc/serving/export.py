@@ -60,7 +60,8 @@ class Change:
     difference: float
 
     def __str__(self) -> str:
-        return f"{self.module}: {100 * self.codes:.2f} % of the codes differ, the values by {100 * self.difference:.2f} %"
+        codes, values = 100 * self.codes, 100 * self.difference
+        return f"{self.module}: {codes:.2f} % of the codes differ, the values by {values:.2f} %"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +89,10 @@ def export(
     about: Mapping[str, Any] | None = None,
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
 ) -> Exported:
-    """Writes a folder that vLLM, SGLang, TensorRT-LLM or transformers reads, with the codes that training computes with.
+    """Writes a folder that vLLM, SGLang, TensorRT-LLM or transformers reads, with the codes that training computes.
 
-    Servers run q, k, v and gate, up as one linear each, with one outer scale. Where the plan does not share it
-    (`outer=shared`), the weights of such a group are quantized again under the largest maximum, and `changes` says what
-    that changed.
+    Servers run q, k, v and gate, up as one linear each, with one outer scale. Where training used several, the weights
+    of such a group are quantized again under the largest maximum, and `changes` says what that changed.
 
     Args:
       params: the parameters that the loss of the plan was traced with.
@@ -109,7 +109,11 @@ def export(
       about: entries to add to `policyc.json`, which says how the file was made.
       dtype: the type of tensors that are not quantized.
 
-    Raises ValueError if something cannot be served, with the edit of the policy that would do. Then nothing is written.
+    Returns:
+      What was written, and what differs from training.
+
+    Raises:
+      ValueError: something cannot be served. The message names the edit of the policy. Nothing is written.
     """
     file_format, folder = FILE_FORMATS[format], Path(out)
     if folder.exists():
@@ -140,7 +144,8 @@ def export(
     size = _write_folder(folder, tensors(), dict(files or {}) | texts)
     counts: dict[str, int] = {}
     for format_name, is_input in schemes.values():
-        label = f"{format_name} with {'static' if is_input else 'no' if format_name == 'nvfp4' else 'dynamic'} input scales"
+        scales = "static" if is_input else "no" if format_name == "nvfp4" else "dynamic"
+        label = f"{format_name} with {scales} input scales"
         counts[label] = counts.get(label, 0) + 1
     return Exported(folder=folder, counts=counts, changes=tuple(changes), bytes=size)
 
@@ -204,8 +209,9 @@ def _quantize_all(
                 if change := _compare(linear.module, served, trained, each):
                     changes.append(change)
                     if exact:
-                        raise ValueError(f"{change}: servers give {served} one outer scale, so train with outer=shared, "
-                                         "or leave out --exact")  # fmt: skip
+                        raise ValueError(
+                            f"{change}: servers give {served} one outer scale, and training did not"
+                        )
             yield linear, replace(each, input_outer=scale)
 
 
@@ -305,7 +311,7 @@ def _describe(plan: Plan, phase: Phase, schemes: Mapping[str, Scheme]) -> dict[s
 
 
 def _write_folder(folder: Path, tensors: Iterator[tuple[str, Array]], texts: Mapping[str, str]) -> int:
-    """Writes tensors and texts to a folder, which gets its name once it is complete. Returns the size of the tensors."""
+    """Writes a folder, which gets its name once it is complete. Returns the size of the tensors."""
     from safetensors.numpy import save_file
 
     unfinished = folder.with_name(f".{folder.name}.unfinished")

@@ -70,7 +70,9 @@ def find_linears(params: Any, plan: Plan, phase: Phase, names: Names) -> list[Li
             for linear in _linears_of(site, layer, decision, plan, leaves, names, faults):
                 other = found.setdefault(linear.module, linear)
                 if other.path != linear.path:
-                    raise ValueError(f"names gives {other.path} and {linear.path} the tensor {linear.module}.weight")
+                    raise ValueError(
+                        f"names gives {other.path} and {linear.path} the tensor {linear.module}.weight"
+                    )
                 if other.decision.recipe != decision.recipe:
                     text = "it is used twice, under different recipes: give both the same"
                     faults.setdefault(text, []).append(linear.module)
@@ -111,8 +113,14 @@ def key_of(path: DottedPath) -> str:
 
 
 def _linears_of(
-    site: Site, layer: Layer, decision: Decision, plan: Plan, leaves: Sequence[Any], names: Names, faults: dict[str, list[str]]
-) -> Iterator[Linear]:  # fmt: skip
+    site: Site,
+    layer: Layer,
+    decision: Decision,
+    plan: Plan,
+    leaves: Sequence[Any],
+    names: Names,
+    faults: dict[str, list[str]],
+) -> Iterator[Linear]:
     path = site.layer_path(site.stack_indices(layer))
     equation = plan.sites.equation(site)
     key = key_of(path)

@@ -26,7 +26,12 @@ from policyc.models.llama import partition
 from policyc.models.llama.configs import ModelConfig, RunConfig
 
 _HF_SEQUENCE = 4096  # of a folder that does not say on which sequences the model was trained
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "generation_config.json")  # fmt: skip
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

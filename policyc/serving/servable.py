@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Gemm, Recipe, Treatment
-from policyc.serving.formats import BLOCK
+from policyc.serving.formats import BLOCK, BOUNDS
 
 
 def find_obstacle(recipe: Recipe | None, k: int) -> str:
@@ -17,16 +17,22 @@ def find_obstacle(recipe: Recipe | None, k: int) -> str:
     activation, weight = recipe.gemm_treatments(Gemm.FPROP)
     if weight.format == activation.format and not FORMATS[weight.format].is_quantized:
         return ""
+    roundings = (weight.rounding, activation.rounding)
     obstacles = {
-        f"servers here read nvfp4 and fp8, not {weight.format}: write nvfp4 or fp8": weight.format not in ("nvfp4", "fp8"),
-        "fprop rounds stochastically, which no server does: write sr=grad": "sr" in (weight.rounding, activation.rounding),
-        "fprop rotates its operands, which these loaders do not: write rht=wgrad": bool(weight.rht or activation.rht),
-        "fprop splits off the mean of its activation, which no server does: leave out mean_split": activation.mean_split,
-        "the weight has an outer scale per row, and files have one per tensor: write outer=tensor": weight.outer == "row",
+        f"servers here read nvfp4 and fp8, not {weight.format}: write nvfp4 or fp8": weight.format
+        not in BOUNDS,
+        "fprop rounds stochastically, which no server does: write sr=grad": "sr" in roundings,
+        "fprop rotates its operands, which loaders do not: write rht=wgrad": bool(
+            weight.rht or activation.rht
+        ),
+        "fprop splits off the mean of x, which no server does: leave out mean_split": activation.mean_split,
+        "the weight has a scale per row, and files have one per tensor: write outer=tensor": weight.outer
+        == "row",
         "the activation has 16x16 tiles, and servers have 1x16 blocks: write scale2d=weights": activation.tile2d,
-        f"K is {k}, and blocks of {BLOCK} must fill it: write bf16 where k % {BLOCK} != 0":
-            weight.format == "nvfp4" and k % BLOCK != 0,
-    }  # fmt: skip
+        f"K is {k}, and blocks of {BLOCK} must fill it: write bf16 where k % {BLOCK} != 0": (
+            weight.format == "nvfp4" and k % BLOCK != 0
+        ),
+    }
     return next((text for text, applies in obstacles.items() if applies), "")
 
 

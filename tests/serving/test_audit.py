@@ -20,7 +20,7 @@ from policyc.serving.linears import find_linears
 from policyc.serving.llama_source import read_source
 from policyc.serving.loaders import LoadError, find_algorithms
 from tests.support.command import policyc as run_policyc
-from tests.support.served import edit_json, read_tensors, save, write_tensors
+from tests.support.served import edit_json, read_tensors, save, write_stats, write_tensors
 
 pytestmark = pytest.mark.any_jax
 POLICY = "mlp.* -> nvfp4; o_proj -> fp8; q_proj, k_proj, v_proj -> nvfp4"
@@ -33,12 +33,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("model")
     source = read_source(save(folder / "hf"))
     params, plan = jax.tree.map(np.asarray, source.load()), source.plan(policyc.parse(POLICY))
-    stats = folder / "stats.jsonl"
-    stats.write_text("".join(
-        json.dumps({"step": 0, "site": f"layers.{name}_proj", "layer": layer, "operand": "fprop.activation", "amax": 3.0}) + "\n"
-        for layer in range(2)
-        for name in ("mlp.gate", "mlp.up", "mlp.down", *(f"attention.{n}" for n in "qkvo"))
-    ))  # fmt: skip
+    stats = write_stats(folder / "stats.jsonl")
     for format in ("modelopt", "compressed-tensors"):
         policyc.export(params, plan, names=source.names(), config=source.hf_config, out=folder / format, format=format,
                        stats=stats)  # fmt: skip
@@ -67,8 +62,9 @@ def test_an_exported_file_has_no_findings(format: str, folders: dict[str, Path])
         assert (down.format, down.block, down.served, down.static_input) == ("nvfp4", "1x16", "nvfp4", True)
         assert (output.format, output.block, output.served) == ("fp8", "tensor", "fp8")
         assert (rows["lm_head"].format, rows["lm_head"].served) == ("bfloat16", "")
-    assert down.changed == 0 and down.error is not None and 0.05 < down.error < 0.2
-    assert output.error is not None and output.error < 0.05
+    assert down.changed == 0
+    assert 0.05 < (down.error or 0) < 0.2
+    assert 0 < (output.error or 1) < 0.05
 
 
 def swizzle(scales: np.ndarray) -> np.ndarray:
@@ -95,12 +91,16 @@ def edit(name: str, change: Callable[[np.ndarray], Any]) -> Callable[[Tensors], 
 def own_scales(tensors: Tensors) -> None:
     """The outer scale of one linear of a group, halved, with its block scales doubled: the same values."""
     tensors[f"{UP}.weight_scale_2"] = tensors[f"{UP}.weight_scale_2"] * np.float32(2)
-    tensors[f"{UP}.weight_scale"] = (tensors[f"{UP}.weight_scale"].astype(np.float32) / 2).astype(ml_dtypes.float8_e4m3fn)
+    tensors[f"{UP}.weight_scale"] = (tensors[f"{UP}.weight_scale"].astype(np.float32) / 2).astype(
+        ml_dtypes.float8_e4m3fn
+    )
 
 
 def one_amax(tensors: Tensors) -> None:
     """Block scales under the maximum of a linear, outer scale under that of its group."""
-    tensors[f"{UP}.weight_scale"] = (tensors[f"{UP}.weight_scale"].astype(np.float32) / 2).astype(ml_dtypes.float8_e4m3fn)
+    tensors[f"{UP}.weight_scale"] = (tensors[f"{UP}.weight_scale"].astype(np.float32) / 2).astype(
+        ml_dtypes.float8_e4m3fn
+    )
 
 
 # Each fault with the code that names it with the weights of the run at hand, and without.
@@ -129,7 +129,7 @@ def test_a_planted_fault_is_named(fault: str, folders: dict[str, Path], tmp_path
     plant(tensors)
     write_tensors(folder, tensors)
     found = codes_of(audit(folder, reference(folders)))
-    assert code in found and found[code] <= {DOWN, GATE, UP}
+    assert found[code] <= {DOWN, GATE, UP}
     assert set().union(*found.values()) <= {DOWN, GATE, UP}  # and nothing else is blamed
     assert set(codes_of(audit(folder))) == ({alone} if alone else set())
 
@@ -163,22 +163,30 @@ LISTS = {
 
 
 @pytest.mark.parametrize("case", LISTS)
-def test_the_ignore_list_is_expanded_as_loaders_do(case: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_the_ignore_list_is_expanded_as_loaders_do(
+    case: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
     names, code, modules = LISTS[case]
     folder = shutil.copytree(folders["modelopt"], tmp_path / "served")
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     layers = {**config["quantized_layers"], "lm_head": {"quant_algo": "FP8"}}
     ignore = [] if case == "a missing entry" else [*config["ignore"], *names]
-    edit_json(folder / "config.json", ignore=ignore, quantized_layers=layers if not ignore else config["quantized_layers"])
+    edit_json(
+        folder / "config.json",
+        ignore=ignore,
+        quantized_layers=layers if not ignore else config["quantized_layers"],
+    )
     found = codes_of(audit(folder))
     assert found == {code: modules}
 
 
 def test_the_policy_and_the_file_disagree(folders: dict[str, Path]) -> None:
     found = audit(folders["modelopt"], reference(folders, "mlp.* -> nvfp4(scale2d=weights)"))
-    assert codes_of(found) == {"policy-disagrees": {f"model.layers.{i}.self_attn.{n}_proj" for i in (0, 1) for n in "qkvo"}}
+    assert codes_of(found) == {
+        "policy-disagrees": {f"model.layers.{i}.self_attn.{n}_proj" for i in (0, 1) for n in "qkvo"}
+    }
     changed = {row.module: row.changed for row in found.linears}
-    assert changed[DOWN] and changed[DOWN] > 0.01  # other codes than the policy's
+    assert (changed[DOWN] or 0) > 0.01  # other codes than the policy's
 
 
 # ---- the command
@@ -189,12 +197,12 @@ def test_the_exit_code_is_for_ci(folders: dict[str, Path], tmp_path: Path) -> No
     policy = tmp_path / "trained.policy"
     policy.write_text(POLICY)
     result = run_policyc("audit", served, "--run", run, "--policy", policy)
-    assert result.code == 0 and "no findings" in result.out
+    assert (result.code, "no findings" in result.out) == (0, True)
     other = run_policyc("audit", served, "--policy", "te_nvfp4", "--format", "json")
     assert other.code == 1
     assert {f["code"] for f in json.loads(other.out)["findings"]} == {"policy-disagrees"}
     result = run_policyc("audit", run)
-    assert result.code == 2 and "is not quantized" in result.err
+    assert (result.code, "is not quantized" in result.err) == (2, True)
     for arguments, message in (
         (["audit", served, "--run", run], "name it with --policy"),
         (["export", run, "--out", tmp_path / "a"], "name it with --policy"),
@@ -202,7 +210,7 @@ def test_the_exit_code_is_for_ci(folders: dict[str, Path], tmp_path: Path) -> No
         (["export", tmp_path, "--policy", "fp8", "--out", tmp_path / "a"], "neither a run"),
     ):
         result = run_policyc(*arguments)
-        assert result.code == 1 and message in result.err
+        assert (result.code, message in result.err) == (1, True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["trained.policy"]
 
 
@@ -232,7 +240,7 @@ LOADS: list[tuple[dict[str, Any], list[str], str | dict[str, str]]] = [
     ({**ALL, "ignore": ["*.self_attn*"]}, ["m.self_attn.o_proj", "m.mlp.down_proj"],
      {"m.self_attn.o_proj": "", "m.mlp.down_proj": "nvfp4"}),
     ({**ALL, "ignore": ["m.mlp.gate_proj"]}, GATE_UP, "a part of m.mlp.gate_up_proj only"),
-    ({"quantization": {"quant_algo": "NVFP4", "exclude_modules": []}}, GATE_UP, "lacks group_size, kv_cache_quant_algo"),
+    ({"quantization": {"quant_algo": "NVFP4", "exclude_modules": []}}, GATE_UP, "lacks group_size, kv_"),
     ({**ALL, "quant_algo": "INT4"}, GATE_UP, "quant_algo is 'INT4'"),
     ({**ALL, "quant_algo": "MIXED_PRECISION", "quantized_layers": {"m.mlp.gate_proj": {"quant_algo": "FP8"}}}, GATE_UP,
      "several formats: FP8, none"),

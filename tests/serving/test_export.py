@@ -28,7 +28,9 @@ FUSED_PARTS = {part: parts for parts in FUSED.values() for part in parts}
 def export(folder: Path, policy: str, **options: Any) -> tuple[Any, dict[str, np.ndarray]]:
     source = read_source(folder)
     options = {"names": source.names(), "config": source.hf_config, "out": folder.parent / "out", **options}
-    written = policyc.export(jax.tree.map(np.asarray, source.load()), source.plan(policyc.parse(policy)), **options)
+    written = policyc.export(
+        jax.tree.map(np.asarray, source.load()), source.plan(policyc.parse(policy)), **options
+    )
     return written, read_tensors(written.folder)
 
 
@@ -89,13 +91,20 @@ def test_fp8_and_unquantized_linears_are_in_the_same_file(folder: Path) -> None:
     np.testing.assert_array_equal(tensors["model.layers.0.self_attn.o_proj.weight"], expected)
     assert tensors["model.layers.0.self_attn.o_proj.weight_scale"] == [amax / np.float32(448)]
     plain = read_tensors(folder)
-    for name in ("model.embed_tokens", "model.layers.1.self_attn.q_proj", "lm_head", "model.layers.1.input_layernorm"):
+    for name in (
+        "model.embed_tokens",
+        "model.layers.1.self_attn.q_proj",
+        "lm_head",
+        "model.layers.1.input_layernorm",
+    ):
         np.testing.assert_array_equal(tensors[f"{name}.weight"], plain[f"{name}.weight"])
     assert {n.rpartition(".")[0] for n in tensors} == {n.rpartition(".")[0] for n in plain}
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4(scale2d=weights)", "nvfp4(scale=four_over_six)", "fp8"])
-def test_the_file_has_what_training_quantizes(recipe: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_has_what_training_quantizes(
+    recipe: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Records every weight that the differentiated loss quantizes."""
     quantized: list[np.ndarray] = []
     original = primitives.quantize, primitives.quantize_pair
@@ -149,7 +158,7 @@ def test_fused_layers_share_a_scale_and_the_change_is_reported(folder: Path, tmp
         own, stored = oracle.nvfp4(master(folder, smaller)), decode(tensors, smaller)
         distance = np.linalg.norm(own["dequantized"] - stored) / np.linalg.norm(own["dequantized"])
         assert changed[smaller].difference == pytest.approx(distance, rel=1e-5)  # 1 / scale is rounded
-    with pytest.raises(ValueError, match=r"(?s)gate_up_proj one outer scale.*outer=shared"):
+    with pytest.raises(ValueError, match="gate_up_proj one outer scale"):
         export(folder, "mlp.* -> nvfp4", exact=True, out=tmp_path / "exact")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "out"]
     assert not export(folder, "down_proj, o_proj -> nvfp4", exact=True, out=tmp_path / "exact")[0].changes
@@ -168,7 +177,7 @@ def test_static_scales_are_those_of_the_last_measurements(format: str, folder: P
         assert tensors["model.layers.1.mlp.up_proj.input_scale"] == scale
     else:
         assert tensors["model.layers.1.mlp.up_proj.input_global_scale"] == [1 / scale]
-    with pytest.raises(ValueError, match="no activation of layers.attention.o_proj, layer 0"):
+    with pytest.raises(ValueError, match=r"no activation of layers\.attention\.o_proj, layer 0"):
         export(folder, "o_proj -> nvfp4", stats=stats, out=tmp_path / "other")
 
 
@@ -194,7 +203,7 @@ def test_what_no_server_has_is_refused_with_the_edit(policy: str, folder: Path, 
 
 def test_a_contracted_dimension_needs_whole_blocks(tmp_path: Path) -> None:
     folder = save(tmp_path / "hf", SMALL.__class__(**{**vars_of(SMALL), "hidden": 40}))
-    with pytest.raises(ValueError, match="down_proj: K is 40.*where k % 16 != 0"):
+    with pytest.raises(ValueError, match=r"down_proj: K is 40.*where k % 16 != 0"):
         export(folder, "mlp.* -> nvfp4")
 
 
@@ -204,7 +213,7 @@ def vars_of(config: Any) -> dict[str, Any]:
 
 def test_experts_in_a_ragged_product_are_refused(tmp_path: Path) -> None:
     folder = save(tmp_path / "hf", MIXTURE)
-    with pytest.raises(ValueError, match="experts.gate_proj.*ragged product"):
+    with pytest.raises(ValueError, match=r"experts.gate_proj.*ragged product"):
         export(folder, "q_proj, k_proj, v_proj -> nvfp4")
 
 
@@ -256,7 +265,9 @@ def test_other_trainers_name_their_parameters(tmp_path: Path) -> None:
     }
     plan = policyc.plan("self_attention.* -> nvfp4", loss, params, jnp.arange(8))
     config = {"model_type": "llama"}
-    policyc.export(params, plan, names=names, out=tmp_path / "out", format="modelopt", config=config, dtype="float32")
+    policyc.export(
+        params, plan, names=names, out=tmp_path / "out", format="modelopt", config=config, dtype="float32"
+    )
     tensors = read_tensors(tmp_path / "out")
     kernels = params["decoder"]["layers"]["self_attention"]
     for layer in range(layers):
@@ -269,10 +280,11 @@ def test_other_trainers_name_their_parameters(tmp_path: Path) -> None:
             np.testing.assert_array_equal(got, oracle.nvfp4(weight)["dequantized"])
         norm = tensors[f"model.layers.{layer}.input_layernorm.weight"]
         np.testing.assert_array_equal(norm, params["decoder"]["layers"]["pre_norm"]["scale"][:, layer])
+    query = names["decoder.layers.self_attention.query.kernel"]
     for edit, message in (
         ({"token_embedder.embedding": None}, "no tensor for token_embedder.embedding"),
         ({"lm_head": "lm_head.weight"}, "which no parameter is called"),
-        ({"decoder.layers.self_attention.out.kernel": names["decoder.layers.self_attention.query.kernel"]}, "self_attn.q_proj.weight"),
+        ({"decoder.layers.self_attention.out.kernel": query}, "the tensor model.layers.0.self_attn.q_proj.weight"),
     ):  # fmt: skip
         edited = {key: value for key, value in {**names, **edit}.items() if value}
         with pytest.raises(ValueError, match=message):
@@ -285,12 +297,15 @@ def test_the_file_says_how_it_was_made_and_how_to_read_it(folder: Path) -> None:
     about = json.loads((written.folder / "policyc.json").read_text())
     assert about["policy"]["text"] == str(policyc.parse("mlp.* -> nvfp4; o_proj -> fp8"))
     assert about["policy"]["sha256"] == policyc.parse(about["policy"]["text"]).sha256
-    assert about["step"] == 7 and about["versions"]["policyc"] == policyc.__version__
+    assert (about["step"], about["versions"]["policyc"]) == (7, policyc.__version__)
     config = json.loads((written.folder / "config.json").read_text())["quantization_config"]
-    modules = sorted({n.removesuffix(".weight") for n in tensors if n.endswith(("proj.weight", "lm_head.weight"))})
+    modules = sorted(
+        {n.removesuffix(".weight") for n in tensors if n.endswith(("proj.weight", "lm_head.weight"))}
+    )
     found = find_algorithms(config, [*modules, "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"])
-    assert found["model.layers.0.mlp.up_proj"] == "nvfp4" and found["model.layers.1.self_attn.o_proj"] == "fp8"
-    assert not found["lm_head"] and "model.layers.1.self_attn.q_proj" in config["ignore"]
+    assert [found[f"model.layers.1.{n}"] for n in ("self_attn.o_proj", "self_attn.q_proj")] == ["fp8", ""]
+    assert [found[n] for n in ("model.layers.0.mlp.up_proj", "lm_head")] == ["nvfp4", ""]
+    assert "model.layers.1.self_attn.q_proj" in config["ignore"]
     with pytest.raises(ValueError, match="exists"):
         export(folder, "mlp.* -> nvfp4")
 

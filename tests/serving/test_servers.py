@@ -15,7 +15,7 @@ import policyc
 from policyc.models.llama import model as llama
 from policyc.serving.llama_source import read_source
 from tests.support import rounding_oracle as oracle
-from tests.support.served import SMALL, read_tensors, save
+from tests.support.served import SMALL, read_tensors, save, write_stats
 
 pytestmark = [
     pytest.mark.servers,
@@ -30,11 +30,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("model")
     source = read_source(save(folder / "hf"))
     params = jax.tree.map(np.asarray, source.load())
-    stats = folder / "stats.jsonl"
-    sites = [*(f"mlp.{n}" for n in ("gate", "up", "down")), *(f"attention.{n}" for n in "qkvo")]
-    stats.write_text("".join(
-        json.dumps({"step": 0, "site": f"layers.{site}_proj", "layer": layer, "operand": "fprop.activation", "amax": 3.7})
-        + "\n" for layer in range(SMALL.layers) for site in sites))  # fmt: skip
+    stats = write_stats(folder / "stats.jsonl")
     cases: dict[str, tuple[str, Any, Any]] = {
         "weights": (POLICY, "compressed-tensors", None),
         "modelopt": (FP4, "modelopt", stats),
@@ -59,7 +55,9 @@ def block_values(folder: Path, module: str) -> np.ndarray:
     tensors = read_tensors(folder)
     packed, scales = tensors[f"{module}.weight"], tensors[f"{module}.weight_scale"].astype(np.float32)
     codes = np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1)
-    return oracle.GRID[codes & 7] * np.where(codes & 8, oracle.f32(-1), oracle.f32(1)) * np.repeat(scales, 16, 1)
+    return (
+        oracle.GRID[codes & 7] * np.where(codes & 8, oracle.f32(-1), oracle.f32(1)) * np.repeat(scales, 16, 1)
+    )
 
 
 def test_compressed_tensors_decodes_what_training_computes_with(folders: dict[str, Path]) -> None:
@@ -101,7 +99,9 @@ def test_modelopt_reads_the_same_values(folders: dict[str, Path]) -> None:
     library = pytest.importorskip("modelopt.torch.quantization.qtensor.nvfp4_tensor")
     tensors = load(folders["modelopt"])
     for module in modules(tensors, "weight_scale_2"):
-        codes, scales, outer = (tensors[f"{module}.{n}"] for n in ("weight", "weight_scale", "weight_scale_2"))
+        codes, scales, outer = (
+            tensors[f"{module}.{n}"] for n in ("weight", "weight_scale", "weight_scale_2")
+        )
         shape = torch.Size((codes.shape[0], codes.shape[1] * 2))
         read = library.NVFP4QTensor(shape, torch.float32, codes)
         decoded = read.dequantize(dtype=torch.float32, scale=scales, double_scale=outer, block_sizes={-1: 16})
@@ -127,7 +127,7 @@ def test_gfloat_decodes_the_same_codes(folders: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("name", ["weights", "compressed"])
 def test_transformers_computes_the_logits_of_the_emulation(name: str, folders: dict[str, Path]) -> None:
-    """Weights of 4 and 8 bits in transformers against the same weights in the bundled Llama, activations in bfloat16."""
+    """The same weights, of 4 and 8 bits, in transformers and in the bundled Llama."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     served = transformers.AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.bfloat16)

@@ -38,6 +38,20 @@ def save(folder: Path, config: ModelConfig = SMALL) -> Path:
     return folder
 
 
+def write_stats(path: Path, amax: float = 3.7) -> Path:
+    """Measurements of a run: each activation has this largest magnitude."""
+    sites = [
+        *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+        *(f"attention.{n}_proj" for n in "qkvo"),
+    ]
+    row = {"step": 0, "operand": "fprop.activation", "amax": amax}
+    rows = [
+        {**row, "site": f"layers.{site}", "layer": layer} for site in sites for layer in range(SMALL.layers)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def read_tensors(folder: Path) -> dict[str, np.ndarray]:
     """All tensors of a folder. The format is a length, a JSON header, and bytes."""
     tensors = {}
