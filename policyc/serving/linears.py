@@ -22,7 +22,7 @@ from policyc.language.selectors import DottedPath
 from policyc.numerics.measure import measure_operand
 from policyc.numerics.quantize.reference.blocks import bound_of
 from policyc.serving.formats import BLOCK, BOUNDS, Array, StoredLinear, group_names
-from policyc.serving.servable import find_obstacle, served_format
+from policyc.serving.servable import ForwardGemm, find_obstacle, served_format
 
 Names: TypeAlias = Mapping[str, str]
 """The name of the tensor in the file for each parameter: `model.layers.{layer}.mlp.up_proj.weight` for
@@ -50,7 +50,7 @@ class Linear:
     @property
     def format(self) -> str:
         """The format of its codes; empty if it is stored as it is."""
-        return served_format(self.decision.recipe)
+        return served_format(self.decision)
 
 
 def find_linears(params: Any, plan: Plan, phase: Phase, names: Names) -> list[Linear]:
@@ -76,13 +76,11 @@ def find_linears(params: Any, plan: Plan, phase: Phase, names: Names) -> list[Li
                 if other.decision.recipe != decision.recipe:
                     text = "it is used twice, under different recipes: give both the same"
                     faults.setdefault(text, []).append(linear.module)
-            if obstacle := find_obstacle(decision.recipe, site.k):
-                faults.setdefault(obstacle, []).append(_label(site, layer))
-    for site in (s for s in plan.sites if s.weight is None):
+    for site in plan.sites:
         for layer in site.layers():
-            if served_format(decisions[site.address, layer].recipe):
-                text = "a product of two activations is quantized, and servers compute it in bf16: write keep"
-                faults.setdefault(text, []).append(_label(site, layer))
+            recipe = decisions[site.address, layer].recipe
+            if recipe and (obstacle := find_obstacle(ForwardGemm(site=site, recipe=recipe))):
+                faults.setdefault(f"{obstacle.reason}: {obstacle.edit}", []).append(_label(site, layer))
     if faults:
         lines = (f"{group_names(dict.fromkeys(where))}: {what}" for what, where in faults.items())
         raise ValueError("this cannot be exported:\n  " + "\n  ".join(lines))
@@ -130,7 +128,7 @@ def _linears_of(
         faults.setdefault(ragged if site.is_ragged else merged, []).append(_label(site, layer))
         return
     if key in map(key_of, plan.sites.looked_up):
-        if served_format(decision.recipe):
+        if served_format(decision):
             text = "the embedding has the same weight, and servers store it once, in bf16: keep the head"
             faults.setdefault(text, []).append(_label(site, layer))
         return

@@ -203,7 +203,7 @@ def test_what_no_server_has_is_refused_with_the_edit(policy: str, folder: Path, 
 
 def test_a_contracted_dimension_needs_whole_blocks(tmp_path: Path) -> None:
     folder = save(tmp_path / "hf", SMALL.__class__(**{**vars_of(SMALL), "hidden": 40}))
-    with pytest.raises(ValueError, match=r"down_proj: K is 40.*where k % 16 != 0"):
+    with pytest.raises(ValueError, match=r"down_proj: k is not a multiple of 16.*where k % 16 != 0"):
         export(folder, "mlp.* -> nvfp4")
 
 
