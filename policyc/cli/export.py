@@ -103,6 +103,6 @@ def choose_policy(source: LlamaSource, name: str | None) -> Policy:
         return source.policy
     policy = load_policy(name)
     if source.policy is not None and source.policy.sha256 != policy.sha256:
-        print_note(f"the run was trained under another policy: 'policyc diff {name} --vs {source.folder}/plan.json "
-                   f"--config ...' shows the difference", "warning")  # fmt: skip
+        print_note(f"the run was trained under another policy: 'policyc diff {name} --vs {source.folder} --config ...' "
+                   "shows the difference", "warning")  # fmt: skip
     return policy

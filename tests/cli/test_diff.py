@@ -60,6 +60,8 @@ def test_against_an_earlier_plan(folder: Path) -> None:
     assert same.code == 0, same.err
     assert same.out.startswith("none of 14 products change; predicted step time +0 %")
     assert "note:" not in same.out
+    of_run = policyc("diff", "a.policy", "--vs", ".", "--exit-code", "train.py", "64")
+    assert of_run.out == same.out
     other = policyc("diff", "a.policy:no_rht", "--vs", "plan.json", "--format", "json", "train.py", "64")
     assert json.loads(other.out)["before"]["label"] == "plan.json"
     assert json.loads(other.out)["totals"]["changed"] == 3  # wgrad of three layers
