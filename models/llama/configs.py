@@ -335,8 +335,8 @@ POLICY_NAME, POLICY_TEXT, VERSIONS = "policy_name", "policy_text", "versions"
 
 def policy_changes(there: dict[str, Any], now: dict[str, Any]) -> str:
     """The lines that differ between the policies of two runs; empty if the text of one is unknown."""
-    texts = [str(each.get(POLICY_TEXT) or "").splitlines() for each in (there, now)]
-    lines = difflib.unified_diff(*texts, lineterm="", n=0) if all(texts) else ()
+    before, after = (str(each.get(POLICY_TEXT) or "").splitlines() for each in (there, now))
+    lines = difflib.unified_diff(before, after, lineterm="", n=0) if before and after else ()
     return "".join(f"\n    {line}" for line in lines if not line.startswith(("---", "+++", "@@")))
 
 

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from policyc.cli.common import ExampleCommand, explain_missing_package, load_policy, print_note
+from policyc.cli.common import (
+    EXIT_USAGE,
+    ExampleCommand,
+    exit_with_message,
+    explain_missing_package,
+    load_policy,
+    print_note,
+)
 from policyc.cli.options import collect_options, number, option, option_class, path_option, switch
 from policyc.cli.program import exit_on_error
 
@@ -68,21 +75,25 @@ def export(source: str, options: ExportOptions) -> None:
         read = read_source(Path(source), options.step)
         policy = choose_policy(read, options.policy)
         plan = read.plan(policy)
-        written = write(
-            host_arrays(read.load()),
-            plan,
-            names=read.names(),
-            out=options.out,
-            format=options.file_format,  # type: ignore[arg-type]
-            config=read.hf_config,
-            files=read.files(),
-            stats=options.stats,
-            phase=read.phase(plan),
-            exact=options.exact,
-            about={"source": source, "step": read.step, "steps": read.run.steps}
-            if read.step
-            else {"source": source},
-        )
+        try:
+            written = write(
+                host_arrays(read.load()),
+                plan,
+                names=read.names(),
+                out=options.out,
+                format=options.file_format,  # type: ignore[arg-type]
+                config=read.hf_config,
+                files=read.files(),
+                stats=options.stats,
+                phase=read.phase(plan),
+                exact=options.exact,
+                dtype=read.model.compute,  # type: ignore[arg-type]
+                about={"source": source, "step": read.step, "steps": read.run.steps}
+                if read.step
+                else {"source": source},
+            )
+        except OSError as error:
+            exit_with_message(f"--out: '{options.out}' cannot be written: {error.strerror}", EXIT_USAGE)
     if written.changes:
         print_note(f"{len(written.changes)} linears have other codes than in training, because servers give fused "
                    "linears one outer scale")  # fmt: skip

@@ -264,10 +264,10 @@ def _expand(
 
 def find_faults(linear: StoredLinear) -> Iterator[tuple[str, str]]:
     """Yields code and message of what is wrong with a linear by itself."""
-    outer = float(linear.outer)
-    if not 0 < outer < np.inf:
-        yield "outer-scale", f"its outer scale is {outer:g}"
+    if not ((linear.outer > 0) & (linear.outer < np.inf)).all():
+        yield "outer-scale", "its outer scale is zero, negative, infinite or NaN"
         return
+    outer = float(np.max(linear.outer))
     if linear.scales is not None and (linear.scales >= 0x7F).any():
         yield "block-scales", "some of its block scales are NaN or negative"
         return
@@ -290,10 +290,14 @@ def find_faults(linear: StoredLinear) -> Iterator[tuple[str, str]]:
 
 def _describe(row: AuditedLinear, linear: StoredLinear) -> AuditedLinear:
     row = replace(
-        row, format=linear.format, outer=float(linear.outer), static_input=linear.input_outer is not None
+        row,
+        format=linear.format,
+        outer=float(np.max(linear.outer)),
+        static_input=linear.input_outer is not None,
     )
     if linear.scales is None:
-        return replace(row, block="tensor", saturated=float(np.mean(linear.codes & 0x7F == _TOP_SCALE)))
+        block = "tensor" if np.size(linear.outer) == 1 else "row"
+        return replace(row, block=block, saturated=float(np.mean(linear.codes & 0x7F == _TOP_SCALE)))
     blocks = (linear.nibbles() & 7).reshape(*linear.scales.shape, -1)
     return replace(
         row,
@@ -311,6 +315,8 @@ def _find_fused_faults(
     worst: dict[str, list[tuple[str, float]]] = {}
     for modules in fuse(quantized).values():
         group = [quantized[module] for module in modules]
+        if any(np.size(linear.outer) > 1 for linear in group):
+            continue  # a scale for each row
         scales = [float(linear.outer) for linear in group]
         taken = max(scales) if file_format is MODELOPT or group[0].format == "fp8" else min(scales)
         pairs = [
@@ -411,7 +417,7 @@ def _explain(
         for fault, decode in hypotheses.items():
             if not _distance(decode(), weight) > error / 2:
                 return fault
-    held = BOUNDS[actual.format] * float(actual.outer)
+    held = BOUNDS[actual.format] * float(np.max(actual.outer))
     if held < amax * (1 - 1e-3) and not (actual.scales is not None and (actual.scales < _TOP_SCALE).all()):
         return (
             "wrong-outer-scale",

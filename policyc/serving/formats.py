@@ -32,14 +32,15 @@ class StoredLinear:
     Attributes:
       codes: [N, K/2] bytes for nvfp4, [N, K] bytes for fp8.
       scales: the bytes of the block scales; None for fp8.
-      outer: the outer scale: a weight is code times block scale times this.
+      outer: the outer scale: a weight is code times block scale times this. FP8 files of others may have one for each
+        row, [N, 1].
       input_outer: the outer scale of the activation; None if the file has none.
     """
 
     format: str
     codes: Bytes
     scales: Bytes | None
-    outer: np.float32
+    outer: np.float32 | npt.NDArray[np.float32]
     input_outer: np.float32 | None = None
 
     def nibbles(self) -> Bytes:
@@ -82,7 +83,7 @@ class FileFormat:
         codes, outer, input_outer = self.suffixes(linear.format)
         is_fp4 = linear.scales is not None
 
-        def scale(outer: np.float32) -> Array:
+        def scale(outer: np.float32 | Array) -> Array:
             return np.full(
                 self.scale_shape, 1 / outer if is_fp4 and self.is_reciprocal else outer, np.float32
             )
@@ -110,19 +111,19 @@ class FileFormat:
                 f"it has {codes.removeprefix(module + '.')} but no {missing[0].rpartition('.')[2]}"
             )
 
-        def outer_scale(name: str) -> np.float32:
-            value = load(name)
-            if value.size != 1:
+        def outer_scale(name: str, rows: int = 1) -> Any:
+            value: npt.NDArray[np.float32] = np.asarray(load(name), np.float32).reshape(-1)
+            if value.size not in (1, rows):
                 raise ValueError(f"{name.rpartition('.')[2]} has {value.size} elements: expected one")
-            number = np.float32(value.reshape(()))
             with np.errstate(divide="ignore"):
-                return np.float32(1) / number if scales and self.is_reciprocal else number
+                value = np.float32(1) / value if scales and self.is_reciprocal else value
+            return np.float32(value[0]) if value.size == 1 else value[:, None]
 
         return StoredLinear(
             format=format,
             codes=array.view(np.uint8),
             scales=_checked_scales(load(scales), array.shape) if scales else None,
-            outer=outer_scale(outer),
+            outer=outer_scale(outer, 1 if scales else len(array)),
             input_outer=outer_scale(input_outer) if input_outer in names else None,
         )
 

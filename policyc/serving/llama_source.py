@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,7 +119,8 @@ def read_source(folder: Path, step: int | None = None) -> LlamaSource:
         run=RunConfig(batch=1, sequence=_HF_SEQUENCE),
         policy=None,
         step=0,
-        hf_config=json.loads((folder / "config.json").read_text(encoding="utf-8")),
+        # The head is stored even if it is a copy of the embedding: servers do not store a quantized one twice.
+        hf_config={**read_json(folder / "config.json"), "tie_word_embeddings": False},
     )
 
 
@@ -151,7 +151,7 @@ def _read_run(folder: Path, step: int | None) -> LlamaSource:
         run=run,
         policy=read_policy(folder),
         step=chosen,
-        hf_config=hf_config(model, "bfloat16", run.sequence),
+        hf_config=hf_config(model, model.compute, run.sequence),
     )
 
 

@@ -142,6 +142,20 @@ def test_the_reciprocal_of_compressed_tensors_is_named(folders: dict[str, Path],
     assert codes_of(audit(folder)) == {"reciprocal-scale": {DOWN}}
 
 
+def test_fp8_files_of_others_may_have_a_scale_for_each_row(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folders["compressed-tensors"], tmp_path / "served")
+    tensors, module = read_tensors(folder), "model.layers.1.self_attn.o_proj"
+    weight = read_tensors(folders["hf"])[f"{module}.weight"].astype(np.float32)
+    scales = np.abs(weight).max(1, keepdims=True) / np.float32(448)
+    tensors[f"{module}.weight"] = (weight / scales).astype(ml_dtypes.float8_e4m3fn)
+    tensors[f"{module}.weight_scale"] = scales
+    write_tensors(folder, tensors)
+    result = audit(folder, reference(folders))
+    (row,) = (row for row in result.linears if row.module == module)
+    assert not result.findings
+    assert (row.block, 0 < (row.error or 1) < 0.05) == ("row", True)
+
+
 def test_an_outer_scale_of_a_smaller_maximum_saturates(folders: dict[str, Path], tmp_path: Path) -> None:
     """All linears of a group under the maximum of the one that has the smaller."""
     folder = shutil.copytree(folders["modelopt"], tmp_path / "served")

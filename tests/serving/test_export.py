@@ -14,13 +14,15 @@ import pytest
 
 import policyc
 from policyc.models.llama import model as llama
+from policyc.models.llama.configs import RunConfig
 from policyc.models.llama.weights import hf_tensors, tensor_names
 from policyc.numerics import operands, primitives
 from policyc.numerics.quantize import block_values
-from policyc.serving.llama_source import read_source
+from policyc.serving.linears import find_linears
+from policyc.serving.llama_source import LlamaSource, read_source
 from policyc.serving.loaders import FUSED, find_algorithms
 from tests.support import rounding_oracle as oracle
-from tests.support.served import MIXTURE, SMALL, decode, random_params, read_tensors, save
+from tests.support.served import MIXTURE, SMALL, decode, random_params, read_tensors, save, write_tensors
 
 FUSED_PARTS = {part: parts for parts in FUSED.values() for part in parts}
 
@@ -308,6 +310,46 @@ def test_the_file_says_how_it_was_made_and_how_to_read_it(folder: Path) -> None:
     assert "model.layers.1.self_attn.q_proj" in config["ignore"]
     with pytest.raises(ValueError, match="exists"):
         export(folder, "mlp.* -> nvfp4")
+
+
+def test_the_phase_is_that_of_the_checkpoint() -> None:
+    text = "mlp -> nvfp4; after 50% { down_proj @ fprop -> bf16 }"
+    for step, expected in ((4, "nvfp4"), (5, "nvfp4"), (6, ""), (10, ""), (0, "")):
+        source = LlamaSource(folder=Path(), checkpoint=Path(), model=SMALL, run=RunConfig(steps=10), policy=None,
+                             step=step, hf_config={})  # fmt: skip
+        plan = source.plan(policyc.parse(text))
+        found = find_linears(source.abstract_params(), plan, source.phase(plan), source.names())
+        assert {x.format for x in found if x.path.endswith("down_proj")} == {expected}, step
+        assert {x.format for x in found if x.path.endswith("up_proj")} == {"nvfp4"}
+
+
+def test_a_tied_head_is_stored_by_itself(tmp_path: Path) -> None:
+    folder = save(tmp_path / "hf")
+    tensors = {name: array for name, array in read_tensors(folder).items() if name != "lm_head.weight"}
+    write_tensors(folder, tensors)
+    written, stored = export(folder, "lm_head, o_proj -> nvfp4")
+    assert not json.loads((written.folder / "config.json").read_text())["tie_word_embeddings"]
+    values = decode(stored, "lm_head")
+    expected = oracle.nvfp4(tensors["model.embed_tokens.weight"])["dequantized"]
+    np.testing.assert_allclose(values, expected, rtol=3e-7)  # 1 / scale is rounded
+
+
+@pytest.mark.parametrize("fault", ["nan", "disk"])
+def test_nothing_stays_of_an_export_that_fails(
+    fault: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = read_source(folder)
+    params = jax.tree.map(np.array, source.load())
+    if fault == "nan":
+        params["layers"]["mlp"]["down_proj"][1, 0, 0] = np.nan
+    else:
+        monkeypatch.setattr(
+            Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left"))
+        )
+    with pytest.raises((ValueError, OSError), match="not finite|No space left"):
+        policyc.export(params, source.plan(policyc.parse("mlp.* -> nvfp4")), names=source.names(),
+                       config=source.hf_config, out=tmp_path / "out")  # fmt: skip
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 def test_random_weights_have_different_maxima() -> None:
