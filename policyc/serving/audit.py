@@ -28,7 +28,7 @@ from policyc.serving.formats import (
     tile_rows,
     unswizzle,
 )
-from policyc.serving.linears import Linear, quantize_linears
+from policyc.serving.linears import Linear, quantize_served
 from policyc.serving.loaders import LoadError, find_algorithms, fuse
 
 _LARGEST_WEIGHT = 1e3  # weights of trained models are below 100
@@ -356,7 +356,7 @@ def _compare_all(
         weights = [linear.load().astype(np.float32) for linear in group] if reference.has_weights else []
         expected: Sequence[StoredLinear | None] = [None] * len(group)
         if weights and all(linear.format for linear in group):
-            expected = quantize_linears([linear.load() for linear in group], group[0].decision)
+            expected = [stored for stored, _ in quantize_served(group, reference.linears)]
         for number, (linear, module) in enumerate(zip(group, modules, strict=True)):
             actual = stored[module]
             if linear.format != (actual.format if actual else ""):

@@ -36,7 +36,7 @@ from policyc.serving.linears import (
     input_scale,
     key_of,
     plain_tensor,
-    quantize_linears,
+    quantize_served,
 )
 from policyc.serving.loaders import find_algorithms, fuse
 
@@ -159,7 +159,7 @@ def find_schemes(linears: Sequence[Linear], file_format: FileFormat, *, is_stati
     mixed = [
         f"{served}: " + ", ".join(f"{m.rpartition('.')[2]} {by_name[m].format or 'bf16'}" for m in modules)
         for served, modules in fuse(by_name).items()
-        if len({_weight_treatment(by_name[m]) for m in modules}) > 1
+        if len({by_name[m].format and by_name[m].weight_treatment for m in modules}) > 1
     ]
     if mixed:
         raise ValueError("servers run these linears as one, in one format: give them one recipe\n  "
@@ -168,10 +168,6 @@ def find_schemes(linears: Sequence[Linear], file_format: FileFormat, *, is_stati
         raise ValueError("ModelOpt's FP8 needs the scales of activations: train with --stats-every and name the run's "
                          "stats.jsonl, or choose compressed-tensors")  # fmt: skip
     return schemes
-
-
-def _weight_treatment(linear: Linear) -> Any:
-    return linear.decision.applied_recipe.treatments[1] if linear.format else None
 
 
 def make_quantization(
@@ -199,20 +195,13 @@ def _quantize_all(
         if not group[0].format:
             yield from ((linear, None) for linear in group)
             continue
-        weights = [linear.load() for linear in group]
-        stored = quantize_linears(weights, group[0].decision)
         scale = _static_scale(group, maxima)
-        is_shared = group[0].decision.applied_recipe.treatments[1].outer == "shared"
-        for linear, weight, each in zip(group, weights, stored, strict=True):
-            if len(group) > 1 and not is_shared:
-                (trained,) = quantize_linears([weight], linear.decision)
-                if change := _compare(linear.module, served, trained, each):
-                    changes.append(change)
-                    if exact:
-                        raise ValueError(
-                            f"{change}: servers give {served} one outer scale, and training did not"
-                        )
-            yield linear, replace(each, input_outer=scale)
+        for linear, (stored, trained) in zip(group, quantize_served(group, linears), strict=True):
+            if change := _compare(linear.module, served, trained, stored):
+                changes.append(change)
+                if exact:
+                    raise ValueError(f"{change}: servers give {served} one outer scale, and training did not")
+            yield linear, replace(stored, input_outer=scale)
 
 
 def _compare(module: str, served: str, trained: StoredLinear, stored: StoredLinear) -> Change | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -17,7 +17,7 @@ from policyc.compiler.planning.plan import Decision, Plan
 from policyc.compiler.sites.site import Site
 from policyc.compiler.sites.stacks import Layer
 from policyc.jaxcore.jaxprs import reading as jaxprs
-from policyc.language.recipes import Gemm, Recipe, Role
+from policyc.language.recipes import Gemm, Recipe, Role, Treatment
 from policyc.language.selectors import DottedPath
 from policyc.numerics.measure import measure_operand
 from policyc.numerics.quantize.reference.blocks import bound_of
@@ -51,6 +51,10 @@ class Linear:
     def format(self) -> str:
         """The format of its codes; empty if it is stored as it is."""
         return served_format(self.decision)
+
+    @property
+    def weight_treatment(self) -> Treatment:
+        return self.decision.applied_recipe.treatment(Gemm.FPROP, Role.WEIGHT)
 
 
 def find_linears(params: Any, plan: Plan, phase: Phase, names: Names) -> list[Linear]:
@@ -176,6 +180,36 @@ def derive_weight(plan: Plan, site: Site, layer: Layer, leaves: Sequence[Any]) -
 
 
 # ---- quantizing
+
+
+def quantize_served(
+    group: Sequence[Linear], linears: Iterable[Linear]
+) -> list[tuple[StoredLinear, StoredLinear]]:
+    """Each linear of a server's module as it is stored, under one outer scale, and with the codes of training.
+
+    `linears` are those of the model: with outer=shared, all that read an activation share a scale in training.
+    """
+    sharing = {linear.module: _find_sharing(linear, linears) for linear in group}
+    trained = {}
+    for linear in group:
+        members = sharing[linear.module]
+        codes = quantize_linears([member.load() for member in members], linear.decision)
+        trained[linear.module] = codes[[member.module for member in members].index(linear.module)]
+    if {linear.module for linear in group} <= {linear.module for linear in sharing[group[0].module]}:
+        return [(trained[linear.module], trained[linear.module]) for linear in group]
+    stored = quantize_linears([linear.load() for linear in group], group[0].decision)
+    return [(each, trained[linear.module]) for linear, each in zip(group, stored, strict=True)]
+
+
+def _find_sharing(linear: Linear, linears: Iterable[Linear]) -> list[Linear]:
+    """The linears whose weights share an outer scale with one in training, itself included."""
+
+    def key(one: Linear) -> tuple[Any, ...]:
+        return one.site.address[:-1], one.site.activation, one.layer, one.format and one.weight_treatment
+
+    if linear.weight_treatment.outer != "shared":
+        return [linear]
+    return [other for other in linears if key(other) == key(linear)]
 
 
 def quantize_linears(weights: Sequence[Array], decision: Decision) -> list[StoredLinear]:

@@ -6,6 +6,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
 
 from policyc.compiler.planning.plan import Plan, PlannedProduct
+from policyc.compiler.sites.site import Site
+from policyc.compiler.sites.stacks import Layer
 from policyc.language.diagnostics import Diagnostic
 from policyc.language.recipes import Gemm, Treatment
 from policyc.linter.context import Context
@@ -41,15 +43,19 @@ def _find_siblings(plan: Plan) -> _Siblings:
                 recipe = run.decision.recipe
                 weight = recipe.gemm_treatments(Gemm.FPROP)[1] if recipe else None
                 kept = weight if weight and is_quantized(weight) else None
-                siblings.setdefault((run.site.activation, layer), {})[kept] = None
+                siblings.setdefault(_key(run.site, layer), {})[kept] = None
     return siblings
+
+
+def _key(site: Site, layer: Layer) -> Hashable:
+    return site.address[:-1], site.activation, layer
 
 
 def _find(server: Server, siblings: _Siblings, product: PlannedProduct) -> Obstacle | None:
     recipe = product.decision.recipe
     if product.gemm is not Gemm.FPROP or recipe is None:
         return None
-    others = {t: None for layer in product.layers for t in siblings.get((product.site.activation, layer), ())}
+    others = {t: None for layer in product.layers for t in siblings.get(_key(product.site, layer), ())}
     return find_obstacle(ForwardGemm(site=product.site, recipe=recipe, siblings=tuple(others)), server)
 
 
