@@ -165,12 +165,12 @@ def derive_weight(plan: Plan, site: Site, layer: Layer, leaves: Sequence[Any]) -
     equation = plan.sites.equation(site)
     assert equation.origin is not None
     indices = site.stack_indices(layer)
-    value: Any = jnp.asarray(leaves[equation.origin.input])
+    value: Any = leaves[equation.origin.input]
     for step in equation.origin.steps:
         if isinstance(step, tuple):
-            value = value[indices[step]]
+            value = value[indices[step]]  # of a NumPy array, which copies no other layer
         else:
-            (value,) = jaxprs.bind_at(step, value)
+            (value,) = jaxprs.bind_at(step, jnp.asarray(value))
     side = 0 if site.weight == "lhs" else 1
     contracted, batch = (dims[side] for dims in equation.eqn.params["dimension_numbers"])
     free = [i for i in range(value.ndim) if i not in (*contracted, *batch)]

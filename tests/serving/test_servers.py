@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 
 import policyc
 from policyc.models.llama import model as llama
+from policyc.serving.audit import Reference, audit
+from policyc.serving.linears import find_linears
 from policyc.serving.llama_source import read_source
 from tests.support import rounding_oracle as oracle
 from tests.support.served import SMALL, read_tensors, save, write_stats
@@ -156,3 +159,31 @@ def test_transformers_computes_the_logits_of_the_emulation(name: str, folders: d
     # activations, half of the rounding is missing.
     assert distance(theirs, np.asarray(ours)) < rounding
     assert 0.3 * rounding < distance(theirs, unquantized) < 1.5 * rounding
+
+
+def test_files_of_modelopt_are_read(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Weights that ModelOpt itself quantized, under the maximum of the group: the audit has no findings."""
+    torch = pytest.importorskip("torch")
+    library = pytest.importorskip("modelopt.torch.quantization.qtensor.nvfp4_tensor")
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    folder = Path(shutil.copytree(folders["modelopt"], tmp_path / "served"))
+    tensors, plain = load(folder), load(folders["hf"])
+    for module in modules(tensors, "weight_scale_2"):
+        weight = plain[f"{module}.weight"].float()
+        quantized, scales, outer = library.NVFP4QTensor.quantize(
+            weight, 16, weights_scaling_factor_2=tensors[f"{module}.weight_scale_2"]
+        )
+        tensors[f"{module}.weight"] = quantized._quantized_data
+        tensors[f"{module}.weight_scale"] = scales.to(torch.float8_e4m3fn)
+        tensors[f"{module}.weight_scale_2"] = outer
+    save_file(tensors, folder / "model.safetensors")
+    source = read_source(folders["hf"])
+    plan = source.plan(policyc.parse(FP4.replace("scale2d=weights", "scale=amax")))
+    linears = find_linears(source.load(), plan, source.phase(plan), source.names())
+    result = audit(folder, Reference(linears=linears, has_weights=True))
+    assert not result.findings
+    changed = {row.module: row.changed for row in result.linears if row.format == "nvfp4"}
+    assert len(changed) == 7 * SMALL.layers
+    assert (
+        max(changed.values()) < 5e-3
+    )  # it divides where training multiplies, which rounds 1 code in 1000 differently
