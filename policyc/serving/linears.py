@@ -5,7 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,11 @@ from policyc.compiler.planning.plan import Decision, Plan
 from policyc.compiler.sites.site import Site
 from policyc.compiler.sites.stacks import Layer
 from policyc.jaxcore.jaxprs import reading as jaxprs
-from policyc.language.recipes import Gemm, Recipe, Role, Treatment
+from policyc.language.recipes import Gemm, Role, Treatment
 from policyc.language.selectors import DottedPath
-from policyc.numerics.measure import measure_operand
+from policyc.numerics.operands import quantize_operand
+from policyc.numerics.products import OperandSpec
+from policyc.numerics.quantize import Axes, Quantized, make_key
 from policyc.numerics.quantize.reference.blocks import bound_of
 from policyc.serving.formats import BLOCK, BOUNDS, Array, StoredLinear, group_names
 from policyc.serving.servable import ForwardGemm, find_obstacle, served_format
@@ -217,11 +219,11 @@ def quantize_linears(weights: Sequence[Array], decision: Decision) -> list[Store
 
     Weights that share a scale are quantized as one tensor, with whole tiles between them.
     """
-    recipe = decision.applied_recipe
-    treatment = recipe.treatment(Gemm.FPROP, Role.WEIGHT)
+    treatment = decision.applied_recipe.treatment(Gemm.FPROP, Role.WEIGHT)
+    treatment = replace(treatment, outer="tensor" if treatment.outer == "shared" else treatment.outer)
     padded = [np.pad(w, [(0, -len(w) % BLOCK if treatment.tile2d else 0), (0, 0)]) for w in weights]
-    measured = measure_operand(np.concatenate(padded), _unshared(recipe), Gemm.FPROP, Role.WEIGHT)
-    amax = np.float32(measured.amax.reshape(-1)[0])
+    codes, scales, maximum = _quantize(jnp.concatenate(padded), treatment)
+    amax = np.float32(maximum.reshape(-1)[0])
     if not np.isfinite(amax):
         raise ValueError("the weights are not finite: export an earlier checkpoint")
     bound = np.float32(bound_of(treatment))
@@ -232,8 +234,8 @@ def quantize_linears(weights: Sequence[Array], decision: Decision) -> list[Store
         stored.append(
             StoredLinear(
                 format=treatment.format,
-                codes=measured.packed[rows],
-                scales=measured.scales[rows] if measured.scales.size else None,
+                codes=codes[rows],
+                scales=None if scales is None else scales[rows],
                 outer=outer,
             )
         )
@@ -241,8 +243,18 @@ def quantize_linears(weights: Sequence[Array], decision: Decision) -> list[Store
     return stored
 
 
-def _unshared(recipe: Recipe) -> Recipe:
-    return Recipe(tuple(replace(t, outer="tensor") if t.outer == "shared" else t for t in recipe.treatments))
+def _quantize(weight: jax.Array, treatment: Treatment) -> tuple[Array, Array | None, Array]:
+    """The packed codes, the block scales of each row, and the maximum."""
+    axes, key = Axes(axis=-1, tile=-2), make_key()
+    spec = OperandSpec(
+        gemm=Gemm.FPROP, role=Role.WEIGHT, label="rhs", treatment=treatment, axes=axes, tokens=(0,)
+    )
+    (part,) = quantize_operand(weight, spec, (key, key))
+    q = cast("Quantized", part)
+    scales = None if q.scales is None else np.asarray(q.scales)
+    if scales is not None and treatment.tile2d:
+        scales = np.repeat(scales, BLOCK, axis=0)
+    return np.asarray(q.codes), scales, np.asarray(q.amax)
 
 
 def input_scale(format: str, amax: float) -> np.float32:
