@@ -153,8 +153,9 @@ OPTIONS: dict[str, Option] = {
         ),
         Option("mean_split", "flag", (), False, "quantize the mean over tokens and the rest separately"),
         Option(
-            "outer", "choice", ("tensor", "row", "bound"), "tensor",
-            "one fp32 scale per tensor or per row. 'bound': per tensor, from a bound of the maximum after rht",
+            "outer", "choice", ("tensor", "row", "bound", "shared"), "tensor",
+            "one fp32 scale per tensor or per row. 'bound': per tensor, from a bound of the maximum after rht. "
+            "'shared': one for all weights that read the same activation",
         ),
         Option("grad", "choice", ("e5m2", "e4m3"), "e5m2", "element type of gradients"),
         Option(
@@ -245,6 +246,7 @@ def _make_treatment(format: str, values: Mapping[str, Any], operand: OperandId) 
     stochastic = not ms_eden and operand in values.get("sr", ())
     rotated = operand in values.get("rht", ())
     gradient_element = values.get("grad") if operand[1] is Role.GRADIENT else None
+    applies = {"bound": rotated, "shared": operand[1] is Role.WEIGHT}
     outer = values.get("outer", "tensor")
     return Treatment(
         format=format,
@@ -255,6 +257,6 @@ def _make_treatment(format: str, values: Mapping[str, Any], operand: OperandId) 
         scale=values.get("scale", "amax"),
         scale_rounding=values.get("scale_rounding", "floor"),
         mean_split=operand[1] is not Role.WEIGHT and values.get("mean_split", False),
-        outer="tensor" if outer == "bound" and not rotated else outer,
+        outer=outer if applies.get(outer, True) else "tensor",
         sums=values.get("sums", "fp32"),
     )

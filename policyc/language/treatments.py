@@ -32,8 +32,9 @@ def normalize_recipe(recipe: Recipe, *, has_weight: bool = True) -> Recipe:
     """Returns the recipe to carry out. Raises ValueError if it has problems.
 
     MS-EDEN applies only to dgrad and wgrad, four-over-six only to operands of fprop that are rounded to nearest. An
-    outer scale per row does not apply to 2D tiles. A 2D-scaled weight is treated in dgrad as it is in fprop. In a
-    product of two activations, fprop treats both as its activation, and dgrad has no 2D scales.
+    outer scale per row does not apply to 2D tiles. An outer scale is shared only by weights that are rounded to nearest
+    and not rotated. A 2D-scaled weight is treated in dgrad as it is in fprop. In a product of two activations, fprop
+    treats both as its activation, and dgrad has neither 2D scales nor a shared one.
     """
     recipe = recipe if has_weight else _without_weight(recipe)
     problems = find_recipe_problems(recipe)
@@ -52,7 +53,8 @@ def _without_weight(recipe: Recipe) -> Recipe:
     treatments = dict(zip(OPERANDS, recipe.treatments, strict=True))
     treatments[Gemm.FPROP, Role.WEIGHT] = treatments[Gemm.FPROP, Role.ACTIVATION]
     dgrad = treatments[Gemm.DGRAD, Role.WEIGHT]
-    treatments[Gemm.DGRAD, Role.WEIGHT] = replace(dgrad, tile2d=False)
+    outer = "tensor" if dgrad.outer == "shared" else dgrad.outer
+    treatments[Gemm.DGRAD, Role.WEIGHT] = replace(dgrad, tile2d=False, outer=outer)
     return Recipe(tuple(treatments.values()))
 
 
@@ -68,7 +70,8 @@ def _normalize_treatment(recipe: Recipe, gemm: Gemm, role: Role) -> Treatment:
         treatment = replace(treatment, tile2d=False)
     if treatment.scale == "four_over_six" and (gemm is not Gemm.FPROP or treatment.rounding != "rne"):
         treatment = replace(treatment, scale="amax")
-    if treatment.tile2d and treatment.outer == "row":
+    is_fixed = treatment.rounding == "rne" and not treatment.rht
+    if (treatment.tile2d and treatment.outer == "row") or (treatment.outer == "shared" and not is_fixed):
         treatment = replace(treatment, outer="tensor")
     return treatment
 

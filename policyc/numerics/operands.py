@@ -38,7 +38,13 @@ Keys = tuple[Key, Key]
 
 
 def quantize_operand(
-    x: jax.Array, spec: OperandSpec, keys: Keys, *, save: bool = False, decode_tiles: bool = False
+    x: jax.Array,
+    spec: OperandSpec,
+    keys: Keys,
+    *,
+    save: bool = False,
+    decode_tiles: bool = False,
+    shared_maximum: jax.Array | None = None,
 ) -> Parts:
     """Casts an operand, or quantizes it, or splits it into residual and mean and quantizes both.
 
@@ -46,6 +52,7 @@ def quantize_operand(
       save: whether to name the quantized tensors, so that a policy of `jax.checkpoint` can save them.
       decode_tiles: whether to write a weight with 2D tiles as values instead of codes, if the backend multiplies
         values. All GEMMs of the weight share them, and they take no more memory than the weight in bfloat16.
+      shared_maximum: see `Request`.
     """
     treatment = spec.treatment
     if not FORMATS[treatment.format].is_quantized:
@@ -53,7 +60,7 @@ def quantize_operand(
     if treatment.mean_split:
         parts: tuple[Quantized, ...] = _quantize_split(x, spec, keys)
     else:
-        parts = (_quantize(x, spec, keys, decode_tiles=decode_tiles),)
+        parts = (_quantize(x, spec, keys, decode_tiles=decode_tiles, shared_maximum=shared_maximum),)
     # Values take four times the memory of codes, so they are recomputed instead of saved.
     return tuple(p if p.layout.decoded else _name_for_checkpoint(p) for p in parts) if save else parts
 
@@ -65,12 +72,18 @@ def cast_operand(x: jax.Array, treatment: Treatment) -> jax.Array:
 
 
 def _quantize(
-    x: jax.Array, spec: OperandSpec, keys: Keys, *, suffix: str = "", decode_tiles: bool = False
+    x: jax.Array,
+    spec: OperandSpec,
+    keys: Keys,
+    *,
+    suffix: str = "",
+    decode_tiles: bool = False,
+    shared_maximum: jax.Array | None = None,
 ) -> Quantized:
     treatment = _of_codes(spec.treatment)
     is_fixed_tile = treatment.tile2d and treatment.rounding == "rne"
     decoded = decode_tiles and is_fixed_tile and backends.load(spec.backend).multiplies_values
-    request = Request(treatment, spec.axes, decoded, spec.name + suffix, *keys)
+    request = Request(treatment, spec.axes, decoded, spec.name + suffix, *keys, shared_maximum)
     return primitives.quantize(x, request, backend=spec.backend)
 
 
@@ -134,7 +147,13 @@ def can_quantize_pair(one: OperandSpec, other: OperandSpec) -> bool:
 
 
 def quantize_pair(
-    x: jax.Array, one: OperandSpec, other: OperandSpec, keys: Keys, *, save: bool = False
+    x: jax.Array,
+    one: OperandSpec,
+    other: OperandSpec,
+    keys: Keys,
+    *,
+    save: bool = False,
+    shared_maximum: jax.Array | None = None,
 ) -> tuple[Quantized, Quantized]:
     """Quantizes an operand for two GEMMs at once. Requires `can_quantize_pair`.
 
@@ -149,6 +168,7 @@ def quantize_pair(
             multiplies_values and (o.gemm, o.role) in _READ_AT_ONCE,
             o.name,
             keys[0],
+            shared_maximum=shared_maximum,
         )
         for o in (one, other)
     )

@@ -53,24 +53,40 @@ def quantize(x: jax.Array, request: q.Request, *, backend: str = "emulate") -> Q
     """
     keys = {"rne": (), "sr": (request.key,), "ms_eden": (request.key, request.sign_key)}
     used = keys[request.treatment.rounding]
-    return _bind_quantize(x, (request,), [key or q.make_key() for key in used], backend)[0]
+    return _bind_quantize(x, (_own_scale_if_alone(request),), [key or q.make_key() for key in used], backend)[
+        0
+    ]
 
 
 def quantize_pair(x: jax.Array, requests: tuple[q.Request, q.Request], *, backend: str) -> list[Quantized]:
     """Quantizes an operand for two GEMMs that contract different dimensions of it, as one equation.
 
-    Both requests have the same format and the same key.
+    Both requests have the same format, the same key and the same `shared_maximum`.
     """
+    requests = _own_scale_if_alone(requests[0]), _own_scale_if_alone(requests[1])
     is_random = any(r.treatment.rounding == "sr" for r in requests)
     return _bind_quantize(x, requests, [requests[0].key or q.make_key()] if is_random else [], backend)
 
 
+def _own_scale_if_alone(request: q.Request) -> q.Request:
+    """The request of an operand that shares its outer scale with no other: it is that of a tensor."""
+    if request.treatment.outer != "shared" or request.shared_maximum is not None:
+        return request
+    return replace(request, treatment=replace(request.treatment, outer="tensor"))
+
+
+def _shares_scale(specs: Specs) -> bool:
+    """Whether a quantize equation takes the largest magnitude of several operands, after its own."""
+    return any(spec.treatment.outer == "shared" for spec in specs)
+
+
 def _bind_quantize(x: jax.Array, requests: Specs, keys: Sequence[q.Key], backend: str) -> list[Quantized]:
-    words = [word for k in keys for word in (k.a, k.b)]
+    scalars = [cast("jax.Array", requests[0].shared_maximum)] if _shares_scale(requests) else []
+    scalars += [word for k in keys for word in (k.a, k.b)]
     primitive = _quantize_primitive(requests[0].treatment.format, backend)
     specs = tuple(q.Request(r.treatment, r.axes, r.decoded) for r in requests)
     operands = tuple(r.operand for r in requests)
-    arrays = iter(bind(primitive, x, *words, specs=specs, operands=operands, backend=backend))
+    arrays = iter(bind(primitive, x, *scalars, specs=specs, operands=operands, backend=backend))
     return [
         unflatten_quantized(spec.layout(x.shape)[0], list(islice(arrays, len(_shapes(x, spec)))))
         for spec in specs
@@ -98,7 +114,7 @@ def takes_stack(*, backend: str, specs: Specs = (), **_: Any) -> bool:
     """Whether an equation with these parameters quantizes the layers of a stack at once, under a `vmap` over layers."""
     if len(specs) != 1 or not backends.load(backend).quantizes_stacks:
         return False
-    return specs[0].treatment.rounding == "rne" and not specs[0].treatment.rht
+    return specs[0].treatment.rounding == "rne" and not specs[0].treatment.rht and not _shares_scale(specs)
 
 
 def batched_by(backend: str, primitive: Callable[[str], Primitive]) -> BatchedPrimitive | None:
@@ -115,18 +131,25 @@ def batched_by(backend: str, primitive: Callable[[str], Primitive]) -> BatchedPr
 
 def _quantize(
     x: jax.Array,
-    *words: jax.Array,
+    *scalars: jax.Array,
     specs: Specs,
     operands: tuple[str, ...],
     backend: str,
     context: LoweringContext,
 ) -> Sequence[jax.Array]:
+    shared, words = (scalars[0], scalars[1:]) if _shares_scale(specs) else (None, scalars)
     # `words` has the words of the rounding key and of the sign key, for treatments that use them. The name of the GEMM
     # alone is folded into the sign key, since both operands of a GEMM must have the same signs.
     key = q.Key(*words[:2]) if words else None
     sign_key = q.Key(*words[2:]).fold(operands[0].partition(".")[0] + ".signs") if words[2:] else None
     requests = [
-        replace(s, operand="" if s.treatment.rounding == "rne" else operand, key=key, sign_key=sign_key)
+        replace(
+            s,
+            operand="" if s.treatment.rounding == "rne" else operand,
+            key=key,
+            sign_key=sign_key,
+            shared_maximum=shared,
+        )
         for s, operand in zip(specs, operands, strict=True)
     ]
     quantized = backends.load(backend).quantize(x, requests, context)
@@ -145,10 +168,12 @@ def _quantize_one_of_pair(
     if any(used[:first]) and any(used[first:]):
         return None
     index = int(any(used[first:]))
+    if _shares_scale(specs) != _shares_scale((specs[index],)):
+        return None
     is_random = specs[index].treatment.rounding == "sr"
     return ReducedEquation(
         params={"specs": (specs[index],), "operands": (operands[index],)},
-        operand_count=3 if is_random else 1,  # with both words of the key
+        operand_count=1 + _shares_scale(specs) + 2 * is_random,  # with the maximum and both words of the key
         results=range(first, len(used)) if index else range(first),
     )
 

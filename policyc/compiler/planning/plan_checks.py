@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from policyc.base.text import count_noun, count_others, escape_controls
 from policyc.compiler.planning.idle_rules import (
@@ -19,11 +20,14 @@ from policyc.compiler.sites.site import PathTemplate, Site, dotted
 from policyc.compiler.sites.stacks import Layer
 from policyc.language.diagnostics import Diagnostic, PolicyError, Severity
 from policyc.language.policy import Rule
-from policyc.language.recipes import Gemm
+from policyc.language.recipes import Gemm, Treatment
 from policyc.language.selectors import Indices, PathSegment, Selector, expand_selector, matches, takes_index
 from policyc.language.treatments import find_recipe_problems
 from policyc.numerics import backends
 from policyc.numerics.backends import Obstacle
+
+if TYPE_CHECKING:
+    from policyc.jaxcore.jaxprs.transform import Address
 
 _KEYWORDS = {"import", "recipe", "after", "until", "variant"}
 """Words that start a statement. A selector that equals one of them needs a wildcard before it."""
@@ -52,6 +56,7 @@ def check_plan(
         *unknown_blocks(plan),
         *uncertain_kinds(plan),
         *inseparable_layers(plan),
+        *unshared_scales(plan),
         *contradictory_recipes(plan),
         *missing_libraries(plan),
     ]
@@ -325,6 +330,32 @@ def _rules_that_differ(decisions: Decisions, site: Site) -> Iterator[int]:
         one, other = decisions[site.address, first], decisions[site.address, layer]
         if one.recipe != other.recipe:
             yield max(rule for d in (one, other) for rule in d.deciding)
+
+
+def unshared_scales(plan: Plan) -> Iterator[Diagnostic]:
+    """Rules whose weights cannot share an outer scale: not each of them is cut from one parameter by the same loops."""
+    if plan.sites.traced is None:
+        return
+    sites_of: dict[int, dict[Site, None]] = {}
+    for phase in plan.phases:
+        sharing: dict[Address, set[Treatment]] = {}
+        for run in plan.runs(phase):
+            if run.decision.shared_scale is not None:
+                sharing.setdefault(run.site.address, set()).add(run.decision.shared_scale)
+        for run in (run for run in plan.runs(phase) if run.site.address in sharing):
+            own, rule = sharing[run.site.address], run.decision.rule(Gemm.FPROP)
+            siblings = plan.sites.siblings.get(run.site.address, ())
+            group = [s for s in siblings if not own.isdisjoint(sharing.get(s.address, ()))]
+            origins = [plan.sites.equation(site).origin for site in group]
+            scans = {None if origin is None else origin.scans for origin in origins}
+            if len(group) > 1 and (None in scans or len(scans) > 1) and rule is not None:
+                sites_of.setdefault(rule, {})[run.site] = None
+    for rule, sites in sites_of.items():
+        message = (
+            f"the weight of {_name(next(iter(sites)))} cannot share its scale with those that read the same array: "
+            "not each of them is a parameter, or a layer of one, that the loss multiplies as it is"
+        )
+        yield _report("opaque-site", plan.policy.rules[rule], sites, message, "use outer=tensor for them")
 
 
 def name_sites(sites: Iterable[Site]) -> tuple[str, ...]:

@@ -77,6 +77,8 @@ class Request:
       operand: a name, `gemm.operand`, to fold into the rounding key; or empty. Kernels fold it in themselves.
       key: the key of stochastic rounding. A treatment that rounds to nearest does not use it.
       sign_key: the key of the fresh signs of MS-EDEN, the same for both operands of a GEMM.
+      shared_maximum: the bits of the largest magnitude of the operands that share an outer scale (`outer=shared`), one
+        for each index of the batch dimensions.
     """
 
     treatment: Treatment
@@ -85,6 +87,7 @@ class Request:
     operand: str = ""
     key: Key | None = field(default=None, compare=False)
     sign_key: Key | None = field(default=None, compare=False)
+    shared_maximum: jax.Array | None = field(default=None, compare=False)
 
     @property
     def rounding_key(self) -> Key:
@@ -145,7 +148,7 @@ def has_kernels(treatment: Treatment) -> bool:
     """Whether there are kernels for NVFP4 in this variant: with scales from block maxima, and no rotation but of 16."""
     if treatment.format != "nvfp4" or refinement_of(treatment) or treatment.rht not in (0, 16):
         return False
-    return not (treatment.tile2d or treatment.mean_split or treatment.outer == "row")
+    return not (treatment.tile2d or treatment.mean_split or treatment.outer in ("row", "shared"))
 
 
 def joins_in_kernels(treatments: Sequence[Treatment]) -> bool:
@@ -209,8 +212,11 @@ def tensor_key(block_max: jax.Array, amax: jax.Array, request: Request, layout: 
 # ---- outer scales
 
 
-def outer_maximum(amax: jax.Array, treatment: Treatment) -> jax.Array:
+def outer_maximum(amax: jax.Array, request: Request) -> jax.Array:
     """Bits of the magnitude that sets the outer scale: amax, adjusted as the option `outer` says."""
+    treatment, shared = request.treatment, request.shared_maximum
+    if treatment.outer == "shared" and shared is not None:
+        return jnp.maximum(amax, shared.reshape(amax.shape))
     return bound_after_rotation(amax, treatment.rht) if treatment.outer == "bound" else amax
 
 

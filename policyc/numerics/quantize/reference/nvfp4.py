@@ -53,7 +53,7 @@ def quantize_nvfp4(x: jax.Array, request: Request, layout: Layout, method: Metho
     if t.outer == "bound":
         _, content, amax = find_maxima(unrotated, request, layout)
     key = None if t.rounding == "rne" else tensor_key(content, amax, request, layout)
-    amax = outer_maximum(amax, t)
+    amax = outer_maximum(amax, request)
     tensor_enc, lift = materialize_encoding_scale(amax, layout.bound, method)
     tensor_dec = materialize(div(jnp.float32(1), tensor_enc))
     lifted_max = from_bits(block_max) * lift
