@@ -159,7 +159,7 @@ def prequantize(
 
     def quantize(product: Product, side: OperandSpec) -> Quantized | None:
         t = side.treatment
-        if not FORMATS[t.format].is_quantized or t.rounding != "rne" or t.mean_split:
+        if not FORMATS[t.format].is_quantized or t.is_random or t.mean_split:
             return None
         key = make_key(0, options.site)
         save = operand != options.weight
@@ -167,7 +167,7 @@ def prequantize(
         return cast("Quantized", quantized)
 
     differs = gradient.gemm in options.products and not shares_codes(forward, backward)
-    is_random = any(o.treatment.rounding != "rne" for o in (forward, backward))
+    is_random = any(o.treatment.is_random for o in (forward, backward))
     if differs and not is_random and can_quantize_pair(forward, backward):
         key = make_key(0, options.site)
         with jax.named_scope(products.fprop.scope):
@@ -341,7 +341,7 @@ def make_sign_key(spec: GemmSpec, lhs: jax.Array, rhs: jax.Array, key: Key) -> K
     Both operands of a GEMM need the same signs, and the forward pass quantizes one operand of each backward GEMM before
     dy is known. So the key depends on lhs and rhs only. Each GEMM folds its own name into it.
     """
-    if all(t.rounding != "ms_eden" for t in spec.recipe.treatments):
+    if not any(t.has_random_signs for t in spec.recipe.treatments):
         return key
     return key.fold(checksum(abs_bits(lhs))).fold(checksum(abs_bits(rhs)))
 

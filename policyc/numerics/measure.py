@@ -21,7 +21,7 @@ from policyc.numerics.operands import cast_operand, quantize_operand, split_mean
 from policyc.numerics.products import OperandSpec
 from policyc.numerics.quantize import Axes, Key, Quantized, codes_of, dequantize, make_key
 from policyc.numerics.quantize.reference.bits import ELEMENTS
-from policyc.numerics.quantize.reference.hadamard import random_signs, rotate
+from policyc.numerics.quantize.reference.hadamard import rotate, signs_of
 from policyc.numerics.quantize.reference.layout import TILE
 
 Array = npt.NDArray[Any]
@@ -120,7 +120,7 @@ def rotate_reference(x: jax.Array, q: Quantized, treatment: Treatment, sign_key:
     axis = q.layout.axis
     padding = [(0, 0)] * x.ndim
     padding[axis] = (0, q.layout.size - x.shape[axis])
-    signs = random_signs(sign_key, treatment.rht) if treatment.rounding == "ms_eden" else None
+    signs = signs_of(treatment, sign_key)
     return rotate(jnp.pad(x, padding), axis, treatment.rht, signs).astype(jnp.float32)
 
 

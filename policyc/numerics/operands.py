@@ -81,7 +81,8 @@ def _quantize(
     shared_maximum: jax.Array | None = None,
 ) -> Quantized:
     treatment = _of_codes(spec.treatment)
-    is_fixed_tile = treatment.tile2d and treatment.rounding == "rne"
+    # The codes of an activation are kept until wgrad.
+    is_fixed_tile = treatment.tile2d and treatment.rounding == "rne" and spec.role is not Role.ACTIVATION
     decoded = decode_tiles and is_fixed_tile and backends.load(spec.backend).multiplies_values
     request = Request(treatment, spec.axes, decoded, spec.name + suffix, *keys, shared_maximum)
     return primitives.quantize(x, request, backend=spec.backend)
@@ -122,8 +123,10 @@ def has_same_codes(one: Treatment, other: Treatment) -> bool:
     """Whether an operand has the same codes in two GEMMs that contract different dimensions of it.
 
     True for 2D tiles and for formats with one scale per tensor, unless the operand is rotated or its mean is split off.
-    Scales per row depend on the contracted dimension.
+    Scales per row depend on the contracted dimension. `other` may decode the codes of `one`.
     """
+    if other.dequantized:
+        return True
     is_square = one.tile2d or not (FORMATS[one.format].block or one.outer == "row")
     return _of_codes(one) == _of_codes(other) and is_square and not one.rht and not one.mean_split
 
@@ -142,7 +145,7 @@ def can_quantize_pair(one: OperandSpec, other: OperandSpec) -> bool:
     treatments = (one.treatment, other.treatment)
     if all(t.format == "fp8" and t.outer == "row" for t in treatments):
         return backends.load(one.backend).pairs_rows
-    is_plain = all(t.rounding in ("rne", "sr") and not t.mean_split for t in treatments)
+    is_plain = all(not t.has_random_signs and not t.mean_split for t in treatments)
     return is_plain and {t.format for t in treatments} == {"nvfp4"}
 
 

@@ -51,8 +51,8 @@ def quantize(x: jax.Array, request: q.Request, *, backend: str = "emulate") -> Q
     The first half of the operand's name, `gemm.operand`, is folded into the sign key: both operands of a GEMM must have
     the same signs.
     """
-    keys = {"rne": (), "sr": (request.key,), "ms_eden": (request.key, request.sign_key)}
-    used = keys[request.treatment.rounding]
+    treatment, keys = request.treatment, (request.key, request.sign_key)
+    used = keys if treatment.has_random_signs else keys[:1] if treatment.is_random else ()
     return _bind_quantize(x, (_own_scale_if_alone(request),), [key or q.make_key() for key in used], backend)[
         0
     ]

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 import policyc
 from policyc.language.diagnostics import PolicyError
 from tests.support import rounding_oracle as oracle
+from tests.support.gemms import relative_error
 from tests.support.layered_models import GATED, REMAT, X, accumulated, assert_same_bits, gated_model
 
 K, N, LAYERS = 32, 48, 3
@@ -134,11 +135,19 @@ def test_a_nan_in_one_weight_reaches_all_that_share_its_scale() -> None:
     assert {name for name, y in ours.items() if np.isnan(y).any()} == {"q", "k", "v"}
 
 
-def test_accumulation_and_unrolling_change_no_bit() -> None:
-    loss = policyc.apply(f"* -> {NV.replace('sr=grad, ', '')}", gated_model("full"))
+@pytest.mark.parametrize("options", ["rht=wgrad, scale2d=weights", "backward=dequantized", "scale2d=all"])
+def test_accumulation_and_unrolling_change_no_bit(options: str) -> None:
+    policy = f"* -> nvfp4({options}, outer=shared)"
+    loss = policyc.apply(policy, gated_model("full"))
     unrolled = {**GATED, "layers": jax.tree.map(lambda w: w[:2], GATED["layers"])}
-    other = policyc.apply(f"* -> {NV.replace('sr=grad, ', '')}", gated_model("none", unrolled=True))
-    assert_same_bits(*(jax.jit(jax.grad(f))(unrolled, X[0]) for f in (loss, other)))
+    other = policyc.apply(policy, gated_model("none", unrolled=True))
+    ours, theirs = (jax.jit(jax.grad(f))(unrolled, X[0]) for f in (loss, other))
+    if "dequantized" in options:
+        # A gradient in bf16 makes the order of an fp32 sum visible. A block holds some 8 roundings of 2**-9 each.
+        for name, grad in ours["layers"].items():
+            assert relative_error(grad, theirs["layers"][name]) < 8 * 2**-9, name
+    else:
+        assert_same_bits(ours, theirs)
     value, _ = jax.jit(accumulated(loss))(unrolled, X)
     np.testing.assert_allclose(value, sum(loss(unrolled, x) for x in X), rtol=1e-6)  # the order of a sum
 

@@ -275,7 +275,7 @@ class SiteRewriter(Transform):
                 if hoisted and site.weight
                 else None
             )
-            is_random = any(t.rounding != "rne" for t in decision.applied_recipe.treatments)
+            is_random = any(t.is_random for t in decision.applied_recipe.treatments)
             inputs = SiteInputs(
                 weight=weight if weight is not None and weight.avals else None,
                 has_rounding_key=is_random and self._takes_rounding_key(site),

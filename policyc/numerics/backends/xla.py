@@ -315,12 +315,13 @@ _ROTATED_SIZES = (_TOKENS, _FEATURES, _FEATURES)
 
 
 def _quantize_alone(x: jax.Array, request: Request, context: LoweringContext) -> Quantized:
-    """Quantizes like the emulation, but first transposes a weight with 2D tiles that the GEMM reads transposed.
+    """Quantizes like the emulation, but first transposes an operand with 2D tiles that the GEMM reads transposed.
 
     XLA would transpose it anyway, but later, as fp32 numbers that become codes.
     """
     axes = request.axes
-    if not request.treatment.tile2d or (axes.axis, axes.tile) != (-2, -1):
+    t = request.treatment
+    if not t.tile2d or t.is_random or (axes.axis, axes.tile) != (-2, -1):
         return quantize_alone(x, request, context)
     swap = {-1: -2, -2: -1}
     contract = tuple(swap.get(i, i) for i in axes.contract)

@@ -133,7 +133,8 @@ def layout_of(shape: tuple[int, ...], treatment: Treatment, axes: Axes) -> tuple
 def bound_of(treatment: Treatment) -> float:
     """The largest magnitude of an element times its block scale."""
     if treatment.format == "nvfp4":
-        return E2M1.top * (E4M3_REDUCED if refinement_of(treatment) else E4M3_FULL)
+        top = {"": E4M3_FULL, "ms_eden": E4M3_REDUCED, "four_over_six": float(treatment.scale_bound)}
+        return E2M1.top * top[refinement_of(treatment)]
     return ELEMENTS[treatment.element].top
 
 
@@ -147,6 +148,8 @@ def refinement_of(treatment: Treatment) -> Literal["", "four_over_six", "ms_eden
 def has_kernels(treatment: Treatment) -> bool:
     """Whether there are kernels for NVFP4 in this variant: with scales from block maxima, and no rotation but of 16."""
     if treatment.format != "nvfp4" or refinement_of(treatment) or treatment.rht not in (0, 16):
+        return False
+    if treatment.rht_signs != "fixed":
         return False
     return not (treatment.tile2d or treatment.mean_split or treatment.outer in ("row", "shared"))
 

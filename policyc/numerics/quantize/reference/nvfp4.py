@@ -68,7 +68,8 @@ def quantize_nvfp4(x: jax.Array, request: Request, layout: Layout, method: Metho
     scale, enc = block_scales(1 / 6)
     if t.scale == "four_over_six":
         target = lifted * tensor_enc
-        scale, enc = _choose_four_or_six(lifted, target, (scale, enc), block_scales(1 / 4), layout)
+        squares = t.scale_error == "mse"
+        scale, enc = _choose_four_or_six(lifted, target, (scale, enc), block_scales(1 / 4), layout, squares)
     # Convert to bytes before the barrier: they take a quarter of the memory, and no later pass has to convert.
     byte, enc = materialize((_scale_bytes(scale, amax), enc))
     codes = encode_blocks(lifted, enc, layout, method, key if t.rounding == "sr" else None)
@@ -92,8 +93,9 @@ def _choose_four_or_six(
     six: ScaleCandidate,
     four: ScaleCandidate,
     layout: Layout,
+    squares: bool,
 ) -> ScaleCandidate:
-    """The candidate with the smaller sum of squared errors in each block; on a tie, the one for 6.
+    """The candidate with the smaller sum of errors, or of their `squares`, in each block; on a tie, the one for 6.
 
     `target` is the elements divided by the outer scale, which codes times block scales approximate.
     """
@@ -107,7 +109,7 @@ def _choose_four_or_six(
         code = round_nearest(jnp.abs(split_blocks(lifted, layout)) * expand_per_block(enc, layout), E2M1)
         value = decode(code, E2M1) * decode(expand_per_block(scale, layout), E4M3)
         error = jnp.abs(magnitude - value)
-        return _sum_blocks(multiply_unfused(error, error), layout)
+        return _sum_blocks(multiply_unfused(error, error) if squares else error, layout)
 
     is_better = loss(*four) < loss(*six)
     return jnp.where(is_better, four[0], six[0]), jnp.where(is_better, four[1], six[1])
