@@ -236,6 +236,7 @@ def test_options_that_would_have_no_effect_are_errors(text: str, reason: str) ->
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
+        ("nvfp4(outer=row)\n* @ bwd -> nvfp4(backward=dequantized)", "at 'w', dgrad decodes the weight"),
         ("split(fprop=nvfp4(outer=row), bwd=nvfp4(backward=dequantized))", "outer=row or keep"),
         ("split(bwd=nvfp4(backward=dequantized))", "keep"),
         ("nvfp4(rht=wgrad.grad, rht_signs=none)", "both or neither"),
@@ -243,7 +244,7 @@ def test_options_that_would_have_no_effect_are_errors(text: str, reason: str) ->
 )  # fmt: skip
 def test_a_decoded_operand_needs_codes(text: str, reason: str) -> None:
     with pytest.raises(policyc.PolicyError, match=reason):
-        policyc.apply(f"* -> {text}", lambda w: jnp.sum(w @ w))(normal(32, 32))
+        policyc.apply(f"* -> {text}", lambda p, x: jnp.sum(x @ p["w"]))({"w": normal(32, 32)}, normal(32, 32))
 
 
 def test_a_late_switch_of_fprop_decodes_nothing() -> None:

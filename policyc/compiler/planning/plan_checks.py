@@ -394,10 +394,25 @@ def _selector_of(site: Site) -> str:
 
 
 def contradictory_recipes(plan: Plan) -> Iterator[Diagnostic]:
-    """Recipes whose options contradict each other on some product."""
+    """Recipes whose options contradict each other on some product, and rules whose recipes do so together."""
+    reported = set()
     for rule, recipe in zip(plan.policy.rules, plan.resolved, strict=True):
         for problem in find_recipe_problems(recipe):
+            reported.add(problem)
             yield Diagnostic(code="contradictory-options", message=problem, span=rule.recipe.span)
+    runs = {
+        id(run.decision): run for phase in plan.phases for run in plan.runs(phase)
+    }  # many share a decision
+    for run in (run for run in runs.values() if run.decision.recipe is not None):
+        for problem in find_recipe_problems(run.decision.applied_recipe):
+            if problem not in reported:
+                reported.add(problem)
+                yield Diagnostic(
+                    code="contradictory-options",
+                    message=f"at '{run.site.name}', {problem}",
+                    span=plan.policy.rules[max(run.decision.deciding)].recipe.span,
+                    help="give all products of a site one recipe",
+                )
 
 
 def not_native(plan: Plan) -> Iterator[Diagnostic]:
