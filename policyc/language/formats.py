@@ -70,7 +70,7 @@ FORMATS: dict[str, Format] = {
             element="e4m3",
             block=32,
             scale="e8m0",
-            options=("backward",),
+            options=("scale2d", "backward"),
             summary="E4M3, an E8M0 scale per 32",
         ),
         Format(

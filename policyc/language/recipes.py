@@ -148,7 +148,7 @@ OPTIONS: dict[str, Option] = {
         Option("sr", "operands", _OPERAND_WORDS, _NONE, "stochastic rounding of these operands"),
         Option(
             "scale2d", "operands", ("weights", "all", "none"), _NONE,
-            "one scale per 16x16 tile, so that a weight (or each operand) and its transpose share codes",
+            "one scale per square tile, so that a weight (or each operand) and its transpose share codes",
         ),
         Option("scale", "choice", ("amax", "four_over_six"), "amax", "how a block scale is chosen"),
         Option("scale_error", "choice", ("mse", "mae"), "mse", "errors that four_over_six compares: squared, absolute"),

@@ -33,7 +33,7 @@ from policyc.numerics.dimensions import DimensionNumbers, free_dims
 from policyc.numerics.flatten import OperandLayout, flatten_operand, unflatten_operands, unflatten_quantized
 from policyc.numerics.products import Product
 from policyc.numerics.quantize.reference.blocks import layout_of, outer_scale_axes
-from policyc.numerics.quantize.reference.layout import TILE, Axes, Operand, Quantized
+from policyc.numerics.quantize.reference.layout import Axes, Operand, Quantized
 
 _Dim = TypeVar("_Dim")
 
@@ -195,7 +195,7 @@ def _shapes(x: Any, spec: q.Request) -> list[Shape]:
     if layout.has_scales:
         scales[axes.axis] //= layout.block
         if layout.tile_axis is not None:
-            scales[layout.tile_axis] //= TILE
+            scales[layout.tile_axis] //= layout.block
         out.append((tuple(scales), jnp.uint8))
     if FORMATS[layout.format].tensor_scale:
         spanned = outer_scale_axes(spec.treatment, axes, layout, len(padded))

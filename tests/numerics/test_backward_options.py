@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -44,11 +45,26 @@ def values(of: Callable[..., Any], block: int, tile: int = 1) -> Rows:
 
 
 plain, tiles = values(oracle.nvfp4, 16), values(partial(oracle.nvfp4, tile=16), 16, 16)
+mxfp8 = values(partial(oracle.mx, element="e4m3", rounding="rceil"), 32)
+
+
+def mxfp8_tiles(x: np.ndarray) -> dict[str, np.ndarray]:
+    """MXFP8 in tiles of 32x32: each tile has the scale of a block that holds its largest magnitude."""
+    m, n = x.shape
+    amax = np.abs(x).reshape(m // 32, 32, n // 32, 32).max((1, 3)).astype(np.float64)
+    with np.errstate(divide="ignore"):
+        scale = np.exp2(np.clip(np.ceil(np.log2(amax / 448)), -127, 127))
+    wide = np.repeat(np.repeat(scale, 32, 0), 32, 1)
+    codes = (x / wide).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
+    return {"dequantized": codes.astype(np.float32) * wide}
+
+
 FORMATS: dict[str, tuple[float, Rows, Rows]] = {
     "nvfp4(backward=dequantized)": (2688, plain, plain),
     "nvfp4(scale2d=weights, outer=shared, backward=dequantized)": (2688, plain, tiles),
     "nvfp4(scale2d=all, backward=dequantized)": (2688, tiles, tiles),
-    "mxfp8(backward=dequantized)": (448, *2 * (values(partial(oracle.mx, element="e4m3", rounding="rceil"), 32),)),
+    "mxfp8(scale2d=weights, backward=dequantized)": (448, mxfp8, values(mxfp8_tiles, 32, 32)),
+    "mxfp8(backward=dequantized)": (448, mxfp8, mxfp8),
     "mxfp4(backward=dequantized)": (6, *2 * (values(partial(oracle.mx, element="e2m1", rounding="floor"), 32),)),
     "fp8(backward=dequantized)": (448, *2 * (values(partial(oracle.fp8, element="e4m3"), 1),)),
 }  # fmt: skip
@@ -163,6 +179,19 @@ def test_tiles_of_every_operand_serve_both_products() -> None:
         qx, qw, qdy = tiles(x), tiles(w.T).T, tiles(np.float32(scaled) * dy)
         for ours, exact in zip(results, (qx @ qw, qdy @ qw.T, qx.T @ qdy), strict=True):
             assert relative_error(ours, exact) < 1e-6
+
+
+@pytest.mark.parametrize("backend", ["emulate", "xla"])
+def test_mxfp8_tiles_serve_both_products_of_a_weight(backend: str) -> None:
+    x, w, dy = (np.asarray(normal(*s, seed=i)) for i, s in enumerate([(40, 96), (96, 72), (40, 72)]))
+    options = GemmOptions(backends=(backend,) * 3)
+    recipe = recipe_of("mxfp8(scale2d=weights)")
+    f = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=recipe, options=options)
+    y, dx, dw = quick_jit(partial(three_products, f))(x, w, dy)
+    qw = values(mxfp8_tiles, 32, 32)(w.T).T
+    exact = mxfp8(x) @ qw, mxfp8(dy) @ qw.T, mxfp8(x.T) @ mxfp8(dy.T).T
+    for ours, theirs in zip((y, dx, dw), exact, strict=True):
+        assert relative_error(ours, theirs) < 1e-6
 
 
 def test_a_gradient_in_tiles_is_rounded_stochastically_once() -> None:

@@ -43,7 +43,6 @@ from policyc.numerics.quantize.kernels.kernel_tiles import BLOCK, TILE_FEATURES,
 from policyc.numerics.quantize.reference.bits import FP8_DTYPES, materialize
 from policyc.numerics.quantize.reference.blocks import refinement_of
 from policyc.numerics.quantize.reference.layout import (
-    TILE,
     Layout,
     Operand,
     Quantized,
@@ -338,8 +337,8 @@ def as_rows(
     codes, scales, row_axis = _arrange_along(operand, contract[-1] - ndim)
     sizes = {layout.axis: layout.size, layout.tile_axis: layout.tile_size}
     # Rows of a tile can keep sharing scales if they are adjacent and none of them is padding.
-    if row_axis is not None and (free[-1] - ndim != row_axis or sizes[row_axis] % TILE):
-        scales, row_axis = repeat_axis(scales, row_axis, TILE), None
+    if row_axis is not None and (free[-1] - ndim != row_axis or sizes[row_axis] % layout.block):
+        scales, row_axis = repeat_axis(scales, row_axis, layout.block), None
     for i in free:
         if i - ndim in sizes and i - ndim != row_axis:
             codes = lax.slice_in_dim(codes, 0, sizes[i - ndim], axis=i)

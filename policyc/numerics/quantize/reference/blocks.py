@@ -40,7 +40,6 @@ from policyc.numerics.quantize.reference.bits import (
 )
 from policyc.numerics.quantize.reference.hadamard import Method
 from policyc.numerics.quantize.reference.layout import (
-    TILE,
     Axes,
     Layout,
     expand_per_block,
@@ -116,7 +115,7 @@ def layout_of(shape: tuple[int, ...], treatment: Treatment, axes: Axes) -> tuple
     padded = list(shape)
     padded[axes.axis] += -shape[axes.axis] % max(block, treatment.rht, 2 if element.bits == 4 else 1)
     if tile is not None:
-        padded[tile] += -shape[tile] % TILE
+        padded[tile] += -shape[tile] % block
     layout = Layout(
         format=treatment.format,
         element=treatment.element,
@@ -197,7 +196,9 @@ def _block_maxima(x: jax.Array, axes: Axes, layout: Layout) -> jax.Array:
     blocks = split_axis(bits, axes.axis, x.shape[axes.axis] // layout.block, layout.block)
     maxima = blocks.max(axis=blocks.ndim + axes.axis)
     if layout.tile_axis is not None:
-        tiles = split_axis(maxima, layout.tile_axis, maxima.shape[layout.tile_axis] // TILE, TILE)
+        tiles = split_axis(
+            maxima, layout.tile_axis, maxima.shape[layout.tile_axis] // layout.block, layout.block
+        )
         maxima = tiles.max(axis=tiles.ndim + layout.tile_axis)
     return maxima
 

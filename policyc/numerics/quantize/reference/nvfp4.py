@@ -31,7 +31,6 @@ from policyc.numerics.quantize.reference.blocks import (
 )
 from policyc.numerics.quantize.reference.hadamard import Method, rotate_operand
 from policyc.numerics.quantize.reference.layout import (
-    TILE,
     Layout,
     Quantized,
     expand_per_block,
@@ -143,7 +142,7 @@ def _sum_blocks(terms: jax.Array, layout: Layout) -> jax.Array:
     if layout.tile_axis is not None:
         # Splitting the quantized axis shifts a tile axis before it by one, counted from the end.
         tile = layout.tile_axis - (1 if layout.tile_axis < layout.axis else 0)
-        terms = _sum_pairwise(split_axis(terms, tile, terms.shape[tile] // TILE, TILE), tile)
+        terms = _sum_pairwise(split_axis(terms, tile, terms.shape[tile] // layout.block, layout.block), tile)
     return _sum_pairwise(terms, layout.axis)
 
 
