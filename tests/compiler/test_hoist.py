@@ -268,3 +268,11 @@ def test_every_layer_has_a_number_of_its_own() -> None:
             assert len(set(ordinals)) == len(ordinals) == math.prod(loop.size for loop in site.loops)
             depths.add(len(site.loops))
     assert depths >= {0, 1, 2}
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint], ids=["jit", "checkpoint"])
+def test_a_loss_with_hoisted_weights_is_differentiated_from_outside(wrap: Callable[..., Any]) -> None:
+    """Outside the derivative, weights are quantized in the trace of the wrapped loss, as constants of it."""
+    loss = policyc.apply(SQUARE, model("full"))
+    wrapped = jax.jit(jax.grad(wrap(loss)))(UNROLLED, X[0])
+    assert_same_bits(wrapped, jax.jit(jax.grad(loss))(UNROLLED, X[0]))

@@ -166,3 +166,14 @@ def test_weights_that_share_a_scale_are_read_once_more():
             assert (times[1] > times[0]) == (role is Role.WEIGHT)
             if role is not Role.WEIGHT:
                 assert times[0] == times[1]
+
+
+def test_operands_that_are_decoded_are_multiplied_in_bf16_and_kept_as_codes():
+    recipe = resolve("nvfp4(scale2d=weights, backward=dequantized)")
+    formats = [gemm_cost.product_format(recipe, gemm, "f32") for gemm in Gemm]
+    assert formats == ["nvfp4", "bf16", "bf16"]
+    assert gemm_cost.collect_quantizations(recipe, frozenset(Gemm)) == [
+        (role, (recipe.treatment(Gemm.FPROP, role),)) for role in (Role.ACTIVATION, Role.WEIGHT)
+    ]
+    for gemm, role in ((Gemm.DGRAD, Role.WEIGHT), (Gemm.WGRAD, Role.ACTIVATION)):
+        assert recipe.stored_treatment(gemm, role) == recipe.treatment(Gemm.FPROP, role)
