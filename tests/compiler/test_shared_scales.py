@@ -114,6 +114,28 @@ def test_each_layer_of_a_scan_has_scales_of_its_own(remat: str, policy: str) -> 
             assert_same(ours[name][index], values, f"{name} {index}")
 
 
+def test_casts_and_copies_of_the_array_do_not_part_siblings() -> None:
+    """As where each layer of a framework casts its own input. A slice is another array."""
+    w, x = weights(), jnp.eye(K)
+
+    def layers(w: Weights) -> Weights:
+        inputs = {
+            "q": x.astype(jnp.bfloat16),
+            "k": x.reshape(K * K).reshape(K, K),
+            "v": jax.lax.with_sharding_constraint(x, jax.sharding.SingleDeviceSharding(jax.devices()[0])),
+            "o": jnp.concatenate([x, x])[:K],
+        }
+        y = {}
+        for name, rows in inputs.items():
+            full = jnp.asarray(w[name]).astype(jnp.bfloat16)
+            y[name] = jnp.matmul(rows.astype(jnp.bfloat16), full, preferred_element_type=jnp.float32)
+        return y
+
+    ours = quantized("* -> nvfp4(outer=shared)", layers, w)
+    for name, values in expected(w, "qkv,o", all=nvfp4).items():
+        assert_same(ours[name], values, name)
+
+
 def test_each_expert_has_a_scale_of_its_own() -> None:
     w = weights(2)
     x = jnp.stack([jnp.eye(K, dtype=jnp.bfloat16)] * 2)

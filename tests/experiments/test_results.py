@@ -191,3 +191,11 @@ def test_a_bundled_policy_is_the_one_that_ran(name):
 
     ran = load(RESULTS / "19m_mixed_formats" / name / "policy.policy")
     assert treatments(load(name)) == treatments(ran)
+
+
+def test_the_predictions_of_today_are_those_of_the_cost_model():
+    text = " ".join((RESULTS / "mixed_formats.md").read_text(encoding="utf-8").split())
+    (sentence,) = re.findall(r"It now predicts (.*?x)\.", text)
+    stated = dict(re.findall(r"`(\w+)` (\S+)x", sentence))
+    assert stated == {name: f"{mixed_report()['speed_ups']['values'][name]:.3f}" for name in stated}
+    assert stated.keys() == gaps_to_bf16("19m_mixed_formats").keys()

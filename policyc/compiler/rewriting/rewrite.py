@@ -136,7 +136,7 @@ class SiteRewriter(Transform):
         """Equal for decisions with the same effect, whatever rules decided."""
         self._source = source
         self._hoisted = hoisted
-        self._all_siblings = sites.siblings
+        self._all_sites = sites
         self.sites: dict[Address, Site] = {
             s.address: s
             for s in sites
@@ -291,7 +291,9 @@ class SiteRewriter(Transform):
         if own is None or own.shared_scale is None or site.weight is None:
             return ()
         others = [
-            (s, self._decision_at(s, position)) for s in self._all_siblings[site.address] if s is not site
+            (s, self._decision_at(s, position))
+            for s in self._all_sites.siblings[site.address]
+            if s is not site
         ]
         return tuple(
             other.address[-1] - site.address[-1]
