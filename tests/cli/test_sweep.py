@@ -71,30 +71,6 @@ def test_what_a_sweep_prints_has_no_control_characters(folder: Path) -> None:
     assert "\a" not in result.out
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("my.policy", "name a program, or a configuration with --config"),
-        ("my.policy --variants nope train.py", "no variant named 'nope'"),
-        ("my.policy --grid rth=wgrad train.py", "did you mean 'rht'"),
-        ("my.policy --margin wide train.py", "'wide' is not a margin"),
-        ("my.policy --baseline bf17 train.py", "did you mean 'bf16'"),
-        ("my.policy --config tiny --bach 3", "there is no option '--bach': did you mean --batch?"),
-        ("my.policy nope.py", "no such script"),
-        ("my.policy -", "give it a file, not standard input"),
-        ("my.policy --slurm time=9,gpus=2,tasks=1 --gpus-per-run 2 train.py", "with --slurm, give gpus=N"),
-        ("my.policy --slurm tim=9 train.py", "did you mean 'time'"),
-        ("my.policy train.py --dry-run", "the sweep would start: write it before train.py"),
-    ],
-)
-def test_wrong_usage_is_explained(
-    folder: Path, words: str, message: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    result = policyc("sweep", "--no-plan", *words.split(), cwd=folder)
-    assert result.code in (1, 2)
-    assert message in result.err + capfd.readouterr().err
-
-
 def test_a_dry_run_in_the_folder_of_another_sweep_says_what_the_sweep_would_say(folder: Path) -> None:
     (folder / "sweeps" / "my" / "runs").mkdir(parents=True)
     result = policyc("sweep", "my.policy", "--no-plan", "--dry-run", "--steps", "8", "train.py", cwd=folder)

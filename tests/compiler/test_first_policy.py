@@ -77,27 +77,6 @@ def test_a_policy_that_does_not_fit_is_refused() -> None:
         first_policy(parse("nothing -> fp8"), sites)
 
 
-def test_the_command_writes_a_file_once(tmp_path: Any) -> None:
-    path = tmp_path / "first.policy"
-    result = policyc("init", "--config", "tiny", "--out", str(path))
-    assert result.code == 0, result.err
-    text = path.read_text()
-    assert "# allow: slower-than-bf16, slower-than-fp8 -- found by policyc init\n" in text
-    assert "the policy allows slower-than-bf16, slower-than-fp8: see 'policyc explain" in result.err
-    assert policyc("lint", "--config", "tiny", str(path)).code == 0
-    assert "# A first policy for the bundled Llama tiny: " in text
-    rules = [" ".join(line.split()) for line in text.splitlines() if "->" in line]
-    assert rules == [
-        "* -> bf16 expect 37",
-        "* where mlp -> nvfp4(rht=wgrad, sr=grad, scale2d=weights) expect 12",
-        "* where mlp and layer >= -1 -> bf16 expect 3",
-    ]
-    again = policyc("init", "--config", "tiny", "--out", str(path))
-    assert again.code == 2
-    assert "exists" in again.err
-    assert path.read_text() == text
-
-
 @pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="an installed package has no README")
 def test_it_starts_with_the_rules_of_the_readme() -> None:
     assert START in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -12,8 +12,7 @@ import policyc
 from policyc.compiler.matching.execution import execution_options
 from policyc.compiler.planning.idle_rules import idle_rules
 from policyc.compiler.planning.plan import make_plan
-from policyc.compiler.planning.plan_checks import check_plan
-from policyc.language.diagnostics import PolicyError, Severity
+from policyc.language.diagnostics import Severity
 from policyc.language.loader import parse
 from tests.support.jaxpr_tools import find_sites, struct
 from tests.support.planned_model import PARAMS, SITES, X, loss, plan_model
@@ -56,16 +55,6 @@ def idle(policy: str) -> list[tuple[str, str, Severity]]:
 )
 def test_rules_that_do_nothing(policy: str, expected: list[tuple[str, str, Severity]]) -> None:
     assert idle(policy) == expected
-
-
-def test_errors_are_raised_and_warnings_returned() -> None:
-    plan = plan_model("* -> fp8; heed -> nvfp4; up -> fp8; layers[-4:] -> bf16; tail -> bf16")
-    with pytest.raises(PolicyError) as caught:
-        check_plan(plan)
-    assert [d.code for d in caught.value.diagnostics] == ["unmatched-rule", "overridden-rule"]
-    assert check_plan(plan, may_miss=True) == ()
-    (warning,) = check_plan(plan_model("* -> fp8; tail -> bf16"))
-    assert (warning.code, warning.severity) == ("unmatched-rule", WARNING)
 
 
 def test_a_variant_may_override_a_rule_on_purpose() -> None:

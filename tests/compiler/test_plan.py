@@ -52,22 +52,6 @@ def test_the_last_matching_rule_decides_about_each_product(policy: str, expected
     assert decided == expected
 
 
-def test_the_rules_that_lost_are_listed_nearest_first() -> None:
-    plan = plan_model("* -> fp8; layers -> mxfp8; head -> keep; up -> bf16")
-    decision = plan.decisions()[UP.address, (0,)]
-    assert (decision.rules[0], decision.rule(FPROP), decision.overridden(FPROP)) == ((3, 1, 0), 3, (1, 0))
-    assert plan.decisions()[HEAD.address, ()].rules[2] == (2, 0)
-    nothing = plan_model("head -> fp8").decisions()[UP.address, (0,)]
-    assert (nothing.rules, nothing.rule(FPROP), nothing.recipe) == (((), (), ()), None, None)
-
-
-def test_a_recipe_that_keeps_every_product_changes_nothing() -> None:
-    plan = plan_model("* -> nvfp4; * -> keep")
-    assert all(decision.recipe is None for decision in plan.decisions().values())
-    partly_kept = plan_model("* -> nvfp4; * @ fprop -> keep")
-    assert any(decision.recipe is not None for decision in partly_kept.decisions().values())
-
-
 def test_a_weight_is_matched_by_its_scope_too() -> None:
     def scoped(p: Any, x: Any) -> Any:
         with jax.named_scope("attention"), jax.named_scope("query"):
@@ -75,13 +59,6 @@ def test_a_weight_is_matched_by_its_scope_too() -> None:
 
     sites = find_sites(scoped, {"kernel": struct(16, 32)}, X)
     assert make_plan(parse("query -> fp8; kernel -> bf16; attention.key -> fp8"), sites).counts == (1, 1, 0)
-
-
-def test_counts_are_of_layers_whichever_rule_decides() -> None:
-    plan = plan_model(
-        "* -> fp8; layers -> mxfp8; layers[1:3].up, head -> keep; nothing -> fp8; * @ wgrad -> bf16"
-    )
-    assert plan.counts == (9, 8, 3, 0, 9)
 
 
 # ---- phases
@@ -123,28 +100,6 @@ def test_a_percentage_needs_the_number_of_all_steps() -> None:
 
 
 # ---- runs and products
-
-
-def test_consecutive_layers_with_one_decision_are_one_run() -> None:
-    plan = plan_model("* -> fp8; layers[1:3].up -> bf16; head -> keep")
-    runs = list(plan.site_runs(UP))
-    assert [run.layers for run in runs] == [((0,),), ((1,), (2,)), ((3,),)]
-    assert runs[0].decision == runs[2].decision != runs[1].decision
-    assert [(run.site.name, len(run.layers)) for run in plan.runs()] == [
-        ("layers.up", 1), ("layers.up", 2), ("layers.up", 1), ("layers.down", 4), ("head", 1),
-    ]  # fmt: skip
-
-
-def test_the_products_of_a_run_are_those_of_its_site() -> None:
-    def first(p: Any, x: Any) -> Any:
-        return jnp.tanh(x @ p["a"]) @ p["b"]
-
-    sites = find_sites(first, {"a": struct(16, 16), "b": struct(16, 16)}, X)
-    plan = make_plan(parse("* -> fp8; b @ dgrad -> keep"), sites)
-    assert [(p.site.name, p.gemm, p.rule) for p in plan.products()] == [
-        ("a", FPROP, 0), ("a", WGRAD, 0), ("b", FPROP, 0), ("b", DGRAD, 1), ("b", WGRAD, 0),
-    ]  # fmt: skip
-    assert all(p.lowering.backend for p in plan.products() if p.rule == 0)
 
 
 # ---- how products run

@@ -35,26 +35,6 @@ head         -       1 x 8 x 64 x 16    1.64e-05  rhs     fprop dgrad wgrad  hea
     )
 
 
-def test_products_with_different_rules_are_told_apart_and_wrapped() -> None:
-    table = sites_table(plan_model("* -> fp8; head @ bwd -> mxfp8; head @ wgrad -> keep")).splitlines()
-    first, second = (line[table[0].index("rule") :] for line in table[-3:-1])
-    assert first == "* -> fp8 @ fprop; head @ bwd -> mxfp8 @ dgrad; head @ wgrad  *; head @ bwd"
-    assert second == "-> keep @ wgrad"
-
-
-def test_without_rules_the_table_has_no_columns_for_them() -> None:
-    assert (
-        sites_table(plan_model(""))
-        == """\
-site         layers  batch x m x n x k  GFLOP     weight  products           kind
-layers.up    0-3     1 x 8 x 32 x 16    3.28e-05  rhs     fprop dgrad wgrad  mlp
-layers.down  0-3     1 x 8 x 16 x 32    3.28e-05  rhs     fprop dgrad wgrad  mlp
-head         -       1 x 8 x 64 x 16    1.64e-05  rhs     fprop dgrad wgrad  head
-9 GEMMs, 0.0002458 GFLOP a step in their products
-"""
-    )
-
-
 def test_a_schedule_has_a_line_for_each_phase() -> None:
     table = sites_table(plan_model(SCHEDULE)).splitlines()
     assert table[0].split()[-3:] == ["phase", "rule", "overrides"]

@@ -77,32 +77,6 @@ def test_a_grid_sets_and_removes_options() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("grid", "message"),
-    [
-        ("rth=wgrad", "no recipe option 'rth'.*'rht'"),
-        ("rht", "no values"),
-        ("rht=wgrad,", "no values"),
-        ("rht=sideways", "'sideways' is not a value of rht"),
-        ("nw.rht=wgrad", "no recipe 'nw': known: nv"),
-        ("grad=e4m3", "takes grad; formats that take it: fp8"),
-        (" ; ", "name options"),
-        ("rht=wgrad; rht=none", "rht is given twice"),
-    ],
-)
-def test_a_faulty_grid_is_explained(grid: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_grid(parse(TWO_RECIPES), parse_grid(grid))
-
-
-def test_edits_of_a_policy_that_has_none_are_refused() -> None:
-    policy = parse("mlp.* -> fp8")
-    with pytest.raises(ValueError, match="leave out --ablate to compare the policy itself"):
-        ablate(policy)
-    with pytest.raises(ValueError, match="--variants: the policy defines no variant"):
-        apply_variants(policy, ("all",))
-
-
 def test_a_policy_can_be_a_baseline_of_its_edits() -> None:
     policy = parse("mlp.* -> nvfp4(sr=grad)")
     base = SweepVariant(name="p", policy=policy, edit="the policy")

@@ -133,20 +133,6 @@ def test_a_program_gets_its_seed_steps_and_folder(tmp_path: Path) -> None:
     assert run.metrics_source == f"maxtext={folder}/m.txt"
 
 
-@pytest.mark.parametrize(
-    ("program", "message"),
-    [
-        (SweepProgram(words=("train.py", "{steps}")), "give --steps"),
-        (SweepProgram(words=("--seed=3",), config="tiny"), "--seed is set by the sweep"),
-        (SweepProgram(words=("train.py",), metrics_source="x"), "KIND=PATH"),
-        (SweepProgram(words=(), config="tiny", metrics_source="maxtext=x"), "writes metrics.jsonl itself"),
-    ],
-)
-def test_what_cannot_be_swept_is_explained(program: SweepProgram, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        program.check()
-
-
 # ---- the folder of a sweep
 
 

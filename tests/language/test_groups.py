@@ -13,7 +13,6 @@ from policyc import load, parse
 from policyc.language.formatter import format_text
 from policyc.language.loader import parse_with_diagnostics
 from policyc.language.recipes import GEMM_GROUPS
-from tests.support.linting import lint_codes
 from tests.support.strategies import ALL, products, selector_lists
 
 pytestmark = pytest.mark.any_jax
@@ -68,34 +67,6 @@ def test_a_group_is_imported_and_can_be_redefined(tmp_path: Path):
 @pytest.mark.parametrize("text", ["group -> bf16", "group.a, group -> bf16", "a.group @ wgrad -> bf16"])
 def test_a_scope_may_be_named_group(text):
     assert str(parse(text)) == f"{text}\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "codes"),
-    [
-        ("group g = a\nx.g -> bf16", ["group-in-selector"]),
-        ("group g = a\n^g, g[0], g.* -> bf16", ["group-in-selector"] * 3),
-        ("group g = a\ngroup g = b\ng -> bf16", ["duplicate-group"]),
-        ("group g = a @ wgrad\nb -> bf16", ["unknown-product"]),
-        ("b -> bf16\nvariant v { group g = a; g -> fp8 }", []),
-        ("b -> bf16\nvariant v { group g = a; g -> fp8 }\nvariant w { group g = c; g -> fp8 }", []),
-        ("group g = a\ng -> bf16\nvariant v { group g = c; g -> fp8 }", ["duplicate-group"]),
-        ("g -> bf16\nvariant v { group g = c; g -> fp8 }\ngroup g = a", ["duplicate-group"]),
-        ("b -> bf16\nvariant v { group g = a; group g = c; g -> fp8 }", ["duplicate-group"]),
-        ("after 5% { group g = a }\nb -> bf16", ["misplaced-statement"]),
-        ("group g = a\nb -> bf16", ["unused-group"]),
-        ("group g = a\nb -> bf16\nvariant v { g -> fp8 }", []),
-        ("group g = a\nrecipe r = fp8", []),  # a library
-        ("group g = g, a\ng -> bf16", []),  # the scope `g`
-        ("group g = a\ngroup h = g, b\ng, h -> bf16", ["group-in-selector"]),
-        ("group g = h\ngroup h = g\ng, h -> bf16", ["group-in-selector"] * 2),
-        ("group g = a, a.b\ng -> fp8\na -> bf16", ["shadowed-rule"]),
-    ],
-)
-def test_what_is_reported_about_groups(text, codes):
-    found = lint_codes(text)
-    assert found[: len(codes)] == codes
-    assert codes or not found
 
 
 def test_a_group_is_formatted_and_keeps_its_name():

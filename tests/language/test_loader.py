@@ -70,17 +70,6 @@ def test_a_folder_does_not_hide_a_bundled_policy(tmp_path, monkeypatch):
     assert locate("bf16") == bundled_policies()["bf16"]
 
 
-@pytest.mark.parametrize(
-    ("name", "help"), [("te_nvfp", "did you mean 'te_nvfp4'?"), ("zzz", "bundled policies: bf16")]
-)
-def test_an_unknown_policy_is_reported_with_known_names(name, help):
-    with pytest.raises(PolicyError) as caught:
-        load(name)
-    (diagnostic,) = caught.value.diagnostics
-    assert diagnostic.code == "unreadable-file"
-    assert help in diagnostic.help
-
-
 def test_a_file_may_be_imported_through_two_others(write):
     folder = write(
         top='import "a"; import "b"', a='import "c"; a -> bf16', b='import "c"; b -> bf16', c="c -> bf16"
@@ -130,29 +119,6 @@ def test_a_variant_may_import_rules_and_recipes(write):
 
 
 # ---- cycles
-
-
-@pytest.mark.parametrize(
-    ("files", "chain"),
-    [
-        ({"a": 'import "a"'}, "a.policy -> a.policy"),
-        ({"a": 'import "b"', "b": 'import "a"'}, "a.policy -> b.policy -> a.policy"),
-        (
-            {"a": 'import "b"', "b": 'import "c"', "c": 'import "a"'},
-            "a.policy -> b.policy -> c.policy -> a.policy",
-        ),
-        ({"a": 'import "b"', "b": 'import "c"', "c": 'import "b"'}, "b.policy -> c.policy -> b.policy"),
-        ({"a": 'variant x { import "a" }'}, "a.policy -> a.policy"),
-        ({"a": 'import "x/../a"', "x/b": ""}, "a.policy -> a.policy"),
-    ],
-)
-def test_a_cycle_of_imports_is_reported_with_its_files(write, files, chain):
-    folder = write(**{name.replace("/", "__"): text for name, text in files.items()})
-    with pytest.raises(PolicyError) as caught:
-        load(folder / "a.policy")
-    (diagnostic,) = caught.value.diagnostics
-    assert diagnostic.code == "import-cycle"
-    assert diagnostic.message.endswith(chain)
 
 
 def test_an_import_follows_links_and_names_folders_above(write):
@@ -212,20 +178,3 @@ def test_a_path_without_a_policy_is_reported(write, tmp_path, written):
 
 
 # ---- errors in other files
-
-
-def test_an_error_in_a_file_imported_twice_is_reported_once(write):
-    folder = write(main='import "broken"\nimport "broken"\n', broken="b => bf16\nc -> bf17\n")
-    assert sorted(load_errors(folder / "main.policy")) == [
-        ("syntax-error", "broken.policy", 1),
-        ("unknown-format", "broken.policy", 2),
-    ]
-
-
-def test_an_unreadable_imported_file_names_the_import(write):
-    folder = write(main='import "latin"')
-    (folder / "latin.policy").write_bytes(b"# caf\xe9\na -> bf16\n")
-    with pytest.raises(PolicyError, match="line 1 is not UTF-8") as caught:
-        load(folder / "main.policy")
-    (diagnostic,) = caught.value.diagnostics
-    assert [n.message for n in diagnostic.notes] == ["imported from here"]

@@ -150,69 +150,6 @@ def test_a_slice_that_is_called_empty_selects_nothing(text: str, empty: bool) ->
 # ---- examples
 
 
-@pytest.mark.parametrize(
-    ("text", "indices"),
-    [
-        ("mlp -> fp8; mlp.* -> bf16", [0]),
-        ("mlp -> fp8; mlp.up -> bf16", []),
-        ("mlp -> fp8; ^mlp -> bf16", []),
-        ("^mlp -> fp8; mlp -> bf16", [0]),
-        ("up_proj -> fp8; *_proj -> bf16", []),  # globs are names
-        ("a.b.c -> fp8; b -> bf16", [0]),
-        ("^a.b.c -> fp8; ^a.b -> bf16", [0]),
-        ("^a.b.c -> fp8; ^b.c -> bf16", []),
-        ("a.b -> fp8; a.*.b -> bf16", []),
-        ("a.*.b -> fp8; a -> bf16", [0]),
-        ("{a,b} -> fp8; a -> bf16", []),
-        ("{a,b} -> fp8; b, a -> bf16", [0]),
-        ("{a,b} -> fp8; a -> bf16; b -> bf16", []),  # two rules together are not compared
-        ("a -> fp8; a @ fprop -> bf16; a @ bwd -> bf16", []),
-        ("a @ wgrad -> fp8; a @ bwd -> bf16", [0]),
-        ("layers[-4:].mlp -> fp8; layers[-4:] -> bf16", [0]),
-        ("layers[-4:] -> fp8; layers[-8:] -> bf16", []),  # slices must be equal
-        ("layers[3] -> fp8; layers_3 -> bf16", [0]),
-        ("layers[3] -> fp8; layers -> bf16", [0]),
-        ("x_?[:2] -> fp8; x_? -> bf16", [0]),
-        ("layers -> fp8; layers[:] -> bf16", []),
-        ("a where k >= 16 -> fp8; a -> bf16", [0]),
-        ("a where k >= 16 and weight -> fp8; a where weight -> bf16", [0]),
-        ("a where k >= 16 or weight -> fp8; a where weight -> bf16", []),
-        ("a where k > 1 and k > 2 and k > 3 and k > 4 and k > 5 -> fp8; a where k > 3 -> bf16", [0]),
-        ("a.b where k >= 16 -> fp8; a where k >= 16 -> bf16", [0]),
-        ("* where experts -> fp8; * where mlp -> bf16", []),  # terms must be the same
-        ("after 50% { a -> fp8 }; after 40% { a -> bf16 }", []),
-        ("after 50% { a.b -> fp8 }; after 50% { a -> bf16 }; a -> keep", [0, 1]),
-        ("after 50% { until 90 { a -> fp8 } }; until 90 { a -> bf16 }", [0]),
-        ("*a*b.??? -> fp8; ????? -> bf16; * -> keep", [0, 1]),
-    ],
-)  # fmt: skip
-def test_which_rules_are_overridden(text: str, indices: list[int]) -> None:
-    assert overridden_rules(text) == indices
-
-
-@pytest.mark.parametrize(
-    ("text", "indices"),
-    [
-        ("mlp -> fp8; mlp.up -> fp8", [1]),
-        ("mlp -> fp8; mlp.up -> bf16; mlp.up -> fp8", []),
-        ("mlp -> fp8; attention -> bf16; mlp.up -> fp8", []),  # a site may be inside both
-        ("mlp -> fp8; attention -> fp8; mlp.up -> fp8", [2]),
-        ("mlp -> fp8; mlp @ wgrad -> split(fprop=bf16, bwd=fp8)", [1]),
-        ("mlp @ fprop -> fp8; mlp -> fp8", []),
-        ("recipe r = fp8; mlp -> fp8; mlp.up -> r", [1]),
-        ("recipe r = fp8; mlp -> fp8; mlp.up -> r; variant v { recipe r = bf16 }", []),
-        ("recipe r = fp8; mlp -> r; mlp.up -> r; variant v { recipe r = bf16 }", [1]),
-        ("recipe r = fp8; mlp -> r; a -> fp8; mlp.up -> r; variant v { recipe r = bf16 }", []),
-        ("after 50% { mlp -> fp8 }; mlp -> fp8", []),
-        ("mlp -> fp8; after 50% { mlp -> fp8 }", [1]),
-        ("mlp -> fp8; mlp where weight -> fp8", [1]),
-        ("mlp -> keep", []),
-    ],
-)  # fmt: skip
-def test_which_rules_are_redundant(text: str, indices: list[int]) -> None:
-    assert redundant_rules(text) == indices
-
-
 # ---- large policies
 
 
