@@ -9,15 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
 from policyc.cli import data as command
+from policyc.models.llama import corpora
 from policyc.models.llama.configs import RunConfig
 from tests.support.command import policyc
 
 pytestmark = pytest.mark.any_jax
 
-tokenizers = pytest.importorskip("tokenizers")
-corpora = pytest.importorskip("policyc.models.llama.corpora")
 
 END = "<|end_of_text|>"
 STRANGE = "naïve 漢字 🙂 \u200b\t\r\n  ٣ é́"
