@@ -123,13 +123,6 @@ def test_a_text_that_spells_out_the_end_token_does_not_end_there(books: Path) ->
     assert bpe.decode(tokens.tolist()).startswith(text)
 
 
-def test_a_blend_is_named_source_by_source(books: Path) -> None:
-    for words in (("train-tokenizer",), ("tokenize", "--out", "a.bin")):
-        result = policyc("data", *words, "books/00.txt@0.5 books/01.txt@0.5")
-        assert result.code == 1
-        assert "is a blend: name its sources one by one, without weights" in result.err
-
-
 def test_text_that_is_not_utf8_is_counted(books: Path) -> None:
     (books / "00.txt").write_bytes("naïve".encode("latin-1"))
     result = policyc("data", "train-tokenizer", "text:books/*.txt", "--vocab", "300")

@@ -118,6 +118,20 @@ def test_gradients_are_those_of_one_layer_by_hand():
 # ---- what cannot be followed: test_stack_programs.py, and
 
 
+def test_products_without_a_weight_in_a_loop_over_two_layers_are_refused_by_scope():
+    def loss(p, x):
+        def pair(h, ws):
+            with jax.named_scope("layers"):
+                h = (h @ ws[0]) @ (h @ ws[1]).T @ h
+            return h, None
+
+        t = p["layers"]["attn"]
+        return lax.scan(pair, x, (t[::2], t[1::2]))[0].sum()
+
+    with pytest.raises(policyc.PolicyError, match="reads several layers"):
+        quantized_layers("layers[-1] -> fp8", loss, STACK)
+
+
 # ---- counting
 
 

@@ -90,13 +90,6 @@ def test_a_policy_can_be_a_baseline_of_its_edits() -> None:
     assert listed.omitted == ()
 
 
-def test_a_policy_that_is_named_twice_is_run_once_and_the_sweep_says_so() -> None:
-    policies = [SweepVariant(name="p", policy=parse("mlp.* -> fp8"), edit=f"the policy {n}") for n in "ab"]
-    listed = collect_variants([], policies, [])
-    assert [variant.name for variant in listed.variants] == ["p"]
-    assert [(o.edit, o.reason) for o in listed.omitted] == [("the policy b", "the same policy as 'p'")]
-
-
 def test_no_variant_has_the_name_of_a_file_of_the_sweep() -> None:
     names = ("sweep.json", "report.html", ".lock")
     policies = [

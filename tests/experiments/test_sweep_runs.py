@@ -222,14 +222,6 @@ def test_a_sweep_is_continued_in_another_folder_if_its_script_is_there(
         open_sweep(out, design(words=("train.py",), config=None))
 
 
-def test_a_policy_may_be_named_by_another_path(tmp_path: Path) -> None:
-    open_sweep(tmp_path, design())
-    same = SweepVariant(name="mine", policy=parse("mlp.* -> fp8"), edit="the policy ./mine\nx.policy")
-    assert open_sweep(tmp_path, replace(design(), policies=collect_variants([], [same], []))) == []
-    text = (tmp_path / "mine" / "policy.policy").read_text()
-    assert text == "# the policy ./mine\\x0ax.policy\n\nmlp.* -> fp8\n"
-
-
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "{}", '{"format": 1, "seeds": [0]}', '{"format": 2}', "[" * 100_000]
 )
