@@ -96,20 +96,6 @@ def test_a_suppression_does_not_have_the_reason_of_another_policy() -> None:
     assert "# allow: no-high-precision-tail -- as in llama_nvfp4" in text
 
 
-def test_comments_name_no_folder(tmp_path: Any) -> None:
-    """A product of two activations is named by its place in the program."""
-    program = tmp_path / "train.py"
-    program.write_text(
-        "import jax, jax.numpy as jnp\n"
-        "x = jnp.ones((64, 64))\n"
-        "jax.grad(lambda w: jnp.sum(jax.nn.relu(x @ w['mlp']).T @ (x @ w['mlp'])))({'mlp': x})\n"
-    )
-    result = policyc("init", "--like", "fp8", str(program))
-    assert result.code == 0, result.err
-    assert "(train.py:3)" in result.out
-    assert str(tmp_path) not in result.out
-
-
 def test_it_keeps_sites_whose_kinds_are_open() -> None:
     sites = sites_of("gated_recurrence_with_dense_experts_and_attention")
     text = first_policy(load("llama_nvfp4"), sites)

@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,10 +64,11 @@ def unescape(text: str) -> str:
 
 def normalize(text: str, folder: Path) -> str:
     """Leaves out the usage before an error and what depends on the machine or a version; escapes control characters."""
+    text = PYTHONS.sub("", USAGE.sub("", text)).replace(shlex.quote(sys.executable), "PYTHON")
+    text = re.sub(rf"'{re.escape(str(ROOT))}{os.sep}([^']*)'", r"\1", text)  # quoted if it has a space
     text = (
-        PYTHONS.sub("", USAGE.sub("", text)).replace(f"{folder}{os.sep}", "").replace(f"{ROOT}{os.sep}", "")
+        text.replace(f"{folder}{os.sep}", "").replace(f"{ROOT}{os.sep}", "").replace(__version__, "VERSION")
     )
-    text = text.replace(__version__, "VERSION")
     for written, meant in WRITTEN.items():
         text = text.replace(meant, written)
     return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
