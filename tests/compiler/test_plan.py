@@ -11,45 +11,16 @@ from jax import lax
 
 import policyc
 from policyc.compiler.matching.execution import execution_options
-from policyc.compiler.planning.plan import Plan, gemm_queries, make_plan
+from policyc.compiler.planning.plan import gemm_queries, make_plan
 from policyc.compiler.tables.plan_json import as_json
 from policyc.jaxcore.jaxprs import reading as jaxprs
 from policyc.language.diagnostics import PolicyError
 from policyc.language.loader import parse
 from policyc.language.recipes import Gemm
 from tests.support.jaxpr_tools import find_sites, struct
-from tests.support.planned_model import HEAD, SCHEDULE, SITES, UP, X, plan_model
-
-FPROP, DGRAD, WGRAD = Gemm
-
-
-def rules(plan: Plan, site: Any, gemm: Gemm = FPROP, phase: Any = ()) -> list[int | None]:
-    """The rule that decides about a product of each layer."""
-    decisions = plan.decisions(phase)
-    return [decisions[site.address, layer].rule(gemm) for layer in site.layers()]
-
+from tests.support.planned_model import HEAD, SCHEDULE, UP, X, plan_model
 
 # ---- which rule decides
-
-
-DECIDING: list[tuple[str, dict[str, tuple[list[Any], list[Any], list[Any]]]]] = [
-    ("* -> fp8; layers[-2:] -> mxfp8; layers.up -> bf16", {
-        "layers.up": ([2] * 4, [2] * 4, [2] * 4), "layers.down": ([0, 0, 1, 1],) * 3, "head": ([0], [0], [0]),
-    }),
-    ("* -> mxfp8; head @ wgrad -> bf16; layers @ dgrad, wgrad -> keep", {
-        "layers.up": ([0] * 4, [2] * 4, [2] * 4), "layers.down": ([0] * 4, [2] * 4, [2] * 4), "head": ([0], [0], [1]),
-    }),
-    ("head -> fp8", {
-        "layers.up": ([None] * 4,) * 3, "layers.down": ([None] * 4,) * 3, "head": ([0], [0], [0]),
-    }),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("policy", "expected"), DECIDING, ids=[policy for policy, _ in DECIDING])
-def test_the_last_matching_rule_decides_about_each_product(policy: str, expected: Any) -> None:
-    plan = plan_model(policy)
-    decided = {site.name: tuple(rules(plan, site, gemm) for gemm in Gemm) for site in SITES}
-    assert decided == expected
 
 
 def test_a_weight_is_matched_by_its_scope_too() -> None:
@@ -62,21 +33,6 @@ def test_a_weight_is_matched_by_its_scope_too() -> None:
 
 
 # ---- phases
-
-
-def test_each_phase_has_its_own_decisions() -> None:
-    """In a training of less than 20 steps, half of them are done before step 10."""
-    plan = plan_model(SCHEDULE)
-    decided = {
-        plan.label(p): (rules(plan, HEAD, FPROP, p)[0], rules(plan, UP, FPROP, p)[0]) for p in plan.phases
-    }
-    assert decided == {
-        "until 10 and until 50%": (1, 0),
-        "after 10 and until 50%": (0, 0),
-        "until 10 and after 50%": (1, 2),
-        "after 10 and after 50%": (0, 2),
-    }
-    assert [plan.in_force(rule, (False, True)) for rule in range(3)] == [True, False, True]
 
 
 def test_the_phase_at_a_step() -> None:
