@@ -199,9 +199,6 @@ def test_a_weight_is_followed_into_a_container(container: Any) -> None:
     assert site.is_reused is (container in (jax.checkpoint, in_scan, in_while, in_condition))
 
 
-# ---- repeats
-
-
 # ---- what is no site
 
 
@@ -355,9 +352,6 @@ def test_a_weight_that_is_better_quantized_where_it_is_used(derive: Any) -> None
     (site,) = sites
     assert site.weight == "rhs"
     assert sites.equation(site).origin is None
-
-
-# ---- all sites
 
 
 # ---- primitives that are called like those of policyc

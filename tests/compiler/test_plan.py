@@ -55,9 +55,6 @@ def test_a_percentage_needs_the_number_of_all_steps() -> None:
     assert plan_model("* -> fp8").phase(7, None) == ()
 
 
-# ---- runs and products
-
-
 # ---- how products run
 
 

@@ -125,9 +125,6 @@ def test_layers_at_the_same_place_on_every_device_may_be_chosen(policy: str) -> 
     check_plan(make_plan(parse(policy), SHARED_OUT))
 
 
-# ---- layers whose index is not known
-
-
 # ---- recipes and machines
 
 

@@ -19,9 +19,6 @@ from tests.support.planned_model import HEAD, plan_model
 pytestmark = pytest.mark.any_jax
 
 
-# ---- the summary
-
-
 # ---- JSON
 
 

@@ -102,9 +102,6 @@ def test_a_new_container_needs_one_entry(monkeypatch: pytest.MonkeyPatch) -> Non
     assert tap.shape[0] == 2, "a tap for each layer that is measured"
 
 
-# ---- functions that layers share
-
-
 # ---- what is kept
 
 

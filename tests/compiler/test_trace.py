@@ -115,9 +115,6 @@ def test_a_result_may_be_an_input() -> None:
     assert [r is W for r in traced.run(traced.jaxpr, [W])] == [True, True]
 
 
-# ---- errors
-
-
 # ---- weights that are not differentiated
 
 

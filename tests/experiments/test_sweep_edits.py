@@ -1,4 +1,4 @@
-"""Edits of a policy for a sweep: tests/ui/commands/sweep_dry_run.txt has their texts, usage_sweep.txt what is refused."""
+"""Edits of a policy for a sweep. Their texts are in tests/ui/commands/sweep_dry_run.txt."""
 
 from __future__ import annotations
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from policyc import load, parse
+from policyc import parse
 from policyc.language.formatter import format_text
 from policyc.language.loader import parse_with_diagnostics
 from policyc.language.recipes import GEMM_GROUPS
@@ -41,27 +40,6 @@ def test_a_group_has_no_selector_that_reads_as_a_product(word):
     assert (diagnostic.code, diagnostic.help) == ("reserved-name", f"write {word}.*")
     policy = parse(f"group g = a, {word}.*\ng @ fprop -> fp8")
     assert parse(str(policy)) == policy
-
-
-def test_a_variant_and_a_schedule_use_the_groups_of_the_policy():
-    policy = parse("group g = a, b\nafter 5% { g -> fp8 }\nvariant v { g @ wgrad -> bf16 }")
-    assert [str(r) for r in policy.variant("v").rules] == ["a, b -> fp8", "a @ wgrad, b @ wgrad -> bf16"]
-
-
-def test_a_variant_may_define_groups_for_its_own_rules():
-    policy = parse("g -> fp8\nvariant v { group g = a, b; g -> bf16 }\nvariant w { g -> mxfp8 }")
-    assert [str(r) for r in policy.variant("v").rules] == ["g -> fp8", "a, b -> bf16"]
-    assert [str(r) for r in policy.variant("w").rules] == ["g -> fp8", "g -> mxfp8"]
-
-
-def test_a_group_is_imported_and_can_be_redefined(tmp_path: Path):
-    (tmp_path / "base.policy").write_text("group g = a\ng -> fp8\n")
-    (tmp_path / "same.policy").write_text('import "base"\ng @ wgrad -> bf16\n')
-    (tmp_path / "other.policy").write_text('import "base"\ngroup g = b, c\n')
-    (tmp_path / "variant.policy").write_text('x -> bf16\nvariant v { import "base" }\n')
-    assert [str(r) for r in load(tmp_path / "same.policy").rules] == ["a -> fp8", "a @ wgrad -> bf16"]
-    assert [str(r) for r in load(tmp_path / "other.policy").rules] == ["b, c -> fp8"]
-    assert [str(r) for r in load(tmp_path / "variant.policy").variant("v").rules] == ["x -> bf16", "a -> fp8"]
 
 
 @pytest.mark.parametrize("text", ["group -> bf16", "group.a, group -> bf16", "a.group @ wgrad -> bf16"])

@@ -7,22 +7,11 @@ import dataclasses
 import pytest
 
 from policyc import PolicyError, load, parse
-from policyc.language.policy import Policy, RecipeCall
+from policyc.language.policy import Policy
 
 pytestmark = pytest.mark.any_jax
 
 # ---- variants
-
-
-def test_a_variant_replaces_recipes_and_appends_rules():
-    policy = parse(
-        "recipe a = fp8; x -> a; variant v { recipe a = bf16; recipe b = f32; y -> b }; variant w {}"
-    )
-    edited = policy.variant("v")
-    assert edited.named_recipes == {"a": RecipeCall(name="bf16"), "b": RecipeCall(name="f32")}
-    assert [str(r) for r in edited.rules] == ["x -> a", "y -> b"]
-    assert policy.named_recipes == {"a": RecipeCall(name="fp8")}
-    assert policy.variant("w").rules == policy.rules
 
 
 def test_the_name_of_a_policy_is_that_of_its_file_and_variant(tmp_path):

@@ -147,9 +147,6 @@ def test_a_slice_that_is_called_empty_selects_nothing(text: str, empty: bool) ->
     assert not (empty and any(indices.select(depth) for depth in range(1, 300)))
 
 
-# ---- examples
-
-
 # ---- large policies
 
 
