@@ -1,4 +1,4 @@
-"""The loader: names and paths. tests/ui/commands has what imports mean (`imports_shown`) and their errors (`imports`)."""
+"""The loader: names and paths. tests/ui/commands has what imports mean, and what is wrong with them."""
 
 from __future__ import annotations
 

@@ -35,21 +35,6 @@ def test_an_unknown_variant_is_an_error_with_the_known_names(text, known):
 # ---- printing, hashing, imports
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "^layers[-15%:].mlp.*, {q,k}_proj @ fprop, wgrad where k % 16 != 0 and (m < n or weight) -> keep expect 3\n",
-        "recipe a = split(fprop=nvfp4(sr={grad,weights}, mean_split), wgrad=fp8)\n* -> a\n",
-        "after 82.5% {\n    until 1000 {\n        a -> bf16\n        b -> fp8\n    }\n}\n",
-        "* -> bf16\nvariant a {\n    recipe b = bf16\n    after 5 {\n        * -> b\n    }\n}\nvariant c {}\n",
-        "layers[::2] @ bwd -> bf16\nlayers[:] -> bf16\nlayers[1:2:3] -> bf16\n",
-        "* where not not weight -> bf16\n* where 1 <= k % n < 3 -> bf16\n",
-    ],
-)
-def test_examples_of_printing(text):
-    assert str(parse(text)) == text
-
-
 def test_policies_are_hashable_and_immutable():
     """The hashes of drawn policies are compared in test_parser.py, which prints and parses them anyway."""
     policy = parse("recipe a = fp8; ^x[-15%:] where k % 16 != 0 -> a; variant v { after 5 { y -> bf16 } }")
