@@ -105,42 +105,7 @@ def test_every_spelling_of_a_policy_and_what_it_prints_parse_to_it(drawn):
     assert hash(again) == hash(policy)
 
 
-NUMBER = Comparison(terms=(Term(value="k"), Term(value=1)), operators=("==",))
 WEIGHT = Flag(name="weight")
-
-
-def compare(*parts) -> Comparison:
-    """A comparison from its terms and the operators between them."""
-    return Comparison(terms=tuple(Term(value=part) for part in parts[::2]), operators=parts[1::2])
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("weight", WEIGHT),
-        ("not weight", Not(operand=WEIGHT)),
-        ("not not weight", Not(operand=Not(operand=WEIGHT))),
-        ("weight and k == 1", AllOf(operands=(WEIGHT, NUMBER))),
-        ("not weight and k == 1", AllOf(operands=(Not(operand=WEIGHT), NUMBER))),
-        ("weight or weight and k == 1", AnyOf(operands=(WEIGHT, AllOf(operands=(WEIGHT, NUMBER))))),
-        ("(weight or weight) and k == 1", AllOf(operands=(AnyOf(operands=(WEIGHT, WEIGHT)), NUMBER))),
-        ("not mlp", Not(operand=Flag(name="mlp"))),
-        ("experts or block", AnyOf(operands=(Flag(name="experts"), Flag(name="block")))),
-        ("layer == 0", compare("layer", "==", 0)),
-        ("layer >= -4", compare("layer", ">=", Bound(Fraction(-4)))),
-        ("layer < 15%", compare("layer", "<", Bound(Fraction(15), True))),
-        ("layer>=-12.5 %", compare("layer", ">=", Bound(Fraction(-25, 2), True))),
-        ("2 <= layer < -8", compare(2, "<=", "layer", "<", Bound(Fraction(-8)))),
-        ("-15%<=layer", compare(Bound(Fraction(-15), True), "<=", "layer")),
-        ("layer >= -0", compare("layer", ">=", 0)),
-        ("15%k == 0", Comparison(terms=(Term(value=15, modulus="k"), Term(value=0)), operators=("==",))),
-        ("not (weight or k == 1)", Not(operand=AnyOf(operands=(WEIGHT, NUMBER)))),
-        ("((k == 1))", NUMBER),
-        ("not k == 1", Not(operand=NUMBER)),
-    ],
-)
-def test_the_precedence_of_or_and_and_not(text, expected):
-    assert only(f"* where {text} -> bf16").where == expected
 
 
 @pytest.mark.parametrize(
