@@ -48,7 +48,18 @@ def test_a_sweep_is_run_fails_and_is_continued(folder: Path, monkeypatch: pytest
 
     monkeypatch.setattr(local, "LocalExecutor", Executor)
     monkeypatch.setattr(engine, "_POLL_SECONDS", 0)
-    words = ["sweep", "my.policy", "--baseline", "bf16", "--seeds", "2", "--steps", "2", "--no-plan", "train.py"]
+    words = [
+        "sweep",
+        "my.policy",
+        "--baseline",
+        "bf16",
+        "--seeds",
+        "2",
+        "--steps",
+        "2",
+        "--no-plan",
+        "train.py",
+    ]
     first = policyc(*words, cwd=folder)
     assert first.code == 1
     assert "my seed 1: failed at step 1: a reason" in first.out
@@ -91,7 +102,19 @@ def test_a_killed_sweep_is_continued(tmp_path: Path) -> None:
     """Its run ends with it, and runs again."""
     (tmp_path / "train.py").write_text(PROGRAM)
     (tmp_path / "p.policy").write_text("* -> mxfp8\n")
-    words = ["p.policy", "--no-plan", "--baseline", "none", "--seeds", "1", "--steps", "6", "--out", "out", "train.py"]
+    words = [
+        "p.policy",
+        "--no-plan",
+        "--baseline",
+        "none",
+        "--seeds",
+        "1",
+        "--steps",
+        "6",
+        "--out",
+        "out",
+        "train.py",
+    ]
     sweep = SweepProcess(*words, cwd=tmp_path)
     status = tmp_path / "out" / "p" / "seed0" / "status.json"
     sweep.wait_until(status.exists)
