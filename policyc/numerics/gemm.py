@@ -333,11 +333,13 @@ def _gradients(spec: GemmSpec, residuals: _Residuals, dy: jax.Array) -> tuple[ja
         quantize_dy = partial(_quantize, dy, operand, d_rhs, residuals.keys)
         return _gradient(spec, d_rhs, dy, saved, lambda: for_rhs or quantize_dy(), wrt="rhs")
 
-    # Values of dy for wgrad take much memory until wgrad has run, which XLA would put off.
-    if d_rhs.gemm == Gemm.WGRAD and _has_values(for_rhs):
+    # Values of dy for wgrad take much memory until wgrad has run, which XLA would put off. If dgrad has a larger result
+    # than dy, as in a down projection, it runs when XLA likes: what reads the result often computes the operand of
+    # wgrad again, in one pass.
+    if d_rhs.gemm == Gemm.WGRAD and _has_values(for_rhs) and dy.size >= spec.lhs.size:
         rhs, for_lhs = _run_first(rhs_gradient(), for_lhs)
         return lhs_gradient(), rhs
-    if d_lhs.gemm == Gemm.WGRAD and _has_values(for_lhs):
+    if d_lhs.gemm == Gemm.WGRAD and _has_values(for_lhs) and dy.size >= spec.rhs.size:
         lhs, for_rhs = _run_first(lhs_gradient(), for_rhs)
         return lhs, rhs_gradient()
     return lhs_gradient(), rhs_gradient()

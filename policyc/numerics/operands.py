@@ -16,6 +16,7 @@ from policyc.numerics import backends, primitives
 from policyc.numerics.dimensions import free_dims
 from policyc.numerics.products import OperandSpec
 from policyc.numerics.quantize import Axes, Key, Operand, Quantized, Request
+from policyc.numerics.quantize.reference.layout import move_first_axes
 
 CHECKPOINT_NAME = "quantization"
 """The name of saved quantized tensors, for policies of `jax.checkpoint`."""
@@ -187,7 +188,7 @@ def save_code_order(parts: Parts, spec: OperandSpec) -> Parts:
             return part.select_packing(spec.axes.axis)
         if spec.axes.axis == -1:
             return replace(part, transposed_codes=None)
-        layout = replace(part.layout, last_axis_first=True)
+        layout = replace(part.layout, moved_axes=spec.axes.second_order)
         return replace(part, codes=_as_words(part.transposed_codes), transposed_codes=None, layout=layout)
 
     return tuple(map(save, parts))
@@ -199,15 +200,18 @@ def select_code_order(parts: Parts, spec: OperandSpec) -> Parts:
     def select(part: Operand) -> Operand:
         if not isinstance(part, Quantized):
             return part
-        layout = replace(part.layout, fast_sums=spec.treatment.sums == "fast", last_axis_first=False)
-        if part.layout.last_axis_first:
-            return replace(part, codes=jnp.moveaxis(_as_bytes(part.codes), 0, -1), layout=layout)
+        layout = replace(part.layout, fast_sums=spec.treatment.sums == "fast", moved_axes=0)
+        if part.layout.moved_axes:
+            codes = move_first_axes(_as_bytes(part.codes), part.layout.moved_axes)
+            return replace(part, codes=codes, layout=layout)
         part = replace(part, layout=layout)
         if part.transposed_codes is None:
             return part
         if part.layout.packed:
             return part.select_packing(spec.axes.axis)
-        codes = part.codes if spec.axes.axis == -1 else jnp.moveaxis(part.transposed_codes, 0, -1)
+        codes = part.codes
+        if spec.axes.axis != -1:
+            codes = move_first_axes(part.transposed_codes, spec.axes.second_order)
         return replace(part, codes=codes, transposed_codes=None)
 
     return tuple(map(select, parts))

@@ -33,7 +33,7 @@ from policyc.numerics.dimensions import DimensionNumbers, free_dims
 from policyc.numerics.flatten import OperandLayout, flatten_operand, unflatten_operands, unflatten_quantized
 from policyc.numerics.products import Product
 from policyc.numerics.quantize.reference.blocks import layout_of, outer_scale_axes
-from policyc.numerics.quantize.reference.layout import TILE, Axes, Operand, Quantized
+from policyc.numerics.quantize.reference.layout import TILE, Axes, Operand, Quantized, rotate_dims
 
 _Dim = TypeVar("_Dim")
 
@@ -94,11 +94,12 @@ def _quantize_primitive(format: str, backend: str) -> Primitive:
     )
 
 
-def takes_stack(*, backend: str, specs: Specs = (), **_: Any) -> bool:
-    """Whether an equation with these parameters quantizes the layers of a stack at once, under a `vmap` over layers."""
-    if len(specs) != 1 or not backends.load(backend).quantizes_stacks:
-        return False
-    return specs[0].treatment.rounding == "rne" and not specs[0].treatment.rht
+def takes_stack(*, specs: Specs = (), **_: Any) -> bool:
+    """Whether an equation with these parameters quantizes the layers of a stack at once, under a `vmap` over layers.
+
+    XLA then reads parameters once. In a loop over layers, it may transpose those of all layers, and slices them.
+    """
+    return len(specs) == 1 and specs[0].treatment.rounding == "rne" and not specs[0].treatment.rht
 
 
 def batched_by(backend: str, primitive: Callable[[str], Primitive]) -> BatchedPrimitive | None:
@@ -138,7 +139,7 @@ def _quantize_one_of_pair(
 ) -> ReducedEquation | None:
     """The quantizer for one GEMM, if the results for the other are unused, as in a recomputed forward pass."""
     if len(specs) == 1:
-        return None
+        return _quantize_one_order(used, specs[0])
     # Codes, block scales and amax; or codes or values, and amax.
     has_scales = bool(FORMATS[specs[0].treatment.format].block) and not specs[0].decoded
     first = 3 if has_scales else 2
@@ -150,6 +151,25 @@ def _quantize_one_of_pair(
         params={"specs": (specs[index],), "operands": (operands[index],)},
         operand_count=3 if is_random else 1,  # with both words of the key
         results=range(first, len(used)) if index else range(first),
+    )
+
+
+def _quantize_one_order(used: Sequence[bool], spec: q.Request) -> ReducedEquation | None:
+    """The quantizer of unpacked codes in one order, if the other order is unused."""
+    codes, second = 0, len(used) - 1
+    if (
+        not spec.axes.second_order
+        or spec.axes.only_second
+        or spec.treatment.tile2d
+        or used[codes] == used[second]
+    ):
+        return None
+    axes = replace(spec.axes, second_order=0) if used[codes] else replace(spec.axes, only_second=True)
+    first = codes if used[codes] else second
+    return ReducedEquation(
+        params={"specs": (replace(spec, axes=axes),)},
+        operand_count=3 if spec.treatment.rounding == "sr" else 1,  # with both words of the key
+        results=(first, *range(1, second)),
     )
 
 
@@ -176,15 +196,16 @@ def _shapes(x: Any, spec: q.Request) -> list[Shape]:
         spanned = outer_scale_axes(spec.treatment, axes, layout, len(padded))
         amax = tuple(1 if i - len(padded) in spanned else n for i, n in enumerate(padded))
         out.append((amax, jnp.float32))
-    if axes.both_orders and layout.packed:
+    if axes.second_order and layout.packed:
         assert layout.tile_axis is not None
         other = list(padded)
         other[layout.tile_axis] //= 2
         out.append((tuple(other), jnp.uint8))
         if layout.has_few_tiles:
             out.append((_swap_tile_axes(scales, axes), jnp.uint8))
-    elif axes.both_orders:
-        out.append(((codes[-1], *codes[:-1]), jnp.uint8))
+    elif axes.second_order:
+        second = rotate_dims(codes, axes.second_order), jnp.uint8
+        out = [second, *out[1:]] if axes.only_second else [*out, second]
     return out
 
 
@@ -196,10 +217,12 @@ def _quantize_dim_sources(
     dims: list[DimSource] = [(0, i - x.ndim) for i in range(x.ndim)]
     sources: list[list[DimSource]] = []
     for spec in specs:
+        start = len(sources)
         sources += [dims for _ in _shapes(x, spec)]
-        if spec.axes.both_orders and not spec.treatment.tile2d:
-            sources[-1] = [dims[-1], *dims[:-1]]
-        elif spec.axes.both_orders and layout_of(x.shape, spec.treatment, spec.axes)[0].has_few_tiles:
+        second = spec.axes.second_order
+        if second and not spec.treatment.tile2d:
+            sources[start if spec.axes.only_second else -1] = list(rotate_dims(dims, second))
+        elif second and layout_of(x.shape, spec.treatment, spec.axes)[0].has_few_tiles:
             sources[-1] = list(_swap_tile_axes(dims, spec.axes))
     return sources
 

@@ -228,7 +228,7 @@ def _operand_spec(
         role=role,
         label=label,
         treatment=_treatment(spec.recipe, gemm, role),
-        axes=_operand_axes(dims, both_orders=_needs_both_orders(spec, role, dims)),
+        axes=_operand_axes(dims, _second_order(spec, role, dims)),
         tokens=tokens,
         backend=spec.options.backend(gemm),
     )
@@ -255,23 +255,25 @@ def _treatment(recipe: Recipe, gemm: Gemm, role: Role) -> Treatment:
     return recipe.treatment(gemm, role)
 
 
-def _needs_both_orders(spec: GemmSpec, role: Role, dims: _OperandDims) -> bool:
-    """Whether to also write transposed codes, because the backend of all GEMMs that read the operand wants them."""
+def _second_order(spec: GemmSpec, role: Role, dims: _OperandDims) -> int:
+    """`Axes.second_order`, if the backend of all GEMMs that read the operand wants both orders."""
     readers = {spec.options.backend(gemm) for gemm, reader in OPERANDS if reader is role}
-    if len(readers) != 1:
-        return False
-    splits_last = role is not Role.WEIGHT or (dims.ndim - 1,) in (dims.contract, dims.free)
-    return backends.load(readers.pop()).writes_both_orders(spec.recipe, role, splits_last=splits_last)
+    if len(readers) != 1 or dims.batch:
+        return 0
+    last = dims.contract if dims.ndim - 1 in dims.contract else dims.free
+    splits = sorted(last) == list(range(dims.ndim - len(last), dims.ndim))
+    writes = backends.load(readers.pop()).writes_both_orders(spec.recipe, role, splits=splits)
+    return len(last) if writes else 0
 
 
-def _operand_axes(dims: _OperandDims, *, both_orders: bool) -> Axes:
+def _operand_axes(dims: _OperandDims, second_order: int) -> Axes:
     ndim = dims.ndim
     return Axes(
         axis=dims.contract[-1] - ndim,
         contract=tuple(i - ndim for i in dims.contract),
         batch=tuple(i - ndim for i in dims.batch),
         tile=max(dims.free) - ndim,
-        both_orders=both_orders and not dims.batch,
+        second_order=second_order,
     )
 
 

@@ -65,7 +65,9 @@ def quantize_in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], 
 
 
 def weights_quantized(f: Callable[..., Any], *args: Any, operand: str = "rhs") -> Counter[tuple[int, ...]]:
-    """How many equations quantize a weight, by the lengths of the scans around them. Dead code does not count."""
+    """How many equations quantize a weight, by the lengths of the stacks that they quantize and of the scans around them.
+    Dead code does not count.
+    """
     return _count_quantizers(without_dead_code(jax.make_jaxpr(f)(*args)), (), operand)
 
 
@@ -75,7 +77,7 @@ def _count_quantizers(jaxpr: Any, scans: tuple[int, ...], weight_operand: str) -
         name = jaxprs.primitive_name(eqn)
         reads = {f"fprop.{weight_operand}", f"dgrad.{weight_operand}"}
         if name.endswith("_quantize") and not reads.isdisjoint(eqn.params["operands"]):
-            counts[scans] += 1
+            counts[(*scans, *eqn.invars[0].aval.shape[: len(eqn.params["mapped"])])] += 1
         inside = (*scans, eqn.params["length"]) if name == "scan" else scans
         for sub in jaxprs.sub_jaxprs(eqn):
             counts += _count_quantizers(sub.jaxpr, inside, weight_operand)

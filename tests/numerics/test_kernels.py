@@ -276,23 +276,26 @@ def test_cuda_can_start_the_instances_for_many_tokens(tiles: int, grid: str) -> 
 
 
 @pytest.mark.any_jax
-@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+@pytest.mark.parametrize(("element", "moved"), [("e4m3", 1), ("e5m2", 1), ("e5m2", 2)])
 @pytest.mark.parametrize("case", ["normal", "huge", "tiny", "zeros", "nan"])
-def test_codes_in_both_orders(case: str, element: str) -> None:
-    """The kernel and the jnp code write the codes of a quantizer of one order, and their transpose."""
-    x = normal(2, 128, 256)
+def test_codes_in_both_orders(case: str, element: str, moved: int) -> None:
+    """The kernel and the jnp code write the codes of a quantizer of one order, and a copy with the last axes first."""
+    x = normal(128, 2, 128) if moved == 2 else normal(2, 128, 256)
     x = {"normal": x, "huge": x * 1e37, "tiny": x * 1e-38, "zeros": x * 0, "nan": x.at[0, 3, 5].set(jnp.nan)}[
         case
     ]
-    treatment, both = Treatment(format="fp8", element=element), Axes(both_orders=True)
+    treatment, both = Treatment(format="fp8", element=element), Axes(second_order=moved)
     assert fp8_kernel.fits(x, treatment, both)
     reference = quantizer(treatment, Axes(), "matmul")(x)
     assert reference.transposed_codes is None
-    transposed = np.moveaxis(np.asarray(reference.codes), -1, 0)
+    transposed = np.asarray(reference.codes).transpose((1, 2, 0) if moved == 2 else (2, 0, 1))
     for method in ("interpreted", "matmul"):
         q = quantizer(treatment, both, method)(x)
         assert_equal(replace(q, transposed_codes=None), reference)
         np.testing.assert_array_equal(np.asarray(q.transposed_codes), transposed)
+        q = quantizer(treatment, replace(both, only_second=True), method)(x)
+        assert q.transposed_codes is None
+        np.testing.assert_array_equal(np.asarray(q.codes), transposed)
 
 
 @pytest.mark.any_jax
@@ -320,7 +323,7 @@ def test_which_operands_the_kernels_take() -> None:
     def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    fp8, both, fits = Treatment(format="fp8", element="e4m3"), Axes(both_orders=True), fp8_kernel.fits
+    fp8, both, fits = Treatment(format="fp8", element="e4m3"), Axes(second_order=1), fp8_kernel.fits
     assert fits(array(128, 256), fp8, both)
     assert not fits(array(128, 256), fp8, Axes())
     assert not fits(array(128, 256), replace(fp8, outer="row"), both)

@@ -216,7 +216,7 @@ def test_compiled_codes_with_a_scale_for_each_row_and_each_column() -> None:
 
 
 def test_compiled_codes_in_both_orders() -> None:
-    x, fp8, both = normal(8192, 4096), Treatment(format="fp8", element="e5m2"), Axes(both_orders=True)
+    x, fp8, both = normal(8192, 4096), Treatment(format="fp8", element="e5m2"), Axes(second_order=1)
     run = jax.jit(lambda x: primitives.quantize(x, Request(fp8, both), backend="xla"))
     assert "triton" in run.lower(x).as_text()
     assert_equal(run(x), jax.jit(lambda x: quantize(x, fp8, both, method="matmul"))(x))

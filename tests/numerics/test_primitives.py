@@ -111,12 +111,12 @@ def test_shardings_in_types(compiled: bool) -> None:
 @needs_eight_devices
 def test_shardings_in_types_of_codes_in_both_orders() -> None:
     treatment, x = Treatment(format="fp8", element="e4m3"), normal(4, 32, 64)
-    axes = quantize.Axes(both_orders=True)
+    axes = quantize.Axes(second_order=1)
     f = jax.jit(partial(primitives.quantize, request=quantize.Request(treatment, axes), backend="xla"))
     expected = f(x)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     tiles = Treatment(format="nvfp4", element="e2m1", tile2d=True)
-    tile_axes = quantize.Axes(axis=-2, tile=-1, both_orders=True)
+    tile_axes = quantize.Axes(axis=-2, tile=-1, second_order=1)
     with jax.set_mesh(mesh):
         shards = jax.device_put(x, NamedSharding(mesh, P("data", None, "model")))
         q = f(shards)

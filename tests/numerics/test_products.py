@@ -97,10 +97,10 @@ def test_canonical_form_merges_dimensions_only_if_blocks_would_cross_them() -> N
 
 @pytest.mark.parametrize(
     ("shape", "contract", "expected"),
-    [((64, 48), (0,), True), ((4, 16, 48), (0, 1), True), ((64, 4, 12), (0,), False)],
-    ids=["matrix", "several contracted", "several free: no GEMM contracts the last dimension alone"],
+    [((64, 48), (0,), 1), ((4, 16, 48), (0, 1), 1), ((64, 4, 12), (0,), 2), ((4, 64, 12), (1,), 0)],
+    ids=["matrix", "several contracted", "several free", "no GEMM contracts the last dimensions"],
 )
-def test_fp8_weights_that_are_written_in_both_orders(shape: Any, contract: Any, expected: bool) -> None:
+def test_fp8_weights_that_are_written_in_both_orders(shape: Any, contract: Any, expected: int) -> None:
     contracted = tuple(shape[i] for i in contract)
     structs = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((32, *contracted), shape)]
     dims = (tuple(range(1, 1 + len(contract))), contract), ((), ())
@@ -109,4 +109,4 @@ def test_fp8_weights_that_are_written_in_both_orders(shape: Any, contract: Any, 
     spec = GemmSpec(dims=dims, recipe=recipe, lhs=structs[0], rhs=structs[1], options=options)
     products = gemm_products(spec)
     weights = products.fprop.right, products.d_lhs.right
-    assert [w.axes.both_orders for w in weights] == [expected] * 2
+    assert [w.axes.second_order for w in weights] == [expected] * 2

@@ -105,7 +105,7 @@ def test_a_weight_is_packed_along_both_axes(backend: str, axis: int) -> None:
         axes = Axes(axis=axis, contract=(axis,), tile=-3 - axis, **options)
         return primitives.quantize(w, Request(treatment, axes), backend=backend)
 
-    both = quick_jit(lambda: quantize(axis, both_orders=True))()
+    both = quick_jit(lambda: quantize(axis, second_order=1))()
     for one in (-1, -2):
         for a, b in zip(
             jax.tree.leaves(both.select_packing(one)), jax.tree.leaves(quantize(one)), strict=True
@@ -251,7 +251,7 @@ def test_scales_of_tiles_are_gathered_by_the_quantizer() -> None:
     w = normal(64, 128, dtype=jnp.bfloat16)
     stack = jnp.stack([w, w / 3, w.at[60, 5].set(jnp.nan), w.at[3, 100].set(jnp.inf)])
     treatment = Treatment(format="nvfp4", element="e2m1", tile2d=True)
-    axes = Axes(axis=-2, contract=(-2,), tile=-1, both_orders=True)
+    axes = Axes(axis=-2, contract=(-2,), tile=-1, second_order=1)
 
     def quantize(w: Any, *stacks: Any, backend: str) -> Any:
         f = partial(primitives.quantize, request=Request(treatment, axes), backend=backend)

@@ -53,7 +53,7 @@ class ReducedEquation:
 
     params: Mapping[str, Any]
     operand_count: int
-    results: range
+    results: Sequence[int]
 
 
 PLATFORMS = ("cpu", "cuda")
@@ -343,7 +343,7 @@ def _lowering_context(platform: str, axis_context: Any, mapped: Mapped, *, is_st
         can_partition = not is_single and getattr(axis_context, "device_assignment", ()) is not None
         return LoweringContext(platform=platform, single_device=is_single, can_partition=can_partition)
     if is_stack:
-        return LoweringContext(platform=platform, is_stack=True)
+        return LoweringContext(platform=platform, single_device=is_single, is_stack=True)
     return LoweringContext(platform=platform, single_device=is_single, is_mapped=is_single)
 
 

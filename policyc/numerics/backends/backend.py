@@ -59,7 +59,6 @@ class Backend(Protocol):
       fallback: the backend that runs what this one cannot.
       batched_by: the backend that runs its equations under a `vmap`, if `vmap` cannot batch them.
       needs_devices: whether lowering needs to know the devices, also where there are no GPUs.
-      quantizes_stacks: whether quantizing the weights of all layers at once takes fewer kernels.
       multiplies_values: whether its GEMM multiplies the bfloat16 values of codes. Its quantizers can write these.
       pairs_rows: whether one quantizer writes FP8 with a scale per row for both GEMMs that read an operand.
       has_own_stream: whether its stochastic rounding uses other random bits than the emulation.
@@ -76,7 +75,6 @@ class Backend(Protocol):
     fallback: str = "emulate"
     batched_by: str = ""
     needs_devices: bool = False
-    quantizes_stacks: bool = False
     multiplies_values: bool = False
     pairs_rows: bool = False
     has_own_stream: bool = False
@@ -114,12 +112,12 @@ class Backend(Protocol):
         del query
         return None
 
-    def writes_both_orders(self, recipe: Recipe, role: Role, *, splits_last: bool) -> bool:
+    def writes_both_orders(self, recipe: Recipe, role: Role, *, splits: bool) -> bool:
         """Whether one quantizer writes the codes of an operand in the orders of both GEMMs that read it.
 
-        `splits_last` says whether one of them contracts the last dimension, and the other one all others.
+        `splits` says whether one of them contracts the last dimensions, and the other one all before them.
         """
-        del recipe, role, splits_last
+        del recipe, role, splits
         return False
 
     def count_reads(self, treatments: Sequence[Treatment]) -> int:

@@ -70,6 +70,8 @@ class Emulation(Backend):
 
         A weight with tiles has a single order, whose values a kernel writes.
         """
+        if context.is_stack:
+            return quantize_layers(self, x, requests, context)
         if len(requests) == 1 and not requests[0].decoded:
             return [quantize_alone(x, requests[0], context)]
         if context.single_device and _can_write_tiles(x, requests, context):
@@ -111,6 +113,15 @@ BACKEND = Emulation()
 # ---- quantizers
 
 
+def quantize_layers(
+    backend: Backend, x: jax.Array, requests: Sequence[Request], context: LoweringContext
+) -> list[Quantized]:
+    """Quantizes each layer of a stack."""
+    layer = partial(backend.quantize, requests=requests, context=replace(context, is_stack=False))
+    quantized: list[Quantized] = jax.vmap(layer)(x)
+    return quantized
+
+
 def quantize_alone(x: jax.Array, request: Request, context: LoweringContext) -> Quantized:
     """Quantizes an operand for one GEMM, to codes, by the method that is fastest on the platform."""
     treatment, axes = request.treatment, request.axes
@@ -126,7 +137,7 @@ def quantize_alone(x: jax.Array, request: Request, context: LoweringContext) -> 
             has_kernels = context.single_device and can_build_kernels(treatment.format)
         method = "kernels" if has_kernels else "matmul_bf16"
     quantized = quantize_request(x, request, method)
-    if axes.both_orders and quantized.layout.packed:
+    if axes.second_order and quantized.layout.packed:
         return quantized.add_other_packing(quantized.pack_along_tile_axis())
     return quantized
 

@@ -18,14 +18,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from policyc.jaxcore.primitives.define_primitive import LoweringContext
 from policyc.jaxcore.primitives.partition import Dim, Dims, PartitionRule, ShardIndex, partition
 from policyc.language.recipes import Gemm, Recipe, Role, Treatment
 from policyc.numerics.backends import te_calls, te_quantize
 from policyc.numerics.backends.backend import GemmQuery, Obstacle
-from policyc.numerics.backends.emulate import Emulation, quantize_alone
+from policyc.numerics.backends.emulate import Emulation, quantize_alone, quantize_layers
 from policyc.numerics.backends.te_quantize import (
     ROTATED_FEATURES,
     ROTATED_TOKENS,
@@ -57,7 +56,6 @@ class TransformerEngineBackend(Emulation):
     fallback: str = "xla"
     batched_by: str = "xla"
     needs_devices: bool = True
-    quantizes_stacks: bool = True
     has_own_stream: bool = True
     gathers_tile_scales: bool = True
     calls: Mapping[str, str] = MappingProxyType({"nvfp4": "te_gemm_v2_ffi"})
@@ -82,9 +80,9 @@ class TransformerEngineBackend(Emulation):
             return str(error)
         return ""
 
-    def writes_both_orders(self, recipe: Recipe, role: Role, *, splits_last: bool) -> bool:
+    def writes_both_orders(self, recipe: Recipe, role: Role, *, splits: bool) -> bool:
         """One pass packs the codes of a 2D weight along both axes. Fprop and dgrad each read one of the packings."""
-        del splits_last
+        del splits
         if role is not Role.WEIGHT:
             return False
         weights = [recipe.treatment(gemm, role) for gemm in (Gemm.FPROP, Gemm.DGRAD)]
@@ -102,8 +100,7 @@ class TransformerEngineBackend(Emulation):
                 return [te_quantize.quantize_stack(x, requests[0])]
             return te_quantize.quantize_orders(x, requests)
         if context.is_stack:
-            layers: Quantized = lax.map(lambda layer: quantize_alone(layer, requests[0], context), x)
-            return [layers]
+            return quantize_layers(self, x, requests, context)
         return [quantize_alone(x, r, context) for r in requests]
 
     def gemm(

@@ -69,7 +69,7 @@ class Matrix:
             contract=tuple(ndim + i for i in (axes.contract or (axes.axis,))),
             rotates=bool(treatment.rht),
             is_bounded=treatment.outer == "bound",
-            both=axes.both_orders,
+            both=bool(axes.second_order),
         )
 
     @property

@@ -35,6 +35,7 @@ from policyc.numerics.backends.emulate import (
     has_fp8_kernel,
     quantize_alone,
     quantize_joined,
+    quantize_layers,
 )
 from policyc.numerics.dimensions import DimensionNumbers, free_dims
 from policyc.numerics.quantize import Request
@@ -242,17 +243,19 @@ class Xla(Emulation):
     def quantizer_obstacle(self, query: GemmQuery) -> Obstacle | None:
         return _rotation_obstacle(query) if query.format == "nvfp4" else None
 
-    def writes_both_orders(self, recipe: Recipe, role: Role, *, splits_last: bool) -> bool:
+    def writes_both_orders(self, recipe: Recipe, role: Role, *, splits: bool) -> bool:
         """8-bit GEMMs read both operands along the contracted dimension. With a scale per row, the two GEMMs that read
         an operand need different codes.
         """
         del role
-        return splits_last and all(t.format == "fp8" and t.outer != "row" for t in recipe.treatments)
+        return splits and all(t.format == "fp8" and t.outer != "row" for t in recipe.treatments)
 
     def quantize(
         self, x: jax.Array, requests: Sequence[Request], context: LoweringContext
     ) -> list[Quantized]:
         """Quantizes an operand. Without kernels for two GEMMs, each order is quantized separately."""
+        if context.is_stack:
+            return quantize_layers(self, x, requests, context)
         if len(requests) > 1:
             joined = quantize_joined(x, requests, context)
             if joined is not None:

@@ -56,5 +56,5 @@ def quantize_request(x: jax.Array, request: Request, method: Method = "matmul") 
             return quantize_orders(x, [request], kernels.Kernels(interpret=interpret))[0]
         if fp8_kernel.fits(x, treatment, axes):
             kernel = fp8_kernel.Fp8Kernel(interpret=interpret)
-            return quantize_fp8(x, request, layout, method, kernel.both_orders)
+            return quantize_fp8(x, request, layout, method, kernel.write_orders)
     return QUANTIZERS[treatment.format](x, request, layout, method)

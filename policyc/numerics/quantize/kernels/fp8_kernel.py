@@ -28,7 +28,7 @@ from policyc.numerics.quantize.reference.bits import (
 )
 from policyc.numerics.quantize.reference.blocks import Request, find_encoding_scale, lift_amax
 from policyc.numerics.quantize.reference.fp8 import Encode
-from policyc.numerics.quantize.reference.layout import Axes, Quantized
+from policyc.numerics.quantize.reference.layout import Axes, Quantized, rotate_dims
 
 _SQUARE, _WARPS = 128, 8
 """The side of the square that one kernel instance reads, and the number of warps of an instance."""
@@ -51,7 +51,7 @@ class Scaled(NamedTuple):
 def fits(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
     """Whether the kernel can quantize this operand."""
     is_plain = treatment.format == "fp8" and treatment.outer == "tensor" and not axes.batch
-    return is_plain and axes.both_orders and _has_squares(x)
+    return is_plain and bool(axes.second_order) and _has_squares(x, axes.second_order)
 
 
 def fits_rows(x: jax.Array, requests: Sequence[Request]) -> bool:
@@ -63,13 +63,13 @@ def fits_rows(x: jax.Array, requests: Sequence[Request]) -> bool:
     if not is_per_row or any(r.axes.batch for r in requests):
         return False
     contracted = {tuple(sorted(r.axes.contract)) for r in requests}
-    return contracted == {(-1,), tuple(range(-x.ndim, -1))} and _has_squares(x)
+    return contracted == {(-1,), tuple(range(-x.ndim, -1))} and _has_squares(x, 1)
 
 
-def _has_squares(x: jax.Array) -> bool:
-    if x.dtype != jnp.bfloat16 or x.ndim < 2:
+def _has_squares(x: jax.Array, columns: int) -> bool:
+    if x.dtype != jnp.bfloat16 or x.ndim <= columns:
         return False
-    return prod(x.shape[:-1]) % _SQUARE == 0 and x.shape[-1] % _SQUARE == 0
+    return prod(x.shape[:-columns]) % _SQUARE == 0 and prod(x.shape[-columns:]) % _SQUARE == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +78,13 @@ class Fp8Kernel:
 
     interpret: bool = False
 
-    def both_orders(self, x: jax.Array, amax: jax.Array, encode: Encode) -> tuple[jax.Array, jax.Array]:
-        """The codes, and the codes with the last axis moved first. `amax` has the bits of one number."""
+    def write_orders(
+        self, x: jax.Array, amax: jax.Array, axes: Axes, encode: Encode
+    ) -> tuple[jax.Array, ...]:
+        """The codes, and the codes with the last axes first, or only those. `amax` has the bits of one number."""
         scalar = pl.BlockSpec((1, 1), lambda *_: (0, 0))
-        return self._run(partial(_both, encode=encode), x, [(amax.reshape(1, 1), scalar)])
+        body = partial(_second if axes.only_second else _both, encode=encode)
+        return self._run(body, x, [(amax.reshape(1, 1), scalar)], axes)
 
     def rows_and_columns(self, x: jax.Array, rows: Scaled, columns: Scaled) -> tuple[jax.Array, jax.Array]:
         """The codes under a scale for each row of the last axis; those under one for each column, last axis first."""
@@ -90,24 +93,34 @@ class Fp8Kernel:
         scales = [(a.reshape(-1, 1), row) for a in (rows.amax, rows.enc)]
         scales += [(a.reshape(1, -1), column) for a in (columns.amax, columns.enc)]
         body = partial(_rows_and_columns, encode_row=rows.encode, encode_column=columns.encode)
-        return self._run(body, x, scales)
+        codes, transposed = self._run(body, x, scales, Axes(second_order=1))
+        return codes, transposed
 
     def _run(
-        self, body: Callable[..., None], x: jax.Array, scales: Sequence[tuple[jax.Array, pl.BlockSpec]]
-    ) -> tuple[jax.Array, jax.Array]:
-        flat = x.reshape(-1, x.shape[-1])
-        rows, columns = flat.shape
+        self,
+        body: Callable[..., None],
+        x: jax.Array,
+        scales: Sequence[tuple[jax.Array, pl.BlockSpec]],
+        axes: Axes,
+    ) -> tuple[jax.Array, ...]:
+        columns = prod(x.shape[-axes.second_order :])
+        flat = x.reshape(-1, columns)
+        rows = flat.shape[0]
         square = pl.BlockSpec((_SQUARE, _SQUARE), lambda i, j: (i, j))
         transposed_square = pl.BlockSpec((_SQUARE, _SQUARE), lambda i, j: (j, i))
-        codes, transposed = pl.pallas_call(
+        orders = [
+            (x.shape, (rows, columns), square),
+            (rotate_dims(x.shape, axes.second_order), (columns, rows), transposed_square),
+        ][axes.only_second :]
+        arrays = pl.pallas_call(
             body,
-            [jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in ((rows, columns), (columns, rows))],
+            [jax.ShapeDtypeStruct(shape, jnp.uint8) for _, shape, _ in orders],
             grid=(rows // _SQUARE, columns // _SQUARE),
             in_specs=[square, *(spec for _, spec in scales)],
-            out_specs=[square, transposed_square],
+            out_specs=[spec for _, _, spec in orders],
             **_compiler_options(self.interpret),
         )(flat, *(array for array, _ in scales))
-        return codes.reshape(x.shape), transposed.reshape(x.shape[-1], *x.shape[:-1])
+        return tuple(array.reshape(shape) for array, (shape, _, _) in zip(arrays, orders, strict=True))
 
 
 def _compiler_options(interpret: bool) -> dict[str, Any]:
@@ -122,6 +135,10 @@ def _both(x: Any, amax: Any, codes: Any, transposed: Any, *, encode: Encode) -> 
     encoded = encode(x[...].astype(jnp.float32), amax[...])
     codes[...] = encoded
     transposed[...] = encoded.T
+
+
+def _second(x: Any, amax: Any, transposed: Any, *, encode: Encode) -> None:
+    transposed[...] = encode(x[...].astype(jnp.float32), amax[...]).T
 
 
 def _rows_and_columns(

@@ -32,7 +32,7 @@ from policyc.numerics.quantize.reference.blocks import (
     tensor_key,
 )
 from policyc.numerics.quantize.reference.hadamard import Method, rotate_operand
-from policyc.numerics.quantize.reference.layout import Layout, Quantized
+from policyc.numerics.quantize.reference.layout import Axes, Layout, Quantized, move_last_axes
 
 _GROUP = 16
 """The size of the groups whose maxima are found while x is written: that of an NVFP4 block."""
@@ -40,12 +40,12 @@ _GROUP = 16
 
 Encode = Callable[[jax.Array, jax.Array], jax.Array]
 """Encodes fp32 values, given the bits of the largest magnitude of the whole array."""
-WriteBothOrders = Callable[[jax.Array, jax.Array, Encode], tuple[jax.Array, jax.Array]]
-"""A kernel that writes the codes, and the codes with the last axis moved first."""
+WriteOrders = Callable[[jax.Array, jax.Array, Axes, Encode], tuple[jax.Array, ...]]
+"""A kernel that writes the copies of the codes that `Axes` asks for."""
 
 
 def quantize_fp8(
-    x: jax.Array, request: Request, layout: Layout, method: Method, kernel: WriteBothOrders | None = None
+    x: jax.Array, request: Request, layout: Layout, method: Method, kernel: WriteOrders | None = None
 ) -> Quantized:
     """Quantizes to FP8. The kernel, if there is one, writes both orders of the codes in one pass."""
     axes, element = request.axes, ELEMENTS[layout.element]
@@ -60,18 +60,25 @@ def quantize_fp8(
         x = materialize(x)
         amax = abs_bits(x).max(axis=spanned, keepdims=True)
     amax = outer_maximum(amax, request.treatment)
-    transposed: jax.Array | None = None
+    orders: tuple[jax.Array, ...]
     if kernel is not None:
-        codes, transposed = kernel(x, amax, partial(_encode_in_kernel, element=element))
+        orders = kernel(x, amax, axes, partial(_encode_in_kernel, element=element))
     else:
         enc, lift = materialize_encoding_scale(amax, layout.bound, method)
         # Without the barrier XLA might drop the cast, if a GEMM reads the codes as wider numbers.
         codes = materialize(encode_scaled(x.astype(jnp.float32), lift, enc, amax, element))
-        if axes.both_orders:
-            transposed = jnp.moveaxis(codes, -1, 0)
+        orders = select_orders(codes, axes)
     return Quantized(
-        codes=codes, scales=None, amax=from_bits(amax), transposed_codes=transposed, layout=layout
+        codes=orders[0], scales=None, amax=from_bits(amax), transposed_codes=(*orders, None)[1], layout=layout
     )
+
+
+def select_orders(codes: jax.Array, axes: Axes) -> tuple[jax.Array, ...]:
+    """The copies of the codes that are asked for."""
+    if not axes.second_order:
+        return (codes,)
+    second = move_last_axes(codes, axes.second_order)
+    return (second,) if axes.only_second else (codes, second)
 
 
 def _encode_in_kernel(values: jax.Array, amax: jax.Array, element: Element) -> jax.Array:

@@ -5,13 +5,17 @@ All axes count from the end, so that `vmap` can add leading ones.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from policyc.numerics.quantize.reference.bits import ELEMENTS
+
+_Dim = TypeVar("_Dim")
 
 TILE = 16
 """The rows and columns of a 2D tile."""
@@ -35,8 +39,8 @@ class Layout:
       bound: the largest magnitude after division by the outer scale.
       fast_sums: whether the GEMM that reads it may accumulate in fewer bits than fp32.
       decoded: whether it has bfloat16 values (codes times block scales) in place of codes and scales.
-      last_axis_first: whether the codes have their last axis first, and may be 32-bit words. Only for operands that
-        are saved.
+      moved_axes: how many of the last axes come first in the codes, which then may be 32-bit words. Only for operands
+        that are saved.
     """
 
     format: str
@@ -49,7 +53,7 @@ class Layout:
     bound: float = 1.0
     fast_sums: bool = False
     decoded: bool = False
-    last_axis_first: bool = False
+    moved_axes: int = 0
 
     @property
     def packed(self) -> bool:
@@ -81,7 +85,7 @@ class Quantized:
       codes: the codes, two to a byte if they have four bits; the values if the layout is decoded.
       scales: the bytes of the block scales.
       amax: the largest magnitude that each outer scale is computed from.
-      transposed_codes: a second copy of the codes, if both orders were requested: with the last axis first or, for
+      transposed_codes: a second copy of the codes, if both orders were requested: with the last axes first or, for
         four-bit 2D tiles, packed along the other axis of the tiles.
       transposed_scales: a second copy of the scales of such tiles, with the tile axes swapped, if there are few tiles.
     """
@@ -154,15 +158,33 @@ class Axes:
       contract: all contracted axes. A scale per row spans them.
       batch: each index of these axes is a separate tensor.
       tile: the other axis of 2D tiles.
-      both_orders: whether to also write the codes transposed, for two GEMMs that contract the last axis and all axes
-        before it. Four-bit 2D tiles are packed along both tile axes instead.
+      second_order: how many of the last axes come first in a second copy of the codes; 0 if there is none. It is for
+        two GEMMs of which one contracts these axes, and the other one all axes before them. Four-bit 2D tiles are
+        packed along their other axis instead.
+      only_second: whether to write the second copy alone.
     """
 
     axis: int = -1
     contract: tuple[int, ...] = ()
     batch: tuple[int, ...] = ()
     tile: int | None = None
-    both_orders: bool = False
+    second_order: int = 0
+    only_second: bool = False
+
+
+def move_last_axes(x: jax.Array, count: int) -> jax.Array:
+    """Moves the last axes to the front."""
+    return x.transpose(rotate_dims(range(x.ndim), count))
+
+
+def move_first_axes(x: jax.Array, count: int) -> jax.Array:
+    """Moves the first axes to the end."""
+    return x.transpose(rotate_dims(range(x.ndim), -count))
+
+
+def rotate_dims(dims: Sequence[_Dim], count: int) -> tuple[_Dim, ...]:
+    """Reorders one item per dimension: the last `count` first or, if it is negative, the first ones last."""
+    return (*dims[-count:], *dims[:-count])
 
 
 def split_axis(x: jax.Array, axis: int, *sizes: int) -> jax.Array:
