@@ -21,7 +21,6 @@ from policyc.linter.api import lint_loaded
 from policyc.linter.output import format_json
 from policyc.linter.rules import ALL_CODES, ALL_RULES
 from policyc.numerics.targets import get_target
-from tests.support.command import policyc as run_policyc
 from tests.support.linting import follow_help
 
 pytestmark = pytest.mark.any_jax
@@ -394,11 +393,6 @@ def test_suggested_rules_match_whatever_a_program_calls_its_parameters(name):
     remedied = parse_with_diagnostics(follow_help("* -> fp8", finding.help) or "")
     assert not remedied.diagnostics
     assert not lint_loaded(remedied, {"opaque-site"}, make_plan(remedied.policy, sites))
-
-
-def test_a_target_requires_a_program():
-    assert "did you mean 'h200'" in run_policyc("lint", "fp8", "--target", "h20", "train.py").err
-    assert "--target requires a program or --config" in run_policyc("lint", "fp8", "--target", "h200").err
 
 
 def test_without_a_program_these_rules_do_not_run():
