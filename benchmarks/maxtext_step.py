@@ -29,9 +29,38 @@ from typing import Any
 from benchmarks.command_line import make_parser, print_header, print_row
 from benchmarks.timing import describe_machine
 
-_PACKAGES = """maxtext aqt drjax einshape fire humanize immutabledict jaxtyping ml_collections omegaconf pydantic pydantic_core
-    simplejson tokamax typing_inspection wadler_lindig termcolor annotated_types attr attrs chex toolz treescope grain
-    array_record portpicker etils qwix cloudpickle lark""".split()
+_PACKAGES = (
+    "maxtext",
+    "aqt",
+    "drjax",
+    "einshape",
+    "fire",
+    "humanize",
+    "immutabledict",
+    "jaxtyping",
+    "ml_collections",
+    "omegaconf",
+    "pydantic",
+    "pydantic_core",
+    "simplejson",
+    "tokamax",
+    "typing_inspection",
+    "wadler_lindig",
+    "termcolor",
+    "annotated_types",
+    "attr",
+    "attrs",
+    "chex",
+    "toolz",
+    "treescope",
+    "grain",
+    "array_record",
+    "portpicker",
+    "etils",
+    "qwix",
+    "cloudpickle",
+    "lark",
+)
 """What MaxText and policyc import, apart from JAX, Flax, Optax, Orbax and what these need."""
 
 _NEEDLESS = re.compile(
@@ -41,8 +70,8 @@ _NEEDLESS = re.compile(
 _FAST = "* -> bf16\n* where block and (attention or mlp) -> fp8(sums=fast)\n"
 
 _SIZES = {
-    "decoder_block": "llama2", "base_emb_dim": 2048, "base_num_query_heads": 16, "base_num_kv_heads": 8, "head_dim": 128,
-    "base_mlp_dim": 8192, "base_num_decoder_layers": 16, "vocab_size": 32768, "max_target_length": 2048,
+    "decoder_block": "llama2", "base_emb_dim": 2048, "base_num_query_heads": 16, "base_num_kv_heads": 8,
+    "head_dim": 128, "base_mlp_dim": 8192, "base_num_decoder_layers": 16, "vocab_size": 32768, "max_target_length": 2048,
     "per_device_batch_size": 8, "attention": "cudnn_flash_jax", "dtype": "bfloat16",
 }  # fmt: skip
 _RUN = {

@@ -10,10 +10,34 @@ import types
 from typing import Any
 
 _NAMES = frozenset(
-    """cloud_tpu_diagnostics datasets fastapi google_cloud_mldiagnostics huggingface_hub ml_goodput_measurement opentelemetry
-    pathwaysutils pyarrow sentencepiece tensorboard tensorboardX tensorflow tensorflow_datasets tensorflow_text tiktoken
-    transformers tunix uvicorn vllm xprof""".split()
+    {
+        "cloud_tpu_diagnostics",
+        "datasets",
+        "fastapi",
+        "google_cloud_mldiagnostics",
+        "huggingface_hub",
+        "ml_goodput_measurement",
+        "opentelemetry",
+        "pathwaysutils",
+        "pyarrow",
+        "sentencepiece",
+        "tensorboard",
+        "tensorboardX",
+        "tensorflow",
+        "tensorflow_datasets",
+        "tensorflow_text",
+        "tiktoken",
+        "transformers",
+        "tunix",
+        "uvicorn",
+        "vllm",
+        "xprof",
+    }
 )
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    pass
 
 
 class _StubClass(type):
@@ -31,11 +55,7 @@ class _StubModule(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        body = {
-            "__init__": lambda self, *_, **__: None,
-            "__getattr__": lambda self, name: lambda *_, **__: None,
-        }
-        return _StubClass(name, (), body)
+        return _StubClass(name, (), {"__init__": _do_nothing, "__getattr__": lambda *_: _do_nothing})
 
 
 class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

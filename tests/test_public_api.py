@@ -118,12 +118,6 @@ def test_apply_keeps_the_signature() -> None:
     assert inspect.signature(quantized) == inspect.signature(typed)
 
 
-def test_an_unknown_variant_is_a_policy_error() -> None:
-    with pytest.raises(policyc.PolicyError, match="no variant named 'no_rth'") as caught:
-        policyc.load("llama_nvfp4:no_rth")
-    assert "did you mean 'no_rht'?" in str(caught.value)
-
-
 def test_lint_finds_what_the_command_finds(tmp_path: Path) -> None:
     text = "up -> bf16\n* -> fp8\n"
     path = tmp_path / "a.policy"

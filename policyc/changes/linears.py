@@ -155,7 +155,7 @@ def product_state(site: Site, decision: Decision, gemm: Gemm, seed: int | None =
         format=product_format(recipe, gemm, kept.format),
         formats=(treatments[0].format, treatments[1].format),
         roles=kept.roles,
-        seed=seed if any(t.rounding != "rne" for t in treatments) else None,
+        seed=seed if any(t.is_random for t in treatments) else None,
         options=(describe_options(treatments[0]), describe_options(treatments[1])),
         lowering=decision.lowering(gemm),
     )

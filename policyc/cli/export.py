@@ -63,9 +63,9 @@ def export(source: str, options: ExportOptions) -> None:
     """Write a Llama as inference servers read it.
 
     The codes are those of training, to the bit. But servers run q, k, v and gate, up as one linear each, with one outer
-    scale: where training used several, these weights are quantized again, and what that changes is printed. A recipe
-    that no server has is an error that names the edit of the policy. The folder appears once it is complete. It has
-    policyc.json, which says how it was made.
+    scale: where training used several (not outer=shared), these weights are quantized again, and what that changes is
+    printed. A recipe that no server has is an error that names the edit of the policy. The folder appears once it is
+    complete. It has policyc.json, which says how it was made.
     """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     with exit_on_error(), explain_missing_package("train"):
@@ -96,7 +96,7 @@ def export(source: str, options: ExportOptions) -> None:
             exit_with_message(f"--out: '{options.out}' cannot be written: {error.strerror}", EXIT_USAGE)
     if written.changes:
         print_note(f"{len(written.changes)} linears have other codes than in training, because servers give fused "
-                   "linears one outer scale")  # fmt: skip
+                   "linears one outer scale: train with outer=shared")  # fmt: skip
         for change in written.changes:
             click.echo(f"  {change}", err=True)
     for label, count in written.counts.items():

@@ -53,7 +53,7 @@ def _gathered_bytes(group: LayerGroup, step: TrainingStep) -> float:
         return float(plain * len(gemms))
     total, scales_of_step = 0.0, 0.0
     for gemm in gemms:
-        treatment = recipe.treatment(gemm, Role.WEIGHT)
+        treatment = recipe.stored_treatment(gemm, Role.WEIGHT)
         codes, scales = gemm_cost.weight_bytes(treatment, plain)
         backend = group.backend(gemm)
         if backend is not None and backend.gathers_tile_scales and treatment.tile2d:

@@ -182,7 +182,8 @@ def quantize_seconds(
     needs_maximum = "kernels" not in kinds and any(
         FORMATS[t.format].tensor_scale and not t.rht and not refinement_of(t) for t in treatments
     )
-    reads += needs_maximum and not is_computed
+    # The maximum of all weights that share a scale is known before any of them is quantized.
+    reads += (needs_maximum and not is_computed) or any(t.outer == "shared" for t in treatments)
     moved_bytes = elements * (reads * BF16_BYTES + sum(code_bytes(t.format) for t in treatments))
     slowdown = max(quantizer_slowdown(target, kind, backend) for kind in kinds)
     rotation = copy_seconds(target, elements * sum(map(rotation_bytes, treatments)))

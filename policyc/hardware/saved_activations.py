@@ -72,7 +72,8 @@ def _saved_bytes(group: LayerGroup, mesh: MeshShape, remat: str, readers: Reader
     result = 0.0 if remat in RECOMPUTES_GEMMS else BF16_BYTES * batch * m * n
     if remat == "full" or Gemm.WGRAD not in group.site.products:
         return result
-    format = "bf16" if group.recipe is None else group.recipe.treatment(Gemm.WGRAD, Role.ACTIVATION).format
+    recipe = group.recipe
+    format = "bf16" if recipe is None else recipe.stored_treatment(Gemm.WGRAD, Role.ACTIVATION).format
     if FORMATS[format].is_quantized:
         element_bytes = gemm_cost.code_bytes(format)
     else:

@@ -28,7 +28,7 @@ from policyc.hardware.training_step import (
 )
 from policyc.language.formats import FORMATS
 from policyc.language.policy import Policy
-from policyc.language.recipes import Gemm, Recipe, Role, Treatment
+from policyc.language.recipes import OPERANDS, Gemm, Recipe, Role, Treatment
 from policyc.numerics.targets import Target
 
 # Bytes that AdamW moves per parameter, all in fp32: it reads the parameter, its gradient twice (once for the norm) and
@@ -202,7 +202,8 @@ def quantization_seconds(
     accumulate: int = 1,
     remat: str = "none",
 ) -> float:
-    """Time to quantize the operands of one layer on one device, per microbatch, and to apply outer scales to results.
+    """Time to quantize the operands of one layer on one device, per microbatch, to decode those that a product reads in
+    bf16, and to apply outer scales to results.
 
     A weight is quantized once per step, or in each microbatch if it is rounded stochastically. Each device quantizes
     its shard. Weights of a ragged product are quantized in each microbatch, after they were gathered. If fprop runs
@@ -214,14 +215,14 @@ def quantization_seconds(
     total = sum(
         seconds(group, target, mesh, gemm)
         for gemm in group.site.products
-        for seconds in (_outer_scale_seconds, _group_seconds)
+        for seconds in (_outer_scale_seconds, _group_seconds, _decoding_seconds)
     )
     quantizations = gemm_cost.collect_quantizations(group.recipe, group.site.products)
     if remat in RECOMPUTES_GEMMS and (again := _fprop_treatment(group.recipe)) is not None:
         quantizations.append((Role.ACTIVATION, (again,)))
     for role, treatments in quantizations:
         elements = batch * gemm_cost.operand_size(role, m, n, k)
-        is_fixed = all(t.rounding == "rne" for t in treatments)
+        is_fixed = not any(t.is_random for t in treatments)
         if role is Role.WEIGHT:
             elements = weight_elements(group.site) / mesh.tensor
             seconds = gemm_cost.quantize_seconds(
@@ -251,6 +252,19 @@ def _outer_scale_seconds(group: LayerGroup, target: Target, mesh: MeshShape, gem
     m, n, k, batch = local_shape(group.site, mesh)
     rows, columns, _ = gemm_cost.product_shape(gemm, m, n, k)
     return gemm_cost.outer_scale_seconds(target, group.recipe.gemm_treatments(gemm), batch * rows * columns)
+
+
+def _decoding_seconds(group: LayerGroup, target: Target, mesh: MeshShape, gemm: Gemm) -> float:
+    """Time to decode the operands of a product in bf16: their codes are read, and written as bf16."""
+    m, n, k, batch = local_shape(group.site, mesh)
+    recipe = group.recipe
+    moved = sum(
+        gemm_cost.operand_size(role, m, n, k)
+        * (gemm_cost.code_bytes(recipe.stored_treatment(gemm, role).format) + BF16_BYTES)
+        for reader, role in OPERANDS
+        if recipe is not None and reader is gemm and recipe.treatment(gemm, role).dequantized
+    )
+    return gemm_cost.copy_seconds(target, batch * moved)
 
 
 def _group_seconds(group: LayerGroup, target: Target, mesh: MeshShape, gemm: Gemm) -> float:

@@ -25,7 +25,7 @@ from policyc.language.policy import (
     option_values,
     recipe_calls,
 )
-from policyc.language.recipes import OPERANDS, OPTIONS, OTHER_OPTION_NAMES
+from policyc.language.recipes import OPERANDS, OPTIONS, OTHER_OPTION_NAMES, Gemm, Role
 from policyc.language.selectors import count_alternatives
 
 _MAX_ALTERNATIVES = 1024  # selectors that the braces of one selector expand to
@@ -277,5 +277,29 @@ def _find_contradictions(call: RecipeCall) -> Iterator[tuple[str, str, str]]:
         yield "scale", "sr", "four_over_six needs operands that are rounded to nearest, but sr leaves none"
     if values.get("outer") == "bound" and "rht" not in FORMATS[call.name].options:
         yield "outer", "outer", f"outer=bound needs operands that rht rotates: {call.name} has no rht"
+    changed = {name for name, value in values.items() if value != OPTIONS[name].default}
+    if values.get("backward") == "dequantized":
+        shared = {"outer"} if values.get("outer") == "shared" else set()
+        for name in sorted(changed & {"rht", "sr", "rounding", "mean_split", "outer", "grad"} - shared):
+            reason = "backward=dequantized multiplies the decoded codes of fprop and a gradient in bf16"
+            yield "backward", name, f"{reason}: {name} does not apply"
+    if values.get("scale2d") == frozenset(OPERANDS):
+        for name in sorted(changed & {"rht", "mean_split"}):
+            yield (
+                "scale2d",
+                name,
+                f"with scale2d=all, one set of codes serves both products: {name} would need another",
+            )
+    if "rht_signs" in changed and "rht" not in changed:
+        yield "rht_signs", "rht_signs", "rht_signs is for operands that rht rotates"
+    if values.get("scale") != "four_over_six":
+        for name in sorted(changed & {"scale_error", "scale_bound"}):
+            yield name, name, f"{name} is an option of scale=four_over_six"
+    if values.get("outer") == "shared":
+        for name in ("sr", "rht"):
+            named = values.get(name)
+            if isinstance(named, frozenset) and (Gemm.FPROP, Role.WEIGHT) in named:
+                reason = f"outer=shared is for weights as they are served: leave fprop.weights out of {name}"
+                yield "outer", name, reason
     if values.get("scale2d") and values.get("outer") == "row":
         yield "scale2d", "outer", "a 16x16 tile spans 16 rows: it cannot have a scale per row"

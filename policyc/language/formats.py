@@ -35,7 +35,8 @@ class Format:
 
 
 _NVFP4_OPTIONS = (
-    "rht", "rht_size", "sr", "scale2d", "scale", "rounding", "mean_split", "outer",
+    "rht", "rht_size", "rht_signs", "sr", "scale2d", "scale", "scale_error", "scale_bound", "rounding", "mean_split",
+    "outer", "backward",
 )  # fmt: skip
 
 FORMATS: dict[str, Format] = {
@@ -59,7 +60,7 @@ FORMATS: dict[str, Format] = {
             element="e2m1",
             block=32,
             scale="e8m0",
-            options=("rht", "rht_size", "sr", "scale_rounding"),
+            options=("rht", "rht_size", "rht_signs", "sr", "scale_rounding", "backward"),
             summary="E2M1, an E8M0 scale per 32",
         ),
         Format(
@@ -69,6 +70,7 @@ FORMATS: dict[str, Format] = {
             element="e4m3",
             block=32,
             scale="e8m0",
+            options=("scale2d", "backward"),
             summary="E4M3, an E8M0 scale per 32",
         ),
         Format(
@@ -77,7 +79,7 @@ FORMATS: dict[str, Format] = {
             bits=8,
             element="e4m3",
             tensor_scale=True,
-            options=("grad", "outer", "sums"),
+            options=("grad", "outer", "sums", "backward"),
             summary="E4M3 (gradients E5M2), an fp32 scale per tensor or per row",
         ),
         Format(
@@ -86,7 +88,7 @@ FORMATS: dict[str, Format] = {
             bits=4,
             element="e2m1",
             tensor_scale=True,
-            options=("rht", "rht_size", "sr"),
+            options=("rht", "rht_size", "rht_signs", "sr", "backward"),
             summary="E2M1, an fp32 scale per tensor: for ablations of block scales",
         ),
         Format(

@@ -23,10 +23,17 @@ from policyc.language.treatments import describe_treatment, normalize_if_valid
 _COLORS_BY_BITS = {4: "green", 8: "cyan", 16: "white", 32: "white", 0: "dim"}
 
 
+BEST = ("fp8", "fp8_with_head", "mlp_nvfp4_late_fp8", "mlp_nvfp4_rest_fp8")
+"""The bundled policies with the lowest measured loss at their speed (docs/results/mixed_formats.md), slowest first."""
+
+
 def list_bundled_policies(paint: Paint) -> str:
-    """Returns the names of the bundled policies, with their titles and variants."""
+    """Returns the names of the bundled policies, with their titles and variants: the best at each speed first."""
     lines = []
-    policies = _describe_bundled_policies()
+    policies = sorted(
+        _describe_bundled_policies(),
+        key=lambda p: BEST.index(p["name"]) if p["name"] in BEST else len(BEST),
+    )
     width = max(len(policy["name"]) for policy in policies)
     for policy in policies:
         lines.append(f"{paint('path', policy['name'].ljust(width))}  {policy['title']}")

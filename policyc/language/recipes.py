@@ -141,20 +141,27 @@ OPTIONS: dict[str, Option] = {
     for o in (
         Option("rht", "operands", _OPERAND_WORDS, _NONE, "random Hadamard transform of these operands"),
         Option("rht_size", "size", ("16", "32", "64", "128"), 16, "length of the transform"),
+        Option(
+            "rht_signs", "choice", ("fixed", "random", "none"), "fixed",
+            "signs of the transform: fixed, drawn for each GEMM and step, or all plus",
+        ),
         Option("sr", "operands", _OPERAND_WORDS, _NONE, "stochastic rounding of these operands"),
         Option(
-            "scale2d", "operands", ("weights", "none"), _NONE,
-            "one scale per 16x16 tile, so that a weight and its transpose share codes",
+            "scale2d", "operands", ("weights", "all", "none"), _NONE,
+            "one scale per square tile, so that a weight (or each operand) and its transpose share codes",
         ),
         Option("scale", "choice", ("amax", "four_over_six"), "amax", "how a block scale is chosen"),
+        Option("scale_error", "choice", ("mse", "mae"), "mse", "errors that four_over_six compares: squared, absolute"),
+        Option("scale_bound", "size", ("256", "448"), 256, "the largest block scale of four_over_six"),
         Option(
             "rounding", "choice", ("rne", "ms_eden"), "rne",
             "nearest even, or MS-EDEN (rotate, round, correct the block scale without bias)",
         ),
         Option("mean_split", "flag", (), False, "quantize the mean over tokens and the rest separately"),
         Option(
-            "outer", "choice", ("tensor", "row", "bound"), "tensor",
-            "one fp32 scale per tensor or per row. 'bound': per tensor, from a bound of the maximum after rht",
+            "outer", "choice", ("tensor", "row", "bound", "shared"), "tensor",
+            "one fp32 scale per tensor or per row. 'bound': per tensor, from a bound of the maximum after rht. "
+            "'shared': one for all weights that read the same activation",
         ),
         Option("grad", "choice", ("e5m2", "e4m3"), "e5m2", "element type of gradients"),
         Option(
@@ -164,6 +171,10 @@ OPTIONS: dict[str, Option] = {
             "sums", "choice", ("fp32", "fast"), "fp32",
             "accumulation: fp32, or the fewer bits of the matrix unit where that is faster",
         ),
+        Option(
+            "backward", "choice", ("quantized", "dequantized"), "quantized",
+            "what dgrad and wgrad multiply: quantized operands, or the decoded codes of fprop and a gradient in bf16",
+        ),
     )
 }  # fmt: skip
 
@@ -171,6 +182,8 @@ OTHER_OPTION_NAMES = {
     **dict.fromkeys(("stochastic_rounding", "stochastic", "sround"), "sr"),
     **dict.fromkeys(("hadamard", "random_hadamard", "hadamard_transform", "rotate", "rotation"), "rht"),
     **dict.fromkeys(("hadamard_size", "rht_length"), "rht_size"),
+    **dict.fromkeys(("backward_override", "backward_mode", "bwd"), "backward"),
+    **dict.fromkeys(("hadamard_signs", "random_signs", "random_sign_mask"), "rht_signs"),
     **dict.fromkeys(("2d", "tile2d", "block2d", "scaling2d", "two_d"), "scale2d"),
     **dict.fromkeys(("dtype", "element", "gradient", "grads"), "grad"),
     **dict.fromkeys(
@@ -185,22 +198,39 @@ MS_EDEN_RHT_SIZE = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Treatment:
-    """How one operand of one GEMM is quantized. `rht` is the length of the Hadamard transform, 0 for none."""
+    """How one operand of one GEMM is quantized. `rht` is the length of the Hadamard transform, 0 for none.
+
+    An operand that is `dequantized` is in bf16, and decoded from the codes that fprop read.
+    """
 
     format: str
     element: str = ""
     rounding: Literal["rne", "sr", "ms_eden"] = "rne"
     rht: int = 0
+    rht_signs: str = "fixed"
     tile2d: bool = False
     scale: str = "amax"
+    scale_error: str = "mse"
+    scale_bound: int = 256
     scale_rounding: str = "floor"
     mean_split: bool = False
     outer: str = "tensor"
     sums: str = "fp32"
+    dequantized: bool = False
 
     @property
     def bits(self) -> int:
         return FORMATS[self.format].bits
+
+    @property
+    def has_random_signs(self) -> bool:
+        """Whether the signs of its Hadamard transform are drawn for each GEMM and step."""
+        return bool(self.rht) and (self.rounding == "ms_eden" or self.rht_signs == "random")
+
+    @property
+    def is_random(self) -> bool:
+        """Whether its codes depend on random bits."""
+        return self.rounding != "rne" or self.has_random_signs
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +242,11 @@ class Recipe:
     def treatment(self, gemm: Gemm, role: Role) -> Treatment:
         """Returns the treatment of one operand."""
         return self.treatments[OPERANDS.index((gemm, role))]
+
+    def stored_treatment(self, gemm: Gemm, role: Role) -> Treatment:
+        """The treatment of what is kept for an operand: that of fprop if the operand is decoded from its codes."""
+        treatment = self.treatment(gemm, role)
+        return self.treatment(Gemm.FPROP, role) if treatment.dequantized else treatment
 
     def gemm_treatments(self, gemm: Gemm) -> tuple[Treatment, Treatment]:
         """Returns the treatments of both operands of a GEMM."""
@@ -241,20 +276,26 @@ def make_split_recipe(parts: Mapping[Gemm, Recipe]) -> Recipe:
 
 
 def _make_treatment(format: str, values: Mapping[str, Any], operand: OperandId) -> Treatment:
+    if values.get("backward") == "dequantized" and operand[0] is not Gemm.FPROP:
+        return Treatment(format="bf16", element="bf16", dequantized=operand[1] is not Role.GRADIENT)
     ms_eden = values.get("rounding") == "ms_eden"
     stochastic = not ms_eden and operand in values.get("sr", ())
     rotated = operand in values.get("rht", ())
     gradient_element = values.get("grad") if operand[1] is Role.GRADIENT else None
+    applies = {"bound": rotated, "shared": operand[1] is Role.WEIGHT}
     outer = values.get("outer", "tensor")
     return Treatment(
         format=format,
         element=gradient_element or FORMATS[format].element,
         rounding="ms_eden" if ms_eden else "sr" if stochastic else "rne",
         rht=MS_EDEN_RHT_SIZE if ms_eden else values["rht_size"] if rotated else 0,
+        rht_signs=values["rht_signs"] if rotated else "fixed",
         tile2d=operand in values.get("scale2d", ()),
         scale=values.get("scale", "amax"),
+        scale_error=values.get("scale_error", "mse"),
+        scale_bound=values.get("scale_bound", 256),
         scale_rounding=values.get("scale_rounding", "floor"),
         mean_split=operand[1] is not Role.WEIGHT and values.get("mean_split", False),
-        outer="tensor" if outer == "bound" and not rotated else outer,
+        outer=outer if applies.get(outer, True) else "tensor",
         sums=values.get("sums", "fp32"),
     )

@@ -41,6 +41,7 @@ from policyc.numerics.products import (
     GemmSpec,
     OperandSpec,
     Product,
+    Products,
     gemm_products,
 )
 from policyc.numerics.quantize import Key, Quantized, dequantize, make_key
@@ -55,6 +56,7 @@ __all__ = [
     "prequantize",
     "quantized_dot_general",
     "takes_stack",
+    "weight_maxima",
 ]
 
 
@@ -137,25 +139,19 @@ def prequantize(
     options: GemmOptions,
     *,
     operand: Literal["lhs", "rhs"],
+    shared_maximum: jax.Array | None = None,
 ) -> Prequantized:
     """Quantizes one operand as `quantized_dot_general` would. `other` is the shape of the other operand.
 
     Operands that are rounded stochastically, or split into a mean and a residual, are left to the product. `backward`
-    is skipped if its GEMM is not in `options.products`.
+    is skipped if its GEMM is not in `options.products`. `shared_maximum` is the maximum of the `weight_maxima` of all
+    weights that share an outer scale; without it, a weight has a scale of its own.
     """
-    recipe = normalize_recipe(recipe, has_weight=options.weight is not None)
     is_lhs = operand == "lhs"
-    lhs, rhs = (array, other) if is_lhs else (other, array)
-    canonical = canonicalize(lhs.shape, rhs.shape, as_dimension_numbers(dimension_numbers), recipe)
-    array = canonical.convert_lhs(array) if is_lhs else canonical.convert_rhs(array)
-    other = jax.eval_shape(canonical.convert_rhs if is_lhs else canonical.convert_lhs, other)
+    array, products = _describe_operand(array, other, dimension_numbers, recipe, options, is_lhs=is_lhs)
     if operand == options.weight:
         # A cast produces the weight. Once the result is in memory, each further read takes half the bytes.
         array = materialize(array)
-    this = shape_dtype_struct(array)
-    lhs, rhs = (this, other) if is_lhs else (other, this)
-    spec = GemmSpec(dims=canonical.dims, recipe=recipe, lhs=lhs, rhs=rhs, options=options)
-    products = gemm_products(spec)
     # lhs is an operand of fprop and of the gradient of rhs; rhs, of fprop and of the gradient of lhs.
     gradient = products.d_rhs if is_lhs else products.d_lhs
     forward = products.fprop.left if is_lhs else products.fprop.right
@@ -163,27 +159,68 @@ def prequantize(
 
     def quantize(product: Product, side: OperandSpec) -> Quantized | None:
         t = side.treatment
-        if not FORMATS[t.format].is_quantized or t.rounding != "rne" or t.mean_split:
+        if not FORMATS[t.format].is_quantized or t.is_random or t.mean_split:
             return None
         key = make_key(0, options.site)
-        (quantized,) = _quantize(array, side, product, (key, key), save=operand != options.weight)
+        save = operand != options.weight
+        (quantized,) = _quantize(array, side, product, (key, key), save=save, shared_maximum=shared_maximum)
         return cast("Quantized", quantized)
 
     differs = gradient.gemm in options.products and not shares_codes(forward, backward)
-    is_random = any(o.treatment.rounding != "rne" for o in (forward, backward))
+    is_random = any(o.treatment.is_random for o in (forward, backward))
     if differs and not is_random and can_quantize_pair(forward, backward):
         key = make_key(0, options.site)
         with jax.named_scope(products.fprop.scope):
-            pair = quantize_pair(array, forward, backward, (key, key), save=operand != options.weight)
+            pair = quantize_pair(
+                array,
+                forward,
+                backward,
+                (key, key),
+                save=operand != options.weight,
+                shared_maximum=shared_maximum,
+            )
         return Prequantized(*pair)
     return Prequantized(quantize(products.fprop, forward), quantize(gradient, backward) if differs else None)
 
 
-def _quantize(
-    x: jax.Array, operand: OperandSpec, product: Product, keys: Keys, *, save: bool = False
-) -> Parts:
+def weight_maxima(
+    array: jax.Array,
+    other: jax.ShapeDtypeStruct,
+    dimension_numbers: Any,
+    recipe: Recipe,
+    options: GemmOptions,
+) -> jax.Array:
+    """The bits of the largest magnitude of a weight, one for each index of its batch dimensions."""
+    is_lhs = options.weight == "lhs"
+    array, products = _describe_operand(array, other, dimension_numbers, recipe, options, is_lhs=is_lhs)
+    batch = (products.fprop.left if is_lhs else products.fprop.right).axes.batch
+    return abs_bits(array).max(axis=tuple(i for i in range(-array.ndim, 0) if i not in batch)).reshape(-1)
+
+
+def _describe_operand(
+    array: jax.Array,
+    other: jax.ShapeDtypeStruct,
+    dimension_numbers: Any,
+    recipe: Recipe,
+    options: GemmOptions,
+    *,
+    is_lhs: bool,
+) -> tuple[jax.Array, Products]:
+    """An operand in canonical form, and the GEMMs that read it."""
+    recipe = normalize_recipe(recipe, has_weight=options.weight is not None)
+    lhs, rhs = (array, other) if is_lhs else (other, array)
+    canonical = canonicalize(lhs.shape, rhs.shape, as_dimension_numbers(dimension_numbers), recipe)
+    array = canonical.convert_lhs(array) if is_lhs else canonical.convert_rhs(array)
+    other = jax.eval_shape(canonical.convert_rhs if is_lhs else canonical.convert_lhs, other)
+    this = shape_dtype_struct(array)
+    lhs, rhs = (this, other) if is_lhs else (other, this)
+    spec = GemmSpec(dims=canonical.dims, recipe=recipe, lhs=lhs, rhs=rhs, options=options)
+    return array, gemm_products(spec)
+
+
+def _quantize(x: jax.Array, operand: OperandSpec, product: Product, keys: Keys, **options: Any) -> Parts:
     with jax.named_scope(product.scope):
-        return quantize_operand(x, operand, keys, save=save, decode_tiles=True)
+        return quantize_operand(x, operand, keys, decode_tiles=True, **options)
 
 
 def _multiply(product: Product, left: Parts, right: Parts, out: Any, tokens: int = 0) -> jax.Array:
@@ -304,7 +341,7 @@ def make_sign_key(spec: GemmSpec, lhs: jax.Array, rhs: jax.Array, key: Key) -> K
     Both operands of a GEMM need the same signs, and the forward pass quantizes one operand of each backward GEMM before
     dy is known. So the key depends on lhs and rhs only. Each GEMM folds its own name into it.
     """
-    if all(t.rounding != "ms_eden" for t in spec.recipe.treatments):
+    if not any(t.has_random_signs for t in spec.recipe.treatments):
         return key
     return key.fold(checksum(abs_bits(lhs))).fold(checksum(abs_bits(rhs)))
 

@@ -21,8 +21,7 @@ from policyc.numerics.operands import cast_operand, quantize_operand, split_mean
 from policyc.numerics.products import OperandSpec
 from policyc.numerics.quantize import Axes, Key, Quantized, codes_of, dequantize, make_key
 from policyc.numerics.quantize.reference.bits import ELEMENTS
-from policyc.numerics.quantize.reference.hadamard import random_signs, rotate
-from policyc.numerics.quantize.reference.layout import TILE
+from policyc.numerics.quantize.reference.hadamard import rotate, signs_of
 
 Array = npt.NDArray[Any]
 
@@ -120,7 +119,7 @@ def rotate_reference(x: jax.Array, q: Quantized, treatment: Treatment, sign_key:
     axis = q.layout.axis
     padding = [(0, 0)] * x.ndim
     padding[axis] = (0, q.layout.size - x.shape[axis])
-    signs = random_signs(sign_key, treatment.rht) if treatment.rounding == "ms_eden" else None
+    signs = signs_of(treatment, sign_key)
     return rotate(jnp.pad(x, padding), axis, treatment.rht, signs).astype(jnp.float32)
 
 
@@ -161,7 +160,7 @@ def _measure_quantized(q: Quantized, reference: jax.Array, values: jax.Array) ->
     exact, rounded = np.asarray(reference).astype(np.float64), np.asarray(values).astype(np.float64)
     scales = np.zeros(0, np.uint8) if q.scales is None else np.asarray(q.scales)
     if q.layout.tile_axis is not None:
-        scales = np.repeat(scales, TILE, axis=-2)[..., : codes.shape[-2], :]
+        scales = np.repeat(scales, q.layout.block, axis=-2)[..., : codes.shape[-2], :]
     amax = np.zeros(0, np.float32) if q.amax is None else np.asarray(q.amax, np.float32)
     return Measurement(
         codes=codes,

@@ -39,7 +39,13 @@ Keys = tuple[Key, Key]
 
 
 def quantize_operand(
-    x: jax.Array, spec: OperandSpec, keys: Keys, *, save: bool = False, decode_tiles: bool = False
+    x: jax.Array,
+    spec: OperandSpec,
+    keys: Keys,
+    *,
+    save: bool = False,
+    decode_tiles: bool = False,
+    shared_maximum: jax.Array | None = None,
 ) -> Parts:
     """Casts an operand, or quantizes it, or splits it into residual and mean and quantizes both.
 
@@ -47,6 +53,7 @@ def quantize_operand(
       save: whether to name the quantized tensors, so that a policy of `jax.checkpoint` can save them.
       decode_tiles: whether to write a weight with 2D tiles as values instead of codes, if the backend multiplies
         values. All GEMMs of the weight share them, and they take no more memory than the weight in bfloat16.
+      shared_maximum: see `Request`.
     """
     treatment = spec.treatment
     if not FORMATS[treatment.format].is_quantized:
@@ -54,7 +61,7 @@ def quantize_operand(
     if treatment.mean_split:
         parts: tuple[Quantized, ...] = _quantize_split(x, spec, keys)
     else:
-        parts = (_quantize(x, spec, keys, decode_tiles=decode_tiles),)
+        parts = (_quantize(x, spec, keys, decode_tiles=decode_tiles, shared_maximum=shared_maximum),)
     # Values take four times the memory of codes, so they are recomputed instead of saved.
     return tuple(p if p.layout.decoded else _name_for_checkpoint(p) for p in parts) if save else parts
 
@@ -66,12 +73,19 @@ def cast_operand(x: jax.Array, treatment: Treatment) -> jax.Array:
 
 
 def _quantize(
-    x: jax.Array, spec: OperandSpec, keys: Keys, *, suffix: str = "", decode_tiles: bool = False
+    x: jax.Array,
+    spec: OperandSpec,
+    keys: Keys,
+    *,
+    suffix: str = "",
+    decode_tiles: bool = False,
+    shared_maximum: jax.Array | None = None,
 ) -> Quantized:
     treatment = _of_codes(spec.treatment)
-    is_fixed_tile = treatment.tile2d and treatment.rounding == "rne"
+    # The codes of an activation are kept until wgrad.
+    is_fixed_tile = treatment.tile2d and treatment.rounding == "rne" and spec.role is not Role.ACTIVATION
     decoded = decode_tiles and is_fixed_tile and backends.load(spec.backend).multiplies_values
-    request = Request(treatment, spec.axes, decoded, spec.name + suffix, *keys)
+    request = Request(treatment, spec.axes, decoded, spec.name + suffix, *keys, shared_maximum)
     return primitives.quantize(x, request, backend=spec.backend)
 
 
@@ -110,8 +124,10 @@ def has_same_codes(one: Treatment, other: Treatment) -> bool:
     """Whether an operand has the same codes in two GEMMs that contract different dimensions of it.
 
     True for 2D tiles and for formats with one scale per tensor, unless the operand is rotated or its mean is split off.
-    Scales per row depend on the contracted dimension.
+    Scales per row depend on the contracted dimension. `other` may decode the codes of `one`.
     """
+    if other.dequantized:
+        return True
     is_square = one.tile2d or not (FORMATS[one.format].block or one.outer == "row")
     return _of_codes(one) == _of_codes(other) and is_square and not one.rht and not one.mean_split
 
@@ -130,12 +146,18 @@ def can_quantize_pair(one: OperandSpec, other: OperandSpec) -> bool:
     treatments = (one.treatment, other.treatment)
     if all(t.format == "fp8" and t.outer == "row" for t in treatments):
         return backends.load(one.backend).pairs_rows
-    is_plain = all(t.rounding in ("rne", "sr") and not t.mean_split for t in treatments)
+    is_plain = all(not t.has_random_signs and not t.mean_split for t in treatments)
     return is_plain and {t.format for t in treatments} == {"nvfp4"}
 
 
 def quantize_pair(
-    x: jax.Array, one: OperandSpec, other: OperandSpec, keys: Keys, *, save: bool = False
+    x: jax.Array,
+    one: OperandSpec,
+    other: OperandSpec,
+    keys: Keys,
+    *,
+    save: bool = False,
+    shared_maximum: jax.Array | None = None,
 ) -> tuple[Quantized, Quantized]:
     """Quantizes an operand for two GEMMs at once. Requires `can_quantize_pair`.
 
@@ -150,6 +172,7 @@ def quantize_pair(
             multiplies_values and (o.gemm, o.role) in _READ_AT_ONCE,
             o.name,
             keys[0],
+            shared_maximum=shared_maximum,
         )
         for o in (one, other)
     )

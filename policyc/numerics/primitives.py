@@ -33,7 +33,7 @@ from policyc.numerics.dimensions import DimensionNumbers, free_dims
 from policyc.numerics.flatten import OperandLayout, flatten_operand, unflatten_operands, unflatten_quantized
 from policyc.numerics.products import Product
 from policyc.numerics.quantize.reference.blocks import layout_of, outer_scale_axes
-from policyc.numerics.quantize.reference.layout import TILE, Axes, Operand, Quantized, rotate_dims
+from policyc.numerics.quantize.reference.layout import Axes, Operand, Quantized, rotate_dims
 
 _Dim = TypeVar("_Dim")
 
@@ -51,26 +51,42 @@ def quantize(x: jax.Array, request: q.Request, *, backend: str = "emulate") -> Q
     The first half of the operand's name, `gemm.operand`, is folded into the sign key: both operands of a GEMM must have
     the same signs.
     """
-    keys = {"rne": (), "sr": (request.key,), "ms_eden": (request.key, request.sign_key)}
-    used = keys[request.treatment.rounding]
-    return _bind_quantize(x, (request,), [key or q.make_key() for key in used], backend)[0]
+    treatment, keys = request.treatment, (request.key, request.sign_key)
+    used = keys if treatment.has_random_signs else keys[:1] if treatment.is_random else ()
+    return _bind_quantize(x, (_own_scale_if_alone(request),), [key or q.make_key() for key in used], backend)[
+        0
+    ]
 
 
 def quantize_pair(x: jax.Array, requests: tuple[q.Request, q.Request], *, backend: str) -> list[Quantized]:
     """Quantizes an operand for two GEMMs that contract different dimensions of it, as one equation.
 
-    Both requests have the same format and the same key.
+    Both requests have the same format, the same key and the same `shared_maximum`.
     """
+    requests = _own_scale_if_alone(requests[0]), _own_scale_if_alone(requests[1])
     is_random = any(r.treatment.rounding == "sr" for r in requests)
     return _bind_quantize(x, requests, [requests[0].key or q.make_key()] if is_random else [], backend)
 
 
+def _own_scale_if_alone(request: q.Request) -> q.Request:
+    """The request of an operand that shares its outer scale with no other: it is that of a tensor."""
+    if request.treatment.outer != "shared" or request.shared_maximum is not None:
+        return request
+    return replace(request, treatment=replace(request.treatment, outer="tensor"))
+
+
+def _shares_scale(specs: Specs) -> bool:
+    """Whether a quantize equation takes the largest magnitude of several operands, after its own."""
+    return any(spec.treatment.outer == "shared" for spec in specs)
+
+
 def _bind_quantize(x: jax.Array, requests: Specs, keys: Sequence[q.Key], backend: str) -> list[Quantized]:
-    words = [word for k in keys for word in (k.a, k.b)]
+    scalars = [cast("jax.Array", requests[0].shared_maximum)] if _shares_scale(requests) else []
+    scalars += [word for k in keys for word in (k.a, k.b)]
     primitive = _quantize_primitive(requests[0].treatment.format, backend)
     specs = tuple(q.Request(r.treatment, r.axes, r.decoded) for r in requests)
     operands = tuple(r.operand for r in requests)
-    arrays = iter(bind(primitive, x, *words, specs=specs, operands=operands, backend=backend))
+    arrays = iter(bind(primitive, x, *scalars, specs=specs, operands=operands, backend=backend))
     return [
         unflatten_quantized(spec.layout(x.shape)[0], list(islice(arrays, len(_shapes(x, spec)))))
         for spec in specs
@@ -99,7 +115,9 @@ def takes_stack(*, specs: Specs = (), **_: Any) -> bool:
 
     XLA then reads parameters once. In a loop over layers, it may transpose those of all layers, and slices them.
     """
-    return len(specs) == 1 and specs[0].treatment.rounding == "rne" and not specs[0].treatment.rht
+    if len(specs) != 1 or _shares_scale(specs):
+        return False
+    return specs[0].treatment.rounding == "rne" and not specs[0].treatment.rht
 
 
 def batched_by(backend: str, primitive: Callable[[str], Primitive]) -> BatchedPrimitive | None:
@@ -116,18 +134,25 @@ def batched_by(backend: str, primitive: Callable[[str], Primitive]) -> BatchedPr
 
 def _quantize(
     x: jax.Array,
-    *words: jax.Array,
+    *scalars: jax.Array,
     specs: Specs,
     operands: tuple[str, ...],
     backend: str,
     context: LoweringContext,
 ) -> Sequence[jax.Array]:
+    shared, words = (scalars[0], scalars[1:]) if _shares_scale(specs) else (None, scalars)
     # `words` has the words of the rounding key and of the sign key, for treatments that use them. The name of the GEMM
     # alone is folded into the sign key, since both operands of a GEMM must have the same signs.
     key = q.Key(*words[:2]) if words else None
     sign_key = q.Key(*words[2:]).fold(operands[0].partition(".")[0] + ".signs") if words[2:] else None
     requests = [
-        replace(s, operand="" if s.treatment.rounding == "rne" else operand, key=key, sign_key=sign_key)
+        replace(
+            s,
+            operand="" if s.treatment.rounding == "rne" else operand,
+            key=key,
+            sign_key=sign_key,
+            shared_maximum=shared,
+        )
         for s, operand in zip(specs, operands, strict=True)
     ]
     quantized = backends.load(backend).quantize(x, requests, context)
@@ -146,10 +171,11 @@ def _quantize_one_of_pair(
     if any(used[:first]) and any(used[first:]):
         return None
     index = int(any(used[first:]))
-    is_random = specs[index].treatment.rounding == "sr"
+    if _shares_scale(specs) != _shares_scale((specs[index],)):
+        return None
     return ReducedEquation(
         params={"specs": (specs[index],), "operands": (operands[index],)},
-        operand_count=3 if is_random else 1,  # with both words of the key
+        operand_count=_operand_count(specs[index]),
         results=range(first, len(used)) if index else range(first),
     )
 
@@ -168,9 +194,14 @@ def _quantize_one_order(used: Sequence[bool], spec: q.Request) -> ReducedEquatio
     first = codes if used[codes] else second
     return ReducedEquation(
         params={"specs": (replace(spec, axes=axes),)},
-        operand_count=3 if spec.treatment.rounding == "sr" else 1,  # with both words of the key
+        operand_count=_operand_count(spec),
         results=(first, *range(1, second)),
     )
+
+
+def _operand_count(spec: q.Request) -> int:
+    """The operands of a quantizer of one order: x, the shared maximum and both words of the key."""
+    return 1 + _shares_scale((spec,)) + 2 * (spec.treatment.rounding == "sr")
 
 
 def _quantize_shapes(
@@ -190,7 +221,7 @@ def _shapes(x: Any, spec: q.Request) -> list[Shape]:
     if layout.has_scales:
         scales[axes.axis] //= layout.block
         if layout.tile_axis is not None:
-            scales[layout.tile_axis] //= TILE
+            scales[layout.tile_axis] //= layout.block
         out.append((tuple(scales), jnp.uint8))
     if FORMATS[layout.format].tensor_scale:
         spanned = outer_scale_axes(spec.treatment, axes, layout, len(padded))

@@ -28,7 +28,7 @@ from policyc.jaxcore.primitives.define_primitive import (
 )
 from policyc.jaxcore.shardings import match_varying_axes, shape_dtype_struct
 from policyc.language.formats import FORMATS
-from policyc.language.recipes import Gemm, Recipe, Role
+from policyc.language.recipes import OPERANDS, Gemm, Recipe, Role
 from policyc.language.treatments import normalize_recipe
 from policyc.numerics import backends
 from policyc.numerics.flatten import OperandLayout, flatten_operand, unflatten_operands
@@ -56,14 +56,20 @@ def quantized_ragged_dot(
     """`lax.ragged_dot`: (m, k), (g, k, n), (g,) -> (m, n), with the weights on the right.
 
     Each expert's weight counts as one tensor, and so do all rows together. `mean_split` is ignored: the mean would be
-    taken over the rows of all experts. The options `weight` and `products` are ignored too. `options.backends` apply to
-    the products only: the emulated backend quantizes every operand, by kernels where it uses them.
+    taken over the rows of all experts. So are 2D scales of rows, whose tiles would span two experts. The options
+    `weight` and `products` are ignored too. `options.backends` apply to the products only: the emulated backend
+    quantizes every operand, by kernels where it uses them.
     """
     lhs, rhs = match_varying_axes(lhs, rhs)
-    treatments = normalize_recipe(recipe).treatments
+    treatments = zip(OPERANDS, normalize_recipe(recipe).treatments, strict=True)
     spec = GemmSpec(
         dims=(((1,), (1,)), ((), ())),
-        recipe=Recipe(tuple(replace(t, mean_split=False) for t in treatments)),
+        recipe=Recipe(
+            tuple(
+                replace(t, mean_split=False, tile2d=t.tile2d and role is Role.WEIGHT)
+                for (_, role), t in treatments
+            )
+        ),
         lhs=shape_dtype_struct(lhs),
         rhs=shape_dtype_struct(rhs),
         options=options,
@@ -162,10 +168,14 @@ def _ragged_fwd(
     keys = _keys(spec, lhs, rhs, sizes, key)
     y, weight = _forward(spec, lhs, rhs, sizes, keys)
     forward, backward = (spec.recipe.treatment(gemm, Role.WEIGHT) for gemm in (Gemm.FPROP, Gemm.DGRAD))
-    if not has_same_codes(backward, forward):
+    if not has_same_codes(forward, backward):
         weight = _quantize(rhs, spec, Gemm.DGRAD, Role.WEIGHT, _TRANSPOSED_WEIGHT, keys)
     aligned = align_groups(lhs, sizes, _alignment(spec))
-    rows = _quantize(aligned, spec, Gemm.WGRAD, Role.ACTIVATION, _COLUMNS, keys)
+    if spec.recipe.treatment(Gemm.WGRAD, Role.ACTIVATION).dequantized:
+        # The codes that fprop read, moved to the aligned rows: a scale is that of a part of a row, or of all rows.
+        rows = _quantize(aligned, spec, Gemm.FPROP, Role.ACTIVATION, _ROWS, keys)
+    else:
+        rows = _quantize(aligned, spec, Gemm.WGRAD, Role.ACTIVATION, _COLUMNS, keys)
     return y, _Residuals(weight, rows, sizes, keys)
 
 

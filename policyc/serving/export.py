@@ -91,8 +91,8 @@ def export(
 ) -> Exported:
     """Writes a folder that vLLM, SGLang, TensorRT-LLM or transformers reads, with the codes that training computes.
 
-    Servers run q, k, v and gate, up as one linear each, with one outer scale. Where training used several, the weights
-    of such a group are quantized again under the largest maximum, and `changes` says what that changed.
+    Servers run q, k, v and gate, up as one linear each, with one outer scale. Where training used several, not
+    `outer=shared`, the weights of such a group are quantized again, and `changes` says what that changed.
 
     Args:
       params: the parameters that the loss of the plan was traced with.
@@ -200,7 +200,9 @@ def _quantize_all(
             if change := _compare(linear.module, served, trained, stored):
                 changes.append(change)
                 if exact:
-                    raise ValueError(f"{change}: servers give {served} one outer scale, and training did not")
+                    raise ValueError(
+                        f"{change}: servers give {served} one outer scale: train with outer=shared"
+                    )
             yield linear, replace(stored, input_outer=scale)
 
 

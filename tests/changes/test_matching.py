@@ -228,15 +228,3 @@ def test_scans_that_two_policies_split_differently_are_compared_by_layers() -> N
     ranges = [(i.iterations.start, i.iterations.stop) for i in split.inside if i.iterations]
     changed = [any(m.reason for m in inner.matches) for inner in split.inside]
     assert [*zip(ranges, changed, strict=True)] == [((0, 1), False), ((1, 3), True), ((3, 4), False)]
-
-
-def test_weights_that_are_quantized_once_per_step_are_outside_the_loss() -> None:
-    def loss(p: Any, x: jax.Array) -> jax.Array:
-        return jnp.sum(jax.checkpoint(lambda w, x: jnp.tanh(x @ w))(p["w"], x))
-
-    plan = policyc.plan("* -> keep", loss, {"w": W}, X)
-    _, new, matched = match_policies(plan, "* -> keep", "* -> mxfp8")
-    (hoisted,) = matched.hoisted
-    assert hoisted.reason is Reason.HOISTED
-    assert hoisted.address == plan.sites.sites[0].address == new.hoisted[0].address
-    assert [jaxprs.primitive_name(e) for e in hoisted.after].count("mxfp8_quantize") == 1

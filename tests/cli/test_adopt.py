@@ -127,14 +127,6 @@ def test_what_is_slower_than_bf16_is_not_advised(tmp_path: Path) -> None:
     assert "continue from the last good checkpoint under bf16, with" in page
 
 
-def test_where_four_bits_are_emulated_nothing_is_advised() -> None:
-    data = adoption("--config", "llama3_8b", "--target", "h200", "--devices", "8")
-    assert not [c for c in data["candidates"] if c["advice"] == "try"]
-    assert "emulated on h200" in find(data, "te_nvfp4")["advice"]
-    page = policyc("adopt", "--config", "llama3_8b", "--target", "h200", "--devices", "8").out
-    assert "no policy with 4 bits is predicted to be faster than fp8" in page
-
-
 @pytest.mark.slow
 def test_a_step_that_does_not_fit_is_not_advised() -> None:
     data = adoption("--config", "llama3_405b", "--target", "gb200", "--devices", "8", "--batch", "16")

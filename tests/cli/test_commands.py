@@ -15,7 +15,7 @@ import pytest
 from policyc import load, parse
 from policyc.language import bundled
 from policyc.linter.rules import ALL_RULES
-from tests.support.command import ROOT, load_commands, policyc, run_main, spawn
+from tests.support.command import ROOT, load_commands, policyc, run_main
 
 pytestmark = pytest.mark.any_jax
 
@@ -148,12 +148,6 @@ def test_an_output_that_is_not_utf_8(folder: Path, output_format: str) -> None:
         json.loads(result.out)
 
 
-@pytest.mark.parametrize("arguments", ["show fp8", "explain shadowed-rule"])
-def test_other_commands_with_an_output_that_is_not_utf_8(arguments: str) -> None:
-    result = run_main(*arguments.split(), encoding="ascii")
-    assert (result.code, "Traceback" in result.err) == (0, False)
-
-
 def test_a_character_that_the_output_lacks_is_a_question_mark(folder: Path) -> None:
     (folder / "deep.policy").write_text("\u6df1\u5c64 -> fp9\n", encoding="utf-8")
     assert "?? -> fp9" in run_main("lint", "deep.policy", encoding="latin-1").out
@@ -182,9 +176,3 @@ def test_a_closed_pipe_is_not_an_error(folder: Path, arguments: str) -> None:
     assert result.stdout.count(b"\n") == 1
     assert b"Traceback" not in result.stderr
     assert b"BrokenPipe" not in result.stderr
-
-
-def test_from_another_folder_as_a_process(tmp_path: Path) -> None:
-    (tmp_path / "my.policy").write_text('import "te_nvfp4"\nlayers[-4:].* -> bf16\n')
-    result = spawn("lint", "my.policy", "llama_nvfp4", cwd=tmp_path)
-    assert (result.code, result.out, result.err) == (0, "", "2 policies: no findings\n")

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
 from policyc.cli import data as command
+from policyc.models.llama import corpora
 from policyc.models.llama.configs import RunConfig
 from tests.support.command import policyc
 
 pytestmark = pytest.mark.any_jax
 
-tokenizers = pytest.importorskip("tokenizers")
-corpora = pytest.importorskip("policyc.models.llama.corpora")
 
 END = "<|end_of_text|>"
 STRANGE = "naïve 漢字 🙂 \u200b\t\r\n  ٣ é́"
@@ -121,13 +121,6 @@ def test_a_text_that_spells_out_the_end_token_does_not_end_there(books: Path) ->
     tokens = np.fromfile("a.bin", "uint16")
     assert (tokens == bpe.token_to_id(END)).sum() == 2
     assert bpe.decode(tokens.tolist()).startswith(text)
-
-
-def test_a_blend_is_named_source_by_source(books: Path) -> None:
-    for words in (("train-tokenizer",), ("tokenize", "--out", "a.bin")):
-        result = policyc("data", *words, "books/00.txt@0.5 books/01.txt@0.5")
-        assert result.code == 1
-        assert "is a blend: name its sources one by one, without weights" in result.err
 
 
 def test_text_that_is_not_utf8_is_counted(books: Path) -> None:

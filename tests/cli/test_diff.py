@@ -41,35 +41,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_two_variants_of_a_policy(folder: Path) -> None:
-    result = policyc("diff", "a.policy:no_rht", "--vs", "a.policy", "--format", "json", "train.py", "64")
-    data = json.loads(result.out)
-    assert (data["before"]["label"], data["after"]["label"]) == ("a.policy", "a.policy:no_rht")
-    changed = {
-        gemm for linear in data["linears"] for run in linear["runs"]
-        for gemm, product in run["products"].items() if product["changed"]
-    }  # fmt: skip
-    assert changed == {"wgrad"}
-    assert data["program"] == "train.py 64"
-
-
-def test_against_an_earlier_plan(folder: Path) -> None:
-    earlier = policyc("sites", "--policy", "a.policy", "--format", "json", "train.py", "64")
-    (folder / "plan.json").write_text(earlier.out)
-    same = policyc("diff", "a.policy", "--vs", "plan.json", "--exit-code", "train.py", "64")
-    assert same.code == 0, same.err
-    assert same.out.startswith("none of 14 products change; predicted step time +0 %")
-    assert "note:" not in same.out
-    of_run = policyc("diff", "a.policy", "--vs", ".", "--exit-code", "train.py", "64")
-    assert of_run.out == same.out
-    other = policyc("diff", "a.policy:no_rht", "--vs", "plan.json", "--format", "json", "train.py", "64")
-    assert json.loads(other.out)["before"]["label"] == "plan.json"
-    assert json.loads(other.out)["totals"]["changed"] == 3  # wgrad of three layers
-    assert json.loads(other.out)["before"]["policy"]["rules"]
-    larger = policyc("diff", "a.policy", "--vs", "plan.json", "train.py", "128")
-    assert "note: the program has changed since plan.json was written" in larger.out
-
-
 def test_what_is_shared_does_not_name_folders_of_the_machine(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,15 +100,6 @@ def test_bad_input_is_an_error_and_writes_no_file(
     assert os.listdir(tmp_path) == ["in.npy"]
 
 
-def test_a_file_that_is_not_an_array_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "x.npy").write_text("hello")
-    options = ("--recipe", "fp8", *WEIGHT, "--out", tmp_path / "o.npz")
-    for name in ("x.npy", "absent.npy"):
-        result = policyc("quantize", tmp_path / name, *options)
-        assert result.code == 2
-        assert name in result.err
-
-
 @pytest.mark.skipif(not Path("/dev/stdout").exists(), reason="needs /dev/stdout")
 @pytest.mark.usefixtures("capfdbinary")
 @pytest.mark.parametrize("out", ["/dev/null", "/dev/stdout", "-"])

@@ -33,99 +33,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_dry_run_prints_the_runs_and_the_edits_as_diffs(folder: Path) -> None:
-    words = (
-        "my.policy",
-        "--ablate",
-        "--seeds",
-        "2",
-        "--steps",
-        "8",
-        "--no-plan",
-        "--dry-run",
-        "train.py",
-        "{seed}",
-    )
-    result = policyc("sweep", *words, cwd=folder)
-    assert result.code == 0
-    assert not (folder / "sweeps").exists()
-    assert "--- my\n+++ no_rht\n" in result.out
-    assert "-recipe q = mxfp4(rht=wgrad, sr=grad)\n+recipe q = mxfp4(sr=grad)\n" in result.out
-    assert "10 runs: 5 policies x 2 seeds, 8 steps each" in result.out
-    assert re.search(
-        r"no_sr: seeds 0 \(waiting\), 1 \(waiting\)\n .* apply \S+/no_sr/policy.policy "
-        r"--plan-out \S+/no_sr/seed0/plan.json train.py 0\n",
-        result.out,
-    )
-
-
-def test_what_a_sweep_prints_has_no_control_characters(folder: Path) -> None:
-    (folder / "bell\a.policy").write_text(POLICY)
-    words = ("bell\a.policy", "--baseline", "my.policy,bell\a.policy", "--seeds", "1", "--steps", "1")
-    result = policyc("sweep", *words, "--no-plan", "--dry-run", "train.py", cwd=folder)
-    assert result.code == 0, result.err
-    assert "bell\\x07 (baseline bell\\x07.policy) is not run: the same policy as 'my'" in result.err
-    words = (*words[:2], "none", *words[3:])
-    result = policyc("sweep", *words, "--no-plan", "--dry-run", "train.py", cwd=folder)
-    assert "\nbell\\x07: seeds 0 (waiting)\n" in result.out
-    assert "\a" not in result.out
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("my.policy", "name a program, or a configuration with --config"),
-        ("my.policy --variants nope train.py", "no variant named 'nope'"),
-        ("my.policy --grid rth=wgrad train.py", "did you mean 'rht'"),
-        ("my.policy --margin wide train.py", "'wide' is not a margin"),
-        ("my.policy --baseline bf17 train.py", "did you mean 'bf16'"),
-        ("my.policy --config tiny --bach 3", "there is no option '--bach': did you mean --batch?"),
-        ("my.policy nope.py", "no such script"),
-        ("my.policy -", "give it a file, not standard input"),
-        ("my.policy --slurm time=9,gpus=2,tasks=1 --gpus-per-run 2 train.py", "with --slurm, give gpus=N"),
-        ("my.policy --slurm tim=9 train.py", "did you mean 'time'"),
-        ("my.policy train.py --dry-run", "the sweep would start: write it before train.py"),
-    ],
-)
-def test_wrong_usage_is_explained(
-    folder: Path, words: str, message: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    result = policyc("sweep", "--no-plan", *words.split(), cwd=folder)
-    assert result.code in (1, 2)
-    assert message in result.err + capfd.readouterr().err
-
-
-def test_a_dry_run_in_the_folder_of_another_sweep_says_what_the_sweep_would_say(folder: Path) -> None:
-    (folder / "sweeps" / "my" / "runs").mkdir(parents=True)
-    result = policyc("sweep", "my.policy", "--no-plan", "--dry-run", "--steps", "8", "train.py", cwd=folder)
-    assert (result.code, result.out) == (2, "")
-    assert "sweeps/my is not empty, and holds no sweep: choose another --out" in result.err
-
-
-def test_options_of_the_trainer_may_stand_anywhere(tmp_path: Path) -> None:
-    words = ("--no-plan", "--dry-run", "--seeds", "1", "--baseline", "none")
-    result = policyc(
-        "sweep", "fp8", "--config", "tiny", "--batch", "4", *words, "--layers", "2", cwd=tmp_path
-    )
-    assert "--keep 1 --batch 4 --layers 2" in result.out
-    several = ("sweep", "fp8,mxfp8", "--config", "tiny", "--batch", "4", *words, "--steps", "7")
-    result = policyc(*several, cwd=tmp_path)
-    assert "2 runs: 2 policies x 1 seeds, 7 steps each" in result.out
-    assert "--config tiny --steps 7 --seed 0" in result.out
-    assert "--keep 1 --batch 4 --eval-every 1\n" in result.out
-    assert "edits apply to one policy" in policyc(*several, "--ablate", cwd=tmp_path).err
-
-
-def test_a_sweep_compares_several_policies_and_variants(folder: Path) -> None:
-    policies = "te_nvfp4,te_nvfp4_no_rht,llama_nvfp4:no_sr"
-    result = policyc("sweep", policies, "--no-plan", "--dry-run", "train.py", "--seeds", cwd=folder)
-    named = re.findall(r"^([\w-]+): seeds", result.out, re.MULTILINE)
-    assert named == ["bf16", "fp8", "te_nvfp4", "te_nvfp4_no_rht", "llama_nvfp4-no_sr"]
-    assert "25 runs" in result.out  # what follows the program belongs to the program
-    assert "/sweeps/te_nvfp4-te_nvfp4_no_rht-llama_nvfp4-no_sr/" in result.out
-    assert "name a policy" in policyc("sweep", ",", "--no-plan", "--dry-run", "train.py", cwd=folder).err
-
-
 def test_a_sweep_is_run_fails_and_is_continued(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
     broken = {"my seed 1"}
@@ -141,7 +48,7 @@ def test_a_sweep_is_run_fails_and_is_continued(folder: Path, monkeypatch: pytest
 
     monkeypatch.setattr(local, "LocalExecutor", Executor)
     monkeypatch.setattr(engine, "_POLL_SECONDS", 0)
-    words = (
+    words = [
         "sweep",
         "my.policy",
         "--baseline",
@@ -152,7 +59,7 @@ def test_a_sweep_is_run_fails_and_is_continued(folder: Path, monkeypatch: pytest
         "2",
         "--no-plan",
         "train.py",
-    )
+    ]
     first = policyc(*words, cwd=folder)
     assert first.code == 1
     assert "my seed 1: failed at step 1: a reason" in first.out

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import pytest
 
-from policyc.cli.main import COMMAND_GROUPS, COMMANDS, QUESTIONS, cli
+from policyc.cli.main import COMMANDS, QUESTIONS, cli
 from policyc.cli.options import DEFAULT_TARGET, ProgramCommand
 from policyc.linter import context
 from policyc.numerics import backends
@@ -94,18 +94,6 @@ def test_a_backend_has_one_set_of_values_and_one_default(name: str) -> None:
 
 def test_the_linter_has_the_same_default_target() -> None:
     assert context.DEFAULT_TARGET.name == DEFAULT_TARGET
-
-
-def test_help_lists_the_commands_in_groups() -> None:
-    lines = policyc("--help").out.splitlines()
-    places = [lines.index(f"{title}:") for title in COMMAND_GROUPS]
-    assert places == sorted(places)
-    for place, names in zip(places, COMMAND_GROUPS.values(), strict=True):
-        assert [line.split()[0] for line in lines[place + 1 : place + 1 + len(names)]] == list(names)
-        assert not any("..." in line for line in lines[place + 1 : place + 1 + len(names)]), (
-            "a summary is cut"
-        )
-    assert max(map(len, lines)) <= 110
 
 
 def test_help_answers_the_questions_of_a_newcomer() -> None:

@@ -18,7 +18,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from policyc.compiler.sites.site import Site, dotted
-from policyc.language.kinds import KINDS
 from policyc.language.recipes import Gemm
 from tests.support.jaxpr_tools import find_sites, struct
 
@@ -30,10 +29,6 @@ PARAMS = {"w": W}
 def only_site(loss: Callable[..., Any], params: Any = PARAMS, *args: Any) -> Site:
     (site,) = find_sites(loss, params, *(args or (X,)))
     return site
-
-
-def names(loss: Callable[..., Any], params: Any, *args: Any) -> list[str]:
-    return [site.name for site in find_sites(loss, params, *(args or (X,)))]
 
 
 # ---- which operand is the weight
@@ -66,18 +61,6 @@ def test_the_weight_and_the_sizes_of_a_site(loss: Loss, params: Any, x: Any, exp
     assert (site.is_ragged, site.repeats, site.count) == (False, 1, 1)
 
 
-def test_a_product_of_activations_has_no_weight() -> None:
-    site = only_site(lambda p, x: (x * p["s"]) @ x.T, {"s": struct(16)})
-    assert (site.weight, site.parameters) == (None, ())
-    assert site.name.startswith("("), "named by its place in the program"
-
-
-def test_a_vmap_over_weights_is_three_times_the_work() -> None:
-    """The experts become columns, or a batch."""
-    site = only_site(lambda p, x: jax.vmap(lambda w: x @ w)(p["experts"]), {"experts": struct(3, 16, 32)})
-    assert (site.weight, site.flops) == ("rhs", 3 * 2 * 8 * 32 * 16)
-
-
 # ---- what leaves a parameter a parameter
 
 
@@ -107,12 +90,6 @@ def test_what_is_computed_from_a_parameter_alone_is_a_weight(derive: Callable[[A
     assert site.products == {FPROP, WGRAD}, "a gradient flows through it"
 
 
-def test_what_a_product_of_parameters_gives_is_an_activation() -> None:
-    params = {"latents": struct(8, 16), "w": W, "b": struct(W.shape[1])}
-    sites = find_sites(lambda p, x: x.T @ jnp.tanh(p["latents"] @ p["w"] + p["b"]), params, X)
-    assert [site.weight for site in sites] == ["rhs", None]
-
-
 @pytest.mark.parametrize(
     "move", [lambda arrays: jax.device_put(arrays, jax.devices()[0]), lax.optimization_barrier]
 )
@@ -126,13 +103,6 @@ def test_arrays_that_one_equation_moves_keep_their_names(move: Callable[[Any], A
     assert [site.name for site in sites] == ["a", "b", "frozen.w"]
 
 
-def test_parameters_that_are_joined_are_all_named() -> None:
-    params = {"q": W, "k": W, "v": W}
-    site = only_site(lambda p, x: x @ jnp.concatenate([p["q"], p["k"], p["v"]], axis=1), params)
-    assert [dotted(p.path) for p in site.parameters] == ["q", "k", "v"]
-    assert [dotted(path) for path in site.paths(())][-3:] == ["q", "k", "v"]
-
-
 def test_a_branch_that_takes_another_parameter_is_named_by_both() -> None:
     params = {"a": W, "b": W}
     site = only_site(
@@ -141,19 +111,6 @@ def test_a_branch_that_takes_another_parameter_is_named_by_both() -> None:
     assert site.weight == "rhs"
     assert {dotted(template.path) for template in site.parameters} == {"a", "b"}
     assert site.products == {FPROP, WGRAD}
-
-
-def test_a_parameter_in_two_places_is_two_sites() -> None:
-    """Tied embeddings."""
-
-    def loss(p: Any, tokens: Any) -> Any:
-        h = jax.nn.one_hot(tokens, 16) @ p["embed"]
-        return jnp.tanh(h) @ p["embed"].T
-
-    embed, head = find_sites(loss, {"embed": struct(16, 32)}, struct(8, dtype=jnp.int32))
-    assert (embed.name, head.name) == ("embed", "embed")
-    assert (embed.has_one_hot, head.has_one_hot) == (True, False)
-    assert (embed.weight, head.weight) == ("rhs", "rhs")
 
 
 # ---- lookups
@@ -240,25 +197,6 @@ def test_a_weight_is_followed_into_a_container(container: Any) -> None:
     assert site.takes_extra_inputs is (container is not in_shard_map)
     assert sites.equation(site).axis_env.axes == ((("data", 2),) if container is in_shard_map else ())
     assert site.is_reused is (container in (jax.checkpoint, in_scan, in_while, in_condition))
-
-
-# ---- repeats
-
-
-def test_a_loop_repeats_what_it_does_not_slice() -> None:
-    def loss(p: Any, x: Any) -> Any:
-        return lax.scan(lambda h, row: (jnp.tanh(h @ p["w"] + row), None), x[0], x)[0]
-
-    site = only_site(loss, {"w": struct(16, 16)})
-    assert (site.count, site.repeats, site.is_reused) == (1, 8, True)
-    assert site.total_flops == 3 * 8 * site.flops
-
-
-def test_how_often_a_while_runs_is_not_known() -> None:
-    site = only_site(
-        lambda p, x: lax.while_loop(lambda h: h.sum() < 3, lambda h: h @ p["w"], x), {"w": struct(16, 16)}
-    )
-    assert site.repeats == 1
 
 
 # ---- what is no site
@@ -356,15 +294,6 @@ def test_float64_has_no_recipe() -> None:
 GROUPS = struct(2, dtype=jnp.int32)
 
 
-def test_a_ragged_product() -> None:
-    sites = find_sites(
-        lambda p, x, sizes: lax.ragged_dot(x, p["w"], sizes), {"w": struct(2, 16, 32)}, X, GROUPS
-    )
-    (site,) = sites
-    assert (site.is_ragged, site.weight, site.m, site.n, site.k, site.opaque) == (True, "rhs", 8, 32, 16, "")
-    assert sites.equation(site).origin is None
-
-
 def test_a_ragged_product_of_another_form_is_opaque() -> None:
     dims = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
@@ -423,29 +352,6 @@ def test_a_weight_that_is_better_quantized_where_it_is_used(derive: Any) -> None
     (site,) = sites
     assert site.weight == "rhs"
     assert sites.equation(site).origin is None
-
-
-# ---- all sites
-
-
-def test_the_hash_is_that_of_the_computation() -> None:
-    def loss(act: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda p, x: act(x @ p["w"])
-
-    one, same, other = (
-        find_sites(loss(f), PARAMS, X).hash for f in (jnp.tanh, lambda x: jnp.tanh(x), jnp.sin)
-    )
-    assert one == same != other
-
-
-def test_attributes_for_where() -> None:
-    site = only_site(lambda p, x: x @ p["w"])
-    kinds = dict.fromkeys(KINDS, False)
-    assert site.attributes(()) == {
-        "m": 8, "n": 32, "k": 16, "batch": 1, "flops": 2 * 8 * 32 * 16, "weight": True, **kinds,
-        "layer": None, "layers": None,
-    }  # fmt: skip
-    assert "test_analysis.py:" in site.place
 
 
 # ---- primitives that are called like those of policyc

@@ -77,27 +77,6 @@ def test_a_policy_that_does_not_fit_is_refused() -> None:
         first_policy(parse("nothing -> fp8"), sites)
 
 
-def test_the_command_writes_a_file_once(tmp_path: Any) -> None:
-    path = tmp_path / "first.policy"
-    result = policyc("init", "--config", "tiny", "--out", str(path))
-    assert result.code == 0, result.err
-    text = path.read_text()
-    assert "# allow: slower-than-bf16, slower-than-fp8 -- found by policyc init\n" in text
-    assert "the policy allows slower-than-bf16, slower-than-fp8: see 'policyc explain" in result.err
-    assert policyc("lint", "--config", "tiny", str(path)).code == 0
-    assert "# A first policy for the bundled Llama tiny: " in text
-    rules = [" ".join(line.split()) for line in text.splitlines() if "->" in line]
-    assert rules == [
-        "* -> bf16 expect 37",
-        "* where mlp -> nvfp4(rht=wgrad, sr=grad, scale2d=weights) expect 12",
-        "* where mlp and layer >= -1 -> bf16 expect 3",
-    ]
-    again = policyc("init", "--config", "tiny", "--out", str(path))
-    assert again.code == 2
-    assert "exists" in again.err
-    assert path.read_text() == text
-
-
 @pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="an installed package has no README")
 def test_it_starts_with_the_rules_of_the_readme() -> None:
     assert START in (ROOT / "README.md").read_text(encoding="utf-8")
@@ -115,20 +94,6 @@ def test_it_starts_with_the_rules_of_the_readme() -> None:
 def test_a_suppression_does_not_have_the_reason_of_another_policy() -> None:
     text = first_policy(load("llama_nvfp4"), sites_of("gpt_scanned_tied"))
     assert "# allow: no-high-precision-tail -- as in llama_nvfp4" in text
-
-
-def test_comments_name_no_folder(tmp_path: Any) -> None:
-    """A product of two activations is named by its place in the program."""
-    program = tmp_path / "train.py"
-    program.write_text(
-        "import jax, jax.numpy as jnp\n"
-        "x = jnp.ones((64, 64))\n"
-        "jax.grad(lambda w: jnp.sum(jax.nn.relu(x @ w['mlp']).T @ (x @ w['mlp'])))({'mlp': x})\n"
-    )
-    result = policyc("init", "--like", "fp8", str(program))
-    assert result.code == 0, result.err
-    assert "(train.py:3)" in result.out
-    assert str(tmp_path) not in result.out
 
 
 def test_it_keeps_sites_whose_kinds_are_open() -> None:

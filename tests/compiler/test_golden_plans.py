@@ -27,6 +27,7 @@ from policyc.language.loader import parse
 from policyc.models.llama import model as llama
 from policyc.models.llama.configs import find_config
 from tests.support import kind_programs, layered_models, programs
+from tests.support.gemms import slow
 from tests.support.jaxpr_tools import struct
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plans"
@@ -84,6 +85,7 @@ def _layered(remat: str, params: Any) -> Model:
 
 
 MODELS = dict(_corpus())
+RANDOM = [name for name in MODELS if name.startswith("random")]
 
 
 def _describe(model: Model) -> str:
@@ -142,7 +144,9 @@ def test_plans(name: str) -> None:
 
 
 @pytest.mark.skipif(jax.__version__ != JAX_VERSION, reason=f"the digests are those of JAX {JAX_VERSION}")
-@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("kinds")])
+@pytest.mark.parametrize(
+    "name", [slow(n) if n in RANDOM[4:] else n for n in MODELS if not n.startswith("kinds")]
+)
 def test_lowered_gradients(name: str) -> None:
     _check(GOLDEN / f"{name}.digest", _digest(MODELS[name]) + "\n")
 

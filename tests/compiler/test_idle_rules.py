@@ -12,60 +12,11 @@ import policyc
 from policyc.compiler.matching.execution import execution_options
 from policyc.compiler.planning.idle_rules import idle_rules
 from policyc.compiler.planning.plan import make_plan
-from policyc.compiler.planning.plan_checks import check_plan
-from policyc.language.diagnostics import PolicyError, Severity
 from policyc.language.loader import parse
 from tests.support.jaxpr_tools import find_sites, struct
-from tests.support.planned_model import PARAMS, SITES, X, loss, plan_model
+from tests.support.planned_model import PARAMS, SITES, X, loss
 
 pytestmark = pytest.mark.any_jax
-
-ERROR, WARNING = Severity.ERROR, Severity.WARNING
-
-
-def idle(policy: str) -> list[tuple[str, str, Severity]]:
-    """The rules that do nothing in the model with four layers: text, code and severity."""
-    return [(d.span.text, d.code, d.severity) for d in idle_rules(plan_model(policy))]
-
-
-@pytest.mark.parametrize(
-    ("policy", "expected"),
-    [
-        ("* -> fp8; layers[-1:] -> bf16; head -> keep", []),
-        ("* -> fp8; heed -> bf16; tail -> fp8 expect 0", [("heed -> bf16", "unmatched-rule", WARNING)]),
-        ("* -> fp8; heed -> nvfp4", [("heed -> nvfp4", "unmatched-rule", ERROR)]),
-        # protected layers
-        ("* -> fp8; blocks[-4:] -> bf16", [("blocks[-4:] -> bf16", "unmatched-rule", ERROR)]),
-        ("* -> fp8; layers[9] -> keep", [("layers[9] -> keep", "unmatched-rule", ERROR)]),
-        ("* -> fp8; blocks[-4:] -> bf16 expect 0", []),
-        (
-            "* -> bf16; blocks[-4:] -> keep",
-            [("blocks[-4:] -> keep", "unmatched-rule", WARNING)],
-        ),  # from nothing
-        # overridden
-        ("up -> fp8; layers[-4:] -> bf16", [("up -> fp8", "overridden-rule", ERROR)]),
-        ("up -> fp8; layers[-3:] -> bf16", []),
-        ("up -> fp8; * where k <= 16 -> bf16", [("up -> fp8", "overridden-rule", ERROR)]),
-        ("up -> fp8; layers -> bf16", [("up -> fp8", "overridden-rule", WARNING)]),  # in any model with both
-        ("up -> fp8 expect 4; layers[-4:] -> bf16", []),
-        ("up -> bf16; layers[-4:] -> fp8", []),  # does not quantize: left to the linter
-        ("up @ wgrad -> fp8; layers[-4:] @ fprop -> bf16", []),
-        ("up -> fp8; after 50% { layers[-4:] -> bf16 }", []),
-        ("after 50% { up -> fp8 }; layers[-4:] -> bf16", [("up -> fp8", "overridden-rule", ERROR)]),
-    ],
-)
-def test_rules_that_do_nothing(policy: str, expected: list[tuple[str, str, Severity]]) -> None:
-    assert idle(policy) == expected
-
-
-def test_errors_are_raised_and_warnings_returned() -> None:
-    plan = plan_model("* -> fp8; heed -> nvfp4; up -> fp8; layers[-4:] -> bf16; tail -> bf16")
-    with pytest.raises(PolicyError) as caught:
-        check_plan(plan)
-    assert [d.code for d in caught.value.diagnostics] == ["unmatched-rule", "overridden-rule"]
-    assert check_plan(plan, may_miss=True) == ()
-    (warning,) = check_plan(plan_model("* -> fp8; tail -> bf16"))
-    assert (warning.code, warning.severity) == ("unmatched-rule", WARNING)
 
 
 def test_a_variant_may_override_a_rule_on_purpose() -> None:
@@ -76,21 +27,6 @@ def test_a_variant_may_override_a_rule_on_purpose() -> None:
 
 
 # ---- what to try
-
-
-@pytest.mark.parametrize(
-    ("policy", "help"),
-    [
-        ("* -> fp8; heed -> nvfp4", "did you mean 'head' instead of 'heed'?; "),
-        ("layer.upp -> fp8", "did you mean 'layers' instead of 'layer'? and did you mean 'up' instead of 'upp'?; "),
-        ("layers.head -> fp8", "'policyc sites' lists the names and kinds of its sites; "),
-        ("* where router -> fp8", "'policyc sites' lists the names and kinds of its sites; "),
-        ("up -> fp8; layers[-4:] -> bf16",
-         "make the rules that override it match fewer sites, for instance a share of the layers ('-15%'), or"),
-    ],
-)  # fmt: skip
-def test_the_help_names_the_nearest_names(policy: str, help: str) -> None:
-    assert next(iter(idle_rules(plan_model(policy)))).help.startswith(help)
 
 
 def test_a_suggested_name_is_one_that_a_rule_can_contain() -> None:

@@ -19,7 +19,6 @@ X = jnp.array([1.0, -2.0, 3.0])
 W = jnp.ones((4, 4)) / 7
 
 KEEPING = ["* -> keep", "a.b -> keep; until 10% { * -> keep }"]
-NO_GEMM = "* -> mxfp8"
 ELSEWHERE = "nothing.here -> mxfp8"
 """The loss is traced: the policy is about something else."""
 

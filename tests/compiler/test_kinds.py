@@ -20,7 +20,7 @@ from policyc.compiler.planning.plan_checks import unknown_blocks
 from policyc.compiler.sites.paths import leaf_paths
 from policyc.compiler.sites.site import Site
 from policyc.compiler.sites.site_kinds import SiteKind
-from policyc.compiler.tables.kind_tables import explain_kinds, kind_notes, order_notes
+from policyc.compiler.tables.kind_tables import kind_notes, order_notes
 from policyc.language.loader import parse
 from tests.support import kind_programs
 from tests.support.jaxpr_tools import find_sites, struct
@@ -126,15 +126,6 @@ def plan_of(name: str, policy: str) -> Plan:
     return make_plan(parse(policy), sites_of(name))
 
 
-def test_layer_splits_a_scan_as_an_index_does() -> None:
-    by_kind = plan_of("gpt_scanned_tied", "* where mlp -> fp8; * where mlp and layer >= -1 -> bf16")
-    by_name = plan_of("gpt_scanned_tied", "l.{w5,w6} -> fp8; l[-1:].{w5,w6} -> bf16")
-    assert [(r.site.name, r.layers, r.decision.recipe) for r in by_kind.runs()] == [
-        (r.site.name, r.layers, r.decision.recipe) for r in by_name.runs()
-    ]
-    assert by_kind.counts == (8, 2)
-
-
 SQUARE = struct(8, 8)
 
 
@@ -205,15 +196,6 @@ def test_a_layer_that_is_used_again_is_another_block() -> None:
     assert blocks_of(loss, params) == [(0,), (0,), (1,), (1,), (2,), (2,)]
 
 
-def test_explains_why_a_site_has_its_kind() -> None:
-    text = explain_kinds(plan_of("gpt_unrolled", ""), "l[1].w1")
-    assert text.startswith("l[1].w1 (")
-    assert "  attention: its result is a query or a key of the product at " in text
-    assert "kind_programs.py:" in text
-    assert text.endswith("  block 1/3\n")
-    assert explain_kinds(plan_of("gpt_unrolled", ""), "nothing") == ""
-
-
 @pytest.mark.parametrize("name", [name for name in BY_NAME if name.startswith("pipeline")])
 def test_layer_is_an_error_where_the_block_is_not_known(name: str) -> None:
     plan = plan_of(name, "* where mlp and layer >= -1 -> fp8")
@@ -221,10 +203,6 @@ def test_layer_is_an_error_where_the_block_is_not_known(name: str) -> None:
     assert diagnostic.code == "opaque-index"
     assert "the stages of a pipeline run it at the same time" in diagnostic.message
     assert not list(unknown_blocks(plan_of(name, "* where mlp -> fp8")))
-
-
-def test_layer_is_no_error_where_the_block_is_known() -> None:
-    assert not list(unknown_blocks(plan_of("gpt_unrolled", "* where mlp and layer >= -1 -> fp8")))
 
 
 def test_sites_without_a_kind_are_listed_if_a_rule_has_a_kind() -> None:

@@ -44,7 +44,6 @@ def scan(stack: Any, h: Any, **options: Any) -> Any:
 
 
 STACK = {"layers": {"attn": weights(8), "mlp": weights(8)}}
-LIST = {"layers": [{"attn": weights(), "mlp": weights()} for _ in range(8)]}
 
 
 def first_ones_differ(p, x):
@@ -117,18 +116,6 @@ def test_gradients_are_those_of_one_layer_by_hand():
 
 
 # ---- what cannot be followed: test_stack_programs.py, and
-
-
-def test_experts_inside_a_layer_have_no_index_and_layers_have():
-    params = {"layers": {"experts": weights(4, 2)}}
-
-    def loss(p, x):
-        def block(h, w):
-            return h + lax.ragged_dot(h, w, jnp.array([1, 2], jnp.int32)), None
-
-        return lax.scan(block, x, p["layers"]["experts"])[0].sum()
-
-    assert quantized_layers("layers[-1] -> fp8", loss, params) == ["layers[3].experts"]
 
 
 def test_products_without_a_weight_in_a_loop_over_two_layers_are_refused_by_scope():
@@ -340,45 +327,12 @@ def block(p: Any, h: Any) -> Any:
     return h + jnp.tanh(h @ p["up"])
 
 
-def unrolled_blocks(p, x):
-    for q in p["layers"]:
-        x = block(q, x)
-    return x.sum()
-
-
-def scanned_blocks(p, x):
-    return lax.scan(lambda h, q: (block(q, h), None), x, p["layers"])[0].sum()
-
-
 def block_params(*lead: int, fused: bool = False) -> Any:
     names = ("o",) if fused else ("q", "k", "v", "o")
     attn: Any = {name: weights(*lead) for name in names}
     if fused:
         attn["qkv"] = {"kernel": jax.ShapeDtypeStruct((*lead, D, 3 * D), "float32")}
     return {"attn": attn, "up": weights(*lead)}
-
-
-def attention_layers(policy: str, loss: Callable[..., Any], params: Any) -> list[str]:
-    """The paths of the modules of the products of activations that a policy quantizes."""
-    plan = policyc.plan(policy, loss, {"layers": params}, X)
-    decisions = plan.decisions()
-    pairs = [(s, index) for s in plan.sites if s.weight is None for index in s.layers()]
-    return sorted(dotted(s.paths(i)[-1]) for s, i in pairs if decisions[s.address, i].recipe is not None)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize(("loss", "stacked"), [(unrolled_blocks, False), (scanned_blocks, True)])
-def test_products_without_a_scope_have_the_layer_of_the_weights_around_them(loss, stacked, fused):
-    params = block_params(3, fused=fused) if stacked else [block_params(fused=fused) for _ in range(3)]
-    assert attention_layers("layers[-1] -> fp8", loss, params) == ["layers[2].attn"] * 2
-    assert attention_layers("layers[:2].attn -> fp8", loss, params) == [
-        "layers[0].attn",
-        "layers[0].attn",
-        "layers[1].attn",
-        "layers[1].attn",
-    ]
-    # A rule for a projection is not about the products of its results.
-    assert attention_layers("{q,k,v,qkv,kernel} -> fp8", loss, params) == []
 
 
 @pytest.mark.parametrize("formula", ["td,lde->lte", "ltd,lde->te"])
@@ -393,26 +347,6 @@ def test_an_index_of_layers_that_one_product_reads_at_once_is_an_error(formula):
     with pytest.raises(policyc.PolicyError, match="one product reads all of its 3 x 4 x 4 elements at once"):
         policyc.plan("* -> fp8; layers[-1] -> bf16", loss, params, X)
     policyc.plan("* -> fp8; enc.layers[-1] -> bf16", loss, params, X)
-
-
-def unrolled_factors(p, x):
-    for q in p["layers"]:
-        x = x + jnp.tanh(x @ (q["a"] @ q["b"])) @ q["up"]
-    return x.sum()
-
-
-def scanned_factors(p, x):
-    return lax.scan(lambda h, q: (jnp.tanh(h @ (q["a"] @ q["b"])) @ q["up"], None), x, p["layers"])[0].sum()
-
-
-@pytest.mark.parametrize(("loss", "lead"), [(unrolled_factors, ()), (scanned_factors, (3,))])
-def test_a_product_with_a_factorized_weight_has_the_layer_of_its_factors(loss, lead):
-    """Its other operand comes from all layers before."""
-    params = {name: weights(*lead) for name in ("a", "b", "up")}
-    params = params if lead else [params] * 3
-    assert attention_layers("layers[-1:] -> fp8", loss, params) == ["layers[2]"]
-    assert attention_layers("layers[:-1] -> fp8", loss, params) == ["layers[0]", "layers[1]"]
-    assert attention_layers("{a,b,up} -> fp8", loss, params) == []
 
 
 def shared_keys(p, x):
@@ -552,12 +486,6 @@ def test_frozen_weights_have_names_and_no_wgrad():
     assert [s.products for s in frozen] == [{Gemm.FPROP}, {Gemm.FPROP, Gemm.DGRAD}]
 
 
-def test_frozen_weights_have_names_in_a_program_that_differentiates_something_else():
-    with policyc.active("base.layers[-1] -> fp8 expect 1; lora -> keep") as session:
-        jax.jit(jax.grad(adapted)).trace(LORA, FROZEN, jnp.ones((3, D)))
-    assert session.plans[0].counts == (1, 4)
-
-
 def test_a_frozen_array_in_all_layers_has_no_layer():
     base = {"layers": [{"up": FROZEN["layers"][0]["up"]}] * 2}
     plan = policyc.plan(
@@ -616,11 +544,3 @@ def test_a_batch_is_no_weight():
 
     names = weight_names(loss, jnp.ones((D, D)), {"x": {"y": jnp.ones((3, D))}})
     assert [weight for _, weight in names] == ["rhs", None]
-
-
-def test_an_activation_plus_a_bias_is_no_weight():
-    def loss(p, x):
-        h = x + p["bias"]
-        return (h @ h.T).sum()
-
-    assert weight_names(loss, {"bias": jax.ShapeDtypeStruct((D,), "float32")}, X)[0][1] is None

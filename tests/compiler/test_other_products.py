@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import Primitive
 
 import policyc
 from policyc.compiler.finding.other_products import convolution_flops
-from policyc.compiler.sites.site import OtherProduct
-from policyc.compiler.tables.plan_json import as_json
 from policyc.compiler.tables.plan_tables import summary, unchanged_products
 from policyc.compiler.tables.site_table import sites_table
 from tests.support.jaxpr_tools import find_sites, struct
@@ -214,25 +209,3 @@ def test_gemms_that_cannot_be_reached_are_counted_too() -> None:
 
 
 KERNEL_2D = struct(8, 8)
-
-
-def test_json_has_the_other_products() -> None:
-    data = json.loads(as_json(plan_of_mixed()))
-    assert [o["kind"] for o in data["other_products"]] == ["convolution", "Pallas kernel"]
-    assert data["other_products"][1] == {
-        "kind": "Pallas kernel",
-        "name": "my_kernel",
-        "count": 1,
-        "flops": None,
-    }
-
-
-def test_counts_and_nouns() -> None:
-    plan = plan_of_mixed()
-    several = OtherProduct(kind="product of int8", name="dot_general", count=2, flops=0)
-    sites = replace(plan.sites, others=(several,))
-    changed = policyc.Plan(policy=plan.policy, sites=sites, execution=plan.execution)
-    assert next(unchanged_products(changed)) == (
-        "0.0% of FLOPs are 2 products of int8 (dot_general), left as they are"
-    )
-    assert np.isfinite(sites.total_flops)

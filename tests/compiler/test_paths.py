@@ -132,10 +132,6 @@ def test_the_names_of_leaves(trees, expected):
     assert names(*trees) == expected
 
 
-def test_an_index_after_an_index_is_a_name():
-    assert leaf_paths([("a", {"layers": [[0]]})]) == [(PathSegment("layers", 0, 1), PathSegment("0"))]
-
-
 def test_flax_nnx_modules_have_plain_names():
     from flax import nnx
 
@@ -183,23 +179,10 @@ def test_stacks_of_one_name_in_different_places_have_their_own_sizes():
     }
 
 
-def test_a_stack_is_counted_within_its_argument():
-    assert sizes({"layers_0": 0}, {"layers_3": 0}) == {"a.layers[0]": (None, 1), "b.layers[3]": (None, 4)}
-
-
 def test_a_list_in_an_argument_called_params_keeps_its_index():
     assert [".".join(map(str, p)) for p in leaf_paths([("params", [{"w": 0}, {"w": 0}])])] == [
         "params[0].w", "params[1].w",
     ]  # fmt: skip
-
-
-def test_a_stack_in_a_stack_is_sized_for_each_member():
-    tree = {"stages": [{"layers": [0]}, {"layers": [0, 0]}]}
-    assert sizes(tree) == {
-        "stages[0].layers[0]": (2, 1),
-        "stages[1].layers[0]": (2, 2),
-        "stages[1].layers[1]": (2, 2),
-    }
 
 
 def test_sizes_are_added_to_repeated_and_empty_paths():

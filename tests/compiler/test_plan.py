@@ -11,61 +11,16 @@ from jax import lax
 
 import policyc
 from policyc.compiler.matching.execution import execution_options
-from policyc.compiler.planning.plan import Plan, gemm_queries, make_plan
+from policyc.compiler.planning.plan import gemm_queries, make_plan
 from policyc.compiler.tables.plan_json import as_json
 from policyc.jaxcore.jaxprs import reading as jaxprs
 from policyc.language.diagnostics import PolicyError
 from policyc.language.loader import parse
 from policyc.language.recipes import Gemm
 from tests.support.jaxpr_tools import find_sites, struct
-from tests.support.planned_model import HEAD, SCHEDULE, SITES, UP, X, plan_model
-
-FPROP, DGRAD, WGRAD = Gemm
-
-
-def rules(plan: Plan, site: Any, gemm: Gemm = FPROP, phase: Any = ()) -> list[int | None]:
-    """The rule that decides about a product of each layer."""
-    decisions = plan.decisions(phase)
-    return [decisions[site.address, layer].rule(gemm) for layer in site.layers()]
-
+from tests.support.planned_model import HEAD, SCHEDULE, UP, X, plan_model
 
 # ---- which rule decides
-
-
-DECIDING: list[tuple[str, dict[str, tuple[list[Any], list[Any], list[Any]]]]] = [
-    ("* -> fp8; layers[-2:] -> mxfp8; layers.up -> bf16", {
-        "layers.up": ([2] * 4, [2] * 4, [2] * 4), "layers.down": ([0, 0, 1, 1],) * 3, "head": ([0], [0], [0]),
-    }),
-    ("* -> mxfp8; head @ wgrad -> bf16; layers @ dgrad, wgrad -> keep", {
-        "layers.up": ([0] * 4, [2] * 4, [2] * 4), "layers.down": ([0] * 4, [2] * 4, [2] * 4), "head": ([0], [0], [1]),
-    }),
-    ("head -> fp8", {
-        "layers.up": ([None] * 4,) * 3, "layers.down": ([None] * 4,) * 3, "head": ([0], [0], [0]),
-    }),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("policy", "expected"), DECIDING, ids=[policy for policy, _ in DECIDING])
-def test_the_last_matching_rule_decides_about_each_product(policy: str, expected: Any) -> None:
-    plan = plan_model(policy)
-    decided = {site.name: tuple(rules(plan, site, gemm) for gemm in Gemm) for site in SITES}
-    assert decided == expected
-
-
-def test_the_rules_that_lost_are_listed_nearest_first() -> None:
-    plan = plan_model("* -> fp8; layers -> mxfp8; head -> keep; up -> bf16")
-    decision = plan.decisions()[UP.address, (0,)]
-    assert (decision.rules[0], decision.rule(FPROP), decision.overridden(FPROP)) == ((3, 1, 0), 3, (1, 0))
-    assert plan.decisions()[HEAD.address, ()].rules[2] == (2, 0)
-    nothing = plan_model("head -> fp8").decisions()[UP.address, (0,)]
-    assert (nothing.rules, nothing.rule(FPROP), nothing.recipe) == (((), (), ()), None, None)
-
-
-def test_a_recipe_that_keeps_every_product_changes_nothing() -> None:
-    plan = plan_model("* -> nvfp4; * -> keep")
-    assert all(decision.recipe is None for decision in plan.decisions().values())
-    partly_kept = plan_model("* -> nvfp4; * @ fprop -> keep")
-    assert any(decision.recipe is not None for decision in partly_kept.decisions().values())
 
 
 def test_a_weight_is_matched_by_its_scope_too() -> None:
@@ -77,29 +32,7 @@ def test_a_weight_is_matched_by_its_scope_too() -> None:
     assert make_plan(parse("query -> fp8; kernel -> bf16; attention.key -> fp8"), sites).counts == (1, 1, 0)
 
 
-def test_counts_are_of_layers_whichever_rule_decides() -> None:
-    plan = plan_model(
-        "* -> fp8; layers -> mxfp8; layers[1:3].up, head -> keep; nothing -> fp8; * @ wgrad -> bf16"
-    )
-    assert plan.counts == (9, 8, 3, 0, 9)
-
-
 # ---- phases
-
-
-def test_each_phase_has_its_own_decisions() -> None:
-    """In a training of less than 20 steps, half of them are done before step 10."""
-    plan = plan_model(SCHEDULE)
-    decided = {
-        plan.label(p): (rules(plan, HEAD, FPROP, p)[0], rules(plan, UP, FPROP, p)[0]) for p in plan.phases
-    }
-    assert decided == {
-        "until 10 and until 50%": (1, 0),
-        "after 10 and until 50%": (0, 0),
-        "until 10 and after 50%": (1, 2),
-        "after 10 and after 50%": (0, 2),
-    }
-    assert [plan.in_force(rule, (False, True)) for rule in range(3)] == [True, False, True]
 
 
 def test_the_phase_at_a_step() -> None:
@@ -120,31 +53,6 @@ def test_a_percentage_needs_the_number_of_all_steps() -> None:
     assert [d.code for d in caught.value.diagnostics] == ["schedule-without-step"]
     assert plan_model("* -> fp8\nuntil 10 { head -> keep }").phase(3, None) == (True,)
     assert plan_model("* -> fp8").phase(7, None) == ()
-
-
-# ---- runs and products
-
-
-def test_consecutive_layers_with_one_decision_are_one_run() -> None:
-    plan = plan_model("* -> fp8; layers[1:3].up -> bf16; head -> keep")
-    runs = list(plan.site_runs(UP))
-    assert [run.layers for run in runs] == [((0,),), ((1,), (2,)), ((3,),)]
-    assert runs[0].decision == runs[2].decision != runs[1].decision
-    assert [(run.site.name, len(run.layers)) for run in plan.runs()] == [
-        ("layers.up", 1), ("layers.up", 2), ("layers.up", 1), ("layers.down", 4), ("head", 1),
-    ]  # fmt: skip
-
-
-def test_the_products_of_a_run_are_those_of_its_site() -> None:
-    def first(p: Any, x: Any) -> Any:
-        return jnp.tanh(x @ p["a"]) @ p["b"]
-
-    sites = find_sites(first, {"a": struct(16, 16), "b": struct(16, 16)}, X)
-    plan = make_plan(parse("* -> fp8; b @ dgrad -> keep"), sites)
-    assert [(p.site.name, p.gemm, p.rule) for p in plan.products()] == [
-        ("a", FPROP, 0), ("a", WGRAD, 0), ("b", FPROP, 0), ("b", DGRAD, 1), ("b", WGRAD, 0),
-    ]  # fmt: skip
-    assert all(p.lowering.backend for p in plan.products() if p.rule == 0)
 
 
 # ---- how products run

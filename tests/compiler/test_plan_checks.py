@@ -38,39 +38,6 @@ def spanned(diagnostic: Diagnostic) -> str:
 # ---- expectations
 
 
-def test_a_plan_without_faults_passes() -> None:
-    check_plan(plan_model("* -> fp8 expect 9; layers[-1:] -> mxfp8 expect 2; head -> keep expect 1"))
-
-
-def test_an_expectation_that_is_not_met() -> None:
-    (diagnostic,) = diagnostics_of(plan_model("* -> fp8 expect 9; layers.up -> mxfp8 expect 3"))
-    assert diagnostic.code == "expect-violated"
-    assert diagnostic.message == "this rule expects 3 sites but matches 4"
-    assert spanned(diagnostic) == "layers.up -> mxfp8 expect 3"
-    assert diagnostic.help == "write 'expect 4' if that is right"
-
-
-def test_one_site_is_singular() -> None:
-    (diagnostic,) = diagnostics_of(plan_model("layers.up -> mxfp8 expect 1"))
-    assert diagnostic.message == "this rule expects 1 site but matches 4"
-
-
-def test_a_rule_that_matches_nothing_may_be_about_another_loss() -> None:
-    plan = plan_model("layer.up -> mxfp8 expect 4; head -> fp8 expect 1")
-    (diagnostic,) = diagnostics_of(plan)
-    assert diagnostic.message == "this rule expects 4 sites but matches 0"
-    assert diagnostic.help == (
-        "did you mean 'layers' instead of 'layer'?; if another loss of the program has these sites, use "
-        "--multiple-losses (in Python: multiple_losses=True)"
-    )
-    check_plan(plan, may_miss=True)
-
-
-def test_a_rule_may_not_match_half_of_what_it_expects() -> None:
-    (diagnostic,) = diagnostics_of(plan_model("layers.up -> fp8 expect 5"), may_miss=True)
-    assert diagnostic.code == "expect-violated"
-
-
 def test_all_faults_are_raised_together() -> None:
     plan = plan_model("layers.up -> mxfp8 expect 3; head -> fp8 expect 2; * -> nvfp4", require_native=True)
     codes = [d.code for d in diagnostics_of(plan)]
@@ -156,28 +123,6 @@ def test_devices_cannot_treat_their_layers_differently() -> None:
 @pytest.mark.parametrize("policy", ["layers -> fp8", "layers -> fp8; layers[1::2] -> keep"])
 def test_layers_at_the_same_place_on_every_device_may_be_chosen(policy: str) -> None:
     check_plan(make_plan(parse(policy), SHARED_OUT))
-
-
-# ---- layers whose index is not known
-
-
-def routed(p: Any, x: Any) -> Any:
-    """Which layer it reads depends on the data."""
-    return x @ lax.dynamic_index_in_dim(p["layers"]["w"], jnp.argmax(x[0]), keepdims=False)
-
-
-ROUTED = find_sites(routed, {"layers": {"w": struct(4, 16, 16), "v": struct(4, 16, 16)}}, X)
-
-
-def test_a_rule_cannot_choose_layers_by_an_index_that_is_not_known() -> None:
-    (diagnostic,) = diagnostics_of(make_plan(parse("layers -> fp8; layers[0] -> keep"), ROUTED))
-    assert diagnostic.code == "opaque-index"
-    assert diagnostic.message.startswith("policyc cannot tell which layer of 'layers.w' (")
-    assert spanned(diagnostic) == "layers[0] -> keep"
-
-
-def test_all_layers_may_be_chosen_without_an_index() -> None:
-    check_plan(make_plan(parse("layers -> fp8"), ROUTED))
 
 
 # ---- recipes and machines

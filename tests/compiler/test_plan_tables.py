@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 
 import jax
 import pytest
@@ -11,81 +10,13 @@ import pytest
 from policyc.compiler.matching.execution import execution_options
 from policyc.compiler.planning.plan import make_plan
 from policyc.compiler.tables.plan_json import as_json
-from policyc.compiler.tables.plan_tables import align_columns, lowering_reasons, summary
+from policyc.compiler.tables.plan_tables import summary
 from policyc.compiler.tables.site_table import sites_table
 from policyc.language.loader import parse
 from tests.support.jaxpr_tools import find_sites, struct
 from tests.support.planned_model import HEAD, plan_model
 
 pytestmark = pytest.mark.any_jax
-
-POLICY = "* -> mxfp8; layers[1:3].up -> bf16; head @ wgrad -> nvfp4; head @ dgrad -> keep"
-
-
-# ---- the summary
-
-
-def test_the_summary_has_a_line_for_each_rule() -> None:
-    plan = plan_model(POLICY, backend="emulate")
-    (reason,) = lowering_reasons(plan)
-    assert (
-        summary(plan)
-        == f"""\
-policyc: rule                    sites  products             FLOPs  backend
-policyc: * -> mxfp8              7      fprop, dgrad, wgrad  66.7%  emulated
-policyc: layers[1:3].up -> bf16  2      fprop, dgrad, wgrad  20.0%  -
-policyc: head @ wgrad -> nvfp4   1      wgrad                6.7%   emulated
-policyc: head @ dgrad -> keep    1      dgrad                6.7%   -
-policyc: {reason}
-"""
-    )
-
-
-def test_the_summary_has_a_part_for_each_phase() -> None:
-    plan = plan_model("* -> fp8\nuntil 10 { head -> keep }", backend="emulate")
-    (reason,) = lowering_reasons(plan)
-    assert (
-        summary(plan)
-        == f"""\
-policyc: rule (until 10)  sites  products             FLOPs   backend
-policyc: * -> fp8         8      fprop, dgrad, wgrad  80.0%   emulated
-policyc: head -> keep     1      fprop, dgrad, wgrad  20.0%   -
-policyc: rule (after 10)  sites  products             FLOPs   backend
-policyc: * -> fp8         9      fprop, dgrad, wgrad  100.0%  emulated
-policyc: {reason}
-"""
-    )
-
-
-def test_the_summary_says_what_no_rule_matches() -> None:
-    assert (
-        summary(plan_model("head -> keep; other -> fp8"))
-        == """\
-policyc: rule          sites  products             FLOPs  backend
-policyc: head -> keep  1      fprop, dgrad, wgrad  20.0%  -
-policyc: other -> fp8  0      - (NO SITE MATCHES)  0.0%   -
-policyc: (no rule)     8      fprop, dgrad, wgrad  80.0%  -
-"""
-    )
-
-
-def test_every_reason_for_emulation_is_given_once() -> None:
-    plan = plan_model(POLICY, target="h100")
-    assert [line.partition(":")[0] for line in lowering_reasons(plan)] == [
-        "emulated (fprop, dgrad, wgrad)",
-        "emulated (wgrad)",
-    ]
-
-
-def test_a_long_rule_is_wrapped_not_cut() -> None:
-    rule = "layers[0].up, layers[1].up, layers[2].up, layers[3].up -> nvfp4(rounding=ms_eden)"
-    plan = plan_model(rule)
-    lines = [line.removeprefix("policyc: ") for line in summary(plan).splitlines()]
-    assert [re.split("  +", line)[0] for line in lines[1:3]] == [rule[:57].rstrip(), rule[58:]]
-
-
-def test_columns_are_aligned_without_trailing_spaces() -> None:
-    assert list(align_columns([["a", "long cell"], ["longer", "b"]])) == ["a       long cell", "longer  b"]
 
 
 # ---- JSON

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from hypothesis import Phase, given, settings
 from hypothesis.strategies import integers, sampled_from
-from jax import lax
 
 import policyc
 from policyc.compiler.pipeline import compile_plan
@@ -111,14 +110,3 @@ def test_a_shared_quantization_names_its_readers() -> None:
     shared = first.eqns[: first.added]
     assert any(jaxprs.primitive_name(e).endswith("_quantize") for e in shared)
     assert compile_plan(plan).replacements[numbers["v"]].added == 0
-
-
-def test_a_scan_in_reverse_is_split_in_the_order_in_which_it_runs() -> None:
-    def loss(p: Any, x: jax.Array) -> jax.Array:
-        return jnp.sum(lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["layers"], reverse=True)[0])
-
-    plan = policyc.plan("* -> mxfp8; layers[0] -> keep", loss, {"layers": struct(4, 16, 16)}, X)
-    check_plan(plan)
-    (split,) = [r for r in compile_plan(plan).replacements if len(r.bodies) > 1]
-    assert [(s.iterations.start, s.iterations.stop) for s in split.bodies if s.iterations] == [(1, 4), (0, 1)]
-    assert [bool(s.transformed.replacements) for s in split.bodies] == [True, False]

@@ -18,7 +18,6 @@ from jax.interpreters import ad
 
 import policyc
 from policyc.compiler.planning.plan import make_plan
-from policyc.compiler.planning.plan_checks import check_plan
 from policyc.compiler.rewriting.rewrite import rewrite
 from policyc.experiments.taps import TAP, TappedLoss
 from policyc.jaxcore.jaxprs import reading as jaxprs
@@ -103,27 +102,6 @@ def test_a_new_container_needs_one_entry(monkeypatch: pytest.MonkeyPatch) -> Non
     assert tap.shape[0] == 2, "a tap for each layer that is measured"
 
 
-# ---- functions that layers share
-
-
-def test_a_function_that_layers_share_stays_shared_where_they_are_treated_alike() -> None:
-    block = jax.jit(lambda w, h: jnp.tanh(h @ w))
-
-    def f(p: Any, x: Any) -> Any:
-        for w in p["layers"]:
-            x = block(w, x)
-        return x.sum()
-
-    p = {"layers": [W] * 4}
-    plan = policyc.plan("layers[-1:] -> nvfp4 expect 1; layers[0] @ wgrad -> fp8", f, p, X)
-    check_plan(plan)
-    assert [bool(plan.decisions()[s.address, ()].recipe) for s in plan.sites] == [True, False, False, True]
-    rewritten_jaxpr = traced(policyc.apply("* -> fp8; layers[0] -> nvfp4", f), p, X)
-    calls = [sub.jaxpr for e in jaxprs.equations(rewritten_jaxpr) for sub in jaxprs.sub_jaxprs(e)]
-    assert len(calls) == 4
-    assert len({id(jaxpr) for jaxpr in calls}) == 2
-
-
 # ---- what is kept
 
 
@@ -191,14 +169,6 @@ def test_ragged_products() -> None:
     assert not counts["ragged_dot_general"]
     value, expected = jax.jit(quantized)(w, x, sizes), jax.jit(f)(w, x, sizes)
     assert abs(value - expected) < 0.1 * abs(expected)
-
-
-def test_remat_saves_what_is_quantized() -> None:
-    f = policyc.apply("* -> nvfp4", loss)
-    names = jax.checkpoint_policies.save_only_these_names("quantization")
-    saved = primitive_counts(traced(jax.grad(jax.checkpoint(f, policy=names)), W, X))["nvfp4_quantize"]
-    again = primitive_counts(traced(jax.grad(jax.checkpoint(f)), W, X))["nvfp4_quantize"]
-    assert saved <= again
 
 
 def test_a_checkpoint_policy_sees_a_primitive_that_is_called_like_one_of_policyc() -> None:

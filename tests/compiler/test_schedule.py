@@ -49,10 +49,6 @@ def traces(schedule: Schedule, steps: list[int], total: int | None = None) -> li
 # ---- phases
 
 
-def test_a_policy_without_a_schedule_needs_no_step(schedule: Schedule) -> None:
-    assert schedule.phase(plan_model("* -> fp8")) == ()
-
-
 def test_a_policy_with_a_schedule_needs_a_step(schedule: Schedule) -> None:
     plan = plan_model("* -> fp8\nafter 10 { head -> keep }")
     with pytest.raises(PolicyError, match="does not set the current step") as caught:
@@ -72,13 +68,6 @@ def test_the_total_is_given_once(schedule: Schedule) -> None:
     assert plan.label(schedule.phase(plan)) == "after 10 and after 50%"
     schedule.set_step(60, 200)
     assert plan.label(schedule.phase(plan)) == "after 10 and until 50%"
-
-
-def test_reset_forgets_the_step(schedule: Schedule) -> None:
-    schedule.watch(parse(SCHEDULE))
-    schedule.set_step(60, 100)
-    schedule.reset()
-    assert (schedule.step, schedule.total) == (None, None)
 
 
 # ---- JAX's caches

@@ -230,21 +230,6 @@ def test_a_later_loss_may_be_about_other_things_but_not_about_half_of_them() -> 
             differentiate(lambda w, x: (x @ w).sum())
 
 
-def test_the_first_loss_meets_every_expectation() -> None:
-    with policyc.active("w -> nvfp4 expect 2"), pytest.raises(policyc.PolicyError, match="matches 0"):
-        differentiate(other_loss)
-
-
-def test_with_multiple_losses_any_of_them_may_meet_an_expectation() -> None:
-    policy = "w -> nvfp4 expect 2; v -> fp8 expect 1; u -> fp8 expect 1"
-    with policyc.active(policy, multiple_losses=True) as session:
-        differentiate(other_loss)
-        differentiate(loss)
-    assert [d.span.start for d in session.unmet] == [session.policy.rules[2].span.start]
-    assert "no loss of the program has these sites" in session.unmet[0].help
-    assert "--multiple-losses" not in session.unmet[0].help
-
-
 def test_a_loss_traced_at_every_step_is_recorded_once() -> None:
     plans = []
     with policyc.active("* -> fp8", on_plan=plans.append) as session:

@@ -16,54 +16,9 @@ from policyc.compiler.planning.plan import Plan, make_plan
 from policyc.compiler.tables.site_table import sites_table
 from policyc.language.loader import parse
 from tests.support.jaxpr_tools import find_sites, struct
-from tests.support.planned_model import SCHEDULE, X, plan_model
+from tests.support.planned_model import X
 
 pytestmark = pytest.mark.any_jax
-
-
-def test_the_table_of_sites() -> None:
-    assert (
-        sites_table(plan_model("layers -> fp8; layers[1:3].up -> bf16"))
-        == """\
-site         layers  batch x m x n x k  GFLOP     weight  products           kind  rule                    overrides
-layers.up    0,3     1 x 8 x 32 x 16    1.64e-05  rhs     fprop dgrad wgrad  mlp   layers -> fp8           -
-layers.up    1-2     1 x 8 x 32 x 16    1.64e-05  rhs     fprop dgrad wgrad  mlp   layers[1:3].up -> bf16  layers
-layers.down  0-3     1 x 8 x 16 x 32    3.28e-05  rhs     fprop dgrad wgrad  mlp   layers -> fp8           -
-head         -       1 x 8 x 64 x 16    1.64e-05  rhs     fprop dgrad wgrad  head  kept                    -
-9 GEMMs, 0.0002458 GFLOP a step in their products
-"""
-    )
-
-
-def test_products_with_different_rules_are_told_apart_and_wrapped() -> None:
-    table = sites_table(plan_model("* -> fp8; head @ bwd -> mxfp8; head @ wgrad -> keep")).splitlines()
-    first, second = (line[table[0].index("rule") :] for line in table[-3:-1])
-    assert first == "* -> fp8 @ fprop; head @ bwd -> mxfp8 @ dgrad; head @ wgrad  *; head @ bwd"
-    assert second == "-> keep @ wgrad"
-
-
-def test_without_rules_the_table_has_no_columns_for_them() -> None:
-    assert (
-        sites_table(plan_model(""))
-        == """\
-site         layers  batch x m x n x k  GFLOP     weight  products           kind
-layers.up    0-3     1 x 8 x 32 x 16    3.28e-05  rhs     fprop dgrad wgrad  mlp
-layers.down  0-3     1 x 8 x 16 x 32    3.28e-05  rhs     fprop dgrad wgrad  mlp
-head         -       1 x 8 x 64 x 16    1.64e-05  rhs     fprop dgrad wgrad  head
-9 GEMMs, 0.0002458 GFLOP a step in their products
-"""
-    )
-
-
-def test_a_schedule_has_a_line_for_each_phase() -> None:
-    table = sites_table(plan_model(SCHEDULE)).splitlines()
-    assert table[0].split()[-3:] == ["phase", "rule", "overrides"]
-    assert [line.partition("wgrad")[2].strip() for line in table if line.startswith("head ")] == [
-        "head  until 10 and until 50%  head -> keep    *",
-        "head  after 10 and until 50%  * -> fp8        -",
-        "head  until 10 and after 50%  head -> keep    *",
-        "head  after 10 and after 50%  * -> fp8        -",
-    ]
 
 
 def scoped_and_opaque(p: Any, x: Any) -> Any:

@@ -7,11 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from policyc.compiler.pipeline import LossCall
 from policyc.compiler.sites.site import dotted
-from policyc.compiler.sites.trace import TracedFunction, jaxpr_inputs, paths_by_argument, trace
+from policyc.compiler.sites.trace import TracedFunction, jaxpr_inputs, trace
 from policyc.jaxcore.jaxprs import reading as jaxprs
 from tests.support.jaxpr_tools import primitive_counts, struct
 
@@ -65,11 +64,6 @@ def test_parameters_that_are_no_arrays_are_passed_as_they_are() -> None:
     assert input_shapes(traced) == [(), (16, 32)]
 
 
-def test_keyword_arguments_are_never_parameters() -> None:
-    traced = trace_call(lambda p, *, x, scale: x @ p * scale, W, x=X, scale=jnp.float32(2))
-    assert path_texts(traced) == ["arg0"]
-
-
 # ---- the inputs of the jaxpr
 
 
@@ -81,12 +75,6 @@ def test_arguments_without_parameters_are_constants_unless_abstract() -> None:
     assert input_shapes(concrete) == [(16, 32)]
     assert input_shapes(abstract) == [(16, 32), (8, 16)]
     assert path_texts(abstract) == ["w", None]
-
-
-def test_any_arguments_may_hold_parameters() -> None:
-    traced = trace_call(lambda x, a, b: x @ a @ b["c"], X, W, {"c": W.T}, param_argnums=(1, 2))
-    assert path_texts(traced) == ["arg1", "arg2.c"]
-    assert input_shapes(traced) == [(16, 32), (32, 16)]
 
 
 def test_the_names_of_arguments_come_from_the_function() -> None:
@@ -101,12 +89,6 @@ def test_the_inputs_for_other_arguments_are_picked_as_they_were_traced() -> None
     assert [np.shape(i) if not hasattr(i, "shape") else i.shape for i in inputs] == input_shapes(traced)
     second = ({"b": W + 1, "a": 3, "c": 0.75}, X, struct(4))
     assert jaxpr_inputs(second, (0,))[1] == 0.75
-
-
-def test_paths_are_listed_by_argument() -> None:
-    args = ({"b": W, "a": [W, W]}, X, {"c": W})
-    paths = paths_by_argument(args, (0, 2), ("p", "q"))
-    assert [[dotted(path) for path in group] for group in paths] == [["p.a[0]", "p.a[1]", "p.b"], ["q.c"]]
 
 
 # ---- the results
@@ -128,47 +110,12 @@ def test_results_that_are_not_traced_are_kept() -> None:
     assert (aux["mode"], aux["none"]) == ("train", None)
 
 
-def test_a_jaxpr_gives_the_result_of_the_function() -> None:
-    def loss(p: Any, x: Any, *, scale: float) -> Any:
-        return scale * (x @ p["w"]), "aux"
-
-    traced = trace_call(loss, {"w": W}, X, scale=2.0)
-    product, aux = traced.run(traced.jaxpr, [2 * W])
-    assert aux == "aux"
-    np.testing.assert_array_equal(product, 4 * (X @ W))
-
-
 def test_a_result_may_be_an_input() -> None:
     traced = trace_call(lambda p: (p["w"], p["w"]), {"w": W})
     assert [r is W for r in traced.run(traced.jaxpr, [W])] == [True, True]
 
 
-# ---- errors
-
-
-def test_python_that_reads_a_parameter_is_refused_with_a_remedy() -> None:
-    def loss(p: Any) -> Any:
-        return p if p.sum() > 0 else -p
-
-    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
-        trace_call(loss, W)
-    assert "Use jax.lax.cond or jnp.where instead" in "".join(caught.value.__notes__)
-    assert "loss" in str(caught.value), "JAX names the function of the user"
-
-
 # ---- weights that are not differentiated
-
-
-def test_matrices_of_other_arguments_are_named_as_frozen_weights() -> None:
-    def loss(adapter: Any, base: Any, batch: Any, obs: Any) -> Any:
-        return ((batch["x"] + obs["state"]) @ adapter) @ base["w"] + base["bias"]
-
-    base = {"w": jnp.ones((32, 64)), "bias": jnp.ones(64)}
-    args = W, base, {"x": jnp.asarray(X)}, {"state": jnp.asarray(X)}
-    traced = LossCall(fn=loss, args=args, param_argnums=(0,)).trace()
-    assert path_texts(traced) == ["adapter"]
-    # A batch and an observation are data. A vector cannot be the weight of a GEMM.
-    assert [dotted(path) for weight in traced.frozen.values() for path in weight.paths] == ["base.w"]
 
 
 def test_a_reference_model_that_is_still_the_same_array_does_not_rename_the_model() -> None:

@@ -140,9 +140,6 @@ def test_positions_count_utf16(text: str, data: st.DataObject) -> None:
     assert to_offset(source, {"line": position["line"] + 10**6, "character": 0}) == len(source.text)
 
 
-LINES = st.lists(st.sampled_from(["", "a", "b", "é𝔘", "c\u2028d"]), max_size=6).map("\n".join)
-
-
 def apply_edits(source: SourceText, edits: list[Json]) -> str:
     text = source.text
     for edit in reversed(edits):

@@ -119,14 +119,6 @@ def test_a_validation_after_the_last_logged_step_is_drawn_at_its_tokens(tmp_path
     assert make_axis([run]).positions(run, run.evaluations).tolist() == [90.0]
 
 
-def test_a_validation_before_the_last_step_is_not_the_final_one(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    with (run / "metrics.jsonl").open("a") as stream:
-        stream.write('{"step": 41, "loss": 2.0}\n')
-    (figures,) = build_report([run]).data["variants"][0]["runs"]
-    assert (figures["validation_loss"], figures["validation_loss_evaluated_in_bf16"]) == (None, None)
-
-
 def test_several_runs_never_replace_the_page_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", steps=10, stats=False)]
     monkeypatch.chdir(tmp_path)
@@ -135,16 +127,6 @@ def test_several_runs_never_replace_the_page_of_one(tmp_path: Path, monkeypatch:
     assert not (tmp_path / "a" / "report.html").exists()
     with pytest.raises(ReportError, match="is the page of one of these folders"):
         write_report(build_report(runs), "b/report.html")
-
-
-def test_unreadable_lines_are_skipped_and_counted(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    with (run / "metrics.jsonl").open("a") as out:
-        out.write('{"step": 41, "loss"\n[]\n')
-    assert any(
-        "2 lines of metrics.jsonl could not be read" in text
-        for text in texts_of(write_report(build_report([run])))
-    )
 
 
 def test_a_long_run_is_thinned_while_its_figures_are_exact(

@@ -15,8 +15,6 @@ from policyc.experiments.report.format import MISSING, equal_loss_table
 from policyc.experiments.report.page import render_report, write_report
 from policyc.experiments.report.series import count_gradient_spikes, count_loss_spikes
 from policyc.experiments.report.sweeps import ReportError
-from policyc.experiments.sweep.judge import judge_end
-from policyc.experiments.sweep.run import Run
 from policyc.language.bundled import data_folder
 from tests.experiments.test_report import check_page
 from tests.support.command import policyc
@@ -82,13 +80,6 @@ def test_a_finished_sweep_has_verdicts_against_each_baseline(tmp_path: Path) -> 
     assert any(text.startswith("+# good") for text in page.texts)  # the diff of an edit
 
 
-def test_an_edit_of_a_baseline_has_a_diff_and_a_verdict_against_it(tmp_path: Path) -> None:
-    gaps = {"bf16": 0.0, "fp8": 0.001, "no_sr": 0.05}
-    data = report_of(write_sweep(tmp_path / "s", gaps, baselines=["bf16", "fp8"], policy="fp8"))
-    assert [(diff["variant"], diff["against"]) for diff in data["diffs"]] == [("no_sr", "fp8")]
-    assert verdicts_of(data)["no_sr/fp8"] == "worse"
-
-
 def test_a_margin_that_was_chosen_later_is_named(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "te_nvfp4": 0.05}, seeds=2)
     assert not any("Chosen for this report" in rule for rule in report_of(sweep)["statistics"]["caveats"])
@@ -142,18 +133,6 @@ def test_validation_losses_are_compared_if_every_run_has_one(tmp_path: Path) -> 
         (sweep / "bf16/seed1/metrics.jsonl").read_text().rsplit("{", 1)[0]
     )
     assert report_of(sweep)["statistics"]["measure"] == "trailing_loss"
-
-
-def test_a_sweep_and_its_report_say_the_same_of_a_run_that_diverged(tmp_path: Path) -> None:
-    sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "fp8": 0.0})
-    folder = sweep / "fp8/seed1"
-    write_metrics(folder, [3.0, float("nan"), 2.5, float("nan"), float("inf")])
-    run = Run(variant="fp8", seed=1, folder=folder, command=(), environment={}, cwd=tmp_path, steps=9)
-    end = judge_end(run, 0, None)
-    assert end.reason == "diverged: the loss is not finite from step 4 on"
-    (row,) = report_of(sweep)["comparisons"]
-    assert f"seed 1: {end.reason}" in row["reason"]
-    assert "except those that diverged" in row["reason"]
 
 
 @pytest.mark.parametrize("name", ["..", ".", "../other", "a/b", ""])
@@ -279,23 +258,6 @@ def test_no_option_of_a_report_is_ignored(tmp_path: Path) -> None:
     result = policyc("report", sweep, "--target", "abacus", "--format", "markdown")  # asks for a prediction
     assert (result.code, result.out) == (1, "")
     assert "no target named 'abacus'" in result.err
-
-
-def test_time_to_equal_loss_is_about_the_trailing_losses_of_short_runs(tmp_path: Path) -> None:
-    for name, gap in (("bf16", 0.0), ("slow", 0.01)):
-        for seed in (0, 1):
-            losses = (decay(gap)[:20] + 0.1 * seed).tolist()
-            write_metrics(tmp_path / name / f"seed{seed}", losses, tokens=None)
-    report = build_report([tmp_path])
-    data = report.data
-    (row,) = data["equal_loss"]
-    # The last 10 of 20 steps count, as in the figures; one twentieth of them would be a single step.
-    assert row["loss"] == pytest.approx(float(np.mean(decay(0.01)[10:20])) + 0.05, abs=1e-9)
-    assert row["loss"] == pytest.approx(max(v["figures"]["trailing_loss"] for v in data["variants"]))
-    for kind in ("markdown", "html"):  # the runs do not say how many tokens they have seen
-        text = render_report(report, kind)
-        assert "extra steps" in text
-        assert "extra tokens" not in text
 
 
 def test_a_gap_that_is_not_resolved_has_no_cost_in_tokens(tmp_path: Path) -> None:

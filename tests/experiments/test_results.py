@@ -11,8 +11,13 @@ import numpy as np
 import pytest
 
 from benchmarks import compare_formats, mixed_formats
-from policyc.experiments.report.build import build_report
+from policyc.compiler.matching.execution import execution_options
+from policyc.experiments.report.build import PredictedStep, build_report, predict_speed_ups
+from policyc.hardware import llama_step
+from policyc.hardware.mesh import MeshShape
+from policyc.language.bundled import bundled_policies
 from policyc.language.loader import load
+from policyc.language.policy_tables import BEST
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -119,3 +124,78 @@ def test_the_gaps_of_the_policies_are_those_of_the_report():
 )
 def test_the_policies_of_the_results_can_be_read(path):
     assert load(path).rules
+
+
+STEP = PredictedStep(backend="te")
+MIXED = ("fp8", "fp8_with_head", "mlp_nvfp4_late_fp8", "mlp_nvfp4_rest_fp8")
+
+
+def header(name: str) -> str:
+    text = bundled_policies()[name].read_text(encoding="utf-8").partition("\n\n")[0]
+    return " ".join(line.removeprefix("#").strip() for line in text.splitlines())
+
+
+@functools.cache
+def mixed_report():
+    return build_report([RESULTS / "19m_mixed_formats"], step=STEP).data
+
+
+@functools.cache
+def predicted(name: str) -> float:
+    texts = {n: str(load(n)) for n in ("bf16", name)}
+    return predict_speed_ups(texts, "bf16", STEP)["values"][name]
+
+
+@pytest.mark.parametrize("name", [*MIXED[1:], "mlp_nvfp4_tail_fp8", "rollout_nvfp4"])
+def test_headers_and_docs_of_mixed_formats_have_the_figures_of_the_runs(name):
+    sections = (ROOT / "docs" / "reference" / "policies.md").read_text(encoding="utf-8").split("\n## ")
+    section = " ".join(next(s for s in sections if s.startswith(f"{name}\n")).split())
+    for text in (header(name), section):
+        assert re.findall(r"(\d\.\d+)x the speed of BF16", text) == [f"{predicted(name):.3f}"]
+        gap = gaps_to_bf16("19m_mixed_formats").get(name, [None])[0]
+        assert re.findall(r"(0\.\d+) (?:nats )?above (?:BF16|it)", text)[:1] == (
+            [f"{gap:.4f}"] if gap else []
+        )
+    if name == "mlp_nvfp4_late_fp8":
+        (row,) = (r for r in mixed_report()["equal_loss"] if (r["variant"], r["baseline"]) == (name, "fp8"))
+        tokens, speed_up = row["token_ratio"], row["predicted_speed_up"]
+        assert f"{tokens - 1:.1%}".replace("%", " % more tokens") in section
+        assert f"{speed_up:.3f}x as fast: {speed_up / tokens:.3f}x to that loss" in section
+        assert f"{speed_up / tokens:.3f}x" in header(name)
+
+
+def test_what_is_listed_first_is_best_at_its_speed():
+    """No other bundled policy that was run with these is both predicted to be faster and at a lower loss."""
+    gaps = gaps_to_bf16("19m_mixed_formats")
+    ran = {name: (predicted(name), gaps[name][0]) for name in gaps if name in bundled_policies()}
+    best = [
+        name
+        for name, (speed, gap) in ran.items()
+        if not any(s >= speed and g <= gap for n, (s, g) in ran.items() if n != name)
+    ]
+    assert sorted(best, key=lambda name: ran[name]) == list(BEST) == list(MIXED)
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_bundled_policy_is_the_one_that_ran(name):
+    """Each quantized product of the trained model is treated alike; all others are in bf16, as the model computes."""
+    traced = llama_step.plan_step(load("bf16"), "19m", MeshShape(), llama_step.Sizes(), execution_options())
+
+    def treatments(policy):
+        plan = traced.under(policy).plan
+        return [
+            (p.site.name, p.layers, p.gemm, p.treatments if 0 < p.bits < 16 else ())
+            for phase in plan.phases
+            for p in plan.products(phase)
+        ]
+
+    ran = load(RESULTS / "19m_mixed_formats" / name / "policy.policy")
+    assert treatments(load(name)) == treatments(ran)
+
+
+def test_the_predictions_of_today_are_those_of_the_cost_model():
+    text = " ".join((RESULTS / "mixed_formats.md").read_text(encoding="utf-8").split())
+    (sentence,) = re.findall(r"It now predicts (.*?x)\.", text)
+    stated = dict(re.findall(r"`(\w+)` (\S+)x", sentence))
+    assert stated == {name: f"{mixed_report()['speed_ups']['values'][name]:.3f}" for name in stated}
+    assert stated.keys() == gaps_to_bf16("19m_mixed_formats").keys()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import jax
@@ -107,42 +106,6 @@ def test_code_on_the_command_line_runs_as_under_python(home: Path) -> None:
     assert result.out == python(home, "-c", PRINTING, "--elsewhere")
     assert (home / "plan.json").exists()
     assert not (home / "elsewhere" / "plan.json").exists()
-
-
-SWALLOWING = """
-import threading
-from model import *
-w, x = {"up": jnp.ones((16, 32)), "down": jnp.ones((32, 16))}, jnp.ones((4, 16))
-
-def differentiate():
-    try:
-        jax.grad(loss)(w, x)
-    except:
-        print("caught")
-
-differentiate()
-thread = threading.Thread(target=jax.grad(loss), args=(w, x))
-thread.start()
-thread.join()
-print("the end")
-"""
-
-
-@pytest.mark.any_jax
-def test_a_refusal_that_the_program_swallows_is_still_an_error(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    temporary = home / "temporary"
-    temporary.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    (home / "program.py").write_text(SWALLOWING)
-    (home / "seven.policy").write_text("* -> fp8 expect 7\n")
-    result = apply_here(home, "seven.policy", "program.py")
-    assert result.out == "caught\nthe end\n"
-    assert result.code == 1
-    assert result.err.count("expects 7 sites but matches 2") == 1
-    assert "Traceback" not in result.err
-    assert not list(temporary.iterdir())
 
 
 THREADS = """
@@ -291,41 +254,6 @@ def test_a_policy_works_without_jit(home: Path) -> None:
         [float(v) for v in jitted.out.split()], rel=1e-5
     )
     assert unjitted.err == jitted.err, "the plan is the same"
-
-
-DERIVATIVES = """
-from model import *
-w, x = {"up": jnp.ones((16, 32)), "down": jnp.ones((32, 16))}, jnp.ones((4, 16))
-
-def linearize():
-    _, forward = jax.linearize(lambda w: loss(w, x), w)
-    return forward(w)
-
-for derivative in (
-    linearize,
-    lambda: jax.hessian(loss)(w, x),
-    lambda: jax.jvp(jax.grad(loss), (w, x), (w, x)),
-    lambda: jax.jacfwd(jax.grad(loss))(w, x),
-    lambda: jax.jvp(lambda w: jax.linearize(lambda w: loss(w, x), w)[1](w), (w,), (w,)),
-    lambda: jax.jit(jax.jacfwd(jax.grad(loss)))(w, x),
-):
-    try:
-        derivative()
-    except (NotImplementedError, TypeError) as error:
-        print(str(error)[:50])
-    else:
-        print("no error")
-"""
-
-
-@pytest.mark.slow
-def test_derivatives_that_a_quantized_gemm_lacks_are_named(home: Path) -> None:
-    (home / "program.py").write_text(DERIVATIVES)
-    result = apply_here(home, "fp8.policy", "program.py")
-    lines = result.out.splitlines()
-    assert len(lines) == 6, result.err
-    assert lines[0].startswith("can't apply forward-mode autodiff (jvp)"), "the message of JAX"
-    assert set(lines[1:]) == {"a quantized GEMM can be differentiated once, in re"}, lines
 
 
 @pytest.mark.any_jax

@@ -17,11 +17,10 @@ from policyc.experiments.sweep.run import Run, RunStatus
 from policyc.experiments.sweep.run_job import RankFailed, RunJob
 from policyc.experiments.sweep.slurm import (
     SlurmExecutor,
-    SlurmOptions,
     check_program,
     parse_slurm_options,
 )
-from tests.support.command import policyc, python_path
+from tests.support.command import python_path
 
 pytestmark = pytest.mark.any_jax
 
@@ -79,11 +78,6 @@ OPTIONS = parse_slurm_options(["partition=low,gpus=1,time=30,mem=4G"])
 # ---- options
 
 
-def test_one_gpu_a_run_is_one_process():
-    expected = SlurmOptions(time=30, nodes=1, gpus=1, tasks=1, sbatch=(("partition", "low"), ("mem", "4G")))
-    assert parse_slurm_options(["partition=low,gpus=1,time=30,mem=4G"]) == expected
-
-
 def test_a_mesh_a_run_has_one_process_per_gpu():
     options = parse_slurm_options(["gpus=8,nodes=16", "time=60"])
     assert (options.tasks, options.processes) == (8, 128)
@@ -92,30 +86,6 @@ def test_a_mesh_a_run_has_one_process_per_gpu():
     check_program(options, None, [])
     with pytest.raises(ValueError, match=r"128 processes \(16 x 8\): add --distributed"):
         check_program(options, "tiny", ["--fsdp-axis", "8"])
-
-
-def test_every_fault_of_the_options_is_named():
-    with pytest.raises(ValueError) as error:
-        parse_slurm_options(["partion=x,nodes=0,gpus=many,qos"])
-    message = str(error.value)
-    assert "no option 'partion'" in message
-    assert "partition" in message
-    assert "nodes=0: expected a number (nodes of a run)" in message
-    assert "gpus=many: expected a number" in message
-    assert "'qos' has no value" in message
-    with pytest.raises(ValueError, match="time is missing: give the time limit of a run in minutes"):
-        parse_slurm_options(["partition=low"])
-
-
-def test_the_command_line_refuses_bad_resources_before_anything_runs(tmp_path):
-    words = ("sweep", "bf16", "--config", "tiny", "--out", tmp_path / "out")
-    result = policyc(*words, "--slurm", "gpus=8,nodes=2,time=5")
-    assert result.code == 2
-    assert "a run has 16 processes (2 x 8): add --distributed" in result.err
-    result = policyc(*words, "--slurm", "gpus=1")
-    assert result.code == 2
-    assert "time is missing" in result.err
-    assert not (tmp_path / "out").exists()
 
 
 # ---- submitting

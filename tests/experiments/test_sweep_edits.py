@@ -1,11 +1,11 @@
-"""Edits of a policy for a sweep. The expected texts are written by hand."""
+"""Edits of a policy for a sweep. Their texts are in tests/ui/commands/sweep_dry_run.txt."""
 
 from __future__ import annotations
 
 import pytest
 
 from policyc import parse
-from policyc.experiments.sweep.edits import ablate, apply_variants, make_grid, parse_grid
+from policyc.experiments.sweep.edits import ablate, apply_variants
 from policyc.experiments.sweep.planning import PlannedPolicy
 from policyc.experiments.sweep.variants import (
     SweepVariant,
@@ -21,116 +21,6 @@ from policyc.language.formatter import format_text
 from policyc.language.loader import load, parse_with_diagnostics
 
 pytestmark = pytest.mark.any_jax
-
-TWO_RECIPES = """
-recipe nv = nvfp4(rht=wgrad, rht_size=32, sr=grad)
-* -> bf16
-mlp.* -> nv
-head -> mxfp4(sr=grad)
-layers[-1] -> bf16
-after 90% { mlp.* @ fprop -> f32 }
-variant fp8 { recipe nv = fp8 }
-"""
-
-
-def recipes(edited: list[SweepVariant]) -> dict[str, list[str]]:
-    """The recipes that each edit has: named ones, and those that rules have themselves."""
-    return {
-        e.name: [str(d.recipe) for d in e.policy.recipes]
-        + [str(r.recipe) for r in e.policy.rules if str(r.recipe) not in ("bf16", "f32", "nv")]
-        for e in edited
-    }
-
-
-def test_ablations_remove_one_option_or_one_protecting_rule() -> None:
-    edited = ablate(parse(TWO_RECIPES))
-    whole = ["nvfp4(rht=wgrad, rht_size=32, sr=grad)", "mxfp4(sr=grad)"]
-    assert recipes(edited) == {
-        "no_rht": ["nvfp4(sr=grad)", whole[1]],  # the size goes with the transform
-        "no_rht_size": ["nvfp4(rht=wgrad, sr=grad)", whole[1]],
-        "no_sr_nv": ["nvfp4(rht=wgrad, rht_size=32)", whole[1]],
-        "no_sr_rule_3": [whole[0], "mxfp4"],
-        "no_rule_4": whole,
-        "no_rule_5": whole,
-    }
-    without_tail, without_switch = edited[-2:]
-    assert [str(r) for r in without_tail.policy.rules] == [
-        "* -> bf16", "mlp.* -> nv", "head -> mxfp4(sr=grad)", "mlp.* @ fprop -> f32",
-    ]  # fmt: skip
-    assert without_switch.edit == "without rule 5: mlp.* @ fprop -> f32"
-    assert len(without_switch.policy.rules) == 4
-    assert all(not e.policy.variants for e in edited)
-
-
-def test_a_grid_sets_and_removes_options() -> None:
-    policy = parse(TWO_RECIPES)
-    edited = recipes(make_grid(policy, parse_grid("nv.sr = grad, {grad,weights}; rht=none, fprop")))
-    size = "rht_size=32"
-    assert edited == {
-        "nv_sr_grad-rht_none": ["nvfp4(sr=grad)", "mxfp4(sr=grad)"],
-        "nv_sr_grad-rht_fprop": [f"nvfp4(rht=fprop, {size}, sr=grad)", "mxfp4(sr=grad, rht=fprop)"],
-        "nv_sr_grad_weights-rht_none": ["nvfp4(sr={grad,weights})", "mxfp4(sr=grad)"],
-        "nv_sr_grad_weights-rht_fprop": [
-            f"nvfp4(rht=fprop, {size}, sr={{grad,weights}})",
-            "mxfp4(sr=grad, rht=fprop)",
-        ],
-    }
-
-
-@pytest.mark.parametrize(
-    ("grid", "message"),
-    [
-        ("rth=wgrad", "no recipe option 'rth'.*'rht'"),
-        ("rht", "no values"),
-        ("rht=wgrad,", "no values"),
-        ("rht=sideways", "'sideways' is not a value of rht"),
-        ("nw.rht=wgrad", "no recipe 'nw': known: nv"),
-        ("grad=e4m3", "takes grad; formats that take it: fp8"),
-        (" ; ", "name options"),
-        ("rht=wgrad; rht=none", "rht is given twice"),
-    ],
-)
-def test_a_faulty_grid_is_explained(grid: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_grid(parse(TWO_RECIPES), parse_grid(grid))
-
-
-def test_edits_of_a_policy_that_has_none_are_refused() -> None:
-    policy = parse("mlp.* -> fp8")
-    with pytest.raises(ValueError, match="leave out --ablate to compare the policy itself"):
-        ablate(policy)
-    with pytest.raises(ValueError, match="--variants: the policy defines no variant"):
-        apply_variants(policy, ("all",))
-
-
-def test_a_policy_can_be_a_baseline_of_its_edits() -> None:
-    policy = parse("mlp.* -> nvfp4(sr=grad)")
-    base = SweepVariant(name="p", policy=policy, edit="the policy")
-    listed = collect_variants([load_baseline("bf16"), base], [base], ablate(policy))
-    assert [(v.name, v.role) for v in listed.variants] == [
-        ("bf16", "baseline"),
-        ("p", "baseline"),
-        ("no_sr", "edit"),
-    ]
-    assert listed.policy == "p"
-    assert listed.omitted == ()
-
-
-def test_a_policy_that_is_named_twice_is_run_once_and_the_sweep_says_so() -> None:
-    policies = [SweepVariant(name="p", policy=parse("mlp.* -> fp8"), edit=f"the policy {n}") for n in "ab"]
-    listed = collect_variants([], policies, [])
-    assert [variant.name for variant in listed.variants] == ["p"]
-    assert [(o.edit, o.reason) for o in listed.omitted] == [("the policy b", "the same policy as 'p'")]
-
-
-def test_no_variant_has_the_name_of_a_file_of_the_sweep() -> None:
-    names = ("sweep.json", "report.html", ".lock")
-    policies = [
-        SweepVariant(name=name, policy=parse(f"seed = {n}\nmlp.* -> fp8"), edit="a policy")
-        for n, name in enumerate(names)
-    ]
-    listed = collect_variants([], policies, [])
-    assert [variant.name for variant in listed.variants] == [f"policy_{name}" for name in names]
 
 
 def test_a_policy_has_a_name_that_can_be_a_folder() -> None:
@@ -198,30 +88,9 @@ def test_a_default_baseline_that_does_not_fit_the_program_is_left_out() -> None:
         drop_equal_plans(swept, planned, optional=["fp8"])
 
 
-def test_a_variant_with_the_name_of_a_baseline_gets_another_name() -> None:
-    listed = collect("mlp.* -> mxfp8\nvariant fp8 { mlp.* -> fp8 }", baselines=("fp8",))
-    assert [v.name for v in listed.variants] == ["fp8", "mine", "mine_fp8"]
-    assert listed.baselines == ("fp8",)
-
-
-def test_an_invalid_edit_is_not_run() -> None:
-    policy = parse("* -> bf16\nmlp.* -> nvfp4(sr=grad, scale2d=weights)")
-    base = SweepVariant(name="mine", policy=policy, edit="the policy mine")
-    edits = [*make_grid(policy, parse_grid("rounding=ms_eden")), *ablate(policy)]
-    listed = collect_variants([], [base], edits)
-    assert [v.name for v in listed.variants] == ["mine", "no_sr", "no_scale2d"]
-    assert "contradictory-options" in listed.omitted[0].reason
-
-
 IN_THE_FAST_LANE = ("te_nvfp4", "llama_nvfp4")
 NOTHING_TO_REMOVE = ("bf16", "fp8", "mxfp8")
 """Policies without an option and without a rule that protects sites."""
-
-
-@pytest.mark.parametrize("name", NOTHING_TO_REMOVE)
-def test_a_policy_without_anything_to_remove_says_so(name: str) -> None:
-    with pytest.raises(ValueError, match="nothing to remove"):
-        list(ablate(load(name)))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from policyc.experiments.report.figures import read_figures
 from policyc.experiments.sweep import engine
 from policyc.experiments.sweep.engine import Engine
 from policyc.experiments.sweep.live import (
@@ -286,16 +285,6 @@ def test_gaps_are_paired_by_seed_and_step(tmp_path: Path) -> None:
     assert math.isnan(trailing_loss(track_runs([make_run(tmp_path, "empty")])[0].metrics))
 
 
-def test_the_loss_of_a_program_that_writes_every_tenth_step_is_that_of_the_report(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    run.folder.mkdir(parents=True)
-    rows = (f'{{"step": {10 * n}, "loss": {n}}}\n' for n in range(1, 21))
-    (run.folder / "metrics.jsonl").write_text("".join(rows))
-    (tracked,) = track_runs([run])
-    assert trailing_loss(tracked.metrics) == 15.5  # the last ten lines
-    assert read_figures(run.folder, variant="x").figures["trailing_loss"] == 15.5
-
-
 def test_the_lines_and_the_table_name_every_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -314,17 +303,6 @@ def test_the_lines_and_the_table_name_every_failure(
     assert "fp8 seed 1: failed at step 12: r" in lines
     assert "    RuntimeError: \\x1b[31mboom" in lines
     assert describe_end(runs[3]) == "fp8 seed 1: failed at step 12: r"
-
-
-def test_a_name_is_shown_as_it_is_and_controls_no_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    name = "a:warning: [bold]\x1b[31m"
-    console = Console(width=120)
-    console.print(SweepDisplay(console, track_runs([make_run(tmp_path, name)]), (name,)).table())
-    out = capsys.readouterr().out
-    assert "gap to a:warning: [bold]\\x1b[31m" in out
-    assert out.count("a:warning: [bold]\\x1b[31m") == 2
 
 
 def test_the_time_left_comes_from_the_steps_of_this_sweep(

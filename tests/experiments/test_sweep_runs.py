@@ -133,20 +133,6 @@ def test_a_program_gets_its_seed_steps_and_folder(tmp_path: Path) -> None:
     assert run.metrics_source == f"maxtext={folder}/m.txt"
 
 
-@pytest.mark.parametrize(
-    ("program", "message"),
-    [
-        (SweepProgram(words=("train.py", "{steps}")), "give --steps"),
-        (SweepProgram(words=("--seed=3",), config="tiny"), "--seed is set by the sweep"),
-        (SweepProgram(words=("train.py",), metrics_source="x"), "KIND=PATH"),
-        (SweepProgram(words=(), config="tiny", metrics_source="maxtext=x"), "writes metrics.jsonl itself"),
-    ],
-)
-def test_what_cannot_be_swept_is_explained(program: SweepProgram, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        program.check()
-
-
 # ---- the folder of a sweep
 
 
@@ -234,14 +220,6 @@ def test_a_sweep_is_continued_in_another_folder_if_its_script_is_there(
     monkeypatch.chdir(folders[2])
     with pytest.raises(ChangedSweep, match=r"cwd is .*/b there, and .*/c here"):
         open_sweep(out, design(words=("train.py",), config=None))
-
-
-def test_a_policy_may_be_named_by_another_path(tmp_path: Path) -> None:
-    open_sweep(tmp_path, design())
-    same = SweepVariant(name="mine", policy=parse("mlp.* -> fp8"), edit="the policy ./mine\nx.policy")
-    assert open_sweep(tmp_path, replace(design(), policies=collect_variants([], [same], []))) == []
-    text = (tmp_path / "mine" / "policy.policy").read_text()
-    assert text == "# the policy ./mine\\x0ax.policy\n\nmlp.* -> fp8\n"
 
 
 @pytest.mark.parametrize(

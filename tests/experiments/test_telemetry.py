@@ -13,7 +13,6 @@ import pytest
 
 import policyc
 from policyc.experiments.telemetry import StatsRecorder
-from policyc.language.diagnostics import PolicyError
 from policyc.language.loader import parse
 from policyc.language.recipes import Gemm, Role
 from policyc.numerics.measure import measure_operand
@@ -140,12 +139,6 @@ def test_a_scan_is_measured_layer_by_layer_and_losses_and_cosines_are_those_of_t
             )  # two programs round differently
 
 
-def test_nothing_is_lost_where_nothing_is_quantized() -> None:
-    rows = policyc.stats("* -> keep", _loss, _params(), _array(0, 48, 32))
-    assert not [r for r in rows if "operand" in r]
-    assert all(r["cosine"] == pytest.approx(1, abs=1e-6) for r in rows if "parameter" in r)
-
-
 @pytest.mark.slow
 def test_only_the_branch_that_is_taken_is_measured() -> None:
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -165,14 +158,6 @@ def test_only_the_branch_that_is_taken_is_measured() -> None:
         )
     (losses,) = [r for r in branched if "loss" in r]
     assert losses["loss"] == float(jax.jit(policyc.apply("* -> mxfp8", loss))(w, x)) != losses["plain_loss"]
-
-
-def test_a_quantizing_rule_without_sites_is_refused_unless_it_is_about_another_loss() -> None:
-    policy = parse("layer.up -> mxfp8")
-    arguments = _params(), _array(0, 48, 32)
-    with pytest.raises(PolicyError, match="this rule quantizes, but no site"):
-        jax.eval_shape(StatsRecorder(policy, _loss)._trace_step, *arguments)
-    jax.eval_shape(StatsRecorder(policy, _loss, multiple_losses=True)._trace_step, *arguments)
 
 
 def test_a_loss_that_is_not_one_number_is_refused() -> None:

@@ -78,12 +78,6 @@ def test_parity_names_the_interval_that_decides_it() -> None:
     assert f"the 90% interval, which decides parity, is {low:+.4f} to {high:+.4f}" in row.reason
 
 
-def test_a_variant_without_a_seed_that_finished_has_failed() -> None:
-    (dead,) = compare(SeedLosses(name="dead", losses={}, failed={0: "loss is nan", 1: "loss is nan"}))
-    assert (dead.verdict, dead.gap, dead.p_difference) == (Verdict.FAILED, None, None)
-    assert "seed 0: loss is nan; seed 1: loss is nan" in dead.reason
-
-
 def test_a_failed_variant_counts_in_the_correction() -> None:
     alone, _ = compare(runs("a", 0.0015), SeedLosses(name="b", losses={}, failed={0: "x"}))
     (single,) = compare(runs("a", 0.0015))

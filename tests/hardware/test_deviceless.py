@@ -133,19 +133,6 @@ def test_programs_that_cannot_be_compiled_are_refused(
     assert "Traceback" not in ran.err
 
 
-@pytest.mark.parametrize("rest", [(STEP, "step(params, x)"), ("jax.grad(loss)(params, x)",)])
-def test_a_quantizing_rule_without_sites_is_refused_as_by_apply(
-    program: Callable[..., Path], rest: tuple[str, ...], tmp_path: Path
-) -> None:
-    """Also where the loss is differentiated outside jax.jit: then the command itself checks the plan."""
-    policy = tmp_path / "misspelled.policy"
-    policy.write_text("mpl -> fp8\n", encoding="utf-8")
-    ran = command("compile", str(policy), "--target", "gb200", "--devices", "1", program(LOSS, *rest))
-    assert ran.code == 1
-    assert "error[unmatched-rule]: this rule quantizes, but no site of this model matches it" in ran.err
-    assert "did you mean 'mlp' instead of 'mpl'?" in ran.err
-
-
 def test_a_rule_without_sites_has_a_remedy_that_the_command_takes(
     program: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

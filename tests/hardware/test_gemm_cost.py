@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import policyc
 from policyc.hardware import gemm_cost
-from policyc.language.recipes import Gemm, Recipe, Treatment, make_recipe
+from policyc.language.recipes import Gemm, Recipe, Role, Treatment, make_recipe
 from policyc.numerics.targets import TARGETS, get_target
 
 pytestmark = pytest.mark.any_jax
@@ -151,3 +151,29 @@ def test_a_tensor_that_is_not_computed_is_read_for_its_maximum():
             for is_computed in (True, False)
         )
         assert read - computed == pytest.approx(1.1 * 2e9 / (0.62 * 8e12) + 3e-6)
+
+
+def test_weights_that_share_a_scale_are_read_once_more():
+    """For the maximum of all of them, before any of them is quantized."""
+    target, products = get_target("gb200"), frozenset(Gemm)
+    for recipe in ("nvfp4(scale2d=weights{})", "fp8({})"):
+        own, shared = (
+            gemm_cost.collect_quantizations(resolve(recipe.format(option)), products)
+            for option in ("", ", outer=shared" if "2d" in recipe else "outer=shared")
+        )
+        for (role, one), (_, other) in zip(own, shared, strict=True):
+            times = [gemm_cost.quantize_seconds(target, t, 1e9, "xla") for t in (one, other)]
+            assert (times[1] > times[0]) == (role is Role.WEIGHT)
+            if role is not Role.WEIGHT:
+                assert times[0] == times[1]
+
+
+def test_operands_that_are_decoded_are_multiplied_in_bf16_and_kept_as_codes():
+    recipe = resolve("nvfp4(scale2d=weights, backward=dequantized)")
+    formats = [gemm_cost.product_format(recipe, gemm, "f32") for gemm in Gemm]
+    assert formats == ["nvfp4", "bf16", "bf16"]
+    assert gemm_cost.collect_quantizations(recipe, frozenset(Gemm)) == [
+        (role, (recipe.treatment(Gemm.FPROP, role),)) for role in (Role.ACTIVATION, Role.WEIGHT)
+    ]
+    for gemm, role in ((Gemm.DGRAD, Role.WEIGHT), (Gemm.WGRAD, Role.ACTIVATION)):
+        assert recipe.stored_treatment(gemm, role) == recipe.treatment(Gemm.FPROP, role)

@@ -17,7 +17,7 @@ from policyc.compiler.matching.execution import execution_options
 from policyc.compiler.planning.plan import make_plan
 from policyc.hardware import gemm_cost, llama_step, step_cost
 from policyc.hardware.communication import weight_traffic
-from policyc.hardware.mesh import MeshShape, exchange_seconds, parse_mesh
+from policyc.hardware.mesh import MeshShape, exchange_seconds
 from policyc.hardware.training_step import (
     TrainingStep,
     activation_key,
@@ -296,10 +296,3 @@ def test_a_program_is_estimated_from_its_trace_and_does_not_run_a_step(tmp_path)
     assert "64 devices are too many for the 32 rows" in ran.err
     ran = policyc("estimate", "bf16", "--target", "b200", "--format", "json", script)
     assert json.loads(ran.out)["estimates"][0]["gemms"].keys() == {"bf16"}
-
-
-def test_a_mesh_is_parsed_from_text():
-    assert parse_mesh("fsdp=4, tensor=2", 8) == MeshShape(fsdp=4, tensor=2)
-    assert str(MeshShape(fsdp=4, tensor=2)) == "fsdp=4 tensor=2"
-    with pytest.raises(ValueError, match="has 3 devices, not 8"):
-        parse_mesh("fsdp=3", 8)

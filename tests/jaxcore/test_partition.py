@@ -21,7 +21,6 @@ PRODUCT = PartitionRule(
     operands=((("m", 1), ("k", 16)), (("k", 16), ("n", 1))),
     results=((("m", 1), ("n", 1)),),
 )
-NONE: Any = ()
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from policyc.language.checks import Definitions, DiagnosticCollector, check_definitions
-from policyc.language.diagnostics import Diagnostic
 from policyc.language.formats import FORMATS
 from policyc.language.loader import parse_with_diagnostics
 from policyc.language.policy import RecipeCall, RecipeDef
@@ -17,57 +16,6 @@ pytestmark = pytest.mark.any_jax
 def summary(text: str) -> list[tuple[str, str]]:
     """The code of each diagnostic, and the text that it points at."""
     return [(d.code, d.span.text) for d in parse_with_diagnostics(text).diagnostics]
-
-
-def fixed(diagnostic: Diagnostic) -> str:
-    """The text after the fix."""
-    assert diagnostic.fix is not None
-    text = diagnostic.span.source.text
-    for edit in sorted(diagnostic.fix.edits, key=lambda e: e.span.start, reverse=True):
-        text = text[: edit.span.start] + edit.text + text[edit.span.end :]
-    return text
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("a -> nv; recipe nv = other; recipe other = bf16", []),
-        # a variant knows the recipes of the policy, and nothing else does
-        ("recipe r = bf16; variant v { a -> r }", []),
-        ("a -> r; variant v { recipe r = bf16 }", [("unknown-recipe", "r")]),
-        ("variant v { recipe r = bf16 }; variant w { a -> r }", [("unknown-recipe", "r")]),
-        # a variant is checked against the recipes it redefines
-        ("recipe a = b; recipe b = bf16; variant v { recipe b = fp8 }", []),
-        ("recipe a = b; recipe b = bf16; variant v { recipe b = a }", [("recipe-cycle", "b")]),
-        # a diamond of references is not a cycle
-        ("recipe a = split(fprop=b, dgrad=c); recipe b = d; recipe c = d; recipe d = bf16", []),
-    ],
-)
-def test_names_of_variants_and_recipes(text, expected):
-    assert summary(text) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "expected", "safe"),
-    [
-        ("recipe linear = bf16\na -> liner", "recipe linear = bf16\na -> linear", False),
-        ("a -> nvfp5(sr=grad)", "a -> nvfp4(sr=grad)", False),
-        ("a -> fp8(grad=e4m3, grad=e4m3)", "a -> fp8(grad=e4m3)", True),
-        ("a -> fp8(grad=e4m3, grad=e5m2)", "a -> fp8(grad=e4m3)", False),
-    ],
-)
-def test_fixes(text, expected, safe):
-    """Removing a second setting is safe only if both settings are the same."""
-    (found,) = parse_with_diagnostics(text).diagnostics
-    assert fixed(found) == expected
-    assert found.fix.safe is safe
-
-
-@pytest.mark.parametrize("text", ["a -> fp8(grad=e4m3, # why\n grad=e4m3)", "a -> fp16"])
-def test_what_has_no_fix(text):
-    """A comment would be lost. bf16 has the size of fp16, but neither its precision nor its range."""
-    (found,) = parse_with_diagnostics(text).diagnostics
-    assert found.fix is None
 
 
 @pytest.mark.parametrize(

@@ -29,34 +29,6 @@ def render_at(text: str, part: str) -> list[str]:
     return render(Diagnostic(code="c", message="m", span=span)).split("\n")
 
 
-@pytest.mark.parametrize(
-    ("text", "line", "caret"),
-    [
-        ("a\tb", "1 | a b", "  |   ^"),
-        ("\t\tb", "1 |   b", "  |   ^"),
-        ("名前 b", "1 | 名前 b", "  |      ^"),
-        ("e\u0301 b", "1 | e\u0301 b", "  |   ^"),
-        ("\x1b[31m b", "1 | \\x1b[31m b", "  |          ^"),
-        ("\u202e b", "1 | \\x202e b", "  |        ^"),
-        ("x" * 30 + " b", "1 | " + "x" * 30 + " b", "  | " + " " * 31 + "^"),
-    ],
-)
-def test_the_caret_is_under_the_marked_text(text, line, caret):
-    assert render_at(text, "b")[1:] == [line, caret]
-
-
-def test_the_caret_is_as_wide_as_the_marked_text():
-    assert render_at("a 名前\tb c", "名前\tb")[1:] == ["1 | a 名前 b c", "  |   ^^^^^^"]
-
-
-def test_a_span_of_several_lines_is_marked_to_the_end_of_the_first():
-    assert render_at("a(b\nc)d", "(b\nc)")[1:] == ["1 | a(b", "  |  ^^"]
-
-
-def test_the_gutter_is_as_wide_as_the_number():
-    assert render_at("\n" * 99 + "bad", "bad")[1:] == ["100 | bad", "    | ^^^"]
-
-
 @pytest.mark.parametrize("offset", [0, 37, 500_000, 999_990])
 def test_a_line_of_a_megabyte_is_printed_through_a_window(offset):
     text = "x" * offset + "BAD" + "y" * (10**6 - offset)

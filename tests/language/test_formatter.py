@@ -55,61 +55,6 @@ def test_bundled_policies_are_formatted(name):
     assert fmt(text) == text
 
 
-EXAMPLES = {
-    "arrows of neighbouring rules are aligned": (
-        "*->bf16\nmlp.*   -> fp8 # why\nlayers[ -4 : ].mlp ->bf16   expect 1_000",
-        "*               -> bf16\nmlp.*           -> fp8  # why\nlayers[-4:].mlp -> bf16 expect 1000\n",
-    ),
-    "an empty line ends the alignment, and several become one": (
-        "\n\na -> bf16\n\n\n\nlonger -> bf16\n\n",
-        "a -> bf16\n\nlonger -> bf16\n",
-    ),
-    "a comment does not end the alignment": (
-        "a -> bf16\n# and\nlonger -> bf16",
-        "a      -> bf16\n# and\nlonger -> bf16\n",
-    ),
-    "statements after semicolons get their own lines": (
-        "a -> bf16; b -> fp8 ;; # both\nc -> bf16",
-        "a -> bf16\nb -> fp8  # both\nc -> bf16\n",
-    ),
-    "blocks are indented": (
-        "after 10%{until 20%{\na -> bf16\n}}",
-        "after 10% {\n    until 20% {\n        a -> bf16\n    }\n}\n",
-    ),
-    "a block on one line stays on one line": (
-        "variant   x {a->bf16;recipe b=fp8}",
-        "variant x { a -> bf16; recipe b = fp8 }\n",
-    ),
-    "an empty block gets one line": ("variant x {\n\n}", "variant x {}\n"),
-    "comments in a block": (
-        "variant x { # one\n# two\n\n\na -> bf16 # three\n# four\n} # five\n# six",
-        "variant x {  # one\n    # two\n\n    a -> bf16  # three\n    # four\n}  # five\n# six\n",
-    ),
-    "a statement with a comment inside is not changed": (
-        "a -> nvfp4(rht=wgrad, # both\n           sr=grad)   # here",
-        "a -> nvfp4(rht=wgrad, # both\n           sr=grad)  # here\n",
-    ),
-    "canonical spellings": (
-        "a**b, { x , y } @ {wgrad, fprop} where ((k==1e3)) -> nvfp4(sr={gradients,}, mean_split,)",
-        "a*b, {x,y} @ fprop, wgrad where k == 1000 -> nvfp4(sr=grad, mean_split)\n",
-    ),
-    "imports": (
-        "import   'te_nvfp4'#it's\nimport 'say \"x\"'",
-        'import "te_nvfp4"  #it\'s\nimport \'say "x"\'\n',
-    ),
-    "a seed": ("# a\nseed   =5 # b\n\n* -> bf16", "# a\nseed = 5  # b\n\n* -> bf16\n"),
-    "an empty file": ("", ""),
-    "only a comment": ("  # x  ", "# x\n"),
-}
-
-
-@pytest.mark.parametrize(("before", "after"), EXAMPLES.values(), ids=EXAMPLES)
-def test_examples(before, after):
-    assert fmt(before) == after
-    assert fmt(after) == after
-    assert fmt(before.replace("\n", "\r\n")) == after
-
-
 @pytest.mark.parametrize("character", ["\x0b", "\x0c", "\x1c", "\x85", "\u2028", "\r"])
 def test_a_comment_is_one_line_whatever_characters_it_contains(character):
     text = f"a -> nvfp4(  # one{character}line\n    sr=grad)\n# also{character}one\n"

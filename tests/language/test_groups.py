@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from policyc import load, parse
+from policyc import parse
 from policyc.language.formatter import format_text
 from policyc.language.loader import parse_with_diagnostics
 from policyc.language.recipes import GEMM_GROUPS
-from tests.support.linting import lint_codes
 from tests.support.strategies import ALL, products, selector_lists
 
 pytestmark = pytest.mark.any_jax
@@ -44,58 +42,9 @@ def test_a_group_has_no_selector_that_reads_as_a_product(word):
     assert parse(str(policy)) == policy
 
 
-def test_a_variant_and_a_schedule_use_the_groups_of_the_policy():
-    policy = parse("group g = a, b\nafter 5% { g -> fp8 }\nvariant v { g @ wgrad -> bf16 }")
-    assert [str(r) for r in policy.variant("v").rules] == ["a, b -> fp8", "a @ wgrad, b @ wgrad -> bf16"]
-
-
-def test_a_variant_may_define_groups_for_its_own_rules():
-    policy = parse("g -> fp8\nvariant v { group g = a, b; g -> bf16 }\nvariant w { g -> mxfp8 }")
-    assert [str(r) for r in policy.variant("v").rules] == ["g -> fp8", "a, b -> bf16"]
-    assert [str(r) for r in policy.variant("w").rules] == ["g -> fp8", "g -> mxfp8"]
-
-
-def test_a_group_is_imported_and_can_be_redefined(tmp_path: Path):
-    (tmp_path / "base.policy").write_text("group g = a\ng -> fp8\n")
-    (tmp_path / "same.policy").write_text('import "base"\ng @ wgrad -> bf16\n')
-    (tmp_path / "other.policy").write_text('import "base"\ngroup g = b, c\n')
-    (tmp_path / "variant.policy").write_text('x -> bf16\nvariant v { import "base" }\n')
-    assert [str(r) for r in load(tmp_path / "same.policy").rules] == ["a -> fp8", "a @ wgrad -> bf16"]
-    assert [str(r) for r in load(tmp_path / "other.policy").rules] == ["b, c -> fp8"]
-    assert [str(r) for r in load(tmp_path / "variant.policy").variant("v").rules] == ["x -> bf16", "a -> fp8"]
-
-
 @pytest.mark.parametrize("text", ["group -> bf16", "group.a, group -> bf16", "a.group @ wgrad -> bf16"])
 def test_a_scope_may_be_named_group(text):
     assert str(parse(text)) == f"{text}\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "codes"),
-    [
-        ("group g = a\nx.g -> bf16", ["group-in-selector"]),
-        ("group g = a\n^g, g[0], g.* -> bf16", ["group-in-selector"] * 3),
-        ("group g = a\ngroup g = b\ng -> bf16", ["duplicate-group"]),
-        ("group g = a @ wgrad\nb -> bf16", ["unknown-product"]),
-        ("b -> bf16\nvariant v { group g = a; g -> fp8 }", []),
-        ("b -> bf16\nvariant v { group g = a; g -> fp8 }\nvariant w { group g = c; g -> fp8 }", []),
-        ("group g = a\ng -> bf16\nvariant v { group g = c; g -> fp8 }", ["duplicate-group"]),
-        ("g -> bf16\nvariant v { group g = c; g -> fp8 }\ngroup g = a", ["duplicate-group"]),
-        ("b -> bf16\nvariant v { group g = a; group g = c; g -> fp8 }", ["duplicate-group"]),
-        ("after 5% { group g = a }\nb -> bf16", ["misplaced-statement"]),
-        ("group g = a\nb -> bf16", ["unused-group"]),
-        ("group g = a\nb -> bf16\nvariant v { g -> fp8 }", []),
-        ("group g = a\nrecipe r = fp8", []),  # a library
-        ("group g = g, a\ng -> bf16", []),  # the scope `g`
-        ("group g = a\ngroup h = g, b\ng, h -> bf16", ["group-in-selector"]),
-        ("group g = h\ngroup h = g\ng, h -> bf16", ["group-in-selector"] * 2),
-        ("group g = a, a.b\ng -> fp8\na -> bf16", ["shadowed-rule"]),
-    ],
-)
-def test_what_is_reported_about_groups(text, codes):
-    found = lint_codes(text)
-    assert found[: len(codes)] == codes
-    assert codes or not found
 
 
 def test_a_group_is_formatted_and_keeps_its_name():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +21,7 @@ from tests.support.strategies import damaged_texts
 
 pytestmark = pytest.mark.any_jax
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
 SECONDS = 60  # of processor time: what is meant is a few, and hours where time grows with the square
 
 
@@ -137,9 +139,9 @@ def test_brackets_that_are_never_closed_are_errors():
     "text",
     [
         "".join(f"layers[{i}].mlp.up{i}x where k % 16 == 0 and n > {i} -> fp8\n" for i in range(5000)),
-        "".join(f"layers[{i}].mlp.* => bf16\n" for i in range(5000)),
-        "".join(f"recipe r{i} = fp8\na{i}x -> r{i}\n" for i in range(2500)),
-        "a -> nvfp4(sr=grad\n" * 5000,
+        slow("".join(f"layers[{i}].mlp.* => bf16\n" for i in range(5000))),
+        slow("".join(f"recipe r{i} = fp8\na{i}x -> r{i}\n" for i in range(2500))),
+        slow("a -> nvfp4(sr=grad\n" * 5000),
         f"group g = {', '.join(f'a{i}' for i in range(5000))}\ng -> fp8\n",
     ],
     ids=["rules", "errors", "recipes", "open brackets", "a group"],

@@ -1,4 +1,4 @@
-"""The loader: imports, names across files, and variants of imported policies. Messages: tests/ui/policies."""
+"""The loader: names and paths. tests/ui/commands has what imports mean, and what is wrong with them."""
 
 from __future__ import annotations
 
@@ -23,22 +23,6 @@ def heads(policy) -> list[str]:
 
 
 # ---- order and search
-
-
-def test_an_import_inserts_the_statements_of_the_file(write):
-    folder = write(
-        main='a -> bf16\nimport "other"\nc -> bf16\nimport "third.policy"\nd -> bf16',
-        other="b1 -> bf16\nb2 -> bf16",
-        third="t -> bf16",
-    )
-    assert heads(load(folder / "main.policy")) == ["a", "b1", "b2", "c", "t", "d"]
-
-
-def test_an_import_is_looked_for_beside_the_importing_file(write):
-    folder = write(
-        main='import "sub/one"', sub__one='import "two"', sub__two="right -> bf16", two="wrong -> bf16"
-    )
-    assert heads(load(folder / "main.policy")) == ["right"]
 
 
 def test_a_local_file_hides_a_bundled_policy(write):
@@ -70,121 +54,7 @@ def test_a_folder_does_not_hide_a_bundled_policy(tmp_path, monkeypatch):
     assert locate("bf16") == bundled_policies()["bf16"]
 
 
-@pytest.mark.parametrize(
-    ("name", "help"), [("te_nvfp", "did you mean 'te_nvfp4'?"), ("zzz", "bundled policies: bf16")]
-)
-def test_an_unknown_policy_is_reported_with_known_names(name, help):
-    with pytest.raises(PolicyError) as caught:
-        load(name)
-    (diagnostic,) = caught.value.diagnostics
-    assert diagnostic.code == "unreadable-file"
-    assert help in diagnostic.help
-
-
-def test_a_file_may_be_imported_through_two_others(write):
-    folder = write(
-        top='import "a"; import "b"', a='import "c"; a -> bf16', b='import "c"; b -> bf16', c="c -> bf16"
-    )
-    assert heads(load(folder / "top.policy")) == ["c", "a", "c", "b"]
-
-
-# ---- names
-
-
-def test_an_imported_recipe_can_be_redefined(write):
-    folder = write(
-        main='import "base"; recipe nv = fp8',
-        base="recipe nv = nvfp4; recipe other = nv; a -> nv; b -> other",
-    )
-    policy = load(folder / "main.policy")
-    formats = [policy.resolver()(rule.recipe).treatments[0].format for rule in policy.rules]
-    assert formats == ["fp8", "fp8"]
-
-
-def test_an_imported_file_may_use_a_recipe_of_the_importing_file(write):
-    folder = write(main='recipe mine = bf16; import "base"', base="a -> mine")
-    assert heads(load(folder / "main.policy")) == ["a"]
-
-
-def test_variants_are_imported_and_can_be_replaced(write):
-    folder = write(
-        main='import "base"; variant x { mine -> bf16 }',
-        base="variant x { theirs -> bf16 }; variant y { also -> bf16 }",
-    )
-    variants = {v.name: [r.head for r in v.rules] for v in load(folder / "main.policy").variants}
-    assert variants == {"x": ["mine"], "y": ["also"]}
-
-
-def test_a_variant_may_import_rules_and_recipes(write):
-    folder = write(
-        main='recipe r = bf16; a -> r; variant x { import "edit" }',
-        edit="recipe r = fp8; b -> r; variant lost { c -> bf16 }",
-    )
-    policy = load(folder / "main.policy")
-    assert heads(policy) == ["a"]
-    assert [v.name for v in policy.variants] == ["x"]
-    edited = policy.variant("x")
-    assert heads(edited) == ["a", "b"]
-    assert str(edited.named_recipes["r"]) == "fp8"
-    assert parse(str(policy)) == policy
-
-
 # ---- cycles
-
-
-@pytest.mark.parametrize(
-    ("files", "chain"),
-    [
-        ({"a": 'import "a"'}, "a.policy -> a.policy"),
-        ({"a": 'import "b"', "b": 'import "a"'}, "a.policy -> b.policy -> a.policy"),
-        (
-            {"a": 'import "b"', "b": 'import "c"', "c": 'import "a"'},
-            "a.policy -> b.policy -> c.policy -> a.policy",
-        ),
-        ({"a": 'import "b"', "b": 'import "c"', "c": 'import "b"'}, "b.policy -> c.policy -> b.policy"),
-        ({"a": 'variant x { import "a" }'}, "a.policy -> a.policy"),
-        ({"a": 'import "x/../a"', "x/b": ""}, "a.policy -> a.policy"),
-    ],
-)
-def test_a_cycle_of_imports_is_reported_with_its_files(write, files, chain):
-    folder = write(**{name.replace("/", "__"): text for name, text in files.items()})
-    with pytest.raises(PolicyError) as caught:
-        load(folder / "a.policy")
-    (diagnostic,) = caught.value.diagnostics
-    assert diagnostic.code == "import-cycle"
-    assert diagnostic.message.endswith(chain)
-
-
-def test_an_import_follows_links_and_names_folders_above(write):
-    folder = write(
-        main='import "link"', sub__real="a -> bf16", sub__up='import "../sub/real"\nimport "../other/link"'
-    )
-    (folder / "link.policy").symlink_to("sub/real.policy")
-    (folder / "other").mkdir()
-    (folder / "other" / "link.policy").symlink_to("../sub/real.policy")
-    assert heads(load(folder / "main.policy")) == ["a"]
-    assert heads(load(folder / "sub" / "up.policy")) == ["a", "a"]
-
-
-def test_a_folder_that_is_itself_a_link_can_be_used(write, tmp_path_factory):
-    folder = write(main='import "other"', other="a -> bf16")
-    link = tmp_path_factory.mktemp("links") / "link"
-    link.symlink_to(folder)
-    assert heads(load(link / "main.policy")) == ["a"]
-
-
-def test_a_policy_may_have_another_ending(tmp_path):
-    path = tmp_path / "rules.txt"
-    path.write_text("mlp.* -> fp8\n")
-    assert heads(load(path)) == ["mlp.*"]
-    path.write_text("mlp.* -> fp9\n")
-    assert load_errors(path) == [("unknown-format", "rules.txt", 1)]
-
-
-def test_a_cycle_through_a_symbolic_link_is_reported(write):
-    folder = write(a='import "link"')
-    (folder / "link.policy").symlink_to("a.policy")
-    assert load_errors(folder / "a.policy") == [("import-cycle", "a.policy", 1)]
 
 
 def test_a_cycle_of_symbolic_links_is_reported(write):
@@ -209,23 +79,3 @@ def test_a_path_without_a_policy_is_reported(write, tmp_path, written):
     assert diagnostics
     assert {d.code for d in diagnostics} <= {"import-not-found", "syntax-error"}
     str(PolicyError(diagnostics))
-
-
-# ---- errors in other files
-
-
-def test_an_error_in_a_file_imported_twice_is_reported_once(write):
-    folder = write(main='import "broken"\nimport "broken"\n', broken="b => bf16\nc -> bf17\n")
-    assert sorted(load_errors(folder / "main.policy")) == [
-        ("syntax-error", "broken.policy", 1),
-        ("unknown-format", "broken.policy", 2),
-    ]
-
-
-def test_an_unreadable_imported_file_names_the_import(write):
-    folder = write(main='import "latin"')
-    (folder / "latin.policy").write_bytes(b"# caf\xe9\na -> bf16\n")
-    with pytest.raises(PolicyError, match="line 1 is not UTF-8") as caught:
-        load(folder / "main.policy")
-    (diagnostic,) = caught.value.diagnostics
-    assert [n.message for n in diagnostic.notes] == ["imported from here"]

@@ -12,7 +12,7 @@ from policyc.language.bounds import Bound
 from policyc.language.diagnostics import PolicyError, SourceText
 from policyc.language.loader import parse_with_diagnostics
 from policyc.language.parser import BlockStatement, read_statements
-from policyc.language.policy import Policy, RecipeCall, RecipeDef, Rule, Seed, Setting, SplitRecipe
+from policyc.language.policy import RecipeCall, RecipeDef, Rule, Seed, Setting, SplitRecipe
 from policyc.language.predicates import AllOf, AnyOf, Comparison, Flag, Not, Term
 from policyc.language.recipes import Gemm
 from policyc.language.schedule import StepCondition
@@ -46,11 +46,6 @@ def only(text: str) -> Rule:
 
 
 # ---- valid texts
-
-
-def test_a_policy_on_one_line():
-    policy = parse("mlp.* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights); attention.* -> bf16")
-    assert policy == Policy(rules=(rule(selector("mlp", "*"), to=NV), rule(selector("attention", "*"))))
 
 
 EVERY_STATEMENT = """\
@@ -110,70 +105,7 @@ def test_every_spelling_of_a_policy_and_what_it_prints_parse_to_it(drawn):
     assert hash(again) == hash(policy)
 
 
-NUMBER = Comparison(terms=(Term(value="k"), Term(value=1)), operators=("==",))
 WEIGHT = Flag(name="weight")
-
-
-def compare(*parts) -> Comparison:
-    """A comparison from its terms and the operators between them."""
-    return Comparison(terms=tuple(Term(value=part) for part in parts[::2]), operators=parts[1::2])
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("weight", WEIGHT),
-        ("not weight", Not(operand=WEIGHT)),
-        ("not not weight", Not(operand=Not(operand=WEIGHT))),
-        ("weight and k == 1", AllOf(operands=(WEIGHT, NUMBER))),
-        ("not weight and k == 1", AllOf(operands=(Not(operand=WEIGHT), NUMBER))),
-        ("weight or weight and k == 1", AnyOf(operands=(WEIGHT, AllOf(operands=(WEIGHT, NUMBER))))),
-        ("(weight or weight) and k == 1", AllOf(operands=(AnyOf(operands=(WEIGHT, WEIGHT)), NUMBER))),
-        ("not mlp", Not(operand=Flag(name="mlp"))),
-        ("experts or block", AnyOf(operands=(Flag(name="experts"), Flag(name="block")))),
-        ("layer == 0", compare("layer", "==", 0)),
-        ("layer >= -4", compare("layer", ">=", Bound(Fraction(-4)))),
-        ("layer < 15%", compare("layer", "<", Bound(Fraction(15), True))),
-        ("layer>=-12.5 %", compare("layer", ">=", Bound(Fraction(-25, 2), True))),
-        ("2 <= layer < -8", compare(2, "<=", "layer", "<", Bound(Fraction(-8)))),
-        ("-15%<=layer", compare(Bound(Fraction(-15), True), "<=", "layer")),
-        ("layer >= -0", compare("layer", ">=", 0)),
-        ("15%k == 0", Comparison(terms=(Term(value=15, modulus="k"), Term(value=0)), operators=("==",))),
-        ("not (weight or k == 1)", Not(operand=AnyOf(operands=(WEIGHT, NUMBER)))),
-        ("((k == 1))", NUMBER),
-        ("not k == 1", Not(operand=NUMBER)),
-    ],
-)
-def test_the_precedence_of_or_and_and_not(text, expected):
-    assert only(f"* where {text} -> bf16").where == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("0", 0), ("1_000", 1000), ("1e9", 10**9), ("2.5e3", 2500), ("007", 7), ("1E2", 100), ("4_096", 4096)],
-)
-def test_numbers_have_underscores_and_exponents(text, value):
-    where = only(f"* where k == {text} -> bf16").where
-    assert where == Comparison(terms=(Term(value="k"), Term(value=value)), operators=("==",))
-
-
-@pytest.mark.parametrize(
-    ("text", "products"),
-    [
-        ("a @ fprop", {FPROP}),
-        ("a @ bwd", {DGRAD, WGRAD}),
-        ("a @ fprop, wgrad", {FPROP, WGRAD}),
-        ("a @ fprop,wgrad", {FPROP, WGRAD}),
-        ("a @ {fprop,wgrad}", {FPROP, WGRAD}),
-        ("a @ {fprop}, wgrad", {FPROP, WGRAD}),
-        ("a @ fprop,\n  wgrad", {FPROP, WGRAD}),
-        ("a @ fprop,  # forward\n  # and\n  wgrad", {FPROP, WGRAD}),
-        ("a @ bwd, fprop", {FPROP, DGRAD, WGRAD}),
-    ],
-)
-@pytest.mark.parametrize("arrow", [" -> ", "->"])
-def test_the_list_of_products_continues_after_a_comma(text, products, arrow):
-    assert only(f"{text}{arrow}bf16").selectors == (selector("a", products=frozenset(products)),)
 
 
 @pytest.mark.parametrize(
@@ -206,39 +138,6 @@ def test_other_words_of_the_language_are_valid_names(word):
     assert only(text) == rule(selector(word), selector(word, word), to=word, where=WEIGHT, expect=1)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "a,\nb -> bf16",
-        "a.\nb -> bf16",
-        "a ->\nbf16",
-        "a\n-> bf16",
-        "a @\nfprop -> bf16",
-        "a where\nweight -> bf16",
-        "a where k ==\n1 -> bf16",
-        "a where k %\n2 == 0 -> bf16",
-        "a where not\nweight -> bf16",
-        "a where weight and\nweight -> bf16",
-        "a where weight or\nweight -> bf16",
-        "a where (\nweight\n) -> bf16",
-        "a[\n0\n:\n] -> bf16",
-        "a -> nvfp4(\nsr\n=\ngrad\n,\n)",
-        "recipe x =\nbf16",
-        "a -> bf16\n\f\nb -> bf16",
-        "a -> bf16 ;;; \n;b -> bf16;",
-        "\n\n;\n",
-        "# only a comment",
-        "",
-        " \t\r\f",
-    ],
-)
-def test_line_breaks_that_do_not_end_a_statement(text):
-    policy = parse(text)
-    assert policy == parse(text.replace("\n", "\r\n"))
-    assert policy == parse(text.replace("\n", "  # and so on ->\n"))
-    assert policy == parse(str(policy))
-
-
 @pytest.mark.parametrize("text", ["a -> bf16\nexpect 1", "a\nwhere weight -> bf16", "a -> nvfp4\n(sr=grad)"])
 def test_line_breaks_that_end_a_statement(text):
     with pytest.raises(PolicyError):
@@ -249,10 +148,6 @@ def test_a_hash_in_a_string_is_no_comment_and_a_quote_in_a_comment_no_string():
     text = """import "it's#1" # don't "quote" me\nimport 'say "#"' # '\n#"x"#\n"""
     file, _ = read_statements(SourceText(text))
     assert [comment.text for comment in file.comments] == ['# don\'t "quote" me', "# '", '#"x"#']
-
-
-def test_globs_have_a_canonical_spelling():
-    assert only("a**b.{ x , y* } -> bf16").selectors[0] == selector("a*b", "{x,y*}")
 
 
 # ---- spans
@@ -349,11 +244,6 @@ def test_spans_count_lines_and_columns_from_one():
 
 
 # ---- invalid texts: what is said about them is in tests/ui/policies/language
-
-
-@pytest.mark.parametrize("name", ["é", "名前", "слой", "слой_mlp", "λάμδα.mlp", "naïve"])
-def test_names_in_other_scripts_are_valid(name):
-    assert parse(f"{name} -> bf16").rules[0].selectors[0].segments[0].glob == name.split(".")[0]
 
 
 def test_a_digit_of_another_script_is_no_layer_index():

@@ -7,22 +7,11 @@ import dataclasses
 import pytest
 
 from policyc import PolicyError, load, parse
-from policyc.language.policy import Policy, RecipeCall
+from policyc.language.policy import Policy
 
 pytestmark = pytest.mark.any_jax
 
 # ---- variants
-
-
-def test_a_variant_replaces_recipes_and_appends_rules():
-    policy = parse(
-        "recipe a = fp8; x -> a; variant v { recipe a = bf16; recipe b = f32; y -> b }; variant w {}"
-    )
-    edited = policy.variant("v")
-    assert edited.named_recipes == {"a": RecipeCall(name="bf16"), "b": RecipeCall(name="f32")}
-    assert [str(r) for r in edited.rules] == ["x -> a", "y -> b"]
-    assert policy.named_recipes == {"a": RecipeCall(name="fp8")}
-    assert policy.variant("w").rules == policy.rules
 
 
 def test_the_name_of_a_policy_is_that_of_its_file_and_variant(tmp_path):
@@ -44,21 +33,6 @@ def test_an_unknown_variant_is_an_error_with_the_known_names(text, known):
 
 
 # ---- printing, hashing, imports
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "^layers[-15%:].mlp.*, {q,k}_proj @ fprop, wgrad where k % 16 != 0 and (m < n or weight) -> keep expect 3\n",
-        "recipe a = split(fprop=nvfp4(sr={grad,weights}, mean_split), wgrad=fp8)\n* -> a\n",
-        "after 82.5% {\n    until 1000 {\n        a -> bf16\n        b -> fp8\n    }\n}\n",
-        "* -> bf16\nvariant a {\n    recipe b = bf16\n    after 5 {\n        * -> b\n    }\n}\nvariant c {}\n",
-        "layers[::2] @ bwd -> bf16\nlayers[:] -> bf16\nlayers[1:2:3] -> bf16\n",
-        "* where not not weight -> bf16\n* where 1 <= k % n < 3 -> bf16\n",
-    ],
-)
-def test_examples_of_printing(text):
-    assert str(parse(text)) == text
 
 
 def test_policies_are_hashable_and_immutable():

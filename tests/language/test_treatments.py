@@ -52,7 +52,7 @@ def test_a_recipe_without_conflicts_is_not_changed(text):
         ),
         (
             "nvfp4(rht=fprop, scale2d=weights)",
-            ("fprop rotates a weight that has 2D scales: leave it out of rht or of scale2d",),
+            ("fprop rotates an operand that has 2D scales: leave it out of rht or of scale2d",),
         ),
     ],
 )
@@ -121,6 +121,10 @@ def test_2d_tiles_have_one_outer_scale_per_tensor():
         ("nvfp4(rht=dgrad, rht_size=32)", "nvfp4 1x16 rht32", "nvfp4 1x16 rht32"),
         ("nvfp4(rounding=ms_eden)", "nvfp4 1x16 rht128 ms_eden", "nvfp4 1x16 rht128 ms_eden"),
         ("nvfp4(scale=four_over_six)", "nvfp4 1x16 four_over_six", "nvfp4 1x16 four_over_six"),
+        ("nvfp4(rht=dgrad, rht_signs=random)", *2 * ("nvfp4 1x16 rht16 rht_signs=random",)),
+        ("nvfp4(scale2d=all)", "nvfp4 16x16", "nvfp4 16x16"),
+        ("fp8(outer=shared)", "fp8 tensor e5m2", "fp8 tensor e4m3 outer=shared"),
+        ("nvfp4(backward=dequantized)", "bf16", "bf16 dequantized"),
         ("nvfp4(mean_split, outer=row)", "nvfp4 1x16 mean_split outer=row", "nvfp4 1x16 outer=row"),
     ],
 )
@@ -136,7 +140,8 @@ def test_different_treatments_have_different_words():
     (fp8, _) = recipe_of("fp8").gemm_treatments(Gemm.DGRAD)
     changes = {
         "rounding": "sr", "rht": 16, "tile2d": True, "scale": "four_over_six", "scale_rounding": "even",
-        "mean_split": True, "outer": "row", "sums": "fast",
+        "mean_split": True, "outer": "row", "sums": "fast", "rht_signs": "none", "scale_error": "mae",
+        "scale_bound": 448, "dequantized": True,
     }  # fmt: skip
     assert {field.name for field in fields(Treatment)} - {"format", "element"} == set(changes)
     treatments = [plain, *(replace(plain, **{name: value}) for name, value in changes.items())]

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.any_jax
 
 EXPECTED = {
     "te_nvfp4", "te_nvfp4_bound", "te_nvfp4_no_rht", "llama_nvfp4", "llama3_8b_nvfp4", "nvfp4_paper_12b",
-    "nvfp4_late_switch", "quartet2", "fp8", "mxfp8", "mxfp4", "bf16",
+    "nvfp4_late_switch", "quartet2", "fp8", "mxfp8", "mxfp4", "bf16", "fp8_with_head", "mlp_nvfp4_rest_fp8",
+    "mlp_nvfp4_late_fp8", "mlp_nvfp4_tail_fp8", "rollout_nvfp4",
 }  # fmt: skip
 BUNDLED = list(bundled.bundled_policies().items())
 

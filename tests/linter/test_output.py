@@ -7,77 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from policyc.language.diagnostics import Diagnostic, Edit, Fix, Note, Severity, SourceText, Span, plain
+from policyc.language.diagnostics import Diagnostic, Severity, SourceText, Span, plain
 from policyc.linter import output
 from tests.support.command import policyc
 
 pytestmark = pytest.mark.any_jax
-
-SOURCE = SourceText("première -> fp9\nmlp.* ->\n  fp8(grad=e4m3,\n  grad=e4m3)\n", "dir/a b.policy")
-DIAGNOSTIC = Diagnostic(
-    code="unknown-format",
-    message="no format named 'fp9'",
-    span=Span(SOURCE, 12, 15),
-    help="did you mean 'fp8'?",
-    notes=(Note(Span(SOURCE, 16, 54), "elsewhere"),),
-    fix=Fix(message="replace it", edits=(Edit(Span(SOURCE, 12, 15), "fp8"),), safe=False),
-)
-LOCATION = {"path": "dir/a b.policy", "line": 1, "column": 13, "end_line": 1, "end_column": 16}
-NOTE_LOCATION = {"path": "dir/a b.policy", "line": 2, "column": 1, "end_line": 4, "end_column": 13}
 
 
 def format_diagnostics(output_format: str, *diagnostics: Diagnostic) -> str:
     return output.OUTPUT_FORMATS[output_format](diagnostics, plain)
 
 
-@pytest.mark.parametrize(
-    ("errors", "warnings", "fixes", "files", "line"),
-    [
-        (0, 0, 0, 1, "1 policy: no findings"),
-        (0, 0, 0, 2, "2 policies: no findings"),
-        (1, 0, 0, 1, "1 policy: 1 error"),
-        (2, 1, 0, 3, "3 policies: 2 errors and 1 warning"),
-        (0, 2, 0, 1, "1 policy: 2 warnings"),
-        (0, 2, 2, 1, "1 policy: 2 warnings; 2 fixable with --fix"),
-    ],
-)
-def test_the_summary_counts_policies_findings_and_fixes(
-    errors: int, warnings: int, fixes: int, files: int, line: str
-) -> None:
-    span = Span(SOURCE, 0, 1)
-    safe = Fix(message="", edits=(), safe=True)
-    severities = [Severity.ERROR] * errors + [Severity.WARNING] * warnings
-    diagnostics = [
-        Diagnostic(code="c", message="m", span=span, severity=s, fix=safe if number < fixes else None)
-        for number, s in enumerate(severities)
-    ]
-    assert output.summarize(diagnostics, files) == line
-
-
 # ---- json
-
-
-def test_json_has_every_field() -> None:
-    (item,) = json.loads(format_diagnostics("json", DIAGNOSTIC))
-    assert item == {
-        "code": "unknown-format",
-        "severity": "error",
-        "message": "no format named 'fp9'",
-        **LOCATION,
-        "help": "did you mean 'fp8'?",
-        "notes": [{"message": "elsewhere", **NOTE_LOCATION}],
-        "sites": [],
-        "fix": {"message": "replace it", "safe": False, "edits": [{**LOCATION, "text": "fp8"}]},
-    }
-
-
-def test_json_of_a_diagnostic_without_fix_and_notes() -> None:
-    (item,) = json.loads(
-        format_diagnostics("json", Diagnostic(code="c", message="m", span=Span(SOURCE, 0, 0)))
-    )
-    assert item["fix"] is None
-    assert item["notes"] == []
-    assert (item["line"], item["column"], item["end_line"], item["end_column"]) == (1, 1, 1, 1)
 
 
 def test_the_edits_in_json_give_the_same_text_as_fix(tmp_path: Path) -> None:
@@ -106,14 +47,6 @@ def test_json_is_ascii() -> None:
 
 
 # ---- github
-
-
-def test_github_prints_one_command_per_line() -> None:
-    text = format_diagnostics("github", DIAGNOSTIC)
-    assert text == (
-        "::error file=dir/a b.policy,line=1,endLine=1,col=13,endColumn=16,title=unknown-format::"
-        "no format named 'fp9'%0Adid you mean 'fp8'?\n"
-    )
 
 
 def test_github_escapes_characters_that_end_a_value_or_the_command() -> None:

@@ -21,7 +21,6 @@ from policyc.linter.api import lint_loaded
 from policyc.linter.output import format_json
 from policyc.linter.rules import ALL_CODES, ALL_RULES
 from policyc.numerics.targets import get_target
-from tests.support.command import policyc as run_policyc
 from tests.support.linting import follow_help
 
 pytestmark = pytest.mark.any_jax
@@ -46,7 +45,8 @@ def model(p, x):
     h = jax.nn.one_hot(tokens, 256) @ p["table"]
 
     def body(h, layer):
-        return h + jnp.tanh(h @ layer["mlp"]["up"]) @ layer["mlp"]["down"], None
+        hidden = jnp.tanh(h @ layer["mlp"]["up"]) * (h @ layer["mlp"]["gate"])
+        return h + hidden @ layer["mlp"]["down"], None
 
     h, _ = jax.lax.scan(body, h, p["layers"])
     narrow = jnp.tanh(jnp.dot(h, p["narrow"], precision="highest")) @ p["narrow"].T
@@ -56,9 +56,9 @@ def model(p, x):
 
 PARAMS = {
     "table": array(256, 256),
-    "layers": {"mlp": {"up": array(6, 256, 256), "down": array(6, 256, 256)}},
+    "layers": {"mlp": {name: array(6, 256, 256) for name in ("up", "gate", "down")}},
     "narrow": array(256, 40),
-    "stages": array(3, 256, 256),
+    "stages": array(3, 256, 256, dtype="bfloat16"),
     "lm_head": array(256, 256),
     "loss": array(256, 256),
 }
@@ -242,7 +242,7 @@ def lint_all(text: str) -> tuple[Diagnostic, ...]:
 
 def test_a_finding_names_its_sites():
     (finding,) = (d for d in lint_model("mlp, narrow -> mxfp8") if d.code == "padded-gemm")
-    assert list(finding.sites) == ["layers.mlp.up", "layers.mlp.down", "narrow"]
+    assert list(finding.sites) == ["layers.mlp.up", "layers.mlp.gate", "layers.mlp.down", "narrow"]
     assert json.loads(format_json([finding], plain))[0]["sites"] == list(finding.sites)
 
 
@@ -349,6 +349,7 @@ def test_following_a_remedy_removes_the_finding_and_adds_no_error():
         "overridden-rule",
         "opaque-index",
         "split-scan",
+        "weight-gradient-in-bf16",
         "transformer-engine-shape",
         "not-servable",  # of a server
     }
@@ -395,12 +396,45 @@ def test_suggested_rules_match_whatever_a_program_calls_its_parameters(name):
     assert not lint_loaded(remedied, {"opaque-site"}, make_plan(remedied.policy, sites))
 
 
-def test_a_target_requires_a_program():
-    assert "did you mean 'h200'" in run_policyc("lint", "fp8", "--target", "h20", "train.py").err
-    assert "--target requires a program or --config" in run_policyc("lint", "fp8", "--target", "h200").err
-
-
 def test_without_a_program_these_rules_do_not_run():
     loaded = parse_with_diagnostics("mpl -> fp8  # allow: unmatched-rule -- another model\n")
     assert not lint_loaded(loaded, PROGRAM_CODES)
     assert not [d for d in lint_loaded(loaded) if "suppression" in d.code]
+
+
+# ---- weights that are fused, and their gradients
+
+
+def attention(p, x):
+    q, k, v = (x @ p[name].astype(x.dtype) for name in "qkv")
+    y = jax.nn.softmax(q @ k.T) @ v @ p["o"].astype(x.dtype)
+    gates = jax.nn.softmax(y @ p["router"].astype(x.dtype))
+    return jnp.sum(gates @ p["down"].astype(x.dtype)) + jnp.sum(y @ p["up"].astype(x.dtype))
+
+
+@pytest.mark.parametrize(
+    ("text", "sites"),
+    [
+        ("* -> fp8", []),
+        ("* -> fp8; v -> mxfp8", [("v",)]),
+        ("* -> fp8; k, v -> mxfp8", [("k", "v")]),
+        ("* -> bf16; v -> keep", []),  # both are served as they are
+        ("* -> fp8; o -> mxfp8", []),  # it reads another array
+        ("* -> fp8; v @ bwd -> bf16", []),  # only fprop is served
+        ("* -> bf16; until 50% { v -> fp8 }", [("v",)]),
+    ],
+)
+def test_fused_layers_are_those_that_read_the_same_array(text, sites):
+    params = {name: array(64, 64) for name in ("q", "k", "v", "o", "router", "down", "up")}
+    found = lint_loss(text, attention, params, array(64, 64, dtype="bfloat16"))
+    assert [d.sites for d in found if d.code == "fused-layers-differ"] == sites
+
+
+@pytest.mark.parametrize(("dtype", "names"), [("float32", []), ("bfloat16", ["q"]), ("float16", ["q"])])
+def test_a_gradient_has_the_type_of_its_parameter(dtype, names):
+    params = {name: array(64, 64, dtype=dtype if name == "q" else "float32")
+              for name in ("q", "k", "v", "o", "router", "down", "up")}  # fmt: skip
+    found = lint_loss("* -> mxfp8", attention, params, array(64, 64, dtype="bfloat16"))
+    assert [n for d in found if d.code == "weight-gradient-in-bf16" for n in d.sites] == names
+    frozen = lint_loss("q @ fprop -> mxfp8", attention, params, array(64, 64, dtype="bfloat16"))
+    assert "weight-gradient-in-bf16" not in {d.code for d in frozen}

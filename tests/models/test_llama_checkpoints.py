@@ -21,16 +21,11 @@ import jax
 import numpy as np
 import pytest
 
-from tests.support import llama_runs
-from tests.support.llama_runs import RUN, Killed, at_step, contents, kill, losses, train_here
-
-pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
-pytest.importorskip("grain", reason="grain is not installed: pip install 'policyc[train]'")
-pytest.importorskip("orbax.checkpoint", reason="orbax is not installed: pip install 'policyc[train]'")
-pytest.importorskip("tensorboardX", reason="tensorboardX is not installed: pip install 'policyc[train]'")
 from policyc import parse
 from policyc.models.llama import checkpoints, configs, train
 from policyc.models.llama.configs import ConfigError
+from tests.support import llama_runs
+from tests.support.llama_runs import RUN, Killed, at_step, contents, kill, losses, train_here
 
 pytestmark = pytest.mark.any_jax
 

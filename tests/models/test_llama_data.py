@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from policyc.models.llama import data
 from policyc.models.llama.configs import ConfigError, RunConfig
 
 pytestmark = pytest.mark.any_jax
 
-data = pytest.importorskip("policyc.models.llama.data")
 
 Batch = dict[str, np.ndarray]
 

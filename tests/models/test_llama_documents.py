@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import policyc
 from policyc.compiler.tables.site_table import sites_table
-from policyc.models.llama import configs, partition
+from policyc.models.llama import configs, data, partition, train_step
 from policyc.models.llama import model as llama
 from policyc.models.llama.configs import ConfigError, RunConfig
 from policyc.models.llama.data.rows import PADDING, documents_in_row
@@ -196,7 +196,6 @@ def test_a_policy_has_the_same_sites_under_a_document_mask() -> None:
 
 
 def open_source(spec: str, **settings: Any) -> Any:
-    data = pytest.importorskip("policyc.models.llama.data", reason="grain: pip install 'policyc[train]'")
     return data.BatchSource(RunConfig(data=spec, batch=2, sequence=8, document_mask=True, **settings), 300)
 
 
@@ -289,7 +288,6 @@ def test_whole_documents_need_a_document_mask() -> None:
 
 
 def test_the_validation_loss_is_that_of_all_tokens_whatever_batch_they_are_in() -> None:
-    train_step = pytest.importorskip("policyc.models.llama.train_step", reason="pip install 'policyc[train]'")
     batches = [{"loss": np.float32(1), "tokens": np.int32(1)}, {"loss": np.float32(4), "tokens": np.int32(5)}]
     assert train_step.average_losses(batches) == {"loss": 21 / 6}
     assert train_step.average_losses([{"loss": each["loss"]} for each in batches]) == {"loss": 2.5}

@@ -12,12 +12,10 @@ import pytest
 
 import policyc
 from policyc.language.recipes import Gemm
-from tests.support import llama_runs
-from tests.support.jaxpr_tools import primitive_counts
-
-pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
 from policyc.models.llama import configs, experts, partition, train_step
 from policyc.models.llama import model as llama
+from tests.support import llama_runs
+from tests.support.jaxpr_tools import primitive_counts
 
 CONFIG = configs.ModelConfig(**llama_runs.SMALL | {"hidden": 16}, compute="float32", experts=4)
 SHAPE = (8, 6)  # batch, sequence

@@ -16,7 +16,6 @@ import jax
 import numpy as np
 import pytest
 
-pytest.importorskip("tensorboardX", reason="tensorboardX is not installed: pip install 'policyc[train]'")
 from policyc.models.llama import configs, goodput, metrics, progress, train
 from policyc.models.llama.goodput import TimeAccount
 

@@ -17,14 +17,9 @@ import jax
 import pytest
 
 import policyc
+from policyc.models.llama import artifacts, command_line, configs, train
 from tests.support import llama_runs
 from tests.support.llama_runs import RUN, flags, train_here
-
-pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
-pytest.importorskip("grain", reason="grain is not installed: pip install 'policyc[train]'")
-pytest.importorskip("orbax.checkpoint", reason="orbax is not installed: pip install 'policyc[train]'")
-pytest.importorskip("tensorboardX", reason="tensorboardX is not installed: pip install 'policyc[train]'")
-from policyc.models.llama import artifacts, command_line, configs, train
 
 pytestmark = pytest.mark.any_jax
 

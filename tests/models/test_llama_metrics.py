@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import pytest
 
-pytest.importorskip("tensorboardX", reason="tensorboardX is not installed: pip install 'policyc[train]'")
 from policyc.models.llama import configs, metrics
 from policyc.models.llama.configs import ConfigError
 from policyc.models.llama.goodput import TimeAccount

@@ -9,10 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from tests.support import llama_runs
-
-pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
 from policyc.models.llama import configs, optimizer, partition, train_step
+from tests.support import llama_runs
 
 pytestmark = pytest.mark.any_jax
 CONFIG = configs.ModelConfig(**llama_runs.SMALL, compute=llama_runs.DTYPE)

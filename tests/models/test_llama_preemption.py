@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from jax.experimental import multihost_utils
 
-pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
 from policyc.models.llama import preemption
 from policyc.models.llama.configs import ConfigError
 

@@ -18,15 +18,11 @@ import numpy as np
 import pytest
 
 import policyc
-from tests.support import llama_runs
-from tests.support.llama_runs import flags, losses, train_here
-
-pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
-pytest.importorskip("grain", reason="grain is not installed: pip install 'policyc[train]'")
-pytest.importorskip("tensorboardX", reason="tensorboardX is not installed: pip install 'policyc[train]'")
 from policyc.models.llama import configs, data, metrics, train, train_step
 from policyc.models.llama.configs import ConfigError
 from policyc.models.llama.goodput import TimeAccount
+from tests.support import llama_runs
+from tests.support.llama_runs import flags, losses, train_here
 
 pytestmark = pytest.mark.any_jax
 SMALL = configs.ModelConfig(**llama_runs.SMALL | {"layers": 1}, compute="float32")

@@ -18,13 +18,10 @@ import policyc
 from policyc.compiler import pipeline
 from policyc.compiler.rewriting.run_step import current_run_step
 from policyc.jaxcore.jaxprs import reading as jaxprs
-from tests.support import llama_runs
-from tests.support.jaxpr_tools import primitive_counts, without_dead_code
-
-pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
-pytest.importorskip("grain", reason="grain is not installed: pip install 'policyc[train]'")
 from policyc.models.llama import command_line, configs, data, metrics, optimizer, partition, train_step
 from policyc.models.llama import model as llama
+from tests.support import llama_runs
+from tests.support.jaxpr_tools import primitive_counts, without_dead_code
 
 SMALL = configs.ModelConfig(**llama_runs.SMALL, compute=llama_runs.DTYPE)
 RUN = configs.RunConfig(**llama_runs.SHORT)

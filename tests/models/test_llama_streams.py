@@ -16,12 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from policyc.models.llama import data
 from policyc.models.llama.configs import ConfigError, RunConfig
-
-data = pytest.importorskip("policyc.models.llama.data")
-pytest.importorskip("datasets", reason="datasets is not installed: pip install 'policyc[data]'")
-from policyc.models.llama.data import batches, specs, text  # noqa: E402
-from policyc.models.llama.data import rows as rows_module  # noqa: E402
+from policyc.models.llama.data import batches, specs, text
+from policyc.models.llama.data import rows as rows_module
 
 pytestmark = pytest.mark.any_jax
 

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+from policyc.models.llama import checkpoints, configs, partition, train, train_step
 from tests.support import llama_runs
 from tests.support.command import policyc as command
 from tests.support.llama_runs import (
@@ -29,12 +30,6 @@ from tests.support.llama_runs import (
 )
 from tests.support.ports import reserve_port
 from tests.support.processes import wait_until
-
-pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
-pytest.importorskip("grain", reason="grain is not installed: pip install 'policyc[train]'")
-pytest.importorskip("orbax.checkpoint", reason="orbax is not installed: pip install 'policyc[train]'")
-pytest.importorskip("tensorboardX", reason="tensorboardX is not installed: pip install 'policyc[train]'")
-from policyc.models.llama import checkpoints, configs, partition, train, train_step
 
 pytestmark = pytest.mark.any_jax
 

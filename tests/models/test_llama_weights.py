@@ -15,12 +15,11 @@ import jax
 import numpy as np
 import pytest
 
+from policyc.models.llama import corpora, data, partition
+from policyc.models.llama import model as llama
+from policyc.models.llama import weights as files
+from policyc.models.llama.configs import ConfigError, ModelConfig
 from tests.support.llama_runs import make_mesh
-
-files = pytest.importorskip("policyc.models.llama.weights")
-from policyc.models.llama import corpora, data, partition  # noqa: E402
-from policyc.models.llama import model as llama  # noqa: E402
-from policyc.models.llama.configs import ConfigError, ModelConfig  # noqa: E402
 
 pytestmark = pytest.mark.any_jax
 SMALL = ModelConfig(

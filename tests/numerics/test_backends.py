@@ -75,6 +75,12 @@ PRODUCTS = [
     ("tokens of two dimensions", "mixed"),
     ("tokens of two dimensions", "keep"),
     ("no whole block", "full"),
+    ("attention", "dequantized"),
+    ("tokens of two dimensions", "tiles"),
+    *(slow(shape, "dequantized") for shape in ("odd", "experts", "weight first", "several of each")),
+    *(slow(shape, "tiles") for shape in ("odd", "experts", "weight first", "attention", "several of each")),
+    *(slow(shape, "mxfp8 tiles") for shape in ("odd", "experts", "weight left, tokens last", "attention")),
+    slow("whole blocks", "signs"),
     *(slow("no whole block", name) for name in ("row", "mean", "fp8 row", "four_over_six", "ms_eden")),
     *(slow("whole blocks", name) for name in ("bound", "full")),
     *(slow(shape, "nearest") for shape in ("several of each", "weight left, tokens last")),
@@ -84,7 +90,15 @@ PRODUCTS = [
     *(slow("swapped contraction", "mxfp4"), slow("attention", "fp4")),
     *(slow("vector", "f32"), slow("dot", "fp8")),
 ]
-TOLERANCE = {"mxfp8": 0.06, "fp8": 0.08, "fp8 row": 0.08, "bf16": 0.01, "f32": 0.01, "keep": 0.01}
+TOLERANCE = {
+    "mxfp8": 0.06,
+    "mxfp8 tiles": 0.06,
+    "fp8": 0.08,
+    "fp8 row": 0.08,
+    "bf16": 0.01,
+    "f32": 0.01,
+    "keep": 0.01,
+}
 """The largest relative error of a product. It is 0.4 with four bits in both operands (the error of each is 0.1 to 0.14,
 or 0.2 with stochastic rounding), and less for these recipes.
 """

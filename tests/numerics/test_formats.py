@@ -52,6 +52,16 @@ FORMATS: dict[str, tuple[Treatment, Oracle, int]] = {
     "nvfp4 16x16": (nvfp4(tile2d=True), partial(oracle.nvfp4, tile=16), 16),
     "nvfp4 row": (nvfp4(outer="row"), by_row(oracle.nvfp4), 16),
     "nvfp4 4/6": (nvfp4(scale="four_over_six"), oracle.four_over_six, 16),
+    "nvfp4 4/6 mae": (
+        nvfp4(scale="four_over_six", scale_error="mae"), partial(oracle.four_over_six, error="mae"), 16
+    ),
+    "nvfp4 4/6 448": (
+        nvfp4(scale="four_over_six", scale_bound=448), partial(oracle.four_over_six, bound=448), 16
+    ),
+    "nvfp4 4/6 mae 448": (
+        nvfp4(scale="four_over_six", scale_error="mae", scale_bound=448),
+        partial(oracle.four_over_six, bound=448, error="mae"), 16
+    ),
     "mxfp4 floor": (mxfp4(), partial(oracle.mx, element="e2m1", rounding="floor"), 32),
     "mxfp4 rceil": (mxfp4(scale_rounding="rceil"), partial(oracle.mx, element="e2m1", rounding="rceil"), 32),
     "mxfp4 even": (mxfp4(scale_rounding="even"), partial(oracle.mx, element="e2m1", rounding="even"), 32),

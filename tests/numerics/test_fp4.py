@@ -21,7 +21,6 @@ from tests.support.gemms import MATMUL, quick_jit, slow, three_products
 pytestmark = [pytest.mark.any_jax, pytest.mark.full_compile]
 
 NEAREST = Treatment(format="fp4", element="e2m1")
-STOCHASTIC = Treatment(format="fp4", element="e2m1", rounding="sr")
 SHAPE = (8, 30)
 ROWS = Axes()
 

@@ -82,7 +82,12 @@ SPECS = [
 
 @pytest.mark.parametrize(
     ("left", "right", "name"),
-    [(*SPECS[1], "mxfp8"), slow(*SPECS[1], "full"), *(slow(*p, "mxfp8") for p in SPECS[::2])],
+    [
+        (*SPECS[1], "mxfp8"),
+        slow(*SPECS[1], "full"),
+        slow(*SPECS[1], "dequantized"),
+        *(slow(*p, "mxfp8") for p in SPECS[::2]),
+    ],
 )
 def test_shardings_in_types(left: Any, right: Any, name: str) -> None:
     """Types say how results are sharded, gradients are sharded like their operands, and results are those of one device

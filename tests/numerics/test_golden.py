@@ -8,6 +8,7 @@ larger program, and columns by themselves. test_quantize.py compares both in lar
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -312,11 +313,34 @@ def test_stochastic_rounding_equals_that_of_the_kernels() -> None:
 
 
 @pytest.mark.any_jax
-def test_the_oracle_of_four_over_six_equals_the_reference() -> None:
-    """The vectors choose by the sum of absolute errors, under the full bound. Policies have squares, and 256."""
+def test_four_over_six_and_its_oracle_equal_the_reference() -> None:
+    """The vectors choose by the sum of absolute errors, with block scales up to 448."""
     from tests.support.rounding_oracle import four_over_six, pack
 
     case = "4over6_mae448_64x128_bf16_1d"
+    options = {"scale": "four_over_six", "scale_error": "mae", "scale_bound": 448}
+    ours = jax.jit(partial(quantize, treatment=replace(treatment_of(case), **options)))(load_tensor(case))
+    np.testing.assert_array_equal(ours.scales, REFERENCE[case + "/s"])
+    np.testing.assert_array_equal(ours.codes, REFERENCE[case + "/q"])
     theirs = four_over_six(load_tensor(case), bound=448, error="mae")
     np.testing.assert_array_equal(theirs["scales"], REFERENCE[case + "/s"])
     np.testing.assert_array_equal(pack(theirs["codes"]), REFERENCE[case + "/q"])
+
+
+@pytest.mark.any_jax
+def test_the_docs_claim_no_more_than_the_vectors_cover() -> None:
+    page = Path(__file__).parents[2] / "docs" / "reference" / "status.md"
+    if not page.exists():
+        pytest.skip("an installed package has no docs")
+    treatments = {case: treatment_of(case, rotated=m["rht"]) for case, m in CASES.items()}
+    counts = {
+        "reference vectors": len(CASES),
+        "with 16x16 tiles": sum(t.tile2d for t in treatments.values()),
+        "rotated": sum(t.rht > 0 for t in treatments.values()),
+        "with a scale per row": sum(t.outer == "row" for t in treatments.values()),
+        "with four-over-six scales": sum(case.startswith("4over6") for case in CASES),
+    }
+    assert {t.format for t in treatments.values()} == {"nvfp4"}
+    text = " ".join(page.read_text(encoding="utf-8").split())
+    for name, count in counts.items():
+        assert f"{count} {name}" in text

@@ -55,7 +55,7 @@ def master(folder: Path, module: str) -> np.ndarray:
 RECIPES = {
     "nvfp4": {},
     "nvfp4(scale2d=weights)": {"tile": 16},
-    "nvfp4(rht=wgrad, sr=grad, scale2d=weights)": {"tile": 16},
+    "nvfp4(rht=wgrad, sr=grad, scale2d=weights, outer=shared)": {"tile": 16},
 }
 
 
@@ -103,7 +103,16 @@ def test_fp8_and_unquantized_linears_are_in_the_same_file(folder: Path) -> None:
     assert {n.rpartition(".")[0] for n in tensors} == {n.rpartition(".")[0] for n in plain}
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4(scale2d=weights)", "nvfp4(scale=four_over_six)", "fp8"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "nvfp4",
+        "nvfp4(scale2d=weights)",
+        "nvfp4(scale=four_over_six)",
+        "fp8",
+        "nvfp4(scale2d=weights, outer=shared)",
+    ],
+)
 def test_the_file_has_what_training_quantizes(
     recipe: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,19 +139,22 @@ def test_the_file_has_what_training_quantizes(
     monkeypatch.setattr(operands.primitives, "quantize_pair", quantize_pair)
     source = read_source(folder)
     params = source.load()
-    policy = policyc.parse(f"down_proj, o_proj -> {recipe}")
+    policy = policyc.parse(f"down_proj, o_proj{', gate_proj, up_proj' * ('shared' in recipe)} -> {recipe}")
     tokens = jnp.zeros((1, 16), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens, "mask": tokens}
     loss = policyc.apply(policy, lambda p: llama.loss(p, batch, SMALL)[0])
     jax.block_until_ready(jax.grad(loss)(params))
     jax.effects_barrier()
     monkeypatch.undo()
-    _, tensors = export(folder, str(policy), format="compressed-tensors")
+    _, tensors = export(folder, str(policy), exact=True)
     seen = {values.tobytes() for values in quantized}
+    linears = ("mlp.down_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj")
     for layer in range(SMALL.layers):
-        for name in ("mlp.down_proj", "self_attn.o_proj"):
+        for name in linears if "shared" in recipe else linears[:2]:
             module = f"model.layers.{layer}.{name}"
-            amax = np.abs(master(folder, module)).max()
+            group = FUSED_PARTS.get(module.rpartition(".")[2], (module.rpartition(".")[2],))
+            parent = module.rpartition(".")[0]
+            amax = max(np.abs(master(folder, f"{parent}.{part}")).max() for part in group)
             if recipe == "fp8":
                 values = tensors[f"{module}.weight"].astype(np.float32)
             else:
@@ -160,10 +172,16 @@ def test_fused_layers_share_a_scale_and_the_change_is_reported(folder: Path, tmp
         own, stored = oracle.nvfp4(master(folder, smaller)), decode(tensors, smaller)
         distance = np.linalg.norm(own["dequantized"] - stored) / np.linalg.norm(own["dequantized"])
         assert changed[smaller].difference == pytest.approx(distance, rel=1e-5)  # 1 / scale is rounded
-    with pytest.raises(ValueError, match="gate_up_proj one outer scale"):
+    with pytest.raises(ValueError, match="gate_up_proj one outer scale: train with outer=shared"):
         export(folder, "mlp.* -> nvfp4", exact=True, out=tmp_path / "exact")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "out"]
     assert not export(folder, "down_proj, o_proj -> nvfp4", exact=True, out=tmp_path / "exact")[0].changes
+
+
+def test_the_policy_for_rollout_exports_exactly(folder: Path) -> None:
+    written, tensors = export(folder, str(policyc.load("rollout_nvfp4")), exact=True)
+    assert not written.changes
+    assert "model.layers.0.mlp.up_proj.weight_packed" in tensors
 
 
 @pytest.mark.parametrize("format", ["modelopt", "compressed-tensors"])
@@ -188,6 +206,7 @@ REFUSED = {
     "mlp.* -> nvfp4(sr=fprop)": "write sr=grad",
     "mlp.* -> nvfp4(mean_split=on)": "leave out mean_split",
     "mlp.* -> nvfp4(outer=row)": "write outer=tensor",
+    "mlp.* -> nvfp4(scale2d=all)": "write scale2d=weights",
     "mlp.* -> nvfp4(rht=all)": "write rht=wgrad",
     "gate_proj -> nvfp4": "gate_up_proj: gate_proj nvfp4, up_proj bf16",
     "q_proj, k_proj, v_proj -> fp8; v_proj -> nvfp4": "give them one recipe",

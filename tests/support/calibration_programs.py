@@ -6,7 +6,8 @@ These names mean nothing to policyc.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -43,19 +44,28 @@ def program(*arguments: Any) -> Callable[[Any], Any]:
     return register
 
 
-def language_model(layer: Any, count: int = 2) -> Callable[[Any], Any]:
-    """Registers a language model whose residual stream has `count` copies of a branch, with shapes `layer`."""
+Branch = Callable[[Any], Any]
+"""A branch of a residual stream: activations to what is added to them."""
 
-    def register(branches: Any) -> Any:
+
+def language_model(
+    layer: Any, before: Sequence[Callable[[Any], Branch]] = (), after: Sequence[Callable[[Any], Branch]] = ()
+) -> Callable[[Any], Any]:
+    """Registers a language model of two layers, with shapes `layer`, by one branch of a layer.
+
+    `before` and `after` make the other branches of a layer from its parameters.
+    """
+
+    def register(branch: Any) -> Any:
         def loss(p: Any) -> Any:
             x = p["t"][TOKENS]
             for w in p["l"]:
-                for branch in branches(w):
-                    x = x + branch(rms_norm(x))
+                for run in (*(make(w) for make in before), partial(branch, w), *(make(w) for make in after)):
+                    x = x + run(rms_norm(x))
             return cross_entropy(rms_norm(x) @ p["h"], TOKENS)
 
-        PROGRAMS[branches.__name__] = loss, ({**ENDS, "l": [layer] * count},)
-        return branches
+        PROGRAMS[branch.__name__] = loss, ({**ENDS, "l": [layer] * 2},)
+        return branch
 
     return register
 
@@ -130,19 +140,12 @@ def added(name: str, h: Any, w: Any, base: Any = BASE) -> Any:
     )
 
 
-@program(LORA_MODEL)
-def lora_over_closed_over_weights(p: Any) -> Any:
-    return lora_loss(p, added)
-
-
-@program(LORA_MODEL)
-def lora_of_the_mlp_over_closed_over_weights(p: Any) -> Any:
-    return lora_loss(p, added, "m")
-
-
-@program(LORA_MODEL)
-def lora_of_attention_over_closed_over_weights(p: Any) -> Any:
-    return lora_loss(p, added, "a")
+for _name, _adapted in (
+    ("lora_over_closed_over_weights", "am"),
+    ("lora_of_the_mlp_over_closed_over_weights", "m"),
+    ("lora_of_attention_over_closed_over_weights", "a"),
+):
+    PROGRAMS[_name] = partial(lora_loss, matrix=added, adapters=_adapted), (LORA_MODEL,)
 
 
 @program(LORA_MODEL, {name: weight(*w.shape) for name, w in BASE.items()})
@@ -162,20 +165,51 @@ def lora_over_a_closed_over_scanned_stack(p: Any) -> Any:
     return cross_entropy(x @ p["h"], TOKENS)
 
 
-@program({**LORA_MODEL, "w": {name: weight(*w.shape) for name, w in BASE.items()}})
-def merged_lora(p: Any) -> Any:
-    def matrix(name: str, h: Any, w: Any) -> Any:
-        return dot(name[0], "btk,kn->btn", h, p["w"][name] + 2 * dot("n", "kr,rn->kn", w["a"], w["b"]))
+def merged(params: Any) -> Callable[[Any], Any]:
+    """Registers a model whose matrices are computed from the weights of an adapter: (p, name, adapter) -> matrix."""
 
-    return lora_loss(p, matrix)
+    def register(matrix: Any) -> Any:
+        def loss(p: Any) -> Any:
+            return lora_loss(p, lambda name, h, w: dot(name[0], "btk,kn->btn", h, matrix(p, name, w)))
+
+        PROGRAMS[matrix.__name__] = loss, (params,)
+        return matrix
+
+    return register
 
 
-@program(LORA_MODEL)
-def merged_lora_over_closed_over_weights(p: Any) -> Any:
-    def matrix(name: str, h: Any, w: Any) -> Any:
-        return dot(name[0], "btk,kn->btn", h, BASE[name] + dot("n", "kr,rn->kn", w["a"], w["b"]))
+def product(a: Any, b: Any) -> Any:
+    return dot("n", "kr,rn->kn", a, b)
 
-    return lora_loss(p, matrix)
+
+WITH_BASE = {**LORA_MODEL, "w": {name: weight(*w.shape) for name, w in BASE.items()}}
+FIRST = {name: frozen(*pair["a"].shape) for name, pair in LORA.items()}
+
+
+@merged(WITH_BASE)
+def merged_lora(p: Any, name: str, w: Any) -> Any:
+    return p["w"][name] + 2 * product(w["a"], w["b"])
+
+
+@merged(LORA_MODEL)
+def merged_lora_over_closed_over_weights(p: Any, name: str, w: Any) -> Any:
+    return BASE[name] + product(w["a"], w["b"])
+
+
+@merged({**ENDS, "l": [{name: {"b": pair["b"]} for name, pair in LORA.items()}] * 2})
+def merged_lora_with_closed_over_first_factors(p: Any, name: str, w: Any) -> Any:
+    return BASE[name] + product(FIRST[name], w["b"])
+
+
+@merged(WITH_BASE)
+def dora(p: Any, name: str, w: Any) -> Any:
+    matrix = p["w"][name] + product(w["a"], w["b"])
+    return matrix / jnp.linalg.norm(matrix, axis=0)
+
+
+@merged(LORA_MODEL)
+def factorized_weights(p: Any, name: str, w: Any) -> Any:
+    return product(w["a"], w["b"])
 
 
 @program({"l": [LORA] * 2})
@@ -185,7 +219,7 @@ def merged_lora_that_is_all_that_is_learned(p: Any) -> Any:
 
     def matrix(name: str, h: Any, w: Any) -> Any:
         with jax.named_scope("attn"):
-            return dot(name[0], "btk,kn->btn", h, BASE[name] + dot("n", "kr,rn->kn", w["a"], w["b"]))
+            return dot(name[0], "btk,kn->btn", h, BASE[name] + product(w["a"], w["b"]))
 
     x = table[TOKENS]
     for layer in p["l"]:
@@ -193,102 +227,63 @@ def merged_lora_that_is_all_that_is_learned(p: Any) -> Any:
     return cross_entropy(dot("h", "btk,kn->btn", rms_norm(x), head), TOKENS)
 
 
-@program({**LORA_MODEL, "w": {name: weight(*w.shape) for name, w in BASE.items()}})
-def dora(p: Any) -> Any:
-    def matrix(name: str, h: Any, w: Any) -> Any:
-        merged = p["w"][name] + dot("n", "kr,rn->kn", w["a"], w["b"])
-        return dot(name[0], "btk,kn->btn", h, merged / jnp.linalg.norm(merged, axis=0))
-
-    return lora_loss(p, matrix)
-
-
-@program(LORA_MODEL)
-def factorized_weights(p: Any) -> Any:
-    def matrix(name: str, h: Any, w: Any) -> Any:
-        return dot(name[0], "btk,kn->btn", h, dot("n", "kr,rn->kn", w["a"], w["b"]))
-
-    return lora_loss(p, matrix)
-
-
 @program({**ENDS, "l": [{name: weight(w.shape[1]) for name, w in BASE.items()}] * 2})
 def ia3_over_closed_over_weights(p: Any) -> Any:
     return lora_loss(p, lambda name, h, w: dot(name[0], "btk,kn->btn", h, BASE[name]) * w)
 
 
-@language_model({**BLOCK, "p1": weight(1, 3, D), "p2": weight(1, 3, D)})
-def prefix_tuning(p: Any) -> Any:
-    def attend(h: Any) -> Any:
-        k, v = (
-            jnp.concatenate([jnp.broadcast_to(p[n], (B, 3, D)), h @ w], 1)
-            for n, w in (("p1", p["a2"]), ("p2", p["a3"]))
-        )
-        return softmax_attention(h @ p["a1"], k, v) @ p["a4"]
-
-    return attend, mlp(p)
+@language_model({**BLOCK, "p1": weight(1, 3, D), "p2": weight(1, 3, D)}, after=[mlp])
+def prefix_tuning(p: Any, h: Any) -> Any:
+    k, v = (
+        jnp.concatenate([jnp.broadcast_to(p[n], (B, 3, D)), h @ w], 1)
+        for n, w in (("p1", p["a2"]), ("p2", p["a3"]))
+    )
+    return softmax_attention(h @ p["a1"], k, v) @ p["a4"]
 
 
-@language_model({**BLOCK, "m3": weight(D, 4), "m4": weight(4, D)})
-def bottleneck_adapters(p: Any) -> Any:
-    return attention(p), mlp(p), lambda h: jax.nn.relu(h @ p["m3"]) @ p["m4"]
-
-
-@program({**ENDS, "l": [{name: {"b": pair["b"]} for name, pair in LORA.items()}] * 2})
-def merged_lora_with_closed_over_first_factors(p: Any) -> Any:
-    first = {name: frozen(*pair["a"].shape) for name, pair in LORA.items()}
-
-    def matrix(name: str, h: Any, w: Any) -> Any:
-        return dot(name[0], "btk,kn->btn", h, BASE[name] + dot("n", "kr,rn->kn", first[name], w["b"]))
-
-    return lora_loss(p, matrix)
+@language_model({**BLOCK, "m3": weight(D, 4), "m4": weight(4, D)}, before=[attention, mlp])
+def bottleneck_adapters(p: Any, h: Any) -> Any:
+    return jax.nn.relu(h @ p["m3"]) @ p["m4"]
 
 
 # ---- weights that a network computes
 
 
-@language_model({**ATTENTION, "z": weight(1, 5), "n1": weight(5, D * F), "n2": weight(5, F * D)})
-def hypernetwork_of_an_embedding(p: Any) -> Any:
+@language_model(
+    {**ATTENTION, "z": weight(1, 5), "n1": weight(5, D * F), "n2": weight(5, F * D)}, before=[attention]
+)
+def hypernetwork_of_an_embedding(p: Any, h: Any) -> Any:
     up, down = (p["z"] @ p["n1"]).reshape(D, F), jnp.tanh(p["z"] @ p["n2"]).reshape(F, D)
-    return attention(p), lambda h: dot("m", "btf,fd->btd", jax.nn.relu(dot("m", "btd,df->btf", h, up)), down)
+    return dot("m", "btf,fd->btd", jax.nn.relu(dot("m", "btd,df->btf", h, up)), down)
 
 
-@language_model({**ATTENTION, "n1": weight(D, D * F), "n2": weight(D, F * D)})
-def hypernetwork_of_the_sequence(p: Any) -> Any:
-    def run(h: Any) -> Any:
-        z = h.mean(1)
-        up, down = (z @ p["n1"]).reshape(B, D, F), (z @ p["n2"]).reshape(B, F, D)
-        return dot("m", "btf,bfd->btd", jax.nn.relu(dot("m", "btd,bdf->btf", h, up)), down)
-
-    return attention(p), run
+@language_model({**ATTENTION, "n1": weight(D, D * F), "n2": weight(D, F * D)}, before=[attention])
+def hypernetwork_of_the_sequence(p: Any, h: Any) -> Any:
+    z = h.mean(1)
+    up, down = (z @ p["n1"]).reshape(B, D, F), (z @ p["n2"]).reshape(B, F, D)
+    return dot("m", "btf,bfd->btd", jax.nn.relu(dot("m", "btd,bdf->btf", h, up)), down)
 
 
 @language_model({"m1": weight(D, 5), "n1": weight(D, 5 * 7), "m2": weight(7, D)})
-def weights_of_each_token(p: Any) -> Any:
-    def run(h: Any) -> Any:
-        return jnp.tanh(dot("m", "btk,btkn->btn", h @ p["m1"], (h @ p["n1"]).reshape(B, T, 5, 7))) @ p["m2"]
-
-    return (run,)
+def weights_of_each_token(p: Any, h: Any) -> Any:
+    return jnp.tanh(dot("m", "btk,btkn->btn", h @ p["m1"], (h @ p["n1"]).reshape(B, T, 5, 7))) @ p["m2"]
 
 
-@language_model({**BLOCK, "n1": weight(D, 4), "n2": weight(4, D, F), "n3": weight(4, F, D)})
-def experts_merged_by_a_soft_router(p: Any) -> Any:
-    def run(h: Any) -> Any:
-        shares = jax.nn.softmax(h.mean(1) @ p["n1"])
-        up, down = (dot("n", "be,ekn->bkn", shares, p[n]) for n in ("n2", "n3"))
-        return dot("m", "btf,bfd->btd", jax.nn.relu(dot("m", "btd,bdf->btf", h, up)), down)
+@language_model(
+    {**BLOCK, "n1": weight(D, 4), "n2": weight(4, D, F), "n3": weight(4, F, D)}, before=[attention]
+)
+def experts_merged_by_a_soft_router(p: Any, h: Any) -> Any:
+    shares = jax.nn.softmax(h.mean(1) @ p["n1"])
+    up, down = (dot("n", "be,ekn->bkn", shares, p[n]) for n in ("n2", "n3"))
+    return dot("m", "btf,bfd->btd", jax.nn.relu(dot("m", "btd,bdf->btf", h, up)), down)
 
-    return attention(p), run
 
-
-@language_model({**MLP, "n1": weight(D, 6), "n2": weight(D, 6)})
-def outer_products_of_each_token(p: Any) -> Any:
-    def run(h: Any) -> Any:
-        u, v = h @ p["n1"], h @ p["n2"]
-        return (
-            dot("n", "btr,btrs->bts", jnp.tanh(v), u[..., :, None] * v[..., None, :]).sum(-1, keepdims=True)
-            * h
-        )
-
-    return run, mlp(p)
+@language_model({**MLP, "n1": weight(D, 6), "n2": weight(D, 6)}, after=[mlp])
+def outer_products_of_each_token(p: Any, h: Any) -> Any:
+    u, v = h @ p["n1"], h @ p["n2"]
+    return (
+        dot("n", "btr,btrs->bts", jnp.tanh(v), u[..., :, None] * v[..., None, :]).sum(-1, keepdims=True) * h
+    )
 
 
 # ---- elementwise states
@@ -308,27 +303,24 @@ def channel_mix(p: Any) -> Callable[[Any], Any]:
     return run
 
 
-@language_model(RWKV)
-def rwkv_scanned(p: Any) -> Any:
-    def time_mix(h: Any) -> Any:
-        mixed = 0.5 * h + 0.5 * shifted(h)
-        r, k, v = jax.nn.sigmoid(mixed @ p["a1"]), mixed @ p["a2"], mixed @ p["a3"]
+@language_model(RWKV, after=[channel_mix])
+def rwkv_scanned(p: Any, h: Any) -> Any:
+    mixed = 0.5 * h + 0.5 * shifted(h)
+    r, k, v = jax.nn.sigmoid(mixed @ p["a1"]), mixed @ p["a2"], mixed @ p["a3"]
 
-        def step(state: Any, inputs: Any) -> Any:
-            above, below, top = state
-            key, value = inputs
-            q = jnp.maximum(top, p["u"] + key)
-            e1, e2 = jnp.exp(top - q), jnp.exp(p["u"] + key - q)
-            out = (e1 * above + e2 * value) / (e1 * below + e2)
-            q = jnp.maximum(top - jnp.exp(p["d"]), key)
-            e1, e2 = jnp.exp(top - jnp.exp(p["d"]) - q), jnp.exp(key - q)
-            return (e1 * above + e2 * value, e1 * below + e2, q), out
+    def step(state: Any, inputs: Any) -> Any:
+        above, below, top = state
+        key, value = inputs
+        q = jnp.maximum(top, p["u"] + key)
+        e1, e2 = jnp.exp(top - q), jnp.exp(p["u"] + key - q)
+        out = (e1 * above + e2 * value) / (e1 * below + e2)
+        q = jnp.maximum(top - jnp.exp(p["d"]), key)
+        e1, e2 = jnp.exp(top - jnp.exp(p["d"]) - q), jnp.exp(key - q)
+        return (e1 * above + e2 * value, e1 * below + e2, q), out
 
-        zero = jnp.zeros((B, D))
-        _, out = lax.scan(step, (zero, zero, zero - 1e9), (k.swapaxes(0, 1), v.swapaxes(0, 1)))
-        return (r * out.swapaxes(0, 1)) @ p["a4"]
-
-    return time_mix, channel_mix(p)
+    zero = jnp.zeros((B, D))
+    _, out = lax.scan(step, (zero, zero, zero - 1e9), (k.swapaxes(0, 1), v.swapaxes(0, 1)))
+    return (r * out.swapaxes(0, 1)) @ p["a4"]
 
 
 def decay_scan(decay: Any, drive: Any) -> Any:
@@ -338,84 +330,62 @@ def decay_scan(decay: Any, drive: Any) -> Any:
     return lax.associative_scan(combine, (decay, drive), axis=1)[1]
 
 
-@language_model(RWKV)
-def rwkv_by_associative_scan(p: Any) -> Any:
-    def time_mix(h: Any) -> Any:
-        r, k, v = jax.nn.sigmoid(h @ p["a1"]), jnp.exp(h @ p["a2"]), h @ p["a3"]
-        decay = jnp.broadcast_to(jnp.exp(-p["d"]), k.shape)
-        return (r * decay_scan(decay, k * v) / decay_scan(decay, k)) @ p["a4"]
-
-    return time_mix, channel_mix(p)
+@language_model(RWKV, after=[channel_mix])
+def rwkv_by_associative_scan(p: Any, h: Any) -> Any:
+    r, k, v = jax.nn.sigmoid(h @ p["a1"]), jnp.exp(h @ p["a2"]), h @ p["a3"]
+    decay = jnp.broadcast_to(jnp.exp(-p["d"]), k.shape)
+    return (r * decay_scan(decay, k * v) / decay_scan(decay, k)) @ p["a4"]
 
 
-@language_model(RWKV)
-def rwkv_unrolled(p: Any) -> Any:
-    def time_mix(h: Any) -> Any:
-        r, k, v = jax.nn.sigmoid(h @ p["a1"]), jnp.exp(h @ p["a2"]), h @ p["a3"]
-        above = below = jnp.zeros((B, D))
-        outs = []
-        for t in range(T):
-            above, below = p["d"] * above + k[:, t] * v[:, t], p["d"] * below + k[:, t]
-            outs.append(above / below)
-        return (r * jnp.stack(outs, 1)) @ p["a4"]
-
-    return time_mix, channel_mix(p)
+@language_model(RWKV, after=[channel_mix])
+def rwkv_unrolled(p: Any, h: Any) -> Any:
+    r, k, v = jax.nn.sigmoid(h @ p["a1"]), jnp.exp(h @ p["a2"]), h @ p["a3"]
+    above = below = jnp.zeros((B, D))
+    outs = []
+    for t in range(T):
+        above, below = p["d"] * above + k[:, t] * v[:, t], p["d"] * below + k[:, t]
+        outs.append(above / below)
+    return (r * jnp.stack(outs, 1)) @ p["a4"]
 
 
-@language_model(BLOCK)
-def fast_weights_elementwise(p: Any) -> Any:
-    def run(h: Any) -> Any:
-        def step(state: Any, token: Any) -> Any:
-            q, k, v = token
-            state = 0.9 * state + k[:, :, None] * v[:, None]
-            return state, (q[:, :, None] * state).sum(1)
+@language_model(BLOCK, after=[mlp])
+def fast_weights_elementwise(p: Any, h: Any) -> Any:
+    def step(state: Any, token: Any) -> Any:
+        q, k, v = token
+        state = 0.9 * state + k[:, :, None] * v[:, None]
+        return state, (q[:, :, None] * state).sum(1)
 
-        tokens = tuple((h @ p[n]).swapaxes(0, 1) for n in ("a1", "a2", "a3"))
-        return lax.scan(step, jnp.zeros((B, D, D)), tokens)[1].swapaxes(0, 1) @ p["a4"]
-
-    return run, mlp(p)
+    tokens = tuple((h @ p[n]).swapaxes(0, 1) for n in ("a1", "a2", "a3"))
+    return lax.scan(step, jnp.zeros((B, D, D)), tokens)[1].swapaxes(0, 1) @ p["a4"]
 
 
-@language_model(BLOCK)
-def fast_weights_by_cumulative_sums(p: Any) -> Any:
-    def run(h: Any) -> Any:
-        q, k, v = (h @ p[n] for n in ("a1", "a2", "a3"))
-        state = jnp.cumsum(k[..., None] * v[..., None, :], 1)
-        return (q[..., None] * state).sum(-2) @ p["a4"]
-
-    return run, mlp(p)
+@language_model(BLOCK, after=[mlp])
+def fast_weights_by_cumulative_sums(p: Any, h: Any) -> Any:
+    q, k, v = (h @ p[n] for n in ("a1", "a2", "a3"))
+    state = jnp.cumsum(k[..., None] * v[..., None, :], 1)
+    return (q[..., None] * state).sum(-2) @ p["a4"]
 
 
-@language_model(BLOCK)
-def average_of_the_past(p: Any) -> Any:
+@language_model(BLOCK, after=[mlp])
+def average_of_the_past(p: Any, h: Any) -> Any:
     """A gate times the mean of all tokens: neither a scan nor a product mixes them."""
-
-    def run(h: Any) -> Any:
-        weights = jnp.exp(h @ p["a2"])
-        context = (weights * (h @ p["a3"])).sum(1, keepdims=True) / weights.sum(1, keepdims=True)
-        return (jax.nn.sigmoid(h @ p["a1"]) * context) @ p["a4"]
-
-    return run, mlp(p)
+    weights = jnp.exp(h @ p["a2"])
+    context = (weights * (h @ p["a3"])).sum(1, keepdims=True) / weights.sum(1, keepdims=True)
+    return (jax.nn.sigmoid(h @ p["a1"]) * context) @ p["a4"]
 
 
-@language_model(BLOCK)
-def gated_linear_recurrence(p: Any) -> Any:
-    def run(h: Any) -> Any:
-        decay = jax.nn.sigmoid(h @ p["a1"])
-        return (decay_scan(decay, (1 - decay) * (h @ p["a2"])) * jax.nn.gelu(h @ p["a3"])) @ p["a4"]
-
-    return run, mlp(p)
+@language_model(BLOCK, after=[mlp])
+def gated_linear_recurrence(p: Any, h: Any) -> Any:
+    decay = jax.nn.sigmoid(h @ p["a1"])
+    return (decay_scan(decay, (1 - decay) * (h @ p["a2"])) * jax.nn.gelu(h @ p["a3"])) @ p["a4"]
 
 
-@language_model(BLOCK)
-def long_convolution_by_fft(p: Any) -> Any:
-    def run(h: Any) -> Any:
-        q, k, v = (h @ p[n] for n in ("a1", "a2", "a3"))
-        filters = jnp.fft.rfft(jnp.exp(-jnp.arange(2.0 * T)))[:, None]
-        mixed = jnp.fft.irfft(jnp.fft.rfft(k * v, 2 * T, axis=1) * filters, axis=1)[:, :T]
-        return (q * mixed) @ p["a4"]
-
-    return run, mlp(p)
+@language_model(BLOCK, after=[mlp])
+def long_convolution_by_fft(p: Any, h: Any) -> Any:
+    q, k, v = (h @ p[n] for n in ("a1", "a2", "a3"))
+    filters = jnp.fft.rfft(jnp.exp(-jnp.arange(2.0 * T)))[:, None]
+    mixed = jnp.fft.irfft(jnp.fft.rfft(k * v, 2 * T, axis=1) * filters, axis=1)[:, :T]
+    return (q * mixed) @ p["a4"]
 
 
 @language_model(
@@ -428,133 +398,106 @@ def long_convolution_by_fft(p: Any) -> Any:
         "a4": DOWN,
     }
 )
-def mamba_with_an_elementwise_readout(p: Any) -> Any:
-    def run(h: Any) -> Any:
-        u, gate = jnp.split(h @ p["a1"], 2, -1)
-        shifts = [jnp.pad(u[:, : T - i], ((0, 0), (i, 0), (0, 0))) for i in range(4)]
-        u = jax.nn.silu(sum(s * w[0] for s, w in zip(shifts, p["c"], strict=True)))
-        low, b, c = jnp.split(u @ p["a2"], [3, 7], -1)
-        step = jax.nn.softplus(low @ p["a3"])
+def mamba_with_an_elementwise_readout(p: Any, h: Any) -> Any:
+    u, gate = jnp.split(h @ p["a1"], 2, -1)
+    shifts = [jnp.pad(u[:, : T - i], ((0, 0), (i, 0), (0, 0))) for i in range(4)]
+    u = jax.nn.silu(sum(s * w[0] for s, w in zip(shifts, p["c"], strict=True)))
+    low, b, c = jnp.split(u @ p["a2"], [3, 7], -1)
+    step = jax.nn.softplus(low @ p["a3"])
 
-        def recur(state: Any, token: Any) -> Any:
-            dt, x, b, c = token
-            state = jnp.exp(-dt[..., None] * jnp.exp(p["a"])) * state + (dt * x)[..., None] * b[:, None]
-            return state, (state * c[:, None]).sum(-1)
+    def recur(state: Any, token: Any) -> Any:
+        dt, x, b, c = token
+        state = jnp.exp(-dt[..., None] * jnp.exp(p["a"])) * state + (dt * x)[..., None] * b[:, None]
+        return state, (state * c[:, None]).sum(-1)
 
-        tokens = tuple(x.swapaxes(0, 1) for x in (step, u, b, c))
-        y = lax.scan(recur, jnp.zeros((B, F, 4)), tokens)[1].swapaxes(0, 1)
-        return (y * jax.nn.silu(gate)) @ p["a4"]
-
-    return (run,)
+    tokens = tuple(x.swapaxes(0, 1) for x in (step, u, b, c))
+    y = lax.scan(recur, jnp.zeros((B, F, 4)), tokens)[1].swapaxes(0, 1)
+    return (y * jax.nn.silu(gate)) @ p["a4"]
 
 
 # ---- mixers without a softmax
 
 
-@language_model(BLOCK)
-def retention(p: Any) -> Any:
-    def run(h: Any) -> Any:
-        q, k, v = (split_heads(h @ p[n], H) for n in ("a1", "a2", "a3"))
-        decay = np.tril(0.9 ** np.abs(np.arange(T)[:, None] - np.arange(T))).astype(np.float32)
-        out = dot("s", "bhqk,bkhd->bqhd", dot("s", "bqhd,bkhd->bhqk", q, k) * decay, v)
-        return rms_norm(out).reshape(h.shape) @ p["a4"]
-
-    return run, mlp(p)
+@language_model(BLOCK, after=[mlp])
+def retention(p: Any, h: Any) -> Any:
+    q, k, v = (split_heads(h @ p[n], H) for n in ("a1", "a2", "a3"))
+    decay = np.tril(0.9 ** np.abs(np.arange(T)[:, None] - np.arange(T))).astype(np.float32)
+    out = dot("s", "bhqk,bkhd->bqhd", dot("s", "bqhd,bkhd->bhqk", q, k) * decay, v)
+    return rms_norm(out).reshape(h.shape) @ p["a4"]
 
 
-@language_model(BLOCK)
-def linear_attention(p: Any) -> Any:
-    def run(h: Any) -> Any:
-        q, k, v = (split_heads(h @ p[n], H) for n in ("a1", "a2", "a3"))
-        q, k = jax.nn.elu(q) + 1, jax.nn.elu(k) + 1
-        state = dot("s", "bkhd,bkhe->bhde", k, v)
-        below = dot("s", "bqhd,bhd->bqh", q, k.sum(1))
-        return (dot("s", "bqhd,bhde->bqhe", q, state) / below[..., None]).reshape(h.shape) @ p["a4"]
-
-    return run, mlp(p)
+@language_model(BLOCK, after=[mlp])
+def linear_attention(p: Any, h: Any) -> Any:
+    q, k, v = (split_heads(h @ p[n], H) for n in ("a1", "a2", "a3"))
+    q, k = jax.nn.elu(q) + 1, jax.nn.elu(k) + 1
+    state = dot("s", "bkhd,bkhe->bhde", k, v)
+    below = dot("s", "bqhd,bhd->bqh", q, k.sum(1))
+    return (dot("s", "bqhd,bhde->bqhe", q, state) / below[..., None]).reshape(h.shape) @ p["a4"]
 
 
-@language_model(BLOCK)
-def retention_as_a_recurrence(p: Any) -> Any:
-    def run(h: Any) -> Any:
-        def step(state: Any, token: Any) -> Any:
-            q, k, v = token
-            state = 0.9 * state + k[:, :, None] * v[:, None]
-            return state, dot("s", "bkv,bk->bv", state, q)
+@language_model(BLOCK, after=[mlp])
+def retention_as_a_recurrence(p: Any, h: Any) -> Any:
+    def step(state: Any, token: Any) -> Any:
+        q, k, v = token
+        state = 0.9 * state + k[:, :, None] * v[:, None]
+        return state, dot("s", "bkv,bk->bv", state, q)
 
-        tokens = tuple((h @ p[n]).swapaxes(0, 1) for n in ("a1", "a2", "a3"))
-        return rms_norm(lax.scan(step, jnp.zeros((B, D, D)), tokens)[1].swapaxes(0, 1)) @ p["a4"]
-
-    return run, mlp(p)
+    tokens = tuple((h @ p[n]).swapaxes(0, 1) for n in ("a1", "a2", "a3"))
+    return rms_norm(lax.scan(step, jnp.zeros((B, D, D)), tokens)[1].swapaxes(0, 1)) @ p["a4"]
 
 
-@language_model({**BLOCK, "a5": weight(D, 1)})
-def delta_rule(p: Any) -> Any:
-    def run(h: Any) -> Any:
-        def step(state: Any, token: Any) -> Any:
-            q, k, v, rate = token
-            error = v - dot("s", "bkv,bk->bv", state, k)
-            state = state + rate[:, None] * k[:, :, None] * error[:, None]
-            return state, dot("s", "bkv,bk->bv", state, q)
+@language_model({**BLOCK, "a5": weight(D, 1)}, after=[mlp])
+def delta_rule(p: Any, h: Any) -> Any:
+    def step(state: Any, token: Any) -> Any:
+        q, k, v, rate = token
+        error = v - dot("s", "bkv,bk->bv", state, k)
+        state = state + rate[:, None] * k[:, :, None] * error[:, None]
+        return state, dot("s", "bkv,bk->bv", state, q)
 
-        tokens = [h @ p["a1"], rms_norm(h @ p["a2"]), h @ p["a3"], jax.nn.sigmoid(h @ p["a5"])]
-        _, out = lax.scan(step, jnp.zeros((B, D, D)), tuple(x.swapaxes(0, 1) for x in tokens))
-        return out.swapaxes(0, 1) @ p["a4"]
-
-    return run, mlp(p)
+    tokens = [h @ p["a1"], rms_norm(h @ p["a2"]), h @ p["a3"], jax.nn.sigmoid(h @ p["a5"])]
+    _, out = lax.scan(step, jnp.zeros((B, D, D)), tuple(x.swapaxes(0, 1) for x in tokens))
+    return out.swapaxes(0, 1) @ p["a4"]
 
 
-@language_model(BLOCK)
-def sigmoid_attention(p: Any) -> Any:
-    def run(h: Any) -> Any:
-        q, k, v = (split_heads(h @ p[n], H) for n in ("a1", "a2", "a3"))
-        shares = jax.nn.sigmoid(dot("s", "bqhd,bkhd->bhqk", q, k) - 1)
-        return dot("s", "bhqk,bkhd->bqhd", shares, v).reshape(h.shape) @ p["a4"]
-
-    return run, mlp(p)
+@language_model(BLOCK, after=[mlp])
+def sigmoid_attention(p: Any, h: Any) -> Any:
+    q, k, v = (split_heads(h @ p[n], H) for n in ("a1", "a2", "a3"))
+    shares = jax.nn.sigmoid(dot("s", "bqhd,bkhd->bhqk", q, k) - 1)
+    return dot("s", "bhqk,bkhd->bqhd", shares, v).reshape(h.shape) @ p["a4"]
 
 
-@language_model(BLOCK)
-def random_features(p: Any) -> Any:
+@language_model(BLOCK, after=[mlp])
+def random_features(p: Any, h: Any) -> Any:
     omega = frozen(D, 8)
-
-    def run(h: Any) -> Any:
-        q, k = (jnp.exp(dot("a", "btd,df->btf", h @ p[n], omega)) for n in ("a1", "a2"))
-        state = dot("s", "btf,btd->bfd", k, h @ p["a3"])
-        return dot("s", "btf,bfd->btd", q, state) / dot("s", "btf,bf->bt", q, k.sum(1))[..., None] @ p["a4"]
-
-    return run, mlp(p)
+    q, k = (jnp.exp(dot("a", "btd,df->btf", h @ p[n], omega)) for n in ("a1", "a2"))
+    state = dot("s", "btf,btd->bfd", k, h @ p["a3"])
+    return dot("s", "btf,bfd->btd", q, state) / dot("s", "btf,bf->bt", q, k.sum(1))[..., None] @ p["a4"]
 
 
-@language_model({**ATTENTION, "n5": weight(T, T), **MLP})
-def attention_free_transformer(p: Any) -> Any:
-    def run(h: Any) -> Any:
-        q, k, v = jax.nn.sigmoid(h @ p["a1"]), jnp.exp(h @ p["a2"]), h @ p["a3"]
-        bias = jnp.exp(p["n5"])
-        above, below = (dot("n", "qk,bkd->bqd", bias, x) for x in (k * v, k))
-        return (q * above / below) @ p["a4"]
-
-    return run, mlp(p)
+@language_model({**ATTENTION, "n5": weight(T, T), **MLP}, after=[mlp])
+def attention_free_transformer(p: Any, h: Any) -> Any:
+    q, k, v = jax.nn.sigmoid(h @ p["a1"]), jnp.exp(h @ p["a2"]), h @ p["a3"]
+    bias = jnp.exp(p["n5"])
+    above, below = (dot("n", "qk,bkd->bqd", bias, x) for x in (k * v, k))
+    return (q * above / below) @ p["a4"]
 
 
 # ---- attention
 
 
 @language_model(
-    {"a1": SQUARE, "a2": weight(D, 8), "a3": weight(8, D), "a4": SQUARE, "a5": weight(8, D), **MLP}
+    {"a1": SQUARE, "a2": weight(D, 8), "a3": weight(8, D), "a4": SQUARE, "a5": weight(8, D), **MLP},
+    after=[mlp],
 )
-def latent_attention_with_an_added_rotary_part(p: Any) -> Any:
-    def run(h: Any) -> Any:
-        latent = h @ p["a2"]
-        k = split_heads(latent @ p["a5"], H) + rotate(split_heads(jnp.tile(latent, 2), H))
-        return (
-            softmax_attention(
-                rotate(split_heads(h @ p["a1"], H)).reshape(h.shape), k.reshape(h.shape), latent @ p["a3"]
-            )
-            @ p["a4"]
+def latent_attention_with_an_added_rotary_part(p: Any, h: Any) -> Any:
+    latent = h @ p["a2"]
+    k = split_heads(latent @ p["a5"], H) + rotate(split_heads(jnp.tile(latent, 2), H))
+    return (
+        softmax_attention(
+            rotate(split_heads(h @ p["a1"], H)).reshape(h.shape), k.reshape(h.shape), latent @ p["a3"]
         )
-
-    return run, mlp(p)
+        @ p["a4"]
+    )
 
 
 @language_model(
@@ -567,17 +510,15 @@ def latent_attention_with_an_added_rotary_part(p: Any) -> Any:
         "a6": weight(D, 4),
         "a7": weight(D, H * 4),
         **MLP,
-    }
+    },
+    after=[mlp],
 )
-def latent_attention_with_added_rotary_scores(p: Any) -> Any:
-    def run(h: Any) -> Any:
-        latent = rms_norm(h @ p["a2"])
-        q, k, v = (split_heads(x, H) for x in (h @ p["a1"], latent @ p["a5"], latent @ p["a3"]))
-        turned_q, turned_k = rotate(split_heads(h @ p["a7"], H)), rotate((h @ p["a6"])[:, :, None])[:, :, 0]
-        scores = dot("s", "bqhd,bkhd->bhqk", q, k) + dot("s", "bqhd,bkd->bhqk", turned_q, turned_k)
-        return dot("s", "bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(h.shape) @ p["a4"]
-
-    return run, mlp(p)
+def latent_attention_with_added_rotary_scores(p: Any, h: Any) -> Any:
+    latent = rms_norm(h @ p["a2"])
+    q, k, v = (split_heads(x, H) for x in (h @ p["a1"], latent @ p["a5"], latent @ p["a3"]))
+    turned_q, turned_k = rotate(split_heads(h @ p["a7"], H)), rotate((h @ p["a6"])[:, :, None])[:, :, 0]
+    scores = dot("s", "bqhd,bkhd->bhqk", q, k) + dot("s", "bqhd,bkd->bhqk", turned_q, turned_k)
+    return dot("s", "bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(h.shape) @ p["a4"]
 
 
 @language_model(
@@ -588,111 +529,89 @@ def latent_attention_with_added_rotary_scores(p: Any) -> Any:
         "a4": weight(H, 12, D),
         "a5": weight(H, 8, 8),
         **MLP,
-    }
+    },
+    after=[mlp],
 )
-def latent_attention_absorbed(p: Any) -> Any:
+def latent_attention_absorbed(p: Any, h: Any) -> Any:
     """Scores between queries and the latents themselves; the values are computed from their result, for each head."""
-
-    def run(h: Any) -> Any:
-        latent = rms_norm(h @ p["a2"])
-        q = jnp.einsum("bthd,hdc->bthc", jnp.einsum("btd,dhc->bthc", h, p["a1"]), p["a5"])
-        shares = jax.nn.softmax(dot("s", "bqhc,bkc->bhqk", q, latent))
-        values = jnp.einsum("bqhc,hcd->bqhd", dot("s", "bhqk,bkc->bqhc", shares, latent), p["a3"])
-        return jnp.einsum("bqhd,hdo->bqo", values, p["a4"])
-
-    return run, mlp(p)
+    latent = rms_norm(h @ p["a2"])
+    q = jnp.einsum("bthd,hdc->bthc", jnp.einsum("btd,dhc->bthc", h, p["a1"]), p["a5"])
+    shares = jax.nn.softmax(dot("s", "bqhc,bkc->bhqk", q, latent))
+    values = jnp.einsum("bqhc,hcd->bqhd", dot("s", "bhqk,bkc->bqhc", shares, latent), p["a3"])
+    return jnp.einsum("bqhd,hdo->bqo", values, p["a4"])
 
 
 @language_model(
-    {"a1": SQUARE, "a2": weight(D, 16), "a3": weight(8, D), "a4": SQUARE, "a5": weight(8, D), **MLP}
+    {"a1": SQUARE, "a2": weight(D, 16), "a3": weight(8, D), "a4": SQUARE, "a5": weight(8, D), **MLP},
+    after=[mlp],
 )
-def latent_attention_with_rotary_parts_of_one_projection(p: Any) -> Any:
+def latent_attention_with_rotary_parts_of_one_projection(p: Any, h: Any) -> Any:
     """The rotary part of the keys is the other half of the latents' projection, turned by a sum and added."""
 
     def turn(x: Any) -> Any:
         cos = np.cos(np.arange(T, dtype=np.float32))[:, None]
         return x * cos + jnp.concatenate([-x[..., D // 2 :], x[..., : D // 2]], -1) * (1 - cos)
 
-    def run(h: Any) -> Any:
-        both = h @ p["a2"]
-        k = both[..., :8] @ p["a5"] + turn(both)
-        q, k = split_heads(turn(h @ p["a1"]), H), split_heads(k, H)
-        scores = dot("s", "bqhd,bkhd->bhqk", q, k) / 4
-        v = split_heads(both[..., :8] @ p["a3"], H)
-        return dot("s", "bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(h.shape) @ p["a4"]
-
-    return run, mlp(p)
+    both = h @ p["a2"]
+    k = both[..., :8] @ p["a5"] + turn(both)
+    q, k = split_heads(turn(h @ p["a1"]), H), split_heads(k, H)
+    scores = dot("s", "bqhd,bkhd->bhqk", q, k) / 4
+    v = split_heads(both[..., :8] @ p["a3"], H)
+    return dot("s", "bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(h.shape) @ p["a4"]
 
 
 @language_model(
-    {"a1": weight(D, 2 * D), "a2": weight(D, 2 * D), "a3": SQUARE, "a4": SQUARE, "z": weight(1), **MLP}
+    {"a1": weight(D, 2 * D), "a2": weight(D, 2 * D), "a3": SQUARE, "a4": SQUARE, "z": weight(1), **MLP},
+    after=[mlp],
 )
-def differential_attention(p: Any) -> Any:
-    def run(h: Any) -> Any:
-        (q1, q2), (k1, k2) = (jnp.split(split_heads(h @ p[n], H), 2, -1) for n in ("a1", "a2"))
-        one, two = (jax.nn.softmax(dot("s", "bqhd,bkhd->bhqk", q, k)) for q, k in ((q1, k1), (q2, k2)))
-        out = dot("s", "bhqk,bkhd->bqhd", one - p["z"] * two, split_heads(h @ p["a3"], H))
-        return rms_norm(out).reshape(h.shape) @ p["a4"]
-
-    return run, mlp(p)
+def differential_attention(p: Any, h: Any) -> Any:
+    (q1, q2), (k1, k2) = (jnp.split(split_heads(h @ p[n], H), 2, -1) for n in ("a1", "a2"))
+    one, two = (jax.nn.softmax(dot("s", "bqhd,bkhd->bhqk", q, k)) for q, k in ((q1, k1), (q2, k2)))
+    out = dot("s", "bhqk,bkhd->bqhd", one - p["z"] * two, split_heads(h @ p["a3"], H))
+    return rms_norm(out).reshape(h.shape) @ p["a4"]
 
 
-@language_model({"a1": SQUARE, "a2": weight(D, 8), "a3": weight(D, 8), "a4": SQUARE, **MLP})
-def multi_query_attention(p: Any) -> Any:
-    def run(h: Any) -> Any:
-        q, k, v = split_heads(h @ p["a1"], H), h @ p["a2"], h @ p["a3"]
-        shares = jax.nn.softmax(dot("s", "bqhd,bkd->bhqk", q, k))
-        return dot("s", "bhqk,bkd->bqhd", shares, v).reshape(h.shape) @ p["a4"]
-
-    return run, mlp(p)
+@language_model({"a1": SQUARE, "a2": weight(D, 8), "a3": weight(D, 8), "a4": SQUARE, **MLP}, after=[mlp])
+def multi_query_attention(p: Any, h: Any) -> Any:
+    q, k, v = split_heads(h @ p["a1"], H), h @ p["a2"], h @ p["a3"]
+    shares = jax.nn.softmax(dot("s", "bqhd,bkd->bhqk", q, k))
+    return dot("s", "bhqk,bkd->bqhd", shares, v).reshape(h.shape) @ p["a4"]
 
 
-@language_model(BLOCK)
-def online_softmax(p: Any) -> Any:
-    def run(h: Any) -> Any:
-        q, k, v = (split_heads(h @ p[n], H) for n in ("a1", "a2", "a3"))
+@language_model(BLOCK, after=[mlp])
+def online_softmax(p: Any, h: Any) -> Any:
+    q, k, v = (split_heads(h @ p[n], H) for n in ("a1", "a2", "a3"))
 
-        def step(state: Any, chunk: Any) -> Any:
-            top, below, out = state
-            logits = dot("s", "bqhd,bkhd->bhqk", q, chunk[0])
-            new = jnp.maximum(top, logits.max(-1))
-            shares, scale = jnp.exp(logits - new[..., None]), jnp.exp(top - new)
-            out = out * scale[..., None] + dot("s", "bhqk,bkhd->bhqd", shares, chunk[1])
-            return (new, below * scale + shares.sum(-1), out), None
+    def step(state: Any, chunk: Any) -> Any:
+        top, below, out = state
+        logits = dot("s", "bqhd,bkhd->bhqk", q, chunk[0])
+        new = jnp.maximum(top, logits.max(-1))
+        shares, scale = jnp.exp(logits - new[..., None]), jnp.exp(top - new)
+        out = out * scale[..., None] + dot("s", "bhqk,bkhd->bhqd", shares, chunk[1])
+        return (new, below * scale + shares.sum(-1), out), None
 
-        chunks = tuple(x.reshape(B, 3, 2, H, -1).swapaxes(0, 1) for x in (k, v))
-        init = jnp.full((B, H, T), -1e9), jnp.zeros((B, H, T)), jnp.zeros((B, H, T, D // H))
-        (_, below, out), _ = lax.scan(step, init, chunks)
-        return (out / below[..., None]).swapaxes(1, 2).reshape(h.shape) @ p["a4"]
-
-    return run, mlp(p)
+    chunks = tuple(x.reshape(B, 3, 2, H, -1).swapaxes(0, 1) for x in (k, v))
+    init = jnp.full((B, H, T), -1e9), jnp.zeros((B, H, T)), jnp.zeros((B, H, T, D // H))
+    (_, below, out), _ = lax.scan(step, init, chunks)
+    return (out / below[..., None]).swapaxes(1, 2).reshape(h.shape) @ p["a4"]
 
 
 @language_model({"a1": weight(D, 3 * D + F), "a4": SQUARE, "m2": DOWN})
-def parallel_blocks_with_one_fused_projection(p: Any) -> Any:
-    def run(h: Any) -> Any:
-        q, k, v, up = jnp.split(h @ p["a1"], [D, 2 * D, 3 * D], -1)
-        return softmax_attention(q, k, v) @ p["a4"] + jax.nn.gelu(up) @ p["m2"]
-
-    return (run,)
+def parallel_blocks_with_one_fused_projection(p: Any, h: Any) -> Any:
+    q, k, v, up = jnp.split(h @ p["a1"], [D, 2 * D, 3 * D], -1)
+    return softmax_attention(q, k, v) @ p["a4"] + jax.nn.gelu(up) @ p["m2"]
 
 
-@language_model({**BLOCK, "a5": weight(T, 3), "a6": weight(T, 3)})
-def keys_projected_along_tokens(p: Any) -> Any:
-    def run(h: Any) -> Any:
-        k, v = (jnp.einsum("btd,tk->bkd", h @ p[n], p[e]) for n, e in (("a2", "a5"), ("a3", "a6")))
-        return softmax_attention(h @ p["a1"], k, v) @ p["a4"]
-
-    return run, mlp(p)
+@language_model({**BLOCK, "a5": weight(T, 3), "a6": weight(T, 3)}, after=[mlp])
+def keys_projected_along_tokens(p: Any, h: Any) -> Any:
+    k, v = (jnp.einsum("btd,tk->bkd", h @ p[n], p[e]) for n, e in (("a2", "a5"), ("a3", "a6")))
+    return softmax_attention(h @ p["a1"], k, v) @ p["a4"]
 
 
-@language_model({"a1": SQUARE, "a2": weight(D, T), "a3": SQUARE, "a4": SQUARE, **MLP})
-def synthesized_attention(p: Any) -> Any:
-    def run(h: Any) -> Any:
-        shares = jax.nn.softmax(jax.nn.relu(h @ p["a1"]) @ p["a2"])
-        return dot("s", "bqk,bkd->bqd", shares, h @ p["a3"]) @ p["a4"]
-
-    return run, mlp(p)
+@language_model({"a1": SQUARE, "a2": weight(D, T), "a3": SQUARE, "a4": SQUARE, **MLP}, after=[mlp])
+def synthesized_attention(p: Any, h: Any) -> Any:
+    shares = jax.nn.softmax(jax.nn.relu(h @ p["a1"]) @ p["a2"])
+    return dot("s", "bqk,bkd->bqd", shares, h @ p["a3"]) @ p["a4"]
 
 
 @program({**ENDS, "e": [BLOCK] * 2, "d": [{"x": ATTENTION, **BLOCK}] * 2})
@@ -708,9 +627,9 @@ def encoder_and_decoder(p: Any) -> Any:
     return cross_entropy(x @ p["h"], TOKENS)
 
 
-@language_model({"x": BLOCK, **BLOCK})
-def cross_attention_to_data(p: Any) -> Any:
-    return attention(p), attention(p["x"], DATA), mlp(p)
+@language_model({"x": BLOCK, **BLOCK}, before=[attention], after=[mlp])
+def cross_attention_to_data(p: Any, h: Any) -> Any:
+    return attention(p["x"], DATA)(h)
 
 
 @program({"t": weight(D, D), "q": weight(4, D), "x": BLOCK, "l": [BLOCK] * 3, "h": weight(D, 5)})
@@ -724,41 +643,35 @@ def latents_that_read_data(p: Any) -> Any:
 # ---- other branches
 
 
-@language_model({"m1": weight(T, 9), "m2": weight(9, T), "m3": UP, "m4": DOWN})
-def mixing_by_weights(p: Any) -> Any:
-    def tokens(h: Any) -> Any:
-        return (jax.nn.gelu(h.swapaxes(1, 2) @ p["m1"]) @ p["m2"]).swapaxes(1, 2)
+def token_mixing(p: Any) -> Branch:
+    return lambda h: (jax.nn.gelu(h.swapaxes(1, 2) @ p["m1"]) @ p["m2"]).swapaxes(1, 2)
 
-    return tokens, lambda h: jax.nn.gelu(h @ p["m3"]) @ p["m4"]
+
+@language_model({"m1": weight(T, 9), "m2": weight(9, T), "m3": UP, "m4": DOWN}, before=[token_mixing])
+def mixing_by_weights(p: Any, h: Any) -> Any:
+    return jax.nn.gelu(h @ p["m3"]) @ p["m4"]
 
 
 @language_model({"m1": weight(D, 2 * F), "m2": weight(T, T), "m3": DOWN})
-def spatial_gating(p: Any) -> Any:
-    def run(h: Any) -> Any:
-        u, v = jnp.split(jax.nn.gelu(h @ p["m1"]), 2, -1)
-        return (u * jnp.einsum("ts,bsf->btf", p["m2"], rms_norm(v))) @ p["m3"]
-
-    return (run,)
+def spatial_gating(p: Any, h: Any) -> Any:
+    u, v = jnp.split(jax.nn.gelu(h @ p["m1"]), 2, -1)
+    return (u * jnp.einsum("ts,bsf->btf", p["m2"], rms_norm(v))) @ p["m3"]
 
 
-@language_model({**ATTENTION, "m1": UP, "m2": UP, "m3": DOWN, "g": weight(F), "b": weight(F)})
-def gated_mlp_with_norm_bias_and_dropout(p: Any) -> Any:
-    def run(h: Any) -> Any:
-        keep = jax.random.bernoulli(jax.random.key(0), 0.9, (B, T, F))
-        hidden = jax.nn.silu(h @ p["m1"]) * (h @ p["m2"] + p["b"])
-        hidden = (hidden - hidden.mean(-1, keepdims=True)) / (hidden.std(-1, keepdims=True) + 1e-6) * p["g"]
-        return jax.checkpoint(lambda x: jnp.where(keep, x / 0.9, 0) @ p["m3"])(hidden)
-
-    return attention(p), run
+@language_model(
+    {**ATTENTION, "m1": UP, "m2": UP, "m3": DOWN, "g": weight(F), "b": weight(F)}, before=[attention]
+)
+def gated_mlp_with_norm_bias_and_dropout(p: Any, h: Any) -> Any:
+    keep = jax.random.bernoulli(jax.random.key(0), 0.9, (B, T, F))
+    hidden = jax.nn.silu(h @ p["m1"]) * (h @ p["m2"] + p["b"])
+    hidden = (hidden - hidden.mean(-1, keepdims=True)) / (hidden.std(-1, keepdims=True) + 1e-6) * p["g"]
+    return jax.checkpoint(lambda x: jnp.where(keep, x / 0.9, 0) @ p["m3"])(hidden)
 
 
 @language_model({**MLP, "m3": weight(D, 4), "m4": weight(4, D)})
-def squeeze_and_excitation(p: Any) -> Any:
-    def run(h: Any) -> Any:
-        out = mlp(p)(h)
-        return out * jax.nn.sigmoid(jax.nn.relu(out.mean(1, keepdims=True) @ p["m3"]) @ p["m4"])
-
-    return (run,)
+def squeeze_and_excitation(p: Any, h: Any) -> Any:
+    out = mlp(p)(h)
+    return out * jax.nn.sigmoid(jax.nn.relu(out.mean(1, keepdims=True) @ p["m3"]) @ p["m4"])
 
 
 @program({"c": [weight(3, D, D)] * 2, "m1": weight(D * T, F), "m2": weight(F, F), "h": weight(F, 5)})
@@ -866,41 +779,31 @@ MOE = ATTENTION | {
 }
 
 
-@language_model(MOE)
-def dense_mixture(p: Any) -> Any:
-    def run(h: Any) -> Any:
-        shares, chosen = lax.top_k(jax.nn.softmax(h @ p["r"]), 2)
-        gates = (jax.nn.one_hot(chosen, 4) * shares[..., None]).sum(-2)
-        hidden = jax.nn.silu(jnp.einsum("btd,edf->btef", h, p["e1"]))
-        return dot("n", "bted,bte->btd", jnp.einsum("btef,efd->bted", hidden, p["e2"]), gates)
-
-    return attention(p), run
+@language_model(MOE, before=[attention])
+def dense_mixture(p: Any, h: Any) -> Any:
+    shares, chosen = lax.top_k(jax.nn.softmax(h @ p["r"]), 2)
+    gates = (jax.nn.one_hot(chosen, 4) * shares[..., None]).sum(-2)
+    hidden = jax.nn.silu(jnp.einsum("btd,edf->btef", h, p["e1"]))
+    return dot("n", "bted,bte->btd", jnp.einsum("btef,efd->bted", hidden, p["e2"]), gates)
 
 
-@language_model(MOE)
-def ragged_mixture(p: Any) -> Any:
-    def run(h: Any) -> Any:
-        tokens = h.reshape(-1, D)
-        gate, chosen = lax.top_k(jax.nn.softmax(tokens @ p["r"]), 1)
-        order = jnp.argsort(chosen[:, 0])
-        sizes = jnp.bincount(chosen[:, 0], length=4)
-        hidden = jax.nn.silu(lax.ragged_dot(tokens[order], p["e1"], sizes))
-        return (lax.ragged_dot(hidden, p["e2"], sizes)[jnp.argsort(order)] * gate).reshape(h.shape)
-
-    return attention(p), run
+@language_model(MOE, before=[attention])
+def ragged_mixture(p: Any, h: Any) -> Any:
+    tokens = h.reshape(-1, D)
+    gate, chosen = lax.top_k(jax.nn.softmax(tokens @ p["r"]), 1)
+    order = jnp.argsort(chosen[:, 0])
+    sizes = jnp.bincount(chosen[:, 0], length=4)
+    hidden = jax.nn.silu(lax.ragged_dot(tokens[order], p["e1"], sizes))
+    return (lax.ragged_dot(hidden, p["e2"], sizes)[jnp.argsort(order)] * gate).reshape(h.shape)
 
 
 @language_model({"r": weight(D, 4), "e1": weight(4, D, F), "e2": weight(4, F, D)})
-def soft_mixture(p: Any) -> Any:
+def soft_mixture(p: Any, h: Any) -> Any:
     """All experts, weighed by a softmax: nothing is chosen."""
-
-    def run(h: Any) -> Any:
-        hidden = jax.nn.silu(jnp.einsum("btd,edf->btef", h, p["e1"]))
-        return dot(
-            "n", "bted,bte->btd", jnp.einsum("btef,efd->bted", hidden, p["e2"]), jax.nn.softmax(h @ p["r"])
-        )
-
-    return (run,)
+    hidden = jax.nn.silu(jnp.einsum("btd,edf->btef", h, p["e1"]))
+    return dot(
+        "n", "bted,bte->btd", jnp.einsum("btef,efd->bted", hidden, p["e2"]), jax.nn.softmax(h @ p["r"])
+    )
 
 
 @program({"m1": UP, "m2": DOWN, "a1": SQUARE, "a2": weight(D, 1), "h": weight(D, 2)})
@@ -910,23 +813,24 @@ def pooling_of_instances(p: Any) -> Any:
     return cross_entropy(dot("s", "bt,btd->bd", shares, x) @ p["h"], np.zeros(B, int))
 
 
-@language_model(
-    {**MLP, "a1": weight(D, F), "a2": weight(F, 4), "a3": weight(F, 4), "a4": DOWN, "a5": weight(F, F)}
-)
-def sparse_mlp_and_dual_state_space(p: Any) -> Any:
-    """The largest hidden values alone are multiplied: a choice, but not of experts."""
-
+def dual_state_space(p: Any) -> Branch:
     def mix(h: Any) -> Any:
         x = jax.nn.silu(h @ p["a1"])
         decay = np.tril(0.9 ** np.abs(np.arange(T)[:, None] - np.arange(T))).astype(np.float32)
         scores = dot("s", "btn,bsn->bts", x @ p["a2"], x @ p["a3"]) * decay
         return dot("s", "bts,bsf->btf", scores, x @ p["a5"]) @ p["a4"]
 
-    def run(h: Any) -> Any:
-        hidden = h @ p["m1"]
-        return jnp.where(hidden >= lax.top_k(hidden, 8)[0][..., -1:], hidden, 0) @ p["m2"]
+    return mix
 
-    return mix, run
+
+@language_model(
+    {**MLP, "a1": weight(D, F), "a2": weight(F, 4), "a3": weight(F, 4), "a4": DOWN, "a5": weight(F, F)},
+    before=[dual_state_space],
+)
+def sparse_mlp_and_dual_state_space(p: Any, h: Any) -> Any:
+    """The largest hidden values alone are multiplied: a choice, but not of experts."""
+    hidden = h @ p["m1"]
+    return jnp.where(hidden >= lax.top_k(hidden, 8)[0][..., -1:], hidden, 0) @ p["m2"]
 
 
 # ---- towers, passes and heads

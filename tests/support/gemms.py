@@ -28,6 +28,12 @@ RECIPES: dict[str, Recipe] = {
     "mean": make_recipe("nvfp4", {"mean_split": True, "rht": OPERAND_GROUPS["wgrad"]}),
     "four_over_six": make_recipe("nvfp4", {"scale": "four_over_six", "scale2d": OPERAND_GROUPS["weights"]}),
     "ms_eden": make_recipe("nvfp4", {"rounding": "ms_eden"}),
+    "dequantized": make_recipe(
+        "nvfp4", {"backward": "dequantized", "outer": "shared", "scale2d": OPERAND_GROUPS["weights"]}
+    ),
+    "tiles": make_recipe("nvfp4", {"scale2d": OPERAND_GROUPS["all"], "sr": OPERAND_GROUPS["grad"]}),
+    "signs": make_recipe("nvfp4", {"rht": OPERAND_GROUPS["wgrad"], "rht_signs": "random"}),
+    "mxfp8 tiles": make_recipe("mxfp8", {"scale2d": OPERAND_GROUPS["weights"]}),
     "mxfp4": make_recipe(
         "mxfp4", {"rht": OPERAND_GROUPS["wgrad"], "rht_size": 32, "sr": OPERAND_GROUPS["grad"]}
     ),

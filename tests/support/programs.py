@@ -68,60 +68,46 @@ class Builder:
     def nests(self) -> list[Maker]:
         return [self.scanned, self.checkpointed, self.jitted, self.conditional, self.chained, self.looped]
 
-    def dense(self, depth: int, lead: tuple[int, ...]) -> tuple[Any, Block]:
+    def gemm(
+        self, lead: tuple[int, ...], shape: tuple[int, ...], multiply: Block, combine: Block, key: str = "w"
+    ) -> tuple[Any, Block]:
+        """A block with one GEMM, in a scope of its own: `combine(h, multiply(weight, h))`."""
         name = self.name()
 
         def f(p: Any, h: jax.Array) -> jax.Array:
             with jax.named_scope(name):
-                y = h @ p["w"]
-            return h + jax.nn.relu(y)
+                y = multiply(p[key], h)
+            return combine(h, y)
 
-        return {"w": self.weight(lead, WIDTH, WIDTH)}, f
+        return {key: self.weight(lead, *shape)}, f
+
+    def dense(self, depth: int, lead: tuple[int, ...]) -> tuple[Any, Block]:
+        return self.gemm(lead, (WIDTH, WIDTH), lambda w, h: h @ w, lambda h, y: h + jax.nn.relu(y))
 
     def left(self, depth: int, lead: tuple[int, ...]) -> tuple[Any, Block]:
-        name = self.name()
-
-        def f(p: Any, h: jax.Array) -> jax.Array:
-            with jax.named_scope(name):
-                y = p["w"].T @ h.T
-            return h + jnp.tanh(y.T)
-
-        return {"w": self.weight(lead, WIDTH, WIDTH)}, f
+        return self.gemm(lead, (WIDTH, WIDTH), lambda w, h: w.T @ h.T, lambda h, y: h + jnp.tanh(y.T))
 
     def einsum(self, depth: int, lead: tuple[int, ...]) -> tuple[Any, Block]:
-        name = self.name()
+        half = WIDTH // 2
 
-        def f(p: Any, h: jax.Array) -> jax.Array:
-            x = h.reshape(ROWS, 2, WIDTH // 2)
-            with jax.named_scope(name):
-                y = jnp.einsum(
-                    "rab,bace->rce", x, p["w"].astype(jnp.bfloat16), preferred_element_type=jnp.float32
-                )
-            return h + jnp.sin(y.reshape(h.shape))
+        def multiply(w: jax.Array, h: jax.Array) -> jax.Array:
+            x, w = h.reshape(ROWS, 2, half), w.astype(jnp.bfloat16)
+            return jnp.einsum("rab,bace->rce", x, w, preferred_element_type=jnp.float32)
 
-        return {"w": self.weight(lead, WIDTH // 2, 2, 2, WIDTH // 2)}, f
+        return self.gemm(lead, (half, 2, 2, half), multiply, lambda h, y: h + jnp.sin(y.reshape(h.shape)))
 
     def pair(self, depth: int, lead: tuple[int, ...]) -> tuple[Any, Block]:
         """A weight per expert, applied under vmap."""
-        name = self.name()
-
-        def f(p: Any, h: jax.Array) -> jax.Array:
-            with jax.named_scope(name):
-                y = jax.vmap(lambda w: h @ w)(p["w"])
-            return h + y.mean(0)
-
-        return {"w": self.weight(lead, 3, WIDTH, WIDTH)}, f
+        shape = 3, WIDTH, WIDTH
+        return self.gemm(lead, shape, lambda w, h: jax.vmap(lambda m: h @ m)(w), lambda h, y: h + y.mean(0))
 
     def attention(self, depth: int, lead: tuple[int, ...]) -> tuple[Any, Block]:
         """A product of two activations."""
-        name = self.name()
 
-        def f(p: Any, h: jax.Array) -> jax.Array:
-            with jax.named_scope(name):
-                scores = jnp.einsum("rd,sd->rs", h, h * p["s"])
+        def combine(h: jax.Array, scores: jax.Array) -> jax.Array:
             return h + jax.nn.softmax(scores, -1).sum(-1, keepdims=True)
 
-        return {"s": self.weight(lead, WIDTH)}, f
+        return self.gemm(lead, (WIDTH,), lambda s, h: jnp.einsum("rd,sd->rs", h, h * s), combine, key="s")
 
     def scanned(self, depth: int, lead: tuple[int, ...]) -> tuple[Any, Block]:
         length = int(self.random.integers(2, 5))
@@ -177,15 +163,8 @@ class CutGradientBuilder(Builder):
         return [self.scanned, self.jitted, self.conditional, self.chained, self.looped, self.carried]
 
     def cut(self, depth: int, lead: tuple[int, ...]) -> tuple[Any, Block]:
-        name = self.name()
         use = USES[self.random.integers(len(USES))]
-
-        def f(p: Any, h: jax.Array) -> jax.Array:
-            with jax.named_scope(name):
-                y = h @ p["w"]
-            return use(h, y)
-
-        return {"w": self.weight(lead, WIDTH, WIDTH)}, f
+        return self.gemm(lead, (WIDTH, WIDTH), lambda w, h: h @ w, use)
 
     def carried(self, depth: int, lead: tuple[int, ...]) -> tuple[Any, Block]:
         """A scan with two carries that swap places and a stacked output, only one of which is used."""

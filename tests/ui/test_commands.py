@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ POLICYC = re.compile(
 )
 WRITTEN = {r"\e": "\x1b", r"\a": "\a", "{long}": "x" * 300}  # what a transcript writes instead
 USAGE = re.compile(r"^Usage: policyc .*\n(?: +.*\n)*Try 'policyc .*' for help.\n\n", re.MULTILINE)
+RUNS = re.compile(r"^ +PYTHON .*", re.MULTILINE)  # quote paths with a space
 PYTHONS = re.compile(
     r"^(?: +[~^]+|-{20}|For simplicity, JAX .*)\n", re.MULTILINE
 )  # tracebacks of other versions differ
@@ -63,10 +65,11 @@ def unescape(text: str) -> str:
 
 def normalize(text: str, folder: Path) -> str:
     """Leaves out the usage before an error and what depends on the machine or a version; escapes control characters."""
+    text = PYTHONS.sub("", USAGE.sub("", text)).replace(shlex.quote(sys.executable), "PYTHON")
+    text = RUNS.sub(lambda run: run[0].replace("'", ""), text)
     text = (
-        PYTHONS.sub("", USAGE.sub("", text)).replace(f"{folder}{os.sep}", "").replace(f"{ROOT}{os.sep}", "")
+        text.replace(f"{folder}{os.sep}", "").replace(f"{ROOT}{os.sep}", "").replace(__version__, "VERSION")
     )
-    text = text.replace(__version__, "VERSION")
     for written, meant in WRITTEN.items():
         text = text.replace(meant, written)
     return "".join(f"{line.rstrip()}\n" for line in text.splitlines())

@@ -22,7 +22,7 @@ from policyc.compiler.sites.stacks import Layer
 from policyc.language import recipes
 from policyc.language.diagnostics import Diagnostic, PolicyError
 from policyc.language.policy import Policy
-from policyc.language.recipes import Gemm, Recipe, Treatment
+from policyc.language.recipes import Gemm, Recipe, Role, Treatment
 from policyc.language.treatments import normalize_if_valid
 from policyc.numerics.backends import GemmQuery
 from policyc.numerics.backends.choice import (
@@ -82,6 +82,12 @@ class Decision:
 
     def lowering(self, gemm: Gemm) -> Lowering:
         return self.lowerings[_GEMMS.index(gemm)]
+
+    @property
+    def shared_scale(self) -> Treatment | None:
+        """How fprop treats the weight, if it shares the weight's outer scale with siblings; else None."""
+        weight = None if self.recipe is None else self.recipe.treatment(Gemm.FPROP, Role.WEIGHT)
+        return weight if weight is not None and weight.outer == "shared" else None
 
 
 Decisions: TypeAlias = "Mapping[tuple[Address, Layer], Decision]"

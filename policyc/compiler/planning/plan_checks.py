@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from policyc.base.text import count_noun, count_others, escape_controls
 from policyc.compiler.planning.idle_rules import (
@@ -19,11 +20,14 @@ from policyc.compiler.sites.site import PathTemplate, Site, dotted
 from policyc.compiler.sites.stacks import Layer
 from policyc.language.diagnostics import Diagnostic, PolicyError, Severity
 from policyc.language.policy import Rule
-from policyc.language.recipes import Gemm
+from policyc.language.recipes import Gemm, Treatment
 from policyc.language.selectors import Indices, PathSegment, Selector, expand_selector, matches, takes_index
 from policyc.language.treatments import find_recipe_problems
 from policyc.numerics import backends
 from policyc.numerics.backends import Obstacle
+
+if TYPE_CHECKING:
+    from policyc.jaxcore.jaxprs.transform import Address
 
 _KEYWORDS = {"import", "recipe", "after", "until", "variant"}
 """Words that start a statement. A selector that equals one of them needs a wildcard before it."""
@@ -52,6 +56,7 @@ def check_plan(
         *unknown_blocks(plan),
         *uncertain_kinds(plan),
         *inseparable_layers(plan),
+        *unshared_scales(plan),
         *contradictory_recipes(plan),
         *missing_libraries(plan),
     ]
@@ -327,6 +332,32 @@ def _rules_that_differ(decisions: Decisions, site: Site) -> Iterator[int]:
             yield max(rule for d in (one, other) for rule in d.deciding)
 
 
+def unshared_scales(plan: Plan) -> Iterator[Diagnostic]:
+    """Rules whose weights cannot share an outer scale: not each of them is cut from one parameter by the same loops."""
+    if plan.sites.traced is None:
+        return
+    sites_of: dict[int, dict[Site, None]] = {}
+    for phase in plan.phases:
+        sharing: dict[Address, set[Treatment]] = {}
+        for run in plan.runs(phase):
+            if run.decision.shared_scale is not None:
+                sharing.setdefault(run.site.address, set()).add(run.decision.shared_scale)
+        for run in (run for run in plan.runs(phase) if run.site.address in sharing):
+            own, rule = sharing[run.site.address], run.decision.rule(Gemm.FPROP)
+            siblings = plan.sites.siblings.get(run.site.address, ())
+            group = [s for s in siblings if not own.isdisjoint(sharing.get(s.address, ()))]
+            origins = [plan.sites.equation(site).origin for site in group]
+            scans = {None if origin is None else origin.scans for origin in origins}
+            if len(group) > 1 and (None in scans or len(scans) > 1) and rule is not None:
+                sites_of.setdefault(rule, {})[run.site] = None
+    for rule, sites in sites_of.items():
+        message = (
+            f"the weight of {_name(next(iter(sites)))} cannot share its scale with those that read the same array: "
+            "not each of them is a parameter, or a layer of one, that the loss multiplies as it is"
+        )
+        yield _report("opaque-site", plan.policy.rules[rule], sites, message, "use outer=tensor for them")
+
+
 def name_sites(sites: Iterable[Site]) -> tuple[str, ...]:
     """The names of sites, each once."""
     return tuple(dict.fromkeys(site.name for site in sites))
@@ -363,10 +394,25 @@ def _selector_of(site: Site) -> str:
 
 
 def contradictory_recipes(plan: Plan) -> Iterator[Diagnostic]:
-    """Recipes whose options contradict each other on some product."""
+    """Recipes whose options contradict each other on some product, and rules whose recipes do so together."""
+    reported = set()
     for rule, recipe in zip(plan.policy.rules, plan.resolved, strict=True):
         for problem in find_recipe_problems(recipe):
+            reported.add(problem)
             yield Diagnostic(code="contradictory-options", message=problem, span=rule.recipe.span)
+    runs = {
+        id(run.decision): run for phase in plan.phases for run in plan.runs(phase)
+    }  # many share a decision
+    for run in (run for run in runs.values() if run.decision.recipe is not None):
+        for problem in find_recipe_problems(run.decision.applied_recipe):
+            if problem not in reported:
+                reported.add(problem)
+                yield Diagnostic(
+                    code="contradictory-options",
+                    message=f"at '{run.site.name}', {problem}",
+                    span=plan.policy.rules[max(run.decision.deciding)].recipe.span,
+                    help="give all products of a site one recipe",
+                )
 
 
 def not_native(plan: Plan) -> Iterator[Diagnostic]:

@@ -52,8 +52,13 @@ def rewrite(
 
     `constant_inputs` are the inputs that stay the same from call to call. Rounding keys are derived from `source`.
     """
+    shared = {address for (address, _), d in decisions.items() if d.shared_scale is not None}
     origins = ((site, sites.equation(site).origin) for site in sites)
-    hoisted = {s.address for s, o in origins if o and (s.is_reused or o.input in constant_inputs)}
+    hoisted = {
+        s.address
+        for s, o in origins
+        if o and (s.is_reused or o.input in constant_inputs or s.address in shared)
+    }
     rewriter = SiteRewriter(sites, decisions, hoisted, source)
     result = rewriter.transform(sites.jaxpr)
     return RewrittenLoss(
@@ -131,6 +136,7 @@ class SiteRewriter(Transform):
         """Equal for decisions with the same effect, whatever rules decided."""
         self._source = source
         self._hoisted = hoisted
+        self._all_sites = sites
         self.sites: dict[Address, Site] = {
             s.address: s
             for s in sites
@@ -259,16 +265,17 @@ class SiteRewriter(Transform):
     def _template(
         self, site: Site, decision: Decision, position: Position, shared: SharedActivation | None
     ) -> SiteTemplate:
-        key = (self._template_key(site, position), shared is not None)
+        siblings = self._siblings(site, position)
+        key = (self._template_key(site, position), shared is not None, siblings)
         template = self._templates.get(key)
         if template is None:
             hoisted = site.address in self._hoisted
             weight = (
-                make_quantizer(site, self.equations[site.address], decision, site.weight)
+                make_quantizer(site, self.equations[site.address], decision, site.weight, siblings)
                 if hoisted and site.weight
                 else None
             )
-            is_random = any(t.rounding != "rne" for t in decision.applied_recipe.treatments)
+            is_random = any(t.is_random for t in decision.applied_recipe.treatments)
             inputs = SiteInputs(
                 weight=weight if weight is not None and weight.avals else None,
                 has_rounding_key=is_random and self._takes_rounding_key(site),
@@ -277,6 +284,22 @@ class SiteRewriter(Transform):
             )
             template = self._templates[key] = self.make_template(site, decision, inputs)
         return template
+
+    def _siblings(self, site: Site, position: Position) -> tuple[int, ...]:
+        """The sites that share the outer scale of this site's weight, see `Quantizer`."""
+        own = self._decision_at(site, position)
+        if own is None or own.shared_scale is None or site.weight is None:
+            return ()
+        others = [
+            (s, self._decision_at(s, position))
+            for s in self._all_sites.siblings[site.address]
+            if s is not site
+        ]
+        return tuple(
+            other.address[-1] - site.address[-1]
+            for other, decision in others
+            if decision is not None and decision.shared_scale == own.shared_scale
+        )
 
     def make_template(self, site: Site, decision: Decision, inputs: SiteInputs) -> SiteTemplate:
         eqn, axis_env = self.equations[site.address].eqn, self.equations[site.address].axis_env

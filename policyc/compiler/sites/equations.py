@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
+from policyc.jaxcore.jaxprs import reading as jaxprs
 from policyc.jaxcore.jaxprs.reading import AxisEnv
 from policyc.jaxcore.jaxprs.transform import Address
 
@@ -36,9 +38,28 @@ class SiteEquation:
     """How the weight derives from an input of the loss; None if unknown."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Loss:
     """The jaxpr of a loss, and the equations of its sites by address."""
 
     jaxpr: ClosedJaxpr
     equations: Mapping[Address, SiteEquation]
+
+    @cached_property
+    def _definitions(self) -> dict[Var, JaxprEqn]:
+        return {var: eqn for eqn in jaxprs.all_equations(self.jaxpr) for var in eqn.outvars}
+
+    def multiplied(self, address: Address, operand: int) -> Var | None:
+        """The variable that a site multiplies, before casts and copies of it in the same jaxpr; None for a literal."""
+        atom = self.equations[address].eqn.invars[operand]
+        while isinstance(atom, Var):
+            eqn = self._definitions.get(atom)
+            if eqn is None or jaxprs.primitive_name(eqn) not in _COPIES:
+                return atom
+            atom = eqn.invars[0]
+        return None
+
+
+_COPIES = frozenset({"convert_element_type", "copy", "name", "pcast", "pvary", "reduce_precision", "reshape", "reshard",
+                     "sharding_constraint"})  # fmt: skip
+"""Primitives whose result is their operand in another type, shape or place. Frameworks cast an activation per layer."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr
 
     from policyc.compiler.sites.equations import Loss, SiteEquation
+    from policyc.jaxcore.jaxprs.transform import Address
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -83,6 +84,20 @@ class Sites:
         """For each of fprop, dgrad and wgrad: the layers that run it."""
         masks = (self.masks.of_sites(gemm in site.products for site in self.sites) for gemm in Gemm)
         return tuple(mask & self.running for mask in masks)
+
+    @cached_property
+    def siblings(self) -> dict[Address, tuple[Site, ...]]:
+        """For each site with a weight: all such sites that multiply the same array, in the same jaxpr, in order.
+
+        Casts and copies of the array count as the array, if the loss is known.
+        """
+        readers: dict[Hashable, list[Site]] = {}
+        for site in self.sites:
+            if site.weight is not None:
+                operand = 1 if site.weight == "lhs" else 0
+                array = self.traced and self.traced.multiplied(site.address, operand)
+                readers.setdefault((site.address[:-1], array or site.activation), []).append(site)
+        return {site.address: tuple(group) for group in readers.values() for site in group}
 
     @cached_property
     def hash(self) -> str:

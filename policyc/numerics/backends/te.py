@@ -70,6 +70,10 @@ class TransformerEngineBackend(Emulation):
         """The first limit of this backend that a GEMM exceeds, if any."""
         if query.format != "nvfp4" or query.right.format != "nvfp4":
             return Obstacle(f"backend te runs only nvfp4, not {query.format}", _FALLBACK_REMEDY)
+        if query.left.tile2d:
+            return Obstacle(
+                "Transformer Engine has 2D scales for weights only", f"scale2d=weights; {_FALLBACK_REMEDY}"
+            )
         return shape_obstacle(query) or _option_obstacle(query.left) or _option_obstacle(query.right)
 
     def find_missing_library(self) -> str:
@@ -146,6 +150,7 @@ def _type_obstacle(treatment: Treatment, dtype: str) -> Obstacle | None:
 def _option_obstacle(t: Treatment) -> Obstacle | None:
     unsupported = {
         f"rht_size={t.rht}": t.rht not in (0, len(SIGNS)),
+        f"rht_signs={t.rht_signs}": t.rht_signs != "fixed",
         "rounding=ms_eden": t.rounding == "ms_eden",
         f"scale={t.scale}": t.scale != "amax",
         "mean_split": t.mean_split,

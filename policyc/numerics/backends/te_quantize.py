@@ -27,13 +27,13 @@ from policyc.numerics.quantize.kernels.kernel_tiles import BLOCK
 from policyc.numerics.quantize.reference.bits import INFINITY, abs_bits, abs_bits_bf16, bits_of, from_bits
 from policyc.numerics.quantize.reference.blocks import bound_after_rotation
 from policyc.numerics.quantize.reference.hadamard import SIGNS
-from policyc.numerics.quantize.reference.layout import TILE, Layout, Quantized
+from policyc.numerics.quantize.reference.layout import Layout, Quantized
 from policyc.numerics.quantize.reference.random import Key
 
 ROTATED_TOKENS, ROTATED_FEATURES = 64, 128
 """The sizes of a rotated matrix must be multiples of these."""
 
-_UNITS = {"elements": (BLOCK, TILE), "codes": (BLOCK // 2, TILE), "scales": (1, 1)}
+_UNITS = {"elements": (BLOCK, BLOCK), "codes": (BLOCK // 2, BLOCK), "scales": (1, 1)}
 """The size of a block along the quantized axis and along the other axis of 2D tiles, in each of the arrays."""
 
 _WHOLE = "_whole"
@@ -113,7 +113,7 @@ class Matrix:
         scales = _restore_dims(scales, shape, order, BLOCK)
         if self.layout.tile_axis is not None:
             # The kernel repeats the scale of a tile for each of its rows.
-            scales = lax.slice_in_dim(scales, 0, None, TILE, axis=self.ndim + self.layout.tile_axis)
+            scales = lax.slice_in_dim(scales, 0, None, BLOCK, axis=self.ndim + self.layout.tile_axis)
         codes = _restore_dims(codes, shape, order, 2)
         return codes, scales, *(_restore_dims(a, shape, other_order, 2) for a in transposed)
 

@@ -44,7 +44,6 @@ from policyc.numerics.quantize.kernels.kernel_tiles import BLOCK, TILE_FEATURES,
 from policyc.numerics.quantize.reference.bits import FP8_DTYPES, materialize
 from policyc.numerics.quantize.reference.blocks import refinement_of
 from policyc.numerics.quantize.reference.layout import (
-    TILE,
     Layout,
     Operand,
     Quantized,
@@ -318,12 +317,13 @@ _ROTATED_SIZES = (_TOKENS, _FEATURES, _FEATURES)
 
 
 def _quantize_alone(x: jax.Array, request: Request, context: LoweringContext) -> Quantized:
-    """Quantizes like the emulation, but first transposes a weight with 2D tiles that the GEMM reads transposed.
+    """Quantizes like the emulation, but first transposes an operand with 2D tiles that the GEMM reads transposed.
 
     XLA would transpose it anyway, but later, as fp32 numbers that become codes.
     """
     axes = request.axes
-    if not request.treatment.tile2d or (axes.axis, axes.tile) != (-2, -1):
+    t = request.treatment
+    if not t.tile2d or t.is_random or (axes.axis, axes.tile) != (-2, -1):
         return quantize_alone(x, request, context)
     swap = {-1: -2, -2: -1}
     contract = tuple(swap.get(i, i) for i in axes.contract)
@@ -340,8 +340,8 @@ def as_rows(
     codes, scales, row_axis = _arrange_along(operand, contract[-1] - ndim)
     sizes = {layout.axis: layout.size, layout.tile_axis: layout.tile_size}
     # Rows of a tile can keep sharing scales if they are adjacent and none of them is padding.
-    if row_axis is not None and (free[-1] - ndim != row_axis or sizes[row_axis] % TILE):
-        scales, row_axis = repeat_axis(scales, row_axis, TILE), None
+    if row_axis is not None and (free[-1] - ndim != row_axis or sizes[row_axis] % layout.block):
+        scales, row_axis = repeat_axis(scales, row_axis, layout.block), None
     for i in free:
         if i - ndim in sizes and i - ndim != row_axis:
             codes = lax.slice_in_dim(codes, 0, sizes[i - ndim], axis=i)

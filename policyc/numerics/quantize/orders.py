@@ -96,7 +96,7 @@ def _measured_order(order: Order, request: Request) -> Order:
 def order_scales(statistics: Statistics, request: Request) -> OrderScales:
     """The scalars of one order, from the statistics of the whole operand."""
     maximum, content = statistics
-    amax = outer_maximum(maximum, request.treatment)
+    amax = outer_maximum(maximum, request)
     return OrderScales(amax=amax, maximum=maximum, content=content, key=request.key or make_key())
 
 

@@ -40,7 +40,6 @@ from policyc.numerics.quantize.reference.bits import (
 )
 from policyc.numerics.quantize.reference.hadamard import Method
 from policyc.numerics.quantize.reference.layout import (
-    TILE,
     Axes,
     Layout,
     expand_per_block,
@@ -77,6 +76,8 @@ class Request:
       operand: a name, `gemm.operand`, to fold into the rounding key; or empty. Kernels fold it in themselves.
       key: the key of stochastic rounding. A treatment that rounds to nearest does not use it.
       sign_key: the key of the fresh signs of MS-EDEN, the same for both operands of a GEMM.
+      shared_maximum: the bits of the largest magnitude of the operands that share an outer scale (`outer=shared`), one
+        for each index of the batch dimensions.
     """
 
     treatment: Treatment
@@ -85,6 +86,7 @@ class Request:
     operand: str = ""
     key: Key | None = field(default=None, compare=False)
     sign_key: Key | None = field(default=None, compare=False)
+    shared_maximum: jax.Array | None = field(default=None, compare=False)
 
     @property
     def rounding_key(self) -> Key:
@@ -113,7 +115,7 @@ def layout_of(shape: tuple[int, ...], treatment: Treatment, axes: Axes) -> tuple
     padded = list(shape)
     padded[axes.axis] += -shape[axes.axis] % max(block, treatment.rht, 2 if element.bits == 4 else 1)
     if tile is not None:
-        padded[tile] += -shape[tile] % TILE
+        padded[tile] += -shape[tile] % block
     layout = Layout(
         format=treatment.format,
         element=treatment.element,
@@ -130,7 +132,8 @@ def layout_of(shape: tuple[int, ...], treatment: Treatment, axes: Axes) -> tuple
 def bound_of(treatment: Treatment) -> float:
     """The largest magnitude of an element times its block scale."""
     if treatment.format == "nvfp4":
-        return E2M1.top * (E4M3_REDUCED if refinement_of(treatment) else E4M3_FULL)
+        top = {"": E4M3_FULL, "ms_eden": E4M3_REDUCED, "four_over_six": float(treatment.scale_bound)}
+        return E2M1.top * top[refinement_of(treatment)]
     return ELEMENTS[treatment.element].top
 
 
@@ -145,7 +148,9 @@ def has_kernels(treatment: Treatment) -> bool:
     """Whether there are kernels for NVFP4 in this variant: with scales from block maxima, and no rotation but of 16."""
     if treatment.format != "nvfp4" or refinement_of(treatment) or treatment.rht not in (0, 16):
         return False
-    return not (treatment.tile2d or treatment.mean_split or treatment.outer == "row")
+    if treatment.rht_signs != "fixed":
+        return False
+    return not (treatment.tile2d or treatment.mean_split or treatment.outer in ("row", "shared"))
 
 
 def joins_in_kernels(treatments: Sequence[Treatment]) -> bool:
@@ -191,7 +196,9 @@ def _block_maxima(x: jax.Array, axes: Axes, layout: Layout) -> jax.Array:
     blocks = split_axis(bits, axes.axis, x.shape[axes.axis] // layout.block, layout.block)
     maxima = blocks.max(axis=blocks.ndim + axes.axis)
     if layout.tile_axis is not None:
-        tiles = split_axis(maxima, layout.tile_axis, maxima.shape[layout.tile_axis] // TILE, TILE)
+        tiles = split_axis(
+            maxima, layout.tile_axis, maxima.shape[layout.tile_axis] // layout.block, layout.block
+        )
         maxima = tiles.max(axis=tiles.ndim + layout.tile_axis)
     return maxima
 
@@ -209,8 +216,11 @@ def tensor_key(block_max: jax.Array, amax: jax.Array, request: Request, layout: 
 # ---- outer scales
 
 
-def outer_maximum(amax: jax.Array, treatment: Treatment) -> jax.Array:
+def outer_maximum(amax: jax.Array, request: Request) -> jax.Array:
     """Bits of the magnitude that sets the outer scale: amax, adjusted as the option `outer` says."""
+    treatment, shared = request.treatment, request.shared_maximum
+    if treatment.outer == "shared" and shared is not None:
+        return jnp.maximum(amax, shared.reshape(amax.shape))
     return bound_after_rotation(amax, treatment.rht) if treatment.outer == "bound" else amax
 
 

@@ -59,7 +59,7 @@ def quantize_fp8(
     else:
         x = materialize(x)
         amax = abs_bits(x).max(axis=spanned, keepdims=True)
-    amax = outer_maximum(amax, request.treatment)
+    amax = outer_maximum(amax, request)
     orders: tuple[jax.Array, ...]
     if kernel is not None:
         orders = kernel(x, amax, axes, partial(_encode_in_kernel, element=element))

@@ -92,9 +92,14 @@ def rotate_operand(
         return x
     if method in ("kernels", "interpreted"):
         method = "matmul_bf16" if method == "kernels" else "matmul"
-    has_fresh_signs = treatment.rounding == "ms_eden"
-    signs = random_signs(sign_key or make_key(), treatment.rht) if has_fresh_signs else None
-    return materialize(rotate(x, axis, treatment.rht, signs, method=method))
+    return materialize(rotate(x, axis, treatment.rht, signs_of(treatment, sign_key), method=method))
+
+
+def signs_of(treatment: Treatment, sign_key: Key | None) -> jax.Array | None:
+    """The signs of a treatment that rotates; None for the fixed ones."""
+    if treatment.has_random_signs:
+        return random_signs(sign_key or make_key(), treatment.rht)
+    return jnp.ones(treatment.rht) if treatment.rht_signs == "none" else None
 
 
 def _matmul(

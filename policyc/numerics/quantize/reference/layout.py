@@ -17,9 +17,6 @@ from policyc.numerics.quantize.reference.bits import ELEMENTS
 
 _Dim = TypeVar("_Dim")
 
-TILE = 16
-"""The rows and columns of a 2D tile."""
-
 _FEW_TILES = 1 << 20
 """The most tiles for which scales are kept in both orders. Up to this many per layer of a stack, XLA reads the scales
 from the stack in the kernel that repeats them for the rows of the tiles, provided that they are in row order. With more
@@ -34,7 +31,7 @@ class Layout:
       axis: the quantized axis.
       block: the number of elements that share a block scale; 0 if there are no block scales.
       size: the length of the quantized axis before padding.
-      tile_axis: the other axis of 2D tiles.
+      tile_axis: the other axis of 2D tiles, along which they are as long as a block.
       tile_size: its length before padding.
       bound: the largest magnitude after division by the outer scale.
       fast_sums: whether the GEMM that reads it may accumulate in fewer bits than fp32.
@@ -68,7 +65,7 @@ class Layout:
     @property
     def has_few_tiles(self) -> bool:
         """Whether there are few enough 2D tiles to keep their scales in both orders, if the codes are."""
-        return -(-self.size // TILE) * -(-self.tile_size // TILE) <= _FEW_TILES
+        return -(-self.size // self.block) * -(-self.tile_size // self.block) <= _FEW_TILES
 
     def swap_tile_axes(self, array: jax.Array) -> jax.Array:
         """An array with the axes of 2D tiles swapped."""
@@ -208,7 +205,7 @@ def repeat_axis(x: jax.Array, axis: int, times: int) -> jax.Array:
 def expand_per_block(numbers: jax.Array, layout: Layout) -> jax.Array:
     """Shapes one number per block (or per tile) to broadcast against the result of `split_blocks`."""
     if layout.tile_axis is not None:
-        numbers = repeat_axis(numbers, layout.tile_axis, TILE)
+        numbers = repeat_axis(numbers, layout.tile_axis, layout.block)
     return jnp.expand_dims(numbers, numbers.ndim + layout.axis + 1)
 
 

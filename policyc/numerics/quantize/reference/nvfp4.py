@@ -31,7 +31,6 @@ from policyc.numerics.quantize.reference.blocks import (
 )
 from policyc.numerics.quantize.reference.hadamard import Method, rotate_operand
 from policyc.numerics.quantize.reference.layout import (
-    TILE,
     Layout,
     Quantized,
     expand_per_block,
@@ -53,7 +52,7 @@ def quantize_nvfp4(x: jax.Array, request: Request, layout: Layout, method: Metho
     if t.outer == "bound":
         _, content, amax = find_maxima(unrotated, request, layout)
     key = None if t.rounding == "rne" else tensor_key(content, amax, request, layout)
-    amax = outer_maximum(amax, t)
+    amax = outer_maximum(amax, request)
     tensor_enc, lift = materialize_encoding_scale(amax, layout.bound, method)
     tensor_dec = materialize(div(jnp.float32(1), tensor_enc))
     lifted_max = from_bits(block_max) * lift
@@ -68,7 +67,8 @@ def quantize_nvfp4(x: jax.Array, request: Request, layout: Layout, method: Metho
     scale, enc = block_scales(1 / 6)
     if t.scale == "four_over_six":
         target = lifted * tensor_enc
-        scale, enc = _choose_four_or_six(lifted, target, (scale, enc), block_scales(1 / 4), layout)
+        squares = t.scale_error == "mse"
+        scale, enc = _choose_four_or_six(lifted, target, (scale, enc), block_scales(1 / 4), layout, squares)
     # Convert to bytes before the barrier: they take a quarter of the memory, and no later pass has to convert.
     byte, enc = materialize((_scale_bytes(scale, amax), enc))
     codes = encode_blocks(lifted, enc, layout, method, key if t.rounding == "sr" else None)
@@ -92,8 +92,9 @@ def _choose_four_or_six(
     six: ScaleCandidate,
     four: ScaleCandidate,
     layout: Layout,
+    squares: bool,
 ) -> ScaleCandidate:
-    """The candidate with the smaller sum of squared errors in each block; on a tie, the one for 6.
+    """The candidate with the smaller sum of errors, or of their `squares`, in each block; on a tie, the one for 6.
 
     `target` is the elements divided by the outer scale, which codes times block scales approximate.
     """
@@ -107,7 +108,7 @@ def _choose_four_or_six(
         code = round_nearest(jnp.abs(split_blocks(lifted, layout)) * expand_per_block(enc, layout), E2M1)
         value = decode(code, E2M1) * decode(expand_per_block(scale, layout), E4M3)
         error = jnp.abs(magnitude - value)
-        return _sum_blocks(multiply_unfused(error, error), layout)
+        return _sum_blocks(multiply_unfused(error, error) if squares else error, layout)
 
     is_better = loss(*four) < loss(*six)
     return jnp.where(is_better, four[0], six[0]), jnp.where(is_better, four[1], six[1])
@@ -141,7 +142,7 @@ def _sum_blocks(terms: jax.Array, layout: Layout) -> jax.Array:
     if layout.tile_axis is not None:
         # Splitting the quantized axis shifts a tile axis before it by one, counted from the end.
         tile = layout.tile_axis - (1 if layout.tile_axis < layout.axis else 0)
-        terms = _sum_pairwise(split_axis(terms, tile, terms.shape[tile] // TILE, TILE), tile)
+        terms = _sum_pairwise(split_axis(terms, tile, terms.shape[tile] // layout.block, layout.block), tile)
     return _sum_pairwise(terms, layout.axis)
 
 
