@@ -44,7 +44,7 @@ INSTALL_BROWSER = if [ -z "$(CHROMIUM)" ]; then echo "there is no chromium on PA
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-browser lock demo docs playground vscode pictures test test-slow test-newest test-mutations test-nobody test-wheel test-browser \
-	test-slurm slurm-start slurm-stop test-cuda test-trainers test-others test-te check check-lint check-format check-imports check-types \
+	test-slurm slurm-start slurm-stop test-cuda test-trainers test-servers test-others test-te check check-lint check-format check-imports check-types \
 	check-api check-hooks check-budget format wheel clean
 
 help: ## print this list
@@ -188,6 +188,15 @@ test-te: ## build Transformer Engine into .venv-te (once, 10 to 30 minutes, with
 HAIKU := 0.0.17
 TRAINERS_SOURCES ?=
 
+test-servers: ## read exported files with compressed-tensors, ModelOpt, transformers and gfloat on the CPU (1 GB)
+	@$(IN) venv=.venv-servers; \
+	if ! cat pyproject.toml tests/servers-requirements.txt | cmp -s - "$$venv/.installed-from"; then \
+	  rm -rf "$$venv" && $(or $(PYTHON),python3) -m venv "$$venv" && \
+	  "$$venv/bin/python" .ci/install -r tests/servers-requirements.txt -e '.[train]' || { \
+	    echo "the libraries of servers could not be installed; see the output above" >&2; rm -rf "$$venv"; exit 1; }; \
+	  cat pyproject.toml tests/servers-requirements.txt >"$$venv/.installed-from"; fi; \
+	"$$venv/bin/python" -m pytest -p no:xdist $(LONG) -m servers tests/serving/test_servers.py $(ARGS)
+
 test-trainers: ## run MaxText, Levanter, Tunix, Haiku's transformer and Hugging Face's Flax models under policies (20 minutes, 3 GB)
 	@$(IN) \
 	venv=.venv-trainers; python=; \
@@ -260,7 +269,7 @@ test-wheel: wheel ## build them, check what they contain, and use the wheel in a
 	@$(IN) $(BIN)/python .ci/test-wheel
 
 clean: ## remove the environments, caches and build outputs
-	@$(IN) rm -rf .venv .venv-newest .venv-cuda .venv-trainers .venv-hf-flax .venv-te dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@$(IN) rm -rf .venv .venv-newest .venv-cuda .venv-trainers .venv-servers .venv-hf-flax .venv-te dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@$(IN) find policyc tests models benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment is created again when the interpreter or the path of the checkout changes, and the packages are

@@ -71,8 +71,8 @@ _FAST = "* -> bf16\n* where block and (attention or mlp) -> fp8(sums=fast)\n"
 
 _SIZES = {
     "decoder_block": "llama2", "base_emb_dim": 2048, "base_num_query_heads": 16, "base_num_kv_heads": 8,
-    "head_dim": 128, "base_mlp_dim": 8192, "base_num_decoder_layers": 16, "vocab_size": 32768, "max_target_length": 2048,
-    "per_device_batch_size": 8, "attention": "cudnn_flash_jax", "dtype": "bfloat16",
+    "head_dim": 128, "base_mlp_dim": 8192, "base_num_decoder_layers": 16, "vocab_size": 32768,
+    "max_target_length": 2048, "per_device_batch_size": 8, "attention": "cudnn_flash_jax", "dtype": "bfloat16",
 }  # fmt: skip
 _RUN = {
     "hardware": "gpu", "dataset_type": "synthetic", "enable_checkpointing": "false", "log_config": "false",

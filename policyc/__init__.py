@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from policyc.language.loader import load, parse
     from policyc.language.policy import Policy, Rule
     from policyc.linter.api import Findings, lint
+    from policyc.serving.export import export
 
 __version__ = "0.2.0"
 
@@ -42,6 +43,7 @@ _MODULES = {
     "apply": "compiler.pipeline",
     "current_policy": "experiments.hooks",
     "diff": "changes.api",
+    "export": "serving.export",
     "lint": "linter.api",
     "load": "language.loader",
     "observe": "experiments.hooks",
@@ -57,8 +59,8 @@ _MODULES = {
 
 __all__ = [
     "Diagnostic", "Diff", "Findings", "Plan", "Policy", "PolicyError", "Rule", "Session", "Span", "active", "apply",
-    "current_policy", "diff", "lint", "load", "observe", "parse", "plan", "rounding_step", "set_output_dir", "set_step",
-    "should_observe", "stats", "use_compile_cache",
+    "current_policy", "diff", "export", "lint", "load", "observe", "parse", "plan", "rounding_step", "set_output_dir",
+    "set_step", "should_observe", "stats", "use_compile_cache",
 ]  # fmt: skip
 
 

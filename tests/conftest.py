@@ -113,7 +113,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 
 
 # Tests of bits that must be those of the optimized program, and those that run on GPUs or compile for them.
-COMPILE_IN_FULL = ("full_compile", "gpu", "cuda", "te", "trainers", "peers")
+COMPILE_IN_FULL = ("full_compile", "gpu", "cuda", "te", "trainers", "servers", "peers")
 
 
 def _compiles_quickly(item: pytest.Item) -> bool:

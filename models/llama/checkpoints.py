@@ -262,11 +262,12 @@ class Checkpoints:
                     f"{path} is {what} of a run of {end} steps; extending that run to {now['steps']}",
                     file=sys.stderr,
                 )
-        others = sorted(names - {"policy", configs.POLICY_NAME})
+        others = sorted(names - {"policy", configs.POLICY_NAME, configs.POLICY_TEXT, configs.VERSIONS})
         changes = [f"\n  {n.replace('_', '-')}: {there.get(n)} there, {now.get(n)} now" for n in others]
         if "policy" in names:
             policies = [configs.describe_policy(each) for each in (there, now)]
-            changes.insert(0, f"\n  policy: {policies[0]} there, {policies[1]} now")
+            lines = configs.policy_changes(there, now)
+            changes.insert(0, f"\n  policy: {policies[0]} there, {policies[1]} now{lines}")
         if shapes != about["shapes"]:
             what = "is from a model with other sizes, or from another optimizer"
             raise ConfigError(
@@ -275,6 +276,8 @@ class Checkpoints:
         if changes and not accept_changes:
             remedy = "choose another folder with --out, or resume from it with --accept-changes"
             raise ConfigError(f"checkpoint {path} is from another run:{''.join(changes)}\n{remedy}")
+        if changes and jax.process_index() == 0:
+            print(f"warning: checkpoint {path} is from another run:{''.join(changes)}", file=sys.stderr)
 
     def set_damaged_aside(self) -> None:
         """Moves the damaged checkpoints that `restore` found to a folder where nothing reads or removes them."""
@@ -315,6 +318,20 @@ class Checkpoints:
         except STORE_ERRORS as error:
             reason = _system_error(error) or _first_line(error)
             raise ConfigError(f"{what} ({self.folder}): {reason}\n{remedy}") from error
+
+
+def read_checkpoint(path: Path, abstract_state: Any) -> tuple[dict[str, Any], Any]:
+    """What a checkpoint says of its run, and its state. Writes nothing. Raises ConfigError if it cannot be read."""
+    try:
+        with _classify_errors(path):
+            about = _read_about(path)
+            handler = ocp.StandardCheckpointHandler()
+            state = handler.restore(path.resolve() / "state", args=ocp.args.StandardRestore(abstract_state))
+    except DamagedCheckpointError as error:
+        raise ConfigError(f"checkpoint {path} is damaged: {error}; choose another one") from None
+    if hash_state(state) != about["state"]:
+        raise ConfigError(f"checkpoint {path} is damaged: {NOT_WRITTEN}; choose another one")
+    return about, state
 
 
 def check_new(folder: Path) -> None:

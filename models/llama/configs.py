@@ -329,8 +329,15 @@ def identity(model: ModelConfig, run: RunConfig, policy: str | None) -> dict[str
     return {"policy": policy} | {name: values[name] for name in names}
 
 
-POLICY_NAME = "policy_name"
-"""Key of the policy's name in a checkpoint's identity, for messages only: equal policies may have several names."""
+POLICY_NAME, POLICY_TEXT, VERSIONS = "policy_name", "policy_text", "versions"
+"""Keys of a checkpoint's identity that are for messages only: equal policies may have several names."""
+
+
+def policy_changes(there: dict[str, Any], now: dict[str, Any]) -> str:
+    """The lines that differ between the policies of two runs; empty if the text of one is unknown."""
+    before, after = (str(each.get(POLICY_TEXT) or "").splitlines() for each in (there, now))
+    lines = difflib.unified_diff(before, after, lineterm="", n=0) if before and after else ()
+    return "".join(f"\n    {line}" for line in lines if not line.startswith(("---", "+++", "@@")))
 
 
 def describe_policy(identity_of_run: dict[str, Any]) -> str:

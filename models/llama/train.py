@@ -165,6 +165,7 @@ class Trainer:
         policy = policyc.current_policy()
         self.policy: str | None = None if policy is None else policy.sha256
         self.policy_name: str | None = None if policy is None else policy.name
+        self.policy_text: str | None = None if policy is None else str(policy)
         out = Path(run.out or "runs/" + name + (f"-{self.policy[:8]}" if self.policy else ""))
         self.runs: list[RunConfig] = configs.runs_of_seeds(run)
         self.folders: list[Path] = [
@@ -216,6 +217,8 @@ class Trainer:
         identity = configs.identity(self.config, run, self.policy) | {
             CONTENTS: self.batches.contents,
             configs.POLICY_NAME: self.policy_name,
+            configs.POLICY_TEXT: self.policy_text,
+            configs.VERSIONS: {"policyc": policyc.__version__, "jax": jax.__version__},
         }
         self.checkpoints: Checkpoints = Checkpoints(folder, run.keep, identity, run.keep_every)
         if self.is_new and state is not None:

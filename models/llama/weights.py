@@ -11,6 +11,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,17 @@ def hf_tensors(path: tuple[Any, ...], config: ModelConfig) -> tuple[np.ndarray, 
         numbers = range(config.experts)
         tensors = [[name.replace("experts", f"experts.{n}") for n in numbers] for name in tensors]
     return np.array(tensors if config.scan else tensors[0], object), is_transposed
+
+
+def tensor_names(config: ModelConfig) -> dict[str, str]:
+    """The names of tensors for `policyc.export`: by parameter, with {layer} and {expert} for indices."""
+    names = {}
+    one = replace(config, scan=True, layers=1, experts=min(1, config.experts))
+    for path, _ in jax.tree.leaves_with_path(llama.param_specs(one)):
+        tensor = str(hf_tensors(path, one)[0].flat[0])
+        key = ".".join(str(entry.key) for entry in path)
+        names[key] = tensor.replace("layers.0.", "layers.{layer}.").replace("experts.0.", "experts.{expert}.")
+    return names
 
 
 def hf_config(config: ModelConfig, dtype: str, positions: int) -> dict[str, Any]:
@@ -188,6 +200,21 @@ def _read_hf_config(folder: Path) -> dict[str, Any]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     lengths = {name: rope.get(name) for name in LLAMA3_ROPE}
     return {**rope, **theirs, **lengths, "rope_type": kind, "rope_factor": rope.get("factor", 0.0)}
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The model of a folder in the Hugging Face layout. Raises ConfigError if it is no Llama or Mixtral."""
+    try:
+        theirs = _read_hf_config(folder)
+        sizes = HF_FIELDS | (EXPERT_FIELDS if theirs.get("model_type") == "mixtral" else {})
+        given = {field: theirs[name] for name, field in sizes.items() if theirs.get(name) is not None}
+        given.setdefault("head_dim", given["width"] // given["heads"])
+        given.setdefault("kv_heads", given["heads"])
+        config = ModelConfig(**given, rope_scaling=float(theirs["rope_factor"] or 0))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{folder / 'config.json'} cannot be read as that of a Llama: {error!r}") from None
+    _check_same_model(folder, theirs, config)
+    return config
 
 
 def load_safetensors(folder: Path, config: ModelConfig, mesh: Mesh) -> Any:

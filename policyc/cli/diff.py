@@ -49,8 +49,8 @@ class CompareOptions:
     backend: str = priced_backend_option
     phase: int = number("The phase of the schedule, from 0.", least=0, default=0)
     vs: str | None = option(
-        metavar="POLICY[:VARIANT]|PLAN.json",
-        help="Compare with this policy, or with the policy of an earlier plan (apply --plan-out).",
+        metavar="POLICY[:VARIANT]|PLAN.json|RUN",
+        help="Compare with this policy, or with the policy of an earlier plan (apply --plan-out) or run.",
     )
     stats: str | None = path_option(
         metavar="RUN", help="Add the errors that the run in this folder measured (--stats-every)."
@@ -81,6 +81,7 @@ class OutputOptions:
     policyc diff llama_nvfp4 --vs fp8 --config llama3_8b          what llama_nvfp4 does that fp8 does not
     policyc diff llama.policy:no_rht --vs llama.policy train.py   a variant against its policy
     policyc diff llama.policy --vs plan.json train.py             against an earlier plan
+    policyc diff llama.policy --vs runs/a --config tiny           against the policy of a run
     """,
 )
 @step_options
@@ -141,15 +142,16 @@ def diff(
 
 
 def _load_before(name: str | None) -> tuple[Policy | None, str | None]:
-    """Loads the policy that `--vs` names, or that of a plan. For a plan, also returns the hash of its loss."""
+    """Loads the policy that `--vs` names, or that of a plan or run. For those, also returns the hash of the loss."""
     if name is None:
         return None, None
-    if not name.endswith(".json"):
+    plan = Path(name) / "plan.json"
+    if not (name.endswith(".json") or plan.exists()):
         return load_policy(name), None
     from policyc.changes.overlays import read_plan
 
     with exit_on_error():
-        return read_plan(Path(name))
+        return read_plan(plan if plan.exists() else Path(name))
 
 
 def _render(data: DiffData, output: OutputOptions) -> str:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from policyc.language.loader import LoadedPolicy
     from policyc.linter.fixes import FixedText
     from policyc.numerics.targets import Target
+    from policyc.serving.servable import Server
 
 
 @option_class
@@ -62,6 +63,11 @@ class LintOptions:
         metavar="GPU",
         show_default=DEFAULT_TARGET,
         help="With a program: the GPU on which speed is judged.",
+    )
+    server: Server | None = option(
+        "--for",
+        type=click.Choice(["vllm", "sglang", "trtllm", "transformers"]),
+        help="With a program: also report what this server could not run of its forward GEMMs.",
     )
     fix: bool = switch(
         "Apply the fixes that keep the meaning of the policy. With '-', the fixed text goes to standard output "
@@ -98,6 +104,7 @@ class LintCommand(ProgramCommand):
     policyc lint llama.policy --fix                    apply the fixes that keep the meaning of the policy
     policyc lint llama.policy train.py --steps 1       also check what it does to a program
     policyc lint llama_nvfp4 --config llama3_8b        the same for the bundled Llama
+    policyc lint llama_nvfp4 --config tiny --for vllm  what vLLM could not run of it
     policyc lint policies --format json --out lint.json
     """,
 )
@@ -193,6 +200,8 @@ def _make_request(words: tuple[str, ...], options: LintOptions) -> _Request:
         raise click.UsageError("name a program, or a configuration with --config, but not both")
     if options.target is not None and not (program or options.config):
         raise click.UsageError("--target requires a program or --config: speed depends on both")
+    if options.server is not None and not (program or options.config):
+        raise click.UsageError("--for requires a program or --config: which linears are fused depends on it")
     return _Request(
         files=tuple(dict.fromkeys(expand_folders(files))),
         codes=codes,
@@ -228,7 +237,7 @@ def _lint_file(name: str, request: _Request) -> _FileResult:
         plan = None
         if request.has_program and not loaded.diagnostics:
             plan = plan_source(loaded.policy, request.program, request.config)
-        found = lint_loaded(loaded, request.codes, plan, request.target)
+        found = lint_loaded(loaded, request.codes, plan, request.target, request.options.server)
     except PolicyError as error:
         return _FileResult(diagnostics=error.diagnostics, fix_count=fix_count, is_unreadable=True)
     return _FileResult(

@@ -31,6 +31,7 @@ from policyc.numerics.targets import TARGETS, Target
 
 if TYPE_CHECKING:
     from policyc.compiler.planning.plan import Plan
+    from policyc.serving.servable import Server
 
 DEFAULT_TARGET = TARGETS["gb200"]
 """The GPU for which speed is predicted by default: the basic one with native 4-bit GEMMs."""
@@ -81,7 +82,7 @@ class Context:
     """The policy that is linted, and what its checks share.
 
     `plan` is what the policy does to a program, or None. `target` is the GPU for which the plan's speed is predicted.
-    `codes` are the codes to check.
+    `codes` are the codes to check. `server` is the inference server that the model is for, or None.
     """
 
     def __init__(
@@ -90,8 +91,10 @@ class Context:
         plan: Plan | None = None,
         target: Target = DEFAULT_TARGET,
         codes: Collection[str] = (),
+        server: Server | None = None,
     ) -> None:
         self.plan = plan
+        self.server = server
         self.target = target
         self.codes = codes
         self.policy: Policy = loaded.policy

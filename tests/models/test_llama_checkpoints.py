@@ -21,6 +21,7 @@ import jax
 import numpy as np
 import pytest
 
+from policyc import parse
 from policyc.models.llama import checkpoints, configs, train
 from policyc.models.llama.configs import ConfigError
 from tests.support import llama_runs
@@ -55,6 +56,26 @@ def test_a_refusal_names_the_policies_and_only_their_hashes_are_compared(tmp_pat
     assert "\n  policy: te_nvfp4 (3fa23fa2) there, llama_nvfp4 (81c081c0) now\n" in str(refusal.value)
     restored = open_checkpoints(policy="3fa2" * 16, policy_name="renamed").restore(state, False)
     assert np.array_equal(restored.state["weight"], state["weight"])
+
+
+def test_resuming_under_another_policy_prints_the_lines_that_differ(tmp_path, capsys):
+    def open_checkpoints(text: str) -> checkpoints.Checkpoints:
+        policy = parse(text)
+        settings = configs.identity(configs.ModelConfig(), configs.RunConfig(), policy.sha256)
+        about = {"policy_name": "a", "policy_text": str(policy), "versions": {"policyc": text}}
+        return checkpoints.Checkpoints(tmp_path, 1, settings | about)
+
+    state = {"weight": jax.numpy.arange(4.0)}
+    saved = open_checkpoints("* -> bf16; mlp -> fp8")
+    saved.save(1, state, [0])
+    saved.close()
+    with pytest.raises(
+        ConfigError, match=r"(?s)now\n    -mlp -> fp8\n    \+mlp -> nvfp4\nchoose.*--accept-changes"
+    ):
+        open_checkpoints("* -> bf16; mlp -> nvfp4").restore(state, False)
+    open_checkpoints("* -> bf16; mlp -> nvfp4").restore(state, True)
+    assert "is from another run:" in (printed := capsys.readouterr().err)
+    assert "\n    -mlp -> fp8\n    +mlp -> nvfp4\n" in printed
 
 
 def replace_by_earlier(state: Path) -> None:

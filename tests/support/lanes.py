@@ -7,7 +7,7 @@ from collections.abc import Generator
 
 import pytest
 
-LANES = ("trainers", "peers", "cuda", "browser", "te", "slurm")
+LANES = ("trainers", "servers", "peers", "cuda", "browser", "te", "slurm")
 ON_REQUEST = ("slow", *LANES)
 NAMED = set[str]()
 

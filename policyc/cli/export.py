@@ -1,0 +1,119 @@
+"""`policyc export`: writes a model as inference servers read it, with the codes of training."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from policyc.cli.common import (
+    EXIT_USAGE,
+    ExampleCommand,
+    exit_with_message,
+    explain_missing_package,
+    load_policy,
+    print_note,
+)
+from policyc.cli.options import collect_options, number, option, option_class, path_option, switch
+from policyc.cli.program import exit_on_error
+
+if TYPE_CHECKING:
+    from policyc.language.policy import Policy
+    from policyc.serving.llama_source import LlamaSource
+
+
+@option_class
+class ExportOptions:
+    """What is exported, and how."""
+
+    policy: str | None = option(
+        metavar="POLICY[:VARIANT]",
+        show_default="that of the run",
+        help="The policy that the model was trained under.",
+    )
+    file_format: str = option(
+        "--format",
+        type=click.Choice(["compressed-tensors", "modelopt"]),
+        default="compressed-tensors",
+        help="Layout of the file. vLLM and SGLang read both, TensorRT-LLM modelopt, transformers compressed-tensors.",
+    )
+    out: str = path_option(metavar="DIR", required=True, help="Folder to create.")
+    stats: str | None = path_option(
+        metavar="FILE",
+        help="stats.jsonl of the run (train --stats-every): static scales for activations. Without it, NVFP4 weights "
+        "are served with BF16 activations.",
+    )
+    step: int | None = number("Step of the checkpoint of a run.", show_default="the last one")
+    exact: bool = switch("Fail if a code would differ from training.")
+
+
+@click.command(
+    cls=ExampleCommand,
+    examples="""
+    policyc export runs/a --out served                                   NVFP4 weights, BF16 activations
+    policyc export runs/a --stats runs/a/stats.jsonl --out served        with static input scales
+    policyc export Llama-3-8B --policy te_nvfp4 --format modelopt --out served
+    """,
+)
+@click.argument("source", metavar="RUN|HF_FOLDER", type=click.Path(file_okay=False))
+@collect_options(ExportOptions, "options")
+def export(source: str, options: ExportOptions) -> None:
+    """Write a Llama as inference servers read it.
+
+    The codes are those of training, to the bit. But servers run q, k, v and gate, up as one linear each, with one outer
+    scale: where training used several, these weights are quantized again, and what that changes is printed. A recipe
+    that no server has is an error that names the edit of the policy. The folder appears once it is complete. It has
+    policyc.json, which says how it was made.
+    """
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    with exit_on_error(), explain_missing_package("train"):
+        from policyc.serving.export import export as write
+        from policyc.serving.llama_source import host_arrays, read_source
+
+        read = read_source(Path(source), options.step)
+        policy = choose_policy(read, options.policy)
+        plan = read.plan(policy)
+        try:
+            written = write(
+                host_arrays(read.load()),
+                plan,
+                names=read.names(),
+                out=options.out,
+                format=options.file_format,  # type: ignore[arg-type]
+                config=read.hf_config,
+                files=read.files(),
+                stats=options.stats,
+                phase=read.phase(plan),
+                exact=options.exact,
+                dtype=read.model.compute,  # type: ignore[arg-type]
+                about={"source": source, "step": read.step, "steps": read.run.steps}
+                if read.step
+                else {"source": source},
+            )
+        except OSError as error:
+            exit_with_message(f"--out: '{options.out}' cannot be written: {error.strerror}", EXIT_USAGE)
+    if written.changes:
+        print_note(f"{len(written.changes)} linears have other codes than in training, because servers give fused "
+                   "linears one outer scale")  # fmt: skip
+        for change in written.changes:
+            click.echo(f"  {change}", err=True)
+    for label, count in written.counts.items():
+        click.echo(f"{count} linears: {label}")
+    click.echo(f"{written.bytes / 1e6:.1f} MB in {written.folder}")
+
+
+def choose_policy(source: LlamaSource, name: str | None) -> Policy:
+    """The named policy, or that of the run. Prints a note if they differ. Raises ValueError if there is neither."""
+    if name is None:
+        if source.policy is None:
+            raise ValueError(
+                f"'{source.folder}' does not say under which policy it was trained: name it with --policy"
+            )
+        return source.policy
+    policy = load_policy(name)
+    if source.policy is not None and source.policy.sha256 != policy.sha256:
+        print_note(f"the run was trained under another policy: 'policyc diff {name} --vs {source.folder} --config ...' "
+                   "shows the difference", "warning")  # fmt: skip
+    return policy

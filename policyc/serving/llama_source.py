@@ -1,0 +1,168 @@
+"""Reads a Llama to be served: a run of the bundled trainer, or a folder in the Hugging Face layout."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from policyc.base.files import explain_unreadable, read_json
+from policyc.compiler.matching.decisions import Phase
+from policyc.compiler.matching.execution import ExecutionOptions
+from policyc.compiler.pipeline import LossCall, plan_loss
+from policyc.compiler.planning.plan import Plan
+from policyc.compiler.planning.plan_checks import check_plan
+from policyc.hardware.llama_step import abstract_arguments
+from policyc.language.loader import parse
+from policyc.language.policy import Policy
+from policyc.models.llama import model as llama
+from policyc.models.llama import partition
+from policyc.models.llama.configs import ModelConfig, RunConfig
+
+_HF_SEQUENCE = 4096  # of a folder that does not say on which sequences the model was trained
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaSource:
+    """A Llama, and how it was trained as far as its folder says.
+
+    Attributes:
+      checkpoint: the folder of the weights: a checkpoint, or the Hugging Face folder itself.
+      policy: the policy of the run; None for a Hugging Face folder.
+      step: the step of the checkpoint; 0 for a Hugging Face folder.
+      hf_config: the content of config.json.
+    """
+
+    folder: Path
+    checkpoint: Path
+    model: ModelConfig
+    run: RunConfig
+    policy: Policy | None
+    step: int
+    hf_config: Mapping[str, Any]
+
+    def plan(self, policy: Policy) -> Plan:
+        """The plan of the training loss under a policy. The loss is traced with shapes."""
+        config = dataclasses.replace(self.model, attention="xla", loss_chunks=1, remat="none")
+        rows = max(1, self.run.batch // self.run.accumulate)
+        arguments = abstract_arguments(config, rows, self.run.sequence)
+        call = LossCall(
+            fn=lambda params, batch: llama.loss(params, batch, config), args=arguments, param_argnums=(0,)
+        )
+        plan = plan_loss(policy, call, ExecutionOptions(backend="emulate")).plan
+        list(check_plan(plan))  # raises if the policy cannot be applied
+        return plan
+
+    def phase(self, plan: Plan) -> Phase:
+        """The phase of the schedule at the checkpoint; the last one for a Hugging Face folder."""
+        return plan.phase(self.step - 1, self.run.steps) if self.step else plan.phases[-1]
+
+    def abstract_params(self) -> Any:
+        """The shapes of the parameters."""
+        return abstract_arguments(self.model, 1, 1)[0]
+
+    def load(self) -> Any:
+        """The parameters, on the first device."""
+        shape = (1,) * len(partition.AXES)
+        axis_types = (jax.sharding.AxisType.Auto,) * len(shape)
+        device = np.array(jax.devices()[:1]).reshape(shape)
+        mesh = jax.sharding.Mesh(device, partition.AXES, axis_types=axis_types)
+        if not self.step:
+            from policyc.models.llama.weights import load_safetensors
+
+            return load_safetensors(self.checkpoint, self.model, mesh)
+        from policyc.models.llama import checkpoints, train_step
+
+        abstract_state = train_step.abstract_state(self.model, self.run, mesh)
+        return checkpoints.read_checkpoint(self.checkpoint, abstract_state)[1]["params"]
+
+    def names(self) -> dict[str, str]:
+        from policyc.models.llama.weights import tensor_names
+
+        return tensor_names(self.model)
+
+    def files(self) -> dict[str, str]:
+        """The files of the tokenizer."""
+        if not self.step:
+            beside = (self.checkpoint / name for name in TOKENIZER_FILES)
+            return {file.name: file.read_text(encoding="utf-8") for file in beside if file.exists()}
+        from policyc.models.llama.weights import tokenizer_files
+
+        return tokenizer_files(self.run.tokenizer)
+
+
+def read_source(folder: Path, step: int | None = None) -> LlamaSource:
+    """Reads what a folder says of its model. The weights are not loaded. Raises ValueError."""
+    if (folder / "run.json").exists():
+        return _read_run(folder, step)
+    if not (folder / "config.json").exists():
+        raise ValueError(f"'{folder}' is neither a run (run.json) nor a Hugging Face folder (config.json)")
+    if step is not None:
+        raise ValueError("--step is for a run, which has several checkpoints")
+    from policyc.models.llama.weights import read_config
+
+    return LlamaSource(
+        folder=folder,
+        checkpoint=folder,
+        model=read_config(folder),
+        run=RunConfig(batch=1, sequence=_HF_SEQUENCE),
+        policy=None,
+        step=0,
+        # The head is stored even if it is a copy of the embedding: servers do not store a quantized one twice.
+        hf_config={**read_json(folder / "config.json"), "tie_word_embeddings": False},
+    )
+
+
+def _read_run(folder: Path, step: int | None) -> LlamaSource:
+    with explain_unreadable(folder / "run.json", "policyc train"):
+        settings = read_json(folder / "run.json")["settings"]
+        model = ModelConfig(**{f.name: settings[f.name] for f in dataclasses.fields(ModelConfig)})
+        run = RunConfig(**{f.name: settings[f.name] for f in dataclasses.fields(RunConfig)})
+    if run.seeds is not None:
+        raise ValueError(
+            f"'{folder}' was trained with --seeds: export its weights with --export-every, and name that folder"
+        )
+    steps = sorted(
+        int(p.name) for p in (folder / "checkpoints").glob("*") if p.name.isdigit() and p.name != "0"
+    )
+    if not steps:
+        raise ValueError(f"'{folder}' has no checkpoint: train with --checkpoint-every")
+    if step is not None and step not in steps:
+        raise ValueError(f"--step {step}: '{folder}' has the checkpoints {', '.join(map(str, steps))}")
+    chosen = steps[-1] if step is None else step
+    from policyc.models.llama.weights import hf_config
+
+    run = dataclasses.replace(run, data_axis=1, fsdp_axis=1, expert_axis=1, tensor_axis=1, context_axis=1)
+    return LlamaSource(
+        folder=folder,
+        checkpoint=folder / "checkpoints" / str(chosen),
+        model=model,
+        run=run,
+        policy=read_policy(folder),
+        step=chosen,
+        hf_config=hf_config(model, model.compute, run.sequence),
+    )
+
+
+def read_policy(folder: Path) -> Policy | None:
+    """The policy of a run, from its plan.json; None if it was trained without one."""
+    path = folder / "plan.json"
+    if not path.exists():
+        return None
+    with explain_unreadable(path, "policyc train of this version"):
+        return parse(read_json(path)["policy"]["text"])
+
+
+def host_arrays(params: Any) -> Any:
+    return jax.tree.map(np.asarray, params)

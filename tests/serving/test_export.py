@@ -1,0 +1,357 @@
+"""Exported codes: those of training, by an oracle of the formats and by what training quantizes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import policyc
+from policyc.models.llama import model as llama
+from policyc.models.llama.configs import RunConfig
+from policyc.models.llama.weights import hf_tensors, tensor_names
+from policyc.numerics import operands, primitives
+from policyc.numerics.quantize import block_values
+from policyc.serving.linears import find_linears
+from policyc.serving.llama_source import LlamaSource, read_source
+from policyc.serving.loaders import FUSED, find_algorithms
+from tests.support import rounding_oracle as oracle
+from tests.support.served import MIXTURE, SMALL, decode, random_params, read_tensors, save, write_tensors
+
+FUSED_PARTS = {part: parts for parts in FUSED.values() for part in parts}
+
+
+def export(folder: Path, policy: str, **options: Any) -> tuple[Any, dict[str, np.ndarray]]:
+    source = read_source(folder)
+    options = {"names": source.names(), "config": source.hf_config, "out": folder.parent / "out", **options}
+    written = policyc.export(
+        jax.tree.map(np.asarray, source.load()), source.plan(policyc.parse(policy)), **options
+    )
+    return written, read_tensors(written.folder)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("model") / "hf")
+
+
+@pytest.fixture
+def folder(model: Path, tmp_path: Path) -> Path:
+    """The model in a folder of the test."""
+    (tmp_path / "hf").symlink_to(model)
+    return tmp_path / "hf"
+
+
+def master(folder: Path, module: str) -> np.ndarray:
+    return read_tensors(folder)[f"{module}.weight"].astype(np.float32)
+
+
+RECIPES = {
+    "nvfp4": {},
+    "nvfp4(scale2d=weights)": {"tile": 16},
+    "nvfp4(rht=wgrad, sr=grad, scale2d=weights)": {"tile": 16},
+}
+
+
+@pytest.mark.parametrize("format", ["modelopt", "compressed-tensors"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_codes_and_scales_are_those_of_the_specification(recipe: str, format: str, folder: Path) -> None:
+    """A linear that servers run alone has its own maximum, others that of their group."""
+    _, tensors = export(folder, f"mlp.* -> {recipe}; q_proj, k_proj, v_proj -> {recipe}", format=format)
+    is_modelopt = format == "modelopt"
+    for name in ("mlp.down_proj", "mlp.gate_proj", "mlp.up_proj", "self_attn.k_proj"):
+        module = f"model.layers.1.{name}"
+        parent, _, last = module.rpartition(".")
+        group = [master(folder, f"{parent}.{part}") for part in FUSED_PARTS.get(last, (last,))]
+        amax = np.float32(max(np.abs(weight).max() for weight in group))
+        expected = oracle.nvfp4(master(folder, module), amax=amax, **RECIPES[recipe])
+        packed = tensors[f"{module}.weight" if is_modelopt else f"{module}.weight_packed"]
+        assert packed.dtype == np.uint8
+        np.testing.assert_array_equal(packed & 15, expected["codes"][:, ::2])
+        np.testing.assert_array_equal(packed >> 4, expected["codes"][:, 1::2])
+        rows = np.repeat(expected["scales"], RECIPES[recipe].get("tile", 1), 0)
+        np.testing.assert_array_equal(tensors[f"{module}.weight_scale"].view(np.uint8), rows)
+        if is_modelopt:
+            assert tensors[f"{module}.weight_scale_2"] == amax / np.float32(2688)
+            np.testing.assert_array_equal(decode(tensors, module), expected["dequantized"])
+        else:
+            assert tensors[f"{module}.weight_global_scale"] == [1 / (amax / np.float32(2688))]
+
+
+def test_fp8_and_unquantized_linears_are_in_the_same_file(folder: Path) -> None:
+    policy = "mlp.* -> nvfp4; o_proj -> fp8"
+    _, tensors = export(folder, policy)
+    weight = master(folder, "model.layers.0.self_attn.o_proj")
+    amax = np.abs(weight).max()
+    expected = np.clip(weight * (np.float32(448) / amax), -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    np.testing.assert_array_equal(tensors["model.layers.0.self_attn.o_proj.weight"], expected)
+    assert tensors["model.layers.0.self_attn.o_proj.weight_scale"] == [amax / np.float32(448)]
+    plain = read_tensors(folder)
+    for name in (
+        "model.embed_tokens",
+        "model.layers.1.self_attn.q_proj",
+        "lm_head",
+        "model.layers.1.input_layernorm",
+    ):
+        np.testing.assert_array_equal(tensors[f"{name}.weight"], plain[f"{name}.weight"])
+    assert {n.rpartition(".")[0] for n in tensors} == {n.rpartition(".")[0] for n in plain}
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4(scale2d=weights)", "nvfp4(scale=four_over_six)", "fp8"])
+def test_the_file_has_what_training_quantizes(
+    recipe: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records every weight that the differentiated loss quantizes."""
+    quantized: list[np.ndarray] = []
+    original = primitives.quantize, primitives.quantize_pair
+
+    def record(q: Any, operand: str) -> None:
+        if operand == "fprop.rhs":
+            jax.debug.callback(lambda v, a: quantized.append(np.asarray(v, np.float32) * np.float32(a).max()),
+                               block_values(q, jnp.float32), q.amax)  # fmt: skip
+
+    def quantize(x: jax.Array, request: Any, **options: Any) -> Any:
+        q = original[0](x, request, **options)
+        record(q, request.operand)
+        return q
+
+    def quantize_pair(x: jax.Array, requests: Any, **options: Any) -> Any:
+        pair = original[1](x, requests, **options)
+        record(pair[0], requests[0].operand)
+        return pair
+
+    monkeypatch.setattr(operands.primitives, "quantize", quantize)
+    monkeypatch.setattr(operands.primitives, "quantize_pair", quantize_pair)
+    source = read_source(folder)
+    params = source.load()
+    policy = policyc.parse(f"down_proj, o_proj -> {recipe}")
+    tokens = jnp.zeros((1, 16), jnp.int32)
+    batch = {"tokens": tokens, "targets": tokens, "mask": tokens}
+    loss = policyc.apply(policy, lambda p: llama.loss(p, batch, SMALL)[0])
+    jax.block_until_ready(jax.grad(loss)(params))
+    jax.effects_barrier()
+    monkeypatch.undo()
+    _, tensors = export(folder, str(policy), format="compressed-tensors")
+    seen = {values.tobytes() for values in quantized}
+    for layer in range(SMALL.layers):
+        for name in ("mlp.down_proj", "self_attn.o_proj"):
+            module = f"model.layers.{layer}.{name}"
+            amax = np.abs(master(folder, module)).max()
+            if recipe == "fp8":
+                values = tensors[f"{module}.weight"].astype(np.float32)
+            else:
+                values = decode({**tensors, f"{module}.weight_global_scale": np.float32(1)}, module)
+            assert np.ascontiguousarray((values * amax).T).tobytes() in seen, module
+
+
+def test_fused_layers_share_a_scale_and_the_change_is_reported(folder: Path, tmp_path: Path) -> None:
+    written, tensors = export(folder, "mlp.* -> nvfp4")
+    changed = {change.module: change for change in written.changes}
+    for layer in range(SMALL.layers):
+        names = [f"model.layers.{layer}.mlp.{name}" for name in ("gate_proj", "up_proj")]
+        smaller = min(names, key=lambda name: np.abs(master(folder, name)).max())
+        assert set(names) & set(changed) == {smaller}  # the other one has the maximum of the group
+        own, stored = oracle.nvfp4(master(folder, smaller)), decode(tensors, smaller)
+        distance = np.linalg.norm(own["dequantized"] - stored) / np.linalg.norm(own["dequantized"])
+        assert changed[smaller].difference == pytest.approx(distance, rel=1e-5)  # 1 / scale is rounded
+    with pytest.raises(ValueError, match="gate_up_proj one outer scale"):
+        export(folder, "mlp.* -> nvfp4", exact=True, out=tmp_path / "exact")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "out"]
+    assert not export(folder, "down_proj, o_proj -> nvfp4", exact=True, out=tmp_path / "exact")[0].changes
+
+
+@pytest.mark.parametrize("format", ["modelopt", "compressed-tensors"])
+def test_static_scales_are_those_of_the_last_measurements(format: str, folder: Path, tmp_path: Path) -> None:
+    rows = [{"step": step, "site": f"layers.mlp.{name}_proj", "layer": layer, "operand": "fprop.activation",
+             "amax": (100 if step == 0 else 1) * (layer + 1)}
+            for step in range(12) for layer in range(2) for name in ("gate", "up", "down")]  # fmt: skip
+    stats = tmp_path / "stats.jsonl"
+    stats.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"torn')
+    _, tensors = export(folder, "mlp.* -> nvfp4", stats=stats, format=format)
+    scale = np.float32(2) / np.float32(2688)
+    if format == "modelopt":
+        assert tensors["model.layers.1.mlp.up_proj.input_scale"] == scale
+    else:
+        assert tensors["model.layers.1.mlp.up_proj.input_global_scale"] == [1 / scale]
+    with pytest.raises(ValueError, match=r"no activation of layers\.attention\.o_proj, layer 0"):
+        export(folder, "o_proj -> nvfp4", stats=stats, out=tmp_path / "other")
+
+
+REFUSED = {
+    "mlp.* -> mxfp8": "write nvfp4 or fp8",
+    "mlp.* -> nvfp4(sr=fprop)": "write sr=grad",
+    "mlp.* -> nvfp4(mean_split=on)": "leave out mean_split",
+    "mlp.* -> nvfp4(outer=row)": "write outer=tensor",
+    "mlp.* -> nvfp4(rht=all)": "write rht=wgrad",
+    "gate_proj -> nvfp4": "gate_up_proj: gate_proj nvfp4, up_proj bf16",
+    "q_proj, k_proj, v_proj -> fp8; v_proj -> nvfp4": "give them one recipe",
+    "scores -> nvfp4": "write keep",
+    "* -> bf16": "nothing to export",
+}
+
+
+@pytest.mark.parametrize("policy", REFUSED)
+def test_what_no_server_has_is_refused_with_the_edit(policy: str, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=REFUSED[policy]):
+        export(folder, policy)
+    assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_contracted_dimension_needs_whole_blocks(tmp_path: Path) -> None:
+    folder = save(tmp_path / "hf", SMALL.__class__(**{**vars_of(SMALL), "hidden": 40}))
+    with pytest.raises(ValueError, match=r"down_proj: k is not a multiple of 16.*where k % 16 != 0"):
+        export(folder, "mlp.* -> nvfp4")
+
+
+def vars_of(config: Any) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in config.__dataclass_fields__}
+
+
+def test_experts_in_a_ragged_product_are_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path / "hf", MIXTURE)
+    with pytest.raises(ValueError, match=r"experts.gate_proj.*ragged product"):
+        export(folder, "q_proj, k_proj, v_proj -> nvfp4")
+
+
+def test_names_cover_every_parameter_of_the_bundled_models() -> None:
+    for config in (SMALL, MIXTURE):
+        names = tensor_names(config)
+        tensors = {
+            names[".".join(str(k.key) for k in path)].format(layer=layer, expert=expert)
+            for path, _ in jax.tree.leaves_with_path(llama.param_specs(config))
+            for layer in range(config.layers)
+            for expert in range(config.experts or 1)
+        }
+        paths = jax.tree.leaves_with_path(llama.param_specs(config))
+        assert tensors == {str(n) for path, _ in paths for n in hf_tensors(path, config)[0].flat}
+
+
+def test_other_trainers_name_their_parameters(tmp_path: Path) -> None:
+    """Parameters laid out as in MaxText: the layers are the second axis, and heads are an axis of their own."""
+    random, layers = np.random.default_rng(0), 3
+    params = {
+        "token_embedder": {"embedding": random.normal(size=(48, 64))},
+        "decoder": {
+            "layers": {
+                "self_attention": {
+                    "query": {"kernel": random.normal(size=(64, layers, 4, 16))},
+                    "out": {"kernel": random.normal(size=(4, layers, 16, 64))},
+                },
+                "pre_norm": {"scale": random.normal(size=(64, layers))},
+            }
+        },
+    }
+    params = jax.tree.map(lambda a: a.astype(np.float32), params)
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        stack = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), params["decoder"]["layers"])
+
+        def layer(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
+            y = x * p["pre_norm"]["scale"]
+            q = jnp.einsum("td,dhk->thk", y, p["self_attention"]["query"]["kernel"])
+            return x + jnp.einsum("thk,hkd->td", q, p["self_attention"]["out"]["kernel"]), None
+
+        return jnp.sum(jax.lax.scan(layer, params["token_embedder"]["embedding"][tokens], stack)[0])
+
+    names = {
+        "token_embedder.embedding": "model.embed_tokens.weight",
+        "decoder.layers.self_attention.query.kernel": "model.layers.{layer}.self_attn.q_proj.weight",
+        "decoder.layers.self_attention.out.kernel": "model.layers.{layer}.self_attn.o_proj.weight",
+        "decoder.layers.pre_norm.scale": "model.layers.{layer}.input_layernorm.weight",
+    }
+    plan = policyc.plan("self_attention.* -> nvfp4", loss, params, jnp.arange(8))
+    config = {"model_type": "llama"}
+    policyc.export(
+        params, plan, names=names, out=tmp_path / "out", format="modelopt", config=config, dtype="float32"
+    )
+    tensors = read_tensors(tmp_path / "out")
+    kernels = params["decoder"]["layers"]["self_attention"]
+    for layer in range(layers):
+        expected = {
+            "q_proj": kernels["query"]["kernel"][:, layer].reshape(64, 64).T,
+            "o_proj": kernels["out"]["kernel"][:, layer].reshape(64, 64).T,
+        }
+        for name, weight in expected.items():
+            got = decode(tensors, f"model.layers.{layer}.self_attn.{name}")
+            np.testing.assert_array_equal(got, oracle.nvfp4(weight)["dequantized"])
+        norm = tensors[f"model.layers.{layer}.input_layernorm.weight"]
+        np.testing.assert_array_equal(norm, params["decoder"]["layers"]["pre_norm"]["scale"][:, layer])
+    query = names["decoder.layers.self_attention.query.kernel"]
+    for edit, message in (
+        ({"token_embedder.embedding": None}, "no tensor for token_embedder.embedding"),
+        ({"lm_head": "lm_head.weight"}, "which no parameter is called"),
+        ({"decoder.layers.self_attention.out.kernel": query}, "the tensor model.layers.0.self_attn.q_proj.weight"),
+    ):  # fmt: skip
+        edited = {key: value for key, value in {**names, **edit}.items() if value}
+        with pytest.raises(ValueError, match=message):
+            policyc.export(params, plan, names=edited, out=tmp_path / "other", config=config)
+        assert not (tmp_path / "other").exists()
+
+
+def test_the_file_says_how_it_was_made_and_how_to_read_it(folder: Path) -> None:
+    written, tensors = export(folder, "mlp.* -> nvfp4; o_proj -> fp8", about={"step": 7})
+    about = json.loads((written.folder / "policyc.json").read_text())
+    assert about["policy"]["text"] == str(policyc.parse("mlp.* -> nvfp4; o_proj -> fp8"))
+    assert about["policy"]["sha256"] == policyc.parse(about["policy"]["text"]).sha256
+    assert (about["step"], about["versions"]["policyc"]) == (7, policyc.__version__)
+    config = json.loads((written.folder / "config.json").read_text())["quantization_config"]
+    modules = sorted(
+        {n.removesuffix(".weight") for n in tensors if n.endswith(("proj.weight", "lm_head.weight"))}
+    )
+    found = find_algorithms(config, [*modules, "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"])
+    assert [found[f"model.layers.1.{n}"] for n in ("self_attn.o_proj", "self_attn.q_proj")] == ["fp8", ""]
+    assert [found[n] for n in ("model.layers.0.mlp.up_proj", "lm_head")] == ["nvfp4", ""]
+    assert "model.layers.1.self_attn.q_proj" in config["ignore"]
+    with pytest.raises(ValueError, match="exists"):
+        export(folder, "mlp.* -> nvfp4")
+
+
+def test_the_phase_is_that_of_the_checkpoint() -> None:
+    text = "mlp -> nvfp4; after 50% { down_proj @ fprop -> bf16 }"
+    for step, expected in ((4, "nvfp4"), (5, "nvfp4"), (6, ""), (10, ""), (0, "")):
+        source = LlamaSource(folder=Path(), checkpoint=Path(), model=SMALL, run=RunConfig(steps=10), policy=None,
+                             step=step, hf_config={})  # fmt: skip
+        plan = source.plan(policyc.parse(text))
+        found = find_linears(source.abstract_params(), plan, source.phase(plan), source.names())
+        assert {x.format for x in found if x.path.endswith("down_proj")} == {expected}, step
+        assert {x.format for x in found if x.path.endswith("up_proj")} == {"nvfp4"}
+
+
+def test_a_tied_head_is_stored_by_itself(tmp_path: Path) -> None:
+    folder = save(tmp_path / "hf")
+    tensors = {name: array for name, array in read_tensors(folder).items() if name != "lm_head.weight"}
+    write_tensors(folder, tensors)
+    written, stored = export(folder, "lm_head, o_proj -> nvfp4")
+    assert not json.loads((written.folder / "config.json").read_text())["tie_word_embeddings"]
+    values = decode(stored, "lm_head")
+    expected = oracle.nvfp4(tensors["model.embed_tokens.weight"])["dequantized"]
+    np.testing.assert_allclose(values, expected, rtol=3e-7)  # 1 / scale is rounded
+
+
+@pytest.mark.parametrize("fault", ["nan", "disk"])
+def test_nothing_stays_of_an_export_that_fails(
+    fault: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = read_source(folder)
+    params = jax.tree.map(np.array, source.load())
+    if fault == "nan":
+        params["layers"]["mlp"]["down_proj"][1, 0, 0] = np.nan
+    else:
+        monkeypatch.setattr(
+            Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left"))
+        )
+    with pytest.raises((ValueError, OSError), match=r"not finite|No space left"):
+        policyc.export(params, source.plan(policyc.parse("mlp.* -> nvfp4")), names=source.names(),
+                       config=source.hf_config, out=tmp_path / "out")  # fmt: skip
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_random_weights_have_different_maxima() -> None:
+    layers = random_params(SMALL)["layers"]["mlp"]
+    assert len({float(np.abs(layers[name][0]).max()) for name in ("gate_proj", "up_proj")}) == 2
