@@ -71,8 +71,8 @@ _FAST = "* -> bf16\n* where block and (attention or mlp) -> fp8(sums=fast)\n"
 
 _SIZES = {
     "decoder_block": "llama2", "base_emb_dim": 2048, "base_num_query_heads": 16, "base_num_kv_heads": 8,
-    "head_dim": 128, "base_mlp_dim": 8192, "base_num_decoder_layers": 16, "vocab_size": 32768, "max_target_length": 2048,
-    "per_device_batch_size": 8, "attention": "cudnn_flash_jax", "dtype": "bfloat16",
+    "head_dim": 128, "base_mlp_dim": 8192, "base_num_decoder_layers": 16, "vocab_size": 32768,
+    "max_target_length": 2048, "per_device_batch_size": 8, "attention": "cudnn_flash_jax", "dtype": "bfloat16",
 }  # fmt: skip
 _RUN = {
     "hardware": "gpu", "dataset_type": "synthetic", "enable_checkpointing": "false", "log_config": "false",
@@ -128,6 +128,7 @@ def measure(row: str, options: list[str], site: Path, work: Path, limit: float) 
     words += [f"{key}={value}" for key, value in settings.items()] + options
     path = os.pathsep.join([str(site), *sys.path[:1], os.getcwd(), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "DECOUPLE_GCLOUD": "TRUE", "HF_HUB_OFFLINE": "1"}
+    environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
     log = folder / "log"
     with log.open("w") as output:
         try:
@@ -189,6 +190,8 @@ def main() -> None:
 
 
 def _measure_all(options: argparse.Namespace) -> None:
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # this process only asks which GPU it is
+    machine = describe_machine()
     results = []
     print_header(
         ("remat policy", "row", "tokens/s", "relative to bf16", "first step, s", "memory, GB", "loss")
@@ -210,7 +213,7 @@ def _measure_all(options: argparse.Namespace) -> None:
                 result = measure(row, [*common, *ROWS[row]], site, work, options.limit)
                 results.append(result | {"remat": remat, "scanned": not options.unrolled})
                 if options.json:
-                    data = {"machine": describe_machine(), "sizes": _SIZES, "results": results}
+                    data = {"machine": machine, "sizes": _SIZES, "results": results}
                     options.json.write_text(json.dumps(data, indent=1) + "\n")
                 if "error" in result:
                     print_row((remat, row, result["error"].splitlines()[-1][:80], "", "", "", ""))

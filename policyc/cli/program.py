@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from policyc.language.diagnostics import Diagnostic
     from policyc.language.policy import Policy
 
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"  # of JAX
+_LEAST_SECONDS = 1  # of a compilation that is worth a line: others are of single operations
+
 _PLACEHOLDER = re.compile(r"\{(seed|steps|out|variant)\}")  # of a sweep
 
 
@@ -253,7 +256,7 @@ def run_under_policy(program: Program, policy_name: str, options: RunOptions) ->
             options,
             "this policy keeps every GEMM: the program runs as it does without policyc, and is not planned",
         )
-    with exit_on_error():
+    with exit_on_error(), printer.listening():
         result = runner.run(
             program,
             policy,
@@ -299,8 +302,28 @@ class _PlanPrinter:
         self.options = options
         self.most_matches: int | None = None
         self.losses = 0
+        self.seconds: dict[str, float] = {}
+        self.is_compiling = False
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        import jax.monitoring
+
+        jax.monitoring.register_event_duration_secs_listener(self.listen)
+        try:
+            yield
+        finally:
+            jax.monitoring.unregister_event_duration_listener(self.listen)
+
+    def listen(self, event: str, duration_secs: float, **_: str | int) -> None:
+        """Notes how long a loss took to trace and to plan, and prints how long XLA then took to compile the program."""
+        self.seconds[event] = duration_secs
+        if event == _COMPILE_EVENT and self.is_compiling and duration_secs > _LEAST_SECONDS:
+            self.is_compiling = False
+            click.echo(f"policyc: compiled in {duration_secs:.1f} s", err=True)
 
     def __call__(self, plan: Plan) -> None:
+        from policyc.compiler.pipeline import PLAN_EVENT, TRACE_EVENT
         from policyc.compiler.tables.plan_json import as_json
         from policyc.compiler.tables.plan_tables import summary
         from policyc.experiments.runner import is_first_process
@@ -313,6 +336,9 @@ class _PlanPrinter:
             title = f"policyc: loss {self.losses}:\n" if self.losses > 1 else ""
             if not self.options.quiet:
                 click.echo(title + summary(plan), err=True, nl=False)
+                traced, planned = (self.seconds.get(event, 0) for event in (TRACE_EVENT, PLAN_EVENT))
+                click.echo(f"policyc: traced in {traced:.1f} s, planned in {planned:.1f} s", err=True)
+                self.is_compiling = True
             if self.losses == 1:
                 self._print_warnings(plan)
                 _print_unless_quiet(

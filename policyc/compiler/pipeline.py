@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
+import jax.monitoring
 
 from policyc.compiler.finding.analysis import analyze
 from policyc.compiler.kinds.site_purpose import find_kinds
@@ -35,6 +37,8 @@ from policyc.numerics.targets import TargetName
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
+
+TRACE_EVENT, PLAN_EVENT = "/policyc/trace_duration", "/policyc/plan_duration"
 
 _is_compiling: ContextVar[bool] = ContextVar("policyc_is_compiling", default=False)
 
@@ -198,11 +202,20 @@ class PlannedLoss:
 
 
 def plan_loss(policy: Policy, call: LossCall, execution: ExecutionOptions) -> PlannedLoss:
-    """Traces a loss, finds its sites, and plans them."""
-    traced = call.trace()
-    sites = find_sites(traced, traced.differentiated_results(has_aux=call.has_aux))
-    plan = as_printed(make_plan(policy, sites, execution))
+    """Traces a loss, finds its sites, and plans them. Listeners of `jax.monitoring` get the seconds of both."""
+    with _timed(TRACE_EVENT):
+        traced = call.trace()
+    with _timed(PLAN_EVENT):
+        sites = find_sites(traced, traced.differentiated_results(has_aux=call.has_aux))
+        plan = as_printed(make_plan(policy, sites, execution))
     return PlannedLoss(call, traced, replace(plan, constant_inputs=_constant_inputs(call.inputs(call.args))))
+
+
+@contextlib.contextmanager
+def _timed(event: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    jax.monitoring.record_event_duration_secs(event, time.perf_counter() - start)
 
 
 def find_sites(traced: TracedFunction, differentiated: Sequence[bool] | None = None) -> Sites:

@@ -41,6 +41,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_against_the_plan_of_a_run(folder: Path) -> None:
+    earlier = policyc("sites", "--policy", "a.policy", "--format", "json", "train.py", "64")
+    (folder / "plan.json").write_text(earlier.out)
+    of_file, of_run = (policyc("diff", "a.policy", "--vs", vs, "train.py", "64") for vs in ("plan.json", "."))
+    assert of_run.out == of_file.out != ""
+
+
 def test_what_is_shared_does_not_name_folders_of_the_machine(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

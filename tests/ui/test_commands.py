@@ -30,6 +30,8 @@ POLICYC = re.compile(
 )
 WRITTEN = {r"\e": "\x1b", r"\a": "\a", "{long}": "x" * 300}  # what a transcript writes instead
 USAGE = re.compile(r"^Usage: policyc .*\n(?: +.*\n)*Try 'policyc .*' for help.\n\n", re.MULTILINE)
+SECONDS = re.compile(r"(?<=^policyc: traced in )[\d.]+ s, planned in [\d.]+ s$", re.MULTILINE)
+COMPILED = re.compile(r"^policyc: compiled in .*\n", re.MULTILINE)
 RUNS = re.compile(r"^ +PYTHON .*", re.MULTILINE)  # quote paths with a space
 PYTHONS = re.compile(
     r"^(?: +[~^]+|-{20}|For simplicity, JAX .*)\n", re.MULTILINE
@@ -66,6 +68,7 @@ def unescape(text: str) -> str:
 def normalize(text: str, folder: Path) -> str:
     """Leaves out the usage before an error and what depends on the machine or a version; escapes control characters."""
     text = PYTHONS.sub("", USAGE.sub("", text)).replace(shlex.quote(sys.executable), "PYTHON")
+    text = SECONDS.sub("N s, planned in N s", COMPILED.sub("", text))
     text = RUNS.sub(lambda run: run[0].replace("'", ""), text)
     text = (
         text.replace(f"{folder}{os.sep}", "").replace(f"{ROOT}{os.sep}", "").replace(__version__, "VERSION")
