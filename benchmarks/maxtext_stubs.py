@@ -77,5 +77,4 @@ class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 if __name__ == "__main__":
     sys.meta_path.append(_StubFinder())
-    sys.argv.insert(1, "train")
     runpy.run_module("maxtext.trainers.pre_train.train", run_name="__main__", alter_sys=True)
