@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -296,6 +297,16 @@ def test_codes_in_both_orders(case: str, element: str, moved: int) -> None:
         q = quantizer(treatment, replace(both, only_second=True), method)(x)
         assert q.transposed_codes is None
         np.testing.assert_array_equal(np.asarray(q.codes), transposed)
+
+
+@pytest.mark.any_jax
+def test_codes_of_a_stack_in_both_orders() -> None:
+    """Each layer has the scale of its own maximum."""
+    layers = normal(3, 128, 128) * jnp.exp2(jnp.arange(3)).astype(jnp.bfloat16)[:, None, None]
+    quantize = quantizer(Treatment(format="fp8", element="e4m3"), Axes(second_order=1), "interpreted")
+    stack = jax.vmap(quantize)(layers)
+    for i, layer in enumerate(layers):
+        assert_equal(jax.tree.map(itemgetter(i), stack), quantize(layer))
 
 
 @pytest.mark.any_jax
