@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import compare_formats, mixed_formats
+from benchmarks import compare_formats, maxtext_step, mixed_formats
 from policyc.compiler.matching.execution import execution_options
 from policyc.experiments.report.build import PredictedStep, build_report, predict_speed_ups
 from policyc.hardware import llama_step
@@ -199,3 +199,26 @@ def test_the_predictions_of_today_are_those_of_the_cost_model():
     stated = dict(re.findall(r"`(\w+)` (\S+)x", sentence))
     assert stated == {name: f"{mixed_report()['speed_ups']['values'][name]:.3f}" for name in stated}
     assert stated.keys() == gaps_to_bf16("19m_mixed_formats").keys()
+
+
+def test_the_table_of_maxtext_is_that_of_its_runs():
+    data = json.loads((ROOT / "docs/results/maxtext_h200.json").read_text(encoding="utf-8"))
+    tokens = {(r["run"], r["remat"], r["row"]): r["tokens"] for r in data["runs"]}
+    rows = [row for row in maxtext_step.ROWS if row != "bf16"]
+    expected = []
+    for remat in dict.fromkeys(remat for _, remat, _ in tokens):
+        references = {
+            run: count for (run, name, row), count in tokens.items() if (name, row) == (remat, "bf16")
+        }
+        cells = [" to ".join(f"{count:,}" for count in sorted(references.values()))]
+        for row in rows:
+            # Relative to the bf16 of the same run.
+            ratios = sorted(
+                tokens[run, remat, row] / n for run, n in references.items() if (run, remat, row) in tokens
+            )
+            cells.append(" to ".join(dict.fromkeys(f"{ratio:.2f}" for ratio in ratios)))
+        expected.append(f"| `{remat}` | {' | '.join(cells)} |")
+    page = (ROOT / "docs/explanation/speed.md").read_text(encoding="utf-8")
+    assert [
+        line for line in page.splitlines() if line.startswith(("| `minimal", "| `full", "| `save"))
+    ] == expected
