@@ -302,28 +302,37 @@ class _PlanPrinter:
         self.options = options
         self.most_matches: int | None = None
         self.losses = 0
-        self.seconds: dict[str, float] = {}
+        self.is_listening = False
         self.is_compiling = False
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        import jax.monitoring
-
-        jax.monitoring.register_event_duration_secs_listener(self.listen)
+        """Stops listening to JAX at the end. It starts with the first plan: JAX must not be imported before that."""
         try:
             yield
         finally:
-            jax.monitoring.unregister_event_duration_listener(self.listen)
+            if self.is_listening:
+                import jax.monitoring
+
+                jax.monitoring.unregister_event_duration_listener(self.listen)
 
     def listen(self, event: str, duration_secs: float, **_: str | int) -> None:
-        """Notes how long a loss took to trace and to plan, and prints how long XLA then took to compile the program."""
-        self.seconds[event] = duration_secs
+        """Prints how long XLA took to compile a program after a plan."""
         if event == _COMPILE_EVENT and self.is_compiling and duration_secs > _LEAST_SECONDS:
             self.is_compiling = False
             click.echo(f"policyc: compiled in {duration_secs:.1f} s", err=True)
 
+    def _print_seconds(self, plan: Plan) -> None:
+        import jax.monitoring
+
+        traced, planned = plan.seconds
+        click.echo(f"policyc: traced in {traced:.1f} s, planned in {planned:.1f} s", err=True)
+        self.is_compiling = True
+        if not self.is_listening:
+            jax.monitoring.register_event_duration_secs_listener(self.listen)
+            self.is_listening = True
+
     def __call__(self, plan: Plan) -> None:
-        from policyc.compiler.pipeline import PLAN_EVENT, TRACE_EVENT
         from policyc.compiler.tables.plan_json import as_json
         from policyc.compiler.tables.plan_tables import summary
         from policyc.experiments.runner import is_first_process
@@ -336,9 +345,7 @@ class _PlanPrinter:
             title = f"policyc: loss {self.losses}:\n" if self.losses > 1 else ""
             if not self.options.quiet:
                 click.echo(title + summary(plan), err=True, nl=False)
-                traced, planned = (self.seconds.get(event, 0) for event in (TRACE_EVENT, PLAN_EVENT))
-                click.echo(f"policyc: traced in {traced:.1f} s, planned in {planned:.1f} s", err=True)
-                self.is_compiling = True
+                self._print_seconds(plan)
             if self.losses == 1:
                 self._print_warnings(plan)
                 _print_unless_quiet(

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
-import jax.monitoring
 
 from policyc.compiler.finding.analysis import analyze
 from policyc.compiler.kinds.site_purpose import find_kinds
@@ -37,8 +36,6 @@ from policyc.numerics.targets import TargetName
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
-
-TRACE_EVENT, PLAN_EVENT = "/policyc/trace_duration", "/policyc/plan_duration"
 
 _is_compiling: ContextVar[bool] = ContextVar("policyc_is_compiling", default=False)
 
@@ -202,20 +199,15 @@ class PlannedLoss:
 
 
 def plan_loss(policy: Policy, call: LossCall, execution: ExecutionOptions) -> PlannedLoss:
-    """Traces a loss, finds its sites, and plans them. Listeners of `jax.monitoring` get the seconds of both."""
-    with _timed(TRACE_EVENT):
-        traced = call.trace()
-    with _timed(PLAN_EVENT):
-        sites = find_sites(traced, traced.differentiated_results(has_aux=call.has_aux))
-        plan = as_printed(make_plan(policy, sites, execution))
-    return PlannedLoss(call, traced, replace(plan, constant_inputs=_constant_inputs(call.inputs(call.args))))
-
-
-@contextlib.contextmanager
-def _timed(event: str) -> Iterator[None]:
+    """Traces a loss, finds its sites, and plans them."""
     start = time.perf_counter()
-    yield
-    jax.monitoring.record_event_duration_secs(event, time.perf_counter() - start)
+    traced = call.trace()
+    planning = time.perf_counter()
+    sites = find_sites(traced, traced.differentiated_results(has_aux=call.has_aux))
+    plan = as_printed(make_plan(policy, sites, execution))
+    constant_inputs = _constant_inputs(call.inputs(call.args))
+    seconds = planning - start, time.perf_counter() - planning
+    return PlannedLoss(call, traced, replace(plan, constant_inputs=constant_inputs, seconds=seconds))
 
 
 def find_sites(traced: TracedFunction, differentiated: Sequence[bool] | None = None) -> Sites:

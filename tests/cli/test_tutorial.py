@@ -81,7 +81,8 @@ def comparable(output: str) -> str:
     Losses, and what is computed from them, depend on the order of sums: of each number only the place remains. Lines
     break elsewhere if a number is longer.
     """
-    depends = re.compile(r"loss|gap|against|power|interval|^my ")
+    output = re.sub(r"^policyc: compiled in .*\n", "", output, flags=re.MULTILINE)  # only if it took long
+    depends = re.compile(r"loss|gap|against|power|interval|^my |^policyc: traced in")
     lines = [
         re.sub(r"[+−-]?\d+(\.\d+)?", "#", line) if depends.search(line) else line
         for line in output.splitlines()

@@ -89,7 +89,7 @@ def test_a_default_baseline_that_does_not_fit_the_program_is_left_out() -> None:
 
 
 IN_THE_FAST_LANE = ("te_nvfp4", "llama_nvfp4")
-NOTHING_TO_REMOVE = ("bf16", "fp8", "mxfp8")
+NOTHING_TO_REMOVE = ("bf16", "fp8", "fp8_with_head", "mxfp8")
 """Policies without an option and without a rule that protects sites."""
 
 

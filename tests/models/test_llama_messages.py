@@ -197,6 +197,7 @@ def test_the_program_uses_only_the_documented_hooks_of_policyc():
     ours = {name for name in imported if name.split(".")[0] == "policyc"}
     assert {name for name in ours if not name.startswith("policyc.models.llama")} == {"policyc"}
     assert used == {
+        "__version__",
         "current_policy",
         "rounding_step",
         "set_step",

@@ -57,9 +57,10 @@ def test_wgrad_runs_before_dgrad_on_one_device(single_device: bool) -> None:
     """Its values of dy take four times the memory of codes. On several devices, dgrad would wait for a sum."""
     context = LoweringContext(platform="cuda", single_device=single_device)
     product = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=FULL)
-    x, w = normal(64, 256), normal(256, 64)
+    x, w = normal(64, 64), normal(64, 256)
     gradients = jax.grad(lambda x, w: jnp.sum(product(x, w)), argnums=(0, 1))
     (equation,) = (e for e in jax.make_jaxpr(gradients)(x, w).eqns if e.primitive.name == "run_first")
+    assert "run_first" not in str(jax.make_jaxpr(gradients)(w, w.T)), "dx is larger than dy"
     wgrad, dy, amax = (v.aval for v in equation.invars)
     assert (wgrad.shape, dy.shape, amax.shape) == (w.shape, x.shape[:1] + w.shape[1:], (1, 1))
     ordered = jax.make_jaxpr(partial(lowering._run_first, context=context))(wgrad, dy, amax)

@@ -146,6 +146,8 @@ class Plan:
     execution: ExecutionOptions
     constant_inputs: frozenset[int] = field(default=frozenset(), compare=False, repr=False)
     """The inputs of the loss, by number, that stay the same from call to call."""
+    seconds: tuple[float, float] = field(default=(0.0, 0.0), compare=False, repr=False)
+    """How long the loss took to trace, and to plan."""
     _decisions: dict[Phase, Decisions] = field(default_factory=dict, compare=False, repr=False)
 
     def __repr__(self) -> str:
