@@ -12,7 +12,7 @@ import re
 import stat
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -64,6 +64,15 @@ def parse_json(text: str | bytes) -> Any:
 def read_json(path: Path) -> Any:
     """Reads a JSON file. Raises OSError or ValueError."""
     return parse_json(read_text(path))
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects in a file of JSON lines. Leaves out damaged lines, like the last one of a run that was killed."""
+    rows = []
+    for line in read_text(path).splitlines():
+        with suppress(ValueError):
+            rows.append(parse_json(line))
+    return [row for row in rows if isinstance(row, dict)]
 
 
 @contextmanager

@@ -90,12 +90,7 @@ def _reference(checkpoint: str, options: AuditOptions) -> Reference | None:
     from policyc.serving.llama_source import host_arrays, read_source
 
     source = read_source(Path(options.run or checkpoint), options.step)
-    policy = source.policy if options.policy is None else load_policy(options.policy)
-    if policy is None:
-        raise ValueError(
-            f"'{options.run}' does not say under which policy it was trained: name it with --policy"
-        )
-    plan = source.plan(policy)
+    plan = source.plan(source.trained_policy if options.policy is None else load_policy(options.policy))
     params = host_arrays(source.load()) if options.run else source.abstract_params()
     linears = find_linears(params, plan, source.phase(plan), source.names())
     return Reference(linears=linears, has_weights=options.run is not None)

@@ -148,7 +148,7 @@ def _load_before(name: str | None) -> tuple[Policy | None, str | None]:
     plan = Path(name) / "plan.json"
     if not (name.endswith(".json") or plan.exists()):
         return load_policy(name), None
-    from policyc.changes.overlays import read_plan
+    from policyc.compiler.tables.plan_json import read_plan
 
     with exit_on_error():
         return read_plan(plan if plan.exists() else Path(name))

@@ -21,6 +21,7 @@ from policyc.cli.program import exit_on_error
 
 if TYPE_CHECKING:
     from policyc.language.policy import Policy
+    from policyc.serving.export import FormatName
     from policyc.serving.llama_source import LlamaSource
 
 
@@ -33,7 +34,7 @@ class ExportOptions:
         show_default="that of the run",
         help="The policy that the model was trained under.",
     )
-    file_format: str = option(
+    file_format: FormatName = option(
         "--format",
         type=click.Choice(["compressed-tensors", "modelopt"]),
         default="compressed-tensors",
@@ -81,13 +82,13 @@ def export(source: str, options: ExportOptions) -> None:
                 plan,
                 names=read.names(),
                 out=options.out,
-                format=options.file_format,  # type: ignore[arg-type]
+                format=options.file_format,
                 config=read.hf_config,
                 files=read.files(),
                 stats=options.stats,
                 phase=read.phase(plan),
                 exact=options.exact,
-                dtype=read.model.compute,  # type: ignore[arg-type]
+                dtype=read.model.compute,  # type: ignore[arg-type]  # a choice of the configuration
                 about={"source": source, "step": read.step, "steps": read.run.steps}
                 if read.step
                 else {"source": source},
@@ -107,11 +108,7 @@ def export(source: str, options: ExportOptions) -> None:
 def choose_policy(source: LlamaSource, name: str | None) -> Policy:
     """The named policy, or that of the run. Prints a note if they differ. Raises ValueError if there is neither."""
     if name is None:
-        if source.policy is None:
-            raise ValueError(
-                f"'{source.folder}' does not say under which policy it was trained: name it with --policy"
-            )
-        return source.policy
+        return source.trained_policy
     policy = load_policy(name)
     if source.policy is not None and source.policy.sha256 != policy.sha256:
         print_note(f"the run was trained under another policy: 'policyc diff {name} --vs {source.folder} --config ...' "

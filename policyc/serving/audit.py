@@ -28,7 +28,7 @@ from policyc.serving.formats import (
     tile_rows,
     unswizzle,
 )
-from policyc.serving.linears import Linear, quantize_served
+from policyc.serving.linears import Linear, find_sharing, quantize_served
 from policyc.serving.loaders import LoadError, find_algorithms, fuse
 
 _LARGEST_WEIGHT = 1e3  # weights of trained models are below 100
@@ -344,7 +344,10 @@ def _compare_all(
     faults: list[tuple[str, str, str]],
 ) -> Iterator[AuditedLinear]:
     """The rows with differences to the policy and the weights. Appends what disagrees."""
-    by_name = {linear.module: linear for linear in reference.linears}
+    by_name, sharing = (
+        {linear.module: linear for linear in reference.linears},
+        find_sharing(reference.linears),
+    )
     found = {row.module: row for row in rows}
     missing, unknown = sorted(set(by_name) - set(stored)), sorted(set(found) - set(by_name))
     faults.extend(
@@ -356,7 +359,7 @@ def _compare_all(
         weights = [linear.load().astype(np.float32) for linear in group] if reference.has_weights else []
         expected: Sequence[StoredLinear | None] = [None] * len(group)
         if weights and all(linear.format for linear in group):
-            expected = [stored for stored, _ in quantize_served(group, reference.linears)]
+            expected = [stored for stored, _ in quantize_served(group, sharing)]
         for number, (linear, module) in enumerate(zip(group, modules, strict=True)):
             actual = stored[module]
             if linear.format != (actual.format if actual else ""):
@@ -379,15 +382,11 @@ def _compare(
     amax: float,
 ) -> tuple[AuditedLinear, tuple[str, str] | None]:  # fmt: skip
     """The row with its difference to training, and what explains it if it is not rounding."""
-    if (
-        actual.nibbles().shape != weight.shape
-        if actual.scales is not None
-        else actual.codes.shape != weight.shape
-    ):
+    codes = actual.code_bytes()
+    if codes.shape != weight.shape:
         return row, ("other-weights", f"its shape is not that of the weight, {weight.shape}")
     if expected is not None and expected.format == actual.format:
-        codes = [x.nibbles() if x.scales is not None else x.codes for x in (actual, expected)]
-        row = replace(row, changed=float(np.mean(codes[0] != codes[1])))
+        row = replace(row, changed=float(np.mean(codes != expected.code_bytes())))
     values = actual.values()
     row = replace(row, error=_distance(values, weight))
     return row, _explain(actual, values, weight, row.error or 0.0, amax)

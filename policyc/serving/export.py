@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from policyc import __version__
-from policyc.base.files import explain_unreadable, parse_json, read_text
+from policyc.base.files import explain_unreadable, read_json_lines
 from policyc.compiler.matching.decisions import Phase
 from policyc.compiler.planning.plan import Plan
 from policyc.serving.formats import (
@@ -33,6 +33,7 @@ from policyc.serving.linears import (
     Linear,
     Names,
     find_linears,
+    find_sharing,
     input_scale,
     key_of,
     plain_tensor,
@@ -189,14 +190,14 @@ def make_quantization(
 def _quantize_all(
     linears: Sequence[Linear], maxima: Mapping[Any, float] | None, changes: list[Change], *, exact: bool
 ) -> Iterator[tuple[Linear, StoredLinear | None]]:
-    by_name = {linear.module: linear for linear in linears}
+    by_name, sharing = {linear.module: linear for linear in linears}, find_sharing(linears)
     for served, modules in fuse(by_name).items():
         group = [by_name[module] for module in modules]
         if not group[0].format:
             yield from ((linear, None) for linear in group)
             continue
         scale = _static_scale(group, maxima)
-        for linear, (stored, trained) in zip(group, quantize_served(group, linears), strict=True):
+        for linear, (stored, trained) in zip(group, quantize_served(group, sharing), strict=True):
             if change := _compare(linear.module, served, trained, stored):
                 changes.append(change)
                 if exact:
@@ -207,10 +208,10 @@ def _quantize_all(
 
 
 def _compare(module: str, served: str, trained: StoredLinear, stored: StoredLinear) -> Change | None:
-    is_fp4 = trained.scales is not None and stored.scales is not None
-    codes = [x.nibbles() if is_fp4 else x.codes for x in (trained, stored)]
-    same_scales = not is_fp4 or np.array_equal(trained.scales, stored.scales)  # type: ignore[arg-type]
-    if trained.outer == stored.outer and same_scales and np.array_equal(codes[0], codes[1]):
+    codes = trained.code_bytes(), stored.code_bytes()
+    scales = trained.scales, stored.scales
+    same_scales = scales[0] is None or scales[1] is None or np.array_equal(scales[0], scales[1])
+    if trained.outer == stored.outer and same_scales and np.array_equal(*codes):
         return None
     a, b = trained.values().astype(np.float64), stored.values().astype(np.float64)
     return Change(
@@ -236,7 +237,7 @@ def _static_scale(group: Sequence[Linear], maxima: Mapping[Any, float] | None) -
 def read_maxima(path: Path) -> dict[tuple[str, int | None], float]:
     """The largest magnitude of the activation of each linear, by path and layer, in the last measurements of a run."""
     with explain_unreadable(path, "--stats-every"):
-        rows = [row for row in map(_parse_row, read_text(path).splitlines()) if "step" in row]
+        rows = [row for row in read_json_lines(path) if "step" in row]
         steps = sorted({row["step"] for row in rows})[-_MEASUREMENTS:]
     maxima: dict[tuple[str, int | None], float] = {}
     for row in rows:
@@ -246,22 +247,13 @@ def read_maxima(path: Path) -> dict[tuple[str, int | None], float]:
     return maxima
 
 
-def _parse_row(line: str) -> dict[str, Any]:
-    """A measurement; empty if the line is torn, as the last one of a killed run is."""
-    try:
-        row = parse_json(line)
-    except ValueError:
-        return {}
-    return row if isinstance(row, dict) else {}
-
-
 # ---- what is not quantized
 
 
 def _plain_tensors(
     leaves: Sequence[Any], plan: Plan, names: Names, linears: Sequence[Linear], dtype: str
 ) -> Iterator[tuple[str, Array]]:
-    """The parameters that are no linears. A stack of layers is stored as one tensor for each layer."""
+    """The parameters that are not linears. A stack of layers is stored as one tensor for each layer."""
     stored = {linear.path for linear in linears}
     slots = [slot for site in plan.sites for template in site.parameters for slot in template.slots]
     stacks = dict.fromkeys((slot.axis, slot.size) for slot in slots if slot.axis is not None)

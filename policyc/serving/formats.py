@@ -47,6 +47,10 @@ class StoredLinear:
         """The E2M1 codes, one to a byte."""
         return np.stack([self.codes & 15, self.codes >> 4], -1).reshape(len(self.codes), -1)
 
+    def code_bytes(self) -> Bytes:
+        """The codes of its format, one to a byte."""
+        return self.codes if self.scales is None else self.nibbles()
+
     def block_values(self) -> npt.NDArray[np.float32]:
         """Codes times block scales, which fp32 holds exactly."""
         values: npt.NDArray[np.float32]

@@ -185,33 +185,37 @@ def derive_weight(plan: Plan, site: Site, layer: Layer, leaves: Sequence[Any]) -
 
 
 def quantize_served(
-    group: Sequence[Linear], linears: Iterable[Linear]
+    group: Sequence[Linear], sharing: Mapping[str, Sequence[Linear]]
 ) -> list[tuple[StoredLinear, StoredLinear]]:
     """Each linear of a server's module as it is stored, under one outer scale, and with the codes of training.
 
-    `linears` are those of the model: with outer=shared, all that read an activation share a scale in training.
+    `sharing` is what `find_sharing` returns for the model.
     """
-    sharing = {linear.module: _find_sharing(linear, linears) for linear in group}
-    trained = {}
+    trained: dict[str, StoredLinear] = {}
     for linear in group:
-        members = sharing[linear.module]
-        codes = quantize_linears([member.load() for member in members], linear.decision)
-        trained[linear.module] = codes[[member.module for member in members].index(linear.module)]
+        if linear.module not in trained:
+            members = sharing[linear.module]
+            codes = quantize_linears([member.load() for member in members], linear.decision)
+            trained |= {member.module: code for member, code in zip(members, codes, strict=True)}
     if {linear.module for linear in group} <= {linear.module for linear in sharing[group[0].module]}:
         return [(trained[linear.module], trained[linear.module]) for linear in group]
     stored = quantize_linears([linear.load() for linear in group], group[0].decision)
     return [(each, trained[linear.module]) for linear, each in zip(group, stored, strict=True)]
 
 
-def _find_sharing(linear: Linear, linears: Iterable[Linear]) -> list[Linear]:
-    """The linears whose weights share an outer scale with one in training, itself included."""
+def find_sharing(linears: Iterable[Linear]) -> dict[str, list[Linear]]:
+    """For each linear, those whose weights share an outer scale with it in training, itself included.
 
-    def key(one: Linear) -> tuple[Any, ...]:
-        return one.site.address[:-1], one.site.activation, one.layer, one.format and one.weight_treatment
-
-    if linear.weight_treatment.outer != "shared":
-        return [linear]
-    return [other for other in linears if key(other) == key(linear)]
+    With outer=shared, these are all that read an activation.
+    """
+    groups: dict[tuple[Any, ...], list[Linear]] = {}
+    for linear in linears:
+        key: tuple[Any, ...] = (linear.module,)
+        if linear.format and linear.weight_treatment.outer == "shared":
+            site = linear.site
+            key = site.address[:-1], site.activation, linear.layer, linear.weight_treatment
+        groups.setdefault(key, []).append(linear)
+    return {linear.module: members for members in groups.values() for linear in members}
 
 
 def quantize_linears(weights: Sequence[Array], decision: Decision) -> list[StoredLinear]:

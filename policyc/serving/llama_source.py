@@ -17,8 +17,8 @@ from policyc.compiler.matching.execution import ExecutionOptions
 from policyc.compiler.pipeline import LossCall, plan_loss
 from policyc.compiler.planning.plan import Plan
 from policyc.compiler.planning.plan_checks import check_plan
+from policyc.compiler.tables.plan_json import read_plan
 from policyc.hardware.llama_step import abstract_arguments
-from policyc.language.loader import parse
 from policyc.language.policy import Policy
 from policyc.models.llama import model as llama
 from policyc.models.llama import partition
@@ -51,6 +51,15 @@ class LlamaSource:
     policy: Policy | None
     step: int
     hf_config: Mapping[str, Any]
+
+    @property
+    def trained_policy(self) -> Policy:
+        """The policy of the run. Raises ValueError if the folder does not say it."""
+        if self.policy is None:
+            raise ValueError(
+                f"'{self.folder}' does not say under which policy it was trained: name it with --policy"
+            )
+        return self.policy
 
     def plan(self, policy: Policy) -> Plan:
         """The plan of the training loss under a policy. The loss is traced with shapes."""
@@ -160,8 +169,7 @@ def read_policy(folder: Path) -> Policy | None:
     path = folder / "plan.json"
     if not path.exists():
         return None
-    with explain_unreadable(path, "policyc train of this version"):
-        return parse(read_json(path)["policy"]["text"])
+    return read_plan(path, "policyc train")[0]
 
 
 def host_arrays(params: Any) -> Any:

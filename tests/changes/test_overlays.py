@@ -12,8 +12,9 @@ import pytest
 import policyc
 from policyc.base.text import format_seconds
 from policyc.changes.model import DiffData, name_parts, short_name
-from policyc.changes.overlays import read_plan, read_stats
+from policyc.changes.overlays import read_stats
 from policyc.compiler.tables.plan_json import as_json as plan_json
+from policyc.compiler.tables.plan_json import read_plan
 from tests.support.diff_models import KEEP_LAST, SCANNED, UNROLLED, X, make_diff, scanned, unrolled
 
 

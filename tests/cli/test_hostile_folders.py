@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from policyc.base import compile_cache, files
-from policyc.changes.overlays import read_plan
+from policyc.compiler.tables.plan_json import read_plan
 from policyc.editor.findings import find_all
 from policyc.editor.json_rpc import Connection
 from policyc.editor.server import PolicyServer

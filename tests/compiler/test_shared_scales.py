@@ -30,7 +30,7 @@ Weights = dict[str, Any]
 
 
 def weights(*lead: int) -> Weights:
-    """Weights whose largest magnitudes differ by factors that are no powers of two."""
+    """Weights whose largest magnitudes differ by factors that are not powers of two."""
     rng = np.random.default_rng(7)
     return {
         name: (factor * rng.standard_normal((*lead, K, N))).astype(np.float32)
@@ -82,7 +82,7 @@ def quantized(policy: str, f: Callable[..., Any], w: Weights) -> Weights:
 
     def loss(w: Weights) -> tuple[jax.Array, Weights]:
         y = f(w)
-        return sum(jnp.sum(a) for a in jax.tree.leaves(y)), y  # type: ignore[return-value]
+        return sum(jnp.sum(a) for a in jax.tree.leaves(y)), y  # type: ignore[return-value]  # sum starts from an int
 
     with policyc.active(policy):
         return jax.jit(jax.value_and_grad(loss, has_aux=True))(w)[0][1]

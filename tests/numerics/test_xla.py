@@ -51,7 +51,7 @@ def test_one_quantizer_serves_all_gemms_of_an_fp8_array(shape: str, backend: str
 
 
 def test_one_quantizer_writes_fp8_rows_for_both_gemms() -> None:
-    """Of x, of the weight and of dy, each of which has other codes in its other GEMM."""
+    """x, the weight and dy each have different codes in the two GEMMs that read them."""
     f = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=RECIPES["fp8 row"])
     x, w, dy = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((128, 256), (256, 128), (128, 128)))
     for backend, specs in (("xla", [2] * 3), ("emulate", [1] * 6)):

@@ -153,7 +153,7 @@ class RewrittenLoss:
             if identity not in quantized:
                 values = [autodiff.primal_value(inputs[self._origin(m).input]) for m in members]
                 with autodiff.trace_of(*values):
-                    # In a jitted loss that is differentiated from outside, they are no tracers of a derivative.
+                    # In a jitted loss that is differentiated from outside, no derivative traces them.
                     values = list(map(lax.stop_gradient, values))
                     shared: list[Any] = []
                     if quantizer.siblings:

@@ -1,4 +1,4 @@
-"""Writes plans as JSON, and reads the sites of a model from it (`policyc sites --format json`).
+"""Writes plans as JSON, and reads their policy, and the sites of a model (`policyc sites --format json`).
 
 Does not load JAX, so that editors and the playground can use it. Sites that were read have the paths, the block and the
 kind of each layer, but no equations.
@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-from policyc.base.files import parse_json, read_file
+from policyc.base.files import explain_unreadable, parse_json, read_file, read_json
 from policyc.compiler.planning.plan import LayerRun, Plan
 from policyc.compiler.sites.site import IndexSlot, OtherProduct, PathTemplate, Site, dotted
 from policyc.compiler.sites.site_kinds import SiteBlock, SiteKind
 from policyc.compiler.sites.site_list import Sites
 from policyc.compiler.sites.stacks import Layer, LayerTable, Stack
+from policyc.language.loader import parse_with_diagnostics
+from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm, Recipe
 from policyc.language.selectors import DottedPath, PathSegment
 from policyc.language.treatments import describe_options
@@ -237,3 +239,16 @@ def _read_segment(text: str) -> PathSegment:
         raise BadSiteList(f"'{text}' is not a name with an index: write the file again")
     index, size = (None if number is None else int(number) for number in match.groups()[1:])
     return PathSegment(unquote(match[1]), index, size)
+
+
+# ---- the policy of a plan
+
+
+def read_plan(path: Path, writer: str = "policyc apply --plan-out") -> tuple[Policy, str]:
+    """The policy of a plan, and the hash of its loss. Raises ValueError."""
+    with explain_unreadable(path, f"{writer} of this version"):
+        data = read_json(path)
+        loaded = parse_with_diagnostics(data["policy"]["text"], shown=str(path))
+        if loaded.diagnostics:
+            raise ValueError("its policy has errors")
+        return loaded.policy, data["jaxpr"]["sha256"]
