@@ -1,12 +1,12 @@
-"""Trains the policies of docs/results/19m_mixed_formats with the same seeds, and keeps thinned metrics.
+"""Trains the policies of docs/results/19m_controls with the same seeds, and keeps thinned metrics.
 
     python -m benchmarks.corpus corpus
-    python -m benchmarks.mixed_formats --corpus corpus --seeds 100,101,102 --out OUT
+    python -m benchmarks.mixed_formats --corpus corpus --seeds 200,201,202 --out OUT
 
-All seeds of a policy run in one process. `--jobs` processes share the device, in the order of the table, so that one
-trains while another compiles. After `--seconds`, those that still run are stopped. Then, or with `--collect`, the
-metrics are thinned to OUT/results, in the layout that `policyc report` reads. Run it again with other seeds, and merge
-the folders, to add seeds.
+Each run is a process. `--jobs` of them share the device, in the order of the table, so that one trains while another
+compiles; CUDA's multi-process service lets their kernels overlap. After `--seconds`, those that still run are stopped.
+Then, or with `--collect`, the metrics are thinned to OUT/results, in the layout that `policyc report` reads. Run it
+again with other seeds, and merge the folders, to add seeds.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ import numpy as np
 from benchmarks.command_line import make_parser
 
 POLICIES = Path(__file__).parents[1] / "docs" / "results" / "policies"
-STEPS = 12_300  # of 16 sequences of 512 tokens: 100.8M tokens
+STEPS = 3072  # of 64 sequences of 512 tokens: 100.7M tokens
 MIXED = "mlp_nvfp4_rest_fp8"
 TABLE = (
-    "bf16", "fp8_with_head", MIXED, "fp8", "te_nvfp4", "fitted_te", "mlp_nvfp4_late_fp8", "llama_nvfp4",
-    "mlp_nvfp4_late_bf16", "mxfp4_all_blocks", "fitted_llama",
+    "bf16", "fp8", "fp8_with_head", "te_nvfp4", MIXED, "mxfp4_all_blocks", "llama_nvfp4", "mlp_nvfp4_late_fp8",
+    "rollout_nvfp4", "fitted_te", "fitted_llama", "mlp_nvfp4_late_bf16",
 )  # fmt: skip
 """In the order in which they run: what matters most comes first. The late switches continue MIXED."""
+KEPT = ("te_nvfp4", "rollout_nvfp4")
+"""Policies whose last weights are kept: benchmarks.served_gap serves them."""
 BASELINES = ("bf16", "fp8")
 MARGIN = "0.5%"
 LATE = tuple(name for name in TABLE if "late" in name)
@@ -48,10 +50,12 @@ def main() -> int:
     )
     parser.add_argument("--config", default="19m")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--eval-batches", type=int, default=84)
-    parser.add_argument("--seeds", default="100,101,102")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--learning-rate", type=float, default=1.4e-3)
+    parser.add_argument("--eval-batches", type=int, default=21, help="of --batch sequences")
+    parser.add_argument("--seeds", default="200,201,202")
     parser.add_argument("--only", metavar="NAME,...", default=",".join(TABLE))
-    parser.add_argument("--jobs", type=int, default=2, help="processes that share the device")
+    parser.add_argument("--jobs", type=int, default=5, help="processes that share the device")
     parser.add_argument("--seconds", type=float, default=86_400, help="time limit of all runs together")
     parser.add_argument("--collect", action="store_true", help="only thin the metrics of the runs in OUT")
     parser.add_argument("--out", type=Path, required=True)
@@ -63,60 +67,68 @@ def main() -> int:
 
 
 def train_all(options: Any, extra: list[str]) -> None:
-    """Runs the table. A late switch waits for the checkpoint that it continues."""
-    waiting = [name for name in TABLE if name in options.only.split(",")]
-    running: dict[str, subprocess.Popen[bytes]] = {}
+    """Runs the table, all seeds of a policy before the next one. A late switch waits for the run it continues."""
+    waiting = [
+        (name, seed) for name in TABLE if name in options.only.split(",") for seed in options.seeds.split(",")
+    ]
+    running: dict[tuple[str, str], subprocess.Popen[bytes]] = {}
     begin = time.monotonic()
 
     def note(text: str) -> None:
         print(f"{time.monotonic() - begin:.0f} s: {text}", flush=True)
 
     while (waiting or running) and time.monotonic() - begin < options.seconds:
-        for name in [name for name, process in running.items() if process.poll() is not None]:
-            note(f"{name} ended with {running.pop(name).returncode}")
-        ready = [name for name in waiting if name not in LATE or is_finished(options.out / MIXED)]
-        for name in ready[: options.jobs - len(running)]:
-            waiting.remove(name)
-            running[name] = start(name, options, extra)
-            note(f"{name} begins")
+        for one in [one for one, process in running.items() if process.poll() is not None]:
+            note(f"{'/'.join(one)} ended with {running.pop(one).returncode}")
+        ready = [
+            one for one in waiting if one[0] not in LATE or is_finished(run_folder(options, MIXED, one[1]))
+        ]
+        for one in ready[: options.jobs - len(running)]:
+            waiting.remove(one)
+            running[one] = start(*one, options, extra)
+            note(f"{'/'.join(one)} begins")
         if not ready and not running:
             break
-        time.sleep(0.5)
-    for name, process in running.items():
-        note(f"{name} is stopped")
+        time.sleep(0.2)
+    for one, process in running.items():
+        note(f"{'/'.join(one)} is stopped")
         process.kill()  # its metrics are written line by line
     for process in running.values():
         process.wait()
-    note(f"not run: {', '.join(waiting) or 'none'}")
+    note(f"not run: {', '.join(map('/'.join, waiting)) or 'none'}")
 
 
-def start(name: str, options: Any, extra: list[str]) -> subprocess.Popen[bytes]:
-    out = options.out / name
+def run_folder(options: Any, name: str, seed: str) -> Path:
+    folder: Path = options.out / name / f"seed{seed}"
+    return folder
+
+
+def start(name: str, seed: str, options: Any, extra: list[str]) -> subprocess.Popen[bytes]:
+    out = run_folder(options, name, seed)
     file = POLICIES / f"{name}.policy"
     data = f"tokens:{options.corpus}/train.bin,dtype=uint16,validation={options.corpus}/validation.bin"
     switch = options.steps * SWITCH // 100
     settings = {
-        "config": options.config, "steps": options.steps, "seeds": options.seeds, "data": data, "out": out,
-        "eval-every": options.steps // 4, "eval-batches": options.eval_batches, "log-every": options.steps // 20,
-        "checkpoint-every": switch if name == MIXED else 0,
+        "config": options.config, "steps": options.steps, "batch": options.batch, "seed": seed, "out": out,
+        "data": data, "learning-rate": options.learning_rate, "log-every": options.steps // 20,
+        "eval-every": options.steps // 8, "eval-batches": options.eval_batches,
+        "checkpoint-every": switch if name == MIXED else options.steps if name in KEPT else 0,
     }  # fmt: skip
     words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
     if name in LATE:
-        first = options.seeds.partition(",")[0]
-        checkpoint = options.out / MIXED / f"seed{first}" / "checkpoints" / str(switch)
+        checkpoint = run_folder(options, MIXED, seed) / "checkpoints" / str(switch)
         words += ["--resume-from", str(checkpoint), "--accept-changes"]
     policy = str(file) if file.exists() else name
     command = [sys.executable, "-m", "policyc", "train", "--policy", policy, "--no-scan", *words, *extra]
-    out.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / options.jobs:.2f}"}
-    with (out / "log.txt").open("wb") as log:
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / options.jobs:.2f}"}
+    with (out.parent / f"seed{seed}.txt").open("wb") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=share | os.environ)
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the run of the first seed reached its last step."""
-    metrics = sorted(folder.glob("seed*/metrics.jsonl"))
-    return bool(metrics) and '"is_complete": true' in metrics[0].read_text()
+    metrics = folder / "metrics.jsonl"
+    return metrics.exists() and '"is_complete": true' in metrics.read_text()
 
 
 # ---- thinned metrics
