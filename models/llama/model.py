@@ -149,9 +149,7 @@ def same_document(segments: jax.Array, mesh: Mesh | None) -> jax.Array:
     return constrain(rows[:, None, :, None] == rows[:, None, None, :], mesh, "batch", None, None, None)
 
 
-def attention(
-    params: Params, x: jax.Array, rows: Rows, config: ModelConfig, mesh: Mesh | None
-) -> jax.Array:
+def attention(params: Params, x: jax.Array, rows: Rows, config: ModelConfig, mesh: Mesh | None) -> jax.Array:
     batch, length, _ = x.shape
     x = apply_limit(params, "qkv_limit", x)
     q, k, v = (linear(params, f"{n}_proj", x).reshape(batch, length, -1, config.head_dim) for n in "qkv")
@@ -234,7 +232,9 @@ def run_blocks(
         rows = Rows(rotary(config, jnp.arange(tokens.shape[1], dtype=jnp.float32)), None, None, cache)
     else:
         segments = documents["segments"]
-        rows = Rows(rotary(config, documents["positions"]), same_document(segments, mesh), segments < 0, cache)
+        rows = Rows(
+            rotary(config, documents["positions"]), same_document(segments, mesh), segments < 0, cache
+        )
     layer: Callable[..., tuple[jax.Array, RouterSummary | None]] = partial(
         block, rows=rows, config=config, mesh=mesh
     )

@@ -36,7 +36,7 @@ from policyc.serving.loaders import fuse, fused_name
 from policyc.serving.servable import served_format
 
 Activations = Literal["static", "dynamic", "token", "none"]
-"""How activations are scaled: by a scale of the file, by the maximum of the tensor or of each token; or kept in BF16."""
+"""Scales of activations: from the file, the maximum of the tensor or of each token. `none` keeps BF16."""
 
 InputMaxima: TypeAlias = Mapping[tuple[str, int | None], float]
 """The largest magnitude of the activation of each linear, by path and layer, which sets its static scale."""
@@ -103,7 +103,9 @@ def served_recipe(recipe: Recipe, activations: Activations) -> Recipe:
     outer = "row" if activations == "token" else "tensor"
     forward = {
         # Block scales of activations are those of the maximum, and fused linears share the outer scale of the weight.
-        Role.ACTIVATION: plain if activations == "none" else dataclasses.replace(x, scale="amax", outer=outer),
+        Role.ACTIVATION: plain
+        if activations == "none"
+        else dataclasses.replace(x, scale="amax", outer=outer),
         Role.WEIGHT: dataclasses.replace(weight, outer="shared"),
     }
     return normalize_recipe(Recipe(tuple(forward[r] if g is Gemm.FPROP else plain for g, r in OPERANDS)))
@@ -117,25 +119,23 @@ def round_cache(x: jax.Array) -> jax.Array:
 
 
 def add_limits(params: llama.Params, linears: Sequence[Linear], maxima: InputMaxima) -> llama.Params:
-    """The parameters with the static limits of activations. Raises ValueError if one is not known."""
+    """The parameters with the static limits of activations, see `llama.apply_limit`."""
     params = jax.tree.map(lambda array: array, params)  # other containers, the same arrays
     by_name = {linear.module: linear for linear in linears if linear.format}
     for modules in fuse(by_name).values():
         group = [by_name[module] for module in modules]
         limit = max(maxima[linear.path, linear.layer] for linear in group)
-        *parents, name = group[0].path.split(".")
-        node, layers = params, None
+        (*parents, name), layer = group[0].path.split("."), group[0].layer
+        node: Any = params
         for parent in parents:
             node = node[parent]
-            if isinstance(node, list):
-                node = node[group[0].layer]
-            elif parent == "layers":
-                layers = len(jax.tree.leaves(node)[0])
+            node = node[layer] if isinstance(node, list) else node
         key = f"{fused_name(name).removesuffix('_proj')}_limit"
-        if layers is None:
+        if layer is None or isinstance(params["layers"], list):
             node[key] = np.float32(limit)
         else:
-            node.setdefault(key, np.full(layers, np.inf, np.float32))[group[0].layer] = limit
+            count = len(params["layers"]["mlp_norm"])
+            node.setdefault(key, np.full(count, np.inf, np.float32))[layer] = limit
     return params
 
 
@@ -213,7 +213,9 @@ class Gap:
 
 
 def compare(
-    training: Sequence[tuple[_Array, _Array]], served: Sequence[tuple[_Array, _Array]], masks: Sequence[_Array]
+    training: Sequence[tuple[_Array, _Array]],
+    served: Sequence[tuple[_Array, _Array]],
+    masks: Sequence[_Array],
 ) -> Gap:
     """Compares the scores of the same batches. Masked tokens do not count."""
     kept = [mask.astype(bool) for mask in masks]
