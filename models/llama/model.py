@@ -95,6 +95,18 @@ def linear(params: Params, name: str, x: jax.Array) -> jax.Array:
         return x @ weight.astype(x.dtype)
 
 
+def apply_limit(params: Params, name: str, x: jax.Array) -> jax.Array:
+    """The input of linears with a static scale: clipped to the limit in `params`, which the last token is set to.
+
+    Its largest magnitude is then the limit. The last token must be padding. Training has no limits, nor do layers whose
+    limit is infinite.
+    """
+    if name not in params:
+        return x
+    limit: jax.Array = params[name].astype(x.dtype)
+    return jnp.clip(x, -limit, limit).at[:, -1].set(jnp.where(jnp.isfinite(limit), limit, x[:, -1]))
+
+
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
@@ -119,26 +131,39 @@ def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
+class Rows(NamedTuple):
+    """Inputs that all blocks share.
+
+    `cache` rounds keys and values as the cache of a server does. Training has none.
+    """
+
+    rope: tuple[jax.Array, jax.Array]
+    mask: jax.Array | None
+    is_padding: jax.Array | None
+    cache: Callable[[jax.Array], jax.Array] | None = None
+
+
 def same_document(segments: jax.Array, mesh: Mesh | None) -> jax.Array:
     """Whether two tokens of a row belong to the same document: (batch, 1, queries, keys)."""
     rows = constrain(segments, mesh, "batch", None)
     return constrain(rows[:, None, :, None] == rows[:, None, None, :], mesh, "batch", None, None, None)
 
 
-def attention(
-    params: Params, x: jax.Array, rope: Any, mask: jax.Array | None, config: ModelConfig, mesh: Mesh | None
-) -> jax.Array:
+def attention(params: Params, x: jax.Array, rows: Rows, config: ModelConfig, mesh: Mesh | None) -> jax.Array:
     batch, length, _ = x.shape
+    x = apply_limit(params, "qkv_limit", x)
     q, k, v = (linear(params, f"{n}_proj", x).reshape(batch, length, -1, config.head_dim) for n in "qkv")
-    q, k = rotate(q, rope), rotate(k, rope)
+    q, k = rotate(q, rows.rope), rotate(k, rows.rope)
+    if rows.cache is not None:
+        k, v = rows.cache(k), rows.cache(v)
     if mesh is not None and config.kv_heads % (mesh.shape["tensor"] * mesh.shape["context"]):
         k, v = (jnp.repeat(t, config.heads // config.kv_heads, axis=2) for t in (k, v))  # not divisible
     q, k, v = (constrain(t, mesh, "batch", None, "heads", None) for t in (q, k, v))
     name = attention_implementation(config)
     with jax.named_scope("scores"):
-        y = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=name)
+        y = jax.nn.dot_product_attention(q, k, v, mask=rows.mask, is_causal=True, implementation=name)
     y = constrain(y.reshape(batch, length, -1), mesh, "batch", "sequence", "inner")
-    return linear(params, "o_proj", y)
+    return linear(params, "o_proj", apply_limit(params, "o_limit", y))
 
 
 def mlp(
@@ -147,16 +172,9 @@ def mlp(
     """The output of the MLP, or that of the experts and the summary of their router."""
     if config.experts:
         return mix_experts(params, x, config, mesh, is_padding)
+    x = apply_limit(params, "gate_up_limit", x)
     y = jax.nn.silu(linear(params, "gate_proj", x)) * linear(params, "up_proj", x)
-    return linear(params, "down_proj", y), None
-
-
-class Rows(NamedTuple):
-    """Inputs that all blocks share: the rotary embeddings, the attention mask, and which tokens are padding."""
-
-    rope: tuple[jax.Array, jax.Array]
-    mask: jax.Array | None
-    is_padding: jax.Array | None
+    return linear(params, "down_proj", apply_limit(params, "down_limit", y)), None
 
 
 def block(
@@ -165,7 +183,7 @@ def block(
     """The residual stream after a block, and the summary of its router if it has experts."""
     with jax.named_scope("attention"):
         y = rms_norm(x, params["attention_norm"], config.norm_eps)
-        x = x + attention(params["attention"], y, rows.rope, rows.mask, config, mesh)
+        x = x + attention(params["attention"], y, rows, config, mesh)
     x = constrain(x, mesh, "batch", "sequence", None)
     with jax.named_scope("mlp"):
         y = rms_norm(x, params["mlp_norm"], config.norm_eps)
@@ -202,15 +220,21 @@ def run_blocks(
     config: ModelConfig,
     mesh: Mesh | None = None,
     documents: Batch | None = None,
+    cache: Callable[[jax.Array], jax.Array] | None = None,
 ) -> tuple[jax.Array, RouterSummary | None]:
-    """The input of the head, and the router summaries of all layers. `documents` has the segments and positions."""
+    """The input of the head, and the router summaries of all layers.
+
+    `documents` has the segments and positions. For `cache`, see `Rows`.
+    """
     with jax.named_scope("embed"):
         x = embed(params["embed"], tokens, config.compute, mesh)
     if documents is None:
-        rows = Rows(rotary(config, jnp.arange(tokens.shape[1], dtype=jnp.float32)), None, None)
+        rows = Rows(rotary(config, jnp.arange(tokens.shape[1], dtype=jnp.float32)), None, None, cache)
     else:
         segments = documents["segments"]
-        rows = Rows(rotary(config, documents["positions"]), same_document(segments, mesh), segments < 0)
+        rows = Rows(
+            rotary(config, documents["positions"]), same_document(segments, mesh), segments < 0, cache
+        )
     layer: Callable[..., tuple[jax.Array, RouterSummary | None]] = partial(
         block, rows=rows, config=config, mesh=mesh
     )

@@ -17,7 +17,7 @@ import jax
 from policyc.compiler.finding.analysis import analyze
 from policyc.compiler.kinds.site_purpose import find_kinds
 from policyc.compiler.matching.execution import ExecutionOptions, execution_options
-from policyc.compiler.planning.plan import Plan, make_plan
+from policyc.compiler.planning.plan import Decisions, Plan, make_plan
 from policyc.compiler.planning.plan_checks import check_plan
 from policyc.compiler.rewriting.hoist import RewrittenLoss
 from policyc.compiler.rewriting.rewrite import rewrite
@@ -184,10 +184,13 @@ class PlannedLoss:
     traced: TracedFunction
     plan: PrintedPlan
 
-    def compile(self) -> Callable[..., Any]:
-        """The loss as a function of its positional arguments, with its GEMMs run as planned in the current phase."""
+    def compile(self, decisions: Decisions | None = None) -> Callable[..., Any]:
+        """The loss as a function of its positional arguments, with its GEMMs run as decided.
+
+        The default are the decisions of the current phase of the plan.
+        """
         inputs = self.call.inputs(self.call.args)
-        rewritten = compile_plan(self.plan)
+        rewritten = compile_plan(self.plan, decisions)
         extra = rewritten.extra_inputs(inputs)
 
         def quantized(*args: Any) -> Any:
@@ -226,10 +229,11 @@ def _constant_inputs(inputs: Sequence[Any]) -> frozenset[int]:
     )
 
 
-def compile_plan(plan: Plan) -> RewrittenLoss:
-    """Rewrites the plan's loss for the current phase of its schedule."""
+def compile_plan(plan: Plan, decisions: Decisions | None = None) -> RewrittenLoss:
+    """Rewrites the plan's loss as decided, by default for the current phase of its schedule."""
     source = RandomSource(seed=plan.policy.seed, run_step=current_run_step())
-    return rewrite(plan.sites, plan.decisions(current_phase(plan)), plan.constant_inputs, source)
+    decisions = plan.decisions(current_phase(plan)) if decisions is None else decisions
+    return rewrite(plan.sites, decisions, plan.constant_inputs, source)
 
 
 def as_policy(policy: Any) -> Policy:

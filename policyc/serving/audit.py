@@ -94,12 +94,7 @@ class Reference:
 
 def audit(folder: Path, reference: Reference | None = None) -> Audit:
     """Audits the checkpoint in a folder. Raises ValueError if it cannot be read or is not quantized."""
-    names, load = _open_tensors(folder)
-    configs = _read_configs(folder)
-    method = str(next(iter(configs.values())).get("quant_method", "modelopt"))
-    file_format = FILE_FORMATS.get("modelopt" if method.startswith("modelopt") else method)
-    if file_format is None:
-        raise ValueError(f"'{folder}' has quant_method {method}: only {' and '.join(FILE_FORMATS)} are known")
+    names, load, configs, file_format = _open_checkpoint(folder)
     faults: list[tuple[str, str, str]] = []  # code, module, message
     modules = _find_modules(names, load)
     stored: dict[str, StoredLinear | None] = {}
@@ -134,6 +129,25 @@ def audit(folder: Path, reference: Reference | None = None) -> Audit:
 
 
 # ---- reading
+
+
+def read_linears(folder: Path) -> dict[str, StoredLinear | None]:
+    """The linears of a checkpoint; None for those that are not quantized. Raises ValueError if it cannot be read."""
+    names, load, _, file_format = _open_checkpoint(folder)
+    return {module: file_format.read(module, names, load) for module in _find_modules(names, load)}
+
+
+def _open_checkpoint(
+    folder: Path,
+) -> tuple[list[str], Callable[[str], Array], dict[str, dict[str, Any]], FileFormat]:
+    """The names of all tensors, a function that loads one, and how the file is described: by itself, and its format."""
+    names, load = _open_tensors(folder)
+    configs = _read_configs(folder)
+    method = str(next(iter(configs.values())).get("quant_method", "modelopt"))
+    file_format = FILE_FORMATS.get("modelopt" if method.startswith("modelopt") else method)
+    if file_format is None:
+        raise ValueError(f"'{folder}' has quant_method {method}: only {' and '.join(FILE_FORMATS)} are known")
+    return names, load, configs, file_format
 
 
 def _open_tensors(folder: Path) -> tuple[list[str], Callable[[str], Array]]:

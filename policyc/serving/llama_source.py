@@ -39,6 +39,7 @@ class LlamaSource:
 
     Attributes:
       checkpoint: the folder of the weights: a checkpoint, or the Hugging Face folder itself.
+      seeds: all seeds of a run of several, whose states a checkpoint holds stacked.
       policy: the policy of the run; None for a Hugging Face folder.
       step: the step of the checkpoint; 0 for a Hugging Face folder.
       hf_config: the content of config.json.
@@ -48,6 +49,7 @@ class LlamaSource:
     checkpoint: Path
     model: ModelConfig
     run: RunConfig
+    seeds: str | None = None
     policy: Policy | None
     step: int
     hf_config: Mapping[str, Any]
@@ -81,20 +83,29 @@ class LlamaSource:
         """The shapes of the parameters."""
         return abstract_arguments(self.model, 1, 1)[0]
 
-    def load(self) -> Any:
-        """The parameters, on the first device."""
+    def mesh(self) -> jax.sharding.Mesh:
+        """The first device."""
         shape = (1,) * len(partition.AXES)
         axis_types = (jax.sharding.AxisType.Auto,) * len(shape)
         device = np.array(jax.devices()[:1]).reshape(shape)
-        mesh = jax.sharding.Mesh(device, partition.AXES, axis_types=axis_types)
+        return jax.sharding.Mesh(device, partition.AXES, axis_types=axis_types)
+
+    def load(self) -> Any:
+        """The parameters, on the first device."""
+        mesh = self.mesh()
         if not self.step:
             from policyc.models.llama.weights import load_safetensors
 
             return load_safetensors(self.checkpoint, self.model, mesh)
         from policyc.models.llama import checkpoints, train_step
 
-        abstract_state = train_step.abstract_state(self.model, self.run, mesh)
-        return checkpoints.read_checkpoint(self.checkpoint, abstract_state)[1]["params"]
+        run = dataclasses.replace(self.run, seeds=self.seeds)
+        abstract_state = train_step.abstract_state(self.model, run, mesh)
+        params = checkpoints.read_checkpoint(self.checkpoint, abstract_state)[1]["params"]
+        if self.seeds is None:
+            return params
+        number = [int(seed) for seed in self.seeds.split(",")].index(self.run.seed)
+        return jax.tree.map(lambda array: array[number], params)
 
     def names(self) -> dict[str, str]:
         from policyc.models.llama.weights import tensor_names
@@ -138,13 +149,10 @@ def _read_run(folder: Path, step: int | None) -> LlamaSource:
         settings = read_json(folder / "run.json")["settings"]
         model = ModelConfig(**{f.name: settings[f.name] for f in dataclasses.fields(ModelConfig)})
         run = RunConfig(**{f.name: settings[f.name] for f in dataclasses.fields(RunConfig)})
-    if run.seeds is not None:
-        raise ValueError(
-            f"'{folder}' was trained with --seeds: export its weights with --export-every, and name that folder"
-        )
-    steps = sorted(
-        int(p.name) for p in (folder / "checkpoints").glob("*") if p.name.isdigit() and p.name != "0"
-    )
+    # Seeds of one process share checkpoints, which are in the folder of the first one.
+    others = sorted(folder.parent.glob("seed*")) if folder.name == f"seed{run.seed}" else []
+    stored = {one: steps for one in (folder, *others) if (steps := _checkpoints(one))}
+    holder, steps = next(iter(stored.items()), (folder, []))
     if not steps:
         raise ValueError(f"'{folder}' has no checkpoint: train with --checkpoint-every")
     if step is not None and step not in steps:
@@ -155,13 +163,27 @@ def _read_run(folder: Path, step: int | None) -> LlamaSource:
     run = dataclasses.replace(run, data_axis=1, fsdp_axis=1, expert_axis=1, tensor_axis=1, context_axis=1)
     return LlamaSource(
         folder=folder,
-        checkpoint=folder / "checkpoints" / str(chosen),
+        checkpoint=holder / "checkpoints" / str(chosen),
         model=model,
         run=run,
+        seeds=_read_seeds(holder / "checkpoints" / str(chosen)),
         policy=read_policy(folder),
         step=chosen,
         hf_config=hf_config(model, model.compute, run.sequence),
     )
+
+
+def _checkpoints(folder: Path) -> list[int]:
+    names = (path.name for path in (folder / "checkpoints").glob("*"))
+    return sorted(int(name) for name in names if name.isdigit() and name != "0")
+
+
+def _read_seeds(checkpoint: Path) -> str | None:
+    """The seeds whose states a checkpoint holds, if they are several."""
+    path = checkpoint / "about" / "metadata"
+    with explain_unreadable(path, "policyc train"):
+        seeds: str | None = read_json(path)["identity"]["seeds"]
+    return seeds
 
 
 def read_policy(folder: Path) -> Policy | None:

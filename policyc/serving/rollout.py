@@ -1,0 +1,269 @@
+"""Runs the bundled Llama with the arithmetic of an inference server, and compares its tokens with those of training.
+
+A server's forward pass is the plan of training with other forward recipes: the codes of the exported file for weights,
+and the server's scales for activations. Static scales and the KV cache, which no recipe has, are hooks of the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from policyc.compiler.matching.execution import ExecutionOptions
+from policyc.compiler.pipeline import LossCall, plan_loss
+from policyc.compiler.planning.plan import Decision
+from policyc.compiler.planning.plan_checks import check_plan
+from policyc.language.policy import Policy
+from policyc.language.recipes import OPERANDS, Gemm, Recipe, Role, Treatment
+from policyc.language.treatments import normalize_recipe
+from policyc.models.llama import model as llama
+from policyc.models.llama.configs import ModelConfig
+from policyc.numerics.quantize.reference.bits import E4M3, decode, encode_scaled, materialize
+from policyc.serving.audit import read_linears
+from policyc.serving.formats import BOUNDS
+from policyc.serving.linears import Linear, find_linears
+from policyc.serving.llama_source import LlamaSource
+from policyc.serving.loaders import fuse, fused_name
+from policyc.serving.servable import served_format
+
+Activations = Literal["static", "dynamic", "token", "none"]
+"""Scales of activations: from the file, the maximum of the tensor or of each token. `none` keeps BF16."""
+
+InputMaxima: TypeAlias = Mapping[tuple[str, int | None], float]
+"""The largest magnitude of the activation of each linear, by path and layer, which sets its static scale."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arithmetic:
+    """What a server computes apart from the weights: how it scales activations, by format, and its KV cache."""
+
+    activations: Mapping[str, Activations]
+    kv_cache: Literal["bf16", "fp8"] = "bf16"
+
+    @property
+    def is_static(self) -> bool:
+        return "static" in self.activations.values()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """How a server scales activations whose file has static scales, and those whose file has none. By format."""
+
+    version: str
+    static: Mapping[str, Activations]
+    otherwise: Mapping[str, Activations]
+
+    def arithmetic(self, kv_cache: Literal["bf16", "fp8"], *, has_scales: bool) -> Arithmetic:
+        return Arithmetic(activations=self.static if has_scales else self.otherwise, kv_cache=kv_cache)
+
+
+_STATIC: dict[str, Activations] = {"nvfp4": "static", "fp8": "static"}
+SERVERS: dict[str, Server] = {
+    "vllm": Server(
+        version="vLLM a014e35 (modelopt.py, compressed_tensors_w4a4_nvfp4.py, kv_cache.py)",
+        static=_STATIC,
+        otherwise={"nvfp4": "none", "fp8": "token"},
+    ),
+    "trtllm": Server(
+        version="TensorRT-LLM 00bbf71 (linear.py)",
+        static=_STATIC,
+        otherwise={"nvfp4": "dynamic", "fp8": "dynamic"},
+    ),
+}
+"""The servers, with the version whose source the row was read from.
+
+Both cast keys and values of an FP8 cache to E4M3 with a scale of 1 if the file has none, as exported files do.
+"""
+
+# ---- the forward pass of a server
+
+
+def served_decision(decision: Decision, arithmetic: Arithmetic) -> Decision:
+    """The decision of a site as a server runs it. Its GEMM is that of training if it is not quantized."""
+    format = served_format(decision)
+    if not format:
+        return decision
+    recipe = served_recipe(decision.applied_recipe, arithmetic.activations[format])
+    return dataclasses.replace(decision, recipe=recipe)
+
+
+def served_recipe(recipe: Recipe, activations: Activations) -> Recipe:
+    """A recipe whose forward GEMM is that of a server. It has no backward GEMMs."""
+    x, weight = recipe.gemm_treatments(Gemm.FPROP)
+    plain = Treatment(format="bf16", element="bf16")
+    outer = "row" if activations == "token" else "tensor"
+    forward = {
+        # Block scales of activations are those of the maximum, and fused linears share the outer scale of the weight.
+        Role.ACTIVATION: plain
+        if activations == "none"
+        else dataclasses.replace(x, scale="amax", outer=outer),
+        Role.WEIGHT: dataclasses.replace(weight, outer="shared"),
+    }
+    return normalize_recipe(Recipe(tuple(forward[r] if g is Gemm.FPROP else plain for g, r in OPERANDS)))
+
+
+def round_cache(x: jax.Array) -> jax.Array:
+    """Keys or values as a cache in FP8 returns them, with a scale of 1."""
+    one, zero = jnp.float32(1), jnp.int32(0)
+    codes = encode_scaled(x.astype(jnp.float32), one, one, zero, E4M3)
+    return decode(materialize(codes), E4M3).astype(x.dtype)
+
+
+def add_limits(params: llama.Params, linears: Sequence[Linear], maxima: InputMaxima) -> llama.Params:
+    """The parameters with the static limits of activations, see `llama.apply_limit`."""
+    params = jax.tree.map(lambda array: array, params)  # other containers, the same arrays
+    by_name = {linear.module: linear for linear in linears if linear.format}
+    for modules in fuse(by_name).values():
+        group = [by_name[module] for module in modules]
+        limit = max(maxima[linear.path, linear.layer] for linear in group)
+        (*parents, name), layer = group[0].path.split("."), group[0].layer
+        node: Any = params
+        for parent in parents:
+            node = node[parent]
+            node = node[layer] if isinstance(node, list) else node
+        key = f"{fused_name(name).removesuffix('_proj')}_limit"
+        if layer is None or isinstance(params["layers"], list):
+            node[key] = np.float32(limit)
+        else:
+            count = len(params["layers"]["mlp_norm"])
+            node.setdefault(key, np.full(count, np.inf, np.float32))[layer] = limit
+    return params
+
+
+Scores: TypeAlias = tuple[jax.Array, jax.Array]
+"""Of each token: the logarithm of its probability, and which token is the most likely one."""
+
+
+def score(
+    params: llama.Params, batch: llama.Batch, config: ModelConfig, cache: Any = None, *, pads: bool = False
+) -> tuple[jax.Array, Scores]:
+    """The loss in nats, and the scores of the targets. With limits, the model needs a token of padding (`pads`)."""
+    length = batch["tokens"].shape[1]
+    inputs = {k: jnp.pad(v, ((0, 0), (0, 1)), mode="edge") for k, v in batch.items()} if pads else batch
+    documents = inputs if "segments" in batch else None
+    x, _ = llama.run_blocks(params, inputs["tokens"], config, None, documents, cache)
+    logits = llama.linear(params, "lm_head", llama.apply_limit(params, "lm_head_limit", x))
+    wide = logits[:, :length].astype(jnp.float32)
+    of_target = jnp.where(jnp.arange(wide.shape[-1]) == batch["targets"][..., None], wide, 0).sum(-1)
+    logp = of_target - jax.nn.logsumexp(wide, axis=-1)
+    return -jnp.sum(logp * batch["mask"]), (logp, jnp.argmax(wide, axis=-1))
+
+
+Scorer: TypeAlias = Callable[[llama.Params, llama.Batch], Scores]
+
+
+def make_scorer(source: LlamaSource, policy: Policy, arithmetic: Arithmetic | None) -> Scorer:
+    """The jitted forward pass of a server, or of training for None. For static scales, see `add_limits`."""
+    config = dataclasses.replace(source.model, attention="xla", loss_chunks=1, remat="none")
+    cache = round_cache if arithmetic is not None and arithmetic.kv_cache == "fp8" else None
+    pads = arithmetic is not None and arithmetic.is_static
+
+    def run(params: llama.Params, batch: llama.Batch) -> tuple[jax.Array, Scores]:
+        return score(params, batch, config, cache, pads=pads)
+
+    def scores(params: llama.Params, batch: llama.Batch) -> Scores:
+        call = LossCall(fn=run, args=(params, batch), param_argnums=(0,), has_aux=True)
+        planned = plan_loss(policy, call, ExecutionOptions(backend="emulate"))
+        plan = planned.plan
+        list(check_plan(plan))  # raises if the policy cannot be applied
+        decisions = plan.decisions(source.phase(plan))
+        if arithmetic is not None:
+            decisions = {key: served_decision(each, arithmetic) for key, each in decisions.items()}
+        return cast(Scores, planned.compile(decisions)(params, batch)[1])
+
+    return jax.jit(scores)
+
+
+# ---- the gap between training and a server
+
+_Array: TypeAlias = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """How the tokens of a server differ from those of training.
+
+    Attributes:
+      tokens: the number of tokens compared.
+      training: the loss in training, in nats per token.
+      served: the loss of the server.
+      kl: the mean of exp(d) - 1 - d, where d is the difference of the logarithms of a token's probabilities, server
+        minus training: the estimator k3 of the KL divergence.
+      agreement: the fraction of positions with the same most likely token.
+    """
+
+    tokens: int
+    training: float
+    served: float
+    kl: float
+    agreement: float
+
+    @property
+    def nats(self) -> float:
+        return self.served - self.training
+
+
+def compare(
+    training: Sequence[tuple[_Array, _Array]],
+    served: Sequence[tuple[_Array, _Array]],
+    masks: Sequence[_Array],
+) -> Gap:
+    """Compares the scores of the same batches. Masked tokens do not count."""
+    kept = [mask.astype(bool) for mask in masks]
+
+    def join(scores: Sequence[tuple[_Array, _Array]], part: int) -> _Array:
+        return np.concatenate([each[part][mask] for each, mask in zip(scores, kept, strict=True)])
+
+    a, b = (join(scores, 0).astype(np.float64) for scores in (training, served))
+    d = b - a
+    return Gap(
+        tokens=len(d),
+        training=float(-a.mean()),
+        served=float(-b.mean()),
+        kl=float(np.mean(np.expm1(d) - d)),
+        agreement=float(np.mean(join(training, 1) == join(served, 1))),
+    )
+
+
+def score_batches(
+    scorer: Scorer, params: llama.Params, batches: Sequence[llama.Batch]
+) -> list[tuple[_Array, _Array]]:
+    """The scores of all batches, on the host."""
+    return cast("list[tuple[_Array, _Array]]", jax.device_get([scorer(params, batch) for batch in batches]))
+
+
+def read_batches(source: LlamaSource, count: int, split: str = "validation") -> list[llama.Batch]:
+    """The first batches of the data of a run."""
+    from policyc.models.llama.feed import BatchFeed
+
+    feed = BatchFeed(source.model, [source.run], source.mesh(), split)
+    try:
+        return list(itertools.islice(feed, count))
+    finally:
+        feed.close()
+
+
+def served_maxima(folder: Path, linears: Sequence[Linear]) -> dict[tuple[str, int | None], float]:
+    """The largest magnitude of each activation by the static scales of a served folder. Raises ValueError."""
+    stored = read_linears(folder)
+    maxima: dict[tuple[str, int | None], float] = {}
+    for linear in linears:
+        codes = stored.get(linear.module)
+        if codes is not None and codes.input_outer is not None:
+            maxima[linear.path, linear.layer] = float(codes.input_outer * np.float32(BOUNDS[codes.format]))
+    return maxima
+
+
+def check_servable(source: LlamaSource, policy: Policy) -> list[Linear]:
+    """The linears of a model. Raises ValueError if a server could not run them, with the edit of the policy."""
+    plan = source.plan(policy)
+    return find_linears(source.abstract_params(), plan, source.phase(plan), source.names())
