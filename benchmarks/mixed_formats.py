@@ -27,8 +27,8 @@ POLICIES = Path(__file__).parents[1] / "docs" / "results" / "policies"
 STEPS = 3072  # of 64 sequences of 512 tokens: 100.7M tokens
 MIXED = "mlp_nvfp4_rest_fp8"
 TABLE = (
-    "bf16", "fp8", "fp8_with_head", "te_nvfp4", MIXED, "mxfp4_all_blocks", "llama_nvfp4", "mlp_nvfp4_late_fp8",
-    "rollout_nvfp4", "fitted_te", "fitted_llama", "mlp_nvfp4_late_bf16",
+    "bf16", "fp8", "te_nvfp4", MIXED, "rollout_nvfp4", "fp8_with_head", "mlp_nvfp4_late_fp8", "mxfp4_all_blocks",
+    "llama_nvfp4", "fitted_te", "fitted_llama", "mlp_nvfp4_late_bf16",
 )  # fmt: skip
 """In the order in which they run: what matters most comes first. The late switches continue MIXED."""
 KEPT = ("te_nvfp4", "rollout_nvfp4")
@@ -111,7 +111,7 @@ def start(name: str, seed: str, options: Any, extra: list[str]) -> subprocess.Po
     settings = {
         "config": options.config, "steps": options.steps, "batch": options.batch, "seed": seed, "out": out,
         "data": data, "learning-rate": options.learning_rate, "log-every": options.steps // 20,
-        "eval-every": options.steps // 8, "eval-batches": options.eval_batches,
+        "eval-every": options.steps // 4, "eval-batches": options.eval_batches,
         "checkpoint-every": switch if name == MIXED else options.steps if name in KEPT else 0,
     }  # fmt: skip
     words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
