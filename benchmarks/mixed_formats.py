@@ -177,8 +177,10 @@ def thin(rows: list[dict[str, Any]], every: int) -> list[dict[str, Any]]:
     """The mean loss and gradient norm of every `every` steps, then the validation losses."""
     steps = {row["step"]: row for row in rows if "loss" in row}
     lines: list[dict[str, Any]] = []
-    for step in range(every, max(steps, default=0) + 1, every):
-        block = [steps[each] for each in range(step - every + 1, step + 1) if each in steps]
+    last = max(steps, default=0)
+    for start in range(0, last, every):
+        step = min(start + every, last)  # a run is finished if its last step is there
+        block = [steps[each] for each in range(start + 1, step + 1) if each in steps]
         means = {name: float(np.mean([row[name] for row in block])) for name in ("loss", "grad_norm")}
         line = {"step": step, "tokens": block[-1]["tokens"]}
         lines.append(line | {"loss": round(means["loss"], 5), "grad_norm": round(means["grad_norm"], 4)})
