@@ -140,7 +140,7 @@ def read_exchange(text: str) -> Exchange:
     runs = [run for folder in folders for run in _read_runs(folder)]
     by_tokens: dict[float, list[float]] = {}
     for run in runs:
-        tokens = run.tokens_at(run.steps.step)
+        tokens = run.tokens_at(np.append(run.steps.step, run.evaluations.step[-1:]))
         loss = final_validation_loss(run) or run.figures["trailing_loss"]
         if tokens is None or loss is None:
             raise ValueError(f"'{run.folder}' has no finite loss, or does not count its tokens")

@@ -170,7 +170,7 @@ def equal_loss_table(data: JsonObject) -> tuple[list[str], list[list[str]]]:
     has_bf16 = any(row["in_bf16"] for row in rows)
     cells = []
     for row in rows:
-        bf16 = row["in_bf16"] or {"token_ratio": math.nan, "token_interval": None}
+        bf16 = row["in_bf16"]
         speeds = []
         for kind in kinds:
             speed_up = row[f"{kind}_speed_up"]
@@ -179,7 +179,7 @@ def equal_loss_table(data: JsonObject) -> tuple[list[str], list[list[str]]]:
             )
             speeds += [shown, _format_times(_times(row, row, kind))]
             speeds += [_format_times(_times(row, bf16, kind))] if has_bf16 else []
-        extra = [_format_extra(row), *([_format_extra(bf16)] if has_bf16 else [])]
+        extra = [format_extra(row), *([format_extra(bf16)] if has_bf16 else [])]
         cells.append(
             [row["variant"], row["baseline"], f"{row['loss']:.4f}", *extra, *speeds, describe_time(row)]
         )
@@ -214,11 +214,12 @@ def equal_loss_notes(data: JsonObject) -> list[str]:
     return sentences
 
 
-def _times(row: JsonObject, cost: JsonObject, kind: str) -> tuple[list[float], list[float]] | None:
+def _times(row: JsonObject, cost: JsonObject | None, kind: str) -> tuple[list[float], list[float]] | None:
     """The speed-up to the loss, with its bounds, and its least and largest value by the interval; None if unknown."""
-    speed_up, ratio, interval = row[f"{kind}_speed_up"], cost["token_ratio"], cost["token_interval"]
-    if speed_up is None or ratio is None or math.isnan(ratio):
+    speed_up = row[f"{kind}_speed_up"]
+    if speed_up is None or cost is None or cost["token_ratio"] is None:
         return None
+    ratio, interval = cost["token_ratio"], cost["token_interval"]
     bounds = [speed_up]
     if kind == "predicted":
         from policyc.hardware.gemm_cost import speed_up_bounds  # loads JAX, as every prediction does
@@ -237,13 +238,13 @@ def _format_times(times: tuple[list[float], list[float]] | None) -> str:
     return f"{text} ({least:.2f} to {most:.2f})" if math.isfinite(most) else text
 
 
-def _format_extra(cost: JsonObject) -> str:
+def format_extra(cost: JsonObject | None) -> str:
     """The extra tokens with their interval: `+6.7% (+4.4 to +8.1)`."""
+    if cost is None:
+        return MISSING
     ratio, interval = cost["token_ratio"], cost["token_interval"]
     if ratio is None:
         return "more than the curve has"
-    if math.isnan(ratio):
-        return MISSING
     ends = ["more" if end is None else f"{100 * (end - 1):+.1f}" for end in interval or ()]
     interval = f" ({' to '.join(ends)})" if ends else ""
     return f"{ratio - 1:+.1%}{interval}".replace("-", "−")
