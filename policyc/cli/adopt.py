@@ -24,6 +24,7 @@ from policyc.cli.options import (
 )
 from policyc.cli.program import exit_on_error, parse_execution, trace_modelled_step
 
+
 def parse_tokens(_ctx: click.Context, _option: click.Parameter, text: str | None) -> float | None:
     """Parses a number of tokens. Raises a usage error."""
     try:

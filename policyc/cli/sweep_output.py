@@ -56,7 +56,12 @@ def write_page(out: Path) -> None:
     costs = {(row["variant"], row["baseline"]): row for row in report.data["equal_loss"]}
     for row in comparisons:
         cost = costs.get((row["variant"], row["baseline"]))
-        numbers = format_gap(row["gap"]), format_interval(row["interval"]), str(len(row["seeds"])), format_extra(cost)
+        numbers = (
+            format_gap(row["gap"]),
+            format_interval(row["interval"]),
+            str(len(row["seeds"])),
+            format_extra(cost),
+        )
         names = (Text(escape_controls(row[key])) for key in ("variant", "baseline"))
         table.add_row(*names, row["verdict"], *numbers)
     console = Console(highlight=False, markup=False)
@@ -71,7 +76,9 @@ def write_page(out: Path) -> None:
             console.print(Text(escape_controls(text)))
     for cost in costs.values():
         if cost["measured_speed_up"] is not None:
-            text = f"{cost['variant']} against {cost['baseline']}, at the measured speed: {describe_time(cost)}"
+            text = (
+                f"{cost['variant']} against {cost['baseline']}, at the measured speed: {describe_time(cost)}"
+            )
             console.print(Text(escape_controls(text)))
     for problem in report.problems:
         print_note(problem, "warning")

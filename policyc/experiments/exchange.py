@@ -11,8 +11,8 @@ import numpy as np
 _SMALL_GAP = 1e-4  # nats
 CHINCHILLA = "chinchilla"
 _LAW = (2085.43, 0.3658)
-"""B and beta of L = E + A / N^alpha + B / D^beta, D in tokens: Besiroglu et al., arXiv:2404.10102, who fitted the runs of
-Hoffmann et al., arXiv:2203.15556, again."""
+"""B and beta of L = E + A / N^alpha + B / D^beta, D in tokens: Besiroglu et al., arXiv:2404.10102, who fitted the runs
+of Hoffmann et al., arXiv:2203.15556, again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

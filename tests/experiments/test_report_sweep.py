@@ -263,7 +263,9 @@ def test_no_option_of_a_report_is_ignored(tmp_path: Path) -> None:
     assert "no target named 'abacus'" in result.err
 
 
-def curve_row(ratio: float, ends: list[float], speed_up: float, kind: str = "predicted", **values: Any) -> dict[str, Any]:
+def curve_row(
+    ratio: float, ends: list[float], speed_up: float, kind: str = "predicted", **values: Any
+) -> dict[str, Any]:
     row = {"variant": "a", "baseline": "b", "loss": 2.0, "token_ratio": ratio, "token_interval": ends, "in_bf16": None,
            "curve": "x", "is_bound": False, "measured_speed_up": None, "predicted_speed_up": None}  # fmt: skip
     return row | {f"{kind}_speed_up": speed_up} | values
@@ -324,7 +326,8 @@ def test_time_to_loss_has_intervals_in_both_precisions(tmp_path: Path) -> None:
     assert words == "faster per step, to the loss not resolved"
     for kind in ("markdown", "html"):
         text = render_report(Report(data=data, sweep=read_sweep([tmp_path / "s"])), kind)
-        assert "+23.1% (+3.6 to +46.2)" in text and "runs of 0.0M to 0.1M tokens" in text
+        assert "+23.1% (+3.6 to +46.2)" in text
+        assert "runs of 0.0M to 0.1M tokens" in text
 
 
 def test_the_curve_of_one_run_is_a_bound_and_ends(tmp_path: Path) -> None:
@@ -335,8 +338,8 @@ def test_the_curve_of_one_run_is_a_bound_and_ends(tmp_path: Path) -> None:
         bad, nv = report_of(tmp_path, curve=curve)["equal_loss"]
         means = np.convolve(decay(), np.full(10, 0.1), "valid")  # of the trailing steps
         reached = 10 + int(np.argmax(means <= means[-1] + 0.1))
-        assert nv["token_ratio"] == pytest.approx(200 / reached, rel=0.05) and nv["is_bound"]
-        assert bad["token_ratio"] is None
+        assert nv["token_ratio"] == pytest.approx(200 / reached, rel=0.05)
+        assert (nv["is_bound"], bad["token_ratio"]) == (True, None)
 
 
 @pytest.mark.parametrize("gap", [0.001, 0.01, 0.03])
@@ -355,7 +358,11 @@ def test_tokens_by_a_scaling_law_reach_its_loss(gap: float) -> None:
 
 @pytest.mark.parametrize(
     ("curve", "message"),
-    [("chinchilla:many", "not a number of tokens"), ("nowhere", "has no metrics.jsonl"), ("a,b", "no lower loss")],
+    [
+        ("chinchilla:many", "not a number of tokens"),
+        ("nowhere", "has no metrics.jsonl"),
+        ("a,b", "no lower loss"),
+    ],
 )
 def test_a_curve_that_says_nothing_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, curve: str, message: str
@@ -367,8 +374,12 @@ def test_a_curve_that_says_nothing_is_refused(
         read_exchange(curve)
 
 
-@pytest.mark.parametrize(("seeds", "spread", "is_said"), [(3, 0.0005, True), (3, 0.01, False), (4, 0.0005, False)])
-def test_an_interval_of_few_seeds_that_is_too_narrow_says_so(seeds: int, spread: float, is_said: bool) -> None:
+@pytest.mark.parametrize(
+    ("seeds", "spread", "is_said"), [(3, 0.0005, True), (3, 0.01, False), (4, 0.0005, False)]
+)
+def test_an_interval_of_few_seeds_that_is_too_narrow_says_so(
+    seeds: int, spread: float, is_said: bool
+) -> None:
     base = {seed: 2.0 + seed for seed in range(seeds)}
     losses = {seed: loss + 0.05 + spread * (seed - 1) for seed, loss in base.items()}
     variants = [SeedLosses(name="nv", losses=losses)]

@@ -204,8 +204,8 @@ def _rules(sweep: SweepData) -> list[str]:
         f"Losses: {losses}.",
         "Pairs: a variant and its baseline with the same seed, and so the same data order and initial weights.",
         f"Interval: paired t interval at {1 - ALPHA:.0%}, for each variant alone.",
-        f"Rerun noise: two runs with the same policy and seed differ by up to {RERUN_NOISE} nats (19M parameters, H200). "
-        f"An interval over {FEW_SEEDS} seeds or fewer may be narrower by chance; the reason says so.",
+        f"Rerun noise: two runs with the same policy and seed differ by up to {RERUN_NOISE} nats (19M parameters, "
+        f"H200). An interval over {FEW_SEEDS} seeds or fewer may be narrower by chance; the reason says so.",
         f"Parity: two one-sided t tests show that the gap is within the margin of {sweep.margin}"
         f"{' of the loss of the baseline' if sweep.margin.is_relative else ''}.",
         "Better or worse: a two-sided paired t test shows a gap, and parity is not shown.",

@@ -113,7 +113,7 @@ def exchange_of_variant(variant: VariantData, axis: Axis) -> Exchange | None:
     is_known = np.isfinite(y)
     if is_known.sum() < 2:
         return None
-    return exchange_of_run(x[is_known], y[is_known], f"the {kind} loss of {variant.name}")
+    return exchange_of_run(x[is_known].tolist(), y[is_known].tolist(), f"the {kind} loss of {variant.name}")
 
 
 def _trailing_curve(variant: VariantData, axis: Axis) -> Column:

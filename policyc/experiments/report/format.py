@@ -174,16 +174,13 @@ def equal_loss_table(data: JsonObject) -> tuple[list[str], list[list[str]]]:
         speeds = []
         for kind in kinds:
             speed_up = row[f"{kind}_speed_up"]
-            shown = (
-                format_bounds(speed_up) if kind == "predicted" else format_figure("ratio", speed_up)
-            )
+            shown = format_bounds(speed_up) if kind == "predicted" else format_figure("ratio", speed_up)
             speeds += [shown, _format_times(_times(row, row, kind))]
             speeds += [_format_times(_times(row, bf16, kind))] if has_bf16 else []
         extra = [format_extra(row), *([format_extra(bf16)] if has_bf16 else [])]
         cells.append(
             [row["variant"], row["baseline"], f"{row['loss']:.4f}", *extra, *speeds, describe_time(row)]
         )
-
 
     def pair(title: str) -> list[str]:
         return [title, f"{title} in bf16"][: 1 + has_bf16]
@@ -205,9 +202,9 @@ def equal_loss_notes(data: JsonObject) -> list[str]:
     sentences.append(f"The exchange rate is that of {' and of '.join(curves)}.")
     if any(row["is_bound"] for row in curves.values()):
         sentences.append(
-            f"It is a bound: a run whose learning rate decays passes a loss before the end of its decay. A shorter run "
-            f"would need fewer {data['axis']}, so the extra {data['axis']} are at least these, and the speed-up to that "
-            "loss is at most this. Runs of several lengths (--curve) give an estimate."
+            "It is a bound: a run whose learning rate decays passes a loss before the end of its decay. A shorter run "
+            f"would need fewer {data['axis']}, so the extra {data['axis']} are at least these, and the speed-up to "
+            "that loss is at most this. Runs of several lengths (--curve) give an estimate."
         )
     if any(row["measured_speed_up"] for row in data["equal_loss"]):
         sentences.append("The measured speed of an emulated format says nothing about native GEMMs.")
