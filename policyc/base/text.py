@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 _TIMES = ((3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -25,6 +26,18 @@ def count_noun(number: int, noun: str) -> str:
     """Returns a number and a noun: `1 convolution`, `2 products of int8`."""
     head, of, rest = noun.partition(" of ")
     return f"{number} {head}{'' if number == 1 else 's'}{of}{rest}"
+
+
+def parse_count(text: str) -> float:
+    """Reads a large number: 15T, 300B or 1e12. Raises ValueError."""
+    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)([kmbt]?)", text, re.IGNORECASE)
+    try:
+        count = float(match[1]) * 1000.0 ** " kmbt".index(match[2].lower() or " ") if match else 0.0
+    except ValueError:
+        count = 0.0
+    if not 1 <= count <= 1e18:
+        raise ValueError(f"'{text}' is not a number of tokens: expected one such as 300B, 15T or 1e12")
+    return count
 
 
 def count_others(number: int) -> str:

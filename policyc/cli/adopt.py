@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 
 import click
 
+from policyc.base.text import parse_count
 from policyc.cli.common import print_or_write
 from policyc.cli.options import (
     FiniteRange,
@@ -24,24 +24,13 @@ from policyc.cli.options import (
 )
 from policyc.cli.program import exit_on_error, parse_execution, trace_modelled_step
 
-_COUNT = re.compile(r"([0-9.]+(?:e[0-9]+)?)([kmbt]?)", re.IGNORECASE)
-_MULTIPLES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-
 
 def parse_tokens(_ctx: click.Context, _option: click.Parameter, text: str | None) -> float | None:
-    """Parses a number of tokens: 15T, 300B or 1e12. Raises a usage error if the text is not such a number."""
-    if text is None:
-        return None
-    match = _COUNT.fullmatch(text)
+    """Parses a number of tokens. Raises a usage error."""
     try:
-        count = float(match[1]) * _MULTIPLES[match[2].lower()] if match else 0.0
-    except ValueError:
-        count = 0.0
-    if not 1 <= count <= 1e18:
-        raise click.BadParameter(
-            f"'{text}' is not a number of tokens: expected one such as 300B, 15T or 1e12"
-        )
-    return count
+        return None if text is None else parse_count(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 @option_class

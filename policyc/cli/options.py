@@ -187,6 +187,15 @@ def priced_backend(**settings: Any) -> Any:
     return option("--backend", metavar="NAME", help=help, **settings)
 
 
+def curve_option(**settings: Any) -> Any:
+    """`--curve` of a time to loss."""
+    help = (
+        "What a gap in nats costs in tokens: by the folders of runs of one policy that differ in length, by one run, "
+        "or by Chinchilla's law at a number of tokens (chinchilla:15T)."
+    )
+    return option(metavar="RUN,...|LAW", help=help, **settings)
+
+
 priced_backend_option: Any = priced_backend(default=backends.PRICED)
 
 require_native_option: Any = switch("Fail if a product would be emulated.")

@@ -10,10 +10,10 @@ import click
 from policyc.cli.common import ExampleCommand, print_note
 from policyc.cli.options import (
     collect_options,
+    curve_option,
     format_option,
     option,
     option_class,
-    path_option,
     priced_backend,
 )
 from policyc.cli.program import exit_on_error
@@ -49,9 +49,7 @@ class ReportCommand:
         metavar="N", type=click.IntRange(1), show_default="8", help="GPUs of the prediction."
     )
     backend: str | None = priced_backend(show_default=backends.PRICED)
-    frontier: str | None = path_option(
-        metavar="FILE", help="Also show this frontier (search --frontier --out x.json)."
-    )
+    curve: str | None = curve_option(show_default="the curve of each baseline, which gives a bound")
 
     def report_options(self) -> dict[str, Any]:
         """The arguments of `build_report`."""
@@ -63,7 +61,7 @@ class ReportCommand:
             "baselines": split_names(self.baseline or ""),
             "margin": self.margin,
             "step": PredictedStep(**step) if step else None,
-            "frontier": Path(self.frontier) if self.frontier else None,
+            "curve": self.curve,
         }
 
 

@@ -30,7 +30,7 @@ def write_page(out: Path) -> None:
 
     from policyc.base.text import escape_controls
     from policyc.experiments.report.build import build_report
-    from policyc.experiments.report.format import format_gap, format_interval
+    from policyc.experiments.report.format import describe_time, format_extra, format_gap, format_interval
     from policyc.experiments.report.page import write_report
     from policyc.experiments.report.sweeps import ReportError
 
@@ -49,11 +49,19 @@ def write_page(out: Path) -> None:
         "gap, nats",
         f"{1 - statistics['alpha']:.0%} interval",
         "seeds",
+        f"extra {report.data['axis']}",
     ):
         table.add_column(name, overflow="fold")
     comparisons = report.data["comparisons"]
+    costs = {(row["variant"], row["baseline"]): row for row in report.data["equal_loss"]}
     for row in comparisons:
-        numbers = format_gap(row["gap"]), format_interval(row["interval"]), str(len(row["seeds"]))
+        cost = costs.get((row["variant"], row["baseline"]))
+        numbers = (
+            format_gap(row["gap"]),
+            format_interval(row["interval"]),
+            str(len(row["seeds"])),
+            format_extra(cost),
+        )
         names = (Text(escape_controls(row[key])) for key in ("variant", "baseline"))
         table.add_row(*names, row["verdict"], *numbers)
     console = Console(highlight=False, markup=False)
@@ -65,6 +73,12 @@ def write_page(out: Path) -> None:
         exceeds = row["verdict"] == "parity" and max(map(abs, row["interval"])) > row["margin"]
         if row["verdict"] in ("inconclusive", "failed") or exceeds:
             text = f"{row['variant']} against {row['baseline']}: {row['reason']}"
+            console.print(Text(escape_controls(text)))
+    for cost in costs.values():
+        if cost["measured_speed_up"] is not None:
+            text = (
+                f"{cost['variant']} against {cost['baseline']}, at the measured speed: {describe_time(cost)}"
+            )
             console.print(Text(escape_controls(text)))
     for problem in report.problems:
         print_note(problem, "warning")

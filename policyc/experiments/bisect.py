@@ -23,17 +23,20 @@ from policyc.base.files import atomic_write, read_json
 from policyc.compiler.pipeline import no_reentry
 from policyc.compiler.planning.plan import Decision, Plan, make_plan
 from policyc.compiler.rewriting.rewrite import SiteInputs, SiteTemplate, quantized_gemm
+from policyc.compiler.sites.linears import full_name, sort_into_linears
 from policyc.compiler.sites.site import Site
+from policyc.compiler.sites.site_list import Sites
+from policyc.compiler.sites.stacks import Layer
 from policyc.experiments.record import RecordedLoss
-from policyc.experiments.search.candidates import CellKey, Format, find_cells
-from policyc.experiments.search.problem import Choice, Item, Problem
-from policyc.experiments.search.rules import Unwritable, write_rules
 from policyc.experiments.taps import TappedLoss, TapRewriter
 from policyc.jaxcore.jaxprs import reading as jaxprs
+from policyc.language.loader import parse
 from policyc.language.policy import Policy
-from policyc.language.recipes import Gemm, make_recipe
+from policyc.language.recipes import Gemm
 
 Metric = Literal["loss", "grad-cosine", "nan"]
+CellKey = tuple[str, int | None]
+"""A layer of a linear: the path of the linear without indices, and the index."""
 Unit = tuple[CellKey, Gemm]
 """One product (fprop, dgrad or wgrad) in one layer of a linear."""
 
@@ -75,7 +78,7 @@ class Bisection:
         self._recorded, self._metric = recorded, metric
         self.plan: Plan = make_plan(policy, recorded.sites, recorded.plan.execution)
         decisions = self.plan.decisions(self.plan.phases[0])
-        cells, _ = find_cells(recorded.sites)
+        cells = find_cells(recorded.sites)
         quantized = {address for (address, _), decision in decisions.items() if decision.recipe is not None}
         switched = {c.site.address for c in cells}
         others = (s for s in recorded.sites if s.address in quantized - switched and not s.opaque)
@@ -217,22 +220,27 @@ class Bisection:
 
     def _write_rules(self, culprits: Sequence[Unit]) -> list[str]:
         """Rules that return the culprits to high precision. They are appended to the policy."""
-        cells, _ = find_cells(self._recorded.sites)
-        items = [Item(group=(c.key[0],), number=c.number, cells=(c,), options={}) for c in cells]
-        keep = Format("keep", "keep", make_recipe("keep"))
-        problem = Problem(items=tuple(items), formats=(keep,), seconds=0.0)
-        assignment: dict[CellKey, Choice] = {}
-        for cell in cells:
-            fprop, dgrad, wgrad = ("keep" if (cell.key, g) in culprits else None for g in Gemm)
-            assignment[cell.key] = (fprop, dgrad, wgrad)
-        try:
-            return write_rules(problem, self.plan, assignment, can_undo=False)
-        except Unwritable:  # linears without distinct names: take the whole block, or all without a block
-            numbers = {cell.key: cell.number for cell in cells}
-            return [
-                f"* @ {gemm} where {'not block' if numbers[key] is None else f'layer == {numbers[key]}'} -> keep"
-                for key, gemm in culprits
-            ]
+        cells = {cell.key: cell for cell in self._cells}
+        gemms: dict[CellKey, list[Gemm]] = {}
+        for key, gemm in culprits:
+            gemms.setdefault(key, []).append(gemm)
+        return [
+            self._write_rule(cells[key], sorted(of_cell, key=list(Gemm).index))
+            for key, of_cell in gemms.items()
+        ]
+
+    def _write_rule(self, cell: Cell, gemms: Sequence[Gemm]) -> str:
+        """Keeps products of one cell: by the shortest name that matches no other, otherwise all in its block."""
+        products = gemms[0] if len(gemms) == 1 else f"{{{','.join(gemms)}}}"
+        layer = "" if cell.number is None else f" where layer == {cell.number}"
+        words = cell.key[0].split(".")
+        names = [".".join(words[-length:]) for length in range(1, len(words) + 1)]
+        for name in (*names, f"^{names[-1]}") if all(w.replace("_", "").isalnum() for w in words) else ():
+            rule = f"{name} @ {products}{layer} -> keep"
+            matched = make_plan(parse(rule), self.plan.sites).matched_layers(0)
+            if {(site.address, each) for site, each in matched} == {(cell.site.address, cell.layer)}:
+                return rule
+        return f"* @ {products}{layer or ' where not block'} -> keep"
 
     # ---- resuming
 
@@ -272,6 +280,41 @@ class Bisection:
             "plain": self._plain_losses,
             "metric": self._metric,
         }
+
+
+# ---- what can be switched
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One layer of one linear. `number` is that of its block; None if it is in no block, or this is not known."""
+
+    key: CellKey
+    site: Site
+    layer: Layer
+    number: int | None
+
+
+def find_cells(sites: Sites) -> list[Cell]:
+    """The layers of all linears that can be switched."""
+    return [
+        Cell(
+            key=(full_name(linear.stack, linear.name), index),
+            site=site,
+            layer=layer,
+            number=None if (number := site.attributes(layer).get("layer")) is None else int(number),
+        )
+        for linear in sort_into_linears(sites)
+        for index, (site, layer) in linear.ordered()
+        if _can_switch(site)
+    ]
+
+
+def _can_switch(site: Site) -> bool:
+    is_changed = not site.opaque and site.weight is not None and site.kind.name not in ("embedding", "router")
+    # A ragged product has rows without a group, and a site in a shard_map takes no switches.
+    has_input = not site.is_ragged and site.takes_extra_inputs
+    return is_changed and has_input and set(site.types[:2]) <= {"float32", "bfloat16", "float16"}
 
 
 _FINITE = 1e30

@@ -65,6 +65,13 @@ DEFAULT_MARGIN = Margin(value=0.005, is_relative=True)
 ALPHA = 0.05
 """Bound on the probability, over all variants, of one wrong claim of a difference; the same bound holds for parity."""
 
+RERUN_NOISE = 0.003
+"""Nats by which two runs with the same policy and seed differed in docs/results: XLA may choose other algorithms."""
+
+FEW_SEEDS = 3
+"""An interval over so few pairs may be narrow by chance: in 1 of 10 sweeps, three gaps have a third of their true
+standard deviation or less."""
+
 POWER = 0.8
 """Probability of detecting the smallest detectable effect, and of deciding a variant with the advised seeds."""
 

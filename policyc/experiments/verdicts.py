@@ -15,7 +15,9 @@ import numpy as np
 from policyc.base.text import count_noun
 from policyc.experiments.statistics import (
     ALPHA,
+    FEW_SEEDS,
     POWER,
+    RERUN_NOISE,
     Margin,
     SeedsNeeded,
     adjust_holm,
@@ -140,6 +142,11 @@ def _compare(
     if verdict is Verdict.PARITY:
         ends = " to ".join(f"{end:+.4f}" for end in parity_interval)
         reason += f"; the {1 - 2 * ALPHA:.0%} interval, which decides parity, is {ends}"
+    if len(seeds) <= FEW_SEEDS and high - low < 2 * RERUN_NOISE:
+        reason += (
+            f"; reruns with the same seed differ by up to {RERUN_NOISE} nats, more than this interval of "
+            f"{len(seeds)} seeds says"
+        )
     is_open = verdict is Verdict.INCONCLUSIVE and not (variant.failed or _obstacles(baseline, variant))
     needed = seeds_needed(losses, base, margin, variants) if is_open else None
     if is_open:

@@ -83,6 +83,8 @@ _SCHEDULED_STEPS = 1000  # the length of the training whose phases are counted
 
 def scheduled_seconds(step: TrainingStep, target: Target, mesh: MeshShape) -> float:
     """The mean time of a step over all phases of the policy's schedule."""
+    if len(step.plan.phases) == 1:
+        return estimate(step, target, mesh).seconds
     phases = Counter(step.plan.phase(n, _SCHEDULED_STEPS) for n in range(_SCHEDULED_STEPS))
     return sum(
         count / _SCHEDULED_STEPS * estimate(replace(step, phase=phase), target, mesh).seconds

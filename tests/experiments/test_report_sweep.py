@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policyc.experiments.report.build import PredictedStep, build_report, predict_speed_ups
-from policyc.experiments.report.format import MISSING, equal_loss_table
+from policyc.experiments.report.build import PredictedStep, Report, build_report, predict_speed_ups
+from policyc.experiments.report.equal_loss import read_exchange
+from policyc.experiments.report.format import describe_time, equal_loss_table
 from policyc.experiments.report.page import render_report, write_report
 from policyc.experiments.report.series import count_gradient_spikes, count_loss_spikes
-from policyc.experiments.report.sweeps import ReportError
+from policyc.experiments.report.sweeps import ReportError, read_sweep
+from policyc.experiments.statistics import DEFAULT_MARGIN
+from policyc.experiments.verdicts import SeedLosses, compare_variants
 from policyc.language.bundled import data_folder
 from tests.experiments.test_report import check_page
 from tests.support.command import policyc
@@ -260,21 +263,128 @@ def test_no_option_of_a_report_is_ignored(tmp_path: Path) -> None:
     assert "no target named 'abacus'" in result.err
 
 
-def test_a_gap_that_is_not_resolved_has_no_cost_in_tokens(tmp_path: Path) -> None:
-    """A speed-up has two bounds: the second is the ratio of the predicted times."""
-    for name, gaps in {"bf16": (0, 0, 0), "mixed": (0.02, -0.02, 0.03), "worse": (0.2, 0.21, 0.2)}.items():
-        for seed, gap in enumerate(gaps):
-            write_metrics(tmp_path / name / f"seed{seed}", (decay(gap) + 0.1 * seed).tolist())
-    data = report_of(tmp_path)
-    rows = {row["variant"]: row for row in data["equal_loss"]}
-    assert (rows["mixed"]["resolved"], rows["worse"]["resolved"]) == (False, True)
-    for row in rows.values():
-        row["predicted_speed_up"] = 1.5
-    titles, cells = equal_loss_table(data)
-    shown = {cell[0]: dict(zip(titles, cell, strict=True)) for cell in cells}
-    assert (shown["mixed"]["extra tokens"], shown["mixed"]["to that loss"]) == ("not resolved", MISSING)
-    assert shown["worse"]["extra tokens"].startswith("+")
-    assert shown["mixed"]["predicted speed-up"] == "1.30 to 1.50×"  # 1 / (.31 + .69 / 1.5)
+def curve_row(
+    ratio: float, ends: list[float], speed_up: float, kind: str = "predicted", **values: Any
+) -> dict[str, Any]:
+    row = {"variant": "a", "baseline": "b", "loss": 2.0, "token_ratio": ratio, "token_interval": ends, "in_bf16": None,
+           "curve": "x", "is_bound": False, "measured_speed_up": None, "predicted_speed_up": None}  # fmt: skip
+    return row | {f"{kind}_speed_up": speed_up} | values
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (curve_row(1.1, [1.09, 1.11], 1.5), "sooner"),  # its least speed-up is 1 / (.31 + .69 / 1.5) = 1.30
+        (curve_row(1.1, [1.09, 1.11], 1.5, is_bound=True), "sooner at best"),
+        (curve_row(1.35, [1.31, 1.4], 1.5), "faster per step, to the loss not resolved"),
+        (curve_row(1.6, [1.51, 1.7], 1.5), "faster per step, slower to the loss"),
+        (curve_row(1.6, [1.51, 1.7], 1.5, is_bound=True), "faster per step, slower to the loss"),
+        (curve_row(1.6, [1.49, 1.7], 1.5), "faster per step, to the loss not resolved"),
+        (curve_row(1.6, [1.49, None], 1.5), "faster per step, to the loss not resolved"),
+        (curve_row(1.6, None, 1.5), "faster per step, to the loss not resolved"),  # a single seed
+        (curve_row(1.35, [1.31, 1.4], 1.5, "measured"), "sooner"),  # a measured speed-up has no bounds
+        (curve_row(1.05, [1.02, 1.07], 0.9), "slower"),
+        (curve_row(0.95, [0.8, 1.1], 1.0), "not resolved"),
+        (curve_row(None, None, 3.0), "faster per step, slower to the loss"),
+        (curve_row(1.1, [1.0, 1.2], None), "no speed is known"),
+    ],
+)  # fmt: skip
+def test_a_time_to_loss_is_called_what_its_bounds_show(row: dict[str, Any], words: str) -> None:
+    assert describe_time(row) == words
+
+
+def test_time_to_loss_has_intervals_in_both_precisions(tmp_path: Path) -> None:
+    """By runs whose loss falls by 0.1 nats per doubling, gaps of 0.03 nats +- t(2) s / sqrt(3) are 2^(gap / 0.1)."""
+    gaps, plain = np.array([0.02, 0.03, 0.04]), np.array([0.0, 0.01, 0.02])
+    for name, by_seed, by_seed_in_bf16 in (("bf16", gaps * 0, gaps * 0), ("nv", gaps, plain)):
+        for seed in (0, 1, 2):
+            folder = write_metrics(tmp_path / "s" / name / f"seed{seed}", (decay() + seed).tolist())
+            losses = {"validation_loss": 2 + seed + by_seed[seed],
+                      "validation_loss_evaluated_in_bf16": 2 + seed + by_seed_in_bf16[seed]}  # fmt: skip
+            with (folder / "metrics.jsonl").open("a") as stream:
+                stream.write(json.dumps({"step": STEPS, **losses}) + "\n")
+    for length in (100, 400, 800):
+        losses = np.full(length, 5.0 - 0.1 * np.log2(length))
+        write_metrics(tmp_path / "lengths" / f"seed{length}", losses.tolist())
+    data = report_of(tmp_path / "s", curve=str(tmp_path / "lengths"))
+    (row,) = data["equal_loss"]
+    half = 4.302653 * 0.01 / 3**0.5  # the 97.5 % point of t with 2 degrees of freedom
+    expected = [2 ** (each / 0.1) for each in (0.03, 0.03 - half, 0.03 + half)]
+    assert [row["token_ratio"], *row["token_interval"]] == pytest.approx(expected)
+    in_bf16 = row["in_bf16"]
+    assert [in_bf16["token_ratio"], *in_bf16["token_interval"]] == pytest.approx(
+        [2 ** (each / 0.1) for each in (0.01, 0.01 - half, 0.01 + half)]
+    )
+    assert (row["is_bound"], row["loss"]) == (False, pytest.approx(3.03))
+    row["predicted_speed_up"] = 1.5
+    titles, ((*cells, words),) = equal_loss_table(data)
+    shown = dict(zip(titles, cells, strict=False))
+    assert shown["extra tokens"] == "+23.1% (+3.6 to +46.2)"
+    assert shown["extra tokens in bf16"] == "+7.2% (−9.8 to +27.3)"
+    # The second bound is the ratio of predicted times, the first is 1 / (.312 + .688 / 1.5).
+    assert shown["to that loss"] == "1.05 to 1.22× (0.89 to 1.45)"
+    assert words == "faster per step, to the loss not resolved"
+    for kind in ("markdown", "html"):
+        text = render_report(Report(data=data, sweep=read_sweep([tmp_path / "s"])), kind)
+        assert "+23.1% (+3.6 to +46.2)" in text
+        assert "runs of 0.0M to 0.1M tokens" in text
+
+
+def test_the_curve_of_one_run_is_a_bound_and_ends(tmp_path: Path) -> None:
+    for name, gap in (("bf16", 0.0), ("nv", 0.1), ("bad", 100.0)):
+        for seed in (0, 1):
+            write_metrics(tmp_path / name / f"seed{seed}", decay(gap + 0.5 * seed).tolist())
+    for curve in (None, str(tmp_path / "bf16")):
+        bad, nv = report_of(tmp_path, curve=curve)["equal_loss"]
+        means = np.convolve(decay(), np.full(10, 0.1), "valid")  # of the trailing steps
+        reached = 10 + int(np.argmax(means <= means[-1] + 0.1))
+        assert nv["token_ratio"] == pytest.approx(200 / reached, rel=0.05)
+        assert (nv["is_bound"], bad["token_ratio"]) == (True, None)
+
+
+@pytest.mark.parametrize("gap", [0.001, 0.01, 0.03])
+def test_tokens_by_a_scaling_law_reach_its_loss(gap: float) -> None:
+    def loss(tokens: float) -> float:
+        return 1.8172 + 2085.43 / tokens**0.3658
+
+    low, high = 1e12, 1e18
+    for _ in range(100):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if loss(middle) + gap > loss(1e12) else (low, middle)
+    exchange = read_exchange("chinchilla:1T")
+    assert exchange.ratio(gap) == pytest.approx(low / 1e12) == 1 / exchange.ratio(-gap)
+    assert exchange.ratio(1.0) == np.inf
+
+
+@pytest.mark.parametrize(
+    ("curve", "message"),
+    [
+        ("chinchilla:many", "not a number of tokens"),
+        ("nowhere", "has no metrics.jsonl"),
+        ("a,b", "no lower loss"),
+    ],
+)
+def test_a_curve_that_says_nothing_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, curve: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, length in (("a", 10), ("b", 20)):
+        write_metrics(tmp_path / name, [float(length)] * length)
+    with pytest.raises(ValueError, match=message):
+        read_exchange(curve)
+
+
+@pytest.mark.parametrize(
+    ("seeds", "spread", "is_said"), [(3, 0.0005, True), (3, 0.01, False), (4, 0.0005, False)]
+)
+def test_an_interval_of_few_seeds_that_is_too_narrow_says_so(
+    seeds: int, spread: float, is_said: bool
+) -> None:
+    base = {seed: 2.0 + seed for seed in range(seeds)}
+    losses = {seed: loss + 0.05 + spread * (seed - 1) for seed, loss in base.items()}
+    variants = [SeedLosses(name="nv", losses=losses)]
+    (row,) = compare_variants(SeedLosses(name="bf16", losses=base), variants, DEFAULT_MARGIN)
+    assert ("reruns with the same seed differ by up to 0.003 nats" in row.reason) == is_said
 
 
 def test_spikes_are_counted() -> None:

@@ -1,266 +1,172 @@
-"""Recording, scores and bisection on a small network. Faults that both must find: `test_planted_faults.py`.
-
-The oracle of scores is the gradient of the loss with one product quantized, through the ordinary compiler.
-"""
+"""The search by sensitivities: the table against the runs, predictions against arithmetic, and the choice."""
 
 from __future__ import annotations
 
+import math
+import re
+from dataclasses import astuple
 from pathlib import Path
-from typing import Any
 
-import jax
-import numpy as np
 import pytest
 
-from policyc.compiler.planning.plan import make_plan
-from policyc.compiler.rewriting.rewrite import rewrite
-from policyc.experiments.bisect import Bisection, NoCulprit
-from policyc.experiments.program import Program
-from policyc.experiments.record import RecordedLoss, record_loss
-from policyc.experiments.search.candidates import parse_formats
-from policyc.experiments.search.scores import BadLoss, Scores, score_formats
-from policyc.jaxcore.jaxprs import reading as jaxprs
-from policyc.language.loader import parse
-from policyc.language.recipes import Gemm
+from benchmarks import fit_sensitivities
+from policyc.compiler.matching.execution import execution_options
+from policyc.compiler.planning.plan import Plan
+from policyc.experiments.exchange import exchange_at
+from policyc.experiments.report.equal_loss import read_exchange
+from policyc.experiments.search import BUNDLED, Search, enumerate_policies
+from policyc.experiments.sensitivities import ERROR, MEASURED, RATE, predict_gap
+from policyc.hardware import llama_step
+from policyc.hardware.mesh import parse_mesh
+from policyc.hardware.step_cost import scheduled_seconds
+from policyc.hardware.training_step import TrainingStep, is_quantized
+from policyc.language.loader import load, parse, parse_with_diagnostics
+from policyc.linter.api import lint_loaded
 from tests.support.command import policyc
 
-PROGRAM = """
-import jax, jax.numpy as jnp
+pytestmark = pytest.mark.any_jax
 
-key = jax.random.key(0)
-up = jax.random.normal(key, (2, 32, 64)) * 0.1
-params = {{"layers": {{"up": up, "down": jax.random.normal(key, (2, 64, 32)) * 0.1}},
-          "head": jax.random.normal(key, (32, 64)) * {head}}}
-
-def loss(params, x, y):
-    def block(h, layer):
-        return h + jax.nn.silu(h @ layer["up"]) @ layer["down"], None
-    h, _ = jax.lax.scan(block, x, params["layers"])
-    {extra}
-    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(h @ params["head"]), y[:, None], 1))
-
-@jax.jit
-def step(params, x, y):
-    value, grads = jax.value_and_grad(loss)(params, x, y)
-    return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads), value
-
-for number in range(10**6):
-    k = jax.random.fold_in(key, number)
-    params, _ = step(params, jax.random.normal(k, (64, 32)), jax.random.randint(k, (64,), 0, 64))
-"""
+ROOT = Path(__file__).parents[2]
+MESH = parse_mesh("fsdp=8", 8)
 
 
-def write_program(folder: Path, head: float = 0.1, extra: str = "") -> Program:
-    path = folder / "program.py"
-    path.write_text(PROGRAM.format(head=head, extra=extra))
-    return Program(str(path))
+@pytest.mark.skipif(not fit_sensitivities.RESULTS.exists(), reason="an installed package has no results")
+def test_the_table_and_its_page_are_those_of_the_runs() -> None:
+    gaps = fit_sensitivities.read_gaps()
+    fitted = fit_sensitivities.fit([gap for gap in gaps if gap.is_fitted])
+    assert astuple(MEASURED) == pytest.approx(astuple(fitted), rel=0.03, abs=0.0001)
+    rows = fit_sensitivities.cross_validate(gaps)
+    page = (ROOT / "docs" / "howto" / "search.md").read_text(encoding="utf-8")
+    for row in rows[:3]:  # folders that are added later are tests of the table
+        assert row in page
+    rms = float(rows[1].split("|")[6])
+    assert pytest.approx(2 * rms, abs=0.0005) == ERROR
+    lengths = (str(fit_sensitivities.RESULTS / folder / "bf16") for folder in fit_sensitivities.LARGE)
+    assert f"{read_exchange(','.join(lengths)).rate:.3f}" == f"{RATE.rate:.3f}"
+    table = " ".join(page.split())
+    for value in (MEASURED.mlp, MEASURED.attention, MEASURED.head):
+        assert f"{value:.4f}" in table
+    assert re.findall(r"(\d+) % of it, dgrad (\d+) %", table) == [
+        (f"{100 * MEASURED.fprop:.0f}", f"{100 * MEASURED.dgrad:.0f}")
+    ]
+    assert f"{100 * MEASURED.fp8:.0f} % of NVFP4" in table
+    assert f"{100 * MEASURED.late:.0f} % of the gap" in table
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedLoss:
-    return record_loss(write_program(tmp_path_factory.mktemp("plain"), extra="h = jnp.sin(h)"), 3)
+def step() -> TrainingStep:
+    execution = execution_options("te", "gb200")
+    return llama_step.plan_step(load("bf16"), "llama3_8b", MESH, llama_step.Sizes(), execution)
 
 
-@pytest.fixture(scope="module")
-def scores(recorded: RecordedLoss) -> Scores:
-    return score_formats(recorded, parse_formats("fp8"))
-
-
-def test_a_program_is_stopped_once_its_batches_are_recorded(recorded: RecordedLoss) -> None:
-    assert len(recorded.calls) == 3  # of a million steps
-    batches = [next(c for c in call.consts if np.shape(c) == (64, 32)) for call in recorded.calls]
-    key = jax.random.key(0)
-    for number, batch in enumerate(batches):
-        assert np.array_equal(batch, jax.random.normal(jax.random.fold_in(key, number), (64, 32)))
-
-
-@pytest.mark.any_jax
-def test_a_program_that_deletes_an_object_is_stopped_too(tmp_path: Path) -> None:
-    """Python ignores an exception that is raised during a deletion, and the program would go on."""
-    program = write_program(tmp_path)
-    path = Path(program.name)
-    slow = "\nimport time\nclass Slow:\n    def __del__(self):\n        time.sleep(0.1)\n"
-    text = (
-        path.read_text()
-        .replace("range(10**6)", "range(100)")
-        .replace("    params, _ = ", "    Slow()\n    params, _ = ")
-    )
-    path.write_text(slow + text + f"\nopen({str(tmp_path / 'ended')!r}, 'w')\n")
-    assert len(record_loss(program, 2).calls) == 2
-    assert not (tmp_path / "ended").exists()
-
-
-def gradients(recorded: RecordedLoss, policy: str) -> list[list[np.ndarray]]:
-    """The gradients of all batches under a policy, by the ordinary compiler."""
-    plan = make_plan(parse(policy), recorded.sites, recorded.plan.execution)
-    rewritten = rewrite(plan.sites, plan.decisions())
-
-    def loss(inputs: Any, consts: Any) -> jax.Array:
-        extra = rewritten.extra_inputs(inputs)
-        return recorded.loss_of(jaxprs.evaluate_with_consts(rewritten.jaxpr, consts, *inputs, *extra))
-
-    gradient = jax.jit(jax.grad(loss))
-    return [[np.asarray(g, np.float64) for g in gradient(recorded.inputs, c.consts)] for c in recorded.calls]
-
-
-@pytest.fixture(scope="module")
-def plain(recorded: RecordedLoss) -> list[list[np.ndarray]]:
-    return gradients(recorded, "* -> keep")
+NV = "nvfp4(rht=wgrad, sr=grad, scale2d=weights)"
+T = MEASURED
+WGRAD = 1 - T.fprop - T.dgrad
+REST = T.fp8 * T.attention + T.head
 
 
 @pytest.mark.parametrize(
-    ("site", "index", "gemm", "tolerance"),
+    ("policy", "gap"),
     [
-        # Wgrad is measured exactly; of the others one random tangent is a sample: seen within a quarter.
-        ("layers.up", 1, Gemm.WGRAD, 1e-3),
-        ("layers.down", 0, Gemm.FPROP, 0.5),
-        ("head", None, Gemm.DGRAD, 0.5),
+        ('import "bf16"', 0.0),
+        ('import "fp8"', T.fp8 * (T.mlp + T.attention)),
+        ('import "te_nvfp4"', T.mlp + T.attention),
+        ('import "llama_nvfp4"', T.mlp),
+        ('import "mlp_nvfp4_rest_fp8"', T.mlp + REST),
+        # 15 % of 32 blocks are 5, rounded up.
+        ('import "mlp_nvfp4_tail_fp8"', T.mlp * (27 + 5 * T.fp8) / 32 + REST),
+        ('import "mlp_nvfp4_late_fp8"', T.mlp * (1 - T.late * (1 - T.fp8) * T.fprop) + REST),
+        (f"* @ dgrad where mlp -> {NV}", T.mlp * T.dgrad),
+        (f"* @ wgrad where layer < 8 and attention -> {NV}", T.attention * WGRAD / 4),
+        (f"q_proj where layer == 0 -> {NV}", T.attention / 32 * 4096 / (2 * 4096 + 2 * 1024)),
+        ("* where head -> nvfp4", None),  # what no run has measured
+        ("* where mlp -> mxfp8", None),
+        ("* where mlp -> fp8\nafter 50% { * where mlp -> bf16 }", None),
+        ("* where scores -> fp8", None),
     ],
-)
-@pytest.mark.slow
-@pytest.mark.any_jax
-def test_noise_is_that_of_the_gradient_with_one_product_quantized(
-    recorded: RecordedLoss,
-    scores: Scores,
-    plain: list[list[np.ndarray]],
-    site: str,
-    index: int | None,
-    gemm: Gemm,
-    tolerance: float,
+)  # fmt: skip
+def test_a_gap_is_the_sum_over_kinds_products_and_blocks(
+    step: TrainingStep, policy: str, gap: float | None
 ) -> None:
-    where = "" if index is None else f" where layer == {index}"
-    quantized = gradients(recorded, f"{site.rpartition('.')[2]} @ {gemm}{where} -> fp8")
-    count = len(plain)
-    square = [sum(g[i] ** 2 for g in plain) / count for i in range(len(plain[0]))]
-    adam = [np.where(s > 0, 1 / (np.sqrt(s) + 1e-8), 0) for s in square]
-    mean = [sum(g[i] for g in plain) / count for i in range(len(square))]
-    sampling = (
-        sum(np.sum(p**2 * (s - m**2)) for p, s, m in zip(adam, square, mean, strict=True))
-        * count
-        / (count - 1)
+    predicted = predict_gap(step.under(parse(policy)).plan)
+    assert predicted == (gap if gap is None else pytest.approx(gap))
+
+
+def test_the_policies_of_the_set_differ_and_have_no_findings(step: TrainingStep) -> None:
+    texts = list(enumerate_policies({"mlp", "attention", "head"}))
+    assert len(set(texts)) == len(texts) == 80
+    for text in texts:
+        assert not lint_loaded(parse_with_diagnostics(text)), text
+    plans = {
+        name: step.under(load(name)).plan
+        for name in ("mlp_nvfp4_rest_fp8", "fp8_with_head", "mlp_nvfp4_tail_fp8")
+    }
+    found = [quantized(step.under(parse(text)).plan) for text in texts if "after" not in text]
+    assert all(quantized(plan) in found for plan in plans.values())
+    assert {*enumerate_policies({"head"})} == {"* -> bf16\n", "* where head -> fp8\n"}
+
+
+def quantized(plan: Plan) -> dict[object, object]:
+    decisions = plan.decisions(plan.phases[0])
+    return {key: each.recipe for key, each in decisions.items() if is_quantized(each.recipe)}
+
+
+def test_the_choice_has_the_least_time() -> None:
+    """Against the cost model and the exchange rate themselves, for all policies."""
+    execution = execution_options("te", "gb200")
+    step = llama_step.plan_step(load("bf16"), "tiny", MESH, llama_step.Sizes(), execution)
+    rate = 0.05
+    search = Search(step, MESH, exchange_at(rate, "a test"))
+    candidates = search.candidates()
+    base = scheduled_seconds(step, step.target, MESH)
+    for candidate in candidates:
+        under = step.under(parse(candidate.text))
+        seconds = scheduled_seconds(under, step.target, MESH) * 2 ** (predict_gap(under.plan) / rate)
+        assert candidate.to_loss == pytest.approx(base / seconds)
+        gap, doublings = predict_gap(under.plan), math.log2(candidate.speed_up)
+        assert search.after_equal_time(candidate) == pytest.approx(gap - rate * doublings)
+    assert [c.name for c in candidates if c.name] == [*BUNDLED]
+
+
+def test_break_even_is_where_two_policies_take_the_same_time(step: TrainingStep) -> None:
+    search = Search(step, MESH, RATE)
+    one, other = (
+        search.predict(f'import "{name}"', name) for name in ("mlp_nvfp4_late_fp8", "fp8_with_head")
     )
-    errors = [
-        [p * (a - b) for p, a, b in zip(adam, q, g, strict=True)]
-        for q, g in zip(quantized, plain, strict=True)
-    ]
-    squared = sum(np.sum(e**2) for each in errors for e in each) / count
-    score = scores.by_product[(site, index), gemm, "fp8"]
-    # Of wgrad, the part that all batches share counts ten times.
-    shared = sum(np.sum((sum(each[i] for each in errors) / count) ** 2) for i in range(len(square)))
-    bias = max(0, shared - squared / count) * count / (count - 1) if gemm is Gemm.WGRAD else 0
-    assert score.noise == pytest.approx((squared + 9 * bias) / sampling, rel=tolerance)
+    assert one is not None
+    assert other is not None
+    rate = search.break_even(one, other)
+    times = [2 ** (c.gap / rate) / c.speed_up for c in (one, other)]
+    assert times[0] == pytest.approx(times[1])
+    assert search.break_even(one, one) is None
 
 
-@pytest.mark.any_jax
-def test_a_policy_that_does_no_harm_has_no_culprit(recorded: RecordedLoss) -> None:
-    with pytest.raises(NoCulprit, match="no harm"):
-        Bisection(parse("* -> fp8"), recorded, "loss", limit=1.0).run()
-
-
-@pytest.mark.any_jax
-def test_trials_are_not_repeated(
-    recorded: RecordedLoss, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = Bisection(parse("* -> fp8"), recorded, "loss", limit=1.0)
-    with pytest.raises(NoCulprit):
-        first.run()
-    first.save(tmp_path / "trials.json")
-    again = Bisection(parse("* -> fp8"), recorded, "loss", limit=1.0)
-    assert again.load(tmp_path / "trials.json") == 1
-    monkeypatch.setattr(again, "harm", None)
-    with pytest.raises(NoCulprit, match="no harm"):
-        again.run()
-    before = tmp_path / "before.json"
-    before.hardlink_to(tmp_path / "trials.json")
-    again.save(tmp_path / "trials.json")
-    assert not before.samefile(
-        tmp_path / "trials.json"
-    )  # replaced as a whole: a kill leaves one or the other
-    before.write_text("")
-    with pytest.raises(ValueError, match=r"was not written by policyc bisect"):
-        again.load(before)
-    other = Bisection(parse("* -> mxfp8"), recorded, "loss")
-    with pytest.raises(ValueError, match="another policy"):
-        other.load(tmp_path / "trials.json")
-
-
-@pytest.mark.any_jax
-@pytest.mark.slow
-def test_a_loss_that_is_not_finite_names_the_site(tmp_path: Path) -> None:
-    recorded = record_loss(write_program(tmp_path, head=2e37), 1)
-    with pytest.raises(BadLoss, match="is that of head"):
-        score_formats(recorded, parse_formats("fp8"))
-
-
-@pytest.mark.any_jax
-@pytest.mark.slow
-def test_a_program_that_repeats_one_batch_has_scores_and_a_note(tmp_path: Path) -> None:
-    path = Path(write_program(tmp_path).name)
-    path.write_text(path.read_text().replace("fold_in(key, ", "fold_in(key, 0 * "))
-    scores = score_formats(record_loss(Program(str(path)), 2), parse_formats("fp8"))
-    assert "all recorded batches are the same" in scores.notes[0]
-    assert all(0 <= score.damage < np.inf for score in scores.by_product.values())
-
-
-OWN_RULE = """
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
-
-fused = Primitive("fused")  # without a derivative, like the forward pass of a fused attention
-fused.def_impl(jnp.sin)
-fused.def_abstract_eval(lambda x: x)
-mlir.register_lowering(fused, mlir.lower_fun(jnp.sin, multiple_results=False))
-attention = jax.custom_vjp(fused.bind)
-attention.defvjp(lambda h: (fused.bind(h), h), lambda h, g: (g * jnp.cos(h),))
-
-def loss("""
-
-
-@pytest.mark.any_jax
-@pytest.mark.slow
-def test_a_derivative_rule_of_the_program_is_scored_by_first_derivatives(
-    scores: Scores, tmp_path: Path
-) -> None:
-    """The noise is about that by a tangent, which the same program without such a rule has."""
-    path = Path(write_program(tmp_path, extra="h = attention(h)").name)
-    path.write_text(path.read_text().replace("def loss(", OWN_RULE, 1))
-    injected = score_formats(record_loss(Program(str(path)), 3), parse_formats("fp8"))
-    assert not scores.notes
-    assert "a custom derivative rule without a forward mode" in injected.notes[0]
-    assert {gemm for _, gemm, _ in injected.by_product} == set(Gemm)
-    for gemm in (Gemm.FPROP, Gemm.DGRAD):
-        keys = [key for key in scores.by_product if key[1] is gemm]
-        one, other = ([each.by_product[key].noise for key in keys] for each in (scores, injected))
-        # One random tangent is a sample, and errors of all sites together mix.
-        assert sum(one) / 2 < sum(other) < 2 * sum(one), gemm
-
-
-@pytest.mark.any_jax
-def test_a_loss_that_is_not_deterministic_is_told_so(tmp_path: Path) -> None:
-    extra = (
-        "import numpy as np; "
-        "h = h * (1 + jax.pure_callback(lambda: np.float32(np.random.rand()), jax.ShapeDtypeStruct((), 'float32')))"
-    )
-    recorded = record_loss(write_program(tmp_path, extra=extra), 1)
-    with pytest.raises(BadLoss, match="not deterministic"):
-        score_formats(recorded, parse_formats("fp8"))
-
-
-@pytest.mark.any_jax
-@pytest.mark.slow
-def test_the_command_line_writes_a_policy_and_says_what_cannot_be(tmp_path: Path) -> None:
-    program = write_program(tmp_path).name
-    result = policyc("search", "--formats", "fp8", "--batches", "1", "--speedup", "5", program)
-    assert result.code == 1
-    assert "no format makes this step faster" in result.err
-    result = policyc("search", "--config", "tiny", "--speedup", "1.2", "--from", tmp_path)
-    assert f"--from {tmp_path}: this is not the folder of a checkpoint" in result.err
-    result = policyc("search", "--formats", "fp8", "--batches", "1", "--speedup", "te_nvfp4", program)
-    assert result.code == 0, result.err
-    assert "te_nvfp4 is predicted at 0." in result.err
+def test_the_command_writes_a_policy_with_its_predictions(tmp_path: Path) -> None:
     out = tmp_path / "found.policy"
-    words = ("search", "--formats", "fp8", "--batches", "1", "--max-damage", "0", "--out", out, program)
-    result = policyc(*words)
+    result = policyc("search", "--config", "llama3_8b", "--devices", "8", "--speedup", "1.5", "--out", out)
     assert result.code == 0, result.err
-    assert "Found by search" in out.read_text()
-    assert "one batch was recorded" in result.err
+    speed, gap, *_ = result.err.splitlines()[1].split()
+    policy = load(out)
+    header = out.read_text()
+    assert f"{gap} nats above BF16" in " ".join(header.replace("#", "").split())
+    assert float(speed.rstrip("x")) >= 1.5
+    assert policy.rules
+    assert "fp8_with_head" in result.err
+    assert "0.143 nats" in result.err
+    least = policyc(
+        "search", "--config", "llama3_8b", "--devices", "8", "--speedup", "fp8", "--objective", "gap"
+    )
+    rows = [row.split() for row in least.err.splitlines()[1:] if not row.startswith("policyc")]
+    fast = [float(row[1]) for row in rows if float(row[0].rstrip("x")) >= 1.35]
+    assert float(rows[0][1]) == min(fast)
+    # Where tokens cost too much, nothing is sooner than BF16.
+    dear = policyc("search", "--config", "tiny", "--curve", "chinchilla:1e18")
+    assert 'import "bf16"' in dear.out
+    for words, message in (
+        (("--speedup", "9"), "no policy is predicted to be that fast"),
+        (("--speedup", "0"), "expected a number such as 1.3"),
+        (("--objective", "gap"), "needs --speedup"),
+    ):
+        refused = policyc("search", "--config", "tiny", *words)
+        assert refused.code in (1, 2)
+        assert message in refused.err

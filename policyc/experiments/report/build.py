@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from policyc import __version__
-from policyc.base.frontier import read_frontier
 from policyc.base.text import count_noun
 from policyc.experiments.report.charts import make_charts
+from policyc.experiments.report.equal_loss import compare_times, read_exchange
 from policyc.experiments.report.series import (
     GRADIENT_SPIKE,
     LOSS_SPIKE,
@@ -25,7 +25,6 @@ from policyc.experiments.report.summary import (
     find_inequalities,
     summarize_run,
     summarize_variant,
-    time_to_equal_loss,
 )
 from policyc.experiments.report.sweeps import (
     SweepData,
@@ -33,11 +32,11 @@ from policyc.experiments.report.sweeps import (
     uses_validation,
 )
 from policyc.experiments.report.values import JsonObject, as_list, as_object, as_objects, as_text
-from policyc.experiments.statistics import ALPHA, POWER
+from policyc.experiments.statistics import ALPHA, FEW_SEEDS, POWER, RERUN_NOISE
 from policyc.experiments.sweep.metrics import LEAST_TRAILING, TRAILING_FRACTION
 from policyc.numerics.backends import PRICED
 
-FORMAT = 1
+FORMAT = 2
 """The version of the data. It changes when a field is removed or changes its meaning."""
 
 
@@ -73,7 +72,7 @@ def build_report(
     baselines: Sequence[str] = (),
     margin: str | None = None,
     step: PredictedStep | None = None,
-    frontier: Path | None = None,
+    curve: str | None = None,
 ) -> Report:
     """Reads some folders and computes everything that a report shows. Raises ReportError or ValueError.
 
@@ -82,7 +81,7 @@ def build_report(
       baselines: the variants to compare with; by default those of the sweep.
       margin: the margin of parity; by default that of the sweep.
       step: the step to predict speed-ups for; None for no prediction.
-      frontier: a file written by `policyc search --frontier`, to show in the report.
+      curve: how nats are exchanged for tokens, for `read_exchange`; by default by the curve of each baseline.
     """
     sweep = read_sweep(folders, baselines, margin)
     problems = [
@@ -107,11 +106,14 @@ def build_report(
         "statistics": _statistics(sweep),
         "comparisons": [asdict(comparison) for comparison in comparisons],
         "variants": variants,
-        "equal_loss": time_to_equal_loss(
-            sweep, axis, speeds, predicted["values"] if predicted else {}, comparisons
+        "equal_loss": compare_times(
+            sweep,
+            speeds,
+            predicted["values"] if predicted else {},
+            comparisons,
+            read_exchange(curve) if curve else None,
         ),
         "speed_ups": predicted,
-        "frontier": read_frontier(frontier) if frontier else None,
         "charts": make_charts(sweep, axis, margins),
         "diffs": _policy_diffs(sweep),
         "environment": _environment(sweep),
@@ -202,6 +204,8 @@ def _rules(sweep: SweepData) -> list[str]:
         f"Losses: {losses}.",
         "Pairs: a variant and its baseline with the same seed, and so the same data order and initial weights.",
         f"Interval: paired t interval at {1 - ALPHA:.0%}, for each variant alone.",
+        f"Rerun noise: two runs with the same policy and seed differ by up to {RERUN_NOISE} nats (19M parameters, "
+        f"H200). An interval over {FEW_SEEDS} seeds or fewer may be narrower by chance; the reason says so.",
         f"Parity: two one-sided t tests show that the gap is within the margin of {sweep.margin}"
         f"{' of the loss of the baseline' if sweep.margin.is_relative else ''}.",
         "Better or worse: a two-sided paired t test shows a gap, and parity is not shown.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -158,29 +159,107 @@ def time_table(data: JsonObject) -> tuple[list[str], list[list[str]]]:
 
 
 def equal_loss_table(data: JsonObject) -> tuple[list[str], list[list[str]]]:
-    """The extra tokens and the speed-ups of each variant: column titles, and rows. Empty columns are left out.
+    """Time to an equal loss of each variant: column titles, and rows. Empty columns are left out.
 
-    A gap that is not resolved has no cost in tokens. A predicted speed-up has two bounds.
+    A predicted speed-up has two bounds. In parentheses: interval of the gap, and for times also these bounds.
     """
     rows = data["equal_loss"]
     kinds = [
         kind for kind in ("measured", "predicted") if any(row[f"{kind}_speed_up"] is not None for row in rows)
     ]
+    has_bf16 = any(row["in_bf16"] for row in rows)
     cells = []
     for row in rows:
+        bf16 = row["in_bf16"]
         speeds = []
         for kind in kinds:
-            ratio, tokens = row[f"{kind}_speed_up"], row["token_ratio"]
-            if kind == "predicted":
-                speeds += [format_bounds(ratio), format_bounds(ratio, divisor=tokens)]
-            else:
-                speeds += [format_figure("ratio", each) for each in (ratio, ratio and ratio / tokens)]
-            if not row["resolved"]:
-                speeds[-1] = MISSING
-        extra = f"{row['token_ratio'] - 1:+.1%}" if row["resolved"] else "not resolved"
-        cells.append([row["variant"], row["baseline"], f"{row['loss']:.4f}", extra, *speeds])
-    titles = ["variant", "baseline", "loss", f"extra {data['axis']}"]
-    return [*titles, *(title for kind in kinds for title in (f"{kind} speed-up", "to that loss"))], cells
+            speed_up = row[f"{kind}_speed_up"]
+            shown = format_bounds(speed_up) if kind == "predicted" else format_figure("ratio", speed_up)
+            speeds += [shown, _format_times(_times(row, row, kind))]
+            speeds += [_format_times(_times(row, bf16, kind))] if has_bf16 else []
+        extra = [format_extra(row), *([format_extra(bf16)] if has_bf16 else [])]
+        cells.append(
+            [row["variant"], row["baseline"], f"{row['loss']:.4f}", *extra, *speeds, describe_time(row)]
+        )
+
+    def pair(title: str) -> list[str]:
+        return [title, f"{title} in bf16"][: 1 + has_bf16]
+
+    titles = ["variant", "baseline", "loss", *pair(f"extra {data['axis']}")]
+    titles += [title for kind in kinds for title in (f"{kind} speed-up", *pair("to that loss"))]
+    return [*titles, "in words"], cells
+
+
+def equal_loss_notes(data: JsonObject) -> list[str]:
+    """How the times to a loss are computed, in sentences."""
+    sentences = [
+        f"The loss is the higher one of the two. Extra {data['axis']}: what the variant needs beyond the baseline to "
+        "reach the loss of the baseline, from their gap and an exchange rate. 'To that loss' is the speed-up over the "
+        "ratio of the tokens. In parentheses: by the interval of the gap. In bf16: the weights of both, evaluated in "
+        "bf16."
+    ]
+    curves = {row["curve"]: row for row in data["equal_loss"]}
+    sentences.append(f"The exchange rate is that of {' and of '.join(curves)}.")
+    if any(row["is_bound"] for row in curves.values()):
+        sentences.append(
+            "It is a bound: a run whose learning rate decays passes a loss before the end of its decay. A shorter run "
+            f"would need fewer {data['axis']}, so the extra {data['axis']} are at least these, and the speed-up to "
+            "that loss is at most this. Runs of several lengths (--curve) give an estimate."
+        )
+    if any(row["measured_speed_up"] for row in data["equal_loss"]):
+        sentences.append("The measured speed of an emulated format says nothing about native GEMMs.")
+    return sentences
+
+
+def _times(row: JsonObject, cost: JsonObject | None, kind: str) -> tuple[list[float], list[float]] | None:
+    """The speed-up to the loss, with its bounds, and its least and largest value by the interval; None if unknown."""
+    speed_up = row[f"{kind}_speed_up"]
+    if speed_up is None or cost is None or cost["token_ratio"] is None:
+        return None
+    ratio, interval = cost["token_ratio"], cost["token_interval"]
+    bounds = [speed_up]
+    if kind == "predicted":
+        from policyc.hardware.gemm_cost import speed_up_bounds  # loads JAX, as every prediction does
+
+        bounds = list(speed_up_bounds(speed_up))
+    low, high = interval or (None, None)
+    least = min(bounds) / high if high else 0.0
+    most = max(bounds) / low if low else math.inf
+    return [each / ratio for each in bounds], [least, most]
+
+
+def _format_times(times: tuple[list[float], list[float]] | None) -> str:
+    if times is None:
+        return MISSING
+    (least, most), text = times[1], format_ratio(*times[0], sign="×")
+    return f"{text} ({least:.2f} to {most:.2f})" if math.isfinite(most) else text
+
+
+def format_extra(cost: JsonObject | None) -> str:
+    """The extra tokens with their interval: `+6.7% (+4.4 to +8.1)`."""
+    if cost is None:
+        return MISSING
+    ratio, interval = cost["token_ratio"], cost["token_interval"]
+    if ratio is None:
+        return "more than the curve has"
+    ends = ["more" if end is None else f"{100 * (end - 1):+.1f}" for end in interval or ()]
+    interval = f" ({' to '.join(ends)})" if ends else ""
+    return f"{ratio - 1:+.1%}{interval}".replace("-", "−")
+
+
+def describe_time(row: JsonObject) -> str:
+    """Whether a variant reaches the loss sooner, in words: by its predicted speed, otherwise by its measured one."""
+    kind = "measured" if row["predicted_speed_up"] is None else "predicted"
+    if row[f"{kind}_speed_up"] is None:
+        return "no speed is known"
+    is_faster = row[f"{kind}_speed_up"] > 1
+    times = _times(row, row, kind)
+    least, most = times[1] if times else (0.0, 0.0)
+    if most < 1:
+        return "faster per step, slower to the loss" if is_faster else "slower"
+    if least > 1:
+        return "sooner at best" if row["is_bound"] else "sooner"
+    return "faster per step, to the loss not resolved" if is_faster else "not resolved"
 
 
 def group_failures(runs: Sequence[JsonObject]) -> list[JsonObject]:

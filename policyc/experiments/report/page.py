@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from policyc.base.files import STANDARD_OUTPUT, open_output
-from policyc.base.frontier import draw_frontier
 from policyc.base.text import escape_controls
 from policyc.base.web_page import as_markup, compress_json, read_assets, render_template
 from policyc.experiments.report.build import Report
@@ -25,6 +24,7 @@ from policyc.experiments.report.format import (
     FIGURES,
     MISSING,
     TIME_NOTE,
+    equal_loss_notes,
     equal_loss_table,
     format_bounds,
     format_figure,
@@ -71,7 +71,6 @@ def render_page(report: Report) -> str:
         cards=_cards(runs[0]),
         columns=known_figures([variant["figures"] for variant in data["variants"]]),
         run_columns=known_figures(runs),
-        frontier=as_markup(draw_frontier(data["frontier"])) if data["frontier"] else "",
         speed_ups=speed_up_columns(data),
         format_bounds=format_bounds,
         policies=_policies(data, sweep),
@@ -138,6 +137,7 @@ def _shared_values(data: JsonObject) -> dict[str, Any]:
         "time_note": TIME_NOTE,
         "equal_loss_titles": equal_loss_titles,
         "equal_loss_rows": equal_loss_rows,
+        "equal_loss_notes": equal_loss_notes(data),
         "failures": group_failures(_runs(data)),
         "commands": [(command["of"], shlex.join(command["words"])) for command in data["commands"]],
     }

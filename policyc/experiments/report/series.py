@@ -175,17 +175,3 @@ def _windows_before(column: Column) -> tuple[Column, Column, Column]:
         return np.empty(0), np.empty((0, SPIKE_WINDOW)), np.empty(0)
     windows = np.lib.stride_tricks.sliding_window_view(values[:-1], SPIKE_WINDOW)
     return values[SPIKE_WINDOW:], windows, np.median(windows, axis=1)
-
-
-def first_crossing(axis: Axis, curve: Column, level: float) -> float | None:
-    """Where a curve first reaches a level or falls below it, on the straight line between two points."""
-    known = np.isfinite(curve)
-    x, y = axis.values[known], np.minimum.accumulate(curve[known])
-    below = np.flatnonzero(y <= level)
-    if not len(below):
-        return None
-    index = int(below[0])
-    if index == 0:
-        return float(x[0])
-    fraction = (y[index - 1] - level) / (y[index - 1] - y[index])
-    return float(x[index - 1] + fraction * (x[index] - x[index - 1]))

@@ -7,14 +7,7 @@ import json
 import statistics
 from collections.abc import Sequence
 
-import numpy as np
-
-from policyc.experiments.report.charts import by_seed
-from policyc.experiments.report.runs import Column, RunData
-from policyc.experiments.report.series import (
-    Axis,
-    first_crossing,
-)
+from policyc.experiments.report.runs import RunData
 from policyc.experiments.report.sweeps import (
     SweepData,
     VariantData,
@@ -22,7 +15,6 @@ from policyc.experiments.report.sweeps import (
     seed_losses,
 )
 from policyc.experiments.report.values import JsonObject, as_list, as_number, as_object, as_objects, as_text
-from policyc.experiments.sweep.metrics import trailing_steps
 from policyc.experiments.verdicts import Comparison, compare_variants
 
 FREE_SETTINGS = frozenset({"seed", "seeds", "out", "coordinator", "process_id", "accept_changes", "wandb"})
@@ -130,73 +122,6 @@ def compare_all(sweep: SweepData) -> list[Comparison]:
         variants = [losses[variant.name] for variant in sweep.variants if variant.name not in earlier]
         comparisons += compare_variants(losses[baseline], variants, sweep.margin)
     return comparisons
-
-
-def time_to_equal_loss(
-    sweep: SweepData,
-    axis: Axis,
-    speeds: dict[str, float | None],
-    speed_ups: dict[str, float],
-    comparisons: Sequence[Comparison],
-) -> list[JsonObject]:
-    """For each variant and baseline: how many tokens each needs to reach the same loss, and the speed-up.
-
-    Uses only the seeds that finished in both, because seeds differ more than variants do. A row is resolved if the
-    interval of the gap excludes 0.
-    """
-    resolved = {
-        (c.variant, c.baseline) for c in comparisons if c.interval and c.interval[0] * c.interval[1] > 0
-    }
-    finished = {v.name: by_seed(v, axis, ("finished",)) for v in sweep.variants}
-    rows = []
-    for number, baseline in enumerate(sweep.baselines):
-        for name in finished:
-            if name in sweep.baselines[: number + 1]:
-                continue
-            seeds = sorted(finished[name].keys() & finished[baseline].keys())
-            curves = [
-                _trailing_curve(sweep.variant(each), [finished[each][seed] for seed in seeds], axis)
-                for each in (name, baseline)
-            ]
-            ends = [_last_number(curve) for curve in curves]
-            if None in ends:
-                continue
-            loss = max(end for end in ends if end is not None)
-            tokens, base_tokens = (first_crossing(axis, curve, loss) for curve in curves)
-            if not tokens or not base_tokens:
-                continue
-            speed, base_speed = speeds.get(name), speeds.get(baseline)
-            predicted = speed_ups[name] / speed_ups[baseline] if {name, baseline} <= set(speed_ups) else None
-            rows.append(
-                {
-                    "variant": name,
-                    "baseline": baseline,
-                    "resolved": (name, baseline) in resolved,
-                    "loss": loss,  # the larger of the two final trailing means, which both reach
-                    "tokens": tokens,
-                    "baseline_tokens": base_tokens,
-                    "token_ratio": tokens / base_tokens,  # also the speed-up at which the variant breaks even
-                    "measured_speed_up": speed / base_speed if speed and base_speed else None,
-                    "predicted_speed_up": predicted,
-                }
-            )
-    return rows
-
-
-def _trailing_curve(variant: VariantData, columns: Sequence[Column], axis: Axis) -> Column:
-    """The loss curve of a variant: the mean over seeds, and over the trailing steps of each point."""
-    if not columns:
-        return np.full(len(axis.values), np.nan)
-    mean = np.mean(columns, axis=0)
-    steps = max(run.figures["rows"] for run in variant.runs)
-    window = max(1, round(min(1.0, trailing_steps(steps) / steps) * len(mean)))
-    means = np.lib.stride_tricks.sliding_window_view(mean, window).mean(-1)
-    return np.concatenate([np.full(window - 1, np.nan), means])
-
-
-def _last_number(curve: Column) -> float | None:
-    known = curve[np.isfinite(curve)]
-    return float(known[-1]) if len(known) else None
 
 
 # ---- are the runs comparable?
