@@ -145,7 +145,7 @@ def outer_scale_seconds(target: Target, treatments: Sequence[Treatment], results
 
     A GEMM of fp8 applies one scale per tensor itself.
     """
-    scaled = [t for t in treatments if FORMATS[t.format].tensor_scale]
+    scaled = [t for t in treatments if FORMATS[t.format].tensor_scale and t.outer != "none"]
     writes_fp32 = any(FORMATS[t.format].block or t.outer == "row" for t in scaled)
     return copy_seconds(target, FP32_RESULT_BYTES * results) if writes_fp32 else 0.0
 
@@ -180,7 +180,8 @@ def quantize_seconds(
     reads = backends.load(backend).count_reads(treatments)
     kinds = quantizer_kinds(treatments, backend)
     needs_maximum = "kernels" not in kinds and any(
-        FORMATS[t.format].tensor_scale and not t.rht and not refinement_of(t) for t in treatments
+        FORMATS[t.format].tensor_scale and t.outer != "none" and not t.rht and not refinement_of(t)
+        for t in treatments
     )
     # The maximum of all weights that share a scale is known before any of them is quantized.
     reads += (needs_maximum and not is_computed) or any(t.outer == "shared" for t in treatments)
