@@ -121,6 +121,7 @@ class NamedEstimate:
 
     policy: str
     backends: str
+    backend_names: tuple[str, ...]
     estimate: Estimate
     is_compiled: bool
     is_emulated: bool
@@ -147,6 +148,7 @@ def _estimate(name: str, step: TrainingStep, mesh: MeshShape, compiled: Compiled
     return NamedEstimate(
         policy=name,
         backends=backends,
+        backend_names=tuple(counts),
         is_emulated=any(load(backend).emulates for backend in counts),
         estimate=estimate,
         is_compiled=compiled is not None,
@@ -257,12 +259,12 @@ def _speed_up_range(estimates: NamedEstimates) -> tuple[float, float] | None:
     before, after = (named.estimate.gemms for named in estimates)
     is_emulated = any(named.is_emulated for named in estimates)
     compares = "fp8" in before and "nvfp4" in after and "nvfp4" not in before and not is_emulated
-    return speed_up_range(_speed_up(estimates)) if compares else None
+    return speed_up_range(_speed_up(estimates), estimates[1].backend_names) if compares else None
 
 
 def _describe_range(limits: tuple[float, float] | None) -> str:
     if limits is None:
-        return "not known: published runs compare only nvfp4 with fp8"
+        return "not known: published runs compare only nvfp4 with fp8, on backend te"
     return f"{limits[0]:.2f}x to {limits[1]:.2f}x, by the errors on published runs"
 
 
