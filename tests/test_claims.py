@@ -48,9 +48,18 @@ def published() -> Iterator[Names]:
     """The published throughputs, by model and GPU."""
     from benchmarks import calibration
 
-    cases = {f"{c.trainer}, {c.config}, {c.gpu}": c for c in calibration.PUBLISHED}
+    cases = {(c.trainer, c.config, c.gpu): c for c in calibration.PUBLISHED}
     assert len(cases) == len(calibration.PUBLISHED)
-    yield {"on": lambda *names: cases[", ".join(names)]}
+
+    def speed_up(trainer: str, size: str, gpu: str) -> str:
+        case = cases[trainer, f"llama3_{size}", gpu]
+        return f"{case.nvfp4 / case.fp8:.2f}x"
+
+    def figures(trainer: str, size: str, gpu: str) -> str:
+        case = cases[trainer, f"llama3_{size}", gpu]
+        return f"{case.fp8} to {case.nvfp4}"
+
+    yield {"speed_up": speed_up, "figures": figures, "maxtext": "MaxText", "bridge": "Megatron Bridge"}
 
 
 @functools.cache
@@ -184,6 +193,17 @@ CLAIMS = (
           calibration_errors),
     Claim(SPEED, "| `{policy}` | {cells} |", predicted_speed_ups),
     Claim(POLICIES, "| {name} | {share['MLP']} | {share['QKVO']} | {share['head']} | {share['attention']} |", flop_shares),
+    Claim(TE, "{speed_up(bridge, '405b', 'gb300')} (GB300) and {speed_up(bridge, '405b', 'gb200')} (GB200) the FP8 throughput "
+          "on Llama 3.1 405B", published),
+    Claim(NO_RHT, "Throughput against FP8, Llama 3 8B: {speed_up(maxtext, '8b', 'gb200')} on GB200, "
+          "{speed_up(maxtext, '8b', 'gb300')} on GB300; Llama 3.1 405B: {speed_up(maxtext, '405b', 'gb200')} and "
+          "{speed_up(maxtext, '405b', 'gb300')}.", published),
+    Claim(POLICIES, "FP8 to NVFP4: GB300 {figures(bridge, '405b', 'gb300')} TFLOP/s a GPU ({speed_up(bridge, '405b', 'gb300')})"
+          ", GB200 {figures(bridge, '405b', 'gb200')} ({speed_up(bridge, '405b', 'gb200')}).", published),
+    Claim(POLICIES, "FP8 to NVFP4: 8B, GB200 {figures(maxtext, '8b', 'gb200')} ({speed_up(maxtext, '8b', 'gb200')}), GB300 "
+          "{figures(maxtext, '8b', 'gb300')} ({speed_up(maxtext, '8b', 'gb300')}); 405B on 128 GPUs, GB200 "
+          "{figures(maxtext, '405b', 'gb200')} ({speed_up(maxtext, '405b', 'gb200')}), GB300 "
+          "{figures(maxtext, '405b', 'gb300')} ({speed_up(maxtext, '405b', 'gb300')}).", published),
     Claim(RECIPES, "| {title} | {' | '.join(cells)} |", known_errors),
     Claim(README, GAPS, gaps_by_step("19m", ("fp8", "llama_nvfp4", "te_nvfp4"))),
     Claim(MIXED, GAPS, gaps_by_step("19m_mixed_formats", ("fp8", "fp8_with_head", "mlp_nvfp4_rest_fp8", "te_nvfp4"))),
@@ -207,6 +227,16 @@ def test_the_numbers_of_the_docs_are_those_of_their_source(claim: Claim) -> None
     sentences = [squeeze(eval(f"f{claim.sentence!r}", {}, names)) for names in claim.source()]
     assert sentences
     assert not [sentence for sentence in sentences if sentence not in page]
+
+
+def test_published_figures_are_given_to_one_policy_each() -> None:
+    stated = [
+        (match, path.stem)
+        for path in sorted((ROOT / "policies").glob("*.policy"))
+        for match in re.findall(r"0\.026 nats|\b1\.\d\dx(?= on G| \(G| and|\.)", squeeze(path.read_text("utf-8")))
+    ]
+    assert {policy for figure, policy in stated if figure in ("0.026 nats", "1.44x", "1.73x")} == {"te_nvfp4_no_rht"}
+    assert {policy for figure, policy in stated if figure in ("1.38x",)} == {"te_nvfp4"}
 
 
 @pytest.mark.slow
