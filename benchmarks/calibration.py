@@ -2,10 +2,11 @@
 
     python -m benchmarks.calibration [--json FILE]
 
-There are sixteen published throughputs, in pairs of FP8 and NVFP4. The constants are fitted to the throughputs of MaxText
-on GB200. One is the share of a step that is not modelled, and cancels in a speed-up; the other one is 0. So nothing is
-fitted to the speed-ups. The measurements on an H200 follow. The model's constants come from the times of the copy, of the quantizers and of the forward fp8 product there,
-and from none of the printed measurements. Needs no GPU.
+There are sixteen published throughputs, in pairs of FP8 and NVFP4. The constants are fitted to the throughputs of
+MaxText on GB200. One is the share of a step that is not modelled, and cancels in a speed-up; the other one is 0. So
+nothing is fitted to the speed-ups. The measurements on an H200 follow. The model's constants come from the times of
+the copy, of the quantizers and of the forward fp8 product there, and from none of the printed measurements. Needs no
+GPU.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm
 from policyc.numerics.targets import get_target
 
+
 @dataclass(frozen=True)
 class Published:
     """Published TFLOP/s per GPU: one trainer, one Llama, one GPU.
 
-    `sequences` of 8192 tokens are on each device at a time. `policy` is the NVFP4 recipe: like `fp8`, it quantizes every
-    linear of every block.
+    `sequences` of 8192 tokens are on each device at a time. `policy` is the NVFP4 recipe: like `fp8`, it quantizes
+    every linear of every block.
     """
 
     trainer: str
@@ -48,8 +50,8 @@ class Published:
 
 
 MAXTEXT = partial(Published, "MaxText", policy="te_nvfp4_no_rht")
-"""Its public example runs this recipe, unrolled. Its FP8 baseline scales by maxima of earlier steps, and is modelled with
-current ones."""
+"""Its public example runs this recipe, unrolled. Its FP8 baseline scales by maxima of earlier steps, and is modelled
+with current ones."""
 BRIDGE = partial(Published, "Megatron Bridge")
 
 PUBLISHED = (
@@ -156,7 +158,6 @@ def speed_up_errors() -> dict[str, list[float]]:
         name: [p / actual - 1 for p, actual in zip(speed_ups, published, strict=True)]
         for name, speed_ups in predicted.items()
     }
-
 
 
 # ---- one linear of 16384 x 4096 x 14336 on an H200: docs/explanation/speed.md

@@ -256,7 +256,9 @@ def _speed_up_range(estimates: NamedEstimates) -> tuple[float, float] | None:
     """The range of the speed-up, from the model's errors on published runs; None if no run compares such policies."""
     from policyc.hardware.gemm_cost import speed_up_range
 
-    return speed_up_range(_speed_up(estimates), estimates[1].backend_names) if _is_published(estimates) else None
+    return (
+        speed_up_range(_speed_up(estimates), estimates[1].backend_names) if _is_published(estimates) else None
+    )
 
 
 def _is_published(estimates: NamedEstimates) -> bool:

@@ -145,7 +145,9 @@ def _judge(
     over_reference = seconds[REFERENCE] / seconds[name]
     speed_up = seconds[BASELINE] / seconds[name] if BASELINE in seconds else None
     is_compared = speed_up is not None and four_bits > 0 and not emulated
-    limits = gemm_cost.speed_up_range(speed_up, count_backends(step.plan)) if speed_up and is_compared else None
+    limits = (
+        gemm_cost.speed_up_range(speed_up, count_backends(step.plan)) if speed_up and is_compared else None
+    )
     least, most = limits or (None, None)
     memory = device_memory(step, mesh)
     if name in (REFERENCE, BASELINE):

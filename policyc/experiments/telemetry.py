@@ -1,9 +1,9 @@
 """Measures the effect of a policy on the numerics of a loss, in a separate step.
 
 For each operand of each quantized GEMM in each layer: its SQNR, the fractions flushed to zero and saturated, and its
-largest magnitude. For each parameter: the cosine between its gradient under the policy and its plain gradient, and the
-norm of the plain gradient over the norm of their difference, and whether only the policy makes it zero. Ragged products and sites inside a shard_map run as the
-policy says but are not measured.
+largest magnitude. For each parameter: the cosine between its gradient under the policy and its plain gradient, and
+the norm of the plain gradient over the norm of their difference, and whether only the policy makes it zero. Ragged
+products and sites inside a shard_map run as the policy says but are not measured.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ OTHER_FRACTION = 0.31
 say whether a faster GEMM shortens it, so a speed-up has two bounds: `speed_up_bounds`."""
 
 SPEED_UP_ERRORS: Mapping[str, tuple[float, float]] = {"te": (-0.12, 0.11)}
-"""Errors of predicted speed-ups of NVFP4 over FP8 on eight published runs, by backend: the lowest and the highest, rounded
-outward. All published runs are of Transformer Engine."""
+"""Errors of predicted speed-ups of NVFP4 over FP8 on eight published runs, by backend: the lowest and the highest,
+rounded outward. All published runs are of Transformer Engine."""
 
 BF16_BYTES, FP32_BYTES = 2, 4
 

@@ -285,7 +285,11 @@ def _find_contradictions(call: RecipeCall) -> Iterator[tuple[str, str, str]]:
             yield "backward", name, f"{reason}: {name} does not apply"
     if values.get("block_scale") == "ue5m3":
         for name in sorted(changed - {"block_scale", *FORMATS[UE5M3].options}):
-            yield "block_scale", name, f"block_scale=ue5m3 has scales from block maxima alone: {name} does not apply"
+            yield (
+                "block_scale",
+                name,
+                f"block_scale=ue5m3 has scales from block maxima alone: {name} does not apply",
+            )
     if values.get("scale2d") == frozenset(OPERANDS):
         for name in sorted(changed & {"rht", "mean_split"}):
             yield (

@@ -173,9 +173,13 @@ def test_a_gradient_that_only_the_policy_makes_zero_is_named(tmp_path: Path) -> 
     params = {"layers": {"up": _array(1, LAYERS, 8, 8)}, "head": _array(2, 8, 8), "unused": _array(3, 4)}
     with policyc.active("* -> fp8", stats_every=1):
         policyc.set_output_dir(tmp_path)
-        with pytest.warns(UserWarning, match=r"step 7: under the policy, the gradient of 'layers.up' is zero$"):
+        with pytest.warns(
+            UserWarning, match=r"step 7: under the policy, the gradient of 'layers.up' is zero$"
+        ):
             policyc.observe(7, loss, params, _array(9, 16, 8).at[0].set(0))
-    (row,) = _rows([json.loads(line) for line in (tmp_path / "stats.jsonl").read_text().splitlines()], is_zero=True)
+    (row,) = _rows(
+        [json.loads(line) for line in (tmp_path / "stats.jsonl").read_text().splitlines()], is_zero=True
+    )
     assert row["parameter"] == "layers.up"
     (tmp_path / "metrics.jsonl").write_text('{"step": 7, "loss": 1.0}\n')
     (problem,) = read_run(tmp_path, variant="fp8").problems

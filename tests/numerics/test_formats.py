@@ -184,7 +184,7 @@ def test_the_codes_of_ue5m3_are_those_of_e4m3_with_another_bias() -> None:
 
 
 def test_ue5m3_scales_of_every_bf16_maximum() -> None:
-    """Blocks with each finite bf16 number as their maximum; a block that is not finite has the one scale that is not."""
+    """Blocks with each finite bf16 number as their maximum. Only a block that is not finite has a scale of NaN."""
     tops = np.arange(0x7F80, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
     rows = np.random.default_rng(0).uniform(-1, 1, (tops.size, 16)).astype(np.float32)
     rows[:, 5] = 1

@@ -18,7 +18,9 @@ def e4m3(x: np.ndarray) -> np.ndarray:
     return np.minimum(x, f32(448)).astype(ml_dtypes.float8_e4m3fn)
 
 
-UE5M3 = np.array([m * 2.0**-17 for m in range(8)] + [(8 + c % 8) * 2.0 ** (c // 8 - 18) for c in range(8, 255)])
+UE5M3 = np.array(
+    [m * 2.0**-17 for m in range(8)] + [(8 + c % 8) * 2.0 ** (c // 8 - 18) for c in range(8, 255)]
+)
 """The values of the codes of UE5M3, by its definition: bias 15, subnormals, and one code (255) that is not a number."""
 
 

@@ -161,7 +161,10 @@ def describe_zero_gradients(rows: Iterable[JsonObject]) -> str:
     for row in rows:
         if row.get("is_zero"):
             layers.setdefault(str(row.get("parameter")), {})[str(row.get("layer"))] = None
-    names = (f"'{name}'" + (f" (layers {', '.join(at)})" if "None" not in at else "") for name, at in layers.items())
+    names = (
+        f"'{name}'" + (f" (layers {', '.join(at)})" if "None" not in at else "")
+        for name, at in layers.items()
+    )
     return f"under the policy, the gradient of {', '.join(names)} is zero" if layers else ""
 
 
