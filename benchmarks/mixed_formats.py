@@ -6,7 +6,10 @@
 Each run is a process. `--jobs` of them share the device, in the order of the table, so that one trains while another
 compiles; CUDA's multi-process service lets their kernels overlap. After `--seconds`, those that still run are stopped.
 Then, or with `--collect`, the metrics are thinned to OUT/results, in the layout that `policyc report` reads. Run it
-again with other seeds, and merge the folders, to add seeds.
+again with other seeds, and merge the folders, to add seeds. With `--variants NAME`, the table is bf16, fp8, a policy of
+docs/results/policies and all its variants:
+
+    python -m benchmarks.mixed_formats --variants nvfp4_options --config 5m --steps 1526 --corpus corpus --out OUT
 """
 
 from __future__ import annotations
@@ -16,14 +19,17 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import policyc
 from benchmarks.command_line import make_parser
 
 POLICIES = Path(__file__).parents[1] / "docs" / "results" / "policies"
+BUNDLED = POLICIES.parents[2] / "policies"
 STEPS = 3072  # of 64 sequences of 512 tokens: 100.7M tokens
 MIXED = "mlp_nvfp4_rest_fp8"
 TABLE = (
@@ -54,23 +60,34 @@ def main() -> int:
     parser.add_argument("--learning-rate", type=float, default=1.4e-3)
     parser.add_argument("--eval-batches", type=int, default=21, help="of --batch sequences")
     parser.add_argument("--seeds", default="200,201,202")
-    parser.add_argument("--only", metavar="NAME,...", default=",".join(TABLE))
+    parser.add_argument("--variants", metavar="NAME", help="a policy whose variants are the table")
+    parser.add_argument("--only", metavar="NAME,...", help="these rows of the table  [default: all]")
     parser.add_argument("--jobs", type=int, default=5, help="processes that share the device")
     parser.add_argument("--seconds", type=float, default=86_400, help="time limit of all runs together")
     parser.add_argument("--collect", action="store_true", help="only thin the metrics of the runs in OUT")
     parser.add_argument("--out", type=Path, required=True)
     options, extra = parser.parse_known_args()  # other options are those of the trainer
+    table = find_policies(options.variants)
     if not options.collect:
-        train_all(options, extra)
-    print(json.dumps(collect(options.out), indent=1))
+        only = options.only.split(",") if options.only else list(table)
+        runs = [(name, seed) for name in table if name in only for seed in options.seeds.split(",")]
+        train_all(runs, table, options, extra)
+    print(json.dumps(collect(options.out, table), indent=1))
     return 0
 
 
-def train_all(options: Any, extra: list[str]) -> None:
-    """Runs the table, all seeds of a policy before the next one. A late switch waits for the run it continues."""
-    waiting = [
-        (name, seed) for name in TABLE if name in options.only.split(",") for seed in options.seeds.split(",")
-    ]
+def find_policies(variants: str | None = None) -> dict[str, str]:
+    """The policies to train by name, in the order in which they run: TABLE, or the variants of a policy."""
+    if not variants:
+        files = {name: POLICIES / f"{name}.policy" for name in TABLE}
+        return {name: str(file) if file.exists() else name for name, file in files.items()}
+    file = str(POLICIES / f"{variants}.policy")
+    named = {variant.name: f"{file}:{variant.name}" for variant in policyc.load(file).variants}
+    return {name: name for name in BASELINES} | {variants: file} | named
+
+
+def train_all(waiting: list[tuple[str, str]], table: dict[str, str], options: Any, extra: list[str]) -> None:
+    """Runs policies of the table with their seeds. A late switch waits for the run that it continues."""
     running: dict[tuple[str, str], subprocess.Popen[bytes]] = {}
     begin = time.monotonic()
 
@@ -85,7 +102,7 @@ def train_all(options: Any, extra: list[str]) -> None:
         ]
         for one in ready[: options.jobs - len(running)]:
             waiting.remove(one)
-            running[one] = start(*one, options, extra)
+            running[one] = start(*one, table[one[0]], options, extra)
             note(f"{'/'.join(one)} begins")
         if not ready and not running:
             break
@@ -103,9 +120,8 @@ def run_folder(options: Any, name: str, seed: str) -> Path:
     return folder
 
 
-def start(name: str, seed: str, options: Any, extra: list[str]) -> subprocess.Popen[bytes]:
+def start(name: str, seed: str, policy: str, options: Any, extra: list[str]) -> subprocess.Popen[bytes]:
     out = run_folder(options, name, seed)
-    file = POLICIES / f"{name}.policy"
     data = f"tokens:{options.corpus}/train.bin,dtype=uint16,validation={options.corpus}/validation.bin"
     switch = options.steps * SWITCH // 100
     settings = {
@@ -118,7 +134,6 @@ def start(name: str, seed: str, options: Any, extra: list[str]) -> subprocess.Po
     if name in LATE:
         checkpoint = run_folder(options, MIXED, seed) / "checkpoints" / str(switch)
         words += ["--resume-from", str(checkpoint), "--accept-changes"]
-    policy = str(file) if file.exists() else name
     command = [sys.executable, "-m", "policyc", "train", "--policy", policy, "--no-scan", *words, *extra]
     out.parent.mkdir(parents=True, exist_ok=True)
     share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / options.jobs:.2f}"}
@@ -134,7 +149,7 @@ def is_finished(folder: Path) -> bool:
 # ---- thinned metrics
 
 
-def collect(out: Path) -> dict[str, dict[str, float | None]]:
+def collect(out: Path, table: dict[str, str]) -> dict[str, dict[str, float | None]]:
     """Writes OUT/results. Returns the last validation loss of each run, None without one.
 
     `sweep.json` names the whole table: Holm's correction counts the policies that have not run, too.
@@ -156,21 +171,21 @@ def collect(out: Path) -> dict[str, dict[str, float | None]]:
         (folder / "run.json").write_text(json.dumps(shown) + "\n")
         losses = [row["validation_loss"] for row in thinned if "validation_loss" in row]
         last.setdefault(policy, {})[seed] = losses[-1] if losses else None
-    for name in TABLE:
+    for name, policy in table.items():
         (out / "results" / name).mkdir(parents=True, exist_ok=True)
-        (out / "results" / name / "policy.policy").write_text(policy_text(name))
+        (out / "results" / name / "policy.policy").write_text(policy_text(policy))
     seeds = sorted({int(seed.removeprefix("seed")) for by_seed in last.values() for seed in by_seed})
-    variants = [{"name": name} for name in TABLE]
+    variants = [{"name": name} for name in table]
     design = {"baselines": BASELINES, "margin": MARGIN, "seeds": seeds, "steps": steps, "variants": variants}
     (out / "results" / "sweep.json").write_text(json.dumps(design) + "\n")
     return last
 
 
-def policy_text(name: str) -> str:
-    file = POLICIES / f"{name}.policy"
-    if not file.exists():
-        file = POLICIES.parents[2] / "policies" / f"{name}.policy"
-    return file.read_text()
+def policy_text(policy: str) -> str:
+    """The text of a file, or of a bundled policy; the rules of a variant."""
+    if ":" in policy:
+        return f"{replace(policyc.load(policy), variants=())}\n"
+    return (Path(policy) if policy.endswith(".policy") else BUNDLED / f"{policy}.policy").read_text()
 
 
 def thin(rows: list[dict[str, Any]], every: int) -> list[dict[str, Any]]:

@@ -121,6 +121,7 @@ class NamedEstimate:
 
     policy: str
     backends: str
+    backend_names: tuple[str, ...]
     estimate: Estimate
     is_compiled: bool
     is_emulated: bool
@@ -147,6 +148,7 @@ def _estimate(name: str, step: TrainingStep, mesh: MeshShape, compiled: Compiled
     return NamedEstimate(
         policy=name,
         backends=backends,
+        backend_names=tuple(counts),
         is_emulated=any(load(backend).emulates for backend in counts),
         estimate=estimate,
         is_compiled=compiled is not None,
@@ -254,16 +256,25 @@ def _speed_up_range(estimates: NamedEstimates) -> tuple[float, float] | None:
     """The range of the speed-up, from the model's errors on published runs; None if no run compares such policies."""
     from policyc.hardware.gemm_cost import speed_up_range
 
+    return (
+        speed_up_range(_speed_up(estimates), estimates[1].backend_names) if _is_published(estimates) else None
+    )
+
+
+def _is_published(estimates: NamedEstimates) -> bool:
+    """Whether published runs compare policies in such formats."""
     before, after = (named.estimate.gemms for named in estimates)
     is_emulated = any(named.is_emulated for named in estimates)
-    compares = "fp8" in before and "nvfp4" in after and "nvfp4" not in before and not is_emulated
-    return speed_up_range(_speed_up(estimates)) if compares else None
+    return "fp8" in before and "nvfp4" in after and "nvfp4" not in before and not is_emulated
 
 
-def _describe_range(limits: tuple[float, float] | None) -> str:
-    if limits is None:
-        return "not known: published runs compare only nvfp4 with fp8"
-    return f"{limits[0]:.2f}x to {limits[1]:.2f}x, by the errors on published runs"
+def _describe_error(estimates: NamedEstimates) -> str:
+    limits = _speed_up_range(estimates)
+    if limits is not None:
+        return f"{limits[0]:.2f}x to {limits[1]:.2f}x, by the errors on published runs"
+    if _is_published(estimates):
+        return "not known: all published runs are on backend te"
+    return "not known: published runs compare only nvfp4 with fp8"
 
 
 def _describe_batch(step: TrainingStep) -> str:
@@ -336,7 +347,7 @@ def _as_table(named: NamedEstimates, title: str) -> str:
         console.print(literal(title), style="bold")
         console.print(table)
         if len(named) == 2:
-            console.print(f"error of the speed-up: {_describe_range(_speed_up_range(named))}")
+            console.print(f"error of the speed-up: {_describe_error(named)}")
         console.print(EVERYTHING_ELSE, style="dim")
         if len(named) == 2:
             note = (

@@ -16,7 +16,7 @@ from policyc.experiments.statistics import ALPHA, DEFAULT_MARGIN, POWER, smalles
 from policyc.hardware import gemm_cost, step_cost
 from policyc.hardware.mesh import MeshShape
 from policyc.hardware.saved_activations import device_memory
-from policyc.hardware.training_step import TrainingStep, microbatch_tokens
+from policyc.hardware.training_step import TrainingStep, count_backends, microbatch_tokens
 from policyc.language.diagnostics import PolicyError
 from policyc.language.loader import load
 from policyc.language.recipes import Gemm
@@ -81,7 +81,7 @@ def make_adoption(
         "tokens_per_step": step_tokens,
         "tokens": tokens,
         "price": price,
-        "errors": gemm_cost.SPEED_UP_ERRORS,
+        "errors": gemm_cost.SPEED_UP_ERRORS["te"],
         "candidates": candidates,
         "left_out": left_out,
         "sweep": _advise_sweep(config, words, candidates),
@@ -144,8 +144,11 @@ def _judge(
     four_bits, emulated = _shares(step)
     over_reference = seconds[REFERENCE] / seconds[name]
     speed_up = seconds[BASELINE] / seconds[name] if BASELINE in seconds else None
-    is_calibrated = speed_up is not None and four_bits > 0 and not emulated
-    least, most = gemm_cost.speed_up_range(speed_up) if speed_up and is_calibrated else (None, None)
+    is_compared = speed_up is not None and four_bits > 0 and not emulated
+    limits = (
+        gemm_cost.speed_up_range(speed_up, count_backends(step.plan)) if speed_up and is_compared else None
+    )
+    least, most = limits or (None, None)
     memory = device_memory(step, mesh)
     if name in (REFERENCE, BASELINE):
         advice = "reference" if name == REFERENCE else "baseline"

@@ -97,8 +97,8 @@ def _speeds(data: JsonObject) -> Section:
     sentences = [f"{c['policy']}: {c['about']}." for c in data["candidates"]]
     sentences += [f"{row['policy']} is left out: {row['reason']}." for row in data["left_out"]]
     sentences += [
-        f"In parentheses: the speed-up if the cost model is as far off as on eight published runs, where it was "
-        f"{-low:.0%} too low to {high:.0%} too high. No parentheses: no published run to compare with.",
+        f"In parentheses: the speed-up if the cost model is as far off as on eight published runs on backend te, where "
+        f"it was {-low:.0%} too low to {high:.0%} too high. No parentheses: no published run to compare with.",
         "Memory: state, saved activations and logits. The GPU has "
         f"{format_figure('memory_bytes', data['memory'])}. Compiled steps needed 3 to 22% more: 'policyc compile' "
         "counts every byte.",

@@ -1,15 +1,16 @@
 """Measures the effect of a policy on the numerics of a loss, in a separate step.
 
 For each operand of each quantized GEMM in each layer: its SQNR, the fractions flushed to zero and saturated, and its
-largest magnitude. For each parameter: the cosine between its gradient under the policy and its plain gradient, and the
-norm of the plain gradient over the norm of their difference. Ragged products and sites inside a shard_map run as the
-policy says but are not measured.
+largest magnitude. For each parameter: the cosine between its gradient under the policy and its plain gradient, and
+the norm of the plain gradient over the norm of their difference, and whether only the policy makes it zero. Ragged
+products and sites inside a shard_map run as the policy says but are not measured.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from policyc.compiler.planning.plan import Plan
 from policyc.compiler.planning.plan_checks import check_plan
 from policyc.compiler.schedule import current_phase
 from policyc.compiler.session import Session
+from policyc.experiments.report.runs import describe_zero_gradients
 from policyc.experiments.taps import TappedLoss, first_loss
 from policyc.language.policy import Policy
 from policyc.language.selectors import DottedPath
@@ -58,6 +60,9 @@ def measure_step(session: Session, step: int, loss: Callable[..., Any], args: Se
     recorder = session.recorders[loss]
     rows = recorder(*args)
     if jax.process_index() == 0:
+        zeros = describe_zero_gradients(rows)
+        if zeros:
+            warnings.warn(f"step {step}: {zeros}", stacklevel=2)
         path = ((session.output_dir or Path()) / "stats.jsonl").absolute()
         if not any(path in other.files for other in session.recorders.values()):
             _drop_rows(path, step)
@@ -158,9 +163,11 @@ def stacked_parameters(plan: Plan) -> set[DottedPath]:
 
 
 def _compare_gradients(a: jax.Array, b: jax.Array, by_layer: bool) -> jax.Array:
-    """The cosine of a gradient with the plain one, and the plain norm over that of their difference, by layer."""
+    """By layer: the cosine of a gradient with the plain one, the plain norm over that of their difference, and whether
+    it is zero where the plain one is not.
+    """
     if not jnp.issubdtype(a.dtype, jnp.floating):
-        return jnp.zeros((2, 0))
+        return jnp.zeros((3, 0))
     rows = a.shape[0] if by_layer else 1
     x, y = (g.astype(jnp.float32).reshape(rows, -1) for g in (a, b))
     # Scale to a maximum of 1: no ratio changes, and the squares of small gradients do not underflow.
@@ -168,7 +175,11 @@ def _compare_gradients(a: jax.Array, b: jax.Array, by_layer: bool) -> jax.Array:
     x, y = (g / jnp.maximum(largest, 1e-30) for g in (x, y))
     norms = jnp.sum(x * x, 1), jnp.sum(y * y, 1)
     return jnp.stack(
-        [jnp.sum(x * y, 1) / jnp.sqrt(norms[0] * norms[1]), jnp.sqrt(norms[1] / jnp.sum((x - y) ** 2, 1))]
+        [
+            jnp.sum(x * y, 1) / jnp.sqrt(norms[0] * norms[1]),
+            jnp.sqrt(norms[1] / jnp.sum((x - y) ** 2, 1)),
+            (norms[0] == 0) & (norms[1] > 0),
+        ]
     )
 
 
@@ -180,12 +191,13 @@ def _gradient_rows(plan: Plan, compared: Sequence[np.ndarray]) -> Iterator[Stats
     stacks = stacked_parameters(plan)
     for path, values in zip(plan.sites.parameters, compared, strict=True):
         labels = _site_and_layer(path)
-        for layer, (cosine, ratio) in enumerate(values.T.tolist()):
+        for layer, (cosine, ratio, is_zero) in enumerate(values.T.tolist()):
             yield {
                 "parameter": labels["site"],
                 "layer": layer if path in stacks else labels["layer"],
                 "cosine": _json_number(cosine),
                 "gradient_to_noise": _json_number(ratio),
+                **({"is_zero": True} if is_zero else {}),
             }
 
 

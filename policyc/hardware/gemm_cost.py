@@ -8,7 +8,7 @@ otherwise idle GPU; `step_cost` adds what surrounds the products in a training s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import OPERANDS, Gemm, Recipe, Role, Treatment
@@ -69,8 +69,9 @@ OTHER_FRACTION = 0.31
 """Fraction of a step that no part of the model covers: bubbles, waits, clocks below their peak. Published runs do not
 say whether a faster GEMM shortens it, so a speed-up has two bounds: `speed_up_bounds`."""
 
-SPEED_UP_ERRORS = (-0.16, 0.11)
-"""Errors of predicted speed-ups of NVFP4 over FP8 on eight published runs: the lowest and the highest."""
+SPEED_UP_ERRORS: Mapping[str, tuple[float, float]] = {"te": (-0.12, 0.11)}
+"""Errors of predicted speed-ups of NVFP4 over FP8 on eight published runs, by backend: the lowest and the highest,
+rounded outward. All published runs are of Transformer Engine."""
 
 BF16_BYTES, FP32_BYTES = 2, 4
 
@@ -89,10 +90,13 @@ def peak_fraction(target: Target, format: str) -> float:
     return fractions[compute_format]
 
 
-def speed_up_range(speed_up: float) -> tuple[float, float]:
-    """The range of the actual speed-up of NVFP4 over FP8, if the model errs as it does on published runs."""
-    low, high = SPEED_UP_ERRORS
-    return speed_up / (1 + high), speed_up / (1 + low)
+def speed_up_range(speed_up: float, backends: Iterable[str]) -> tuple[float, float] | None:
+    """The range of the actual speed-up of NVFP4 over FP8, if the model errs as it does on published runs.
+
+    None if there are none for any of these backends.
+    """
+    errors = next((SPEED_UP_ERRORS[name] for name in backends if name in SPEED_UP_ERRORS), None)
+    return errors and (speed_up / (1 + errors[1]), speed_up / (1 + errors[0]))
 
 
 def speed_up_bounds(speed_up: float) -> tuple[float, float]:
@@ -145,7 +149,7 @@ def outer_scale_seconds(target: Target, treatments: Sequence[Treatment], results
 
     A GEMM of fp8 applies one scale per tensor itself.
     """
-    scaled = [t for t in treatments if FORMATS[t.format].tensor_scale]
+    scaled = [t for t in treatments if FORMATS[t.format].tensor_scale and t.outer != "none"]
     writes_fp32 = any(FORMATS[t.format].block or t.outer == "row" for t in scaled)
     return copy_seconds(target, FP32_RESULT_BYTES * results) if writes_fp32 else 0.0
 
@@ -180,7 +184,8 @@ def quantize_seconds(
     reads = backends.load(backend).count_reads(treatments)
     kinds = quantizer_kinds(treatments, backend)
     needs_maximum = "kernels" not in kinds and any(
-        FORMATS[t.format].tensor_scale and not t.rht and not refinement_of(t) for t in treatments
+        FORMATS[t.format].tensor_scale and t.outer != "none" and not t.rht and not refinement_of(t)
+        for t in treatments
     )
     # The maximum of all weights that share a scale is known before any of them is quantized.
     reads += (needs_maximum and not is_computed) or any(t.outer == "shared" for t in treatments)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from policyc.base.text import closest_name, did_you_mean
 from policyc.language import bundled
 from policyc.language.diagnostics import Diagnostic, Edit, Fix, Note, Span
-from policyc.language.formats import FORMATS, MISSING_FORMATS, OTHER_FORMAT_NAMES
+from policyc.language.formats import FORMATS, MISSING_FORMATS, OTHER_FORMAT_NAMES, UE5M3
 from policyc.language.groups import GroupDef, check_group_uses, expand_groups
 from policyc.language.parser import MAX_DEPTH
 from policyc.language.policy import (
@@ -283,6 +283,13 @@ def _find_contradictions(call: RecipeCall) -> Iterator[tuple[str, str, str]]:
         for name in sorted(changed & {"rht", "sr", "rounding", "mean_split", "outer", "grad"} - shared):
             reason = "backward=dequantized multiplies the decoded codes of fprop and a gradient in bf16"
             yield "backward", name, f"{reason}: {name} does not apply"
+    if values.get("block_scale") == "ue5m3":
+        for name in sorted(changed - {"block_scale", *FORMATS[UE5M3].options}):
+            yield (
+                "block_scale",
+                name,
+                f"block_scale=ue5m3 has scales from block maxima alone: {name} does not apply",
+            )
     if values.get("scale2d") == frozenset(OPERANDS):
         for name in sorted(changed & {"rht", "mean_split"}):
             yield (

@@ -35,9 +35,12 @@ class Format:
 
 
 _NVFP4_OPTIONS = (
-    "rht", "rht_size", "rht_signs", "sr", "scale2d", "scale", "scale_error", "scale_bound", "rounding", "mean_split",
-    "outer", "backward",
+    "rht", "rht_size", "rht_signs", "sr", "scale2d", "block_scale", "scale", "scale_error", "scale_bound", "rounding",
+    "mean_split", "outer", "backward",
 )  # fmt: skip
+
+UE5M3 = "nvfp4_ue5m3"
+"""The format of nvfp4(block_scale=ue5m3)."""
 
 FORMATS: dict[str, Format] = {
     f.name: f
@@ -52,6 +55,17 @@ FORMATS: dict[str, Format] = {
             tensor_scale=True,
             options=_NVFP4_OPTIONS,
             summary="E2M1, an E4M3 scale per 16, an fp32 scale per tensor",
+        ),
+        Format(
+            name=UE5M3,
+            color="#cc79a7",
+            bits=4,
+            element="e2m1",
+            block=16,
+            scale="ue5m3",
+            tensor_scale=True,
+            options=("rht", "rht_size", "rht_signs", "sr", "scale2d", "mean_split", "backward"),
+            summary="E2M1, a UE5M3 scale per 16; gradients also have an fp32 scale per tensor",
         ),
         Format(
             name="mxfp4",

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from policyc.base.text import did_you_mean
-from policyc.language.formats import FORMATS
+from policyc.language.formats import FORMATS, UE5M3
 
 
 class Gemm(StrEnum):
@@ -150,6 +150,10 @@ OPTIONS: dict[str, Option] = {
             "scale2d", "operands", ("weights", "all", "none"), _NONE,
             "one scale per square tile, so that a weight (or each operand) and its transpose share codes",
         ),
+        Option(
+            "block_scale", "choice", ("e4m3", "ue5m3"), "e4m3",
+            "type of the block scales: e4m3, or ue5m3, whose range needs no tensor scale but for gradients",
+        ),
         Option("scale", "choice", ("amax", "four_over_six"), "amax", "how a block scale is chosen"),
         Option("scale_error", "choice", ("mse", "mae"), "mse", "errors that four_over_six compares: squared, absolute"),
         Option("scale_bound", "size", ("256", "448"), 256, "the largest block scale of four_over_six"),
@@ -185,6 +189,7 @@ OTHER_OPTION_NAMES = {
     **dict.fromkeys(("backward_override", "backward_mode", "bwd"), "backward"),
     **dict.fromkeys(("hadamard_signs", "random_signs", "random_sign_mask"), "rht_signs"),
     **dict.fromkeys(("2d", "tile2d", "block2d", "scaling2d", "two_d"), "scale2d"),
+    **dict.fromkeys(("scale_dtype", "scale_type", "scale_format"), "block_scale"),
     **dict.fromkeys(("dtype", "element", "gradient", "grads"), "grad"),
     **dict.fromkeys(
         ("accumulate", "accumulation", "fast_accum", "use_fast_accum", "use_split_accumulator"), "sums"
@@ -284,6 +289,10 @@ def _make_treatment(format: str, values: Mapping[str, Any], operand: OperandId) 
     gradient_element = values.get("grad") if operand[1] is Role.GRADIENT else None
     applies = {"bound": rotated, "shared": operand[1] is Role.WEIGHT}
     outer = values.get("outer", "tensor")
+    if values.get("block_scale") == "ue5m3":
+        format = UE5M3
+    if format == UE5M3 and operand[1] is not Role.GRADIENT:
+        outer = "none"
     return Treatment(
         format=format,
         element=gradient_element or FORMATS[format].element,

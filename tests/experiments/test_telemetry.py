@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import policyc
+from policyc.experiments.report.runs import read_run
 from policyc.experiments.telemetry import StatsRecorder
 from policyc.language.loader import parse
 from policyc.language.recipes import Gemm, Role
@@ -158,6 +159,31 @@ def test_only_the_branch_that_is_taken_is_measured() -> None:
         )
     (losses,) = [r for r in branched if "loss" in r]
     assert losses["loss"] == float(jax.jit(policyc.apply("* -> mxfp8", loss))(w, x)) != losses["plain_loss"]
+
+
+def test_a_gradient_that_only_the_policy_makes_zero_is_named(tmp_path: Path) -> None:
+    """One row of the gradient is 1e14 times the others, which fp8 flushes to zero. That row of x is zero. The last
+    parameter has no gradient with or without a policy.
+    """
+    rows = jnp.ones((16, 1)).at[0].set(1e14)
+
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(rows * (x @ p["layers"]["up"][1])) + jnp.sum(x @ p["head"]) + 0 * jnp.sum(p["unused"])
+
+    params = {"layers": {"up": _array(1, LAYERS, 8, 8)}, "head": _array(2, 8, 8), "unused": _array(3, 4)}
+    with policyc.active("* -> fp8", stats_every=1):
+        policyc.set_output_dir(tmp_path)
+        with pytest.warns(
+            UserWarning, match=r"step 7: under the policy, the gradient of 'layers.up' is zero$"
+        ):
+            policyc.observe(7, loss, params, _array(9, 16, 8).at[0].set(0))
+    (row,) = _rows(
+        [json.loads(line) for line in (tmp_path / "stats.jsonl").read_text().splitlines()], is_zero=True
+    )
+    assert row["parameter"] == "layers.up"
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7, "loss": 1.0}\n')
+    (problem,) = read_run(tmp_path, variant="fp8").problems
+    assert problem == "under the policy, the gradient of 'layers.up' is zero"
 
 
 def test_a_loss_that_is_not_one_number_is_refused() -> None:

@@ -153,6 +153,18 @@ def test_a_tensor_that_is_not_computed_is_read_for_its_maximum():
         assert read - computed == pytest.approx(1.1 * 2e9 / (0.62 * 8e12) + 3e-6)
 
 
+def test_scales_of_blocks_alone_need_no_maximum_of_the_tensor():
+    target = get_target("gb200")
+    activation, weight, gradient, *_ = resolve("nvfp4(block_scale=ue5m3)").treatments
+    for treatment, needs_maximum in ((activation, False), (weight, False), (gradient, True)):
+        computed, read = (
+            gemm_cost.quantize_seconds(target, [treatment], 1e9, "xla", is_computed=is_computed)
+            for is_computed in (True, False)
+        )
+        assert (read > computed) == needs_maximum
+    assert gemm_cost.outer_scale_seconds(target, [activation, weight], 1e9) == 0
+
+
 def test_weights_that_share_a_scale_are_read_once_more():
     """For the maximum of all of them, before any of them is quantized."""
     target, products = get_target("gb200"), frozenset(Gemm)

@@ -123,6 +123,8 @@ def test_2d_tiles_have_one_outer_scale_per_tensor():
         ("nvfp4(scale=four_over_six)", "nvfp4 1x16 four_over_six", "nvfp4 1x16 four_over_six"),
         ("nvfp4(rht=dgrad, rht_signs=random)", *2 * ("nvfp4 1x16 rht16 rht_signs=random",)),
         ("nvfp4(scale2d=all)", "nvfp4 16x16", "nvfp4 16x16"),
+        ("nvfp4(block_scale=ue5m3)", "nvfp4_ue5m3 1x16", "nvfp4_ue5m3 1x16 outer=none"),
+        ("nvfp4_ue5m3", "nvfp4_ue5m3 1x16", "nvfp4_ue5m3 1x16 outer=none"),
         ("fp8(outer=shared)", "fp8 tensor e5m2", "fp8 tensor e4m3 outer=shared"),
         ("nvfp4(backward=dequantized)", "bf16", "bf16 dequantized"),
         ("nvfp4(mean_split, outer=row)", "nvfp4 1x16 mean_split outer=row", "nvfp4 1x16 outer=row"),

@@ -20,6 +20,7 @@ from policyc.language.loader import parse_with_diagnostics
 from policyc.linter.api import lint_loaded
 from policyc.linter.output import format_json
 from policyc.linter.rules import ALL_CODES, ALL_RULES
+from policyc.linter.rules.program import transformer_engine
 from policyc.numerics.targets import get_target
 from tests.support.linting import follow_help
 
@@ -94,11 +95,12 @@ POLICIES = sorted(path.stem for path in TEXTS.glob("*.policy"))
 @pytest.mark.parametrize("name", POLICIES)
 def test_findings_in_the_model(name):
     """`UPDATE_SNAPSHOTS=1` writes the texts again."""
-    loaded = parse_with_diagnostics(
-        (TEXTS / f"{name}.policy").read_text(encoding="utf-8"), shown=f"{name}.policy"
-    )
+    policy = (TEXTS / f"{name}.policy").read_text(encoding="utf-8")
+    loaded = parse_with_diagnostics(policy, shown=f"{name}.policy")
+    target = re.match(r"# on (\w+)", policy)
     plan = make_plan(loaded.policy, model_plan().sites)
-    found = lint_loaded(loaded, {name.removesuffix("-near")}, plan, server="vllm")
+    on = {"target": get_target(target[1])} if target else {}
+    found = lint_loaded(loaded, {name.removesuffix("-near")}, plan, server="vllm", **on)
     text = "".join(f"{render(diagnostic)}\n\n" for diagnostic in found)
     text = text.replace(f"{Path(__file__).parent}{os.sep}", "")
     text = re.sub(r"[^\s(]*test_program_rules\.py:\d+", "model.py:N", text)
@@ -190,6 +192,15 @@ def test_the_shapes_of_transformer_engine_matter_only_in_4_bits():
     (uneven,) = obstacles("w -> nvfp4", "bfloat16", 144)
     assert uneven == "Transformer Engine requires contracted % 32 == 0, but wgrad has 144"
     assert obstacles("w -> mxfp8", "bfloat16", 144) == []
+
+
+def test_an_installed_transformer_engine_with_the_fix_has_no_zero_gradients(monkeypatch):
+    code, target = "transformer-engine-zero-gradients", get_target("spark")
+    loaded = parse_with_diagnostics("mlp -> nvfp4(sr=grad)")
+    plan = make_plan(loaded.policy, model_plan().sites)
+    for installed, count in (("2.18.0", 1), ("2.20.2", 0), ("3.0", 0)):
+        monkeypatch.setattr(transformer_engine, "version", lambda _, installed=installed: installed)
+        assert len(lint_loaded(loaded, {code}, plan, target)) == count
 
 
 def findings_about_speed(code: str, width: int, narrow: int, tokens: int) -> dict[str, list[str]]:
@@ -352,6 +363,7 @@ def test_following_a_remedy_removes_the_finding_and_adds_no_error():
         "weight-gradient-in-bf16",
         "transformer-engine-shape",
         "not-servable",  # of a server
+        "transformer-engine-zero-gradients",  # of a target
     }
     assert (
         followed

@@ -25,9 +25,9 @@ pytestmark = [pytest.mark.any_jax, pytest.mark.full_compile]
 
 Expected = Mapping[str, Any]
 Oracle = Callable[[np.ndarray], Expected]
-nvfp4, mxfp4, fp8 = (
+nvfp4, ue5m3, mxfp4, fp8 = (
     partial(Treatment, format=f, element=e)
-    for f, e in (("nvfp4", "e2m1"), ("mxfp4", "e2m1"), ("fp8", "e4m3"))
+    for f, e in (("nvfp4", "e2m1"), ("nvfp4_ue5m3", "e2m1"), ("mxfp4", "e2m1"), ("fp8", "e4m3"))
 )
 
 
@@ -62,6 +62,12 @@ FORMATS: dict[str, tuple[Treatment, Oracle, int]] = {
         nvfp4(scale="four_over_six", scale_error="mae", scale_bound=448),
         partial(oracle.four_over_six, bound=448, error="mae"), 16
     ),
+    "nvfp4 ue5m3": (ue5m3(outer="none"), partial(oracle.nvfp4, scale="ue5m3", bound=114688, amax=6 * 114688), 16),
+    "nvfp4 ue5m3 16x16": (
+        ue5m3(outer="none", tile2d=True),
+        partial(oracle.nvfp4, scale="ue5m3", bound=114688, amax=6 * 114688, tile=16), 16
+    ),
+    "nvfp4 ue5m3 tensor": (ue5m3(), partial(oracle.nvfp4, scale="ue5m3", bound=114688), 16),
     "mxfp4 floor": (mxfp4(), partial(oracle.mx, element="e2m1", rounding="floor"), 32),
     "mxfp4 rceil": (mxfp4(scale_rounding="rceil"), partial(oracle.mx, element="e2m1", rounding="rceil"), 32),
     "mxfp4 even": (mxfp4(scale_rounding="even"), partial(oracle.mx, element="e2m1", rounding="even"), 32),
@@ -164,3 +170,32 @@ def test_each_index_of_a_batch_is_a_tensor(name: str) -> None:
         for array, other, alone in zip(*map(jax.tree.leaves, (batched, mapped, one(x[i]))), strict=True):
             np.testing.assert_array_equal(np.asarray(array)[i], np.asarray(alone).reshape(array.shape[1:]))
             np.testing.assert_array_equal(np.asarray(other)[i], np.asarray(alone))
+
+
+# ---- UE5M3
+
+
+def test_the_codes_of_ue5m3_are_those_of_e4m3_with_another_bias() -> None:
+    """Up to the code that E4M3 lacks; the rest are twice the codes eight before."""
+    e4m3 = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    np.testing.assert_array_equal(oracle.UE5M3[:127] * 2.0**8, e4m3)
+    np.testing.assert_array_equal(oracle.UE5M3[16:], 2 * oracle.UE5M3[8:-8])
+    assert oracle.UE5M3[[1, 254]].tolist() == [2.0**-17, 114688]
+
+
+def test_ue5m3_scales_of_every_bf16_maximum() -> None:
+    """Blocks with each finite bf16 number as their maximum. Only a block that is not finite has a scale of NaN."""
+    tops = np.arange(0x7F80, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
+    rows = np.random.default_rng(0).uniform(-1, 1, (tops.size, 16)).astype(np.float32)
+    rows[:, 5] = 1
+    x = (rows * tops[:, None]).astype(ml_dtypes.bfloat16)
+    q = jax.jit(partial(quantize, treatment=ue5m3(outer="none"), method="cpu"))(x)
+    expected = oracle.nvfp4(x.astype(np.float32), scale="ue5m3", bound=114688, amax=6 * 114688)
+    np.testing.assert_array_equal(q.scales, expected["scales"])
+    is_kept = expected["scales"] > 0  # below, all values are 0, whatever the codes
+    assert is_kept.mean() == pytest.approx((tops > 3 * 2.0**-17).mean())
+    np.testing.assert_array_equal(np.where(is_kept, codes_of(q), 0), np.where(is_kept, expected["codes"], 0))
+    np.testing.assert_array_equal(dequantize(q), expected["block"])
+    x[7, 3], x[9, 0] = np.inf, np.nan
+    scales = np.asarray(quantize(x, ue5m3(outer="none"), method="cpu").scales)
+    assert set(np.flatnonzero(scales == 255)) == {7, 9}

@@ -18,6 +18,20 @@ def e4m3(x: np.ndarray) -> np.ndarray:
     return np.minimum(x, f32(448)).astype(ml_dtypes.float8_e4m3fn)
 
 
+UE5M3 = np.array(
+    [m * 2.0**-17 for m in range(8)] + [(8 + c % 8) * 2.0 ** (c // 8 - 18) for c in range(8, 255)]
+)
+"""The values of the codes of UE5M3, by its definition: bias 15, subnormals, and one code (255) that is not a number."""
+
+
+def ue5m3(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The codes of non-negative numbers in UE5M3, saturating, and their values: the nearest one, even on a tie."""
+    middle = (UE5M3[1:] + UE5M3[:-1]) / 2
+    low, high = (np.searchsorted(middle, np.float64(x), side) for side in ("left", "right"))
+    codes = np.where(low % 2 == 0, low, high).astype(np.uint8)
+    return codes, UE5M3[codes].astype(f32)
+
+
 def e2m1(x: np.ndarray) -> np.ndarray:
     """The E2M1 codes of numbers, saturating, one to a byte."""
     return np.clip(x, -6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
@@ -29,10 +43,11 @@ def nvfp4(
     bound: float = 448,
     power_of_two: bool = False,
     amax: np.ndarray | None = None,
+    scale: str = "e4m3",
 ) -> dict[str, np.ndarray]:
     """Quantizes the rows of x in blocks of 16, or in 16x16 tiles if `tile` is 16. x has whole blocks.
 
-    `amax` determines the outer scale; by default it is the largest magnitude of x.
+    `amax` determines the outer scale; by default it is the largest magnitude of x. `scale` is the type of block scales.
     """
     x = np.asarray(x).astype(f32)
     m, n = x.shape
@@ -43,15 +58,16 @@ def nvfp4(
         s_enc = np.minimum(f32(bound * 6) / amax, F32_MAX) if amax else f32(1)
         s_dec = f32(1) / s_enc
         tiles = np.abs(x).reshape(m // tile, tile, n // 16, 16).max((1, 3))
-        s = e4m3(np.minimum(tiles * (s_enc * f32(1 / 6)), F32_MAX))
-        enc = np.minimum(f32(1) / (s.astype(f32) * s_dec), F32_MAX)
+        ideal = np.minimum(tiles * (s_enc * f32(1 / 6)), F32_MAX)
+        bytes, s = ue5m3(ideal) if scale == "ue5m3" else (e4m3(ideal).view(np.uint8), e4m3(ideal).astype(f32))
+        enc = np.minimum(f32(1) / (s * s_dec), F32_MAX)
         wide = np.repeat(np.repeat(enc, tile, 0), 16, 1)
         codes = e2m1(x * wide)
         value = GRID[codes & 7] * np.where(codes & 8, f32(-1), f32(1))
-        block = value * np.repeat(np.repeat(s.astype(f32), tile, 0), 16, 1)
+        block = value * np.repeat(np.repeat(s, tile, 0), 16, 1)
     return {
         "codes": codes,
-        "scales": s.view(np.uint8),
+        "scales": bytes,
         "amax": amax,
         "block": block,
         "dequantized": block * (amax / f32(bound * 6)),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -136,6 +136,8 @@ def read_run(
     if planned_steps is None and is_count(settings.get("steps")):
         planned_steps = settings["steps"]
     has_failed = status.get("state") in ("failed", "preempted")
+    stats = tuple(read_rows(folder / "stats.jsonl", problems))
+    problems += filter(None, [describe_zero_gradients(stats)])
     return RunData(
         folder=folder,
         variant=variant,
@@ -143,7 +145,7 @@ def read_run(
         steps=steps.table(),
         evaluations=evaluations.table(),
         account=account,
-        stats=tuple(read_rows(folder / "stats.jsonl", problems)),
+        stats=stats,
         plan=_read_plan(folder / "plan.json", problems),
         about=about,
         status=status,
@@ -151,6 +153,19 @@ def read_run(
         planned_steps=planned_steps,
         problems=tuple(problems),
     )
+
+
+def describe_zero_gradients(rows: Iterable[JsonObject]) -> str:
+    """Names the parameters whose gradient is zero only under the policy; empty if there are none."""
+    layers: dict[str, dict[str, None]] = {}
+    for row in rows:
+        if row.get("is_zero"):
+            layers.setdefault(str(row.get("parameter")), {})[str(row.get("layer"))] = None
+    names = (
+        f"'{name}'" + (f" (layers {', '.join(at)})" if "None" not in at else "")
+        for name, at in layers.items()
+    )
+    return f"under the policy, the gradient of {', '.join(names)} is zero" if layers else ""
 
 
 class _Columns:

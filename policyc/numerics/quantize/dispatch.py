@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from policyc.language.formats import UE5M3
 from policyc.language.recipes import Treatment
 from policyc.numerics.quantize.kernels import fp8_kernel
 from policyc.numerics.quantize.kernels import fused_kernels as kernels
@@ -21,6 +22,7 @@ from policyc.numerics.quantize.reference.random import Key
 
 QUANTIZERS: dict[str, Callable[[jax.Array, Request, Layout, Method], Quantized]] = {
     "nvfp4": quantize_nvfp4,
+    UE5M3: quantize_nvfp4,
     "mxfp4": quantize_mx,
     "mxfp8": quantize_mx,
     "fp8": quantize_fp8,

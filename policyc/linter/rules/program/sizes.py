@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from policyc.compiler.planning.plan import Plan, PlannedProduct, gemm_queries
+from policyc.compiler.planning.plan import Plan, PlannedProduct
 from policyc.language.diagnostics import Diagnostic
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import OPTIONS
 from policyc.linter.context import Context
 from policyc.linter.products import contracted, report_sites, suggest_keeping
-from policyc.numerics.backends import Obstacle, te
 
 
 def hadamard_does_not_fit(context: Context) -> Iterable[Diagnostic]:
@@ -88,42 +87,3 @@ def _suggest_size(plan: Plan, rule: int, products: Sequence[PlannedProduct]) -> 
 
 def _block_size(product: PlannedProduct) -> int:
     return max(FORMATS[t.format].block for t in product.treatments)
-
-
-def transformer_engine_shape(context: Context) -> Iterable[Diagnostic]:
-    """Note: Transformer Engine does not support the shape of a GEMM.
-
-    Its NVFP4 GEMMs need a contracted size in multiples of 32, other sizes in multiples of 16, and no batch dimension
-    (so nothing under `vmap`). Its Hadamard transform needs bfloat16, contracted sizes in multiples of 64 and other
-    sizes in multiples of 128. Other shapes run on another backend, with the same result. Change the sizes, or keep
-    such GEMMs.
-
-    Only 4-bit rules are checked, with the limits that `--backend te` uses.
-
-    Bad:  * -> nvfp4(rht=wgrad, sr=grad)
-    Good: * -> nvfp4(rht=wgrad, sr=grad)
-          * where k % 32 != 0 -> keep
-    """
-    return report_sites(context, _describe_shape, _suggest_for_te)
-
-
-def _describe_shape(product: PlannedProduct) -> str | None:
-    obstacle = _find_obstacle(product)
-    if obstacle is None:
-        return None
-    return f"{product.gemm} of '{product.site.name}' would run on another backend: {obstacle.reason}"
-
-
-def _suggest_for_te(_: Plan, __: int, products: Sequence[PlannedProduct]) -> str:
-    obstacles = (_find_obstacle(product) for product in products)
-    remedies = dict.fromkeys(obstacle.remedy for obstacle in obstacles if obstacle is not None)
-    return f"with --backend te: {'; '.join(remedies)}"
-
-
-def _find_obstacle(product: PlannedProduct) -> Obstacle | None:
-    assert product.decision.recipe is not None  # it is quantized
-    queries = gemm_queries(product.site, product.decision.recipe)
-    query = next(q for q in queries if q.gemm is product.gemm)
-    if any(t.format != "nvfp4" for t in (query.left, query.right)):
-        return None
-    return te.shape_obstacle(query)

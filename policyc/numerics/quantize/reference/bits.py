@@ -181,7 +181,11 @@ class Element:
 E2M1 = Element(name="e2m1", bits=4, mantissa=1, bias=1, top=6.0, nan=None)
 E4M3 = Element(name="e4m3", bits=8, mantissa=3, bias=7, top=448.0, nan=0x7F)
 E5M2 = Element(name="e5m2", bits=8, mantissa=2, bias=15, top=57344.0, nan=0x7F)
+UE5M3 = Element(name="ue5m3", bits=8, mantissa=3, bias=15, top=114688.0, nan=0xFF)
+"""A block scale without a sign. Only its last code is not finite (PTX ISA 9.4), as in Transformer Engine."""
 
+SCALES: dict[str | None, Element] = {e.name: e for e in (E4M3, UE5M3)}
+"""The types of block scales that are not powers of two."""
 ELEMENTS: dict[str, Element] = {e.name: e for e in (E2M1, E4M3, E5M2)}
 FP8_DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
@@ -253,6 +257,8 @@ def decode(code: jax.Array, element: Element) -> jax.Array:
         c = code.astype(jnp.int32)
         value = decode_magnitude(c & (element.sign - 1), element)
         return jnp.where(c & element.sign != 0, -value, value)
+    if element is UE5M3:
+        return decode_magnitude(code.astype(jnp.int32), element)
     return lax.bitcast_convert_type(code.astype(jnp.uint8), FP8_DTYPES[element.name]).astype(jnp.float32)
 
 

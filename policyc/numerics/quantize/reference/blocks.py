@@ -27,6 +27,7 @@ from policyc.numerics.quantize.reference.bits import (
     E2M1,
     ELEMENTS,
     INFINITY,
+    SCALES,
     Element,
     abs_bits,
     abs_bits_bf16,
@@ -50,8 +51,8 @@ from policyc.numerics.quantize.reference.layout import (
 )
 from policyc.numerics.quantize.reference.random import Key, checksum, make_key, random_words
 
-E4M3_FULL, E4M3_REDUCED = 448.0, 256.0
-"""Bounds of the E4M3 block scales. The smaller one leaves room for scales larger than the block maxima require."""
+E4M3_REDUCED = 256.0
+"""A bound of E4M3 block scales that leaves room for scales larger than the block maxima require."""
 
 RANDOM_BITS = 16
 """Random bits per stochastic rounding. One 32-bit word serves four elements: each has 8 bits of its own, and as less
@@ -131,8 +132,9 @@ def layout_of(shape: tuple[int, ...], treatment: Treatment, axes: Axes) -> tuple
 
 def bound_of(treatment: Treatment) -> float:
     """The largest magnitude of an element times its block scale."""
-    if treatment.format == "nvfp4":
-        top = {"": E4M3_FULL, "ms_eden": E4M3_REDUCED, "four_over_six": float(treatment.scale_bound)}
+    scale = SCALES.get(FORMATS[treatment.format].scale)
+    if scale is not None:
+        top = {"": scale.top, "ms_eden": E4M3_REDUCED, "four_over_six": float(treatment.scale_bound)}
         return E2M1.top * top[refinement_of(treatment)]
     return ELEMENTS[treatment.element].top
 
@@ -221,6 +223,8 @@ def outer_maximum(amax: jax.Array, request: Request) -> jax.Array:
     treatment, shared = request.treatment, request.shared_maximum
     if treatment.outer == "shared" and shared is not None:
         return jnp.maximum(amax, shared.reshape(amax.shape))
+    if treatment.outer == "none":  # a maximum whose outer scale is 1
+        return jnp.full_like(amax, int(np.float32(bound_of(treatment)).view(np.int32)))
     return bound_after_rotation(amax, treatment.rht) if treatment.outer == "bound" else amax
 
 

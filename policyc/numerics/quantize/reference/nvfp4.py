@@ -1,4 +1,4 @@
-"""NVFP4 and its options: E2M1 elements, an E4M3 scale per block of 16, and an fp32 outer scale."""
+"""NVFP4 and its options: E2M1 elements, a scale per block of 16 in E4M3 or UE5M3, and an fp32 outer scale."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from policyc.language.formats import FORMATS
 from policyc.numerics.quantize.reference.bits import (
     E2M1,
     E4M3,
     INFINITY,
+    SCALES,
+    Element,
     decode,
     exact_div,
     from_bits,
@@ -52,6 +55,8 @@ def quantize_nvfp4(x: jax.Array, request: Request, layout: Layout, method: Metho
     if t.outer == "bound":
         _, content, amax = find_maxima(unrotated, request, layout)
     key = None if t.rounding == "rne" else tensor_key(content, amax, request, layout)
+    element = SCALES[FORMATS[t.format].scale]
+    largest = block_max if t.outer == "none" else amax
     amax = outer_maximum(amax, request)
     tensor_enc, lift = materialize_encoding_scale(amax, layout.bound, method)
     tensor_dec = materialize(div(jnp.float32(1), tensor_enc))
@@ -59,8 +64,8 @@ def quantize_nvfp4(x: jax.Array, request: Request, layout: Layout, method: Metho
 
     def block_scales(fraction: float) -> ScaleCandidate:
         ideal = lifted_max * (tensor_enc * jnp.float32(fraction))
-        code = round_nearest(ideal, E4M3)
-        return code, div(jnp.float32(1), decode(code, E4M3) * tensor_dec)
+        code = round_nearest(ideal, element)
+        return code, div(jnp.float32(1), decode(code, element) * tensor_dec)
 
     # The lift is 1, which changes nothing, except for tiny tensors.
     lifted = x.astype(jnp.float32) * lift
@@ -70,17 +75,17 @@ def quantize_nvfp4(x: jax.Array, request: Request, layout: Layout, method: Metho
         squares = t.scale_error == "mse"
         scale, enc = _choose_four_or_six(lifted, target, (scale, enc), block_scales(1 / 4), layout, squares)
     # Convert to bytes before the barrier: they take a quarter of the memory, and no later pass has to convert.
-    byte, enc = materialize((_scale_bytes(scale, amax), enc))
+    byte, enc = materialize((_scale_bytes(scale, largest, element), enc))
     codes = encode_blocks(lifted, enc, layout, method, key if t.rounding == "sr" else None)
     if t.rounding == "ms_eden" and key is not None:
         scale = _correct_scales(lifted, enc, byte.astype(jnp.int32), layout, key.fold(SCALE_KEY))
-        byte = _scale_bytes(scale, amax)
+        byte = _scale_bytes(scale, largest, element)
     return Quantized(codes=codes, scales=byte, amax=from_bits(amax), layout=layout)
 
 
-def _scale_bytes(scale: jax.Array, amax: jax.Array) -> jax.Array:
-    """The bytes of block scales: NaN if the tensor has a NaN or an infinity."""
-    return jnp.where(amax >= INFINITY, E4M3.nan or 0, scale).astype(jnp.uint8)
+def _scale_bytes(scale: jax.Array, largest: jax.Array, element: Element) -> jax.Array:
+    """The bytes of block scales: NaN if the largest magnitude of the tensor, or of the block, is not finite."""
+    return jnp.where(largest >= INFINITY, element.nan or 0, scale).astype(jnp.uint8)
 
 
 # ---- four over six

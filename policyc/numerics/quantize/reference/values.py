@@ -14,11 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from policyc.language.formats import FORMATS
 from policyc.numerics.quantize.reference.bits import (
-    E4M3,
     ELEMENTS,
     HALF_UNIT,
     INFINITY,
+    SCALES,
     Element,
     bits_of,
     decode,
@@ -42,16 +43,17 @@ def block_values(q: Quantized, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> ja
     layout = q.layout
     if layout.decoded:
         return q.codes.astype(dtype)
-    if layout.format == "nvfp4" and layout.axis == -1 and layout.tile_axis is None and dtype == jnp.bfloat16:
-        return _nvfp4_rows(q)
+    scale = SCALES.get(FORMATS[layout.format].scale)
+    if scale is not None and layout.axis == -1 and layout.tile_axis is None and dtype == jnp.bfloat16:
+        return _nvfp4_rows(q, scale)
     # float32 is only requested on CPU.
     codes = unpack(q.codes, layout.axis, cpu=dtype == jnp.float32) if layout.packed else q.codes
     element = ELEMENTS[layout.element]
     if q.scales is None:
         return decode(codes, element).astype(dtype)
     blocks, scales = split_blocks(codes, layout), expand_per_block(q.scales, layout)
-    if layout.format == "nvfp4":
-        values = decode_in_half_units(blocks) * _scales_of_half_units(scales)
+    if scale is not None:
+        values = decode_in_half_units(blocks) * _scales_of_half_units(scales, scale)
     else:
         values = _scale_mx_blocks(blocks, scales, element)
     return values.reshape(codes.shape).astype(dtype)
@@ -63,7 +65,7 @@ def decode_values(q: Quantized, dtype: jax.typing.DTypeLike) -> Quantized:
     return replace(q, codes=values, scales=None, layout=replace(q.layout, decoded=True))
 
 
-def _nvfp4_rows(q: Quantized) -> jax.Array:
+def _nvfp4_rows(q: Quantized, scale: Element) -> jax.Array:
     """The bfloat16 values of blocks along the last axis, computed two to a word.
 
     A GPU thread reads eight codes at once and writes their 16 bytes at once.
@@ -73,15 +75,15 @@ def _nvfp4_rows(q: Quantized) -> jax.Array:
     words = lax.bitcast_convert_type(q.codes.reshape(*lead, blocks, 2, 4), jnp.uint32)
     shape = (*words.shape, 4)
     pairs = words[..., None] >> (lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1) * 8)
-    scales = _scales_of_half_units(q.scales)[..., None, None]
+    scales = _scales_of_half_units(q.scales, scale)[..., None, None]
     low, high = (bits_of(decode_in_half_units(pairs >> shift) * scales) for shift in (0, 4))
     values = lax.bitcast_convert_type(lax.shift_right_logical(low, 16) | (high & ~0xFFFF), jnp.bfloat16)
     return values.reshape(*lead, -1)
 
 
-def _scales_of_half_units(scales: jax.Array) -> jax.Array:
-    """The values of E4M3 bytes times `HALF_UNIT`, to multiply with the result of `decode_in_half_units`."""
-    return decode(scales, E4M3) * HALF_UNIT
+def _scales_of_half_units(scales: jax.Array, element: Element) -> jax.Array:
+    """The values of block scales times `HALF_UNIT`, to multiply with the result of `decode_in_half_units`."""
+    return decode(scales, element) * HALF_UNIT
 
 
 def _scale_mx_blocks(codes: jax.Array, scales: jax.Array, element: Element) -> jax.Array:
