@@ -123,14 +123,14 @@ class Study:
 
     def train_reference(self) -> None:
         """Trains one seed in bf16, and saves the checkpoints that are scored."""
-        words = [*self.trainer_words(), "--steps", str(self.checkpoints[-1]), "--out", str(self.runs / "reference"),
+        words = [*self.trainer_words(), "--steps", str(self.checkpoints[-1]), "--folder", str(self.runs / "reference"),
                  "--checkpoint-every", str(self.checkpoints[0]), "--keep", "4"]  # fmt: skip
         subprocess.run([sys.executable, TRAINER, *words], check=True)
         self.note("trained the reference")
 
     def score(self, step: int) -> Scores:
         checkpoint = self.runs / "reference" / "checkpoints" / str(step)
-        words = [*self.trainer_words(), "--steps", str(step + 8), "--out", str(self.runs / f"record{step}"),
+        words = [*self.trainer_words(), "--steps", str(step + 8), "--folder", str(self.runs / f"record{step}"),
                  "--checkpoint-every", "0", "--resume-from", str(checkpoint), "--accept-changes"]  # fmt: skip
         recorded = record_loss(Program(TRAINER, tuple(words)), 4)
         scores = score_formats(recorded, parse_formats(FORMATS))
@@ -260,7 +260,7 @@ class Study:
         words = [*self.trainer_words(), "--steps", str(options.steps), "--seeds", options.seeds,
                  "--checkpoint-every", "0", "--eval-every", str(options.steps),
                  "--eval-batches", str(options.eval_batches),
-                 "--out", str(self.runs / name)]  # fmt: skip
+                 "--folder", str(self.runs / name)]  # fmt: skip
         policy = [] if name == "bf16" else ["--policy", str(self.out / "policies" / f"{name}.policy")]
         environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         with (self.out / f"{name}.log").open("wb") as log:
