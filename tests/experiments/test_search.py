@@ -153,7 +153,7 @@ def test_noise_is_that_of_the_gradient_with_one_product_quantized(
 
 @pytest.mark.any_jax
 def test_a_policy_that_does_no_harm_has_no_culprit(recorded: RecordedLoss) -> None:
-    with pytest.raises(NoCulprit, match="no harm"):
+    with pytest.raises(NoCulprit, match="no damage"):
         Bisection(parse("* -> fp8"), recorded, "loss", limit=1.0).run()
 
 
@@ -167,8 +167,8 @@ def test_trials_are_not_repeated(
     first.save(tmp_path / "trials.json")
     again = Bisection(parse("* -> fp8"), recorded, "loss", limit=1.0)
     assert again.load(tmp_path / "trials.json") == 1
-    monkeypatch.setattr(again, "harm", None)
-    with pytest.raises(NoCulprit, match="no harm"):
+    monkeypatch.setattr(again, "damage", None)
+    with pytest.raises(NoCulprit, match="no damage"):
         again.run()
     before = tmp_path / "before.json"
     before.hardlink_to(tmp_path / "trials.json")
