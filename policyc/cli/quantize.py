@@ -52,9 +52,9 @@ def quantize(
 ) -> None:
     """Quantize an array exactly as a policy would.
 
-    Prints the error. The file of --out (.npz) holds codes (one per byte), packed (two codes per byte, the even one in the low half),
-    scales (raw bytes), amax (f32) and dequantized (f32), with the quantized axis last. That is enough to compare with
-    any other implementation.
+    Prints the error. The file of --out (.npz) holds codes (one per byte), packed (two codes per byte, the even one in
+    the low half), scales (raw bytes), amax (f32) and dequantized (f32), with the quantized axis last. That is enough to
+    compare with any other implementation.
     """
     from policyc.language.diagnostics import PolicyError
     from policyc.language.recipes import Gemm, Role

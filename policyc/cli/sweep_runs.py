@@ -84,7 +84,10 @@ class SweepOptions:
         "Steps of a run. A run that ends earlier counts as failed.", show_default="from the configuration"
     )
     folder: str | None = option(
-        metavar="DIR", type=click.Path(file_okay=False), show_default="sweeps/POLICY", help="Folder of the sweep."
+        metavar="DIR",
+        type=click.Path(file_okay=False),
+        show_default="sweeps/POLICY",
+        help="Folder of the sweep.",
     )
     margin: str = option(
         default="0.5%",

@@ -18,6 +18,7 @@ from rich.text import Text
 from policyc.base.text import escape_lines
 from policyc.language.bundled import bundled_policies
 from policyc.language.diagnostics import Paint
+from policyc.language.kinds import name_of_kind
 from policyc.language.loader import load
 from policyc.language.policy import Policy, Rule
 from policyc.language.recipes import OPERANDS, Gemm, Recipe
@@ -87,11 +88,10 @@ def as_table(policy: Policy, title: str, color: bool | None = None) -> str:
 
 def _rule_line(rule: Rule) -> Text:
     conditions = [str(c) for c in rule.when] + ([] if rule.expect is None else [f"expect {rule.expect}"])
-    return (
-        Text("\n")
-        .append_text(literal(rule.head, style="bold"))
-        .append("".join(f"  {c}" for c in conditions), "magenta")
-    )
+    kind = name_of_kind(rule.selectors)
+    note = f"  (the name '{kind}'; the kind is '* where {kind}')" if kind else ""
+    line = Text("\n").append_text(literal(rule.head, style="bold"))
+    return line.append("".join(f"  {c}" for c in conditions), "magenta").append(note, "dim")
 
 
 def _product_lines(rule: Rule, recipe: Recipe) -> Iterator[Text]:

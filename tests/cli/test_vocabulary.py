@@ -87,7 +87,9 @@ def test_out_is_a_file_and_folder_is_a_folder(name: str) -> None:
         assert isinstance(command, click.Group)
         command = command.commands[word]
     context = click.Context(command)
-    shown = {o: p.make_metavar(context) for p in command.params if isinstance(p, click.Option) for o in p.opts}
+    shown = {
+        o: p.make_metavar(context) for p in command.params if isinstance(p, click.Option) for o in p.opts
+    }
     assert shown.get("--out", "FILE") == "FILE"
     assert shown.get("--folder", "DIR") == "DIR"
     assert not {"--out", "--folder"} <= shown.keys()
