@@ -89,7 +89,7 @@ vscode: ## test the colors of the VS Code extension, and package it into build/p
 
 DRAW_DIFF := diff llama.policy --config llama3_8b --devices 8 --out
 pictures: setup ## draw the pictures of README.md and docs/ again (needs chromium)
-	@$(IN) bin=$$(cd $(BIN) && pwd) && cd docs/pictures && "$$bin/policyc" $(DRAW_DIFF) diff.svg
+	@$(IN) bin=$$(cd $(BIN) && pwd) && cd docs/pictures && "$$bin/policyc" $(DRAW_DIFF) diff.svg && "$$bin/python" draw_search.py
 	@$(IN) $(INSTALL_BROWSER); bin=$$(cd $(BIN) && pwd); cd docs/pictures; page=$$(mktemp -d) && \
 	"$$bin/policyc" $(DRAW_DIFF) "$$page/page.html" && \
 	"$$bin/policyc" report ../results/19m --config llama3_8b --out "$$page/report.html" && \
