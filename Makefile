@@ -55,7 +55,7 @@ STEPS ?= 100
 demo: setup ## lint the bundled policies, show one, and train a small Llama under it (80 s of processor time)
 	@$(IN) echo "policyc lint policies/*.policy" && $(BIN)/policyc lint policies/*.policy
 	@$(IN) echo "policyc show llama_nvfp4" && $(BIN)/policyc show llama_nvfp4
-	@$(IN) rm -rf runs/demo && words="train --config tiny --policy llama_nvfp4 --steps $(STEPS) --eval-every 50 --out runs/demo" && \
+	@$(IN) rm -rf runs/demo && words="train --config tiny --policy llama_nvfp4 --steps $(STEPS) --eval-every 50 --folder runs/demo" && \
 	echo "policyc $$words" && $(BIN)/policyc $$words && \
 	echo "This showed that the MLPs of a small Llama train in NVFP4, with every code and scale emulated to the bit. It says nothing about" && \
 	echo "speed (see 'policyc estimate'), or about what NVFP4 costs in loss (see 'policyc sweep', which compares with bf16 over seeds)."
@@ -89,7 +89,7 @@ vscode: ## test the colors of the VS Code extension, and package it into build/p
 
 DRAW_DIFF := diff llama.policy --config llama3_8b --devices 8 --out
 pictures: setup ## draw the pictures of README.md and docs/ again (needs chromium)
-	@$(IN) bin=$$(cd $(BIN) && pwd) && cd docs/pictures && "$$bin/policyc" $(DRAW_DIFF) diff.svg
+	@$(IN) bin=$$(cd $(BIN) && pwd) && cd docs/pictures && "$$bin/policyc" $(DRAW_DIFF) diff.svg && "$$bin/python" draw_search.py
 	@$(IN) $(INSTALL_BROWSER); bin=$$(cd $(BIN) && pwd); cd docs/pictures; page=$$(mktemp -d) && \
 	"$$bin/policyc" $(DRAW_DIFF) "$$page/page.html" && \
 	"$$bin/policyc" report ../results/19m --config llama3_8b --out "$$page/report.html" && \

@@ -25,11 +25,7 @@ def draw_diff(path: str, chromium: str, folder: Path) -> None:
         page = browser.new_page(viewport={"width": 1400, "height": 1060})
         open_page(page, path)
         page.screenshot(path=folder / "page.png")
-        shown = [page.locator(part).text_content() for part in ("header", "#level1", "#level2")]
-        open_page(page, path, "#view=graph&scope=mlp/gate_proj")
-        page.wait_for_selector(".graph .box")
-        page.locator("#level3").screenshot(path=folder / "graph.png")
-        shown.append(page.locator("#level3").text_content())
+        shown = [page.locator(part).text_content() for part in ("header", "#level1", "#level2", "#level3")]
     words = "\n".join(word for text in shown for word in (text or "").split())
     (folder / "pages.txt").write_text(words + "\n", encoding="utf-8")
 

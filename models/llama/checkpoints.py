@@ -37,7 +37,7 @@ CONTENTS = "contents_of_the_data"  # key of the data's fingerprint in the identi
 NOT_WRITTEN = "its contents do not match the stored hash"
 STORE_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError)  # raised by orbax
 HASH_MULTIPLIERS = np.array([0x9E3779B1, 0x85EBCA6B], np.uint32)  # odd, as in xxHash
-RESTART = "choose another folder with --out, or move this one away"
+RESTART = "choose another folder with --folder, or move this one away"
 RETRY_SECONDS = (1.0, 5.0)  # pauses between attempts to read: errors of network file systems may pass
 DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)  # of a file that is missing, or is not what it was
 
@@ -83,7 +83,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
                 folder.mkdir(parents=True, exist_ok=True)
                 file = stack.enter_context(path.open("a+"))
             except OSError as error:
-                raise ConfigError(f"cannot write to {folder}: {error}\nchoose another --out") from None
+                raise ConfigError(f"cannot write to {folder}: {error}\nchoose another --folder") from None
             with name_file(path):
                 _lock(file, path)
         yield
@@ -94,7 +94,7 @@ def _lock(file: Any, path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         owner = path.read_text().strip() or "another process"
-        remedy = "wait until it ends, stop it, or choose another folder with --out"
+        remedy = "wait until it ends, stop it, or choose another folder with --folder"
         raise ConfigError(f"{path.parent} is in use by {owner}: {remedy}") from None
     except OSError as error:
         # Some shared file systems have no locks.
@@ -271,10 +271,10 @@ class Checkpoints:
         if shapes != about["shapes"]:
             what = "is from a model with other sizes, or from another optimizer"
             raise ConfigError(
-                f"checkpoint {path} {what}:{''.join(changes)}\nchoose another folder with --out"
+                f"checkpoint {path} {what}:{''.join(changes)}\nchoose another folder with --folder"
             )
         if changes and not accept_changes:
-            remedy = "choose another folder with --out, or resume from it with --accept-changes"
+            remedy = "choose another folder with --folder, or resume from it with --accept-changes"
             raise ConfigError(f"checkpoint {path} is from another run:{''.join(changes)}\n{remedy}")
         if changes and jax.process_index() == 0:
             print(f"warning: checkpoint {path} is from another run:{''.join(changes)}", file=sys.stderr)

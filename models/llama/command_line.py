@@ -26,7 +26,7 @@ EXAMPLES = """examples:
   python models/llama/train.py --config tiny
   python models/llama/train.py --config 30m --data corpus.bin --batch 64 --accumulate 8 --eval-every 200
   python models/llama/train.py --settings run.toml --seed 1
-  python models/llama/train.py --config llama3_8b --fsdp-axis 8 --distributed --out runs/8b
+  python models/llama/train.py --config llama3_8b --fsdp-axis 8 --distributed --folder runs/8b
   policyc apply llama_nvfp4 models/llama/train.py --config tiny
 """
 

@@ -102,10 +102,10 @@ class RunConfig:
     accumulate: int = setting(1, "compute the gradient of a batch in this many parts", least=1)
     seed: int = setting(0, "seed of the weights and of the order of the data", limit=2**32)
     seeds: str | None = setting(
-        None, "several seeds in one process, such as 0,1,2, each with its own folder OUT/seedN"
+        None, "several seeds in one process, such as 0,1,2, each with its own folder FOLDER/seedN"
     )
-    out: str | None = operational(
-        None, "output folder (default: runs/CONFIG, or runs/CONFIG-HASH under a policy)"
+    folder: str | None = operational(
+        None, "folder of the run (default: runs/CONFIG, or runs/CONFIG-HASH under a policy)"
     )
     # The identity of a run has the contents of its data instead of these two paths.
     data: str = operational("stdlib", "source of the tokens: PATH or KIND:PATH,option=value; a blend of several: "
@@ -378,7 +378,7 @@ def check_encoding(folder: Path) -> None:
     except UnicodeEncodeError:
         name = ascii(str(folder.resolve()))
         raise ConfigError(
-            f"--out {name} is not UTF-8, or not in this locale: choose another folder, or set LC_ALL=C.UTF-8"
+            f"--folder {name} is not UTF-8, or not in this locale: choose another folder, or set LC_ALL=C.UTF-8"
         ) from None
 
 

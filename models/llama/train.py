@@ -69,7 +69,7 @@ except ModuleNotFoundError as _error:
 # What to do about errors of the file system.
 RESUME = "the same command resumes from the last checkpoint"
 MAKE_ROOM = f"make room: {RESUME}"
-CHANGE_FOLDER = "choose another folder with --out"
+CHANGE_FOLDER = "choose another folder with --folder"
 STORAGE_ERRORS = {
     errno.ENOSPC: MAKE_ROOM,
     errno.EDQUOT: MAKE_ROOM,
@@ -117,7 +117,7 @@ def train(name: str, config: ModelConfig, run: RunConfig) -> None:
         folder, step = trainer.folder, trainer.steps_done
         if step >= run.steps:
             print(
-                f"{folder} is already at step {step} of {run.steps}: raise --steps, or choose another --out"
+                f"{folder} is already at step {step} of {run.steps}: raise --steps, or choose another --folder"
             )
             return
         losses = trainer.train(account)
@@ -166,7 +166,7 @@ class Trainer:
         self.policy: str | None = None if policy is None else policy.sha256
         self.policy_name: str | None = None if policy is None else policy.name
         self.policy_text: str | None = None if policy is None else str(policy)
-        out = Path(run.out or "runs/" + name + (f"-{self.policy[:8]}" if self.policy else ""))
+        out = Path(run.folder or "runs/" + name + (f"-{self.policy[:8]}" if self.policy else ""))
         self.runs: list[RunConfig] = configs.runs_of_seeds(run)
         self.folders: list[Path] = [
             out if run.seeds is None else out / f"seed{one.seed}" for one in self.runs
@@ -203,7 +203,7 @@ class Trainer:
         run, folder = self.run, self.folder / "checkpoints"
         for other in self.folders[1:]:
             if saved_steps(other / "checkpoints"):
-                remedy = "choose another folder with --out, or name the seeds in the same order"
+                remedy = "choose another folder with --folder, or name the seeds in the same order"
                 raise ConfigError(
                     f"{other} belongs to another run, which has its checkpoints there: {remedy}"
                 )

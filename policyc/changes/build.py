@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 import textwrap
@@ -19,7 +18,6 @@ from policyc.changes.model import (
     Linear,
     Stack,
     Totals,
-    name_parts,
     shorten_path,
 )
 from policyc.compiler.planning.idle_rules import idle_rules
@@ -170,25 +168,13 @@ def _run_key(linear: Linear, layer: int) -> Hashable:
 
 
 def count_products(linears: Sequence[Linear]) -> Totals:
-    """Counts the products in the part of the model that changes.
-
-    Products that change, are emulated or are opaque are counted in the whole model.
-    """
-    changed_names = [linear.name for linear in linears if any(run.is_changed for run in linear.runs)]
-    group = _common_scope(changed_names)
-    counted = [linear for linear in linears if name_parts(linear.name)[: len(group)] == group]
-    runs = [(run, product) for linear in linears for run in linear.runs for product in run.products]
+    """Counts the products of the whole model."""
+    runs = [run for linear in linears for run in linear.runs]
+    products = [(run, product) for run in runs for product in run.products]
     return Totals(
-        products=sum(run.count * len(run.products) for linear in counted for run in linear.runs),
-        changed=sum(run.count for run, product in runs if product.is_changed),
-        emulated=sum(run.count for run, product in runs if product.after.state.is_emulated),
-        opaque=sum(run.count for run, _ in runs if run.site.opaque),
-        group=".".join(group),
+        gemms=sum(run.count for run in runs),
+        products=sum(run.count for run, _ in products),
+        changed=sum(run.count for run, product in products if product.is_changed),
+        emulated=sum(run.count for run, product in products if product.after.state.is_emulated),
+        opaque=sum(run.count for run, _ in products if run.site.opaque),
     )
-
-
-def _common_scope(names: Sequence[str]) -> tuple[str, ...]:
-    """The parts that all these names start with. The last part of each name does not count."""
-    scopes = [name_parts(name)[:-1] for name in names]
-    columns = itertools.takewhile(lambda column: len({*column}) == 1, zip(*scopes, strict=False))
-    return tuple(column[0] for column in columns)

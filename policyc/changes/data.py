@@ -8,7 +8,7 @@ from typing import Any
 
 import networkx as nx
 
-from policyc.base.text import format_change
+from policyc.base.text import count_noun, format_change
 from policyc.changes.graph import build_graph, children_of
 from policyc.changes.model import (
     DiffData,
@@ -23,7 +23,7 @@ from policyc.hardware.gemm_cost import speed_up_bounds
 from policyc.language.diagnostics import SourceText
 from policyc.language.policy import Policy
 
-SCHEMA = 4
+SCHEMA = 5
 
 
 def as_json(diff: DiffData) -> str:
@@ -52,7 +52,7 @@ def as_data(diff: DiffData) -> dict[str, Any]:
             "changed": diff.totals.changed,
             "emulated": diff.totals.emulated,
             "opaque": diff.totals.opaque,
-            "group": diff.totals.group,
+            "gemms": diff.totals.gemms,
             "time_change": diff.time_change,
             "time_change_bounds": [
                 1 / bound - 1 for bound in speed_up_bounds(diff.before.seconds / diff.after.seconds)
@@ -74,15 +74,11 @@ def summary(diff: DiffData) -> str:
 
 
 def sentence(diff: DiffData) -> str:
-    """The diff in one sentence: "84 of 378 mlp products change; predicted step time -18 to -27 % on 8 GB200 (backend
-    te)."."""
+    """The diff in one sentence: "84 of the 867 products of 289 GEMMs change; predicted step time -18 to -27 % on
+    8 GB200 (backend te)."."""
     totals = diff.totals
-    group = f"{totals.group} " if totals.group else ""
-    parts = [
-        f"{totals.changed} of {totals.products} {group}products change"
-        if totals.changed
-        else f"none of {totals.products} products change"
-    ]
+    counted = f"{count_noun(totals.products, 'product')} of {count_noun(totals.gemms, 'GEMM')}"
+    parts = [f"{totals.changed or 'none'} of the {counted} change{'' if totals.changed != 1 else 's'}"]
     change = _describe_change(diff.before.seconds / diff.after.seconds)
     parts.append(f"predicted step time {change} on {describe_machine(diff)}")
     if totals.emulated:

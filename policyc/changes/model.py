@@ -181,12 +181,11 @@ class DiffSide:
 class Totals:
     """Counts of products, over all layers."""
 
+    gemms: int
     products: int
     changed: int
     emulated: int
     opaque: int
-    group: str = ""
-    """The part of the model that all changed products are in ("mlp"); `products` counts that part."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,7 +1,8 @@
 """The heat map of a diff as SVG: rows are linears and products, columns are layers, and colors are formats.
 
-The color of a cell is its format after the change. If the product changes, a corner has the color of the format before;
-if not, the cell is pale. Emulated and opaque products are hatched. The picture needs no script and no embedded font.
+The color of a cell is its format after the change. If the product changes, its top has the color of the format before;
+if not, the cell is a thin line. Emulated and opaque products are hatched. The picture needs no script and no embedded
+font.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from policyc.base.web_page import render_template
-from policyc.changes.data import other_sentence, sentence
+from policyc.changes.data import summary
 from policyc.changes.model import DiffData, Linear, LinearRange, ProductChange, ProductSide, Stack
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Gemm
@@ -20,7 +21,8 @@ OTHER_COLOR = "#cc79a7"
 
 _ROW, _GAP = 11, 5  # height of a row, and the space between linears
 _LABEL, _GRID = 236, 660  # width of the names, and of the layers
-_MAX_CELL = 28  # width of a layer in a short stack
+_SINGLE = 28  # width of the cell of a linear outside of stacks
+_LEAST_WITH_GAP = 8  # narrower cells have no gap between them, which would be as visible as they are
 _MARGIN = 12
 _QUIET = "fill:#57606a;font-size:9.5px"
 _RIGHT, _MIDDLE = ";text-anchor:end", ";text-anchor:middle"
@@ -40,7 +42,6 @@ class _Cells:
 
     paths: tuple[tuple[str, str], ...]
     title: str = ""
-    is_pale: bool = False
 
 
 @dataclass(slots=True)
@@ -52,13 +53,14 @@ class _Drawing:
 
 def draw_heat_map(diff: DiffData) -> str:
     """The heat map as one SVG element."""
-    subject = (
-        f"{diff.program}: {diff.before.label} → {diff.after.label}. {other_sentence(diff)}".removesuffix(". ")
-    )
-    drawing = _Drawing(_MARGIN + 40.0)
+    change, _, prediction = summary(diff).partition("; ")
+    drawing = _Drawing(_MARGIN + 55.0)
     drawing.texts = [
-        _Text(_MARGIN, _MARGIN + 11, sentence(diff), "font-weight:600;font-size:13px"),
-        _Text(_MARGIN, _MARGIN + 26, subject, "fill:#57606a"),
+        _Text(_MARGIN, _MARGIN + 11, change, "font-weight:600;font-size:13px"),
+        _Text(_MARGIN, _MARGIN + 26, prediction, "fill:#57606a"),
+        _Text(
+            _MARGIN, _MARGIN + 40, f"{diff.program}: {diff.before.label} → {diff.after.label}", "fill:#57606a"
+        ),
     ]
     for stack in diff.stacks:
         _draw_stack(diff, stack, drawing)
@@ -74,7 +76,7 @@ def draw_heat_map(diff: DiffData) -> str:
 
 
 def _draw_stack(diff: DiffData, stack: Stack, drawing: _Drawing) -> None:
-    width = min(_MAX_CELL, _GRID / max(stack.size, 1))
+    width = _GRID / stack.size if stack.size else _SINGLE
     left = _MARGIN + _LABEL
     if stack.size:
         title = f"{stack.name}, {stack.size} layers"
@@ -117,17 +119,19 @@ def _draw_run(
     run: LinearRange, product: ProductChange, title: str, left: float, y: float, width: float
 ) -> _Cells:
     """The cells of a run of layers: one path for each color."""
-    inner, height = width - min(1.0, width / 6), _ROW - 1.5
-    notch = min(5.0, inner * 0.4)
-    starts = [f"M{left + ((run.first or 0) + n) * width:.1f} {y:.1f}" for n in range(run.count)]
-    boxes = "".join(f"{start}h{inner:.2f}v{height}h-{inner:.2f}z" for start in starts)
-    paths = [(_color(product.after), boxes)]
+    has_gaps = width >= _LEAST_WITH_GAP
+    starts = [left + ((run.first or 0) + n) * width for n in range(run.count if has_gaps else 1)]
+    inner = width - 1 if has_gaps else width * run.count
+
+    def boxes(top: float, height: float) -> str:
+        return "".join(f"M{x:.1f} {y + top:.1f}h{inner:.2f}v{height}h-{inner:.2f}z" for x in starts)
+
+    if not product.is_changed:
+        return _Cells(((_color(product.after), boxes(_ROW / 2 - 2, 2.5)),), title)
+    paths = [(_color(product.after), boxes(0, _ROW - 1.5))]
     if run.site.opaque or product.after.state.is_emulated:
-        paths.append(("url(#hatch)", boxes))
-    if product.is_changed:
-        corners = "".join(f"{start}h{notch:.2f}l-{notch:.2f} {notch:.2f}z" for start in starts)
-        paths.append((_color(product.before), corners))
-    return _Cells(tuple(paths), title, is_pale=not product.is_changed)
+        paths.append(("url(#hatch)", boxes(0, _ROW - 1.5)))
+    return _Cells((*paths, (_color(product.before), boxes(0, 3))), title)
 
 
 def _color(side: ProductSide) -> str:
@@ -155,18 +159,16 @@ def _draw_legend(diff: DiffData, drawing: _Drawing) -> None:
     products = [p for linear in diff.linears for run in linear.runs for p in run.products]
     sides = itertools.chain.from_iterable((p.before, p.after) for p in products)
     formats = dict.fromkeys(side.state.format for side in sides)
-    entries = {format: [FORMAT_COLORS.get(format, OTHER_COLOR)] for format in formats}
-    entries["corner: before"] = [FORMAT_COLORS["nvfp4"], FORMAT_COLORS["bf16"]]
-    entries["pale: unchanged"] = [FORMAT_COLORS["bf16"]]
+    box, top, line = "h14v10h-14z", "h14v3h-14z", "m0 4h14v2.5h-14z"
+    entries = {format: [(FORMAT_COLORS.get(format, OTHER_COLOR), box)] for format in formats}
+    entries["top: before"] = [(FORMAT_COLORS["nvfp4"], box), (FORMAT_COLORS["bf16"], top)]
+    entries["line: unchanged"] = [(FORMAT_COLORS["bf16"], line)]
     if diff.totals.emulated or diff.totals.opaque:
-        entries["emulated or opaque"] = ["url(#hatch)"]
+        entries["emulated or opaque"] = [("url(#hatch)", box)]
     x = float(_MARGIN)
-    for text, colors in entries.items():
+    for text, shapes in entries.items():
         start = f"M{x:.1f} {drawing.y:.1f}"
-        shapes = (f"{start}h14v10h-14z", f"{start}h5l-5 5z")
-        drawing.cells.append(
-            _Cells(tuple(zip(colors, shapes, strict=False)), is_pale=text.startswith("pale"))
-        )
+        drawing.cells.append(_Cells(tuple((color, start + shape) for color, shape in shapes)))
         drawing.texts.append(_Text(x + 18, drawing.y + 9, text, "fill:#57606a"))
         x += 34 + 6.2 * len(text)
     drawing.y += _ROW + _MARGIN

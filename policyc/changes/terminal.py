@@ -56,11 +56,14 @@ def _rows(diff: DiffData, paint: Paint, width: int) -> list[str]:
         ]
     if not rows:
         return []
+    unchanged = sum(not any(run.is_changed for run in linear.runs) for linear in diff.linears)
+    end = [paint("dim", f"unchanged: {count_noun(unchanged, 'other site')}")] if unchanged else []
     _, text_width, gemms_width, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
     tails = [f"{text:<{text_width}}  {gemms:<{gemms_width}}  {count}" for _, text, gemms, count in rows]
     names = [_shorten_left(row[0], width - len(tail) - 2) for row, tail in zip(rows, tails, strict=True)]
     name_width = max(map(len, names)) + 2
-    return [f"{name:<{name_width}}{paint('rule', tail)}" for name, tail in zip(names, tails, strict=True)]
+    lines = [f"{name:<{name_width}}{paint('rule', tail)}" for name, tail in zip(names, tails, strict=True)]
+    return lines + end
 
 
 def _describe_change(product: ProductChange) -> str:

@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 
 @option_class
 class BisectOptions:
-    """What harm is looked for, and where the results go."""
+    """What damage is looked for, and where the results go."""
 
     metric: Metric = option(
         type=click.Choice(["loss", "grad-cosine", "nan"]),
         default="loss",
-        help="The harm to look for: a change of the loss, a change of the gradient's direction, or values in "
+        help="What counts as damage: a change of the loss, a change of the gradient's direction, or values in "
         "either that are not finite.",
     )
     cured_at: float | None = option(
         type=FiniteRange(min=0),
         metavar="X",
         show_default="half of the policy's",
-        help="Largest harm that counts as cured: the change of the loss in nats, or 1 minus the cosine.",
+        help="Largest damage that counts as cured: the change of the loss in nats, or 1 minus the cosine.",
     )
     trials: str | None = path_option(
         metavar="FILE",
@@ -74,7 +74,7 @@ def bisect(
 
     Records a few batches, then searches for the products by bisection: it evaluates the batches under the policy with
     some of its products left as they are in the program. Prints every trial, and the policy with rules that return
-    these products. Exits with 1 if the policy does no harm, or if no small set of products cures it.
+    these products. Exits with 1 if the policy does no damage, or if no small set of products cures it.
     """
     from policyc.experiments.bisect import Bisection, NoCulprit, unit_name
 
@@ -104,7 +104,7 @@ def _report(bisection: Bisection, trial: Trial, path: str | None) -> None:
     number = len(bisection.trials)
     state = "cured" if trial.cured else "not cured"
     print_note(
-        f"{len(trial.kept)} of {len(bisection.units)} products in high precision: harm {trial.harm:.3g}, {state}",
+        f"{len(trial.kept)} of {len(bisection.units)} products in high precision: damage {trial.damage:.3g}, {state}",
         f"trial {number}",
     )
     if path is not None:

@@ -124,7 +124,7 @@ def _compile_config(
     count = options.devices
     sizes, mesh = options.sizes(), options.mesh_shape()
     planned = llama_step.plan_step(policy, config, mesh, sizes, execution)
-    check_plan(planned.plan, hint=f"'policyc diff POLICY --config {config}' lists the linears")
+    check_plan(planned.plan, hint=f"'policyc diff POLICY --config {config}' lists the sites")
     devices = deviceless.make_devices(execution.target, count)
     step, arguments, run = llama_step.jit_step(config, mesh, sizes, devices)
     set_step(0, total=run.steps)

@@ -76,7 +76,7 @@ class OutputOptions:
 @click.command(
     cls=ProgramCommand,
     examples="""
-    policyc diff llama.policy train.py --steps 100                what the policy changes, one line per linear
+    policyc diff llama.policy train.py --steps 100                what the policy changes, one line per site
     policyc diff llama.policy --out diff.html train.py            a page: heat map, layers, equations
     policyc diff llama_nvfp4 --vs fp8 --config llama3_8b          what llama_nvfp4 does that fp8 does not
     policyc diff llama.policy:no_rht --vs llama.policy train.py   a variant against its policy

@@ -20,17 +20,28 @@ if TYPE_CHECKING:
     examples="""
     policyc explain                     list every code, one per line
     policyc explain shadowed-rule       print what it means, why it is bad, a bad and a good example
+    policyc explain mlp                 print which sites the kind 'mlp' selects, and which the name
     policyc explain --format json       print all pages as JSON
     """,
 )
-@click.argument("codes", nargs=-1, metavar="[CODE]...")
+@click.argument("codes", nargs=-1, metavar="[CODE|KIND]...")
 @format_option(
     "text", "json", has_out=False, help="json: code, severity, title, needs_program and page of each."
 )
 def explain(codes: tuple[str, ...], output_format: str) -> None:
-    """Print the page of a lint code."""
+    """Print the page of a lint code, or what a kind of sites is."""
+    from policyc.language.kinds import KINDS
     from policyc.linter.rules import ALL_RULES, check_code
 
+    if kinds := [KINDS[code] for code in codes if code in KINDS]:
+        for kind in kinds:
+            click.echo(f"'* where {kind.word}' selects by kind: {kind.meaning}.")
+            click.echo(
+                f"'{kind.word}.*' selects by name: what is in a scope or a parameter called '{kind.word}'."
+            )
+        codes = tuple(code for code in codes if code not in KINDS)
+        if not codes:
+            return
     with usage_errors():
         selected = [ALL_RULES[check_code(code)] for code in codes or ALL_RULES]
     if output_format == "json":

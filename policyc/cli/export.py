@@ -40,7 +40,7 @@ class ExportOptions:
         default="compressed-tensors",
         help="Layout of the file. vLLM and SGLang read both, TensorRT-LLM modelopt, transformers compressed-tensors.",
     )
-    out: str = path_option(metavar="DIR", required=True, help="Folder to create.")
+    folder: str = path_option(metavar="DIR", required=True, help="Folder to create.")
     stats: str | None = path_option(
         metavar="FILE",
         help="stats.jsonl of the run (train --stats-every): static scales for activations. Without it, NVFP4 weights "
@@ -53,9 +53,9 @@ class ExportOptions:
 @click.command(
     cls=ExampleCommand,
     examples="""
-    policyc export runs/a --out served                                   NVFP4 weights, BF16 activations
-    policyc export runs/a --stats runs/a/stats.jsonl --out served        with static input scales
-    policyc export Llama-3-8B --policy te_nvfp4 --format modelopt --out served
+    policyc export runs/a --folder served                                   NVFP4 weights, BF16 activations
+    policyc export runs/a --stats runs/a/stats.jsonl --folder served        with static input scales
+    policyc export Llama-3-8B --policy te_nvfp4 --format modelopt --folder served
     """,
 )
 @click.argument("source", metavar="RUN|HF_FOLDER", type=click.Path(file_okay=False))
@@ -81,7 +81,7 @@ def export(source: str, options: ExportOptions) -> None:
                 host_arrays(read.load()),
                 plan,
                 names=read.names(),
-                out=options.out,
+                out=options.folder,
                 format=options.file_format,
                 config=read.hf_config,
                 files=read.files(),
@@ -94,7 +94,7 @@ def export(source: str, options: ExportOptions) -> None:
                 else {"source": source},
             )
         except OSError as error:
-            exit_with_message(f"--out: '{options.out}' cannot be written: {error.strerror}", EXIT_USAGE)
+            exit_with_message(f"--folder: '{options.folder}' cannot be written: {error.strerror}", EXIT_USAGE)
     if written.changes:
         print_note(f"{len(written.changes)} linears have other codes than in training, because servers give fused "
                    "linears one outer scale: train with outer=shared")  # fmt: skip

@@ -46,15 +46,15 @@ _RULE_START = "* -> "  # turns a recipe into a policy
 )
 @click.option("--axis", type=int, default=-1, show_default=True, help="The contracted axis.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of stochastic rounding.")
-@click.option("--out", metavar="OUT.npz", help="Also write the codes to this file; '-' is standard output.")
+@click.option("--out", metavar="FILE", help="Also write the codes to this file; '-' is standard output.")
 def quantize(
     array: str, recipe: str, role_name: str, gemm_name: str, out: str | None, **options: int
 ) -> None:
     """Quantize an array exactly as a policy would.
 
-    Prints the error. OUT.npz holds codes (one per byte), packed (two codes per byte, the even one in the low half),
-    scales (raw bytes), amax (f32) and dequantized (f32), with the quantized axis last. That is enough to compare with
-    any other implementation.
+    Prints the error. The file of --out (.npz) holds codes (one per byte), packed (two codes per byte, the even one in
+    the low half), scales (raw bytes), amax (f32) and dequantized (f32), with the quantized axis last. That is enough to
+    compare with any other implementation.
     """
     from policyc.language.diagnostics import PolicyError
     from policyc.language.recipes import Gemm, Role

@@ -86,4 +86,4 @@ def _program(words: Sequence[str], config: str | None, options: RecordOptions) -
     with tempfile.TemporaryDirectory(prefix="policyc-") as folder:
         settings = ("--config", config, "--steps", str(steps), "--checkpoint-every", "0", "--eval-every", "0")
         script = str(data_folder("models") / "llama" / "train.py")
-        yield Program(script, (*settings, "--out", f"{folder}/run", *resume, *words))
+        yield Program(script, (*settings, "--folder", f"{folder}/run", *resume, *words))

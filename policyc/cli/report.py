@@ -26,12 +26,13 @@ class ReportCommand:
     """The options of the command. `config`, `target`, `devices` and `backend` ask for a prediction."""
 
     out: str | None = option(
+        metavar="FILE",
         type=click.Path(dir_okay=False, allow_dash=True),
         show_default="report.html in the folder; comparison.html here for several folders",
         help="File to write; '-' is standard output.",
     )
     output_format: str = format_option("html", "markdown", "json", help="A page; tables; everything as JSON.")
-    baseline: str | None = option(
+    vs: str | None = option(
         metavar="NAME,...",
         show_default="those of the sweep; otherwise bf16 and fp8, or the first",
         help="Compare with these variants.",
@@ -58,7 +59,7 @@ class ReportCommand:
         values = {name: getattr(self, name) for name in ("config", "target", "devices", "backend")}
         step = {name: value for name, value in values.items() if value is not None}
         return {
-            "baselines": split_names(self.baseline or ""),
+            "baselines": split_names(self.vs or ""),
             "margin": self.margin,
             "step": PredictedStep(**step) if step else None,
             "curve": self.curve,
@@ -70,7 +71,7 @@ class ReportCommand:
     examples="""
     policyc report runs/tiny                              write runs/tiny/report.html
     policyc report sweeps/nvfp4                           a sweep, even while it runs
-    policyc report runs/bf16 runs/fp8 --baseline bf16     compare runs: write comparison.html
+    policyc report runs/bf16 runs/fp8 --vs bf16           compare runs: write comparison.html
     policyc report sweeps/nvfp4 --format markdown         print the verdicts and tables
     policyc report sweeps/nvfp4 --config llama3_8b        with gaps over predicted speed-ups
     """,

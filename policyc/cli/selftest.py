@@ -41,12 +41,12 @@ def _read_backends(_ctx: click.Context, _option: click.Parameter, text: str) -> 
 )
 @switch("Fewer recipes, no training and no timings.", "--quick")
 @path_option(
-    "--out",
-    metavar="FOLDER",
+    "--folder",
+    metavar="DIR",
     type=click.Path(file_okay=False),
     help="Folder for selftest.html and selftest.json. By default the current one.",
 )
-def selftest(names: tuple[str, ...], quick: bool, out: str | None) -> None:
+def selftest(names: tuple[str, ...], quick: bool, folder: str | None) -> None:
     """Test the backends on the GPUs of this machine.
 
     Compares every quantizer, every GEMM, gradients and a short training with the emulation, and times them. From then
@@ -55,15 +55,15 @@ def selftest(names: tuple[str, ...], quick: bool, out: str | None) -> None:
     """
     from policyc.hardware.selftest.report import render_page, run_selftest
 
-    folder = Path(out or ".")
+    root = Path(folder or ".")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        exit_with_message(f"--out: {error}", EXIT_USAGE)
+        exit_with_message(f"--folder: {error}", EXIT_USAGE)
     data = run_selftest(names, quick=quick, say=click.echo)
-    page, file = folder / "selftest.html", folder / "selftest.json"
-    write_output("--out", str(file), json.dumps(data, indent=1) + "\n")
-    write_output("--out", str(page), render_page(data))
+    page, file = root / "selftest.html", root / "selftest.json"
+    write_output("--folder", str(file), json.dumps(data, indent=1) + "\n")
+    write_output("--folder", str(page), render_page(data))
     if data["no_speed"]:
         click.echo(f"not run speed: {data['no_speed']}")
     failed = len([r for r in data["results"] if r["status"] == "failed"])

@@ -84,7 +84,7 @@ def sweep(
     with exit_on_error():
         edited = _edit_policy(loaded[0], edits)
     name = "-".join(policy.name for policy in compared)
-    run_sweep(compared, edited, program, config, options, Path(options.out or f"sweeps/{name}"))
+    run_sweep(compared, edited, program, config, options, Path(options.folder or f"sweeps/{name}"))
 
 
 def _evaluate(config: str, words: tuple[str, ...], steps: int | None) -> tuple[str, ...]:

@@ -73,7 +73,7 @@ def _parse_slurm(
 class SweepOptions:
     """How a sweep runs."""
 
-    baseline: str | None = option(
+    vs: str | None = option(
         metavar="A,B",
         show_default="bf16, and fp8 if it fits the program",
         help="Policies to compare with, by name or path; 'none' for none.",
@@ -83,8 +83,11 @@ class SweepOptions:
     steps: int | None = number(
         "Steps of a run. A run that ends earlier counts as failed.", show_default="from the configuration"
     )
-    out: str | None = option(
-        type=click.Path(file_okay=False), show_default="sweeps/POLICY", help="Folder of the sweep."
+    folder: str | None = option(
+        metavar="DIR",
+        type=click.Path(file_okay=False),
+        show_default="sweeps/POLICY",
+        help="Folder of the sweep.",
     )
     margin: str = option(
         default="0.5%",
@@ -213,7 +216,7 @@ def _design_sweep(
     from policyc.language.diagnostics import PolicyError
 
     names = _baseline_names(options)
-    optional = _DEFAULT_BASELINES[1:] if options.baseline is None else ()
+    optional = _DEFAULT_BASELINES[1:] if options.vs is None else ()
     seeds = tuple(range(options.first_seed, options.first_seed + options.seeds))
     try:
         parse_margin(options.margin)
@@ -247,9 +250,9 @@ def _design_sweep(
 
 
 def _baseline_names(options: SweepOptions) -> tuple[str, ...]:
-    if options.baseline is None:
+    if options.vs is None:
         return _DEFAULT_BASELINES
-    return () if options.baseline == "none" else split_names(options.baseline)
+    return () if options.vs == "none" else split_names(options.vs)
 
 
 def _has_several_processes(options: SweepOptions) -> bool:

@@ -209,9 +209,9 @@ def _advise_sweep(
     if not policies:
         return None
     config = model and (model if model in _SMALL_CONFIGS else PROXY)
-    options = ["--baseline", ",".join(baselines), "--seeds", str(SEEDS), "--stats-every", "500"]
+    options = ["--vs", ",".join(baselines), "--seeds", str(SEEDS), "--stats-every", "500"]
     source = ["--config", config, "--data", "corpus.bin"] if config else ["--steps", "2000", *program]
-    words = ["policyc", "sweep", ",".join(policies), *options, "--out", "sweeps/adopt", *source]
+    words = ["policyc", "sweep", ",".join(policies), *options, "--folder", "sweeps/adopt", *source]
     compared = len(policies) + len(baselines) - 1  # with the first baseline
     detectable = smallest_detectable_effect(SPREAD, SEEDS, ALPHA / compared)
     return {

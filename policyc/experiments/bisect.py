@@ -42,18 +42,18 @@ Unit = tuple[CellKey, Gemm]
 
 MOST_CULPRITS = 8
 CURED_FRACTION = 0.5
-"""Fraction of the policy's harm that a cure may leave."""
+"""Fraction of the policy's damage that a cure may leave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """The result of keeping some products in high precision.
 
-    `harm` is 0 without the policy, and infinite if a result is not finite.
+    `damage` is 0 without the policy, and infinite if a result is not finite.
     """
 
     kept: tuple[Unit, ...]
-    harm: float
+    damage: float
     cured: bool
 
 
@@ -129,8 +129,8 @@ class Bisection:
 
         return evaluate
 
-    def harm(self, kept: Sequence[Unit]) -> float:
-        """Harm of the policy with these products in high precision: the mean over the batches, by the metric."""
+    def damage(self, kept: Sequence[Unit]) -> float:
+        """Damage of the policy with these products in high precision: the mean over the batches, by the metric."""
         units = set(kept)
         switches = self._switched.fill(
             {
@@ -162,35 +162,35 @@ class Bisection:
         """Whether the policy is cured by keeping these products in high precision. Reuses known results."""
         key = frozenset(kept)
         if key not in self._known:
-            self._known[key] = self.harm(kept)
-        harm = self._known[key]
-        trial = Trial(kept=tuple(kept), harm=harm, cured=harm <= self.limit)
+            self._known[key] = self.damage(kept)
+        damage = self._known[key]
+        trial = Trial(kept=tuple(kept), damage=damage, cured=damage <= self.limit)
         self.trials.append(trial)
         self.on_trial(trial)
         return trial.cured
 
     @property
     def limit(self) -> float:
-        """The harm up to which the policy counts as cured.
+        """The damage up to which the policy counts as cured.
 
-        The default is half the harm of the whole policy, or any finite harm if that is infinite.
+        The default is half the damage of the whole policy, or any finite damage if that is infinite.
         """
         if self._limit is not None:
             return self._limit
-        harm = self._known.get(frozenset())
-        return CURED_FRACTION * harm if harm is not None and math.isfinite(harm) else _FINITE
+        damage = self._known.get(frozenset())
+        return CURED_FRACTION * damage if damage is not None and math.isfinite(damage) else _FINITE
 
     # ---- the search
 
     def run(self) -> Diagnosis:
-        """Finds the culprits. Raises NoCulprit if the policy does no harm, or nothing cures it."""
+        """Finds the culprits. Raises NoCulprit if the policy does no damage, or nothing cures it."""
         if self._metric == "loss" and not all(map(math.isfinite, self._plain_losses)):
             raise NoCulprit("the loss is not finite without the policy either")
         if self._try([]):
-            raise NoCulprit(f"the policy does no harm by this metric: {self.trials[-1].harm:.3g}")
+            raise NoCulprit(f"the policy does no damage by this metric: {self.trials[-1].damage:.3g}")
         if not self._try(self.units):
             raise NoCulprit(
-                "the policy does harm even with all of its products in high precision: "
+                "the policy does damage even with all of its products in high precision: "
                 + (
                     f"look at {', '.join(self.not_switched)}"
                     if self.not_switched
@@ -214,7 +214,7 @@ class Bisection:
             if self._try(culprits):
                 return Diagnosis(culprits=tuple(culprits), rules=tuple(self._write_rules(culprits)))
         raise NoCulprit(
-            f"keeping {MOST_CULPRITS} products does not cure it: the harm is spread over many. Those kept were "
+            f"keeping {MOST_CULPRITS} products does not cure it: the damage is spread over many. Those kept were "
             f"{', '.join(map(unit_name, culprits))}"
         )
 
@@ -247,8 +247,8 @@ class Bisection:
     def save(self, path: Path) -> None:
         """Writes the trials, so that a later run need not repeat them. If killed, it leaves the old file."""
         rows = [
-            {"kept": sorted(map(unit_name, kept)), "harm": harm if math.isfinite(harm) else None}
-            for kept, harm in self._known.items()
+            {"kept": sorted(map(unit_name, kept)), "damage": damage if math.isfinite(damage) else None}
+            for kept, damage in self._known.items()
         ]
         with atomic_write(path) as stream:
             stream.write((json.dumps({"of": self.identity, "trials": rows}, indent=1) + "\n").encode())
@@ -267,8 +267,8 @@ class Bisection:
             )
         by_name = {unit_name(unit): unit for unit in self.units}
         for row in data["trials"]:
-            harm = math.inf if row["harm"] is None else row["harm"]
-            self._known[frozenset(by_name[name] for name in row["kept"])] = harm
+            damage = math.inf if row["damage"] is None else row["damage"]
+            self._known[frozenset(by_name[name] for name in row["kept"])] = damage
         return len(self._known)
 
     @property
@@ -318,7 +318,7 @@ def _can_switch(site: Site) -> bool:
 
 
 _FINITE = 1e30
-"""Upper bound on any finite harm."""
+"""Upper bound on any finite damage."""
 
 
 def unit_name(unit: Unit) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from policyc.base.text import closest_name
+from policyc.language.selectors import Selector
 
 Flags = Mapping[str, bool]
 """For each word of `FLAGS`, whether it is true."""
@@ -88,6 +89,12 @@ _OTHER_WORDS = {
     "depth": "layer", "weights": "weight", "param": "weight", "parameter": "weight",
 }  # fmt: skip
 """Names that other tools use for the words of `where`."""
+
+
+def name_of_kind(selectors: Iterable[Selector]) -> str:
+    """The first name in some selectors that is also the word of a kind: a selector means the name; empty if none."""
+    names = (segment.glob for selector in selectors for segment in selector.segments)
+    return next((name for name in names if name in KINDS), "")
 
 
 def suggest_word(word: str, numeric: Iterable[str]) -> str:

@@ -5,16 +5,20 @@ Conditions of the schedule are printed with each rule, because a rule may appear
 
 from __future__ import annotations
 
+import itertools
 import json
+import shutil
+import textwrap
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from policyc.base.text import escape_lines
 from policyc.language.bundled import bundled_policies
 from policyc.language.diagnostics import Paint
+from policyc.language.kinds import name_of_kind
 from policyc.language.loader import load
 from policyc.language.policy import Policy, Rule
 from policyc.language.recipes import OPERANDS, Gemm, Recipe
@@ -35,10 +39,13 @@ def list_bundled_policies(paint: Paint) -> str:
         key=lambda p: BEST.index(p["name"]) if p["name"] in BEST else len(BEST),
     )
     width = max(len(policy["name"]) for policy in policies)
+    columns = max(shutil.get_terminal_size().columns, width + 40)
     for policy in policies:
-        lines.append(f"{paint('path', policy['name'].ljust(width))}  {policy['title']}")
-        if policy["variants"]:
-            lines.append(f"{'':{width}}  {paint('gutter', 'variants: ' + ', '.join(policy['variants']))}")
+        title, *others = textwrap.wrap(policy["title"], columns - width - 2)
+        variants = f"variants: {', '.join(policy['variants'])}" if policy["variants"] else ""
+        others += (paint("gutter", line) for line in textwrap.wrap(variants, columns - width - 2))
+        lines.append(f"{paint('path', policy['name'].ljust(width))}  {title}")
+        lines += (f"{'':{width}}  {line}" for line in others)
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -59,49 +66,48 @@ def _describe_bundled_policies() -> list[dict[str, Any]]:
 
 
 def literal(text: str, style: str = "") -> Text:
-    """Text for a cell or a title of a rich table: markup is not interpreted, and control characters are escaped."""
+    """Text for rich: markup is not interpreted, and control characters are escaped."""
     return Text(escape_lines(text), style=style)
 
 
 def as_table(policy: Policy, title: str, color: bool | None = None) -> str:
-    """Returns a table of the rules, with the treatment of both operands of each product."""
+    """Returns each rule, followed by a line per product with the treatment of its operands."""
     console = Console(force_terminal=color)
     resolve = policy.resolver()
-    table = Table(
-        title=literal(title), title_justify="left", title_style="bold", header_style="bold", expand=False
-    )
-    table.add_column("rule", overflow="fold")
-    for gemm in Gemm:
-        roles = " x ".join(role for g, role in OPERANDS if g is gemm)
-        table.add_column(literal(f"{gemm}\n{roles}"), overflow="fold")
-    for rule in policy.rules:
-        recipe = normalize_if_valid(resolve(rule.recipe))
-        table.add_row(_rule_cell(rule), *(_product_cell(rule, recipe, gemm) for gemm in Gemm))
     with console.capture() as capture:
-        console.print(table)
+        console.print(literal(title, style="bold"))
+        for rule in policy.rules:
+            console.print(_rule_line(rule))
+            for line in _product_lines(rule, normalize_if_valid(resolve(rule.recipe))):
+                console.print(line)
         console.print(
-            "Later rules override earlier ones; a site that no rule matches is kept as it is.", style="dim"
+            "\nLater rules override earlier ones; a site that no rule matches is kept as it is.", style="dim"
         )
     return capture.get()
 
 
-def _rule_cell(rule: Rule) -> Text:
-    text = literal(rule.head)
-    for condition in rule.when:
-        text.append(f"\n{condition}", style="magenta")
-    if rule.expect is not None:
-        text.append(f"\nexpect {rule.expect}", style="magenta")
-    return text
+def _rule_line(rule: Rule) -> Text:
+    conditions = [str(c) for c in rule.when] + ([] if rule.expect is None else [f"expect {rule.expect}"])
+    kind = name_of_kind(rule.selectors)
+    note = f"  (the name '{kind}'; the kind is '* where {kind}')" if kind else ""
+    line = Text("\n").append_text(literal(rule.head, style="bold"))
+    return line.append("".join(f"  {c}" for c in conditions), "magenta").append(note, "dim")
 
 
-def _product_cell(rule: Rule, recipe: Recipe, gemm: Gemm) -> Text:
-    if gemm not in rule.products:
-        return Text("-", style="dim")
-    treatments = dict.fromkeys(describe_treatment(t) for t in recipe.gemm_treatments(gemm))
-    cell = literal("\n".join(treatments), style=_COLORS_BY_BITS[recipe.bits(gemm)])
-    if not all(gemm in s.products for s in rule.selectors):
-        cell.append(f"\nof {', '.join(str(s) for s in rule.selectors if gemm in s.products)}", style="dim")
-    return cell
+def _product_lines(rule: Rule, recipe: Recipe) -> Iterator[Text]:
+    """A line per product; one for all three if they treat both operands alike."""
+    lines: dict[Gemm, tuple[str, str]] = {}
+    for gemm in (g for g in Gemm if g in rule.products):
+        operands = {role: describe_treatment(recipe.treatment(g, role)) for g, role in OPERANDS if g is gemm}
+        alike = len(set(operands.values())) == 1
+        left, right = (text if alike else f"{role} {text}" for role, text in operands.items())
+        chosen = [str(s) for s in rule.selectors if gemm in s.products]
+        note = f"  of {', '.join(chosen)}" if len(chosen) < len(rule.selectors) else ""
+        lines[gemm] = left if alike else f"{left:28}  {right}", note
+    is_one = len(lines) == len(Gemm) and len(set(lines.values())) == 1
+    for gemm, (text, note) in itertools.islice(lines.items(), 1 if is_one else None):
+        label = "all" if is_one else gemm
+        yield literal(f"  {label:5}  {text}", _COLORS_BY_BITS[recipe.bits(gemm)]).append(note, "dim")
 
 
 def to_json(policy: Policy) -> str:

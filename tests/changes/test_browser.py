@@ -216,7 +216,7 @@ def test_pointing_at_a_cell_shows_its_details(show: Show, html: str) -> None:
         assert words in tip
 
 
-def test_a_card_says_what_is_quantized_once_for_several_linears(show: Show) -> None:
+def test_a_card_says_what_is_quantized_once_for_several_sites(show: Show) -> None:
     """Both forward and backward, whether one equation quantizes an operand for one product or for two."""
 
     def loss(p: Any, x: jax.Array) -> jax.Array:
@@ -224,7 +224,7 @@ def test_a_card_says_what_is_quantized_once_for_several_linears(show: Show) -> N
 
     for recipe in ("mxfp8", "nvfp4(rht=wgrad)"):
         page = show(render_page(make_diff(loss, {"q": W, "k": W}, f"* -> {recipe}")))
-        assert page.locator(".flow").first.locator(".mark").all_text_contents() == ["once for 2 linears"] * 2
+        assert page.locator(".flow").first.locator(".mark").all_text_contents() == ["once for 2 sites"] * 2
 
 
 def test_a_card_says_which_operands_are_rounded(show: Show) -> None:
@@ -253,13 +253,30 @@ def test_short_words_are_explained(show: Show, html: str) -> None:
     assert all(badges.evaluate_all("es => es.map(e => e.title)"))
 
 
-def test_a_changed_cell_has_its_format_before_in_a_corner(show: Show, html: str) -> None:
+def test_a_changed_cell_has_its_format_before_at_the_top_and_others_are_lines(show: Show, html: str) -> None:
     page = show(html)
-    fills = page.locator("#map svg > g:not(.rest) path").evaluate_all(
-        "es => es.map(e => [e.style.fill, e.classList[0]])"
+    paths = page.locator("#map svg > g path").evaluate_all(
+        "es => es.map(e => [e.style.fill, e.classList[0] ?? null, e.getBBox().height])"
     )
-    assert fills == [["var(--nvfp4)", None], ["var(--bf16)", "notch"]] * 6
-    assert page.locator("#map svg > g.rest path").count() == 11  # one color each
+    changed = [["var(--nvfp4)", None, 11], ["var(--bf16)", "before", 3]]
+    assert [path for path in paths if path in changed] == changed * 6
+    assert [path[1:] for path in paths if path not in changed] == [[None, 3]] * 11  # one color each
+
+
+@pytest.mark.parametrize(("layers", "gap"), [(4, 1), (600, 0)])
+def test_few_layers_fill_the_width_and_many_are_seen(show: Show, layers: int, gap: int) -> None:
+    def scanned(p: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(jax.lax.scan(lambda h, w: (h @ w, None), x, p["layers"])[0])
+
+    params = {"layers": jax.ShapeDtypeStruct((layers, *W.shape), W.dtype)}
+    page = show(render_page(make_diff(scanned, params, "layers[0] -> mxfp8")))
+    sizes = "es => es.map(e => [e.getBBox().width, e.getBBox().height])"
+    boxes = page.locator("#map svg > g path").evaluate_all(sizes)
+    (width, _), (before_width, before_height), *_ = boxes
+    grid = page.locator("#map svg").evaluate("e => e.viewBox.baseVal.width - 236 - 8")
+    assert (width + gap) * layers == pytest.approx(grid, abs=0.02 * layers)
+    assert before_height == 3
+    assert before_width == width >= 1
 
 
 # ---- search, filters, figures
@@ -428,7 +445,7 @@ def test_tables_and_paths_are_copied_and_saved(show: Show, html: str) -> None:
     with page.expect_download() as download:
         button(page, "CSV").click()
     rows = list(csv.DictReader(io.StringIO(Path(download.value.path()).read_text(encoding="utf-8"))))
-    assert {(row["linear"], row["first_layer"], row["last_layer"]) for row in rows} == {
+    assert {(row["site"], row["first_layer"], row["last_layer"]) for row in rows} == {
         ("layers.up", "0", "3"), ("layers.down", "0", "3"),
     }  # fmt: skip
     assert {row["format_after"] for row in rows} == {"nvfp4"}

@@ -78,10 +78,12 @@ def test_a_row_names_its_layers_if_there_are_others() -> None:
         "layers.down  bf16 -> mxfp8  fprop dgrad        x6",
         "layers.down  bf16 -> nvfp4  wgrad              x6",
         "head         bf16 -> mxfp8  fprop dgrad wgrad  x1",
+        "unchanged: 1 other site",
     ]
     options = make_diff(unrolled, UNROLLED, "head -> nvfp4(sr=grad)", before="head -> nvfp4")
     assert render(options, width=WIDE, equations=False).splitlines()[1:] == [
-        "head  nvfp4, options  dgrad wgrad  x1"
+        "head  nvfp4, options  dgrad wgrad  x1",
+        "unchanged: 3 other sites",
     ]
 
 
@@ -114,7 +116,7 @@ def test_hostile_names_stay_text(hostile: DiffData) -> None:
 def test_a_rule_that_says_what_the_program_does_changes_no_equation() -> None:
     diff = make_diff(unrolled, UNROLLED, "* -> bf16")
     assert not diff.differs
-    assert render(diff).splitlines()[0].startswith("none of 41 products change")
+    assert render(diff).splitlines()[0].startswith("none of the 41 products of 14 GEMMs change")
     assert not re.search("^[-+@]", render(diff), re.MULTILINE)
     equations = render(make_diff(unrolled, UNROLLED, "* -> bf16; layers[:2].up -> nvfp4")).partition("\n\n")[
         2
@@ -165,10 +167,10 @@ def test_the_picture_names_no_line_of_the_program(diff: DiffData) -> None:
 def test_diff_from_python(tmp_path: Path) -> None:
     result = policyc.diff(KEEP_LAST, scanned, SCANNED, X)
     assert result
-    assert repr(result).startswith("<Diff: 24 of 41 products change")
+    assert repr(result).startswith("<Diff: 24 of the 41 products of 14 GEMMs change")
     assert str(result) == render(result.data, equations=False)
     assert result._repr_html_().startswith("<svg")
-    assert result.to_dict()["schema"] == 4
+    assert result.to_dict()["schema"] == 5
     for suffix in ("html", "json", "svg", "txt"):
         result.save(tmp_path / f"diff.{suffix}")
         assert (tmp_path / f"diff.{suffix}").stat().st_size > 100

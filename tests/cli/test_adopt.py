@@ -91,7 +91,7 @@ def test_the_sweep_to_run_is_a_command_that_works(llama: dict, tmp_path: Path) -
     assert set(words[2].split(",")) == {c["policy"] for c in llama["candidates"] if c["advice"] == "try"}
     at = words.index("--data")
     words = [*words[1:at], "--no-plan", "--dry-run"]  # without the corpus, and without tracing
-    words[words.index("--out") + 1] = str(tmp_path / "sweep")
+    words[words.index("--folder") + 1] = str(tmp_path / "sweep")
     result = policyc(*words)
     assert result.code == 0, result.err
     assert llama["sweep"]["runs"] == 5 * (len(words[1].split(",")) + 2)
@@ -175,7 +175,7 @@ def test_a_baseline_that_does_not_fit_is_not_compared_with(tmp_path: Path) -> No
     data = adoption("--target", "h200", script)
     assert "fp8" in {row["policy"] for row in data["left_out"]}
     assert {c["speed_up"] for c in data["candidates"]} == {None}
-    assert "--baseline bf16 " in data["sweep"]["command"]
+    assert "--vs bf16 " in data["sweep"]["command"]
     assert "than bf16" in policyc("adopt", script).out
 
 

@@ -51,7 +51,7 @@ def test_a_sweep_is_run_fails_and_is_continued(folder: Path, monkeypatch: pytest
     words = [
         "sweep",
         "my.policy",
-        "--baseline",
+        "--vs",
         "bf16",
         "--seeds",
         "2",
@@ -105,13 +105,13 @@ def test_a_killed_sweep_is_continued(tmp_path: Path) -> None:
     words = [
         "p.policy",
         "--no-plan",
-        "--baseline",
+        "--vs",
         "none",
         "--seeds",
         "1",
         "--steps",
         "6",
-        "--out",
+        "--folder",
         "out",
         "train.py",
     ]
@@ -145,6 +145,6 @@ def test_a_baseline_must_fit_the_program_unless_it_is_a_default(
     assert "fp8 (baseline fp8) is not run: cannot be applied to the program: no block" in default.err
     assert "of my\n" in default.err
     assert "of bf16" not in default.err
-    named = policyc("sweep", "my.policy", "--baseline", "bf16,fp8", "--dry-run", "train.py", cwd=folder)
+    named = policyc("sweep", "my.policy", "--vs", "bf16,fp8", "--dry-run", "train.py", cwd=folder)
     assert named.code == 1
-    assert "the baseline 'fp8' cannot be applied to the program; choose others with --baseline" in named.err
+    assert "the baseline 'fp8' cannot be applied to the program; choose others with --vs" in named.err

@@ -38,7 +38,7 @@ def test_train_is_the_run_of_apply_and_neither_measuring_nor_a_restart_changes_i
     # A batch of two rows is not divided over all devices of the tests.
     monkeypatch.setattr("policyc.models.llama.partition.make_mesh", lambda *_: make_mesh())
     script = str(data_folder("models") / "llama" / "train.py")
-    applied = ["apply", "p.policy", script, *SMALL, "--out", "applied"]
+    applied = ["apply", "p.policy", script, *SMALL, "--folder", "applied"]
     with monkeypatch.context() as patch:
         at_step(patch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
         result = policyc(*applied, cwd=tmp_path)
@@ -46,7 +46,7 @@ def test_train_is_the_run_of_apply_and_neither_measuring_nor_a_restart_changes_i
     assert len(read_losses(tmp_path / "applied")) == 3
     for words in (
         applied,
-        ["train", *SMALL, "--policy=p.policy", "--stats-every", "2", "--out", "measured"],
+        ["train", *SMALL, "--policy=p.policy", "--stats-every", "2", "--folder", "measured"],
     ):
         result = policyc(*words, cwd=tmp_path)
         assert result.code == 0, result.err

@@ -49,7 +49,7 @@ TAKES_PROGRAM = {
 }
 HAS_CONFIG = TAKES_PROGRAM - {"apply"}  # `train` is `apply` for the bundled Llama
 HAS_TARGET = {"lint", "diff", "estimate", "adopt", "compile", "report", "search"}
-COMPARES = {"diff", "estimate"}
+COMPARES = {"diff", "estimate", "sweep", "report"}
 PRINTS = {"show", "lint", "sites", "diff", "estimate", "adopt", "compile", "report"}
 
 
@@ -78,6 +78,21 @@ def test_a_command_speaks_the_vocabulary(name: str) -> None:
     if name in HAS_TARGET:
         target = options["--target"]
         assert DEFAULT_TARGET in (target.default, target.show_default)
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, "data tokenize", "data train-tokenizer"])
+def test_out_is_a_file_and_folder_is_a_folder(name: str) -> None:
+    command = get_command(name.split()[0])
+    for word in name.split()[1:]:
+        assert isinstance(command, click.Group)
+        command = command.commands[word]
+    context = click.Context(command)
+    shown = {
+        o: p.make_metavar(context) for p in command.params if isinstance(p, click.Option) for o in p.opts
+    }
+    assert shown.get("--out", "FILE") == "FILE"
+    assert shown.get("--folder", "DIR") == "DIR"
+    assert not {"--out", "--folder"} <= shown.keys()
 
 
 PREDICTS = {"estimate", "adopt", "search", "diff", "report"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from jax import lax
 
 import policyc
 from policyc.compiler.planning.plan import Plan, make_plan
-from policyc.compiler.tables.site_table import sites_table
+from policyc.compiler.tables.site_table import site_rows, sites_table
 from policyc.language.loader import parse
 from tests.support.jaxpr_tools import find_sites, struct
 from tests.support.planned_model import X
@@ -82,7 +81,7 @@ def test_unrolled_layers_share_the_rows_of_scanned_ones(policy: str) -> None:
 def test_folded_rows_add_up_to_the_step() -> None:
     """The column has the work of one product, and every site here has three."""
     plan = plan_layers("layers[1:] -> fp8", is_scanned=False)
-    rows = [re.split("  +", line) for line in sites_table(plan).splitlines()[1:-1]]
+    rows = site_rows(plan)[1:]
     assert [row[1] for row in rows] == ["0", "1-3", "0", "1-3", "-"]
     assert 3 * sum(float(row[3]) for row in rows) == pytest.approx(plan.sites.total_flops / 1e9, rel=0.005)
 
@@ -95,5 +94,5 @@ def test_layers_of_different_shapes_have_different_rows() -> None:
 
     sizes = (8, 16, 16, 16, 4)
     layers = [struct(a, b) for a, b in itertools.pairwise(sizes)]
-    table = sites_table(policyc.plan("* -> fp8", loss, {"layers": layers}, struct(16, 8)))
-    assert [line.split()[1] for line in table.splitlines()[1:-1]] == ["0", "1-2", "3"]
+    rows = site_rows(policyc.plan("* -> fp8", loss, {"layers": layers}, struct(16, 8)))
+    assert [row[1] for row in rows[1:]] == ["0", "1-2", "3"]

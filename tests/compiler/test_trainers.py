@@ -131,7 +131,7 @@ def test_a_sweep_has_the_losses_of_runs_by_hand(tmp_path):
     (tmp_path / "slice.policy").write_text(SLICE)
     steps = str(TINY["steps"])
     options = [
-        "--baseline",
+        "--vs",
         "none",
         "--seeds",
         "1",
@@ -140,7 +140,7 @@ def test_a_sweep_has_the_losses_of_runs_by_hand(tmp_path):
         "--jobs",
         "1",
         "--no-plan",
-        "--out",
+        "--folder",
         "sweep",
     ]
     program = program_words(

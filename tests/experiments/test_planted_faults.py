@@ -79,7 +79,7 @@ class Faults:
         self._weights = [np.array(w) for w in healthy.inputs]
         self._tables = np.zeros((LAYERS, len(SITES), 4, TOKENS, WIDTH), np.float32)
         self.ruined: set[tuple[CellKey, Gemm]] = set()
-        # No parameter is before the first linear, so its dgrad cannot do harm.
+        # No parameter is before the first linear, so its dgrad cannot do damage.
         self._places = self._rng.sample([(s, i) for i in range(LAYERS) for s in SITES][1:], 3)
 
     def plant(self, fault: str) -> None:

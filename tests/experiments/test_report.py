@@ -102,6 +102,10 @@ def test_page_loads_nothing_and_shows_what_was_measured(tmp_path: Path) -> None:
     page = check_page(write_report(report))
     texts = set(page.texts)
     assert {"run <1>: validation loss 2.3450 at step 40", "40.0 k", "2.3450", "2.1110"} <= texts
+    (chart,) = [each for each in report.data["charts"] if each["title"].startswith("Validation")]
+    drawn = [(line["label"], line["values"], line["is_dashed"]) for line in chart["lines"]]
+    name = drawn[0][0]
+    assert drawn == [(name, [2.345], False), (f"{name}, in bf16", [2.111], True)]
     assert "0.4%" in texts  # the input stall: 0.0004 of 0.1 seconds
     assert telemetry(report) == {"sqnr_db": (20.5, 19.5, 21.5), "flushed": (0.05, 0.05, 0.05),
                                  "saturated": (0.001, 0.001, 0.001), "cosine": (0.987, 0.987, 0.987)}  # fmt: skip

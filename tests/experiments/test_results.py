@@ -44,7 +44,7 @@ def test_the_tables_of_the_results_are_those_of_the_report(folder, count):
     section = (RESULTS / "mixed_formats.md").read_text().partition("### Verdicts")[2]
     if folder != "19m_mixed_formats":
         sections = (RESULTS / "README.md").read_text().split("\n## ")
-        section = next(part for part in sections if f"--out {folder}/" in part)
+        section = next(part for part in sections if f"--folder {folder}/" in part)
     gaps = gaps_to_bf16(folder)
     assert len(gaps) == count
     for variant, values in gaps.items():

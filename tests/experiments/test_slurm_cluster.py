@@ -50,7 +50,7 @@ class Sweep(SweepProcess):
     """A sweep on the cluster, without a baseline."""
 
     def __init__(self, folder: Path, *words: str) -> None:
-        super().__init__("--baseline", "none", "--no-plan", *words, cwd=folder)
+        super().__init__("--vs", "none", "--no-plan", *words, cwd=folder)
 
     def wait_until(self, condition: Callable[[], bool], explain: Callable[[], str] = show_jobs) -> None:
         super().wait_until(condition, explain)
@@ -91,7 +91,7 @@ def test_a_sweep_survives_what_happens_to_it_and_its_jobs(tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM)
     (tmp_path / "p.policy").write_text("* -> mxfp8\n")
     slurm_words = ("--slurm", "gpus=1,cpus=1", "--slurm", "time=30,grace=5")
-    words = ("p.policy", "--seeds", "2", "--steps", "9", "--out", "out", *slurm_words, "train.py")
+    words = ("p.policy", "--seeds", "2", "--steps", "9", "--folder", "out", *slurm_words, "train.py")
     folders = [tmp_path / "out" / "p" / f"seed{seed}" for seed in range(2)]
 
     sweep = Sweep(tmp_path, *words)
@@ -148,7 +148,7 @@ def test_a_preempted_mesh_goes_on(tmp_path):
 
     def start(name: str, steps: int, *options: str) -> tuple[Sweep, Path]:
         resources = f"partition={name},tasks=2,cpus=2,time=10"
-        words = ("bf16", "--seeds", "1", "--steps", str(steps), "--out", name, "--slurm", resources)
+        words = ("bf16", "--seeds", "1", "--steps", str(steps), "--folder", name, "--slurm", resources)
         return Sweep(tmp_path, *words, *options), tmp_path / name / "bf16" / "seed0"
 
     preempted, folder = start("low", steps, "--config", "tiny", *model, *slow)

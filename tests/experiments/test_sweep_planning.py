@@ -90,7 +90,7 @@ def test_nothing_is_left_of_a_sweep_that_is_stopped_while_it_plans(
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setenv("PID_FILE", str(tmp_path / "pid"))
-    sweep = SweepProcess("fp8", "--baseline", "none", "--steps", "9", "train.py", cwd=tmp_path)
+    sweep = SweepProcess("fp8", "--vs", "none", "--steps", "9", "train.py", cwd=tmp_path)
     sweep.wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "")
     sweep.signal(number)
     if number != signal.SIGKILL:
@@ -125,6 +125,6 @@ def is_running(process: int) -> bool:
 )
 def test_a_program_without_a_loss_ends_the_sweep(program: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(program)
-    result = run_policyc("sweep", "fp8", "--baseline", "none", "--steps", "9", "train.py", cwd=tmp_path)
+    result = run_policyc("sweep", "fp8", "--vs", "none", "--steps", "9", "train.py", cwd=tmp_path)
     assert result.code == 1
     assert message in result.err

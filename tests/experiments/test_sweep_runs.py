@@ -107,7 +107,7 @@ def test_a_run_of_the_bundled_trainer(tmp_path: Path) -> None:
     words = run.command
     assert words[:8] == (sys.executable, "-P", "-m", "policyc", "apply", str(tmp_path / "fp8" / "policy.policy"),
                          "--stats-every", "5")  # fmt: skip
-    assert words[9:] == ("--config", "tiny", "--steps", "7", "--seed", "3", "--out", str(run.folder), "--keep", "1",
+    assert words[9:] == ("--config", "tiny", "--steps", "7", "--seed", "3", "--folder", str(run.folder), "--keep", "1",
                          "--batch", "2")  # fmt: skip
     assert replace(program, steps=None).total_steps == 200  # that of the configuration
 
@@ -161,7 +161,7 @@ def test_a_changed_sweep_in_the_same_folder_is_refused(
     open_sweep(tmp_path, design())
     with pytest.raises(ChangedSweep, match=message) as refusal:
         open_sweep(tmp_path, changed)
-    assert "Choose another --out" in str(refusal.value)
+    assert "Choose another --folder" in str(refusal.value)
     assert open_sweep(tmp_path, design()) == []  # the first one continues
 
 

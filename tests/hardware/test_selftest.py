@@ -210,7 +210,7 @@ def test_the_whole_test_passes_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Monk
     )
     monkeypatch.setattr(checks, "CHECKS", one_format)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    result = policyc("selftest", "--quick", "--out", str(tmp_path / "out"))
+    result = policyc("selftest", "--quick", "--folder", str(tmp_path / "out"))
     assert result.code == 0, result.out
     data = json.loads((tmp_path / "out" / "selftest.json").read_text())
     states = {(r["check"], r["backend"]): r["status"] for r in data["results"]}

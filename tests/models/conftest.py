@@ -13,5 +13,5 @@ from tests.support.llama_runs import RUN, train_here
 def completed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that nothing disturbed. Only for tests that compile quickly."""
     folder = tmp_path_factory.mktemp("completed") / "run"
-    assert train_here(out=folder, **RUN) == 0
+    assert train_here(folder=folder, **RUN) == 0
     return folder

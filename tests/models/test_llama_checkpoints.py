@@ -31,13 +31,13 @@ pytestmark = pytest.mark.any_jax
 
 
 def test_a_checkpoint_of_another_run_is_refused(completed, capsys, monkeypatch):
-    assert train_here(out=completed, **RUN, steps=9, beta1=0.8) == 1
+    assert train_here(folder=completed, **RUN, steps=9, beta1=0.8) == 1
     message = capsys.readouterr().err
     assert "beta1: 0.9 there, 0.8 now" in message
     assert "--accept-changes" in message
     policy = SimpleNamespace(sha256="f" * 64, name="mine")
     monkeypatch.setattr(train.policyc, "current_policy", lambda: policy, raising=False)
-    assert train_here(out=completed, **RUN) == 1
+    assert train_here(folder=completed, **RUN) == 1
     assert "policy: no policy there, mine (ffffffff) now" in capsys.readouterr().err
     assert len(losses(completed)) == 8
 
@@ -100,7 +100,7 @@ def test_a_run_resumes_from_the_last_checkpoint_that_is_whole(completed, tmp_pat
     folder = tmp_path / "run"
     shutil.copytree(completed, folder)
     damage(folder / "checkpoints" / "8" / "state")
-    assert train_here(out=folder, **RUN) == 0
+    assert train_here(folder=folder, **RUN) == 0
     message = capsys.readouterr().err
     assert f"checkpoint {folder / 'checkpoints' / '8'} is damaged" in message
     assert f"moved to {folder / 'damaged_checkpoints' / '8'}" in message
@@ -125,7 +125,7 @@ def test_one_changed_digit_beside_the_state_is_damage(completed, tmp_path, capsy
     else:
         about["identity"]["beta1"] = 0.8
     path.write_text(json.dumps(about))
-    assert train_here(out=folder, **RUN) == 0
+    assert train_here(folder=folder, **RUN) == 0
     assert (
         f"checkpoint {path.parents[1]} is damaged: its contents do not match the stored hash"
         in capsys.readouterr().err
@@ -140,7 +140,7 @@ def test_a_checkpoint_that_is_damaged_again_replaces_no_other(completed, tmp_pat
         shutil.copytree(completed / "checkpoints" / "6", folder / "damaged_checkpoints" / name)
     before = contents(folder / "damaged_checkpoints")
     truncate_files(folder / "checkpoints" / "8")
-    assert train_here(out=folder, **RUN) == 0
+    assert train_here(folder=folder, **RUN) == 0
     assert f"moved to {folder / 'damaged_checkpoints' / '8.3'}" in capsys.readouterr().err
     assert before.items() <= contents(folder / "damaged_checkpoints").items()
 
@@ -152,20 +152,20 @@ def test_without_a_whole_checkpoint_a_run_never_starts_again(completed, tmp_path
     truncate_files(folder / "checkpoints")
     before = contents(folder)
     for _ in range(2):
-        assert train_here(out=folder, **RUN) == 1
+        assert train_here(folder=folder, **RUN) == 1
         assert re.search(
             r"(?s)no checkpoint of .* can be read:\n  8: .*\n  6: .*nothing was moved",
             capsys.readouterr().err,
         )
         assert contents(folder) == before
     shutil.rmtree(folder / "checkpoints")
-    assert train_here(out=folder, **RUN) == 1
+    assert train_here(folder=folder, **RUN) == 1
     assert "has steps of a run, but there is no checkpoint" in capsys.readouterr().err
     shutil.copytree(completed / "checkpoints" / "8", folder / "damaged_checkpoints" / "8")
-    assert train_here(out=folder, **RUN) == 1
+    assert train_here(folder=folder, **RUN) == 1
     assert "has checkpoints that cannot be read" in capsys.readouterr().err
     (folder / "damaged_checkpoints").rename(folder / "checkpoints")
-    assert train_here(out=folder, **RUN) == 0
+    assert train_here(folder=folder, **RUN) == 0
 
 
 @pytest.mark.slow
@@ -275,14 +275,14 @@ def test_a_run_whose_metrics_are_lost_is_not_resumed_in_silence(completed, tmp_p
     message = message.replace("8 steps", "6 steps")
     before = contents(folder)
     for _ in range(2):
-        assert train_here(out=folder, **RUN) == 1
+        assert train_here(folder=folder, **RUN) == 1
         error = capsys.readouterr().err
         assert f"{path} is not what it was at the checkpoint of step 6: " in error
         assert message in error
         assert contents(folder) == before
-    assert train_here(out=folder, **RUN, accept_changes=True) == 0
+    assert train_here(folder=folder, **RUN, accept_changes=True) == 0
     assert message in capsys.readouterr().err
-    assert train_here(out=folder, **RUN) == 0  # the checkpoint of step 8 knows what there was
+    assert train_here(folder=folder, **RUN) == 0  # the checkpoint of step 8 knows what there was
     assert losses(folder)[-2:] == losses(completed)[-2:]
 
 
@@ -291,7 +291,7 @@ def test_metrics_of_steps_that_run_again_are_kept_aside(completed, tmp_path):
     shutil.copytree(completed, folder)
     shutil.rmtree(folder / "checkpoints" / "8")
     before = (folder / "metrics.jsonl").read_text().splitlines()
-    assert train_here(out=folder, **RUN) == 0
+    assert train_here(folder=folder, **RUN) == 0
     removed = (folder / "metrics.removed.jsonl").read_text().splitlines()
     kept = (folder / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in removed] == [7, 8, 8, 8]  # two steps and two accounts
@@ -303,15 +303,15 @@ def test_a_finished_run_is_extended_by_steps_alone(completed, tmp_path, capsys):
     folder = tmp_path / "run"
     shutil.copytree(completed, folder)
     shutil.rmtree(folder / "checkpoints" / "8")
-    assert train_here(out=folder, **RUN, steps=9) == 1  # it was at step 6 of 8
+    assert train_here(folder=folder, **RUN, steps=9) == 1  # it was at step 6 of 8
     assert "steps: 8 there, 9 now" in capsys.readouterr().err
     shutil.copytree(completed / "checkpoints" / "8", folder / "checkpoints" / "8")
     truncate_files(folder / "checkpoints" / "8")  # it has finished, though its end is lost
-    assert train_here(out=folder, **RUN, steps=9) == 0
+    assert train_here(folder=folder, **RUN, steps=9) == 0
     assert "is step 6 of a run of 8 steps; extending that run to 9" in capsys.readouterr().err
     shutil.rmtree(folder)
     shutil.copytree(completed, folder)
-    assert train_here(out=folder, **RUN, steps=9) == 0
+    assert train_here(folder=folder, **RUN, steps=9) == 0
     assert "is the end of a run of 8 steps; extending that run to 9" in capsys.readouterr().err
     assert losses(folder)[:8] == losses(completed)
     assert [step for step, _ in losses(folder)] == list(range(1, 10))
@@ -321,26 +321,26 @@ def test_a_finished_run_is_extended_by_steps_alone(completed, tmp_path, capsys):
 def test_a_run_branches_from_a_chosen_checkpoint(completed, tmp_path, capsys):
     """In a folder of its own, which then has its own checkpoints. The first run stays as it is."""
     folder, chosen = tmp_path / "branch", completed / "checkpoints" / "6"
-    assert train_here(out=folder, **RUN, resume_from=chosen) == 0
+    assert train_here(folder=folder, **RUN, resume_from=chosen) == 0
     assert losses(folder) == losses(completed)
-    assert train_here(out=folder, **RUN, resume_from=chosen) == 0
+    assert train_here(folder=folder, **RUN, resume_from=chosen) == 0
     assert "is already at step 8 of 8" in capsys.readouterr().out
-    assert train_here(out=tmp_path / "other", **RUN, resume_from=completed) == 1
+    assert train_here(folder=tmp_path / "other", **RUN, resume_from=completed) == 1
     assert f"cannot start from {completed}: it is not the folder of a checkpoint" in capsys.readouterr().err
-    assert train_here(out=tmp_path / "third", **RUN, beta1=0.8, resume_from=chosen) == 1
+    assert train_here(folder=tmp_path / "third", **RUN, beta1=0.8, resume_from=chosen) == 1
     assert "beta1: 0.9 there, 0.8 now" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_checkpoints_are_kept_for_good(completed, tmp_path):
     settings = RUN | {"checkpoint_every": 2, "keep": 1, "keep_every": 4}
-    assert train_here(out=tmp_path / "run", **settings) == 0
+    assert train_here(folder=tmp_path / "run", **settings) == 0
     assert sorted(int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir()) == [0, 4, 8]
     assert losses(tmp_path / "run") == losses(completed)
 
 
 def test_a_checkpoint_of_other_sizes_does_not_invite_to_accept_changes(completed, capsys):
-    assert train_here(out=completed, **RUN, steps=9, hidden=128, accept_changes=True) == 1
+    assert train_here(folder=completed, **RUN, steps=9, hidden=128, accept_changes=True) == 1
     message = capsys.readouterr().err
     assert "is from a model with other sizes" in message
     assert "hidden: 64 there, 128 now" in message
@@ -350,10 +350,10 @@ def test_a_checkpoint_of_other_sizes_does_not_invite_to_accept_changes(completed
 
 def test_a_second_run_in_a_folder_is_refused(completed, capsys):
     with checkpoints.lock_folder(completed):
-        assert train_here(out=completed, **RUN, steps=9) == 1
+        assert train_here(folder=completed, **RUN, steps=9) == 1
     message = capsys.readouterr().err
     assert f"is in use by process {os.getpid()} on {socket.gethostname()}" in message
-    assert "--out" in message
+    assert "--folder" in message
 
 
 def test_the_hash_of_a_state_sees_bits_and_order():
@@ -410,7 +410,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").touch()
     for folder in (Path("/proc/run"), tmp_path / "file", tmp_path / "file" / "run"):
         with (
-            pytest.raises(ConfigError, match=rf"(?s)cannot write to {folder}: .*--out"),
+            pytest.raises(ConfigError, match=rf"(?s)cannot write to {folder}: .*--folder"),
             checkpoints.lock_folder(folder),
         ):
             pass
@@ -452,12 +452,12 @@ def test_a_full_disk_leaves_the_last_checkpoint(completed, tmp_path, monkeypatch
     with monkeypatch.context() as patch:
         at_step(patch, 5, kill)
         with pytest.raises(Killed):
-            train_here(out=folder, **settings)
+            train_here(folder=folder, **settings)
     with file_size_limit(20_000):
-        assert train_here(out=folder, **settings) == 1
+        assert train_here(folder=folder, **settings) == 1
     message = capsys.readouterr().err
     assert "writing a checkpoint" in message
     assert f"{os.strerror(errno.EFBIG)}\nearlier checkpoints are intact" in message
     assert max(checkpoints.saved_steps(folder / "checkpoints")) == 4
-    assert train_here(out=folder, **settings) == 0
+    assert train_here(folder=folder, **settings) == 0
     assert losses(folder) == losses(completed)

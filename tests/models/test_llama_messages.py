@@ -28,8 +28,8 @@ pytestmark = pytest.mark.any_jax
     ("code", "remedy"),
     [
         (errno.ENOSPC, "resumes from the last checkpoint"),
-        (errno.EROFS, "another folder with --out"),
-        (errno.EISDIR, "another folder with --out"),
+        (errno.EROFS, "another folder with --folder"),
+        (errno.EISDIR, "another folder with --folder"),
     ],
 )
 def test_an_error_of_writing_is_explained(monkeypatch, capsys, code, remedy):
@@ -86,7 +86,7 @@ def test_a_faulty_export_command_is_explained(words, message, tmp_path):
         ("--profile xplane --steps 12", "there are only 12 steps"),
         ("--no-\x1b[31msuch", r"'--no-\x1b[31msuch' has control characters"),
         ("--config \x1b]0;title\x07", "has control characters"),
-        ("--out \x9b31mred", "has control characters"),
+        ("--folder \x9b31mred", "has control characters"),
         ("--schedule cosin", "invalid choice: 'cosin'"),
         ("--experts 4 --experts-per-token 1", "the loss would not teach the router which one to choose"),
         ("--experts 2 --experts-per-token 3", "--experts-per-token 3: there are only 2 experts"),
@@ -103,7 +103,7 @@ def test_a_wrong_option_is_explained(words, message, capsys):
 
 
 def test_data_that_does_not_fit_leaves_no_folder(capsys, tmp_path):
-    assert train.main(flags(out=tmp_path / "run", data="stdlib", vocab=256)) == 1
+    assert train.main(flags(folder=tmp_path / "run", data="stdlib", vocab=256)) == 1
     assert "vocabulary of 256" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
@@ -121,14 +121,14 @@ def test_a_folder_that_cannot_be_used_is_one_message(capsys, tmp_path, name, fil
     if file:
         out.mkdir()
         (out / file).touch()
-    assert train_here(out=out, **RUN) == 1
+    assert train_here(folder=out, **RUN) == 1
     assert message.format(out=out) in (error := capsys.readouterr().err)
     assert "choose another folder" in error
 
 
 def test_too_few_open_files_are_one_message_before_anything_starts(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 20))
-    assert train.main(flags(out=tmp_path / "run")) == 1
+    assert train.main(flags(folder=tmp_path / "run")) == 1
     err = capsys.readouterr().err
     assert err.startswith("error: a run needs 256 open files, but this process may open only 20: ")
     assert "ulimit -n 1024" in err
@@ -156,7 +156,7 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be(limits, expected,
 
 def test_a_missing_package_of_metrics_leaves_no_folder(capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert train.main(flags(out=tmp_path / "run", wandb="project")) == 1
+    assert train.main(flags(folder=tmp_path / "run", wandb="project")) == 1
     assert "pip install 'policyc[wandb]'" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
@@ -178,7 +178,7 @@ def test_processes_that_are_not_found_are_explained(capsys, monkeypatch):
 
 
 def test_weights_that_do_not_fit_leave_no_folder(capsys, tmp_path):
-    assert train_here(out=tmp_path / "run", **RUN, init_from=tmp_path / "none") == 1
+    assert train_here(folder=tmp_path / "run", **RUN, init_from=tmp_path / "none") == 1
     assert "config.json cannot be read" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 

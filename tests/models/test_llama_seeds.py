@@ -68,7 +68,7 @@ def test_settings_that_do_not_fit_several_seeds_are_errors(settings, message):
 
 def test_several_seeds_are_refused_on_several_devices(tmp_path, capsys):
     assert jax.device_count() > 1
-    assert train.main(flags(out=tmp_path / "run", seeds="0,1")) == 1
+    assert train.main(flags(folder=tmp_path / "run", seeds="0,1")) == 1
     assert "--seeds runs on one device" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
@@ -141,11 +141,11 @@ def test_a_run_of_several_seeds_writes_the_folder_of_each_and_resumes(tmp_path):
     due = {"checkpoint_every": 2, "eval_every": 4, "export_every": 4}
     folders = [tmp_path / "run" / f"seed{seed}" for seed in (0, 3)]
     with policyc.active(POLICY):
-        assert train_here(out=tmp_path / "run", **settings, **due) == 0
+        assert train_here(folder=tmp_path / "run", **settings, **due) == 0
         first, second = map(losses, folders)
         assert (folders[0] / "checkpoints" / "4").exists()  # of both
         shutil.rmtree(folders[0] / "checkpoints" / "4")
-        assert train_here(out=tmp_path / "run", **settings, **due) == 0
+        assert train_here(folder=tmp_path / "run", **settings, **due) == 0
     assert [losses(folder) for folder in folders] == [first, second]
     assert [step for step, _ in first] == [step for step, _ in second] == [1, 2, 3, 4]
     assert min(abs(one - other) for (_, one), (_, other) in zip(first, second, strict=True)) > 1e-3

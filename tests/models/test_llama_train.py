@@ -62,7 +62,7 @@ def test_a_killed_and_preempted_run_resumes_to_the_same_losses(completed, tmp_pa
     with monkeypatch.context() as patch:
         at_step(patch, 5, kill)
         with pytest.raises(Killed):
-            train_here(out=folder, **RUN)
+            train_here(folder=folder, **RUN)
     # Step 4 too, if data was late: the metrics of a step are then written before the next one.
     assert [step for step, _ in losses(folder)][:3] == [1, 2, 3]
     assert (folder / "checkpoints" / "3").exists()
@@ -77,7 +77,7 @@ def test_a_killed_and_preempted_run_resumes_to_the_same_losses(completed, tmp_pa
             # The profiler itself runs in another test. Writing a profile takes seconds.
             patch.setattr(jax.profiler, "start_trace", lambda path: profiles.append(f"started {path}"))
             patch.setattr(jax.profiler, "stop_trace", lambda: profiles.append("written"))
-            assert train_here(out=folder, **RUN, profile="xplane", profile_steps="2:7") == 75
+            assert train_here(folder=folder, **RUN, profile="xplane", profile_steps="2:7") == 75
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -89,11 +89,11 @@ def test_a_killed_and_preempted_run_resumes_to_the_same_losses(completed, tmp_pa
 
     told: list[tuple[int, int]] = []
     monkeypatch.setattr(train.policyc, "set_step", lambda step, *, total: told.append((step, total)))
-    assert train_here(out=folder, **RUN, profile="xplane", profile_steps="2:3") == 0
+    assert train_here(folder=folder, **RUN, profile="xplane", profile_steps="2:3") == 0
     assert told[-3:] == [(5, 8), (6, 8), (7, 8)]  # a schedule counts the steps before this one, from 0
     assert losses(folder) == losses(completed)
     assert "the run continues after step 5, so nothing is recorded now" in capsys.readouterr().err
-    assert train_here(out=folder, **RUN) == 0
+    assert train_here(folder=folder, **RUN) == 0
     assert "is already at step 8 of 8" in capsys.readouterr().out
 
 
@@ -124,15 +124,15 @@ def test_the_state_before_a_fault_is_saved(completed, tmp_path, capsys, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(train_step, "make_train_step", make_faulty_step)
         patch.setattr(partition, "make_mesh", lambda *_: llama_runs.make_mesh())
-        assert train.main(flags(out=folder, **RUN)) == 1
+        assert train.main(flags(folder=folder, **RUN)) == 1
         message = capsys.readouterr().err
         spent.clear()
-        assert train.main(flags(out=tmp_path / "none", **RUN | {"checkpoint_every": 0})) == 1
+        assert train.main(flags(folder=tmp_path / "none", **RUN | {"checkpoint_every": 0})) == 1
         assert "Nothing was saved (--checkpoint-every 0)" in capsys.readouterr().err
     assert "step 5: the loss is nan, the gradient norm nan" in message
     assert "The state before it is in the checkpoint of step 4" in message
     assert max(checkpoints.saved_steps(folder / "checkpoints")) == 4
-    assert train_here(out=folder, **RUN) == 0
+    assert train_here(folder=folder, **RUN) == 0
     assert losses(folder) == losses(completed)
 
 
@@ -180,23 +180,23 @@ def test_a_run_on_a_blend_survives_a_shortened_file_and_moved_data(tmp_path, cap
     stream.write_text("".join(json.dumps({"text": f"document {i} " * (i % 9)}) + "\n" for i in range(300)))
     tokens.tofile(array)
     settings = RUN | {"data": f"{stream},shuffle=7@0.25 {array}@0.75"}
-    assert train_here(out=tmp_path / "whole", **settings) == 0
+    assert train_here(folder=tmp_path / "whole", **settings) == 0
     with monkeypatch.context() as patch:
         at_step(patch, 4, lambda: os.truncate(array, 60))
-        assert train_here(out=tmp_path / "run", **settings) == 1
+        assert train_here(folder=tmp_path / "run", **settings) == 1
     assert "b.bin' was shortened during the run" in capsys.readouterr().err
     saved = max(checkpoints.saved_steps(tmp_path / "run" / "checkpoints"))
     assert saved == 4
     array.unlink()
     tokens.tofile(tmp_path / "c.bin")
     settings["data"] = settings["data"].replace("b.bin", "c.bin")
-    assert train_here(out=tmp_path / "run", **settings) == 0
+    assert train_here(folder=tmp_path / "run", **settings) == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
 @pytest.mark.slow
 def test_a_profile_is_written_and_changes_nothing(completed, tmp_path):
-    assert train_here(out=tmp_path, **RUN, profile="xplane", profile_steps="2:3") == 0
+    assert train_here(folder=tmp_path, **RUN, profile="xplane", profile_steps="2:3") == 0
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
     assert losses(tmp_path) == losses(completed)
 
@@ -216,12 +216,12 @@ train.main(sys.argv[1:])
 @pytest.mark.slow
 def test_a_process_that_is_killed_is_continued_to_the_same_losses(completed, tmp_path):
     """kill -9 while the checkpoint of step 6 is written, or after it: nothing of Python or Orbax closes a file."""
-    killed = spawn(*flags(out=tmp_path / "run", **RUN), program=("-c", KILLED), devices=8)
+    killed = spawn(*flags(folder=tmp_path / "run", **RUN), program=("-c", KILLED), devices=8)
     code, output = wait(killed)
     assert code == -signal.SIGKILL, output
     assert 5 <= len(losses(tmp_path / "run")) < 7
     assert (tmp_path / "run" / "checkpoints" / "3").exists()  # that of step 6 waits until it is written
-    assert train_here(out=tmp_path / "run", **RUN) == 0
+    assert train_here(folder=tmp_path / "run", **RUN) == 0
     assert losses(tmp_path / "run") == losses(completed)
 
 
@@ -233,7 +233,7 @@ def test_two_processes_train_as_one_stop_at_one_step_and_are_resumed_elsewhere(t
     metrics_file = tmp_path / "two" / "metrics.jsonl"
     with reserve_port() as port:
         mesh = {"distributed": True, "coordinator": f"127.0.0.1:{port}", "processes": 2, "fsdp_axis": 2}
-        words = flags(out=tmp_path / "two", **settings, **due, **mesh)
+        words = flags(folder=tmp_path / "two", **settings, **due, **mesh)
         module = ("-m", "policyc.models.llama.train")
         both = [spawn(*words, "--process-id", str(i), program=module, devices=2) for i in range(2)]
 
@@ -257,7 +257,7 @@ def test_two_processes_train_as_one_stop_at_one_step_and_are_resumed_elsewhere(t
         with monkeypatch.context() as patch:
             at_step(patch, step + 4, kill)
             with pytest.raises(Killed):
-                train_here(out=tmp_path / name, **RUN | settings)
+                train_here(folder=tmp_path / name, **RUN | settings)
     resumed = losses(tmp_path / "two")
     assert len(resumed) > step
     # All is float32, and sums have another order: see test_llama_step.

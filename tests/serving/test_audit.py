@@ -219,9 +219,9 @@ def test_the_exit_code_is_for_ci(folders: dict[str, Path], tmp_path: Path) -> No
     assert (result.code, "is not quantized" in result.err) == (2, True)
     for arguments, message in (
         (["audit", served, "--run", run], "name it with --policy"),
-        (["export", run, "--out", tmp_path / "a"], "name it with --policy"),
-        (["export", served, "--policy", "fp8", "--out", tmp_path / "a"], "does not use: is it a Llama?"),
-        (["export", tmp_path, "--policy", "fp8", "--out", tmp_path / "a"], "neither a run"),
+        (["export", run, "--folder", tmp_path / "a"], "name it with --policy"),
+        (["export", served, "--policy", "fp8", "--folder", tmp_path / "a"], "does not use: is it a Llama?"),
+        (["export", tmp_path, "--policy", "fp8", "--folder", tmp_path / "a"], "neither a run"),
     ):
         result = run_policyc(*arguments)
         assert (result.code, message in result.err) == (1, True)

@@ -114,7 +114,7 @@ def _make_step() -> Callable[..., Any]:
 
 def make_shared_step(config: Any, run: Any, mesh: Mesh) -> Any:
     """One step for all runs that differ only outside the step. Tracing it again would take half of a short run."""
-    ignored = {"out": None, "checkpoint_every": 0, "keep": 1, "keep_every": 0,
+    ignored = {"folder": None, "checkpoint_every": 0, "keep": 1, "keep_every": 0,
                  "resume_from": None, "accept_changes": False, "profile": None, "profile_steps": "1:1", "data": "",
                  "eval_every": 0}  # fmt: skip
     return _make_step()(config, replace(run, **ignored), mesh)

@@ -3,6 +3,8 @@
 
 const ROW = 13;
 const LABEL = 236;
+const SINGLE = 56; // width of the cell of a linear outside of stacks
+const LEAST_WITH_GAP = 8; // narrower cells have no gap between them, which would be as visible as they are
 const heat = { rows: [], svg: null, width: 0, cursor: null, drag: null };
 
 function drawMap() {
@@ -28,7 +30,7 @@ function drawStack(stack, number, y, parts) {
   const own = stack.linears.map((index) => [index, cells.filter((cell) => cell.number === index)]).filter(([, each]) => each.some(isShown));
   if (!own.length) return y;
   const grid = heat.width - LABEL - 8;
-  const column = stack.size ? Math.min(grid / stack.size, 56) : 56;
+  const column = stack.size ? grid / stack.size : SINGLE;
   if (stack.size) {
     parts.push(s("text", { x: 0, y: y + 10, class: "stack" }, `${stack.name}, ${count(stack.size, "layer")}`));
     parts.push(drawAxis(stack, column, y + 10));
@@ -72,24 +74,24 @@ function drawAxis(stack, column, y) {
   return numbers.map((number) => s("text", { x: LABEL + (number + 0.5) * column, y, class: "axis", "text-anchor": "middle" }, number));
 }
 
-/** All cells of a run, in the color of what is after. What is before is a notch in the corner of a changed cell. */
+/** All cells of a run, in the color of what is after. What is before is the top of a changed cell; others are lines. */
 function drawRun(cell, y, column) {
   const { color } = heat.scale;
-  const gap = column > 3 ? 1 : 0.4;
-  const [width, height] = [column - gap, ROW - 2];
-  const notch = Math.min(5, width * 0.4);
-  const hasNotch = cell.change.changed && !currentOverlay().perLayer;
-  const [bodies, hatches, notches] = [new Map(), new Map(), new Map()];
-  const add = (paths, fill, d) => paths.set(fill, (paths.get(fill) ?? "") + d);
+  const width = column - (column >= LEAST_WITH_GAP ? 1 : 0);
+  const isLine = !cell.change.changed && currentOverlay().kind === "format";
+  const hasBefore = cell.change.changed && !currentOverlay().perLayer;
+  const [bodies, hatches, befores] = [new Map(), new Map(), new Map()];
+  const add = (paths, fill, layer, top, height) => {
+    const box = `M${(LABEL + layer * column).toFixed(2)} ${y + top}h${width.toFixed(2)}v${height}h${(-width).toFixed(2)}z`;
+    paths.set(fill, (paths.get(fill) ?? "") + box);
+  };
   for (let layer = cell.first; layer <= cell.last; layer += 1) {
-    const start = `M${(LABEL + layer * column).toFixed(2)} ${y}`;
-    const box = `${start}h${width.toFixed(2)}v${height}h${(-width).toFixed(2)}z`;
-    add(bodies, color(cell, "after", layer), box);
-    if (isHatched(cell)) add(hatches, "url(#hatch)", box);
-    if (hasNotch) add(notches, color(cell, "before", layer), `${start}h${notch.toFixed(2)}l${(-notch).toFixed(2)} ${notch.toFixed(2)}z`);
+    const [top, height] = isLine ? [4, 3] : [0, ROW - 2];
+    add(bodies, color(cell, "after", layer), layer, top, height);
+    if (isHatched(cell) && !isLine) add(hatches, "url(#hatch)", layer, top, height);
+    if (hasBefore) add(befores, color(cell, "before", layer), layer, 0, 3);
   }
-  const isRest = !cell.change.changed && currentOverlay().kind === "format";
-  const group = s("g", { class: isRest ? "rest" : "" }, [bodies, hatches, notches].flatMap((paths) => [...paths].map(([fill, d]) => s("path", { d, style: `fill:${fill}`, class: paths === notches ? "notch" : null }))));
+  const group = s("g", {}, [bodies, hatches, befores].flatMap((paths) => [...paths].map(([fill, d]) => s("path", { d, style: `fill:${fill}`, class: paths === befores ? "before" : null }))));
   if (isFiltered() && !isShown(cell)) group.classList.add("dim");
   return group;
 }
@@ -97,8 +99,8 @@ function drawRun(cell, y, column) {
 function drawLegend() {
   byId("legend").replaceChildren(...[
     ...heat.scale.entries.map(([color, text]) => h("span", { class: "chip" }, h("i", { style: `background:${color}` }), text)),
-    h("span", { class: "chip" }, h("i", { class: "cut" }), "corner: before"),
-    currentOverlay().kind === "format" ? h("span", { class: "chip" }, h("i", { class: "pale" }), "pale: unchanged") : null,
+    h("span", { class: "chip" }, h("i", { class: "cut" }), "top: before"),
+    currentOverlay().kind === "format" ? h("span", { class: "chip" }, h("i", { class: "line" }), "line: unchanged") : null,
     cells.some(isHatched) ? h("span", { class: "chip", title: `${explain("emulated")}; ${explain("opaque")}` }, h("i", { class: "hatched" }), "emulated or opaque") : null].filter(Boolean));
 }
 

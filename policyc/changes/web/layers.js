@@ -108,7 +108,7 @@ function drawOperand(number, cell, operand, { position, x, y, layer, words }) {
   const shared = findFact(layerFacts.shared, (fact) => fact.readers.includes(number), cell.product, position, layer);
   const hoisted = findFact(layerFacts.hoisted, (fact) => fact.linear === number, cell.product, position, layer);
   const names = shared ? shared.readers.map((reader) => data.linears[reader].short_name) : [];
-  const mark = shared ? `once for ${shared.readers.length} linears` : (hoisted ? "once per step" : "");
+  const mark = shared ? `once for ${shared.readers.length} sites` : (hoisted ? "once per step" : "");
   const before = stateOf(cell.change.before).operands[position];
   const isRounded = before.format !== operand.format;
   const own = [operand.role, ...operand.options, ...(mark ? [mark] : [])].filter(explain);

@@ -51,7 +51,7 @@ function startTools() {
 
 // ---- CSV
 
-const CSV_COLUMNS = ["linear", "first_layer", "last_layer", "product", "changed", "batch", "m", "n", "k", "flops",
+const CSV_COLUMNS = ["site", "first_layer", "last_layer", "product", "changed", "batch", "m", "n", "k", "flops",
   ...SIDES.flatMap((side) => ["format", "operands", "backend", "native", "rule", "rule_place", "seconds", "bytes"].map((name) => `${name}_${side}`)),
   "opaque", "place"];
 

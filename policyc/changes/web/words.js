@@ -18,7 +18,7 @@ const WORDS = [
   [/^sums=fast$/, "the GEMM may add in fewer bits than fp32"],
   [/^mean_split$/, "the mean is multiplied on its own, in high precision"],
   [/^outer=(.*)$/, "what the fp32 scale covers: $1"],
-  [/^once for \d+ linears$/, "quantized once; all of these linears read the codes"],
+  [/^once for \d+ sites$/, "quantized once; all of these sites read the codes"],
   [/^once per step$/, "quantized once per step, outside the loss"],
   [/^native$/, "the GPU multiplies in this format"],
   [/^emulated$/, "same numbers, multiplied in a wider format: slower"],

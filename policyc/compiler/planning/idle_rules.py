@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 from policyc.base.text import closest_name
 from policyc.compiler.planning.plan import Plan
 from policyc.language.diagnostics import Diagnostic, Note, Severity
+from policyc.language.kinds import name_of_kind
 from policyc.language.policy import Rule
 from policyc.language.predicates import Comparison, leaves
 from policyc.language.recipes import Gemm, Recipe
@@ -38,7 +39,7 @@ def idle_rules(plan: Plan, *, hint: str = MULTIPLE_LOSSES_HINT) -> Iterator[Diag
         if not plan.counts[index]:
             is_protecting = has_index(rule) and any(quantizing) and not quantizing[index]
             verb = "quantizes" if quantizing[index] else "protects layers" if is_protecting else ""
-            yield _unmatched(rule, verb, suggest_names(rule, names), hint)
+            yield _unmatched(rule, verb, suggest_names(plan, rule, names), hint)
         elif quantizing[index] and index not in deciding and index in overriding:
             yield _overridden(plan, index, sorted(overriding[index]))
 
@@ -118,8 +119,15 @@ def all_names(plan: Plan) -> frozenset[str]:
     return frozenset(as_glob(name.text) for path in paths for name in path)
 
 
-def suggest_names(rule: Rule, names: Collection[str]) -> str:
-    """Suggests the nearest names of the model for those in a rule that matches nothing."""
+def suggest_names(plan: Plan, rule: Rule, names: Collection[str]) -> str:
+    """Suggests, for a rule that matches nothing, the kind that its name may mean, or the nearest names of the model."""
+    if (kind := name_of_kind(rule.selectors)) and kind not in names:
+        count = sum(
+            site.attributes(layer).get(kind) is True for site in plan.sites for layer in site.layers()
+        )
+        if count:
+            are = "is a site" if count == 1 else f"are {count} sites"
+            return f"'{kind}' is a name here, and nothing has it; there {are} of that kind: write '* where {kind}'"
     patterns = (pattern for selector in rule.selectors for pattern in expand_selector(selector))
     globs = dict.fromkeys(s.glob for pattern in patterns for s in pattern.segments if s.is_literal)
     near = {glob: closest_name(glob, sorted(names)) for glob in globs if glob not in names}

@@ -83,7 +83,9 @@ def unmet_expectations(
         if rule.expect is None or rule.expect == count or (may_miss and not count):
             continue
         help = (
-            f"write 'expect {count}' if that is right" if count else f"{suggest_names(rule, names)}; {hint}"
+            f"write 'expect {count}' if that is right"
+            if count
+            else f"{suggest_names(plan, rule, names)}; {hint}"
         )
         yield Diagnostic(
             code="expect-violated",

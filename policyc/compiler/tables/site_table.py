@@ -19,14 +19,38 @@ from policyc.language.recipes import Gemm
 _REPEATED = {"scope": "site", "block": "layers"}
 """Columns that are left out if they only repeat another column."""
 
+_MAY_BE_EQUAL = {"scope", "layers", "weight", "products", "kind", "block", "phase", "rule", "overrides"}
+"""Columns that are left out if all of their cells are equal."""
+
 
 def sites_table(plan: Plan | Sites) -> str:
     """Every site with its shapes and, if there are rules, the rule that decides and the rules it overrides."""
     plan = _as_plan(plan)
     total = sum(s.total_flops for s in plan.sites)
-    end = f"{count_noun(plan.sites.count, 'GEMM')}, {total / 1e9:.4g} GFLOP a step in their products"
-    lines = (*align_columns(site_rows(plan)), end, *uncertain_repeats(plan), *unchanged_products(plan))
+    end = f"{count_noun(plan.sites.count, 'GEMM')}, {_short(total / 1e9, 4)} GFLOP a step in their products"
+    rows, alike = _without_equal_columns(site_rows(plan))
+    lines = (*align_columns(rows), end, *alike, *uncertain_repeats(plan), *unchanged_products(plan))
     return "".join(f"{line}\n" for line in lines)
+
+
+def _without_equal_columns(rows: list[list[str]]) -> tuple[list[list[str]], Iterator[str]]:
+    """The table without columns whose cells are all equal, and the line that says what they hold."""
+    if len(rows) < 3:
+        return rows, iter(())
+    columns = dict(zip(rows[0], zip(*rows[1:], strict=True), strict=True))
+    values = {name: set(cells) for name, cells in columns.items()}
+    # Scores have no weight, and say so by their kind.
+    values["weight"] -= (
+        {"-"}
+        if all(
+            "scores" in pair for pair in zip(columns["weight"], columns["kind"], strict=True) if "-" in pair
+        )
+        else set()
+    )
+    equal = {n: v.pop() for n, v in values.items() if len(v) == 1 and n in _MAY_BE_EQUAL}
+    kept = [number for number, name in enumerate(rows[0]) if name not in equal]
+    alike = "; ".join(f"{name} {value}" for name, value in equal.items() if value != "-")
+    return [[row[number] for number in kept] for row in rows], iter([f"all rows: {alike}"] if alike else [])
 
 
 def _as_plan(plan: Plan | Sites) -> Plan:
@@ -99,7 +123,11 @@ def _layers_text(site: Site, indices: Sequence[int | None]) -> str:
 def _gflops(sites: Sequence[Site]) -> str:
     """GFLOPs of one product in a step, in all these layers; `?` if not known."""
     flops = sum(site.flops * site.repeats / site.count for site in sites)
-    return f"{flops / 1e9:.3g}" if flops else "?"
+    return _short(flops / 1e9) if flops else "?"
+
+
+def _short(number: float, digits: int = 3) -> str:
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.{digits}g}"
 
 
 def _rule_cells(plan: Plan, site: Site, layer: Layer, phase: Phase) -> dict[str, str]:

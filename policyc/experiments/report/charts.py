@@ -160,21 +160,28 @@ def _gap_chart(sweep: SweepData, axis: Axis, baseline: str, margin: float | None
 
 
 def _validation_charts(sweep: SweepData, axis: Axis) -> Iterator[JsonObject]:
-    for metric, title in (
-        ("validation_loss", "Validation loss"),
-        ("validation_loss_evaluated_in_bf16", "Validation loss, computed in bf16"),
-    ):
-        measured = [
-            (color, variant, [_evaluations(run, metric, axis) for run in variant.runs])
-            for color, variant in colors_of(sweep)
-        ]
-        positions = sorted({x for _, _, runs in measured for run in runs for x in run})
-        lines = []
-        for color, variant, runs in measured if positions else ():
+    """One chart: each variant in its own precision, and in bf16 as a dashed line of the same color."""
+    measured = [
+        (color, label, is_in_bf16, [_evaluations(run, metric, axis) for run in variant.runs])
+        for color, variant in colors_of(sweep)
+        for metric, label, is_in_bf16 in (
+            ("validation_loss", variant.name, False),
+            ("validation_loss_evaluated_in_bf16", f"{variant.name}, in bf16", True),
+        )
+    ]
+    positions = sorted({x for *_, runs in measured for run in runs for x in run})
+    lines = []
+    for number, (color, label, is_in_bf16, runs) in enumerate(measured):
+        if any(runs) and not (is_in_bf16 and runs == measured[number - 1][-1]):
             columns = [np.array([run.get(x, np.nan) for x in positions]) for run in runs]
-            lines.append(_line(variant.name, color, over_seeds(columns), has_points=True))
-        x = axis.label, np.array(positions)
-        yield _chart(metric, title, ["nats per token", _band_note(sweep)], x, lines, format="loss")
+            lines.append(
+                _line(label, color, over_seeds(columns), has_points=not is_in_bf16, is_dashed=is_in_bf16)
+            )
+    dashed = "dashed: the same weights in bf16" if any(line["is_dashed"] for line in lines) else ""
+    notes = ["nats per token, in the precision of the policy", dashed, _band_note(sweep)]
+    yield _chart(
+        "validation_loss", "Validation loss", notes, (axis.label, np.array(positions)), lines, format="loss"
+    )
 
 
 def _evaluations(run: RunData, metric: str, axis: Axis) -> dict[float, float]:

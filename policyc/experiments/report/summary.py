@@ -17,7 +17,9 @@ from policyc.experiments.report.sweeps import (
 from policyc.experiments.report.values import JsonObject, as_list, as_number, as_object, as_objects, as_text
 from policyc.experiments.verdicts import Comparison, compare_variants
 
-FREE_SETTINGS = frozenset({"seed", "seeds", "out", "coordinator", "process_id", "accept_changes", "wandb"})
+FREE_SETTINGS = frozenset(
+    {"seed", "seeds", "folder", "out", "coordinator", "process_id", "accept_changes", "wandb"}
+)
 """Settings that may differ between the runs of a sweep."""
 
 

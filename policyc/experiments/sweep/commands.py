@@ -37,7 +37,7 @@ PLACEHOLDERS = {
 }
 """Placeholders in the arguments of a program, each with the environment variable that has the same value."""
 
-_SET_BY_SWEEP = ("--config", "--seed", "--seeds", "--steps", "--out")
+_SET_BY_SWEEP = ("--config", "--seed", "--seeds", "--steps", "--folder")
 """Options of the bundled trainer that a sweep sets itself."""
 
 
@@ -76,7 +76,7 @@ class SweepProgram:
             option = word.partition("=")[0]
             if option in _SET_BY_SWEEP:
                 raise ValueError(
-                    f"{option} is set by the sweep: give --seeds, --steps, --out and --config to policyc"
+                    f"{option} is set by the sweep: give --seeds, --steps, --folder and --config to policyc"
                 )
         parse_args(["--config", self.config, *self.words])  # exits with the trainer's own message
 
@@ -130,7 +130,7 @@ class SweepProgram:
         if self.config is None:
             return _fill(self.words, run.environment)
         script = str(data_folder("models") / "llama" / "train.py")
-        settings = ("--steps", str(self.total_steps), "--seed", str(run.seed), "--out", str(run.folder))
+        settings = ("--steps", str(self.total_steps), "--seed", str(run.seed), "--folder", str(run.folder))
         # A sweep has many runs: each keeps the one checkpoint that it needs to continue.
         keep = () if any(w.partition("=")[0] == "--keep" for w in self.words) else ("--keep", "1")
         return (script, "--config", self.config, *settings, *keep, *self.words)

@@ -121,7 +121,7 @@ def check_sweep(out: Path, design: SweepDesign) -> tuple[dict[str, Any], list[st
         if differences:
             command = shlex.join(earlier["command"])
             raise ChangedSweep(
-                f"{out} holds another sweep: {'; '.join(differences)}. Choose another --out, or give the command "
+                f"{out} holds another sweep: {'; '.join(differences)}. Choose another --folder, or give the command "
                 f"that made it: {command}"
             )
         values["earlier"] = _list_earlier(earlier, values)
@@ -133,7 +133,7 @@ def check_sweep(out: Path, design: SweepDesign) -> tuple[dict[str, Any], list[st
             name = design.program.words[0]
             notes.append(f"{name} has changed since this sweep began: its finished runs used the earlier one")
     elif out.exists() and any(entry.name != LOCK_FILE for entry in out.iterdir()):
-        raise ChangedSweep(f"{out} is not empty, and holds no sweep: choose another --out")
+        raise ChangedSweep(f"{out} is not empty, and holds no sweep: choose another --folder")
     return values, notes
 
 
@@ -156,12 +156,12 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     try:
         values = read_json(path)
     except ValueError as error:
-        raise ChangedSweep(f"{path} is damaged: {error}. Restore it, or choose another --out") from None
+        raise ChangedSweep(f"{path} is damaged: {error}. Restore it, or choose another --folder") from None
     if not isinstance(values, dict) or values.get("format") != _FORMAT:
-        raise ChangedSweep(f"{path} is not a file of this version of policyc: choose another --out")
+        raise ChangedSweep(f"{path} is not a file of this version of policyc: choose another --folder")
     if missing := [name for name in _KEYS if name not in values]:
         raise ChangedSweep(
-            f"{path} is damaged: it has no '{missing[0]}'. Restore it, or choose another --out"
+            f"{path} is damaged: it has no '{missing[0]}'. Restore it, or choose another --folder"
         )
     return values
 

@@ -202,7 +202,7 @@ class SlurmExecutor:
             raise ValueError("--slurm: there is no sbatch on this machine: run the sweep on a login node")
         if {"%", "\n"} & set(str(out)):
             raise ValueError(
-                f"--slurm: Slurm replaces '%' in the names of files: choose another --out than {out}"
+                f"--slurm: Slurm replaces '%' in the names of files: choose another --folder than {out}"
             )
         self.slots: int = jobs or _DEFAULT_JOBS
         self._folder = out / JOBS_FOLDER

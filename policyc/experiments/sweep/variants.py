@@ -152,13 +152,13 @@ def drop_equal_plans(
         plan = planned[variant.name]
         may_omit = variant.role == "edit" or (variant.name in optional and variant.name != policies.policy)
         if plan.error and not may_omit:
-            help = "; choose others with --baseline" if variant.role == "baseline" else ""
+            help = "; choose others with --vs" if variant.role == "baseline" else ""
             raise ValueError(
                 f"the {variant.role} '{variant.name}' cannot be applied to the program{help}:\n{plan.error}"
             )
         reason = f"cannot be applied to the program: {plan.error}" if plan.error else ""
         if plan.error and variant.role == "baseline":  # a bundled policy, whose source lines do not help
-            reason = f"{reason.splitlines()[0]}; choose others with --baseline"
+            reason = f"{reason.splitlines()[0]}; choose others with --vs"
         if not plan.error and plan.digest in names:
             reason = f"does the same to this program as '{names[plan.digest]}'"
         if reason:

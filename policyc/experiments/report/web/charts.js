@@ -70,7 +70,7 @@ function shorten(name, longest = LONGEST) {
 
 const areDistinct = (names) => new Set(names).size === names.length;
 
-const FONT = "11.5px system-ui, sans-serif";
+const FONT = "12px system-ui, sans-serif"; // whole pixels: uPlot scales no other font with the screen
 const measuring = document.createElement("canvas").getContext("2d");
 
 /** The width of a text in a chart, in CSS pixels. */
@@ -93,7 +93,7 @@ function axes(format, xValues) {
 /** The width of the vertical axis: that of its longest label. */
 function axisSize(u, labels) {
   const longest = Math.max(0, ...(labels || []).map((label) => String(label ?? "").length));
-  return 20 + longest * 6.6;
+  return 20 + longest * 6.6; // uPlot adds the size of a label
 }
 
 /** Draws the zone between two values behind the lines, with its label below if there is one. */
@@ -231,7 +231,7 @@ function lineChart(element, original) {
       bands.push({ series: [index + 1, index + 2], fill: fade(stroke, chart.lines.length > 6 ? 0.1 : 0.17) });
     }
   }
-  const xTicks = { ...(chart.isJoined ? {} : { incrs: WHOLE_STEPS }), values: (u, splits) => splits.map((v) => v === null ? null : withPrefix(v, 6)), label: chart.x_label, labelSize: 18, labelFont: "11.5px system-ui, sans-serif", labelGap: 0, size: 34 };
+  const xTicks = { ...(chart.isJoined ? {} : { incrs: WHOLE_STEPS }), values: (u, splits) => splits.map((v) => v === null ? null : withPrefix(v, 6)), label: chart.x_label, labelSize: 18, labelFont: FONT, labelGap: 0, size: 34 };
   const u = new uPlot({
     width: plot.clientWidth, height: isPaper() ? 190 : element.classList.contains("wide") ? 330 : 250, padding: [10, 24, 0, 0],
     legend: { show: false },
@@ -332,24 +332,25 @@ function drawIntervals(u, points) {
 }
 
 /** A chart of points. `xAxis` are options of the first axis, `range` its limits. In a forest, this axis goes down. */
-function pointChart(element, points, { title, note, xAxis, range, zone, zoneLabel, hasKey, height, isForest }) {
+function pointChart(element, points, { title, note, xAxis, yLabel, range, zone, zoneLabel, hasNames, height, isForest }) {
   const plot = figure(element, title, note);
   const ordered = [...points].sort((a, b) => a.x - b.x);
   const ends = ordered.flatMap((point) => [point.y, ...(point.interval || [])]).concat(zone || [], 0);
   const room = (Math.max(...ends) - Math.min(...ends)) * 0.07 || 0.01;
-  const key = hasKey ? h("ol", { class: "key", start: 0 }, points.map((point) => h("li", {}, point.label, h("small", {}, " " + signed(point.y) + ", " + point.note)))) : null;
+  const key = hasNames ? h("ul", { class: "key" }) : null;
   const [first, second] = axes("gap", xAxis);
+  const label = yLabel ? { label: yLabel, labelSize: 18, labelGap: 0, labelFont: FONT } : {};
   const forest = isForest ? { x: { ori: 1, dir: -1 }, y: { ori: 0 } } : {};
   const u = new uPlot({
     width: plot.clientWidth, height: isPaper() && !isForest ? 230 : height, padding: [10, 20, 0, isForest ? 4 : 0],
     legend: { show: false },
     cursor: { drag: { x: false, y: false }, points: { show: false } },
     scales: { x: { ...forest.x, time: false, range: () => range }, y: { ...forest.y, range: () => [Math.min(...ends) - (zone ? 1.6 : 1) * room, Math.max(...ends) + room] } },
-    axes: isForest ? [{ ...first, side: 3 }, { ...second, side: 2, size: 30, space: 60 }] : [first, second],
+    axes: isForest ? [{ ...first, side: 3 }, { ...second, side: 2, size: 30, space: 60, ...label }] : [first, { ...second, ...label }],
     series: [{}, { stroke: "transparent", points: { show: false } }],
     hooks: {
       drawClear: zone ? [(u) => drawZone(u, zone, zoneLabel)] : [],
-      draw: [(u) => { drawIntervals(u, ordered); if (key) drawNumbers(u, points); }],
+      draw: [(u) => { drawIntervals(u, ordered); if (key) key.replaceChildren(...drawNames(u, points, zone).map((point) => h("li", {}, h("span", { class: "chip" }, h("i", { class: "c" + point.color % COLORS }), point.label), h("small", {}, " " + signed(point.y) + ", " + point.note)))); }],
       setCursor: [(u) => {
         const index = u.cursor.idx;
         if (!u.over.matches(":hover") || index === null || index === undefined) return;
@@ -364,14 +365,35 @@ function pointChart(element, points, { title, note, xAxis, range, zone, zoneLabe
   return u;
 }
 
-/** Writes the number of each point beside it. The key below the chart has their names. */
-function drawNumbers(u, points) {
-  const { ctx } = u, ratio = devicePixelRatio;
+const SIDES = [[9, 0], [-9, 0], [0, -15], [0, 15], [9, -13], [9, 13], [-9, -13], [-9, 13]]; // from a point to its name
+
+/** Writes the name of each point beside it. Returns the points without room for a name: the key below has them. */
+function drawNames(u, points, zone) {
+  const { ctx, bbox } = u, ratio = devicePixelRatio, half = 7 * ratio;
+  const at = (point, value) => [u.valToPos(point.x, "x", true), u.valToPos(value, "y", true)];
+  const taken = points.flatMap((point) => {
+    const [x, y] = at(point, point.y), [low, high] = (point.interval ?? []).map((value) => at(point, value)[1]);
+    return [[x - half, y - half, x + half, y + half], ...(point.interval ? [[x - 4 * ratio, high, x + 4 * ratio, low]] : [])];
+  });
+  if (zone) taken.push([bbox.left + bbox.width - 90 * ratio, u.valToPos(zone[0], "y", true), bbox.left + bbox.width, Infinity]); // its label
   ctx.save();
-  ctx.font = `${11.5 * ratio}px system-ui, sans-serif`;
+  ctx.font = `${12 * ratio}px system-ui, sans-serif`;
   ctx.fillStyle = style("--ink");
   ctx.textAlign = "left";
   ctx.textBaseline = "middle";
-  points.forEach((point, n) => ctx.fillText(String(n), u.valToPos(point.x, "x", true) + 9 * ratio, u.valToPos(point.y, "y", true)));
+  const left = points.filter((point) => {
+    const name = shorten(point.label), width = ctx.measureText(name).width, [x, y] = at(point, point.y);
+    for (const [dx, dy] of SIDES) {
+      const start = x + dx * ratio - (dx > 0 ? 0 : dx < 0 ? width : width / 2), middle = y + dy * ratio;
+      const box = [start, middle - half, start + width, middle + half];
+      const isInside = box[0] >= bbox.left && box[1] >= bbox.top && box[2] <= bbox.left + bbox.width && box[3] <= bbox.top + bbox.height;
+      if (!isInside || taken.some(([a, b, c, d]) => box[0] < c && a < box[2] && box[1] < d && b < box[3])) continue;
+      taken.push(box);
+      ctx.fillText(name, start, middle);
+      return false;
+    }
+    return true;
+  });
   ctx.restore();
+  return left;
 }

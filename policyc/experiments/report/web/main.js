@@ -11,7 +11,7 @@ function gapChart(element, baseline) {
   if (!areDistinct(names)) names = rows.map((row, n) => n + 1 + " " + shorten(row.variant, longest - 3));
   return pointChart(element, points, {
     title: "Final gap to " + baseline, note: "nats, with the paired t interval of each variant" + (margin ? "; shaded: margin " + data.margin : ""),
-    height: 56 + Math.max(26, 20 * rows.length), range: [-0.6, rows.length - 0.4], zone: margin ? [-margin, margin] : null, isForest: true,
+    height: 74 + Math.max(26, 20 * rows.length), range: [-0.6, rows.length - 0.4], zone: margin ? [-margin, margin] : null, isForest: true, yLabel: "nats per token",
     xAxis: { splits: () => names.map((_, n) => n), values: () => names, size: 14 + Math.max(...names.map(textWidth)), gap: 6, grid: { show: false } },
   });
 }
@@ -24,9 +24,9 @@ function speedUpChart(element) {
   const speeds = points.map((point) => point.x), room = (Math.max(...speeds) - Math.min(...speeds)) * 0.12 || 0.1;
   const margin = rows.find((row) => row.margin !== null)?.margin;
   return pointChart(element, points, {
-    title: "Gap against predicted speed-up", note: "nats against " + baseline + "; speed-up of " + data.speed_ups.step + ", from the cost model: the larger of its two bounds", height: 330,
-    range: [Math.min(...speeds) - room, Math.max(...speeds) + 1.6 * room], zone: margin ? [-margin, margin] : null, zoneLabel: "margin " + data.margin, hasKey: true,
-    xAxis: { values: (u, splits) => splits.map((v) => v.toFixed(2) + "×"), label: "predicted speed-up", labelSize: 18, labelFont: "11.5px system-ui, sans-serif", size: 34 },
+    title: "Gap against predicted speed-up", note: "bars: paired t intervals; speed-up of " + data.speed_ups.step + ", from the cost model: the larger of its two bounds", height: 330,
+    range: [Math.min(...speeds) - room, Math.max(...speeds) + 1.6 * room], zone: margin ? [-margin, margin] : null, zoneLabel: "margin " + data.margin, hasNames: true, yLabel: "gap to " + shorten(baseline) + ", nats per token",
+    xAxis: { values: (u, splits) => splits.map((v) => v.toFixed(2) + "×"), label: "predicted speed-up of a step", labelSize: 18, labelFont: FONT, size: 34 },
   });
 }
 
