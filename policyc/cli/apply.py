@@ -20,6 +20,7 @@ from policyc.cli.program import check_order, parse_program, run_under_policy
     cls=ProgramCommand,
     examples="""
     policyc apply llama.policy train.py --steps 100             a script, with its own arguments
+    policyc apply recommended train.py                          the policy that reaches a loss soonest here
     policyc apply llama_nvfp4 -m trainer.main                   a module
     policyc apply llama_nvfp4 -c 'import trainer; trainer.run()'    code
     policyc apply llama_nvfp4 - --steps 100 < train.py          standard input

@@ -17,13 +17,13 @@ from policyc.cli.common import (
     exit_with_diagnostics,
     exit_with_message,
     is_policy,
-    load_policy,
+    load_unless_recommended,
     print_diagnostics,
     print_note,
     usage_errors,
     write_output,
 )
-from policyc.cli.options import ProgramCommand, StepOptions, check_source
+from policyc.cli.options import DEFAULT_TARGET, ProgramCommand, StepOptions, check_source
 
 if TYPE_CHECKING:
     from policyc.cli.options import RunOptions
@@ -170,22 +170,41 @@ def plan_program(policy: Policy, words: Sequence[str], execution: ExecutionOptio
 
 
 def trace_step(
-    policy: Policy,
+    policy: Policy | None,
     words: Sequence[str],
     step: StepOptions,
     execution: ExecutionOptions,
 ) -> TrainingStep:
-    """Plans the step of a configuration or of a program. Raises ValueError if the options do not fit it."""
+    """Plans the step of a configuration or of a program. Raises ValueError if the options do not fit it.
+
+    None is the recommended policy, which is printed with the reasons.
+    """
     from policyc.hardware import llama_step
+    from policyc.language.policy import Policy
 
     if step.config:
-        return llama_step.plan_step(policy, step.config, step.mesh_shape(), step.sizes(), execution)
-    step.reject_for_program("batch", "sequence", "gather")
-    return step.of_program(plan_program(policy, words, execution))
+        sizes = step.sizes()
+        traced = llama_step.plan_step(policy or Policy(), step.config, step.mesh_shape(), sizes, execution)
+    else:
+        step.reject_for_program("batch", "sequence", "gather")
+        traced = step.of_program(plan_program(policy or Policy(), words, execution))
+    if policy is not None:
+        return traced
+    from policyc.experiments.recommend import recommend_for
+
+    recommendation = recommend_for(
+        traced, step.target, step.mesh_shape(), sets_steps=bool(step.config) or None
+    )
+    click.echo(f"policyc: {recommendation}", err=True)
+    return traced.under(recommendation.policy)
 
 
 def trace_modelled_step(
-    policy: Policy, program: tuple[str, ...], mesh: MeshShape, step: StepOptions, execution: ExecutionOptions
+    policy: Policy | None,
+    program: tuple[str, ...],
+    mesh: MeshShape,
+    step: StepOptions,
+    execution: ExecutionOptions,
 ) -> TrainingStep:
     """Plans a step for the cost model, and prints what that leaves out. Raises ValueError if it cannot be priced."""
     from policyc.compiler.tables.plan_tables import other_products, uncertain_repeats
@@ -229,28 +248,39 @@ def fail_if_refused(*plans: Plan) -> None:
         sys.exit(EXIT_FAILURE)
 
 
-def plan_source(policy: Policy, words: Sequence[str], config: str | None) -> Plan:
-    """Plans the loss of a program, or of a configuration of the bundled Llama."""
+def plan_source(
+    policy: Policy | None, words: Sequence[str], config: str | None, target: str = DEFAULT_TARGET
+) -> Plan:
+    """Plans the loss of a program, or of a configuration of the bundled Llama.
+
+    None is the recommended policy for the target.
+    """
     check_source(words, config)
     with exit_on_error():
-        return trace_step(policy, words, StepOptions(config=config), parse_execution("auto")).plan
+        return trace_step(
+            policy, words, StepOptions(config=config, target=target), parse_execution("auto")
+        ).plan
 
 
 def run_under_policy(program: Program, policy_name: str, options: RunOptions) -> None:
     """Runs a program under a policy, and prints what the policy did. Exits if the policy was not applied."""
-    policy = load_policy(policy_name)
+    from policyc.language.diagnostics import PolicyError
+    from policyc.language.policy import Policy
+
+    chosen = load_unless_recommended(policy_name)
+    policy = chosen or Policy()
     if options.rounding_seed is not None:
         policy = policy.with_seed(options.rounding_seed)
-    if options.compile_cache is not None or not policy.changes_nothing:
+    is_idle = chosen is not None and policy.changes_nothing and options.plan_out is None
+    if options.compile_cache is not None or chosen is None or not policy.changes_nothing:
         from policyc.base.compile_cache import use_compile_cache
 
         use_compile_cache(options.compile_cache)
     from policyc.experiments import runner
-    from policyc.language.diagnostics import PolicyError
 
     execution = parse_execution(options.backend, require_native=options.require_native)
     printer = _PlanPrinter(options)
-    is_idle = policy.changes_nothing and options.plan_out is None
+    choose = runner.PolicyChooser(quiet=options.quiet, seed=options.rounding_seed)
     if is_idle:
         _print_unless_quiet(
             options,
@@ -265,6 +295,7 @@ def run_under_policy(program: Program, policy_name: str, options: RunOptions) ->
             multiple_losses=options.multiple_losses,
             stats_every=options.stats_every,
             plans_always=not is_idle,
+            choose=choose if chosen is None else None,
         )
     session = result.session
     if is_idle:

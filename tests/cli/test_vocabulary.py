@@ -48,7 +48,7 @@ TAKES_PROGRAM = {
     "bisect",
 }
 HAS_CONFIG = TAKES_PROGRAM - {"apply"}  # `train` is `apply` for the bundled Llama
-HAS_TARGET = {"lint", "diff", "estimate", "adopt", "compile", "report", "search"}
+HAS_TARGET = {"lint", "init", "diff", "estimate", "adopt", "compile", "report", "search"}
 COMPARES = {"diff", "estimate"}
 PRINTS = {"show", "lint", "sites", "diff", "estimate", "adopt", "compile", "report"}
 
