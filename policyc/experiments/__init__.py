@@ -6,6 +6,7 @@ __all__ = [
     "bisect",
     "hooks",
     "program",
+    "recommend",
     "record",
     "report",
     "runner",

@@ -66,7 +66,7 @@ def _tried(data: JsonObject) -> list[JsonObject]:
 
 def _compared_with(data: JsonObject) -> JsonObject:
     """What to compare speeds with, and to fall back to: the faster of the reference and the baseline."""
-    plain = [c for c in data["candidates"] if c["policy"] in (BASELINE)]
+    plain = [c for c in data["candidates"] if c["policy"] in (REFERENCE, BASELINE)]
     fastest: JsonObject = min(plain, key=lambda c: c["seconds"])
     return fastest
 
@@ -147,14 +147,14 @@ def _savings(data: JsonObject) -> Section | None:
             MISSING
             if name == c["policy"] or name not in hours
             else saved_over(name, gemm_cost.speed_up_bounds(hours[name] / own))
-            for name in (BASELINE)
+            for name in (REFERENCE, BASELINE)
         ]
         if c["least"] is not None and BASELINE in hours:
             saved[1] += f" ({saved_over(BASELINE, (c['least'], c['most']))})"
         cost = [f"{own * price:,.0f}"] if price else []
         rows.append([c["policy"], _days(own / devices), f"{own:,.0f}", *cost, *saved])
     columns = ["policy", "days", "GPU hours", *(["cost"] if price else [])]
-    columns += [f"saved over {name}" for name in (BASELINE)]
+    columns += [f"saved over {name}" for name in (REFERENCE, BASELINE)]
     sentences = [
         "Steps only: restarts, validation and checkpoints are extra. A negative saving is an extra cost.",
         "If a policy raises the loss, reaching the same loss takes more tokens: the sweep's report says how many.",
