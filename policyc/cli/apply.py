@@ -12,6 +12,7 @@ from policyc.cli.options import (
     policy_argument,
     program_argument,
     run_options,
+    telemetry_option,
 )
 from policyc.cli.program import check_order, parse_program, run_under_policy
 
@@ -25,12 +26,14 @@ from policyc.cli.program import check_order, parse_program, run_under_policy
     policyc apply llama_nvfp4 -c 'import trainer; trainer.run()'    code
     policyc apply llama_nvfp4 - --steps 100 < train.py          standard input
     policyc apply llama.policy --plan-out plan.json train.py    write the plan as JSON
+    policyc apply llama.policy --telemetry wandb train.py       SQNR, flush, saturation and zeros of each site
     """,
 )
 @policy_argument()
 @program_argument(required=True)
 @run_options
 @multiple_losses_option
+@telemetry_option
 @compile_cache_option
 def apply(policy: str, program: tuple[str, ...], run: RunOptions) -> None:
     """Run an unmodified training program under a policy.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from policyc.base.text import count_noun
 from policyc.cli.common import (
     EXIT_FAILURE,
     EXIT_USAGE,
@@ -28,8 +30,10 @@ from policyc.cli.options import DEFAULT_TARGET, ProgramCommand, StepOptions, che
 if TYPE_CHECKING:
     from policyc.cli.options import RunOptions
     from policyc.compiler.matching.execution import ExecutionOptions
+    from policyc.compiler.pipeline import PlannedLoss
     from policyc.compiler.planning.plan import Plan
     from policyc.compiler.session import Session
+    from policyc.experiments.live_telemetry import LiveTelemetry
     from policyc.experiments.program import Program
     from policyc.hardware.mesh import MeshShape
     from policyc.hardware.training_step import TrainingStep
@@ -38,6 +42,8 @@ if TYPE_CHECKING:
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"  # of JAX
 _LEAST_SECONDS = 1  # of a compilation that is worth a line: others are of single operations
+
+_TELEMETRY_EVERY = 100  # evaluations of a loss, unless --stats-every says otherwise
 
 _PLACEHOLDER = re.compile(r"\{(seed|steps|out|variant)\}")  # of a sweep
 
@@ -286,14 +292,15 @@ def run_under_policy(program: Program, policy_name: str, options: RunOptions) ->
             options,
             "this policy keeps every GEMM: the program runs as it does without policyc, and is not planned",
         )
-    with exit_on_error(), printer.listening():
+    with exit_on_error(), printer.listening(), _LazyTelemetry(options) as telemetry:
         result = runner.run(
             program,
             policy,
             execution,
             printer,
             multiple_losses=options.multiple_losses,
-            stats_every=options.stats_every,
+            stats_every=0 if options.telemetry else options.stats_every,
+            compile=telemetry.compile if options.telemetry else None,
             plans_always=not is_idle,
             choose=choose if chosen is None else None,
         )
@@ -314,11 +321,42 @@ def run_under_policy(program: Program, policy_name: str, options: RunOptions) ->
         exit_with_message(_explain_no_match(session.plans, policy_name))
     if session.unmet:
         exit_with_diagnostics(PolicyError(session.unmet))
-    if options.stats_every and not session.recorders:
+    if options.stats_every and not session.recorders and not options.telemetry:
         print_note(
             "--stats-every measured nothing: the program did not call policyc.observe at any of these steps"
         )
     _write_report_of(session, options)
+
+
+class _LazyTelemetry(contextlib.ExitStack):
+    """The telemetry of a run, which starts with the first loss: JAX must not be imported before that."""
+
+    def __init__(self, options: RunOptions) -> None:
+        super().__init__()
+        self._options = options
+        self._live: LiveTelemetry | None = None
+        if options.telemetry and (extra := _missing_extra(options.telemetry)):
+            exit_with_message(f"--telemetry needs a package: pip install 'policyc[{extra}]'", EXIT_USAGE)
+
+    def compile(self, planned: PlannedLoss) -> Callable[..., Any]:
+        from policyc.experiments.live_telemetry import LiveTelemetry
+
+        if self._live is None:
+            where = self._options.telemetry or ""
+            self._live = LiveTelemetry(where, self._options.stats_every or _TELEMETRY_EVERY)
+            self.callback(self._print_count, self._live, where)
+            self.enter_context(self._live)
+        return self._live.compile(planned)
+
+    def _print_count(self, live: LiveTelemetry, where: str) -> None:
+        text = f"{count_noun(live.measured, 'evaluation')} measured, in {where}"
+        _print_unless_quiet(self._options, text, "telemetry")
+
+
+def _missing_extra(where: str) -> str:
+    """The extra that must be installed to report to a place; empty if nothing is missing."""
+    package, extra = ("wandb", "wandb") if where == "wandb" else ("tensorboardX", "train")
+    return "" if find_spec(package) else extra
 
 
 def _print_unless_quiet(options: RunOptions, text: str, label: str = "note") -> None:

@@ -5,6 +5,7 @@ __all__ = [
     "adopt_page",
     "bisect",
     "hooks",
+    "live_telemetry",
     "program",
     "recommend",
     "record",
