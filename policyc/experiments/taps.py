@@ -76,7 +76,9 @@ class MeasuredGemm:
         """The cotangent of the tap: what `measure` returns, or zeros if the tap says not to measure."""
         if not self.is_gated:
             return self.measure(lhs, rhs, dy)
-        return lax.cond(tap.ravel()[0] == 0, self.measure, lambda *_: jnp.zeros_like(tap), lhs, rhs, dy)
+        is_due = tap.ravel()[0] == 0
+        figures: jax.Array = lax.cond(is_due, self.measure, lambda *_: jnp.zeros_like(tap), lhs, rhs, dy)
+        return figures
 
     def _format(self, operand: QuantizedOperand) -> str:
         """The format of a quantized operand; empty if it is not quantized, or if the site does not run its product."""
