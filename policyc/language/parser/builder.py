@@ -66,7 +66,9 @@ class StatementParser(ConditionBuilder):
     def _version(self, tree: Any) -> VersionStatement:
         version = self._integer(tree.children[1])
         if version != LANGUAGE_VERSION:
-            message = f"this policy is in version {version} of the language; this policyc reads {LANGUAGE_VERSION}"
+            message = (
+                f"this policy is in version {version} of the language; this policyc reads {LANGUAGE_VERSION}"
+            )
             help = "upgrade it: pip install --upgrade policyc"
             self._report("unknown-version", tree.children[1], message, help)
         return VersionStatement(version, self.span(tree))
