@@ -12,6 +12,7 @@ from policyc.cli.options import (
     policy_argument,
     program_argument,
     run_options,
+    telemetry_option,
 )
 from policyc.cli.program import check_order, parse_program, run_under_policy
 
@@ -20,16 +21,19 @@ from policyc.cli.program import check_order, parse_program, run_under_policy
     cls=ProgramCommand,
     examples="""
     policyc apply llama.policy train.py --steps 100             a script, with its own arguments
+    policyc apply recommended train.py                          the policy that reaches a loss soonest here
     policyc apply llama_nvfp4 -m trainer.main                   a module
     policyc apply llama_nvfp4 -c 'import trainer; trainer.run()'    code
     policyc apply llama_nvfp4 - --steps 100 < train.py          standard input
     policyc apply llama.policy --plan-out plan.json train.py    write the plan as JSON
+    policyc apply llama.policy --telemetry wandb train.py       SQNR, flush, saturation and zeros of each site
     """,
 )
 @policy_argument()
 @program_argument(required=True)
 @run_options
 @multiple_losses_option
+@telemetry_option
 @compile_cache_option
 def apply(policy: str, program: tuple[str, ...], run: RunOptions) -> None:
     """Run an unmodified training program under a policy.

@@ -64,11 +64,18 @@ class ExampleCommand(click.Command):
 
 def is_policy(word: str) -> bool:
     """Whether a word names a policy, or a variant of one."""
-    from policyc.language.bundled import POLICY_SUFFIX, bundled_policies
+    from policyc.language.bundled import POLICY_SUFFIX, RECOMMENDED, bundled_policies
     from policyc.language.loader import split_variant
 
     name = str(split_variant(word)[0])
-    return name.endswith(POLICY_SUFFIX) or name in bundled_policies()
+    return name.endswith(POLICY_SUFFIX) or name in bundled_policies() or name == RECOMMENDED
+
+
+def load_unless_recommended(word: str) -> Policy | None:
+    """Loads `POLICY[:VARIANT]`; None for `recommended`, which is chosen once the program is traced."""
+    from policyc.language.bundled import RECOMMENDED
+
+    return None if word == RECOMMENDED else load_policy(word)
 
 
 def load_policy(word: str) -> Policy:

@@ -14,6 +14,7 @@ import click
 from policyc.cli.common import (
     EXIT_FAILURE,
     load_policy,
+    load_unless_recommended,
     paint,
     print_or_write,
 )
@@ -34,6 +35,7 @@ from policyc.cli.options import (
     switch,
 )
 from policyc.cli.program import check_order, exit_on_error, fail_if_refused, parse_execution, trace_step
+from policyc.language.bundled import RECOMMENDED
 
 if TYPE_CHECKING:
     from policyc.changes.model import DiffData
@@ -107,7 +109,6 @@ def diff(
     if compare.stats and output.output_format not in ("html", "json"):
         raise click.UsageError("--stats is for a page or JSON: add --out diff.html")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is executed, so JAX need not look for a GPU
-    loaded = load_policy(policy)
     before, earlier_loss = _load_before(compare.vs)
     roots = (os.getcwd(), *(os.path.dirname(os.path.abspath(word)) for word in program[:1]), *sys.path)
     from policyc.changes.build import build_diff
@@ -118,11 +119,15 @@ def diff(
 
     with exit_on_error():
         execution = parse_execution(compare.backend, step.target)
-        traced = trace_step(loaded, program, step, execution)
+        traced = trace_step(load_unless_recommended(policy), program, step, execution)
+        loaded = traced.plan.policy
         data = build_diff(
             traced,
             before=before,
-            labels=(compare.vs or "no policy", policy),
+            labels=(
+                compare.vs or "no policy",
+                f"{policy} ({loaded.name})" if policy == RECOMMENDED else policy,
+            ),
             program=step.config or " ".join(shorten_path(word, roots) for word in program),
             target=get_target(step.target),
             mesh=step.mesh_shape(),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from policyc.cli.common import load_policy, print_or_write, use_color
+from policyc.cli.common import load_policy, load_unless_recommended, print_or_write, use_color
 from policyc.cli.options import (
     FiniteRange,
     ProgramCommand,
@@ -96,14 +96,19 @@ def estimate(policy: str, program: tuple[str, ...], step: StepOptions, options: 
     check_source(program, step.config)
     execution = parse_execution(options.backend, step.target)
     names = [policy] if options.vs is None else [options.vs, policy]
-    policies = [(name, load_policy(name)) for name in names]
+    policies = [(name, load_policy(name)) for name in names[:-1]] + [
+        (policy, load_unless_recommended(policy))
+    ]
     with exit_on_error():
         mesh = step.mesh_shape()
         execution = _use_measured(execution, options.measured)
         compiled = _read_compiled(options.compiled, [name for name, _ in policies], step)
         traced = trace_modelled_step(policies[-1][1], program, mesh, step, execution)
         checkpoint = _estimate_checkpoint(step, mesh, options.store_bandwidth)
-    steps = {name: traced.under(loaded, execution) for name, loaded in policies}
+    chosen = traced.plan.policy
+    if policies[-1][1] is None:
+        policies[-1] = f"{policy} ({chosen.name})", chosen
+    steps = {name: traced.under(loaded or chosen, execution) for name, loaded in policies}
     estimates = [_estimate(name, under, mesh, compiled.get(name)) for name, under in steps.items()]
     if options.output_format == "json":
         text = json.dumps(_as_data(estimates, step.target, mesh) | checkpoint, indent=2) + "\n"

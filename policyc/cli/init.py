@@ -12,12 +12,20 @@ from policyc.cli.common import (
     EXIT_USAGE,
     exit_with_message,
     is_policy,
-    load_policy,
+    load_unless_recommended,
     print_diagnostics,
     print_or_write,
 )
-from policyc.cli.options import ProgramCommand, config_option, out_option, program_argument
+from policyc.cli.options import (
+    DEFAULT_TARGET,
+    ProgramCommand,
+    config_option,
+    option,
+    out_option,
+    program_argument,
+)
 from policyc.cli.program import plan_source, program_name
+from policyc.language.bundled import RECOMMENDED
 
 if TYPE_CHECKING:
     from policyc.compiler.planning.plan import Plan
@@ -30,38 +38,39 @@ if TYPE_CHECKING:
     examples="""
     policyc init train.py --steps 1                     print a first policy for this program
     policyc init --out my.policy train.py               write it to a file that does not exist yet
+    policyc init --target h200 train.py                 for another GPU
     policyc init --like te_nvfp4 --config llama3_8b     with the rules of another policy, for the bundled Llama
     """,
 )
 @click.option(
     "--like",
     metavar="POLICY[:VARIANT]",
-    show_default="MLPs in NVFP4 except in the last blocks, everything else in BF16",
-    help="Take the rules of this policy that decide about sites of the program.",
+    default=RECOMMENDED,
+    show_default=True,
+    help="Take the rules of this policy that decide about sites of the program. 'recommended' is the bundled policy "
+    "that reaches a loss soonest.",
 )
 @config_option
+@option("--target", metavar="GPU", default=DEFAULT_TARGET, help="The GPU for which a policy is recommended.")
 @out_option("Write to this file, which must not exist, instead of standard output.", ("policy",))
 @program_argument(required=False)
-def init(like: str | None, config: str | None, out: str | None, program: tuple[str, ...]) -> None:
+def init(like: str, config: str | None, target: str, out: str | None, program: tuple[str, ...]) -> None:
     """Write a first policy for a program, from its real sites.
 
     Each rule has the number of sites that it must match ('expect') and a comment on what it decides. The program runs
     until its first loss with a GEMM is traced.
     """
-    from policyc.compiler.planning.first_policy import NoRuleFits, choose_start, write_first_policy
+    from policyc.compiler.planning.first_policy import NoRuleFits, write_first_policy
     from policyc.language.diagnostics import PolicyError
-    from policyc.language.policy import Policy
 
     if program and is_policy(program[0]):
         raise click.UsageError(f"'{program[0]}' is a policy: name it with --like {program[0]}")
     if out is not None and out != "-" and os.path.exists(out):
         raise click.UsageError(f"--out: '{out}' exists: remove it, or choose another name")
-    known = None if like is None else load_policy(like)
-    plan = plan_source(Policy(), program, config)
+    plan = plan_source(load_unless_recommended(like), program, config, target)
     title = f"the bundled Llama {config}" if config is not None else f"'{Path(program_name(program)).name}'"
     try:
-        like_policy = known or choose_start(plan.sites)
-        text = write_first_policy(like_policy, plan.sites, title, is_start=known is None)
+        text = write_first_policy(plan.policy, plan.sites, title)
     except NoRuleFits as error:
         exit_with_message(f"{error}: choose another with --like, or see 'policyc sites'", EXIT_USAGE)
     text, allowed, errors = _lint(text, plan)

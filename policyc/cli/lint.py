@@ -37,6 +37,7 @@ from policyc.cli.options import (
     switch,
 )
 from policyc.cli.program import plan_source
+from policyc.language.bundled import RECOMMENDED
 
 if TYPE_CHECKING:
     from policyc.compiler.planning.plan import Plan
@@ -225,6 +226,8 @@ def _lint_file(name: str, request: _Request) -> _FileResult:
     from policyc.linter.api import lint_loaded
 
     fix_count = 0
+    if name == RECOMMENDED and request.has_program:
+        name = plan_source(None, request.program, request.config, request.target.name).policy.name
     name, variant = _split_variant(name)
     try:
         source = _read_source(name, request)

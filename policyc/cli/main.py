@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from importlib import import_module
+from keyword import iskeyword
 from typing import Any, cast
 
 import click
@@ -20,13 +21,14 @@ from policyc import __version__
 from policyc.cli.common import exit_with_message
 
 COMMAND_GROUPS: dict[str, tuple[str, ...]] = {
-    "Policies": ("show", "lint", "fmt", "explain", "lsp"),
+    "Policies": ("show", "lint", "fmt", "explain", "import", "lsp"),
     "Programs": ("sites", "init", "diff", "apply", "estimate", "adopt", "compile"),
     "Experiments": ("train", "search", "bisect", "sweep", "report"),
     "Serving": ("export", "audit"),
     "Tools": ("quantize", "selftest", "targets", "data"),
 }
-"""The commands, in the order of the help. Command NAME is the function of that name in `policyc.cli.NAME`."""
+"""The commands, in the order of the help. Command NAME is the function of that name in `policyc.cli.NAME`; a keyword
+has a `_` appended."""
 
 QUESTIONS = {
     "Which GEMMs are there?": "policyc sites train.py",
@@ -71,7 +73,8 @@ class LazyGroup(click.Group):
     def get_command(self, _ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        return cast(click.Command, getattr(import_module(f"policyc.cli.{cmd_name}"), cmd_name))
+        name = f"{cmd_name}_" if iskeyword(cmd_name) else cmd_name
+        return cast(click.Command, getattr(import_module(f"policyc.cli.{name}"), name))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, names in COMMAND_GROUPS.items():

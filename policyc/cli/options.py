@@ -282,7 +282,7 @@ def program_argument(*, required: bool) -> Decorator:
 
 @option_class
 class RunOptions:
-    """How a program runs under a policy. The last two fields are options of some commands only."""
+    """How a program runs under a policy. The last three fields are options of some commands only."""
 
     backend: str = backend_option
     require_native: bool = require_native_option
@@ -298,12 +298,22 @@ class RunOptions:
     quiet: bool = switch("Print nothing but the program's output, warnings and errors.")
     multiple_losses: bool = False
     compile_cache: str | None = None
+    telemetry: str | None = None
 
 
 run_options: Decorator = collect_options(RunOptions, "run")
 
 multiple_losses_option: Any = switch(
     "Let any loss of the program meet an 'expect', not only the first one.", "--multiple-losses"
+)
+
+telemetry_option: Any = option(
+    "--telemetry",
+    metavar="DIR|wandb",
+    callback=lambda _ctx, _option, value: value if value == "wandb" else _make_absolute(value),
+    help="Report the error of quantization of each operand while the program runs, unmodified: to this folder "
+    "(stats.jsonl, and an event file for TensorBoard) or to Weights & Biases. Every 100 evaluations of a loss, or as "
+    "--stats-every says.",
 )
 
 compile_cache_option: Any = option(

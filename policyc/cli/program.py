@@ -5,31 +5,35 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from policyc.base.text import count_noun
 from policyc.cli.common import (
     EXIT_FAILURE,
     EXIT_USAGE,
     exit_with_diagnostics,
     exit_with_message,
     is_policy,
-    load_policy,
+    load_unless_recommended,
     print_diagnostics,
     print_note,
     usage_errors,
     write_output,
 )
-from policyc.cli.options import ProgramCommand, StepOptions, check_source
+from policyc.cli.options import DEFAULT_TARGET, ProgramCommand, StepOptions, check_source
 
 if TYPE_CHECKING:
     from policyc.cli.options import RunOptions
     from policyc.compiler.matching.execution import ExecutionOptions
+    from policyc.compiler.pipeline import PlannedLoss
     from policyc.compiler.planning.plan import Plan
     from policyc.compiler.session import Session
+    from policyc.experiments.live_telemetry import LiveTelemetry
     from policyc.experiments.program import Program
     from policyc.hardware.mesh import MeshShape
     from policyc.hardware.training_step import TrainingStep
@@ -38,6 +42,8 @@ if TYPE_CHECKING:
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"  # of JAX
 _LEAST_SECONDS = 1  # of a compilation that is worth a line: others are of single operations
+
+_TELEMETRY_EVERY = 100  # evaluations of a loss, unless --stats-every says otherwise
 
 _PLACEHOLDER = re.compile(r"\{(seed|steps|out|variant)\}")  # of a sweep
 
@@ -170,22 +176,41 @@ def plan_program(policy: Policy, words: Sequence[str], execution: ExecutionOptio
 
 
 def trace_step(
-    policy: Policy,
+    policy: Policy | None,
     words: Sequence[str],
     step: StepOptions,
     execution: ExecutionOptions,
 ) -> TrainingStep:
-    """Plans the step of a configuration or of a program. Raises ValueError if the options do not fit it."""
+    """Plans the step of a configuration or of a program. Raises ValueError if the options do not fit it.
+
+    None is the recommended policy, which is printed with the reasons.
+    """
     from policyc.hardware import llama_step
+    from policyc.language.policy import Policy
 
     if step.config:
-        return llama_step.plan_step(policy, step.config, step.mesh_shape(), step.sizes(), execution)
-    step.reject_for_program("batch", "sequence", "gather")
-    return step.of_program(plan_program(policy, words, execution))
+        sizes = step.sizes()
+        traced = llama_step.plan_step(policy or Policy(), step.config, step.mesh_shape(), sizes, execution)
+    else:
+        step.reject_for_program("batch", "sequence", "gather")
+        traced = step.of_program(plan_program(policy or Policy(), words, execution))
+    if policy is not None:
+        return traced
+    from policyc.experiments.recommend import recommend_for
+
+    recommendation = recommend_for(
+        traced, step.target, step.mesh_shape(), sets_steps=bool(step.config) or None
+    )
+    click.echo(f"policyc: {recommendation}", err=True)
+    return traced.under(recommendation.policy)
 
 
 def trace_modelled_step(
-    policy: Policy, program: tuple[str, ...], mesh: MeshShape, step: StepOptions, execution: ExecutionOptions
+    policy: Policy | None,
+    program: tuple[str, ...],
+    mesh: MeshShape,
+    step: StepOptions,
+    execution: ExecutionOptions,
 ) -> TrainingStep:
     """Plans a step for the cost model, and prints what that leaves out. Raises ValueError if it cannot be priced."""
     from policyc.compiler.tables.plan_tables import other_products, uncertain_repeats
@@ -229,42 +254,55 @@ def fail_if_refused(*plans: Plan) -> None:
         sys.exit(EXIT_FAILURE)
 
 
-def plan_source(policy: Policy, words: Sequence[str], config: str | None) -> Plan:
-    """Plans the loss of a program, or of a configuration of the bundled Llama."""
+def plan_source(
+    policy: Policy | None, words: Sequence[str], config: str | None, target: str = DEFAULT_TARGET
+) -> Plan:
+    """Plans the loss of a program, or of a configuration of the bundled Llama.
+
+    None is the recommended policy for the target.
+    """
     check_source(words, config)
     with exit_on_error():
-        return trace_step(policy, words, StepOptions(config=config), parse_execution("auto")).plan
+        return trace_step(
+            policy, words, StepOptions(config=config, target=target), parse_execution("auto")
+        ).plan
 
 
 def run_under_policy(program: Program, policy_name: str, options: RunOptions) -> None:
     """Runs a program under a policy, and prints what the policy did. Exits if the policy was not applied."""
-    policy = load_policy(policy_name)
+    from policyc.language.diagnostics import PolicyError
+    from policyc.language.policy import Policy
+
+    chosen = load_unless_recommended(policy_name)
+    policy = chosen or Policy()
     if options.rounding_seed is not None:
         policy = policy.with_seed(options.rounding_seed)
-    if options.compile_cache is not None or not policy.changes_nothing:
+    is_idle = chosen is not None and policy.changes_nothing and options.plan_out is None
+    if options.compile_cache is not None or chosen is None or not policy.changes_nothing:
         from policyc.base.compile_cache import use_compile_cache
 
         use_compile_cache(options.compile_cache)
     from policyc.experiments import runner
-    from policyc.language.diagnostics import PolicyError
 
     execution = parse_execution(options.backend, require_native=options.require_native)
     printer = _PlanPrinter(options)
-    is_idle = policy.changes_nothing and options.plan_out is None
+    choose = runner.PolicyChooser(quiet=options.quiet, seed=options.rounding_seed)
     if is_idle:
         _print_unless_quiet(
             options,
             "this policy keeps every GEMM: the program runs as it does without policyc, and is not planned",
         )
-    with exit_on_error(), printer.listening():
+    with exit_on_error(), printer.listening(), _LazyTelemetry(options) as telemetry:
         result = runner.run(
             program,
             policy,
             execution,
             printer,
             multiple_losses=options.multiple_losses,
-            stats_every=options.stats_every,
+            stats_every=0 if options.telemetry else options.stats_every,
+            compile=telemetry.compile if options.telemetry else None,
             plans_always=not is_idle,
+            choose=choose if chosen is None else None,
         )
     session = result.session
     if is_idle:
@@ -283,11 +321,42 @@ def run_under_policy(program: Program, policy_name: str, options: RunOptions) ->
         exit_with_message(_explain_no_match(session.plans, policy_name))
     if session.unmet:
         exit_with_diagnostics(PolicyError(session.unmet))
-    if options.stats_every and not session.recorders:
+    if options.stats_every and not session.recorders and not options.telemetry:
         print_note(
             "--stats-every measured nothing: the program did not call policyc.observe at any of these steps"
         )
     _write_report_of(session, options)
+
+
+class _LazyTelemetry(contextlib.ExitStack):
+    """The telemetry of a run, which starts with the first loss: JAX must not be imported before that."""
+
+    def __init__(self, options: RunOptions) -> None:
+        super().__init__()
+        self._options = options
+        self._live: LiveTelemetry | None = None
+        if options.telemetry and (extra := _missing_extra(options.telemetry)):
+            exit_with_message(f"--telemetry needs a package: pip install 'policyc[{extra}]'", EXIT_USAGE)
+
+    def compile(self, planned: PlannedLoss) -> Callable[..., Any]:
+        from policyc.experiments.live_telemetry import LiveTelemetry
+
+        if self._live is None:
+            where = self._options.telemetry or ""
+            self._live = LiveTelemetry(where, self._options.stats_every or _TELEMETRY_EVERY)
+            self.callback(self._print_count, self._live, where)
+            self.enter_context(self._live)
+        return self._live.compile(planned)
+
+    def _print_count(self, live: LiveTelemetry, where: str) -> None:
+        text = f"{count_noun(live.measured, 'evaluation')} measured, in {where}"
+        _print_unless_quiet(self._options, text, "telemetry")
+
+
+def _missing_extra(where: str) -> str:
+    """The extra that must be installed to report to a place; empty if nothing is missing."""
+    package, extra = ("wandb", "wandb") if where == "wandb" else ("tensorboardX", "train")
+    return "" if find_spec(package) else extra
 
 
 def _print_unless_quiet(options: RunOptions, text: str, label: str = "note") -> None:

@@ -200,6 +200,13 @@ class PlannedLoss:
 
         return update_wrapper(quantized, self.call.fn)
 
+    def under(self, policy: Policy) -> PlannedLoss:
+        """The loss planned under another policy, without tracing it again."""
+        old = self.plan
+        plan = as_printed(make_plan(policy, old.sites, old.execution))
+        plan = replace(plan, constant_inputs=old.constant_inputs, seconds=old.seconds)
+        return replace(self, plan=plan)
+
 
 def plan_loss(policy: Policy, call: LossCall, execution: ExecutionOptions) -> PlannedLoss:
     """Traces a loss, finds its sites, and plans them."""

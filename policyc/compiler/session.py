@@ -50,6 +50,8 @@ class Session:
     policy."""
     as_error: Callable[[PolicyError], BaseException] = lambda error: error
     """Makes the exception to raise when the policy cannot be applied."""
+    choose: Callable[[Plan], Policy] | None = None
+    """Chooses the policy from the plan of the first loss with a GEMM, under a `policy` that keeps everything."""
     compile: Callable[[PlannedLoss], Callable[..., Any]] = PlannedLoss.compile
     """Makes the function that runs instead of a planned loss."""
     stats_every: int = 0
@@ -75,7 +77,7 @@ class Session:
         return "".join(planned) or html_text(f"{self.policy.name}: no loss has been differentiated under it")
 
     def __post_init__(self) -> None:
-        self.is_idle: bool = self.policy.changes_nothing and not self.plans_always
+        self.is_idle: bool = self.policy.changes_nothing and not self.plans_always and self.choose is None
 
     def hook(self, fun: Callable[..., Any], primals: tuple[Any, ...], has_aux: bool) -> Callable[..., Any]:
         """The function to differentiate instead of `fun`."""
@@ -86,6 +88,11 @@ class Session:
         try:
             planned = plan_loss(self.policy, call, self.execution)
             with self._lock:
+                if self.choose is not None and len(planned.plan.sites):
+                    self.policy, self.choose = self.choose(planned.plan), None
+                    SCHEDULE.watch(self.policy)
+                if planned.plan.policy is not self.policy:
+                    planned = planned.under(self.policy)
                 self._record(planned.plan)
                 if len(planned.plan.sites):
                     warned = check_plan(planned.plan, may_miss=self.multiple_losses or self._checked)

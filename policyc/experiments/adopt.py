@@ -9,19 +9,17 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from policyc.compiler.planning.idle_rules import find_deciding_rules
-from policyc.compiler.planning.plan_checks import check_plan
+from policyc.experiments.recommend import REFERENCE, find_refusal
 from policyc.experiments.report.values import JsonObject
 from policyc.experiments.statistics import ALPHA, DEFAULT_MARGIN, POWER, smallest_detectable_effect
 from policyc.hardware import gemm_cost, step_cost
 from policyc.hardware.mesh import MeshShape
 from policyc.hardware.saved_activations import device_memory
 from policyc.hardware.training_step import TrainingStep, count_backends, microbatch_tokens
-from policyc.language.diagnostics import PolicyError
 from policyc.language.loader import load
 from policyc.language.recipes import Gemm
 
-REFERENCE, BASELINE = "bf16", "fp8"
+BASELINE = "fp8"
 CANDIDATES = {
     REFERENCE: "the reference for losses",
     BASELINE: "the baseline for speeds",
@@ -101,7 +99,7 @@ def _judge_all(
     planned, left_out = {}, []
     for name in CANDIDATES:
         under = step.under(load(name))
-        if reason := _refusal(under):
+        if reason := find_refusal(under):
             left_out.append({"policy": name, "reason": reason})
         else:
             planned[name] = under
@@ -113,17 +111,6 @@ def _judge_all(
     backends = [on_other[name].plan.execution.backend for name in planned if others[name] != seconds[name]]
     judged = [_judge(name, planned[name], mesh, seconds, others, steps) for name in planned]
     return judged, left_out, backends[0] if backends else None
-
-
-def _refusal(step: TrainingStep) -> str:
-    """Why a policy cannot be tried on this model; empty if it can."""
-    try:
-        check_plan(step.plan)
-    except PolicyError as error:
-        return error.diagnostics[0].message
-    if step.plan.policy.changes_nothing or find_deciding_rules(step.plan)[0]:
-        return ""
-    return "none of its rules decides anything here"
 
 
 def _judge(

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from policyc.base.web_page import as_markup, render_template
-from policyc.experiments.adopt import BASELINE, FALLBACKS, LONG_RUN_ADVICE, REFERENCE
+from policyc.experiments.adopt import BASELINE, FALLBACKS, LONG_RUN_ADVICE
+from policyc.experiments.recommend import REFERENCE
 from policyc.experiments.report.format import (
     MISSING,
     format_bounds,

@@ -52,6 +52,22 @@ class ProgramResult:
         return self.session is not None and self.session.saw_forward_mode
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyChooser:
+    """Chooses the recommended policy for the devices of this process, and prints why unless `quiet`."""
+
+    quiet: bool
+    seed: int | None
+
+    def __call__(self, plan: Plan) -> Policy:
+        from policyc.experiments.recommend import recommend_here
+
+        recommendation = recommend_here(plan)
+        if not self.quiet and is_first_process():
+            sys.stderr.write(f"policyc: {recommendation}\n")
+        return recommendation.policy if self.seed is None else recommendation.policy.with_seed(self.seed)
+
+
 class NoLoss(Exception):
     """A program ended and differentiated nothing in reverse mode."""
 
@@ -77,12 +93,13 @@ def run(
     multiple_losses: bool = False,
     stats_every: int = 0,
     plans_always: bool = True,
+    choose: PolicyChooser | None = None,
     compile: Callable[[PlannedLoss], Callable[..., Any]] | None = None,
 ) -> ProgramResult:
     """Runs a program under a policy until it, its threads and its children end.
 
     Without `plans_always`, a policy that changes nothing leaves all losses to JAX, and there are no plans. `compile`
-    builds the function that runs instead of a planned loss; the default follows the plan.
+    builds the function that runs instead of a planned loss; the default follows the plan. `choose` replaces the policy.
 
     Raises SystemExit if the program exits with an error, or if the policy could not be applied in a child. Any other
     exception of the program is printed and becomes SystemExit. SystemExit is also raised if the program's arguments ask
@@ -97,6 +114,7 @@ def run(
         "multiple_losses": multiple_losses,
         "stats_every": stats_every,
         "plans_always": plans_always,
+        "choose": choose,
     }
     try:
         with contextlib.closing(ChildRefusals()) as refusals:

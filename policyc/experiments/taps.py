@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import AbstractValue
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
@@ -27,6 +28,7 @@ from policyc.compiler.rewriting.rewrite import (
     quantized_gemm,
 )
 from policyc.compiler.rewriting.rounding import RandomSource
+from policyc.compiler.rewriting.run_step import RunStep
 from policyc.compiler.sites.site import Site
 from policyc.compiler.sites.stacks import Layer
 from policyc.jaxcore.jaxprs import reading as jaxprs
@@ -56,6 +58,8 @@ class MeasuredGemm:
     eqn: JaxprEqn
     decision: Decision
     gemm: Callable[..., Any]
+    is_gated: bool = False
+    """Whether it is measured only where its tap is 0."""
 
     def _operands(self, lhs: jax.Array, rhs: jax.Array, dy: jax.Array) -> list[QuantizedOperand]:
         dims = self.eqn.params["dimension_numbers"]
@@ -67,6 +71,14 @@ class MeasuredGemm:
         measured = self._operands(lhs, rhs, dy)
         zeros = jnp.zeros(len(ERROR_SUMS))
         return jnp.stack([sum_errors(o) if self._format(o) else zeros for o in measured])
+
+    def measure_tapped(self, lhs: jax.Array, rhs: jax.Array, dy: jax.Array, tap: jax.Array) -> jax.Array:
+        """The cotangent of the tap: what `measure` returns, or zeros if the tap says not to measure."""
+        if not self.is_gated:
+            return self.measure(lhs, rhs, dy)
+        is_due = tap.ravel()[0] == 0
+        figures: jax.Array = lax.cond(is_due, self.measure, lambda *_: jnp.zeros_like(tap), lhs, rhs, dy)
+        return figures
 
     def _format(self, operand: QuantizedOperand) -> str:
         """The format of a quantized operand; empty if it is not quantized, or if the site does not run its product."""
@@ -96,14 +108,13 @@ def _run_tapped(measured: MeasuredGemm, lhs: Any, rhs: Any, key_words: Any, tap:
 
 
 def _run_tapped_fwd(measured: MeasuredGemm, lhs: Any, rhs: Any, key_words: Any, tap: Any) -> tuple[Any, Any]:
-    del tap
     y, vjp = jax.vjp(lambda a, b: measured.gemm(a, b, *key_words), lhs, rhs)
-    return y, (vjp, lhs, rhs)
+    return y, (vjp, lhs, rhs, tap)
 
 
 def _run_tapped_bwd(measured: MeasuredGemm, residuals: Any, dy: Any) -> tuple[Any, ...]:
-    vjp, lhs, rhs = residuals
-    return (*vjp(dy), None, measured.measure(lhs, rhs, dy))
+    vjp, lhs, rhs, tap = residuals
+    return (*vjp(dy), None, measured.measure_tapped(lhs, rhs, dy, tap))
 
 
 _run_tapped.defvjp(_run_tapped_fwd, _run_tapped_bwd)
@@ -114,6 +125,8 @@ class TapRewriter(SiteRewriter):
 
     tap_shape: tuple[int, ...] = _SHAPE
     """The shape of what a site measures."""
+    is_gated = False
+    """Whether a tap that is not 0 says not to measure."""
 
     def is_measured(self, site: Site) -> bool:
         """Whether a site is measured. Not if it is ragged, or in a shard_map, where no extra input reaches it."""
@@ -135,7 +148,8 @@ class TapRewriter(SiteRewriter):
         if not self.is_measured(site) or not quantizes:
             return super().make_template(site, decision, inputs)
         eqn, axis_env = self.equations[site.address].eqn, self.equations[site.address].axis_env
-        measured = MeasuredGemm(site, eqn, decision, quantized_gemm(site, eqn, decision, inputs))
+        gemm = quantized_gemm(site, eqn, decision, inputs)
+        measured = MeasuredGemm(site, eqn, decision, gemm, self.is_gated)
         key = jaxprs.array_aval((), "uint32", eqn, axis_env)
         keys = ((ROUNDING_KEY, (key, key)),) if inputs.has_rounding_key else ()
 
@@ -158,12 +172,24 @@ class TapRewriter(SiteRewriter):
         return SiteTemplate(jaxprs.trace_at(run, avals, eqn, axis_env), extra)
 
 
+class GatedTapRewriter(TapRewriter):
+    """Adds taps that measure only where they are 0."""
+
+    is_gated = True
+
+
 class TappedLoss:
     """The loss of a plan with a tap at every site that is measured."""
 
-    def __init__(self, plan: Plan, decisions: Decisions, rewriter: type[TapRewriter] = TapRewriter) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        decisions: Decisions,
+        rewriter: type[TapRewriter] = TapRewriter,
+        run_step: RunStep | None = None,
+    ) -> None:
         self.plan = plan
-        self._source = RandomSource(seed=plan.policy.seed)
+        self._source = RandomSource(seed=plan.policy.seed, run_step=run_step)
         self._rewriter = rewriter(plan.sites, decisions, source=self._source)
         result = self._rewriter.transform(plan.sites.jaxpr)
         self.jaxpr: ClosedJaxpr = result.jaxpr

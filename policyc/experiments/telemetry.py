@@ -1,9 +1,9 @@
 """Measures the effect of a policy on the numerics of a loss, in a separate step.
 
-For each operand of each quantized GEMM in each layer: its SQNR, the fractions flushed to zero and saturated, and its
-largest magnitude. For each parameter: the cosine between its gradient under the policy and its plain gradient, and
-the norm of the plain gradient over the norm of their difference, and whether only the policy makes it zero. Ragged
-products and sites inside a shard_map run as the policy says but are not measured.
+For each operand of each quantized GEMM in each layer: its SQNR, the fractions flushed to zero, saturated, and zero
+before quantization, and its largest magnitude. For each parameter: the cosine between its gradient under the policy and
+its plain gradient, the norm of the plain gradient over the norm of their difference, and whether only the policy makes
+it zero. Ragged products and sites inside a shard_map run as the policy says but are not measured.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class StatsRecorder:
         tapped = self._tapped[current_phase(plan)]
         losses = {"loss": _json_number(measured["loss"]), "plain_loss": _json_number(measured["plain"])}
         return [
-            *_operand_rows(tapped, measured["taps"]),
+            *operand_rows(tapped, measured["taps"]),
             *_gradient_rows(plan, measured["gradients"]),
             losses,
         ]
@@ -130,7 +130,7 @@ class StatsRecorder:
 # ---- rows
 
 
-def _operand_rows(tapped: TappedLoss, taps: Sequence[np.ndarray]) -> Iterator[StatsRow]:
+def operand_rows(tapped: TappedLoss, taps: Sequence[np.ndarray]) -> Iterator[StatsRow]:
     for site, layer, operand_names, figures in tapped.measurements(taps):
         path = site.layer_path(site.stack_indices(layer))
         labels = _site_and_layer(path, site.name)

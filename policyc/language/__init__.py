@@ -10,6 +10,7 @@ __all__ = [
     "formats",
     "formatter",
     "groups",
+    "importing",
     "kinds",
     "loader",
     "parser",

@@ -13,6 +13,8 @@ from policyc.language.diagnostics import Diagnostic, PolicyError, SourceText, Sp
 
 POLICY_SUFFIX = ".policy"
 MAX_FILE_BYTES = 16 * 2**20
+RECOMMENDED = "recommended"
+"""Names the bundled policy that is chosen for a program and a GPU, where a command has both."""
 
 _PACKAGE = Path(__file__).parent.parent
 
@@ -43,7 +45,9 @@ def locate(policy: str | Path) -> Path:
     variants = sorted((n for n in bundled_paths if name in n.split("_")), key=len)[:2]
     similar = variants or [n for n in [closest_name(name, bundled_paths)] if n]
     help = f"bundled policies: {', '.join(bundled_paths)}"
-    if similar:
+    if name == RECOMMENDED:
+        help = "it is chosen for a program and a GPU, by apply, diff, estimate, lint and init"
+    elif similar:
         help = f"did you mean {' or '.join(map(repr, similar))}?"
     raise unreadable_file_error(str(policy), "no such file, and no bundled policy of that name", help)
 

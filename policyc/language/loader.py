@@ -22,6 +22,7 @@ from policyc.language.parser import (
     ImportStatement,
     PolicyFile,
     Statement,
+    VersionStatement,
     read_statements,
 )
 from policyc.language.policy import Policy, RecipeDef, Rule, Seed, Variant
@@ -29,6 +30,7 @@ from policyc.language.schedule import StepCondition
 
 _RESERVED = frozenset(FORMATS) | {"split"}
 _NAMES: dict[type, str] = {
+    VersionStatement: "a version line",
     ImportStatement: "an import",
     RecipeDef: "a recipe",
     GroupDef: "a group",
@@ -125,6 +127,9 @@ def load_file(
     loader.expand(file.statements, None if path is None else Path(path))
     policy = loader.build_policy(file.source)
     found = sorted(dict.fromkeys(loader.diagnostics), key=lambda d: d.sort_key)
+    found = [
+        d for d in found if d.code == "unknown-version"
+    ] or found  # other errors may be statements of that version
     return LoadedPolicy(policy, file, tuple(found), loader.imports)
 
 
@@ -206,8 +211,11 @@ class _Loader(DiagnosticCollector):
         policy, but not its variants.
         """
         own: _Definitions = {}
-        for statement in statements:
+        for number, statement in enumerate(statements):
             match statement:
+                case VersionStatement() if number or not (target is self._base or context.is_imported):
+                    message = "the version of the language is not in the first statement of its file"
+                    self.report("misplaced-statement", statement.span, message, "move it to the first line")
                 case ImportStatement():
                     self._add_import(statement, target, context)
                     self._report_replaced(statement, target, own)

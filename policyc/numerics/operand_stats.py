@@ -81,7 +81,7 @@ def quantize_operands(
     return operands
 
 
-ERROR_SUMS = ("power", "noise", "present", "flushed", "saturated", "amax")
+ERROR_SUMS = ("power", "noise", "present", "flushed", "saturated", "amax", "size")
 """Names of the numbers that `sum_errors` returns, in order."""
 
 
@@ -109,7 +109,7 @@ def sum_errors(operand: QuantizedOperand) -> jax.Array:
     # cannot count beyond 2**24 one by one.
     zero = (jnp.float32(0),) * len(terms)
     rows = lax.reduce(terms, zero, lambda a, b: [x + y for x, y in zip(a, b, strict=True)], (exact.ndim - 1,))
-    return jnp.stack([*(jnp.sum(r) for r in rows), amax])
+    return jnp.stack([*(jnp.sum(r) for r in rows), amax, jnp.float32(exact.size)])
 
 
 def summarize_errors(sums: Array) -> dict[str, float | None]:
@@ -120,9 +120,11 @@ def summarize_errors(sums: Array) -> dict[str, float | None]:
     """
     rows = sums.reshape(-1, len(ERROR_SUMS)).astype(np.float64)
     power, noise, present, flushed, saturated = rows[:, :5].sum(0)
+    zeros = 1 - present / max(rows[:, 6].sum(), 1)
     return {
         "sqnr_db": sqnr_db(power, noise) if noise > 0 and 0 < power < np.inf else None,
         "flushed": float(flushed / max(present, 1)),
         "saturated": float(saturated / max(present, 1)),
+        "zeros": round(max(float(zeros), 0.0), 6),  # counts in fp32 are that exact
         "amax": float(rows[:, 5].max()) if np.isfinite(rows[:, 5]).all() else None,
     }

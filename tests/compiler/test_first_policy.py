@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from policyc.compiler.planning.first_policy import START, NoRuleFits, choose_start, write_first_policy
+from policyc.compiler.planning.first_policy import NoRuleFits, write_first_policy
 from policyc.compiler.planning.plan import make_plan
 from policyc.compiler.planning.plan_checks import check_plan
 from policyc.compiler.sites.site_list import Sites
@@ -18,7 +18,7 @@ from policyc.language.loader import load, parse, parse_with_diagnostics
 from policyc.language.parser import read_statements
 from policyc.language.policy import Policy
 from policyc.linter.api import lint_loaded
-from tests.support.command import ROOT, policyc
+from tests.support.command import policyc
 from tests.support.jaxpr_tools import find_sites, struct
 from tests.support.kind_programs import sites_of
 
@@ -77,18 +77,13 @@ def test_a_policy_that_does_not_fit_is_refused() -> None:
         first_policy(parse("nothing -> fp8"), sites)
 
 
-@pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="an installed package has no README")
-def test_it_starts_with_the_rules_of_the_readme() -> None:
-    assert START in (ROOT / "README.md").read_text(encoding="utf-8")
-    result = policyc("init", "--config", "llama3_8b")
+def test_it_starts_with_the_recommended_policy() -> None:
+    result = policyc("init", "--config", "llama3_8b", "--target", "h200")
     assert result.code == 0
-    assert result.err == ""  # nothing that lint warns about
-    assert [line.rpartition(" expect ")[0].split() for line in result.out.splitlines() if "->" in line] == [
-        line.split() for line in START.splitlines()
-    ]
-    without_mlp = find_sites(opaque_loss, {"up": struct(32, 64), "inside": struct(64, 32)}, struct(16, 32))
-    with pytest.raises(NoRuleFits, match="nothing would be in 4 bits"):
-        choose_start(without_mlp)
+    assert result.err.startswith("policyc: recommended on h200: fp8_with_head, ")
+    assert {str(rule.recipe) for rule in parse(result.out).rules} == {"bf16", "linear", "fp8"}
+    like = policyc("init", "--config", "llama3_8b", "--like", "fp8_with_head")
+    assert like.out == result.out
 
 
 def test_a_suppression_does_not_have_the_reason_of_another_policy() -> None:

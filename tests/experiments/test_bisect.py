@@ -75,8 +75,8 @@ def test_a_program_that_deletes_an_object_is_stopped_too(tmp_path: Path) -> None
 
 
 @pytest.mark.any_jax
-def test_a_policy_that_does_no_harm_has_no_culprit(recorded: RecordedLoss) -> None:
-    with pytest.raises(NoCulprit, match="no harm"):
+def test_a_policy_that_does_no_damage_has_no_culprit(recorded: RecordedLoss) -> None:
+    with pytest.raises(NoCulprit, match="no damage"):
         Bisection(parse("* -> fp8"), recorded, "loss", limit=1.0).run()
 
 
@@ -90,8 +90,8 @@ def test_trials_are_not_repeated(
     first.save(tmp_path / "trials.json")
     again = Bisection(parse("* -> fp8"), recorded, "loss", limit=1.0)
     assert again.load(tmp_path / "trials.json") == 1
-    monkeypatch.setattr(again, "harm", None)
-    with pytest.raises(NoCulprit, match="no harm"):
+    monkeypatch.setattr(again, "damage", None)
+    with pytest.raises(NoCulprit, match="no damage"):
         again.run()
     before = tmp_path / "before.json"
     before.hardlink_to(tmp_path / "trials.json")

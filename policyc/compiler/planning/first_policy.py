@@ -30,24 +30,7 @@ class NoRuleFits(ValueError):
     """No rule of the known policy decides about a site of the model."""
 
 
-START = """\
-*                           -> bf16
-* where mlp                 -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)
-* where mlp and layer >= -4 -> bf16
-"""
-"""The rules to begin with: those of README.md."""
-
-
-def choose_start(sites: Sites) -> Policy:
-    """`START`, with one block in BF16 if the model has no more than four. Raises NoRuleFits if nothing is quantized."""
-    for text in (START, START.replace("-4", "-1")):
-        policy = parse(text)
-        if make_plan(policy, sites).rules.shares[1].decided:
-            return policy
-    raise NoRuleFits("no site outside of the last block has the kind mlp, so nothing would be in 4 bits")
-
-
-def write_first_policy(like: Policy, sites: Sites, title: str, *, is_start: bool = False) -> str:
+def write_first_policy(like: Policy, sites: Sites, title: str) -> str:
     """The text of the policy, formatted. `title` names the model in its first line. Raises NoRuleFits."""
     plan = make_plan(like, sites)
     deciding = [rule for rule, share in zip(like.rules, plan.rules.shares, strict=True) if share.decided]
@@ -64,9 +47,7 @@ def write_first_policy(like: Policy, sites: Sites, title: str, *, is_start: bool
         "#",
         *(f"# {line}" for line in _kind_table(sites)),
         "#",
-        "# The MLPs are in NVFP4 except in the last blocks, everything else in BF16."
-        if is_start
-        else f"# Its rules are those of {like.name} that decide about these sites.",
+        f"# Its rules are those of {like.name} that decide about these sites.",
         "# A wrong `expect` stops a program before it computes anything, so a change of the model is noticed.",
         "",
         *([str(like.seed_statement)] if like.seed_statement else []),

@@ -13,7 +13,13 @@ from policyc.language.diagnostics import Diagnostic, SourceText, Span
 from policyc.language.parser.builder import StatementParser
 from policyc.language.parser.grammar import MAX_DEPTH, syntax_error, too_deep
 from policyc.language.parser.lexer import BLOCKS, KEYWORDS, Token, find_keyword, lex, split_statements
-from policyc.language.parser.statements import BlockStatement, ImportStatement, PolicyFile, Statement
+from policyc.language.parser.statements import (
+    BlockStatement,
+    ImportStatement,
+    PolicyFile,
+    Statement,
+    VersionStatement,
+)
 from policyc.language.schedule import StepCondition
 
 __all__ = [
@@ -25,6 +31,7 @@ __all__ = [
     "Statement",
     "StatementParser",
     "Token",
+    "VersionStatement",
     "find_keyword",
     "lex",
     "read_statements",

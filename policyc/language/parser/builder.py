@@ -15,7 +15,7 @@ from policyc.language.groups import GroupDef
 from policyc.language.parser.conditions import ConditionBuilder
 from policyc.language.parser.grammar import explain_syntax_error, find_deepest, parse_tree, too_deep
 from policyc.language.parser.lexer import Token
-from policyc.language.parser.statements import ImportStatement, Statement
+from policyc.language.parser.statements import ImportStatement, Statement, VersionStatement
 from policyc.language.policy import (
     MAX_SEED,
     RecipeCall,
@@ -29,6 +29,9 @@ from policyc.language.policy import (
 from policyc.language.recipes import GEMM_GROUPS, Gemm, canonical_operand_word, suggest_gemm
 from policyc.language.schedule import StepCondition
 from policyc.language.selectors import Indices, Selector, SelectorSegment
+
+LANGUAGE_VERSION = 1
+"""Goes up when a policy that is valid gets another meaning or becomes an error."""
 
 _VALUE = re.compile(r"[^\W\d]\w*(\.\w+)*|[0-9][\w./]*")
 """A value that the grammar accepts without braces. A single value is printed without them, so it must match."""
@@ -59,6 +62,16 @@ class StatementParser(ConditionBuilder):
         return built if len(self.diagnostics) == before else None
 
     # ---- statements: one method for each rule of the grammar, called by name
+
+    def _version(self, tree: Any) -> VersionStatement:
+        version = self._integer(tree.children[1])
+        if version != LANGUAGE_VERSION:
+            message = (
+                f"this policy is in version {version} of the language; this policyc reads {LANGUAGE_VERSION}"
+            )
+            help = "upgrade it: pip install --upgrade policyc"
+            self._report("unknown-version", tree.children[1], message, help)
+        return VersionStatement(version, self.span(tree))
 
     def _import(self, tree: Any) -> ImportStatement:
         return ImportStatement(str(tree.children[1][1:-1]), self.span(tree))

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-KEYWORDS = ("import", "seed", "recipe", "group", "after", "until", "variant")
+KEYWORDS = ("policyc", "import", "seed", "recipe", "group", "after", "until", "variant")
 """Words that start a statement."""
 
 BLOCKS = frozenset({"after", "until", "variant"})
@@ -56,6 +56,8 @@ def find_keyword(statement: Sequence[Token]) -> str:
     if not statement or statement[0].text not in KEYWORDS:
         return ""
     first, second, third = (*(token.text for token in statement[:3]), "", "")[:3]
+    if first == "policyc":
+        return first if second[:1].isdecimal() else ""
     if first == "seed":
         return first if second == "=" else ""
     if first == "group":

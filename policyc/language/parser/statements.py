@@ -27,6 +27,17 @@ class ImportStatement:
 
 
 @dataclass(frozen=True, slots=True)
+class VersionStatement:
+    """`policyc N`: the version of the language that a file is written in."""
+
+    version: int
+    span: Span = field(compare=False)
+
+    def __str__(self) -> str:
+        return f"policyc {self.version}"
+
+
+@dataclass(frozen=True, slots=True)
 class BlockStatement:
     """An `after`, `until` or `variant` block. The header is a condition, or the name of the variant."""
 
@@ -40,7 +51,7 @@ class BlockStatement:
         return f"variant {self.header}" if isinstance(self.header, str) else str(self.header)
 
 
-Statement = ImportStatement | Seed | RecipeDef | GroupDef | Rule | BlockStatement
+Statement = VersionStatement | ImportStatement | Seed | RecipeDef | GroupDef | Rule | BlockStatement
 
 
 @dataclass(frozen=True, slots=True)
