@@ -67,3 +67,10 @@ def test_the_command_asks_for_a_program(tmp_path):
         "lint", tmp_path / "some.policy", "--config", "tiny", "--for", "vllm", "--select", "not-servable"
     )
     assert (found.code, "warning[not-servable]: vLLM" in found.out) == (1, True)
+
+
+def test_a_suppression_may_be_about_a_server(sites):
+    loaded = parse_with_diagnostics("down_proj -> mxfp8  # allow: not-servable -- served in bf16")
+    plan = make_plan(loaded.policy, sites)
+    codes = {"not-servable", "unused-suppression"}
+    assert not [*lint_loaded(loaded, codes, plan), *lint_loaded(loaded, codes, plan, server="vllm")]

@@ -27,7 +27,7 @@ def not_servable(context: Context) -> Iterable[Diagnostic]:
     Good: mlp -> fp8
     """
     if context.server is None:
-        return ()
+        return context.skip("not-servable")
     siblings = _find_siblings(context.program_plan)
     return report_sites(
         context, partial(_describe, context.server, siblings), partial(_suggest, context.server, siblings)
