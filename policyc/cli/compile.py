@@ -289,10 +289,11 @@ def _collectives(report: CompileReport) -> list[str]:
 
     if not report.collectives:
         return []
-    rows = [["collective", "type", "arrays", "GB", "read by"]]
-    for c in report.collectives:
-        rows.append([c.kind, c.type, str(c.count), f"{c.bytes / 1e9:.3f}", ", ".join(c.readers)])
-    return align_columns(rows)
+    rows = [
+        [c.kind, c.type, str(c.count), f"{c.bytes / 1e9:.3f}", ", ".join(c.readers)]
+        for c in report.collectives
+    ]
+    return align_columns([["collective", "type", "arrays", "GB", "read by"], *rows])
 
 
 def _layers(product: ProductCheck) -> str:

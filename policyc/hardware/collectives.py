@@ -100,7 +100,7 @@ _Value = tuple[str, str, int | None]
 
 @dataclass(frozen=True)
 class _Readers:
-    """Follows arrays of a module forward, through moves, fusions and loops, to the instructions that compute with them."""
+    """Follows arrays forward, through moves, fusions and loops, to the instructions that compute with them."""
 
     module: hlo.Module
     _users: dict[str, Mapping[str, list[hlo.Instruction]]] = field(default_factory=dict)

@@ -19,8 +19,8 @@ from policyc.linter.rules import ALL_CODES, ALL_RULES, choose_codes
 from policyc.numerics.targets import Target, TargetName, get_target
 
 if TYPE_CHECKING:
-    from policyc.hardware.collectives import CollectiveTotal
     from policyc.compiler.planning.plan import Plan
+    from policyc.hardware.collectives import CollectiveTotal
     from policyc.serving.servable import Server
 
 

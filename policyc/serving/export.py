@@ -201,9 +201,8 @@ def _quantize_all(
             if change := _compare(linear.module, served, trained, stored):
                 changes.append(change)
                 if exact:
-                    raise ValueError(
-                        f"{change}: servers give {served} one outer scale: train with outer=shared"
-                    )
+                    edit = "keep these experts" if linear.site.is_ragged else "train with outer=shared"
+                    raise ValueError(f"{change}: servers give {served} one outer scale: {edit}")
             yield linear, replace(stored, input_outer=scale)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, TypeAlias, cast
 
 import jax
@@ -70,10 +71,15 @@ def find_linears(params: Any, plan: Plan, phase: Phase, names: Names) -> list[Li
     faults: dict[str, list[str]] = {}
     found: dict[str, Linear] = {}
     decisions = plan.decisions(phase)
+
+    @lru_cache(maxsize=2)  # the experts of a layer are loaded one by one, those of gate and up in turn
+    def derive(site: Site, layer: Layer) -> Array:
+        return derive_weight(plan, site, layer, leaves)
+
     for site in (s for s in plan.sites if s.weight is not None and not s.has_one_hot):
         for layer in site.layers():
             decision = decisions[site.address, layer]
-            for linear in _linears_of(site, layer, decision, plan, leaves, names, faults):
+            for linear in _linears_of(site, layer, decision, plan, names, derive, faults):
                 other = found.setdefault(linear.module, linear)
                 if other.path != linear.path:
                     raise ValueError(
@@ -121,17 +127,15 @@ def _linears_of(
     layer: Layer,
     decision: Decision,
     plan: Plan,
-    leaves: Sequence[Any],
     names: Names,
+    derive: Callable[[Site, Layer], Array],
     faults: dict[str, list[str]],
 ) -> Iterator[Linear]:
     path = site.layer_path(site.stack_indices(layer))
-    equation = plan.sites.equation(site)
     key = key_of(path)
-    if equation.origin is None or key not in names:
-        ragged = "its ragged product reads the weights of all experts, which export cannot derive yet"
-        merged = "the weight is computed from parameters, not one of them: export the merged weights"
-        faults.setdefault(ragged if site.is_ragged else merged, []).append(_label(site, layer))
+    if plan.sites.equation(site).derivation is None or key not in names:
+        text = "the weight is computed from parameters, not one of them: export the merged weights"
+        faults.setdefault(text, []).append(_label(site, layer))
         return
     if key in map(key_of, plan.sites.looked_up):
         if served_format(decision):
@@ -149,7 +153,7 @@ def _linears_of(
         tensor = names[key].format(layer=index, expert=expert)
 
         def load(expert: int | None = expert if experts else None) -> Array:
-            weight = derive_weight(plan, site, layer, leaves)
+            weight = derive(site, layer)
             return weight if expert is None else np.asarray(weight[expert])
 
         yield Linear(
@@ -165,16 +169,18 @@ def _linears_of(
 def derive_weight(plan: Plan, site: Site, layer: Layer, leaves: Sequence[Any]) -> Array:
     """The weight of a site in a layer as its GEMM reads it, [N, K], or [experts, N, K]: casts and slices included."""
     equation = plan.sites.equation(site)
-    assert equation.origin is not None
+    assert equation.derivation is not None
     indices = site.stack_indices(layer)
-    value: Any = leaves[equation.origin.input]
-    for step in equation.origin.steps:
+    value: Any = leaves[equation.derivation.input]
+    for step in equation.derivation.steps:
         if isinstance(step, tuple):
             value = value[indices[step]]  # of a NumPy array, which copies no other layer
         else:
             (value,) = jaxprs.bind_at(step, jnp.asarray(value))
-    side = 0 if site.weight == "lhs" else 1
-    contracted, batch = (dims[side] for dims in equation.eqn.params["dimension_numbers"])
+    params, batch = equation.eqn.params, site.batch_dims
+    ragged = params.get("ragged_dot_dimension_numbers")
+    numbers = ragged.dot_dimension_numbers if ragged else params["dimension_numbers"]
+    contracted = numbers[0][0 if site.weight == "lhs" else 1]
     free = [i for i in range(value.ndim) if i not in (*contracted, *batch)]
     ordered = np.asarray(value).transpose([*batch, *free, *contracted])
     lead = [value.shape[i] for i in batch]

@@ -57,7 +57,8 @@ ENTRY %main (a: bf16[8,64], b: u8[8,32], c: bf16[64,64]) -> bf16[8,64] {
   %b = u8[8,32]{1,0} parameter(1)
   %c = bf16[64,64]{1,0} parameter(2)
   %zero = s32[] constant(0)
-  %start = ((bf16[8,64]{1,0}, u8[8,32]{1,0}), (bf16[64,64]{1,0}, u8[64,32]{1,0})) all-gather-start(%a, %b), dimensions={0}
+  %start = ((bf16[8,64]{1,0}, u8[8,32]{1,0}), (bf16[64,64]{1,0}, u8[64,32]{1,0})) \
+all-gather-start(%a, %b), dimensions={0}
   %done = (bf16[64,64]{1,0}, u8[64,32]{1,0}) all-gather-done(%start)
   %w = bf16[64,64]{1,0} get-tuple-element(%done), index=0
   %codes = u8[64,32]{1,0} get-tuple-element(%done), index=1

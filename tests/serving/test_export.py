@@ -18,6 +18,7 @@ from policyc.models.llama.configs import RunConfig
 from policyc.models.llama.weights import hf_tensors, tensor_names
 from policyc.numerics import operands, primitives
 from policyc.numerics.quantize import block_values
+from policyc.serving.audit import Reference, audit
 from policyc.serving.linears import find_linears
 from policyc.serving.llama_source import LlamaSource, read_source
 from policyc.serving.loaders import FUSED, find_algorithms
@@ -232,10 +233,34 @@ def vars_of(config: Any) -> dict[str, Any]:
     return {name: getattr(config, name) for name in config.__dataclass_fields__}
 
 
-def test_experts_in_a_ragged_product_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("format", ["modelopt", "compressed-tensors"])
+def test_experts_have_the_names_of_mixtral_and_a_scale_each(format: str, tmp_path: Path) -> None:
+    """w1 and w3 of an expert share an outer scale; each w2 has the codes of training. The router is kept."""
     folder = save(tmp_path / "hf", MIXTURE)
-    with pytest.raises(ValueError, match=r"experts.gate_proj.*ragged product"):
-        export(folder, "q_proj, k_proj, v_proj -> nvfp4")
+    written, tensors = export(folder, "experts -> nvfp4(scale2d=weights)", format=format)
+    assert written.counts == {"nvfp4 with no input scales": MIXTURE.layers * MIXTURE.experts * 3}
+    for expert in range(MIXTURE.experts):
+        moe = "model.layers.1.block_sparse_moe"
+        experts = {name: f"{moe}.experts.{expert}.{name}" for name in ("w1", "w2", "w3")}
+        weights = {name: master(folder, module) for name, module in experts.items()}
+        fused = max(np.abs(weights[name]).max() for name in ("w1", "w3"))
+        for name, module in experts.items():
+            amax = np.abs(weights[name]).max() if name == "w2" else fused
+            expected = oracle.nvfp4(weights[name], amax=np.float32(amax), tile=16)["dequantized"]
+            rtol = 0 if format == "modelopt" else 3e-7  # 1 / scale is rounded
+            np.testing.assert_allclose(decode(tensors, module), expected, rtol=rtol)
+    config = json.loads((written.folder / "config.json").read_text())["quantization_config"]
+    assert {f"{moe}.gate", "lm_head"} <= set(config["ignore"])
+    assert not any("experts" in name for name in config["ignore"])
+    assert {change.module.rpartition(".")[2] for change in written.changes} <= {"w1", "w3"}
+    source = read_source(folder)
+    plan = source.plan(policyc.parse("experts -> nvfp4(scale2d=weights)"))
+    linears = find_linears(source.load(), plan, source.phase(plan), source.names())
+    result = audit(written.folder, Reference(linears=linears, has_weights=True))
+    assert not result.findings
+    assert {row.changed for row in result.linears if row.format} >= {0.0}
+    with pytest.raises(ValueError, match=r"experts\.0\.w13 one outer scale: keep these experts"):
+        export(folder, "experts -> nvfp4", exact=True, out=tmp_path / "exact")
 
 
 def test_names_cover_every_parameter_of_the_bundled_models() -> None:
