@@ -53,8 +53,8 @@ class AuditedLinear:
     """A linear of a checkpoint.
 
     Attributes:
-      format: of its weight: nvfp4, fp8, or the dtype if it is not quantized.
-      block: the elements that share a scale: 1x16, 16x16 or tensor.
+      format: of its weight: nvfp4, fp8, fp8-row, or the dtype if it is not quantized.
+      block: the elements that share a scale: 1x16, 16x16, row or tensor.
       served: the format that the loader expects; empty if none.
       outer: the outer scale; None if it is not quantized.
       static_input: whether the file has an outer scale for its activation.
@@ -296,7 +296,7 @@ def _describe(row: AuditedLinear, linear: StoredLinear) -> AuditedLinear:
         static_input=linear.input_outer is not None,
     )
     if linear.scales is None:
-        block = "tensor" if np.size(linear.outer) == 1 else "row"
+        block = "row" if linear.format == "fp8-row" else "tensor"
         return replace(row, block=block, saturated=float(np.mean(linear.codes & 0x7F == _TOP_SCALE)))
     blocks = (linear.nibbles() & 7).reshape(*linear.scales.shape, -1)
     return replace(
@@ -315,8 +315,8 @@ def _find_fused_faults(
     worst: dict[str, list[tuple[str, float]]] = {}
     for modules in fuse(quantized).values():
         group = [quantized[module] for module in modules]
-        if any(np.size(linear.outer) > 1 for linear in group):
-            continue  # a scale for each row
+        if any(linear.format == "fp8-row" for linear in group):
+            continue
         scales = [float(linear.outer) for linear in group]
         taken = max(scales) if file_format is MODELOPT or group[0].format == "fp8" else min(scales)
         pairs = [

@@ -56,6 +56,12 @@ class Linear:
         return served_format(self.decision)
 
     @property
+    def scales_tokens(self) -> bool:
+        """Whether FP8 activations have a scale for each token: servers compute it then."""
+        activation = self.decision.applied_recipe.treatment(Gemm.FPROP, Role.ACTIVATION)
+        return (activation.format, activation.outer) == ("fp8", "row")
+
+    @property
     def weight_treatment(self) -> Treatment:
         return self.decision.applied_recipe.treatment(Gemm.FPROP, Role.WEIGHT)
 
@@ -203,7 +209,8 @@ def quantize_served(
             members = sharing[linear.module]
             codes = quantize_linears([member.load() for member in members], linear.decision)
             trained |= {member.module: code for member, code in zip(members, codes, strict=True)}
-    if {linear.module for linear in group} <= {linear.module for linear in sharing[group[0].module]}:
+    shared = {linear.module for linear in sharing[group[0].module]}
+    if group[0].format == "fp8-row" or {linear.module for linear in group} <= shared:
         return [(trained[linear.module], trained[linear.module]) for linear in group]
     stored = quantize_linears([linear.load() for linear in group], group[0].decision)
     return [(each, trained[linear.module]) for linear, each in zip(group, stored, strict=True)]
@@ -225,7 +232,7 @@ def find_sharing(linears: Iterable[Linear]) -> dict[str, list[Linear]]:
 
 
 def quantize_linears(weights: Sequence[Array], decision: Decision) -> list[StoredLinear]:
-    """Quantizes weights under one outer scale, as their forward GEMM does.
+    """Quantizes weights under one outer scale, or one for each row, as their forward GEMM does.
 
     Weights that share a scale are quantized as one tensor, with whole tiles between them.
     """
@@ -233,20 +240,20 @@ def quantize_linears(weights: Sequence[Array], decision: Decision) -> list[Store
     treatment = replace(treatment, outer="tensor" if treatment.outer == "shared" else treatment.outer)
     padded = [np.pad(w, [(0, -len(w) % BLOCK if treatment.tile2d else 0), (0, 0)]) for w in weights]
     codes, scales, maximum = _quantize(jnp.concatenate(padded), treatment)
-    amax = np.float32(maximum.reshape(-1)[0])
-    if not np.isfinite(amax):
+    if not np.isfinite(maximum).all():
         raise ValueError("the weights are not finite: export an earlier checkpoint")
     bound = np.float32(bound_of(treatment))
-    outer = amax / bound if amax else 1 / bound  # a scale of 0 has no reciprocal
+    outer = np.where(maximum, maximum, np.float32(1)) / bound  # a scale of 0 has no reciprocal
+    is_per_row = treatment.outer == "row"
     stored, start = [], 0
     for weight, block in zip(weights, padded, strict=True):
         rows = slice(start, start + len(weight))
         stored.append(
             StoredLinear(
-                format=treatment.format,
+                format="fp8-row" if is_per_row else treatment.format,
                 codes=codes[rows],
                 scales=None if scales is None else scales[rows],
-                outer=outer,
+                outer=outer[rows] if is_per_row else np.float32(outer.reshape(-1)[0]),
             )
         )
         start += len(block)

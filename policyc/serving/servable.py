@@ -81,9 +81,9 @@ OBSTACLES = (
         applies=lambda g: g.activation.mean_split,
     ),
     Obstacle(
-        reason="the weight has an outer scale per row, and files have one per tensor",
+        reason="the weight has an outer scale per row, which files have for fp8 only",
         edit="write outer=tensor",
-        applies=lambda g: g.weight.outer == "row",
+        applies=lambda g: g.weight.outer == "row" and g.is_fp4,
     ),
     Obstacle(
         reason="the activation has 16x16 tiles, and servers have blocks of 1x16",
@@ -126,4 +126,6 @@ def is_quantized(treatment: Treatment) -> bool:
 def served_format(decision: Decision) -> str:
     """The format of the stored weight; empty if it is stored as it is."""
     weight = None if decision.recipe is None else decision.recipe.gemm_treatments(Gemm.FPROP)[1]
-    return weight.format if weight is not None and is_quantized(weight) else ""
+    if weight is None or not is_quantized(weight):
+        return ""
+    return "fp8-row" if (weight.format, weight.outer) == ("fp8", "row") else weight.format

@@ -143,17 +143,26 @@ def test_the_reciprocal_of_compressed_tensors_is_named(folders: dict[str, Path],
 
 
 def test_fp8_files_of_others_may_have_a_scale_for_each_row(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The configuration must say so, too: loaders then expect as many scales as rows."""
     folder = shutil.copytree(folders["compressed-tensors"], tmp_path / "served")
     tensors, module = read_tensors(folder), "model.layers.1.self_attn.o_proj"
-    weight = read_tensors(folders["hf"])[f"{module}.weight"].astype(np.float32)
-    scales = np.abs(weight).max(1, keepdims=True) / np.float32(448)
-    tensors[f"{module}.weight"] = (weight / scales).astype(ml_dtypes.float8_e4m3fn)
-    tensors[f"{module}.weight_scale"] = scales
+    for layer in range(2):
+        name = module.replace("1", str(layer))
+        weight = read_tensors(folders["hf"])[f"{name}.weight"].astype(np.float32)
+        scales = np.abs(weight).max(1, keepdims=True) / np.float32(448)
+        tensors[f"{name}.weight"] = (weight / scales).astype(ml_dtypes.float8_e4m3fn)
+        tensors[f"{name}.weight_scale"] = scales
     write_tensors(folder, tensors)
-    result = audit(folder, reference(folders))
+    assert set(codes_of(audit(folder))) == {"wrong-format"}
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    for group in config["config_groups"].values():
+        if group["weights"]["num_bits"] == 8:
+            group["weights"]["strategy"] = "channel"
+    edit_json(folder / "config.json", **config)
+    result = audit(folder, reference(folders, POLICY.replace("-> fp8", "-> fp8(outer=row)")))
     (row,) = (row for row in result.linears if row.module == module)
     assert not result.findings
-    assert (row.block, 0 < (row.error or 1) < 0.05) == ("row", True)
+    assert (row.format, row.block, 0 < (row.error or 1) < 0.05) == ("fp8-row", "row", True)
 
 
 def test_an_outer_scale_of_a_smaller_maximum_saturates(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -245,7 +254,8 @@ def test_damaged_files_are_errors(folders: dict[str, Path], tmp_path: Path) -> N
 
 ALL = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 CT = {"quant_method": "compressed-tensors"}
-FP4, FP8 = {"weights": {"type": "float", "num_bits": 4}}, {"weights": {"type": "float", "num_bits": 8}}
+FP4 = {"weights": {"type": "float", "num_bits": 4, "strategy": "tensor_group"}}
+FP8 = {"weights": {"type": "float", "num_bits": 8, "strategy": "tensor"}}
 GATE_UP = ["m.mlp.gate_proj", "m.mlp.up_proj"]
 LOADS: list[tuple[dict[str, Any], list[str], str | dict[str, str]]] = [
     # The published case: the router `mlp.gate` is excluded, and with it `mlp.gate_up_proj`.
