@@ -363,6 +363,7 @@ def test_following_a_remedy_removes_the_finding_and_adds_no_error():
         "weight-gradient-in-bf16",
         "transformer-engine-shape",
         "not-servable",  # of a server
+        "serving-hardware",
         "bf16-gathered",  # of a compiled step
     }
     assert (
