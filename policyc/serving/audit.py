@@ -28,6 +28,7 @@ from policyc.serving.formats import (
     tile_rows,
     unswizzle,
 )
+from policyc.serving.layout_evidence import Profile, find_own_maxima, find_swapped, find_swizzled
 from policyc.serving.linears import Linear, find_sharing, quantize_served
 from policyc.serving.loaders import LoadError, find_algorithms, fuse
 
@@ -110,14 +111,25 @@ def audit(folder: Path, reference: Reference | None = None) -> Audit:
             faults.append(("unreadable-tensors", module, str(error)))
     served = _expand(configs, modules, stored, faults)
     rows = []
+    profiles: dict[str, Profile] = {}
     for module, linear in stored.items():
         row = AuditedLinear(module=module, format="", served=served.get(module, ""))
         if linear is None:
             rows.append(replace(row, format=str(load(f"{module}.weight").dtype)))
             continue
-        faults += ((code, module, text) for code, text in find_faults(linear))
+        found = list(find_faults(linear))
+        if not found:
+            profiles[module] = Profile.of(linear, linear.block_values())
+            found += find_swizzled(linear) if reference is None or not reference.has_weights else ()
+        faults += ((code, module, text) for code, text in found)
         rows.append(_describe(row, linear))
-    faults += _find_fused_faults(stored, file_format)
+    quantized = {module: linear for module, linear in stored.items() if linear is not None}
+    faults += _find_fused_faults(quantized, file_format)
+    if reference is None or not reference.has_weights:
+        norms = {name: load(name) for name in names if name.endswith("norm.weight")}
+        packed = [module for module in profiles if quantized[module].scales is not None]
+        faults += find_swapped(profiles, packed, norms)
+        faults += find_own_maxima(profiles, quantized)
     if reference is not None:
         rows = list(_compare_all(rows, stored, reference, faults))
     findings: dict[tuple[str, str], list[str]] = {}
@@ -308,10 +320,9 @@ def _describe(row: AuditedLinear, linear: StoredLinear) -> AuditedLinear:
 
 
 def _find_fused_faults(
-    stored: Mapping[str, StoredLinear | None], file_format: FileFormat
+    quantized: Mapping[str, StoredLinear], file_format: FileFormat
 ) -> Iterator[tuple[str, str, str]]:
     """Linears that servers run as one: they take the largest stored scale for all, and do not rescale the blocks."""
-    quantized = {module: linear for module, linear in stored.items() if linear is not None}
     worst: dict[str, list[tuple[str, float]]] = {}
     for modules in fuse(quantized).values():
         group = [quantized[module] for module in modules]

@@ -20,7 +20,15 @@ from policyc.serving.linears import find_linears
 from policyc.serving.llama_source import read_source
 from policyc.serving.loaders import LoadError, find_algorithms
 from tests.support.command import policyc as run_policyc
-from tests.support.served import edit_json, read_tensors, save, write_stats, write_tensors
+from tests.support.served import (
+    SMALL,
+    edit_json,
+    read_tensors,
+    save,
+    trained_params,
+    write_stats,
+    write_tensors,
+)
 
 pytestmark = pytest.mark.any_jax
 POLICY = "mlp.* -> nvfp4; o_proj -> fp8; q_proj, k_proj, v_proj -> nvfp4"
@@ -119,6 +127,63 @@ FAULTS: dict[str, tuple[Callable[[Tensors], None], str, str]] = {
         lambda t: t.__setitem__(f"{DOWN}.weight_scale", np.zeros((1, 128 * 24), ml_dtypes.float8_e4m3fn)),
         "unreadable-tensors", "unreadable-tensors"),
 }  # fmt: skip
+
+
+def of_all(suffix: str, change: Callable[[np.ndarray], Any]) -> Callable[[Tensors], None]:
+    """Changes the tensors of all NVFP4 linears with this name."""
+
+    def apply(tensors: Tensors) -> None:
+        for name in [n for n in tensors if n.endswith(suffix) and tensors[n].ndim == 2]:
+            if f"{name.rpartition('.')[0]}.weight_scale_2" in tensors:
+                edit(name, change)(tensors)
+
+    return apply
+
+
+def own_maxima(tensors: Tensors) -> None:
+    """Block scales of all fused linears under their own maximum, outer scales under that of their group."""
+    for name in [n for n in tensors if n.endswith(".weight_scale") and tensors[n].ndim == 2]:
+        scales = tensors[name].astype(np.float32)
+        tensors[name] = (scales * (448 / scales.max())).astype(ml_dtypes.float8_e4m3fn)
+
+
+# What statistics name in a trained model, without its weights.
+LAYOUT_FAULTS = {
+    "swapped nibbles": (of_all(".weight", lambda c: c >> 4 | c << 4), "swapped-nibbles"),
+    "swapped nibbles of one linear": (edit(f"{DOWN}.weight", lambda c: c >> 4 | c << 4), "swapped-nibbles"),
+    "swizzled scales": (
+        of_all(".weight_scale", lambda s: swizzle(s) if len(s) % 128 == 0 else s),
+        "swizzled-scales",
+    ),
+    "one amax for blocks, another outside": (own_maxima, "wrong-outer-scale"),
+}
+
+
+@pytest.fixture(scope="module", params=["1x16", "16x16"])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with the channels of a trained one, served with blocks or tiles."""
+    folder = tmp_path_factory.mktemp("trained")
+    source = read_source(save(folder / "hf", params=trained_params(SMALL)))
+    params = jax.tree.map(np.asarray, source.load())
+    recipe = "nvfp4" if request.param == "1x16" else "nvfp4(scale2d=weights)"
+    plan = source.plan(policyc.parse(f"mlp.*, attention.{{q,k,v,o}}_proj -> {recipe}"))
+    written = policyc.export(params, plan, names=source.names(), config=source.hf_config, out=folder / "served",
+                             format="modelopt")  # fmt: skip
+    assert not audit(written.folder).findings
+    return written.folder
+
+
+@pytest.mark.parametrize("fault", LAYOUT_FAULTS)
+def test_a_trained_model_shows_faults_of_its_layout(fault: str, trained: Path, tmp_path: Path) -> None:
+    plant, code = LAYOUT_FAULTS[fault]
+    folder = shutil.copytree(trained, tmp_path / "served")
+    tensors = read_tensors(folder)
+    plant(tensors)
+    write_tensors(folder, tensors)
+    found = codes_of(audit(folder))
+    assert set(found) == {code}
+    assert DOWN in found[code] or fault.startswith("one amax")
+    assert len(found[code]) == 1 or "one linear" not in fault
 
 
 @pytest.mark.parametrize("fault", FAULTS)

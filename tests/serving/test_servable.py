@@ -106,7 +106,7 @@ def test_a_kept_name_that_is_a_part_of_another_swallows_it():
 # Servers, a policy, and what `serving-hardware` must say of its first format.
 HARDWARE = {
     "vllm": "rubin, spark), and does not quantize activations on others",
-    "trtllm": "from SM 10.0 on (b200, b300, gb200, gb300, pro6000, rtx5090, rubin, spark), and does not run it on others",
+    "trtllm": "rubin, spark), and does not run it on others",
     "transformers": "decodes nvfp4 to bf16 on any machine",
 }
 
