@@ -102,7 +102,7 @@ def read_block(text: str) -> Block:
 
 def kernel_kind(kernel: hlo.Execution) -> str:
     kind = KINDS.get(kernel.instruction.call_target, REST)
-    if kind == "other GEMMs" and "jit(run)" in kernel.instruction.op_name:
+    if kind == "other GEMMs" and "_quantize)" in kernel.instruction.op_name:
         return HADAMARD  # a product inside a quantizer
     return kind
 

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from policyc.cli.common import EXIT_USAGE, exit_with_message, load_policy, print_or_write, write_output
+from policyc.cli.common import (
+    EXIT_USAGE,
+    exit_with_message,
+    load_policy,
+    print_diagnostics,
+    print_or_write,
+    write_output,
+)
 from policyc.cli.options import (
     ProgramCommand,
     StepOptions,
@@ -40,6 +48,7 @@ if TYPE_CHECKING:
     from policyc.compiler.matching.execution import ExecutionOptions
     from policyc.hardware.compile_report import CompileReport, ProductCheck
     from policyc.hardware.training_step import TrainingStep
+    from policyc.language.diagnostics import Diagnostic
     from policyc.language.policy import Policy
 
 
@@ -75,7 +84,9 @@ def compile(policy: str, program: tuple[str, ...], step: StepOptions, options: C
     the first jitted function that differentiates a loss with a GEMM is compiled. The program builds its own mesh from
     jax.devices(), and --devices says how many devices it sees.
 
-    The report lists the quantized products, memory, collectives and kernels of the compiled program. The command fails
+    The report lists the quantized products, memory, collectives and kernels of the compiled program. For the arrays
+    that devices exchange, it says whether quantizers or GEMMs read them; the warning bf16-gathered names sites whose
+    operand is gathered first and quantized afterwards. The command fails
     if a product that the plan says is native is not in the program, or if the step does not fit into the memory of a
     device. It needs the extra cuda13, but no GPU.
     """
@@ -88,6 +99,7 @@ def compile(policy: str, program: tuple[str, ...], step: StepOptions, options: C
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX must not look for a GPU
     from policyc.base.text import escape_lines
     from policyc.hardware.deviceless import CannotCompile
+    from policyc.language.diagnostics import PolicyError
 
     try:
         with exit_on_error():
@@ -103,11 +115,14 @@ def compile(policy: str, program: tuple[str, ...], step: StepOptions, options: C
     title = f"{step.config or program_name(program)} under {policy}"
     if options.dump_hlo:
         _dump(options.dump_hlo, report, title)
+    findings = _find_faults(report)
     if options.output_format == "json":
-        text = _as_json(report, title, policy)
+        text = _as_json(report, title, policy, findings)
     else:
         text = _as_table(report, title)
     print_or_write(escape_lines(text), options.out)
+    if findings:
+        print_diagnostics(PolicyError(findings))
     _warn_if_slower_than_fp8(planned, step)
     _fail_if_wrong(report)
 
@@ -196,7 +211,10 @@ def _dump(folder: str, report: CompileReport, title: str) -> None:
     write_output("--dump-hlo", str(Path(folder) / f"{name}.hlo.txt"), report.text)
 
 
-def _as_json(report: CompileReport, title: str, policy: str) -> str:
+def _as_json(report: CompileReport, title: str, policy: str, findings: Sequence[Diagnostic]) -> str:
+    from policyc.cli.common import paint
+    from policyc.linter.output import format_json
+
     data = {
         "step": title,
         "policy": policy,
@@ -220,6 +238,7 @@ def _as_json(report: CompileReport, title: str, policy: str) -> str:
         ],
         "memory": {**report.memory, "needed": report.needed_memory, "device": report.device_memory},
         "collectives": [asdict(total) for total in report.collectives],
+        "findings": json.loads(format_json(findings, paint)),
         "kernels": report.kernels,
         "kernel_bytes": report.kernel_bytes,
         "kernel_kinds": [asdict(total) for total in report.kernel_kinds],
@@ -256,13 +275,25 @@ def _as_table(report: CompileReport, title: str) -> str:
         *(f"unproven: {doubt}" for doubt in dict.fromkeys(way.doubt for way in lowerings if way.doubt)),
         f"memory per device (GB): {sizes}; {gb['shared']:.2f} of the outputs reuse the memory of arguments",
         f"  {report.needed_memory / 1e9:.2f} of {report.device_memory / 1e9:.2f}: {_memory_verdict(report)}",
-        *(f"{c.count} x {c.kind} of {c.type}: {c.bytes / 1e9:.3f} GB" for c in report.collectives),
+        *_collectives(report),
         f"{report.kernels} kernels, which read and write {report.kernel_bytes / 1e9:.1f} GB",
         *(f"  {k.count} {k.kind}: {k.bytes / 1e9:.1f} GB" for k in report.kernel_kinds if k.count),
         *([_REPEATED.format(report.repeated_gemms)] if report.repeated_gemms else []),
         ", ".join(f"{name} took {seconds:.0f} s" for name, seconds in report.seconds.items()),
     ]
     return "".join(f"{line}\n" for line in lines)
+
+
+def _collectives(report: CompileReport) -> list[str]:
+    from policyc.compiler.tables.plan_tables import align_columns
+
+    if not report.collectives:
+        return []
+    rows = [
+        [c.kind, c.type, str(c.count), f"{c.bytes / 1e9:.3f}", ", ".join(c.readers)]
+        for c in report.collectives
+    ]
+    return align_columns([["collective", "type", "arrays", "GB", "read by"], *rows])
 
 
 def _layers(product: ProductCheck) -> str:
@@ -303,6 +334,20 @@ def _fail_if_wrong(report: CompileReport) -> None:
             "the step does not fit into the memory of a device: use more devices, a smaller --batch, more "
             "microbatches (--accumulate), or --remat full"
         )
+
+
+def _find_faults(report: CompileReport) -> list[Diagnostic]:
+    """What the lint rules find in the collectives of the step."""
+    from policyc.language.loader import LoadedPolicy
+    from policyc.language.parser import read_statements
+    from policyc.linter.api import lint_loaded
+
+    found: dict[tuple[object, ...], Diagnostic] = {}  # several losses may have one policy
+    for plan in report.plans:
+        loaded = LoadedPolicy(plan.policy, read_statements(plan.policy.source)[0], ())
+        for diagnostic in lint_loaded(loaded, {"bf16-gathered"}, plan, collectives=report.collectives):
+            found[diagnostic.sort_key, diagnostic.sites] = diagnostic
+    return list(found.values())
 
 
 def _warn_if_slower_than_fp8(step: TrainingStep, options: StepOptions) -> None:

@@ -97,7 +97,7 @@ def export(source: str, options: ExportOptions) -> None:
             exit_with_message(f"--folder: '{options.folder}' cannot be written: {error.strerror}", EXIT_USAGE)
     if written.changes:
         print_note(f"{len(written.changes)} linears have other codes than in training, because servers give fused "
-                   "linears one outer scale: train with outer=shared")  # fmt: skip
+                   "linears one outer scale: train with outer=shared (not for experts)")  # fmt: skip
         for change in written.changes:
             click.echo(f"  {change}", err=True)
     for label, count in written.counts.items():

@@ -1,6 +1,7 @@
 """Estimates what a training step costs on a GPU, and compiles it for a GPU that is not present."""
 
 __all__ = [
+    "collectives",
     "communication",
     "compile_report",
     "deviceless",

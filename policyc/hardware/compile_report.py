@@ -20,6 +20,7 @@ from policyc.compiler.planning.plan import Plan, PlannedProduct
 from policyc.compiler.schedule import current_phase
 from policyc.compiler.sites.stacks import Layer
 from policyc.hardware import gemm_cost, hlo
+from policyc.hardware.collectives import CollectiveTotal
 from policyc.hardware.mesh import MeshShape, exchange_seconds
 from policyc.hardware.step_cost import Estimate
 from policyc.language.recipes import Gemm
@@ -57,16 +58,6 @@ class ProductCheck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveTotal:
-    """The collectives of one kind and element type: their number per step, and the bytes they move per device."""
-
-    kind: str
-    type: str
-    count: int
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTotal:
     """The kernels of one kind: their number per step, and the bytes they read and write on a device.
 
@@ -85,6 +76,7 @@ class CompileReport:
     """A compiled step. `memory` has bytes per device by kind; `seconds` the time of tracing and of compiling.
 
     `repeated_gemms` counts GEMMs that run in addition if GEMMs are cuBLAS calls from the start (`find_repeated_gemms`).
+    `plans` are those of the losses in the step.
     """
 
     target: str
@@ -96,6 +88,7 @@ class CompileReport:
     kernel_kinds: tuple[KernelTotal, ...]
     repeated_gemms: int = 0
     seconds: Mapping[str, float]
+    plans: tuple[Plan, ...] = field(default=(), repr=False)
     text: str = field(repr=False)
 
     @property
@@ -176,24 +169,6 @@ def _count_calls(module: hlo.Module) -> Counter[tuple[str, str]]:
     return counts
 
 
-# ---- collectives
-
-
-def total_collectives(module: hlo.Module) -> Iterator[CollectiveTotal]:
-    """Yields the collectives of a program by kind and element type, the most bytes first."""
-    counts: Counter[tuple[str, str]] = Counter()
-    sizes: Counter[tuple[str, str]] = Counter()
-    for execution in module.executions:
-        kind = execution.instruction.opcode.removesuffix("-start")
-        if kind not in hlo.COLLECTIVES:
-            continue
-        types = "+".join(dict.fromkeys(re.findall(r"(\w+)\[", execution.instruction.shape)))
-        counts[kind, types] += execution.times
-        sizes[kind, types] += execution.times * max(execution.bytes_read, execution.bytes_written)
-    for (kind, types), size in sorted(sizes.items(), key=lambda item: -item[1]):
-        yield CollectiveTotal(kind=kind, type=types, count=counts[kind, types], bytes=size)
-
-
 # ---- kernels
 
 KERNEL_KINDS = ("GEMMs", "attention", "collectives", "copies and fills", "other kernels")
@@ -259,7 +234,7 @@ def kernel_kind(execution: hlo.Execution) -> str:
         return "collectives"
     if "fmha" in call:
         return "attention"
-    if call in _native_calls() or (call in _PLAIN_GEMMS and "jit(run)" not in instruction.op_name):
+    if call in _native_calls() or (call in _PLAIN_GEMMS and "_quantize)" not in instruction.op_name):
         return "GEMMs"
     if call == "mosaic_gpu_v2" and instruction.shape.startswith("bf16"):
         return "GEMMs"  # of emulated operands: kernels that quantize write words
@@ -297,7 +272,10 @@ def read_compiled_step(path: Path) -> CompiledStep:
             target=data["target"],
             devices=data["devices"],
             kernels=tuple(KernelTotal(**total) for total in data["kernel_kinds"]),
-            collectives=tuple(CollectiveTotal(**total) for total in data["collectives"]),
+            collectives=tuple(
+                CollectiveTotal(**{**total, **{n: tuple(total.get(n, ())) for n in ("readers", "products")}})
+                for total in data["collectives"]
+            ),
         )
 
 

@@ -22,11 +22,11 @@ from policyc.compiler.pipeline import compile_plan
 from policyc.compiler.planning.plan import Plan
 from policyc.compiler.session import Session, activate
 from policyc.hardware import gemm_cost, gpus, hlo
+from policyc.hardware.collectives import total_collectives
 from policyc.hardware.compile_report import (
     CompileReport,
     check_products,
     find_repeated_gemms,
-    total_collectives,
     total_kernels,
 )
 from policyc.jaxcore.hooks import relocate
@@ -244,6 +244,7 @@ def _compile(
     return CompileReport(
         target=target.name,
         devices=devices,
+        plans=tuple(plans),
         products=tuple(product for plan in plans for product in check_products(plan, module, microbatches)),
         memory={
             "arguments": memory.argument_size_in_bytes,
@@ -253,7 +254,7 @@ def _compile(
             "code": memory.generated_code_size_in_bytes,
         },
         device_memory=gpus.read_number(target, "device_memory_size"),
-        collectives=tuple(total_collectives(module)),
+        collectives=tuple(total_collectives(module, plans)),
         kernel_kinds=tuple(total_kernels(module, launch_bytes)),
         repeated_gemms=sum(gemm.times for gemm in find_repeated_gemms(module)),
         seconds={"tracing": traced - start, "compiling": compiled - traced},

@@ -41,13 +41,14 @@ COLLECTIVES = (
 )
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*)$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*)$")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _CALL_TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _BODY = re.compile(r"body=%([\w.\-]+)")
+_INDEX = re.compile(r"(?:^|, )index=(\d+)")
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|async_computation)=%([\w.\-]+)")
 _WORKSPACE = re.compile(r"[su]8\[\d+\](?=(?:\{[^}]*\})?\)$)")
 _REMATERIALIZED = re.compile(r"\.remat[\d.]*$")
@@ -66,6 +67,7 @@ class Instruction:
     operands: tuple[str, ...]
     operand_text: str
     attributes: str
+    is_root: bool
 
     @property
     def bytes(self) -> int:
@@ -88,6 +90,16 @@ class Instruction:
     def called(self) -> tuple[str, ...]:
         """The computations that the instruction calls."""
         return tuple(_CALLED.findall(self.attributes))
+
+    @property
+    def body(self) -> str:
+        """The computation of a trip of a loop."""
+        return next(_BODY.finditer(self.attributes))[1]
+
+    @property
+    def tuple_index(self) -> int:
+        """The element that a get-tuple-element takes."""
+        return int(next(_INDEX.finditer(self.attributes))[1])
 
     @property
     def branches(self) -> tuple[str, ...]:
@@ -143,8 +155,7 @@ class Module:
         computation = self.computations[name]
         for instruction in computation.values():
             if instruction.opcode == "while":
-                body = next(_BODY.finditer(instruction.attributes))[1]
-                yield from self._execute(body, times * (instruction.trip_count or 1))
+                yield from self._execute(instruction.body, times * (instruction.trip_count or 1))
             elif instruction.opcode == "call" or (instruction.opcode == "async-start" and instruction.called):
                 yield from self._execute(instruction.called[0], times)
             elif instruction.opcode == "conditional":
@@ -311,13 +322,13 @@ def parse_module(text: str) -> Module:
         elif computation is not None:
             match = _INSTRUCTION.match(line)
             if match:
-                computation[match[1]] = _parse_instruction(match[1], match[2])
+                computation[match[2]] = _parse_instruction(match[2], match[3], is_root=bool(match[1]))
     if not entry:
         raise ValueError("this is not the text of an HLO module: it has no entry computation")
     return Module(computations, entry)
 
 
-def _parse_instruction(name: str, text: str) -> Instruction:
+def _parse_instruction(name: str, text: str, *, is_root: bool) -> Instruction:
     end = _closing_parenthesis(text, 0) + 1 if text.startswith("(") else text.index(" ")
     shape, rest = text[:end], text[end:].lstrip()
     opcode, _, _ = rest.partition("(")
@@ -330,6 +341,7 @@ def _parse_instruction(name: str, text: str) -> Instruction:
         operands=tuple(_NAME.findall(operand_text)),
         operand_text=operand_text,
         attributes=rest[close + 1 :],
+        is_root=is_root,
     )
 
 

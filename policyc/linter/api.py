@@ -20,6 +20,7 @@ from policyc.numerics.targets import Target, TargetName, get_target
 
 if TYPE_CHECKING:
     from policyc.compiler.planning.plan import Plan
+    from policyc.hardware.collectives import CollectiveTotal
     from policyc.serving.servable import Server
 
 
@@ -100,16 +101,17 @@ def lint_loaded(
     plan: Plan | None = None,
     target: Target = DEFAULT_TARGET,
     server: Server | None = None,
+    collectives: Sequence[CollectiveTotal] | None = None,
 ) -> Findings:
     """Checks a policy that has been read, and what it does to a program if a plan is given.
 
     Errors found while reading the policy are always reported. If there are any, no rule runs. Without a plan, the rules
-    that need a program do not run. `target` is the GPU for which the plan's speed is predicted, and `server` the
-    inference server that the model is for.
+    that need a program do not run. `target` is the GPU for which the plan's speed is predicted, `server` the inference
+    server that the model is for, and `collectives` those of the compiled step.
     """
     if loaded.diagnostics:
         return Findings(loaded.diagnostics)
-    context = Context(loaded, plan, target, codes, server)
+    context = Context(loaded, plan, target, codes, server, collectives)
     diagnostics: dict[object, Diagnostic] = {}  # a rule may find the same fault twice, under two variants
     rules = [rule for rule in ALL_RULES.values() if rule.code in codes and rule.module]
     about_suppressions = [rule for rule in rules if rule.module.endswith(".suppressions")]

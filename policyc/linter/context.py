@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import ChainMap
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ from policyc.numerics.targets import TARGETS, Target
 
 if TYPE_CHECKING:
     from policyc.compiler.planning.plan import Plan
+    from policyc.hardware.collectives import CollectiveTotal
     from policyc.serving.servable import Server
 
 DEFAULT_TARGET = TARGETS["gb200"]
@@ -82,7 +83,8 @@ class Context:
     """The policy that is linted, and what its checks share.
 
     `plan` is what the policy does to a program, or None. `target` is the GPU for which the plan's speed is predicted.
-    `codes` are the codes to check. `server` is the inference server that the model is for, or None.
+    `codes` are the codes to check. `server` is the inference server that the model is for, or None. `collectives` are
+    those of the compiled step, or None if it was not compiled.
     """
 
     def __init__(
@@ -92,15 +94,23 @@ class Context:
         target: Target = DEFAULT_TARGET,
         codes: Collection[str] = (),
         server: Server | None = None,
+        collectives: Sequence[CollectiveTotal] | None = None,
     ) -> None:
         self.plan = plan
         self.server = server
+        self.collectives = collectives
+        self.skipped: set[str] = set()
         self.target = target
         self.codes = codes
         self.policy: Policy = loaded.policy
         self.file: PolicyFile = loaded.file
         self.suppressions: Suppressions = Suppressions(loaded.file)
         self._deciding: dict[object, ResolvedRule | None] = {}
+
+    def skip(self, code: str) -> tuple[()]:
+        """No findings, because what the check of a code needs is not known: a suppression of it is not unused."""
+        self.skipped.add(code)
+        return ()
 
     @property
     def program_plan(self) -> Plan:

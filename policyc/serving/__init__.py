@@ -1,3 +1,3 @@
 """Checkpoints for inference servers: writes the codes of training as files that servers read, and audits such files."""
 
-__all__ = ["audit", "export", "formats", "linears", "llama_source", "loaders", "servable"]
+__all__ = ["audit", "export", "formats", "layout_evidence", "linears", "llama_source", "loaders", "servable"]

@@ -28,6 +28,7 @@ from policyc.serving.formats import (
     tile_rows,
     unswizzle,
 )
+from policyc.serving.layout_evidence import Profile, find_own_maxima, find_swapped, find_swizzled
 from policyc.serving.linears import Linear, find_sharing, quantize_served
 from policyc.serving.loaders import LoadError, find_algorithms, fuse
 
@@ -53,8 +54,8 @@ class AuditedLinear:
     """A linear of a checkpoint.
 
     Attributes:
-      format: of its weight: nvfp4, fp8, or the dtype if it is not quantized.
-      block: the elements that share a scale: 1x16, 16x16 or tensor.
+      format: of its weight: nvfp4, fp8, fp8-row, or the dtype if it is not quantized.
+      block: the elements that share a scale: 1x16, 16x16, row or tensor.
       served: the format that the loader expects; empty if none.
       outer: the outer scale; None if it is not quantized.
       static_input: whether the file has an outer scale for its activation.
@@ -105,14 +106,25 @@ def audit(folder: Path, reference: Reference | None = None) -> Audit:
             faults.append(("unreadable-tensors", module, str(error)))
     served = _expand(configs, modules, stored, faults)
     rows = []
+    profiles: dict[str, Profile] = {}
     for module, linear in stored.items():
         row = AuditedLinear(module=module, format="", served=served.get(module, ""))
         if linear is None:
             rows.append(replace(row, format=str(load(f"{module}.weight").dtype)))
             continue
-        faults += ((code, module, text) for code, text in find_faults(linear))
+        found = list(find_faults(linear))
+        if not found:
+            profiles[module] = Profile.of(linear, linear.block_values())
+            found += find_swizzled(linear) if reference is None or not reference.has_weights else ()
+        faults += ((code, module, text) for code, text in found)
         rows.append(_describe(row, linear))
-    faults += _find_fused_faults(stored, file_format)
+    quantized = {module: linear for module, linear in stored.items() if linear is not None}
+    faults += _find_fused_faults(quantized, file_format)
+    if reference is None or not reference.has_weights:
+        norms = {name: load(name) for name in names if name.endswith("norm.weight")}
+        packed = [module for module in profiles if quantized[module].scales is not None]
+        faults += find_swapped(profiles, packed, norms)
+        faults += find_own_maxima(profiles, quantized)
     if reference is not None:
         rows = list(_compare_all(rows, stored, reference, faults))
     findings: dict[tuple[str, str], list[str]] = {}
@@ -310,7 +322,7 @@ def _describe(row: AuditedLinear, linear: StoredLinear) -> AuditedLinear:
         static_input=linear.input_outer is not None,
     )
     if linear.scales is None:
-        block = "tensor" if np.size(linear.outer) == 1 else "row"
+        block = "row" if linear.format == "fp8-row" else "tensor"
         return replace(row, block=block, saturated=float(np.mean(linear.codes & 0x7F == _TOP_SCALE)))
     blocks = (linear.nibbles() & 7).reshape(*linear.scales.shape, -1)
     return replace(
@@ -322,15 +334,14 @@ def _describe(row: AuditedLinear, linear: StoredLinear) -> AuditedLinear:
 
 
 def _find_fused_faults(
-    stored: Mapping[str, StoredLinear | None], file_format: FileFormat
+    quantized: Mapping[str, StoredLinear], file_format: FileFormat
 ) -> Iterator[tuple[str, str, str]]:
     """Linears that servers run as one: they take the largest stored scale for all, and do not rescale the blocks."""
-    quantized = {module: linear for module, linear in stored.items() if linear is not None}
     worst: dict[str, list[tuple[str, float]]] = {}
     for modules in fuse(quantized).values():
         group = [quantized[module] for module in modules]
-        if any(np.size(linear.outer) > 1 for linear in group):
-            continue  # a scale for each row
+        if any(linear.format == "fp8-row" for linear in group):
+            continue
         scales = [float(linear.outer) for linear in group]
         taken = max(scales) if file_format is MODELOPT or group[0].format == "fp8" else min(scales)
         pairs = [

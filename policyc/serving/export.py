@@ -19,6 +19,7 @@ from policyc.base.files import explain_unreadable, read_json_lines
 from policyc.compiler.matching.decisions import Phase
 from policyc.compiler.planning.plan import Plan
 from policyc.serving.formats import (
+    ALGORITHMS,
     FILE_FORMATS,
     MODELOPT,
     Array,
@@ -153,7 +154,9 @@ def export(
 
 def find_schemes(linears: Sequence[Linear], file_format: FileFormat, *, is_static: bool) -> dict[str, Scheme]:
     """The scheme of each quantized linear. Raises ValueError if a server runs linears of several formats as one."""
-    schemes: dict[str, Scheme] = {x.module: (x.format, is_static) for x in linears if x.format}
+    schemes: dict[str, Scheme] = {
+        x.module: (x.format, is_static and not x.scales_tokens) for x in linears if x.format
+    }
     if not schemes:
         raise ValueError("the policy quantizes no weight in this phase: there is nothing to export")
     by_name = {linear.module: linear for linear in linears}
@@ -165,10 +168,23 @@ def find_schemes(linears: Sequence[Linear], file_format: FileFormat, *, is_stati
     if mixed:
         raise ValueError("servers run these linears as one, in one format: give them one recipe\n  "
                          + "\n  ".join(mixed))  # fmt: skip
-    if file_format is MODELOPT and any(format == "fp8" for format, _ in schemes.values()) and not is_static:
-        raise ValueError("ModelOpt's FP8 needs the scales of activations: train with --stats-every and name the run's "
-                         "stats.jsonl, or choose compressed-tensors")  # fmt: skip
+    if file_format is MODELOPT and (faulty := set(schemes.values()) - set(ALGORITHMS.values())):
+        raise ValueError("; ".join(_NOT_OF_MODELOPT[scheme] for scheme in sorted(faulty)))
     return schemes
+
+
+_NOT_OF_MODELOPT: dict[Scheme, str] = {
+    (
+        "fp8",
+        False,
+    ): "ModelOpt's FP8 needs the scales of activations: train with --stats-every and name the run's "
+    "stats.jsonl, write fp8(outer=row), or choose compressed-tensors",
+    (
+        "fp8-row",
+        True,
+    ): "ModelOpt's FP8 with a scale for each row scales activations per token: write outer=row for "
+    "both operands, leave out --stats, or choose compressed-tensors",
+}
 
 
 def make_quantization(
@@ -196,14 +212,13 @@ def _quantize_all(
         if not group[0].format:
             yield from ((linear, None) for linear in group)
             continue
-        scale = _static_scale(group, maxima)
+        scale = None if group[0].scales_tokens else _static_scale(group, maxima)
         for linear, (stored, trained) in zip(group, quantize_served(group, sharing), strict=True):
             if change := _compare(linear.module, served, trained, stored):
                 changes.append(change)
                 if exact:
-                    raise ValueError(
-                        f"{change}: servers give {served} one outer scale: train with outer=shared"
-                    )
+                    edit = "keep these experts" if linear.site.is_ragged else "train with outer=shared"
+                    raise ValueError(f"{change}: servers give {served} one outer scale: {edit}")
             yield linear, replace(stored, input_outer=scale)
 
 
@@ -211,7 +226,7 @@ def _compare(module: str, served: str, trained: StoredLinear, stored: StoredLine
     codes = trained.code_bytes(), stored.code_bytes()
     scales = trained.scales, stored.scales
     same_scales = scales[0] is None or scales[1] is None or np.array_equal(scales[0], scales[1])
-    if trained.outer == stored.outer and same_scales and np.array_equal(*codes):
+    if np.array_equal(trained.outer, stored.outer) and same_scales and np.array_equal(*codes):
         return None
     a, b = trained.values().astype(np.float64), stored.values().astype(np.float64)
     return Change(

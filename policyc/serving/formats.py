@@ -19,8 +19,8 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 BLOCK = 16
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
-BOUNDS = {"nvfp4": 6 * 448.0, "fp8": 448.0}
-"""The largest magnitude after division by the outer scale."""
+BOUNDS = {"nvfp4": 6 * 448.0, "fp8": 448.0, "fp8-row": 448.0}
+"""The largest magnitude after division by the outer scale, by format. That of `fp8-row` has one for each row."""
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 E2M1_VALUES = np.concatenate([_E2M1, -_E2M1])
 
@@ -30,10 +30,10 @@ class StoredLinear:
     """A quantized linear in a file.
 
     Attributes:
-      codes: [N, K/2] bytes for nvfp4, [N, K] bytes for fp8.
-      scales: the bytes of the block scales; None for fp8.
-      outer: the outer scale: a weight is code times block scale times this. FP8 files of others may have one for each
-        row, [N, 1].
+      format: a key of `BOUNDS`.
+      codes: [N, K/2] bytes for nvfp4, [N, K] bytes for FP8.
+      scales: the bytes of the block scales; None for FP8.
+      outer: the outer scale, or those of the rows, [N, 1]: a weight is code times block scale times this.
       input_outer: the outer scale of the activation; None if the file has none.
     """
 
@@ -88,9 +88,8 @@ class FileFormat:
         is_fp4 = linear.scales is not None
 
         def scale(outer: np.float32 | Array) -> Array:
-            return np.full(
-                self.scale_shape, 1 / outer if is_fp4 and self.is_reciprocal else outer, np.float32
-            )
+            value = np.asarray(1 / outer if is_fp4 and self.is_reciprocal else outer, np.float32)
+            return value.reshape(value.shape[:1] + self.scale_shape)
 
         tensors: dict[str, Array] = {codes: linear.codes if is_fp4 else linear.codes.view(E4M3)}
         if linear.scales is not None:
@@ -123,11 +122,12 @@ class FileFormat:
                 value = np.float32(1) / value if scales and self.is_reciprocal else value
             return np.float32(value[0]) if value.size == 1 else value[:, None]
 
+        values = outer_scale(outer, 1 if scales else len(array))
         return StoredLinear(
-            format=format,
+            format=format if np.size(values) == 1 else "fp8-row",
             codes=array.view(np.uint8),
             scales=_checked_scales(load(scales), array.shape) if scales else None,
-            outer=outer_scale(outer, 1 if scales else len(array)),
+            outer=values,
             input_outer=outer_scale(input_outer) if input_outer in names else None,
         )
 
@@ -157,19 +157,27 @@ ALGORITHMS: dict[str, Scheme] = {
     "NVFP4": ("nvfp4", True),
     "W4A16_NVFP4": ("nvfp4", False),
     "FP8": ("fp8", True),
+    "FP8_PER_CHANNEL_PER_TOKEN": ("fp8-row", False),
 }
 """ModelOpt's names."""
 
 _FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": BLOCK, "symmetric": True}
 _FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
-_WEIGHTS: dict[str, dict[str, Any]] = {"nvfp4": _FP4 | {"dynamic": False}, "fp8": _FP8 | {"dynamic": False}}
+_WEIGHTS: dict[str, dict[str, Any]] = {
+    "nvfp4": _FP4 | {"dynamic": False},
+    "fp8": _FP8 | {"dynamic": False},
+    "fp8-row": _FP8 | {"strategy": "channel", "dynamic": False},
+}
+_PER_TOKEN = _FP8 | {"strategy": "token", "dynamic": True}
 _INPUTS: dict[Scheme, dict[str, Any] | None] = {
     ("nvfp4", True): _FP4 | {"dynamic": "local"},
     ("nvfp4", False): None,
     ("fp8", True): _FP8 | {"dynamic": False},
-    ("fp8", False): _FP8 | {"strategy": "token", "dynamic": True},
+    ("fp8", False): _PER_TOKEN,
+    ("fp8-row", True): _FP8 | {"dynamic": False},
+    ("fp8-row", False): _PER_TOKEN,
 }
-_LAYOUTS = {"nvfp4": "nvfp4-pack-quantized", "fp8": "float-quantized"}
+_LAYOUTS = {"nvfp4": "nvfp4-pack-quantized", "fp8": "float-quantized", "fp8-row": "float-quantized"}
 
 
 def describe_quantization(

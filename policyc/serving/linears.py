@@ -5,6 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, TypeAlias, cast
 
 import jax
@@ -55,6 +56,12 @@ class Linear:
         return served_format(self.decision)
 
     @property
+    def scales_tokens(self) -> bool:
+        """Whether FP8 activations have a scale for each token: servers compute it then."""
+        activation = self.decision.applied_recipe.treatment(Gemm.FPROP, Role.ACTIVATION)
+        return (activation.format, activation.outer) == ("fp8", "row")
+
+    @property
     def weight_treatment(self) -> Treatment:
         return self.decision.applied_recipe.treatment(Gemm.FPROP, Role.WEIGHT)
 
@@ -70,10 +77,15 @@ def find_linears(params: Any, plan: Plan, phase: Phase, names: Names) -> list[Li
     faults: dict[str, list[str]] = {}
     found: dict[str, Linear] = {}
     decisions = plan.decisions(phase)
+
+    @lru_cache(maxsize=2)  # the experts of a layer are loaded one by one, those of gate and up in turn
+    def derive(site: Site, layer: Layer) -> Array:
+        return derive_weight(plan, site, layer, leaves)
+
     for site in (s for s in plan.sites if s.weight is not None and not s.has_one_hot):
         for layer in site.layers():
             decision = decisions[site.address, layer]
-            for linear in _linears_of(site, layer, decision, plan, leaves, names, faults):
+            for linear in _linears_of(site, layer, decision, plan, names, derive, faults):
                 other = found.setdefault(linear.module, linear)
                 if other.path != linear.path:
                     raise ValueError(
@@ -121,17 +133,15 @@ def _linears_of(
     layer: Layer,
     decision: Decision,
     plan: Plan,
-    leaves: Sequence[Any],
     names: Names,
+    derive: Callable[[Site, Layer], Array],
     faults: dict[str, list[str]],
 ) -> Iterator[Linear]:
     path = site.layer_path(site.stack_indices(layer))
-    equation = plan.sites.equation(site)
     key = key_of(path)
-    if equation.origin is None or key not in names:
-        ragged = "its ragged product reads the weights of all experts, which export cannot derive yet"
-        merged = "the weight is computed from parameters, not one of them: export the merged weights"
-        faults.setdefault(ragged if site.is_ragged else merged, []).append(_label(site, layer))
+    if plan.sites.equation(site).derivation is None or key not in names:
+        text = "the weight is computed from parameters, not one of them: export the merged weights"
+        faults.setdefault(text, []).append(_label(site, layer))
         return
     if key in map(key_of, plan.sites.looked_up):
         if served_format(decision):
@@ -149,7 +159,7 @@ def _linears_of(
         tensor = names[key].format(layer=index, expert=expert)
 
         def load(expert: int | None = expert if experts else None) -> Array:
-            weight = derive_weight(plan, site, layer, leaves)
+            weight = derive(site, layer)
             return weight if expert is None else np.asarray(weight[expert])
 
         yield Linear(
@@ -165,16 +175,18 @@ def _linears_of(
 def derive_weight(plan: Plan, site: Site, layer: Layer, leaves: Sequence[Any]) -> Array:
     """The weight of a site in a layer as its GEMM reads it, [N, K], or [experts, N, K]: casts and slices included."""
     equation = plan.sites.equation(site)
-    assert equation.origin is not None
+    assert equation.derivation is not None
     indices = site.stack_indices(layer)
-    value: Any = leaves[equation.origin.input]
-    for step in equation.origin.steps:
+    value: Any = leaves[equation.derivation.input]
+    for step in equation.derivation.steps:
         if isinstance(step, tuple):
             value = value[indices[step]]  # of a NumPy array, which copies no other layer
         else:
             (value,) = jaxprs.bind_at(step, jnp.asarray(value))
-    side = 0 if site.weight == "lhs" else 1
-    contracted, batch = (dims[side] for dims in equation.eqn.params["dimension_numbers"])
+    params, batch = equation.eqn.params, site.batch_dims
+    ragged = params.get("ragged_dot_dimension_numbers")
+    numbers = ragged.dot_dimension_numbers if ragged else params["dimension_numbers"]
+    contracted = numbers[0][0 if site.weight == "lhs" else 1]
     free = [i for i in range(value.ndim) if i not in (*contracted, *batch)]
     ordered = np.asarray(value).transpose([*batch, *free, *contracted])
     lead = [value.shape[i] for i in batch]
@@ -197,7 +209,8 @@ def quantize_served(
             members = sharing[linear.module]
             codes = quantize_linears([member.load() for member in members], linear.decision)
             trained |= {member.module: code for member, code in zip(members, codes, strict=True)}
-    if {linear.module for linear in group} <= {linear.module for linear in sharing[group[0].module]}:
+    shared = {linear.module for linear in sharing[group[0].module]}
+    if group[0].format == "fp8-row" or {linear.module for linear in group} <= shared:
         return [(trained[linear.module], trained[linear.module]) for linear in group]
     stored = quantize_linears([linear.load() for linear in group], group[0].decision)
     return [(each, trained[linear.module]) for linear, each in zip(group, stored, strict=True)]
@@ -219,7 +232,7 @@ def find_sharing(linears: Iterable[Linear]) -> dict[str, list[Linear]]:
 
 
 def quantize_linears(weights: Sequence[Array], decision: Decision) -> list[StoredLinear]:
-    """Quantizes weights under one outer scale, as their forward GEMM does.
+    """Quantizes weights under one outer scale, or one for each row, as their forward GEMM does.
 
     Weights that share a scale are quantized as one tensor, with whole tiles between them.
     """
@@ -227,20 +240,20 @@ def quantize_linears(weights: Sequence[Array], decision: Decision) -> list[Store
     treatment = replace(treatment, outer="tensor" if treatment.outer == "shared" else treatment.outer)
     padded = [np.pad(w, [(0, -len(w) % BLOCK if treatment.tile2d else 0), (0, 0)]) for w in weights]
     codes, scales, maximum = _quantize(jnp.concatenate(padded), treatment)
-    amax = np.float32(maximum.reshape(-1)[0])
-    if not np.isfinite(amax):
+    if not np.isfinite(maximum).all():
         raise ValueError("the weights are not finite: export an earlier checkpoint")
     bound = np.float32(bound_of(treatment))
-    outer = amax / bound if amax else 1 / bound  # a scale of 0 has no reciprocal
+    outer = np.where(maximum, maximum, np.float32(1)) / bound  # a scale of 0 has no reciprocal
+    is_per_row = treatment.outer == "row"
     stored, start = [], 0
     for weight, block in zip(weights, padded, strict=True):
         rows = slice(start, start + len(weight))
         stored.append(
             StoredLinear(
-                format=treatment.format,
+                format="fp8-row" if is_per_row else treatment.format,
                 codes=codes[rows],
                 scales=None if scales is None else scales[rows],
-                outer=outer,
+                outer=outer[rows] if is_per_row else np.float32(outer.reshape(-1)[0]),
             )
         )
         start += len(block)

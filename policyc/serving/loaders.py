@@ -115,7 +115,12 @@ def _find_for_compressed_tensors(config: Mapping[str, Any], modules: Sequence[st
     return found
 
 
-_FORMATS = {("float", 4): "nvfp4", ("float", 8): "fp8"}
+_FORMATS = {
+    ("float", 4, "tensor_group"): "nvfp4",
+    ("float", 8, "tensor"): "fp8",
+    ("float", 8, "channel"): "fp8-row",
+}
+"""By type, bits and strategy of the weights."""
 
 
 def _format_of(config: Mapping[str, Any], module: str) -> str:
@@ -126,7 +131,8 @@ def _format_of(config: Mapping[str, Any], module: str) -> str:
             targets = group.get("targets", ())
             if "Linear" in targets if is_class else _matches(module, targets):
                 weights = group.get("weights") or {}
-                return _FORMATS.get((str(weights.get("type")), weights.get("num_bits", 0)), "another format")
+                key = str(weights.get("type")), weights.get("num_bits", 0), weights.get("strategy", "tensor")
+                return _FORMATS.get(key, "another format")
     return ""
 
 

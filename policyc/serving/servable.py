@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +10,7 @@ from policyc.compiler.planning.plan import Decision
 from policyc.compiler.sites.site import Site
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Gemm, Recipe, Treatment
+from policyc.numerics.targets import TARGETS
 from policyc.serving.formats import BLOCK, BOUNDS
 
 Server = Literal["vllm", "sglang", "trtllm", "transformers"]
@@ -22,13 +23,46 @@ SERVERS: dict[Server, str] = {
 """The servers, with the version whose source the table was read from."""
 
 
+NEEDS: dict[Server, dict[str, tuple[float, float | None]]] = {
+    "vllm": {"nvfp4": (10.0, 7.5), "fp8": (8.9, 7.5)},
+    "sglang": {"nvfp4": (10.0, 7.5), "fp8": (8.9, 8.0)},
+    "trtllm": {"nvfp4": (10.0, None), "fp8": (8.9, None)},
+}
+"""The compute capability that a format needs, and that it needs if activations are not quantized (Marlin kernels; None:
+there are none). transformers decodes weights to bf16 on any machine."""
+
+
+def describe_needs(server: Server, format: str) -> str:
+    """The hardware on which a server runs a format as training does, and where it does not quantize activations."""
+    if server not in NEEDS:
+        return (
+            f"decodes {format} to bf16 on any machine and does not quantize activations, other than training"
+        )
+    native, weights_only = NEEDS[server][format]
+    gpus = sorted(
+        t.name for t in TARGETS.values() if t.compute_capability >= (int(native), round(native % 1 * 10))
+    )
+    others = "does not run it on others"
+    if weights_only is not None:
+        others = (
+            f"does not quantize activations on others, other than training; the least is SM {weights_only}"
+        )
+    return f"multiplies {format} on GPUs from SM {native} on ({', '.join(gpus)}), and {others}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardGemm:
-    """The forward GEMM of a site in a layer, and those that read the same activation, as recipes of their weights."""
+    """The forward GEMM of a site in a layer.
+
+    Attributes:
+      siblings: the recipes of the weights that read the same activation.
+      kept: the names of the sites that are not quantized.
+    """
 
     site: Site
     recipe: Recipe
     siblings: tuple[Treatment | None, ...] = ()
+    kept: Collection[str] = ()
 
     @property
     def weight(self) -> Treatment:
@@ -54,11 +88,17 @@ class Obstacle:
 
 
 _FUSING: tuple[Server, ...] = ("vllm", "sglang", "trtllm")
+_MATCHING_PARTS: tuple[Server, ...] = ("vllm", "sglang")
 OBSTACLES = (
     Obstacle(
         reason="a product of two activations is quantized, and servers compute it in bf16",
         edit="write keep for it",
         applies=lambda g: g.site.weight is None,
+    ),
+    Obstacle(
+        reason="it looks up an embedding, which servers do in bf16",
+        edit="write keep for it",
+        applies=lambda g: g.site.has_one_hot,
     ),
     Obstacle(
         reason="files have nvfp4 and fp8, and no other format",
@@ -81,9 +121,9 @@ OBSTACLES = (
         applies=lambda g: g.activation.mean_split,
     ),
     Obstacle(
-        reason="the weight has an outer scale per row, and files have one per tensor",
+        reason="the weight has an outer scale per row, which files have for fp8 only",
         edit="write outer=tensor",
-        applies=lambda g: g.weight.outer == "row",
+        applies=lambda g: g.weight.outer == "row" and g.is_fp4,
     ),
     Obstacle(
         reason="the activation has 16x16 tiles, and servers have blocks of 1x16",
@@ -107,6 +147,24 @@ OBSTACLES = (
         applies=lambda g: any(sibling != g.weight for sibling in g.siblings),
         servers=_FUSING,
     ),
+    Obstacle(
+        reason="it has no kernel for a quantized head in ModelOpt's layout",
+        edit="write keep for the head, or export compressed-tensors",
+        applies=lambda g: bool(g.site.kind.flags.get("head")),
+        servers=("vllm",),
+    ),
+    Obstacle(
+        reason="it has no kernel for a quantized head",
+        edit="write keep for the head",
+        applies=lambda g: bool(g.site.kind.flags.get("head")),
+        servers=("sglang",),
+    ),
+    Obstacle(
+        reason="the name of a kept site is a part of its name, and the ignore list of a ModelOpt file matches parts",
+        edit="give both one recipe, or export compressed-tensors",
+        applies=lambda g: any(name != g.site.name and name in g.site.name for name in g.kept),
+        servers=_MATCHING_PARTS,
+    ),
 )
 """The first that applies is reported."""
 
@@ -126,4 +184,6 @@ def is_quantized(treatment: Treatment) -> bool:
 def served_format(decision: Decision) -> str:
     """The format of the stored weight; empty if it is stored as it is."""
     weight = None if decision.recipe is None else decision.recipe.gemm_treatments(Gemm.FPROP)[1]
-    return weight.format if weight is not None and is_quantized(weight) else ""
+    if weight is None or not is_quantized(weight):
+        return ""
+    return "fp8-row" if (weight.format, weight.outer) == ("fp8", "row") else weight.format

@@ -15,6 +15,7 @@ import pytest
 
 import policyc
 from policyc.compiler.planning.plan import Plan, make_plan
+from policyc.hardware.collectives import CollectiveTotal
 from policyc.language.diagnostics import Diagnostic, plain, render
 from policyc.language.loader import parse_with_diagnostics
 from policyc.linter.api import lint_loaded
@@ -88,6 +89,16 @@ def lint_loss(text: str, loss, *arguments) -> tuple[Diagnostic, ...]:
     return lint_loaded(loaded, ALL_BUT_SPEED, policyc.plan(loaded.policy, loss, *arguments))
 
 
+COLLECTIVES = [
+    CollectiveTotal(
+        kind="all-gather", type="bf16", count=2, bytes=10**7, readers=(readers,), products=products
+    )
+    for readers, products in (
+        ("quantizers", ("layers.mlp.up @ fprop", "layers.mlp.gate @ fprop")),
+        ("GEMMs", ("layers.mlp.down @ fprop",)),
+    )
+]
+"""Of a step in which devices gather two weights before they quantize them."""
 TEXTS = Path(__file__).parent / "programs"
 POLICIES = sorted(path.stem for path in TEXTS.glob("*.policy"))
 
@@ -100,7 +111,9 @@ def test_findings_in_the_model(name):
     target = re.match(r"# on (\w+)", policy)
     plan = make_plan(loaded.policy, model_plan().sites)
     on = {"target": get_target(target[1])} if target else {}
-    found = lint_loaded(loaded, {name.removesuffix("-near")}, plan, server="vllm", **on)
+    found = lint_loaded(
+        loaded, {name.removesuffix("-near")}, plan, server="vllm", collectives=COLLECTIVES, **on
+    )
     text = "".join(f"{render(diagnostic)}\n\n" for diagnostic in found)
     text = text.replace(f"{Path(__file__).parent}{os.sep}", "")
     text = re.sub(r"[^\s(]*test_program_rules\.py:\d+", "model.py:N", text)
@@ -364,6 +377,8 @@ def test_following_a_remedy_removes_the_finding_and_adds_no_error():
         "transformer-engine-shape",
         "not-servable",  # of a server
         "transformer-engine-zero-gradients",  # of a target
+        "serving-hardware",
+        "bf16-gathered",  # of a compiled step
     }
     assert (
         followed

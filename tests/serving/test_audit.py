@@ -20,7 +20,15 @@ from policyc.serving.linears import find_linears
 from policyc.serving.llama_source import read_source
 from policyc.serving.loaders import LoadError, find_algorithms
 from tests.support.command import policyc as run_policyc
-from tests.support.served import edit_json, read_tensors, save, write_stats, write_tensors
+from tests.support.served import (
+    SMALL,
+    edit_json,
+    read_tensors,
+    save,
+    trained_params,
+    write_stats,
+    write_tensors,
+)
 
 pytestmark = pytest.mark.any_jax
 POLICY = "mlp.* -> nvfp4; o_proj -> fp8; q_proj, k_proj, v_proj -> nvfp4"
@@ -121,6 +129,63 @@ FAULTS: dict[str, tuple[Callable[[Tensors], None], str, str]] = {
 }  # fmt: skip
 
 
+def of_all(suffix: str, change: Callable[[np.ndarray], Any]) -> Callable[[Tensors], None]:
+    """Changes the tensors of all NVFP4 linears with this name."""
+
+    def apply(tensors: Tensors) -> None:
+        for name in [n for n in tensors if n.endswith(suffix) and tensors[n].ndim == 2]:
+            if f"{name.rpartition('.')[0]}.weight_scale_2" in tensors:
+                edit(name, change)(tensors)
+
+    return apply
+
+
+def own_maxima(tensors: Tensors) -> None:
+    """Block scales of all fused linears under their own maximum, outer scales under that of their group."""
+    for name in [n for n in tensors if n.endswith(".weight_scale") and tensors[n].ndim == 2]:
+        scales = tensors[name].astype(np.float32)
+        tensors[name] = (scales * (448 / scales.max())).astype(ml_dtypes.float8_e4m3fn)
+
+
+# What statistics name in a trained model, without its weights.
+LAYOUT_FAULTS = {
+    "swapped nibbles": (of_all(".weight", lambda c: c >> 4 | c << 4), "swapped-nibbles"),
+    "swapped nibbles of one linear": (edit(f"{DOWN}.weight", lambda c: c >> 4 | c << 4), "swapped-nibbles"),
+    "swizzled scales": (
+        of_all(".weight_scale", lambda s: swizzle(s) if len(s) % 128 == 0 else s),
+        "swizzled-scales",
+    ),
+    "one amax for blocks, another outside": (own_maxima, "wrong-outer-scale"),
+}
+
+
+@pytest.fixture(scope="module", params=["1x16", "16x16"])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with the channels of a trained one, served with blocks or tiles."""
+    folder = tmp_path_factory.mktemp("trained")
+    source = read_source(save(folder / "hf", params=trained_params(SMALL)))
+    params = jax.tree.map(np.asarray, source.load())
+    recipe = "nvfp4" if request.param == "1x16" else "nvfp4(scale2d=weights)"
+    plan = source.plan(policyc.parse(f"mlp.*, attention.{{q,k,v,o}}_proj -> {recipe}"))
+    written = policyc.export(params, plan, names=source.names(), config=source.hf_config, out=folder / "served",
+                             format="modelopt")  # fmt: skip
+    assert not audit(written.folder).findings
+    return written.folder
+
+
+@pytest.mark.parametrize("fault", LAYOUT_FAULTS)
+def test_a_trained_model_shows_faults_of_its_layout(fault: str, trained: Path, tmp_path: Path) -> None:
+    plant, code = LAYOUT_FAULTS[fault]
+    folder = shutil.copytree(trained, tmp_path / "served")
+    tensors = read_tensors(folder)
+    plant(tensors)
+    write_tensors(folder, tensors)
+    found = codes_of(audit(folder))
+    assert set(found) == {code}
+    assert DOWN in found[code] or fault.startswith("one amax")
+    assert len(found[code]) == 1 or "one linear" not in fault
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_named(fault: str, folders: dict[str, Path], tmp_path: Path) -> None:
     plant, code, alone = FAULTS[fault]
@@ -143,17 +208,26 @@ def test_the_reciprocal_of_compressed_tensors_is_named(folders: dict[str, Path],
 
 
 def test_fp8_files_of_others_may_have_a_scale_for_each_row(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The configuration must say so, too: loaders then expect as many scales as rows."""
     folder = shutil.copytree(folders["compressed-tensors"], tmp_path / "served")
     tensors, module = read_tensors(folder), "model.layers.1.self_attn.o_proj"
-    weight = read_tensors(folders["hf"])[f"{module}.weight"].astype(np.float32)
-    scales = np.abs(weight).max(1, keepdims=True) / np.float32(448)
-    tensors[f"{module}.weight"] = (weight / scales).astype(ml_dtypes.float8_e4m3fn)
-    tensors[f"{module}.weight_scale"] = scales
+    for layer in range(2):
+        name = module.replace("1", str(layer))
+        weight = read_tensors(folders["hf"])[f"{name}.weight"].astype(np.float32)
+        scales = np.abs(weight).max(1, keepdims=True) / np.float32(448)
+        tensors[f"{name}.weight"] = (weight / scales).astype(ml_dtypes.float8_e4m3fn)
+        tensors[f"{name}.weight_scale"] = scales
     write_tensors(folder, tensors)
-    result = audit(folder, reference(folders))
+    assert set(codes_of(audit(folder))) == {"wrong-format"}
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    for group in config["config_groups"].values():
+        if group["weights"]["num_bits"] == 8:
+            group["weights"]["strategy"] = "channel"
+    edit_json(folder / "config.json", **config)
+    result = audit(folder, reference(folders, POLICY.replace("-> fp8", "-> fp8(outer=row)")))
     (row,) = (row for row in result.linears if row.module == module)
     assert not result.findings
-    assert (row.block, 0 < (row.error or 1) < 0.05) == ("row", True)
+    assert (row.format, row.block, 0 < (row.error or 1) < 0.05) == ("fp8-row", "row", True)
 
 
 def test_an_outer_scale_of_a_smaller_maximum_saturates(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -245,7 +319,8 @@ def test_damaged_files_are_errors(folders: dict[str, Path], tmp_path: Path) -> N
 
 ALL = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 CT = {"quant_method": "compressed-tensors"}
-FP4, FP8 = {"weights": {"type": "float", "num_bits": 4}}, {"weights": {"type": "float", "num_bits": 8}}
+FP4 = {"weights": {"type": "float", "num_bits": 4, "strategy": "tensor_group"}}
+FP8 = {"weights": {"type": "float", "num_bits": 8, "strategy": "tensor"}}
 GATE_UP = ["m.mlp.gate_proj", "m.mlp.up_proj"]
 LOADS: list[tuple[dict[str, Any], list[str], str | dict[str, str]]] = [
     # The published case: the router `mlp.gate` is excluded, and with it `mlp.gate_up_proj`.

@@ -18,11 +18,21 @@ from policyc.models.llama.configs import RunConfig
 from policyc.models.llama.weights import hf_tensors, tensor_names
 from policyc.numerics import operands, primitives
 from policyc.numerics.quantize import block_values
+from policyc.serving.audit import Reference, audit
 from policyc.serving.linears import find_linears
 from policyc.serving.llama_source import LlamaSource, read_source
 from policyc.serving.loaders import FUSED, find_algorithms
 from tests.support import rounding_oracle as oracle
-from tests.support.served import MIXTURE, SMALL, decode, random_params, read_tensors, save, write_tensors
+from tests.support.served import (
+    MIXTURE,
+    SMALL,
+    decode,
+    random_params,
+    read_tensors,
+    save,
+    write_stats,
+    write_tensors,
+)
 
 FUSED_PARTS = {part: parts for parts in FUSED.values() for part in parts}
 
@@ -103,6 +113,30 @@ def test_fp8_and_unquantized_linears_are_in_the_same_file(folder: Path) -> None:
     assert {n.rpartition(".")[0] for n in tensors} == {n.rpartition(".")[0] for n in plain}
 
 
+@pytest.mark.parametrize("format", ["modelopt", "compressed-tensors"])
+def test_fp8_may_have_a_scale_for_each_row(format: str, folder: Path, tmp_path: Path) -> None:
+    """Then fused layers need no common scale, and activations are scaled per token, whatever was measured."""
+    stats = write_stats(tmp_path / "stats.jsonl")
+    written, tensors = export(folder, "q_proj, k_proj, v_proj, o_proj -> fp8(outer=row)", format=format, exact=True,
+                              stats=stats)  # fmt: skip
+    assert written.counts == {"fp8-row with dynamic input scales": 8}
+    for name in ("q_proj", "o_proj"):
+        module = f"model.layers.1.self_attn.{name}"
+        weight = master(folder, module)
+        amax = np.abs(weight).max(1, keepdims=True)
+        expected = np.clip(weight * (np.float32(448) / amax), -448, 448).astype(ml_dtypes.float8_e4m3fn)
+        np.testing.assert_array_equal(tensors[f"{module}.weight"], expected)
+        scales = tensors[f"{module}.weight_scale"]
+        assert scales.shape == (amax.shape if format == "compressed-tensors" else amax.shape[:1])
+        np.testing.assert_array_equal(scales.reshape(-1), (amax / np.float32(448)).reshape(-1))
+        assert f"{module}.input_scale" not in tensors
+    config = json.loads((written.folder / "config.json").read_text())["quantization_config"]
+    (group,) = config["config_groups"].values()
+    assert (group["weights"]["strategy"], group["input_activations"]["strategy"]) == ("channel", "token")
+    assert config.get("quant_algo", "FP8_PER_CHANNEL_PER_TOKEN") == "FP8_PER_CHANNEL_PER_TOKEN"
+    assert not audit(written.folder).findings
+
+
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -110,6 +144,7 @@ def test_fp8_and_unquantized_linears_are_in_the_same_file(folder: Path) -> None:
         "nvfp4(scale2d=weights)",
         "nvfp4(scale=four_over_six)",
         "fp8",
+        "fp8(outer=row)",
         "nvfp4(scale2d=weights, outer=shared)",
     ],
 )
@@ -120,9 +155,12 @@ def test_the_file_has_what_training_quantizes(
     quantized: list[np.ndarray] = []
     original = primitives.quantize, primitives.quantize_pair
 
+    def of_tensor(amax: Any) -> Any:
+        return np.asarray(amax) if recipe == "fp8(outer=row)" else np.float32(amax).max()
+
     def record(q: Any, operand: str) -> None:
         if operand == "fprop.rhs":
-            jax.debug.callback(lambda v, a: quantized.append(np.asarray(v, np.float32) * np.float32(a).max()),
+            jax.debug.callback(lambda v, a: quantized.append(np.asarray(v, np.float32) * of_tensor(a)),
                                block_values(q, jnp.float32), q.amax)  # fmt: skip
 
     def quantize(x: jax.Array, request: Any, **options: Any) -> Any:
@@ -155,7 +193,9 @@ def test_the_file_has_what_training_quantizes(
             group = FUSED_PARTS.get(module.rpartition(".")[2], (module.rpartition(".")[2],))
             parent = module.rpartition(".")[0]
             amax = max(np.abs(master(folder, f"{parent}.{part}")).max() for part in group)
-            if recipe == "fp8":
+            if recipe == "fp8(outer=row)":
+                amax = np.abs(master(folder, module)).max(1, keepdims=True)
+            if recipe.startswith("fp8"):
                 values = tensors[f"{module}.weight"].astype(np.float32)
             else:
                 values = decode({**tensors, f"{module}.weight_global_scale": np.float32(1)}, module)
@@ -232,10 +272,34 @@ def vars_of(config: Any) -> dict[str, Any]:
     return {name: getattr(config, name) for name in config.__dataclass_fields__}
 
 
-def test_experts_in_a_ragged_product_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("format", ["modelopt", "compressed-tensors"])
+def test_experts_have_the_names_of_mixtral_and_a_scale_each(format: str, tmp_path: Path) -> None:
+    """w1 and w3 of an expert share an outer scale; each w2 has the codes of training. The router is kept."""
     folder = save(tmp_path / "hf", MIXTURE)
-    with pytest.raises(ValueError, match=r"experts.gate_proj.*ragged product"):
-        export(folder, "q_proj, k_proj, v_proj -> nvfp4")
+    written, tensors = export(folder, "experts -> nvfp4(scale2d=weights)", format=format)
+    assert written.counts == {"nvfp4 with no input scales": MIXTURE.layers * MIXTURE.experts * 3}
+    for expert in range(MIXTURE.experts):
+        moe = "model.layers.1.block_sparse_moe"
+        experts = {name: f"{moe}.experts.{expert}.{name}" for name in ("w1", "w2", "w3")}
+        weights = {name: master(folder, module) for name, module in experts.items()}
+        fused = max(np.abs(weights[name]).max() for name in ("w1", "w3"))
+        for name, module in experts.items():
+            amax = np.abs(weights[name]).max() if name == "w2" else fused
+            expected = oracle.nvfp4(weights[name], amax=np.float32(amax), tile=16)["dequantized"]
+            rtol = 0 if format == "modelopt" else 3e-7  # 1 / scale is rounded
+            np.testing.assert_allclose(decode(tensors, module), expected, rtol=rtol)
+    config = json.loads((written.folder / "config.json").read_text())["quantization_config"]
+    assert {f"{moe}.gate", "lm_head"} <= set(config["ignore"])
+    assert not any("experts" in name for name in config["ignore"])
+    assert {change.module.rpartition(".")[2] for change in written.changes} <= {"w1", "w3"}
+    source = read_source(folder)
+    plan = source.plan(policyc.parse("experts -> nvfp4(scale2d=weights)"))
+    linears = find_linears(source.load(), plan, source.phase(plan), source.names())
+    result = audit(written.folder, Reference(linears=linears, has_weights=True))
+    assert not result.findings
+    assert {row.changed for row in result.linears if row.format} >= {0.0}
+    with pytest.raises(ValueError, match=r"experts\.0\.w13 one outer scale: keep these experts"):
+        export(folder, "experts -> nvfp4", exact=True, out=tmp_path / "exact")
 
 
 def test_names_cover_every_parameter_of_the_bundled_models() -> None:

@@ -31,11 +31,25 @@ def random_params(config: ModelConfig) -> llama.Params:
     )
 
 
-def save(folder: Path, config: ModelConfig = SMALL) -> Path:
-    """Saves random weights as trainers do."""
+def save(folder: Path, config: ModelConfig = SMALL, params: Any = None) -> Path:
+    """Saves weights, by default random ones, as trainers do."""
     files = weights.export_files(config, 32, None)
-    weights.save_safetensors(random_params(config), config, folder, files)
+    weights.save_safetensors(random_params(config) if params is None else params, config, folder, files)
     return folder
+
+
+def trained_params(config: ModelConfig) -> llama.Params:
+    """Random weights with the channels of a trained model: what reads a large channel has large columns."""
+    random, params = np.random.default_rng(2), jax.tree.map(np.array, random_params(config))
+    layers, hidden = params["layers"], np.exp(random.normal(size=(config.layers, 1, config.hidden)) / 2)
+    norms = np.exp(random.normal(size=(2, config.layers, config.width, 1)) / 2)
+    layers["attention_norm"][:], layers["mlp_norm"][:] = norms[0, ..., 0], norms[1, ..., 0]
+    for name in ("q_proj", "k_proj", "v_proj"):
+        layers["attention"][name] *= norms[0]
+    for name in ("gate_proj", "up_proj"):
+        layers["mlp"][name] *= norms[1] * hidden
+    layers["mlp"]["down_proj"] *= hidden.swapaxes(1, 2)
+    return jax.tree.map(lambda a: a.astype(np.float32), params)
 
 
 def write_stats(path: Path, amax: float = 3.7) -> Path:

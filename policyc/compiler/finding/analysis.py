@@ -274,7 +274,9 @@ class _Analyzer:
         batch, m, n, k = sizes
         weight_info = None if weight is None else lhs if weight == "lhs" else rhs
         opaque = context.opaque or why_opaque(eqn, dtypes)
-        origin = None if weight_info is None or opaque else _hoistable_origin(eqn, weight_info, context)
+        derivation = None if weight_info is None or opaque else weight_info.origin
+        equation = SiteEquation(eqn, context.axis_env, derivation, _is_hoistable(eqn, context))
+        origin = equation.origin
         fields = {
             "address": address,
             "weight": weight,
@@ -299,7 +301,7 @@ class _Analyzer:
         if weight_info is not None:
             sources = context.opaque_parameters if weight_info.source is None else (weight_info.source,)
         self.gemms[address] = FoundGemm(
-            equation=SiteEquation(eqn, context.axis_env, origin),
+            equation=equation,
             scope=_read_scope((*context.scope, *jaxprs.name_scopes(eqn))),
             fields=fields,
             loops=context.loops,
@@ -342,7 +344,7 @@ def _factors(infos: Sequence[VarInfo]) -> frozenset[Source]:
     return products[0].projections - MANY_PROJECTIONS if len(products) == 1 else frozenset()
 
 
-def _hoistable_origin(eqn: JaxprEqn, weight: VarInfo, context: JaxprContext) -> Origin | None:
-    """How the weight of a GEMM derives from a loss input; None if it cannot be quantized outside the loss."""
+def _is_hoistable(eqn: JaxprEqn, context: JaxprContext) -> bool:
+    """Whether the weight of a GEMM can be quantized outside the loss."""
     is_plain_dot = jaxprs.primitive_name(eqn) == "dot_general" and jaxprs.explicit_sharding(eqn) is None
-    return weight.origin if is_plain_dot and context.takes_extra_inputs else None
+    return is_plain_dot and context.takes_extra_inputs

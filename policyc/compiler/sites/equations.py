@@ -34,8 +34,15 @@ class SiteEquation:
 
     eqn: JaxprEqn
     axis_env: AxisEnv = AxisEnv()
-    origin: Origin | None = None
+    derivation: Origin | None = None
     """How the weight derives from an input of the loss; None if unknown."""
+    is_hoistable: bool = False
+    """Whether the weight can be quantized outside the loss."""
+
+    @property
+    def origin(self) -> Origin | None:
+        """The derivation of a weight that can be quantized outside the loss."""
+        return self.derivation if self.is_hoistable else None
 
 
 @dataclass(frozen=True)

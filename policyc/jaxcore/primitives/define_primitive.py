@@ -166,9 +166,9 @@ def define(name: str, rules: PrimitiveRules, job: Job | None = None) -> Primitiv
     batching.primitive_batchers[primitive] = partial(_batch, primitive, rules)
     if rules.reduced is not None:
         partial_eval.dce_rules[primitive] = partial(_drop_unused_results, rules.reduced)
-    mlir.register_lowering(primitive, partial(_lower, rules, ""))
+    mlir.register_lowering(primitive, partial(_lower, name, rules, ""))
     for platform in PLATFORMS:
-        mlir.register_lowering(primitive, partial(_lower, rules, platform), platform=platform)
+        mlir.register_lowering(primitive, partial(_lower, name, rules, platform), platform=platform)
     return primitive
 
 
@@ -282,13 +282,17 @@ def _drop_unused_results(
 def _run(primitive: Primitive, *args: Any, **params: Any) -> Sequence[jax.Array]:
     # Outside `jit`, run one compiled program: op by op would be slow and keep every intermediate in memory.
     with jax.disable_jit(False):
-        results: Sequence[jax.Array] = _jit(primitive.bind, tuple(sorted(params.items())))(*args)
+        name = primitive.name
+        results: Sequence[jax.Array] = _jit(name, primitive.bind, tuple(sorted(params.items())))(*args)
         return results
 
 
 @cache
-def _jit(body: Implementation, params: tuple[tuple[str, Any], ...]) -> Any:
-    return jax.jit(partial(body, **dict(params)))
+def _jit(name: str, body: Implementation, params: tuple[tuple[str, Any], ...]) -> Any:
+    """A jitted body, under the name that profiles and compiled programs show for its instructions."""
+    function = partial(body, **dict(params))
+    function.__name__ = name  # type: ignore[attr-defined]  # jax.jit reads it
+    return jax.jit(function)
 
 
 def _run_body(*args: jax.Array, body: Implementation, mapped: Mapped, **params: Any) -> Sequence[jax.Array]:
@@ -300,7 +304,7 @@ def _run_body(*args: jax.Array, body: Implementation, mapped: Mapped, **params: 
 
 
 def _lower(
-    rules: PrimitiveRules, platform: str, ctx: Any, /, *args: Any, mapped: Mapped, **params: Any
+    name: str, rules: PrimitiveRules, platform: str, ctx: Any, /, *args: Any, mapped: Mapped, **params: Any
 ) -> Any:
     is_stack = bool(platform) and rules.is_stack(mapped, **params)
     context = _lowering_context(platform, ctx.module_context.axis_context, mapped, is_stack=is_stack)
@@ -310,7 +314,7 @@ def _lower(
     def call(*args: jax.Array) -> Any:
         # An inner jit: JAX traces and lowers an equation once, even if a program contains it several times.
         known = {"body": rules.body, "mapped": mapped, "context": context, **params}
-        return _jit(_run_body, tuple(sorted(known.items())))(*args)
+        return _jit(name, _run_body, tuple(sorted(known.items())))(*args)
 
     # Without sharding and varying axes: inside `shard_map` the body runs on one device's shard.
     plain = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]

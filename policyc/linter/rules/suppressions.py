@@ -61,7 +61,7 @@ def _is_certain(code: str, context: Context) -> bool:
     rule = ALL_RULES.get(code)
     if rule is None or rule.guesses_without_program or (rule.needs_program and context.plan is None):
         return False
-    return not rule.module or code in context.codes
+    return not rule.module or (code in context.codes and code not in context.skipped)
 
 
 def _remove_code(code: Span) -> Edit:
