@@ -18,10 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from policyc.base.files import explain_unreadable, read_json
 from policyc.compiler.matching.execution import ExecutionOptions
 from policyc.compiler.pipeline import LossCall, plan_loss
 from policyc.compiler.planning.plan import Decision
 from policyc.compiler.planning.plan_checks import check_plan
+from policyc.language.loader import parse
 from policyc.language.policy import Policy
 from policyc.language.recipes import OPERANDS, Gemm, Recipe, Role, Treatment
 from policyc.language.treatments import normalize_recipe
@@ -29,14 +31,17 @@ from policyc.models.llama import model as llama
 from policyc.models.llama.configs import ModelConfig
 from policyc.numerics.quantize.reference.bits import E4M3, decode, encode_scaled, materialize
 from policyc.serving.audit import read_linears
-from policyc.serving.formats import BOUNDS
-from policyc.serving.linears import Linear, find_linears
-from policyc.serving.llama_source import LlamaSource
+from policyc.serving.export import find_schemes, read_maxima
+from policyc.serving.formats import BOUNDS, COMPRESSED_TENSORS, StoredLinear, group_names
+from policyc.serving.linears import Linear, find_linears, find_sharing, quantize_served
+from policyc.serving.llama_source import LlamaSource, host_arrays, read_source
 from policyc.serving.loaders import fuse, fused_name
 from policyc.serving.servable import served_format
 
 Activations = Literal["static", "dynamic", "token", "none"]
 """Scales of activations: from the file, the maximum of the tensor or of each token. `none` keeps BF16."""
+
+KVCache = Literal["bf16", "fp8"]
 
 InputMaxima: TypeAlias = Mapping[tuple[str, int | None], float]
 """The largest magnitude of the activation of each linear, by path and layer, which sets its static scale."""
@@ -47,7 +52,7 @@ class Arithmetic:
     """What a server computes apart from the weights: how it scales activations, by format, and its KV cache."""
 
     activations: Mapping[str, Activations]
-    kv_cache: Literal["bf16", "fp8"] = "bf16"
+    kv_cache: KVCache = "bf16"
 
     @property
     def is_static(self) -> bool:
@@ -62,7 +67,7 @@ class Server:
     static: Mapping[str, Activations]
     otherwise: Mapping[str, Activations]
 
-    def arithmetic(self, kv_cache: Literal["bf16", "fp8"], *, has_scales: bool) -> Arithmetic:
+    def arithmetic(self, kv_cache: KVCache, *, has_scales: bool) -> Arithmetic:
         return Arithmetic(activations=self.static if has_scales else self.otherwise, kv_cache=kv_cache)
 
 
@@ -129,7 +134,7 @@ def add_limits(params: llama.Params, linears: Sequence[Linear], maxima: InputMax
         node: Any = params
         for parent in parents:
             node = node[parent]
-            node = node[layer] if isinstance(node, list) else node
+            node = node[layer or 0] if isinstance(node, list) else node
         key = f"{fused_name(name).removesuffix('_proj')}_limit"
         if layer is None or isinstance(params["layers"], list):
             node[key] = np.float32(limit)
@@ -252,6 +257,131 @@ def read_batches(source: LlamaSource, count: int, split: str = "validation") -> 
         feed.close()
 
 
+# ---- a rollout of a folder
+
+
+def find_source(folder: Path, run: Path | None = None, step: int | None = None) -> tuple[LlamaSource, bool]:
+    """The model of a folder, and whether the folder is a served one, whose master weights are those of a run.
+
+    The run is by default the one that `policyc.json` names. Raises ValueError.
+    """
+    about = folder / "policyc.json"
+    if not about.exists():
+        if run is not None:
+            raise ValueError(
+                f"'{folder}' was not written by policyc export, so it has no other weights (--run)"
+            )
+        return read_source(folder, step), False
+    with explain_unreadable(about, "policyc export"):
+        content = read_json(about)
+        text, name, stored = content["policy"]["text"], content["source"], content.get("step")
+    if not (source := run or Path(name)).exists():
+        raise ValueError(f"'{folder}' was exported from '{name}', which is not here: name it with --run")
+    read = read_source(source, step or stored)
+    return (read if read.policy is not None else dataclasses.replace(read, policy=parse(text))), True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """A model, its weights, and the arithmetic of what runs it: of training for None.
+
+    `params` are those that training runs, and `served` those of the arithmetic: with its static limits. `formats` are
+    those of the quantized weights.
+    """
+
+    source: LlamaSource
+    policy: Policy
+    arithmetic: Arithmetic | None
+    params: llama.Params
+    served: llama.Params
+    formats: tuple[str, ...] = ()
+
+    def gap(self, batches: Sequence[llama.Batch]) -> Gap:
+        """The gap to training on some batches."""
+        masks = [jax.device_get(batch["mask"]) for batch in batches]
+        training = make_scorer(self.source, self.policy, None)
+        served = training if self.arithmetic is None else self.scorer()
+        return compare(
+            score_batches(training, self.params, batches), score_batches(served, self.served, batches), masks
+        )
+
+    def scorer(self) -> Scorer:
+        return make_scorer(self.source, self.policy, self.arithmetic)
+
+
+def make_rollout(
+    source: LlamaSource,
+    policy: Policy,
+    server: Server | None,
+    *,
+    activations: Activations | None = None,
+    kv_cache: KVCache = "bf16",
+    stats: Path | None = None,
+    served: Path | None = None,
+) -> Rollout:
+    """Prepares a model to run as a server would, or as in training without one.
+
+    Args:
+      activations: how activations are scaled; by default as the server does with the file that `stats` would give.
+      stats: the `stats.jsonl` of the run, which sets static scales.
+      served: an exported folder instead. Its static scales are used, and its codes must be those of the source.
+
+    Raises ValueError for what a server could not run, with the edit of the policy that would do.
+    """
+    params = source.load()
+    if server is None:
+        return Rollout(source=source, policy=policy, arithmetic=None, params=params, served=params)
+    plan = source.plan(policy)
+    linears = find_linears(host_arrays(params), plan, source.phase(plan), source.names())
+    quantized = [linear for linear in linears if linear.format]
+    find_schemes(
+        linears, COMPRESSED_TENSORS, is_static=False
+    )  # raises if a server runs several formats as one
+    maxima: InputMaxima = {}
+    if served is not None:
+        check_codes(served, quantized)
+        maxima = served_maxima(served, quantized)
+    elif stats is not None:
+        maxima = read_maxima(stats)
+    arithmetic = server.arithmetic(kv_cache, has_scales=bool(maxima))
+    if activations is not None:
+        arithmetic = dataclasses.replace(arithmetic, activations=dict.fromkeys(BOUNDS, activations))
+    formats = tuple(dict.fromkeys(linear.format for linear in quantized))
+    rollout = Rollout(
+        source=source, policy=policy, arithmetic=arithmetic, params=params, served=params, formats=formats
+    )
+    if not arithmetic.is_static:
+        return rollout
+    if missing := [linear.module for linear in quantized if (linear.path, linear.layer) not in maxima]:
+        raise ValueError(f"{group_names(missing)}: no static scale is known: name the stats.jsonl of the run "
+                         "(train --stats-every), or choose other --activations")  # fmt: skip
+    return dataclasses.replace(rollout, served=add_limits(params, quantized, maxima))
+
+
+def check_codes(folder: Path, linears: Sequence[Linear]) -> None:
+    """Raises ValueError unless a served folder has the codes that `served_recipe` gives for these linears."""
+    stored = read_linears(folder)
+    by_name, sharing = {linear.module: linear for linear in linears}, find_sharing(linears)
+    others = [module for module, codes in stored.items() if codes is not None and module not in by_name]
+    for modules in fuse(by_name).values():
+        group = quantize_served([by_name[module] for module in modules], sharing)
+        others += [
+            module
+            for module, (expected, _) in zip(modules, group, strict=True)
+            if (actual := stored.get(module)) is None or not has_same_codes(actual, expected)
+        ]
+    if others:
+        raise ValueError(f"{group_names(others)}: '{folder}' has other codes than the policy gives these weights: "
+                         "'policyc audit --run' says how they differ")  # fmt: skip
+
+
+def has_same_codes(a: StoredLinear, b: StoredLinear) -> bool:
+    """Whether two linears have the same codes and block scales, and outer scales that differ by a rounding at most."""
+    pairs: list[tuple[Any, Any]] = [(a.codes, b.codes), (a.scales, b.scales)]
+    is_same = a.format == b.format and all(np.array_equal(*pair) for pair in pairs)
+    return is_same and bool(np.allclose(a.outer, b.outer, rtol=2**-22, atol=0))
+
+
 def served_maxima(folder: Path, linears: Sequence[Linear]) -> dict[tuple[str, int | None], float]:
     """The largest magnitude of each activation by the static scales of a served folder. Raises ValueError."""
     stored = read_linears(folder)
@@ -261,9 +391,3 @@ def served_maxima(folder: Path, linears: Sequence[Linear]) -> dict[tuple[str, in
         if codes is not None and codes.input_outer is not None:
             maxima[linear.path, linear.layer] = float(codes.input_outer * np.float32(BOUNDS[codes.format]))
     return maxima
-
-
-def check_servable(source: LlamaSource, policy: Policy) -> list[Linear]:
-    """The linears of a model. Raises ValueError if a server could not run them, with the edit of the policy."""
-    plan = source.plan(policy)
-    return find_linears(source.abstract_params(), plan, source.phase(plan), source.names())
