@@ -4,80 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from policyc.cli.common import ExampleCommand, choose_policy, explain_missing_package, print_or_write
-from policyc.cli.options import (
-    collect_options,
-    format_option,
-    number,
-    option,
-    option_class,
-    out_option,
-    path_option,
-)
+from policyc.cli.common import ExampleCommand, explain_missing_package, print_or_write
+from policyc.cli.options import collect_options, format_option, number, option, option_class, out_option
 from policyc.cli.program import exit_on_error
+from policyc.cli.rollout import RolloutOptions, describe_gap, rollout_options
 
 if TYPE_CHECKING:
-    from policyc.serving.rollout import Activations, Gap, KVCache, Rollout
-
-
-@option_class
-class RolloutOptions:
-    """Which model runs, and with whose arithmetic."""
-
-    server: str = option(
-        "--as",
-        type=click.Choice(["vllm", "trtllm", "training"]),
-        required=True,
-        help="Whose arithmetic: of a server, or of training.",
-    )
-    policy: str | None = option(
-        metavar="POLICY[:VARIANT]",
-        show_default="that of the run",
-        help="The policy that the model was trained under.",
-    )
-    run: str | None = option(
-        metavar="RUN|HF_FOLDER",
-        type=click.Path(file_okay=False),
-        show_default="as policyc.json says",
-        help="The master weights of a served folder.",
-    )
-    stats: str | None = path_option(
-        metavar="FILE",
-        help="stats.jsonl of the run (train --stats-every): static scales, as in the file that export writes with it.",
-    )
-    activations: Activations | None = option(
-        type=click.Choice(["static", "dynamic", "token", "none"]),
-        show_default="what the server does with the file",
-        help="How activations of quantized linears are scaled: by the file, by the maximum of the tensor, or by that "
-        "of each token. none: they stay in BF16.",
-    )
-    kv_cache: KVCache = option(
-        type=click.Choice(["bf16", "fp8"]), default="bf16", help="Format of keys and values in the cache."
-    )
-    step: int | None = number("Step of the checkpoint of a run.", show_default="the last one")
-
-    def open(self, folder: str) -> Rollout:
-        """The model of a folder, ready to run. Raises ValueError."""
-        from policyc.serving.rollout import SERVERS, find_source, make_rollout
-
-        source, is_served = find_source(Path(folder), None if self.run is None else Path(self.run), self.step)
-        return make_rollout(
-            source,
-            choose_policy(source, self.policy),
-            SERVERS.get(self.server),
-            activations=self.activations,
-            kv_cache=self.kv_cache,
-            stats=None if self.stats is None else Path(self.stats),
-            served=Path(folder) if is_served else None,
-        )
-
-
-rollout_options = collect_options(RolloutOptions, "rollout")
+    from policyc.serving.rollout import Gap, Rollout
 
 
 @option_class
@@ -120,39 +57,18 @@ def eval(source: str, rollout: RolloutOptions, options: EvalOptions) -> None:
     """
     with exit_on_error(), explain_missing_package("train"):
         opened = rollout.open(source)
-        changed = {"data": options.data, "sequence": options.sequence, "eval_batches": options.batches}
-        run = replace(opened.source.run, **{k: v for k, v in changed.items() if v is not None})  # type: ignore[arg-type]
         from policyc.serving.rollout import read_batches
 
-        model = replace(opened.source, run=run)
-        gap = opened.gap(read_batches(model, run.eval_batches))
-    render = _as_json if options.output_format == "json" else _as_text
-    print_or_write(render(source, rollout, opened, gap), options.out)
-
-
-def _as_text(source: str, options: RolloutOptions, rollout: Rollout, gap: Gap) -> str:
-    scales = dict(rollout.arithmetic.activations) if rollout.arithmetic else {}
-    used = {format: scales[format] for format in rollout.formats if format in scales}
-    about = [options.server, *(f"{format} activations {_WORDS[how]}" for format, how in used.items())]
-    if rollout.arithmetic:
-        about.append(f"KV cache in {rollout.arithmetic.kv_cache}")
-    return "\n".join(
-        (
-            f"{source} as {', '.join(about)}",
-            f"loss   {gap.training:.6f} in training, {gap.served:.6f} served: {gap.nats:+.6f} nats",
-            f"k3-KL  {gap.kl:.3e} nats per token",
-            f"top-1  {100 * gap.agreement:.3f} % of {gap.tokens:,} tokens",
-            "",
-        )
+        changed = {"data": options.data, "sequence": options.sequence, "eval_batches": options.batches}
+        run: Any = replace(opened.source.run, **{k: v for k, v in changed.items() if v is not None})
+        gap = opened.gap(read_batches(replace(opened.source, run=run), run.eval_batches))
+    is_json = options.output_format == "json"
+    text = (
+        _as_json(source, rollout, opened, gap)
+        if is_json
+        else rollout.describe(source, opened) + describe_gap(gap)
     )
-
-
-_WORDS: dict[Activations, str] = {
-    "static": "with static scales",
-    "dynamic": "scaled by tensor",
-    "token": "scaled by token",
-    "none": "in BF16",
-}
+    print_or_write(text, options.out)
 
 
 def _as_json(source: str, options: RolloutOptions, rollout: Rollout, gap: Gap) -> str:

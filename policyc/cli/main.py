@@ -23,7 +23,7 @@ COMMAND_GROUPS: dict[str, tuple[str, ...]] = {
     "Policies": ("show", "lint", "fmt", "explain", "lsp"),
     "Programs": ("sites", "init", "diff", "apply", "estimate", "adopt", "compile"),
     "Experiments": ("train", "search", "bisect", "sweep", "report"),
-    "Serving": ("export", "audit", "eval"),
+    "Serving": ("export", "audit", "eval", "generate"),
     "Tools": ("quantize", "selftest", "targets", "data"),
 }
 """The commands, in the order of the help. Command NAME is the function of that name in `policyc.cli.NAME`."""

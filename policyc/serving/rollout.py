@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
@@ -149,9 +150,19 @@ Scores: TypeAlias = tuple[jax.Array, jax.Array]
 
 
 def score(
-    params: llama.Params, batch: llama.Batch, config: ModelConfig, cache: Any = None, *, pads: bool = False
+    params: llama.Params,
+    batch: llama.Batch,
+    seed: Any,
+    config: ModelConfig,
+    *,
+    cache: Any = None,
+    pads: bool = False,
+    temperature: float = 0.0,
 ) -> tuple[jax.Array, Scores]:
-    """The loss in nats, and the scores of the targets. With limits, the model needs a token of padding (`pads`)."""
+    """The loss in nats, and the scores of the targets. With limits, the model needs a token of padding (`pads`).
+
+    With a temperature, the most likely tokens are sampled instead: Gumbel noise is added to the logits.
+    """
     length = batch["tokens"].shape[1]
     inputs = {k: jnp.pad(v, ((0, 0), (0, 1)), mode="edge") for k, v in batch.items()} if pads else batch
     documents = inputs if "segments" in batch else None
@@ -160,30 +171,35 @@ def score(
     wide = logits[:, :length].astype(jnp.float32)
     of_target = jnp.where(jnp.arange(wide.shape[-1]) == batch["targets"][..., None], wide, 0).sum(-1)
     logp = of_target - jax.nn.logsumexp(wide, axis=-1)
-    return -jnp.sum(logp * batch["mask"]), (logp, jnp.argmax(wide, axis=-1))
+    noise = temperature * jax.random.gumbel(jax.random.key(seed), wide.shape) if temperature else 0
+    return -jnp.sum(logp * batch["mask"]), (logp, jnp.argmax(wide + noise, axis=-1))
 
 
-Scorer: TypeAlias = Callable[[llama.Params, llama.Batch], Scores]
+Scorer: TypeAlias = Callable[..., Scores]
+"""Scores a batch with parameters. A third argument is the seed of sampling."""
 
 
-def make_scorer(source: LlamaSource, policy: Policy, arithmetic: Arithmetic | None) -> Scorer:
+def make_scorer(
+    source: LlamaSource, policy: Policy, arithmetic: Arithmetic | None, temperature: float = 0.0
+) -> Scorer:
     """The jitted forward pass of a server, or of training for None. For static scales, see `add_limits`."""
-    config = dataclasses.replace(source.model, attention="xla", loss_chunks=1, remat="none")
-    cache = round_cache if arithmetic is not None and arithmetic.kv_cache == "fp8" else None
-    pads = arithmetic is not None and arithmetic.is_static
+    run = partial(
+        score,
+        config=dataclasses.replace(source.model, attention="xla", loss_chunks=1, remat="none"),
+        cache=round_cache if arithmetic is not None and arithmetic.kv_cache == "fp8" else None,
+        pads=arithmetic is not None and arithmetic.is_static,
+        temperature=temperature,
+    )
 
-    def run(params: llama.Params, batch: llama.Batch) -> tuple[jax.Array, Scores]:
-        return score(params, batch, config, cache, pads=pads)
-
-    def scores(params: llama.Params, batch: llama.Batch) -> Scores:
-        call = LossCall(fn=run, args=(params, batch), param_argnums=(0,), has_aux=True)
+    def scores(params: llama.Params, batch: llama.Batch, seed: Any = 0) -> Scores:
+        call = LossCall(fn=run, args=(params, batch, seed), param_argnums=(0,), has_aux=True)
         planned = plan_loss(policy, call, ExecutionOptions(backend="emulate"))
         plan = planned.plan
         list(check_plan(plan))  # raises if the policy cannot be applied
         decisions = plan.decisions(source.phase(plan))
         if arithmetic is not None:
             decisions = {key: served_decision(each, arithmetic) for key, each in decisions.items()}
-        return cast(Scores, planned.compile(decisions)(params, batch)[1])
+        return cast(Scores, planned.compile(decisions)(params, batch, seed)[1])
 
     return jax.jit(scores)
 
@@ -305,8 +321,23 @@ class Rollout:
             score_batches(training, self.params, batches), score_batches(served, self.served, batches), masks
         )
 
-    def scorer(self) -> Scorer:
-        return make_scorer(self.source, self.policy, self.arithmetic)
+    def scorer(self, temperature: float = 0.0) -> Scorer:
+        return make_scorer(self.source, self.policy, self.arithmetic, temperature)
+
+    def generate(
+        self, prompt: Sequence[int], count: int, temperature: float = 0.0, seed: int = 0
+    ) -> llama.Batch:
+        """A batch of one row: the prompt and its continuation, which alone is not masked.
+
+        Every step runs the whole row, so that it compiles once. Until they are known, tokens repeat the prompt.
+        """
+        row = np.resize(np.asarray(prompt, np.int32), (1, len(prompt) + count))
+        known = np.arange(row.shape[1] - 1) >= len(prompt) - 1
+        scorer, batch = self.scorer(temperature), {"mask": known.astype(np.int32)[None]}
+        for position in range(len(prompt), row.shape[1]):
+            inputs = {"tokens": row[:, :-1], "targets": row[:, 1:], **batch}
+            row[0, position] = scorer(self.served, inputs, np.uint32(seed))[1][0, position - 1]
+        return {"tokens": row[:, :-1], "targets": row[:, 1:], **batch}
 
 
 def make_rollout(
