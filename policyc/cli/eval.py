@@ -59,8 +59,12 @@ def eval(source: str, rollout: RolloutOptions, options: EvalOptions) -> None:
         opened = rollout.open(source)
         from policyc.serving.rollout import read_batches
 
-        changed = {"data": options.data, "sequence": options.sequence, "eval_batches": options.batches}
-        run: Any = replace(opened.source.run, **{k: v for k, v in changed.items() if v is not None})
+        changed: dict[str, Any] = {
+            "data": options.data,
+            "sequence": options.sequence,
+            "eval_batches": options.batches,
+        }
+        run = replace(opened.source.run, **{k: v for k, v in changed.items() if v is not None})
         gap = opened.gap(read_batches(replace(opened.source, run=run), run.eval_batches))
     is_json = options.output_format == "json"
     text = (

@@ -52,9 +52,15 @@ class RolloutOptions:
 
     def open(self, folder: str) -> Rollout:
         """The model of a folder, ready to run. Raises ValueError."""
+        if self.server == "training" and (self.activations or self.stats or self.kv_cache != "bf16"):
+            raise click.UsageError(
+                "--activations, --stats and --kv-cache are those of a server, not of training"
+            )
         from policyc.serving.rollout import SERVERS, find_source, make_rollout
 
         source, is_served = find_source(Path(folder), None if self.run is None else Path(self.run), self.step)
+        if is_served and self.stats is not None:
+            raise click.UsageError(f"--stats: '{folder}' has its own static scales")
         return make_rollout(
             source,
             choose_policy(source, self.policy),

@@ -279,15 +279,12 @@ def read_batches(source: LlamaSource, count: int, split: str = "validation") -> 
 def find_source(folder: Path, run: Path | None = None, step: int | None = None) -> tuple[LlamaSource, bool]:
     """The model of a folder, and whether the folder is a served one, whose master weights are those of a run.
 
-    The run is by default the one that `policyc.json` names. Raises ValueError.
+    The run is by default the one that `policyc.json` names. A served folder without that file needs it. Raises
+    ValueError.
     """
     about = folder / "policyc.json"
     if not about.exists():
-        if run is not None:
-            raise ValueError(
-                f"'{folder}' was not written by policyc export, so it has no other weights (--run)"
-            )
-        return read_source(folder, step), False
+        return read_source(run or folder, step), run is not None
     with explain_unreadable(about, "policyc export"):
         content = read_json(about)
         text, name, stored = content["policy"]["text"], content["source"], content.get("step")
