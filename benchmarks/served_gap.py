@@ -32,12 +32,11 @@ from policyc.experiments.telemetry import StatsRecorder
 from policyc.language.policy import Policy
 from policyc.models.llama import model as llama
 from policyc.models.llama.model import Batch, Params
+from policyc.serving.arithmetic import Activations, Arithmetic
 from policyc.serving.export import export
 from policyc.serving.linears import find_linears
 from policyc.serving.llama_source import LlamaSource, host_arrays, read_source
 from policyc.serving.rollout import (
-    Activations,
-    Arithmetic,
     Gap,
     add_limits,
     compare,

@@ -76,9 +76,9 @@ def eval(source: str, rollout: RolloutOptions, options: EvalOptions) -> None:
 
 
 def _as_json(source: str, options: RolloutOptions, rollout: Rollout, gap: Gap) -> str:
-    from policyc.serving.rollout import SERVERS
+    from policyc.serving.arithmetic import SERVER_RULES
 
-    server = SERVERS.get(options.server)
+    server = SERVER_RULES.get(options.server)
     about = {
         "source": source,
         "as": options.server,

@@ -11,7 +11,8 @@ from policyc.cli.common import choose_policy
 from policyc.cli.options import collect_options, number, option, option_class, path_option
 
 if TYPE_CHECKING:
-    from policyc.serving.rollout import Activations, Gap, KVCache, Rollout
+    from policyc.serving.arithmetic import Activations, KVCache
+    from policyc.serving.rollout import Gap, Rollout
 
 
 @option_class
@@ -56,7 +57,8 @@ class RolloutOptions:
             raise click.UsageError(
                 "--activations, --stats and --kv-cache are those of a server, not of training"
             )
-        from policyc.serving.rollout import SERVERS, find_source, make_rollout
+        from policyc.serving.arithmetic import SERVER_RULES
+        from policyc.serving.rollout import find_source, make_rollout
 
         source, is_served = find_source(Path(folder), None if self.run is None else Path(self.run), self.step)
         if is_served and self.stats is not None:
@@ -64,7 +66,7 @@ class RolloutOptions:
         return make_rollout(
             source,
             choose_policy(source, self.policy),
-            SERVERS.get(self.server),
+            SERVER_RULES.get(self.server),
             activations=self.activations,
             kv_cache=self.kv_cache,
             stats=None if self.stats is None else Path(self.stats),

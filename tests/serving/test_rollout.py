@@ -14,14 +14,12 @@ import pytest
 
 import policyc
 from policyc.models.llama.configs import ModelConfig
+from policyc.serving.arithmetic import SERVER_RULES, Arithmetic, round_cache
 from policyc.serving.llama_source import LlamaSource, read_source
 from policyc.serving.rollout import (
-    SERVERS,
-    Arithmetic,
     compare,
     find_source,
     make_rollout,
-    round_cache,
     score_batches,
 )
 from tests.support import rounding_oracle as oracle
@@ -135,7 +133,7 @@ def test_a_server_computes_what_numpy_computes_from_the_file(how: Any, kv_cache:
     """Sums in another order may round a code the other way, which changes the later tokens of its row."""
     source = open_source(folders / "hf")
     options: dict[str, Any] = {"served": folders / "served"} if how == "static" else {"activations": how}
-    rollout = make_rollout(source, policyc.parse(POLICY), SERVERS["vllm"], kv_cache=kv_cache, **options)
+    rollout = make_rollout(source, policyc.parse(POLICY), SERVER_RULES["vllm"], kv_cache=kv_cache, **options)
     logp, _ = rollout.scorer()(rollout.served, BATCH)
     tensors = read_tensors(folders / "served")
 
@@ -156,11 +154,11 @@ def test_dynamic_scales_leave_no_gap_if_weights_share_theirs(folders: Path) -> N
     """Dynamic scales of tensors are those of training, so every bit is. Weights under several scales are not."""
     source = open_source(folders / "hf")
     policy = policyc.parse(SHARED)
-    rollout = make_rollout(source, policy, SERVERS["trtllm"])
+    rollout = make_rollout(source, policy, SERVER_RULES["trtllm"])
     assert rollout.arithmetic == Arithmetic(activations={"nvfp4": "dynamic", "fp8": "dynamic"})
     gap = rollout.gap([BATCH])
     assert (gap.nats, gap.kl, gap.agreement, gap.tokens) == (0, 0, 1, 36)
-    gap = make_rollout(source, policyc.parse(POLICY), SERVERS["trtllm"]).gap([BATCH])
+    gap = make_rollout(source, policyc.parse(POLICY), SERVER_RULES["trtllm"]).gap([BATCH])
     assert gap.nats != 0
     assert gap.kl > 0
 
@@ -200,7 +198,7 @@ def test_layers_that_are_kept_have_no_limit(folders: Path) -> None:
     """The second block is in BF16. Its padding must stay finite: attention multiplies it by 0."""
     policy = policyc.parse("* where layer == 0 and weight -> nvfp4")
     rollout = make_rollout(
-        open_source(folders / "hf"), policy, SERVERS["vllm"], stats=folders / "stats.jsonl"
+        open_source(folders / "hf"), policy, SERVER_RULES["vllm"], stats=folders / "stats.jsonl"
     )
     assert np.isinf(rollout.served["layers"]["mlp"]["down_limit"]).tolist() == [False, True]
     ((logp, _),) = score_batches(rollout.scorer(), rollout.served, [BATCH])
@@ -210,7 +208,7 @@ def test_layers_that_are_kept_have_no_limit(folders: Path) -> None:
 def test_a_continuation_is_what_each_step_finds_most_likely(folders: Path) -> None:
     """Static scales do not depend on the tokens that are not known yet."""
     source = open_source(folders / "hf")
-    rollout = make_rollout(source, policyc.parse(POLICY), SERVERS["vllm"], served=folders / "served")
+    rollout = make_rollout(source, policyc.parse(POLICY), SERVER_RULES["vllm"], served=folders / "served")
     batch = rollout.generate([3, 1, 4], 5)
     row = [*batch["tokens"][0], batch["targets"][0, -1]]
     assert row[:3] == [3, 1, 4]
@@ -246,7 +244,7 @@ def test_other_codes_than_those_of_the_policy_are_refused(folders: Path, tmp_pat
     tensors["model.layers.0.mlp.up_proj.weight_packed"][3, 1] ^= 1
     write_tensors(served, tensors)
     with pytest.raises(ValueError, match=r"^model\.layers\.0\.mlp\.up_proj: .* other codes"):
-        make_rollout(open_source(folders / "hf"), policyc.parse(POLICY), SERVERS["vllm"], served=served)
+        make_rollout(open_source(folders / "hf"), policyc.parse(POLICY), SERVER_RULES["vllm"], served=served)
 
 
 @pytest.mark.parametrize(
@@ -259,12 +257,12 @@ def test_other_codes_than_those_of_the_policy_are_refused(folders: Path, tmp_pat
 )
 def test_what_a_server_cannot_run_is_refused(policy: str, options: Any, message: str, folders: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        make_rollout(open_source(folders / "hf"), policyc.parse(policy), SERVERS["vllm"], **options)
+        make_rollout(open_source(folders / "hf"), policyc.parse(policy), SERVER_RULES["vllm"], **options)
 
 
 def test_a_model_without_a_scan_has_the_same_limits(folders: Path) -> None:
     source = open_source(folders / "hf")
-    options: dict[str, Any] = {"server": SERVERS["vllm"], "served": folders / "served"}
+    options: dict[str, Any] = {"server": SERVER_RULES["vllm"], "served": folders / "served"}
     stacked = make_rollout(source, policyc.parse(POLICY), **options)
     unrolled = replace(source, model=replace(source.model, scan=False))
     listed = make_rollout(unrolled, policyc.parse(POLICY), **options)
