@@ -32,14 +32,13 @@ from policyc.experiments.telemetry import StatsRecorder
 from policyc.language.policy import Policy
 from policyc.models.llama import model as llama
 from policyc.models.llama.model import Batch, Params
-from policyc.serving.export import Exported, export
+from policyc.serving.arithmetic import Activations, Arithmetic
+from policyc.serving.export import export
+from policyc.serving.linears import find_linears
 from policyc.serving.llama_source import LlamaSource, host_arrays, read_source
 from policyc.serving.rollout import (
-    Activations,
-    Arithmetic,
     Gap,
     add_limits,
-    check_servable,
     compare,
     make_scorer,
     read_batches,
@@ -90,7 +89,10 @@ def measure(run: Path, options: Any) -> dict[str, Any]:
         served = options.work / run.name / folder.name
         shutil.rmtree(served, ignore_errors=True)
         try:
-            linears = check_servable(source, policy)
+            plan = source.plan(policy)
+            linears = find_linears(host_arrays(params), plan, source.phase(plan), source.names())
+            if not any(linear.format for linear in linears):
+                raise ValueError("the policy quantizes no weight")
         except ValueError as error:
             results[folder.name] = {"refused": str(error)}
             continue
@@ -104,7 +106,11 @@ def measure(run: Path, options: Any) -> dict[str, Any]:
             recorder = recorder or make_recorder(source, policy)
             stats = calibrate(recorder, source, params, options.calibration, served.with_suffix(".jsonl"))
             note(f"{folder}: calibrated")
-            written = write(source, params, policy, served, stats)
+            with jax.default_device(jax.devices("cpu")[0]):  # as the command does
+                written = export(
+                    host_arrays(params), plan, names=source.names(), config=source.hf_config, out=served,
+                    stats=stats, phase=source.phase(plan),
+                )  # fmt: skip
             note(f"{folder}: exported")
             scorers = scorers or {name: compiled.result() for name, compiled in compiling.items()}
             note(f"{folder}: compiled")
@@ -157,15 +163,6 @@ def calibrate(recorder: StatsRecorder, source: LlamaSource, params: Params, coun
     rows = [{"step": step, **row} for step, batch in enumerate(batches) for row in recorder(params, batch)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
-
-
-def write(source: LlamaSource, params: Params, policy: Policy, out: Path, stats: Path) -> Exported:
-    plan = source.plan(policy)
-    with jax.default_device(jax.devices("cpu")[0]):  # as the command does
-        return export(
-            host_arrays(params), plan, names=source.names(), config=source.hf_config, out=out, stats=stats,
-            phase=source.phase(plan),
-        )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from policyc.base.files import atomic_write, open_output
 if TYPE_CHECKING:
     from policyc.language.diagnostics import PolicyError
     from policyc.language.policy import Policy
+    from policyc.serving.llama_source import LlamaSource
 
 EXIT_OK = 0
 EXIT_FAILURE = 1  # lint findings, a faulty policy, or a request that cannot be met
@@ -87,6 +88,17 @@ def load_policy(word: str) -> Policy:
         return load(word)
     except PolicyError as error:
         exit_with_diagnostics(error)
+
+
+def choose_policy(source: LlamaSource, name: str | None) -> Policy:
+    """The named policy, or that of the run. Prints a note if they differ. Raises ValueError if there is neither."""
+    if name is None:
+        return source.trained_policy
+    policy = load_policy(name)
+    if source.policy is not None and source.policy.sha256 != policy.sha256:
+        print_note(f"the run was trained under another policy: 'policyc diff {name} --vs {source.folder} --config ...' "
+                   "shows the difference", "warning")  # fmt: skip
+    return policy
 
 
 def read_stdin() -> str:

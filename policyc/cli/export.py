@@ -11,18 +11,16 @@ import click
 from policyc.cli.common import (
     EXIT_USAGE,
     ExampleCommand,
+    choose_policy,
     exit_with_message,
     explain_missing_package,
-    load_policy,
     print_note,
 )
 from policyc.cli.options import collect_options, number, option, option_class, path_option, switch
 from policyc.cli.program import exit_on_error
 
 if TYPE_CHECKING:
-    from policyc.language.policy import Policy
     from policyc.serving.export import FormatName
-    from policyc.serving.llama_source import LlamaSource
 
 
 @option_class
@@ -103,14 +101,3 @@ def export(source: str, options: ExportOptions) -> None:
     for label, count in written.counts.items():
         click.echo(f"{count} linears: {label}")
     click.echo(f"{written.bytes / 1e6:.1f} MB in {written.folder}")
-
-
-def choose_policy(source: LlamaSource, name: str | None) -> Policy:
-    """The named policy, or that of the run. Prints a note if they differ. Raises ValueError if there is neither."""
-    if name is None:
-        return source.trained_policy
-    policy = load_policy(name)
-    if source.policy is not None and source.policy.sha256 != policy.sha256:
-        print_note(f"the run was trained under another policy: 'policyc diff {name} --vs {source.folder} --config ...' "
-                   "shows the difference", "warning")  # fmt: skip
-    return policy

@@ -24,7 +24,7 @@ COMMAND_GROUPS: dict[str, tuple[str, ...]] = {
     "Policies": ("show", "lint", "fmt", "explain", "import", "lsp"),
     "Programs": ("sites", "init", "diff", "apply", "estimate", "adopt", "compile"),
     "Experiments": ("train", "search", "bisect", "sweep", "report"),
-    "Serving": ("export", "audit"),
+    "Serving": ("export", "audit", "eval", "generate"),
     "Tools": ("quantize", "selftest", "targets", "data"),
 }
 """The commands, in the order of the help. Command NAME is the function of that name in `policyc.cli.NAME`; a keyword

@@ -1,3 +1,16 @@
-"""Checkpoints for inference servers: writes the codes of training as files that servers read, and audits such files."""
+"""Checkpoints for inference servers: writes the codes of training as files that servers read, audits such files, and
+computes what servers compute from them.
+"""
 
-__all__ = ["audit", "export", "formats", "layout_evidence", "linears", "llama_source", "loaders", "servable"]
+__all__ = [
+    "arithmetic",
+    "audit",
+    "export",
+    "formats",
+    "layout_evidence",
+    "linears",
+    "llama_source",
+    "loaders",
+    "rollout",
+    "servable",
+]

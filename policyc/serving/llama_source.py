@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,23 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "generation_config.json",
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Codec:
+    """Converts text to tokens and back. Without a tokenizer, tokens are bytes, and larger ones have no text."""
+
+    tokenizer: Any
+
+    def encode(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            return list(text.encode())
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        if self.tokenizer is None:
+            return bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
+        return str(self.tokenizer.decode(list(tokens)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +124,12 @@ class LlamaSource:
         number = [int(seed) for seed in self.seeds.split(",")].index(self.run.seed)
         return jax.tree.map(lambda array: array[number], params)
 
+    def codec(self) -> Codec:
+        """Converts text to tokens and back."""
+        from policyc.models.llama.data import read_tokenizer
+
+        return Codec(tokenizer=read_tokenizer(self.run.tokenizer)[0] if self.run.tokenizer else None)
+
     def names(self) -> dict[str, str]:
         from policyc.models.llama.weights import tensor_names
 
@@ -132,11 +155,14 @@ def read_source(folder: Path, step: int | None = None) -> LlamaSource:
         raise ValueError("--step is for a run, which has several checkpoints")
     from policyc.models.llama.weights import read_config
 
+    tokenizer = folder / "tokenizer.json"
     return LlamaSource(
         folder=folder,
         checkpoint=folder,
         model=read_config(folder),
-        run=RunConfig(batch=1, sequence=_HF_SEQUENCE),
+        run=RunConfig(
+            batch=1, sequence=_HF_SEQUENCE, tokenizer=str(tokenizer) if tokenizer.exists() else None
+        ),
         policy=None,
         step=0,
         # The head is stored even if it is a copy of the embedding: servers do not store a quantized one twice.

@@ -10,112 +10,36 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from policyc.base.files import explain_unreadable, read_json
 from policyc.compiler.matching.execution import ExecutionOptions
 from policyc.compiler.pipeline import LossCall, plan_loss
-from policyc.compiler.planning.plan import Decision
 from policyc.compiler.planning.plan_checks import check_plan
+from policyc.language.loader import parse
 from policyc.language.policy import Policy
-from policyc.language.recipes import OPERANDS, Gemm, Recipe, Role, Treatment
-from policyc.language.treatments import normalize_recipe
 from policyc.models.llama import model as llama
 from policyc.models.llama.configs import ModelConfig
-from policyc.numerics.quantize.reference.bits import E4M3, decode, encode_scaled, materialize
+from policyc.serving.arithmetic import Activations, Arithmetic, KVCache, Server, round_cache, served_decision
 from policyc.serving.audit import read_linears
-from policyc.serving.formats import BOUNDS
-from policyc.serving.linears import Linear, find_linears
-from policyc.serving.llama_source import LlamaSource
+from policyc.serving.export import find_schemes, read_maxima
+from policyc.serving.formats import BOUNDS, COMPRESSED_TENSORS, StoredLinear, group_names
+from policyc.serving.linears import Linear, find_linears, find_sharing, quantize_served
+from policyc.serving.llama_source import LlamaSource, host_arrays, read_source
 from policyc.serving.loaders import fuse, fused_name
-from policyc.serving.servable import served_format
-
-Activations = Literal["static", "dynamic", "token", "none"]
-"""Scales of activations: from the file, the maximum of the tensor or of each token. `none` keeps BF16."""
 
 InputMaxima: TypeAlias = Mapping[tuple[str, int | None], float]
 """The largest magnitude of the activation of each linear, by path and layer, which sets its static scale."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arithmetic:
-    """What a server computes apart from the weights: how it scales activations, by format, and its KV cache."""
-
-    activations: Mapping[str, Activations]
-    kv_cache: Literal["bf16", "fp8"] = "bf16"
-
-    @property
-    def is_static(self) -> bool:
-        return "static" in self.activations.values()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
-    """How a server scales activations whose file has static scales, and those whose file has none. By format."""
-
-    version: str
-    static: Mapping[str, Activations]
-    otherwise: Mapping[str, Activations]
-
-    def arithmetic(self, kv_cache: Literal["bf16", "fp8"], *, has_scales: bool) -> Arithmetic:
-        return Arithmetic(activations=self.static if has_scales else self.otherwise, kv_cache=kv_cache)
-
-
-_STATIC: dict[str, Activations] = {"nvfp4": "static", "fp8": "static"}
-SERVERS: dict[str, Server] = {
-    "vllm": Server(
-        version="vLLM a014e35 (modelopt.py, compressed_tensors_w4a4_nvfp4.py, kv_cache.py)",
-        static=_STATIC,
-        otherwise={"nvfp4": "none", "fp8": "token"},
-    ),
-    "trtllm": Server(
-        version="TensorRT-LLM 00bbf71 (linear.py)",
-        static=_STATIC,
-        otherwise={"nvfp4": "dynamic", "fp8": "dynamic"},
-    ),
-}
-"""The servers, with the version whose source the row was read from.
-
-Both cast keys and values of an FP8 cache to E4M3 with a scale of 1 if the file has none, as exported files do.
-"""
-
 # ---- the forward pass of a server
-
-
-def served_decision(decision: Decision, arithmetic: Arithmetic) -> Decision:
-    """The decision of a site as a server runs it. Its GEMM is that of training if it is not quantized."""
-    format = served_format(decision)
-    if not format:
-        return decision
-    recipe = served_recipe(decision.applied_recipe, arithmetic.activations[format])
-    return dataclasses.replace(decision, recipe=recipe)
-
-
-def served_recipe(recipe: Recipe, activations: Activations) -> Recipe:
-    """A recipe whose forward GEMM is that of a server. It has no backward GEMMs."""
-    x, weight = recipe.gemm_treatments(Gemm.FPROP)
-    plain = Treatment(format="bf16", element="bf16")
-    outer = "row" if activations == "token" else "tensor"
-    forward = {
-        # Block scales of activations are those of the maximum, and fused linears share the outer scale of the weight.
-        Role.ACTIVATION: plain
-        if activations == "none"
-        else dataclasses.replace(x, scale="amax", outer=outer),
-        Role.WEIGHT: dataclasses.replace(weight, outer="shared"),
-    }
-    return normalize_recipe(Recipe(tuple(forward[r] if g is Gemm.FPROP else plain for g, r in OPERANDS)))
-
-
-def round_cache(x: jax.Array) -> jax.Array:
-    """Keys or values as a cache in FP8 returns them, with a scale of 1."""
-    one, zero = jnp.float32(1), jnp.int32(0)
-    codes = encode_scaled(x.astype(jnp.float32), one, one, zero, E4M3)
-    return decode(materialize(codes), E4M3).astype(x.dtype)
 
 
 def add_limits(params: llama.Params, linears: Sequence[Linear], maxima: InputMaxima) -> llama.Params:
@@ -129,7 +53,7 @@ def add_limits(params: llama.Params, linears: Sequence[Linear], maxima: InputMax
         node: Any = params
         for parent in parents:
             node = node[parent]
-            node = node[layer] if isinstance(node, list) else node
+            node = node[layer or 0] if isinstance(node, list) else node
         key = f"{fused_name(name).removesuffix('_proj')}_limit"
         if layer is None or isinstance(params["layers"], list):
             node[key] = np.float32(limit)
@@ -144,9 +68,19 @@ Scores: TypeAlias = tuple[jax.Array, jax.Array]
 
 
 def score(
-    params: llama.Params, batch: llama.Batch, config: ModelConfig, cache: Any = None, *, pads: bool = False
+    params: llama.Params,
+    batch: llama.Batch,
+    seed: Any,
+    config: ModelConfig,
+    *,
+    cache: Any = None,
+    pads: bool = False,
+    temperature: float = 0.0,
 ) -> tuple[jax.Array, Scores]:
-    """The loss in nats, and the scores of the targets. With limits, the model needs a token of padding (`pads`)."""
+    """The loss in nats, and the scores of the targets. With limits, the model needs a token of padding (`pads`).
+
+    With a temperature, the most likely tokens are sampled instead: Gumbel noise is added to the logits.
+    """
     length = batch["tokens"].shape[1]
     inputs = {k: jnp.pad(v, ((0, 0), (0, 1)), mode="edge") for k, v in batch.items()} if pads else batch
     documents = inputs if "segments" in batch else None
@@ -155,30 +89,35 @@ def score(
     wide = logits[:, :length].astype(jnp.float32)
     of_target = jnp.where(jnp.arange(wide.shape[-1]) == batch["targets"][..., None], wide, 0).sum(-1)
     logp = of_target - jax.nn.logsumexp(wide, axis=-1)
-    return -jnp.sum(logp * batch["mask"]), (logp, jnp.argmax(wide, axis=-1))
+    noise = temperature * jax.random.gumbel(jax.random.key(seed), wide.shape) if temperature else 0
+    return -jnp.sum(logp * batch["mask"]), (logp, jnp.argmax(wide + noise, axis=-1))
 
 
-Scorer: TypeAlias = Callable[[llama.Params, llama.Batch], Scores]
+Scorer: TypeAlias = Callable[..., Scores]
+"""Scores a batch with parameters. A third argument is the seed of sampling."""
 
 
-def make_scorer(source: LlamaSource, policy: Policy, arithmetic: Arithmetic | None) -> Scorer:
+def make_scorer(
+    source: LlamaSource, policy: Policy, arithmetic: Arithmetic | None, temperature: float = 0.0
+) -> Scorer:
     """The jitted forward pass of a server, or of training for None. For static scales, see `add_limits`."""
-    config = dataclasses.replace(source.model, attention="xla", loss_chunks=1, remat="none")
-    cache = round_cache if arithmetic is not None and arithmetic.kv_cache == "fp8" else None
-    pads = arithmetic is not None and arithmetic.is_static
+    run = partial(
+        score,
+        config=dataclasses.replace(source.model, attention="xla", loss_chunks=1, remat="none"),
+        cache=round_cache if arithmetic is not None and arithmetic.kv_cache == "fp8" else None,
+        pads=arithmetic is not None and arithmetic.is_static,
+        temperature=temperature,
+    )
 
-    def run(params: llama.Params, batch: llama.Batch) -> tuple[jax.Array, Scores]:
-        return score(params, batch, config, cache, pads=pads)
-
-    def scores(params: llama.Params, batch: llama.Batch) -> Scores:
-        call = LossCall(fn=run, args=(params, batch), param_argnums=(0,), has_aux=True)
+    def scores(params: llama.Params, batch: llama.Batch, seed: Any = 0) -> Scores:
+        call = LossCall(fn=run, args=(params, batch, seed), param_argnums=(0,), has_aux=True)
         planned = plan_loss(policy, call, ExecutionOptions(backend="emulate"))
         plan = planned.plan
         list(check_plan(plan))  # raises if the policy cannot be applied
         decisions = plan.decisions(source.phase(plan))
         if arithmetic is not None:
             decisions = {key: served_decision(each, arithmetic) for key, each in decisions.items()}
-        return cast(Scores, planned.compile(decisions)(params, batch)[1])
+        return cast(Scores, planned.compile(decisions)(params, batch, seed)[1])
 
     return jax.jit(scores)
 
@@ -252,6 +191,143 @@ def read_batches(source: LlamaSource, count: int, split: str = "validation") -> 
         feed.close()
 
 
+# ---- a rollout of a folder
+
+
+def find_source(folder: Path, run: Path | None = None, step: int | None = None) -> tuple[LlamaSource, bool]:
+    """The model of a folder, and whether the folder is a served one, whose master weights are those of a run.
+
+    The run is by default the one that `policyc.json` names. A served folder without that file needs it. Raises
+    ValueError.
+    """
+    about = folder / "policyc.json"
+    if not about.exists():
+        return read_source(run or folder, step), run is not None
+    with explain_unreadable(about, "policyc export"):
+        content = read_json(about)
+        text, name, stored = content["policy"]["text"], content["source"], content.get("step")
+    if not (source := run or Path(name)).exists():
+        raise ValueError(f"'{folder}' was exported from '{name}', which is not here: name it with --run")
+    read = read_source(source, step or stored)
+    return (read if read.policy is not None else dataclasses.replace(read, policy=parse(text))), True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """A model, its weights, and the arithmetic of what runs it: of training for None.
+
+    `params` are those that training runs, and `served` those of the arithmetic: with its static limits. `formats` are
+    those of the quantized weights.
+    """
+
+    source: LlamaSource
+    policy: Policy
+    arithmetic: Arithmetic | None
+    params: llama.Params
+    served: llama.Params
+    formats: tuple[str, ...] = ()
+
+    def gap(self, batches: Sequence[llama.Batch]) -> Gap:
+        """The gap to training on some batches."""
+        masks = [jax.device_get(batch["mask"]) for batch in batches]
+        training = make_scorer(self.source, self.policy, None)
+        served = training if self.arithmetic is None else self.scorer()
+        return compare(
+            score_batches(training, self.params, batches), score_batches(served, self.served, batches), masks
+        )
+
+    def scorer(self, temperature: float = 0.0) -> Scorer:
+        return make_scorer(self.source, self.policy, self.arithmetic, temperature)
+
+    def generate(
+        self, prompt: Sequence[int], count: int, temperature: float = 0.0, seed: int = 0
+    ) -> llama.Batch:
+        """A batch of one row: the prompt and its continuation, which alone is not masked.
+
+        Every step runs the whole row, so that it compiles once. Until they are known, tokens repeat the prompt.
+        """
+        row = np.resize(np.asarray(prompt, np.int32), (1, len(prompt) + count))
+        known = np.arange(row.shape[1] - 1) >= len(prompt) - 1
+        scorer, batch = self.scorer(temperature), {"mask": known.astype(np.int32)[None]}
+        for position in range(len(prompt), row.shape[1]):
+            inputs = {"tokens": row[:, :-1], "targets": row[:, 1:], **batch}
+            row[0, position] = scorer(self.served, inputs, np.uint32(seed))[1][0, position - 1]
+        return {"tokens": row[:, :-1], "targets": row[:, 1:], **batch}
+
+
+def make_rollout(
+    source: LlamaSource,
+    policy: Policy,
+    server: Server | None,
+    *,
+    activations: Activations | None = None,
+    kv_cache: KVCache = "bf16",
+    stats: Path | None = None,
+    served: Path | None = None,
+) -> Rollout:
+    """Prepares a model to run as a server would, or as in training without one.
+
+    Args:
+      activations: how activations are scaled; by default as the server does with the file that `stats` would give.
+      stats: the `stats.jsonl` of the run, which sets static scales.
+      served: an exported folder instead. Its static scales are used, and its codes must be those of the source.
+
+    Raises ValueError for what a server could not run, with the edit of the policy that would do.
+    """
+    params = source.load()
+    if server is None:
+        return Rollout(source=source, policy=policy, arithmetic=None, params=params, served=params)
+    plan = source.plan(policy)
+    linears = find_linears(host_arrays(params), plan, source.phase(plan), source.names())
+    quantized = [linear for linear in linears if linear.format]
+    find_schemes(
+        linears, COMPRESSED_TENSORS, is_static=False
+    )  # raises if a server runs several formats as one
+    maxima: InputMaxima = {}
+    if served is not None:
+        check_codes(served, quantized)
+        maxima = served_maxima(served, quantized)
+    elif stats is not None:
+        maxima = read_maxima(stats)
+    arithmetic = server.arithmetic(kv_cache, has_scales=bool(maxima))
+    if activations is not None:
+        arithmetic = dataclasses.replace(arithmetic, activations=dict.fromkeys(BOUNDS, activations))
+    formats = tuple(dict.fromkeys(linear.format for linear in quantized))
+    rollout = Rollout(
+        source=source, policy=policy, arithmetic=arithmetic, params=params, served=params, formats=formats
+    )
+    if not arithmetic.is_static:
+        return rollout
+    if missing := [linear.module for linear in quantized if (linear.path, linear.layer) not in maxima]:
+        raise ValueError(f"{group_names(missing)}: no static scale is known: name the stats.jsonl of the run "
+                         "(train --stats-every), or choose other --activations")  # fmt: skip
+    return dataclasses.replace(rollout, served=add_limits(params, quantized, maxima))
+
+
+def check_codes(folder: Path, linears: Sequence[Linear]) -> None:
+    """Raises ValueError unless a served folder has the codes that `served_recipe` gives for these linears."""
+    stored = read_linears(folder)
+    by_name, sharing = {linear.module: linear for linear in linears}, find_sharing(linears)
+    others = [module for module, codes in stored.items() if codes is not None and module not in by_name]
+    for modules in fuse(by_name).values():
+        group = quantize_served([by_name[module] for module in modules], sharing)
+        others += [
+            module
+            for module, (expected, _) in zip(modules, group, strict=True)
+            if (actual := stored.get(module)) is None or not has_same_codes(actual, expected)
+        ]
+    if others:
+        raise ValueError(f"{group_names(others)}: '{folder}' has other codes than the policy gives these weights: "
+                         "'policyc audit --run' says how they differ")  # fmt: skip
+
+
+def has_same_codes(a: StoredLinear, b: StoredLinear) -> bool:
+    """Whether two linears have the same codes and block scales, and outer scales that differ by a rounding at most."""
+    pairs: list[tuple[Any, Any]] = [(a.codes, b.codes), (a.scales, b.scales)]
+    is_same = a.format == b.format and all(np.array_equal(*pair) for pair in pairs)
+    return is_same and bool(np.allclose(a.outer, b.outer, rtol=2**-22, atol=0))
+
+
 def served_maxima(folder: Path, linears: Sequence[Linear]) -> dict[tuple[str, int | None], float]:
     """The largest magnitude of each activation by the static scales of a served folder. Raises ValueError."""
     stored = read_linears(folder)
@@ -261,9 +337,3 @@ def served_maxima(folder: Path, linears: Sequence[Linear]) -> dict[tuple[str, in
         if codes is not None and codes.input_outer is not None:
             maxima[linear.path, linear.layer] = float(codes.input_outer * np.float32(BOUNDS[codes.format]))
     return maxima
-
-
-def check_servable(source: LlamaSource, policy: Policy) -> list[Linear]:
-    """The linears of a model. Raises ValueError if a server could not run them, with the edit of the policy."""
-    plan = source.plan(policy)
-    return find_linears(source.abstract_params(), plan, source.phase(plan), source.names())

@@ -21,8 +21,10 @@ import policyc
 from policyc.models.llama import configs, data, metrics, train, train_step
 from policyc.models.llama.configs import ConfigError
 from policyc.models.llama.goodput import TimeAccount
+from policyc.serving.llama_source import read_source
 from tests.support import llama_runs
 from tests.support.llama_runs import flags, losses, train_here
+from tests.support.served import read_tensors
 
 pytestmark = pytest.mark.any_jax
 SMALL = configs.ModelConfig(**llama_runs.SMALL | {"layers": 1}, compute="float32")
@@ -153,6 +155,9 @@ def test_a_run_of_several_seeds_writes_the_folder_of_each_and_resumes(tmp_path):
     # rounding of single operands: one of thousands of values, by 2^-3 of itself at most.
     np.testing.assert_allclose([loss for _, loss in second[:2]], losses_alone(3, 2), rtol=1e-5)
     for folder, seed in zip(folders, (0, 3), strict=True):
-        assert (folder / "exports" / "4" / "model.safetensors").exists()
+        exported = read_tensors(folder / "exports" / "4")["model.layers.0.mlp.up_proj.weight"]
+        params = read_source(folder).load()  # from the checkpoint that the seeds share
+        up = np.asarray(jax.tree.leaves(params["layers"])[-1])
+        np.testing.assert_array_equal(up.reshape(up.shape[-2:]).T.astype(exported.dtype), exported)
         assert (folder / "plan.json").exists()
         assert json.loads((folder / "run.json").read_text())["seed"] == seed
