@@ -1,13 +1,13 @@
-"""Compiles MaxText's own training step for GPUs that are not present: under Transformer Engine's flags, and under policies.
+"""Compiles MaxText's own training step for GPUs that are not present, under Transformer Engine's flags and policies.
 
     make maxtext-compiled                                       # Llama 3 8B on 8 GB200
     make maxtext-compiled ARGS='--model llama3.1-405b --devices 128 --batch 1'
 
-MaxText is unmodified, and its arguments are those of NVIDIA's example (JAX-Toolbox), but for cuDNN's attention as JAX
-calls it. Every row is compiled with 1 and with 2 layers, in a process of its own. Kernels and bytes are linear in depth,
-so the difference is one layer. Nothing runs: the step is predicted from the bytes, with the model's times of GEMMs and of
-attention. A flag is compiled under an empty policy, which leaves its jaxpr as it is. Rows are added to the file, or
-replace those of the same name.
+MaxText is unmodified. Its arguments are those of NVIDIA's example (JAX-Toolbox), except for attention, which is that of
+JAX. Each row is compiled with one and with two layers, in a process of its own. Kernels and bytes are linear in depth:
+the difference is a layer. Nothing runs: a step is predicted from the bytes, with the model's times of GEMMs and of
+attention. A flag is compiled under an empty policy, which leaves its jaxpr as it is. In the file of --json, a row
+replaces the one of the same model and name.
 """
 
 from __future__ import annotations
@@ -141,7 +141,9 @@ def quantizes(module: hlo.Module, run: hlo.Execution) -> bool:
         return True
     fused = [i for name in run.instruction.called for i in module.computations[name].values()]
     reducers = [name for i in (run.instruction, *fused) if i.opcode == "reduce" for name in i.called]
-    finds_maximum = any(i.opcode == "maximum" for name in reducers for i in module.computations[name].values())
+    finds_maximum = any(
+        i.opcode == "maximum" for name in reducers for i in module.computations[name].values()
+    )
     return finds_maximum and 64 * run.bytes_written < run.bytes_read
 
 
@@ -154,7 +156,11 @@ def count_quantizers(module: hlo.Module) -> dict[str, Any]:
         if quantizes(module, run):
             quantizers += run.times * (run.bytes_read + run.bytes_written)
         attributes = run.instruction.attributes
-        if "te_dbias_quantize_ffi" in attributes and "use_rht = true" in attributes and "q_layout = 2" in attributes:
+        if (
+            "te_dbias_quantize_ffi" in attributes
+            and "use_rht = true" in attributes
+            and "q_layout = 2" in attributes
+        ):
             operand = module.computations[run.computation][run.instruction.operands[0]]
             twice += run.times * operand.bytes
     return {"quantizer_bytes": quantizers + twice, "read_twice": [{"bytes": twice}]}
@@ -256,21 +262,21 @@ def start_row(row: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         return list(json.loads(result.read_text()))
 
 
-def describe_row(row: str, options: argparse.Namespace, depths: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def describe_row(
+    row: str, model: str, devices: int, batch: int, depths: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
     """A row of the file: what a layer contains, and how long the step of all layers is predicted to take."""
     return {
-        "model": options.model,
-        "devices": options.devices,
-        "batch": options.batch,
+        "model": model,
+        "devices": devices,
+        "batch": batch,
         "row": row,
         "layer": {
-            "bytes": _layer(
-                depths, lambda d: sum(k["bytes"] for k in d["kernels"]) + d["read_twice"][0]["bytes"]
-            ),
+            "bytes": _layer(depths, lambda d: sum(k["bytes"] for k in (*d["kernels"], *d["read_twice"]))),
             "quantizer_bytes": _layer(depths, lambda d: d["quantizer_bytes"]),
             "kernels": _layer(depths, lambda d: sum(k["count"] for k in d["kernels"])),
         },
-        "seconds": predict(row, options.model, options.devices, options.batch, depths),
+        "seconds": round(predict(row, model, devices, batch, depths), 6),
         "depths": depths,
     }
 
@@ -351,13 +357,12 @@ def main() -> None:
         data = json.loads(options.json.read_text(encoding="utf-8"))
     data["versions"] = {package: version(package) for package in PACKAGES}
     for row in options.rows.split(","):
-        entry = describe_row(row, options, start_row(row, options))
+        sizes = options.model, options.devices, options.batch
+        entry = describe_row(row, *sizes, start_row(row, options))
         print(row, entry["layer"], f"{entry['seconds']:.3f} s", flush=True)
-        same = [(r["model"], r["devices"], r["batch"], r["row"]) for r in data["rows"]]
-        key = options.model, options.devices, options.batch, row
-        rows = [r for r, k in zip(data["rows"], same, strict=True) if k != key] + [entry]
-        order = list(MODELS), list(ROWS)
-        data["rows"] = sorted(rows, key=lambda r: (order[0].index(r["model"]), order[1].index(r["row"])))
+        others = [r for r in data["rows"] if (r["model"], r["row"]) != (options.model, row)]
+        order = [(model, row) for model in MODELS for row in ROWS]
+        data["rows"] = sorted([*others, entry], key=lambda r: order.index((r["model"], r["row"])))
         if options.json is not None:
             options.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     for line in table(data, options.model):
