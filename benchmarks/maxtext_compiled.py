@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import re
 import subprocess
@@ -325,16 +324,23 @@ def _plan(config: str, devices: int, batch: int) -> TrainingStep:
     )
 
 
-def table(data: dict[str, Any], model: str) -> list[str]:
-    """The lines of the table of a model in the documentation."""
-    rows = [row for row in data["rows"] if row["model"] == model]
-    baseline = next((row["seconds"] for row in rows if row["row"] == BASELINE), math.nan)
-    return [
-        f"| {row['row'].replace(' ', ' `')}` | {row['layer']['bytes'] / 1e9:.1f} | "
-        f"{row['layer']['quantizer_bytes'] / 1e9:.1f} | {row['layer']['kernels']} | {1e3 * row['seconds']:.0f} | "
-        f"{baseline / row['seconds']:.2f} |"
-        for row in rows
-    ]
+def table(data: dict[str, Any]) -> Iterator[str]:
+    """The lines of the table in the documentation: the figures of one model, and the bytes and speed of the other."""
+    rows = {(row["model"], row["row"]): row for row in data["rows"]}
+    first, second = MODELS
+    for name in ROWS:
+        cells = [name.replace(" ", " `") + "`"]
+        for model in (m for m in MODELS if (m, name) in rows):
+            layer, seconds = rows[model, name]["layer"], rows[model, name]["seconds"]
+            cells.append(f"{layer['bytes'] / 1e9:.1f}")
+            if model == first:
+                cells += [
+                    f"{layer['quantizer_bytes'] / 1e9:.1f}",
+                    str(layer["kernels"]),
+                    f"{1e3 * seconds:.0f}",
+                ]
+            cells.append(f"{rows[model, BASELINE]['seconds'] / seconds:.2f}")
+        yield f"| {' | '.join(cells)} |" + "  |  |" * ((second, name) not in rows)
 
 
 def main() -> None:
@@ -365,8 +371,6 @@ def main() -> None:
         data["rows"] = sorted([*others, entry], key=lambda r: order.index((r["model"], r["row"])))
         if options.json is not None:
             options.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    for line in table(data, options.model):
-        print(line)
 
 
 if __name__ == "__main__":

@@ -230,5 +230,5 @@ def test_the_table_of_maxtext_compiled_is_that_of_its_counts():
     for row in data["rows"]:
         sizes = row["model"], row["devices"], row["batch"]
         assert row == maxtext_compiled.describe_row(row["row"], *sizes, row["depths"])
-    expected = [line for model in maxtext_compiled.MODELS for line in maxtext_compiled.table(data, model)]
-    assert [line for line in page.splitlines() if line.startswith(("| flag `", "| policy `"))] == expected
+    lines = [line for line in page.splitlines() if line.startswith(("| flag `", "| policy `"))]
+    assert lines == list(maxtext_compiled.table(data))
