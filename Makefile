@@ -44,7 +44,7 @@ INSTALL_BROWSER = if [ -z "$(CHROMIUM)" ]; then echo "there is no chromium on PA
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-browser lock demo docs playground vscode pictures test test-slow test-newest test-mutations test-nobody test-wheel test-browser \
-	test-slurm slurm-start slurm-stop test-cuda test-trainers test-servers test-others test-te check check-lint check-format check-imports check-types \
+	test-slurm slurm-start slurm-stop test-cuda test-trainers test-servers test-others setup-te test-te maxtext-compiled check check-lint check-format check-imports check-types \
 	check-api check-hooks check-budget format wheel clean
 
 help: ## print this list
@@ -164,7 +164,7 @@ test-cuda: ## compile for GPUs that need not be present, and check the result (4
 TE_JAX := 0.11.2
 TE := 2.20.2
 
-test-te: ## build Transformer Engine into .venv-te (once, 10 to 30 minutes, without a GPU), and test the te backend
+setup-te: ## build Transformer Engine into .venv-te (once, 10 to 30 minutes, without a GPU)
 	@$(IN) venv=.venv-te; wants="jax $(TE_JAX), te $(TE)"; \
 	why() { echo "the te backend cannot be tested here: $$*" >&2; exit 1; }; \
 	[ "$$(uname -s)" = Linux ] || why "Transformer Engine needs Linux"; \
@@ -179,8 +179,27 @@ test-te: ## build Transformer Engine into .venv-te (once, 10 to 30 minutes, with
 	  NVTE_FRAMEWORK=jax NVTE_BUILD_USE_NVIDIA_WHEELS=1 $$venv/bin/python $(PIP) install -qq --no-build-isolation \
 	    "transformer-engine[core-cu13,jax]==$(TE)" || why "the build failed; see the output of pip above"; \
 	  echo "$$wants" >$$venv/.te; \
+	fi
+
+test-te: setup-te ## test the te backend with Transformer Engine
+	@$(IN) JAX_ENABLE_COMPILATION_CACHE=false JAX_PLATFORMS=cpu .venv-te/bin/python -m pytest -p no:xdist $(LONG) -m te \
+	  tests/numerics/test_transformer_engine.py $(ARGS)
+
+# MaxText is beside Transformer Engine, not in its environment, which must keep its JAX: pip finds there what MaxText needs
+# through te.pth. Transformer Engine looks for CUDA's libraries in the environment of the interpreter, so that one runs.
+maxtext-compiled: setup-te ## compile MaxText's step for GB200 under Transformer Engine's flags and under policies (an hour)
+	@$(IN) venv=.venv-te-maxtext; mkdir -p build; \
+	{ echo "# $(TE_JAX) $(TE)"; sed '/^# The other trainers/,$$d' tests/trainers-requirements.txt; } >build/maxtext-requirements.txt; \
+	if ! cmp -s build/maxtext-requirements.txt $$venv/.installed-from; then \
+	  echo "installing MaxText into $$venv (some minutes; only when it changes)"; \
+	  rm -rf $$venv && .venv-te/bin/python -m venv $$venv && \
+	  echo "import site; site.addsitedir('$$PWD/.venv-te/lib/python3.12/site-packages')" >$$venv/lib/python3.12/site-packages/te.pth && \
+	  $(TWICE) $$venv/bin/python $(PIP) install -qq -r build/maxtext-requirements.txt || { \
+	    echo "MaxText could not be installed; see the output of pip above" >&2; exit 1; }; \
+	  cp build/maxtext-requirements.txt $$venv/.installed-from; \
 	fi; \
-	JAX_ENABLE_COMPILATION_CACHE=false JAX_PLATFORMS=cpu $$venv/bin/python -m pytest -p no:xdist $(LONG) -m te tests/numerics/test_transformer_engine.py $(ARGS)
+	PYTHONPATH=$$venv/lib/python3.12/site-packages .venv-te/bin/python -m benchmarks.maxtext_compiled \
+	  --json docs/results/maxtext_gb200.json $(ARGS)
 
 # The trainers need Python 3.12 and many packages that nothing else here needs, so they have their own environments:
 # Hugging Face's models in Flax need an older version of Transformers than Levanter.
@@ -269,7 +288,7 @@ test-wheel: wheel ## build them, check what they contain, and use the wheel in a
 	@$(IN) $(BIN)/python .ci/test-wheel
 
 clean: ## remove the environments, caches and build outputs
-	@$(IN) rm -rf .venv .venv-newest .venv-cuda .venv-trainers .venv-servers .venv-hf-flax .venv-te dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@$(IN) rm -rf .venv .venv-newest .venv-cuda .venv-trainers .venv-servers .venv-hf-flax .venv-te .venv-te-maxtext dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@$(IN) find policyc tests models benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment is created again when the interpreter or the path of the checkout changes, and the packages are

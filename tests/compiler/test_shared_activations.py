@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import policyc
 from policyc.compiler.rewriting.rewrite import SiteRewriter
@@ -85,3 +88,25 @@ def test_what_is_treated_differently_is_quantized_separately() -> None:
     assert quantized("* -> mxfp8; gate -> keep") == 2 + 2
     # The codes of fprop are alike, those of wgrad are not.
     assert quantized("* -> mxfp8; gate @ wgrad -> bf16") == 2 + 1 + 2
+
+
+def test_an_array_that_each_reader_constrains_alike_is_quantized_once() -> None:
+    """Frameworks constrain the sharding of q's input, and then that of k's and v's. It is one array."""
+    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    rows, columns = (NamedSharding(mesh, P(axis)) for axis in ("data", "model"))
+
+    def quantized(*shardings: NamedSharding) -> tuple[int, Any]:
+        def loss(p: Any, x: jax.Array) -> jax.Array:
+            h = jnp.tanh(x.astype(jnp.bfloat16))
+            q, k = (
+                jax.lax.with_sharding_constraint(h, sharding) @ p["layers"][name][0].astype(h.dtype)
+                for name, sharding in zip(("gate", "up"), shardings, strict=True)
+            )
+            return jnp.mean((q * k).astype(jnp.float32))
+
+        gradient = jax.value_and_grad(policyc.apply(MXFP8, loss))
+        return activations_quantized(gradient, GATED, X[0]), jax.jit(gradient)(GATED, X[0])
+
+    (same, of_one), (different, of_two) = quantized(rows, rows), quantized(rows, columns)
+    assert (same, different) == (2, 4)
+    assert_same_bits(of_one, of_two)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import compare_formats, maxtext_step, mixed_formats
+from benchmarks import compare_formats, maxtext_compiled, maxtext_step, mixed_formats
 from policyc.compiler.matching.execution import execution_options
 from policyc.experiments.report.build import PredictedStep, build_report, predict_speed_ups
 from policyc.hardware import llama_step
@@ -225,3 +225,13 @@ def test_the_table_of_maxtext_is_that_of_its_runs():
     assert [
         line for line in page.splitlines() if line.startswith(("| `minimal", "| `full", "| `save"))
     ] == expected
+
+
+def test_the_table_of_maxtext_compiled_is_that_of_its_counts():
+    data = json.loads((ROOT / "docs/results/maxtext_gb200.json").read_text(encoding="utf-8"))
+    page = (ROOT / "docs/howto/blackwell.md").read_text(encoding="utf-8")
+    for row in data["rows"]:
+        sizes = row["model"], row["devices"], row["batch"]
+        assert row == maxtext_compiled.describe_row(row["row"], *sizes, row["depths"])
+    lines = [line for line in page.splitlines() if line.startswith(("| flag `", "| policy `"))]
+    assert lines == list(maxtext_compiled.table(data))

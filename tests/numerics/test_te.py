@@ -11,7 +11,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +30,7 @@ from policyc.language.recipes import Treatment
 from policyc.numerics import backends, primitives
 from policyc.numerics.backends import te, te_calls, te_one_pass, te_quantize
 from policyc.numerics.backends.selftest_record import ONE_PASS, write_record
+from policyc.numerics.backends.te_quantize import rotated_maxima
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
 from policyc.numerics.quantize import Axes, Request, make_key
 from tests.numerics.test_backends import SUM_ORDER, VENDOR, arguments, loss
@@ -93,6 +94,23 @@ def test_maxima_of_long_rows(length: int) -> None:
     np.testing.assert_array_equal(te_quantize.row_maxima(jnp.asarray(bits)), bits.max(axis=-1))
 
 
+def test_maxima_before_and_after_the_rotation() -> None:
+    """Of every 16 rows, as a product with the matrix finds them in fp64. No NaN or infinity is lost."""
+    x = np.array(normal(64, 256, seed=3, dtype=jnp.bfloat16))
+    x[40, 7], x[60, 9] = np.nan, np.inf
+    hadamard = reduce(np.kron, [np.array([[1, 1], [1, -1]])] * 4)
+    signs = np.array([-1 if te_kernels.SIGN_MASK >> i & 1 else 1 for i in range(16)])
+    groups = x.astype(np.float64).reshape(4, 16, 256)
+    with np.errstate(invalid="ignore"):
+        rotated = np.einsum("ij,gjf->gif", hadamard * signs / 4, groups).astype(x.dtype)
+        expected = [np.abs(a).max(axis=(1, 2)).astype(np.float32) for a in (groups, rotated)]
+    found = jax.jit(rotated_maxima)(x)
+    assert [np.asarray(a).dtype for a in found] == [np.int32, np.int32]
+    for bits, maxima in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(bits).view(np.float32), maxima)
+    assert np.isfinite(expected).tolist() == [[True, True, False, False]] * 2
+
+
 # `test_scales_of_tiles_are_gathered_by_the_quantizer` compares te_here with emulate along the other axis.
 @pytest.mark.parametrize(("backend", "axis"), [("emulate", -1), ("emulate", -2), ("te_here", -1)])
 @pytest.mark.usefixtures("kernels")
@@ -119,9 +137,10 @@ class CountingEngine(te_kernels.Engine):
 
     reads = 0
 
-    def rotated_amax(self, *args: Any) -> Any:
-        CountingEngine.reads += 1
-        return super().rotated_amax(*args)
+    @classmethod
+    def rotated_maxima(cls, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        cls.reads += 1
+        return rotated_maxima(x)
 
     def quantize(self, *args: Any) -> Any:
         CountingEngine.reads += 1
@@ -135,6 +154,7 @@ def count_reads(treatments: list[Treatment], *, joins: bool, monkeypatch: pytest
     """Reads of an operand that two GEMMs read, along its features and along its tokens."""
     monkeypatch.setattr(te_calls, "load", CountingEngine)
     monkeypatch.setattr(CountingEngine, "reads", 0)
+    monkeypatch.setattr(te_quantize, "rotated_maxima", CountingEngine.rotated_maxima)
     monkeypatch.setattr(CountingEngine, "joins", joins)
     pairs = zip(treatments, (-1, -2), strict=True)
     requests = [Request(t, Axes(axis=axis, contract=(axis,)), key=make_key()) for t, axis in pairs]

@@ -126,47 +126,41 @@ def test_calls_are_those_of_the_plan() -> None:
     assert {s: sorted(treatment(c) for c in quantizers[s]) for s in quantizers} == {
         "up": all_five, "down": all_five, "narrow": ["1D", "2D"],
     }  # fmt: skip
-    rotated = by_site(calls, "rht_amax")
-    assert {s: [c.attributes["rht_matrix_random_sign_mask_t"] for c in rotated[s]] for s in rotated} == {
-        "up": [MASK] * 2, "down": [MASK] * 2,
-    }  # fmt: skip
 
 
 ROTATED = ["1D both", "1D rht columns", "1D rht columns", "1D rows", "1D rows"]
 
 
 @pytest.mark.parametrize(
-    ("recipe", "expected", "maxima"),
+    ("recipe", "expected"),
     [
-        ("nvfp4", ["1D both", "1D both", "1D both"], 0),
-        ("nvfp4(scale2d=weights)", ["1D both", "1D both", "2D both"], 0),
-        ("nvfp4(sr=grad)", ["1D both", "1D both", "1D sr both"], 0),
-        ("nvfp4(rht=wgrad)", ROTATED, 2),
-        ("nvfp4(rht=wgrad, outer=bound)", ROTATED, 0),
+        ("nvfp4", ["1D both", "1D both", "1D both"]),
+        ("nvfp4(scale2d=weights)", ["1D both", "1D both", "2D both"]),
+        ("nvfp4(sr=grad)", ["1D both", "1D both", "1D sr both"]),
+        ("nvfp4(rht=wgrad)", ROTATED),
+        ("nvfp4(rht=wgrad, outer=bound)", ROTATED),
     ],
 )
-def test_each_option_reaches_its_operands(recipe: str, expected: list[str], maxima: int) -> None:
-    """Without rotation, one call writes the rows and the columns of an operand. A rotated operand has a call for its
-    maximum, unless that is bounded.
-    """
+def test_each_option_reaches_its_operands(recipe: str, expected: list[str]) -> None:
+    """Without rotation, one call writes the rows and the columns of an operand."""
     calls = find_calls(lower_for_cuda(step(f"up -> {recipe}"), *arguments()))
     orders = {0: "rows", 1: "columns", 2: "both"}
     assert (
         sorted(f"{treatment(c)} {orders[c.attributes['q_layout']]}" for c in quantizer_calls(calls))
         == expected
     )
-    assert [c.name for c in calls].count("rht_amax") == maxima
     assert {site_of(c) for c in calls} == {"up"}
 
 
 @pytest.mark.usefixtures("one_pass")
-@pytest.mark.parametrize(("outer", "maxima"), [("tensor", 2), ("bound", 0)])
-def test_rows_and_rotated_columns_in_one_call(outer: str, maxima: int) -> None:
+@pytest.mark.parametrize("outer", ["tensor", "bound"])
+def test_rows_and_rotated_columns_in_one_call(outer: str) -> None:
     """x and dy have one call each. There are 256 tokens, 128 input features and 256 output features."""
     policy = f"up -> nvfp4(rht=wgrad, sr=grad, scale2d=weights, outer={outer})"
     calls = find_calls(lower_for_cuda(step(policy), *arguments((4, 64))))
-    counts = {"policyc_te_quantize": 2, "dbias_quantize": 1, "gemm_v2": 3}
-    assert collections.Counter(c.name for c in calls) == counts | ({"rht_amax": maxima} if maxima else {})
+    assert collections.Counter(c.name for c in calls) == {
+        "policyc_te_quantize": 2, "dbias_quantize": 1, "gemm_v2": 3
+    }  # fmt: skip
     joined = [c for c in calls if c.name == "policyc_te_quantize"]
     assert [c.attributes for c in joined] == [{"stochastic_rounding": False}, {"stochastic_rounding": True}]
     types = [
@@ -271,7 +265,7 @@ def test_inside_a_shard_map() -> None:
                 step("up -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)", mean), *arguments((4, 64))
             )
         )
-    assert collections.Counter(c.name for c in calls) == {"dbias_quantize": 5, "rht_amax": 2, "gemm_v2": 3}
+    assert collections.Counter(c.name for c in calls) == {"dbias_quantize": 5, "gemm_v2": 3}
     assert {c.operands[0] for c in quantizer_calls(calls)} == {"tensor<128x128xbf16>", "tensor<128x256xbf16>"}
 
 
@@ -427,16 +421,11 @@ def test_switched_off_kernels_are_an_error(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def register_cpu_kernels() -> None:
-    amaxes, gemms, quantization = (
+    gemms, quantization = (
         importlib.import_module(f"transformer_engine.jax.cpp_extensions.{name}")
-        for name in ("amax", "gemm", "quantization")
+        for name in ("gemm", "quantization")
     )
-
-    kernels = te_kernels.Engine()
-
-    def rht_amax(x: Any, **params: Any) -> Any:
-        assert params["rht_matrix_random_sign_mask_t"] == MASK == te_kernels.SIGN_MASK
-        return [jnp.zeros(1, jnp.float32), kernels.rotated_amax(x).reshape(1)]
+    assert MASK == te_kernels.SIGN_MASK
 
     def quantize(
         x: Any, scale: Any, amax: Any, state: Any, rotated_amax: Any, matrix: Any, **params: Any
@@ -469,7 +458,6 @@ def register_cpu_kernels() -> None:
         return [out, jnp.zeros(workspace.shape, workspace.dtype)]
 
     for kind, kernel in (
-        (amaxes.RHTAmaxCalculationPrimitive, rht_amax),
         (quantization.BaseDBiasQuantizePrimitive, quantize),
         (gemms.GemmPrimitive, multiply),
     ):

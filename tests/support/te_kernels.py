@@ -74,9 +74,6 @@ class Engine:
     def rotation_matrix(self) -> np.ndarray:
         return np.zeros((16, 16), jnp.bfloat16)  # `rotate_columns` does not read it
 
-    def rotated_amax(self, x: jax.Array) -> jax.Array:
-        return jnp.max(jnp.abs(rotate_columns(x))).astype(jnp.float32)
-
     def quantize(
         self, x: Any, maxima: Maxima, state: Any, rotation: Any, output: QuantizerOutput
     ) -> QuantizedOrders:

@@ -92,7 +92,6 @@ class _QuantizedDotsAreDots:
 class SharedActivation:
     """An activation that several sites of a jaxpr quantize in the same way. The first site defines `variables`."""
 
-    activation: Var
     quantizer: Quantizer
     readers: list[Address] = field(default_factory=list)
     variables: tuple[Var, ...] = ()
@@ -254,7 +253,7 @@ class SiteRewriter(Transform):
             quantizer = shared.quantizer
             if not shared.variables:  # this is the first site that reads it
                 shared.variables = tuple(jaxprs.new_var(a) for a in quantizer.avals)
-                eqns = jaxprs.inline(quantizer.jaxpr, [shared.activation], eqn, shared.variables)
+                eqns = jaxprs.inline(quantizer.jaxpr, [_activation(site, eqn)], eqn, shared.variables)
                 readers = tuple(address[-1] for address in shared.readers)
             operands += shared.variables
         new = jaxprs.inline(template.jaxpr, operands, eqn)
@@ -315,19 +314,19 @@ class SiteRewriter(Transform):
 
     def share(self, position: Position) -> Mapping[Address, SharedActivation]:
         """The activations that several sites of a jaxpr quantize in the same way, by the addresses of these sites."""
-        groups: dict[tuple[Var, Hashable], SharedActivation] = {}
+        groups: dict[Hashable, SharedActivation] = {}
         for activation, positions in self._positions_by_activation(position).items():
             for here in positions if len(positions) > 1 else ():
                 quantizer = self._activation_quantizer(here)
                 if quantizer.avals:
                     key = (activation, quantizer.structural_key)
-                    group = groups.setdefault(key, SharedActivation(activation, quantizer))
+                    group = groups.setdefault(key, SharedActivation(quantizer))
                     group.readers.append(here.address)
         return {a: group for group in groups.values() if len(group.readers) > 1 for a in group.readers}
 
-    def _positions_by_activation(self, position: Position) -> dict[Var, list[Position]]:
+    def _positions_by_activation(self, position: Position) -> dict[Hashable, list[Position]]:
         """The positions of the quantized sites directly inside a jaxpr, grouped by the activation they read."""
-        readers: dict[Var, list[Position]] = {}
+        readers: dict[Hashable, list[Position]] = {}
         depth = len(position.address)
         for site in self._sites_under.get(position.address, ()):
             if len(site.address) != depth + 1:
@@ -337,7 +336,7 @@ class SiteRewriter(Transform):
                 continue
             here = position.enter(site.address[-1])
             if self._decision_at(site, here) is not None:
-                readers.setdefault(activation, []).append(here)
+                readers.setdefault(self._all_sites.loss.placed(activation), []).append(here)
         return readers
 
     def _activation_quantizer(self, position: Position) -> Quantizer:

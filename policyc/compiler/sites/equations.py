@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -55,6 +55,17 @@ class Loss:
     @cached_property
     def _definitions(self) -> dict[Var, JaxprEqn]:
         return {var: eqn for eqn in jaxprs.all_equations(self.jaxpr) for var in eqn.outvars}
+
+    def placed(self, var: Var) -> tuple[Hashable, ...]:
+        """A variable, and the sharding constraints between it and `var`: equal for the same array in the same place.
+
+        Frameworks constrain an array once for each of its readers.
+        """
+        eqn = self._definitions.get(var)
+        source = eqn.invars[0] if eqn and jaxprs.primitive_name(eqn) == "sharding_constraint" else None
+        if eqn is None or not isinstance(source, Var):
+            return (var,)
+        return *self.placed(source), eqn.params["sharding"], jaxprs.parameters_text(eqn)
 
     def multiplied(self, address: Address, operand: int) -> Var | None:
         """The variable that a site multiplies, before casts and copies of it in the same jaxpr; None for a literal."""

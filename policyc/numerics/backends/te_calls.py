@@ -24,7 +24,6 @@ INSTALL = (
 )
 
 _MODULES = {
-    "amax": "cpp_extensions.amax",
     "gemm": "cpp_extensions.gemm",
     "quantization": "cpp_extensions.quantization",
     "quantize": "quantize",
@@ -69,17 +68,15 @@ class TransformerEngine:
     """Binds the primitives of Transformer Engine that call its kernels."""
 
     def __init__(self, **modules: Any) -> None:
-        quantization, gemms, amaxes = modules["quantization"], modules["gemm"], modules["amax"]
+        quantization, gemms = modules["quantization"], modules["gemm"]
         parts = modules["quantize"]
         self.primitives: tuple[Any, Any] = quantization.QuantizePrimitive, gemms.GemmPrimitive
         self._quantize, self._gemm = (primitive.impl for primitive in self.primitives)
-        self._rht_amax = amaxes.RHTAmaxCalculationPrimitive.impl
-        self._local, self._no_collective = amaxes.AmaxScope.LOCAL, gemms.CollectiveOp.NONE
+        self._no_collective = gemms.CollectiveOp.NONE
         self._modes, self._layouts = parts.ScalingMode, parts.QuantizeLayout
         self._split_accumulator = gemms._get_high_precision_accumulation_from_env
         if tuple(parts.get_wgrad_sign_vector()) != SIGNS:
             raise ImportError("this Transformer Engine rotates with different signs than the recipe")
-        self._signs = parts.get_sign_from_vector(parts.get_wgrad_sign_vector())
         with jax.ensure_compile_time_eval():
             self._matrix = np.asarray(parts.get_rht_matrix())
 
@@ -90,19 +87,6 @@ class TransformerEngine:
     def joins_rotation(self) -> bool:
         """Whether one call can write rows and rotated columns."""
         return not te_one_pass.find_obstacle()
-
-    def rotated_amax(self, x: jax.Array) -> jax.Array:
-        """The largest magnitude of a matrix after the rotation of its columns."""
-        _, amax = self._rht_amax(
-            x,
-            amax_scope=self._local,
-            transpose_batch_sequence=False,
-            rht_matrix_random_sign_mask_t=self._signs,
-            produce_regular_amax=False,
-            flatten_axis=1,
-        )
-        rotated: jax.Array = amax
-        return rotated
 
     def quantize(
         self,

@@ -24,7 +24,15 @@ from policyc.numerics.backends.te_calls import QuantizedOrders
 from policyc.numerics.dimensions import free_dims
 from policyc.numerics.quantize import Request
 from policyc.numerics.quantize.kernels.kernel_tiles import BLOCK
-from policyc.numerics.quantize.reference.bits import INFINITY, abs_bits, abs_bits_bf16, bits_of, from_bits
+from policyc.numerics.quantize.reference.bits import (
+    INFINITY,
+    abs_bits,
+    abs_bits_bf16,
+    bits_of,
+    from_bits,
+    materialize,
+    round_bf16,
+)
 from policyc.numerics.quantize.reference.blocks import bound_after_rotation
 from policyc.numerics.quantize.reference.hadamard import SIGNS
 from policyc.numerics.quantize.reference.layout import Layout, Quantized
@@ -292,7 +300,7 @@ def _as_quantized(matrix: Matrix, arrays: Sequence[jax.Array], amax_shape: tuple
 
 
 def count_reads(treatments: Sequence[Treatment]) -> int:
-    """One read for the maximum after a rotation, if it is needed, and one for each call of the JAX extension.
+    """One read for the maxima before and after a rotation, if needed, and one for each call of the JAX extension.
 
     `te_one_pass` merges two calls into one. That is not counted, since it has not run on a GPU yet.
     """
@@ -320,7 +328,7 @@ class _Summary:
     def amax(self, matrix: Matrix | None = None) -> jax.Array:
         """The fp32 maximum that a matrix is scaled by, or that of the operand if `matrix` is None.
 
-        The maximum after the rotation may have lost a NaN or an infinity. Then the one before it is used.
+        A rotation turns an infinity into infinities or NaNs. Then the maximum before it is used.
         """
         bits = self.maxima[0]
         if matrix is not None and matrix.is_bounded:
@@ -333,17 +341,16 @@ class _Summary:
 
 def _summarize(shard: jax.Array, matrices: Sequence[Matrix], key: Key | None, index: ShardIndex) -> _Summary:
     """The maxima of an operand and, with a key, the generator of a shard of it. One small kernel computes both."""
-    bits, shift = _magnitude_bits(shard)
-    rows = row_maxima(bits).astype(jnp.int32).reshape(-1)
-    numbers = [rows << shift]
     rotated = next((m for m in matrices if m.rotates and not m.is_bounded), None)
-    if rotated is not None:
-        amax = te_calls.load().rotated_amax(rotated.flatten(shard))
-        numbers.append(_first_of(rows.size, bits_of(amax.reshape(()))))
-    else:
+    if rotated is None:
+        bits, shift = _magnitude_bits(shard)
+        rows = row_maxima(bits).astype(jnp.int32).reshape(-1) << shift
         # XLA merges kernels that read the same array (the scales of this operand and of its GEMMs), but not kernels
         # that read a single number. So the array of maxima keeps two entries.
-        numbers.append(jnp.zeros_like(rows))
+        numbers = [rows, jnp.zeros_like(rows)]
+    else:
+        numbers = list(rotated_maxima(rotated.flatten(shard)))
+        rows = numbers[0]
     if key is None:
         # Stacked before the reduction: afterwards, XLA would stack the maxima in a separate kernel.
         maxima, state = jnp.max(jnp.stack(numbers), axis=1), None
@@ -356,6 +363,24 @@ def _summarize(shard: jax.Array, matrices: Sequence[Matrix], key: Key | None, in
             (1,),
         )
     return _Summary(maxima=lax.pmax(maxima, index.axes) if index.axes else maxima, state=state)
+
+
+def rotated_maxima(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The bits of the largest magnitude of every 16 rows, before and after the rotation of the columns.
+
+    XLA reads a bfloat16 matrix once for both. `te_rht_amax` would also find both, but drops a NaN.
+    """
+    rows = [materialize(x).reshape(-1, BLOCK, x.shape[1])[:, i] for i in range(BLOCK)]
+    values = [row.astype(jnp.float32) * jnp.float32(sign / 4) for row, sign in zip(rows, SIGNS, strict=True)]
+    half = 1
+    while half < BLOCK:
+        for i in (i for i in range(BLOCK) if not i & half):
+            low, high = values[i], values[i + half]
+            values[i], values[i + half] = low + high, low - high
+        half *= 2
+    plain, rotated = (row_maxima(reduce(jnp.maximum, map(abs_bits, group))) for group in (rows, values))
+    # Rounding is monotonic: the largest number, rounded to bfloat16, is the largest rounded number.
+    return plain, bits_of(round_bf16(from_bits(rotated)).astype(jnp.float32))
 
 
 def _magnitude_bits(x: jax.Array) -> tuple[jax.Array, int]:
