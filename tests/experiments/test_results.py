@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from benchmarks import compare_formats, maxtext_step, mixed_formats
+from policyc.base.text import format_ratio
 from policyc.compiler.matching.execution import execution_options
 from policyc.experiments.report.build import PredictedStep, build_report, predict_speed_ups
-from policyc.hardware import llama_step
+from policyc.hardware import gemm_cost, llama_step
 from policyc.hardware.mesh import MeshShape
 from policyc.language.bundled import bundled_policies
 from policyc.language.loader import load
@@ -111,9 +112,9 @@ def test_the_gaps_of_the_policies_are_those_of_the_report():
         (folder, name, gap) for name, *gaps in table for folder, gap in zip(folders, gaps, strict=True) if gap
     ]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| \[?`(\w+)`.* \| (\S+ \(.*\)) \| [\d.]+ to [\d.]+ \|$", readme, re.MULTILINE)
-    named += [("19m", *row) for row in rows]
-    assert len(named) == 6 + 3 + 3 + 4
+    rows = re.findall(r"^\| `(\w+)` \| [^|]* \| (\S+ \(.*?\)) \| [\d.]+ to [\d.]+ \|", readme, re.MULTILINE)
+    named += [("19m_mixed_formats", *row) for row in rows]
+    assert len(named) == 6 + 3 + 3 + 5
     for folder, name, gap in named:
         middle, low, high = (f"{value:.4f}" for value in gaps_to_bf16(folder)[name])
         assert gap == f"{middle} ({low} to {high})", (folder, name)
@@ -162,6 +163,26 @@ def test_headers_and_docs_of_mixed_formats_have_the_figures_of_the_runs(name):
         assert f"{tokens - 1:.1%}".replace("%", " % more tokens") in section
         assert f"{speed_up:.3f}x as fast: {speed_up / tokens:.3f}x to that loss" in section
         assert f"{speed_up / tokens:.3f}x" in header(name)
+
+
+def test_the_readme_has_the_times_to_loss_of_the_report():
+    """Both bounds of the speed-up over bf16, divided by the tokens that bf16 needs fewer."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = {r["variant"]: r for r in mixed_report()["equal_loss"] if r["baseline"] == "bf16"}
+    stated = dict(re.findall(r"^\| `(\w+)` \|.*\| (\S+ to \S+x) \|$", readme, re.MULTILINE))
+    bounds = {name: gemm_cost.speed_up_bounds(row["predicted_speed_up"]) for name, row in rows.items()}
+    assert stated == {
+        name: format_ratio(*(bound / row["token_ratio"] for bound in bounds[name])) for name, row in rows.items()
+    }
+    assert f"`mlp_nvfp4_late_fp8` reaches its loss {stated['mlp_nvfp4_late_fp8'][:-1]} times as fast" in readme
+
+
+def test_the_readme_counts_the_trainers_of_the_page():
+    rows = (RESULTS / "trainers.md").read_text(encoding="utf-8").partition("\n## Others")[2]
+    cells = [line.split(" | ") for line in rows.splitlines() if line.startswith("| ")][1:]
+    kept = [name for names, ran, *_ in cells if "planned" not in ran for name in names.split(";")]
+    names = f"the same losses in {len(kept) + 1} trainers and model libraries"  # and MaxText
+    assert names in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_what_is_listed_first_is_best_at_its_speed():
@@ -218,7 +239,12 @@ def test_the_table_of_maxtext_is_that_of_its_runs():
             )
             cells.append(" to ".join(dict.fromkeys(f"{ratio:.2f}" for ratio in ratios)))
         expected.append(f"| `{remat}` | {' | '.join(cells)} |")
+        if remat == "minimal_with_context":
+            stated = dict(zip(rows, cells[1:], strict=True))
     page = (ROOT / "docs/explanation/speed.md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    policy, flag = stated["policy fp8(sums=fast)"], stated["its fp8"]
+    assert f"{policy} times bf16's tokens under `fp8(sums=fast)`; with MaxText's own `quantization=fp8` {flag}" in readme
     assert [
         line for line in page.splitlines() if line.startswith(("| `minimal", "| `full", "| `save"))
     ] == expected
