@@ -166,7 +166,8 @@ def test_the_readme_has_the_times_to_loss_of_the_report():
     stated = dict(re.findall(r"^\| `(\w+)` \|.*\| (\S+ to \S+x) \|$", readme, re.MULTILINE))
     bounds = {name: gemm_cost.speed_up_bounds(row["predicted_speed_up"]) for name, row in rows.items()}
     assert stated == {
-        name: format_ratio(*(bound / row["token_ratio"] for bound in bounds[name])) for name, row in rows.items()
+        name: format_ratio(*(bound / row["token_ratio"] for bound in bounds[name]))
+        for name, row in rows.items()
     }
     best = stated["mlp_nvfp4_late_fp8"].removesuffix("x")
     assert f"with `mlp_nvfp4_late_fp8`, a predicted {best} times as fast as bf16" in readme
@@ -239,7 +240,20 @@ def test_the_table_of_maxtext_is_that_of_its_runs():
     page = (ROOT / "docs/explanation/speed.md").read_text(encoding="utf-8")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     policy, flag = stated["policy fp8(sums=fast)"], stated["its fp8"]
-    assert f"{policy} times bf16's tokens under `fp8(sums=fast)`; with MaxText's own `quantization=fp8` {flag}" in readme
+    own = f"with MaxText's own `quantization=fp8` {flag}"
+    assert f"{policy} times bf16's tokens under `fp8(sums=fast)`; {own}" in readme
     assert [
         line for line in page.splitlines() if line.startswith(("| `minimal", "| `full", "| `save"))
     ] == expected
+
+
+def test_the_readme_has_the_bytes_of_maxtext_compiled():
+    rows = json.loads((RESULTS / "maxtext_gb200.json").read_text(encoding="utf-8"))["rows"]
+    moved = {
+        r["row"]: r["layer"]["bytes"] / 1e9 for r in rows if (r["model"], r["devices"]) == ("llama3-8b", 8)
+    }
+    policy, flag = (f"{moved[f'{kind} te_nvfp4']:.1f} GB" for kind in ("policy", "flag"))
+    stated = (
+        f"{policy} moved in a layer under `te_nvfp4`; with MaxText's own `quantization=te_nvfp4` {flag} |"
+    )
+    assert stated in (ROOT / "README.md").read_text(encoding="utf-8")
