@@ -1,4 +1,4 @@
-"""One vocabulary over all commands: CONTRIBUTING.md describes it."""
+"""One vocabulary over all commands: docs/reference/cli.md describes it."""
 
 from __future__ import annotations
 

@@ -70,9 +70,8 @@ def test_a_benchmark_imports_what_exists(name):
 def test_the_speed_ups_of_the_readme_are_what_the_model_predicts():
     """Both bounds, for Llama 3 8B on 8 GB200, and the sentences below the table."""
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    names = ("bf16", "fp8", "llama_nvfp4", "te_nvfp4")
-    files = {name: data_folder("policies") / f"{name}.policy" for name in names}
-    files["late_switch"] = ROOT / "docs" / "results" / "policies" / "late_switch.policy"
+    names = ("fp8", "fp8_with_head", "mlp_nvfp4_late_fp8", "mlp_nvfp4_rest_fp8", "te_nvfp4")
+    files = {name: data_folder("policies") / f"{name}.policy" for name in ("bf16", *names)}
     files["llama"] = ROOT / "docs" / "pictures" / "llama.policy"
     texts = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
     predicted = predict_speed_ups(texts, "bf16", PredictedStep())
@@ -80,7 +79,7 @@ def test_the_speed_ups_of_the_readme_are_what_the_model_predicts():
     def bounds(ratio: float, sign: str = "") -> str:
         return format_ratio(*gemm_cost.speed_up_bounds(ratio), sign=sign)
 
-    for name in ("fp8", "llama_nvfp4", "late_switch", "te_nvfp4"):
+    for name in names:
         assert re.search(rf"`{name}`[^|]*\|[^|]*\|[^|]*\| {bounds(predicted['values'][name])} \|", readme), (
             name
         )
