@@ -125,7 +125,7 @@ def start(name: str, seed: str, policy: str, options: Any, extra: list[str]) -> 
     data = f"tokens:{options.corpus}/train.bin,dtype=uint16,validation={options.corpus}/validation.bin"
     switch = options.steps * SWITCH // 100
     settings = {
-        "config": options.config, "steps": options.steps, "batch": options.batch, "seed": seed, "out": out,
+        "config": options.config, "steps": options.steps, "batch": options.batch, "seed": seed, "folder": out,
         "data": data, "learning-rate": options.learning_rate, "log-every": options.steps // 20,
         "eval-every": options.steps // 4, "eval-batches": options.eval_batches,
         "checkpoint-every": switch if name == MIXED else options.steps if name in KEPT else 0,

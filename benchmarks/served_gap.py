@@ -1,6 +1,6 @@
 """The gap between training and serving: exports runs, and evaluates them as a server would compute.
 
-    policyc train --policy te_nvfp4 --seeds 100,101,102 --checkpoint-every 12300 --out OUT/te_nvfp4 ...
+    policyc train --policy te_nvfp4 --seeds 100,101,102 --checkpoint-every 12300 --folder OUT/te_nvfp4 ...
     python -m benchmarks.served_gap OUT/te_nvfp4 OUT/rollout_nvfp4 --work WORK > served_gap.json
 
 A run is a folder of `policyc train`, or one with a folder for each of its seeds. Static scales are the largest
