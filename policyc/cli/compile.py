@@ -293,7 +293,7 @@ def _collectives(report: CompileReport) -> list[str]:
         [c.kind, c.type, str(c.count), f"{c.bytes / 1e9:.3f}", ", ".join(c.readers)]
         for c in report.collectives
     ]
-    return align_columns([["collective", "type", "arrays", "GB", "read by"], *rows])
+    return [*align_columns([["collective", "type", "arrays", "GB", "read by"], *rows])]
 
 
 def _layers(product: ProductCheck) -> str:

@@ -475,5 +475,5 @@ def _explain_no_match(plans: Sequence[Plan], policy_name: str) -> str:
         return "; ".join(lines)
     if not plan.policy.rules:
         return f"'{policy_name}' has no rules"
-    help = suggest_names(plan.policy.rules[-1], all_names(plan))
+    help = suggest_names(plan, plan.policy.rules[-1], all_names(plan))
     return f"'{policy_name}' matched none of the {len(plan.sites)} sites: {help}"

@@ -253,7 +253,7 @@ def quantize_linears(weights: Sequence[Array], decision: Decision) -> list[Store
                 format="fp8-row" if is_per_row else treatment.format,
                 codes=codes[rows],
                 scales=None if scales is None else scales[rows],
-                outer=outer[rows] if is_per_row else np.float32(outer.reshape(-1)[0]),
+                outer=outer[rows].astype(np.float32) if is_per_row else np.float32(outer.reshape(-1)[0]),
             )
         )
         start += len(block)
