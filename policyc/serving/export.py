@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -43,7 +42,6 @@ from policyc.serving.linears import (
 )
 from policyc.serving.loaders import find_algorithms, fuse
 
-_SHARD_BYTES = 5 * 10**9
 _MEASUREMENTS = 10  # the last ones of a run, whose largest magnitude sets a static scale
 
 FormatName = Literal["compressed-tensors", "modelopt"]
@@ -121,6 +119,8 @@ def export(
     Raises:
       ValueError: something cannot be served. The message names the edit of the policy. Nothing is written.
     """
+    from policyc.models.llama.tensor_files import write_folder
+
     file_format, folder = FILE_FORMATS[format], Path(out)
     if folder.exists():
         raise ValueError(f"'{folder}' exists: choose another folder")
@@ -147,7 +147,7 @@ def export(
     if file_format is MODELOPT:
         described["hf_quant_config.json"] = describe_for_modelopt(quantization)
     texts = {name: json.dumps(content, indent=1) + "\n" for name, content in described.items()}
-    size = _write_folder(folder, tensors(), dict(files or {}) | texts)
+    size = write_folder(folder, tensors(), dict(files or {}) | texts)
     counts: dict[str, int] = {}
     for format_name, is_input in schemes.values():
         scales = "static" if is_input else "no" if format_name == "nvfp4" else "dynamic"
@@ -305,7 +305,7 @@ def _plain_tensors(
     return tensors()
 
 
-# ---- files
+# ---- how it was made
 
 
 def _describe(plan: Plan, phase: Phase, schemes: Mapping[str, Scheme]) -> dict[str, Any]:
@@ -319,46 +319,3 @@ def _describe(plan: Plan, phase: Phase, schemes: Mapping[str, Scheme]) -> dict[s
         "formats": {module: format for module, (format, _) in schemes.items()},
         "versions": {"policyc": __version__, "python": platform.python_version(), **packages},
     }
-
-
-def _write_folder(folder: Path, tensors: Iterator[tuple[str, Array]], texts: Mapping[str, str]) -> int:
-    """Writes a folder, which gets its name once it is complete. Returns the size of the tensors."""
-    from safetensors.numpy import save_file
-
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
-        shards: list[list[str]] = []
-        pending: dict[str, Array] = {}
-        total = 0
-
-        def flush() -> None:
-            save_file(pending, unfinished / f"{len(shards)}.safetensors", metadata={"format": "pt"})
-            shards.append(list(pending))
-            pending.clear()
-
-        for name, array in tensors:
-            if pending and sum(a.nbytes for a in pending.values()) + array.nbytes > _SHARD_BYTES:
-                flush()
-            if name in pending or any(name in shard for shard in shards):
-                raise ValueError(f"names gives two parameters the tensor {name}")
-            pending[name] = array
-            total += array.nbytes
-        flush()
-        index: dict[str, str] = {}
-        for number, shard in enumerate(shards):
-            last = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-            file = last if len(shards) > 1 else "model.safetensors"
-            (unfinished / f"{number}.safetensors").rename(unfinished / file)
-            index |= dict.fromkeys(shard, file)
-        if len(shards) > 1:
-            content = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
-            texts = {**texts, "model.safetensors.index.json": content}
-        for name, text in texts.items():
-            (unfinished / name).write_text(text, encoding="utf-8")
-        unfinished.rename(folder)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    return total
