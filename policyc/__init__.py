@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     from policyc.compiler.rewriting.run_step import rounding_step
     from policyc.compiler.schedule import set_step
     from policyc.compiler.session import Session, active
-    from policyc.experiments.hooks import current_policy, observe, set_output_dir, should_observe
+    from policyc.experiments.hooks import (
+        current_backends,
+        current_policy,
+        observe,
+        set_output_dir,
+        should_observe,
+    )
     from policyc.experiments.telemetry import stats
     from policyc.language.diagnostics import Diagnostic, PolicyError, Span
     from policyc.language.loader import load, parse
@@ -41,6 +47,7 @@ _MODULES = {
     "Span": "language.diagnostics",
     "active": "compiler.session",
     "apply": "compiler.pipeline",
+    "current_backends": "experiments.hooks",
     "current_policy": "experiments.hooks",
     "diff": "changes.api",
     "export": "serving.export",
@@ -59,8 +66,8 @@ _MODULES = {
 
 __all__ = [
     "Diagnostic", "Diff", "Findings", "Plan", "Policy", "PolicyError", "Rule", "Session", "Span", "active", "apply",
-    "current_policy", "diff", "export", "lint", "load", "observe", "parse", "plan", "rounding_step", "set_output_dir",
-    "set_step", "should_observe", "stats", "use_compile_cache",
+    "current_backends", "current_policy", "diff", "export", "lint", "load", "observe", "parse", "plan", "rounding_step",
+    "set_output_dir", "set_step", "should_observe", "stats", "use_compile_cache",
 ]  # fmt: skip
 
 

@@ -262,7 +262,8 @@ class Checkpoints:
                     f"{path} is {what} of a run of {end} steps; extending that run to {now['steps']}",
                     file=sys.stderr,
                 )
-        others = sorted(names - {"policy", configs.POLICY_NAME, configs.POLICY_TEXT, configs.VERSIONS})
+        descriptions = {configs.POLICY_NAME, configs.POLICY_TEXT, configs.BACKENDS, configs.VERSIONS}
+        others = sorted(names - {"policy", *descriptions})
         changes = [f"\n  {n.replace('_', '-')}: {there.get(n)} there, {now.get(n)} now" for n in others]
         if "policy" in names:
             policies = [configs.describe_policy(each) for each in (there, now)]

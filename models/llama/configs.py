@@ -329,8 +329,8 @@ def identity(model: ModelConfig, run: RunConfig, policy: str | None) -> dict[str
     return {"policy": policy} | {name: values[name] for name in names}
 
 
-POLICY_NAME, POLICY_TEXT, VERSIONS = "policy_name", "policy_text", "versions"
-"""Keys of a checkpoint's identity that are for messages only: equal policies may have several names."""
+POLICY_NAME, POLICY_TEXT, BACKENDS, VERSIONS = "policy_name", "policy_text", "backends", "versions"
+"""Keys of a checkpoint's identity that only say how it was made: equal policies may have several names."""
 
 
 def policy_changes(there: dict[str, Any], now: dict[str, Any]) -> str:

@@ -218,6 +218,7 @@ class Trainer:
             CONTENTS: self.batches.contents,
             configs.POLICY_NAME: self.policy_name,
             configs.POLICY_TEXT: self.policy_text,
+            configs.BACKENDS: list(policyc.current_backends()),
             configs.VERSIONS: {"policyc": policyc.__version__, "jax": jax.__version__},
         }
         self.checkpoints: Checkpoints = Checkpoints(folder, run.keep, identity, run.keep_every)

@@ -6,9 +6,7 @@ and so are layers that are scanned.
 
 from __future__ import annotations
 
-import itertools
 import json
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -20,14 +18,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from policyc.models.llama import configs, partition
 from policyc.models.llama import model as llama
 from policyc.models.llama.configs import ConfigError, ModelConfig
 from policyc.models.llama.data import END, END_TOKENS
+from policyc.models.llama.tensor_files import write_folder
 
-SHARD_BYTES = 5 * 10**9  # largest size of one safetensors file
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 HF_NAMES = {"embed": EMBED, "norm": "model.norm.weight", "lm_head": HEAD, "attention": "self_attn",
             "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}  # fmt: skip
@@ -158,30 +155,7 @@ def save_safetensors(
     params: Any, config: ModelConfig, folder: Path, files: Mapping[str, str], dtype: str = "bfloat16"
 ) -> None:
     """Writes weights and `files` to a folder, which gets its name only when it is complete."""
-    unfinished = folder.with_name(folder.name + ".unfinished")
-    total = sum(array.size for array in jax.tree.leaves(params)) * jax.numpy.dtype(dtype).itemsize
-    count, written = total // SHARD_BYTES + 1, 0
-    index: dict[str, str] = {}
-
-    def file_of(tensor: tuple[str, np.ndarray]) -> str:
-        nonlocal written
-        number, written = written * count // total + 1, written + tensor[1].nbytes
-        name = f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
-        return index.setdefault(tensor[0], name)
-
-    for file, group in itertools.groupby(_numpy_tensors(params, config, dtype), file_of):
-        tensors = dict(group)
-        if jax.process_index() == 0:
-            unfinished.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, unfinished / file, metadata={"format": "pt"})
-    if jax.process_index() == 0:
-        if count > 1:
-            content = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
-            files = {**files, "model.safetensors.index.json": content}
-        for name, content in files.items():
-            (unfinished / name).write_text(content, encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        unfinished.rename(folder)
+    write_folder(folder, _numpy_tensors(params, config, dtype), files)
 
 
 def _numpy_tensors(params: Any, config: ModelConfig, dtype: str) -> Iterator[tuple[str, np.ndarray]]:

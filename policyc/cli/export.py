@@ -87,9 +87,7 @@ def export(source: str, options: ExportOptions) -> None:
                 phase=read.phase(plan),
                 exact=options.exact,
                 dtype=read.model.compute,  # type: ignore[arg-type]  # a choice of the configuration
-                about={"source": source, "step": read.step, "steps": read.run.steps}
-                if read.step
-                else {"source": source},
+                about=_describe(source, read),
             )
         except OSError as error:
             exit_with_message(f"--folder: '{options.folder}' cannot be written: {error.strerror}", EXIT_USAGE)
@@ -101,3 +99,14 @@ def export(source: str, options: ExportOptions) -> None:
     for label, count in written.counts.items():
         click.echo(f"{count} linears: {label}")
     click.echo(f"{written.bytes / 1e6:.1f} MB in {written.folder}")
+
+
+def _describe(source: str, read: LlamaSource) -> dict[str, object]:
+    """How the weights were made, as far as it is known. The plan of an export has other backends than the run."""
+    backends = read.training.get("backends")
+    if not read.step:
+        return {"source": source, "backends": backends}
+    return {
+        "source": source, "step": read.step, "steps": read.run.steps, "training": dict(read.training),
+        "backends": backends,
+    }  # fmt: skip

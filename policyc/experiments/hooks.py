@@ -34,6 +34,20 @@ def current_policy() -> Policy | None:
     return None if session is None else session.policy
 
 
+def current_backends() -> tuple[str, ...]:
+    """For training programs: returns the backends of the active policy, to record them with the results.
+
+    Returns:
+      The names of the backends that run quantized products of the losses traced so far, sorted.
+    """
+    session = _current_session()
+    plans = () if session is None else session.plans
+    decisions = (d for plan in plans for phase in plan.phases for d in plan.decisions(phase).values())
+    return tuple(
+        sorted({lowering.backend for d in decisions for lowering in d.lowerings if lowering.backend})
+    )
+
+
 def set_output_dir(folder: Path | str) -> None:
     """For training programs: sets the folder of their results. The plan and the measurements are written there too.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -31,18 +30,18 @@ from policyc.serving.formats import (
     group_names,
 )
 from policyc.serving.linears import (
+    Convert,
     Linear,
     Names,
+    find_key,
     find_linears,
     find_sharing,
     input_scale,
-    key_of,
     plain_tensor,
     quantize_served,
 )
 from policyc.serving.loaders import find_algorithms, fuse
 
-_SHARD_BYTES = 5 * 10**9
 _MEASUREMENTS = 10  # the last ones of a run, whose largest magnitude sets a static scale
 
 FormatName = Literal["compressed-tensors", "modelopt"]
@@ -81,6 +80,7 @@ def export(
     plan: Plan,
     *,
     names: Names,
+    convert: Mapping[str, Convert] | None = None,
     out: str | Path,
     format: FormatName = "compressed-tensors",
     config: Mapping[str, Any],
@@ -100,6 +100,8 @@ def export(
       params: the parameters that the loss of the plan was traced with.
       plan: what `policyc.plan` returns.
       names: the tensor in the file of each parameter, see `Names`.
+      convert: for parameters that the server's model has in another form: a function of the weight [N, K], as its GEMM
+        reads it, that permutes rows or multiplies by a factor. `changes` says if codes change.
       out: the folder, which must not exist. It gets its name once it is complete.
       format: the layout of the file.
       config: the content of config.json, without the quantization.
@@ -117,11 +119,13 @@ def export(
     Raises:
       ValueError: something cannot be served. The message names the edit of the policy. Nothing is written.
     """
+    from policyc.models.llama.tensor_files import write_folder
+
     file_format, folder = FILE_FORMATS[format], Path(out)
     if folder.exists():
         raise ValueError(f"'{folder}' exists: choose another folder")
     phase = plan.phases[-1] if phase is None else phase
-    linears = find_linears(params, plan, phase, names)
+    linears = find_linears(params, plan, phase, names, convert)
     maxima = read_maxima(Path(stats)) if stats is not None else None
     schemes = find_schemes(linears, file_format, is_static=maxima is not None)
     quantization = make_quantization(linears, schemes, file_format)
@@ -131,7 +135,7 @@ def export(
     def tensors() -> Iterator[tuple[str, Array]]:
         for linear, stored in _quantize_all(linears, maxima, changes, exact=exact):
             if stored is None:
-                yield f"{linear.module}.weight", plain_tensor(linear.load(), dtype)
+                yield f"{linear.module}.weight", plain_tensor(linear.load_converted(), dtype)
             else:
                 yield from file_format.tensors(linear.module, stored).items()
         yield from plain
@@ -143,7 +147,7 @@ def export(
     if file_format is MODELOPT:
         described["hf_quant_config.json"] = describe_for_modelopt(quantization)
     texts = {name: json.dumps(content, indent=1) + "\n" for name, content in described.items()}
-    size = _write_folder(folder, tensors(), dict(files or {}) | texts)
+    size = write_folder(folder, tensors(), dict(files or {}) | texts)
     counts: dict[str, int] = {}
     for format_name, is_input in schemes.values():
         scales = "static" if is_input else "no" if format_name == "nvfp4" else "dynamic"
@@ -214,7 +218,7 @@ def _quantize_all(
             continue
         scale = None if group[0].scales_tokens else _static_scale(group, maxima)
         for linear, (stored, trained) in zip(group, quantize_served(group, sharing), strict=True):
-            if change := _compare(linear.module, served, trained, stored):
+            if change := _compare(linear, served, trained, stored):
                 changes.append(change)
                 if exact:
                     edit = "keep these experts" if linear.site.is_ragged else "train with outer=shared"
@@ -222,17 +226,24 @@ def _quantize_all(
             yield linear, replace(stored, input_outer=scale)
 
 
-def _compare(module: str, served: str, trained: StoredLinear, stored: StoredLinear) -> Change | None:
+def _compare(linear: Linear, served: str, trained: StoredLinear, stored: StoredLinear) -> Change | None:
     codes = trained.code_bytes(), stored.code_bytes()
     scales = trained.scales, stored.scales
     same_scales = scales[0] is None or scales[1] is None or np.array_equal(scales[0], scales[1])
-    if np.array_equal(trained.outer, stored.outer) and same_scales and np.array_equal(*codes):
+    same_outer = np.array_equal(trained.outer, stored.outer)
+    if linear.convert is None and same_outer and same_scales and np.array_equal(*codes):
         return None
     a, b = trained.values().astype(np.float64), stored.values().astype(np.float64)
+    differs = codes[0] != codes[1]
+    if linear.convert is not None:
+        a = linear.convert(a)
+        differs = np.abs(a - b) > 1e-6 * np.abs(a)  # an outer scale is rounded to fp32
+        if not differs.any():
+            return None
     return Change(
-        module=module,
+        module=linear.module,
         served=served,
-        codes=float(np.mean(codes[0] != codes[1])),
+        codes=float(np.mean(differs)),
         difference=float(np.linalg.norm(a - b) / (np.linalg.norm(a) or 1)),
     )
 
@@ -275,12 +286,13 @@ def _plain_tensors(
 
     def tensors() -> Iterator[tuple[str, Array]]:
         for path, leaf in zip(plan.sites.parameters, leaves, strict=True):
-            key = key_of(path)
-            indices = [segment.index for segment in path if segment.index is not None]
+            named = find_key(path, names)
+            assert named is not None  # check_names
+            key, index = named
             if key in stored:
                 continue
-            if "{layer}" not in names[key] or indices:
-                yield names[key].format(layer=indices[0] if indices else None), plain_tensor(leaf, dtype)
+            if "{layer}" not in names[key] or index is not None:
+                yield names[key].format(layer=index), plain_tensor(leaf, dtype)
                 continue
             axes = [axis for axis, size in stacks if axis < leaf.ndim and leaf.shape[axis] == size]
             if not axes:
@@ -293,59 +305,17 @@ def _plain_tensors(
     return tensors()
 
 
-# ---- files
+# ---- how it was made
 
 
 def _describe(plan: Plan, phase: Phase, schemes: Mapping[str, Scheme]) -> dict[str, Any]:
     packages = {name: version(name) for name in ("jax", "jaxlib", "numpy")}
+    lowerings = (lowering for decision in plan.decisions(phase).values() for lowering in decision.lowerings)
     return {
         "policy": {"name": plan.policy.name, "sha256": plan.policy.sha256, "text": str(plan.policy)},
         "seed": plan.policy.seed,
         "phase": plan.label(phase),
-        "backend": plan.execution.backend,
+        "backends": sorted({lowering.backend for lowering in lowerings if lowering.backend}),
         "formats": {module: format for module, (format, _) in schemes.items()},
         "versions": {"policyc": __version__, "python": platform.python_version(), **packages},
     }
-
-
-def _write_folder(folder: Path, tensors: Iterator[tuple[str, Array]], texts: Mapping[str, str]) -> int:
-    """Writes a folder, which gets its name once it is complete. Returns the size of the tensors."""
-    from safetensors.numpy import save_file
-
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
-        shards: list[list[str]] = []
-        pending: dict[str, Array] = {}
-        total = 0
-
-        def flush() -> None:
-            save_file(pending, unfinished / f"{len(shards)}.safetensors", metadata={"format": "pt"})
-            shards.append(list(pending))
-            pending.clear()
-
-        for name, array in tensors:
-            if pending and sum(a.nbytes for a in pending.values()) + array.nbytes > _SHARD_BYTES:
-                flush()
-            if name in pending or any(name in shard for shard in shards):
-                raise ValueError(f"names gives two parameters the tensor {name}")
-            pending[name] = array
-            total += array.nbytes
-        flush()
-        index: dict[str, str] = {}
-        for number, shard in enumerate(shards):
-            last = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-            file = last if len(shards) > 1 else "model.safetensors"
-            (unfinished / f"{number}.safetensors").rename(unfinished / file)
-            index |= dict.fromkeys(shard, file)
-        if len(shards) > 1:
-            content = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
-            texts = {**texts, "model.safetensors.index.json": content}
-        for name, text in texts.items():
-            (unfinished / name).write_text(text, encoding="utf-8")
-        unfinished.rename(folder)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    return total

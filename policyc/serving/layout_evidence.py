@@ -111,5 +111,5 @@ def find_own_maxima(profiles: Mapping[str, Profile], stored: Mapping[str, Stored
             others, hits = others + len(modules) - 1, hits + len(reaching) - 1
             reached += reaching if len(reaching) > 1 else []
     if others >= 4 and hits > 0.9 * others:
-        text = "all linears of its group reach the largest scale: scales are of each maximum, the outer one is not"
+        text = "all linears of its group reach the largest scale: scales are of the maximum of each, the outer is not"
         yield from (("wrong-outer-scale", module, text) for module in reached)

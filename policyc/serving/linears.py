@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +30,12 @@ from policyc.serving.servable import ForwardGemm, find_obstacle, served_format
 
 Names: TypeAlias = Mapping[str, str]
 """The name of the tensor in the file for each parameter: `model.layers.{layer}.mlp.up_proj.weight` for
-`layers.mlp.up_proj`, the path without indices. `{layer}` is the index of the layer, `{expert}` that of the expert."""
+`layers.mlp.up_proj`, the path without the index of the layer. `{layer}` is that index, `{expert}` that of the expert.
+Other indices stay: `decoder.layers.mlp.wi[0].kernel`."""
+
+Convert: TypeAlias = Callable[[Array], Array]
+"""Turns a weight [N, K] as its GEMM reads it into that of the server's model: permutes rows, or multiplies by a
+factor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +44,10 @@ class Linear:
 
     Attributes:
       module: its name in the file, without `.weight`.
-      path: the parameter without indices, as in `stats.jsonl`.
+      path: the parameter without the index of its layer, as in `names` and `stats.jsonl`.
       layer: the index of the layer; None if there is none.
       load: returns the weight, [N, K], as the GEMM reads it in training.
+      convert: turns it into the weight of the server's model.
     """
 
     module: str
@@ -49,6 +56,11 @@ class Linear:
     site: Site
     decision: Decision
     load: Callable[[], Array]
+    convert: Convert | None = None
+
+    def load_converted(self) -> Array:
+        """The weight of the server's model."""
+        return self.load() if self.convert is None else self.convert(self.load())
 
     @property
     def format(self) -> str:
@@ -66,7 +78,9 @@ class Linear:
         return self.decision.applied_recipe.treatment(Gemm.FPROP, Role.WEIGHT)
 
 
-def find_linears(params: Any, plan: Plan, phase: Phase, names: Names) -> list[Linear]:
+def find_linears(
+    params: Any, plan: Plan, phase: Phase, names: Names, convert: Mapping[str, Convert] | None = None
+) -> list[Linear]:
     """The linears of a plan in a phase of its schedule.
 
     `params` are the parameters that the loss was traced with: arrays, or their shapes if no weight is loaded. Raises
@@ -74,6 +88,7 @@ def find_linears(params: Any, plan: Plan, phase: Phase, names: Names) -> list[Li
     """
     leaves = jax.tree.leaves(params)
     check_names(plan, leaves, names)
+    convert = convert or {}
     faults: dict[str, list[str]] = {}
     found: dict[str, Linear] = {}
     decisions = plan.decisions(phase)
@@ -102,7 +117,9 @@ def find_linears(params: Any, plan: Plan, phase: Phase, names: Names) -> list[Li
     if faults:
         lines = (f"{group_names(dict.fromkeys(where))}: {what}" for what, where in faults.items())
         raise ValueError("this cannot be exported:\n  " + "\n  ".join(lines))
-    return list(found.values())
+    if unknown := sorted(set(convert) - {linear.path for linear in found.values()}):
+        raise ValueError(f"convert has {group_names(unknown)}, which is not the weight of a GEMM")
+    return [replace(linear, convert=convert.get(linear.path)) for linear in found.values()]
 
 
 def _label(site: Site, layer: Layer) -> str:
@@ -115,17 +132,26 @@ def check_names(plan: Plan, leaves: Sequence[Any], names: Names) -> None:
     if len(paths) != len(leaves):
         raise ValueError(f"the plan has {len(paths)} parameters, and {len(leaves)} were given: use those that the loss "
                          "was traced with")  # fmt: skip
-    known = {key_of(path) for path in paths}
-    if missing := sorted(known - set(names)):
+    found = {".".join(map(str, path)): find_key(path, names) for path in paths}
+    if missing := sorted(path for path, key in found.items() if key is None):
         raise ValueError(f"names has no tensor for {group_names(missing)}")
-    if unknown := sorted(set(names) - known):
+    if unknown := sorted(set(names) - {key[0] for key in found.values() if key}):
         raise ValueError(f"names has {group_names(unknown)}, which no parameter is called: "
-                         f"there are {group_names(sorted(known))}")  # fmt: skip
+                         f"there are {group_names(sorted(found))}")  # fmt: skip
 
 
-def key_of(path: DottedPath) -> str:
-    """The key of a parameter in `names`."""
-    return ".".join(segment.text for segment in path)
+def find_key(path: DottedPath, names: Names) -> tuple[str, int | None] | None:
+    """The key of a parameter in `names`, and the first index that it leaves out, that of the layer.
+
+    Of several keys, it is the one with the most indices. None if `names` has none.
+    """
+    numbered = [i for i, segment in enumerate(path) if segment.index is not None]
+    for count in range(len(numbered) + 1):
+        for left_out in itertools.combinations(numbered, count):
+            key = ".".join(s.text if i in left_out else str(s) for i, s in enumerate(path))
+            if key in names:
+                return key, path[left_out[0]].index if left_out else None
+    return None
 
 
 def _linears_of(
@@ -138,23 +164,22 @@ def _linears_of(
     faults: dict[str, list[str]],
 ) -> Iterator[Linear]:
     path = site.layer_path(site.stack_indices(layer))
-    key = key_of(path)
-    if plan.sites.equation(site).derivation is None or key not in names:
+    named = find_key(path, names)
+    if plan.sites.equation(site).derivation is None or named is None:
         text = "the weight is computed from parameters, not one of them: export the merged weights"
         faults.setdefault(text, []).append(_label(site, layer))
         return
-    if key in map(key_of, plan.sites.looked_up):
+    key, index = named
+    if named in (find_key(other, names) for other in plan.sites.looked_up):
         if served_format(decision):
             text = "the embedding has the same weight, and servers store it once, in bf16: keep the head"
             faults.setdefault(text, []).append(_label(site, layer))
         return
-    indices = [segment.index for segment in path if segment.index is not None]
     experts = site.weight_shape[site.batch_dims[0]] if site.batch_dims else 0
     fields = {name for _, name, _, _ in string.Formatter().parse(names[key]) if name}
-    if ("expert" in fields) != bool(experts) or ("layer" in fields) > bool(indices):
-        raise ValueError(f"names: '{names[key]}' for {key} must have {{expert}} if its GEMM has experts, which it "
-                         f"{'has' if experts else 'has not'}, and {{layer}} only in a stack of layers")  # fmt: skip
-    index = indices[0] if indices else None
+    if ("expert" in fields) != bool(experts) or ("layer" in fields) != (index is not None):
+        raise ValueError(f"names: '{names[key]}' for {key} must have {{expert}} if its GEMM has experts "
+                         f"(it has {'some' if experts else 'none'}), and {{layer}} if it is a layer")  # fmt: skip
     for expert in range(experts or 1):
         tensor = names[key].format(layer=index, expert=expert)
 
@@ -210,9 +235,10 @@ def quantize_served(
             codes = quantize_linears([member.load() for member in members], linear.decision)
             trained |= {member.module: code for member, code in zip(members, codes, strict=True)}
     shared = {linear.module for linear in sharing[group[0].module]}
-    if group[0].format == "fp8-row" or {linear.module for linear in group} <= shared:
+    is_converted = any(linear.convert for linear in group)
+    if not is_converted and (group[0].format == "fp8-row" or {linear.module for linear in group} <= shared):
         return [(trained[linear.module], trained[linear.module]) for linear in group]
-    stored = quantize_linears([linear.load() for linear in group], group[0].decision)
+    stored = quantize_linears([linear.load_converted() for linear in group], group[0].decision)
     return [(each, trained[linear.module]) for linear, each in zip(group, stored, strict=True)]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from policyc.hardware.llama_step import abstract_arguments
 from policyc.language.policy import Policy
 from policyc.models.llama import model as llama
 from policyc.models.llama import partition
-from policyc.models.llama.configs import ModelConfig, RunConfig
+from policyc.models.llama.configs import BACKENDS, VERSIONS, ModelConfig, RunConfig
 
 _HF_SEQUENCE = 4096  # of a folder that does not say on which sequences the model was trained
 TOKENIZER_FILES = (
@@ -60,6 +60,7 @@ class LlamaSource:
       policy: the policy of the run; None for a Hugging Face folder.
       step: the step of the checkpoint; 0 for a Hugging Face folder.
       hf_config: the content of config.json.
+      training: what the checkpoint says of its making: seed, backends and versions; empty for a Hugging Face folder.
     """
 
     folder: Path
@@ -70,6 +71,7 @@ class LlamaSource:
     policy: Policy | None
     step: int
     hf_config: Mapping[str, Any]
+    training: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def trained_policy(self) -> Policy:
@@ -187,15 +189,19 @@ def _read_run(folder: Path, step: int | None) -> LlamaSource:
     from policyc.models.llama.weights import hf_config
 
     run = dataclasses.replace(run, data_axis=1, fsdp_axis=1, expert_axis=1, tensor_axis=1, context_axis=1)
+    checkpoint = holder / "checkpoints" / str(chosen)
+    with explain_unreadable(checkpoint / "about" / "metadata", "policyc train"):
+        identity = read_json(checkpoint / "about" / "metadata")["identity"]
     return LlamaSource(
         folder=folder,
-        checkpoint=holder / "checkpoints" / str(chosen),
+        checkpoint=checkpoint,
         model=model,
         run=run,
-        seeds=_read_seeds(holder / "checkpoints" / str(chosen)),
+        seeds=_read_seeds(checkpoint),
         policy=read_policy(folder),
         step=chosen,
         hf_config=hf_config(model, model.compute, run.sequence),
+        training={name: identity[name] for name in ("seed", BACKENDS, VERSIONS) if name in identity},
     )
 
 

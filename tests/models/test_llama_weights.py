@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from policyc.models.llama import corpora, data, partition
+from policyc.models.llama import corpora, data, partition, tensor_files
 from policyc.models.llama import model as llama
 from policyc.models.llama import weights as files
 from policyc.models.llama.configs import ConfigError, ModelConfig
@@ -195,7 +195,7 @@ def test_lm_eval_computes_the_likelihoods_of_the_model(torch, tmp_path):
     ("model", "last"), [(SMALL, "mlp.down_proj"), (MIXTURE, "block_sparse_moe.experts.3.w2")]
 )
 def test_weights_survive_a_round_trip(tmp_path, monkeypatch, model, last, scan):
-    monkeypatch.setattr(files, "SHARD_BYTES", 40_000)
+    monkeypatch.setattr(tensor_files, "SHARD_BYTES", 40_000)
     axes = {"expert": 2} if model.experts else {"tensor": 2}
     config, mesh = replace(model, scan=scan), make_mesh(fsdp=2, **axes)
     shardings = jax.tree.map(lambda spec: partition.sharding(mesh, spec.axes), llama.param_specs(config))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from policyc.serving.linears import find_linears
 from policyc.serving.llama_source import LlamaSource, read_source
 from policyc.serving.loaders import FUSED, find_algorithms
 from tests.support import rounding_oracle as oracle
+from tests.support.command import ROOT
 from tests.support.served import (
     MIXTURE,
     SMALL,
@@ -315,66 +318,144 @@ def test_names_cover_every_parameter_of_the_bundled_models() -> None:
         assert tensors == {str(n) for path, _ in paths for n in hf_tensors(path, config)[0].flat}
 
 
-def test_other_trainers_name_their_parameters(tmp_path: Path) -> None:
-    """Parameters laid out as in MaxText: the layers are the second axis, and heads are an axis of their own."""
-    random, layers = np.random.default_rng(0), 3
-    params = {
-        "token_embedder": {"embedding": random.normal(size=(48, 64))},
-        "decoder": {
-            "layers": {
-                "self_attention": {
-                    "query": {"kernel": random.normal(size=(64, layers, 4, 16))},
-                    "out": {"kernel": random.normal(size=(4, layers, 16, 64))},
-                },
-                "pre_norm": {"scale": random.normal(size=(64, layers))},
-            }
-        },
-    }
-    params = jax.tree.map(lambda a: a.astype(np.float32), params)
+# The parameters of an unmodified MaxText 0.2.5 with these sizes (decoder_block=llama2, 4 layers), as a plan names them.
+MAXTEXT = {
+    "decoder.decoder_norm.scale": (64,),
+    "decoder.layers.mlp.wi_0.kernel": (64, 4, 128),
+    "decoder.layers.mlp.wi_1.kernel": (64, 4, 128),
+    "decoder.layers.mlp.wo.kernel": (128, 4, 64),
+    "decoder.layers.post_self_attention_layer_norm.scale": (64, 4),
+    "decoder.layers.pre_self_attention_layer_norm.scale": (64, 4),
+    "decoder.layers.self_attention.key.kernel": (64, 4, 2, 16),
+    "decoder.layers.self_attention.out.kernel": (4, 4, 16, 64),
+    "decoder.layers.self_attention.query.kernel": (64, 4, 4, 16),
+    "decoder.layers.self_attention.value.kernel": (64, 4, 2, 16),
+    "decoder.logits_dense.kernel": (64, 256),
+    "token_embedder.embedding": (256, 64),
+}
+PAGE = ROOT / "docs" / "howto" / "serving.md"
 
-    def loss(params: Any, tokens: jax.Array) -> jax.Array:
-        stack = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), params["decoder"]["layers"])
 
-        def layer(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
-            y = x * p["pre_norm"]["scale"]
-            q = jnp.einsum("td,dhk->thk", y, p["self_attention"]["query"]["kernel"])
-            return x + jnp.einsum("thk,hkd->td", q, p["self_attention"]["out"]["kernel"]), None
+def maxtext_params() -> dict[str, Any]:
+    random, params = np.random.default_rng(0), {}
+    for path, shape in MAXTEXT.items():
+        *parents, last = path.split(".")
+        functools.reduce(lambda tree, name: tree.setdefault(name, {}), parents, params)[last] = (
+            random.standard_t(5, shape).astype(np.float32)
+        )
+    return params
 
-        return jnp.sum(jax.lax.scan(layer, params["token_embedder"]["embedding"][tokens], stack)[0])
 
-    names = {
-        "token_embedder.embedding": "model.embed_tokens.weight",
-        "decoder.layers.self_attention.query.kernel": "model.layers.{layer}.self_attn.q_proj.weight",
-        "decoder.layers.self_attention.out.kernel": "model.layers.{layer}.self_attn.o_proj.weight",
-        "decoder.layers.pre_norm.scale": "model.layers.{layer}.input_layernorm.weight",
-    }
-    plan = policyc.plan("self_attention.* -> nvfp4", loss, params, jnp.arange(8))
-    config = {"model_type": "llama"}
-    policyc.export(
-        params, plan, names=names, out=tmp_path / "out", format="modelopt", config=config, dtype="float32"
+def maxtext_loss(params: Any, tokens: jax.Array) -> jax.Array:
+    """The GEMMs of MaxText's Llama on its layout: layers are the second axis, heads an axis of their own."""
+    embedding, decoder = params["token_embedder"]["embedding"], params["decoder"]
+    stack = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), decoder["layers"])
+
+    def layer(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
+        attention, mlp = p["self_attention"], p["mlp"]
+        y = x * p["pre_self_attention_layer_norm"]["scale"]
+        q, k, v = (jnp.einsum("td,dhk->thk", y, attention[n]["kernel"]) for n in ("query", "key", "value"))
+        mixed = q * jnp.repeat(jnp.tanh(k) + v, 2, 1)
+        x = x + jnp.einsum("thk,hkd->td", mixed, attention["out"]["kernel"])
+        y = x * p["post_self_attention_layer_norm"]["scale"]
+        hidden = jax.nn.silu(y @ mlp["wi_0"]["kernel"]) * (y @ mlp["wi_1"]["kernel"])
+        return x + hidden @ mlp["wo"]["kernel"], None
+
+    x = jax.lax.scan(layer, embedding[tokens], stack)[0] * decoder["decoder_norm"]["scale"]
+    return jnp.sum(jax.nn.logsumexp(x @ decoder["logits_dense"]["kernel"], -1))
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="an installed package has no docs")
+@pytest.mark.parametrize("tile", [1, 16])
+def test_the_example_of_the_page_exports_the_llama_of_maxtext(tile: int, tmp_path: Path) -> None:
+    """The code of the page, on the tree that MaxText makes."""
+    (code,) = re.findall(
+        r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
     )
-    tensors = read_tensors(tmp_path / "out")
-    kernels = params["decoder"]["layers"]["self_attention"]
-    for layer in range(layers):
-        expected = {
-            "q_proj": kernels["query"]["kernel"][:, layer].reshape(64, 64).T,
-            "o_proj": kernels["out"]["kernel"][:, layer].reshape(64, 64).T,
-        }
+    params, out = maxtext_params(), tmp_path / "served"
+    recipe = "nvfp4(scale2d=weights)" if tile > 1 else "nvfp4"
+    (tmp_path / "serve.policy").write_text(f"mlp.*, self_attention.* -> {recipe}")
+    names = {"loss": maxtext_loss, "params": params, "batch": jnp.arange(8), "hf_config": {"model_type": "llama"},
+             "head_dim": 16}  # fmt: skip
+    code = code.replace('"serve.policy"', repr(str(tmp_path / "serve.policy"))).replace(
+        '"served"', repr(str(out))
+    )
+    exec(code, names)  # of this repository
+    tensors, layers = read_tensors(out), params["decoder"]["layers"]
+    halves = np.r_[0:16:2, 1:16:2]  # MaxText's rotary embedding has pairs next to each other
+    for layer in range(4):
+        attention = {n: w["kernel"][:, layer].reshape(64, -1).T for n, w in layers["self_attention"].items()}
+        mlp = {n: w["kernel"][:, layer].T for n, w in layers["mlp"].items()}
+        q, k = (attention[n].reshape(-1, 16, 64)[:, halves].reshape(-1, 64) for n in ("query", "key"))
+        q = q * np.float32(4)
+        out_proj = layers["self_attention"]["out"]["kernel"][:, layer].reshape(64, 64).T
+        expected = {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": attention["value"],
+                    "mlp.gate_proj": mlp["wi_0"], "mlp.up_proj": mlp["wi_1"], "self_attn.o_proj": out_proj,
+                    "mlp.down_proj": mlp["wo"]}  # fmt: skip
+        groups = dict.fromkeys(
+            list(expected)[:3], ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        )
+        groups |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), ("mlp.gate_proj", "mlp.up_proj"))
         for name, weight in expected.items():
-            got = decode(tensors, f"model.layers.{layer}.self_attn.{name}")
-            np.testing.assert_array_equal(got, oracle.nvfp4(weight)["dequantized"])
-        norm = tensors[f"model.layers.{layer}.input_layernorm.weight"]
-        np.testing.assert_array_equal(norm, params["decoder"]["layers"]["pre_norm"]["scale"][:, layer])
-    query = names["decoder.layers.self_attention.query.kernel"]
+            amax = np.float32(max(np.abs(expected[n]).max() for n in groups.get(name, (name,))))
+            stored = decode(tensors, f"model.layers.{layer}.{name}")
+            values = oracle.nvfp4(weight, amax=amax, tile=tile)["dequantized"]
+            np.testing.assert_allclose(stored, values, rtol=3e-7)  # 1 / scale is rounded
+        norm = tensors[f"model.layers.{layer}.input_layernorm.weight"].astype(np.float32)
+        own = layers["pre_self_attention_layer_norm"]["scale"][:, layer]
+        np.testing.assert_array_equal(norm, own.astype(ml_dtypes.bfloat16).astype(np.float32))
+    assert tensors["lm_head.weight"].shape == (256, 64)
+    assert not audit(out).findings
+
+
+def test_names_must_fit_the_parameters(tmp_path: Path) -> None:
+    params = {"mlp": {"wi_0": np.ones((64, 32), np.float32), "wi_1": np.ones((64, 32), np.float32)}}
+    plan = policyc.plan(
+        "mlp.* -> nvfp4",
+        lambda p, x: jnp.sum((x @ p["mlp"]["wi_0"]) * (x @ p["mlp"]["wi_1"])),
+        params,
+        np.ones((8, 64), np.float32),
+    )
+    names = {"mlp.wi[0]": "gate_proj.weight", "mlp.wi[1]": "up_proj.weight"}
     for edit, message in (
-        ({"token_embedder.embedding": None}, "no tensor for token_embedder.embedding"),
+        ({"mlp.wi[1]": None}, r"no tensor for mlp\.wi\[1\]"),
         ({"lm_head": "lm_head.weight"}, "which no parameter is called"),
-        ({"decoder.layers.self_attention.out.kernel": query}, "the tensor model.layers.0.self_attn.q_proj.weight"),
-    ):  # fmt: skip
+        ({"mlp.wi[1]": "gate_proj.weight"}, "the tensor gate_proj.weight"),
+        ({"mlp.wi[1]": "{layer}.weight"}, "if it is a layer"),
+    ):
         edited = {key: value for key, value in {**names, **edit}.items() if value}
         with pytest.raises(ValueError, match=message):
-            policyc.export(params, plan, names=edited, out=tmp_path / "other", config=config)
-        assert not (tmp_path / "other").exists()
+            policyc.export(params, plan, names=edited, out=tmp_path / "other", config={})
+    with pytest.raises(ValueError, match=r"convert has mlp\.wi, which is not the weight of a GEMM"):
+        policyc.export(
+            params, plan, names=names, convert={"mlp.wi": np.negative}, out=tmp_path / "other", config={}
+        )
+    assert not (tmp_path / "other").exists()
+
+
+def test_converted_weights_say_what_changes(tmp_path: Path) -> None:
+    """Rows in another order keep their codes, and so does a factor, unless linears that are fused have others."""
+    random = np.random.default_rng(0)
+    params = {name: random.normal(size=(64, 32)).astype(np.float32) for name in ("gate", "up", "down")}
+
+    def loss(p: dict[str, Any], x: jax.Array) -> jax.Array:
+        return jnp.sum((x @ p["gate"]) * (x @ p["up"])) + jnp.sum(jnp.tanh(x) @ p["down"])
+
+    plan = policyc.plan("* -> nvfp4(outer=shared)", loss, params, np.ones((8, 64), np.float32))
+    names = {name: f"mlp.{name}_proj.weight" for name in params}
+    backwards = {name: lambda w: w[::-1] for name in params}
+    for number, (convert, changed) in enumerate((
+        (backwards, set()),
+        ({"down": lambda w: w * 3}, set()),
+        (backwards | {"gate": lambda w: w[::-1] * 3}, {"mlp.up_proj"}),  # gate has the maximum
+    )):  # fmt: skip
+        out = tmp_path / str(number)
+        written = policyc.export(params, plan, names=names, convert=convert, out=out, config={})
+        assert {change.module for change in written.changes} == changed
+        for name, weight in params.items():
+            expected = convert.get(name, np.array)(weight.T)
+            stored = decode(read_tensors(out), f"mlp.{name}_proj")
+            assert np.linalg.norm(stored - expected) < 0.2 * np.linalg.norm(expected)
 
 
 def test_the_file_says_how_it_was_made_and_how_to_read_it(folder: Path) -> None:
@@ -383,6 +464,7 @@ def test_the_file_says_how_it_was_made_and_how_to_read_it(folder: Path) -> None:
     assert about["policy"]["text"] == str(policyc.parse("mlp.* -> nvfp4; o_proj -> fp8"))
     assert about["policy"]["sha256"] == policyc.parse(about["policy"]["text"]).sha256
     assert (about["step"], about["versions"]["policyc"]) == (7, policyc.__version__)
+    assert about["backends"] == ["emulate"]
     config = json.loads((written.folder / "config.json").read_text())["quantization_config"]
     modules = sorted(
         {n.removesuffix(".weight") for n in tensors if n.endswith(("proj.weight", "lm_head.weight"))}

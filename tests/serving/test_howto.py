@@ -54,6 +54,8 @@ def test_the_page_goes_from_training_to_a_served_model(tmp_path: Path) -> None:
     np.testing.assert_array_equal(decode(tensors, "model.layers.0.mlp.down_proj"), expected)
     about = json.loads((tmp_path / "served" / "policyc.json").read_text())
     assert (about["step"], about["steps"]) == (2, 2)
+    assert (about["training"]["seed"], about["backends"]) == (0, ["emulate"])
+    assert about["training"]["versions"]["policyc"] == about["versions"]["policyc"]
     rows = [json.loads(line) for line in (tmp_path / "runs" / "a" / "stats.jsonl").read_text().splitlines()]
     measured = [r for r in rows if r.get("operand") == "fprop.activation" and r["layer"] == 0]
     amax = max(row["amax"] for row in measured if "down" in row["site"])

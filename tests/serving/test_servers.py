@@ -18,7 +18,7 @@ from policyc.serving.audit import Reference, audit
 from policyc.serving.linears import find_linears
 from policyc.serving.llama_source import read_source
 from tests.support import rounding_oracle as oracle
-from tests.support.served import SMALL, read_tensors, save, write_stats
+from tests.support.served import MIXTURE, SMALL, read_tensors, save, write_stats
 
 pytestmark = [
     pytest.mark.servers,
@@ -36,13 +36,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     stats = write_stats(folder / "stats.jsonl")
     cases: dict[str, tuple[str, Any, Any]] = {
         "weights": (POLICY, "compressed-tensors", None),
+        "rows": (POLICY.replace("-> fp8", "-> fp8(outer=row)"), "compressed-tensors", None),
+        "modelopt_rows": ("o_proj -> fp8(outer=row)", "modelopt", None),
         "modelopt": (FP4, "modelopt", stats),
         "compressed": (FP4, "compressed-tensors", stats),
     }
     for name, (policy, format, measured) in cases.items():
         policyc.export(params, source.plan(policyc.parse(policy)), names=source.names(), config=source.hf_config,
                        out=folder / name, format=format, stats=measured, files=source.files())  # fmt: skip
-    return {name: folder / name for name in ("hf", *cases)}
+    experts = read_source(save(folder / "mixtral", MIXTURE))
+    for format in ("modelopt", "compressed-tensors"):
+        policyc.export(jax.tree.map(np.asarray, experts.load()), experts.plan(policyc.parse("experts -> nvfp4")),
+                       names=experts.names(), config=experts.hf_config, out=folder / f"{format}_experts",
+                       format=format)  # fmt: skip
+    return {path.name: path for path in folder.iterdir()}
 
 
 def load(folder: Path) -> dict[str, Any]:
@@ -63,19 +70,28 @@ def block_values(folder: Path, module: str) -> np.ndarray:
     )
 
 
-def test_compressed_tensors_decodes_what_training_computes_with(folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize(
+    ("ours", "modelopt", "count"),
+    [
+        ("compressed", "modelopt", 7 * SMALL.layers),
+        ("compressed-tensors_experts", "modelopt_experts", 3 * MIXTURE.experts * MIXTURE.layers),
+    ],
+)
+def test_compressed_tensors_decodes_what_training_computes_with(
+    ours: str, modelopt: str, count: int, folders: dict[str, Path]
+) -> None:
     torch = pytest.importorskip("torch")
     nvfp4 = pytest.importorskip("compressed_tensors.compressors.nvfp4")
     quantization = pytest.importorskip("compressed_tensors.quantization")
-    config = json.loads((folders["compressed"] / "config.json").read_text())["quantization_config"]
+    config = json.loads((folders[ours] / "config.json").read_text())["quantization_config"]
     (scheme,) = quantization.QuantizationConfig.model_validate(config).config_groups.values()
-    tensors, served = load(folders["compressed"]), load(folders["modelopt"])
+    tensors, served = load(folders[ours]), load(folders[modelopt])
     names = modules(tensors, "weight_packed")
-    assert len(names) == 7 * SMALL.layers
+    assert len(names) == count
     for module in names:
         state = {n.rpartition(".")[2]: t for n, t in tensors.items() if n.startswith(f"{module}.")}
         decoded = nvfp4.NVFP4PackedCompressor.decompress(state, scheme)["weight"]
-        blocks, outer = block_values(folders["modelopt"], module), served[f"{module}.weight_scale_2"].numpy()
+        blocks, outer = block_values(folders[modelopt], module), served[f"{module}.weight_scale_2"].numpy()
         # It divides the block scales by the reciprocal of the outer scale in fp32, and decodes to bfloat16.
         scales = np.repeat(state["weight_scale"].float().numpy(), 16, 1)
         divided = scales / state["weight_global_scale"].numpy()
@@ -128,7 +144,30 @@ def test_gfloat_decodes_the_same_codes(folders: dict[str, Path]) -> None:
     np.testing.assert_array_equal(decoded, block_values(folders["modelopt"], module))
 
 
-@pytest.mark.parametrize("name", ["weights", "compressed"])
+def test_rows_of_fp8_are_decoded_as_they_were_trained(folders: dict[str, Path]) -> None:
+    """By compressed-tensors in bfloat16; ModelOpt's file has the same codes and scales, in one dimension."""
+    torch = pytest.importorskip("torch")
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    config = json.loads((folders["rows"] / "config.json").read_text())["quantization_config"]
+    schemes = quantization.QuantizationConfig.model_validate(config).config_groups.values()
+    (scheme,) = (s for s in schemes if s.weights.num_bits == 8)
+    assert (scheme.weights.strategy, scheme.input_activations.strategy) == ("channel", "token")
+    compressor = compressors.BaseCompressor.get_value_from_registry("float-quantized")
+    tensors, others, masters = (load(folders[name]) for name in ("rows", "modelopt_rows", "hf"))
+    for layer in range(SMALL.layers):
+        module = f"model.layers.{layer}.self_attn.o_proj"
+        state = {n: tensors[f"{module}.{n}"] for n in ("weight", "weight_scale")}
+        decoded = compressor.decompress(dict(state), scheme)["weight"].float()
+        weight = masters[f"{module}.weight"].float()
+        amax = weight.abs().amax(1, keepdim=True)
+        expected = (weight * (448 / amax)).clamp(-448, 448).to(torch.float8_e4m3fn).float() * (amax / 448)
+        assert torch.allclose(decoded, expected, rtol=2**-8)  # of bfloat16
+        assert torch.equal(others[f"{module}.weight"].view(torch.uint8), state["weight"].view(torch.uint8))
+        assert torch.equal(others[f"{module}.weight_scale"], state["weight_scale"][:, 0])
+
+
+@pytest.mark.parametrize("name", ["weights", "rows", "compressed"])
 def test_transformers_computes_the_logits_of_the_emulation(name: str, folders: dict[str, Path]) -> None:
     """The same weights, of 4 and 8 bits, in transformers and in the bundled Llama."""
     torch = pytest.importorskip("torch")
@@ -141,7 +180,9 @@ def test_transformers_computes_the_logits_of_the_emulation(name: str, folders: d
     source = read_source(folders["hf"])
     params = source.load()
     # The forward GEMMs of the policy: the weights in NVFP4, activations as they are, or as training quantizes them.
-    policy = policyc.parse(FP4 if name == "compressed" else POLICY)
+    policy = policyc.parse(
+        {"compressed": FP4, "rows": POLICY.replace("fp8", "fp8(outer=row)")}.get(name, POLICY)
+    )
     batch = {"tokens": jnp.asarray(tokens), "targets": jnp.asarray(tokens), "mask": jnp.ones(tokens.shape)}
 
     def logits(params: Any) -> tuple[jax.Array, jax.Array]:
