@@ -1,8 +1,8 @@
 """Searches a modest set of policies for the one that reaches a loss first.
 
-A policy says which kinds and products are in NVFP4, and what the other products, last blocks and last steps are
-in. Its speed comes from the cost model, its gap from the table of sensitivities, and the tokens that make up for the gap
-from an exchange rate.
+A policy says which kinds and products are in NVFP4, and what the other products, last blocks and last steps are in. Its
+speed comes from the cost model, its gap from the table of sensitivities, and the tokens that make up for the gap from
+an exchange rate.
 """
 
 from __future__ import annotations
