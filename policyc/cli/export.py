@@ -21,6 +21,7 @@ from policyc.cli.program import exit_on_error
 
 if TYPE_CHECKING:
     from policyc.serving.export import FormatName
+    from policyc.serving.llama_source import LlamaSource
 
 
 @option_class

@@ -5,28 +5,35 @@ Speeds are predictions of the cost model, with its errors on published runs.
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from policyc.experiments.exchange import Exchange
 from policyc.experiments.recommend import REFERENCE, find_refusal
 from policyc.experiments.report.values import JsonObject
+from policyc.experiments.sensitivities import RATE, predict_gap
 from policyc.experiments.statistics import ALPHA, DEFAULT_MARGIN, POWER, smallest_detectable_effect
 from policyc.hardware import gemm_cost, step_cost
 from policyc.hardware.mesh import MeshShape
 from policyc.hardware.saved_activations import device_memory
 from policyc.hardware.training_step import TrainingStep, count_backends, microbatch_tokens
 from policyc.language.loader import load
+from policyc.language.policy_tables import read_measured
 from policyc.language.recipes import Gemm
 
-BASELINE = "fp8"
+BASELINE, EIGHT_BITS = "fp8", "fp8_with_head"
 CANDIDATES = {
     REFERENCE: "the reference for losses",
     BASELINE: "the baseline for speeds",
+    "fp8_with_head": "the fastest without 4 bits",
+    "mlp_nvfp4_late_fp8": "4 bits in the MLPs, 8 elsewhere, and in fprop for the last 18% of steps",
+    "mlp_nvfp4_rest_fp8": "the same without the switch",
     "te_nvfp4": "every linear of the blocks in 4 bits",
     "te_nvfp4_no_rht": "te_nvfp4 without the Hadamard transform, which costs two reads of each operand of wgrad",
     "nvfp4_late_switch": "te_nvfp4, but BF16 in the last 15% of the blocks, and in fprop for the last 18% of steps",
-    "llama_nvfp4": "4 bits only in the MLPs, which raises the loss the least",
+    "llama_nvfp4": "4 bits in the MLPs, nothing elsewhere",
 }
 """The bundled policies to choose from, each with a description."""
 
@@ -51,6 +58,7 @@ def make_adoption(
     words: Sequence[str] = (),
     tokens: float | None = None,
     price: float | None = None,
+    exchange: Exchange = RATE,
 ) -> JsonObject:
     """Returns the data of the adoption page.
 
@@ -63,10 +71,11 @@ def make_adoption(
       words: the command line of the user's program.
       tokens: tokens in the whole training run.
       price: price of one GPU-hour.
+      exchange: what a gap costs in tokens.
     """
     step_tokens = microbatch_tokens(step.plan) * step.accumulate
     steps = None if tokens is None else tokens / step_tokens
-    candidates, left_out, other_backend = _judge_all(step, mesh, steps)
+    candidates, left_out, other_backend = _judge_all(step, mesh, steps, exchange)
     return {
         # A program is named without its folder, which means nothing to others.
         "model": config or shlex.join([Path(words[0]).name, *words[1:]]),
@@ -80,6 +89,7 @@ def make_adoption(
         "tokens": tokens,
         "price": price,
         "errors": gemm_cost.SPEED_UP_ERRORS["te"],
+        "exchange": {"rate": exchange.rate, "source": exchange.source, "is_bound": exchange.is_bound},
         "candidates": candidates,
         "left_out": left_out,
         "sweep": _advise_sweep(config, words, candidates),
@@ -90,7 +100,7 @@ def make_adoption(
 
 
 def _judge_all(
-    step: TrainingStep, mesh: MeshShape, steps: float | None
+    step: TrainingStep, mesh: MeshShape, steps: float | None, exchange: Exchange
 ) -> tuple[list[JsonObject], list[JsonObject], str | None]:
     """Returns the figures of the policies that fit the model, and the other policies with the reason why not.
 
@@ -109,7 +119,12 @@ def _judge_all(
     on_other = {name: under.with_other_backend() for name, under in planned.items()}
     others = {name: step_cost.scheduled_seconds(under, step.target, mesh) for name, under in on_other.items()}
     backends = [on_other[name].plan.execution.backend for name in planned if others[name] != seconds[name]]
-    judged = [_judge(name, planned[name], mesh, seconds, others, steps) for name in planned]
+    judged = [_judge(name, planned[name], mesh, seconds, others, steps, exchange) for name in planned]
+    plain = max(c["to_loss"] for c in judged if c["policy"] in (REFERENCE, BASELINE))
+    for candidate in judged:
+        to_loss = candidate["to_loss"]
+        if candidate["advice"] == "try" and to_loss is not None and to_loss <= plain:
+            candidate["advice"] = "faster per step, slower to the loss"
     return judged, left_out, backends[0] if backends else None
 
 
@@ -120,10 +135,13 @@ def _judge(
     seconds: dict[str, float],
     others: dict[str, float],
     steps: float | None,
+    exchange: Exchange,
 ) -> JsonObject:
     """Returns the cost of a policy on this model, what it saves, and whether to try it.
 
-    `seconds` is the time of a step, and `memory` the bytes on one device. `four_bits` and `emulated` are fractions of
+    `seconds` is the time of a step, and `memory` the bytes on one device. `gap` is that of 19M parameters, measured or
+    by the table of sensitivities; `tokens` make up for it, over those of BF16; `to_loss` is the speed-up over BF16 to
+    its loss. They are None if nothing is known. `four_bits` and `emulated` are fractions of
     all GEMM FLOPs. `speed_up` is over the baseline; None if the baseline does not fit the model. `least` and `most`
     bound it by the errors of the cost model; None if these are unknown. `others` are the times with the other backend.
     """
@@ -137,9 +155,12 @@ def _judge(
     )
     least, most = limits or (None, None)
     memory = device_memory(step, mesh)
+    measured = read_measured().get(name)
+    gap = predict_gap(step.plan) if measured is None else measured["gap"]
+    tokens = None if gap is None else exchange.ratio(gap)
     if name in (REFERENCE, BASELINE):
         advice = "reference" if name == REFERENCE else "baseline"
-    elif not four_bits:
+    elif not four_bits and name != EIGHT_BITS:
         advice = "nothing is in 4 bits here"
     elif emulated:
         advice = f"emulated on {target.name}: to study the loss, not for speed"
@@ -159,6 +180,10 @@ def _judge(
         "communication": step_cost.estimate(step, target, mesh).share("communication"),
         "memory": memory,
         "over_reference": over_reference,
+        "gap": gap,
+        "is_measured": measured is not None,
+        "more_tokens": tokens if tokens is None or math.isfinite(tokens) else None,
+        "to_loss": tokens and over_reference / tokens,
         "speed_up": speed_up,
         "other_over_reference": others[REFERENCE] / others[name],
         "other_speed_up": others[BASELINE] / others[name] if BASELINE in others else None,

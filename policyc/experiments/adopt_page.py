@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from policyc.experiments.report.format import (
     MISSING,
     format_bounds,
     format_figure,
+    format_gap,
 )
 from policyc.experiments.report.values import JsonObject
 from policyc.hardware import gemm_cost
@@ -53,11 +55,15 @@ def _headline(data: JsonObject) -> str:
         return (
             f"On {where}, no policy with 4 bits is predicted to be faster than {rival['policy']}{exception}"
         )
-    best = min(tried, key=lambda c: c["seconds"])
+    best = max(tried, key=lambda c: c["to_loss"] or 0)
     ratio = format_bounds(best["over_reference"]) if rival["policy"] == REFERENCE else _with_range(best)
-    return (
-        f"Try {best['policy']}: on {where} it is predicted to train at {ratio} the speed of {rival['policy']}"
+    speed = f"on {where} it is predicted to train at {ratio} the speed of {rival['policy']}"
+    if not best["to_loss"] or not rival["more_tokens"]:
+        return f"Try {best['policy']}: {speed}; what it costs in loss is not known"
+    to_loss = format_bounds(
+        best["over_reference"] / rival["over_reference"], divisor=best["more_tokens"] / rival["more_tokens"]
     )
+    return f"Try {best['policy']}: {speed}, and to reach its loss at {to_loss}"
 
 
 def _tried(data: JsonObject) -> list[JsonObject]:
@@ -87,6 +93,10 @@ def _speeds(data: JsonObject) -> Section:
             format_figure("step_seconds", c["seconds"]),
             format_bounds(c["over_reference"]),
             _with_range(c),
+            _gap(c),
+            MISSING
+            if c["to_loss"] is None
+            else format_bounds(c["over_reference"], divisor=c["more_tokens"] or math.inf),
             *([format_bounds(c["other_speed_up"])] if other else []),
             f"{c['four_bits']:.0%}",
             format_figure("memory_bytes", c["memory"]),
@@ -100,6 +110,9 @@ def _speeds(data: JsonObject) -> Section:
     sentences += [
         f"In parentheses: the speed-up if the cost model is as far off as on eight published runs on backend te, where "
         f"it was {-low:.0%} too low to {high:.0%} too high. No parentheses: no published run to compare with.",
+        f"Gap: to {REFERENCE} at 19M parameters, measured or by the table of sensitivities ('policyc search'). To the "
+        f"loss: with the tokens that make up for the gap. {_exchange(data['exchange'])} At another size and length, "
+        "both may differ: the sweep decides.",
         "Memory: state, saved activations and logits. The GPU has "
         f"{format_figure('memory_bytes', data['memory'])}. Compiled steps needed 3 to 22% more: 'policyc compile' "
         "counts every byte.",
@@ -111,12 +124,26 @@ def _speeds(data: JsonObject) -> Section:
         "step",
         f"over {REFERENCE}",
         f"over {BASELINE}",
+        "gap, nats",
+        f"to the loss of {REFERENCE}",
         *([f"with {other}"] if other else []),
         "in 4 bits",
         "memory",
         "communication",
     ]
     return Section(title="Which policies", columns=[*columns, "advice"], rows=rows, sentences=sentences)
+
+
+def _gap(candidate: JsonObject) -> str:
+    if candidate["policy"] == REFERENCE:
+        return MISSING
+    is_predicted = candidate["gap"] is not None and not candidate["is_measured"]
+    return format_gap(candidate["gap"]) + (" (table)" if is_predicted else "")
+
+
+def _exchange(exchange: JsonObject) -> str:
+    bound = ", a bound, because the learning rate of that run decays" if exchange["is_bound"] else ""
+    return f"A doubling of the tokens is worth {exchange['rate']:.3f} nats, by {exchange['source']}{bound}."
 
 
 def _with_range(candidate: JsonObject) -> str:

@@ -6,7 +6,6 @@ models.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -24,38 +23,11 @@ from policyc.language.bundled import RECOMMENDED
 from policyc.language.diagnostics import PolicyError
 from policyc.language.loader import load
 from policyc.language.policy import Policy
+from policyc.language.policy_tables import read_measured
 from policyc.numerics.backends import PRICED
 from policyc.numerics.targets import TARGETS, find_by_device_kind, get_target
 
 REFERENCE = "bf16"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredPolicy:
-    """What a bundled policy costs in loss: its gap to bf16 in nats, and its tokens for the loss of bf16, as a ratio.
-
-    `source` is the folder of its runs in docs/results.
-    """
-
-    gap: float
-    tokens: float
-    source: str
-
-
-MEASURED: Mapping[str, MeasuredPolicy] = {
-    name: MeasuredPolicy(gap=gap, tokens=tokens, source=source)
-    for name, gap, tokens, source in (
-        ("fp8", 0.0028, 1.014, "19m_mixed_formats"),
-        ("fp8_with_head", 0.0075, 1.028, "19m_mixed_formats"),
-        ("mxfp8", 0.0041, 1.012, "5m_50m_tokens"),
-        ("mlp_nvfp4_late_fp8", 0.0186, 1.086, "19m_mixed_formats"),
-        ("mlp_nvfp4_rest_fp8", 0.0308, 1.156, "19m_mixed_formats"),
-        ("llama_nvfp4", 0.0291, 1.132, "19m_200m_tokens"),
-        ("te_nvfp4", 0.0436, 1.198, "19m_mixed_formats"),
-        ("quartet2", 0.0507, 1.149, "5m_50m_tokens"),
-    )
-}
-"""The policies to choose from, besides bf16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +46,6 @@ class Recommendation:
     def __str__(self) -> str:
         others = f"; considered: {', '.join(self.considered)}" if self.considered else ""
         return f"{RECOMMENDED} on {self.machine}: {self.name}, {self.reason}{others}"
-
-
-def measured_cost(name: str) -> MeasuredPolicy:
-    """What a bundled policy costs in loss."""
-    return MEASURED[name]
 
 
 def recommend_here(plan: Plan) -> Recommendation:
@@ -122,7 +89,8 @@ def recommend(step: TrainingStep, mesh: MeshShape, *, sets_steps: bool | None = 
     reference = step_cost.scheduled_seconds(step.under(load(REFERENCE)), target, mesh)
     speed_ups: dict[str, float] = {}
     left_out: dict[str, list[str]] = {}
-    for name in MEASURED:
+    measured = read_measured()
+    for name in measured:
         under = step.under(load(name))
         reason = find_refusal(under)
         if not reason and under.plan.policy.step_conditions and not sets_steps:
@@ -131,7 +99,7 @@ def recommend(step: TrainingStep, mesh: MeshShape, *, sets_steps: bool | None = 
             left_out.setdefault(reason, []).append(name)
         else:
             speed_ups[name] = reference / step_cost.scheduled_seconds(under, target, mesh)
-    tokens = {name: measured_cost(name).tokens for name in speed_ups}
+    tokens = {name: measured[name]["tokens"] for name in speed_ups}
     ranked = sorted(speed_ups, key=lambda name: tokens[name] / speed_ups[name])
     best = next((n for n in ranked if speed_up_bounds(speed_ups[n])[0] > tokens[n]), REFERENCE)
     gains = {name: f"{speed_ups[name] / tokens[name]:.2f}x" for name in ranked}
@@ -140,7 +108,7 @@ def recommend(step: TrainingStep, mesh: MeshShape, *, sets_steps: bool | None = 
     else:
         reason = (
             f"{gains.pop(best)} sooner at the loss of {REFERENCE} (steps {speed_ups[best]:.2f}x as fast, predicted; "
-            f"{tokens[best] - 1:.1%} more tokens, docs/results/{measured_cost(best).source})"
+            f"{tokens[best] - 1:.1%} more tokens, docs/results/{measured[best]['runs']})"
         )
     considered = [f"{name} {gain}" for name, gain in gains.items()]
     considered += [f"not {' and '.join(names)} ({reason})" for reason, names in left_out.items()]

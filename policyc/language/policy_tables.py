@@ -15,8 +15,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from policyc.base.files import read_json
 from policyc.base.text import escape_lines
-from policyc.language.bundled import bundled_policies
+from policyc.language.bundled import bundled_policies, data_folder
 from policyc.language.diagnostics import Paint
 from policyc.language.kinds import name_of_kind
 from policyc.language.loader import load
@@ -27,23 +28,41 @@ from policyc.language.treatments import describe_treatment, normalize_if_valid
 _COLORS_BY_BITS = {4: "green", 8: "cyan", 16: "white", 32: "white", 0: "dim"}
 
 
-BEST = ("fp8", "fp8_with_head", "mlp_nvfp4_late_fp8", "mlp_nvfp4_rest_fp8")
-"""The bundled policies with the lowest measured loss at their speed (docs/results/mixed_formats.md), slowest first."""
+def read_measured() -> dict[str, dict[str, Any]]:
+    """What the runs at 19M parameters say of bundled policies, by name, those first that reach the loss of BF16 first.
+
+    Fields: `gap` to BF16 and its `interval`, in nats; `tokens` for its loss, over its tokens; the predicted `speed_up`
+    (Llama 3 8B on 8 GB200); `to_loss`, their quotient; `to_loss_of_fp8`, the same over fp8; and `runs`, their folder in
+    docs/results. tests/experiments/test_results.py writes the file.
+    """
+    measured: dict[str, dict[str, Any]] = read_json(data_folder("policies") / "measured.json")
+    return measured
 
 
 def list_bundled_policies(paint: Paint) -> str:
-    """Returns the names of the bundled policies, with their titles and variants: the best at each speed first."""
+    """Returns the names of the bundled policies, with titles, measurements and variants.
+
+    Those that reach a loss first come first.
+    """
     lines = []
+    order = list(read_measured())
     policies = sorted(
         _describe_bundled_policies(),
-        key=lambda p: BEST.index(p["name"]) if p["name"] in BEST else len(BEST),
+        key=lambda p: order.index(p["name"]) if p["name"] in order else len(order),
     )
     width = max(len(policy["name"]) for policy in policies)
     columns = max(shutil.get_terminal_size().columns, width + 40)
     for policy in policies:
         title, *others = textwrap.wrap(policy["title"], columns - width - 2)
-        variants = f"variants: {', '.join(policy['variants'])}" if policy["variants"] else ""
-        others += (paint("gutter", line) for line in textwrap.wrap(variants, columns - width - 2))
+        texts = []
+        if row := policy["measured"]:
+            speeds = f"{row['to_loss']:.2f}x to the loss of BF16: {row['speed_up']:.2f}x a step"
+            texts.append(f"{speeds}, {row['gap']:.4f} nats above it ({row['runs']})")
+        if policy["variants"]:
+            texts.append(f"variants: {', '.join(policy['variants'])}")
+        others += (
+            paint("gutter", line) for text in texts for line in textwrap.wrap(text, columns - width - 2)
+        )
         lines.append(f"{paint('path', policy['name'].ljust(width))}  {title}")
         lines += (f"{'':{width}}  {line}" for line in others)
     return "".join(f"{line}\n" for line in lines)
@@ -55,11 +74,13 @@ def bundled_policies_to_json() -> str:
 
 
 def _describe_bundled_policies() -> list[dict[str, Any]]:
+    measured = read_measured()
     return [
         {
             "name": name,
             "title": path.read_text(encoding="utf-8").splitlines()[0].lstrip("# "),
             "variants": [variant.name for variant in load(path).variants],
+            "measured": measured.get(name),
         }
         for name, path in bundled_policies().items()
     ]

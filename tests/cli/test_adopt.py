@@ -77,7 +77,7 @@ def test_hours_and_money_are_those_of_all_steps(llama: dict) -> None:
     candidate = find(llama, "fp8")
     assert candidate["gpu_hours"] == pytest.approx(steps * candidate["seconds"] * 8 / 3600)
     page = policyc("adopt", *STEP, "--tokens", "2T", "--price-per-gpu-hour", "3").out
-    (row,) = (line for line in page.split("What they save")[1].splitlines() if line.startswith("| fp8"))
+    (row,) = (line for line in page.split("What they save")[1].splitlines() if line.startswith("| fp8 |"))
     assert f"{3 * candidate['gpu_hours']:,.0f}" in row
     # Without "everything else", which is .31 of a step, the rest of the saving remains.
     most = 3 * (find(llama, "bf16")["gpu_hours"] - candidate["gpu_hours"])
@@ -106,7 +106,7 @@ def test_the_transform_is_not_dropped_because_of_a_sweep(llama: dict) -> None:
     )
     assert "no_rht" not in llama["sweep"]["command"]
     page = policyc("adopt", *STEP).out
-    assert "**Try te_nvfp4: on 8 GB200 it is predicted to train at 1.08 to 1.12× (" in page
+    assert "**Try mlp_nvfp4_late_fp8: on 8 GB200 it is predicted to train at 1.08 to 1.13× (" in page
     row = find(llama, "te_nvfp4")
     assert row["other_speed_up"] < row["speed_up"]
     assert llama["other_backend"] == "xla"
@@ -125,6 +125,30 @@ def test_what_is_slower_than_bf16_is_not_advised(tmp_path: Path) -> None:
     page = policyc("adopt", "--target", "gb200", script).out
     assert "**On 1 GB200, no policy with 4 bits is predicted to be faster than bf16.**" in page
     assert "continue from the last good checkpoint under bf16, with" in page
+
+
+def test_policies_are_judged_by_their_time_to_a_loss(llama: dict, tmp_path: Path) -> None:
+    """Tokens are 2^(gap / rate). Four policies are faster per step than fp8, and reach a loss later."""
+    rate = 0.143
+    baseline = find(llama, "fp8")
+    for candidate in llama["candidates"]:
+        tokens = 2 ** (candidate["gap"] / rate)
+        assert candidate["more_tokens"] == pytest.approx(tokens)
+        assert candidate["to_loss"] == pytest.approx(
+            find(llama, "bf16")["seconds"] / candidate["seconds"] / tokens
+        )
+        if candidate["advice"] == "faster per step, slower to the loss":
+            assert candidate["seconds"] < baseline["seconds"]
+            assert candidate["to_loss"] < baseline["to_loss"]
+    assert [c["policy"] for c in llama["candidates"] if c["advice"] == "try"] == [
+        "fp8_with_head",
+        "mlp_nvfp4_late_fp8",
+    ]
+    assert find(llama, "te_nvfp4")["is_measured"]
+    assert not find(llama, "nvfp4_late_switch")["is_measured"]
+    page = policyc("adopt", *STEP, "--curve", "chinchilla:1e18").out  # where nothing makes up for a gap
+    assert "| try |" not in page
+    assert "by Chinchilla's law at 1e+18 tokens" in page
 
 
 @pytest.mark.slow

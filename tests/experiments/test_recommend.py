@@ -13,15 +13,12 @@ import pytest
 
 from policyc.compiler.planning.plan import make_plan
 from policyc.experiments import recommend
-from policyc.experiments.report.build import build_report
 from policyc.experiments.runner import PolicyChooser
 from policyc.language.policy import Policy
-from tests.support.command import ROOT, policyc
+from tests.support.command import policyc
 from tests.support.jaxpr_tools import find_sites, struct
 
 pytestmark = pytest.mark.any_jax
-
-RESULTS = ROOT / "docs" / "results"
 
 TRAIN = """
 import jax, jax.numpy as jnp
@@ -38,31 +35,6 @@ params = {"up": jnp.ones((32, 32)), "gate": jnp.ones((32, 32))}
 jax.jit(jax.grad(lambda x: x * 2.0))(1.0)  # a loss without a GEMM
 jax.jit(jax.grad(loss))(params, jnp.ones((32, 32)))
 """
-
-
-@pytest.mark.skipif(not RESULTS.is_dir(), reason="an installed package has no results")
-@pytest.mark.parametrize("source", sorted({m.source for m in recommend.MEASURED.values()}))
-def test_figures_are_those_of_the_results(source: str) -> None:
-    measured = {name: m for name, m in recommend.MEASURED.items() if m.source == source}
-    last = {name: _last_losses(RESULTS / source / name) for name in ("bf16", *measured)}
-    for name, cost in measured.items():
-        gap = sum(last[name][seed] - last["bf16"][seed] for seed in last["bf16"]) / len(last["bf16"])
-        assert cost.gap == pytest.approx(gap, abs=6e-5)
-    report = build_report([RESULTS / source], baselines=["bf16"])
-    ratios = {row["variant"]: row["token_ratio"] for row in report.data["equal_loss"]}
-    assert {name: round(ratios[name], 3) for name in measured} == {n: m.tokens for n, m in measured.items()}
-
-
-def _last_losses(folder: Path) -> dict[str, float]:
-    """The last validation loss of each seed."""
-    rows = {
-        path.parent.name: [json.loads(line) for line in path.read_text().splitlines()]
-        for path in folder.glob("seed*/metrics.jsonl")
-    }
-    return {
-        seed: [r["validation_loss"] for r in lines if r.get("validation_loss") is not None][-1]
-        for seed, lines in rows.items()
-    }
 
 
 @pytest.mark.parametrize(
