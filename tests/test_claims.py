@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from policyc.base.text import format_ratio
 from policyc.experiments.report.build import build_report
 from policyc.hardware import gemm_cost
 from tests.numerics.test_quantize import KNOWN
@@ -88,18 +89,20 @@ def calibration_errors() -> Iterator[Names]:
     yield locals()
 
 
-def predicted_speed_ups() -> Iterator[Names]:
-    """The cells of the table of `benchmarks.speed_ups`."""
+def predicted_speed_ups(policies: list[str], columns: list[str]) -> Iterator[Names]:
+    """The cells of a table by `benchmarks.speed_ups`, for each case with backend xla and te."""
     from benchmarks import speed_ups
 
-    for policy in speed_ups.POLICIES:
+    cases = [case for case in speed_ups.CASES if f"{case.config} {case.target}" in columns]
+    assert len(cases) == len(columns)
+    for policy in policies:
         ratios = [
             speed_ups.model_seconds("fp8", case, backend) / speed_ups.model_seconds(policy, case, backend)
-            for case in speed_ups.CASES
+            for case in cases
             for backend in ("xla", "te")
         ]
-        bounds = ([f"{bound:.2f}" for bound in gemm_cost.speed_up_bounds(ratio)] for ratio in ratios)
-        yield {"policy": policy, "cells": " | ".join(" to ".join(dict.fromkeys(each)) for each in bounds)}
+        cells = [format_ratio(*gemm_cost.speed_up_bounds(ratio), sign="") for ratio in ratios]
+        yield {"policy": policy, "cells": " | ".join(cells)}
 
 
 def flop_shares() -> Iterator[Names]:
@@ -151,11 +154,7 @@ def gaps_by_step(folder: str, names: list[str]) -> Iterator[Names]:
     bf16 = validations(folder, "bf16")
     for name in names:
         gaps = [paired_gap(losses, bf16[step]) for step, losses in validations(folder, name).items()]
-        yield {
-            "name": name,
-            "gaps": gaps,
-            "cells": " | ".join(f"{g} ({low} to {high})" for g, low, high in gaps),
-        }
+        yield {"name": name, "cells": [f"{gap} ({low} to {high})" for gap, low, high in gaps]}
 
 
 def final_losses(folder: str) -> Iterator[Names]:
@@ -167,9 +166,8 @@ def final_losses(folder: str) -> Iterator[Names]:
         losses = validations(folder, name).get(last)
         if losses:
             gap, low, high = paired_gap(losses, validations(folder, "bf16")[last])
-            over_fp8 = "" if name == "fp8" else paired_gap(losses, validations(folder, "fp8")[last])[0]
             in_bf16 = np.mean(validations(folder, name, "validation_loss_evaluated_in_bf16")[last])
-            yield {**locals(), "loss": np.mean(losses)}
+            yield {"loss": np.mean(losses), "gap": gap, "low": low, "high": high, "in_bf16": in_bf16}
 
 
 def tokens_to_loss() -> Iterator[Names]:
