@@ -170,6 +170,18 @@ def final_losses(folder: str) -> Iterator[Names]:
             yield {"loss": np.mean(losses), "gap": gap, "low": low, "high": high, "in_bf16": in_bf16}
 
 
+def differences(folder: str, pairs: list[list[str]], growth: bool = False) -> Iterator[Names]:
+    """Paired differences of two policies after the last step; with `growth`, minus those at the first validation."""
+    for one, other in pairs:
+        losses, others = validations(folder, one), validations(folder, other)
+        first, last = min(losses), max(losses)
+        before = np.subtract(losses[first], others[first]) if growth else 0
+        gap, low, high = paired_gap(
+            list(np.subtract(losses[last], others[last]) - before), [0.0] * len(losses[last])
+        )
+        yield {"one": one, "other": other, "gap": gap, "low": low, "high": high}
+
+
 def tokens_to_loss() -> Iterator[Names]:
     report = build_report([RESULTS / "19m_mixed_formats"], baselines=["bf16", "fp8", "fp8_with_head"]).data
     for row in report["equal_loss"]:
@@ -183,7 +195,7 @@ SOURCES: dict[str, Callable[..., Iterable[Names]]] = {
     source.__name__: source
     for source in (
         published, calibration_rows, calibration_errors, predicted_speed_ups, flop_shares, known_errors, gaps_by_step,
-        final_losses, tokens_to_loss,
+        final_losses, differences, tokens_to_loss,
     )
 }  # fmt: skip
 SLOW = ("calibration_rows", "calibration_errors", "predicted_speed_ups")
