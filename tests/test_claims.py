@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from policyc.base.text import format_ratio
 from policyc.experiments.report.build import build_report
 from policyc.hardware import gemm_cost
 from tests.numerics.test_quantize import KNOWN
@@ -88,18 +89,20 @@ def calibration_errors() -> Iterator[Names]:
     yield locals()
 
 
-def predicted_speed_ups() -> Iterator[Names]:
-    """The cells of the table of `benchmarks.speed_ups`."""
+def predicted_speed_ups(policies: list[str], columns: list[str]) -> Iterator[Names]:
+    """The cells of a table by `benchmarks.speed_ups`, for each case with backend xla and te."""
     from benchmarks import speed_ups
 
-    for policy in speed_ups.POLICIES:
+    cases = [case for case in speed_ups.CASES if f"{case.config} {case.target}" in columns]
+    assert len(cases) == len(columns)
+    for policy in policies:
         ratios = [
             speed_ups.model_seconds("fp8", case, backend) / speed_ups.model_seconds(policy, case, backend)
-            for case in speed_ups.CASES
+            for case in cases
             for backend in ("xla", "te")
         ]
-        bounds = ([f"{bound:.2f}" for bound in gemm_cost.speed_up_bounds(ratio)] for ratio in ratios)
-        yield {"policy": policy, "cells": " | ".join(" to ".join(dict.fromkeys(each)) for each in bounds)}
+        cells = [format_ratio(*gemm_cost.speed_up_bounds(ratio), sign="") for ratio in ratios]
+        yield {"policy": policy, "cells": " | ".join(cells)}
 
 
 def flop_shares() -> Iterator[Names]:
@@ -151,11 +154,7 @@ def gaps_by_step(folder: str, names: list[str]) -> Iterator[Names]:
     bf16 = validations(folder, "bf16")
     for name in names:
         gaps = [paired_gap(losses, bf16[step]) for step, losses in validations(folder, name).items()]
-        yield {
-            "name": name,
-            "gaps": gaps,
-            "cells": " | ".join(f"{g} ({low} to {high})" for g, low, high in gaps),
-        }
+        yield {"name": name, "cells": [f"{gap} ({low} to {high})" for gap, low, high in gaps]}
 
 
 def final_losses(folder: str) -> Iterator[Names]:
@@ -167,9 +166,20 @@ def final_losses(folder: str) -> Iterator[Names]:
         losses = validations(folder, name).get(last)
         if losses:
             gap, low, high = paired_gap(losses, validations(folder, "bf16")[last])
-            over_fp8 = "" if name == "fp8" else paired_gap(losses, validations(folder, "fp8")[last])[0]
             in_bf16 = np.mean(validations(folder, name, "validation_loss_evaluated_in_bf16")[last])
-            yield {**locals(), "loss": np.mean(losses)}
+            yield {"loss": np.mean(losses), "gap": gap, "low": low, "high": high, "in_bf16": in_bf16}
+
+
+def differences(folder: str, pairs: list[list[str]], growth: bool = False) -> Iterator[Names]:
+    """Paired differences of two policies after the last step; with `growth`, minus those at the first validation."""
+    for one, other in pairs:
+        losses, others = validations(folder, one), validations(folder, other)
+        first, last = min(losses), max(losses)
+        before = np.subtract(losses[first], others[first]) if growth else 0
+        gap, low, high = paired_gap(
+            list(np.subtract(losses[last], others[last]) - before), [0.0] * len(losses[last])
+        )
+        yield {"one": one, "other": other, "gap": gap, "low": low, "high": high}
 
 
 def tokens_to_loss() -> Iterator[Names]:
@@ -185,7 +195,7 @@ SOURCES: dict[str, Callable[..., Iterable[Names]]] = {
     source.__name__: source
     for source in (
         published, calibration_rows, calibration_errors, predicted_speed_ups, flop_shares, known_errors, gaps_by_step,
-        final_losses, tokens_to_loss,
+        final_losses, differences, tokens_to_loss,
     )
 }  # fmt: skip
 SLOW = ("calibration_rows", "calibration_errors", "predicted_speed_ups")

@@ -58,7 +58,7 @@ FORMATS: dict[str, Format] = {
         ),
         Format(
             name=UE5M3,
-            color="#cc79a7",
+            color="#009e73",
             bits=4,
             element="e2m1",
             block=16,

@@ -194,6 +194,20 @@ def test_mxfp8_tiles_serve_both_products_of_a_weight(backend: str) -> None:
         assert relative_error(ours, theirs) < 1e-6
 
 
+def test_only_gradients_have_a_tensor_scale_with_ue5m3() -> None:
+    """Also where all of them are below the least scale. A block of x below 2**-17 * 3 is zero."""
+    x, w, dy = (np.array(normal(*s, seed=i)) for i, s in enumerate([(64, 96), (96, 48), (64, 48)]))
+    x[:32, :16] *= np.float32(1e-6)
+    fixed = values(partial(oracle.nvfp4, scale="ue5m3", bound=114688, amax=6 * 114688), 16)
+    scaled = values(partial(oracle.nvfp4, scale="ue5m3", bound=114688), 16)
+    assert not fixed(x)[:32, :16].any()
+    f = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=recipe_of("nvfp4(block_scale=ue5m3)"))
+    tiny = np.float32(1e-9) * dy
+    exact = fixed(x) @ fixed(w.T).T, scaled(tiny) @ fixed(w).T, fixed(x.T) @ scaled(tiny.T).T
+    for ours, expected in zip(quick_jit(partial(three_products, f))(x, w, tiny), exact, strict=True):
+        assert relative_error(ours, expected) < 1e-6
+
+
 def test_a_gradient_in_tiles_is_rounded_stochastically_once() -> None:
     """Both products multiply the same codes: dx and dw of an identity are the same numbers."""
     dy, one = np.asarray(normal(32, 32, seed=5)), np.eye(32, dtype=np.float32) * 2688

@@ -1,7 +1,7 @@
 // The cells of the heat map: one record for each product of each run of layers, what decides it, and what describes it.
 
 const FORMATS = [...new Set(data.states.map((state) => state.format))];
-const KNOWN_FORMATS = ["nvfp4", "mxfp4", "mxfp8", "fp8", "fp4", "bf16", "f32"];
+const KNOWN_FORMATS = ["nvfp4", "nvfp4_ue5m3", "mxfp4", "mxfp8", "fp8", "fp4", "bf16", "f32"];
 const fullName = (linear) => (linear.stack && linear.stack !== linear.name ? linear.stack + "." + linear.name : linear.name);
 const formatColor = (format) => (KNOWN_FORMATS.includes(format) ? `var(--${format})` : "var(--other)");
 const stateOf = (side) => data.states[side.state];
