@@ -253,7 +253,8 @@ class SiteRewriter(Transform):
             quantizer = shared.quantizer
             if not shared.variables:  # this is the first site that reads it
                 shared.variables = tuple(jaxprs.new_var(a) for a in quantizer.avals)
-                eqns = jaxprs.inline(quantizer.jaxpr, [_activation(site, eqn)], eqn, shared.variables)
+                activation = eqn.invars[1 if site.weight == "lhs" else 0]
+                eqns = jaxprs.inline(quantizer.jaxpr, [activation], eqn, shared.variables)
                 readers = tuple(address[-1] for address in shared.readers)
             operands += shared.variables
         new = jaxprs.inline(template.jaxpr, operands, eqn)
