@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from policyc.base.progress import stage
 from policyc.cli.common import (
     EXIT_FAILURE,
     EXIT_USAGE,
@@ -160,7 +161,8 @@ def plan_program(policy: Policy, words: Sequence[str], execution: ExecutionOptio
     from policyc.experiments import runner
 
     try:
-        with exit_on_error(), explain_early_exit(program):
+        running = stage("running the program until its first loss", prints=True)
+        with exit_on_error(), explain_early_exit(program), running:
             plan = runner.trace_first_plan(program, policy, execution)
     except runner.NoLoss as error:
         exit_with_message(f"the program ended, but it {explain_no_loss(error.saw_forward_mode)}")
@@ -179,7 +181,8 @@ def trace_step(
     from policyc.hardware import llama_step
 
     if step.config:
-        return llama_step.plan_step(policy, step.config, step.mesh_shape(), step.sizes(), execution)
+        with stage(f"planning {step.config}"):
+            return llama_step.plan_step(policy, step.config, step.mesh_shape(), step.sizes(), execution)
     step.reject_for_program("batch", "sequence", "gather")
     return step.of_program(plan_program(policy, words, execution))
 
@@ -406,5 +409,5 @@ def _explain_no_match(plans: Sequence[Plan], policy_name: str) -> str:
         return "; ".join(lines)
     if not plan.policy.rules:
         return f"'{policy_name}' has no rules"
-    help = suggest_names(plan.policy.rules[-1], all_names(plan))
+    help = suggest_names(plan, plan.policy.rules[-1], all_names(plan))
     return f"'{policy_name}' matched none of the {len(plan.sites)} sites: {help}"
