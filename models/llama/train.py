@@ -192,6 +192,9 @@ class Trainer:
             abstract_state, partition.abstract_batch(run, self.mesh)
         )  # a bad policy fails here
         self.state, self.steps_done = self.resume(abstract_state, stack)
+        if 0 < self.steps_done < run.steps and jax.process_index() == 0:
+            source = run.resume_from if self.is_new else self.folder / "checkpoints" / str(self.steps_done)
+            print(f"resumed from step {self.steps_done} of {run.steps}: {source}")
         self.is_starved: bool = False
         self.positions: dict[int, list[Any]] = {self.steps_done: self.batches.positions}  # after recent steps
         self.saved_step: int = self.steps_done

@@ -14,7 +14,6 @@ from policyc.changes.matching import MatchedLoss, match_losses
 from policyc.changes.model import (
     DiffData,
     DiffSide,
-    LayerClass,
     Linear,
     Stack,
     Totals,
@@ -154,7 +153,7 @@ def _make_stack(name: str, members: Sequence[int], linears: Sequence[Linear]) ->
     for layer in sorted(layers):
         key = tuple(_run_key(linears[number], layer) for number in members)
         layers_of.setdefault(key, []).append(layer)
-    classes = tuple(LayerClass(ranges=as_ranges(alike)) for alike in layers_of.values())
+    classes = tuple(map(as_ranges, layers_of.values()))
     return Stack(name=name, size=max(layers) + 1, linears=tuple(members), classes=classes)
 
 

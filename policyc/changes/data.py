@@ -8,7 +8,7 @@ from typing import Any
 
 import networkx as nx
 
-from policyc.base.text import count_noun, format_change
+from policyc.base.text import count_noun, format_change, format_ranges
 from policyc.changes.graph import build_graph, children_of
 from policyc.changes.model import (
     DiffData,
@@ -226,10 +226,13 @@ def _stack(stack: Stack) -> dict[str, Any]:
         "name": stack.name,
         "size": stack.size,
         "linears": list(stack.linears),
-        "classes": [
-            {"label": c.label, "layers": [list(r) for r in c.ranges], "count": c.count} for c in stack.classes
-        ],
+        "classes": list(map(_layer_class, stack.classes)),
     }
+
+
+def _layer_class(ranges: tuple[tuple[int, int], ...]) -> dict[str, Any]:
+    count = sum(last - first + 1 for first, last in ranges)
+    return {"label": f"{format_ranges(ranges)} x{count}", "layers": list(map(list, ranges)), "count": count}
 
 
 # ---- graph

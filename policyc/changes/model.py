@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from policyc.base.text import format_ranges
 from policyc.changes.matching import MatchedLoss
 from policyc.compiler.sites.linears import full_name
 from policyc.compiler.sites.site import Site
@@ -142,29 +141,16 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerClass:
-    """Layers of a stack that are treated alike, as ranges (first, last)."""
-
-    ranges: tuple[tuple[int, int], ...]
-
-    @property
-    def count(self) -> int:
-        return sum(last - first + 1 for first, last in self.ranges)
-
-    @property
-    def label(self) -> str:
-        """The ranges and the number of layers, such as `0-121 x122`."""
-        return f"{format_ranges(self.ranges)} x{self.count}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """A stack of layers, scanned or unrolled, with the numbers of its linears and the classes of its layers."""
+    """A stack of layers, scanned or unrolled, with the numbers of its linears and the classes of its layers.
+
+    A class is the ranges of layers that are treated alike, as (first, last).
+    """
 
     name: str
     size: int
     linears: tuple[int, ...]
-    classes: tuple[LayerClass, ...]
+    classes: tuple[tuple[tuple[int, int], ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,7 +81,7 @@ def _draw_stack(diff: DiffData, stack: Stack, drawing: _Drawing) -> None:
     if stack.size:
         title = f"{stack.name}, {stack.size} layers"
         drawing.texts.append(_Text(_MARGIN, drawing.y + 8, title, "font-weight:600"))
-        starts = {first for each in stack.classes for first, _ in each.ranges} | {stack.size - 1}
+        starts = {first for ranges in stack.classes for first, _ in ranges} | {stack.size - 1}
         shown: list[int] = []
         for layer in sorted(starts):
             if not shown or (layer - shown[-1]) * width > 20:  # pixels of three digits

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from policyc.base.progress import stage
 from policyc.cli.common import (
     EXIT_USAGE,
     exit_with_message,
@@ -104,12 +105,13 @@ def compile(policy: str, program: tuple[str, ...], step: StepOptions, options: C
     try:
         with exit_on_error():
             execution = parse_execution(options.backend, step.target, require_native=options.require_native)
-            if step.config:
-                report, planned = _compile_config(loaded, step.config, execution, step)
-            else:
-                report, planned = _compile_program(
-                    loaded, program, execution, step, may_miss=options.multiple_losses
-                )
+            with stage(f"compiling for {step.devices} x {step.target}", prints=bool(program)):
+                if step.config:
+                    report, planned = _compile_config(loaded, step.config, execution, step)
+                else:
+                    report, planned = _compile_program(
+                        loaded, program, execution, step, may_miss=options.multiple_losses
+                    )
     except (CannotCompile, ImportError, NotImplementedError) as error:  # a backend raises the last two
         exit_with_message(str(error))
     title = f"{step.config or program_name(program)} under {policy}"

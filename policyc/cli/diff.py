@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from policyc.base.progress import stage
 from policyc.cli.common import (
     EXIT_FAILURE,
     load_policy,
@@ -121,19 +122,20 @@ def diff(
         execution = parse_execution(compare.backend, step.target)
         traced = trace_step(load_unless_recommended(policy), program, step, execution)
         loaded = traced.plan.policy
-        data = build_diff(
-            traced,
-            before=before,
-            labels=(
-                compare.vs or "no policy",
-                f"{policy} ({loaded.name})" if policy == RECOMMENDED else policy,
-            ),
-            program=step.config or " ".join(shorten_path(word, roots) for word in program),
-            target=get_target(step.target),
-            mesh=step.mesh_shape(),
-            phase=compare.phase,
-            roots=roots,
-        )
+        with stage("comparing the equations"):
+            data = build_diff(
+                traced,
+                before=before,
+                labels=(
+                    compare.vs or "no policy",
+                    f"{policy} ({loaded.name})" if policy == RECOMMENDED else policy,
+                ),
+                program=step.config or " ".join(shorten_path(word, roots) for word in program),
+                target=get_target(step.target),
+                mesh=step.mesh_shape(),
+                phase=compare.phase,
+                roots=roots,
+            )
         if earlier_loss not in (None, traced.plan.sites.hash):
             note = f"the program has changed since {compare.vs} was written: only the policy of that plan is used"
             data = dataclasses.replace(data, notes=(*data.notes, note))

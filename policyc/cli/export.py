@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from policyc.base.progress import stage
 from policyc.cli.common import (
     EXIT_USAGE,
     ExampleCommand,
@@ -76,20 +77,21 @@ def export(source: str, options: ExportOptions) -> None:
         policy = choose_policy(read, options.policy)
         plan = read.plan(policy)
         try:
-            written = write(
-                host_arrays(read.load()),
-                plan,
-                names=read.names(),
-                out=options.folder,
-                format=options.file_format,
-                config=read.hf_config,
-                files=read.files(),
-                stats=options.stats,
-                phase=read.phase(plan),
-                exact=options.exact,
-                dtype=read.model.compute,  # type: ignore[arg-type]  # a choice of the configuration
-                about=_describe(source, read),
-            )
+            with stage("quantizing and writing the weights"):
+                written = write(
+                    host_arrays(read.load()),
+                    plan,
+                    names=read.names(),
+                    out=options.folder,
+                    format=options.file_format,
+                    config=read.hf_config,
+                    files=read.files(),
+                    stats=options.stats,
+                    phase=read.phase(plan),
+                    exact=options.exact,
+                    dtype=read.model.compute,  # type: ignore[arg-type]  # a choice of the configuration
+                    about=_describe(source, read),
+                )
         except OSError as error:
             exit_with_message(f"--folder: '{options.folder}' cannot be written: {error.strerror}", EXIT_USAGE)
     if written.changes:

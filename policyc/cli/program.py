@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from policyc.base.progress import stage
 from policyc.base.text import count_noun
 from policyc.cli.common import (
     EXIT_FAILURE,
@@ -166,7 +167,8 @@ def plan_program(policy: Policy, words: Sequence[str], execution: ExecutionOptio
     from policyc.experiments import runner
 
     try:
-        with exit_on_error(), explain_early_exit(program):
+        running = stage("running the program until its first loss", prints=True)
+        with exit_on_error(), explain_early_exit(program), running:
             plan = runner.trace_first_plan(program, policy, execution)
     except runner.NoLoss as error:
         exit_with_message(f"the program ended, but it {explain_no_loss(error.saw_forward_mode)}")
@@ -190,7 +192,10 @@ def trace_step(
 
     if step.config:
         sizes = step.sizes()
-        traced = llama_step.plan_step(policy or Policy(), step.config, step.mesh_shape(), sizes, execution)
+        with stage(f"planning {step.config}"):
+            traced = llama_step.plan_step(
+                policy or Policy(), step.config, step.mesh_shape(), sizes, execution
+            )
     else:
         step.reject_for_program("batch", "sequence", "gather")
         traced = step.of_program(plan_program(policy or Policy(), words, execution))

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from policyc.base.progress import stage
 from policyc.cli.common import ExampleCommand, print_note
 from policyc.cli.options import (
     collect_options,
@@ -91,7 +92,7 @@ def report(folders: tuple[str, ...], command: ReportCommand) -> None:
     from policyc.experiments.report.page import write_report
 
     is_printed = is_standard_output(command.out) if command.out else command.output_format != "html"
-    with exit_on_error():
+    with exit_on_error(), stage("reading the runs"):
         built = build_report([Path(folder) for folder in folders], **command.report_options())
         path = write_report(built, command.out, command.output_format)
     for problem in built.problems:

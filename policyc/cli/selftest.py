@@ -50,8 +50,11 @@ def selftest(names: tuple[str, ...], quick: bool, folder: str | None) -> None:
     """Test the backends on the GPUs of this machine.
 
     Compares every quantizer, every GEMM, gradients and a short training with the emulation, and times them. From then
-    on, 'auto' avoids whatever failed on this machine. Without a GPU, it tests what can run, and lists the rest. Exits
-    with 1 if something failed.
+    on, 'auto' avoids whatever failed on this machine. Without a GPU, it tests what can run, and lists the rest.
+
+    A format is native if the hardware multiplies it; where it is not, its bits are tested, but not its speed. Takes
+    some minutes on a GPU, and about ten on two CPU cores with --quick: most of it is compiling. Exits with 1 if
+    something failed.
     """
     from policyc.hardware.selftest.report import render_page, run_selftest
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from policyc.base.progress import stage
 from policyc.cli.common import (
     EXIT_FAILURE,
     EXIT_USAGE,
@@ -227,7 +228,8 @@ def _design_sweep(
             listed = earlier
         elif not options.no_plan and not _has_several_processes(options):
             click.echo("planning the policies for the program, up to its first loss ...", err=True)
-            planned = plan_policies(program, seeds[0], {v.name: v.policy for v in listed.variants})
+            with stage(f"planning {len(listed.variants)} policies"):
+                planned = plan_policies(program, seeds[0], {v.name: v.policy for v in listed.variants})
             for variant in listed.variants:
                 if variant.role == "policy" and planned[variant.name].warnings:
                     click.echo(planned[variant.name].warnings, err=True)

@@ -220,6 +220,10 @@ def test_the_whole_test_passes_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Monk
     assert set(states.values()) == {"passed", "not run"}
     assert {backend for _, backend in states} == {"cudnn", "emulate", "te", "xla"}
     assert "needs a GPU" in result.out
+    assert result.out.startswith(
+        f"{len(states)} checks, of which {len(states) - len(not_run)} can run here. Native: "
+    )
+    assert f"{len(states)}/{len(states)} " in result.out
     assert "pip install" not in result.out  # for each check; the page has it once
     page = (tmp_path / "out" / "selftest.html").read_text()
     assert "Nothing failed" in page

@@ -92,7 +92,9 @@ def test_a_killed_and_preempted_run_resumes_to_the_same_losses(completed, tmp_pa
     assert train_here(folder=folder, **RUN, profile="xplane", profile_steps="2:3") == 0
     assert told[-3:] == [(5, 8), (6, 8), (7, 8)]  # a schedule counts the steps before this one, from 0
     assert losses(folder) == losses(completed)
-    assert "the run continues after step 5, so nothing is recorded now" in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert "the run continues after step 5, so nothing is recorded now" in shown.err
+    assert f"resumed from step 5 of 8: {folder / 'checkpoints' / '5'}\n" in shown.out
     assert train_here(folder=folder, **RUN) == 0
     assert "is already at step 8 of 8" in capsys.readouterr().out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -158,14 +159,25 @@ def find_subjects(names: Sequence[str], *, quick: bool) -> Iterator[tuple[Subjec
             yield subject, reason
 
 
+Job = tuple[Check, Subject, str]
+"""A check of a format of a backend, and why it cannot run here; empty if it can."""
+
+
+def list_checks(names: Sequence[str], *, quick: bool = False, only: Sequence[str] = ()) -> list[Job]:
+    """All checks, or those in `only`, for these backends."""
+    subjects = list(find_subjects(names, quick=quick))
+    return [
+        (check, subject, reason or _find_missing(check, quick=quick))
+        for check in CHECKS
+        for subject, reason in subjects
+        if check.is_ragged == subject.implementation.only_ragged and subject.format in check.formats
+        if not only or check.name in only
+    ]
+
+
 def run_checks(names: Sequence[str], *, quick: bool = False, only: Sequence[str] = ()) -> Iterator[Result]:
     """Runs all checks, or those in `only`, for these backends."""
-    subjects = list(find_subjects(names, quick=quick))
-    for check in CHECKS:
-        for subject, reason in subjects:
-            is_for = check.is_ragged == subject.implementation.only_ragged and subject.format in check.formats
-            if is_for and (not only or check.name in only):
-                yield _run_check(check, subject, reason or _find_missing(check, quick=quick))
+    return itertools.starmap(run_check, list_checks(names, quick=quick, only=only))
 
 
 def _find_missing(check: Check, *, quick: bool) -> str:
@@ -173,7 +185,7 @@ def _find_missing(check: Check, *, quick: bool) -> str:
     return _MISSING[check.needs] if is_missing else ""
 
 
-def _run_check(check: Check, subject: Subject, missing: str) -> Result:
+def run_check(check: Check, subject: Subject, missing: str) -> Result:
     start, details, faults = time.perf_counter(), [], []
     if not missing:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import policyc
 from policyc.base.files import explain_unreadable, read_json
 from policyc.base.web_page import read_assets, render_template
 from policyc.hardware.selftest import speed
-from policyc.hardware.selftest.checks import Result, collect_failures, run_checks
+from policyc.hardware.selftest.checks import Result, collect_failures, list_checks, run_check
 from policyc.jaxcore.versions import find_cuda_versions
 from policyc.numerics import backends
 from policyc.numerics.backends import emulate
@@ -24,6 +25,12 @@ _PACKAGE = "policyc.hardware.selftest"
 
 Data = dict[str, Any]
 
+_NATIVE = (
+    "Native: the hardware multiplies this format. Not native: the codes are decoded and multiplied in a wider type, "
+    "which tests the bits of the results and says nothing about speed."
+)
+_LEAST_LEFT = 45.0  # seconds: a line says how many minutes are left, if it is one or more
+
 
 def run_selftest(names: Sequence[str], *, quick: bool, say: Callable[[str], None]) -> Data:
     """Runs the checks, then the timings, and returns everything as data. `say` gets a line about each of them.
@@ -31,9 +38,16 @@ def run_selftest(names: Sequence[str], *, quick: bool, say: Callable[[str], None
     On a GPU, the failures are recorded for `auto`, with earlier ones of backends that were not tested this time.
     """
     machine = describe_machine()
-    results = []
-    for result in run_checks(("emulate", *names), quick=quick):
-        say(describe_result(result))
+    results: list[Result] = []
+    jobs = list_checks(("emulate", *names), quick=quick)
+    runnable, done, begin = sum(not missing for _, _, missing in jobs), 0, time.monotonic()
+    say(f"{len(jobs)} checks, of which {runnable} can run here. {_NATIVE}")
+    for number, job in enumerate(jobs, 1):
+        result = run_check(*job)
+        done += not job[2]
+        left = (time.monotonic() - begin) / max(done, 1) * (runnable - done)
+        rest = f"; about {left / 60:.0f} min left" if not job[2] and left > _LEAST_LEFT else ""
+        say(f"{number:>3}/{len(jobs)} {describe_result(result)}{rest}")
         results.append(result)
     failures = collect_failures(results)
     target = find_by_device_kind(machine["device"])
