@@ -31,8 +31,8 @@ from benchmarks.command_line import make_parser
 from policyc import Policy, load
 from policyc.compiler.matching.execution import execution_options
 from policyc.hardware import deviceless, hlo, llama_step
+from policyc.hardware.collectives import CollectiveTotal
 from policyc.hardware.compile_report import (
-    CollectiveTotal,
     CompiledStep,
     KernelTotal,
     kernel_kind,
