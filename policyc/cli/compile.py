@@ -286,16 +286,16 @@ def _as_table(report: CompileReport, title: str) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _collectives(report: CompileReport) -> list[str]:
+def _collectives(report: CompileReport) -> Sequence[str]:
     from policyc.compiler.tables.plan_tables import align_columns
 
     if not report.collectives:
-        return []
+        return ()
     rows = [
         [c.kind, c.type, str(c.count), f"{c.bytes / 1e9:.3f}", ", ".join(c.readers)]
         for c in report.collectives
     ]
-    return [*align_columns([["collective", "type", "arrays", "GB", "read by"], *rows])]
+    return list(align_columns([["collective", "type", "arrays", "GB", "read by"], *rows]))
 
 
 def _layers(product: ProductCheck) -> str:

@@ -160,9 +160,9 @@ class _Readers:
                     if operand == name:
                         yield from self._enter(user.called[0], number, index)
             elif opcode.removesuffix("-start") in _MOVES or not (user.op_name or user.call_target):
-                moved = user.operands.index(name) if len(user.operands) > 1 and index is None else index
+                element = user.operands.index(name) if len(user.operands) > 1 and index is None else index
                 is_tuple = user.shape.startswith("(")
-                yield computation, user.name, moved if is_tuple else None
+                yield computation, user.name, element if is_tuple else None
             else:
                 product = _PRODUCT.findall(user.op_name)
                 found.add((_kind(user), product[-1] if product else ""))

@@ -269,7 +269,7 @@ def quantize_linears(weights: Sequence[Array], decision: Decision) -> list[Store
     if not np.isfinite(maximum).all():
         raise ValueError("the weights are not finite: export an earlier checkpoint")
     bound = np.float32(bound_of(treatment))
-    outer = np.where(maximum, maximum, np.float32(1)) / bound  # a scale of 0 has no reciprocal
+    outer = np.where(maximum, maximum, 1).astype(np.float32) / bound  # a scale of 0 has no reciprocal
     is_per_row = treatment.outer == "row"
     stored, start = [], 0
     for weight, block in zip(weights, padded, strict=True):

@@ -145,7 +145,7 @@ def test_gfloat_decodes_the_same_codes(folders: dict[str, Path]) -> None:
 
 
 def test_rows_of_fp8_are_decoded_as_they_were_trained(folders: dict[str, Path]) -> None:
-    """By compressed-tensors in bfloat16; ModelOpt's file has the same codes and scales, in one dimension."""
+    """By compressed-tensors, exactly; ModelOpt's file has the same codes and scales, in one dimension."""
     torch = pytest.importorskip("torch")
     compressors = pytest.importorskip("compressed_tensors.compressors")
     quantization = pytest.importorskip("compressed_tensors.quantization")
@@ -158,11 +158,11 @@ def test_rows_of_fp8_are_decoded_as_they_were_trained(folders: dict[str, Path]) 
     for layer in range(SMALL.layers):
         module = f"model.layers.{layer}.self_attn.o_proj"
         state = {n: tensors[f"{module}.{n}"] for n in ("weight", "weight_scale")}
-        decoded = compressor.decompress(dict(state), scheme)["weight"].float()
+        decoded = compressor.decompress(dict(state), scheme)["weight"]
+        assert torch.equal(decoded, state["weight"].float() * state["weight_scale"])
         weight = masters[f"{module}.weight"].float()
-        amax = weight.abs().amax(1, keepdim=True)
-        expected = (weight * (448 / amax)).clamp(-448, 448).to(torch.float8_e4m3fn).float() * (amax / 448)
-        assert torch.allclose(decoded, expected, rtol=2**-8)  # of bfloat16
+        assert torch.equal(state["weight_scale"], weight.abs().amax(1, keepdim=True) / 448)
+        assert torch.linalg.norm(decoded - weight) < 0.04 * torch.linalg.norm(weight)
         assert torch.equal(others[f"{module}.weight"].view(torch.uint8), state["weight"].view(torch.uint8))
         assert torch.equal(others[f"{module}.weight_scale"], state["weight_scale"][:, 0])
 
