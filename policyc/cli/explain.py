@@ -33,15 +33,11 @@ def explain(codes: tuple[str, ...], output_format: str) -> None:
     from policyc.language.kinds import KINDS
     from policyc.linter.rules import ALL_RULES, check_code
 
-    if kinds := [KINDS[code] for code in codes if code in KINDS]:
-        for kind in kinds:
-            click.echo(f"'* where {kind.word}' selects by kind: {kind.meaning}.")
-            click.echo(
-                f"'{kind.word}.*' selects by name: what is in a scope or a parameter called '{kind.word}'."
-            )
-        codes = tuple(code for code in codes if code not in KINDS)
-        if not codes:
-            return
+    if codes and set(codes) <= KINDS.keys():
+        for word in codes:
+            click.echo(f"'* where {word}' selects by kind: {KINDS[word].meaning}.")
+            click.echo(f"'{word}.*' selects by name: what is in a scope or a parameter called '{word}'.")
+        return
     with usage_errors():
         selected = [ALL_RULES[check_code(code)] for code in codes or ALL_RULES]
     if output_format == "json":

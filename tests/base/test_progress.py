@@ -32,12 +32,10 @@ def wait_for(terminal: Terminal, pattern: str) -> None:
         time.sleep(0.005)
 
 
-def test_long_work_is_shown_with_the_time_left_and_then_erased(monkeypatch):
+def test_long_work_is_shown_with_its_time_and_then_erased(monkeypatch):
     terminal = make_terminal(monkeypatch)
-    with progress.stage("planning", total=4) as advance:
-        wait_for(terminal, r"policyc: planning, \d+ s")
-        advance()
-        wait_for(terminal, r"policyc: planning, \d+ s, 1 of 4, [\d.]+ \w+ left")
+    with progress.stage("planning"):
+        wait_for(terminal, r"policyc: planning, \d+ s.*\r.*policyc: planning")
     assert terminal.getvalue().endswith("\r\x1b[2K")
 
 

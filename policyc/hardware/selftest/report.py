@@ -25,11 +25,7 @@ _PACKAGE = "policyc.hardware.selftest"
 
 Data = dict[str, Any]
 
-_NATIVE = (
-    "Native: the hardware multiplies this format. Not native: the codes are decoded and multiplied in a wider type, "
-    "which tests the bits of the results and says nothing about speed."
-)
-_LEAST_LEFT = 45.0  # seconds: a line says how many minutes are left, if it is one or more
+_NATIVE = "Native: the hardware multiplies the format. Not native: it is decoded first, which tests bits, not speed."
 
 
 def run_selftest(names: Sequence[str], *, quick: bool, say: Callable[[str], None]) -> Data:
@@ -45,8 +41,8 @@ def run_selftest(names: Sequence[str], *, quick: bool, say: Callable[[str], None
     for number, job in enumerate(jobs, 1):
         result = run_check(*job)
         done += not job[2]
-        left = (time.monotonic() - begin) / max(done, 1) * (runnable - done)
-        rest = f"; about {left / 60:.0f} min left" if not job[2] and left > _LEAST_LEFT else ""
+        minutes = (time.monotonic() - begin) / max(done, 1) * (runnable - done) / 60
+        rest = f"; about {minutes:.0f} min left" if not job[2] and minutes >= 1 else ""
         say(f"{number:>3}/{len(jobs)} {describe_result(result)}{rest}")
         results.append(result)
     failures = collect_failures(results)
