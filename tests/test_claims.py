@@ -22,7 +22,7 @@ import pytest
 from scipy import stats
 
 from policyc.base.text import format_ratio
-from policyc.experiments.report.build import build_report
+from policyc.experiments.report.build import PredictedStep, build_report
 from policyc.hardware import gemm_cost
 from tests.numerics.test_quantize import KNOWN
 from tests.support.command import ROOT
@@ -183,10 +183,23 @@ def differences(folder: str, pairs: list[list[str]], growth: bool = False) -> It
 
 
 def tokens_to_loss() -> Iterator[Names]:
-    report = build_report([RESULTS / "19m_mixed_formats"], baselines=["bf16", "fp8", "fp8_with_head"]).data
+    runs = RESULTS / "19m_controls"
+    report = build_report(
+        [runs],
+        baselines=["bf16", "fp8", "fp8_with_head"],
+        step=PredictedStep(backend="te"),
+        curve=f"{runs / 'bf16'},{RESULTS / '19m_controls_short' / 'bf16'}",
+    ).data
     for row in report["equal_loss"]:
-        if "bf16" not in (row["variant"], row["baseline"]) and row["variant"] != "fp8" and row["token_ratio"]:
-            yield {"row": row, "more": row["token_ratio"] - 1}
+        if row["variant"] != "rollout_nvfp4" and (row["variant"], row["baseline"]) not in (
+            ("fp8_with_head", "fp8"), ("te_nvfp4", "fp8_with_head"),
+        ):  # fmt: skip
+            low, high = row["token_interval"]
+            speed = row["predicted_speed_up"]
+            yield {
+                "row": row, "more": row["token_ratio"] - 1, "low": 100 * (low - 1), "high": 100 * (high - 1),
+                "speed": speed, "least": speed / high, "most": speed / low,
+            }  # fmt: skip
 
 
 # ---- claims

@@ -30,6 +30,9 @@ pytestmark = [
 ]
 
 
+COMPARED = {"19m_mixed_formats": "mixed_formats.md", "19m_controls": "controls.md"}
+
+
 @functools.cache
 def gaps_to_bf16(folder: str) -> dict[str, tuple[float, float, float]]:
     """The gap of each variant of a report, and the ends of its interval."""
@@ -41,11 +44,12 @@ def gaps_to_bf16(folder: str) -> dict[str, tuple[float, float, float]]:
 @pytest.mark.parametrize(
     ("folder", "count"),
     [("19m", 4), ("19m_200m_tokens", 3), ("5m_50m_tokens", 13), ("5m_batch16", 13), ("5m_batch64", 9),
-     ("19m_mixed_formats", 5)],
+     ("19m_mixed_formats", 5), ("19m_controls", 6)],
 )  # fmt: skip
 def test_the_tables_of_the_results_are_those_of_the_report(folder, count):
-    section = (RESULTS / "mixed_formats.md").read_text().partition("### Verdicts")[2]
-    if folder != "19m_mixed_formats":
+    if folder in COMPARED:
+        section = (RESULTS / COMPARED[folder]).read_text().partition("### Verdicts")[2]
+    else:
         sections = (RESULTS / "README.md").read_text().split("\n## ")
         section = next(part for part in sections if f"--folder {folder}/" in part)
     gaps = gaps_to_bf16(folder)
@@ -58,16 +62,16 @@ def test_the_tables_of_the_results_are_those_of_the_report(folder, count):
         assert f"{low} to {high}" in lines[0]
 
 
-def test_the_comparisons_of_mixed_formats_are_those_of_the_runs():
-    page = (RESULTS / "mixed_formats.md").read_text(encoding="utf-8").replace("−", "-")
-    rows = compare_formats.describe(RESULTS / "19m_mixed_formats")
+@pytest.mark.parametrize("folder", COMPARED)
+def test_the_comparisons_are_those_of_the_runs(folder):
+    page = (RESULTS / COMPARED[folder]).read_text(encoding="utf-8").replace("−", "-")
+    rows = compare_formats.describe(RESULTS / folder)
     assert len(rows) == 3 + 2
     assert set(rows) <= set(page.splitlines())
 
 
 def test_a_run_that_has_logged_nothing_has_not_finished(tmp_path):
-    metrics = tmp_path / "seed100" / "metrics.jsonl"
-    metrics.parent.mkdir()
+    metrics = tmp_path / "metrics.jsonl"
     for text, is_finished in (("", False), ('{"step": 1}\n', False), ('{"is_complete": true}\n', True)):
         metrics.write_text(text)
         assert mixed_formats.is_finished(tmp_path) == is_finished
