@@ -51,7 +51,7 @@ FormatName = Literal["compressed-tensors", "modelopt"]
 class Change:
     """A linear whose stored codes are not those of training, because a server runs it with others as one.
 
-    `codes` is the fraction of codes that differ. `difference` is the norm of the difference of the values over the norm
+    `codes` is the fraction of codes that differ, of values for a weight that `convert` changes. `difference` is the norm of the difference of the values over the norm
     of those of training.
     """
 
