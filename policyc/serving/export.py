@@ -51,8 +51,8 @@ FormatName = Literal["compressed-tensors", "modelopt"]
 class Change:
     """A linear whose stored codes are not those of training, because a server runs it with others as one.
 
-    `codes` is the fraction of codes that differ. `difference` is the norm of the difference of the values over the norm
-    of those of training.
+    `codes` is the fraction of codes that differ; of values, if `convert` changes the weight. `difference` is the norm
+    of the difference of the values over the norm of those of training.
     """
 
     module: str
