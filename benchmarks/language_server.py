@@ -215,7 +215,12 @@ def main() -> None:
     times: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         words = ("sites", "--config", "llama3_405b", "--format", "json", "--out", "sites.json")
-        subprocess.run([sys.executable, "-m", "policyc", *words], cwd=folder, env=make_environment(Path(folder)), check=True)
+        subprocess.run(
+            [sys.executable, "-m", "policyc", *words],
+            cwd=folder,
+            env=make_environment(Path(folder)),
+            check=True,
+        )
         lines = write_policy(arguments.lines)
         start_client(Path(folder), lines, {}).stop()  # compiles the modules
         for _ in range(STARTS):
