@@ -43,7 +43,7 @@ INSTALL_BROWSER = if [ -z "$(CHROMIUM)" ]; then echo "there is no chromium on PA
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-browser lock demo docs playground vscode pictures test test-slow test-newest test-mutations test-nobody test-wheel test-browser \
+.PHONY: help setup setup-browser lock demo docs vscode pictures test test-slow test-newest test-mutations test-nobody test-wheel test-browser \
 	test-slurm slurm-start slurm-stop test-cuda test-trainers test-servers test-others setup-te test-te maxtext-compiled check check-lint check-format check-imports check-types \
 	check-api check-hooks check-budget format wheel clean
 
@@ -69,15 +69,6 @@ docs: setup ## build the documentation as a site into build/docs, which needs no
 
 # What package-lock.json names, with its hashes. No package runs a script.
 NPM_CI = npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
-
-# Python in the browser.
-INSTALL_PYODIDE = { mkdir -p build/pyodide && cp docs/playground/package*.json build/pyodide && (cd build/pyodide && $(NPM_CI)); }
-
-playground: docs ## build the documentation with a playground in it, into build/docs (needs npm)
-	@$(IN) command -v npm >/dev/null || { echo "there is no npm on PATH: install Node.js 20 or later" >&2; exit 1; }; \
-	$(INSTALL_PYODIDE) && \
-	$(BIN)/python docs/playground/build.py build/pyodide/node_modules/pyodide build/docs && \
-	echo "python -m http.server -d build/docs, then open http://localhost:8000/playground/index.html"
 
 # In a copy: npm writes beside the sources. The package of the editor holds the client's libraries.
 vscode: ## test the colors of the VS Code extension, and package it into build/policyc.vsix (needs Node.js 20 and npm)
@@ -115,12 +106,9 @@ test-nobody: setup ## run the tests of permissions and processes as the user nob
 setup-browser: setup ## also install what test-browser needs, except Chromium
 	@$(IN) $(INSTALL_BROWSER)
 
-test-browser: setup ## open the pages of diffs and reports, and the playground, in Chromium, and use them
-	@$(IN) $(INSTALL_BROWSER); playground=tests/editor/test_playground_browser.py; \
-	if ! command -v npm >/dev/null; then echo "there is no npm on PATH: the playground is not tested" >&2; playground=; \
-	else $(INSTALL_PYODIDE) || { echo "Pyodide could not be installed" >&2; exit 1; }; fi; \
-	CHROMIUM="$(CHROMIUM)" $(BIN)/python -m pytest -p no:xdist -m browser tests/changes/test_browser.py tests/changes/test_pictures.py tests/experiments/test_report_browser.py \
-	  $$playground $(ARGS)
+test-browser: setup ## open the pages of diffs and reports in Chromium, and use them
+	@$(IN) $(INSTALL_BROWSER); CHROMIUM="$(CHROMIUM)" $(BIN)/python -m pytest -p no:xdist -m browser \
+	  tests/changes/test_browser.py tests/changes/test_pictures.py tests/experiments/test_report_browser.py $(ARGS)
 
 # A Slurm cluster of one node on this machine, all of whose files are in one folder. It needs no root. If Slurm is not
 # installed, Debian's packages are downloaded and unpacked; they are not installed.

@@ -26,7 +26,6 @@ from typing import Any
 from benchmarks.command_line import make_parser, print_header, print_row
 
 ROOT = Path(__file__).resolve().parent.parent
-SITES = ROOT / "docs" / "playground" / "sites" / "llama3_405b.json"
 LAYERS = 126
 REQUESTS = (
     "completion", "definition", "documentSymbol", "foldingRange", "formatting", "hover", "inlayHint", "codeAction",
@@ -215,7 +214,13 @@ def main() -> None:
     arguments = parser.parse_args()
     times: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "sites.json").write_bytes(SITES.read_bytes())
+        words = ("sites", "--config", "llama3_405b", "--format", "json", "--out", "sites.json")
+        subprocess.run(
+            [sys.executable, "-m", "policyc", *words],
+            cwd=folder,
+            env=make_environment(Path(folder)),
+            check=True,
+        )
         lines = write_policy(arguments.lines)
         start_client(Path(folder), lines, {}).stop()  # compiles the modules
         for _ in range(STARTS):

@@ -83,10 +83,5 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f"policyc.{_MODULES[name]}"), name)
 
 
-def load_ipython_extension(shell: Any) -> None:
-    """Registers the `%%policy` magic. IPython calls this for `%load_ext policyc`."""
-    import_module("policyc.editor.magic").register(shell)
-
-
 def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])

@@ -1,3 +1,3 @@
-"""Policies in editors and notebooks: the language server, `%%policy`, highlighting. Never imports JAX."""
+"""Policies in editors: the language server, highlighting. Never imports JAX."""
 
-__all__ = ["magic", "pygments_lexer", "start", "words"]
+__all__ = ["pygments_lexer", "start", "words"]

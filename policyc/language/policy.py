@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import PurePath
 
-from policyc.base.notebook import html_policy
+from policyc.base.notebook import html_text
 from policyc.base.text import closest_name, count_noun
 from policyc.language.bundled import POLICY_SUFFIX
 from policyc.language.diagnostics import NO_SPAN, Diagnostic, PolicyError, SourceText, Span, span_field
@@ -180,8 +180,8 @@ class Policy:
         return f"<Policy {self.name}: {parts or 'empty'}>"
 
     def _repr_html_(self) -> str:
-        """The text in colors, for notebooks."""
-        return html_policy(str(self))
+        """The text, for notebooks."""
+        return html_text(str(self))
 
     @property
     def sha256(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -182,6 +181,4 @@ def test_plans_policies_and_sites_show_themselves_in_a_notebook() -> None:
     plan = policyc.plan("up -> mxfp8  # <b>", unrolled, UNROLLED, X)
     assert "<td>up -&gt; mxfp8</td>" in plan._repr_html_()
     assert "<td>layers.up</td>" in plan.sites._repr_html_()
-    # Where Pygments is installed, its lexer colors the words.
-    text = re.sub("<[^>]*>", "", plan.policy._repr_html_())
-    assert html.unescape(text).strip() == "up -> mxfp8"
+    assert plan.policy._repr_html_() == "<pre>up -&gt; mxfp8\n</pre>"

@@ -305,16 +305,8 @@ def test_the_key_of_the_compiled_library_has_all_versions(
 # ---- pages and packages
 
 
-def test_the_playground_loads_only_its_own_files() -> None:
-    page = (ROOT / "docs/playground/index.html").read_text()
-    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
-    assert policy.startswith("default-src 'none';")
-    assert "unsafe-inline" not in policy
-    assert not re.search(r"https?:|\*|unsafe-eval'(?<!wasm-unsafe-eval')", policy)
-
-
-@pytest.mark.parametrize("folder", ["docs/playground", "grammars/vscode"])
-def test_what_npm_brings_is_pinned(folder: str) -> None:
+def test_what_npm_brings_is_pinned() -> None:
+    folder = "grammars/vscode"
     named = json.loads((ROOT / folder / "package.json").read_text())
     text = (ROOT / folder / "package-lock.json").read_text()
     packages = json.loads(text)["packages"]

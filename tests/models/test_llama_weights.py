@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -148,46 +145,6 @@ def test_the_auto_classes_of_transformers_read_an_export(torch, tmp_path, kind):
     assert (reader.eos_token_id, model.config.max_position_embeddings) == (end, 64)
     ours = logits(weights(config), np.asarray([tokens]), config)
     assert_close(ours, model(torch.tensor([tokens])).logits.numpy())
-
-
-TASK = """
-task: choice
-dataset_path: json
-dataset_kwargs: {{data_files: {{validation: {file}}}}}
-validation_split: validation
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: "{{{{label}}}}"
-metric_list: [{{metric: acc}}]
-"""
-
-
-@pytest.mark.peers
-def test_lm_eval_computes_the_likelihoods_of_the_model(torch, tmp_path):
-    """With the command of the documentation, on a task that is a file: nothing is downloaded."""
-    pytest.importorskip("lm_eval")
-    config = replace(SMALL, vocab=272)
-    save_with_tokenizer(tmp_path / "out", config, None)
-    question, choices = "import jax.", ["numpy as jnp", "ζ"]
-    (tmp_path / "rows.jsonl").write_text(
-        json.dumps({"question": question, "choices": choices, "label": 0}) + "\n"
-    )
-    (tmp_path / "choice.yaml").write_text(TASK.format(file=tmp_path / "rows.jsonl"))
-    words = f"--model hf --model_args pretrained={tmp_path / 'out'} --tasks choice --include_path {tmp_path}"
-    samples = ["--device", "cpu", "--log_samples", "--output_path", str(tmp_path / "results")]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
-    subprocess.run([sys.executable, "-m", "lm_eval", *words.split(), *samples], check=True, env=environment)
-    (path,) = (tmp_path / "results").rglob("samples_choice_*.jsonl")
-    theirs = [float(likelihood) for likelihood, _ in json.loads(path.read_text())["filtered_resps"]]
-    ours = []
-    for choice in choices:
-        continuation = list(f" {choice}".encode())  # lm_eval puts a space between them
-        tokens = np.asarray([*question.encode(), *continuation])
-        scores = jax.nn.log_softmax(logits(weights(config), tokens[None, :-1], config)[0])
-        ours.append(sum(scores[at, tokens[at + 1]] for at in range(len(question) - 1, len(tokens) - 1)))
-    # The logits agree to 1e-5 of the largest one (`assert_close`), and up to 13 of them are added.
-    np.testing.assert_allclose(theirs, ours, rtol=1e-4)
 
 
 @pytest.mark.parametrize("scan", [True, False])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -219,10 +219,6 @@ class Plan:
         queries = gemm_queries(site, recipe)
         fprop, dgrad, wgrad = (choose(self.execution.backend, q, self.machine) for q in queries)
         return Decision(rules, recipe, (fprop, dgrad, wgrad))
-
-    def with_decisions(self, decisions: Decisions) -> Plan:
-        """A copy of the plan with these decisions in every phase, instead of those of the policy."""
-        return replace(self, _decisions=dict.fromkeys(self.phases, decisions))
 
     def runs(self, phase: Phase = ()) -> Iterator[LayerRun]:
         """The decisions of a phase. Consecutive layers of a site with the same decision form one range."""

@@ -1,6 +1,6 @@
 """Writes plans as JSON, and reads their policy, and the sites of a model (`policyc sites --format json`).
 
-Does not load JAX, so that editors and the playground can use it. Sites that were read have the paths, the block and the
+Does not load JAX, so that editors can use it. Sites that were read have the paths, the block and the
 kind of each layer, but no equations.
 """
 

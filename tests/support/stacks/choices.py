@@ -7,12 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tests.support.stacks.base import STACK, D, L, each, layer, program, scan, take
-
-
-@program(STACK)
-def take_that_wraps(p, x):
-    return scan(each(lambda a: jnp.take(a, np.array([5, -1, 2]), axis=0, mode="wrap"), p["layers"]), x).sum()
+from tests.support.stacks.base import STACK, L, each, layer, program, scan, take
 
 
 @program(STACK)
@@ -26,13 +21,6 @@ def dynamic_slice_that_clamps(p, x):
 @program(STACK)
 def index_out_of_range(p, x):
     return lax.fori_loop(0, L + 2, lambda i, h: layer(take(p["layers"], i), h), x).sum()
-
-
-@program(STACK)
-def rows_of_two_layers_in_one_matrix(p, x):
-    rows = np.arange(D)
-    mixed = each(lambda a: a[(rows % 2, rows)], p["layers"])
-    return layer(mixed, x).sum()
 
 
 @program(STACK)
@@ -65,12 +53,6 @@ def index_by_a_float(p, x):
     return lax.fori_loop(
         0, L, lambda i, h: layer(take(p["layers"], jnp.floor(i * 0.7).astype(int)), h), x
     ).sum()
-
-
-@program(STACK)
-def index_from_stacked_results(p, x):
-    _, order = lax.scan(lambda i, _: ((i + 3) % L, i), 1, length=L)
-    return lax.fori_loop(0, L, lambda i, h: layer(take(p["layers"], order[i]), h), x).sum()
 
 
 @program(STACK)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tests.support.stacks.base import LIST, STACK, D, L, each, layer, program, scan, w
+from tests.support.stacks.base import LIST, STACK, L, each, layer, program, scan, w
 
 
 @program(LIST)
@@ -29,10 +28,3 @@ def fused_projections(p, x):
 def padded_between(p, x):
     spread = each(lambda a: lax.pad(a, 0.0, ((0, 0, 1), (0, 0, 0), (0, 0, 0))), p["layers"])
     return scan(spread, x).sum()
-
-
-@program(STACK)
-def scan_over_vmapped_pairs(p, x):
-    groups = each(lambda a: a.reshape(2, 2, D, D), p["layers"])
-    hs = jnp.stack([x, x])
-    return lax.scan(lambda h, g: (jax.vmap(layer)(g, h), None), hs, groups)[0].sum()

@@ -19,23 +19,6 @@ def groups_by_two_counters(p, x):
 
 
 @program(STACK)
-def carried_index_that_bounces(p, x):
-    def body(carry, _):
-        h, i, step = carry
-        h = layer(take(p["layers"], i), h)
-        step = jnp.where(i + step >= L, -1, jnp.where(i + step < 0, 1, step))
-        return (h, i + step, step), None
-
-    return lax.scan(body, (x, 1, 1), length=6)[0][0].sum()
-
-
-@program(STACK)
-def weights_from_a_reversed_loop(p, x):
-    _, loaded = lax.scan(lambda c, q: (c, each(lambda a: a * 2, q)), 0, p["layers"], reverse=True)
-    return scan(loaded, x).sum()
-
-
-@program(STACK)
 def associative_scan_of_weights(p, x):
     products = lax.associative_scan(jnp.matmul, p["layers"]["up"])
     return (x @ products[-1]).sum()
@@ -75,23 +58,6 @@ def where_between_two_names(p, x):
     keep = (np.arange(L) % 2 == 0)[:, None, None]
     mixed = jnp.where(keep, p["layers"]["up"], p["layers"]["down"])
     return lax.scan(lambda h, a: (jnp.tanh(h @ a), None), x, mixed)[0].sum()
-
-
-@program(STACK)
-def result_of_a_while_as_weight(p, x):
-    def body(c):
-        i, q = c
-        return i + 1, each(lambda a: a * 0.5, q)
-
-    _, q = lax.while_loop(lambda c: c[0] < 3, body, (0, take(p["layers"], 1)))
-    return layer(q, x).sum()
-
-
-@program(STACK)
-def last_carry_of_a_scan_over_layers(p, x):
-    """The carry after the loop is the last layer."""
-    last, _ = lax.scan(lambda _, q: (q, None), take(p["layers"], 0), p["layers"])
-    return layer(last, x).sum()
 
 
 @program(STACK)

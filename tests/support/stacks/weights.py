@@ -11,11 +11,6 @@ from tests.support.stacks.base import STACK, D, L, each, layer, program, scan, w
 
 
 @program(STACK)
-def difference_of_neighbours(p, x):
-    return scan(each(lambda a: a[1:] - a[:-1], p["layers"]), x).sum()
-
-
-@program(STACK)
 def moving_average_in_a_carry(p, x):
     def body(carry, q):
         h, mean = carry
@@ -50,26 +45,9 @@ def scaled_by_the_other_layer(p, x):
 
 
 @program(STACK)
-def segment_sum_of_layers(p, x):
-    groups = jnp.array([0, 0, 1, 1])
-    return scan(each(lambda a: jax.ops.segment_sum(a, groups, 2), p["layers"]), x).sum()
-
-
-@program(STACK)
 def reshaped_across_layers(p, x):
     """Each matrix contains rows of every layer."""
     return scan(each(lambda a: a.swapaxes(0, 1).reshape(L, D, D), p["layers"]), x).sum()
-
-
-@program(STACK)
-def flattened_and_restored(p, x):
-    """All weights of a layer in one vector, as some optimizers store them."""
-    flat = jnp.concatenate([a.reshape(L, D * D) for a in (p["layers"]["up"], p["layers"]["down"])], axis=1)
-
-    def body(h, row):
-        return layer({"up": row[: D * D].reshape(D, D), "down": row[D * D :].reshape(D, D)}, h), None
-
-    return lax.scan(body, x, flat)[0].sum()
 
 
 @program(STACK)
