@@ -202,13 +202,21 @@ def tokens_to_loss() -> Iterator[Names]:
             }  # fmt: skip
 
 
+def served_gaps() -> Iterator[Names]:
+    te, rollout = json.loads((RESULTS / "19m_controls_served.json").read_text())["runs"]
+    for mode, gap in te["gaps"].items():
+        if mode != "training":
+            other = rollout["gaps"].get(mode)
+            yield {"mode": mode, "te": f"{gap:+.4f}", "rollout": "" if other is None else f"{other:+.4f}"}
+
+
 # ---- claims
 
 SOURCES: dict[str, Callable[..., Iterable[Names]]] = {
     source.__name__: source
     for source in (
         published, calibration_rows, calibration_errors, predicted_speed_ups, flop_shares, known_errors, gaps_by_step,
-        final_losses, differences, tokens_to_loss,
+        final_losses, differences, tokens_to_loss, served_gaps,
     )
 }  # fmt: skip
 SLOW = ("calibration_rows", "calibration_errors", "predicted_speed_ups")
