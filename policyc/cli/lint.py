@@ -68,7 +68,7 @@ class LintOptions:
     server: Server | None = option(
         "--for",
         type=click.Choice(["vllm", "sglang", "trtllm", "transformers"]),
-        help="With a program: also report what this server could not run of its forward GEMMs.",
+        help="With a program: also report which of its sites this server could not run.",
     )
     fix: bool = switch(
         "Apply the fixes that keep the meaning of the policy. With '-', the fixed text goes to standard output "

@@ -236,7 +236,7 @@ def trace_modelled_step(
     rows = max(site.batch * site.m for site in traced.plan.sites)
     if rows < mesh.batch_shards:
         raise ValueError(
-            f"{mesh.batch_shards} devices are too many for the {rows} rows of the largest GEMM: use at most "
+            f"{mesh.batch_shards} devices are too many for the {rows} rows of the largest site: use at most "
             f"--devices {rows}"
         )
     return traced
@@ -295,7 +295,7 @@ def run_under_policy(program: Program, policy_name: str, options: RunOptions) ->
     if is_idle:
         _print_unless_quiet(
             options,
-            "this policy keeps every GEMM: the program runs as it does without policyc, and is not planned",
+            "this policy keeps every site: the program runs as it does without policyc, and is not planned",
         )
     with exit_on_error(), printer.listening(), _LazyTelemetry(options) as telemetry:
         result = runner.run(

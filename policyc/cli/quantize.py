@@ -23,9 +23,9 @@ _RULE_START = "* -> "  # turns a recipe into a policy
 @click.command(
     cls=ExampleCommand,
     examples="""
-    policyc quantize x.npy --recipe nvfp4 --role activation --gemm fprop --out q.npz
-    policyc quantize dy.npy --recipe 'nvfp4(rht=wgrad, sr=grad)' --role gradient --gemm wgrad --axis 0 --out q.npz
-    policyc quantize w.npy --recipe 'nvfp4(scale2d=weights)' --role weight --gemm fprop --axis 0 --out q.npz
+    policyc quantize x.npy --recipe nvfp4 --role activation --product fprop --out q.npz
+    policyc quantize dy.npy --recipe 'nvfp4(rht=wgrad, sr=grad)' --role gradient --product wgrad --axis 0 --out q.npz
+    policyc quantize w.npy --recipe 'nvfp4(scale2d=weights)' --role weight --product fprop --axis 0 --out q.npz
     """,
 )
 @click.argument("array", metavar="IN.npy")
@@ -38,7 +38,7 @@ _RULE_START = "* -> "  # turns a recipe into a policy
     help="What the array is.",
 )
 @click.option(
-    "--gemm",
+    "--product",
     "gemm_name",
     required=True,
     type=click.Choice(["fprop", "dgrad", "wgrad"]),

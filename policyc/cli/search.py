@@ -68,7 +68,7 @@ class SearchOptions:
 def search(program: tuple[str, ...], step: StepOptions, options: SearchOptions) -> None:
     """Find the policy that reaches a loss first.
 
-    Tries about 80 policies: FP8 or NVFP4 by kind of GEMM and product, with the last blocks or the last steps in FP8 or
+    Tries about 80 policies: FP8 or NVFP4 by kind of site and product, with the last blocks or the last steps in FP8 or
     BF16. The cost model predicts their speed, a table of measured sensitivities their loss, and a curve the tokens that
     make up for it. Writes the best one, and prints it beside FP8 and BF16. Nothing is trained: 'policyc sweep' decides.
     """

@@ -27,6 +27,7 @@ from policyc.language.formatter import format_text
 from policyc.language.loader import load, parse
 from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm
+from policyc.numerics.backends import join_titles
 
 CONTROLS = ("bf16", "fp8", "fp8_with_head")
 """Bundled policies without 4 bits, with which each found one is compared."""
@@ -129,9 +130,11 @@ class Search:
 
     def describe(self, candidate: Candidate) -> str:
         planned = self.step.under(parse(candidate.text))
-        backends = " and ".join(sorted(count_backends(planned.plan)))
+        backends = join_titles(sorted(count_backends(planned.plan)))
         speed = format_ratio(*speed_up_bounds(candidate.speed_up))
-        where = f"{self._mesh.devices} {self.step.target.name.upper()}{f', on backend {backends}' if backends else ''}"
+        where = (
+            f"{self._mesh.devices} {self.step.target.name.upper()}{f', with {backends}' if backends else ''}"
+        )
         return f"{speed} the speed of BF16 on {where}"
 
     def write(self, candidate: Candidate, source: str, command: str) -> str:

@@ -133,7 +133,7 @@ function measure(cell, layer, side = "after") {
 
 function drawProduct(cell, layer, x, y) {
   const after = stateOf(cell.change.after);
-  const note = cell.run.opaque ? "opaque" : (after.backend ? (after.native ? `native, ${after.backend}` : "emulated") : "");
+  const note = cell.run.opaque ? "opaque" : (after.backend ? (after.native ? `native, ${data.backend_names[after.backend]}` : "emulated") : "");
   const values = [...new Set((cell.change.changed ? SIDES : ["after"]).map((side) => measure(cell, layer, side)))].filter(Boolean);
   const [top, height] = [y - 29, 58];
   return s("g", { class: "output" + (cell.change.changed ? " changed" : "") },
