@@ -6,6 +6,7 @@ import json
 
 import click
 
+from policyc.base.progress import stage
 from policyc.base.text import parse_count
 from policyc.cli.common import print_or_write
 from policyc.cli.options import (
@@ -89,15 +90,17 @@ def adopt(program: tuple[str, ...], step: StepOptions, options: AdoptOptions) ->
         mesh = step.mesh_shape()
         baseline = load(BASELINE)
         planned = trace_modelled_step(baseline, program, mesh, step, execution).under(baseline, execution)
-        data = make_adoption(
-            planned,
-            mesh,
-            config=step.config,
-            words=program,
-            tokens=options.tokens,
-            price=options.price_per_gpu_hour,
-            exchange=read_exchange(options.curve) if options.curve else RATE,
-        )
+        exchange = read_exchange(options.curve) if options.curve else RATE
+        with stage("predicting policies"):
+            data = make_adoption(
+                planned,
+                mesh,
+                config=step.config,
+                words=program,
+                tokens=options.tokens,
+                price=options.price_per_gpu_hour,
+                exchange=exchange,
+            )
     is_json = options.output_format == "json"
     text = json.dumps(data, indent=2) + "\n" if is_json else render_adoption(data)
     print_or_write(text, options.out)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from policyc.base.progress import stage
 from policyc.cli.common import load_policy, load_unless_recommended, print_or_write, use_color
 from policyc.cli.options import (
     FiniteRange,
@@ -108,8 +109,9 @@ def estimate(policy: str, program: tuple[str, ...], step: StepOptions, options: 
     chosen = traced.plan.policy
     if policies[-1][1] is None:
         policies[-1] = f"{policy} ({chosen.name})", chosen
-    steps = {name: traced.under(loaded or chosen, execution) for name, loaded in policies}
-    estimates = [_estimate(name, under, mesh, compiled.get(name)) for name, under in steps.items()]
+    with stage("estimating the step"):
+        steps = {name: traced.under(loaded or chosen, execution) for name, loaded in policies}
+        estimates = [_estimate(name, under, mesh, compiled.get(name)) for name, under in steps.items()]
     if options.output_format == "json":
         text = json.dumps(_as_data(estimates, step.target, mesh) | checkpoint, indent=2) + "\n"
     else:

@@ -203,9 +203,10 @@ def trace_step(
         return traced
     from policyc.experiments.recommend import recommend_for
 
-    recommendation = recommend_for(
-        traced, step.target, step.mesh_shape(), sets_steps=bool(step.config) or None
-    )
+    with stage("predicting policies"):
+        recommendation = recommend_for(
+            traced, step.target, step.mesh_shape(), sets_steps=bool(step.config) or None
+        )
     click.echo(f"policyc: {recommendation}", err=True)
     return traced.under(recommendation.policy)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from policyc.base.files import is_standard_output, open_output
+from policyc.base.progress import stage
 from policyc.cli.common import ExampleCommand, exit_with_diagnostics
 
 if TYPE_CHECKING:
@@ -69,14 +70,16 @@ def quantize(
     if not -values.ndim <= options["axis"] < values.ndim:
         raise click.UsageError(f"--axis {options['axis']}: the array has {values.ndim} axes")
 
-    from policyc.numerics.measure import measure_operand
-
     try:
-        operand = measure_operand(values, parsed_recipe, gemm, role, **options)
+        with stage(f"quantizing {values.size:,} values"):
+            from policyc.numerics.measure import measure_operand
+
+            operand = measure_operand(values, parsed_recipe, gemm, role, **options)
     except ValueError as error:
         raise click.UsageError(f"--recipe: {error}") from None
     if out is not None:
-        _save_arrays(out, operand.arrays())
+        with stage(f"writing {out}"):
+            _save_arrays(out, operand.arrays())
     click.echo(str(operand.stats), err=out is not None and is_standard_output(out))
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from policyc.base.progress import stage
 from policyc.cli.common import exit_with_message, load_policy, print_note, print_or_write
 from policyc.cli.options import (
     ProgramCommand,
@@ -89,8 +90,9 @@ def search(program: tuple[str, ...], step: StepOptions, options: SearchOptions) 
         mesh = step.mesh_shape()
         base = load("bf16")
         planned = trace_modelled_step(base, program, mesh, step, execution).under(base, execution)
-        searched = Search(planned, mesh, exchange)
-        candidates = searched.candidates()
+        with stage("predicting policies"):
+            searched = Search(planned, mesh, exchange)
+            candidates = searched.candidates()
         least = _least_speed_up(searched, options.speedup)
     fast = [c for c in candidates if c.speed_up >= least * (1 - 1e-9)]
     if not fast:

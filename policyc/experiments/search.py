@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from policyc.base.progress import track
 from policyc.base.text import format_ratio
 from policyc.compiler.planning.idle_rules import find_deciding_rules
 from policyc.compiler.planning.plan_checks import check_plan
@@ -96,7 +97,8 @@ class Search:
         sites = self.step.plan.sites
         kinds = {KINDS[site.kind.name] for site in sites if site.kind.name in KINDS}
         has_layers = any("layer" in site.attributes(layer) for site in sites for layer in site.layers())
-        found = [self.predict(text) for text in enumerate_policies(kinds, has_layers=has_layers)]
+        texts = list(enumerate_policies(kinds, has_layers=has_layers))
+        found = [self.predict(text) for text in track(texts)]
         distinct: dict[tuple[float, float], Candidate] = {}
         for candidate in (*bundled, *found):
             if candidate is not None:  # with the same predictions, the first one stays: it may be bundled
