@@ -313,7 +313,7 @@ def _as_table(named: NamedEstimates, title: str) -> str:
     from policyc.base.text import format_change, format_ratio, format_seconds
     from policyc.hardware.gemm_cost import speed_up_bounds
     from policyc.language.policy_tables import literal
-    from policyc.numerics.backends import title
+    from policyc.numerics import backends
 
     estimates = [n.estimate for n in named]
     table = Table()
@@ -347,7 +347,7 @@ def _as_table(named: NamedEstimates, title: str) -> str:
     add_values("TFLOP/s per device", (f"{e.tflops:.0f}" for e in estimates))
     add_values(
         "backend",
-        (_list_backends({title(b): count for b, count in n.backends.items()}) or "-" for n in named),
+        (_list_backends({backends.title(b): count for b, count in n.backends.items()}) or "-" for n in named),
     )
     add_values("bytes from", ("the compiled step" if n.is_compiled else "the cost model" for n in named))
     if len(named) == 2:

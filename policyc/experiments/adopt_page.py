@@ -110,7 +110,8 @@ def _speeds(data: JsonObject) -> Section:
     sentences += [f"{row['policy']} is left out: {row['reason']}." for row in data["left_out"]]
     sentences += [
         f"In parentheses: the speed-up if the cost model is as far off as on eight published runs with Transformer "
-        f"Engine, where it was {-low:.0%} too low to {high:.0%} too high. No parentheses: no published run to compare with.",
+        f"Engine, where it was {-low:.0%} too low to {high:.0%} too high. No parentheses: no published run to compare "
+        "with.",
         f"Gap: to {REFERENCE} at 19M parameters, measured or by the table of sensitivities ('policyc search'). To the "
         f"loss: with the tokens that make up for the gap. {_exchange(data['exchange'])} At another size and length, "
         "both may differ: the sweep decides.",
