@@ -8,7 +8,7 @@ import click
 
 from policyc.base.progress import stage
 from policyc.base.text import parse_count
-from policyc.cli.common import print_or_write
+from policyc.cli.common import load_jax, print_or_write
 from policyc.cli.options import (
     FiniteRange,
     ProgramCommand,
@@ -80,6 +80,7 @@ def adopt(program: tuple[str, ...], step: StepOptions, options: AdoptOptions) ->
     if options.price_per_gpu_hour is not None and options.tokens is None:
         raise click.UsageError("--price-per-gpu-hour needs --tokens: the cost is for the whole training")
     execution = parse_execution(options.backend, step.target)
+    load_jax()
     from policyc.experiments.adopt import BASELINE, make_adoption
     from policyc.experiments.adopt_page import render_adoption
     from policyc.experiments.report.equal_loss import read_exchange

@@ -20,6 +20,7 @@ from policyc.cli.common import (
     exit_with_diagnostics,
     exit_with_message,
     is_policy,
+    load_jax,
     load_unless_recommended,
     print_diagnostics,
     print_note,
@@ -164,6 +165,7 @@ def parse_execution(
 def plan_program(policy: Policy, words: Sequence[str], execution: ExecutionOptions | None = None) -> Plan:
     """Plans the first loss of a program, without checking the plan. Exits if the program has no loss with a GEMM."""
     program = parse_program(words)
+    load_jax()
     from policyc.experiments import runner
 
     try:
@@ -187,6 +189,7 @@ def trace_step(
 
     None is the recommended policy, which is printed with the reasons.
     """
+    load_jax()
     from policyc.hardware import llama_step
     from policyc.language.policy import Policy
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from policyc.base.progress import stage
-from policyc.cli.common import exit_with_message, print_note
+from policyc.cli.common import exit_with_message, load_jax, print_note
 from policyc.cli.options import Decorator, check_source, collect_options, number, option, option_class
 from policyc.cli.program import exit_on_error, explain_early_exit, explain_no_loss, parse_program
 
@@ -53,6 +53,7 @@ def record(program: Sequence[str], config: str | None, options: RecordOptions) -
         check_source(program, config)
         if options.checkpoint is not None:
             raise click.UsageError("--from is for --config: give a program its own arguments to resume")
+    load_jax()
     from policyc.experiments import runner
     from policyc.experiments.record import record_loss
 

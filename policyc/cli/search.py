@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from policyc.base.progress import stage
-from policyc.cli.common import exit_with_message, load_policy, print_note, print_or_write
+from policyc.cli.common import exit_with_message, load_jax, load_policy, print_note, print_or_write
 from policyc.cli.options import (
     ProgramCommand,
     StepOptions,
@@ -81,6 +81,8 @@ def search(program: tuple[str, ...], step: StepOptions, options: SearchOptions) 
     words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
     execution = parse_execution(options.backend, step.target)
     from policyc.experiments.report.equal_loss import read_exchange
+
+    load_jax()
     from policyc.experiments.search import Search
     from policyc.experiments.sensitivities import RATE
     from policyc.language.loader import load
