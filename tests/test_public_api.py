@@ -67,11 +67,11 @@ X = struct(16, 8)
 
 def test_a_plan_prints_as_a_table_and_its_repr_is_a_line() -> None:
     plan = policyc.plan("* -> fp8; head -> bf16", loss, PARAMS, X)
-    assert repr(plan) == "<Plan of <policy> for 13 GEMMs on cpu>"
+    assert repr(plan) == "<Plan of <policy> for 13 sites on cpu>"
     lines = str(plan).splitlines()
-    assert lines[0] == "<policy>: 13 GEMMs on cpu"
+    assert lines[0] == "<policy>: 13 sites on cpu"
     assert lines[1:] == [line.removeprefix("policyc: ") for line in summary(plan).splitlines()]
-    assert repr(plan.sites) == "<Sites: 13 GEMMs>"
+    assert repr(plan.sites) == "<Sites: 13 sites>"
     # The input is not differentiated, so the first layer has no dgrad.
     assert str(plan.sites).splitlines()[2].split()[:2] == ["layers", "1-11"]
     assert str(plan.sites).splitlines()[1].split()[:2] == ["layers", "0"]

@@ -22,6 +22,7 @@ from policyc.changes.model import (
 from policyc.hardware.gemm_cost import speed_up_bounds
 from policyc.language.diagnostics import SourceText
 from policyc.language.policy import Policy
+from policyc.numerics.backends import join_titles, title
 
 SCHEMA = 5
 
@@ -74,10 +75,10 @@ def summary(diff: DiffData) -> str:
 
 
 def sentence(diff: DiffData) -> str:
-    """The diff in one sentence: "84 of the 867 products of 289 GEMMs change; predicted step time -18 to -27 % on
-    8 GB200 (backend te)."."""
+    """The diff in one sentence: "84 of the 867 products of 289 sites change; predicted step time -18 to -27 % on
+    8 GB200 (Transformer Engine)."."""
     totals = diff.totals
-    counted = f"{count_noun(totals.products, 'product')} of {count_noun(totals.gemms, 'GEMM')}"
+    counted = f"{count_noun(totals.products, 'product')} of {count_noun(totals.gemms, 'site')}"
     parts = [f"{totals.changed or 'none'} of the {counted} change{'' if totals.changed != 1 else 's'}"]
     change = _describe_change(diff.before.seconds / diff.after.seconds)
     parts.append(f"predicted step time {change} on {describe_machine(diff)}")
@@ -89,11 +90,11 @@ def sentence(diff: DiffData) -> str:
 
 
 def other_sentence(diff: DiffData) -> str:
-    """What another backend predicts: "With xla -12 to -18 %."; empty if it is the same."""
+    """What another backend predicts: "With XLA -12 to -18 %."; empty if it is the same."""
     if diff.other_backend is None:
         return ""
     name, speed_up = diff.other_backend
-    return f"With {name} {_describe_change(speed_up)}."
+    return f"With {title(name)} {_describe_change(speed_up)}."
 
 
 def _describe_change(speed_up: float) -> str:
@@ -102,10 +103,10 @@ def _describe_change(speed_up: float) -> str:
 
 
 def describe_machine(diff: DiffData) -> str:
-    """The hardware and the batch that a prediction is for: "8 GB200 (backend te, 16 x 8,192 tokens)"."""
+    """The hardware and the batch that a prediction is for: "8 GB200 (Transformer Engine, 16 x 8,192 tokens)"."""
     words = []
     if diff.backends:
-        words.append(f"backend{'s' if len(diff.backends) > 1 else ''} {' and '.join(diff.backends)}")
+        words.append(join_titles(diff.backends))
     if diff.batch:
         words.append(f"{diff.batch[0]:,} x {diff.batch[1]:,} tokens")
     machine = f"{diff.devices} {diff.target.upper()}"

@@ -12,6 +12,7 @@ from typing import Any
 from policyc.base.web_page import compress_json, embed_json, read_assets, render_template
 from policyc.changes.data import as_data
 from policyc.changes.model import DiffData
+from policyc.numerics.backends import TITLES
 
 _SCRIPTS = (
     "base.js", "words.js", "cells.js", "overlays.js", "heatmap.js", "policies.js", "layers.js", "equations.js",
@@ -31,12 +32,13 @@ def fill_page(data: dict[str, Any]) -> str:
 
     The tables of linears and equations are compressed, because many layers repeat the same text.
     """
+    embedded = {key: value for key, value in data.items() if key not in _TABLES} | {"backend_names": TITLES}
     return render_template(
         "policyc.changes",
         "page.html",
         title=f"{data['program']}: {data['before']['label']} / {data['after']['label']}",
         style=_read("page.css"),
-        data=embed_json({key: value for key, value in data.items() if key not in _TABLES}),
+        data=embed_json(embedded),
         tables=compress_json({key: data[key] for key in _TABLES}),
         dagre_license=_read("dagre.LICENSE"),
         dagre=_read("dagre.min.js"),

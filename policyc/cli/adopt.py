@@ -6,8 +6,9 @@ import json
 
 import click
 
+from policyc.base.progress import stage
 from policyc.base.text import parse_count
-from policyc.cli.common import print_or_write
+from policyc.cli.common import load_jax, print_or_write
 from policyc.cli.options import (
     FiniteRange,
     ProgramCommand,
@@ -79,6 +80,7 @@ def adopt(program: tuple[str, ...], step: StepOptions, options: AdoptOptions) ->
     if options.price_per_gpu_hour is not None and options.tokens is None:
         raise click.UsageError("--price-per-gpu-hour needs --tokens: the cost is for the whole training")
     execution = parse_execution(options.backend, step.target)
+    load_jax()
     from policyc.experiments.adopt import BASELINE, make_adoption
     from policyc.experiments.adopt_page import render_adoption
     from policyc.experiments.report.equal_loss import read_exchange
@@ -89,15 +91,17 @@ def adopt(program: tuple[str, ...], step: StepOptions, options: AdoptOptions) ->
         mesh = step.mesh_shape()
         baseline = load(BASELINE)
         planned = trace_modelled_step(baseline, program, mesh, step, execution).under(baseline, execution)
-        data = make_adoption(
-            planned,
-            mesh,
-            config=step.config,
-            words=program,
-            tokens=options.tokens,
-            price=options.price_per_gpu_hour,
-            exchange=read_exchange(options.curve) if options.curve else RATE,
-        )
+        exchange = read_exchange(options.curve) if options.curve else RATE
+        with stage("predicting policies"):
+            data = make_adoption(
+                planned,
+                mesh,
+                config=step.config,
+                words=program,
+                tokens=options.tokens,
+                price=options.price_per_gpu_hour,
+                exchange=exchange,
+            )
     is_json = options.output_format == "json"
     text = json.dumps(data, indent=2) + "\n" if is_json else render_adoption(data)
     print_or_write(text, options.out)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from policyc.base.progress import stage
 from policyc.cli.common import (
     EXIT_FAILURE,
     EXIT_USAGE,
@@ -68,9 +69,11 @@ def audit(checkpoint: str, options: AuditOptions) -> None:
     with exit_on_error(), explain_missing_package("train"):
         from policyc.serving import audit as auditing
 
-        reference = _reference(checkpoint, options)
+        with stage("planning the run"):
+            reference = _reference(checkpoint, options)
         try:
-            result = auditing.audit(Path(checkpoint), reference)
+            with stage(f"auditing {checkpoint}"):
+                result = auditing.audit(Path(checkpoint), reference)
         except ValueError as error:
             exit_with_message(str(error), EXIT_USAGE)
     render = auditing.as_json if options.output_format == "json" else auditing.as_text

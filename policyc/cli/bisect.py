@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from policyc.base.progress import stage
 from policyc.cli.common import exit_with_message, load_policy, print_note, print_or_write
 from policyc.cli.options import (
     FiniteRange,
@@ -82,7 +83,8 @@ def bisect(
     loaded = load_policy(policy)
     recorded = record_program(program, config, record)
     with exit_on_error():
-        bisection = Bisection(loaded, recorded, options.metric, options.cured_at)
+        with stage("planning the trials"):
+            bisection = Bisection(loaded, recorded, options.metric, options.cured_at)
         if options.trials is not None and Path(options.trials).exists():
             print_note(f"{bisection.load(Path(options.trials))} trials were read from {options.trials}")
         for name in bisection.not_switched:

@@ -6,6 +6,7 @@ Import slow modules inside functions: every `--help` loads this module.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from policyc.base.files import atomic_write, open_output
+from policyc.base.progress import stage
 
 if TYPE_CHECKING:
     from policyc.language.diagnostics import PolicyError
@@ -24,6 +26,12 @@ if TYPE_CHECKING:
 EXIT_OK = 0
 EXIT_FAILURE = 1  # lint findings, a faulty policy, or a request that cannot be met
 EXIT_USAGE = 2  # wrong usage, or a file that cannot be read or written
+
+
+def load_jax() -> None:
+    """Imports JAX, which takes seconds on a slow disk, so that the terminal says what it waits for."""
+    with stage("loading JAX"):
+        importlib.import_module("jax")
 
 
 _STYLES: dict[str, dict[str, Any]] = {

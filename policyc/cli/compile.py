@@ -357,12 +357,13 @@ def _warn_if_slower_than_fp8(step: TrainingStep, options: StepOptions) -> None:
     from policyc.hardware.step_cost import ratio_to_fp8
     from policyc.hardware.training_step import count_backends
     from policyc.language.loader import load
+    from policyc.numerics.backends import join_titles
 
     ratio = ratio_to_fp8(step, load("fp8"), options.mesh_shape())
     if ratio > 1:
-        backends = " and ".join(sorted(count_backends(step.plan)))
+        backends = join_titles(sorted(count_backends(step.plan)))
         click.echo(
             f"warning: the cost model predicts that the step takes {ratio:.2f} times as long as under fp8, on "
-            f"{options.devices} x {options.target} with backend {backends}: 'policyc estimate --vs fp8' shows why",
+            f"{options.devices} x {options.target} with {backends}: 'policyc estimate --vs fp8' shows why",
             err=True,
         )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import click
 
 from policyc.base.files import atomic_write
+from policyc.base.progress import stage
 from policyc.cli.common import EXIT_USAGE, ExampleCommand, exit_with_message, explain_missing_package
 from policyc.cli.options import number
 
@@ -72,7 +73,7 @@ def train_tokenizer(
     with _explain_errors():
         from policyc.models.llama import corpora as tools
 
-        with _open_output(out) as stream:
+        with stage("training the tokenizer"), _open_output(out) as stream:
             bpe = tools.train_tokenizer(_read_corpora(corpora, max_bad_rows, megabytes), vocab)
             content = str(bpe.to_str(pretty=True)).encode()
             stream.write(content)
@@ -128,15 +129,12 @@ def _read_corpora(
     corpora: tuple[str, ...], max_bad_rows: int, megabytes: int | None = None
 ) -> Iterator[bytes]:
     """Yields the documents of several corpora, one after the other: at most `megabytes` of each, or all if None."""
-    from rich.console import Console
-    from rich.text import Text
-
     from policyc.models.llama.corpora import TextCount, read_corpus
 
     limit = None if megabytes is None else megabytes * _MEGABYTE
     for spec in corpora:
         count = TextCount()
-        with Console(stderr=True).status(Text(f"reading {spec}")):
+        with stage(f"reading {spec}"):
             yield from read_corpus(spec, limit, max_bad_rows, count)
         click.echo(_describe_text(spec, count), err=True)
 

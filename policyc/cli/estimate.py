@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from policyc.base.progress import stage
 from policyc.cli.common import load_policy, load_unless_recommended, print_or_write, use_color
 from policyc.cli.options import (
     FiniteRange,
@@ -108,8 +109,9 @@ def estimate(policy: str, program: tuple[str, ...], step: StepOptions, options: 
     chosen = traced.plan.policy
     if policies[-1][1] is None:
         policies[-1] = f"{policy} ({chosen.name})", chosen
-    steps = {name: traced.under(loaded or chosen, execution) for name, loaded in policies}
-    estimates = [_estimate(name, under, mesh, compiled.get(name)) for name, under in steps.items()]
+    with stage("estimating the step"):
+        steps = {name: traced.under(loaded or chosen, execution) for name, loaded in policies}
+        estimates = [_estimate(name, under, mesh, compiled.get(name)) for name, under in steps.items()]
     if options.output_format == "json":
         text = json.dumps(_as_data(estimates, step.target, mesh) | checkpoint, indent=2) + "\n"
     else:
@@ -122,11 +124,10 @@ def estimate(policy: str, program: tuple[str, ...], step: StepOptions, options: 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NamedEstimate:
-    """The estimate of a policy, the backends of its quantized products, in words, and the other backend's seconds."""
+    """The estimate of a policy, the quantized products that each backend runs, and the other backend's seconds."""
 
     policy: str
-    backends: str
-    backend_names: tuple[str, ...]
+    backends: dict[str, int]
     estimate: Estimate
     is_compiled: bool
     is_emulated: bool
@@ -147,13 +148,9 @@ def _estimate(name: str, step: TrainingStep, mesh: MeshShape, compiled: Compiled
         estimate = with_compiled(estimate, compiled, step.target, mesh)
         other_seconds = estimate.seconds
     counts = count_backends(step.plan)
-    backends = ", ".join(
-        backend if len(counts) == 1 else f"{backend} ({count} products)" for backend, count in counts.items()
-    )
     return NamedEstimate(
         policy=name,
-        backends=backends,
-        backend_names=tuple(counts),
+        backends=counts,
         is_emulated=any(load(backend).emulates for backend in counts),
         estimate=estimate,
         is_compiled=compiled is not None,
@@ -218,7 +215,7 @@ def _as_data(estimates: NamedEstimates, target: str, mesh: MeshShape) -> dict[st
     rows = [
         {
             "policy": named.policy,
-            "backends": named.backends,
+            "backends": _list_backends(named.backends),
             "compiled": named.is_compiled,
             "seconds": named.estimate.seconds,
             "tflops_per_device": named.estimate.tflops,
@@ -246,9 +243,19 @@ def _speed_up(estimates: NamedEstimates) -> float:
     return before / after
 
 
+def _list_backends(counts: Mapping[str, int]) -> str:
+    return ", ".join(
+        name if len(counts) == 1 else f"{name} ({count} products)" for name, count in counts.items()
+    )
+
+
 def _other_backends(estimates: NamedEstimates) -> str:
     """The other backends that change an estimate; empty if none does."""
-    return " or ".join(dict.fromkeys(named.other_backend for named in estimates if named.other_backend))
+    from policyc.numerics.backends import title
+
+    return " or ".join(
+        dict.fromkeys(title(named.other_backend) for named in estimates if named.other_backend)
+    )
 
 
 def _other_speed_up(estimates: NamedEstimates) -> float:
@@ -261,9 +268,7 @@ def _speed_up_range(estimates: NamedEstimates) -> tuple[float, float] | None:
     """The range of the speed-up, from the model's errors on published runs; None if no run compares such policies."""
     from policyc.hardware.gemm_cost import speed_up_range
 
-    return (
-        speed_up_range(_speed_up(estimates), estimates[1].backend_names) if _is_published(estimates) else None
-    )
+    return speed_up_range(_speed_up(estimates), estimates[1].backends) if _is_published(estimates) else None
 
 
 def _is_published(estimates: NamedEstimates) -> bool:
@@ -278,7 +283,7 @@ def _describe_error(estimates: NamedEstimates) -> str:
     if limits is not None:
         return f"{limits[0]:.2f}x to {limits[1]:.2f}x, by the errors on published runs"
     if _is_published(estimates):
-        return "not known: all published runs are on backend te"
+        return "not known: all published runs are on Transformer Engine"
     return "not known: published runs compare only nvfp4 with fp8"
 
 
@@ -308,6 +313,7 @@ def _as_table(named: NamedEstimates, title: str) -> str:
     from policyc.base.text import format_change, format_ratio, format_seconds
     from policyc.hardware.gemm_cost import speed_up_bounds
     from policyc.language.policy_tables import literal
+    from policyc.numerics import backends
 
     estimates = [n.estimate for n in named]
     table = Table()
@@ -339,7 +345,10 @@ def _as_table(named: NamedEstimates, title: str) -> str:
     if others:
         add_values(f"  with {others}", (format_seconds(n.other_seconds) for n in named))
     add_values("TFLOP/s per device", (f"{e.tflops:.0f}" for e in estimates))
-    add_values("backend", (n.backends or "-" for n in named))
+    add_values(
+        "backend",
+        (_list_backends({backends.title(b): count for b, count in n.backends.items()}) or "-" for n in named),
+    )
     add_values("bytes from", ("the compiled step" if n.is_compiled else "the cost model" for n in named))
     if len(named) == 2:
         bounds = speed_up_bounds(_speed_up(named))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from policyc.base.progress import stage
 from policyc.cli.common import ExampleCommand, explain_missing_package, print_or_write
 from policyc.cli.options import collect_options, format_option, number, option, option_class, out_option
 from policyc.cli.program import exit_on_error
@@ -65,7 +66,8 @@ def eval(source: str, rollout: RolloutOptions, options: EvalOptions) -> None:
             "eval_batches": options.batches,
         }
         run = replace(opened.source.run, **{k: v for k, v in changed.items() if v is not None})
-        gap = opened.gap(read_batches(replace(opened.source, run=run), run.eval_batches))
+        with stage("evaluating"):
+            gap = opened.gap(read_batches(replace(opened.source, run=run), run.eval_batches))
     is_json = options.output_format == "json"
     text = (
         _as_json(source, rollout, opened, gap)

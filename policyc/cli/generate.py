@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from policyc.base.progress import stage
 from policyc.cli.common import ExampleCommand, explain_missing_package
 from policyc.cli.options import FiniteRange, collect_options, number, option, option_class
 from policyc.cli.program import exit_on_error
@@ -57,8 +58,9 @@ def generate(source: str, rollout: RolloutOptions, options: GenerateOptions) -> 
             prompt = text.encode(options.prompt)
         if not prompt:
             raise click.UsageError("--prompt is empty")
-        batch = opened.generate(prompt, options.tokens, options.temperature, options.seed)
-        gap = opened.gap([batch])
+        with stage("generating"):
+            batch = opened.generate(prompt, options.tokens, options.temperature, options.seed)
+            gap = opened.gap([batch])
     click.echo(
         rollout.describe(source, opened)
         + describe_gap(gap)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from policyc.base.progress import stage
 from policyc.cli.common import (
     EXIT_FAILURE,
     EXIT_OK,
@@ -68,7 +69,7 @@ class LintOptions:
     server: Server | None = option(
         "--for",
         type=click.Choice(["vllm", "sglang", "trtllm", "transformers"]),
-        help="With a program: also report what this server could not run of its forward GEMMs.",
+        help="With a program: also report which of its sites this server could not run.",
     )
     fix: bool = switch(
         "Apply the fixes that keep the meaning of the policy. With '-', the fixed text goes to standard output "
@@ -240,7 +241,8 @@ def _lint_file(name: str, request: _Request) -> _FileResult:
         plan = None
         if request.has_program and not loaded.diagnostics:
             plan = plan_source(loaded.policy, request.program, request.config)
-        found = lint_loaded(loaded, request.codes, plan, request.target, request.options.server)
+        with stage(f"checking {source.shown}"):
+            found = lint_loaded(loaded, request.codes, plan, request.target, request.options.server)
     except PolicyError as error:
         return _FileResult(diagnostics=error.diagnostics, fix_count=fix_count, is_unreadable=True)
     return _FileResult(

@@ -31,7 +31,7 @@ COMMAND_GROUPS: dict[str, tuple[str, ...]] = {
 has a `_` appended."""
 
 QUESTIONS = {
-    "Which GEMMs are there?": "policyc sites train.py",
+    "Which sites are there?": "policyc sites train.py",
     "What will a policy do?": "policyc diff llama_nvfp4 train.py",
     "Is that safe?": "policyc lint llama_nvfp4 train.py",
     "How much faster?": "policyc estimate llama_nvfp4 --vs bf16 train.py",

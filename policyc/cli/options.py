@@ -181,8 +181,8 @@ backend_option: Any = option(
 def priced_backend(**settings: Any) -> Any:
     """`--backend` of a prediction."""
     help = (
-        f"Backend whose speed is predicted: {_BACKENDS}. It need not be installed. 'te' is Transformer Engine, and "
-        "leaves to xla what it cannot run; 'auto' is what 'apply' would choose with the libraries installed here."
+        f"Backend whose speed is predicted: {_BACKENDS}. It need not be installed. 'te', Transformer Engine, "
+        "leaves to 'xla' what it cannot run; 'auto' is what 'apply' would choose with the libraries installed here."
     )
     return option("--backend", metavar="NAME", help=help, **settings)
 
@@ -322,7 +322,7 @@ compile_cache_option: Any = option(
     envvar="POLICYC_COMPILE_CACHE",
     show_envvar=True,
     callback=lambda _ctx, _option, value: os.path.abspath(value) if value and value != "off" else value,
-    show_default="~/.cache/policyc/compiled; JAX's own setting under a policy that keeps every GEMM",
+    show_default="~/.cache/policyc/compiled; JAX's own setting under a policy that keeps every site",
     help="Folder in which compiled programs are kept, so that the next start takes seconds.",
 )
 

@@ -20,6 +20,7 @@ from policyc.cli.common import (
     exit_with_diagnostics,
     exit_with_message,
     is_policy,
+    load_jax,
     load_unless_recommended,
     print_diagnostics,
     print_note,
@@ -164,6 +165,7 @@ def parse_execution(
 def plan_program(policy: Policy, words: Sequence[str], execution: ExecutionOptions | None = None) -> Plan:
     """Plans the first loss of a program, without checking the plan. Exits if the program has no loss with a GEMM."""
     program = parse_program(words)
+    load_jax()
     from policyc.experiments import runner
 
     try:
@@ -187,6 +189,7 @@ def trace_step(
 
     None is the recommended policy, which is printed with the reasons.
     """
+    load_jax()
     from policyc.hardware import llama_step
     from policyc.language.policy import Policy
 
@@ -203,9 +206,10 @@ def trace_step(
         return traced
     from policyc.experiments.recommend import recommend_for
 
-    recommendation = recommend_for(
-        traced, step.target, step.mesh_shape(), sets_steps=bool(step.config) or None
-    )
+    with stage("predicting policies"):
+        recommendation = recommend_for(
+            traced, step.target, step.mesh_shape(), sets_steps=bool(step.config) or None
+        )
     click.echo(f"policyc: {recommendation}", err=True)
     return traced.under(recommendation.policy)
 
@@ -236,7 +240,7 @@ def trace_modelled_step(
     rows = max(site.batch * site.m for site in traced.plan.sites)
     if rows < mesh.batch_shards:
         raise ValueError(
-            f"{mesh.batch_shards} devices are too many for the {rows} rows of the largest GEMM: use at most "
+            f"{mesh.batch_shards} devices are too many for the {rows} rows of the largest site: use at most "
             f"--devices {rows}"
         )
     return traced
@@ -295,7 +299,7 @@ def run_under_policy(program: Program, policy_name: str, options: RunOptions) ->
     if is_idle:
         _print_unless_quiet(
             options,
-            "this policy keeps every GEMM: the program runs as it does without policyc, and is not planned",
+            "this policy keeps every site: the program runs as it does without policyc, and is not planned",
         )
     with exit_on_error(), printer.listening(), _LazyTelemetry(options) as telemetry:
         result = runner.run(

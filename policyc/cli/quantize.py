@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from policyc.base.files import is_standard_output, open_output
+from policyc.base.progress import stage
 from policyc.cli.common import ExampleCommand, exit_with_diagnostics
 
 if TYPE_CHECKING:
@@ -23,9 +24,9 @@ _RULE_START = "* -> "  # turns a recipe into a policy
 @click.command(
     cls=ExampleCommand,
     examples="""
-    policyc quantize x.npy --recipe nvfp4 --role activation --gemm fprop --out q.npz
-    policyc quantize dy.npy --recipe 'nvfp4(rht=wgrad, sr=grad)' --role gradient --gemm wgrad --axis 0 --out q.npz
-    policyc quantize w.npy --recipe 'nvfp4(scale2d=weights)' --role weight --gemm fprop --axis 0 --out q.npz
+    policyc quantize x.npy --recipe nvfp4 --role activation --product fprop --out q.npz
+    policyc quantize dy.npy --recipe 'nvfp4(rht=wgrad, sr=grad)' --role gradient --product wgrad --axis 0 --out q.npz
+    policyc quantize w.npy --recipe 'nvfp4(scale2d=weights)' --role weight --product fprop --axis 0 --out q.npz
     """,
 )
 @click.argument("array", metavar="IN.npy")
@@ -38,7 +39,7 @@ _RULE_START = "* -> "  # turns a recipe into a policy
     help="What the array is.",
 )
 @click.option(
-    "--gemm",
+    "--product",
     "gemm_name",
     required=True,
     type=click.Choice(["fprop", "dgrad", "wgrad"]),
@@ -69,14 +70,16 @@ def quantize(
     if not -values.ndim <= options["axis"] < values.ndim:
         raise click.UsageError(f"--axis {options['axis']}: the array has {values.ndim} axes")
 
-    from policyc.numerics.measure import measure_operand
-
     try:
-        operand = measure_operand(values, parsed_recipe, gemm, role, **options)
+        with stage(f"quantizing {values.size:,} values"):
+            from policyc.numerics.measure import measure_operand
+
+            operand = measure_operand(values, parsed_recipe, gemm, role, **options)
     except ValueError as error:
         raise click.UsageError(f"--recipe: {error}") from None
     if out is not None:
-        _save_arrays(out, operand.arrays())
+        with stage(f"writing {out}"):
+            _save_arrays(out, operand.arrays())
     click.echo(str(operand.stats), err=out is not None and is_standard_output(out))
 
 

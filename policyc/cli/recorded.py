@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from policyc.cli.common import exit_with_message, print_note
+from policyc.base.progress import stage
+from policyc.cli.common import exit_with_message, load_jax, print_note
 from policyc.cli.options import Decorator, check_source, collect_options, number, option, option_class
 from policyc.cli.program import exit_on_error, explain_early_exit, explain_no_loss, parse_program
 
@@ -52,6 +53,7 @@ def record(program: Sequence[str], config: str | None, options: RecordOptions) -
         check_source(program, config)
         if options.checkpoint is not None:
             raise click.UsageError("--from is for --config: give a program its own arguments to resume")
+    load_jax()
     from policyc.experiments import runner
     from policyc.experiments.record import record_loss
 
@@ -59,7 +61,10 @@ def record(program: Sequence[str], config: str | None, options: RecordOptions) -
         try:
             # The bundled trainer itself says why it exits.
             explained = explain_early_exit(source) if config is None else contextlib.nullcontext()
-            with explained, contextlib.redirect_stdout(sys.stderr):
+            running = stage(
+                f"running the program until it has recorded {options.batches} batches", prints=True
+            )
+            with explained, contextlib.redirect_stdout(sys.stderr), running:
                 recorded = record_loss(source, options.batches, options.after)
         except runner.NoLoss as error:
             exit_with_message(f"the program ended, but it {explain_no_loss(error.saw_forward_mode)}")

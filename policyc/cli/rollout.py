@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from policyc.base.progress import stage
 from policyc.cli.common import choose_policy
 from policyc.cli.options import collect_options, number, option, option_class, path_option
 
@@ -57,6 +58,10 @@ class RolloutOptions:
             raise click.UsageError(
                 "--activations, --stats and --kv-cache are those of a server, not of training"
             )
+        with stage(f"reading {folder}"):
+            return self._open(folder)
+
+    def _open(self, folder: str) -> Rollout:
         from policyc.serving.arithmetic import SERVER_RULES
         from policyc.serving.rollout import find_source, make_rollout
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from policyc.cli.common import exit_with_message, load_policy, print_note, print_or_write
+from policyc.base.progress import stage
+from policyc.cli.common import exit_with_message, load_jax, load_policy, print_note, print_or_write
 from policyc.cli.options import (
     ProgramCommand,
     StepOptions,
@@ -68,7 +69,7 @@ class SearchOptions:
 def search(program: tuple[str, ...], step: StepOptions, options: SearchOptions) -> None:
     """Find the policy that reaches a loss first.
 
-    Tries about 80 policies: FP8 or NVFP4 by kind of GEMM and product, with the last blocks or the last steps in FP8 or
+    Tries about 80 policies: FP8 or NVFP4 by kind of site and product, with the last blocks or the last steps in FP8 or
     BF16. The cost model predicts their speed, a table of measured sensitivities their loss, and a curve the tokens that
     make up for it. Writes the best one, and prints it beside FP8 and BF16. Nothing is trained: 'policyc sweep' decides.
     """
@@ -80,6 +81,8 @@ def search(program: tuple[str, ...], step: StepOptions, options: SearchOptions) 
     words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
     execution = parse_execution(options.backend, step.target)
     from policyc.experiments.report.equal_loss import read_exchange
+
+    load_jax()
     from policyc.experiments.search import Search
     from policyc.experiments.sensitivities import RATE
     from policyc.language.loader import load
@@ -89,8 +92,9 @@ def search(program: tuple[str, ...], step: StepOptions, options: SearchOptions) 
         mesh = step.mesh_shape()
         base = load("bf16")
         planned = trace_modelled_step(base, program, mesh, step, execution).under(base, execution)
-        searched = Search(planned, mesh, exchange)
-        candidates = searched.candidates()
+        with stage("predicting policies"):
+            searched = Search(planned, mesh, exchange)
+            candidates = searched.candidates()
         least = _least_speed_up(searched, options.speedup)
     fast = [c for c in candidates if c.speed_up >= least * (1 - 1e-9)]
     if not fast:

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from policyc.base.progress import track
 from policyc.experiments.exchange import Exchange
 from policyc.experiments.recommend import REFERENCE, find_refusal
 from policyc.experiments.report.values import JsonObject
@@ -107,7 +108,7 @@ def _judge_all(
     Also returns the name of the other backend; None if no time depends on it.
     """
     planned, left_out = {}, []
-    for name in CANDIDATES:
+    for name in track(CANDIDATES):
         under = step.under(load(name))
         if reason := find_refusal(under):
             left_out.append({"policy": name, "reason": reason})
@@ -119,7 +120,7 @@ def _judge_all(
     on_other = {name: under.with_other_backend() for name, under in planned.items()}
     others = {name: step_cost.scheduled_seconds(under, step.target, mesh) for name, under in on_other.items()}
     backends = [on_other[name].plan.execution.backend for name in planned if others[name] != seconds[name]]
-    judged = [_judge(name, planned[name], mesh, seconds, others, steps, exchange) for name in planned]
+    judged = [_judge(name, planned[name], mesh, seconds, others, steps, exchange) for name in track(planned)]
     plain = max(c["to_loss"] for c in judged if c["policy"] in (REFERENCE, BASELINE))
     for candidate in judged:
         to_loss = candidate["to_loss"]

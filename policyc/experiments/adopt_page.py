@@ -17,6 +17,7 @@ from policyc.experiments.report.format import (
 )
 from policyc.experiments.report.values import JsonObject
 from policyc.hardware import gemm_cost
+from policyc.numerics.backends import title
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,7 @@ def _facts(data: JsonObject) -> str:
     tokens = f"{data['tokens_per_step']:,} tokens per step"
     if data["tokens"] is not None:
         tokens += f", {format_figure('tokens', data['tokens'])} in all"
-    return f"{data['mesh']}, {tokens}, NVFP4 on backend {data['backend']}. Times are predicted, not measured"
+    return f"{data['mesh']}, {tokens}, NVFP4 with {title(data['backend'])}. Times are predicted, not measured"
 
 
 def _speeds(data: JsonObject) -> Section:
@@ -108,8 +109,9 @@ def _speeds(data: JsonObject) -> Section:
     sentences = [f"{c['policy']}: {c['about']}." for c in data["candidates"]]
     sentences += [f"{row['policy']} is left out: {row['reason']}." for row in data["left_out"]]
     sentences += [
-        f"In parentheses: the speed-up if the cost model is as far off as on eight published runs on backend te, where "
-        f"it was {-low:.0%} too low to {high:.0%} too high. No parentheses: no published run to compare with.",
+        f"In parentheses: the speed-up if the cost model is as far off as on eight published runs with Transformer "
+        f"Engine, where it was {-low:.0%} too low to {high:.0%} too high. No parentheses: no published run to compare "
+        "with.",
         f"Gap: to {REFERENCE} at 19M parameters, measured or by the table of sensitivities ('policyc search'). To the "
         f"loss: with the tokens that make up for the gap. {_exchange(data['exchange'])} At another size and length, "
         "both may differ: the sweep decides.",
@@ -126,7 +128,7 @@ def _speeds(data: JsonObject) -> Section:
         f"over {BASELINE}",
         "gap, nats",
         f"to the loss of {REFERENCE}",
-        *([f"with {other}"] if other else []),
+        *([f"with {title(other)}"] if other else []),
         "in 4 bits",
         "memory",
         "communication",

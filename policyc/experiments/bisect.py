@@ -20,6 +20,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from policyc.base.files import atomic_write, read_json
+from policyc.base.progress import stage, track
 from policyc.compiler.pipeline import no_reentry
 from policyc.compiler.planning.plan import Decision, Plan, make_plan
 from policyc.compiler.rewriting.rewrite import SiteInputs, SiteTemplate, quantized_gemm
@@ -140,7 +141,7 @@ class Bisection:
         )
         values = []
         with no_reentry():
-            for number, call in enumerate(self._recorded.calls):
+            for number, call in track(list(enumerate(self._recorded.calls))):
                 loss, cosine, is_finite = jax.device_get(
                     self._evaluate(self._recorded.inputs, switches, call.consts)
                 )
@@ -162,7 +163,8 @@ class Bisection:
         """Whether the policy is cured by keeping these products in high precision. Reuses known results."""
         key = frozenset(kept)
         if key not in self._known:
-            self._known[key] = self.damage(kept)
+            with stage(f"trial {len(self.trials) + 1}"):
+                self._known[key] = self.damage(kept)
         damage = self._known[key]
         trial = Trial(kept=tuple(kept), damage=damage, cured=damage <= self.limit)
         self.trials.append(trial)

@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from policyc.base.progress import track
 from policyc.base.text import format_ratio
 from policyc.compiler.planning.idle_rules import find_deciding_rules
 from policyc.compiler.planning.plan_checks import check_plan
@@ -27,6 +28,7 @@ from policyc.language.formatter import format_text
 from policyc.language.loader import load, parse
 from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm
+from policyc.numerics.backends import join_titles
 
 CONTROLS = ("bf16", "fp8", "fp8_with_head")
 """Bundled policies without 4 bits, with which each found one is compared."""
@@ -95,7 +97,8 @@ class Search:
         sites = self.step.plan.sites
         kinds = {KINDS[site.kind.name] for site in sites if site.kind.name in KINDS}
         has_layers = any("layer" in site.attributes(layer) for site in sites for layer in site.layers())
-        found = [self.predict(text) for text in enumerate_policies(kinds, has_layers=has_layers)]
+        texts = list(enumerate_policies(kinds, has_layers=has_layers))
+        found = [self.predict(text) for text in track(texts)]
         distinct: dict[tuple[float, float], Candidate] = {}
         for candidate in (*bundled, *found):
             if candidate is not None:  # with the same predictions, the first one stays: it may be bundled
@@ -129,9 +132,11 @@ class Search:
 
     def describe(self, candidate: Candidate) -> str:
         planned = self.step.under(parse(candidate.text))
-        backends = " and ".join(sorted(count_backends(planned.plan)))
+        backends = join_titles(sorted(count_backends(planned.plan)))
         speed = format_ratio(*speed_up_bounds(candidate.speed_up))
-        where = f"{self._mesh.devices} {self.step.target.name.upper()}{f', on backend {backends}' if backends else ''}"
+        where = (
+            f"{self._mesh.devices} {self.step.target.name.upper()}{f', with {backends}' if backends else ''}"
+        )
         return f"{speed} the speed of BF16 on {where}"
 
     def write(self, candidate: Candidate, source: str, command: str) -> str:

@@ -430,7 +430,7 @@ def _modelopt_rule(pattern: str, entries: Sequence[tuple[str, Settings | None, s
     is_disabled = False
     for quantizer, settings, parent in entries:
         if parent and settings is None and not re.search("Linear|Conv", parent):
-            return ImportedRule("", f"{parent} is no GEMM")
+            return ImportedRule("", f"{parent} is no site")
         if parent or "bmm_quantizer" in quantizer or quantizer.endswith("output_quantizer"):
             findings.append(
                 f"{quantizer}: {f'parent_class={parent}' if parent else 'not an operand of a linear'}"

@@ -125,10 +125,11 @@ def batched_by(backend: str, primitive: Callable[[str], Primitive]) -> BatchedPr
     other = backends.load(backend).batched_by
     if not other:
         return None
+    name, other_name = backends.title(backend), backends.title(other)
     return BatchedPrimitive(
         primitive=partial(primitive, other),
         params={"backend": other},
-        reason=f"backend {backend} cannot run a GEMM under a vmap around the loss: {other} runs it instead",
+        reason=f"{name} cannot run a GEMM under a vmap around the loss: {other_name} runs it instead",
     )
 
 

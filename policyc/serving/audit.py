@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policyc.base.files import explain_unreadable, parse_json, read_json
+from policyc.base.progress import track
 from policyc.serving.formats import (
     BOUNDS,
     E4M3,
@@ -99,7 +100,7 @@ def audit(folder: Path, reference: Reference | None = None) -> Audit:
     faults: list[tuple[str, str, str]] = []  # code, module, message
     modules = _find_modules(names, load)
     stored: dict[str, StoredLinear | None] = {}
-    for module in modules:
+    for module in track(modules):
         try:
             stored[module] = file_format.read(module, names, load)
         except ValueError as error:
@@ -107,7 +108,7 @@ def audit(folder: Path, reference: Reference | None = None) -> Audit:
     served = _expand(configs, modules, stored, faults)
     rows = []
     profiles: dict[str, Profile] = {}
-    for module, linear in stored.items():
+    for module, linear in track(stored.items()):
         row = AuditedLinear(module=module, format="", served=served.get(module, ""))
         if linear is None:
             rows.append(replace(row, format=str(load(f"{module}.weight").dtype)))
@@ -379,7 +380,7 @@ def _compare_all(
         ("missing-linear", module, "the policy has it, and the file does not") for module in missing
     )
     faults.extend(("unknown-linear", module, "the file has it, and the model does not") for module in unknown)
-    for modules in fuse(m for m in by_name if m in found).values():
+    for modules in track(fuse(m for m in by_name if m in found).values()):
         group = [by_name[module] for module in modules]
         weights = [linear.load().astype(np.float32) for linear in group] if reference.has_weights else []
         expected: Sequence[StoredLinear | None] = [None] * len(group)

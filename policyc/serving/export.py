@@ -297,7 +297,7 @@ def _plain_tensors(
             axes = [axis for axis, size in stacks if axis < leaf.ndim and leaf.shape[axis] == size]
             if not axes:
                 raise ValueError(
-                    f"names: {key} has no axis with the layers of the model's GEMMs: leave out {{layer}}"
+                    f"names: {key} has no axis with the layers of the model's sites: leave out {{layer}}"
                 )
             for layer in range(leaf.shape[axes[0]]):
                 yield names[key].format(layer=layer), plain_tensor(np.take(leaf, layer, axes[0]), dtype)

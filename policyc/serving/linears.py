@@ -118,7 +118,7 @@ def find_linears(
         lines = (f"{group_names(dict.fromkeys(where))}: {what}" for what, where in faults.items())
         raise ValueError("this cannot be exported:\n  " + "\n  ".join(lines))
     if unknown := sorted(set(convert) - {linear.path for linear in found.values()}):
-        raise ValueError(f"convert has {group_names(unknown)}, which is not the weight of a GEMM")
+        raise ValueError(f"convert has {group_names(unknown)}, which is not the weight of a site")
     return [replace(linear, convert=convert.get(linear.path)) for linear in found.values()]
 
 
@@ -178,7 +178,7 @@ def _linears_of(
     experts = site.weight_shape[site.batch_dims[0]] if site.batch_dims else 0
     fields = {name for _, name, _, _ in string.Formatter().parse(names[key]) if name}
     if ("expert" in fields) != bool(experts) or ("layer" in fields) != (index is not None):
-        raise ValueError(f"names: '{names[key]}' for {key} must have {{expert}} if its GEMM has experts "
+        raise ValueError(f"names: '{names[key]}' for {key} must have {{expert}} if its site has experts "
                          f"(it has {'some' if experts else 'none'}), and {{layer}} if it is a layer")  # fmt: skip
     for expert in range(experts or 1):
         tensor = names[key].format(layer=index, expert=expert)

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policyc.base.files import explain_unreadable, read_json
+from policyc.base.progress import track
 from policyc.compiler.matching.execution import ExecutionOptions
 from policyc.compiler.pipeline import LossCall, plan_loss
 from policyc.compiler.planning.plan_checks import check_plan
@@ -177,7 +178,9 @@ def score_batches(
     scorer: Scorer, params: llama.Params, batches: Sequence[llama.Batch]
 ) -> list[tuple[_Array, _Array]]:
     """The scores of all batches, on the host."""
-    return cast("list[tuple[_Array, _Array]]", jax.device_get([scorer(params, batch) for batch in batches]))
+    return cast(
+        "list[tuple[_Array, _Array]]", [jax.device_get(scorer(params, batch)) for batch in track(batches)]
+    )
 
 
 def read_batches(source: LlamaSource, count: int, split: str = "validation") -> list[llama.Batch]:
@@ -249,7 +252,7 @@ class Rollout:
         row = np.resize(np.asarray(prompt, np.int32), (1, len(prompt) + count))
         known = np.arange(row.shape[1] - 1) >= len(prompt) - 1
         scorer, batch = self.scorer(temperature), {"mask": known.astype(np.int32)[None]}
-        for position in range(len(prompt), row.shape[1]):
+        for position in track(range(len(prompt), row.shape[1])):
             inputs = {"tokens": row[:, :-1], "targets": row[:, 1:], **batch}
             row[0, position] = scorer(self.served, inputs, np.uint32(seed))[1][0, position - 1]
         return {"tokens": row[:, :-1], "targets": row[:, 1:], **batch}

@@ -91,7 +91,7 @@ _FUSING: tuple[Server, ...] = ("vllm", "sglang", "trtllm")
 _MATCHING_PARTS: tuple[Server, ...] = ("vllm", "sglang")
 OBSTACLES = (
     Obstacle(
-        reason="a product of two activations is quantized, and servers compute it in bf16",
+        reason="a site of two activations is quantized, and servers compute it in bf16",
         edit="write keep for it",
         applies=lambda g: g.site.weight is None,
     ),

@@ -63,3 +63,19 @@ def test_short_work_and_files_show_nothing(monkeypatch):
     with progress.stage("to a file"):
         time.sleep(0.05)
     assert sys.stderr.getvalue() == terminal.getvalue() == ""
+
+
+def test_counted_work_says_how_many_are_done_and_when_the_others_will_be(monkeypatch):
+    terminal = make_terminal(monkeypatch)
+    with progress.stage("planning"):
+        for item in progress.track("abcd"):
+            if item == "c":
+                wait_for(terminal, r"planning, 2 of 4, about \d+ s left, \d+ s")
+        wait_for(terminal, r"left, \d+ s.*policyc: planning, \d+ s")
+
+
+def test_counting_alone_shows_nothing(monkeypatch):
+    terminal = make_terminal(monkeypatch)
+    for _ in progress.track(range(3)):
+        time.sleep(0.05)
+    assert not terminal.getvalue()

@@ -28,7 +28,7 @@ def test_layers_with_the_same_plan_are_one_class(loss: Any, params: Any) -> None
     assert (outside["name"], outside["classes"]) == ("", [])
     # Two linears, three products, four layers. The embedding has no dgrad, and the head three products.
     assert (data["totals"]["changed"], data["totals"]["emulated"]) == (24, 0)
-    assert data["sentence"].startswith("24 of the 41 products of 14 GEMMs change; predicted step time ")
+    assert data["sentence"].startswith("24 of the 41 products of 14 sites change; predicted step time ")
 
 
 def test_scanned_and_unrolled_stacks_have_the_same_rows() -> None:

@@ -115,7 +115,7 @@ def test_hostile_names_stay_text(hostile: DiffData) -> None:
 def test_a_rule_that_says_what_the_program_does_changes_no_equation() -> None:
     diff = make_diff(unrolled, UNROLLED, "* -> bf16")
     assert not diff.differs
-    assert render(diff).splitlines()[0].startswith("none of the 41 products of 14 GEMMs change")
+    assert render(diff).splitlines()[0].startswith("none of the 41 products of 14 sites change")
     assert not re.search("^[-+@]", render(diff), re.MULTILINE)
     equations = render(make_diff(unrolled, UNROLLED, "* -> bf16; layers[:2].up -> nvfp4")).partition("\n\n")[
         2
@@ -166,7 +166,7 @@ def test_the_picture_names_no_line_of_the_program(diff: DiffData) -> None:
 def test_diff_from_python(tmp_path: Path) -> None:
     result = policyc.diff(KEEP_LAST, scanned, SCANNED, X)
     assert result
-    assert repr(result).startswith("<Diff: 24 of the 41 products of 14 GEMMs change")
+    assert repr(result).startswith("<Diff: 24 of the 41 products of 14 sites change")
     assert str(result) == render(result.data, equations=False)
     assert result._repr_html_().startswith("<svg")
     assert result.to_dict()["schema"] == 5

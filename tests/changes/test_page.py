@@ -16,6 +16,7 @@ import pytest
 import policyc
 from policyc.changes.data import as_data
 from policyc.changes.page import fill_page, render_page
+from policyc.numerics.backends import TITLES
 from tests.support.diff_models import HOSTILE, KEEP_LAST, UNROLLED, hostile_diff, make_diff, unrolled
 
 pytestmark = pytest.mark.any_jax
@@ -67,6 +68,7 @@ def test_the_page_has_all_data_of_the_json(data: dict[str, Any]) -> None:
     embedded = json.loads(page.scripts["data"])
     tables = read_tables(page)
     assert not embedded.keys() & tables.keys()
+    assert embedded.pop("backend_names") == TITLES
     assert embedded | tables == json.loads(json.dumps(data))
     assert fill_page(data) == fill_page(data)  # no time stamp inside
 

@@ -208,4 +208,4 @@ def test_a_program_that_no_policy_can_change(tmp_path: Path) -> None:
     script.write_text(OPAQUE)
     result = policyc("adopt", script)
     assert result.code == 1
-    assert "no policy can be applied here: the GEMM 'w'" in result.err
+    assert "no policy can be applied here: the site 'w'" in result.err

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.any_jax
 REFERENCE = read_arrays()
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 E2M1 = np.concatenate([E2M1, -E2M1])
-WEIGHT = ("--role", "weight", "--gemm", "fprop")
-TOKENS = ("--role", "activation", "--gemm", "wgrad")
-GRADIENT = ("--role", "gradient", "--gemm", "wgrad")
+WEIGHT = ("--role", "weight", "--product", "fprop")
+TOKENS = ("--role", "activation", "--product", "wgrad")
+GRADIENT = ("--role", "gradient", "--product", "wgrad")
 BF16 = "normal_48x80_bfloat16_1d"
 ROTATED = "rht_64x128_bf16"
 
@@ -50,7 +50,7 @@ def reference_input(case: str) -> np.ndarray:
 @pytest.mark.parametrize(
     ("case", "options", "codes", "scales"),
     [
-        (BF16, ("--recipe", "nvfp4", "--role", "activation", "--gemm", "fprop"), "q", "s"),
+        (BF16, ("--recipe", "nvfp4", "--role", "activation", "--product", "fprop"), "q", "s"),
         (ROTATED, ("--recipe", "nvfp4(rht=wgrad)", *TOKENS, "--axis", "0"), "q_t", "s_t"),
     ],
 )  # fmt: skip
@@ -84,7 +84,7 @@ def test_the_file_holds_the_bits_of_the_reference(
         (np.arange(4), ("--recipe", "nvfp4", *WEIGHT), 2, "int64"),
         (np.float32(3), ("--recipe", "nvfp4", *WEIGHT), 2, "at least one axis"),
         (np.ones(16, "f4"), ("--recipe", "nvfp5", *WEIGHT), 1, "did you mean 'nvfp4'?"),
-        (np.ones(16, "f4"), ("--recipe", "nvfp4", "--role", "gradient", "--gemm", "fprop"), 2, "has no gradient"),
+        (np.ones(16, "f4"), ("--recipe", "nvfp4", "--role", "gradient", "--product", "fprop"), 2, "has no gradient"),
         (np.ones(16, "f4"), ("--recipe", "nvfp4", *WEIGHT, "--axis", "1"), 2, "1 axes"),
         (np.ones(16, "f4"), ("--recipe", "bf16; * -> fp8", *WEIGHT), 2, "one recipe"),
         (np.ones((16, 16), "f4"), ("--recipe", "nvfp4(rht=wgrad.grad)", *GRADIENT), 2, "both"),

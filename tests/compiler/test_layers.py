@@ -201,7 +201,7 @@ def test_a_branch_of_which_it_is_not_known_when_it_is_taken_is_reported(length, 
         return lax.scan(body, x @ p["c"], jnp.arange(length))[0].sum()
 
     plan = policyc.plan("* -> fp8", loss, {name: weights() for name in "abc"}, X)
-    line = f"2 GEMMs in a branch, counted as always taken: {note}\n"
+    line = f"2 sites in a branch, counted as always taken: {note}\n"
     assert {site.repeats for site in plan.sites} == {1, length if note else length // 2}
     assert [line in table for table in (summary(plan), sites_table(plan))] == [bool(note)] * 2
 
@@ -214,7 +214,7 @@ def test_a_gemm_in_a_while_loop_is_reported_as_one_iteration():
         return (lax.while_loop(lambda state: state[0] < 9, body, (0, x))[1] @ p["b"]).sum()
 
     plan = policyc.plan("* -> fp8", loss, {name: weights() for name in "ab"}, X)
-    line = "33.3% of FLOPs are 1 GEMM in a while loop, counted as one iteration: how many it runs"
+    line = "33.3% of FLOPs are 1 site in a while loop, counted as one iteration: how many it runs"
     assert all(table.count(line) == 1 for table in (summary(plan), sites_table(plan)))
 
 

@@ -204,7 +204,7 @@ def test_gemms_that_cannot_be_reached_are_counted_too() -> None:
         struct(4, 8),
     )  # fmt: skip
     assert list(unchanged_products(plan)) == [
-        "50.0% of FLOPs are 1 GEMM inside a function with its own backward rule (jax.custom_vjp), left as it is"
+        "50.0% of FLOPs are 1 site inside a function with its own backward rule (jax.custom_vjp), left as it is"
     ]
 
 

@@ -61,7 +61,7 @@ def test_a_rule_that_changes_what_cannot_be_reached() -> None:
     (diagnostic,) = diagnostics_of(make_plan(parse("body -> fp8; * -> nvfp4"), OPAQUE))
     assert diagnostic.code == "opaque-site"
     assert diagnostic.severity is Severity.ERROR
-    assert diagnostic.message.startswith("the GEMM 'own' (")
+    assert diagnostic.message.startswith("the site 'own' (")
     assert "test_plan_checks.py:" in diagnostic.message
     assert diagnostic.message.endswith("a function with its own backward rule (jax.custom_vjp), and 1 more")
     assert spanned(diagnostic) == "* -> nvfp4"

@@ -512,7 +512,7 @@ def test_predicted_speed_ups_are_those_of_estimate() -> None:
     policies = {name: (folder / f"{name}.policy").read_text() for name in ("bf16", "te_nvfp4")}
     policies |= {"mxfp8": "* -> mxfp8\n", "switch": "* -> mxfp8\nafter 25% {\n    * -> bf16\n}\n"}
     predicted = predict_speed_ups(policies, "bf16", PredictedStep(config="tiny", devices=1))
-    assert predicted["step"] == "tiny on 1 × GB200, backend te"
+    assert predicted["step"] == "tiny on 1 × GB200, Transformer Engine"
     arguments = ("--config", "tiny", "--target", "gb200", "--format", "json")
     estimate = json.loads(policyc("estimate", "te_nvfp4", "--vs", "bf16", *arguments).out)
     speed_ups, on_xla = predicted["values"], predicted["other"]["values"]

@@ -247,7 +247,10 @@ def test_auto_avoids_what_failed_and_says_so(monkeypatch: pytest.MonkeyPatch) ->
     lowering = choose("auto", query, failed)
     assert (lowering.backend, lowering.native) == ("xla", True)
     assert lowering.obstacle is not None
-    assert "te failed the self-test on this machine (random: 3 codes differ)" in lowering.obstacle.reason
+    assert (
+        "Transformer Engine failed the self-test on this machine (random: 3 codes differ)"
+        in lowering.obstacle.reason
+    )
     assert "--backend te" in lowering.obstacle.remedy
     both = replace(failed, failures={"te nvfp4": "a", "xla nvfp4": "b"})
     assert choose("auto", query, both).backend == "emulate"

@@ -258,11 +258,11 @@ def test_a_speed_up_has_two_bounds_and_the_other_backend():
     table, diff = policyc("estimate", *words).out, policyc("diff", *words).out
     low, high = data["speed_up_bounds"]
     assert re.search(rf"speed-up .* {low:.2f} to {high:.2f}x ", table)
-    assert "with xla" in table
+    assert "with XLA" in table
     assert f"step time -{1 - 1 / low:.0%} to -{1 - 1 / high:.0%}".replace("%", "", 1) in diff.replace(
         " %", "%"
     )
-    assert "(backend te, 16 x 8,192 tokens). With xla -" in " ".join(diff.split())
+    assert "(Transformer Engine, 16 x 8,192 tokens). With XLA -" in " ".join(diff.split())
 
 
 @pytest.mark.parametrize(

@@ -249,7 +249,7 @@ def test_four_bits_are_compared_with_fp8_on_gpus_that_have_both():
     (narrow,) = findings["gb200"]
     assert "'narrow' (m = 65536, n = 1024, k = 16384) takes" in narrow
     assert re.search(
-        r"takes 1\.\d times as long as in fp8 on gb200 with backend te \(\d\.\d with xla\)", narrow
+        r"takes 1\.\d times as long as in fp8 on gb200 with Transformer Engine \(\d\.\d with XLA\)", narrow
     )
     assert "more" not in narrow
     assert "add a rule after it: narrow -> fp8" in narrow

@@ -373,32 +373,38 @@ GROUPS = query(option(), Gemm.FPROP, m=64, n=256, k=128, ragged=True)
 @pytest.mark.parametrize(
     ("gemm", "backend", "machine", "expected", "reason"),
     [
-        (query("nvfp4"), "auto", BLACKWELL, "te, native", ""),
-        (query("nvfp4"), "auto", FAILED, "xla, native", "te failed the self-test on this machine (wrong)"),
+        (query("nvfp4"), "auto", BLACKWELL, "Transformer Engine, native", ""),
+        (
+            query("nvfp4"),
+            "auto",
+            FAILED,
+            "XLA, native",
+            "Transformer Engine failed the self-test on this machine (wrong)",
+        ),
         (query("nvfp4"), "auto", HOPPER, "emulated", "h200 does not multiply nvfp4 natively"),
         (query("nvfp4"), "auto", CPU, "emulated", "cpu does not multiply nvfp4 natively"),
-        (query("nvfp4"), "xla", CPU, "xla, emulated", "cpu does not multiply nvfp4 natively"),
-        (query("nvfp4"), "xla", BLACKWELL, "xla, native", ""),
-        (query("nvfp4", k=48), "xla", BLACKWELL, "xla, native, unproven", ""),
-        (query("mxfp8", k=48), "xla", BLACKWELL, "xla, native", ""),
+        (query("nvfp4"), "xla", CPU, "XLA, emulated", "cpu does not multiply nvfp4 natively"),
+        (query("nvfp4"), "xla", BLACKWELL, "XLA, native", ""),
+        (query("nvfp4", k=48), "xla", BLACKWELL, "XLA, native, unproven", ""),
+        (query("mxfp8", k=48), "xla", BLACKWELL, "XLA, native", ""),
         (query("nvfp4"), "emulate", BLACKWELL, "emulated", "emulation was requested"),
-        (query("nvfp4"), "te", BLACKWELL, "te, native", ""),
-        (query("nvfp4"), "te", FAILED, "te, native", ""),
+        (query("nvfp4"), "te", BLACKWELL, "Transformer Engine, native", ""),
+        (query("nvfp4"), "te", FAILED, "Transformer Engine, native", ""),
         (query("nvfp4"), "te", HOPPER, "emulated", "h200 does not multiply nvfp4 natively"),
-        (query("nvfp4", batch=2), "auto", BLACKWELL, "xla, native", "no NVFP4 GEMM with batch dimensions"),
-        (query("nvfp4", batch=2), "te", BLACKWELL, "xla, native", "no NVFP4 GEMM with batch dimensions"),
-        (query("mxfp8"), "auto", BLACKWELL, "xla, native", ""),
+        (query("nvfp4", batch=2), "auto", BLACKWELL, "XLA, native", "no NVFP4 GEMM with batch dimensions"),
+        (query("nvfp4", batch=2), "te", BLACKWELL, "XLA, native", "no NVFP4 GEMM with batch dimensions"),
+        (query("mxfp8"), "auto", BLACKWELL, "XLA, native", ""),
         (query("mxfp4"), "auto", BLACKWELL, "emulated", "XLA has no block-scaled GEMM of mxfp4"),
         (query("fp4"), "xla", BLACKWELL, "emulated", "gb200 does not multiply fp4 natively"),
-        (query("fp8"), "auto", BLACKWELL, "xla, native", ""),
-        (query("fp8"), "auto", HOPPER, "xla, native", ""),
+        (query("fp8"), "auto", BLACKWELL, "XLA, native", ""),
+        (query("fp8"), "auto", HOPPER, "XLA, native", ""),
         (query("bf16"), "auto", BLACKWELL, "-", ""),
         (GROUPS, "auto", BLACKWELL, "cudnn, native", ""),
         (replace(GROUPS, gemm=Gemm.WGRAD, m=128, k=64), "auto", BLACKWELL, "cudnn, native", ""),
         (replace(GROUPS, k=96), "auto", BLACKWELL, "emulated", "requires k % 128 == 0, but fprop has 96"),
         (GROUPS, "auto", FAILED, "emulated", "cudnn failed the self-test"),
         (GROUPS, "te", BLACKWELL, "emulated", "no NVFP4 GEMM over ragged groups"),
-        (query("nvfp4"), "cudnn", BLACKWELL, "xla, native", "runs only GEMMs over ragged groups"),
+        (query("nvfp4"), "cudnn", BLACKWELL, "XLA, native", "runs only GEMMs over ragged groups"),
     ],
 )
 def test_what_runs_where(
@@ -425,7 +431,7 @@ def test_auto_does_without_what_is_not_installed(monkeypatch: pytest.MonkeyPatch
     ragged = choose("auto", GROUPS, BLACKWELL)
     assert str(ragged) == "emulated"
     assert ragged.obstacle is not None
-    assert "use nvfp4 on backend cudnn (pip install" in ragged.obstacle.remedy
+    assert "use nvfp4 on cuDNN (pip install" in ragged.obstacle.remedy
 
 
 @pytest.mark.parametrize(
@@ -434,7 +440,7 @@ def test_auto_does_without_what_is_not_installed(monkeypatch: pytest.MonkeyPatch
         (query(), None),
         (query(gemm=Gemm.FPROP, m=16, n=48, k=32), None),
         (query("nvfp4", types=("float32", "bfloat16")), None),
-        (query("mxfp8"), "backend te runs only nvfp4, not mxfp8"),
+        (query("mxfp8"), "Transformer Engine runs only nvfp4, not mxfp8"),
         (query(types=("bfloat16", "float32")), "rotates only bfloat16, but this operand is float32"),
         (query(types=("int8", "bfloat16")), "does not quantize int8"),
         (query(option(rht=OPERAND_GROUPS["wgrad"], rht_size=32)), "do not support rht_size=32"),
@@ -459,11 +465,11 @@ def test_limits_of_transformer_engine(gemm: GemmQuery, reason: str | None) -> No
 def test_the_plan_names_the_backend_of_each_gemm() -> None:
     plan = policyc.plan(VENDOR, loss, *arguments(), backend="te", target="gb200")
     decisions = {site.name: d for site, d in zip(plan.sites, plan.decisions().values(), strict=True)}
-    assert [str(lowering) for lowering in decisions["up"].lowerings] == ["te, native"] * 3
+    assert [str(lowering) for lowering in decisions["up"].lowerings] == ["Transformer Engine, native"] * 3
     # Its dgrad contracts 48.
-    narrow = ["te, native", "xla, native, unproven", "xla, native"]
+    narrow = ["Transformer Engine, native", "XLA, native, unproven", "XLA, native"]
     assert [str(lowering) for lowering in decisions["narrow"].lowerings] == narrow
-    assert [line.partition(":")[0] for line in lowering_reasons(plan)] == ["by xla (dgrad)", "by xla (wgrad)"]
+    assert [line.partition(":")[0] for line in lowering_reasons(plan)] == ["by XLA (dgrad)", "by XLA (wgrad)"]
 
 
 def test_a_missing_library_is_an_error_in_a_plan_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

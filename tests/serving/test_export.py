@@ -426,7 +426,7 @@ def test_names_must_fit_the_parameters(tmp_path: Path) -> None:
         edited = {key: value for key, value in {**names, **edit}.items() if value}
         with pytest.raises(ValueError, match=message):
             policyc.export(params, plan, names=edited, out=tmp_path / "other", config={})
-    with pytest.raises(ValueError, match=r"convert has mlp\.wi, which is not the weight of a GEMM"):
+    with pytest.raises(ValueError, match=r"convert has mlp\.wi, which is not the weight of a site"):
         policyc.export(
             params, plan, names=names, convert={"mlp.wi": np.negative}, out=tmp_path / "other", config={}
         )

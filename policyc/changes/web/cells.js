@@ -91,7 +91,7 @@ function describeSide(cell, side) {
       h("span", { class: "role" }, operand.role), " ", formatChip(operand.format), " ",
       operand.options.map((text) => [badge(text), " "]))),
     run.seed === null ? null : h("p", {}, `seed ${run.seed}`),
-    run.backend ? h("p", {}, run.native ? `native, backend ${run.backend}` : "emulated") : null,
+    run.backend ? h("p", {}, run.native ? `native, ${data.backend_names[run.backend]}` : "emulated") : null,
     run.reason ? h("p", { class: "warning" }, run.reason, run.remedy ? ". " + run.remedy : "") : null,
     h("p", {}, `${duration(product.seconds)} predicted, ${withPrefix(product.bytes, "B")}`),
     rule ? h("p", { class: "rule-text" }, h("code", {}, rule.text), h("br"),

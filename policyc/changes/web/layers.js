@@ -133,11 +133,11 @@ function measure(cell, layer, side = "after") {
 
 function drawProduct(cell, layer, x, y) {
   const after = stateOf(cell.change.after);
-  const note = cell.run.opaque ? "opaque" : (after.backend ? (after.native ? `native, ${after.backend}` : "emulated") : "");
+  const note = cell.run.opaque ? "opaque" : (after.backend ? (after.native ? "native" : "emulated") : "");
   const values = [...new Set((cell.change.changed ? SIDES : ["after"]).map((side) => measure(cell, layer, side)))].filter(Boolean);
   const [top, height] = [y - 29, 58];
   return s("g", { class: "output" + (cell.change.changed ? " changed" : "") },
-    s("title", {}, [cell.product, ...note.split(", ")].filter(explain).map((word) => `${word}: ${explain(word)}`).join("\n")),
+    s("title", {}, [cell.product, note].filter(explain).map((word) => `${word}: ${explain(word)}${word === "native" ? ` (${data.backend_names[after.backend]})` : ""}`).join("\n")),
     s("rect", { x, y: top, width: CARD.product, height, rx: 5 }),
     s("rect", { x: x + CARD.product - 7, y: top, width: 7, height, rx: 2, style: `fill:${formatColor(after.format)}` }),
     isHatched(cell) ? s("rect", { x: x + CARD.product - 7, y: top, width: 7, height, style: "fill:url(#hatch)" }) : null,

@@ -41,7 +41,7 @@ def write_first_policy(like: Policy, sites: Sites, title: str) -> str:
     policy = replace(like, rules=rules, recipes=tuple(_used_recipes(like, rules)), variants=())
     plan = make_plan(policy, sites)
     gflops = sites.total_flops / 1e9
-    size = f"{count_noun(sites.count, 'GEMM')}, {gflops:{',.0f' if gflops >= 1000 else '.3g'}} GFLOP a step"
+    size = f"{count_noun(sites.count, 'site')}, {gflops:{',.0f' if gflops >= 1000 else '.3g'}} GFLOP a step"
     lines = [
         f"# A first policy for {escape_controls(title)}: {size}.",
         "#",

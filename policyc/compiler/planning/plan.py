@@ -155,7 +155,7 @@ class Plan:
 
     @property
     def caption(self) -> str:
-        return f"{count_noun(self.sites.count, 'GEMM')} on {self.machine.name}"
+        return f"{count_noun(self.sites.count, 'site')} on {self.machine.name}"
 
     # ---- phases of the schedule
 

@@ -106,14 +106,14 @@ def opaque_sites(plan: Plan) -> Iterator[Diagnostic]:
             sites_of.setdefault(rule, {})[product.site] = None
     for index, sites in sites_of.items():
         first, help = next(iter(sites)), suggest_recipe(plan, index, sites, "keep")
-        message = f"the GEMM {_name(first)} cannot be changed: it is inside {first.opaque}"
+        message = f"the site {_name(first)} cannot be changed: it is inside {first.opaque}"
         yield _report("opaque-site", plan.policy.rules[index], sites, message, help)
 
 
 def opaque_indices(plan: Plan) -> Iterator[Diagnostic]:
-    """Rules that choose layers by index where it is unknown which layer a GEMM reads, or which index is meant.
+    """Rules that choose layers by index where it is unknown which layer a site reads, or which index is meant.
 
-    Also rules that name only some of the parameters that a GEMM may read, if it is unknown which of them it reads.
+    Also rules that name only some of the parameters that a site may read, if it is unknown which of them it reads.
     """
     uncertain = [site for site in plan.sites if any(t.is_uncertain for t in site.parameters)]
     for rule in plan.policy.rules:
@@ -139,7 +139,7 @@ def opaque_indices(plan: Plan) -> Iterator[Diagnostic]:
 
 
 def unknown_layers(plan: Plan) -> Iterator[Diagnostic]:
-    """Warnings for the first rule that chooses layers, if GEMMs have no layer by which it could choose them."""
+    """Warnings for the first rule that chooses layers, if sites have no layer by which it could choose them."""
     indexed = [rule for rule in plan.policy.rules if any(map(takes_index, rule.selectors))]
     layered = [rule for rule in plan.policy.rules if has_index(rule)]
     unknown = [site for site in plan.sites if indexed and site.unknown_layer]
@@ -148,14 +148,14 @@ def unknown_layers(plan: Plan) -> Iterator[Diagnostic]:
         (
             indexed,
             unknown,
-            "a product of activations",
+            "a site of two activations",
             f"index matches it: {unknown[0].unknown_layer}" if unknown else "",
             "choose it by its sizes, with '* where not weight and ...'",
         ),
         (
             layered,
             constant,
-            "a product of arrays that the loss closes over",
+            "a site of arrays that the loss closes over",
             "rule for a layer matches it",
             "pass the arrays to the loss as an argument, as a model: their layers are then known",
         ),

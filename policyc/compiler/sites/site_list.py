@@ -34,7 +34,7 @@ class Sites:
     """The loss; None if the sites were read from a file."""
 
     def __repr__(self) -> str:
-        return f"<Sites: {count_noun(self.count, 'GEMM')}>"
+        return f"<Sites: {count_noun(self.count, 'site')}>"
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self.sites)

@@ -17,7 +17,7 @@ from policyc.compiler.planning.plan_checks import unknown_layers
 from policyc.compiler.sites.site import Site
 from policyc.compiler.tables.kind_tables import kind_notes, order_notes
 from policyc.language.recipes import Gemm
-from policyc.numerics.backends import Obstacle
+from policyc.numerics.backends import Obstacle, title
 
 _MAX_CELL_WIDTH = 60  # a table of five columns then fits in about 110 characters, the width of the help
 
@@ -95,7 +95,7 @@ def lowering_reasons(plan: Plan) -> Iterator[str]:
     for product in plan.all_products():
         lowering = product.lowering
         if lowering.obstacle is not None:
-            key = f"by {lowering.backend}" if lowering.native else "emulated", lowering.obstacle
+            key = f"by {title(lowering.backend)}" if lowering.native else "emulated", lowering.obstacle
         elif lowering.native and lowering.quantizer_obstacle is not None:
             key = "quantized by XLA", lowering.quantizer_obstacle
         else:
@@ -112,16 +112,16 @@ def _layer_notes(plan: Plan) -> Iterator[str]:
 
 
 def uncertain_repeats(plan: Plan) -> Iterator[str]:
-    """The GEMMs that may run more or less often than they are counted, one line per reason."""
+    """The sites that may run more or less often than they are counted, one line per reason."""
     for reason, share, count in _shares(plan, lambda site: site.uncertain_repeats):
-        yield f"{share:.1%} of FLOPs are {count_noun(count, 'GEMM')} {reason}"
+        yield f"{share:.1%} of FLOPs are {count_noun(count, 'site')} {reason}"
 
 
 def unchanged_products(plan: Plan) -> Iterator[str]:
     """The products that the compiler leaves as they are whatever a policy says, one line per kind."""
     yield from other_products(plan)
     for reason, share, count in _shares(plan, lambda site: site.opaque):
-        yield f"{share:.1%} of FLOPs are {count_noun(count, 'GEMM')} inside {reason}, left as {_they_are(count)}"
+        yield f"{share:.1%} of FLOPs are {count_noun(count, 'site')} inside {reason}, left as {_they_are(count)}"
 
 
 def _shares(plan: Plan, reason_of: Callable[[Site], str]) -> Iterator[tuple[str, float, int]]:

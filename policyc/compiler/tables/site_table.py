@@ -27,7 +27,7 @@ def sites_table(plan: Plan | Sites) -> str:
     """Every site with its shapes and, if there are rules, the rule that decides and the rules it overrides."""
     plan = _as_plan(plan)
     total = sum(s.total_flops for s in plan.sites)
-    end = f"{count_noun(plan.sites.count, 'GEMM')}, {_short(total / 1e9, 4)} GFLOP a step in their products"
+    end = f"{count_noun(plan.sites.count, 'site')}, {_short(total / 1e9, 4)} GFLOP a step in their products"
     rows, alike = _without_equal_columns(site_rows(plan))
     lines = (*align_columns(rows), end, *alike, *uncertain_repeats(plan), *unchanged_products(plan))
     return "".join(f"{line}\n" for line in lines)

@@ -34,7 +34,7 @@ from policyc.experiments.report.sweeps import (
 from policyc.experiments.report.values import JsonObject, as_list, as_object, as_objects, as_text
 from policyc.experiments.statistics import ALPHA, FEW_SEEDS, POWER, RERUN_NOISE
 from policyc.experiments.sweep.metrics import LEAST_TRAILING, TRAILING_FRACTION
-from policyc.numerics.backends import PRICED
+from policyc.numerics.backends import PRICED, title
 
 FORMAT = 2
 """The version of the data. It changes when a field is removed or changes its meaning."""
@@ -50,7 +50,7 @@ class PredictedStep:
     backend: str = PRICED
 
     def __str__(self) -> str:
-        return f"{self.config} on {self.devices} × {self.target.upper()}, backend {self.backend}"
+        return f"{self.config} on {self.devices} × {self.target.upper()}, {title(self.backend)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from policyc.base.text import count_noun, format_ratio
 from policyc.experiments.report.values import JsonObject
 from policyc.models.llama.configs import ACTIVITIES
+from policyc.numerics.backends import title
 
 FIGURES = (
     ("validation_loss", "validation loss"),
@@ -81,7 +82,7 @@ def speed_up_columns(data: JsonObject) -> dict[str, JsonObject]:
         return {}
     columns = {"predicted speed-up": predicted["values"]}
     if other := predicted["other"]:
-        columns[f"with {other['backend']}"] = other["values"]
+        columns[f"with {title(other['backend'])}"] = other["values"]
     return columns
 
 

@@ -40,6 +40,7 @@ from policyc.experiments.report.series import elapsed_seconds, make_axis
 from policyc.experiments.report.sweeps import ReportError, SweepData
 from policyc.experiments.report.values import JsonObject, escape_texts
 from policyc.experiments.sweep.run import PAGE_FILE
+from policyc.numerics.backends import title
 
 _PACKAGE = "policyc.experiments.report"
 _read = partial(read_assets, _PACKAGE)
@@ -192,7 +193,7 @@ def _policies(data: JsonObject, sweep: SweepData) -> list[JsonObject]:
             "facts": [
                 *summary["policy_names"],
                 *(f"{kind} {hash[:12]}" for kind in ("policy", "plan") for hash in summary[f"{kind}_sha256"]),
-                *(f"backend {name}" for name in summary["backends"]),
+                *(f"backend {title(name)}" for name in summary["backends"]),
             ],
             "edit": variant.edit,
             "diff": diffs.get(variant.name),

@@ -53,7 +53,7 @@ CHECKS = (
         title="operands quantized for two GEMMs at once, bit for bit against the reference",
         run=quantizers.check_pairs,
         formats=("nvfp4",),
-        remedy=f"{te_one_pass.VARIABLE}=0, for backend te",
+        remedy=f"{te_one_pass.VARIABLE}=0, for Transformer Engine",
     ),
     Check(
         name="golden",

@@ -102,7 +102,7 @@ def describe_machine() -> Data:
 def describe_result(result: Result) -> str:
     """Formats a result as one line."""
     kind = "native" if result.native else "not native"
-    name = f"{result.status:8}{result.check:10}{result.backend:8}{result.format:7}{kind:11}"
+    name = f"{result.status:8}{result.check:10}{backends.title(result.backend):19}{result.format:7}{kind:11}"
     if result.status == "failed":
         return f"{name}{result.reason}; to avoid it: {result.remedy or 'no way is known'}"
     if result.status == "not run":
@@ -114,7 +114,7 @@ def describe_timing(timing: speed.Timing) -> str:
     """Formats a timing as one line."""
     ratio = timing.measured / timing.predicted
     return (
-        f"timed   {timing.what:28}{timing.measured * 1e3:9.3f} ms, predicted {timing.predicted * 1e3:9.3f} ms "
+        f"timed   {timing.what:36}{timing.measured * 1e3:9.3f} ms, predicted {timing.predicted * 1e3:9.3f} ms "
         f"({ratio:.2f}x)"
     )
 

@@ -23,7 +23,7 @@ from policyc.language.recipes import Gemm, Role, Treatment
 from policyc.models.llama import model as llama
 from policyc.models.llama.configs import ModelConfig
 from policyc.numerics import primitives
-from policyc.numerics.backends import MODULES, load
+from policyc.numerics.backends import MODULES, load, title
 from policyc.numerics.quantize import Axes, Request, make_key
 from policyc.numerics.targets import Target
 
@@ -121,7 +121,7 @@ def _time_gemms(target: Target, backends: Sequence[str]) -> Iterator[Timing]:
         if load(backend).scales_results:  # the model has a part of its own for outer scales
             around += gemm_cost.outer_scale_seconds(target, read_recipe(format).treatments, m * n)
         yield Timing(
-            what=f"GEMM, {backend} {format}",
+            what=f"GEMM, {title(backend)} {format}",
             measured=seconds,
             predicted=gemm_cost.gemm_seconds(target, format, m, n, k) + around - gemm_cost.LAUNCH_SECONDS,
             constant=gemm_cost.GEMM.format(format),
@@ -162,7 +162,7 @@ def _time_quantizers(target: Target, backends: Sequence[str]) -> Iterator[Timing
             predict(replace(target, measured={**target.measured, constant: value})) for value in (0.0, 1.0)
         )
         yield Timing(
-            what=f"quantizer, {backend} {name}",
+            what=f"quantizer, {title(backend)} {name}",
             measured=seconds,
             predicted=predict(target),
             constant=constant,

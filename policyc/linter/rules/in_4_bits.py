@@ -51,7 +51,7 @@ _BLOCKS = {"scores": _MIDDLE_BLOCK, "router": _MIDDLE_BLOCK}
 def attention_scores_in_4_bits(context: Context) -> Iterable[Diagnostic]:
     """Warning: The score products of attention are in 4 bits.
 
-    `softmax(q k) v` contains two GEMMs without a parameter. A rule for all of attention, or for all sites, matches
+    `softmax(q k) v` contains two sites without a parameter. A rule for all of attention, or for all sites, matches
     them together with the projections. Their error passes through an exponential. Add `where weight` to the rule to
     match the projections only.
 
@@ -111,11 +111,11 @@ def router_in_4_bits(context: Context) -> Iterable[Diagnostic]:
 
 
 def _check(kind: str, context: Context, max_bits: int = 4) -> Iterator[Diagnostic]:
-    """Looks for rules that quantize sites of a kind. Scores are products without a weight."""
+    """Looks for rules that quantize sites of a kind. Scores are sites without a weight."""
     if context.plan is not None:
         yield from _check_program(kind, context, context.plan, max_bits)
         return
-    noun = "score products of attention" if kind == "scores" else kind
+    noun = "scores of attention" if kind == "scores" else kind
     for rule, name in _find_rules_in_4_bits(kind, context):
         message = f"this rule puts the {noun} ('{name}') in 4 bits"
         yield Diagnostic(span=rule.span, message=message, help=_suggest(kind, rule))
@@ -130,7 +130,7 @@ def _check_program(kind: str, context: Context, plan: Plan, max_bits: int) -> It
         return site.weight is None if kind == "scores" else site.kind.name == kind
 
     for index, sites in products.find_quantizing_rules(context, is_sensitive, max_bits):
-        noun, help = "products without a parameter", _suggest_weight(plan.policy.rules[index])
+        noun, help = "sites without a parameter", _suggest_weight(plan.policy.rules[index])
         if kind != "scores":
             noun, help = kind, suggest_recipe(plan, index, sites, "bf16", f"* where {kind} -> bf16")
         message = f"this rule quantizes the {noun} ('{sites[0].name}')"

@@ -115,7 +115,7 @@ def impossible_predicate(context: Context) -> Iterable[Diagnostic]:
                 help = "policyc leaves convolutions as they are: no site is a conv"
             elif flags & KINDS.keys():
                 help = "check which kinds exclude each other"
-            yield Diagnostic(span=rule.where.span, message="no GEMM satisfies this condition", help=help)
+            yield Diagnostic(span=rule.where.span, message="no site satisfies this condition", help=help)
 
 
 def _is_impossible(condition: Predicate) -> bool:

@@ -6,6 +6,7 @@ To add a backend, write a module with a `BACKEND`, which implements `backend.Bac
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from functools import cache
 from typing import Literal, cast
 
@@ -15,12 +16,15 @@ __all__ = [
     "MODULES",
     "NAMES",
     "PRICED",
+    "TITLES",
     "Backend",
     "BackendName",
     "GemmQuery",
     "Obstacle",
+    "join_titles",
     "load",
     "preferred",
+    "title",
 ]
 
 MODULES: dict[str, str] = {
@@ -38,6 +42,19 @@ NAMES = ("auto", *MODULES)
 
 PRICED: BackendName = "te"
 """The default backend of predictions: what a user of Blackwell would run, whatever is installed here."""
+
+
+TITLES = {"emulate": "emulation", "xla": "XLA", "te": "Transformer Engine", "cudnn": "cuDNN"}
+
+
+def title(name: str) -> str:
+    """The name of a backend for people. `te`, the value of an option, reads like the policy te_nvfp4."""
+    return TITLES.get(name, name)
+
+
+def join_titles(names: Iterable[str]) -> str:
+    """Several backends in a sentence: "Transformer Engine and XLA"."""
+    return " and ".join(map(title, names))
 
 
 @cache

@@ -51,7 +51,7 @@ class Lowering:
         if backends.load(self.backend).emulates:
             return "emulated"
         doubt = ", unproven" if self.doubt else ""
-        return f"{self.backend}, {'native' if self.native else 'emulated'}{doubt}"
+        return f"{backends.title(self.backend)}, {'native' if self.native else 'emulated'}{doubt}"
 
 
 PLAIN = Lowering()
@@ -102,7 +102,7 @@ def _find_failure(backend: str, format: str, machine: Machine) -> Obstacle | Non
     if reason is None:
         return None
     remedy = f"--backend {backend} uses it anyway; 'policyc selftest' tests it again"
-    return Obstacle(f"backend {backend} failed the self-test on this machine ({reason})", remedy)
+    return Obstacle(f"{backends.title(backend)} failed the self-test on this machine ({reason})", remedy)
 
 
 def _missing_format(format: str, machine: Machine) -> Obstacle:

@@ -63,11 +63,9 @@ class CudnnGroups(Emulation):
     def obstacle(self, query: GemmQuery) -> Obstacle | None:
         """The first limit of this backend that a GEMM exceeds, if any."""
         if not query.ragged:
-            return Obstacle("backend cudnn runs only GEMMs over ragged groups", "other backends run it")
+            return Obstacle("cuDNN runs only GEMMs over ragged groups", "other backends run it")
         if query.format != "nvfp4" or query.right.format != "nvfp4":
-            return Obstacle(
-                f"backend cudnn runs only nvfp4, not {query.format}", "use nvfp4, or keep it in bf16"
-            )
+            return Obstacle(f"cuDNN runs only nvfp4, not {query.format}", "use nvfp4, or keep it in bf16")
         if any(t.outer == "row" for t in (query.left, query.right)):
             return Obstacle("cuDNN's grouped GEMM has one outer scale per group", "use outer=tensor")
         sizes = {"m": query.m, "n": query.n, "k": query.k}

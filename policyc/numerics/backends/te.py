@@ -69,7 +69,7 @@ class TransformerEngineBackend(Emulation):
     def obstacle(self, query: GemmQuery) -> Obstacle | None:
         """The first limit of this backend that a GEMM exceeds, if any."""
         if query.format != "nvfp4" or query.right.format != "nvfp4":
-            return Obstacle(f"backend te runs only nvfp4, not {query.format}", _FALLBACK_REMEDY)
+            return Obstacle(f"Transformer Engine runs only nvfp4, not {query.format}", _FALLBACK_REMEDY)
         if query.left.tile2d:
             return Obstacle(
                 "Transformer Engine has 2D scales for weights only", f"scale2d=weights; {_FALLBACK_REMEDY}"

@@ -185,5 +185,5 @@ def _import() -> TransformerEngine:
         return TransformerEngine(**modules)
     except (ImportError, OSError, AttributeError) as error:
         raise ImportError(
-            f"backend te needs Transformer Engine 2.20 for JAX ({error}). To install it: {INSTALL}"
+            f"--backend te needs Transformer Engine 2.20 for JAX ({error}). To install it: {INSTALL}"
         ) from error

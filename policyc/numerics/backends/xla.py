@@ -224,7 +224,7 @@ class Xla(Emulation):
         if query.ragged:
             return Obstacle(
                 "XLA has no block-scaled GEMM over ragged groups",
-                "use nvfp4 on backend cudnn (pip install nvidia-cudnn-frontend), or keep it in bf16",
+                "use nvfp4 on cuDNN (pip install nvidia-cudnn-frontend), or keep it in bf16",
             )
         if query.format not in self.calls:
             return Obstacle(f"XLA has no block-scaled GEMM of {query.format}", "use nvfp4 or mxfp8")

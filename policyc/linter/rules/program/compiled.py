@@ -26,7 +26,7 @@ _MAX_NOTES = 3
 def expect_violated(context: Context) -> Iterable[Diagnostic]:
     """Error: A rule matches a different number of sites than it expects.
 
-    `expect N` states how many GEMMs a rule matches, counting every layer of a stack. The numbers differ if the model
+    `expect N` states how many sites a rule matches, counting every layer of a stack. The numbers differ if the model
     has grown a layer, or if a name matches more than intended. `policyc apply` refuses to run such a policy. Correct
     the selector or the number. Checked with a program and when a loss is compiled.
 
@@ -80,7 +80,7 @@ def opaque_site(context: Context) -> Iterable[Diagnostic]:
 
     The compiler does not enter a function with its own backward rule (`jax.custom_vjp`), because the gradient does
     not run the code of the function. It does not enter a Pallas kernel or an unknown container either. `policyc
-    apply` refuses to run instead of skipping such a GEMM silently. Add a rule that keeps it. Checked with a program
+    apply` refuses to run instead of skipping such a site silently. Add a rule that keeps it. Checked with a program
     and when a loss is compiled.
 
     Bad:  * -> fp8

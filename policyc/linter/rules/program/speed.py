@@ -16,7 +16,7 @@ from policyc.language.diagnostics import Diagnostic
 from policyc.language.recipes import Recipe, make_recipe
 from policyc.linter.context import Context
 from policyc.linter.products import report_rule
-from policyc.numerics.backends import PRICED, load
+from policyc.numerics.backends import PRICED, load, title
 from policyc.numerics.products import Backends
 from policyc.numerics.targets import Target
 
@@ -122,8 +122,9 @@ def slower_than_fp8(context: Context) -> Iterable[Diagnostic]:
         _, slowest = max(slow.values(), key=lambda each: each[0])
         assert slowest.recipe is not None
         backend = next(b for b in slowest.backends if b)
+        ran_by = title(backend)
         if backend == PRICED:
             on_other = ratio_to_fp8(replace(slowest, backends=other), slowest.recipe, readers)
-            backend += f" ({on_other:.1f} with {other[0]})"
+            ran_by += f" ({on_other:.1f} with {title(other[0])})"
         help = suggest_recipe(plan, rule, tuple(slow), "fp8")
-        yield _report(context, rule, slow, f"in fp8 on {target.name} with backend {backend}", help)
+        yield _report(context, rule, slow, f"in fp8 on {target.name} with {ran_by}", help)
