@@ -62,7 +62,7 @@ def _chart(
         "note": "; ".join(filter(None, notes)),
         "x_label": x[0],
         "x": to_list(x[1]),
-        "lines": lines,
+        "lines": [line for line in lines if any(value is not None for value in line["values"])],
         **(defaults | values),
     }
 

@@ -179,26 +179,28 @@ def equal_loss_table(data: JsonObject) -> tuple[list[str], list[list[str]]]:
             speeds += [shown, _format_times(_times(row, row, kind))]
             speeds += [_format_times(_times(row, bf16, kind))] if has_bf16 else []
         extra = [format_extra(row), *([format_extra(bf16)] if has_bf16 else [])]
-        cells.append(
-            [row["variant"], row["baseline"], f"{row['loss']:.4f}", *extra, *speeds, describe_time(row)]
-        )
+        words = [describe_time(row)] if kinds else []
+        cells.append([row["variant"], row["baseline"], f"{row['loss']:.4f}", *extra, *speeds, *words])
 
     def pair(title: str) -> list[str]:
         return [title, f"{title} in bf16"][: 1 + has_bf16]
 
     titles = ["variant", "baseline", "loss", *pair(f"extra {data['axis']}")]
     titles += [title for kind in kinds for title in (f"{kind} speed-up", *pair("to that loss"))]
-    return [*titles, "in words"], cells
+    return [*titles, *(["in words"] if kinds else [])], cells
 
 
 def equal_loss_notes(data: JsonObject) -> list[str]:
     """How the times to a loss are computed, in sentences."""
     sentences = [
         f"The loss is the higher one of the two. Extra {data['axis']}: what the variant needs beyond the baseline to "
-        "reach the loss of the baseline, from their gap and an exchange rate. 'To that loss' is the speed-up over the "
-        "ratio of the tokens. In parentheses: by the interval of the gap. In bf16: the weights of both, evaluated in "
-        "bf16."
+        "reach the loss of the baseline, from their gap and an exchange rate. In parentheses: by the interval of the "
+        "gap. In bf16: the weights of both, evaluated in bf16."
     ]
+    if any(row[f"{kind}_speed_up"] for row in data["equal_loss"] for kind in ("measured", "predicted")):
+        sentences.append(f"'To that loss' is the speed-up over the ratio of the {data['axis']}.")
+    else:
+        sentences.append("No speed was measured or predicted, so no time is known: --config predicts one.")
     curves = {row["curve"]: row for row in data["equal_loss"]}
     sentences.append(f"The exchange rate is that of {' and of '.join(curves)}.")
     if any(row["is_bound"] for row in curves.values()):

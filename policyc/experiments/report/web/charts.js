@@ -232,8 +232,11 @@ function lineChart(element, original) {
     }
   }
   const xTicks = { ...(chart.isJoined ? {} : { incrs: WHOLE_STEPS }), values: (u, splits) => splits.map((v) => v === null ? null : withPrefix(v, 6)), label: chart.x_label, labelSize: 18, labelFont: FONT, labelGap: 0, size: 34 };
+  const few = chart.lines.length > 1 ? owners.map((line, n) => [line, n]).filter(([line]) => line?.has_points) : [];
+  const named = few.length <= 14 && original.x.length <= 40 ? few : [];
+  const room = named.length ? 24 + Math.max(...named.map(([line]) => textWidth(shorten(line.label)))) : 24;
   const u = new uPlot({
-    width: plot.clientWidth, height: isPaper() ? 190 : element.classList.contains("wide") ? 330 : 250, padding: [10, 24, 0, 0],
+    width: plot.clientWidth, height: isPaper() ? 190 : element.classList.contains("wide") ? 330 : 250, padding: [10, room, 0, 0],
     legend: { show: false },
     cursor: { sync: { key: sync.key, setSeries: false }, focus: { prox: 18 }, points: { size: 6 } },
     focus: { alpha: 0.3 },
@@ -242,6 +245,7 @@ function lineChart(element, original) {
     series, bands,
     hooks: {
       drawClear: chart.zone ? [(u) => drawZone(u, chart.zone, chart.zone_label)] : [],
+      draw: [(u) => drawEnds(u, named)],
       setCursor: [(u) => {
         if (!u.over.matches(":hover")) return;
         const index = u.cursor.idx;
@@ -288,6 +292,33 @@ function yRange(u, chart, low, high) {
   return [low - (chart.zone ? 2 : 1) * room, high + room];
 }
 
+/** Writes the name of each line that ends at the right edge beside its end; names do not overlap. */
+function drawEnds(u, names) {
+  const { ctx, bbox } = u, ratio = devicePixelRatio, row = 13 * ratio, bottom = bbox.top + bbox.height;
+  const ends = names.map(([line, n]) => {
+    const last = u.data[n].findLastIndex((value) => value !== null);
+    return { line, n, x: u.valToPos(u.data[0][last], "x", true), y: u.valToPos(u.data[n][last], "y", true) };
+  }).filter(({ n, x, y }) => u.series[n].show && Math.abs(x - bbox.left - bbox.width) < 2 && y >= bbox.top && y <= bottom).sort((a, b) => a.y - b.y);
+  ends.forEach((end, n) => { end.place = Math.max(end.y, n ? ends[n - 1].place + row : 0); });
+  ends.reduceRight((below, end) => (end.place = Math.min(end.place, below - row)), bottom + row);
+  ctx.save();
+  ctx.font = `${12 * ratio}px system-ui, sans-serif`;
+  ctx.textAlign = "left";
+  ctx.textBaseline = "middle";
+  for (const { line, x, y, place } of ends) {
+    const left = bbox.left + bbox.width + 20 * ratio;
+    ctx.strokeStyle = fade(color(line.color), 0.6);
+    ctx.lineWidth = ratio;
+    ctx.beginPath();
+    ctx.moveTo(x + 4 * ratio, y);
+    ctx.lineTo(left - 4 * ratio, place);
+    ctx.stroke();
+    ctx.fillStyle = style("--ink");
+    ctx.fillText(shorten(line.label), left, place);
+  }
+  ctx.restore();
+}
+
 /** The names of the lines. A click hides a line and its band. */
 function legend(u, owners) {
   const keys = owners.map((line, n) => line && h("button", {
@@ -298,7 +329,7 @@ function legend(u, owners) {
       u.setSeries(n, { show });
       if (line.low) for (const edge of [n + 1, n + 2]) u.setSeries(edge, { show });
     },
-  }, h("i", { class: line.is_dashed || line.color >= COLORS ? "dashed" : null, style: "border-color: var(--c" + line.color % COLORS + ")" }), line.label));
+  }, h("i", { class: line.is_dashed || line.color >= COLORS ? "dashed" : null, style: `--mark: var(--c${line.color % COLORS}); border-color: var(--mark)` }), line.label));
   return h("div", { class: "legend" }, keys.filter(Boolean));
 }
 
