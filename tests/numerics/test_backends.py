@@ -224,7 +224,7 @@ class BackendTests:
         f = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=NEAREST)
         options = GemmOptions(backends=(self.name,) * 3)
         x, w = normal(2, 64, 128, dtype=jnp.bfloat16), normal(128, 128, dtype=jnp.bfloat16)
-        with pytest.warns(UserWarning, match=f"backend {self.name} cannot run a GEMM under a vmap"):
+        with pytest.warns(UserWarning, match=f"{backends.title(self.name)} cannot run a GEMM under a vmap"):
             jaxpr = jax.make_jaxpr(jax.vmap(partial(f, options=options), (0, None)))(x, w)
         products = [e for e in jaxprs.all_equations(jaxpr) if jaxprs.primitive_name(e) == "scaled_gemm"]
         assert {e.params["backend"] for e in products} == {self.batched_by}
@@ -399,10 +399,10 @@ GROUPS = query(option(), Gemm.FPROP, m=64, n=256, k=128, ragged=True)
         (query("fp8"), "auto", BLACKWELL, "XLA, native", ""),
         (query("fp8"), "auto", HOPPER, "XLA, native", ""),
         (query("bf16"), "auto", BLACKWELL, "-", ""),
-        (GROUPS, "auto", BLACKWELL, "cudnn, native", ""),
-        (replace(GROUPS, gemm=Gemm.WGRAD, m=128, k=64), "auto", BLACKWELL, "cudnn, native", ""),
+        (GROUPS, "auto", BLACKWELL, "cuDNN, native", ""),
+        (replace(GROUPS, gemm=Gemm.WGRAD, m=128, k=64), "auto", BLACKWELL, "cuDNN, native", ""),
         (replace(GROUPS, k=96), "auto", BLACKWELL, "emulated", "requires k % 128 == 0, but fprop has 96"),
-        (GROUPS, "auto", FAILED, "emulated", "cudnn failed the self-test"),
+        (GROUPS, "auto", FAILED, "emulated", "cuDNN failed the self-test"),
         (GROUPS, "te", BLACKWELL, "emulated", "no NVFP4 GEMM over ragged groups"),
         (query("nvfp4"), "cudnn", BLACKWELL, "XLA, native", "runs only GEMMs over ragged groups"),
     ],

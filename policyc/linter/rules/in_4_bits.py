@@ -49,7 +49,7 @@ _BLOCKS = {"scores": _MIDDLE_BLOCK, "router": _MIDDLE_BLOCK}
 
 
 def attention_scores_in_4_bits(context: Context) -> Iterable[Diagnostic]:
-    """Warning: The score products of attention are in 4 bits.
+    """Warning: The scores of attention are in 4 bits.
 
     `softmax(q k) v` contains two sites without a parameter. A rule for all of attention, or for all sites, matches
     them together with the projections. Their error passes through an exponential. Add `where weight` to the rule to

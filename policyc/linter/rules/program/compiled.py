@@ -60,7 +60,7 @@ def opaque_kind(context: Context) -> Iterable[Diagnostic]:
     """Error: The condition of a rule depends on a kind that is not certain.
 
     Kinds come from the graph. A site is `mlp` only if elementwise operations and norms alone are between the products
-    around it; a product of two activations is `scores` only if a softmax is next to it, or if both operands come from
+    around it; a site of two activations is `scores` only if a softmax is next to it, or if both operands come from
     projections of the same branch. A recurrence of element-wise states (RWKV, a gated linear recurrence), a sum over
     tokens, a weight that the model itself computes, or an array that the loss closes over leave the kind open.
     `policyc apply` refuses to run instead of guessing it; `policyc sites --explain SITE` says why. Add a rule after
