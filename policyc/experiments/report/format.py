@@ -193,8 +193,8 @@ def equal_loss_notes(data: JsonObject) -> list[str]:
     """How the times to a loss are computed, in sentences."""
     sentences = [
         f"The loss is the higher one of the two. Extra {data['axis']}: what the variant needs beyond the baseline to "
-        "reach the loss of the baseline, from their gap and an exchange rate. In parentheses: by the interval of the gap. "
-        "In bf16: the weights of both, evaluated in bf16."
+        "reach the loss of the baseline, from their gap and an exchange rate. In parentheses: by the interval of the "
+        "gap. In bf16: the weights of both, evaluated in bf16."
     ]
     if any(row[f"{kind}_speed_up"] for row in data["equal_loss"] for kind in ("measured", "predicted")):
         sentences.append(f"'To that loss' is the speed-up over the ratio of the {data['axis']}.")
