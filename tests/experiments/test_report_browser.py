@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -234,7 +235,5 @@ def test_lines_of_validation_are_named_at_their_ends(show: Show) -> None:
     names = [line["label"] for line in sorted(solid, key=lambda line: -line["values"][-1])]
     written = page.evaluate("written")[: len(names)]
     assert [name for name, *_ in written] == names
-    assert all(
-        below - above >= 12 for (_, above, _), (_, below, _) in zip(written, written[1:], strict=False)
-    )
+    assert all(below - above >= 12 for (_, above, _), (_, below, _) in pairwise(written))
     assert all(is_inside for *_, is_inside in written)
